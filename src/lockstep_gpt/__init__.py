@@ -1,0 +1,1 @@
+"""Train a GPT on every device there is; the number of devices changes only the speed."""

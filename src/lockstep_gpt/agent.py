@@ -1,0 +1,169 @@
+"""One machine's ranks: started, watched and restarted through torchrun's elastic agent.
+
+Its own process between the parent, which must not import torch, and the ranks. The agent's stock
+rule, to restart after any failure, is narrowed: only a rank that was killed is worth another try.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import signal
+import sys
+import uuid
+from typing import cast
+
+import torch
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.rendezvous import RendezvousParameters
+from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+
+from lockstep_gpt.config import PROGRAM, Config, UserError
+from lockstep_gpt.process import LOST_PEERS, command
+from lockstep_gpt.run_directory import RunDirectory
+
+FAILURE_GRACE = 5  # seconds that the other ranks have after one has raised
+
+
+def main(run: RunDirectory) -> int:
+    """Run the ranks of `run` on this machine; return the run's exit status."""
+    config = run.load()
+    try:
+        refuse_missing(config)
+    except UserError as error:
+        print(f"{PROGRAM} train: {error}", file=sys.stderr)
+        return 2
+    _set_environment(config)
+    agent = RankAgent(run, config)
+    try:
+        return agent.status(agent.run())
+    except SignalException as stop:
+        return 128 + stop.sigval
+
+
+def refuse_missing(config: Config) -> None:
+    """Raise a `UserError` for what this build of torch or its driver cannot do."""
+    devices = config.trainer["devices"]
+    if config.trainer["accelerator"] == "cuda" and torch.cuda.device_count() < devices:
+        raise UserError(
+            f"trainer.devices={devices} but torch {torch.__version__} finds "
+            f"{torch.cuda.device_count()} CUDA devices; install a build of torch that fits the "
+            "driver, or set trainer=cpu"
+        )
+    backend = config.strategy.get("process_group_backend")
+    if backend and not torch.distributed.is_backend_available(backend):
+        raise UserError(
+            f"strategy.process_group_backend={backend} is not in torch {torch.__version__}; "
+            "set nccl for GPUs or gloo"
+        )
+
+
+def _set_environment(config: Config) -> None:
+    """Set what the ranks inherit; a value that the user has set stays."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    threads = max(1, (cores or 1) // config.trainer["devices"])
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+    # Without it restarted ranks read the addresses of the dead ones (pytorch#135712).
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGTERM,SIGINT,SIGHUP,SIGUSR1"
+    if config.verbosity != "debug":
+        logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+
+
+class RankAgent(LocalElasticAgent):
+    """The elastic agent that restarts ranks only after one was killed by a signal."""
+
+    def __init__(self, run: RunDirectory, config: Config) -> None:
+        rendezvous = RendezvousParameters(
+            backend="c10d",
+            endpoint="localhost:0",
+            run_id=uuid.uuid4().hex,
+            min_nodes=1,
+            max_nodes=1,
+            local_addr="localhost",
+            is_host=True,
+        )
+        program, *arguments = command("rank", run)
+        spec = WorkerSpec(
+            role="rank",
+            local_world_size=config.trainer["devices"],
+            entrypoint=program,
+            args=tuple(arguments),
+            rdzv_handler=get_rendezvous_handler(rendezvous),
+            max_restarts=config.launch.max_restarts,
+            monitor_interval=0.1,
+            local_addr="localhost",
+        )
+        super().__init__(spec, DefaultLogsSpecs())
+        self._run = run
+        self._grace = config.launch.grace_seconds
+        self._ended: dict[int, int] = {}  # global rank -> the exit status that ended the attempt
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        self._ended = self._failed_ranks(worker_group)
+        if not self._ended:
+            return cast(RunResult, super()._monitor_workers(worker_group))
+        restartable = self._is_restartable()
+        self._end_others(restartable)
+        if restartable and self._remaining_restarts:
+            self._announce_restart()
+        elif not restartable:
+            self._remaining_restarts = 0
+        return cast(RunResult, super()._monitor_workers(worker_group))
+
+    def _failed_ranks(self, worker_group: WorkerGroup) -> dict[int, int]:
+        handlers = getattr(self._pcontext, "subprocess_handlers", {})
+        codes = {
+            worker.global_rank: handlers[worker.local_rank].proc.poll()
+            for worker in worker_group.workers
+            if worker.local_rank in handlers
+        }
+        return {rank: code for rank, code in codes.items() if code}
+
+    def _is_restartable(self) -> bool:
+        lost = all(code < 0 or code == LOST_PEERS for code in self._ended.values())
+        return lost and not self._run.failed.exists()
+
+    def _end_others(self, restartable: bool) -> None:
+        """End the other ranks before the stock agent does, which would wait 30 s for each."""
+        if restartable:  # they wait in a collective for a dead rank and cannot hear us
+            self._shutdown(signal.SIGKILL, 1)
+        elif any(code > 128 for code in self._ended.values()):  # all stop together, after saving
+            self._shutdown(signal.SIGTERM, self._grace)
+        else:
+            self._shutdown(signal.SIGTERM, FAILURE_GRACE)
+
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: float = 0) -> None:
+        if self._pcontext:
+            self._pcontext.close(death_sig, math.ceil(timeout or self._grace))
+
+    def _announce_restart(self) -> None:
+        total = self._worker_group.spec.max_restarts
+        count = total - self._remaining_restarts + 1
+        causes = _causes(self._ended)
+        print(f"{causes}; restarting all ranks ({count} of {total})", file=sys.stderr)
+
+    def status(self, result: RunResult) -> int:
+        """Return the exit status of the run: a rank's own where it chose one."""
+        if not result.is_failed():
+            return 0
+        if failure := self._run.read_failure():
+            return int(failure["status"])
+        chosen = [code for code in self._ended.values() if code == 2 or code > 128]
+        if not chosen:
+            print(f"{_causes(self._ended)}; no restart is left", file=sys.stderr)
+        return chosen[0] if chosen else 1
+
+
+def _causes(ended: dict[int, int]) -> str:
+    killed = {rank: code for rank, code in ended.items() if code < 0}
+    return ", ".join(f"rank {rank} {_cause(code)}" for rank, code in (killed or ended).items())
+
+
+def _cause(code: int) -> str:
+    if code < 0:
+        return f"was killed by {signal.Signals(-code).name}"
+    return "lost its peers" if code == LOST_PEERS else f"ended with status {code}"

@@ -1,0 +1,82 @@
+"""The commands, one line of help each; a command's module is imported when it runs."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from lockstep_gpt.config import PROGRAM, UserError
+
+
+class Command(NamedTuple):
+    """A function `(arguments) -> exit status` as `module:name`, and what it is for."""
+
+    target: str
+    meaning: str
+    overrides: bool  # takes Hydra overrides, so Hydra completes its arguments
+
+
+COMMANDS = {
+    "train": Command("lockstep_gpt.launch:train", "train a GPT; alone: the quickstart", True),
+    "prepare": Command(
+        "lockstep_gpt.launch:prepare", "make the token files of a data choice", True
+    ),
+    "generate": Command("lockstep_gpt.inference.generate:main", "continue a prompt", False),
+    "evaluate": Command(
+        "lockstep_gpt.inference.evaluate:main", "loss on all validation text", False
+    ),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit status: 2 for a wrong setting or command line."""
+    try:
+        return _dispatch(list(sys.argv[1:] if arguments is None else arguments))
+    except BrokenPipeError:  # the reader, `head` perhaps, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _dispatch(words: list[str]) -> int:
+    if words and words[0] in ("-sc", "--shell-completion"):
+        return _complete(words)
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(_usage(), file=sys.stdout if words else sys.stderr)
+        return 0 if words else 2
+    if words[0] not in COMMANDS:
+        print(f"{PROGRAM}: {words[0]} is not one of {', '.join(COMMANDS)}", file=sys.stderr)
+        return 2
+    return _run(words[0], words[1:])
+
+
+def _run(name: str, arguments: list[str]) -> int:
+    try:
+        module, _, function = COMMANDS[name].target.partition(":")
+        status: int = getattr(importlib.import_module(module), function)(arguments)
+    except UserError as error:
+        print(f"{PROGRAM} {name}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    return status
+
+
+def _usage() -> str:
+    lines = [f"  {name:<10}{command.meaning}" for name, command in COMMANDS.items()]
+    return "\n".join([f"usage: {PROGRAM} COMMAND ...", "", *lines, "", "COMMAND --help says more."])
+
+
+def _complete(words: list[str]) -> int:
+    """Answer the shell: the names of commands, then whatever Hydra knows of the rest."""
+    line = os.environ.get("COMP_LINE", "").split(" ")
+    name = line[1] if len(line) > 1 else ""
+    if len(line) < 3:
+        print(" ".join(command for command in COMMANDS if command.startswith(name)))
+        return 0
+    if name not in COMMANDS or not COMMANDS[name].overrides:
+        return 0
+    os.environ["COMP_LINE"] = " ".join([line[0], *line[2:]])
+    return _run(name, words)

@@ -1,0 +1,216 @@
+"""All we know of Hydra: composing the configuration, and saying in one line what is wrong with it.
+
+Hydra runs once, in the parent. Ranks read what it made from the run directory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import difflib
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, cast, get_type_hints
+
+import hydra
+from hydra.core.config_store import ConfigStore
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from omegaconf.resolvers import oc
+from yaml import YAMLError
+
+from lockstep_gpt.config import (
+    DATA_SOURCES,
+    OWNED_TRAINER_KEYS,
+    PROGRAM,
+    Config,
+    UserError,
+    from_container,
+    owned_key_line,
+)
+
+OPEN_GROUPS = ("trainer", "strategy", "callbacks", "logger")
+
+
+def config_folder() -> Path:
+    """Return the folder of the YAML files: in the installed package, else in the source tree."""
+    package = Path(__file__).resolve().parent
+    installed = package / "configs"
+    return installed if installed.is_dir() else package.parents[1] / "configs"
+
+
+def run(arguments: list[str], job: Callable[[DictConfig], Any]) -> None:
+    """Hand the configuration that `arguments` make to `job`, once or for each job of a sweep.
+
+    Raises:
+        UserError: a choice, a name, a type or the grammar of an override is wrong.
+    """
+    _register_schema()
+    started = False
+
+    def task(config: DictConfig) -> Any:
+        nonlocal started
+        started = True
+        return job(config)
+
+    main = hydra.main(version_base="1.3", config_path=str(config_folder()), config_name="train")
+    with _command_line(arguments):
+        try:
+            main(task)()
+        except (HydraException, OmegaConfBaseException, YAMLError, ValueError) as error:
+            if started:  # the job's own error, not the composition's
+                raise
+            raise UserError(one_line(error, arguments)) from None
+
+
+def checked(config: DictConfig) -> tuple[dict[str, Any], Config]:
+    """Return the values to freeze and the same as the typed, checked `Config`.
+
+    Raises:
+        UserError: a value breaks its rule, or a reference leads nowhere.
+    """
+    try:
+        values = frozen(config)
+        return values, from_container(values)
+    except OmegaConfBaseException as error:
+        given = OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False)
+        overrides = [str(override) for override in cast(list[Any], given)]
+        raise UserError(one_line(error, overrides)) from None
+
+
+def _register_schema() -> None:
+    # Below hydra/, so that --help does not list them as groups to choose from.
+    store = ConfigStore.instance()
+    store.store(group="hydra/schema", name="config", node=Config)
+    for source, schema in DATA_SOURCES.items():
+        store.store(group="hydra/schema/data", name=source, node=schema)
+
+
+@contextlib.contextmanager
+def _command_line(arguments: list[str]) -> Iterator[None]:
+    """Give Hydra the arguments, and have it raise its errors instead of printing them."""
+    before = sys.argv
+    sys.argv = [PROGRAM, *arguments]
+    os.environ["HYDRA_FULL_ERROR"] = "1"
+    try:
+        yield
+    finally:
+        sys.argv = before
+        del os.environ["HYDRA_FULL_ERROR"]
+
+
+def frozen(config: DictConfig) -> dict[str, Any]:
+    """Return plain values with every reference resolved, save those that read the environment.
+
+    What the environment holds may be a secret, and belongs in no file of a run.
+    """
+    reads: list[str] = []
+
+    def read(name: str, *default: Any) -> Any:
+        reads.append(name)
+        return oc.env(name, *default)
+
+    OmegaConf.register_new_resolver("oc.env", read, replace=True)
+    try:
+        plain = _plain(config, reads)
+    finally:
+        OmegaConf.register_new_resolver("oc.env", oc.env, replace=True)
+    assert isinstance(plain, dict)
+    return plain
+
+
+def _plain(node: Any, reads: list[str]) -> Any:
+    if isinstance(node, ListConfig):
+        return [_plain_child(node, index, reads) for index in range(len(node))]
+    if isinstance(node, DictConfig):
+        return {key: _plain_child(node, key, reads) for key in node}
+    return node
+
+
+def _plain_child(parent: Any, key: Any, reads: list[str]) -> Any:
+    raw = OmegaConf.to_container(parent, resolve=False)[key]  # type: ignore[index]
+    if OmegaConf.is_missing(parent, key):
+        return raw
+    if not OmegaConf.is_interpolation(parent, key):
+        return _plain(parent[key], reads)
+    reads.clear()
+    value = parent[key]
+    return raw if reads else _plain(value, reads)
+
+
+def one_line(error: Exception, arguments: list[str]) -> str:
+    """Say value, rule and remedy of an error of Hydra or OmegaConf."""
+    cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
+    path = getattr(cause, "full_key", None) or _path_in(str(error))
+    text = re.sub(r"\s*\n\s*", " ", str(cause)).strip()
+    if choices := re.search(
+        r"Could not find '(.+)/(.+?)'.*Available options in .+?: (.+?)( Config s.+)?$", text
+    ):
+        return _unknown_choice(choices[1], choices[2], choices[3])
+    if path and _is_unknown(text):
+        return _unknown_setting(path, _value_given(path, arguments))
+    if path and (wrong := re.match(r"(Value .+?)( full_key: .+)?$", text)):
+        return f"{path}={_value_given(path, arguments)}: {wrong[1].rstrip('.')}"
+    noise = r" (full_key|reference_type|object_type)[:=] ?\S*| (See https?://|Config search path).+"
+    text = re.sub(noise, "", text)
+    return f"{path}={_value_given(path, arguments)}: {text}" if path else text
+
+
+def _path_in(text: str) -> str | None:
+    found = re.search(r"Could not override '([^']+)'", text)
+    return found[1].lstrip("+~") if found else None
+
+
+def _is_unknown(text: str) -> bool:
+    return "not in" in text or "Could not override" in text or "Could not append" in text
+
+
+def _value_given(path: str, arguments: list[str]) -> str:
+    for argument in reversed(arguments):
+        name, _, value = argument.partition("=")
+        if name.lstrip("+~") == path:
+            return value
+    return "..."
+
+
+def _unknown_choice(group: str, choice: str, available: str) -> str:
+    names = available.split()
+    return f"{group}={choice} is not one of {', '.join(names)}{_did_you_mean(choice, names)}"
+
+
+def _unknown_setting(path: str, value: str) -> str:
+    parent, _, name = path.rpartition(".")
+    if parent == "trainer" and (door := OWNED_TRAINER_KEYS.get(name)):
+        return owned_key_line(name, value, door)
+    known = _names_in(parent)
+    if name in known:
+        return f"{path} is a setting of another choice of {parent}"
+    if near := _did_you_mean(name, known, f"{parent}." if parent else ""):
+        return f"unknown setting {path}{near}"
+    if parent.split(".")[0] in OPEN_GROUPS:
+        return f"unknown setting {path}; what the YAML does not list is added with +{path}={value}"
+    return f"unknown setting {path}; there are {', '.join(known)}"
+
+
+def _did_you_mean(word: str, known: list[str], prefix: str = "") -> str:
+    near = difflib.get_close_matches(word, known, n=1)
+    return f"; did you mean {prefix}{near[0]}?" if near else ""
+
+
+def _names_in(parent: str) -> list[str]:
+    """Return the settings directly below `parent`, from the schema or the group's YAML files."""
+    schemas: list[Any] = [Config]
+    for name in filter(None, parent.split(".")):
+        if name in OPEN_GROUPS:
+            files = (config_folder() / name).glob("*.yaml")
+            return list({str(key): None for file in files for key in OmegaConf.load(file)})
+        child: Any = get_type_hints(schemas[0]).get(name)
+        if not dataclasses.is_dataclass(child):
+            return []
+        schemas = [child, *DATA_SOURCES.values()] if name == "data" else [child]
+    return list({item.name: None for schema in schemas for item in dataclasses.fields(schema)})

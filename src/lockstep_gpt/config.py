@@ -1,0 +1,334 @@
+"""Every setting of ours: its type, its default, its meaning and its check.
+
+Hydra merges the YAML files and the command line into these dataclasses, so a misspelt name or a
+wrong type is refused by name. `trainer`, `strategy`, `callbacks` and `logger` stay open: they are
+Lightning's. This module is the ground floor: it imports nothing of ours and never torch.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar, cast
+
+from omegaconf import MISSING, OmegaConf
+
+PROGRAM = "lockstep-gpt"
+
+
+class UserError(ValueError):
+    """A mistake that its maker can mend: one line, exit status 2, no traceback."""
+
+
+def setting(
+    meaning: str,
+    default: Any = MISSING,
+    *,
+    at_least: float | None = None,
+    above: float | None = None,
+    at_most: float | None = None,
+    below: float | None = None,
+    choices: tuple[str, ...] | None = None,
+) -> Any:
+    """Declare one setting; without a `default` a preset or the user must give it."""
+    rules = {"at least": at_least, "above": above, "at most": at_most, "below": below}
+    limits = {rule: limit for rule, limit in rules.items() if limit is not None}
+    return field(
+        default=default, metadata={"meaning": meaning, "limits": limits, "choices": choices}
+    )
+
+
+class Checked:
+    """Checks every field against its own rule as soon as an instance is made."""
+
+    node: ClassVar[str] = ""  # where the class hangs in the tree, as the user writes it
+
+    def __post_init__(self) -> None:
+        for item in fields(cast(Any, self)):
+            self._check(item.name, getattr(self, item.name), item.metadata)
+
+    def _check(self, name: str, value: Any, rules: Any) -> None:
+        choices = rules.get("choices")
+        if choices and value not in choices:
+            self.refuse(name, f"is not one of {', '.join(choices)}")
+        if isinstance(value, float) and not math.isfinite(value):
+            self.refuse(name, "must be a finite number")
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            return
+        for rule, limit in rules.get("limits", {}).items():
+            if not _HOLDS[rule](value, limit):
+                self.refuse(name, f"must be {rule} {limit:g}")
+
+    def refuse(self, name: str, rule: str) -> None:
+        """Raise the `UserError` that says which setting breaks which rule."""
+        path = f"{self.node}.{name}" if self.node else name
+        raise UserError(f"{path}={_as_typed(getattr(self, name))} {rule}")
+
+
+def _as_typed(value: Any) -> str:
+    return (
+        "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    )
+
+
+_HOLDS = {
+    "at least": lambda value, limit: value >= limit,
+    "above": lambda value, limit: value > limit,
+    "at most": lambda value, limit: value <= limit,
+    "below": lambda value, limit: value < limit,
+}
+
+
+@dataclass
+class BatchConfig(Checked):
+    """How many samples an optimizer step sees; `training/schedule.py` does the arithmetic."""
+
+    node: ClassVar[str] = "batch"
+    micro_size: int | None = setting(
+        "samples per device and micro-step; null: a device's whole share of global_size",
+        None,
+        at_least=1,
+    )
+    global_size: int | None = setting(
+        "samples per optimizer step over all devices; null: it grows with the devices",
+        None,
+        at_least=1,
+    )
+    reference_size: int = setting("the global batch for which optim.lr was found", 12, at_least=1)
+
+    def __post_init__(self) -> None:
+        """Check also that something says how large the batch is."""
+        super().__post_init__()
+        if self.micro_size is None and self.global_size is None:
+            self.refuse("micro_size", "and batch.global_size=null say no size; set one of them")
+
+
+@dataclass
+class ModelConfig(Checked):
+    """The shape of the GPT; its vocabulary comes from the data's tokenizer."""
+
+    node: ClassVar[str] = "model"
+    block_size: int = setting("tokens of context, T", at_least=1)
+    n_layer: int = setting("transformer blocks", at_least=1)
+    n_head: int = setting("attention heads per block", at_least=1)
+    n_embd: int = setting("width of the residual stream, C", at_least=1)
+    dropout: float = setting("share of activations dropped in training", 0.0, at_least=0, below=1)
+    bias: bool = setting("biases in linear layers and norms, as GPT-2 has them", True)
+
+    def __post_init__(self) -> None:
+        """Check also that the heads share the width evenly."""
+        super().__post_init__()
+        if self.n_embd % self.n_head:
+            fits = self.n_head * max(1, round(self.n_embd / self.n_head))
+            self.refuse(
+                "n_embd",
+                f"does not divide by model.n_head={self.n_head}; nearest: model.n_embd={fits}",
+            )
+
+
+@dataclass
+class DataConfig(Checked):
+    """What all corpora have in common."""
+
+    node: ClassVar[str] = "data"
+    source: str = setting("where the text comes from")
+    root: str = setting("folder that prepared token files are kept in", "data")
+    val_fraction: float = setting(
+        "share of the corpus held out for validation", 0.02, above=0, below=1
+    )
+    val_tokens: int | None = setting(
+        "validate on at most this many of the held-out tokens, spread evenly; null: on all",
+        None,
+        at_least=1,
+    )
+    num_workers: int = setting("loader processes per rank; 0: the rank itself", 0, at_least=0)
+
+
+@dataclass
+class StdlibData(DataConfig):
+    """The source code of the Python standard library at hand."""
+
+    source: str = setting("where the text comes from", "stdlib", choices=("stdlib",))
+
+
+@dataclass
+class SyntheticData(DataConfig):
+    """Uniformly random tokens, for benchmarks."""
+
+    source: str = setting("where the text comes from", "synthetic", choices=("synthetic",))
+    vocab_size: int = setting("size of the vocabulary", 50257, at_least=2, at_most=65536)
+    tokens: int = setting("tokens in all, validation included", 4_194_304, at_least=1)
+
+
+DATA_SOURCES: dict[str, type[DataConfig]] = {"stdlib": StdlibData, "synthetic": SyntheticData}
+
+
+@dataclass
+class OptimConfig(Checked):
+    """The optimizer and its learning rate over the run."""
+
+    node: ClassVar[str] = "optim"
+    algorithm: str = setting("the optimizer", choices=("adamw",))
+    lr: float = setting("peak learning rate at batch.reference_size", 1e-3, above=0)
+    lr_scaling: str = setting(
+        "how the peak follows the global batch", "linear", choices=("linear", "sqrt", "none")
+    )
+    warmup_steps: int | None = setting("steps of linear warmup", None, at_least=0)
+    warmup_tokens: int | None = setting("tokens of linear warmup", None, at_least=0)
+    decay: str = setting(
+        "course after the warmup; wsd stays at the peak, then falls linearly",
+        "cosine",
+        choices=("cosine", "linear", "constant", "wsd"),
+    )
+    decay_fraction: float = setting(
+        "share of all steps in which wsd falls", 0.2, above=0, at_most=1
+    )
+    final_lr_fraction: float = setting(
+        "learning rate at the end, as a share of the peak", 0.1, at_least=0, at_most=1
+    )
+    beta1: float = setting("decay of the mean of gradients", 0.9, at_least=0, below=1)
+    beta2: float = setting("decay of the mean of their squares", 0.95, at_least=0, below=1)
+    eps: float = setting("added to the denominator", 1e-8, above=0)
+    weight_decay: float = setting("decay of matrices, decoupled", 0.1, at_least=0)
+    clip_norm: float | None = setting(
+        "largest norm of all gradients together; null: unclipped", 1.0, above=0
+    )
+
+    def __post_init__(self) -> None:
+        """Check also that the warmup is given once."""
+        super().__post_init__()
+        if self.warmup_steps is not None and self.warmup_tokens is not None:
+            self.refuse("warmup_steps", "and optim.warmup_tokens are both set; set one to null")
+
+
+@dataclass
+class CheckpointConfig(Checked):
+    """When the state of a run is kept."""
+
+    node: ClassVar[str] = "checkpoint"
+    every: int | None = setting(
+        "optimizer steps between checkpoints; null: only at the end", 500, at_least=1
+    )
+    keep_last: int = setting("how many of the newest to keep", 1, at_least=1)
+    keep_best: int = setting("how many of the lowest validation loss to keep", 1, at_least=0)
+
+
+@dataclass
+class LaunchConfig(Checked):
+    """How the ranks start and end."""
+
+    node: ClassVar[str] = "launch"
+    inline: bool = setting("run the one rank in the parent, for a debugger", False)
+    max_restarts: int = setting("restarts after a rank was killed", 3, at_least=0)
+    grace_seconds: float = setting(
+        "time for ranks to save and end after a signal, before they are killed", 60.0, above=0
+    )
+
+
+@dataclass
+class Config(Checked):
+    """One whole run."""
+
+    seed: int = setting("decides initial weights, order of samples and dropout", 1337, at_least=0)
+    max_steps: int | None = setting("optimizer steps of the run", None, at_least=1)
+    max_tokens: int | None = setting("tokens of the run, instead of steps", None, at_least=1)
+    run_name: str | None = setting("name of the run; null: model-data-world-date", None)
+    run_dir: str | None = setting("folder of the run; null: a new one under runs/", None)
+    precision: str = setting(
+        "arithmetic of forward and backward",
+        "32-true",
+        choices=("32-true", "bf16-mixed", "16-mixed", "64-true"),
+    )
+    compile: bool = setting("compile the GPT with torch.compile", False)
+    val_every: int = setting("optimizer steps between validations", 250, at_least=1)
+    log_every: int = setting("optimizer steps between rows of metrics", 10, at_least=1)
+    verbosity: str = setting(
+        "what the terminal shows", "normal", choices=("quiet", "normal", "debug")
+    )
+    batch: BatchConfig = MISSING
+    model: ModelConfig = MISSING
+    data: DataConfig = MISSING
+    optim: OptimConfig = MISSING
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    launch: LaunchConfig = field(default_factory=LaunchConfig)
+    trainer: dict[str, Any] = field(default_factory=dict)
+    strategy: dict[str, Any] = field(default_factory=dict)
+    callbacks: dict[str, Any] = field(default_factory=dict)
+    logger: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Check also what no single setting can know."""
+        super().__post_init__()
+        if (self.max_steps is None) == (self.max_tokens is None):
+            tokens = _as_typed(self.max_tokens)
+            self.refuse("max_steps", f"and max_tokens={tokens}: give one and set the other to null")
+        _check_trainer(self.trainer)
+
+
+# Trainer arguments that have a door of ours: two doors to one setting would silently disagree.
+OWNED_TRAINER_KEYS = {
+    "accumulate_grad_batches": "batch.global_size",
+    "callbacks": "callbacks",
+    "check_val_every_n_epoch": "val_every",
+    "default_root_dir": "run_dir",
+    "enable_checkpointing": "checkpoint.every",
+    "enable_model_summary": "verbosity",
+    "enable_progress_bar": "verbosity",
+    "gradient_clip_algorithm": "optim.clip_norm",
+    "gradient_clip_val": "optim.clip_norm",
+    "log_every_n_steps": "log_every",
+    "logger": "logger",
+    "max_epochs": "max_steps or max_tokens",
+    "max_steps": "max_steps",
+    "min_epochs": "max_steps or max_tokens",
+    "min_steps": "max_steps",
+    "num_sanity_val_steps": "val_every",
+    "precision": "precision",
+    "strategy": "strategy",
+    "use_distributed_sampler": "seed",
+    "val_check_interval": "val_every",
+}
+ACCELERATORS = ("auto", "cpu", "gpu", "cuda")
+
+
+def _check_trainer(trainer: dict[str, Any]) -> None:
+    for key in trainer:
+        if door := OWNED_TRAINER_KEYS.get(key):
+            raise UserError(owned_key_line(key, trainer[key], door))
+    devices = trainer.get("devices", 1)
+    if devices != "auto" and not _is_count(devices):
+        raise UserError(
+            f"trainer.devices={_as_typed(devices)} must be auto or a whole number of at least 1"
+        )
+    if not _is_count(nodes := trainer.get("num_nodes", 1)):
+        raise UserError(
+            f"trainer.num_nodes={_as_typed(nodes)} must be a whole number of at least 1"
+        )
+    if (accelerator := trainer.get("accelerator", "auto")) not in ACCELERATORS:
+        raise UserError(
+            f"trainer.accelerator={_as_typed(accelerator)} is not one of {', '.join(ACCELERATORS)}"
+        )
+    if not isinstance(sync := trainer.get("sync_batchnorm", False), bool):
+        raise UserError(f"trainer.sync_batchnorm={_as_typed(sync)} must be true or false")
+
+
+def owned_key_line(key: str, value: Any, door: str) -> str:
+    """Say which setting of ours stands for the Trainer's argument `key`."""
+    return f"trainer.{key}={_as_typed(value)} is not set there; set {door} instead"
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def from_container(values: dict[str, Any]) -> Config:
+    """Check plain `values` against the schema and resolve what still refers to the environment.
+
+    Raises:
+        UserError: a value breaks its rule.
+        omegaconf.errors.OmegaConfBaseException: a name or type is not the schema's.
+    """
+    source = DATA_SOURCES.get(values.get("data", {}).get("source"), DataConfig)
+    data = OmegaConf.create({"data": OmegaConf.structured(source)})
+    merged = OmegaConf.merge(OmegaConf.structured(Config), data, values)
+    return cast(Config, OmegaConf.to_object(merged))

@@ -1,0 +1,137 @@
+"""Which window of tokens each rank sees at each step: a pure function, not a shuffled list.
+
+A training sample's place in the run is its *global* position: 0, 1, 2, ... over all ranks and
+without end. Position p lies in epoch p // size, and a keyed permutation of that epoch says which
+window it is. So a run resumes from one integer, to the sample, at any world size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
+
+Positions = npt.NDArray[np.int64]
+Words = npt.NDArray[np.uint64]
+
+ROUNDS = 8  # even: each half is changed as often as the other
+CHUNK = 4096  # windows drawn at a time by `Order.stream`: one by one costs 100 times as much
+
+
+def permute(indices: Positions, size: int, seed: int, epoch: int) -> Positions:
+    """Return where a permutation of range(size), keyed by `(seed, epoch)`, sends `indices`.
+
+    A Feistel network permutes the smallest range of 2**bits that holds `size`; what falls outside
+    goes through again until it is inside (cycle walking: Black and Rogaway 2002, "Ciphers with
+    Arbitrary Finite Domains", section 4), less than twice in the mean. Takes no memory but its
+    result; `size` may be up to 2**62.
+    """
+    assert 1 <= size <= 1 << 62, size
+    bits = max(2, (size - 1).bit_length())
+    keys = _round_keys(seed, epoch)
+    result = _feistel(indices.astype(np.uint64), bits, keys)
+    outside = np.flatnonzero(result >= size)
+    while outside.size:
+        again = _feistel(result[outside], bits, keys)
+        result[outside] = again
+        outside = outside[again >= size]
+    return result.astype(np.int64)
+
+
+@lru_cache(maxsize=8)
+def _round_keys(seed: int, epoch: int) -> Words:
+    """Draw one key per round; `spawn_key` keeps (seed, epoch) pairs apart for seeds of any size."""
+    sequence = np.random.SeedSequence(seed, spawn_key=(epoch,))
+    return sequence.generate_state(ROUNDS, np.uint64).astype(np.uint64)
+
+
+def _feistel(values: Words, bits: int, keys: Words) -> Words:
+    """Permute range(2**bits); the halves may differ by one bit, so they take turns."""
+    low_bits = bits // 2
+    low_mask = np.uint64((1 << low_bits) - 1)
+    high_mask = np.uint64((1 << (bits - low_bits)) - 1)
+    high, low = values >> np.uint64(low_bits), values & low_mask
+    for even, odd in keys.reshape(-1, 2):
+        high = high ^ (_mix(low + even) & high_mask)
+        low = low ^ (_mix(high + odd) & low_mask)
+    return (high << np.uint64(low_bits)) | low
+
+
+def _mix(words: Words) -> Words:
+    """Spread every bit over all 64: the finalizer of SplitMix64 (Steele, Lea, Flood 2014)."""
+    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return words ^ (words >> np.uint64(31))
+
+
+def windows(positions: Positions, size: int, seed: int) -> Positions:
+    """Return the windows at global `positions` of any shape; one batch may straddle epochs."""
+    epochs, offsets = np.divmod(positions, size)
+    result = np.empty_like(offsets)
+    for epoch in np.unique(epochs):
+        here = epochs == epoch
+        result[here] = permute(offsets[here], size, seed, int(epoch))
+    return result
+
+
+@dataclass(frozen=True)
+class Order:
+    """The training windows of one rank.
+
+    Optimizer step s of all ranks takes the positions [s G, (s + 1) G) with
+    G = accumulation * world_size * micro_size, whatever its factors are. Micro-step a of rank r
+    takes `micro_size` of them from s G + a (world_size * micro_size) + r micro_size on.
+    """
+
+    seed: int
+    size: int  # windows in an epoch
+    micro_size: int  # B
+    accumulation: int
+    rank: int
+    world_size: int
+
+    @property
+    def global_size(self) -> int:
+        """Samples per optimizer step over all ranks."""
+        return self.accumulation * self.world_size * self.micro_size
+
+    def micro_batch(self, step: int, micro_step: int) -> Positions:
+        """Return the windows of one micro-step of optimizer step `step`, shape (B,)."""
+        assert 0 <= micro_step < self.accumulation, micro_step
+        number = np.array([step * self.accumulation + micro_step])
+        return self._micro_batches(number).reshape(self.micro_size)
+
+    def stream(self, first: int, stride: int = 1) -> Iterator[Positions]:
+        """Yield micro-batches `first`, `first + stride`, ... of the run without end, each (B,).
+
+        Micro-batches count through all steps: step s begins at s * accumulation.
+        """
+        count = max(1, CHUNK // self.micro_size)
+        while True:
+            yield from self._micro_batches(first + stride * np.arange(count))
+            first += stride * count
+
+    def _micro_batches(self, numbers: Positions) -> Positions:
+        """Return the windows of the micro-batches `numbers` (N,) of the run, shape (N, B)."""
+        starts = (numbers * self.world_size + self.rank) * self.micro_size
+        positions = starts[:, None] + np.arange(self.micro_size)
+        return windows(positions, self.size, self.seed)
+
+
+def validation_rows(
+    size: int, count: int, micro_size: int, rank: int, world_size: int
+) -> Positions:
+    """Return one rank's validation windows in micro-batches, shape (batches, micro_size).
+
+    `count` of `size` windows, spread evenly, each exactly once over all ranks. Every rank gets
+    the same number of micro-batches, of one shape; where windows run out, -1 stands.
+    """
+    batches = -(-count // (micro_size * world_size))
+    starts = (np.arange(batches) * world_size + rank) * micro_size
+    numbers = starts[:, None] + np.arange(micro_size)
+    # floor(i * size / count), in two parts because i * size could overflow
+    spread = numbers * (size // count) + numbers * (size % count) // count
+    return np.where(numbers < count, spread, -1)

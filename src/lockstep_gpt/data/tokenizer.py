@@ -1,0 +1,121 @@
+"""From text to token ids and back.
+
+A tokenizer travels as a plain dictionary (`to_dict`, `from_dict`) in the prepared folder's index
+and in checkpoints, so that a model can be used without the configuration it was trained with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from lockstep_gpt.config import UserError
+
+Tokens = npt.NDArray[np.unsignedinteger[Any]]
+
+END_OF_TEXT = "<|endoftext|>"
+
+
+def token_dtype(vocab_size: int) -> np.dtype[Any]:
+    """Return the smallest unsigned type that holds every id below `vocab_size`."""
+    return np.min_scalar_type(vocab_size - 1)
+
+
+class Tokenizer(Protocol):
+    """What the rest of the project may ask of any tokenizer."""
+
+    @property
+    def vocab_size(self) -> int:
+        """The number of token ids."""
+
+    @property
+    def end_of_text(self) -> int | None:
+        """The id that ends a document; None where the data has no documents."""
+
+    def encode(self, text: str | bytes) -> Tokens:
+        """Return the ids of `text`, shape (tokens,)."""
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Return the text of `ids`."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what `from_dict` rebuilds the tokenizer from, as plain JSON values."""
+
+
+class ByteTokenizer:
+    """The 256 byte values of UTF-8; byte 0 ends a document.
+
+    A NUL inside a text becomes a space, so that only true ends look like one and every byte
+    still is one token. For text without NUL, `decode(encode(text)) == text`.
+    """
+
+    kind = "bytes"
+    vocab_size = 256
+    end_of_text = 0
+
+    def encode(self, text: str | bytes) -> Tokens:
+        """Return one id per byte, uint8, shape (bytes,); lone surrogates become `?`."""
+        if isinstance(text, str):
+            text = text.encode("utf-8", errors="replace")
+        return np.frombuffer(text.replace(b"\0", b" "), dtype=np.uint8)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Return the text; invalid UTF-8 shows as U+FFFD and byte 0 as `<|endoftext|>`."""
+        text = bytes(int(token) for token in ids)
+        return text.replace(b"\0", END_OF_TEXT.encode()).decode("utf-8", errors="replace")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the kind and the size of the vocabulary."""
+        return {"kind": self.kind, "vocab_size": self.vocab_size}
+
+
+class NumberTokenizer:
+    """Ids written as decimal numbers with spaces between, for data that never was text."""
+
+    kind = "numbers"
+    end_of_text = None
+
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+
+    def encode(self, text: str | bytes) -> Tokens:
+        """Return the ids that `text` spells, shape (numbers,).
+
+        Raises:
+            UserError: a word is not a whole number from 0 to vocab_size - 1.
+        """
+        words = text.split()
+        for word in words:
+            if not (word.isdigit() and word.isascii() and int(word) < self.vocab_size):
+                raise UserError(
+                    f"{word!r} is not a token of this model, which was trained on numbers; "
+                    f"write whole numbers from 0 to {self.vocab_size - 1} with spaces between"
+                )
+        return np.array([int(word) for word in words], dtype=token_dtype(self.vocab_size))
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Return the numbers with spaces between."""
+        return " ".join(str(int(token)) for token in ids)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the kind and the size of the vocabulary."""
+        return {"kind": self.kind, "vocab_size": self.vocab_size}
+
+
+def from_dict(values: dict[str, Any]) -> Tokenizer:
+    """Rebuild the tokenizer that `to_dict` described.
+
+    Raises:
+        UserError: a kind this version does not know.
+    """
+    if values.get("kind") == ByteTokenizer.kind:
+        return ByteTokenizer()
+    if values.get("kind") == NumberTokenizer.kind:
+        return NumberTokenizer(int(values["vocab_size"]))
+    raise UserError(
+        f"tokenizer kind {values.get('kind')!r} is not one of {ByteTokenizer.kind}, "
+        f"{NumberTokenizer.kind}; use the version of lockstep-gpt that wrote it"
+    )

@@ -1,0 +1,83 @@
+"""Which devices a run takes, found without importing torch: the parent must stay light."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+from lockstep_gpt.config import Config, UserError
+
+DEVICE_FILES = Path("/dev")
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The ranks of a run: `devices` on each of `nodes` machines, one rank a device."""
+
+    accelerator: str  # cpu or cuda
+    devices: int
+    nodes: int
+
+
+def place(config: Config) -> Placement:
+    """Resolve `auto` to what is there.
+
+    Raises:
+        UserError: devices are asked for that are not there, or cannot do what is asked of them.
+    """
+    accelerator = _accelerator(config.trainer.get("accelerator", "auto"))
+    found = gpu_count() if accelerator == "cuda" else None  # of CPU ranks there is no end
+    devices = config.trainer.get("devices", "auto")
+    if devices == "auto":
+        devices = found or 1
+    if found is not None and devices > found:
+        raise UserError(f"trainer.devices={devices} is more than there are: {_visible(found)}")
+    placement = Placement(accelerator, devices, config.trainer.get("num_nodes", 1))
+    _refuse_impossible(config, placement)
+    return placement
+
+
+def _accelerator(asked: str) -> str:
+    if asked == "cpu":
+        return "cpu"
+    if gpu_count():
+        return "cuda"
+    if asked == "auto":
+        return "cpu"
+    raise UserError(f"trainer.accelerator={asked} but {_visible(0)}; trainer=cpu runs without")
+
+
+def gpu_count() -> int:
+    """Count the NVIDIA GPUs that `CUDA_VISIBLE_DEVICES` leaves visible."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    present = len([path for path in DEVICE_FILES.glob("nvidia[0-9]*") if path.name[6:].isdigit()])
+    if not present and (command := shutil.which("nvidia-smi")):  # WSL has no device files
+        listing = subprocess.run([command, "-L"], capture_output=True, text=True, check=False)
+        present = sum(line.startswith("GPU ") for line in listing.stdout.splitlines())
+    if visible is None or not present:
+        return present
+    names = [name.strip() for name in visible.split(",")]
+    return len(names[: names.index("-1")] if "-1" in names else list(filter(None, names)))
+
+
+def _visible(count: int) -> str:
+    mask = os.environ.get("CUDA_VISIBLE_DEVICES")
+    note = "" if mask is None else f" with CUDA_VISIBLE_DEVICES={mask}"
+    return f"{count or 'no'} GPU{'' if count == 1 else 's'} visible{note}"
+
+
+def _refuse_impossible(config: Config, placement: Placement) -> None:
+    if config.precision == "16-mixed" and placement.accelerator != "cuda":
+        raise UserError(
+            f"precision=16-mixed needs a GPU, this run takes {placement.accelerator}; "
+            "set precision=bf16-mixed or 32-true"
+        )
+    backend = config.strategy.get("process_group_backend")
+    if backend == "nccl" and placement.accelerator != "cuda":
+        raise UserError(
+            f"strategy.process_group_backend=nccl needs GPUs, this run takes "
+            f"{placement.accelerator}; set strategy.process_group_backend=gloo"
+        )

@@ -1,0 +1,73 @@
+"""`lockstep-gpt evaluate RUN|CHECKPOINT`: the loss on all validation text that was held out."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from pathlib import Path
+
+import torch
+
+from lockstep_gpt.config import PROGRAM, Config
+from lockstep_gpt.data.datamodule import gather, open_windows
+from lockstep_gpt.data.order import validation_rows
+from lockstep_gpt.data.prepare import prepare
+from lockstep_gpt.data.shards import check_block_size, load_index
+from lockstep_gpt.model.gpt import GPT
+from lockstep_gpt.training.checkpoint import find_checkpoint, load_model
+from lockstep_gpt.training.module import TokenLoss
+
+
+def main(arguments: list[str]) -> int:
+    """Print loss, perplexity and, for text, bits per byte."""
+    options = _parser().parse_args(arguments)
+    checkpoint = find_checkpoint(options.source)
+    model, config, _ = load_model(checkpoint)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    result = evaluate(model.to(device), config, options.batch_size)
+    if options.json:
+        print(json.dumps({"checkpoint": str(checkpoint), **result}))
+        return 0
+    print(f"{checkpoint} on {result['tokens']:,} tokens of validation")
+    for name in ("loss", "perplexity", "bits_per_byte"):
+        if name in result:
+            print(f"  {name:<14}{result[name]:.4f}")
+    return 0
+
+
+@torch.inference_mode()
+def evaluate(model: GPT, config: Config, batch_size: int) -> dict[str, float]:
+    """Return the means over every whole validation window of the model's data.
+
+    Returns:
+        `loss` in nats per token, its exp as `perplexity`, the number of `tokens`, and for text
+        `bits_per_byte`: nats per token times tokens per byte, over ln 2.
+    """
+    folder = prepare(config.data)
+    index = load_index(folder)
+    block_size = config.model.block_size
+    check_block_size(index, block_size)
+    windows = open_windows(folder, "val", block_size)
+    device = next(model.parameters()).device
+    token_loss = TokenLoss().to(device)
+    for rows in validation_rows(len(windows), len(windows), batch_size, rank=0, world_size=1):
+        tokens, targets = (each.to(device) for each in gather(windows, rows))
+        token_loss.update(model(tokens, targets), targets)
+    loss, split = float(token_loss.compute()), index.splits["val"]
+    result = {"loss": loss, "perplexity": math.exp(loss), "tokens": len(windows) * block_size}
+    if split.text_bytes:
+        result["bits_per_byte"] = loss / math.log(2) * split.tokens / split.text_bytes
+    return result
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=f"{PROGRAM} evaluate", description="Measure a model on all held-out text."
+    )
+    parser.add_argument("source", type=Path, help="a run directory or a checkpoint in one")
+    parser.add_argument(
+        "--batch-size", type=int, default=32, help="samples at a time (default: 32)"
+    )
+    parser.add_argument("--json", action="store_true", help="one line for programs")
+    return parser

@@ -1,0 +1,155 @@
+"""`lockstep-gpt train` and `prepare`: compose once, freeze into the run directory, start the ranks.
+
+This process stays light: it never imports torch, so that a mistake is answered at once and what
+must be set before torch starts (threads, allocator) can be set for the ranks.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig
+
+from lockstep_gpt import compose, devices, process
+from lockstep_gpt.config import PROGRAM, Config, UserError
+from lockstep_gpt.data import prepare as data_prepare
+from lockstep_gpt.data import shards
+from lockstep_gpt.run_directory import RunDirectory
+from lockstep_gpt.training import schedule
+
+FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+LEVELS = {"quiet": logging.WARNING, "normal": logging.INFO, "debug": logging.DEBUG}
+
+
+def train(arguments: list[str]) -> int:
+    """Train once, or once for each job of a sweep; return the worst exit status."""
+    return _each_job("train", arguments, _train)
+
+
+def prepare(arguments: list[str]) -> int:
+    """Make the token files of a data choice, and check them against the model's context."""
+
+    def job(composed: DictConfig) -> tuple[int, float]:
+        _, config = compose.checked(composed)
+        _set_up_logging(config)
+        _prepared(config)
+        return 0, math.nan
+
+    return _each_job("prepare", arguments, job)
+
+
+def _each_job(
+    command: str, arguments: list[str], job: Callable[[DictConfig], tuple[int, float]]
+) -> int:
+    statuses: list[int] = []
+
+    def guarded(composed: DictConfig) -> float:
+        try:
+            status, metric = job(composed)
+        except UserError as error:
+            print(f"{PROGRAM} {command}: {error}", file=sys.stderr)
+            status, metric = 2, math.nan
+        statuses.append(status)
+        return metric
+
+    compose.run(arguments, guarded)
+    return max(statuses, default=0)
+
+
+def _train(composed: DictConfig) -> tuple[int, float]:
+    """Run one training to its end; return its exit status and its validation loss."""
+    values, config = compose.checked(composed)
+    _set_up_logging(config)
+    placement = devices.place(config)
+    batch = schedule.plan_batch(
+        config.batch, config.model.block_size, placement.devices, placement.nodes
+    )
+    schedule.plan_schedule(config, batch)
+    run = RunDirectory(Path(config.run_dir or _new_name()))
+    run.refuse_if_used()
+    _prepared(config)
+    run.create(_settled(values, placement, run))
+    status = _run_inline(run) if config.launch.inline else _supervise(run)
+    if status == 2:
+        run.discard()
+    return status, float(run.read_summary().get("val_loss") or math.nan)
+
+
+def _set_up_logging(config: Config) -> None:
+    logging.basicConfig(level=LEVELS[config.verbosity], format="%(message)s", stream=sys.stdout)
+
+
+def _prepared(config: Config) -> Path:
+    """Prepare the data before any rank starts: its faults are answered here, once."""
+    folder = data_prepare.prepare(config.data)
+    shards.check_block_size(shards.load_index(folder), config.model.block_size)
+    return folder
+
+
+def _new_name() -> str:
+    """Name a run directory: two launches in one second must not meet."""
+    choices = HydraConfig.get().runtime.choices
+    date = time.strftime("%Y%m%d-%H%M%S")
+    return f"runs/{date}-{choices['model']}-{choices['data']}-{secrets.token_hex(2)}"
+
+
+def _settled(
+    values: dict[str, Any], placement: devices.Placement, run: RunDirectory
+) -> dict[str, Any]:
+    """Return `values` with everything decided that ranks could otherwise decide differently."""
+    choices = HydraConfig.get().runtime.choices
+    world = placement.devices * placement.nodes
+    name = f"{choices['model']}-{choices['data']}-{world}-{time.strftime('%Y%m%d-%H%M%S')}"
+    trainer = {
+        **values["trainer"],
+        "accelerator": placement.accelerator,
+        "devices": placement.devices,
+    }
+    return {
+        **values,
+        "run_dir": str(run.path),
+        "run_name": values["run_name"] or name,
+        "trainer": trainer,
+    }
+
+
+def _run_inline(run: RunDirectory) -> int:
+    """Run the one rank here, where a debugger sees it."""
+    from lockstep_gpt.training import train as rank
+
+    return rank.main(run)
+
+
+def _supervise(run: RunDirectory) -> int:
+    """Start the ranks' agent, pass our signals on to it, and return the run's exit status."""
+    passed: list[int] = []
+    # In a session of its own: a Ctrl-C reaches the ranks once, through us.
+    agent = subprocess.Popen(process.command("agent", run), start_new_session=True)
+
+    def forward(signum: int, _frame: FrameType | None) -> None:
+        impatient = signum == signal.SIGINT and signal.SIGINT in passed
+        passed.append(signum)
+        agent.send_signal(signal.SIGKILL if impatient else signum)
+
+    before = {signum: signal.signal(signum, forward) for signum in FORWARDED}
+    try:
+        status = agent.wait()
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
+    if status < 0:  # it was killed itself, by us or by somebody else
+        status = 128 + passed[0] if passed else 1
+    if status == 1:  # also if no rank was left to say so
+        run.write_summary({**run.read_summary(), "status": "failed"})
+    return status

@@ -1,0 +1,194 @@
+"""GPT-2 (Radford et al. 2019) in plain torch; it reads from top to bottom.
+
+Letters in shapes: B samples, T tokens of a sample, C width (`n_embd`), V size of the
+vocabulary.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lockstep_gpt.config import ModelConfig, UserError
+from lockstep_gpt.model.attention import CausalSelfAttention
+from lockstep_gpt.model.loss import linear_cross_entropy, project_to_vocabulary
+
+VOCAB_MULTIPLE = 64  # matrix products are fast at sizes that tensor cores divide evenly
+
+
+class GPT(nn.Module):
+    """A decoder-only transformer: pre-norm, learned positions, head tied to the token embedding.
+
+    Args:
+        config: the shape.
+        vocab_size: V. The embedding is stored with `padded_vocab_size` rows; the padding is
+            never predicted and never receives gradient from the loss.
+    """
+
+    def __init__(self, config: ModelConfig, vocab_size: int) -> None:
+        super().__init__()
+        self.config = config
+        self.vocab_size = vocab_size
+        self.padded_vocab_size = math.ceil(vocab_size / VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+        self.token_embedding = nn.Embedding(self.padded_vocab_size, config.n_embd)
+        self.position_embedding = nn.Embedding(config.block_size, config.n_embd)
+        self.dropout = nn.Dropout(config.dropout)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
+        self.final_norm = nn.LayerNorm(config.n_embd, bias=config.bias)
+        self.initialize()
+
+    @torch.no_grad()
+    def initialize(self) -> None:
+        """Draw the weights as GPT-2 does (Radford et al. 2019, section 2.3, and its code).
+
+        Normal with deviation 0.02; what is added to the residual stream, twice per block, is
+        scaled by 1/sqrt(2 n_layer), so that the stream's variance does not grow with the depth.
+        """
+        for name, parameter in self.named_parameters():
+            if name.endswith("bias"):
+                nn.init.zeros_(parameter)
+            elif name.endswith("projection.weight"):
+                nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * self.config.n_layer))
+            elif parameter.ndim == 2:
+                nn.init.normal_(parameter, std=0.02)
+            else:
+                nn.init.ones_(parameter)  # the scale of a norm
+        self.token_embedding.weight[self.vocab_size :].zero_()
+
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
+        """Predict the token after each of `tokens`, (B, T) of any integer type.
+
+        Returns:
+            Without `targets` the logits, (B, T, V). With `targets`, (B, T), the mean
+            cross-entropy in nats over those that are not `IGNORE`, at least float32.
+
+        Raises:
+            UserError: T is longer than `block_size`.
+        """
+        features = self.features(tokens)
+        head = self.token_embedding.weight
+        if targets is None:
+            return project_to_vocabulary(features, head, self.vocab_size)
+        return linear_cross_entropy(features, head, self.vocab_size, targets)
+
+    def features(self, tokens: Tensor) -> Tensor:
+        """Return what the head reads, (B, T, C), for `tokens`, (B, T)."""
+        _, T = tokens.shape
+        if self.config.block_size < T:
+            raise UserError(
+                f"{T} tokens are more than model.block_size={self.config.block_size}; "
+                "shorten the input or train with a larger block_size"
+            )
+        x = self.token_embedding(tokens.long())  # (B, T, C)
+        x = self.dropout(x + self.position_embedding.weight[:T])
+        for block in self.blocks:
+            x = block(x)
+        features: Tensor = self.final_norm(x)
+        return features
+
+    @torch.inference_mode()
+    def generate(
+        self,
+        tokens: Tensor,
+        length: int,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        generator: torch.Generator | None = None,
+    ) -> Tensor:
+        """Continue `tokens`, (B, T) with T of at least 1, by `length` tokens to (B, T + length).
+
+        Args:
+            tokens: the beginning; of a long one the last `block_size` tokens are read.
+            length: tokens to add.
+            temperature: divides the logits; 0 takes the likeliest token.
+            top_k: draw from this many of the likeliest tokens; None: from all.
+            generator: source of randomness, on the device of the model.
+
+        Raises:
+            UserError: no token to start from, a negative temperature or a `top_k` below 1.
+        """
+        _check_sampling(tokens, temperature, top_k)
+        was_training = self.training
+        self.eval()
+        tokens = tokens.long()
+        for _ in range(length):
+            # Not through `self(...)`: a compiled model would compile anew for the growing T.
+            last = self.features(tokens[:, -self.config.block_size :])[:, -1]  # (B, C)
+            logits = project_to_vocabulary(last, self.token_embedding.weight, self.vocab_size)
+            drawn = _draw(logits.float(), temperature, top_k, generator)
+            tokens = torch.cat([tokens, drawn], dim=1)
+        self.train(was_training)
+        return tokens
+
+    @property
+    def num_parameters(self) -> int:
+        """Parameters in all: the tied head once, without the padding rows."""
+        padding = (self.padded_vocab_size - self.vocab_size) * self.config.n_embd
+        return sum(parameter.numel() for parameter in self.parameters()) - padding
+
+    @property
+    def flops_per_token(self) -> int:
+        """Floating point operations of forward and backward per token at T = `block_size`.
+
+        6 per weight of a matrix, the tied head among them (Kaplan et al. 2020, section 2.1), and
+        6 C T per layer for attention, of which the causal mask leaves half.
+        """
+        shape = self.config
+        matrices = sum(weight.numel() for weight in self.blocks.parameters() if weight.ndim == 2)
+        head = self.vocab_size * shape.n_embd
+        return 6 * (matrices + head) + 6 * shape.n_layer * shape.n_embd * shape.block_size
+
+
+class Block(nn.Module):
+    """Attention, then the MLP, each added to the residual stream."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(config.n_embd, bias=config.bias)
+        self.attention = CausalSelfAttention(config)
+        self.mlp_norm = nn.LayerNorm(config.n_embd, bias=config.bias)
+        self.mlp = MLP(config)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Refine the residual stream `x`, (B, T, C)."""
+        x = x + self.dropout(self.attention(self.attention_norm(x)))
+        refined: Tensor = x + self.dropout(self.mlp(self.mlp_norm(x)))
+        return refined
+
+
+class MLP(nn.Module):
+    """Two linear layers of width 4 C around GELU, each token for itself."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.expansion = nn.Linear(config.n_embd, 4 * config.n_embd, bias=config.bias)
+        self.projection = nn.Linear(4 * config.n_embd, config.n_embd, bias=config.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map `x`, (B, T, C), to the same shape."""
+        hidden = F.gelu(self.expansion(x), approximate="tanh")  # (B, T, 4 C)
+        y: Tensor = self.projection(hidden)
+        return y
+
+
+def _check_sampling(tokens: Tensor, temperature: float, top_k: int | None) -> None:
+    if tokens.shape[1] == 0:
+        raise UserError("an empty prompt gives nothing to continue; give at least one token")
+    if not (math.isfinite(temperature) and temperature >= 0):
+        raise UserError(f"temperature={temperature} must be at least 0; 0 is the likeliest token")
+    if top_k is not None and top_k < 1:
+        raise UserError(f"top_k={top_k} must be at least 1; leave it out to draw from all tokens")
+
+
+def _draw(
+    logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator | None
+) -> Tensor:
+    """Draw one token, (B, 1), from each row of `logits`, (B, V)."""
+    if temperature == 0:
+        return logits.argmax(dim=-1, keepdim=True)
+    if top_k is not None:
+        weakest = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]  # (B, 1)
+        logits = logits.masked_fill(logits < weakest, -math.inf)
+    return torch.multinomial(F.softmax(logits / temperature, dim=-1), 1, generator=generator)

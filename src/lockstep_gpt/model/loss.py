@@ -1,0 +1,38 @@
+"""The tied head and the cross-entropy of next tokens, in one function that owns the logits."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+IGNORE = -100  # a target that does not count
+
+
+def project_to_vocabulary(features: Tensor, head: Tensor, vocab_size: int) -> Tensor:
+    """Turn features (..., C) and head weights (V padded, C) into logits (..., vocab_size).
+
+    The padding rows take part in the product, whose speed they serve, and are cut off after it:
+    they are never predicted and their gradient is exactly zero.
+    """
+    return F.linear(features, head)[..., :vocab_size]
+
+
+def linear_cross_entropy(
+    features: Tensor, head: Tensor, vocab_size: int, targets: Tensor
+) -> Tensor:
+    """Return the mean cross-entropy in nats over the targets that are not `IGNORE`.
+
+    The caller never sees the logits, so the body may compute them in pieces. The logarithms and
+    the sum are taken in float32 at least, whatever the autocast. Without any target that counts
+    the loss is 0, not NaN.
+
+    Args:
+        features: last hidden states, (B, T, C).
+        head: weights of the head, (V padded, C).
+        vocab_size: V, the rows of `head` that stand for tokens.
+        targets: the next tokens, (B, T), of any integer type.
+    """
+    logits = project_to_vocabulary(features, head, vocab_size).flatten(0, -2)  # (B * T, V)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    targets = targets.long().flatten()  # (B * T)
+    total = F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="sum")
+    return total / (targets != IGNORE).sum().clamp(min=1)

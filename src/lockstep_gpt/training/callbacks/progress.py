@@ -1,0 +1,98 @@
+"""Shows how far the run is: a bar on a terminal, a line now and then elsewhere."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from typing import Any
+
+from lightning import Callback, Trainer
+from tqdm import tqdm
+
+from lockstep_gpt.training.callbacks.metrics import Metrics
+from lockstep_gpt.training.callbacks.step import StepCallback
+
+logger = logging.getLogger(__name__)
+
+
+class Progress(StepCallback):
+    """Shows the row that `Metrics` read last, so it never waits for the device itself.
+
+    Args:
+        line_seconds: least time between two lines where there is no terminal.
+    """
+
+    def __init__(self, line_seconds: float = 5.0) -> None:
+        self.line_seconds = line_seconds
+        self._bar: tqdm[Any] | None = None
+        self._shown: tuple[int, float] = (0, 0.0)  # step and clock of the last line
+
+    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
+        """Open the bar at the step where the run starts or goes on."""
+        super().on_train_start(trainer, pl_module)
+        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        self._metrics = next(each for each in callbacks if isinstance(each, Metrics))
+        self._shown = (trainer.global_step, time.perf_counter())
+        if trainer.is_global_zero and sys.stderr.isatty() and logger.isEnabledFor(logging.INFO):
+            self._bar = tqdm(
+                total=trainer.max_steps,
+                initial=trainer.global_step,
+                unit="step",
+                dynamic_ncols=True,
+                bar_format="{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}]{postfix}",
+            )
+
+    def on_step_end(self, trainer: Trainer, pl_module: Any, step: int) -> None:  # noqa: ARG002
+        """Move on by one step."""
+        logged = step % self._metrics.every == 0 or step == trainer.max_steps
+        if self._bar is not None:
+            if logged:
+                self._bar.set_postfix_str(self._values(), refresh=False)
+            self._bar.update()
+        elif logged and trainer.is_global_zero:
+            self._line(step, trainer.max_steps)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
+        """Say the validation loss on a line that stays."""
+        if trainer.is_global_zero:
+            step, total = trainer.global_step, trainer.max_steps
+            logger.info(
+                "step %*d/%d  val_loss %.4f", len(str(total)), step, total, pl_module.val_loss
+            )
+
+    def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:  # noqa: ARG002
+        """Leave the bar on the screen."""
+        self._close()
+
+    def on_exception(self, trainer: Trainer, pl_module: Any, exception: BaseException) -> None:  # noqa: ARG002
+        """Free the line for the error."""
+        self._close()
+
+    def _close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
+    def _line(self, step: int, total: int) -> None:
+        now = time.perf_counter()
+        since = now - self._shown[1]
+        if since < self.line_seconds and step < total:
+            return
+        left = (total - step) * since / max(1, step - self._shown[0])
+        self._shown = (step, now)
+        text = f"step {step:{len(str(total))}}/{total}  {self._values()}  {left:.0f} s left"
+        logger.info("%s", text)
+
+    def _values(self) -> str:
+        row = self._metrics.row
+        speed = _with_unit(row["throughput/tokens_per_second"])
+        return f"loss {row['train/loss']:.4f}  lr {row['optim/lr']:.2e}  {speed} tok/s"
+
+
+def _with_unit(value: float) -> str:
+    for unit in ("", "k", "M"):
+        if value < 1000:
+            return f"{value:.3g}{unit}"
+        value /= 1000
+    return f"{value:.3g}G"

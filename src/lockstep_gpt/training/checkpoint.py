@@ -1,0 +1,183 @@
+"""Checkpoints on the disk: written whole or not at all, verified before they are read."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import pickle
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.fabric.plugins import CheckpointIO
+
+from lockstep_gpt.config import Config, UserError, from_container
+from lockstep_gpt.data import tokenizer
+from lockstep_gpt.model.gpt import GPT
+
+logger = logging.getLogger(__name__)
+
+NAME = re.compile(r"step=(\d{6,})\.ckpt")
+
+
+def checkpoint_path(folder: Path, step: int) -> Path:
+    """Return where the checkpoint of optimizer step `step` belongs."""
+    return folder / f"step={step:06d}.ckpt"
+
+
+def step_of(path: Path) -> int:
+    """Return the optimizer step that a checkpoint's name states."""
+    name = NAME.fullmatch(path.name)
+    assert name, path
+    return int(name[1])
+
+
+def sum_path(path: Path) -> Path:
+    """Return the file that holds the SHA-256 of a checkpoint."""
+    return path.with_name(path.name + ".sha256")
+
+
+def checkpoints_in(folder: Path) -> list[Path]:
+    """Return the checkpoints in `folder`, by step, oldest first."""
+    return sorted(
+        (path for path in folder.glob("*.ckpt") if NAME.fullmatch(path.name)), key=step_of
+    )
+
+
+class AtomicCheckpointIO(CheckpointIO):
+    """Writes beside, fsyncs, then renames, so that a final name never holds half a file.
+
+    Lightning's own IO stages in the system's temporary folder, and a move from another file
+    system is a copy that can be cut off.
+    """
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None
+    ) -> None:
+        """Write `checkpoint` to `path`, its SHA-256 beside it.
+
+        Raises:
+            OSError: the disk is full or cannot be written; what was there before stays.
+        """
+        assert storage_options is None, storage_options
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        beside = path.with_name(f".{path.name}.tmp")
+        try:
+            with beside.open("wb") as file:
+                torch.save(checkpoint, file)
+                file.flush()
+                os.fsync(file.fileno())
+            _write_sum(path, _sha256(beside))
+            beside.replace(path)
+            _sync_folder(path.parent)
+        finally:
+            beside.unlink(missing_ok=True)
+
+    def load_checkpoint(
+        self, path: Any, map_location: Any = "cpu", weights_only: bool | None = True
+    ) -> dict[str, Any]:
+        """Return the checkpoint at `path` if it is what its SHA-256 says."""
+        assert weights_only is not False, "a checkpoint is never unpickled"
+        return read_checkpoint(Path(path), map_location)
+
+    def remove_checkpoint(self, path: Any) -> None:
+        """Delete a checkpoint and its sum; the sum last, so that no file stands unverified."""
+        Path(path).unlink(missing_ok=True)
+        sum_path(Path(path)).unlink(missing_ok=True)
+
+
+def _write_sum(path: Path, digest: str) -> None:
+    target = sum_path(path)
+    beside = target.with_name(f".{target.name}.tmp")
+    with beside.open("w", encoding="ascii") as file:
+        file.write(f"{digest}  {path.name}\n")  # as sha256sum --check reads it
+        file.flush()
+        os.fsync(file.fileno())
+    beside.replace(target)
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def fault_of(path: Path) -> str | None:
+    """Say what is wrong with a checkpoint; None if it is what its SHA-256 says."""
+    if not path.is_file():
+        return "is missing"
+    try:
+        expected = sum_path(path).read_text(encoding="ascii").split()[0]
+    except (OSError, IndexError, UnicodeDecodeError):
+        return "has no SHA-256 beside it"
+    return None if _sha256(path) == expected else "is not what its SHA-256 says"
+
+
+def newest_valid(folder: Path) -> Path | None:
+    """Return the newest checkpoint in `folder` that verifies; name in the log what it skips."""
+    for path in reversed(checkpoints_in(folder)):
+        fault = fault_of(path)
+        if fault is None:
+            return path
+        logger.warning("skipped %s: it %s", path, fault)
+    return None
+
+
+def read_checkpoint(path: Path, map_location: Any = "cpu") -> dict[str, Any]:
+    """Load plain containers and tensors; anything else in the file is refused, never run.
+
+    Raises:
+        UserError: the file is missing, damaged, or no checkpoint of this project.
+    """
+    if fault := fault_of(path):
+        raise UserError(f"checkpoint {path} {fault}; take another one from the same folder")
+    try:
+        content = torch.load(path, map_location=map_location, weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+        reason = str(error).splitlines()[0]
+        raise UserError(f"checkpoint {path} holds more than tensors and values: {reason}") from None
+    if not isinstance(content, dict) or not {"config", "tokenizer", "state_dict"} <= set(content):
+        raise UserError(f"checkpoint {path} was not written by lockstep-gpt train")
+    return content
+
+
+def find_checkpoint(path: Path) -> Path:
+    """Return the checkpoint that a user means by a run directory or a checkpoint's path.
+
+    Raises:
+        UserError: there is none.
+    """
+    if not path.exists():
+        raise UserError(f"{path} does not exist; give a run directory or a checkpoint in one")
+    if path.is_file():
+        return path
+    newest = newest_valid(path / "checkpoints")
+    if newest is None:
+        raise UserError(f"{path} holds no checkpoint that verifies; give a run that has saved one")
+    return newest
+
+
+def load_model(path: Path) -> tuple[GPT, Config, tokenizer.Tokenizer]:
+    """Return the model of a checkpoint in evaluation mode, its configuration and tokenizer."""
+    content = read_checkpoint(path)
+    config = from_container(content["config"])
+    text = tokenizer.from_dict(content["tokenizer"])
+    model = GPT(config.model, text.vocab_size)
+    prefix = "model."
+    weights = {
+        name.removeprefix(prefix): weight
+        for name, weight in content["state_dict"].items()
+        if name.startswith(prefix)
+    }
+    model.load_state_dict(weights)
+    return model.eval(), config, text

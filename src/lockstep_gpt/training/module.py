@@ -1,0 +1,128 @@
+"""The LightningModule: what one micro-batch, one update and one validation do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning
+import numpy as np
+import torch
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+from torchmetrics import Metric
+
+from lockstep_gpt.config import Config
+from lockstep_gpt.data.tokenizer import Tokenizer
+from lockstep_gpt.model.gpt import GPT
+from lockstep_gpt.model.loss import IGNORE
+from lockstep_gpt.training.optim import build_optimizer
+from lockstep_gpt.training.schedule import Schedule
+
+
+class TokenLoss(Metric):
+    """Mean cross-entropy over tokens, as a sum and a count that add up over batches and ranks.
+
+    The mean of means would weigh a short last batch like a full one.
+    """
+
+    full_state_update = False
+    total: Tensor
+    count: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("total", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
+        self.add_state("count", torch.zeros((), dtype=torch.int64), dist_reduce_fx="sum")
+
+    def update(self, loss: Tensor, targets: Tensor) -> None:
+        """Add the mean `loss` over those of `targets` that are not `IGNORE`."""
+        count = (targets != IGNORE).sum()
+        self.total += loss.double() * count
+        self.count += count
+
+    def compute(self) -> Tensor:
+        """Return the mean over all tokens of all ranks, in nats; its exp is the perplexity."""
+        return self.total / self.count
+
+
+class GPTModule(lightning.LightningModule):
+    """Trains `model`; holds what the callbacks report, on the device until they read it."""
+
+    def __init__(self, config: Config, schedule: Schedule, tokenizer: Tokenizer) -> None:
+        super().__init__()
+        self.config = config
+        self.schedule = schedule
+        self.tokenizer = tokenizer
+        self.model = GPT(config.model, tokenizer.vocab_size)
+        self.token_loss = TokenLoss()
+        self.val_loss: float | None = None
+        self.grad_norm: Tensor | None = None  # of the last update, before clipping
+        self.loss_sum: Tensor | None = None  # over the micro-batches since `take_loss`
+        self.loss_count = 0
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:  # noqa: ARG002
+        """Make dropout a function of seed, step and rank, so that a resumed run repeats it."""
+        if batch_idx % self.trainer.accumulate_grad_batches == 0:
+            torch.manual_seed(
+                step_seed(self.config.seed, self.trainer.global_step, self.trainer.global_rank)
+            )
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:  # noqa: ARG002
+        """Return the mean loss of one micro-batch of tokens and targets, each (B, T)."""
+        loss: Tensor = self.model(*batch)
+        detached = loss.detach()
+        self.loss_sum = detached if self.loss_sum is None else self.loss_sum + detached
+        self.loss_count += 1
+        return loss
+
+    def take_loss(self) -> Tensor:
+        """Return the mean loss since the last call, on the device, over this rank's samples."""
+        assert self.loss_sum is not None, "called before a training step"
+        mean = self.loss_sum / self.loss_count
+        self.loss_sum, self.loss_count = None, 0
+        return mean
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:  # noqa: ARG002
+        """Count one micro-batch in; rows of padding have targets that count nothing."""
+        self.token_loss.update(self.model(*batch), batch[1])
+
+    def on_validation_epoch_end(self) -> None:
+        """Reduce the validation loss over all ranks."""
+        self.val_loss = float(self.token_loss.compute())
+        self.token_loss.reset()
+
+    def configure_optimizers(self) -> OptimizerLRScheduler:
+        """Build the optimizer, and its schedule as a function of the step."""
+        optimizer = build_optimizer(
+            self.model,
+            self.config.optim,
+            self.schedule.peak_lr,
+            fused=self.config.precision != "16-mixed",  # fused kernels unscale after our clipping
+        )
+        scheduler = LambdaLR(optimizer, self.schedule.factor)
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
+        }
+
+    def configure_gradient_clipping(
+        self,
+        optimizer: Optimizer,  # noqa: ARG002
+        gradient_clip_val: float | None = None,  # noqa: ARG002
+        gradient_clip_algorithm: str | None = None,  # noqa: ARG002
+    ) -> None:
+        """Clip the norm of all gradients, already averaged over ranks, and keep it for the log.
+
+        Lightning's own clipping refuses fused optimizers and keeps no norm.
+        """
+        limit = self.config.optim.clip_norm
+        self.grad_norm = torch.nn.utils.clip_grad_norm_(
+            self.model.parameters(), float("inf") if limit is None else limit
+        )
+
+
+def step_seed(seed: int, step: int, rank: int) -> int:
+    """Return 63 bits that depend on all three."""
+    return int(np.random.SeedSequence([seed, step, rank]).generate_state(1, np.uint64)[0] >> 1)

@@ -1,0 +1,39 @@
+"""The optimizer: which parameters decay, and with which kernel they are updated."""
+
+import torch
+from torch import nn
+
+from lockstep_gpt.config import OptimConfig
+
+FUSED_DEVICES = {"cpu", "cuda"}  # one kernel for a whole group of parameters
+
+
+def build_optimizer(
+    model: nn.Module, config: OptimConfig, lr: float, fused: bool = True
+) -> torch.optim.Optimizer:
+    """Build AdamW (Loshchilov & Hutter 2019) over the trainable parameters of `model`.
+
+    There are always two groups, in this order: tensors of two and more dimensions (matrices and
+    embeddings), which decay, and vectors (biases and norms), which do not; within a group the
+    model's own order holds. So a saved state fits any later run of the same model.
+
+    Args:
+        model: any module, already on its device.
+        config: the optimizer's settings; `config.lr` is not read.
+        lr: the learning rate to start from, after scaling and warmup.
+        fused: take the fused kernel where the parameters' device has one.
+    """
+    assert config.algorithm == "adamw", config.algorithm
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    matrices = [parameter for parameter in parameters if parameter.ndim >= 2]
+    vectors = [parameter for parameter in parameters if parameter.ndim < 2]
+    return torch.optim.AdamW(
+        [
+            {"params": matrices, "weight_decay": config.weight_decay},
+            {"params": vectors, "weight_decay": 0.0},
+        ],
+        lr=lr,
+        betas=(config.beta1, config.beta2),
+        eps=config.eps,
+        fused=fused and all(parameter.device.type in FUSED_DEVICES for parameter in parameters),
+    )

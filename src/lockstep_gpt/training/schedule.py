@@ -1,0 +1,165 @@
+"""The arithmetic of a run: samples and tokens per step, steps, and the learning rate of each.
+
+Pure functions of the configuration; nothing here imports torch.
+"""
+
+import math
+from dataclasses import dataclass
+
+from lockstep_gpt.config import BatchConfig, Config, UserError
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """How the samples of one optimizer step spread over nodes, devices and micro-steps."""
+
+    micro_size: int  # samples per device and micro-step
+    devices: int  # per node
+    nodes: int
+    accumulation: int  # micro-steps per optimizer step
+    block_size: int  # tokens per sample
+
+    @property
+    def world_size(self) -> int:
+        """Ranks in all."""
+        return self.devices * self.nodes
+
+    @property
+    def global_size(self) -> int:
+        """Samples per optimizer step over all ranks."""
+        return self.micro_size * self.world_size * self.accumulation
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens per optimizer step over all ranks."""
+        return self.global_size * self.block_size
+
+
+def plan_batch(batch: BatchConfig, block_size: int, devices: int, nodes: int) -> BatchPlan:
+    """Spread `batch` over `nodes` of `devices` ranks each.
+
+    A fixed `global_size` is reached by accumulation, so more devices mean fewer micro-steps, or,
+    without a `micro_size`, smaller ones. Without a `global_size` there is a single micro-step and
+    the global batch grows with the devices.
+
+    Raises:
+        UserError: `global_size` is not a whole number of micro-steps.
+    """
+    world_size = devices * nodes
+    micro_size = batch.micro_size or max(1, (batch.global_size or 0) // world_size)
+    micro_step = micro_size * world_size
+    accumulation, rest = divmod(batch.global_size or micro_step, micro_step)
+    if rest or not accumulation:
+        raise UserError(_indivisible_line(batch, devices, nodes))
+    return BatchPlan(micro_size, devices, nodes, accumulation, block_size)
+
+
+def _indivisible_line(batch: BatchConfig, devices: int, nodes: int) -> str:
+    assert batch.global_size is not None
+    world_size = devices * nodes
+    micro_step = (batch.micro_size or 1) * world_size
+    below = batch.global_size // micro_step * micro_step
+    nearest = [size for size in (below, below + micro_step) if size > 0]
+    micro = f"batch.micro_size={batch.micro_size} x " if batch.micro_size else ""
+    line = (
+        f"batch.global_size={batch.global_size} does not divide by {micro}"
+        f"{devices} devices x {nodes} nodes = {micro_step}; "
+        f"nearest: batch.global_size={' or '.join(map(str, nearest))}"
+    )
+    per_rank, rest = divmod(batch.global_size, world_size)
+    return line if rest or not per_rank else f"{line}, or keep it with batch.micro_size=null"
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The learning rate as a function of the step; steps count from 0, the first update."""
+
+    total_steps: int
+    warmup_steps: int
+    decay: str  # cosine, linear, constant or wsd
+    decay_steps: int  # the last steps of the run, in which the rate falls; 0 for constant
+    base_lr: float  # as configured, at the reference batch
+    scale: float  # what the global batch multiplies it by
+    final_lr_fraction: float  # rate of the last step, as a share of the peak
+
+    @property
+    def peak_lr(self) -> float:
+        """The highest learning rate of the run."""
+        return self.base_lr * self.scale
+
+    def lr(self, step: int) -> float:
+        """Return the learning rate of the update `step`."""
+        return self.peak_lr * self.factor(step)
+
+    def factor(self, step: int) -> float:
+        """Return `lr(step)` as a share of the peak.
+
+        The warmup rises linearly and is at the peak in its last step; the decay is at
+        `final_lr_fraction` in the last step of the run, and stays there beyond it.
+        """
+        if step < self.warmup_steps:
+            return (step + 1) / self.warmup_steps
+        if self.decay_steps == 0:
+            return 1.0
+        ahead = (self.total_steps - 1 - step) / self.decay_steps  # share of the fall to come
+        ahead = min(1.0, max(0.0, ahead))
+        if self.decay == "cosine":
+            ahead = (1 - math.cos(math.pi * ahead)) / 2
+        return self.final_lr_fraction + (1 - self.final_lr_fraction) * ahead
+
+
+def plan_schedule(config: Config, batch: BatchPlan) -> Schedule:
+    """Turn budgets in steps or tokens into the schedule of one run.
+
+    Sources: linear scaling and warmup, Goyal et al. 2017; cosine, Loshchilov & Hutter 2017; wsd
+    (warmup, stable, decay), Zhai et al. 2022 and Hu et al. 2024. A wsd whose fall is longer than
+    what the warmup leaves begins to fall right after it.
+
+    Raises:
+        UserError: the warmup is as long as the run or longer.
+    """
+    total_steps = _steps(config.max_steps, config.max_tokens, batch)
+    warmup_steps = _steps(config.optim.warmup_steps, config.optim.warmup_tokens, batch)
+    if warmup_steps >= total_steps:
+        raise UserError(_warmup_line(config, warmup_steps, total_steps))
+    return Schedule(
+        total_steps=total_steps,
+        warmup_steps=warmup_steps,
+        decay=config.optim.decay,
+        decay_steps=_decay_steps(config, total_steps, warmup_steps),
+        base_lr=config.optim.lr,
+        scale=_scale(config, batch),
+        final_lr_fraction=config.optim.final_lr_fraction,
+    )
+
+
+def _steps(steps: int | None, tokens: int | None, batch: BatchPlan) -> int:
+    """Return a budget in steps, rounding tokens up to whole steps; no budget is 0."""
+    if steps is not None:
+        return steps
+    return -(-(tokens or 0) // batch.tokens_per_step)
+
+
+def _decay_steps(config: Config, total_steps: int, warmup_steps: int) -> int:
+    if config.optim.decay == "constant":
+        return 0
+    peak_step = max(0, warmup_steps - 1)
+    longest = max(1, total_steps - 1 - peak_step)
+    if config.optim.decay == "wsd":
+        return min(longest, max(1, round(config.optim.decay_fraction * total_steps)))
+    return longest
+
+
+def _scale(config: Config, batch: BatchPlan) -> float:
+    ratio = batch.global_size / config.batch.reference_size
+    return {"linear": ratio, "sqrt": math.sqrt(ratio), "none": 1.0}[config.optim.lr_scaling]
+
+
+def _warmup_line(config: Config, warmup_steps: int, total_steps: int) -> str:
+    unit = "steps" if config.optim.warmup_steps is not None else "tokens"
+    warmup = getattr(config.optim, f"warmup_{unit}")
+    budget = "max_steps" if config.max_steps is not None else "max_tokens"
+    return (
+        f"optim.warmup_{unit}={warmup} makes {warmup_steps} steps of warmup, which must be fewer "
+        f"than the run's {total_steps}; lower it or raise {budget}={getattr(config, budget)}"
+    )

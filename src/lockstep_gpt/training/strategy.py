@@ -1,0 +1,75 @@
+"""Lightning's strategies with settings that a command line can give."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+
+from lockstep_gpt.config import UserError
+
+COMM_HOOKS = ("none", "fp16", "bf16", "powersgd")
+
+
+def auto(*, accelerator: str, world_size: int, **settings: Any) -> Strategy:
+    """Return no wrapper for one rank, `ddp` for more."""
+    if world_size == 1:
+        device = torch.device("cuda", 0) if accelerator == "cuda" else torch.device("cpu")
+        return SingleDeviceStrategy(device)
+    return ddp(accelerator=accelerator, world_size=world_size, **settings)
+
+
+def ddp(
+    *,
+    accelerator: str,
+    world_size: int,  # noqa: ARG001 (a process group of one is a group, too)
+    process_group_backend: str | None,
+    timeout_seconds: float,
+    comm_hook: str,
+    **arguments: Any,
+) -> DDPStrategy:
+    """Return Lightning's `DDPStrategy`.
+
+    Args:
+        accelerator: cpu or cuda; decides the backend and what `comm_hook` may be.
+        world_size: ranks in all.
+        process_group_backend: nccl, gloo or mpi; None: nccl on GPUs, gloo elsewhere.
+        timeout_seconds: longest wait for another rank.
+        comm_hook: how gradients are compressed on their way.
+        arguments: passed on to torch's `DistributedDataParallel`.
+
+    Raises:
+        UserError: `comm_hook` is unknown, or the accelerator does not have it.
+    """
+    hook, state = _comm_hook(comm_hook, accelerator)
+    return DDPStrategy(
+        process_group_backend=process_group_backend or default_backend(accelerator),
+        timeout=timedelta(seconds=timeout_seconds),
+        ddp_comm_hook=hook,
+        ddp_comm_state=state,
+        **arguments,
+    )
+
+
+def default_backend(accelerator: str) -> str:
+    """Return the fastest backend for the tensors of an accelerator."""
+    return "nccl" if accelerator == "cuda" else "gloo"
+
+
+def _comm_hook(name: str, accelerator: str) -> tuple[Callable[..., Any] | None, Any]:
+    if name not in COMM_HOOKS:
+        raise UserError(f"strategy.comm_hook={name} is not one of {', '.join(COMM_HOOKS)}")
+    if name == "bf16" and accelerator != "cuda":
+        raise UserError("strategy.comm_hook=bf16 needs GPUs and NCCL; set fp16, powersgd or none")
+    if name == "powersgd":  # Vogels et al. 2019
+        return powerSGD_hook.powerSGD_hook, powerSGD_hook.PowerSGDState(process_group=None)
+    hooks: dict[str, Callable[..., Any] | None] = {
+        "none": None,
+        "fp16": default_hooks.fp16_compress_hook,
+        "bf16": default_hooks.bf16_compress_hook,
+    }
+    return hooks[name], None

@@ -1,0 +1,241 @@
+"""What one rank does: assemble, fit, report."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import time
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from hydra.errors import InstantiationException
+from hydra.utils import get_method, instantiate
+from lightning import Callback, Trainer
+from lightning.pytorch.strategies import Strategy
+
+from lockstep_gpt.config import PROGRAM, Config, UserError
+from lockstep_gpt.data.datamodule import TokenDataModule
+from lockstep_gpt.data.prepare import prepare
+from lockstep_gpt.data.shards import load_index
+from lockstep_gpt.data.tokenizer import from_dict
+from lockstep_gpt.process import LOST_PEERS, invocation
+from lockstep_gpt.run_directory import RunDirectory
+from lockstep_gpt.training.callbacks.checkpoints import Checkpoints
+from lockstep_gpt.training.callbacks.graceful_stop import GracefulStop, Stopped
+from lockstep_gpt.training.callbacks.metrics import COLUMNS, Metrics
+from lockstep_gpt.training.checkpoint import AtomicCheckpointIO, newest_valid, step_of
+from lockstep_gpt.training.metrics_file import MetricsFile
+from lockstep_gpt.training.module import GPTModule
+from lockstep_gpt.training.ranks import Ranks, from_rank_zero, join, leave, lost_peers
+from lockstep_gpt.training.receipt import as_text, receipt
+from lockstep_gpt.training.reporting import drop_rank_log, reporting
+from lockstep_gpt.training.schedule import BatchPlan, Schedule, plan_batch, plan_schedule
+from lockstep_gpt.training.strategy import default_backend
+
+logger = logging.getLogger(__name__)
+
+
+def main(directory: RunDirectory) -> int:
+    """Train as one rank: 0 done, 1 failed, 2 the user's mistake, 128 + n stopped by signal n."""
+    config, ranks = directory.load(), Ranks.from_environment()
+    with reporting(directory, ranks, config) as terminal:
+        try:
+            _train(directory, config, ranks)
+        except Stopped as stopped:
+            logger.info("%s after saving; the run can be resumed", stopped)
+            return 128 + stopped.signum
+        except UserError as error:
+            if directory.record_failure(_failure(ranks, error, 2)):
+                print(f"{PROGRAM} train: {error}", file=terminal, flush=True)
+            return 2
+        except Exception as error:
+            return _fail(directory, ranks, error, terminal)
+    drop_rank_log(directory, ranks)
+    return 0
+
+
+def _fail(directory: RunDirectory, ranks: Ranks, error: Exception, terminal: Any) -> int:
+    """Show the first failure of the run; what others see of it goes to their logs alone."""
+    trace = traceback.format_exc()
+    if lost_peers(error):
+        logger.debug("rank %d lost its peers:\n%s", ranks.rank, trace)
+        return LOST_PEERS
+    if directory.record_failure(_failure(ranks, error, 1)):
+        print(f"{trace}\nrank {ranks.rank} failed: {error}", file=terminal, flush=True)
+    logger.debug("%s", trace)
+    return 1
+
+
+def _failure(ranks: Ranks, error: Exception, status: int) -> dict[str, Any]:
+    kind = type(error).__name__
+    return {"rank": ranks.rank, "status": status, "error": f"{kind}: {error}"}
+
+
+@dataclass
+class Parts:
+    """Everything that one rank assembles for a fit."""
+
+    batch: BatchPlan
+    schedule: Schedule
+    data: TokenDataModule
+    module: GPTModule
+    metrics: Metrics
+    checkpoints: Checkpoints
+    metrics_file: MetricsFile
+
+
+def _train(directory: RunDirectory, config: Config, ranks: Ranks) -> None:
+    started = time.perf_counter()
+    parts = _assemble(directory, config, ranks)
+    backend = config.strategy.get("process_group_backend")
+    backend = backend or default_backend(config.trainer["accelerator"])
+    join(ranks, backend, config.strategy.get("timeout_seconds", 1800))
+    resume = from_rank_zero(str(newest_valid(directory.checkpoints) or "")) or None
+    trainer = _trainer(config, ranks, parts)
+    logger.info("%s", as_text(_receipt(config, parts, ranks, backend)))
+    if ranks.rank == 0:
+        parts.metrics_file.begin(_step(resume))
+    status = "failed"
+    try:
+        trainer.fit(parts.module, parts.data, ckpt_path=resume)
+        status = "done"
+    except Stopped:
+        status = "stopped"
+        raise
+    finally:
+        if ranks.rank == 0:
+            seconds = time.perf_counter() - started
+            directory.write_summary(_summary(status, trainer, parts, seconds))
+    leave()
+    logger.info("%s", _closing(directory, parts, time.perf_counter() - started))
+
+
+def _assemble(directory: RunDirectory, config: Config, ranks: Ranks) -> Parts:
+    torch.manual_seed(config.seed)
+    batch = plan_batch(
+        config.batch, config.model.block_size, ranks.local_world_size, ranks.num_nodes
+    )
+    schedule = plan_schedule(config, batch)
+    folder = prepare(config.data)
+    tokenizer = load_index(folder).tokenizer
+    data = TokenDataModule(
+        folder,
+        block_size=config.model.block_size,
+        micro_size=batch.micro_size,
+        accumulation=batch.accumulation,
+        seed=config.seed,
+        val_tokens=config.data.val_tokens,
+        num_workers=config.data.num_workers,
+    )
+    content = {"config": directory.values(), "tokenizer": tokenizer}
+    checkpoints = Checkpoints(
+        directory.checkpoints,
+        config.checkpoint,
+        content,
+        batch,
+        schedule.total_steps,
+        config.val_every,
+    )
+    return Parts(
+        batch=batch,
+        schedule=schedule,
+        data=data,
+        module=GPTModule(config, schedule, from_dict(tokenizer)),
+        metrics=Metrics(config.log_every, batch.tokens_per_step),
+        checkpoints=checkpoints,
+        metrics_file=MetricsFile(directory.metrics, COLUMNS),
+    )
+
+
+def _trainer(config: Config, ranks: Ranks, parts: Parts) -> Trainer:
+    """Build the Trainer; what must always be there is not in the groups that a user replaces."""
+    if config.compile:
+        parts.module.model.compile(dynamic=False)
+    try:
+        loggers = [instantiate(node) for node in config.logger.values()]
+        chosen: list[Callback] = [instantiate(node) for node in config.callbacks.values()]
+        strategy = _strategy(config, ranks)
+        callbacks = [parts.metrics, *chosen, GracefulStop(parts.checkpoints), parts.checkpoints]
+        arguments = {**config.trainer, "devices": ranks.local_world_size}
+        trainer: Trainer = instantiate(
+            {**arguments, "num_nodes": ranks.num_nodes},
+            strategy=strategy,
+            callbacks=callbacks,
+            logger=[parts.metrics_file, *loggers],
+            plugins=[AtomicCheckpointIO()],
+            precision=config.precision,
+            max_steps=parts.schedule.total_steps,
+            max_epochs=-1,
+            accumulate_grad_batches=parts.batch.accumulation,
+            val_check_interval=config.val_every * parts.batch.accumulation,
+            check_val_every_n_epoch=None,
+            num_sanity_val_steps=0,
+            use_distributed_sampler=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+    except InstantiationException as error:
+        raise UserError(" ".join(str(error).split())) from error
+    return trainer
+
+
+def _strategy(config: Config, ranks: Ranks) -> Strategy:
+    """Build the strategy; ours are told what they cannot know, a foreign one is taken as it is."""
+    known = {"accelerator": config.trainer["accelerator"], "world_size": ranks.world_size}
+    accepted = inspect.signature(get_method(config.strategy["_target_"])).parameters
+    wanted = {name: value for name, value in known.items() if name in accepted}
+    strategy: Strategy = instantiate(config.strategy, **wanted)
+    return strategy
+
+
+def _receipt(config: Config, parts: Parts, ranks: Ranks, backend: str) -> dict[str, str]:
+    model = parts.module.model
+    group = f", {backend}" if ranks.world_size > 1 else ""
+    facts = {
+        "model": f"{model.num_parameters:,} parameters, vocabulary of {model.vocab_size:,} "
+        f"tokens, context of {config.model.block_size}",
+        "data": f"{parts.data.folder}, {parts.data.train_windows:,} windows to train on, "
+        f"{parts.data.val_windows:,} to validate on",
+        "devices": f"{ranks.world_size} x {config.trainer['accelerator']}{group}, "
+        f"{torch.get_num_threads()} threads each",
+    }
+    return receipt(config, parts.batch, parts.schedule, facts)
+
+
+def _step(checkpoint: str | None) -> int:
+    return step_of(Path(checkpoint)) if checkpoint else 0
+
+
+def _summary(status: str, trainer: Trainer, parts: Parts, seconds: float) -> dict[str, Any]:
+    row, best, last = parts.metrics.row, parts.checkpoints.best, parts.checkpoints.last
+    return {
+        "status": status,
+        "step": trainer.global_step,
+        "tokens": trainer.global_step * parts.batch.tokens_per_step,
+        "train_loss": row.get("train/loss"),
+        "val_loss": row.get("val/loss"),
+        "val_perplexity": row.get("val/perplexity"),
+        "tokens_per_second": parts.metrics.tokens_per_second,
+        "world_size": parts.batch.world_size,
+        "global_batch_size": parts.batch.global_size,
+        "lr": parts.schedule.peak_lr,
+        "best_checkpoint": str(best) if best else None,
+        "last_checkpoint": str(last) if last else None,
+        "wandb_run_id": None,
+        "wall_seconds": seconds,
+    }
+
+
+def _closing(directory: RunDirectory, parts: Parts, seconds: float) -> str:
+    row, path = parts.metrics.row, directory.path
+    loss, perplexity = row["val/loss"], row["val/perplexity"]
+    return f"""
+done in {seconds:.0f} s: validation loss {loss:.4f} nats per token, perplexity {perplexity:.2f}
+  metrics      {directory.metrics}
+  checkpoints  {directory.checkpoints}
+next
+  {invocation()} generate {path} --prompt "def "
+  {invocation()} evaluate {path}"""

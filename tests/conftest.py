@@ -1,0 +1,127 @@
+"""What the tests share: the real command, and one finished run of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import settings
+
+# The default limit of 200 ms per example fails on a machine that is busy with something else.
+settings.register_profile("patient", deadline=None)
+settings.load_profile("patient")
+
+TIMEOUT = 120  # seconds; no command of the tests takes a quarter of it on a quiet machine
+
+
+@dataclass
+class Command:
+    """Runs `lockstep-gpt` for real, in a folder of its own, on data that all tests share."""
+
+    folder: Path
+    data_root: Path
+
+    def start(self, *arguments: str, **environment: str) -> subprocess.Popen[str]:
+        """Start the command and return the process; its words can be read from `stdout`."""
+        return subprocess.Popen(
+            [sys.executable, "-m", "lockstep_gpt", *arguments],
+            cwd=self.folder,
+            env={**_clean_environment(), **environment},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def __call__(
+        self, *arguments: str, status: int = 0, **environment: str
+    ) -> subprocess.CompletedProcess[str]:
+        """Run the command to its end and check its exit status."""
+        process = self.start(*arguments, **environment)
+        out, err = process.communicate(timeout=TIMEOUT)
+        assert process.returncode == status, f"{arguments}\n{out}\n{err}"
+        return subprocess.CompletedProcess(arguments, status, out, err)
+
+    def train(
+        self, *overrides: str, status: int = 0, **environment: str
+    ) -> subprocess.CompletedProcess[str]:
+        """Run the smoke experiment with `overrides`."""
+        return self(*self.smoke(*overrides), status=status, **environment)
+
+    def smoke(self, *overrides: str) -> list[str]:
+        """Return the words of the smoke experiment's command on the shared data."""
+        return ["train", "experiment=smoke", f"data.root={self.data_root}", *overrides]
+
+    def summary(self, run: str) -> dict[str, Any]:
+        """Return a run's summary.json."""
+        return dict(json.loads((self.folder / run / "summary.json").read_text()))
+
+
+def _clean_environment() -> dict[str, str]:
+    """Return the environment without what pytest-xdist, a launcher or a user may have left in it."""
+    dropped = ("PYTEST_", "RANK", "LOCAL_", "WORLD_SIZE", "MASTER_", "OMP_NUM_THREADS")
+    return {name: value for name, value in os.environ.items() if not name.startswith(dropped)}
+
+
+@pytest.fixture(scope="session")
+def data_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("data")
+
+
+@pytest.fixture
+def command(tmp_path: Path, data_root: Path) -> Command:
+    return Command(tmp_path, data_root)
+
+
+@pytest.fixture(scope="session")
+def finished(tmp_path_factory: pytest.TempPathFactory, data_root: Path) -> tuple[Command, str]:
+    """A finished run of the smoke experiment in `runs/first`, and what the screen showed."""
+    command = Command(tmp_path_factory.mktemp("finished"), data_root)
+    return command, command.train("run_dir=runs/first").stdout
+
+
+@pytest.fixture
+def wait_for() -> Callable[[Callable[[], Any]], Any]:
+    """Wait until a condition holds and return its value; fail after a minute."""
+
+    def wait(condition: Callable[[], Any], seconds: float = 60) -> Any:
+        end = time.monotonic() + seconds
+        while not (value := condition()):
+            assert time.monotonic() < end, "waited too long"
+            time.sleep(0.05)
+        return value
+
+    return wait
+
+
+@pytest.fixture
+def processes_of() -> Callable[[Path], list[int]]:
+    """Return the ids of all living processes whose command line names a path."""
+
+    def find(path: Path) -> list[int]:
+        found = []
+        for entry in Path("/proc").glob("[0-9]*"):
+            try:
+                line = (entry / "cmdline").read_bytes()
+                state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+            if str(path).encode() in line and state != "Z":
+                found.append(int(entry.name))
+        return found
+
+    return find
+
+
+@pytest.fixture
+def kill() -> Callable[[int], None]:
+    """Kill one process that a test started, the hard way."""
+    return lambda pid: os.kill(pid, signal.SIGKILL)

@@ -1,0 +1,150 @@
+from itertools import islice
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lockstep_gpt.data.order import CHUNK, Order, permute, validation_rows, windows
+
+SEEDS = st.integers(0, 2**64)
+FACTORS_OF_24 = [
+    (micro, accumulation, 24 // micro // accumulation)
+    for micro in (1, 2, 3, 4, 6, 8, 12, 24)
+    for accumulation in (1, 2, 3, 4, 6, 8, 12, 24)
+    if 24 % (micro * accumulation) == 0
+]
+
+
+@settings(deadline=None)
+@given(st.integers(1, 3000), SEEDS, st.integers(0, 2**40))
+def test_permute_is_a_bijection_of_any_size(size, seed, epoch):
+    image = permute(np.arange(size), size, seed, epoch)
+    np.testing.assert_array_equal(np.sort(image), np.arange(size))
+
+
+@settings(deadline=None)
+@given(st.integers(1, 2**62), SEEDS, st.integers(0, 1000))
+def test_permute_stays_inside_and_apart_in_huge_ranges(size, seed, epoch):
+    indices = np.unique(np.linspace(0, size - 1, 200).astype(np.int64).clip(0, size - 1))
+    image = permute(indices, size, seed, epoch)
+    assert image.min() >= 0
+    assert image.max() < size
+    assert np.unique(image).size == indices.size
+
+
+def test_permute_is_the_same_on_every_platform():
+    first = permute(np.arange(10), 10, seed=1337, epoch=0)
+    second = permute(np.arange(10), 10, seed=1337, epoch=1)
+    huge = permute(np.arange(3), 10**12, seed=2**64, epoch=7)
+    assert first.tolist() == [6, 0, 1, 8, 3, 4, 2, 9, 7, 5]
+    assert second.tolist() == [5, 7, 6, 4, 2, 3, 8, 0, 9, 1]
+    assert huge.tolist() == [918016843613, 785076361140, 561217771710]
+
+
+def test_seeds_and_epochs_are_never_confused():
+    indices = np.arange(1000)
+    keys = [(0, 0), (0, 1), (1, 0), (1, 1), (2**32, 0), (1 + 5 * 2**32, 0), (1, 5)]
+    images = {permute(indices, 1000, seed, epoch).tobytes() for seed, epoch in keys}
+    assert len(images) == len(keys)
+
+
+def chi_square_is_plausible(counts):
+    expected, freedom = counts.mean(), counts.size - 1
+    chi_square = ((counts - expected) ** 2 / expected).sum()
+    return abs(chi_square - freedom) < 4 * (2 * freedom) ** 0.5
+
+
+@pytest.mark.parametrize("size", [5, 8, 13, 64, 100])
+def test_every_window_is_equally_likely_at_every_position(size):
+    counts = np.zeros((size, size))
+    for epoch in range(1000):
+        counts[np.arange(size), permute(np.arange(size), size, 0, epoch)] += 1
+    for position in (0, 1, size // 2, size - 1):
+        assert chi_square_is_plausible(counts[position])
+
+
+def test_all_orders_of_a_tiny_set_are_equally_likely():
+    orders = [permute(np.arange(4), 4, seed, 0).tobytes() for seed in range(2400)]
+    counts = np.unique(orders, return_counts=True)[1]
+    assert counts.size == 24
+    assert chi_square_is_plausible(counts)
+
+
+def test_neighbours_do_not_stay_neighbours():
+    image = permute(np.arange(100_000), 100_000, 3, 0)
+    correlation = np.corrcoef(image[:-1], image[1:])[0, 1]
+    assert abs(correlation) < 0.02
+    assert np.mean(np.diff(image) == 1) < 1e-3
+
+
+def test_each_epoch_shows_every_window_once_and_in_another_order():
+    first, second = windows(np.arange(2000), 1000, seed=1).reshape(2, 1000)
+    np.testing.assert_array_equal(np.sort(first), np.arange(1000))
+    np.testing.assert_array_equal(np.sort(second), np.arange(1000))
+    assert np.mean(first == second) < 0.01
+
+
+@pytest.mark.parametrize("size", [1, 3, 10])
+def test_a_batch_straddles_epochs_as_single_positions_do(size):
+    straddling = windows(np.arange(8, 40).reshape(4, 8), size, seed=5)
+    one_by_one = [windows(np.array([p]), size, seed=5)[0] for p in range(8, 40)]
+    assert straddling.ravel().tolist() == one_by_one
+
+
+def global_batch(step, micro, accumulation, world):
+    orders = [Order(7, 1000, micro, accumulation, rank, world) for rank in range(world)]
+    return [order.micro_batch(step, a) for a in range(accumulation) for order in orders]
+
+
+@pytest.mark.parametrize(("micro", "accumulation", "world"), FACTORS_OF_24)
+def test_the_global_batch_is_the_same_however_it_is_divided(micro, accumulation, world):
+    for step in (0, 41, 42):  # step 41 straddles the epochs of 1000 windows
+        divided = np.concatenate(global_batch(step, micro, accumulation, world))
+        np.testing.assert_array_equal(divided, windows(np.arange(24) + 24 * step, 1000, 7))
+
+
+def test_ranks_are_disjoint_and_complete_over_an_epoch():
+    seen = [batch for step in range(10) for batch in global_batch(step, 5, 4, 5)]
+    np.testing.assert_array_equal(np.sort(np.concatenate(seen)), np.arange(1000))
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.integers(1, 9), st.integers(1, 5), st.integers(0, 3), st.integers(0, 500))
+def test_the_stream_is_the_sequence_of_micro_batches(micro, accumulation, rank, first):
+    order = Order(11, 777, micro, accumulation, rank, world_size=4)
+    for number, batch in enumerate(islice(order.stream(first), 20), start=first):
+        expected = order.micro_batch(*divmod(number, accumulation))
+        np.testing.assert_array_equal(batch, expected)
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_strided_streams_interleave_to_the_whole_stream(workers):
+    order = Order(0, 50_000, 512, 1, 0, 1)
+    count = 4 * (CHUNK // 512)
+    whole = list(islice(order.stream(3), count * workers))
+    for worker in range(workers):
+        share = islice(order.stream(3 + worker, stride=workers), count)
+        np.testing.assert_array_equal(list(share), whole[worker::workers])
+
+
+@settings(deadline=None)
+@given(st.integers(1, 400), st.data(), st.integers(1, 9), st.integers(1, 6))
+def test_validation_counts_every_window_once_at_any_world_size(size, data, micro, world):
+    count = data.draw(st.integers(1, size))
+    ranks = [validation_rows(size, count, micro, rank, world) for rank in range(world)]
+    assert len({rows.shape for rows in ranks}) == 1
+    assert ranks[0].shape[1] == micro
+    seen = np.concatenate([rows.ravel() for rows in ranks])
+    expected = [number * size // count for number in range(count)]
+    assert np.sort(seen[seen >= 0]).tolist() == expected
+
+
+def test_validation_goes_through_the_split_in_sequence():
+    assert validation_rows(10, 10, 2, 0, 2).tolist() == [[0, 1], [4, 5], [8, 9]]
+    assert validation_rows(10, 10, 2, 1, 2).tolist() == [[2, 3], [6, 7], [-1, -1]]
+
+
+def test_validation_spreads_without_overflow():
+    rows = validation_rows(2**61, 3, 1, 0, 1)
+    assert rows.ravel().tolist() == [0, 2**61 // 3, 2 * 2**61 // 3]

@@ -1,0 +1,87 @@
+import pytest
+import torch
+
+from lockstep_gpt.config import ModelConfig, UserError
+from lockstep_gpt.model.gpt import GPT
+
+VOCAB = 50
+PROMPT = torch.tensor([[1, 2, 3], [4, 5, 6]])
+
+
+@pytest.fixture
+def model() -> GPT:
+    torch.manual_seed(0)
+    shape = ModelConfig(block_size=8, n_layer=2, n_head=2, n_embd=32, dropout=0.5)
+    model = GPT(shape, VOCAB)
+    for parameter in model.parameters():
+        parameter.data.mul_(5)  # far from uniform, so that choices differ
+    return model
+
+
+def seeded(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def test_a_generator_s_seed_decides_the_text(model: GPT) -> None:
+    first, again, other = (model.generate(PROMPT, 20, generator=seeded(s)) for s in (1, 1, 2))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+
+
+def test_the_prompt_is_kept_and_may_outgrow_the_block_size(model: GPT) -> None:
+    text = model.generate(PROMPT.to(torch.uint16), 20)
+    assert text.shape == (2, 23)
+    assert torch.equal(text[:, :3], PROMPT)
+    assert text.max() < VOCAB
+
+
+@torch.inference_mode()
+def test_greedy_takes_the_argmax_of_the_logits_over_the_last_block(model: GPT) -> None:
+    text = model.generate(PROMPT, 12, temperature=0)
+    model.eval()
+    for end in range(3, 15):
+        expected = model(text[:, max(0, end - 8) : end])[:, -1].argmax(-1)
+        assert torch.equal(text[:, end], expected)
+
+
+def test_top_1_is_greedy_and_more_than_the_vocabulary_is_all_of_it(model: GPT) -> None:
+    greedy = model.generate(PROMPT, 9, temperature=0)
+    assert torch.equal(model.generate(PROMPT, 9, top_k=1), greedy)
+    free = model.generate(PROMPT, 9, generator=seeded(3))
+    assert torch.equal(model.generate(PROMPT, 9, top_k=999, generator=seeded(3)), free)
+
+
+def test_top_k_draws_only_from_the_likeliest(model: GPT) -> None:
+    allowed = model.eval()(PROMPT)[:, -1].topk(4).indices
+    drawn = model.generate(PROMPT.repeat(50, 1), 1, temperature=3.0, top_k=4)[:, -1:]
+    assert (drawn == allowed.repeat(50, 1)).any(dim=1).all()
+
+
+def test_frequencies_follow_the_softmax_at_the_temperature(model: GPT) -> None:
+    prompt = PROMPT[:1]
+    expected = (model.eval()(prompt)[0, -1] / 2).softmax(-1)
+    drawn = model.generate(prompt.expand(5_000, 3), 1, temperature=2.0, generator=seeded(0))
+    counts = drawn[:, -1].bincount(minlength=VOCAB) / 5_000
+    torch.testing.assert_close(counts, expected, rtol=0, atol=0.03)
+
+
+def test_generating_leaves_the_mode_and_the_weights_trainable(model: GPT) -> None:
+    model.generate(PROMPT, 2)
+    assert model.training
+    model(PROMPT, PROMPT).backward()
+
+
+@pytest.mark.parametrize(
+    ("prompt", "settings", "message"),
+    [
+        (PROMPT[:, :0], {}, "empty prompt"),
+        (PROMPT, {"temperature": -1.0}, "temperature=-1.0"),
+        (PROMPT, {"temperature": float("nan")}, "temperature=nan"),
+        (PROMPT, {"top_k": 0}, "top_k=0"),
+    ],
+)
+def test_what_cannot_be_sampled_is_refused(
+    model: GPT, prompt: torch.Tensor, settings: dict[str, float], message: str
+) -> None:
+    with pytest.raises(UserError, match=message):
+        model.generate(prompt, 1, **settings)

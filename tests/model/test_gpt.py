@@ -1,0 +1,145 @@
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from lockstep_gpt.config import ModelConfig, UserError
+from lockstep_gpt.model.gpt import GPT
+from lockstep_gpt.model.loss import IGNORE
+
+PRESETS = Path(__file__).parents[2] / "configs" / "model"
+SHAPE = ModelConfig(block_size=16, n_layer=2, n_head=2, n_embd=32)
+VOCAB = 100
+
+
+@pytest.fixture
+def model() -> GPT:
+    torch.manual_seed(0)
+    return GPT(SHAPE, VOCAB)
+
+
+@pytest.fixture
+def tokens() -> torch.Tensor:
+    return torch.randint(VOCAB, (3, 16), generator=torch.Generator().manual_seed(1))
+
+
+def preset(name: str) -> GPT:
+    config = OmegaConf.merge(OmegaConf.structured(ModelConfig), OmegaConf.load(PRESETS / name))
+    with torch.device("meta"):
+        return GPT(OmegaConf.to_object(config), vocab_size=50257)
+
+
+@pytest.mark.parametrize(
+    ("name", "published"),
+    [
+        ("gpt2.yaml", 124_439_808),
+        ("gpt2_medium.yaml", 354_823_168),
+        ("gpt2_large.yaml", 774_030_080),
+        ("gpt2_xl.yaml", 1_557_611_200),
+    ],
+)
+def test_presets_have_the_published_number_of_parameters(name: str, published: int) -> None:
+    assert preset(name).num_parameters == published
+
+
+def test_nano_stays_below_a_million_parameters_at_a_byte_vocabulary() -> None:
+    config = OmegaConf.merge(
+        OmegaConf.structured(ModelConfig), OmegaConf.load(PRESETS / "nano.yaml")
+    )
+    assert GPT(OmegaConf.to_object(config), vocab_size=256).num_parameters < 1_000_000
+
+
+def test_flops_per_token_of_gpt2_are_the_known_798_million() -> None:
+    assert preset("gpt2.yaml").flops_per_token == pytest.approx(798e6, rel=1e-3)
+
+
+def test_logits_cover_the_vocabulary_without_its_padding(model: GPT, tokens: torch.Tensor) -> None:
+    assert model.token_embedding.weight.shape == (model.padded_vocab_size, 32) == (128, 32)
+    assert model(tokens).shape == (3, 16, VOCAB)
+
+
+def test_loss_at_the_start_is_that_of_uniform_guessing(model: GPT, tokens: torch.Tensor) -> None:
+    assert model(tokens, tokens.roll(-1, 1)).item() == pytest.approx(math.log(VOCAB), abs=0.1)
+
+
+def test_a_later_token_never_changes_an_earlier_prediction(
+    model: GPT, tokens: torch.Tensor
+) -> None:
+    changed = tokens.clone()
+    changed[:, 9] = (changed[:, 9] + 1) % VOCAB
+    before, after = model(tokens), model(changed)
+    torch.testing.assert_close(before[:, :9], after[:, :9], rtol=0, atol=1e-6)
+    assert not torch.allclose(before[:, 9:], after[:, 9:])
+
+
+def test_padding_rows_are_zero_and_receive_no_gradient(model: GPT, tokens: torch.Tensor) -> None:
+    model(tokens, tokens.roll(-1, 1)).backward()
+    weight = model.token_embedding.weight
+    assert weight[VOCAB:].abs().max() == weight.grad[VOCAB:].abs().max() == 0
+    assert (weight.grad[:VOCAB].abs().sum(dim=1) > 0).all()
+
+
+def test_every_parameter_takes_part_in_the_loss(model: GPT, tokens: torch.Tensor) -> None:
+    model(tokens, tokens.roll(-1, 1)).backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.uint16, torch.int32])
+def test_any_integer_type_of_tokens_gives_the_same_loss(
+    model: GPT, tokens: torch.Tensor, dtype: torch.dtype
+) -> None:
+    narrow = tokens.to(dtype)
+    assert model(narrow, narrow).item() == model(tokens, tokens).item()
+
+
+def test_loss_is_float64_for_a_float64_model_and_float32_under_autocast(
+    model: GPT, tokens: torch.Tensor
+) -> None:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert model(tokens, tokens).dtype == torch.float32
+    assert model.double()(tokens, tokens).dtype == torch.float64
+
+
+def test_ignored_targets_do_not_count(model: GPT, tokens: torch.Tensor) -> None:
+    targets = tokens.roll(-1, 1)
+    targets[1:] = IGNORE
+    expected = model(tokens[:1], targets[:1])
+    torch.testing.assert_close(model(tokens, targets), expected)
+
+
+def test_more_tokens_than_the_block_size_are_refused(model: GPT) -> None:
+    with pytest.raises(UserError, match=r"17 tokens are more than model\.block_size=16"):
+        model(torch.zeros(1, 17, dtype=torch.long))
+
+
+def test_initial_weights_follow_gpt2() -> None:
+    torch.manual_seed(0)
+    model = GPT(ModelConfig(block_size=64, n_layer=8, n_head=2, n_embd=128), 256)
+    block = model.blocks[3]
+    for weight in (model.token_embedding.weight, block.attention.qkv.weight):
+        assert weight.std().item() == pytest.approx(0.02, rel=0.05)
+    for weight in (block.attention.projection.weight, block.mlp.projection.weight):
+        assert weight.std().item() == pytest.approx(0.02 / 4, rel=0.05)
+    assert block.mlp.expansion.bias.abs().max() == 0
+    assert (block.mlp_norm.weight == 1).all()
+
+
+def test_without_biases_no_linear_layer_and_no_norm_has_one() -> None:
+    model = GPT(ModelConfig(block_size=8, n_layer=1, n_head=1, n_embd=8, bias=False), VOCAB)
+    assert not [name for name, _ in model.named_parameters() if name.endswith("bias")]
+
+
+def test_dropout_changes_training_but_not_evaluation(tokens: torch.Tensor) -> None:
+    model = GPT(ModelConfig(block_size=16, n_layer=2, n_head=2, n_embd=32, dropout=0.5), VOCAB)
+    assert not torch.equal(model(tokens), model(tokens))
+    model.eval()
+    assert torch.equal(model(tokens), model(tokens))
+
+
+def test_forward_is_one_graph_for_torch_compile(model: GPT, tokens: torch.Tensor) -> None:
+    expected = model(tokens, tokens)
+    model.compile(fullgraph=True, backend="eager")
+    torch.testing.assert_close(model(tokens, tokens), expected)
+    assert "token_embedding.weight" in model.state_dict()

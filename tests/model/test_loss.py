@@ -1,0 +1,49 @@
+import torch
+import torch.nn.functional as F
+
+from lockstep_gpt.model.loss import IGNORE, linear_cross_entropy
+
+VOCAB, PADDED, C = 10, 64, 8
+
+
+def batch() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    torch.manual_seed(0)
+    features = torch.randn(2, 5, C, requires_grad=True)
+    head = torch.randn(PADDED, C, requires_grad=True)
+    targets = torch.randint(VOCAB, (2, 5))
+    targets[0, 1] = targets[1, 4] = IGNORE
+    return features, head, targets
+
+
+def test_loss_is_torch_s_cross_entropy_of_the_unpadded_logits() -> None:
+    features, head, targets = batch()
+    logits = features @ head[:VOCAB].T
+    expected = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    torch.testing.assert_close(linear_cross_entropy(features, head, VOCAB, targets), expected)
+
+
+def test_padding_rows_never_change_the_loss_nor_receive_gradient() -> None:
+    features, head, targets = batch()
+    loss = linear_cross_entropy(features, head, VOCAB, targets)
+    loss.backward()
+    head.data[VOCAB:] = 1e4
+    assert head.grad[VOCAB:].abs().max() == 0
+    assert torch.equal(linear_cross_entropy(features, head, VOCAB, targets), loss)
+
+
+def test_a_batch_with_nothing_that_counts_gives_zero_and_zero_gradient() -> None:
+    features, head, targets = batch()
+    loss = linear_cross_entropy(features, head, VOCAB, torch.full_like(targets, IGNORE))
+    loss.backward()
+    assert loss.item() == 0
+    assert features.grad.abs().max() == head.grad.abs().max() == 0
+
+
+def test_half_precision_features_are_summed_in_float32() -> None:
+    features, head, targets = (tensor.detach() for tensor in batch())
+    half, weights = features.bfloat16(), head.bfloat16()
+    logits = F.linear(half, weights)[..., :VOCAB].float()
+    expected = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    loss = linear_cross_entropy(half, weights, VOCAB, targets)
+    assert loss.dtype == torch.float32
+    torch.testing.assert_close(loss, expected)

@@ -1,0 +1,221 @@
+import ast
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "dev.py"
+
+PYPROJECT = """\
+[build-system]
+requires = []
+build-backend = "backend"
+backend-path = ["."]
+"""
+
+# Installs the tree by a path file and leaves a line per installation; fails where `broken` lies.
+BACKEND = """\
+import zipfile
+from pathlib import Path
+
+def build_editable(folder, config_settings=None, metadata_directory=None):
+    with open("installed", "a") as log:
+        log.write("once\\n")
+    if Path("broken").exists():
+        raise RuntimeError("the backend is broken")
+    about = "Metadata-Version: 2.1\\nName: demo\\nVersion: 1\\nProvides-Extra: dev\\n"
+    with zipfile.ZipFile(f"{folder}/demo-1-py3-none-any.whl", "w") as wheel:
+        wheel.writestr("demo.pth", str(Path("src").resolve()))
+        wheel.writestr("demo-1.dist-info/METADATA", about)
+        wheel.writestr("demo-1.dist-info/WHEEL", "Wheel-Version: 1.0\\n")
+        wheel.writestr("demo-1.dist-info/RECORD", "")
+    return "demo-1-py3-none-any.whl"
+"""
+
+COMMAND = """\
+import json, os, sys
+print(json.dumps({"arguments": sys.argv[1:], "folder": os.getcwd()}))
+sys.exit(7 if sys.argv[1] == "fail" else 0)
+"""
+
+# Stands for ruff, mypy and pytest: prints its call, fails where its name is in FAILING.
+TOOL = """\
+import os, pathlib, sys
+name = pathlib.Path(__file__).stem
+print(name, *sys.argv[1:], flush=True)
+sys.exit(3 if name == os.environ.get("FAILING") else 0)
+"""
+
+
+def plant(root: Path) -> Path:
+    package = root / "src" / "lockstep_gpt"
+    package.mkdir(parents=True)
+    (root / "scripts").mkdir()
+    shutil.copy(SCRIPT, root / "scripts")
+    (package / "__main__.py").write_text(COMMAND)
+    for tool in ("ruff", "mypy", "pytest"):
+        (root / "src" / f"{tool}.py").write_text(TOOL)
+    (root / "backend.py").write_text(BACKEND)
+    (root / "pyproject.toml").write_text(PYPROJECT)
+    (root / "constraints.txt").write_text("# no pins\n")
+    return root
+
+
+def start(root: Path, *arguments: str, cwd: Path | None = None, **extra: str) -> subprocess.Popen:
+    return subprocess.Popen(
+        [sys.executable, str(root / "scripts" / "dev.py"), *arguments],
+        cwd=cwd or root,
+        env=os.environ | extra,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def dev(root: Path, *arguments: str, **extra) -> tuple[int, str, str]:
+    process = start(root, *arguments, **extra)
+    out, err = process.communicate(timeout=60)
+    return process.returncode, out, err
+
+
+def installations(root: Path) -> int:
+    log = root / "installed"
+    return len(log.read_text().splitlines()) if log.exists() else 0
+
+
+def kill_half_way(root: Path) -> None:
+    killed = start(root, "train")
+    while not (root / ".venv" / "bin" / "python").exists():
+        assert killed.poll() is None
+        time.sleep(0.01)
+    os.killpg(killed.pid, signal.SIGKILL)
+    killed.communicate()
+
+
+@pytest.fixture(scope="module")
+def set_up(tmp_path_factory):
+    root = plant(tmp_path_factory.mktemp("with space") / "project")
+    kill_half_way(root)
+    calls = [start(root, "train") for _ in range(2)]
+    ends = [(call.communicate(timeout=60), call.returncode) for call in calls]
+    return root, ends, installations(root)
+
+
+@pytest.fixture
+def project(set_up):
+    return set_up[0]
+
+
+def test_two_calls_at_once_repair_once_what_a_killed_one_left(set_up):
+    _, ends, installed = set_up
+    assert [status for _, status in ends] == [0, 0], ends
+    assert installed == 1
+
+
+def test_later_calls_install_nothing_and_say_nothing(project):
+    before = installations(project)
+    status, _, err = dev(project, "train")
+    assert (status, err, installations(project)) == (0, "", before)
+
+
+def test_a_command_gets_its_arguments_whole_and_keeps_its_folder(project, tmp_path):
+    arguments = ["generate", "a run", "--prompt", 'def f("x", $y):\n']
+    _, out, _ = dev(project, *arguments, cwd=tmp_path)
+    assert json.loads(out) == {"arguments": arguments, "folder": str(tmp_path)}
+
+
+def test_the_exit_status_is_the_command_s(project):
+    assert dev(project, "fail")[0] == 7
+
+
+@pytest.mark.parametrize("name", ["pyproject.toml", "constraints.txt"])
+def test_a_change_of_what_is_needed_installs_once_more(project, name):
+    before = installations(project)
+    with (project / name).open("a") as file:
+        file.write("# changed\n")
+    assert dev(project, "train")[0] == dev(project, "train")[0] == 0
+    assert installations(project) == before + 1
+
+
+def test_after_a_failed_update_the_old_environment_serves_the_old_needs(project):
+    needs = project / "constraints.txt"
+    pins = needs.read_text()
+    needs.write_text(pins + "# changed\n")
+    (project / "broken").touch()
+    status, _, err = dev(project, "train")
+    assert status == 2
+    assert "the backend is broken" in err
+    assert err.splitlines()[-1].startswith("dev.py: pip failed, see above; it needs the network")
+    needs.write_text(pins)
+    (project / "broken").unlink()
+    before = installations(project)
+    assert (dev(project, "train")[0], installations(project)) == (0, before)
+
+
+def test_test_runs_lint_types_and_tests_in_the_root(project, tmp_path):
+    status, out, _ = dev(project, "test", "tests/model", "-k", "a or b", cwd=tmp_path)
+    assert status == 0
+    assert out.splitlines() == [
+        "ruff check",
+        "ruff format --check",
+        "mypy",
+        "pytest -n auto tests/model -k a or b",
+    ]
+
+
+@pytest.mark.parametrize("options", [["-n", "3"], ["-n0"], ["--pdb"]])
+def test_test_leaves_the_number_of_processes_to_who_chose_it(project, options):
+    _, out, _ = dev(project, "test", *options)
+    assert out.splitlines()[-1] == " ".join(["pytest", *options])
+
+
+def test_test_stops_at_the_first_failure(project):
+    status, out, _ = dev(project, "test", FAILING="mypy")
+    assert (status, out.splitlines()[-1]) == (3, "mypy")
+
+
+def test_without_a_command_it_shows_its_usage(tmp_path):
+    root = plant(tmp_path / "project")
+    status, _, usage = dev(root)
+    assert (status, dev(root, "--help")[:2]) == (2, (0, usage))
+    assert "python3 scripts/dev.py COMMAND" in usage
+    assert not (root / ".venv").exists()
+
+
+def test_a_python_without_venv_is_told_the_package(tmp_path):
+    root = plant(tmp_path / "project")
+    (tmp_path / "venv.py").write_text("raise ImportError('taken out')")
+    status, _, err = dev(root, "train", PYTHONPATH=str(tmp_path))
+    assert status == 2
+    assert "apt install python3-venv" in err.splitlines()[-1]
+
+
+def test_every_python_since_3_7_can_parse_it():
+    ast.parse(SCRIPT.read_text(), feature_version=(3, 7))
+
+
+def old_python() -> str | None:
+    """An interpreter older than the supported ones, on PATH or in pyenv's folder."""
+    names = [f"python3.{minor}" for minor in range(6, 11)]
+    versions = (Path.home() / ".pyenv" / "versions").glob("3.*/bin/python3.*")
+    found = [shutil.which(name) for name in names] + [str(p) for p in versions if p.name in names]
+    for path in filter(None, found):  # a shim of pyenv may lie there and yet not run
+        if subprocess.run([path, "-c", ""], capture_output=True).returncode == 0:
+            return path
+    return None
+
+
+def test_an_unsupported_python_is_named_in_one_line():
+    if not (python := old_python()):
+        pytest.skip("no Python before 3.11 on this machine")
+    done = subprocess.run([python, str(SCRIPT), "train"], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert "needs Python 3.11, 3.12 or 3.13, not 3." in done.stderr

@@ -1,0 +1,193 @@
+import dataclasses
+import inspect
+import re
+from typing import get_type_hints
+
+import lightning
+import pytest
+import yaml
+from omegaconf.errors import OmegaConfBaseException
+
+from lockstep_gpt import config as schema
+from lockstep_gpt.config import OWNED_TRAINER_KEYS, Config, SyntheticData, UserError, from_container
+
+SECTIONS = [*schema.Checked.__subclasses__(), *schema.DataConfig.__subclasses__()]
+VALUES = {
+    "max_steps": 10,
+    "batch": {"global_size": 4},
+    "model": {"block_size": 8, "n_layer": 1, "n_head": 4, "n_embd": 8},
+    "data": {"source": "synthetic"},
+    "optim": {"algorithm": "adamw"},
+}
+
+
+def with_setting(path, value):
+    section, _, name = path.rpartition(".")
+    if not section:
+        return {**VALUES, name: value}
+    return {**VALUES, section: {**VALUES.get(section, {}), name: value}}
+
+
+def numbers_in(section):
+    hints = get_type_hints(section)
+    named = [f"{section.node}.{item.name}".lstrip(".") for item in dataclasses.fields(section)]
+    kinds = [hints[item.name] for item in dataclasses.fields(section)]
+    return {name for name, kind in zip(named, kinds, strict=True) if kind in (float, float | None)}
+
+
+FLOATS = sorted(set().union(*map(numbers_in, SECTIONS)))
+
+
+@pytest.mark.parametrize("section", SECTIONS, ids=lambda section: section.__name__)
+def test_every_setting_says_what_it_means(section):
+    hints = get_type_hints(section)
+    for item in dataclasses.fields(section):
+        group = dataclasses.is_dataclass(hints[item.name]) or "dict" in str(hints[item.name])
+        assert group or item.metadata["meaning"], item.name
+
+
+def test_values_that_keep_the_rules_are_taken_as_they_are():
+    config = from_container(with_setting("optim.lr", 0.5))
+    assert (config.max_steps, config.batch.global_size, config.optim.lr) == (10, 4, 0.5)
+    assert config.data == SyntheticData()
+
+
+def test_the_frozen_values_of_a_config_give_the_same_config():
+    config = from_container(with_setting("trainer.devices", 2))
+    assert from_container(dataclasses.asdict(config)) == config
+
+
+@pytest.mark.parametrize(
+    ("setting", "rule"),
+    [
+        ("seed=-1", "must be at least 0"),
+        ("max_steps=0", "must be at least 1"),
+        ("val_every=0", "must be at least 1"),
+        ("log_every=-5", "must be at least 1"),
+        ("batch.micro_size=0", "must be at least 1"),
+        ("batch.global_size=-4", "must be at least 1"),
+        ("batch.reference_size=0", "must be at least 1"),
+        ("model.block_size=0", "must be at least 1"),
+        ("model.n_layer=0", "must be at least 1"),
+        ("model.n_head=0", "must be at least 1"),
+        ("model.n_embd=-8", "must be at least 1"),
+        ("model.dropout=-0.1", "must be at least 0"),
+        ("model.dropout=1.0", "must be below 1"),
+        ("data.val_fraction=0.0", "must be above 0"),
+        ("data.val_fraction=1.0", "must be below 1"),
+        ("data.val_tokens=0", "must be at least 1"),
+        ("data.num_workers=-1", "must be at least 0"),
+        ("data.vocab_size=1", "must be at least 2"),
+        ("data.vocab_size=65537", "must be at most 65536"),
+        ("data.tokens=0", "must be at least 1"),
+        ("optim.lr=0.0", "must be above 0"),
+        ("optim.lr=-0.001", "must be above 0"),
+        ("optim.warmup_steps=-1", "must be at least 0"),
+        ("optim.warmup_tokens=-1", "must be at least 0"),
+        ("optim.decay_fraction=0.0", "must be above 0"),
+        ("optim.decay_fraction=1.5", "must be at most 1"),
+        ("optim.final_lr_fraction=-0.5", "must be at least 0"),
+        ("optim.final_lr_fraction=1.5", "must be at most 1"),
+        ("optim.beta1=1.0", "must be below 1"),
+        ("optim.beta2=-0.5", "must be at least 0"),
+        ("optim.eps=0.0", "must be above 0"),
+        ("optim.weight_decay=-0.5", "must be at least 0"),
+        ("optim.clip_norm=0.0", "must be above 0"),
+        ("checkpoint.every=0", "must be at least 1"),
+        ("checkpoint.keep_last=0", "must be at least 1"),
+        ("checkpoint.keep_best=-1", "must be at least 0"),
+        ("launch.max_restarts=-1", "must be at least 0"),
+        ("launch.grace_seconds=0.0", "must be above 0"),
+        ("precision=fp8", "is not one of 32-true, bf16-mixed, 16-mixed, 64-true"),
+        ("verbosity=loud", "is not one of quiet, normal, debug"),
+        ("optim.algorithm=sgd", "is not one of adamw"),
+        ("optim.lr_scaling=cubic", "is not one of linear, sqrt, none"),
+        ("optim.decay=step", "is not one of cosine, linear, constant, wsd"),
+        ("model.n_embd=9", "does not divide by model.n_head=4; nearest: model.n_embd=8"),
+        ("model.n_embd=3", "does not divide by model.n_head=4; nearest: model.n_embd=4"),
+        ("max_steps=null", "and max_tokens=null: give one and set the other to null"),
+        ("trainer.devices=0", "must be auto or a whole number of at least 1"),
+        ("trainer.devices=abc", "must be auto or a whole number of at least 1"),
+        ("trainer.devices=true", "must be auto or a whole number of at least 1"),
+        ("trainer.devices=1.5", "must be auto or a whole number of at least 1"),
+        ("trainer.num_nodes=0", "must be a whole number of at least 1"),
+        ("trainer.num_nodes=auto", "must be a whole number of at least 1"),
+        ("trainer.accelerator=tpu", "is not one of auto, cpu, gpu, cuda"),
+        ("trainer.sync_batchnorm=1", "must be true or false"),
+    ],
+)
+def test_a_refusal_is_the_setting_as_typed_and_its_rule_in_one_line(setting, rule):
+    path, _, value = setting.partition("=")
+    with pytest.raises(UserError) as refusal:
+        from_container(with_setting(path, yaml.safe_load(value)))
+    assert str(refusal.value) == f"{setting} {rule}"
+
+
+@pytest.mark.parametrize("path", FLOATS)
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
+def test_numbers_that_are_none_are_refused(path, value):
+    with pytest.raises(UserError, match=rf"^{re.escape(path)}={value} must be a finite number$"):
+        from_container(with_setting(path, float(value)))
+
+
+def test_a_batch_of_no_size_is_refused():
+    with pytest.raises(UserError, match=r"^batch\.micro_size=null and batch\.global_size=null say"):
+        from_container(with_setting("batch.global_size", None))
+
+
+def test_a_budget_in_steps_and_in_tokens_is_refused():
+    with pytest.raises(UserError, match=r"^max_steps=10 and max_tokens=99: give one"):
+        from_container(with_setting("max_tokens", 99))
+
+
+def test_a_warmup_in_steps_and_in_tokens_is_refused():
+    values = with_setting("optim.warmup_steps", 5)
+    values["optim"]["warmup_tokens"] = 50
+    with pytest.raises(UserError, match=r"^optim\.warmup_steps=5 and optim\.warmup_tokens are"):
+        from_container(values)
+
+
+@pytest.mark.parametrize(("key", "door"), OWNED_TRAINER_KEYS.items())
+def test_a_trainer_argument_with_a_door_of_ours_is_refused_by_the_door_s_name(key, door):
+    with pytest.raises(UserError) as refusal:
+        from_container(with_setting(f"trainer.{key}", 7))
+    assert str(refusal.value) == f"trainer.{key}=7 is not set there; set {door} instead"
+
+
+def test_the_owned_keys_are_the_trainer_s_and_their_doors_are_ours():
+    assert set(OWNED_TRAINER_KEYS) <= set(inspect.signature(lightning.Trainer).parameters)
+    ours = {
+        f"{part.node}.{item.name}".lstrip(".")
+        for part in SECTIONS
+        for item in dataclasses.fields(part)
+    }
+    assert {name for door in OWNED_TRAINER_KEYS.values() for name in door.split(" or ")} <= ours
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("max_stepz", 3),
+        ("optim.learning_rate", 0.1),
+        ("max_steps", "many"),
+        ("seed", 1.5),
+        ("compile", "perhaps"),
+        ("batch", 3),
+    ],
+)
+def test_what_the_schema_does_not_know_is_refused(path, value):
+    with pytest.raises(OmegaConfBaseException):
+        from_container(with_setting(path, value))
+
+
+def test_a_reference_to_the_environment_is_resolved_when_the_values_are_read(monkeypatch):
+    monkeypatch.setenv("NAME_OF_THE_RUN", "here")
+    config = from_container(with_setting("run_name", "${oc.env:NAME_OF_THE_RUN}"))
+    assert config.run_name == "here"
+
+
+def test_a_config_made_in_code_is_checked_like_one_from_yaml():
+    with pytest.raises(UserError, match=r"^optim\.lr=-1 must be above 0$"):
+        schema.OptimConfig(algorithm="adamw", lr=-1)
+    with pytest.raises(UserError, match=r"^max_steps=null and max_tokens=null"):
+        Config()

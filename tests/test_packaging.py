@@ -1,0 +1,62 @@
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKED = {".py", ".yaml"}  # the kinds of files that the package consists of
+
+
+def files(folder: Path) -> set[str]:
+    found = (path for path in folder.rglob("*") if path.suffix in PACKED)
+    return {path.relative_to(folder).as_posix() for path in found}
+
+
+def build(source: Path, kind: str, out: Path) -> Path:
+    command = [sys.executable, "-m", "hatchling", "build", "-t", kind, "-d", str(out)]
+    subprocess.run(command, cwd=source, check=True, capture_output=True)
+    return next(out.iterdir())
+
+
+def content(wheel: Path) -> set[str]:
+    with zipfile.ZipFile(wheel) as archive:
+        return {name for name in archive.namelist() if ".dist-info/" not in name}
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    return build(ROOT, "wheel", tmp_path_factory.mktemp("wheel"))
+
+
+@pytest.fixture(scope="module")
+def sdist(tmp_path_factory):
+    """The unpacked source distribution."""
+    folder = tmp_path_factory.mktemp("sdist")
+    with tarfile.open(build(ROOT, "sdist", folder)) as archive:
+        archive.extractall(folder, filter="data")
+    return next(path for path in folder.iterdir() if path.is_dir())
+
+
+def test_a_wheel_is_the_package_and_the_configs_and_nothing_else(wheel):
+    configs = {f"lockstep_gpt/configs/{name}" for name in files(ROOT / "configs")}
+    assert "lockstep_gpt/configs/train.yaml" in configs
+    assert content(wheel) == files(ROOT / "src") | configs
+
+
+def test_an_sdist_gives_the_same_wheel(wheel, sdist, tmp_path):
+    assert content(build(sdist, "wheel", tmp_path)) == content(wheel)
+
+
+def test_an_sdist_holds_what_its_user_needs_to_set_up_and_test(sdist):
+    needed = {"README.md", "LICENSE", "pyproject.toml", "constraints.txt", "scripts/dev.py"}
+    assert all((sdist / name).is_file() for name in needed)
+    assert files(sdist / "tests") == files(ROOT / "tests")
+
+
+def test_an_sdist_holds_no_junk(sdist):
+    folders = {path.name for path in sdist.iterdir() if path.is_dir()}
+    assert folders == {"src", "configs", "tests", "scripts"}
+    assert not list(sdist.rglob("__pycache__"))

@@ -1,0 +1,45 @@
+"""The README: every command in it runs, and it names every file."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+COMMANDS = re.findall(r"^lockstep-gpt (.+)$", README, flags=re.MULTILINE)
+NEEDS_GPU = [line for line in COMMANDS if "gpu" in line or "gpt2_124m" in line]
+TRAINS = [line for line in COMMANDS if "experiment=smoke" in line]
+READS = [line for line in COMMANDS if line.startswith(("generate", "evaluate"))]
+
+
+def test_every_command_is_of_a_kind_that_is_tested():
+    assert len(COMMANDS) >= 8
+    assert sorted(COMMANDS) == sorted([*NEEDS_GPU, *TRAINS, *READS, "train --cfg job"])
+
+
+@pytest.mark.parametrize("line", TRAINS)
+def test_training_command_runs(command, line):
+    command(*shlex.split(line), f"data.root={command.data_root}")
+
+
+@pytest.mark.parametrize("line", [*NEEDS_GPU, "train --cfg job"])
+def test_command_for_gpus_composes(command, line):
+    assert "max_steps:" in command(*shlex.split(line), "--cfg", "job").stdout
+
+
+@pytest.mark.parametrize("line", READS)
+def test_command_that_reads_a_run_runs(finished, line):
+    command, _ = finished
+    assert command(*shlex.split(line)).stdout
+
+
+def test_tree_names_every_source_file_once():
+    tree = README.split("## Every file")[1]
+    files = {path.name for path in (ROOT / "src").rglob("*.py")} - {"__init__.py"}
+    assert {name for name in files if len(re.findall(rf"\b{name}\b", tree)) != 1} == set()
+
+
+def test_readme_is_short_enough_to_be_read():
+    assert len(README.splitlines()) <= 200

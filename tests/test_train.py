@@ -1,0 +1,190 @@
+"""The command from end to end: what a run leaves behind, and how it ends."""
+
+import csv
+import json
+import os
+import signal
+import time
+
+import pytest
+import torch
+import yaml
+
+
+def test_run_directory_holds_what_the_contract_says(finished):
+    command, _ = finished
+    present = {
+        str(path.relative_to(command.folder / "runs/first"))
+        for path in (command.folder / "runs/first").rglob("*")
+    }
+    assert present == {
+        "config.yaml",
+        "train.log",
+        "metrics.csv",
+        "summary.json",
+        "checkpoints",
+        "checkpoints/step=000020.ckpt",
+        "checkpoints/step=000020.ckpt.sha256",
+    }
+    assert [path.name for path in command.folder.iterdir()] == ["runs"]
+
+
+def test_summary_says_how_the_run_ended(finished):
+    command, _ = finished
+    summary = command.summary("runs/first")
+    assert summary["status"] == "done"
+    assert (summary["step"], summary["tokens"]) == (20, 20 * 8 * 32)
+    assert summary["val_perplexity"] == pytest.approx(2.718281828 ** summary["val_loss"])
+    assert summary["last_checkpoint"] == "runs/first/checkpoints/step=000020.ckpt"
+    assert 0 < summary["wall_seconds"] < 100
+    assert summary["val_loss"] < 5.0  # ln(256) = 5.55 is what knowing nothing gives
+
+
+def test_metrics_have_one_row_for_each_logged_step(finished):
+    command, _ = finished
+    with (command.folder / "runs/first/metrics.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [int(row["trainer/step"]) for row in rows] == [5, 10, 15, 20]
+    assert [row["trainer/step"] for row in rows if row["val/loss"]] == ["10", "20"]
+    assert float(rows[-1]["val/loss"]) == command.summary("runs/first")["val_loss"]
+
+
+def test_frozen_configuration_has_nothing_left_to_decide(finished):
+    command, _ = finished
+    frozen = yaml.safe_load((command.folder / "runs/first/config.yaml").read_text())
+    assert frozen["trainer"]["accelerator"] in ("cpu", "cuda")
+    assert frozen["trainer"]["devices"] >= 1
+    assert frozen["run_dir"] == "runs/first"
+    assert frozen["run_name"].startswith("nano-stdlib-1-")
+
+
+def test_screen_shows_receipt_sample_and_what_to_type_next(finished):
+    command, screen = finished
+    for line in (
+        "1 device x 1 node x 8 samples x 1 accumulation = 8 samples = 256 tokens per step",
+        "0.003 x 1 = 0.003 (linear in the batch: 8 samples, found at 8)",
+        "  | def ",
+        'generate runs/first --prompt "def "',
+    ):
+        assert line in screen
+    log = (command.folder / "runs/first/train.log").read_text()
+    assert screen.partition("  run ")[2] == log.partition("  run ")[2]
+
+
+def test_generate_and_evaluate_read_a_run(finished):
+    command, _ = finished
+    text = command("generate", "runs/first", "--prompt", "import os", "--length", "20").stdout
+    assert text.startswith("import os")
+    result = json.loads(command("evaluate", "runs/first", "--json").stdout)
+    assert result["loss"] == pytest.approx(command.summary("runs/first")["val_loss"], abs=0.3)
+    assert result["bits_per_byte"] == pytest.approx(result["loss"] / 0.6931472, rel=0.01)
+
+
+def test_two_launches_give_the_same_bits(finished):
+    command, _ = finished
+    command.train("run_dir=runs/again")
+    first, again = (
+        torch.load(command.folder / f"runs/{run}/checkpoints/step=000020.ckpt")["state_dict"]
+        for run in ("first", "again")
+    )
+    assert all(torch.equal(first[name], again[name]) for name in first)
+
+
+def test_inline_rank_gives_the_same_bits_too(finished):
+    command, _ = finished
+    command.train("run_dir=runs/inline", "launch.inline=true", OMP_NUM_THREADS=str(os.cpu_count()))
+    assert command.summary("runs/inline")["train_loss"] == pytest.approx(
+        command.summary("runs/first")["train_loss"], abs=1e-6
+    )
+
+
+def test_growing_batch_scales_the_learning_rate(command):
+    out = command.train(
+        "batch.global_size=null", "batch.micro_size=16", "max_steps=null", "max_tokens=4096"
+    ).stdout
+    assert "0.003 x 2 = 0.006" in out
+    assert "8 steps = 4,096 tokens" in out
+
+
+def test_signal_saves_and_exits_with_its_number(command, wait_for, processes_of):
+    process = command.start(*command.smoke("max_steps=100000", "run_dir=runs/long"))
+    wait_for((command.folder / "runs/long/checkpoints/step=000010.ckpt").exists)
+    process.send_signal(signal.SIGTERM)
+    started = time.monotonic()
+    process.communicate(timeout=30)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert time.monotonic() - started < 10
+    summary = command.summary("runs/long")
+    assert summary["status"] == "stopped"
+    assert summary["last_checkpoint"].endswith(f"step={summary['step']:06d}.ckpt")
+    assert not processes_of(command.folder)
+
+
+def test_killed_parent_leaves_no_process(command, wait_for, processes_of, kill):
+    run = command.folder / "long"
+    process = command.start(*command.smoke("max_steps=100000", f"run_dir={run}"))
+    wait_for((run / "checkpoints/step=000010.ckpt").exists)
+    assert len(processes_of(run)) >= 3  # parent, agent, rank
+    kill(process.pid)
+    wait_for(lambda: not processes_of(run), 10)
+    process.communicate()
+
+
+BAD_SETTINGS = {
+    "model.n_layers=3": "unknown setting model.n_layers; did you mean model.n_layer?",
+    "model.n_layer=many": "model.n_layer=many: Value 'many' of type 'str' could not be converted",
+    "model=gpt5": "model=gpt5 is not one of gpt2, gpt2_large, gpt2_medium, gpt2_xl, nano",
+    "trainer.max_steps=7": "trainer.max_steps=7 is not set there; set max_steps instead",
+    "model.n_embd=33": "model.n_embd=33 does not divide by model.n_head=2; nearest: model.n_embd=3",
+    "max_steps=-1": "max_steps=-1 must be at least 1",
+    "optim.lr_scaling=cubic": "optim.lr_scaling=cubic is not one of linear, sqrt, none",
+    "batch.micro_size=3": "batch.global_size=8 does not divide by batch.micro_size=3",
+    "trainer=gpu": "no GPU",
+    "precision=16-mixed": "precision=16-mixed needs a GPU",
+    "model.block_size=10000000": "model.block_size=10000000",
+    "run_dir=/proc/run": "run_dir=/proc/run cannot be written",
+}
+
+
+@pytest.mark.parametrize(("override", "line"), BAD_SETTINGS.items())
+def test_bad_setting_gets_one_line_and_makes_nothing(command, override, line):
+    result = command.train(override, status=2, CUDA_VISIBLE_DEVICES="")
+    assert result.stdout == "" or result.stdout.startswith("prepared")
+    assert line in result.stderr
+    assert result.stderr.count("\n") == 1
+    assert not list(command.folder.iterdir())
+
+
+def test_existing_run_directory_is_never_overwritten(finished):
+    command, _ = finished
+    before = (command.folder / "runs/first/config.yaml").read_bytes()
+    line = command.train("run_dir=runs/first", status=2).stderr
+    assert "run_dir=runs/first exists" in line
+    assert (command.folder / "runs/first/config.yaml").read_bytes() == before
+
+
+def test_mistake_that_only_a_rank_can_see_leaves_nothing(command):
+    result = command.train("+trainer.profilr=simple", "run_dir=runs/typo", status=2)
+    assert "profilr" in result.stderr
+    assert result.stderr.count("\n") == 1
+    assert not (command.folder / "runs/typo").exists()
+
+
+def test_rank_that_raises_is_shown_and_recorded(command):
+    (command.folder / "broken.py").write_text(
+        "import lightning\n"
+        "class Broken(lightning.Callback):\n"
+        "    def on_train_batch_end(self, trainer, *_):\n"
+        "        if trainer.global_step == 3: raise ZeroDivisionError('on purpose')\n"
+    )
+    result = command.train(
+        "+callbacks.broken._target_=broken.Broken",
+        "run_dir=runs/broken",
+        status=1,
+        PYTHONPATH=str(command.folder),
+    )
+    failed = json.loads((command.folder / "runs/broken/failed.json").read_text())
+    assert failed["rank"] == 0
+    assert failed["error"] == "ZeroDivisionError: on purpose"
+    assert result.stderr.startswith("Traceback")
+    assert command.summary("runs/broken")["status"] == "failed"
