@@ -11,13 +11,11 @@ import hashlib
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 POSIX = os.name == "posix"
 if POSIX:
     import fcntl
-
 ROOT = Path(__file__).resolve().parent.parent
 VENV, PINS = ROOT / ".venv", ROOT / "constraints.txt"
 PYTHON = str(VENV / ("bin/python" if POSIX else "Scripts/python.exe"))
@@ -26,12 +24,12 @@ OWN_PROCESSES = ("-n", "--pdb", "--trace")  # options of pytest that rule out ou
 
 
 def main(arguments: "list[str]") -> int:
+    """Run the command that `arguments` name."""
     if not arguments or arguments[0] in ("-h", "--help"):
         (sys.stdout if arguments else sys.stderr).write(str(__doc__))
         return 0 if arguments else 2
     if not (3, 11) <= sys.version_info[:2] < (3, 14):
-        python = sys.version.split()[0]
-        _refuse(f"needs Python 3.11, 3.12 or 3.13, not {python}; try python3.12 scripts/dev.py")
+        _refuse(f"needs Python 3.11 to 3.13, not {sys.version[:6]}; try python3.12 scripts/dev.py")
     set_up()
     if arguments[0] == "test":
         return check(arguments[1:])
@@ -40,6 +38,7 @@ def main(arguments: "list[str]") -> int:
 
 
 def check(options: "list[str]") -> int:
+    """Lint, check types and test, up to the first that fails."""
     spread = [] if any(each.startswith(OWN_PROCESSES) for each in options) else ["-n", "auto"]
     lint = [["ruff", "check"], ["ruff", "format", "--check"], ["mypy"]]
     for step in [*lint, ["pytest", *spread, *options]]:
@@ -51,21 +50,20 @@ def check(options: "list[str]") -> int:
 
 
 def set_up() -> None:
+    """Make `.venv` hold the project and its pins, unless it does already."""
     place = f"{sys.version_info[:2]} ".encode() + os.fsencode(ROOT)
     needs = (ROOT / "pyproject.toml").read_bytes() + PINS.read_bytes()
     wanted = [hashlib.sha256(part).hexdigest() for part in (place, needs)]
-    start, found = time.monotonic(), _stamp()
-    if found == wanted:
+    if _stamp() == wanted:
         return
-    update = found[:1] == wanted[:1]
-    _say("updating .venv ..." if update else "setting up .venv (once, a few minutes) ...")
+    _say("setting up .venv (a few minutes, once) ...")
     with PINS.open("r+b") as lock:
         if POSIX:
             fcntl.flock(lock, fcntl.LOCK_EX)  # another call may be at it
         os.set_inheritable(lock.fileno(), True)  # a pip that outlives this process keeps the lock
         if _stamp() != wanted:
             _install(wanted)
-    _say(f".venv is ready after {time.monotonic() - start:.0f} s")
+    _say(".venv is ready")
 
 
 def _stamp() -> "list[str]":

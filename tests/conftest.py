@@ -31,9 +31,13 @@ class Command:
     data_root: Path
 
     def start(self, *arguments: str, **environment: str) -> subprocess.Popen[str]:
-        """Start the command and return the process; its words can be read from `stdout`."""
+        """Start the command and return the process."""
+        return self.start_words([sys.executable, "-m", "lockstep_gpt", *arguments], **environment)
+
+    def start_words(self, words: list[str], **environment: str) -> subprocess.Popen[str]:
+        """Start any program."""
         return subprocess.Popen(
-            [sys.executable, "-m", "lockstep_gpt", *arguments],
+            words,
             cwd=self.folder,
             env={**_clean_environment(), **environment},
             stdout=subprocess.PIPE,
@@ -49,6 +53,12 @@ class Command:
         out, err = process.communicate(timeout=TIMEOUT)
         assert process.returncode == status, f"{arguments}\n{out}\n{err}"
         return subprocess.CompletedProcess(arguments, status, out, err)
+
+    def run_words(self, words: list[str]) -> tuple[int, str, str]:
+        """Run any program to its end; return its exit status and what it printed."""
+        process = self.start_words(words)
+        out, err = process.communicate(timeout=TIMEOUT)
+        return process.returncode, out, err
 
     def train(
         self, *overrides: str, status: int = 0, **environment: str
@@ -66,9 +76,9 @@ class Command:
 
 
 def _clean_environment() -> dict[str, str]:
-    """Return the environment without what pytest-xdist, a launcher or a user may have left in it."""
-    dropped = ("PYTEST_", "RANK", "LOCAL_", "WORLD_SIZE", "MASTER_", "OMP_NUM_THREADS")
-    return {name: value for name, value in os.environ.items() if not name.startswith(dropped)}
+    """Return the environment without what pytest-xdist or a launcher may have left."""
+    names = ("PYTEST_", "RANK", "LOCAL_", "WORLD_SIZE", "MASTER_", "OMP_NUM_THREADS")
+    return {name: value for name, value in os.environ.items() if not name.startswith(names)}
 
 
 @pytest.fixture(scope="session")

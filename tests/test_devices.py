@@ -14,7 +14,8 @@ def machine(tmp_path, monkeypatch):
             (tmp_path / name).touch()
         monkeypatch.setattr(devices, "DEVICE_FILES", tmp_path)
         monkeypatch.setenv("PATH", str(tmp_path))  # without an nvidia-smi
-        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        for name in ("CUDA_VISIBLE_DEVICES", "RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+            monkeypatch.delenv(name, raising=False)
         if mask is not None:
             monkeypatch.setenv("CUDA_VISIBLE_DEVICES", mask)
 
@@ -100,3 +101,34 @@ def test_nccl_is_refused_on_a_cpu(machine):
     line = refusal({"accelerator": "cpu", "devices": 2}, strategy=backend)
     assert line.startswith("strategy.process_group_backend=nccl needs GPUs")
     assert place(config({"devices": 2}, strategy=backend)) == Placement("cuda", 2, 1)
+
+
+@pytest.fixture
+def launched(machine, monkeypatch):
+    """Start this process as one of `ranks` on each of `nodes` machines without a GPU."""
+
+    def by_a_launcher(ranks, nodes=1):
+        machine(0)
+        sizes = {"RANK": 0, "WORLD_SIZE": ranks * nodes, "LOCAL_WORLD_SIZE": ranks}
+        for name, value in sizes.items():
+            monkeypatch.setenv(name, str(value))
+
+    return by_a_launcher
+
+
+@pytest.mark.parametrize("trainer", [{}, {"devices": 4}, {"devices": "auto", "num_nodes": 2}])
+def test_inside_a_launcher_its_ranks_are_taken(launched, trainer):
+    launched(ranks=4, nodes=2)
+    assert place(config(trainer)) == Placement("cpu", 4, 2)
+
+
+def test_ranks_that_a_launcher_did_not_start_are_refused(launched):
+    launched(ranks=4, nodes=2)
+    assert refusal({"devices": 8}).startswith("trainer.devices=8 but the launcher started 4 ranks")
+    assert refusal({"num_nodes": 3}).startswith("trainer.num_nodes=3 but the launcher started 2")
+
+
+def test_spawning_inside_a_launcher_is_refused(launched):
+    launched(ranks=2)
+    line = refusal({}, strategy={"start_method": "spawn"})
+    assert line.startswith("strategy=ddp_spawn starts its own ranks and cannot run inside")

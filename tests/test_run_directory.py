@@ -54,21 +54,20 @@ def test_a_new_path_and_an_empty_folder_may_be_used(run):
     assert run.config.is_file()
 
 
-@pytest.mark.parametrize("used", ["a run", "a folder with a file", "a file"])
-def test_what_is_used_is_refused_and_left_as_it_is(run, used):
-    if used == "a run":
-        run.create({**VALUES, "seed": 7})
-    elif used == "a file":
-        run.path.parent.mkdir()
-        run.path.write_text("mine")
-    else:
-        run.checkpoints.mkdir(parents=True)
-    for attempt in (run.refuse_if_used, lambda: run.create(VALUES)):
-        if used == "a folder with a file" and attempt != run.refuse_if_used:
-            continue
-        with pytest.raises(UserError, match=r"run_dir=\S+first exists and holds something; name"):
-            attempt()
-    assert used != "a run" or run.load().seed == 7
+def test_a_folder_that_holds_something_is_refused(run):
+    run.checkpoints.mkdir(parents=True)
+    with pytest.raises(UserError, match=r"^run_dir=\S+first exists and holds something; name"):
+        run.refuse_if_used()
+
+
+def test_another_run_or_a_file_is_refused_and_left_as_it_is(run, tmp_path):
+    file = tmp_path / "file"
+    file.write_text("mine")
+    run.create({**VALUES, "seed": 7})
+    for used in (run, RunDirectory(file)):
+        with pytest.raises(UserError, match="exists and holds something"):
+            used.create(VALUES)
+    assert (run.load().seed, file.read_text()) == (7, "mine")
 
 
 def test_of_two_launches_at_once_one_gets_the_directory(run):

@@ -10,8 +10,10 @@ import logging
 import math
 import os
 import signal
+import socket
 import sys
 import uuid
+from types import FrameType
 from typing import cast
 
 import torch
@@ -20,12 +22,14 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+from torch.multiprocessing.spawn import ProcessExitedException, start_processes
 
 from lockstep_gpt.config import PROGRAM, Config, UserError
-from lockstep_gpt.process import LOST_PEERS, command
+from lockstep_gpt.process import LOST_PEERS, command, end_with_parent
 from lockstep_gpt.run_directory import RunDirectory
 
 FAILURE_GRACE = 5  # seconds that the other ranks have after one has raised
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
 
 def main(run: RunDirectory) -> int:
@@ -37,6 +41,8 @@ def main(run: RunDirectory) -> int:
         print(f"{PROGRAM} train: {error}", file=sys.stderr)
         return 2
     _set_environment(config)
+    if config.strategy.get("start_method") == "spawn":
+        return spawn(run, config)
     agent = RankAgent(run, config)
     try:
         return agent.status(agent.run())
@@ -68,7 +74,7 @@ def _set_environment(config: Config) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
     # Without it restarted ranks read the addresses of the dead ones (pytorch#135712).
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGTERM,SIGINT,SIGHUP,SIGUSR1"
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(each.name for each in STOP_SIGNALS)
     if config.verbosity != "debug":
         logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
 
@@ -156,6 +162,45 @@ class RankAgent(LocalElasticAgent):
         if not chosen:
             print(f"{_causes(self._ended)}; no restart is left", file=sys.stderr)
         return chosen[0] if chosen else 1
+
+
+def spawn(run: RunDirectory, config: Config) -> int:
+    """Start the ranks from this one process, without restarts; return the run's exit status."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    devices = config.trainer["devices"]
+    context = start_processes(  # type: ignore[no-untyped-call]
+        _spawned_rank, (devices, port, run), devices, join=False, start_method="spawn"
+    )
+
+    def forward(signum: int, _frame: FrameType | None) -> None:
+        for pid in context.pids():
+            os.kill(pid, signum)
+
+    for signum in STOP_SIGNALS:
+        signal.signal(signum, forward)
+    try:
+        while not context.join(grace_period=FAILURE_GRACE):
+            pass
+    except ProcessExitedException as error:
+        if failure := run.read_failure():
+            return int(failure["status"])
+        code = error.exit_code
+        if code < 0 or code == LOST_PEERS:
+            print(f"rank {error.error_index} {_cause(code)}; no restart is left", file=sys.stderr)
+        return code if code == 2 or code > 128 else 1
+    return 0
+
+
+def _spawned_rank(local_rank: int, devices: int, port: int, run: RunDirectory) -> None:
+    from lockstep_gpt.training import train
+
+    end_with_parent()
+    size = {"WORLD_SIZE": devices, "LOCAL_WORLD_SIZE": devices}
+    place = {"RANK": local_rank, "LOCAL_RANK": local_rank, "NODE_RANK": 0}
+    variables = {**size, **place, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in variables.items()})
+    sys.exit(train.main(run))
 
 
 def _causes(ended: dict[int, int]) -> str:

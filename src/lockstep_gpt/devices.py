@@ -30,14 +30,38 @@ def place(config: Config) -> Placement:
     """
     accelerator = _accelerator(config.trainer.get("accelerator", "auto"))
     found = gpu_count() if accelerator == "cuda" else None  # of CPU ranks there is no end
-    devices = config.trainer.get("devices", "auto")
-    if devices == "auto":
+    devices, nodes = config.trainer.get("devices", "auto"), config.trainer.get("num_nodes", 1)
+    if is_inside_launcher():
+        devices, nodes = _as_launched(devices, nodes)
+    elif devices == "auto":
         devices = found or 1
     if found is not None and devices > found:
         raise UserError(f"trainer.devices={devices} is more than there are: {_visible(found)}")
-    placement = Placement(accelerator, devices, config.trainer.get("num_nodes", 1))
+    placement = Placement(accelerator, devices, nodes)
     _refuse_impossible(config, placement)
     return placement
+
+
+def is_inside_launcher() -> bool:
+    """Tell whether a launcher, torchrun for one, has given this process its rank already."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def _as_launched(devices: int | str, nodes: int) -> tuple[int, int]:
+    """Take the ranks that an outer launcher has started; what was asked for must agree."""
+    world_size = int(os.environ["WORLD_SIZE"])
+    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    launched = world_size // local_world_size
+    if devices not in ("auto", local_world_size):
+        raise UserError(
+            f"trainer.devices={devices} but the launcher started {local_world_size} ranks on this "
+            f"machine; drop the setting, or start {devices}"
+        )
+    if nodes not in (1, launched):
+        raise UserError(
+            f"trainer.num_nodes={nodes} but the launcher started {launched}; drop the setting"
+        )
+    return local_world_size, launched
 
 
 def _accelerator(asked: str) -> str:
@@ -74,6 +98,11 @@ def _refuse_impossible(config: Config, placement: Placement) -> None:
         raise UserError(
             f"precision=16-mixed needs a GPU, this run takes {placement.accelerator}; "
             "set precision=bf16-mixed or 32-true"
+        )
+    if is_inside_launcher() and config.strategy.get("start_method") == "spawn":
+        raise UserError(
+            "strategy=ddp_spawn starts its own ranks and cannot run inside a launcher; "
+            "set strategy=ddp"
         )
     backend = config.strategy.get("process_group_backend")
     if backend == "nccl" and placement.accelerator != "cuda":

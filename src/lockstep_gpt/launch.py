@@ -19,9 +19,10 @@ from types import FrameType
 from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from lockstep_gpt import compose, devices, process
+from lockstep_gpt import compose, devices, joining, process
 from lockstep_gpt.config import PROGRAM, Config, UserError
 from lockstep_gpt.data import prepare as data_prepare
 from lockstep_gpt.data import shards
@@ -34,6 +35,13 @@ LEVELS = {"quiet": logging.WARNING, "normal": logging.INFO, "debug": logging.DEB
 
 def train(arguments: list[str]) -> int:
     """Train once, or once for each job of a sweep; return the worst exit status."""
+    flags = [word for word in arguments if word in ("-m", "--multirun")]
+    if flags:  # to the front: Hydra's parser wants all overrides in one row
+        arguments = [*flags, *(word for word in arguments if word not in flags)]
+        if devices.is_inside_launcher():
+            raise UserError("--multirun inside a launcher would sweep on every rank; drop torchrun")
+        if not any(word.startswith("run_dir=") for word in arguments):
+            arguments = [*arguments, f"run_dir={_new_name('sweep')}"]
     return _each_job("train", arguments, _train)
 
 
@@ -52,19 +60,35 @@ def prepare(arguments: list[str]) -> int:
 def _each_job(
     command: str, arguments: list[str], job: Callable[[DictConfig], tuple[int, float]]
 ) -> int:
-    statuses: list[int] = []
+    """Run `job` for each configuration that `arguments` make; one that fails hides no other."""
+    results: list[tuple[str, int, float]] = []
 
     def guarded(composed: DictConfig) -> float:
+        given = HydraConfig.get().overrides.task
+        swept = " ".join(override for override in given if override not in arguments)
+        if _is_sweep():
+            print(f"job {len(results)}: {swept}", flush=True)
         try:
             status, metric = job(composed)
         except UserError as error:
             print(f"{PROGRAM} {command}: {error}", file=sys.stderr)
             status, metric = 2, math.nan
-        statuses.append(status)
+        results.append((swept, status, metric))
         return metric
 
     compose.run(arguments, guarded)
-    return max(statuses, default=0)
+    if len(results) > 1:
+        print("\n".join(["", "job  exit  val_loss", *map(_job_line, enumerate(results))]))
+    return max((status for _, status, _ in results), default=0)
+
+
+def _job_line(numbered: tuple[int, tuple[str, int, float]]) -> str:
+    number, (swept, status, metric) = numbered
+    return f"{number:3}  {status:4}  {metric:8.4f}  {swept}"
+
+
+def _is_sweep() -> bool:
+    return bool(HydraConfig.get().mode == RunMode.MULTIRUN)
 
 
 def _train(composed: DictConfig) -> tuple[int, float]:
@@ -76,10 +100,18 @@ def _train(composed: DictConfig) -> tuple[int, float]:
         config.batch, config.model.block_size, placement.devices, placement.nodes
     )
     schedule.plan_schedule(config, batch)
-    run = RunDirectory(Path(config.run_dir or _new_name()))
-    run.refuse_if_used()
-    _prepared(config)
-    run.create(_settled(values, placement, run))
+    run = RunDirectory(_run_path(config))
+    settled = _settled(values, placement, run)
+
+    def create() -> RunDirectory:
+        run.refuse_if_used()
+        _prepared(config)
+        run.create(settled)
+        return run
+
+    if devices.is_inside_launcher():
+        return joining.join_run(settled, config, create), math.nan
+    create()
     status = _run_inline(run) if config.launch.inline else _supervise(run)
     if status == 2:
         run.discard()
@@ -97,11 +129,18 @@ def _prepared(config: Config) -> Path:
     return folder
 
 
-def _new_name() -> str:
-    """Name a run directory: two launches in one second must not meet."""
-    choices = HydraConfig.get().runtime.choices
+def _run_path(config: Config) -> Path:
+    """Name the run directory; jobs of a sweep get a numbered one each below it."""
+    job = HydraConfig.get()
+    choices = job.runtime.choices
+    path = Path(config.run_dir or _new_name(choices["model"], choices["data"]))
+    return path / str(job.job.num) if _is_sweep() else path
+
+
+def _new_name(*parts: str) -> str:
+    """Name a directory after the time; two launches in one second must not meet."""
     date = time.strftime("%Y%m%d-%H%M%S")
-    return f"runs/{date}-{choices['model']}-{choices['data']}-{secrets.token_hex(2)}"
+    return "/".join(["runs", "-".join([date, *parts, secrets.token_hex(2)])])
 
 
 def _settled(

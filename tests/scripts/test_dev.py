@@ -218,4 +218,4 @@ def test_an_unsupported_python_is_named_in_one_line():
     done = subprocess.run([python, str(SCRIPT), "train"], capture_output=True, text=True)
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1
-    assert "needs Python 3.11, 3.12 or 3.13, not 3." in done.stderr
+    assert "needs Python 3.11 to 3.13, not 3." in done.stderr

@@ -10,6 +10,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from lockstep_gpt.config import Config
+
 
 @dataclass(frozen=True)
 class Ranks:
@@ -50,15 +52,24 @@ def lost_peers(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and bool(LOST_PEER_MESSAGES.search(str(error)))
 
 
-def join(ranks: Ranks, backend: str, timeout_seconds: float) -> None:
+def backend_of(config: Config) -> str:
+    """Return the process group's backend: as set, else nccl for GPUs and gloo for the rest."""
+    default = "nccl" if config.trainer["accelerator"] == "cuda" else "gloo"
+    return str(config.strategy.get("process_group_backend") or default)
+
+
+def join(ranks: Ranks, config: Config) -> None:
     """Connect to the other ranks, if there are any, before Lightning would.
 
     So that ranks can agree on things (which checkpoint to resume from) before the Trainer runs.
     """
-    if ranks.world_size == 1:
+    if ranks.world_size == 1 or dist.is_initialized():
         return
-    device = torch.device("cuda", ranks.local_rank) if backend == "nccl" else None
-    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds), device_id=device)
+    backend = backend_of(config)
+    if backend == "nccl":
+        torch.cuda.set_device(ranks.local_rank)
+    timeout = timedelta(seconds=config.strategy.get("timeout_seconds", 1800))
+    dist.init_process_group(backend, timeout=timeout)
 
 
 def leave() -> None:
@@ -69,15 +80,26 @@ def leave() -> None:
 
 def from_rank_zero(text: str) -> str:
     """Return rank 0's `text` on every rank."""
+    return _from_rank(0, text) if dist.is_initialized() else text
+
+
+def from_each_rank(text: str) -> list[str]:
+    """Return every rank's `text`, by rank, on every rank."""
     if not dist.is_initialized():
-        return text
+        return [text]
+    return [_from_rank(rank, text) for rank in range(dist.get_world_size())]
+
+
+def _from_rank(source: int, text: str) -> str:
+    """Broadcast UTF-8: the library's way to send objects is to pickle them."""
     device = "cuda" if dist.get_backend() == "nccl" else "cpu"
     size = torch.tensor([len(text.encode())], device=device)
-    dist.broadcast(size, src=0)
+    dist.broadcast(size, src=source)
     content = torch.zeros(int(size), dtype=torch.uint8, device=device)
-    if dist.get_rank() == 0:
+    if dist.get_rank() == source:
         content.copy_(torch.tensor(list(text.encode()), dtype=torch.uint8))
-    dist.broadcast(content, src=0)
+    if int(size):
+        dist.broadcast(content, src=source)
     return bytes(content.tolist()).decode()
 
 

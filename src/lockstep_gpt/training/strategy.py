@@ -30,6 +30,7 @@ def ddp(
     process_group_backend: str | None,
     timeout_seconds: float,
     comm_hook: str,
+    start_method: str = "agent",  # noqa: ARG001 (read before there are ranks)
     **arguments: Any,
 ) -> DDPStrategy:
     """Return Lightning's `DDPStrategy`.
@@ -38,6 +39,7 @@ def ddp(
         accelerator: cpu or cuda; decides the backend and what `comm_hook` may be.
         world_size: ranks in all.
         process_group_backend: nccl, gloo or mpi; None: nccl on GPUs, gloo elsewhere.
+        start_method: how the ranks were started: by the agent, or spawned from one process.
         timeout_seconds: longest wait for another rank.
         comm_hook: how gradients are compressed on their way.
         arguments: passed on to torch's `DistributedDataParallel`.
@@ -47,17 +49,12 @@ def ddp(
     """
     hook, state = _comm_hook(comm_hook, accelerator)
     return DDPStrategy(
-        process_group_backend=process_group_backend or default_backend(accelerator),
+        process_group_backend=process_group_backend,
         timeout=timedelta(seconds=timeout_seconds),
         ddp_comm_hook=hook,
         ddp_comm_state=state,
         **arguments,
     )
-
-
-def default_backend(accelerator: str) -> str:
-    """Return the fastest backend for the tensors of an accelerator."""
-    return "nccl" if accelerator == "cuda" else "gloo"
 
 
 def _comm_hook(name: str, accelerator: str) -> tuple[Callable[..., Any] | None, Any]:

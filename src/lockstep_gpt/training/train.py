@@ -8,7 +8,7 @@ import time
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 from hydra.errors import InstantiationException
@@ -29,11 +29,18 @@ from lockstep_gpt.training.callbacks.metrics import COLUMNS, Metrics
 from lockstep_gpt.training.checkpoint import AtomicCheckpointIO, newest_valid, step_of
 from lockstep_gpt.training.metrics_file import MetricsFile
 from lockstep_gpt.training.module import GPTModule
-from lockstep_gpt.training.ranks import Ranks, from_rank_zero, join, leave, lost_peers
+from lockstep_gpt.training.ranks import (
+    Ranks,
+    backend_of,
+    from_each_rank,
+    from_rank_zero,
+    join,
+    leave,
+    lost_peers,
+)
 from lockstep_gpt.training.receipt import as_text, receipt
 from lockstep_gpt.training.reporting import drop_rank_log, reporting
 from lockstep_gpt.training.schedule import BatchPlan, Schedule, plan_batch, plan_schedule
-from lockstep_gpt.training.strategy import default_backend
 
 logger = logging.getLogger(__name__)
 
@@ -57,15 +64,15 @@ def main(directory: RunDirectory) -> int:
     return 0
 
 
-def _fail(directory: RunDirectory, ranks: Ranks, error: Exception, terminal: Any) -> int:
-    """Show the first failure of the run; what others see of it goes to their logs alone."""
+def _fail(directory: RunDirectory, ranks: Ranks, error: Exception, terminal: TextIO) -> int:
+    """Record a failure; the run's first is shown, what others see of it goes to their logs."""
     trace = traceback.format_exc()
+    with (directory.rank_log(ranks.rank) if ranks.rank else directory.log).open("a") as log:
+        log.write(trace)
     if lost_peers(error):
-        logger.debug("rank %d lost its peers:\n%s", ranks.rank, trace)
         return LOST_PEERS
     if directory.record_failure(_failure(ranks, error, 1)):
         print(f"{trace}\nrank {ranks.rank} failed: {error}", file=terminal, flush=True)
-    logger.debug("%s", trace)
     return 1
 
 
@@ -90,13 +97,12 @@ class Parts:
 def _train(directory: RunDirectory, config: Config, ranks: Ranks) -> None:
     started = time.perf_counter()
     parts = _assemble(directory, config, ranks)
-    backend = config.strategy.get("process_group_backend")
-    backend = backend or default_backend(config.trainer["accelerator"])
-    join(ranks, backend, config.strategy.get("timeout_seconds", 1800))
+    join(ranks, config)
+    _refuse_other_directory(directory)
     resume = from_rank_zero(str(newest_valid(directory.checkpoints) or "")) or None
     trainer = _trainer(config, ranks, parts)
-    logger.info("%s", as_text(_receipt(config, parts, ranks, backend)))
     if ranks.rank == 0:
+        logger.info("%s", as_text(_receipt(config, parts, ranks)))
         parts.metrics_file.begin(_step(resume))
     status = "failed"
     try:
@@ -110,7 +116,19 @@ def _train(directory: RunDirectory, config: Config, ranks: Ranks) -> None:
             seconds = time.perf_counter() - started
             directory.write_summary(_summary(status, trainer, parts, seconds))
     leave()
-    logger.info("%s", _closing(directory, parts, time.perf_counter() - started))
+    if ranks.rank == 0:
+        logger.info("%s", _closing(directory, parts, time.perf_counter() - started))
+
+
+def _refuse_other_directory(directory: RunDirectory) -> None:
+    """Compare the frozen files that the ranks have read: a folder may look shared and not be."""
+    hashes = from_each_rank(directory.hash())
+    others = [str(rank) for rank, content in enumerate(hashes) if content != hashes[0]]
+    if others:
+        raise UserError(
+            f"run_dir={directory.path} of rank {', '.join(others)} is not the folder of rank 0; "
+            "name one that all nodes share"
+        )
 
 
 def _assemble(directory: RunDirectory, config: Config, ranks: Ranks) -> Parts:
@@ -191,9 +209,9 @@ def _strategy(config: Config, ranks: Ranks) -> Strategy:
     return strategy
 
 
-def _receipt(config: Config, parts: Parts, ranks: Ranks, backend: str) -> dict[str, str]:
+def _receipt(config: Config, parts: Parts, ranks: Ranks) -> dict[str, str]:
     model = parts.module.model
-    group = f", {backend}" if ranks.world_size > 1 else ""
+    group = f", {backend_of(config)}" if ranks.world_size > 1 else ""
     facts = {
         "model": f"{model.num_parameters:,} parameters, vocabulary of {model.vocab_size:,} "
         f"tokens, context of {config.model.block_size}",

@@ -26,14 +26,16 @@ class Progress(StepCallback):
     def __init__(self, line_seconds: float = 5.0) -> None:
         self.line_seconds = line_seconds
         self._bar: tqdm[Any] | None = None
-        self._shown: tuple[int, float] = (0, 0.0)  # step and clock of the last line
+        self._started = (0, 0.0)  # step and clock
+        self._shown = 0.0  # clock of the last line
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         """Open the bar at the step where the run starts or goes on."""
         super().on_train_start(trainer, pl_module)
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
         self._metrics = next(each for each in callbacks if isinstance(each, Metrics))
-        self._shown = (trainer.global_step, time.perf_counter())
+        self._started = (trainer.global_step, time.perf_counter())
+        self._shown = self._started[1]
         if trainer.is_global_zero and sys.stderr.isatty() and logger.isEnabledFor(logging.INFO):
             self._bar = tqdm(
                 total=trainer.max_steps,
@@ -76,11 +78,10 @@ class Progress(StepCallback):
 
     def _line(self, step: int, total: int) -> None:
         now = time.perf_counter()
-        since = now - self._shown[1]
-        if since < self.line_seconds and step < total:
+        if now - self._shown < self.line_seconds and step < total:
             return
-        left = (total - step) * since / max(1, step - self._shown[0])
-        self._shown = (step, now)
+        self._shown = now
+        left = (total - step) * (now - self._started[1]) / (step - self._started[0])
         text = f"step {step:{len(str(total))}}/{total}  {self._values()}  {left:.0f} s left"
         logger.info("%s", text)
 
@@ -92,7 +93,7 @@ class Progress(StepCallback):
 
 def _with_unit(value: float) -> str:
     for unit in ("", "k", "M"):
-        if value < 1000:
+        if value < 999.5:  # what rounds to 1000 takes the next unit
             return f"{value:.3g}{unit}"
         value /= 1000
     return f"{value:.3g}G"

@@ -1,0 +1,143 @@
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lockstep_gpt import cli, compose
+from lockstep_gpt.config import PROGRAM, UserError
+
+LIGHT = {  # what must be answered without torch and without leaving a file: exit status
+    "--help": 0,
+    "train --help": 0,
+    "": 2,
+    "trian": 2,
+    "train max_step=3": 2,
+    "train max_steps=0": 2,
+    "train trainer=cpu trainer.devices=2 batch.global_size=3": 2,
+    "train trainer=cpu precision=16-mixed": 2,
+    "train run_dir=/": 2,
+    "prepare data.source=web": 2,
+}
+
+
+def start(arguments, folder, **environment):
+    return subprocess.Popen(
+        [sys.executable, "-m", "lockstep_gpt", *arguments.split()],
+        cwd=folder,
+        env=os.environ | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory):
+    """Exit status, output, errors and the files left by each command, where torch is broken."""
+    torchless = tmp_path_factory.mktemp("torchless")
+    (torchless / "torch.py").write_text("raise ImportError('torch was imported')")
+    folders = {arguments: tmp_path_factory.mktemp("work") for arguments in LIGHT}
+    started = {
+        arguments: start(arguments, folder, PYTHONPATH=str(torchless))
+        for arguments, folder in folders.items()
+    }
+    ends = {}
+    for arguments, process in started.items():
+        out, err = process.communicate(timeout=60)
+        ends[arguments] = (process.returncode, out, err, list(folders[arguments].iterdir()))
+    return ends
+
+
+@pytest.mark.parametrize("arguments", LIGHT)
+def test_help_and_mistakes_need_no_torch_and_leave_no_file(answers, arguments):
+    status, _, err, files = answers[arguments]
+    assert "torch was imported" not in err
+    assert (status, files) == (LIGHT[arguments], [])
+
+
+@pytest.mark.parametrize("arguments", [given for given in LIGHT if given and LIGHT[given]])
+def test_a_mistake_is_one_line_on_stderr(answers, arguments):
+    _, out, err, _ = answers[arguments]
+    assert out == ""
+    assert err.count("\n") == 1
+    assert err.startswith(PROGRAM)
+
+
+def test_help_lists_every_command(answers):
+    listed = [line.split()[0] for line in answers["--help"][1].splitlines() if line.startswith(" ")]
+    assert listed == list(cli.COMMANDS)
+    assert answers[""][2] == answers["--help"][1]
+
+
+def test_the_help_of_train_fits_a_screen_and_names_every_group_with_its_choices(answers):
+    lines = answers["train --help"][1].splitlines()
+    assert len(lines) <= 50
+    assert max(map(len, lines)) <= 100
+    for folder in filter(Path.is_dir, compose.config_folder().iterdir()):
+        choices = sorted(path.stem for path in folder.glob("*.yaml"))
+        assert f"{folder.name}: {', '.join(choices)}" in lines
+
+
+def test_an_unknown_command_is_refused_with_the_known_ones(answers):
+    line = f"{PROGRAM}: trian is not one of {', '.join(cli.COMMANDS)}\n"
+    assert answers["trian"][2] == line
+
+
+def fail(_arguments):
+    raise UserError("value, rule and remedy")
+
+
+def interrupt(_arguments):
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(("function", "status"), [(len, 3), (fail, 2), (interrupt, 130)])
+def test_a_command_s_end_is_the_exit_status(monkeypatch, capsys, function, status):
+    monkeypatch.setitem(cli.COMMANDS, "try", cli.Command("a_module:main", "", False))
+    monkeypatch.setitem(sys.modules, "a_module", type("Module", (), {"main": function}))
+    assert cli.main(["try", "a", "b", "c"]) == status
+    assert capsys.readouterr().err in ("", f"{PROGRAM} try: value, rule and remedy\n")
+
+
+COMPLETE = """
+eval "$({program} train -sc install=bash)"
+function=$(complete -p {program} | sed 's/.*-F \\([^ ]*\\).*/\\1/')
+while read -r COMP_LINE; do
+    COMP_LINE=${{COMP_LINE%.}}
+    COMP_POINT=${{#COMP_LINE}}
+    COMP_WORDS=($COMP_LINE)
+    [[ $COMP_LINE == *" " ]] && COMP_WORDS+=("")
+    COMP_CWORD=$((${{#COMP_WORDS[@]}} - 1))
+    $function
+    echo "${{COMPREPLY[@]}}"
+done
+"""
+
+
+@pytest.mark.skipif(not shutil.which("bash"), reason="no bash on this machine")
+def test_bash_completes_commands_choices_and_settings(tmp_path):
+    shim = tmp_path / PROGRAM
+    shim.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m lockstep_gpt "$@"\n')
+    shim.chmod(0o755)
+    lines = {
+        "": "train prepare generate evaluate",
+        "tr": "train",
+        "train model=gp": "model=gpt2 model=gpt2_large model=gpt2_medium model=gpt2_xl",
+        "train optim.warm": "optim.warmup_steps= optim.warmup_tokens=",
+        "prepare data=st": "data=stdlib",
+        "generate --pr": "",
+    }
+    typed = "".join(f"{PROGRAM} {line}.\n" for line in lines)  # the dot keeps a blank at the end
+    done = subprocess.run(
+        ["bash", "-c", COMPLETE.format(program=PROGRAM)],
+        env=os.environ | {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"},
+        cwd=tmp_path,
+        input=typed,
+        capture_output=True,
+        text=True,
+    )
+    assert done.stderr == ""
+    assert done.stdout.splitlines() == list(lines.values())

@@ -1,0 +1,219 @@
+"""Several ranks: one run, the same experiment, and an end in good order."""
+
+import json
+import re
+import shutil
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+TWO = ("trainer=cpu", "trainer.devices=2", "strategy=ddp")
+# 4,057 tokens of validation make 126 windows of 32: 2 ranks of 8 pad the last batch, 3 ranks too
+EXACT = ("precision=64-true", "max_steps=50", "val_every=50", "batch.global_size=12")
+BROKEN = """
+import os, time, lightning
+class Broken(lightning.Callback):
+    def on_train_batch_end(self, trainer, *_):
+        if trainer.global_step == 3 and trainer.global_rank == 1:
+            raise ZeroDivisionError("on purpose")
+"""
+
+
+def weights(folder: Path, step: int) -> dict[str, torch.Tensor]:
+    return torch.load(folder / f"checkpoints/step={step:06d}.ckpt")["state_dict"]
+
+
+def largest_difference(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> float:
+    assert left.keys() == right.keys()
+    return max(float((left[name] - right[name]).abs().max()) for name in left)
+
+
+@pytest.fixture(scope="module")
+def two(finished):
+    """The smoke experiment on two ranks, in the folder of the run on one."""
+    command, _ = finished
+    return command, command.train(*TWO, "run_dir=runs/two").stdout
+
+
+def test_two_ranks_give_the_losses_of_one(two):
+    command, _ = two
+    one, both = command.summary("runs/first"), command.summary("runs/two")
+    assert both["world_size"] == 2
+    assert both["val_loss"] == pytest.approx(one["val_loss"], abs=1e-5)
+    assert both["train_loss"] == pytest.approx(one["train_loss"], abs=1e-5)
+
+
+def test_two_ranks_leave_one_run_directory_like_one(two):
+    command, _ = two
+    one, both = (
+        sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
+        for folder in (command.folder / "runs/first", command.folder / "runs/two")
+    )
+    assert both == one
+
+
+def test_only_rank_zero_speaks(two):
+    _, screen = two
+    assert len(re.findall("step 20/20  val_loss", screen)) == 1
+    assert len(re.findall("2 x cpu, gloo", screen)) == 1
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_ranks_change_double_precision_weights_by_rounding_only(command, ranks):
+    command.train(*EXACT, "run_dir=one")
+    command.train(*EXACT, "run_dir=many", "trainer=cpu", f"trainer.devices={ranks}")
+    one, many = (weights(command.folder / run, 50) for run in ("one", "many"))
+    assert largest_difference(one, many) < 1e-10
+    losses = [command.summary(run)["val_loss"] for run in ("one", "many")]
+    assert losses[0] == pytest.approx(losses[1], abs=1e-6)
+
+
+def torchrun(command, *arguments, nproc=2):
+    program = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={nproc}"]
+    words = [*program, "-m", "lockstep_gpt", *command.smoke("trainer=cpu", *arguments)]
+    return command.run_words(words)
+
+
+def test_torchrun_is_joined(two):
+    command, _ = two
+    status, _, _ = torchrun(command, "run_dir=runs/joined")
+    assert status == 0
+    assert command.summary("runs/joined")["val_loss"] == command.summary("runs/two")["val_loss"]
+
+
+SKEWED = """
+import os, sys, time
+time.sleep(float(os.environ["RANK"]))
+from lockstep_gpt.cli import main
+words = sys.argv[1:]
+if os.environ["RANK"] == "1" and words[-1].startswith("other="):
+    words[-1] = words[-1].removeprefix("other=")
+else:
+    words = [word for word in words if not word.startswith("other=")]
+sys.exit(main(words))
+"""
+
+
+def test_joined_ranks_share_a_run_directory_that_rank_zero_names(command):
+    script = command.folder / "skewed.py"
+    script.write_text(SKEWED)
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", str(script)]
+    status, out, err = command.run_words([*launch, *command.smoke("trainer=cpu", "max_steps=10")])
+    assert status == 0, err
+    (run,) = (command.folder / "runs").iterdir()
+    assert (run / "config.yaml").is_file()
+    assert out.count("val_loss") == 1
+
+
+def test_joined_rank_with_another_configuration_is_named(command):
+    script = command.folder / "skewed.py"
+    script.write_text(SKEWED)
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", str(script)]
+    words = [*launch, *command.smoke("trainer=cpu", "other=optim.lr=0.5")]
+    status, _, err = command.run_words(words)
+    assert status != 0
+    line = "rank 1 has another configuration than rank 0: optim.lr=0.5 instead of 0.003"
+    assert line in err
+    assert not list((command.folder / "runs").iterdir())
+
+
+def test_spawned_ranks_give_the_same_losses(two):
+    command, _ = two
+    command.train("trainer=cpu", "trainer.devices=2", "strategy=ddp_spawn", "run_dir=runs/spawned")
+    assert command.summary("runs/spawned")["val_loss"] == command.summary("runs/two")["val_loss"]
+
+
+def test_rank_that_raises_ends_all_quickly_with_its_traceback_first(command, processes_of):
+    (command.folder / "broken.py").write_text(BROKEN)
+    words = command.smoke(*TWO, "+callbacks.broken._target_=broken.Broken", "max_steps=100000")
+    run = command.folder / "broken"
+    process = command.start(*words, f"run_dir={run}", PYTHONPATH=str(command.folder))
+    _, err = process.communicate(timeout=60)
+    ended = time.time()
+    assert process.returncode == 1
+    assert err.startswith("Traceback")
+    assert "rank 1 failed: on purpose" in err
+    failed = json.loads((run / "failed.json").read_text())
+    assert (failed["rank"], failed["status"]) == (1, 1)
+    assert ended - (run / "failed.json").stat().st_mtime < 10
+    assert "on purpose" in (run / "ranks/1.log").read_text()
+    assert not processes_of(run)
+
+
+def test_killed_rank_is_restarted_from_the_newest_checkpoint(command, wait_for, processes_of, kill):
+    run = command.folder / "killed"
+    process = command.start(*command.smoke(*TWO, "max_steps=400", f"run_dir={run}"))
+    wait_for((run / "checkpoints/step=000010.ckpt").exists)
+    kill(max(processes_of(run)))  # the ranks were started last
+    _, err = process.communicate(timeout=90)
+    assert process.returncode == 0
+    assert re.search(r"rank [01] was killed by SIGKILL; restarting all ranks \(1 of 3\)", err)
+    steps = [line.split(",")[0] for line in (run / "metrics.csv").read_text().splitlines()[1:]]
+    assert steps == [str(step) for step in range(5, 401, 5)]
+
+
+def test_signal_stops_all_ranks_at_one_step(command, wait_for, processes_of):
+    run = command.folder / "long"
+    process = command.start(*command.smoke(*TWO, "max_steps=100000", f"run_dir={run}"))
+    wait_for((run / "checkpoints/step=000010.ckpt").exists)
+    process.send_signal(signal.SIGUSR1)
+    process.communicate(timeout=30)
+    assert process.returncode == 128 + signal.SIGUSR1
+    summary = command.summary("long")
+    assert summary["status"] == "stopped"
+    assert summary["last_checkpoint"].endswith(f"step={summary['step']:06d}.ckpt")
+    assert not processes_of(run)
+
+
+def test_multirun_makes_a_run_of_two_ranks_for_each_job(command):
+    words = ["--multirun", "optim.lr=1e-3,-1,3e-3", *TWO, "run_dir=sweep", "max_steps=10"]
+    result = command.train(*words, status=2)
+    assert sorted(path.name for path in (command.folder / "sweep").iterdir()) == [
+        "0",
+        "2",
+        "multirun.yaml",
+    ]
+    losses = [command.summary(f"sweep/{job}")["val_loss"] for job in (0, 2)]
+    assert [f"{loss:.4f}" in result.stdout for loss in losses] == [True, True]
+    assert "optim.lr=-1.0 must be above 0" in result.stderr
+    assert command.summary("sweep/0")["world_size"] == 2
+
+
+BAD = {
+    "strategy.process_group_backend=nccl": "process_group_backend=nccl needs GPUs",
+    "strategy.process_group_backend=mpi": "process_group_backend=mpi is not in torch",
+    "trainer.devices=3": "batch.global_size=8 does not divide by 3 devices x 1 nodes = 3; "
+    "nearest: batch.global_size=6 or 9",
+    "strategy.comm_hook=bf16": "comm_hook=bf16 needs GPUs",
+}
+
+
+@pytest.mark.parametrize(("override", "line"), BAD.items())
+def test_bad_setting_of_ranks_gets_one_line(command, override, line):
+    result = command.train(*TWO, override, status=2)
+    assert line in result.stderr
+    assert result.stderr.count("\n") == 1
+    assert not (command.folder / "runs").is_dir() or not list((command.folder / "runs").iterdir())
+
+
+@pytest.mark.parametrize(
+    ("override", "line"),
+    [
+        ("trainer.devices=4", "trainer.devices=4 but the launcher started 2"),
+        ("strategy=ddp_spawn", "cannot run inside a launcher"),
+    ],
+)
+def test_setting_that_disagrees_with_a_launcher_is_refused(command, override, line):
+    environment = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    result = command.train("trainer=cpu", override, status=2, **environment)
+    assert line in result.stderr
+
+
+def test_more_devices_than_there_are_is_refused(command):
+    if shutil.which("nvidia-smi"):
+        pytest.skip("this machine has GPUs")
+    assert "no GPU" in command.train("trainer=gpu", "trainer.devices=9", status=2).stderr

@@ -1,0 +1,115 @@
+import hashlib
+
+import pytest
+import torch
+from lightning import Callback
+
+from lockstep_gpt.training.checkpoint import checkpoints_in, fault_of, newest_valid, step_of
+
+
+class Losses(Callback):
+    """Notes the validation loss of each step, or dictates it."""
+
+    def __init__(self, dictated=()):
+        self.dictated, self.seen = dict(dictated), {}
+
+    def on_validation_end(self, trainer, pl_module):
+        step = trainer.global_step
+        pl_module.val_loss = self.dictated.get(step, pl_module.val_loss)
+        self.seen[step] = pl_module.val_loss
+
+
+def steps_in(folder):
+    return [step_of(path) for path in checkpoints_in(folder)]
+
+
+def fitted(run, folder, losses=(), ckpt_path=None):
+    checkpoints, validation = run.checkpoints(folder), Losses(losses)
+    run.fit(validation, checkpoints, ckpt_path=ckpt_path)
+    return checkpoints, validation.seen
+
+
+def test_the_last_step_is_validated_and_saved_though_nothing_divides_it(new_run, tmp_path):
+    run = new_run(max_steps=5, val_every=3, checkpoint={"every": 4})
+    checkpoints, seen = fitted(run, tmp_path)
+    assert list(seen) == [3, 5]
+    assert checkpoints.last == tmp_path / "step=000005.ckpt"
+
+
+def test_without_a_period_only_the_best_and_the_end_are_saved(new_run, tmp_path):
+    run = new_run(max_steps=6, val_every=2, checkpoint={"every": None})
+    fitted(run, tmp_path, losses={2: 3.0, 4: 4.0, 6: 5.0})
+    assert steps_in(tmp_path) == [2, 6]
+
+
+@pytest.mark.parametrize(
+    ("keep_last", "keep_best", "kept", "best"),
+    [
+        (1, 0, [6], 6),
+        (3, 0, [4, 5, 6], 5),
+        (1, 1, [2, 6], 2),
+        (1, 2, [2, 5, 6], 2),
+        (2, 1, [2, 5, 6], 2),
+        (9, 9, [1, 2, 3, 4, 5, 6], 2),
+    ],
+)
+def test_the_newest_and_the_best_are_kept(new_run, tmp_path, keep_last, keep_best, kept, best):
+    settings = {"every": 1, "keep_last": keep_last, "keep_best": keep_best}
+    run = new_run(max_steps=6, val_every=1, checkpoint=settings)
+    checkpoints, _ = fitted(run, tmp_path, losses={1: 9, 2: 1, 3: 5, 4: 4, 5: 3, 6: 8})
+    assert steps_in(tmp_path) == kept
+    assert (step_of(checkpoints.best), step_of(checkpoints.last)) == (best, 6)
+
+
+def test_there_are_no_names_but_checkpoints_and_their_sums(new_run, tmp_path):
+    fitted(new_run(checkpoint={"every": 2, "keep_last": 9}), tmp_path)
+    names = [f"step=00000{step}.ckpt{end}" for step in (2, 3, 4, 6) for end in ("", ".sha256")]
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(names)
+    assert all(fault_of(path) is None for path in checkpoints_in(tmp_path))
+
+
+def test_what_is_due_is_saved_after_the_validation_of_its_step(new_run, tmp_path):
+    run = new_run(max_steps=4, val_every=2, checkpoint={"every": 2, "keep_last": 9})
+    _, seen = fitted(run, tmp_path)
+    for step, loss in seen.items():
+        content = torch.load(tmp_path / f"step=00000{step}.ckpt", weights_only=True)
+        (state,) = (each for name, each in content["callbacks"].items() if "Checkpoints" in name)
+        assert state["losses"][step] == loss
+
+
+def test_a_checkpoint_holds_plain_values_and_all_that_a_reader_needs(new_run, tmp_path):
+    run = new_run(max_steps=3)
+    fitted(run, tmp_path)
+    content = torch.load(tmp_path / "step=000003.ckpt", weights_only=True)
+    assert (content["config"], content["tokenizer"]) == tuple(run.content.values())
+    assert (content["samples"], content["tokens"], content["global_step"]) == (12, 96, 3)
+    weights = run.module.model.state_dict()
+    assert set(content["state_dict"]) == {f"model.{name}" for name in weights}
+    assert all(torch.equal(content["state_dict"][f"model.{n}"], w) for n, w in weights.items())
+
+
+def test_a_resumed_run_keeps_what_it_knew_of_the_best(new_run, tmp_path):
+    settings = {"every": 1, "keep_last": 1, "keep_best": 1}
+    fitted(new_run(max_steps=2, val_every=1, checkpoint=settings), tmp_path, {1: 1.0, 2: 2.0})
+    run = new_run(max_steps=4, val_every=1, checkpoint=settings)
+    checkpoints, _ = fitted(run, tmp_path, {3: 3.0, 4: 4.0}, newest_valid(tmp_path))
+    assert steps_in(tmp_path) == [1, 4]
+    assert checkpoints.best == tmp_path / "step=000001.ckpt"
+
+
+def test_a_run_that_is_resumed_ends_with_the_bits_of_one_that_is_not(new_run, tmp_path):
+    settings = {"model": {"dropout": 0.5}, "checkpoint": {"every": 1, "keep_last": 9}}
+    whole = new_run(max_steps=6, **settings)
+    fitted(whole, tmp_path)
+    rest = new_run(max_steps=6, **settings)
+    fitted(rest, tmp_path / "rest", ckpt_path=tmp_path / "step=000004.ckpt")
+    for name, weight in whole.module.state_dict().items():
+        assert torch.equal(rest.module.state_dict()[name], weight), name
+
+
+def test_a_removed_checkpoint_takes_its_sum_along(new_run, tmp_path):
+    fitted(new_run(checkpoint={"every": 1, "keep_best": 0}), tmp_path)
+    (path,) = checkpoints_in(tmp_path)
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    assert (tmp_path / f"{path.name}.sha256").read_text() == f"{digest}  {path.name}\n"
+    assert len(list(tmp_path.iterdir())) == 2

@@ -1,0 +1,104 @@
+import copy
+import csv
+import math
+import time
+
+import pytest
+import torch
+from lightning import Callback
+
+from lockstep_gpt.training.callbacks.metrics import COLUMNS, Metrics
+from lockstep_gpt.training.metrics_file import MetricsFile
+
+
+class Recorder(Callback):
+    """Keeps every micro-batch, its loss, and the validation losses."""
+
+    def __init__(self):
+        self.batches, self.losses, self.val_losses = [], [], {}
+
+    def on_train_batch_end(self, trainer, _module, outputs, batch, _batch_idx):
+        self.batches.append(batch)
+        self.losses.append(float(outputs["loss"]) * trainer.accumulate_grad_batches)
+
+    def on_validation_end(self, trainer, pl_module):
+        self.val_losses[trainer.global_step] = pl_module.val_loss
+
+
+def measured(run, path, *callbacks):
+    """Fit `run`; return its rows as numbers and what really happened."""
+    recorder, file = Recorder(), MetricsFile(path, COLUMNS)
+    file.begin(0)
+    metrics = Metrics(run.config.log_every, run.batch.tokens_per_step)
+    run.fit(metrics, recorder, *callbacks, logger=file)
+    with path.open() as lines:
+        rows = [{k: float(v) for k, v in row.items() if v} for row in csv.DictReader(lines)]
+    return {int(row["trainer/step"]): row for row in rows}, recorder, metrics
+
+
+@pytest.fixture
+def rows(new_run, tmp_path):
+    run = new_run(max_steps=7, val_every=3, log_every=2)
+    return measured(run, tmp_path / "metrics.csv")
+
+
+def test_rows_stand_where_a_step_is_logged_or_validated_and_nowhere_else(rows):
+    training = [step for step, row in rows[0].items() if "train/loss" in row]
+    validation = [step for step, row in rows[0].items() if "val/loss" in row]
+    assert (training, validation) == ([2, 4, 6, 7], [3, 6])
+    assert list(rows[0]) == [2, 3, 4, 6, 7]
+
+
+def test_the_training_loss_is_the_mean_of_all_micro_batches_since_the_last_row(rows):
+    table, recorder, _ = rows
+    for first, last in [(0, 2), (2, 4), (4, 6), (6, 7)]:
+        losses = recorder.losses[2 * first : 2 * last]
+        assert table[last]["train/loss"] == pytest.approx(sum(losses) / len(losses), rel=1e-6)
+
+
+def test_the_validation_loss_is_written_exactly_and_its_exp_is_the_perplexity(rows):
+    table, recorder, _ = rows
+    for step, loss in recorder.val_losses.items():
+        assert table[step]["val/loss"] == loss
+        assert table[step]["val/perplexity"] == math.exp(loss)
+
+
+def test_a_row_has_the_learning_rate_of_its_update_and_the_tokens_until_then(new_run, tmp_path):
+    run = new_run(max_steps=4, log_every=1, optim={"warmup_steps": 2})
+    table, _, _ = measured(run, tmp_path / "metrics.csv")
+    assert [row["optim/lr"] for row in table.values()] == [run.schedule.lr(s) for s in range(4)]
+    assert table[1]["optim/lr"] == 0.5 * 1e-2
+    assert [row["trainer/tokens"] for row in table.values()] == [32, 64, 96, 128]
+
+
+@pytest.mark.parametrize("clip_norm", [None, 1e-3])
+def test_the_gradient_norm_is_that_of_the_whole_step_before_clipping(new_run, tmp_path, clip_norm):
+    run = new_run(max_steps=1, log_every=1, optim={"clip_norm": clip_norm})
+    model = copy.deepcopy(run.module.model)
+    table, recorder, _ = measured(run, tmp_path / "metrics.csv")
+    for batch in recorder.batches:
+        (model(*batch) / len(recorder.batches)).backward()
+    gradients = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+    assert table[1]["optim/grad_norm"] == pytest.approx(float(gradients.double().norm()), rel=1e-5)
+
+
+def test_the_throughput_counts_tokens_of_training_time_alone(rows):
+    table, _, metrics = rows
+    row = table[7]
+    assert row["throughput/tokens_per_second"] == pytest.approx(
+        32 / row["throughput/step_seconds"], rel=1e-9
+    )
+    steps = {2: 2, 4: 2, 6: 2, 7: 1}  # since the row before
+    seconds = sum(table[s]["throughput/step_seconds"] * count for s, count in steps.items())
+    assert metrics.tokens_per_second == pytest.approx(7 * 32 / seconds)
+
+
+class SlowValidation(Callback):
+    def on_validation_epoch_end(self, *_):
+        time.sleep(0.3)
+
+
+def test_validation_takes_no_time_of_training(new_run, tmp_path):
+    run = new_run(max_steps=3, val_every=1, log_every=1)
+    table, _, _ = measured(run, tmp_path / "metrics.csv", SlowValidation())
+    assert all(row["throughput/step_seconds"] < 0.3 for row in table.values())

@@ -1,0 +1,97 @@
+import contextlib
+import logging
+import os
+import re
+import sys
+import termios
+
+import pytest
+
+from lockstep_gpt.training.callbacks.metrics import Metrics
+from lockstep_gpt.training.callbacks.progress import Progress, _with_unit
+
+LINE = r"step (\d)/7  loss \d\.\d{4}  lr \d\.\d\de[+-]\d\d  [\d.]+[kMG]? tok/s  \d+ s left"
+VALIDATION = r"step (\d)/7  val_loss \d\.\d{4}"
+
+
+def fit(run, progress):
+    run.fit(Metrics(run.config.log_every, run.batch.tokens_per_step), progress)
+
+
+@pytest.fixture
+def run(new_run, caplog):
+    caplog.set_level(logging.INFO, "lockstep_gpt")
+    return new_run(max_steps=7, val_every=3, log_every=2)
+
+
+def steps(pattern, messages):
+    found = [re.fullmatch(pattern, message) for message in messages]
+    return [int(match[1]) for match in found if match]
+
+
+def said(caplog):
+    return [record.message for record in caplog.records if record.name.startswith("lockstep_gpt")]
+
+
+def test_without_a_terminal_each_logged_step_and_validation_has_a_line(run, caplog):
+    fit(run, Progress(line_seconds=0))
+    messages = said(caplog)
+    assert steps(LINE, messages) == [2, 4, 6, 7]
+    assert steps(VALIDATION, messages) == [3, 6]
+    assert len(messages) == 6
+
+
+def test_lines_keep_their_distance_but_the_last_step_always_has_one(run, caplog):
+    fit(run, Progress(line_seconds=60))
+    assert steps(LINE, said(caplog)) == [7]
+
+
+@contextlib.contextmanager
+def terminal(monkeypatch):
+    """Make standard error a terminal; give what reads its screen."""
+    screen, line = os.openpty()
+    os.set_blocking(screen, False)
+    termios.tcsetwinsize(line, (24, 120))
+
+    def read():
+        shown = b""
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                shown += os.read(screen, 4096)
+        return shown.decode()
+
+    with os.fdopen(line, "w") as stream:
+        monkeypatch.setattr(sys, "stderr", stream)
+        yield read
+    os.close(screen)
+
+
+def test_a_terminal_gets_a_bar_and_no_lines(run, caplog, monkeypatch):
+    with terminal(monkeypatch) as read:
+        fit(run, Progress())
+        shown = read()
+    assert "| 7/7 [" in shown
+    assert re.search(r"loss \d\.\d{4}", shown)
+    assert steps(LINE, said(caplog)) == []
+
+
+def test_quiet_shows_no_bar(run, caplog, monkeypatch):
+    caplog.set_level(logging.WARNING, "lockstep_gpt")
+    with terminal(monkeypatch) as read:
+        fit(run, Progress())
+        assert read() == ""
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0.5, "0.5"),
+        (999, "999"),
+        (999.9, "1k"),
+        (12_345, "12.3k"),
+        (999_960, "1M"),
+        (2.5e9, "2.5G"),
+    ],
+)
+def test_speeds_are_written_with_three_digits_and_a_unit(value, text):
+    assert _with_unit(value) == text

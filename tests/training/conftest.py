@@ -1,0 +1,116 @@
+"""A run in miniature: real data, a real module and a real Trainer on the CPU."""
+
+import warnings
+from dataclasses import dataclass
+
+import lightning
+import pytest
+import torch
+
+from lockstep_gpt.config import (
+    BatchConfig,
+    CheckpointConfig,
+    Config,
+    ModelConfig,
+    OptimConfig,
+    SyntheticData,
+)
+from lockstep_gpt.data.datamodule import TokenDataModule
+from lockstep_gpt.data.prepare import prepare
+from lockstep_gpt.data.shards import load_index
+from lockstep_gpt.data.tokenizer import from_dict
+from lockstep_gpt.training.callbacks.checkpoints import Checkpoints
+from lockstep_gpt.training.checkpoint import AtomicCheckpointIO
+from lockstep_gpt.training.module import GPTModule
+from lockstep_gpt.training.schedule import BatchPlan, Schedule, plan_batch, plan_schedule
+
+MODEL = {"block_size": 8, "n_layer": 1, "n_head": 2, "n_embd": 16}
+OPTIM = {"algorithm": "adamw", "lr": 1e-2}
+LIGHTNINGS_NOISE = [
+    "`isinstance.treespec, LeafSpec.` is deprecated",
+    "The '.*_dataloader' does not have many workers",
+]
+
+
+@dataclass
+class Run:
+    config: Config
+    batch: BatchPlan
+    schedule: Schedule
+    data: TokenDataModule
+    module: GPTModule
+    content: dict
+
+    def checkpoints(self, folder):
+        return Checkpoints(
+            folder,
+            self.config.checkpoint,
+            self.content,
+            self.batch,
+            self.schedule.total_steps,
+            self.config.val_every,
+        )
+
+    def fit(self, *callbacks, logger=False, ckpt_path=None):
+        trainer = lightning.Trainer(
+            accelerator="cpu",
+            callbacks=list(callbacks),
+            logger=logger,
+            plugins=[AtomicCheckpointIO()],
+            max_steps=self.schedule.total_steps,
+            max_epochs=-1,
+            accumulate_grad_batches=self.batch.accumulation,
+            val_check_interval=self.config.val_every * self.batch.accumulation,
+            check_val_every_n_epoch=None,
+            num_sanity_val_steps=0,
+            enable_checkpointing=any(isinstance(each, Checkpoints) for each in callbacks),
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        with warnings.catch_warnings():
+            for noise in LIGHTNINGS_NOISE:
+                warnings.filterwarnings("ignore", noise)
+            trainer.fit(self.module, self.data, ckpt_path=ckpt_path)
+        return trainer
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread():
+    """Let no test of tiny tensors wait for a second core that is busy elsewhere."""
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory):
+    root = str(tmp_path_factory.mktemp("data"))
+    return prepare(SyntheticData(root=root, vocab_size=50, tokens=1000, val_fraction=0.2))
+
+
+@pytest.fixture
+def new_run(folder):
+    """Make a run of `max_steps` updates of two micro-batches of two samples each."""
+
+    def make(*, model=None, optim=None, checkpoint=None, **settings):
+        config = Config(
+            **{"max_steps": 6, "val_every": 3, "log_every": 2, **settings},
+            batch=BatchConfig(micro_size=2, global_size=4, reference_size=4),
+            model=ModelConfig(**{**MODEL, **(model or {})}),
+            optim=OptimConfig(**{**OPTIM, **(optim or {})}),
+            checkpoint=CheckpointConfig(**(checkpoint or {})),
+        )
+        torch.manual_seed(config.seed)
+        batch = plan_batch(config.batch, config.model.block_size, devices=1, nodes=1)
+        schedule = plan_schedule(config, batch)
+        tokenizer = load_index(folder).tokenizer
+        data = TokenDataModule(
+            folder,
+            block_size=config.model.block_size,
+            micro_size=batch.micro_size,
+            accumulation=batch.accumulation,
+            seed=config.seed,
+        )
+        module = GPTModule(config, schedule, from_dict(tokenizer))
+        content = {"config": {"max_steps": config.max_steps}, "tokenizer": tokenizer}
+        return Run(config, batch, schedule, data, module, content)
+
+    return make

@@ -1,0 +1,162 @@
+import copy
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning import Callback
+
+from lockstep_gpt.model.loss import IGNORE
+from lockstep_gpt.training.module import TokenLoss, step_seed
+
+
+class Weights(Callback):
+    """Keeps the weights before and after each optimizer step."""
+
+    def __init__(self):
+        self.history = []
+
+    def on_train_start(self, _trainer, pl_module):
+        self.history.append(copy.deepcopy(pl_module.model))
+
+    def on_before_zero_grad(self, _trainer, pl_module, _optimizer):
+        self.history.append(copy.deepcopy(pl_module.model))
+
+
+def uneven_batches():
+    """Logits and targets of batches of different sizes, some targets of which do not count."""
+    random = torch.Generator().manual_seed(0)
+    for rows, ignored in [(5, 0), (1, 3), (3, 10)]:
+        targets = torch.randint(11, (rows, 7), generator=random)
+        targets.view(-1)[:ignored] = IGNORE
+        yield torch.randn(rows, 7, 11, generator=random), targets
+
+
+def test_the_loss_over_uneven_batches_is_the_mean_over_all_tokens_that_count():
+    metric, losses = TokenLoss(), []
+    for logits, targets in uneven_batches():
+        metric.update(F.cross_entropy(logits.flatten(0, 1), targets.flatten()), targets)
+        each = F.cross_entropy(logits.double().flatten(0, 1), targets.flatten(), reduction="none")
+        losses.append(each[targets.flatten() != IGNORE])
+    expected = torch.cat(losses).mean()
+    assert metric.compute().item() == pytest.approx(expected.item(), rel=1e-6)
+    assert metric.compute().dtype == torch.float64
+
+
+def test_a_batch_of_padding_alone_changes_nothing():
+    metric = TokenLoss()
+    metric.update(torch.tensor(2.0), torch.zeros(3, 4, dtype=torch.int64))
+    metric.update(torch.tensor(0.0), torch.full((3, 4), IGNORE))
+    assert metric.compute().item() == 2.0
+
+
+def test_a_reset_forgets():
+    metric = TokenLoss()
+    metric.update(torch.tensor(9.0), torch.zeros(1, 4, dtype=torch.int64))
+    metric.reset()
+    metric.update(torch.tensor(1.0), torch.zeros(1, 4, dtype=torch.int64))
+    assert metric.compute().item() == 1.0
+
+
+def test_the_validation_loss_is_the_mean_over_every_window(new_run):
+    run = new_run(max_steps=2)
+    trainer = run.fit()
+    run.data.trainer = trainer
+    losses = []
+    for tokens, targets in run.data.val_dataloader():
+        logits = run.module.model.eval()(tokens).double().flatten(0, 1)
+        each = F.cross_entropy(logits, targets.flatten(), ignore_index=IGNORE, reduction="none")
+        losses.append(each[targets.flatten() != IGNORE])
+    assert run.module.val_loss == pytest.approx(torch.cat(losses).mean().item(), rel=1e-6)
+    assert len(torch.cat(losses)) == 24 * 8
+
+
+def test_dropout_is_a_function_of_seed_and_step(new_run):
+    first, again, other = (new_run(model={"dropout": 0.5}) for _ in range(3))
+    first.fit()
+    torch.manual_seed(99)  # the state that a process starts with must not matter
+    again.fit()
+    other.module.config.seed += 1
+    other.fit()
+    same = [torch.equal(a, b) for a, b in zip(weights(first), weights(again), strict=True)]
+    differ = [torch.equal(a, b) for a, b in zip(weights(first), weights(other), strict=True)]
+    assert all(same)
+    assert not all(differ)
+
+
+def weights(run):
+    return list(run.module.parameters())
+
+
+def test_seeds_of_steps_and_ranks_are_never_confused():
+    keys = [(0, 0, 0), (0, 0, 1), (0, 1, 0), (1, 0, 0), (1, 1, 0), (0, 1, 1), (2**40, 0, 0)]
+    seeds = {step_seed(*key) for key in keys}
+    assert len(seeds) == len(keys)
+    assert all(0 <= seed < 2**63 for seed in seeds)
+
+
+def test_an_update_is_the_optimizer_s_on_the_mean_gradient_clipped(new_run):
+    run, history = new_run(max_steps=2, optim={"clip_norm": 0.1, "weight_decay": 0.0}), Weights()
+    batches = Batches()
+    run.fit(history, batches)
+    model = history.history[0]
+    for batch in batches.batches[:2]:
+        (model(*batch) / 2).backward()
+    norm = torch.cat([parameter.grad.flatten() for parameter in model.parameters()]).norm()
+    assert norm > 0.1
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=run.schedule.lr(0), betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0
+    )
+    for parameter in model.parameters():
+        parameter.grad *= 0.1 / norm
+    optimizer.step()
+    after = run_weights_after_first_step(history)
+    for name, weight in model.state_dict().items():
+        torch.testing.assert_close(after[name], weight, rtol=1e-4, atol=1e-6)
+
+
+def run_weights_after_first_step(history):
+    return history.history[1].state_dict()
+
+
+class Batches(Callback):
+    def __init__(self):
+        self.batches = []
+
+    def on_train_batch_start(self, _trainer, _module, batch, _batch_idx):
+        self.batches.append(batch)
+
+
+def test_the_loss_taken_is_the_mean_since_it_was_taken_last(new_run):
+    module = new_run().module
+    losses = [module.training_step(batch(seed), 0) for seed in range(3)]
+    mean = sum(loss.item() for loss in losses) / 3
+    assert module.take_loss().item() == pytest.approx(mean, rel=1e-6)
+    last = module.training_step(batch(7), 0)
+    assert module.take_loss().item() == last.item()
+
+
+def test_a_loss_cannot_be_taken_before_there_is_one(new_run):
+    with pytest.raises(AssertionError, match="before a training step"):
+        new_run().module.take_loss()
+
+
+def batch(seed):
+    tokens = torch.randint(50, (2, 9), generator=torch.Generator().manual_seed(seed))
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+@pytest.mark.parametrize(("precision", "fused"), [("32-true", True), ("16-mixed", False)])
+def test_the_optimizer_starts_at_the_schedule_s_rate(new_run, precision, fused):
+    run = new_run(optim={"lr": 0.25, "warmup_steps": 4}, precision=precision)
+    parts = run.module.configure_optimizers()
+    assert parts["lr_scheduler"]["interval"] == "step"
+    (rate,) = {group["lr"] for group in parts["optimizer"].param_groups}
+    assert rate == run.schedule.lr(0) == 0.25 / 4
+    assert parts["optimizer"].defaults["fused"] is fused
+
+
+def test_a_fit_lowers_the_loss_of_what_can_be_learnt(new_run):
+    run = new_run(max_steps=2)
+    run.fit()
+    assert run.module.val_loss == pytest.approx(math.log(50), abs=0.3)
