@@ -1,0 +1,102 @@
+"""A Hydra sweeper that lets Optuna choose the next settings; Hydra finds it by its folder.
+
+The published plugin wants an Optuna that is years old.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import ChoiceSweep, IntervalSweep, Override, RangeSweep
+from hydra.core.plugins import Plugins
+from hydra.plugins.launcher import Launcher
+from hydra.plugins.sweeper import Sweeper
+from hydra.types import HydraContext, TaskFunction
+from omegaconf import DictConfig, OmegaConf
+
+from lockstep_gpt.config import UserError
+
+
+class OptunaSweeper(Sweeper):
+    """Runs one job after the other, each with settings that the results so far suggest.
+
+    Args:
+        n_trials: jobs in all.
+        direction: minimize or maximize what a job returns.
+        seed: of Optuna's sampler.
+    """
+
+    def __init__(self, n_trials: int, direction: str, seed: int) -> None:
+        self.n_trials = n_trials
+        self.direction = direction
+        self.seed = seed
+
+    def setup(
+        self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig
+    ) -> None:
+        """Take what Hydra hands every sweeper."""
+        self.config = config
+        self.hydra_context = hydra_context
+        self.launcher: Launcher = Plugins.instance().instantiate_launcher(
+            hydra_context=hydra_context, task_function=task_function, config=config
+        )
+
+    def sweep(self, arguments: list[str]) -> float:
+        """Search; return the best value found.
+
+        Raises:
+            UserError: Optuna is not installed, or nothing was given to search in.
+        """
+        try:
+            import optuna
+        except ImportError:
+            raise UserError(
+                'hydra/sweeper=optuna needs Optuna; pip install "lockstep-gpt[sweep]"'
+            ) from None
+        parser = OverridesParser.create(config_loader=self.hydra_context.config_loader)
+        overrides = parser.parse_overrides(arguments)
+        space = [override for override in overrides if override.is_sweep_override()]
+        if not space:
+            raise UserError("a sweep needs a setting to search in, like optim.lr=1e-3,3e-3")
+        fixed = [str(each.input_line) for each in overrides if not each.is_sweep_override()]
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        sampler = optuna.samplers.TPESampler(seed=self.seed)
+        study = optuna.create_study(direction=self.direction, sampler=sampler)
+        for number in range(self.n_trials):
+            trial = study.ask()
+            chosen = [f"{_name(each)}={_suggest(trial, each)}" for each in space]
+            (job,) = self.launcher.launch([[*fixed, *chosen]], initial_job_idx=number)
+            value = float(job.return_value)
+            failed = optuna.trial.TrialState.FAIL if math.isnan(value) else None
+            study.tell(trial, None if failed else value, state=failed)
+        return _report(study)
+
+
+def _name(override: Override) -> str:
+    return str(override.get_key_element())
+
+
+def _suggest(trial: Any, override: Override) -> Any:
+    """Draw a value: of a choice or range one of its values, of an interval any number within."""
+    sweep = override.value()
+    if isinstance(sweep, IntervalSweep):
+        suggest = trial.suggest_int if _is_whole(sweep) else trial.suggest_float
+        return suggest(_name(override), sweep.start, sweep.end, log="log" in sweep.tags)
+    assert isinstance(sweep, ChoiceSweep | RangeSweep), override
+    values = [str(value) for value in override.sweep_string_iterator()]
+    return trial.suggest_categorical(_name(override), values)
+
+
+def _is_whole(sweep: IntervalSweep) -> bool:
+    return isinstance(sweep.start, int) and isinstance(sweep.end, int)
+
+
+def _report(study: Any) -> float:
+    if not any(trial.value is not None for trial in study.trials):
+        print("\nno job of the sweep succeeded")
+        return math.nan
+    best = OmegaConf.to_yaml(OmegaConf.create(study.best_params)).replace("\n", "  ")
+    print(f"\nbest of {len(study.trials)} jobs: {study.best_value:.4f} with {best}")
+    return float(study.best_value)

@@ -1,0 +1,58 @@
+"""The Optuna sweeper, on a job whose best setting is known."""
+
+import math
+
+import pytest
+
+from lockstep_gpt import compose
+from lockstep_gpt.config import UserError
+
+SEARCH = ["--multirun", "hydra/sweeper=optuna", "hydra.sweeper.n_trials=30", "run_dir=sweep"]
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def search(*space, job):
+    tried = []
+
+    def count(config):
+        tried.append(config)
+        return job(config)
+
+    compose.run([*SEARCH, *space], count)
+    return tried
+
+
+def distance(config):
+    """Least, 0, at a learning rate of 3e-3."""
+    return abs(math.log10(config.optim.lr / 3e-3))
+
+
+def test_it_comes_closer_to_the_best_learning_rate_than_chance():
+    tried = search("optim.lr=tag(log,interval(1e-6,1e-1))", job=distance)
+    assert len(tried) == 30
+    assert min(map(distance, tried)) < 0.1  # 2 % of the range; 30 draws by chance: 1 in 2
+    late = sum(map(distance, tried[20:])) / 10
+    assert late < sum(map(distance, tried[:10])) / 10 / 2
+
+
+def test_choices_ranges_and_whole_intervals_stay_what_they_are():
+    space = ["optim.decay=cosine,wsd", "model.n_head=1,2,4", "max_steps=int(interval(10,20))"]
+    tried = search(*space, job=lambda config: float(config.max_steps))
+    assert {config.optim.decay for config in tried} == {"cosine", "wsd"}
+    assert {config.model.n_head for config in tried} == {1, 2, 4}
+    assert all(10 <= config.max_steps <= 20 for config in tried)
+
+
+def test_failed_jobs_do_not_end_the_search(capsys):
+    tried = search("seed=1,2,3", job=lambda config: math.nan if config.seed == 1 else 1.0)
+    assert len(tried) == 30
+    assert "best of 30 jobs: 1.0000" in capsys.readouterr().out
+
+
+def test_nothing_to_search_in_is_refused():
+    with pytest.raises(UserError, match="needs a setting to search in"):
+        search("seed=1", job=distance)
