@@ -81,6 +81,13 @@ def _clean_environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if not name.startswith(names)}
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not list(Path("/dev").glob("nvidia[0-9]*")):
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="no GPU on this machine"))
+
+
 @pytest.fixture(scope="session")
 def data_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("data")

@@ -130,6 +130,11 @@ def test_numbers_that_are_none_are_refused(path, value):
         from_container(with_setting(path, float(value)))
 
 
+def test_a_seed_that_torch_would_not_take_is_refused():
+    with pytest.raises(UserError, match=r"^seed=18446744073709551616 must be at most"):
+        from_container(with_setting("seed", 2**64))
+
+
 def test_a_batch_of_no_size_is_refused():
     with pytest.raises(UserError, match=r"^batch\.micro_size=null and batch\.global_size=null say"):
         from_container(with_setting("batch.global_size", None))

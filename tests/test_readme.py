@@ -2,6 +2,7 @@
 
 import re
 import shlex
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 COMMANDS = re.findall(r"^lockstep-gpt (.+)$", README, flags=re.MULTILINE)
 NEEDS_GPU = [line for line in COMMANDS if "gpu" in line or "gpt2_124m" in line]
 TRAINS = [line for line in COMMANDS if "experiment=smoke" in line]
+LAUNCHED = re.findall(r"^torchrun (.+)$", README, flags=re.MULTILINE)
 READS = [line for line in COMMANDS if line.startswith(("generate", "evaluate"))]
 
 
@@ -22,6 +24,14 @@ def test_every_command_is_of_a_kind_that_is_tested():
 @pytest.mark.parametrize("line", TRAINS)
 def test_training_command_runs(command, line):
     command(*shlex.split(line), f"data.root={command.data_root}")
+
+
+@pytest.mark.parametrize("line", LAUNCHED)
+def test_launcher_is_joined(command, line):
+    torchrun = [sys.executable, "-m", "torch.distributed.run"]
+    words = [*torchrun, *shlex.split(line), f"data.root={command.data_root}"]
+    status, out, err = command.run_words(words)
+    assert (status, out.count("step 20/20  val_loss")) == (0, 1), err
 
 
 @pytest.mark.parametrize("line", [*NEEDS_GPU, "train --cfg job"])

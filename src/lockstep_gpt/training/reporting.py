@@ -51,6 +51,7 @@ def reporting(run: RunDirectory, ranks: Ranks, config: Config) -> Iterator[TextI
     finally:
         for handler in root.handlers:
             handler.flush()
+            handler.close()
         root.handlers = before
 
 

@@ -172,6 +172,8 @@ def _trainer(config: Config, ranks: Ranks, parts: Parts) -> Trainer:
     """Build the Trainer; what must always be there is not in the groups that a user replaces."""
     if config.compile:
         parts.module.model.compile(dynamic=False)
+    if config.trainer.get("sync_batchnorm") and ranks.rank == 0:
+        warn_without_batchnorm(parts.module)
     try:
         loggers = [instantiate(node) for node in config.logger.values()]
         chosen: list[Callback] = [instantiate(node) for node in config.callbacks.values()]
@@ -198,6 +200,13 @@ def _trainer(config: Config, ranks: Ranks, parts: Parts) -> Trainer:
     except InstantiationException as error:
         raise UserError(" ".join(str(error).split())) from error
     return trainer
+
+
+def warn_without_batchnorm(module: torch.nn.Module) -> None:
+    """Say that `trainer.sync_batchnorm` has nothing to synchronise, if so."""
+    batchnorm = torch.nn.modules.batchnorm._BatchNorm
+    if not any(isinstance(each, batchnorm) for each in module.modules()):
+        logger.warning("trainer.sync_batchnorm=true changes nothing: the model has no BatchNorm")
 
 
 def _strategy(config: Config, ranks: Ranks) -> Strategy:

@@ -1,0 +1,102 @@
+import json
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from lockstep_gpt import cli
+from lockstep_gpt.config import StdlibData, UserError
+from lockstep_gpt.data.prepare import prepare
+from lockstep_gpt.data.shards import load_index, open_split
+from lockstep_gpt.data.tokenizer import ByteTokenizer, NumberTokenizer
+from lockstep_gpt.inference.evaluate import evaluate, main
+from lockstep_gpt.training.checkpoint import find_checkpoint, load_model
+
+T = 64
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    return str(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(scope="module")
+def text_run(saved_run, root):
+    return saved_run(ByteTokenizer(), source="stdlib", root=root, val_fraction=0.005, val_tokens=T)
+
+
+@pytest.fixture(scope="module")
+def number_run(saved_run, root):
+    data = {"root": root, "vocab_size": 30, "tokens": 10_000, "val_fraction": 0.2}
+    return saved_run(NumberTokenizer(30), source="synthetic", **data)
+
+
+def model_of(run):
+    return load_model(find_checkpoint(run))
+
+
+@torch.inference_mode()
+def mean_by_hand(model, tokens):
+    """The mean over the windows of T tokens, each token predicted once, in float64."""
+    tokens = torch.from_numpy(tokens.astype("int64"))
+    starts = range(0, len(tokens) - T, T)
+    losses = []
+    for start in starts:
+        window = tokens[start : start + T + 1]
+        logits = model(window[None, :-1])[0].double()
+        losses.append(F.cross_entropy(logits, window[1:], reduction="sum").item())
+    return math.fsum(losses) / (len(starts) * T), len(starts) * T
+
+
+@pytest.mark.parametrize("batch_size", [1, 7, 1000])
+def test_the_loss_is_the_mean_over_every_whole_window(number_run, batch_size):
+    model, config, _ = model_of(number_run)
+    loss, count = mean_by_hand(model, open_split(prepare(config.data), "val"))
+    result = evaluate(model, config, batch_size)
+    assert result["loss"] == pytest.approx(loss, rel=1e-6)
+    assert result["tokens"] == count == 1984
+    assert result["perplexity"] == math.exp(result["loss"])
+
+
+def test_numbers_have_no_bytes(number_run):
+    model, config, _ = model_of(number_run)
+    assert "bits_per_byte" not in evaluate(model, config, 32)
+
+
+def test_text_is_evaluated_whole_and_in_bits_per_byte(text_run, root):
+    model, config, _ = model_of(text_run)
+    folder = prepare(StdlibData(root=root, val_fraction=0.005))
+    result = evaluate(model, config, 64)
+    split = load_index(folder).splits["val"]
+    assert result["tokens"] == (split.tokens - 1) // T * T > T
+    bits = result["loss"] * split.tokens / (math.log(2) * split.text_bytes)
+    assert result["bits_per_byte"] == pytest.approx(bits, rel=1e-12)
+
+
+def test_the_screen_and_the_line_for_programs_say_the_same(number_run, capsys):
+    assert main([str(number_run), "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert main([str(number_run)]) == 0
+    screen = capsys.readouterr().out
+    assert result["checkpoint"].endswith("step=000001.ckpt")
+    assert f"on {result['tokens']:,} tokens of validation" in screen
+    assert f"loss          {result['loss']:.4f}" in screen
+    assert f"perplexity    {result['perplexity']:.4f}" in screen
+
+
+def test_a_checkpoint_that_does_not_verify_is_refused(number_run, tmp_path):
+    path = tmp_path / "step=000001.ckpt"
+    path.write_bytes(find_checkpoint(number_run).read_bytes())
+    with pytest.raises(UserError, match="has no SHA-256 beside it"):
+        main([str(path)])
+
+
+@pytest.mark.parametrize("size", ["0", "-3", "many"])
+def test_a_batch_size_that_cannot_be_is_refused(number_run, capsys, size):
+    try:
+        status = cli.main(["evaluate", str(number_run), f"--batch-size={size}"])
+    except SystemExit as end:  # the parser's own refusals
+        status = end.code
+    assert status == 2
+    assert "--batch-size" in capsys.readouterr().err

@@ -1,0 +1,83 @@
+import pytest
+
+from lockstep_gpt import cli
+from lockstep_gpt.config import UserError
+from lockstep_gpt.data.tokenizer import ByteTokenizer, NumberTokenizer
+from lockstep_gpt.inference.generate import main
+
+
+@pytest.fixture(scope="module")
+def run(saved_run):
+    return saved_run(ByteTokenizer(), source="stdlib")
+
+
+@pytest.fixture
+def text(run, capsys):
+    """Return what is printed for a prompt, with flags."""
+
+    def generate(*flags, prompt="def f(x", length=40):
+        words = [str(run), "--prompt", prompt, "--length", str(length), *flags]
+        assert main(words) == 0
+        return capsys.readouterr().out
+
+    return generate
+
+
+def test_the_same_seed_gives_the_same_text_and_another_seed_another(text):
+    assert text() == text("--seed", "1337") != text("--seed", "7")
+
+
+def test_the_prompt_is_continued(text):
+    assert text(length=0) == "def f(x\n"
+    assert text(prompt="größer (\u201ca\u201d)", length=5).startswith("größer (\u201ca\u201d)")
+
+
+def test_temperature_zero_has_one_answer(text):
+    greedy = text("--temperature", "0")
+    assert (
+        text("--temperature", "0", "--seed", "7") == greedy == text("--top-k", "1", "--seed", "7")
+    )
+
+
+def test_a_checkpoint_s_path_means_the_same_as_its_run(run, text, capsys):
+    expected = text()
+    path = run / "checkpoints" / "step=000001.ckpt"
+    assert main([str(path), "--prompt", "def f(x", "--length", "40"]) == 0
+    assert capsys.readouterr().out == expected
+
+
+def test_a_model_of_numbers_continues_numbers(saved_run, capsys):
+    run = saved_run(NumberTokenizer(30), source="synthetic")
+    assert main([str(run), "--prompt", "3 29", "--length", "4"]) == 0
+    words = capsys.readouterr().out.split()
+    assert words[:2] == ["3", "29"]
+    assert len(words) == 6
+    assert all(int(word) < 30 for word in words)
+    with pytest.raises(UserError, match="'def' is not a token of this model"):
+        main([str(run), "--prompt", "def"])
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [
+        ("prompt", ""),
+        ("temperature", "-1"),
+        ("temperature", "nan"),
+        ("top-k", "0"),
+        ("top-k", "x"),
+        ("length", "-1"),
+        ("seed", str(2**70)),
+    ],
+)
+def test_a_value_that_cannot_be_is_refused_by_its_flag(run, capsys, flag, value):
+    try:
+        status = cli.main(["generate", str(run), f"--{flag}={value}"])
+    except SystemExit as end:  # the parser's own refusals
+        status = end.code
+    assert status == 2
+    assert flag.replace("-", "") in capsys.readouterr().err.replace("-", "").replace("_", "")
+
+
+def test_a_run_that_is_not_there_is_refused(tmp_path):
+    with pytest.raises(UserError, match="nowhere does not exist"):
+        main([str(tmp_path / "nowhere")])

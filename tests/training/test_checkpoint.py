@@ -1,0 +1,246 @@
+import hashlib
+import itertools
+import logging
+import multiprocessing
+import pickle
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from lockstep_gpt.config import ModelConfig, UserError
+from lockstep_gpt.data.tokenizer import ByteTokenizer
+from lockstep_gpt.model.gpt import GPT
+from lockstep_gpt.training.checkpoint import (
+    AtomicCheckpointIO,
+    checkpoint_path,
+    checkpoints_in,
+    fault_of,
+    find_checkpoint,
+    load_model,
+    newest_valid,
+    read_checkpoint,
+    step_of,
+    sum_path,
+)
+
+SHAPE = {"block_size": 8, "n_layer": 1, "n_head": 2, "n_embd": 16}
+CONFIG = {
+    "max_steps": 10,
+    "batch": {"global_size": 4},
+    "model": SHAPE,
+    "data": {"source": "stdlib"},
+    "optim": {"algorithm": "adamw"},
+}
+
+
+def content(**changes):
+    """What the smallest checkpoint holds."""
+    tokenizer = ByteTokenizer().to_dict()
+    return {"config": CONFIG, "tokenizer": tokenizer, "state_dict": {}, **changes}
+
+
+def save(path, **changes):
+    AtomicCheckpointIO().save_checkpoint(content(**changes), path)
+    return path
+
+
+def put(path, data):
+    """Write `data` with the SHA-256 that belongs to it."""
+    path.write_bytes(data)
+    sum_path(path).write_text(f"{hashlib.sha256(data).hexdigest()}  {path.name}\n")
+    return path
+
+
+def flip_a_bit(path):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+class Unsaveable:
+    def __reduce__(self):
+        raise OSError(28, "No space left on device")
+
+
+class Payload:
+    """Runs code when it is unpickled."""
+
+    def __init__(self, target):
+        self.target = target
+
+    def __reduce__(self):
+        return Path.touch, (self.target,)
+
+
+def test_what_is_saved_is_read_back(tmp_path):
+    weights = {"w": torch.arange(6.0).reshape(2, 3)}
+    path = save(checkpoint_path(tmp_path / "new" / "folder", 500), state_dict=weights, step=7)
+    read = read_checkpoint(path)
+    assert path.name == "step=000500.ckpt"
+    assert (read["config"], read["step"]) == (CONFIG, 7)
+    assert torch.equal(read["state_dict"]["w"], weights["w"])
+
+
+@pytest.mark.skipif(not shutil.which("sha256sum"), reason="no sha256sum on this machine")
+def test_sha256sum_accepts_the_sum(tmp_path):
+    path = save(checkpoint_path(tmp_path, 1))
+    command = ["sha256sum", "--check", "--strict", sum_path(path).name]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "step=000001.ckpt: OK\n")
+
+
+@pytest.mark.parametrize("old", [True, False])
+def test_a_save_that_fails_leaves_what_was_there(tmp_path, old):
+    path = checkpoint_path(tmp_path, 1)
+    if old:
+        save(path, step=1)
+    before = {each.name: each.read_bytes() for each in tmp_path.iterdir()}
+    with pytest.raises(OSError, match="No space left"):
+        save(path, state_dict={"w": torch.zeros(1000), "broken": Unsaveable()})
+    assert {each.name: each.read_bytes() for each in tmp_path.iterdir()} == before
+
+
+def save_for_ever(folder):
+    weights = {"w": torch.zeros(4_000_000)}
+    for step in itertools.chain([1], itertools.repeat(2)):
+        save(checkpoint_path(folder, step), state_dict=weights)
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+@pytest.mark.parametrize("written", [0, 8_000_000])
+def test_a_kill_in_the_middle_of_a_save_leaves_whole_checkpoints_only(tmp_path, written):
+    writer = multiprocessing.get_context("fork").Process(target=save_for_ever, args=(tmp_path,))
+    writer.start()
+    while size_of(tmp_path / ".step=000002.ckpt.tmp") <= written:
+        assert writer.is_alive()
+    writer.kill()
+    writer.join()
+    present = checkpoints_in(tmp_path)
+    assert checkpoint_path(tmp_path, 1) in present
+    assert [fault_of(path) for path in present] == [None] * len(present)
+    assert newest_valid(tmp_path) == present[-1]
+
+
+def size_of(path):
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return -1
+
+
+def test_checkpoints_are_listed_by_step_and_nothing_else_is(tmp_path):
+    steps = [5, 999_999, 1_000_000, 40]
+    for step in steps:
+        save(checkpoint_path(tmp_path, step))
+    for name in (".step=000041.ckpt.tmp", "step=41.ckpt", "last.ckpt", "step=000041.ckpt.old"):
+        (tmp_path / name).touch()
+    assert [step_of(path) for path in checkpoints_in(tmp_path)] == sorted(steps)
+    assert checkpoints_in(tmp_path / "none") == []
+
+
+def test_a_flipped_bit_is_seen_and_skipped_by_name(tmp_path, caplog):
+    old, new = (save(checkpoint_path(tmp_path, step)) for step in (1, 2))
+    flip_a_bit(new)
+    assert fault_of(new) == "is not what its SHA-256 says"
+    with caplog.at_level(logging.WARNING):
+        assert newest_valid(tmp_path) == old
+    assert caplog.messages == [f"skipped {new}: it is not what its SHA-256 says"]
+    with pytest.raises(UserError, match=r"step=000002\.ckpt is not what its SHA-256 says; take"):
+        read_checkpoint(new)
+
+
+@pytest.mark.parametrize("sum_text", [None, "", "\xff"])
+def test_a_checkpoint_without_a_readable_sum_is_skipped(tmp_path, sum_text):
+    path = save(checkpoint_path(tmp_path, 1))
+    if sum_text is None:
+        sum_path(path).unlink()
+    else:
+        sum_path(path).write_bytes(sum_text.encode("latin-1"))
+    assert fault_of(path) == "has no SHA-256 beside it"
+    assert newest_valid(tmp_path) is None
+
+
+@pytest.mark.parametrize("writer", ["torch", "pickle"])
+def test_code_in_a_checkpoint_is_refused_and_does_not_run(tmp_path, writer):
+    path, target = checkpoint_path(tmp_path, 1), tmp_path / "touched"
+    evil = content(state_dict={"w": Payload(target)})
+    if writer == "torch":
+        AtomicCheckpointIO().save_checkpoint(evil, path)
+    else:
+        put(path, pickle.dumps(evil, protocol=2))
+    assert fault_of(path) is None
+    for read in (read_checkpoint, AtomicCheckpointIO().load_checkpoint, load_model):
+        with pytest.raises(UserError, match="holds more than tensors and values") as refusal:
+            read(path)
+        assert "\n" not in str(refusal.value)
+    assert not target.exists()
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"just text\n", b"PK\3\4 cut off", pickle.dumps({"a": object}, protocol=2)]
+)
+def test_a_file_of_another_kind_is_refused_in_one_line(tmp_path, data):
+    path = put(checkpoint_path(tmp_path, 1), data)
+    with pytest.raises(UserError, match=r"^checkpoint \S+step=000001\.ckpt [^\n]+$"):
+        read_checkpoint(path)
+
+
+@pytest.mark.parametrize("foreign", [[1, 2], {"state_dict": {}}, torch.zeros(3)])
+def test_a_checkpoint_of_another_program_is_refused(tmp_path, foreign):
+    path = checkpoint_path(tmp_path, 1)
+    AtomicCheckpointIO().save_checkpoint(foreign, path)
+    with pytest.raises(UserError, match="was not written by"):
+        read_checkpoint(path)
+
+
+def test_a_missing_checkpoint_is_refused(tmp_path):
+    with pytest.raises(UserError, match=r"step=000009\.ckpt is missing"):
+        read_checkpoint(checkpoint_path(tmp_path, 9))
+
+
+def test_removing_takes_the_sum_along_and_can_be_repeated(tmp_path):
+    path = save(checkpoint_path(tmp_path, 1))
+    for _ in range(2):
+        AtomicCheckpointIO().remove_checkpoint(path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_run_directory_means_its_newest_checkpoint_and_a_file_itself(tmp_path):
+    old, new = (save(checkpoint_path(tmp_path / "checkpoints", step)) for step in (1, 2))
+    assert find_checkpoint(tmp_path) == new
+    assert find_checkpoint(old) == old
+    flip_a_bit(new)
+    assert find_checkpoint(tmp_path) == old
+
+
+def test_a_path_without_a_checkpoint_is_refused(tmp_path):
+    with pytest.raises(UserError, match=r"nowhere does not exist; give a run directory or a"):
+        find_checkpoint(tmp_path / "nowhere")
+    with pytest.raises(UserError, match=r"holds no checkpoint that verifies"):
+        find_checkpoint(tmp_path)
+
+
+def saved_model(path, **config):
+    torch.manual_seed(0)
+    model = GPT(ModelConfig(**SHAPE, dropout=0.5), 256)
+    weights = {f"model.{name}": weight for name, weight in model.state_dict().items()}
+    save(path, state_dict=weights, config={**CONFIG, **config})
+    return model
+
+
+def test_a_model_read_back_gives_the_same_logits_without_dropout(tmp_path):
+    model = saved_model(tmp_path / "step=000001.ckpt", model={**SHAPE, "dropout": 0.5})
+    read, config, tokenizer = load_model(tmp_path / "step=000001.ckpt")
+    tokens = torch.arange(8)[None]
+    assert torch.equal(read(tokens), model.eval()(tokens))
+    assert (config.model.dropout, config.max_steps) == (0.5, 10)
+    assert isinstance(tokenizer, ByteTokenizer)
+
+
+def test_a_model_can_be_read_where_the_environment_of_its_run_is_gone(tmp_path):
+    logger = {"wandb": {"entity": "${oc.env:GONE_WITH_THE_RUN}"}}
+    saved_model(tmp_path / "step=000001.ckpt", logger=logger)
+    load_model(tmp_path / "step=000001.ckpt")
