@@ -163,9 +163,10 @@ def test_what_the_environment_holds_stays_a_reference(monkeypatch):
         "+logger.a.list=[1,'${oc.env:SECRET_KEY}']",
         "+logger.b=${logger.a}",
         "+logger.c.decoded='${oc.decode:${oc.env:SECRET_KEY}}'",
+        "+logger.d=${seed}",
     )
     assert SECRET not in yaml.safe_dump(values)
-    assert values["run_name"] == "${oc.env:SECRET_KEY}"
+    assert (values["run_name"], values["logger"]["d"]) == ("${oc.env:SECRET_KEY}", 1337)
     assert config.run_name == config.logger["a"]["second"] == SECRET
     assert config.logger["a"]["inside"] == f"key {SECRET}"
     assert config.logger["b"]["list"] == [1, SECRET]
@@ -177,6 +178,12 @@ def test_other_references_are_resolved_when_the_run_is_frozen():
     )
     assert values["run_name"].startswith("run-4-20")
     assert values["trainer"]["limit"] == 100
+
+
+def test_the_command_line_alone_can_describe_a_run():
+    _, config = composed("~experiment", "max_steps=3", "batch.global_size=2")
+    assert (config.max_steps, config.batch.global_size) == (3, 2)
+    assert refusal("~experiment", "max_steps=3").startswith("batch.micro_size=null and batch.")
 
 
 def test_each_job_of_a_sweep_is_composed_by_itself(tmp_path):

@@ -7,6 +7,7 @@ import time
 import pytest
 
 from lockstep_gpt import process
+from lockstep_gpt.config import PROGRAM
 from lockstep_gpt.run_directory import RunDirectory
 
 CHILD = """
@@ -25,6 +26,20 @@ def test_a_command_starts_this_python_on_the_run(role, tmp_path):
     start = [sys.executable, "-m", "lockstep_gpt.process"]
     assert process.command(role, run) == [*start, role, str(run.path)]
     assert importlib.util.find_spec(process.MODULES[role])
+
+
+def test_a_user_is_told_to_type_what_reaches_this_installation(tmp_path, monkeypatch):
+    script = tmp_path / "bin" / PROGRAM
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "bin" / "python"))
+    monkeypatch.setenv("PATH", str(script.parent))
+    monkeypatch.chdir(tmp_path)
+    assert process.invocation() == f"{sys.executable} -m lockstep_gpt"
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / "scripts" / "dev.py").touch()
+    assert process.invocation() == "python3 scripts/dev.py"
+    script.parent.mkdir()
+    script.touch(mode=0o755)
+    assert process.invocation() == PROGRAM
 
 
 def test_a_process_ends_soon_after_its_parent_was_killed():

@@ -58,8 +58,8 @@ def test_a_new_value_of_one_step_replaces_the_old_one(start, path):
 def test_a_new_column_keeps_the_rows_before_it(start, path):
     file = start()
     file.log_metrics({"train/loss": 1.0}, 1)
-    file.log_metrics({"a, b": 2.0}, 2)
     file.log_metrics({"train/loss": 3.0}, 2)
+    file.log_metrics({"a, b": 2.0}, 2)
     file.log_metrics({"train/loss": 4.0}, 3)
     assert list(rows(path)[0]) == [*COLUMNS, "a, b"]
     assert [row["train/loss"] for row in rows(path)] == ["1.0", "3.0", "4.0"]

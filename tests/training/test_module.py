@@ -81,6 +81,23 @@ def test_dropout_is_a_function_of_seed_and_step(new_run):
     assert not torch.equal(fitted_weights(other), expected)
 
 
+class Seeds(Callback):
+    """Notes what torch was seeded with when each micro-batch began."""
+
+    def __init__(self):
+        self.seeds = []
+
+    def on_train_batch_end(self, *_):
+        self.seeds.append(torch.initial_seed())
+
+
+def test_each_step_draws_its_own_dropout(new_run):
+    seen = Seeds()
+    new_run(max_steps=3).fit(seen)
+    expected = [step_seed(1337, step, rank=0) for step in range(3)]
+    assert seen.seeds == [seed for seed in expected for _ in range(2)]
+
+
 def test_seeds_of_steps_and_ranks_are_never_confused():
     keys = [(0, 0, 0), (0, 0, 1), (0, 1, 0), (1, 0, 0), (1, 1, 0), (0, 1, 1), (2**40, 0, 0)]
     seeds = {step_seed(*key) for key in keys}

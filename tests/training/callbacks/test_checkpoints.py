@@ -8,10 +8,14 @@ from lockstep_gpt.training.checkpoint import checkpoints_in, fault_of, newest_va
 
 
 class Losses(Callback):
-    """Notes the validation loss of each step, or dictates it."""
+    """Notes the validation loss of each step, or dictates it, and what was saved before."""
 
-    def __init__(self, dictated=()):
-        self.dictated, self.seen = dict(dictated), {}
+    def __init__(self, folder, dictated):
+        self.folder, self.dictated = folder, dict(dictated)
+        self.seen, self.saved_before = {}, {}
+
+    def on_validation_start(self, trainer, _module):
+        self.saved_before[trainer.global_step] = steps_in(self.folder)
 
     def on_validation_end(self, trainer, pl_module):
         step = trainer.global_step
@@ -24,15 +28,15 @@ def steps_in(folder):
 
 
 def fitted(run, folder, losses=(), ckpt_path=None):
-    checkpoints, validation = run.checkpoints(folder), Losses(losses)
+    checkpoints, validation = run.checkpoints(folder), Losses(folder, losses)
     run.fit(validation, checkpoints, ckpt_path=ckpt_path)
-    return checkpoints, validation.seen
+    return checkpoints, validation
 
 
 def test_the_last_step_is_validated_and_saved_though_nothing_divides_it(new_run, tmp_path):
     run = new_run(max_steps=5, val_every=3, checkpoint={"every": 4})
-    checkpoints, seen = fitted(run, tmp_path)
-    assert list(seen) == [3, 5]
+    checkpoints, validation = fitted(run, tmp_path)
+    assert list(validation.seen) == [3, 5]
     assert checkpoints.last == tmp_path / "step=000005.ckpt"
 
 
@@ -70,8 +74,9 @@ def test_there_are_no_names_but_checkpoints_and_their_sums(new_run, tmp_path):
 
 def test_what_is_due_is_saved_after_the_validation_of_its_step(new_run, tmp_path):
     run = new_run(max_steps=4, val_every=2, checkpoint={"every": 2, "keep_last": 9})
-    _, seen = fitted(run, tmp_path)
-    for step, loss in seen.items():
+    _, validation = fitted(run, tmp_path)
+    assert validation.saved_before == {2: [], 4: [2]}
+    for step, loss in validation.seen.items():
         content = torch.load(tmp_path / f"step=00000{step}.ckpt", weights_only=True)
         (state,) = (each for name, each in content["callbacks"].items() if "Checkpoints" in name)
         assert state["losses"][step] == loss
@@ -95,6 +100,15 @@ def test_a_resumed_run_keeps_what_it_knew_of_the_best(new_run, tmp_path):
     checkpoints, _ = fitted(run, tmp_path, {3: 3.0, 4: 4.0}, newest_valid(tmp_path))
     assert steps_in(tmp_path) == [1, 4]
     assert checkpoints.best == tmp_path / "step=000001.ckpt"
+
+
+def test_a_best_checkpoint_that_is_gone_is_the_best_no_more(new_run, tmp_path):
+    settings = {"every": 1, "keep_last": 9, "keep_best": 1}
+    fitted(new_run(max_steps=3, val_every=1, checkpoint=settings), tmp_path, {1: 1, 2: 3, 3: 4})
+    (tmp_path / "step=000001.ckpt").unlink()
+    run = new_run(max_steps=4, val_every=1, checkpoint=settings)
+    checkpoints, _ = fitted(run, tmp_path, {4: 5.0}, newest_valid(tmp_path))
+    assert checkpoints.best == tmp_path / "step=000002.ckpt"
 
 
 def test_a_run_that_is_resumed_ends_with_the_bits_of_one_that_is_not(new_run, tmp_path):
