@@ -20,6 +20,8 @@ from hypothesis import settings
 settings.register_profile("patient", deadline=None)
 settings.load_profile("patient")
 
+# Tests run side by side: threads that wait for each other would wait for other tests' threads.
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 TIMEOUT = 120  # seconds; no command of the tests takes a quarter of it on a quiet machine
 
 
@@ -39,7 +41,7 @@ class Command:
         return subprocess.Popen(
             words,
             cwd=self.folder,
-            env={**_clean_environment(), **environment},
+            env={**_clean_environment(), **ONE_THREAD, **environment},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

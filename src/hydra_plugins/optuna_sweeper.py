@@ -6,7 +6,7 @@ The published plugin wants an Optuna that is years old.
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Literal
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import ChoiceSweep, IntervalSweep, Override, RangeSweep
@@ -28,7 +28,9 @@ class OptunaSweeper(Sweeper):
         seed: of Optuna's sampler.
     """
 
-    def __init__(self, n_trials: int, direction: str, seed: int) -> None:
+    def __init__(
+        self, n_trials: int, direction: Literal["minimize", "maximize"], seed: int
+    ) -> None:
         self.n_trials = n_trials
         self.direction = direction
         self.seed = seed
@@ -38,7 +40,7 @@ class OptunaSweeper(Sweeper):
     ) -> None:
         """Take what Hydra hands every sweeper."""
         self.config = config
-        self.hydra_context = hydra_context
+        self.loader = hydra_context.config_loader
         self.launcher: Launcher = Plugins.instance().instantiate_launcher(
             hydra_context=hydra_context, task_function=task_function, config=config
         )
@@ -55,7 +57,7 @@ class OptunaSweeper(Sweeper):
             raise UserError(
                 'hydra/sweeper=optuna needs Optuna; pip install "lockstep-gpt[sweep]"'
             ) from None
-        parser = OverridesParser.create(config_loader=self.hydra_context.config_loader)
+        parser = OverridesParser.create(config_loader=self.loader)
         overrides = parser.parse_overrides(arguments)
         space = [override for override in overrides if override.is_sweep_override()]
         if not space:

@@ -26,15 +26,15 @@ from yaml import YAMLError
 
 from lockstep_gpt.config import (
     DATA_SOURCES,
+    OPEN_GROUPS,
     OWNED_TRAINER_KEYS,
     PROGRAM,
+    BatchConfig,
     Config,
     UserError,
     from_container,
     owned_key_line,
 )
-
-OPEN_GROUPS = ("trainer", "strategy", "callbacks", "logger")
 
 
 def config_folder() -> Path:
@@ -65,7 +65,7 @@ def run(arguments: list[str], job: Callable[[DictConfig], Any]) -> None:
         except (HydraException, OmegaConfBaseException, YAMLError, ValueError) as error:
             if started:  # the job's own error, not the composition's
                 raise
-            raise UserError(one_line(error, arguments)) from None
+            raise UserError(_file_of(error) + one_line(error, arguments)) from None
 
 
 def checked(config: DictConfig) -> tuple[dict[str, Any], Config]:
@@ -86,7 +86,9 @@ def checked(config: DictConfig) -> tuple[dict[str, Any], Config]:
 def _register_schema() -> None:
     # Below hydra/, so that --help does not list them as groups to choose from.
     store = ConfigStore.instance()
-    store.store(group="hydra/schema", name="config", node=Config)
+    # `batch` has no default that holds, but whoever sets one of its settings sets no other.
+    config = OmegaConf.merge(OmegaConf.structured(Config), {"batch": BatchConfig})
+    store.store(group="hydra/schema", name="config", node=config)
     for source, schema in DATA_SOURCES.items():
         store.store(group="hydra/schema/data", name=source, node=schema)
 
@@ -94,14 +96,16 @@ def _register_schema() -> None:
 @contextlib.contextmanager
 def _command_line(arguments: list[str]) -> Iterator[None]:
     """Give Hydra the arguments, and have it raise its errors instead of printing them."""
-    before = sys.argv
+    before = sys.argv, os.environ.pop("HYDRA_FULL_ERROR", None)
     sys.argv = [PROGRAM, *arguments]
     os.environ["HYDRA_FULL_ERROR"] = "1"
     try:
         yield
     finally:
-        sys.argv = before
+        sys.argv = before[0]
         del os.environ["HYDRA_FULL_ERROR"]
+        if before[1] is not None:
+            os.environ["HYDRA_FULL_ERROR"] = before[1]
 
 
 def frozen(config: DictConfig) -> dict[str, Any]:
@@ -145,7 +149,9 @@ def _plain_child(parent: Any, key: Any, reads: list[str]) -> Any:
 
 def one_line(error: Exception, arguments: list[str]) -> str:
     """Say value, rule and remedy of an error of Hydra or OmegaConf."""
-    cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
+    nested = error.__cause__ or error.__context__  # the latter where a YAML file is at fault
+    hidden = isinstance(error, HydraException) and isinstance(nested, OmegaConfBaseException)
+    cause = nested if hidden else error
     path = getattr(cause, "full_key", None) or _path_in(str(error))
     text = re.sub(r"\s*\n\s*", " ", str(cause)).strip()
     if choices := re.search(
@@ -156,9 +162,22 @@ def one_line(error: Exception, arguments: list[str]) -> str:
         return _unknown_setting(path, _value_given(path, arguments))
     if path and (wrong := re.match(r"(Value .+?)( full_key: .+)?$", text)):
         return f"{path}={_value_given(path, arguments)}: {wrong[1].rstrip('.')}"
+    if "Config group override must be" in text and (word := _group_without_choice(arguments)):
+        return f"{word} names no choice; lockstep-gpt train --help lists them"
     noise = r" (full_key|reference_type|object_type)[:=] ?\S*| (See https?://|Config search path).+"
     text = re.sub(noise, "", text)
     return f"{path}={_value_given(path, arguments)}: {text}" if path else text
+
+
+def _group_without_choice(arguments: list[str]) -> str | None:
+    groups = {path.name for path in config_folder().iterdir() if path.is_dir()}
+    return next((word for word in arguments if word.partition("=")[0].lstrip("+") in groups), None)
+
+
+def _file_of(error: Exception) -> str:
+    """Name the YAML file that the mistake is in, where Hydra knows it."""
+    found = re.match(r"In '(.+?)': .+ raised while composing config", str(error))
+    return f"{found[1]}.yaml: " if found else ""
 
 
 def _path_in(text: str) -> str | None:

@@ -14,6 +14,7 @@ from typing import Any, ClassVar, cast
 from omegaconf import MISSING, OmegaConf
 
 PROGRAM = "lockstep-gpt"
+OPEN_GROUPS = ("trainer", "strategy", "callbacks", "logger")  # Lightning's own settings
 
 
 class UserError(ValueError):
@@ -57,7 +58,7 @@ class Checked:
             return
         for rule, limit in rules.get("limits", {}).items():
             if not _HOLDS[rule](value, limit):
-                self.refuse(name, f"must be {rule} {limit:g}")
+                self.refuse(name, f"must be {rule} {limit}")
 
     def refuse(self, name: str, rule: str) -> None:
         """Raise the `UserError` that says which setting breaks which rule."""
@@ -229,7 +230,12 @@ class LaunchConfig(Checked):
 class Config(Checked):
     """One whole run."""
 
-    seed: int = setting("decides initial weights, order of samples and dropout", 1337, at_least=0)
+    seed: int = setting(
+        "decides initial weights, order of samples and dropout",
+        1337,
+        at_least=0,
+        at_most=2**63 - 1,  # torch takes no more
+    )
     max_steps: int | None = setting("optimizer steps of the run", None, at_least=1)
     max_tokens: int | None = setting("tokens of the run, instead of steps", None, at_least=1)
     run_name: str | None = setting("name of the run; null: model-data-world-date", None)
@@ -328,7 +334,13 @@ def from_container(values: dict[str, Any]) -> Config:
         UserError: a value breaks its rule.
         omegaconf.errors.OmegaConfBaseException: a name or type is not the schema's.
     """
-    source = DATA_SOURCES.get(values.get("data", {}).get("source"), DataConfig)
+    source = _data_class(values.get("data", {}).get("source"))
     data = OmegaConf.create({"data": OmegaConf.structured(source)})
     merged = OmegaConf.merge(OmegaConf.structured(Config), data, values)
     return cast(Config, OmegaConf.to_object(merged))
+
+
+def _data_class(source: str | None) -> type[DataConfig]:
+    if source is not None and source not in DATA_SOURCES:
+        raise UserError(f"data.source={source} is not one of {', '.join(DATA_SOURCES)}")
+    return DATA_SOURCES.get(source or "", DataConfig)

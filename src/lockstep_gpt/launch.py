@@ -47,6 +47,10 @@ def train(arguments: list[str]) -> int:
 
 def prepare(arguments: list[str]) -> int:
     """Make the token files of a data choice, and check them against the model's context."""
+    if "--help" in arguments:
+        print(f"usage: {PROGRAM} prepare [data=CHOICE] [data.SETTING=VALUE ...]")
+        print(f"Takes the settings of {PROGRAM} train, which prepares as well where it must.")
+        return 0
 
     def job(composed: DictConfig) -> tuple[int, float]:
         _, config = compose.checked(composed)

@@ -20,7 +20,7 @@ def config(batch: BatchConfig | None = None, max_tokens: int | None = None, **op
     return Config(
         max_steps=None if max_tokens else optim.pop("max_steps", 100),
         max_tokens=max_tokens,
-        batch=batch or BatchConfig(),
+        batch=batch or BatchConfig(micro_size=12),
         optim=OptimConfig(algorithm="adamw", **optim),
     )
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from lockstep_gpt.config import PROGRAM, Config
+from lockstep_gpt.config import PROGRAM, Config, UserError
 from lockstep_gpt.data.datamodule import gather, open_windows
 from lockstep_gpt.data.order import validation_rows
 from lockstep_gpt.data.prepare import prepare
@@ -22,6 +22,8 @@ from lockstep_gpt.training.module import TokenLoss
 def main(arguments: list[str]) -> int:
     """Print loss, perplexity and, for text, bits per byte."""
     options = _parser().parse_args(arguments)
+    if options.batch_size < 1:
+        raise UserError(f"--batch-size={options.batch_size} must be at least 1")
     checkpoint = find_checkpoint(options.source)
     model, config, _ = load_model(checkpoint)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

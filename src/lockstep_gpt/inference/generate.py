@@ -7,13 +7,17 @@ from pathlib import Path
 
 import torch
 
-from lockstep_gpt.config import PROGRAM
+from lockstep_gpt.config import PROGRAM, UserError
 from lockstep_gpt.training.checkpoint import find_checkpoint, load_model
 
 
 def main(arguments: list[str]) -> int:
     """Print the prompt and its continuation."""
     options = _parser().parse_args(arguments)
+    if options.length < 0:
+        raise UserError(f"--length={options.length} must be at least 0")
+    if not 0 <= options.seed < 2**63:
+        raise UserError(f"--seed={options.seed} must be from 0 to {2**63 - 1}")
     model, _, tokenizer = load_model(find_checkpoint(options.source))
     prompt = tokenizer.encode(options.prompt).astype("int64")
     tokens = model.generate(

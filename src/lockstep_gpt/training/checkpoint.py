@@ -7,18 +7,21 @@ import logging
 import os
 import pickle
 import re
+import struct
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.fabric.plugins import CheckpointIO
 
-from lockstep_gpt.config import Config, UserError, from_container
+from lockstep_gpt.config import OPEN_GROUPS, Config, UserError, from_container
 from lockstep_gpt.data import tokenizer
 from lockstep_gpt.model.gpt import GPT
 
 logger = logging.getLogger(__name__)
 
+# What torch raises for a file that it cannot read.
+UNREADABLE = (pickle.UnpicklingError, RuntimeError, EOFError, LookupError, ValueError, struct.error)
 NAME = re.compile(r"step=(\d{6,})\.ckpt")
 
 
@@ -143,8 +146,8 @@ def read_checkpoint(path: Path, map_location: Any = "cpu") -> dict[str, Any]:
         raise UserError(f"checkpoint {path} {fault}; take another one from the same folder")
     try:
         content = torch.load(path, map_location=map_location, weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
-        reason = str(error).splitlines()[0]
+    except UNREADABLE as error:
+        reason = (str(error) or type(error).__name__).splitlines()[0]
         raise UserError(f"checkpoint {path} holds more than tensors and values: {reason}") from None
     if not isinstance(content, dict) or not {"config", "tokenizer", "state_dict"} <= set(content):
         raise UserError(f"checkpoint {path} was not written by lockstep-gpt train")
@@ -170,7 +173,8 @@ def find_checkpoint(path: Path) -> Path:
 def load_model(path: Path) -> tuple[GPT, Config, tokenizer.Tokenizer]:
     """Return the model of a checkpoint in evaluation mode, its configuration and tokenizer."""
     content = read_checkpoint(path)
-    config = from_container(content["config"])
+    values = {name: each for name, each in content["config"].items() if name not in OPEN_GROUPS}
+    config = from_container(values)  # without what a model does not need, and its references
     text = tokenizer.from_dict(content["tokenizer"])
     model = GPT(config.model, text.vocab_size)
     prefix = "model."

@@ -67,7 +67,10 @@ def _indivisible_line(batch: BatchConfig, devices: int, nodes: int) -> str:
         f"nearest: batch.global_size={' or '.join(map(str, nearest))}"
     )
     per_rank, rest = divmod(batch.global_size, world_size)
-    return line if rest or not per_rank else f"{line}, or keep it with batch.micro_size=null"
+    if rest or batch.micro_size is None or per_rank == 0:
+        return line
+    fits = next(size for size in range(batch.micro_size, 0, -1) if per_rank % size == 0)
+    return f"{line}, or keep it with batch.micro_size={fits}"
 
 
 @dataclass(frozen=True)

@@ -41,6 +41,7 @@ class Checkpoints(StepCallback, Checkpoint):
         self.batch = batch
         self.total_steps = total_steps
         self.val_every = val_every
+        self.urgent = False  # save after the validation that comes, due or not
         self.losses: dict[int, float] = {}  # step of a kept checkpoint -> its validation loss
 
     def validates(self, step: int) -> bool:
@@ -64,7 +65,7 @@ class Checkpoints(StepCallback, Checkpoint):
         step, loss = trainer.global_step, pl_module.val_loss
         assert loss is not None
         best = sorted([*self.losses.values(), loss])[: self.settings.keep_best]
-        if self.is_due(step) or loss in best:
+        if self.urgent or self.is_due(step) or loss in best:
             self.losses[step] = loss
             self.save(trainer)
 

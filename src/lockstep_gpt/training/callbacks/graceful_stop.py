@@ -35,6 +35,7 @@ class GracefulStop(StepCallback):
     def __init__(self, checkpoints: Checkpoints) -> None:
         self.checkpoints = checkpoints
         self.received = 0
+        self.decided = 0
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         """Take over from Lightning's handlers, which it installs before."""
@@ -47,12 +48,26 @@ class GracefulStop(StepCallback):
         self.received = signum
 
     def on_step_end(self, trainer: Trainer, pl_module: Any, step: int) -> None:  # noqa: ARG002
-        """Save and raise `Stopped` once all ranks know of a signal."""
+        """Save and stop once all ranks know of a signal.
+
+        Where a validation follows, only after it: else the saved state would claim it was done.
+        """
         decided = self.vote.cast(self.received)
-        if decided and step < self.checkpoints.total_steps:
+        self.decided = decided if step < self.checkpoints.total_steps else 0
+        if self.decided and self.checkpoints.validates(step):
+            self.checkpoints.urgent = True
+        elif self.decided:
             self.checkpoints.save(trainer)
-            self.vote.close()
-            raise Stopped(decided)
+            self._stop()
+
+    def on_train_batch_start(self, *_arguments: Any) -> None:
+        """Stop where a validation came between."""
+        if self.decided:
+            self._stop()
+
+    def _stop(self) -> None:
+        self.vote.close()
+        raise Stopped(self.decided)
 
     def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:  # noqa: ARG002
         """Read the last vote, or a rank could leave while another still counts on it."""
