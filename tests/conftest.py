@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import signal
@@ -22,6 +23,12 @@ settings.load_profile("patient")
 
 # Tests run side by side: threads that wait for each other would wait for other tests' threads.
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+# Two of the README's commands, which many tests look at.
+FIRST = "train experiment=smoke run_dir=runs/first"
+ON_TWO_RANKS = (
+    "train experiment=smoke trainer=cpu trainer.devices=2 strategy=ddp "
+    "strategy.process_group_backend=gloo"
+)
 TIMEOUT = 120  # seconds; no command of the tests takes a quarter of it on a quiet machine
 
 
@@ -79,7 +86,15 @@ class Command:
 
 def _clean_environment() -> dict[str, str]:
     """Return the environment without what pytest-xdist or a launcher may have left."""
-    names = ("PYTEST_", "RANK", "LOCAL_", "WORLD_SIZE", "MASTER_", "OMP_NUM_THREADS")
+    names = (
+        "PYTEST_",
+        "PYTHONDONTWRITEBYTECODE",
+        "RANK",
+        "LOCAL_",
+        "WORLD_SIZE",
+        "MASTER_",
+        "OMP_NUM_THREADS",
+    )
     return {name: value for name, value in os.environ.items() if not name.startswith(names)}
 
 
@@ -91,8 +106,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
-def data_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("data")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that all workers of pytest-xdist see."""
+    base = tmp_path_factory.getbasetemp()
+    return base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+
+
+@pytest.fixture(scope="session")
+def data_root(shared: Path) -> Path:
+    return shared / "data"
 
 
 @pytest.fixture
@@ -101,10 +123,32 @@ def command(tmp_path: Path, data_root: Path) -> Command:
 
 
 @pytest.fixture(scope="session")
-def finished(tmp_path_factory: pytest.TempPathFactory, data_root: Path) -> tuple[Command, str]:
+def finished(shared: Path, data_root: Path) -> tuple[Command, str]:
     """A finished run of the smoke experiment in `runs/first`, and what the screen showed."""
-    command = Command(tmp_path_factory.mktemp("finished"), data_root)
-    return command, command.train("run_dir=runs/first").stdout
+    return _once(Command(shared / "finished", data_root), FIRST.split(), "first")
+
+
+@pytest.fixture(scope="session")
+def two(finished: tuple[Command, str]) -> tuple[Command, str]:
+    """The same on two ranks, in `runs/two` beside it."""
+    return _once(finished[0], [*ON_TWO_RANKS.split(), "run_dir=runs/two"], "two")
+
+
+def _once(command: Command, words: list[str], name: str) -> tuple[Command, str]:
+    """Run a command in one worker of pytest-xdist and let the others read what it showed."""
+    command.folder.mkdir(exist_ok=True)
+    screen = command.folder.with_name(f"{name}.screen")
+    with screen.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not screen.exists():
+            screen.write_text(command(*words, f"data.root={command.data_root}").stdout)
+    return command, screen.read_text()
+
+
+@pytest.fixture(scope="session")
+def shown_elsewhere() -> set[str]:
+    """The README's commands that fixtures run."""
+    return {FIRST, ON_TWO_RANKS}
 
 
 @pytest.fixture
@@ -144,3 +188,8 @@ def processes_of() -> Callable[[Path], list[int]]:
 def kill() -> Callable[[int], None]:
     """Kill one process that a test started, the hard way."""
     return lambda pid: os.kill(pid, signal.SIGKILL)
+
+
+def pytest_xdist_auto_num_workers() -> int:
+    """Take a worker more than there are cores: tests of the command mostly wait for it."""
+    return (os.cpu_count() or 1) + 1

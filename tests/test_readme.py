@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from lockstep_gpt import cli
+
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 COMMANDS = re.findall(r"^lockstep-gpt (.+)$", README, flags=re.MULTILINE)
@@ -22,8 +24,15 @@ def test_every_command_is_of_a_kind_that_is_tested():
 
 
 @pytest.mark.parametrize("line", TRAINS)
-def test_training_command_runs(command, line):
-    command(*shlex.split(line), f"data.root={command.data_root}")
+def test_training_command_runs(command, line, shown_elsewhere):
+    sweep = ["launch.inline=true"] if "--multirun" in line else []  # imports once for all jobs
+    if line not in shown_elsewhere:
+        command(*shlex.split(line), f"data.root={command.data_root}", *sweep)
+
+
+def test_commands_that_fixtures_run_are_still_the_readme_s(finished, two, shown_elsewhere):
+    assert shown_elsewhere < set(TRAINS)
+    assert all(screen.count("done in") == 1 for _, screen in (finished, two))
 
 
 @pytest.mark.parametrize("line", LAUNCHED)
@@ -40,9 +49,11 @@ def test_command_for_gpus_composes(command, line):
 
 
 @pytest.mark.parametrize("line", READS)
-def test_command_that_reads_a_run_runs(finished, line):
+def test_command_that_reads_a_run_runs(finished, line, monkeypatch, capsys):
     command, _ = finished
-    assert command(*shlex.split(line)).stdout
+    monkeypatch.chdir(command.folder)
+    assert cli.main(shlex.split(line)) == 0
+    assert capsys.readouterr().out
 
 
 def test_tree_names_every_source_file_once():

@@ -269,6 +269,7 @@ class Config(Checked):
             tokens = _as_typed(self.max_tokens)
             self.refuse("max_steps", f"and max_tokens={tokens}: give one and set the other to null")
         _check_trainer(self.trainer)
+        _check_strategy(self.strategy)
 
 
 # Trainer arguments that have a door of ours: two doors to one setting would silently disagree.
@@ -295,6 +296,29 @@ OWNED_TRAINER_KEYS = {
     "val_check_interval": "val_every",
 }
 ACCELERATORS = ("auto", "cpu", "gpu", "cuda")
+
+
+BACKENDS = (None, "nccl", "gloo", "mpi")
+COMM_HOOKS = ("none", "fp16", "bf16", "powersgd")
+
+
+def _check_strategy(strategy: dict[str, Any]) -> None:
+    """Check what our own strategies take; a foreign one checks for itself."""
+    _check_choice("process_group_backend", strategy.get("process_group_backend"), BACKENDS)
+    _check_choice("comm_hook", strategy.get("comm_hook", "none"), COMM_HOOKS)
+    for name in ("timeout_seconds", "bucket_cap_mb"):
+        value = strategy.get(name, 1)
+        if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+            raise UserError(f"strategy.{name}={value} must be a number above 0")
+    for name in ("find_unused_parameters", "gradient_as_bucket_view", "static_graph"):
+        if not isinstance(value := strategy.get(name, False), bool):
+            raise UserError(f"strategy.{name}={value} must be true or false")
+
+
+def _check_choice(name: str, value: Any, choices: tuple[str | None, ...]) -> None:
+    if value not in choices:
+        names = ", ".join(map(_as_typed, choices))
+        raise UserError(f"strategy.{name}={_as_typed(value)} is not one of {names}")
 
 
 def _check_trainer(trainer: dict[str, Any]) -> None:

@@ -104,9 +104,13 @@ def _refuse_impossible(config: Config, placement: Placement) -> None:
             "strategy=ddp_spawn starts its own ranks and cannot run inside a launcher; "
             "set strategy=ddp"
         )
-    backend = config.strategy.get("process_group_backend")
+    backend, hook = (config.strategy.get(name) for name in ("process_group_backend", "comm_hook"))
     if backend == "nccl" and placement.accelerator != "cuda":
         raise UserError(
             f"strategy.process_group_backend=nccl needs GPUs, this run takes "
             f"{placement.accelerator}; set strategy.process_group_backend=gloo"
+        )
+    if hook == "bf16" and (placement.accelerator != "cuda" or backend not in (None, "nccl")):
+        raise UserError(
+            "strategy.comm_hook=bf16 needs GPUs and NCCL; set strategy.comm_hook=fp16 or none"
         )

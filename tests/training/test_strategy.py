@@ -7,7 +7,6 @@ from omegaconf import OmegaConf
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
 from lockstep_gpt.compose import config_folder
-from lockstep_gpt.config import UserError
 from lockstep_gpt.training.strategy import auto, ddp
 
 PRESETS = config_folder() / "strategy"
@@ -29,7 +28,7 @@ def test_auto_takes_ddp_for_more_than_one_rank():
 
 def test_ddp_wraps_even_one_rank_and_takes_the_backend_that_is_asked_for():
     settings = {**SETTINGS, "process_group_backend": "mpi"}
-    strategy = ddp(accelerator="cpu", world_size=1, **settings, bucket_cap_mb=7)
+    strategy = ddp(**settings, bucket_cap_mb=7)
     assert isinstance(strategy, DDPStrategy)
     assert strategy._process_group_backend == "mpi"
     assert strategy._ddp_kwargs == {"bucket_cap_mb": 7}
@@ -41,7 +40,7 @@ def test_every_setting_of_the_presets_is_taken(name):
         OmegaConf.load(PRESETS / "ddp.yaml"), OmegaConf.load(PRESETS / f"{name}.yaml")
     )
     settings = {key: preset[key] for key in preset if key not in ("_target_", "defaults")}
-    strategy = ddp(accelerator="cpu", world_size=2, **settings)
+    strategy = ddp(**settings)
     assert strategy._ddp_kwargs["gradient_as_bucket_view"] is True
     assert strategy._ddp_comm_hook is None
 
@@ -55,18 +54,6 @@ def test_every_setting_of_the_presets_is_taken(name):
     ],
 )
 def test_gradients_are_compressed_as_the_comm_hook_says(name, hook):
-    strategy = ddp(accelerator="cuda", world_size=2, **{**SETTINGS, "comm_hook": name})
+    strategy = ddp(**{**SETTINGS, "comm_hook": name})
     assert strategy._ddp_comm_hook is hook
     assert (strategy._ddp_comm_state is not None) == (name == "powersgd")
-
-
-@pytest.mark.parametrize(
-    ("hook", "line"),
-    [
-        ("int8", r"^strategy\.comm_hook=int8 is not one of none, fp16, bf16, powersgd$"),
-        ("bf16", r"^strategy\.comm_hook=bf16 needs GPUs and NCCL; set fp16, powersgd or none$"),
-    ],
-)
-def test_a_comm_hook_that_cannot_be_is_refused(hook, line):
-    with pytest.raises(UserError, match=line):
-        ddp(accelerator="cpu", world_size=2, **{**SETTINGS, "comm_hook": hook})
