@@ -52,7 +52,7 @@ def test_two_ranks_leave_one_run_directory_like_one(two):
 def test_only_rank_zero_speaks(two):
     _, screen = two
     assert len(re.findall("step 20/20  val_loss", screen)) == 1
-    assert len(re.findall("2 x cpu, gloo", screen)) == 1
+    assert len(re.findall("DDPStrategy over gloo", screen)) == 1
 
 
 def test_ranks_change_double_precision_weights_by_rounding_only(command):

@@ -2,6 +2,7 @@
 
 import re
 import shlex
+import shutil
 import sys
 from pathlib import Path
 
@@ -13,14 +14,15 @@ ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 COMMANDS = re.findall(r"^lockstep-gpt (.+)$", README, flags=re.MULTILINE)
 NEEDS_GPU = [line for line in COMMANDS if "gpu" in line or "gpt2_124m" in line]
-TRAINS = [line for line in COMMANDS if "experiment=smoke" in line]
+RESUMES = [line for line in COMMANDS if "resume=" in line]
+TRAINS = [line for line in COMMANDS if "experiment=smoke" in line and line not in RESUMES]
 LAUNCHED = re.findall(r"^torchrun (.+)$", README, flags=re.MULTILINE)
 READS = [line for line in COMMANDS if line.startswith(("generate", "evaluate"))]
 
 
 def test_every_command_is_of_a_kind_that_is_tested():
     assert len(COMMANDS) >= 8
-    assert sorted(COMMANDS) == sorted([*NEEDS_GPU, *TRAINS, *READS, "train --cfg job"])
+    assert sorted(COMMANDS) == sorted([*NEEDS_GPU, *TRAINS, *RESUMES, *READS, "train --cfg job"])
 
 
 @pytest.mark.parametrize("line", TRAINS)
@@ -33,6 +35,14 @@ def test_training_command_runs(command, line, shown_elsewhere):
 def test_commands_that_fixtures_run_are_still_the_readme_s(finished, two, shown_elsewhere):
     assert shown_elsewhere < set(TRAINS)
     assert all(screen.count("done in") == 1 for _, screen in (finished, two))
+
+
+def test_commands_that_go_on_with_a_run_work_one_after_the_other(finished, command):
+    shutil.copytree(finished[0].folder / "runs/first", command.folder / "runs/first")
+    for line, steps in zip(RESUMES, (30, 40), strict=True):
+        root = [] if "run_dir" in line else [f"data.root={command.data_root}"]
+        out = command(*shlex.split(line), *root).stdout
+        assert f"step {steps}/{steps}  val_loss" in out
 
 
 @pytest.mark.parametrize("line", LAUNCHED)

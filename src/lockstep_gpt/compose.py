@@ -68,18 +68,35 @@ def run(arguments: list[str], job: Callable[[DictConfig], Any]) -> None:
             raise UserError(_file_of(error) + one_line(error, arguments)) from None
 
 
+def quoted(arguments: list[str]) -> list[str]:
+    """Quote paths that Hydra could not parse, `step=000500.ckpt` for one: they hold an `=`."""
+    return [re.sub(r"^(resume|run_dir)=([^'\"].*=.*)$", r"\1='\2'", word) for word in arguments]
+
+
 def checked(config: DictConfig) -> tuple[dict[str, Any], Config]:
     """Return the values to freeze and the same as the typed, checked `Config`.
 
     Raises:
         UserError: a value breaks its rule, or a reference leads nowhere.
     """
+    given = OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False)
+    overrides = [str(override) for override in cast(list[Any], given)]
     try:
         values = frozen(config)
-        return values, from_container(values)
     except OmegaConfBaseException as error:
-        given = OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False)
-        overrides = [str(override) for override in cast(list[Any], given)]
+        raise UserError(one_line(error, overrides)) from None
+    return values, typed(values, overrides)
+
+
+def typed(values: dict[str, Any], overrides: list[str]) -> Config:
+    """Return plain `values` as the typed, checked `Config`.
+
+    Raises:
+        UserError: a name, a type or a rule does not hold; it quotes from `overrides`.
+    """
+    try:
+        return from_container(values)
+    except OmegaConfBaseException as error:
         raise UserError(one_line(error, overrides)) from None
 
 
@@ -97,7 +114,7 @@ def _register_schema() -> None:
 def _command_line(arguments: list[str]) -> Iterator[None]:
     """Give Hydra the arguments, and have it raise its errors instead of printing them."""
     before = sys.argv, os.environ.pop("HYDRA_FULL_ERROR", None)
-    sys.argv = [PROGRAM, *arguments]
+    sys.argv = [PROGRAM, *quoted(arguments)]
     os.environ["HYDRA_FULL_ERROR"] = "1"
     try:
         yield

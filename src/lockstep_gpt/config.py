@@ -240,6 +240,11 @@ class Config(Checked):
     max_tokens: int | None = setting("tokens of the run, instead of steps", None, at_least=1)
     run_name: str | None = setting("name of the run; null: model-data-world-date", None)
     run_dir: str | None = setting("folder of the run; null: a new one under runs/", None)
+    resume: str = setting(
+        "auto: go on in run_dir if it is there; none; or the checkpoint or run to start from",
+        "none",
+    )
+    resume_force: bool = setting("resume with another model shape or data set all the same", False)
     precision: str = setting(
         "arithmetic of forward and backward",
         "32-true",

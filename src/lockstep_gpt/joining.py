@@ -19,13 +19,19 @@ from lockstep_gpt.run_directory import RunDirectory
 DECIDED_BY_RANK_ZERO = ("run_dir", "run_name")
 
 
-def join_run(values: dict[str, Any], config: Config, create: Callable[[], RunDirectory]) -> int:
+def join_run(
+    values: dict[str, Any],
+    config: Config,
+    create: Callable[[], RunDirectory],
+    undo: Callable[[], None],
+) -> int:
     """Agree with the other ranks on one run directory, then train; return the exit status.
 
     Args:
         values: the configuration as this rank would freeze it.
         config: the same, typed.
         create: makes the run directory; called on rank 0 alone.
+        undo: unmakes it, if the ranks do not agree.
 
     Raises:
         UserError: on rank 0 for all of them, whose mistake it may ever have been.
@@ -45,7 +51,7 @@ def join_run(values: dict[str, Any], config: Config, create: Callable[[], RunDir
     if not faults:
         return rank.main(RunDirectory(Path(run["values"]["run_dir"])))
     if ranks.rank == 0 and run["values"]:
-        RunDirectory(Path(run["values"]["run_dir"])).discard()
+        undo()
     if ranks.rank == 0:
         print(f"{PROGRAM} train: {faults[0]}", file=sys.stderr)
     group.leave()

@@ -22,7 +22,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from lockstep_gpt import compose, devices, joining, process
+from lockstep_gpt import compose, devices, joining, process, resuming
 from lockstep_gpt.config import PROGRAM, Config, UserError
 from lockstep_gpt.data import prepare as data_prepare
 from lockstep_gpt.data import shards
@@ -35,6 +35,8 @@ LEVELS = {"quiet": logging.WARNING, "normal": logging.INFO, "debug": logging.DEB
 
 def train(arguments: list[str]) -> int:
     """Train once, or once for each job of a sweep; return the worst exit status."""
+    if run := resuming.run_to_resume(arguments):
+        return _resume(run, arguments)
     flags = [word for word in arguments if word in ("-m", "--multirun")]
     if flags:  # to the front: Hydra's parser wants all overrides in one row
         arguments = [*flags, *(word for word in arguments if word not in flags)]
@@ -98,12 +100,7 @@ def _is_sweep() -> bool:
 def _train(composed: DictConfig) -> tuple[int, float]:
     """Run one training to its end; return its exit status and its validation loss."""
     values, config = compose.checked(composed)
-    _set_up_logging(config)
-    placement = devices.place(config)
-    batch = schedule.plan_batch(
-        config.batch, config.model.block_size, placement.devices, placement.nodes
-    )
-    schedule.plan_schedule(config, batch)
+    placement = _placed(config)
     run = RunDirectory(_run_path(config))
     settled = _settled(values, placement, run)
 
@@ -114,12 +111,49 @@ def _train(composed: DictConfig) -> tuple[int, float]:
         return run
 
     if devices.is_inside_launcher():
-        return joining.join_run(settled, config, create), math.nan
-    create()
-    status = _run_inline(run) if config.launch.inline else _supervise(run)
+        return joining.join_run(settled, config, create, run.discard), math.nan
+    status = _start(create(), config)
     if status == 2:
         run.discard()
     return status, float(run.read_summary().get("val_loss") or math.nan)
+
+
+def _resume(run: RunDirectory, arguments: list[str]) -> int:
+    """Go on with a run in its own directory; return the exit status."""
+    before = run.values()
+    values, changes = resuming.revive(run, arguments)
+    config = compose.typed(values, arguments)
+    placement = _placed(config)
+    settled = {**values, "trainer": _trainer_settled(values, placement)}
+
+    def create() -> RunDirectory:
+        _prepared(config)
+        run.refreeze(settled)
+        resuming.log_overrides(run, changes)
+        print("\n".join([f"resuming {run.path}", *(f"  {change}" for change in changes)]))
+        return run
+
+    if devices.is_inside_launcher():
+        return joining.join_run(settled, config, create, lambda: run.refreeze(before))
+    status = _start(create(), config)
+    if status == 2:
+        run.refreeze(before)
+    return status
+
+
+def _placed(config: Config) -> devices.Placement:
+    """Find the devices, and refuse what their number makes impossible."""
+    _set_up_logging(config)
+    placement = devices.place(config)
+    batch = schedule.plan_batch(
+        config.batch, config.model.block_size, placement.devices, placement.nodes
+    )
+    schedule.plan_schedule(config, batch)
+    return placement
+
+
+def _start(run: RunDirectory, config: Config) -> int:
+    return _run_inline(run) if config.launch.inline else _supervise(run)
 
 
 def _set_up_logging(config: Config) -> None:
@@ -154,17 +188,17 @@ def _settled(
     choices = HydraConfig.get().runtime.choices
     world = placement.devices * placement.nodes
     name = f"{choices['model']}-{choices['data']}-{world}-{time.strftime('%Y%m%d-%H%M%S')}"
-    trainer = {
-        **values["trainer"],
-        "accelerator": placement.accelerator,
-        "devices": placement.devices,
-    }
     return {
         **values,
         "run_dir": str(run.path),
         "run_name": values["run_name"] or name,
-        "trainer": trainer,
+        "trainer": _trainer_settled(values, placement),
     }
+
+
+def _trainer_settled(values: dict[str, Any], placement: devices.Placement) -> dict[str, Any]:
+    found = {"accelerator": placement.accelerator, "devices": placement.devices}
+    return {**values["trainer"], **found}
 
 
 def _run_inline(run: RunDirectory) -> int:

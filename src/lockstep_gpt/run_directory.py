@@ -51,6 +51,11 @@ class RunDirectory:
         return self.path / "failed.json"
 
     @property
+    def overrides(self) -> Path:
+        """What each resume has changed in the configuration."""
+        return self.path / "overrides.log"
+
+    @property
     def checkpoints(self) -> Path:
         """The folder of `step=000500.ckpt` files."""
         return self.path / "checkpoints"
@@ -65,7 +70,8 @@ class RunDirectory:
             return
         if self.path.exists():
             raise UserError(
-                f"run_dir={self.path} exists and holds something; name another one or remove it"
+                f"run_dir={self.path} exists and holds something; resume=auto goes on with it, "
+                "another run_dir starts anew"
             )
 
     def create(self, values: dict[str, Any]) -> None:
@@ -77,7 +83,7 @@ class RunDirectory:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             with self.config.open("x", encoding="utf-8") as file:
-                file.write(yaml.safe_dump(values, sort_keys=False, allow_unicode=True))
+                file.write(_as_yaml(values))
         except FileExistsError:
             self.refuse_if_used()
             raise
@@ -85,6 +91,13 @@ class RunDirectory:
             raise UserError(
                 f"run_dir={self.path} cannot be written ({error.strerror}); name another one"
             ) from None
+
+    def refreeze(self, values: dict[str, Any]) -> None:
+        """Replace the frozen configuration for the next part of a resumed run."""
+        beside = self.config.with_suffix(".yaml.tmp")
+        beside.write_text(_as_yaml(values), encoding="utf-8")
+        beside.replace(self.config)
+        self.failed.unlink(missing_ok=True)  # an earlier part's; train.log still tells of it
 
     def values(self) -> dict[str, Any]:
         """Return the frozen configuration as plain values.
@@ -130,6 +143,10 @@ class RunDirectory:
         """Remove the directory of a run that never began to train."""
         assert not self.checkpoints.exists(), "a run that saved something is never discarded"
         shutil.rmtree(self.path)
+
+
+def _as_yaml(values: dict[str, Any]) -> str:
+    return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:

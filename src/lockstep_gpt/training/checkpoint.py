@@ -185,3 +185,65 @@ def load_model(path: Path) -> tuple[GPT, Config, tokenizer.Tokenizer]:
     }
     model.load_state_dict(weights)
     return model.eval(), config, text
+
+
+def realign(checkpoint: dict[str, Any], accumulation: int) -> None:
+    """Make Lightning's count of micro-batches that of this run at the saved optimizer step.
+
+    With another number of devices a step has another number of micro-batches, and Lightning,
+    which only counts these, would end its next steps in the wrong places.
+    """
+    progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
+    batches = checkpoint["global_step"] * accumulation
+    for part in ("total", "current"):
+        progress[part] = dict.fromkeys(progress[part], batches)
+
+
+def apply_settings(checkpoint: dict[str, Any], optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Put this run's settings of the optimizer in the place of the saved ones.
+
+    Torch saves them with the state and would restore them, so that a new `optim.lr` of a resumed
+    run would silently do nothing.
+    """
+    for state in checkpoint["optimizer_states"]:
+        for saved, ours in zip(state["param_groups"], optimizer.param_groups, strict=True):
+            saved.update({name: ours[name] for name in saved if name != "params"}, lr=lr)
+    for state in checkpoint["lr_schedulers"]:
+        state["base_lrs"] = [group["initial_lr"] for group in optimizer.param_groups]
+
+
+def refuse_another_identity(path: Path, saved: dict[str, Any], ours: dict[str, Any]) -> None:
+    """Raise a `UserError` if a checkpoint is of another model or data set than this run's."""
+    for group, harmless in (
+        ("model", {"dropout"}),
+        ("data", {"root", "num_workers", "val_tokens"}),
+    ):
+        for name in sorted({*saved[group], *ours[group]} - harmless):
+            was, is_now = saved[group].get(name), ours[group].get(name)
+            if was != is_now:
+                raise UserError(
+                    f"resume={path} has {group}.{name}={was}, this run {is_now}; set it alike, or "
+                    "set resume_force=true"
+                )
+
+
+def fits(module: torch.nn.Module, content: dict[str, Any]) -> bool:
+    """Tell whether every saved weight has its place in `module`, and every place its weight."""
+    names = content["state_dict"].keys()
+    return bool(_fitting(module, content).keys() == names == module.state_dict().keys())
+
+
+def adopt_weights(module: torch.nn.Module, content: dict[str, Any]) -> int:
+    """Copy the weights that fit into `module`; return how many did."""
+    fitting = _fitting(module, content)
+    module.load_state_dict(fitting, strict=False)
+    return len(fitting)
+
+
+def _fitting(module: torch.nn.Module, content: dict[str, Any]) -> dict[str, torch.Tensor]:
+    places = module.state_dict()
+    return {
+        name: weight
+        for name, weight in content["state_dict"].items()
+        if name in places and places[name].shape == weight.shape
+    }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import lightning
 import numpy as np
@@ -17,6 +17,7 @@ from lockstep_gpt.config import Config
 from lockstep_gpt.data.tokenizer import Tokenizer
 from lockstep_gpt.model.gpt import GPT
 from lockstep_gpt.model.loss import IGNORE
+from lockstep_gpt.training.checkpoint import apply_settings, realign
 from lockstep_gpt.training.optim import build_optimizer
 from lockstep_gpt.training.schedule import Schedule
 
@@ -106,6 +107,12 @@ class GPTModule(lightning.LightningModule):
             "optimizer": optimizer,
             "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
         }
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Let a resumed run have its own accumulation and settings, whatever the saved one had."""
+        realign(checkpoint, self.trainer.accumulate_grad_batches)
+        optimizer = cast(dict[str, Any], self.configure_optimizers())["optimizer"]
+        apply_settings(checkpoint, optimizer, self.schedule.lr(checkpoint["global_step"]))
 
     def configure_gradient_clipping(
         self,

@@ -26,7 +26,16 @@ from lockstep_gpt.run_directory import RunDirectory
 from lockstep_gpt.training.callbacks.checkpoints import Checkpoints
 from lockstep_gpt.training.callbacks.graceful_stop import GracefulStop, Stopped
 from lockstep_gpt.training.callbacks.metrics import COLUMNS, Metrics
-from lockstep_gpt.training.checkpoint import AtomicCheckpointIO, newest_valid, step_of
+from lockstep_gpt.training.checkpoint import (
+    AtomicCheckpointIO,
+    adopt_weights,
+    find_checkpoint,
+    fits,
+    newest_valid,
+    read_checkpoint,
+    refuse_another_identity,
+    step_of,
+)
 from lockstep_gpt.training.metrics_file import MetricsFile
 from lockstep_gpt.training.module import GPTModule
 from lockstep_gpt.training.ranks import (
@@ -99,10 +108,10 @@ def _train(directory: RunDirectory, config: Config, ranks: Ranks) -> None:
     parts = _assemble(directory, config, ranks)
     join(ranks, config)
     _refuse_other_directory(directory)
-    resume = from_rank_zero(str(newest_valid(directory.checkpoints) or "")) or None
+    resume = _state_to_resume(directory, config, parts.module)
     trainer = _trainer(config, ranks, parts)
     if ranks.rank == 0:
-        logger.info("%s", as_text(_receipt(config, parts, ranks)))
+        logger.info("%s", as_text(_receipt(config, parts, ranks, trainer.strategy)))
         parts.metrics_file.begin(_step(resume))
     status = "failed"
     try:
@@ -118,6 +127,22 @@ def _train(directory: RunDirectory, config: Config, ranks: Ranks) -> None:
     leave()
     if ranks.rank == 0:
         logger.info("%s", _closing(directory, parts, time.perf_counter() - started))
+
+
+def _state_to_resume(directory: RunDirectory, config: Config, module: GPTModule) -> str | None:
+    """Return the checkpoint to go on from: the run's own newest, else what `resume` names."""
+    own = from_rank_zero(str(newest_valid(directory.checkpoints) or ""))
+    if own or config.resume in ("none", "auto"):
+        return own or None
+    path = find_checkpoint(Path(config.resume))
+    content = read_checkpoint(path)
+    if not config.resume_force:
+        refuse_another_identity(path, content["config"], directory.values())
+    if fits(module, content):
+        return str(path)
+    taken = adopt_weights(module, content)
+    logger.warning("resume_force: took %d weights of %s, the rest is new", taken, path)
+    return None
 
 
 def _refuse_other_directory(directory: RunDirectory) -> None:
@@ -218,16 +243,17 @@ def _strategy(config: Config, ranks: Ranks) -> Strategy:
     return strategy
 
 
-def _receipt(config: Config, parts: Parts, ranks: Ranks) -> dict[str, str]:
+def _receipt(config: Config, parts: Parts, ranks: Ranks, strategy: Strategy) -> dict[str, str]:
     model = parts.module.model
-    group = f", {backend_of(config)}" if ranks.world_size > 1 else ""
+    group = f" over {backend_of(config)}" if ranks.world_size > 1 else ""
     facts = {
         "model": f"{model.num_parameters:,} parameters, vocabulary of {model.vocab_size:,} "
         f"tokens, context of {config.model.block_size}",
         "data": f"{parts.data.folder}, {parts.data.train_windows:,} windows to train on, "
         f"{parts.data.val_windows:,} to validate on",
-        "devices": f"{ranks.world_size} x {config.trainer['accelerator']}{group}, "
+        "devices": f"{ranks.world_size} x {config.trainer['accelerator']}, "
         f"{torch.get_num_threads()} threads each",
+        "strategy": type(strategy).__name__ + group,
     }
     return receipt(config, parts.batch, parts.schedule, facts)
 

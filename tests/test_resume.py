@@ -1,0 +1,119 @@
+"""Going on: with a run in its own directory, and from another run's checkpoint."""
+
+import csv
+import shutil
+
+import pytest
+import torch
+
+KILL = """
+import os, signal, lightning
+class Kill(lightning.Callback):
+    def on_train_batch_start(self, trainer, *_):
+        if trainer.global_step == 13 and not os.path.exists("killed"):
+            open("killed", "w").close()
+            os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def rows(folder):
+    with (folder / "metrics.csv").open() as file:
+        names = ("trainer/step", "train/loss", "val/loss", "optim/lr", "optim/grad_norm")
+        return [{name: row[name] for name in names} for row in csv.DictReader(file)]
+
+
+def weights(folder):
+    return torch.load(folder / "checkpoints/step=000020.ckpt")["state_dict"]
+
+
+@pytest.fixture(scope="module")
+def resumed(finished, tmp_path_factory):
+    """A run like the finished one that was killed in step 14 and resumed by hand."""
+    command = type(finished[0])(tmp_path_factory.mktemp("resumed"), finished[0].data_root)
+    (command.folder / "killer.py").write_text(KILL)
+    kill = ("+callbacks.kill._target_=killer.Kill", "launch.max_restarts=0", "run_dir=run")
+    failed = command.train(*kill, status=1, PYTHONPATH=str(command.folder))
+    assert "rank 0 was killed by SIGKILL; no restart is left" in failed.stderr
+    words = ("train", "run_dir=run", "resume=auto", "launch.max_restarts=1")
+    return command, command(*words, PYTHONPATH=str(command.folder)).stdout
+
+
+def test_killed_and_resumed_run_ends_with_the_same_bits(resumed, finished):
+    (command, _), (other, _) = resumed, finished
+    ours, theirs = weights(command.folder / "run"), weights(other.folder / "runs/first")
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_metrics_go_on_without_a_gap_or_a_double_step(resumed, finished):
+    (command, _), (other, _) = resumed, finished
+    assert rows(command.folder / "run")[2:] == rows(other.folder / "runs/first")[2:]
+    assert [row["trainer/step"] for row in rows(command.folder / "run")] == ["5", "10", "15", "20"]
+
+
+def test_what_a_resume_changes_is_shown_and_kept(resumed):
+    command, screen = resumed
+    assert "  launch.max_restarts: 0 -> 1" in screen
+    log = (command.folder / "run/overrides.log").read_text()
+    assert log.endswith("  launch.max_restarts: 0 -> 1\n")
+    assert "max_restarts: 1" in (command.folder / "run/config.yaml").read_text()
+    assert not (command.folder / "run/failed.json").exists()
+
+
+def test_resume_at_another_world_size_gives_the_same_losses(finished, command):
+    other, _ = finished
+    keep = ("checkpoint.every=9", "checkpoint.keep_last=9", "batch.micro_size=4")
+    command.train("run_dir=run", *keep, "trainer=cpu", "trainer.devices=2")
+    for path in (command.folder / "run/checkpoints").iterdir():
+        if "step=000009" not in path.name:  # after 9 micro-batches, which are now 18
+            path.unlink()
+    command("train", "run_dir=run", "resume=auto", "trainer.devices=1")
+    assert command.summary("run")["world_size"] == 1
+    ours, theirs = command.summary("run"), other.summary("runs/first")
+    assert ours["val_loss"] == pytest.approx(theirs["val_loss"], abs=1e-5)
+
+
+def test_new_run_from_a_checkpoint_takes_its_state_and_its_own_settings(finished, command):
+    other, _ = finished
+    source = other.folder / "runs/first/checkpoints/step=000020.ckpt"
+    command.train(f"resume={source}", "max_steps=30", "optim.lr=0.01", "run_dir=run")
+    steps = rows(command.folder / "run")
+    assert [row["trainer/step"] for row in steps] == ["25", "30"]
+    assert float(steps[-1]["optim/lr"]) == pytest.approx(0.001)  # 0.01 at its final tenth
+    assert float(steps[-1]["val/loss"]) < other.summary("runs/first")["val_loss"]
+
+
+def test_run_of_another_model_is_refused_unless_forced(finished, command):
+    other, _ = finished
+    words = [f"resume={other.folder}/runs/first", "model.n_layer=3", "run_dir=run"]
+    line = command.train(*words, status=2).stderr
+    assert "model.n_layer=2, this run 3; set it alike, or set resume_force=true" in line
+    assert not (command.folder / "run").exists()
+    out = command.train(*words, "resume_force=true", "max_steps=6").stdout
+    assert "resume_force: took 28 weights" in out
+
+
+@pytest.mark.parametrize(
+    ("override", "line"),
+    [
+        ("model.n_layer=3", "model.n_layer: 2 -> 3 makes another model or data set"),
+        ("data.val_fraction=0.5", "makes another model or data set"),
+        ("callbacks=default", "callbacks=default cannot change in a resumed run"),
+        ("max_stepz=3", "unknown setting max_stepz; did you mean max_steps?"),
+        ("max_steps=-3", "max_steps=-3 must be at least 1"),
+    ],
+)
+def test_change_that_cannot_be_is_refused_and_leaves_the_run_alone(
+    finished, tmp_path, command, override, line
+):
+    other, _ = finished
+    shutil.copytree(other.folder / "runs/first", tmp_path / "run")
+    before = (tmp_path / "run/config.yaml").read_bytes()
+    result = command("train", "run_dir=run", "resume=auto", override, status=2)
+    assert line in result.stderr
+    assert result.stderr.count("\n") == 1
+    assert (tmp_path / "run/config.yaml").read_bytes() == before
+
+
+def test_resume_of_a_run_that_is_not_there_starts_one(command):
+    command.train("run_dir=run", "resume=auto", "max_steps=6")
+    assert command.summary("run")["status"] == "done"
