@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
 TWO = ("trainer=cpu", "trainer.devices=2", "strategy=ddp")
 # 4,057 tokens of validation make 126 windows of 32: 2 ranks of 8 pad the last batch, 3 ranks too
@@ -43,7 +44,9 @@ def test_two_ranks_give_the_losses_of_one(two):
 def test_two_ranks_leave_one_run_directory_like_one(two):
     command, _ = two
     one, both = (
-        sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
+        sorted(
+            str(path.relative_to(folder)) for path in folder.rglob("*") if "wandb/" not in str(path)
+        )
         for folder in (command.folder / "runs/first", command.folder / "runs/two")
     )
     assert both == one
@@ -151,7 +154,14 @@ def test_signal_stops_all_ranks_at_one_step(command, wait_for, processes_of):
 
 
 def test_multirun_makes_a_run_of_two_ranks_for_each_job(command):
-    words = ["--multirun", "optim.lr=1e-3,-1,3e-3", *TWO, "run_dir=sweep", "max_steps=10"]
+    words = [
+        "--multirun",
+        "optim.lr=1e-3,-1,3e-3",
+        *TWO,
+        "run_dir=sweep",
+        "max_steps=10",
+        "logger=wandb",
+    ]
     result = command.train(*words, status=2)
     assert sorted(path.name for path in (command.folder / "sweep").iterdir()) == [
         "0",
@@ -162,6 +172,9 @@ def test_multirun_makes_a_run_of_two_ranks_for_each_job(command):
     assert [f"{loss:.4f}" in result.stdout for loss in losses] == [True, True]
     assert "optim.lr=-1.0 must be above 0" in result.stderr
     assert command.summary("sweep/0")["world_size"] == 2
+    for job in (0, 2):  # together in wandb
+        frozen = yaml.safe_load((command.folder / f"sweep/{job}/config.yaml").read_text())
+        assert frozen["logger"]["wandb"]["group"] == "sweep"
 
 
 BAD = {

@@ -17,12 +17,14 @@ def test_run_directory_holds_what_the_contract_says(finished):
     present = {
         str(path.relative_to(command.folder / "runs/first"))
         for path in (command.folder / "runs/first").rglob("*")
+        if path.parent.name != "wandb" and "wandb/" not in str(path.parent)
     }
     assert present == {
         "config.yaml",
         "train.log",
         "metrics.csv",
         "summary.json",
+        "wandb",
         "checkpoints",
         "checkpoints/step=000020.ckpt",
         "checkpoints/step=000020.ckpt.sha256",

@@ -193,7 +193,17 @@ def _settled(
         "run_dir": str(run.path),
         "run_name": values["run_name"] or name,
         "trainer": _trainer_settled(values, placement),
+        "logger": _logger_settled(values, run),
     }
+
+
+def _logger_settled(values: dict[str, Any], run: RunDirectory) -> dict[str, Any]:
+    """Group the runs of a sweep in wandb, unless they have a group."""
+    loggers = dict(values["logger"])
+    if _is_sweep() and "wandb" in loggers:
+        group = loggers["wandb"].get("group") or run.path.parent.name
+        loggers["wandb"] = {**loggers["wandb"], "group": group}
+    return loggers
 
 
 def _trainer_settled(values: dict[str, Any], placement: devices.Placement) -> dict[str, Any]:

@@ -14,6 +14,7 @@ import torch
 from hydra.errors import InstantiationException
 from hydra.utils import get_method, instantiate
 from lightning import Callback, Trainer
+from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import Strategy
 
 from lockstep_gpt.config import PROGRAM, Config, UserError
@@ -23,6 +24,7 @@ from lockstep_gpt.data.shards import load_index
 from lockstep_gpt.data.tokenizer import from_dict
 from lockstep_gpt.process import LOST_PEERS, invocation
 from lockstep_gpt.run_directory import RunDirectory
+from lockstep_gpt.training import tracking
 from lockstep_gpt.training.callbacks.checkpoints import Checkpoints
 from lockstep_gpt.training.callbacks.graceful_stop import GracefulStop, Stopped
 from lockstep_gpt.training.callbacks.metrics import COLUMNS, Metrics
@@ -109,7 +111,8 @@ def _train(directory: RunDirectory, config: Config, ranks: Ranks) -> None:
     join(ranks, config)
     _refuse_other_directory(directory)
     resume = _state_to_resume(directory, config, parts.module)
-    trainer = _trainer(config, ranks, parts)
+    loggers = _loggers(directory, config, parts) if ranks.rank == 0 else []
+    trainer = _trainer(config, ranks, parts, loggers)
     if ranks.rank == 0:
         logger.info("%s", as_text(_receipt(config, parts, ranks, trainer.strategy)))
         parts.metrics_file.begin(_step(resume))
@@ -123,7 +126,8 @@ def _train(directory: RunDirectory, config: Config, ranks: Ranks) -> None:
     finally:
         if ranks.rank == 0:
             seconds = time.perf_counter() - started
-            directory.write_summary(_summary(status, trainer, parts, seconds))
+            directory.write_summary(_summary(directory, status, trainer, parts, seconds))
+            tracking.close(loggers, status)
     leave()
     if ranks.rank == 0:
         logger.info("%s", _closing(directory, parts, time.perf_counter() - started))
@@ -193,14 +197,37 @@ def _assemble(directory: RunDirectory, config: Config, ranks: Ranks) -> Parts:
     )
 
 
-def _trainer(config: Config, ranks: Ranks, parts: Parts) -> Trainer:
+def _loggers(directory: RunDirectory, config: Config, parts: Parts) -> list[Logger]:
+    """Build what logs beside metrics.csv; ours are told the run and what it derives from it."""
+    derived = {
+        "world_size": parts.batch.world_size,
+        "global_batch_size": parts.batch.global_size,
+        "tokens_per_step": parts.batch.tokens_per_step,
+        "scaled_lr": parts.schedule.peak_lr,
+        "parameters": parts.module.model.num_parameters,
+        **tracking.git_state(Path(__file__).parent),
+    }
+    known = {"directory": directory, "config": {**directory.values(), **derived}}
+    return [_built(node, known) for node in config.logger.values()]
+
+
+def _built(node: dict[str, Any], known: dict[str, Any]) -> Any:
+    """Build a `_target_` node; what takes some of `known`, ours do, is told it."""
+    try:
+        target = get_method(node["_target_"])
+        told = {name: known[name] for name in inspect.signature(target).parameters if name in known}
+        return instantiate({**node, "_partial_": True}, _convert_="all")(**told)
+    except (InstantiationException, TypeError, ImportError) as error:
+        raise UserError(" ".join(str(error).split())) from error
+
+
+def _trainer(config: Config, ranks: Ranks, parts: Parts, loggers: list[Logger]) -> Trainer:
     """Build the Trainer; what must always be there is not in the groups that a user replaces."""
     if config.compile:
         parts.module.model.compile(dynamic=False)
     if config.trainer.get("sync_batchnorm") and ranks.rank == 0:
         warn_without_batchnorm(parts.module)
     try:
-        loggers = [instantiate(node) for node in config.logger.values()]
         chosen: list[Callback] = [instantiate(node) for node in config.callbacks.values()]
         strategy = _strategy(config, ranks)
         callbacks = [parts.metrics, *chosen, GracefulStop(parts.checkpoints), parts.checkpoints]
@@ -235,11 +262,8 @@ def warn_without_batchnorm(module: torch.nn.Module) -> None:
 
 
 def _strategy(config: Config, ranks: Ranks) -> Strategy:
-    """Build the strategy; ours are told what they cannot know, a foreign one is taken as it is."""
     known = {"accelerator": config.trainer["accelerator"], "world_size": ranks.world_size}
-    accepted = inspect.signature(get_method(config.strategy["_target_"])).parameters
-    wanted = {name: value for name, value in known.items() if name in accepted}
-    strategy: Strategy = instantiate(config.strategy, **wanted)
+    strategy: Strategy = _built(config.strategy, known)
     return strategy
 
 
@@ -262,7 +286,9 @@ def _step(checkpoint: str | None) -> int:
     return step_of(Path(checkpoint)) if checkpoint else 0
 
 
-def _summary(status: str, trainer: Trainer, parts: Parts, seconds: float) -> dict[str, Any]:
+def _summary(
+    directory: RunDirectory, status: str, trainer: Trainer, parts: Parts, seconds: float
+) -> dict[str, Any]:
     row, best, last = parts.metrics.row, parts.checkpoints.best, parts.checkpoints.last
     return {
         "status": status,
@@ -277,7 +303,7 @@ def _summary(status: str, trainer: Trainer, parts: Parts, seconds: float) -> dic
         "lr": parts.schedule.peak_lr,
         "best_checkpoint": str(best) if best else None,
         "last_checkpoint": str(last) if last else None,
-        "wandb_run_id": None,
+        "wandb_run_id": tracking.read_run_id(directory),
         "wall_seconds": seconds,
     }
 
@@ -291,4 +317,4 @@ done in {seconds:.0f} s: validation loss {loss:.4f} nats per token, perplexity {
   checkpoints  {directory.checkpoints}
 next
   {invocation()} generate {path} --prompt "def "
-  {invocation()} evaluate {path}"""
+  {invocation()} evaluate {path}{tracking.offline_hint(directory)}"""

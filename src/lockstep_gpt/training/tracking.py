@@ -1,0 +1,188 @@
+"""All we know of wandb, and the loggers beside `metrics.csv`; only rank 0 ever comes here."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import subprocess
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
+
+from lockstep_gpt.config import UserError
+from lockstep_gpt.run_directory import RunDirectory
+from lockstep_gpt.training.metrics_file import STEP
+
+if TYPE_CHECKING:
+    from wandb.sdk.wandb_run import Run
+
+logger = logging.getLogger(__name__)
+
+MODES = ("auto", "online", "offline", "disabled")
+TOKENS = "trainer/tokens"
+# What wandb shows of a metric in its table of runs, instead of the last value.
+SUMMARIES = {
+    "train/loss": "min",
+    "val/loss": "min",
+    "val/perplexity": "min",
+    "throughput/tokens_per_second": "max",
+    "optim/grad_norm": "max",
+}
+
+
+class TrackedRun(WandbLogger):
+    """Lightning's `WandbLogger` on axes of our own; it always adds one of Lightning's."""
+
+    def log_metrics(self, metrics: Any, step: int | None = None) -> None:
+        """Log one row under the names that metrics.csv has."""
+        # Never `step=`: wandb drops rows whose step is not beyond the last one's.
+        self.experiment.log({STEP: step, **metrics})
+
+    def log_hyperparams(self, *_args: Any, **_kwargs: Any) -> None:
+        """Do nothing: the configuration was given when the run was made."""
+
+    def close(self, status: str) -> None:
+        """End the wandb run as `done`, `stopped` or `failed`."""
+        if status == "stopped":
+            self.experiment.mark_preempting()
+        self.experiment.finish(exit_code=0 if status == "done" else 1)
+
+
+def wandb_logger(
+    *,
+    directory: RunDirectory,
+    config: dict[str, Any],
+    project: str,
+    entity: str | None,
+    group: str | None,
+    tags: list[str],
+    job_type: str,
+    notes: str | None,
+    mode: str,
+) -> TrackedRun:
+    """Make or go on with the one wandb run of `directory`.
+
+    Args:
+        directory: holds wandb's files and the run's id, by which a resumed run is the same one.
+        config: what wandb shows as the configuration; no secrets.
+        project: wandb's project.
+        entity: team or user; None: the account's own.
+        group: runs shown together.
+        tags: labels.
+        job_type: kind of run.
+        notes: free text.
+        mode: online, offline, disabled, or auto: online if there is an account.
+
+    Raises:
+        UserError: `mode` is unknown.
+    """
+    if mode not in MODES:
+        raise UserError(f"logger.wandb.mode={mode} is not one of {', '.join(MODES)}")
+    run = _start(
+        _mode(mode),
+        dir=str(directory.path),
+        id=_run_id(directory),
+        resume="allow",
+        name=config["run_name"],
+        config=config,
+        project=project,
+        entity=entity,
+        group=group,
+        tags=tags,
+        job_type=job_type,
+        notes=notes,
+    )
+    run.define_metric(STEP)
+    run.define_metric(TOKENS, step_metric=STEP)
+    run.define_metric("*", step_metric=STEP)
+    for name, summary in SUMMARIES.items():
+        run.define_metric(name, step_metric=STEP, summary=summary)
+    return TrackedRun(experiment=run)
+
+
+def _start(mode: Any, **arguments: Any) -> Run:
+    import wandb
+
+    Path(arguments["dir"], "wandb").mkdir(exist_ok=True)  # else wandb takes the system's own
+    quiet = wandb.Settings(console="off", silent=True, init_timeout=30)
+    try:
+        return wandb.init(mode=mode, settings=quiet, **arguments)
+    except wandb.errors.CommError as error:
+        logger.warning("wandb cannot be reached (%s); logging offline", error)
+        return wandb.init(mode="offline", settings=quiet, **arguments)
+
+
+def _mode(mode: str) -> Any:
+    """Decide without asking anybody; the environment's `WANDB_MODE` is what auto means."""
+    if mode != "auto":
+        return mode
+    if chosen := os.environ.get("WANDB_MODE"):
+        return chosen
+    import wandb
+
+    wandb.setup(wandb.Settings(silent=True))
+    try:
+        return "online" if wandb.login(prompt=False, verify=False) else "offline"
+    except wandb.errors.AuthenticationError as error:
+        logger.warning("wandb refuses the key at hand (%s); logging offline", error)
+        return "offline"
+
+
+def run_id_file(directory: RunDirectory) -> Path:
+    """Return where the id of the wandb run is kept."""
+    return directory.path / "wandb" / "run_id"
+
+
+def _run_id(directory: RunDirectory) -> str:
+    """Return the id of the run in `directory`; a sweep's agent gives one, or we draw it."""
+    path = run_id_file(directory)
+    if not path.exists():
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(os.environ.get("WANDB_RUN_ID") or secrets.token_hex(4))
+    return path.read_text()
+
+
+def read_run_id(directory: RunDirectory) -> str | None:
+    """Return the id of the wandb run, if there is one."""
+    path = run_id_file(directory)
+    return path.read_text() if path.exists() else None
+
+
+def tensorboard_logger(*, directory: RunDirectory) -> TensorBoardLogger:
+    """Write TensorBoard's files below the run directory."""
+    return TensorBoardLogger(directory.path, name="tensorboard", version="")
+
+
+def close(loggers: list[Logger], status: str) -> None:
+    """End what must be ended with the state of the run."""
+    for each in loggers:
+        if isinstance(each, TrackedRun):
+            each.close(status)
+
+
+def offline_hint(directory: RunDirectory) -> str:
+    """Return the lines that say how to look at and upload an offline run; empty if online."""
+    runs = sorted((directory.path / "wandb").glob("offline-run-*"))
+    if not runs:
+        return ""
+    paths = " ".join(map(str, runs))
+    return f"\n  wandb sync {paths}\n  wandb leet {runs[-1]}"
+
+
+def git_state(folder: Path) -> dict[str, Any]:
+    """Return the revision of the code at `folder`, and whether files differ from it."""
+    revision = _git(folder, "rev-parse", "HEAD")
+    if revision is None:
+        return {}
+    return {"git_revision": revision, "git_dirty": bool(_git(folder, "status", "--porcelain"))}
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    try:
+        command = ["git", "-C", str(folder), *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
