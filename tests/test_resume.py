@@ -50,6 +50,15 @@ def test_metrics_go_on_without_a_gap_or_a_double_step(resumed, finished):
     assert [row["trainer/step"] for row in rows(command.folder / "run")] == ["5", "10", "15", "20"]
 
 
+def test_run_killed_between_validation_and_save_loses_no_validation(finished, command):
+    after_validation = KILL.replace("on_train_batch_start", "on_validation_end")
+    (command.folder / "killer.py").write_text(after_validation.replace("== 13", "== 10"))
+    kill = ("+callbacks.kill._target_=killer.Kill", "run_dir=run")
+    result = command.train(*kill, PYTHONPATH=str(command.folder))
+    assert "restarting all ranks (1 of 3)" in result.stderr
+    assert rows(command.folder / "run") == rows(finished[0].folder / "runs/first")
+
+
 def test_what_a_resume_changes_is_shown_and_kept(resumed):
     command, screen = resumed
     assert "  launch.max_restarts: 0 -> 1" in screen

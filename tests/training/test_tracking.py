@@ -101,6 +101,20 @@ def test_resumed_run_keeps_its_id_and_secrets_stay_out_of_every_file(command):
     assert [path for path in files if canary.encode() in path.read_bytes()] == []
 
 
+def test_failed_run_is_ended_as_failed_and_a_finished_one_as_finished(two, command):
+    (command.folder / "broken.py").write_text(
+        "import lightning\n"
+        "class Broken(lightning.Callback):\n"
+        "    def on_train_start(self, *_): raise ZeroDivisionError('on purpose')\n"
+    )
+    broken = ("+callbacks.broken._target_=broken.Broken", "run_dir=run", "logger=wandb")
+    command.train(*broken, status=1, PYTHONPATH=str(command.folder))
+    for folder, status in ((command.folder / "run", 1), (two[0].folder / "runs/two", 0)):
+        (path,) = folder.glob("wandb/offline-run-*/*.wandb")
+        ends = [record.exit.exit_code for record in records(path) if record.HasField("exit")]
+        assert ends == [status]
+
+
 def test_command_of_the_sweep_file_trains_two_ranks_under_the_agent_s_run_id(command):
     sweep = yaml.safe_load((Path(__file__).parents[2] / "configs/sweep.yaml").read_text())
     drawn = [f"optim.lr={sweep['parameters']['optim.lr']['min']}", "optim.weight_decay=0.1"]

@@ -31,3 +31,10 @@ def test_trainers_option_converts_batchnorm_and_keeps_its_state():
     assert isinstance(converted.layers[1], torch.nn.SyncBatchNorm)
     assert converted.state_dict().keys() == before.keys()
     assert all(torch.equal(converted.state_dict()[name], before[name]) for name in before)
+
+
+def test_compiling_in_place_leaves_the_names_of_weights_alone():
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    before = list(model.state_dict())
+    model.compile(dynamic=False)
+    assert list(model.state_dict()) == before
