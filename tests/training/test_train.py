@@ -33,6 +33,7 @@ def test_trainers_option_converts_batchnorm_and_keeps_its_state():
     assert all(torch.equal(converted.state_dict()[name], before[name]) for name in before)
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")  # torch's own
 def test_compiling_in_place_leaves_the_names_of_weights_alone():
     model = torch.nn.Sequential(torch.nn.Linear(2, 2))
     before = list(model.state_dict())
