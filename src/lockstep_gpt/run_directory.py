@@ -69,9 +69,9 @@ class RunDirectory:
         if self.path.is_dir() and not any(self.path.iterdir()):
             return
         if self.path.exists():
+            go_on = ", or go on with it by resume=auto" if self.config.is_file() else ""
             raise UserError(
-                f"run_dir={self.path} exists and holds something; resume=auto goes on with it, "
-                "another run_dir starts anew"
+                f"run_dir={self.path} exists and holds something; name another one{go_on}"
             )
 
     def create(self, values: dict[str, Any]) -> None:
