@@ -56,9 +56,7 @@ def test_a_new_path_and_an_empty_folder_may_be_used(run):
 
 def test_a_folder_that_holds_something_is_refused(run):
     run.checkpoints.mkdir(parents=True)
-    with pytest.raises(
-        UserError, match=r"^run_dir=\S+first exists and holds something; name"
-    ):
+    with pytest.raises(UserError, match=r"^run_dir=\S+first exists and holds something; name"):
         run.refuse_if_used()
 
 
