@@ -25,7 +25,7 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from torch.multiprocessing.spawn import ProcessExitedException, start_processes
 
 from lockstep_gpt.config import PROGRAM, Config, UserError
-from lockstep_gpt.process import LOST_PEERS, command, end_with_parent
+from lockstep_gpt.machine import LOST_PEERS, command, end_with_parent
 from lockstep_gpt.run_directory import RunDirectory
 
 FAILURE_GRACE = 5  # seconds that the other ranks have after one has raised

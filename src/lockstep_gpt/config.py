@@ -7,6 +7,7 @@ Lightning's. This module is the ground floor: it imports nothing of ours and nev
 
 from __future__ import annotations
 
+import logging
 import math
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, cast
@@ -14,6 +15,7 @@ from typing import Any, ClassVar, cast
 from omegaconf import MISSING, OmegaConf
 
 PROGRAM = "lockstep-gpt"
+LEVELS = {"quiet": logging.WARNING, "normal": logging.INFO, "debug": logging.DEBUG}
 OPEN_GROUPS = ("trainer", "strategy", "callbacks", "logger")  # Lightning's own settings
 
 
@@ -63,10 +65,11 @@ class Checked:
     def refuse(self, name: str, rule: str) -> None:
         """Raise the `UserError` that says which setting breaks which rule."""
         path = f"{self.node}.{name}" if self.node else name
-        raise UserError(f"{path}={_as_typed(getattr(self, name))} {rule}")
+        raise UserError(f"{path}={as_typed(getattr(self, name))} {rule}")
 
 
-def _as_typed(value: Any) -> str:
+def as_typed(value: Any) -> str:
+    """Return `value` as a command line has it."""
     return (
         "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
     )
@@ -253,9 +256,7 @@ class Config(Checked):
     compile: bool = setting("compile the GPT with torch.compile", False)
     val_every: int = setting("optimizer steps between validations", 250, at_least=1)
     log_every: int = setting("optimizer steps between rows of metrics", 10, at_least=1)
-    verbosity: str = setting(
-        "what the terminal shows", "normal", choices=("quiet", "normal", "debug")
-    )
+    verbosity: str = setting("what the terminal shows", "normal", choices=tuple(LEVELS))
     batch: BatchConfig = MISSING
     model: ModelConfig = MISSING
     data: DataConfig = MISSING
@@ -271,7 +272,7 @@ class Config(Checked):
         """Check also what no single setting can know."""
         super().__post_init__()
         if (self.max_steps is None) == (self.max_tokens is None):
-            tokens = _as_typed(self.max_tokens)
+            tokens = as_typed(self.max_tokens)
             self.refuse("max_steps", f"and max_tokens={tokens}: give one and set the other to null")
         _check_trainer(self.trainer)
         _check_strategy(self.strategy)
@@ -322,8 +323,8 @@ def _check_strategy(strategy: dict[str, Any]) -> None:
 
 def _check_choice(name: str, value: Any, choices: tuple[str | None, ...]) -> None:
     if value not in choices:
-        names = ", ".join(map(_as_typed, choices))
-        raise UserError(f"strategy.{name}={_as_typed(value)} is not one of {names}")
+        names = ", ".join(map(as_typed, choices))
+        raise UserError(f"strategy.{name}={as_typed(value)} is not one of {names}")
 
 
 def _check_trainer(trainer: dict[str, Any]) -> None:
@@ -333,23 +334,21 @@ def _check_trainer(trainer: dict[str, Any]) -> None:
     devices = trainer.get("devices", 1)
     if devices != "auto" and not _is_count(devices):
         raise UserError(
-            f"trainer.devices={_as_typed(devices)} must be auto or a whole number of at least 1"
+            f"trainer.devices={as_typed(devices)} must be auto or a whole number of at least 1"
         )
     if not _is_count(nodes := trainer.get("num_nodes", 1)):
-        raise UserError(
-            f"trainer.num_nodes={_as_typed(nodes)} must be a whole number of at least 1"
-        )
+        raise UserError(f"trainer.num_nodes={as_typed(nodes)} must be a whole number of at least 1")
     if (accelerator := trainer.get("accelerator", "auto")) not in ACCELERATORS:
         raise UserError(
-            f"trainer.accelerator={_as_typed(accelerator)} is not one of {', '.join(ACCELERATORS)}"
+            f"trainer.accelerator={as_typed(accelerator)} is not one of {', '.join(ACCELERATORS)}"
         )
     if not isinstance(sync := trainer.get("sync_batchnorm", False), bool):
-        raise UserError(f"trainer.sync_batchnorm={_as_typed(sync)} must be true or false")
+        raise UserError(f"trainer.sync_batchnorm={as_typed(sync)} must be true or false")
 
 
 def owned_key_line(key: str, value: Any, door: str) -> str:
     """Say which setting of ours stands for the Trainer's argument `key`."""
-    return f"trainer.{key}={_as_typed(value)} is not set there; set {door} instead"
+    return f"trainer.{key}={as_typed(value)} is not set there; set {door} instead"
 
 
 def _is_count(value: Any) -> bool:

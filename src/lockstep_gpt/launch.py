@@ -9,38 +9,41 @@ from __future__ import annotations
 import logging
 import math
 import secrets
-import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
 from hydra.types import RunMode
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
-from lockstep_gpt import compose, devices, joining, process, resuming
-from lockstep_gpt.config import PROGRAM, Config, UserError
+from lockstep_gpt import compose, machine
+from lockstep_gpt.config import LEVELS, PROGRAM, Config, UserError, as_typed
 from lockstep_gpt.data import prepare as data_prepare
 from lockstep_gpt.data import shards
 from lockstep_gpt.run_directory import RunDirectory
 from lockstep_gpt.training import schedule
 
-FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-LEVELS = {"quiet": logging.WARNING, "normal": logging.INFO, "debug": logging.DEBUG}
+# Words of the command line that say which run, not what changes in it.
+ADDRESS = ("run_dir", "resume")
+# What decides the shape of the weights and the samples of a step; dropout and loaders do not.
+IDENTITY = ("model.", "data.")
+HARMLESS = ("model.dropout", "data.root", "data.num_workers", "data.val_tokens")
 
 
 def train(arguments: list[str]) -> int:
     """Train once, or once for each job of a sweep; return the worst exit status."""
-    if run := resuming.run_to_resume(arguments):
+    if run := _run_to_resume(arguments):
         return _resume(run, arguments)
     flags = [word for word in arguments if word in ("-m", "--multirun")]
     if flags:  # to the front: Hydra's parser wants all overrides in one row
         arguments = [*flags, *(word for word in arguments if word not in flags)]
-        if devices.is_inside_launcher():
+        if machine.is_inside_launcher():
             raise UserError("--multirun inside a launcher would sweep on every rank; drop torchrun")
         if not any(word.startswith("run_dir=") for word in arguments):
             arguments = [*arguments, f"run_dir={_new_name('sweep')}"]
@@ -110,8 +113,8 @@ def _train(composed: DictConfig) -> tuple[int, float]:
         run.create(settled)
         return run
 
-    if devices.is_inside_launcher():
-        return joining.join_run(settled, config, create, run.discard), math.nan
+    if machine.is_inside_launcher():
+        return _join(settled, config, create, run.discard), math.nan
     status = _start(create(), config)
     if status == 2:
         run.discard()
@@ -121,7 +124,7 @@ def _train(composed: DictConfig) -> tuple[int, float]:
 def _resume(run: RunDirectory, arguments: list[str]) -> int:
     """Go on with a run in its own directory; return the exit status."""
     before = run.values()
-    values, changes = resuming.revive(run, arguments)
+    values, changes = _revive(run, arguments)
     config = compose.typed(values, arguments)
     placement = _placed(config)
     settled = {**values, "trainer": _trainer_settled(values, placement)}
@@ -129,22 +132,22 @@ def _resume(run: RunDirectory, arguments: list[str]) -> int:
     def create() -> RunDirectory:
         _prepared(config)
         run.refreeze(settled)
-        resuming.log_overrides(run, changes)
+        _log_overrides(run, changes)
         print("\n".join([f"resuming {run.path}", *(f"  {change}" for change in changes)]))
         return run
 
-    if devices.is_inside_launcher():
-        return joining.join_run(settled, config, create, lambda: run.refreeze(before))
+    if machine.is_inside_launcher():
+        return _join(settled, config, create, lambda: run.refreeze(before))
     status = _start(create(), config)
     if status == 2:
         run.refreeze(before)
     return status
 
 
-def _placed(config: Config) -> devices.Placement:
+def _placed(config: Config) -> machine.Placement:
     """Find the devices, and refuse what their number makes impossible."""
     _set_up_logging(config)
-    placement = devices.place(config)
+    placement = machine.place(config)
     batch = schedule.plan_batch(
         config.batch, config.model.block_size, placement.devices, placement.nodes
     )
@@ -153,7 +156,7 @@ def _placed(config: Config) -> devices.Placement:
 
 
 def _start(run: RunDirectory, config: Config) -> int:
-    return _run_inline(run) if config.launch.inline else _supervise(run)
+    return _run_inline(run) if config.launch.inline else machine.supervise(run)
 
 
 def _set_up_logging(config: Config) -> None:
@@ -182,7 +185,7 @@ def _new_name(*parts: str) -> str:
 
 
 def _settled(
-    values: dict[str, Any], placement: devices.Placement, run: RunDirectory
+    values: dict[str, Any], placement: machine.Placement, run: RunDirectory
 ) -> dict[str, Any]:
     """Return `values` with everything decided that ranks could otherwise decide differently."""
     choices = HydraConfig.get().runtime.choices
@@ -206,9 +209,24 @@ def _logger_settled(values: dict[str, Any], run: RunDirectory) -> dict[str, Any]
     return loggers
 
 
-def _trainer_settled(values: dict[str, Any], placement: devices.Placement) -> dict[str, Any]:
+def _trainer_settled(values: dict[str, Any], placement: machine.Placement) -> dict[str, Any]:
     found = {"accelerator": placement.accelerator, "devices": placement.devices}
     return {**values["trainer"], **found}
+
+
+def _join(
+    values: dict[str, Any],
+    config: Config,
+    create: Callable[[], RunDirectory],
+    undo: Callable[[], None],
+) -> int:
+    """Be a rank of the launcher that has started this process; return the exit status."""
+    from lockstep_gpt.training import ranks
+    from lockstep_gpt.training import train as rank
+
+    ranks.join(ranks.Ranks.from_environment(), config)
+    run = ranks.agree(values, create, undo)
+    return 2 if run is None else rank.main(run)
 
 
 def _run_inline(run: RunDirectory) -> int:
@@ -218,25 +236,67 @@ def _run_inline(run: RunDirectory) -> int:
     return rank.main(run)
 
 
-def _supervise(run: RunDirectory) -> int:
-    """Start the ranks' agent, pass our signals on to it, and return the run's exit status."""
-    passed: list[int] = []
-    # In a session of its own: a Ctrl-C reaches the ranks once, through us.
-    agent = subprocess.Popen(process.command("agent", run), start_new_session=True)
+def _run_to_resume(arguments: list[str]) -> RunDirectory | None:
+    """Return the run that `run_dir=X resume=auto` means, if there is one to go on with."""
+    given = dict(word.split("=", 1) for word in arguments if "=" in word)
+    if given.get("resume") != "auto" or "run_dir" not in given:
+        return None
+    run = RunDirectory(Path(given["run_dir"]))
+    return run if run.config.is_file() else None
 
-    def forward(signum: int, _frame: FrameType | None) -> None:
-        impatient = signum == signal.SIGINT and signal.SIGINT in passed
-        passed.append(signum)
-        agent.send_signal(signal.SIGKILL if impatient else signum)
 
-    before = {signum: signal.signal(signum, forward) for signum in FORWARDED}
+def _revive(run: RunDirectory, arguments: list[str]) -> tuple[dict[str, Any], list[str]]:
+    """Return the run's frozen values with the command line's on top, and what that changes.
+
+    Raises:
+        UserError: an override is not one of a single setting, or changes what the weights or the
+            samples are without `resume_force=true`.
+    """
+    base = OmegaConf.create(run.values())
+    changes = []
+    for override in _parse(arguments):
+        name = override.get_key_element().lstrip("+~")
+        if name in ADDRESS:
+            continue
+        _refuse_group(override, name, run)
+        old, new = OmegaConf.select(base, name), override.value()
+        OmegaConf.update(base, name, new, force_add=True)
+        if new != old and name != "resume_force":
+            changes.append(f"{name}: {as_typed(old)} -> {as_typed(new)}")
+    values = OmegaConf.to_container(base)
+    assert isinstance(values, dict)
+    if not values.get("resume_force"):
+        _refuse_another_identity(changes)
+    return {str(name): value for name, value in values.items()}, changes
+
+
+def _log_overrides(run: RunDirectory, changes: list[str]) -> None:
+    """Add to `overrides.log` what this resume changes, and when."""
+    with run.overrides.open("a", encoding="utf-8") as file:
+        for change in changes:
+            file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {change}\n")
+
+
+def _parse(arguments: list[str]) -> list[Override]:
     try:
-        status = agent.wait()
-    finally:
-        for signum, handler in before.items():
-            signal.signal(signum, handler)
-    if status < 0:  # it was killed itself, by us or by somebody else
-        status = 128 + passed[0] if passed else 1
-    if status == 1:  # also if no rank was left to say so
-        run.write_summary({**run.read_summary(), "status": "failed"})
-    return status
+        return list(OverridesParser.create().parse_overrides(compose.quoted(arguments)))
+    except HydraException as error:
+        raise UserError(compose.one_line(error, arguments)) from None
+
+
+def _refuse_group(override: Override, name: str, run: RunDirectory) -> None:
+    groups = {path.name for path in compose.config_folder().iterdir() if path.is_dir()}
+    if name in groups or override.is_sweep_override() or override.is_delete():
+        raise UserError(
+            f"{override.input_line} cannot change in a resumed run; give single settings, or "
+            f"start a new run from it with resume={run.path}"
+        )
+
+
+def _refuse_another_identity(changes: list[str]) -> None:
+    for change in changes:
+        if change.startswith(IDENTITY) and not change.startswith(HARMLESS):
+            raise UserError(
+                f"{change} makes another model or data set than the checkpoints are of; leave it, "
+                "or set resume_force=true"
+            )

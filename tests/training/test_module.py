@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from lightning import Callback
 
 from lockstep_gpt.model.loss import IGNORE
-from lockstep_gpt.training.module import TokenLoss, step_seed
+from lockstep_gpt.training.module import StepCallback, TokenLoss, step_seed
 
 
 class Batches(Callback):
@@ -148,3 +148,29 @@ def test_the_optimizer_starts_at_the_schedule_s_rate(new_run, precision, fused):
     (rate,) = {group["lr"] for group in parts["optimizer"].param_groups}
     assert rate == run.schedule.lr(0) == 0.25 / 4
     assert parts["optimizer"].defaults["fused"] is fused
+
+
+class Steps(StepCallback):
+    def __init__(self):
+        self.steps, self.micro_steps = [], 0
+
+    def on_train_batch_end(self, *arguments):
+        self.micro_steps += 1
+        super().on_train_batch_end(*arguments)
+
+    def on_step_end(self, _trainer, _module, step):
+        self.steps.append((step, self.micro_steps))
+
+
+def test_a_step_ends_once_for_all_its_micro_batches(new_run):
+    steps = Steps()
+    new_run(max_steps=4).fit(steps)
+    assert steps.steps == [(1, 2), (2, 4), (3, 6), (4, 8)]
+
+
+def test_a_resumed_run_goes_on_with_the_next_step(new_run, tmp_path):
+    run = new_run(max_steps=3)
+    run.fit(run.checkpoints(tmp_path))
+    run, steps = new_run(max_steps=5), Steps()
+    run.fit(steps, run.checkpoints(tmp_path), ckpt_path=tmp_path / "step=000003.ckpt")
+    assert [step for step, _ in steps.steps] == [4, 5]

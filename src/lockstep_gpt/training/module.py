@@ -7,6 +7,7 @@ from typing import Any, cast
 import lightning
 import numpy as np
 import torch
+from lightning import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor
 from torch.optim import Optimizer
@@ -20,6 +21,33 @@ from lockstep_gpt.model.loss import IGNORE
 from lockstep_gpt.training.checkpoint import apply_settings, realign
 from lockstep_gpt.training.optim import build_optimizer
 from lockstep_gpt.training.schedule import Schedule
+
+
+class StepCallback(Callback):
+    """Calls `on_step_end` after each optimizer step; Lightning's hook fires per micro-batch."""
+
+    _seen = 0
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
+        """Note where a new or resumed run starts."""
+        self._seen = trainer.global_step
+
+    def on_train_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,  # noqa: ARG002
+        batch: Any,  # noqa: ARG002
+        batch_idx: int,  # noqa: ARG002
+    ) -> None:
+        """Tell the end of a step from that of a micro-step."""
+        if trainer.global_step > self._seen:
+            self._seen = trainer.global_step
+            self.on_step_end(trainer, pl_module, trainer.global_step)
+
+    def on_step_end(self, trainer: Trainer, pl_module: Any, step: int) -> None:
+        """Act after optimizer step `step`; the first one is 1."""
+        raise NotImplementedError
 
 
 class TokenLoss(Metric):

@@ -1,16 +1,24 @@
-"""Who this rank is, and what ranks tell each other outside of training."""
+"""How ranks work together: who this one is, what they tell each other, Lightning's strategies."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import sys
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
-from lockstep_gpt.config import Config
+from lockstep_gpt.config import PROGRAM, Config, UserError
+from lockstep_gpt.run_directory import RunDirectory
 
 
 @dataclass(frozen=True)
@@ -40,6 +48,8 @@ class Ranks:
         return self.world_size // self.local_world_size
 
 
+# What rank 0 decides for all; the others may have guessed it differently.
+DECIDED_BY_RANK_ZERO = ("run_dir", "run_name")
 LOST_PEER_MESSAGES = re.compile(
     r"Connection (closed|reset) by peer|Socket closed|Timed out waiting|Broken pipe|NCCL"
 )
@@ -103,33 +113,105 @@ def _from_rank(source: int, text: str) -> str:
     return bytes(content.tolist()).decode()
 
 
-class StopVote:
-    """Lets all ranks stop after the same step, without any of them waiting for the vote.
+def agree(
+    values: dict[str, Any], create: Callable[[], RunDirectory], undo: Callable[[], None]
+) -> RunDirectory | None:
+    """Agree with the other ranks of an outer launcher on one run directory.
 
-    A vote is an all-reduce that is started at the end of a step and read at the end of the next,
-    when it has long arrived. It goes over a gloo group, so no GPU is synchronised for it.
+    Every process has composed the configuration for itself, so the ranks compare: what rank 0 has
+    counts, and a rank that has something else is named.
+
+    Args:
+        values: the configuration as this rank would freeze it.
+        create: makes the run directory; called on rank 0 alone.
+        undo: unmakes it, if the ranks do not agree.
+
+    Returns:
+        The directory; None if they do not agree, of which rank 0 has told the user for all.
     """
+    first = Ranks.from_environment().rank == 0
+    run = json.loads(from_rank_zero(json.dumps(_created(create) if first else {})))
+    faults = [run["fault"]] if run["fault"] else []
+    differences = _differences(run["values"], values) if not faults else []
+    for number, text in enumerate(from_each_rank(", ".join(differences))):
+        if text:
+            faults.append(f"rank {number} has another configuration than rank 0: {text}")
+    if not faults:
+        return RunDirectory(Path(run["values"]["run_dir"]))
+    if first and run["values"]:
+        undo()
+    if first:
+        print(f"{PROGRAM} train: {faults[0]}", file=sys.stderr)
+    leave()
+    return None
 
-    def __init__(self) -> None:
-        self._group = dist.new_group(backend="gloo") if dist.is_initialized() else None
-        self._ballot = torch.zeros(1, dtype=torch.int64)
-        self._work: dist.Work | None = None
 
-    def cast(self, signum: int) -> int:
-        """Vote for stopping by signal `signum`, 0 for going on; return what was decided."""
-        if self._group is None:
-            return signum
-        decided = 0
-        if self._work is not None:
-            self._work.wait()
-            decided = int(self._ballot.item())
-        self._ballot.fill_(signum)
-        self._work = dist.all_reduce(
-            self._ballot, op=dist.ReduceOp.MAX, group=self._group, async_op=True
-        )
-        return decided
+def _created(create: Callable[[], RunDirectory]) -> dict[str, Any]:
+    try:
+        return {"fault": None, "values": create().values()}
+    except UserError as error:
+        return {"fault": str(error), "values": {}}
 
-    def close(self) -> None:
-        """Wait for the last vote: every rank takes part in the same number of them."""
-        if self._work is not None:
-            self._work.wait()
+
+def _differences(theirs: dict[str, Any], ours: dict[str, Any]) -> list[str]:
+    """Name the settings in which two frozen configurations differ, with both values."""
+    left, right = dict(_flat(theirs)), dict(_flat(json.loads(json.dumps(ours))))
+    return [
+        f"{name}={right.get(name)} instead of {left.get(name)}"
+        for name in sorted({*left, *right} - set(DECIDED_BY_RANK_ZERO))
+        if left.get(name) != right.get(name)
+    ]
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value
+
+
+def auto(*, accelerator: str, world_size: int, **settings: Any) -> Strategy:
+    """Return no wrapper for one rank, `ddp` for more."""
+    if world_size == 1:
+        device = torch.device("cuda", 0) if accelerator == "cuda" else torch.device("cpu")
+        return SingleDeviceStrategy(device)
+    return ddp(**settings)
+
+
+def ddp(
+    *,
+    process_group_backend: str | None,
+    timeout_seconds: float,
+    comm_hook: str,
+    start_method: str = "agent",  # noqa: ARG001 (read before there are ranks)
+    **arguments: Any,
+) -> DDPStrategy:
+    """Return Lightning's `DDPStrategy`.
+
+    Args:
+        process_group_backend: nccl, gloo or mpi; None: nccl on GPUs, gloo elsewhere.
+        start_method: how the ranks were started: by the agent, or spawned from one process.
+        timeout_seconds: longest wait for another rank.
+        comm_hook: how gradients are compressed on their way.
+        arguments: passed on to torch's `DistributedDataParallel`.
+    """
+    hook, state = _comm_hook(comm_hook)
+    return DDPStrategy(
+        process_group_backend=process_group_backend,
+        timeout=timedelta(seconds=timeout_seconds),
+        ddp_comm_hook=hook,
+        ddp_comm_state=state,
+        **arguments,
+    )
+
+
+def _comm_hook(name: str) -> tuple[Callable[..., Any] | None, Any]:
+    if name == "powersgd":  # Vogels et al. 2019
+        return powerSGD_hook.powerSGD_hook, powerSGD_hook.PowerSGDState(process_group=None)
+    hooks: dict[str, Callable[..., Any] | None] = {
+        "none": None,
+        "fp16": default_hooks.fp16_compress_hook,
+        "bf16": default_hooks.bf16_compress_hook,
+    }
+    return hooks[name], None

@@ -1,4 +1,7 @@
-"""Where a rank's words go: rank 0 to the terminal and `train.log`, the others to files."""
+"""What a rank says: the receipt, and where its words go.
+
+Rank 0 speaks to the terminal and `train.log`, the others to files.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +15,13 @@ from typing import TextIO
 
 from tqdm import tqdm
 
-from lockstep_gpt.config import Config
+from lockstep_gpt.config import LEVELS, Config
+from lockstep_gpt.machine import invocation
 from lockstep_gpt.run_directory import RunDirectory
 from lockstep_gpt.training.ranks import Ranks
+from lockstep_gpt.training.schedule import BatchPlan, Schedule
+from lockstep_gpt.training.tracking import offline_hint
 
-LEVELS = {"quiet": logging.WARNING, "normal": logging.INFO, "debug": logging.DEBUG}
 # Said by Lightning at every start, true, and of no use to a reader of our receipt.
 NOISE = [
     r".*does not have many workers which may be a bottleneck.*",
@@ -88,3 +93,89 @@ def _tame_libraries(config: Config) -> None:
     warnings.formatwarning = lambda message, *_args, **_kwargs: f"warning: {message}"
     for pattern in NOISE:
         warnings.filterwarnings("ignore", pattern)
+
+
+RULES = {
+    "linear": "linear in the batch",
+    "sqrt": "square root of the batch",
+    "none": "not scaled",
+}
+
+
+def receipt(
+    config: Config, batch: BatchPlan, schedule: Schedule, facts: dict[str, str]
+) -> dict[str, str]:
+    """Return label -> line.
+
+    Args:
+        config: the run's settings.
+        batch: how an optimizer step spreads over ranks.
+        schedule: the learning rate over the run.
+        facts: lines that only the running rank knows, put around ours.
+    """
+    return {
+        "run": f"{config.run_name} in {config.run_dir}",
+        **facts,
+        "precision": config.precision + (", compiled" if config.compile else ""),
+        "batch": _batch(batch),
+        "budget": _budget(batch, schedule),
+        "lr": _lr(config, batch, schedule),
+        "schedule": _schedule(config, batch, schedule),
+    }
+
+
+def as_text(lines: dict[str, str]) -> str:
+    """Lay the receipt out in two columns."""
+    width = max(map(len, lines))
+    return "\n".join(f"  {label:<{width}}  {line}" for label, line in lines.items())
+
+
+def _batch(batch: BatchPlan) -> str:
+    return (
+        f"{batch.devices} device{'s' * (batch.devices > 1)} x "
+        f"{batch.nodes} node{'s' * (batch.nodes > 1)} x {batch.micro_size} samples x "
+        f"{batch.accumulation} accumulation = {batch.global_size} samples = "
+        f"{batch.tokens_per_step:,} tokens per step"
+    )
+
+
+def _budget(batch: BatchPlan, schedule: Schedule) -> str:
+    tokens = schedule.total_steps * batch.tokens_per_step
+    return f"{schedule.total_steps:,} steps = {tokens:,} tokens"
+
+
+def _lr(config: Config, batch: BatchPlan, schedule: Schedule) -> str:
+    rule = RULES[config.optim.lr_scaling]
+    why = f"{rule}: {batch.global_size} samples, found at {config.batch.reference_size}"
+    return f"{schedule.base_lr:g} x {schedule.scale:g} = {schedule.peak_lr:g} ({why})"
+
+
+def _schedule(config: Config, batch: BatchPlan, schedule: Schedule) -> str:
+    warmup = f"{schedule.warmup_steps:,} steps = {_tokens(schedule.warmup_steps, batch)} of warmup"
+    if config.optim.decay == "constant":
+        return f"{warmup}, then constant"
+    final = schedule.lr(schedule.total_steps - 1)
+    decay = f"{schedule.decay_steps:,} steps = {_tokens(schedule.decay_steps, batch)}"
+    return f"{warmup}, {config.optim.decay} decay over the last {decay} to {final:g}"
+
+
+def _tokens(steps: int, batch: BatchPlan) -> str:
+    return f"{steps * batch.tokens_per_step:,} tokens"
+
+
+def closing(directory: RunDirectory, row: dict[str, float], seconds: float) -> str:
+    """Say how a run ended, where everything is, and what to do next.
+
+    Args:
+        directory: the run's.
+        row: the newest value of each metric.
+        seconds: from the rank's start to its end.
+    """
+    loss, perplexity = row["val/loss"], row["val/perplexity"]
+    return f"""
+done in {seconds:.0f} s: validation loss {loss:.4f} nats per token, perplexity {perplexity:.2f}
+  metrics      {directory.metrics}
+  checkpoints  {directory.checkpoints}
+next
+  {invocation()} generate {directory.path} --prompt "def "
+  {invocation()} evaluate {directory.path}{offline_hint(directory)}"""

@@ -13,7 +13,7 @@ from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
 
 from lockstep_gpt.config import UserError
 from lockstep_gpt.run_directory import RunDirectory
-from lockstep_gpt.training.metrics_file import STEP
+from lockstep_gpt.training.callbacks.metrics import STEP
 
 if TYPE_CHECKING:
     from wandb.sdk.wandb_run import Run

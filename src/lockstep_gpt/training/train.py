@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 import time
 import traceback
@@ -12,22 +11,22 @@ from typing import Any, TextIO
 
 import torch
 from hydra.errors import InstantiationException
-from hydra.utils import get_method, instantiate
+from hydra.utils import instantiate
 from lightning import Callback, Trainer
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import Strategy
 
+from lockstep_gpt.compose import build
 from lockstep_gpt.config import PROGRAM, Config, UserError
 from lockstep_gpt.data.datamodule import TokenDataModule
 from lockstep_gpt.data.prepare import prepare
 from lockstep_gpt.data.shards import load_index
 from lockstep_gpt.data.tokenizer import from_dict
-from lockstep_gpt.process import LOST_PEERS, invocation
+from lockstep_gpt.machine import LOST_PEERS
 from lockstep_gpt.run_directory import RunDirectory
 from lockstep_gpt.training import tracking
-from lockstep_gpt.training.callbacks.checkpoints import Checkpoints
-from lockstep_gpt.training.callbacks.graceful_stop import GracefulStop, Stopped
-from lockstep_gpt.training.callbacks.metrics import COLUMNS, Metrics
+from lockstep_gpt.training.callbacks.checkpoints import Checkpoints, GracefulStop, Stopped
+from lockstep_gpt.training.callbacks.metrics import COLUMNS, Metrics, MetricsFile
 from lockstep_gpt.training.checkpoint import (
     AtomicCheckpointIO,
     adopt_weights,
@@ -38,7 +37,6 @@ from lockstep_gpt.training.checkpoint import (
     refuse_another_identity,
     step_of,
 )
-from lockstep_gpt.training.metrics_file import MetricsFile
 from lockstep_gpt.training.module import GPTModule
 from lockstep_gpt.training.ranks import (
     Ranks,
@@ -49,8 +47,7 @@ from lockstep_gpt.training.ranks import (
     leave,
     lost_peers,
 )
-from lockstep_gpt.training.receipt import as_text, receipt
-from lockstep_gpt.training.reporting import drop_rank_log, reporting
+from lockstep_gpt.training.reporting import as_text, closing, drop_rank_log, receipt, reporting
 from lockstep_gpt.training.schedule import BatchPlan, Schedule, plan_batch, plan_schedule
 
 logger = logging.getLogger(__name__)
@@ -130,7 +127,7 @@ def _train(directory: RunDirectory, config: Config, ranks: Ranks) -> None:
             tracking.close(loggers, status)
     leave()
     if ranks.rank == 0:
-        logger.info("%s", _closing(directory, parts, time.perf_counter() - started))
+        logger.info("%s", closing(directory, parts.metrics.row, time.perf_counter() - started))
 
 
 def _state_to_resume(directory: RunDirectory, config: Config, module: GPTModule) -> str | None:
@@ -208,17 +205,7 @@ def _loggers(directory: RunDirectory, config: Config, parts: Parts) -> list[Logg
         **tracking.git_state(Path(__file__).parent),
     }
     known = {"directory": directory, "config": {**directory.values(), **derived}}
-    return [_built(node, known) for node in config.logger.values()]
-
-
-def _built(node: dict[str, Any], known: dict[str, Any]) -> Any:
-    """Build a `_target_` node; what takes some of `known`, ours do, is told it."""
-    try:
-        target = get_method(node["_target_"])
-        told = {name: known[name] for name in inspect.signature(target).parameters if name in known}
-        return instantiate({**node, "_partial_": True}, _convert_="all")(**told)
-    except (InstantiationException, TypeError, ImportError) as error:
-        raise UserError(" ".join(str(error).split())) from error
+    return [build(node, known) for node in config.logger.values()]
 
 
 def _trainer(config: Config, ranks: Ranks, parts: Parts, loggers: list[Logger]) -> Trainer:
@@ -263,7 +250,7 @@ def warn_without_batchnorm(module: torch.nn.Module) -> None:
 
 def _strategy(config: Config, ranks: Ranks) -> Strategy:
     known = {"accelerator": config.trainer["accelerator"], "world_size": ranks.world_size}
-    strategy: Strategy = _built(config.strategy, known)
+    strategy: Strategy = build(config.strategy, known)
     return strategy
 
 
@@ -306,15 +293,3 @@ def _summary(
         "wandb_run_id": tracking.read_run_id(directory),
         "wall_seconds": seconds,
     }
-
-
-def _closing(directory: RunDirectory, parts: Parts, seconds: float) -> str:
-    row, path = parts.metrics.row, directory.path
-    loss, perplexity = row["val/loss"], row["val/perplexity"]
-    return f"""
-done in {seconds:.0f} s: validation loss {loss:.4f} nats per token, perplexity {perplexity:.2f}
-  metrics      {directory.metrics}
-  checkpoints  {directory.checkpoints}
-next
-  {invocation()} generate {path} --prompt "def "
-  {invocation()} evaluate {path}{tracking.offline_hint(directory)}"""

@@ -7,8 +7,10 @@ import termios
 
 import pytest
 
+from lockstep_gpt.data.tokenizer import ByteTokenizer
 from lockstep_gpt.training.callbacks.metrics import Metrics
-from lockstep_gpt.training.callbacks.progress import Progress, _with_unit
+from lockstep_gpt.training.callbacks.progress import Progress, Sample, _with_unit
+from lockstep_gpt.training.module import GPTModule
 
 LINE = r"step (\d)/7  loss \d\.\d{4}  lr \d\.\d\de[+-]\d\d  [\d.]+[kMG]? tok/s  \d+ s left"
 VALIDATION = r"step (\d)/7  val_loss \d\.\d{4}"
@@ -95,3 +97,35 @@ def test_quiet_shows_no_bar(run, caplog, monkeypatch):
 )
 def test_speeds_are_written_with_three_digits_and_a_unit(value, text):
     assert _with_unit(value) == text
+
+
+@pytest.fixture
+def sampled(new_run, caplog):
+    """Fit a model of bytes and return the sample that it writes."""
+
+    def fit(**changes):
+        run = new_run(max_steps=2)
+        run.module = GPTModule(run.config, run.schedule, ByteTokenizer())
+        caplog.clear()
+        caplog.set_level(logging.INFO, "lockstep_gpt")
+        run.fit(Sample(**{"prompt": "def f", "length": 20, "temperature": 0.8, **changes}))
+        (text,) = (each.message for each in caplog.records if each.name.startswith("lockstep_gpt"))
+        return text
+
+    return fit
+
+
+def test_a_sample_continues_the_prompt_when_training_ends(sampled):
+    text = sampled()
+    assert text.startswith("\nsample\n  | def f")
+    assert len(text) > 30
+
+
+def test_a_sample_follows_from_the_weights_alone(sampled):
+    assert sampled() == sampled() != sampled(temperature=2.0)
+
+
+def test_a_model_of_mere_numbers_has_nothing_to_show(new_run, caplog):
+    caplog.set_level(logging.INFO, "lockstep_gpt")
+    new_run(max_steps=2).fit(Sample("def f", 20, 0.8))
+    assert not [each for each in caplog.records if each.name.startswith("lockstep_gpt")]

@@ -1,16 +1,20 @@
-"""Saves the run: periodically, at its best, at its end."""
+"""Saves the run: periodically, at its best, at its end, and when a signal asks it to stop."""
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from lightning import Trainer
 from lightning.pytorch.callbacks import Checkpoint
 
 from lockstep_gpt.config import CheckpointConfig
-from lockstep_gpt.training.callbacks.step import StepCallback
 from lockstep_gpt.training.checkpoint import checkpoint_path, checkpoints_in, step_of
+from lockstep_gpt.training.module import StepCallback
 from lockstep_gpt.training.schedule import BatchPlan
 
 
@@ -122,3 +126,97 @@ class Checkpoints(StepCallback, Checkpoint):
         present = {step_of(path) for path in checkpoints_in(self.folder)}
         losses = state_dict["losses"]
         self.losses = {step: loss for step, loss in losses.items() if step in present}
+
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+
+
+class Stopped(BaseException):
+    """Training ended early, after saving, because a signal asked for it.
+
+    No `Exception`: nothing on the way up should take it for a failure.
+    """
+
+    def __init__(self, signum: int) -> None:
+        super().__init__(f"stopped by {signal.Signals(signum).name}")
+        self.signum = signum
+
+
+class StopVote:
+    """Lets all ranks stop after the same step, without any of them waiting for the vote.
+
+    A vote is an all-reduce that is started at the end of a step and read at the end of the next,
+    when it has long arrived. It goes over a gloo group, so no GPU is synchronised for it.
+    """
+
+    def __init__(self) -> None:
+        self._group = dist.new_group(backend="gloo") if dist.is_initialized() else None
+        self._ballot = torch.zeros(1, dtype=torch.int64)
+        self._work: dist.Work | None = None
+
+    def cast(self, signum: int) -> int:
+        """Vote for stopping by signal `signum`, 0 for going on; return what was decided."""
+        if self._group is None:
+            return signum
+        decided = 0
+        if self._work is not None:
+            self._work.wait()
+            decided = int(self._ballot.item())
+        self._ballot.fill_(signum)
+        self._work = dist.all_reduce(
+            self._ballot, op=dist.ReduceOp.MAX, group=self._group, async_op=True
+        )
+        return decided
+
+    def close(self) -> None:
+        """Wait for the last vote: every rank takes part in the same number of them."""
+        if self._work is not None:
+            self._work.wait()
+
+
+class GracefulStop(StepCallback):
+    """The handler only notes the signal; ranks agree on it at the end of an optimizer step.
+
+    Lightning's own handler broadcasts from inside the handler, which can deadlock.
+    """
+
+    def __init__(self, checkpoints: Checkpoints) -> None:
+        self.checkpoints = checkpoints
+        self.received = 0
+        self.decided = 0
+
+    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
+        """Take over from Lightning's handlers, which it installs before."""
+        super().on_train_start(trainer, pl_module)
+        self.vote = StopVote()
+        for signum in SIGNALS:
+            signal.signal(signum, self._note)
+
+    def _note(self, signum: int, _frame: FrameType | None) -> None:
+        self.received = signum
+
+    def on_step_end(self, trainer: Trainer, pl_module: Any, step: int) -> None:  # noqa: ARG002
+        """Save and stop once all ranks know of a signal.
+
+        Where a validation follows, only after it: else the saved state would claim it was done.
+        """
+        decided = self.vote.cast(self.received)
+        self.decided = decided if step < self.checkpoints.total_steps else 0
+        if self.decided and self.checkpoints.validates(step):
+            self.checkpoints.urgent = True
+        elif self.decided:
+            self.checkpoints.save(trainer)
+            self._stop()
+
+    def on_train_batch_start(self, *_arguments: Any) -> None:
+        """Stop where a validation came between."""
+        if self.decided:
+            self._stop()
+
+    def _stop(self) -> None:
+        self.vote.close()
+        raise Stopped(self.decided)
+
+    def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:  # noqa: ARG002
+        """Read the last vote, or a rank could leave while another still counts on it."""
+        self.vote.close()

@@ -1,4 +1,4 @@
-"""Shows how far the run is: a bar on a terminal, a line now and then elsewhere."""
+"""Shows how far the run is, in a bar or in lines, and at the end what it has learnt."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ import sys
 import time
 from typing import Any
 
+import torch
 from lightning import Callback, Trainer
 from tqdm import tqdm
 
 from lockstep_gpt.training.callbacks.metrics import Metrics
-from lockstep_gpt.training.callbacks.step import StepCallback
+from lockstep_gpt.training.module import StepCallback
 
 logger = logging.getLogger(__name__)
 
@@ -97,3 +98,35 @@ def _with_unit(value: float) -> str:
             return f"{value:.3g}{unit}"
         value /= 1000
     return f"{value:.3g}G"
+
+
+logger = logging.getLogger(__name__)
+
+
+class Sample(Callback):
+    """Continues a prompt with the trained model; models of mere numbers have nothing to show.
+
+    Args:
+        prompt: what to continue.
+        length: tokens to add.
+        temperature: divides the logits; 0 takes the likeliest token.
+    """
+
+    def __init__(self, prompt: str, length: int, temperature: float) -> None:
+        self.prompt = prompt
+        self.length = length
+        self.temperature = temperature
+
+    def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
+        """Log the sample, the same one for the same weights."""
+        tokenizer = pl_module.tokenizer
+        if not trainer.is_global_zero or tokenizer.end_of_text is None:
+            return
+        device = pl_module.device
+        prompt = torch.tensor(tokenizer.encode(self.prompt).astype("int64"), device=device)
+        generator = torch.Generator(device).manual_seed(pl_module.config.seed)
+        tokens = pl_module.model.generate(
+            prompt[None], self.length, self.temperature, generator=generator
+        )
+        text = tokenizer.decode(tokens[0].tolist())
+        logger.info("%s", "\n".join(["", "sample", *(f"  | {line}" for line in text.splitlines())]))

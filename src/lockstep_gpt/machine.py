@@ -1,16 +1,30 @@
-"""Which devices a run takes, found without importing torch: the parent must stay light."""
+"""The machine below a run: its devices, found without torch, and the processes of a run on it.
+
+Agents and ranks start as `python -m lockstep_gpt.machine agent|rank RUN_DIR`.
+"""
 
 from __future__ import annotations
 
+import gc
+import importlib
 import os
 import shutil
+import signal
 import subprocess
+import sys
+import threading
+import time
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 
-from lockstep_gpt.config import Config, UserError
+from lockstep_gpt.config import PROGRAM, Config, UserError
+from lockstep_gpt.run_directory import RunDirectory
 
 DEVICE_FILES = Path("/dev")
+MODULES = {"agent": "lockstep_gpt.agent", "rank": "lockstep_gpt.training.train"}
+LOST_PEERS = 75  # exit status of a rank under which others vanished (EX_TEMPFAIL of sysexits.h)
+FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
 @dataclass(frozen=True)
@@ -114,3 +128,72 @@ def _refuse_impossible(config: Config, placement: Placement) -> None:
         raise UserError(
             "strategy.comm_hook=bf16 needs GPUs and NCCL; set strategy.comm_hook=fp16 or none"
         )
+
+
+def command(role: str, run: RunDirectory) -> list[str]:
+    """Return the command that starts an `agent` or a `rank` of `run`."""
+    return [sys.executable, "-m", "lockstep_gpt.machine", role, str(run.path)]
+
+
+def invocation() -> str:
+    """Return what to type here to reach this very installation's command."""
+    if (found := shutil.which(PROGRAM)) and Path(found).parent == Path(sys.executable).parent:
+        return PROGRAM
+    if Path("scripts/dev.py").is_file():
+        return "python3 scripts/dev.py"
+    return f"{sys.executable} -m lockstep_gpt"
+
+
+def supervise(run: RunDirectory) -> int:
+    """Start the ranks' agent, pass our signals on to it, and return the run's exit status."""
+    passed: list[int] = []
+    # In a session of its own: a Ctrl-C reaches the ranks once, through us.
+    agent = subprocess.Popen(command("agent", run), start_new_session=True)
+
+    def forward(signum: int, _frame: FrameType | None) -> None:
+        impatient = signum == signal.SIGINT and signal.SIGINT in passed
+        passed.append(signum)
+        agent.send_signal(signal.SIGKILL if impatient else signum)
+
+    before = {signum: signal.signal(signum, forward) for signum in FORWARDED}
+    try:
+        status = agent.wait()
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
+    if status < 0:  # it was killed itself, by us or by somebody else
+        status = 128 + passed[0] if passed else 1
+    if status == 1:  # also if no rank was left to say so
+        run.write_summary({**run.read_summary(), "status": "failed"})
+    return status
+
+
+def main(role: str, path: str) -> int:
+    """Be an agent or a rank of the run in the directory at `path`; return the exit status.
+
+    The garbage collector is off during imports: torch and Lightning make so many lasting objects
+    that collecting among them takes a fifth of the time.
+    """
+    end_with_parent()
+    gc.disable()
+    module = importlib.import_module(MODULES[role])
+    gc.enable()
+    gc.freeze()
+    status: int = module.main(RunDirectory(Path(path)))
+    return status
+
+
+def end_with_parent() -> None:
+    """Kill this process as soon as its parent is gone, so that nothing outlives a killed run."""
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(0.25)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, name="end_with_parent", daemon=True).start()
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

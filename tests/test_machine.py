@@ -1,18 +1,25 @@
+import importlib.util
+import signal
+import subprocess
+import sys
+import time
+
 import pytest
 
-from lockstep_gpt import devices
-from lockstep_gpt.config import Config, UserError
-from lockstep_gpt.devices import Placement, gpu_count, place
+from lockstep_gpt import machine
+from lockstep_gpt.config import PROGRAM, Config, UserError
+from lockstep_gpt.machine import Placement, gpu_count, place
+from lockstep_gpt.run_directory import RunDirectory
 
 
 @pytest.fixture
-def machine(tmp_path, monkeypatch):
+def gpus_here(tmp_path, monkeypatch):
     """Make this machine look like one with `count` GPUs, of which `mask` leaves some visible."""
 
     def look_like(count, mask=None):
         for name in ["nvidiactl", "nvidia-uvm", *(f"nvidia{index}" for index in range(count))]:
             (tmp_path / name).touch()
-        monkeypatch.setattr(devices, "DEVICE_FILES", tmp_path)
+        monkeypatch.setattr(machine, "DEVICE_FILES", tmp_path)
         monkeypatch.setenv("PATH", str(tmp_path))  # without an nvidia-smi
         for name in ("CUDA_VISIBLE_DEVICES", "RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
             monkeypatch.delenv(name, raising=False)
@@ -46,13 +53,13 @@ def refusal(trainer, **settings):
         (0, "0", 0),
     ],
 )
-def test_gpus_are_counted_as_cuda_counts_them(machine, present, mask, visible):
-    machine(present, mask)
+def test_gpus_are_counted_as_cuda_counts_them(gpus_here, present, mask, visible):
+    gpus_here(present, mask)
     assert gpu_count() == visible
 
 
-def test_without_device_files_nvidia_smi_is_asked(machine, tmp_path):
-    machine(0)
+def test_without_device_files_nvidia_smi_is_asked(gpus_here, tmp_path):
+    gpus_here(0)
     command = tmp_path / "nvidia-smi"
     command.write_text("#!/bin/sh\necho 'GPU 0: One (UUID: GPU-1)'\necho 'GPU 1: Two'\n")
     command.chmod(0o755)
@@ -71,32 +78,32 @@ def test_without_device_files_nvidia_smi_is_asked(machine, tmp_path):
         (0, {"accelerator": "cpu", "devices": 64}, Placement("cpu", 64, 1)),
     ],
 )
-def test_auto_takes_what_is_there_and_the_rest_is_taken_as_asked(machine, gpus, trainer, placement):
-    machine(gpus)
+def test_auto_takes_what_is_there_and_the_rest_is_as_asked(gpus_here, gpus, trainer, placement):
+    gpus_here(gpus)
     assert place(config(trainer)) == placement
 
 
-def test_a_gpu_that_is_not_there_is_refused_with_the_mask_that_hides_it(machine):
-    machine(0)
+def test_a_gpu_that_is_not_there_is_refused_with_the_mask_that_hides_it(gpus_here):
+    gpus_here(0)
     without = "trainer.accelerator=gpu but no GPUs visible; trainer=cpu runs without"
     assert refusal({"accelerator": "gpu"}) == without
-    machine(2, mask="-1")
+    gpus_here(2, mask="-1")
     assert "no GPUs visible with CUDA_VISIBLE_DEVICES=-1" in refusal({"accelerator": "gpu"})
 
 
-def test_more_devices_than_gpus_are_refused_with_what_is_there(machine):
-    machine(1)
+def test_more_devices_than_gpus_are_refused_with_what_is_there(gpus_here):
+    gpus_here(1)
     assert refusal({"devices": 2}) == "trainer.devices=2 is more than there are: 1 GPU visible"
 
 
-def test_arithmetic_of_gpus_alone_is_refused_on_a_cpu(machine):
-    machine(0)
+def test_arithmetic_of_gpus_alone_is_refused_on_a_cpu(gpus_here):
+    gpus_here(0)
     line = refusal({}, precision="16-mixed")
     assert line.startswith("precision=16-mixed needs a GPU, this run takes cpu; set precision=")
 
 
-def test_nccl_is_refused_on_a_cpu(machine):
-    machine(2)
+def test_nccl_is_refused_on_a_cpu(gpus_here):
+    gpus_here(2)
     backend = {"process_group_backend": "nccl"}
     line = refusal({"accelerator": "cpu", "devices": 2}, strategy=backend)
     assert line.startswith("strategy.process_group_backend=nccl needs GPUs")
@@ -104,11 +111,11 @@ def test_nccl_is_refused_on_a_cpu(machine):
 
 
 @pytest.fixture
-def launched(machine, monkeypatch):
+def launched(gpus_here, monkeypatch):
     """Start this process as one of `ranks` on each of `nodes` machines without a GPU."""
 
     def by_a_launcher(ranks, nodes=1):
-        machine(0)
+        gpus_here(0)
         sizes = {"RANK": 0, "WORLD_SIZE": ranks * nodes, "LOCAL_WORLD_SIZE": ranks}
         for name, value in sizes.items():
             monkeypatch.setenv(name, str(value))
@@ -132,3 +139,46 @@ def test_spawning_inside_a_launcher_is_refused(launched):
     launched(ranks=2)
     line = refusal({}, strategy={"start_method": "spawn"})
     assert line.startswith("strategy=ddp_spawn starts its own ranks and cannot run inside")
+
+
+CHILD = """
+import time
+from lockstep_gpt.machine import end_with_parent
+end_with_parent()
+print("ready", flush=True)
+time.sleep(60)
+"""
+PARENT = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1]])"
+
+
+@pytest.mark.parametrize("role", ["agent", "rank"])
+def test_a_command_starts_this_python_on_the_run(role, tmp_path):
+    run = RunDirectory(tmp_path / "a run")
+    start = [sys.executable, "-m", "lockstep_gpt.machine"]
+    assert machine.command(role, run) == [*start, role, str(run.path)]
+    assert importlib.util.find_spec(machine.MODULES[role])
+
+
+def test_a_user_is_told_to_type_what_reaches_this_installation(tmp_path, monkeypatch):
+    script = tmp_path / "bin" / PROGRAM
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "bin" / "python"))
+    monkeypatch.setenv("PATH", str(script.parent))
+    monkeypatch.chdir(tmp_path)
+    assert machine.invocation() == f"{sys.executable} -m lockstep_gpt"
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / "scripts" / "dev.py").touch()
+    assert machine.invocation() == "python3 scripts/dev.py"
+    script.parent.mkdir()
+    script.touch(mode=0o755)
+    assert machine.invocation() == PROGRAM
+
+
+def test_a_process_ends_soon_after_its_parent_was_killed():
+    parent = subprocess.Popen(
+        [sys.executable, "-c", PARENT, CHILD], stdout=subprocess.PIPE, text=True
+    )
+    assert parent.stdout.readline() == "ready\n"
+    parent.send_signal(signal.SIGKILL)
+    killed = time.monotonic()
+    parent.communicate(timeout=30)  # the pipe ends when the child, which shares it, has ended
+    assert time.monotonic() - killed < 5
