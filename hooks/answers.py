@@ -1,0 +1,151 @@
+"""The answers of whoever generates a project: each rule once, each refusal in one line."""
+
+from __future__ import annotations
+
+import keyword
+import re
+import sys
+import unicodedata
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+# name -> the folders and files that are the extra; a name with a slash at its end is a folder.
+# Its dependencies, README lines and whatever else is in shared files stands there between
+# `extra NAME: begin` and `extra NAME: end`.
+EXTRAS = {
+    "sweep": ("configs/hydra/", "src/hydra_plugins/", "tests/hydra_plugins/"),
+}
+LICENSES = ("MIT", "Apache-2.0", "BSD-3-Clause", "none")
+LONGEST = 24  # characters of package and slug: longer ones break the lines of the code
+PINS = Path(__file__).parents[1] / "constraints.txt"
+# Modules and commands of the dependencies that do not bear the name of their distribution.
+MODULES = re.compile(
+    "absl|antlr4|attr|fabric|functorch|google|grpc|hydra|hydra_plugins|isympy|lightning_fabric|"
+    "markdown_it|mypyc|opentelemetry|pil|py|pydevd_plugins|torchgen|xdist|yaml"
+)
+COMMANDS = re.compile(
+    "dmypy|f2py|fabric|hf|isympy|mako-render|markdown-it|mypyc|normalizer|numpy-config|pip3?|"
+    "pygmentize|python3?|stubgen|stubtest|tiny-agents|torchfrtrace|torchrun|uv|wb"
+)
+FOLDERS = {"configs", "data", "docs", "runs", "scripts", "src", "tests"}  # of every project
+DEVICES = re.compile("aux|con|nul|prn|com[0-9]|lpt[0-9]")  # of Windows, which are no files
+OPTIONAL = {"email", "wandb_entity"}
+
+
+class Refused(Exception):  # noqa: N818 (it is what the person is told, no error of ours)
+    """An answer that cannot be taken: its value, the rule, the remedy."""
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What was answered, checked."""
+
+    project_name: str
+    project_slug: str  # the folder, the distribution and the command
+    package_name: str
+    description: str
+    author: str
+    email: str
+    license: str
+    wandb_project: str
+    wandb_entity: str
+    extras: tuple[str, ...]
+    git_init: bool
+
+
+def checked(given: Mapping[str, Any]) -> Answers:
+    """Return the answers, checked.
+
+    Raises:
+        Refused: one of them cannot be taken.
+    """
+    texts = {name: _line(name, given[name]) for name in Answers.__annotations__ if _is_text(name)}
+    _check_slug(texts["project_slug"])
+    _check_package(texts["package_name"])
+    if texts["email"] and not re.fullmatch(r"[^\s@<>\"\\]+@[^\s@<>\"\\]+", texts["email"]):
+        _refuse("email", texts["email"], "is no address; write name@host, or leave it empty")
+    if texts["license"] not in LICENSES:
+        _refuse("license", texts["license"], f"is not one of {', '.join(LICENSES)}")
+    for name in ("wandb_project", "wandb_entity"):
+        if not re.fullmatch(r"[A-Za-z0-9_.-]{0,128}", texts[name]):
+            _refuse(name, texts[name], "must be letters, digits and . _ - only, 128 at most")
+    return Answers(**texts, extras=_extras(given["extras"]), git_init=_is_yes(given["git_init"]))
+
+
+def _is_text(name: str) -> bool:
+    return name not in ("extras", "git_init")
+
+
+def _line(name: str, value: Any) -> str:
+    """Return `value` without space around it, if it is one printable line."""
+    text = str(value).strip()
+    if any(unicodedata.category(sign) in ("Cc", "Cs", "Zl", "Zp") for sign in str(value)):
+        _refuse(name, value, "must be one line without control characters")
+    if not text and name not in OPTIONAL:
+        _refuse(name, value, "is empty; every project needs one")
+    return text
+
+
+def _check_slug(slug: str) -> None:
+    if not re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", slug):
+        _refuse("project_slug", slug, "must be lower-case letters, digits and single dashes")
+    _check_length("project_slug", slug)
+    if COMMANDS.fullmatch(slug) or _module(slug) in _dependencies():
+        _refuse("project_slug", slug, "is the name of a dependency or its command; take another")
+
+
+def _check_package(name: str) -> None:
+    if keyword.iskeyword(name) or keyword.issoftkeyword(name):
+        _refuse("package_name", name, "is a keyword of Python; take another name")
+    if not re.fullmatch(r"[a-z][a-z0-9_]*", name):
+        _refuse(
+            "package_name", name, "must be lower-case letters, digits and _, a letter coming first"
+        )
+    _check_length("package_name", name)
+    if name in sys.stdlib_module_names:
+        _refuse("package_name", name, "is a module of Python's own library; take another name")
+    if MODULES.fullmatch(name) or name in _dependencies():
+        _refuse("package_name", name, "is a module of a dependency; take another name")
+    if name in FOLDERS:
+        _refuse("package_name", name, "is a folder of every project; take another name")
+
+
+def _check_length(answer: str, name: str) -> None:
+    if len(name) > LONGEST:
+        _refuse(answer, name, f"has {len(name)} characters; {LONGEST} are the most")
+    if DEVICES.fullmatch(name):
+        _refuse(answer, name, "is the name of a device on Windows; take another name")
+
+
+def _dependencies() -> set[str]:
+    """Return the modules of all that is ever installed beside a project, as far as they agree."""
+    pins = re.findall(r"^([\w.-]+)==", PINS.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    return set(map(_module, pins))
+
+
+def _module(distribution: str) -> str:
+    return re.sub(r"[-_.]+", "_", distribution).lower()
+
+
+def _extras(value: Any) -> tuple[str, ...]:
+    """Return the chosen extras in the order of `EXTRAS`."""
+    words = set(re.split(r"[\s,]+", _line("extras", value)))
+    if words == {"none"}:
+        return ()
+    if words == {"all"}:
+        return tuple(EXTRAS)
+    for word in sorted(words - set(EXTRAS)):
+        _refuse("extras", word, f"is not one of {', '.join(EXTRAS)}; or answer all or none")
+    return tuple(name for name in EXTRAS if name in words)
+
+
+def _is_yes(value: Any) -> bool:
+    if not isinstance(value, bool):
+        _refuse("git_init", value, "must be yes or no")
+    return value
+
+
+def _refuse(name: str, value: Any, rule: str) -> NoReturn:
+    raise Refused(f"{name}={value!r} {rule}")

@@ -1,0 +1,238 @@
+"""Makes a project: copies the living one, renames it, leaves out what was not chosen."""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+import os
+import re
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path, PurePosixPath
+
+from hooks.answers import EXTRAS, Answers
+
+PACKAGE, SLUG = "lockstep_gpt", "lockstep-gpt"  # ours; they stand for nothing else anywhere
+# What is the template's own; a name with a slash at its end is a folder.
+TEMPLATE_ONLY = (
+    ".ci/",
+    "BENCHMARKS.md",
+    "CHANGELOG.md",
+    "LICENSE",
+    "README.md",
+    "cookiecutter.json",
+    "hooks/",
+    "scripts/benchmarks/",
+    "tests/model/test_against_transformers.py",
+    "tests/template/",
+    "{{cookiecutter.project_slug}}/",
+)
+MARKER = re.compile(r"(template-only|extra (\w+)): (begin|end)\b")
+OWNER = re.compile(r"\d{4} The Lockstep GPT authors|\[yyyy\] \[name of copyright owner\]")
+SECTION = re.compile(r"^<!-- section of the living README: (.+) -->$", flags=re.MULTILINE)
+
+
+def make(root: Path, target: Path, answers: Answers, under_cruft: bool = False) -> str:
+    """Make a project in `target`, where its README stands already.
+
+    Args:
+        root: the template.
+        target: the new project's folder; files of the user in it stay.
+        answers: whose project it is.
+        under_cruft: leave git alone: cruft adds a file of its own first, and compares folders.
+
+    Returns:
+        What was made and what comes next, for the screen.
+    """
+    names = [name for name in committed_files(root) if _is_wanted(name, answers)]
+    for name in names:
+        path = target / name.replace(PACKAGE, answers.package_name)
+        _write(path, _content(name, (root / name).read_bytes(), answers))
+    readme = target / "README.md"
+    _write(readme, _with_sections(readme.read_text("utf-8"), root, answers).encode())
+    if text := _license(root, answers):
+        _write(target / "LICENSE", text.encode())
+    history = _first_commit(target, answers) if answers.git_init and not under_cruft else ""
+    return _screen(target, answers, len(names) + 1 + bool(text), history)
+
+
+def committed_files(root: Path) -> list[str]:
+    """Return the files that git would commit, by name; without a repository: that are no junk."""
+    if (root / ".git").exists() and shutil.which("git"):
+        listing = _git(root, "ls-files", "-coz", "--exclude-standard", check=True).stdout
+        names = set(filter(None, listing.split("\0")))
+        return sorted(name for name in names if (root / name).is_file())
+    ignored = _ignored(root)
+    found = []
+    for folder, folders, files in os.walk(root):
+        place = PurePosixPath(Path(folder).relative_to(root).as_posix())
+        folders[:] = [name for name in folders if not _is_junk(place / name, ignored)]
+        found += [str(place / name) for name in files if not _is_junk(place / name, ignored)]
+    return sorted(found)
+
+
+def _ignored(root: Path) -> list[str]:
+    return [".git/", *(root / ".gitignore").read_text("utf-8").split()]
+
+
+def _is_junk(path: PurePosixPath, ignored: Iterable[str]) -> bool:
+    """Read the few forms of pattern that our .gitignore has: `name`, `name/` and `/name/`."""
+    for pattern in ignored:
+        tested = str(path) if pattern.startswith("/") else path.name
+        if fnmatch.fnmatchcase(tested, pattern.strip("/")):
+            return True
+    return False
+
+
+def _is_wanted(name: str, answers: Answers) -> bool:
+    left_out = [EXTRAS[extra] for extra in EXTRAS if extra not in answers.extras]
+    return not any(_holds(path, name) for paths in [TEMPLATE_ONLY, *left_out] for path in paths)
+
+
+def _holds(path: str, name: str) -> bool:
+    return name.startswith(path) if path.endswith("/") else name == path
+
+
+def _content(name: str, content: bytes, answers: Answers) -> bytes:
+    """Return the new project's version of a file of ours; what is no text stays as it is."""
+    try:
+        text = content.decode("utf-8")
+    except UnicodeDecodeError:
+        return content
+    text = _renamed(_kept(text, answers), answers)
+    for pattern, line in EDITS.get(name, {}).items():
+        text = _replaced_once(name, text, pattern, line(answers))
+    return text.encode()
+
+
+def _kept(text: str, answers: Answers) -> str:
+    """Drop the template's own blocks, those of extras that were not chosen, and all markers."""
+    lines, dropping = [], False
+    for line in text.splitlines(keepends=True):
+        if marker := MARKER.search(line):
+            dropping = marker[3] == "begin" and marker[2] not in answers.extras
+        elif not dropping:
+            lines.append(line)
+    return "".join(lines)
+
+
+def _renamed(text: str, answers: Answers) -> str:
+    return text.replace(PACKAGE, answers.package_name).replace(SLUG, answers.project_slug)
+
+
+def _replaced_once(name: str, text: str, pattern: str, line: str) -> str:
+    """Replace the one line that `pattern` matches from its start; an empty `line` removes it."""
+    found = re.findall(rf"^{pattern}.*\n", text, flags=re.MULTILINE)
+    assert len(found) == 1, f"{name}: {pattern} matches {len(found)} lines"
+    return text.replace(found[0], f"{line}\n" if line else "")
+
+
+def _quoted(value: str) -> str:
+    """Quote a line so that it is a string in JSON, TOML and YAML alike."""
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _authors(answers: Answers) -> str:
+    email = f", email = {_quoted(answers.email)}" if answers.email else ""
+    return f"authors = [{{ name = {_quoted(answers.author)}{email} }}]"
+
+
+def _unless_unlicensed(line: str, answers: Answers) -> str:
+    return line if answers.license != "none" else ""
+
+
+# file -> start of a line -> what stands there in the new project
+EDITS: dict[str, dict[str, Callable[[Answers], str]]] = {
+    "pyproject.toml": {
+        "description = ": lambda answers: f"description = {_quoted(answers.description)}",
+        "authors = ": _authors,
+        "license = ": lambda answers: _unless_unlicensed(
+            f"license = {_quoted(answers.license)}", answers
+        ),
+        "license-files = ": lambda answers: _unless_unlicensed(
+            'license-files = ["LICENSE"]', answers
+        ),
+    },
+    "configs/logger/wandb.yaml": {
+        "  project: ": lambda answers: f"  project: {_quoted(answers.wandb_project)}",
+        "  entity: ": lambda answers: (
+            f"  entity: {_quoted(answers.wandb_entity) if answers.wandb_entity else 'null'}"
+            " # null: the account's own"
+        ),
+    },
+    "configs/sweep.yaml": {
+        "project: ": lambda answers: f"project: {_quoted(answers.wandb_project)}",
+    },
+}
+
+
+def _with_sections(readme: str, root: Path, answers: Answers) -> str:
+    """Fill the new README with sections of the living one, heading and all."""
+    living = (root / "README.md").read_text("utf-8")
+    sections = dict(re.findall(r"^## (.+)\n((?:(?!## ).*\n)*)", living, flags=re.MULTILINE))
+
+    def section(match: re.Match[str]) -> str:
+        text = f"## {match[1]}\n{sections[match[1]]}".rstrip("\n")
+        return _renamed(_kept(text, answers), answers)
+
+    return re.sub(r"\n{3,}", "\n\n", SECTION.sub(section, readme))
+
+
+def _license(root: Path, answers: Answers) -> str:
+    """Return the text of the chosen licence with its year and owner; none is empty."""
+    if answers.license == "none":
+        return ""
+    own = answers.license == "MIT"
+    path = root / "LICENSE" if own else root / "hooks" / "licenses" / f"{answers.license}.txt"
+    owner = f"{time.strftime('%Y')} {answers.author}"
+    return OWNER.sub(lambda _: owner, path.read_text("utf-8"), count=1)
+
+
+def _write(path: Path, content: bytes) -> None:
+    """Write a file; unzipping drops run bits, so they follow from the content."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content)
+    path.chmod(0o755 if content.startswith(b"#!") else 0o644)
+
+
+def _first_commit(target: Path, answers: Answers) -> str:
+    """Make `target` a repository with one commit; return what came of it."""
+    if not shutil.which("git"):
+        return "; no git here, so no repository"
+    if _git(target, "rev-parse", "--is-inside-work-tree").returncode == 0:
+        return "; in the git repository that is there"
+    message = f"Start {answers.project_name} from its template"
+    who = [
+        "-c",
+        f"user.name={answers.author}",
+        "-c",
+        f"user.email={answers.email or answers.project_slug}",
+    ]
+    known = _git(target, "config", "user.email").returncode == 0
+    quiet = ["-c", "commit.gpgsign=false", "-c", f"core.hooksPath={os.devnull}"]
+    _git(target, "-c", "init.defaultBranch=main", "init", "-q", check=True)
+    _git(target, "add", "-A", check=True)
+    _git(target, *([] if known else who), *quiet, "commit", "-q", "-m", message, check=True)
+    return "; a git repository with its first commit"
+
+
+def _git(folder: Path, *arguments: str, check: bool = False) -> subprocess.CompletedProcess[str]:
+    """Run git in `folder`, whoever owns it and whatever repository calls us."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+    command = ["git", "-c", "safe.directory=*", *arguments]
+    return subprocess.run(
+        command, cwd=folder, env=clean, check=check, capture_output=True, encoding="utf-8"
+    )
+
+
+def _screen(target: Path, answers: Answers, files: int, history: str) -> str:
+    licence = "no licence" if answers.license == "none" else f"{answers.license} licence"
+    extras = " ".join(answers.extras) or "none"
+    return f"""\
+{target.name}: {files} files, package {answers.package_name}, {licence}, extras: {extras}{history}
+next:
+  cd {target.name}
+  python3 scripts/dev.py train
+  python3 scripts/dev.py test"""
