@@ -128,16 +128,56 @@ def test_rank_that_raises_ends_all_quickly_with_its_traceback_first(command, pro
     assert not processes_of(run)
 
 
-def test_killed_rank_is_restarted_from_the_newest_checkpoint(command, wait_for, processes_of, kill):
-    run = command.folder / "killed"
-    process = command.start(*command.smoke(*TWO, "max_steps=400", f"run_dir={run}"))
-    wait_for((run / "checkpoints/step=000010.ckpt").exists)
-    kill(max(processes_of(run)))  # the ranks were started last
-    _, err = process.communicate(timeout=90)
-    assert process.returncode == 0
-    assert re.search(r"rank [01] was killed by SIGKILL; restarting all ranks \(1 of 3\)", err)
-    steps = [line.split(",")[0] for line in (run / "metrics.csv").read_text().splitlines()[1:]]
-    assert steps == [str(step) for step in range(5, 401, 5)]
+FAULTS = """
+import os, signal, lightning
+class Faults(lightning.Callback):
+    def on_train_batch_start(self, trainer, *_):
+        for step, rank, name in ((13, 2, "SIGKILL"), (24, 1, "SIGTERM")):
+            if (trainer.global_step, trainer.global_rank) == (step, rank):
+                try:
+                    os.close(os.open(name, os.O_CREAT | os.O_EXCL))
+                except FileExistsError:
+                    continue
+                os.kill(os.getpid(), getattr(signal, name))
+"""
+
+
+def test_faults_of_single_ranks_leave_no_trace_in_the_weights(command):
+    (command.folder / "faults.py").write_text(FAULTS)
+    three = ("trainer=cpu", "trainer.devices=3", "strategy=ddp", "model.dropout=0.1")
+    words = (*three, "batch.global_size=12", "batch.micro_size=2", "max_steps=40", "val_every=20")
+    command.train(*words, "run_dir=whole", "verbosity=quiet")
+    fault = "+callbacks.faults._target_=faults.Faults"
+    hit = command.train(*words, fault, "run_dir=hit", PYTHONPATH=str(command.folder))
+    assert "rank 2 was killed by SIGKILL; restarting all ranks (1 of 3)" in hit.stderr
+    assert re.search(
+        r"rank \d was stopped by SIGTERM.*; restarting all ranks \(2 of 3\)", hit.stderr
+    )
+    assert hit.stdout.count("done in") == 1
+    whole, after = weights(command.folder / "whole", 40), weights(command.folder / "hit", 40)
+    assert all(torch.equal(whole[name], after[name]) for name in whole)
+    steps = [line.split(",")[0] for line in (command.folder / "hit/metrics.csv").open()]
+    assert steps[1:] == [str(step) for step in range(5, 41, 5)]
+
+
+HANGING = """
+import time, lightning
+class Hanging(lightning.Callback):
+    def on_train_batch_start(self, trainer, *_):
+        if trainer.global_step == 3 and trainer.global_rank == 1:
+            time.sleep(600)
+"""
+
+
+def test_run_that_makes_no_step_shows_the_stack_of_every_rank_and_ends(command, processes_of):
+    (command.folder / "hanging.py").write_text(HANGING)
+    words = ("+callbacks.hanging._target_=hanging.Hanging", "guard.stall_after=4", "run_dir=run")
+    result = command.train(*TWO, *words, status=1, PYTHONPATH=str(command.folder))
+    for rank in (0, 1):
+        assert f"rank {rank}: no step for 4 s (guard.stall_after); its stack:" in result.stderr
+    assert "in on_train_batch_start" in result.stderr
+    assert json.loads((command.folder / "run/failed.json").read_text())["status"] == 1
+    assert not processes_of(command.folder / "run")
 
 
 def test_signal_stops_all_ranks_at_one_step(command, wait_for, processes_of):

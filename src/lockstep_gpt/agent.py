@@ -130,15 +130,20 @@ class RankAgent(LocalElasticAgent):
         return {rank: code for rank, code in codes.items() if code}
 
     def _is_restartable(self) -> bool:
-        lost = all(code < 0 or code == LOST_PEERS for code in self._ended.values())
-        return lost and not self._run.failed.exists()
+        """Tell whether all ended ranks were killed, lost the others, or were asked to stop.
+
+        The latter alone: a signal that means the whole run reaches this process as well, and then
+        nothing is asked here any more.
+        """
+        ended = all(code < 0 or code == LOST_PEERS or code > 128 for code in self._ended.values())
+        return ended and not self._run.failed.exists()
 
     def _end_others(self, restartable: bool) -> None:
         """End the other ranks before the stock agent does, which would wait 30 s for each."""
-        if restartable:  # they wait in a collective for a dead rank and cannot hear us
-            self._shutdown(signal.SIGKILL, 1)
-        elif any(code > 128 for code in self._ended.values()):  # all stop together, after saving
+        if any(code > 128 for code in self._ended.values()):  # all stop together, after saving
             self._shutdown(signal.SIGTERM, self._grace)
+        elif restartable:  # they wait in a collective for a dead rank and cannot hear us
+            self._shutdown(signal.SIGKILL, 1)
         else:
             self._shutdown(signal.SIGTERM, FAILURE_GRACE)
 
@@ -211,4 +216,6 @@ def _causes(ended: dict[int, int]) -> str:
 def _cause(code: int) -> str:
     if code < 0:
         return f"was killed by {signal.Signals(-code).name}"
+    if code > 128:
+        return f"was stopped by {signal.Signals(code - 128).name}"
     return "lost its peers" if code == LOST_PEERS else f"ended with status {code}"

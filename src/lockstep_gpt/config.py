@@ -23,6 +23,10 @@ class UserError(ValueError):
     """A mistake that its maker can mend: one line, exit status 2, no traceback."""
 
 
+class RunError(Exception):
+    """What ends a run that began well, a full disk for one: one line, exit status 1."""
+
+
 def setting(
     meaning: str,
     default: Any = MISSING,
@@ -215,6 +219,8 @@ class CheckpointConfig(Checked):
     )
     keep_last: int = setting("how many of the newest to keep", 1, at_least=1)
     keep_best: int = setting("how many of the lowest validation loss to keep", 1, at_least=0)
+    background: bool = setting("write from a copy while training goes on; needs its memory", False)
+    copy_to: str | None = setting("also keep them in this folder or fsspec URL", None)
 
 
 @dataclass
@@ -226,6 +232,24 @@ class LaunchConfig(Checked):
     max_restarts: int = setting("restarts after a rank was killed", 3, at_least=0)
     grace_seconds: float = setting(
         "time for ranks to save and end after a signal, before they are killed", 60.0, above=0
+    )
+
+
+@dataclass
+class GuardConfig(Checked):
+    """What ends a run before it does harm."""
+
+    node: ClassVar[str] = "guard"
+    max_skipped: int = setting(
+        "updates that may be skipped because a gradient was not finite", 0, at_least=0
+    )
+    replicas_every: int | None = setting(
+        "steps between comparisons of the ranks' weights; each save compares too", 500, at_least=1
+    )
+    stall_after: float | None = setting(
+        "seconds without a step after which every rank's stack is shown and the run ends",
+        1800.0,
+        above=0,
     )
 
 
@@ -262,6 +286,7 @@ class Config(Checked):
     data: DataConfig = MISSING
     optim: OptimConfig = MISSING
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    guard: GuardConfig = field(default_factory=GuardConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
     trainer: dict[str, Any] = field(default_factory=dict)
     strategy: dict[str, Any] = field(default_factory=dict)

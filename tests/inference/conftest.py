@@ -5,7 +5,8 @@ import torch
 
 from lockstep_gpt.config import ModelConfig
 from lockstep_gpt.model.gpt import GPT
-from lockstep_gpt.training.checkpoint import AtomicCheckpointIO, checkpoint_path
+from lockstep_gpt.training.callbacks.checkpoints import AtomicCheckpointIO
+from lockstep_gpt.training.checkpoint import checkpoint_path
 
 SHAPE = {"block_size": 64, "n_layer": 1, "n_head": 2, "n_embd": 16}
 

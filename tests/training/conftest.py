@@ -1,16 +1,23 @@
 """A run in miniature: real data, a real module and a real Trainer on the CPU."""
 
+import multiprocessing
+import os
+import traceback
+import uuid
 import warnings
 from dataclasses import dataclass
+from datetime import timedelta
 
 import lightning
 import pytest
 import torch
+import torch.distributed as dist
 
 from lockstep_gpt.config import (
     BatchConfig,
     CheckpointConfig,
     Config,
+    GuardConfig,
     ModelConfig,
     OptimConfig,
     SyntheticData,
@@ -19,8 +26,7 @@ from lockstep_gpt.data.datamodule import TokenDataModule
 from lockstep_gpt.data.prepare import prepare
 from lockstep_gpt.data.shards import load_index
 from lockstep_gpt.data.tokenizer import from_dict
-from lockstep_gpt.training.callbacks.checkpoints import Checkpoints
-from lockstep_gpt.training.checkpoint import AtomicCheckpointIO
+from lockstep_gpt.training.callbacks.checkpoints import AtomicCheckpointIO, Checkpoints
 from lockstep_gpt.training.module import GPTModule
 from lockstep_gpt.training.schedule import BatchPlan, Schedule, plan_batch, plan_schedule
 
@@ -51,12 +57,12 @@ class Run:
             self.config.val_every,
         )
 
-    def fit(self, *callbacks, logger=False, ckpt_path=None):
+    def fit(self, *callbacks, logger=False, ckpt_path=None, io=None):
         trainer = lightning.Trainer(
             accelerator="cpu",
             callbacks=list(callbacks),
             logger=logger,
-            plugins=[AtomicCheckpointIO()],
+            plugins=[io or AtomicCheckpointIO()],
             max_steps=self.schedule.total_steps,
             max_epochs=-1,
             accumulate_grad_batches=self.batch.accumulation,
@@ -90,13 +96,14 @@ def folder(tmp_path_factory):
 def new_run(folder):
     """Make a run of `max_steps` updates of two micro-batches of two samples each."""
 
-    def make(*, model=None, optim=None, checkpoint=None, **settings):
+    def make(*, model=None, optim=None, checkpoint=None, guard=None, **settings):
         config = Config(
             **{"max_steps": 6, "val_every": 3, "log_every": 2, **settings},
             batch=BatchConfig(micro_size=2, global_size=4, reference_size=4),
             model=ModelConfig(**{**MODEL, **(model or {})}),
             optim=OptimConfig(**{**OPTIM, **(optim or {})}),
             checkpoint=CheckpointConfig(**(checkpoint or {})),
+            guard=GuardConfig(**(guard or {})),
         )
         torch.manual_seed(config.seed)
         batch = plan_batch(config.batch, config.model.block_size, devices=1, nodes=1)
@@ -114,3 +121,44 @@ def new_run(folder):
         return Run(config, batch, schedule, data, module, content)
 
     return make
+
+
+def _rank(rank, size, store, function, queue):
+
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size))
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=30),
+    )
+    try:
+        queue.put((rank, function(rank)))
+    except Exception as error:
+        queue.put((rank, "".join(traceback.format_exception(error))))
+    finally:
+        queue.close()
+        queue.join_thread()
+        os._exit(0)  # the copy of pytest must not go on
+
+
+@pytest.fixture
+def on_ranks(tmp_path):
+    """Run a function on each of `size` gloo ranks, copies of this process; return what they do."""
+
+    def run(size, function):
+        context = multiprocessing.get_context("fork")
+        queue, store = context.Queue(), tmp_path / uuid.uuid4().hex
+        arguments = (size, store, function, queue)
+        ranks = [context.Process(target=_rank, args=(rank, *arguments)) for rank in range(size)]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of forking beside threads
+            for rank in ranks:
+                rank.start()
+        results = dict(queue.get(timeout=60) for _ in ranks)
+        for rank in ranks:
+            rank.join(60)
+        return [results[rank] for rank in range(size)]
+
+    return run

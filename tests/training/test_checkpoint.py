@@ -2,26 +2,30 @@ import hashlib
 import itertools
 import logging
 import multiprocessing
+import os
 import pickle
 import shutil
 import subprocess
 from pathlib import Path
 
+import fsspec
 import pytest
 import torch
 
-from lockstep_gpt.config import ModelConfig, UserError
+from lockstep_gpt.config import ModelConfig, RunError, UserError
 from lockstep_gpt.data.tokenizer import ByteTokenizer
 from lockstep_gpt.model.gpt import GPT
+from lockstep_gpt.training.callbacks.checkpoints import AtomicCheckpointIO
 from lockstep_gpt.training.checkpoint import (
-    AtomicCheckpointIO,
     checkpoint_path,
     checkpoints_in,
     fault_of,
+    fetch_newest,
     find_checkpoint,
     load_model,
     newest_valid,
     read_checkpoint,
+    remove_leftovers,
     step_of,
     sum_path,
 )
@@ -98,7 +102,7 @@ def test_a_save_that_fails_leaves_what_was_there(tmp_path, old):
     if old:
         save(path, step=1)
     before = {each.name: each.read_bytes() for each in tmp_path.iterdir()}
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(RunError, match="No space left"):
         save(path, state_dict={"w": torch.zeros(1000), "broken": Unsaveable()})
     assert {each.name: each.read_bytes() for each in tmp_path.iterdir()} == before
 
@@ -244,3 +248,56 @@ def test_a_model_can_be_read_where_the_environment_of_its_run_is_gone(tmp_path):
     logger = {"wandb": {"entity": "${oc.env:GONE_WITH_THE_RUN}"}}
     saved_model(tmp_path / "step=000001.ckpt", logger=logger)
     load_model(tmp_path / "step=000001.ckpt")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount a small disk")
+def test_a_disk_without_room_is_refused_before_it_is_filled(tmp_path):
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(tmp_path)]
+    subprocess.run(mount, check=True)
+    try:
+        save(tmp_path / "step=000001.ckpt")
+        with pytest.raises(RunError, match=r"bytes left, a checkpoint takes 4,000,000; make room"):
+            save(tmp_path / "step=000002.ckpt", state_dict={"w": torch.zeros(1_000_000)})
+        assert checkpoints_in(tmp_path) == [tmp_path / "step=000001.ckpt"]
+        assert newest_valid(tmp_path) == tmp_path / "step=000001.ckpt"
+    finally:
+        subprocess.run(["umount", str(tmp_path)], check=True)
+
+
+def test_leftovers_of_dead_processes_are_removed_and_nothing_else(tmp_path):
+    path = save(tmp_path / "step=000001.ckpt")
+    before = {*tmp_path.iterdir()}
+    for name in (".step=000002.ckpt.tmp", ".step=000002.ckpt.sha256.tmp"):
+        (tmp_path / name).touch()
+    remove_leftovers(tmp_path)
+    assert {*tmp_path.iterdir()} == before
+    assert path in before
+
+
+def copies(folder):
+    files, root = fsspec.core.url_to_fs(folder)
+    return sorted(Path(name).name for name in files.ls(root, detail=False))
+
+
+@pytest.mark.parametrize("place", ["memory://{}", "file://{}", "{}"])
+def test_a_copy_elsewhere_follows_every_save_and_brings_a_lost_run_back(tmp_path, place):
+    url = place.format(tmp_path / "far")
+    io = AtomicCheckpointIO(copy_to=url)
+    for step in (1, 2, 3):
+        io.save_checkpoint(content(step=step), checkpoint_path(tmp_path / "here", step))
+    io.remove_checkpoint(checkpoint_path(tmp_path / "here", 2))
+    kept = [f"step=00000{step}.ckpt{end}" for step in (1, 3) for end in ("", ".sha256")]
+    assert copies(url) == kept
+    newest = fetch_newest(url, tmp_path / "anew")
+    assert newest == tmp_path / "anew/step=000003.ckpt"
+    assert read_checkpoint(newest)["step"] == 3
+
+
+def test_a_damaged_copy_is_skipped_for_the_one_before(tmp_path, caplog):
+    io = AtomicCheckpointIO(copy_to=str(tmp_path / "far"))
+    for step in (1, 2):
+        io.save_checkpoint(content(step=step), checkpoint_path(tmp_path / "here", step))
+    flip_a_bit(tmp_path / "far/step=000002.ckpt")
+    assert fetch_newest(str(tmp_path / "far"), tmp_path / "anew").name == "step=000001.ckpt"
+    assert "step=000002.ckpt: it is not what its SHA-256 says" in caplog.text
+    assert fetch_newest(str(tmp_path / "nothing"), tmp_path / "anew") is None

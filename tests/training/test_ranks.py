@@ -8,7 +8,7 @@ from omegaconf import OmegaConf
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
 from lockstep_gpt.compose import config_folder
-from lockstep_gpt.config import Config
+from lockstep_gpt.config import Config, RunError
 from lockstep_gpt.training.ranks import (
     Ranks,
     auto,
@@ -18,6 +18,7 @@ from lockstep_gpt.training.ranks import (
     from_rank_zero,
     join,
     lost_peers,
+    refuse_differing_replicas,
 )
 
 NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
@@ -133,3 +134,40 @@ def test_gradients_are_compressed_as_the_comm_hook_says(name, hook):
     strategy = ddp(**{**SETTINGS, "comm_hook": name})
     assert strategy._ddp_comm_hook is hook
     assert (strategy._ddp_comm_state is not None) == (name == "powersgd")
+
+
+def flipped(odd):
+    """Return what `refuse_differing_replicas` says after one bit has flipped on rank `odd`."""
+
+    def check(rank):
+        model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 2).double())
+        for parameter in model.parameters():
+            torch.nn.init.ones_(parameter)
+        refuse_differing_replicas(model, 6)
+        if rank == odd:
+            model[1].weight.data.view(torch.int64)[1, 2] ^= 1
+        try:
+            refuse_differing_replicas(model, 7)
+        except RunError as error:
+            return str(error)
+        return None
+
+    return check
+
+
+@pytest.mark.parametrize(("ranks", "named"), [(3, "on rank 1;"), (2, "on rank 0 and 1;")])
+def test_one_flipped_bit_in_a_replica_is_found_by_all(on_ranks, ranks, named):
+    said = on_ranks(ranks, flipped(1))
+    assert len(set(said)) == 1
+    assert "step 7: the weights of ranks differ, first in 1.weight," in said[0]
+    assert named in said[0]
+
+
+def test_replicas_that_are_alike_pass(on_ranks):
+    assert on_ranks(2, flipped(None)) == [None, None]
+
+
+def test_texts_reach_every_rank_whole(on_ranks):
+    texts = ["größer", "", "日本"]
+    assert on_ranks(3, lambda rank: from_rank_zero(texts[rank])) == ["größer"] * 3
+    assert on_ranks(3, lambda rank: from_each_rank(texts[rank])) == [texts] * 3

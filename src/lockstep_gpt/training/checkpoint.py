@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import os
 import pickle
 import re
+import shutil
 import struct
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import torch
-from lightning.fabric.plugins import CheckpointIO
 
-from lockstep_gpt.config import OPEN_GROUPS, Config, UserError, from_container
+from lockstep_gpt.config import OPEN_GROUPS, Config, RunError, UserError, from_container
 from lockstep_gpt.data import tokenizer
 from lockstep_gpt.model.gpt import GPT
 
@@ -22,6 +24,7 @@ logger = logging.getLogger(__name__)
 
 # What torch raises for a file that it cannot read.
 UNREADABLE = (pickle.UnpicklingError, RuntimeError, EOFError, LookupError, ValueError, struct.error)
+MEND = "make room there, then go on with resume=auto from the newest, which is whole"
 NAME = re.compile(r"step=(\d{6,})\.ckpt")
 
 
@@ -49,47 +52,56 @@ def checkpoints_in(folder: Path) -> list[Path]:
     )
 
 
-class AtomicCheckpointIO(CheckpointIO):
-    """Writes beside, fsyncs, then renames, so that a final name never holds half a file.
+def write_checkpoint(content: dict[str, Any], path: Path) -> None:
+    """Write beside, fsync, then rename: a final name never holds half a file.
 
-    Lightning's own IO stages in the system's temporary folder, and a move from another file
-    system is a copy that can be cut off.
+    Raises:
+        RunError: the disk is full or cannot be written; what was there before stays.
     """
-
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None
-    ) -> None:
-        """Write `checkpoint` to `path`, its SHA-256 beside it.
-
-        Raises:
-            OSError: the disk is full or cannot be written; what was there before stays.
-        """
-        assert storage_options is None, storage_options
-        path = Path(path)
+    beside = path.with_name(f".{path.name}.tmp")
+    try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        beside = path.with_name(f".{path.name}.tmp")
-        try:
-            with beside.open("wb") as file:
-                torch.save(checkpoint, file)
-                file.flush()
-                os.fsync(file.fileno())
-            _write_sum(path, _sha256(beside))
-            beside.replace(path)
-            _sync_folder(path.parent)
-        finally:
-            beside.unlink(missing_ok=True)
+        refuse_full_disk(path.parent, size_of(content))
+        with beside.open("wb") as file:
+            torch.save(content, file)
+            file.flush()
+            os.fsync(file.fileno())
+        _write_sum(path, _sha256(beside))
+        beside.replace(path)
+        _sync_folder(path.parent)
+    except (OSError, RuntimeError) as error:  # torch's own writer raises the latter
+        reason = getattr(error, "strerror", None) or error
+        raise RunError(f"checkpoint {path} cannot be written: {reason}; {MEND}") from error
+    finally:
+        with contextlib.suppress(OSError):
+            beside.unlink()
 
-    def load_checkpoint(
-        self, path: Any, map_location: Any = "cpu", weights_only: bool | None = True
-    ) -> dict[str, Any]:
-        """Return the checkpoint at `path` if it is what its SHA-256 says."""
-        assert weights_only is not False, "a checkpoint is never unpickled"
-        return read_checkpoint(Path(path), map_location)
 
-    def remove_checkpoint(self, path: Any) -> None:
-        """Delete a checkpoint and its sum; the sum last, so that no file stands unverified."""
-        Path(path).unlink(missing_ok=True)
-        sum_path(Path(path)).unlink(missing_ok=True)
+def refuse_full_disk(folder: Path, needed: int) -> None:
+    """Raise a `RunError` if `needed` bytes have no room in `folder`."""
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise RunError(f"{folder} has {free:,} bytes left, a checkpoint takes {needed:,}; {MEND}")
+
+
+def size_of(content: Any) -> int:
+    """Return the bytes of all tensors in nested containers."""
+    if isinstance(content, torch.Tensor):
+        return content.nbytes
+    parts = content.values() if isinstance(content, dict) else content
+    return sum(map(size_of, parts)) if isinstance(content, dict | list | tuple) else 0
+
+
+def remove_checkpoint(path: Path) -> None:
+    """Delete a checkpoint and its sum; the sum last, so that no file stands unverified."""
+    path.unlink(missing_ok=True)
+    sum_path(path).unlink(missing_ok=True)
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Delete what processes that were killed while writing have left."""
+    for path in folder.glob(".step=*.tmp"):
+        path.unlink()
 
 
 def _write_sum(path: Path, digest: str) -> None:
@@ -152,6 +164,41 @@ def read_checkpoint(path: Path, map_location: Any = "cpu") -> dict[str, Any]:
     if not isinstance(content, dict) or not {"config", "tokenizer", "state_dict"} <= set(content):
         raise UserError(f"checkpoint {path} was not written by lockstep-gpt train")
     return content
+
+
+def copy_out(path: Path, url: str) -> None:
+    """Copy a checkpoint and its sum, which comes first, to the folder or fsspec URL `url`."""
+    files, folder = fsspec.core.url_to_fs(url)
+    files.makedirs(folder, exist_ok=True)
+    for source in (sum_path(path), path):
+        beside = f"{folder}/.{source.name}.tmp"
+        files.put_file(str(source), beside)
+        files.mv(beside, f"{folder}/{source.name}")
+
+
+def remove_copy(name: str, url: str) -> None:
+    """Delete the copy of the checkpoint `name` below `url`, its sum last."""
+    files, folder = fsspec.core.url_to_fs(url)
+    for each in (name, f"{name}.sha256"):
+        if files.exists(f"{folder}/{each}"):
+            files.rm_file(f"{folder}/{each}")
+
+
+def fetch_newest(url: str, folder: Path) -> Path | None:
+    """Bring the newest copy below `url` that verifies into `folder`; None if there is none."""
+    files, remote = fsspec.core.url_to_fs(url)
+    folder.mkdir(parents=True, exist_ok=True)
+    copies = [folder / Path(str(name)).name for name in files.glob(f"{remote}/step=*.ckpt")]
+    for path in sorted(copies, key=step_of, reverse=True):
+        for each in (sum_path(path), path):
+            if files.exists(f"{remote}/{each.name}"):
+                files.get_file(f"{remote}/{each.name}", str(each))
+        fault = fault_of(path)
+        if fault is None:
+            return path
+        logger.warning("skipped %s/%s: it %s", url, path.name, fault)
+        remove_checkpoint(path)
+    return None
 
 
 def find_checkpoint(path: Path) -> Path:

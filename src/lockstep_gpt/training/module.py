@@ -8,13 +8,14 @@ import lightning
 import numpy as np
 import torch
 from lightning import Callback, LightningModule, Trainer
+from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from torchmetrics import Metric
 
-from lockstep_gpt.config import Config
+from lockstep_gpt.config import Config, RunError
 from lockstep_gpt.data.tokenizer import Tokenizer
 from lockstep_gpt.model.gpt import GPT
 from lockstep_gpt.model.loss import IGNORE
@@ -90,6 +91,22 @@ class GPTModule(lightning.LightningModule):
         self.grad_norm: Tensor | None = None  # of the last update, before clipping
         self.loss_sum: Tensor | None = None  # over the micro-batches since `take_loss`
         self.loss_count = 0
+        self.skipped = torch.zeros((), dtype=torch.int64)  # updates of gradients not finite
+
+    def on_train_start(self) -> None:
+        """Have DDP arrange its buckets before the first step instead of after it.
+
+        It does so once, in the order in which it has seen gradients come, and the order of
+        reduction over three and more ranks follows: a restarted run would add up differently.
+        """
+        self.skipped = self.skipped.to(self.device)
+        if self.trainer.world_size > 2 and isinstance(self.trainer.strategy, DDPStrategy):
+            shape = (self.trainer.datamodule.micro_size, self.config.model.block_size)  # type: ignore[attr-defined]
+            tokens = torch.zeros(shape, dtype=torch.int64, device=self.device)
+            loss = cast(Tensor, self.trainer.strategy.training_step((tokens, tokens), 0))
+            loss.backward()  # type: ignore[no-untyped-call]
+            self.zero_grad()
+            self.take_loss()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:  # noqa: ARG002
         """Make dropout a function of seed, step and rank, so that a resumed run repeats it."""
@@ -136,15 +153,20 @@ class GPTModule(lightning.LightningModule):
             "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
         }
 
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Keep the number of skipped updates, of which a whole run may have so many."""
+        checkpoint["skipped"] = int(self.skipped)
+
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Let a resumed run have its own accumulation and settings, whatever the saved one had."""
+        self.skipped.fill_(checkpoint.get("skipped", 0))
         realign(checkpoint, self.trainer.accumulate_grad_batches)
         optimizer = cast(dict[str, Any], self.configure_optimizers())["optimizer"]
         apply_settings(checkpoint, optimizer, self.schedule.lr(checkpoint["global_step"]))
 
     def configure_gradient_clipping(
         self,
-        optimizer: Optimizer,  # noqa: ARG002
+        optimizer: Optimizer,
         gradient_clip_val: float | None = None,  # noqa: ARG002
         gradient_clip_algorithm: str | None = None,  # noqa: ARG002
     ) -> None:
@@ -156,6 +178,32 @@ class GPTModule(lightning.LightningModule):
         self.grad_norm = torch.nn.utils.clip_grad_norm_(
             self.model.parameters(), float("inf") if limit is None else limit
         )
+        if self.config.precision != "16-mixed":  # there the scaler of the loss skips
+            self._skip_unless_finite(optimizer, self.grad_norm)
+
+    def _skip_unless_finite(self, optimizer: Optimizer, norm: Tensor) -> None:
+        """Decide on the device whether this update is skipped; no host waits for it.
+
+        The gradients are averages over ranks, so all ranks decide alike. Beyond the number that
+        is allowed every update is skipped: the weights stay until `refuse_broken` ends the run.
+        """
+        skip = ~norm.isfinite() | (self.skipped > self.config.guard.max_skipped)
+        self.skipped += skip
+        optimizer.found_inf = skip.float()  # type: ignore[attr-defined]
+
+    def refuse_broken(self, step: int) -> None:
+        """Read from the device how many updates were skipped, up to `step`.
+
+        Raises:
+            RunError: more than `guard.max_skipped`.
+        """
+        allowed, skipped = self.config.guard.max_skipped, int(self.skipped)
+        if skipped > allowed:
+            first = step - (skipped - allowed) + 1  # from then on all were
+            raise RunError(
+                f"step {first}: the gradient is not finite, and guard.max_skipped={allowed}; the "
+                f"weights stayed as step {first - 1} left them; lower optim.lr, or allow more"
+            )
 
 
 def step_seed(seed: int, step: int, rank: int) -> int:

@@ -17,7 +17,7 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import Strategy
 
 from lockstep_gpt.compose import build
-from lockstep_gpt.config import PROGRAM, Config, UserError
+from lockstep_gpt.config import PROGRAM, Config, RunError, UserError
 from lockstep_gpt.data.datamodule import TokenDataModule
 from lockstep_gpt.data.prepare import prepare
 from lockstep_gpt.data.shards import load_index
@@ -25,16 +25,20 @@ from lockstep_gpt.data.tokenizer import from_dict
 from lockstep_gpt.machine import LOST_PEERS
 from lockstep_gpt.run_directory import RunDirectory
 from lockstep_gpt.training import tracking
-from lockstep_gpt.training.callbacks.checkpoints import Checkpoints, GracefulStop, Stopped
+from lockstep_gpt.training.callbacks.checkpoints import AtomicCheckpointIO, Checkpoints
+from lockstep_gpt.training.callbacks.guards import GracefulStop, Guards, Stopped
 from lockstep_gpt.training.callbacks.metrics import COLUMNS, Metrics, MetricsFile
 from lockstep_gpt.training.checkpoint import (
-    AtomicCheckpointIO,
     adopt_weights,
+    fetch_newest,
     find_checkpoint,
     fits,
     newest_valid,
     read_checkpoint,
     refuse_another_identity,
+    refuse_full_disk,
+    remove_leftovers,
+    size_of,
     step_of,
 )
 from lockstep_gpt.training.module import GPTModule
@@ -58,7 +62,7 @@ def main(directory: RunDirectory) -> int:
     config, ranks = directory.load(), Ranks.from_environment()
     with reporting(directory, ranks, config) as terminal:
         try:
-            _train(directory, config, ranks)
+            _train(directory, config, ranks, terminal)
         except Stopped as stopped:
             logger.info("%s after saving; the run can be resumed", stopped)
             return 128 + stopped.signum
@@ -80,7 +84,8 @@ def _fail(directory: RunDirectory, ranks: Ranks, error: Exception, terminal: Tex
     if lost_peers(error):
         return LOST_PEERS
     if directory.record_failure(_failure(ranks, error, 1)):
-        print(f"{trace}\nrank {ranks.rank} failed: {error}", file=terminal, flush=True)
+        shown = "" if isinstance(error, RunError) else f"{trace}\n"
+        print(f"{shown}rank {ranks.rank} failed: {error}", file=terminal, flush=True)
     return 1
 
 
@@ -99,15 +104,17 @@ class Parts:
     module: GPTModule
     metrics: Metrics
     checkpoints: Checkpoints
+    checkpoint_io: AtomicCheckpointIO
+    guards: Guards
     metrics_file: MetricsFile
 
 
-def _train(directory: RunDirectory, config: Config, ranks: Ranks) -> None:
+def _train(directory: RunDirectory, config: Config, ranks: Ranks, terminal: TextIO) -> None:
     started = time.perf_counter()
-    parts = _assemble(directory, config, ranks)
+    parts = _assemble(directory, config, ranks, terminal)
     join(ranks, config)
     _refuse_other_directory(directory)
-    resume = _state_to_resume(directory, config, parts.module)
+    resume = _state_to_resume(directory, config, ranks, parts.module)
     loggers = _loggers(directory, config, parts) if ranks.rank == 0 else []
     trainer = _trainer(config, ranks, parts, loggers)
     if ranks.rank == 0:
@@ -116,8 +123,10 @@ def _train(directory: RunDirectory, config: Config, ranks: Ranks) -> None:
     status = "failed"
     try:
         trainer.fit(parts.module, parts.data, ckpt_path=resume)
+        parts.checkpoint_io.wait()
         status = "done"
     except Stopped:
+        parts.checkpoint_io.wait()
         status = "stopped"
         raise
     finally:
@@ -130,9 +139,28 @@ def _train(directory: RunDirectory, config: Config, ranks: Ranks) -> None:
         logger.info("%s", closing(directory, parts.metrics.row, time.perf_counter() - started))
 
 
-def _state_to_resume(directory: RunDirectory, config: Config, module: GPTModule) -> str | None:
+def _copies(directory: RunDirectory, config: Config) -> str | None:
+    """Return where copies of this run's checkpoints go."""
+    url = config.checkpoint.copy_to
+    return f"{url.rstrip('/')}/{directory.path.name}" if url else None
+
+
+def _own_newest(directory: RunDirectory, config: Config, module: GPTModule) -> Path | None:
+    """Tidy up after a run that was killed; return its newest checkpoint that verifies."""
+    remove_leftovers(directory.checkpoints)
+    refuse_full_disk(directory.path, 3 * size_of(module.state_dict()))  # AdamW: two moments each
+    newest, copies = newest_valid(directory.checkpoints), _copies(directory, config)
+    if newest is None and copies and config.resume == "auto":
+        return fetch_newest(copies, directory.checkpoints)
+    return newest
+
+
+def _state_to_resume(
+    directory: RunDirectory, config: Config, ranks: Ranks, module: GPTModule
+) -> str | None:
     """Return the checkpoint to go on from: the run's own newest, else what `resume` names."""
-    own = from_rank_zero(str(newest_valid(directory.checkpoints) or ""))
+    newest = _own_newest(directory, config, module) if ranks.rank == 0 else None
+    own = from_rank_zero(str(newest or ""))
     if own or config.resume in ("none", "auto"):
         return own or None
     path = find_checkpoint(Path(config.resume))
@@ -157,7 +185,7 @@ def _refuse_other_directory(directory: RunDirectory) -> None:
         )
 
 
-def _assemble(directory: RunDirectory, config: Config, ranks: Ranks) -> Parts:
+def _assemble(directory: RunDirectory, config: Config, ranks: Ranks, terminal: TextIO) -> Parts:
     torch.manual_seed(config.seed)
     batch = plan_batch(
         config.batch, config.model.block_size, ranks.local_world_size, ranks.num_nodes
@@ -190,6 +218,8 @@ def _assemble(directory: RunDirectory, config: Config, ranks: Ranks) -> Parts:
         module=GPTModule(config, schedule, from_dict(tokenizer)),
         metrics=Metrics(config.log_every, batch.tokens_per_step),
         checkpoints=checkpoints,
+        checkpoint_io=AtomicCheckpointIO(config.checkpoint.background, _copies(directory, config)),
+        guards=Guards(config.guard, directory, ranks.rank, terminal),
         metrics_file=MetricsFile(directory.metrics, COLUMNS),
     )
 
@@ -217,14 +247,15 @@ def _trainer(config: Config, ranks: Ranks, parts: Parts, loggers: list[Logger]) 
     try:
         chosen: list[Callback] = [instantiate(node) for node in config.callbacks.values()]
         strategy = _strategy(config, ranks)
-        callbacks = [parts.metrics, *chosen, GracefulStop(parts.checkpoints), parts.checkpoints]
+        stop = GracefulStop(parts.checkpoints)
+        callbacks = [parts.metrics, *chosen, parts.guards, stop, parts.checkpoints]
         arguments = {**config.trainer, "devices": ranks.local_world_size}
         trainer: Trainer = instantiate(
             {**arguments, "num_nodes": ranks.num_nodes},
             strategy=strategy,
             callbacks=callbacks,
             logger=[parts.metrics_file, *loggers],
-            plugins=[AtomicCheckpointIO()],
+            plugins=[parts.checkpoint_io],
             precision=config.precision,
             max_steps=parts.schedule.total_steps,
             max_epochs=-1,

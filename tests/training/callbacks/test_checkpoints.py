@@ -1,12 +1,12 @@
 import hashlib
-import os
-import signal
+import threading
 
 import pytest
 import torch
 from lightning import Callback
 
-from lockstep_gpt.training.callbacks.checkpoints import SIGNALS, GracefulStop, Stopped, StopVote
+from lockstep_gpt.config import RunError
+from lockstep_gpt.training.callbacks.checkpoints import AtomicCheckpointIO
 from lockstep_gpt.training.checkpoint import checkpoints_in, fault_of, newest_valid, step_of
 
 
@@ -132,81 +132,60 @@ def test_a_removed_checkpoint_takes_its_sum_along(new_run, tmp_path):
     assert len(list(tmp_path.iterdir())) == 2
 
 
-@pytest.fixture(autouse=True)
-def handlers():
-    """Give the signals back to whom they belonged."""
-    before = {signum: signal.getsignal(signum) for signum in SIGNALS}
-    yield
-    for signum, handler in before.items():
-        signal.signal(signum, handler)
+def test_writing_in_the_background_leaves_the_same_files(new_run, tmp_path):
+    settings = {"max_steps": 6, "val_every": 2, "checkpoint": {"every": 1, "keep_last": 2}}
+    plain, background = new_run(**settings), new_run(**settings)
+    fitted(plain, tmp_path / "plain")
+    io = AtomicCheckpointIO(background=True)
+    background.fit(background.checkpoints(tmp_path / "back"), io=io)
+    assert steps_in(tmp_path / "back") == steps_in(tmp_path / "plain")
+    pairs = zip(checkpoints_in(tmp_path / "plain"), checkpoints_in(tmp_path / "back"), strict=True)
+    for left, right in pairs:
+        ours, theirs = (torch.load(path, weights_only=True)["state_dict"] for path in (left, right))
+        assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
-class SignalAt(Callback):
-    """Sends this process a signal in the middle of optimizer step `step`."""
+class Slow(AtomicCheckpointIO):
+    """Writes when it is let."""
 
-    def __init__(self, step, signum):
-        self.step, self.signum = step, signum
-
-    def on_train_batch_start(self, trainer, _module, _batch, batch_idx):
-        if trainer.global_step == self.step - 1 and batch_idx % 2 == 1:
-            os.kill(os.getpid(), self.signum)
-
-
-class Validations(Callback):
     def __init__(self):
-        self.losses = {}
+        super().__init__(background=True)
+        self.let = threading.Event()
 
-    def on_validation_end(self, trainer, pl_module):
-        self.losses[trainer.global_step] = pl_module.val_loss
-
-
-def fit(run, folder, *callbacks, ckpt_path=None):
-    checkpoints = run.checkpoints(folder)
-    run.fit(*callbacks, GracefulStop(checkpoints), checkpoints, ckpt_path=ckpt_path)
+    def _write(self, checkpoint, path):
+        assert self.let.wait(30)
+        super()._write(checkpoint, path)
 
 
-@pytest.mark.parametrize("signum", SIGNALS, ids=lambda signum: signum.name)
-def test_a_signal_ends_the_run_after_its_step_is_done_and_saved(new_run, tmp_path, signum):
-    run = new_run(max_steps=8, val_every=8)
-    with pytest.raises(Stopped, match=f"stopped by {signum.name}") as stopped:
-        fit(run, tmp_path, SignalAt(4, signum))
-    assert stopped.value.signum == signum
-    assert [step_of(path) for path in checkpoints_in(tmp_path)] == [4]
+def test_what_is_written_later_is_the_state_when_it_was_saved(tmp_path):
+    io, weight = Slow(), torch.zeros(4)
+    io.save_checkpoint({"w": weight, "n": (1, [weight])}, tmp_path / "step=000001.ckpt")
+    weight += 1
+    io.let.set()
+    io.wait()
+    content = torch.load(tmp_path / "step=000001.ckpt", weights_only=True)
+    assert torch.equal(content["w"], torch.zeros(4))
+    assert torch.equal(content["n"][1][0], torch.zeros(4))
 
 
-def test_a_stopped_run_goes_on_to_the_bits_of_one_that_was_left_alone(new_run, tmp_path):
-    settings = {"max_steps": 6, "val_every": 2, "model": {"dropout": 0.5}}
-    whole, first, rest = (new_run(**settings) for _ in range(3))
-    fit(whole, tmp_path / "whole")
-    with pytest.raises(Stopped):
-        fit(first, tmp_path / "stopped", SignalAt(3, signal.SIGTERM))
-    fit(rest, tmp_path / "stopped", ckpt_path=newest_valid(tmp_path / "stopped"))
-    for name, weight in whole.module.state_dict().items():
-        assert torch.equal(rest.module.state_dict()[name], weight), name
+def test_an_old_checkpoint_goes_only_after_the_new_one_stands(tmp_path):
+    io = Slow()
+    old, new = tmp_path / "step=000001.ckpt", tmp_path / "step=000002.ckpt"
+    AtomicCheckpointIO().save_checkpoint({}, old)
+    io.save_checkpoint({}, new)
+    io.remove_checkpoint(old)
+    assert (old.exists(), new.exists()) == (True, False)
+    io.let.set()
+    io.wait()
+    assert (old.exists(), new.exists()) == (False, True)
 
 
-def test_a_stop_where_a_validation_is_due_does_not_lose_it(new_run, tmp_path):
-    settings = {"max_steps": 6, "val_every": 3}
-    alone, before, after = Validations(), Validations(), Validations()
-    fit(new_run(**settings), tmp_path / "whole", alone)
-    with pytest.raises(Stopped):
-        fit(new_run(**settings), tmp_path / "run", SignalAt(3, signal.SIGTERM), before)
-    path = newest_valid(tmp_path / "run")
-    fit(new_run(**settings), tmp_path / "run", after, ckpt_path=path)
-    assert {**before.losses, **after.losses} == alone.losses
-    assert checkpoints_in(tmp_path / "run")[0].name == checkpoints_in(tmp_path / "whole")[0].name
-
-
-def test_a_signal_in_the_last_step_lets_the_run_end(new_run, tmp_path):
-    fit(new_run(max_steps=3, val_every=2), tmp_path, SignalAt(3, signal.SIGTERM))
-    assert step_of(checkpoints_in(tmp_path)[-1]) == 3
-
-
-def test_nothing_that_catches_exceptions_takes_a_stop_for_a_failure():
-    assert not issubclass(Stopped, Exception)
-
-
-def test_a_rank_that_is_alone_decides_at_once():
-    vote = StopVote()
-    assert [vote.cast(signum) for signum in (0, 15, 0)] == [0, 15, 0]
-    vote.close()
+def test_a_save_that_failed_in_the_background_is_told_and_removes_nothing(tmp_path):
+    io, old = AtomicCheckpointIO(background=True), tmp_path / "step=000001.ckpt"
+    io.save_checkpoint({}, old)
+    (tmp_path / "file").touch()
+    io.save_checkpoint({}, tmp_path / "file" / "step=000002.ckpt")
+    io.remove_checkpoint(old)
+    with pytest.raises(RunError, match=r"cannot be written: .*; make room there"):
+        io.wait()
+    assert fault_of(old) is None

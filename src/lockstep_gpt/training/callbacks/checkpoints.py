@@ -2,20 +2,34 @@
 
 from __future__ import annotations
 
-import signal
+import logging
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from lightning import Trainer
+from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.callbacks import Checkpoint
+from torch import Tensor
 
 from lockstep_gpt.config import CheckpointConfig
-from lockstep_gpt.training.checkpoint import checkpoint_path, checkpoints_in, step_of
+from lockstep_gpt.training.checkpoint import (
+    checkpoint_path,
+    checkpoints_in,
+    copy_out,
+    read_checkpoint,
+    remove_checkpoint,
+    remove_copy,
+    step_of,
+    write_checkpoint,
+)
 from lockstep_gpt.training.module import StepCallback
+from lockstep_gpt.training.ranks import refuse_differing_replicas
 from lockstep_gpt.training.schedule import BatchPlan
+
+logger = logging.getLogger(__name__)
 
 
 class Checkpoints(StepCallback, Checkpoint):
@@ -74,16 +88,23 @@ class Checkpoints(StepCallback, Checkpoint):
             self.save(trainer)
 
     def save(self, trainer: Trainer) -> Path:
-        """Save the state after the last optimizer step; every rank must call this."""
+        """Save the state after the last optimizer step; every rank must call this.
+
+        Raises:
+            RunError: the state is not sound, or the disk takes no more.
+        """
+        module: Any = trainer.lightning_module
+        module.refuse_broken(trainer.global_step)
+        refuse_differing_replicas(module.model, trainer.global_step)
         path = checkpoint_path(self.folder, trainer.global_step)
         trainer.save_checkpoint(path)
         if trainer.is_global_zero:
-            self._prune(trainer)
+            self._prune(trainer, path)
         return path
 
-    def _prune(self, trainer: Trainer) -> None:
-        """Delete what is neither among the newest nor the best, now that the new one stands."""
-        present = checkpoints_in(self.folder)
+    def _prune(self, trainer: Trainer, new: Path) -> None:
+        """Delete what is neither among the newest nor the best, once `new` stands."""
+        present = sorted({*checkpoints_in(self.folder), new}, key=step_of)
         newest = present[-self.settings.keep_last :]
         best = sorted(self.losses, key=self.losses.__getitem__)[: self.settings.keep_best]
         for path in present:
@@ -128,95 +149,104 @@ class Checkpoints(StepCallback, Checkpoint):
         self.losses = {step: loss for step, loss in losses.items() if step in present}
 
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+class AtomicCheckpointIO(CheckpointIO):
+    """Writes checkpoints whole or not at all, on rank zero.
 
+    Lightning's own IO stages in the system's temporary folder, and a move from another file
+    system is a copy that can be cut off.
 
-class Stopped(BaseException):
-    """Training ended early, after saving, because a signal asked for it.
-
-    No `Exception`: nothing on the way up should take it for a failure.
+    Args:
+        background: copy the state into memory of the host and let a thread write it.
+        copy_to: folder or fsspec URL that gets a copy of each.
     """
 
-    def __init__(self, signum: int) -> None:
-        super().__init__(f"stopped by {signal.Signals(signum).name}")
-        self.signum = signum
+    def __init__(self, background: bool = False, copy_to: str | None = None) -> None:
+        self.copy_to = copy_to
+        self._writer = ThreadPoolExecutor(1) if background else None  # one: in the order of calls
+        self._pending: list[Future[None]] = []
+        self._stands = True  # what was saved last
+        self._buffers: dict[str, Tensor] = {}  # kept: new memory costs more than the copying
 
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None
+    ) -> None:
+        """Write `checkpoint` to `path`, its SHA-256 beside it.
 
-class StopVote:
-    """Lets all ranks stop after the same step, without any of them waiting for the vote.
-
-    A vote is an all-reduce that is started at the end of a step and read at the end of the next,
-    when it has long arrived. It goes over a gloo group, so no GPU is synchronised for it.
-    """
-
-    def __init__(self) -> None:
-        self._group = dist.new_group(backend="gloo") if dist.is_initialized() else None
-        self._ballot = torch.zeros(1, dtype=torch.int64)
-        self._work: dist.Work | None = None
-
-    def cast(self, signum: int) -> int:
-        """Vote for stopping by signal `signum`, 0 for going on; return what was decided."""
-        if self._group is None:
-            return signum
-        decided = 0
-        if self._work is not None:
-            self._work.wait()
-            decided = int(self._ballot.item())
-        self._ballot.fill_(signum)
-        self._work = dist.all_reduce(
-            self._ballot, op=dist.ReduceOp.MAX, group=self._group, async_op=True
-        )
-        return decided
-
-    def close(self) -> None:
-        """Wait for the last vote: every rank takes part in the same number of them."""
-        if self._work is not None:
-            self._work.wait()
-
-
-class GracefulStop(StepCallback):
-    """The handler only notes the signal; ranks agree on it at the end of an optimizer step.
-
-    Lightning's own handler broadcasts from inside the handler, which can deadlock.
-    """
-
-    def __init__(self, checkpoints: Checkpoints) -> None:
-        self.checkpoints = checkpoints
-        self.received = 0
-        self.decided = 0
-
-    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
-        """Take over from Lightning's handlers, which it installs before."""
-        super().on_train_start(trainer, pl_module)
-        self.vote = StopVote()
-        for signum in SIGNALS:
-            signal.signal(signum, self._note)
-
-    def _note(self, signum: int, _frame: FrameType | None) -> None:
-        self.received = signum
-
-    def on_step_end(self, trainer: Trainer, pl_module: Any, step: int) -> None:  # noqa: ARG002
-        """Save and stop once all ranks know of a signal.
-
-        Where a validation follows, only after it: else the saved state would claim it was done.
+        Raises:
+            RunError: this one, or in the background the last one, cannot be written.
         """
-        decided = self.vote.cast(self.received)
-        self.decided = decided if step < self.checkpoints.total_steps else 0
-        if self.decided and self.checkpoints.validates(step):
-            self.checkpoints.urgent = True
-        elif self.decided:
-            self.checkpoints.save(trainer)
-            self._stop()
+        assert storage_options is None, storage_options
+        self.wait()
+        if self._writer is not None:
+            checkpoint = self._snapshot(checkpoint)
+        self._do(self._write, checkpoint, Path(path))
 
-    def on_train_batch_start(self, *_arguments: Any) -> None:
-        """Stop where a validation came between."""
-        if self.decided:
-            self._stop()
+    def _do(self, action: Callable[..., None], *arguments: Any) -> None:
+        """Act now, or in the background after all that was asked for before."""
+        if self._writer is None:
+            action(*arguments)
+        else:
+            self._pending.append(self._writer.submit(action, *arguments))
 
-    def _stop(self) -> None:
-        self.vote.close()
-        raise Stopped(self.decided)
+    def _write(self, checkpoint: dict[str, Any], path: Path) -> None:
+        self._stands = False
+        write_checkpoint(checkpoint, path)
+        self._stands = True
+        if self.copy_to:
+            try:
+                copy_out(path, self.copy_to)
+            except Exception as error:  # whatever a remote file system raises
+                logger.warning("no copy of %s in %s: %s", path.name, self.copy_to, error)
 
-    def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:  # noqa: ARG002
-        """Read the last vote, or a rank could leave while another still counts on it."""
-        self.vote.close()
+    def remove_checkpoint(self, path: Any) -> None:
+        """Delete a checkpoint, once the one that was saved before this call stands."""
+        self._do(self._remove, Path(path))
+
+    def _remove(self, path: Path) -> None:
+        if not self._stands:
+            return
+        remove_checkpoint(path)
+        if self.copy_to:
+            remove_copy(path.name, self.copy_to)
+
+    def load_checkpoint(
+        self, path: Any, map_location: Any = "cpu", weights_only: bool | None = True
+    ) -> dict[str, Any]:
+        """Return the checkpoint at `path` if it is what its SHA-256 says."""
+        assert weights_only is not False, "a checkpoint is never unpickled"
+        return read_checkpoint(Path(path), map_location)
+
+    def wait(self) -> None:
+        """Wait until everything is written.
+
+        Raises:
+            RunError: something could not be.
+        """
+        pending, self._pending = self._pending, []
+        for each in pending:
+            each.result()
+
+    def teardown(self) -> None:
+        """Let no file be cut off by the end of the process."""
+        self.wait()
+
+    def _snapshot(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
+        copy: dict[str, Any] = self._copied(checkpoint, "")
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        return copy
+
+    def _copied(self, value: Any, place: str) -> Any:
+        """Copy nested containers, tensors into the buffers of their places."""
+        if isinstance(value, dict):
+            return {name: self._copied(each, f"{place}.{name}") for name, each in value.items()}
+        if isinstance(value, list | tuple):
+            parts = (self._copied(each, f"{place}.{index}") for index, each in enumerate(value))
+            return type(value)(parts)
+        if not isinstance(value, Tensor):
+            return value
+        buffer = self._buffers.get(place)
+        if buffer is None or (buffer.shape, buffer.dtype) != (value.shape, value.dtype):
+            buffer = torch.empty_like(value, device="cpu", pin_memory=value.is_cuda)
+            self._buffers[place] = buffer
+        return buffer.copy_(value, non_blocking=True)

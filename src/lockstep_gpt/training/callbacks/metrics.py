@@ -164,6 +164,7 @@ class Metrics(StepCallback):
                 "throughput/step_seconds": seconds / steps,
             },
         )
+        pl_module.refuse_broken(step)
 
     def _lap(self, step: int) -> tuple[float, int]:
         """Return the seconds and steps since the last row."""

@@ -1,0 +1,183 @@
+"""What ends a run early, in good order: signals, broken arithmetic, differing replicas, stalls."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+import threading
+import time
+from types import FrameType
+from typing import Any, TextIO
+
+import torch
+import torch.distributed as dist
+from lightning import Trainer
+
+from lockstep_gpt.config import GuardConfig
+from lockstep_gpt.run_directory import RunDirectory
+from lockstep_gpt.training.callbacks.checkpoints import Checkpoints
+from lockstep_gpt.training.module import StepCallback
+from lockstep_gpt.training.ranks import refuse_differing_replicas
+
+STALL_GRACE = 2  # seconds for the other ranks to show their stacks too
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+
+
+class Stopped(BaseException):
+    """Training ended early, after saving, because a signal asked for it.
+
+    No `Exception`: nothing on the way up should take it for a failure.
+    """
+
+    def __init__(self, signum: int) -> None:
+        super().__init__(f"stopped by {signal.Signals(signum).name}")
+        self.signum = signum
+
+
+class StopVote:
+    """Lets all ranks stop after the same step, without any of them waiting for the vote.
+
+    A vote is an all-reduce that is started at the end of a step and read at the end of the next,
+    when it has long arrived. It goes over a gloo group, so no GPU is synchronised for it.
+    """
+
+    def __init__(self) -> None:
+        self._group = dist.new_group(backend="gloo") if dist.is_initialized() else None
+        self._ballot = torch.zeros(1, dtype=torch.int64)
+        self._work: dist.Work | None = None
+
+    def cast(self, signum: int) -> int:
+        """Vote for stopping by signal `signum`, 0 for going on; return what was decided."""
+        if self._group is None:
+            return signum
+        decided = 0
+        if self._work is not None:
+            self._work.wait()
+            decided = int(self._ballot.item())
+        self._ballot.fill_(signum)
+        self._work = dist.all_reduce(
+            self._ballot, op=dist.ReduceOp.MAX, group=self._group, async_op=True
+        )
+        return decided
+
+    def close(self) -> None:
+        """Wait for the last vote: every rank takes part in the same number of them."""
+        if self._work is not None:
+            self._work.wait()
+
+
+class GracefulStop(StepCallback):
+    """The handler only notes the signal; ranks agree on it at the end of an optimizer step.
+
+    Lightning's own handler broadcasts from inside the handler, which can deadlock.
+    """
+
+    def __init__(self, checkpoints: Checkpoints) -> None:
+        self.checkpoints = checkpoints
+        self.received = 0
+        self.decided = 0
+
+    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
+        """Take over from Lightning's handlers, which it installs before."""
+        super().on_train_start(trainer, pl_module)
+        self.vote = StopVote()
+        for signum in SIGNALS:
+            signal.signal(signum, self._note)
+
+    def _note(self, signum: int, _frame: FrameType | None) -> None:
+        self.received = signum
+
+    def on_step_end(self, trainer: Trainer, pl_module: Any, step: int) -> None:  # noqa: ARG002
+        """Save and stop once all ranks know of a signal.
+
+        Where a validation follows, only after it: else the saved state would claim it was done.
+        """
+        decided = self.vote.cast(self.received)
+        self.decided = decided if step < self.checkpoints.total_steps else 0
+        if self.decided and self.checkpoints.validates(step):
+            self.checkpoints.urgent = True
+        elif self.decided:
+            self.checkpoints.save(trainer)
+            self._stop()
+
+    def on_train_batch_start(self, *_arguments: Any) -> None:
+        """Stop where a validation came between."""
+        if self.decided:
+            self._stop()
+
+    def _stop(self) -> None:
+        self.vote.close()
+        raise Stopped(self.decided)
+
+    def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:  # noqa: ARG002
+        """Read the last vote, or a rank could leave while another still counts on it."""
+        self.vote.close()
+
+
+class Guards(StepCallback):
+    """Ends a run whose replicas differ, or that makes no step any more.
+
+    Args:
+        settings: when to look, and how long a step may take.
+        directory: where the failure of a stalled run is recorded.
+        rank: of this process.
+        terminal: where the stack of a stalled rank is shown.
+    """
+
+    def __init__(
+        self, settings: GuardConfig, directory: RunDirectory, rank: int, terminal: TextIO
+    ) -> None:
+        self.settings = settings
+        self.directory = directory
+        self.rank = rank
+        self.terminal = terminal
+        self._alive = 0.0  # clock of the last sign of progress
+        self._over = threading.Event()
+
+    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
+        """Begin to watch the clock, from a thread that waits for nothing else."""
+        super().on_train_start(trainer, pl_module)
+        self._alive = time.monotonic()
+        if self.settings.stall_after is not None:
+            threading.Thread(
+                target=self._watch, args=[self.settings.stall_after], daemon=True
+            ).start()
+
+    def on_train_batch_end(self, *arguments: Any) -> None:
+        """Note the progress."""
+        self._alive = time.monotonic()
+        super().on_train_batch_end(*arguments)
+
+    def on_validation_batch_end(self, *_arguments: Any) -> None:
+        """Note the progress."""
+        self._alive = time.monotonic()
+
+    def on_step_end(self, trainer: Trainer, pl_module: Any, step: int) -> None:  # noqa: ARG002
+        """Compare the replicas where it is due."""
+        if self.settings.replicas_every and step % self.settings.replicas_every == 0:
+            refuse_differing_replicas(pl_module.model, step)
+
+    def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:  # noqa: ARG002
+        """Watch no longer."""
+        self._over.set()
+
+    def on_exception(self, trainer: Trainer, pl_module: Any, exception: BaseException) -> None:  # noqa: ARG002
+        """Watch no longer."""
+        self._over.set()
+
+    def _watch(self, stall_after: float) -> None:
+        """End the process after a stall; one of faulthandler's does if even this one is held up."""
+        while not self._over.wait(min(1.0, stall_after / 10)):
+            faulthandler.dump_traceback_later(stall_after + 10, exit=True, file=self.terminal)
+            if time.monotonic() - self._alive > stall_after:
+                self._end(stall_after)
+        faulthandler.cancel_dump_traceback_later()
+
+    def _end(self, stall_after: float) -> None:
+        line = f"no step for {stall_after:g} s (guard.stall_after)"
+        print(f"rank {self.rank}: {line}; its stack:", file=self.terminal, flush=True)
+        faulthandler.dump_traceback(self.terminal)
+        self.directory.record_failure({"rank": self.rank, "status": 1, "error": line})
+        time.sleep(STALL_GRACE)
+        os._exit(1)

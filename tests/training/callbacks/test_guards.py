@@ -1,0 +1,168 @@
+import itertools
+import os
+import signal
+
+import pytest
+import torch
+from lightning import Callback
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lockstep_gpt.config import RunError
+from lockstep_gpt.training.callbacks.guards import SIGNALS, GracefulStop, Stopped, StopVote
+from lockstep_gpt.training.callbacks.metrics import Metrics
+from lockstep_gpt.training.checkpoint import checkpoints_in, newest_valid, step_of
+
+
+@pytest.fixture(autouse=True)
+def handlers():
+    """Give the signals back to whom they belonged."""
+    before = {signum: signal.getsignal(signum) for signum in SIGNALS}
+    yield
+    for signum, handler in before.items():
+        signal.signal(signum, handler)
+
+
+class SignalAt(Callback):
+    """Sends this process a signal in the middle of optimizer step `step`."""
+
+    def __init__(self, step, signum):
+        self.step, self.signum = step, signum
+
+    def on_train_batch_start(self, trainer, _module, _batch, batch_idx):
+        if trainer.global_step == self.step - 1 and batch_idx % 2 == 1:
+            os.kill(os.getpid(), self.signum)
+
+
+class Validations(Callback):
+    def __init__(self):
+        self.losses = {}
+
+    def on_validation_end(self, trainer, pl_module):
+        self.losses[trainer.global_step] = pl_module.val_loss
+
+
+def fit(run, folder, *callbacks, ckpt_path=None):
+    checkpoints = run.checkpoints(folder)
+    run.fit(*callbacks, GracefulStop(checkpoints), checkpoints, ckpt_path=ckpt_path)
+
+
+@pytest.mark.parametrize("signum", SIGNALS, ids=lambda signum: signum.name)
+def test_a_signal_ends_the_run_after_its_step_is_done_and_saved(new_run, tmp_path, signum):
+    run = new_run(max_steps=8, val_every=8)
+    with pytest.raises(Stopped, match=f"stopped by {signum.name}") as stopped:
+        fit(run, tmp_path, SignalAt(4, signum))
+    assert stopped.value.signum == signum
+    assert [step_of(path) for path in checkpoints_in(tmp_path)] == [4]
+
+
+def test_a_stopped_run_goes_on_to_the_bits_of_one_that_was_left_alone(new_run, tmp_path):
+    settings = {"max_steps": 6, "val_every": 2, "model": {"dropout": 0.5}}
+    whole, first, rest = (new_run(**settings) for _ in range(3))
+    fit(whole, tmp_path / "whole")
+    with pytest.raises(Stopped):
+        fit(first, tmp_path / "stopped", SignalAt(3, signal.SIGTERM))
+    fit(rest, tmp_path / "stopped", ckpt_path=newest_valid(tmp_path / "stopped"))
+    for name, weight in whole.module.state_dict().items():
+        assert torch.equal(rest.module.state_dict()[name], weight), name
+
+
+def test_a_stop_where_a_validation_is_due_does_not_lose_it(new_run, tmp_path):
+    settings = {"max_steps": 6, "val_every": 3}
+    alone, before, after = Validations(), Validations(), Validations()
+    fit(new_run(**settings), tmp_path / "whole", alone)
+    with pytest.raises(Stopped):
+        fit(new_run(**settings), tmp_path / "run", SignalAt(3, signal.SIGTERM), before)
+    path = newest_valid(tmp_path / "run")
+    fit(new_run(**settings), tmp_path / "run", after, ckpt_path=path)
+    assert {**before.losses, **after.losses} == alone.losses
+    assert checkpoints_in(tmp_path / "run")[0].name == checkpoints_in(tmp_path / "whole")[0].name
+
+
+def test_a_signal_in_the_last_step_lets_the_run_end(new_run, tmp_path):
+    fit(new_run(max_steps=3, val_every=2), tmp_path, SignalAt(3, signal.SIGTERM))
+    assert step_of(checkpoints_in(tmp_path)[-1]) == 3
+
+
+def test_nothing_that_catches_exceptions_takes_a_stop_for_a_failure():
+    assert not issubclass(Stopped, Exception)
+
+
+def test_a_rank_that_is_alone_decides_at_once():
+    vote = StopVote()
+    assert [vote.cast(signum) for signum in (0, 15, 0)] == [0, 15, 0]
+    vote.close()
+
+
+class Spoil(Callback):
+    """Puts a NaN into one gradient of each of `steps`; notes the weights before each step."""
+
+    def __init__(self, *steps):
+        self.steps = steps
+        self.weights = {}
+
+    def on_before_optimizer_step(self, trainer, pl_module, _optimizer):
+        step = trainer.global_step + 1
+        self.weights[step] = pl_module.model.final_norm.weight.detach().clone()
+        if step in self.steps:
+            pl_module.model.final_norm.weight.grad[3] = float("nan")
+
+
+def test_a_broken_gradient_ends_the_run_before_it_touches_the_weights(new_run, tmp_path):
+    run, spoil = new_run(max_steps=9, val_every=9, log_every=4), Spoil(2)
+    with pytest.raises(RunError, match=r"^step 2: the gradient is not finite, and guard.max_skip"):
+        run.fit(spoil, Metrics(4, 1), run.checkpoints(tmp_path))
+    assert torch.equal(run.module.model.final_norm.weight, spoil.weights[2])
+    assert not checkpoints_in(tmp_path)
+
+
+def test_as_many_updates_as_allowed_are_skipped_and_no_more(new_run):
+    settings = {"max_steps": 9, "val_every": 9, "log_every": 4}
+    allowed = new_run(**settings, guard={"max_skipped": 2})
+    spoil = Spoil(2, 5)
+    allowed.fit(spoil, Metrics(4, 1))
+    assert [torch.equal(spoil.weights[n], spoil.weights[n + 1]) for n in range(1, 9)] == [
+        n in (2, 5) for n in range(1, 9)
+    ]
+    again = new_run(**settings, guard={"max_skipped": 2})
+    with pytest.raises(RunError, match=r"^step 6: "):
+        again.fit(Spoil(2, 5, 6), Metrics(4, 1))
+
+
+def test_skipped_updates_count_over_a_resume(new_run, tmp_path):
+    settings = {"val_every": 9, "log_every": 1, "guard": {"max_skipped": 1}}
+    first, rest = new_run(max_steps=3, **settings), new_run(max_steps=6, **settings)
+    first.fit(Spoil(2), Metrics(1, 1), first.checkpoints(tmp_path))
+    newest = newest_valid(tmp_path)
+    with pytest.raises(RunError, match=r"^step 5: "):
+        rest.fit(Spoil(5), Metrics(1, 1), rest.checkpoints(tmp_path), ckpt_path=newest)
+
+
+class Reads(TorchDispatchMode):
+    """Counts how often a host waits for a value of a device."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function, _types, args=(), kwargs=None):
+        self.count += function is torch.ops.aten._local_scalar_dense.default
+        return function(*args, **(kwargs or {}))
+
+
+class ReadsPerStep(Callback):
+    def __init__(self, reads):
+        self.reads = reads
+        self.after = []
+
+    def on_train_batch_start(self, _trainer, _module, _batch, batch_idx):
+        if batch_idx % 2 == 0:
+            self.after.append(self.reads.count)
+
+
+def test_no_step_but_a_logged_one_waits_for_the_device(new_run):
+    run = new_run(max_steps=9, val_every=9, log_every=4)
+    with Reads() as reads:
+        per_step = ReadsPerStep(reads)
+        run.fit(per_step, Metrics(4, 1))
+    counts = [after - before for before, after in itertools.pairwise(per_step.after)]
+    assert [step for step, count in enumerate(counts, 1) if count] == [4, 8]
