@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import keyword
 import re
 import sys
@@ -22,16 +23,19 @@ LONGEST = 24  # characters of package and slug: longer ones break the lines of t
 PINS = Path(__file__).parents[1] / "constraints.txt"
 # Modules and commands of the dependencies that do not bear the name of their distribution.
 MODULES = re.compile(
-    "absl|antlr4|attr|fabric|functorch|google|grpc|hydra|hydra_plugins|isympy|lightning_fabric|"
-    "markdown_it|mypyc|opentelemetry|pil|py|pydevd_plugins|torchgen|xdist|yaml"
+    "absl|antlr4|attr|coreweave_evaluations|fabric|functorch|google|grpc|hydra|hydra_plugins|"
+    "isympy|lightning_fabric|markdown_it|mypyc|opentelemetry|pil|py|pydevd_plugins|torchgen|xdist|"
+    "yaml"
 )
 COMMANDS = re.compile(
-    "dmypy|f2py|fabric|hf|isympy|mako-render|markdown-it|mypyc|normalizer|numpy-config|pip3?|"
-    "pygmentize|python3?|stubgen|stubtest|tiny-agents|torchfrtrace|torchrun|uv|wb"
+    "activate|dmypy|f2py|fabric|hf|isympy|mako-render|markdown-it|mypyc|normalizer|numpy-config|"
+    "pip3?|pygmentize|pygrun|python3?|stubgen|stubtest|tiny-agents|torchfrtrace|torchrun|uv|wb"
 )
+SOFT_KEYWORDS = {*keyword.softkwlist, "type"}  # the latter since Python 3.12
 FOLDERS = {"configs", "data", "docs", "runs", "scripts", "src", "tests"}  # of every project
 DEVICES = re.compile("aux|con|nul|prn|com[0-9]|lpt[0-9]")  # of Windows, which are no files
 OPTIONAL = {"email", "wandb_entity"}
+ATOMS = r"[\w!#$%&'*+/=?^`{|}~-]+(\.[\w!#$%&'*+/=?^`{|}~-]+)*"  # RFC 5322, 3.2.3
 
 
 class Refused(Exception):  # noqa: N818 (it is what the person is told, no error of ours)
@@ -64,7 +68,7 @@ def checked(given: Mapping[str, Any]) -> Answers:
     texts = {name: _line(name, given[name]) for name in Answers.__annotations__ if _is_text(name)}
     _check_slug(texts["project_slug"])
     _check_package(texts["package_name"])
-    if texts["email"] and not re.fullmatch(r"[^\s@<>\"\\]+@[^\s@<>\"\\]+", texts["email"]):
+    if texts["email"] and not re.fullmatch(f"{ATOMS}@{ATOMS}", texts["email"], re.ASCII):
         _refuse("email", texts["email"], "is no address; write name@host, or leave it empty")
     if texts["license"] not in LICENSES:
         _refuse("license", texts["license"], f"is not one of {', '.join(LICENSES)}")
@@ -79,12 +83,14 @@ def _is_text(name: str) -> bool:
 
 
 def _line(name: str, value: Any) -> str:
-    """Return `value` without space around it, if it is one printable line."""
-    text = str(value).strip()
-    if any(unicodedata.category(sign) in ("Cc", "Cs", "Zl", "Zp") for sign in str(value)):
+    """Return `value` if it is one printable line, as it stands: templates take it as it stands."""
+    text = str(value)
+    if any(unicodedata.category(sign) in ("Cc", "Cs", "Zl", "Zp") for sign in text):
         _refuse(name, value, "must be one line without control characters")
-    if not text and name not in OPTIONAL:
+    if not text.strip() and name not in OPTIONAL:
         _refuse(name, value, "is empty; every project needs one")
+    if text != text.strip():
+        _refuse(name, value, "has space around it; leave that out")
     return text
 
 
@@ -97,13 +103,15 @@ def _check_slug(slug: str) -> None:
 
 
 def _check_package(name: str) -> None:
-    if keyword.iskeyword(name) or keyword.issoftkeyword(name):
+    if keyword.iskeyword(name) or name in SOFT_KEYWORDS:
         _refuse("package_name", name, "is a keyword of Python; take another name")
     if not re.fullmatch(r"[a-z][a-z0-9_]*", name):
         _refuse(
             "package_name", name, "must be lower-case letters, digits and _, a letter coming first"
         )
     _check_length("package_name", name)
+    if hasattr(builtins, name):
+        _refuse("package_name", name, "is a built-in of Python; take another name")
     if name in sys.stdlib_module_names:
         _refuse("package_name", name, "is a module of Python's own library; take another name")
     if MODULES.fullmatch(name) or name in _dependencies():

@@ -1,20 +1,19 @@
 """What the template gives to Jinja: a check of the answers, and where the template lies.
 
-Cookiecutter and cruft render `cookiecutter.json` and the hooks in the template's own folder, and
-run the hooks elsewhere; only here is the folder known for certain.
+Cookiecutter and cruft render the hooks in the folder of the template and run them elsewhere, so
+that only here it is known for certain.
 """
 
 from __future__ import annotations
 
 import os
+import runpy
 import sys
+from pathlib import Path
 from typing import Any
 
-import click  # cookiecutter's own foundation: it prints this exception as one line
 from jinja2 import Environment
 from jinja2.ext import Extension
-
-from hooks.answers import Refused, checked
 
 
 class TemplateExtension(Extension):
@@ -33,10 +32,13 @@ def check_answers(answers: dict[str, Any]) -> str:
     """Return nothing.
 
     Raises:
-        click.ClickException: an answer cannot be taken; nothing has been written yet.
+        SystemExit: an answer cannot be taken; nothing has been written yet. Of all exceptions,
+            only this one ends cookiecutter and cruft alike with one line.
     """
+    # Not imported: `cruft update` checks out two states of the template in one process.
+    rules = runpy.run_path(str(Path(__file__).with_name("answers.py")))
     try:
-        checked(answers)
-    except Refused as refused:
-        raise click.ClickException(str(refused)) from None
+        rules["checked"](answers)
+    except rules["Refused"] as refused:
+        raise SystemExit(f"Error: {refused}") from None
     return ""

@@ -46,7 +46,8 @@ def make(root: Path, target: Path, answers: Answers, under_cruft: bool = False) 
     Returns:
         What was made and what comes next, for the screen.
     """
-    names = [name for name in committed_files(root) if _is_wanted(name, answers)]
+    found = (name for name in committed_files(root) if not (root / name).is_relative_to(target))
+    names = [name for name in found if _is_wanted(name, answers)]
     for name in names:
         path = target / name.replace(PACKAGE, answers.package_name)
         _write(path, _content(name, (root / name).read_bytes(), answers))
@@ -177,7 +178,7 @@ def _with_sections(readme: str, root: Path, answers: Answers) -> str:
         text = f"## {match[1]}\n{sections[match[1]]}".rstrip("\n")
         return _renamed(_kept(text, answers), answers)
 
-    return re.sub(r"\n{3,}", "\n\n", SECTION.sub(section, readme))
+    return re.sub(r"\n{3,}", "\n\n", SECTION.sub(section, readme)).rstrip("\n") + "\n"
 
 
 def _license(root: Path, answers: Answers) -> str:
@@ -204,17 +205,14 @@ def _first_commit(target: Path, answers: Answers) -> str:
     if _git(target, "rev-parse", "--is-inside-work-tree").returncode == 0:
         return "; in the git repository that is there"
     message = f"Start {answers.project_name} from its template"
-    who = [
-        "-c",
-        f"user.name={answers.author}",
-        "-c",
-        f"user.email={answers.email or answers.project_slug}",
-    ]
-    known = _git(target, "config", "user.email").returncode == 0
+    name = answers.author if re.search(r"\w", answers.author) else answers.project_slug
+    who = {"user.name": name, "user.email": answers.email or answers.project_slug}
+    unknown = [key for key in who if not _git(target, "config", key).stdout.strip()]
     quiet = ["-c", "commit.gpgsign=false", "-c", f"core.hooksPath={os.devnull}"]
+    quiet += [word for key in unknown for word in ("-c", f"{key}={who[key]}")]
     _git(target, "-c", "init.defaultBranch=main", "init", "-q", check=True)
     _git(target, "add", "-A", check=True)
-    _git(target, *([] if known else who), *quiet, "commit", "-q", "-m", message, check=True)
+    _git(target, *quiet, "commit", "-q", "-m", message, check=True)
     return "; a git repository with its first commit"
 
 

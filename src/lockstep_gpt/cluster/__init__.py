@@ -1,0 +1,7 @@
+"""Before the run: `plan` predicts memory, time and cost; `doctor` examines the machines."""
+
+# name -> target, meaning, whether it takes Hydra overrides; `cli.py` collects them.
+COMMANDS = {
+    "plan": ("lockstep_gpt.cluster.plan:main", "memory, time and cost on any devices", True),
+    "doctor": ("lockstep_gpt.cluster.doctor:main", "are these machines fit to train on?", True),
+}

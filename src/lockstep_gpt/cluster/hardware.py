@@ -1,0 +1,221 @@
+"""The table of devices and links, each figure with its source.
+
+FLOP/s are the vendor's dense peaks: where a data sheet prints the doubled figure for 2:4 sparsity,
+ours is half of it. Bandwidths are of one direction: data sheets often add both up. Gigabytes are
+10^9 bytes, which is no more than what drivers show for each of these devices.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from lockstep_gpt.config import UserError
+
+GB = 1e9
+TERA = 1e12
+
+
+@dataclass(frozen=True)
+class Link:
+    """What connects two devices or two nodes."""
+
+    name: str
+    bandwidth: float  # bytes per second in one direction
+    latency: float  # seconds for one step of a collective
+    source: str
+
+
+# Latencies: those by which NCCL chooses its algorithms (its src/graph/tuning.cc), for a ring with
+# the Simple protocol: 3.4 us over NVLink, 5.7 over PCIe, 14 over a network.
+_NVLINK, _PCIE, _NETWORK = 3.4e-6, 5.7e-6, 14e-6
+
+
+def _link(name: str, gigabytes: float, latency: float, source: str) -> Link:
+    return Link(name, gigabytes * GB, latency, source)
+
+
+LINKS = {
+    link.name: link
+    for link in (
+        _link("nvlink2", 150, _NVLINK, "NVIDIA V100 data sheet: 300 GB/s both ways"),
+        _link("nvlink3", 300, _NVLINK, "NVIDIA A100 data sheet: 600 GB/s both ways"),
+        _link("nvlink4", 450, _NVLINK, "NVIDIA H100 data sheet: 900 GB/s both ways"),
+        _link("nvlink5", 900, _NVLINK, "NVIDIA DGX B200 data sheet: 1.8 TB/s both ways"),
+        _link("pcie3", 15.75, _PCIE, "PCI-SIG 3.0: 8 GT/s x 16 lanes, 128b/130b"),
+        _link("pcie4", 31.5, _PCIE, "PCI-SIG 4.0: 16 GT/s x 16 lanes, 128b/130b"),
+        _link("pcie5", 63.0, _PCIE, "PCI-SIG 5.0: 32 GT/s x 16 lanes, 128b/130b"),
+        _link("edr", 12.5, _NETWORK, "InfiniBand Trade Association roadmap: EDR, 100 Gb/s"),
+        _link("hdr", 25, _NETWORK, "InfiniBand Trade Association roadmap: HDR, 200 Gb/s"),
+        _link("ndr", 50, _NETWORK, "InfiniBand Trade Association roadmap: NDR, 400 Gb/s"),
+        _link("xdr", 100, _NETWORK, "InfiniBand Trade Association roadmap: XDR, 800 Gb/s"),
+        _link("1gbe", 0.125, _NETWORK, "IEEE 802.3ab: 1 Gb/s"),
+        _link("10gbe", 1.25, _NETWORK, "IEEE 802.3ae: 10 Gb/s"),
+        _link("25gbe", 3.125, _NETWORK, "IEEE 802.3by: 25 Gb/s"),
+        _link("100gbe", 12.5, _NETWORK, "IEEE 802.3ba: 100 Gb/s"),
+        _link("200gbe", 25, _NETWORK, "IEEE 802.3bs: 200 Gb/s"),
+        _link("400gbe", 50, _NETWORK, "IEEE 802.3bs: 400 Gb/s"),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """One kind of device, and the nodes it stands in.
+
+    What no data sheet can know is assumed, said so in the output, and can be set or measured.
+    """
+
+    name: str
+    accelerator: str  # cuda or cpu
+    peak: dict[str, float]  # dense FLOP/s by number format: fp64, fp32, tf32, fp16, bf16
+    memory: float  # bytes
+    memory_bandwidth: float  # bytes per second
+    host_link: Link  # from the memory of the host to the device
+    intra: Link  # between the devices of a node
+    inter: Link  # between nodes, of one adapter
+    adapters: int  # network adapters of a node
+    devices_per_node: int
+    source: str
+    # Assumed: 38 to 43 % is what Dubey et al. 2024 (Llama 3), table 4, reached on H100s.
+    utilisation: float = 0.4  # share of the dense peak that forward and backward reach
+    # Assumed: the share of a link's line rate that a collective's payload reaches.
+    link_efficiency: float = 0.8
+    # Assumed: CUDA's context, kernels and the buffers of cuBLAS and NCCL.
+    context: float = 1.0 * GB  # bytes
+    measured: bool = False
+
+    def flops(self, precision: str) -> float:
+        """Return the dense peak in FLOP/s for matrix products under `precision`.
+
+        Raises:
+            UserError: the device has no such arithmetic, or no figure of it is known.
+        """
+        form = {"bf16-mixed": "bf16", "16-mixed": "fp16", "64-true": "fp64"}.get(precision, "fp32")
+        if form not in self.peak:
+            known = ", ".join(self.peak)
+            raise UserError(
+                f"precision={precision} computes in {form}, and {self.name} is only known to have "
+                f"{known}; set another precision"
+            )
+        return self.peak[form]
+
+    def save(self, path: Path) -> None:
+        """Write a profile that `load` reads."""
+        path.write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: Path) -> Hardware:
+        """Read a profile that `doctor --save-profile` or a person wrote.
+
+        Raises:
+            UserError: the file is no profile.
+        """
+        try:
+            values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+            links = {name: Link(**values[name]) for name in ("host_link", "intra", "inter")}
+            return cls(**{**values, **links})
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            raise UserError(
+                f"--hardware {path} is no profile ({type(error).__name__}: {error}); write one "
+                "with doctor --save-profile"
+            ) from None
+
+
+@dataclass(frozen=True)
+class _Server:
+    """The node that a kind of device usually stands in; `links` to the host, within, between."""
+
+    links: str
+    devices: int
+    adapters: int
+    source: str
+
+
+_DGX_A100 = _Server("pcie4 nvlink3 hdr", 8, 8, "DGX A100 data sheet")
+_DGX_HOPPER = _Server("pcie5 nvlink4 ndr", 8, 8, "DGX H100 and H200 data sheets")
+_DGX_B200 = _Server("pcie5 nvlink5 ndr", 8, 8, "DGX B200 data sheet")
+_RACK = _Server("pcie4 pcie4 100gbe", 8, 1, "server assumed")
+_DESK = _Server("pcie4 pcie4 10gbe", 4, 1, "machine assumed")
+_DESK_5 = _Server("pcie5 pcie5 10gbe", 4, 1, "machine assumed")
+_CLOUD_3 = _Server("pcie3 pcie3 25gbe", 4, 1, "machine assumed")
+
+_A100 = {"fp64": 9.7, "fp32": 19.5, "tf32": 156, "fp16": 312, "bf16": 312}
+_HOPPER = {"fp64": 34, "fp32": 67, "tf32": 494.5, "fp16": 989.5, "bf16": 989.5}
+_B200 = {"fp64": 40, "fp32": 80, "tf32": 1100, "fp16": 2250, "bf16": 2250}
+_L40S = {"fp32": 91.6, "tf32": 183, "fp16": 362, "bf16": 362}
+_L4 = {"fp32": 30.3, "tf32": 60, "fp16": 121, "bf16": 121}
+_4090 = {"fp32": 82.6, "tf32": 82.6, "fp16": 165.2, "bf16": 165.2}
+_5090 = {"fp32": 104.8, "tf32": 104.8, "fp16": 209.5, "bf16": 209.5}
+_T4 = {"fp32": 8.1, "fp16": 65}
+
+
+def _gpu(
+    name: str, tera: Mapping[str, float], memory: int, bandwidth: int, server: _Server, source: str
+) -> Hardware:
+    host, intra, inter = (LINKS[link] for link in server.links.split())
+    return Hardware(
+        name=name,
+        accelerator="cuda",
+        peak={form: value * TERA for form, value in tera.items()},
+        memory=memory * GB,
+        memory_bandwidth=bandwidth * GB,
+        host_link=host,
+        intra=intra,
+        inter=inter,
+        devices_per_node=server.devices,
+        adapters=server.adapters,
+        source=f"NVIDIA {source}; {server.source}",
+    )
+
+
+# name, dense TFLOP/s, GB, GB/s, usual node, source
+HARDWARE = {
+    gpu.name: gpu
+    for gpu in (
+        _gpu("a100-40", _A100, 40, 1555, _DGX_A100, "A100 data sheet, SXM4 40 GB"),
+        _gpu("a100-80", _A100, 80, 2039, _DGX_A100, "A100 data sheet, SXM4 80 GB"),
+        _gpu("h100", _HOPPER, 80, 3350, _DGX_HOPPER, "H100 data sheet, SXM, halved for dense"),
+        _gpu("h200", _HOPPER, 141, 4800, _DGX_HOPPER, "H200 data sheet, SXM, halved for dense"),
+        _gpu("b200", _B200, 180, 8000, _DGX_B200, "Blackwell architecture brief, HGX B200"),
+        _gpu("l40s", _L40S, 48, 864, _RACK, "L40S data sheet, without sparsity"),
+        _gpu("l4", _L4, 24, 300, _RACK, "L4 data sheet, halved for dense"),
+        _gpu("rtx4090", _4090, 24, 1008, _DESK, "Ada architecture, float32 accumulation"),
+        _gpu("rtx5090", _5090, 32, 1792, _DESK_5, "RTX Blackwell architecture, as for rtx4090"),
+        _gpu("t4", _T4, 16, 320, _CLOUD_3, "T4 data sheet"),
+    )
+}
+
+
+def find_hardware(name: str) -> Hardware:
+    """Return the device of that name, or the profile in the file of that name.
+
+    Raises:
+        UserError: neither is there.
+    """
+    if name in HARDWARE:
+        return HARDWARE[name]
+    if Path(name).suffix == ".json":
+        return Hardware.load(Path(name))
+    known = ", ".join(HARDWARE)
+    raise UserError(f"--hardware {name} is not one of {known}; or name a profile, FILE.json")
+
+
+def find_link(name: str, like: Link) -> Link:
+    """Return the link of that name; a number is GB/s in one direction, with the latency of `like`.
+
+    Raises:
+        UserError: it is neither.
+    """
+    if name in LINKS:
+        return LINKS[name]
+    try:
+        bandwidth = float(name) * GB
+    except ValueError:
+        bandwidth = 0.0
+    if not 0 < bandwidth < float("inf"):
+        raise UserError(f"link {name} is neither GB/s nor one of {', '.join(LINKS)}")
+    return replace(like, name=f"{name} GB/s", bandwidth=bandwidth, source="command line")

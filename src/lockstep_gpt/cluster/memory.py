@@ -1,0 +1,247 @@
+"""What a rank keeps in its device's memory, predicted from shapes alone.
+
+The model runs forward and backward once on tensors that have a shape and no content ("fake", on
+the meta device), while every storage is counted from its birth to its death. That is done for a
+few small shapes; activations are linear in the micro-batch, in the depth and in the vocabulary, so
+these give the line on which every size lies.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from lockstep_gpt.config import Config, ModelConfig
+from lockstep_gpt.model.gpt import GPT, VOCAB_MULTIPLE
+
+AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
+# Values that the optimizer keeps for each parameter: AdamW the means of gradients and squares.
+OPTIMIZER_STATES = {"adamw": 2}
+_FILLED_AT_RANDOM = {torch.ops.aten.normal_.default, torch.ops.aten.uniform_.default}
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one device, by part; all of them together are the peak."""
+
+    weights: float
+    gradients: float
+    optimizer: float
+    buckets: float  # copies of the gradients that DDP reduces, where they are not views of them
+    copies: float  # of weights in half precision, and of gradients on their way
+    activations: float
+    logits: float
+    context: float
+
+    @property
+    def total(self) -> float:
+        """The peak of one optimizer step."""
+        return float(sum(getattr(self, part.name) for part in fields(self)))
+
+
+@dataclass(frozen=True)
+class States:
+    """Bytes that do not depend on the batch (Rajbhandari et al. 2020, section 3.1)."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+
+    @classmethod
+    def of(cls, model: nn.Module, algorithm: str) -> States:
+        """Count the parameters of `model`, each in its own type, as are gradients and moments."""
+        size = sum(weight.nbytes for weight in model.parameters())
+        trained = sum(weight.nbytes for weight in model.parameters() if weight.requires_grad)
+        return cls(size, trained, OPTIMIZER_STATES[algorithm] * trained)
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """The memory of a model as a function of the micro-batch."""
+
+    states: States
+    copies: float
+    activations: float  # per sample
+    logits: float  # per sample
+
+    def memory(self, micro_size: int, context: float, bucket_copies: bool) -> Memory:
+        """Return the peak of a rank that takes `micro_size` samples at a time.
+
+        Gradients count as all there, as they are under DDP and from the second micro-step on.
+        """
+        return Memory(
+            weights=self.states.weights,
+            gradients=self.states.gradients,
+            optimizer=self.states.optimizer,
+            buckets=self.states.gradients if bucket_copies else 0,
+            copies=self.copies,
+            activations=micro_size * self.activations,
+            logits=micro_size * self.logits,
+            context=context,
+        )
+
+    def largest_micro_size(self, memory: float, context: float, bucket_copies: bool) -> int:
+        """Return how many samples fit into `memory` bytes; 0 if not even one does."""
+        fixed = self.memory(0, context, bucket_copies).total
+        return max(0, int((memory - fixed) // (self.activations + self.logits)))
+
+
+class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the bytes of all storages that are born inside it, while they live.
+
+    Args:
+        before: tensors that are there already; operations return views of them.
+    """
+
+    def __init__(self, before: Iterable[Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.live = 0
+        self.peak = 0
+        self._counted = {tensor.untyped_storage()._cdata for tensor in before}
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # the guard against being compiled costs a second of imports
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run one operation and count what it returns."""
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                self._count(leaf.untyped_storage())
+        return result
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key in self._counted:
+            return
+        self._counted.add(key)
+        self.live += storage.nbytes()
+        self.peak = max(self.peak, self.live)
+        weakref.finalize(storage, self._discount, key, storage.nbytes())
+
+    def _discount(self, key: int, size: int) -> None:
+        self._counted.discard(key)
+        self.live -= size
+
+
+class _Uninitialized(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Leaves weights as they are: without content there is nothing to draw."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # as above
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return args[0] if func in _FILLED_AT_RANDOM else func(*args, **(kwargs or {}))
+
+
+class _GPUAttention(TorchFunctionMode):
+    """Takes the fused attention also with dropout, whose mask a GPU draws anew in backward."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention:
+            kwargs = {**kwargs, "dropout_p": 0.0}
+        return func(*args, **kwargs)
+
+
+def shaped(shape: ModelConfig, vocab_size: int, precision: str) -> GPT:
+    """Build a GPT in its own precision without drawing its weights."""
+    usual = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64 if precision == "64-true" else usual)
+    try:
+        with _Uninitialized():  # type: ignore[no-untyped-call]
+            return GPT(shape, vocab_size)
+    finally:
+        torch.set_default_dtype(usual)
+
+
+def whole_model(config: Config, vocab_size: int) -> GPT:
+    """Build the configured model on the meta device: with shapes, without content."""
+    with torch.device("meta"):
+        return shaped(config.model, vocab_size, config.precision)
+
+
+def footprint(config: Config, model: GPT, accelerator: str) -> Footprint:
+    """Predict the memory of training `model` as `config` says.
+
+    Args:
+        config: the run's settings.
+        model: what `whole_model` built from them.
+        accelerator: cuda or cpu, whose attention kernels differ.
+    """
+
+    def peak(micro_size: int, n_layer: int, vocab_size: int = model.vocab_size) -> int:
+        shape = replace(config.model, n_layer=n_layer)
+        return trace_peak(shape, vocab_size, micro_size, config.precision, accelerator)
+
+    def line(n_layer: int, vocab_size: int = model.vocab_size) -> tuple[float, float]:
+        """Return bytes per sample and bytes beside."""
+        two, three = peak(2, n_layer, vocab_size), peak(3, n_layer, vocab_size)
+        return three - two, two - 2 * (three - two)
+
+    (slope, constant), (deeper_slope, deeper_constant) = line(1), line(2)
+    wider_slope, _ = line(1, model.vocab_size + VOCAB_MULTIPLE)
+    more = config.model.n_layer - 1
+    logits = (wider_slope - slope) / VOCAB_MULTIPLE * model.padded_vocab_size
+    return Footprint(
+        states=States.of(model, config.optim.algorithm),
+        copies=constant + more * (deeper_constant - constant),
+        activations=slope + more * (deeper_slope - slope) - logits,
+        logits=logits,
+    )
+
+
+def trace_peak(
+    shape: ModelConfig, vocab_size: int, micro_size: int, precision: str, accelerator: str
+) -> int:
+    """Return the most bytes alive at once in a forward and backward, weights and gradients apart.
+
+    Args:
+        shape: of the model.
+        vocab_size: V.
+        micro_size: samples, each of `block_size` tokens.
+        precision: Lightning's name of the arithmetic.
+        accelerator: cuda or cpu.
+    """
+    with FakeTensorMode():
+        model = shaped(shape, vocab_size, precision)
+        for weight in model.parameters():
+            weight.register_post_accumulate_grad_hook(_drop_gradient)  # type: ignore[no-untyped-call]
+        attention = _GPUAttention() if accelerator == "cuda" else contextlib.nullcontext()
+        count = LiveBytes(model.parameters())
+        with attention, count:
+            step(model, micro_size, precision)
+    return count.peak
+
+
+def _drop_gradient(weight: Tensor) -> None:
+    """Forget a gradient that is whole: it goes where `States` has counted its place already."""
+    weight.grad = None
+
+
+def step(model: GPT, micro_size: int, precision: str) -> None:
+    """Run forward and backward once on `micro_size` samples of token 0."""
+    device = next(model.parameters()).device
+    tokens = torch.zeros(micro_size, model.config.block_size, dtype=torch.int64, device=device)
+    with _autocast(precision, device.type):
+        loss = model(tokens, torch.zeros_like(tokens))
+    loss.backward()
+
+
+@contextlib.contextmanager
+def _autocast(precision: str, device: str) -> Iterator[None]:
+    with torch.autocast(device, AUTOCAST.get(precision), enabled=precision in AUTOCAST):
+        yield

@@ -1,0 +1,128 @@
+"""What the doctor found: one line for each check, with the fix, and tables of measurements."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+OK, WARNING, FAILURE = "ok", "warning", "failure"
+SEVERITY = (OK, WARNING, FAILURE)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The outcome of one check."""
+
+    check: str
+    status: str
+    line: str
+    fix: str = ""
+    ranks: tuple[int, ...] = ()  # whom it concerns; empty: all of them
+
+    def as_text(self, width: int) -> str:
+        """Return the finding as one line, its check's name padded to `width`."""
+        who = f"rank {spans(self.ranks)}: " if self.ranks else ""
+        fix = f"; fix: {self.fix}" if self.fix else ""
+        return f"{self.status:<7}  {self.check:<{width}}  {who}{self.line}{fix}"
+
+
+def ok(check: str, line: str) -> Finding:
+    """Return a finding that nothing is wrong."""
+    return Finding(check, OK, line)
+
+
+def warning(check: str, line: str, fix: str) -> Finding:
+    """Return a finding that costs speed, or that may be meant."""
+    return Finding(check, WARNING, line, fix)
+
+
+def failure(check: str, line: str, fix: str) -> Finding:
+    """Return a finding with which training fails or goes wrong."""
+    return Finding(check, FAILURE, line, fix)
+
+
+@dataclass
+class Report:
+    """All findings in order, and the tables that belong to them."""
+
+    world_size: int
+    findings: list[Finding] = field(default_factory=list)
+    tables: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    seconds: float = 0.0
+
+    @property
+    def status(self) -> str:
+        """The worst status of all findings."""
+        return max((found.status for found in self.findings), key=SEVERITY.index, default=OK)
+
+    @property
+    def exit_status(self) -> int:
+        """1 if anything failed."""
+        return int(self.status == FAILURE)
+
+    def as_json(self) -> str:
+        """Return everything as a JSON document."""
+        return json.dumps({"status": self.status, **asdict(self)}, indent=2)
+
+    def as_text(self) -> str:
+        """Return the tables, the findings below each other, and the sum of it."""
+        width = max(len(found.check) for found in self.findings)
+        tables = ["\n".join([name, *_aligned(rows), ""]) for name, rows in self.tables.items()]
+        lines = [found.as_text(width) for found in self.findings]
+        return "\n".join([*tables, *lines, f"{self._sum()}, {self.seconds:.1f} s"])
+
+    def _sum(self) -> str:
+        counts = [
+            (sum(found.status == status for found in self.findings), status) for status in SEVERITY
+        ]
+        ranks = f"{self.world_size} rank{'s' * (self.world_size > 1)}"
+        return ", ".join([ranks, *(f"{count} {status}" for count, status in counts if count)])
+
+
+def merged(findings: Sequence[Sequence[Finding]]) -> list[Finding]:
+    """Merge the findings that each rank made for itself, given by rank.
+
+    What is ok is said once for each check; the rest once for each line, with the ranks it is true
+    for. A check that is not ok somewhere is not called ok.
+    """
+    ranks: dict[Finding, list[int]] = {}
+    for rank, own in enumerate(findings):
+        for found in own:
+            ranks.setdefault(found, []).append(rank)
+    wrong = {found.check for found in ranks if found.status != OK}
+    said: set[str] = set()
+    result = []
+    for found, who in ranks.items():
+        if found.status != OK:
+            everyone = len(who) == len(findings)
+            result.append(found if everyone else replace(found, ranks=tuple(who)))
+        elif found.check not in wrong | said:
+            said.add(found.check)
+            result.append(found)
+    return result
+
+
+def spans(numbers: Iterable[int]) -> str:
+    """Write numbers as `0-3, 7`."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in runs)
+
+
+def _aligned(rows: list[dict[str, Any]]) -> list[str]:
+    cells = [list(rows[0]), *([_cell(value) for value in row.values()] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return [
+        "  " + "  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True))
+        for row in cells
+    ]
+
+
+def _cell(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

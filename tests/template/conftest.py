@@ -1,0 +1,220 @@
+"""What the tests of the template share: a copy of it, and projects that were made from it."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+sys.path.append(str(ROOT))  # `hooks` is no part of the package
+# A source distribution holds the tests, but no template.
+collect_ignore_glob = [] if (ROOT / "hooks").is_dir() else ["*"]
+
+DEFAULTS = {
+    "project_name": "My GPT",
+    "project_slug": "my-gpt",
+    "package_name": "my_gpt",
+    "description": "What it is for",
+    "author": "Its author",
+    "email": "",
+    "license": "MIT",
+    "wandb_project": "my-gpt",
+    "wandb_entity": "",
+    "extras": "none",
+    "git_init": False,
+}
+FOREIGN = ("COOKIECUTTER", "GIT_", "LOCAL_", "MASTER_", "PYTEST_", "PYTHON", "RANK", "WORLD_")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.is_relative_to(Path(__file__).parent):
+            item.add_marker(pytest.mark.template)
+
+
+@dataclass(frozen=True)
+class Generator:
+    """Runs the real `cookiecutter` and `cruft`, which see nobody's settings and leave none."""
+
+    home: Path
+    template: str
+
+    @property
+    def config(self) -> Path:
+        """The settings of cookiecutter: its folders are in our home."""
+        folders = {"cookiecutters_dir": self.home / "clones", "replay_dir": self.home / "replay"}
+        self.home.mkdir(parents=True, exist_ok=True)
+        path = self.home / "cookiecutter.yaml"
+        path.write_text(json.dumps(folders, default=str))
+        return path
+
+    def of(self, template: Path | str) -> Generator:
+        """Return the same for another template: a path, a zip or a URL."""
+        return replace(self, template=str(template))
+
+    def run(
+        self, module: str, *words: str | Path, cwd: Path, typed: str = "", status: int = 0
+    ) -> subprocess.CompletedProcess[str]:
+        """Run a command of Python in `cwd`, made where missing, and check its exit status."""
+        cwd.mkdir(parents=True, exist_ok=True)
+        done = subprocess.run(
+            [sys.executable, "-m", module, *map(str, words)],
+            cwd=cwd,
+            env=environment(
+                HOME=str(self.home),
+                XDG_CONFIG_HOME=str(self.home / ".config"),
+                COOKIECUTTER_CONFIG=str(self.config),
+            ),
+            input=typed,
+            capture_output=True,
+            encoding="utf-8",
+            timeout=300,
+        )
+        assert done.returncode == status, f"{words}\n{done.stdout}\n{done.stderr}"
+        return done
+
+    def __call__(
+        self, folder: Path, *words: str | Path, status: int = 0
+    ) -> subprocess.CompletedProcess[str]:
+        """Generate into `folder` without questions; `words` are options and answers."""
+        options = [self.template, "--no-input", "-o", folder]
+        return self.run("cookiecutter", *options, *words, cwd=self.home, status=status)
+
+
+def environment(**extra: str) -> dict[str, str]:
+    """Return the environment without what git, a launcher or a test run may have left."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(FOREIGN)}
+    return {**kept, "WANDB_MODE": "offline", **extra}
+
+
+def git(folder: Path, *words: str) -> str:
+    """Run git in `folder` as somebody, and return what it prints."""
+    who = ["-c", "user.name=Somebody", "-c", "user.email=somebody@example.org"]
+    done = subprocess.run(
+        ["git", *who, *words],
+        cwd=folder,
+        env=environment(),
+        check=True,
+        capture_output=True,
+        encoding="utf-8",
+    )
+    return done.stdout
+
+
+def committed(folder: Path) -> Path:
+    """Make `folder` a git repository where it is none, commit all of it, and return it."""
+    git(folder, "init", "-q", "-b", "main")
+    git(folder, "add", "-A")
+    git(folder, "commit", "-q", "-m", "All of it")
+    return folder
+
+
+def once(folder: Path, make: Callable[[Path], object]) -> Path:
+    """Let one worker of pytest-xdist make `folder`, and the others wait for it."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    done = folder.with_name(f"{folder.name}.done")
+    with folder.with_name(f"{folder.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not done.exists():
+            shutil.rmtree(folder, ignore_errors=True)  # left by a worker that failed
+            make(folder)
+            done.touch()
+    return folder
+
+
+def _copy_template(target: Path) -> None:
+    from hooks.project import committed_files
+
+    for name in committed_files(ROOT):
+        (target / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, target / name)
+    committed(target)
+
+
+@pytest.fixture(scope="session")
+def template(shared: Path) -> Path:
+    """The template as git would commit it, in a repository of its own. Read only."""
+    return once(shared / "template", _copy_template)
+
+
+@pytest.fixture(scope="session")
+def generate(template: Path, tmp_path_factory: pytest.TempPathFactory) -> Generator:
+    return Generator(tmp_path_factory.mktemp("home"), str(template))
+
+
+@pytest.fixture(scope="session")
+def baked(shared: Path, generate: Generator) -> Callable[..., Path]:
+    """Return the project that some answers give, made once for all tests. Read only."""
+
+    def bake(**answers: str) -> Path:
+        words = ["git_init=no", *(f"{name}={value}" for name, value in answers.items())]
+        folder = shared / "baked" / ",".join(words)
+        once(folder, lambda folder: generate(folder, *words))
+        return folder / answers.get("project_slug", "my-gpt")
+
+    return bake
+
+
+@pytest.fixture(scope="session")
+def defaults() -> dict[str, object]:
+    return dict(DEFAULTS)
+
+
+@pytest.fixture(scope="session")
+def made(template: Path, defaults: dict[str, object]) -> Callable[..., Path]:
+    """Make a project in a folder without cookiecutter, from the defaults and other answers."""
+    from hooks.answers import checked
+    from hooks.project import make
+
+    def make_in(folder: Path, **answers: object) -> Path:
+        folder.mkdir(parents=True)
+        (folder / "README.md").touch()
+        make(template, folder, checked({**defaults, **answers}))
+        return folder
+
+    return make_in
+
+
+@pytest.fixture(scope="session")
+def tree() -> Callable[[Path], dict[str, tuple[bool, bytes]]]:
+    """Return the files below a folder: name -> whether it may be run, content. Without .git."""
+
+    def files(folder: Path) -> dict[str, tuple[bool, bytes]]:
+        found = (path for path in folder.rglob("*") if path.is_file())
+        names = {path.relative_to(folder).as_posix(): path for path in found}
+        return {
+            name: (os.access(path, os.X_OK), path.read_bytes())
+            for name, path in sorted(names.items())
+            if not name.startswith(".git/")
+        }
+
+    return files
+
+
+@pytest.fixture(scope="session", name="git")
+def git_fixture() -> Callable[..., str]:
+    return git
+
+
+@pytest.fixture(scope="session", name="committed")
+def committed_fixture() -> Callable[[Path], Path]:
+    return committed
+
+
+@pytest.fixture(scope="session", name="environment")
+def environment_fixture() -> Callable[..., dict[str, str]]:
+    return environment
+
+
+@pytest.fixture(scope="session", name="once")
+def once_fixture() -> Callable[[Path, Callable[[Path], object]], Path]:
+    return once

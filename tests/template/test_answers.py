@@ -1,0 +1,218 @@
+"""The answers: what is refused, and that what is taken arrives as it was given."""
+
+import json
+import re
+import subprocess
+import sys
+import time
+import tomllib
+from pathlib import Path
+
+import pytest
+from cookiecutter.main import cookiecutter
+
+from hooks.answers import EXTRAS
+
+ROOT = Path(__file__).parents[2]
+REFUSED = [
+    ("package_name", "class", "keyword"),
+    ("package_name", "lambda", "keyword"),
+    ("package_name", "match", "keyword"),
+    ("package_name", "type", "keyword"),
+    ("package_name", "_", "keyword"),
+    ("package_name", "print", "built-in"),
+    ("package_name", "list", "built-in"),
+    ("package_name", "json", "Python's own library"),
+    ("package_name", "this", "Python's own library"),
+    ("package_name", "torch", "dependency"),
+    ("package_name", "yaml", "dependency"),
+    ("package_name", "hydra_plugins", "dependency"),
+    ("package_name", "tests", "folder"),
+    ("package_name", "configs", "folder"),
+    ("package_name", "7th", "a letter coming first"),
+    ("package_name", "_private", "a letter coming first"),
+    ("package_name", "my-gpt", "lower-case letters, digits and _"),
+    ("package_name", "MyGPT", "lower-case letters, digits and _"),
+    ("package_name", "größe", "lower-case letters, digits and _"),
+    ("package_name", "日本語", "lower-case letters, digits and _"),
+    ("package_name", "ｇｐｔ", "lower-case letters, digits and _"),
+    ("package_name", "my gpt", "lower-case letters, digits and _"),
+    ("package_name", "my.gpt", "lower-case letters, digits and _"),
+    ("package_name", "..", "lower-case letters, digits and _"),
+    ("package_name", "a/b", "lower-case letters, digits and _"),
+    ("package_name", "a\\b", "lower-case letters, digits and _"),
+    ("package_name", "x" * 25, "25 characters; 24 are the most"),
+    ("package_name", "con", "device on Windows"),
+    ("package_name", "com1", "device on Windows"),
+    ("package_name", "", "is empty"),
+    ("package_name", " gpt", "space around it"),
+    ("project_slug", "", "is empty"),
+    ("project_slug", "my-gpt ", "space around it"),
+    ("project_slug", "My-GPT", "lower-case letters, digits and single dashes"),
+    ("project_slug", "my_gpt", "lower-case letters, digits and single dashes"),
+    ("project_slug", "-my", "lower-case letters, digits and single dashes"),
+    ("project_slug", "my--gpt", "lower-case letters, digits and single dashes"),
+    ("project_slug", "../my-gpt", "lower-case letters, digits and single dashes"),
+    ("project_slug", "/tmp/my-gpt", "lower-case letters, digits and single dashes"),
+    ("project_slug", "x" * 25, "25 characters; 24 are the most"),
+    ("project_slug", "nul", "device on Windows"),
+    ("project_slug", "lpt9", "device on Windows"),
+    ("project_slug", "torchrun", "dependency or its command"),
+    ("project_slug", "pytest", "dependency or its command"),
+    ("project_name", "", "is empty"),
+    ("project_name", "   ", "is empty"),
+    ("project_name", "two\nlines", "one line"),
+    ("project_name", "two\u2028lines", "one line"),
+    ("description", "", "is empty"),
+    ("description", "two\r\nlines", "one line"),
+    ("description", "a bell \a", "control characters"),
+    ("author", "", "is empty"),
+    ("author", "a line's end\n", "one line"),
+    ("author", "zero \0", "control characters"),
+    ("author", "half a sign \ud83d", "control characters"),
+    ("email", "nobody", "no address"),
+    ("email", "Me <me@here.org>", "no address"),
+    ("email", 'me@here.org", x="', "no address"),
+    ("email", "me,@here.org", "no address"),
+    ("email", "ü@here.org", "no address"),
+    ("wandb_project", "", "is empty"),
+    ("wandb_project", "a/b", "letters, digits and . _ -"),
+    ("wandb_entity", "a: b", "letters, digits and . _ -"),
+    ("extras", "", "is empty"),
+    ("extras", "nothing", "is not one of"),
+    ("extras", "none all", "is not one of"),
+]
+ODD_TEXTS = [
+    'O\'Reilly "net"',
+    "Größe Δ",
+    "日本語",
+    'ends with a quote "',
+    "ends with a backslash \\",
+    '""" \'\'\' `` \\n \\1 \\g<0> \\u0041 \\"',
+    "emoji 🚀 👩‍🚀",
+    "{{ 7 * 7 }} {% raw %} {# nothing #} {{ cookiecutter.author }}",
+    "{{ cycler.__init__.__globals__.os.system('touch hurt') }} {% endraw %} {{",
+    '"""); import os; os.system("touch hurt") #',
+    "$(touch hurt) `touch hurt` ; touch hurt",
+    '"]; dependencies = ["',
+    "%s %(x)s {0} ${HOME} # <b>&amp; [a](b) - * :",
+    "lockstep_gpt, a comma; and: a colon <x@y>",
+]
+
+
+def slip(folder: Path, **answers) -> Path:
+    """Write what cookiecutter noted of some answers, which it takes as they stand."""
+    context = dict(answers, _extensions=["hooks.extension.TemplateExtension"], __checked="")
+    folder.mkdir(exist_ok=True)
+    path = folder / "answers.json"
+    path.write_text(json.dumps({"cookiecutter": context}))
+    return path
+
+
+@pytest.mark.parametrize(("name", "value", "rule"), REFUSED)
+def test_refused_in_one_line_before_anything_is_written(name, value, rule, generate, tmp_path):
+    with pytest.raises(SystemExit) as refusal:
+        cookiecutter(
+            generate.template,
+            no_input=True,
+            extra_context={name: value},
+            output_dir=str(tmp_path / "out"),
+            config_file=str(generate.config),
+        )
+    said = refusal.value.code
+    assert re.fullmatch(rf"Error: {name}=.* .*{re.escape(rule)}.*", said)  # a dot is no line's end
+    assert said.isprintable()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("package_name", "class"), ("project_slug", ""), ("author", "two\nlines")]
+)
+def test_command_refuses_with_nothing_but_that_line(name, value, generate, template, tmp_path, git):
+    done = generate(tmp_path / "out", f"{name}={value}", status=1)
+    assert done.stdout == ""
+    assert re.fullmatch(f"Error: {name}=.*\n", done.stderr)
+    assert list(tmp_path.iterdir()) == []
+    assert git(template, "status", "--porcelain") == ""
+
+
+@pytest.mark.parametrize(("name", "value"), [("license", "GPL"), ("git_init", "maybe")])
+def test_no_choice_of_cookiecutter_s_own_leaves_anything(name, value, generate, tmp_path):
+    done = generate(tmp_path / "out", f"{name}={value}", status=1)
+    assert re.search(rf"^ValueError: {value} provided for .*{name}", done.stderr, re.MULTILINE)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_answers_of_a_replay_are_checked_too(generate, defaults, tmp_path):
+    replay = slip(tmp_path / "replay", **{**defaults, "package_name": "class"})
+    words = ["--replay-file", replay, "-o", tmp_path / "out"]
+    done = generate.run("cookiecutter", generate.template, *words, cwd=tmp_path, status=1)
+    assert re.fullmatch("Error: package_name='class' is a keyword of Python; .*\n", done.stderr)
+    assert {path.name for path in tmp_path.iterdir()} <= {"out", "replay"}
+    assert not (tmp_path / "out" / "my-gpt").exists()
+
+
+@pytest.mark.parametrize("text", ODD_TEXTS)
+def test_odd_text_arrives_as_it_is_and_runs_nothing(text, generate, defaults, tmp_path):
+    texts = dict.fromkeys(("project_name", "description", "author"), text)
+    answers = {**defaults, **texts, "email": "o'me+x@here.org"}
+    replay = slip(tmp_path, **answers)
+    cookiecutter(
+        generate.template,
+        replay=str(replay),
+        output_dir=str(tmp_path),
+        config_file=str(generate.config),
+    )
+    project = tmp_path / "my-gpt"
+    about = tomllib.loads((project / "pyproject.toml").read_text("utf-8"))["project"]
+    assert about["description"] == text
+    assert about["authors"] == [{"name": text, "email": "o'me+x@here.org"}]
+    assert (project / "README.md").read_text("utf-8").startswith(f"# {text}\n\n{text}\n\n")
+    owner = f"Copyright (c) {time.strftime('%Y')} {text}\n"
+    assert owner in (project / "LICENSE").read_text("utf-8")
+    assert not list(tmp_path.rglob("hurt"))
+
+
+@pytest.mark.parametrize("text", ODD_TEXTS)
+def test_odd_text_is_metadata_that_a_wheel_can_have(text, made, tmp_path):
+    project = made(tmp_path / "project", author=text, description=text, email="o'me+x@here.org")
+    command = [sys.executable, "-m", "hatchling", "metadata"]
+    done = subprocess.run(command, cwd=project, capture_output=True, check=True, encoding="utf-8")
+    assert json.loads(done.stdout)["description"] == text
+
+
+def test_typed_answers_arrive_as_they_are(generate, tmp_path):
+    description, author = '{{ 7 * 7 }} "quoted"', "O'Reilly {% \\"
+    typed = ["Größe Δ", "", "", description, author, "", "2", "", "team", "none", "no"]
+    options = [generate.template, "-o", tmp_path]
+    typed_in = "".join(f"{line}\n" for line in typed)
+    generate.run("cookiecutter", *options, cwd=tmp_path, typed=typed_in)
+    about = tomllib.loads((tmp_path / "grosse-d/pyproject.toml").read_text("utf-8"))["project"]
+    assert (about["name"], about["license"]) == ("grosse-d", "Apache-2.0")
+    assert (about["description"], about["authors"]) == (description, [{"name": author}])
+
+
+def test_jinja_of_the_command_line_is_run_by_cookiecutter_and_never_again(generate, tmp_path):
+    generate(tmp_path, "git_init=no", "description={{ '{{ 7 * 7 }}' }}")
+    about = tomllib.loads((tmp_path / "my-gpt/pyproject.toml").read_text("utf-8"))["project"]
+    assert about["description"] == "{{ 7 * 7 }}"
+    assert "\n\n{{ 7 * 7 }}\n\n" in (tmp_path / "my-gpt/README.md").read_text("utf-8")
+
+
+@pytest.mark.parametrize(
+    ("name", "slug"),
+    [('O\'Reilly "net"', "o-reilly-net"), ("Größe Δ", "grosse-d"), ("日本語", "ri-ben-yu")],
+)
+def test_a_project_of_any_name_has_a_folder_a_command_and_a_package(name, slug, generate, tmp_path):
+    generate(tmp_path, "git_init=no", f"project_name={name}")
+    about = tomllib.loads((tmp_path / slug / "pyproject.toml").read_text("utf-8"))["project"]
+    package = slug.replace("-", "_")
+    assert about["scripts"] == {slug: f"{package}.cli:main"}
+    assert (tmp_path / slug / "src" / package / "cli.py").is_file()
+
+
+def test_every_question_has_a_prompt_and_the_one_on_extras_names_them_all():
+    questions = json.loads((ROOT / "cookiecutter.json").read_text("utf-8"))
+    prompts = questions["__prompts__"]
+    assert set(prompts) == {name for name in questions if not name.startswith("_")}
+    assert all(re.search(rf"\b{extra}\b", prompts["extras"]) for extra in EXTRAS)

@@ -1,0 +1,198 @@
+"""The files of a new project: which there are, and what stands in them."""
+
+import ast
+import io
+import re
+import subprocess
+import sys
+import time
+import tokenize
+import tomllib
+
+import pytest
+import yaml
+
+from hooks.answers import EXTRAS, LICENSES
+
+CHOICES = ["none", *EXTRAS, "all"]
+# What of the living root a project has no part in; a name with a slash at its end is a folder.
+OURS = (
+    ".ci/",
+    "BENCHMARKS.md",
+    "CHANGELOG.md",
+    "cookiecutter.json",
+    "hooks/",
+    "scripts/benchmarks/",
+    "tests/model/test_against_transformers.py",
+    "tests/template/",
+    "{{cookiecutter.project_slug}}/",
+)
+AT_THE_ROOT = {
+    ".env.example",
+    ".gitattributes",
+    ".github/workflows/ci.yml",
+    ".gitignore",
+    "LICENSE",
+    "README.md",
+    "constraints.txt",
+    "pyproject.toml",
+    "scripts/dev.py",
+}
+
+
+def paths_of(extras: list[str]) -> tuple[str, ...]:
+    return tuple(path for extra in extras for path in EXTRAS[extra])
+
+
+@pytest.mark.parametrize("chosen", CHOICES)
+def test_files_are_those_that_git_has_less_the_template_s_own(chosen, baked, template, git, tree):
+    left_out = paths_of([extra for extra in EXTRAS if chosen not in (extra, "all")])
+    names = git(template, "ls-files", "-z").rstrip("\0").split("\0")
+    expected = {name for name in names if not name.startswith((*OURS, *left_out))}
+    files = set(tree(baked(extras=chosen)))
+    assert files == {name.replace("lockstep_gpt", "my_gpt") for name in expected}
+
+
+def test_without_extras_nothing_else_stands_at_the_root(baked, tree):
+    folders = ("configs/", "src/my_gpt/", "tests/")
+    files = {name for name in tree(baked(extras="none")) if not name.startswith(folders)}
+    assert files == AT_THE_ROOT
+
+
+@pytest.mark.parametrize("extra", EXTRAS)
+def test_an_extra_adds_its_own_files_and_no_other(extra, baked, tree):
+    added = set(tree(baked(extras=extra))) - set(tree(baked(extras="none")))
+    assert added
+    assert all(name.startswith(paths_of([extra])) for name in added)
+    assert all(any(name.startswith(path) for name in added) for path in EXTRAS[extra])
+
+
+@pytest.mark.parametrize("chosen", CHOICES)
+def test_nothing_is_left_of_our_names_or_of_the_mechanism(chosen, baked, tree):
+    ours = r"lockstep|cookiecutter\.|template-only|extra \w+: (begin|end)|\{%"
+    for name, (_, content) in tree(baked(extras=chosen)).items():
+        text = content.decode("utf-8")
+        assert not re.search(ours, f"{name}\n{text}", re.IGNORECASE), name
+        if not name.endswith(".py"):  # f-strings have them, and GitHub's own after a dollar
+            assert not re.search(r"(?<!\$)\{\{", text), name
+
+
+def test_markers_in_the_living_sources_are_pairs_and_name_what_exists(template, tree):
+    marker = re.compile(r"(template-only|extra (\w+)): (begin|end)$")
+    for name, (_, content) in tree(template).items():
+        if name.startswith(("hooks/", "tests/template/")):
+            continue
+        lines = (line.strip("#<!-> ") for line in content.decode("utf-8").splitlines())
+        found = [match for line in lines if (match := marker.fullmatch(line))]
+        assert [match[3] for match in found] == ["begin", "end"] * (len(found) // 2), name
+        assert [match[1] for match in found[::2]] == [match[1] for match in found[1::2]], name
+        assert {match[2] for match in found} <= {None, *EXTRAS}, name
+
+
+def test_pyproject_has_the_answers(baked):
+    project = baked(
+        project_slug="its-slug",
+        package_name="its_package",
+        description="A sentence",
+        author="Ada L.",
+        email="ada@here.org",
+        license="BSD-3-Clause",
+    )
+    about = tomllib.loads((project / "pyproject.toml").read_text("utf-8"))["project"]
+    assert about["name"] == "its-slug"
+    assert about["description"] == "A sentence"
+    assert about["authors"] == [{"name": "Ada L.", "email": "ada@here.org"}]
+    assert (about["license"], about["license-files"]) == ("BSD-3-Clause", ["LICENSE"])
+    assert about["scripts"] == {"its-slug": "its_package.cli:main"}
+
+
+@pytest.mark.parametrize("licence", [each for each in LICENSES if each != "none"])
+def test_licence_has_year_and_author_and_no_gap_to_fill(licence, baked):
+    project = baked(license=licence, author="Ada Lovelace")
+    text = (project / "LICENSE").read_text("utf-8")
+    assert text.count(f"{time.strftime('%Y')} Ada Lovelace") == 1
+    assert licence.split("-")[0] in text or "Redistribution and use" in text
+    assert not re.search(r"lockstep|\[yyyy\]|\[name|<year>|<owner>", text, re.IGNORECASE)
+    readme = (project / "README.md").read_text("utf-8")
+    assert readme.endswith(f"\n\n## Licence\n\n{licence}, see [LICENSE](LICENSE).\n")
+
+
+def test_without_a_licence_nothing_speaks_of_one(baked):
+    project = baked(license="none")
+    about = tomllib.loads((project / "pyproject.toml").read_text("utf-8"))["project"]
+    assert not (project / "LICENSE").exists()
+    assert {"license", "license-files"} & set(about) == set()
+    assert "licen" not in (project / "README.md").read_text("utf-8").lower()
+
+
+@pytest.mark.parametrize("answers", [{"license": "none"}, {"extras": "none"}, {"extras": "all"}])
+def test_its_own_tests_of_packaging_and_readme_pass_whatever_was_chosen(
+    answers, baked, environment
+):
+    project = baked(**answers)
+    tests = ["tests/test_packaging.py", "tests/test_readme.py", "-k", "packaging or tree or short"]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests],
+        cwd=project,
+        env=environment(PYTHONPATH="src", PYTHONDONTWRITEBYTECODE="1"),
+        capture_output=True,
+        encoding="utf-8",
+    )
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize(("entity", "value"), [("", None), ("its-team", "its-team")])
+def test_wandb_s_project_and_team_are_in_the_logger_s_settings(entity, value, baked):
+    project = baked(wandb_project="its-wandb", wandb_entity=entity)
+    settings = yaml.safe_load((project / "configs/logger/wandb.yaml").read_text("utf-8"))
+    assert (settings["wandb"]["project"], settings["wandb"]["entity"]) == ("its-wandb", value)
+    sweep = yaml.safe_load((project / "configs/sweep.yaml").read_text("utf-8"))
+    assert sweep["project"] == "its-wandb"
+
+
+@pytest.mark.parametrize("slug", ["null", "on", "1e3", "123", "0x1f", "1-2"])
+def test_a_slug_that_yaml_takes_for_something_else_stays_a_word(slug, made, tmp_path):
+    project = made(tmp_path / slug, project_slug=slug, wandb_project=slug, wandb_entity=slug)
+    logger = yaml.safe_load((project / "configs/logger/wandb.yaml").read_text("utf-8"))["wandb"]
+    sweep = yaml.safe_load((project / "configs/sweep.yaml").read_text("utf-8"))
+    assert [logger["project"], logger["entity"], sweep["project"]] == [slug] * 3
+    assert slug in sweep["command"]
+    about = tomllib.loads((project / "pyproject.toml").read_text("utf-8"))["project"]
+    assert (about["name"], list(about["scripts"])) == (slug, [slug])
+
+
+def test_exactly_what_starts_with_a_shebang_may_be_run(baked, tree):
+    files = tree(baked(extras="all"))
+    runnable = {name for name, (may_run, _) in files.items() if may_run}
+    assert runnable == {name for name, (_, text) in files.items() if text.startswith(b"#!")}
+    assert "scripts/dev.py" in runnable
+
+
+def is_code(token: tokenize.TokenInfo) -> bool:
+    layout = (tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT)
+    return token.type not in (*layout, tokenize.COMMENT, tokenize.ENDMARKER)
+
+
+def code_lines(source: str) -> int:
+    """Count the lines that hold code: not those of comments and docstrings, not empty ones."""
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    nodes = (node for node in ast.walk(ast.parse(source)) if isinstance(node, documented))
+    docstrings = [node.body[0] for node in nodes if ast.get_docstring(node) is not None]
+    words = {line for each in docstrings for line in range(each.lineno, each.end_lineno + 1)}
+    tokens = filter(is_code, tokenize.generate_tokens(io.StringIO(source).readline))
+    code = {line for each in tokens for line in range(each.start[0], each.end[0] + 1)}
+    return len(code - words)
+
+
+def test_code_lines_are_counted_without_words():
+    function = 'def f():\n    """More."""\n    return """a\nb"""\n'
+    assert code_lines(f'"""Words."""\n\nX = 1  # a word\n# words\n{function}') == 4
+
+
+def test_a_project_without_extras_is_small_enough_to_be_read(baked):
+    project = baked(extras="none")
+    sources = [path.read_text("utf-8") for path in (project / "src").rglob("*.py")]
+    assert len([text for text in sources if text]) <= 30
+    assert sum(map(code_lines, sources)) <= 3500
+    about = tomllib.loads((project / "pyproject.toml").read_text("utf-8"))["project"]
+    assert len(about["dependencies"]) <= 12

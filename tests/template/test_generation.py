@@ -1,0 +1,199 @@
+"""How a project is made: from wherever the template lies, into whatever is there."""
+
+import json
+import shutil
+import zipfile
+from pathlib import Path
+
+import pytest
+
+JUNK = (
+    ".env",
+    ".hypothesis/unicode_data/x",
+    ".mypy_cache/x.json",
+    ".pytest_cache/README.md",
+    ".ruff_cache/x",
+    ".venv/pyvenv.cfg",
+    "configs/model/__pycache__/x.pyc",
+    "data/stdlib/train.bin",
+    "dist/x.whl",
+    "lockstep_gpt.egg-info/PKG-INFO",
+    "runs/first/train.log",
+    "src/lockstep_gpt.egg-info/PKG-INFO",
+    "src/lockstep_gpt/__pycache__/cli.pyc",
+    "uv.lock",
+    "wandb/run-1/x.wandb",
+)
+NEW = "src/lockstep_gpt/new.py"  # what nobody has committed yet is no junk
+ENDS = b"\xff\xfe no text \r\n"
+SCREEN = """\
+my-gpt: {} files, package my_gpt, MIT licence, extras: none; a git repository with its first commit
+next:
+  cd my-gpt
+  python3 scripts/dev.py train
+  python3 scripts/dev.py test
+"""
+
+
+def write(folder: Path, name: str, content: bytes = b"x\n") -> Path:
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content)
+    return path
+
+
+@pytest.fixture
+def littered(template, tmp_path):
+    """A copy of the template with junk in it, and with a new file and one that is no text."""
+    copy = tmp_path / "littered"
+    shutil.copytree(template, copy)
+    for name in JUNK:
+        write(copy, name)
+    write(copy, NEW, b"import lockstep_gpt\n")
+    write(copy, "configs/ends.bin", ENDS)
+    return copy
+
+
+def as_zip(template: Path, path: Path) -> Path:
+    """Pack the template as forges do, in one folder; writing names drops the run bits."""
+    files = [each for each in sorted(template.rglob("*")) if each.is_file()]
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("lockstep-gpt-main/", "")
+        for file in files:
+            name = file.relative_to(template).as_posix()
+            if not name.startswith(".git/"):
+                archive.writestr(f"lockstep-gpt-main/{name}", file.read_bytes())
+    return path
+
+
+def test_the_screen_says_what_was_made_and_what_comes_next(generate, tmp_path, tree):
+    done = generate(tmp_path)
+    assert done.stdout == SCREEN.format(len(tree(tmp_path / "my-gpt")))
+    assert done.stderr == ""
+
+
+def test_a_clone_a_zip_and_another_call_give_the_same_bytes(
+    generate, baked, template, tmp_path, tree
+):
+    zipped = as_zip(template, tmp_path / "main.zip")
+    expected = tree(baked())
+    for name, source in (("path", template), ("clone", f"git+file://{template}"), ("zip", zipped)):
+        generate.of(source)(tmp_path / name, "git_init=no")
+        assert tree(tmp_path / name / "my-gpt") == expected, name
+
+
+@pytest.mark.parametrize("kept", [True, False], ids=["repository", "plain folder"])
+def test_junk_is_left_behind_and_new_files_are_taken(kept, generate, littered, tmp_path, tree):
+    if not kept:
+        shutil.rmtree(littered / ".git")
+    before = {name for name in tree(littered) if "hooks/__pycache__" not in name}
+    generate.of(littered)(tmp_path, "git_init=no")
+    files = tree(tmp_path / "my-gpt")
+    assert {name.replace("lockstep_gpt", "my_gpt") for name in JUNK} & set(files) == set()
+    assert files["src/my_gpt/new.py"] == (False, b"import my_gpt\n")
+    assert files["configs/ends.bin"] == (False, ENDS)
+    after = {name for name in tree(littered) if "hooks/__pycache__" not in name}
+    assert after == before
+
+
+def test_a_deleted_file_is_not_taken_though_git_still_has_it(generate, littered, tmp_path):
+    (littered / "configs/model/gpt2.yaml").unlink()
+    generate.of(littered)(tmp_path, "git_init=no")
+    assert (tmp_path / "my-gpt/configs/model/nano.yaml").is_file()
+    assert not (tmp_path / "my-gpt/configs/model/gpt2.yaml").exists()
+
+
+@pytest.mark.parametrize("kept", [True, False], ids=["repository", "plain folder"])
+def test_a_project_can_be_made_in_the_template_s_own_folder(kept, generate, littered, baked, tree):
+    if not kept:
+        shutil.rmtree(littered / ".git")
+    (littered / NEW).unlink()
+    (littered / "configs/ends.bin").unlink()
+    generate.of(".").run("cookiecutter", ".", "--no-input", "git_init=no", cwd=littered)
+    assert tree(littered / "my-gpt") == tree(baked())
+
+
+def test_a_second_call_refuses_and_a_forced_one_keeps_what_is_the_user_s(generate, tmp_path, tree):
+    generate(tmp_path, "git_init=no")
+    project = tmp_path / "my-gpt"
+    before = tree(project)
+    write(project, "README.md", b"broken\n")
+    own = {name: write(project, name) for name in ("notes.md", "src/my_gpt/own.py", ".env")}
+    done = generate(tmp_path, status=1)
+    assert done.stdout.splitlines() == [f'Error: "{project}" directory already exists']
+    assert tree(project)["README.md"] == (False, b"broken\n")
+    generate(tmp_path, "-f", "git_init=no")
+    assert tree(project) == {**before, **dict.fromkeys(own, (False, b"x\n"))}
+
+
+def test_replay_gives_the_same_again(generate, template, tmp_path, tree):
+    words = ["author=O'Reilly", "license=none", "extras=all", "git_init=no"]
+    generate(tmp_path / "first", *words)
+    again = ["--replay", "-o", tmp_path / "second"]
+    generate.run("cookiecutter", template, *again, cwd=tmp_path)
+    assert tree(tmp_path / "second" / "my-gpt") == tree(tmp_path / "first" / "my-gpt")
+
+
+def test_git_init_makes_one_clean_commit_of_all_files(generate, tmp_path, tree, git):
+    generate(
+        tmp_path,
+        "author=Ada Lovelace",
+        "email=ada@here.org",
+        'project_name=O\'Reilly "net"',
+        "project_slug=my-gpt",
+    )
+    project = tmp_path / "my-gpt"
+    log = git(project, "log", "--all", "--format=%an|%ae|%s|%D").splitlines()
+    start = 'Start O\'Reilly "net" from its template'
+    assert log == [f"Ada Lovelace|ada@here.org|{start}|HEAD -> main"]
+    assert git(project, "status", "--porcelain", "--ignored") == ""
+    assert set(git(project, "ls-files", "-z").rstrip("\0").split("\0")) == set(tree(project))
+    assert "100755" in git(project, "ls-files", "-s", "scripts/dev.py")
+
+
+def test_the_user_s_own_git_settings_sign_the_commit(generate, tmp_path, git):
+    write(
+        generate.home, ".gitconfig", b"[user]\nname = Me\nemail = me@home\n[commit]\ngpgsign = 1\n"
+    )
+    try:
+        generate(tmp_path, "author=Ada L.")
+    finally:
+        (generate.home / ".gitconfig").unlink()
+    assert git(tmp_path / "my-gpt", "log", "--format=%an <%ae>") == "Me <me@home>\n"
+
+
+def test_an_author_whom_git_cannot_name_commits_as_the_project(generate, tmp_path, git):
+    generate(tmp_path, "author=...")
+    assert git(tmp_path / "my-gpt", "log", "--format=%an") == "my-gpt\n"
+
+
+def test_inside_a_repository_no_second_one_is_made(generate, tmp_path, committed, git):
+    write(tmp_path, "outer/x")
+    committed(tmp_path / "outer")
+    done = generate(tmp_path / "outer")
+    assert done.stdout.splitlines()[0].endswith("; in the git repository that is there")
+    assert not (tmp_path / "outer/my-gpt/.git").exists()
+    assert git(tmp_path / "outer", "log", "--format=%s") == "All of it\n"
+
+
+def test_without_git_init_there_is_no_repository(generate, tmp_path):
+    done = generate(tmp_path, "git_init=no")
+    assert done.stdout.splitlines()[0].endswith("extras: none")
+    assert not (tmp_path / "my-gpt/.git").exists()
+
+
+def test_without_git_a_project_is_made_and_the_screen_says_so(generate, tmp_path, tree, baked):
+    write(tmp_path, "bin/x")
+    script = f"import os, runpy; os.environ['PATH'] = {str(tmp_path / 'bin')!r}; "
+    script += "runpy.run_module('cookiecutter', run_name='__main__', alter_sys=True)"
+    write(tmp_path, "without.py", script.encode())
+    words = [generate.template, "--no-input", "-o", tmp_path]
+    done = generate.run("without", *words, cwd=tmp_path)
+    assert done.stdout.splitlines()[0].endswith("; no git here, so no repository")
+    assert tree(tmp_path / "my-gpt") == tree(baked())
+
+
+def test_what_was_asked_is_kept_for_a_replay_as_it_was_answered(generate, tmp_path):
+    generate(tmp_path, "git_init=no", 'author=O\'Reilly "net"')
+    kept = json.loads((generate.home / "replay/template.json").read_text("utf-8"))
+    assert kept["cookiecutter"]["author"] == 'O\'Reilly "net"'

@@ -1,0 +1,58 @@
+"""Lint and types: clean at the shortest and the longest names, with no extra and with all."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+NAMES = ["a", "z" * 24]  # one sorts before, one after all that is imported beside it
+
+
+@pytest.fixture(params=NAMES, ids=["1 character", "24 characters"])
+def name(request):
+    return request.param
+
+
+@pytest.fixture(params=["none", "all"])
+def project(request, name, baked):
+    return baked(package_name=name, project_slug=name, extras=request.param)
+
+
+@pytest.fixture
+def types(shared, once):
+    """What mypy knows of the dependencies: from this repository, or from the first who asks."""
+
+    def start(folder: Path) -> None:
+        if (ROOT / ".mypy_cache").is_dir():
+            shutil.copytree(ROOT / ".mypy_cache", folder)
+
+    return once(shared / "types", start)
+
+
+def check(project: Path, environment, *words: str) -> str:
+    """Run a tool on a project; return what it found, nothing if all is well."""
+    done = subprocess.run(
+        [sys.executable, "-m", *words],
+        cwd=project,
+        env=environment(),
+        capture_output=True,
+        encoding="utf-8",
+    )
+    return (done.stdout + done.stderr) if done.returncode else ""
+
+
+def test_lint_finds_nothing(project, environment):
+    assert (
+        check(project, environment, "ruff", "check", "--no-cache", "--output-format=concise") == ""
+    )
+
+
+def test_every_line_is_formatted(project, environment):
+    assert check(project, environment, "ruff", "format", "--no-cache", "--check", "--diff") == ""
+
+
+def test_types_are_right(project, environment, types):
+    assert check(project, environment, "mypy", "--cache-dir", str(types)) == ""

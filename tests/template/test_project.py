@@ -1,0 +1,103 @@
+"""One project for real: it installs, passes its own tests, trains on two ranks, can be packed."""
+
+import json
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+from wandb.proto.wandb_internal_pb2 import RunRecord
+
+LIMIT = 20 * 60  # seconds, for each step
+ANSWERS = ("wandb_project=its-wandb", "wandb_entity=its-team")
+
+
+@pytest.fixture
+def run(environment):
+    """Run a command to its end, check its status, return what it printed."""
+
+    def to_the_end(cwd: Path, *words: str | Path) -> str:
+        done = subprocess.run(
+            [*map(str, words)],
+            cwd=cwd,
+            env=environment(),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            encoding="utf-8",
+            errors="replace",
+            timeout=LIMIT,
+        )
+        assert done.returncode == 0, done.stdout
+        return done.stdout
+
+    return to_the_end
+
+
+@pytest.fixture
+def dev(run):
+    return lambda project, *words: run(project, sys.executable, "scripts/dev.py", *words)
+
+
+@pytest.fixture
+def project(shared, once, generate, dev):
+    """A project that has set itself up."""
+
+    def install(folder: Path) -> None:
+        generate(folder, *ANSWERS)
+        assert "max_steps:" in dev(folder / "my-gpt", "train", "--cfg", "job")
+
+    return once(shared / "installed", install) / "my-gpt"
+
+
+@pytest.fixture
+def packed(shared, once, project, run):
+    """The folder of its wheel and its sdist."""
+    python = project / ".venv/bin/python"
+    words = ["-m", "hatchling", "build", "-d"]
+    return once(shared / "packed", lambda folder: run(project, python, *words, folder))
+
+
+def test_it_passes_its_own_tests_and_leaves_nothing_for_git(project, dev, git):
+    out = dev(project, "test", "-n", "1")
+    assert " passed" in out.splitlines()[-1]
+    assert git(project, "status", "--porcelain") == ""
+
+
+def test_two_ranks_train_into_one_run_directory_with_one_wandb_run(project, run, git):
+    ranks = ["trainer=cpu", "trainer.devices=2", "strategy=ddp"]
+    backend = "strategy.process_group_backend=gloo"
+    run(project, ".venv/bin/my-gpt", "train", "experiment=smoke", *ranks, backend)
+    (folder,) = (project / "runs").iterdir()
+    summary = json.loads((folder / "summary.json").read_text())
+    assert (summary["status"], summary["step"], summary["world_size"]) == ("done", 20, 2)
+    (log,) = project.glob("**/offline-run-*/*.wandb")
+    assert log.is_relative_to(folder)
+    for record in (RunRecord(project="its-wandb"), RunRecord(entity="its-team")):
+        assert record.SerializeToString() in log.read_bytes()
+    assert git(project, "status", "--porcelain") == ""
+
+
+def test_its_wheel_and_its_sdist_hold_its_configs(project, packed):
+    configs = {path.relative_to(project).as_posix() for path in project.glob("configs/**/*.yaml")}
+    assert "configs/train.yaml" in configs
+    with zipfile.ZipFile(next(packed.glob("my_gpt-*.whl"))) as wheel:
+        assert {f"my_gpt/{name}" for name in configs} <= set(wheel.namelist())
+    with tarfile.open(next(packed.glob("my_gpt-*.tar.gz"))) as sdist:
+        names = {name.partition("/")[2] for name in sdist.getnames()}
+    assert configs <= names
+
+
+def test_from_the_wheel_alone_it_trains_in_an_empty_folder(project, packed, run, tmp_path):
+    (tmp_path / "empty").mkdir()
+    run(tmp_path, sys.executable, "-m", "venv", "fresh")
+    pip = ["fresh/bin/python", "-m", "pip", "install", "-q", "-c", project / "constraints.txt"]
+    run(tmp_path, *pip, next(packed.glob("*.whl")))
+    command = tmp_path / "fresh/bin/my-gpt"
+    out = run(tmp_path / "empty", command, "train", "experiment=smoke", "logger=none")
+    assert "step 20/20  val_loss" in out
+    assert {path.name for path in (tmp_path / "empty").iterdir()} == {"data", "runs"}
+    shutil.rmtree(tmp_path / "fresh")  # a gigabyte
