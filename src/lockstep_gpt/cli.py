@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import importlib
 import os
+import pkgutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+import lockstep_gpt
 from lockstep_gpt.config import PROGRAM, UserError
 
 
@@ -19,6 +21,16 @@ class Command(NamedTuple):
     overrides: bool  # takes Hydra overrides, so Hydra completes its arguments
 
 
+def commands_of_extras(path: Iterable[str]) -> dict[str, Command]:
+    """Return the `COMMANDS` of each package on `path`: an extra that is there says what it adds."""
+    found = {}
+    for entry in pkgutil.iter_modules(path, "lockstep_gpt."):
+        if entry.ispkg:
+            added = getattr(importlib.import_module(entry.name), "COMMANDS", {})
+            found.update({name: Command(*command) for name, command in added.items()})
+    return found
+
+
 COMMANDS = {
     "train": Command("lockstep_gpt.launch:train", "train a GPT; alone: the quickstart", True),
     "prepare": Command(
@@ -28,6 +40,7 @@ COMMANDS = {
     "evaluate": Command(
         "lockstep_gpt.inference.evaluate:main", "loss on all validation text", False
     ),
+    **commands_of_extras(lockstep_gpt.__path__),
 }
 
 
