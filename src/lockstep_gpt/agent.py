@@ -12,6 +12,7 @@ import os
 import signal
 import socket
 import sys
+import tempfile
 import threading
 import time
 from types import FrameType
@@ -36,10 +37,15 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
 def main(run: RunDirectory, node_rank: int = 0) -> int:
     """Run the ranks of `run` on this machine; return the run's exit status."""
+    with tempfile.TemporaryDirectory(prefix=f"{PROGRAM}-") as folder:
+        return _run(run, node_rank, folder)
+
+
+def _run(run: RunDirectory, node_rank: int, folder: str) -> int:
     config = run.load()
     try:
         refuse_missing(config)
-        rendezvous = meeting(run, config, node_rank)
+        rendezvous = meeting(run, config, node_rank, folder)
     except UserError as error:
         print(f"{PROGRAM} train: {error}", file=sys.stderr)
         return 2
@@ -47,7 +53,7 @@ def main(run: RunDirectory, node_rank: int = 0) -> int:
     if config.strategy.get("start_method") == "spawn":
         return spawn(run, config)
     try:
-        agent = RankAgent(run, config, rendezvous)
+        agent = RankAgent(run, config, rendezvous, folder)
         return agent.status(agent.run())
     except SignalException as stop:
         return 128 + stop.sigval
@@ -61,8 +67,8 @@ def main(run: RunDirectory, node_rank: int = 0) -> int:
         return 1
 
 
-def meeting(run: RunDirectory, config: Config, node_rank: int) -> RendezvousParameters:
-    """Return where and how the agents of all machines meet; a single one needs no network."""
+def meeting(run: RunDirectory, config: Config, node_rank: int, folder: str) -> RendezvousParameters:
+    """Return where and how the agents of all machines meet; a single one does in `folder`."""
     launch, nodes = config.launch, config.trainer["num_nodes"]
     common: dict[str, Any] = {
         "backend": "c10d",
@@ -74,7 +80,11 @@ def meeting(run: RunDirectory, config: Config, node_rank: int) -> RendezvousPara
     if nodes == 1:
         _keep_to_interface("lo")
         return RendezvousParameters(
-            endpoint="", store_type="file", min_nodes=1, local_addr="localhost", **common
+            endpoint=f"{folder}/store",
+            store_type="file",
+            min_nodes=1,
+            local_addr="localhost",
+            **common,
         )
     assert launch.rdzv_endpoint is not None
     address, interface = own_address(launch.rdzv_endpoint)
@@ -129,7 +139,9 @@ def _set_environment(config: Config) -> None:
 class RankAgent(LocalElasticAgent):
     """The elastic agent that restarts ranks only after one was killed by a signal."""
 
-    def __init__(self, run: RunDirectory, config: Config, rendezvous: RendezvousParameters) -> None:
+    def __init__(
+        self, run: RunDirectory, config: Config, rendezvous: RendezvousParameters, folder: str
+    ) -> None:
         program, *arguments = command("rank", run)
         spec = WorkerSpec(
             role="rank",
@@ -141,7 +153,7 @@ class RankAgent(LocalElasticAgent):
             monitor_interval=0.1,
             local_addr=rendezvous.local_addr,
         )
-        super().__init__(spec, DefaultLogsSpecs(), exit_barrier_timeout=EXIT_BARRIER)
+        super().__init__(spec, DefaultLogsSpecs(log_dir=folder), exit_barrier_timeout=EXIT_BARRIER)
         self._run = run
         self._grace = config.launch.grace_seconds
         self._ended: dict[int, int] = {}  # global rank -> the exit status that ended the attempt

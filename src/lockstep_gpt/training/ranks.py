@@ -80,9 +80,15 @@ def join(ranks: Ranks, config: Config) -> None:
     if backend == "nccl":
         torch.cuda.set_device(ranks.local_rank)
     timeout = timedelta(seconds=config.strategy.get("timeout_seconds", 1800))
-    store = _loopback_store(ranks, timeout) if ranks.num_nodes == 1 else None
+    store = _loopback_store(ranks, timeout) if _is_ours_to_open() else None
     rank, size = (ranks.rank, ranks.world_size) if store else (-1, -1)  # -1: from the environment
     dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=size)
+
+
+def _is_ours_to_open() -> bool:
+    """Tell whether the ranks meet on this machine alone, and no launcher holds the port already."""
+    held = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return os.environ.get("MASTER_ADDR") in ("127.0.0.1", "localhost") and not held
 
 
 def _loopback_store(ranks: Ranks, timeout: timedelta) -> TCPStore:
