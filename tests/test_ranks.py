@@ -156,7 +156,8 @@ def test_faults_of_single_ranks_leave_no_trace_in_the_weights(command):
     assert hit.stdout.count("done in") == 1
     whole, after = weights(command.folder / "whole", 40), weights(command.folder / "hit", 40)
     assert all(torch.equal(whole[name], after[name]) for name in whole)
-    steps = [line.split(",")[0] for line in (command.folder / "hit/metrics.csv").open()]
+    rows = (command.folder / "hit/metrics.csv").read_text().splitlines()
+    steps = [row.split(",")[0] for row in rows]
     assert steps[1:] == [str(step) for step in range(5, 41, 5)]
 
 

@@ -12,42 +12,97 @@ import os
 import signal
 import socket
 import sys
-import uuid
+import tempfile
+import threading
+import time
 from types import FrameType
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
-from torch.distributed.elastic.rendezvous import RendezvousParameters
+from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from torch.multiprocessing.spawn import ProcessExitedException, start_processes
 
 from lockstep_gpt.config import PROGRAM, Config, UserError
-from lockstep_gpt.machine import LOST_PEERS, command, end_with_parent
+from lockstep_gpt.machine import LOST_PEERS, command, end_with_parent, own_address
 from lockstep_gpt.run_directory import RunDirectory
 
 FAILURE_GRACE = 5  # seconds that the other ranks have after one has raised
+EXIT_BARRIER = 30  # seconds that machines wait for each other at the end; the stock agent: 300
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
 
-def main(run: RunDirectory) -> int:
+def main(run: RunDirectory, node_rank: int = 0) -> int:
     """Run the ranks of `run` on this machine; return the run's exit status."""
+    with tempfile.TemporaryDirectory(prefix=f"{PROGRAM}-") as folder:
+        return _run(run, node_rank, folder)
+
+
+def _run(run: RunDirectory, node_rank: int, folder: str) -> int:
     config = run.load()
     try:
         refuse_missing(config)
+        rendezvous = meeting(run, config, node_rank, folder)
     except UserError as error:
         print(f"{PROGRAM} train: {error}", file=sys.stderr)
         return 2
     _set_environment(config)
     if config.strategy.get("start_method") == "spawn":
         return spawn(run, config)
-    agent = RankAgent(run, config)
     try:
+        agent = RankAgent(run, config, rendezvous, folder)
         return agent.status(agent.run())
     except SignalException as stop:
         return 128 + stop.sigval
+    except RendezvousError as error:
+        print(
+            f"{PROGRAM} train: not all of {config.trainer['num_nodes']} machines met at "
+            f"{rendezvous.endpoint} within launch.join_seconds={config.launch.join_seconds:g} "
+            f"({error}); start the same command on each, with its launch.node_rank",
+            file=sys.stderr,
+        )
+        return 1
+
+
+def meeting(run: RunDirectory, config: Config, node_rank: int, folder: str) -> RendezvousParameters:
+    """Return where and how the agents of all machines meet; a single one does in `folder`."""
+    launch, nodes = config.launch, config.trainer["num_nodes"]
+    common: dict[str, Any] = {
+        "backend": "c10d",
+        "run_id": run.hash(),
+        "max_nodes": nodes,
+        "join_timeout": math.ceil(launch.join_seconds),
+        "read_timeout": 60,  # less, and a link that is down for seconds ends the run
+    }
+    if nodes == 1:
+        _keep_to_interface("lo")
+        return RendezvousParameters(
+            endpoint=f"{folder}/store",
+            store_type="file",
+            min_nodes=1,
+            local_addr="localhost",
+            **common,
+        )
+    assert launch.rdzv_endpoint is not None
+    address, interface = own_address(launch.rdzv_endpoint)
+    _keep_to_interface(interface)
+    return RendezvousParameters(
+        endpoint=launch.rdzv_endpoint,
+        min_nodes=launch.min_nodes or nodes,
+        local_addr=address,
+        is_host=node_rank == 0,
+        **common,
+    )
+
+
+def _keep_to_interface(name: str) -> None:
+    """Have gloo and NCCL talk over one interface; they would guess from the host's name."""
+    if name in {each for _, each in socket.if_nameindex()}:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
 
 
 def refuse_missing(config: Config) -> None:
@@ -76,22 +131,17 @@ def _set_environment(config: Config) -> None:
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(each.name for each in STOP_SIGNALS)
     if config.verbosity != "debug":
-        logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+        for name in logging.root.manager.loggerDict:  # each has a level of its own
+            if name.startswith("torch.distributed.elastic"):
+                logging.getLogger(name).setLevel(logging.CRITICAL)
 
 
 class RankAgent(LocalElasticAgent):
     """The elastic agent that restarts ranks only after one was killed by a signal."""
 
-    def __init__(self, run: RunDirectory, config: Config) -> None:
-        rendezvous = RendezvousParameters(
-            backend="c10d",
-            endpoint="localhost:0",
-            run_id=uuid.uuid4().hex,
-            min_nodes=1,
-            max_nodes=1,
-            local_addr="localhost",
-            is_host=True,
-        )
+    def __init__(
+        self, run: RunDirectory, config: Config, rendezvous: RendezvousParameters, folder: str
+    ) -> None:
         program, *arguments = command("rank", run)
         spec = WorkerSpec(
             role="rank",
@@ -101,14 +151,26 @@ class RankAgent(LocalElasticAgent):
             rdzv_handler=get_rendezvous_handler(rendezvous),
             max_restarts=config.launch.max_restarts,
             monitor_interval=0.1,
-            local_addr="localhost",
+            local_addr=rendezvous.local_addr,
         )
-        super().__init__(spec, DefaultLogsSpecs())
+        super().__init__(spec, DefaultLogsSpecs(log_dir=folder), exit_barrier_timeout=EXIT_BARRIER)
         self._run = run
         self._grace = config.launch.grace_seconds
         self._ended: dict[int, int] = {}  # global rank -> the exit status that ended the attempt
+        self._looked = time.monotonic()  # clock of the last look at the ranks
+        if rendezvous.max_nodes > 1:
+            limit = config.launch.join_seconds + config.launch.grace_seconds + EXIT_BARRIER
+            threading.Thread(target=self._end_when_cut_off, args=[limit], daemon=True).start()
+
+    def _end_when_cut_off(self, limit: float) -> None:
+        """End after `limit` seconds without a look: calls to a lost first machine never return."""
+        while time.monotonic() - self._looked < limit:
+            time.sleep(1)
+        print(f"the other machines have been silent for {limit:g} s; ending", file=sys.stderr)
+        os._exit(1)  # the ranks end with this process
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        self._looked = time.monotonic()
         self._ended = self._failed_ranks(worker_group)
         if not self._ended:
             return cast(RunResult, super()._monitor_workers(worker_group))

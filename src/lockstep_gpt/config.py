@@ -294,6 +294,12 @@ class LaunchConfig(Checked):
     node: ClassVar[str] = "launch"
     inline: bool = setting("run the one rank in the parent, for a debugger", False)
     max_restarts: int = setting("restarts after a rank was killed", 3, at_least=0)
+    node_rank: int = setting("which of trainer.num_nodes machines this one is", 0, at_least=0)
+    rdzv_endpoint: str | None = setting("HOST:PORT of machine 0, where all machines meet", None)
+    min_nodes: int | None = setting(
+        "go on with as few machines as this; null: only with trainer.num_nodes", None, at_least=1
+    )
+    join_seconds: float = setting("longest wait for the other machines", 300.0, above=0)
     grace_seconds: float = setting(
         "time for ranks to save and end after a signal, before they are killed", 60.0, above=0
     )

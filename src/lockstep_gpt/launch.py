@@ -26,7 +26,7 @@ from lockstep_gpt import compose, machine
 from lockstep_gpt.config import LEVELS, PROGRAM, Config, UserError, as_typed
 from lockstep_gpt.data import prepare as data_prepare
 from lockstep_gpt.data import shards
-from lockstep_gpt.run_directory import RunDirectory
+from lockstep_gpt.run_directory import RunDirectory, differences
 from lockstep_gpt.training import schedule
 
 # Words of the command line that say which run, not what changes in it.
@@ -115,6 +115,8 @@ def _train(composed: DictConfig) -> tuple[int, float]:
 
     if machine.is_inside_launcher():
         return _join(settled, config, create, run.discard), math.nan
+    if placement.nodes > 1:
+        return _start_on_nodes(run, settled, config, create), math.nan
     status = _start(create(), config)
     if status == 2:
         run.discard()
@@ -138,6 +140,8 @@ def _resume(run: RunDirectory, arguments: list[str]) -> int:
 
     if machine.is_inside_launcher():
         return _join(settled, config, create, lambda: run.refreeze(before))
+    if placement.nodes > 1:
+        return _start_on_nodes(run, settled, config, create)
     status = _start(create(), config)
     if status == 2:
         run.refreeze(before)
@@ -157,6 +161,50 @@ def _placed(config: Config) -> machine.Placement:
 
 def _start(run: RunDirectory, config: Config) -> int:
     return _run_inline(run) if config.launch.inline else machine.supervise(run)
+
+
+def _start_on_nodes(
+    run: RunDirectory,
+    settled: dict[str, Any],
+    config: Config,
+    create: Callable[[], RunDirectory],
+) -> int:
+    """Be one of several machines: the first freezes the configuration, the others compare.
+
+    Raises:
+        UserError: a setting that several machines need is missing, or theirs do not agree.
+    """
+    launch, nodes = config.launch, config.trainer["num_nodes"]
+    for name, value in (
+        ("run_dir", config.run_dir),
+        ("launch.rdzv_endpoint", launch.rdzv_endpoint),
+    ):
+        if value is None:
+            raise UserError(f"{name}=null with trainer.num_nodes={nodes}; set it alike on all")
+    if launch.node_rank >= nodes:
+        raise UserError(f"launch.node_rank={launch.node_rank} must be below {nodes}, from 0 on")
+    assert launch.rdzv_endpoint is not None
+    machine.own_address(launch.rdzv_endpoint)
+    if launch.node_rank == 0:
+        create()
+    else:
+        _prepared(config)
+        _wait_for_first_node(run, settled, launch.join_seconds)
+    return machine.supervise(run, launch.node_rank)
+
+
+def _wait_for_first_node(run: RunDirectory, settled: dict[str, Any], seconds: float) -> None:
+    """Wait until the shared run directory holds the configuration that this machine has."""
+    end = time.monotonic() + seconds
+    fault = "has no config.yaml; is it a folder that all machines share, and machine 0 started?"
+    while time.monotonic() < end:
+        if run.config.is_file():
+            differing = differences(run.values(), settled)
+            if not differing:
+                return
+            fault = f"is of another configuration than this machine's: {', '.join(differing)}"
+        time.sleep(0.2)
+    raise UserError(f"run_dir={run.path}: after {seconds:g} s it {fault}")
 
 
 def _set_up_logging(config: Config) -> None:

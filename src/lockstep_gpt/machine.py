@@ -10,6 +10,8 @@ import importlib
 import os
 import shutil
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -22,6 +24,7 @@ from lockstep_gpt.config import PROGRAM, Config, UserError
 from lockstep_gpt.run_directory import RunDirectory
 
 DEVICE_FILES = Path("/dev")
+SIOCGIFADDR = 0x8915  # asks Linux for the address of an interface
 MODULES = {"agent": "lockstep_gpt.agent", "rank": "lockstep_gpt.training.train"}
 LOST_PEERS = 75  # exit status of a rank under which others vanished (EX_TEMPFAIL of sysexits.h)
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
@@ -130,9 +133,50 @@ def _refuse_impossible(config: Config, placement: Placement) -> None:
         )
 
 
-def command(role: str, run: RunDirectory) -> list[str]:
-    """Return the command that starts an `agent` or a `rank` of `run`."""
-    return [sys.executable, "-m", "lockstep_gpt.machine", role, str(run.path)]
+def own_address(endpoint: str) -> tuple[str, str]:
+    """Return this machine's address as seen from `endpoint`, HOST:PORT, and its interface.
+
+    Raises:
+        UserError: the endpoint is no address, has no name here, or only this machine sees it.
+    """
+    host, _, port = endpoint.rpartition(":")
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # sends nothing
+            probe.connect((host, int(port)))
+            address = str(probe.getsockname()[0])
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"launch.rdzv_endpoint={endpoint} cannot be reached ({error}); give HOST:PORT of "
+            "machine 0, as this one can resolve it"
+        ) from None
+    if address.startswith("127."):
+        raise UserError(
+            f"launch.rdzv_endpoint={endpoint} is the loopback, which no other machine reaches; "
+            "give an address of machine 0's network"
+        )
+    return address, next(filter(lambda name: _has(name, address), _interfaces()), "")
+
+
+def _interfaces() -> list[str]:
+    return [name for _, name in socket.if_nameindex()]
+
+
+def _has(interface: str, address: str) -> bool:
+    import fcntl
+
+    request = struct.pack("256s", interface.encode())
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            answer = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, request)
+        except OSError:  # it has no address
+            return False
+    return socket.inet_ntoa(answer[20:24]) == address
+
+
+def command(role: str, run: RunDirectory, node_rank: int = 0) -> list[str]:
+    """Return the command that starts an `agent` or a `rank` of `run` on this machine."""
+    words = [sys.executable, "-m", "lockstep_gpt.machine", role, str(run.path)]
+    return [*words, str(node_rank)] if node_rank else words
 
 
 def invocation() -> str:
@@ -144,11 +188,11 @@ def invocation() -> str:
     return f"{sys.executable} -m lockstep_gpt"
 
 
-def supervise(run: RunDirectory) -> int:
+def supervise(run: RunDirectory, node_rank: int = 0) -> int:
     """Start the ranks' agent, pass our signals on to it, and return the run's exit status."""
     passed: list[int] = []
     # In a session of its own: a Ctrl-C reaches the ranks once, through us.
-    agent = subprocess.Popen(command("agent", run), start_new_session=True)
+    agent = subprocess.Popen(command("agent", run, node_rank), start_new_session=True)
 
     def forward(signum: int, _frame: FrameType | None) -> None:
         impatient = signum == signal.SIGINT and signal.SIGINT in passed
@@ -163,12 +207,12 @@ def supervise(run: RunDirectory) -> int:
             signal.signal(signum, handler)
     if status < 0:  # it was killed itself, by us or by somebody else
         status = 128 + passed[0] if passed else 1
-    if status == 1:  # also if no rank was left to say so
+    if status == 1 and not node_rank:  # also if no rank was left to say so
         run.write_summary({**run.read_summary(), "status": "failed"})
     return status
 
 
-def main(role: str, path: str) -> int:
+def main(role: str, path: str, *node_rank: str) -> int:
     """Be an agent or a rank of the run in the directory at `path`; return the exit status.
 
     The garbage collector is off during imports: torch and Lightning make so many lasting objects
@@ -179,7 +223,7 @@ def main(role: str, path: str) -> int:
     module = importlib.import_module(MODULES[role])
     gc.enable()
     gc.freeze()
-    status: int = module.main(RunDirectory(Path(path)))
+    status: int = module.main(RunDirectory(Path(path)), *map(int, node_rank))
     return status
 
 

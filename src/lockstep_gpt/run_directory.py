@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,9 @@ from typing import Any
 import yaml
 
 from lockstep_gpt.config import Config, UserError, from_container
+
+# What rank 0 decides for all, and what each machine has of its own.
+MAY_DIFFER = ("run_dir", "run_name", "launch.")
 
 
 @dataclass(frozen=True)
@@ -160,3 +164,21 @@ def _read_json(path: Path) -> dict[str, Any]:
         return dict(json.loads(path.read_text(encoding="utf-8")))
     except FileNotFoundError:
         return {}
+
+
+def differences(theirs: dict[str, Any], ours: dict[str, Any]) -> list[str]:
+    """Name the settings in which two frozen configurations differ, with both values."""
+    left, right = dict(_flat(theirs)), dict(_flat(json.loads(json.dumps(ours))))
+    return [
+        f"{name}={right.get(name)} instead of {left.get(name)}"
+        for name in sorted({*left, *right})
+        if left.get(name) != right.get(name) and not name.startswith(MAY_DIFFER)
+    ]
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value

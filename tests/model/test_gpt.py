@@ -6,8 +6,8 @@ import torch
 from omegaconf import OmegaConf
 
 from lockstep_gpt.config import ModelConfig, UserError
+from lockstep_gpt.model.functional import IGNORE
 from lockstep_gpt.model.gpt import GPT
-from lockstep_gpt.model.loss import IGNORE
 
 PRESETS = Path(__file__).parents[2] / "configs" / "model"
 SHAPE = ModelConfig(block_size=16, n_layer=2, n_head=2, n_embd=32)

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from lightning import Callback
 
-from lockstep_gpt.model.loss import IGNORE
+from lockstep_gpt.model.functional import IGNORE
 from lockstep_gpt.training.module import StepCallback, TokenLoss, step_seed
 
 

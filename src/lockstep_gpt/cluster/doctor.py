@@ -79,6 +79,7 @@ def _examine(values: dict[str, Any], config: Config, given: Any) -> int:
     from lockstep_gpt.training.ranks import Ranks
 
     took = time.monotonic() - started
+    gc.freeze()
     gc.enable()
     ranks = Ranks.from_environment()
     examination = Examination(config, values, ranks, given.wait, took, given.save_profile)

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from lockstep_gpt.data.order import Order, Positions, validation_rows
 from lockstep_gpt.data.shards import check_block_size, load_index, open_split
-from lockstep_gpt.model.loss import IGNORE
+from lockstep_gpt.model.functional import IGNORE
 
 Batch = tuple[Tensor, Tensor]
 

@@ -11,8 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lockstep_gpt.config import ModelConfig, UserError
-from lockstep_gpt.model.attention import CausalSelfAttention
-from lockstep_gpt.model.loss import linear_cross_entropy, project_to_vocabulary
+from lockstep_gpt.model.functional import (
+    causal_attention,
+    linear_cross_entropy,
+    project_to_vocabulary,
+)
 
 VOCAB_MULTIPLE = 64  # matrix products are fast at sizes that tensor cores divide evenly
 
@@ -156,6 +159,27 @@ class Block(nn.Module):
         x = x + self.dropout(self.attention(self.attention_norm(x)))
         refined: Tensor = x + self.dropout(self.mlp(self.mlp_norm(x)))
         return refined
+
+
+class CausalSelfAttention(nn.Module):
+    """The one place where a token sees the others."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.n_head = config.n_head
+        self.dropout = config.dropout
+        self.qkv = nn.Linear(config.n_embd, 3 * config.n_embd, bias=config.bias)
+        self.projection = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Mix `x` of shape (B, T, C) over its tokens; the shape stays."""
+        B, T, C = x.shape
+        qkv = self.qkv(x).view(B, T, 3, self.n_head, C // self.n_head)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind()  # each (B, n_head, T, C / n_head)
+        y = causal_attention(q, k, v, self.dropout if self.training else 0.0)
+        y = y.transpose(1, 2).reshape(B, T, C)  # heads side by side again: (B, T, C)
+        mixed: Tensor = self.projection(y)
+        return mixed
 
 
 class MLP(nn.Module):

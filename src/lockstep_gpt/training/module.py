@@ -17,8 +17,8 @@ from torchmetrics import Metric
 
 from lockstep_gpt.config import Config, RunError
 from lockstep_gpt.data.tokenizer import Tokenizer
+from lockstep_gpt.model.functional import IGNORE
 from lockstep_gpt.model.gpt import GPT
-from lockstep_gpt.model.loss import IGNORE
 from lockstep_gpt.training.checkpoint import apply_settings, realign
 from lockstep_gpt.training.optim import build_optimizer
 from lockstep_gpt.training.schedule import Schedule

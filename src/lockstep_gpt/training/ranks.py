@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import os
 import re
+import socket
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -15,10 +16,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
 from lockstep_gpt.config import PROGRAM, Config, RunError, UserError
-from lockstep_gpt.run_directory import RunDirectory
+from lockstep_gpt.run_directory import RunDirectory, differences
 
 
 @dataclass(frozen=True)
@@ -48,10 +50,9 @@ class Ranks:
         return self.world_size // self.local_world_size
 
 
-# What rank 0 decides for all; the others may have guessed it differently.
-DECIDED_BY_RANK_ZERO = ("run_dir", "run_name")
 LOST_PEER_MESSAGES = re.compile(
-    r"Connection (closed|reset) by peer|Socket closed|Timed out waiting|Broken pipe|NCCL"
+    r"Connection (closed|reset) by peer|Socket closed|Timed out waiting|Broken pipe|NCCL|"
+    r"Application timeout caused pair closure"
 )
 
 
@@ -79,7 +80,32 @@ def join(ranks: Ranks, config: Config) -> None:
     if backend == "nccl":
         torch.cuda.set_device(ranks.local_rank)
     timeout = timedelta(seconds=config.strategy.get("timeout_seconds", 1800))
-    dist.init_process_group(backend, timeout=timeout)
+    store = _loopback_store(ranks, timeout) if _is_ours_to_open() else None
+    rank, size = (ranks.rank, ranks.world_size) if store else (-1, -1)  # -1: from the environment
+    dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=size)
+
+
+def _is_ours_to_open() -> bool:
+    """Tell whether the ranks meet on this machine alone, and no launcher holds the port already."""
+    held = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return os.environ.get("MASTER_ADDR") in ("127.0.0.1", "localhost") and not held
+
+
+def _loopback_store(ranks: Ranks, timeout: timedelta) -> TCPStore:
+    """Meet at an address that no other machine reaches; torch's default listens on all."""
+    port = int(os.environ["MASTER_PORT"])
+    if ranks.rank:
+        return TCPStore("127.0.0.1", port, ranks.world_size, timeout=timeout)
+    listener = socket.create_server(("127.0.0.1", port))
+    descriptor = listener.detach()  # torch's from now on
+    return TCPStore(
+        "127.0.0.1",
+        port,
+        ranks.world_size,
+        is_master=True,
+        timeout=timeout,
+        master_listen_fd=descriptor,
+    )
 
 
 def leave() -> None:
@@ -163,8 +189,8 @@ def agree(
     first = Ranks.from_environment().rank == 0
     run = json.loads(from_rank_zero(json.dumps(_created(create) if first else {})))
     faults = [run["fault"]] if run["fault"] else []
-    differences = _differences(run["values"], values) if not faults else []
-    for number, text in enumerate(from_each_rank(", ".join(differences))):
+    differing = differences(run["values"], values) if not faults else []
+    for number, text in enumerate(from_each_rank(", ".join(differing))):
         if text:
             faults.append(f"rank {number} has another configuration than rank 0: {text}")
     if not faults:
@@ -182,24 +208,6 @@ def _created(create: Callable[[], RunDirectory]) -> dict[str, Any]:
         return {"fault": None, "values": create().values()}
     except UserError as error:
         return {"fault": str(error), "values": {}}
-
-
-def _differences(theirs: dict[str, Any], ours: dict[str, Any]) -> list[str]:
-    """Name the settings in which two frozen configurations differ, with both values."""
-    left, right = dict(_flat(theirs)), dict(_flat(json.loads(json.dumps(ours))))
-    return [
-        f"{name}={right.get(name)} instead of {left.get(name)}"
-        for name in sorted({*left, *right} - set(DECIDED_BY_RANK_ZERO))
-        if left.get(name) != right.get(name)
-    ]
-
-
-def _flat(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in values.items():
-        if isinstance(value, dict):
-            yield from _flat(value, f"{prefix}{name}.")
-        else:
-            yield prefix + name, value
 
 
 def auto(*, accelerator: str, world_size: int, **settings: Any) -> Strategy:

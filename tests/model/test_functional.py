@@ -1,7 +1,7 @@
 import torch
 import torch.nn.functional as F
 
-from lockstep_gpt.model.loss import IGNORE, linear_cross_entropy
+from lockstep_gpt.model.functional import IGNORE, linear_cross_entropy
 
 VOCAB, PADDED, C = 10, 64, 8
 

@@ -1,0 +1,191 @@
+"""Several machines, as network namespaces: one run, and what happens to it when a link fails."""
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.skipif(
+    os.geteuid() != 0 or not shutil.which("ip"), reason="needs root and iproute2"
+)
+
+
+def ip(*words):
+    subprocess.run(["ip", *words], check=True, capture_output=True, timeout=20)
+
+
+class Nodes:
+    """Two machines with a link between them, 10.77.N.1 and 10.77.N.2."""
+
+    def __init__(self, number):
+        self.names = [f"t{number}n{node}" for node in (0, 1)]
+        self.addresses = [f"10.77.{number % 250}.{node}" for node in (1, 2)]
+        self.links = [f"t{number}v{node}" for node in (0, 1)]
+
+    def make(self):
+        left, right = self.links
+        ip("link", "add", left, "type", "veth", "peer", "name", right)
+        for name, link, address in zip(self.names, self.links, self.addresses, strict=True):
+            ip("netns", "add", name)
+            ip("link", "set", link, "netns", name)
+            ip("-n", name, "addr", "add", f"{address}/24", "dev", link)
+            ip("-n", name, "link", "set", link, "up")
+            ip("-n", name, "link", "set", "lo", "up")
+
+    def remove(self):
+        for name in self.names:
+            subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
+
+    def start(self, command, node, *overrides, **environment):
+        launch = [f"launch.node_rank={node}", f"launch.rdzv_endpoint={self.addresses[0]}:29511"]
+        words = command.smoke("trainer=cpu", "trainer.devices=1", "trainer.num_nodes=2")
+        inside = ["ip", "netns", "exec", self.names[node], sys.executable, "-m", "lockstep_gpt"]
+        return command.start_words([*inside, *words, *launch, *overrides], **environment)
+
+    def link(self, node, state):
+        ip("-n", self.names[node], "link", "set", self.links[node], state)
+
+    def lose_all_packets(self):
+        """Send them to a hardware address that nobody has: no error, no answer."""
+        for node in (0, 1):
+            other, link = self.addresses[1 - node], self.links[node]
+            nobody = ("lladdr", "02:00:00:00:00:99", "dev", link, "nud", "permanent")
+            ip("-n", self.names[node], "neigh", "replace", other, *nobody)
+
+
+@pytest.fixture
+def nodes():
+    made = Nodes(os.getpid() % 10_000)
+    try:
+        made.make()
+    except subprocess.CalledProcessError as error:
+        made.remove()
+        pytest.skip(f"no network namespaces here: {error.stderr.decode().strip()}")
+    yield made
+    made.remove()
+
+
+def ended(*processes, limit=120):
+    """Wait for all; return their exit statuses and what they said on stderr."""
+    said = [process.communicate(timeout=limit) for process in processes]
+    return [process.returncode for process in processes], [err for _, err in said]
+
+
+def weights(folder, step=20):
+    return torch.load(folder / f"checkpoints/step={step:06d}.ckpt")["state_dict"]
+
+
+def test_two_nodes_give_the_weights_of_one_with_two_ranks(nodes, two):
+    command, _ = two
+    run = command.folder / "runs/nodes"
+    statuses, said = ended(*(nodes.start(command, node, f"run_dir={run}") for node in (1, 0)))
+    assert statuses == [0, 0], said
+    ours, theirs = weights(run), weights(command.folder / "runs/two")
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert command.summary("runs/nodes")["world_size"] == 2
+
+
+LONG = ("max_steps=4000", "log_every=1", "checkpoint.every=20", "val_every=4000")
+QUICK = ("strategy.timeout_seconds=10", "launch.max_restarts=9")
+
+
+def steps(run):
+    try:
+        return len((run / "metrics.csv").read_text().splitlines()) - 1
+    except FileNotFoundError:
+        return 0
+
+
+@pytest.fixture
+def training(nodes, command, wait_for):
+    """Start a long run on both nodes and wait until it trains."""
+    started = []
+
+    def start(*overrides):
+        run = command.folder / "run"
+        words = (*LONG, *QUICK, f"run_dir={run}", *overrides)
+        started.extend(nodes.start(command, node, *words) for node in (0, 1))
+        wait_for(lambda: steps(run) > 30)
+        return run, started
+
+    yield start
+    for process in started:
+        process.terminate()
+        process.communicate(timeout=90)
+
+
+def test_a_killed_rank_brings_both_nodes_back(training, processes_of, kill, wait_for):
+    run, _ = training()
+    kill(max(processes_of(run)))
+    before = steps(run)
+    wait_for(lambda: steps(run) > before + 30)
+
+
+def test_a_link_that_is_down_for_seconds_heals_unseen(training, nodes, wait_for):
+    run, processes = training("strategy.timeout_seconds=60")
+    nodes.link(1, "down")
+    time.sleep(6)
+    nodes.link(1, "up")
+    before = steps(run)
+    wait_for(lambda: steps(run) > before + 30)
+    for process in processes:
+        process.terminate()
+    statuses, said = ended(*processes)
+    assert statuses == [143, 143]
+    assert not any("restarting" in each for each in said)
+
+
+def test_after_a_longer_cut_the_nodes_meet_again(training, nodes, wait_for):
+    run, _ = training()
+    nodes.link(1, "down")
+    time.sleep(25)
+    nodes.link(1, "up")
+    before = steps(run)
+    wait_for(lambda: steps(run) > before + 30, seconds=90)
+
+
+def test_a_node_that_is_lost_for_good_is_done_without(training, nodes, wait_for):
+    run, processes = training("launch.min_nodes=1")
+    nodes.link(1, "down")
+    processes[1].kill()
+    before = steps(run)
+    wait_for(lambda: steps(run) > before + 30, seconds=120)
+    processes[0].terminate()
+    (status,), (said,) = ended(processes[0])
+    assert status == 143
+    assert "restarting all ranks" in said
+
+
+def test_a_silent_drop_ends_by_our_own_limit(training, nodes):
+    _, processes = training(
+        "guard.stall_after=15", "launch.join_seconds=30", "launch.grace_seconds=5"
+    )
+    nodes.lose_all_packets()
+    statuses, _ = ended(*processes, limit=200)
+    assert all(status != 0 for status in statuses)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "line"),
+    [
+        (["launch.node_rank=2"], "launch.node_rank=2 must be below 2"),
+        (["launch.rdzv_endpoint=localhost:29511"], "is the loopback, which no other machine"),
+        (["launch.rdzv_endpoint=nowhere.invalid:1"], "cannot be reached"),
+        (["launch.rdzv_endpoint=null"], "launch.rdzv_endpoint=null with trainer.num_nodes=2"),
+        (["launch.node_rank=1", "launch.join_seconds=1"], "after 1 s it has no config.yaml; is it"),
+    ],
+)
+def test_a_mistake_about_nodes_is_one_line(nodes, command, overrides, line):
+    (status,), (said,) = ended(nodes.start(command, 0, "run_dir=run", *overrides))
+    assert (status, said.count("\n")) == (2, 1)
+    assert line in said
+
+
+def test_a_node_that_never_comes_is_told(nodes, command):
+    (status,), (said,) = ended(nodes.start(command, 0, "run_dir=run", "launch.join_seconds=5"))
+    assert status == 1
+    assert "not all of 2 machines met at 10.77." in said
