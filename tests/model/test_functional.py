@@ -1,7 +1,16 @@
+import pytest
 import torch
 import torch.nn.functional as F
 
-from lockstep_gpt.model.functional import IGNORE, linear_cross_entropy
+from lockstep_gpt.model.functional import (
+    EXACT_ENOUGH,
+    IGNORE,
+    SHORT,
+    causal_attention,
+    choose_matrix_products,
+    linear_cross_entropy,
+    product_error,
+)
 
 VOCAB, PADDED, C = 10, 64, 8
 
@@ -47,3 +56,18 @@ def test_half_precision_features_are_summed_in_float32() -> None:
     loss = linear_cross_entropy(half, weights, VOCAB, targets)
     assert loss.dtype == torch.float32
     torch.testing.assert_close(loss, expected)
+
+
+@pytest.mark.parametrize("length", [1, 7, SHORT, SHORT + 1])
+def test_attention_of_every_length_is_torch_s_own(length):
+    q, k, v = torch.randn(3, 2, 4, length, 8)
+    expected = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    assert torch.allclose(causal_attention(q, k, v, 0.0), expected, atol=1e-6)
+
+
+def test_fast_products_are_exact_enough_and_said():
+    try:
+        assert choose_matrix_products("cpu") in ("oneDNN", "MKL")
+        assert product_error() < EXACT_ENOUGH
+    finally:
+        torch.set_float32_matmul_precision("highest")

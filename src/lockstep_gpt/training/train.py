@@ -23,6 +23,7 @@ from lockstep_gpt.data.prepare import prepare
 from lockstep_gpt.data.shards import load_index
 from lockstep_gpt.data.tokenizer import from_dict
 from lockstep_gpt.machine import LOST_PEERS
+from lockstep_gpt.model.functional import choose_matrix_products
 from lockstep_gpt.run_directory import RunDirectory
 from lockstep_gpt.training import tracking
 from lockstep_gpt.training.callbacks.checkpoints import AtomicCheckpointIO, Checkpoints
@@ -107,6 +108,7 @@ class Parts:
     checkpoint_io: AtomicCheckpointIO
     guards: Guards
     metrics_file: MetricsFile
+    products: str  # the kind of float32 matrix products
 
 
 def _train(directory: RunDirectory, config: Config, ranks: Ranks, terminal: TextIO) -> None:
@@ -186,6 +188,7 @@ def _refuse_other_directory(directory: RunDirectory) -> None:
 
 
 def _assemble(directory: RunDirectory, config: Config, ranks: Ranks, terminal: TextIO) -> Parts:
+    products = choose_matrix_products(config.trainer["accelerator"])
     torch.manual_seed(config.seed)
     batch = plan_batch(
         config.batch, config.model.block_size, ranks.local_world_size, ranks.num_nodes
@@ -221,6 +224,7 @@ def _assemble(directory: RunDirectory, config: Config, ranks: Ranks, terminal: T
         checkpoint_io=AtomicCheckpointIO(config.checkpoint.background, _copies(directory, config)),
         guards=Guards(config.guard, directory, ranks.rank, terminal),
         metrics_file=MetricsFile(directory.metrics, COLUMNS),
+        products=products,
     )
 
 
@@ -294,7 +298,7 @@ def _receipt(config: Config, parts: Parts, ranks: Ranks, strategy: Strategy) -> 
         "data": f"{parts.data.folder}, {parts.data.train_windows:,} windows to train on, "
         f"{parts.data.val_windows:,} to validate on",
         "devices": f"{ranks.world_size} x {config.trainer['accelerator']}, "
-        f"{torch.get_num_threads()} threads each",
+        f"{torch.get_num_threads()} threads each, products by {parts.products}",
         "strategy": type(strategy).__name__ + group,
     }
     return receipt(config, parts.batch, parts.schedule, facts)
