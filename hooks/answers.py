@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 # `extra NAME: begin` and `extra NAME: end`.
 EXTRAS = {
     "sweep": ("configs/hydra/", "src/hydra_plugins/", "tests/hydra_plugins/"),
+    "cluster": ("src/lockstep_gpt/cluster/", "tests/cluster/"),
 }
 LICENSES = ("MIT", "Apache-2.0", "BSD-3-Clause", "none")
 LONGEST = 24  # characters of package and slug: longer ones break the lines of the code

@@ -27,6 +27,7 @@ TEMPLATE_ONLY = (
     "scripts/benchmarks/",
     "tests/model/test_against_transformers.py",
     "tests/template/",
+    "tests/test_nodes.py",
     "{{cookiecutter.project_slug}}/",
 )
 MARKER = re.compile(r"(template-only|extra (\w+)): (begin|end)\b")

@@ -35,14 +35,15 @@ TIMEOUT = 120  # seconds; no command of the tests takes a quarter of it on a qui
 
 @dataclass
 class Command:
-    """Runs `lockstep-gpt` for real, in a folder of its own, on data that all tests share."""
+    """Runs `lockstep-gpt` for real, in its own folder, on data that all tests share."""
 
     folder: Path
     data_root: Path
 
     def start(self, *arguments: str, **environment: str) -> subprocess.Popen[str]:
         """Start the command and return the process."""
-        return self.start_words([sys.executable, "-m", "lockstep_gpt", *arguments], **environment)
+        words = [sys.executable, "-m", "lockstep_gpt", *arguments]
+        return self.start_words(words, **environment)
 
     def start_words(self, words: list[str], **environment: str) -> subprocess.Popen[str]:
         """Start any program."""

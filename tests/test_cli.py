@@ -125,7 +125,7 @@ def test_bash_completes_commands_choices_and_settings(tmp_path):
     shim.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m lockstep_gpt "$@"\n')
     shim.chmod(0o755)
     lines = {
-        "": "train prepare generate evaluate",
+        "": " ".join(cli.COMMANDS),
         "tr": "train",
         "train model=gp": "model=gpt2 model=gpt2_large model=gpt2_medium model=gpt2_xl",
         "train optim.warm": "optim.warmup_steps= optim.warmup_tokens=",

@@ -9,7 +9,13 @@ import yaml
 from omegaconf.errors import OmegaConfBaseException
 
 from lockstep_gpt import config as schema
-from lockstep_gpt.config import OWNED_TRAINER_KEYS, Config, SyntheticData, UserError, from_container
+from lockstep_gpt.config import (
+    OWNED_TRAINER_KEYS,
+    Config,
+    SyntheticData,
+    UserError,
+    from_container,
+)
 
 SECTIONS = [*schema.Checked.__subclasses__(), *schema.DataConfig.__subclasses__()]
 VALUES = {

@@ -43,8 +43,9 @@ class Nodes:
     def start(self, command, node, *overrides, **environment):
         launch = [f"launch.node_rank={node}", f"launch.rdzv_endpoint={self.addresses[0]}:29511"]
         words = command.smoke("trainer=cpu", "trainer.devices=1", "trainer.num_nodes=2")
-        inside = ["ip", "netns", "exec", self.names[node], sys.executable, "-m", "lockstep_gpt"]
-        return command.start_words([*inside, *words, *launch, *overrides], **environment)
+        inside = ["ip", "netns", "exec", self.names[node]]
+        train = [sys.executable, "-m", "lockstep_gpt", *words, *launch, *overrides]
+        return command.start_words([*inside, *train], **environment)
 
     def link(self, node, state):
         ip("-n", self.names[node], "link", "set", self.links[node], state)

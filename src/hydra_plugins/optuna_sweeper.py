@@ -54,9 +54,8 @@ class OptunaSweeper(Sweeper):
         try:
             import optuna
         except ImportError:
-            raise UserError(
-                'hydra/sweeper=optuna needs Optuna; pip install "lockstep-gpt[sweep]"'
-            ) from None
+            remedy = 'pip install "lockstep-gpt[sweep]"'
+            raise UserError(f"hydra/sweeper=optuna needs Optuna; {remedy}") from None
         parser = OverridesParser.create(config_loader=self.loader)
         overrides = parser.parse_overrides(arguments)
         space = [override for override in overrides if override.is_sweep_override()]

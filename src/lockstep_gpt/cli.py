@@ -32,13 +32,25 @@ def commands_of_extras(path: Iterable[str]) -> dict[str, Command]:
 
 
 COMMANDS = {
-    "train": Command("lockstep_gpt.launch:train", "train a GPT; alone: the quickstart", True),
-    "prepare": Command(
-        "lockstep_gpt.launch:prepare", "make the token files of a data choice", True
+    "train": Command(
+        "lockstep_gpt.launch:train",
+        "train a GPT; alone: the quickstart",
+        True,
     ),
-    "generate": Command("lockstep_gpt.inference.generate:main", "continue a prompt", False),
+    "prepare": Command(
+        "lockstep_gpt.launch:prepare",
+        "make the token files of a data choice",
+        True,
+    ),
+    "generate": Command(
+        "lockstep_gpt.inference.generate:main",
+        "continue a prompt",
+        False,
+    ),
     "evaluate": Command(
-        "lockstep_gpt.inference.evaluate:main", "loss on all validation text", False
+        "lockstep_gpt.inference.evaluate:main",
+        "loss on all validation text",
+        False,
     ),
     **commands_of_extras(lockstep_gpt.__path__),
 }

@@ -1,4 +1,4 @@
-"""`lockstep-gpt train` and `prepare`: compose once, freeze into the run directory, start the ranks.
+"""`lockstep-gpt train` and `prepare`: compose once, freeze the result, start the ranks.
 
 This process stays light: it never imports torch, so that a mistake is answered at once and what
 must be set before torch starts (threads, allocator) can be set for the ranks.

@@ -25,7 +25,10 @@ from lockstep_gpt.run_directory import RunDirectory
 
 DEVICE_FILES = Path("/dev")
 SIOCGIFADDR = 0x8915  # asks Linux for the address of an interface
-MODULES = {"agent": "lockstep_gpt.agent", "rank": "lockstep_gpt.training.train"}
+MODULES = {
+    "agent": "lockstep_gpt.agent",
+    "rank": "lockstep_gpt.training.train",
+}
 LOST_PEERS = 75  # exit status of a rank under which others vanished (EX_TEMPFAIL of sysexits.h)
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 

@@ -4,7 +4,12 @@ import numpy as np
 import pytest
 
 from lockstep_gpt.config import StdlibData, SyntheticData, UserError
-from lockstep_gpt.data.corpora import RandomTokens, StandardLibrary, open_corpus, split_of
+from lockstep_gpt.data.corpora import (
+    RandomTokens,
+    StandardLibrary,
+    open_corpus,
+    split_of,
+)
 
 
 def library(root, files):

@@ -6,7 +6,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep_gpt.config import UserError
-from lockstep_gpt.data.tokenizer import ByteTokenizer, NumberTokenizer, from_dict, token_dtype
+from lockstep_gpt.data.tokenizer import (
+    ByteTokenizer,
+    NumberTokenizer,
+    from_dict,
+    token_dtype,
+)
 
 UTF8_TEXT = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]))
 

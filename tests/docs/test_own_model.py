@@ -55,7 +55,7 @@ def test_the_page_s_model_starts_near_the_loss_of_guessing(model):
 
 
 def run(command, copy, line, *more):
-    script = "import sys; from lockstep_gpt.cli import main; sys.exit(main(sys.argv[1:]))"
+    script = "import sys; from lockstep_gpt import cli; exit(cli.main(sys.argv[1:]))"
     words = [sys.executable, "-c", script, *shlex.split(line), *more]
     process = command.start_words(words, PYTHONPATH=str(copy / "src"))
     out, err = process.communicate(timeout=120)

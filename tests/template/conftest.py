@@ -39,6 +39,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.is_relative_to(Path(__file__).parent):
             item.add_marker(pytest.mark.template)
+    items.sort(key=lambda item: item.path.name != "test_project.py")  # the longest come first
 
 
 @dataclass(frozen=True)

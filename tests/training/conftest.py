@@ -28,7 +28,12 @@ from lockstep_gpt.data.shards import load_index
 from lockstep_gpt.data.tokenizer import from_dict
 from lockstep_gpt.training.callbacks.checkpoints import AtomicCheckpointIO, Checkpoints
 from lockstep_gpt.training.module import GPTModule
-from lockstep_gpt.training.schedule import BatchPlan, Schedule, plan_batch, plan_schedule
+from lockstep_gpt.training.schedule import (
+    BatchPlan,
+    Schedule,
+    plan_batch,
+    plan_schedule,
+)
 
 MODEL = {"block_size": 8, "n_layer": 1, "n_head": 2, "n_embd": 16}
 OPTIM = {"algorithm": "adamw", "lr": 1e-2}

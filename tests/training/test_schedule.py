@@ -10,7 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep_gpt.config import BatchConfig, Config, OptimConfig, UserError
-from lockstep_gpt.training.schedule import BatchPlan, Schedule, plan_batch, plan_schedule
+from lockstep_gpt.training.schedule import (
+    BatchPlan,
+    Schedule,
+    plan_batch,
+    plan_schedule,
+)
 
 SIZES = st.integers(1, 64)
 DECAYS = ["cosine", "linear", "constant", "wsd"]
@@ -178,5 +183,5 @@ def test_constant_never_falls() -> None:
 
 
 def test_the_schedule_is_computed_without_torch() -> None:
-    code = "import sys, lockstep_gpt.training.schedule; sys.exit('torch' in sys.modules)"
+    code = "import sys, lockstep_gpt.training.schedule; exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

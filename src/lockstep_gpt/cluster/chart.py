@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep_gpt.cluster.prediction import Plan
-from lockstep_gpt.config import UserError
+from lockstep_gpt.config import PROGRAM, UserError
 
 
 def draw(plan: Plan, path: Path) -> None:
@@ -19,7 +19,7 @@ def draw(plan: Plan, path: Path) -> None:
         from matplotlib.figure import Figure
     except ModuleNotFoundError:
         raise UserError(
-            '--chart needs matplotlib, which is not installed: pip install "lockstep-gpt[cluster]"'
+            f'--chart needs matplotlib, which is not installed: pip install "{PROGRAM}[cluster]"'
         ) from None
     if not plan.rows:
         raise UserError(f"--chart {path} has no row to draw; change --devices")

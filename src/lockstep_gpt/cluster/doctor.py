@@ -1,4 +1,4 @@
-"""`lockstep-gpt doctor`: are these machines fit to train on, before a night is spent on them?
+"""The command `doctor`: are these machines fit to train on, before a night is spent on them?
 
 By itself it starts the ranks that the configuration asks for, as a launcher would; inside a
 launcher it is one of the ranks, on every node. This process stays light: ranks import torch.
@@ -21,7 +21,7 @@ from omegaconf import DictConfig
 
 from lockstep_gpt import compose, machine
 from lockstep_gpt.cluster import environment, flags
-from lockstep_gpt.cluster.report import FAILURE, Finding, Report, failure, warning
+from lockstep_gpt.cluster.report import FAILURE, Report, failure
 from lockstep_gpt.config import PROGRAM, Config, UserError
 
 WAIT = 45.0  # seconds: with what comes before, a missing rank is named within a minute
@@ -35,6 +35,7 @@ fast, which ranks are slow, and a DDP step against the joined batch. It takes th
 {PROGRAM} train and starts as many ranks; under a launcher it is a rank of it:
 
   {PROGRAM} doctor trainer=cpu trainer.devices=2
+  {PROGRAM} doctor trainer.num_nodes=2 launch.rdzv_endpoint=HOST:PORT launch.node_rank=0
   torchrun --nnodes=2 --nproc_per_node=8 ... -m lockstep_gpt doctor
 
   --wait SECONDS            longest wait for another rank, {WAIT:.0f} by default
@@ -97,46 +98,54 @@ def _show(report: Report, given: Any) -> int:
 
 
 def _start(config: Config, given: Any, arguments: list[str]) -> int:
-    """Start this machine's ranks and wait for them; return the exit status of rank 0."""
-    alone = environment.examine_tasks(os.environ)
+    """Start this machine's ranks and wait for them; return the exit status of the first."""
+    wrong = environment.examine_tasks(os.environ)
     try:
         placement = machine.place(config)
+        common = _environment(config, placement)
     except UserError as error:
-        alone.append(failure("device", str(error), "set what is there"))
-    if alone:
-        return _show(Report(1, alone), given)
-    if placement.nodes > 1:
-        print(_this_machine_only(placement.nodes).as_text(0), file=sys.stderr)
-    port = _free_port()
+        wrong.append(failure("launcher", str(error), "set what is there"))
+    if wrong:
+        return _show(Report(1, wrong), given)
+    first = config.launch.node_rank * placement.devices
     ranks = [
         subprocess.Popen(
             [sys.executable, "-m", "lockstep_gpt", "doctor", *arguments],
-            env={**os.environ, **_variables(rank, placement.devices, port)},
+            env={**os.environ, **common, "RANK": str(first + local), "LOCAL_RANK": str(local)},
         )
-        for rank in range(placement.devices)
+        for local in range(placement.devices)
     ]
-    return _wait(ranks, given)
+    return _wait(ranks, first, given)
 
 
-def _this_machine_only(nodes: int) -> Finding:
-    return warning(
-        "launcher",
-        f"trainer.num_nodes={nodes}, but this examines one machine",
-        "start doctor on every node by the launcher that trains",
-    )
+def _environment(config: Config, placement: machine.Placement) -> dict[str, str]:
+    """Return what torchrun would set, and the threads and interface that training would have.
 
-
-def _variables(rank: int, devices: int, port: int) -> dict[str, str]:
-    """Return what torchrun would set, and the threads that training would have."""
-    cores = os.cpu_count() or 1
+    Raises:
+        UserError: several machines are asked for, and not where they meet.
+    """
+    devices, nodes = placement.devices, placement.nodes
+    endpoint, interface = f"127.0.0.1:{_free_port()}", "lo"
+    if nodes > 1:
+        endpoint = config.launch.rdzv_endpoint or ""
+        if not endpoint:
+            raise UserError(
+                f"launch.rdzv_endpoint=null with trainer.num_nodes={nodes}; set it alike on all, "
+                "and launch.node_rank on each"
+            )
+        _, interface = machine.own_address(endpoint)
+    host, _, port = endpoint.rpartition(":")
+    usual = {
+        "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // devices)),
+        "GLOO_SOCKET_IFNAME": interface,
+        "NCCL_SOCKET_IFNAME": interface,
+    }
     return {
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, cores // devices))),
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(devices),
+        **{name: os.environ.get(name, value) for name, value in usual.items() if value},
+        "WORLD_SIZE": str(devices * nodes),
         "LOCAL_WORLD_SIZE": str(devices),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
+        "MASTER_ADDR": host,
+        "MASTER_PORT": port,
     }
 
 
@@ -150,21 +159,24 @@ def _longest(given: Any) -> float:
     return float(WAITS * given.wait + WORK)
 
 
-def _wait(ranks: list[subprocess.Popen[bytes]], given: Any) -> int:
-    """Return rank 0's exit status; nobody outlives the time that all waits together can take."""
+def _wait(ranks: list[subprocess.Popen[bytes]], number: int, given: Any) -> int:
+    """Return the exit status of the first of `ranks`, which is rank `number` of all.
+
+    Nobody outlives the time that all waits together can take.
+    """
     try:
         status = ranks[0].wait(timeout=_longest(given) + MARGIN)
     except subprocess.TimeoutExpired:
-        line = f"rank 0 did not end within {_longest(given) + MARGIN:.0f} s"
+        line = f"rank {number} did not end within {_longest(given) + MARGIN:.0f} s"
         status = _show(Report(len(ranks), [failure("doctor", line, "see its stack")]), given)
     finally:
-        end = time.monotonic() + 2
+        end = time.monotonic() + MARGIN
         while any(rank.poll() is None for rank in ranks) and time.monotonic() < end:
             time.sleep(0.02)
         for rank in ranks:
             rank.kill()
     if status < 0:
-        line = f"rank 0 was killed by {signal.Signals(-status).name}"
+        line = f"rank {number} was killed by {signal.Signals(-status).name}"
         fix = "see the system's log; SIGKILL often means that memory ran out"
         return _show(Report(len(ranks), [failure("doctor", line, fix)]), given)
     return status

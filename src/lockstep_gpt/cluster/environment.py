@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+import secrets
 import shutil
 import socket
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from lockstep_gpt.cluster.report import Finding, failure, ok, warning
@@ -18,6 +21,8 @@ ROUTES = Path("/proc/net/route")
 LEAST_SHARED_MEMORY = 64 * MIB  # what containers get by default, and NCCL soon fills
 GOOD_SHARED_MEMORY = 1 * GIB  # what NVIDIA's containers ask for
 LEAST_DISK, GOOD_DISK = 100 * MIB, 5 * GIB
+SLOW_IMPORTS = 60.0  # seconds
+FOLDER_PATIENCE = 5.0  # seconds until a shared file system shows what another node wrote
 REQUIRED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 WHOLE_NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
 # Variables that slow every run down: name -> (the value that does, what it does).
@@ -219,6 +224,34 @@ def nearest_folder(path: Path) -> Path:
     """Return `path` if it is a folder, else the nearest one above it that is there."""
     path = path.expanduser().absolute()
     return next(folder for folder in (path, *path.parents) if folder.is_dir())
+
+
+@contextlib.contextmanager
+def left_in(folder: Path) -> Iterator[str]:
+    """Leave an empty file in `folder` for a while and yield its name."""
+    name = f".doctor-{secrets.token_hex(8)}"
+    with contextlib.suppress(OSError):  # a folder that cannot be written is a finding already
+        (folder / name).touch()
+    try:
+        yield name
+    finally:
+        (folder / name).unlink(missing_ok=True)
+
+
+def appears(path: Path) -> bool:
+    """Tell whether `path` is there, or comes to be."""
+    end = time.monotonic() + FOLDER_PATIENCE
+    while not (there := path.exists()) and time.monotonic() < end:
+        time.sleep(0.1)
+    return there
+
+
+def examine_imports(seconds: float) -> Finding:
+    """Judge how long it took to import torch and Lightning, from a network disk perhaps."""
+    line = f"torch and Lightning in {seconds:.0f} s"
+    if seconds < SLOW_IMPORTS:
+        return ok("imports", line)
+    return warning("imports", line, "keep the Python environment on a disk of each node")
 
 
 def _size(count: float) -> str:

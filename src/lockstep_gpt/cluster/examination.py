@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
@@ -17,10 +16,17 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
 from lockstep_gpt import machine
-from lockstep_gpt.cluster import collectives, environment, expectation, gpus, speed, topology
+from lockstep_gpt.cluster import (
+    collectives,
+    environment,
+    expectation,
+    gpus,
+    speed,
+    topology,
+)
 from lockstep_gpt.cluster.collectives import Bandwidth
 from lockstep_gpt.cluster.facts import Facts, collect, compare
-from lockstep_gpt.cluster.meeting import Absent, Meeting, open_meeting
+from lockstep_gpt.cluster.meeting import Absent, Meeting, examine_clocks, open_meeting
 from lockstep_gpt.cluster.prediction import vocabulary
 from lockstep_gpt.cluster.profile import profile
 from lockstep_gpt.cluster.report import (
@@ -29,17 +35,14 @@ from lockstep_gpt.cluster.report import (
     Report,
     failure,
     merged,
+    named,
     ok,
-    spans,
-    warning,
+    plural,
 )
 from lockstep_gpt.cluster.speed import Speed
 from lockstep_gpt.config import Config, UserError
 from lockstep_gpt.training.ranks import Ranks, backend_of
 
-CLOCK_LIMIT = 1.0  # seconds between clocks, which make logs and file times hard to read
-SLOW_IMPORTS = 60.0  # seconds
-FOLDER_PATIENCE = 5.0  # seconds until a shared file system shows what another node wrote
 SEE = "see what rank 0 says, or why it ended"
 # With one of these wrong, ranks that work together would hang or compute nonsense.
 NEEDED = {"launcher", "device", "devices", "names", "versions"}
@@ -111,7 +114,7 @@ class Examination:
             here = gpus.topology(range(self.ranks.local_world_size))
             found += topology.examine(here) if here else []
         return [
-            _imports(self.import_seconds),
+            environment.examine_imports(self.import_seconds),
             *environment.examine_launcher(variables),
             *environment.examine_nodes(self.ranks.world_size, self.ranks.local_world_size),
             *found,
@@ -129,8 +132,8 @@ class Examination:
         if self.ranks.rank:
             return bool(meeting.hear("go"))
         everyone = [Facts(**each["facts"]) for each in said]
-        alone = [[_finding(found) for found in each["findings"]] for each in said]
-        self._add(ok("rendezvous", f"{len(said)} ranks met at {_address()}"))
+        alone = [[Finding.from_json(found) for found in each["findings"]] for each in said]
+        self._add(ok("rendezvous", f"{plural(len(said), 'rank')} met at {_address()}"))
         self._add(*merged(alone), *compare(everyone))
         self.hosts = [facts.host for facts in everyone]
         self.device_name = facts.device_name
@@ -143,16 +146,16 @@ class Examination:
         folder = environment.nearest_folder(Path(self.config.run_dir or "runs"))
         if self.ranks.rank:
             name = meeting.hear("folder")
-            meeting.gather("folder", [str(folder), _appears(folder / name)])
+            meeting.gather("folder", [str(folder), environment.appears(folder / name)])
             return
-        with _left_in(folder) as name:
+        with environment.left_in(folder) as name:
             meeting.tell("folder", name)
             said = meeting.gather("folder", [str(folder), True])
         blind = [rank for rank, (_, seen) in enumerate(said) if not seen]
         if not blind:
             self._add(ok("run directory", f"all ranks see {folder}"))
             return
-        line = f"rank {spans(blind)} does not see what rank 0 writes in {folder}"
+        line = f"{named(blind)} does not see what rank 0 writes in {folder}"
         if said[blind[0]][0] != str(folder):
             line += f", but looks in {said[blind[0]][0]}"
         fix = "set run_dir to the full path of a folder that all nodes share"
@@ -161,7 +164,7 @@ class Examination:
     def _compare_clocks(self, meeting: Meeting) -> None:
         offsets = meeting.clock_offsets()
         if offsets:
-            self._add(clocks(offsets))
+            self._add(examine_clocks(offsets))
 
     def _work(self, meeting: Meeting) -> None:
         """Compute and exchange, and tell rank 0 what came of it."""
@@ -224,7 +227,9 @@ class Examination:
 
     def _conclude(self, said: list[dict[str, Any]], device: torch.device) -> None:
         """Put together what all ranks measured."""
-        self._add(*merged([[_finding(found) for found in each["findings"]] for each in said]))
+        self._add(
+            *merged([[Finding.from_json(found) for found in each["findings"]] for each in said])
+        )
         links = collectives.slowest(
             [[Bandwidth(**link) for link in each["links"]] for each in said]
         )
@@ -249,29 +254,6 @@ class Examination:
         return {"within a node": within, "between nodes": expectation.between()}
 
 
-def _imports(seconds: float) -> Finding:
-    line = f"torch and Lightning in {seconds:.0f} s"
-    if seconds < SLOW_IMPORTS:
-        return ok("imports", line)
-    return warning("imports", line, "keep the Python environment on a disk of each node")
-
-
-def clocks(offsets: list[tuple[float, float]]) -> Finding:
-    """Judge by how many seconds each rank's clock is ahead, give or take the second number."""
-    late = [rank for rank, (offset, _) in enumerate(offsets) if abs(offset) > CLOCK_LIMIT]
-    worst, doubt = max(offsets, key=lambda each: abs(each[0]))
-    line = f"{abs(worst) * 1e3:.1f} ms apart at most, known to {doubt * 1e3:.1f} ms"
-    if late:
-        return warning(
-            "clocks", f"rank {spans(late)} up to {abs(worst):.1f} s off", "run NTP there"
-        )
-    return ok("clocks", line)
-
-
-def _finding(values: dict[str, Any]) -> Finding:
-    return Finding(**{**values, "ranks": tuple(values["ranks"])})
-
-
 def _plain(words: dict[str, Any]) -> dict[str, Any]:
     own = words["speed"]
     return {
@@ -283,23 +265,3 @@ def _plain(words: dict[str, Any]) -> dict[str, Any]:
 
 def _address() -> str:
     return f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-
-
-@contextlib.contextmanager
-def _left_in(folder: Path) -> Iterator[str]:
-    """Leave an empty file in `folder` for a while and yield its name."""
-    name = f".doctor-{secrets.token_hex(8)}"
-    with contextlib.suppress(OSError):  # a folder that cannot be written is a finding already
-        (folder / name).touch()
-    try:
-        yield name
-    finally:
-        (folder / name).unlink(missing_ok=True)
-
-
-def _appears(path: Path) -> bool:
-    """Tell whether `path` is there, or comes to be."""
-    end = time.monotonic() + FOLDER_PATIENCE
-    while not (there := path.exists()) and time.monotonic() < end:
-        time.sleep(0.1)
-    return there

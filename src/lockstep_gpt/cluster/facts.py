@@ -17,7 +17,7 @@ from typing import Any
 
 import lockstep_gpt
 from lockstep_gpt.cluster import gpus
-from lockstep_gpt.cluster.report import Finding, failure, ok, spans, warning
+from lockstep_gpt.cluster.report import Finding, failure, named, ok, plural, warning
 from lockstep_gpt.training.ranks import Ranks
 
 PACKAGES = ("torch", "lightning", "numpy", "hydra-core", "omegaconf")
@@ -74,8 +74,14 @@ def collect(ranks: Ranks, accelerator: str, values: dict[str, Any]) -> Facts:
             "our code": _fingerprint(),
         },
         variables={k: v for k, v in sorted(os.environ.items()) if SHARED_VARIABLES.match(k)},
-        config_hash=hashlib.sha256(json.dumps(values, default=str).encode()).hexdigest(),
+        config_hash=_hash(values),
     )
+
+
+def _hash(values: dict[str, Any]) -> str:
+    """Return a SHA-256 of the configuration, save what must differ between machines."""
+    launch = {**values["launch"], "node_rank": None}
+    return hashlib.sha256(json.dumps({**values, "launch": launch}).encode()).hexdigest()
 
 
 def _version(package: str) -> tuple[str, str]:
@@ -113,7 +119,7 @@ def _grouped(values: Iterable[Any]) -> dict[Any, list[int]]:
 
 
 def _said(groups: dict[Any, list[int]]) -> str:
-    return ", ".join(f"{value or 'nothing'} on rank {spans(who)}" for value, who in groups.items())
+    return ", ".join(f"{value or 'nothing'} on {named(who)}" for value, who in groups.items())
 
 
 def _launcher(ranks: Sequence[Facts]) -> list[Finding]:
@@ -142,7 +148,7 @@ def _configurations(ranks: Sequence[Facts]) -> list[Finding]:
     others = [rank for rank, facts in enumerate(ranks) if facts.config_hash != first]
     if not others:
         return [ok("configuration", "all ranks composed the same")]
-    line = f"rank {spans(others)} composed another than rank 0"
+    line = f"{named(others)} composed another than rank 0"
     return [failure("configuration", line, "give all ranks the same command line and YAML files")]
 
 
@@ -158,15 +164,15 @@ def _devices(ranks: Sequence[Facts]) -> list[Finding]:
             fix = "the slowest sets the pace: leave it out, or mend it"
             found.append(warning("devices", f"{name} is {_said(groups)}", fix))
     hosts = len({facts.machine for facts in ranks})
-    line = f"{len(ranks)} x {ranks[0].device_name} on {hosts} machine{'s' * (hosts > 1)}"
+    line = f"{len(ranks)} x {ranks[0].device_name} on {plural(hosts, 'machine')}"
     return found or [ok("devices", line)]
 
 
 def _shared(facts: Facts, device: str, who: list[int]) -> Finding:
-    line = f"rank {spans(who)} of {facts.host} share one device, {device}"
+    line = f"{named(who)} of {facts.host} share one device, {device}"
     if device.startswith("cpu") and facts.local_world_size == 1:
         fix = "fine for a trial; else LOCAL_WORLD_SIZE must be the ranks of this machine"
-        return warning("devices", f"rank {spans(who)} count as nodes but are one machine", fix)
+        return warning("devices", f"{named(who)} count as nodes but are one machine", fix)
     fix = "give each rank of a machine its own LOCAL_RANK, and the same CUDA_VISIBLE_DEVICES"
     return failure("devices", line, fix)
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from lockstep_gpt.cluster.report import Finding, failure, ok, warning
+from lockstep_gpt.cluster.report import Finding, failure, ok, plural, warning
 from lockstep_gpt.cluster.topology import Topology, parse
 
 PATIENCE = 20.0  # seconds for nvidia-smi, which hangs where a driver is ill
@@ -67,7 +67,10 @@ def examine_device(local_rank: int, local_world_size: int, accelerator: str) -> 
 def _cores(local_world_size: int) -> Finding:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     threads = torch.get_num_threads()
-    line = f"cpu, {local_world_size} ranks of {threads} threads on {cores} cores"
+    line = (
+        f"cpu, {plural(local_world_size, 'rank')} of {plural(threads, 'thread')} on "
+        f"{plural(cores or 1, 'core')}"
+    )
     if threads * local_world_size > (cores or 1):
         fix = f"export OMP_NUM_THREADS={max(1, (cores or 1) // local_world_size)}"
         return warning("device", line, fix)

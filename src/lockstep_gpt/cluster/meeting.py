@@ -19,10 +19,11 @@ from typing import Any
 
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
-from lockstep_gpt.cluster.report import Finding, failure, spans
+from lockstep_gpt.cluster.report import Finding, failure, named, ok, warning
 from lockstep_gpt.training.ranks import Ranks
 
 STOP = "stop"  # the key by which rank 0 sends all home
+CLOCK_LIMIT = 1.0  # seconds between clocks, which make logs and file times hard to read
 MARGIN = 10.0  # seconds more that a rank waits for rank 0, which itself waits for others
 
 
@@ -128,13 +129,23 @@ class Meeting:
         return status
 
 
+def examine_clocks(offsets: list[tuple[float, float]]) -> Finding:
+    """Judge by how many seconds each rank's clock is ahead, give or take the second number."""
+    late = [rank for rank, (offset, _) in enumerate(offsets) if abs(offset) > CLOCK_LIMIT]
+    worst, doubt = max(offsets, key=lambda each: abs(each[0]))
+    line = f"{abs(worst) * 1e3:.1f} ms apart at most, known to {doubt * 1e3:.1f} ms"
+    if late:
+        return warning("clocks", f"{named(late)} up to {abs(worst):.1f} s off", "run NTP there")
+    return ok("clocks", line)
+
+
 def _absent(ranks: Iterable[int], name: str, limit: float) -> Finding:
-    who = spans(ranks)
+    who = named(ranks)
     what = "did not come" if name == "facts" else f"did not answer ({name})"
     return failure(
         "rendezvous",
-        f"rank {who} {what} within {limit:.0f} s",
-        f"start rank {who}, or see why it ended; WORLD_SIZE must be the number of ranks started",
+        f"{who} {what} within {limit:.0f} s",
+        f"start {who}, or see why it ended; WORLD_SIZE must be the number of ranks started",
     )
 
 

@@ -23,10 +23,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lockstep_gpt.config import Config, ModelConfig
-from lockstep_gpt.model.gpt import GPT, VOCAB_MULTIPLE
+from lockstep_gpt.model.gpt import GPT
 
 AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 # Values that the optimizer keeps for each parameter: AdamW the means of gradients and squares.
+WIDER = 64  # ids by which a vocabulary is widened to see what it costs; models pad to multiples
 OPTIMIZER_STATES = {"adamw": 2}
 _FILLED_AT_RANDOM = {torch.ops.aten.normal_.default, torch.ops.aten.uniform_.default}
 
@@ -158,12 +159,17 @@ class _GPUAttention(TorchFunctionMode):
 
 
 def shaped(shape: ModelConfig, vocab_size: int, precision: str) -> GPT:
-    """Build a GPT in its own precision without drawing its weights."""
+    """Build a GPT without drawing its weights."""
+    with _Uninitialized():  # type: ignore[no-untyped-call]
+        return built(shape, vocab_size, precision)
+
+
+def built(shape: ModelConfig, vocab_size: int, precision: str) -> GPT:
+    """Build a GPT whose weights are of the type that training in `precision` has."""
     usual = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64 if precision == "64-true" else usual)
     try:
-        with _Uninitialized():  # type: ignore[no-untyped-call]
-            return GPT(shape, vocab_size)
+        return GPT(shape, vocab_size)
     finally:
         torch.set_default_dtype(usual)
 
@@ -193,9 +199,9 @@ def footprint(config: Config, model: GPT, accelerator: str) -> Footprint:
         return three - two, two - 2 * (three - two)
 
     (slope, constant), (deeper_slope, deeper_constant) = line(1), line(2)
-    wider_slope, _ = line(1, model.vocab_size + VOCAB_MULTIPLE)
+    wider_slope, _ = line(1, model.vocab_size + WIDER)
     more = config.model.n_layer - 1
-    logits = (wider_slope - slope) / VOCAB_MULTIPLE * model.padded_vocab_size
+    logits = (wider_slope - slope) / WIDER * model.vocab_size
     return Footprint(
         states=States.of(model, config.optim.algorithm),
         copies=constant + more * (deeper_constant - constant),
@@ -223,7 +229,7 @@ def trace_peak(
         attention = _GPUAttention() if accelerator == "cuda" else contextlib.nullcontext()
         count = LiveBytes(model.parameters())
         with attention, count:
-            step(model, micro_size, precision)
+            step(model, micro_size, shape.block_size, precision)
     return count.peak
 
 
@@ -232,10 +238,10 @@ def _drop_gradient(weight: Tensor) -> None:
     weight.grad = None
 
 
-def step(model: GPT, micro_size: int, precision: str) -> None:
-    """Run forward and backward once on `micro_size` samples of token 0."""
+def step(model: GPT, micro_size: int, block_size: int, precision: str) -> None:
+    """Run forward and backward once on `micro_size` samples of `block_size` tokens."""
     device = next(model.parameters()).device
-    tokens = torch.zeros(micro_size, model.config.block_size, dtype=torch.int64, device=device)
+    tokens = torch.zeros(micro_size, block_size, dtype=torch.int64, device=device)
     with _autocast(precision, device.type):
         loss = model(tokens, torch.zeros_like(tokens))
     loss.backward()

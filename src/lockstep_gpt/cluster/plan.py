@@ -1,4 +1,4 @@
-"""`lockstep-gpt plan`: will it fit, how fast will it be, and what will it cost, on any devices.
+"""The command `plan`: will it fit, how fast will it be, and what will it cost, on any devices.
 
 Nothing is trained and no device is needed: the model is built without content.
 """
@@ -9,13 +9,20 @@ import gc
 import json
 from dataclasses import asdict, replace
 from pathlib import Path
+from textwrap import fill, indent
 from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig
 
 from lockstep_gpt import compose
 from lockstep_gpt.cluster import flags
-from lockstep_gpt.cluster.hardware import HARDWARE, LINKS, Hardware, find_hardware, find_link
+from lockstep_gpt.cluster.hardware import (
+    HARDWARE,
+    LINKS,
+    Hardware,
+    find_hardware,
+    find_link,
+)
 from lockstep_gpt.config import PROGRAM, UserError
 
 if TYPE_CHECKING:
@@ -38,7 +45,7 @@ It takes the settings of {PROGRAM} train, and these flags:
   --per-node N      devices of a node          --adapters N    network adapters of a node
   --intra LINK      within a node              --inter LINK    each adapter, between nodes
                     a number of GB/s in one direction, or one of
-                    {", ".join(LINKS)}
+{indent(fill(", ".join(LINKS), 70), " " * 20)}
   --chart FILE.png  draw the scaling           --json          print everything as JSON
 
 Example: {PROGRAM} plan model=gpt2_xl precision=bf16-mixed --hardware a100-80 --price 2"""

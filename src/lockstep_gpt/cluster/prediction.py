@@ -18,7 +18,10 @@ from lockstep_gpt.training.schedule import BatchPlan, plan_batch, plan_schedule
 TOKENS_PER_PARAMETER = 20  # where compute is spent best (Hoffmann et al. 2022, table 3)
 LINEAR_RANGE = 32  # from a batch of 256 to one of 8,192 images (Goyal et al. 2017, figure 1)
 COMPRESSION = {"fp16": 0.5, "bf16": 0.5}  # strategy.comm_hook
-OUR_STRATEGIES = ("lockstep_gpt.training.ranks.auto", "lockstep_gpt.training.ranks.ddp")
+OUR_STRATEGIES = (
+    "lockstep_gpt.training.ranks.auto",
+    "lockstep_gpt.training.ranks.ddp",
+)
 
 
 @dataclass(frozen=True)

@@ -21,9 +21,14 @@ class Finding:
     fix: str = ""
     ranks: tuple[int, ...] = ()  # whom it concerns; empty: all of them
 
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> Finding:
+        """Return the finding that `asdict` and JSON have made `values` of."""
+        return cls(**{**values, "ranks": tuple(values["ranks"])})
+
     def as_text(self, width: int) -> str:
         """Return the finding as one line, its check's name padded to `width`."""
-        who = f"rank {spans(self.ranks)}: " if self.ranks else ""
+        who = f"{named(self.ranks)}: " if self.ranks else ""
         fix = f"; fix: {self.fix}" if self.fix else ""
         return f"{self.status:<7}  {self.check:<{width}}  {who}{self.line}{fix}"
 
@@ -77,7 +82,7 @@ class Report:
         counts = [
             (sum(found.status == status for found in self.findings), status) for status in SEVERITY
         ]
-        ranks = f"{self.world_size} rank{'s' * (self.world_size > 1)}"
+        ranks = plural(self.world_size, "rank")
         return ", ".join([ranks, *(f"{count} {status}" for count, status in counts if count)])
 
 
@@ -104,15 +109,21 @@ def merged(findings: Sequence[Sequence[Finding]]) -> list[Finding]:
     return result
 
 
-def spans(numbers: Iterable[int]) -> str:
-    """Write numbers as `0-3, 7`."""
+def plural(count: int, noun: str) -> str:
+    """Write a number of things."""
+    return f"{count} {noun}{'s' * (count != 1)}"
+
+
+def named(ranks: Iterable[int]) -> str:
+    """Write ranks as `rank 2` or `ranks 0-3, 7`."""
     runs: list[list[int]] = []
-    for number in sorted(numbers):
-        if runs and number == runs[-1][1] + 1:
-            runs[-1][1] = number
+    for rank in (every := sorted(ranks)):
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
         else:
-            runs.append([number, number])
-    return ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in runs)
+            runs.append([rank, rank])
+    spans = (str(low) if low == high else f"{low}-{high}" for low, high in runs)
+    return f"rank{'s' * (len(every) > 1)} {', '.join(spans)}"
 
 
 def _aligned(rows: list[dict[str, Any]]) -> list[str]:

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from lockstep_gpt.cluster.memory import AUTOCAST, shaped, step
-from lockstep_gpt.cluster.report import Finding, failure, ok, spans, warning
+from lockstep_gpt.cluster.memory import AUTOCAST, built, shaped, step
+from lockstep_gpt.cluster.report import Finding, failure, named, ok, warning
 from lockstep_gpt.config import Config
 
 GB = 1e9
@@ -105,9 +105,9 @@ def _utilisation(
         return None
     micro_size = min(micro_size, config.batch.micro_size or config.batch.global_size or 1)
     with torch.device(device):
-        model = shaped(shape, vocab_size, config.precision)
-        model.initialize()
-    seconds = best_seconds(lambda: step(model, micro_size, config.precision), device, repeats=3)
+        model = built(shape, vocab_size, config.precision)
+    size = (micro_size, shape.block_size)
+    seconds = best_seconds(lambda: step(model, *size, config.precision), device, repeats=3)
     return micro_size * flops / seconds / compute
 
 
@@ -150,6 +150,6 @@ def _straggler(what: str, shares: Sequence[float], ill: float) -> Finding:
     if not slow:
         return ok(f"{what} speed", f"the slowest rank has {min(shares):.0%} of the median")
     worst = min(slow, key=lambda rank: shares[rank])
-    line = f"rank {spans(slow)} slow: rank {worst} has {shares[worst]:.0%} of the median"
+    line = f"{named(slow)} too slow, rank {worst} at {shares[worst]:.0%} of the median"
     fix = "look there for another program, heat, a power limit or another build; or leave it out"
     return (failure if shares[worst] < ill else warning)(f"{what} speed", line, fix)

@@ -1,4 +1,4 @@
-"""`lockstep-gpt evaluate RUN|CHECKPOINT`: the loss on all validation text that was held out."""
+"""`lockstep-gpt evaluate RUN|CHECKPOINT`: the loss on all the text held out."""
 
 from __future__ import annotations
 

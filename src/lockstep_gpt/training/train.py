@@ -52,8 +52,19 @@ from lockstep_gpt.training.ranks import (
     leave,
     lost_peers,
 )
-from lockstep_gpt.training.reporting import as_text, closing, drop_rank_log, receipt, reporting
-from lockstep_gpt.training.schedule import BatchPlan, Schedule, plan_batch, plan_schedule
+from lockstep_gpt.training.reporting import (
+    as_text,
+    closing,
+    drop_rank_log,
+    receipt,
+    reporting,
+)
+from lockstep_gpt.training.schedule import (
+    BatchPlan,
+    Schedule,
+    plan_batch,
+    plan_schedule,
+)
 
 logger = logging.getLogger(__name__)
 

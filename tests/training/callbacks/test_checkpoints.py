@@ -7,7 +7,12 @@ from lightning import Callback
 
 from lockstep_gpt.config import RunError
 from lockstep_gpt.training.callbacks.checkpoints import AtomicCheckpointIO
-from lockstep_gpt.training.checkpoint import checkpoints_in, fault_of, newest_valid, step_of
+from lockstep_gpt.training.checkpoint import (
+    checkpoints_in,
+    fault_of,
+    newest_valid,
+    step_of,
+)
 
 
 class Losses(Callback):

@@ -8,7 +8,12 @@ from lightning import Callback
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lockstep_gpt.config import RunError
-from lockstep_gpt.training.callbacks.guards import SIGNALS, GracefulStop, Stopped, StopVote
+from lockstep_gpt.training.callbacks.guards import (
+    SIGNALS,
+    GracefulStop,
+    Stopped,
+    StopVote,
+)
 from lockstep_gpt.training.callbacks.metrics import Metrics
 from lockstep_gpt.training.checkpoint import checkpoints_in, newest_valid, step_of
 

@@ -32,7 +32,8 @@ def steps(pattern, messages):
 
 
 def said(caplog):
-    return [record.message for record in caplog.records if record.name.startswith("lockstep_gpt")]
+    ours = (each for each in caplog.records if each.name.startswith("lockstep_gpt"))
+    return [record.message for record in ours]
 
 
 def test_without_a_terminal_each_logged_step_and_validation_has_a_line(run, caplog):
@@ -109,7 +110,7 @@ def sampled(new_run, caplog):
         caplog.clear()
         caplog.set_level(logging.INFO, "lockstep_gpt")
         run.fit(Sample(**{"prompt": "def f", "length": 20, "temperature": 0.8, **changes}))
-        (text,) = (each.message for each in caplog.records if each.name.startswith("lockstep_gpt"))
+        (text,) = said(caplog)
         return text
 
     return fit
