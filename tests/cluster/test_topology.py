@@ -23,8 +23,7 @@ def matrix(rows, affinity=True, nics=()):
         rest = ["SYS"] * len(nics)
         tail = [f"{16 * gpu}-{16 * gpu + 15}", "0", "N/A"] if affinity else []
         lines.append("\t".join([f"GPU{gpu}", *cells, *rest, *tail]))
-    for nic in nics:
-        lines.append("\t".join([nic, *["SYS"] * count, " X "]))
+    lines += ["\t".join([nic, *["SYS"] * count, " X "]) for nic in nics]
     return "\n".join(lines) + "\n" + LEGEND
 
 
