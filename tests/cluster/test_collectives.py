@@ -1,6 +1,11 @@
 import pytest
 
-from lockstep_gpt.cluster.collectives import Bandwidth, examine_bandwidth, slowest, table
+from lockstep_gpt.cluster.collectives import (
+    Bandwidth,
+    examine_bandwidth,
+    slowest,
+    table,
+)
 
 LINK = Bandwidth("within a node", 4, (4096, 10**9), (6e-6, 0.01))
 

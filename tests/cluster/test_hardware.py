@@ -3,7 +3,13 @@ from dataclasses import replace
 
 import pytest
 
-from lockstep_gpt.cluster.hardware import HARDWARE, LINKS, Hardware, find_hardware, find_link
+from lockstep_gpt.cluster.hardware import (
+    HARDWARE,
+    LINKS,
+    Hardware,
+    find_hardware,
+    find_link,
+)
 from lockstep_gpt.config import UserError
 
 

@@ -1,6 +1,14 @@
 import json
 
-from lockstep_gpt.cluster.report import Finding, Report, failure, merged, named, ok, warning
+from lockstep_gpt.cluster.report import (
+    Finding,
+    Report,
+    failure,
+    merged,
+    named,
+    ok,
+    warning,
+)
 
 
 def test_what_is_ok_everywhere_is_said_once():
