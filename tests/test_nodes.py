@@ -162,11 +162,10 @@ def test_a_node_that_is_lost_for_good_is_done_without(training, nodes, wait_for)
 
 
 def test_a_silent_drop_ends_by_our_own_limit(training, nodes):
-    _, processes = training(
-        "guard.stall_after=15", "launch.join_seconds=30", "launch.grace_seconds=5"
-    )
+    limits = ("guard.stall_after=15", "launch.join_seconds=30", "launch.grace_seconds=5")
+    _, processes = training(*limits, "launch.max_restarts=1")
     nodes.lose_all_packets()
-    statuses, _ = ended(*processes, limit=200)
+    statuses, _ = ended(*processes, limit=300)
     assert all(status != 0 for status in statuses)
 
 

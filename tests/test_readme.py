@@ -32,6 +32,8 @@ def test_every_command_is_of_a_kind_that_is_tested():
 @pytest.mark.parametrize("line", TRAINS)
 def test_training_command_runs(command, line, shown_elsewhere):
     sweep = ["launch.inline=true"] if "--multirun" in line else []  # imports once for all jobs
+    (command.folder / "books").mkdir(exist_ok=True)
+    (command.folder / "books/readme.txt").write_text(README, encoding="utf-8")
     if line not in shown_elsewhere:
         command(*shlex.split(line), f"data.root={command.data_root}", *sweep)
 

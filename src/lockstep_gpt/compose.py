@@ -27,13 +27,13 @@ from omegaconf.resolvers import oc
 from yaml import YAMLError
 
 from lockstep_gpt.config import (
-    DATA_SOURCES,
     OPEN_GROUPS,
     OWNED_TRAINER_KEYS,
     PROGRAM,
     BatchConfig,
     Config,
     UserError,
+    data_sources,
     from_container,
     owned_key_line,
 )
@@ -123,7 +123,7 @@ def _register_schema() -> None:
     # `batch` has no default that holds, but whoever sets one of its settings sets no other.
     config = OmegaConf.merge(OmegaConf.structured(Config), {"batch": BatchConfig})
     store.store(group="hydra/schema", name="config", node=config)
-    for source, schema in DATA_SOURCES.items():
+    for source, schema in data_sources().items():
         store.store(group="hydra/schema/data", name=source, node=schema)
 
 
@@ -265,5 +265,5 @@ def _names_in(parent: str) -> list[str]:
         child: Any = get_type_hints(schemas[0]).get(name)
         if not dataclasses.is_dataclass(child):
             return []
-        schemas = [child, *DATA_SOURCES.values()] if name == "data" else [child]
+        schemas = [child, *data_sources().values()] if name == "data" else [child]
     return list({item.name: None for schema in schemas for item in dataclasses.fields(schema)})

@@ -7,8 +7,10 @@ Lightning's. This module is the ground floor: it imports nothing of ours and nev
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import math
+import pkgutil
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, cast
 
@@ -150,13 +152,61 @@ class DataConfig(Checked):
         at_least=1,
     )
     num_workers: int = setting("loader processes per rank; 0: the rank itself", 0, at_least=0)
+    shard_mb: int = setting("size of a token file in MiB", 256, at_least=1)
 
 
 @dataclass
-class StdlibData(DataConfig):
+class DocumentsData(DataConfig):
+    """What corpora of text have in common."""
+
+    tokenizer: str = setting(
+        "bytes; bpe: learnt from the corpus; or a byte-level BPE's file, folder or name on the hub",
+        "bytes",
+    )
+    vocab_size: int | None = setting("ids that bpe learns; null: 8192", None, at_least=257)
+    tokenizer_mb: int = setting("MiB of training text, the first, bpe learns from", 32, at_least=1)
+    invalid_utf8: str = setting(
+        "what becomes of text that is not UTF-8", "replace", choices=("replace", "skip", "fail")
+    )
+    num_proc: int = setting("processes that tokenize", 1, at_least=1)
+
+    def __post_init__(self) -> None:
+        """Check also that a size of the vocabulary has a use, and find it where it is needed."""
+        super().__post_init__()
+        if self.tokenizer == "bpe":
+            self.vocab_size = self.vocab_size or 8192
+        elif self.vocab_size is not None:
+            self.refuse("vocab_size", f"has no use with data.tokenizer={self.tokenizer}; leave it")
+
+
+@dataclass
+class StdlibData(DocumentsData):
     """The source code of the Python standard library at hand."""
 
     source: str = setting("where the text comes from", "stdlib", choices=("stdlib",))
+
+
+@dataclass
+class FilesData(DocumentsData):
+    """What corpora in files have in common."""
+
+    path: str = setting("a file, a folder, a glob or a URL; .gz and .zst are unpacked", "")
+
+
+@dataclass
+class TextData(FilesData):
+    """Text of your own."""
+
+    source: str = setting("where the text comes from", "text", choices=("text",))
+    documents: str = setting("what is one document", "file", choices=("file", "line"))
+
+
+@dataclass
+class JsonlData(FilesData):
+    """Files with a JSON object per line."""
+
+    source: str = setting("where the text comes from", "jsonl", choices=("jsonl",))
+    field: str = setting("the field with the text", "text")
 
 
 @dataclass
@@ -168,7 +218,21 @@ class SyntheticData(DataConfig):
     tokens: int = setting("tokens in all, validation included", 4_194_304, at_least=1)
 
 
-DATA_SOURCES: dict[str, type[DataConfig]] = {"stdlib": StdlibData, "synthetic": SyntheticData}
+DATA_SOURCES: dict[str, type[DataConfig]] = {
+    "stdlib": StdlibData,
+    "text": TextData,
+    "jsonl": JsonlData,
+    "synthetic": SyntheticData,
+}
+
+
+def data_sources() -> dict[str, type[DataConfig]]:
+    """Return the settings of every source; a module of `sources/`, if it is there, adds its own."""
+    name = f"{__package__}.sources"
+    if importlib.util.find_spec(name):
+        for module in pkgutil.iter_modules(importlib.import_module(name).__path__):
+            importlib.import_module(f"{name}.{module.name}")
+    return DATA_SOURCES
 
 
 @dataclass
@@ -400,6 +464,7 @@ def from_container(values: dict[str, Any]) -> Config:
 
 
 def _data_class(source: str | None) -> type[DataConfig]:
-    if source is not None and source not in DATA_SOURCES:
-        raise UserError(f"data.source={source} is not one of {', '.join(DATA_SOURCES)}")
-    return DATA_SOURCES.get(source or "", DataConfig)
+    sources = data_sources()
+    if source is not None and source not in sources:
+        raise UserError(f"data.source={source} is not one of {', '.join(sources)}")
+    return sources.get(source or "", DataConfig)

@@ -53,17 +53,18 @@ def train(arguments: list[str]) -> int:
 def prepare(arguments: list[str]) -> int:
     """Make the token files of a data choice, and check them against the model's context."""
     if "--help" in arguments:
-        print(f"usage: {PROGRAM} prepare [data=CHOICE] [data.SETTING=VALUE ...]")
+        print(f"usage: {PROGRAM} prepare [--verify] [data=CHOICE] [data.SETTING=VALUE ...]")
         print(f"Takes the settings of {PROGRAM} train, which prepares as well where it must.")
+        print("--verify compares every byte of what is there already with its SHA-256.")
         return 0
 
     def job(composed: DictConfig) -> tuple[int, float]:
         _, config = compose.checked(composed)
         _set_up_logging(config)
-        _prepared(config)
+        _prepared(config, "--verify" in arguments)
         return 0, math.nan
 
-    return _each_job("prepare", arguments, job)
+    return _each_job("prepare", [word for word in arguments if word != "--verify"], job)
 
 
 def _each_job(
@@ -211,9 +212,9 @@ def _set_up_logging(config: Config) -> None:
     logging.basicConfig(level=LEVELS[config.verbosity], format="%(message)s", stream=sys.stdout)
 
 
-def _prepared(config: Config) -> Path:
+def _prepared(config: Config, verify: bool = False) -> Path:
     """Prepare the data before any rank starts: its faults are answered here, once."""
-    folder = data_prepare.prepare(config.data)
+    folder = data_prepare.prepare(config.data, verify)
     shards.check_block_size(shards.load_index(folder), config.model.block_size)
     return folder
 

@@ -1,4 +1,5 @@
 import pickle
+import time
 from itertools import islice
 
 import lightning
@@ -9,10 +10,12 @@ import torch
 from lockstep_gpt.config import SyntheticData, UserError
 from lockstep_gpt.data.datamodule import (
     IGNORE,
+    Feed,
     TokenDataModule,
     TrainingStream,
     gather,
     open_windows,
+    widen,
 )
 from lockstep_gpt.data.order import Order
 from lockstep_gpt.data.prepare import prepare
@@ -90,7 +93,9 @@ def test_windows_are_whole_and_share_one_token(folder):
 
 def test_targets_are_tokens_one_further(folder):
     windows = open_windows(folder, "train", T)
-    tokens, targets = gather(windows, np.array([7, 0]))
+    stored, real = gather(windows, np.array([7, 0]))
+    assert (stored.dtype, real) == (torch.uint16, 2)
+    tokens, targets = widen((stored, real))
     assert tokens.shape == targets.shape == (2, T)
     assert tokens.dtype == targets.dtype == torch.int64
     assert tokens.is_contiguous()
@@ -100,7 +105,7 @@ def test_targets_are_tokens_one_further(folder):
 
 
 def test_padding_counts_nowhere(folder):
-    tokens, targets = gather(open_windows(folder, "val", T), np.array([2, -1]))
+    tokens, targets = widen(gather(open_windows(folder, "val", T), np.array([2, -1])))
     assert not tokens[1].any()
     assert (targets[1] == IGNORE).all()
     assert (targets[0] >= 0).all()
@@ -112,7 +117,7 @@ def test_training_follows_the_order(folder, accumulation):
     order = Order(SEED, 99, B, accumulation, rank=0, world_size=1)
     windows = open_windows(folder, "train", T)
     steps = [order.micro_batch(step, a) for step in range(5) for a in range(accumulation)]
-    expected = [gather(windows, rows) for rows in steps]
+    expected = [widen(gather(windows, rows)) for rows in steps]
     assert isinstance(module.trained[0], tuple)
     assert torch.equal(stacked(module.trained), stacked(expected))
 
@@ -129,10 +134,8 @@ def test_a_stream_travels_to_a_worker_without_its_data(folder):
     order = Order(SEED, 99, B, 1, 0, 1)
     stream = pickle.loads(pickled := pickle.dumps(TrainingStream(folder, T, order, first=4)))
     assert len(pickled) < 1000
-    tokens, _ = next(iter(stream))
-    assert (
-        tokens.tolist() == open_windows(folder, "train", T)[order.micro_batch(4, 0), :-1].tolist()
-    )
+    windows, _ = next(iter(stream))
+    assert windows.tolist() == open_windows(folder, "train", T)[order.micro_batch(4, 0)].tolist()
 
 
 @pytest.mark.parametrize(("steps", "accumulation", "workers"), [(5, 2, 0), (40, 1, 0), (4, 2, 2)])
@@ -177,6 +180,29 @@ def test_loaders_leave_the_random_state_of_the_run_alone(folder):
     list(islice(data.train_dataloader(), 2))
     list(data.val_dataloader())
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_feed_is_one_batch_ahead_and_knows_how_long_it_was_waited_for():
+    made = []
+
+    def slow():
+        for number in range(3):
+            time.sleep(0.05)
+            made.append(number)
+            yield number
+
+    feed = Feed(slow(), group=1)
+    batches = iter(feed)
+    assert next(batches) == 0
+    time.sleep(0.1)
+    assert made == [0, 1]
+    assert list(batches) == [1, 2]
+    assert 0.09 < feed.waited < 0.2
+
+
+def test_what_fails_in_the_feed_s_thread_fails_in_the_training():
+    with pytest.raises(ZeroDivisionError):
+        list(Feed(1 // (1 - number) for number in range(3)))
 
 
 def test_a_block_longer_than_the_data_is_refused(folder):

@@ -1,45 +1,90 @@
 import errno
+import json
 import logging
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from lockstep_gpt.config import StdlibData, SyntheticData, UserError
-from lockstep_gpt.data.corpora import open_corpus, split_of
-from lockstep_gpt.data.prepare import prepare, remove_unfinished
+from lockstep_gpt.config import StdlibData, SyntheticData, TextData, UserError
+from lockstep_gpt.data import corpora
+from lockstep_gpt.data.corpora import CORPORA, Position, split_of
+from lockstep_gpt.data.prepare import prepare
 from lockstep_gpt.data.shards import load_index, open_split
-from lockstep_gpt.data.tokenizer import ByteTokenizer, from_dict
+from lockstep_gpt.data.tokenizer import BytePairTokenizer, ByteTokenizer, from_dict
 
 PREPARE = """
 import sys
-from lockstep_gpt.config import SyntheticData
+from lockstep_gpt.config import *
 from lockstep_gpt.data.prepare import prepare
-print(prepare(SyntheticData(root=sys.argv[1], tokens=int(sys.argv[2]))))
+if __name__ == "__main__":
+    print(prepare(eval(sys.argv[1])))
 """
+MIB = 1 << 20
 
 
 def small(root, **changes):
     return SyntheticData(**{"root": str(root), "vocab_size": 300, "tokens": 1000, **changes})
 
 
-def start_build(root, tokens):
-    command = [sys.executable, "-c", PREPARE, str(root), str(tokens)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+def start(config):
+    command = [sys.executable, "-c", PREPARE, repr(config)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def test_the_standard_library_becomes_its_documents_one_after_another(tmp_path):
+def finish(config):
+    """Prepare in a process of its own and return the folder."""
+    build = start(config)
+    out, err = build.communicate()
+    assert build.returncode == 0, err
+    return Path(out.strip())
+
+
+def content(folder):
+    """Return everything in a prepared folder by name."""
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def prepared(root):
+    return [path for path in root.iterdir() if not path.name.startswith(".")]
+
+
+@pytest.fixture
+def library():
+    """The documents of the standard library, by name."""
+    corpus = CORPORA[StdlibData](StdlibData())
+    texts = [text for block in corpus.blocks(Position()) for text in block.texts]
+    return dict(zip([file.name for file in corpus.files], texts, strict=True))
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    """A folder of text files; what it returns makes the settings for it."""
+    words = [f"{word} " for word in re.findall(r"\w+", ByteTokenizer.__doc__)]
+    random = np.random.default_rng(0)
+    for number in range(25):
+        text = "".join(random.choice(words, size=15_000))
+        (tmp_path / "texts").mkdir(exist_ok=True)
+        (tmp_path / "texts" / f"{number}.txt").write_text(text)
+
+    def settings(**changes):
+        root, path = str(tmp_path / "data"), str(tmp_path / "texts")
+        return TextData(**{"root": root, "path": path, "val_fraction": 0.4, **changes})
+
+    return settings
+
+
+def test_the_standard_library_becomes_its_documents_one_after_another(tmp_path, library):
     folder = prepare(StdlibData(root=str(tmp_path), val_fraction=0.1))
     expected = {"train": [], "val": []}
-    for document in open_corpus(StdlibData()).documents():
-        text = document.text.replace(b"\0", b" ") + b"\0"
-        expected[split_of(document.name, 0.1)].append(text)
+    for name, text in library.items():
+        expected[split_of(name, 0.1)].append(text.replace(b"\0", b" ") + b"\0")
     for split, texts in expected.items():
         assert open_split(folder, split).tobytes() == b"".join(texts)
 
@@ -47,8 +92,35 @@ def test_the_standard_library_becomes_its_documents_one_after_another(tmp_path):
 def test_the_index_describes_the_standard_library(tmp_path):
     index = load_index(prepare(StdlibData(root=str(tmp_path))))
     assert isinstance(from_dict(index.tokenizer), ByteTokenizer)
+    assert index.fingerprints.keys() == {"source", "tokenizer", "settings"}
     for split in index.splits.values():
         assert split.tokens == split.text_bytes + split.documents > 50_000
+
+
+def test_bpe_is_learnt_from_the_corpus_and_kept_with_it(corpus):
+    folder = prepare(corpus(tokenizer="bpe", vocab_size=300))
+    index = load_index(folder)
+    tokenizer = from_dict(index.tokenizer)
+    assert isinstance(tokenizer, BytePairTokenizer)
+    assert tokenizer.vocab_size == index.vocab_size == 300
+    as_bytes = prepare(corpus())
+    for split in ("train", "val"):
+        text = tokenizer.decode(open_split(folder, split))
+        assert text == ByteTokenizer().decode(open_split(as_bytes, split))
+        assert index.splits[split].tokens < load_index(as_bytes).splits[split].tokens * 0.6
+
+
+def test_bpe_learns_from_no_more_than_the_first_training_text(corpus, tmp_path, monkeypatch):
+    learnt = []
+    monkeypatch.setattr(
+        "lockstep_gpt.data.prepare.make_tokenizer",
+        lambda _name, _size, texts: learnt.append("".join(texts)) or ByteTokenizer(),
+    )
+    for number in range(80):
+        (tmp_path / "texts" / f"b{number}").write_bytes(b"x" * 30_000)
+    folder = prepare(corpus(tokenizer="bpe", tokenizer_mb=1))
+    train = open_split(folder, "train").tobytes().replace(b"\0", b"")
+    assert learnt == [train[:MIB].decode()]
 
 
 def test_random_tokens_lie_below_the_vocabulary_in_both_splits(tmp_path):
@@ -56,6 +128,23 @@ def test_random_tokens_lie_below_the_vocabulary_in_both_splits(tmp_path):
     train, val = open_split(folder, "train"), open_split(folder, "val")
     assert (train.size, val.size) == (900, 100)
     assert 250 < max(train.max(), val.max()) < 300
+
+
+def test_files_are_no_larger_than_asked_for_and_hold_the_same(corpus):
+    small, large = prepare(corpus(shard_mb=1)), prepare(corpus())
+    assert max(path.stat().st_size for path in small.glob("*.bin")) == MIB
+    assert len(load_index(small).shards) > len(load_index(large).shards) == 2
+    for split in ("train", "val"):
+        np.testing.assert_array_equal(open_split(small, split), open_split(large, split))
+
+
+@pytest.mark.parametrize("tokenizer", ["bytes", "bpe"])
+def test_the_number_of_processes_changes_no_byte(corpus, tmp_path, tokenizer):
+    folders = []
+    for number in (1, 2, 3):
+        root = str(tmp_path / f"{number}")
+        folders.append(finish(corpus(tokenizer=tokenizer, num_proc=number, root=root)))
+    assert content(folders[0]) == content(folders[1]) == content(folders[2])
 
 
 def test_a_second_time_nothing_is_written_or_said(tmp_path, caplog):
@@ -71,18 +160,74 @@ def test_a_build_reports_what_it_made_in_one_line(tmp_path, caplog):
     with caplog.at_level(logging.INFO):
         folder = prepare(StdlibData(root=str(tmp_path)))
     (line,) = caplog.messages
-    pattern = r"prepared stdlib: [\d,]+ files.*, [\d.]+ MB -> (\S+) \([\d,]+ train and [\d,]+ val"
+    pattern = r"prepared stdlib: [\d,]+ documents, [\d.]+ MB -> (\S+) \([\d,]+ train and [\d,]+ val"
     assert re.match(pattern, line)[1] == str(folder)
 
 
-def test_settings_that_decide_the_tokens_give_another_folder(tmp_path):
-    changes = [{}, {"val_fraction": 0.3}, {"vocab_size": 301}, {"tokens": 1001}]
-    assert len({prepare(small(tmp_path, **change)) for change in changes}) == len(changes)
+def test_what_was_not_utf8_is_counted_and_reported(corpus, tmp_path, caplog):
+    (tmp_path / "texts" / "z").write_bytes(b"caf\xe9")
+    with caplog.at_level(logging.INFO):
+        folder = prepare(corpus(invalid_utf8="skip"))
+    assert load_index(folder).invalid_documents == 1
+    assert "25 documents (1 not UTF-8: skip)" in caplog.text
 
 
-def test_other_settings_give_the_same_folder(tmp_path):
-    changes = [{}, {"val_tokens": 5}, {"num_workers": 2}]
-    assert len({prepare(small(tmp_path, **change)) for change in changes}) == 1
+def test_settings_that_decide_the_tokens_give_another_folder(corpus):
+    changes = [
+        {},
+        {"val_fraction": 0.45},
+        {"shard_mb": 1},
+        {"documents": "line"},
+        {"invalid_utf8": "fail"},
+        {"tokenizer": "bpe"},
+        {"tokenizer": "bpe", "vocab_size": 300},
+        {"tokenizer": "bpe", "tokenizer_mb": 3},
+    ]
+    assert len({prepare(corpus(**change)) for change in changes}) == len(changes)
+
+
+def test_other_settings_give_the_same_folder(corpus):
+    changes = [{}, {"val_tokens": 5}, {"num_workers": 2}, {"num_proc": 2}, {"tokenizer_mb": 3}]
+    assert len({prepare(corpus(**change)) for change in changes}) == 1
+
+
+def test_a_tokenizer_file_counts_by_its_content(corpus, tmp_path):
+    index = load_index(prepare(corpus(tokenizer="bpe", vocab_size=300)))
+    for name in ("a.json", "b.json"):
+        (tmp_path / name).write_text(index.tokenizer["json"])
+    first, second = [prepare(corpus(tokenizer=str(tmp_path / f"{name}.json"))) for name in "ab"]
+    assert first == second
+    assert load_index(first).splits == index.splits
+    (tmp_path / "b.json").write_text(index.tokenizer["json"] + " ")
+    assert prepare(corpus(tokenizer=str(tmp_path / "b.json"))) != first
+
+
+@pytest.mark.parametrize("change", ["longer", "as long", "another file", "one less"])
+def test_a_changed_corpus_is_prepared_again_beside_the_old(corpus, tmp_path, change):
+    before = prepare(corpus())
+    old = content(before)
+    if change == "one less":
+        (tmp_path / "texts" / "3.txt").unlink()
+    else:
+        name = {"longer": "0.txt", "as long": "1.txt", "another file": "x.txt"}[change]
+        (tmp_path / "texts" / name).write_text("x" * (36_000 if change == "longer" else 9))
+    after = prepare(corpus())
+    assert after != before
+    assert content(before) == old
+    assert after == prepare(corpus())
+
+
+def test_a_corpus_that_changes_while_it_is_read_is_refused(corpus, tmp_path, monkeypatch):
+    read = corpora._content
+
+    def meddle(*arguments):
+        (tmp_path / "texts" / "9.txt").write_text("changed meanwhile")
+        return read(*arguments)
+
+    monkeypatch.setattr(corpora, "_content", meddle)
+    with pytest.raises(UserError, match="the corpus changed meanwhile"):
+        prepare(corpus())
+    assert not prepared(tmp_path / "data")
 
 
 def test_the_folder_is_named_for_its_source_under_the_root(tmp_path):
@@ -101,84 +246,176 @@ def test_others_may_read_what_was_prepared(tmp_path):
 
 def test_a_damaged_folder_is_refused_and_left_alone(tmp_path):
     folder = prepare(small(tmp_path))
-    with (folder / "train.bin").open("ab") as file:
+    with (folder / "train-00000.bin").open("ab") as file:
         file.truncate(100)
     with pytest.raises(UserError, match=r"100 bytes where its index says 1,960; delete"):
         prepare(small(tmp_path))
     assert (folder / "index.json").exists()
 
 
-def test_a_killed_build_leaves_nothing_that_passes_for_finished(tmp_path):
-    tokens = 30_000_000
-    build = start_build(tmp_path, tokens)
-    while not any(path.stat().st_size for path in tmp_path.glob(".*.tmp/train.bin")):
-        assert build.poll() is None
+def test_verifying_finds_a_byte_that_changed(tmp_path, caplog):
+    folder = prepare(small(tmp_path))
+    with caplog.at_level(logging.INFO):
+        prepare(small(tmp_path), verify=True)
+    assert caplog.messages[0].startswith(f"verified synthetic -> {folder}")
+    with (folder / "val-00000.bin").open("r+b") as file:
+        file.write(b"xx")
+    prepare(small(tmp_path))
+    with pytest.raises(UserError, match=r"val-00000\.bin is not what its SHA-256 says"):
+        prepare(small(tmp_path), verify=True)
+
+
+def test_the_command_verifies_what_lies_there(command, tmp_path):
+    words = ["prepare", "data=synthetic", f"data.root={tmp_path / 'data'}"]
+    command(*words)
+    assert command(*words).stdout == ""
+    assert command(*words, "--verify").stdout.startswith("verified synthetic -> ")
+    (folder,) = prepared(tmp_path / "data")
+    with (folder / "train-00000.bin").open("r+b") as file:
+        file.write(b"xx")
+    line = command(*words, "--verify", status=2).stderr
+    assert "train-00000.bin is not what its SHA-256 says; delete the folder" in line
+    assert line.count("\n") == 1
+
+
+def killed_when(config, condition):
+    """Start a build and kill it as soon as a condition holds."""
+    build = start(config)
+    while not condition():
+        assert build.poll() is None, build.stderr.read()
         time.sleep(0.002)
     build.kill()
-    assert build.wait() == -signal.SIGKILL
-    build.stdout.close()
-    (leftover,) = tmp_path.iterdir()
-    assert not (leftover / "index.json").exists()
-    folder = prepare(small(tmp_path, vocab_size=50_257, tokens=tokens))
-    assert sum(split.tokens for split in load_index(folder).splits.values()) == tokens
+    build.communicate()
+    assert build.returncode == -signal.SIGKILL
 
 
-def test_two_builds_at_once_both_end_well(tmp_path):
-    builds = [start_build(tmp_path, 3_000_000) for _ in range(2)]
-    outputs = {build.communicate()[0] for build in builds}
-    assert [build.returncode for build in builds] == [0, 0]
-    (folder,) = tmp_path.iterdir()
-    assert outputs == {f"{folder}\n"}
+def test_a_killed_build_goes_on_and_ends_with_the_same_bytes(tmp_path, caplog):
+    config = small(tmp_path, vocab_size=50_257, tokens=30_000_000, shard_mb=1)
+    killed_when(config, lambda: len([*tmp_path.glob(".*/train*")]) > 12)
+    assert not prepared(tmp_path)
+    (unfinished,) = tmp_path.glob(".*.unfinished")
+    full = {path: path.stat().st_mtime_ns for path in sorted(unfinished.glob("train*"))[:10]}
+    with caplog.at_level(logging.INFO):
+        folder = prepare(config)
+    assert re.match(r"going on after [\d,]+ tokens", caplog.messages[0])
+    for path, written in full.items():
+        assert (folder / path.name).stat().st_mtime_ns == written
+    other = small(tmp_path / "whole", vocab_size=50_257, tokens=30_000_000, shard_mb=1)
+    assert content(folder) == content(prepare(other))
 
 
-def leftover(root, pid, idle, host=None):
-    folder = root / f".stdlib-0123abcd.{host or socket.gethostname()}.{pid}.89abcdef.tmp"
-    folder.mkdir()
-    (folder / "train.bin").write_bytes(b"half")
-    for path in (folder / "train.bin", folder):
-        os.utime(path, (time.time() - idle,) * 2)
-    return folder
+def test_what_a_killed_build_left_is_not_trusted(tmp_path, caplog):
+    config = small(tmp_path, vocab_size=50_257, tokens=30_000_000, shard_mb=1)
+    killed_when(config, lambda: len([*tmp_path.glob(".*/train*")]) > 12)
+    (file,) = tmp_path.glob(".*/train-00003.bin")
+    with file.open("r+b") as damaged:
+        damaged.write(b"x")
+    with caplog.at_level(logging.INFO):
+        folder = prepare(config)
+    assert "train-00003.bin is not what its SHA-256 says; so it begins again" in caplog.text
+    other = small(tmp_path / "whole", vocab_size=50_257, tokens=30_000_000, shard_mb=1)
+    assert content(folder) == content(prepare(other))
+
+
+def test_a_killed_build_of_text_goes_on_with_its_tokenizer(corpus, tmp_path):
+    for number in range(80):
+        (tmp_path / "texts" / f"b{number}").write_text(f"{number} " * 20_000)
+    settings = {"tokenizer": "bpe", "vocab_size": 258, "shard_mb": 1, "num_proc": 2}
+    config = corpus(**settings)
+    killed_when(config, lambda: len([*(tmp_path / "data").glob(".*/train*")]) > 1)
+    whole = finish(corpus(**settings | {"root": str(tmp_path / "whole"), "num_proc": 1}))
+    assert content(finish(config)) == content(whole)
 
 
 @pytest.fixture
-def dead_pid():
-    process = subprocess.Popen([sys.executable, "-c", ""])
-    process.wait()
-    return process.pid
+def in_processes(corpus, tmp_path, wait_for):
+    """A long build in two processes, and their ids."""
+    for number in range(300):
+        (tmp_path / "texts" / f"b{number}").write_text(f"{number} " * 20_000)
+    build = start(corpus(tokenizer="bpe", vocab_size=258, shard_mb=1, num_proc=2))
+    wait_for(lambda: len([*(tmp_path / "data").glob(".*/train*")]) > 1)
+    children = Path(f"/proc/{build.pid}/task/{build.pid}/children").read_text().split()
+    lines = {int(pid): Path(f"/proc/{pid}/cmdline").read_bytes() for pid in children}
+    yield build, [pid for pid, line in lines.items() if b"spawn_main" in line]
+    build.kill()
+    build.communicate()
 
 
-def test_leftovers_of_dead_builds_are_removed(tmp_path, dead_pid):
-    leftover(tmp_path, dead_pid, idle=120)
-    leftover(tmp_path, os.getpid(), idle=100_000)
-    leftover(tmp_path, 1, idle=100_000, host="another.host")
-    remove_unfinished(tmp_path)
-    assert not list(tmp_path.iterdir())
-
-
-def test_what_may_be_alive_or_is_not_ours_stays(tmp_path, dead_pid):
-    kept = [
-        leftover(tmp_path, os.getpid(), idle=120),
-        leftover(tmp_path, dead_pid, idle=120, host="another.host"),
-        leftover(tmp_path, dead_pid, idle=0),
-    ]
-    (foreign := tmp_path / ".mine.tmp").mkdir()
-    os.utime(foreign, (0, 0))
-    remove_unfinished(tmp_path)
-    assert set(tmp_path.iterdir()) == {*kept, foreign}
-
-
-def test_a_full_disk_is_one_clear_line_and_leaves_nothing(tmp_path):
-    command = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(tmp_path)]
-    if os.geteuid() != 0 or subprocess.run(command, capture_output=True).returncode:
-        pytest.skip("mounting a small file system needs root")
+def is_alive(pid):
     try:
-        with pytest.raises(UserError, match=r"data\.root=.* has no space left") as caught:
-            prepare(small(tmp_path, tokens=100_000))
-        assert caught.value.__cause__.errno == errno.ENOSPC
-        assert not list(tmp_path.iterdir())
-        prepare(small(tmp_path))
-    finally:
-        subprocess.run(["umount", str(tmp_path)], check=True)
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def test_killing_a_build_ends_its_processes(in_processes, wait_for):
+    build, workers = in_processes
+    assert len(workers) == 2
+    build.kill()
+    wait_for(lambda: not any(map(is_alive, workers)))
+
+
+def test_a_process_that_is_killed_is_one_clear_line(in_processes, tmp_path, kill):
+    build, workers = in_processes
+    kill(workers[0])
+    assert "UserError: data.num_proc=2: a process was killed" in build.communicate()[1]
+    assert [*(tmp_path / "data").glob(".*/index.json")]  # to go on with
+
+
+def test_two_builds_at_once_make_one_folder(tmp_path):
+    builds = [start(small(tmp_path, tokens=3_000_000)) for _ in range(3)]
+    outputs = {build.communicate()[0] for build in builds}
+    assert [build.returncode for build in builds] == [0, 0, 0]
+    (folder,) = prepared(tmp_path)
+    assert outputs == {f"{folder}\n"}
+    assert not [*tmp_path.glob(".*.unfinished")]
+
+
+@pytest.mark.parametrize(("days", "stays"), [(8, False), (6, True)])
+def test_what_nobody_went_on_with_for_a_week_is_removed(tmp_path, days, stays):
+    (leftover := tmp_path / ".text-0123abcd.unfinished").mkdir()
+    (foreign := tmp_path / ".mine.unfinished").mkdir()
+    for path in (leftover, foreign):
+        os.utime(path, (time.time() - days * 86_400,) * 2)
+    prepare(small(tmp_path))
+    assert (leftover.exists(), foreign.exists()) == (stays, True)
+
+
+@pytest.fixture
+def tiny_disk(tmp_path):
+    """A disk of its own at `tmp_path / "disk"`; what it returns makes it larger."""
+    (disk := tmp_path / "disk").mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(disk)]
+    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("mounting a small file system needs root")
+
+    def resize(size):
+        subprocess.run(["mount", "-o", f"remount,size={size}", str(disk)], check=True)
+
+    yield disk, resize
+    subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_a_full_disk_is_one_clear_line_and_leaves_nothing(tiny_disk):
+    disk, _ = tiny_disk
+    with pytest.raises(UserError, match=r"data\.root=.* has no space left") as caught:
+        prepare(small(disk, tokens=100_000))
+    assert caught.value.__cause__.errno == errno.ENOSPC
+    assert not [path for path in disk.iterdir() if path.suffix != ".lock"]
+    prepare(small(disk))
+
+
+def test_on_a_disk_that_was_full_a_build_goes_on(tiny_disk, tmp_path, caplog):
+    disk, resize = tiny_disk
+    resize("6m")
+    settings = {"vocab_size": 50_257, "tokens": 4_000_000, "shard_mb": 1}
+    with pytest.raises(UserError, match="what is done stays"):
+        prepare(small(disk, **settings))
+    resize("20m")
+    with caplog.at_level(logging.INFO):
+        folder = prepare(small(disk, **settings))
+    assert "going on after" in caplog.messages[0]
+    assert content(folder) == content(prepare(small(tmp_path / "whole", **settings)))
 
 
 @pytest.mark.parametrize("part", ["file", "file/below"])
@@ -202,17 +439,35 @@ def test_a_folder_without_write_permission_is_one_clear_line(tmp_path):
 def test_an_empty_split_is_refused_and_leaves_nothing(tmp_path, fraction, split):
     with pytest.raises(UserError, match=f"no tokens for the {split} split of synthetic"):
         prepare(small(tmp_path, val_fraction=fraction))
-    assert not list(tmp_path.iterdir())
+    assert not [path for path in tmp_path.iterdir() if path.suffix != ".lock"]
 
 
-def test_the_parent_process_stays_free_of_torch():
-    code = "import sys, lockstep_gpt.data.prepare; print('torch' in sys.modules)"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert result.stdout == "False\n"
+def test_a_corpus_without_text_is_refused(tmp_path):
+    (tmp_path / "empty.txt").write_text("\n\n")
+    config = TextData(root=str(tmp_path), path=str(tmp_path / "empty.txt"), documents="line")
+    with pytest.raises(UserError, match=r"data\.source=text holds no text"):
+        prepare(config)
+
+
+def test_a_corpus_without_a_path_is_one_clear_line(tmp_path):
+    with pytest.raises(UserError, match=r"data\.path is empty; set it to what data\.source=text"):
+        prepare(TextData(root=str(tmp_path)))
+
+
+def test_memory_does_not_grow_with_the_corpus(tmp_path):
+    code = PREPARE + "    print(open('/proc/self/status').read().split('VmHWM:')[1].split()[0])"
+    peaks = []
+    for size in (20, 120):
+        with (tmp_path / "a.txt").open("wb") as file:
+            file.writelines([b"many words " * 100_000] * size)
+        config = TextData(root=str(tmp_path / "data"), path=str(tmp_path / "a.txt"))
+        command = [sys.executable, "-c", code, repr(config)]
+        peaks.append(int(subprocess.check_output(command).split()[1]))
+    assert peaks[1] < 1.1 * peaks[0]
 
 
 def test_two_machines_prepare_the_same_bytes(tmp_path):
     first, second = prepare(small(tmp_path / "a")), prepare(small(tmp_path / "b"))
     assert first.name == second.name
-    assert load_index(first) == load_index(second)
-    np.testing.assert_array_equal(open_split(first, "train"), open_split(second, "train"))
+    assert content(first) == content(second)
+    assert json.loads(content(first)["index.json"])["format"] == 2

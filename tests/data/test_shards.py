@@ -1,5 +1,7 @@
+import contextlib
 import hashlib
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,79 +11,147 @@ from lockstep_gpt.data.shards import (
     FORMAT,
     Index,
     Split,
-    TokenWriter,
+    SplitWriter,
     check_block_size,
+    check_content,
+    check_sizes,
+    cut_to_index,
     load_index,
     open_split,
     write_index,
 )
+from lockstep_gpt.data.tokenizer import token_dtype
+
+LIMIT = 65_536  # bytes of a file
+
+
+def index_of(train, val, dtype="<u2", vocab_size=9):
+    settings = {"source": "synthetic", "val_fraction": 0.1}
+    tokenizer = {"kind": "numbers", "vocab_size": vocab_size}
+    splits = {"train": train, "val": val}
+    return Index(FORMAT, dtype, tokenizer, "f" * 64, {}, settings, [0, 0, 0], 0, splits)
+
+
+def written(folder, name, ids, dtype, split=None):
+    """Write ids in pieces and return the index's entry."""
+    with contextlib.closing(SplitWriter(folder, name, dtype, LIMIT, split or Split())) as writer:
+        for piece in np.array_split(np.asarray(ids).astype(dtype), 7):
+            writer.append(piece)
+        return writer.saved()
 
 
 def shards(folder, train, val, vocab_size):
-    splits = {}
-    for name, ids in (("train", train), ("val", val)):
-        writer = TokenWriter(folder / f"{name}.bin", vocab_size)
-        for piece in np.array_split(np.asarray(ids), 3):
-            writer.append(piece.astype(writer.dtype))
-        writer.close()
-        splits[name] = writer.split()
-    tokenizer = {"kind": "numbers", "vocab_size": vocab_size}
-    dtype, settings = writer.dtype.str, {"source": "synthetic", "val_fraction": 0.5}
-    write_index(folder, Index(FORMAT, dtype, tokenizer, "f" * 64, settings, 0, splits))
+    dtype = token_dtype(vocab_size).newbyteorder("<").str
+    splits = [written(folder, name, ids, dtype) for name, ids in (("train", train), ("val", val))]
+    write_index(folder, index_of(*splits, dtype, vocab_size))
     return folder
 
 
-@pytest.mark.parametrize(("vocab_size", "dtype"), [(256, "u1"), (257, "<u2"), (65_536, "<u2")])
+@pytest.mark.parametrize(("vocab_size", "dtype"), [(256, "u1"), (257, "<u2"), (65_537, "<u4")])
 def test_what_was_appended_is_read_back(tmp_path, vocab_size, dtype):
-    train, val = np.arange(vocab_size), np.arange(vocab_size)[::-1]
+    train, val = np.arange(vocab_size)[: LIMIT // 4], np.arange(vocab_size)[:99][::-1]
     shards(tmp_path, train, val, vocab_size)
     np.testing.assert_array_equal(open_split(tmp_path, "train"), train)
     np.testing.assert_array_equal(open_split(tmp_path, "val"), val)
-    assert np.fromfile(tmp_path / "train.bin", dtype=dtype).tolist() == train.tolist()
+    assert np.fromfile(tmp_path / "val-00000.bin", dtype=dtype).tolist() == val.tolist()
+
+
+@pytest.mark.parametrize("tokens", [LIMIT // 2, LIMIT // 2 + 1, 2 * LIMIT, 2 * LIMIT + 5])
+def test_files_of_bounded_size_map_as_one_array(tmp_path, tokens):
+    ids = np.random.default_rng(0).integers(1000, size=tokens)
+    shards(tmp_path, ids, range(5), 1000)
+    sizes = [path.stat().st_size for path in sorted(tmp_path.glob("train*"))]
+    assert max(sizes) <= LIMIT
+    assert len(sizes) == -(-2 * tokens // LIMIT)
+    mapped = open_split(tmp_path, "train")
+    np.testing.assert_array_equal(mapped, ids)
+    assert mapped[LIMIT // 2 - 3 : LIMIT // 2 + 3].tolist() == ids[LIMIT // 2 - 3 :][:6].tolist()
+
+
+def test_a_mapping_of_several_files_is_given_back(tmp_path):
+    shards(tmp_path, range(LIMIT), range(5), LIMIT)
+    mapped = open_split(tmp_path, "train")
+    assert str(tmp_path) in Path("/proc/self/maps").read_text()
+    del mapped
+    assert str(tmp_path) not in Path("/proc/self/maps").read_text()
+
+
+@pytest.mark.parametrize("tokens", [10, LIMIT])
+def test_a_split_is_read_only(tmp_path, tokens):
+    mapped = open_split(shards(tmp_path, range(tokens), range(5), LIMIT), "train")
+    with pytest.raises(ValueError, match="read-only"):
+        mapped[0] = 1
 
 
 def test_the_index_says_what_the_files_hold(tmp_path):
-    index = load_index(shards(tmp_path, range(300), range(7), 1000))
-    assert index.vocab_size == 1000
-    assert (index.splits["train"].tokens, index.splits["val"].tokens) == (300, 7)
-    for split in index.splits.values():
-        content = (tmp_path / split.file).read_bytes()
-        assert split.sha256 == hashlib.sha256(content).hexdigest()
-
-
-def test_a_split_is_read_only(tmp_path):
-    tokens = open_split(shards(tmp_path, range(10), range(5), 100), "train")
-    with pytest.raises(ValueError, match="read-only"):
-        tokens[0] = 1
+    index = load_index(shards(tmp_path, range(LIMIT), range(7), LIMIT))
+    assert index.vocab_size == LIMIT
+    assert (index.splits["train"].tokens, index.splits["val"].tokens) == (LIMIT, 7)
+    assert {shard.file for shard in index.shards} == {path.name for path in tmp_path.glob("*.bin")}
+    for shard in index.shards:
+        content = (tmp_path / shard.file).read_bytes()
+        assert len(content) == 2 * shard.tokens
+        assert shard.sha256 == hashlib.sha256(content).hexdigest()
 
 
 def test_documents_are_counted_with_their_text(tmp_path):
-    writer = TokenWriter(tmp_path / "train.bin", 256)
-    end = np.zeros(1, np.uint8)
-    writer.append_document(np.frombuffer(b"abc", np.uint8), end, 3)
-    writer.append_document(np.frombuffer(b"", np.uint8), end, 0)
-    writer.close()
-    assert (tmp_path / "train.bin").read_bytes() == b"abc\0\0"
-    counts = writer.split()
-    assert (counts.tokens, counts.documents, counts.text_bytes) == (5, 2, 3)
+    with contextlib.closing(SplitWriter(tmp_path, "val", "u1", LIMIT, Split())) as writer:
+        writer.append(np.frombuffer(b"abc\0\0", np.uint8), 2, 3)
+        writer.append(np.frombuffer(b"d\0", np.uint8), 1, 1)
+        split = writer.saved()
+    assert (split.tokens, split.documents, split.text_bytes) == (7, 3, 4)
+
+
+@pytest.mark.parametrize("done", [1, LIMIT // 2 - 1, LIMIT // 2, LIMIT // 2 + 1, 2 * LIMIT])
+def test_a_writer_goes_on_where_the_index_says(tmp_path, done):
+    ids = np.random.default_rng(0).integers(1000, size=2 * LIMIT + 9)
+    (whole := tmp_path / "whole").mkdir()
+    (killed := tmp_path / "killed").mkdir()
+    saved = written(killed, "train", ids[:done], "<u2")
+    written(killed, "train", np.zeros(LIMIT), "<u2", saved)  # never in an index
+    expected = written(whole, "train", ids, "<u2")
+    assert written(killed, "train", ids[done:], "<u2", saved) == expected
+    for shard in expected.shards:
+        assert (killed / shard.file).read_bytes() == (whole / shard.file).read_bytes()
+
+
+def test_what_a_killed_build_wrote_after_its_index_is_cut_off(tmp_path):
+    shards(tmp_path, range(10), range(5), 100)
+    with (tmp_path / "train-00000.bin").open("ab") as file:
+        file.write(b"more")
+    index = load_index(tmp_path)
+    with pytest.raises(UserError, match="14 bytes"):
+        check_sizes(tmp_path, index)
+    cut_to_index(tmp_path, index)
+    check_content(tmp_path, index)
+
+
+def test_a_changed_byte_is_found_by_its_sum_alone(tmp_path):
+    index = load_index(shards(tmp_path, range(10), range(5), 100))
+    check_content(tmp_path, index)
+    with (tmp_path / "val-00000.bin").open("r+b") as file:
+        file.write(b"x")
+    check_sizes(tmp_path, index)
+    with pytest.raises(UserError, match=r"val-00000.bin is not what its SHA-256 says; delete"):
+        check_content(tmp_path, index)
 
 
 @pytest.mark.parametrize("change", [b"", b"\0" * 9, b"\0" * 11])
 def test_a_file_of_another_size_is_refused_with_a_remedy(tmp_path, change):
     shards(tmp_path, range(10), range(5), 100)
-    (tmp_path / "train.bin").write_bytes(change)
+    (tmp_path / "train-00000.bin").write_bytes(change)
     with pytest.raises(UserError, match=f"{len(change)} bytes where.* 10; delete the folder"):
         open_split(tmp_path, "train")
 
 
 def test_a_missing_file_is_refused(tmp_path):
     shards(tmp_path, range(10), range(5), 100)
-    (tmp_path / "val.bin").unlink()
-    with pytest.raises(UserError, match=r"val\.bin cannot be read"):
+    (tmp_path / "val-00000.bin").unlink()
+    with pytest.raises(UserError, match=r"val-00000\.bin cannot be read"):
         open_split(tmp_path, "train")
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"{}", b'{"format": 1}', b"\xff", b"3"])
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"{}", b'{"format": 2}', b"\xff", b"3"])
 def test_a_damaged_index_is_refused(tmp_path, content):
     (tmp_path / "index.json").write_bytes(content)
     with pytest.raises(UserError, match=r"index\.json is damaged; delete the folder"):
@@ -99,21 +169,20 @@ def test_another_format_is_refused_by_number(tmp_path):
         load_index(tmp_path)
 
 
-def index_of(train, val):
-    splits = {"train": Split("t", train, 0, 0, ""), "val": Split("v", val, 0, 0, "")}
-    return Index(FORMAT, "<u2", {"vocab_size": 9}, "", {"val_fraction": 0.1}, 0, splits)
+def of_sizes(train, val):
+    return index_of(Split(train), Split(val))
 
 
 @pytest.mark.parametrize(("tokens", "count"), [(1, 0), (8, 0), (9, 1), (16, 1), (17, 2)])
 def test_a_window_needs_one_token_more_than_the_block(tokens, count):
-    assert index_of(tokens, 1).windows("train", 8) == count
+    assert of_sizes(tokens, 1).windows("train", 8) == count
 
 
 def test_a_block_that_just_fits_passes():
-    check_block_size(index_of(1000, 9), 8)
+    check_block_size(of_sizes(1000, 9), 8)
 
 
 @pytest.mark.parametrize(("train", "val", "split"), [(1000, 8, "val"), (8, 1000, "train")])
 def test_a_block_longer_than_a_split_is_refused_with_what_fits(train, val, split):
     with pytest.raises(UserError, match=f"{split} split has 8.*block_size to at most 7"):
-        check_block_size(index_of(train, val), 8)
+        check_block_size(of_sizes(train, val), 8)

@@ -1,4 +1,4 @@
-"""`drill`: break runs on this machine in every way, and see what comes of it.
+"""`drill`: break small runs on this machine in every way, and see what comes of it.
 
 What is survived must end with the bits of a run that was left alone; what is not must end at once,
 with the cause on the screen and every finished checkpoint whole.

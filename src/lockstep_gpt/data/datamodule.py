@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import lightning
 import numpy as np
@@ -17,7 +20,8 @@ from lockstep_gpt.data.order import Order, Positions, validation_rows
 from lockstep_gpt.data.shards import check_block_size, load_index, open_split
 from lockstep_gpt.model.functional import IGNORE
 
-Batch = tuple[Tensor, Tensor]
+Stored = tuple[Tensor, int]  # windows (B, T + 1) as narrow as on the disk, and how many are real
+Batch = tuple[Tensor, Tensor]  # tokens and targets, each (B, T) and int64
 
 
 def open_windows(folder: Path, split: str, block_size: int) -> npt.NDArray[Any]:
@@ -29,66 +33,116 @@ def open_windows(folder: Path, split: str, block_size: int) -> npt.NDArray[Any]:
     return np.lib.stride_tricks.sliding_window_view(tokens, block_size + 1)[::block_size]
 
 
-def gather(windows: npt.NDArray[Any], rows: Positions) -> Batch:
-    """Copy the windows `rows` (B,) into `(tokens, targets)`, each (B, T) and int64.
+def gather(windows: npt.NDArray[Any], rows: Positions, pinned: bool = False) -> Stored:
+    """Copy the windows `rows` (B,) at once; those of -1, which come last, are padding.
 
-    A row of -1 is padding: its tokens are 0, its targets `IGNORE`.
+    Args:
+        windows: all of a split, shape (windows, T + 1).
+        rows: which of them.
+        pinned: into memory that a GPU copies from while the host goes on. torch keeps such memory
+            until the copy is done, and then uses it again.
     """
-    picked = windows[rows]  # (B, T + 1)
-    tokens, targets = picked[:, :-1].astype(np.int64), picked[:, 1:].astype(np.int64)
-    tokens[rows < 0] = 0
-    targets[rows < 0] = IGNORE
-    return torch.from_numpy(tokens), torch.from_numpy(targets)
+    picked = torch.from_numpy(windows[rows])
+    return picked.pin_memory() if pinned else picked, int((rows >= 0).sum())
 
 
-class TrainingStream(IterableDataset[Batch]):
-    """The endless micro-batches of one rank from micro-batch `first` of the run on.
+def widen(stored: Stored) -> Batch:
+    """Return tokens and targets on the device that the windows are on; padding counts nowhere."""
+    windows, real = stored
+    tokens, targets = windows[:, :-1].long(), windows[:, 1:].long()  # contiguous copies
+    if real < len(windows):
+        tokens[real:] = 0
+        targets[real:] = IGNORE
+    return tokens, targets
+
+
+class TokenStream(IterableDataset[Stored]):
+    """Micro-batches of one rank out of one split.
 
     A loader asks its workers in turn, so worker w of n makes micro-batches w, w + n, ... and the
     stream is the same for any number of workers.
     """
 
-    def __init__(self, folder: Path, block_size: int, order: Order, first: int) -> None:
+    split: ClassVar[str]
+
+    def __init__(self, folder: Path, block_size: int, pinned: bool = False) -> None:
         super().__init__()
-        self.folder, self.block_size = folder, block_size
+        self.folder, self.block_size, self.pinned = folder, block_size, pinned
+
+    def rows(self, worker: int, workers: int) -> Iterable[Positions]:
+        """Return the windows of micro-batches `worker`, `worker + workers`, ..., each (B,)."""
+        raise NotImplementedError
+
+    def __iter__(self) -> Iterator[Stored]:
+        windows = open_windows(self.folder, self.split, self.block_size)
+        info = get_worker_info()
+        for rows in self.rows(info.id, info.num_workers) if info else self.rows(0, 1):
+            yield gather(windows, rows, self.pinned)
+
+
+class TrainingStream(TokenStream):
+    """The endless micro-batches of one rank from micro-batch `first` of the run on."""
+
+    split = "train"
+
+    def __init__(self, folder: Path, block_size: int, order: Order, first: int) -> None:
+        super().__init__(folder, block_size)
         self.order, self.first = order, first
 
-    def __iter__(self) -> Iterator[Batch]:
-        windows = open_windows(self.folder, "train", self.block_size)
-        worker, workers = _worker_share()
-        for rows in self.order.stream(self.first + worker, stride=workers):
-            yield gather(windows, rows)
+    def rows(self, worker: int, workers: int) -> Iterable[Positions]:
+        """Return what the order says."""
+        return self.order.stream(self.first + worker, stride=workers)
 
 
-class ValidationStream(IterableDataset[Batch]):
-    """The validation micro-batches of one rank, `rows` of windows in sequence."""
+class ValidationStream(TokenStream):
+    """The validation micro-batches of one rank, `all_rows` (batches, B) in sequence."""
 
-    def __init__(self, folder: Path, block_size: int, rows: Positions) -> None:
-        super().__init__()
-        self.folder, self.block_size, self.rows = folder, block_size, rows
+    split = "val"
 
-    def __iter__(self) -> Iterator[Batch]:
-        windows = open_windows(self.folder, "val", self.block_size)
-        worker, workers = _worker_share()
-        for rows in self.rows[worker::workers]:
-            yield gather(windows, rows)
+    def __init__(self, folder: Path, block_size: int, all_rows: Positions) -> None:
+        super().__init__(folder, block_size)
+        self.all_rows = all_rows
 
-
-def _worker_share() -> tuple[int, int]:
-    info = get_worker_info()
-    return (info.id, info.num_workers) if info else (0, 1)
+    def rows(self, worker: int, workers: int) -> Iterable[Positions]:
+        """Return a worker's share of them."""
+        return self.all_rows[worker::workers]
 
 
-def _unchanged(batch: Any) -> Any:
-    """Stand in for torch's default, which would turn the tuple into a list."""
-    return batch
+class Feed(Iterable[Stored]):
+    """Takes batches ahead in a thread, and keeps how long the training waited for them.
+
+    Args:
+        batches: to be taken.
+        group: how many are handed over at a time; a hand-over costs as much as a few batches.
+
+    Attributes:
+        waited: seconds in all.
+    """
+
+    def __init__(self, batches: Iterable[Stored], group: int = 8) -> None:
+        self.batches, self.group = batches, group
+        self.waited = 0.0
+
+    def __iter__(self) -> Iterator[Stored]:
+        batches = iter(self.batches)
+        with ThreadPoolExecutor(1, "feed") as thread:
+            ahead = thread.submit(list, islice(batches, 1))  # the first one comes at once
+            while group := self._await(ahead):
+                ahead = thread.submit(list, islice(batches, self.group))
+                yield from group
+
+    def _await(self, ahead: Future[list[Stored]]) -> list[Stored]:
+        started = time.perf_counter()
+        group = ahead.result()
+        self.waited += time.perf_counter() - started
+        return group
 
 
 class TokenDataModule(lightning.LightningDataModule):
     """Batches of prepared tokens for the rank and the step at which the Trainer stands.
 
-    Both streams are iterable datasets because Lightning gives those no sampler of its own, which
-    would split among the ranks what is split already.
+    Lightning adds no sampler of its own, which would split among the ranks what is split already:
+    what it gets are iterables without a length.
 
     Args:
         folder: what `prepare` returned.
@@ -125,8 +179,8 @@ class TokenDataModule(lightning.LightningDataModule):
         if val_tokens is not None:
             self.val_windows = min(self.val_windows, max(1, val_tokens // block_size))
 
-    def train_dataloader(self) -> DataLoader[Batch]:
-        """Return `(tokens, targets)` without end, from the Trainer's current step on."""
+    def train_dataloader(self) -> Feed:
+        """Return batches without end, from the Trainer's current step on."""
         trainer = self._attached_trainer()
         order = Order(
             seed=self.seed,
@@ -137,10 +191,11 @@ class TokenDataModule(lightning.LightningDataModule):
             world_size=trainer.world_size,
         )
         first = trainer.global_step * self.accumulation
-        return self._loader(TrainingStream(self.folder, self.block_size, order, first))
+        self.training_feed = self._feed(TrainingStream(self.folder, self.block_size, order, first))
+        return self.training_feed
 
-    def val_dataloader(self) -> DataLoader[Batch]:
-        """Return `(tokens, targets)` of every validation window once over all ranks."""
+    def val_dataloader(self) -> Feed:
+        """Return batches of every validation window once over all ranks."""
         trainer = self._attached_trainer()
         rows = validation_rows(
             self.val_windows_held_out,
@@ -149,19 +204,35 @@ class TokenDataModule(lightning.LightningDataModule):
             trainer.global_rank,
             trainer.world_size,
         )
-        return self._loader(ValidationStream(self.folder, self.block_size, rows))
+        return self._feed(ValidationStream(self.folder, self.block_size, rows))
+
+    def on_after_batch_transfer(self, batch: Stored, dataloader_idx: int) -> Batch:  # noqa: ARG002
+        """Return `(tokens, targets)`: ids travel to the device as narrow as they are stored."""
+        return widen(batch)
 
     def _attached_trainer(self) -> lightning.Trainer:
         assert self.trainer is not None, "the Trainer makes the loaders: it knows rank and step"
         return self.trainer
 
-    def _loader(self, stream: IterableDataset[Batch]) -> DataLoader[Batch]:
-        return DataLoader(
-            stream,
-            batch_size=None,  # a stream yields whole batches
-            collate_fn=_unchanged,
-            num_workers=self.num_workers,
-            pin_memory=self._attached_trainer().strategy.root_device.type == "cuda",
-            persistent_workers=self.num_workers > 0,  # validation comes again and again
-            generator=torch.Generator(),  # or making an iterator would draw from the run's own
+    def _feed(self, stream: TokenStream) -> Feed:
+        on_gpu = self._attached_trainer().strategy.root_device.type == "cuda"
+        if not self.num_workers:
+            stream.pinned = on_gpu
+            return Feed(stream)
+        return Feed(
+            DataLoader(
+                stream,
+                batch_size=None,  # a stream yields whole batches
+                collate_fn=_unchanged,
+                num_workers=self.num_workers,
+                pin_memory=on_gpu,
+                persistent_workers=True,  # validation comes again and again
+                generator=torch.Generator(),  # or an iterator would draw from the run's own
+            ),
+            group=1,
         )
+
+
+def _unchanged(batch: Any) -> Any:
+    """Stand in for torch's default, which would turn the tuple into a list."""
+    return batch

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from lockstep_gpt.config import PROGRAM, Config, UserError
-from lockstep_gpt.data.datamodule import gather, open_windows
+from lockstep_gpt.data.datamodule import gather, open_windows, widen
 from lockstep_gpt.data.order import validation_rows
 from lockstep_gpt.data.prepare import prepare
 from lockstep_gpt.data.shards import check_block_size, load_index
@@ -54,7 +54,8 @@ def evaluate(model: GPT, config: Config, batch_size: int) -> dict[str, float]:
     device = next(model.parameters()).device
     token_loss = TokenLoss().to(device)
     for rows in validation_rows(len(windows), len(windows), batch_size, rank=0, world_size=1):
-        tokens, targets = (each.to(device) for each in gather(windows, rows))
+        stored, real = gather(windows, rows)
+        tokens, targets = widen((stored.to(device), real))
         token_loss.update(model(tokens, targets), targets)
     loss, split = float(token_loss.compute()), index.splits["val"]
     result = {"loss": loss, "perplexity": math.exp(loss), "tokens": len(windows) * block_size}

@@ -117,6 +117,7 @@ COLUMNS = [
     "optim/grad_norm",
     "throughput/tokens_per_second",
     "throughput/step_seconds",
+    "data/wait_share",
 ]
 
 
@@ -133,6 +134,7 @@ class Metrics(StepCallback):
         self.training_seconds = 0.0  # without validation
         self.training_steps = 0
         self._since = (0.0, 0)  # clock and step of the last row
+        self._waited = 0.0  # for data, up to then
         self._paused_at = 0.0
 
     @property
@@ -153,6 +155,7 @@ class Metrics(StepCallback):
         loss = trainer.strategy.reduce(pl_module.take_loss(), reduce_op="mean")
         loss_value, norm = torch.stack([loss.double(), pl_module.grad_norm.double()]).tolist()
         seconds, steps = self._lap(step)
+        waited, self._waited = self._waited, trainer.datamodule.training_feed.waited  # type: ignore[attr-defined]
         self._log(
             trainer,
             step,
@@ -162,6 +165,7 @@ class Metrics(StepCallback):
                 "optim/grad_norm": norm,
                 "throughput/tokens_per_second": steps * self.tokens_per_step / seconds,
                 "throughput/step_seconds": seconds / steps,
+                "data/wait_share": (self._waited - waited) / seconds,
             },
         )
         pl_module.refuse_broken(step)

@@ -1,0 +1,154 @@
+"""How fast batches come from a large map of tokens: ours beside torch's own way.
+
+usage: python scripts/benchmarks/feeding.py [--tokens 1_000_000_000] [--rounds 5] [--json FILE]
+
+Micro-batches of 16 x 1024 tokens in random windows, interleaved in one process; medians. `ours` is
+what training takes its batches from, `inline` the same without the thread, `stock` a DataLoader
+over a Dataset with batched `__getitems__`, a RandomSampler and default collation, one position per
+window as ours. Memory is what the process holds beside the map.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler
+
+from lockstep_gpt.config import SyntheticData
+from lockstep_gpt.data.datamodule import Feed, TrainingStream, open_windows, widen
+from lockstep_gpt.data.order import Order, permute
+from lockstep_gpt.data.prepare import prepare
+from lockstep_gpt.data.shards import load_index
+
+B, T = 16, 1024
+
+
+class Stock(Dataset[tuple[torch.Tensor, torch.Tensor]]):
+    """What one would write: a window as two tensors, a batch of them asked for at once."""
+
+    def __init__(self, folder: Path) -> None:
+        self.windows = open_windows(folder, "train", T)
+
+    def __len__(self) -> int:
+        return len(self.windows)
+
+    def __getitem__(self, row: int) -> tuple[torch.Tensor, torch.Tensor]:
+        window = torch.from_numpy(self.windows[row].astype(np.int64))
+        return window[:-1], window[1:]
+
+    def __getitems__(self, rows: list[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        return [self[row] for row in rows]
+
+
+def main() -> None:
+    """Measure and print one table."""
+    options = _options()
+    with tempfile.TemporaryDirectory(dir=options.folder) as root:
+        data = SyntheticData(root=root, tokens=options.tokens, val_fraction=0.001)
+        folder = prepare(data)
+        _warm(folder)
+        first = _first_batch(folder)
+        held = _own_memory()
+        seconds = _measured(folder, options.rounds, options.batches)
+        grown = _own_memory() - held
+    medians = {name: statistics.median(values) for name, values in seconds.items()}
+    print(f"{options.tokens:,} tokens, {B} x {T}, median of {options.rounds} rounds")
+    for name, median in medians.items():
+        print(
+            f"  {name:<8}{median * 1e3:8.3f} ms per batch  {medians['stock'] / median:6.1f} x stock"
+        )
+    print(f"  first batch after {first:.3f} s, memory beside the map +{grown / 2**20:.1f} MiB")
+    index = _permutation_seconds()
+    print(f"  a window's place among 10^12: {index * 1e6:.3f} us")
+    result = {"seconds": seconds, "first": first, "memory": grown, "permutation": index}
+    if options.json:
+        options.json.write_text(json.dumps({"tokens": options.tokens, **result}))
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tokens", type=int, default=1_000_000_000)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--batches", type=int, default=300, help="in a round")
+    parser.add_argument("--folder", type=Path, help="where the tokens go (default: the system's)")
+    parser.add_argument("--json", type=Path)
+    return parser.parse_args()
+
+
+def _warm(folder: Path) -> None:
+    """Have the system hold the files in memory."""
+    for path in folder.glob("*.bin"):
+        with path.open("rb") as file:
+            while file.read(1 << 24):
+                pass
+
+
+def _stream(folder: Path, first: int = 0) -> TrainingStream:
+    order = Order(0, load_index(folder).windows("train", T), B, 1, rank=0, world_size=1)
+    return TrainingStream(folder, T, order, first)
+
+
+def _stock(folder: Path) -> Iterator[Any]:
+    data = Stock(folder)
+    sampler = BatchSampler(RandomSampler(data, replacement=True), B, drop_last=True)
+    return iter(DataLoader(data, batch_sampler=sampler))
+
+
+def _first_batch(folder: Path) -> float:
+    started = time.perf_counter()
+    widen(next(iter(Feed(_stream(folder)))))
+    return time.perf_counter() - started
+
+
+def _measured(folder: Path, rounds: int, batches: int) -> dict[str, list[float]]:
+    ways: dict[str, Iterator[Any]] = {
+        "ours": map(widen, Feed(_stream(folder))),
+        "inline": map(widen, _stream(folder, first=10_000)),
+        "stock": _stock(folder),
+    }
+    for way in ways.values():
+        _timed(way, 20)
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    for turn in range(rounds):
+        names = [*ways][turn % 3 :] + [*ways][: turn % 3]  # each comes first in its turn
+        for name in names:
+            seconds[name].append(_timed(ways[name], batches) / batches)
+    return seconds
+
+
+def _timed(way: Iterable[Any], batches: int) -> float:
+    started = time.perf_counter()
+    for _ in islice(way, batches):
+        pass
+    return time.perf_counter() - started
+
+
+def _own_memory() -> int:
+    """Return the bytes of this process that no file backs."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    (kilobytes,) = (line.split()[1] for line in lines if line.startswith("RssAnon"))
+    return int(kilobytes) << 10
+
+
+def _permutation_seconds() -> float:
+    indices = np.arange(1 << 16)
+    samples = []
+    for epoch in range(9):
+        started = time.perf_counter()
+        permute(indices, 10**12, 0, epoch)
+        samples.append((time.perf_counter() - started) / indices.size)
+    return statistics.median(samples)
+
+
+if __name__ == "__main__":
+    main()
