@@ -33,6 +33,12 @@ from lockstep_gpt.run_directory import RunDirectory
 FAILURE_GRACE = 5  # seconds that the other ranks have after one has raised
 EXIT_BARRIER = 30  # seconds that machines wait for each other at the end; the stock agent: 300
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+# Of glibc: else each step maps its large tensors anew, and the system clears their pages.
+KEEP_MEMORY = {
+    "MALLOC_MMAP_MAX_": "0",
+    "MALLOC_TRIM_THRESHOLD_": str(1 << 34),
+    "MALLOC_TOP_PAD_": str(1 << 28),
+}
 
 
 def main(run: RunDirectory, node_rank: int = 0) -> int:
@@ -127,6 +133,9 @@ def _set_environment(config: Config) -> None:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     threads = max(1, (cores or 1) // config.trainer["devices"])
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+    if config.launch.keep_memory and config.trainer["accelerator"] == "cpu":
+        for name, value in KEEP_MEMORY.items():
+            os.environ.setdefault(name, value)
     # Without it restarted ranks read the addresses of the dead ones (pytorch#135712).
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(each.name for each in STOP_SIGNALS)

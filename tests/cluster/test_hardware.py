@@ -11,6 +11,7 @@ from lockstep_gpt.cluster.hardware import (
     find_link,
 )
 from lockstep_gpt.config import UserError
+from lockstep_gpt.training.callbacks.metrics import peak_of
 
 
 @pytest.mark.parametrize("hardware", HARDWARE.values(), ids=HARDWARE)
@@ -71,3 +72,10 @@ def test_a_file_that_is_no_profile_is_refused_by_name(tmp_path, content):
 def test_unknown_hardware_is_refused_with_the_known():
     with pytest.raises(UserError, match=r"v100 is not one of a100-40, a100-80, h100"):
         find_hardware("v100")
+
+
+def test_the_utilisation_of_a_run_counts_with_the_same_peaks():
+    known = {name.removeprefix("rtx").upper(): each for name, each in HARDWARE.items()}
+    for name, hardware in known.items():
+        device = f"RTX {name}" if name.isdigit() else name.split("-")[0]
+        assert peak_of(device) * 1e12 == hardware.flops("16-mixed"), name

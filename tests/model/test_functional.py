@@ -2,6 +2,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from lockstep_gpt.model import functional
 from lockstep_gpt.model.functional import (
     EXACT_ENOUGH,
     IGNORE,
@@ -15,6 +16,13 @@ from lockstep_gpt.model.functional import (
 VOCAB, PADDED, C = 10, 64, 8
 
 
+@pytest.fixture(params=["whole logits", "three rows at a time"])
+def rows(request, monkeypatch):
+    if request.param != "whole logits":
+        monkeypatch.setattr(functional, "MANY_LOGITS", 0)
+        monkeypatch.setattr(functional, "CHUNK_LOGITS", 3 * PADDED)
+
+
 def batch() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     torch.manual_seed(0)
     features = torch.randn(2, 5, C, requires_grad=True)
@@ -24,6 +32,7 @@ def batch() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return features, head, targets
 
 
+@pytest.mark.usefixtures("rows")
 def test_loss_is_torch_s_cross_entropy_of_the_unpadded_logits() -> None:
     features, head, targets = batch()
     logits = features @ head[:VOCAB].T
@@ -31,6 +40,7 @@ def test_loss_is_torch_s_cross_entropy_of_the_unpadded_logits() -> None:
     torch.testing.assert_close(linear_cross_entropy(features, head, VOCAB, targets), expected)
 
 
+@pytest.mark.usefixtures("rows")
 def test_padding_rows_never_change_the_loss_nor_receive_gradient() -> None:
     features, head, targets = batch()
     loss = linear_cross_entropy(features, head, VOCAB, targets)
@@ -40,6 +50,7 @@ def test_padding_rows_never_change_the_loss_nor_receive_gradient() -> None:
     assert torch.equal(linear_cross_entropy(features, head, VOCAB, targets), loss)
 
 
+@pytest.mark.usefixtures("rows")
 def test_a_batch_with_nothing_that_counts_gives_zero_and_zero_gradient() -> None:
     features, head, targets = batch()
     loss = linear_cross_entropy(features, head, VOCAB, torch.full_like(targets, IGNORE))
@@ -48,6 +59,7 @@ def test_a_batch_with_nothing_that_counts_gives_zero_and_zero_gradient() -> None
     assert features.grad.abs().max() == head.grad.abs().max() == 0
 
 
+@pytest.mark.usefixtures("rows")
 def test_half_precision_features_are_summed_in_float32() -> None:
     features, head, targets = (tensor.detach() for tensor in batch())
     half, weights = features.bfloat16(), head.bfloat16()
@@ -56,6 +68,31 @@ def test_half_precision_features_are_summed_in_float32() -> None:
     loss = linear_cross_entropy(half, weights, VOCAB, targets)
     assert loss.dtype == torch.float32
     torch.testing.assert_close(loss, expected)
+
+
+@pytest.mark.parametrize(("dtype", "error"), [(torch.float32, 1e-5), (torch.float64, 1e-12)])
+@pytest.mark.usefixtures("rows")
+def test_gradients_are_torch_s_own(dtype, error):
+    features, head, targets = batch()
+    mine, theirs = [
+        [each.detach().to(dtype).requires_grad_() for each in (features, head)] for _ in range(2)
+    ]
+    (3 * linear_cross_entropy(mine[0], mine[1], VOCAB, targets)).backward()
+    logits = (theirs[0] @ theirs[1][:VOCAB].T).flatten(0, 1)
+    (3 * F.cross_entropy(logits, targets.flatten())).backward()
+    for ours, reference in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(ours.grad, reference.grad, rtol=error, atol=error)
+
+
+@pytest.mark.usefixtures("rows")
+def test_under_autocast_the_products_are_bfloat16_and_the_gradients_float32():
+    features, head, targets = batch()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = linear_cross_entropy(features, head, VOCAB, targets)
+    loss.backward()
+    exact = linear_cross_entropy(features.double(), head.double(), VOCAB, targets)
+    assert 0 < abs(loss.item() - exact.item()) < 0.02
+    assert features.grad.dtype == head.grad.dtype == torch.float32
 
 
 @pytest.mark.parametrize("length", [1, 7, SHORT, SHORT + 1])

@@ -1,13 +1,16 @@
 import copy
+import gc
+from itertools import pairwise
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
-from lightning import Callback
+from lightning import Callback, Trainer
 
 from lockstep_gpt.data.datamodule import widen
 from lockstep_gpt.model.functional import IGNORE
-from lockstep_gpt.training.module import StepCallback, TokenLoss, step_seed
+from lockstep_gpt.training.module import LeanLoop, StepCallback, TokenLoss, step_seed
 
 
 class Batches(Callback):
@@ -175,3 +178,43 @@ def test_a_resumed_run_goes_on_with_the_next_step(new_run, tmp_path):
     run, steps = new_run(max_steps=5), Steps()
     run.fit(steps, run.checkpoints(tmp_path), ckpt_path=tmp_path / "step=000003.ckpt")
     assert [step for step, _ in steps.steps] == [4, 5]
+
+
+def broadcasts_of(run, *callbacks):
+    """Return what counts the broadcasts of a fit on one of two ranks, copies of this process."""
+
+    def count(_rank):
+        Trainer.world_size = property(lambda _: 2)
+        calls, broadcast = [], dist.broadcast
+        dist.broadcast = lambda *args, **options: (calls.append(args), broadcast(*args, **options))
+        run.fit(*callbacks)
+        return len(calls)
+
+    return count
+
+
+def test_the_stock_loop_broadcasts_at_every_micro_batch_and_ours_never(new_run, on_ranks):
+    # Should the first fail, Lightning needs our change to its loop no longer.
+    assert on_ranks(2, broadcasts_of(new_run(max_steps=3))) == [6, 6]
+    assert on_ranks(2, broadcasts_of(new_run(max_steps=3), LeanLoop())) == [0, 0]
+
+
+class Collections(StepCallback):
+    """Counts how often Python's collector has come, after each step."""
+
+    def __init__(self):
+        self.counts = []
+
+    def on_step_end(self, trainer, pl_module, step):  # noqa: ARG002
+        garbage = []
+        garbage.append(garbage)
+        self.counts.append(sum(each["collections"] for each in gc.get_stats()))
+
+
+def test_garbage_is_collected_at_the_steps_that_are_said_and_as_ever_afterwards(new_run):
+    counter = Collections()
+    new_run(max_steps=6).fit(counter, LeanLoop(every=2))
+    counts = counter.counts
+    assert [after - before for before, after in pairwise(counts)] == [0, 1, 0, 1, 0]
+    assert gc.isenabled()
+    assert gc.get_freeze_count() == 0

@@ -1,14 +1,19 @@
 """Attention and the cross-entropy: the two functions in which a GPT's speed is decided."""
 
 import math
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend
 
 SHORT = 128  # tokens up to which plain products beat the fused kernel on a CPU
 EXACT_ENOUGH = 1e-5  # relative error of a product; float32 itself rounds by 6e-8 per operation
 IGNORE = -100  # a target that does not count
+MANY_LOGITS = 1 << 25  # from here on they are computed in chunks
+CHUNK_LOGITS = 1 << 24  # at a time
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
@@ -27,6 +32,23 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
     later = torch.ones(T, T, dtype=torch.bool).triu(1)
     weights = scores.masked_fill(later, -math.inf).softmax(dim=-1)
     return F.dropout(weights, dropout) @ v
+
+
+def attention_kernel(heads: int, tokens: int, width: int, device: str, dtype: torch.dtype) -> str:
+    """Return what computes `causal_attention`, `math` being the slow way that always works.
+
+    Args:
+        heads: how many.
+        tokens: T.
+        width: of a head.
+        device: `cpu` or `cuda`.
+        dtype: of queries, keys and values.
+    """
+    if device == "cpu" and tokens <= SHORT:
+        return "plain products"
+    q = torch.empty(1, heads, tokens, width, device=device, dtype=dtype)
+    choice = torch._fused_sdp_choice(q, q, q, None, 0.0, True)
+    return SDPBackend(choice).name.removesuffix("_ATTENTION").lower()
 
 
 def choose_matrix_products(device: str) -> str:
@@ -67,9 +89,8 @@ def linear_cross_entropy(
 ) -> Tensor:
     """Return the mean cross-entropy in nats over the targets that are not `IGNORE`.
 
-    The caller never sees the logits, so the body may compute them in pieces. The logarithms and
-    the sum are taken in float32 at least, whatever the autocast. Without any target that counts
-    the loss is 0, not NaN.
+    Logits that are many never exist as a whole. The logarithms and the sum are taken in float32
+    at least, whatever the autocast. Without any target that counts the loss is 0, not NaN.
 
     Args:
         features: last hidden states, (B, T, C).
@@ -77,8 +98,70 @@ def linear_cross_entropy(
         vocab_size: V, the rows of `head` that stand for tokens.
         targets: the next tokens, (B, T), of any integer type.
     """
-    logits = project_to_vocabulary(features, head, vocab_size).flatten(0, -2)  # (B * T, V)
+    features, targets = features.flatten(0, -2), targets.long().flatten()  # (N, C) and (N)
+    if features.shape[0] * head.shape[0] > MANY_LOGITS:
+        device = features.device.type
+        if torch.is_autocast_enabled(device):
+            dtype = torch.get_autocast_dtype(device)
+            features, head = features.to(dtype), head.to(dtype)
+        if features.dtype != torch.float16:  # its gradients vanish before the scaler's factor
+            return _chunked(features, head, vocab_size, targets)
+    logits = project_to_vocabulary(features, head, vocab_size)  # (N, V)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    targets = targets.long().flatten()  # (B * T)
     total = F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="sum")
-    return total / (targets != IGNORE).sum().clamp(min=1)
+    mean: Tensor = total / (targets != IGNORE).sum().clamp(min=1)
+    return mean
+
+
+def _chunked(features: Tensor, head: Tensor, vocab_size: int, targets: Tensor) -> Tensor:
+    apply = torch.compiler.disable(ChunkedCrossEntropy.apply)  # type: ignore[no-untyped-call]
+    loss: Tensor = apply(features, head, vocab_size, targets)
+    return loss
+
+
+class ChunkedCrossEntropy(torch.autograd.Function):
+    """The cross-entropy of a linear head over some rows of logits at a time.
+
+    Its gradient, softmax minus one at the target, is known as soon as a chunk's logits are: so it
+    is taken on the way forward, and no logits are kept or computed twice. As fast as whole logits
+    on a GPU, faster on a CPU, and the memory of `CHUNK_LOGITS`. (torch 2.13 has a function of this
+    name and kind; it is slower here, and older versions have none.)
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, features: Tensor, head: Tensor, vocab_size: int, targets: Tensor
+    ) -> Tensor:
+        """Return the mean; keep both gradients where they will be asked for."""
+        wide = torch.promote_types(features.dtype, torch.float32)
+        counted = targets != IGNORE
+        weights = counted.to(wide) / counted.sum().clamp(min=1)  # (N)
+        targets = targets.where(counted, 0)[:, None]  # (N, 1)
+        loss = torch.zeros((), dtype=wide, device=features.device)
+        needed = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
+        grads = (torch.empty_like(features), torch.zeros_like(head, dtype=wide)) if needed else ()
+        for chunk in _chunks(len(features), max(1, CHUNK_LOGITS // len(head))):
+            logits = F.linear(features[chunk], head)
+            logits[:, vocab_size:] = -math.inf
+            log_p = F.log_softmax(logits, dim=1, dtype=wide)
+            loss -= (log_p.gather(1, targets[chunk])[:, 0] * weights[chunk]).sum()
+            if grads:
+                slope = log_p.exp_()
+                slope.scatter_(1, targets[chunk], slope.gather(1, targets[chunk]) - 1)
+                slope = slope.mul_(weights[chunk, None]).to(features.dtype)
+                torch.mm(slope, head, out=grads[0][chunk])
+                grads[1].add_(slope.T @ features[chunk])
+        ctx.save_for_backward(*grads)
+        ctx.head_dtype = head.dtype
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, outer: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        """Return what the forward has found, times what comes from without."""
+        of_features, of_head = ctx.saved_tensors
+        return of_features * outer, (of_head * outer).to(ctx.head_dtype), None, None
+
+
+def _chunks(size: int, length: int) -> Iterator[slice]:
+    for start in range(0, size, length):
+        yield slice(start, min(start + length, size))

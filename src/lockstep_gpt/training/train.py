@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 import traceback
 from dataclasses import dataclass
@@ -23,12 +24,17 @@ from lockstep_gpt.data.prepare import prepare
 from lockstep_gpt.data.shards import load_index
 from lockstep_gpt.data.tokenizer import from_dict
 from lockstep_gpt.machine import LOST_PEERS
-from lockstep_gpt.model.functional import choose_matrix_products
+from lockstep_gpt.model.functional import attention_kernel, choose_matrix_products
 from lockstep_gpt.run_directory import RunDirectory
 from lockstep_gpt.training import tracking
 from lockstep_gpt.training.callbacks.checkpoints import AtomicCheckpointIO, Checkpoints
 from lockstep_gpt.training.callbacks.guards import GracefulStop, Guards, Stopped
-from lockstep_gpt.training.callbacks.metrics import COLUMNS, Metrics, MetricsFile
+from lockstep_gpt.training.callbacks.metrics import (
+    COLUMNS,
+    Metrics,
+    MetricsFile,
+    peak_of,
+)
 from lockstep_gpt.training.checkpoint import (
     adopt_weights,
     fetch_newest,
@@ -42,7 +48,7 @@ from lockstep_gpt.training.checkpoint import (
     size_of,
     step_of,
 )
-from lockstep_gpt.training.module import GPTModule
+from lockstep_gpt.training.module import GPTModule, LeanLoop
 from lockstep_gpt.training.ranks import (
     Ranks,
     backend_of,
@@ -216,6 +222,7 @@ def _assemble(directory: RunDirectory, config: Config, ranks: Ranks, terminal: T
         val_tokens=config.data.val_tokens,
         num_workers=config.data.num_workers,
     )
+    module = GPTModule(config, schedule, from_dict(tokenizer))
     content = {"config": directory.values(), "tokenizer": tokenizer}
     checkpoints = Checkpoints(
         directory.checkpoints,
@@ -229,14 +236,28 @@ def _assemble(directory: RunDirectory, config: Config, ranks: Ranks, terminal: T
         batch=batch,
         schedule=schedule,
         data=data,
-        module=GPTModule(config, schedule, from_dict(tokenizer)),
-        metrics=Metrics(config.log_every, batch.tokens_per_step),
+        module=module,
+        metrics=Metrics(
+            config.log_every,
+            batch.tokens_per_step,
+            module.model.flops_per_token,
+            _peak_tflops(config, batch.world_size),
+        ),
         checkpoints=checkpoints,
         checkpoint_io=AtomicCheckpointIO(config.checkpoint.background, _copies(directory, config)),
         guards=Guards(config.guard, directory, ranks.rank, terminal),
         metrics_file=MetricsFile(directory.metrics, COLUMNS),
         products=products,
     )
+
+
+def _peak_tflops(config: Config, world_size: int) -> float | None:
+    """Return the peak of all devices together; TF32 has half of that of 16 bits."""
+    peak = config.peak_tflops
+    if peak is None and config.trainer["accelerator"] == "cuda":
+        peak = peak_of(torch.cuda.get_device_name())
+        peak = peak and peak * (0.5 if config.precision == "32-true" else 1.0)
+    return peak and peak * world_size
 
 
 def _loggers(directory: RunDirectory, config: Config, parts: Parts) -> list[Logger]:
@@ -263,7 +284,8 @@ def _trainer(config: Config, ranks: Ranks, parts: Parts, loggers: list[Logger]) 
         chosen: list[Callback] = [instantiate(node) for node in config.callbacks.values()]
         strategy = _strategy(config, ranks)
         stop = GracefulStop(parts.checkpoints)
-        callbacks = [parts.metrics, *chosen, parts.guards, stop, parts.checkpoints]
+        ours = [parts.guards, LeanLoop(), stop, parts.checkpoints]
+        callbacks = [parts.metrics, *chosen, *ours]
         arguments = {**config.trainer, "devices": ranks.local_world_size}
         trainer: Trainer = instantiate(
             {**arguments, "num_nodes": ranks.num_nodes},
@@ -303,16 +325,36 @@ def _strategy(config: Config, ranks: Ranks) -> Strategy:
 def _receipt(config: Config, parts: Parts, ranks: Ranks, strategy: Strategy) -> dict[str, str]:
     model = parts.module.model
     group = f" over {backend_of(config)}" if ranks.world_size > 1 else ""
+    kept = ", memory kept between steps" if os.environ.get("MALLOC_MMAP_MAX_") == "0" else ""
     facts = {
         "model": f"{model.num_parameters:,} parameters, vocabulary of {model.vocab_size:,} "
         f"tokens, context of {config.model.block_size}",
         "data": f"{parts.data.folder}, {parts.data.train_windows:,} windows to train on, "
         f"{parts.data.val_windows:,} to validate on",
         "devices": f"{ranks.world_size} x {config.trainer['accelerator']}, "
-        f"{torch.get_num_threads()} threads each, products by {parts.products}",
+        f"{torch.get_num_threads()} threads each{kept}",
+        "kernels": f"products by {parts.products}, attention by {_attention(config)}",
         "strategy": type(strategy).__name__ + group,
     }
     return receipt(config, parts.batch, parts.schedule, facts)
+
+
+def _attention(config: Config) -> str:
+    dtype = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16, "64-true": torch.float64}
+    model, device = config.model, config.trainer["accelerator"]
+    kernel = attention_kernel(
+        model.n_head,
+        model.block_size,
+        model.n_embd // model.n_head,
+        device,
+        dtype.get(config.precision, torch.float32),
+    )
+    if kernel == "math" and device == "cuda":
+        logger.warning(
+            "attention has no fused kernel here, and is slow: set precision=bf16-mixed, or a "
+            "model.n_embd / model.n_head that divides by 8 and is at most 256"
+        )
+    return kernel
 
 
 def _step(checkpoint: str | None) -> int:
@@ -331,6 +373,11 @@ def _summary(
         "val_loss": row.get("val/loss"),
         "val_perplexity": row.get("val/perplexity"),
         "tokens_per_second": parts.metrics.tokens_per_second,
+        "mfu": row.get("throughput/mfu"),
+        "step_seconds_p50": row.get("throughput/step_seconds_p50"),
+        "step_seconds_p95": row.get("throughput/step_seconds_p95"),
+        "data_wait_share": row.get("data/wait_share"),
+        "peak_memory_gb": row.get("system/peak_memory_gb"),
         "world_size": parts.batch.world_size,
         "global_batch_size": parts.batch.global_size,
         "lr": parts.schedule.peak_lr,

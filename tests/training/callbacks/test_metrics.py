@@ -7,7 +7,12 @@ import pytest
 import torch
 from lightning import Callback
 
-from lockstep_gpt.training.callbacks.metrics import Metrics, MetricsFile
+from lockstep_gpt.training.callbacks.metrics import (
+    COLUMNS,
+    Metrics,
+    MetricsFile,
+    peak_of,
+)
 
 FEW = ["trainer/step", "train/loss", "val/loss"]
 
@@ -219,3 +224,39 @@ def test_validation_takes_no_time_of_training(new_run, tmp_path):
     run = new_run(max_steps=3, val_every=1, log_every=1)
     table, _, _ = measured(run, tmp_path / "metrics.csv", SlowValidation())
     assert all(row["throughput/step_seconds"] < 0.3 for row in table.values())
+
+
+def test_typical_and_slow_steps_lie_around_the_mean(rows):
+    logged = [row for row in rows[0].values() if "train/loss" in row]
+    assert len(logged) == 4
+    for row in logged:
+        typical, slow = (row[f"throughput/step_seconds_p{percent}"] for percent in (50, 95))
+        assert 0 < typical <= slow
+        assert typical <= 2 * row["throughput/step_seconds"]
+
+
+def test_utilisation_is_the_model_s_operations_over_the_devices_peak(new_run, tmp_path):
+    run = new_run(max_steps=2, log_every=1)
+    metrics = Metrics(1, 32, flops_per_token=3e6, peak_tflops=2.0)
+    rows = MetricsFile(tmp_path / "metrics.csv", COLUMNS)
+    rows.begin(0)
+    run.fit(metrics, logger=rows)
+    speed = metrics.row["throughput/tokens_per_second"]
+    assert metrics.row["throughput/mfu"] == pytest.approx(speed * 3e6 / 2e12)
+
+
+@pytest.mark.parametrize(
+    ("device", "peak"),
+    [
+        ("NVIDIA H200", 989.5),
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA L40S", 362),
+        ("NVIDIA L4", 121),
+        ("Tesla T4", 65),
+        ("NVIDIA GeForce RTX 5090", 209.5),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", 165.2),
+        ("NVIDIA L400", None),
+    ],
+)
+def test_the_peak_of_a_gpu_is_known_by_its_name(device, peak):
+    assert peak_of(device) == peak

@@ -12,7 +12,10 @@ from lockstep_gpt.training.callbacks.metrics import Metrics
 from lockstep_gpt.training.callbacks.progress import Progress, Sample, _with_unit
 from lockstep_gpt.training.module import GPTModule
 
-LINE = r"step (\d)/7  loss \d\.\d{4}  lr \d\.\d\de[+-]\d\d  [\d.]+[kMG]? tok/s  \d+ s left"
+LINE = (
+    r"step (\d)/7  loss \d\.\d{4}  lr \d\.\d\de[+-]\d\d  "
+    r"[\d.]+[kMG]? tok/s  data \d+%  \d+ s left"
+)
 VALIDATION = r"step (\d)/7  val_loss \d\.\d{4}"
 
 

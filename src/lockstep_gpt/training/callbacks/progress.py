@@ -89,7 +89,10 @@ class Progress(StepCallback):
     def _values(self) -> str:
         row = self._metrics.row
         speed = _with_unit(row["throughput/tokens_per_second"])
-        return f"loss {row['train/loss']:.4f}  lr {row['optim/lr']:.2e}  {speed} tok/s"
+        text = f"loss {row['train/loss']:.4f}  lr {row['optim/lr']:.2e}  {speed} tok/s"
+        if "throughput/mfu" in row:
+            text += f"  mfu {row['throughput/mfu']:.0%}"
+        return f"{text}  data {row['data/wait_share']:.0%}"
 
 
 def _with_unit(value: float) -> str:
