@@ -81,6 +81,11 @@ def as_typed(value: Any) -> str:
     )
 
 
+def is_module(folder: str, name: str) -> bool:
+    """Tell whether the package has this module; what is not chosen may not be there."""
+    return name.isidentifier() and bool(importlib.util.find_spec(f"{__package__}.{folder}.{name}"))
+
+
 _HOLDS = {
     "at least": lambda value, limit: value >= limit,
     "above": lambda value, limit: value > limit,
@@ -124,10 +129,20 @@ class ModelConfig(Checked):
     n_embd: int = setting("width of the residual stream, C", at_least=1)
     dropout: float = setting("share of activations dropped in training", 0.0, at_least=0, below=1)
     bias: bool = setting("biases in linear layers and norms, as GPT-2 has them", True)
+    architecture: str = setting("the module of model/ whose GPT it is", "gpt")
+    n_kv_head: int | None = setting(
+        "heads of keys and values, where the architecture shares them; null: n_head",
+        None,
+        at_least=1,
+    )
 
     def __post_init__(self) -> None:
-        """Check also that the heads share the width evenly."""
+        """Check also that the heads share the width evenly, and that the architecture is there."""
         super().__post_init__()
+        if not is_module("model", self.architecture):
+            self.refuse("architecture", "names no module of model/; gpt is one")
+        if self.n_kv_head is not None and self.n_head % self.n_kv_head:
+            self.refuse("n_kv_head", f"does not divide model.n_head={self.n_head}")
         if self.n_embd % self.n_head:
             fits = self.n_head * max(1, round(self.n_embd / self.n_head))
             self.refuse(
@@ -240,7 +255,7 @@ class OptimConfig(Checked):
     """The optimizer and its learning rate over the run."""
 
     node: ClassVar[str] = "optim"
-    algorithm: str = setting("the optimizer", choices=("adamw",))
+    algorithm: str = setting("adamw, or the module of training/ that builds another")
     lr: float = setting("peak learning rate at batch.reference_size", 1e-3, above=0)
     lr_scaling: str = setting(
         "how the peak follows the global batch", "linear", choices=("linear", "sqrt", "none")
@@ -267,8 +282,10 @@ class OptimConfig(Checked):
     )
 
     def __post_init__(self) -> None:
-        """Check also that the warmup is given once."""
+        """Check also that the warmup is given once, and that the optimizer is there."""
         super().__post_init__()
+        if self.algorithm != "adamw" and not is_module("training", self.algorithm):
+            self.refuse("algorithm", "names no module of training/; adamw needs none")
         if self.warmup_steps is not None and self.warmup_tokens is not None:
             self.refuse("warmup_steps", "and optim.warmup_tokens are both set; set one to null")
 

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lockstep_gpt.config import Config, ModelConfig
-from lockstep_gpt.model.gpt import GPT
+from lockstep_gpt.model.gpt import GPT, build_gpt
 
 AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 # Values that the optimizer keeps for each parameter: AdamW the means of gradients and squares.
@@ -169,7 +169,7 @@ def built(shape: ModelConfig, vocab_size: int, precision: str) -> GPT:
     usual = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64 if precision == "64-true" else usual)
     try:
-        return GPT(shape, vocab_size)
+        return build_gpt(shape, vocab_size)
     finally:
         torch.set_default_dtype(usual)
 

@@ -4,6 +4,7 @@ Letters in shapes: B samples, T tokens of a sample, C width (`n_embd`), V size o
 vocabulary.
 """
 
+import importlib
 import math
 
 import torch
@@ -34,12 +35,17 @@ class GPT(nn.Module):
         self.config = config
         self.vocab_size = vocab_size
         self.padded_vocab_size = math.ceil(vocab_size / VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+        self.dropout = nn.Dropout(config.dropout)
+        self.build()
+        self.initialize()
+
+    def build(self) -> None:
+        """Make the layers."""
+        config = self.config
         self.token_embedding = nn.Embedding(self.padded_vocab_size, config.n_embd)
         self.position_embedding = nn.Embedding(config.block_size, config.n_embd)
-        self.dropout = nn.Dropout(config.dropout)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.final_norm = nn.LayerNorm(config.n_embd, bias=config.bias)
-        self.initialize()
 
     @torch.no_grad()
     def initialize(self) -> None:
@@ -70,25 +76,34 @@ class GPT(nn.Module):
             UserError: T is longer than `block_size`.
         """
         features = self.features(tokens)
-        head = self.token_embedding.weight
         if targets is None:
-            return project_to_vocabulary(features, head, self.vocab_size)
-        return linear_cross_entropy(features, head, self.vocab_size, targets)
+            return project_to_vocabulary(features, self.head, self.vocab_size)
+        return linear_cross_entropy(features, self.head, self.vocab_size, targets)
+
+    @property
+    def head(self) -> Tensor:
+        """Weights that turn features into logits, (V padded, C): here those of the embedding."""
+        return self.token_embedding.weight
 
     def features(self, tokens: Tensor) -> Tensor:
         """Return what the head reads, (B, T, C), for `tokens`, (B, T)."""
-        _, T = tokens.shape
-        if self.config.block_size < T:
-            raise UserError(
-                f"{T} tokens are more than model.block_size={self.config.block_size}; "
-                "shorten the input or train with a larger block_size"
-            )
+        T = self.checked_length(tokens)
         x = self.token_embedding(tokens.long())  # (B, T, C)
         x = self.dropout(x + self.position_embedding.weight[:T])
         for block in self.blocks:
             x = block(x)
         features: Tensor = self.final_norm(x)
         return features
+
+    def checked_length(self, tokens: Tensor) -> int:
+        """Return T; raise a `UserError` if it is longer than `block_size`."""
+        T = tokens.shape[1]
+        if self.config.block_size < T:
+            raise UserError(
+                f"{T} tokens are more than model.block_size={self.config.block_size}; "
+                "shorten the input or train with a larger block_size"
+            )
+        return T
 
     @torch.inference_mode()
     def generate(
@@ -118,7 +133,7 @@ class GPT(nn.Module):
         for _ in range(length):
             # Not through `self(...)`: a compiled model would compile anew for the growing T.
             last = self.features(tokens[:, -self.config.block_size :])[:, -1]  # (B, C)
-            logits = project_to_vocabulary(last, self.token_embedding.weight, self.vocab_size)
+            logits = project_to_vocabulary(last, self.head, self.vocab_size)
             drawn = _draw(logits.float(), temperature, top_k, generator)
             tokens = torch.cat([tokens, drawn], dim=1)
         self.train(was_training)
@@ -141,6 +156,14 @@ class GPT(nn.Module):
         matrices = sum(weight.numel() for weight in self.blocks.parameters() if weight.ndim == 2)
         head = self.vocab_size * shape.n_embd
         return 6 * (matrices + head) + 6 * shape.n_layer * shape.n_embd * shape.block_size
+
+
+def build_gpt(config: ModelConfig, vocab_size: int) -> GPT:
+    """Return the GPT of the module that `model.architecture` names."""
+    model: GPT = importlib.import_module(f"{__package__}.{config.architecture}").GPT(
+        config, vocab_size
+    )
+    return model
 
 
 class Block(nn.Module):

@@ -18,7 +18,7 @@ import torch
 
 from lockstep_gpt.config import OPEN_GROUPS, Config, RunError, UserError, from_container
 from lockstep_gpt.data import tokenizer
-from lockstep_gpt.model.gpt import GPT
+from lockstep_gpt.model.gpt import GPT, build_gpt
 
 logger = logging.getLogger(__name__)
 
@@ -223,7 +223,7 @@ def load_model(path: Path) -> tuple[GPT, Config, tokenizer.Tokenizer]:
     values = {name: each for name, each in content["config"].items() if name not in OPEN_GROUPS}
     config = from_container(values)  # without what a model does not need, and its references
     text = tokenizer.from_dict(content["tokenizer"])
-    model = GPT(config.model, text.vocab_size)
+    model = build_gpt(config.model, text.vocab_size)
     prefix = "model."
     weights = {
         name.removeprefix(prefix): weight
@@ -246,15 +246,18 @@ def realign(checkpoint: dict[str, Any], accumulation: int) -> None:
         progress[part] = dict.fromkeys(progress[part], batches)
 
 
-def apply_settings(checkpoint: dict[str, Any], optimizer: torch.optim.Optimizer, lr: float) -> None:
+def apply_settings(
+    checkpoint: dict[str, Any], optimizer: torch.optim.Optimizer, factor: float
+) -> None:
     """Put this run's settings of the optimizer in the place of the saved ones.
 
     Torch saves them with the state and would restore them, so that a new `optim.lr` of a resumed
-    run would silently do nothing.
+    run would silently do nothing. `factor` is the schedule's at the step to come.
     """
     for state in checkpoint["optimizer_states"]:
         for saved, ours in zip(state["param_groups"], optimizer.param_groups, strict=True):
-            saved.update({name: ours[name] for name in saved if name != "params"}, lr=lr)
+            settings = {name: ours[name] for name in saved if name != "params"}
+            saved.update(settings, lr=factor * ours["initial_lr"])
     for state in checkpoint["lr_schedulers"]:
         state["base_lrs"] = [group["initial_lr"] for group in optimizer.param_groups]
 

@@ -19,7 +19,7 @@ from torchmetrics import Metric
 from lockstep_gpt.config import Config, RunError
 from lockstep_gpt.data.tokenizer import Tokenizer
 from lockstep_gpt.model.functional import IGNORE
-from lockstep_gpt.model.gpt import GPT
+from lockstep_gpt.model.gpt import build_gpt
 from lockstep_gpt.training.checkpoint import apply_settings, realign
 from lockstep_gpt.training.optim import build_optimizer
 from lockstep_gpt.training.schedule import Schedule
@@ -124,7 +124,7 @@ class GPTModule(lightning.LightningModule):
         self.config = config
         self.schedule = schedule
         self.tokenizer = tokenizer
-        self.model = GPT(config.model, tokenizer.vocab_size)
+        self.model = build_gpt(config.model, tokenizer.vocab_size)
         self.token_loss = TokenLoss()
         self.val_loss: float | None = None
         self.grad_norm: Tensor | None = None  # of the last update, before clipping
@@ -201,7 +201,7 @@ class GPTModule(lightning.LightningModule):
         self.skipped.fill_(checkpoint.get("skipped", 0))
         realign(checkpoint, self.trainer.accumulate_grad_batches)
         optimizer = cast(dict[str, Any], self.configure_optimizers())["optimizer"]
-        apply_settings(checkpoint, optimizer, self.schedule.lr(checkpoint["global_step"]))
+        apply_settings(checkpoint, optimizer, self.schedule.factor(checkpoint["global_step"]))
 
     def configure_gradient_clipping(
         self,

@@ -1,5 +1,7 @@
 """The optimizer: which parameters decay, and with which kernel they are updated."""
 
+import importlib
+
 import torch
 from torch import nn
 
@@ -11,9 +13,9 @@ FUSED_DEVICES = {"cpu", "cuda"}  # one kernel for a whole group of parameters
 def build_optimizer(
     model: nn.Module, config: OptimConfig, lr: float, fused: bool = True
 ) -> torch.optim.Optimizer:
-    """Build AdamW (Loshchilov & Hutter 2019) over the trainable parameters of `model`.
+    """Build AdamW (Loshchilov & Hutter 2019), or what the module `optim.algorithm` names builds.
 
-    There are always two groups, in this order: tensors of two and more dimensions (matrices and
+    AdamW has two groups, in this order: trainable tensors of two and more dimensions (matrices and
     embeddings), which decay, and vectors (biases and norms), which do not; within a group the
     model's own order holds. So a saved state fits any later run of the same model.
 
@@ -23,7 +25,10 @@ def build_optimizer(
         lr: the learning rate to start from, after scaling and warmup.
         fused: take the fused kernel where the parameters' device has one.
     """
-    assert config.algorithm == "adamw", config.algorithm
+    if config.algorithm != "adamw":
+        module = importlib.import_module(f"{__package__}.{config.algorithm}")
+        optimizer: torch.optim.Optimizer = module.build_optimizer(model, config, lr)
+        return optimizer
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     matrices = [parameter for parameter in parameters if parameter.ndim >= 2]
     vectors = [parameter for parameter in parameters if parameter.ndim < 2]

@@ -1,0 +1,167 @@
+"""Muon for the matrices of the blocks, AdamW for the rest, as one optimizer.
+
+Muon (Jordan et al. 2024) replaces the update of a matrix by the nearest orthogonal one, so that all
+directions move alike. Matrices of one shape are orthogonalised together: one by one, as torch does
+it, costs twice as much.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.adamw import adamw
+
+from lockstep_gpt.config import OptimConfig
+
+# a, b, c of x -> a x + b x^3 + c x^5, which sends singular values from 0..1 to about 1 in few
+# steps (Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks").
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+ITERATIONS = 5
+MOMENTUM_WARMUP = 300  # steps from the lower momentum to the higher: gradients turn fast at first
+MOMENTA = (0.85, 0.95)
+HEAD_LR = 0.2  # AdamW's learning rate of the head, as a share of optim.lr; the embedding's is whole
+
+
+class Muon(torch.optim.Optimizer):
+    """Muon over the groups with `muon=True`, AdamW over the others.
+
+    Args:
+        groups: each with `params`, `lr`, `muon` and `weight_decay`.
+        betas: of AdamW.
+        eps: of AdamW.
+    """
+
+    # Set to a tensor that is 1 where the gradients are not finite: the weights then stay.
+    found_inf: Tensor | None = None
+
+    def __init__(
+        self, groups: list[dict[str, Any]], betas: tuple[float, float], eps: float
+    ) -> None:
+        super().__init__(groups, {"betas": betas, "eps": eps})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """Update all weights once."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            parameters = [each for each in group["params"] if each.grad is not None]
+            if not parameters:
+                continue
+            if group["muon"]:
+                self._orthogonal(parameters, group)
+            else:
+                self._adamw(parameters, group)
+        return loss
+
+    def _orthogonal(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
+        shapes: defaultdict[tuple[int, ...], list[Tensor]] = defaultdict(list)
+        for parameter in parameters:
+            shapes[tuple(sorted(parameter.shape))].append(parameter)
+        for alike in shapes.values():
+            self._orthogonal_alike(alike, group)
+
+    def _orthogonal_alike(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
+        """Update matrices of one shape, or its transpose."""
+        states = [self._state(each, ("momentum",)) for each in parameters]
+        steps = int(states[0]["step"])
+        share = min(1.0, steps / MOMENTUM_WARMUP)
+        momentum = MOMENTA[0] + share * (MOMENTA[1] - MOMENTA[0])
+        wide = [each.shape[0] <= each.shape[1] for each in parameters]
+        grads = [each.grad for each in parameters if each.grad is not None]
+        keep = self._is_finite(grads[0])
+        ahead = []
+        for state, grad, lies in zip(states, grads, wide, strict=True):
+            moved = state["momentum"].lerp(grad, 1 - momentum)
+            state["momentum"].copy_(torch.where(keep, moved, state["momentum"]))
+            state["step"] += 1
+            update = grad.lerp(moved, momentum)  # Nesterov's
+            ahead.append(update if lies else update.T)
+        updates = orthogonalised(torch.stack(ahead))
+        for parameter, update, lies in zip(parameters, updates, wide, strict=True):
+            turned = update if lies else update.T
+            rows, columns = parameter.shape
+            size = group["lr"] * max(1.0, rows / columns) ** 0.5
+            decayed = parameter * (1 - group["lr"] * group["weight_decay"])
+            parameter.copy_(torch.where(keep, decayed - size * turned, parameter))
+
+    def _adamw(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
+        states = [self._state(each, ("exp_avg", "exp_avg_sq")) for each in parameters]
+        adamw(
+            parameters,
+            [each.grad for each in parameters if each.grad is not None],
+            [state["exp_avg"] for state in states],
+            [state["exp_avg_sq"] for state in states],
+            [],
+            [state["step"] for state in states],
+            fused=True,
+            found_inf=self.found_inf,
+            amsgrad=False,
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )
+
+    def _state(self, parameter: Tensor, names: Iterable[str]) -> dict[str, Tensor]:
+        state: dict[str, Tensor] = self.state[parameter]
+        if not state:
+            # The fused kernel of AdamW wants its count where the weights are.
+            device = parameter.device if "exp_avg" in names else torch.device("cpu")
+            state["step"] = torch.zeros((), device=device)
+            state.update({name: torch.zeros_like(parameter) for name in names})
+        return state
+
+    def _is_finite(self, like: Tensor) -> Tensor:
+        if self.found_inf is None:
+            return torch.ones((), dtype=torch.bool, device=like.device)
+        return self.found_inf == 0
+
+
+def orthogonalised(matrices: Tensor) -> Tensor:
+    """Return about the nearest orthogonal matrix of each of (N, rows, columns), rows <= columns.
+
+    By Newton and Schulz's iteration; its products may be rounded, since the singular values end
+    between 0.7 and 1.2 anyway.
+    """
+    a, b, c = COEFFICIENTS
+    x = matrices.to(_product_type(matrices.device))
+    x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)
+    for _ in range(ITERATIONS):
+        gram = x @ x.mT
+        x = a * x + torch.baddbmm(b * gram, gram, gram, alpha=c) @ x
+    result: Tensor = x.to(matrices.dtype)
+    return result
+
+
+def _product_type(device: torch.device) -> torch.dtype:
+    """Return the narrowest type whose products are fast."""
+    slow = device.type == "cpu" and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return torch.float32 if slow else torch.bfloat16
+
+
+def build_optimizer(model: nn.Module, config: OptimConfig, lr: float) -> Muon:
+    """Give matrices within `model.blocks` to Muon, all others to AdamW.
+
+    There are always three groups, in this order: matrices of blocks, which decay; the head; the
+    rest. So a saved state fits any later run of the same model.
+    """
+    named = [each for each in model.named_parameters() if each[1].requires_grad]
+    matrices = [weight for name, weight in named if name.startswith("blocks.") and weight.ndim == 2]
+    head = [weight for name, weight in named if name == "output.weight"]
+    known = {id(each) for each in (*matrices, *head)}
+    rest = [weight for _, weight in named if id(weight) not in known]
+    groups = [
+        {"params": matrices, "lr": lr, "muon": True, "weight_decay": config.weight_decay},
+        {"params": head, "lr": HEAD_LR * lr, "muon": False, "weight_decay": 0.0},
+        {"params": rest, "lr": lr, "muon": False, "weight_decay": 0.0},
+    ]
+    return Muon(groups, betas=(config.beta1, config.beta2), eps=config.eps)

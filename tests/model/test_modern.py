@@ -1,0 +1,93 @@
+import pytest
+import torch
+
+from lockstep_gpt.config import ModelConfig, UserError
+from lockstep_gpt.model.functional import causal_attention
+from lockstep_gpt.model.gpt import build_gpt
+from lockstep_gpt.model.modern import norm, rotate, rotations
+
+SHAPE = {"block_size": 16, "n_layer": 2, "n_head": 4, "n_embd": 32, "bias": False}
+VOCAB = 70
+
+
+def modern(**changes):
+    torch.manual_seed(0)
+    model = build_gpt(ModelConfig(**{**SHAPE, "architecture": "modern", **changes}), VOCAB)
+    with torch.no_grad():
+        for parameter in model.parameters():  # what begins at zero would hide what it does
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return model
+
+
+def test_a_new_model_predicts_every_token_alike():
+    model = build_gpt(ModelConfig(**SHAPE, architecture="modern"), VOCAB)
+    tokens = torch.randint(VOCAB, (2, 16))
+    logits = model(tokens)
+    assert logits.shape == (2, 16, VOCAB)
+    assert not logits.any()
+
+
+def test_no_token_sees_a_later_one():
+    model = modern()
+    tokens = torch.randint(VOCAB, (2, 16))
+    changed = tokens.clone()
+    changed[:, 9:] = (changed[:, 9:] + 1) % VOCAB
+    before, after = model(tokens), model(changed)
+    torch.testing.assert_close(before[:, :9], after[:, :9])
+    assert (before[:, 9:] - after[:, 9:]).abs().amax(-1).min() > 1e-4
+
+
+def test_rotated_products_depend_on_the_distance_alone():
+    cos, sin = rotations(12, 8)
+    q, k = (torch.randn(8).expand(1, 12, 1, 8) for _ in range(2))
+    products = (rotate(q, cos, sin) * rotate(k, cos, sin).roll(-3, dims=1)).sum(-1)[0, :9, 0]
+    torch.testing.assert_close(products, products[:1].expand(9), rtol=1e-4, atol=1e-5)
+
+
+def test_a_rotation_keeps_lengths():
+    x = torch.randn(2, 12, 3, 8)
+    turned = rotate(x, *rotations(12, 8))
+    torch.testing.assert_close(turned.norm(dim=-1), x.norm(dim=-1))
+    torch.testing.assert_close(turned[:, 0], x[:, 0])  # the first place is not turned
+
+
+def test_a_norm_leaves_mean_0_and_variance_1():
+    x = norm(3 + 5 * torch.randn(4, 32))
+    torch.testing.assert_close(x.mean(-1), torch.zeros(4), atol=1e-6, rtol=0)
+    torch.testing.assert_close(x.var(-1, correction=0), torch.ones(4), atol=1e-4, rtol=0)
+
+
+def test_heads_that_share_keys_see_what_repeated_ones_would():
+    attention = modern(n_kv_head=2).blocks[0].attention
+    x = torch.randn(2, 16, 32)
+    cos, sin = rotations(16, 8)
+    q = rotate(norm(attention.query(x).view(2, 16, 4, 8)), cos, sin).transpose(1, 2)
+    k = rotate(norm(attention.key(x).view(2, 16, 2, 8)), cos, sin).transpose(1, 2)
+    v = attention.value(x).view(2, 16, 2, 8).transpose(1, 2)
+    scale = 0.25 * 8**0.5
+    heads = [causal_attention(scale * q[:, h], k[:, h // 2], v[:, h // 2], 0.0) for h in range(4)]
+    expected = attention.projection(torch.cat(heads, dim=-1))
+    torch.testing.assert_close(attention(x, cos, sin), expected)
+
+
+def test_generation_goes_beyond_the_context():
+    assert modern().generate(torch.tensor([[1, 2]]), 20, temperature=0).shape == (1, 22)
+
+
+def test_parameters_are_counted_without_padding():
+    per_block, vocabulary = 4 * 32 * 32 + 2 * 4 * 32 * 32, 2 * VOCAB * 32
+    assert modern().num_parameters == 2 * per_block + vocabulary + 32
+
+
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        ({"bias": True}, r"model\.bias=true: .* has no biases"),
+        ({"n_embd": 20}, r"gives heads of 5.* so that it is even"),
+        ({"n_kv_head": 3}, r"model\.n_kv_head=3 does not divide model\.n_head=4"),
+        ({"architecture": "none_such"}, r"model\.architecture=none_such names no module of model/"),
+    ],
+)
+def test_what_there_is_not_is_refused(change, line):
+    with pytest.raises(UserError, match=line):
+        modern(**change)

@@ -1,0 +1,114 @@
+import copy
+
+import pytest
+import torch
+
+from lockstep_gpt.config import ModelConfig, OptimConfig
+from lockstep_gpt.model.gpt import build_gpt
+from lockstep_gpt.training import muon
+from lockstep_gpt.training.muon import Muon, build_optimizer, orthogonalised
+
+SHAPE = {"block_size": 8, "n_layer": 2, "n_head": 2, "n_embd": 16, "bias": False}
+
+
+@pytest.fixture(autouse=True)
+def exact(monkeypatch):
+    monkeypatch.setattr(muon, "_product_type", lambda _: torch.float32)
+
+
+def model():
+    torch.manual_seed(0)
+    return build_gpt(ModelConfig(**SHAPE, architecture="modern"), 70)
+
+
+def optimizer_of(gpt, **settings):
+    return build_optimizer(gpt, OptimConfig(algorithm="muon", **settings), lr=0.02)
+
+
+def step(gpt, optimizer, seed=1):
+    torch.manual_seed(seed)
+    tokens = torch.randint(70, (4, 8))
+    optimizer.zero_grad()
+    gpt(tokens, tokens).backward()
+    optimizer.step()
+
+
+def test_singular_values_end_near_1():
+    matrices = torch.randn(5, 16, 40)
+    values = torch.linalg.svdvals(orthogonalised(matrices))
+    assert values.min() > 0.65
+    assert values.max() < 1.25
+
+
+def test_the_directions_are_those_of_the_nearest_orthogonal_matrix():
+    matrix = torch.randn(1, 12, 12)
+    u, _, v = torch.linalg.svd(matrix)
+    nearest = u @ v
+    cosine = (orthogonalised(matrix) * nearest).sum() / orthogonalised(matrix).norm()
+    assert cosine / nearest.norm() > 0.97
+
+
+def test_matrices_updated_together_move_as_each_alone():
+    torch.manual_seed(0)
+    weights = [torch.randn(6, 10), torch.randn(10, 6), torch.randn(6, 10), torch.randn(6, 6)]
+    together = [torch.nn.Parameter(each.clone()) for each in weights]
+    alone = [torch.nn.Parameter(each.clone()) for each in weights]
+    settings = {"lr": 0.1, "muon": True, "weight_decay": 0.1}
+    groups = [[{"params": together, **settings}], *([{"params": [p], **settings}] for p in alone)]
+    optimizers = [Muon(each, (0.9, 0.95), 1e-8) for each in groups]
+    for _ in range(3):
+        for ours, other in zip(together, alone, strict=True):
+            ours.grad = torch.randn_like(ours)
+            other.grad = ours.grad.clone()
+        for optimizer in optimizers:
+            optimizer.step()
+    for ours, other in zip(together, alone, strict=True):
+        torch.testing.assert_close(ours, other)
+
+
+def test_matrices_of_blocks_go_to_muon_and_all_else_to_adamw():
+    gpt = model()
+    groups = optimizer_of(gpt).param_groups
+    assert [len(group["params"]) for group in groups] == [12, 1, 2]
+    assert [group["lr"] for group in groups] == pytest.approx([0.02, 0.004, 0.02])
+    assert sum(len(group["params"]) for group in groups) == len([*gpt.parameters()])
+
+
+def test_a_loss_falls():
+    gpt = model()
+    optimizer = optimizer_of(gpt)
+    for _ in range(30):
+        step(gpt, optimizer)
+    torch.manual_seed(1)
+    tokens = torch.randint(70, (4, 8))
+    assert gpt(tokens, tokens).item() < 2.5  # ln 70 is 4.2
+
+
+def test_an_update_that_is_not_finite_changes_nothing():
+    gpt = model()
+    optimizer = optimizer_of(gpt)
+    step(gpt, optimizer)
+    before = copy.deepcopy(gpt.state_dict())
+    states = copy.deepcopy(optimizer.state_dict()["state"])
+    for parameter in gpt.parameters():
+        parameter.grad.fill_(float("nan"))
+    optimizer.found_inf = torch.ones(())
+    optimizer.step()
+    assert all(torch.equal(value, before[name]) for name, value in gpt.state_dict().items())
+    moments = [name for state in states.values() for name in state if name != "step"]
+    assert moments
+    for number, state in optimizer.state_dict()["state"].items():
+        for name in set(state) - {"step"}:
+            assert torch.equal(state[name], states[number][name])
+
+
+def test_a_saved_state_goes_on_to_the_bit():
+    gpt = model()
+    optimizer = optimizer_of(gpt)
+    step(gpt, optimizer)
+    other = copy.deepcopy(gpt)
+    again = optimizer_of(other)
+    again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for each, its in ((gpt, optimizer), (other, again)):
+        step(each, its, seed=2)
+    assert all(torch.equal(a, b) for a, b in zip(gpt.parameters(), other.parameters(), strict=True))
