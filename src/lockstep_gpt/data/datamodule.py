@@ -7,38 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import lightning
-import numpy as np
-import numpy.typing as npt
 import torch
-from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from lockstep_gpt.data.order import Order, Positions, validation_rows
-from lockstep_gpt.data.shards import check_block_size, load_index, open_split
-from lockstep_gpt.model.functional import IGNORE
-
-Batch = tuple[Tensor, Tensor]
-
-
-def open_windows(folder: Path, split: str, block_size: int) -> npt.NDArray[Any]:
-    """Return a view of the whole windows, shape (windows, T + 1), mapped and not in memory.
-
-    Window i is tokens[i T : i T + T + 1]; the tail shorter than a window is dropped.
-    """
-    tokens = np.asarray(open_split(folder, split))
-    return np.lib.stride_tricks.sliding_window_view(tokens, block_size + 1)[::block_size]
-
-
-def gather(windows: npt.NDArray[Any], rows: Positions) -> Batch:
-    """Copy the windows `rows` (B,) into `(tokens, targets)`, each (B, T) and int64.
-
-    A row of -1 is padding: its tokens are 0, its targets `IGNORE`.
-    """
-    picked = windows[rows]  # (B, T + 1)
-    tokens, targets = picked[:, :-1].astype(np.int64), picked[:, 1:].astype(np.int64)
-    tokens[rows < 0] = 0
-    targets[rows < 0] = IGNORE
-    return torch.from_numpy(tokens), torch.from_numpy(targets)
+from lockstep_gpt.data.shards import Batch, check_block_size, gather, load_index, open_windows
 
 
 class TrainingStream(IterableDataset[Batch]):

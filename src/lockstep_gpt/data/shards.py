@@ -1,4 +1,4 @@
-"""Token files and their index: `train.bin`, `val.bin` and `index.json` in one folder.
+"""Token files, their index and their windows: `train.bin`, `val.bin`, `index.json` in one folder.
 
 A token file holds little-endian unsigned integers of the smallest type that fits the vocabulary
 (one byte up to 256 tokens, two up to 65,536) and nothing else, so it is memory-mapped as it lies.
@@ -11,12 +11,19 @@ import json
 import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 from lockstep_gpt.config import UserError
+from lockstep_gpt.data.order import Positions
 from lockstep_gpt.data.tokenizer import Tokens, token_dtype
+
+if TYPE_CHECKING:  # the parent of a run reads an index, and never imports torch
+    from torch import Tensor
+
+Batch: TypeAlias = "tuple[Tensor, Tensor]"
 
 FORMAT = 1  # a new number for every change that an older reader would misread
 INDEX = "index.json"
@@ -154,6 +161,31 @@ def open_split(folder: Path, split: str) -> np.memmap[Any, Any]:
     index = load_index(folder)
     check_sizes(folder, index)
     return np.memmap(folder / index.splits[split].file, dtype=index.dtype, mode="r")
+
+
+def open_windows(folder: Path, split: str, block_size: int) -> npt.NDArray[Any]:
+    """Return a view of the whole windows, shape (windows, T + 1), mapped and not in memory.
+
+    Window i is tokens[i T : i T + T + 1]; the tail shorter than a window is dropped.
+    """
+    tokens = np.asarray(open_split(folder, split))
+    return np.lib.stride_tricks.sliding_window_view(tokens, block_size + 1)[::block_size]
+
+
+def gather(windows: npt.NDArray[Any], rows: Positions) -> Batch:
+    """Copy the windows `rows` (B,) into `(tokens, targets)`, each (B, T) and int64.
+
+    A row of -1 is padding: its tokens are 0, its targets `IGNORE`.
+    """
+    import torch
+
+    from lockstep_gpt.model.functional import IGNORE
+
+    picked = windows[rows]  # (B, T + 1)
+    tokens, targets = picked[:, :-1].astype(np.int64), picked[:, 1:].astype(np.int64)
+    tokens[rows < 0] = 0
+    targets[rows < 0] = IGNORE
+    return torch.from_numpy(tokens), torch.from_numpy(targets)
 
 
 def check_block_size(index: Index, block_size: int) -> None:
