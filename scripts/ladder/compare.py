@@ -1,6 +1,6 @@
 """Run every rung on 1 and 2 ranks, and hold the losses of all steps against the first rung's.
 
-python scripts/ladder/compare.py [--ranks 1,2] [--precisions 64-true,32-true] [--chart FILE] [settings]
+python scripts/ladder/compare.py [flags] [settings]
 
 Ends with status 1 if one is further away than rounding explains.
 """
@@ -27,7 +27,7 @@ from pathlib import Path
 from experiment import SETTINGS, load, main
 from matplotlib.figure import Figure
 
-from lockstep_gpt.config import PROGRAM
+from lockstep_gpt.config import PROGRAM, UserError
 
 HERE = Path(__file__).parent
 BARS = {"64-true": 1e-10, "32-true": 1e-5}  # largest difference of a loss that rounding explains
@@ -136,11 +136,10 @@ def table(precision: str, runs: list[Run]) -> str:
 def _row(each: Run, reference: Run) -> str:
     script = HERE / f"{each.rung.split()[0]}.py"
     lines = code_lines(script) if script.exists() else 0
-    difference = f"{max(each.differences(reference)):.1e}" if each is not reference else "reference"
-    return (
-        f"{each.rung:20} {each.ranks:5}  {lines:5}  {each.milliseconds:7.1f} {each.megabytes:5.0f}  "
-        f"{each.losses[-1]:9.6f}  {float(each.rows[-1]['val/loss']):8.6f}  {difference:>18}"
-    )
+    largest = f"{max(each.differences(reference)):.1e}" if each is not reference else "reference"
+    cost = f"{lines:5}  {each.milliseconds:7.1f} {each.megabytes:5.0f}"
+    losses = f"{each.losses[-1]:9.6f}  {float(each.rows[-1]['val/loss']):8.6f}"
+    return f"{each.rung:20} {each.ranks:5}  {cost}  {losses}  {largest:>18}"
 
 
 def remarks(runs: list[Run]) -> str:
@@ -158,60 +157,77 @@ def remarks(runs: list[Run]) -> str:
 
 
 def draw(results: dict[str, list[Run]], path: Path) -> None:
-    """Write a PNG with the loss of each step, and its distance from the first rung's."""
+    """Write a PNG with the loss of each step, and its distance from the first rung's.
+
+    Later runs are drawn thinner, so that those below them stay visible.
+    """
     figure = Figure(figsize=(12, 4.5), layout="constrained")
     left, right = figure.subplots(1, 2)
     for precision, runs in results.items():
-        width = 9.0
-        for each in runs:
+        for number, each in enumerate(runs):
+            thickness, color = 1 + 1.3 * (len(runs) - number), f"C{number}"
             steps = range(1, len(each.losses) + 1)
-            label = f"{each.rung}, {each.ranks}"
-            if precision == next(iter(results)):
-                left.plot(steps, each.losses, lw=width, label=label)
-                width = max(0.8, width - 1.2)
-            if each is not runs[0] and any(each.differences(runs[0])):
-                gaps = [gap or float("nan") for gap in each.differences(runs[0])]
-                right.semilogy(steps, gaps, ".", ms=4, label=f"{label}, {precision}")
-        if precision in BARS:
-            right.axhline(BARS[precision], color="grey", ls="--", lw=1)
-            right.text(1, BARS[precision] * 1.3, f"bar for {precision}", fontsize=8, color="grey")
+            if runs is results[next(iter(results))]:
+                label = f"{each.rung}, {each.ranks} rank{'s' if each.ranks > 1 else ''}"
+                left.plot(steps, each.losses, lw=thickness, color=color, label=label)
+            gaps = [gap or float("nan") for gap in each.differences(runs[0])]
+            right.semilogy(steps, gaps, "o", ms=thickness, mfc="none", color=color)
+        right.axhline(BARS[precision], color="grey", ls="--", lw=1)
+        right.text(1, BARS[precision] * 1.3, f"bar for {precision}", fontsize=8, color="grey")
     left.set(xlabel="step", ylabel="loss", title="every rung and number of ranks: one curve")
-    right.set(xlabel="step", title="distance from single_device (no dot: equal to the bit)")
+    right.set(xlabel="step", title="distance from single_device (no circle: equal to the bit)")
     left.legend(fontsize=8)
-    right.legend(fontsize=7)
-    figure.savefig(path, dpi=120)
+    try:
+        figure.savefig(path, format="png", dpi=120)
+    except OSError as error:
+        raise UserError(f"--chart {path} cannot be written ({error.strerror})") from None
 
 
 def compare() -> None:
     """Run, print the tables, draw the chart, and judge."""
     flags = argparse.ArgumentParser(description=__doc__)
-    flags.add_argument("--ranks", default="1,2", help="numbers of ranks; the first must be 1")
+    flags.add_argument("--ranks", default="1,2", help="numbers of ranks, 1 among them")
     flags.add_argument("--precisions", default=",".join(BARS))
     flags.add_argument("--at-once", type=int, default=1, help="so many runs; spoils their times")
     flags.add_argument("--chart", type=Path, default=Path("ladder.png"))
     options, words = flags.parse_known_args()
+    precisions, worlds = _precisions(options.precisions), _worlds(options.ranks)
     load(words, 1)  # prepares the data before anyone measures, and refuses wrong words
-    results: dict[str, list[Run]] = {}
     with (
-        tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder,
+        tempfile.TemporaryDirectory() as folder,
         ThreadPoolExecutor(options.at_once) as pool,
     ):
         jobs = {
             precision: [
                 pool.submit(run, name, ranks, start, [*words, f"precision={precision}"], place)
-                for ranks in map(int, options.ranks.split(","))
+                for ranks in worlds
                 for name, start in rungs(ranks)
                 for place in [Path(folder, precision, f"{name}{ranks}".replace(" ", ""))]
             ]
-            for precision in options.precisions.split(",")
+            for precision in precisions
         }
+        results = {}
         for precision, started in jobs.items():
             results[precision] = [job.result() for job in started]
             print(table(precision, results[precision]), end="\n\n", flush=True)
-        print(remarks(results[precision]))
+        print(remarks(results[precisions[0]]))
         draw(results, options.chart)
         print(f"chart: {options.chart}")
         sys.exit(judge(results))
+
+
+def _precisions(text: str) -> list[str]:
+    names = text.split(",")
+    if unknown := sorted(set(names) - set(BARS)):
+        raise UserError(f"--precisions {unknown[0]} is not one of {', '.join(BARS)}")
+    return names
+
+
+def _worlds(text: str) -> list[int]:
+    numbers = sorted({int(number) for number in text.split(",") if number.isdecimal()})
+    if not text.replace(",", "").isdecimal() or numbers[0] != 1:
+        raise UserError(f"--ranks {text} must be whole numbers, 1 among them: 1,2")
+    return numbers
 
 
 def judge(results: dict[str, list[Run]]) -> int:
@@ -220,7 +236,7 @@ def judge(results: dict[str, list[Run]]) -> int:
         f"{each.rung} on {each.ranks} ranks, {precision}: {largest:.1e} is above {BARS[precision]}"
         for precision, runs in results.items()
         for each in runs
-        if (largest := max(each.differences(runs[0]))) > BARS.get(precision, 0.0)
+        if (largest := max(each.differences(runs[0]))) > BARS[precision]
     ]
     print("\n".join(far) or "equal: " + ", ".join(f"{name} to {BARS[name]}" for name in results))
     return 1 if far else 0

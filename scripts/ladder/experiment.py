@@ -25,9 +25,20 @@ from lockstep_gpt import compose
 from lockstep_gpt.config import Config, UserError
 from lockstep_gpt.data.order import permute, validation_rows
 from lockstep_gpt.data.prepare import prepare
-from lockstep_gpt.data.shards import Batch, Index, gather, load_index, open_windows
+from lockstep_gpt.data.shards import (
+    Batch,
+    Index,
+    gather,
+    load_index,
+    open_windows,
+)
 from lockstep_gpt.model.functional import choose_matrix_products
-from lockstep_gpt.training.schedule import BatchPlan, Schedule, plan_batch, plan_schedule
+from lockstep_gpt.training.schedule import (
+    BatchPlan,
+    Schedule,
+    plan_batch,
+    plan_schedule,
+)
 
 # Words that make the command's runs like the rungs': each step logged, one validation at the end.
 # 21 windows to validate on fill no whole number of batches of 8: an average has to weigh them.
@@ -102,7 +113,7 @@ class Windows(Dataset[Batch]):
         return gather(self.windows, self.rows[numbers])
 
     def batches(self, size: int, rank: int = 0, world_size: int = 1) -> Iterator[Batch]:
-        """Yield batches of `size` of every `world_size`-th window from `rank` on; the last is short."""
+        """Yield batches of every `world_size`-th window from `rank` on; the last may be short."""
         own = list(range(len(self)))[rank::world_size]
         for first in range(0, len(own), size):
             yield self.__getitems__(own[first : first + size])
@@ -218,9 +229,7 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     """Return the flags of every rung; the words that it does not know are settings."""
     flags = argparse.ArgumentParser(description=description, epilog="other words are settings")
     flags.add_argument("--metrics", type=Path, help="write the loss of each step to this CSV file")
-    flags.add_argument(
-        "--checkpoint", type=Path, help="go on from it if it is there; save at the end"
-    )
+    flags.add_argument("--checkpoint", type=Path, help="go on from it, if there; save at the end")
     flags.add_argument("--until", type=int, help="end after this step, as if interrupted")
     return flags
 

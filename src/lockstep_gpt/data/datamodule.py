@@ -11,7 +11,13 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from lockstep_gpt.data.order import Order, Positions, validation_rows
-from lockstep_gpt.data.shards import Batch, check_block_size, gather, load_index, open_windows
+from lockstep_gpt.data.shards import (
+    Batch,
+    check_block_size,
+    gather,
+    load_index,
+    open_windows,
+)
 
 
 class TrainingStream(IterableDataset[Batch]):
