@@ -75,7 +75,6 @@ def rungs(ranks: int) -> Iterator[tuple[str, list[str]]]:
     launcher = ["-m", "torch.distributed.run", f"--nproc_per_node={ranks}"]
     yield "ddp_by_hand", [*launcher, f"--master_port={free_port()}", script["ddp_by_hand"]]
     if ranks > 1:
-        yield "ddp_by_hand --spawn", [script["ddp_by_hand"], f"--spawn={ranks}"]
         plain = ["--num_machines=1", "--mixed_precision=no", "--dynamo_backend=no"]
         place = [f"--num_processes={ranks}", f"--main_process_port={free_port()}", *plain]
         yield "ddp_accelerate", ["-m", "accelerate.commands.launch", "--multi_gpu", *place, own]
@@ -134,7 +133,7 @@ def table(precision: str, runs: list[Run]) -> str:
 
 
 def _row(each: Run, reference: Run) -> str:
-    script = HERE / f"{each.rung.split()[0]}.py"
+    script = HERE / f"{each.rung}.py"
     lines = code_lines(script) if script.exists() else 0
     largest = f"{max(each.differences(reference)):.1e}" if each is not reference else "reference"
     cost = f"{lines:5}  {each.milliseconds:7.1f} {each.megabytes:5.0f}"
@@ -202,7 +201,7 @@ def compare() -> None:
                 pool.submit(run, name, ranks, start, [*words, f"precision={precision}"], place)
                 for ranks in worlds
                 for name, start in rungs(ranks)
-                for place in [Path(folder, precision, f"{name}{ranks}".replace(" ", ""))]
+                for place in [Path(folder, precision, f"{name}{ranks}")]
             ]
             for precision in precisions
         }
