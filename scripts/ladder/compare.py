@@ -177,6 +177,7 @@ def draw(results: dict[str, list[Run]], path: Path) -> None:
     right.set(xlabel="step", title="distance from single_device (no circle: equal to the bit)")
     left.legend(fontsize=8)
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, format="png", dpi=120)
     except OSError as error:
         raise UserError(f"--chart {path} cannot be written ({error.strerror})") from None
@@ -188,7 +189,7 @@ def compare() -> None:
     flags.add_argument("--ranks", default="1,2", help="numbers of ranks, 1 among them")
     flags.add_argument("--precisions", default=",".join(BARS))
     flags.add_argument("--at-once", type=int, default=1, help="so many runs; spoils their times")
-    flags.add_argument("--chart", type=Path, default=Path("ladder.png"))
+    flags.add_argument("--chart", type=Path, default=Path("runs/ladder.png"))
     options, words = flags.parse_known_args()
     precisions, worlds = _precisions(options.precisions), _worlds(options.ranks)
     load(words, 1)  # prepares the data before anyone measures, and refuses wrong words
