@@ -4,38 +4,35 @@ import re
 
 import pytest
 
-
-@pytest.fixture(scope="module")
-def compared(python, ladder, words, tmp_path_factory):
-    """What `compare.py` prints of all rungs on 1 and 2 ranks, and its chart."""
-    chart = tmp_path_factory.mktemp("compared") / "ladder.png"
-    words = ["--at-once=3", f"--chart={chart}", *words]
-    return python(ladder / "compare.py", *words).stdout, chart
+LINE = "python scripts/ladder/compare.py trainer=cpu"
 
 
-def test_all_rungs_have_one_curve_on_one_and_two_ranks(compared):
-    rows = re.findall(r"^(\S.*?\S) +([12])  +\d+ .* (\S+)$", compared[0], flags=re.MULTILINE)
+def test_all_rungs_have_one_curve_on_one_and_two_ranks(shown):
+    out = shown(LINE)
+    rows = re.findall(r"^(\S.*?\S) +([12])  +\d+ .* (\S+)$", out, flags=re.MULTILINE)
     runs = [(name, int(ranks)) for name, ranks, _ in rows]
-    single, by_hand, own = ("single_device", 1), "ddp_by_hand", "lockstep-gpt"
-    one = [single, (by_hand, 1), ("ddp_accelerate", 1), (own, 1)]
-    two = [(by_hand, 2), ("ddp_accelerate", 2), (own, 2)]
-    assert runs == [*one, *two] * 2
+    names = ["ddp_by_hand", "ddp_accelerate", "lockstep-gpt"]
+    one = [("single_device", 1), *((name, 1) for name in names)]
+    assert runs == [*one, *((name, 2) for name in names)] * 2
     differences = [0.0 if cell == "reference" else float(cell) for *_, cell in rows]
     assert max(differences[:7]) <= 1e-10
     assert max(differences[7:]) <= 1e-5
-    assert compared[0].endswith("equal: 64-true to 1e-10, 32-true to 1e-05\n")
+    assert out.endswith("equal: 64-true to 1e-10, 32-true to 1e-05\n")
 
 
-def test_validation_weighs_samples_and_says_what_batches_would_weigh(compared):
-    validations = re.findall(r"^\S.* [12] .* (\d\.\d{6})  +\S+$", compared[0], flags=re.MULTILINE)
+def test_validation_weighs_samples_and_says_what_batches_would_weigh(shown):
+    out = shown(LINE)
+    validations = re.findall(r"^\S.* [12]  +\d.* (\d\.\d{6})  +\S+$", out, flags=re.MULTILINE)
+    assert len(validations) == 14
     assert len({f"{float(each):.5f}" for each in validations}) == 1
-    means = re.search(r"is (\d\.\d+) and (\d\.\d+) on 1 and 2 ranks", compared[0])
+    means = re.search(r"is (\d\.\d+) and (\d\.\d+) on 1 and 2 ranks", out)
     assert means
     assert len({validations[0], means[1], means[2]}) == 3
 
 
-def test_the_chart_is_a_picture(compared):
-    assert compared[1].read_bytes().startswith(b"\x89PNG")
+def test_the_chart_is_a_picture(shown, shared):
+    shown(LINE)
+    assert (shared / "ladder/runs/ladder.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize("rung", ["single_device", "ddp_by_hand", "ddp_accelerate"])
@@ -56,3 +53,10 @@ def test_a_loss_beyond_its_bar_is_named(tmp_path, capsys):
     assert judge({"32-true": runs}) == 1
     assert capsys.readouterr().out == "two on 2 ranks, 32-true: 2.0e-05 is above 1e-05\n"
     assert judge({"32-true": runs[:1]}) == 0
+
+
+@pytest.mark.parametrize("flag", ["--ranks=2", "--ranks=1,x", "--precisions=16-true"])
+def test_a_wrong_flag_is_one_line(flag, python, ladder):
+    error = python(ladder / "compare.py", flag, status=2).stderr
+    assert error.startswith(f"compare.py: {flag.replace('=', ' ')} ")
+    assert error.count("\n") == 1

@@ -51,17 +51,6 @@ def test_accelerate_goes_on_where_it_saved_its_state(python, ladder, words, stra
     assert found == pytest.approx(straight, abs=1e-10)
 
 
-def test_ranks_meet_at_an_address_that_each_is_told(python, ladder, words, tmp_path):
-    metrics = tmp_path / "metrics.csv"
-    start = "import os, runpy, sys; os.environ.update(RANK='0', LOCAL_RANK='0', WORLD_SIZE='1');"
-    start += " sys.path.insert(0, os.path.dirname(sys.argv[1])); sys.argv = sys.argv[1:];"
-    start += " runpy.run_path(sys.argv[0], run_name='__main__')"
-    words = [*SHORT, *words, f"--metrics={metrics}"]
-    meeting = "--init-method=tcp://127.0.0.1:0"
-    python("-c", start, ladder / "ddp_by_hand.py", meeting, *words)
-    assert len(losses(metrics)) == 6
-
-
 def test_a_wrong_setting_is_one_line(python, ladder):
     done = python(ladder / "single_device.py", "optim.lrr=1", status=2)
     assert done.stderr == ("single_device.py: unknown setting optim.lrr; did you mean optim.lr?\n")
