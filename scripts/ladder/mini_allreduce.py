@@ -81,33 +81,39 @@ def meet(
         Links of the star by peer (all of them on rank 0, only that to rank 0 elsewhere); links of
         the ring, to the rank after this one and from the rank before it.
     """
-    own = socket.create_server((LOOPBACK, 0))
-    own.settimeout(timeout)
-    own_port = own.getsockname()[1]
-    star = {}
-    if rank == 0:
-        ports = {0: own_port}
-        with socket.create_server((LOOPBACK, port)) as server:
-            while len(ports) < world_size:
-                link, peer, peer_port = _accept(
-                    server, set(range(world_size)) - set(ports), timeout
-                )
-                star[peer], ports[peer] = link, peer_port
-        book = struct.pack(f"<{world_size}I", *(ports[each] for each in range(world_size)))
-        for link in star.values():
-            link.send(book)
-    else:
-        star[0] = Link(_connect(port, 0, timeout), peer=0)
-        star[0].send(HELLO.pack(rank, own_port))
-        book = star[0].receive(4 * world_size)
-    after, before = (rank + 1) % world_size, (rank - 1) % world_size
-    forward = _connect(struct.unpack(f"<{world_size}I", book)[after], after, timeout)
-    backward, _ = own.accept()
+    with socket.create_server((LOOPBACK, 0)) as own:
+        own.settimeout(timeout)
+        own_port = own.getsockname()[1]
+        if rank == 0:
+            star, ports = _gather_ports(own_port, world_size, port, timeout)
+        else:
+            star = {0: Link(_connect(port, 0, timeout), peer=0)}
+            star[0].send(HELLO.pack(rank, own_port))
+            ports = list(struct.unpack(f"<{world_size}I", star[0].receive(4 * world_size)))
+        after, before = (rank + 1) % world_size, (rank - 1) % world_size
+        forward = _connect(ports[after], after, timeout)
+        backward, _ = own.accept()
     backward.settimeout(timeout)
     return star, [Link(forward, after), Link(backward, before)]
 
 
-def _accept(server: socket.socket, missing: set[int], timeout: float) -> tuple[Link, int, int]:
+def _gather_ports(
+    own_port: int, world_size: int, port: int, timeout: float
+) -> tuple[dict[int, Link], list[int]]:
+    """Be the rank that all others know: collect where each can be reached, and tell everyone."""
+    star: dict[int, Link] = {}
+    ports = [own_port] * world_size
+    with socket.create_server((LOOPBACK, port)) as server:
+        while len(star) < world_size - 1:
+            missing = set(range(1, world_size)) - set(star)
+            link, peer_port = _accept(server, missing, timeout)
+            star[link.peer], ports[link.peer] = link, peer_port
+    for link in star.values():
+        link.send(struct.pack(f"<{world_size}I", *ports))
+    return star, ports
+
+
+def _accept(server: socket.socket, missing: set[int], timeout: float) -> tuple[Link, int]:
     server.settimeout(timeout)
     try:
         connection, _ = server.accept()
@@ -117,7 +123,7 @@ def _accept(server: socket.socket, missing: set[int], timeout: float) -> tuple[L
     connection.settimeout(timeout)
     link = Link(connection, peer=-1)
     link.peer, peer_port = HELLO.unpack(link.receive(HELLO.size))
-    return link, link.peer, peer_port
+    return link, peer_port
 
 
 def _connect(port: int, peer: int, timeout: float) -> socket.socket:

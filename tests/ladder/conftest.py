@@ -65,7 +65,7 @@ def shown(
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not screen.exists():
                 process = start(line, folder)
-                out, err = process.communicate(timeout=300)
+                out, err = process.communicate(timeout=540)
                 assert process.returncode == 0, f"{line}\n{out}\n{err}"
                 screen.write_text(out)
         return screen.read_text()
@@ -83,7 +83,7 @@ def python() -> Callable[..., subprocess.CompletedProcess[str]]:
             env=environment(),
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=240,
         )
         assert done.returncode == status, f"{words}\n{done.stdout}\n{done.stderr}"
         return done

@@ -83,9 +83,9 @@ def test_a_ring_sums_vectors_that_do_not_divide_and_such_as_fill_buffers(ranks, 
     found = [None] * ranks
 
     def be(rank):
-        _, ring = meet(rank, ranks, port, timeout=10)
+        star, ring = meet(rank, ranks, port, timeout=30)
         found[rank] = around_ring(np.arange(size) * (rank + 1.0), rank, ranks, ring)
-        for each in ring:
+        for each in (*star.values(), *ring):
             each.connection.close()
 
     threads = [threading.Thread(target=be, args=[rank]) for rank in range(ranks)]

@@ -12,13 +12,10 @@ def numbers(shown):
     """Return the numbers in symptom and cure of one pitfall."""
 
     def find(name):
-        found = re.search(
-            rf"^{name}: .+\n  symptom  (.+)\n  cure     (.+)$", shown(LINE), re.MULTILINE
-        )
+        pattern = rf"^{name}: .+\n  symptom  (.+)\n  cure     (.+)$"
+        found = re.search(pattern, shown(LINE), re.MULTILINE)
         assert found, shown(LINE)
-        return [
-            [float(each) for each in re.findall(r"\d+(?:\.\d+)?", part)] for part in found.groups()
-        ]
+        return [list(map(float, re.findall(r"\d+(?:\.\d+)?", part))) for part in found.groups()]
 
     return find
 

@@ -36,10 +36,8 @@ def test_a_command_shows_what_stands_below_it(line, shown):
 def test_a_launcher_s_command_is_one_that_the_comparison_runs(line, ladder):
     from compare import PROGRAM, rungs
 
-    words = shlex.split(line)
-    words = [
-        word for word in words if word not in ("torchrun", "accelerate", PROGRAM, "trainer=cpu")
-    ]
+    names = ("torchrun", "accelerate", "launch", PROGRAM, "trainer=cpu")
+    words = [word for word in shlex.split(line) if word not in names]
     rung = next((Path(word).stem for word in words if word.endswith(".py")), PROGRAM)
     started = " ".join(dict(rungs(2))[rung]).replace(str(ladder), "scripts/ladder")
     assert set(words) <= set(started.replace("--num_processes=", "--num_processes ").split())

@@ -2,6 +2,8 @@
 
 import re
 
+import pytest
+
 LINE = "python scripts/ladder/two_stages.py --steps 3 trainer=cpu"
 
 
@@ -14,9 +16,14 @@ def test_both_ways_have_the_losses_of_one_process(shown):
     assert len({row[0] for row in rows}) == 3
 
 
-def test_micro_batches_that_do_not_divide_are_refused_in_one_line(python, ladder, words):
-    done = python(ladder / "two_stages.py", "--micro-batches=3", *words, status=2)
-    assert done.stderr == (
+@pytest.mark.usefixtures("modules")
+def test_micro_batches_that_do_not_divide_are_refused_in_one_line(words, monkeypatch, capsys):
+    import two_stages
+
+    monkeypatch.setattr("sys.argv", ["two_stages.py", "--micro-batches=3", *words])
+    with pytest.raises(SystemExit, match="2"):
+        two_stages.main(two_stages.two_stages)
+    assert capsys.readouterr().err == (
         "two_stages.py: --micro-batches 3 must divide the batch of 8 samples, "
         "and --steps 5 be at least 1\n"
     )
