@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 EXTRAS = {
     "sweep": ("configs/hydra/", "src/hydra_plugins/", "tests/hydra_plugins/"),
     "cluster": ("src/lockstep_gpt/cluster/", "tests/cluster/"),
+    "ladder": ("scripts/ladder/", "tests/ladder/"),
 }
 LICENSES = ("MIT", "Apache-2.0", "BSD-3-Clause", "none")
 LONGEST = 24  # characters of package and slug: longer ones break the lines of the code
@@ -29,7 +30,7 @@ MODULES = re.compile(
     "yaml"
 )
 COMMANDS = re.compile(
-    "activate|dmypy|f2py|fabric|hf|isympy|mako-render|markdown-it|mypyc|normalizer|numpy-config|"
+    "accelerate-[a-z-]+|activate|dmypy|f2py|fabric|hf|isympy|mako-render|markdown-it|mypyc|normalizer|numpy-config|"
     "pip3?|pygmentize|pygrun|python3?|stubgen|stubtest|tiny-agents|torchfrtrace|torchrun|uv|wb"
 )
 SOFT_KEYWORDS = {*keyword.softkwlist, "type"}  # the latter since Python 3.12
