@@ -30,7 +30,8 @@ MODULES = re.compile(
     "yaml"
 )
 COMMANDS = re.compile(
-    "accelerate-[a-z-]+|activate|dmypy|f2py|fabric|hf|isympy|mako-render|markdown-it|mypyc|normalizer|numpy-config|"
+    "accelerate-[a-z-]+|"
+    "activate|dmypy|f2py|fabric|hf|isympy|mako-render|markdown-it|mypyc|normalizer|numpy-config|"
     "pip3?|pygmentize|pygrun|python3?|stubgen|stubtest|tiny-agents|torchfrtrace|torchrun|uv|wb"
 )
 SOFT_KEYWORDS = {*keyword.softkwlist, "type"}  # the latter since Python 3.12

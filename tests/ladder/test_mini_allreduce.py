@@ -40,7 +40,7 @@ def test_all_ways_end_with_the_sum_on_every_rank(shown):
 
 
 def test_links_carry_what_the_formulas_say(shown):
-    lines = re.findall(r"(\d[\d,]*)   .+ = ([\d,]+)$", shown(LINE), flags=re.MULTILINE)
+    lines = re.findall(r" (\d[\d,]*)   \S.* = ([\d,]+)$", shown(LINE), flags=re.MULTILINE)
     assert len(lines) == 8
     assert all(carried == formula for carried, formula in lines)
 
