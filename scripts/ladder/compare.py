@@ -80,7 +80,8 @@ def rungs(ranks: int) -> Iterator[tuple[str, list[str]]]:
         yield "ddp_accelerate", ["-m", "accelerate.commands.launch", "--multi_gpu", *place, own]
     else:
         yield "ddp_accelerate", [own]
-    yield PROGRAM, ["-m", "lockstep_gpt", "train", *SETTINGS, f"trainer.devices={ranks}"]
+    command = ["-m", "lockstep_gpt", "train", *SETTINGS]
+    yield PROGRAM, [*command, f"trainer.devices={ranks}"]
 
 
 def free_port() -> int:
