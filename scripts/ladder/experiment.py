@@ -1,7 +1,8 @@
 """What all rungs share: the settings, the prepared data in its order, and the record of a run.
 
-Model, optimizer, schedule and data are those of `lockstep_gpt`, and so are the words that choose
-them: what follows `lockstep-gpt train` on a command line follows each rung's name just as well.
+Model, optimizer, schedule and data are those of `lockstep_gpt`, and so are the words
+that choose them: what follows `lockstep-gpt train` on a command line follows each
+rung's name just as well.
 """
 
 from __future__ import annotations
