@@ -25,6 +25,7 @@ EXTRAS = {
         "src/lockstep_gpt/sources/",
         "tests/sources/",
     ),
+    "ladder": ("scripts/ladder/", "tests/ladder/"),
 }
 LICENSES = ("MIT", "Apache-2.0", "BSD-3-Clause", "none")
 LONGEST = 24  # characters of package and slug: longer ones break the lines of the code
@@ -36,6 +37,7 @@ MODULES = re.compile(
     "yaml"
 )
 COMMANDS = re.compile(
+    "accelerate-[a-z-]+|"
     "activate|dmypy|f2py|fabric|hf|isympy|mako-render|markdown-it|mypyc|normalizer|numpy-config|"
     "pip3?|pygmentize|pygrun|python3?|stubgen|stubtest|tiny-agents|torchfrtrace|torchrun|uv|wb"
 )

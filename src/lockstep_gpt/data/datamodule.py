@@ -10,50 +10,19 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import lightning
-import numpy as np
-import numpy.typing as npt
 import torch
-from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from lockstep_gpt.data.order import Order, Positions, validation_rows
-from lockstep_gpt.data.shards import check_block_size, load_index, open_split
-from lockstep_gpt.model.functional import IGNORE
-
-Stored = tuple[Tensor, int]  # windows (B, T + 1) as narrow as on the disk, and how many are real
-Batch = tuple[Tensor, Tensor]  # tokens and targets, each (B, T) and int64
-
-
-def open_windows(folder: Path, split: str, block_size: int) -> npt.NDArray[Any]:
-    """Return a view of the whole windows, shape (windows, T + 1), mapped and not in memory.
-
-    Window i is tokens[i T : i T + T + 1]; the tail shorter than a window is dropped.
-    """
-    tokens = np.asarray(open_split(folder, split))
-    return np.lib.stride_tricks.sliding_window_view(tokens, block_size + 1)[::block_size]
-
-
-def gather(windows: npt.NDArray[Any], rows: Positions, pinned: bool = False) -> Stored:
-    """Copy the windows `rows` (B,) at once; those of -1, which come last, are padding.
-
-    Args:
-        windows: all of a split, shape (windows, T + 1).
-        rows: which of them.
-        pinned: into memory that a GPU copies from while the host goes on. torch keeps such memory
-            until the copy is done, and then uses it again.
-    """
-    picked = torch.from_numpy(windows[rows])
-    return picked.pin_memory() if pinned else picked, int((rows >= 0).sum())
-
-
-def widen(stored: Stored) -> Batch:
-    """Return tokens and targets on the device that the windows are on; padding counts nowhere."""
-    windows, real = stored
-    tokens, targets = windows[:, :-1].long(), windows[:, 1:].long()  # contiguous copies
-    if real < len(windows):
-        tokens[real:] = 0
-        targets[real:] = IGNORE
-    return tokens, targets
+from lockstep_gpt.data.shards import (
+    Batch,
+    Stored,
+    check_block_size,
+    gather,
+    load_index,
+    open_windows,
+    widen,
+)
 
 
 class TokenStream(IterableDataset[Stored]):

@@ -16,13 +16,22 @@ import mmap
 import os
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from lockstep_gpt.config import UserError
+from lockstep_gpt.data.order import Positions
 from lockstep_gpt.data.tokenizer import Tokens
+
+if TYPE_CHECKING:  # the parent of a run reads an index, and never imports torch
+    from torch import Tensor
+
+# Windows (B, T + 1) as narrow as on the disk, and how many are real; tokens and targets, each
+# (B, T) and int64.
+Stored: TypeAlias = "tuple[Tensor, int]"
+Batch: TypeAlias = "tuple[Tensor, Tensor]"
 
 FORMAT = 2  # a new number for every change that an older reader would misread
 INDEX = "index.json"
@@ -246,6 +255,42 @@ def _joined(files: list[Path]) -> npt.NDArray[np.uint8]:
                 raise _unusable(path, f"cannot be mapped ({os.strerror(ctypes.get_errno())})")
         address += size
     return place
+
+
+def open_windows(folder: Path, split: str, block_size: int) -> npt.NDArray[Any]:
+    """Return a view of the whole windows, shape (windows, T + 1), mapped and not in memory.
+
+    Window i is tokens[i T : i T + T + 1]; the tail shorter than a window is dropped.
+    """
+    tokens = np.asarray(open_split(folder, split))
+    return np.lib.stride_tricks.sliding_window_view(tokens, block_size + 1)[::block_size]
+
+
+def gather(windows: npt.NDArray[Any], rows: Positions, pinned: bool = False) -> Stored:
+    """Copy the windows `rows` (B,) at once; those of -1, which come last, are padding.
+
+    Args:
+        windows: all of a split, shape (windows, T + 1).
+        rows: which of them.
+        pinned: into memory that a GPU copies from while the host goes on. torch keeps such memory
+            until the copy is done, and then uses it again.
+    """
+    import torch
+
+    picked = torch.from_numpy(windows[rows])
+    return picked.pin_memory() if pinned else picked, int((rows >= 0).sum())
+
+
+def widen(stored: Stored) -> Batch:
+    """Return tokens and targets on the device that the windows are on; padding counts nowhere."""
+    from lockstep_gpt.model.functional import IGNORE
+
+    windows, real = stored
+    tokens, targets = windows[:, :-1].long(), windows[:, 1:].long()  # contiguous copies
+    if real < len(windows):
+        tokens[real:] = 0
+        targets[real:] = IGNORE
+    return tokens, targets
 
 
 def check_block_size(index: Index, block_size: int) -> None:

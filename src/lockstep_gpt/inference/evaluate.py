@@ -10,10 +10,15 @@ from pathlib import Path
 import torch
 
 from lockstep_gpt.config import PROGRAM, Config, UserError
-from lockstep_gpt.data.datamodule import gather, open_windows, widen
 from lockstep_gpt.data.order import validation_rows
 from lockstep_gpt.data.prepare import prepare
-from lockstep_gpt.data.shards import check_block_size, load_index
+from lockstep_gpt.data.shards import (
+    check_block_size,
+    gather,
+    load_index,
+    open_windows,
+    widen,
+)
 from lockstep_gpt.model.gpt import GPT
 from lockstep_gpt.training.checkpoint import find_checkpoint, load_model
 from lockstep_gpt.training.module import TokenLoss

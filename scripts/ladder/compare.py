@@ -1,0 +1,247 @@
+"""Run every rung on 1 and 2 ranks, and hold the losses of all steps against the first rung's.
+
+python scripts/ladder/compare.py [flags] [settings]
+
+Ends with status 1 if one is further away than rounding explains.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import csv
+import io
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import tokenize
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from experiment import SETTINGS, load, main
+from matplotlib.figure import Figure
+
+from lockstep_gpt.config import PROGRAM, UserError
+
+HERE = Path(__file__).parent
+BARS = {"64-true": 1e-10, "32-true": 1e-5}  # largest difference of a loss that rounding explains
+WARMUP = 5  # steps whose time does not count
+LAYOUT = (tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.COMMENT)
+
+
+@dataclass(frozen=True)
+class Run:
+    """One finished run of a rung."""
+
+    rung: str
+    ranks: int
+    metrics: Path
+    megabytes: float  # of the largest of its processes, at its peak
+
+    @cached_property
+    def rows(self) -> list[dict[str, str]]:
+        """One per step."""
+        with self.metrics.open(encoding="utf-8") as file:
+            return list(csv.DictReader(file))
+
+    @property
+    def losses(self) -> list[float]:
+        """The loss of each step."""
+        return [float(row["train/loss"]) for row in self.rows]
+
+    @property
+    def milliseconds(self) -> float:
+        """Median time of a step."""
+        times = [float(row["throughput/step_seconds"]) for row in self.rows[WARMUP:]]
+        return 1e3 * statistics.median(times)
+
+    def differences(self, other: Run) -> list[float]:
+        """Return how far the losses are from those of `other`, step by step."""
+        return [abs(a - b) for a, b in zip(self.losses, other.losses, strict=True)]
+
+
+def rungs(ranks: int) -> Iterator[tuple[str, list[str]]]:
+    """Yield each rung that runs on so many `ranks`, and how its command begins."""
+    script = {name: str(HERE / f"{name}.py") for name in ("single_device", "ddp_by_hand")}
+    own = str(HERE / "ddp_accelerate.py")
+    if ranks == 1:
+        yield "single_device", [script["single_device"]]
+    launcher = ["-m", "torch.distributed.run", f"--nproc_per_node={ranks}"]
+    yield "ddp_by_hand", [*launcher, f"--master_port={free_port()}", script["ddp_by_hand"]]
+    if ranks > 1:
+        plain = ["--num_machines=1", "--mixed_precision=no", "--dynamo_backend=no"]
+        place = [f"--num_processes={ranks}", f"--main_process_port={free_port()}", *plain]
+        yield "ddp_accelerate", ["-m", "accelerate.commands.launch", "--multi_gpu", *place, own]
+    else:
+        yield "ddp_accelerate", [own]
+    command = ["-m", "lockstep_gpt", "train", *SETTINGS]
+    yield PROGRAM, [*command, f"trainer.devices={ranks}"]
+
+
+def free_port() -> int:
+    """Return a port that no one listens on: two launchers at once would share their default."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return int(free.getsockname()[1])
+
+
+def run(rung: str, ranks: int, command: list[str], words: Sequence[str], folder: Path) -> Run:
+    """Run one rung to its end and return what it left in `folder`."""
+    folder.mkdir(parents=True)
+    metrics = folder / "metrics.csv"
+    out = [f"run_dir={folder}/run"] if rung == PROGRAM else [f"--metrics={metrics}"]
+    threads = str(max(1, len(os.sched_getaffinity(0)) // ranks))
+    with (folder / "screen").open("w+") as screen:
+        process = subprocess.Popen(
+            [sys.executable, *command, *out, *words],
+            env={"OMP_NUM_THREADS": threads, **os.environ},
+            stdout=screen,
+            stderr=subprocess.STDOUT,
+        )
+        _, status, usage = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+        if process.returncode:
+            screen.seek(0)
+            sys.exit(f"{rung} on {ranks} ranks ended with {process.returncode}:\n{screen.read()}")
+    if rung == PROGRAM:
+        metrics = folder / "run" / "metrics.csv"
+    return Run(rung, ranks, metrics, usage.ru_maxrss / 1024)
+
+
+def code_lines(path: Path) -> int:
+    """Count the lines of code: without comments, docstrings and empty lines."""
+    source = path.read_text(encoding="utf-8")
+    strings = {
+        line
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)
+    }
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    spans = [(each.start[0], each.end[0]) for each in tokens if each.type not in LAYOUT]
+    return len({line for a, b in spans[:-1] for line in range(a, b + 1)} - strings)
+
+
+def table(precision: str, runs: list[Run]) -> str:
+    """Return one table; the first run is the reference."""
+    head = f"{'rung':20} ranks  lines  ms/step    MB  last loss  val loss  largest difference"
+    return "\n".join([f"precision={precision}", head, *(_row(each, runs[0]) for each in runs)])
+
+
+def _row(each: Run, reference: Run) -> str:
+    script = HERE / f"{each.rung}.py"
+    lines = code_lines(script) if script.exists() else 0
+    largest = f"{max(each.differences(reference)):.1e}" if each is not reference else "reference"
+    cost = f"{lines:5}  {each.milliseconds:7.1f} {each.megabytes:5.0f}"
+    losses = f"{each.losses[-1]:9.6f}  {float(each.rows[-1]['val/loss']):8.6f}"
+    return f"{each.rung:20} {each.ranks:5}  {cost}  {losses}  {largest:>18}"
+
+
+def remarks(runs: list[Run]) -> str:
+    """Say what looks different and is not, and what is."""
+    by_hand = [each for each in runs if each.rung == "ddp_by_hand"]
+    means = [f"{float(each.rows[-1]['val/mean_of_means']):.6f}" for each in by_hand]
+    numbers = " and ".join(str(each.ranks) for each in by_hand)
+    return (
+        f"lines: of the rung's own script; {PROGRAM} is a command. MB: the largest process.\n"
+        "Losses differ by rounding alone: other batch shapes are added up in another order.\n"
+        "val loss is the mean over samples. The mean of the batches' means, which one gets by\n"
+        f"averaging what each batch or rank reports, is {' and '.join(means)} on {numbers} ranks:\n"
+        "the last batches are smaller, and weigh as much as the others."
+    )
+
+
+def draw(results: dict[str, list[Run]], path: Path) -> None:
+    """Write a PNG with the loss of each step, and its distance from the first rung's.
+
+    Later runs are drawn thinner, so that those below them stay visible.
+    """
+    figure = Figure(figsize=(12, 4.5), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    for precision, runs in results.items():
+        for number, each in enumerate(runs):
+            thickness, color = 1 + 1.3 * (len(runs) - number), f"C{number}"
+            steps = range(1, len(each.losses) + 1)
+            if runs is results[next(iter(results))]:
+                label = f"{each.rung}, {each.ranks} rank{'s' if each.ranks > 1 else ''}"
+                left.plot(steps, each.losses, lw=thickness, color=color, label=label)
+            gaps = [gap or float("nan") for gap in each.differences(runs[0])]
+            right.semilogy(steps, gaps, "o", ms=thickness, mfc="none", color=color)
+        right.axhline(BARS[precision], color="grey", ls="--", lw=1)
+        right.text(1, BARS[precision] * 1.3, f"bar for {precision}", fontsize=8, color="grey")
+    left.set(xlabel="step", ylabel="loss", title="every rung and number of ranks: one curve")
+    right.set(xlabel="step", title="distance from single_device (no circle: equal to the bit)")
+    left.legend(fontsize=8)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, format="png", dpi=120)
+    except OSError as error:
+        raise UserError(f"--chart {path} cannot be written ({error.strerror})") from None
+
+
+def compare() -> None:
+    """Run, print the tables, draw the chart, and judge."""
+    flags = argparse.ArgumentParser(description=__doc__)
+    flags.add_argument("--ranks", default="1,2", help="numbers of ranks, 1 among them")
+    flags.add_argument("--precisions", default=",".join(BARS))
+    flags.add_argument("--at-once", type=int, default=1, help="so many runs; spoils their times")
+    flags.add_argument("--chart", type=Path, default=Path("runs/ladder.png"))
+    options, words = flags.parse_known_args()
+    precisions, worlds = _precisions(options.precisions), _worlds(options.ranks)
+    load(words, 1)  # prepares the data before anyone measures, and refuses wrong words
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        ThreadPoolExecutor(options.at_once) as pool,
+    ):
+        jobs = {
+            precision: [
+                pool.submit(run, name, ranks, start, [*words, f"precision={precision}"], place)
+                for ranks in worlds
+                for name, start in rungs(ranks)
+                for place in [Path(folder, precision, f"{name}{ranks}")]
+            ]
+            for precision in precisions
+        }
+        results = {}
+        for precision, started in jobs.items():
+            results[precision] = [job.result() for job in started]
+            print(table(precision, results[precision]), end="\n\n", flush=True)
+        print(remarks(results[precisions[0]]))
+        draw(results, options.chart)
+        print(f"chart: {options.chart}")
+        sys.exit(judge(results))
+
+
+def _precisions(text: str) -> list[str]:
+    names = text.split(",")
+    if unknown := sorted(set(names) - set(BARS)):
+        raise UserError(f"--precisions {unknown[0]} is not one of {', '.join(BARS)}")
+    return names
+
+
+def _worlds(text: str) -> list[int]:
+    numbers = sorted({int(number) for number in text.split(",") if number.isdecimal()})
+    if not text.replace(",", "").isdecimal() or numbers[0] != 1:
+        raise UserError(f"--ranks {text} must be whole numbers, 1 among them: 1,2")
+    return numbers
+
+
+def judge(results: dict[str, list[Run]]) -> int:
+    """Return 1 if a loss is further from the first rung's than its bar, and say which."""
+    far = [
+        f"{each.rung} on {each.ranks} ranks, {precision}: {largest:.1e} is above {BARS[precision]}"
+        for precision, runs in results.items()
+        for each in runs
+        if (largest := max(each.differences(runs[0]))) > BARS[precision]
+    ]
+    print("\n".join(far) or "equal: " + ", ".join(f"{name} to {BARS[name]}" for name in results))
+    return 1 if far else 0
+
+
+if __name__ == "__main__":
+    main(compare)

@@ -1,0 +1,238 @@
+"""What all rungs share: the settings, the prepared data in its order, and the record of a run.
+
+Model, optimizer, schedule and data are those of `lockstep_gpt`, and so are the words
+that choose them: what follows `lockstep-gpt train` on a command line follows each
+rung's name just as well.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+import torch
+from omegaconf import DictConfig
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from lockstep_gpt import compose
+from lockstep_gpt.config import Config, UserError
+from lockstep_gpt.data.order import EpochSampler, validation_rows
+from lockstep_gpt.data.prepare import prepare
+from lockstep_gpt.data.shards import (
+    Batch,
+    Index,
+    gather,
+    load_index,
+    open_windows,
+    widen,
+)
+from lockstep_gpt.model.functional import choose_matrix_products
+from lockstep_gpt.training.schedule import (
+    BatchPlan,
+    Schedule,
+    plan_batch,
+    plan_schedule,
+)
+
+# Words that make the command's runs like the rungs': each step logged, one validation at the end.
+# 21 windows to validate on fill no whole number of batches of 8: an average has to weigh them.
+SETTINGS = (
+    "experiment=smoke",
+    "max_steps=50",
+    "val_every=50",
+    "data.val_tokens=672",
+    "log_every=1",
+    "checkpoint.every=null",
+    "logger=none",
+)
+COLUMNS = (  # as in metrics.csv, save the last
+    "trainer/step",
+    "train/loss",
+    "throughput/step_seconds",
+    "val/loss",
+    "val/mean_of_means",
+)
+DTYPES = {"32-true": torch.float32, "64-true": torch.float64, "bf16-mixed": torch.float32}
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """One run as `words` of the command line describe it, on `world_size` ranks."""
+
+    config: Config
+    batch: BatchPlan
+    schedule: Schedule
+    folder: Path  # of the prepared data
+    device_type: str  # cpu or cuda
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of the weights."""
+        return DTYPES[self.config.precision]
+
+    @property
+    def mixed(self) -> bool:
+        """Whether forward and loss run in bfloat16 over float32 weights."""
+        return self.config.precision == "bf16-mixed"
+
+    @cached_property
+    def index(self) -> Index:
+        """What the prepared folder holds."""
+        return load_index(self.folder)
+
+    def training_set(self) -> Windows:
+        """Return every window of the training split."""
+        size = self.index.windows("train", self.config.model.block_size)
+        return Windows(self, "train", np.arange(size))
+
+    def sampler(self, size: int, rank: int = 0, world_size: int = 1) -> EpochSampler:
+        """Return one rank's share of an epoch of `size` windows, in the order of the command's run.
+
+        It differs in one thing: the command's batches go on across the end of an epoch, these
+        drop the tail.
+        """
+        return EpochSampler(size, self.config.seed, rank, world_size, self.batch.micro_size)
+
+    def validation_set(self) -> Windows:
+        """Return the windows that the command validates on, spread evenly over the split."""
+        T, limit = self.config.model.block_size, self.config.data.val_tokens
+        size = self.index.windows("val", T)
+        count = size if limit is None else min(size, max(1, limit // T))
+        return Windows(self, "val", validation_rows(size, count, 1, 0, 1).flatten())
+
+
+class Windows(Dataset[Batch]):
+    """The windows `rows` of a split; whole batches are gathered at once."""
+
+    def __init__(self, experiment: Experiment, split: str, rows: np.ndarray) -> None:
+        self.windows = open_windows(experiment.folder, split, experiment.config.model.block_size)
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitems__(self, numbers: list[int]) -> Batch:
+        return widen(gather(self.windows, self.rows[numbers]))
+
+    def batches(self, size: int, rank: int = 0, world_size: int = 1) -> Iterator[Batch]:
+        """Yield batches of every `world_size`-th window from `rank` on; the last may be short."""
+        own = list(range(len(self)))[rank::world_size]
+        for first in range(0, len(own), size):
+            yield self.__getitems__(own[first : first + size])
+
+
+def as_it_is(batch: Batch) -> Batch:
+    """Stand in for `DataLoader`'s collation: batches are gathered whole."""
+    return batch
+
+
+def micro_batches(loader: DataLoader[Batch], sampler: EpochSampler, done: int) -> Iterator[Batch]:
+    """Yield micro-batches without end, after the first `done` of the run; each epoch reshuffles."""
+    epoch, skip = divmod(done, len(loader))
+    while True:
+        sampler.set_epoch(epoch)
+        for number, batch in enumerate(loader):
+            if number >= skip:
+                yield batch
+        epoch, skip = epoch + 1, 0
+
+
+class Record:
+    """Losses and seconds of each step: a line on the screen now and then, all in a CSV file."""
+
+    def __init__(self, experiment: Experiment, path: Path | None) -> None:
+        self.total, self.path = experiment.schedule.total_steps, path
+        self.rows: list[dict[str, float]] = []
+        self.clock = time.perf_counter()
+
+    def add(self, step: int, loss: float) -> None:
+        """Note the loss of `step` and the time since the last one."""
+        now = time.perf_counter()
+        self.rows.append(dict(zip(COLUMNS, (step, loss, now - self.clock), strict=False)))
+        self.clock = now
+        if step % 10 == 0 or step == self.total:
+            print(f"step {step}/{self.total}  loss {loss:.4f}", flush=True)
+
+    def close(self, val_loss: float, mean_of_means: float | None = None) -> None:
+        """Note the validation's loss and write the file."""
+        wrong = f" (the mean of the batches' means is {mean_of_means:.4f})" if mean_of_means else ""
+        print(f"val_loss {val_loss:.4f}{wrong}", flush=True)
+        if self.path:
+            last = {"val/loss": val_loss, "val/mean_of_means": mean_of_means}
+            with self.path.open("w", newline="", encoding="utf-8") as file:
+                writer = csv.DictWriter(file, COLUMNS)
+                writer.writeheader()
+                writer.writerows([*self.rows[:-1], {**self.rows[-1], **last}])
+
+
+def load(words: Sequence[str], world_size: int) -> Experiment:
+    """Compose `words` as the command does, prepare the data and choose the device.
+
+    Raises:
+        UserError: a word is wrong, or asks for what the rungs do not have.
+    """
+    config = _composed([*SETTINGS, *words])
+    if config.precision not in DTYPES:
+        raise UserError(f"precision={config.precision} is not one of {', '.join(DTYPES)}")
+    asked = config.trainer["accelerator"]
+    device_type = "cuda" if asked != "cpu" and torch.cuda.is_available() else "cpu"
+    if device_type == "cpu" and asked in ("gpu", "cuda"):
+        raise UserError("trainer=gpu and torch finds no CUDA device; set trainer=cpu")
+    choose_matrix_products(device_type)
+    batch = plan_batch(config.batch, config.model.block_size, world_size, 1)
+    return Experiment(
+        config, batch, plan_schedule(config, batch), prepare(config.data), device_type
+    )
+
+
+def _composed(words: list[str]) -> Config:
+    found: list[Config | UserError] = []
+
+    def job(composed: DictConfig) -> None:
+        try:
+            found.append(compose.checked(composed)[1])
+        except UserError as error:  # Hydra would print a line of its own
+            found.append(error)
+
+    compose.run(words, job)
+    if isinstance(found[0], UserError):
+        raise found[0]
+    return found[0]
+
+
+def parser(description: str | None) -> argparse.ArgumentParser:
+    """Return the flags of every rung; the words that it does not know are settings."""
+    flags = argparse.ArgumentParser(description=description, epilog="other words are settings")
+    flags.add_argument("--metrics", type=Path, help="write the loss of each step to this CSV file")
+    flags.add_argument("--checkpoint", type=Path, help="go on from it, if there; save at the end")
+    flags.add_argument("--until", type=int, help="end after this step, as if interrupted")
+    return flags
+
+
+def main(rung: Callable[[], None]) -> None:
+    """Run a rung; a mistake of the user is one line."""
+    try:
+        rung()
+    except UserError as error:
+        print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+def totals(losses: Sequence[tuple[Tensor, int]]) -> Tensor:
+    """Add up `(mean loss, samples)` of batches: what all ranks then add up, float64, shape (4).
+
+    These are the sum over samples and their count, whose quotient is the mean; and the sum of the
+    batches' means and their count, whose quotient is another number where batches are not alike.
+    """
+    means = torch.stack([loss.double() for loss, _ in losses])
+    counts = means.new_tensor([count for _, count in losses])
+    ones = torch.ones_like(means)
+    return torch.stack([means @ counts, counts.sum(), means.sum(), ones.sum()])

@@ -1,0 +1,308 @@
+"""The classic mistakes of training in parallel, made on purpose: symptom and cure, measured.
+
+python scripts/ladder/pitfalls.py [--only NAME] [settings]
+
+Each runs for real, on two ranks over gloo where it takes two.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import csv
+import io
+import os
+import socket
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import single_device
+import torch
+import torch.distributed as dist
+from experiment import load, main
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DistributedSampler
+
+from lockstep_gpt.data.order import EpochSampler, validation_rows
+
+Finding = tuple[str, str]  # symptom and cure, each with what was measured
+HANG_SECONDS = 2.0  # after which a collective that waits for nobody is ended
+WAY_OUT = 60.0  # seconds that rank 1 stays while rank 0 hangs
+
+
+def no_set_epoch(words: list[str], _folder: Path) -> Finding:
+    """A sampler whose `set_epoch` nobody calls."""
+    experiment = load(words, 1)
+    size = 1000
+    sampler = experiment.sampler(size)
+    epochs = [list(sampler), list(sampler)]
+    same = int(np.equal(*epochs).sum())
+    sampler.set_epoch(1)
+    cured = int(np.equal(epochs[0], list(sampler)).sum())
+    return (
+        f"epoch 2 has {same} of {size} samples in the same place as epoch 1: nothing is shuffled",
+        f"sampler.set_epoch(epoch) before each epoch: {cured} of {size}",
+    )
+
+
+def same_data_on_every_rank(words: list[str], _folder: Path) -> Finding:
+    """Loaders without a sampler that knows the rank."""
+    experiment = load(words, 2)
+    micro = experiment.batch.micro_size
+
+    def distinct(samplers: list[EpochSampler]) -> int:
+        return len({row for sampler in samplers for row in list(sampler)[:micro]})
+
+    alone = [experiment.sampler(1000) for _ in range(2)]
+    shared = [experiment.sampler(1000, rank, 2) for rank in range(2)]
+    return (
+        f"{distinct(alone)} different samples in a step of {2 * micro}: two ranks, the work of one",
+        f"a sampler that is told rank and world size: {distinct(shared)} of {2 * micro}",
+    )
+
+
+def unscaled_learning_rate(words: list[str], _folder: Path) -> Finding:
+    """Four devices make the batch four times as large, and the learning rate stays."""
+    one = ["max_steps=100", "batch.global_size=4", "batch.reference_size=4", "optim.decay=constant"]
+    four = [*one, "max_steps=25", "batch.global_size=16"]
+    before = _validation_loss([*words, *one])
+    unscaled = _validation_loss([*words, *four, "optim.lr_scaling=none"])
+    scaled = _validation_loss([*words, *four, "optim.lr_scaling=sqrt"])
+    return (
+        f"after the same samples the validation loss is {unscaled:.3f}, on one device {before:.3f}",
+        f"scale the rate with the batch (Adam: by its root): {scaled:.3f}; or keep the batch, "
+        "batch.global_size, and the loss is the same to rounding",
+    )
+
+
+def _validation_loss(words: list[str]) -> float:
+    """Train by the first rung, silently."""
+    with tempfile.NamedTemporaryFile("r", suffix=".csv") as file:
+        options = argparse.Namespace(metrics=Path(file.name), checkpoint=None, until=None)
+        with contextlib.redirect_stdout(io.StringIO()):
+            single_device.train(load(words, 1), options)
+        return float(list(csv.DictReader(file))[-1]["val/loss"])
+
+
+def module_prefixes(_words: list[str], folder: Path) -> Finding:
+    """The wrapper's state saved instead of the model's."""
+    model = nn.Linear(4, 4)
+    wrapped, fresh = DistributedDataParallel(model), nn.Linear(4, 4)
+    torch.save(wrapped.state_dict(), folder / f"{dist.get_rank()}.pt")
+    state = torch.load(folder / f"{dist.get_rank()}.pt", weights_only=True)
+    loaded = len(state) - len(fresh.load_state_dict(state, strict=False).unexpected_keys)
+    cured = fresh.load_state_dict(wrapped.module.state_dict())
+    return (
+        f"keys like {next(iter(state))!r}: strict loading fails, and strict=False loads {loaded} "
+        f"of {len(state)} tensors without a word",
+        f"save model.module.state_dict(): {len(cured.unexpected_keys)} unexpected keys",
+    )
+
+
+def saving_from_all_ranks(_words: list[str], folder: Path) -> Finding:
+    """Every rank writes the same file."""
+    path, rank = folder / "model.pt", dist.get_rank()
+    content = io.BytesIO()
+    torch.save(nn.Linear(64, 64).state_dict(), content)
+    data = content.getvalue()
+    if rank == 0:
+        path.write_bytes(data)
+    dist.barrier()
+    broken = ""
+    if rank == 1:  # comes later, opens the file anew and is half through
+        file = path.open("wb")
+        file.write(data[: len(data) // 2])
+        file.flush()
+    dist.barrier()
+    if rank == 0:
+        try:
+            torch.load(path, weights_only=True)
+        except (OSError, RuntimeError) as error:
+            broken = type(error).__name__
+    dist.barrier()
+    if rank == 1:
+        file.close()
+    else:
+        beside = path.with_suffix(".tmp")
+        beside.write_bytes(data)
+        beside.replace(path)
+        torch.load(path, weights_only=True)
+    dist.barrier()
+    return (
+        f"rank 0 reads back what it has saved: {broken}, as rank 1 is writing; a kill leaves it so",
+        "rank 0 alone writes, beside the file, and renames it: it loads at every moment",
+    )
+
+
+def collective_on_rank_zero_only(_words: list[str], folder: Path) -> Finding:
+    """An all-reduce below `if rank == 0`."""
+    rank = dist.get_rank()
+    group = dist.new_group(timeout=timedelta(seconds=HANG_SECONDS))
+    over = folder / "over"
+    started, ended = time.perf_counter(), "nothing"
+    if rank == 0:
+        try:
+            dist.all_reduce(torch.ones(1), group=group)
+        except RuntimeError as error:
+            ended = type(error).__name__
+        over.touch()
+    seconds = time.perf_counter() - started
+    while not over.exists() and time.perf_counter() - started < WAY_OUT:
+        time.sleep(0.05)  # rank 1 has other things to do
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    return (
+        f"rank 0 hangs; the group's timeout of {HANG_SECONDS:g} s ended it after {seconds:.1f} s "
+        f"({ended}); the default is 30 minutes",
+        f"all ranks call it, and only the printing is rank 0's: the sum is {total.item():g}",
+    )
+
+
+def average_over_padding(_words: list[str], _folder: Path) -> Finding:
+    """A validation set that does not divide, filled up by the sampler, and the mean of means."""
+    values = torch.arange(5, dtype=torch.float64)  # the "losses" of five samples
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    sampler = DistributedSampler(range(5), ranks, rank, shuffle=False)  # type: ignore[arg-type]
+    mean = values[list(sampler)].mean()
+    dist.all_reduce(mean)
+    rows = validation_rows(5, 5, 1, rank, ranks).flatten()
+    own = values[rows[rows >= 0]]
+    sums = torch.stack([own.sum(), own.new_tensor(len(own))])
+    dist.all_reduce(sums)
+    return (
+        f"the mean of 0, 1, 2, 3, 4 on two ranks is {mean / ranks:.3f}: sample 0 counts twice",
+        f"add up sums and counts, of each sample once: {sums[0] / sums[1]:.3f}",
+    )
+
+
+def batchnorm_of_tiny_batches(_words: list[str], _folder: Path) -> Finding:
+    """BatchNorm sees the samples of its rank alone."""
+    torch.manual_seed(0)
+    batch = torch.randn(4, 8, dtype=torch.float64)  # of all ranks: two samples each
+    own = batch.chunk(2)[dist.get_rank()]
+
+    def gap(norm: nn.Module) -> float:
+        whole = norm(batch).chunk(2)[dist.get_rank()]
+        largest = (norm(own) - whole).abs().max().detach()
+        dist.all_reduce(largest, dist.ReduceOp.MAX)
+        return float(largest)
+
+    tiny, layer = gap(nn.BatchNorm1d(8).double()), gap(nn.LayerNorm(8).double())
+    return (
+        f"outputs of two samples per rank are up to {tiny:.2f} from those of one batch of four",
+        f"SyncBatchNorm (GPUs; trainer.sync_batchnorm=true), or LayerNorm as in GPT: {layer:.2f}",
+    )
+
+
+class _TwoHeads(nn.Module):
+    """A model that leaves one of its layers out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = nn.Linear(4, 1), nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.used(x)
+        return result
+
+
+def unused_parameters(_words: list[str], _folder: Path) -> Finding:
+    """A layer that takes no part in a step, and DDP waits for its gradient."""
+
+    def steps(**options: Any) -> tuple[int, str]:
+        model = DistributedDataParallel(_TwoHeads(), **options)
+        for step in range(3):
+            try:
+                model(torch.ones(2, 4)).sum().backward()
+            except RuntimeError as error:
+                return step, f"{type(error).__name__}: {str(error).split('.')[0]}"
+        return 3, ""
+
+    done, error = steps()
+    cured, _ = steps(find_unused_parameters=True)
+    return (
+        f"after {done} step of 3: {error}",
+        f"find_unused_parameters=True: {cured} steps of 3; better, leave no layer out",
+    )
+
+
+def rate_that_rises_again(words: list[str], _folder: Path) -> Finding:
+    """CosineAnnealingLR beyond its `T_max`, as after raising the number of steps."""
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=50)
+    rates = []
+    for _ in range(76):
+        rates.append(scheduler.get_last_lr()[0])
+        optimizer.step()
+        scheduler.step()
+    schedule = load(words, 1).schedule
+    ends = [schedule.factor(step) for step in (schedule.total_steps - 1, schedule.total_steps + 25)]
+    return (
+        f"its share of the peak is {rates[50]:.2f} at step 50 = T_max, and {rates[75]:.2f} at 75",
+        f"a schedule that stays where it ended: {ends[0]:.2f}, and {ends[1]:.2f} beyond",
+    )
+
+
+Pitfall = Callable[[list[str], Path], Finding]
+ALONE: tuple[Pitfall, ...] = (
+    no_set_epoch,
+    same_data_on_every_rank,
+    unscaled_learning_rate,
+    rate_that_rises_again,
+)
+ON_TWO_RANKS: tuple[Pitfall, ...] = (
+    module_prefixes,
+    saving_from_all_ranks,
+    collective_on_rank_zero_only,
+    average_over_padding,
+    batchnorm_of_tiny_batches,
+    unused_parameters,
+)
+
+
+def be_rank(rank: int, names: list[str], words: list[str], folder: Path) -> None:
+    """Run those of `names` that take two ranks, as one of them; rank 0 reports."""
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
+    for pitfall in ON_TWO_RANKS:
+        if pitfall.__name__ in names:
+            finding = pitfall(words, folder)
+            if rank == 0:
+                show(pitfall, finding)
+    dist.destroy_process_group()
+
+
+def show(pitfall: Pitfall, finding: Finding) -> None:
+    """Print one pitfall."""
+    name = pitfall.__name__.replace("_", " ").lstrip()
+    print(
+        f"{name}: {pitfall.__doc__}\n  symptom  {finding[0]}\n  cure     {finding[1]}\n", flush=True
+    )
+
+
+def pitfalls() -> None:
+    """Run the chosen ones."""
+    known = [pitfall.__name__ for pitfall in (*ALONE, *ON_TWO_RANKS)]
+    flags = argparse.ArgumentParser(description=__doc__)
+    flags.add_argument("--only", choices=known, help="run this one")
+    options, words = flags.parse_known_args()
+    words = [*words, "trainer=cpu"]
+    load(words, 1)  # refuses wrong words before any rank starts
+    names = [options.only] if options.only else known
+    with tempfile.TemporaryDirectory() as name:
+        for pitfall in ALONE:
+            if pitfall.__name__ in names:
+                show(pitfall, pitfall(words, Path(name)))
+        if "lo" in {interface for _, interface in socket.if_nameindex()}:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        if any(pitfall.__name__ in names for pitfall in ON_TWO_RANKS):
+            torch.multiprocessing.spawn(be_rank, (names, words, Path(name)), 2)
+
+
+if __name__ == "__main__":
+    main(pitfalls)

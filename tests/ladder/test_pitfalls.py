@@ -1,0 +1,73 @@
+"""Each pitfall shows its symptom, and its cure cures."""
+
+import re
+
+import pytest
+
+LINE = "python scripts/ladder/pitfalls.py"
+
+
+@pytest.fixture
+def numbers(shown):
+    """Return the numbers in symptom and cure of one pitfall."""
+
+    def find(name):
+        pattern = rf"^{name}: .+\n  symptom  (.+)\n  cure     (.+)$"
+        found = re.search(pattern, shown(LINE), re.MULTILINE)
+        assert found, shown(LINE)
+        return [list(map(float, re.findall(r"\d+(?:\.\d+)?", part))) for part in found.groups()]
+
+    return find
+
+
+def test_without_set_epoch_every_epoch_is_the_same(numbers):
+    (_, same, size, _), (cured, _) = numbers("no set epoch")
+    assert same == size
+    assert cured < 0.02 * size
+
+
+def test_ranks_without_a_sampler_of_their_own_do_the_same_work(numbers):
+    (distinct, samples), cured = numbers("same data on every rank")
+    assert distinct == samples / 2
+    assert cured == [samples, samples]
+
+
+def test_a_larger_batch_at_the_same_rate_learns_less(numbers):
+    (unscaled, before), (scaled,) = numbers("unscaled learning rate")
+    assert unscaled > before + 0.1
+    assert abs(scaled - before) < 0.1
+
+
+def test_cosine_annealing_rises_again_and_our_schedule_does_not(numbers):
+    (end, *_, beyond, _), (last, later) = numbers("rate that rises again")
+    assert (end, beyond) == (0.0, 0.5)
+    assert last == later == 0.1
+
+
+def test_a_wrapper_s_weights_are_not_loaded_without_a_word(numbers):
+    assert numbers("module prefixes") == [[0, 2], [0]]
+
+
+def test_a_file_that_two_ranks_write_cannot_be_read(shown):
+    assert re.search(r"reads back what it has saved: (OSError|RuntimeError), ", shown(LINE))
+
+
+def test_a_collective_of_one_rank_hangs_until_the_time_limit(numbers):
+    (_, limit, seconds, _), (_, total) = numbers("collective on rank zero only")
+    assert limit <= seconds < limit + 8
+    assert total == 2
+
+
+def test_padding_moves_the_average(numbers):
+    (*_, padded, _), (cured,) = numbers("average over padding")
+    assert (padded, cured) == (1.667, 2.0)
+
+
+def test_batchnorm_depends_on_the_ranks_and_layernorm_does_not(numbers):
+    (apart,), (*_, cured) = numbers("batchnorm of tiny batches")
+    assert apart > 0.5
+    assert cured == 0
+
+
+def test_a_layer_left_out_stops_ddp_at_its_second_step(numbers):
+    assert numbers("unused parameters") == [[1, 3], [3, 3]]

@@ -1,0 +1,57 @@
+"""The ladder's README: every command in it is run, and shows what stands below it."""
+
+import re
+import shlex
+import socket
+from pathlib import Path
+
+import pytest
+
+TEXT = (Path(__file__).parents[2] / "scripts/ladder/README.md").read_text("utf-8")
+BLOCKS = re.findall(r"^```\n(\$ .*?)^```$", TEXT, flags=re.MULTILINE | re.DOTALL)
+PARTS = [part for block in BLOCKS for part in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]]
+SHOWN = dict(part.split("\n", 1) for part in PARTS)  # command -> output; none is the empty text
+BY_HAND = [line for line in SHOWN if line.startswith("RANK=")]
+RUN = [line for line in SHOWN if line.startswith("python ")]
+BY_COMPARE = [line for line in SHOWN if line not in (*RUN, *BY_HAND)]
+SAME_EVERYWHERE = ("mini_allreduce", "collectives")
+
+
+def outline(text):
+    """Return the text with `#` for each number: losses are of this machine's own library."""
+    return re.sub(r"\d[\d,.]*(e[+-]\d+)?", "#", " ".join(text.split()))
+
+
+@pytest.mark.parametrize("line", RUN)
+def test_a_command_shows_what_stands_below_it(line, shown):
+    out = shown(line)
+    if any(name in line for name in SAME_EVERYWHERE):
+        assert out.split() == SHOWN[line].split()
+    elif SHOWN[line]:
+        assert outline(out) == outline(SHOWN[line])
+
+
+@pytest.mark.usefixtures("modules")
+@pytest.mark.parametrize("line", BY_COMPARE)
+def test_a_launcher_s_command_is_one_that_the_comparison_runs(line, ladder):
+    from compare import PROGRAM, rungs
+
+    names = ("torchrun", "accelerate", "launch", PROGRAM, "trainer=cpu")
+    words = [word for word in shlex.split(line) if word not in names]
+    rung = next((Path(word).stem for word in words if word.endswith(".py")), PROGRAM)
+    started = " ".join(dict(rungs(2))[rung]).replace(str(ladder), "scripts/ladder")
+    assert set(words) <= set(started.replace("--num_processes=", "--num_processes ").split())
+
+
+def test_every_script_is_spoken_of(ladder):
+    assert {path.name for path in ladder.glob("*.py") if path.name not in TEXT} == set()
+
+
+def test_ranks_of_two_terminals_meet_at_their_address(start, tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    lines = [line.replace(":29511", f":{port}") for line in BY_HAND]
+    ranks = [start(f"{line} max_steps=6", tmp_path) for line in lines]
+    outputs = [rank.communicate(timeout=120) for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], outputs
+    assert [out.count("val_loss") for out, _ in outputs] == [1, 0]  # rank 0 alone prints
