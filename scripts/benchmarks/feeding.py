@@ -25,10 +25,10 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler
 
 from lockstep_gpt.config import SyntheticData
-from lockstep_gpt.data.datamodule import Feed, TrainingStream, open_windows, widen
+from lockstep_gpt.data.datamodule import Feed, TrainingStream
 from lockstep_gpt.data.order import Order, permute
 from lockstep_gpt.data.prepare import prepare
-from lockstep_gpt.data.shards import load_index
+from lockstep_gpt.data.shards import load_index, open_windows, widen
 
 B, T = 16, 1024
 

@@ -8,18 +8,16 @@ import pytest
 import torch
 
 from lockstep_gpt.config import SyntheticData, UserError
-from lockstep_gpt.data.datamodule import (
-    IGNORE,
-    Feed,
-    TokenDataModule,
-    TrainingStream,
+from lockstep_gpt.data.datamodule import Feed, TokenDataModule, TrainingStream
+from lockstep_gpt.data.order import Order
+from lockstep_gpt.data.prepare import prepare
+from lockstep_gpt.data.shards import (
     gather,
+    open_split,
     open_windows,
     widen,
 )
-from lockstep_gpt.data.order import Order
-from lockstep_gpt.data.prepare import prepare
-from lockstep_gpt.data.shards import open_split
+from lockstep_gpt.model.functional import IGNORE
 
 T, B, SEED = 8, 3, 5
 pytestmark = [  # Lightning's own, torch's on few cores, and Python 3.12's on any forked worker

@@ -8,7 +8,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from lightning import Callback, Trainer
 
-from lockstep_gpt.data.datamodule import widen
+from lockstep_gpt.data.shards import widen
 from lockstep_gpt.model.functional import IGNORE
 from lockstep_gpt.training.module import LeanLoop, StepCallback, TokenLoss, step_seed
 
