@@ -1,0 +1,10 @@
+"""Seeing a run: what the ranks computed, what their average says about the batch, reports."""
+
+# name -> target, meaning, whether it takes Hydra overrides; `cli.py` collects them.
+COMMANDS = {
+    "panel": (
+        "lockstep_gpt.seeing.panel:main",
+        "see the all-reduce of a run, as a page",
+        False,
+    ),
+}
