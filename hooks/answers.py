@@ -18,6 +18,13 @@ from typing import Any, NoReturn
 EXTRAS = {
     "sweep": ("configs/hydra/", "src/hydra_plugins/", "tests/hydra_plugins/"),
     "cluster": ("src/lockstep_gpt/cluster/", "tests/cluster/"),
+    "seeing": (
+        "configs/callbacks/sync_panel.yaml",
+        "docs/sync_panel.md",
+        "docs/sync_panel.png",
+        "src/lockstep_gpt/seeing/",
+        "tests/seeing/",
+    ),
 }
 LICENSES = ("MIT", "Apache-2.0", "BSD-3-Clause", "none")
 LONGEST = 24  # characters of package and slug: longer ones break the lines of the code

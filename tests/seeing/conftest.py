@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from lockstep_gpt.training.callbacks.metrics import MetricsFile
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -48,6 +50,20 @@ def recorded(two, shared):
 
 
 @pytest.fixture
+def fitted(new_run, tmp_path):
+    """Fit a run of one rank and two micro-batches a step, in `tmp_path`; return its model."""
+
+    def fit(*callbacks, model=None, **settings):
+        run, file = new_run(**settings), MetricsFile(tmp_path / "metrics.csv", [])
+        run.module.model = model or run.module.model
+        file.begin(0)
+        run.fit(*callbacks, logger=file)
+        return run.module.model
+
+    return fit
+
+
+@pytest.fixture
 def recordings(recorded):
     paths = sorted((recorded[0] / "sync").iterdir())
     return [json.loads(path.read_text(encoding="utf-8")) for path in paths]
@@ -56,7 +72,8 @@ def recordings(recorded):
 @pytest.fixture(scope="session")
 def browser() -> Iterator:
     """A real one, without a window."""
-    path = shutil.which("chromium") or shutil.which("chromium-browser")
+    names = ("chromium", "chromium-browser", "google-chrome")
+    path = next(filter(None, map(shutil.which, names)), None)
     if path is None:
         pytest.skip("no chromium on this machine; Debian's package is `chromium`")
     from playwright.sync_api import sync_playwright

@@ -121,9 +121,7 @@ class Scattered(torch.nn.Module):
         return self.weight @ draws.mean(0)
 
 
-def test_a_run_of_a_model_with_a_known_noise_scale_finds_it_to_5_percent(new_run, tmp_path):
-    run = new_run(max_steps=150, val_every=150, run_dir=str(tmp_path))
-    run.module.model = Scattered(scale=6, size=2000)
+def test_a_run_of_a_model_with_a_known_noise_scale_finds_it_to_5_percent(fitted):
     panel = SyncPanel(every=1, smoothing=0.99, files=1)
-    run.fit(panel)
+    fitted(panel, model=Scattered(scale=6, size=2000), max_steps=150, val_every=150)
     assert panel.noise.scale == pytest.approx(6, rel=0.05)

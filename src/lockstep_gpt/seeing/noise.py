@@ -104,8 +104,8 @@ def advice(scale: float | None, batch: int, block_size: int) -> str:
     size = max(1, _two_digits(scale))
     tokens = _two_digits(size * block_size)
     suggestion = (
-        f"gradient noise scale: about {size:,} sample{'s' * (size > 1)} ({tokens:,} tokens) per "
-        f"step are worth averaging, and a step takes {batch:,}"
+        f"gradient noise scale: averaging pays up to about {size:,} sample{'s' * (size > 1)} "
+        f"({tokens:,} tokens) per step, and a step takes {batch:,}"
     )
     left = f"twice the batch on twice the devices would need {steps_left(scale, batch):.0%} of"
     if scale > 2 * batch:

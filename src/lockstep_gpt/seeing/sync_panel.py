@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,6 +23,7 @@ from lockstep_gpt.seeing.recording import (
     from_all_ranks,
 )
 from lockstep_gpt.seeing.recordings import describe, write_recording
+from lockstep_gpt.training.callbacks.metrics import MetricsFile
 from lockstep_gpt.training.module import StepCallback
 
 logger = logging.getLogger(__name__)
@@ -86,8 +86,10 @@ class SyncPanel(StepCallback):
             )
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
-        """Choose the values to look at."""
+        """Choose the values to look at, and find the run directory: that of metrics.csv."""
         super().on_train_start(trainer, pl_module)
+        files = (each for each in trainer.loggers if isinstance(each, MetricsFile))
+        self._run = next(files).path.parent
         self._probe = Probe(pl_module.model, self.values)
         self._ddp: Any = trainer.strategy.model
         if not isinstance(self._ddp, DistributedDataParallel):
@@ -165,8 +167,7 @@ class SyncPanel(StepCallback):
         if trainer.is_global_zero and self.has_file(step, trainer.max_steps):
             said = {"noise_scale": self.noise.scale, "advice": self._advice}
             content = describe(recorded, self._probe, pl_module, samples, self.ranks)
-            run = Path(pl_module.config.run_dir)
-            write_recording(run, {"step": step, **content, **said})
+            write_recording(self._run, {"step": step, **content, **said})
 
     def _measure(self, trainer: Trainer, pl_module: Any, recorded: Step, step: int) -> None:
         measurement = recorded.measurement
@@ -181,10 +182,10 @@ class SyncPanel(StepCallback):
             for each in trainer.loggers:
                 each.log_metrics(row, step)
 
-    def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
+    def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:  # noqa: ARG002
         """Say what the gradients say of the batch, and where to see it."""
         if trainer.is_global_zero:
-            command = f"{invocation()} panel {pl_module.config.run_dir}"
+            command = f"{invocation()} panel {self._run}"
             logger.info("\n%s\n  the all-reduce, step by step: %s", self._advice, command)
 
     def state_dict(self) -> dict[str, Any]:

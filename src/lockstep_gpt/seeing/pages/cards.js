@@ -100,21 +100,21 @@ function drawValue(row, value, largest) {
   bar.style.setProperty("--size", `${value === null ? 0 : (Math.abs(value) / largest) * 50}%`);
 }
 
-function largestOf(parameter) {
-  const after = state.stage === UPDATE ? parameter.updated : parameter.after;
-  const all = state.stage === UPDATE ? after : [...parameter.before.flat(), ...after];
+/** Return what a full bar stands for: the largest over ranks of this value; of weights, over all. */
+function largestOf(parameter, index) {
+  const column = [...parameter.before.map((row) => row[index]), parameter.after[index]];
+  const all = state.stage === UPDATE ? parameter.updated : column;
   return Math.max(...all.map((value) => Math.abs(value ?? 0))) || 1;
 }
 
 /** Let every number go from where it is to `share` = 1 of the way. */
 function drawNumbers(from, share) {
   const parameter = view.parameters[state.parameter];
-  const largest = largestOf(parameter);
   for (const row of element("ranks").querySelectorAll("tr")) {
     const target = valuesOf(parameter, Number(row.dataset.rank))[row.dataset.index];
     const start = from.get(`${row.dataset.rank} ${row.dataset.index}`);
     const moves = share < 1 && target !== null && start !== undefined && start !== null;
-    drawValue(row, moves ? start + (target - start) * share : target, largest);
+    drawValue(row, moves ? start + (target - start) * share : target, largestOf(parameter, row.dataset.index));
     row.dataset.value = target ?? "";
   }
 }
