@@ -5,6 +5,8 @@ import re
 import shlex
 from pathlib import Path
 
+from lockstep_gpt.seeing.page import write_page
+from lockstep_gpt.seeing.panel import panel
 from lockstep_gpt.seeing.sync_panel import SyncPanel
 
 ROOT = Path(__file__).parents[2]
@@ -28,8 +30,6 @@ def test_its_settings_and_defaults_are_those_of_the_callback():
 
 
 def test_its_keys_are_those_of_the_page(show, recorded, tmp_path):
-    from lockstep_gpt.seeing.panel import panel, write_page
-
     write_page(tmp_path / "panel.html", panel(recorded[0]))
     footer = show(tmp_path / "panel.html").locator("footer kbd").all_inner_texts()
     keys = re.findall(

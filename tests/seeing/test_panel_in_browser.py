@@ -5,8 +5,8 @@ import json
 import numpy as np
 import pytest
 
-from lockstep_gpt.seeing.page import page
-from lockstep_gpt.seeing.panel import panel, write_page
+from lockstep_gpt.seeing.page import page, write_page
+from lockstep_gpt.seeing.panel import panel
 
 NUMBERS = "rows => rows.map(row => [row.dataset.rank, row.dataset.value])"
 

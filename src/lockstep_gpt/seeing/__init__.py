@@ -7,4 +7,9 @@ COMMANDS = {
         "see the all-reduce of a run, as a page",
         False,
     ),
+    "report": (
+        "lockstep_gpt.seeing.report:main",
+        "a run as a page; several to compare",
+        False,
+    ),
 }

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from lockstep_gpt.config import PROGRAM, UserError
-from lockstep_gpt.seeing.page import page
+from lockstep_gpt.config import PROGRAM
+from lockstep_gpt.seeing.page import page, write_page
 from lockstep_gpt.seeing.recordings import read_recordings
 
 
@@ -26,20 +26,6 @@ def panel(run: Path) -> str:
         UserError: there is no such run, or no step of it was recorded.
     """
     return page("panel", {"name": run.resolve().name, "recordings": read_recordings(run)})
-
-
-def write_page(path: Path, text: str) -> None:
-    """Write a page.
-
-    Raises:
-        UserError: the file cannot be written.
-    """
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UserError(
-            f"{path} cannot be written ({error.strerror}); name another file with --output"
-        ) from None
 
 
 def _parser() -> argparse.ArgumentParser:

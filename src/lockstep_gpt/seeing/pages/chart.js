@@ -38,6 +38,11 @@ function shortNumber(value) {
   return String(Number(value.toPrecision(3)));
 }
 
+/** Return a count of steps or tokens as an axis has it. */
+function shortCount(value) {
+  return value.toLocaleString("en", { notation: "compact", maximumSignificantDigits: 3 });
+}
+
 /** Return the scale from values to pixels, on a logarithmic axis if `log`. */
 function scaleOf(low, high, from, to, log) {
   const place = log ? Math.log : (value) => value;
@@ -82,7 +87,7 @@ function lineChart({ series, label, log = false, limit = null, here = null, widt
     picture.append(svg("text", { x: left - 6, y: y(value) + 4, "text-anchor": "end" }, shortNumber(value)));
   }
   for (const step of ticks(Math.min(...steps), Math.max(...steps), width / 110)) {
-    picture.append(svg("text", { x: x(step), y: height - 6, "text-anchor": "middle" }, step));
+    picture.append(svg("text", { x: x(step), y: height - 6, "text-anchor": "middle" }, shortCount(step)));
   }
   if (limit) {
     const at = y(limit.value);
@@ -90,9 +95,10 @@ function lineChart({ series, label, log = false, limit = null, here = null, widt
     picture.append(svg("text", { x: width - right, y: at - 5, "text-anchor": "end" }, limit.label));
   }
   series.forEach((each, index) => {
-    picture.append(svg("path", { class: `series series-${index}`, d: pathOf(each, x, y) }));
+    picture.append(svg("path", { class: `series series-${index % 6}`, d: pathOf(each, x, y) }));
   });
   const marked = series[0].find(([step, value]) => step === here && value !== null);
   if (marked) picture.append(svg("circle", { class: "here", cx: x(here), cy: y(marked[1]), r: 5 }));
+  picture.scaleX = x;
   return picture;
 }
