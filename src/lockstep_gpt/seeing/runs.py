@@ -5,10 +5,14 @@ from __future__ import annotations
 import csv
 import json
 import re
+import shlex
 from collections.abc import Iterable, Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from lockstep_gpt.config import PROGRAM
 from lockstep_gpt.run_directory import RunDirectory
@@ -59,14 +63,16 @@ def _status(run: RunDirectory, curves: dict[str, list[Row]]) -> str:
 
 def _commands(path: Path, values: dict[str, Any]) -> dict[str, str]:
     """Return what to type to do it once more, to the same bits, and to go on with it."""
-    again = f"{path}-again"
-    longer = f" max_steps={2 * values['max_steps']}" if values.get("max_steps") else ""
-    return {
-        "repeat": f"mkdir {again} && cp {path}/config.yaml {again} && "
+    run, again = shlex.quote(str(path)), shlex.quote(f"{path}-again")
+    go_on = f"{PROGRAM} train run_dir={run} resume=auto"
+    commands = {
+        "repeat": f"mkdir {again} && cp {run}/config.yaml {again} && "
         f"{PROGRAM} train run_dir={again} resume=auto",
-        "resume": f"{PROGRAM} train run_dir={path} resume=auto",
-        "train longer": f"{PROGRAM} train run_dir={path} resume=auto{longer}",
+        "resume": go_on,
     }
+    if values.get("max_steps"):
+        commands["train longer"] = f"{go_on} max_steps={2 * values['max_steps']}"
+    return commands
 
 
 def read_curves(path: Path) -> dict[str, list[Row]]:
@@ -78,35 +84,35 @@ def read_curves(path: Path) -> dict[str, list[Row]]:
         header = next(reader, [])
         rows = [row for row in reader if len(row) == len(header)]  # the last may be half written
     columns = dict(zip(header, zip(*rows, strict=True), strict=False))
-    steps, tokens = columns.pop(STEP, ()), columns.pop(TOKENS, ())
+    steps = columns.pop(STEP, ())
+    tokens = columns.pop(TOKENS, steps)
     curves = {}
     for name, texts in columns.items():
-        found = [
-            [float(step), float(count or "nan"), float(text)]
-            for step, count, text in zip(steps, tokens or steps, texts, strict=True)
-            if text
-        ]
-        if found:
-            curves[name] = thinned(found)
+        filled = [row for row, text in enumerate(texts) if text]
+        values = np.array([float(texts[row]) for row in filled])
+        kept = [(filled[place], float(values[place])) for place in thinned(values)]
+        if kept:
+            curves[name] = [
+                [float(steps[at]), float(tokens[at] or "nan"), value] for at, value in kept
+            ]
     return curves
 
 
-def thinned(rows: list[Row], points: int = POINTS) -> list[Row]:
-    """Return at most `points` rows, so that no peak is lost.
+def thinned(values: npt.NDArray[np.float64], points: int = POINTS) -> list[int]:
+    """Return at most `points` places of `values`, in order, so that no peak is lost.
 
-    Of each stretch of rows the one with the smallest and the one with the largest value stay, and
-    of all of them the first and the last.
+    Of each stretch the smallest and the largest value stay, or one that is not a number; and of
+    all of them the first and the last.
     """
-    if len(rows) <= points:
-        return rows
-    stretches = (points - 2) // 2
-    inner = len(rows) - 2
-    ends = [1 + index * inner // stretches for index in range(stretches + 1)]
-    kept = {0, len(rows) - 1}
-    for start, end in pairwise(ends):
-        places = range(start, end)
-        kept |= {min(places, key=lambda at: rows[at][2]), max(places, key=lambda at: rows[at][2])}
-    return [rows[place] for place in sorted(kept)]
+    last = len(values) - 1
+    if last < points:
+        return list(range(last + 1))
+    ends = np.linspace(1, last, points // 2, dtype=int)  # of one stretch less
+    kept = {0, last}
+    for start, end in pairwise(ends.tolist()):
+        stretch = values[start:end]
+        kept |= {start + int(stretch.argmin()), start + int(stretch.argmax())}
+    return sorted(kept)
 
 
 def _receipts(lines: Iterable[str]) -> Iterator[dict[str, str]]:
