@@ -19,7 +19,10 @@ EXTRAS = {
     "sweep": ("configs/hydra/", "src/hydra_plugins/", "tests/hydra_plugins/"),
     "cluster": ("src/lockstep_gpt/cluster/", "tests/cluster/"),
     "seeing": (
+        "configs/callbacks/report.yaml",
         "configs/callbacks/sync_panel.yaml",
+        "docs/report.md",
+        "docs/report.png",
         "docs/sync_panel.md",
         "docs/sync_panel.png",
         "src/lockstep_gpt/seeing/",

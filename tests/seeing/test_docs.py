@@ -1,9 +1,11 @@
-"""The page of documentation: its commands run, its tables are true."""
+"""The pages of documentation: their commands run, their tables are true."""
 
 import inspect
 import re
 import shlex
 from pathlib import Path
+
+import pytest
 
 from lockstep_gpt.seeing.page import write_page
 from lockstep_gpt.seeing.panel import panel
@@ -11,16 +13,23 @@ from lockstep_gpt.seeing.sync_panel import SyncPanel
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/sync_panel.md").read_text(encoding="utf-8")
-TRAIN, SHOW = re.findall(r"^lockstep-gpt (.+)$", PAGE, flags=re.MULTILINE)
+NAMES = ("report", "sync_panel")
+MADE = {"report": "comparison.html", "sync_panel": "runs/seen/panel.html"}
 
 
-def test_its_commands_run_one_after_the_other(command):
-    command(*shlex.split(TRAIN), f"data.root={command.data_root}")
-    assert "panel.html" in command(*shlex.split(SHOW)).stdout
-    assert (command.folder / "runs/seen/panel.html").stat().st_size > 100_000
+def text_of(name):
+    return (ROOT / f"docs/{name}.md").read_text(encoding="utf-8")
 
 
-def test_its_settings_and_defaults_are_those_of_the_callback():
+@pytest.mark.parametrize("name", NAMES)
+def test_commands_run_one_after_the_other(name, command):
+    for line in re.findall(r"^lockstep-gpt (.+)$", text_of(name), flags=re.MULTILINE):
+        trains = line.startswith("train")
+        command(*shlex.split(line), *([f"data.root={command.data_root}"] if trains else []))
+    assert (command.folder / MADE[name]).stat().st_size > 30_000
+
+
+def test_settings_and_defaults_are_those_of_the_callback():
     rows = re.findall(r"^\| (`\+?[^|]+) \| ([\d., ]+) \|", PAGE, flags=re.MULTILINE)
     said = {}
     for names, values in rows:
@@ -29,7 +38,7 @@ def test_its_settings_and_defaults_are_those_of_the_callback():
     assert said == {each.name: str(each.default) for each in parameters}
 
 
-def test_its_keys_are_those_of_the_page(show, recorded, tmp_path):
+def test_keys_are_those_of_the_page(show, recorded, tmp_path):
     write_page(tmp_path / "panel.html", panel(recorded[0]))
     footer = show(tmp_path / "panel.html").locator("footer kbd").all_inner_texts()
     keys = re.findall(
@@ -38,6 +47,7 @@ def test_its_keys_are_those_of_the_page(show, recorded, tmp_path):
     assert " ".join(keys).replace(" to ", " ").split() == footer
 
 
-def test_its_picture_is_there_and_small():
-    picture = ROOT / "docs" / re.findall(r"!\[.+\]\((.+)\)", PAGE)[0]
+@pytest.mark.parametrize("name", NAMES)
+def test_the_picture_is_there_and_small(name):
+    picture = ROOT / "docs" / re.findall(r"!\[.+\]\((.+)\)", text_of(name))[0]
     assert 10_000 < picture.stat().st_size < 150_000

@@ -8,7 +8,7 @@ COMMANDS = {
         False,
     ),
     "report": (
-        "lockstep_gpt.seeing.report:main",
+        "lockstep_gpt.seeing.run_report:main",
         "a run as a page; several to compare",
         False,
     ),

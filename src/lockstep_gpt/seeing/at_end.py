@@ -15,7 +15,7 @@ from lightning import Callback, Trainer
 
 from lockstep_gpt.seeing.page import write_page
 from lockstep_gpt.seeing.recordings import as_json
-from lockstep_gpt.seeing.report import report
+from lockstep_gpt.seeing.run_report import report
 from lockstep_gpt.training.callbacks.guards import Stopped
 from lockstep_gpt.training.callbacks.metrics import MetricsFile
 from lockstep_gpt.training.tracking import git_state

@@ -63,10 +63,16 @@ function outcomeOf(run) {
   };
 }
 
-/** Leave out rows that no run has anything to say to. */
-function filled(columns) {
+/** Return a list of what one run has come to, or a table of what several have. */
+function outcome() {
+  const columns = runs.map(outcomeOf);
   const keys = Object.keys(columns[0]).filter((key) => columns.some((column) => column[key] !== ""));
-  return columns.map((column) => Object.fromEntries(keys.map((key) => [key, column[key]])));
+  const filled = columns.map((column) => Object.fromEntries(keys.map((key) => [key, column[key]])));
+  if (runs.length > 1) return table(filled);
+  const pairs = keys.map((key) =>
+    make("div", {}, [make("dt", { textContent: key }), make("dd", { textContent: filled[0][key] })]),
+  );
+  return make("dl", { className: "tiles" }, pairs);
 }
 
 // ---- curves ----
@@ -179,7 +185,7 @@ function start() {
   document.title = runs.length > 1 ? `Runs: ${names}` : `Run ${names}`;
   element("title").textContent = runs.length > 1 ? `${runs.length} runs` : runs[0].name;
   element("lead").textContent = runs.length > 1 ? `${names}; rows in which they differ stand out.` : `This run: ${runs[0].status}.`;
-  element("outcome").replaceChildren(table(filled(runs.map(outcomeOf))));
+  element("outcome").replaceChildren(outcome());
   element("advice").textContent = runs.length === 1 && runs[0].advice ? `The ${runs[0].advice}.` : "";
   element("receipt").replaceChildren(table(runs.map((run) => run.receipt)));
   const noted = runs.some((run) => Object.keys(run.environment).length > 0);

@@ -9,7 +9,7 @@ import torch
 import yaml
 
 from lockstep_gpt import cli
-from lockstep_gpt.seeing.report import report
+from lockstep_gpt.seeing.run_report import report
 from lockstep_gpt.seeing.runs import read_run
 
 DATA = re.compile(r'<script type="application/json" id="data">(.*?)</script>', re.DOTALL)
