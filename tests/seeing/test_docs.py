@@ -26,7 +26,7 @@ def test_commands_run_one_after_the_other(name, command):
     for line in re.findall(r"^lockstep-gpt (.+)$", text_of(name), flags=re.MULTILINE):
         trains = line.startswith("train")
         command(*shlex.split(line), *([f"data.root={command.data_root}"] if trains else []))
-    assert (command.folder / MADE[name]).stat().st_size > 30_000
+    assert (command.folder / MADE[name]).stat().st_size > 20_000
 
 
 def test_settings_and_defaults_are_those_of_the_callback():

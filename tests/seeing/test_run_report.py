@@ -81,7 +81,8 @@ def test_what_cannot_be_reported_is_one_line(words, said, finished, monkeypatch,
 
 def typed(command, line):
     """Run a line of the report in a shell."""
-    words = line.replace("lockstep-gpt ", f"{sys.executable} -m lockstep_gpt ")
+    module = f"{sys.executable} -m lockstep_gpt "
+    words = line.replace("lockstep-gpt ", module)
     status, _, error = command.run_words(["sh", "-c", words])
     assert status == 0, error
 

@@ -1,4 +1,4 @@
-"""`lockstep-gpt report RUN [RUN ...]`: a run as a page, or several beside each other."""
+"""`lockstep-gpt report RUN ...`: a run as a page, several beside each other."""
 
 from __future__ import annotations
 
