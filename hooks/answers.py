@@ -19,7 +19,6 @@ EXTRAS = {
     "sweep": ("configs/hydra/", "src/hydra_plugins/", "tests/hydra_plugins/"),
     "cluster": ("src/lockstep_gpt/cluster/", "tests/cluster/"),
     "seeing": (
-        "configs/callbacks/report.yaml",
         "configs/callbacks/sync_panel.yaml",
         "docs/report.md",
         "docs/report.png",

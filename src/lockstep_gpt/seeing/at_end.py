@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from lightning import Callback, Trainer
 
+from lockstep_gpt.config import UserError
 from lockstep_gpt.seeing.page import write_page
 from lockstep_gpt.seeing.recordings import as_json
 from lockstep_gpt.seeing.run_report import report
@@ -48,8 +49,12 @@ class ReportAtEnd(Callback):
     def _write(self, trainer: Trainer, status: str) -> None:
         if trainer.is_global_zero and hasattr(self, "_run"):
             path = self._run / "report.html"
-            write_page(path, report([self._run], status=status))
-            logger.info("\nreport  %s", path)
+            try:
+                write_page(path, report([self._run], status=status))
+            except UserError as error:  # a run does not fail for its report
+                logger.warning("no report: %s", error)
+            else:
+                logger.info("\nreport  %s", path)
 
 
 def environment(device: torch.device) -> dict[str, Any]:

@@ -188,9 +188,8 @@ function start() {
   element("outcome").replaceChildren(outcome());
   element("advice").textContent = runs.length === 1 && runs[0].advice ? `The ${runs[0].advice}.` : "";
   element("receipt").replaceChildren(table(runs.map((run) => run.receipt)));
-  const noted = runs.some((run) => Object.keys(run.environment).length > 0);
-  const environment = noted ? table(runs.map((run) => run.environment)) : "Not noted: runs with callbacks=[default,report] do.";
-  element("environment").replaceChildren(environment);
+  element("environment").replaceChildren(table(runs.map((run) => run.environment)));
+  element("environment-section").hidden = runs.every((run) => Object.keys(run.environment).length === 0);
   element("commands").replaceChildren(table(runs.map((run) => run.commands), (text) => make("code", { textContent: text })));
   drawSamples();
   drawLegend();
