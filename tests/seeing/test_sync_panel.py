@@ -4,9 +4,11 @@ import re
 import shutil
 from pathlib import Path
 
+import lightning
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch.strategies import ModelParallelStrategy
 
 from lockstep_gpt.config import UserError
 from lockstep_gpt.seeing.sync_panel import SyncPanel
@@ -27,6 +29,18 @@ def same(one, other):
     return all(torch.equal(one[name], other[name]) for name in one)
 
 
+def recorded_in(folder):
+    paths = sorted((folder / "sync").iterdir())
+    return [json.loads(path.read_text(encoding="utf-8")) for path in paths]
+
+
+def is_mean_of_ranks(parameter):
+    """Tell whether the average is what two float32 halves add up to."""
+    before, after = (np.array(parameter[name], "float32") for name in ("before", "after"))
+    halves = before * np.float32(0.5)
+    return len(before) == 2 and np.array_equal(after, halves[0] + halves[1])
+
+
 def test_the_first_step_and_every_so_many_are_recorded(recordings):
     assert [each["step"] for each in recordings] == [1, 3, 6, 9, 12, 15, 18]
 
@@ -36,12 +50,19 @@ def test_a_recorded_run_ends_with_the_bits_of_one_that_was_not(two, recorded):
 
 
 def test_the_recorded_average_is_the_mean_of_what_the_ranks_had(recordings):
-    for parameter in [each for recording in recordings for each in recording["parameters"]]:
-        before, after = (np.array(parameter[name], "float32") for name in ("before", "after"))
-        assert before.shape == (2, len(parameter["positions"]))
-        assert np.array_equal(after, before[0] * np.float32(0.5) + before[1] * np.float32(0.5))
-    gradients = [each["before"] for each in recordings[0]["parameters"]]
+    parameters = [each for recording in recordings for each in recording["parameters"]]
+    assert all(map(is_mean_of_ranks, parameters))
+    gradients = [each["before"] for each in parameters]
     assert sum(first != second for first, second in gradients) > 0.9 * len(gradients)
+
+
+def test_bf16_compiled_and_accumulated_steps_are_recorded_alike(command):
+    words = ["precision=bf16-mixed", "compile=true", "batch.micro_size=2"]
+    panel = ["callbacks=[default,sync_panel]", "callbacks.sync_panel.every=10"]
+    command.train(*ON_TWO, *words, *panel, "run_dir=run")
+    recordings = recorded_in(command.folder / "run")
+    assert [(each["accumulation"], each["spread"]) for each in recordings] == 3 * [(2, 0.0)]
+    assert all(is_mean_of_ranks(each) for each in recordings[-1]["parameters"])
 
 
 def test_ranks_are_compared_and_hold_the_same_afterwards(recordings):
@@ -79,11 +100,6 @@ def test_a_resumed_run_repeats_recordings_and_noise_scale_to_the_bit(recorded, c
     command("train", f"run_dir={run}", "resume=auto")
     assert same(weights(recorded[0]), weights(run))
     assert json.loads((run / "sync/step=000018.json").read_text()) == last
-
-
-def recorded_in(folder):
-    paths = sorted((folder / "sync").iterdir())
-    return [json.loads(path.read_text(encoding="utf-8")) for path in paths]
 
 
 def test_one_rank_s_micro_batches_stand_for_ranks_and_its_weights_stay(fitted, tmp_path):
@@ -130,11 +146,15 @@ def test_a_wrong_setting_is_refused_by_its_name(settings, said):
         SyncPanel(**settings)
 
 
-def test_compression_that_remembers_is_refused_before_the_first_step(command):
-    words = ["callbacks=[default,sync_panel]", "strategy.comm_hook=powersgd"]
-    done = command.train(*ON_TWO, *words, "run_dir=run", status=2)
-    assert "strategy.comm_hook=powersgd" in done.stderr
-    assert "Traceback" not in done.stderr
+def test_compression_that_remembers_is_refused(fitted):
+    with pytest.raises(UserError, match="comm_hook=powersgd makes approximations"):
+        fitted(SyncPanel(), strategy={"comm_hook": "powersgd"})
+
+
+def test_strategies_that_shard_gradients_are_refused(new_run):
+    trainer = lightning.Trainer(accelerator="cpu", strategy=ModelParallelStrategy(), devices=1)
+    with pytest.raises(UserError, match="not under ModelParallelStrategy; drop it"):
+        SyncPanel().setup(trainer, new_run().module, "fit")
 
 
 COUNTER = """
