@@ -37,7 +37,9 @@ function oneLine(text) {
 function samplesOf(rank) {
   const known = rank < view.known;
   const texts = known ? view.recording.samples[rank] : ["simulated: this rank has no samples"];
-  return texts.map((text) => make("p", { className: "sample", textContent: oneLine(text), title: text }));
+  return texts.map((text) =>
+    make("p", { className: "sample", textContent: oneLine(text), title: text }),
+  );
 }
 
 function valueRow(parameter, index, rank) {
@@ -56,7 +58,8 @@ function valueRow(parameter, index, rank) {
 function cardOf(rank) {
   const parameter = view.parameters[state.parameter];
   const known = rank < view.known;
-  const loss = known && view.recording.losses[rank] !== null ? view.recording.losses[rank].toFixed(3) : "";
+  const loss =
+    known && view.recording.losses[rank] !== null ? view.recording.losses[rank].toFixed(3) : "";
   const title = make("h3", { id: `rank-${rank}` }, [
     `Rank ${rank}`,
     make("small", { textContent: known ? `loss ${loss}` : "simulated" }),
@@ -67,7 +70,13 @@ function cardOf(rank) {
   const caption = make("caption", { className: "hidden", textContent: parameter.name });
   const table = make("table", {}, [caption, make("tbody", {}, rows)]);
   const norm = make("div", { className: "norm" }, [make("span"), make("span")]);
-  const card = make("article", { className: "card" }, [title, ...samplesOf(rank), strip, table, norm]);
+  const card = make("article", { className: "card" }, [
+    title,
+    ...samplesOf(rank),
+    strip,
+    table,
+    norm,
+  ]);
   card.classList.toggle("simulated", !known);
   card.setAttribute("aria-labelledby", `rank-${rank}`);
   return card;
@@ -100,7 +109,7 @@ function drawValue(row, value, largest) {
   bar.style.setProperty("--size", `${value === null ? 0 : (Math.abs(value) / largest) * 50}%`);
 }
 
-/** Return what a full bar stands for: the largest over ranks of this value; of weights, over all. */
+/** Return what a full bar stands for: the largest of this value; of weights, of all. */
 function largestOf(parameter, index) {
   const column = [...parameter.before.map((row) => row[index]), parameter.after[index]];
   const all = state.stage === UPDATE ? parameter.updated : column;
@@ -114,7 +123,11 @@ function drawNumbers(from, share) {
     const target = valuesOf(parameter, Number(row.dataset.rank))[row.dataset.index];
     const start = from.get(`${row.dataset.rank} ${row.dataset.index}`);
     const moves = share < 1 && target !== null && start !== undefined && start !== null;
-    drawValue(row, moves ? start + (target - start) * share : target, largestOf(parameter, row.dataset.index));
+    drawValue(
+      row,
+      moves ? start + (target - start) * share : target,
+      largestOf(parameter, row.dataset.index),
+    );
     row.dataset.value = target ?? "";
   }
 }
@@ -134,10 +147,12 @@ function moveNumbers(from) {
 /** Return the numbers that are on the page now: "rank index" -> value. */
 function shownNumbers() {
   const rows = [...element("ranks").querySelectorAll("tr")].filter((row) => row.dataset.value);
-  return new Map(rows.map((row) => [`${row.dataset.rank} ${row.dataset.index}`, Number(row.dataset.value)]));
+  return new Map(
+    rows.map((row) => [`${row.dataset.rank} ${row.dataset.index}`, Number(row.dataset.value)]),
+  );
 }
 
-/** Return what the strip shows of a parameter, from -1 to 1: gradients, then the change of weights. */
+/** Return the strip of a parameter, from -1 to 1: gradients, then the change of weights. */
 function shadesOf(parameter, rank) {
   const change = parameter.updated.map((value, index) => value - parameter.weights[index]);
   const values = state.stage === UPDATE ? change : valuesOf(parameter, rank);

@@ -28,7 +28,9 @@ function logTicks(low, high) {
     found.push(...[1, 2, 5].map((each) => Number((each * 10 ** power).toPrecision(12))));
   }
   const within = found.filter((value) => value >= low && value <= high);
-  const powers = within.filter((value) => Number.isInteger(Math.round(Math.log10(value) * 1e9) / 1e9));
+  const powers = within.filter((value) =>
+    Number.isInteger(Math.round(Math.log10(value) * 1e9) / 1e9),
+  );
   return within.length > 6 ? powers : within;
 }
 
@@ -72,7 +74,15 @@ function pathOf(points, x, y) {
  * series: lists of [step, value or null]; limit: {value, label} of a dashed line;
  * here: a step to mark; label: what the picture shows, for those who do not see it.
  */
-function lineChart({ series, label, log = false, limit = null, here = null, width = 560, height = 190 }) {
+function lineChart({
+  series,
+  label,
+  log = false,
+  limit = null,
+  here = null,
+  width = 560,
+  height = 190,
+}) {
   const [left, right, top, bottom] = [52, 10, 18, 24];
   const points = series.flat().filter(([, value]) => value !== null);
   const values = [...points.map(([, value]) => value), ...(limit ? [limit.value] : [])];
@@ -83,11 +93,17 @@ function lineChart({ series, label, log = false, limit = null, here = null, widt
   const picture = svg("svg", { class: "chart", viewBox: `0 0 ${width} ${height}`, role: "img" });
   picture.setAttribute("aria-label", label);
   for (const value of log ? logTicks(low, high) : ticks(low, high, 4)) {
-    picture.append(svg("line", { class: "axis", x1: left, x2: width - right, y1: y(value), y2: y(value) }));
-    picture.append(svg("text", { x: left - 6, y: y(value) + 4, "text-anchor": "end" }, shortNumber(value)));
+    picture.append(
+      svg("line", { class: "axis", x1: left, x2: width - right, y1: y(value), y2: y(value) }),
+    );
+    picture.append(
+      svg("text", { x: left - 6, y: y(value) + 4, "text-anchor": "end" }, shortNumber(value)),
+    );
   }
   for (const step of ticks(Math.min(...steps), Math.max(...steps), width / 110)) {
-    picture.append(svg("text", { x: x(step), y: height - 6, "text-anchor": "middle" }, shortCount(step)));
+    picture.append(
+      svg("text", { x: x(step), y: height - 6, "text-anchor": "middle" }, shortCount(step)),
+    );
   }
   if (limit) {
     const at = y(limit.value);

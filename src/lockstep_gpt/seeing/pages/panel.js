@@ -19,11 +19,14 @@ function statusText() {
     `${ranks} read samples of its own. No gradient exists yet.`,
     view.total === 1
       ? "One rank: its gradient is the average already."
-      : `Each rank has a gradient of its own. Shown: ${parameter.after.length} values of ${parameter.name}; coloured: ${count} values of all parameters.`,
+      : `Each rank has a gradient of its own. Shown: ${parameter.after.length} values of ` +
+        `${parameter.name}; coloured: ${count} values of all parameters.`,
     view.total === 1
       ? "Nothing to exchange: the average of one gradient is that gradient."
-      : `The gradients were added up over ${view.total} ranks and divided by ${view.total}: now every rank holds the same numbers.`,
-    "The same gradient on the same weights gives the same new weights on every rank: they stay in step.",
+      : `The gradients were added up over ${view.total} ranks and divided by ${view.total}: ` +
+        "now every rank holds the same numbers.",
+    "The same gradient on the same weights gives the same new weights on every rank: " +
+      "they stay in step.",
   ][state.stage];
 }
 
@@ -32,7 +35,8 @@ function arithmeticText() {
   const place = `${parameter.name}${placeOf(parameter.positions[0], parameter.shape)}`;
   const [weight, updated] = [parameter.weights[0], parameter.updated[0]];
   if (state.stage < AVERAGE) return "";
-  if (state.stage === UPDATE) return `${place}: ${format(weight)} → ${format(updated)} on every rank`;
+  if (state.stage === UPDATE)
+    return `${place}: ${format(weight)} → ${format(updated)} on every rank`;
   const terms = parameter.before.map((row) => format(row[0])).join("  ");
   const more = view.total > view.ranks ? `  … ${view.total - view.ranks} more` : "";
   return `${place}: (${terms}${more}) / ${view.total} = ${format(parameter.after[0])}`;
@@ -45,7 +49,8 @@ function checkText() {
   const worst = Math.max(...compared.map((each) => each.spread ?? Infinity));
   return worst === 0
     ? "Checked on all ranks while recording: averages and new weights were the same to the bit."
-    : `While recording, averages or new weights differed between ranks by up to ${worst}: something is wrong with this run.`;
+    : `While recording, averages or new weights differed between ranks by up to ${worst}: ` +
+        "something is wrong with this run.";
 }
 
 function drawFacts() {
@@ -53,7 +58,11 @@ function drawFacts() {
   const samples = micro * accumulation * view.total;
   const parts = [`${micro} samples`, `${view.total} rank${view.total > 1 ? "s" : ""}`];
   if (accumulation > 1) parts.push(`${accumulation} micro-batches`);
-  element("coverage").replaceChildren(`${parts.join(" × ")} = `, make("b", { textContent: samples }), " samples");
+  element("coverage").replaceChildren(
+    `${parts.join(" × ")} = `,
+    make("b", { textContent: samples }),
+    " samples",
+  );
   element("coverage-more").textContent =
     `${(samples * tokens).toLocaleString("en")} tokens in this step, ` +
     `about ${(samples * tokens * step).toLocaleString("en")} since the first.`;
@@ -62,13 +71,29 @@ function drawFacts() {
 
 function drawNoise() {
   const points = run.recordings.map((each) => [each.step, each.noise_scale]);
-  if (points.filter(([, value]) => value !== null).length < 2) return element("noise").replaceChildren();
+  if (points.filter(([, value]) => value !== null).length < 2)
+    return element("noise").replaceChildren();
   const { micro_size: micro, accumulation, ranks, step, noise_scale: now } = view.recording;
   const batch = micro * accumulation * ranks;
   const limit = { value: batch, label: `a step takes ${batch}` };
-  const label = `Gradient noise scale in samples over the steps: ${points.map(([at, value]) => `step ${at}: ${value === null ? "unknown" : shortNumber(value)}`).join(", ")}`;
-  const caption = make("figcaption", { className: "quiet", textContent: `Noise scale in samples over the steps; at step ${step}: ${now === null ? "unknown" : shortNumber(now)}` });
-  element("noise").replaceChildren(lineChart({ series: [points], label, log: true, limit, here: step, width: element("noise").clientWidth }), caption);
+  const said = (value) => (value === null ? "unknown" : shortNumber(value));
+  const values = points.map(([at, value]) => `step ${at}: ${said(value)}`);
+  const label = `Gradient noise scale in samples over the steps: ${values.join(", ")}`;
+  const caption = make("figcaption", {
+    className: "quiet",
+    textContent: `Noise scale in samples over the steps; at step ${step}: ${said(now)}`,
+  });
+  element("noise").replaceChildren(
+    lineChart({
+      series: [points],
+      label,
+      log: true,
+      limit,
+      here: step,
+      width: element("noise").clientWidth,
+    }),
+    caption,
+  );
 }
 
 // ---- putting it together ----
@@ -105,7 +130,8 @@ function draw() {
     `${run.name}, a step on ${recording.ranks} rank${recording.ranks > 1 ? "s" : ""}: each computes ` +
     "a gradient from samples of its own, and one average later all hold the same.";
   element("step").value = state.index;
-  element("step-name").textContent = `step ${recording.step} (${state.index + 1} of ${run.recordings.length})`;
+  element("step-name").textContent =
+    `step ${recording.step} (${state.index + 1} of ${run.recordings.length})`;
   element("earlier").disabled = state.index === 0;
   element("later").disabled = state.index === run.recordings.length - 1;
   for (const input of element("rank-choice").querySelectorAll("input")) {
@@ -118,7 +144,9 @@ function draw() {
   element("parameter").selectedIndex = state.parameter;
   element("simulation").textContent = view.note;
   element("simulation").hidden = view.isRecorded;
-  element("ranks").replaceChildren(...Array.from({ length: view.ranks }, (_, rank) => cardOf(rank)));
+  element("ranks").replaceChildren(
+    ...Array.from({ length: view.ranks }, (_, rank) => cardOf(rank)),
+  );
   drawFacts();
   drawNoise();
   drawStage();
@@ -179,11 +207,17 @@ function rankButton(ranks) {
 function start() {
   element("check").textContent = checkText();
   element("rank-choice").append(...Array.from({ length: 8 }, (_, index) => rankButton(index + 1)));
-  const names = run.recordings[0].parameters.map((each) => make("option", { textContent: each.name }));
+  const names = run.recordings[0].parameters.map((each) =>
+    make("option", { textContent: each.name }),
+  );
   element("parameter").append(...names);
   element("step").max = run.recordings.length - 1;
-  element("step").addEventListener("input", (event) => choose({ index: Number(event.target.value), stage: SAMPLES }));
-  element("parameter").addEventListener("change", (event) => choose({ parameter: event.target.selectedIndex }));
+  element("step").addEventListener("input", (event) =>
+    choose({ index: Number(event.target.value), stage: SAMPLES }),
+  );
+  element("parameter").addEventListener("change", (event) =>
+    choose({ parameter: event.target.selectedIndex }),
+  );
   element("earlier").addEventListener("click", () => walk(-1));
   element("later").addEventListener("click", () => walk(1));
   element("next").addEventListener("click", next);

@@ -22,7 +22,7 @@ function mean(numbers) {
   return numbers.reduce((sum, each) => sum + each, 0) / numbers.length;
 }
 
-/** Standard deviation of one value over the recorded ranks; of one rank: the gradient's own size. */
+/** Standard deviation of one value over recorded ranks; of one rank: the gradient's own size. */
 function scatter(values, parameter) {
   if (values.length === 1) {
     return parameter.mean_norm / Math.sqrt(parameter.shape.reduce((size, side) => size * side, 1));
@@ -37,7 +37,7 @@ function keptRanks(recording) {
   return Math.min(recording.losses.length, 8);
 }
 
-/** Return the parameter as `ranks` ranks see it: before[rank][value], after[value], updated[value]. */
+/** Return the parameter on `ranks` ranks: before[rank][value], after[value], updated[value]. */
 function simulatedParameter(parameter, ranks, random) {
   const before = parameter.before.slice(0, ranks).map((row) => [...row]);
   const columns = parameter.after.map((_, index) => parameter.before.map((row) => row[index]));
