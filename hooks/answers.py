@@ -25,7 +25,28 @@ EXTRAS = {
         "src/lockstep_gpt/sources/",
         "tests/sources/",
     ),
+    "modern": (
+        "configs/experiment/modern.yaml",
+        "configs/model/modern_124m.yaml",
+        "configs/model/modern_1b.yaml",
+        "configs/model/modern_350m.yaml",
+        "configs/model/modern_nano.yaml",
+        "configs/optim/muon.yaml",
+        "src/lockstep_gpt/model/modern.py",
+        "src/lockstep_gpt/training/muon.py",
+        "tests/model/test_modern.py",
+        "tests/training/test_muon.py",
+    ),
     "ladder": ("scripts/ladder/", "tests/ladder/"),
+    "seeing": (
+        "configs/callbacks/sync_panel.yaml",
+        "docs/report.md",
+        "docs/report.png",
+        "docs/sync_panel.md",
+        "docs/sync_panel.png",
+        "src/lockstep_gpt/seeing/",
+        "tests/seeing/",
+    ),
 }
 LICENSES = ("MIT", "Apache-2.0", "BSD-3-Clause", "none")
 LONGEST = 24  # characters of package and slug: longer ones break the lines of the code

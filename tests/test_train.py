@@ -28,6 +28,10 @@ def test_run_directory_holds_what_the_contract_says(finished):
         "checkpoints",
         "checkpoints/step=000020.ckpt",
         "checkpoints/step=000020.ckpt.sha256",
+        # extra seeing: begin
+        "environment.json",
+        "report.html",
+        # extra seeing: end
     }
     assert [path.name for path in command.folder.iterdir()] == ["runs"]  # data are elsewhere
 

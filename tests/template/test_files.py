@@ -42,6 +42,14 @@ AT_THE_ROOT = {
 }
 
 
+def text_of(content: bytes) -> str:
+    """Return the text of a file; a picture has none."""
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError:
+        return ""
+
+
 def paths_of(extras: list[str]) -> tuple[str, ...]:
     return tuple(path for extra in extras for path in EXTRAS[extra])
 
@@ -74,7 +82,7 @@ def test_an_extra_adds_its_own_files_and_no_other(extra, baked, tree):
 def test_nothing_is_left_of_our_names_or_of_the_mechanism(chosen, baked, tree):
     ours = r"lockstep|cookiecutter\.|template-only|extra \w+: (begin|end)|\{%"
     for name, (_, content) in tree(baked(extras=chosen)).items():
-        text = content.decode("utf-8")
+        text = text_of(content)
         assert not re.search(ours, f"{name}\n{text}", re.IGNORECASE), name
         if not name.endswith(".py"):  # f-strings have them, and GitHub's own after a dollar
             assert not re.search(r"(?<!\$)\{\{", text), name
@@ -85,7 +93,7 @@ def test_markers_in_the_living_sources_are_pairs_and_name_what_exists(template, 
     for name, (_, content) in tree(template).items():
         if name.startswith(("hooks/", "tests/template/")):
             continue
-        lines = (line.strip("#<!-> ") for line in content.decode("utf-8").splitlines())
+        lines = (line.strip("#<!-> ") for line in text_of(content).splitlines())
         found = [match for line in lines if (match := marker.fullmatch(line))]
         assert [match[3] for match in found] == ["begin", "end"] * (len(found) // 2), name
         assert [match[1] for match in found[::2]] == [match[1] for match in found[1::2]], name

@@ -27,6 +27,7 @@ NOISE = [
     r".*does not have many workers which may be a bottleneck.*",
     r".*`isinstance\(treespec, LeafSpec\)` is deprecated.*",
     r".*Checkpoint directory .* exists and is not empty.*",
+    r".*The `srun` command is available on your system but is not used.*",
     r".*You're resuming from a checkpoint that ended before the epoch ended.*",
 ]
 

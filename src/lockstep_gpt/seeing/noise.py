@@ -1,0 +1,126 @@
+"""The gradient noise scale: how large a batch the gradients themselves suggest.
+
+McCandlish, Kaplan, Amodei et al. 2018, "An Empirical Model of Large-Batch Training": gradients of
+samples scatter around the true gradient G with covariance Sigma, and `tr(Sigma) / |G|^2`, in
+samples, is the batch at which noise and signal are equal. Below it twice the batch nearly halves
+the steps, above it twice the batch saves few. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What one step tells: squared norms of gradients over batches of two sizes.
+
+    Attributes:
+        small_batch: samples behind each part's gradient.
+        big_batch: samples behind the average of all parts.
+        small: mean over the parts of the squared norm of a part's gradient.
+        big: squared norm of the average.
+    """
+
+    small_batch: int
+    big_batch: int
+    small: float
+    big: float
+
+    @property
+    def signal(self) -> float:
+        """An unbiased estimate of |G|^2 (equation A.2); it may be negative."""
+        difference = self.big_batch * self.big - self.small_batch * self.small
+        return difference / (self.big_batch - self.small_batch)
+
+    @property
+    def noise(self) -> float:
+        """An unbiased estimate of tr(Sigma), of a single sample (equation A.2)."""
+        return (self.small - self.big) / (1 / self.small_batch - 1 / self.big_batch)
+
+
+class NoiseScale:
+    """Averages signal and noise over recorded steps, each for itself, before it divides them.
+
+    The quotient of two noisy estimates is biased; that of their averages hardly is. The averages
+    are exponential ones, weighted so that the first measurement counts no more than the last.
+
+    Args:
+        smoothing: share of the average that stays at each measurement.
+    """
+
+    def __init__(self, smoothing: float) -> None:
+        self.smoothing = smoothing
+        self.signal = self.noise = self.weight = 0.0
+
+    def add(self, measurement: Measurement) -> None:
+        """Take in one step; one whose gradients are not finite says nothing."""
+        signal, noise = measurement.signal, measurement.noise
+        if not math.isfinite(signal + noise):
+            return
+        keep, add = self.smoothing, 1 - self.smoothing
+        self.signal = keep * self.signal + add * signal
+        self.noise = keep * self.noise + add * noise
+        self.weight = keep * self.weight + add
+
+    @property
+    def scale(self) -> float | None:
+        """Return tr(Sigma) / |G|^2 in samples; None as long as noise hides the signal."""
+        if self.signal <= 0 or self.noise <= 0:
+            return None
+        return self.noise / self.signal
+
+    def state_dict(self) -> dict[str, float]:
+        """Return the averages, for the checkpoint."""
+        return {"signal": self.signal, "noise": self.noise, "weight": self.weight}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Go on from saved averages."""
+        self.signal, self.noise, self.weight = state["signal"], state["noise"], state["weight"]
+
+
+def steps_left(scale: float, batch: float) -> float:
+    """Return the steps that twice the batch needs for the same loss, as a share of those now.
+
+    Steps follow `1 + scale / batch` (equation 2.11), so this lies between 1/2 and 1.
+    """
+    return (1 + scale / (2 * batch)) / (1 + scale / batch)
+
+
+def advice(scale: float | None, batch: int, block_size: int) -> str:
+    """Say in one sentence what batch the noise suggests, and whether more devices still pay.
+
+    Args:
+        scale: the noise scale in samples; None if it could not be measured.
+        batch: samples per optimizer step now.
+        block_size: tokens per sample.
+    """
+    if scale is None:
+        return (
+            f"gradient noise scale: not to be told at {batch} samples per step, the noise hides "
+            "the signal; a larger batch will not hurt"
+        )
+    size = max(1, _two_digits(scale))
+    tokens = _two_digits(size * block_size)
+    suggestion = (
+        f"gradient noise scale: averaging pays up to about {size:,} sample{'s' * (size > 1)} "
+        f"({tokens:,} tokens) per step, and a step takes {batch:,}"
+    )
+    left = f"twice the batch on twice the devices would need {steps_left(scale, batch):.0%} of"
+    if scale > 2 * batch:
+        return f"{suggestion}: more devices still pay, {left} the steps"
+    if scale > batch / 2:
+        return f"{suggestion}: near the best trade, {left} the steps"
+    return f"{suggestion}: more devices hardly pay, {left} the steps"
+
+
+def _two_digits(value: float) -> int:
+    """Return `value` in two significant digits, which is more than an estimate carries."""
+    return int(round(value, min(0, 1 - math.floor(math.log10(value)))))
+
+
+UNMEASURED = (
+    "gradient noise scale: not measured: one rank with one micro-batch per step has nothing to "
+    "compare its gradient with; use two ranks, or a smaller batch.micro_size"
+)
