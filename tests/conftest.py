@@ -89,7 +89,7 @@ class Command:
 
 
 def _clean_environment() -> dict[str, str]:
-    """Return the environment without what pytest-xdist or a launcher may have left."""
+    """Return the environment without what pytest-xdist, a launcher or wandb may have left."""
     names = (
         "PYTEST_",
         "PYTHONDONTWRITEBYTECODE",
@@ -98,6 +98,7 @@ def _clean_environment() -> dict[str, str]:
         "WORLD_SIZE",
         "MASTER_",
         "OMP_NUM_THREADS",
+        "WANDB_",
     )
     return {name: value for name, value in os.environ.items() if not name.startswith(names)}
 
@@ -197,3 +198,9 @@ def kill() -> Callable[[int], None]:
 def pytest_xdist_auto_num_workers() -> int:
     """Take a worker more than there are cores: tests of the command mostly wait for it."""
     return (os.cpu_count() or 1) + 1
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Show a failure at once where nobody waits for the end: a run cut short has said why."""
+    if report.failed and os.environ.get("CI") and "PYTEST_XDIST_WORKER" not in os.environ:
+        print(f"\n{report.nodeid}: {report.when} failed\n{report.longreprtext}", flush=True)

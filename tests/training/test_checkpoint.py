@@ -221,7 +221,7 @@ def test_a_run_directory_means_its_newest_checkpoint_and_a_file_itself(tmp_path)
 
 
 def test_a_path_without_a_checkpoint_is_refused(tmp_path):
-    with pytest.raises(UserError, match=r"nowhere does not exist; give a run directory or a"):
+    with pytest.raises(UserError, match=r"nowhere does not exist; give a run directory, a"):
         find_checkpoint(tmp_path / "nowhere")
     with pytest.raises(UserError, match=r"holds no checkpoint that verifies"):
         find_checkpoint(tmp_path)

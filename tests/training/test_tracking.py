@@ -4,12 +4,14 @@ import struct
 from pathlib import Path
 
 import pytest
+import wandb
 import yaml
 from wandb.proto import wandb_internal_pb2
 
 from lockstep_gpt.config import UserError
 from lockstep_gpt.run_directory import RunDirectory
 from lockstep_gpt.training import tracking
+from lockstep_gpt.training.checkpoint import sum_path
 
 BLOCK, HEADER = 32768, 7
 
@@ -56,10 +58,10 @@ def read_csv(folder):
 
 
 def by_step(rows):
-    """Join the rows of a step; drop repeats and what wandb adds."""
+    """Join the rows of a step; drop repeats, what wandb adds, and what is no number."""
     joined = {}
     for row in rows:
-        kept = {name: value for name, value in row.items() if not name.startswith("_")}
+        kept = {name: value for name, value in row.items() if not name.startswith(("_", "samples"))}
         joined.setdefault(kept["trainer/step"], {}).update(kept)
     return list(joined.values())
 
@@ -113,6 +115,43 @@ def test_failed_run_is_ended_as_failed_and_a_finished_one_as_finished(two, comma
         (path,) = folder.glob("wandb/offline-run-*/*.wandb")
         ends = [record.exit.exit_code for record in records(path) if record.HasField("exit")]
         assert ends == [status]
+        alerts = [record.alert.title for record in records(path) if record.HasField("alert")]
+        assert [title.split()[-1] for title in alerts] == ["failed"] * status
+
+
+def test_the_table_of_samples_grows_with_each_validation(command):
+    sampling = ("callbacks.sample.at_validation=true", "callbacks.sample.length=9", "val_every=5")
+    command.train("logger=wandb", "run_dir=run", "max_steps=15", *sampling)
+    _, _, rows = read_offline(command.folder / "run")
+    tables = [row for row in rows if "samples.nrows" in row]
+    assert [table["samples.increment_num"] for table in tables] == [0, 1, 2]
+    assert (command.folder / "run/train.log").read_text().count("\nsample\n") == 3
+
+
+def test_histograms_and_code_are_kept_where_they_are_asked_for(command):
+    store = command.folder / "store"
+    asked = ("logger.wandb.watch=gradients", "logger.wandb.log_code=true")
+    command.train("logger=wandb", "run_dir=run", *asked, WANDB_DATA_DIR=str(store))
+    _, _, rows = read_offline(command.folder / "run")
+    names = {name for row in rows for name in row if name.startswith("gradients/")}
+    assert any("blocks.0.attention" in name for name in names)
+    (path,) = (command.folder / "run").glob("wandb/offline-run-*/*.wandb")
+    kinds = {record.artifact.type for record in records(path) if record.HasField("artifact")}
+    assert "code" in kinds
+
+
+def test_the_best_and_the_last_checkpoint_become_an_artifact_with_aliases(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_DATA_DIR", str(tmp_path / "store"))
+    run = wandb.init(mode="offline", dir=tmp_path, settings=wandb.Settings(silent=True))
+    path = tmp_path / "step=000005.ckpt"
+    path.write_bytes(b"weights")
+    sum_path(path).write_text("sum")
+    aliases = [path.stem, "best", "latest"]
+    tracking.TrackedRun(run, keep_checkpoints=True).close("done", {path: aliases})
+    (log,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
+    (artifact,) = [record.artifact for record in records(log) if record.HasField("artifact")]
+    assert (artifact.type, sorted(artifact.aliases)) == ("model", sorted(aliases))
+    assert {entry.path for entry in artifact.manifest.contents} == {path.name, sum_path(path).name}
 
 
 def test_command_of_the_sweep_file_trains_two_ranks_under_the_agent_s_run_id(command):
@@ -127,12 +166,31 @@ def test_command_of_the_sweep_file_trains_two_ranks_under_the_agent_s_run_id(com
     assert sweep["metric"]["name"] in read_csv(command.folder / "run")[-1]
 
 
-def test_unknown_mode_is_refused(tmp_path):
-    settings = {"entity": None, "group": None, "tags": [], "job_type": "train", "notes": None}
-    with pytest.raises(UserError, match=r"logger\.wandb\.mode=maybe is not one of auto"):
+@pytest.mark.parametrize(
+    ("settings", "line"),
+    [
+        ({"mode": "maybe"}, r"logger\.wandb\.mode=maybe is not one of auto"),
+        ({"watch": "weights"}, r"logger\.wandb\.watch=weights is not one of null, gradients"),
+        ({"log_model": True}, r"log_model=true goes to wandb's server, and this run is offline"),
+    ],
+)
+def test_what_cannot_be_is_refused(tmp_path, settings, line):
+    usual = {"entity": None, "group": None, "tags": [], "job_type": "train", "notes": None}
+    with pytest.raises(UserError, match=line):
         tracking.wandb_logger(
-            directory=RunDirectory(tmp_path), config={}, project="p", mode="maybe", **settings
+            directory=RunDirectory(tmp_path),
+            config={},
+            project="p",
+            **{**usual, "mode": "offline", **settings},
         )
+
+
+def test_a_reference_that_leads_nowhere_is_one_line(command):
+    source = "wandb://nobody/nothing/none:latest"
+    offline = {"WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_API_KEY": "0" * 40}
+    err = command("generate", source, "--prompt", "a", status=2, **offline).stderr
+    assert err.count("\n") == 1
+    assert f"{source} cannot be had" in err
 
 
 def test_tensorboard_holds_the_same_names(command):

@@ -73,7 +73,11 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=f"{PROGRAM} evaluate", description="Measure a model on all held-out text."
     )
-    parser.add_argument("source", type=Path, help="a run directory or a checkpoint in one")
+    parser.add_argument(
+        "source",
+        type=Path,
+        help="a run directory, a checkpoint in one, or wandb://ENTITY/PROJECT/NAME:ALIAS",
+    )
     parser.add_argument(
         "--batch-size", type=int, default=32, help="samples at a time (default: 32)"
     )

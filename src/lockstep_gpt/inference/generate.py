@@ -35,7 +35,11 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=f"{PROGRAM} generate", description="Continue a prompt with a trained model."
     )
-    parser.add_argument("source", type=Path, help="a run directory or a checkpoint in one")
+    parser.add_argument(
+        "source",
+        type=Path,
+        help="a run directory, a checkpoint in one, or wandb://ENTITY/PROJECT/NAME:ALIAS",
+    )
     parser.add_argument("--prompt", default="\n", help="what to continue (default: a new line)")
     parser.add_argument("--length", type=int, default=300, help="tokens to add (default: 300)")
     parser.add_argument(

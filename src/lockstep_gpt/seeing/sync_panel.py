@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lockstep_gpt.config import UserError
 from lockstep_gpt.machine import invocation
 from lockstep_gpt.seeing.noise import UNMEASURED, NoiseScale, advice
+from lockstep_gpt.seeing.panel import panel
 from lockstep_gpt.seeing.recording import (
     MicroBatchNorms,
     Probe,
@@ -25,6 +26,7 @@ from lockstep_gpt.seeing.recording import (
 from lockstep_gpt.seeing.recordings import describe, write_recording
 from lockstep_gpt.training.callbacks.metrics import MetricsFile
 from lockstep_gpt.training.module import StepCallback
+from lockstep_gpt.training.tracking import tracked
 
 logger = logging.getLogger(__name__)
 
@@ -187,6 +189,8 @@ class SyncPanel(StepCallback):
         if trainer.is_global_zero:
             command = f"{invocation()} panel {self._run}"
             logger.info("\n%s\n  the all-reduce, step by step: %s", self._advice, command)
+            for each in tracked(trainer.loggers):
+                each.log_page(trainer.global_step, "sync/panel", panel(self._run))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the averages of the noise scale, so that a resumed run goes on with them."""

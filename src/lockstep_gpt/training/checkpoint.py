@@ -23,6 +23,7 @@ from lockstep_gpt.model.gpt import GPT, build_gpt
 logger = logging.getLogger(__name__)
 
 # What torch raises for a file that it cannot read.
+REFERENCE = re.compile(r"wandb:/{1,2}(.+)")  # a `Path` has only one slash left
 UNREADABLE = (pickle.UnpicklingError, RuntimeError, EOFError, LookupError, ValueError, struct.error)
 MEND = "make room there, then go on with resume=auto from the newest, which is whole"
 NAME = re.compile(r"step=(\d{6,})\.ckpt")
@@ -201,20 +202,46 @@ def fetch_newest(url: str, folder: Path) -> Path | None:
     return None
 
 
-def find_checkpoint(path: Path) -> Path:
-    """Return the checkpoint that a user means by a run directory or a checkpoint's path.
+def find_checkpoint(path: Path, folder: Path | None = None) -> Path:
+    """Return the checkpoint that a user means.
+
+    Args:
+        path: a run directory, a checkpoint, or `wandb://ENTITY/PROJECT/NAME:ALIAS`.
+        folder: where such a one is downloaded to; None: wandb's own, `artifacts/`.
 
     Raises:
         UserError: there is none.
     """
+    if reference := REFERENCE.fullmatch(str(path)):
+        return _fetched(reference[1], folder)
     if not path.exists():
-        raise UserError(f"{path} does not exist; give a run directory or a checkpoint in one")
+        raise UserError(
+            f"{path} does not exist; give a run directory, a checkpoint in one, or "
+            "wandb://ENTITY/PROJECT/NAME:ALIAS"
+        )
     if path.is_file():
         return path
     newest = newest_valid(path / "checkpoints")
     if newest is None:
         raise UserError(f"{path} holds no checkpoint that verifies; give a run that has saved one")
     return newest
+
+
+def _fetched(reference: str, folder: Path | None) -> Path:
+    """Download a checkpoint that a run has logged; return its file."""
+    import wandb
+
+    try:
+        artifact = wandb.Api().artifact(reference, type="model")
+        found = Path(artifact.download(str(folder) if folder else None))
+    except Exception as error:  # wandb's own errors, the network's and the disk's
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise UserError(
+            f"wandb://{reference} cannot be had: {reason}; give ENTITY/PROJECT/NAME:ALIAS of a "
+            "checkpoint, and log in with `wandb login`"
+        ) from error
+    (path,) = found.glob("*.ckpt")
+    return path
 
 
 def load_model(path: Path) -> tuple[GPT, Config, tokenizer.Tokenizer]:

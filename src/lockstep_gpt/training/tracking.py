@@ -6,21 +6,25 @@ import logging
 import os
 import secrets
 import subprocess
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
 
-from lockstep_gpt.config import UserError
+from lockstep_gpt.config import UserError, as_typed
 from lockstep_gpt.run_directory import RunDirectory
 from lockstep_gpt.training.callbacks.metrics import STEP
+from lockstep_gpt.training.checkpoint import sum_path
 
 if TYPE_CHECKING:
+    from torch.nn import Module
     from wandb.sdk.wandb_run import Run
 
 logger = logging.getLogger(__name__)
 
 MODES = ("auto", "online", "offline", "disabled")
+WATCHED = (None, "gradients", "parameters", "all")
 TOKENS = "trainer/tokens"
 # What wandb shows of a metric in its table of runs, instead of the last value.
 SUMMARIES = {
@@ -33,7 +37,20 @@ SUMMARIES = {
 
 
 class TrackedRun(WandbLogger):
-    """Lightning's `WandbLogger` on axes of our own; it always adds one of Lightning's."""
+    """Lightning's `WandbLogger` on axes of our own; it always adds one of Lightning's.
+
+    Args:
+        experiment: the run.
+        keep_checkpoints: log checkpoints as an artifact at the end.
+        watched: what to draw histograms of: None, gradients, parameters or all.
+    """
+
+    def __init__(
+        self, experiment: Run, keep_checkpoints: bool = False, watched: str | None = None
+    ) -> None:
+        super().__init__(experiment=experiment)
+        self.keep_checkpoints, self.watched = keep_checkpoints, watched
+        self._samples: Any = None  # the table, once there is a sample
 
     def log_metrics(self, metrics: Any, step: int | None = None) -> None:
         """Log one row under the names that metrics.csv has."""
@@ -43,11 +60,51 @@ class TrackedRun(WandbLogger):
     def log_hyperparams(self, *_args: Any, **_kwargs: Any) -> None:
         """Do nothing: the configuration was given when the run was made."""
 
-    def close(self, status: str) -> None:
-        """End the wandb run as `done`, `stopped` or `failed`."""
+    def begin(self, model: Module, every: int) -> None:
+        """Draw histograms of `model` at each `every` steps, if it was asked for."""
+        if self.watched:
+            self.watch(model, log=self.watched, log_freq=every, log_graph=False)
+
+    def log_sample(self, step: int, prompt: str, text: str) -> None:
+        """Add a row to the table of samples, which grows in the course of the run."""
+        import wandb
+
+        if self._samples is None:
+            names: list[str | int] = ["step", "prompt", "text"]
+            self._samples = wandb.Table(columns=names, log_mode="INCREMENTAL")
+        self._samples.add_data(step, prompt, text)
+        self.experiment.log({STEP: step, "samples": self._samples})
+
+    def log_page(self, step: int, name: str, page: str) -> None:
+        """Show a page of HTML that needs no other file."""
+        import wandb
+
+        self.experiment.log({STEP: step, name: wandb.Html(page, inject=False)})
+
+    def close(self, status: str, checkpoints: dict[Path, list[str]]) -> None:
+        """End the wandb run as `done`, `stopped` or `failed`.
+
+        Args:
+            status: which of them.
+            checkpoints: files -> their aliases.
+        """
+        if self.keep_checkpoints:
+            for path, aliases in checkpoints.items():
+                self._log_checkpoint(path, aliases)
+        if status != "done":
+            name = self.experiment.name
+            self.experiment.alert(f"{name} {status}", f"the run {name} ended early: {status}")
         if status == "stopped":
             self.experiment.mark_preempting()
         self.experiment.finish(exit_code=0 if status == "done" else 1)
+
+    def _log_checkpoint(self, path: Path, aliases: list[str]) -> None:
+        import wandb
+
+        artifact = wandb.Artifact(f"{self.experiment.id}-checkpoint", type="model")
+        artifact.add_file(str(path))
+        artifact.add_file(str(sum_path(path)))
+        self.experiment.log_artifact(artifact, aliases=aliases)
 
 
 def wandb_logger(
@@ -61,6 +118,9 @@ def wandb_logger(
     job_type: str,
     notes: str | None,
     mode: str,
+    log_model: bool = False,
+    log_code: bool = False,
+    watch: str | None = None,
 ) -> TrackedRun:
     """Make or go on with the one wandb run of `directory`.
 
@@ -74,14 +134,26 @@ def wandb_logger(
         job_type: kind of run.
         notes: free text.
         mode: online, offline, disabled, or auto: online if there is an account.
+        log_model: log the best and the last checkpoint at the end.
+        log_code: log the source of this package.
+        watch: histograms of gradients, parameters, all, or none.
 
     Raises:
-        UserError: `mode` is unknown.
+        UserError: `mode` or `watch` is unknown, or checkpoints have nowhere to go.
     """
     if mode not in MODES:
         raise UserError(f"logger.wandb.mode={mode} is not one of {', '.join(MODES)}")
+    if watch not in WATCHED:
+        names = ", ".join(map(as_typed, WATCHED))
+        raise UserError(f"logger.wandb.watch={watch} is not one of {names}")
+    chosen = _mode(mode)
+    if log_model and chosen != "online":
+        raise UserError(
+            f"logger.wandb.log_model=true goes to wandb's server, and this run is {chosen}; log in "
+            "with `wandb login`, or keep copies with checkpoint.copy_to"
+        )
     run = _start(
-        _mode(mode),
+        chosen,
         dir=str(directory.path),
         id=_run_id(directory),
         resume="allow",
@@ -99,7 +171,9 @@ def wandb_logger(
     run.define_metric("*", step_metric=STEP)
     for name, summary in SUMMARIES.items():
         run.define_metric(name, step_metric=STEP, summary=summary)
-    return TrackedRun(experiment=run)
+    if log_code:
+        run.log_code(str(Path(__file__).parents[1]))
+    return TrackedRun(run, log_model, watch)
 
 
 def _start(mode: Any, **arguments: Any) -> Run:
@@ -155,11 +229,9 @@ def tensorboard_logger(*, directory: RunDirectory) -> TensorBoardLogger:
     return TensorBoardLogger(directory.path, name="tensorboard", version="")
 
 
-def close(loggers: list[Logger], status: str) -> None:
-    """End what must be ended with the state of the run."""
-    for each in loggers:
-        if isinstance(each, TrackedRun):
-            each.close(status)
+def tracked(loggers: Iterable[Logger]) -> Iterator[TrackedRun]:
+    """Yield what of `loggers` is a wandb run."""
+    return (each for each in loggers if isinstance(each, TrackedRun))
 
 
 def offline_hint(directory: RunDirectory) -> str:

@@ -139,6 +139,8 @@ def _train(directory: RunDirectory, config: Config, ranks: Ranks, terminal: Text
     if ranks.rank == 0:
         logger.info("%s", as_text(_receipt(config, parts, ranks, trainer.strategy)))
         parts.metrics_file.begin(_step(resume))
+        for each in tracking.tracked(loggers):
+            each.begin(parts.module.model, config.log_every)
     status = "failed"
     try:
         trainer.fit(parts.module, parts.data, ckpt_path=resume)
@@ -152,10 +154,21 @@ def _train(directory: RunDirectory, config: Config, ranks: Ranks, terminal: Text
         if ranks.rank == 0:
             seconds = time.perf_counter() - started
             directory.write_summary(_summary(directory, status, trainer, parts, seconds))
-            tracking.close(loggers, status)
+            kept = _kept_checkpoints(parts.checkpoints)
+            for each in tracking.tracked(loggers):
+                each.close(status, kept)
     leave()
     if ranks.rank == 0:
         logger.info("%s", closing(directory, parts.metrics.row, time.perf_counter() - started))
+
+
+def _kept_checkpoints(checkpoints: Checkpoints) -> dict[Path, list[str]]:
+    """Return the best and the last checkpoint with what wandb shall call them."""
+    kept: dict[Path, list[str]] = {}
+    for path, alias in ((checkpoints.best, "best"), (checkpoints.last, "latest")):
+        if path is not None:
+            kept.setdefault(path, [path.stem]).append(alias)
+    return kept
 
 
 def _copies(directory: RunDirectory, config: Config) -> str | None:
@@ -182,7 +195,9 @@ def _state_to_resume(
     own = from_rank_zero(str(newest or ""))
     if own or config.resume in ("none", "auto"):
         return own or None
-    path = find_checkpoint(Path(config.resume))
+    asked = Path(config.resume)
+    found = find_checkpoint(asked, directory.path / "artifacts") if ranks.rank == 0 else ""
+    path = Path(from_rank_zero(str(found)))
     content = read_checkpoint(path)
     if not config.resume_force:
         refuse_another_identity(path, content["config"], directory.values())

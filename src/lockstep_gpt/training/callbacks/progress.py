@@ -13,6 +13,7 @@ from tqdm import tqdm
 
 from lockstep_gpt.training.callbacks.metrics import Metrics
 from lockstep_gpt.training.module import StepCallback
+from lockstep_gpt.training.tracking import tracked
 
 logger = logging.getLogger(__name__)
 
@@ -113,14 +114,27 @@ class Sample(Callback):
         prompt: what to continue.
         length: tokens to add.
         temperature: divides the logits; 0 takes the likeliest token.
+        at_validation: also after each validation, not only at the end.
     """
 
-    def __init__(self, prompt: str, length: int, temperature: float) -> None:
+    def __init__(
+        self, prompt: str, length: int, temperature: float, at_validation: bool = False
+    ) -> None:
         self.prompt = prompt
         self.length = length
         self.temperature = temperature
+        self.at_validation = at_validation
+
+    def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
+        """Log a sample in the course of the run; the last step has one at the end."""
+        if self.at_validation and trainer.global_step < trainer.max_steps:
+            self._log(trainer, pl_module)
 
     def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
+        """Log the sample of what was learnt."""
+        self._log(trainer, pl_module)
+
+    def _log(self, trainer: Trainer, pl_module: Any) -> None:
         """Log the sample, the same one for the same weights."""
         tokenizer = pl_module.tokenizer
         if not trainer.is_global_zero or tokenizer.end_of_text is None:
@@ -132,4 +146,6 @@ class Sample(Callback):
             prompt[None], self.length, self.temperature, generator=generator
         )
         text = tokenizer.decode(tokens[0].tolist())
+        for each in tracked(trainer.loggers):
+            each.log_sample(trainer.global_step, self.prompt, text)
         logger.info("%s", "\n".join(["", "sample", *(f"  | {line}" for line in text.splitlines())]))
