@@ -47,6 +47,8 @@ EXTRAS = {
         "src/lockstep_gpt/seeing/",
         "tests/seeing/",
     ),
+    "slurm": ("docs/slurm.md", "scripts/slurm/", "tests/scripts/test_slurm.py"),
+    "kubernetes": ("docs/kubernetes.md", "scripts/kubernetes/", "tests/scripts/test_kubernetes.py"),
 }
 LICENSES = ("MIT", "Apache-2.0", "BSD-3-Clause", "none")
 LONGEST = 24  # characters of package and slug: longer ones break the lines of the code

@@ -130,6 +130,9 @@ class ModelConfig(Checked):
     dropout: float = setting("share of activations dropped in training", 0.0, at_least=0, below=1)
     bias: bool = setting("biases in linear layers and norms, as GPT-2 has them", True)
     architecture: str = setting("the module of model/ whose GPT it is", "gpt")
+    activation_checkpointing: bool = setting(
+        "keep only the inputs of blocks and compute them again in backward", False
+    )
     n_kv_head: int | None = setting(
         "heads of keys and values, where the architecture shares them; null: n_head",
         None,
@@ -396,6 +399,24 @@ class Config(Checked):
             self.refuse("max_steps", f"and max_tokens={tokens}: give one and set the other to null")
         _check_trainer(self.trainer)
         _check_strategy(self.strategy)
+        if str(self.strategy.get("_target_")).endswith(".sharding.fsdp2"):
+            self._check_sharding()
+
+    def _check_sharding(self) -> None:
+        """Refuse what shards cannot do."""
+        if self.precision not in ("32-true", "bf16-mixed"):
+            self.refuse("precision", "has no strategy=fsdp2; set 32-true or bf16-mixed, or ddp")
+        if self.compile:
+            self.refuse("compile", "has no strategy=fsdp2; set compile=false, or strategy=ddp")
+        if self.optim.algorithm != "adamw":
+            self.optim.refuse("algorithm", "has no strategy=fsdp2; set optim=adamw, or ddp")
+        if self.trainer.get("sync_batchnorm"):
+            raise UserError("trainer.sync_batchnorm=true has no strategy=fsdp2; set strategy=ddp")
+        if self.strategy["param_dtype"] == "bfloat16" and self.precision != "bf16-mixed":
+            raise UserError(
+                f"strategy.param_dtype=bfloat16 with precision={self.precision}; "
+                "set precision=bf16-mixed, or param_dtype=float32"
+            )
 
 
 # Trainer arguments that have a door of ours: two doors to one setting would silently disagree.
@@ -426,17 +447,26 @@ ACCELERATORS = ("auto", "cpu", "gpu", "cuda")
 
 BACKENDS = (None, "nccl", "gloo", "mpi")
 COMM_HOOKS = ("none", "fp16", "bf16", "powersgd")
+SHARD_DTYPES = ("float32", "bfloat16")
+SWITCHES = (
+    "find_unused_parameters",
+    "gradient_as_bucket_view",
+    "static_graph",
+    "reshard_after_forward",
+)
 
 
 def _check_strategy(strategy: dict[str, Any]) -> None:
     """Check what our own strategies take; a foreign one checks for itself."""
     _check_choice("process_group_backend", strategy.get("process_group_backend"), BACKENDS)
     _check_choice("comm_hook", strategy.get("comm_hook", "none"), COMM_HOOKS)
+    for name in ("param_dtype", "reduce_dtype"):
+        _check_choice(name, strategy.get(name, "float32"), SHARD_DTYPES)
     for name in ("timeout_seconds", "bucket_cap_mb"):
         value = strategy.get(name, 1)
         if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
             raise UserError(f"strategy.{name}={value} must be a number above 0")
-    for name in ("find_unused_parameters", "gradient_as_bucket_view", "static_graph"):
+    for name in SWITCHES:
         if not isinstance(value := strategy.get(name, False), bool):
             raise UserError(f"strategy.{name}={value} must be true or false")
 

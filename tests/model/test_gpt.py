@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,7 @@ from omegaconf import OmegaConf
 
 from lockstep_gpt.config import ModelConfig, UserError
 from lockstep_gpt.model.functional import IGNORE
-from lockstep_gpt.model.gpt import GPT
+from lockstep_gpt.model.gpt import GPT, build_gpt
 
 PRESETS = Path(__file__).parents[2] / "configs" / "model"
 SHAPE = ModelConfig(block_size=16, n_layer=2, n_head=2, n_embd=32)
@@ -143,3 +144,15 @@ def test_forward_is_one_graph_for_torch_compile(model: GPT, tokens: torch.Tensor
     model.compile(fullgraph=True, backend="eager")
     torch.testing.assert_close(model(tokens, tokens), expected)
     assert "token_embedding.weight" in model.state_dict()
+
+
+def test_activation_checkpointing_changes_neither_gradients_nor_names(tokens):
+    gradients = []
+    for recompute in (False, True):
+        torch.manual_seed(0)
+        shape = replace(SHAPE, dropout=0.1, activation_checkpointing=recompute)
+        model = build_gpt(shape, VOCAB)
+        model(tokens, tokens).backward()
+        gradients.append({name: each.grad for name, each in model.named_parameters()})
+    assert gradients[0].keys() == gradients[1].keys()
+    assert all(torch.equal(gradients[0][name], gradients[1][name]) for name in gradients[0])

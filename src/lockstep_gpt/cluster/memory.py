@@ -18,17 +18,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lockstep_gpt.config import Config, ModelConfig
+from lockstep_gpt.config import Config, ModelConfig, OptimConfig
 from lockstep_gpt.model.gpt import GPT, build_gpt
+from lockstep_gpt.training.optim import build_optimizer
 
 AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
-# Values that the optimizer keeps for each parameter: AdamW the means of gradients and squares.
 WIDER = 64  # ids by which a vocabulary is widened to see what it costs; models pad to multiples
-OPTIMIZER_STATES = {"adamw": 2}
 _FILLED_AT_RANDOM = {torch.ops.aten.normal_.default, torch.ops.aten.uniform_.default}
 
 
@@ -60,11 +58,16 @@ class States:
     optimizer: int
 
     @classmethod
-    def of(cls, model: nn.Module, algorithm: str) -> States:
+    def of(cls, model: nn.Module, config: OptimConfig) -> States:
         """Count the parameters of `model`, each in its own type, as are gradients and moments."""
         size = sum(weight.nbytes for weight in model.parameters())
         trained = sum(weight.nbytes for weight in model.parameters() if weight.requires_grad)
-        return cls(size, trained, OPTIMIZER_STATES[algorithm] * trained)
+        moments = sum(
+            # AdamW keeps the means of gradients and of their squares, Muon one momentum.
+            (1 if group.get("muon") else 2) * sum(weight.nbytes for weight in group["params"])
+            for group in build_optimizer(model, config, lr=config.lr).param_groups
+        )
+        return cls(size, trained, moments)
 
 
 @dataclass(frozen=True)
@@ -148,14 +151,20 @@ class _Uninitialized(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return args[0] if func in _FILLED_AT_RANDOM else func(*args, **(kwargs or {}))
 
 
-class _GPUAttention(TorchFunctionMode):
-    """Takes the fused attention also with dropout, whose mask a GPU draws anew in backward."""
+@contextlib.contextmanager
+def _gpu_attention() -> Iterator[None]:
+    """Take the fused attention also with dropout, whose mask a GPU draws anew in backward."""
+    usual = F.scaled_dot_product_attention
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is F.scaled_dot_product_attention:
-            kwargs = {**kwargs, "dropout_p": 0.0}
-        return func(*args, **kwargs)
+    def without_dropout(*args: Any, **kwargs: Any) -> Tensor:
+        return usual(*args, **{**kwargs, "dropout_p": 0.0})
+
+    # Not a TorchFunctionMode: backward, which may compute blocks again, would not be in it.
+    F.scaled_dot_product_attention = without_dropout
+    try:
+        yield
+    finally:
+        F.scaled_dot_product_attention = usual
 
 
 def shaped(shape: ModelConfig, vocab_size: int, precision: str) -> GPT:
@@ -203,7 +212,7 @@ def footprint(config: Config, model: GPT, accelerator: str) -> Footprint:
     more = config.model.n_layer - 1
     logits = (wider_slope - slope) / WIDER * model.vocab_size
     return Footprint(
-        states=States.of(model, config.optim.algorithm),
+        states=States.of(model, config.optim),
         copies=constant + more * (deeper_constant - constant),
         activations=slope + more * (deeper_slope - slope) - logits,
         logits=logits,
@@ -226,7 +235,7 @@ def trace_peak(
         model = shaped(shape, vocab_size, precision)
         for weight in model.parameters():
             weight.register_post_accumulate_grad_hook(_drop_gradient)  # type: ignore[no-untyped-call]
-        attention = _GPUAttention() if accelerator == "cuda" else contextlib.nullcontext()
+        attention = _gpu_attention() if accelerator == "cuda" else contextlib.nullcontext()
         count = LiveBytes(model.parameters())
         with attention, count:
             step(model, micro_size, shape.block_size, precision)

@@ -4,12 +4,15 @@ Letters in shapes: B samples, T tokens of a sample, C width (`n_embd`), V size o
 vocabulary.
 """
 
+import functools
 import importlib
 import math
+from collections.abc import Iterable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from lockstep_gpt.config import ModelConfig, UserError
 from lockstep_gpt.model.functional import (
@@ -163,7 +166,20 @@ def build_gpt(config: ModelConfig, vocab_size: int) -> GPT:
     model: GPT = importlib.import_module(f"{__package__}.{config.architecture}").GPT(
         config, vocab_size
     )
+    if config.activation_checkpointing:
+        recompute(model.blocks)
     return model
+
+
+def recompute(blocks: Iterable[nn.Module]) -> None:
+    """Have each block keep only its input, and compute all else again in backward.
+
+    Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost". Dropout draws the same
+    masks again. Names of weights stay as they are.
+    """
+    for block in blocks:
+        # Inside of what FSDP and torch.compile wrap, so that they see the block that they know.
+        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
 
 
 class Block(nn.Module):

@@ -21,6 +21,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 
 from lockstep_gpt.config import PROGRAM, Config, RunError, UserError
 from lockstep_gpt.run_directory import RunDirectory, differences
+from lockstep_gpt.training.sharding import is_sharded
 
 
 @dataclass(frozen=True)
@@ -117,10 +118,12 @@ def leave() -> None:
 def refuse_differing_replicas(model: torch.nn.Module, step: int) -> None:
     """Compare a checksum of every parameter over all ranks: DDP never notices a flipped bit.
 
+    Ranks that hold shares of a model have no replicas, and nothing to compare.
+
     Raises:
         RunError: on every rank; it names the first parameter that differs, and where.
     """
-    if not dist.is_initialized():
+    if not dist.is_initialized() or is_sharded(model):
         return
     named = list(model.named_parameters())
     sums = torch.stack([_checksum(parameter.detach()) for _, parameter in named])  # (P)

@@ -13,6 +13,7 @@ from tqdm import tqdm
 
 from lockstep_gpt.training.callbacks.metrics import Metrics
 from lockstep_gpt.training.module import StepCallback
+from lockstep_gpt.training.sharding import whole_model
 from lockstep_gpt.training.tracking import tracked
 
 logger = logging.getLogger(__name__)
@@ -137,14 +138,15 @@ class Sample(Callback):
     def _log(self, trainer: Trainer, pl_module: Any) -> None:
         """Log the sample, the same one for the same weights."""
         tokenizer = pl_module.tokenizer
-        if not trainer.is_global_zero or tokenizer.end_of_text is None:
+        if tokenizer.end_of_text is None:
             return
-        device = pl_module.device
+        model = whole_model(pl_module.model)  # every rank takes part
+        if not trainer.is_global_zero:
+            return
+        device = next(model.parameters()).device
         prompt = torch.tensor(tokenizer.encode(self.prompt).astype("int64"), device=device)
         generator = torch.Generator(device).manual_seed(pl_module.config.seed)
-        tokens = pl_module.model.generate(
-            prompt[None], self.length, self.temperature, generator=generator
-        )
+        tokens = model.generate(prompt[None], self.length, self.temperature, generator=generator)
         text = tokenizer.decode(tokens[0].tolist())
         for each in tracked(trainer.loggers):
             each.log_sample(trainer.global_step, self.prompt, text)

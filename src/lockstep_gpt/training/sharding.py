@@ -1,0 +1,182 @@
+"""FSDP2: every rank holds a share of the weights, the gradients and the optimizer's state.
+
+What leaves it is whole again: checkpoints are those of any other strategy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch
+from lightning.pytorch.strategies import (
+    ModelParallelStrategy,
+    ParallelStrategy,
+    SingleDeviceStrategy,
+    Strategy,
+)
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim import Optimizer
+
+from lockstep_gpt.model.gpt import GPT, build_gpt
+
+
+def fsdp2(
+    *,
+    accelerator: str,
+    world_size: int,
+    process_group_backend: str | None,
+    timeout_seconds: float,
+    reshard_after_forward: bool,
+    param_dtype: str,
+    reduce_dtype: str,
+) -> Strategy:
+    """Return the strategy that shards over all ranks; one rank has nothing to share.
+
+    Args:
+        accelerator: cpu or cuda.
+        world_size: ranks in all.
+        process_group_backend: nccl or gloo; None: nccl on GPUs, gloo elsewhere.
+        timeout_seconds: longest wait for another rank.
+        reshard_after_forward: give up a block's gathered weights between forward and backward.
+        param_dtype: of a block's gathered weights and of what passes through it, float32 or
+            bfloat16; shares and their updates stay float32.
+        reduce_dtype: in which gradients are added over ranks.
+    """
+    if world_size == 1:
+        device = torch.device("cuda", 0) if accelerator == "cuda" else torch.device("cpu")
+        return SingleDeviceStrategy(device)
+    return Sharded(
+        MixedPrecisionPolicy(
+            param_dtype=getattr(torch, param_dtype),
+            reduce_dtype=getattr(torch, reduce_dtype),
+        ),
+        reshard_after_forward,
+        data_parallel_size=world_size,
+        tensor_parallel_size=1,
+        save_distributed_checkpoint=False,
+        process_group_backend=process_group_backend,
+        timeout=timedelta(seconds=timeout_seconds),
+    )
+
+
+class Sharded(ModelParallelStrategy):
+    """Lightning's strategy, with states that go in and out in the form that one device gives them.
+
+    Lightning's own would number the optimizer's state by the order of the model, not of the
+    optimizer's groups, and would read files past our checks.
+
+    Args:
+        policy: in which types blocks gather weights and add gradients.
+        reshard_after_forward: give up gathered weights between forward and backward.
+        arguments: passed on to Lightning's `ModelParallelStrategy`.
+    """
+
+    lightning_restore_optimizer = True
+
+    def __init__(
+        self, policy: MixedPrecisionPolicy, reshard_after_forward: bool, **arguments: Any
+    ) -> None:
+        super().__init__(**arguments)
+        self._policy = policy
+        self._reshard = reshard_after_forward
+
+    def shard(self, model: nn.Module) -> None:
+        """Shard each of `model.blocks`, then what is left; a model without is one piece."""
+        mesh = self.device_mesh["data_parallel"]
+        for block in getattr(model, "blocks", ()):
+            fully_shard(
+                block, mesh=mesh, mp_policy=self._policy, reshard_after_forward=self._reshard
+            )
+        rest = MixedPrecisionPolicy(reduce_dtype=self._policy.reduce_dtype)
+        # Gathered again for backward: else it would stay whole after a validation, too.
+        fully_shard(model, mesh=mesh, mp_policy=rest, reshard_after_forward=True)
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Return the weights, whole on rank zero; every rank must call this."""
+        assert self.lightning_module is not None
+        states: dict[str, Any] = gathered(self.lightning_module.state_dict())
+        return states
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return the optimizer's state, whole on rank zero; every rank must call this."""
+        states: dict[str, Any] = gathered(ParallelStrategy.optimizer_state(self, optimizer))
+        return states
+
+    def load_checkpoint(
+        self, checkpoint_path: Any, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Read a whole checkpoint into the host's memory, on every rank."""
+        return ParallelStrategy.load_checkpoint(self, checkpoint_path, weights_only)
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Take this rank's share of every saved weight."""
+        assert self.lightning_module is not None
+        places = self.lightning_module.state_dict()
+        shares = {
+            name: share_of(weight, places[name]) if name in places else weight
+            for name, weight in checkpoint["state_dict"].items()
+        }
+        self.lightning_module.load_state_dict(shares, strict=strict)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Take this rank's share of what the optimizer knows of every weight."""
+        for optimizer, saved in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+            places = {
+                number: parameter
+                for theirs, ours in zip(saved["param_groups"], optimizer.param_groups, strict=True)
+                for number, parameter in zip(theirs["params"], ours["params"], strict=True)
+            }
+            shares = {
+                number: {name: share_of(value, places[number]) for name, value in state.items()}
+                for number, state in saved["state"].items()
+            }
+            optimizer.load_state_dict({**saved, "state": shares})
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Tell whether ranks hold shares of `model` instead of replicas."""
+    return isinstance(model, FSDPModule)
+
+
+def gathered(states: Any) -> Any:
+    """Make every share in nested containers whole, in host memory of rank zero alone.
+
+    Every rank must call this; others than rank zero keep their shares.
+    """
+    if isinstance(states, dict):
+        return {name: gathered(each) for name, each in states.items()}
+    if isinstance(states, list):
+        return [gathered(each) for each in states]
+    if not isinstance(states, DTensor):
+        return states
+    whole = states.full_tensor()
+    return whole.cpu() if states.device_mesh.get_rank() == 0 else states
+
+
+def share_of(whole: Any, place: Tensor) -> Any:
+    """Return this rank's share of `whole`, a tensor that all ranks hold, as `place` has its own.
+
+    What has another shape than `place`, a count of steps for one, stays whole.
+    """
+    if not isinstance(place, DTensor) or getattr(whole, "shape", None) != place.shape:
+        return whole
+    # Without a source rank nothing is sent: each cuts its share from what it has.
+    return distribute_tensor(whole, place.device_mesh, place.placements, src_data_rank=None)
+
+
+def whole_model(model: GPT) -> GPT:
+    """Return `model`, or of a sharded one a whole copy in host memory, sound on rank zero alone.
+
+    Every rank must call this.
+    """
+    if not is_sharded(model):
+        return model
+    weights = gathered(model.state_dict())
+    copy = build_gpt(model.config, model.vocab_size)
+    if torch.distributed.get_rank() == 0:
+        copy.load_state_dict(weights)
+    return copy

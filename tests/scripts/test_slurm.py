@@ -1,0 +1,222 @@
+"""A real SLURM of two nodes on this machine: a killed rank, a requeued job, an array."""
+
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+PROGRAMS = ("sbatch", "slurmctld", "slurmd", "munged", "ip")
+PATH = f"{os.environ['PATH']}:/usr/sbin:/sbin"
+pytestmark = pytest.mark.skipif(
+    os.geteuid() != 0 or not all(shutil.which(each, path=PATH) for each in PROGRAMS),
+    reason="needs root, iproute2, and Debian's slurm-wlm and munge",
+)
+SCRIPT = Path(__file__).parents[2] / "scripts/slurm/train.sbatch"
+CONF = """
+ClusterName=test
+SlurmctldHost={host}({address})
+SlurmctldPort={ports[0]}
+SlurmUser=root
+AuthInfo=socket={folder}/munge.socket
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/%n.spool
+SlurmctldPidFile={folder}/ctld.pid
+SlurmdPidFile={folder}/%n.pid
+SlurmctldLogFile={folder}/ctld.log
+SlurmdLogFile={folder}/%n.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+SlurmdParameters=config_overrides
+ReturnToService=2
+KillWait=20
+NodeName=n[0-1] NodeHostname={host} NodeAddr={address} Port=[{ports[1]},{ports[2]}] CPUs=4
+PartitionName=all Nodes=n[0-1] Default=YES
+"""
+
+
+def free_ports(count):
+    """Return ports below those from which outgoing connections take theirs."""
+    found = []
+    for port in range(20000 + os.getpid() % 5000, 32000):
+        with socket.socket() as probe:
+            if len(found) < count and probe.connect_ex(("127.0.0.1", port)):
+                found.append(port)
+    return found
+
+
+class Slurm:
+    """Its daemons, on an address of this machine that is not the loopback."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        self.link = f"slurm{os.getpid() % 10**7}"
+        self.address = f"10.78.{os.getpid() % 250}.1"
+        self.environment = {"PATH": PATH, "SLURM_CONF": str(folder / "slurm.conf")}
+        self.daemons = []
+
+    def start(self):
+        peer = f"{self.link[:-1]}x"
+        self.run("ip", "link", "add", self.link, "type", "veth", "peer", "name", peer)
+        self.run("ip", "addr", "add", f"{self.address}/24", "dev", self.link)
+        self.run("ip", "link", "set", self.link, "up")
+        host = socket.gethostname().split(".")[0]
+        values = {"host": host, "address": self.address, "folder": self.folder}
+        conf = CONF.format(**values, ports=free_ports(3))
+        (self.folder / "slurm.conf").write_text(conf)
+        (self.folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
+        (self.folder / "key").write_bytes(os.urandom(1024))
+        (self.folder / "key").chmod(0o600)
+        self.munged()
+        self.daemon("slurmctld", "-D", "-i")
+        for node in ("n0", "n1"):
+            self.daemon("slurmd", "-D", "-N", node)
+
+    def munged(self):
+        files = [f"--{name}={self.folder}/munge.{name}" for name in ("socket", "seed-file")]
+        names = {"pid-file": "munge.pid", "log-file": "munge.log", "key-file": "key"}
+        files += [f"--{option}={self.folder}/{name}" for option, name in names.items()]
+        self.daemon("munged", "--foreground", "--force", *files)
+
+    def daemon(self, *words):
+        with (self.folder / f"{words[0]}.out").open("a") as out:
+            self.daemons.append(
+                subprocess.Popen(
+                    words, env={**os.environ, **self.environment}, stdout=out, stderr=out
+                )
+            )
+
+    def stop(self):
+        self.run("scancel", "--user=root", check=False)
+        end = time.monotonic() + 30
+        while self.run("squeue", "--noheader", check=False) and time.monotonic() < end:
+            time.sleep(0.5)
+        for daemon in reversed(self.daemons):
+            daemon.terminate()
+        for daemon in self.daemons:
+            daemon.wait(20)
+        self.run("ip", "link", "del", self.link, check=False)
+
+    def run(self, *words, check=True, **more):
+        environment = {**os.environ, **self.environment, **more.pop("env", {})}
+        done = subprocess.run(
+            words, env=environment, capture_output=True, text=True, timeout=30, check=False, **more
+        )
+        assert not check or done.returncode == 0, f"{words}\n{done.stdout}\n{done.stderr}"
+        return done.stdout.strip()
+
+    def submit(self, folder, *words, **environment):
+        """Submit a job from `folder`; return its number."""
+        variables = {"TRAIN_COMMAND": f"{sys.executable} -m lockstep_gpt", **environment}
+        options = [word for word in words if word.startswith("--")]
+        overrides = [word for word in words if not word.startswith("--")]
+        submit = ["sbatch", "--parsable", "--time=10", *options, str(SCRIPT), *overrides]
+        return self.run(*submit, cwd=folder, env={"OMP_NUM_THREADS": "1", **variables})
+
+    def is_started(self, job):
+        """Let a requeued job start now; SLURM has it wait for minutes, from some moment on."""
+        if self.state(job)[0] == "PENDING":
+            self.run("scontrol", "update", f"jobid={job}", "starttime=now", check=False)
+        return self.state(job)[0] != "PENDING"
+
+    def state(self, job):
+        """Return the state and the number of restarts of a job."""
+        shown = self.run("scontrol", "show", "job", job)
+        return re.search(r"JobState=(\w+)", shown)[1], int(re.search(r"Restarts=(\d+)", shown)[1])
+
+
+@pytest.fixture(scope="module")
+def slurm():
+    with tempfile.TemporaryDirectory(prefix="slurm-") as folder:  # paths of sockets must be short
+        made = Slurm(Path(folder))
+        try:
+            made.start()
+            end = time.monotonic() + 40
+            while made.run("sinfo", "-h", "-t", "idle", "-o", "%D", check=False) != "2":
+                said = "\n".join(each.read_text() for each in Path(folder).glob("*.out"))
+                assert time.monotonic() < end, f"no idle nodes\n{said}"
+                time.sleep(0.3)
+            yield made
+        finally:
+            made.stop()
+
+
+# Slow enough to be hit in the middle on any machine; it changes no weight.
+PACE = """
+import time, lightning
+class Pace(lightning.Callback):
+    def on_train_batch_end(self, *_):
+        time.sleep(0.05)
+"""
+LONG = ("max_steps=150", "val_every=150", "log_every=1", "checkpoint.every=20", "model.dropout=0.1")
+
+
+def steps(run):
+    try:
+        return len((run / "metrics.csv").read_text().splitlines()) - 1
+    except FileNotFoundError:
+        return 0
+
+
+def weights(run):
+    return torch.load(run / "checkpoints/step=000150.ckpt")["state_dict"]
+
+
+def ranks_of(run):
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (entry / "cmdline").read_text().split("\0")
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if words[-3:-1] == ["rank", str(run)]:
+            found.append(int(entry.name))
+    return found
+
+
+def test_job_that_was_hit_and_requeued_ends_with_the_same_bits(slurm, command, wait_for, kill):
+    (command.folder / "pace.py").write_text(PACE)
+    run = command.folder / "run"
+    pace = "+callbacks.pace._target_=pace.Pace"
+    words = command.smoke(*LONG, "trainer=cpu", "trainer.devices=1", pace, f"run_dir={run}")[1:]
+    job = slurm.submit(command.folder, *words, PYTHONPATH=str(command.folder))
+    log = command.folder / f"slurm-{job}.log"
+
+    wait_for(lambda: steps(run) > 30)
+    kill(max(ranks_of(run)))
+    wait_for(lambda: "was killed by SIGKILL; restarting all ranks (1 of 3)" in log.read_text())
+    wait_for(lambda: steps(run) > 60)
+    slurm.run("scancel", "--signal=USR1", job)
+    wait_for(lambda: slurm.state(job)[1] == 1)
+    assert command.summary("run")["status"] == "stopped"
+    wait_for(lambda: not ranks_of(run))
+
+    wait_for(lambda: slurm.is_started(job))
+    wait_for(lambda: slurm.state(job)[0] == "COMPLETED")
+    command.train(*LONG, "trainer=cpu", "trainer.devices=2", "run_dir=whole", "verbosity=quiet")
+    assert f"resuming {run}" in log.read_text()
+    assert command.summary("run")["world_size"] == 2
+    ours, theirs = weights(run), weights(command.folder / "whole")
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_array_runs_a_line_of_the_sweep_in_each_task(slurm, command, wait_for):
+    (command.folder / "sweep.txt").write_text("optim.lr=1e-3\noptim.lr=-1 seed=2\n")
+    words = command.smoke("trainer=cpu", "trainer.devices=1")[1:]
+    array = ("--nodes=1", "--array=1-2")
+    job = slurm.submit(command.folder, *array, *words, SWEEP="sweep.txt")
+    wait_for(lambda: not slurm.run("squeue", "--noheader"))
+    assert command.summary(f"runs/slurm-{job}/1")["lr"] == pytest.approx(1e-3)
+    assert slurm.state(f"{job}_2")[0] == "FAILED"
+    said = "".join(path.read_text() for path in command.folder.glob("slurm-*.log"))
+    assert "optim.lr=-1.0 must be above 0" in said
+    assert "start 1 of 3" not in said

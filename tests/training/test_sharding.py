@@ -1,0 +1,177 @@
+"""Two ranks that share weights, gradients and optimizer state, beside one process with all."""
+
+import json
+
+import pytest
+import torch
+
+from lockstep_gpt.training.checkpoint import size_of
+
+SHARDED = ("trainer=cpu", "trainer.devices=2", "strategy=fsdp2")
+MEASURE = """
+import json, lightning
+class Measure(lightning.Callback):
+    def on_train_end(self, trainer, module):
+        (optimizer,) = trainer.optimizers
+        held = [*module.parameters(), *(each for state in optimizer.state.values()
+                for each in state.values())]
+        size = sum(getattr(each, "_local_tensor", each).nbytes for each in held)
+        with open(f"held-{trainer.global_rank}.json", "w") as file:
+            json.dump(size, file)
+"""
+
+
+def content(folder, step=20):
+    return torch.load(folder / f"checkpoints/step={step:06d}.ckpt")
+
+
+def outline(value):
+    """Return nested containers with shape and type in the place of each tensor."""
+    if isinstance(value, dict):
+        return {name: outline(each) for name, each in value.items()}
+    if isinstance(value, list):
+        return [outline(each) for each in value]
+    return (value.shape, value.dtype) if isinstance(value, torch.Tensor) else type(value)
+
+
+@pytest.fixture(scope="module")
+def sharded(finished, tmp_path_factory):
+    """The finished run once more, on two ranks with shares."""
+    command = type(finished[0])(tmp_path_factory.mktemp("sharded"), finished[0].data_root)
+    (command.folder / "measure.py").write_text(MEASURE)
+    measure = "+callbacks.measure._target_=measure.Measure"
+    words = (*SHARDED, measure, "run_dir=run")
+    return command, command.train(*words, PYTHONPATH=str(command.folder)).stdout
+
+
+def test_shards_give_the_losses_of_one_process(sharded, finished):
+    ours, one = sharded[0].summary("run"), finished[0].summary("runs/first")
+    assert ours["world_size"] == 2
+    for name in ("train_loss", "val_loss"):
+        assert ours[name] == pytest.approx(one[name], abs=1e-5)
+
+
+def test_a_rank_holds_half_of_weights_and_optimizer_state(sharded, finished):
+    whole = content(finished[0].folder / "runs/first")
+    one = size_of([whole["state_dict"], whole["optimizer_states"]])
+    for rank in (0, 1):
+        held = json.loads((sharded[0].folder / f"held-{rank}.json").read_text())
+        assert 0.45 * one < held <= 0.55 * one
+
+
+def test_checkpoint_of_shards_is_one_device_s(sharded, finished):
+    ours, one = content(sharded[0].folder / "run"), content(finished[0].folder / "runs/first")
+    for name in ("state_dict", "optimizer_states", "lr_schedulers", "loops"):
+        assert outline(ours[name]) == outline(one[name])
+    groups = [
+        [each["params"] for each in of["optimizer_states"][0]["param_groups"]] for of in (ours, one)
+    ]
+    assert groups[0] == groups[1]
+    for number, state in one["optimizer_states"][0]["state"].items():
+        theirs = ours["optimizer_states"][0]["state"][number]["exp_avg"]
+        torch.testing.assert_close(theirs, state["exp_avg"], atol=1e-5, rtol=1e-2)
+
+
+def test_sample_of_shards_is_one_device_s(sharded, finished):
+    def shown(screen):
+        return screen.partition("\nsample\n")[2].partition("\ndone")[0][:40]
+
+    assert shown(sharded[1]) == shown(finished[1]) != ""
+
+
+@pytest.fixture(scope="module")
+def continued(finished, tmp_path_factory):
+    """Losses of the finished run after ten more steps on one device, and its checkpoint."""
+    command = type(finished[0])(tmp_path_factory.mktemp("continued"), finished[0].data_root)
+    source = finished[0].folder / "runs/first"
+    command.train(f"resume={source}", "max_steps=30", "run_dir=run")
+    return source, command.summary("run")
+
+
+@pytest.mark.parametrize(
+    ("sharded_source", "place"),
+    [
+        (False, SHARDED),
+        (True, ("trainer=cpu", "trainer.devices=2", "strategy=ddp")),
+        (True, ("trainer=cpu", "trainer.devices=1", "strategy=fsdp2")),
+    ],
+    ids=["one to fsdp2", "fsdp2 to ddp", "fsdp2 to one"],
+)
+def test_a_run_goes_on_under_another_strategy(command, sharded, continued, sharded_source, place):
+    one, expected = continued
+    source = sharded[0].folder / "run" if sharded_source else one
+    command.train(f"resume={source}", "max_steps=30", *place, "run_dir=run")
+    for name in ("train_loss", "val_loss"):
+        assert command.summary("run")[name] == pytest.approx(expected[name], abs=2e-5)
+
+
+KILL = """
+import os, signal, lightning
+class Kill(lightning.Callback):
+    def on_train_batch_start(self, trainer, *_):
+        place = (trainer.global_step, trainer.global_rank)
+        if place == (13, 1) and not os.path.exists("killed"):
+            open("killed", "w").close()
+            os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_killed_rank_leaves_no_trace_in_shards(command):
+    (command.folder / "killer.py").write_text(KILL)
+    words = (*SHARDED, "model.dropout=0.1", "model.activation_checkpointing=true")
+    words = (*words, "batch.micro_size=2", "checkpoint.background=true")
+    command.train(*words, "run_dir=whole", "verbosity=quiet")
+    kill = ("+callbacks.kill._target_=killer.Kill", "run_dir=hit")
+    hit = command.train(*words, *kill, PYTHONPATH=str(command.folder))
+    assert "rank 1 was killed by SIGKILL; restarting all ranks (1 of 3)" in hit.stderr
+    whole, after = (content(command.folder / run)["state_dict"] for run in ("whole", "hit"))
+    assert all(torch.equal(whole[name], after[name]) for name in whole)
+
+
+BREAK = """
+import lightning
+class Break(lightning.Callback):
+    def on_before_optimizer_step(self, trainer, module, optimizer):
+        if (trainer.global_step, trainer.global_rank) == (7, 1):
+            module.model.final_norm.weight.grad.to_local().fill_(float("nan"))
+"""
+
+
+def test_broken_gradient_in_one_share_skips_the_update_of_all(command):
+    (command.folder / "breaker.py").write_text(BREAK)
+    words = ("+callbacks.break._target_=breaker.Break", "guard.max_skipped=1", "run_dir=run")
+    command.train(*SHARDED, *words, PYTHONPATH=str(command.folder))
+    saved = content(command.folder / "run")
+    assert saved["skipped"] == 1
+    assert all(weight.isfinite().all() for weight in saved["state_dict"].values())
+    states = saved["optimizer_states"][0]["state"].values()
+    assert {int(state["step"]) for state in states} == {19}
+
+
+def test_blocks_in_bfloat16_come_close(command, finished):
+    types = ("strategy.param_dtype=bfloat16", "strategy.reduce_dtype=bfloat16")
+    words = (*types, "precision=bf16-mixed", "strategy.reshard_after_forward=false")
+    command.train(*SHARDED, *words, "run_dir=run")
+    one = finished[0].summary("runs/first")["val_loss"]
+    assert command.summary("run")["val_loss"] == pytest.approx(one, abs=0.02)
+    assert {each.dtype for each in content(command.folder / "run")["state_dict"].values()} == {
+        torch.float32
+    }
+
+
+BAD = {
+    "precision=64-true": "precision=64-true has no strategy=fsdp2; set 32-true or bf16-mixed",
+    "compile=true": "compile=true has no strategy=fsdp2; set compile=false",
+    "trainer.sync_batchnorm=true": "trainer.sync_batchnorm=true has no strategy=fsdp2",
+    "strategy.param_dtype=bfloat16": "param_dtype=bfloat16 with precision=32-true; set",
+    "optim.algorithm=optim": "optim.algorithm=optim has no strategy=fsdp2; set optim=adamw",
+    "strategy.reduce_dtype=int8": "reduce_dtype=int8 is not one of float32, bfloat16",
+    "strategy.bucket_cap_mb=5": "strategy.bucket_cap_mb is a setting of another choice",
+}
+
+
+@pytest.mark.parametrize(("override", "line"), BAD.items())
+def test_what_shards_cannot_do_is_refused_in_one_line(command, override, line):
+    said = command.train(*SHARDED, override, status=2).stderr
+    assert line in said
+    assert said.count("\n") == 1
