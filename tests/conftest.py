@@ -160,11 +160,11 @@ def shown_elsewhere() -> set[str]:
 def wait_for() -> Callable[[Callable[[], Any]], Any]:
     """Wait until a condition holds and return its value; fail after a minute."""
 
-    def wait(condition: Callable[[], Any], seconds: float = 60) -> Any:
+    def wait(condition: Callable[[], Any], seconds: float = 60, poll: float = 0.05) -> Any:
         end = time.monotonic() + seconds
         while not (value := condition()):
             assert time.monotonic() < end, "waited too long"
-            time.sleep(0.05)
+            time.sleep(poll)
         return value
 
     return wait

@@ -129,7 +129,7 @@ def new_run(folder):
 
 
 def _rank(rank, size, store, function, queue):
-
+    torch.set_num_threads(1)  # a copy of a process has none of the threads that OpenMP counts on
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size))
     dist.init_process_group(
         "gloo",
@@ -156,14 +156,20 @@ def on_ranks(tmp_path):
         context = multiprocessing.get_context("fork")
         queue, store = context.Queue(), tmp_path / uuid.uuid4().hex
         arguments = (size, store, function, queue)
-        ranks = [context.Process(target=_rank, args=(rank, *arguments)) for rank in range(size)]
+        ranks = [
+            context.Process(target=_rank, args=(rank, *arguments), daemon=True)
+            for rank in range(size)
+        ]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # of forking beside threads
             for rank in ranks:
                 rank.start()
-        results = dict(queue.get(timeout=60) for _ in ranks)
-        for rank in ranks:
-            rank.join(60)
+        try:
+            results = dict(queue.get(timeout=60) for _ in ranks)
+        finally:
+            for rank in ranks:
+                rank.join(1)
+                rank.kill()  # else one that hangs would be waited for without end
         return [results[rank] for rank in range(size)]
 
     return run
