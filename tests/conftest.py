@@ -30,7 +30,7 @@ ON_TWO_RANKS = (
     "train experiment=smoke trainer=cpu trainer.devices=2 strategy=ddp "
     "strategy.process_group_backend=gloo"
 )
-TIMEOUT = 120  # seconds; no command of the tests takes a quarter of it on a quiet machine
+TIMEOUT = 240  # seconds; no command of the tests takes an eighth of it on a quiet machine
 
 
 @dataclass
@@ -61,14 +61,14 @@ class Command:
     ) -> subprocess.CompletedProcess[str]:
         """Run the command to its end and check its exit status."""
         process = self.start(*arguments, **environment)
-        out, err = process.communicate(timeout=TIMEOUT)
+        out, err = _to_the_end(process)
         assert process.returncode == status, f"{arguments}\n{out}\n{err}"
         return subprocess.CompletedProcess(arguments, status, out, err)
 
     def run_words(self, words: list[str]) -> tuple[int, str, str]:
         """Run any program to its end; return its exit status and what it printed."""
         process = self.start_words(words)
-        out, err = process.communicate(timeout=TIMEOUT)
+        out, err = _to_the_end(process)
         return process.returncode, out, err
 
     def train(
@@ -86,6 +86,16 @@ class Command:
     def summary(self, run: str) -> dict[str, Any]:
         """Return a run's summary.json."""
         return dict(json.loads((self.folder / run / "summary.json").read_text()))
+
+
+def _to_the_end(process: subprocess.Popen[str]) -> tuple[str, str]:
+    """Wait for a process and return what it printed; end one that takes too long."""
+    try:
+        return process.communicate(timeout=TIMEOUT)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        out, err = process.communicate()
+        pytest.fail(f"not ended after {TIMEOUT} s\n{out}\n{err}")
 
 
 def _clean_environment() -> dict[str, str]:

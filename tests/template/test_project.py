@@ -61,6 +61,7 @@ def packed(shared, once, project, run):
     return once(shared / "packed", lambda folder: run(project, python, *words, folder))
 
 
+@pytest.mark.timeout(LIMIT + 60)
 def test_it_passes_its_own_tests_and_leaves_nothing_for_git(project, dev, git):
     out = dev(project, "test", "-n", "1")
     assert " passed" in out.splitlines()[-1]
