@@ -47,6 +47,11 @@ EXTRAS = {
         "src/lockstep_gpt/seeing/",
         "tests/seeing/",
     ),
+    "fsdp2": (
+        "configs/strategy/fsdp2.yaml",
+        "src/lockstep_gpt/training/sharding.py",
+        "tests/training/test_sharding.py",
+    ),
     "slurm": ("docs/slurm.md", "scripts/slurm/", "tests/scripts/test_slurm.py"),
     "kubernetes": ("docs/kubernetes.md", "scripts/kubernetes/", "tests/scripts/test_kubernetes.py"),
 }

@@ -79,4 +79,5 @@ def test_tree_names_every_source_file_once():
 
 
 def test_readme_is_short_enough_to_be_read():
-    assert len(README.splitlines()) <= 350
+    shown = [line for line in README.splitlines() if not line.startswith("<!--")]
+    assert len(shown) <= 330

@@ -4,7 +4,8 @@
 Runs the real command in turn with each number of ranks, at one global batch (strong scaling), and
 compares the runs of each round: the machine may change its speed between rounds.
 
-usage: python scripts/scaling.py [--ranks 1,2] [--rounds 3] [--steps 12] [--json FILE] [overrides]
+usage: python scripts/benchmarks/scaling.py
+           [--ranks 1,2] [--rounds 3] [--steps 12] [--json FILE] [overrides]
 """
 
 from __future__ import annotations

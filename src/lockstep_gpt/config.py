@@ -399,6 +399,7 @@ class Config(Checked):
             self.refuse("max_steps", f"and max_tokens={tokens}: give one and set the other to null")
         _check_trainer(self.trainer)
         _check_strategy(self.strategy)
+        # extra fsdp2: begin
         if str(self.strategy.get("_target_")).endswith(".sharding.fsdp2"):
             self._check_sharding()
 
@@ -417,6 +418,7 @@ class Config(Checked):
                 f"strategy.param_dtype=bfloat16 with precision={self.precision}; "
                 "set precision=bf16-mixed, or param_dtype=float32"
             )
+        # extra fsdp2: end
 
 
 # Trainer arguments that have a door of ours: two doors to one setting would silently disagree.

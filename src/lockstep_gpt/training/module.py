@@ -12,7 +12,6 @@ from lightning import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from torchmetrics import Metric
@@ -24,7 +23,6 @@ from lockstep_gpt.model.gpt import build_gpt
 from lockstep_gpt.training.checkpoint import apply_settings, realign
 from lockstep_gpt.training.optim import build_optimizer
 from lockstep_gpt.training.schedule import Schedule
-from lockstep_gpt.training.sharding import Sharded
 
 
 class StepCallback(Callback):
@@ -136,8 +134,8 @@ class GPTModule(lightning.LightningModule):
 
     def configure_model(self) -> None:
         """Share the model among ranks, where the strategy does, before there is an optimizer."""
-        if isinstance(self.trainer.strategy, Sharded):
-            self.trainer.strategy.shard(self.model)
+        if shard := getattr(self.trainer.strategy, "shard", None):
+            shard(self.model)
 
     def on_train_start(self) -> None:
         """Have DDP arrange its buckets before the first step instead of after it.
@@ -224,7 +222,7 @@ class GPTModule(lightning.LightningModule):
         norm = torch.nn.utils.clip_grad_norm_(
             self.model.parameters(), float("inf") if limit is None else limit
         )
-        self.grad_norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        self.grad_norm = getattr(norm, "full_tensor", lambda: norm)()  # whole, of shares
         if self.config.precision != "16-mixed":  # there the scaler of the loss skips
             self._skip_unless_finite(optimizer, self.grad_norm)
 

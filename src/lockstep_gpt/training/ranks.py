@@ -21,7 +21,6 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 
 from lockstep_gpt.config import PROGRAM, Config, RunError, UserError
 from lockstep_gpt.run_directory import RunDirectory, differences
-from lockstep_gpt.training.sharding import is_sharded
 
 
 @dataclass(frozen=True)
@@ -115,6 +114,11 @@ def leave() -> None:
         dist.destroy_process_group()
 
 
+def holds_shares(model: torch.nn.Module) -> bool:
+    """Tell whether ranks hold shares of `model` (DTensors) instead of replicas."""
+    return any(hasattr(parameter, "full_tensor") for parameter in model.parameters())
+
+
 def refuse_differing_replicas(model: torch.nn.Module, step: int) -> None:
     """Compare a checksum of every parameter over all ranks: DDP never notices a flipped bit.
 
@@ -123,7 +127,7 @@ def refuse_differing_replicas(model: torch.nn.Module, step: int) -> None:
     Raises:
         RunError: on every rank; it names the first parameter that differs, and where.
     """
-    if not dist.is_initialized() or is_sharded(model):
+    if not dist.is_initialized() or holds_shares(model):
         return
     named = list(model.named_parameters())
     sums = torch.stack([_checksum(parameter.detach()) for _, parameter in named])  # (P)

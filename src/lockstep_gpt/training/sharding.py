@@ -17,7 +17,7 @@ from lightning.pytorch.strategies import (
     Strategy,
 )
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
@@ -95,6 +95,17 @@ class Sharded(ModelParallelStrategy):
         # Gathered again for backward: else it would stay whole after a validation, too.
         fully_shard(model, mesh=mesh, mp_policy=rest, reshard_after_forward=True)
 
+    def whole_model(self, model: GPT) -> GPT:
+        """Return a whole copy of `model` in host memory, sound on rank zero alone.
+
+        Every rank must call this.
+        """
+        weights = gathered(model.state_dict())
+        copy = build_gpt(model.config, model.vocab_size)
+        if self.global_rank == 0:
+            copy.load_state_dict(weights)
+        return copy
+
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return the weights, whole on rank zero; every rank must call this."""
         assert self.lightning_module is not None
@@ -137,11 +148,6 @@ class Sharded(ModelParallelStrategy):
             optimizer.load_state_dict({**saved, "state": shares})
 
 
-def is_sharded(model: nn.Module) -> bool:
-    """Tell whether ranks hold shares of `model` instead of replicas."""
-    return isinstance(model, FSDPModule)
-
-
 def gathered(states: Any) -> Any:
     """Make every share in nested containers whole, in host memory of rank zero alone.
 
@@ -166,17 +172,3 @@ def share_of(whole: Any, place: Tensor) -> Any:
         return whole
     # Without a source rank nothing is sent: each cuts its share from what it has.
     return distribute_tensor(whole, place.device_mesh, place.placements, src_data_rank=None)
-
-
-def whole_model(model: GPT) -> GPT:
-    """Return `model`, or of a sharded one a whole copy in host memory, sound on rank zero alone.
-
-    Every rank must call this.
-    """
-    if not is_sharded(model):
-        return model
-    weights = gathered(model.state_dict())
-    copy = build_gpt(model.config, model.vocab_size)
-    if torch.distributed.get_rank() == 0:
-        copy.load_state_dict(weights)
-    return copy

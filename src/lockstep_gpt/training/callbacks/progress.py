@@ -13,7 +13,6 @@ from tqdm import tqdm
 
 from lockstep_gpt.training.callbacks.metrics import Metrics
 from lockstep_gpt.training.module import StepCallback
-from lockstep_gpt.training.sharding import whole_model
 from lockstep_gpt.training.tracking import tracked
 
 logger = logging.getLogger(__name__)
@@ -140,7 +139,8 @@ class Sample(Callback):
         tokenizer = pl_module.tokenizer
         if tokenizer.end_of_text is None:
             return
-        model = whole_model(pl_module.model)  # every rank takes part
+        whole = getattr(trainer.strategy, "whole_model", None)  # every rank takes part
+        model = whole(pl_module.model) if whole else pl_module.model
         if not trainer.is_global_zero:
             return
         device = next(model.parameters()).device
