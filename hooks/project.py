@@ -24,6 +24,7 @@ TEMPLATE_ONLY = (
     "README.md",
     "cookiecutter.json",
     "hooks/",
+    "scripts/benchmark.py",
     "scripts/benchmarks/",
     "tests/model/test_against_transformers.py",
     "tests/template/",

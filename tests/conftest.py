@@ -168,9 +168,9 @@ def shown_elsewhere() -> set[str]:
 
 @pytest.fixture
 def wait_for() -> Callable[[Callable[[], Any]], Any]:
-    """Wait until a condition holds and return its value; fail after a minute."""
+    """Wait until a condition holds and return its value; fail after three minutes."""
 
-    def wait(condition: Callable[[], Any], seconds: float = 60, poll: float = 0.05) -> Any:
+    def wait(condition: Callable[[], Any], seconds: float = 180, poll: float = 0.05) -> Any:
         end = time.monotonic() + seconds
         while not (value := condition()):
             assert time.monotonic() < end, "waited too long"

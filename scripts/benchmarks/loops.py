@@ -1,0 +1,506 @@
+"""The loops that `benchmark.py` compares, each for a process of its own.
+
+What they share: random tokens, one optimizer step of `Task.accumulation` micro-batches, AdamW with
+clipping, a time for each step that ends when the device has done it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import resource
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from lightning import Callback
+from torch import Tensor, nn
+
+WARMUP = 4  # steps that are not counted; what is compiled is compiled in them
+BURST = 4  # steps by turns, where two loops share a process
+TOY_BURST = 50
+
+# Shape, micro-batch and accumulation. S is nanoGPT's documented recipe for a CPU; M is large enough
+# that the vocabulary counts; gpt2 is what one GPU trains, 524,288 tokens a step.
+MODELS = {
+    "toy": {"n_layer": 1, "n_head": 1, "n_embd": 16, "T": 8, "B": 4, "vocab": 256, "steps": 1},
+    "S": {"n_layer": 4, "n_head": 4, "n_embd": 128, "T": 64, "B": 12, "vocab": 256, "steps": 1},
+    "M": {"n_layer": 6, "n_head": 8, "n_embd": 512, "T": 127, "B": 8, "vocab": 50257, "steps": 1},
+    "gpt2": {
+        "n_layer": 12,
+        "n_head": 12,
+        "n_embd": 768,
+        "T": 1024,
+        "B": 64,
+        "vocab": 50257,
+        "steps": 8,
+    },
+    "gpt2_xl": {
+        "n_layer": 48,
+        "n_head": 25,
+        "n_embd": 1600,
+        "T": 1024,
+        "B": 16,
+        "vocab": 50257,
+        "steps": 8,
+    },
+}
+
+
+@dataclass
+class Task:
+    """What every loop does, and where."""
+
+    model: str
+    precision: str
+    device: str
+    ranks: int
+    steps: int
+    compile: bool
+
+    @property
+    def shape(self) -> dict[str, int]:
+        """Layers, heads, width, T tokens, B samples of all ranks, vocabulary, micro-steps."""
+        return MODELS[self.model]
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of an optimizer step over all ranks."""
+        return self.shape["B"] * self.shape["T"] * self.shape["steps"]
+
+    @property
+    def micro_size(self) -> int:
+        """Samples of a micro-batch on one rank."""
+        return self.shape["B"] // self.ranks
+
+    @property
+    def burst(self) -> int:
+        """Steps in a row of each of two loops that share a process."""
+        return TOY_BURST if self.model == "toy" else BURST
+
+    def autocast(self) -> Any:
+        """Return the context of the forward pass."""
+        if self.precision == "bf16-mixed":
+            return torch.autocast(self.device, torch.bfloat16)
+        return contextlib.nullcontext()
+
+    def overrides(self, folder: Path, paired: bool) -> list[str]:
+        """Return the words after `lockstep-gpt train`."""
+        shape = self.shape
+        turns = math.ceil(self.steps / self.burst)
+        steps = WARMUP + (turns * self.burst if paired else self.steps) + 1
+        return [
+            "model=gpt2",
+            f"model.block_size={shape['T']}",
+            *(f"model.{name}={shape[name]}" for name in ("n_layer", "n_head", "n_embd")),
+            "data=synthetic",
+            f"data.vocab_size={shape['vocab']}",
+            f"data.root={folder}/data",
+            "data.val_tokens=1",
+            f"batch.micro_size={self.micro_size}",
+            f"batch.global_size={shape['B'] * shape['steps']}",
+            f"trainer={'gpu' if self.device == 'cuda' else 'cpu'}",
+            f"trainer.devices={self.ranks}",
+            f"precision={self.precision}",
+            f"compile={str(self.compile).lower()}",
+            f"max_steps={steps}",
+            f"val_every={steps}",
+            "log_every=50",
+            "optim.warmup_steps=1",
+            "optim.warmup_tokens=null",
+            f"run_dir={folder}/run",
+            "logger=none",
+            f"+callbacks.clock._target_=benchmarks.loops.{'Pair' if paired else 'Clock'}",
+        ]
+
+
+def main() -> None:
+    """Run the loop that is named and write what it found."""
+    task, out = load()
+    if sys.argv[1] == "stock":
+        return stock(task)
+    started = time.perf_counter()
+    rank = int(os.environ.get("RANK", "0"))
+    step = LOOPS[sys.argv[1]](task)
+    seconds = [one(step, task.device) for _ in range(WARMUP + task.steps)]
+    if rank == 0:
+        write(out, seconds, started)
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+    return None
+
+
+def load() -> tuple[Task, Path]:
+    """Return the task, and where its result goes."""
+    content = json.loads(os.environ["BENCHMARK_TASK"])
+    return Task(**{name: content[name] for name in Task.__dataclass_fields__}), Path(content["out"])
+
+
+def one(step: Callable[[], Any], device: str) -> float:
+    """Return the seconds of one step."""
+    begun = time.perf_counter()
+    step()
+    synchronise(device)
+    return time.perf_counter() - begun
+
+
+def synchronise(device: str) -> None:
+    """Wait for the device."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def write(out: Path, seconds: list[float], started: float, **more: Any) -> None:
+    """Write the median step after the warm-up, the warm-up itself and the peak of memory."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    if torch.cuda.is_available():
+        peak = torch.cuda.max_memory_allocated() / 2**20
+    counted = seconds[WARMUP:]
+    result = {
+        "step_seconds": statistics.median(counted),
+        "step_seconds_all": counted,
+        "start_seconds": time.perf_counter() - started - sum(counted),
+        "peak_mb": peak,
+        **more,
+    }
+    out.write_text(json.dumps(result))
+
+
+# --- what one would write -------------------------------------------------------------------------
+
+
+class PlainBlock(nn.Module):
+    """A block in torch's own modules."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norms = nn.ModuleList([nn.LayerNorm(width), nn.LayerNorm(width)])
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Refine (B, T, C)."""
+        B, T, C = x.shape
+        parts = self.qkv(self.norms[0](x)).view(B, T, 3, self.heads, C // self.heads)
+        q, k, v = parts.permute(2, 0, 3, 1, 4)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(y.transpose(1, 2).reshape(B, T, C))
+        refined: Tensor = x + self.down(F.gelu(self.up(self.norms[1](x))))
+        return refined
+
+
+class PlainGPT(nn.Module):
+    """A GPT-2 in torch's own modules, with whole logits."""
+
+    def __init__(self, task: Task) -> None:
+        super().__init__()
+        shape = task.shape
+        self.tokens = nn.Embedding(shape["vocab"], shape["n_embd"])
+        self.positions = nn.Embedding(shape["T"], shape["n_embd"])
+        self.blocks = nn.ModuleList(
+            PlainBlock(shape["n_embd"], shape["n_head"]) for _ in range(shape["n_layer"])
+        )
+        self.norm = nn.LayerNorm(shape["n_embd"])
+        self.head = nn.Linear(shape["n_embd"], shape["vocab"], bias=False)
+        nn.init.normal_(self.tokens.weight, std=0.02)
+        self.head.weight = self.tokens.weight
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """Return the mean loss of (B, T) tokens."""
+        x = self.tokens(tokens) + self.positions.weight
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten())
+
+
+def tokens_of(task: Task) -> Tensor:
+    """Return random tokens, enough for many batches."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(task.shape["vocab"], (1_000_000,), generator=generator)
+
+
+def batches(task: Task) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield random windows as one usually takes them: one by one, stacked, sent to the device."""
+    data, T = tokens_of(task), task.shape["T"]
+    while True:
+        starts = torch.randint(len(data) - T - 1, (task.micro_size,)).tolist()
+        x = torch.stack([data[i : i + T] for i in starts])
+        y = torch.stack([data[i + 1 : i + 1 + T] for i in starts])
+        if task.device == "cuda":
+            x, y = (each.pin_memory().to("cuda", non_blocking=True) for each in (x, y))
+        yield x, y
+
+
+def raw(
+    task: Task, model: nn.Module, optimizer: torch.optim.Optimizer, source: Iterator[Any]
+) -> Callable[[], Any]:
+    """Return one optimizer step of a hand-written loop."""
+    trained, wrapped = model, model
+    if task.ranks > 1:
+        wrapped = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+
+    def step() -> None:
+        for micro in range(task.shape["steps"]):
+            x, y = next(source)
+            last = micro == task.shape["steps"] - 1 or task.ranks == 1
+            with contextlib.nullcontext() if last else wrapped.no_sync():
+                with task.autocast():
+                    loss = wrapped(x, y)
+                (loss / task.shape["steps"]).backward()
+        torch.nn.utils.clip_grad_norm_(trained.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return step
+
+
+def join(task: Task) -> None:
+    """Join the other ranks, and share the cores with them."""
+    if task.ranks > 1:
+        torch.distributed.init_process_group("nccl" if task.device == "cuda" else "gloo")
+        if task.device == "cuda":
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        else:
+            torch.set_num_threads(max(1, (os.cpu_count() or 1) // task.ranks))
+
+
+def plain(task: Task) -> Callable[[], Any]:
+    """Torch's own modules in torch's own settings."""
+    join(task)
+    model = PlainGPT(task).to(task.device)
+    if task.compile:
+        model.compile()
+    return raw(task, model, torch.optim.AdamW(model.parameters(), lr=1e-4), batches(task))
+
+
+def our_model(task: Task) -> nn.Module:
+    """Return our GPT of the task's shape, on its device."""
+    from lockstep_gpt.config import ModelConfig
+    from lockstep_gpt.model.gpt import GPT
+
+    shape = {name: task.shape[name] for name in ("n_layer", "n_head", "n_embd")}
+    return GPT(ModelConfig(block_size=task.shape["T"], **shape), task.shape["vocab"]).to(
+        task.device
+    )
+
+
+def best(task: Task) -> Callable[[], Any]:
+    """Return the leanest loop on our model: batches that lie ready, the fused optimizer."""
+    model, T = our_model(task), task.shape["T"]
+    if task.compile:
+        model.compile(dynamic=False)
+    windows = tokens_of(task).unfold(0, T + 1, T)[: 64 * task.micro_size].to(task.device)
+    ready = [(each[:, :-1], each[:, 1:]) for each in windows.split(task.micro_size)]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    return raw(task, model, optimizer, (each for _ in iter(int, 1) for each in ready))
+
+
+def accelerate(task: Task) -> Callable[[], Any]:
+    """Our model in a loop with Accelerate."""
+    from accelerate import Accelerator
+
+    mixed = "bf16" if task.precision == "bf16-mixed" else "no"
+    accelerator = Accelerator(
+        cpu=task.device == "cpu",
+        mixed_precision=mixed,
+        gradient_accumulation_steps=task.shape["steps"],
+    )
+    model = our_model(task)
+    model, optimizer, loader = accelerator.prepare(
+        model, torch.optim.AdamW(model.parameters(), lr=1e-4), stock_loader(task)
+    )
+    source = iter(loader)
+
+    def step() -> None:
+        for _ in range(task.shape["steps"]):
+            x, y = next(source)
+            with accelerator.accumulate(model):
+                accelerator.backward(model(x, y))
+                if accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+
+    return step
+
+
+def stock_loader(task: Task) -> torch.utils.data.DataLoader[Any]:
+    """Return a DataLoader over windows, one by one."""
+    data, T = tokens_of(task), task.shape["T"]
+    count = task.micro_size * task.ranks * task.shape["steps"] * (WARMUP + task.steps + 2)
+    starts = torch.randint(len(data) - T - 1, (count,)).tolist()
+    windows = [(data[i : i + T], data[i + 1 : i + 1 + T]) for i in starts]
+    return torch.utils.data.DataLoader(windows, batch_size=task.micro_size, shuffle=True)  # type: ignore[arg-type]
+
+
+def nanogpt(task: Task) -> Callable[[], Any]:
+    """Take the model and optimizer of a checkout, in a loop as its own goes."""
+    sys.path.insert(0, os.environ["NANOGPT"])
+    from model import GPT, GPTConfig  # type: ignore[import-not-found]
+
+    join(task)
+    shape = {name: task.shape[name] for name in ("n_layer", "n_head", "n_embd")}
+    config = GPTConfig(
+        block_size=task.shape["T"], vocab_size=task.shape["vocab"], dropout=0.0, bias=True, **shape
+    )
+    if task.shape["vocab"] == 50257 and task.device == "cuda":
+        config.vocab_size = 50304  # as its own training script rounds it
+    gpt = GPT(config).to(task.device)
+    optimizer = gpt.configure_optimizers(0.1, 1e-4, (0.9, 0.95), task.device)
+
+    class Loss(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gpt = torch.compile(gpt) if task.compile else gpt
+
+        def forward(self, x: Tensor, y: Tensor) -> Any:
+            return self.gpt(x, y)[1]
+
+    if task.device == "cuda":
+        torch.backends.cuda.matmul.allow_tf32 = True
+    return raw(task, Loss(), optimizer, batches(task))
+
+
+def litgpt(task: Task) -> Callable[[], Any]:
+    """Take litgpt's model of the same shape, in the same loop."""
+    from litgpt import GPT, Config  # type: ignore[import-not-found]
+
+    join(task)
+    shape = {name: task.shape[name] for name in ("n_layer", "n_head", "n_embd")}
+    gpt = GPT(
+        Config(
+            block_size=task.shape["T"],
+            padded_vocab_size=-(-task.shape["vocab"] // 64) * 64,
+            rotary_percentage=1.0,
+            parallel_residual=False,
+            **shape,
+        )
+    ).to(task.device)
+
+    class Loss(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gpt = torch.compile(gpt) if task.compile else gpt
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return F.cross_entropy(self.gpt(x).flatten(0, 1), y.flatten())
+
+    return raw(task, Loss(), torch.optim.AdamW(gpt.parameters(), lr=1e-4), batches(task))
+
+
+def stock(task: Task) -> None:
+    """Fit our model in a LightningModule that logs, in a Trainer with its defaults, and a clock."""
+    import lightning
+
+    class Module(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = our_model(task)
+
+        def training_step(self, batch: Any, _: int) -> Tensor:
+            loss: Tensor = self.model(*batch)
+            self.log("loss", loss, prog_bar=True)
+            return loss
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(self.parameters(), lr=1e-4)
+
+    trainer = lightning.Trainer(
+        accelerator="gpu" if task.device == "cuda" else "cpu",
+        devices=task.ranks,
+        strategy="ddp" if task.ranks > 1 else "auto",
+        precision=task.precision,  # type: ignore[arg-type]
+        max_steps=WARMUP + task.steps + 1,
+        accumulate_grad_batches=task.shape["steps"],
+        gradient_clip_val=1.0,
+        callbacks=[Clock()],
+    )
+    trainer.fit(Module(), stock_loader(task))
+
+
+class Clock(Callback):
+    """Times every optimizer step of a Trainer, and writes the result at the end."""
+
+    def __init__(self) -> None:
+        self.task, self.out = load()
+        self.started = time.perf_counter()
+        self.seconds: list[float] = []
+        self.last: float | None = None
+
+    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+        """End the step before and begin another."""
+        if trainer.fit_loop.epoch_loop.batch_idx % trainer.accumulate_grad_batches:
+            return
+        synchronise(self.task.device)
+        now = time.perf_counter()
+        if self.last is not None:
+            self.seconds.append(now - self.last)
+        self.between()
+        self.last = time.perf_counter()
+
+    def between(self) -> None:
+        """Do nothing between two steps."""
+
+    def on_train_end(self, trainer: Any, *_: Any) -> None:
+        """Write what was found."""
+        if trainer.is_global_zero:
+            write(self.out, self.seconds, self.started, **self.more())
+
+    def more(self) -> dict[str, Any]:
+        """Return what else was found."""
+        return {}
+
+
+class Pair(Clock):
+    """Runs the best raw loop between the steps of a Trainer, in bursts by turns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.theirs: list[float] = []
+        self.step: Callable[[], Any] | None = None
+
+    def between(self) -> None:
+        """Take a burst of raw steps after each burst of the Trainer's."""
+        if self.step is None:
+            self.step = best(self.task)
+            for _ in range(WARMUP):
+                self.step()
+        done = len(self.seconds) - WARMUP
+        if done > 0 and done % self.task.burst == 0:
+            self.step()  # the caches are the Trainer's
+            self.theirs += [one(self.step, self.task.device) for _ in range(self.task.burst)]
+
+    def more(self) -> dict[str, Any]:
+        """Return the raw loop's median step, and the ratio within each pair of bursts."""
+        size, ours = self.task.burst, self.seconds[WARMUP:]
+        ratios = [
+            # The Trainer's first step after a pause has the other's caches.
+            statistics.median(ours[at + 1 : at + size])
+            / statistics.median(self.theirs[at : at + size])
+            for at in range(0, len(self.theirs), size)
+        ]
+        return {
+            "best_seconds": statistics.median(self.theirs),
+            "ratio_to_best": statistics.median(ratios),
+            "ratios": ratios,
+        }
+
+
+LOOPS: dict[str, Callable[[Task], Callable[[], Any]]] = {
+    "plain": plain,
+    "accelerate": accelerate,
+    "nanogpt": nanogpt,
+    "litgpt": litgpt,
+}
+
+if __name__ == "__main__":
+    main()
