@@ -26,6 +26,7 @@ TEMPLATE_ONLY = (
     "hooks/",
     "scripts/benchmark.py",
     "scripts/benchmarks/",
+    "scripts/time_to_loss.py",
     "tests/model/test_against_transformers.py",
     "tests/template/",
     "tests/test_nodes.py",

@@ -1,0 +1,119 @@
+#!/usr/bin/env python3
+"""Measure how many steps, tokens and seconds a model and an optimizer take to a validation loss.
+
+usage: python scripts/time_to_loss.py [--target 1.396] [--recipes gpt2-adamw,modern-muon]
+           [--seeds 1,2,3] [--steps N] [--every 10] [--json FILE] [overrides]
+
+Every run is the real command; overrides hold for all, such as `data=text data.path=FILE`. Seconds
+are those of training, without validation and start. The learning rate falls over all `--steps` of a
+run: fewer steps come to a loss sooner, more come lower.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+SHARED = ["batch.global_size=12", "batch.reference_size=12", "logger=none", "verbosity=quiet"]
+GPT2 = ["experiment=quickstart", "model.dropout=0", "optim.lr=1e-3", "optim.beta2=0.99"]
+# Words of `lockstep-gpt train`, and how many steps the recipe is meant for.
+RECIPES: dict[str, tuple[list[str], int]] = {
+    "gpt2-adamw": ([*GPT2, "optim.warmup_steps=100"], 2000),
+    "modern-adamw": (["experiment=modern", "optim=adamw", "optim.lr=3e-3"], 1000),
+    "modern-muon": (["experiment=modern"], 350),
+}
+
+
+def main() -> None:
+    """Train, print a line for each run and a table."""
+    options, overrides = _options()
+    results = []
+    for name in options.recipes:
+        for seed in options.seeds:
+            result = reach(name, seed, options, overrides)
+            results.append(result)
+            print(line(result), flush=True)
+    print(table(results, options.target))
+    if options.json:
+        options.json.write_text(json.dumps({"command": sys.argv, "runs": results}, indent=1) + "\n")
+
+
+def _options() -> tuple[argparse.Namespace, list[str]]:
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
+    parser.add_argument("--target", type=float, default=1.396, help="nats per token")
+    parser.add_argument("--recipes", type=lambda text: text.split(","), default=list(RECIPES))
+    parser.add_argument("--seeds", type=lambda text: [*map(int, text.split(","))], default=[1])
+    parser.add_argument("--steps", type=int, help="of every run; default: as the recipe says")
+    parser.add_argument("--every", type=int, default=10, help="steps between validations")
+    parser.add_argument("--json", type=Path)
+    return parser.parse_known_args()
+
+
+def reach(
+    name: str, seed: int, options: argparse.Namespace, overrides: list[str]
+) -> dict[str, Any]:
+    """Train one recipe to its end; return where it came to the target, and how far in all."""
+    words, usual = RECIPES[name]
+    steps = options.steps or usual
+    with tempfile.TemporaryDirectory() as folder:
+        run = Path(folder) / "run"
+        pace = [f"val_every={options.every}", f"log_every={options.every}", f"max_steps={steps}"]
+        own = [*SHARED, *words, *pace, f"seed={seed}", "checkpoint.every=null", f"run_dir={run}"]
+        subprocess.run(
+            [sys.executable, "-m", "lockstep_gpt", "train", *own, *overrides], check=True
+        )
+        with (run / "metrics.csv").open(encoding="utf-8") as file:
+            rows = list(csv.DictReader(file))
+    found: dict[str, Any] = {"recipe": name, "seed": seed, "steps": steps}
+    seconds, losses = 0.0, []
+    for row in rows:
+        seconds += float(row["throughput/step_seconds"] or 0) * options.every
+        if not row["val/loss"]:
+            continue
+        losses.append(float(row["val/loss"]))
+        if losses[-1] <= options.target and "reached_step" not in found:
+            place = {"step": int(row["trainer/step"]), "tokens": int(row["trainer/tokens"])}
+            found.update({f"reached_{key}": value for key, value in place.items()})
+            found["reached_seconds"] = seconds
+    return {**found, "seconds": seconds, "best_loss": min(losses), "last_loss": losses[-1]}
+
+
+def line(result: dict[str, Any]) -> str:
+    """Return one run in words."""
+    end = f"loss {result['last_loss']:.4f} after {result['steps']} steps, {result['seconds']:.0f} s"
+    if "reached_step" not in result:
+        return f"{result['recipe']} seed {result['seed']}: not reached; {end}"
+    place = f"step {result['reached_step']}, {result['reached_seconds']:.1f} s"
+    return f"{result['recipe']} seed {result['seed']}: reached at {place}; {end}"
+
+
+def table(results: list[dict[str, Any]], target: float) -> str:
+    """Return the means over seeds; a recipe that came there with some seeds only says with how many."""
+    lines = [f"\nto a validation loss of {target} nats per token, means over seeds"]
+    lines.append(
+        f"{'recipe':14} {'seeds':>7} {'steps':>7} {'tokens':>10} {'seconds':>8} {'last loss':>9}"
+    )
+    for name in dict.fromkeys(result["recipe"] for result in results):
+        runs = [result for result in results if result["recipe"] == name]
+        there = [run for run in runs if "reached_step" in run]
+        figures = f"{'-':>7} {'-':>10} {'-':>8}"
+        if there:
+            step, tokens, seconds = (
+                statistics.mean(run[f"reached_{key}"] for run in there)
+                for key in ("step", "tokens", "seconds")
+            )
+            figures = f"{step:7.0f} {tokens:10,.0f} {seconds:8.1f}"
+        last = statistics.mean(run["last_loss"] for run in runs)
+        lines.append(f"{name:14} {f'{len(there)}/{len(runs)}':>7} {figures} {last:9.4f}")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()
