@@ -95,11 +95,10 @@ def line(result: dict[str, Any]) -> str:
 
 
 def table(results: list[dict[str, Any]], target: float) -> str:
-    """Return the means over seeds; a recipe that came there with some seeds only says with how many."""
+    """Return the means over seeds, of those that came there."""
     lines = [f"\nto a validation loss of {target} nats per token, means over seeds"]
-    lines.append(
-        f"{'recipe':14} {'seeds':>7} {'steps':>7} {'tokens':>10} {'seconds':>8} {'last loss':>9}"
-    )
+    names = f"{'seeds':>7} {'steps':>7} {'tokens':>10} {'seconds':>8} {'last loss':>9}"
+    lines.append(f"{'recipe':14} {names}")
     for name in dict.fromkeys(result["recipe"] for result in results):
         runs = [result for result in results if result["recipe"] == name]
         there = [run for run in runs if "reached_step" in run]
