@@ -26,6 +26,10 @@ from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousPara
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from torch.multiprocessing.spawn import ProcessExitedException, start_processes
 
+# extra cluster: begin
+from lockstep_gpt.cluster import remedies
+
+# extra cluster: end
 from lockstep_gpt.config import PROGRAM, Config, UserError
 from lockstep_gpt.machine import LOST_PEERS, command, end_with_parent, own_address
 from lockstep_gpt.run_directory import RunDirectory
@@ -67,9 +71,13 @@ def _run(run: RunDirectory, node_rank: int, folder: str) -> int:
         print(
             f"{PROGRAM} train: not all of {config.trainer['num_nodes']} machines met at "
             f"{rendezvous.endpoint} within launch.join_seconds={config.launch.join_seconds:g} "
-            f"({error}); start the same command on each, with its launch.node_rank",
+            f"({error.__cause__ or error}); start the same command on each, with its "
+            "launch.node_rank",
             file=sys.stderr,
         )
+        # extra cluster: begin
+        print(remedies.explain(str(error.__cause__), remedies.Scene(config, 1)), file=sys.stderr)
+        # extra cluster: end
         return 1
 
 
@@ -228,6 +236,20 @@ class RankAgent(LocalElasticAgent):
         causes = _causes(self._ended)
         print(f"{causes}; restarting all ranks ({count} of {total})", file=sys.stderr)
 
+    # extra cluster: begin
+    def _explained(self) -> str:
+        """Return what the ended ranks' files, or the signals that ended them, are known for."""
+        config = self._run.load()
+        world_size = config.trainer["devices"] * config.trainer["num_nodes"]
+        scene = remedies.Scene(config, world_size)
+        for rank, code in self._ended.items():
+            path = self._run.rank_log(rank) if rank else self._run.log
+            log = path.read_text(errors="replace") if path.is_file() else ""
+            if found := remedies.explain_death(max(0, -code), log, scene):
+                return f"{found}\n"
+        return ""
+
+    # extra cluster: end
     def status(self, result: RunResult) -> int:
         """Return the exit status of the run: a rank's own where it chose one."""
         if not result.is_failed():
@@ -237,6 +259,9 @@ class RankAgent(LocalElasticAgent):
         chosen = [code for code in self._ended.values() if code == 2 or code > 128]
         if not chosen:
             print(f"{_causes(self._ended)}; no restart is left", file=sys.stderr)
+            # extra cluster: begin
+            print(self._explained(), end="", file=sys.stderr)
+            # extra cluster: end
         return chosen[0] if chosen else 1
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import secrets
 import sys
 import time
@@ -273,7 +274,14 @@ def _join(
     from lockstep_gpt.training import ranks
     from lockstep_gpt.training import train as rank
 
-    ranks.join(ranks.Ranks.from_environment(), config)
+    try:
+        ranks.join(ranks.Ranks.from_environment(), config)
+    except (OSError, RuntimeError) as error:  # torch's own errors of a store are of the latter
+        place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        raise UserError(
+            f"the launcher's ranks cannot meet at {place} ({str(error).splitlines()[0]}); start "
+            "all of them, with a free MASTER_PORT of a machine that all reach"
+        ) from None
     run = ranks.agree(values, create, undo)
     return 2 if run is None else rank.main(run)
 

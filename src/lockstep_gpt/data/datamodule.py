@@ -24,6 +24,8 @@ from lockstep_gpt.data.shards import (
     widen,
 )
 
+WORKER_LIMIT = 300  # seconds that a worker may take for one batch
+
 
 class TokenStream(IterableDataset[Stored]):
     """Micro-batches of one rank out of one split.
@@ -194,6 +196,7 @@ class TokenDataModule(lightning.LightningDataModule):
                 batch_size=None,  # a stream yields whole batches
                 collate_fn=_unchanged,
                 num_workers=self.num_workers,
+                timeout=WORKER_LIMIT,  # a worker that cannot hand over its batch does not end
                 pin_memory=on_gpu,
                 persistent_workers=True,  # validation comes again and again
                 generator=torch.Generator(),  # or an iterator would draw from the run's own

@@ -17,6 +17,10 @@ from lightning import Callback, Trainer
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import Strategy
 
+# extra cluster: begin
+from lockstep_gpt.cluster import remedies
+
+# extra cluster: end
 from lockstep_gpt.compose import build
 from lockstep_gpt.config import PROGRAM, Config, RunError, UserError
 from lockstep_gpt.data.datamodule import TokenDataModule
@@ -89,14 +93,20 @@ def main(directory: RunDirectory) -> int:
                 print(f"{PROGRAM} train: {error}", file=terminal, flush=True)
             return 2
         except Exception as error:
-            return _fail(directory, ranks, error, terminal)
+            return _fail(directory, config, ranks, error, terminal)
     drop_rank_log(directory, ranks)
     return 0
 
 
-def _fail(directory: RunDirectory, ranks: Ranks, error: Exception, terminal: TextIO) -> int:
+def _fail(
+    directory: RunDirectory, config: Config, ranks: Ranks, error: Exception, terminal: TextIO
+) -> int:
     """Record a failure; the run's first is shown, what others see of it goes to their logs."""
     trace = traceback.format_exc()
+    # extra cluster: begin
+    known = remedies.Scene(config, ranks.world_size, getattr(error, "unused", ()))
+    trace = "\n\n".join(filter(None, [remedies.explain(trace, known), trace]))
+    # extra cluster: end
     with (directory.rank_log(ranks.rank) if ranks.rank else directory.log).open("a") as log:
         log.write(trace)
     if lost_peers(error):
@@ -150,6 +160,11 @@ def _train(directory: RunDirectory, config: Config, ranks: Ranks, terminal: Text
         parts.checkpoint_io.wait()
         status = "stopped"
         raise
+    # extra cluster: begin
+    except RuntimeError as error:
+        vars(error)["unused"] = remedies.without_gradient(parts.module.model)
+        raise
+    # extra cluster: end
     finally:
         if ranks.rank == 0:
             seconds = time.perf_counter() - started
