@@ -164,6 +164,15 @@ EDITS: dict[str, dict[str, Callable[[Answers], str]]] = {
             " # null: the account's own"
         ),
     },
+    "docs/settings.md": {
+        r"\| `logger.wandb.project` ": lambda answers: (
+            f"| `logger.wandb.project` | `{answers.wandb_project}` |  |"
+        ),
+        r"\| `logger.wandb.entity` ": lambda answers: (
+            f"| `logger.wandb.entity` | `{answers.wandb_entity or 'null'}` "
+            "| null: the account's own |"
+        ),
+    },
     "configs/sweep.yaml": {
         "project: ": lambda answers: f"project: {_quoted(answers.wandb_project)}",
     },
