@@ -1,4 +1,4 @@
-"""The how-to of another model: its one file, put into a copy of the source, trains on two ranks."""
+"""The how-to of another model: its one file, beside the source's own, trains on two ranks."""
 
 import importlib.util
 import re
@@ -70,7 +70,9 @@ def test_the_page_s_commands_train_generate_and_evaluate_it(copy, command):
     assert "2 x cpu" in screen
     assert run(command, copy, generate).startswith("def f(x, y):")
     assert "perplexity" in run(command, copy, evaluate)
-    alone = train.replace("trainer.devices=2", "trainer.devices=1").replace("retention", "alone")
+    alone = train.replace("trainer.devices=2", "trainer.devices=1").replace(
+        "runs/retention", "runs/alone"
+    )
     run(command, copy, alone, data, "logger=none", "precision=64-true")
     one, two = (command.summary(f"runs/{name}") for name in ("alone", "retention"))
     assert one["val_loss"] == pytest.approx(two["val_loss"], abs=1e-10)
