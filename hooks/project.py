@@ -23,6 +23,7 @@ TEMPLATE_ONLY = (
     "LICENSE",
     "README.md",
     "cookiecutter.json",
+    "docs/lockstep.png",
     "hooks/",
     "scripts/benchmarks/",
     "tests/model/test_against_transformers.py",

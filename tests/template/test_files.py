@@ -21,6 +21,7 @@ OURS = (
     "BENCHMARKS.md",
     "CHANGELOG.md",
     "cookiecutter.json",
+    "docs/lockstep.png",
     "hooks/",
     "scripts/benchmarks/",
     "tests/model/test_against_transformers.py",
