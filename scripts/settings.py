@@ -39,12 +39,13 @@ LINE = re.compile(r"( *)(\w+):(?: +([^#]+?))?(?: +# (.+))?")
 HEAD = """\
 # Every setting
 
-Written by `python scripts/settings.py` from `src/lockstep_gpt/config.py` and `configs/`: after a
-change of these, run it again.
+Written by `python scripts/settings.py` from `configs/` and
+`src/lockstep_gpt/config.py`: after a change of these, run it again.
 
 A setting is a word on the command line (`optim.lr=1e-3`) or a line of a file in `configs/`.
-Presets set some to other values than the defaults below; `lockstep-gpt train --cfg job` prints what
-a command line comes to. What has no default must be given, which the presets do.
+Presets set some to other values than the defaults below;
+`lockstep-gpt train --cfg job` prints what a command line comes to.
+What has no default must be given, which the presets do.
 """
 OPEN = """\
 

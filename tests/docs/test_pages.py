@@ -10,6 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+CONSOLE = re.compile(r"^\$ \S+ (.+)\n(.+)$", re.MULTILINE)  # a command, the line that it shows
 TROUBLES = (ROOT / "docs/troubleshooting.md").read_text("utf-8")
 
 
@@ -49,9 +50,7 @@ def test_a_message_that_is_quoted_is_one_of_the_source(line):
 
 
 def test_refusals_are_shown_as_they_are_spoken(story):
-    shown = re.findall(
-        r"^\$ lockstep-gpt (.+)\n(.+)$", "\n".join(blocks(TROUBLES, "console")), re.MULTILINE
-    )
+    shown = CONSOLE.findall("\n".join(blocks(TROUBLES, "console")))
     assert len(shown) > 12
     told = story([line for line, _ in shown], inline=False)
     for (line, expected), (status, screen) in zip(shown, told, strict=True):

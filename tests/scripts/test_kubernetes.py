@@ -82,10 +82,9 @@ def test_train_job_trains_what_the_job_does(job):
 def test_a_replaced_pod_goes_on_where_the_first_was(command, wait_for):
     pod = [str(SCRIPT), "1", "0", "localhost:29500", "run"]
     words = command.smoke("trainer=cpu", "max_steps=100000")[1:]
+    program = f"{sys.executable} -m lockstep_gpt"
     for step in (20, 40):
-        process = command.start_words(
-            [*pod, *words], TRAIN_COMMAND=f"{sys.executable} -m lockstep_gpt"
-        )
+        process = command.start_words([*pod, *words], TRAIN_COMMAND=program)
         folder = command.folder / "run/checkpoints"
         wait_for(lambda: any(each.stem >= f"step={step:06d}" for each in folder.glob("*.ckpt")))  # noqa: B023
         process.terminate()
