@@ -23,6 +23,7 @@ TEMPLATE_ONLY = (
     "LICENSE",
     "README.md",
     "cookiecutter.json",
+    "docs/lockstep.png",
     "hooks/",
     "scripts/benchmark.py",
     "scripts/benchmarks/",
@@ -164,6 +165,15 @@ EDITS: dict[str, dict[str, Callable[[Answers], str]]] = {
         "  entity: ": lambda answers: (
             f"  entity: {_quoted(answers.wandb_entity) if answers.wandb_entity else 'null'}"
             " # null: the account's own"
+        ),
+    },
+    "docs/settings.md": {
+        r"\| `logger.wandb.project` ": lambda answers: (
+            f"| `logger.wandb.project` | `{answers.wandb_project}` |  |"
+        ),
+        r"\| `logger.wandb.entity` ": lambda answers: (
+            f"| `logger.wandb.entity` | `{answers.wandb_entity or 'null'}` "
+            "| null: the account's own |"
         ),
     },
     "configs/sweep.yaml": {

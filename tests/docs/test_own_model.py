@@ -1,4 +1,4 @@
-"""The how-to of another model: its one file, put into a copy of the source, trains on two ranks."""
+"""The how-to of another model: its one file, beside the source's own, trains on two ranks."""
 
 import importlib.util
 import re

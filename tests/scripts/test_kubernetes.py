@@ -83,6 +83,7 @@ def test_a_replaced_pod_goes_on_where_the_first_was(command, wait_for):
     program = f"{sys.executable} -m lockstep_gpt"
     pod = [str(SCRIPT), "1", "0", "localhost:29500", "run"]
     words = command.smoke("trainer=cpu", "max_steps=100000")[1:]
+    program = f"{sys.executable} -m lockstep_gpt"
     for step in (20, 40):
         process = command.start_words([*pod, *words], TRAIN_COMMAND=program)
         folder = command.folder / "run/checkpoints"

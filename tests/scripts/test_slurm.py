@@ -116,8 +116,8 @@ class Slurm:
 
     def submit(self, folder, *words, **environment):
         """Submit a job from `folder`; return its number."""
-        command = f"{sys.executable} -m lockstep_gpt"
-        variables = {"TRAIN_COMMAND": command, **environment}
+        program = f"{sys.executable} -m lockstep_gpt"
+        variables = {"TRAIN_COMMAND": program, **environment}
         options = [word for word in words if word.startswith("--")]
         overrides = [word for word in words if not word.startswith("--")]
         submit = ["sbatch", "--parsable", "--time=10", *options, str(SCRIPT), *overrides]

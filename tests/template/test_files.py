@@ -21,6 +21,7 @@ OURS = (
     "BENCHMARKS.md",
     "CHANGELOG.md",
     "cookiecutter.json",
+    "docs/lockstep.png",
     "hooks/",
     "scripts/benchmark.py",
     "scripts/benchmarks/",
@@ -38,9 +39,23 @@ AT_THE_ROOT = {
     "LICENSE",
     "README.md",
     "constraints.txt",
+    "docs/README.md",
+    "docs/communication.md",
+    "docs/own_data.md",
     "docs/own_model.md",
+    "docs/parallelism.md",
+    "docs/ranks.md",
+    "docs/resume.md",
+    "docs/scaling.md",
+    "docs/settings.md",
+    "docs/sweeps.md",
+    "docs/troubleshooting.md",
+    "docs/tutorial.md",
+    "docs/update.md",
+    "docs/wandb.md",
     "pyproject.toml",
     "scripts/dev.py",
+    "scripts/settings.py",
 }
 
 
@@ -152,6 +167,21 @@ def test_its_own_tests_of_packaging_and_readme_pass_whatever_was_chosen(
         encoding="utf-8",
     )
     assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize(
+    "answers", [{"extras": "none"}, {"extras": "all"}, {"wandb_project": "w", "wandb_entity": "e"}]
+)
+def test_its_reference_of_settings_is_what_its_own_script_writes(answers, baked, environment):
+    project = baked(**answers)
+    done = subprocess.run(
+        [sys.executable, "-c", "import settings; print(settings.page(), end='')"],
+        cwd=project,
+        env=environment(PYTHONPATH="src:scripts", PYTHONDONTWRITEBYTECODE="1"),
+        capture_output=True,
+        encoding="utf-8",
+    )
+    assert done.stdout == (project / "docs/settings.md").read_text("utf-8"), done.stderr
 
 
 @pytest.mark.parametrize(("entity", "value"), [("", None), ("its-team", "its-team")])

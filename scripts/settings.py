@@ -1,0 +1,233 @@
+#!/usr/bin/env python3
+"""Write docs/settings.md from the schema in config.py and the choices in configs/.
+
+usage: python scripts/settings.py
+"""
+
+import dataclasses
+import re
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, get_type_hints
+
+import yaml
+
+from lockstep_gpt.config import (
+    MISSING,
+    OPEN_GROUPS,
+    BatchConfig,
+    Checked,
+    CheckpointConfig,
+    Config,
+    DataConfig,
+    GuardConfig,
+    LaunchConfig,
+    ModelConfig,
+    OptimConfig,
+    as_typed,
+    data_sources,
+)
+
+ROOT = Path(__file__).resolve().parents[1]
+CONFIGS, PAGE = ROOT / "configs", ROOT / "docs/settings.md"
+GROUPS = ("experiment", "model", "data", "optim")  # their choices set what the schema declares
+SCHEMAS = (BatchConfig, ModelConfig, OptimConfig, CheckpointConfig, GuardConfig, LaunchConfig)
+TYPES = {"int": "whole number", "float": "number", "str": "text", "bool": "true or false"}
+# Indentation, name, value and comment of a line of our YAML files.
+LINE = re.compile(r"( *)(\w+):(?: +([^#]+?))?(?: +# (.+))?")
+HEAD = """\
+# Every setting
+
+Written by `python scripts/settings.py` from `configs/` and
+`src/lockstep_gpt/config.py`: after a change of these, run it again.
+
+A setting is a word on the command line (`optim.lr=1e-3`) or a line of a file in `configs/`.
+Presets set some to other values than the defaults below;
+`lockstep-gpt train --cfg job` prints what a command line comes to.
+What has no default must be given, which the presets do.
+"""
+OPEN = """\
+
+## Lightning's and other classes
+
+The files of these groups name a class and list its settings, which are set by name; other arguments
+of the same class are added with a plus, as in `+trainer.profiler=simple`.
+"""
+
+
+class Part(NamedTuple):
+    """A part of the page, and the file that it is about."""
+
+    file: Path
+    text: str
+
+
+def main() -> int:
+    """Write the page."""
+    PAGE.write_text(page(), encoding="utf-8")
+    print(PAGE.relative_to(ROOT))
+    return 0
+
+
+def page() -> str:
+    """Return the whole reference in Markdown."""
+    parts = [Part(ROOT, HEAD), section("## The run", Config), *map(own_section, SCHEMAS)]
+    parts += [Part(ROOT, "## `data`\n"), *data_sections()]
+    parts += [Part(ROOT, "## Choices\n"), *(part for group in GROUPS for part in choices(group))]
+    parts += [Part(ROOT, OPEN), *(part for group in OPEN_GROUPS for part in open_choices(group))]
+    # template-only: begin
+    parts = list(map(in_markers, parts))
+    # template-only: end
+    return "\n".join(part.text for part in parts)
+
+
+# template-only: begin
+def in_markers(part: Part) -> Part:
+    """Mark what belongs to an extra, so that a project without it has no word of it."""
+    if not (ROOT / "hooks").is_dir():  # a source distribution has no template
+        return part
+    sys.path.append(str(ROOT))
+    from hooks.answers import EXTRAS
+
+    name = part.file.relative_to(ROOT).as_posix()
+    for extra, paths in EXTRAS.items():
+        if name.startswith(paths):
+            begin, end = (f"<!-- extra {extra}: {word} -->\n" for word in ("begin", "end"))
+            return Part(part.file, f"{begin}{part.text}\n{end.rstrip()}")
+    return part
+
+
+# template-only: end
+def own_section(schema: type[Checked]) -> Part:
+    """Return the section of a class that has a place in the tree of its own."""
+    return section(f"## `{schema.node}`", schema)
+
+
+def section(heading: str, schema: type[Checked], bases: str = "") -> Part:
+    """Return a heading, what a class is for, and the settings that it adds to its bases'."""
+    about = f"{(schema.__doc__ or '').splitlines()[0]}{bases}"
+    rows = [setting_row(schema, item) for item in own_fields(schema)]
+    table = table_of(("setting", "is", "default", "means"), rows) if rows else ""
+    file = ROOT / "src" / Path(*schema.__module__.split(".")).with_suffix(".py")
+    return Part(file, f"{heading}\n\n{about}\n{table}")
+
+
+def own_fields(schema: type[Any]) -> Iterator[dataclasses.Field[Any]]:
+    """Yield the settings that the bases of a class do not have; nodes have no meaning."""
+    inherited = {
+        item for base in schema.__mro__[1:] for item in vars(base).get("__annotations__", ())
+    }
+    for item in dataclasses.fields(schema):
+        if item.name not in inherited and "meaning" in item.metadata:
+            yield item
+
+
+def setting_row(schema: type[Any], item: dataclasses.Field[Any]) -> tuple[str, ...]:
+    """Return the cells of one setting."""
+    name = f"{schema.node}.{item.name}" if schema.node else item.name
+    default = "" if item.default is MISSING else f"`{as_typed(item.default)}`"
+    return f"`{name}`", values_of(schema, item), default.replace("``", ""), item.metadata["meaning"]
+
+
+def values_of(schema: type[Any], item: dataclasses.Field[Any]) -> str:
+    """Say which values a setting may have."""
+    hint = get_type_hints(schema)[item.name]
+    kind, *null = [hint.__name__] if isinstance(hint, type) else str(hint).split(" | ")
+    limits = " and ".join(f"{rule} {limit}" for rule, limit in item.metadata["limits"].items())
+    chosen = ", ".join(f"`{choice}`" for choice in item.metadata["choices"] or ())
+    values = chosen or f"{TYPES[kind]} {limits}".rstrip()
+    return f"{values}; or null" if null else values
+
+
+def table_of(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    """Return a table after an empty line."""
+    names = tuple(head)
+    lines = [" | ".join(cells) for cells in (names, ["---"] * len(names), *rows)]
+    return "".join(["\n", *(f"| {line} |\n" for line in lines)])
+
+
+def data_sections() -> Iterator[Part]:
+    """Yield what each source of data takes; before, what several have in common."""
+    names = {schema: f"### `data={name}`" for name, schema in data_sources().items()}
+    shown: set[type[Any]] = set()
+    for source in names:
+        for schema in reversed(source.__mro__):
+            if issubclass(schema, DataConfig) and schema not in shown:
+                shown.add(schema)
+                base = schema.__base__
+                also = f" Takes also {about(base).lower()}." if base is not Checked else ""
+                yield section(names.get(schema, "### Of several sources"), schema, also)
+
+
+def about(schema: type[Any] | None) -> str:
+    """Return what a class is for, without the full stop."""
+    return (schema.__doc__ or "").splitlines()[0].rstrip(".")
+
+
+def choices(group: str) -> Iterator[Part]:
+    """Yield the choices of a group and what each sets, a table for each extra apart."""
+    for file in sorted((CONFIGS / group).glob("*.yaml")):
+        sets = " ".join(f"`{word}`" for word in settings_in(file))
+        text = f"`{group}={file.stem}`: {header(file)}"
+        yield Part(file, f"- {text}\n  {sets}" if sets else f"- {text}")
+
+
+def header(file: Path) -> str:
+    """Return what the comment at the head of a YAML file says."""
+    lines = [line for line in file.read_text("utf-8").splitlines() if "@package" not in line]
+    comment = []
+    for line in lines:
+        if not line.startswith("# ") or "extra " in line:
+            break
+        comment.append(line.removeprefix("# ").strip())
+    return " ".join(comment)
+
+
+def settings_in(file: Path) -> Iterator[str]:
+    """Yield what a YAML file sets, as words of a command line; its choices of groups first."""
+    content = yaml.safe_load(file.read_text("utf-8")) or {}
+    for entry in content.pop("defaults", []):
+        if isinstance(entry, dict):
+            ((group, choice),) = entry.items()
+            yield f"{group.removeprefix('override /')}={choice}"
+    yield from flat(content, "" if file.parent.name == "experiment" else f"{file.parent.name}.")
+
+
+def flat(values: Mapping[str, Any], prefix: str) -> Iterator[str]:
+    """Yield nested values as words of a command line."""
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}={as_typed(value)}"
+
+
+def open_choices(group: str) -> Iterator[Part]:
+    """Yield a section for each choice of an open group, with the settings that its file lists."""
+    for file in sorted((CONFIGS / group).glob("*.yaml")):
+        rows = list(listed(file))
+        table = table_of(("setting", "default", "means"), rows) if rows else ""
+        known = yaml.safe_load(file.read_text("utf-8")).get("defaults", [])
+        base = f" Takes also the settings of `{group}={known[0]}`." if known else ""
+        about = f"{header(file)}{base}".strip() or "The choice where none is made."
+        yield Part(file, f"### `{group}={file.stem}`\n\n{about}\n{table}")
+
+
+def listed(file: Path) -> Iterator[tuple[str, ...]]:
+    """Yield name, default and meaning of each setting that a YAML file lists."""
+    parents: list[str] = [file.parent.name]
+    for line in file.read_text("utf-8").splitlines():
+        found = LINE.fullmatch(line)
+        if not found or found[2] in ("_target_", "defaults"):
+            continue
+        depth = len(found[1]) // 2
+        parents[depth + 1 :] = [found[2]]
+        if found[3]:
+            value = yaml.safe_load(found[3])
+            meaning = (found[4] or "").replace(" | ", ", ")
+            yield f"`{'.'.join(parents)}`", f"`{as_typed(value)}`", meaning
+
+
+if __name__ == "__main__":
+    sys.exit(main())

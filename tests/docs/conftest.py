@@ -1,0 +1,72 @@
+"""How commands of README and documentation are run: a page's in order, in one process."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+# Runs commands one after the other, as the program would; imports cost seconds and are made once.
+# Prints for each its exit status and what it showed.
+TELL = """
+import json, os, sys, tempfile
+from lockstep_gpt import cli
+screen, told = os.dup(1), []
+for words in json.loads(sys.argv[1]):
+    with tempfile.TemporaryFile() as file:
+        os.dup2(file.fileno(), 1), os.dup2(file.fileno(), 2)
+        try:
+            status = cli.main(words)
+        except SystemExit as end:
+            status = end.code
+        sys.stdout.flush(), sys.stderr.flush()
+        file.seek(0)
+        told.append((status, file.read().decode()))
+os.write(screen, json.dumps(told).encode())
+"""
+# What a run on one device may take so that it needs no process of its own.
+INLINE = ["launch.inline=true", "trainer.accelerator=cpu", "trainer.devices=1"]
+
+
+class Story:
+    """Runs the lines of a page in one folder, where the run of all pages, runs/first, is."""
+
+    def __init__(self, command, finished) -> None:
+        self.command = command
+        shutil.copytree(finished[0].folder / "runs/first", command.folder / "runs/first")
+        (command.folder / "books").mkdir()
+        text = "\n".join(path.read_text("utf-8") for path in (ROOT / "docs").glob("*.md"))
+        for number in range(40):  # of which some are held out
+            (command.folder / f"books/{number}.txt").write_text(text[number * 500 :][:4000])
+        lines = [json.dumps({"body": line}) for line in text.splitlines()[:400] if line]
+        (command.folder / "notes.jsonl").write_text("\n".join(lines))
+
+    def __call__(self, lines: list[str], inline: bool = True) -> list[tuple[int, str]]:
+        """Return the exit status and the screen of each line, without the program's name."""
+        words = [self._words(shlex.split(line), inline) for line in lines]
+        script = [sys.executable, "-c", TELL, json.dumps(words)]
+        status, out, err = self.command.run_words(script)
+        assert status == 0, err
+        return [(code, screen) for code, screen in json.loads(out)]
+
+    def _words(self, words: list[str], inline: bool) -> list[str]:
+        if words[0] not in ("train", "prepare"):
+            return words
+        goes_on = "resume=auto" in words
+        words += [] if goes_on else [f"data.root={self.command.data_root}"]
+        if not inline or words[0] == "prepare":
+            return words
+        own = any(word.startswith(("logger", "hydra/", "resume=auto")) for word in words)
+        words += [] if own else ["logger=none"]
+        alone = not any(word.startswith("trainer.devices=") for word in words)
+        return [*words, *(INLINE if alone else [])]
+
+
+@pytest.fixture
+def story(command, finished):
+    return Story(command, finished)

@@ -1,0 +1,118 @@
+"""README and documentation: every command in a block without a language is run or composed."""
+
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from lockstep_gpt import cli
+from lockstep_gpt.config import from_container
+from lockstep_gpt.training.schedule import plan_batch, plan_schedule
+
+ROOT = Path(__file__).parents[2]
+PAGES = {
+    path.relative_to(ROOT).as_posix(): path.read_text("utf-8")
+    for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+}
+# Pages with tests of their own that run all of their commands.
+TESTED = ("docs/export.md", "docs/own_model.md", "docs/report.md", "docs/sync_panel.md")
+# What is run by other tests, or by nobody: it asks a server, a cluster or the user's own paths.
+ELSEWHERE = {
+    "python3 scripts/dev.py": "tests/scripts/test_dev.py runs it in a project of its own",
+    "lockstep-gpt doctor": "tests/cluster/test_doctor.py",
+    "lockstep-gpt drill": "tests/cluster/test_drill.py",
+    "sbatch": "tests/scripts/test_slurm.py, on a SLURM of its own",
+    "printf": "of the same page",
+    "SWEEP=": "of the same page",
+    "kubectl": "needs a cluster; tests/scripts/test_kubernetes.py reads the manifests",
+    "uvx": "downloads; the template's tests run what it would",
+    "pipx": "downloads; the template's tests run what it would",
+    "cruft": "the template's tests run it",
+    "wandb": "needs an account; test_tracking.py runs the command of the sweep's file",
+}
+
+
+def commands_of(text):
+    """Return the lines of all blocks that say no language."""
+    blocks = re.findall(r"^```(\w*)\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
+    return [line for language, block in blocks if not language for line in block.splitlines()]
+
+
+def is_composed(line):
+    """Tell whether a command wants GPUs, other machines or files that are not here."""
+    return bool(re.search(r"trainer=gpu|gpt2_124m|num_nodes=|=/\w", line))
+
+
+OURS = [
+    (page, line)
+    for page, text in PAGES.items()
+    if page not in TESTED
+    for line in commands_of(text)
+    if not line.startswith(tuple(ELSEWHERE))
+]
+COMPOSED = sorted({line for _, line in OURS if is_composed(line) and " train " in line})
+LAUNCHED = [line for _, line in OURS if line.startswith("torchrun ") and line not in COMPOSED]
+# Commands that are run here, page by page; what several pages have is run once.
+HERE = [
+    (page, line.removeprefix("lockstep-gpt "))
+    for page, line in OURS
+    if line.startswith("lockstep-gpt ") and line not in COMPOSED
+]
+STARTS = ("lockstep-gpt ", "torchrun ")
+RECEIPT_PAGES = ("docs/tutorial.md", "docs/scaling.md")
+RECEIPT = re.compile(r"^  (?:strategy|precision|batch|budget|lr|schedule)  +.+$", re.MULTILINE)
+
+
+def test_every_line_of_a_block_is_a_command_of_a_kind_that_is_tested():
+    unknown = [line for _, line in OURS if not line.startswith(STARTS)]
+    assert unknown == []
+    assert len(HERE) > 20
+
+
+def rank_words(line):
+    """Return the words of the command and the ranks that a launcher in front of it starts."""
+    words = shlex.split(line)
+    number = re.search(r"--nproc_per_node=(\d+)", line)
+    return words[words.index("train") :], int(number[1]) if number else None
+
+
+@pytest.mark.parametrize("line", COMPOSED)
+def test_command_for_other_machines_composes_and_its_batch_divides(line, capsys):
+    words, launched = rank_words(line)
+    assert cli.main([*words, "--cfg", "job"]) == 0
+    config = from_container(yaml.safe_load(capsys.readouterr().out))
+    devices = launched or config.trainer["devices"]
+    places = (8 if devices == "auto" else devices, config.trainer["num_nodes"])
+    batch = plan_batch(config.batch, config.model.block_size, *places)
+    assert plan_schedule(config, batch).total_steps == config.max_steps
+
+
+@pytest.mark.parametrize("line", LAUNCHED)
+def test_launcher_is_joined(command, line):
+    torchrun = [sys.executable, "-m", "torch.distributed.run"]
+    words = [*torchrun, *shlex.split(line)[1:], f"data.root={command.data_root}"]
+    status, out, err = command.run_words(words)
+    assert (status, out.count("step 20/20  val_loss")) == (0, 1), err
+
+
+def test_commands_that_fixtures_run_are_still_the_readme_s(finished, two, shown_elsewhere):
+    assert shown_elsewhere < {line for page, line in HERE if page == "README.md"}
+    assert all(screen.count("done in") == 1 for _, screen in (finished, two))
+
+
+def test_commands_run_page_after_page_and_print_the_receipts_shown(
+    story, finished, two, shown_elsewhere
+):
+    lines = list(dict.fromkeys(line for _, line in HERE if line not in shown_elsewhere))
+    told = story(lines)
+    for line, (status, screen) in zip(lines, told, strict=True):
+        assert status == 0, f"{line}\n{screen}"
+        if steps := re.search(r"resume=.* max_steps=(\d+)", line):
+            assert f"step {steps[1]}/{steps[1]}  val_loss" in screen
+    screens = "".join([finished[1], two[1], *(screen for _, screen in told)])
+    shown = [line for page in RECEIPT_PAGES for line in RECEIPT.findall(PAGES[page])]
+    assert len(shown) > 8
+    assert [line for line in shown if line not in screens] == []

@@ -1,0 +1,88 @@
+"""What pages say about the program is what it says itself; what they link to is there."""
+
+import ast
+import functools
+import importlib.util
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+CONSOLE = re.compile(r"^\$ \S+ (.+)\n(.+)$", re.MULTILINE)  # a command, the line that it shows
+TROUBLES = (ROOT / "docs/troubleshooting.md").read_text("utf-8")
+
+
+def blocks(text, language):
+    """Return the lines of all blocks of a language."""
+    found = re.findall(rf"^```{language}\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
+    return [line for block in found for line in block.splitlines()]
+
+
+@functools.cache
+def sayings():
+    """Return a pattern for each text of the source, with anything where values stand."""
+    return list(_sayings())
+
+
+def _sayings():
+    for path in (ROOT / "src").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(node, ast.JoinedStr):
+                parts = [
+                    part.value if isinstance(part, ast.Constant) else "\0" for part in node.values
+                ]
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                parts = [re.sub(r"%[*\d.]*[sd]", "\0", node.value)]
+            else:
+                continue
+            text = "".join(parts).strip()
+            if len(text.replace("\0", "")) > 8:
+                yield re.compile(re.escape(text).replace("\0", ".*?"))
+
+
+@pytest.mark.parametrize("line", blocks(TROUBLES, "text"))
+def test_a_message_that_is_quoted_is_one_of_the_source(line):
+    spoken = [match for each in sayings() for match in each.finditer(line)]
+    covered = {place for match in spoken for place in range(*match.span())}
+    assert len(covered) > 0.6 * len(line), line
+
+
+def test_refusals_are_shown_as_they_are_spoken(story):
+    shown = CONSOLE.findall("\n".join(blocks(TROUBLES, "console")))
+    assert len(shown) > 12
+    told = story([line for line, _ in shown], inline=False)
+    for (line, expected), (status, screen) in zip(shown, told, strict=True):
+        assert status in (1, 2), line
+        assert screen.splitlines()[-1] == expected
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_to_files_that_are_there(page):
+    links = re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text("utf-8"))
+    files = [link for link in links if "://" not in link]
+    assert [link for link in files if not (page.parent / link).exists()] == []
+
+
+def test_every_page_is_in_the_index():
+    index = (ROOT / "docs/README.md").read_text("utf-8")
+    names = {path.name for path in (ROOT / "docs").glob("*.md")} - {"README.md"}
+    assert {name for name in names if f"]({name})" not in index} == set()
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("lockstep_gpt.cluster") is None,
+    reason="the table of links is of an extra",
+)
+def test_links_have_the_bandwidths_that_plan_counts_with():
+    from lockstep_gpt.cluster.hardware import LINKS
+
+    text = (ROOT / "docs/communication.md").read_text("utf-8")
+    rows = re.findall(r"^\| [^|]+ \| ([\d.]+) \| ([\d.]+) ms \| [^|]+ \|$", text, re.MULTILINE)
+    names = ["pcie3", "pcie4", "pcie5", "nvlink3", "nvlink4", "nvlink5", "10gbe", "100gbe", "ndr"]
+    expected = [LINKS[name].bandwidth / 1e9 for name in names]
+    assert [float(bandwidth) for bandwidth, _ in rows] == expected
+    ring = 2 * 7 / 8 * 4 * 124.4e6 / 1e6  # MB for 8 ranks and float32 gradients of GPT-2
+    for (_, shown), bandwidth in zip(rows, expected, strict=True):
+        assert float(shown) == pytest.approx(ring / bandwidth, rel=0.03)

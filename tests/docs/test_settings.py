@@ -1,0 +1,52 @@
+"""The reference of settings is what its script writes from the schema and the choices at hand."""
+
+import dataclasses
+import importlib.util
+import re
+from pathlib import Path
+
+import pytest
+
+from lockstep_gpt.config import Config, setting
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def settings():
+    spec = importlib.util.spec_from_file_location("settings", ROOT / "scripts/settings.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def without_markers(text):
+    return re.sub(r"^<!-- extra .+ -->\n", "", text, flags=re.MULTILINE)
+
+
+def test_the_page_is_current_else_run_its_script(settings):
+    written = settings.PAGE.read_text(encoding="utf-8")
+    assert without_markers(settings.page()) == without_markers(written)
+
+
+def test_a_setting_s_row_has_type_limits_choices_default_and_meaning(settings):
+    @dataclasses.dataclass
+    class Engine(Config):
+        node = "engine"
+        power: float | None = setting("of the engine", None, above=0, at_most=9)
+        fuel: str = setting("what it burns", choices=("oil", "gas"))
+
+    rows = [settings.setting_row(Engine, item) for item in settings.own_fields(Engine)]
+    assert rows == [
+        ("`engine.power`", "number above 0 and at most 9; or null", "`null`", "of the engine"),
+        ("`engine.fuel`", "`oil`, `gas`", "", "what it burns"),
+    ]
+
+
+def test_a_line_of_yaml_gives_name_value_and_comment(settings, tmp_path):
+    file = tmp_path / "boat.yaml"
+    file.write_text("_target_: a.B\nsail:\n  area: 12 # square metres | none\n  colour: 'red '\n")
+    assert list(settings.listed(file)) == [
+        (f"`{tmp_path.name}.sail.area`", "`12`", "square metres, none"),
+        (f"`{tmp_path.name}.sail.colour`", "`red `", ""),
+    ]
