@@ -1,4 +1,4 @@
-"""`lockstep-gpt export RUN|CHECKPOINT`: a trained model as a folder that transformers loads."""
+"""`lockstep-gpt export RUN|CHECKPOINT`: a model as a folder that transformers loads."""
 
 from __future__ import annotations
 
@@ -17,7 +17,11 @@ from lockstep_gpt.data.tokenizer import Tokenizer, library
 from lockstep_gpt.export.card import model_card
 from lockstep_gpt.export.layouts import exported, layout_of
 from lockstep_gpt.export.tokenizer_files import as_files
-from lockstep_gpt.training.checkpoint import find_checkpoint, load_model, read_checkpoint
+from lockstep_gpt.training.checkpoint import (
+    find_checkpoint,
+    load_model,
+    read_checkpoint,
+)
 
 
 def main(arguments: list[str]) -> int:
@@ -48,6 +52,7 @@ def export(source: Path, target: Path, force: bool = False) -> None:
     Raises:
         UserError: something else stands there, or transformers has no place for such a model.
     """
+    target = target.resolve()  # of `.` the parent, and of a link what it stands for
     _refuse_occupied(target, force)
     model, _, tokenizer = load_model(source)
     layout = layout_of(model.config, f"{source} cannot be exported")

@@ -28,6 +28,7 @@ def as_files(tokenizer: Tokenizer, block_size: int) -> Files:
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": block_size,
+        "model_input_names": ["input_ids", "attention_mask"],  # older ones add types of tokens
         "clean_up_tokenization_spaces": False,
         # A text's own "<|endoftext|>" is text, as it was in training.
         "split_special_tokens": True,
