@@ -52,6 +52,7 @@ EXTRAS = {
         "src/lockstep_gpt/training/sharding.py",
         "tests/training/test_sharding.py",
     ),
+    "export": ("docs/export.md", "src/lockstep_gpt/export/", "tests/export/"),
     "slurm": ("docs/slurm.md", "scripts/slurm/", "tests/scripts/test_slurm.py"),
     "kubernetes": ("docs/kubernetes.md", "scripts/kubernetes/", "tests/scripts/test_kubernetes.py"),
 }

@@ -138,6 +138,11 @@ class ModelConfig(Checked):
         None,
         at_least=1,
     )
+    # extra export: begin
+    init_from: str | None = setting(
+        "folder of weights, transformers' or an export, to begin with; null: random ones", None
+    )
+    # extra export: end
 
     def __post_init__(self) -> None:
         """Check also that the heads share the width evenly, and that the architecture is there."""

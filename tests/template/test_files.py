@@ -184,6 +184,20 @@ def test_its_reference_of_settings_is_what_its_own_script_writes(answers, baked,
     assert done.stdout == (project / "docs/settings.md").read_text("utf-8"), done.stderr
 
 
+@pytest.mark.parametrize(("extras", "status"), [("none", 2), ("export", 0)])
+def test_a_setting_of_an_extra_is_where_the_extra_is(extras, status, baked, environment):
+    done = subprocess.run(
+        [sys.executable, "-m", "my_gpt", "train", "model.init_from=there", "--cfg", "job"],
+        cwd=baked(extras=extras),
+        env=environment(PYTHONPATH="src", PYTHONDONTWRITEBYTECODE="1"),
+        capture_output=True,
+        encoding="utf-8",
+    )
+    assert done.returncode == status, done.stderr
+    assert len(done.stderr.splitlines()) == (1 if status else 0)
+    assert "init_from" in (done.stderr if status else done.stdout)
+
+
 @pytest.mark.parametrize(("entity", "value"), [("", None), ("its-team", "its-team")])
 def test_wandb_s_project_and_team_are_in_the_logger_s_settings(entity, value, baked):
     project = baked(wandb_project="its-wandb", wandb_entity=entity)

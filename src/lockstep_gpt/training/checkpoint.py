@@ -292,7 +292,7 @@ def apply_settings(
 def refuse_another_identity(path: Path, saved: dict[str, Any], ours: dict[str, Any]) -> None:
     """Raise a `UserError` if a checkpoint is of another model or data set than this run's."""
     for group, harmless in (
-        ("model", {"dropout", "activation_checkpointing"}),
+        ("model", {"dropout", "activation_checkpointing", "init_from"}),
         ("data", {"root", "num_workers", "val_tokens"}),
     ):
         for name in sorted({*saved[group], *ours[group]} - harmless):

@@ -144,6 +144,11 @@ def _train(directory: RunDirectory, config: Config, ranks: Ranks, terminal: Text
     join(ranks, config)
     _refuse_other_directory(directory)
     resume = _state_to_resume(directory, config, ranks, parts.module)
+    # extra export: begin
+    if config.model.init_from and not resume and config.resume in ("none", "auto"):
+        start = {"_target_": "lockstep_gpt.export.initial_weights.initialize"}
+        build(start, {"model": parts.module.model, "tokenizer": parts.module.tokenizer})
+    # extra export: end
     loggers = _loggers(directory, config, parts) if ranks.rank == 0 else []
     trainer = _trainer(config, ranks, parts, loggers)
     if ranks.rank == 0:

@@ -1,0 +1,109 @@
+"""The model card: what the model is, what it was trained on, and how it is loaded."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from lockstep_gpt.config import PROGRAM
+from lockstep_gpt.model.gpt import GPT
+from lockstep_gpt.training.tracking import git_state
+
+GROUPS = ("model", "data", "optim", "batch")  # of the settings: what decides the weights
+SINGLE = ("seed", "max_steps", "max_tokens", "precision")
+
+
+def model_card(content: dict[str, Any], model: GPT, source: Path, code: str | None) -> str:
+    """Return README.md of an exported checkpoint.
+
+    Args:
+        content: of the checkpoint.
+        model: the model that it holds.
+        source: the checkpoint's file.
+        code: the file that transformers needs to load it, if any.
+    """
+    name, trust = _name(source), ", trust_remote_code=True" if code else ""
+    rows = "\n".join(f"| {fact} | {value} |" for fact, value in _facts(content, model, source))
+    return f"""---
+library_name: transformers
+pipeline_tag: text-generation
+---
+# {name}
+
+Trained and exported by `{PROGRAM}`.
+
+| | |
+|---|---|
+{rows}
+
+## Load it
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+folder = "."  # this one
+tokenizer = AutoTokenizer.from_pretrained(folder{trust})
+model = AutoModelForCausalLM.from_pretrained(folder{trust})
+tokens = tokenizer("def f(x, y):", return_tensors="pt")
+print(tokenizer.decode(model.generate(**tokens, max_new_tokens=16)[0]))
+```
+
+## Settings
+
+```yaml
+{_settings(content["config"])}```
+"""
+
+
+def _name(source: Path) -> str:
+    """Return the name of the run that a checkpoint lies in, or its own."""
+    folder = source.resolve().parent
+    return (folder.parent if folder.name == "checkpoints" else folder).name
+
+
+def _facts(content: dict[str, Any], model: GPT, source: Path) -> list[tuple[str, str]]:
+    config, loss = model.config, _validation_loss(content)
+    step, tokens = content.get("global_step"), content.get("tokens")
+    size = f"{model.num_parameters:,} parameters, vocabulary of {model.vocab_size:,} tokens"
+    return [
+        ("model", f"{size}, context of {config.block_size}"),
+        ("data", _data(content["config"]["data"])),
+        ("tokens seen", f"{tokens:,} in {step:,} steps" if tokens is not None else "not known"),
+        ("validation loss", f"{loss:.4f} nats per token" if loss is not None else "not measured"),
+        ("checkpoint", f"`{source.name}`"),
+        ("code", _revision(source)),
+    ]
+
+
+def _validation_loss(content: dict[str, Any]) -> float | None:
+    """Return the loss that was measured at the step of the checkpoint, if one was."""
+    for state in content.get("callbacks", {}).values():
+        if (loss := state.get("losses", {}).get(content.get("global_step"))) is not None:
+            return float(loss)
+    return None
+
+
+def _data(settings: dict[str, Any]) -> str:
+    told = [str(settings[name]) for name in ("source", "path", "tokenizer") if settings.get(name)]
+    return ", ".join(told)
+
+
+def _revision(source: Path) -> str:
+    """Return the revision that the run noted, else that of the code that exports."""
+    noted = source.resolve().parent.parent / "environment.json"
+    known = json.loads(noted.read_text(encoding="utf-8")) if noted.is_file() else {}
+    when = "trained" if "git_revision" in known else "exported"
+    state = known if "git_revision" in known else git_state(Path(__file__).parent)
+    if not state:
+        return "not in git"
+    changed = ", with changes that are not in it" if state["git_dirty"] else ""
+    return f"revision `{state['git_revision']}` when {when}{changed}"
+
+
+def _settings(config: dict[str, Any]) -> str:
+    """Return the settings that decided the weights; others may hold what is nobody's business."""
+    chosen = {name: config[name] for name in (*SINGLE, *GROUPS) if config.get(name) is not None}
+    return yaml.safe_dump(chosen, sort_keys=False, allow_unicode=True)

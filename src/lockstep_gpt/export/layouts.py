@@ -1,0 +1,219 @@
+"""Weights and shapes as transformers names them and lays them out, from ours and back.
+
+Letters in shapes: V size of the vocabulary, C width.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lockstep_gpt.config import ModelConfig, UserError
+from lockstep_gpt.model.gpt import GPT
+
+Weights = dict[str, Tensor]
+PADDED = ("token_embedding.weight", "output.weight")  # ours have more rows than V
+POSITIONS = "position_embedding.weight"  # of which a shorter context needs the first
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What transformers knows of one architecture.
+
+    Args:
+        model_type: its name there.
+        about: what config.json says of it beside the shape, of a model of ours.
+        names: setting of config.json -> ours, for the shape.
+        place: name of a weight of ours -> its name there, and whether the matrix is turned there.
+        computes: settings of config.json that are no shape, and that ours has as `about` says.
+        code: the file of this folder that transformers needs to load it.
+    """
+
+    model_type: str
+    about: Callable[[GPT], dict[str, Any]]
+    names: dict[str, str]
+    place: Callable[[str], tuple[str, bool]]
+    computes: tuple[str, ...]
+    code: str | None = None
+
+    def settings(self, model: GPT) -> dict[str, Any]:
+        """Return what config.json says of `model`."""
+        shape = {theirs: getattr(model.config, ours) for theirs, ours in self.names.items()}
+        known = {"model_type": self.model_type, "vocab_size": model.vocab_size, "dtype": "float32"}
+        return {**known, **shape, **self.about(model)}
+
+
+def layout_of(config: ModelConfig, why: str) -> Layout:
+    """Return the layout of a model of ours.
+
+    Raises:
+        UserError: there is none; the line begins with `why`.
+    """
+    if config.architecture not in LAYOUTS:
+        raise UserError(
+            f"{why}: model.architecture={config.architecture} is not one of "
+            f"{', '.join(LAYOUTS)}, which transformers can load; describe it in export/layouts.py"
+        )
+    return LAYOUTS[config.architecture]
+
+
+def exported(model: GPT, layout: Layout) -> Weights:
+    """Return the weights of `model` under the names and in the shapes of transformers."""
+    weights = {}
+    for ours, weight in model.state_dict().items():
+        theirs, turned = layout.place(ours)
+        rows = weight[: model.vocab_size] if ours in PADDED else weight
+        # Copied: a file of safetensors takes no tensors that share memory.
+        weights[theirs] = (rows.T if turned else rows).clone(memory_format=torch.contiguous_format)
+    if layout is LAYOUTS["gpt"] and not model.config.bias:
+        weights |= _without_effect(weights)
+    return weights
+
+
+def _without_effect(weights: Weights) -> Weights:
+    """Return the biases that GPT-2 has in any case, as zeros."""
+    return {
+        name.replace(".weight", ".bias"): torch.zeros(weight.shape[-1])
+        for name, weight in weights.items()
+        if not name.startswith(("transformer.wte", "transformer.wpe"))
+    }
+
+
+def imported(saved: Mapping[str, Tensor], model: GPT, layout: Layout, source: str) -> Weights:
+    """Return weights of transformers under our names and in the shapes of `model`.
+
+    Positions beyond the context are left out, rows that pad the vocabulary are zero.
+
+    Raises:
+        UserError: one is missing, left over or of another shape; the line begins with `source`.
+    """
+    left, weights = _named_alike(saved), {}
+    for ours, place in model.state_dict().items():
+        theirs, turned = layout.place(ours)
+        if theirs not in left:
+            raise UserError(f"{source} has no weight {theirs}; take a folder that is whole")
+        weight = left.pop(theirs)
+        weight = weight.T if turned else weight
+        if ours == POSITIONS:
+            weight = weight[: len(place)]
+        weights[ours] = _padded(weight, place, model.vocab_size) if ours in PADDED else weight
+        if weights[ours].shape != place.shape:
+            raise UserError(
+                f"{source} has {theirs} of shape {tuple(weight.shape)}, the model "
+                f"{tuple(place.shape)}; set model.* to what its config.json says"
+            )
+    _refuse_left_over(left, source)
+    return weights
+
+
+def _named_alike(saved: Mapping[str, Tensor]) -> Weights:
+    """Add the prefix that some folders leave out, and drop GPT-2's causal masks and tied head."""
+    bare = "wte.weight" in saved
+    named = {
+        f"transformer.{name}" if bare and name != "lm_head.weight" else name: weight
+        for name, weight in saved.items()
+    }
+    head, embedding = named.get("lm_head.weight"), named.get("transformer.wte.weight")
+    tied = head is not None and embedding is not None and torch.equal(head, embedding)
+    masks = (".attn.bias", ".attn.masked_bias", *(["lm_head.weight"] if tied else []))
+    return {name: weight for name, weight in named.items() if not name.endswith(masks)}
+
+
+def _padded(weight: Tensor, place: Tensor, vocab_size: int) -> Tensor:
+    """Return (V, C) with the rows of `place`; what has another number of rows stays."""
+    if len(weight) != vocab_size:
+        return weight
+    return torch.cat([weight, weight.new_zeros(len(place) - vocab_size, weight.shape[1])])
+
+
+def _refuse_left_over(left: Weights, source: str) -> None:
+    for name, weight in sorted(left.items(), key=lambda item: item[0].endswith(".bias")):
+        if not name.endswith(".bias"):
+            raise UserError(f"{source} has {name}, for which the model has no place; take another")
+        if weight.any():
+            raise UserError(f"{source} has biases, {name} for one; set model.bias=true")
+
+
+GPT2_OUTER = {
+    "token_embedding": "transformer.wte",
+    "position_embedding": "transformer.wpe",
+    "final_norm": "transformer.ln_f",
+}
+GPT2_BLOCK = {
+    "attention_norm": "ln_1",
+    "attention.qkv": "attn.c_attn",
+    "attention.projection": "attn.c_proj",
+    "mlp_norm": "ln_2",
+    "mlp.expansion": "mlp.c_fc",
+    "mlp.projection": "mlp.c_proj",
+}
+
+
+GPT2_COMPUTES = {
+    "activation_function": "gelu_new",
+    "layer_norm_epsilon": 1e-5,
+    "scale_attn_weights": True,
+    "scale_attn_by_inverse_layer_idx": False,
+    "tie_word_embeddings": True,
+}
+
+
+def _gpt2_place(ours: str) -> tuple[str, bool]:
+    module, kind = ours.rsplit(".", 1)
+    if module in GPT2_OUTER:
+        return f"{GPT2_OUTER[module]}.{kind}", False
+    *_, block, module = ("", *module.split(".", 2))[-3:]
+    if module not in GPT2_BLOCK:
+        raise UserError(f"{ours} has no place in GPT-2; describe the model in export/layouts.py")
+    turned = kind == "weight" and not module.endswith("norm")  # its matrices are (inputs, outputs)
+    return f"transformer.h.{block}.{GPT2_BLOCK[module]}.{kind}", turned
+
+
+def _about_gpt2(model: GPT) -> dict[str, Any]:
+    share = model.config.dropout
+    return {
+        "architectures": ["GPT2LMHeadModel"],
+        **GPT2_COMPUTES,
+        **dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), share),
+    }
+
+
+def _about_modern(model: GPT) -> dict[str, Any]:
+    module = importlib.import_module(type(model).__module__)
+    file, name = "modeling_modern", "ModernGPTForCausalLM"
+    return {
+        "architectures": [name],
+        "auto_map": {
+            "AutoConfig": f"{file}.ModernGPTConfig",
+            "AutoModelForCausalLM": f"{file}.{name}",
+        },
+        "rotary_base": module.ROTARY_BASE,
+        "attention_scale": module.ATTENTION_SCALE,
+        "tie_word_embeddings": False,
+        "use_cache": False,
+    }
+
+
+WIDTHS = {"n_layer": "n_layer", "n_head": "n_head", "n_embd": "n_embd"}
+LAYOUTS = {
+    "gpt": Layout(
+        "gpt2",
+        _about_gpt2,
+        {**WIDTHS, "n_positions": "block_size"},
+        _gpt2_place,
+        tuple(GPT2_COMPUTES),
+    ),
+    "modern": Layout(
+        "modern_gpt",
+        _about_modern,
+        {**WIDTHS, "n_kv_head": "n_kv_head", "block_size": "block_size"},
+        lambda ours: (ours, False),
+        ("rotary_base", "attention_scale"),
+        "modeling_modern.py",
+    ),
+}

@@ -1,0 +1,205 @@
+"""The modern GPT for transformers; it needs torch and transformers alone.
+
+This file lies beside the weights of an exported model, and is loaded with them by
+`AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)`. It does what the model did
+that was trained; there is no cache of keys and values.
+
+Letters in shapes: B samples, T tokens, C width, H heads, D = C / H, V size of the vocabulary.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutput
+
+
+class ModernGPTConfig(PretrainedConfig):  # type: ignore[misc]
+    """The shape.
+
+    Args:
+        vocab_size: V.
+        block_size: the most tokens that it reads.
+        n_layer: blocks.
+        n_head: heads of queries, H.
+        n_kv_head: heads of keys and values; None: as many.
+        n_embd: C.
+        rotary_base: of the angles of positions.
+        attention_scale: of products of queries and keys.
+        others: what transformers itself keeps there.
+    """
+
+    model_type = "modern_gpt"
+    attribute_map = {  # noqa: RUF012 (transformers declares it so)
+        "hidden_size": "n_embd",
+        "max_position_embeddings": "block_size",
+        "num_attention_heads": "n_head",
+        "num_hidden_layers": "n_layer",
+    }
+
+    def __init__(
+        self,
+        vocab_size: int = 256,
+        block_size: int = 64,
+        n_layer: int = 4,
+        n_head: int = 4,
+        n_kv_head: int | None = None,
+        n_embd: int = 128,
+        rotary_base: float = 10_000.0,
+        attention_scale: float = 0.25,
+        **others: Any,
+    ) -> None:
+        self.vocab_size = vocab_size
+        self.block_size = block_size
+        self.n_layer = n_layer
+        self.n_head = n_head
+        self.n_kv_head = n_kv_head or n_head
+        self.n_embd = n_embd
+        self.rotary_base = rotary_base
+        self.attention_scale = attention_scale
+        super().__init__(**{"tie_word_embeddings": False, "use_cache": False, **others})
+
+
+class ModernGPTForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
+    """Rotary positions, norms without weights, squared ReLU, a share of the token before."""
+
+    config_class = ModernGPTConfig
+    base_model_prefix = ""
+
+    def __init__(self, config: ModernGPTConfig) -> None:
+        super().__init__(config)
+        self.token_embedding = nn.Embedding(config.vocab_size, config.n_embd)
+        self.previous = nn.Parameter(torch.zeros(config.n_embd))
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
+        self.output = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Embedding:
+        """Return the embedding of tokens, (V, C)."""
+        return self.token_embedding
+
+    def get_output_embeddings(self) -> nn.Linear:
+        """Return the head, (V, C)."""
+        return self.output
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        labels: Tensor | None = None,
+        **others: Any,  # noqa: ARG002 (what transformers passes to every model)
+    ) -> CausalLMOutput:
+        """Predict the token after each of `input_ids`, (B, T).
+
+        Args:
+            input_ids: at most `block_size` tokens of each sample.
+            attention_mask: (B, T), 0 where there is padding, which nothing sees.
+            labels: (B, T), shifted here; the loss is the mean over those that are not -100.
+            others: not used.
+
+        Raises:
+            ValueError: T is longer than `block_size`.
+        """
+        T, limit = input_ids.shape[1], self.config.block_size
+        if limit < T:
+            raise ValueError(f"{T} tokens are more than block_size={limit}; shorten the input")
+        x = norm(self.token_embedding(input_ids))  # (B, T, C)
+        seen = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        before = F.pad((x * seen[..., None].to(x.dtype))[:, :-1], (0, 0, 1, 0))
+        x = x + self.previous * before
+        cos, sin = self.rotations(T, x.device)
+        mask = visible(seen.bool())
+        for block in self.blocks:
+            x = block(x, cos, sin, mask)
+        logits = self.output(norm(x))  # (B, T, V)
+        loss = None
+        if labels is not None:
+            loss = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten())
+        return CausalLMOutput(loss=loss, logits=logits)
+
+    def rotations(self, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return cosines and sines of positions, each (T, 1, D / 2)."""
+        width = self.config.n_embd // self.config.n_head
+        speeds = self.config.rotary_base ** (-torch.arange(0, width, 2, device=device) / width)
+        angles = torch.outer(torch.arange(length, device=device).float(), speeds)[:, None]
+        return angles.cos(), angles.sin()
+
+
+class Block(nn.Module):
+    """Attention, then the MLP, each added to the residual stream."""
+
+    def __init__(self, config: ModernGPTConfig) -> None:
+        super().__init__()
+        self.attention = CausalSelfAttention(config)
+        self.mlp = MLP(config)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor) -> Tensor:
+        """Refine the residual stream `x`, (B, T, C)."""
+        x = x + self.attention(norm(x), cos, sin, mask)
+        refined: Tensor = x + self.mlp(norm(x))
+        return refined
+
+
+class CausalSelfAttention(nn.Module):
+    """The one place where a token sees the others."""
+
+    def __init__(self, config: ModernGPTConfig) -> None:
+        super().__init__()
+        self.width = config.n_embd // config.n_head  # D
+        self.n_head, self.n_kv_head = config.n_head, config.n_kv_head
+        self.scale = config.attention_scale
+        self.query = nn.Linear(config.n_embd, config.n_embd, bias=False)
+        self.key = nn.Linear(config.n_embd, self.n_kv_head * self.width, bias=False)
+        self.value = nn.Linear(config.n_embd, self.n_kv_head * self.width, bias=False)
+        self.projection = nn.Linear(config.n_embd, config.n_embd, bias=False)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor) -> Tensor:
+        """Mix `x`, (B, T, C), over what `mask`, (B, 1, T, T), lets each token see."""
+        B, T, C = x.shape
+        q = rotate(norm(self.query(x).view(B, T, self.n_head, self.width)), cos, sin)
+        k = rotate(norm(self.key(x).view(B, T, self.n_kv_head, self.width)), cos, sin)
+        v = self.value(x).view(B, T, self.n_kv_head, self.width)
+        q, k, v = (each.transpose(1, 2) for each in (q, k, v))  # (B, heads, T, D)
+        k, v = (each.repeat_interleave(self.n_head // self.n_kv_head, dim=1) for each in (k, v))
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=self.scale)
+        mixed: Tensor = self.projection(y.transpose(1, 2).reshape(B, T, C))
+        return mixed
+
+
+class MLP(nn.Module):
+    """Two linear layers of width 4 C around the square of ReLU, each token for itself."""
+
+    def __init__(self, config: ModernGPTConfig) -> None:
+        super().__init__()
+        self.expansion = nn.Linear(config.n_embd, 4 * config.n_embd, bias=False)
+        self.projection = nn.Linear(4 * config.n_embd, config.n_embd, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map `x`, (B, T, C), to the same shape."""
+        y: Tensor = self.projection(F.relu(self.expansion(x)).square())
+        return y
+
+
+def norm(x: Tensor) -> Tensor:
+    """Return `x` with mean 0 and variance 1 in its last dimension."""
+    return F.layer_norm(x, x.shape[-1:])
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn the pairs (d, d + D / 2) of `x`, (B, T, H, D), by their positions' angles."""
+    first, second = x.chunk(2, dim=-1)
+    cos, sin = cos.to(x.dtype), sin.to(x.dtype)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+
+
+def visible(seen: Tensor) -> Tensor:
+    """Return what each token may see, (B, 1, T, T): what came before and is no padding.
+
+    Padding sees itself, so that no row is empty; nothing reads what comes of it.
+    """
+    T = seen.shape[1]
+    whole = torch.ones(T, T, dtype=torch.bool, device=seen.device)
+    itself = torch.eye(T, dtype=torch.bool, device=seen.device)
+    return ((whole.tril() & seen[:, None]) | itself)[:, None]

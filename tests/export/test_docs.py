@@ -1,0 +1,71 @@
+"""The how-to: its commands run one after the other, as they stand there."""
+
+import importlib.util
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from lockstep_gpt.data.tokenizer import make_tokenizer
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs/export.md").read_text(encoding="utf-8")
+COMMANDS = re.findall(r"^lockstep-gpt (.+)$", PAGE, flags=re.MULTILINE)
+# The shape of a GPT-2 that is made in a second and has what the page relies on.
+SMALL = {"n_layer": 2, "n_head": 2, "n_embd": 32}
+IN_SMALL = [f"model.{name}={size}" for name, size in SMALL.items()]
+
+
+def block(language):
+    """Return the blocks of code in `language`."""
+    return re.findall(rf"^```{language}\n(.*?)^```", PAGE, flags=re.MULTILINE | re.DOTALL)
+
+
+def a_gpt2(folder):
+    """Save what a GPT-2 looks like that was downloaded."""
+    tokenizer = make_tokenizer("bpe", 300, [PAGE])
+    config = GPT2Config(vocab_size=tokenizer.vocab_size, n_positions=512, **SMALL)
+    GPT2LMHeadModel(config).save_pretrained(folder)
+    (folder / "tokenizer.json").write_text(tokenizer.to_dict()["json"], encoding="utf-8")
+
+
+@pytest.mark.filterwarnings("ignore")  # what others warn of is not ours
+def test_commands_run_one_after_the_other(command, capsys, monkeypatch):
+    a_gpt2(command.folder / "gpt2")
+    (command.folder / "books").mkdir()
+    (command.folder / "books/one.txt").write_text(PAGE * 30, encoding="utf-8")
+    for line in COMMANDS:
+        more = [f"data.root={command.data_root}"] if line.startswith("train") else []
+        if "model=gpt2" in line:
+            more += [*IN_SMALL, "max_steps=10"]
+        command(*shlex.split(line), *more)
+    assert command.summary("runs/books")["status"] == "done"
+    monkeypatch.chdir(command.folder)
+    capsys.readouterr()
+    exec(block("python")[0])
+    assert capsys.readouterr().out.startswith("import")
+    _evaluate(command)
+
+
+def _evaluate(command):
+    """Run the page's evaluation where its program is."""
+    if not importlib.util.find_spec("lm_eval"):
+        return
+    (command.folder / "tasks").mkdir()
+    for name, language in (("python.jsonl", "json"), ("python.yaml", "yaml")):
+        (command.folder / "tasks" / name).write_text(block(language)[0], encoding="utf-8")
+    (line,) = re.findall(r"^lm_eval (.+)$", PAGE, flags=re.MULTILINE)
+    words = [sys.executable, "-m", "lm_eval", *shlex.split(line)]
+    process = command.start_words(words, HF_DATASETS_OFFLINE="1")
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    assert "|python" in out
+
+
+def test_every_file_of_an_export_is_in_the_table(folder_of, shaped, bpe):
+    folder = folder_of(shaped(vocab_size=bpe.vocab_size), bpe)
+    said = set(re.findall(r"`([\w.]+)`", PAGE.split("| file |")[1].split("## Load")[0]))
+    assert {path.name for path in folder.iterdir()} <= said

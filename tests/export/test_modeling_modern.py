@@ -1,0 +1,44 @@
+"""The modelling file of modern exports: padding changes nothing, and it teaches as well."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from lockstep_gpt.config import is_module
+from lockstep_gpt.data.tokenizer import ByteTokenizer
+
+pytestmark = pytest.mark.skipif(
+    not is_module("model", "modern"), reason="this project was made without the extra modern"
+)
+
+
+@pytest.fixture(scope="module")
+def theirs(shaped, folder_of):
+    folder = folder_of(shaped(architecture="modern", bias=False), ByteTokenizer())
+    return AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True).eval()
+
+
+@pytest.mark.parametrize("left", [True, False], ids=["before", "behind"])
+def test_padding_changes_no_logits(theirs, left):
+    tokens = torch.randint(256, (2, 9))
+    padding = torch.randint(256, (2, 4))
+    padded = torch.cat([padding, tokens] if left else [tokens, padding], dim=1)
+    place = slice(4, 13) if left else slice(9)
+    mask = torch.zeros_like(padded)
+    mask[:, place] = 1
+    logits = theirs(padded, attention_mask=mask).logits
+    assert logits.isfinite().all()
+    torch.testing.assert_close(logits[:, place], theirs(tokens).logits, rtol=1e-5, atol=1e-5)
+
+
+def test_more_than_the_context_is_refused(theirs):
+    with pytest.raises(ValueError, match="33 tokens are more than block_size=32"):
+        theirs(torch.zeros(1, 33, dtype=torch.int64))
+
+
+def test_every_weight_learns(theirs):
+    tokens = torch.randint(256, (2, 9))
+    theirs(tokens, labels=tokens).loss.backward()
+    assert all(weight.grad.isfinite().all() for weight in theirs.parameters())
+    assert all(weight.grad.any() for weight in theirs.parameters())
+    theirs.zero_grad()
