@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar
@@ -93,13 +93,14 @@ class Feed(Iterable[Stored]):
     def __init__(self, batches: Iterable[Stored], group: int = 8) -> None:
         self.batches, self.group = batches, group
         self.waited = 0.0
+        self._ahead: Future[list[Stored]] | None = None
 
     def __iter__(self) -> Iterator[Stored]:
         batches = iter(self.batches)
         with ThreadPoolExecutor(1, "feed") as thread:
-            ahead = thread.submit(list, islice(batches, 1))  # the first one comes at once
-            while group := self._await(ahead):
-                ahead = thread.submit(list, islice(batches, self.group))
+            self._ahead = thread.submit(list, islice(batches, 1))  # the first one comes at once
+            while group := self._await(self._ahead):
+                self._ahead = thread.submit(list, islice(batches, self.group))
                 yield from group
 
     def _await(self, ahead: Future[list[Stored]]) -> list[Stored]:
@@ -107,6 +108,16 @@ class Feed(Iterable[Stored]):
         group = ahead.result()
         self.waited += time.perf_counter() - started
         return group
+
+    def close(self) -> None:
+        """End the processes of a DataLoader.
+
+        The garbage collector would take their queues first, and then wait 5 s for each of them.
+        """
+        if self._ahead is not None:
+            wait([self._ahead])
+        if (iterator := getattr(self.batches, "_iterator", None)) is not None:
+            iterator._shutdown_workers()
 
 
 class TokenDataModule(lightning.LightningDataModule):
@@ -144,6 +155,7 @@ class TokenDataModule(lightning.LightningDataModule):
         check_block_size(index, block_size)
         self.folder, self.block_size, self.micro_size = folder, block_size, micro_size
         self.accumulation, self.seed, self.num_workers = accumulation, seed, num_workers
+        self._feeds: list[Feed] = []  # those with processes of their own
         self.train_windows = index.windows("train", block_size)
         self.val_windows_held_out = index.windows("val", block_size)
         self.val_windows = self.val_windows_held_out
@@ -181,6 +193,12 @@ class TokenDataModule(lightning.LightningDataModule):
         """Return `(tokens, targets)`: ids travel to the device as narrow as they are stored."""
         return widen(batch)
 
+    def teardown(self, stage: str) -> None:  # noqa: ARG002
+        """End what feeds a run that is over."""
+        for feed in self._feeds:
+            feed.close()
+        self._feeds.clear()
+
     def _attached_trainer(self) -> lightning.Trainer:
         assert self.trainer is not None, "the Trainer makes the loaders: it knows rank and step"
         return self.trainer
@@ -190,7 +208,7 @@ class TokenDataModule(lightning.LightningDataModule):
         if not self.num_workers:
             stream.pinned = on_gpu
             return Feed(stream)
-        return Feed(
+        feed = Feed(
             DataLoader(
                 stream,
                 batch_size=None,  # a stream yields whole batches
@@ -203,6 +221,8 @@ class TokenDataModule(lightning.LightningDataModule):
             ),
             group=1,
         )
+        self._feeds.append(feed)
+        return feed
 
 
 def _unchanged(batch: Any) -> Any:
