@@ -183,6 +183,12 @@ def _start(mode: Any, **arguments: Any) -> Run:
     quiet = wandb.Settings(console="off", silent=True, init_timeout=30)
     try:
         return wandb.init(mode=mode, settings=quiet, **arguments)
+    except (wandb.errors.AuthenticationError, wandb.errors.UsageError) as error:
+        reason = " ".join(str(error).split())
+        raise UserError(
+            f"logger.wandb.mode={mode} is refused by wandb: {reason}; run `wandb login`, or set "
+            "logger.wandb.mode=auto, which logs offline without an account"
+        ) from None
     except wandb.errors.CommError as error:
         logger.warning("wandb cannot be reached (%s); logging offline", error)
         return wandb.init(mode="offline", settings=quiet, **arguments)

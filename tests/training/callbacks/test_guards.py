@@ -123,8 +123,9 @@ def test_a_broken_gradient_ends_the_run_before_it_touches_the_weights(new_run, t
 def test_as_many_updates_as_allowed_are_skipped_and_no_more(new_run):
     settings = {"max_steps": 9, "val_every": 9, "log_every": 4}
     allowed = new_run(**settings, guard={"max_skipped": 2})
-    spoil = Spoil(2, 5)
-    allowed.fit(spoil, Metrics(4, 1))
+    spoil, metrics = Spoil(2, 5), Metrics(4, 1)
+    allowed.fit(spoil, metrics)
+    assert metrics.row["optim/skipped"] == 2
     assert [torch.equal(spoil.weights[n], spoil.weights[n + 1]) for n in range(1, 9)] == [
         n in (2, 5) for n in range(1, 9)
     ]

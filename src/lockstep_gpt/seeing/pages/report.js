@@ -100,7 +100,9 @@ function outcome() {
 // ---- curves ----
 
 function namesOfCurves() {
-  const names = [...new Set(runs.flatMap((run) => Object.keys(run.curves)))];
+  const names = [...new Set(runs.flatMap((run) => Object.keys(run.curves)))].filter(
+    (name) => name !== "optim/skipped" || runs.some((run) => lastOf(run, name)?.[VALUE] > 0),
+  );
   const rank = (name) => (ORDER.includes(name) ? ORDER.indexOf(name) : ORDER.length);
   return names.sort((one, other) => rank(one) - rank(other) || one.localeCompare(other));
 }

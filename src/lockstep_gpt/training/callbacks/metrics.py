@@ -118,6 +118,7 @@ COLUMNS = [
     "val/perplexity",
     "optim/lr",
     "optim/grad_norm",
+    "optim/skipped",
     "throughput/tokens_per_second",
     "throughput/step_seconds",
     "throughput/step_seconds_p50",
@@ -198,7 +199,8 @@ class Metrics(StepCallback):
             return
         assert pl_module.grad_norm is not None
         loss = trainer.strategy.reduce(pl_module.take_loss(), reduce_op="mean")
-        loss_value, norm = torch.stack([loss.double(), pl_module.grad_norm.double()]).tolist()
+        values = (loss, pl_module.grad_norm, pl_module.skipped)
+        loss_value, norm, skipped = torch.stack([each.double() for each in values]).tolist()
         typical, slow = self._percentiles()
         seconds, steps = self._lap(step)
         waited, self._waited = self._waited, trainer.datamodule.training_feed.waited  # type: ignore[attr-defined]
@@ -211,6 +213,7 @@ class Metrics(StepCallback):
                 "train/loss": loss_value,
                 "optim/lr": pl_module.schedule.lr(step - 1),
                 "optim/grad_norm": norm,
+                "optim/skipped": skipped,  # updates so far, in the whole run
                 "throughput/tokens_per_second": tokens_per_second,
                 "throughput/step_seconds": seconds / steps,
                 "throughput/step_seconds_p50": typical,
