@@ -93,20 +93,21 @@ def main(directory: RunDirectory) -> int:
                 print(f"{PROGRAM} train: {error}", file=terminal, flush=True)
             return 2
         except Exception as error:
-            return _fail(directory, config, ranks, error, terminal)
+            hint = ""
+            # extra cluster: begin
+            scene = remedies.Scene(config, ranks.world_size, getattr(error, "unused", ()))
+            hint = remedies.explain(traceback.format_exc(), scene)
+            # extra cluster: end
+            return _fail(directory, ranks, error, terminal, hint)
     drop_rank_log(directory, ranks)
     return 0
 
 
 def _fail(
-    directory: RunDirectory, config: Config, ranks: Ranks, error: Exception, terminal: TextIO
+    directory: RunDirectory, ranks: Ranks, error: Exception, terminal: TextIO, hint: str
 ) -> int:
     """Record a failure; the run's first is shown, what others see of it goes to their logs."""
-    trace = traceback.format_exc()
-    # extra cluster: begin
-    known = remedies.Scene(config, ranks.world_size, getattr(error, "unused", ()))
-    trace = "\n\n".join(filter(None, [remedies.explain(trace, known), trace]))
-    # extra cluster: end
+    trace = "\n\n".join(filter(None, [hint, traceback.format_exc()]))
     with (directory.rank_log(ranks.rank) if ranks.rank else directory.log).open("a") as log:
         log.write(trace)
     if lost_peers(error):
