@@ -410,6 +410,7 @@ def _summary(
         "val_perplexity": row.get("val/perplexity"),
         "tokens_per_second": parts.metrics.tokens_per_second,
         "mfu": row.get("throughput/mfu"),
+        "first_step_seconds": parts.metrics.first_step_seconds,
         "step_seconds_p50": row.get("throughput/step_seconds_p50"),
         "step_seconds_p95": row.get("throughput/step_seconds_p95"),
         "data_wait_share": row.get("data/wait_share"),

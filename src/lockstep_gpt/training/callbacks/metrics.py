@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import logging
 import math
 import resource
 import statistics
@@ -18,6 +19,8 @@ from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.utilities import rank_zero_only
 
 from lockstep_gpt.training.module import StepCallback
+
+logger = logging.getLogger(__name__)
 
 STEP = "trainer/step"
 
@@ -176,6 +179,7 @@ class Metrics(StepCallback):
         self.row: dict[str, float] = {}  # the newest value of each metric, for whoever shows it
         self.training_seconds = 0.0  # without validation
         self.training_steps = 0
+        self.first_step_seconds: float | None = None  # with what is compiled in it
         self._since = (0.0, 0)  # clock and step of the last row
         self._times: list[float] = []  # clock at the end of each step since then, and then itself
         self._waited = 0.0  # for data, up to then
@@ -195,6 +199,10 @@ class Metrics(StepCallback):
     def on_step_end(self, trainer: Trainer, pl_module: Any, step: int) -> None:
         """Log a row where one is due, and at the end."""
         self._times.append(time.perf_counter())
+        if self.first_step_seconds is None:
+            self.first_step_seconds = self._times[-1] - self._since[0]
+            if pl_module.config.compile:
+                logger.info("compiled: the first step took %.1f s", self.first_step_seconds)
         if step % self.every and step != trainer.max_steps:
             return
         assert pl_module.grad_norm is not None
