@@ -252,7 +252,7 @@ def test_a_model_can_be_read_where_the_environment_of_its_run_is_gone(tmp_path):
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount a small disk")
-def test_a_disk_without_room_is_refused_before_it_is_filled(tmp_path):
+def test_a_disk_without_room_or_not_to_be_written_to_is_refused(tmp_path):
     mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(tmp_path)]
     subprocess.run(mount, check=True)
     try:
@@ -260,6 +260,10 @@ def test_a_disk_without_room_is_refused_before_it_is_filled(tmp_path):
         with pytest.raises(RunError, match=r"bytes left, a checkpoint takes 4,000,000; make room"):
             save(tmp_path / "step=000002.ckpt", state_dict={"w": torch.zeros(1_000_000)})
         assert checkpoints_in(tmp_path) == [tmp_path / "step=000001.ckpt"]
+        assert newest_valid(tmp_path) == tmp_path / "step=000001.ckpt"
+        subprocess.run(["mount", "-o", "remount,ro", str(tmp_path)], check=True)
+        with pytest.raises(RunError, match=r"Read-only file system; make the folder writable"):
+            save(tmp_path / "step=000002.ckpt")
         assert newest_valid(tmp_path) == tmp_path / "step=000001.ckpt"
     finally:
         subprocess.run(["umount", str(tmp_path)], check=True)

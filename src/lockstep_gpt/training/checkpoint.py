@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 # What torch raises for a file that it cannot read.
 REFERENCE = re.compile(r"wandb:/{1,2}(.+)")  # a `Path` has only one slash left
 UNREADABLE = (pickle.UnpicklingError, RuntimeError, EOFError, LookupError, ValueError, struct.error)
-MEND = "make room there, then go on with resume=auto from the newest, which is whole"
+MEND = "then go on with resume=auto from the newest, which is whole"
 NAME = re.compile(r"step=(\d{6,})\.ckpt")
 
 
@@ -72,7 +72,10 @@ def write_checkpoint(content: dict[str, Any], path: Path) -> None:
         _sync_folder(path.parent)
     except (OSError, RuntimeError) as error:  # torch's own writer raises the latter
         reason = getattr(error, "strerror", None) or error
-        raise RunError(f"checkpoint {path} cannot be written: {reason}; {MEND}") from error
+        raise RunError(
+            f"checkpoint {path} cannot be written: {reason}; "
+            f"make the folder writable, with room in it, {MEND}"
+        ) from error
     finally:
         with contextlib.suppress(OSError):
             beside.unlink()
@@ -82,7 +85,10 @@ def refuse_full_disk(folder: Path, needed: int) -> None:
     """Raise a `RunError` if `needed` bytes have no room in `folder`."""
     free = shutil.disk_usage(folder).free
     if free < needed:
-        raise RunError(f"{folder} has {free:,} bytes left, a checkpoint takes {needed:,}; {MEND}")
+        raise RunError(
+            f"{folder} has {free:,} bytes left, a checkpoint takes {needed:,}; "
+            f"make room there, {MEND}"
+        )
 
 
 def size_of(content: Any) -> int:

@@ -191,6 +191,6 @@ def test_a_save_that_failed_in_the_background_is_told_and_removes_nothing(tmp_pa
     (tmp_path / "file").touch()
     io.save_checkpoint({}, tmp_path / "file" / "step=000002.ckpt")
     io.remove_checkpoint(old)
-    with pytest.raises(RunError, match=r"cannot be written: .*; make room there"):
+    with pytest.raises(RunError, match=r"cannot be written: .*; make the folder writable"):
         io.wait()
     assert fault_of(old) is None
