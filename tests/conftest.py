@@ -206,8 +206,8 @@ def kill() -> Callable[[int], None]:
 
 
 def pytest_xdist_auto_num_workers() -> int:
-    """Take a worker more than there are cores: tests of the command mostly wait for it."""
-    return (os.cpu_count() or 1) + 1
+    """Take as many workers as there are cores: limits of time are for ranks that can run."""
+    return os.cpu_count() or 1
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

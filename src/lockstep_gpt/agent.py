@@ -26,10 +26,6 @@ from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousPara
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from torch.multiprocessing.spawn import ProcessExitedException, start_processes
 
-# extra cluster: begin
-from lockstep_gpt.cluster import remedies
-
-# extra cluster: end
 from lockstep_gpt.config import PROGRAM, Config, UserError
 from lockstep_gpt.machine import LOST_PEERS, command, end_with_parent, own_address
 from lockstep_gpt.run_directory import RunDirectory
@@ -76,6 +72,8 @@ def _run(run: RunDirectory, node_rank: int, folder: str) -> int:
             file=sys.stderr,
         )
         # extra cluster: begin
+        from lockstep_gpt.cluster import remedies
+
         print(remedies.explain(str(error.__cause__), remedies.Scene(config, 1)), file=sys.stderr)
         # extra cluster: end
         return 1
@@ -239,6 +237,8 @@ class RankAgent(LocalElasticAgent):
     # extra cluster: begin
     def _explained(self) -> str:
         """Return what the ended ranks' files, or the signals that ended them, are known for."""
+        from lockstep_gpt.cluster import remedies
+
         config = self._run.load()
         world_size = config.trainer["devices"] * config.trainer["num_nodes"]
         scene = remedies.Scene(config, world_size)

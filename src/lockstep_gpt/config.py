@@ -138,17 +138,17 @@ class ModelConfig(Checked):
         None,
         at_least=1,
     )
-    # extra export: begin
     init_from: str | None = setting(
         "folder of weights, transformers' or an export, to begin with; null: random ones", None
     )
-    # extra export: end
 
     def __post_init__(self) -> None:
         """Check also that the heads share the width evenly, and that the architecture is there."""
         super().__post_init__()
         if not is_module("model", self.architecture):
             self.refuse("architecture", "names no module of model/; gpt is one")
+        if self.init_from is not None and not importlib.util.find_spec(f"{__package__}.export"):
+            self.refuse("init_from", "needs the extra `export`, which is not here")
         if self.n_kv_head is not None and self.n_head % self.n_kv_head:
             self.refuse("n_kv_head", f"does not divide model.n_head={self.n_head}")
         if self.n_embd % self.n_head:

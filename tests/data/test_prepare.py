@@ -457,7 +457,7 @@ def test_a_corpus_without_a_path_is_one_clear_line(tmp_path):
 def test_memory_does_not_grow_with_the_corpus(tmp_path):
     code = PREPARE + "    print(open('/proc/self/status').read().split('VmHWM:')[1].split()[0])"
     peaks = []
-    for size in (20, 120):
+    for size in (60, 180):
         with (tmp_path / "a.txt").open("wb") as file:
             file.writelines([b"many words " * 100_000] * size)
         config = TextData(root=str(tmp_path / "data"), path=str(tmp_path / "a.txt"))

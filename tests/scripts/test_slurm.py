@@ -127,7 +127,7 @@ class Slurm:
         """Let a requeued job start now; SLURM has it wait for minutes, from some moment on."""
         if self.state(job)[0] == "PENDING":
             self.run("scontrol", "update", f"jobid={job}", "starttime=now", check=False)
-        return self.state(job)[0] != "PENDING"
+        return self.state(job)[0] in ("RUNNING", "COMPLETED")  # not still being cleaned up
 
     def state(self, job):
         """Return the state and the number of restarts of a job."""

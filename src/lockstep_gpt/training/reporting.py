@@ -38,6 +38,7 @@ class AboveBar(logging.StreamHandler):  # type: ignore[type-arg]
     def emit(self, record: logging.LogRecord) -> None:
         """Write one record."""
         tqdm.write(self.format(record), file=self.stream)
+        self.flush()  # a file or a pipe would get it when the run is over
 
 
 @contextlib.contextmanager

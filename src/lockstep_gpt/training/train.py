@@ -17,10 +17,6 @@ from lightning import Callback, Trainer
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import Strategy
 
-# extra cluster: begin
-from lockstep_gpt.cluster import remedies
-
-# extra cluster: end
 from lockstep_gpt.compose import build
 from lockstep_gpt.config import PROGRAM, Config, RunError, UserError
 from lockstep_gpt.data.datamodule import TokenDataModule
@@ -95,6 +91,8 @@ def main(directory: RunDirectory) -> int:
         except Exception as error:
             hint = ""
             # extra cluster: begin
+            from lockstep_gpt.cluster import remedies
+
             scene = remedies.Scene(config, ranks.world_size, getattr(error, "unused", ()))
             hint = remedies.explain(traceback.format_exc(), scene)
             # extra cluster: end
@@ -168,6 +166,8 @@ def _train(directory: RunDirectory, config: Config, ranks: Ranks, terminal: Text
         raise
     # extra cluster: begin
     except RuntimeError as error:
+        from lockstep_gpt.cluster import remedies
+
         vars(error)["unused"] = remedies.without_gradient(parts.module.model)
         raise
     # extra cluster: end
