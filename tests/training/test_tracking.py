@@ -1,10 +1,10 @@
 import csv
 import json
 import struct
+import sys
 from pathlib import Path
 
 import pytest
-import wandb
 import yaml
 from wandb.proto import wandb_internal_pb2
 
@@ -140,15 +140,26 @@ def test_histograms_and_code_are_kept_where_they_are_asked_for(command):
     assert "code" in kinds
 
 
-def test_the_best_and_the_last_checkpoint_become_an_artifact_with_aliases(tmp_path, monkeypatch):
-    monkeypatch.setenv("WANDB_DATA_DIR", str(tmp_path / "store"))
-    run = wandb.init(mode="offline", dir=tmp_path, settings=wandb.Settings(silent=True))
-    path = tmp_path / "step=000005.ckpt"
+LOG_CHECKPOINT = """
+import json, sys
+from pathlib import Path
+import wandb
+from lockstep_gpt.training.tracking import TrackedRun
+run = wandb.init(mode="offline", dir=".", settings=wandb.Settings(silent=True))
+aliases = json.loads(sys.argv[2])
+TrackedRun(run, keep_checkpoints=True).close("done", {Path(sys.argv[1]): aliases})
+"""
+
+
+def test_the_best_and_the_last_checkpoint_become_an_artifact_with_aliases(command):
+    path = command.folder / "step=000005.ckpt"
     path.write_bytes(b"weights")
     sum_path(path).write_text("sum")
     aliases = [path.stem, "best", "latest"]
-    tracking.TrackedRun(run, keep_checkpoints=True).close("done", {path: aliases})
-    (log,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
+    words = [sys.executable, "-c", LOG_CHECKPOINT, str(path), json.dumps(aliases)]
+    status, _, err = command.run_words(words)
+    assert status == 0, err
+    (log,) = command.folder.glob("wandb/offline-run-*/*.wandb")
     (artifact,) = [record.artifact for record in records(log) if record.HasField("artifact")]
     assert (artifact.type, sorted(artifact.aliases)) == ("model", sorted(aliases))
     assert {entry.path for entry in artifact.manifest.contents} == {path.name, sum_path(path).name}
