@@ -185,18 +185,16 @@ def test_its_reference_of_settings_is_what_its_own_script_writes(answers, baked,
     assert done.stdout == (project / "docs/settings.md").read_text("utf-8"), done.stderr
 
 
-@pytest.mark.parametrize(("extras", "status"), [("none", 2), ("export", 0)])
-def test_a_setting_of_an_extra_is_where_the_extra_is(extras, status, baked, environment):
+def test_a_setting_of_an_extra_is_refused_where_the_extra_is_not(baked, environment):
     done = subprocess.run(
-        [sys.executable, "-m", "my_gpt", "train", "model.init_from=there", "--cfg", "job"],
-        cwd=baked(extras=extras),
+        [sys.executable, "-m", "my_gpt", "train", "model.init_from=there"],
+        cwd=baked(extras="none"),
         env=environment(PYTHONPATH="src", PYTHONDONTWRITEBYTECODE="1"),
         capture_output=True,
         encoding="utf-8",
     )
-    assert done.returncode == status, done.stderr
-    assert len(done.stderr.splitlines()) == (1 if status else 0)
-    assert "init_from" in (done.stderr if status else done.stdout)
+    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1), done.stderr
+    assert "model.init_from=there needs the extra `export`" in done.stderr
 
 
 @pytest.mark.parametrize(("entity", "value"), [("", None), ("its-team", "its-team")])
