@@ -150,7 +150,7 @@ def test_after_a_longer_cut_the_nodes_meet_again(training, nodes, wait_for):
 
 
 def test_a_node_that_is_lost_for_good_is_done_without(training, nodes, wait_for):
-    run, processes = training("launch.min_nodes=1", "strategy.timeout_seconds=30")
+    run, processes = training("launch.min_nodes=1", "strategy.timeout_seconds=5")
     nodes.link(1, "down")
     processes[1].kill()
     before = steps(run)
