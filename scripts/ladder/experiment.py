@@ -120,7 +120,7 @@ class Windows(Dataset[Batch]):
         return len(self.rows)
 
     def __getitems__(self, numbers: list[int]) -> Batch:
-        return widen(gather(self.windows, self.rows[numbers]))
+        return widen(*gather(self.windows, [self.rows[numbers]]))
 
     def batches(self, size: int, rank: int = 0, world_size: int = 1) -> Iterator[Batch]:
         """Yield batches of every `world_size`-th window from `rank` on; the last may be short."""

@@ -91,7 +91,7 @@ def test_windows_are_whole_and_share_one_token(folder):
 
 def test_targets_are_tokens_one_further(folder):
     windows = open_windows(folder, "train", T)
-    stored, real = gather(windows, np.array([7, 0]))
+    ((stored, real),) = gather(windows, [np.array([7, 0])])
     assert (stored.dtype, real) == (torch.uint16, 2)
     tokens, targets = widen((stored, real))
     assert tokens.shape == targets.shape == (2, T)
@@ -103,7 +103,7 @@ def test_targets_are_tokens_one_further(folder):
 
 
 def test_padding_counts_nowhere(folder):
-    tokens, targets = widen(gather(open_windows(folder, "val", T), np.array([2, -1])))
+    tokens, targets = widen(*gather(open_windows(folder, "val", T), [np.array([2, -1])]))
     assert not tokens[1].any()
     assert (targets[1] == IGNORE).all()
     assert (targets[0] >= 0).all()
@@ -115,7 +115,7 @@ def test_training_follows_the_order(folder, accumulation):
     order = Order(SEED, 99, B, accumulation, rank=0, world_size=1)
     windows = open_windows(folder, "train", T)
     steps = [order.micro_batch(step, a) for step in range(5) for a in range(accumulation)]
-    expected = [widen(gather(windows, rows)) for rows in steps]
+    expected = [widen(stored) for stored in gather(windows, steps)]
     assert isinstance(module.trained[0], tuple)
     assert torch.equal(stacked(module.trained), stacked(expected))
 

@@ -24,6 +24,7 @@ from lockstep_gpt.data.shards import (
     widen,
 )
 
+GROUP = 8  # micro-batches that are gathered and handed over at a time: each call costs microseconds
 WORKER_LIMIT = 300  # seconds that a worker may take for one batch
 
 
@@ -47,8 +48,9 @@ class TokenStream(IterableDataset[Stored]):
     def __iter__(self) -> Iterator[Stored]:
         windows = open_windows(self.folder, self.split, self.block_size)
         info = get_worker_info()
-        for rows in self.rows(info.id, info.num_workers) if info else self.rows(0, 1):
-            yield gather(windows, rows, self.pinned)
+        batches = iter(self.rows(info.id, info.num_workers) if info else self.rows(0, 1))
+        while group := [*islice(batches, GROUP)]:
+            yield from gather(windows, group, self.pinned)
 
 
 class TrainingStream(TokenStream):
@@ -84,13 +86,13 @@ class Feed(Iterable[Stored]):
 
     Args:
         batches: to be taken.
-        group: how many are handed over at a time; a hand-over costs as much as a few batches.
+        group: how many are handed over at a time.
 
     Attributes:
         waited: seconds in all.
     """
 
-    def __init__(self, batches: Iterable[Stored], group: int = 8) -> None:
+    def __init__(self, batches: Iterable[Stored], group: int = GROUP) -> None:
         self.batches, self.group = batches, group
         self.waited = 0.0
         self._ahead: Future[list[Stored]] | None = None

@@ -59,7 +59,7 @@ def evaluate(model: GPT, config: Config, batch_size: int) -> dict[str, float]:
     device = next(model.parameters()).device
     token_loss = TokenLoss().to(device)
     for rows in validation_rows(len(windows), len(windows), batch_size, rank=0, world_size=1):
-        stored, real = gather(windows, rows)
+        ((stored, real),) = gather(windows, [rows])
         tokens, targets = widen((stored.to(device), real))
         token_loss.update(model(tokens, targets), targets)
     loss, split = float(token_loss.compute()), index.splits["val"]
