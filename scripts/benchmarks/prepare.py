@@ -25,7 +25,7 @@ from itertools import cycle
 from pathlib import Path
 
 from lockstep_gpt.data.shards import load_index
-from lockstep_gpt.data.tokenizer import library
+from lockstep_gpt.data.tokenizer import PIECE, library
 
 FILE = 8 << 20  # bytes
 
@@ -125,7 +125,7 @@ def _encode_batch(folder: Path, corpus: Path) -> float:
     seconds = 0.0
     for path in sorted(corpus.iterdir()):
         text = path.read_text("utf-8")
-        pieces = [text[at : at + (4 << 20)] for at in range(0, len(text), 1 << 16)]
+        pieces = [text[at : at + PIECE] for at in range(0, len(text), PIECE)]
         started = time.perf_counter()
         tokenizer.encode_batch(pieces, add_special_tokens=False)
         seconds += time.perf_counter() - started

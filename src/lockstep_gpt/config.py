@@ -423,6 +423,10 @@ class Config(Checked):
                 f"strategy.param_dtype=bfloat16 with precision={self.precision}; "
                 "set precision=bf16-mixed, or param_dtype=float32"
             )
+        if self.strategy["save_parts"] and self.checkpoint.background:
+            raise UserError(
+                "strategy.save_parts=true has no checkpoint.background=true; set one to false"
+            )
         # extra fsdp2: end
 
 

@@ -1,11 +1,19 @@
 """Two ranks that share weights, gradients and optimizer state, beside one process with all."""
 
 import json
+import shutil
 
 import pytest
 import torch
 
-from lockstep_gpt.training.checkpoint import size_of
+from lockstep_gpt.training.checkpoint import (
+    checkpoint_path,
+    fault_of,
+    files_of,
+    newest_valid,
+    read_checkpoint,
+    size_of,
+)
 
 SHARDED = ("trainer=cpu", "trainer.devices=2", "strategy=fsdp2")
 MEASURE = """
@@ -105,6 +113,94 @@ def test_a_run_goes_on_under_another_strategy(command, sharded, continued, shard
         assert command.summary("run")[name] == pytest.approx(expected[name], abs=2e-5)
 
 
+@pytest.fixture(scope="module")
+def in_parts(sharded, tmp_path_factory):
+    """The sharded run once more, each rank writing its own part of checkpoints."""
+    command = type(sharded[0])(tmp_path_factory.mktemp("parts"), sharded[0].data_root)
+    copies = f"checkpoint.copy_to={command.folder / 'copies'}"
+    keep = ("checkpoint.every=5", "checkpoint.keep_last=2", "checkpoint.keep_best=1")
+    command.train(*SHARDED, "strategy.save_parts=true", *keep, copies, "run_dir=run")
+    return command.folder
+
+
+def test_parts_join_to_the_checkpoint_of_whole_weights(in_parts, sharded):
+    joined = read_checkpoint(checkpoint_path(in_parts / "run/checkpoints", 20))
+    whole = content(sharded[0].folder / "run")
+    assert outline(joined["optimizer_states"]) == outline(whole["optimizer_states"])
+    for name, weight in whole["state_dict"].items():
+        assert torch.equal(joined["state_dict"][name], weight)
+    for number, state in whole["optimizer_states"][0]["state"].items():
+        for name, value in state.items():
+            ours = joined["optimizer_states"][0]["state"][number][name]
+            assert torch.equal(ours, value), (number, name)
+
+
+def test_each_rank_writes_half(in_parts):
+    path = checkpoint_path(in_parts / "run/checkpoints", 20)
+    first, second = (each for each in files_of(path) if each.suffix == ".part")
+    whole = size_of([read_checkpoint(path)[name] for name in ("state_dict", "optimizer_states")])
+    held = [size_of(torch.load(part)) for part in (first, second)]
+    assert all(0.45 * whole < each < 0.55 * whole for each in held)
+    assert whole - sum(held) < 0.001 * whole  # counts of steps
+
+
+def test_parts_go_with_their_checkpoint(in_parts):
+    for folder in (in_parts / "run/checkpoints", in_parts / "copies/run"):
+        kept = sorted(folder.glob("*.ckpt"))
+        assert kept[-1].name == "step=000020.ckpt"
+        assert 2 <= len(kept) <= 3
+        assert all(fault_of(path) is None for path in kept)
+        assert set(folder.iterdir()) == {each for path in kept for each in files_of(path)}
+
+
+@pytest.mark.parametrize("damage", ["flip", "remove"])
+def test_a_damaged_part_is_named_and_its_checkpoint_skipped(in_parts, tmp_path, caplog, damage):
+    folder = shutil.copytree(in_parts / "run/checkpoints", tmp_path / "checkpoints")
+    part = folder / "step=000020.00001-of-00002.part"
+    if damage == "flip":
+        data = bytearray(part.read_bytes())
+        data[len(data) // 2] ^= 1
+        part.write_bytes(data)
+    else:
+        part.unlink()
+    assert newest_valid(folder) == checkpoint_path(folder, 15)
+    assert part.name in caplog.text
+
+
+# Three ranks take steps of nine samples instead of eight, which shows in the loss.
+STRATEGY = {1: "ddp", 3: "fsdp2"}
+BATCH = {1: "batch.global_size=8", 3: "batch.global_size=9"}
+TOLERANCE = {1: 2e-5, 3: 0.1}
+
+
+@pytest.mark.parametrize("devices", [1, 3])
+def test_parts_of_two_ranks_go_on_anywhere(in_parts, command, continued, devices):
+    place = ("trainer=cpu", f"trainer.devices={devices}", f"strategy={STRATEGY[devices]}")
+    source = in_parts / "run"
+    command.train(f"resume={source}", "max_steps=30", *place, BATCH[devices], "run_dir=run")
+    for name in ("train_loss", "val_loss"):
+        expected = continued[1][name]
+        assert command.summary("run")[name] == pytest.approx(expected, abs=TOLERANCE[devices])
+
+
+def test_a_part_that_cannot_be_written_ends_the_run_and_leaves_no_checkpoint(command):
+    (command.folder / "blocker.py").write_text(BLOCK)
+    words = (*SHARDED, "strategy.save_parts=true", "run_dir=run", "checkpoint.every=10")
+    block = "+callbacks.block._target_=blocker.Block"
+    said = command.train(*words, block, status=1, PYTHONPATH=str(command.folder)).stderr
+    assert "step=000020.00001-of-00002.part cannot be written: " in said
+    folder = command.folder / "run/checkpoints"
+    assert newest_valid(folder) == checkpoint_path(folder, 10)
+    assert not checkpoint_path(folder, 20).exists()
+
+
+BLOCK = """
+import lightning, pathlib
+class Block(lightning.Callback):
+    def on_train_batch_start(self, trainer, *_):
+        if (trainer.global_step, trainer.global_rank) == (12, 1):
+            pathlib.Path("run/checkpoints/.step=000020.00001-of-00002.part.tmp").mkdir()
+"""
 KILL = """
 import os, signal, lightning
 class Kill(lightning.Callback):
@@ -166,12 +262,13 @@ BAD = {
     "strategy.param_dtype=bfloat16": "param_dtype=bfloat16 with precision=32-true; set",
     "optim.algorithm=optim": "optim.algorithm=optim has no strategy=fsdp2; set optim=adamw",
     "strategy.reduce_dtype=int8": "reduce_dtype=int8 is not one of float32, bfloat16",
+    "strategy.save_parts=true checkpoint.background=true": "has no checkpoint.background=true; set",
     "strategy.bucket_cap_mb=5": "strategy.bucket_cap_mb is a setting of another choice",
 }
 
 
 @pytest.mark.parametrize(("override", "line"), BAD.items())
 def test_what_shards_cannot_do_is_refused_in_one_line(command, override, line):
-    said = command.train(*SHARDED, override, status=2).stderr
+    said = command.train(*SHARDED, *override.split(), status=2).stderr
     assert line in said
     assert said.count("\n") == 1

@@ -10,6 +10,7 @@ import pickle
 import re
 import shutil
 import struct
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,21 @@ def sum_path(path: Path) -> Path:
     return path.with_name(path.name + ".sha256")
 
 
+def files_of(path: Path) -> list[Path]:
+    """Return the files of a checkpoint: its sum, its ranks' parts if it has some, and itself."""
+    parts = (path.with_name(name) for name in _sums(path) if name != path.name)
+    return [sum_path(path), *parts, path]
+
+
+def _sums(path: Path) -> dict[str, str]:
+    """Return the SHA-256 of each of a checkpoint's files; empty where there is no sum."""
+    try:
+        lines = sum_path(path).read_text(encoding="ascii").splitlines()
+        return {name: digest for digest, name in map(str.split, lines)}
+    except (OSError, ValueError):
+        return {}
+
+
 def checkpoints_in(folder: Path) -> list[Path]:
     """Return the checkpoints in `folder`, by step, oldest first."""
     return sorted(
@@ -53,11 +69,29 @@ def checkpoints_in(folder: Path) -> list[Path]:
     )
 
 
-def write_checkpoint(content: dict[str, Any], path: Path) -> None:
-    """Write beside, fsync, then rename: a final name never holds half a file.
+def write_checkpoint(
+    content: dict[str, Any], path: Path, parts: dict[str, str] | None = None
+) -> None:
+    """Write a checkpoint and its sum.
+
+    Args:
+        content: plain containers and tensors.
+        path: its final name, which never holds half a file.
+        parts: name -> SHA-256 of what other ranks have written beside it, and belongs to it.
 
     Raises:
         RunError: the disk is full or cannot be written; what was there before stays.
+    """
+    write_file(content, path, lambda digest: _write_sum(path, {path.name: digest, **(parts or {})}))
+
+
+def write_file(
+    content: dict[str, Any], path: Path, before: Callable[[str], None] = lambda _: None
+) -> str:
+    """Write beside, fsync, tell `before` the SHA-256, then rename; return the SHA-256.
+
+    Raises:
+        RunError: as above.
     """
     beside = path.with_name(f".{path.name}.tmp")
     try:
@@ -67,9 +101,11 @@ def write_checkpoint(content: dict[str, Any], path: Path) -> None:
             torch.save(content, file)
             file.flush()
             os.fsync(file.fileno())
-        _write_sum(path, _sha256(beside))
+        digest = _sha256(beside)
+        before(digest)
         beside.replace(path)
         _sync_folder(path.parent)
+        return digest
     except (OSError, RuntimeError) as error:  # torch's own writer raises the latter
         reason = getattr(error, "strerror", None) or error
         raise RunError(
@@ -100,22 +136,26 @@ def size_of(content: Any) -> int:
 
 
 def remove_checkpoint(path: Path) -> None:
-    """Delete a checkpoint and its sum; the sum last, so that no file stands unverified."""
-    path.unlink(missing_ok=True)
-    sum_path(path).unlink(missing_ok=True)
+    """Delete a checkpoint's files; the sum last, so that no file stands unverified."""
+    for each in reversed(files_of(path)):
+        each.unlink(missing_ok=True)
 
 
 def remove_leftovers(folder: Path) -> None:
     """Delete what processes that were killed while writing have left."""
     for path in folder.glob(".step=*.tmp"):
         path.unlink()
+    for part in folder.glob("step=*.part"):
+        if not part.with_name(part.name.partition(".")[0] + ".ckpt").exists():
+            part.unlink()
 
 
-def _write_sum(path: Path, digest: str) -> None:
+def _write_sum(path: Path, sums: dict[str, str]) -> None:
     target = sum_path(path)
     beside = target.with_name(f".{target.name}.tmp")
     with beside.open("w", encoding="ascii") as file:
-        file.write(f"{digest}  {path.name}\n")  # as sha256sum --check reads it
+        for name, digest in sums.items():
+            file.write(f"{digest}  {name}\n")  # as sha256sum --check reads it
         file.flush()
         os.fsync(file.fileno())
     beside.replace(target)
@@ -138,11 +178,17 @@ def fault_of(path: Path) -> str | None:
     """Say what is wrong with a checkpoint; None if it is what its SHA-256 says."""
     if not path.is_file():
         return "is missing"
-    try:
-        expected = sum_path(path).read_text(encoding="ascii").split()[0]
-    except (OSError, IndexError, UnicodeDecodeError):
+    sums = _sums(path)
+    if path.name not in sums:
         return "has no SHA-256 beside it"
-    return None if _sha256(path) == expected else "is not what its SHA-256 says"
+    for name, digest in sums.items():
+        part = path.with_name(name)
+        if not part.is_file():
+            return f"misses {name}"
+        if _sha256(part) != digest:
+            which = "" if part == path else f"has a {name} that "
+            return f"{which}is not what its SHA-256 says"
+    return None
 
 
 def newest_valid(folder: Path) -> Path | None:
@@ -170,14 +216,20 @@ def read_checkpoint(path: Path, map_location: Any = "cpu") -> dict[str, Any]:
         raise UserError(f"checkpoint {path} holds more than tensors and values: {reason}") from None
     if not isinstance(content, dict) or not {"config", "tokenizer", "state_dict"} <= set(content):
         raise UserError(f"checkpoint {path} was not written by lockstep-gpt train")
+    # extra fsdp2: begin
+    if "parts" in content:
+        from lockstep_gpt.training.sharding import join_parts
+
+        join_parts(content, path)
+    # extra fsdp2: end
     return content
 
 
 def copy_out(path: Path, url: str) -> None:
-    """Copy a checkpoint and its sum, which comes first, to the folder or fsspec URL `url`."""
+    """Copy a checkpoint, its sum first and itself last, to the folder or fsspec URL `url`."""
     files, folder = fsspec.core.url_to_fs(url)
     files.makedirs(folder, exist_ok=True)
-    for source in (sum_path(path), path):
+    for source in files_of(path):
         beside = f"{folder}/.{source.name}.tmp"
         files.put_file(str(source), beside)
         files.mv(beside, f"{folder}/{source.name}")
@@ -186,7 +238,8 @@ def copy_out(path: Path, url: str) -> None:
 def remove_copy(name: str, url: str) -> None:
     """Delete the copy of the checkpoint `name` below `url`, its sum last."""
     files, folder = fsspec.core.url_to_fs(url)
-    for each in (name, f"{name}.sha256"):
+    parts = [Path(str(part)).name for part in files.glob(f"{folder}/{name[: -len('ckpt')]}*.part")]
+    for each in (name, *parts, f"{name}.sha256"):
         if files.exists(f"{folder}/{each}"):
             files.rm_file(f"{folder}/{each}")
 
@@ -197,7 +250,8 @@ def fetch_newest(url: str, folder: Path) -> Path | None:
     folder.mkdir(parents=True, exist_ok=True)
     copies = [folder / Path(str(name)).name for name in files.glob(f"{remote}/step=*.ckpt")]
     for path in sorted(copies, key=step_of, reverse=True):
-        for each in (sum_path(path), path):
+        files.get_file(f"{remote}/{sum_path(path).name}", str(sum_path(path)))
+        for each in files_of(path)[1:]:
             if files.exists(f"{remote}/{each.name}"):
                 files.get_file(f"{remote}/{each.name}", str(each))
         fault = fault_of(path)

@@ -1,15 +1,18 @@
 """FSDP2: every rank holds a share of the weights, the gradients and the optimizer's state.
 
-What leaves it is whole again: checkpoints are those of any other strategy.
+What leaves it is whole again: checkpoints are those of any other strategy. Where no rank can hold
+the whole, or to save sooner, each rank writes a part of its own, and who reads them joins them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch.strategies import (
     ModelParallelStrategy,
     ParallelStrategy,
@@ -22,6 +25,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
 from lockstep_gpt.model.gpt import GPT, build_gpt
+from lockstep_gpt.training.checkpoint import write_file
 
 
 def fsdp2(
@@ -33,6 +37,7 @@ def fsdp2(
     reshard_after_forward: bool,
     param_dtype: str,
     reduce_dtype: str,
+    save_parts: bool,
 ) -> Strategy:
     """Return the strategy that shards over all ranks; one rank has nothing to share.
 
@@ -45,6 +50,7 @@ def fsdp2(
         param_dtype: of a block's gathered weights and of what passes through it, float32 or
             bfloat16; shares and their updates stay float32.
         reduce_dtype: in which gradients are added over ranks.
+        save_parts: each rank writes its share of a checkpoint, all at the same time.
     """
     if world_size == 1:
         device = torch.device("cuda", 0) if accelerator == "cuda" else torch.device("cpu")
@@ -55,6 +61,7 @@ def fsdp2(
             reduce_dtype=getattr(torch, reduce_dtype),
         ),
         reshard_after_forward,
+        save_parts,
         data_parallel_size=world_size,
         tensor_parallel_size=1,
         save_distributed_checkpoint=False,
@@ -72,17 +79,23 @@ class Sharded(ModelParallelStrategy):
     Args:
         policy: in which types blocks gather weights and add gradients.
         reshard_after_forward: give up gathered weights between forward and backward.
+        save_parts: each rank writes its share of a checkpoint.
         arguments: passed on to Lightning's `ModelParallelStrategy`.
     """
 
     lightning_restore_optimizer = True
 
     def __init__(
-        self, policy: MixedPrecisionPolicy, reshard_after_forward: bool, **arguments: Any
+        self,
+        policy: MixedPrecisionPolicy,
+        reshard_after_forward: bool,
+        save_parts: bool,
+        **arguments: Any,
     ) -> None:
         super().__init__(**arguments)
         self._policy = policy
         self._reshard = reshard_after_forward
+        self._save_parts = save_parts
 
     def shard(self, model: nn.Module) -> None:
         """Shard each of `model.blocks`, then what is left; a model without is one piece."""
@@ -107,15 +120,36 @@ class Sharded(ModelParallelStrategy):
         return copy
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return the weights, whole on rank zero; every rank must call this."""
+        """Return the weights, whole on rank zero or as shares; every rank must call this."""
         assert self.lightning_module is not None
-        states: dict[str, Any] = gathered(self.lightning_module.state_dict())
-        return states
+        states: dict[str, Any] = self.lightning_module.state_dict()
+        return states if self._save_parts else dict(gathered(states))
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the optimizer's state, whole on rank zero; every rank must call this."""
-        states: dict[str, Any] = gathered(ParallelStrategy.optimizer_state(self, optimizer))
-        return states
+        """Return its state, whole on rank zero or as shares; every rank must call this."""
+        states = ParallelStrategy.optimizer_state(self, optimizer)
+        return states if self._save_parts else dict(gathered(states))
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
+    ) -> None:
+        """Write a checkpoint; every rank must call this.
+
+        Parts come first and the checkpoint, which names them, last: before it stands there is none.
+
+        Raises:
+            RunError: on the ranks whose file cannot be written; the others lose them as peers.
+        """
+        path = Path(filepath)
+        if self._save_parts:
+            names = [part_path(path, rank, self.world_size) for rank in range(self.world_size)]
+            digest = write_file(shares_in(checkpoint), names[self.global_rank])
+            digests = [""] * self.world_size
+            dist.all_gather_object(digests, digest)
+            storage_options = {part.name: each for part, each in zip(names, digests, strict=True)}
+            checkpoint = {**without_shares(checkpoint), "parts": [*storage_options]}
+        if self.is_global_zero:
+            self.checkpoint_io.save_checkpoint(checkpoint, path, storage_options)
 
     def load_checkpoint(
         self, checkpoint_path: Any, weights_only: bool | None = None
@@ -172,3 +206,54 @@ def share_of(whole: Any, place: Tensor) -> Any:
         return whole
     # Without a source rank nothing is sent: each cuts its share from what it has.
     return distribute_tensor(whole, place.device_mesh, place.placements, src_data_rank=None)
+
+
+def part_path(path: Path, rank: int, world_size: int) -> Path:
+    """Return where `rank` writes its part of the checkpoint `path`."""
+    return path.with_name(f"{path.stem}.{rank:05d}-of-{world_size:05d}.part")
+
+
+def shares_in(states: Any) -> dict[Any, Any]:
+    """Return the shares in nested containers, in host memory, by their keys and indices."""
+    found: dict[Any, Any] = {}
+    for key, each in _items(states):
+        if isinstance(each, DTensor):
+            # A copy: a view's storage, which is what would be saved, may be of a whole block.
+            found[key] = each.to_local().detach().cpu().clone()
+        elif inner := shares_in(each):
+            found[key] = inner
+    return found
+
+
+def without_shares(states: Any) -> Any:
+    """Return nested containers with None in the place of each share."""
+    if isinstance(states, dict):
+        return {name: without_shares(each) for name, each in states.items()}
+    if isinstance(states, list):
+        return [without_shares(each) for each in states]
+    return None if isinstance(states, DTensor) else states
+
+
+def _items(states: Any) -> Iterable[tuple[Any, Any]]:
+    if isinstance(states, dict):
+        return states.items()
+    return enumerate(states) if isinstance(states, list) else ()
+
+
+def join_parts(content: dict[str, Any], path: Path) -> None:
+    """Put what the ranks have written beside the checkpoint `path` into its `content`, whole.
+
+    Shares are cut along the first dimension, in the order of ranks.
+    """
+    names = content.pop("parts")
+    parts = [torch.load(path.with_name(name), weights_only=True, mmap=True) for name in names]
+    _fill(content, parts)
+
+
+def _fill(whole: Any, parts: list[dict[Any, Any]]) -> None:
+    for key, share in parts[0].items():
+        shares = [part[key] for part in parts]
+        if isinstance(share, Tensor):
+            whole[key] = torch.cat(shares)
+        else:
+            _fill(whole[key], shares)

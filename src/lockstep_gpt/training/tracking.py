@@ -15,7 +15,7 @@ from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
 from lockstep_gpt.config import UserError, as_typed
 from lockstep_gpt.run_directory import RunDirectory
 from lockstep_gpt.training.callbacks.metrics import STEP
-from lockstep_gpt.training.checkpoint import sum_path
+from lockstep_gpt.training.checkpoint import files_of
 
 if TYPE_CHECKING:
     from torch.nn import Module
@@ -102,8 +102,8 @@ class TrackedRun(WandbLogger):
         import wandb
 
         artifact = wandb.Artifact(f"{self.experiment.id}-checkpoint", type="model")
-        artifact.add_file(str(path))
-        artifact.add_file(str(sum_path(path)))
+        for each in files_of(path):
+            artifact.add_file(str(each))
         self.experiment.log_artifact(artifact, aliases=aliases)
 
 

@@ -172,14 +172,18 @@ class AtomicCheckpointIO(CheckpointIO):
     ) -> None:
         """Write `checkpoint` to `path`, its SHA-256 beside it.
 
+        Args:
+            checkpoint: plain containers and tensors.
+            path: where to.
+            storage_options: name -> SHA-256 of its parts, which stand beside it already.
+
         Raises:
             RunError: this one, or in the background the last one, cannot be written.
         """
-        assert storage_options is None, storage_options
         self.wait()
         if self._writer is not None:
             checkpoint = self._snapshot(checkpoint)
-        self._do(self._write, checkpoint, Path(path))
+        self._do(self._write, checkpoint, Path(path), storage_options)
 
     def _do(self, action: Callable[..., None], *arguments: Any) -> None:
         """Act now, or in the background after all that was asked for before."""
@@ -188,9 +192,9 @@ class AtomicCheckpointIO(CheckpointIO):
         else:
             self._pending.append(self._writer.submit(action, *arguments))
 
-    def _write(self, checkpoint: dict[str, Any], path: Path) -> None:
+    def _write(self, checkpoint: dict[str, Any], path: Path, parts: dict[str, str] | None) -> None:
         self._stands = False
-        write_checkpoint(checkpoint, path)
+        write_checkpoint(checkpoint, path, parts)
         self._stands = True
         if self.copy_to:
             try:
