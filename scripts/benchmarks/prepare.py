@@ -28,6 +28,15 @@ from lockstep_gpt.data.shards import load_index
 from lockstep_gpt.data.tokenizer import PIECE, library
 
 FILE = 8 << 20  # bytes
+# What the system counts for a child as its peak would begin with this process's own.
+BUILD = """
+import pathlib, sys
+from lockstep_gpt.cli import main
+status = main(sys.argv[1:])
+print(pathlib.Path("/proc/self/status").read_text())
+sys.exit(status)
+"""
+PEAK = r"VmHWM:\s+(\d+) kB"
 
 
 def main() -> None:
@@ -92,20 +101,18 @@ def _build(folder: Path, corpus: Path, *overrides: str) -> tuple[float, int]:
         _learn(folder, corpus)
     shutil.rmtree(folder / "data", ignore_errors=True)
     words = ["prepare", "data=text", f"data.path={corpus}", "data.root=data", *overrides]
-    done = subprocess.Popen(
-        [sys.executable, "-m", "lockstep_gpt", *words],
+    done = subprocess.run(
+        [sys.executable, "-c", BUILD, *words],
         cwd=folder,
         env={**os.environ, "RAYON_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         encoding="utf-8",
+        check=True,
     )
-    assert done.stdout is not None
-    said = done.stdout.read()
-    _, status, usage = os.wait4(done.pid, 0)
-    match = re.search(r" in ([\d.]+) s", said)
-    if status or match is None:
-        raise SystemExit(f"the build failed: {said}")
-    return float(match[1]), usage.ru_maxrss << 10
+    seconds, peak = re.search(r" in ([\d.]+) s", done.stdout), re.search(PEAK, done.stdout)
+    if seconds is None or peak is None:
+        raise SystemExit(f"the build said nothing of its time and memory: {done.stdout}")
+    return float(seconds[1]), int(peak[1]) << 10
 
 
 def _learn(folder: Path, corpus: Path) -> None:
