@@ -29,6 +29,17 @@ def test_what_is_frozen_is_read_back_as_it_was(run):
     assert (config.run_name, config.optim.lr, config.batch.global_size) == ("größer", 1e-8, 4)
 
 
+def test_another_machine_never_reads_half_of_it(run, monkeypatch):
+    def written(_values):
+        assert not run.config.exists()
+        return "max_steps: 10\n"
+
+    monkeypatch.setattr("lockstep_gpt.run_directory._as_yaml", written)
+    run.create(VALUES)
+    assert run.values() == {"max_steps": 10}
+    assert [each.name for each in run.path.iterdir()] == ["config.yaml"]
+
+
 def test_a_reference_to_the_environment_is_kept_in_the_file_and_resolved_by_who_reads(
     run, monkeypatch
 ):

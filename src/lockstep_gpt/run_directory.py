@@ -84,10 +84,15 @@ class RunDirectory:
         Raises:
             UserError: it cannot be made, or another run was quicker.
         """
+        beside = self.config.with_suffix(".yaml.tmp")
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            with self.config.open("x", encoding="utf-8") as file:
+            with beside.open("x", encoding="utf-8") as file:
+                if self.config.exists():  # made between our look at the folder and now
+                    beside.unlink()
+                    self.refuse_if_used()
                 file.write(_as_yaml(values))
+            beside.replace(self.config)  # whole: other machines wait for it
         except FileExistsError:
             self.refuse_if_used()
             raise

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import time
 import traceback
 from dataclasses import dataclass
@@ -76,7 +77,20 @@ logger = logging.getLogger(__name__)
 
 
 def main(directory: RunDirectory) -> int:
-    """Train as one rank: 0 done, 1 failed, 2 the user's mistake, 128 + n stopped by signal n."""
+    """Train as one rank: 0 done, 1 failed, 2 the user's mistake, 128 + n stopped by signal n.
+
+    A rank that lost its peers ends here: at the interpreter's end gloo would close its connections
+    in order, which takes for ever where the other machine is gone without a word.
+    """
+    status = _run(directory)
+    if status == LOST_PEERS:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    return status
+
+
+def _run(directory: RunDirectory) -> int:
     config, ranks = directory.load(), Ranks.from_environment()
     with reporting(directory, ranks, config) as terminal:
         try:
