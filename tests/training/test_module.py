@@ -199,6 +199,34 @@ def test_the_stock_loop_broadcasts_at_every_micro_batch_and_ours_never(new_run, 
     assert on_ranks(2, broadcasts_of(new_run(max_steps=3), LeanLoop())) == [0, 0]
 
 
+class Idle(Callback):
+    """Has nothing to do in a step."""
+
+
+def test_the_stock_loop_calls_what_does_nothing_and_ours_never(new_run, monkeypatch):
+    calls = []
+    monkeypatch.setattr(Callback, "on_before_backward", lambda *_: calls.append(1))
+    new_run(max_steps=3).fit(Idle())
+    assert calls  # should this fail, Lightning needs our change to its hooks no longer
+    calls.clear()
+    idle, busy = Idle(), Batches()
+    new_run(max_steps=3).fit(idle, busy, LeanLoop())
+    assert not calls
+    assert len(busy.batches) == 6
+    idle.on_before_backward(None, None, None)
+    assert len(calls) == 1
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="torch then seeds the GPU instead")
+def test_no_step_formats_its_stack_for_a_device_that_is_missing(new_run, monkeypatch):
+    run, calls = new_run(max_steps=3), []
+    monkeypatch.setattr("traceback.format_stack", lambda *_: calls.append(1))
+    run.fit()
+    assert not calls
+    torch.manual_seed(0)
+    assert calls  # should this fail, torch needs our way around it no longer
+
+
 class Collections(StepCallback):
     """Counts how often Python's collector has come, after each step."""
 

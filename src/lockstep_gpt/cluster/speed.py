@@ -150,6 +150,7 @@ def _straggler(what: str, shares: Sequence[float], ill: float) -> Finding:
     if not slow:
         return ok(f"{what} speed", f"the slowest rank has {min(shares):.0%} of the median")
     worst = min(slow, key=lambda rank: shares[rank])
-    line = f"{named(slow)} too slow, rank {worst} at {shares[worst]:.0%} of the median"
+    which = f", rank {worst}" if len(slow) > 1 else ""
+    line = f"{named(slow)} too slow{which} at {shares[worst]:.0%} of the median"
     fix = "look there for another program, heat, a power limit or another build; or leave it out"
     return (failure if shares[worst] < ill else warning)(f"{what} speed", line, fix)

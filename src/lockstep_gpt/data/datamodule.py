@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from itertools import islice
@@ -28,7 +29,7 @@ GROUP = 8  # micro-batches that are gathered and handed over at a time: each cal
 WORKER_LIMIT = 300  # seconds that a worker may take for one batch
 
 
-class TokenStream(IterableDataset[Stored]):
+class TokenStream(IterableDataset[Stored], ABC):
     """Micro-batches of one rank out of one split.
 
     A loader asks its workers in turn, so worker w of n makes micro-batches w, w + n, ... and the
@@ -41,9 +42,9 @@ class TokenStream(IterableDataset[Stored]):
         super().__init__()
         self.folder, self.block_size, self.pinned = folder, block_size, pinned
 
+    @abstractmethod
     def rows(self, worker: int, workers: int) -> Iterable[Positions]:
         """Return the windows of micro-batches `worker`, `worker + workers`, ..., each (B,)."""
-        raise NotImplementedError
 
     def __iter__(self) -> Iterator[Stored]:
         windows = open_windows(self.folder, self.split, self.block_size)
@@ -190,6 +191,16 @@ class TokenDataModule(lightning.LightningDataModule):
             trainer.world_size,
         )
         return self._feed(ValidationStream(self.folder, self.block_size, rows))
+
+    def transfer_batch_to_device(
+        self,
+        batch: Stored,
+        device: torch.device,
+        dataloader_idx: int,  # noqa: ARG002
+    ) -> Stored:
+        """Send the windows; Lightning's own would search the batch for what can be sent."""
+        windows, real = batch
+        return windows.to(device, non_blocking=True), real
 
     def on_after_batch_transfer(self, batch: Stored, dataloader_idx: int) -> Batch:  # noqa: ARG002
         """Return `(tokens, targets)`: ids travel to the device as narrow as they are stored."""

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+from abc import ABC, abstractmethod
 from typing import Any, cast
 
 import lightning
 import numpy as np
 import torch
 from lightning import Callback, LightningModule, Trainer
+from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from torchmetrics import Metric
@@ -24,8 +27,18 @@ from lockstep_gpt.training.checkpoint import apply_settings, realign
 from lockstep_gpt.training.optim import build_optimizer
 from lockstep_gpt.training.schedule import Schedule
 
+# Those that Lightning calls in every micro-batch or step.
+HOOKS = (
+    "on_train_batch_start",
+    "on_before_zero_grad",
+    "on_before_backward",
+    "on_after_backward",
+    "on_before_optimizer_step",
+    "on_train_batch_end",
+)
 
-class StepCallback(Callback):
+
+class StepCallback(Callback, ABC):
     """Calls `on_step_end` after each optimizer step; Lightning's hook fires per micro-batch."""
 
     _seen = 0
@@ -47,9 +60,9 @@ class StepCallback(Callback):
             self._seen = trainer.global_step
             self.on_step_end(trainer, pl_module, trainer.global_step)
 
+    @abstractmethod
     def on_step_end(self, trainer: Trainer, pl_module: Any, step: int) -> None:
         """Act after optimizer step `step`; the first one is 1."""
-        raise NotImplementedError
 
 
 class LeanLoop(StepCallback):
@@ -59,6 +72,8 @@ class LeanLoop(StepCallback):
       for the device to know (Lightning#21487). Our own vote on signals stands for that.
     - Python's collector of garbage comes at a time of its own on each rank, and all others wait
       for it. Here it comes on all at the same steps, and passes over what was there at the start.
+    - It calls each hook of each callback, within a context of a profiler that does nothing: 70 in
+      a step, of which five do something. It passes over what cannot be called, so the others are.
 
     Args:
         every: steps between collections.
@@ -66,11 +81,25 @@ class LeanLoop(StepCallback):
 
     def __init__(self, every: int = 100) -> None:
         self.every = every
+        self._silenced: list[tuple[dict[str, Any], str]] = []  # attributes of whom, which hook
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Change the loop that is about to begin."""
         super().on_train_start(trainer, pl_module)
-        trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
+        inner: Any = trainer  # whose parts are not declared
+        inner.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None
+        if isinstance(inner.profiler, PassThroughProfiler):
+            nothing = contextlib.nullcontext()
+            vars(inner.profiler)["profile"] = lambda _: nothing
+        self._silenced = [
+            (owner.__dict__, hook)
+            for base, owners in ((Callback, inner.callbacks), (LightningModule, [pl_module]))
+            for owner in owners
+            for hook in HOOKS
+            if getattr(type(owner), hook) is getattr(base, hook) and hook not in owner.__dict__
+        ]
+        for attributes, hook in self._silenced:
+            attributes[hook] = None
         gc.collect()
         gc.freeze()
         gc.disable()
@@ -81,12 +110,15 @@ class LeanLoop(StepCallback):
             gc.collect()
 
     def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:  # noqa: ARG002
-        """Leave the collector as it was."""
+        """Leave everything as it was."""
         gc.enable()
         gc.unfreeze()
+        for attributes, hook in self._silenced:
+            attributes.pop(hook, None)
+        self._silenced.clear()
 
     def on_exception(self, trainer: Trainer, pl_module: Any, exception: BaseException) -> None:  # noqa: ARG002
-        """Leave the collector as it was."""
+        """Leave everything as it was."""
         self.on_train_end(trainer, pl_module)
 
 
@@ -131,6 +163,13 @@ class GPTModule(lightning.LightningModule):
         self.loss_sum: Tensor | None = None  # over the micro-batches since `take_loss`
         self.loss_count = 0
         self.skipped = torch.zeros((), dtype=torch.int64)  # updates of gradients not finite
+        self.trained: list[nn.Parameter] = []  # a walk through all modules costs each step time
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "_current_fx_name":  # Lightning sets it around each hook, 50 times in a step
+            self.__dict__[name] = value  # and torch would look each time whether it is a parameter
+        else:
+            super().__setattr__(name, value)
 
     def configure_model(self) -> None:
         """Share the model among ranks, where the strategy does, before there is an optimizer."""
@@ -144,6 +183,7 @@ class GPTModule(lightning.LightningModule):
         reduction over three and more ranks follows: a restarted run would add up differently.
         """
         self.skipped = self.skipped.to(self.device)
+        self.trained = [*self.model.parameters()]
         if self.trainer.world_size > 2 and isinstance(self.trainer.strategy, DDPStrategy):
             shape = (self.trainer.datamodule.micro_size, self.config.model.block_size)  # type: ignore[attr-defined]
             tokens = torch.zeros(shape, dtype=torch.int64, device=self.device)
@@ -155,8 +195,9 @@ class GPTModule(lightning.LightningModule):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:  # noqa: ARG002
         """Make dropout a function of seed, step and rank, so that a resumed run repeats it."""
         if batch_idx % self.trainer.accumulate_grad_batches == 0:
-            torch.manual_seed(
-                step_seed(self.config.seed, self.trainer.global_step, self.trainer.global_rank)
+            seed_device(
+                step_seed(self.config.seed, self.trainer.global_step, self.trainer.global_rank),
+                self.device,
             )
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:  # noqa: ARG002
@@ -220,7 +261,7 @@ class GPTModule(lightning.LightningModule):
         """
         limit = self.config.optim.clip_norm
         norm = torch.nn.utils.clip_grad_norm_(
-            self.model.parameters(), float("inf") if limit is None else limit
+            self.trained, float("inf") if limit is None else limit
         )
         self.grad_norm = getattr(norm, "full_tensor", lambda: norm)()  # whole, of shares
         if self.config.precision != "16-mixed":  # there the scaler of the loss skips
@@ -249,6 +290,17 @@ class GPTModule(lightning.LightningModule):
                 f"step {first}: the gradient is not finite, and guard.max_skipped={allowed}; the "
                 f"weights stayed as step {first - 1} left them; lower optim.lr, or allow more"
             )
+
+
+def seed_device(seed: int, device: torch.device) -> None:
+    """Seed the host's generator and that of `device`, if it has its own.
+
+    `torch.manual_seed` takes a millisecond where kinds of devices are missing: for each it notes
+    the call, with the whole stack as text.
+    """
+    torch.default_generator.manual_seed(seed)
+    if device.type == "cuda":
+        torch.cuda.default_generators[device.index or 0].manual_seed(seed)
 
 
 def step_seed(seed: int, step: int, rank: int) -> int:

@@ -157,9 +157,9 @@ class Slow(AtomicCheckpointIO):
         super().__init__(background=True)
         self.let = threading.Event()
 
-    def _write(self, checkpoint, path):
+    def _write(self, *arguments):
         assert self.let.wait(30)
-        super()._write(checkpoint, path)
+        super()._write(*arguments)
 
 
 def test_what_is_written_later_is_the_state_when_it_was_saved(tmp_path):
