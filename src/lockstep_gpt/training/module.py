@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import hashlib
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Any, cast
 
 import lightning
-import numpy as np
 import torch
 from lightning import Callback, LightningModule, Trainer
 from lightning.pytorch.profilers import PassThroughProfiler
@@ -238,6 +239,20 @@ class GPTModule(lightning.LightningModule):
             "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
         }
 
+    def optimizer_step(
+        self,
+        epoch: int,
+        batch_idx: int,
+        optimizer: Any,
+        optimizer_closure: Callable[[], Any] | None = None,
+    ) -> None:
+        """Let go of the gradients after the update: Lightning would before the next backward.
+
+        So no forward pass has to find room beside them.
+        """
+        super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
+        optimizer.zero_grad()
+
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Keep the number of skipped updates, of which a whole run may have so many."""
         checkpoint["skipped"] = int(self.skipped)
@@ -305,4 +320,5 @@ def seed_device(seed: int, device: torch.device) -> None:
 
 def step_seed(seed: int, step: int, rank: int) -> int:
     """Return 63 bits that depend on all three."""
-    return int(np.random.SeedSequence([seed, step, rank]).generate_state(1, np.uint64)[0] >> 1)
+    digest = hashlib.blake2b(f"{seed} {step} {rank}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest) >> 1
