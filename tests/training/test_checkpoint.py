@@ -157,7 +157,7 @@ def test_a_flipped_bit_is_seen_and_skipped_by_name(tmp_path, caplog):
         read_checkpoint(new)
 
 
-@pytest.mark.parametrize("sum_text", [None, "", "\xff"])
+@pytest.mark.parametrize("sum_text", [None, "", "\xff", "0a  step=000001.ckpt\n0b  metrics.csv\n"])
 def test_a_checkpoint_without_a_readable_sum_is_skipped(tmp_path, sum_text):
     path = save(checkpoint_path(tmp_path, 1))
     if sum_text is None:

@@ -28,6 +28,7 @@ REFERENCE = re.compile(r"wandb:/{1,2}(.+)")  # a `Path` has only one slash left
 UNREADABLE = (pickle.UnpicklingError, RuntimeError, EOFError, LookupError, ValueError, struct.error)
 MEND = "then go on with resume=auto from the newest, which is whole"
 NAME = re.compile(r"step=(\d{6,})\.ckpt")
+PART = re.compile(r"step=\d{6,}\.\d{5,}-of-\d{5,}\.part")
 
 
 def checkpoint_path(folder: Path, step: int) -> Path:
@@ -54,12 +55,14 @@ def files_of(path: Path) -> list[Path]:
 
 
 def _sums(path: Path) -> dict[str, str]:
-    """Return the SHA-256 of each of a checkpoint's files; empty where there is no sum."""
+    """Return the SHA-256 of each of a checkpoint's files; empty where there is no sound sum."""
     try:
         lines = sum_path(path).read_text(encoding="ascii").splitlines()
-        return {name: digest for digest, name in map(str.split, lines)}
+        sums = {name: digest for digest, name in map(str.split, lines)}
     except (OSError, ValueError):
         return {}
+    # No other file is read or deleted for what a sum says.
+    return sums if all(name == path.name or PART.fullmatch(name) for name in sums) else {}
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
@@ -91,7 +94,7 @@ def write_file(
     """Write beside, fsync, tell `before` the SHA-256, then rename; return the SHA-256.
 
     Raises:
-        RunError: as above.
+        RunError: the disk is full or cannot be written; what was there before stays.
     """
     beside = path.with_name(f".{path.name}.tmp")
     try:
@@ -250,7 +253,8 @@ def fetch_newest(url: str, folder: Path) -> Path | None:
     folder.mkdir(parents=True, exist_ok=True)
     copies = [folder / Path(str(name)).name for name in files.glob(f"{remote}/step=*.ckpt")]
     for path in sorted(copies, key=step_of, reverse=True):
-        files.get_file(f"{remote}/{sum_path(path).name}", str(sum_path(path)))
+        if files.exists(f"{remote}/{sum_path(path).name}"):
+            files.get_file(f"{remote}/{sum_path(path).name}", str(sum_path(path)))
         for each in files_of(path)[1:]:
             if files.exists(f"{remote}/{each.name}"):
                 files.get_file(f"{remote}/{each.name}", str(each))
