@@ -248,10 +248,12 @@ class GPTModule(lightning.LightningModule):
     ) -> None:
         """Let go of the gradients after the update: Lightning would before the next backward.
 
-        So no forward pass has to find room beside them.
+        So no forward pass has to find room beside them. Where a parameter has none they stay: DDP
+        fails in the next forward, and its error is explained by the names of such parameters.
         """
         super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
-        optimizer.zero_grad()
+        if all(parameter.grad is not None for parameter in self.trained):
+            optimizer.zero_grad()
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Keep the number of skipped updates, of which a whole run may have so many."""
