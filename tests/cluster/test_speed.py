@@ -34,7 +34,8 @@ def test_a_measured_device_is_faster_than_nothing_and_no_faster_than_its_peak(co
     for _ in range(5):  # another program may slow down the one product and not the other
         arrived.clear()
         speed = measure(composed(), torch.device("cpu"), 256, lambda: arrived.append(1))
-        assert min(speed.compute, speed.memory, speed.host, speed.utilisation) > 0
+        assert min(speed.compute, speed.memory, speed.host) > 1e6
+        assert speed.utilisation > 0
         assert len(arrived) == 3
         if speed.utilisation < 2:  # small products can beat the large one's cache misses
             return

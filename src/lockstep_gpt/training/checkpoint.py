@@ -241,7 +241,7 @@ def copy_out(path: Path, url: str) -> None:
 def remove_copy(name: str, url: str) -> None:
     """Delete the copy of the checkpoint `name` below `url`, its sum last."""
     files, folder = fsspec.core.url_to_fs(url)
-    parts = [Path(str(part)).name for part in files.glob(f"{folder}/{name[: -len('ckpt')]}*.part")]
+    parts = [Path(str(part)).name for part in files.glob(f"{folder}/{Path(name).stem}.*.part")]
     for each in (name, *parts, f"{name}.sha256"):
         if files.exists(f"{folder}/{each}"):
             files.rm_file(f"{folder}/{each}")

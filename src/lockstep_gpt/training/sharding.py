@@ -143,10 +143,14 @@ class Sharded(ModelParallelStrategy):
         path = Path(filepath)
         if self._save_parts:
             names = [part_path(path, rank, self.world_size) for rank in range(self.world_size)]
-            digest = write_file(shares_in(checkpoint), names[self.global_rank])
-            digests = [""] * self.world_size
-            dist.all_gather_object(digests, digest)
-            storage_options = {part.name: each for part, each in zip(names, digests, strict=True)}
+            digest = bytes.fromhex(write_file(shares_in(checkpoint), names[self.global_rank]))
+            mine = torch.tensor([*digest], dtype=torch.uint8, device=self.root_device)
+            digests = [torch.empty_like(mine) for _ in names]
+            dist.all_gather(digests, mine)
+            storage_options = {
+                part.name: bytes(each.tolist()).hex()
+                for part, each in zip(names, digests, strict=True)
+            }
             checkpoint = {**without_shares(checkpoint), "parts": [*storage_options]}
         if self.is_global_zero:
             self.checkpoint_io.save_checkpoint(checkpoint, path, storage_options)
