@@ -1,8 +1,6 @@
 """`python -m lockstep_gpt`, the same as the `lockstep-gpt` command."""
 
-import sys
-
-from lockstep_gpt.cli import main
+from lockstep_gpt.cli import run
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run()

@@ -15,6 +15,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from types import FrameType
 from typing import Any, cast
 
@@ -27,27 +28,35 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from torch.multiprocessing.spawn import ProcessExitedException, start_processes
 
 from lockstep_gpt.config import PROGRAM, Config, UserError
-from lockstep_gpt.machine import LOST_PEERS, command, end_with_parent, own_address
+from lockstep_gpt.machine import (
+    LOST_PEERS,
+    command,
+    end_process,
+    end_with_parent,
+    own_address,
+)
 from lockstep_gpt.run_directory import RunDirectory
 
 FAILURE_GRACE = 5  # seconds that the other ranks have after one has raised
 EXIT_BARRIER = 30  # seconds that machines wait for each other at the end; the stock agent: 300
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
-# Of glibc: else each step maps its large tensors anew, and the system clears their pages.
-KEEP_MEMORY = {
-    "MALLOC_MMAP_MAX_": "0",
-    "MALLOC_TRIM_THRESHOLD_": str(1 << 34),
-    "MALLOC_TOP_PAD_": str(1 << 28),
-}
 
 
-def main(run: RunDirectory, node_rank: int = 0) -> int:
-    """Run the ranks of `run` on this machine; return the run's exit status."""
+def main(
+    run: RunDirectory, node_rank: int = 0, kind: Callable[..., RankAgent] | None = None
+) -> int:
+    """Run the ranks of `run` on this machine; return the run's exit status.
+
+    Args:
+        run: its directory.
+        node_rank: of this machine.
+        kind: makes the agent, which may start ranks in a way of its own; None: `RankAgent`.
+    """
     with tempfile.TemporaryDirectory(prefix=f"{PROGRAM}-") as folder:
-        return _run(run, node_rank, folder)
+        return _run(run, node_rank, folder, kind or RankAgent)
 
 
-def _run(run: RunDirectory, node_rank: int, folder: str) -> int:
+def _run(run: RunDirectory, node_rank: int, folder: str, kind: Callable[..., RankAgent]) -> int:
     config = run.load()
     try:
         refuse_missing(config)
@@ -59,7 +68,7 @@ def _run(run: RunDirectory, node_rank: int, folder: str) -> int:
     if config.strategy.get("start_method") == "spawn":
         return spawn(run, config)
     try:
-        agent = RankAgent(run, config, rendezvous, folder)
+        agent = kind(run, config, rendezvous, folder)
         return agent.status(agent.run())
     except SignalException as stop:
         return 128 + stop.sigval
@@ -135,13 +144,7 @@ def refuse_missing(config: Config) -> None:
 
 
 def _set_environment(config: Config) -> None:
-    """Set what the ranks inherit; a value that the user has set stays."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    threads = max(1, (cores or 1) // config.trainer["devices"])
-    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
-    if config.launch.keep_memory and config.trainer["accelerator"] == "cpu":
-        for name, value in KEEP_MEMORY.items():
-            os.environ.setdefault(name, value)
+    """Set what only agent and ranks need to know."""
     # Without it restarted ranks read the addresses of the dead ones (pytorch#135712).
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(each.name for each in STOP_SIGNALS)
@@ -301,7 +304,7 @@ def _spawned_rank(local_rank: int, devices: int, port: int, run: RunDirectory) -
     place = {"RANK": local_rank, "LOCAL_RANK": local_rank, "NODE_RANK": 0}
     variables = {**size, **place, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in variables.items()})
-    sys.exit(train.main(run))
+    end_process(train.main(run))
 
 
 def _causes(ended: dict[int, int]) -> str:
@@ -310,8 +313,11 @@ def _causes(ended: dict[int, int]) -> str:
 
 
 def _cause(code: int) -> str:
-    if code < 0:
-        return f"was killed by {signal.Signals(-code).name}"
-    if code > 128:
-        return f"was stopped by {signal.Signals(code - 128).name}"
-    return "lost its peers" if code == LOST_PEERS else f"ended with status {code}"
+    if code == LOST_PEERS:
+        return "lost its peers"
+    names = {each.value: each.name for each in signal.Signals}
+    if name := names.get(-code):
+        return f"was killed by {name}"
+    if name := names.get(code - 128):
+        return f"was stopped by {name}"
+    return f"ended with status {code}"

@@ -7,10 +7,11 @@ import os
 import pkgutil
 import sys
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import lockstep_gpt
 from lockstep_gpt.config import PROGRAM, UserError
+from lockstep_gpt.machine import end_process
 
 
 class Command(NamedTuple):
@@ -54,6 +55,11 @@ COMMANDS = {
     ),
     **commands_of_extras(lockstep_gpt.__path__),
 }
+
+
+def run() -> NoReturn:
+    """Be the command: `main`, and then the end of the process."""
+    end_process(main())
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -318,6 +318,9 @@ class LaunchConfig(Checked):
 
     node: ClassVar[str] = "launch"
     inline: bool = setting("run the one rank in the parent, for a debugger", False)
+    warm: bool | None = setting(
+        "import once and fork all ranks from there (extra `warm`); null: where that can be", None
+    )
     keep_memory: bool = setting(
         "have the C library keep what a step frees; faster on CPUs, for a quarter more memory", True
     )

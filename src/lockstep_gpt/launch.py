@@ -283,7 +283,10 @@ def _join(
             "all of them, with a free MASTER_PORT of a machine that all reach"
         ) from None
     run = ranks.agree(values, create, undo)
-    return 2 if run is None else rank.main(run)
+    status = 2 if run is None else rank.main(run)
+    if status == machine.LOST_PEERS:
+        machine.end_process(status)
+    return status
 
 
 def _run_inline(run: RunDirectory) -> int:

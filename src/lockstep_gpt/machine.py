@@ -5,6 +5,8 @@ Agents and ranks start as `python -m lockstep_gpt.machine agent|rank RUN_DIR`.
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import gc
 import importlib
 import os
@@ -19,8 +21,9 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import NoReturn, Protocol
 
-from lockstep_gpt.config import PROGRAM, Config, UserError
+from lockstep_gpt.config import PROGRAM, Config, UserError, is_module
 from lockstep_gpt.run_directory import RunDirectory
 
 DEVICE_FILES = Path("/dev")
@@ -31,6 +34,12 @@ MODULES = {
 }
 LOST_PEERS = 75  # exit status of a rank under which others vanished (EX_TEMPFAIL of sysexits.h)
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+# Of glibc: else each step maps its large tensors anew, and the system clears their pages.
+KEEP_MEMORY = {
+    "MALLOC_MMAP_MAX_": "0",
+    "MALLOC_TRIM_THRESHOLD_": str(1 << 34),
+    "MALLOC_TOP_PAD_": str(1 << 28),
+}
 
 
 @dataclass(frozen=True)
@@ -191,20 +200,38 @@ def invocation() -> str:
     return f"{sys.executable} -m lockstep_gpt"
 
 
+class Process(Protocol):
+    """What we need of a process that we started: of `subprocess.Popen`, or of a fork."""
+
+    def wait(self) -> int:
+        """Return the exit status, -n after signal n."""
+
+    def send_signal(self, signum: int) -> None:
+        """Send a signal, unless the process has ended."""
+
+
+class Interrupted(BaseException):
+    """A signal came while there was no agent yet that it could be passed on to."""
+
+
 def supervise(run: RunDirectory, node_rank: int = 0) -> int:
     """Start the ranks' agent, pass our signals on to it, and return the run's exit status."""
     passed: list[int] = []
-    # In a session of its own: a Ctrl-C reaches the ranks once, through us.
-    agent = subprocess.Popen(command("agent", run, node_rank), start_new_session=True)
+    agent: Process | None = None
 
     def forward(signum: int, _frame: FrameType | None) -> None:
         impatient = signum == signal.SIGINT and signal.SIGINT in passed
         passed.append(signum)
+        if agent is None:
+            raise Interrupted
         agent.send_signal(signal.SIGKILL if impatient else signum)
 
     before = {signum: signal.signal(signum, forward) for signum in FORWARDED}
     try:
+        agent = _start_agent(run, node_rank)
         status = agent.wait()
+    except Interrupted:
+        status = -passed[0]
     finally:
         for signum, handler in before.items():
             signal.signal(signum, handler)
@@ -215,27 +242,95 @@ def supervise(run: RunDirectory, node_rank: int = 0) -> int:
     return status
 
 
-def main(role: str, path: str, *node_rank: str) -> int:
-    """Be an agent or a rank of the run in the directory at `path`; return the exit status.
+def _start_agent(run: RunDirectory, node_rank: int) -> Process:
+    """Start the agent: a fork of a process that has imported everything, or from nothing."""
+    config = run.load()
+    environment = rank_environment(config)
+    if is_warm(config):
+        server = importlib.import_module("lockstep_gpt.warm.server")
+        if agent := server.start_agent(run, node_rank, config, environment):
+            return agent  # type: ignore[no-any-return]
+    # In a session of its own: a Ctrl-C reaches the ranks once, through us.
+    return subprocess.Popen(
+        command("agent", run, node_rank), env=environment, start_new_session=True
+    )
 
-    The garbage collector is off during imports: torch and Lightning make so many lasting objects
-    that collecting among them takes a fifth of the time.
+
+def is_warm(config: Config) -> bool:
+    """Tell whether this run's ranks are forks of one process that has imported everything.
+
+    Raises:
+        UserError: `launch.warm=true` asks for what cannot be here.
     """
+    lacks = {
+        "Linux": sys.platform != "linux",
+        "the extra `warm`, which is not here": not is_module("warm", "server"),
+        "a strategy other than ddp_spawn": config.strategy.get("start_method") == "spawn",
+    }
+    missing = [what for what, is_lacking in lacks.items() if is_lacking]
+    if config.launch.warm and missing:
+        raise UserError(f"launch.warm=true needs {missing[0]}; leave it out, or set false")
+    return config.launch.warm is not False and not missing
+
+
+def rank_environment(config: Config) -> dict[str, str]:
+    """Return the environment of agent and ranks; a value that the user has set stays.
+
+    Libraries read these when they are loaded, so they are there before any rank is.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    threads = max(1, (cores or 1) // config.trainer["devices"])
+    keeps = config.launch.keep_memory and config.trainer["accelerator"] == "cpu"
+    ours = {"OMP_NUM_THREADS": str(threads), **(KEEP_MEMORY if keeps else {})}
+    return {**ours, **os.environ}
+
+
+def main(role: str, path: str, *node_rank: str) -> NoReturn:
+    """Be an agent or a rank of the run in the directory at `path`, to the end of the process."""
     end_with_parent()
-    gc.disable()
+    import_all([MODULES[role]])
     module = importlib.import_module(MODULES[role])
+    end_process(module.main(RunDirectory(Path(path)), *map(int, node_rank)))
+
+
+def import_all(modules: list[str]) -> None:
+    """Import `modules` with the garbage collector off, and have it pass over them for good.
+
+    torch and Lightning make so many lasting objects that collecting among them takes a fifth of
+    the time of their import, and later some of the time of each step.
+    """
+    gc.disable()
+    for module in modules:
+        importlib.import_module(module)
     gc.enable()
     gc.freeze()
-    status: int = module.main(RunDirectory(Path(path)), *map(int, node_rank))
-    return status
 
 
-def end_with_parent() -> None:
-    """Kill this process as soon as its parent is gone, so that nothing outlives a killed run."""
-    parent = os.getppid()
+def end_process(status: int) -> NoReturn:
+    """End this process as the interpreter would, but without taking apart what it has imported.
+
+    That takes a second and a half, of each rank; and gloo would close its connections in order,
+    which takes for ever where another machine is gone without a word.
+    """
+    if status != LOST_PEERS:
+        threading._shutdown()  # type: ignore[attr-defined]  # waits for threads, as always
+        atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(AttributeError, OSError, ValueError):  # none, broken or closed
+            stream.flush()
+    os._exit(status)
+
+
+def end_with_parent(parent: int | None = None) -> None:
+    """Kill this process as soon as its parent is gone, so that nothing outlives a killed run.
+
+    Args:
+        parent: its id, where that is known from before this process could ask; None: asks now.
+    """
+    expected = parent or os.getppid()
 
     def watch() -> None:
-        while os.getppid() == parent:
+        while os.getppid() == expected:
             time.sleep(0.25)
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -243,4 +338,4 @@ def end_with_parent() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))
+    main(*sys.argv[1:])

@@ -39,6 +39,9 @@ HOOKS = (
 )
 
 
+MISSING = object()  # stands for an attribute that was not there
+
+
 class StepCallback(Callback, ABC):
     """Calls `on_step_end` after each optimizer step; Lightning's hook fires per micro-batch."""
 
@@ -72,55 +75,66 @@ class LeanLoop(StepCallback):
     - With several ranks it broadcasts at every micro-batch whether rank 0 got a SIGTERM, and waits
       for the device to know (Lightning#21487). Our own vote on signals stands for that.
     - Python's collector of garbage comes at a time of its own on each rank, and all others wait
-      for it. Here it comes on all at the same steps, and passes over what was there at the start.
+      for it. Here it comes on all at the same steps, as a rule to what is young only.
     - It calls each hook of each callback, within a context of a profiler that does nothing: 70 in
       a step, of which five do something. It passes over what cannot be called, so the others are.
 
     Args:
-        every: steps between collections.
+        every: steps between collections; each tenth is a full one.
     """
 
     def __init__(self, every: int = 100) -> None:
         self.every = every
-        self._silenced: list[tuple[dict[str, Any], str]] = []  # attributes of whom, which hook
+        self._replaced: list[tuple[dict[str, Any], str, Any]] = []  # of whom, which, what it was
+        self._collects = False  # whether Python's collector came by itself
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Change the loop that is about to begin."""
         super().on_train_start(trainer, pl_module)
         inner: Any = trainer  # whose parts are not declared
-        inner.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None
+        self._replace(inner.fit_loop.epoch_loop, "_broadcast_sigterm_tensor", lambda: None)
         if isinstance(inner.profiler, PassThroughProfiler):
             nothing = contextlib.nullcontext()
-            vars(inner.profiler)["profile"] = lambda _: nothing
-        self._silenced = [
-            (owner.__dict__, hook)
-            for base, owners in ((Callback, inner.callbacks), (LightningModule, [pl_module]))
-            for owner in owners
-            for hook in HOOKS
-            if getattr(type(owner), hook) is getattr(base, hook) and hook not in owner.__dict__
-        ]
-        for attributes, hook in self._silenced:
-            attributes[hook] = None
+            self._replace(inner.profiler, "profile", lambda _: nothing)
+        for base, owners in ((Callback, inner.callbacks), (LightningModule, [pl_module])):
+            for owner in owners:
+                for hook in HOOKS:
+                    own = hook in owner.__dict__
+                    if not own and getattr(type(owner), hook) is getattr(base, hook):
+                        self._replace(owner, hook, None)
+        self._collects = gc.isenabled()
         gc.collect()
-        gc.freeze()
         gc.disable()
+
+    def _replace(self, owner: Any, name: str, value: Any) -> None:
+        attributes = owner.__dict__
+        self._replaced.append((attributes, name, attributes.get(name, MISSING)))
+        attributes[name] = value
 
     def on_step_end(self, trainer: Trainer, pl_module: Any, step: int) -> None:  # noqa: ARG002
         """Collect where it is due."""
         if step % self.every == 0:
-            gc.collect()
+            gc.collect(2 if step % (10 * self.every) == 0 else 1)
+
+    def restore(self) -> None:
+        """Leave everything as it was; again, and nothing more is done."""
+        if self._collects:
+            gc.enable()
+        self._collects = False
+        while self._replaced:
+            attributes, name, value = self._replaced.pop()
+            if value is MISSING:
+                attributes.pop(name, None)
+            else:
+                attributes[name] = value
 
     def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:  # noqa: ARG002
         """Leave everything as it was."""
-        gc.enable()
-        gc.unfreeze()
-        for attributes, hook in self._silenced:
-            attributes.pop(hook, None)
-        self._silenced.clear()
+        self.restore()
 
     def on_exception(self, trainer: Trainer, pl_module: Any, exception: BaseException) -> None:  # noqa: ARG002
         """Leave everything as it was."""
-        self.on_train_end(trainer, pl_module)
+        self.restore()
 
 
 class TokenLoss(Metric):

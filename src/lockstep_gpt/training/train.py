@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 import time
 import traceback
 from dataclasses import dataclass
@@ -77,20 +76,7 @@ logger = logging.getLogger(__name__)
 
 
 def main(directory: RunDirectory) -> int:
-    """Train as one rank: 0 done, 1 failed, 2 the user's mistake, 128 + n stopped by signal n.
-
-    A rank that lost its peers ends here: at the interpreter's end gloo would close its connections
-    in order, which takes for ever where the other machine is gone without a word.
-    """
-    status = _run(directory)
-    if status == LOST_PEERS:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
-    return status
-
-
-def _run(directory: RunDirectory) -> int:
+    """Train as one rank: 0 done, 1 failed, 2 the user's mistake, 128 + n stopped by signal n."""
     config, ranks = directory.load(), Ranks.from_environment()
     with reporting(directory, ranks, config) as terminal:
         try:
@@ -163,7 +149,8 @@ def _train(directory: RunDirectory, config: Config, ranks: Ranks, terminal: Text
         build(start, {"model": parts.module.model, "tokenizer": parts.module.tokenizer})
     # extra export: end
     loggers = _loggers(directory, config, parts) if ranks.rank == 0 else []
-    trainer = _trainer(config, ranks, parts, loggers)
+    lean = LeanLoop()
+    trainer = _trainer(config, ranks, parts, loggers, lean)
     if ranks.rank == 0:
         logger.info("%s", as_text(_receipt(config, parts, ranks, trainer.strategy)))
         parts.metrics_file.begin(_step(resume))
@@ -186,6 +173,7 @@ def _train(directory: RunDirectory, config: Config, ranks: Ranks, terminal: Text
         raise
     # extra cluster: end
     finally:
+        lean.restore()  # also where a hook failed before its own
         if ranks.rank == 0:
             seconds = time.perf_counter() - started
             directory.write_summary(_summary(directory, status, trainer, parts, seconds))
@@ -324,7 +312,9 @@ def _loggers(directory: RunDirectory, config: Config, parts: Parts) -> list[Logg
     return [build(node, known) for node in config.logger.values()]
 
 
-def _trainer(config: Config, ranks: Ranks, parts: Parts, loggers: list[Logger]) -> Trainer:
+def _trainer(
+    config: Config, ranks: Ranks, parts: Parts, loggers: list[Logger], lean: LeanLoop
+) -> Trainer:
     """Build the Trainer; what must always be there is not in the groups that a user replaces."""
     if config.compile:
         parts.module.model.compile(dynamic=False)
@@ -334,7 +324,7 @@ def _trainer(config: Config, ranks: Ranks, parts: Parts, loggers: list[Logger]) 
         chosen: list[Callback] = [instantiate(node) for node in config.callbacks.values()]
         strategy = _strategy(config, ranks)
         stop = GracefulStop(parts.checkpoints)
-        ours = [parts.guards, LeanLoop(), stop, parts.checkpoints]
+        ours = [parts.guards, lean, stop, parts.checkpoints]
         callbacks = [parts.metrics, *chosen, *ours]
         arguments = {**config.trainer, "devices": ranks.local_world_size}
         trainer: Trainer = instantiate(
