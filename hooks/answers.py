@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 # `extra NAME: begin` and `extra NAME: end`.
 EXTRAS = {
     "sweep": ("configs/hydra/", "src/hydra_plugins/", "tests/hydra_plugins/"),
+    "warm": ("src/lockstep_gpt/warm/", "tests/warm/"),
     "cluster": ("src/lockstep_gpt/cluster/", "tests/cluster/"),
     "sources": (
         "configs/data/huggingface.yaml",

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
+import torch
 from hypothesis import settings
 
 # The default limit of 200 ms per example fails on a machine that is busy with something else.
@@ -31,11 +36,26 @@ ON_TWO_RANKS = (
     "strategy.process_group_backend=gloo"
 )
 TIMEOUT = 240  # seconds; no command of the tests takes an eighth of it on a quiet machine
+# Python's own at its start: a command in this process is to warn as one of its own would.
+USUAL_FILTERS = (
+    ("ignore", ResourceWarning),
+    ("ignore", ImportWarning),
+    ("ignore", PendingDeprecationWarning),
+    ("ignore", DeprecationWarning),
+)
+
+
+# Settings of runs whose ranks are processes of their own, one rank or more.
+RANKS = ("trainer", "strategy", "launch.", "guard.stall_after")
 
 
 @dataclass
 class Command:
-    """Runs `lockstep-gpt` for real, in its own folder, on data that all tests share."""
+    """Runs `lockstep-gpt` for real, in its own folder, on data that all tests share.
+
+    To its end in this process, as `lockstep_gpt.cli.main`, with agents and ranks in processes of
+    their own; `start` makes a process of the command itself too, for what signals and kills it.
+    """
 
     folder: Path
     data_root: Path
@@ -50,7 +70,7 @@ class Command:
         return subprocess.Popen(
             words,
             cwd=self.folder,
-            env={**_clean_environment(), **QUIET, **environment},
+            env={**_clean_environment(os.environ), **QUIET, **environment},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -60,9 +80,10 @@ class Command:
         self, *arguments: str, status: int = 0, **environment: str
     ) -> subprocess.CompletedProcess[str]:
         """Run the command to its end and check its exit status."""
-        process = self.start(*arguments, **environment)
-        out, err = _to_the_end(process)
-        assert process.returncode == status, f"{arguments}\n{out}\n{err}"
+        with _as_process(self.folder, environment) as streams:
+            found = _main(arguments)
+        out, err = streams
+        assert found == status, f"{arguments}\n{out}\n{err}"
         return subprocess.CompletedProcess(arguments, status, out, err)
 
     def run_words(self, words: list[str]) -> tuple[int, str, str]:
@@ -74,8 +95,10 @@ class Command:
     def train(
         self, *overrides: str, status: int = 0, **environment: str
     ) -> subprocess.CompletedProcess[str]:
-        """Run the smoke experiment with `overrides`."""
-        return self(*self.smoke(*overrides), status=status, **environment)
+        """Run the smoke experiment with `overrides`; in this process where one rank will do."""
+        ranks = any(override.startswith(RANKS) for override in overrides)
+        inline = [] if ranks else ["launch.inline=true"]
+        return self(*self.smoke(*inline, *overrides), status=status, **environment)
 
     def smoke(self, *overrides: str) -> list[str]:
         """Return the words of the smoke experiment's command on the shared data."""
@@ -88,6 +111,75 @@ class Command:
         return dict(json.loads((self.folder / run / "summary.json").read_text()))
 
 
+def _main(arguments: Sequence[str]) -> int:
+    """Run the command in this process; return the exit status that it would have had."""
+    from lockstep_gpt import cli
+
+    try:
+        return cli.main(arguments)
+    except SystemExit as error:  # of argparse
+        return error.code if isinstance(error.code, int) else 1
+    except Exception:
+        traceback.print_exc()
+        return 1
+
+
+@contextlib.contextmanager
+def _as_process(folder: Path, environment: dict[str, str]) -> Iterator[list[str]]:
+    """Give what runs in here the folder, environment, streams and filters of an own process.
+
+    Yields:
+        a list that is empty until the end, and then holds what was printed, out and err.
+    """
+    printed: list[str] = []
+    modules = set(sys.modules)
+    before = dict(os.environ), Path.cwd(), sys.path[:], sys.argv[:]
+    theirs = environment.get("PYTHONPATH", "").split(os.pathsep)
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        with _descriptors(out, err), warnings.catch_warnings():
+            warnings.resetwarnings()
+            for action, category in USUAL_FILTERS:
+                warnings.simplefilter(action, category)
+            try:
+                os.chdir(folder)
+                os.environ.clear()
+                os.environ.update({**_clean_environment(before[0]), **QUIET, **environment})
+                sys.path[:] = [str(folder), *filter(None, theirs), *sys.path]
+                yield printed
+            finally:
+                os.environ.clear()
+                os.environ.update(before[0])
+                os.chdir(before[1])
+                sys.path[:], sys.argv[:] = before[2:]
+                for name in {*sys.modules} - modules:  # of the test's folder, not of libraries
+                    if str(folder) in str(getattr(sys.modules[name], "__file__", "")):
+                        del sys.modules[name]
+        for file in (out, err):
+            file.seek(0)
+            printed.append(file.read().decode(errors="replace"))
+
+
+@contextlib.contextmanager
+def _descriptors(*files: IO[bytes]) -> Iterator[None]:
+    """Send what this process and its children print into `files`."""
+    streams = sys.stdout, sys.stderr
+    kept = [os.dup(number) for number in (1, 2)]
+    try:
+        for number, file in enumerate(files, 1):
+            os.dup2(file.fileno(), number)
+        sys.stdout, sys.stderr = (
+            os.fdopen(os.dup(number), "w", buffering=1, encoding="utf-8") for number in (1, 2)
+        )
+        yield
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            stream.close()
+        sys.stdout, sys.stderr = streams
+        for number, descriptor in enumerate(kept, 1):
+            os.dup2(descriptor, number)
+            os.close(descriptor)
+
+
 def _to_the_end(process: subprocess.Popen[str]) -> tuple[str, str]:
     """Wait for a process and return what it printed; end one that takes too long."""
     try:
@@ -98,7 +190,7 @@ def _to_the_end(process: subprocess.Popen[str]) -> tuple[str, str]:
         pytest.fail(f"not ended after {TIMEOUT} s\n{out}\n{err}")
 
 
-def _clean_environment() -> dict[str, str]:
+def _clean_environment(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the environment without what pytest-xdist, a launcher or wandb may have left."""
     names = (
         "PYTEST_",
@@ -110,7 +202,7 @@ def _clean_environment() -> dict[str, str]:
         "OMP_NUM_THREADS",
         "WANDB_",
     )
-    return {name: value for name, value in os.environ.items() if not name.startswith(names)}
+    return {name: value for name, value in environment.items() if not name.startswith(names)}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -125,6 +217,21 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder that all workers of pytest-xdist see."""
     base = tmp_path_factory.getbasetemp()
     return base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> None:
+    """Let no test of tiny tensors wait for a second core that is busy elsewhere."""
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def servers() -> Iterator[None]:
+    """Let all commands of this worker share what they fork their ranks from."""
+    from lockstep_gpt import machine
+
+    with machine.sharing_servers():
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -6,13 +6,14 @@ must be set before torch starts (threads, allocator) can be set for the ranks.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import os
 import secrets
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,20 @@ IDENTITY = ("model.", "data.")
 HARMLESS = ("model.dropout", "data.root", "data.num_workers", "data.val_tokens")
 
 
+@contextlib.contextmanager
+def _speaking() -> Iterator[None]:
+    """Write log records to standard output while a command runs."""
+    root, handler = logging.getLogger(), logging.StreamHandler(sys.stdout)
+    before = root.handlers, root.level
+    root.handlers = [handler]
+    try:
+        yield
+    finally:
+        root.handlers = before[0]
+        root.setLevel(before[1])
+
+
+@_speaking()
 def train(arguments: list[str]) -> int:
     """Train once, or once for each job of a sweep; return the worst exit status."""
     if run := _run_to_resume(arguments):
@@ -51,6 +66,7 @@ def train(arguments: list[str]) -> int:
     return _each_job("train", arguments, _train)
 
 
+@_speaking()
 def prepare(arguments: list[str]) -> int:
     """Make the token files of a data choice, and check them against the model's context."""
     if "--help" in arguments:
@@ -61,7 +77,7 @@ def prepare(arguments: list[str]) -> int:
 
     def job(composed: DictConfig) -> tuple[int, float]:
         _, config = compose.checked(composed)
-        _set_up_logging(config)
+        logging.getLogger().setLevel(LEVELS[config.verbosity])
         _prepared(config, "--verify" in arguments)
         return 0, math.nan
 
@@ -87,7 +103,8 @@ def _each_job(
         results.append((swept, status, metric))
         return metric
 
-    compose.run(arguments, guarded)
+    with machine.sharing_servers():
+        compose.run(arguments, guarded)
     if len(results) > 1:
         print("\n".join(["", "job  exit  val_loss", *map(_job_line, enumerate(results))]))
     return max((status for _, status, _ in results), default=0)
@@ -152,7 +169,7 @@ def _resume(run: RunDirectory, arguments: list[str]) -> int:
 
 def _placed(config: Config) -> machine.Placement:
     """Find the devices, and refuse what their number makes impossible."""
-    _set_up_logging(config)
+    logging.getLogger().setLevel(LEVELS[config.verbosity])
     placement = machine.place(config)
     batch = schedule.plan_batch(
         config.batch, config.model.block_size, placement.devices, placement.nodes
@@ -207,10 +224,6 @@ def _wait_for_first_node(run: RunDirectory, settled: dict[str, Any], seconds: fl
             fault = f"is of another configuration than this machine's: {', '.join(differing)}"
         time.sleep(0.2)
     raise UserError(f"run_dir={run.path}: after {seconds:g} s it {fault}")
-
-
-def _set_up_logging(config: Config) -> None:
-    logging.basicConfig(level=LEVELS[config.verbosity], format="%(message)s", stream=sys.stdout)
 
 
 def _prepared(config: Config, verify: bool = False) -> Path:

@@ -143,6 +143,7 @@ def _refuse_impossible(config: Config, placement: Placement) -> None:
         raise UserError(
             "strategy.comm_hook=bf16 needs GPUs and NCCL; set strategy.comm_hook=fp16 or none"
         )
+    is_warm(config)
 
 
 def own_address(endpoint: str) -> tuple[str, str]:
@@ -228,8 +229,9 @@ def supervise(run: RunDirectory, node_rank: int = 0) -> int:
 
     before = {signum: signal.signal(signum, forward) for signum in FORWARDED}
     try:
-        agent = _start_agent(run, node_rank)
-        status = agent.wait()
+        with sharing_servers():  # while it may be needed, for it has made what its forks share
+            agent = _start_agent(run, node_rank)
+            status = agent.wait()
     except Interrupted:
         status = -passed[0]
     finally:
@@ -254,6 +256,15 @@ def _start_agent(run: RunDirectory, node_rank: int) -> Process:
     return subprocess.Popen(
         command("agent", run, node_rank), env=environment, start_new_session=True
     )
+
+
+def sharing_servers() -> contextlib.AbstractContextManager[None]:
+    """Let runs that are started meanwhile, the jobs of a sweep, be forks of the same process."""
+    if not is_module("warm", "server"):
+        return contextlib.nullcontext()
+    shared: contextlib.AbstractContextManager[None]
+    shared = importlib.import_module("lockstep_gpt.warm.server").kept()
+    return shared
 
 
 def is_warm(config: Config) -> bool:

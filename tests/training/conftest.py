@@ -85,12 +85,6 @@ class Run:
         return trainer
 
 
-@pytest.fixture(scope="session", autouse=True)
-def one_thread():
-    """Let no test of tiny tensors wait for a second core that is busy elsewhere."""
-    torch.set_num_threads(1)
-
-
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory):
     root = str(tmp_path_factory.mktemp("data"))

@@ -32,6 +32,9 @@ NOISE = [
 ]
 
 
+LIBRARIES = ("lightning", "lightning.pytorch", "lightning.fabric", "torch", "fsspec")
+
+
 class AboveBar(logging.StreamHandler):  # type: ignore[type-arg]
     """Writes lines above a progress bar instead of into it."""
 
@@ -45,21 +48,37 @@ class AboveBar(logging.StreamHandler):  # type: ignore[type-arg]
 def reporting(run: RunDirectory, ranks: Ranks, config: Config) -> Iterator[TextIO]:
     """Set up logging and warnings for the life of a rank; yield the terminal, for failures."""
     root = logging.getLogger()
-    before = root.handlers[:]
     terminal = _terminal(run, ranks)
     console = AboveBar(sys.stdout)
-    root.handlers = [console] if ranks.rank else [console, logging.FileHandler(run.log)]
-    root.setLevel(LEVELS[config.verbosity])
-    for handler in root.handlers:
+    handlers = [console] if ranks.rank else [console, logging.FileHandler(run.log)]
+    for handler in handlers:
         handler.setFormatter(logging.Formatter("%(message)s"))
-    _tame_libraries(config)
+    with _unchanged_logging("", *LIBRARIES), warnings.catch_warnings():
+        root.handlers = [*handlers]
+        root.setLevel(LEVELS[config.verbosity])
+        _tame_libraries(config)
+        try:
+            yield terminal
+        finally:
+            logging.captureWarnings(False)
+            for handler in handlers:
+                handler.flush()
+                handler.close()
+
+
+@contextlib.contextmanager
+def _unchanged_logging(*names: str) -> Iterator[None]:
+    """Leave these loggers, and the way in which a warning is written, as they were."""
+    loggers = [logging.getLogger(name) for name in names]
+    before = [(each, each.handlers, each.level, each.propagate) for each in loggers]
+    written = warnings.formatwarning
     try:
-        yield terminal
+        yield
     finally:
-        for handler in root.handlers:
-            handler.flush()
-            handler.close()
-        root.handlers = before
+        for each, handlers, level, propagate in before:
+            each.handlers, each.propagate = handlers, propagate
+            each.setLevel(level)
+        warnings.formatwarning = written
 
 
 def _terminal(run: RunDirectory, ranks: Ranks) -> TextIO:
@@ -85,7 +104,7 @@ def drop_rank_log(run: RunDirectory, ranks: Ranks) -> None:
 
 def _tame_libraries(config: Config) -> None:
     """Route libraries' words through our handlers; only warnings, unless debugging."""
-    for name in ("lightning", "lightning.pytorch", "lightning.fabric", "torch", "fsspec"):
+    for name in LIBRARIES:
         library = logging.getLogger(name)
         library.handlers = []
         library.propagate = True

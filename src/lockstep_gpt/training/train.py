@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import time
 import traceback
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -78,7 +80,7 @@ logger = logging.getLogger(__name__)
 def main(directory: RunDirectory) -> int:
     """Train as one rank: 0 done, 1 failed, 2 the user's mistake, 128 + n stopped by signal n."""
     config, ranks = directory.load(), Ranks.from_environment()
-    with reporting(directory, ranks, config) as terminal:
+    with reporting(directory, ranks, config) as terminal, _own_matrix_products():
         try:
             _train(directory, config, ranks, terminal)
         except Stopped as stopped:
@@ -99,6 +101,16 @@ def main(directory: RunDirectory) -> int:
             return _fail(directory, ranks, error, terminal, hint)
     drop_rank_log(directory, ranks)
     return 0
+
+
+@contextlib.contextmanager
+def _own_matrix_products() -> Iterator[None]:
+    """Leave torch's choice of matrix products to whoever runs in this process after the run."""
+    before = torch.get_float32_matmul_precision()
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def _fail(

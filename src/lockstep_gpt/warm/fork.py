@@ -11,14 +11,17 @@ A server has one thread, and touches neither CUDA nor autograd, which do not sur
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import importlib
 import json
+import multiprocessing.util
 import os
 import signal
 import socket
 import sys
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,8 +33,8 @@ GO = b"!"  # what a new process waits for: the word that its requester knows of 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)  # are for whom we forked
 PR_SET_PDEATHSIG = 1  # of prctl(2)
 
-# What mattered of the environment when this process, or what it is a fork of, imported everything.
-imported_with: dict[str, str] | None = None
+# The environment of this process, or of what it is a fork of, before it imported everything.
+before_imports: dict[str, str] | None = None
 
 
 @dataclass(frozen=True)
@@ -82,13 +85,13 @@ def serve(connection: socket.socket) -> NoReturn:
         try:
             header, descriptors, _, _ = socket.recv_fds(connection, 8, 4)
             if not header:
-                os._exit(0)
+                machine.end_process(0)
             size = int.from_bytes(header + received(connection, 8 - len(header)))
             job = Job(**json.loads(received(connection, size)))
             pids = json.dumps(_fork(job, descriptors, connection)).encode()
             connection.sendall(len(pids).to_bytes(8) + pids)
         except OSError:  # whoever asks has ended
-            os._exit(1)
+            machine.end_process(1)
         for descriptor in descriptors:
             os.close(descriptor)
 
@@ -144,16 +147,31 @@ def _settle_in(job: Job, environment: Mapping[str, str]) -> None:
     """Make the place that a program of its own would have: folder, environment, words, chance."""
     before = str(Path.cwd())
     os.chdir(job.folder)
+    ours = before_imports or {}
+    set_by_imports = {name: text for name, text in os.environ.items() if name not in ours}
     os.environ.clear()
-    os.environ.update(environment)
+    os.environ.update({**set_by_imports, **environment})
     theirs = [*filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
-    ours = [path for path in sys.path if path != before and path not in theirs]
-    sys.path[:] = [job.folder, *theirs, *ours]
+    rest = [path for path in sys.path if path != before and path not in theirs]
+    sys.path[:] = [job.folder, *theirs, *rest]
     importlib.invalidate_caches()
     sys.argv = [*job.words]
+    _forget_exits()
     if numpy := sys.modules.get("numpy"):
         numpy.random.seed()  # else ranks would draw the same numbers; `random` sees to it itself
     show(job.words)
+
+
+def _forget_exits() -> None:
+    """Leave to the server what it does at its end: its modules made temporary folders, for one.
+
+    multiprocessing does the same for its forks, by the same names.
+    """
+    atexit._clear()
+    atexit.register(multiprocessing.util._exit_function)  # type: ignore[attr-defined]
+    for each in weakref.finalize._registry:  # type: ignore[attr-defined]
+        each.atexit = False
+    weakref.finalize._registered_with_atexit = False  # type: ignore[attr-defined]
 
 
 def show(words: Sequence[str] = ()) -> None:

@@ -1,7 +1,7 @@
 """Servers of forks as those who ask them see them.
 
 A requester must be an ancestor of its server (`warm/fork.py` has the reason). A command starts one
-as a program, `python -m lockstep_gpt.warm.server`; the agent, which is itself a fork of a process
+as a program, `python -m lockstep_gpt.warm.program`; the agent, which is itself a fork of a process
 that has imported everything, forks its own.
 """
 
@@ -20,7 +20,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from lockstep_gpt import machine
 from lockstep_gpt.config import Config
@@ -28,7 +28,7 @@ from lockstep_gpt.run_directory import RunDirectory
 from lockstep_gpt.warm import fork
 from lockstep_gpt.warm.fork import GO, Job, libc, received, serve, show
 
-PROCESSES = ["lockstep_gpt.warm.agent", "lockstep_gpt.training.train"]  # what we fork
+PROGRAM = "lockstep_gpt.warm.program"  # a server, as what follows `python -m`
 # What libraries read while they are loaded: a server can serve only who has the same.
 READ_ON_IMPORT = ("CUDA_", "KMP_", "LD_", "MALLOC_", "MKL_", "OMP_", "OPENBLAS_", "TORCH")
 ANSWER_SECONDS = 60.0  # a fork takes milliseconds; one that is not heard of by then never comes
@@ -92,7 +92,7 @@ class Server:
         """Start a server as a program, which first imports all that we fork, and `modules`."""
         ours, theirs = socket.socketpair()
         with theirs:
-            words = [sys.executable, "-m", __name__, str(theirs.fileno()), *modules]
+            words = [sys.executable, "-m", PROGRAM, str(theirs.fileno()), *modules]
             process = subprocess.Popen(
                 words, env=environment, pass_fds=[theirs.fileno()], start_new_session=True
             )
@@ -109,7 +109,7 @@ class Server:
         pid = os.fork()
         if not pid:
             ours.close()
-            show([__name__, name])
+            show([PROGRAM, name])
             serve(theirs)
         theirs.close()
         ours.settimeout(ANSWER_SECONDS)
@@ -211,7 +211,7 @@ _keepers = 0
 
 @contextlib.contextmanager
 def kept() -> Iterator[None]:
-    """Let all runs that are started in here, the jobs of a sweep, share their servers."""
+    """Keep the servers of all runs that are started in here; the jobs of a sweep share them."""
     global _keepers
     _keepers += 1
     try:
@@ -225,20 +225,19 @@ def kept() -> Iterator[None]:
 def start_agent(
     run: RunDirectory, node_rank: int, config: Config, environment: dict[str, str]
 ) -> Child | None:
-    """Fork the agent of `run` on this machine; None if the server does not live."""
+    """Fork the agent of `run` on this machine, in `kept`; None if the server does not live."""
     modules = ["wandb"] if "wandb" in config.logger else []
     mattering = mattering_of(environment)
     key = json.dumps([modules, mattering], sort_keys=True)
     words = machine.command("agent", run, node_rank)[2:]
-    target, arguments = "lockstep_gpt.warm.agent:main", [str(run.path), node_rank]
-    with kept():
-        if key not in _kept:
-            _kept[key] = _server(environment, modules, mattering, str(run.path))
-        try:
-            return _kept[key].fork(target, arguments, words, [environment])[0]
-        except ServerGoneError:
-            del _kept[key]
-    return None
+    target, arguments = "lockstep_gpt.warm.forking_agent:main", [str(run.path), node_rank]
+    if key not in _kept:
+        _kept[key] = _server(environment, modules, mattering, str(run.path))
+    try:
+        return _kept[key].fork(target, arguments, words, [environment])[0]
+    except ServerGoneError:
+        del _kept[key]
+        return None
 
 
 def mattering_of(environment: Mapping[str, str]) -> dict[str, str]:
@@ -249,22 +248,7 @@ def mattering_of(environment: Mapping[str, str]) -> dict[str, str]:
 def _server(
     environment: dict[str, str], modules: list[str], mattering: dict[str, str], name: str
 ) -> Server:
-    if mattering == fork.imported_with and threading.active_count() == 1:
+    imported_with = mattering_of(fork.before_imports or {})
+    if fork.before_imports and mattering == imported_with and threading.active_count() == 1:
         return Server.forked(name)  # a command that was itself forked
     return Server.started(environment, modules)
-
-
-def main(descriptor: str, *modules: str) -> NoReturn:
-    """Be a server that was started as a program."""
-    connection = socket.socket(fileno=int(descriptor))
-    connection.set_inheritable(False)
-    show()
-    fork.imported_with = mattering_of(os.environ)
-    # Have torch count GPUs through NVML: a driver that is initialized does not survive a fork.
-    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
-    machine.import_all([*PROCESSES, *modules])
-    serve(connection)
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

@@ -20,7 +20,10 @@ from lockstep_gpt.warm.server import Child, Server, ServerGoneError
 def main(path: str, node_rank: int) -> int:
     """Be the agent of the run at `path`, in a fork of a server; return the run's exit status."""
     server = Server.forked(path)  # first of all, while there is one thread
-    return agent.main(RunDirectory(Path(path)), node_rank, partial(WarmAgent, server))
+    try:
+        return agent.main(RunDirectory(Path(path)), node_rank, partial(WarmAgent, server))
+    finally:
+        server.close()
 
 
 class WarmAgent(RankAgent):

@@ -1,0 +1,191 @@
+"""What it costs to start ranks, here and in another checkout: CPU seconds, memory, recovery.
+
+usage: python scripts/benchmarks/warm.py --against CHECKOUT [--repeats 7]
+       python scripts/benchmarks/warm.py --kills 50
+
+Each checkout is run by its own .venv. The two take turns; ratios are those of the medians.
+--kills ends processes of small runs at random moments, and reports how each run ended.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import signal
+import statistics
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+HERE = Path(__file__).parents[2]
+SMOKE = ["train", "experiment=smoke", "logger=none", "trainer=cpu", "callbacks=[]"]
+RANKS = ["strategy=ddp", "batch.global_size=8", "batch.micro_size=1"]
+LIMIT = 300.0  # seconds, for anything
+
+
+def main() -> int:
+    """Print one of the two tables."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--against", type=Path, help="another checkout, with its .venv")
+    parser.add_argument("--repeats", type=int, default=7, help="of each figure (default: 7)")
+    parser.add_argument("--kills", type=int, default=0, help="so many runs are hurt instead")
+    parser.add_argument("--seed", type=int, default=1, help="of the random kills")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="warm-") as folder:
+        if options.kills:
+            return kills(Path(folder), options.kills, options.seed)
+        return compare(Path(folder), options.against or HERE, options.repeats)
+
+
+def compare(folder: Path, other: Path, repeats: int) -> int:
+    """Print a line per figure: here, there, ratio."""
+    print(f"{'':44}{'here':>9}{'there':>9}{'ratio':>8}   medians of {repeats}")
+    for name, figure, count in figures():
+        pairs: list[tuple[float, float]] = []
+        for number in range(count or repeats):
+            places = (HERE, other) if number % 2 else (other, HERE)
+            found = {place: figure(place, Path(tempfile.mkdtemp(dir=folder))) for place in places}
+            pairs.append((found[HERE], found[other]))
+        here, there = (statistics.median(column) for column in zip(*pairs, strict=True))
+        print(f"{name:44}{here:9.2f}{there:9.2f}{here / there:8.3f}", flush=True)
+    return 0
+
+
+def figures() -> Iterator[tuple[str, Callable[[Path, Path], float], int]]:
+    """Yield name, how it is measured in a checkout and a folder, and how often (0: as asked)."""
+    for ranks in (1, 2, 8):
+        words = [f"trainer.devices={ranks}", *(RANKS if ranks > 1 else [])]
+        yield f"{ranks} ranks, 20 steps: CPU s", cpu_seconds(words), 0
+    yield "a sweep of 4 jobs: CPU s", cpu_seconds(["--multirun", "seed=1,2,3,4"]), 0
+    yield "from kill -9 of one of 2 ranks to a step: s", recovery, 0
+    yield "8 ranks: MB (PSS of all processes)", memory, 3
+
+
+def start(place: Path, folder: Path, *words: str) -> subprocess.Popen[bytes]:
+    """Start the command of the checkout at `place`."""
+    command = [str(place / ".venv/bin/python"), "-m", "lockstep_gpt", *SMOKE, *words]
+    run = [f"run_dir={folder / 'run'}", f"data.root={folder.parent / 'data'}"]
+    quiet = subprocess.DEVNULL
+    return subprocess.Popen([*command, *run], cwd=place, stdout=quiet, stderr=quiet)
+
+
+def cpu_seconds(words: list[str]) -> Callable[[Path, Path], float]:
+    """Return what measures the CPU seconds of a whole command, all its processes included."""
+
+    def measure(place: Path, folder: Path) -> float:
+        process = start(place, folder, *words)
+        _, status, usage = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+        assert process.returncode == 0, f"{words} ended with {process.returncode}"
+        return usage.ru_utime + usage.ru_stime
+
+    return measure
+
+
+def recovery(place: Path, folder: Path) -> float:
+    """Return the seconds from a kill to the end of the next step."""
+    notes = "+callbacks={faults:{_target_:lockstep_gpt.cluster.faults.Faults,"
+    words = [*RANKS, "trainer.devices=2", "max_steps=100000", "val_every=100000"]
+    process = start(place, folder, *words, f"{notes}folder:{folder},plan:[]}}}}")
+    starts = folder / "starts"
+    try:
+        wait_for(lambda: (folder / "run/checkpoints/step=000010.ckpt").exists())
+        ranks = [pid for pid in tree(process.pid) if "machine rank" in words_of(pid)]
+        struck = time.time()
+        os.kill(ranks[-1], signal.SIGKILL)
+        wait_for(lambda: len(starts.read_text().split()) > 1)
+        return float(starts.read_text().split()[1]) - struck
+    finally:
+        process.kill()
+        process.wait()
+
+
+def memory(place: Path, folder: Path) -> float:
+    """Return the megabytes of all processes of 8 ranks, what they share counted once."""
+    words = [*RANKS, "trainer.devices=8", "max_steps=100000", "val_every=100000"]
+    process = start(place, folder, *words)
+    try:
+        wait_for(lambda: (folder / "run/checkpoints/step=000010.ckpt").exists())
+        return sum(map(shared_memory, tree(process.pid)))
+    finally:
+        process.kill()
+        process.wait()
+
+
+def shared_memory(pid: int) -> float:
+    """Return a process's proportional set size in MB."""
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("Pss:")) / 1e3
+
+
+def tree(pid: int) -> list[int]:
+    """Return a process and all its descendants."""
+    found = [pid]
+    for each in found:
+        for task in Path(f"/proc/{each}/task").glob("*/children"):
+            found += map(int, task.read_text().split())
+    return found
+
+
+def words_of(pid: int) -> str:
+    """Return a process's command line."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
+    except FileNotFoundError:
+        return ""
+
+
+def wait_for(condition: Callable[[], object], seconds: float = LIMIT) -> None:
+    """Wait until a condition holds."""
+    end = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > end:
+            raise TimeoutError(f"not so after {seconds:g} s")
+        time.sleep(0.02)
+
+
+VICTIMS = {
+    "the server": "lockstep_gpt.warm",
+    "the agent": "machine agent",
+    "the command": "lockstep_gpt train",
+    "a rank": "machine rank",
+}
+
+
+def kills(folder: Path, number: int, seed: int) -> int:
+    """Kill one process of each run at a random moment; print how the runs ended."""
+    chance, wrong = random.Random(seed), 0
+    for attempt in range(number):
+        place = folder / str(attempt)
+        place.mkdir()
+        name = chance.choice([*VICTIMS])
+        words = ["strategy=ddp", "trainer.devices=2", "max_steps=150", "checkpoint.every=10"]
+        process = start(HERE, place, *words)
+        time.sleep(chance.uniform(0.3, 9))
+        running = tree(process.pid)
+        victims = [pid for pid in running if VICTIMS[name] in words_of(pid)]
+        if victims:
+            os.kill(chance.choice(victims), signal.SIGKILL)
+        try:
+            status = process.wait(LIMIT)
+        except subprocess.TimeoutExpired:
+            status = 999
+            process.kill()
+        time.sleep(1)
+        left = [pid for pid in running if str(place) in words_of(pid)]
+        expected = {"the agent": 1, "the command": -9}.get(name, 0) if victims else 0
+        good = status in (expected, 0) and not left
+        wrong += not good
+        hurt = name if victims else "nobody"
+        print(
+            f"{'ok   ' if good else 'WRONG'} {hurt:12} exit {status:4} {len(left)} left", flush=True
+        )
+    print(f"{number - wrong} of {number} ended as they should")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
