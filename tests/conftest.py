@@ -46,7 +46,7 @@ USUAL_FILTERS = (
 
 
 # Settings of runs whose ranks are processes of their own, one rank or more.
-RANKS = ("trainer", "strategy", "launch.", "guard.stall_after")
+RANKS = ("trainer", "strategy", "launch.", "guard.stall_after", "logger=wandb")
 
 
 @dataclass

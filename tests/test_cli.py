@@ -20,6 +20,8 @@ LIGHT = {  # what must be answered without torch and without leaving a file: exi
     "train trainer=cpu precision=16-mixed": 2,
     "train run_dir=/": 2,
     "prepare data.source=web": 2,
+    **{f"{name} --help": 0 for name in cli.COMMANDS},
+    **{f"{name} nowhere": 2 for name in cli.COMMANDS if name in ("generate", "evaluate", "export")},
 }
 
 GROUPS = [path for path in compose.config_folder().iterdir() if list(path.glob("*.yaml"))]

@@ -53,7 +53,7 @@ def test_metrics_go_on_without_a_gap_or_a_double_step(resumed, finished):
 def test_run_killed_between_validation_and_save_loses_no_validation(finished, command):
     after_validation = KILL.replace("on_train_batch_start", "on_validation_end")
     (command.folder / "killer.py").write_text(after_validation.replace("== 13", "== 10"))
-    kill = ("+callbacks.kill._target_=killer.Kill", "run_dir=run")
+    kill = ("+callbacks.kill._target_=killer.Kill", "run_dir=run", "trainer=cpu")
     result = command.train(*kill, PYTHONPATH=str(command.folder))
     assert "restarting all ranks (1 of 3)" in result.stderr
     assert rows(command.folder / "run") == rows(finished[0].folder / "runs/first")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ import yaml
 
 from lockstep_gpt.config import Config, UserError, from_container
 
+REFERENCE = re.compile(r"wandb:/{1,2}(.+)")  # a `Path` has only one slash left
 # What rank 0 decides for all, and what each machine has of its own.
 MAY_DIFFER = ("run_dir", "run_name", "launch.")
 
@@ -152,6 +154,15 @@ class RunDirectory:
         """Remove the directory of a run that never began to train."""
         assert not self.checkpoints.exists(), "a run that saved something is never discarded"
         shutil.rmtree(self.path)
+
+
+def refuse_missing(source: Path) -> None:
+    """Raise a `UserError` if there is nothing at `source`, and it is no reference to wandb."""
+    if not REFERENCE.fullmatch(str(source)) and not source.exists():
+        raise UserError(
+            f"{source} does not exist; give a run directory, a checkpoint in one, or "
+            "wandb://ENTITY/PROJECT/NAME:ALIAS"
+        )
 
 
 def _as_yaml(values: dict[str, Any]) -> str:

@@ -176,10 +176,10 @@ def ranks_of(run):
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
         try:
-            words = (entry / "cmdline").read_text().split("\0")
+            words = (entry / "cmdline").read_text().replace("\0", " ").split()
         except (FileNotFoundError, ProcessLookupError):
             continue
-        if words[-3:-1] == ["rank", str(run)]:
+        if words[-2:] == ["rank", str(run)]:
             found.append(int(entry.name))
     return found
 

@@ -16,13 +16,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
-
-from lockstep_gpt.cluster.faults import STARTS
 from lockstep_gpt.config import PROGRAM
 from lockstep_gpt.run_directory import RunDirectory
-from lockstep_gpt.training.checkpoint import checkpoints_in, fault_of
+
+if TYPE_CHECKING:
+    import torch
 
 EXPERIMENT = [
     "experiment=smoke",
@@ -163,6 +163,8 @@ class Drill:
         process.kill()
         process.communicate()
         self._gone("flipped")
+        from lockstep_gpt.training.checkpoint import checkpoints_in
+
         newest = checkpoints_in(RunDirectory(self.folder / "flipped").checkpoints)[-1]
         content = bytearray(newest.read_bytes())
         content[len(content) // 2] ^= 1
@@ -230,6 +232,8 @@ class Drill:
 
     def _recoveries(self, name: str, plan: list[str]) -> list[float]:
         """Return the seconds from each fault to the end of the next step."""
+        from lockstep_gpt.cluster.faults import STARTS
+
         folder = self.folder / f"{name}.faults"
         struck = [(folder / each).stat().st_mtime for each in plan if (folder / each).exists()]
         starts = [float(line) for line in (folder / STARTS).read_text(encoding="ascii").split()]
@@ -253,9 +257,13 @@ class Drill:
         path = folder / f"step={self.steps:06d}.ckpt"
         if not path.is_file():
             return {}
+        import torch  # not for --help
+
         return dict(torch.load(path, weights_only=True)["state_dict"])
 
     def _sound(self, name: str) -> bool:
+        from lockstep_gpt.training.checkpoint import checkpoints_in, fault_of
+
         found = checkpoints_in(RunDirectory(self.folder / name).checkpoints)
         return bool(found) and all(fault_of(path) is None for path in found)
 

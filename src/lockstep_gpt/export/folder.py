@@ -14,19 +14,16 @@ from typing import Any
 
 from lockstep_gpt.config import PROGRAM, UserError
 from lockstep_gpt.data.tokenizer import Tokenizer, library
-from lockstep_gpt.export.card import model_card
-from lockstep_gpt.export.layouts import exported, layout_of
 from lockstep_gpt.export.tokenizer_files import as_files
-from lockstep_gpt.training.checkpoint import (
-    find_checkpoint,
-    load_model,
-    read_checkpoint,
-)
+from lockstep_gpt.run_directory import refuse_missing
 
 
 def main(arguments: list[str]) -> int:
     """Write the folder and say where it is and how it is loaded."""
     options = _parser().parse_args(arguments)
+    refuse_missing(options.source)
+    from lockstep_gpt.training.checkpoint import find_checkpoint  # imports torch
+
     source = find_checkpoint(options.source)
     target = options.to or _beside(source)
     export(source, target, options.force)
@@ -52,6 +49,10 @@ def export(source: Path, target: Path, force: bool = False) -> None:
     Raises:
         UserError: something else stands there, or transformers has no place for such a model.
     """
+    from lockstep_gpt.export.card import model_card
+    from lockstep_gpt.export.layouts import exported, layout_of
+    from lockstep_gpt.training.checkpoint import load_model, read_checkpoint
+
     target = target.resolve()  # of `.` the parent, and of a link what it stands for
     _refuse_occupied(target, force)
     model, _, tokenizer = load_model(source)

@@ -6,8 +6,7 @@ import argparse
 import json
 import math
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING
 
 from lockstep_gpt.config import PROGRAM, Config, UserError
 from lockstep_gpt.data.order import validation_rows
@@ -19,9 +18,10 @@ from lockstep_gpt.data.shards import (
     open_windows,
     widen,
 )
-from lockstep_gpt.model.gpt import GPT
-from lockstep_gpt.training.checkpoint import find_checkpoint, load_model
-from lockstep_gpt.training.module import TokenLoss
+from lockstep_gpt.run_directory import refuse_missing
+
+if TYPE_CHECKING:
+    from lockstep_gpt.model.gpt import GPT
 
 
 def main(arguments: list[str]) -> int:
@@ -29,10 +29,16 @@ def main(arguments: list[str]) -> int:
     options = _parser().parse_args(arguments)
     if options.batch_size < 1:
         raise UserError(f"--batch-size={options.batch_size} must be at least 1")
+    refuse_missing(options.source)
+    import torch  # only now: mistakes are answered at once
+
+    from lockstep_gpt.training.checkpoint import find_checkpoint, load_model
+
     checkpoint = find_checkpoint(options.source)
     model, config, _ = load_model(checkpoint)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    result = evaluate(model.to(device), config, options.batch_size)
+    with torch.inference_mode():
+        result = evaluate(model.to(device), config, options.batch_size)
     if options.json:
         print(json.dumps({"checkpoint": str(checkpoint), **result}))
         return 0
@@ -43,7 +49,6 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-@torch.inference_mode()
 def evaluate(model: GPT, config: Config, batch_size: int) -> dict[str, float]:
     """Return the means over every whole validation window of the model's data.
 
@@ -51,6 +56,8 @@ def evaluate(model: GPT, config: Config, batch_size: int) -> dict[str, float]:
         `loss` in nats per token, its exp as `perplexity`, the number of `tokens`, and for text
         `bits_per_byte`: nats per token times tokens per byte, over ln 2.
     """
+    from lockstep_gpt.training.module import TokenLoss
+
     folder = prepare(config.data)
     index = load_index(folder)
     block_size = config.model.block_size

@@ -5,10 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-import torch
-
 from lockstep_gpt.config import PROGRAM, UserError
-from lockstep_gpt.training.checkpoint import find_checkpoint, load_model
+from lockstep_gpt.run_directory import refuse_missing
 
 
 def main(arguments: list[str]) -> int:
@@ -18,6 +16,11 @@ def main(arguments: list[str]) -> int:
         raise UserError(f"--length={options.length} must be at least 0")
     if not 0 <= options.seed < 2**63:
         raise UserError(f"--seed={options.seed} must be from 0 to {2**63 - 1}")
+    refuse_missing(options.source)
+    import torch  # only now: mistakes are answered at once
+
+    from lockstep_gpt.training.checkpoint import find_checkpoint, load_model
+
     model, _, tokenizer = load_model(find_checkpoint(options.source))
     prompt = tokenizer.encode(options.prompt).astype("int64")
     tokens = model.generate(

@@ -20,11 +20,11 @@ import torch
 from lockstep_gpt.config import OPEN_GROUPS, Config, RunError, UserError, from_container
 from lockstep_gpt.data import tokenizer
 from lockstep_gpt.model.gpt import GPT, build_gpt
+from lockstep_gpt.run_directory import REFERENCE, refuse_missing
 
 logger = logging.getLogger(__name__)
 
 # What torch raises for a file that it cannot read.
-REFERENCE = re.compile(r"wandb:/{1,2}(.+)")  # a `Path` has only one slash left
 UNREADABLE = (pickle.UnpicklingError, RuntimeError, EOFError, LookupError, ValueError, struct.error)
 MEND = "then go on with resume=auto from the newest, which is whole"
 NAME = re.compile(r"step=(\d{6,})\.ckpt")
@@ -278,11 +278,7 @@ def find_checkpoint(path: Path, folder: Path | None = None) -> Path:
     """
     if reference := REFERENCE.fullmatch(str(path)):
         return _fetched(reference[1], folder)
-    if not path.exists():
-        raise UserError(
-            f"{path} does not exist; give a run directory, a checkpoint in one, or "
-            "wandb://ENTITY/PROJECT/NAME:ALIAS"
-        )
+    refuse_missing(path)
     if path.is_file():
         return path
     newest = newest_valid(path / "checkpoints")
