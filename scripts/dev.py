@@ -4,13 +4,16 @@
 usage: python3 scripts/dev.py COMMAND [arguments]
   train [overrides]       train; prepare, generate and all other commands are passed on likewise
   test [pytest options]   lint, types, then the tests, up to the first that fails
+  test --changed          the same, with the tests of what differs from the last commit only
 """
 # Python 3.6 must still be able to start this, so that an unsupported Python gets a clear line.
 
 import hashlib
 import os
+import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 POSIX = os.name == "posix"
@@ -21,6 +24,8 @@ VENV, PINS = ROOT / ".venv", ROOT / "constraints.txt"
 PYTHON = str(VENV / ("bin/python" if POSIX else "Scripts/python.exe"))
 STAMP = VENV / "set-up.sha256"  # written last: an environment without it is half made
 OWN_PROCESSES = ("-n", "--pdb", "--trace")  # options of pytest that rule out our -n
+SECONDS = VENV / "test-seconds"  # what all tests took the last time that they passed
+PER_TEST = 0.7  # seconds of one core, where they have never passed
 
 
 def main(arguments: "list[str]") -> int:
@@ -39,21 +44,70 @@ def main(arguments: "list[str]") -> int:
 
 def check(options: "list[str]") -> int:
     """Lint, check types and test, up to the first that fails."""
+    whole = not options
+    if "--changed" in options:
+        options = [each for each in options if each != "--changed"] + changed_tests()
+        _say(f"of what has changed: {' '.join(options) or 'no tests, only lint and types'}")
     spread = [] if any(each.startswith(OWN_PROCESSES) for each in options) else ["-n", "auto"]
-    lint = [["ruff", "check"], ["ruff", "format", "--check"], ["mypy"]]
-    for step in [*lint, ["pytest", *spread, *options]]:
+    steps = [["ruff", "check"], ["ruff", "format", "--check"], ["mypy"]]
+    if whole or options:
+        steps.append(["pytest", *spread, "--durations=10", *options])
+    if whole:
+        _say(f"lint, types and all tests: about {_estimate() / 60:.0f} minutes")
+    for step in steps:
         _say(" ".join(step))
+        started = time.monotonic()
         status = subprocess.call([PYTHON, "-m", *step], cwd=ROOT)
         if status:
             return status
+    if whole:
+        SECONDS.write_text(str(time.monotonic() - started))
     return 0
+
+
+def _estimate() -> float:
+    """Return the seconds that all tests took here the last time, or may take."""
+    if SECONDS.is_file():
+        return float(SECONDS.read_text())
+    tests = sum(path.read_text("utf-8").count("\ndef test_") for path in ROOT.glob("tests/**/*.py"))
+    return tests * PER_TEST * 2 / (os.cpu_count() or 1)
+
+
+def changed_tests() -> "list[str]":
+    """Return the test files of all files that differ from the last commit.
+
+    The tree of tests mirrors that of the source; a file without a mirror is tested by the files
+    that import it, and one that nobody imports by the folder that is named after its own.
+    """
+    found = set()
+    for listing in (["diff", "--name-only", "HEAD"], ["ls-files", "-o", "--exclude-standard"]):
+        done = subprocess.run(["git", *listing], cwd=ROOT, stdout=subprocess.PIPE)
+        if done.returncode:
+            _refuse("--changed asks git what differs from the last commit; see above")
+        for name in done.stdout.decode().splitlines():
+            found |= _tests_of(Path(name))
+    return sorted(found)
+
+
+def _tests_of(path: Path) -> "set[str]":
+    if path.parts[0] == "tests":
+        tested = path if path.name.startswith("test_") else path.parent
+        return {tested.as_posix()} if (ROOT / tested).exists() and path.suffix == ".py" else set()
+    inner = path.parts[2:] if path.parts[0] == "src" else path.parts
+    mirror = Path("tests", *inner[:-1], "test_" + inner[-1])
+    if (ROOT / mirror).is_file():
+        return {mirror.as_posix()}
+    imports = re.compile(rf"(import|from) .*\b{re.escape(path.stem)}\b")
+    tests = [each for each in ROOT.glob("tests/**/test_*.py") if path.suffix == ".py"]
+    importers = {each for each in tests if imports.search(each.read_text("utf-8"))}
+    folder = ROOT / "tests" / inner[0]
+    folders = {folder} if folder.is_dir() and not importers else set()
+    return {each.relative_to(ROOT).as_posix() for each in importers | folders}
 
 
 def set_up() -> None:
     """Make `.venv` hold the project and its pins, unless it does already."""
-    place = f"{sys.version_info[:2]} ".encode() + os.fsencode(ROOT)
-    needs = (ROOT / "pyproject.toml").read_bytes() + PINS.read_bytes()
-    wanted = [hashlib.sha256(part).hexdigest() for part in (place, needs)]
+    wanted = fingerprints()
     if _stamp() == wanted:
         return
     _say("setting up .venv (a few minutes, once) ...")
@@ -64,6 +118,13 @@ def set_up() -> None:
         if _stamp() != wanted:
             _install(wanted)
     _say(".venv is ready")
+
+
+def fingerprints() -> "list[str]":
+    """Return what a `.venv` is good for: this folder and Python; these needs."""
+    place = f"{sys.version_info[:2]} ".encode() + os.fsencode(ROOT)
+    needs = (ROOT / "pyproject.toml").read_bytes() + PINS.read_bytes()
+    return [hashlib.sha256(part).hexdigest() for part in (place, needs)]
 
 
 def _stamp() -> "list[str]":

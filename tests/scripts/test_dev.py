@@ -1,4 +1,5 @@
 import ast
+import importlib.util
 import json
 import os
 import shutil
@@ -166,14 +167,51 @@ def test_test_runs_lint_types_and_tests_in_the_root(project, tmp_path):
         "ruff check",
         "ruff format --check",
         "mypy",
-        "pytest -n auto tests/model -k a or b",
+        "pytest -n auto --durations=10 tests/model -k a or b",
     ]
 
 
 @pytest.mark.parametrize("options", [["-n", "3"], ["-n0"], ["--pdb"]])
 def test_test_leaves_the_number_of_processes_to_who_chose_it(project, options):
     _, out, _ = dev(project, "test", *options)
-    assert out.splitlines()[-1] == " ".join(["pytest", *options])
+    assert out.splitlines()[-1] == " ".join(["pytest", "--durations=10", *options])
+
+
+def test_all_tests_are_announced_with_the_time_they_took_before(project):
+    (project / "tests").mkdir()
+    (project / "tests/test_many.py").write_text("\ndef test_it(): pass\n" * 3000)
+    guessed = dev(project, "test")[2]
+    minutes = round(3000 * 0.7 * 2 / os.cpu_count() / 60)
+    assert f"lint, types and all tests: about {minutes} minutes\n" in guessed
+    assert "all tests: about 0 minutes\n" in dev(project, "test")[2]
+    assert "all tests" not in dev(project, "test", "-k", "one")[2]
+
+
+CHANGES = {
+    "src/lockstep_gpt/model/gpt.py": {"tests/model/test_gpt.py"},  # the mirror
+    "src/lockstep_gpt/launch.py": {"tests/test_who.py"},  # whoever imports it
+    "tests/model/test_gpt.py": {"tests/model/test_gpt.py"},
+    "tests/model/conftest.py": {"tests/model"},
+    "docs/page.md": {"tests/docs"},
+    "README.md": set(),
+}
+
+
+@pytest.mark.parametrize(("changed", "tests"), CHANGES.items())
+def test_changed_means_the_tests_of_what_differs_from_the_last_commit(tmp_path, changed, tests):
+    root = plant(tmp_path / "project")
+    for name in (*CHANGES, "tests/docs/test_pages.py"):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).touch()
+    (root / "tests/test_who.py").write_text("from lockstep_gpt import launch\n")
+    git = ["git", "-c", "user.name=a", "-c", "user.email=a@b"]
+    for words in (["init", "-q"], ["add", "-A"], ["commit", "-qm", "all"]):
+        subprocess.run([*git, *words], cwd=root, check=True)
+    (root / changed).write_text("changed\n")
+    spec = importlib.util.spec_from_file_location("planted", root / "scripts/dev.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert set(module.changed_tests()) == tests
 
 
 def test_test_stops_at_the_first_failure(project):

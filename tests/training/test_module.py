@@ -10,7 +10,7 @@ from lightning import Callback, Trainer
 
 from lockstep_gpt.data.shards import widen
 from lockstep_gpt.model.functional import IGNORE
-from lockstep_gpt.training.module import LeanLoop, StepCallback, TokenLoss, step_seed
+from lockstep_gpt.training.module import HOOKS, LeanLoop, StepCallback, TokenLoss, step_seed
 
 
 class Batches(Callback):
@@ -215,6 +215,30 @@ def test_the_stock_loop_calls_what_does_nothing_and_ours_never(new_run, monkeypa
     assert len(busy.batches) == 6
     idle.on_before_backward(None, None, None)
     assert len(calls) == 1
+
+
+class Raises(Callback):
+    """Ends a run in its third step, and keeps its Trainer."""
+
+    def on_train_batch_end(self, trainer, *_):
+        self.trainer = trainer
+        if trainer.global_step == 3:
+            raise ZeroDivisionError
+
+
+def test_all_that_is_taken_out_of_the_loop_is_put_back_after_an_exception_too(new_run):
+    raises, mine = Raises(), lambda *_: None
+    raises.on_before_backward = mine  # of an instance, where a class has none
+    with pytest.raises(ZeroDivisionError):
+        new_run(max_steps=6).fit(raises, LeanLoop())
+    trainer = raises.trainer
+    assert "_broadcast_sigterm_tensor" not in vars(trainer.fit_loop.epoch_loop)
+    assert "profile" not in vars(trainer.profiler)
+    hooked = {*HOOKS}
+    assert hooked & {*vars(raises)} == {"on_before_backward"}
+    assert raises.on_before_backward is mine
+    assert not hooked & {*vars(trainer.lightning_module)}
+    assert gc.isenabled()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="torch then seeds the GPU instead")

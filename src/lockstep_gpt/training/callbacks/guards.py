@@ -134,15 +134,16 @@ class Guards(StepCallback):
         self.terminal = terminal
         self._alive = 0.0  # clock of the last sign of progress
         self._over = threading.Event()
+        self._watcher: threading.Thread | None = None
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         """Begin to watch the clock, from a thread that waits for nothing else."""
         super().on_train_start(trainer, pl_module)
         self._alive = time.monotonic()
         if self.settings.stall_after is not None:
-            threading.Thread(
-                target=self._watch, args=[self.settings.stall_after], daemon=True
-            ).start()
+            limits = [self.settings.stall_after]
+            self._watcher = threading.Thread(target=self._watch, args=limits, daemon=True)
+            self._watcher.start()
 
     def on_train_batch_end(self, *arguments: Any) -> None:
         """Note the progress."""
@@ -161,10 +162,12 @@ class Guards(StepCallback):
     def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:  # noqa: ARG002
         """Watch no longer."""
         self._over.set()
+        if self._watcher:
+            self._watcher.join()  # it may have to call faulthandler off
 
     def on_exception(self, trainer: Trainer, pl_module: Any, exception: BaseException) -> None:  # noqa: ARG002
         """Watch no longer."""
-        self._over.set()
+        self.on_train_end(trainer, pl_module)
 
     def _watch(self, stall_after: float) -> None:
         """End the process after a stall; one of faulthandler's does if even this one is held up."""
