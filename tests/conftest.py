@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import importlib.util
 import json
 import os
 import signal
@@ -21,6 +22,8 @@ from typing import IO, Any
 import pytest
 import torch
 from hypothesis import settings
+
+from lockstep_gpt import machine
 
 # The default limit of 200 ms per example fails on a machine that is busy with something else.
 settings.register_profile("patient", deadline=None)
@@ -60,10 +63,36 @@ class Command:
     folder: Path
     data_root: Path
 
-    def start(self, *arguments: str, **environment: str) -> subprocess.Popen[str]:
-        """Start the command and return the process."""
-        words = [sys.executable, "-m", "lockstep_gpt", *arguments]
-        return self.start_words(words, **environment)
+    def start(
+        self, *arguments: str, target: str = "lockstep_gpt.cli:main", **environment: str
+    ) -> Started:
+        """Start the command and return the process: a fork of one that has imported everything.
+
+        Args:
+            arguments: of the command.
+            target: what runs them instead, `module:function`.
+            environment: variables of the process.
+        """
+        if not importlib.util.find_spec("lockstep_gpt.warm"):
+            module, _, function = target.partition(":")
+            script = f"import sys, {module} as m; sys.exit(m.{function}(sys.argv[1:]))"
+            words = [sys.executable, "-c", script, *arguments]
+            return Started(self.start_words(words, **environment))
+        from lockstep_gpt.warm import server
+
+        clean = {**_clean_environment(os.environ), **QUIET, **environment}
+        printed = [tempfile.TemporaryFile() for _ in range(2)]  # noqa: SIM115 (of the process)
+        with contextlib.chdir(self.folder):
+            process = server.start(
+                target,
+                [arguments],
+                ["lockstep_gpt", *arguments],
+                {**machine.KEEP_MEMORY, **clean},
+                ["wandb"],
+                [0, *(file.fileno() for file in printed)],
+            )
+        assert process, "the server that forks commands has ended"
+        return Started(process, *printed)
 
     def start_words(self, words: list[str], **environment: str) -> subprocess.Popen[str]:
         """Start any program."""
@@ -109,6 +138,39 @@ class Command:
     def summary(self, run: str) -> dict[str, Any]:
         """Return a run's summary.json."""
         return dict(json.loads((self.folder / run / "summary.json").read_text()))
+
+
+class Started:
+    """A process of the command, a program or a fork: what tests do with it."""
+
+    def __init__(self, process: Any, *files: IO[bytes]) -> None:
+        self._process = process
+        self._files = files
+        self._printed: list[str] = []  # of them, once they are closed
+        self.pid: int = process.pid
+        self.send_signal, self.kill, self.poll = process.send_signal, process.kill, process.poll
+
+    def terminate(self) -> None:
+        """Send SIGTERM."""
+        self.send_signal(signal.SIGTERM)
+
+    @property
+    def returncode(self) -> int | None:
+        """The exit status, -n after signal n; None while it is not known."""
+        status: int | None = self._process.returncode
+        return status
+
+    def communicate(self, timeout: float | None = None) -> tuple[str, str]:
+        """Wait for the end; return what was printed, out and err."""
+        if not self._files:
+            out, err = self._process.communicate(timeout=timeout)
+            return out, err
+        self._process.wait(timeout)
+        for file in self._files[len(self._printed) :]:
+            file.seek(0)
+            self._printed.append(file.read().decode(errors="replace"))
+            file.close()
+        return self._printed[0], self._printed[1]
 
 
 def _main(arguments: Sequence[str]) -> int:
@@ -228,8 +290,6 @@ def one_thread() -> None:
 @pytest.fixture(scope="session", autouse=True)
 def servers() -> Iterator[None]:
     """Let all commands of this worker share what they fork their ranks from."""
-    from lockstep_gpt import machine
-
     with machine.sharing_servers():
         yield
 

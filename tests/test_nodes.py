@@ -3,7 +3,6 @@
 import os
 import shutil
 import subprocess
-import sys
 import time
 
 import pytest
@@ -14,6 +13,18 @@ pytestmark = pytest.mark.skipif(
 )
 
 
+# The command on one of the machines: as `ip netns exec` would, without a program of its own.
+INSIDE = """
+import ctypes, os
+from lockstep_gpt import cli
+def main(words):
+    with open(os.environ["NAMESPACE"]) as namespace:
+        if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), 0x40000000):  # CLONE_NEWNET
+            raise OSError(ctypes.get_errno(), "setns")
+    return cli.main(words)
+"""
+
+
 def ip(*words):
     subprocess.run(["ip", *words], check=True, capture_output=True, timeout=20)
 
@@ -21,7 +32,8 @@ def ip(*words):
 class Nodes:
     """Two machines with a link between them, 10.77.N.1 and 10.77.N.2."""
 
-    def __init__(self, number):
+    def __init__(self, number, folder):
+        self.folder = folder
         self.names = [f"t{number}n{node}" for node in (0, 1)]
         self.addresses = [f"10.77.{number % 250}.{node}" for node in (1, 2)]
         self.links = [f"t{number}v{node}" for node in (0, 1)]
@@ -43,9 +55,10 @@ class Nodes:
     def start(self, command, node, *overrides, **environment):
         launch = [f"launch.node_rank={node}", f"launch.rdzv_endpoint={self.addresses[0]}:29511"]
         words = command.smoke("trainer=cpu", "trainer.devices=1", "trainer.num_nodes=2")
-        inside = ["ip", "netns", "exec", self.names[node]]
-        train = [sys.executable, "-m", "lockstep_gpt", *words, *launch, *overrides]
-        return command.start_words([*inside, *train], **environment)
+        (self.folder / "inside.py").write_text(INSIDE)
+        path = os.pathsep.join(filter(None, [str(self.folder), environment.get("PYTHONPATH")]))
+        environment |= {"PYTHONPATH": path, "NAMESPACE": f"/run/netns/{self.names[node]}"}
+        return command.start(*words, *launch, *overrides, target="inside:main", **environment)
 
     def link(self, node, state):
         ip("-n", self.names[node], "link", "set", self.links[node], state)
@@ -59,8 +72,8 @@ class Nodes:
 
 
 @pytest.fixture
-def nodes():
-    made = Nodes(os.getpid() % 10_000)
+def nodes(tmp_path_factory):
+    made = Nodes(os.getpid() % 10_000, tmp_path_factory.mktemp("nodes"))
     try:
         made.make()
     except subprocess.CalledProcessError as error:

@@ -39,6 +39,7 @@ SelectTypeParameters=CR_CPU
 SlurmdParameters=config_overrides
 ReturnToService=2
 KillWait=20
+SlurmdTimeout=15
 NodeName=n[0-1] NodeHostname={host} NodeAddr={address} Port=[{ports[1]},{ports[2]}] CPUs=4
 PartitionName=all Nodes=n[0-1] Default=YES
 """

@@ -226,15 +226,30 @@ def start_agent(
     run: RunDirectory, node_rank: int, config: Config, environment: dict[str, str]
 ) -> Child | None:
     """Fork the agent of `run` on this machine, in `kept`; None if the server does not live."""
-    modules = ["wandb"] if "wandb" in config.logger else []
-    mattering = mattering_of(environment)
-    key = json.dumps([modules, mattering], sort_keys=True)
     words = machine.command("agent", run, node_rank)[2:]
     target, arguments = "lockstep_gpt.warm.forking_agent:main", [str(run.path), node_rank]
+    modules = ["wandb"] if "wandb" in config.logger else []
+    return start(target, arguments, words, environment, modules)
+
+
+def start(
+    target: str,
+    arguments: Sequence[Any],
+    words: Sequence[str],
+    environment: dict[str, str],
+    modules: Sequence[str] = (),
+    streams: Sequence[int] = (0, 1, 2),
+) -> Child | None:
+    """Fork a process, in `kept`, by the server of its environment; None if that does not live.
+
+    `Server.fork` says what the arguments are; `modules` are imported beforehand.
+    """
+    mattering = mattering_of(environment)
+    key = json.dumps([*modules, mattering], sort_keys=True)
     if key not in _kept:
-        _kept[key] = _server(environment, modules, mattering, str(run.path))
+        _kept[key] = _server(environment, modules, mattering, words[-1])
     try:
-        return _kept[key].fork(target, arguments, words, [environment])[0]
+        return _kept[key].fork(target, arguments, words, [environment], streams)[0]
     except ServerGoneError:
         del _kept[key]
         return None
@@ -246,7 +261,7 @@ def mattering_of(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def _server(
-    environment: dict[str, str], modules: list[str], mattering: dict[str, str], name: str
+    environment: dict[str, str], modules: Sequence[str], mattering: dict[str, str], name: str
 ) -> Server:
     imported_with = mattering_of(fork.before_imports or {})
     if fork.before_imports and mattering == imported_with and threading.active_count() == 1:
