@@ -83,7 +83,9 @@ def as_typed(value: Any) -> str:
 
 def is_module(folder: str, name: str) -> bool:
     """Tell whether the package has this module; what is not chosen may not be there."""
-    return name.isidentifier() and bool(importlib.util.find_spec(f"{__package__}.{folder}.{name}"))
+    package = f"{__package__}.{folder}"
+    found = name.isidentifier() and importlib.util.find_spec(package)
+    return bool(found and importlib.util.find_spec(f"{package}.{name}"))
 
 
 _HOLDS = {

@@ -50,7 +50,7 @@ def borrowing(run):
         for tool in Path(sysconfig.get_path("scripts")).iterdir():
             if not (tools / tool.name).exists():
                 (tools / tool.name).symlink_to(tool)
-        pip = ["-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation", "--no-index"]
+        pip = ["-m", "pip", "install", "-q", "--no-deps"]
         run(project, ".venv/bin/python", *pip, "-e", ".")
         stamp = "import dev; dev.STAMP.write_text(' '.join(dev.fingerprints()))"
         run(project / "scripts", sys.executable, "-c", stamp)
