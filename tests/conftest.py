@@ -49,7 +49,7 @@ USUAL_FILTERS = (
 
 
 # Settings of runs whose ranks are processes of their own, one rank or more.
-RANKS = ("trainer", "strategy", "launch.", "guard.stall_after", "logger=wandb")
+RANKS = ("trainer", "strategy", "launch.", "guard.stall_after")
 
 
 @dataclass

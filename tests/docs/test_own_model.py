@@ -73,7 +73,7 @@ def test_the_page_s_commands_train_generate_and_evaluate_it(copy, command):
     alone = train.replace("trainer.devices=2", "trainer.devices=1").replace(
         "runs/retention", "runs/alone"
     )
-    run(command, copy, alone, data, "logger=none", "precision=64-true")
+    run(command, copy, alone, data, "logger=none", "precision=64-true", "launch.inline=true")
     one, two = (command.summary(f"runs/{name}") for name in ("alone", "retention"))
     assert one["val_loss"] == pytest.approx(two["val_loss"], abs=1e-10)
     saved = torch.load(

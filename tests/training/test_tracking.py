@@ -109,7 +109,8 @@ def test_failed_run_is_ended_as_failed_and_a_finished_one_as_finished(two, comma
         "class Broken(lightning.Callback):\n"
         "    def on_train_start(self, *_): raise ZeroDivisionError('on purpose')\n"
     )
-    broken = ("+callbacks.broken._target_=broken.Broken", "run_dir=run", "logger=wandb")
+    own = ("logger=wandb", "trainer=cpu")  # wandb keeps state for the life of a process
+    broken = ("+callbacks.broken._target_=broken.Broken", "run_dir=run", *own)
     command.train(*broken, status=1, PYTHONPATH=str(command.folder))
     for folder, status in ((command.folder / "run", 1), (two[0].folder / "runs/two", 0)):
         (path,) = folder.glob("wandb/offline-run-*/*.wandb")
@@ -121,7 +122,8 @@ def test_failed_run_is_ended_as_failed_and_a_finished_one_as_finished(two, comma
 
 def test_the_table_of_samples_grows_with_each_validation(command):
     sampling = ("callbacks.sample.at_validation=true", "callbacks.sample.length=9", "val_every=5")
-    command.train("logger=wandb", "run_dir=run", "max_steps=15", *sampling)
+    own = ("logger=wandb", "trainer=cpu")  # in a process that has logged no other table
+    command.train(*own, "run_dir=run", "max_steps=15", *sampling)
     _, _, rows = read_offline(command.folder / "run")
     tables = [row for row in rows if "samples.nrows" in row]
     assert [table["samples.increment_num"] for table in tables] == [0, 1, 2]
@@ -131,7 +133,8 @@ def test_the_table_of_samples_grows_with_each_validation(command):
 def test_histograms_and_code_are_kept_where_they_are_asked_for(command):
     store = command.folder / "store"
     asked = ("logger.wandb.watch=gradients", "logger.wandb.log_code=true")
-    command.train("logger=wandb", "run_dir=run", *asked, WANDB_DATA_DIR=str(store))
+    own = ("logger=wandb", "trainer=cpu")  # WANDB_DATA_DIR is read once in a process
+    command.train(*own, "run_dir=run", *asked, WANDB_DATA_DIR=str(store))
     _, _, rows = read_offline(command.folder / "run")
     names = {name for row in rows for name in row if name.startswith("gradients/")}
     assert any("blocks.0.attention" in name for name in names)

@@ -3,11 +3,14 @@
 import json
 import random
 import signal
+import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
+
+from lockstep_gpt.warm import server
 
 TWO = ("trainer=cpu", "trainer.devices=2", "strategy=ddp", "model.dropout=0.1")
 TELLS = """
@@ -51,6 +54,17 @@ def test_warm_where_it_cannot_be_is_refused_before_anything_is_made(command, ove
     result = command.train(*TWO[:2], override, "launch.warm=true", "run_dir=run", status=2)
     assert line in result.stderr
     assert not (command.folder / "run").exists()
+
+
+def test_jobs_of_a_sweep_are_forks_of_one_process(command):
+    command.train(*TWO, "run_dir=first", "max_steps=6")
+    before = {key: each.process.pid for key, each in server._kept.items()}
+    command.train("--multirun", "seed=1,2", *TWO, "run_dir=sweep", "max_steps=6")
+    assert {key: each.process.pid for key, each in server._kept.items()} == before
+    command.train(*TWO, "run_dir=more", "max_steps=6", OMP_NUM_THREADS="2")
+    assert len(server._kept) == len(before) + 1  # other threads: a server of their own
+    for key in {*server._kept} - {*before}:
+        server._kept.pop(key).close()
 
 
 def started(command, processes_of, wait_for, *words):
@@ -99,8 +113,8 @@ def test_kills_at_random_moments_of_the_start_end_in_good_order(command, process
     for attempt in range(3):
         run = command.folder / f"run{attempt}"
         words = command.smoke(*TWO, "max_steps=100000", f"run_dir={run}")
-        process = command.start(*words)
-        time.sleep(chance.uniform(0.5, 6))
+        process = command.start_words([sys.executable, "-m", "lockstep_gpt", *words])
+        time.sleep(chance.uniform(0.5, 8))  # from its own imports to its first steps
         process.send_signal(signal.SIGTERM)
         process.communicate(timeout=60)
         assert process.returncode in (128 + signal.SIGTERM, -signal.SIGTERM)

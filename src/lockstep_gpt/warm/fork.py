@@ -101,27 +101,27 @@ def _fork(job: Job, descriptors: list[int], connection: socket.socket) -> list[i
     read, write = os.pipe()
     if not (between := os.fork()):
         try:
-            for environment in job.environments:
-                if not (pid := os.fork()):
+            for number, environment in enumerate(job.environments):
+                if not os.fork():
+                    os.setsid()  # before its requester may send a signal to its group
+                    os.write(write, f"{number}:{os.getpid()} ".encode())
                     os.close(read)
                     os.close(write)
                     connection.close()
                     _be(job, environment, descriptors)
-                os.write(write, f"{pid} ".encode())
         finally:  # nothing but new processes may go on from here
             os._exit(0)
     os.close(write)
     with os.fdopen(read, "rb") as file:
-        pids = [int(word) for word in file.read().split()]
+        pids = dict(map(int, word.split(b":")) for word in file.read().split())
     os.waitpid(between, 0)  # from here on they are the requester's children
-    return pids
+    return [pids[number] for number in sorted(pids)]
 
 
 def _be(job: Job, environment: Mapping[str, str], descriptors: list[int]) -> NoReturn:
     """Be one of the processes of `job`, to its end: what a program's start would do, then it."""
     status = 1
     try:
-        os.setsid()
         for signum in SIGNALS:
             signal.signal(signum, signal.default_int_handler if signum == signal.SIGINT else 0)
         *streams, wait = descriptors
