@@ -113,7 +113,8 @@ def _fork(job: Job, descriptors: list[int], connection: socket.socket) -> list[i
             os._exit(0)
     os.close(write)
     with os.fdopen(read, "rb") as file:
-        pids = dict(map(int, word.split(b":")) for word in file.read().split())
+        told = [word.split(b":") for word in file.read().split()]
+    pids = {int(number): int(pid) for number, pid in told}
     os.waitpid(between, 0)  # from here on they are the requester's children
     return [pids[number] for number in sorted(pids)]
 
