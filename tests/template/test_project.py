@@ -61,12 +61,14 @@ def borrowing(run):
 
 
 @pytest.fixture
-def project(shared, once, generate, borrowing):
+def project(shared, once, generate, borrowing, run):
     """A project that is set up."""
 
     def make(folder: Path) -> None:
         generate(folder, *ANSWERS)
         borrowing(folder / "my-gpt")
+        dev = [sys.executable, "scripts/dev.py", "train", "--cfg", "job"]
+        assert "max_steps:" in run(folder / "my-gpt", *dev)
 
     return once(shared / "installed", make) / "my-gpt"
 

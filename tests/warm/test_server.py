@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -63,6 +64,18 @@ def test_status_is_that_of_the_function(server, text, status):
     (child,) = server.fork("builtins:len", [text], ["words"], [os.environ])
     assert child.wait(30) == status
     assert child.poll() == status
+
+
+def test_end_that_a_handler_learns_of_first_is_known_to_who_waits(server):
+    (child,) = server.fork("subprocess:call", [["sleep", "0.5"]], ["words"], [os.environ])
+    before = signal.signal(signal.SIGUSR2, lambda *_: child.wait())
+    timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGUSR2))
+    timer.start()
+    try:
+        assert child.wait() == 0
+    finally:
+        timer.join()
+        signal.signal(signal.SIGUSR2, before)
 
 
 def test_child_is_the_requester_s_own_and_leads_a_session(server):

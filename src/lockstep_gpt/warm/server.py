@@ -51,10 +51,15 @@ class Child:
         return self._reap(os.WNOHANG)
 
     def _reap(self, options: int) -> int | None:
-        if self.returncode is None:
+        if self.returncode is not None:
+            return self.returncode
+        try:
             pid, status = os.waitpid(self.pid, options)
-            if pid:
-                self.returncode = os.waitstatus_to_exitcode(status)
+        except ChildProcessError:
+            if self.returncode is None:  # else a signal's handler, which ran in here, has asked
+                raise
+        else:
+            self.returncode = os.waitstatus_to_exitcode(status) if pid else None
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
