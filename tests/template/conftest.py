@@ -219,3 +219,14 @@ def environment_fixture() -> Callable[..., dict[str, str]]:
 @pytest.fixture(scope="session", name="once")
 def once_fixture() -> Callable[[Path, Callable[[Path], object]], Path]:
     return once
+
+
+@pytest.fixture(scope="session")
+def types(shared: Path) -> Path:
+    """What mypy knows of the dependencies: from this repository, or from the first who asks."""
+
+    def start(folder: Path) -> None:
+        if (ROOT / ".mypy_cache").is_dir():
+            shutil.copytree(ROOT / ".mypy_cache", folder)
+
+    return once(shared / "types", start)

@@ -1,13 +1,11 @@
 """Lint and types: clean at the shortest and the longest names, with no extra and with all."""
 
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
 NAMES = ["a", "z" * 24]  # one sorts before, one after all that is imported beside it
 
 
@@ -19,17 +17,6 @@ def name(request):
 @pytest.fixture(params=["none", "all"])
 def project(request, name, baked):
     return baked(package_name=name, project_slug=name, extras=request.param)
-
-
-@pytest.fixture
-def types(shared, once):
-    """What mypy knows of the dependencies: from this repository, or from the first who asks."""
-
-    def start(folder: Path) -> None:
-        if (ROOT / ".mypy_cache").is_dir():
-            shutil.copytree(ROOT / ".mypy_cache", folder)
-
-    return once(shared / "types", start)
 
 
 def check(project: Path, environment, *words: str) -> str:

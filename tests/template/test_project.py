@@ -84,8 +84,9 @@ def packed(shared, once, project, run):
 @pytest.mark.timeout(LIMIT + 60)
 @pytest.mark.parametrize("extras", ["all", "none"])
 def test_it_passes_its_own_tests_and_leaves_nothing_for_git(
-    extras, generate, borrowing, run, git, tmp_path
+    extras, generate, borrowing, run, git, tmp_path, types, monkeypatch
 ):
+    monkeypatch.setenv("MYPY_CACHE_DIR", str(types))  # else mypy reads torch for a minute
     generate(tmp_path, f"extras={extras}")
     project = borrowing(tmp_path / "my-gpt")
     out = run(project, sys.executable, "scripts/dev.py", "test")
