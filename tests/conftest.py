@@ -25,6 +25,8 @@ from hypothesis import settings
 
 from lockstep_gpt import machine
 
+if os.environ.get("ENDS_WITH_PARENT"):  # tests of a project that other tests have made
+    machine.end_with_parent()
 # The default limit of 200 ms per example fails on a machine that is busy with something else.
 settings.register_profile("patient", deadline=None)
 settings.load_profile("patient")

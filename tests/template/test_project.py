@@ -1,7 +1,9 @@
 """Projects for real: they pass their own tests, train on two ranks, can be packed and installed."""
 
+import ctypes
 import json
 import shutil
+import signal
 import subprocess
 import sys
 import sysconfig
@@ -16,6 +18,12 @@ LIMIT = 20 * 60  # seconds, for each step
 ANSWERS = ("wandb_project=its-wandb", "wandb_entity=its-team")
 
 
+def die_with_parent() -> None:
+    """Have Linux kill this process when the tests are: what a project runs would run on."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG
+
+
 @pytest.fixture
 def run(environment):
     """Run a command to its end, check its status, return what it printed."""
@@ -24,7 +32,8 @@ def run(environment):
         done = subprocess.run(
             [*map(str, words)],
             cwd=cwd,
-            env=environment(),
+            env=environment(ENDS_WITH_PARENT="1"),  # tests/conftest.py reads it
+            preexec_fn=die_with_parent,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
