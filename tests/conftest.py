@@ -40,6 +40,7 @@ ON_TWO_RANKS = (
     "train experiment=smoke trainer=cpu trainer.devices=2 strategy=ddp "
     "strategy.process_group_backend=gloo"
 )
+COMMAND = "lockstep_gpt.cli:main"
 TIMEOUT = 240  # seconds; no command of the tests takes an eighth of it on a quiet machine
 # Python's own at its start: a command in this process is to warn as one of its own would.
 USUAL_FILTERS = (
@@ -58,16 +59,14 @@ RANKS = ("trainer", "strategy", "launch.", "guard.stall_after")
 class Command:
     """Runs `lockstep-gpt` for real, in its own folder, on data that all tests share.
 
-    To its end in this process, as `lockstep_gpt.cli.main`, with agents and ranks in processes of
-    their own; `start` makes a process of the command itself too, for what signals and kills it.
+    To its end in this process, by `COMMAND`, with agents and ranks in processes of their own;
+    `start` makes a process of the command itself too, for what signals and kills it.
     """
 
     folder: Path
     data_root: Path
 
-    def start(
-        self, *arguments: str, target: str = "lockstep_gpt.cli:main", **environment: str
-    ) -> Started:
+    def start(self, *arguments: str, target: str = COMMAND, **environment: str) -> Started:
         """Start the command and return the process: a fork of one that has imported everything.
 
         Args:

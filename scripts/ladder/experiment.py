@@ -19,12 +19,13 @@ from pathlib import Path
 import numpy as np
 import torch
 from omegaconf import DictConfig
+from sampler import EpochSampler
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from lockstep_gpt import compose
 from lockstep_gpt.config import Config, UserError
-from lockstep_gpt.data.order import EpochSampler, validation_rows
+from lockstep_gpt.data.order import validation_rows
 from lockstep_gpt.data.prepare import prepare
 from lockstep_gpt.data.shards import (
     Batch,

@@ -25,11 +25,12 @@ import single_device
 import torch
 import torch.distributed as dist
 from experiment import load, main
+from sampler import EpochSampler
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DistributedSampler
 
-from lockstep_gpt.data.order import EpochSampler, validation_rows
+from lockstep_gpt.data.order import validation_rows
 
 Finding = tuple[str, str]  # symptom and cure, each with what was measured
 HANG_SECONDS = 2.0  # after which a collective that waits for nobody is ended

@@ -27,14 +27,8 @@ from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousPara
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from torch.multiprocessing.spawn import ProcessExitedException, start_processes
 
+from lockstep_gpt import machine
 from lockstep_gpt.config import PROGRAM, Config, UserError
-from lockstep_gpt.machine import (
-    LOST_PEERS,
-    command,
-    end_process,
-    end_with_parent,
-    own_address,
-)
 from lockstep_gpt.run_directory import RunDirectory
 
 FAILURE_GRACE = 5  # seconds that the other ranks have after one has raised
@@ -76,7 +70,7 @@ def _run(run: RunDirectory, node_rank: int, folder: str, kind: Callable[..., Ran
         print(
             f"{PROGRAM} train: not all of {config.trainer['num_nodes']} machines met at "
             f"{rendezvous.endpoint} within launch.join_seconds={config.launch.join_seconds:g} "
-            f"({error.__cause__ or error}); start the same command on each, with its "
+            f"({error.__cause__ or error}); start the same machine.command on each, with its "
             "launch.node_rank",
             file=sys.stderr,
         )
@@ -108,7 +102,7 @@ def meeting(run: RunDirectory, config: Config, node_rank: int, folder: str) -> R
             **common,
         )
     assert launch.rdzv_endpoint is not None
-    address, interface = own_address(launch.rdzv_endpoint)
+    address, interface = machine.own_address(launch.rdzv_endpoint)
     _keep_to_interface(interface)
     return RendezvousParameters(
         endpoint=launch.rdzv_endpoint,
@@ -160,7 +154,7 @@ class RankAgent(LocalElasticAgent):
     def __init__(
         self, run: RunDirectory, config: Config, rendezvous: RendezvousParameters, folder: str
     ) -> None:
-        program, *arguments = command("rank", run)
+        program, *arguments = machine.command("rank", run)
         spec = WorkerSpec(
             role="rank",
             local_world_size=config.trainer["devices"],
@@ -215,7 +209,9 @@ class RankAgent(LocalElasticAgent):
         The latter alone: a signal that means the whole run reaches this process as well, and then
         nothing is asked here any more.
         """
-        ended = all(code < 0 or code == LOST_PEERS or code > 128 for code in self._ended.values())
+        ended = all(
+            code < 0 or code == machine.LOST_PEERS or code > 128 for code in self._ended.values()
+        )
         return ended and not self._run.failed.exists()
 
     def _end_others(self, restartable: bool) -> None:
@@ -290,7 +286,7 @@ def spawn(run: RunDirectory, config: Config) -> int:
         if failure := run.read_failure():
             return int(failure["status"])
         code = error.exit_code
-        if code < 0 or code == LOST_PEERS:
+        if code < 0 or code == machine.LOST_PEERS:
             print(f"rank {error.error_index} {_cause(code)}; no restart is left", file=sys.stderr)
         return code if code == 2 or code > 128 else 1
     return 0
@@ -299,12 +295,12 @@ def spawn(run: RunDirectory, config: Config) -> int:
 def _spawned_rank(local_rank: int, devices: int, port: int, run: RunDirectory) -> None:
     from lockstep_gpt.training import train
 
-    end_with_parent()
+    machine.end_with_parent()
     size = {"WORLD_SIZE": devices, "LOCAL_WORLD_SIZE": devices}
     place = {"RANK": local_rank, "LOCAL_RANK": local_rank, "NODE_RANK": 0}
     variables = {**size, **place, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in variables.items()})
-    end_process(train.main(run))
+    machine.end_process(train.main(run))
 
 
 def _causes(ended: dict[int, int]) -> str:
@@ -313,7 +309,7 @@ def _causes(ended: dict[int, int]) -> str:
 
 
 def _cause(code: int) -> str:
-    if code == LOST_PEERS:
+    if code == machine.LOST_PEERS:
         return "lost its peers"
     names = {each.value: each.name for each in signal.Signals}
     if name := names.get(-code):

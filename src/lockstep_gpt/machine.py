@@ -21,7 +21,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn, Protocol
+from typing import Any, NoReturn
 
 from lockstep_gpt.config import PROGRAM, Config, UserError, is_module
 from lockstep_gpt.run_directory import RunDirectory
@@ -143,7 +143,12 @@ def _refuse_impossible(config: Config, placement: Placement) -> None:
         raise UserError(
             "strategy.comm_hook=bf16 needs GPUs and NCCL; set strategy.comm_hook=fp16 or none"
         )
-    is_warm(config)
+    warm = _warm()
+    if config.launch.warm and not (warm and warm.is_possible(config)):
+        raise UserError(
+            "launch.warm=true needs Linux, the extra `warm`, and another strategy than ddp_spawn; "
+            "leave it out, or set false"
+        )
 
 
 def own_address(endpoint: str) -> tuple[str, str]:
@@ -201,38 +206,24 @@ def invocation() -> str:
     return f"{sys.executable} -m lockstep_gpt"
 
 
-class Process(Protocol):
-    """What we need of a process that we started: of `subprocess.Popen`, or of a fork."""
-
-    def wait(self) -> int:
-        """Return the exit status, -n after signal n."""
-
-    def send_signal(self, signum: int) -> None:
-        """Send a signal, unless the process has ended."""
-
-
-class Interrupted(BaseException):
-    """A signal came while there was no agent yet that it could be passed on to."""
-
-
 def supervise(run: RunDirectory, node_rank: int = 0) -> int:
     """Start the ranks' agent, pass our signals on to it, and return the run's exit status."""
     passed: list[int] = []
-    agent: Process | None = None
+    agent: Any = None  # of `subprocess.Popen`'s kind
 
     def forward(signum: int, _frame: FrameType | None) -> None:
         impatient = signum == signal.SIGINT and signal.SIGINT in passed
         passed.append(signum)
-        if agent is None:
-            raise Interrupted
+        if agent is None:  # there is nobody yet that it could be passed on to
+            raise KeyboardInterrupt
         agent.send_signal(signal.SIGKILL if impatient else signum)
 
     before = {signum: signal.signal(signum, forward) for signum in FORWARDED}
     try:
         with sharing_servers():  # while it may be needed, for it has made what its forks share
             agent = _start_agent(run, node_rank)
-            status = agent.wait()
-    except Interrupted:
+            status: int = agent.wait()
+    except KeyboardInterrupt:
         status = -passed[0]
     finally:
         for signum, handler in before.items():
@@ -244,44 +235,27 @@ def supervise(run: RunDirectory, node_rank: int = 0) -> int:
     return status
 
 
-def _start_agent(run: RunDirectory, node_rank: int) -> Process:
+def _start_agent(run: RunDirectory, node_rank: int) -> Any:
     """Start the agent: a fork of a process that has imported everything, or from nothing."""
-    config = run.load()
+    config, warm = run.load(), _warm()
     environment = rank_environment(config)
-    if is_warm(config):
-        server = importlib.import_module("lockstep_gpt.warm.server")
-        if agent := server.start_agent(run, node_rank, config, environment):
-            return agent  # type: ignore[no-any-return]
+    if warm and (agent := warm.start_agent(run, node_rank, config, environment)):
+        return agent
     # In a session of its own: a Ctrl-C reaches the ranks once, through us.
-    return subprocess.Popen(
-        command("agent", run, node_rank), env=environment, start_new_session=True
-    )
+    words = command("agent", run, node_rank)
+    return subprocess.Popen(words, env=environment, start_new_session=True)
+
+
+def _warm() -> Any:
+    """Return the module that forks processes, None without the extra."""
+    found = is_module("warm", "server")
+    return importlib.import_module("lockstep_gpt.warm.server") if found else None
 
 
 def sharing_servers() -> contextlib.AbstractContextManager[None]:
     """Let runs that are started meanwhile, the jobs of a sweep, be forks of the same process."""
-    if not is_module("warm", "server"):
-        return contextlib.nullcontext()
-    shared: contextlib.AbstractContextManager[None]
-    shared = importlib.import_module("lockstep_gpt.warm.server").kept()
-    return shared
-
-
-def is_warm(config: Config) -> bool:
-    """Tell whether this run's ranks are forks of one process that has imported everything.
-
-    Raises:
-        UserError: `launch.warm=true` asks for what cannot be here.
-    """
-    lacks = {
-        "Linux": sys.platform != "linux",
-        "the extra `warm`, which is not here": not is_module("warm", "server"),
-        "a strategy other than ddp_spawn": config.strategy.get("start_method") == "spawn",
-    }
-    missing = [what for what, is_lacking in lacks.items() if is_lacking]
-    if config.launch.warm and missing:
-        raise UserError(f"launch.warm=true needs {missing[0]}; leave it out, or set false")
-    return config.launch.warm is not False and not missing
+    warm = _warm()
+    return warm.kept() if warm else contextlib.nullcontext()
 
 
 def rank_environment(config: Config) -> dict[str, str]:

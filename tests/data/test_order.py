@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 
 from lockstep_gpt.data.order import (
     CHUNK,
-    EpochSampler,
     Order,
     permute,
     validation_rows,
@@ -133,26 +132,6 @@ def test_strided_streams_interleave_to_the_whole_stream(workers):
     for worker in range(workers):
         share = islice(order.stream(3 + worker, stride=workers), count)
         np.testing.assert_array_equal(list(share), whole[worker::workers])
-
-
-@settings(deadline=None)
-@given(st.integers(1, 9000), st.integers(1, 5), st.integers(1, 9), st.integers(0, 3), st.booleans())
-def test_the_sampler_shares_an_epoch_among_ranks_alike(size, world, micro, epoch, drop_last):
-    samplers = [EpochSampler(size, 3, rank, world, micro, drop_last) for rank in range(world)]
-    for sampler in samplers:
-        sampler.set_epoch(epoch)
-    turns = size // (world * micro) if drop_last else -(-size // (world * micro))
-    assert [len(sampler) for sampler in samplers] == [turns * micro] * world
-    seen = np.array([list(sampler) for sampler in samplers], dtype=np.int64)
-    together = seen.reshape(world, turns, micro).transpose(1, 0, 2).ravel()
-    order = permute(np.arange(size), size, 3, epoch)
-    np.testing.assert_array_equal(together, np.resize(order, turns * micro * world))
-
-
-def test_the_sampler_begins_an_epoch_of_a_trillion_windows_at_once():
-    sampler = EpochSampler(10**12, 0, rank=7, world_size=1000)
-    expected = permute(np.array([7, 1007]), 10**12, 0, 0)
-    assert (len(sampler), [*islice(sampler, 2)]) == (10**9, expected.tolist())
 
 
 @settings(deadline=None)

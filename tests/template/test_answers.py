@@ -207,7 +207,7 @@ def test_a_project_of_any_name_has_a_folder_a_command_and_a_package(name, slug, 
     generate(tmp_path, "git_init=no", f"project_name={name}")
     about = tomllib.loads((tmp_path / slug / "pyproject.toml").read_text("utf-8"))["project"]
     package = slug.replace("-", "_")
-    assert about["scripts"] == {slug: f"{package}.cli:main"}
+    assert about["scripts"] == {slug: f"{package}.cli:run"}
     assert (tmp_path / slug / "src" / package / "cli.py").is_file()
 
 

@@ -132,7 +132,7 @@ def test_pyproject_has_the_answers(baked):
     assert about["description"] == "A sentence"
     assert about["authors"] == [{"name": "Ada L.", "email": "ada@here.org"}]
     assert (about["license"], about["license-files"]) == ("BSD-3-Clause", ["LICENSE"])
-    assert about["scripts"] == {"its-slug": "its_package.cli:main"}
+    assert about["scripts"] == {"its-slug": "its_package.cli:run"}
 
 
 @pytest.mark.parametrize("licence", [each for each in LICENSES if each != "none"])
@@ -240,7 +240,7 @@ def code_lines(source: str) -> int:
     return len(code - words)
 
 
-CODE_LINES = 4954  # the aim is 3,500; lower this whenever the code allows
+CODE_LINES = 4952  # the aim is 3,500; lower this whenever the code allows
 
 
 def test_code_lines_are_counted_without_words():

@@ -10,7 +10,13 @@ from lightning import Callback, Trainer
 
 from lockstep_gpt.data.shards import widen
 from lockstep_gpt.model.functional import IGNORE
-from lockstep_gpt.training.module import HOOKS, LeanLoop, StepCallback, TokenLoss, step_seed
+from lockstep_gpt.training.module import (
+    HOOKS,
+    LeanLoop,
+    StepCallback,
+    TokenLoss,
+    step_seed,
+)
 
 
 class Batches(Callback):

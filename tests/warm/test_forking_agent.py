@@ -48,7 +48,12 @@ def test_warm_ranks_have_the_variables_and_the_bits_of_cold_ones(command):
 
 @pytest.mark.parametrize(
     ("override", "line"),
-    [("strategy=ddp_spawn", "launch.warm=true needs a strategy other than ddp_spawn")],
+    [
+        (
+            "strategy=ddp_spawn",
+            "launch.warm=true needs Linux, the extra `warm`, and another strategy",
+        )
+    ],
 )
 def test_warm_where_it_cannot_be_is_refused_before_anything_is_made(command, override, line):
     result = command.train(*TWO[:2], override, "launch.warm=true", "run_dir=run", status=2)

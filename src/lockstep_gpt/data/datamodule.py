@@ -14,22 +14,14 @@ import lightning
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
+from lockstep_gpt.data import shards
 from lockstep_gpt.data.order import Order, Positions, validation_rows
-from lockstep_gpt.data.shards import (
-    Batch,
-    Stored,
-    check_block_size,
-    gather,
-    load_index,
-    open_windows,
-    widen,
-)
 
 GROUP = 8  # micro-batches that are gathered and handed over at a time: each call costs microseconds
 WORKER_LIMIT = 300  # seconds that a worker may take for one batch
 
 
-class TokenStream(IterableDataset[Stored], ABC):
+class TokenStream(IterableDataset[shards.Stored], ABC):
     """Micro-batches of one rank out of one split.
 
     A loader asks its workers in turn, so worker w of n makes micro-batches w, w + n, ... and the
@@ -46,12 +38,12 @@ class TokenStream(IterableDataset[Stored], ABC):
     def rows(self, worker: int, workers: int) -> Iterable[Positions]:
         """Return the windows of micro-batches `worker`, `worker + workers`, ..., each (B,)."""
 
-    def __iter__(self) -> Iterator[Stored]:
-        windows = open_windows(self.folder, self.split, self.block_size)
+    def __iter__(self) -> Iterator[shards.Stored]:
+        windows = shards.open_windows(self.folder, self.split, self.block_size)
         info = get_worker_info()
         batches = iter(self.rows(info.id, info.num_workers) if info else self.rows(0, 1))
         while group := [*islice(batches, GROUP)]:
-            yield from gather(windows, group, self.pinned)
+            yield from shards.gather(windows, group, self.pinned)
 
 
 class TrainingStream(TokenStream):
@@ -82,7 +74,7 @@ class ValidationStream(TokenStream):
         return self.all_rows[worker::workers]
 
 
-class Feed(Iterable[Stored]):
+class Feed(Iterable[shards.Stored]):
     """Takes batches ahead in a thread, and keeps how long the training waited for them.
 
     Args:
@@ -93,12 +85,12 @@ class Feed(Iterable[Stored]):
         waited: seconds in all.
     """
 
-    def __init__(self, batches: Iterable[Stored], group: int = GROUP) -> None:
+    def __init__(self, batches: Iterable[shards.Stored], group: int = GROUP) -> None:
         self.batches, self.group = batches, group
         self.waited = 0.0
-        self._ahead: Future[list[Stored]] | None = None
+        self._ahead: Future[list[shards.Stored]] | None = None
 
-    def __iter__(self) -> Iterator[Stored]:
+    def __iter__(self) -> Iterator[shards.Stored]:
         batches = iter(self.batches)
         with ThreadPoolExecutor(1, "feed") as thread:
             self._ahead = thread.submit(list, islice(batches, 1))  # the first one comes at once
@@ -106,7 +98,7 @@ class Feed(Iterable[Stored]):
                 self._ahead = thread.submit(list, islice(batches, self.group))
                 yield from group
 
-    def _await(self, ahead: Future[list[Stored]]) -> list[Stored]:
+    def _await(self, ahead: Future[list[shards.Stored]]) -> list[shards.Stored]:
         started = time.perf_counter()
         group = ahead.result()
         self.waited += time.perf_counter() - started
@@ -154,8 +146,8 @@ class TokenDataModule(lightning.LightningDataModule):
         num_workers: int = 0,
     ) -> None:
         super().__init__()
-        index = load_index(folder)
-        check_block_size(index, block_size)
+        index = shards.load_index(folder)
+        shards.check_block_size(index, block_size)
         self.folder, self.block_size, self.micro_size = folder, block_size, micro_size
         self.accumulation, self.seed, self.num_workers = accumulation, seed, num_workers
         self._feeds: list[Feed] = []  # those with processes of their own
@@ -194,17 +186,17 @@ class TokenDataModule(lightning.LightningDataModule):
 
     def transfer_batch_to_device(
         self,
-        batch: Stored,
+        batch: shards.Stored,
         device: torch.device,
         dataloader_idx: int,  # noqa: ARG002
-    ) -> Stored:
+    ) -> shards.Stored:
         """Send the windows; Lightning's own would search the batch for what can be sent."""
         windows, real = batch
         return windows.to(device, non_blocking=True), real
 
-    def on_after_batch_transfer(self, batch: Stored, dataloader_idx: int) -> Batch:  # noqa: ARG002
+    def on_after_batch_transfer(self, batch: shards.Stored, dataloader_idx: int) -> shards.Batch:  # noqa: ARG002
         """Return `(tokens, targets)`: ids travel to the device as narrow as they are stored."""
-        return widen(batch)
+        return shards.widen(batch)
 
     def teardown(self, stage: str) -> None:  # noqa: ARG002
         """End what feeds a run that is over."""

@@ -16,7 +16,6 @@ import multiprocessing
 import os
 import shutil
 import signal
-import threading
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -33,15 +32,7 @@ from typing import Any, NamedTuple
 from tqdm import tqdm
 
 from lockstep_gpt.config import DataConfig, UserError
-from lockstep_gpt.data import shards
-from lockstep_gpt.data.corpora import (
-    CORPORA,
-    Block,
-    Corpus,
-    Position,
-    TokenBlock,
-    progress,
-)
+from lockstep_gpt.data import corpora, shards
 from lockstep_gpt.data.shards import INDEX, Index, SplitWriter
 from lockstep_gpt.data.tokenizer import (
     Tokenizer,
@@ -51,6 +42,7 @@ from lockstep_gpt.data.tokenizer import (
     token_dtype,
     tokenizer_files,
 )
+from lockstep_gpt.machine import end_with_parent
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +58,7 @@ class Recipe:
     """What decides the tokens of one prepared folder."""
 
     config: DataConfig
-    corpus: Corpus
+    corpus: corpora.Corpus
     settings: dict[str, Any]  # that decide tokens or files
     fingerprints: dict[str, str]
 
@@ -124,7 +116,7 @@ def recipe_of(config: DataConfig) -> Recipe:
         raise UserError(
             f"data.path is empty; set it to what data.source={config.source} shall read"
         )
-    corpus = CORPORA[type(config)](config)
+    corpus = corpora.CORPORA[type(config)](config)
     settings = {name: value for name, value in asdict(config).items() if name not in HARMLESS}
     name, *sizes = [settings.pop(name, None) for name in TOKENIZER]
     files = [hashlib.sha256(path.read_bytes()).hexdigest() for path in tokenizer_files(name or "")]
@@ -179,7 +171,9 @@ def _write(recipe: Recipe, folder: Path) -> None:
             name: stack.enter_context(closing(SplitWriter(folder, name, index.dtype, limit, split)))
             for name, split in index.splits.items()
         }
-        bar = stack.enter_context(progress("preparing", recipe.corpus.size, index.position[2]))
+        bar = stack.enter_context(
+            corpora.progress("preparing", recipe.corpus.size, index.position[2])
+        )
         full = [len(writer.full) for writer in writers.values()]
         for after, invalid, splits in _encoded(recipe, folder, index.position):
             for split, ids, documents, size in splits:
@@ -220,7 +214,7 @@ def _begun(recipe: Recipe, folder: Path) -> Index:
         fingerprint=recipe.fingerprint,
         fingerprints=recipe.fingerprints,
         settings=recipe.settings,
-        position=[*Position()],
+        position=[*corpora.Position()],
         invalid_documents=0,
         splits=dict.fromkeys(SPLITS, shards.Split()),
     )
@@ -228,10 +222,10 @@ def _begun(recipe: Recipe, folder: Path) -> Index:
     return index
 
 
-def _training_texts(corpus: Corpus, size: int) -> Iterator[str]:
+def _training_texts(corpus: corpora.Corpus, size: int) -> Iterator[str]:
     """Yield the first bytes of the training documents, for `bpe` to learn from."""
-    for block in corpus.blocks(Position()):
-        assert isinstance(block, Block)
+    for block in corpus.blocks(corpora.Position()):
+        assert isinstance(block, corpora.Block)
         for text in compress(block.texts, map(not_, block.val)):
             if size <= 0:
                 return
@@ -242,7 +236,7 @@ def _training_texts(corpus: Corpus, size: int) -> Iterator[str]:
 class Encoded(NamedTuple):
     """What a block of a corpus became."""
 
-    after: Position
+    after: corpora.Position
     invalid: int
     splits: list[tuple[str, Tokens, int, int]]  # the ids, documents and bytes of text of each
 
@@ -258,7 +252,7 @@ def _encoded(recipe: Recipe, folder: Path, position: list[int]) -> Iterator[Enco
     waiting: deque[Future[Encoded]] = deque()
     with executor:
         try:
-            for block in recipe.corpus.blocks(Position(*position)):
+            for block in recipe.corpus.blocks(corpora.Position(*position)):
                 waiting.append(executor.submit(_encode, block))
                 if len(waiting) > processes:
                     yield waiting.popleft().result()
@@ -277,16 +271,8 @@ _tokenizer: Tokenizer
 def _begin_process(folder: Path) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the cores have a process each
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent answers
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    end_with_parent()  # killed perhaps: its pool would wait for it for good
     _begin(folder)
-
-
-def _end_with_parent() -> None:
-    """End when the parent does, killed perhaps: its pool would wait for it for good."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
-    os._exit(1)
 
 
 def _begin(folder: Path) -> None:
@@ -294,8 +280,8 @@ def _begin(folder: Path) -> None:
     _tokenizer = from_dict(shards.load_index(folder).tokenizer)
 
 
-def _encode(block: Block | TokenBlock) -> Encoded:
-    if isinstance(block, TokenBlock):
+def _encode(block: corpora.Block | corpora.TokenBlock) -> Encoded:
+    if isinstance(block, corpora.TokenBlock):
         return Encoded(block.after, 0, [(block.split, block.ids, 0, 0)])
     splits = []
     for split, chosen in (("train", map(not_, block.val)), ("val", block.val)):

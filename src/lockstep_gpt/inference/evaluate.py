@@ -9,15 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lockstep_gpt.config import PROGRAM, Config, UserError
+from lockstep_gpt.data import shards
 from lockstep_gpt.data.order import validation_rows
 from lockstep_gpt.data.prepare import prepare
-from lockstep_gpt.data.shards import (
-    check_block_size,
-    gather,
-    load_index,
-    open_windows,
-    widen,
-)
 from lockstep_gpt.run_directory import refuse_missing
 
 if TYPE_CHECKING:
@@ -59,15 +53,15 @@ def evaluate(model: GPT, config: Config, batch_size: int) -> dict[str, float]:
     from lockstep_gpt.training.module import TokenLoss
 
     folder = prepare(config.data)
-    index = load_index(folder)
+    index = shards.load_index(folder)
     block_size = config.model.block_size
-    check_block_size(index, block_size)
-    windows = open_windows(folder, "val", block_size)
+    shards.check_block_size(index, block_size)
+    windows = shards.open_windows(folder, "val", block_size)
     device = next(model.parameters()).device
     token_loss = TokenLoss().to(device)
     for rows in validation_rows(len(windows), len(windows), batch_size, rank=0, world_size=1):
-        ((stored, real),) = gather(windows, [rows])
-        tokens, targets = widen((stored.to(device), real))
+        ((stored, real),) = shards.gather(windows, [rows])
+        tokens, targets = shards.widen((stored.to(device), real))
         token_loss.update(model(tokens, targets), targets)
     loss, split = float(token_loss.compute()), index.splits["val"]
     result = {"loss": loss, "perplexity": math.exp(loss), "tokens": len(windows) * block_size}

@@ -15,11 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lockstep_gpt.config import ModelConfig, UserError
-from lockstep_gpt.model.functional import (
-    causal_attention,
-    linear_cross_entropy,
-    project_to_vocabulary,
-)
+from lockstep_gpt.model import functional
 
 VOCAB_MULTIPLE = 64  # matrix products are fast at sizes that tensor cores divide evenly
 
@@ -80,8 +76,8 @@ class GPT(nn.Module):
         """
         features = self.features(tokens)
         if targets is None:
-            return project_to_vocabulary(features, self.head, self.vocab_size)
-        return linear_cross_entropy(features, self.head, self.vocab_size, targets)
+            return functional.project_to_vocabulary(features, self.head, self.vocab_size)
+        return functional.linear_cross_entropy(features, self.head, self.vocab_size, targets)
 
     @property
     def head(self) -> Tensor:
@@ -136,7 +132,7 @@ class GPT(nn.Module):
         for _ in range(length):
             # Not through `self(...)`: a compiled model would compile anew for the growing T.
             last = self.features(tokens[:, -self.config.block_size :])[:, -1]  # (B, C)
-            logits = project_to_vocabulary(last, self.head, self.vocab_size)
+            logits = functional.project_to_vocabulary(last, self.head, self.vocab_size)
             drawn = _draw(logits.float(), temperature, top_k, generator)
             tokens = torch.cat([tokens, drawn], dim=1)
         self.train(was_training)
@@ -215,7 +211,7 @@ class CausalSelfAttention(nn.Module):
         B, T, C = x.shape
         qkv = self.qkv(x).view(B, T, 3, self.n_head, C // self.n_head)
         q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind()  # each (B, n_head, T, C / n_head)
-        y = causal_attention(q, k, v, self.dropout if self.training else 0.0)
+        y = functional.causal_attention(q, k, v, self.dropout if self.training else 0.0)
         y = y.transpose(1, 2).reshape(B, T, C)  # heads side by side again: (B, T, C)
         mixed: Tensor = self.projection(y)
         return mixed

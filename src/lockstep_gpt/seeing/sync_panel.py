@@ -24,7 +24,7 @@ from lockstep_gpt.seeing.recording import (
     from_all_ranks,
 )
 from lockstep_gpt.seeing.recordings import describe, write_recording
-from lockstep_gpt.training.callbacks.metrics import MetricsFile
+from lockstep_gpt.training.callbacks.metrics import STEP, MetricsFile
 from lockstep_gpt.training.module import StepCallback
 from lockstep_gpt.training.tracking import tracked
 
@@ -190,7 +190,10 @@ class SyncPanel(StepCallback):
             command = f"{invocation()} panel {self._run}"
             logger.info("\n%s\n  the all-reduce, step by step: %s", self._advice, command)
             for each in tracked(trainer.loggers):
-                each.log_page(trainer.global_step, "sync/panel", panel(self._run))
+                import wandb
+
+                page = wandb.Html(panel(self._run), inject=False)
+                each.experiment.log({STEP: trainer.global_step, "sync/panel": page})
 
     def state_dict(self) -> dict[str, Any]:
         """Return the averages of the noise scale, so that a resumed run goes on with them."""

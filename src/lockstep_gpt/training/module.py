@@ -39,9 +39,6 @@ HOOKS = (
 )
 
 
-MISSING = object()  # stands for an attribute that was not there
-
-
 class StepCallback(Callback, ABC):
     """Calls `on_step_end` after each optimizer step; Lightning's hook fires per micro-batch."""
 
@@ -85,8 +82,7 @@ class LeanLoop(StepCallback):
 
     def __init__(self, every: int = 100) -> None:
         self.every = every
-        self._replaced: list[tuple[dict[str, Any], str, Any]] = []  # of whom, which, what it was
-        self._collects = False  # whether Python's collector came by itself
+        self._undo = contextlib.ExitStack()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Change the loop that is about to begin."""
@@ -102,13 +98,17 @@ class LeanLoop(StepCallback):
                     own = hook in owner.__dict__
                     if not own and getattr(type(owner), hook) is getattr(base, hook):
                         self._replace(owner, hook, None)
-        self._collects = gc.isenabled()
+        if gc.isenabled():
+            self._undo.callback(gc.enable)
         gc.collect()
         gc.disable()
 
     def _replace(self, owner: Any, name: str, value: Any) -> None:
         attributes = owner.__dict__
-        self._replaced.append((attributes, name, attributes.get(name, MISSING)))
+        if name in attributes:
+            self._undo.callback(attributes.__setitem__, name, attributes[name])
+        else:
+            self._undo.callback(attributes.pop, name, None)
         attributes[name] = value
 
     def on_step_end(self, trainer: Trainer, pl_module: Any, step: int) -> None:  # noqa: ARG002
@@ -116,25 +116,11 @@ class LeanLoop(StepCallback):
         if step % self.every == 0:
             gc.collect(2 if step % (10 * self.every) == 0 else 1)
 
-    def restore(self) -> None:
+    def on_train_end(self, *_: Any) -> None:
         """Leave everything as it was; again, and nothing more is done."""
-        if self._collects:
-            gc.enable()
-        self._collects = False
-        while self._replaced:
-            attributes, name, value = self._replaced.pop()
-            if value is MISSING:
-                attributes.pop(name, None)
-            else:
-                attributes[name] = value
+        self._undo.close()
 
-    def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:  # noqa: ARG002
-        """Leave everything as it was."""
-        self.restore()
-
-    def on_exception(self, trainer: Trainer, pl_module: Any, exception: BaseException) -> None:  # noqa: ARG002
-        """Leave everything as it was."""
-        self.restore()
+    on_exception = on_train_end  # type: ignore[assignment]
 
 
 class TokenLoss(Metric):

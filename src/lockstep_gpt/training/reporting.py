@@ -53,7 +53,12 @@ def reporting(run: RunDirectory, ranks: Ranks, config: Config) -> Iterator[TextI
     handlers = [console] if ranks.rank else [console, logging.FileHandler(run.log)]
     for handler in handlers:
         handler.setFormatter(logging.Formatter("%(message)s"))
-    with _unchanged_logging("", *LIBRARIES), warnings.catch_warnings():
+    with contextlib.ExitStack() as after, warnings.catch_warnings():
+        after.callback(setattr, warnings, "formatwarning", warnings.formatwarning)
+        for library in map(logging.getLogger, ("", *LIBRARIES)):
+            after.callback(setattr, library, "handlers", library.handlers)
+            after.callback(setattr, library, "propagate", library.propagate)
+            after.callback(library.setLevel, library.level)
         root.handlers = [*handlers]
         root.setLevel(LEVELS[config.verbosity])
         _tame_libraries(config)
@@ -64,21 +69,6 @@ def reporting(run: RunDirectory, ranks: Ranks, config: Config) -> Iterator[TextI
             for handler in handlers:
                 handler.flush()
                 handler.close()
-
-
-@contextlib.contextmanager
-def _unchanged_logging(*names: str) -> Iterator[None]:
-    """Leave these loggers, and the way in which a warning is written, as they were."""
-    loggers = [logging.getLogger(name) for name in names]
-    before = [(each, each.handlers, each.level, each.propagate) for each in loggers]
-    written = warnings.formatwarning
-    try:
-        yield
-    finally:
-        for each, handlers, level, propagate in before:
-            each.handlers, each.propagate = handlers, propagate
-            each.setLevel(level)
-        warnings.formatwarning = written
 
 
 def _terminal(run: RunDirectory, ranks: Ranks) -> TextIO:

@@ -75,12 +75,6 @@ class TrackedRun(WandbLogger):
         self._samples.add_data(step, prompt, text)
         self.experiment.log({STEP: step, "samples": self._samples})
 
-    def log_page(self, step: int, name: str, page: str) -> None:
-        """Show a page of HTML that needs no other file."""
-        import wandb
-
-        self.experiment.log({STEP: step, name: wandb.Html(page, inject=False)})
-
     def close(self, status: str, checkpoints: dict[Path, list[str]]) -> None:
         """End the wandb run as `done`, `stopped` or `failed`.
 

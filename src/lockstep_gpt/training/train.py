@@ -7,7 +7,6 @@ import logging
 import os
 import time
 import traceback
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -28,28 +27,11 @@ from lockstep_gpt.data.tokenizer import from_dict
 from lockstep_gpt.machine import LOST_PEERS
 from lockstep_gpt.model.functional import attention_kernel, choose_matrix_products
 from lockstep_gpt.run_directory import RunDirectory
-from lockstep_gpt.training import tracking
+from lockstep_gpt.training import checkpoint, reporting, tracking
+from lockstep_gpt.training import schedule as planning
+from lockstep_gpt.training.callbacks import metrics as measuring
 from lockstep_gpt.training.callbacks.checkpoints import AtomicCheckpointIO, Checkpoints
 from lockstep_gpt.training.callbacks.guards import GracefulStop, Guards, Stopped
-from lockstep_gpt.training.callbacks.metrics import (
-    COLUMNS,
-    Metrics,
-    MetricsFile,
-    peak_of,
-)
-from lockstep_gpt.training.checkpoint import (
-    adopt_weights,
-    fetch_newest,
-    find_checkpoint,
-    fits,
-    newest_valid,
-    read_checkpoint,
-    refuse_another_identity,
-    refuse_full_disk,
-    remove_leftovers,
-    size_of,
-    step_of,
-)
 from lockstep_gpt.training.module import GPTModule, LeanLoop
 from lockstep_gpt.training.ranks import (
     Ranks,
@@ -60,19 +42,6 @@ from lockstep_gpt.training.ranks import (
     leave,
     lost_peers,
 )
-from lockstep_gpt.training.reporting import (
-    as_text,
-    closing,
-    drop_rank_log,
-    receipt,
-    reporting,
-)
-from lockstep_gpt.training.schedule import (
-    BatchPlan,
-    Schedule,
-    plan_batch,
-    plan_schedule,
-)
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +49,8 @@ logger = logging.getLogger(__name__)
 def main(directory: RunDirectory) -> int:
     """Train as one rank: 0 done, 1 failed, 2 the user's mistake, 128 + n stopped by signal n."""
     config, ranks = directory.load(), Ranks.from_environment()
-    with reporting(directory, ranks, config) as terminal, _own_matrix_products():
+    with reporting.reporting(directory, ranks, config) as terminal, contextlib.ExitStack() as after:
+        after.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
         try:
             _train(directory, config, ranks, terminal)
         except Stopped as stopped:
@@ -99,18 +69,8 @@ def main(directory: RunDirectory) -> int:
             hint = remedies.explain(traceback.format_exc(), scene)
             # extra cluster: end
             return _fail(directory, ranks, error, terminal, hint)
-    drop_rank_log(directory, ranks)
+    reporting.drop_rank_log(directory, ranks)
     return 0
-
-
-@contextlib.contextmanager
-def _own_matrix_products() -> Iterator[None]:
-    """Leave torch's choice of matrix products to whoever runs in this process after the run."""
-    before = torch.get_float32_matmul_precision()
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
 
 
 def _fail(
@@ -137,15 +97,15 @@ def _failure(ranks: Ranks, error: Exception, status: int) -> dict[str, Any]:
 class Parts:
     """Everything that one rank assembles for a fit."""
 
-    batch: BatchPlan
-    schedule: Schedule
+    batch: planning.BatchPlan
+    schedule: planning.Schedule
     data: TokenDataModule
     module: GPTModule
-    metrics: Metrics
+    metrics: measuring.Metrics
     checkpoints: Checkpoints
     checkpoint_io: AtomicCheckpointIO
     guards: Guards
-    metrics_file: MetricsFile
+    metrics_file: measuring.MetricsFile
     products: str  # the kind of float32 matrix products
 
 
@@ -164,7 +124,7 @@ def _train(directory: RunDirectory, config: Config, ranks: Ranks, terminal: Text
     lean = LeanLoop()
     trainer = _trainer(config, ranks, parts, loggers, lean)
     if ranks.rank == 0:
-        logger.info("%s", as_text(_receipt(config, parts, ranks, trainer.strategy)))
+        logger.info("%s", reporting.as_text(_receipt(config, parts, ranks, trainer.strategy)))
         parts.metrics_file.begin(_step(resume))
         for each in tracking.tracked(loggers):
             each.begin(parts.module.model, config.log_every)
@@ -185,7 +145,7 @@ def _train(directory: RunDirectory, config: Config, ranks: Ranks, terminal: Text
         raise
     # extra cluster: end
     finally:
-        lean.restore()  # also where a hook failed before its own
+        lean.on_train_end()  # also where a hook failed before its own
         if ranks.rank == 0:
             seconds = time.perf_counter() - started
             directory.write_summary(_summary(directory, status, trainer, parts, seconds))
@@ -194,7 +154,10 @@ def _train(directory: RunDirectory, config: Config, ranks: Ranks, terminal: Text
                 each.close(status, kept)
     leave()
     if ranks.rank == 0:
-        logger.info("%s", closing(directory, parts.metrics.row, time.perf_counter() - started))
+        logger.info(
+            "%s",
+            reporting.closing(directory, parts.metrics.row, time.perf_counter() - started),
+        )
 
 
 def _kept_checkpoints(checkpoints: Checkpoints) -> dict[Path, list[str]]:
@@ -214,11 +177,13 @@ def _copies(directory: RunDirectory, config: Config) -> str | None:
 
 def _own_newest(directory: RunDirectory, config: Config, module: GPTModule) -> Path | None:
     """Tidy up after a run that was killed; return its newest checkpoint that verifies."""
-    remove_leftovers(directory.checkpoints)
-    refuse_full_disk(directory.path, 3 * size_of(module.state_dict()))  # AdamW: two moments each
-    newest, copies = newest_valid(directory.checkpoints), _copies(directory, config)
+    checkpoint.remove_leftovers(directory.checkpoints)
+    checkpoint.refuse_full_disk(
+        directory.path, 3 * checkpoint.size_of(module.state_dict())
+    )  # AdamW: two moments each
+    newest, copies = checkpoint.newest_valid(directory.checkpoints), _copies(directory, config)
     if newest is None and copies and config.resume == "auto":
-        return fetch_newest(copies, directory.checkpoints)
+        return checkpoint.fetch_newest(copies, directory.checkpoints)
     return newest
 
 
@@ -231,14 +196,16 @@ def _state_to_resume(
     if own or config.resume in ("none", "auto"):
         return own or None
     asked = Path(config.resume)
-    found = find_checkpoint(asked, directory.path / "artifacts") if ranks.rank == 0 else ""
+    found = (
+        checkpoint.find_checkpoint(asked, directory.path / "artifacts") if ranks.rank == 0 else ""
+    )
     path = Path(from_rank_zero(str(found)))
-    content = read_checkpoint(path)
+    content = checkpoint.read_checkpoint(path)
     if not config.resume_force:
-        refuse_another_identity(path, content["config"], directory.values())
-    if fits(module, content):
+        checkpoint.refuse_another_identity(path, content["config"], directory.values())
+    if checkpoint.fits(module, content):
         return str(path)
-    taken = adopt_weights(module, content)
+    taken = checkpoint.adopt_weights(module, content)
     logger.warning("resume_force: took %d weights of %s, the rest is new", taken, path)
     return None
 
@@ -257,10 +224,10 @@ def _refuse_other_directory(directory: RunDirectory) -> None:
 def _assemble(directory: RunDirectory, config: Config, ranks: Ranks, terminal: TextIO) -> Parts:
     products = choose_matrix_products(config.trainer["accelerator"])
     torch.manual_seed(config.seed)
-    batch = plan_batch(
+    batch = planning.plan_batch(
         config.batch, config.model.block_size, ranks.local_world_size, ranks.num_nodes
     )
-    schedule = plan_schedule(config, batch)
+    schedule = planning.plan_schedule(config, batch)
     folder = prepare(config.data)
     tokenizer = load_index(folder).tokenizer
     data = TokenDataModule(
@@ -287,7 +254,7 @@ def _assemble(directory: RunDirectory, config: Config, ranks: Ranks, terminal: T
         schedule=schedule,
         data=data,
         module=module,
-        metrics=Metrics(
+        metrics=measuring.Metrics(
             config.log_every,
             batch.tokens_per_step,
             module.model.flops_per_token,
@@ -296,7 +263,7 @@ def _assemble(directory: RunDirectory, config: Config, ranks: Ranks, terminal: T
         checkpoints=checkpoints,
         checkpoint_io=AtomicCheckpointIO(config.checkpoint.background, _copies(directory, config)),
         guards=Guards(config.guard, directory, ranks.rank, terminal),
-        metrics_file=MetricsFile(directory.metrics, COLUMNS),
+        metrics_file=measuring.MetricsFile(directory.metrics, measuring.COLUMNS),
         products=products,
     )
 
@@ -305,7 +272,7 @@ def _peak_tflops(config: Config, world_size: int) -> float | None:
     """Return the peak of all devices together; TF32 has half of that of 16 bits."""
     peak = config.peak_tflops
     if peak is None and config.trainer["accelerator"] == "cuda":
-        peak = peak_of(torch.cuda.get_device_name())
+        peak = measuring.peak_of(torch.cuda.get_device_name())
         peak = peak and peak * (0.5 if config.precision == "32-true" else 1.0)
     return peak and peak * world_size
 
@@ -388,7 +355,7 @@ def _receipt(config: Config, parts: Parts, ranks: Ranks, strategy: Strategy) -> 
         "kernels": f"products by {parts.products}, attention by {_attention(config)}",
         "strategy": type(strategy).__name__ + group,
     }
-    return receipt(config, parts.batch, parts.schedule, facts)
+    return reporting.receipt(config, parts.batch, parts.schedule, facts)
 
 
 def _attention(config: Config) -> str:
@@ -409,8 +376,8 @@ def _attention(config: Config) -> str:
     return kernel
 
 
-def _step(checkpoint: str | None) -> int:
-    return step_of(Path(checkpoint)) if checkpoint else 0
+def _step(path: str | None) -> int:
+    return checkpoint.step_of(Path(path)) if path else 0
 
 
 def _summary(

@@ -12,7 +12,11 @@ from typing import NoReturn
 from lockstep_gpt import machine
 from lockstep_gpt.warm import fork
 
-PROCESSES = ["lockstep_gpt.warm.forking_agent", "lockstep_gpt.training.train"]  # what we fork
+# What we fork.
+PROCESSES = [
+    "lockstep_gpt.warm.forking_agent",
+    "lockstep_gpt.training.train",
+]
 
 
 def main(descriptor: str, *modules: str) -> NoReturn:

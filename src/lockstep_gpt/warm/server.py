@@ -1,8 +1,8 @@
 """Servers of forks as those who ask them see them.
 
 A requester must be an ancestor of its server (`warm/fork.py` has the reason). A command starts one
-as a program, `python -m lockstep_gpt.warm.program`; the agent, which is itself a fork of a process
-that has imported everything, forks its own.
+as a program, `warm/program.py`; the agent, which is itself a fork of a process that has imported
+everything, forks its own.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from lockstep_gpt.run_directory import RunDirectory
 from lockstep_gpt.warm import fork
 from lockstep_gpt.warm.fork import GO, Job, libc, received, serve, show
 
+AGENT = "lockstep_gpt.warm.forking_agent:main"
 PROGRAM = "lockstep_gpt.warm.program"  # a server, as what follows `python -m`
 # What libraries read while they are loaded: a server can serve only who has the same.
 READ_ON_IMPORT = ("CUDA_", "KMP_", "LD_", "MALLOC_", "MKL_", "OMP_", "OPENBLAS_", "TORCH")
@@ -227,12 +228,20 @@ def kept() -> Iterator[None]:
             _kept.popitem()[1].close()
 
 
+def is_possible(config: Config) -> bool:
+    """Tell whether the ranks of a run can be forks here, and may be."""
+    spawns = config.strategy.get("start_method") == "spawn"
+    return sys.platform == "linux" and not spawns and config.launch.warm is not False
+
+
 def start_agent(
     run: RunDirectory, node_rank: int, config: Config, environment: dict[str, str]
 ) -> Child | None:
-    """Fork the agent of `run` on this machine, in `kept`; None if the server does not live."""
+    """Fork the agent of `run` on this machine, in `kept`; None if that cannot be."""
+    if not is_possible(config):
+        return None
     words = machine.command("agent", run, node_rank)[2:]
-    target, arguments = "lockstep_gpt.warm.forking_agent:main", [str(run.path), node_rank]
+    target, arguments = AGENT, [str(run.path), node_rank]
     modules = ["wandb"] if "wandb" in config.logger else []
     return start(target, arguments, words, environment, modules)
 

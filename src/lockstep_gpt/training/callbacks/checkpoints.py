@@ -15,16 +15,7 @@ from lightning.pytorch.callbacks import Checkpoint
 from torch import Tensor
 
 from lockstep_gpt.config import CheckpointConfig
-from lockstep_gpt.training.checkpoint import (
-    checkpoint_path,
-    checkpoints_in,
-    copy_out,
-    read_checkpoint,
-    remove_checkpoint,
-    remove_copy,
-    step_of,
-    write_checkpoint,
-)
+from lockstep_gpt.training import checkpoint as files
 from lockstep_gpt.training.module import StepCallback
 from lockstep_gpt.training.ranks import refuse_differing_replicas
 from lockstep_gpt.training.schedule import BatchPlan
@@ -96,7 +87,7 @@ class Checkpoints(StepCallback, Checkpoint):
         module: Any = trainer.lightning_module
         module.refuse_broken(trainer.global_step)
         refuse_differing_replicas(module.model, trainer.global_step)
-        path = checkpoint_path(self.folder, trainer.global_step)
+        path = files.checkpoint_path(self.folder, trainer.global_step)
         trainer.save_checkpoint(path)
         if trainer.is_global_zero:
             self._prune(trainer, path)
@@ -104,25 +95,25 @@ class Checkpoints(StepCallback, Checkpoint):
 
     def _prune(self, trainer: Trainer, new: Path) -> None:
         """Delete what is neither among the newest nor the best, once `new` stands."""
-        present = sorted({*checkpoints_in(self.folder), new}, key=step_of)
+        present = sorted({*files.checkpoints_in(self.folder), new}, key=files.step_of)
         newest = present[-self.settings.keep_last :]
         best = sorted(self.losses, key=self.losses.__getitem__)[: self.settings.keep_best]
         for path in present:
-            if path not in newest and step_of(path) not in best:
+            if path not in newest and files.step_of(path) not in best:
                 trainer.strategy.checkpoint_io.remove_checkpoint(path)
-                self.losses.pop(step_of(path), None)
+                self.losses.pop(files.step_of(path), None)
 
     @property
     def best(self) -> Path | None:
         """The kept checkpoint of the lowest validation loss."""
         if not self.losses:
             return None
-        return checkpoint_path(self.folder, min(self.losses, key=self.losses.__getitem__))
+        return files.checkpoint_path(self.folder, min(self.losses, key=self.losses.__getitem__))
 
     @property
     def last(self) -> Path | None:
         """The newest checkpoint."""
-        return next(reversed(checkpoints_in(self.folder)), None)
+        return next(reversed(files.checkpoints_in(self.folder)), None)
 
     def on_save_checkpoint(
         self,
@@ -144,7 +135,7 @@ class Checkpoints(StepCallback, Checkpoint):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the losses of those checkpoints that are still there."""
-        present = {step_of(path) for path in checkpoints_in(self.folder)}
+        present = {files.step_of(path) for path in files.checkpoints_in(self.folder)}
         losses = state_dict["losses"]
         self.losses = {step: loss for step, loss in losses.items() if step in present}
 
@@ -194,11 +185,11 @@ class AtomicCheckpointIO(CheckpointIO):
 
     def _write(self, checkpoint: dict[str, Any], path: Path, parts: dict[str, str] | None) -> None:
         self._stands = False
-        write_checkpoint(checkpoint, path, parts)
+        files.write_checkpoint(checkpoint, path, parts)
         self._stands = True
         if self.copy_to:
             try:
-                copy_out(path, self.copy_to)
+                files.copy_out(path, self.copy_to)
             except Exception as error:  # whatever a remote file system raises
                 logger.warning("no copy of %s in %s: %s", path.name, self.copy_to, error)
 
@@ -209,16 +200,16 @@ class AtomicCheckpointIO(CheckpointIO):
     def _remove(self, path: Path) -> None:
         if not self._stands:
             return
-        remove_checkpoint(path)
+        files.remove_checkpoint(path)
         if self.copy_to:
-            remove_copy(path.name, self.copy_to)
+            files.remove_copy(path.name, self.copy_to)
 
     def load_checkpoint(
         self, path: Any, map_location: Any = "cpu", weights_only: bool | None = True
     ) -> dict[str, Any]:
         """Return the checkpoint at `path` if it is what its SHA-256 says."""
         assert weights_only is not False, "a checkpoint is never unpickled"
-        return read_checkpoint(Path(path), map_location)
+        return files.read_checkpoint(Path(path), map_location)
 
     def wait(self) -> None:
         """Wait until everything is written.
