@@ -91,7 +91,7 @@ def packed(shared, once, project, run):
 
 
 @pytest.mark.timeout(LIMIT + 60)
-@pytest.mark.parametrize("extras", ["all", "none"])
+@pytest.mark.parametrize("extras", ["none"])
 def test_it_passes_its_own_tests_and_leaves_nothing_for_git(
     extras, generate, borrowing, run, git, tmp_path, types, monkeypatch
 ):
