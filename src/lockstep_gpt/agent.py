@@ -70,7 +70,7 @@ def _run(run: RunDirectory, node_rank: int, folder: str, kind: Callable[..., Ran
         print(
             f"{PROGRAM} train: not all of {config.trainer['num_nodes']} machines met at "
             f"{rendezvous.endpoint} within launch.join_seconds={config.launch.join_seconds:g} "
-            f"({error.__cause__ or error}); start the same machine.command on each, with its "
+            f"({error.__cause__ or error}); start the same command on each, with its "
             "launch.node_rank",
             file=sys.stderr,
         )
