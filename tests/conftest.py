@@ -23,10 +23,10 @@ import pytest
 import torch
 from hypothesis import settings
 
-from lockstep_gpt import machine
+from lockstep_gpt.launch import processes, start
 
 if os.environ.get("ENDS_WITH_PARENT"):  # tests of a project that other tests have made
-    machine.end_with_parent()
+    processes.end_with_parent()
 # The default limit of 200 ms per example fails on a machine that is busy with something else.
 settings.register_profile("patient", deadline=None)
 settings.load_profile("patient")
@@ -74,12 +74,12 @@ class Command:
             target: what runs them instead, `module:function`.
             environment: variables of the process.
         """
-        if not importlib.util.find_spec("lockstep_gpt.warm"):
+        if not importlib.util.find_spec("lockstep_gpt.extras.warm"):
             module, _, function = target.partition(":")
             script = f"import sys, {module} as m; sys.exit(m.{function}(sys.argv[1:]))"
             words = [sys.executable, "-c", script, *arguments]
             return Started(self.start_words(words, **environment))
-        from lockstep_gpt.warm import server
+        from lockstep_gpt.extras.warm import server
 
         clean = {**_clean_environment(os.environ), **QUIET, **environment}
         printed = [tempfile.TemporaryFile() for _ in range(2)]  # noqa: SIM115 (of the process)
@@ -88,7 +88,7 @@ class Command:
                 target,
                 [arguments],
                 ["lockstep_gpt", *arguments],
-                {**machine.KEEP_MEMORY, **clean},
+                {**start.KEEP_MEMORY, **clean},
                 ["wandb"],
                 [0, *(file.fileno() for file in printed)],
             )
@@ -291,7 +291,7 @@ def one_thread() -> None:
 @pytest.fixture(scope="session", autouse=True)
 def servers() -> Iterator[None]:
     """Let all commands of this worker share what they fork their ranks from."""
-    with machine.sharing_servers():
+    with start.sharing_servers():
         yield
 
 

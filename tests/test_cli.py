@@ -6,8 +6,9 @@ import sys
 import pytest
 
 import lockstep_gpt
-from lockstep_gpt import cli, compose
+from lockstep_gpt import cli
 from lockstep_gpt.config import PROGRAM, UserError
+from lockstep_gpt.launch import compose
 
 LIGHT = {  # what must be answered without torch and without leaving a file: exit status
     "--help": 0,

@@ -87,13 +87,13 @@ def cpu_seconds(words: list[str]) -> Callable[[Path, Path], float]:
 
 def recovery(place: Path, folder: Path) -> float:
     """Return the seconds from a kill to the end of the next step."""
-    notes = "+callbacks={faults:{_target_:lockstep_gpt.cluster.faults.Faults,"
+    notes = "+callbacks={faults:{_target_:lockstep_gpt.extras.cluster.faults.Faults,"
     words = [*RANKS, "trainer.devices=2", "max_steps=100000", "val_every=100000"]
     process = start(place, folder, *words, f"{notes}folder:{folder},plan:[]}}}}")
     starts = folder / "starts"
     try:
         wait_for(lambda: (folder / "run/checkpoints/step=000010.ckpt").exists())
-        ranks = [pid for pid in tree(process.pid) if "machine rank" in words_of(pid)]
+        ranks = [pid for pid in tree(process.pid) if " rank " in words_of(pid)]
         struck = time.time()
         os.kill(ranks[-1], signal.SIGKILL)
         wait_for(lambda: len(starts.read_text().split()) > 1)
@@ -148,10 +148,10 @@ def wait_for(condition: Callable[[], object], seconds: float = LIMIT) -> None:
 
 
 VICTIMS = {
-    "the server": "lockstep_gpt.warm",
-    "the agent": "machine agent",
+    "the server": "lockstep_gpt.extras.warm",
+    "the agent": " agent ",
     "the command": "lockstep_gpt train",
-    "a rank": "machine rank",
+    "a rank": " rank ",
 }
 
 

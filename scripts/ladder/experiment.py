@@ -23,7 +23,6 @@ from sampler import EpochSampler
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from lockstep_gpt import compose
 from lockstep_gpt.config import Config, UserError
 from lockstep_gpt.data.order import validation_rows
 from lockstep_gpt.data.prepare import prepare
@@ -35,6 +34,7 @@ from lockstep_gpt.data.shards import (
     open_windows,
     widen,
 )
+from lockstep_gpt.launch import compose
 from lockstep_gpt.model.functional import choose_matrix_products
 from lockstep_gpt.training.schedule import (
     BatchPlan,

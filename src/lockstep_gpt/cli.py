@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
 import os
-import pkgutil
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple, NoReturn
 
-import lockstep_gpt
 from lockstep_gpt.config import PROGRAM, UserError
-from lockstep_gpt.machine import end_process
+from lockstep_gpt.launch.processes import end_process
+from lockstep_gpt.registry import additions, resolved
 
 
 class Command(NamedTuple):
@@ -22,24 +20,14 @@ class Command(NamedTuple):
     overrides: bool  # takes Hydra overrides, so Hydra completes its arguments
 
 
-def commands_of_extras(path: Iterable[str]) -> dict[str, Command]:
-    """Return the `COMMANDS` of each package on `path`: an extra that is there says what it adds."""
-    found = {}
-    for entry in pkgutil.iter_modules(path, "lockstep_gpt."):
-        if entry.ispkg:
-            added = getattr(importlib.import_module(entry.name), "COMMANDS", {})
-            found.update({name: Command(*command) for name, command in added.items()})
-    return found
-
-
 COMMANDS = {
     "train": Command(
-        "lockstep_gpt.launch:train",
+        "lockstep_gpt.launch.commands:train",
         "train a GPT; alone: the quickstart",
         True,
     ),
     "prepare": Command(
-        "lockstep_gpt.launch:prepare",
+        "lockstep_gpt.launch.commands:prepare",
         "make the token files of a data choice",
         True,
     ),
@@ -53,7 +41,11 @@ COMMANDS = {
         "loss on all validation text",
         False,
     ),
-    **commands_of_extras(lockstep_gpt.__path__),
+    **{
+        name: Command(*command)
+        for commands in additions("COMMANDS")
+        for name, command in commands.items()
+    },
 }
 
 
@@ -85,8 +77,7 @@ def _dispatch(words: list[str]) -> int:
 
 def _run(name: str, arguments: list[str]) -> int:
     try:
-        module, _, function = COMMANDS[name].target.partition(":")
-        status: int = getattr(importlib.import_module(module), function)(arguments)
+        status: int = resolved(COMMANDS[name].target)(arguments)
     except UserError as error:
         print(f"{PROGRAM} {name}: {error}", file=sys.stderr)
         return 2

@@ -2,7 +2,7 @@
 
 Hydra merges the YAML files and the command line into these dataclasses, so a misspelt name or a
 wrong type is refused by name. `trainer`, `strategy`, `callbacks` and `logger` stay open: they are
-Lightning's. This module is the ground floor: it imports nothing of ours and never torch.
+Lightning's. This module never imports torch.
 """
 
 from __future__ import annotations
@@ -10,11 +10,12 @@ from __future__ import annotations
 import importlib.util
 import logging
 import math
-import pkgutil
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, cast
 
 from omegaconf import MISSING, OmegaConf
+
+from lockstep_gpt.registry import additions, asked, resolved
 
 PROGRAM = "lockstep-gpt"
 LEVELS = {"quiet": logging.WARNING, "normal": logging.INFO, "debug": logging.DEBUG}
@@ -149,8 +150,8 @@ class ModelConfig(Checked):
         super().__post_init__()
         if not is_module("model", self.architecture):
             self.refuse("architecture", "names no module of model/; gpt is one")
-        if self.init_from is not None and not importlib.util.find_spec(f"{__package__}.export"):
-            self.refuse("init_from", "needs the extra `export`, which is not here")
+        if self.init_from is not None and not any(additions("INITIAL_WEIGHTS")):
+            self.refuse("init_from", "needs an extra that is not here; leave it out")
         if self.n_kv_head is not None and self.n_head % self.n_kv_head:
             self.refuse("n_kv_head", f"does not divide model.n_head={self.n_head}")
         if self.n_embd % self.n_head:
@@ -252,12 +253,9 @@ DATA_SOURCES: dict[str, type[DataConfig]] = {
 
 
 def data_sources() -> dict[str, type[DataConfig]]:
-    """Return the settings of every source; a module of `sources/`, if it is there, adds its own."""
-    name = f"{__package__}.sources"
-    if importlib.util.find_spec(name):
-        for module in pkgutil.iter_modules(importlib.import_module(name).__path__):
-            importlib.import_module(f"{name}.{module.name}")
-    return DATA_SOURCES
+    """Return the settings of every source, of extras too."""
+    added = {name: each[0] for sources in additions("SOURCES") for name, each in sources.items()}
+    return {**DATA_SOURCES, **{name: resolved(target) for name, target in added.items()}}
 
 
 @dataclass
@@ -409,30 +407,7 @@ class Config(Checked):
             self.refuse("max_steps", f"and max_tokens={tokens}: give one and set the other to null")
         _check_trainer(self.trainer)
         _check_strategy(self.strategy)
-        # extra fsdp2: begin
-        if str(self.strategy.get("_target_")).endswith(".sharding.fsdp2"):
-            self._check_sharding()
-
-    def _check_sharding(self) -> None:
-        """Refuse what shards cannot do."""
-        if self.precision not in ("32-true", "bf16-mixed"):
-            self.refuse("precision", "has no strategy=fsdp2; set 32-true or bf16-mixed, or ddp")
-        if self.compile:
-            self.refuse("compile", "has no strategy=fsdp2; set compile=false, or strategy=ddp")
-        if self.optim.algorithm != "adamw":
-            self.optim.refuse("algorithm", "has no strategy=fsdp2; set optim=adamw, or ddp")
-        if self.trainer.get("sync_batchnorm"):
-            raise UserError("trainer.sync_batchnorm=true has no strategy=fsdp2; set strategy=ddp")
-        if self.strategy["param_dtype"] == "bfloat16" and self.precision != "bf16-mixed":
-            raise UserError(
-                f"strategy.param_dtype=bfloat16 with precision={self.precision}; "
-                "set precision=bf16-mixed, or param_dtype=float32"
-            )
-        if self.strategy["save_parts"] and self.checkpoint.background:
-            raise UserError(
-                "strategy.save_parts=true has no checkpoint.background=true; set one to false"
-            )
-        # extra fsdp2: end
+        asked("CHECK", self)
 
 
 # Trainer arguments that have a door of ours: two doors to one setting would silently disagree.
@@ -463,31 +438,29 @@ ACCELERATORS = ("auto", "cpu", "gpu", "cuda")
 
 BACKENDS = (None, "nccl", "gloo", "mpi")
 COMM_HOOKS = ("none", "fp16", "bf16", "powersgd")
-SHARD_DTYPES = ("float32", "bfloat16")
-SWITCHES = (
-    "find_unused_parameters",
-    "gradient_as_bucket_view",
-    "static_graph",
-    "reshard_after_forward",
-)
+SWITCHES = ("find_unused_parameters", "gradient_as_bucket_view", "static_graph")
 
 
 def _check_strategy(strategy: dict[str, Any]) -> None:
     """Check what our own strategies take; a foreign one checks for itself."""
-    _check_choice("process_group_backend", strategy.get("process_group_backend"), BACKENDS)
-    _check_choice("comm_hook", strategy.get("comm_hook", "none"), COMM_HOOKS)
-    for name in ("param_dtype", "reduce_dtype"):
-        _check_choice(name, strategy.get(name, "float32"), SHARD_DTYPES)
+    check_choice("process_group_backend", strategy.get("process_group_backend"), BACKENDS)
+    check_choice("comm_hook", strategy.get("comm_hook", "none"), COMM_HOOKS)
     for name in ("timeout_seconds", "bucket_cap_mb"):
         value = strategy.get(name, 1)
         if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
             raise UserError(f"strategy.{name}={value} must be a number above 0")
     for name in SWITCHES:
-        if not isinstance(value := strategy.get(name, False), bool):
-            raise UserError(f"strategy.{name}={value} must be true or false")
+        check_switch(name, strategy.get(name, False))
 
 
-def _check_choice(name: str, value: Any, choices: tuple[str | None, ...]) -> None:
+def check_switch(name: str, value: Any) -> None:
+    """Raise a `UserError` if `strategy.NAME` is neither true nor false."""
+    if not isinstance(value, bool):
+        raise UserError(f"strategy.{name}={value} must be true or false")
+
+
+def check_choice(name: str, value: Any, choices: tuple[str | None, ...]) -> None:
+    """Raise a `UserError` if `strategy.NAME` is not one of its choices."""
     if value not in choices:
         names = ", ".join(map(as_typed, choices))
         raise UserError(f"strategy.{name}={as_typed(value)} is not one of {names}")

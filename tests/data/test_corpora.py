@@ -21,11 +21,11 @@ from lockstep_gpt.config import (
 )
 from lockstep_gpt.data import corpora
 from lockstep_gpt.data.corpora import (
-    CORPORA,
     JsonLines,
     Position,
     RandomTokens,
     StandardLibrary,
+    corpus_of,
     held_out,
     split_of,
 )
@@ -42,7 +42,7 @@ def write(root, files):
 
 
 def corpus(path, **settings):
-    return CORPORA[TextData](TextData(path=str(path), **settings))
+    return corpus_of(TextData(path=str(path), **settings))
 
 
 def lines(path, **settings):
@@ -100,7 +100,7 @@ def test_identity_of_the_library_changes_with_names_and_sizes_only(tmp_path):
 
 
 def test_the_library_at_hand_is_found_and_split_by_name():
-    found = CORPORA[StdlibData](StdlibData(val_fraction=0.1))
+    found = corpus_of(StdlibData(val_fraction=0.1))
     names = [file.name for file in found.files]
     assert {"argparse.py", "json/decoder.py", "asyncio/tasks.py"} <= set(names)
     held = [val for block in found.blocks(START) for val in block.val]

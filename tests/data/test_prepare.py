@@ -14,7 +14,7 @@ import pytest
 
 from lockstep_gpt.config import StdlibData, SyntheticData, TextData, UserError
 from lockstep_gpt.data import corpora
-from lockstep_gpt.data.corpora import CORPORA, Position, split_of
+from lockstep_gpt.data.corpora import Position, corpus_of, split_of
 from lockstep_gpt.data.prepare import prepare
 from lockstep_gpt.data.shards import load_index, open_split
 from lockstep_gpt.data.tokenizer import BytePairTokenizer, ByteTokenizer, from_dict
@@ -58,7 +58,7 @@ def prepared(root):
 @pytest.fixture
 def library():
     """The documents of the standard library, by name."""
-    corpus = CORPORA[StdlibData](StdlibData())
+    corpus = corpus_of(StdlibData())
     texts = [text for block in corpus.blocks(Position()) for text in block.texts]
     return dict(zip([file.name for file in corpus.files], texts, strict=True))
 

@@ -22,8 +22,8 @@ TESTED = ("docs/export.md", "docs/own_model.md", "docs/report.md", "docs/sync_pa
 # What is run by other tests, or by nobody: it asks a server, a cluster or the user's own paths.
 ELSEWHERE = {
     "python3 scripts/dev.py": "tests/scripts/test_dev.py runs it in a project of its own",
-    "lockstep-gpt doctor": "tests/cluster/test_doctor.py",
-    "lockstep-gpt drill": "tests/cluster/test_drill.py",
+    "lockstep-gpt doctor": "tests/extras/cluster/test_doctor.py",
+    "lockstep-gpt drill": "tests/extras/cluster/test_drill.py",
     "sbatch": "tests/scripts/test_slurm.py, on a SLURM of its own",
     "printf": "of the same page",
     "SWEEP=": "of the same page",

@@ -72,11 +72,11 @@ def test_every_page_is_in_the_index():
 
 
 @pytest.mark.skipif(
-    importlib.util.find_spec("lockstep_gpt.cluster") is None,
+    importlib.util.find_spec("lockstep_gpt.extras.cluster") is None,
     reason="the table of links is of an extra",
 )
 def test_links_have_the_bandwidths_that_plan_counts_with():
-    from lockstep_gpt.cluster.hardware import LINKS
+    from lockstep_gpt.extras.cluster.hardware import LINKS
 
     text = (ROOT / "docs/communication.md").read_text("utf-8")
     rows = re.findall(r"^\| [^|]+ \| ([\d.]+) \| ([\d.]+) ms \| [^|]+ \|$", text, re.MULTILINE)

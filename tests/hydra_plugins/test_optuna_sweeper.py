@@ -4,8 +4,8 @@ import math
 
 import pytest
 
-from lockstep_gpt import compose
 from lockstep_gpt.config import UserError
+from lockstep_gpt.launch import compose
 
 SEARCH = ["--multirun", "hydra/sweeper=optuna", "run_dir=sweep"]
 

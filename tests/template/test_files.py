@@ -42,6 +42,7 @@ AT_THE_ROOT = {
     "constraints.txt",
     "docs/README.md",
     "docs/communication.md",
+    "docs/house.md",
     "docs/own_data.md",
     "docs/own_model.md",
     "docs/parallelism.md",

@@ -55,11 +55,10 @@ class Run:
     def checkpoints(self, folder):
         return Checkpoints(
             folder,
-            self.config.checkpoint,
+            self.config,
             self.content,
             self.batch,
             self.schedule.total_steps,
-            self.config.val_every,
         )
 
     def fit(self, *callbacks, logger=False, ckpt_path=None, io=None):

@@ -1,22 +1,13 @@
 import copy
-import gc
-from itertools import pairwise
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
-from lightning import Callback, Trainer
+from lightning import Callback
 
 from lockstep_gpt.data.shards import widen
 from lockstep_gpt.model.functional import IGNORE
-from lockstep_gpt.training.module import (
-    HOOKS,
-    LeanLoop,
-    StepCallback,
-    TokenLoss,
-    step_seed,
-)
+from lockstep_gpt.training.seeds import step_seed
 
 
 class Batches(Callback):
@@ -27,41 +18,6 @@ class Batches(Callback):
 
     def on_train_batch_start(self, _trainer, _module, batch, _batch_idx):
         self.batches.append(batch)
-
-
-def uneven_batches():
-    """Logits and targets of batches of different sizes, some targets of which do not count."""
-    random = torch.Generator().manual_seed(0)
-    for rows, ignored in [(5, 0), (1, 3), (3, 10)]:
-        targets = torch.randint(11, (rows, 7), generator=random)
-        targets.view(-1)[:ignored] = IGNORE
-        yield torch.randn(rows, 7, 11, generator=random), targets
-
-
-def test_the_loss_over_uneven_batches_is_the_mean_over_all_tokens_that_count():
-    metric, losses = TokenLoss(), []
-    for logits, targets in uneven_batches():
-        metric.update(F.cross_entropy(logits.flatten(0, 1), targets.flatten()), targets)
-        each = F.cross_entropy(logits.double().flatten(0, 1), targets.flatten(), reduction="none")
-        losses.append(each[targets.flatten() != IGNORE])
-    expected = torch.cat(losses).mean()
-    assert metric.compute().item() == pytest.approx(expected.item(), rel=1e-6)
-    assert metric.compute().dtype == torch.float64
-
-
-def test_a_batch_of_padding_alone_changes_nothing():
-    metric = TokenLoss()
-    metric.update(torch.tensor(2.0), torch.zeros(3, 4, dtype=torch.int64))
-    metric.update(torch.tensor(0.0), torch.full((3, 4), IGNORE))
-    assert metric.compute().item() == 2.0
-
-
-def test_a_reset_forgets():
-    metric = TokenLoss()
-    metric.update(torch.tensor(9.0), torch.zeros(1, 4, dtype=torch.int64))
-    metric.reset()
-    metric.update(torch.tensor(1.0), torch.zeros(1, 4, dtype=torch.int64))
-    assert metric.compute().item() == 1.0
 
 
 def test_the_validation_loss_is_the_mean_over_every_window(new_run):
@@ -108,13 +64,6 @@ def test_each_step_draws_its_own_dropout(new_run):
     assert seen.seeds == [seed for seed in expected for _ in range(2)]
 
 
-def test_seeds_of_steps_and_ranks_are_never_confused():
-    keys = [(0, 0, 0), (0, 0, 1), (0, 1, 0), (1, 0, 0), (1, 1, 0), (0, 1, 1), (2**40, 0, 0)]
-    seeds = {step_seed(*key) for key in keys}
-    assert len(seeds) == len(keys)
-    assert all(0 <= seed < 2**63 for seed in seeds)
-
-
 def test_an_update_is_the_optimizer_s_on_the_mean_gradient_clipped(new_run):
     run = new_run(max_steps=1, optim={"clip_norm": 0.1, "weight_decay": 0.0, "eps": 0.01})
     model, seen = copy.deepcopy(run.module.model), Batches()
@@ -158,121 +107,3 @@ def test_the_optimizer_starts_at_the_schedule_s_rate(new_run, precision, fused):
     (rate,) = {group["lr"] for group in parts["optimizer"].param_groups}
     assert rate == run.schedule.lr(0) == 0.25 / 4
     assert parts["optimizer"].defaults["fused"] is fused
-
-
-class Steps(StepCallback):
-    def __init__(self):
-        self.steps, self.micro_steps = [], 0
-
-    def on_train_batch_end(self, *arguments):
-        self.micro_steps += 1
-        super().on_train_batch_end(*arguments)
-
-    def on_step_end(self, _trainer, _module, step):
-        self.steps.append((step, self.micro_steps))
-
-
-def test_a_step_ends_once_for_all_its_micro_batches(new_run):
-    steps = Steps()
-    new_run(max_steps=4).fit(steps)
-    assert steps.steps == [(1, 2), (2, 4), (3, 6), (4, 8)]
-
-
-def test_a_resumed_run_goes_on_with_the_next_step(new_run, tmp_path):
-    run = new_run(max_steps=3)
-    run.fit(run.checkpoints(tmp_path))
-    run, steps = new_run(max_steps=5), Steps()
-    run.fit(steps, run.checkpoints(tmp_path), ckpt_path=tmp_path / "step=000003.ckpt")
-    assert [step for step, _ in steps.steps] == [4, 5]
-
-
-def broadcasts_of(run, *callbacks):
-    """Return what counts the broadcasts of a fit on one of two ranks, copies of this process."""
-
-    def count(_rank):
-        Trainer.world_size = property(lambda _: 2)
-        calls, broadcast = [], dist.broadcast
-        dist.broadcast = lambda *args, **options: (calls.append(args), broadcast(*args, **options))
-        run.fit(*callbacks)
-        return len(calls)
-
-    return count
-
-
-def test_the_stock_loop_broadcasts_at_every_micro_batch_and_ours_never(new_run, on_ranks):
-    # Should the first fail, Lightning needs our change to its loop no longer.
-    assert on_ranks(2, broadcasts_of(new_run(max_steps=3))) == [6, 6]
-    assert on_ranks(2, broadcasts_of(new_run(max_steps=3), LeanLoop())) == [0, 0]
-
-
-class Idle(Callback):
-    """Has nothing to do in a step."""
-
-
-def test_the_stock_loop_calls_what_does_nothing_and_ours_never(new_run, monkeypatch):
-    calls = []
-    monkeypatch.setattr(Callback, "on_before_backward", lambda *_: calls.append(1))
-    new_run(max_steps=3).fit(Idle())
-    assert calls  # should this fail, Lightning needs our change to its hooks no longer
-    calls.clear()
-    idle, busy = Idle(), Batches()
-    new_run(max_steps=3).fit(idle, busy, LeanLoop())
-    assert not calls
-    assert len(busy.batches) == 6
-    idle.on_before_backward(None, None, None)
-    assert len(calls) == 1
-
-
-class Raises(Callback):
-    """Ends a run in its third step, and keeps its Trainer."""
-
-    def on_train_batch_end(self, trainer, *_):
-        self.trainer = trainer
-        if trainer.global_step == 3:
-            raise ZeroDivisionError
-
-
-def test_all_that_is_taken_out_of_the_loop_is_put_back_after_an_exception_too(new_run):
-    raises, mine = Raises(), lambda *_: None
-    raises.on_before_backward = mine  # of an instance, where a class has none
-    with pytest.raises(ZeroDivisionError):
-        new_run(max_steps=6).fit(raises, LeanLoop())
-    trainer = raises.trainer
-    assert "_broadcast_sigterm_tensor" not in vars(trainer.fit_loop.epoch_loop)
-    assert "profile" not in vars(trainer.profiler)
-    hooked = {*HOOKS}
-    assert hooked & {*vars(raises)} == {"on_before_backward"}
-    assert raises.on_before_backward is mine
-    assert not hooked & {*vars(trainer.lightning_module)}
-    assert gc.isenabled()
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="torch then seeds the GPU instead")
-def test_no_step_formats_its_stack_for_a_device_that_is_missing(new_run, monkeypatch):
-    run, calls = new_run(max_steps=3), []
-    monkeypatch.setattr("traceback.format_stack", lambda *_: calls.append(1))
-    run.fit()
-    assert not calls
-    torch.manual_seed(0)
-    assert calls  # should this fail, torch needs our way around it no longer
-
-
-class Collections(StepCallback):
-    """Counts how often Python's collector has come, after each step."""
-
-    def __init__(self):
-        self.counts = []
-
-    def on_step_end(self, trainer, pl_module, step):  # noqa: ARG002
-        garbage = []
-        garbage.append(garbage)
-        self.counts.append(sum(each["collections"] for each in gc.get_stats()))
-
-
-def test_garbage_is_collected_at_the_steps_that_are_said_and_as_ever_afterwards(new_run):
-    counter = Collections()
-    new_run(max_steps=6).fit(counter, LeanLoop(every=2))
-    counts = counter.counts
-    assert [after - before for before, after in pairwise(counts)] == [0, 1, 0, 1, 0]
-    assert gc.isenabled()
-    assert gc.get_freeze_count() == 0

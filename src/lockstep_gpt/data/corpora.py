@@ -26,6 +26,7 @@ from tqdm import tqdm
 from lockstep_gpt import config as schema
 from lockstep_gpt.config import DataConfig, UserError
 from lockstep_gpt.data.tokenizer import Tokens, cut, library, token_dtype
+from lockstep_gpt.registry import additions, resolved
 
 # Installed packages are not the library; tests are long, repetitive and at times not valid code.
 LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
@@ -376,10 +377,18 @@ class RandomTokens:
             yield TokenBlock(after, split, ids.astype(self.dtype))
 
 
-# What opens each kind of corpus; a module of `sources/` adds its own.
-CORPORA: dict[type[DataConfig], Callable[[Any], Corpus]] = {
-    schema.StdlibData: StandardLibrary,
-    schema.TextData: lambda config: TextFiles(config, config.path, config.documents == "line"),
-    schema.JsonlData: JsonLines,
-    schema.SyntheticData: RandomTokens,
+CORPORA: dict[str, Callable[[Any], Corpus]] = {
+    "stdlib": StandardLibrary,
+    "text": lambda config: TextFiles(config, config.path, config.documents == "line"),
+    "jsonl": JsonLines,
+    "synthetic": RandomTokens,
 }
+
+
+def corpus_of(config: DataConfig) -> Corpus:
+    """Open the corpus that `data.source` names, one of an extra too."""
+    if config.source in CORPORA:
+        return CORPORA[config.source](config)
+    added = {name: each[1] for sources in additions("SOURCES") for name, each in sources.items()}
+    corpus: Corpus = resolved(added[config.source])(config)
+    return corpus

@@ -149,6 +149,7 @@ class TokenDataModule(lightning.LightningDataModule):
         index = shards.load_index(folder)
         shards.check_block_size(index, block_size)
         self.folder, self.block_size, self.micro_size = folder, block_size, micro_size
+        self.tokenizer = index.tokenizer  # as `tokenizer.from_dict` takes it
         self.accumulation, self.seed, self.num_workers = accumulation, seed, num_workers
         self._feeds: list[Feed] = []  # those with processes of their own
         self.train_windows = index.windows("train", block_size)

@@ -42,7 +42,7 @@ from lockstep_gpt.data.tokenizer import (
     token_dtype,
     tokenizer_files,
 )
-from lockstep_gpt.machine import end_with_parent
+from lockstep_gpt.launch.processes import end_with_parent
 
 logger = logging.getLogger(__name__)
 
@@ -116,7 +116,7 @@ def recipe_of(config: DataConfig) -> Recipe:
         raise UserError(
             f"data.path is empty; set it to what data.source={config.source} shall read"
         )
-    corpus = corpora.CORPORA[type(config)](config)
+    corpus = corpora.corpus_of(config)
     settings = {name: value for name, value in asdict(config).items() if name not in HARMLESS}
     name, *sizes = [settings.pop(name, None) for name in TOKENIZER]
     files = [hashlib.sha256(path.read_bytes()).hexdigest() for path in tokenizer_files(name or "")]

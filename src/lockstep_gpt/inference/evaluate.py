@@ -12,7 +12,7 @@ from lockstep_gpt.config import PROGRAM, Config, UserError
 from lockstep_gpt.data import shards
 from lockstep_gpt.data.order import validation_rows
 from lockstep_gpt.data.prepare import prepare
-from lockstep_gpt.run_directory import refuse_missing
+from lockstep_gpt.launch.run_directory import refuse_missing
 
 if TYPE_CHECKING:
     from lockstep_gpt.model.gpt import GPT
@@ -50,7 +50,7 @@ def evaluate(model: GPT, config: Config, batch_size: int) -> dict[str, float]:
         `loss` in nats per token, its exp as `perplexity`, the number of `tokens`, and for text
         `bits_per_byte`: nats per token times tokens per byte, over ln 2.
     """
-    from lockstep_gpt.training.module import TokenLoss
+    from lockstep_gpt.training.token_loss import TokenLoss
 
     folder = prepare(config.data)
     index = shards.load_index(folder)

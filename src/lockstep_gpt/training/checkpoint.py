@@ -19,8 +19,10 @@ import torch
 
 from lockstep_gpt.config import OPEN_GROUPS, Config, RunError, UserError, from_container
 from lockstep_gpt.data import tokenizer
+from lockstep_gpt.launch.run_directory import REFERENCE, RunDirectory, refuse_missing
 from lockstep_gpt.model.gpt import GPT, build_gpt
-from lockstep_gpt.run_directory import REFERENCE, refuse_missing
+from lockstep_gpt.registry import additions, asked
+from lockstep_gpt.training.ranks import Ranks, from_rank_zero
 
 logger = logging.getLogger(__name__)
 
@@ -219,12 +221,10 @@ def read_checkpoint(path: Path, map_location: Any = "cpu") -> dict[str, Any]:
         raise UserError(f"checkpoint {path} holds more than tensors and values: {reason}") from None
     if not isinstance(content, dict) or not {"config", "tokenizer", "state_dict"} <= set(content):
         raise UserError(f"checkpoint {path} was not written by lockstep-gpt train")
-    # extra fsdp2: begin
     if "parts" in content:
-        from lockstep_gpt.training.sharding import join_parts
-
-        join_parts(content, path)
-    # extra fsdp2: end
+        if not any(additions("JOIN_PARTS")):
+            raise UserError(f"checkpoint {path} is in parts, which an extra reads that is not here")
+        asked("JOIN_PARTS", content, path)
     return content
 
 
@@ -302,6 +302,44 @@ def _fetched(reference: str, folder: Path | None) -> Path:
         ) from error
     (path,) = found.glob("*.ckpt")
     return path
+
+
+def copies_of(directory: RunDirectory, config: Config) -> str | None:
+    """Return where copies of this run's checkpoints go."""
+    url = config.checkpoint.copy_to
+    return f"{url.rstrip('/')}/{directory.path.name}" if url else None
+
+
+def state_to_resume(directory: RunDirectory, config: Config, module: torch.nn.Module) -> str | None:
+    """Return the checkpoint to go on from: the run's own newest, else what `resume` names.
+
+    Every rank must call this; rank 0 looks, and the others are told.
+    """
+    first = Ranks.from_environment().rank == 0
+    own = from_rank_zero(str(_own_newest(directory, config, module) or "") if first else "")
+    if own or config.resume in ("none", "auto"):
+        return own or None
+    asked_for = Path(config.resume)
+    found = find_checkpoint(asked_for, directory.path / "artifacts") if first else ""
+    path = Path(from_rank_zero(str(found)))
+    content = read_checkpoint(path)
+    if not config.resume_force:
+        refuse_another_identity(path, content["config"], directory.values())
+    if fits(module, content):
+        return str(path)
+    taken = adopt_weights(module, content)
+    logger.warning("resume_force: took %d weights of %s, the rest is new", taken, path)
+    return None
+
+
+def _own_newest(directory: RunDirectory, config: Config, module: torch.nn.Module) -> Path | None:
+    """Tidy up after a run that was killed; return its newest checkpoint that verifies."""
+    remove_leftovers(directory.checkpoints)
+    refuse_full_disk(directory.path, 3 * size_of(module.state_dict()))  # AdamW: two moments each
+    newest, copies = newest_valid(directory.checkpoints), copies_of(directory, config)
+    if newest is None and copies and config.resume == "auto":
+        return fetch_newest(copies, directory.checkpoints)
+    return newest
 
 
 def load_model(path: Path) -> tuple[GPT, Config, tokenizer.Tokenizer]:

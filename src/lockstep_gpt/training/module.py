@@ -2,151 +2,25 @@
 
 from __future__ import annotations
 
-import contextlib
-import gc
-import hashlib
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, cast
 
 import lightning
 import torch
-from lightning import Callback, LightningModule, Trainer
-from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
-from torchmetrics import Metric
 
 from lockstep_gpt.config import Config, RunError
 from lockstep_gpt.data.tokenizer import Tokenizer
-from lockstep_gpt.model.functional import IGNORE
 from lockstep_gpt.model.gpt import build_gpt
 from lockstep_gpt.training.checkpoint import apply_settings, realign
 from lockstep_gpt.training.optim import build_optimizer
 from lockstep_gpt.training.schedule import Schedule
-
-# Those that Lightning calls in every micro-batch or step.
-HOOKS = (
-    "on_train_batch_start",
-    "on_before_zero_grad",
-    "on_before_backward",
-    "on_after_backward",
-    "on_before_optimizer_step",
-    "on_train_batch_end",
-)
-
-
-class StepCallback(Callback, ABC):
-    """Calls `on_step_end` after each optimizer step; Lightning's hook fires per micro-batch."""
-
-    _seen = 0
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
-        """Note where a new or resumed run starts."""
-        self._seen = trainer.global_step
-
-    def on_train_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: Any,  # noqa: ARG002
-        batch: Any,  # noqa: ARG002
-        batch_idx: int,  # noqa: ARG002
-    ) -> None:
-        """Tell the end of a step from that of a micro-step."""
-        if trainer.global_step > self._seen:
-            self._seen = trainer.global_step
-            self.on_step_end(trainer, pl_module, trainer.global_step)
-
-    @abstractmethod
-    def on_step_end(self, trainer: Trainer, pl_module: Any, step: int) -> None:
-        """Act after optimizer step `step`; the first one is 1."""
-
-
-class LeanLoop(StepCallback):
-    """Takes out of Lightning's loop what costs each micro-batch time and gives us nothing.
-
-    - With several ranks it broadcasts at every micro-batch whether rank 0 got a SIGTERM, and waits
-      for the device to know (Lightning#21487). Our own vote on signals stands for that.
-    - Python's collector of garbage comes at a time of its own on each rank, and all others wait
-      for it. Here it comes on all at the same steps, as a rule to what is young only.
-    - It calls each hook of each callback, within a context of a profiler that does nothing: 70 in
-      a step, of which five do something. It passes over what cannot be called, so the others are.
-
-    Args:
-        every: steps between collections; each tenth is a full one.
-    """
-
-    def __init__(self, every: int = 100) -> None:
-        self.every = every
-        self._undo = contextlib.ExitStack()
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Change the loop that is about to begin."""
-        super().on_train_start(trainer, pl_module)
-        inner: Any = trainer  # whose parts are not declared
-        self._replace(inner.fit_loop.epoch_loop, "_broadcast_sigterm_tensor", lambda: None)
-        if isinstance(inner.profiler, PassThroughProfiler):
-            nothing = contextlib.nullcontext()
-            self._replace(inner.profiler, "profile", lambda _: nothing)
-        for base, owners in ((Callback, inner.callbacks), (LightningModule, [pl_module])):
-            for owner in owners:
-                for hook in HOOKS:
-                    own = hook in owner.__dict__
-                    if not own and getattr(type(owner), hook) is getattr(base, hook):
-                        self._replace(owner, hook, None)
-        if gc.isenabled():
-            self._undo.callback(gc.enable)
-        gc.collect()
-        gc.disable()
-
-    def _replace(self, owner: Any, name: str, value: Any) -> None:
-        attributes = owner.__dict__
-        if name in attributes:
-            self._undo.callback(attributes.__setitem__, name, attributes[name])
-        else:
-            self._undo.callback(attributes.pop, name, None)
-        attributes[name] = value
-
-    def on_step_end(self, trainer: Trainer, pl_module: Any, step: int) -> None:  # noqa: ARG002
-        """Collect where it is due."""
-        if step % self.every == 0:
-            gc.collect(2 if step % (10 * self.every) == 0 else 1)
-
-    def on_train_end(self, *_: Any) -> None:
-        """Leave everything as it was; again, and nothing more is done."""
-        self._undo.close()
-
-    on_exception = on_train_end  # type: ignore[assignment]
-
-
-class TokenLoss(Metric):
-    """Mean cross-entropy over tokens, as a sum and a count that add up over batches and ranks.
-
-    The mean of means would weigh a short last batch like a full one.
-    """
-
-    full_state_update = False
-    total: Tensor
-    count: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.add_state("total", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
-        self.add_state("count", torch.zeros((), dtype=torch.int64), dist_reduce_fx="sum")
-
-    def update(self, loss: Tensor, targets: Tensor) -> None:
-        """Add the mean `loss` over those of `targets` that are not `IGNORE`."""
-        count = (targets != IGNORE).sum()
-        self.total += loss.double() * count
-        self.count += count
-
-    def compute(self) -> Tensor:
-        """Return the mean over all tokens of all ranks, in nats; its exp is the perplexity."""
-        return self.total / self.count
+from lockstep_gpt.training.seeds import seed_device, step_seed
+from lockstep_gpt.training.token_loss import TokenLoss
 
 
 class GPTModule(lightning.LightningModule):
@@ -307,20 +181,3 @@ class GPTModule(lightning.LightningModule):
                 f"step {first}: the gradient is not finite, and guard.max_skipped={allowed}; the "
                 f"weights stayed as step {first - 1} left them; lower optim.lr, or allow more"
             )
-
-
-def seed_device(seed: int, device: torch.device) -> None:
-    """Seed the host's generator and that of `device`, if it has its own.
-
-    `torch.manual_seed` takes a millisecond where kinds of devices are missing: for each it notes
-    the call, with the whole stack as text.
-    """
-    torch.default_generator.manual_seed(seed)
-    if device.type == "cuda":
-        torch.cuda.default_generators[device.index or 0].manual_seed(seed)
-
-
-def step_seed(seed: int, step: int, rank: int) -> int:
-    """Return 63 bits that depend on all three."""
-    digest = hashlib.blake2b(f"{seed} {step} {rank}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest) >> 1

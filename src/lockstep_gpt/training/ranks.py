@@ -1,4 +1,4 @@
-"""How ranks work together: who this one is, what they tell each other, Lightning's strategies."""
+"""How ranks work together: who this one is, how they meet, what they tell each other."""
 
 from __future__ import annotations
 
@@ -15,12 +15,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
 from lockstep_gpt.config import PROGRAM, Config, RunError, UserError
-from lockstep_gpt.run_directory import RunDirectory, differences
+from lockstep_gpt.launch.run_directory import RunDirectory, differences
 
 
 @dataclass(frozen=True)
@@ -106,6 +104,17 @@ def _loopback_store(ranks: Ranks, timeout: timedelta) -> TCPStore:
         timeout=timeout,
         master_listen_fd=descriptor,
     )
+
+
+def refuse_other_directory(directory: RunDirectory) -> None:
+    """Compare the frozen files that the ranks have read: a folder may look shared and not be."""
+    hashes = from_each_rank(directory.hash())
+    others = [str(rank) for rank, content in enumerate(hashes) if content != hashes[0]]
+    if others:
+        raise UserError(
+            f"run_dir={directory.path} of rank {', '.join(others)} is not the folder of rank 0; "
+            "name one that all nodes share"
+        )
 
 
 def leave() -> None:
@@ -215,49 +224,3 @@ def _created(create: Callable[[], RunDirectory]) -> dict[str, Any]:
         return {"fault": None, "values": create().values()}
     except UserError as error:
         return {"fault": str(error), "values": {}}
-
-
-def auto(*, accelerator: str, world_size: int, **settings: Any) -> Strategy:
-    """Return no wrapper for one rank, `ddp` for more."""
-    if world_size == 1:
-        device = torch.device("cuda", 0) if accelerator == "cuda" else torch.device("cpu")
-        return SingleDeviceStrategy(device)
-    return ddp(**settings)
-
-
-def ddp(
-    *,
-    process_group_backend: str | None,
-    timeout_seconds: float,
-    comm_hook: str,
-    start_method: str = "agent",  # noqa: ARG001 (read before there are ranks)
-    **arguments: Any,
-) -> DDPStrategy:
-    """Return Lightning's `DDPStrategy`.
-
-    Args:
-        process_group_backend: nccl, gloo or mpi; None: nccl on GPUs, gloo elsewhere.
-        start_method: how the ranks were started: by the agent, or spawned from one process.
-        timeout_seconds: longest wait for another rank.
-        comm_hook: how gradients are compressed on their way.
-        arguments: passed on to torch's `DistributedDataParallel`.
-    """
-    hook, state = _comm_hook(comm_hook)
-    return DDPStrategy(
-        process_group_backend=process_group_backend,
-        timeout=timedelta(seconds=timeout_seconds),
-        ddp_comm_hook=hook,
-        ddp_comm_state=state,
-        **arguments,
-    )
-
-
-def _comm_hook(name: str) -> tuple[Callable[..., Any] | None, Any]:
-    if name == "powersgd":  # Vogels et al. 2019
-        return powerSGD_hook.powerSGD_hook, powerSGD_hook.PowerSGDState(process_group=None)
-    hooks: dict[str, Callable[..., Any] | None] = {
-        "none": None,
-        "fp16": default_hooks.fp16_compress_hook,
-        "bf16": default_hooks.bf16_compress_hook,
-    }
-    return hooks[name], None

@@ -13,14 +13,21 @@ import warnings
 from collections.abc import Iterator
 from typing import TextIO
 
+import torch
+from lightning import Trainer
 from tqdm import tqdm
 
 from lockstep_gpt.config import LEVELS, Config
-from lockstep_gpt.machine import invocation
-from lockstep_gpt.run_directory import RunDirectory
-from lockstep_gpt.training.ranks import Ranks
+from lockstep_gpt.data.datamodule import TokenDataModule
+from lockstep_gpt.launch.processes import invocation
+from lockstep_gpt.launch.run_directory import RunDirectory
+from lockstep_gpt.model.functional import attention_kernel
+from lockstep_gpt.model.gpt import GPT
+from lockstep_gpt.training.ranks import Ranks, backend_of
 from lockstep_gpt.training.schedule import BatchPlan, Schedule
 from lockstep_gpt.training.tracking import offline_hint
+
+logger = logging.getLogger(__name__)
 
 # Said by Lightning at every start, true, and of no use to a reader of our receipt.
 NOISE = [
@@ -114,7 +121,13 @@ RULES = {
 
 
 def receipt(
-    config: Config, batch: BatchPlan, schedule: Schedule, facts: dict[str, str]
+    config: Config,
+    batch: BatchPlan,
+    schedule: Schedule,
+    model: GPT,
+    data: TokenDataModule,
+    trainer: Trainer,
+    products: str,
 ) -> dict[str, str]:
     """Return label -> line.
 
@@ -122,17 +135,48 @@ def receipt(
         config: the run's settings.
         batch: how an optimizer step spreads over ranks.
         schedule: the learning rate over the run.
-        facts: lines that only the running rank knows, put around ours.
+        model: what is trained.
+        data: what it is trained on.
+        trainer: as it was built.
+        products: the kind of float32 matrix products.
     """
+    group = f" over {backend_of(config)}" if batch.world_size > 1 else ""
+    kept = ", memory kept between steps" if os.environ.get("MALLOC_MMAP_MAX_") == "0" else ""
     return {
         "run": f"{config.run_name} in {config.run_dir}",
-        **facts,
+        "model": f"{model.num_parameters:,} parameters, vocabulary of {model.vocab_size:,} "
+        f"tokens, context of {config.model.block_size}",
+        "data": f"{data.folder}, {data.train_windows:,} windows to train on, "
+        f"{data.val_windows:,} to validate on",
+        "devices": f"{batch.world_size} x {config.trainer['accelerator']}, "
+        f"{torch.get_num_threads()} threads each{kept}",
+        "kernels": f"products by {products}, attention by {_attention(config)}",
+        "strategy": type(trainer.strategy).__name__ + group,
         "precision": config.precision + (", compiled" if config.compile else ""),
         "batch": _batch(batch),
         "budget": _budget(batch, schedule),
         "lr": _lr(config, batch, schedule),
         "schedule": _schedule(config, batch, schedule),
     }
+
+
+def _attention(config: Config) -> str:
+    """Return the kernel that attention takes here; warn where it is the slow one."""
+    dtype = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16, "64-true": torch.float64}
+    model, device = config.model, config.trainer["accelerator"]
+    kernel = attention_kernel(
+        model.n_head,
+        model.block_size,
+        model.n_embd // model.n_head,
+        device,
+        dtype.get(config.precision, torch.float32),
+    )
+    if kernel == "math" and device == "cuda":
+        logger.warning(
+            "attention has no fused kernel here, and is slow: set precision=bf16-mixed, or a "
+            "model.n_embd / model.n_head that divides by 8 and is at most 256"
+        )
+    return kernel
 
 
 def as_text(lines: dict[str, str]) -> str:

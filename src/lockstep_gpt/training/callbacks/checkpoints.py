@@ -14,9 +14,9 @@ from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.callbacks import Checkpoint
 from torch import Tensor
 
-from lockstep_gpt.config import CheckpointConfig
+from lockstep_gpt.config import Config
 from lockstep_gpt.training import checkpoint as files
-from lockstep_gpt.training.module import StepCallback
+from lockstep_gpt.training.callbacks.step import StepCallback
 from lockstep_gpt.training.ranks import refuse_differing_replicas
 from lockstep_gpt.training.schedule import BatchPlan
 
@@ -28,28 +28,26 @@ class Checkpoints(StepCallback, Checkpoint):
 
     Args:
         folder: where they lie; nothing else is there.
-        settings: when to save and how many to keep.
+        config: when to save and to validate, and how many to keep.
         content: what every checkpoint carries beside the state of training.
         batch: what an optimizer step takes.
         total_steps: optimizer steps of the run.
-        val_every: optimizer steps between validations.
     """
 
     def __init__(
         self,
         folder: Path,
-        settings: CheckpointConfig,
+        config: Config,
         content: dict[str, Any],
         batch: BatchPlan,
         total_steps: int,
-        val_every: int,
     ) -> None:
         self.folder = folder
-        self.settings = settings
+        self.settings = config.checkpoint
         self.content = content
         self.batch = batch
         self.total_steps = total_steps
-        self.val_every = val_every
+        self.val_every = config.val_every
         self.urgent = False  # save after the validation that comes, due or not
         self.losses: dict[int, float] = {}  # step of a kept checkpoint -> its validation loss
 
@@ -114,6 +112,25 @@ class Checkpoints(StepCallback, Checkpoint):
     def last(self) -> Path | None:
         """The newest checkpoint."""
         return next(reversed(files.checkpoints_in(self.folder)), None)
+
+    @property
+    def kept(self) -> dict[Path, list[str]]:
+        """The best and the last checkpoint, with what wandb shall call them."""
+        found: dict[Path, list[str]] = {}
+        for path, alias in ((self.best, "best"), (self.last, "latest")):
+            if path is not None:
+                found.setdefault(path, [path.stem]).append(alias)
+        return found
+
+    def summary(self) -> dict[str, Any]:
+        """Return what `summary.json` says of the checkpoints and the batch."""
+        best, last = self.best, self.last
+        return {
+            "world_size": self.batch.world_size,
+            "global_batch_size": self.batch.global_size,
+            "best_checkpoint": str(best) if best else None,
+            "last_checkpoint": str(last) if last else None,
+        }
 
     def on_save_checkpoint(
         self,

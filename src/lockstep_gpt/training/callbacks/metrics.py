@@ -2,116 +2,21 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import logging
 import math
 import resource
 import statistics
 import time
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import torch
 from lightning import Trainer
-from lightning.pytorch.loggers.logger import Logger
-from lightning.pytorch.utilities import rank_zero_only
 
-from lockstep_gpt.training.module import StepCallback
+from lockstep_gpt.config import Config
+from lockstep_gpt.training.callbacks.step import StepCallback
 
 logger = logging.getLogger(__name__)
-
-STEP = "trainer/step"
-
-
-class MetricsFile(Logger):
-    """A Lightning logger that writes each row when it comes.
-
-    Values of one step share one row, so the last row may still grow. A resumed run drops the rows
-    beyond its step, which it is about to repeat.
-    """
-
-    def __init__(self, path: Path, columns: list[str]) -> None:
-        super().__init__()
-        self.path = path
-        self.columns = columns
-        self.rows: list[dict[str, str]] = []  # only the last one, once they are on the disk
-        self._end = 0  # where the last row begins
-
-    @property
-    def name(self) -> str:
-        """Lightning's name of the kind of logger."""
-        return "csv"
-
-    @property
-    def version(self) -> str:
-        """There is one file per run."""
-        return ""
-
-    @rank_zero_only
-    def begin(self, step: int) -> None:
-        """Start at optimizer step `step`: keep what an earlier part of the run has up to it."""
-        kept = [row for row in _read(self.path) if int(row[STEP]) <= step]
-        self.columns = list(dict.fromkeys([*self.columns, *(name for row in kept for name in row)]))
-        self._rewrite(kept)
-
-    @rank_zero_only
-    def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
-        """Write the row of `step`, or add to it if it is the last one."""
-        assert step is not None, "every row belongs to a step"
-        row = {STEP: str(step), **{name: _text(value) for name, value in metrics.items()}}
-        if self.rows and self.rows[-1][STEP] == row[STEP]:
-            row = {**self.rows.pop(), **row}
-        else:
-            self._end = self.path.stat().st_size
-        self.rows = [row]
-        if new := [name for name in row if name not in self.columns]:
-            self.columns += new
-            self._rewrite([*_read(self.path, self._end), row])
-        else:
-            self._write_last(self._line(row))
-
-    @rank_zero_only
-    def log_hyperparams(self, *_args: Any, **_kwargs: Any) -> None:
-        """Do nothing: the frozen configuration lies beside the file."""
-
-    def _write_last(self, line: str) -> None:
-        with self.path.open("r+", encoding="utf-8", newline="") as file:
-            file.seek(self._end)
-            file.write(line)
-            file.truncate()
-
-    def _rewrite(self, rows: list[dict[str, str]]) -> None:
-        lines = [_csv(self.columns), *(self._line(row) for row in rows)]
-        beside = self.path.with_suffix(".csv.tmp")
-        beside.write_text("".join(lines), encoding="utf-8", newline="")
-        beside.replace(self.path)
-        self.rows = rows[-1:]
-        self._end = self.path.stat().st_size - (len(lines[-1].encode()) if rows else 0)
-
-    def _line(self, row: dict[str, str]) -> str:
-        return _csv([row.get(name, "") for name in self.columns])
-
-
-def _csv(values: list[str]) -> str:
-    line = io.StringIO()
-    csv.writer(line, lineterminator="\n").writerow(values)
-    return line.getvalue()
-
-
-def _read(path: Path, end: int | None = None) -> list[dict[str, str]]:
-    """Return the rows that begin before byte `end`; a last line cut off by a crash is dropped."""
-    if not path.exists():
-        return []
-    text = path.read_bytes()[:end].decode("utf-8")
-    whole = text[: text.rfind("\n") + 1]
-    return list(csv.DictReader(io.StringIO(whole)))
-
-
-def _text(value: Any) -> str:
-    return repr(float(value)) if isinstance(value, float) else str(value)
-
 
 COLUMNS = [
     "trainer/step",
@@ -150,6 +55,15 @@ def peak_of(device: str) -> float | None:
     """Return the peak in TFLOP/s of the GPU that CUDA calls `device`, None where none is known."""
     words = f" {device} ".replace("-", " ")
     return next((peak for name, peak in PEAKS.items() if f" {name} " in words), None)
+
+
+def peak_tflops(config: Config, world_size: int) -> float | None:
+    """Return the peak of all devices together; TF32 has half of that of 16 bits."""
+    peak = config.peak_tflops
+    if peak is None and config.trainer["accelerator"] == "cuda":
+        peak = peak_of(torch.cuda.get_device_name())
+        peak = peak and peak * (0.5 if config.precision == "32-true" else 1.0)
+    return peak and peak * world_size
 
 
 class Metrics(StepCallback):
@@ -231,6 +145,23 @@ class Metrics(StepCallback):
             },
         )
         pl_module.refuse_broken(step)
+
+    def summary(self, step: int) -> dict[str, Any]:
+        """Return what `summary.json` says of a run that ends after optimizer step `step`."""
+        row = self.row
+        return {
+            "tokens": step * self.tokens_per_step,
+            "train_loss": row.get("train/loss"),
+            "val_loss": row.get("val/loss"),
+            "val_perplexity": row.get("val/perplexity"),
+            "tokens_per_second": self.tokens_per_second,
+            "mfu": row.get("throughput/mfu"),
+            "first_step_seconds": self.first_step_seconds,
+            "step_seconds_p50": row.get("throughput/step_seconds_p50"),
+            "step_seconds_p95": row.get("throughput/step_seconds_p95"),
+            "data_wait_share": row.get("data/wait_share"),
+            "peak_memory_gb": row.get("system/peak_memory_gb"),
+        }
 
     def _percentiles(self) -> tuple[float, float]:
         """Return the median and the 95th percentile of the steps since the last row."""

@@ -12,7 +12,7 @@ from lightning import Callback, Trainer
 from tqdm import tqdm
 
 from lockstep_gpt.training.callbacks.metrics import Metrics
-from lockstep_gpt.training.module import StepCallback
+from lockstep_gpt.training.callbacks.step import StepCallback
 from lockstep_gpt.training.tracking import tracked
 
 logger = logging.getLogger(__name__)

@@ -1,0 +1,63 @@
+"""A plan as a picture: predicted scaling over the number of devices."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from lockstep_gpt.config import PROGRAM, UserError
+from lockstep_gpt.extras.cluster.prediction import Plan
+
+
+def draw(plan: Plan, path: Path) -> None:
+    """Write a PNG with tokens per second and efficiency over the number of devices.
+
+    Raises:
+        UserError: matplotlib is missing, there is nothing to draw, or the file cannot be written.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError:
+        raise UserError(
+            f'--chart needs matplotlib, which is not installed: pip install "{PROGRAM}[cluster]"'
+        ) from None
+    if not plan.rows:
+        raise UserError(f"--chart {path} has no row to draw; change --devices")
+    figure = Figure(figsize=(11, 4.5), layout="constrained")
+    speed, efficiency = figure.subplots(1, 2)
+    _speed(speed, plan)
+    _efficiency(efficiency, plan)
+    figure.suptitle(
+        f"{plan.parameters / 1e9:.3g} B parameters on {plan.hardware.name}, {plan.precision}, "
+        f"{plan.scaling} scaling: predicted"
+    )
+    try:
+        figure.savefig(path, format="png", dpi=150)
+    except OSError as error:
+        raise UserError(f"--chart {path} cannot be written ({error.strerror})") from None
+
+
+def _speed(axes: Any, plan: Plan) -> None:
+    worlds = [row.batch.world_size for row in plan.rows]
+    first = plan.rows[0]
+    one = first.tokens_per_second / first.efficiency / worlds[0]
+    axes.loglog(worlds, [one * world for world in worlds], "--", color="grey", label="linear")
+    axes.loglog(worlds, [row.tokens_per_second for row in plan.rows], "o-", label="predicted")
+    axes.set_ylabel("tokens per second")
+    axes.legend()
+    _over_devices(axes, worlds)
+
+
+def _efficiency(axes: Any, plan: Plan) -> None:
+    worlds = [row.batch.world_size for row in plan.rows]
+    axes.semilogx(worlds, [100 * row.efficiency for row in plan.rows], "o-")
+    axes.set_ylim(0, 105)
+    axes.set_ylabel("efficiency, % of one device")
+    _over_devices(axes, worlds)
+
+
+def _over_devices(axes: Any, worlds: list[int]) -> None:
+    axes.set_xlabel("devices")
+    axes.set_xticks(worlds, [str(world) for world in worlds], rotation=45)
+    axes.minorticks_off()
+    axes.grid(alpha=0.3)

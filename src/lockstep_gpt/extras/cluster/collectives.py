@@ -1,0 +1,183 @@
+"""Do the ranks together compute what they should, and how fast do they exchange?"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from lockstep_gpt.config import ModelConfig
+from lockstep_gpt.extras.cluster.report import Finding, failure, ok, warning
+from lockstep_gpt.extras.cluster.speed import GB, best_seconds
+from lockstep_gpt.model.gpt import GPT
+from lockstep_gpt.training.ranks import Ranks
+
+SIZES = {  # bytes of the messages
+    "cpu": (4 * 2**10, 256 * 2**10, 4 * 2**20, 32 * 2**20),
+    "cuda": (4 * 2**10, 256 * 2**10, 4 * 2**20, 64 * 2**20, 512 * 2**20),
+}
+POOR = 0.5  # share of what a link should give, below which something is wrong
+ELEMENTS = 1000
+TRIAL = ModelConfig(block_size=16, n_layer=2, n_head=2, n_embd=32, dropout=0.0, bias=True)
+TRIAL_VOCABULARY, TRIAL_SAMPLES = 64, 2  # samples of each rank
+# Of float64 gradients, some 0.1 large: the order of a sum leaves 1e-16, unlike kernels of unlike
+# CPUs 1e-8.
+TOLERANCE = 1e-6
+
+
+def examine_results(ranks: Ranks, device: torch.device) -> list[Finding]:
+    """Compare the collectives that training uses with what they must give, exactly."""
+    world = ranks.world_size
+    mine = torch.arange(ELEMENTS, dtype=torch.float64, device=device) * (ranks.rank + 1)
+    added, sent = mine.clone(), mine.clone()
+    dist.all_reduce(added)
+    dist.broadcast(sent, src=0)
+    gathered = [torch.empty_like(mine) for _ in range(world)]
+    dist.all_gather(gathered, mine)
+    one = torch.arange(ELEMENTS, dtype=torch.float64, device=device)
+    expected = {
+        "all-reduce": (added, one * (world * (world + 1) // 2)),
+        "broadcast": (sent, one),
+        "all-gather": (torch.stack(gathered), torch.stack([one * (r + 1) for r in range(world)])),
+    }
+    wrong = [name for name, (got, right) in expected.items() if not torch.equal(got, right)]
+    if wrong:
+        fix = "update driver and NCCL, or try NCCL_P2P_DISABLE=1 to see whether P2P is at fault"
+        return [failure("collectives", f"{', '.join(wrong)} gave a wrong result", fix)]
+    return [ok("collectives", f"{', '.join(expected)} are exact over {dist.get_backend()}")]
+
+
+def examine_step(ranks: Ranks, device: torch.device) -> list[Finding]:
+    """Compare the gradients that DDP averages with those of all ranks' samples in one batch."""
+    torch.manual_seed(0)
+    model = GPT(TRIAL, TRIAL_VOCABULARY).double().to(device)
+    size = (TRIAL_SAMPLES * ranks.world_size, TRIAL.block_size)
+    tokens = torch.randint(TRIAL_VOCABULARY, size, generator=torch.Generator().manual_seed(0))
+    tokens = tokens.to(device)
+    model(tokens, tokens.flip(1)).backward()
+    joined = [_gradient(weight) for weight in model.parameters()]
+    model.zero_grad()
+    share = tokens[ranks.rank * TRIAL_SAMPLES :][:TRIAL_SAMPLES]
+    ids = [device.index] if device.type == "cuda" else None
+    averaging = DistributedDataParallel(model, device_ids=ids)
+    averaging(share, share.flip(1)).backward()
+    pairs = zip(joined, model.parameters(), strict=True)
+    error = max(float((_gradient(weight) - whole).abs().max()) for whole, weight in pairs)
+    line = f"averaged gradients differ from the joined batch's by at most {error:.1e}"
+    if error <= TOLERANCE:
+        return [ok("ddp step", line)]
+    return [failure("ddp step", line, "do not train here: update driver, NCCL and torch")]
+
+
+def _gradient(weight: Tensor) -> Tensor:
+    assert weight.grad is not None
+    return weight.grad.clone()
+
+
+@dataclass(frozen=True)
+class Bandwidth:
+    """All-reduce over one kind of link, by size of the message."""
+
+    link: str  # within a node, between nodes
+    ranks: int
+    sizes: tuple[int, ...]  # bytes
+    seconds: tuple[float, ...]
+
+    def bus(self, index: int) -> float:
+        """Return the bandwidth that the link itself had, in bytes per second.
+
+        An all-reduce moves 2 (N - 1) / N of the message over each link (the "bus bandwidth" of
+        NVIDIA's nccl-tests, doc/PERFORMANCE.md).
+        """
+        factor = 2 * (self.ranks - 1) / self.ranks
+        return factor * self.sizes[index] / self.seconds[index]
+
+    @property
+    def best(self) -> float:
+        """The highest bus bandwidth of all sizes, in bytes per second."""
+        return max(map(self.bus, range(len(self.sizes))))
+
+    @property
+    def latency(self) -> float:
+        """Seconds of one step of a ring, from the smallest message."""
+        return self.seconds[0] / (2 * (self.ranks - 1))
+
+
+def measure(link: str, group: Any, device: torch.device) -> Bandwidth:
+    """Time all-reduces of several sizes in `group`, which all its ranks must call for."""
+    sizes = SIZES[device.type]
+    seconds = []
+    for size in sizes:
+        buffer = torch.zeros(size // 4, device=device)
+        times = best_seconds(lambda: dist.all_reduce(buffer, group=group), device, repeats=4)  # noqa: B023
+        slowest = torch.tensor([times], dtype=torch.float64, device=device)
+        dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=group)
+        seconds.append(float(slowest))
+    return Bandwidth(link, dist.get_world_size(group), sizes, tuple(seconds))
+
+
+def links(ranks: Ranks) -> dict[str, Any]:
+    """Return the groups by which this rank measures: its node, and its fellows on other nodes."""
+    local, nodes = ranks.local_world_size, ranks.num_nodes
+    if nodes == 1 or local == 1:
+        return {"within a node" if nodes == 1 else "between nodes": dist.group.WORLD}
+    groups = {}
+    for node in range(nodes):
+        members = list(range(node * local, (node + 1) * local))
+        group = dist.new_group(members)
+        if ranks.rank in members:
+            groups["within a node"] = group
+    for place in range(local):
+        members = list(range(place, ranks.world_size, local))
+        group = dist.new_group(members)
+        if ranks.rank in members:
+            groups["between nodes"] = group
+    return groups
+
+
+def slowest(measured: Sequence[Sequence[Bandwidth]]) -> list[Bandwidth]:
+    """Return each link at its slowest, from what every rank has measured."""
+    found: dict[str, Bandwidth] = {}
+    for link in (link for each in measured for link in each):
+        other = found.setdefault(link.link, link)
+        seconds = tuple(map(max, link.seconds, other.seconds))
+        found[link.link] = replace(other, seconds=seconds)
+    return list(found.values())
+
+
+def table(measured: Sequence[Bandwidth]) -> list[dict[str, Any]]:
+    """Return a row for each link and size."""
+    return [
+        {
+            "link": link.link,
+            "ranks": link.ranks,
+            "message": f"{size / 2**10:,.0f} KiB",
+            "ms": seconds * 1e3,
+            "GB/s": link.bus(index) / GB,
+        }
+        for link in measured
+        for index, (size, seconds) in enumerate(zip(link.sizes, link.seconds, strict=True))
+    ]
+
+
+def examine_bandwidth(
+    measured: Sequence[Bandwidth], expected: Mapping[str, float | None]
+) -> list[Finding]:
+    """Compare what links gave with what they should, in bytes per second, where that is known."""
+    found = []
+    for link in measured:
+        line = f"{link.link} {link.best / GB:.3g} GB/s, {link.latency * 1e6:.3g} us a step"
+        should = expected.get(link.link)
+        if should is None:
+            found.append(ok("bandwidth", f"{line} (nothing tells what it should be)"))
+        elif link.best < POOR * should:
+            fix = "see topology, NCCL_DEBUG=INFO for the path it took, and the link's errors"
+            found.append(warning("bandwidth", f"{line}, of {should / GB:.3g} GB/s", fix))
+        else:
+            found.append(ok("bandwidth", f"{line}, of {should / GB:.3g} GB/s"))
+    return found

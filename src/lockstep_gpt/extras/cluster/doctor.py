@@ -1,0 +1,182 @@
+"""The command `doctor`: are these machines fit to train on, before a night is spent on them?
+
+By itself it starts the ranks that the configuration asks for, as a launcher would; inside a
+launcher it is one of the ranks, on every node. This process stays light: ranks import torch.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig
+
+from lockstep_gpt.config import PROGRAM, Config, UserError
+from lockstep_gpt.extras.cluster import environment, flags
+from lockstep_gpt.extras.cluster.report import FAILURE, Report, failure
+from lockstep_gpt.launch import compose, devices, processes
+
+WAIT = 45.0  # seconds: with what comes before, a missing rank is named within a minute
+WAITS, WORK = 4, 60.0  # at most so many waits in a row, and seconds of measuring
+MARGIN = 5.0  # seconds by which the parent is more patient than its ranks
+HELP = f"""usage: {PROGRAM} doctor [flags] [GROUP=CHOICE ...] [SETTING=VALUE ...]
+
+Examine the machines that a run would use: versions, devices, variables, names, rendezvous, shared
+memory, disks, the run directory, clocks and topology; then whether collectives are right and how
+fast, which ranks are slow, and a DDP step against the joined batch. It takes the settings of
+{PROGRAM} train and starts as many ranks; under a launcher it is a rank of it:
+
+  {PROGRAM} doctor trainer=cpu trainer.devices=2
+  {PROGRAM} doctor trainer.num_nodes=2 launch.rdzv_endpoint=HOST:PORT launch.node_rank=0
+  torchrun --nnodes=2 --nproc_per_node=8 ... -m lockstep_gpt doctor
+
+  --wait SECONDS            longest wait for another rank, {WAIT:.0f} by default
+  --save-profile FILE.json  keep what was measured for {PROGRAM} plan --hardware FILE.json
+  --json                    print everything as JSON
+
+One line for each check: ok, warning or failure, with the fix. Exit status 1 after a failure."""
+
+
+def main(arguments: list[str]) -> int:
+    """Examine the machines for the configuration that `arguments` make; 1 if anything failed."""
+    parser = flags.Parser("doctor", HELP)
+    parser.add_argument("--wait", type=flags.above_zero, default=WAIT)
+    parser.add_argument("--save-profile", type=Path)
+    parser.add_argument("--json", action="store_true")
+    given, overrides = parser.split(arguments)
+    statuses = []
+
+    def job(composed: DictConfig) -> None:
+        values, config = compose.checked(composed)
+        inside = devices.is_inside_launcher()
+        run = _examine(values, config, given) if inside else _start(config, given, arguments)
+        statuses.append(run)
+
+    compose.run(overrides, job)
+    return max(statuses, default=0)
+
+
+def _examine(values: dict[str, Any], config: Config, given: Any) -> int:
+    """Be one rank; rank 0 speaks for all, the others only where they cannot reach it."""
+    wrong = environment.examine_launcher(os.environ)
+    if any(found.status == FAILURE for found in wrong):
+        return _show(Report(1, wrong), given)
+    processes.end_with_parent()
+    faulthandler.dump_traceback_later(_longest(given), exit=True)
+    # Before torch is there: no words about retries, and NCCL raises instead of aborting.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
+    os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")
+    gc.disable()
+    started = time.monotonic()
+    from lockstep_gpt.extras.cluster.examination import Examination
+    from lockstep_gpt.training.ranks import Ranks
+
+    took = time.monotonic() - started
+    gc.freeze()
+    gc.enable()
+    ranks = Ranks.from_environment()
+    examination = Examination(config, values, ranks, given.wait, took, given.save_profile)
+    report = examination.run()
+    if ranks.rank == 0:
+        return _show(report, given)
+    if report.findings:
+        print(f"rank {ranks.rank} says:\n{report.as_text()}", file=sys.stderr)
+    return int(examination.status == FAILURE)
+
+
+def _show(report: Report, given: Any) -> int:
+    print(report.as_json() if given.json else report.as_text(), flush=True)
+    return report.exit_status
+
+
+def _start(config: Config, given: Any, arguments: list[str]) -> int:
+    """Start this machine's ranks and wait for them; return the exit status of the first."""
+    wrong = environment.examine_tasks(os.environ)
+    try:
+        placement = devices.place(config)
+        common = _environment(config, placement)
+    except UserError as error:
+        wrong.append(failure("launcher", str(error), "set what is there"))
+    if wrong:
+        return _show(Report(1, wrong), given)
+    first = config.launch.node_rank * placement.devices
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-m", "lockstep_gpt", "doctor", *arguments],
+            env={**os.environ, **common, "RANK": str(first + local), "LOCAL_RANK": str(local)},
+        )
+        for local in range(placement.devices)
+    ]
+    return _wait(ranks, first, given)
+
+
+def _environment(config: Config, placement: devices.Placement) -> dict[str, str]:
+    """Return what torchrun would set, and the threads and interface that training would have.
+
+    Raises:
+        UserError: several machines are asked for, and not where they meet.
+    """
+    nodes = placement.nodes
+    endpoint, interface = f"127.0.0.1:{_free_port()}", "lo"
+    if nodes > 1:
+        endpoint = config.launch.rdzv_endpoint or ""
+        if not endpoint:
+            raise UserError(
+                f"launch.rdzv_endpoint=null with trainer.num_nodes={nodes}; set it alike on all, "
+                "and launch.node_rank on each"
+            )
+        _, interface = devices.own_address(endpoint)
+    host, _, port = endpoint.rpartition(":")
+    usual = {
+        "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // placement.devices)),
+        "GLOO_SOCKET_IFNAME": interface,
+        "NCCL_SOCKET_IFNAME": interface,
+    }
+    return {
+        **{name: os.environ.get(name, value) for name, value in usual.items() if value},
+        "WORLD_SIZE": str(placement.devices * nodes),
+        "LOCAL_WORLD_SIZE": str(placement.devices),
+        "MASTER_ADDR": host,
+        "MASTER_PORT": port,
+    }
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return int(free.getsockname()[1])
+
+
+def _longest(given: Any) -> float:
+    """Return the seconds after which an examination cannot be under way any more."""
+    return float(WAITS * given.wait + WORK)
+
+
+def _wait(ranks: list[subprocess.Popen[bytes]], number: int, given: Any) -> int:
+    """Return the exit status of the first of `ranks`, which is rank `number` of all.
+
+    Nobody outlives the time that all waits together can take.
+    """
+    try:
+        status = ranks[0].wait(timeout=_longest(given) + MARGIN)
+    except subprocess.TimeoutExpired:
+        line = f"rank {number} did not end within {_longest(given) + MARGIN:.0f} s"
+        status = _show(Report(len(ranks), [failure("doctor", line, "see its stack")]), given)
+    finally:
+        end = time.monotonic() + MARGIN
+        while any(rank.poll() is None for rank in ranks) and time.monotonic() < end:
+            time.sleep(0.02)
+        for rank in ranks:
+            rank.kill()
+    if status < 0:
+        line = f"rank {number} was killed by {signal.Signals(-status).name}"
+        fix = "see the system's log; SIGKILL often means that memory ran out"
+        return _show(Report(len(ranks), [failure("doctor", line, fix)]), given)
+    return status

@@ -1,0 +1,279 @@
+"""`drill`: break small runs on this machine in every way, and see what comes of it.
+
+What is survived must end with the bits of a run that was left alone; what is not must end at once,
+with the cause on the screen and every finished checkpoint whole.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lockstep_gpt.config import PROGRAM
+from lockstep_gpt.launch.run_directory import RunDirectory
+
+if TYPE_CHECKING:
+    import torch
+
+EXPERIMENT = [
+    "experiment=smoke",
+    "logger=none",
+    "model.dropout=0.1",
+    "batch.global_size=12",
+    "batch.micro_size=2",
+    "log_every=1",
+    "val_every=50",
+    "checkpoint.every=10",
+    "checkpoint.keep_last=3",
+    "launch.max_restarts=99",
+]
+LIMIT = 600  # seconds for any one run
+POLL = 0.05
+
+
+@dataclass
+class Outcome:
+    """What came of one drill."""
+
+    name: str
+    passed: bool
+    detail: str
+
+
+def main(arguments: list[str]) -> int:
+    """Run all drills and print their table; 1 if any fails."""
+    options, overrides = _parser().parse_known_args(arguments)
+    with tempfile.TemporaryDirectory(prefix="drill-") as folder:
+        drill = Drill(Path(folder), options, overrides)
+        print(f"drills on {options.ranks} ranks, {options.steps} steps each", flush=True)
+        passed = [_show(each) for each in drill.run()]
+    return 0 if all(passed) else 1
+
+
+def _show(outcome: Outcome) -> bool:
+    verdict = "ok    " if outcome.passed else "FAILED"
+    print(f"  {verdict}  {outcome.name:<34}{outcome.detail}", flush=True)
+    return outcome.passed
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=f"{PROGRAM} drill",
+        description="Break small runs on this machine in every way; what else is given goes to "
+        f"{PROGRAM} train, trainer=gpu for one.",
+    )
+    parser.add_argument("--ranks", type=int, default=2, help="devices of each run (default: 2)")
+    parser.add_argument("--steps", type=int, default=300, help="of each run (default: 300)")
+    parser.add_argument("--faults", type=int, default=8, help="random ones (default: 8)")
+    parser.add_argument("--seed", type=int, default=1, help="of the random faults")
+    return parser
+
+
+class Drill:
+    """Runs of one small experiment below `folder`, one of which nobody disturbs."""
+
+    def __init__(self, folder: Path, options: argparse.Namespace, overrides: list[str]) -> None:
+        self.folder = folder
+        self.ranks: int = options.ranks
+        self.steps: int = options.steps
+        self.faults: int = options.faults
+        self.random = random.Random(options.seed)
+        own = [f"trainer.devices={options.ranks}", f"max_steps={options.steps}"]
+        place = [] if any(each.startswith("trainer=") for each in overrides) else ["trainer=cpu"]
+        self.words = [*EXPERIMENT, *place, *own, f"data.root={folder / 'data'}", *overrides]
+
+    def run(self) -> list[Outcome]:
+        """Do one drill after the other."""
+        drills: list[Callable[[], Outcome]] = [
+            self.undisturbed,
+            self.random_kills,
+            self.killed_parent,
+            self.stopped_parent,
+            self.flipped_bit,
+            self.broken_gradient,
+            self.hanging_rank,
+        ]
+        outcomes = []
+        for drill in drills:
+            outcomes.append(drill())
+            if not outcomes[0].passed:  # there is nothing to compare with
+                break
+        return outcomes
+
+    def undisturbed(self) -> Outcome:
+        """Train once without a fault: what the others are compared with."""
+        started = time.monotonic()
+        status, said = self._train("whole")
+        seconds = time.monotonic() - started
+        detail = f"{seconds:.0f} s" if status == 0 else f"exit {status}: {said.strip()}"
+        return Outcome("a run that is left alone", status == 0, detail)
+
+    def random_kills(self) -> Outcome:
+        """SIGKILL or SIGTERM to a random rank at random steps."""
+        steps = sorted(self.random.sample(range(5, self.steps - 5), self.faults))
+        plan = [
+            f"{step}:{self.random.randrange(self.ranks)}:{self.random.choice(KILLS)}"
+            for step in steps
+        ]
+        status, said = self._train("hit", *self._faults("hit", plan))
+        recovered = self._recoveries("hit", plan)
+        slowest = f"{max(recovered):.1f} s at most to the next step" if recovered else ""
+        detail = f"{said.count('restarting')} restarts, {slowest}, {self._bits('hit')}"
+        name = f"{self.faults} kills and stops of ranks"
+        return Outcome(name, self._equal("hit", status), detail)
+
+    def killed_parent(self) -> Outcome:
+        """SIGKILL to the command itself: nothing outlives it, and it can go on."""
+        process = self._start("orphan")
+        self._wait_for_step("orphan", self.steps // 3)
+        process.kill()
+        process.communicate()
+        orphans = self._gone("orphan")
+        status, _ = self._train("orphan", resume=True)
+        detail = f"{orphans} processes left, resumed, {self._bits('orphan')}"
+        passed = self._equal("orphan", status) and not orphans
+        return Outcome("kill -9 of the command", passed, detail)
+
+    def stopped_parent(self) -> Outcome:
+        """SIGTERM to the command: a save, an exit of 143, and it can go on."""
+        process = self._start("stopped")
+        self._wait_for_step("stopped", self.steps // 3)
+        started = time.monotonic()
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=LIMIT)
+        seconds = time.monotonic() - started
+        status, _ = self._train("stopped", resume=True)
+        passed = process.returncode == 128 + signal.SIGTERM and self._equal("stopped", status)
+        detail = f"exit {process.returncode} after {seconds:.1f} s, {self._bits('stopped')}"
+        return Outcome("SIGTERM to the command", passed, detail)
+
+    def flipped_bit(self) -> Outcome:
+        """Damage the newest checkpoint: the one before it is taken."""
+        process = self._start("flipped")
+        self._wait_for_step("flipped", self.steps // 3)
+        process.kill()
+        process.communicate()
+        self._gone("flipped")
+        from lockstep_gpt.training.checkpoint import checkpoints_in
+
+        newest = checkpoints_in(RunDirectory(self.folder / "flipped").checkpoints)[-1]
+        content = bytearray(newest.read_bytes())
+        content[len(content) // 2] ^= 1
+        newest.write_bytes(content)
+        status, _ = self._train("flipped", resume=True)
+        log = RunDirectory(self.folder / "flipped").log.read_text(encoding="utf-8")
+        skipped = f"skipped {newest}" in log
+        detail = f"{'skipped' if skipped else 'NOT SKIPPED'}, {self._bits('flipped')}"
+        passed = self._equal("flipped", status) and skipped
+        return Outcome("a flipped bit on the disk", passed, detail)
+
+    def broken_gradient(self) -> Outcome:
+        """NaN on one rank: all stop, the weights untouched, the checkpoints sound."""
+        at = self.steps // 2
+        status, said = self._train("nan", *self._faults("nan", [f"{at}:{self.ranks - 1}:nan"]))
+        passed = status == 1 and f"step {at + 1}: the gradient is not finite" in said
+        return Outcome("a NaN on one rank", passed and self._sound("nan"), f"exit {status}")
+
+    def hanging_rank(self) -> Outcome:
+        """One rank stands still: its stack is shown and the run ends."""
+        plan = self._faults("hang", [f"{self.steps // 2}:{self.ranks - 1}:hang"])
+        started = time.monotonic()
+        status, said = self._train("hang", *plan, "guard.stall_after=5")
+        passed = status == 1 and "no step for 5 s" in said and self._sound("hang")
+        detail = f"exit {status} after {time.monotonic() - started:.0f} s, a limit of 5 s"
+        return Outcome("a rank that hangs", passed, detail)
+
+    def _start(self, name: str, *overrides: str, resume: bool = False) -> subprocess.Popen[str]:
+        run = f"run_dir={self.folder / name}"
+        words = [run, "resume=auto"] if resume else [*self.words, run, *overrides]
+        command = [sys.executable, "-m", "lockstep_gpt", "train", *words]
+        quiet, kept = subprocess.DEVNULL, subprocess.PIPE
+        return subprocess.Popen(command, stdout=quiet, stderr=kept, text=True)
+
+    def _train(self, name: str, *overrides: str, resume: bool = False) -> tuple[int, str]:
+        """Train to the end; return the exit status and what was said of errors."""
+        process = self._start(name, *overrides, resume=resume)
+        try:
+            _, said = process.communicate(timeout=LIMIT)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            _, said = process.communicate()
+        return process.returncode, said
+
+    def _faults(self, name: str, plan: list[str]) -> list[str]:
+        notes = self.folder / f"{name}.faults"
+        notes.mkdir()
+        node = "+callbacks.faults"
+        target = f"{node}._target_=lockstep_gpt.extras.cluster.faults.Faults"
+        return [target, f"{node}.folder={notes}", f"{node}.plan=[{','.join(map(repr, plan))}]"]
+
+    def _wait_for_step(self, name: str, step: int) -> None:
+        metrics, end = RunDirectory(self.folder / name).metrics, time.monotonic() + LIMIT
+        while time.monotonic() < end:
+            if metrics.is_file() and len(metrics.read_text(encoding="utf-8").splitlines()) > step:
+                return
+            time.sleep(POLL)
+
+    def _gone(self, name: str) -> int:
+        """Give the run's processes ten seconds to end; return how many are left."""
+        end = time.monotonic() + 10
+        while (left := _processes_of(self.folder / name)) and time.monotonic() < end:
+            time.sleep(POLL)
+        return left
+
+    def _recoveries(self, name: str, plan: list[str]) -> list[float]:
+        """Return the seconds from each fault to the end of the next step."""
+        from lockstep_gpt.extras.cluster.faults import STARTS
+
+        folder = self.folder / f"{name}.faults"
+        struck = [(folder / each).stat().st_mtime for each in plan if (folder / each).exists()]
+        starts = [float(line) for line in (folder / STARTS).read_text(encoding="ascii").split()]
+        return [min(start for start in [*starts, time.time()] if start > at) - at for at in struck]
+
+    def _equal(self, name: str, status: int) -> bool:
+        return status == 0 and self._differing(name) == 0 and self._sound(name)
+
+    def _bits(self, name: str) -> str:
+        return f"{self._differing(name)} differing weights"
+
+    def _differing(self, name: str) -> int:
+        """Count the weights whose bits are not those of the run that was left alone."""
+        ours, theirs = (self._weights(each) for each in (name, "whole"))
+        if ours.keys() != theirs.keys():
+            return sum(weight.numel() for weight in theirs.values())
+        return sum(int((ours[key] != theirs[key]).sum()) for key in theirs)
+
+    def _weights(self, name: str) -> dict[str, torch.Tensor]:
+        folder = RunDirectory(self.folder / name).checkpoints
+        path = folder / f"step={self.steps:06d}.ckpt"
+        if not path.is_file():
+            return {}
+        import torch  # not for --help
+
+        return dict(torch.load(path, weights_only=True)["state_dict"])
+
+    def _sound(self, name: str) -> bool:
+        from lockstep_gpt.training.checkpoint import checkpoints_in, fault_of
+
+        found = checkpoints_in(RunDirectory(self.folder / name).checkpoints)
+        return bool(found) and all(fault_of(path) is None for path in found)
+
+
+KILLS = ["SIGKILL", "SIGTERM"]
+
+
+def _processes_of(run: Path) -> int:
+    """Count the living processes whose command line names `run`."""
+    command = ["ps", "-eo", "stat=,args="]
+    listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    lines = [line.split(maxsplit=1) for line in listing.splitlines()]
+    return sum(state[0] != "Z" and str(run) in words for state, words in lines)

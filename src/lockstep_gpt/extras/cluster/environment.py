@@ -1,0 +1,258 @@
+"""What one rank can tell without the others: its variables, its host's name, memory and disks."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import secrets
+import shutil
+import socket
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from lockstep_gpt.config import Config
+from lockstep_gpt.extras.cluster.report import Finding, failure, ok, warning
+
+GIB, MIB = 2**30, 2**20
+SHARED_MEMORY = Path("/dev/shm")
+ROUTES = Path("/proc/net/route")
+LEAST_SHARED_MEMORY = 64 * MIB  # what containers get by default, and NCCL soon fills
+GOOD_SHARED_MEMORY = 1 * GIB  # what NVIDIA's containers ask for
+LEAST_DISK, GOOD_DISK = 100 * MIB, 5 * GIB
+SLOW_IMPORTS = 60.0  # seconds
+FOLDER_PATIENCE = 5.0  # seconds until a shared file system shows what another node wrote
+REQUIRED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+WHOLE_NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
+# Variables that slow every run down: name -> (the value that does, what it does).
+SLOW = {
+    "NCCL_P2P_DISABLE": ("1", "GPUs exchange through the memory of the host"),
+    "NCCL_SHM_DISABLE": ("1", "GPUs of a node exchange over the network"),
+    "NCCL_IB_DISABLE": ("1", "nodes exchange over TCP instead of InfiniBand"),
+    "CUDA_LAUNCH_BLOCKING": ("1", "the host waits for every kernel"),
+    "TORCH_DISTRIBUTED_DEBUG": ("DETAIL", "every collective is checked twice"),
+}
+# A launcher's own names: its number of tasks -> how to say what torch wants to know.
+TASKS = {
+    "SLURM_NTASKS": "RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_NTASKS LOCAL_RANK=$SLURM_LOCALID",
+    "OMPI_COMM_WORLD_SIZE": "RANK=$OMPI_COMM_WORLD_RANK WORLD_SIZE=$OMPI_COMM_WORLD_SIZE "
+    "LOCAL_RANK=$OMPI_COMM_WORLD_LOCAL_RANK",
+}
+
+
+def examine_launcher(variables: Mapping[str, str]) -> list[Finding]:
+    """Check what a launcher tells a rank; anything but ok means that it cannot meet others."""
+    missing = [name for name in REQUIRED if name not in variables]
+    if missing:
+        return [
+            failure(
+                "launcher",
+                f"{', '.join(missing)} not set beside RANK and WORLD_SIZE",
+                "start the ranks by torchrun, or export what it would",
+            )
+        ]
+    wrong = [name for name in WHOLE_NUMBERS if not variables.get(name, "0").isdigit()]
+    if wrong:
+        given = ", ".join(f"{name}={variables[name]}" for name in wrong)
+        return [
+            failure("launcher", f"{given} must be a whole number", f"set {' and '.join(wrong)}")
+        ]
+    return _numbers({name: int(variables[name]) for name in WHOLE_NUMBERS if name in variables})
+
+
+def _numbers(given: dict[str, int]) -> list[Finding]:
+    given.setdefault("LOCAL_WORLD_SIZE", given["WORLD_SIZE"])
+    for rank, size in (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE")):
+        if given[rank] >= given[size]:
+            line = f"{rank}={given[rank]} is not below {size}={given[size]}"
+            return [failure("launcher", line, f"set {size} to the number of ranks, or start fewer")]
+    if not 0 < given["MASTER_PORT"] < 65536:
+        line = f"MASTER_PORT={given['MASTER_PORT']} is no port"
+        return [failure("launcher", line, "choose one from 1024 to 65535")]
+    return [ok("launcher", " ".join(f"{name}={value}" for name, value in given.items()))]
+
+
+def examine_nodes(world_size: int, local_world_size: int) -> list[Finding]:
+    """Check that the ranks spread evenly over the nodes."""
+    if world_size % local_world_size == 0:
+        return []
+    line = f"WORLD_SIZE={world_size} is no multiple of LOCAL_WORLD_SIZE={local_world_size}"
+    return [failure("launcher", line, "start as many ranks on each node, and count them right")]
+
+
+def examine_tasks(variables: Mapping[str, str]) -> list[Finding]:
+    """Notice that this process is one of several which do not know of each other."""
+    for name, export in TASKS.items():
+        count = variables.get(name, "1")
+        if count != "1" and "RANK" not in variables:
+            return [
+                failure(
+                    "launcher",
+                    f"{name}={count}, but RANK and WORLD_SIZE are not set: each would be alone",
+                    f"export {export} MASTER_ADDR=... MASTER_PORT=..., or start torchrun",
+                )
+            ]
+    return []
+
+
+def examine_variables(variables: Mapping[str, str]) -> list[Finding]:
+    """Check the variables by which people tune NCCL and gloo, one finding for each bad one."""
+    found = [
+        warning("variables", f"{name}={value}: {effect}", f"unset {name}")
+        for name, (value, effect) in SLOW.items()
+        if variables.get(name, "").upper() == value
+    ]
+    present = {name for _, name in socket.if_nameindex()}
+    for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
+        wanted = variables.get(name, "")
+        if wanted and not _interfaces(wanted, present):
+            fix = f"set one of {', '.join(sorted(present))}"
+            found.append(failure("variables", f"{name}={wanted}, but there is none", fix))
+    tuned = sorted(name for name in variables if re.match("NCCL_|GLOO_", name))
+    return found or [
+        ok(
+            "variables",
+            " ".join(f"{name}={variables[name]}" for name in tuned)
+            or "no NCCL or GLOO variable is set",
+        )
+    ]
+
+
+def _interfaces(wanted: str, present: set[str]) -> set[str]:
+    """Return the interfaces that NCCL's notation means: prefixes, `=` exact, `^` all others."""
+    names = wanted.lstrip("^=").split(",")
+    exact = "=" in wanted[:2]
+    chosen = {
+        one for one in present for name in names if (one == name if exact else one.startswith(name))
+    }
+    return present - chosen if wanted.startswith("^") else chosen
+
+
+def examine_names(variables: Mapping[str, str], nodes: int) -> list[Finding]:
+    """Check that this host's name and the master's lead where other nodes can reach them.
+
+    gloo listens at the address of the host's own name: on Debian often 127.0.1.1.
+    """
+    host, master = socket.gethostname(), variables.get("MASTER_ADDR", "localhost")
+    if (address := _resolve(master)) is None:
+        return [
+            failure(
+                "names",
+                f"MASTER_ADDR={master} cannot be resolved",
+                "give the address of the node of rank 0, or name it in /etc/hosts",
+            )
+        ]
+    own = _resolve(host)
+    interface = variables.get("GLOO_SOCKET_IFNAME")
+    if nodes > 1 and address.startswith("127.") and not _is_alone(master):
+        return [
+            failure(
+                "names",
+                f"MASTER_ADDR={master} is {address}, this very machine, on {nodes} nodes",
+                "give the address by which the other nodes reach it",
+            )
+        ]
+    if nodes > 1 and not interface and (own is None or own.startswith("127.")):
+        where = f"resolves to {own}" if own else "does not resolve"
+        return [
+            failure(
+                "names",
+                f"{host} {where}, where other nodes cannot reach gloo",
+                f"set GLOO_SOCKET_IFNAME={default_interface() or '...'}, or mend /etc/hosts",
+            )
+        ]
+    return [ok("names", f"{host} is {own or 'unknown'}, MASTER_ADDR={master} is {address}")]
+
+
+def _is_alone(master: str) -> bool:
+    """Tell whether somebody has named the loopback on purpose, to try several nodes on one."""
+    return master in ("localhost", "127.0.0.1")
+
+
+def _resolve(name: str) -> str | None:
+    try:
+        return str(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0])
+    except OSError:
+        return None
+
+
+def default_interface() -> str:
+    """Return the interface of the default route; empty if there is none."""
+    try:
+        rows = [line.split() for line in ROUTES.read_text().splitlines()[1:]]
+    except OSError:
+        return ""
+    return next((row[0] for row in rows if row[1] == "00000000"), "")
+
+
+def examine_shared_memory(config: Config) -> list[Finding]:
+    """Check the room in /dev/shm, in which NCCL and loader workers exchange data."""
+    if not SHARED_MEMORY.is_dir():
+        return [ok("shared memory", "no /dev/shm on this system")]
+    free = shutil.disk_usage(SHARED_MEMORY).free
+    line = f"{_size(free)} free in /dev/shm"
+    fix = "start the container with --shm-size=8g or --ipc=host, or mount a larger tmpfs"
+    if free < LEAST_SHARED_MEMORY:
+        return [
+            failure("shared memory", f"{line}: NCCL and loader workers end with a bus error", fix)
+        ]
+    if free < GOOD_SHARED_MEMORY and config.data.num_workers:
+        return [
+            warning("shared memory", f"{line} for data.num_workers={config.data.num_workers}", fix)
+        ]
+    return [ok("shared memory", line)]
+
+
+def examine_disks(config: Config) -> list[Finding]:
+    """Check the room where runs and data go."""
+    places = {"run_dir": config.run_dir or "runs", "data.root": config.data.root}
+    free, found = [], []
+    for name, place in places.items():
+        folder = nearest_folder(Path(place))
+        room = shutil.disk_usage(folder).free
+        line, fix = f"{_size(room)} free for {name} in {folder}", f"free room, or set {name}"
+        if not os.access(folder, os.W_OK):
+            found.append(failure("disk", f"{name}: {folder} cannot be written", f"set {name}"))
+        elif room < GOOD_DISK:
+            found.append((failure if room < LEAST_DISK else warning)("disk", line, fix))
+        free.append(line)
+    return found or [ok("disk", ", ".join(free))]
+
+
+def nearest_folder(path: Path) -> Path:
+    """Return `path` if it is a folder, else the nearest one above it that is there."""
+    path = path.expanduser().absolute()
+    return next(folder for folder in (path, *path.parents) if folder.is_dir())
+
+
+@contextlib.contextmanager
+def left_in(folder: Path) -> Iterator[str]:
+    """Leave an empty file in `folder` for a while and yield its name."""
+    name = f".doctor-{secrets.token_hex(8)}"
+    with contextlib.suppress(OSError):  # a folder that cannot be written is a finding already
+        (folder / name).touch()
+    try:
+        yield name
+    finally:
+        (folder / name).unlink(missing_ok=True)
+
+
+def appears(path: Path) -> bool:
+    """Tell whether `path` is there, or comes to be."""
+    end = time.monotonic() + FOLDER_PATIENCE
+    while not (there := path.exists()) and time.monotonic() < end:
+        time.sleep(0.1)
+    return there
+
+
+def examine_imports(seconds: float) -> Finding:
+    """Judge how long it took to import torch and Lightning, from a network disk perhaps."""
+    line = f"torch and Lightning in {seconds:.0f} s"
+    if seconds < SLOW_IMPORTS:
+        return ok("imports", line)
+    return warning("imports", line, "keep the Python environment on a disk of each node")
+
+
+def _size(count: float) -> str:
+    return f"{count / GIB:.1f} GiB" if count >= GIB else f"{count / MIB:.0f} MiB"

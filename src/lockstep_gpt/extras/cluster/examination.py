@@ -1,0 +1,267 @@
+"""One rank's part in the doctor's work, from looking around by itself to training together."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
+
+from lockstep_gpt.config import Config, UserError
+from lockstep_gpt.extras.cluster import (
+    collectives,
+    environment,
+    expectation,
+    gpus,
+    speed,
+    topology,
+)
+from lockstep_gpt.extras.cluster.collectives import Bandwidth
+from lockstep_gpt.extras.cluster.facts import Facts, collect, compare
+from lockstep_gpt.extras.cluster.meeting import Absent, Meeting, examine_clocks, open_meeting
+from lockstep_gpt.extras.cluster.prediction import vocabulary
+from lockstep_gpt.extras.cluster.profile import profile
+from lockstep_gpt.extras.cluster.report import (
+    FAILURE,
+    Finding,
+    Report,
+    failure,
+    merged,
+    named,
+    ok,
+    plural,
+)
+from lockstep_gpt.extras.cluster.speed import Speed
+from lockstep_gpt.launch import devices
+from lockstep_gpt.training.ranks import Ranks, backend_of
+
+SEE = "see what rank 0 says, or why it ended"
+# With one of these wrong, ranks that work together would hang or compute nonsense.
+NEEDED = {"launcher", "device", "devices", "names", "versions"}
+
+
+@dataclass
+class Examination:
+    """One rank of an examination.
+
+    Args:
+        config: what would be trained.
+        values: the same as plain values, as this rank composed it.
+        ranks: this process among all.
+        limit: the longest wait for another rank, in seconds.
+        import_seconds: what it took to import torch and Lightning.
+        save: where rank 0 writes what it measured as a profile; None: nowhere.
+    """
+
+    config: Config
+    values: dict[str, Any]
+    ranks: Ranks
+    limit: float
+    import_seconds: float
+    save: Path | None = None
+    report: Report = field(init=False)
+    status: str = FAILURE  # of all ranks, as rank 0 sees it
+    accelerator: str = "cpu"
+
+    def __post_init__(self) -> None:
+        self.report = Report(self.ranks.world_size)
+
+    def run(self) -> Report:
+        """Examine everything, as far as it can be waited for.
+
+        Returns:
+            The report of all ranks on rank 0; elsewhere what kept this rank from taking part, if
+            anything did.
+        """
+        started = time.monotonic()
+        own = self._alone()
+        try:
+            meeting = open_meeting(self.ranks, self.limit)
+            if self._introduce(meeting, own):
+                self._share_folder(meeting)
+                self._compare_clocks(meeting)
+                self._work(meeting)
+            self.status = meeting.close(self.report.status)
+        except Absent as absent:
+            self._add(*merged([own]), absent.finding)
+        except dist.DistError:
+            self._add(failure("rendezvous", "rank 0, which holds the store, has ended", SEE))
+        self.report.seconds = time.monotonic() - started
+        return self.report
+
+    def _add(self, *findings: Finding) -> None:
+        self.report.findings += findings
+
+    def _alone(self) -> list[Finding]:
+        """Check what needs no other rank."""
+        variables, found = os.environ, []
+        try:
+            self.accelerator = devices.place(self.config).accelerator
+            found += gpus.examine_device(
+                self.ranks.local_rank, self.ranks.local_world_size, self.accelerator
+            )
+        except UserError as error:
+            found.append(failure("device", str(error), "set what is there"))
+        if self.accelerator == "cuda" and self.ranks.local_rank == 0:
+            here = gpus.topology(range(self.ranks.local_world_size))
+            found += topology.examine(here) if here else []
+        return [
+            environment.examine_imports(self.import_seconds),
+            *environment.examine_launcher(variables),
+            *environment.examine_nodes(self.ranks.world_size, self.ranks.local_world_size),
+            *found,
+            *environment.examine_variables(variables),
+            *environment.examine_names(variables, self.ranks.num_nodes),
+            *environment.examine_shared_memory(self.config),
+            *environment.examine_disks(self.config),
+        ]
+
+    def _introduce(self, meeting: Meeting, own: list[Finding]) -> bool:
+        """Meet, and compare what the ranks are; tell whether they can work together."""
+        facts = collect(self.ranks, self.accelerator, self.values)
+        words = {"facts": asdict(facts), "findings": [asdict(found) for found in own]}
+        said = meeting.gather("facts", words)
+        if self.ranks.rank:
+            return bool(meeting.hear("go"))
+        everyone = [Facts(**each["facts"]) for each in said]
+        alone = [[Finding.from_json(found) for found in each["findings"]] for each in said]
+        self._add(ok("rendezvous", f"{plural(len(said), 'rank')} met at {_address()}"))
+        self._add(*merged(alone), *compare(everyone))
+        self.hosts = [facts.host for facts in everyone]
+        self.device_name = facts.device_name
+        wrong = {found.check for found in self.report.findings if found.status == FAILURE}
+        meeting.tell("go", not wrong & NEEDED)
+        return not wrong & NEEDED
+
+    def _share_folder(self, meeting: Meeting) -> None:
+        """Look on every rank for a file that rank 0 has left where the run directory goes."""
+        folder = environment.nearest_folder(Path(self.config.run_dir or "runs"))
+        if self.ranks.rank:
+            name = meeting.hear("folder")
+            meeting.gather("folder", [str(folder), environment.appears(folder / name)])
+            return
+        with environment.left_in(folder) as name:
+            meeting.tell("folder", name)
+            said = meeting.gather("folder", [str(folder), True])
+        blind = [rank for rank, (_, seen) in enumerate(said) if not seen]
+        if not blind:
+            self._add(ok("run directory", f"all ranks see {folder}"))
+            return
+        line = f"{named(blind)} does not see what rank 0 writes in {folder}"
+        if said[blind[0]][0] != str(folder):
+            line += f", but looks in {said[blind[0]][0]}"
+        fix = "set run_dir to the full path of a folder that all nodes share"
+        self._add(failure("run directory", line, fix))
+
+    def _compare_clocks(self, meeting: Meeting) -> None:
+        offsets = meeting.clock_offsets()
+        if offsets:
+            self._add(examine_clocks(offsets))
+
+    def _work(self, meeting: Meeting) -> None:
+        """Compute and exchange, and tell rank 0 what came of it."""
+        found: list[Finding] = []
+        measured: list[Bandwidth] = []
+        device = torch.device("cpu")
+        try:
+            device = self._device()
+            with self._group(meeting):
+                found, measured = self._exchange(device)
+                own = self._speed(device)
+            words = {"findings": found, "links": measured, "speed": own}
+        except (RuntimeError, ValueError) as error:
+            line = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+            fix = "NCCL_DEBUG=INFO or TORCH_CPP_LOG_LEVEL=INFO says more"
+            words = {"findings": [failure("collectives", line, fix)], "links": [], "speed": None}
+        said = meeting.gather("work", _plain(words))
+        if self.ranks.rank == 0:
+            self._conclude(said, device)
+
+    def _device(self) -> torch.device:
+        if self.accelerator == "cpu":
+            return torch.device("cpu")
+        torch.cuda.set_device(self.ranks.local_rank)
+        return torch.device("cuda", self.ranks.local_rank)
+
+    @contextlib.contextmanager
+    def _group(self, meeting: Meeting) -> Iterator[None]:
+        if self.ranks.world_size == 1:
+            yield
+            return
+        trainer = {**self.config.trainer, "accelerator": self.accelerator}
+        self.config.trainer = trainer
+        dist.init_process_group(
+            backend_of(self.config),
+            store=PrefixStore("group", meeting.store),
+            rank=self.ranks.rank,
+            world_size=self.ranks.world_size,
+            timeout=timedelta(seconds=self.limit),
+        )
+        yield
+        dist.destroy_process_group()
+
+    def _exchange(self, device: torch.device) -> tuple[list[Finding], list[Bandwidth]]:
+        if self.ranks.world_size == 1:
+            return [ok("collectives", "one rank has nobody to exchange with")], []
+        found = collectives.examine_results(self.ranks, device)
+        found += collectives.examine_step(self.ranks, device)
+        groups = collectives.links(self.ranks)
+        return found, [collectives.measure(link, groups[link], device) for link in groups]
+
+    def _speed(self, device: torch.device) -> Speed:
+        """Measure while all others do: what they share slows them as it will in training."""
+
+        def together() -> None:
+            if self.ranks.world_size > 1:
+                dist.barrier()
+
+        return speed.measure(self.config, device, vocabulary(self.config.data), together)
+
+    def _conclude(self, said: list[dict[str, Any]], device: torch.device) -> None:
+        """Put together what all ranks measured."""
+        self._add(
+            *merged([[Finding.from_json(found) for found in each["findings"]] for each in said])
+        )
+        links = collectives.slowest(
+            [[Bandwidth(**link) for link in each["links"]] for each in said]
+        )
+        if links:
+            self.report.tables["all-reduce, slowest rank"] = collectives.table(links)
+            self._add(*collectives.examine_bandwidth(links, self._expected()))
+        speeds = [Speed(**each["speed"]) for each in said if each["speed"]]
+        if len(speeds) < self.ranks.world_size:
+            return
+        self.report.tables["speed of each rank"] = speed.table(speeds, self.hosts)
+        self._add(*speed.stragglers(speeds))
+        if self.save:
+            hardware = profile(self.config, self.ranks, device, self.device_name, speeds, links)
+            hardware.save(self.save)
+            self._add(ok("profile", f"saved in {self.save}"))
+
+    def _expected(self) -> dict[str, float | None]:
+        if self.accelerator == "cpu":
+            return {"between nodes": expectation.between()}
+        devices = range(self.ranks.local_world_size)
+        within = expectation.within(gpus.topology(devices), devices)
+        return {"within a node": within, "between nodes": expectation.between()}
+
+
+def _plain(words: dict[str, Any]) -> dict[str, Any]:
+    own = words["speed"]
+    return {
+        "findings": [asdict(found) for found in words["findings"]],
+        "links": [asdict(link) for link in words["links"]],
+        "speed": asdict(own) if own else None,
+    }
+
+
+def _address() -> str:
+    return f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"

@@ -1,0 +1,76 @@
+"""What the links of this machine should give, as far as the system tells; bytes per second."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from lockstep_gpt.extras.cluster import gpus
+from lockstep_gpt.extras.cluster.environment import default_interface
+from lockstep_gpt.extras.cluster.topology import Topology, kind
+
+GB = 1e9
+# PCI-SIG: GT/s of a lane by generation; 8b/10b before the third, 128b/130b from then on.
+TRANSFERS = {1: 2.5 * 0.8, 2: 5 * 0.8, 3: 8 * 128 / 130, 4: 16 * 128 / 130, 5: 32 * 128 / 130}
+INFINIBAND, NETWORK = Path("/sys/class/infiniband"), Path("/sys/class/net")
+
+
+def within(topology: Topology | None, devices: Sequence[int]) -> float | None:
+    """Return what a ring over the GPUs of this machine should give in one direction.
+
+    Args:
+        topology: the paths between them.
+        devices: torch's numbers of them.
+    """
+    if topology is None or len(topology.gpus) < 2:
+        return None
+    if kind(topology.farthest()) == "NV":
+        return nvlink(gpus.ask("nvlink", "-s", "-i", str(topology.gpus[0])))
+    rows = gpus.table("pcie.link.gen.max", "pcie.link.width.max")
+    return (
+        min((pcie(rows.get(gpus.uuid(device), {})) or 0 for device in devices), default=0) or None
+    )
+
+
+def nvlink(text: str) -> float | None:
+    """Add up the rates that `nvidia-smi nvlink -s` lists for one GPU."""
+    rates = re.findall(r"Link \d+: ([\d.]+) GB/s", text)
+    return sum(map(float, rates)) * GB if rates else None
+
+
+def pcie(row: dict[str, str]) -> float | None:
+    """Return what a PCIe link gives, from nvidia-smi's generation and number of lanes."""
+    generation, lanes = (row.get(f"pcie.link.{name}.max", "") for name in ("gen", "width"))
+    if not (generation.isdigit() and lanes.isdigit()):
+        return None
+    rate = TRANSFERS.get(int(generation), max(TRANSFERS.values()))
+    return rate * int(lanes) / 8 * GB
+
+
+def between() -> float | None:
+    """Return what all network adapters of this machine should give together.
+
+    InfiniBand where there is some, else the interface that leads out.
+    """
+    rates = [_infiniband(port) for port in sorted(INFINIBAND.glob("*/ports/*"))]
+    return sum(rates) or _ethernet(os.environ.get("NCCL_SOCKET_IFNAME") or default_interface())
+
+
+def _infiniband(port: Path) -> float:
+    try:
+        if "ACTIVE" not in (port / "state").read_text():
+            return 0.0
+        rate = re.match(r"([\d.]+) Gb/sec", (port / "rate").read_text())
+    except OSError:
+        return 0.0
+    return float(rate[1]) / 8 * GB if rate else 0.0
+
+
+def _ethernet(interface: str) -> float | None:
+    try:
+        megabits = float((NETWORK / interface / "speed").read_text())
+    except (OSError, ValueError):
+        return None  # virtual interfaces do not say
+    return megabits * 1e6 / 8 if megabits > 0 else None

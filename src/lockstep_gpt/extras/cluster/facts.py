@@ -1,0 +1,188 @@
+"""What a rank is: where it runs, on what, with which versions. Rank 0 compares them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import re
+import socket
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import lockstep_gpt
+from lockstep_gpt.extras.cluster import gpus
+from lockstep_gpt.extras.cluster.report import Finding, failure, named, ok, plural, warning
+from lockstep_gpt.training.ranks import Ranks
+
+PACKAGES = ("torch", "lightning", "numpy", "hydra-core", "omegaconf")
+SHARED_VARIABLES = re.compile("NCCL_|TORCH_NCCL_|GLOO_(?!SOCKET_IFNAME)")
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+@dataclass(frozen=True)
+class Facts:
+    """One rank, as plain values that travel as JSON."""
+
+    host: str
+    machine: str  # differs between machines of one name
+    local_rank: int
+    world_size: int
+    local_world_size: int
+    device: str  # what no other rank may have
+    device_name: str
+    driver: str
+    versions: dict[str, str]
+    variables: dict[str, str]
+    config_hash: str
+
+    @property
+    def nodes(self) -> int:
+        """Machines, as the launcher says."""
+        return self.world_size // self.local_world_size
+
+
+def collect(ranks: Ranks, accelerator: str, values: dict[str, Any]) -> Facts:
+    """Look around.
+
+    Args:
+        ranks: this process among all.
+        accelerator: cuda or cpu.
+        values: the configuration as this rank composed it.
+    """
+    host = socket.gethostname()
+    machine = f"{host} {BOOT_ID.read_text().strip() if BOOT_ID.exists() else ''}"
+    gpu = accelerator == "cuda" and gpus.identity(ranks.local_rank)
+    device, name, driver = gpu or (f"cpu:{ranks.local_rank} of {host}", platform.machine(), "")
+    return Facts(
+        host=host,
+        machine=machine,
+        local_rank=ranks.local_rank,
+        world_size=ranks.world_size,
+        local_world_size=ranks.local_world_size,
+        device=device,
+        device_name=name,
+        driver=driver,
+        versions={
+            "python": platform.python_version(),
+            **dict(map(_version, PACKAGES)),
+            "our code": _fingerprint(),
+        },
+        variables={k: v for k, v in sorted(os.environ.items()) if SHARED_VARIABLES.match(k)},
+        config_hash=_hash(values),
+    )
+
+
+def _hash(values: dict[str, Any]) -> str:
+    """Return a SHA-256 of the configuration, save what must differ between machines."""
+    launch = {**values["launch"], "node_rank": None}
+    return hashlib.sha256(json.dumps({**values, "launch": launch}).encode()).hexdigest()
+
+
+def _version(package: str) -> tuple[str, str]:
+    try:
+        return package, version(package)
+    except PackageNotFoundError:
+        return package, "not installed"
+
+
+def _fingerprint() -> str:
+    """Return 8 hex digits that change with any of our source files."""
+    package = Path(lockstep_gpt.__path__[0])
+    files = sorted(package.rglob("*.py"))
+    content = b"".join(file.read_bytes() for file in files)
+    return hashlib.sha256(content).hexdigest()[:8]
+
+
+def compare(ranks: Sequence[Facts]) -> list[Finding]:
+    """Say in what the ranks differ and should not."""
+    return [
+        *_launcher(ranks),
+        *_versions(ranks),
+        *_configurations(ranks),
+        *_devices(ranks),
+        *_variables(ranks),
+    ]
+
+
+def _grouped(values: Iterable[Any]) -> dict[Any, list[int]]:
+    """Return value -> the ranks that have it, from each rank's value."""
+    groups = defaultdict(list)
+    for rank, value in enumerate(values):
+        groups[value].append(rank)
+    return groups
+
+
+def _said(groups: dict[Any, list[int]]) -> str:
+    return ", ".join(f"{value or 'nothing'} on {named(who)}" for value, who in groups.items())
+
+
+def _launcher(ranks: Sequence[Facts]) -> list[Finding]:
+    found = []
+    for name in ("world_size", "local_world_size"):
+        groups = _grouped(getattr(facts, name) for facts in ranks)
+        if len(groups) > 1:
+            line = f"{name.upper()} is {_said(groups)}"
+            found.append(failure("launcher", line, f"give all ranks the same {name.upper()}"))
+    return found
+
+
+def _versions(ranks: Sequence[Facts]) -> list[Finding]:
+    found = []
+    for package in ranks[0].versions:
+        groups = _grouped(facts.versions[package] for facts in ranks)
+        if len(groups) > 1:
+            fix = "install the same on all nodes, from one constraints.txt"
+            found.append(failure("versions", f"{package} is {_said(groups)}", fix))
+    everything = ", ".join(f"{name} {number}" for name, number in ranks[0].versions.items())
+    return found or [ok("versions", everything)]
+
+
+def _configurations(ranks: Sequence[Facts]) -> list[Finding]:
+    first = ranks[0].config_hash
+    others = [rank for rank, facts in enumerate(ranks) if facts.config_hash != first]
+    if not others:
+        return [ok("configuration", "all ranks composed the same")]
+    line = f"{named(others)} composed another than rank 0"
+    return [failure("configuration", line, "give all ranks the same command line and YAML files")]
+
+
+def _devices(ranks: Sequence[Facts]) -> list[Finding]:
+    found = []
+    groups = _grouped((facts.machine, facts.device) for facts in ranks)
+    for (_, device), who in groups.items():
+        if len(who) > 1:
+            found.append(_shared(ranks[who[0]], device, who))
+    for name in ("device_name", "driver"):
+        groups = _grouped(getattr(facts, name) for facts in ranks)
+        if len(groups) > 1:
+            fix = "the slowest sets the pace: leave it out, or mend it"
+            found.append(warning("devices", f"{name} is {_said(groups)}", fix))
+    hosts = len({facts.machine for facts in ranks})
+    line = f"{len(ranks)} x {ranks[0].device_name} on {plural(hosts, 'machine')}"
+    return found or [ok("devices", line)]
+
+
+def _shared(facts: Facts, device: str, who: list[int]) -> Finding:
+    line = f"{named(who)} of {facts.host} share one device, {device}"
+    if device.startswith("cpu") and facts.local_world_size == 1:
+        fix = "fine for a trial; else LOCAL_WORLD_SIZE must be the ranks of this machine"
+        return warning("devices", f"{named(who)} count as nodes but are one machine", fix)
+    fix = "give each rank of a machine its own LOCAL_RANK, and the same CUDA_VISIBLE_DEVICES"
+    return failure("devices", line, fix)
+
+
+def _variables(ranks: Sequence[Facts]) -> list[Finding]:
+    names = sorted({name for facts in ranks for name in facts.variables})
+    found = []
+    for variable in names:
+        groups = _grouped(facts.variables.get(variable, "") for facts in ranks)
+        if len(groups) > 1:
+            line = f"{variable} is {_said(groups)}"
+            found.append(warning("variables", line, "export the same everywhere"))
+    return found

@@ -1,0 +1,215 @@
+"""How ranks find each other before there is a process group, and who does not come.
+
+Every wait has a limit, and rank 0 knows whom it waits for: each rank leaves its words under a name
+of its own in the store that `MASTER_ADDR` and `MASTER_PORT` lead to.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+
+from lockstep_gpt.extras.cluster.report import Finding, failure, named, ok, warning
+from lockstep_gpt.training.ranks import Ranks
+
+STOP = "stop"  # the key by which rank 0 sends all home
+CLOCK_LIMIT = 1.0  # seconds between clocks, which make logs and file times hard to read
+MARGIN = 10.0  # seconds more that a rank waits for rank 0, which itself waits for others
+
+
+class Absent(Exception):  # noqa: N818 (it names who is absent)
+    """Somebody did not come in time; `finding` says who, and what to do."""
+
+    def __init__(self, finding: Finding) -> None:
+        super().__init__(finding.line)
+        self.finding = finding
+
+
+@dataclass
+class Meeting:
+    """The ranks of a run around their store.
+
+    Args:
+        store: where words are left.
+        ranks: this process among all.
+        limit: the longest wait in seconds.
+    """
+
+    store: Store
+    ranks: Ranks
+    limit: float
+
+    def gather(self, name: str, value: Any) -> list[Any]:
+        """Give `value` to rank 0; return every rank's there, by rank, and nothing elsewhere.
+
+        Raises:
+            Absent: on rank 0, which names the ranks that said nothing.
+        """
+        self.store.set(f"{name}/{self.ranks.rank}", json.dumps(value))
+        if self.ranks.rank:
+            return []
+        keys = [f"{name}/{rank}" for rank in range(self.ranks.world_size)]
+        missing = self._missing(keys, self.limit)
+        if missing:
+            self.store.set(STOP, "")
+            who = [rank for rank, key in enumerate(keys) if key in missing]
+            raise Absent(_absent(who, name, self.limit))
+        return [json.loads(self.store.get(key)) for key in keys]
+
+    def tell(self, name: str, value: Any) -> None:
+        """Leave rank 0's `value` for all."""
+        self.store.set(f"{name}/told", json.dumps(value))
+
+    def hear(self, name: str) -> Any:
+        """Return what rank 0 tells; it may be about to wait for others itself.
+
+        Raises:
+            Absent: it tells nothing, or that it has stopped.
+        """
+        limit = self.limit + MARGIN
+        if self._missing([f"{name}/told"], limit):
+            if self.store.check([STOP]):
+                raise Absent(failure("doctor", "rank 0 has stopped", "see what it says"))
+            raise Absent(_absent([0], name, limit))
+        return json.loads(self.store.get(f"{name}/told"))
+
+    def _missing(self, keys: Iterable[str], limit: float) -> set[str]:
+        """Wait until all `keys` are there; return those that are not."""
+        missing, end = set(keys), time.monotonic() + limit
+        while missing := {key for key in missing if not self.store.check([key])}:
+            if time.monotonic() > end or self.store.check([STOP]):
+                break
+            time.sleep(0.02)
+        return missing
+
+    def clock_offsets(self) -> list[tuple[float, float]]:
+        """Return by how many seconds each clock is ahead of rank 0's, and how far off that may be.
+
+        Rank 0 asks one rank after the other; the answer is taken to fall in the middle of question
+        and answer (Cristian 1989).
+        """
+        rank = self.ranks.rank
+        if rank:
+            self.hear(f"clock/{rank}")
+            self.store.set(f"clock/{rank}/answer", json.dumps(time.time()))
+            return []
+        offsets = [(0.0, 0.0)]
+        for other in range(1, self.ranks.world_size):
+            asked = time.time()
+            self.tell(f"clock/{other}", None)
+            if self._missing([f"clock/{other}/answer"], self.limit):
+                self.store.set(STOP, "")
+                raise Absent(_absent([other], "clock", self.limit))
+            answered = time.time()
+            theirs = json.loads(self.store.get(f"clock/{other}/answer"))
+            offsets.append((theirs - (asked + answered) / 2, (answered - asked) / 2))
+        return offsets
+
+    def close(self, status: str) -> str:
+        """Let all ranks know how it ended: rank 0's `status`, which is returned.
+
+        Rank 0 stays until the others have heard, a few seconds at most: the store goes with it.
+        """
+        if self.ranks.rank:
+            heard = str(self.hear("status"))
+            self.store.set(f"heard/{self.ranks.rank}", "")
+            return heard
+        self.tell("status", status)
+        self._missing((f"heard/{rank}" for rank in range(1, self.ranks.world_size)), MARGIN)
+        return status
+
+
+def examine_clocks(offsets: list[tuple[float, float]]) -> Finding:
+    """Judge by how many seconds each rank's clock is ahead, give or take the second number."""
+    late = [rank for rank, (offset, _) in enumerate(offsets) if abs(offset) > CLOCK_LIMIT]
+    worst, doubt = max(offsets, key=lambda each: abs(each[0]))
+    line = f"{abs(worst) * 1e3:.1f} ms apart at most, known to {doubt * 1e3:.1f} ms"
+    if late:
+        return warning("clocks", f"{named(late)} up to {abs(worst):.1f} s off", "run NTP there")
+    return ok("clocks", line)
+
+
+def _absent(ranks: Iterable[int], name: str, limit: float) -> Finding:
+    who = named(ranks)
+    what = "did not come" if name == "facts" else f"did not answer ({name})"
+    return failure(
+        "rendezvous",
+        f"{who} {what} within {limit:.0f} s",
+        f"start {who}, or see why it ended; WORLD_SIZE must be the number of ranks started",
+    )
+
+
+def open_meeting(ranks: Ranks, limit: float) -> Meeting:
+    """Connect to the store; rank 0 opens it unless a launcher's agent has.
+
+    Raises:
+        Absent: the port is taken, nobody answers at it, or something that is no store.
+    """
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    end = time.monotonic() + limit
+    hosts = ranks.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    if hosts:
+        _refuse_taken(port)
+    elif error := _unanswered(host, port, end):
+        line = f"nobody answers at {host}:{port} within {limit:.0f} s ({error})"
+        fix = "start rank 0, and check address, port and firewall"
+        raise Absent(failure("rendezvous", line, fix))
+    store = _store(host, port, hosts, end)
+    if store is None:
+        line = f"what answers at {host}:{port} is no store of torch"
+        fix = "set a MASTER_PORT that no other program has, and the same torch everywhere"
+        raise Absent(failure("rendezvous", line, fix))
+    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return Meeting(PrefixStore(f"doctor/{restart}", store), ranks, limit)
+
+
+def _refuse_taken(port: int) -> None:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError as error:
+            line = f"MASTER_PORT={port} cannot be opened on this machine ({error.strerror})"
+            fix = "set another port, or end the program that has it (ss -ltnp)"
+            raise Absent(failure("rendezvous", line, fix)) from None
+
+
+def _unanswered(host: str, port: int, end: float) -> str:
+    """Knock at the port until somebody opens; return why nobody did, or nothing."""
+    reason = "no time"
+    while (left := end - time.monotonic()) > 0:
+        try:
+            socket.create_connection((host, port), timeout=left).close()
+            return ""
+        except OSError as error:
+            reason = error.strerror or str(error)
+        time.sleep(0.05)
+    return reason
+
+
+def _store(host: str, port: int, hosts: bool, end: float) -> Store | None:
+    """Return the store; None if it does not come about in time.
+
+    In a thread, because torch waits without a limit for the greeting of a foreign program.
+    """
+    found: list[Store] = []
+
+    def connect() -> None:
+        left = timedelta(seconds=max(1.0, end - time.monotonic()))
+        with contextlib.suppress(RuntimeError):  # DistError is one
+            found.append(TCPStore(host, port, None, hosts, left, wait_for_workers=False))
+
+    thread = threading.Thread(target=connect, daemon=True)
+    thread.start()
+    thread.join(max(1.0, end - time.monotonic()))
+    return found[0] if found else None

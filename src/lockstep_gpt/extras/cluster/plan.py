@@ -1,0 +1,109 @@
+"""The command `plan`: will it fit, how fast will it be, and what will it cost, on any devices.
+
+Nothing is trained and no device is needed: the model is built without content.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+from textwrap import fill, indent
+from typing import TYPE_CHECKING, Any
+
+from omegaconf import DictConfig
+
+from lockstep_gpt.config import PROGRAM, UserError
+from lockstep_gpt.extras.cluster import flags
+from lockstep_gpt.extras.cluster.hardware import (
+    HARDWARE,
+    LINKS,
+    Hardware,
+    find_hardware,
+    find_link,
+)
+from lockstep_gpt.launch import compose
+
+if TYPE_CHECKING:
+    from lockstep_gpt.extras.cluster.prediction import Plan
+
+WORLD_SIZES = tuple(2**power for power in range(11))  # 1 to 1024
+HELP = f"""usage: {PROGRAM} plan [flags] [GROUP=CHOICE ...] [SETTING=VALUE ...]
+
+Predict memory, step time, scaling, time and cost of a run, for several numbers of devices.
+It takes the settings of {PROGRAM} train, and these flags:
+
+  --hardware NAME   {", ".join(HARDWARE)}
+                    or a profile that {PROGRAM} doctor --save-profile FILE.json wrote
+  --devices LIST    numbers of devices, 1,2,4,...,1024 by default
+  --scaling KIND    strong: batch.global_size stays; weak: it grows with the devices;
+                    by default strong where every number of devices divides it
+  --tokens N        time and cost of so many tokens, 20 per parameter by default
+  --price X         of one device for an hour, in any currency
+  --utilisation X   share of the dense peak that forward and backward reach
+  --per-node N      devices of a node          --adapters N    network adapters of a node
+  --intra LINK      within a node              --inter LINK    each adapter, between nodes
+                    a number of GB/s in one direction, or one of
+{indent(fill(", ".join(LINKS), 70), " " * 20)}
+  --chart FILE.png  draw the scaling           --json          print everything as JSON
+
+Example: {PROGRAM} plan model=gpt2_xl precision=bf16-mixed --hardware a100-80 --price 2"""
+
+
+def main(arguments: list[str]) -> int:
+    """Print the plan of the configuration that `arguments` make."""
+    parser = flags.Parser("plan", HELP)
+    for name in ("hardware", "scaling", "intra", "inter"):
+        parser.add_argument(f"--{name}")
+    parser.add_argument("--chart", type=Path)
+    parser.add_argument("--devices", type=flags.counts, default=WORLD_SIZES)
+    for name in ("tokens", "price", "utilisation"):
+        parser.add_argument(f"--{name}", type=flags.above_zero)
+    for name in ("per-node", "adapters"):
+        parser.add_argument(f"--{name}", type=flags.count)
+    parser.add_argument("--json", action="store_true")
+    given, overrides = parser.split(arguments)
+    if given.scaling not in (None, "strong", "weak"):
+        raise UserError(f"--scaling {given.scaling} is not one of strong, weak")
+    hardware = _hardware(given)
+
+    def job(composed: DictConfig) -> None:
+        from lockstep_gpt.extras.cluster.prediction import predict
+
+        _, config = compose.checked(composed)
+        plan = predict(config, hardware, given.devices, given.scaling, given.tokens, given.price)
+        _show(plan, given)
+
+    gc.disable()  # a third of the time would go into searching what imports leave for good
+    try:
+        compose.run(overrides, job)
+    finally:
+        gc.freeze()
+        gc.enable()
+    return 0
+
+
+def _hardware(given: Any) -> Hardware:
+    hardware = find_hardware(given.hardware or "h100")
+    changes: dict[str, Any] = {
+        "utilisation": given.utilisation,
+        "devices_per_node": given.per_node,
+        "adapters": given.adapters,
+        "intra": given.intra and find_link(given.intra, hardware.intra),
+        "inter": given.inter and find_link(given.inter, hardware.inter),
+    }
+    if (given.utilisation or 0) > 1:
+        raise UserError(f"--utilisation {given.utilisation:g} must be at most 1, all of the peak")
+    return replace(hardware, **{name: value for name, value in changes.items() if value})
+
+
+def _show(plan: Plan, given: Any) -> None:
+    from lockstep_gpt.extras.cluster import chart, table
+
+    if given.json:
+        print(json.dumps(asdict(plan), indent=2))
+    else:
+        print(table.as_text(plan))
+    if given.chart:
+        chart.draw(plan, given.chart)

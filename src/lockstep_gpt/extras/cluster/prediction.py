@@ -1,0 +1,232 @@
+"""Predictions of one run for several numbers of devices, and what they rest on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from lockstep_gpt.config import BatchConfig, Config, DataConfig, UserError
+from lockstep_gpt.data.prepare import recipe_of
+from lockstep_gpt.data.tokenizer import ByteTokenizer
+from lockstep_gpt.extras.cluster import memory
+from lockstep_gpt.extras.cluster.hardware import Hardware
+from lockstep_gpt.extras.cluster.memory import Footprint, Memory
+from lockstep_gpt.extras.cluster.step_time import StepTime, Work, step_time
+from lockstep_gpt.model.gpt import GPT
+from lockstep_gpt.training.schedule import BatchPlan, plan_batch, plan_schedule
+
+TOKENS_PER_PARAMETER = 20  # where compute is spent best (Hoffmann et al. 2022, table 3)
+LINEAR_RANGE = 32  # from a batch of 256 to one of 8,192 images (Goyal et al. 2017, figure 1)
+COMPRESSION = {"fp16": 0.5, "bf16": 0.5}  # strategy.comm_hook
+OUR_STRATEGIES = (
+    "lockstep_gpt.training.strategies.auto",
+    "lockstep_gpt.training.strategies.ddp",
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """What is predicted for one number of devices."""
+
+    batch: BatchPlan
+    lr: float  # peak, scaled by the rule
+    memory: Memory
+    fits: bool
+    largest_micro_size: int
+    time: StepTime
+    tokens_per_second: float
+    efficiency: float  # tokens per second and device, as a share of one device's
+    seconds: float  # to the tokens asked for
+    cost: float | None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Predictions for all numbers of devices, and what they rest on."""
+
+    hardware: Hardware
+    precision: str
+    vocab_size: int
+    block_size: int
+    parameters: int
+    flops_per_token: int
+    gradient_bytes: int
+    tokens: float
+    chinchilla_tokens: float
+    scaling: str
+    rows: list[Row]
+    refused: dict[int, str]  # number of devices -> why no run can have it
+    notes: list[str]
+
+
+def predict(
+    config: Config,
+    hardware: Hardware,
+    world_sizes: Sequence[int],
+    scaling: str | None = None,
+    tokens: float | None = None,
+    price: float | None = None,
+) -> Plan:
+    """Predict the run of `config` on each number of devices.
+
+    Args:
+        config: the run's settings; its own devices are not read.
+        hardware: the devices and what connects them.
+        world_sizes: numbers of devices.
+        scaling: strong or weak; None: strong if every number of devices divides the batch.
+        tokens: what time and cost are given for; None: the Chinchilla point.
+        price: of a device for an hour.
+
+    Raises:
+        UserError: the device does not know the precision.
+    """
+    hardware.flops(config.precision)  # refuses early
+    vocab_size = vocabulary(config.data)
+    model = memory.whole_model(config, vocab_size)
+    footprint = memory.footprint(config, model, hardware.accelerator)
+    planner = _Planner(config, hardware, footprint, _work(config, model, footprint))
+    chinchilla = TOKENS_PER_PARAMETER * model.num_parameters
+    kind, batch, notes = planner.scaled(world_sizes, scaling)
+    rows, refused = planner.rows(world_sizes, batch, tokens or chinchilla, price)
+    notes += [*_notes(config, hardware), *_lr_note(config, rows)]
+    return Plan(
+        hardware=hardware,
+        precision=config.precision,
+        vocab_size=vocab_size,
+        block_size=config.model.block_size,
+        parameters=model.num_parameters,
+        flops_per_token=model.flops_per_token,
+        gradient_bytes=footprint.states.gradients,
+        tokens=tokens or chinchilla,
+        chinchilla_tokens=chinchilla,
+        scaling=kind,
+        rows=rows,
+        refused=refused,
+        notes=notes,
+    )
+
+
+def vocabulary(data: DataConfig) -> int:
+    """Return how many token ids `data` has, without reading its corpus where settings tell."""
+    size: int | None = getattr(data, "vocab_size", None)
+    if size is None and getattr(data, "tokenizer", None) == ByteTokenizer.kind:
+        size = ByteTokenizer.vocab_size
+    return size or recipe_of(data).tokenizer.vocab_size
+
+
+def _work(config: Config, model: GPT, footprint: Footprint) -> Work:
+    trained = [weight for weight in model.parameters() if weight.requires_grad]
+    return Work(
+        flops_per_token=model.flops_per_token,
+        gradients=[weight.nbytes for weight in trained],
+        states=footprint.states,
+        precision=config.precision,
+        bucket_cap_mb=config.strategy.get("bucket_cap_mb", 25),
+        compression=COMPRESSION.get(config.strategy.get("comm_hook", "none"), 1.0),
+        clips=config.optim.clip_norm is not None,
+    )
+
+
+def _notes(config: Config, hardware: Hardware) -> list[str]:
+    """Say what the prediction leaves out."""
+    notes = []
+    if config.strategy.get("_target_") not in OUR_STRATEGIES:
+        notes.append("this strategy is planned as ddp: every rank holds the whole model")
+    if config.strategy.get("comm_hook") == "powersgd":
+        notes.append("strategy.comm_hook=powersgd is planned without its compression")
+    if config.compile:
+        notes.append("compile=true keeps fewer activations than planned, which are eager's")
+    if config.precision == "32-true" and "bf16" in hardware.peak:
+        gain = hardware.peak["bf16"] / hardware.peak["fp32"]
+        notes.append(f"precision=bf16-mixed has {gain:.1f} times the peak of 32-true here")
+    return notes
+
+
+def _lr_note(config: Config, rows: Sequence[Row]) -> list[str]:
+    """Say where the linear rule has left the range it was found in."""
+    growth = max((row.lr / config.optim.lr for row in rows), default=1.0)
+    if config.optim.lr_scaling != "linear" or growth <= LINEAR_RANGE:
+        return []
+    return [
+        f"optim.lr_scaling=linear multiplies the rate by up to {growth:,.0f}; it was found good up "
+        f"to {LINEAR_RANGE} (Goyal et al. 2017, figure 1): sqrt, or a fixed batch.global_size"
+    ]
+
+
+@dataclass(frozen=True)
+class _Planner:
+    config: Config
+    hardware: Hardware
+    footprint: Footprint
+    work: Work
+
+    def scaled(
+        self, world_sizes: Sequence[int], scaling: str | None
+    ) -> tuple[str, BatchConfig, list[str]]:
+        """Decide whether the global batch stays; return the kind, the batch and what to note."""
+        batch = self.config.batch
+        if batch.global_size is None:
+            return "weak", batch, []
+        if scaling == "strong" or (scaling is None and self._all_divide(world_sizes)):
+            return "strong", batch, []
+        size = batch.micro_size or max(1, min(batch.global_size, self._largest(batch_copies=True)))
+        note = (
+            f"batch.global_size={batch.global_size} does not spread over all of these: planned "
+            f"with batch.global_size=null batch.micro_size={size}"
+        )
+        return "weak", replace(batch, micro_size=size, global_size=None), [note][: not scaling]
+
+    def _all_divide(self, world_sizes: Sequence[int]) -> bool:
+        try:
+            for world_size in world_sizes:
+                self._spread(world_size, self.config.batch)
+        except UserError:
+            return False
+        return True
+
+    def _spread(self, world_size: int, batch: BatchConfig) -> BatchPlan:
+        devices = min(world_size, self.hardware.devices_per_node)
+        if world_size % devices:
+            raise UserError(f"{world_size} devices are no whole number of nodes of {devices} each")
+        nodes = world_size // devices
+        return plan_batch(batch, self.config.model.block_size, devices, nodes)
+
+    def _largest(self, batch_copies: bool) -> int:
+        copies = batch_copies and not self.config.strategy.get("gradient_as_bucket_view", True)
+        device = self.hardware
+        return self.footprint.largest_micro_size(device.memory, device.context, copies)
+
+    def rows(
+        self, world_sizes: Sequence[int], batch: BatchConfig, tokens: float, price: float | None
+    ) -> tuple[list[Row], dict[int, str]]:
+        """Predict each number of devices that a run could have."""
+        one = plan_batch(batch, self.config.model.block_size, 1, 1)
+        base = one.tokens_per_step / step_time(self.work, one, self.hardware).total
+        rows, refused = [], {}
+        for world_size in world_sizes:
+            try:
+                spread = self._spread(world_size, batch)
+                rows.append(self._row(spread, base, tokens, price))
+            except UserError as error:
+                refused[world_size] = str(error)
+        return rows, refused
+
+    def _row(self, batch: BatchPlan, base: float, tokens: float, price: float | None) -> Row:
+        several = batch.world_size > 1
+        copies = several and not self.config.strategy.get("gradient_as_bucket_view", True)
+        memory = self.footprint.memory(batch.micro_size, self.hardware.context, copies)
+        time = step_time(self.work, batch, self.hardware)
+        speed = batch.tokens_per_step / time.total
+        hours = tokens / speed / 3600 * batch.world_size
+        return Row(
+            batch=batch,
+            lr=plan_schedule(self.config, batch).peak_lr,
+            memory=memory,
+            fits=memory.total <= self.hardware.memory,
+            largest_micro_size=self._largest(several),
+            time=time,
+            tokens_per_second=speed,
+            efficiency=speed / (batch.world_size * base),
+            seconds=tokens / speed,
+            cost=None if price is None else hours * price,
+        )

@@ -1,0 +1,83 @@
+"""What the doctor measured, as a profile that `plan --hardware` reads."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from lockstep_gpt.config import Config
+from lockstep_gpt.extras.cluster.collectives import Bandwidth
+from lockstep_gpt.extras.cluster.hardware import LINKS, Hardware, Link
+from lockstep_gpt.extras.cluster.speed import Speed
+from lockstep_gpt.training.ranks import Ranks
+
+FORMS = {"bf16-mixed": "bf16", "16-mixed": "fp16", "64-true": "fp64", "32-true": "fp32"}
+UNMEASURED = "not measured: assumed"
+
+
+def profile(
+    config: Config,
+    ranks: Ranks,
+    device: torch.device,
+    name: str,
+    speeds: Sequence[Speed],
+    links: Sequence[Bandwidth],
+) -> Hardware:
+    """Return the hardware as it was seen; the slowest rank sets the pace.
+
+    Args:
+        config: the run's settings, whose precision was measured.
+        ranks: this process among all.
+        device: of this rank.
+        name: of the kind of device.
+        speeds: of each rank.
+        links: at their slowest; those that were not measured are assumed.
+    """
+    memory = min(speed.memory for speed in speeds)
+    utilisation = min(speed.utilisation or Hardware.utilisation for speed in speeds)
+    found = {link.link: link for link in links}
+    within = _link(found.get("within a node"), "pcie4")
+    between = _link(found.get("between nodes"), "10gbe", times=ranks.local_world_size)
+    return Hardware(
+        name=f"{name}, measured",
+        accelerator=device.type,
+        peak={FORMS[config.precision]: min(speed.compute for speed in speeds)},
+        memory=_memory(device, ranks.local_world_size),
+        memory_bandwidth=memory,
+        host_link=Link("host", min(speed.host for speed in speeds), 0.0, "measured"),
+        intra=within,
+        inter=between,
+        adapters=1,
+        devices_per_node=ranks.local_world_size,
+        source=f"doctor on {ranks.world_size} ranks",
+        utilisation=min(1.0, utilisation),
+        link_efficiency=1.0,
+        context=_context(device),
+        measured=True,
+    )
+
+
+def _link(measured: Bandwidth | None, otherwise: str, times: int = 1) -> Link:
+    """Return a link as measured; `times` ranks of a node measured it at once."""
+    if measured is None:
+        like = LINKS[otherwise]
+        return Link(otherwise, like.bandwidth, like.latency, UNMEASURED)
+    return Link("measured link", times * measured.best, measured.latency, "measured")
+
+
+def _memory(device: torch.device, local_world_size: int) -> float:
+    if device.type == "cuda":
+        return float(torch.cuda.get_device_properties(device).total_memory)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / local_world_size
+
+
+def _context(device: torch.device) -> float:
+    """Return the bytes of this process that no tensor of ours accounts for."""
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return float(total - free - torch.cuda.memory_reserved(device))
+    resident = int(Path("/proc/self/statm").read_text().split()[1])
+    return float(resident * os.sysconf("SC_PAGE_SIZE"))

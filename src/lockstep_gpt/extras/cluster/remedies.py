@@ -1,0 +1,221 @@
+"""Failures of the field: what their texts mean, and what to do.
+
+torch, NCCL and the system say what broke; here is why it does, and which setting or command helps.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from lockstep_gpt.config import Config
+from lockstep_gpt.launch.run_directory import RunDirectory
+
+MOST_NAMES = 8
+TAIL = 20_000  # characters at the end of a log that may tell why a process was killed
+
+
+@dataclass(frozen=True)
+class Scene:
+    """What is known where a failure is explained.
+
+    Args:
+        config: the run's.
+        world_size: ranks in all.
+        unused: names of parameters that the last backward did not reach.
+    """
+
+    config: Config
+    world_size: int
+    unused: Sequence[str] = ()
+
+
+Remedy = str | Callable[[str, Scene], str]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One failure of the field.
+
+    Args:
+        pattern: what its text has.
+        cause: what it means.
+        remedy: what to do, or what says it.
+    """
+
+    pattern: str
+    cause: str
+    remedy: Remedy
+
+
+def smaller_batch(_text: str, scene: Scene) -> str:
+    """Say which micro-batch is next, at the same global batch, and what else takes less memory."""
+    batch, ways = scene.config.batch, []
+    share = (batch.global_size or 0) // scene.world_size  # samples of a device in one step
+    micro = batch.micro_size or share
+    if share and (fitting := [each for each in range(1, micro) if share % each == 0]):
+        accumulation = share // fitting[-1]
+        ways.append(
+            f"batch.micro_size={fitting[-1]}, which makes {accumulation} micro-batches of a step "
+            "and changes nothing else"
+        )
+    elif not share and micro > 1:
+        ways.append(f"batch.micro_size={micro // 2}")
+    if not scene.config.model.activation_checkpointing:
+        ways.append("model.activation_checkpointing=true")
+    if scene.config.precision == "32-true":
+        ways.append("precision=bf16-mixed")
+    return "; ".join(ways) or "a smaller model, or devices with more memory"
+
+
+def without_gradient(model: nn.Module) -> list[str]:
+    """Return the names of trained parameters that have no gradient; none if no other has one."""
+    trained = [(name, each) for name, each in model.named_parameters() if each.requires_grad]
+    found = [name for name, each in trained if each.grad is None]
+    return found if len(found) < len(trained) else []
+
+
+def unused_names(_text: str, scene: Scene) -> str:
+    """Name the parameters that take no part."""
+    names = ", ".join(scene.unused[:MOST_NAMES])
+    more = f" and {len(scene.unused) - MOST_NAMES} more" if len(scene.unused) > MOST_NAMES else ""
+    which = f" ({names}{more})" if names else ""
+    return f"use every parameter in the loss{which}, or set strategy.find_unused_parameters=true"
+
+
+ENTRIES = [
+    Entry(
+        r"CUDA out of memory|can't allocate memory|CUBLAS_STATUS_ALLOC_FAILED|out of memory",
+        "a device has no room for one micro-batch",
+        smaller_batch,
+    ),
+    Entry(
+        r"Bus error|SemLock|DataLoader timed out|out of shared memory|"
+        r"unable to (?:open|allocate) shared memory|/dev/shm",
+        "workers of the data loader cannot hand over batches, most often because /dev/shm is full",
+        "data.num_workers=0, or more of it: docker run --ipc=host or --shm-size=8g; on Kubernetes "
+        "an emptyDir with medium Memory at /dev/shm",
+    ),
+    Entry(
+        r"EADDRINUSE|[Aa]ddress already in use",
+        "another process, perhaps of a run that has not ended, holds the port where ranks meet",
+        "another port in launch.rdzv_endpoint or MASTER_PORT; `ss -ltnp` shows who holds it",
+    ),
+    Entry(
+        r"did not receive grad|not used in producing the loss|Expected to have finished reduction",
+        "parts of the model take no part in the loss, so DDP waits for their gradients",
+        unused_names,
+    ),
+    Entry(
+        r"appears not to match sizes of the same param|expects same model across all ranks|"
+        r"Detected mismatch between collectives|op\.preamble\.length <= op\.nbytes",
+        "ranks hold models, or send tensors, of different shapes",
+        "the same code, settings and packages on every machine; `doctor` on all of them compares "
+        "versions",
+    ),
+    Entry(
+        r"RendezvousTimeoutError|waiting for clients|client socket has timed out|"
+        r"client socket has failed to connect",
+        "not all ranks came to the meeting place in time",
+        "start the same command on every machine; `doctor` there tries names, ports and links. "
+        "launch.join_seconds is how long they wait",
+    ),
+    Entry(
+        r"ncclSystemError|ncclRemoteError|unhandled system error|ncclInternalError|socketStart",
+        "NCCL could not set up or keep a connection",
+        "NCCL_DEBUG=INFO shows which; NCCL_SOCKET_IFNAME names the interface, NCCL_IB_DISABLE=1 "
+        "leaves InfiniBand out; `doctor` measures each link",
+    ),
+    Entry(
+        r"collective operation timeout|Timed out waiting \d+ ?ms|NCCL watchdog",
+        "a rank came late to an all-reduce, or never: it hung, or died on another machine",
+        "look at the other ranks' files in ranks/, the one without this text is the slow one; "
+        "guard.stall_after=60 shows where each rank stands; strategy.timeout_seconds waits longer",
+    ),
+    Entry(
+        r"no kernel image is available|CUDA driver version is insufficient|driver .* too old",
+        "this build of torch does not fit the GPU or its driver",
+        "a build for the driver's CUDA version, which `nvidia-smi` shows: https://pytorch.org",
+    ),
+    Entry(
+        r"device-side assert triggered",
+        "a kernel found an index out of range: most often a token beyond the vocabulary",
+        "CUDA_LAUNCH_BLOCKING=1 shows where; `prepare --verify` checks the tokens",
+    ),
+    Entry(
+        r"uncorrectable ECC|fallen off the bus|Xid|unspecified launch failure",
+        "a GPU, its memory or its link is broken",
+        "leave that machine out; `dmesg` and `nvidia-smi -q` there say more. resume=auto goes on",
+    ),
+    Entry(
+        r"Too many open files",
+        "the process may not open more files",
+        "`ulimit -n 65536` before the command, or fewer data.num_workers",
+    ),
+]
+# What most often sends a signal that nobody meant to send.
+SIGNALS: dict[int, Entry] = {
+    signal.SIGKILL: Entry(
+        "",
+        "killed from outside: most often the system, out of memory",
+        "`dmesg | grep -i oom` tells; then fewer ranks, or a smaller batch.micro_size",
+    ),
+    signal.SIGBUS: ENTRIES[1],
+    signal.SIGSEGV: Entry(
+        "",
+        "a crash in compiled code",
+        "PYTHONFAULTHANDLER=1 shows where in Python; it is most often two builds that do not fit",
+    ),
+}
+
+
+def explain(text: str, scene: Scene) -> str:
+    """Return cause and remedy of a failure in two lines, empty if its text is not known."""
+    for entry in ENTRIES:
+        if re.search(entry.pattern, text):
+            return _lines(entry, text, scene)
+    return ""
+
+
+def explain_error(
+    text: str, config: Config, world_size: int, model: nn.Module | None = None
+) -> str:
+    """Return cause and remedy of what stopped a rank, empty if its text is not known.
+
+    Args:
+        text: of the error.
+        config: the run's.
+        world_size: ranks in all.
+        model: as the failed step left it.
+    """
+    unused = without_gradient(model) if model else []
+    return explain(text, Scene(config, world_size, unused))
+
+
+def explain_deaths(run: RunDirectory, ended: dict[int, int]) -> str:
+    """Return cause and remedy by the ended ranks' files, or the signals that ended them."""
+    config = run.load()
+    scene = Scene(config, config.trainer["devices"] * config.trainer["num_nodes"])
+    for rank, code in ended.items():
+        path = run.rank_log(rank) if rank else run.log
+        log = path.read_text(errors="replace") if path.is_file() else ""
+        if found := explain_death(max(0, -code), log, scene):
+            return found
+    return ""
+
+
+def explain_death(signum: int, log: str, scene: Scene) -> str:
+    """Return cause and remedy of a death by a signal, 0 if by none: by the log, else by it."""
+    if found := explain(log[-TAIL:], scene):
+        return found
+    entry = SIGNALS.get(signum)
+    return _lines(entry, log, scene) if entry else ""
+
+
+def _lines(entry: Entry, text: str, scene: Scene) -> str:
+    remedy = entry.remedy if isinstance(entry.remedy, str) else entry.remedy(text, scene)
+    return f"cause   {entry.cause}\nremedy  {remedy}"

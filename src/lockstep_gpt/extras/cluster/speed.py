@@ -1,0 +1,156 @@
+"""How fast this rank is by itself, and which ranks hold the others up."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from statistics import median_high
+from typing import Any
+
+import torch
+
+from lockstep_gpt.config import Config
+from lockstep_gpt.extras.cluster.memory import AUTOCAST, built, shaped, step
+from lockstep_gpt.extras.cluster.report import Finding, failure, named, ok, warning
+
+GB = 1e9
+SIDE = {"cpu": 768, "cuda": 8192}  # of square matrices, large enough for the peak
+COPIED = {"cpu": 64 * 2**20, "cuda": 2**30}  # bytes, larger than caches
+STEP_FLOPS = {"cpu": 3e9, "cuda": 2e13}  # of the trial step, so that it takes a moment
+SLOW, ILL = 0.8, 0.33  # of the median: worth a look, not fit to train with
+
+
+@dataclass(frozen=True)
+class Speed:
+    """What one rank's device does, measured while all others measure too."""
+
+    compute: float  # FLOP/s of a matrix product in the run's precision
+    memory: float  # bytes read and written per second
+    host: float  # bytes per second from the memory of the host to the device
+    utilisation: float | None  # share of `compute` that a forward and backward reaches
+
+
+def measure(
+    config: Config, device: torch.device, vocab_size: int, together: Callable[[], None]
+) -> Speed:
+    """Measure the device of this rank under the precision of `config`.
+
+    Args:
+        config: the run's settings.
+        device: of this rank.
+        vocab_size: V.
+        together: waits until all ranks are here, before each part: ranks that share a memory
+            must find it as busy.
+    """
+    together()
+    compute = _product(config.precision, device)
+    together()
+    memory = _copy(device)
+    together()
+    return Speed(compute, memory, _host(device), _utilisation(config, device, vocab_size, compute))
+
+
+def _product(precision: str, device: torch.device) -> float:
+    form = {"64-true": torch.float64}.get(precision, AUTOCAST.get(precision, torch.float32))
+    side = SIDE[device.type]
+    left = torch.randn(side, side, device=device).to(form)
+    return 2 * side**3 / best_seconds(lambda: left @ left, device)
+
+
+def _copy(device: torch.device) -> float:
+    source = torch.zeros(COPIED[device.type] // 4, device=device)
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / best_seconds(lambda: target.copy_(source), device)
+
+
+def _host(device: torch.device) -> float:
+    source = torch.zeros(COPIED["cpu"] // 4, pin_memory=device.type == "cuda")
+    target = torch.empty_like(source, device=device)
+    return source.nbytes / best_seconds(lambda: target.copy_(source), device)
+
+
+def best_seconds(work: Callable[[], Any], device: torch.device, repeats: int = 7) -> float:
+    """Return the shortest time of `work` after a first run that does not count."""
+    times = []
+    for _ in range(repeats + 1):
+        synchronize(device)
+        started = time.perf_counter()
+        work()
+        synchronize(device)
+        times.append(time.perf_counter() - started)
+    return min(times[1:])
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done what it was told."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _utilisation(
+    config: Config, device: torch.device, vocab_size: int, compute: float
+) -> float | None:
+    """Time a forward and backward of the configured model, cut to a depth that takes a moment.
+
+    Returns:
+        The FLOP/s of the step as a share of `compute`; None if one sample of one layer is too much.
+    """
+    shape = replace(config.model, n_layer=min(2, config.model.n_layer), dropout=0.0)
+    with torch.device("meta"):
+        flops = shaped(shape, vocab_size, config.precision).flops_per_token * shape.block_size
+    micro_size = math.floor(STEP_FLOPS[device.type] / flops)
+    if micro_size < 1:
+        return None
+    micro_size = min(micro_size, config.batch.micro_size or config.batch.global_size or 1)
+    with torch.device(device):
+        model = built(shape, vocab_size, config.precision)
+    size = (micro_size, shape.block_size)
+    seconds = best_seconds(lambda: step(model, *size, config.precision), device, repeats=3)
+    return micro_size * flops / seconds / compute
+
+
+def table(speeds: Sequence[Speed], hosts: Sequence[str]) -> list[dict[str, Any]]:
+    """Return a row for each rank, by rank, with its speeds and their share of the median."""
+    compute, memory = _medians(speeds)
+    return [
+        {
+            "rank": rank,
+            "host": host,
+            "GFLOP/s": speed.compute / GB,
+            "of median": speed.compute / compute,
+            "memory GB/s": speed.memory / GB,
+            "of median ": speed.memory / memory,
+        }
+        for rank, (speed, host) in enumerate(zip(speeds, hosts, strict=True))
+    ]
+
+
+def _medians(speeds: Sequence[Speed]) -> tuple[float, float]:
+    """Return the medians of both speeds; of two ranks the faster one counts."""
+    return (
+        median_high([speed.compute for speed in speeds]),
+        median_high([speed.memory for speed in speeds]),
+    )
+
+
+def stragglers(speeds: Sequence[Speed]) -> list[Finding]:
+    """Name the ranks that are slower than the median, since all wait for the slowest."""
+    compute, memory = _medians(speeds)
+    return [
+        _straggler("compute", [speed.compute / compute for speed in speeds], ILL),
+        _straggler("memory", [speed.memory / memory for speed in speeds], 0.0),
+    ]
+
+
+def _straggler(what: str, shares: Sequence[float], ill: float) -> Finding:
+    """Judge the shares of the median that ranks have; below `ill` it is a failure."""
+    slow = [rank for rank, share in enumerate(shares) if share < SLOW]
+    if not slow:
+        return ok(f"{what} speed", f"the slowest rank has {min(shares):.0%} of the median")
+    worst = min(slow, key=lambda rank: shares[rank])
+    which = f", rank {worst}" if len(slow) > 1 else ""
+    line = f"{named(slow)} too slow{which} at {shares[worst]:.0%} of the median"
+    fix = "look there for another program, heat, a power limit or another build; or leave it out"
+    return (failure if shares[worst] < ill else warning)(f"{what} speed", line, fix)

@@ -1,0 +1,155 @@
+"""What `nvidia-smi topo -m` says: which GPUs are close, which are far, and what that suits."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import combinations
+
+from lockstep_gpt.extras.cluster.report import Finding, ok, warning
+
+# From the legend of `nvidia-smi topo -m`, the closest first; NV# is a bond of # NVLinks.
+PATHS = {
+    "NV": "NVLink",
+    "PIX": "one PCIe switch",
+    "PXB": "several PCIe switches",
+    "PHB": "the PCIe bridge of a CPU",
+    "NODE": "the PCIe bridges of a NUMA node",
+    "SYS": "the link between CPU sockets",
+}
+CLOSENESS = tuple(PATHS)
+Pair = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Topology:
+    """The GPUs of one machine and the path between each two, by their numbers there."""
+
+    gpus: tuple[int, ...]
+    paths: dict[Pair, str]  # (lower, higher) -> NV12, PIX, PXB, PHB, NODE or SYS
+    affinity: dict[int, str]  # CPU cores next to each GPU
+
+    def path(self, one: int, other: int) -> str:
+        """Return the path between two GPUs."""
+        return self.paths[min(one, other), max(one, other)]
+
+    def among(self, gpus: Sequence[int]) -> Topology:
+        """Return the part that `gpus` are."""
+        chosen = tuple(sorted(gpus))
+        paths = {pair: path for pair, path in self.paths.items() if set(pair) <= set(chosen)}
+        return Topology(chosen, paths, {gpu: self.affinity.get(gpu, "") for gpu in chosen})
+
+    def islands(self) -> list[tuple[int, ...]]:
+        """Return the groups of GPUs that reach each other over NVLink alone."""
+        left, found = set(self.gpus), []
+        while left:
+            island = {min(left)}
+            while grown := {
+                gpu
+                for gpu in left - island
+                if any(kind(self.path(gpu, member)) == "NV" for member in island)
+            }:
+                island |= grown
+            found.append(tuple(sorted(island)))
+            left -= island
+        return found
+
+    def farthest(self) -> str:
+        """Return the longest path that a ring over all GPUs has to take."""
+        islands = self.islands()
+        if len(islands) == 1:
+            return min((path for path in self.paths.values() if kind(path) == "NV"), key=nvlinks)
+        between = [
+            path
+            for (one, other), path in self.paths.items()
+            if not any({one, other} <= set(island) for island in islands)
+        ]
+        return max(between, key=lambda path: CLOSENESS.index(kind(path)))
+
+
+def kind(path: str) -> str:
+    """Return the legend's word for a path: NV12 is NV."""
+    return "NV" if path.startswith("NV") else path
+
+
+def nvlinks(path: str) -> int:
+    """Return how many NVLinks a path bonds."""
+    return int(path[2:]) if kind(path) == "NV" else 0
+
+
+def parse(text: str) -> Topology:
+    """Read the matrix that `nvidia-smi topo -m` prints.
+
+    Raises:
+        ValueError: the text holds no matrix of GPUs, or a path that the legend does not have.
+    """
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", text).splitlines()
+    header = next((line for line in lines if re.match(r"\s+GPU0\b", line)), "")
+    columns = re.findall(r"(\S+)(?=\s|$)", header.split("CPU Affinity")[0])
+    gpus, paths, affinity = [], {}, {}
+    for line in lines:
+        words = line.split()
+        if not words or not re.fullmatch(r"GPU\d+", words[0]) or line == header:
+            continue
+        gpu = int(words[0][3:])
+        gpus.append(gpu)
+        affinity[gpu] = _affinity(words[len(columns) + 1 :])
+        for column, path in zip(columns, words[1:], strict=False):
+            other = int(column[3:]) if re.fullmatch(r"GPU\d+", column) else gpu
+            if other > gpu:
+                paths[gpu, other] = path
+    if not gpus or set(paths) != set(combinations(sorted(gpus), 2)):
+        raise ValueError("no matrix of GPUs in the output of nvidia-smi topo -m")
+    if unknown := {path for path in paths.values() if kind(path) not in PATHS}:
+        raise ValueError(f"paths {', '.join(sorted(unknown))} are none of {', '.join(PATHS)}")
+    return Topology(tuple(sorted(gpus)), paths, affinity)
+
+
+def _affinity(words: list[str]) -> str:
+    return words[0] if words and re.fullmatch(r"[\d,-]+", words[0]) else ""
+
+
+def examine(topology: Topology) -> list[Finding]:
+    """Say which pairs are close, which are far, and which parallelism suits that."""
+    if len(topology.gpus) < 2:
+        return [ok("topology", "one GPU")]
+    return [_closeness(topology), _advice(topology)]
+
+
+def _closeness(topology: Topology) -> Finding:
+    pairs: dict[str, list[Pair]] = {}
+    for pair, path in sorted(topology.paths.items()):
+        pairs.setdefault(path, []).append(pair)
+    closest = sorted(pairs, key=lambda path: (CLOSENESS.index(kind(path)), -nvlinks(path)))
+    parts = [f"{path} ({PATHS[kind(path)]}): {_listed(pairs[path])}" for path in closest]
+    every = len(closest) == 1
+    line = f"all pairs {closest[0]} ({PATHS[kind(closest[0])]})" if every else "; ".join(parts)
+    return ok("topology", line)
+
+
+def _listed(pairs: list[Pair]) -> str:
+    shown = " ".join(f"{one}-{other}" for one, other in pairs[:8])
+    return shown if len(pairs) <= 8 else f"{shown} and {len(pairs) - 8} more"
+
+
+def _advice(topology: Topology) -> Finding:
+    islands, farthest = topology.islands(), kind(topology.farthest())
+    if len(islands) == 1:
+        return ok("parallelism", "NVLink everywhere: ddp, sharding and tensor parallel all suit")
+    groups = " ".join(f"{{{', '.join(map(str, island))}}}" for island in islands)
+    largest = max(map(len, islands))
+    if largest > 1:
+        return warning(
+            "parallelism",
+            f"NVLink only within {groups}, between them {farthest} ({PATHS[farthest]}), at whose "
+            "speed an all-reduce over all of them goes",
+            f"tensor parallel and sharding within {largest}, data parallel between",
+        )
+    if farthest in ("PIX", "PXB"):
+        return ok("parallelism", "PCIe switches: ddp suits, tensor parallel is slow")
+    return warning(
+        "parallelism",
+        f"GPUs reach each other through {PATHS[farthest]}: ddp is slow for large models",
+        "fewer all-reduces by batch.micro_size and accumulation, or strategy.comm_hook=bf16",
+    )

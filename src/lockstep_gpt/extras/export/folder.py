@@ -1,0 +1,146 @@
+"""`lockstep-gpt export RUN|CHECKPOINT`: a model as a folder that transformers loads."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from lockstep_gpt.config import PROGRAM, UserError
+from lockstep_gpt.data.tokenizer import Tokenizer, library
+from lockstep_gpt.extras.export.tokenizer_files import as_files
+from lockstep_gpt.launch.run_directory import refuse_missing
+
+
+def main(arguments: list[str]) -> int:
+    """Write the folder and say where it is and how it is loaded."""
+    options = _parser().parse_args(arguments)
+    refuse_missing(options.source)
+    from lockstep_gpt.training.checkpoint import find_checkpoint  # imports torch
+
+    source = find_checkpoint(options.source)
+    target = options.to or _beside(source)
+    export(source, target, options.force)
+    print(f"{target}: load it with transformers, {target / 'README.md'} says how")
+    return 0
+
+
+def _beside(source: Path) -> Path:
+    run = source.parent.parent
+    if source.parent.name != "checkpoints":
+        raise UserError(f"{source} lies in no run directory; add --to FOLDER")
+    return run / "export"
+
+
+def export(source: Path, target: Path, force: bool = False) -> None:
+    """Write the checkpoint `source` as the folder `target`, whole or not at all.
+
+    Args:
+        source: a checkpoint's file.
+        target: a folder that is not there yet, or empty.
+        force: replace an earlier export in `target`.
+
+    Raises:
+        UserError: something else stands there, or transformers has no place for such a model.
+    """
+    from lockstep_gpt.extras.export.card import model_card
+    from lockstep_gpt.extras.export.layouts import exported, layout_of
+    from lockstep_gpt.training.checkpoint import load_model, read_checkpoint
+
+    target = target.resolve()  # of `.` the parent, and of a link what it stands for
+    _refuse_occupied(target, force)
+    model, _, tokenizer = load_model(source)
+    layout = layout_of(model.config, f"{source} cannot be exported")
+    card = model_card(read_checkpoint(source), model, source, layout.code)
+    files = {
+        "config.json": {**layout.settings(model), **_special(tokenizer)},
+        "generation_config.json": _special(tokenizer) | _generation(layout.code),
+        **as_files(tokenizer, model.config.block_size),
+    }
+    with _whole(target) as folder:
+        for name, content in files.items():
+            _write(folder / name, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+        _write(folder / "README.md", card)
+        if layout.code:
+            code = Path(__file__).with_name(layout.code).read_text(encoding="utf-8")
+            _write(folder / layout.code, code)
+        _save_weights(exported(model, layout), folder / "model.safetensors")
+
+
+def _special(tokenizer: Tokenizer) -> dict[str, Any]:
+    """Return what begins, ends and pads a text: one token, or none where there are no texts."""
+    return dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), tokenizer.end_of_text)
+
+
+def _generation(code: str | None) -> dict[str, Any]:
+    return {"use_cache": False} if code else {}
+
+
+def _write(path: Path, text: str) -> None:
+    with path.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _save_weights(weights: dict[str, Any], path: Path) -> None:
+    # The format is what transformers asks for; without it some versions refuse the file.
+    library("safetensors.torch", "export").save_file(weights, path, {"format": "pt"})
+    path.chmod(path.with_name("config.json").stat().st_mode)  # the library shuts others out
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+def _refuse_occupied(target: Path, force: bool) -> None:
+    """Refuse to put the export on top of something; `force` allows an earlier export."""
+    if not target.exists() or (target.is_dir() and not any(target.iterdir())):
+        return
+    if not (target / "config.json").is_file():
+        raise UserError(f"{target} holds something that is no export; name another folder by --to")
+    if not force:
+        raise UserError(f"{target} holds an export; name another folder by --to, or add --force")
+
+
+@contextlib.contextmanager
+def _whole(target: Path) -> Iterator[Path]:
+    """Give a folder beside `target` to write in, and put it in its place once it is whole.
+
+    Raises:
+        UserError: it cannot be written; what was in `target` is still there.
+    """
+    mark = secrets.token_hex(4)
+    beside, old = (target.with_name(f".{target.name}.{mark}.{kind}") for kind in ("tmp", "old"))
+    try:
+        beside.mkdir(parents=True)
+        yield beside
+        if target.exists():
+            target.rename(old)  # a folder can take the place of an empty one only
+        beside.rename(target)
+    except OSError as error:
+        raise UserError(f"{target} cannot be written ({error.strerror}); name another") from error
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+        if old.exists() and not target.exists():
+            old.rename(target)
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=f"{PROGRAM} export",
+        description="Write a trained model as a folder that Hugging Face's transformers loads.",
+    )
+    parser.add_argument(
+        "source",
+        type=Path,
+        help="a run directory, a checkpoint in one, or wandb://ENTITY/PROJECT/NAME:ALIAS",
+    )
+    parser.add_argument("--to", type=Path, help="the folder (default: export in the run directory)")
+    parser.add_argument("--force", action="store_true", help="replace an earlier export")
+    return parser

@@ -1,0 +1,163 @@
+"""`model.init_from=FOLDER`: begin a run with weights that transformers, or an export, has written.
+
+Every rank reads the folder; a run that is resumed does not.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lockstep_gpt.config import UserError, as_typed
+from lockstep_gpt.data.tokenizer import (
+    NumberTokenizer,
+    Tokenizer,
+    library,
+    make_tokenizer,
+    tokenizer_files,
+)
+from lockstep_gpt.extras.export.layouts import Layout, imported, layout_of
+from lockstep_gpt.model.gpt import GPT
+from lockstep_gpt.training.ranks import from_each_rank
+
+logger = logging.getLogger(__name__)
+
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+SAME = {"gelu_pytorch_tanh": "gelu_new"}  # two names of one function
+# Whoever reads this into the same ids reads everything alike, but for the rarest words.
+PROBE = "def f(x):\n    return 12345 + x  # naïve, isn't it?\n\tTokens tokenized: 漢字 😀 theory\n"
+
+
+def initialize(model: GPT, tokenizer: Tokenizer) -> None:
+    """Give `model` the weights of the folder that `model.init_from` names.
+
+    A context that is shorter than the saved one takes its first positions.
+
+    Raises:
+        UserError: there is no such folder, it holds another architecture, shape or vocabulary, or
+            other weights on another machine.
+    """
+    folder = Path(str(model.config.init_from)).expanduser()
+    source = f"model.init_from={folder}"
+    layout = layout_of(model.config, source)
+    saved = _settings(folder, source)
+    _check_settings(saved, model, layout, source)
+    _check_tokenizer(folder, saved, tokenizer, source)
+    model.load_state_dict(imported(dict(_weights(folder, source)), model, layout, source))
+    _refuse_other_folder(model, source)
+    logger.info("weights of %s, %s", folder, _of_positions(saved, model, layout))
+
+
+def _refuse_other_folder(model: GPT, source: str) -> None:
+    """Compare what the ranks have read: a folder may look shared and not be."""
+    digest = hashlib.sha256()
+    for weight in model.state_dict().values():
+        digest.update(weight.contiguous().numpy())
+    digests = from_each_rank(digest.hexdigest())
+    others = [str(rank) for rank, each in enumerate(digests) if each != digests[0]]
+    if others:
+        raise UserError(
+            f"{source} holds other weights for rank {', '.join(others)} than for rank 0; name a "
+            "folder that is the same on all nodes"
+        )
+
+
+def _of_positions(saved: dict[str, Any], model: GPT, layout: Layout) -> str:
+    (longest,) = (saved[name] for name, ours in layout.names.items() if ours == "block_size")
+    return f"{model.config.block_size:,} of {longest:,} positions"
+
+
+def _settings(folder: Path, source: str) -> dict[str, Any]:
+    try:
+        return dict(json.loads((folder / "config.json").read_text(encoding="utf-8")))
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(
+            f"{source}: config.json cannot be read ({reason}); give a folder that transformers' "
+            "save_pretrained or an export has written"
+        ) from None
+
+
+def _check_settings(saved: dict[str, Any], model: GPT, layout: Layout, source: str) -> None:
+    """Refuse what the weights were not made for; each line says which setting makes them fit."""
+    if saved.get("model_type") != layout.model_type:
+        raise UserError(
+            f"{source} holds a {saved.get('model_type')}, and model.architecture="
+            f"{model.config.architecture} takes {layout.model_type}; give such a folder"
+        )
+    for theirs, ours in layout.names.items():
+        theirs_is, ours_is = saved.get(theirs), getattr(model.config, ours)
+        if ours == "n_kv_head":
+            theirs_is, ours_is = theirs_is or saved["n_head"], ours_is or model.config.n_head
+        longer = ours == "block_size" and isinstance(theirs_is, int) and theirs_is > ours_is
+        if theirs_is != ours_is and not longer:
+            wanted = f"model.{ours}={as_typed(theirs_is)}"
+            raise UserError(
+                f"{source} has {theirs}={as_typed(theirs_is)}, and model.{ours}="
+                f"{as_typed(ours_is)}; set {wanted}"
+            )
+    about = layout.about(model)
+    for name in layout.computes:
+        value = saved.get(name, about[name])
+        if SAME.get(value, value) != about[name]:
+            raise UserError(
+                f"{source} has {name}={as_typed(value)}, and the model computes with "
+                f"{as_typed(about[name])}; take weights that were made for that"
+            )
+
+
+def _check_tokenizer(
+    folder: Path, saved: dict[str, Any], tokenizer: Tokenizer, source: str
+) -> None:
+    """Refuse weights that were trained on other tokens than the data has."""
+    remedy = f"set data.tokenizer={folder}, or bytes where that trained it"
+    if (size := saved.get("vocab_size")) != tokenizer.vocab_size:
+        raise UserError(
+            f"{source} has a vocabulary of {size}, the data's tokenizer one of "
+            f"{tokenizer.vocab_size}; {remedy}"
+        )
+    ids = None if isinstance(tokenizer, NumberTokenizer) else _ids_of_probe(folder)
+    if ids is not None and ids != tokenizer.encode(PROBE).tolist():
+        raise UserError(f"{source} reads a text as other tokens than the data has; {remedy}")
+
+
+def _ids_of_probe(folder: Path) -> list[int] | None:
+    """Return what the folder's own tokenizer makes of the probe; None where it has none."""
+    files = tokenizer_files(str(folder))
+    if not files:
+        return None
+    if len(files) == 2:
+        return list(make_tokenizer(str(folder), 0, ()).encode(PROBE).tolist())
+    own = library("tokenizers", "export").Tokenizer.from_file(str(files[0]))
+    return list(own.encode(PROBE, add_special_tokens=False).ids)
+
+
+def _weights(folder: Path, source: str) -> Iterator[tuple[str, Tensor]]:
+    """Yield name and weight from the one file, or from those that the index names."""
+    names = [WEIGHTS]
+    if not (folder / WEIGHTS).is_file() and (folder / INDEX).is_file():
+        index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
+        names = sorted(set(index["weight_map"].values()))
+    for name in names:
+        if not (folder / name).is_file():
+            raise UserError(
+                f"{source} has no {name}; load it with transformers and save it again by "
+                "save_pretrained, which writes safetensors"
+            )
+        content = _loaded(folder / name)
+        yield from ((key, weight.to(torch.float32)) for key, weight in content.items())
+
+
+def _loaded(path: Path) -> dict[str, Tensor]:
+    lib = library("safetensors.torch", "export")
+    try:
+        return dict(lib.load_file(path))
+    except Exception as error:  # the library has a class of its own, and raises others
+        raise UserError(f"{path} cannot be read ({error}); copy it again") from error

@@ -1,0 +1,73 @@
+"""Writes what a run ran on when it starts, and its report when it ends."""
+
+from __future__ import annotations
+
+import logging
+import os
+import platform
+import socket
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning import Callback, Trainer
+
+from lockstep_gpt.config import UserError
+from lockstep_gpt.extras.seeing.page import write_page
+from lockstep_gpt.extras.seeing.recordings import as_json
+from lockstep_gpt.extras.seeing.run_report import report
+from lockstep_gpt.training.callbacks.guards import Stopped
+from lockstep_gpt.training.metrics_file import MetricsFile
+from lockstep_gpt.training.tracking import git_state
+
+logger = logging.getLogger(__name__)
+
+LIBRARIES = ("torch", "lightning", "hydra-core", "numpy")
+
+
+class ReportAtEnd(Callback):
+    """Leaves `environment.json` and `report.html` in the run directory; only rank 0 does."""
+
+    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
+        """Note the environment."""
+        files = (each for each in trainer.loggers if isinstance(each, MetricsFile))
+        self._run = next(files).path.parent
+        if trainer.is_global_zero:
+            content = as_json(environment(pl_module.device))
+            (self._run / "environment.json").write_text(content, encoding="utf-8")
+
+    def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:  # noqa: ARG002
+        """Write the report of a run that came to its end."""
+        self._write(trainer, "done")
+
+    def on_exception(self, trainer: Trainer, pl_module: Any, exception: BaseException) -> None:  # noqa: ARG002
+        """Write the report of one that did not."""
+        said = str(exception) if isinstance(exception, Stopped) else f"failed: {exception}"
+        self._write(trainer, said.splitlines()[0])
+
+    def _write(self, trainer: Trainer, status: str) -> None:
+        if trainer.is_global_zero and hasattr(self, "_run"):
+            path = self._run / "report.html"
+            try:
+                write_page(path, report([self._run], status=status))
+            except UserError as error:  # a run does not fail for its report
+                logger.warning("no report: %s", error)
+            else:
+                logger.info("\nreport  %s", path)
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    """Return what this rank runs on."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
+    libraries = {library: version(library) for library in LIBRARIES}
+    return {
+        "host": socket.gethostname(),
+        "system": f"{platform.system()} {platform.release()}",
+        "device": f"{name}, CUDA {torch.version.cuda}" if device.type == "cuda" else name,
+        "processors": os.cpu_count(),
+        "threads of rank 0": torch.get_num_threads(),
+        "python": platform.python_version(),
+        **libraries,
+        **git_state(Path(__file__).parent),
+    }

@@ -1,0 +1,70 @@
+"""Pages in one file: styles, scripts and data inside, nothing from elsewhere, ever."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+from pathlib import Path
+from typing import Any
+
+from lockstep_gpt.config import UserError
+from lockstep_gpt.extras.seeing.recordings import as_json
+
+PAGES = Path(__file__).with_name("pages")
+PLACE = re.compile(r"<!-- (policy|style|script|data)((?: [\w.]+)*) -->")
+
+
+def page(name: str, data: Any) -> str:
+    """Return `pages/NAME.html` with what its comments name put into it.
+
+    Args:
+        name: of the page.
+        data: what its script finds in the element `data`; any text in it stays text.
+    """
+    template = (PAGES / f"{name}.html").read_text(encoding="utf-8")
+    named = {kind: files.split() for kind, files in PLACE.findall(template)}
+    style, script = (_joined(named[kind]) for kind in ("style", "script"))
+    parts = {
+        "policy": _policy(style, script),
+        "style": f"<style>{style}</style>",
+        "script": f'<script type="module">{script}</script>',
+        "data": f'<script type="application/json" id="data">{_as_text(data)}</script>',
+    }
+    return PLACE.sub(lambda place: parts[place[1]], template)
+
+
+def write_page(path: Path, text: str) -> None:
+    """Write a page.
+
+    Raises:
+        UserError: the file cannot be written.
+    """
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(
+            f"{path} cannot be written ({error.strerror}); name another file with --output"
+        ) from None
+
+
+def _joined(names: list[str]) -> str:
+    return "\n".join((PAGES / name).read_text(encoding="utf-8") for name in names)
+
+
+def _as_text(data: Any) -> str:
+    """Return JSON in which no element can end or begin."""
+    return as_json(data).replace("<", "\\u003c")
+
+
+def _policy(style: str, script: str) -> str:
+    """Return the rule that lets this page do nothing but run these two, known by their hashes."""
+    rule = (
+        f"default-src 'none'; base-uri 'none'; form-action 'none'; img-src data:; "
+        f"style-src {_hash(style)}; script-src {_hash(script)}"
+    )
+    return f'<meta http-equiv="Content-Security-Policy" content="{rule}">'
+
+
+def _hash(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"

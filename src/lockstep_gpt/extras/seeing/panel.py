@@ -1,0 +1,38 @@
+"""`lockstep-gpt panel RUN`: the recorded steps of a run as a page to walk through."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from lockstep_gpt.config import PROGRAM
+from lockstep_gpt.extras.seeing.page import page, write_page
+from lockstep_gpt.extras.seeing.recordings import read_recordings
+
+
+def main(arguments: list[str]) -> int:
+    """Write the page and say where it is."""
+    options = _parser().parse_args(arguments)
+    output = options.output or options.run / "panel.html"
+    write_page(output, panel(options.run))
+    print(f"{output}: open it in any browser; it needs no network")
+    return 0
+
+
+def panel(run: Path) -> str:
+    """Return the page of the run directory `run`.
+
+    Raises:
+        UserError: there is no such run, or no step of it was recorded.
+    """
+    return page("panel", {"name": run.resolve().name, "recordings": read_recordings(run)})
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=f"{PROGRAM} panel",
+        description="Make a page of a run trained with callbacks=[default,sync_panel].",
+    )
+    parser.add_argument("run", type=Path, help="a run directory")
+    parser.add_argument("--output", type=Path, help="the file (default: panel.html in the run)")
+    return parser

@@ -1,0 +1,199 @@
+"""What one step did to the gradients: each rank's own, their average, the update that followed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lockstep_gpt.extras.seeing.noise import Measurement
+
+Numbers = npt.NDArray[Any]
+
+
+def average_like_ddp(ddp: DistributedDataParallel) -> None:
+    """Average the gradients of a backward without synchronisation, to the bits DDP would give.
+
+    The same buckets are summed in the same layout, after the same product with 1 / ranks. DDP
+    keeps its own buckets to itself, so these are copies: one more of all gradients for a moment.
+    """
+    ranks = dist.get_world_size(ddp.process_group)
+    for bucket in ddp.reducer._get_zeros_like_grad_buckets():
+        slots = list(zip(bucket.parameters(), bucket.gradients(), strict=True))
+        for parameter, slot in slots:
+            if parameter.grad is not None:
+                torch.mul(parameter.grad, 1 / ranks, out=slot)
+        used = _used_anywhere([parameter for parameter, _ in slots], ddp)
+        dist.all_reduce(bucket.buffer(), group=ddp.process_group)
+        for (parameter, slot), is_used in zip(slots, used, strict=True):
+            parameter.grad = slot if is_used else None
+
+
+def _used_anywhere(parameters: Sequence[Tensor], ddp: DistributedDataParallel) -> list[bool]:
+    """Tell which parameters have a gradient on some rank; all do, unless they were to be sought."""
+    if not ddp.find_unused_parameters:
+        return [True] * len(parameters)
+    found = [parameter.grad is not None for parameter in parameters]
+    flags = torch.tensor(found, dtype=torch.int32, device=ddp.device)
+    dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=ddp.process_group)
+    return [bool(flag) for flag in flags.tolist()]
+
+
+class Probe:
+    """Reads the same few values of every parameter, spread evenly over it, on every rank.
+
+    Args:
+        model: whose parameters.
+        values: how many of each; fewer where a parameter has fewer.
+    """
+
+    def __init__(self, model: nn.Module, values: int) -> None:
+        named = [each for each in model.named_parameters() if each[1].requires_grad]
+        self.names = [name for name, _ in named]
+        self.parameters = [parameter for _, parameter in named]
+        self.positions = [_spread(parameter.numel(), values) for parameter in self.parameters]
+        self._indices = [
+            torch.tensor(spots, device=parameter.device)
+            for spots, parameter in zip(self.positions, self.parameters, strict=True)
+        ]
+        self.exact = any(parameter.dtype == torch.float64 for parameter in self.parameters)
+
+    def gradients(self) -> Tensor:
+        """Return the values of the gradients, then the norm of each, float64: (values + P)."""
+        gradients = [_gradient(parameter) for parameter in self.parameters]
+        norms = torch.stack(torch._foreach_norm(gradients))
+        return torch.cat([self._pick(gradients), norms.double()])
+
+    def weights(self) -> Tensor:
+        """Return the values of the parameters, float64: (values)."""
+        return self._pick([parameter.detach() for parameter in self.parameters])
+
+    def _pick(self, tensors: Sequence[Tensor]) -> Tensor:
+        pairs = zip(tensors, self._indices, strict=True)
+        return torch.cat([tensor.flatten()[index].double() for tensor, index in pairs])
+
+    def split(self, values: Numbers) -> list[Numbers]:
+        """Cut the last axis, over all values, into one piece for each parameter."""
+        ends = np.cumsum([len(spots) for spots in self.positions])
+        return np.split(values, ends[:-1], axis=-1)
+
+    @property
+    def count(self) -> int:
+        """Values read in all."""
+        return sum(map(len, self.positions))
+
+
+def _spread(size: int, values: int) -> list[int]:
+    """Return up to `values` different places below `size`; two digits of a place look random."""
+    share = 0.6180339887498949  # the golden ratio's fraction: never in step with a row's length
+    taken = {int((index + 1) * share % 1 * size) for index in range(values)}
+    return sorted(taken)
+
+
+def _gradient(parameter: nn.Parameter) -> Tensor:
+    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.detach()
+
+
+class MicroBatchNorms:
+    """Takes the gradient of each micro-batch by itself, and still leaves their sum behind.
+
+    For a single rank: its micro-batches are what other runs have ranks for.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self.parameters = parameters
+        self.squares: list[Tensor] = []  # squared norm of each micro-batch's share of the step
+        self._sums: list[Tensor | None] = []
+
+    def before_backward(self) -> None:
+        """Put the sum so far aside."""
+        self._sums = [parameter.grad for parameter in self.parameters]
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def after_backward(self) -> None:
+        """Measure, then add as autograd would have: what was there, plus what came."""
+        gradients = [each.grad for each in self.parameters if each.grad is not None]
+        norms = torch.stack(torch._foreach_norm(gradients))
+        self.squares.append(norms.double().square().sum())
+        for parameter, total in zip(self.parameters, self._sums, strict=True):
+            if total is not None:
+                parameter.grad = total if parameter.grad is None else total.add_(parameter.grad)
+        self._sums = []
+
+
+@dataclass
+class Taken:
+    """What this rank notes of one step; vectors as `Probe` reads them."""
+
+    step: int
+    scale: float  # of the loss, and so of the gradients: 1 unless precision=16-mixed
+    samples: Tensor  # (S, T), the first of this rank's samples
+    loss: Tensor  # mean over this rank's micro-batches
+    before: Tensor | None = None  # (values + P), this rank's own
+    after: Tensor | None = None  # (values + P), the average
+    weights: Tensor | None = None  # (values), before the update
+
+    def as_vector(self, weights: Tensor, parts: list[Tensor]) -> Tensor:
+        """Return all numbers in a row, float64, gradients without the loss's scale."""
+        assert self.before is not None
+        assert self.after is not None
+        assert self.weights is not None
+        own = [self.before / self.scale, self.after / self.scale, self.weights, weights]
+        squares = torch.stack(parts) / self.scale**2 if parts else self.before[:0]
+        return torch.cat([*own, self.loss.double().reshape(1), squares])
+
+
+def from_all_ranks(tensor: Tensor) -> Numbers:
+    """Return every rank's `tensor`, stacked by rank, on the host."""
+    if not dist.is_initialized():
+        return tensor[None].cpu().numpy()
+    gathered = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, tensor.contiguous())
+    return torch.stack(gathered).cpu().numpy()
+
+
+class Step:
+    """One recorded step, of all ranks, R of them.
+
+    Args:
+        probe: what read the values.
+        table: every rank's `Taken.as_vector`.
+        micro_batches: samples of a micro-batch and micro-batches of a rank's step.
+    """
+
+    def __init__(self, probe: Probe, table: Numbers, micro_batches: tuple[int, int]) -> None:
+        count, size = probe.count, len(probe.names)
+        lengths = [count, size, count, size, count, count, 1]
+        pieces = np.split(table, np.cumsum(lengths), axis=1)
+        self.before, self.norms, self.after, self.mean_norms = pieces[:4]  # (R, values), (R, P)
+        self.weights, self.updated = pieces[4:6]  # (R, values)
+        self.losses, self.part_squares = pieces[6][:, 0], pieces[7]  # (R,), (R, micro-batches)
+        self.micro_size, self.accumulation = micro_batches
+        self.ranks = len(table)
+
+    @property
+    def spread(self) -> float:
+        """The largest difference between ranks after the average and the update; 0 is right."""
+        after = np.concatenate([self.after, self.updated], axis=1)
+        return float(np.max(after.max(axis=0) - after.min(axis=0)))
+
+    @property
+    def measurement(self) -> Measurement | None:
+        """What the step says of the noise; None where there is nothing to compare."""
+        own = self.micro_size * self.accumulation
+        big = float(np.square(self.mean_norms[0]).sum())
+        if self.ranks > 1:
+            small = float(np.square(self.norms).sum(axis=1).mean())
+            return Measurement(own, own * self.ranks, small, big)
+        if self.accumulation > 1:  # each share of the step is 1 / accumulation of a gradient
+            small = float(self.part_squares.mean()) * self.accumulation**2
+            return Measurement(self.micro_size, own, small, big)
+        return None

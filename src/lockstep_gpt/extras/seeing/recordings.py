@@ -1,0 +1,107 @@
+"""The files of recorded steps: `RUN/sync/step=000050.json`, plain JSON, written by rank 0."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lockstep_gpt.config import UserError
+
+if TYPE_CHECKING:  # the commands that read recordings need no torch
+    from lockstep_gpt.extras.seeing.recording import Numbers, Probe, Step
+
+FOLDER = "sync"
+
+
+def recording_path(run: Path, step: int) -> Path:
+    """Return where the recording of optimizer step `step` lies."""
+    return run / FOLDER / f"step={step:06d}.json"
+
+
+def write_recording(run: Path, content: dict[str, Any]) -> None:
+    """Write one step; a reader never sees half of it."""
+    path = recording_path(run, content["step"])
+    path.parent.mkdir(exist_ok=True)
+    beside = path.with_suffix(".json.tmp")
+    beside.write_text(as_json(content), encoding="utf-8")
+    os.replace(beside, path)  # noqa: PTH105 (replaces atomically, which is the point)
+
+
+def read_recordings(run: Path) -> list[dict[str, Any]]:
+    """Return all recorded steps of a run, in order.
+
+    Raises:
+        UserError: there is no such run, or none was recorded.
+    """
+    if not run.is_dir():
+        raise UserError(f"{run} is no run directory; name one that a training run wrote")
+    paths = (run / FOLDER).glob("step=*.json")
+    recordings = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
+    if not recordings:
+        raise UserError(
+            f"{run} holds no recorded step; train with callbacks=[default,sync_panel] to have some"
+        )
+    return sorted(recordings, key=lambda recording: int(recording["step"]))
+
+
+def as_json(content: Any) -> str:
+    """Return JSON that every reader takes: numbers that are not finite become null."""
+    return json.dumps(_finite(content), allow_nan=False, ensure_ascii=False, separators=(",", ":"))
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {name: _finite(each) for name, each in value.items()}
+    return [_finite(each) for each in value] if isinstance(value, list) else value
+
+
+def describe(step: Step, probe: Probe, module: Any, samples: Numbers, ranks: int) -> dict[str, Any]:
+    """Return one recorded step as plain values.
+
+    Args:
+        step: its numbers.
+        probe: names and places of what was read.
+        module: the run's `GPTModule`, for the text of samples and the learning rate.
+        samples: token ids, (R, S, T).
+        ranks: how many ranks to keep values of.
+    """
+    own, mean = (probe.split(_short(each, probe)) for each in (step.before[:ranks], step.after[0]))
+    old, new = (probe.split(_short(each[0], probe)) for each in (step.weights, step.updated))
+    norms, mean_norms = _short(step.norms[:ranks], probe), _short(step.mean_norms[0], probe)
+    parameters = [
+        {
+            "name": name,
+            "shape": list(probe.parameters[index].shape),
+            "positions": probe.positions[index],
+            "before": own[index].tolist(),  # by rank
+            "after": mean[index].tolist(),
+            "weights": old[index].tolist(),
+            "updated": new[index].tolist(),
+            "norms": norms[:, index].tolist(),  # by rank
+            "mean_norm": float(mean_norms[index]),
+        }
+        for index, name in enumerate(probe.names)
+    ]
+    return {
+        "ranks": step.ranks,
+        "micro_size": step.micro_size,
+        "accumulation": step.accumulation,
+        "block_size": module.config.model.block_size,
+        "spread": step.spread,
+        "losses": step.losses[:ranks].tolist(),
+        "samples": [[module.tokenizer.decode(row) for row in each] for each in samples[:ranks]],
+        "parameters": parameters,
+    }
+
+
+def _short(values: Numbers, probe: Probe) -> Numbers:
+    """Return float64 that are written with as many digits as a float32 has, if they come from one.
+
+    Nine digits instead of seventeen, and the same float32 when read.
+    """
+    return values if probe.exact else values.astype("float32").astype(str).astype("float64")

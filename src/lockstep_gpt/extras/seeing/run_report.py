@@ -1,0 +1,49 @@
+"""`lockstep-gpt report RUN ...`: a run as a page, several beside each other."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from lockstep_gpt.config import PROGRAM
+from lockstep_gpt.extras.seeing.page import page, write_page
+from lockstep_gpt.extras.seeing.runs import read_run
+
+
+def main(arguments: list[str]) -> int:
+    """Write the page and say where it is."""
+    options = _parser().parse_args(arguments)
+    first: Path = options.run[0]
+    folder = first if len(options.run) == 1 else first.parent
+    output = options.output or folder / "report.html"
+    write_page(output, report(options.run))
+    print(f"{output}: open it in any browser; it needs no network")
+    return 0
+
+
+def report(paths: list[Path], **known: Any) -> str:
+    """Return the page of one run or more.
+
+    Args:
+        paths: run directories.
+        known: what a caller knows better than the files of the only run, its status for one.
+
+    Raises:
+        UserError: one of them is no run directory.
+    """
+    return page("report", {"runs": [{**read_run(path), **known} for path in paths]})
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=f"{PROGRAM} report",
+        description="Make a page of a run, while it goes on or afterwards; of several: compare.",
+    )
+    parser.add_argument("run", type=Path, nargs="+", help="a run directory")
+    parser.add_argument(
+        "--output",
+        type=Path,
+        help="the file (default: report.html in the run, or in the folder of several)",
+    )
+    return parser

@@ -1,0 +1,157 @@
+"""What a run directory tells, read while the run goes on or long after; nothing imports torch."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+import shlex
+from collections.abc import Iterable, Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from lockstep_gpt.config import PROGRAM
+from lockstep_gpt.launch.run_directory import RunDirectory
+
+POINTS = 600  # of a curve; a screen has hardly more columns
+STEP, TOKENS = "trainer/step", "trainer/tokens"
+RECEIPT_LINE = re.compile(r"  (\w+) +(\S.*)")
+AT_STEP = re.compile(r"step +(\d+)/")
+SAMPLE_LINE = re.compile(r"  \| ?(.*)")
+Row = list[float]  # step, tokens, value
+
+
+def read_run(path: Path) -> dict[str, Any]:
+    """Return everything that a report shows of the run in `path`, as plain values.
+
+    Raises:
+        UserError: it is no run directory.
+    """
+    run = RunDirectory(path)
+    values = run.values()
+    log = run.log.read_text(encoding="utf-8", errors="replace") if run.log.exists() else ""
+    receipts = list(_receipts(log.splitlines()))
+    curves = read_curves(run.metrics)
+    return {
+        "name": path.resolve().name,
+        "status": _status(run, curves),
+        "summary": run.read_summary(),
+        "starts": len(receipts),
+        "receipt": receipts[-1] if receipts else {},
+        "changes": _lines(run.overrides),
+        "curves": curves,
+        "advice": _last(r"^gradient noise scale: .*$", log),
+        "samples": list(_samples(log.splitlines())),
+        "environment": _json(path / "environment.json"),
+        "commands": _commands(path, values),
+    }
+
+
+def _status(run: RunDirectory, curves: dict[str, list[Row]]) -> str:
+    """Say how the run is; a summary from before the last row is of an earlier part."""
+    if failure := run.read_failure():
+        return f"failed on rank {failure.get('rank')}: {failure.get('error')}"
+    summary, last = run.read_summary(), max((rows[-1][0] for rows in curves.values()), default=0)
+    if summary and summary.get("step", 0) >= last:
+        return str(summary["status"])
+    return "going on, or killed: it has not written how it ended"
+
+
+def _commands(path: Path, values: dict[str, Any]) -> dict[str, str]:
+    """Return what to type to do it once more, to the same bits, and to go on with it."""
+    run, again = shlex.quote(str(path)), shlex.quote(f"{path}-again")
+    go_on = f"{PROGRAM} train run_dir={run} resume=auto"
+    commands = {
+        "repeat": f"mkdir {again} && cp {run}/config.yaml {again} && "
+        f"{PROGRAM} train run_dir={again} resume=auto",
+        "resume": go_on,
+    }
+    if values.get("max_steps"):
+        commands["train longer"] = f"{go_on} max_steps={2 * values['max_steps']}"
+    return commands
+
+
+def read_curves(path: Path) -> dict[str, list[Row]]:
+    """Return column -> rows of (step, tokens, value), at most `POINTS`, without empty columns."""
+    if not path.exists():
+        return {}
+    with path.open(encoding="utf-8", newline="") as file:
+        reader = csv.reader(file)
+        header = next(reader, [])
+        rows = [row for row in reader if len(row) == len(header)]  # the last may be half written
+    columns = dict(zip(header, zip(*rows, strict=True), strict=False))
+    steps = columns.pop(STEP, ())
+    tokens = columns.pop(TOKENS, steps)
+    curves = {}
+    for name, texts in columns.items():
+        filled = [row for row, text in enumerate(texts) if text]
+        values = np.array([float(texts[row]) for row in filled])
+        kept = [(filled[place], float(values[place])) for place in thinned(values)]
+        if kept:
+            curves[name] = [
+                [float(steps[at]), float(tokens[at] or "nan"), value] for at, value in kept
+            ]
+    return curves
+
+
+def thinned(values: npt.NDArray[np.float64], points: int = POINTS) -> list[int]:
+    """Return at most `points` places of `values`, in order, so that no peak is lost.
+
+    Of each stretch the smallest and the largest value stay, or one that is not a number; and of
+    all of them the first and the last.
+    """
+    last = len(values) - 1
+    if last < points:
+        return list(range(last + 1))
+    ends = np.linspace(1, last, points // 2, dtype=int)  # of one stretch less
+    kept = {0, last}
+    for start, end in pairwise(ends.tolist()):
+        stretch = values[start:end]
+        kept |= {start + int(stretch.argmin()), start + int(stretch.argmax())}
+    return sorted(kept)
+
+
+def _receipts(lines: Iterable[str]) -> Iterator[dict[str, str]]:
+    """Return the receipt of each start of the run, in order."""
+    receipt: dict[str, str] = {}
+    for line in [*lines, ""]:
+        found = RECEIPT_LINE.fullmatch(line)
+        if found and (receipt or found[1] == "run"):
+            receipt[found[1]] = found[2]
+        elif receipt:
+            yield receipt
+            receipt = {}
+
+
+def _samples(lines: list[str]) -> Iterator[dict[str, Any]]:
+    """Return the texts that the model wrote: step and text."""
+    step = 0
+    text: list[str] | None = None
+    for line in [*lines, ""]:
+        if at := AT_STEP.match(line):
+            step = int(at[1])
+        found = SAMPLE_LINE.fullmatch(line)
+        if text is not None and found:
+            text.append(found[1])
+        elif text:
+            yield {"step": step, "text": "\n".join(text)}
+            text = None
+        if line.startswith("sample"):
+            text = []
+
+
+def _last(pattern: str, log: str) -> str:
+    found = re.findall(pattern, log, flags=re.MULTILINE)
+    return str(found[-1]) if found else ""
+
+
+def _lines(path: Path) -> list[str]:
+    return path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+
+
+def _json(path: Path) -> dict[str, Any]:
+    return dict(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else {}

@@ -1,0 +1,211 @@
+"""Records some steps: what every rank computed, the average, and the update that followed."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from lightning import Trainer
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from lockstep_gpt.config import UserError
+from lockstep_gpt.extras.seeing.noise import UNMEASURED, NoiseScale, advice
+from lockstep_gpt.extras.seeing.panel import panel
+from lockstep_gpt.extras.seeing.recording import (
+    MicroBatchNorms,
+    Probe,
+    Step,
+    Taken,
+    average_like_ddp,
+    from_all_ranks,
+)
+from lockstep_gpt.extras.seeing.recordings import describe, write_recording
+from lockstep_gpt.launch.processes import invocation
+from lockstep_gpt.training.callbacks.step import StepCallback
+from lockstep_gpt.training.metrics_file import STEP, MetricsFile
+from lockstep_gpt.training.tracking import tracked
+
+logger = logging.getLogger(__name__)
+
+NOISE_SCALE = "sync/noise_scale"
+
+
+class SyncPanel(StepCallback):
+    """Holds back DDP's all-reduce at recorded steps, looks at each rank's gradients, and does it.
+
+    Every other step is untouched: there the hooks compare two numbers. The weights of a run are
+    the same with and without it. Recorded steps do not overlap the all-reduce with backward and
+    need room for one more copy of the gradients.
+
+    Args:
+        every: record step 1 and every so many.
+        values: how many values of each parameter to keep.
+        samples: how many samples of each rank to keep.
+        sample_tokens: tokens of a sample to keep.
+        ranks: how many ranks to keep values of; norms and averages are of all.
+        files: at most about so many steps go into files; the noise scale is measured at all.
+        smoothing: share of the noise scale's averages that stays at each measurement.
+    """
+
+    def __init__(
+        self,
+        every: int = 50,
+        values: int = 4,
+        samples: int = 2,
+        sample_tokens: int = 64,
+        ranks: int = 8,
+        files: int = 40,
+        smoothing: float = 0.95,
+    ) -> None:
+        for name, least in {"every": 1, "values": 1, "samples": 0, "ranks": 1, "files": 1}.items():
+            if (value := locals()[name]) < least:
+                raise UserError(f"callbacks.sync_panel.{name}={value} must be at least {least}")
+        if not 0 <= smoothing < 1:
+            raise UserError(f"callbacks.sync_panel.smoothing={smoothing} must be from 0 to below 1")
+        self.every, self.values, self.files = every, values, files
+        self.samples, self.sample_tokens, self.ranks = samples, sample_tokens, ranks
+        self.noise = NoiseScale(smoothing)
+        self._advice = UNMEASURED
+        self._taken: Taken | None = None  # while a step is being recorded
+        self._parts: MicroBatchNorms | None = None
+
+    def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:  # noqa: ARG002
+        """Refuse strategies under which no rank has gradients of its own to show.
+
+        Raises:
+            UserError: the strategy shards gradients, or its compression remembers them.
+        """
+        if type(trainer.strategy) not in (DDPStrategy, SingleDeviceStrategy):
+            kind = type(trainer.strategy).__name__
+            raise UserError(f"callbacks=sync_panel records under ddp, not under {kind}; drop it")
+        if pl_module.config.strategy.get("comm_hook") == "powersgd":
+            raise UserError(
+                "callbacks=sync_panel records averages, strategy.comm_hook=powersgd makes "
+                "approximations that depend on every step before; drop one of them"
+            )
+
+    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
+        """Choose the values to look at, and find the run directory: that of metrics.csv."""
+        super().on_train_start(trainer, pl_module)
+        files = (each for each in trainer.loggers if isinstance(each, MetricsFile))
+        self._run = next(files).path.parent
+        self._probe = Probe(pl_module.model, self.values)
+        self._ddp: Any = trainer.strategy.model
+        if not isinstance(self._ddp, DistributedDataParallel):
+            self._ddp = None
+
+    def is_recorded(self, step: int) -> bool:
+        """Tell whether optimizer step `step` is recorded; the first one is 1."""
+        return step == 1 or step % self.every == 0
+
+    def has_file(self, step: int, total_steps: int) -> bool:
+        """Tell whether a recorded step of a run of `total_steps` is kept in a file."""
+        between = self.every * -(-total_steps // (self.every * self.files))
+        return step == 1 or step % between == 0
+
+    def on_train_batch_start(
+        self,
+        trainer: Trainer,
+        pl_module: Any,  # noqa: ARG002
+        batch: tuple[Tensor, Tensor],
+        batch_idx: int,
+    ) -> None:
+        """Begin with the step's first micro-batch; keep DDP from averaging in its last."""
+        step = trainer.global_step + 1
+        if not self.is_recorded(step):
+            return
+        accumulation = trainer.accumulate_grad_batches
+        samples = batch[0][: self.samples, : self.sample_tokens]
+        if batch_idx % accumulation == 0:
+            zero = torch.zeros((), device=samples.device)
+            self._taken = Taken(step, _loss_scale(trainer), samples, zero)
+            alone = self._ddp is None and accumulation > 1
+            self._parts = MicroBatchNorms(self._probe.parameters) if alone else None
+        elif self._taken is not None and len(self._taken.samples) < self.samples:
+            joined = torch.cat([self._taken.samples, samples])
+            self._taken.samples = joined[: self.samples]
+        if self._ddp is not None and (batch_idx + 1) % accumulation == 0:
+            self._ddp.require_backward_grad_sync = False
+
+    def on_before_backward(self, trainer: Trainer, pl_module: Any, loss: Tensor) -> None:  # noqa: ARG002
+        """Note the loss; part the gradients of micro-batches where they stand for ranks."""
+        if self._taken is None:
+            return
+        self._taken.loss = self._taken.loss + loss.detach() / self._taken.scale
+        if self._parts is not None:
+            self._parts.before_backward()
+
+    def on_after_backward(self, trainer: Trainer, pl_module: Any) -> None:  # noqa: ARG002
+        """After the last micro-batch: note this rank's gradients, average, note the average."""
+        taken = self._taken
+        if taken is None:
+            return
+        if self._parts is not None:
+            self._parts.after_backward()
+        if trainer.fit_loop._should_accumulate():
+            return
+        taken.before = taken.after = self._probe.gradients()
+        if self._ddp is not None:
+            average_like_ddp(self._ddp)
+            taken.after = self._probe.gradients()
+            self._ddp.require_backward_grad_sync = True
+            self._ddp.require_forward_param_sync = True  # as after a backward that averages
+        taken.weights = self._probe.weights()
+
+    def on_step_end(self, trainer: Trainer, pl_module: Any, step: int) -> None:
+        """After the update: bring the ranks' notes together, measure, log and write."""
+        taken, self._taken = self._taken, None
+        if taken is None:
+            return
+        squares = self._parts.squares if self._parts else []
+        table = from_all_ranks(taken.as_vector(self._probe.weights(), squares))
+        samples = from_all_ranks(taken.samples)
+        micro_size = trainer.datamodule.micro_size  # type: ignore[attr-defined]
+        recorded = Step(self._probe, table, (micro_size, trainer.accumulate_grad_batches))
+        self._measure(trainer, pl_module, recorded, step)
+        if trainer.is_global_zero and self.has_file(step, trainer.max_steps):
+            said = {"noise_scale": self.noise.scale, "advice": self._advice}
+            content = describe(recorded, self._probe, pl_module, samples, self.ranks)
+            write_recording(self._run, {"step": step, **content, **said})
+
+    def _measure(self, trainer: Trainer, pl_module: Any, recorded: Step, step: int) -> None:
+        measurement = recorded.measurement
+        if measurement is None:
+            return
+        self.noise.add(measurement)
+        block_size = pl_module.config.model.block_size
+        self._advice = advice(self.noise.scale, measurement.big_batch, block_size)
+        if self.noise.scale is not None:
+            tokens = step * measurement.big_batch * block_size
+            row = {"trainer/tokens": tokens, NOISE_SCALE: self.noise.scale}
+            for each in trainer.loggers:
+                each.log_metrics(row, step)
+
+    def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:  # noqa: ARG002
+        """Say what the gradients say of the batch, and where to see it."""
+        if trainer.is_global_zero:
+            command = f"{invocation()} panel {self._run}"
+            logger.info("\n%s\n  the all-reduce, step by step: %s", self._advice, command)
+            for each in tracked(trainer.loggers):
+                import wandb
+
+                page = wandb.Html(panel(self._run), inject=False)
+                each.experiment.log({STEP: trainer.global_step, "sync/panel": page})
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the averages of the noise scale, so that a resumed run goes on with them."""
+        return {"noise": self.noise.state_dict(), "advice": self._advice}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from a checkpoint's averages."""
+        self.noise.load_state_dict(state_dict["noise"])
+        self._advice = state_dict["advice"]
+
+
+def _loss_scale(trainer: Trainer) -> float:
+    """Return the factor of `precision=16-mixed` on the loss."""
+    scaler = getattr(trainer.precision_plugin, "scaler", None)
+    return float(scaler.get_scale()) if scaler is not None else 1.0

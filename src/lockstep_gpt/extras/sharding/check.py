@@ -1,0 +1,34 @@
+"""What `strategy=fsdp2` takes, told before torch is imported."""
+
+from __future__ import annotations
+
+from lockstep_gpt.config import Config, UserError, check_choice, check_switch
+
+DTYPES = ("float32", "bfloat16")
+
+
+def refuse_impossible(config: Config) -> None:
+    """Raise a `UserError` for what shards cannot do, if the run has any."""
+    strategy = config.strategy
+    if not str(strategy.get("_target_")).endswith(".sharding.fsdp2.fsdp2"):
+        return
+    check_choice("param_dtype", strategy["param_dtype"], DTYPES)
+    check_choice("reduce_dtype", strategy["reduce_dtype"], DTYPES)
+    check_switch("reshard_after_forward", strategy["reshard_after_forward"])
+    if config.precision not in ("32-true", "bf16-mixed"):
+        config.refuse("precision", "has no strategy=fsdp2; set 32-true or bf16-mixed, or ddp")
+    if config.compile:
+        config.refuse("compile", "has no strategy=fsdp2; set compile=false, or strategy=ddp")
+    if config.optim.algorithm != "adamw":
+        config.optim.refuse("algorithm", "has no strategy=fsdp2; set optim=adamw, or ddp")
+    if config.trainer.get("sync_batchnorm"):
+        raise UserError("trainer.sync_batchnorm=true has no strategy=fsdp2; set strategy=ddp")
+    if strategy["param_dtype"] == "bfloat16" and config.precision != "bf16-mixed":
+        raise UserError(
+            f"strategy.param_dtype=bfloat16 with precision={config.precision}; "
+            "set precision=bf16-mixed, or param_dtype=float32"
+        )
+    if strategy["save_parts"] and config.checkpoint.background:
+        raise UserError(
+            "strategy.save_parts=true has no checkpoint.background=true; set one to false"
+        )

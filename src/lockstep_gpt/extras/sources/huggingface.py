@@ -1,0 +1,96 @@
+"""`data=huggingface`: one field of a data set that the `datasets` library knows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from lockstep_gpt.config import DocumentsData, UserError, setting
+from lockstep_gpt.data.corpora import (
+    Block,
+    Files,
+    Position,
+    held_out,
+    reading,
+    valid,
+)
+from lockstep_gpt.data.tokenizer import library
+from lockstep_gpt.extras.sources.parquet import documents_in
+
+ROWS = 256  # that are handled together
+
+
+@dataclass
+class HuggingfaceData(DocumentsData):
+    """A data set on the Hugging Face hub or in a folder."""
+
+    source: str = setting("where the text comes from", "huggingface", choices=("huggingface",))
+    path: str = setting("name on the hub, or a local folder", "")
+    subset: str | None = setting("configuration of the data set", None)
+    revision: str | None = setting("branch, tag or commit on the hub; null: what is there", None)
+    split: str = setting("the part of the data set that is read", "train")
+    field: str = setting("the field with the text", "text")
+    streaming: bool = setting("read while it is prepared, and keep no copy", False)
+
+
+class HuggingfaceRows:
+    """The rows of one split."""
+
+    def __init__(self, config: HuggingfaceData) -> None:
+        self.config = config
+        self.folder = Path(config.path).expanduser()
+        self.local = self.folder.is_dir()
+
+    def identity(self) -> Any:
+        """Return the files of a folder; of the hub, which may be far, only what was asked for.
+
+        So what a branch there has come to hold is not noticed: name a commit in `data.revision`.
+        """
+        return Files(str(self.folder)).identity() if self.local else self.config.path
+
+    @property
+    def size(self) -> int | None:
+        """Bytes of the field; None for a stream."""
+        return None if self.config.streaming else self._rows.data.nbytes
+
+    def blocks(self, start: Position) -> Iterator[Block]:
+        """Yield the rows that are not empty."""
+        config, after, rows = self.config, start, self._rows
+        if hasattr(rows, "__len__") and start.offset >= len(rows):
+            return  # `skip` refuses to skip everything
+        with reading(f"data.path={config.path}"):
+            for table in rows.skip(start.offset).with_format("arrow").iter(ROWS):
+                column = table.column(config.field)
+                read = after.read + column.nbytes
+                after = Position(0, after.offset + len(table), read)
+                texts, invalid = valid(documents_in(column), config.invalid_utf8, config.path)
+                yield Block(after, texts, held_out(texts, config.val_fraction), invalid)
+
+    @cached_property
+    def _rows(self) -> Any:
+        """Load the data set, or what says how to stream it, with nothing but the field."""
+        config = self.config
+        with reading(f"data.path={config.path}"):
+            rows = self._load(library("datasets", "huggingface"))
+            if config.field not in (names := rows.column_names or [config.field]):
+                raise UserError(
+                    f"data.path={config.path} has no field data.field={config.field}; there are "
+                    f"{', '.join(names)}"
+                )
+            return rows.select_columns(config.field)
+
+    def _load(self, datasets: Any) -> Any:
+        config = self.config
+        if any((self.folder / name).is_file() for name in ("state.json", "dataset_dict.json")):
+            saved = datasets.load_from_disk(str(self.folder))  # mapped, so never a second copy
+            return saved[config.split] if isinstance(saved, dict) else saved
+        return datasets.load_dataset(
+            str(self.folder) if self.local else config.path,
+            config.subset,
+            split=config.split,
+            revision=config.revision,
+            streaming=config.streaming,
+        )

@@ -1,0 +1,128 @@
+"""`data=shards`: token files that another program has made, plain or with a header.
+
+The header is that of llm.c and modded-nanogpt: 256 integers of 32 bits, of which the first says
+the type of the tokens and the third their number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from lockstep_gpt.config import DataConfig, UserError, setting
+from lockstep_gpt.data.corpora import Files, Position, TokenBlock, reading
+from lockstep_gpt.data.tokenizer import make_tokenizer, token_dtype
+
+HEADER = 1024  # bytes
+DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
+MAGIC = {20240520: "uint16", 20240801: "uint32"}  # of GPT-2's tokens, of Llama 3's
+STRETCH = 1 << 20  # tokens of which the last are held out, where no file is
+
+
+@dataclass
+class ShardsData(DataConfig):
+    """Token files made elsewhere."""
+
+    source: str = setting("where the tokens come from", "shards", choices=("shards",))
+    path: str = setting("a file, a folder, a glob or a URL", "")
+    val_path: str | None = setting("the same for validation; null: ends of stretches", None)
+    dtype: str = setting(
+        "of files without a header, little-endian", "uint16", choices=tuple(DTYPES)
+    )
+    vocab_size: int = setting("size of the vocabulary", 50257, at_least=2)
+    tokenizer: str = setting(
+        "what made them: a byte-level BPE's file, folder or name on the hub; numbers: never mind",
+        "numbers",
+    )
+
+
+class TokenFiles:
+    """The tokens of files, by name: first those for training, then those for validation."""
+
+    def __init__(self, config: ShardsData) -> None:
+        self.config = config
+        self.train = Files(config.path)
+        self.val = Files(config.val_path) if config.val_path else None
+        held_out = self.val.files if self.val else []
+        self.files = [*self.train.files, *held_out]
+        self.size: int | None = sum(file.size for file in self.files)
+
+    def identity(self) -> Any:
+        """Return what the files are, and which of them are held out."""
+        return [self.train.identity(), self.val and self.val.identity()]
+
+    def blocks(self, start: Position) -> Iterator[TokenBlock]:
+        """Yield the tokens, file by file."""
+        self._check_tokenizer()
+        read = start.read
+        for part in range(start.part, len(self.files)):
+            offset = start.offset if part == start.part else 0
+            for split, ids in self._stretches(part, offset):
+                offset, read = offset + len(ids), read + ids.nbytes
+                self._check(ids, part)
+                yield TokenBlock(
+                    Position(part, offset, read),
+                    split,
+                    ids.astype(token_dtype(self.config.vocab_size)),
+                )
+
+    def _stretches(self, part: int, offset: int) -> Iterator[tuple[str, npt.NDArray[Any]]]:
+        """Yield `(split, ids)` from token `offset` of a file on, cut alike wherever that is."""
+        path = self.files[part].path
+        with reading(path), self._files(part).open(path, "rb") as raw:
+            dtype, skip = self._layout(raw.read(HEADER), part)
+            total = (self.files[part].size - skip) // dtype.itemsize
+            while offset < total:
+                split, end = self._end(part, offset, total)
+                raw.seek(skip + offset * dtype.itemsize)
+                ids = np.frombuffer(raw.read((end - offset) * dtype.itemsize), dtype)
+                offset = end
+                yield split, ids
+
+    def _end(self, part: int, offset: int, total: int) -> tuple[str, int]:
+        """Return the split that token `offset` is of, and where it changes or a stretch ends."""
+        first = offset // STRETCH * STRETCH
+        last = min(first + STRETCH, total)
+        if self.val:
+            return ("train" if part < len(self.train.files) else "val"), last
+        change = last - round((last - first) * self.config.val_fraction)
+        return ("train", change) if offset < change else ("val", last)
+
+    def _files(self, part: int) -> Files:
+        return self.train if part < len(self.train.files) or not self.val else self.val
+
+    def _layout(self, header: bytes, part: int) -> tuple[np.dtype[Any], int]:
+        """Return the type of a file's tokens and where they begin."""
+        file, skip = self.files[part], 0
+        dtype = DTYPES[self.config.dtype]
+        words = np.frombuffer(header[: len(header) // 4 * 4], "<i4")
+        expected = file.size - file.size % dtype.itemsize
+        if len(words) == HEADER // 4 and int(words[0]) in MAGIC:
+            dtype, skip = DTYPES[MAGIC[int(words[0])]], HEADER
+            expected = HEADER + int(words[2]) * dtype.itemsize
+        if file.size != expected:
+            raise UserError(
+                f"{file.path} of the corpus holds {file.size:,} bytes where whole tokens make "
+                f"{expected:,}; fetch it again, or set data.dtype"
+            )
+        return dtype, skip
+
+    def _check(self, ids: npt.NDArray[Any], part: int) -> None:
+        if ids.max() >= self.config.vocab_size:
+            raise UserError(
+                f"{self.files[part].path} of the corpus holds the token {ids.max()}, and "
+                f"data.vocab_size={self.config.vocab_size}; set it higher, or data.dtype otherwise"
+            )
+
+    def _check_tokenizer(self) -> None:
+        config = self.config
+        size = make_tokenizer(config.tokenizer, config.vocab_size, ()).vocab_size
+        if size != config.vocab_size:
+            raise UserError(
+                f"data.vocab_size={config.vocab_size} is not that of data.tokenizer="
+                f"{config.tokenizer}, {size}; set it to that"
+            )

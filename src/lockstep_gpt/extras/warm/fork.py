@@ -1,0 +1,188 @@
+"""Forking on request: what a server does, and how a new process makes itself at home.
+
+    requester --socket--> server --fork--> process in between --fork--> the new process
+
+The process in between ends at once. Linux gives its orphan to the nearest ancestor that calls
+itself a subreaper, and that is the requester: the new process is its own child, which it can wait
+for and send signals to as if it had started it by itself.
+
+A server has one thread, and touches neither CUDA nor autograd, which do not survive a fork.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import importlib
+import json
+import multiprocessing.util
+import os
+import signal
+import socket
+import sys
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from lockstep_gpt.launch import processes
+
+GO = b"!"  # what a new process waits for: the word that its requester knows of it
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)  # are for whom we forked
+PR_SET_PDEATHSIG = 1  # of prctl(2)
+
+# The environment of this process, or of what it is a fork of, before it imported everything.
+before_imports: dict[str, str] | None = None
+
+
+@dataclass(frozen=True)
+class Job:
+    """What new processes run, one in each of `environments`.
+
+    Args:
+        target: a function, as `module:name`, that returns an exit status.
+        arguments: of the function.
+        words: what follows `python -m` in the command line that they appear under.
+        environments: of the processes.
+        folder: in which they start.
+        requester: the process that becomes their parent.
+    """
+
+    target: str
+    arguments: list[Any]
+    words: list[str]
+    environments: list[dict[str, str]]
+    folder: str
+    requester: int
+
+
+def libc() -> ctypes.CDLL:
+    """Return the C library."""
+    return ctypes.CDLL(None, use_errno=True)
+
+
+def received(connection: socket.socket, size: int) -> bytes:
+    """Return the next `size` bytes.
+
+    Raises:
+        ConnectionResetError: the other end closed before.
+    """
+    content = bytearray()
+    while len(content) < size:
+        if not (part := connection.recv(size - len(content))):
+            raise ConnectionResetError("the other end has closed")
+        content += part
+    return bytes(content)
+
+
+def serve(connection: socket.socket) -> NoReturn:
+    """Fork on request until the other end closes; new processes never return from here either."""
+    for signum in SIGNALS:
+        signal.signal(signum, signal.SIG_IGN)
+    while True:
+        try:
+            header, descriptors, _, _ = socket.recv_fds(connection, 8, 4)
+            if not header:
+                processes.end_process(0)
+            size = int.from_bytes(header + received(connection, 8 - len(header)))
+            job = Job(**json.loads(received(connection, size)))
+            pids = json.dumps(_fork(job, descriptors, connection)).encode()
+            connection.sendall(len(pids).to_bytes(8) + pids)
+        except OSError:  # whoever asks has ended
+            processes.end_process(1)
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+
+def _fork(job: Job, descriptors: list[int], connection: socket.socket) -> list[int]:
+    """Fork a process that forks those of `job` and ends; return their ids."""
+    read, write = os.pipe()
+    if not (between := os.fork()):
+        try:
+            for number, environment in enumerate(job.environments):
+                if not os.fork():
+                    os.setsid()  # before its requester may send a signal to its group
+                    os.write(write, f"{number}:{os.getpid()} ".encode())
+                    os.close(read)
+                    os.close(write)
+                    connection.close()
+                    _be(job, environment, descriptors)
+        finally:  # nothing but new processes may go on from here
+            os._exit(0)
+    os.close(write)
+    with os.fdopen(read, "rb") as file:
+        told = [word.split(b":") for word in file.read().split()]
+    pids = {int(number): int(pid) for number, pid in told}
+    os.waitpid(between, 0)  # from here on they are the requester's children
+    return [pids[number] for number in sorted(pids)]
+
+
+def _be(job: Job, environment: Mapping[str, str], descriptors: list[int]) -> NoReturn:
+    """Be one of the processes of `job`, to its end: what a program's start would do, then it."""
+    status = 1
+    try:
+        for signum in SIGNALS:
+            signal.signal(signum, signal.default_int_handler if signum == signal.SIGINT else 0)
+        *streams, wait = descriptors
+        for number, stream in enumerate(streams):
+            os.dup2(stream, number)
+        go = os.read(wait, 1)
+        for descriptor in {*descriptors} - {0, 1, 2}:
+            os.close(descriptor)
+        libc().prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # a thread would hinder forks
+        if go != GO or os.getppid() != job.requester:
+            os._exit(1)
+        _settle_in(job, environment)
+        module, _, name = job.target.partition(":")
+        status = getattr(importlib.import_module(module), name)(*job.arguments)
+    except SystemExit as error:
+        status = error.code if isinstance(error.code, int) else 1
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    processes.end_process(status)
+
+
+def _settle_in(job: Job, environment: Mapping[str, str]) -> None:
+    """Make the place that a program of its own would have: folder, environment, words, chance."""
+    before = str(Path.cwd())
+    os.chdir(job.folder)
+    ours = before_imports or {}
+    set_by_imports = {name: text for name, text in os.environ.items() if name not in ours}
+    os.environ.clear()
+    os.environ.update({**set_by_imports, **environment})
+    theirs = [*filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
+    rest = [path for path in sys.path if path != before and path not in theirs]
+    sys.path[:] = [job.folder, *theirs, *rest]
+    importlib.invalidate_caches()
+    sys.argv = [*job.words]
+    _forget_exits()
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed()  # else ranks would draw the same numbers; `random` sees to it itself
+    show(job.words)
+
+
+def _forget_exits() -> None:
+    """Leave to the server what it does at its end: its modules made temporary folders, for one.
+
+    multiprocessing does the same for its forks, by the same names.
+    """
+    atexit._clear()
+    atexit.register(multiprocessing.util._exit_function)  # type: ignore[attr-defined]
+    for each in weakref.finalize._registry:  # type: ignore[attr-defined]
+        each.atexit = False
+    weakref.finalize._registered_with_atexit = False  # type: ignore[attr-defined]
+
+
+def show(words: Sequence[str] = ()) -> None:
+    """Have `ps` show another command line, where setproctitle is installed.
+
+    The first call finds the place of the command line in memory, by the environment that the
+    process was started with, so it comes before any change of that.
+    """
+    with contextlib.suppress(ImportError):
+        import setproctitle
+
+        line = " ".join(["python -m", *words]) if words else setproctitle.getproctitle()
+        setproctitle.setproctitle(line)

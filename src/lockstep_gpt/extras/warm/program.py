@@ -1,0 +1,68 @@
+"""A server as a program: it imports all that it will fork, and then waits for requests."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import sys
+from collections.abc import Iterator
+from typing import NoReturn
+
+from lockstep_gpt.extras.warm import fork
+from lockstep_gpt.launch import processes
+
+# What we fork.
+PROCESSES = [
+    "lockstep_gpt.extras.warm.forking_agent",
+    "lockstep_gpt.training.train",
+]
+
+
+def main(descriptor: str, *modules: str) -> NoReturn:
+    """Be a server that was started as a program."""
+    connection = socket.socket(fileno=int(descriptor))
+    connection.set_inheritable(False)
+    fork.show()
+    fork.before_imports = dict(os.environ)
+    # Have torch count GPUs through NVML: a driver that is initialized does not survive a fork.
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+    with without_transformers():
+        processes.import_all([*PROCESSES, *modules])
+    fork.serve(connection)
+
+
+@contextlib.contextmanager
+def without_transformers() -> Iterator[None]:
+    """Keep torchmetrics from importing transformers, a second's work, wherever it is installed.
+
+    It does so for two of its metrics, which are left out of `torchmetrics.text` as if it were not;
+    `from torchmetrics.text.bert import BERTScore` imports it as ever.
+    """
+    from lightning_utilities.core.imports import RequirementCache
+
+    check = RequirementCache._check_available
+    denied = []
+
+    def denying(cache: RequirementCache) -> None:
+        check(cache)
+        if str(cache.requirement).startswith("transformers") and cache.available:
+            cache.available = False
+            denied.append(cache)
+
+    RequirementCache._check_available = denying  # type: ignore[assignment, method-assign]
+    try:
+        yield
+    finally:
+        RequirementCache._check_available = check  # type: ignore[method-assign]
+        for cache in denied:
+            del cache.available  # looked up again when it is next asked for
+        names = [name for name in sys.modules if name.startswith("torchmetrics.")]
+        for name in names:  # those that did without are imported again when they are asked for
+            values = [*map(id, vars(sys.modules[name]).values())]
+            if not hasattr(sys.modules[name], "__path__") and {*map(id, denied)} & {*values}:
+                del sys.modules[name]
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

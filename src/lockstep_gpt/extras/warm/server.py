@@ -1,0 +1,283 @@
+"""Servers of forks as those who ask them see them.
+
+A requester must be an ancestor of its server (`warm/fork.py` has the reason). A command starts one
+as a program, `warm/program.py`; the agent, which is itself a fork of a process that has imported
+everything, forks its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from lockstep_gpt.config import Config
+from lockstep_gpt.extras.warm import fork
+from lockstep_gpt.extras.warm.fork import GO, Job, libc, received, serve, show
+from lockstep_gpt.launch import processes
+from lockstep_gpt.launch.run_directory import RunDirectory
+
+AGENT = "lockstep_gpt.extras.warm.forking_agent:main"
+PROGRAM = "lockstep_gpt.extras.warm.program"  # a server, as what follows `python -m`
+# What libraries read while they are loaded: a server can serve only who has the same.
+READ_ON_IMPORT = ("CUDA_", "KMP_", "LD_", "MALLOC_", "MKL_", "OMP_", "OPENBLAS_", "TORCH")
+ANSWER_SECONDS = 60.0  # a fork takes milliseconds; one that is not heard of by then never comes
+PR_SET_CHILD_SUBREAPER, PR_GET_CHILD_SUBREAPER = 36, 37  # of prctl(2)
+
+
+class ServerGoneError(Exception):
+    """The server ended, or does not answer: what it should have forked must start without it."""
+
+
+class Child:
+    """A forked process: what of `subprocess.Popen` is of use for it."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        """Return the exit status, -n after signal n; None while the process runs."""
+        return self._reap(os.WNOHANG)
+
+    def _reap(self, options: int) -> int | None:
+        if self.returncode is not None:
+            return self.returncode
+        try:
+            pid, status = os.waitpid(self.pid, options)
+        except ChildProcessError:
+            if self.returncode is None:  # else a signal's handler, which ran in here, has asked
+                raise
+        else:
+            self.returncode = os.waitstatus_to_exitcode(status) if pid else None
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Return the exit status when there is one.
+
+        Raises:
+            TimeoutExpired: after `timeout` seconds there is none.
+        """
+        end = None if timeout is None else time.monotonic() + timeout
+        while (status := self._reap(0 if end is None else os.WNOHANG)) is None:
+            if end is not None and time.monotonic() > end:
+                raise subprocess.TimeoutExpired([f"process {self.pid}"], timeout or 0)
+            time.sleep(0.01)
+        return status
+
+    def send_signal(self, signum: int) -> None:
+        """Send a signal, unless the process has ended."""
+        if self.poll() is None:
+            os.kill(self.pid, signum)
+
+    def kill(self) -> None:
+        """Send SIGKILL."""
+        self.send_signal(signal.SIGKILL)
+
+
+class Server:
+    """The requester's end of the socket to a server."""
+
+    def __init__(self, connection: socket.socket, process: Child | subprocess.Popen[bytes]) -> None:
+        self._connection = connection
+        self.process = process
+
+    @classmethod
+    def started(cls, environment: Mapping[str, str], modules: Sequence[str] = ()) -> Server:
+        """Start a server as a program, which first imports all that we fork, and `modules`."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            words = [sys.executable, "-m", PROGRAM, str(theirs.fileno()), *modules]
+            process = subprocess.Popen(
+                words, env=environment, pass_fds=[theirs.fileno()], start_new_session=True
+            )
+        return cls(ours, process)
+
+    @classmethod
+    def forked(cls, name: str) -> Server:
+        """Fork a server from this process, which has imported everything and has one thread.
+
+        Args:
+            name: what `ps` shows of it.
+        """
+        ours, theirs = socket.socketpair()
+        pid = os.fork()
+        if not pid:
+            ours.close()
+            show([PROGRAM, name])
+            serve(theirs)
+        theirs.close()
+        ours.settimeout(ANSWER_SECONDS)
+        return cls(ours, Child(pid))
+
+    def fork(
+        self,
+        target: str,
+        arguments: Sequence[Any],
+        words: Sequence[str],
+        environments: Sequence[Mapping[str, str]],
+        streams: Sequence[int] = (0, 1, 2),
+    ) -> list[Child]:
+        """Start `target` in one process for each of `environments`; see `Job`.
+
+        Args:
+            streams: descriptors of their standard input, output and error output.
+
+        Raises:
+            ServerGoneError: there is no new process.
+        """
+        job = Job(
+            target=target,
+            arguments=[*arguments],
+            words=[*words],
+            environments=[*map(dict, environments)],
+            folder=str(Path.cwd()),
+            requester=os.getpid(),
+        )
+        # Forked processes wait for a word from us, without which they end: so a server that dies
+        # half way leaves nothing behind that we do not know of.
+        wait, go = os.pipe()
+        try:
+            with _adopting():
+                pids = self._ask(job, [*streams, wait])
+            os.write(go, GO * len(pids))
+        except OSError as error:
+            self.close()
+            raise ServerGoneError(str(error)) from error
+        finally:
+            os.close(wait)
+            os.close(go)
+        return [Child(pid) for pid in pids]
+
+    def _ask(self, job: Job, descriptors: list[int]) -> list[int]:
+        text = json.dumps(asdict(job)).encode()
+        with _opened(descriptors) as those:
+            socket.send_fds(self._connection, [len(text).to_bytes(8)], those)
+        self._connection.sendall(text)
+        size = int.from_bytes(received(self._connection, 8))
+        pids = json.loads(received(self._connection, size))
+        if len(pids) != len(job.environments):
+            raise OSError(f"{len(pids)} of {len(job.environments)} processes were forked")
+        return [int(pid) for pid in pids]
+
+    def close(self) -> None:
+        """End the server; what it has forked lives on."""
+        self._connection.close()
+        try:
+            self.process.wait(timeout=1)
+        except subprocess.TimeoutExpired:  # it is still importing, or stopped
+            self.process.kill()
+            self.process.wait()
+
+
+@contextlib.contextmanager
+def _adopting() -> Iterator[None]:
+    """Be the process to which the kernel gives orphans among our descendants."""
+    library = libc()
+    before = ctypes.c_int()
+    library.prctl(PR_GET_CHILD_SUBREAPER, ctypes.byref(before), 0, 0, 0)
+    if library.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
+    try:
+        yield
+    finally:
+        library.prctl(PR_SET_CHILD_SUBREAPER, before.value, 0, 0, 0)
+
+
+@contextlib.contextmanager
+def _opened(descriptors: list[int]) -> Iterator[list[int]]:
+    """Replace those that are closed, as a daemon's standard input is."""
+    with open(os.devnull, "r+b") as nothing:  # noqa: PTH123 (a device, no file)
+        yield [each if _is_open(each) else nothing.fileno() for each in descriptors]
+
+
+def _is_open(descriptor: int) -> bool:
+    try:
+        os.fstat(descriptor)
+    except OSError:
+        return False
+    return True
+
+
+# What a command keeps for the jobs of a sweep: a server for each environment that matters.
+_kept: dict[str, Server] = {}
+_keepers = 0
+
+
+@contextlib.contextmanager
+def kept() -> Iterator[None]:
+    """Keep the servers of all runs that are started in here; the jobs of a sweep share them."""
+    global _keepers
+    _keepers += 1
+    try:
+        yield
+    finally:
+        _keepers -= 1
+        while not _keepers and _kept:
+            _kept.popitem()[1].close()
+
+
+def is_possible(config: Config) -> bool:
+    """Tell whether the ranks of a run can be forks here, and may be."""
+    spawns = config.strategy.get("start_method") == "spawn"
+    return sys.platform == "linux" and not spawns and config.launch.warm is not False
+
+
+def start_agent(
+    run: RunDirectory, node_rank: int, config: Config, environment: dict[str, str]
+) -> Child | None:
+    """Fork the agent of `run` on this machine, in `kept`; None if that cannot be."""
+    if not is_possible(config):
+        return None
+    words = processes.command("agent", run, node_rank)[2:]
+    target, arguments = AGENT, [str(run.path), node_rank]
+    modules = ["wandb"] if "wandb" in config.logger else []
+    return start(target, arguments, words, environment, modules)
+
+
+def start(
+    target: str,
+    arguments: Sequence[Any],
+    words: Sequence[str],
+    environment: dict[str, str],
+    modules: Sequence[str] = (),
+    streams: Sequence[int] = (0, 1, 2),
+) -> Child | None:
+    """Fork a process, in `kept`, by the server of its environment; None if that does not live.
+
+    `Server.fork` says what the arguments are; `modules` are imported beforehand.
+    """
+    mattering = mattering_of(environment)
+    key = json.dumps([*modules, mattering], sort_keys=True)
+    if key not in _kept:
+        _kept[key] = _server(environment, modules, mattering, words[-1])
+    try:
+        return _kept[key].fork(target, arguments, words, [environment], streams)[0]
+    except ServerGoneError:
+        del _kept[key]
+        return None
+
+
+def mattering_of(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return what libraries read of `environment` while they are loaded."""
+    return {name: value for name, value in environment.items() if name.startswith(READ_ON_IMPORT)}
+
+
+def _server(
+    environment: dict[str, str], modules: Sequence[str], mattering: dict[str, str], name: str
+) -> Server:
+    imported_with = mattering_of(fork.before_imports or {})
+    if fork.before_imports and mattering == imported_with and threading.active_count() == 1:
+        return Server.forked(name)  # a command that was itself forked
+    return Server.started(environment, modules)

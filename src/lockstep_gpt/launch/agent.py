@@ -1,0 +1,300 @@
+"""One machine's ranks: started, watched and restarted through torchrun's elastic agent.
+
+Its own process between the parent, which must not import torch, and the ranks. The agent's stock
+rule, to restart after any failure, is narrowed: only a rank that was killed is worth another try.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from types import FrameType
+from typing import Any, cast
+
+import torch
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousParameters
+from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+from torch.multiprocessing.spawn import ProcessExitedException, start_processes
+
+from lockstep_gpt.config import PROGRAM, Config, UserError
+from lockstep_gpt.launch import devices, processes
+from lockstep_gpt.launch.run_directory import RunDirectory
+from lockstep_gpt.registry import asked
+
+FAILURE_GRACE = 5  # seconds that the other ranks have after one has raised
+EXIT_BARRIER = 30  # seconds that machines wait for each other at the end; the stock agent: 300
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+
+
+def main(
+    run: RunDirectory, node_rank: int = 0, kind: Callable[..., RankAgent] | None = None
+) -> int:
+    """Run the ranks of `run` on this machine; return the run's exit status.
+
+    Args:
+        run: its directory.
+        node_rank: of this machine.
+        kind: makes the agent, which may start ranks in a way of its own; None: `RankAgent`.
+    """
+    with tempfile.TemporaryDirectory(prefix=f"{PROGRAM}-") as folder:
+        return _run(run, node_rank, folder, kind or RankAgent)
+
+
+def _run(run: RunDirectory, node_rank: int, folder: str, kind: Callable[..., RankAgent]) -> int:
+    config = run.load()
+    try:
+        refuse_missing(config)
+        rendezvous = meeting(run, config, node_rank, folder)
+    except UserError as error:
+        print(f"{PROGRAM} train: {error}", file=sys.stderr)
+        return 2
+    _set_environment(config)
+    if config.strategy.get("start_method") == "spawn":
+        return spawn(run, config)
+    try:
+        agent = kind(run, config, rendezvous, folder)
+        return agent.status(agent.run())
+    except SignalException as stop:
+        return 128 + stop.sigval
+    except RendezvousError as error:
+        print(
+            f"{PROGRAM} train: not all of {config.trainer['num_nodes']} machines met at "
+            f"{rendezvous.endpoint} within launch.join_seconds={config.launch.join_seconds:g} "
+            f"({error.__cause__ or error}); start the same command on each, with its "
+            "launch.node_rank",
+            file=sys.stderr,
+        )
+        for explanation in asked("EXPLAIN_ERROR", str(error.__cause__), config, 1):
+            print(explanation, file=sys.stderr)
+        return 1
+
+
+def meeting(run: RunDirectory, config: Config, node_rank: int, folder: str) -> RendezvousParameters:
+    """Return where and how the agents of all machines meet; a single one does in `folder`."""
+    launch, nodes = config.launch, config.trainer["num_nodes"]
+    common: dict[str, Any] = {
+        "backend": "c10d",
+        "run_id": run.hash(),
+        "max_nodes": nodes,
+        "join_timeout": math.ceil(launch.join_seconds),
+        "read_timeout": 60,  # less, and a link that is down for seconds ends the run
+    }
+    if nodes == 1:
+        _keep_to_interface("lo")
+        return RendezvousParameters(
+            endpoint=f"{folder}/store",
+            store_type="file",
+            min_nodes=1,
+            local_addr="localhost",
+            **common,
+        )
+    assert launch.rdzv_endpoint is not None
+    address, interface = devices.own_address(launch.rdzv_endpoint)
+    _keep_to_interface(interface)
+    return RendezvousParameters(
+        endpoint=launch.rdzv_endpoint,
+        min_nodes=launch.min_nodes or nodes,
+        local_addr=address,
+        is_host=node_rank == 0,
+        **common,
+    )
+
+
+def _keep_to_interface(name: str) -> None:
+    """Have gloo and NCCL talk over one interface; they would guess from the host's name."""
+    if name in {each for _, each in socket.if_nameindex()}:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
+
+
+def refuse_missing(config: Config) -> None:
+    """Raise a `UserError` for what this build of torch or its driver cannot do."""
+    devices = config.trainer["devices"]
+    if config.trainer["accelerator"] == "cuda" and torch.cuda.device_count() < devices:
+        raise UserError(
+            f"trainer.devices={devices} but torch {torch.__version__} finds "
+            f"{torch.cuda.device_count()} CUDA devices; install a build of torch that fits the "
+            "driver, or set trainer=cpu"
+        )
+    backend = config.strategy.get("process_group_backend")
+    if backend and not torch.distributed.is_backend_available(backend):
+        raise UserError(
+            f"strategy.process_group_backend={backend} is not in torch {torch.__version__}; "
+            "set nccl for GPUs or gloo"
+        )
+
+
+def _set_environment(config: Config) -> None:
+    """Set what only agent and ranks need to know."""
+    # Without it restarted ranks read the addresses of the dead ones (pytorch#135712).
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(each.name for each in STOP_SIGNALS)
+    if config.verbosity != "debug":
+        for name in logging.root.manager.loggerDict:  # each has a level of its own
+            if name.startswith("torch.distributed.elastic"):
+                logging.getLogger(name).setLevel(logging.CRITICAL)
+
+
+class RankAgent(LocalElasticAgent):
+    """The elastic agent that restarts ranks only after one was killed by a signal."""
+
+    def __init__(
+        self, run: RunDirectory, config: Config, rendezvous: RendezvousParameters, folder: str
+    ) -> None:
+        program, *arguments = processes.command("rank", run)
+        spec = WorkerSpec(
+            role="rank",
+            local_world_size=config.trainer["devices"],
+            entrypoint=program,
+            args=tuple(arguments),
+            rdzv_handler=get_rendezvous_handler(rendezvous),
+            max_restarts=config.launch.max_restarts,
+            monitor_interval=0.1,
+            local_addr=rendezvous.local_addr,
+        )
+        super().__init__(spec, DefaultLogsSpecs(log_dir=folder), exit_barrier_timeout=EXIT_BARRIER)
+        self._run = run
+        self._grace = config.launch.grace_seconds
+        self._ended: dict[int, int] = {}  # global rank -> the exit status that ended the attempt
+        self._looked = time.monotonic()  # clock of the last look at the ranks
+        if rendezvous.max_nodes > 1:
+            limit = config.launch.join_seconds + config.launch.grace_seconds + EXIT_BARRIER
+            threading.Thread(target=self._end_when_cut_off, args=[limit], daemon=True).start()
+
+    def _end_when_cut_off(self, limit: float) -> None:
+        """End after `limit` seconds without a look: calls to a lost first machine never return."""
+        while time.monotonic() - self._looked < limit:
+            time.sleep(1)
+        print(f"the other machines have been silent for {limit:g} s; ending", file=sys.stderr)
+        os._exit(1)  # the ranks end with this process
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        self._looked = time.monotonic()
+        self._ended = self._failed_ranks(worker_group)
+        if not self._ended:
+            return cast(RunResult, super()._monitor_workers(worker_group))
+        restartable = self._is_restartable()
+        self._end_others(restartable)
+        if restartable and self._remaining_restarts:
+            self._announce_restart()
+        elif not restartable:
+            self._remaining_restarts = 0
+        return cast(RunResult, super()._monitor_workers(worker_group))
+
+    def _failed_ranks(self, worker_group: WorkerGroup) -> dict[int, int]:
+        handlers = getattr(self._pcontext, "subprocess_handlers", {})
+        codes = {
+            worker.global_rank: handlers[worker.local_rank].proc.poll()
+            for worker in worker_group.workers
+            if worker.local_rank in handlers
+        }
+        return {rank: code for rank, code in codes.items() if code}
+
+    def _is_restartable(self) -> bool:
+        """Tell whether all ended ranks were killed, lost the others, or were asked to stop.
+
+        The latter alone: a signal that means the whole run reaches this process as well, and then
+        nothing is asked here any more.
+        """
+        ended = all(
+            code < 0 or code == processes.LOST_PEERS or code > 128 for code in self._ended.values()
+        )
+        return ended and not self._run.failed.exists()
+
+    def _end_others(self, restartable: bool) -> None:
+        """End the other ranks before the stock agent does, which would wait 30 s for each."""
+        if any(code > 128 for code in self._ended.values()):  # all stop together, after saving
+            self._shutdown(signal.SIGTERM, self._grace)
+        elif restartable:  # they wait in a collective for a dead rank and cannot hear us
+            self._shutdown(signal.SIGKILL, 1)
+        else:
+            self._shutdown(signal.SIGTERM, FAILURE_GRACE)
+
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: float = 0) -> None:
+        if self._pcontext:
+            self._pcontext.close(death_sig, math.ceil(timeout or self._grace))
+
+    def _announce_restart(self) -> None:
+        total = self._worker_group.spec.max_restarts
+        count = total - self._remaining_restarts + 1
+        causes = _causes(self._ended)
+        print(f"{causes}; restarting all ranks ({count} of {total})", file=sys.stderr)
+
+    def status(self, result: RunResult) -> int:
+        """Return the exit status of the run: a rank's own where it chose one."""
+        if not result.is_failed():
+            return 0
+        if failure := self._run.read_failure():
+            return int(failure["status"])
+        chosen = [code for code in self._ended.values() if code == 2 or code > 128]
+        if not chosen:
+            print(f"{_causes(self._ended)}; no restart is left", file=sys.stderr)
+            for explanation in filter(None, asked("EXPLAIN_DEATHS", self._run, self._ended)):
+                print(explanation, file=sys.stderr)
+        return chosen[0] if chosen else 1
+
+
+def spawn(run: RunDirectory, config: Config) -> int:
+    """Start the ranks from this one process, without restarts; return the run's exit status."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    devices = config.trainer["devices"]
+    context = start_processes(  # type: ignore[no-untyped-call]
+        _spawned_rank, (devices, port, run), devices, join=False, start_method="spawn"
+    )
+
+    def forward(signum: int, _frame: FrameType | None) -> None:
+        for pid in context.pids():
+            os.kill(pid, signum)
+
+    for signum in STOP_SIGNALS:
+        signal.signal(signum, forward)
+    try:
+        while not context.join(grace_period=FAILURE_GRACE):
+            pass
+    except ProcessExitedException as error:
+        if failure := run.read_failure():
+            return int(failure["status"])
+        code = error.exit_code
+        if code < 0 or code == processes.LOST_PEERS:
+            print(f"rank {error.error_index} {_cause(code)}; no restart is left", file=sys.stderr)
+        return code if code == 2 or code > 128 else 1
+    return 0
+
+
+def _spawned_rank(local_rank: int, devices: int, port: int, run: RunDirectory) -> None:
+    from lockstep_gpt.training import train
+
+    processes.end_with_parent()
+    size = {"WORLD_SIZE": devices, "LOCAL_WORLD_SIZE": devices}
+    place = {"RANK": local_rank, "LOCAL_RANK": local_rank, "NODE_RANK": 0}
+    variables = {**size, **place, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in variables.items()})
+    processes.end_process(train.main(run))
+
+
+def _causes(ended: dict[int, int]) -> str:
+    killed = {rank: code for rank, code in ended.items() if code < 0}
+    return ", ".join(f"rank {rank} {_cause(code)}" for rank, code in (killed or ended).items())
+
+
+def _cause(code: int) -> str:
+    if code == processes.LOST_PEERS:
+        return "lost its peers"
+    names = {each.value: each.name for each in signal.Signals}
+    if name := names.get(-code):
+        return f"was killed by {name}"
+    if name := names.get(code - 128):
+        return f"was stopped by {name}"
+    return f"ended with status {code}"

@@ -1,0 +1,92 @@
+"""`lockstep-gpt train` and `prepare`: once, or once for each job of a sweep."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import sys
+from collections.abc import Callable, Iterator
+
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig
+
+from lockstep_gpt.config import LEVELS, PROGRAM, UserError
+from lockstep_gpt.launch import compose, devices, resume, start
+
+
+@contextlib.contextmanager
+def _speaking() -> Iterator[None]:
+    """Write log records to standard output while a command runs."""
+    root, handler = logging.getLogger(), logging.StreamHandler(sys.stdout)
+    before = root.handlers, root.level
+    root.handlers = [handler]
+    try:
+        yield
+    finally:
+        root.handlers = before[0]
+        root.setLevel(before[1])
+
+
+@_speaking()
+def train(arguments: list[str]) -> int:
+    """Train once, or once for each job of a sweep; return the worst exit status."""
+    if run := resume.run_to_resume(arguments):
+        return resume.resume(run, arguments)
+    flags = [word for word in arguments if word in ("-m", "--multirun")]
+    if flags:  # to the front: Hydra's parser wants all overrides in one row
+        arguments = [*flags, *(word for word in arguments if word not in flags)]
+        if devices.is_inside_launcher():
+            raise UserError("--multirun inside a launcher would sweep on every rank; drop torchrun")
+        if not any(word.startswith("run_dir=") for word in arguments):
+            arguments = [*arguments, f"run_dir={start.new_name('sweep')}"]
+    return _each_job("train", arguments, start.train_once)
+
+
+@_speaking()
+def prepare(arguments: list[str]) -> int:
+    """Make the token files of a data choice, and check them against the model's context."""
+    if "--help" in arguments:
+        print(f"usage: {PROGRAM} prepare [--verify] [data=CHOICE] [data.SETTING=VALUE ...]")
+        print(f"Takes the settings of {PROGRAM} train, which prepares as well where it must.")
+        print("--verify compares every byte of what is there already with its SHA-256.")
+        return 0
+
+    def job(composed: DictConfig) -> tuple[int, float]:
+        _, config = compose.checked(composed)
+        logging.getLogger().setLevel(LEVELS[config.verbosity])
+        start.prepared(config, "--verify" in arguments)
+        return 0, math.nan
+
+    return _each_job("prepare", [word for word in arguments if word != "--verify"], job)
+
+
+def _each_job(
+    command: str, arguments: list[str], job: Callable[[DictConfig], tuple[int, float]]
+) -> int:
+    """Run `job` for each configuration that `arguments` make; one that fails hides no other."""
+    results: list[tuple[str, int, float]] = []
+
+    def guarded(composed: DictConfig) -> float:
+        given = HydraConfig.get().overrides.task
+        swept = " ".join(override for override in given if override not in arguments)
+        if start.is_sweep():
+            print(f"job {len(results)}: {swept}", flush=True)
+        try:
+            status, metric = job(composed)
+        except UserError as error:
+            print(f"{PROGRAM} {command}: {error}", file=sys.stderr)
+            status, metric = 2, math.nan
+        results.append((swept, status, metric))
+        return metric
+
+    with start.sharing_servers():
+        compose.run(arguments, guarded)
+    if len(results) > 1:
+        print("\n".join(["", "job  exit  val_loss", *map(_job_line, enumerate(results))]))
+    return max((status for _, status, _ in results), default=0)
+
+
+def _job_line(numbered: tuple[int, tuple[str, int, float]]) -> str:
+    number, (swept, status, metric) = numbered
+    return f"{number:3}  {status:4}  {metric:8.4f}  {swept}"

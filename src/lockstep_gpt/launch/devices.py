@@ -1,0 +1,166 @@
+"""The devices of a run: `auto` resolved to what is there, found without torch."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import struct
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+from lockstep_gpt.config import Config, UserError
+from lockstep_gpt.registry import addition
+
+DEVICE_FILES = Path("/dev")
+SIOCGIFADDR = 0x8915  # asks Linux for the address of an interface
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The ranks of a run: `devices` on each of `nodes` machines, one rank a device."""
+
+    accelerator: str  # cpu or cuda
+    devices: int
+    nodes: int
+
+
+def place(config: Config) -> Placement:
+    """Resolve `auto` to what is there.
+
+    Raises:
+        UserError: devices are asked for that are not there, or cannot do what is asked of them.
+    """
+    accelerator = _accelerator(config.trainer.get("accelerator", "auto"))
+    found = gpu_count() if accelerator == "cuda" else None  # of CPU ranks there is no end
+    devices, nodes = config.trainer.get("devices", "auto"), config.trainer.get("num_nodes", 1)
+    if is_inside_launcher():
+        devices, nodes = _as_launched(devices, nodes)
+    elif devices == "auto":
+        devices = found or 1
+    if found is not None and devices > found:
+        raise UserError(f"trainer.devices={devices} is more than there are: {_visible(found)}")
+    placement = Placement(accelerator, devices, nodes)
+    _refuse_impossible(config, placement)
+    return placement
+
+
+def is_inside_launcher() -> bool:
+    """Tell whether a launcher, torchrun for one, has given this process its rank already."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def _as_launched(devices: int | str, nodes: int) -> tuple[int, int]:
+    """Take the ranks that an outer launcher has started; what was asked for must agree."""
+    world_size = int(os.environ["WORLD_SIZE"])
+    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    launched = world_size // local_world_size
+    if devices not in ("auto", local_world_size):
+        raise UserError(
+            f"trainer.devices={devices} but the launcher started {local_world_size} ranks on this "
+            f"machine; drop the setting, or start {devices}"
+        )
+    if nodes not in (1, launched):
+        raise UserError(
+            f"trainer.num_nodes={nodes} but the launcher started {launched}; drop the setting"
+        )
+    return local_world_size, launched
+
+
+def _accelerator(asked: str) -> str:
+    if asked == "cpu":
+        return "cpu"
+    if gpu_count():
+        return "cuda"
+    if asked == "auto":
+        return "cpu"
+    raise UserError(f"trainer.accelerator={asked} but {_visible(0)}; trainer=cpu runs without")
+
+
+def gpu_count() -> int:
+    """Count the NVIDIA GPUs that `CUDA_VISIBLE_DEVICES` leaves visible."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    present = len([path for path in DEVICE_FILES.glob("nvidia[0-9]*") if path.name[6:].isdigit()])
+    if not present and (command := shutil.which("nvidia-smi")):  # WSL has no device files
+        listing = subprocess.run([command, "-L"], capture_output=True, text=True, check=False)
+        present = sum(line.startswith("GPU ") for line in listing.stdout.splitlines())
+    if visible is None or not present:
+        return present
+    names = [name.strip() for name in visible.split(",")]
+    return len(names[: names.index("-1")] if "-1" in names else list(filter(None, names)))
+
+
+def _visible(count: int) -> str:
+    mask = os.environ.get("CUDA_VISIBLE_DEVICES")
+    note = "" if mask is None else f" with CUDA_VISIBLE_DEVICES={mask}"
+    return f"{count or 'no'} GPU{'' if count == 1 else 's'} visible{note}"
+
+
+def _refuse_impossible(config: Config, placement: Placement) -> None:
+    if config.precision == "16-mixed" and placement.accelerator != "cuda":
+        raise UserError(
+            f"precision=16-mixed needs a GPU, this run takes {placement.accelerator}; "
+            "set precision=bf16-mixed or 32-true"
+        )
+    if is_inside_launcher() and config.strategy.get("start_method") == "spawn":
+        raise UserError(
+            "strategy=ddp_spawn starts its own ranks and cannot run inside a launcher; "
+            "set strategy=ddp"
+        )
+    backend, hook = (config.strategy.get(name) for name in ("process_group_backend", "comm_hook"))
+    if backend == "nccl" and placement.accelerator != "cuda":
+        raise UserError(
+            f"strategy.process_group_backend=nccl needs GPUs, this run takes "
+            f"{placement.accelerator}; set strategy.process_group_backend=gloo"
+        )
+    if hook == "bf16" and (placement.accelerator != "cuda" or backend not in (None, "nccl")):
+        raise UserError(
+            "strategy.comm_hook=bf16 needs GPUs and NCCL; set strategy.comm_hook=fp16 or none"
+        )
+    warm = addition("SERVERS")
+    if config.launch.warm and not (warm and warm.is_possible(config)):
+        raise UserError(
+            "launch.warm=true needs Linux, the extra `warm`, and another strategy than ddp_spawn; "
+            "leave it out, or set false"
+        )
+
+
+def own_address(endpoint: str) -> tuple[str, str]:
+    """Return this machine's address as seen from `endpoint`, HOST:PORT, and its interface.
+
+    Raises:
+        UserError: the endpoint is no address, has no name here, or only this machine sees it.
+    """
+    host, _, port = endpoint.rpartition(":")
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # sends nothing
+            probe.connect((host, int(port)))
+            address = str(probe.getsockname()[0])
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"launch.rdzv_endpoint={endpoint} cannot be reached ({error}); give HOST:PORT of "
+            "machine 0, as this one can resolve it"
+        ) from None
+    if address.startswith("127."):
+        raise UserError(
+            f"launch.rdzv_endpoint={endpoint} is the loopback, which no other machine reaches; "
+            "give an address of machine 0's network"
+        )
+    return address, next(filter(lambda name: _has(name, address), _interfaces()), "")
+
+
+def _interfaces() -> list[str]:
+    return [name for _, name in socket.if_nameindex()]
+
+
+def _has(interface: str, address: str) -> bool:
+    import fcntl
+
+    request = struct.pack("256s", interface.encode())
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            answer = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, request)
+        except OSError:  # it has no address
+            return False
+    return socket.inet_ntoa(answer[20:24]) == address

@@ -1,0 +1,206 @@
+"""What a run directory holds, and who may write it.
+
+The parent creates it and freezes the configuration; rank 0 writes everything else, save what tells
+of a failure: `failed.json` is written by the first rank that fails, `ranks/N.log` by rank N.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from lockstep_gpt.config import Config, UserError, from_container
+from lockstep_gpt.registry import additions
+
+REFERENCE = re.compile(r"wandb:/{1,2}(.+)")  # a `Path` has only one slash left
+MOVED = {"lockstep_gpt.training.ranks": "lockstep_gpt.training.strategies"}  # former modules
+# What rank 0 decides for all, and what each machine has of its own.
+MAY_DIFFER = ("run_dir", "run_name", "launch.")
+
+
+@dataclass(frozen=True)
+class RunDirectory:
+    """The paths of one run; there is one directory whatever the number of ranks."""
+
+    path: Path
+
+    @property
+    def config(self) -> Path:
+        """The frozen configuration; references to the environment stay references."""
+        return self.path / "config.yaml"
+
+    @property
+    def log(self) -> Path:
+        """What rank 0 reported."""
+        return self.path / "train.log"
+
+    @property
+    def metrics(self) -> Path:
+        """One row for each logged step."""
+        return self.path / "metrics.csv"
+
+    @property
+    def summary(self) -> Path:
+        """How the run ended."""
+        return self.path / "summary.json"
+
+    @property
+    def failed(self) -> Path:
+        """Rank, step and error of the first failure."""
+        return self.path / "failed.json"
+
+    @property
+    def overrides(self) -> Path:
+        """What each resume has changed in the configuration."""
+        return self.path / "overrides.log"
+
+    @property
+    def checkpoints(self) -> Path:
+        """The folder of `step=000500.ckpt` files."""
+        return self.path / "checkpoints"
+
+    def rank_log(self, rank: int) -> Path:
+        """What a rank other than 0 printed; kept if it failed."""
+        return self.path / "ranks" / f"{rank}.log"
+
+    def refuse_if_used(self) -> None:
+        """Raise a `UserError` if something stands there already, or nothing can be made there."""
+        if self.path.is_dir() and not any(self.path.iterdir()):
+            return
+        if self.path.exists():
+            go_on = ", or go on with it by resume=auto" if self.config.is_file() else ""
+            raise UserError(
+                f"run_dir={self.path} exists and holds something; name another one{go_on}"
+            )
+
+    def create(self, values: dict[str, Any]) -> None:
+        """Make the directory and freeze `values` in it, both for the first and only time.
+
+        Raises:
+            UserError: it cannot be made, or another run was quicker.
+        """
+        beside = self.config.with_suffix(".yaml.tmp")
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            with beside.open("x", encoding="utf-8") as file:
+                if self.config.exists():  # made between our look at the folder and now
+                    beside.unlink()
+                    self.refuse_if_used()
+                file.write(_as_yaml(values))
+            beside.replace(self.config)  # whole: other machines wait for it
+        except FileExistsError:
+            self.refuse_if_used()
+            raise
+        except OSError as error:
+            raise UserError(
+                f"run_dir={self.path} cannot be written ({error.strerror}); name another one"
+            ) from None
+
+    def refreeze(self, values: dict[str, Any]) -> None:
+        """Replace the frozen configuration for the next part of a resumed run."""
+        beside = self.config.with_suffix(".yaml.tmp")
+        beside.write_text(_as_yaml(values), encoding="utf-8")
+        beside.replace(self.config)
+        self.failed.unlink(missing_ok=True)  # an earlier part's; train.log still tells of it
+
+    def values(self) -> dict[str, Any]:
+        """Return the frozen configuration as plain values.
+
+        Raises:
+            UserError: there is none.
+        """
+        try:
+            text = self.config.read_text(encoding="utf-8")
+        except FileNotFoundError:
+            raise UserError(f"{self.path} is no run directory: it has no config.yaml") from None
+        for moved in (MOVED, *additions("MOVED")):  # an earlier version froze the former names
+            for old, new in moved.items():
+                text = text.replace(f"_target_: {old}.", f"_target_: {new}.")
+        return dict(yaml.safe_load(text))
+
+    def load(self) -> Config:
+        """Return the frozen configuration, checked and with its references resolved."""
+        return from_container(self.values())
+
+    def hash(self) -> str:
+        """Return the SHA-256 of the frozen file, by which ranks see that they share it."""
+        return hashlib.sha256(self.config.read_bytes()).hexdigest()
+
+    def write_summary(self, summary: dict[str, Any]) -> None:
+        """Replace `summary.json` as a whole: a reader never sees half of it."""
+        _write_json(self.summary, summary)
+
+    def read_summary(self) -> dict[str, Any]:
+        """Return `summary.json`; empty if the run has not come that far."""
+        return _read_json(self.summary)
+
+    def record_failure(self, failure: dict[str, Any]) -> bool:
+        """Write `failed.json` if this failure is the run's first; tell whether it was."""
+        try:
+            with self.failed.open("x", encoding="utf-8") as file:
+                json.dump(failure, file, indent=2)
+        except FileExistsError:
+            return False
+        return True
+
+    def read_failure(self) -> dict[str, Any]:
+        """Return `failed.json`; empty if nothing failed."""
+        return _read_json(self.failed)
+
+    def discard(self) -> None:
+        """Remove the directory of a run that never began to train."""
+        assert not self.checkpoints.exists(), "a run that saved something is never discarded"
+        shutil.rmtree(self.path)
+
+
+def refuse_missing(source: Path) -> None:
+    """Raise a `UserError` if there is nothing at `source`, and it is no reference to wandb."""
+    if not REFERENCE.fullmatch(str(source)) and not source.exists():
+        raise UserError(
+            f"{source} does not exist; give a run directory, a checkpoint in one, or "
+            "wandb://ENTITY/PROJECT/NAME:ALIAS"
+        )
+
+
+def _as_yaml(values: dict[str, Any]) -> str:
+    return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    beside = path.with_suffix(".json.tmp")
+    beside.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    os.replace(beside, path)  # noqa: PTH105 (replaces atomically, which is the point)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        return {}
+
+
+def differences(theirs: dict[str, Any], ours: dict[str, Any]) -> list[str]:
+    """Name the settings in which two frozen configurations differ, with both values."""
+    left, right = dict(_flat(theirs)), dict(_flat(json.loads(json.dumps(ours))))
+    return [
+        f"{name}={right.get(name)} instead of {left.get(name)}"
+        for name in sorted({*left, *right})
+        if left.get(name) != right.get(name) and not name.startswith(MAY_DIFFER)
+    ]
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value

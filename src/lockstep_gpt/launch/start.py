@@ -1,0 +1,276 @@
+"""How ranks start, in order: find the devices, decide and freeze everything, start the agent.
+
+This process stays light: it never imports torch, so that a mistake is answered at once and what
+must be set before torch starts (threads, allocator) can be set for the ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+import secrets
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from omegaconf import DictConfig
+
+from lockstep_gpt.config import LEVELS, Config, UserError
+from lockstep_gpt.data import prepare as data_prepare
+from lockstep_gpt.data import shards
+from lockstep_gpt.launch import compose, devices, processes
+from lockstep_gpt.launch.run_directory import RunDirectory, differences
+from lockstep_gpt.registry import addition
+from lockstep_gpt.training import schedule
+
+
+def train_once(composed: DictConfig) -> tuple[int, float]:
+    """Run one training to its end; return its exit status and its validation loss."""
+    values, config = compose.checked(composed)
+    placement = placed(config)
+    run = RunDirectory(_run_path(config))
+    settled = _settled(values, placement, run)
+
+    def create() -> RunDirectory:
+        run.refuse_if_used()
+        prepared(config)
+        run.create(settled)
+        return run
+
+    if devices.is_inside_launcher():
+        return join(settled, config, create, run.discard), math.nan
+    if placement.nodes > 1:
+        return start_on_nodes(run, settled, config, create), math.nan
+    status = start(create(), config)
+    if status == 2:
+        run.discard()
+    return status, float(run.read_summary().get("val_loss") or math.nan)
+
+
+def placed(config: Config) -> devices.Placement:
+    """Find the devices, and refuse what their number makes impossible."""
+    logging.getLogger().setLevel(LEVELS[config.verbosity])
+    placement = devices.place(config)
+    batch = schedule.plan_batch(
+        config.batch, config.model.block_size, placement.devices, placement.nodes
+    )
+    schedule.plan_schedule(config, batch)
+    return placement
+
+
+def prepared(config: Config, verify: bool = False) -> Path:
+    """Prepare the data before any rank starts: its faults are answered here, once."""
+    folder = data_prepare.prepare(config.data, verify)
+    shards.check_block_size(shards.load_index(folder), config.model.block_size)
+    return folder
+
+
+def _run_path(config: Config) -> Path:
+    """Name the run directory; jobs of a sweep get a numbered one each below it."""
+    job = HydraConfig.get()
+    choices = job.runtime.choices
+    path = Path(config.run_dir or new_name(choices["model"], choices["data"]))
+    return path / str(job.job.num) if is_sweep() else path
+
+
+def new_name(*parts: str) -> str:
+    """Name a directory after the time; two launches in one second must not meet."""
+    date = time.strftime("%Y%m%d-%H%M%S")
+    return "/".join(["runs", "-".join([date, *parts, secrets.token_hex(2)])])
+
+
+def is_sweep() -> bool:
+    """Tell whether this is a job of a sweep."""
+    return bool(HydraConfig.get().mode == RunMode.MULTIRUN)
+
+
+def _settled(
+    values: dict[str, Any], placement: devices.Placement, run: RunDirectory
+) -> dict[str, Any]:
+    """Return `values` with everything decided that ranks could otherwise decide differently."""
+    choices = HydraConfig.get().runtime.choices
+    world = placement.devices * placement.nodes
+    name = f"{choices['model']}-{choices['data']}-{world}-{time.strftime('%Y%m%d-%H%M%S')}"
+    return {
+        **values,
+        "run_dir": str(run.path),
+        "run_name": values["run_name"] or name,
+        "trainer": trainer_settled(values, placement),
+        "logger": _logger_settled(values, run),
+    }
+
+
+def _logger_settled(values: dict[str, Any], run: RunDirectory) -> dict[str, Any]:
+    """Group the runs of a sweep in wandb, unless they have a group."""
+    loggers = dict(values["logger"])
+    if is_sweep() and "wandb" in loggers:
+        group = loggers["wandb"].get("group") or run.path.parent.name
+        loggers["wandb"] = {**loggers["wandb"], "group": group}
+    return loggers
+
+
+def trainer_settled(values: dict[str, Any], placement: devices.Placement) -> dict[str, Any]:
+    """Return the settings of the Trainer with the devices that were found."""
+    found = {"accelerator": placement.accelerator, "devices": placement.devices}
+    return {**values["trainer"], **found}
+
+
+def start(run: RunDirectory, config: Config) -> int:
+    """Start the ranks on this one machine; return the exit status."""
+    return _run_inline(run) if config.launch.inline else supervise(run)
+
+
+def _run_inline(run: RunDirectory) -> int:
+    """Run the one rank here, where a debugger sees it."""
+    from lockstep_gpt.training import train as rank
+
+    return rank.main(run)
+
+
+FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+# Of glibc: else each step maps its large tensors anew, and the system clears their pages.
+KEEP_MEMORY = {
+    "MALLOC_MMAP_MAX_": "0",
+    "MALLOC_TRIM_THRESHOLD_": str(1 << 34),
+    "MALLOC_TOP_PAD_": str(1 << 28),
+}
+
+
+def supervise(run: RunDirectory, node_rank: int = 0) -> int:
+    """Start the ranks' agent, pass our signals on to it, and return the run's exit status."""
+    passed: list[int] = []
+    agent: Any = None  # of `subprocess.Popen`'s kind
+
+    def forward(signum: int, _frame: FrameType | None) -> None:
+        impatient = signum == signal.SIGINT and signal.SIGINT in passed
+        passed.append(signum)
+        if agent is None:  # there is nobody yet that it could be passed on to
+            raise KeyboardInterrupt
+        agent.send_signal(signal.SIGKILL if impatient else signum)
+
+    before = {signum: signal.signal(signum, forward) for signum in FORWARDED}
+    try:
+        with sharing_servers():  # while it may be needed, for it has made what its forks share
+            agent = _start_agent(run, node_rank)
+            status: int = agent.wait()
+    except KeyboardInterrupt:
+        status = -passed[0]
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
+    if status < 0:  # it was killed itself, by us or by somebody else
+        status = 128 + passed[0] if passed else 1
+    if status == 1 and not node_rank:  # also if no rank was left to say so
+        run.write_summary({**run.read_summary(), "status": "failed"})
+    return status
+
+
+def _start_agent(run: RunDirectory, node_rank: int) -> Any:
+    """Start the agent: a fork of a process that has imported everything, or from nothing."""
+    config, warm = run.load(), _warm()
+    environment = rank_environment(config)
+    if warm and (agent := warm.start_agent(run, node_rank, config, environment)):
+        return agent
+    # In a session of its own: a Ctrl-C reaches the ranks once, through us.
+    words = processes.command("agent", run, node_rank)
+    return subprocess.Popen(words, env=environment, start_new_session=True)
+
+
+def _warm() -> Any:
+    """Return the module that forks processes, None without the extra."""
+    return addition("SERVERS")
+
+
+def sharing_servers() -> contextlib.AbstractContextManager[None]:
+    """Let runs that are started meanwhile, the jobs of a sweep, be forks of the same process."""
+    warm = _warm()
+    return warm.kept() if warm else contextlib.nullcontext()
+
+
+def rank_environment(config: Config) -> dict[str, str]:
+    """Return the environment of agent and ranks; a value that the user has set stays.
+
+    Libraries read these when they are loaded, so they are there before any rank is.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    threads = max(1, (cores or 1) // config.trainer["devices"])
+    keeps = config.launch.keep_memory and config.trainer["accelerator"] == "cpu"
+    ours = {"OMP_NUM_THREADS": str(threads), **(KEEP_MEMORY if keeps else {})}
+    return {**ours, **os.environ}
+
+
+def join(
+    values: dict[str, Any],
+    config: Config,
+    create: Callable[[], RunDirectory],
+    undo: Callable[[], None],
+) -> int:
+    """Be a rank of the launcher that has started this process; return the exit status."""
+    from lockstep_gpt.training import ranks
+    from lockstep_gpt.training import train as rank
+
+    try:
+        ranks.join(ranks.Ranks.from_environment(), config)
+    except (OSError, RuntimeError) as error:  # torch's own errors of a store are of the latter
+        place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        raise UserError(
+            f"the launcher's ranks cannot meet at {place} ({str(error).splitlines()[0]}); start "
+            "all of them, with a free MASTER_PORT of a machine that all reach"
+        ) from None
+    run = ranks.agree(values, create, undo)
+    status = 2 if run is None else rank.main(run)
+    if status == processes.LOST_PEERS:
+        processes.end_process(status)
+    return status
+
+
+def start_on_nodes(
+    run: RunDirectory,
+    settled: dict[str, Any],
+    config: Config,
+    create: Callable[[], RunDirectory],
+) -> int:
+    """Be one of several machines: the first freezes the configuration, the others compare.
+
+    Raises:
+        UserError: a setting that several machines need is missing, or theirs do not agree.
+    """
+    launch, nodes = config.launch, config.trainer["num_nodes"]
+    for name, value in (
+        ("run_dir", config.run_dir),
+        ("launch.rdzv_endpoint", launch.rdzv_endpoint),
+    ):
+        if value is None:
+            raise UserError(f"{name}=null with trainer.num_nodes={nodes}; set it alike on all")
+    if launch.node_rank >= nodes:
+        raise UserError(f"launch.node_rank={launch.node_rank} must be below {nodes}, from 0 on")
+    assert launch.rdzv_endpoint is not None
+    devices.own_address(launch.rdzv_endpoint)
+    if launch.node_rank == 0:
+        create()
+    else:
+        prepared(config)
+        _wait_for_first_node(run, settled, launch.join_seconds)
+    return supervise(run, launch.node_rank)
+
+
+def _wait_for_first_node(run: RunDirectory, settled: dict[str, Any], seconds: float) -> None:
+    """Wait until the shared run directory holds the configuration that this machine has."""
+    end = time.monotonic() + seconds
+    fault = "has no config.yaml; is it a folder that all machines share, and machine 0 started?"
+    while time.monotonic() < end:
+        if run.config.is_file():
+            differing = differences(run.values(), settled)
+            if not differing:
+                return
+            fault = f"is of another configuration than this machine's: {', '.join(differing)}"
+        time.sleep(0.2)
+    raise UserError(f"run_dir={run.path}: after {seconds:g} s it {fault}")

@@ -1,0 +1,40 @@
+"""What extras add to the core; each package in `extras/` states it in its own `__init__`.
+
+The core asks for additions by their kind and never names an extra, so the folder of an extra can be
+deleted. An addition is a constant of the package. Most are `module:name`, which is imported where
+it is used: a command does not pay for an extra that it does not need.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Iterator
+from typing import Any
+
+from lockstep_gpt import extras
+
+
+def additions(kind: str) -> Iterator[Any]:
+    """Yield what each extra that is here adds of one kind, by the names of the extras."""
+    for entry in sorted(pkgutil.iter_modules(extras.__path__), key=lambda entry: entry.name):
+        package = importlib.import_module(f"{extras.__name__}.{entry.name}")
+        if hasattr(package, kind):
+            yield getattr(package, kind)
+
+
+def asked(kind: str, *arguments: Any) -> list[Any]:
+    """Call the target of one kind of each extra that adds it; return what they return."""
+    return [resolved(target)(*arguments) for target in additions(kind)]
+
+
+def addition(kind: str) -> Any:
+    """Return what the target of one kind leads to; None where no extra adds it."""
+    return next(map(resolved, additions(kind)), None)
+
+
+def resolved(target: str) -> Any:
+    """Import what `module:name` names, or `module` alone."""
+    module, _, name = target.partition(":")
+    imported = importlib.import_module(module)
+    return getattr(imported, name) if name else imported

@@ -1,0 +1,35 @@
+"""A callback per optimizer step."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+from lightning import Callback, LightningModule, Trainer
+
+
+class StepCallback(Callback, ABC):
+    """Calls `on_step_end` after each optimizer step; Lightning's hook fires per micro-batch."""
+
+    _seen = 0
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
+        """Note where a new or resumed run starts."""
+        self._seen = trainer.global_step
+
+    def on_train_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,  # noqa: ARG002
+        batch: Any,  # noqa: ARG002
+        batch_idx: int,  # noqa: ARG002
+    ) -> None:
+        """Tell the end of a step from that of a micro-step."""
+        if trainer.global_step > self._seen:
+            self._seen = trainer.global_step
+            self.on_step_end(trainer, pl_module, trainer.global_step)
+
+    @abstractmethod
+    def on_step_end(self, trainer: Trainer, pl_module: Any, step: int) -> None:
+        """Act after optimizer step `step`; the first one is 1."""

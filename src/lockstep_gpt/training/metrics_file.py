@@ -1,0 +1,101 @@
+"""`metrics.csv`: a row for each logged step, whole after every write."""
+
+from __future__ import annotations
+
+import csv
+import io
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.loggers.logger import Logger
+from lightning.pytorch.utilities import rank_zero_only
+
+STEP = "trainer/step"
+
+
+class MetricsFile(Logger):
+    """A Lightning logger that writes each row when it comes.
+
+    Values of one step share one row, so the last row may still grow. A resumed run drops the rows
+    beyond its step, which it is about to repeat.
+    """
+
+    def __init__(self, path: Path, columns: list[str]) -> None:
+        super().__init__()
+        self.path = path
+        self.columns = columns
+        self.rows: list[dict[str, str]] = []  # only the last one, once they are on the disk
+        self._end = 0  # where the last row begins
+
+    @property
+    def name(self) -> str:
+        """Lightning's name of the kind of logger."""
+        return "csv"
+
+    @property
+    def version(self) -> str:
+        """There is one file per run."""
+        return ""
+
+    @rank_zero_only
+    def begin(self, step: int) -> None:
+        """Start at optimizer step `step`: keep what an earlier part of the run has up to it."""
+        kept = [row for row in _read(self.path) if int(row[STEP]) <= step]
+        self.columns = list(dict.fromkeys([*self.columns, *(name for row in kept for name in row)]))
+        self._rewrite(kept)
+
+    @rank_zero_only
+    def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
+        """Write the row of `step`, or add to it if it is the last one."""
+        assert step is not None, "every row belongs to a step"
+        row = {STEP: str(step), **{name: _text(value) for name, value in metrics.items()}}
+        if self.rows and self.rows[-1][STEP] == row[STEP]:
+            row = {**self.rows.pop(), **row}
+        else:
+            self._end = self.path.stat().st_size
+        self.rows = [row]
+        if new := [name for name in row if name not in self.columns]:
+            self.columns += new
+            self._rewrite([*_read(self.path, self._end), row])
+        else:
+            self._write_last(self._line(row))
+
+    @rank_zero_only
+    def log_hyperparams(self, *_args: Any, **_kwargs: Any) -> None:
+        """Do nothing: the frozen configuration lies beside the file."""
+
+    def _write_last(self, line: str) -> None:
+        with self.path.open("r+", encoding="utf-8", newline="") as file:
+            file.seek(self._end)
+            file.write(line)
+            file.truncate()
+
+    def _rewrite(self, rows: list[dict[str, str]]) -> None:
+        lines = [_csv(self.columns), *(self._line(row) for row in rows)]
+        beside = self.path.with_suffix(".csv.tmp")
+        beside.write_text("".join(lines), encoding="utf-8", newline="")
+        beside.replace(self.path)
+        self.rows = rows[-1:]
+        self._end = self.path.stat().st_size - (len(lines[-1].encode()) if rows else 0)
+
+    def _line(self, row: dict[str, str]) -> str:
+        return _csv([row.get(name, "") for name in self.columns])
+
+
+def _csv(values: list[str]) -> str:
+    line = io.StringIO()
+    csv.writer(line, lineterminator="\n").writerow(values)
+    return line.getvalue()
+
+
+def _read(path: Path, end: int | None = None) -> list[dict[str, str]]:
+    """Return the rows that begin before byte `end`; a last line cut off by a crash is dropped."""
+    if not path.exists():
+        return []
+    text = path.read_bytes()[:end].decode("utf-8")
+    whole = text[: text.rfind("\n") + 1]
+    return list(csv.DictReader(io.StringIO(whole)))
+
+
+def _text(value: Any) -> str:
+    return repr(float(value)) if isinstance(value, float) else str(value)

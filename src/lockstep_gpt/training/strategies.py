@@ -1,0 +1,57 @@
+"""Lightning's strategies as `configs/strategy/` sets them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+
+
+def auto(*, accelerator: str, world_size: int, **settings: Any) -> Strategy:
+    """Return no wrapper for one rank, `ddp` for more."""
+    if world_size == 1:
+        device = torch.device("cuda", 0) if accelerator == "cuda" else torch.device("cpu")
+        return SingleDeviceStrategy(device)
+    return ddp(**settings)
+
+
+def ddp(
+    *,
+    process_group_backend: str | None,
+    timeout_seconds: float,
+    comm_hook: str,
+    start_method: str = "agent",  # noqa: ARG001 (read before there are ranks)
+    **arguments: Any,
+) -> DDPStrategy:
+    """Return Lightning's `DDPStrategy`.
+
+    Args:
+        process_group_backend: nccl, gloo or mpi; None: nccl on GPUs, gloo elsewhere.
+        start_method: how the ranks were started: by the agent, or spawned from one process.
+        timeout_seconds: longest wait for another rank.
+        comm_hook: how gradients are compressed on their way.
+        arguments: passed on to torch's `DistributedDataParallel`.
+    """
+    hook, state = _comm_hook(comm_hook)
+    return DDPStrategy(
+        process_group_backend=process_group_backend,
+        timeout=timedelta(seconds=timeout_seconds),
+        ddp_comm_hook=hook,
+        ddp_comm_state=state,
+        **arguments,
+    )
+
+
+def _comm_hook(name: str) -> tuple[Callable[..., Any] | None, Any]:
+    if name == "powersgd":  # Vogels et al. 2019
+        return powerSGD_hook.powerSGD_hook, powerSGD_hook.PowerSGDState(process_group=None)
+    hooks: dict[str, Callable[..., Any] | None] = {
+        "none": None,
+        "fp16": default_hooks.fp16_compress_hook,
+        "bf16": default_hooks.bf16_compress_hook,
+    }
+    return hooks[name], None

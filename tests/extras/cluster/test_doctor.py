@@ -1,0 +1,217 @@
+"""The whole command; each launch carries several faults, since ranks take seconds to import."""
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from lockstep_gpt import cli
+from lockstep_gpt.config import UserError
+from lockstep_gpt.extras.cluster.hardware import Hardware
+from lockstep_gpt.launch.devices import own_address
+
+TIMEOUT = 150  # seconds; no launch takes a tenth of it on a quiet machine
+
+
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return free.getsockname()[1]
+
+
+def rank(number, world_size=2, **changes):
+    """Return the environment of a rank on this machine, as a launcher makes it."""
+    variables = {
+        "RANK": number,
+        "WORLD_SIZE": world_size,
+        "LOCAL_RANK": number,
+        "LOCAL_WORLD_SIZE": world_size,
+        "MASTER_ADDR": "127.0.0.1",
+    }
+    return {name: str(value) for name, value in {**variables, **changes}.items()}
+
+
+def read(process, status):
+    """Wait for the process; return what it reported as JSON."""
+    out, err = process.communicate(timeout=TIMEOUT)
+    assert process.returncode == status, out + err
+    return json.loads(out) if out else {}
+
+
+def wrong(report):
+    return {found["check"]: found for found in report["findings"] if found["status"] != "ok"}
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory):
+    """The report on two CPU ranks of this machine, and the profile that it saved."""
+    folder = tmp_path_factory.mktemp("doctor")
+    words = ["doctor", "trainer=cpu", "trainer.devices=2", "--json", "--save-profile", "p.json"]
+    command = [sys.executable, "-m", "lockstep_gpt", *words]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=TIMEOUT)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads(done.stdout), folder / "p.json", folder
+
+
+def test_a_sound_machine_has_no_failure_and_all_checks(sound):
+    report = sound[0]
+    assert report["status"] in ("ok", "warning")  # it may be busy
+    assert {found["check"] for found in report["findings"]} > {
+        "rendezvous",
+        "launcher",
+        "device",
+        "variables",
+        "names",
+        "shared memory",
+        "disk",
+        "versions",
+        "run directory",
+        "clocks",
+        "collectives",
+        "ddp step",
+        "bandwidth",
+        "compute speed",
+    }
+
+
+def test_averaged_gradients_are_those_of_the_joined_batch(sound):
+    (step,) = [found for found in sound[0]["findings"] if found["check"] == "ddp step"]
+    assert step["status"] == "ok"
+    assert float(step["line"].split()[-1]) < 1e-12
+
+
+def test_links_and_ranks_are_measured(sound):
+    sizes, ranks = sound[0]["tables"].values()
+    assert [row["message"] for row in sizes] == ["4 KiB", "256 KiB", "4,096 KiB", "32,768 KiB"]
+    assert [row["rank"] for row in ranks] == [0, 1]
+    assert all(row["ms"] > 0 for row in sizes)
+
+
+def test_the_folder_of_runs_is_left_as_it_was(sound):
+    assert [path.name for path in sound[2].iterdir()] == ["p.json"]
+
+
+def test_plan_reads_what_the_doctor_measured(sound, capsys):
+    profile = Hardware.load(sound[1])
+    words = ["--hardware", str(sound[1]), "--devices", "1,2", "--json"]
+    assert cli.main(["plan", "experiment=smoke", *words]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["hardware"]["measured"]
+    assert plan["rows"][1]["time"]["all_reduce"] > 0
+    assert profile.intra.bandwidth > 1e6
+    with pytest.raises(UserError, match="is only known to have fp32"):
+        profile.flops("bf16-mixed")
+
+
+def test_unequal_versions_world_sizes_and_one_device_for_two_are_named(command):
+    other = command.folder / "other"
+    (other / "numpy-9.9.9.dist-info").mkdir(parents=True)
+    (other / "numpy-9.9.9.dist-info/METADATA").write_text(
+        "Metadata-Version: 2.1\nName: numpy\nVersion: 9.9.9\n"
+    )
+    words = ["doctor", "trainer=cpu", "--json"]
+    port, path = {"MASTER_PORT": str(free_port())}, os.environ.get("PYTHONPATH", "")
+    odd = {"LOCAL_RANK": "0", "WORLD_SIZE": "4", "PYTHONPATH": f"{other}:{path}"}
+    first = command.start(*words, **rank(0), **port)
+    second = command.start(*words, **(rank(1) | odd), **port)
+    found = wrong(read(first, 1))
+    assert read(second, 1) == {}
+    assert found["versions"]["line"].endswith("on rank 0, 9.9.9 on rank 1")
+    assert found["launcher"]["line"] == "WORLD_SIZE is 2 on rank 0, 4 on rank 1"
+    assert found["devices"]["line"].startswith("ranks 0-1 of ")
+
+
+OTHERWISE = """
+import os, sys
+if os.environ["RANK"] == "1":
+    os.chdir(sys.argv.pop(1))
+    os.environ["MKL_CBWR"] = "COMPATIBLE"  # products by the oldest instructions alone
+else:
+    sys.argv.pop(1)
+from lockstep_gpt.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="slows a rank down through MKL")
+def test_under_torchrun_a_slow_rank_and_a_folder_that_is_not_shared_are_named(command):
+    (command.folder / "elsewhere").mkdir()
+    script = command.folder / "otherwise.py"
+    script.write_text(OTHERWISE)
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", str(script)]
+    words = ["elsewhere", "doctor", "trainer=cpu", "--json"]
+    out, _ = command.start_words([*launch, *words]).communicate(timeout=TIMEOUT)
+    found = wrong(json.loads(out))
+    assert found["run directory"]["status"] == "failure"
+    assert found["run directory"]["line"].startswith("rank 1 does not see what rank 0 writes")
+    assert found["compute speed"]["line"].startswith("rank 1 too slow")
+
+
+@pytest.mark.skipif(
+    os.geteuid() != 0 or not shutil.which("unshare"), reason="needs root and util-linux"
+)
+def test_a_loopback_name_a_full_shared_memory_and_a_missing_rank_are_named(command):
+    hosts = command.folder / "hosts"
+    hosts.write_text(f"127.0.0.1 localhost\n127.0.1.1 {socket.gethostname()}\n")
+    mounts = f"mount --bind {hosts} /etc/hosts && mount -t tmpfs -o size=1m none /dev/shm"
+    doctor = f"exec {sys.executable} -m lockstep_gpt doctor trainer=cpu --wait 2 --json"
+    words = ["unshare", "-m", "sh", "-c", f"{mounts} && {doctor}"]
+    alone = rank(0, LOCAL_WORLD_SIZE=1, MASTER_PORT=free_port())
+    report = read(command.start_words(words, **alone), 1)
+    found = wrong(report)
+    assert "resolves to 127.0.1.1" in found["names"]["line"]
+    assert found["shared memory"]["line"].startswith("1 MiB free in /dev/shm")
+    assert found["rendezvous"]["line"] == "rank 1 did not come within 2 s"
+    assert report["seconds"] < 60
+
+
+def outside_address():
+    """An address of this machine that is not the loopback; none without a network."""
+    try:
+        return own_address("192.0.2.1:9")[0]  # of a documentation network, nothing is sent
+    except UserError:
+        return None
+
+
+@pytest.mark.skipif(outside_address() is None, reason="no interface but the loopback")
+def test_two_machines_meet_where_training_would(command):
+    endpoint = f"launch.rdzv_endpoint={outside_address()}:{free_port()}"
+    words = ["doctor", "trainer=cpu", "trainer.devices=1", "trainer.num_nodes=2", endpoint]
+    first, second = (command.start(*words, f"launch.node_rank={node}", "--json") for node in (0, 1))
+    report = read(first, 0)
+    assert read(second, 0) == {}
+    assert report["world_size"] == 2
+    assert {row["link"] for row in report["tables"]["all-reduce, slowest rank"]} == {
+        "between nodes"
+    }
+    assert wrong(report)["devices"]["line"] == "ranks 0-1 count as nodes but are one machine"
+
+
+def test_machines_that_know_no_meeting_point_are_told(capsys):
+    assert cli.main(["doctor", "trainer=cpu", "trainer.num_nodes=2"]) == 1
+    assert "launch.rdzv_endpoint=null with trainer.num_nodes=2" in capsys.readouterr().out
+
+
+def test_devices_that_are_not_there_are_a_finding(capsys, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert cli.main(["doctor", "trainer=gpu", "--json"]) == 1
+    (found,) = json.loads(capsys.readouterr().out)["findings"]
+    assert found["line"].startswith("trainer.accelerator=gpu but no GPUs visible")
+
+
+@pytest.mark.gpu
+def test_one_gpu_is_examined_and_two_ranks_on_it_are_refused(command):
+    assert "cuda:0" in command("doctor", "trainer=gpu", "trainer.devices=1").stdout
+    port = {"MASTER_PORT": str(free_port())}
+    gloo = "strategy.process_group_backend=gloo"
+    ranks = [
+        command.start("doctor", "trainer=gpu", gloo, "--json", **place, **port)
+        for place in (rank(0, LOCAL_WORLD_SIZE=1), rank(1, LOCAL_RANK=0, LOCAL_WORLD_SIZE=1))
+    ]
+    found = wrong(read(ranks[0], 1))
+    assert "share one device, GPU-" in found["devices"]["line"]
+    read(ranks[1], 1)

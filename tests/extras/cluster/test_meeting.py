@@ -1,0 +1,83 @@
+import socket
+import threading
+import time
+
+import pytest
+
+from lockstep_gpt.extras.cluster.meeting import Absent, examine_clocks, open_meeting
+from lockstep_gpt.training.ranks import Ranks
+
+LIMIT = 1.0
+FIRST, SECOND = Ranks(0, 0, 2, 2), Ranks(1, 1, 2, 2)
+
+
+@pytest.fixture
+def port(monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        number = free.getsockname()[1]
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(number))
+    return number
+
+
+@pytest.mark.usefixtures("port")
+def test_a_rank_that_never_comes_is_named_in_time():
+    meeting = open_meeting(FIRST, LIMIT)
+    started = time.monotonic()
+    with pytest.raises(Absent, match=r"rank 1 did not come within 1 s"):
+        meeting.gather("facts", {})
+    assert time.monotonic() - started < LIMIT + 1
+
+
+def test_a_dead_port_is_told_apart_from_one_of_another_program(port):
+    with pytest.raises(Absent, match=rf"nobody answers at 127.0.0.1:{port} within 1 s"):
+        open_meeting(SECOND, LIMIT)
+    silent = socket.create_server(("127.0.0.1", port))
+    with silent, pytest.raises(Absent, match="is no store of torch"):
+        open_meeting(SECOND, LIMIT)
+
+
+def test_a_port_that_is_taken_is_named(port):
+    with socket.create_server(("", port)), pytest.raises(Absent, match=f"MASTER_PORT={port}"):
+        open_meeting(FIRST, LIMIT)
+
+
+@pytest.fixture
+def both(port):  # noqa: ARG001 (in the environment)
+    """Two ranks of one process around one store."""
+    first = open_meeting(FIRST, LIMIT)
+    return first, open_meeting(SECOND, LIMIT)
+
+
+def test_rank_zero_has_the_words_of_all_in_order(both):
+    first, second = both
+    assert second.gather("words", "two") == []
+    assert first.gather("words", "one") == ["one", "two"]
+
+
+def test_others_hear_rank_zero_and_know_when_it_has_stopped(both):
+    first, second = both
+    first.tell("go", True)
+    assert second.hear("go") is True
+    with pytest.raises(Absent):
+        first.gather("facts", {})
+    started = time.monotonic()
+    with pytest.raises(Absent, match="rank 0 has stopped"):
+        second.hear("more")
+    assert time.monotonic() - started < LIMIT
+
+
+def test_the_clocks_of_one_machine_agree(both):
+    first, second = both
+    thread = threading.Thread(target=second.clock_offsets)
+    thread.start()
+    offsets = first.clock_offsets()
+    thread.join()
+    assert len(offsets) == 2
+    assert all(abs(offset) <= doubt for offset, doubt in offsets)
+
+
+def test_a_clock_that_is_off_is_named():
+    found = examine_clocks([(0.0, 0.0), (0.01, 0.02), (-90.0, 0.02)])
+    assert (found.status, found.line) == ("warning", "rank 2 up to 90.0 s off")
+    assert examine_clocks([(0.0, 0.0), (0.01, 0.02)]).status == "ok"

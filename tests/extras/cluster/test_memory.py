@@ -1,0 +1,131 @@
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from lockstep_gpt.config import ModelConfig, OptimConfig, is_module
+from lockstep_gpt.extras.cluster import memory
+from lockstep_gpt.extras.cluster.memory import States, built, footprint, step, trace_peak
+from lockstep_gpt.training.optim import build_optimizer
+
+WIDE = ModelConfig(block_size=64, n_layer=4, n_head=4, n_embd=128)
+LONG = ModelConfig(block_size=256, n_layer=5, n_head=4, n_embd=64, bias=False)
+
+
+def measured(shape, vocab_size, micro_size, precision):
+    """The most bytes that torch's allocator says were alive at once, gradients apart."""
+    model = built(shape, vocab_size, precision)
+    for weight in model.parameters():
+        weight.grad = torch.zeros_like(weight)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as report:
+        step(model, micro_size, shape.block_size, precision)
+    events = [event for event in report.profiler.kineto_results.events() if event.nbytes()]
+    live = peak = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        live += event.nbytes()
+        peak = max(peak, live)
+    return peak
+
+
+def predicted(composed, shape, vocab_size, precision, *words):
+    config = composed(f"precision={precision}", *words)
+    config.model = shape
+    return footprint(config, memory.whole_model(config, vocab_size), "cpu")
+
+
+def test_seven_billion_parameters_with_adam_take_28_28_and_56_gigabytes():
+    model = torch.nn.Linear(70_000, 100_000, bias=False, device="meta")  # 7 B
+    assert States.of(model, OptimConfig("adamw")) == States(28 * 10**9, 28 * 10**9, 56 * 10**9)
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "64-true"])
+@pytest.mark.parametrize(("shape", "vocab_size"), [(WIDE, 1000), (LONG, 256)])
+def test_peak_is_within_a_tenth_of_what_the_allocator_measures(
+    composed, shape, vocab_size, precision
+):
+    line = predicted(composed, shape, vocab_size, precision)
+    whole = line.memory(6, context=0, bucket_copies=False)
+    beside_states = whole.copies + whole.activations + whole.logits
+    assert beside_states == pytest.approx(measured(shape, vocab_size, 6, precision), rel=0.1)
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_small_shapes_give_the_line_of_deep_ones(composed, precision):
+    shape = replace(WIDE, n_layer=9)
+    line = predicted(composed, shape, 1000, precision)
+    whole = line.memory(11, context=0, bucket_copies=False)
+    traced = trace_peak(shape, 1000, 11, precision, "cpu")
+    assert whole.copies + whole.activations + whole.logits == pytest.approx(traced, rel=0.01)
+
+
+def test_logits_are_what_grows_with_the_vocabulary(composed):
+    narrow = predicted(composed, WIDE, 1024, "32-true")
+    broad = predicted(composed, WIDE, 8 * 1024, "32-true")
+    assert broad.logits == pytest.approx(8 * narrow.logits, rel=0.01)
+    assert broad.activations == pytest.approx(narrow.activations, rel=0.01)
+
+
+@pytest.mark.parametrize("algorithm", ["adamw", *filter(partial(is_module, "training"), ["muon"])])
+def test_states_are_those_that_the_optimizer_makes(composed, algorithm):
+    config = composed().optim
+    config.algorithm = algorithm
+    model = built(WIDE, 256, "32-true")
+    optimizer = build_optimizer(model, config, lr=1e-3)
+    for weight in model.parameters():
+        weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    moments = [value for state in optimizer.state.values() for value in state.values()]
+    size = sum(moment.nbytes for moment in moments if moment.ndim)
+    assert States.of(model, config).optimizer == size
+
+
+def test_the_largest_micro_batch_fits_and_the_next_does_not(composed):
+    line = predicted(composed, WIDE, 1000, "32-true")
+    most = line.largest_micro_size(1e9, context=1e8, bucket_copies=False)
+    assert line.memory(most, 1e8, False).total <= 1e9 < line.memory(most + 1, 1e8, False).total
+    assert line.largest_micro_size(1e6, context=0, bucket_copies=False) == 0
+
+
+def test_buckets_that_are_no_views_are_a_second_copy_of_the_gradients(composed):
+    line = predicted(composed, WIDE, 1000, "32-true")
+    more = line.memory(1, 0, bucket_copies=True).total - line.memory(1, 0, False).total
+    assert more == line.states.gradients
+
+
+@pytest.mark.parametrize("accelerator", ["cpu", "cuda"])
+def test_recomputed_blocks_keep_their_inputs_alone(accelerator):
+    shape = replace(LONG, dropout=0.1, activation_checkpointing=True)
+    shallow, deep = (
+        trace_peak(replace(shape, n_layer=layers), 256, 2, "32-true", accelerator)
+        for layers in (3, 13)
+    )
+    kept = 2 * LONG.block_size * LONG.n_embd * 4  # bytes of a block's input
+    assert deep - shallow == 10 * kept
+
+
+def test_dropout_in_attention_costs_a_gpu_no_mask():
+    plain, dropped = (
+        trace_peak(replace(LONG, dropout=share), 256, 2, "bf16-mixed", "cuda") for share in (0, 0.1)
+    )
+    attention = 2 * LONG.n_layer * LONG.n_head * LONG.block_size**2
+    assert dropped - plain < attention * 2  # bytes: less than one matrix of weights in bf16
+    on_cpu = trace_peak(replace(LONG, dropout=0.1), 256, 2, "bf16-mixed", "cpu")
+    assert on_cpu - plain > attention * 2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_peak_is_within_a_tenth_of_the_gpu_allocator_s(composed, precision):
+    config = composed(f"precision={precision}", "data=synthetic", "model=gpt2")
+    line = footprint(config, memory.whole_model(config, 50257), "cuda")
+    torch.cuda.reset_peak_memory_stats()
+    with torch.device("cuda"):
+        model = built(config.model, 50257, precision)
+    optimizer = build_optimizer(model, config.optim, lr=1e-3)
+    for _ in range(2):  # the second has the moments, and the gradients of the first
+        step(model, 8, config.model.block_size, precision)
+        optimizer.step()
+    whole = line.memory(8, context=0, bucket_copies=False).total
+    assert whole == pytest.approx(torch.cuda.max_memory_allocated(), rel=0.1)

@@ -1,0 +1,120 @@
+from dataclasses import replace
+
+import pytest
+
+from lockstep_gpt.config import UserError
+from lockstep_gpt.extras.cluster.hardware import HARDWARE, LINKS
+from lockstep_gpt.extras.cluster.prediction import predict, vocabulary
+from lockstep_gpt.training.schedule import plan_batch, plan_schedule
+
+H100 = HARDWARE["h100"]
+FIXED = ("batch.global_size=64", "batch.reference_size=64")
+
+
+@pytest.fixture(scope="module")
+def gpt2(composed):
+    """GPT-2 with its own vocabulary and a fixed batch, on 1 to 16 devices."""
+    config = composed("model=gpt2", "data=synthetic", "precision=bf16-mixed", *FIXED)
+    return config, predict(config, H100, (1, 2, 4, 8, 16))
+
+
+def test_the_model_is_the_published_one(gpt2):
+    assert gpt2[1].parameters == 124_439_808  # Radford et al. 2019
+    assert gpt2[1].chinchilla_tokens == gpt2[1].tokens == 20 * 124_439_808
+    assert gpt2[1].gradient_bytes == 4 * (124_439_808 + 47 * 768)  # with the padding of the head
+
+
+def test_batch_and_learning_rate_are_training_s_own(gpt2):
+    config, plan = gpt2
+    for row in plan.rows:
+        batch = plan_batch(config.batch, 1024, row.batch.devices, row.batch.nodes)
+        assert (row.batch, row.lr) == (batch, plan_schedule(config, batch).peak_lr)
+
+
+def test_a_fixed_batch_scales_strongly_and_loses_efficiency(gpt2):
+    plan = gpt2[1]
+    assert plan.scaling == "strong"
+    assert {row.batch.global_size for row in plan.rows} == {64}
+    efficiencies = [row.efficiency for row in plan.rows]
+    assert efficiencies[0] == 1
+    assert efficiencies == sorted(efficiencies, reverse=True)
+    assert all(0 < efficiency <= 1 for efficiency in efficiencies)
+
+
+def test_time_and_speed_agree(gpt2):
+    for row in gpt2[1].rows:
+        assert row.seconds * row.tokens_per_second == pytest.approx(gpt2[1].tokens)
+        assert row.batch.tokens_per_step / row.time.total == pytest.approx(row.tokens_per_second)
+
+
+def test_nodes_are_filled_one_after_the_other(gpt2):
+    layouts = [(row.batch.devices, row.batch.nodes) for row in gpt2[1].rows]
+    assert layouts == [(1, 1), (2, 1), (4, 1), (8, 1), (8, 2)]
+
+
+def test_a_batch_that_does_not_spread_grows_with_the_devices(composed):
+    config = composed("optim.lr_scaling=sqrt")  # 12 samples
+    plan = predict(config, H100, (1, 64))
+    assert plan.scaling == "weak"
+    assert "batch.global_size=null batch.micro_size=12" in plan.notes[0]
+    assert [row.batch.global_size for row in plan.rows] == [12, 12 * 64]
+    assert plan.rows[1].lr == pytest.approx(8 * plan.rows[0].lr)
+
+
+def test_a_row_that_no_run_can_have_says_why(composed):
+    plan = predict(composed(), H100, (1, 5, 12), scaling="strong")
+    assert [row.batch.world_size for row in plan.rows] == [1]
+    assert "does not divide" in plan.refused[5]
+    assert plan.refused[12] == "12 devices are no whole number of nodes of 8 each"
+
+
+def test_the_price_counts_every_device(composed):
+    plan = predict(composed(), H100, (1, 4), tokens=1e9, price=2.0)
+    for row in plan.rows:
+        assert row.cost == pytest.approx(row.seconds / 3600 * row.batch.world_size * 2.0)
+
+
+def test_slow_links_cost_efficiency(composed):
+    config = composed("model=gpt2", "precision=bf16-mixed", "batch.global_size=16")
+    slow = replace(H100, inter=LINKS["1gbe"], adapters=1)
+    fast, lame = (predict(config, hardware, (16,)).rows[0] for hardware in (H100, slow))
+    assert lame.time.exposed > 10 * fast.time.exposed
+    assert lame.efficiency < 0.5 * fast.efficiency
+
+
+def test_what_does_not_fit_says_so_and_what_would(composed):
+    config = composed("model=gpt2_xl", "batch.global_size=64")
+    row = predict(config, HARDWARE["a100-40"], (1,)).rows[0]
+    assert not row.fits
+    assert 0 < row.largest_micro_size < 64
+    assert predict(config, HARDWARE["t4"], (1,)).rows[0].largest_micro_size == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "note"),
+    [
+        (["strategy.comm_hook=powersgd"], "powersgd is planned without"),
+        (["compile=true"], "compile=true keeps fewer"),
+        (["precision=32-true"], "bf16-mixed has 14.8 times the peak"),
+    ],
+)
+def test_what_is_left_out_is_noted(composed, words, note):
+    assert any(note in each for each in predict(composed(*words), H100, (1,)).notes)
+
+
+def test_the_linear_rule_is_doubted_where_nobody_has_seen_it_hold(composed):
+    noted = [
+        any("Goyal" in note for note in predict(composed(), H100, (1, devices)).notes)
+        for devices in (8, 1024)
+    ]
+    assert noted == [False, True]
+
+
+def test_a_precision_that_the_device_lacks_is_refused(composed):
+    with pytest.raises(UserError, match="precision=bf16-mixed"):
+        predict(composed("precision=bf16-mixed"), HARDWARE["t4"], (1,))
+
+
+def test_the_vocabulary_is_that_of_the_data(composed):
+    assert vocabulary(composed().data) == 256
+    assert vocabulary(composed("data=synthetic", "data.vocab_size=999").data) == 999

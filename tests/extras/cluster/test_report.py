@@ -1,0 +1,50 @@
+import json
+
+from lockstep_gpt.extras.cluster.report import (
+    Finding,
+    Report,
+    failure,
+    merged,
+    named,
+    ok,
+    warning,
+)
+
+
+def test_what_is_ok_everywhere_is_said_once():
+    assert merged([[ok("disk", "5 GiB")], [ok("disk", "6 GiB")]]) == [ok("disk", "5 GiB")]
+
+
+def test_what_is_wrong_names_whom_it_concerns():
+    bad = failure("disk", "full", "free room")
+    (found,) = merged([[ok("disk", "5 GiB")], [bad], [bad]])
+    assert found.as_text(4) == "failure  disk  ranks 1-2: full; fix: free room"
+
+
+def test_what_is_wrong_everywhere_names_nobody():
+    bad = failure("disk", "full", "free room")
+    assert merged([[bad], [bad]]) == [bad]
+
+
+def test_the_worst_finding_decides_the_exit_status():
+    report = Report(2, [ok("a", "x"), warning("b", "y", "z")])
+    assert (report.status, report.exit_status) == ("warning", 0)
+    report.findings.append(failure("c", "y", "z"))
+    assert (report.status, report.exit_status) == ("failure", 1)
+
+
+def test_a_finding_is_one_line_and_survives_json():
+    found = Finding("disk", "failure", "full", "free room", (1, 3))
+    report = Report(4, [found], {"speed": [{"rank": 0, "GFLOP/s": 1.5}]})
+    lines = report.as_text().splitlines()
+    assert lines[-2] == "failure  disk  ranks 1, 3: full; fix: free room"
+    (values,) = json.loads(report.as_json())["findings"]
+    assert Finding.from_json(values) == found
+
+
+def test_ranks_are_written_as_spans():
+    assert [named(ranks) for ranks in ([4], [2, 0, 1], [7, 1, 2])] == [
+        "rank 4",
+        "ranks 0-2",
+        "ranks 1-2, 7",
+    ]

@@ -1,0 +1,115 @@
+"""Checkpoints of tiny models with random weights, and what was exported of them."""
+
+import pytest
+import torch
+
+from lockstep_gpt.config import ModelConfig, is_module
+from lockstep_gpt.data.tokenizer import ByteTokenizer, make_tokenizer
+from lockstep_gpt.extras.export.folder import export
+from lockstep_gpt.model.gpt import build_gpt
+from lockstep_gpt.training.checkpoint import checkpoint_path, write_checkpoint
+
+SHAPE = {"block_size": 32, "n_layer": 3, "n_head": 4, "n_embd": 48}
+WITH_MODERN = pytest.mark.skipif(
+    not is_module("model", "modern"), reason="this project was made without the extra modern"
+)
+MODELS = {
+    "gpt": {},
+    "no bias": {"bias": False},
+    "modern": {"architecture": "modern", "bias": False},
+    "shared keys": {"architecture": "modern", "bias": False, "n_kv_head": 2},
+}
+TEXTS = ["def f(x):\n    return x + 1\n" * 20, "naïve 漢字 😀\t" * 20]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread():
+    """Let no test of tiny tensors wait for a second core that is busy elsewhere."""
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def alone(tmp_path_factory):
+    """Keep transformers from the network, and its copies of modelling files out of the home."""
+    with pytest.MonkeyPatch.context() as patch:
+        folder = str(tmp_path_factory.mktemp("modules"))
+        patch.setenv("HF_HUB_OFFLINE", "1")
+        patch.setenv("HF_HOME", folder)  # of the programs that tests start
+        patch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", folder)
+        yield
+
+
+@pytest.fixture(scope="session")
+def bpe():
+    return make_tokenizer("bpe", 400, TEXTS)
+
+
+@pytest.fixture(scope="session")
+def shaped():
+    """Return what makes a model far from its first state, so that every weight counts."""
+
+    def make(vocab_size=256, seed=0, **model):
+        torch.manual_seed(seed)
+        made = build_gpt(ModelConfig(**{**SHAPE, **model}), vocab_size).eval()
+        for name, weight in made.named_parameters():
+            weight.data.add_(torch.randn_like(weight) * 0.1)
+            if name in ("token_embedding.weight", "output.weight"):
+                weight.data[vocab_size:] = 0
+        return made
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def saved(tmp_path_factory):
+    """Return what saves a model and its tokenizer as a run has; gives the checkpoint's path."""
+
+    def save(model, tokenizer, **more):
+        shape = {name: getattr(model.config, name) for name in vars(model.config)}
+        content = {
+            "config": {
+                "max_steps": 7,
+                "seed": 1,
+                "batch": {"global_size": 8},
+                "model": shape,
+                "data": {"source": "stdlib", "root": "data"},
+                "optim": {"algorithm": "adamw", "lr": 0.003},
+                "logger": {"wandb": {"project": "nobody's business"}},
+            },
+            "tokenizer": tokenizer.to_dict(),
+            "state_dict": {f"model.{name}": each for name, each in model.state_dict().items()},
+            "global_step": 7,
+            "tokens": 1344,
+            "callbacks": {"Checkpoints": {"losses": {5: 4.0, 7: 3.21987}}},
+            **more,
+        }
+        path = checkpoint_path(tmp_path_factory.mktemp("told") / "checkpoints", 7)
+        write_checkpoint(content, path)
+        return path
+
+    return save
+
+
+@pytest.fixture(scope="session")
+def folder_of(saved, tmp_path_factory):
+    """Return what exports a model; gives the folder."""
+
+    def make(model, tokenizer):
+        folder = tmp_path_factory.mktemp("exported") / "folder"
+        export(saved(model, tokenizer), folder)
+        return folder
+
+    return make
+
+
+@pytest.fixture(
+    scope="session",
+    params=[
+        pytest.param(name, marks=WITH_MODERN if "architecture" in model else ())
+        for name, model in MODELS.items()
+    ],
+)
+def pair(request, shaped, folder_of):
+    """A model of ours, and the folder that was exported of it."""
+    model = shaped(**MODELS[request.param])
+    return model, folder_of(model, ByteTokenizer())

@@ -1,0 +1,286 @@
+"""`model.init_from`: the weights of a folder, or one line that says why not."""
+
+import json
+import re
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from lockstep_gpt.config import UserError
+from lockstep_gpt.data.tokenizer import (
+    BytePairTokenizer,
+    ByteTokenizer,
+    NumberTokenizer,
+    make_tokenizer,
+)
+from lockstep_gpt.extras.export import initial_weights as module
+from lockstep_gpt.extras.export.initial_weights import initialize
+
+SMOKE = {"n_layer": 2, "n_head": 2, "n_embd": 32}  # the shape of experiment=smoke
+
+
+def gpt2(folder, tokenizer=None, size="5GB", **settings):
+    """Save a GPT-2 of transformers' own; return it."""
+    torch.manual_seed(1)
+    vocab = tokenizer.vocab_size if tokenizer else 256
+    known = {"vocab_size": vocab, "n_positions": 40, "bos_token_id": 0, "eos_token_id": 0}
+    theirs = GPT2LMHeadModel(GPT2Config(**{**known, **SMOKE, **settings})).eval()
+    for weight in theirs.parameters():
+        weight.data.add_(torch.randn_like(weight) * 0.1)
+    theirs.save_pretrained(folder, max_shard_size=size)
+    if tokenizer:
+        (folder / "tokenizer.json").write_text(tokenizer.to_dict()["json"], encoding="utf-8")
+    return theirs
+
+
+@pytest.fixture
+def begun(shaped):
+    """Return what makes a model that begins with the weights of a folder."""
+
+    def begin(folder, tokenizer=None, **model):
+        made = shaped(
+            tokenizer.vocab_size if tokenizer else 256,
+            seed=2,
+            **{**SMOKE, "block_size": 40, **model},
+            init_from=str(folder),
+        )
+        initialize(made, tokenizer or ByteTokenizer())
+        return made
+
+    return begin
+
+
+def test_logits_are_those_of_transformers(begun, tmp_path, bpe):
+    theirs = gpt2(tmp_path, bpe)
+    tokens = torch.randint(bpe.vocab_size, (2, 40))
+    ours = begun(tmp_path, bpe)
+    torch.testing.assert_close(ours(tokens), theirs(tokens).logits, rtol=1e-5, atol=1e-5)
+    assert not ours.token_embedding.weight[bpe.vocab_size :].any()
+
+
+def test_files_that_an_index_names_are_one_model(begun, tmp_path):
+    theirs = gpt2(tmp_path, size="20KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    tokens = torch.randint(256, (1, 9))
+    torch.testing.assert_close(begun(tmp_path)(tokens), theirs(tokens).logits, rtol=1e-5, atol=1e-5)
+
+
+def test_half_precision_is_taken(begun, tmp_path):
+    theirs = gpt2(tmp_path).bfloat16()
+    theirs.save_pretrained(tmp_path)
+    tokens = torch.randint(256, (1, 9))
+    expected = theirs.float()(tokens).logits
+    torch.testing.assert_close(begun(tmp_path)(tokens), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_names_without_prefix_and_causal_masks_are_those_of_the_first_gpt_2(begun, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    theirs = gpt2(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    bare = {name.removeprefix("transformer."): weight for name, weight in weights.items()}
+    masks = {f"h.{layer}.attn.bias": torch.ones(1, 1, 40, 40) for layer in range(2)}
+    head = {"lm_head.weight": bare["wte.weight"].clone()}
+    save_file({**bare, **masks, **head}, tmp_path / "model.safetensors", {"format": "pt"})
+    tokens = torch.randint(256, (1, 9))
+    torch.testing.assert_close(begun(tmp_path)(tokens), theirs(tokens).logits, rtol=1e-5, atol=1e-5)
+
+
+def test_a_shorter_context_takes_the_first_positions(begun, tmp_path):
+    theirs = gpt2(tmp_path)
+    tokens = torch.randint(256, (1, 16))
+    ours = begun(tmp_path, block_size=16)
+    torch.testing.assert_close(ours(tokens), theirs(tokens).logits, rtol=1e-5, atol=1e-5)
+
+
+def test_an_export_comes_back_to_the_bit(pair, shaped):
+    model, folder = pair
+    settings = {**vars(model.config), "init_from": str(folder)}
+    again = shaped(seed=3, **settings)
+    initialize(again, ByteTokenizer())
+    tokens = torch.randint(256, (2, 32))
+    assert torch.equal(again(tokens), model(tokens))
+    before, after = model.state_dict(), again.state_dict()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+CASES = {
+    "layers": ({"n_layer": 3}, "has n_layer=2, and model.n_layer=3; set model.n_layer=2"),
+    "heads": ({"n_head": 4}, "has n_head=2, and model.n_head=4; set model.n_head=2"),
+    "width": ({"n_embd": 64}, "has n_embd=32, and model.n_embd=64; set model.n_embd=32"),
+    "context": (
+        {"block_size": 41},
+        "has n_positions=40, and model.block_size=41; set model.block_size=40",
+    ),
+    "biases": ({"bias": False}, r"has biases, .+ for one; set model.bias=true"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_another_shape_is_refused_by_its_setting(begun, tmp_path, case):
+    gpt2(tmp_path)
+    model, line = CASES[case]
+    with pytest.raises(UserError, match=f"^model.init_from={re.escape(str(tmp_path))} {line}$"):
+        begun(tmp_path, **model)
+
+
+COMPUTED = {
+    "activation_function": "relu",
+    "layer_norm_epsilon": 1e-6,
+    "scale_attn_by_inverse_layer_idx": True,
+    "tie_word_embeddings": False,
+}
+
+
+@pytest.mark.parametrize("name", COMPUTED)
+def test_another_arithmetic_is_refused(begun, tmp_path, name):
+    gpt2(tmp_path, **{name: COMPUTED[name]})
+    with pytest.raises(UserError, match=f"has {name}=.+, and the model computes with"):
+        begun(tmp_path)
+
+
+def test_two_names_of_one_function_are_one(begun, tmp_path):
+    gpt2(tmp_path, activation_function="gelu_pytorch_tanh")
+    begun(tmp_path)
+
+
+def edited(folder, **changes):
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def claims(folder, **settings):
+    """Save a model of the first, and have its config.json say the second."""
+    gpt2(folder, **{name: is_so for name, (is_so, _) in settings.items()})
+    edited(folder, **{name: said for name, (_, said) in settings.items()})
+
+
+BROKEN = {
+    "another model": (
+        lambda folder: edited(folder, model_type="llama"),
+        "holds a llama, and model.architecture=gpt takes gpt2; give such a folder",
+    ),
+    "no folder": (shutil.rmtree, r"config.json cannot be read \(No such file or directory\); give"),
+    "no settings": (
+        lambda folder: (folder / "config.json").write_text("{"),
+        "config.json cannot be read",
+    ),
+    "no weights": (
+        lambda folder: (folder / "model.safetensors").unlink(),
+        "has no model.safetensors; load it with transformers and save it again",
+    ),
+    "half the weights": (
+        lambda folder: (folder / "model.safetensors").write_bytes(b"\0" * 20),
+        r"model.safetensors cannot be read \(.+\); copy it again",
+    ),
+    "wider inside": (lambda folder: gpt2(folder, n_inner=70), "c_fc.weight of shape"),
+    "a layer more": (
+        lambda folder: claims(folder, n_layer=(3, 2)),
+        "for which the model has no place",
+    ),
+    "a layer less": (
+        lambda folder: claims(folder, n_layer=(1, 2)),
+        "has no weight transformer.h.1.ln_1.weight; take a folder that is whole",
+    ),
+    "an untied head": (
+        lambda folder: claims(folder, tie_word_embeddings=(False, True)),
+        "has lm_head.weight, for which the model has no place",
+    ),
+    "another vocabulary": (
+        lambda folder: edited(folder, vocab_size=257),
+        "has a vocabulary of 257, the data's tokenizer one of 256; set data.tokenizer=",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_a_folder_that_does_not_fit_is_refused_in_one_line(begun, tmp_path, case):
+    gpt2(tmp_path)
+    damage, line = BROKEN[case]
+    damage(tmp_path)
+    with pytest.raises(UserError, match=line) as refusal:
+        begun(tmp_path)
+    assert "\n" not in str(refusal.value)
+
+
+def test_a_tokenizer_that_reads_text_otherwise_is_refused(begun, tmp_path, bpe):
+    gpt2(tmp_path, bpe)
+    values = bpe.to_dict()
+    words = json.loads(values["json"])
+    vocab = words["model"]["vocab"]
+    vocab["1"], vocab["2"] = vocab["2"], vocab["1"]
+    other = BytePairTokenizer({**values, "json": json.dumps(words)})
+    with pytest.raises(UserError, match=r"other tokens than the data has; set data.tokenizer="):
+        begun(tmp_path, other)
+    begun(tmp_path, make_tokenizer(str(tmp_path), 0, ()))  # the remedy
+
+
+def test_vocabulary_and_merges_are_a_tokenizer_too(begun, tmp_path, bpe):
+    gpt2(tmp_path, bpe)
+    model = json.loads((tmp_path / "tokenizer.json").read_text(encoding="utf-8"))["model"]
+    (tmp_path / "tokenizer.json").unlink()
+    (tmp_path / "vocab.json").write_text(json.dumps(model["vocab"]))
+    merges = "\n".join(" ".join(pair) for pair in model["merges"])
+    (tmp_path / "merges.txt").write_text(f"#version: 0.2\n{merges}\n")
+    begun(tmp_path, make_tokenizer(str(tmp_path), 0, ()))
+
+
+def test_bytes_of_an_export_are_the_data_s_bytes(folder_of, shaped, bpe):
+    folder = folder_of(shaped(vocab_size=bpe.vocab_size), bpe)
+    model = shaped(vocab_size=bpe.vocab_size, init_from=str(folder))
+    initialize(model, bpe)
+    model = shaped(vocab_size=256, init_from=str(folder_of(shaped(), ByteTokenizer())))
+    initialize(model, ByteTokenizer())
+    initialize(model, NumberTokenizer(256))  # what numbers mean, nobody knows
+
+
+def test_weights_that_differ_between_ranks_are_refused(begun, tmp_path, monkeypatch):
+    gpt2(tmp_path)
+    monkeypatch.setattr(module, "from_each_rank", lambda mine: [mine, "other", mine])
+    with pytest.raises(UserError, match="holds other weights for rank 1 than for rank 0"):
+        begun(tmp_path)
+
+
+def weights_of(command, run, step):
+    path = command.folder / run / f"checkpoints/step={step:06d}.ckpt"
+    return torch.load(path, weights_only=True)["state_dict"]
+
+
+def test_a_run_begins_with_the_weights_and_a_resumed_one_does_not_repeat_it(command, tmp_path):
+    theirs = gpt2(tmp_path / "theirs")
+    still = ["optim.lr=1e-12", "optim.weight_decay=0", "optim.warmup_steps=0"]
+    words = [f"model.init_from={tmp_path / 'theirs'}", *still, "run_dir=runs/tuned"]
+    out = command.train(*words, "max_steps=2").stdout
+    assert f"weights of {tmp_path / 'theirs'}, 32 of 40 positions" in out
+    first = weights_of(command, "runs/tuned", 2)
+    expected = theirs.transformer.wte.weight.detach()
+    torch.testing.assert_close(first["model.token_embedding.weight"][:256], expected)
+    shutil.rmtree(tmp_path / "theirs")
+    again = command("train", "run_dir=runs/tuned", "resume=auto", "max_steps=3").stdout
+    assert "weights of" not in again
+    command.train("resume=runs/tuned", "max_steps=4", *still, "run_dir=runs/onward")
+    onward = weights_of(command, "runs/onward", 4)
+    torch.testing.assert_close(onward["model.token_embedding.weight"][:256], expected)
+
+
+def test_two_ranks_begin_and_go_on_like_one(command, tmp_path):
+    gpt2(tmp_path / "theirs")
+    words = [f"model.init_from={tmp_path / 'theirs'}", "max_steps=7", "precision=64-true"]
+    ranks = ["trainer=cpu", "trainer.devices=2", "strategy=ddp"]
+    command.train(*words, "run_dir=runs/one")
+    command.train(*words, *ranks, "run_dir=runs/two")
+    one, two = (command.summary(f"runs/{name}")["val_loss"] for name in ("one", "two"))
+    assert one == pytest.approx(two, abs=1e-10)
+    assert not np.isclose(one, np.log(256), atol=0.1)  # it did not begin with random weights
+
+
+def test_what_does_not_fit_ends_the_command_in_one_line_and_leaves_no_run(command, tmp_path):
+    gpt2(tmp_path / "theirs", n_layer=1)
+    words = [f"model.init_from={tmp_path / 'theirs'}", "run_dir=runs/tuned"]
+    done = command.train(*words, status=2)
+    assert "has n_layer=1, and model.n_layer=2; set model.n_layer=1" in done.stdout + done.stderr
+    assert "Traceback" not in done.stdout + done.stderr
+    assert not (command.folder / "runs/tuned").exists()

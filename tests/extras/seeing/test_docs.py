@@ -1,0 +1,53 @@
+"""The pages of documentation: their commands run, their tables are true."""
+
+import inspect
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from lockstep_gpt.extras.seeing.page import write_page
+from lockstep_gpt.extras.seeing.panel import panel
+from lockstep_gpt.extras.seeing.sync_panel import SyncPanel
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs/sync_panel.md").read_text(encoding="utf-8")
+NAMES = ("report", "sync_panel")
+MADE = {"report": "comparison.html", "sync_panel": "runs/seen/panel.html"}
+
+
+def text_of(name):
+    return (ROOT / f"docs/{name}.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_commands_run_one_after_the_other(name, command):
+    for line in re.findall(r"^lockstep-gpt (.+)$", text_of(name), flags=re.MULTILINE):
+        trains = line.startswith("train")
+        command(*shlex.split(line), *([f"data.root={command.data_root}"] if trains else []))
+    assert (command.folder / MADE[name]).stat().st_size > 20_000
+
+
+def test_settings_and_defaults_are_those_of_the_callback():
+    rows = re.findall(r"^\| (`\+?[^|]+) \| ([\d., ]+) \|", PAGE, flags=re.MULTILINE)
+    said = {}
+    for names, values in rows:
+        said |= dict(zip(re.findall(r"\w+", names), values.split(", "), strict=True))
+    parameters = inspect.signature(SyncPanel).parameters.values()
+    assert said == {each.name: str(each.default) for each in parameters}
+
+
+def test_keys_are_those_of_the_page(show, recorded, tmp_path):
+    write_page(tmp_path / "panel.html", panel(recorded[0]))
+    footer = show(tmp_path / "panel.html").locator("footer kbd").all_inner_texts()
+    keys = re.findall(
+        r"^\| ([^|]+) \| [^|]+ \|$", PAGE.split("| key |")[1].split("##")[0], re.MULTILINE
+    )
+    assert " ".join(keys).replace(" to ", " ").split() == footer
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_picture_is_there_and_small(name):
+    picture = ROOT / "docs" / re.findall(r"!\[.+\]\((.+)\)", text_of(name))[0]
+    assert 10_000 < picture.stat().st_size < 150_000

@@ -1,0 +1,121 @@
+import json
+import re
+import sys
+import time
+
+import pytest
+import torch
+import yaml
+
+from lockstep_gpt import cli
+from lockstep_gpt.extras.seeing.run_report import report
+from lockstep_gpt.extras.seeing.runs import read_run
+
+DATA = re.compile(r'<script type="application/json" id="data">(.*?)</script>', re.DOTALL)
+
+
+def data(path):
+    return json.loads(DATA.findall(path.read_text(encoding="utf-8"))[0])["runs"]
+
+
+def weights(run, step):
+    path = run / f"checkpoints/step={step:06d}.ckpt"
+    return torch.load(path, weights_only=True)["state_dict"]
+
+
+@pytest.fixture(scope="module")
+def reported(finished):
+    """The README's first run, which leaves a report."""
+    return finished[0].folder / "runs/first"
+
+
+def test_a_run_leaves_its_report_and_says_where(reported):
+    (told,) = data(reported / "report.html")
+    assert told["status"] == "done"
+    assert told["curves"] == read_run(reported)["curves"]
+    assert "report  runs/first/report.html" in (reported / "train.log").read_text()
+
+
+def test_what_it_ran_on_is_noted(reported):
+    noted = json.loads((reported / "environment.json").read_text())
+    assert noted["torch"] == torch.__version__
+    assert noted["python"] == ".".join(map(str, sys.version_info[:3]))
+
+
+def test_a_run_that_is_stopped_or_fails_leaves_a_report_too(command):
+    words = ["run_dir=run", "optim.lr=1e30", "optim.clip_norm=null"]
+    command.train(*words, status=1)
+    (told,) = data(command.folder / "run/report.html")
+    assert told["status"].startswith("failed: step")
+
+
+def test_one_run_s_report_lies_in_it_and_that_of_several_beside_them(two, capsys):
+    runs = [two[0].folder / "runs" / name for name in ("first", "two")]
+    assert cli.main(["report", str(runs[0])]) == 0
+    assert cli.main(["report", *map(str, runs)]) == 0
+    assert [each["name"] for each in data(runs[0] / "report.html")] == ["first"]
+    assert [each["name"] for each in data(runs[0].parent / "report.html")] == ["first", "two"]
+    assert capsys.readouterr().out.count("open it in any browser") == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["nowhere"], "nowhere is no run directory"),
+        (["first", "."], ". is no run directory"),
+        (["first", "--output", "no/such/folder.html"], "cannot be written (No such file"),
+    ],
+)
+def test_what_cannot_be_reported_is_one_line(words, said, finished, monkeypatch, capsys):
+    monkeypatch.chdir(finished[0].folder / "runs")
+    assert cli.main(["report", *words]) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.count("\n") == 1
+
+
+def typed(command, line):
+    """Run a line of the report in a shell."""
+    module = f"{sys.executable} -m lockstep_gpt "
+    words = line.replace("lockstep-gpt ", module)
+    status, _, error = command.run_words(["sh", "-c", words])
+    assert status == 0, error
+
+
+def test_its_commands_repeat_the_run_to_the_bit_and_train_on(reported, finished):
+    command, again = finished[0], finished[0].folder / "runs/first-again"
+    typed(command, read_run(reported)["commands"]["repeat"])
+    before, after = weights(reported, 20), weights(again, 20)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    typed(command, read_run(again)["commands"]["train longer"])
+    told = read_run(again)
+    assert told["summary"]["step"] == 40
+    assert told["starts"] == 2
+    assert any("max_steps" in change for change in told["changes"])
+
+
+def test_no_secret_of_the_configuration_is_in_it(finished):
+    run = finished[0].folder / "runs/first"
+    values = yaml.safe_load((run / "config.yaml").read_text())
+    assert "callbacks" in values
+    assert "config" not in read_run(run)
+
+
+@pytest.fixture(scope="module")
+def long_run(finished, tmp_path_factory):
+    """A run directory with 100,000 logged steps of ten columns."""
+    run = tmp_path_factory.mktemp("long")
+    (run / "config.yaml").write_bytes((finished[0].folder / "runs/first/config.yaml").read_bytes())
+    names = [f"group/column_{index}" for index in range(8)]
+    lines = [",".join(["trainer/step", "trainer/tokens", *names])]
+    values = ",".join(f"{1 / 7 + index!r}" for index in range(8))
+    lines += [f"{step},{step * 768},{values}" for step in range(1, 100_001)]
+    (run / "metrics.csv").write_text("\n".join(lines) + "\n")
+    return run
+
+
+def test_a_report_of_100_000_steps_is_small_and_quick(long_run):
+    started = time.process_time()
+    text = report([long_run])
+    assert time.process_time() - started < 2
+    assert len(text.encode()) < 1_000_000

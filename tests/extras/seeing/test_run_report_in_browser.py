@@ -1,0 +1,131 @@
+import json
+import re
+
+import pytest
+
+from lockstep_gpt.extras.seeing.page import page, write_page
+from lockstep_gpt.extras.seeing.run_report import report
+from lockstep_gpt.extras.seeing.runs import read_run
+
+
+@pytest.fixture
+def path(recorded, tmp_path):
+    write_page(tmp_path / "report.html", report([recorded[0]]))
+    return tmp_path / "report.html"
+
+
+@pytest.fixture
+def view(path, show):
+    return show(path)
+
+
+@pytest.fixture
+def both(recorded, two, tmp_path, show):
+    """The report of two runs that differ in callbacks alone."""
+    runs = [two[0].folder / "runs/two", recorded[0]]
+    write_page(tmp_path / "both.html", report(runs))
+    return show(tmp_path / "both.html")
+
+
+def cells(view, section):
+    rows = view.locator(f"#{section} tbody tr").all()
+    return {row.locator("th").inner_text(): row.locator("td").all_inner_texts() for row in rows}
+
+
+def outcome(view):
+    pairs = view.locator("#outcome dl div").all()
+    return {pair.locator("dt").inner_text(): pair.locator("dd").inner_text() for pair in pairs}
+
+
+def test_every_column_of_the_metrics_is_a_curve_with_its_last_value(view, recorded):
+    curves = read_run(recorded[0])["curves"]
+    shown = view.locator("#curves figcaption b").all_inner_texts()
+    curves.pop("optim/skipped")  # of which there are none
+    assert sorted(shown) == sorted(curves)
+    assert shown[:2] == ["train/loss", "val/loss"]
+    last = curves["train/loss"][-1][2]
+    assert view.locator("#curves figcaption span").first.inner_text() == f"{last:.4f} at 20"
+
+
+def test_a_curve_is_drawn_through_all_its_points(view, recorded):
+    curves = read_run(recorded[0])["curves"]
+    for name in ("train/loss", "sync/noise_scale"):
+        figure = view.locator("figure", has=view.get_by_text(name, exact=True))
+        line = figure.locator("path.series").get_attribute("d")
+        assert len(re.findall(r"[ML]", line)) == len(curves[name])
+
+
+def test_outcome_receipt_and_commands_are_those_of_the_run(view, recorded):
+    told = read_run(recorded[0])
+    assert outcome(view).items() >= {"status": "done", "steps": "20", "tokens": "5,120"}.items()
+    assert cells(view, "receipt") == {name: [line] for name, line in told["receipt"].items()}
+    assert cells(view, "commands") == {name: [line] for name, line in told["commands"].items()}
+    assert told["samples"][0]["text"].startswith("def")
+    assert view.locator("#samples pre").first.inner_text().startswith("def")
+
+
+def test_curves_can_be_read_by_keys_and_by_pointer(view, recorded):
+    rows = read_run(recorded[0])["curves"]["train/loss"]
+    figure = view.locator("#curves figure").first
+    said = figure.locator("figcaption span")
+    figure.focus()
+    figure.press("ArrowLeft")
+    assert said.inner_text() == f"{rows[-2][2]:.4f} at {rows[-2][0]:.0f}"
+    figure.locator("svg").hover(position={"x": 53, "y": 60})
+    assert said.inner_text() == f"{rows[0][2]:.4f} at {rows[0][0]:.0f}"
+    view.locator("h1").hover()
+    assert said.inner_text().endswith("at 20")
+
+
+def test_curves_go_over_tokens_and_on_a_logarithmic_scale(view):
+    before = view.locator("#curves path.series").first.get_attribute("d")
+    view.locator("#axis").select_option("tokens")
+    said = view.locator("#curves figcaption span").first.inner_text()
+    assert said.endswith("at 5,120")
+    view.locator("#log").check()
+    assert view.locator("#curves path.series").first.get_attribute("d") != before
+
+
+def test_runs_are_compared_and_what_differs_stands_out(both):
+    assert both.locator("h1").inner_text() == "2 runs"
+    assert both.locator("#legend li").all_inner_texts() == ["two", "recorded"]
+    assert both.locator("#curves figure").first.locator("path.series").count() == 2
+    differing = both.locator("#receipt tr.differs th").all_inner_texts()
+    assert differing == ["run"]
+    assert cells(both, "outcome")["steps"] == ["20", "20"]
+    receipt = cells(both, "receipt")
+    assert receipt["batch"][0] == receipt["batch"][1]
+
+
+def test_a_run_without_anything_yet_still_has_a_page(recorded, tmp_path, show):
+    new = tmp_path / "new"
+    new.mkdir()
+    (new / "config.yaml").write_bytes((recorded[0] / "config.yaml").read_bytes())
+    write_page(tmp_path / "new.html", report([new]))
+    view = show(tmp_path / "new.html")
+    assert outcome(view)["status"].startswith("going on")
+    assert view.locator("#samples-section").is_hidden()
+
+
+def test_values_that_are_not_finite_leave_a_gap(recorded, tmp_path, show):
+    told = json.loads(json.dumps(read_run(recorded[0])))
+    told["curves"]["train/loss"][1][2] = None
+    write_page(tmp_path / "gap.html", page("report", {"runs": [told]}))
+    line = show(tmp_path / "gap.html").locator("#curves path.series").first.get_attribute("d")
+    assert line.count("M") == 2
+
+
+def test_markup_in_samples_and_names_is_text(recorded, tmp_path, show):
+    nasty = "</script><img src=x onerror=alert(1)>"
+    told = {**read_run(recorded[0]), "name": nasty, "samples": [{"step": 1, "text": nasty}]}
+    write_page(tmp_path / "page.html", page("report", {"runs": [told]}))
+    view = show(tmp_path / "page.html")
+    assert view.locator("h1").inner_text() == nasty
+    assert view.locator("img").count() == 0
+
+
+@pytest.mark.parametrize("width", [320, 1400])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_no_width_makes_the_page_scroll_sideways(path, show, width, scheme):
+    view = show(path, viewport={"width": width, "height": 800}, color_scheme=scheme)
+    assert view.evaluate("document.documentElement.scrollWidth") <= width

@@ -1,0 +1,94 @@
+import json
+import shutil
+
+import numpy as np
+import pytest
+
+from lockstep_gpt.extras.seeing.runs import read_curves, read_run, thinned
+
+HEADER = "trainer/step,trainer/tokens,train/loss,val/loss\n"
+
+
+@pytest.fixture
+def run(recorded, tmp_path):
+    """A copy of a finished run, to change."""
+    return shutil.copytree(recorded[0], tmp_path / "run")
+
+
+def test_a_finished_run_tells_how_it_ended(recorded):
+    told = read_run(recorded[0])
+    assert (told["status"], told["starts"], told["changes"]) == ("done", 1, [])
+    assert told["summary"] == json.loads((recorded[0] / "summary.json").read_text())
+    assert told["receipt"]["devices"].startswith("2 x cpu")
+    assert told["receipt"]["schedule"].startswith("5 steps")
+    assert told["advice"].startswith("gradient noise scale: ")
+
+
+def test_the_sample_is_the_one_on_the_screen(recorded):
+    (sample,) = read_run(recorded[0])["samples"]
+    shown = [line for line in recorded[1].splitlines() if line.startswith("  | ")]
+    assert sample["step"] == 20
+    assert [f"  | {line}" for line in sample["text"].split("\n")] == shown
+
+
+def test_a_run_that_goes_on_is_read_up_to_its_last_whole_row(run):
+    (run / "summary.json").unlink()
+    with (run / "metrics.csv").open("a") as file:
+        file.write("25,640")
+    told = read_run(run)
+    assert told["status"].startswith("going on")
+    assert told["curves"]["train/loss"][-1][0] == 20
+
+
+def test_a_summary_of_an_earlier_part_is_not_the_status(run):
+    with (run / "metrics.csv").open("a") as file:
+        columns = (run / "metrics.csv").read_text().splitlines()[0].count(",")
+        file.write("25,6400,2.5" + "," * (columns - 2) + "\n")
+    assert read_run(run)["status"].startswith("going on")
+
+
+def test_a_failed_run_says_where_and_why(run):
+    (run / "failed.json").write_text('{"rank": 1, "status": 1, "error": "RunError: too hot"}')
+    assert read_run(run)["status"] == "failed on rank 1: RunError: too hot"
+
+
+def test_a_run_that_has_only_been_frozen_has_nothing_to_show(run, tmp_path):
+    (tmp_path / "new").mkdir()
+    shutil.copy(run / "config.yaml", tmp_path / "new")
+    told = read_run(tmp_path / "new")
+    assert (told["curves"], told["starts"], told["receipt"], told["samples"]) == ({}, 0, {}, [])
+
+
+def test_values_are_read_beside_their_step_and_tokens_and_gaps_are_left_out(tmp_path):
+    path = tmp_path / "metrics.csv"
+    path.write_text(HEADER + "1,10,3.5,\n2,20,,2.5\n3,30,nan,\n")
+    curves = read_curves(path)
+    assert curves["train/loss"][0] == [1, 10, 3.5]
+    assert str(curves["train/loss"][1]) == "[3.0, 30.0, nan]"
+    assert curves["val/loss"] == [[2, 20, 2.5]]
+
+
+def test_a_column_without_values_is_no_curve(tmp_path):
+    (tmp_path / "metrics.csv").write_text(HEADER + "1,10,3.5,\n")
+    assert list(read_curves(tmp_path / "metrics.csv")) == ["train/loss"]
+
+
+def test_tokens_that_are_missing_are_no_number(tmp_path):
+    (tmp_path / "metrics.csv").write_text(HEADER + "1,,3.5,\n")
+    assert str(read_curves(tmp_path / "metrics.csv")["train/loss"]) == "[[1.0, nan, 3.5]]"
+
+
+def test_short_curves_stay_as_they_are():
+    assert thinned(np.ones(600)) == list(range(600))
+    assert thinned(np.ones(0)) == []
+
+
+@pytest.mark.parametrize("length", [601, 1234, 100_000])
+def test_long_curves_keep_their_ends_peaks_and_order(length):
+    values = np.random.default_rng(length).random(length)
+    high, low, bad = length // 3, length // 2, length - 2
+    values[[high, low, bad]] = 99.0, -99.0, np.nan
+    kept = thinned(values)
+    assert 500 < len(kept) <= 600
+    assert {0, high, low, bad, length - 1} <= set(kept)
+    assert kept == sorted(kept)

@@ -1,0 +1,200 @@
+import csv
+import json
+import re
+import shutil
+from pathlib import Path
+
+import lightning
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch.strategies import ModelParallelStrategy
+
+from lockstep_gpt.config import UserError
+from lockstep_gpt.extras.seeing.sync_panel import SyncPanel
+
+ON_TWO = [
+    "trainer=cpu",
+    "trainer.devices=2",
+    "strategy=ddp",
+    "strategy.process_group_backend=gloo",
+]
+
+
+def weights(run: Path) -> dict[str, torch.Tensor]:
+    return torch.load(run / "checkpoints/step=000020.ckpt", weights_only=True)["state_dict"]
+
+
+def same(one, other):
+    return all(torch.equal(one[name], other[name]) for name in one)
+
+
+def recorded_in(folder):
+    paths = sorted((folder / "sync").iterdir())
+    return [json.loads(path.read_text(encoding="utf-8")) for path in paths]
+
+
+def is_mean_of_ranks(parameter):
+    """Tell whether the average is what two float32 halves add up to."""
+    before, after = (np.array(parameter[name], "float32") for name in ("before", "after"))
+    halves = before * np.float32(0.5)
+    return len(before) == 2 and np.array_equal(after, halves[0] + halves[1])
+
+
+def test_the_first_step_and_every_so_many_are_recorded(recordings):
+    assert [each["step"] for each in recordings] == [1, 3, 6, 9, 12, 15, 18]
+
+
+def test_a_recorded_run_ends_with_the_bits_of_one_that_was_not(two, recorded):
+    assert same(weights(two[0].folder / "runs/two"), weights(recorded[0]))
+
+
+def test_the_recorded_average_is_the_mean_of_what_the_ranks_had(recordings):
+    parameters = [each for recording in recordings for each in recording["parameters"]]
+    assert all(map(is_mean_of_ranks, parameters))
+    gradients = [each["before"] for each in parameters]
+    assert sum(first != second for first, second in gradients) > 0.9 * len(gradients)
+
+
+def test_bf16_compiled_and_accumulated_steps_are_recorded_alike(command):
+    words = ["precision=bf16-mixed", "compile=true", "batch.micro_size=2"]
+    panel = ["callbacks=[default,sync_panel]", "callbacks.sync_panel.every=10"]
+    said = command.train(*ON_TWO, *words, *panel, "run_dir=run").stdout
+    assert said.count("compiled: the first step took") == 1
+    recordings = recorded_in(command.folder / "run")
+    assert [(each["accumulation"], each["spread"]) for each in recordings] == 3 * [(2, 0.0)]
+    assert all(is_mean_of_ranks(each) for each in recordings[-1]["parameters"])
+
+
+def test_ranks_are_compared_and_hold_the_same_afterwards(recordings):
+    assert {each["spread"] for each in recordings} == {0.0}
+
+
+def test_recorded_norms_are_those_of_the_log(recorded, recordings):
+    with (recorded[0] / "metrics.csv").open() as file:
+        rows = {int(row["trainer/step"]): row for row in csv.DictReader(file)}
+    norm = np.linalg.norm([each["mean_norm"] for each in recordings[5]["parameters"]])
+    assert norm == pytest.approx(float(rows[15]["optim/grad_norm"]), rel=1e-5)
+    logged = [float(rows[each["step"]]["sync/noise_scale"]) for each in recordings[1:]]
+    assert logged == [each["noise_scale"] for each in recordings[1:]]
+
+
+def test_each_rank_s_samples_are_text_of_its_own(recordings):
+    texts = [text for each in recordings for rank in each["samples"] for text in rank]
+    assert len(texts) == len(set(texts)) == 7 * 2 * 2
+    assert all(len(text.encode()) >= 32 for text in texts)  # the context of the smoke experiment
+
+
+def test_the_screen_ends_with_advice_and_the_command_that_shows_more(recorded):
+    _, screen = recorded
+    advice = re.search(r"^gradient noise scale: .* a step takes 8: .*$", screen, re.MULTILINE)
+    assert advice
+    assert advice.start() < screen.index("panel runs/recorded") < screen.index("done in")
+
+
+def test_a_resumed_run_repeats_recordings_and_noise_scale_to_the_bit(recorded, command):
+    run = command.folder / "again"
+    shutil.copytree(recorded[0], run)
+    last = json.loads((run / "sync/step=000018.json").read_text())
+    for path in [*run.glob("checkpoints/step=000020*"), *run.glob("sync/step=00001[258]*")]:
+        path.unlink()
+    command("train", f"run_dir={run}", "resume=auto")
+    assert same(weights(recorded[0]), weights(run))
+    assert json.loads((run / "sync/step=000018.json").read_text()) == last
+
+
+def test_one_rank_s_micro_batches_stand_for_ranks_and_its_weights_stay(fitted, tmp_path):
+    plain, watched = fitted(), fitted(SyncPanel(every=2))
+    assert same(plain.state_dict(), watched.state_dict())
+    recordings = recorded_in(tmp_path)
+    assert [each["step"] for each in recordings] == [1, 2, 4, 6]
+    assert all(each["ranks"] == 1 and each["accumulation"] == 2 for each in recordings)
+    assert all(each["advice"].startswith("gradient noise scale: ") for each in recordings)
+
+
+def test_samples_come_from_as_many_micro_batches_as_it_takes(fitted, tmp_path):
+    fitted(SyncPanel(every=6, samples=3, sample_tokens=5))
+    texts = recorded_in(tmp_path)[0]["samples"][0]
+    assert [len(text.split()) for text in texts] == [5, 5, 5]
+
+
+def test_files_of_a_long_run_are_few_and_the_last_step_may_be_one():
+    panel = SyncPanel(every=50, files=40)
+    steps = [step for step in range(1, 100_001) if panel.is_recorded(step)]
+    files = [step for step in steps if panel.has_file(step, 100_000)]
+    assert len(steps) == 2001
+    assert len(files) == 41
+    assert files[-1] == 100_000
+
+
+def test_the_update_is_that_of_the_weights(fitted, tmp_path):
+    weights = fitted(SyncPanel(every=6)).state_dict()
+    for parameter in recorded_in(tmp_path)[-1]["parameters"]:
+        now = weights[parameter["name"]].flatten()[parameter["positions"]].tolist()
+        assert np.float32(parameter["updated"]).tolist() == now
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"every": 0}, "callbacks.sync_panel.every=0 must be at least 1"),
+        ({"values": 0}, "callbacks.sync_panel.values=0 must be at least 1"),
+        ({"smoothing": 1.0}, "callbacks.sync_panel.smoothing=1.0 must be from 0 to below 1"),
+    ],
+)
+def test_a_wrong_setting_is_refused_by_its_name(settings, said):
+    with pytest.raises(UserError, match=re.escape(said)):
+        SyncPanel(**settings)
+
+
+def test_compression_that_remembers_is_refused(fitted):
+    with pytest.raises(UserError, match="comm_hook=powersgd makes approximations"):
+        fitted(SyncPanel(), strategy={"comm_hook": "powersgd"})
+
+
+def test_strategies_that_shard_gradients_are_refused(new_run):
+    trainer = lightning.Trainer(accelerator="cpu", strategy=ModelParallelStrategy(), devices=1)
+    with pytest.raises(UserError, match="not under ModelParallelStrategy; drop it"):
+        SyncPanel().setup(trainer, new_run().module, "fit")
+
+
+COUNTER = """
+import collections, json, torch
+from lightning import Callback
+
+class Counter(Callback):
+    def __init__(self, folder):
+        self.folder, self.profile = folder, None
+
+    def on_train_batch_end(self, trainer, *_):
+        if trainer.global_step == 3:
+            self.profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
+            self.profile.start()
+        if trainer.global_step == 5:
+            self.profile.stop()
+            names = collections.Counter(event.name for event in self.profile.events())
+            with open(f"{self.folder}/{trainer.global_rank}.json", "w") as file:
+                json.dump(names, file)
+"""
+
+
+def operations(command, *words):
+    """Return what each of two ranks does in steps 4 and 5: operations, collectives, allocations.
+
+    Not earlier: DDP arranges its buckets once, after the first step that it averaged itself.
+    """
+    (command.folder / "counter.py").write_text(COUNTER)
+    folder = command.folder / "_".join(re.sub(r"\W", "", word) for word in words)
+    folder.mkdir()
+    counter = ["+callbacks.counter._target_=counter.Counter", f"+callbacks.counter.folder={folder}"]
+    run = [f"run_dir={folder}/run", "max_steps=5", "log_every=100", "val_every=5"]
+    run += ["optim.warmup_steps=1"]
+    command.train(*ON_TWO, *words, *counter, *run, PYTHONPATH=str(command.folder))
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+
+
+def test_steps_that_are_not_recorded_do_nothing_more_on_any_rank(command):
+    counts = operations(command, "callbacks=[default,sync_panel]")  # records step 1 alone
+    assert counts == operations(command, "callbacks=default")
+    assert counts[0]["aten::empty"] > 0
+    assert any("allreduce" in name for name in counts[0])

@@ -1,0 +1,121 @@
+import fsspec
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from lockstep_gpt.config import UserError, data_sources
+from lockstep_gpt.data.corpora import Position, corpus_of, held_out
+from lockstep_gpt.data.prepare import prepare
+from lockstep_gpt.data.shards import load_index, open_split
+
+TEXTS = [f"row {number} é" for number in range(1000)]
+
+
+def write(path, columns, **options):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pyarrow.parquet.write_table(pyarrow.table(columns), path, **options)
+
+
+def settings(path, **changes):
+    return data_sources()["parquet"](path=str(path), **changes)
+
+
+def blocks(config, start=None):
+    return list(corpus_of(config).blocks(start or Position()))
+
+
+def texts(config):
+    return [text.decode() for block in blocks(config) for text in block.texts]
+
+
+@pytest.mark.parametrize("kind", ["string", "large_string", "binary", "string_view"])
+def test_rows_of_a_column_are_documents_in_order(tmp_path, kind):
+    column = pyarrow.array([*TEXTS, None, ""]).cast(kind)
+    write(tmp_path / "b.parquet", {"id": range(1002), "text": column}, row_group_size=300)
+    write(tmp_path / "a/a.parquet", {"text": ["first"]})
+    (tmp_path / "readme.md").write_text("no")
+    assert texts(settings(tmp_path)) == ["first", *TEXTS]
+
+
+def test_a_dictionary_of_texts_is_text(tmp_path):
+    column = pyarrow.array(["a", "b", "a"]).dictionary_encode()
+    write(tmp_path / "a.parquet", {"text": column})
+    assert texts(settings(tmp_path)) == ["a", "b", "a"]
+
+
+def test_another_column_can_be_named(tmp_path):
+    write(tmp_path / "a.parquet", {"text": ["t"], "body": ["b"]})
+    assert texts(settings(tmp_path, column="body")) == ["b"]
+
+
+def test_rows_are_held_out_by_their_text(tmp_path):
+    write(tmp_path / "a.parquet", {"text": TEXTS})
+    held = [val for block in blocks(settings(tmp_path, val_fraction=0.3)) for val in block.val]
+    assert held == held_out([text.encode() for text in TEXTS], 0.3)
+
+
+def test_reading_goes_on_at_any_block(tmp_path, monkeypatch):
+    write(tmp_path / "a.parquet", {"text": TEXTS}, row_group_size=300)
+    write(tmp_path / "b.parquet", {"text": TEXTS[:100]})
+    monkeypatch.setattr("lockstep_gpt.extras.sources.parquet.BLOCK", 500)
+    whole = blocks(settings(tmp_path))
+    assert len(whole) > 10
+    assert sum(len(block.texts) for block in whole) == 1100
+    for number in (0, 3, 7, len(whole) - 1):
+        assert blocks(settings(tmp_path), whole[number].after) == whole[number + 1 :]
+
+
+def test_what_is_not_utf8_is_mended(tmp_path):
+    write(tmp_path / "a.parquet", {"text": pyarrow.array([b"caf\xe9", b"x"], "binary")})
+    (block,) = blocks(settings(tmp_path))
+    assert (block.texts, block.invalid) == (["caf\ufffd".encode(), b"x"], 1)
+
+
+def test_a_url_is_read_like_a_local_path(tmp_path):
+    write(tmp_path / "a.parquet", {"text": TEXTS})
+    fsspec.filesystem("memory").put(str(tmp_path / "a.parquet"), "/far/a.parquet")
+    assert texts(settings("memory://far")) == TEXTS
+
+
+def test_a_missing_column_is_refused_with_those_there_are(tmp_path):
+    write(tmp_path / "a.parquet", {"id": [1], "body": ["b"]})
+    with pytest.raises(UserError, match=r"no column data\.column=text; there are id, body"):
+        texts(settings(tmp_path))
+
+
+@pytest.mark.parametrize("content", [b"", b"PAR1 and no more"])
+def test_a_damaged_file_is_one_clear_line(tmp_path, content):
+    (tmp_path / "a.parquet").write_bytes(content)
+    with pytest.raises(UserError, match=r"a\.parquet cannot be read: [^\n]*; mend it") as caught:
+        texts(settings(tmp_path))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_column_of_numbers_is_one_clear_line(tmp_path):
+    write(tmp_path / "a.parquet", {"text": [1, 2]})
+    with pytest.raises(UserError, match=r"a\.parquet cannot be read: .*int64"):
+        texts(settings(tmp_path))
+
+
+def test_a_missing_library_is_one_clear_line(tmp_path, monkeypatch):
+    write(tmp_path / "a.parquet", {"text": TEXTS})
+    monkeypatch.setitem(__import__("sys").modules, "pyarrow.parquet", None)
+    with pytest.raises(UserError, match=r"pip install 'lockstep-gpt\[parquet\]'"):
+        texts(settings(tmp_path))
+
+
+def test_a_folder_is_prepared_whole(tmp_path):
+    write(tmp_path / "texts/a.parquet", {"text": TEXTS})
+    config = settings(tmp_path / "texts", root=str(tmp_path / "data"), val_fraction=0.2)
+    folder = prepare(config)
+    splits = load_index(folder).splits
+    assert sum(split.documents for split in splits.values()) == len(TEXTS)
+    tokens = b"".join(open_split(folder, split).tobytes() for split in ("train", "val"))
+    assert sorted(tokens[:-1].split(b"\0")) == sorted(text.encode() for text in TEXTS)
+
+
+def test_the_command_knows_the_choice(command, tmp_path):
+    write(tmp_path / "a.parquet", {"text": TEXTS})
+    words = ["data=parquet", f"data.path={tmp_path / 'a.parquet'}", "model.block_size=8"]
+    shown = command("prepare", *words, f"data.root={tmp_path / 'data'}").stdout
+    assert shown.startswith("prepared parquet: 1,000 documents")

@@ -1,0 +1,126 @@
+"""Warm ranks do what cold ones do: the same bits, the same variables, the same ends."""
+
+import json
+import random
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from lockstep_gpt.extras.warm import server
+
+TWO = ("trainer=cpu", "trainer.devices=2", "strategy=ddp", "model.dropout=0.1")
+TELLS = """
+import json, os, lightning
+class Tells(lightning.Callback):
+    def on_train_start(self, trainer, module):
+        with open(f"{os.environ['WARM']}-{os.environ['RANK']}.json", "w") as file:
+            json.dump(dict(os.environ), file)
+"""
+OF_THIS_START = ("MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE", "WARM")
+
+
+def test_warm_ranks_have_the_variables_and_the_bits_of_cold_ones(command):
+    (command.folder / "tells.py").write_text(TELLS)
+    words = (*TWO, "+callbacks.tells._target_=tells.Tells")
+    for warm in ("true", "false"):
+        environment = {"PYTHONPATH": str(command.folder), "WARM": warm}
+        command.train(*words, f"launch.warm={warm}", f"run_dir=run-{warm}", **environment)
+    for rank in (0, 1):
+        warm, cold = (
+            json.loads((command.folder / f"{name}-{rank}.json").read_text())
+            for name in ("true", "false")
+        )
+        assert warm.keys() == cold.keys()
+        assert [name for name in cold if cold[name] != warm[name]] == sorted(
+            set(OF_THIS_START) & set(cold), key=list(cold).index
+        )
+    warm, cold = (
+        torch.load(command.folder / f"run-{name}/checkpoints/step=000020.ckpt")["state_dict"]
+        for name in ("true", "false")
+    )
+    assert warm.keys() == cold.keys()
+    assert all(torch.equal(warm[name], cold[name]) for name in cold)
+
+
+@pytest.mark.parametrize(
+    ("override", "line"),
+    [
+        (
+            "strategy=ddp_spawn",
+            "launch.warm=true needs Linux, the extra `warm`, and another strategy",
+        )
+    ],
+)
+def test_warm_where_it_cannot_be_is_refused_before_anything_is_made(command, override, line):
+    result = command.train(*TWO[:2], override, "launch.warm=true", "run_dir=run", status=2)
+    assert line in result.stderr
+    assert not (command.folder / "run").exists()
+
+
+def test_jobs_of_a_sweep_are_forks_of_one_process(command):
+    command.train(*TWO, "run_dir=first", "max_steps=6")
+    before = {key: each.process.pid for key, each in server._kept.items()}
+    command.train("--multirun", "seed=1,2", *TWO, "run_dir=sweep", "max_steps=6")
+    assert {key: each.process.pid for key, each in server._kept.items()} == before
+    command.train(*TWO, "run_dir=more", "max_steps=6", OMP_NUM_THREADS="2")
+    assert len(server._kept) == len(before) + 1  # other threads: a server of their own
+    for key in {*server._kept} - {*before}:
+        server._kept.pop(key).close()
+
+
+def started(command, processes_of, wait_for, *words):
+    """Start a long run; return it and a function that finds its processes by their words."""
+    run = command.folder / "run"
+    process = command.start(*command.smoke(*TWO, *words, f"run_dir={run}"))
+
+    def find(word):
+        return [pid for pid in processes_of(run) if word in words_of(pid)]
+
+    wait_for(lambda: (run / "checkpoints/step=000010.ckpt").exists() or process.poll() is not None)
+    return process, find
+
+
+def words_of(pid):
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
+    except FileNotFoundError:
+        return ""
+
+
+def test_ranks_restart_cold_where_the_server_was_killed(command, processes_of, wait_for, kill):
+    process, find = started(command, processes_of, wait_for, "max_steps=400", "checkpoint.every=10")
+    kill(find("lockstep_gpt.extras.warm")[0])
+    before = set(find("processes rank"))
+    kill(max(before))
+    wait_for(lambda: len(set(find("processes rank")) - before) == 2)
+    assert all("python" in words_of(pid).split()[0] for pid in find("processes rank"))
+    _, said = process.communicate(timeout=120)
+    assert process.returncode == 0, said
+    assert "was killed by SIGKILL; restarting all ranks (1 of 3)" in said
+
+
+@pytest.mark.parametrize("victim", ["lockstep_gpt train", "processes agent"])
+def test_nothing_outlives_a_killed_parent_or_agent(command, processes_of, wait_for, kill, victim):
+    process, find = started(command, processes_of, wait_for, "max_steps=100000")
+    kill(find(victim)[0])
+    process.communicate(timeout=30)
+    assert process.returncode == (-signal.SIGKILL if victim.endswith("train") else 1)
+    wait_for(lambda: not processes_of(command.folder / "run"), 10)
+
+
+def test_kills_at_random_moments_of_the_start_end_in_good_order(command, processes_of, wait_for):
+    """What `scripts/benchmarks/warm.py --kills 50` does at length."""
+    chance = random.Random(3)
+    for attempt in range(3):
+        run = command.folder / f"run{attempt}"
+        words = command.smoke(*TWO, "max_steps=100000", f"run_dir={run}")
+        process = command.start_words([sys.executable, "-m", "lockstep_gpt", *words])
+        time.sleep(chance.uniform(0.5, 8))  # from its own imports to its first steps
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=60)
+        assert process.returncode in (128 + signal.SIGTERM, -signal.SIGTERM)
+        wait_for(lambda run=run: not processes_of(run), 10)

@@ -1,0 +1,231 @@
+"""A server of forks: what it forks belongs to whoever asks, and nothing outlives anybody."""
+
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from lockstep_gpt.extras.warm.server import Server, ServerGoneError, kept, mattering_of
+
+SLEEP = ("subprocess:call", [["sleep", "600"]])
+# A program that asks a server for a child, tells its id, and waits to be killed.
+REQUESTER = """
+import os, sys, time
+from lockstep_gpt.extras.warm.server import Server
+server = Server.started(os.environ)
+child, = server.fork("time:sleep", [600], ["sleeper"], [os.environ])
+print(server.process.pid, child.pid, flush=True)
+time.sleep(600)
+"""
+
+# A process with one thread that has imported everything, as an agent is; its server is stopped,
+# which stands for one that hangs.
+STOPPED = """
+import os, signal
+from lockstep_gpt.extras.warm import server
+server.ANSWER_SECONDS = 1
+own = server.Server.forked("own")
+os.kill(own.process.pid, signal.SIGSTOP)
+try:
+    own.fork("builtins:len", [""], ["words"], [os.environ])
+except server.ServerGoneError as error:
+    print(own.process.returncode, error)
+"""
+MAKES = """
+import atexit, shutil, tempfile
+folder = tempfile.TemporaryDirectory(suffix="-made")
+other = tempfile.mkdtemp(suffix="-kept")
+atexit.register(shutil.rmtree, other)
+"""
+
+
+@pytest.fixture(scope="module")
+def server():
+    made = Server.started(os.environ)
+    yield made
+    made.close()
+
+
+def is_alive(pid):
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
+
+
+@pytest.mark.parametrize(("text", "status"), [("", 0), ("four", 4), ("x" * 200, 200)])
+def test_status_is_that_of_the_function(server, text, status):
+    (child,) = server.fork("builtins:len", [text], ["words"], [os.environ])
+    assert child.wait(30) == status
+    assert child.poll() == status
+
+
+def test_end_that_a_handler_learns_of_first_is_known_to_who_waits(server):
+    (child,) = server.fork("subprocess:call", [["sleep", "0.5"]], ["words"], [os.environ])
+    before = signal.signal(signal.SIGUSR2, lambda *_: child.wait())
+    timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGUSR2))
+    timer.start()
+    try:
+        assert child.wait() == 0
+    finally:
+        timer.join()
+        signal.signal(signal.SIGUSR2, before)
+
+
+def test_child_is_the_requester_s_own_and_leads_a_session(server):
+    (child,) = server.fork(*SLEEP, ["words"], [os.environ])
+    stat = Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()
+    assert (int(stat[1]), int(stat[2]), int(stat[3])) == (os.getpid(), child.pid, child.pid)
+    with pytest.raises(subprocess.TimeoutExpired):
+        child.wait(0.05)
+    os.killpg(child.pid, signal.SIGTERM)
+    assert child.wait(30) == -signal.SIGTERM
+
+
+def test_child_has_the_environment_folder_streams_and_words_it_was_given(
+    server, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    program = "import os, sys; print(os.getcwd(), sys.argv, os.environ['X'], sys.path[:2])"
+    (tmp_path / "told.py").write_text(f"def tell():\n    {program}\n    return 3\n")
+    files = [(tmp_path / name).open("w+") for name in ("out", "err")]
+    streams = [0, *(file.fileno() for file in files)]
+    environments = [{**os.environ, "X": name, "PYTHONPATH": "/from/it"} for name in "ab"]
+    children = server.fork("told:tell", [], ["mod", "arg"], environments, streams)
+    assert [child.wait(30) for child in children] == [3, 3]
+    expected = {f"{tmp_path} ['mod', 'arg'] {name} ['{tmp_path}', '/from/it']" for name in "ab"}
+    assert set((tmp_path / "out").read_text().splitlines()) == expected
+    assert (tmp_path / "err").read_text() == ""
+    for file in files:
+        file.close()
+
+
+def test_exception_of_the_function_is_shown_and_is_status_1(server, tmp_path):
+    with (tmp_path / "err").open("w") as file:
+        (child,) = server.fork("builtins:len", [3], ["w"], [os.environ], [0, 1, file.fileno()])
+        assert child.wait(30) == 1
+    assert "TypeError" in (tmp_path / "err").read_text()
+
+
+def test_children_draw_different_numbers(server, tmp_path):
+    (tmp_path / "draw.py").write_text(
+        "import os, random, pathlib, numpy\ndef draw(folder):\n"
+        "    numbers = f'{random.random()} {numpy.random.random()}'\n"
+        "    pathlib.Path(folder, os.environ['X']).write_text(numbers)\n    return 0\n"
+    )
+    environments = [{**os.environ, "PYTHONPATH": str(tmp_path), "X": name} for name in "ab"]
+    children = server.fork("draw:draw", [str(tmp_path)], ["draw"], environments)
+    assert [child.wait(30) for child in children] == [0, 0]
+    drawn = [(tmp_path / name).read_text().split() for name in "ab"]
+    assert len({*drawn[0], *drawn[1]}) == 4
+
+
+def test_server_that_was_killed_is_told_and_leaves_its_children_alone():
+    server = Server.started(os.environ)
+    (child,) = server.fork(*SLEEP, ["words"], [os.environ])
+    server.process.kill()
+    with pytest.raises(ServerGoneError):
+        server.fork(*SLEEP, ["words"], [os.environ])
+    assert child.poll() is None
+    child.kill()
+    assert child.wait(30) == -signal.SIGKILL
+
+
+def test_server_that_answers_no_more_is_ended_within_its_limit():
+    done = subprocess.run([sys.executable, "-c", STOPPED], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == [str(-signal.SIGKILL), "timed", "out"]
+
+
+def test_nothing_outlives_a_requester_that_was_killed(wait_for):
+    requester = subprocess.Popen(
+        [sys.executable, "-c", REQUESTER], stdout=subprocess.PIPE, text=True
+    )
+    pids = [int(word) for word in requester.stdout.readline().split()]
+    assert all(map(is_alive, pids))
+    requester.kill()
+    requester.communicate()
+    wait_for(lambda: not any(map(is_alive, pids)), 10)
+
+
+def test_closed_standard_input_is_no_obstacle(server):
+    kept_input = os.dup(0)
+    os.close(0)
+    try:
+        (child,) = server.fork("builtins:len", ["four"], ["words"], [os.environ])
+        assert child.wait(30) == 4
+    finally:
+        os.dup2(kept_input, 0)
+        os.close(kept_input)
+
+
+def test_what_a_server_s_modules_made_goes_with_the_server_and_not_with_a_child(tmp_path):
+    environment = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": str(tmp_path)}
+    (tmp_path / "makes.py").write_text(MAKES)
+    server = Server.started(environment, ["makes"])
+    (child,) = server.fork("builtins:len", [""], ["words"], [environment])
+    assert child.wait(30) == 0
+    made = {path.name.partition("-")[2] for path in tmp_path.glob("*-*")}
+    assert made == {"made", "kept"}
+    server.close()
+    assert not [*tmp_path.glob("*-made"), *tmp_path.glob("*-kept")]
+
+
+def test_only_what_libraries_read_on_import_tells_servers_apart():
+    same = {"OMP_NUM_THREADS": "2", "CUDA_VISIBLE_DEVICES": "0"}
+    assert mattering_of({**same, "HOME": "/", "RANK": "3"}) == same
+
+
+def test_server_is_kept_until_the_outermost_block_ends():
+    from lockstep_gpt.extras.warm import server as module
+
+    class Fake:
+        closed = 0
+
+        def close(self):
+            self.closed += 1
+
+    fake, before = Fake(), (module._keepers, dict(module._kept))
+    module._keepers = 0
+    module._kept.clear()
+    try:
+        with kept():
+            with kept():
+                module._kept["key"] = fake
+            assert not fake.closed
+        assert (fake.closed, module._kept) == (1, {})
+    finally:
+        module._keepers = before[0]
+        module._kept.update(before[1])
+
+
+def test_server_has_one_thread_once_it_has_forked(server):
+    (child,) = server.fork("builtins:len", [""], ["words"], [os.environ])
+    assert child.wait(30) == 0
+    assert "Threads:\t1\n" in Path(f"/proc/{server.process.pid}/status").read_text()
+
+
+WITHOUT = """
+import sys
+from lockstep_gpt.launch import processes
+from lockstep_gpt.extras.warm import program
+with program.without_transformers():
+    processes.import_all(program.PROCESSES)
+assert "transformers" not in sys.modules
+from torchmetrics.text.bert import BERTScore
+from torchmetrics.functional.text import bert
+print(bert.AutoModel.__module__)
+"""
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("transformers"), reason="needs transformers")
+def test_transformers_is_imported_only_by_who_asks_for_a_metric_that_needs_it():
+    done = subprocess.run([sys.executable, "-c", WITHOUT], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("transformers.")

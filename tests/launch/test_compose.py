@@ -1,0 +1,205 @@
+import itertools
+
+import pytest
+import yaml
+
+from lockstep_gpt.config import UserError, from_container
+from lockstep_gpt.launch import compose
+
+SECRET = "canary-2f6c"
+GROUPS = ("model", "data", "optim", "trainer", "strategy", "callbacks", "logger")
+
+
+def jobs(*arguments):
+    """What `checked` makes of each job: `(values, config)` or the mistake."""
+    ends = []
+
+    def job(config):
+        try:
+            ends.append(compose.checked(config))
+        except UserError as error:
+            ends.append(error)
+
+    compose.run(list(arguments), job)
+    return ends
+
+
+def composed(*arguments):
+    (end,) = jobs(*arguments)
+    if isinstance(end, UserError):
+        raise end
+    return end
+
+
+def refusal(*arguments):
+    with pytest.raises(UserError) as error:
+        composed(*arguments)
+    line = str(error.value)
+    assert "\n" not in line
+    return line
+
+
+def choices(group):
+    return sorted(path.stem for path in (compose.config_folder() / group).glob("*.yaml"))
+
+
+def every_choice():
+    """Command lines that between them take every choice of every group."""
+    groups = {group: itertools.cycle(choices(group)) for group in GROUPS}
+    lines = [
+        [f"{group}={next(names)}" for group, names in groups.items()]
+        for _ in range(max(len(choices(group)) for group in GROUPS))
+    ]
+    for line in lines:
+        if "strategy=fsdp2" in line:  # which refuses another optimizer
+            line[:] = ["optim=adamw" if word.startswith("optim=") else word for word in line]
+    return lines
+
+
+@pytest.mark.parametrize("arguments", every_choice(), ids=" ".join)
+def test_every_choice_of_every_group_composes(arguments):
+    values, config = composed(*arguments)
+    taken = dict(argument.split("=") for argument in arguments)
+    assert config.data.source == taken["data"]
+    assert from_container(values) == config
+
+
+@pytest.mark.parametrize("name", choices("experiment"))
+def test_every_experiment_composes_and_names_its_settings(name):
+    values, _ = composed(f"experiment={name}")
+    preset = yaml.safe_load((compose.config_folder() / "experiment" / f"{name}.yaml").read_text())
+    assert values["max_steps"] == preset["max_steps"]
+    assert values["batch"].items() >= preset["batch"].items()
+
+
+def test_an_experiment_overrides_groups_and_the_command_line_beats_it():
+    _, config = composed("experiment=gpt2_124m", "trainer=cpu", "max_steps=7", "optim.lr=0.5")
+    assert (config.model.n_embd, config.precision) == (768, "bf16-mixed")
+    assert (config.trainer["accelerator"], config.max_steps, config.optim.lr) == ("cpu", 7, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("argument", "line"),
+    [
+        ("max_step=3", "unknown setting max_step; did you mean max_steps?"),
+        ("optim.lrr=3", "unknown setting optim.lrr; did you mean optim.lr?"),
+        ("strategy.bucket_cap=3", "unknown setting strategy.bucket_cap; "
+         "did you mean strategy.bucket_cap_mb?"),
+        ("models=nano", "unknown setting models; did you mean model?"),
+        ("batch.x.y=3", "unknown setting batch.x; there are "
+         "micro_size, global_size, reference_size"),
+        ("trainer.profiler=simple", "unknown setting trainer.profiler; "
+         "what the YAML does not list is added with +trainer.profiler=simple"),
+        ("data.field=x", "data.field is a setting of another choice of data"),
+        ("max_steps=many", "max_steps=many: "
+         "Value 'many' of type 'str' could not be converted to Integer"),
+        ("seed=1.5", "seed=1.5: Value '1.5' of type 'float' could not be converted to Integer"),
+        ("model=gpt3", f"model=gpt3 is not one of {', '.join(choices('model'))}; "
+         "did you mean gpt2?"),
+        ("experiment=x", f"experiment=x is not one of {', '.join(choices('experiment'))}"),
+        ("trainer.max_steps=5", "trainer.max_steps=5 is not set there; set max_steps instead"),
+        ("+trainer.precision=64", "trainer.precision=64 is not set there; set precision instead"),
+        ("max_steps=0", "max_steps=0 must be at least 1"),
+        ("run_name=${nope}", "run_name=${nope}: Interpolation key 'nope' not found"),
+    ],
+)  # fmt: skip
+def test_a_wrong_override_is_refused_in_one_line(argument, line):
+    assert refusal(argument) == line
+
+
+@pytest.mark.parametrize(
+    ("argument", "part"),
+    [
+        ("max_steps=[1", "[1"),
+        ("max_steps", "max_steps"),
+        ("run_name=${oc.env:LOCKED_ROOM}", "'LOCKED_ROOM' not found"),
+        ("+max_steps=3", "Either remove + prefix: 'max_steps=3'"),
+        ("batch=3", "batch=3: Invalid type"),
+        ("~model", "model"),
+        ("seed=1,2", "add --multirun"),
+    ],
+)
+def test_a_wrong_use_of_the_grammar_is_refused_with_what_was_typed(argument, part):
+    assert part in refusal(argument)
+
+
+@pytest.mark.parametrize(
+    ("written", "line"),
+    [
+        ("max_stepz: 3", "unknown setting max_stepz; did you mean max_steps?"),
+        (
+            "optim:\n  lr: fast",
+            "optim.lr=...: Value 'fast' of type 'str' could not be converted to Float",
+        ),
+        ("model:\n  heads: 2", "unknown setting model.heads; did you mean model.n_head?"),
+    ],
+)
+def test_a_mistake_in_a_user_s_own_file_is_refused_like_one_on_the_command_line(
+    tmp_path, written, line
+):
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "mine.yaml").write_text(f"# @package _global_\n{written}\n")
+    refused = refusal("experiment=mine", "--config-dir", str(tmp_path))
+    assert refused == f"experiment/mine.yaml: {line}"
+
+
+def test_broken_yaml_is_refused_by_its_file(tmp_path):
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "mine.yaml").write_text("max_steps: [1\n")
+    assert "mine.yaml" in refusal("experiment=mine", "--config-dir", str(tmp_path))
+
+
+def test_a_user_s_own_experiment_is_found_through_config_dir(tmp_path):
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "mine.yaml").write_text(
+        "# @package _global_\ndefaults:\n  - smoke\nseed: 5\n"
+    )
+    _, config = composed("experiment=mine", "--config-dir", str(tmp_path))
+    assert (config.seed, config.max_steps) == (5, 20)
+
+
+def test_what_the_environment_holds_stays_a_reference(monkeypatch):
+    monkeypatch.setenv("SECRET_KEY", SECRET)
+    values, config = composed(
+        "run_name=${oc.env:SECRET_KEY}",
+        "+logger.a.second=${run_name}",
+        "+logger.a.inside='key ${oc.env:SECRET_KEY}'",
+        "+logger.a.list=[1,'${oc.env:SECRET_KEY}']",
+        "+logger.b=${logger.a}",
+        "+logger.c.decoded='${oc.decode:${oc.env:SECRET_KEY}}'",
+        "+logger.d=${seed}",
+    )
+    assert SECRET not in yaml.safe_dump(values)
+    assert (values["run_name"], values["logger"]["d"]) == ("${oc.env:SECRET_KEY}", 1337)
+    assert config.run_name == config.logger["a"]["second"] == SECRET
+    assert config.logger["a"]["inside"] == f"key {SECRET}"
+    assert config.logger["b"]["list"] == [1, SECRET]
+
+
+def test_other_references_are_resolved_when_the_run_is_frozen():
+    values, _ = composed(
+        "run_name=run-${seed}-${now:%Y}", "+trainer.limit=${optim.warmup_steps}", "seed=4"
+    )
+    assert values["run_name"].startswith("run-4-20")
+    assert values["trainer"]["limit"] == 100
+
+
+def test_the_command_line_alone_can_describe_a_run():
+    _, config = composed("~experiment", "max_steps=3", "batch.global_size=2")
+    assert (config.max_steps, config.batch.global_size) == (3, 2)
+    assert refusal("~experiment", "max_steps=3").startswith("batch.micro_size=null and batch.")
+
+
+def test_each_job_of_a_sweep_is_composed_by_itself(tmp_path):
+    ends = jobs("--multirun", f"run_dir={tmp_path}", "max_steps=5,0", "seed=1")
+    assert ends[0][1].max_steps == 5
+    assert str(ends[1]) == "max_steps=0 must be at least 1"
+
+
+def test_an_error_of_the_job_itself_is_not_taken_for_a_wrong_setting():
+    def job(config):
+        raise ValueError(f"a fault at step {config.max_steps}")
+
+    with pytest.raises(ValueError, match="a fault at step 3") as fault:
+        compose.run(["max_steps=3"], job)
+    assert not isinstance(fault.value, UserError)

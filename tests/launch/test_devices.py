@@ -1,0 +1,134 @@
+import pytest
+
+from lockstep_gpt.config import Config, UserError
+from lockstep_gpt.launch import devices
+from lockstep_gpt.launch.devices import Placement, gpu_count, place
+
+
+@pytest.fixture
+def gpus_here(tmp_path, monkeypatch):
+    """Make this machine look like one with `count` GPUs, of which `mask` leaves some visible."""
+
+    def look_like(count, mask=None):
+        for name in ["nvidiactl", "nvidia-uvm", *(f"nvidia{index}" for index in range(count))]:
+            (tmp_path / name).touch()
+        monkeypatch.setattr(devices, "DEVICE_FILES", tmp_path)
+        monkeypatch.setenv("PATH", str(tmp_path))  # without an nvidia-smi
+        for name in ("CUDA_VISIBLE_DEVICES", "RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+            monkeypatch.delenv(name, raising=False)
+        if mask is not None:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", mask)
+
+    return look_like
+
+
+def config(trainer, **settings):
+    return Config(max_steps=1, trainer=trainer, **settings)
+
+
+def refusal(trainer, **settings):
+    with pytest.raises(UserError) as error:
+        place(config(trainer, **settings))
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("present", "mask", "visible"),
+    [
+        (0, None, 0),
+        (2, None, 2),
+        (4, "0,2", 2),
+        (4, " 3 , 1 ", 2),
+        (2, "", 0),
+        (2, "-1", 0),
+        (4, "0,-1,1", 1),
+        (2, "GPU-8f2c,GPU-77ab", 2),
+        (0, "0", 0),
+    ],
+)
+def test_gpus_are_counted_as_cuda_counts_them(gpus_here, present, mask, visible):
+    gpus_here(present, mask)
+    assert gpu_count() == visible
+
+
+def test_without_device_files_nvidia_smi_is_asked(gpus_here, tmp_path):
+    gpus_here(0)
+    command = tmp_path / "nvidia-smi"
+    command.write_text("#!/bin/sh\necho 'GPU 0: One (UUID: GPU-1)'\necho 'GPU 1: Two'\n")
+    command.chmod(0o755)
+    assert gpu_count() == 2
+
+
+@pytest.mark.parametrize(
+    ("gpus", "trainer", "placement"),
+    [
+        (0, {}, Placement("cpu", 1, 1)),
+        (3, {}, Placement("cuda", 3, 1)),
+        (3, {"accelerator": "auto", "devices": "auto", "num_nodes": 2}, Placement("cuda", 3, 2)),
+        (3, {"accelerator": "gpu", "devices": 2}, Placement("cuda", 2, 1)),
+        (3, {"accelerator": "cuda"}, Placement("cuda", 3, 1)),
+        (3, {"accelerator": "cpu"}, Placement("cpu", 1, 1)),
+        (0, {"accelerator": "cpu", "devices": 64}, Placement("cpu", 64, 1)),
+    ],
+)
+def test_auto_takes_what_is_there_and_the_rest_is_as_asked(gpus_here, gpus, trainer, placement):
+    gpus_here(gpus)
+    assert place(config(trainer)) == placement
+
+
+def test_a_gpu_that_is_not_there_is_refused_with_the_mask_that_hides_it(gpus_here):
+    gpus_here(0)
+    without = "trainer.accelerator=gpu but no GPUs visible; trainer=cpu runs without"
+    assert refusal({"accelerator": "gpu"}) == without
+    gpus_here(2, mask="-1")
+    assert "no GPUs visible with CUDA_VISIBLE_DEVICES=-1" in refusal({"accelerator": "gpu"})
+
+
+def test_more_devices_than_gpus_are_refused_with_what_is_there(gpus_here):
+    gpus_here(1)
+    assert refusal({"devices": 2}) == "trainer.devices=2 is more than there are: 1 GPU visible"
+
+
+def test_arithmetic_of_gpus_alone_is_refused_on_a_cpu(gpus_here):
+    gpus_here(0)
+    line = refusal({}, precision="16-mixed")
+    assert line.startswith("precision=16-mixed needs a GPU, this run takes cpu; set precision=")
+
+
+def test_nccl_is_refused_on_a_cpu(gpus_here):
+    gpus_here(2)
+    backend = {"process_group_backend": "nccl"}
+    line = refusal({"accelerator": "cpu", "devices": 2}, strategy=backend)
+    assert line.startswith("strategy.process_group_backend=nccl needs GPUs")
+    assert place(config({"devices": 2}, strategy=backend)) == Placement("cuda", 2, 1)
+
+
+@pytest.fixture
+def launched(gpus_here, monkeypatch):
+    """Start this process as one of `ranks` on each of `nodes` machines without a GPU."""
+
+    def by_a_launcher(ranks, nodes=1):
+        gpus_here(0)
+        sizes = {"RANK": 0, "WORLD_SIZE": ranks * nodes, "LOCAL_WORLD_SIZE": ranks}
+        for name, value in sizes.items():
+            monkeypatch.setenv(name, str(value))
+
+    return by_a_launcher
+
+
+@pytest.mark.parametrize("trainer", [{}, {"devices": 4}, {"devices": "auto", "num_nodes": 2}])
+def test_inside_a_launcher_its_ranks_are_taken(launched, trainer):
+    launched(ranks=4, nodes=2)
+    assert place(config(trainer)) == Placement("cpu", 4, 2)
+
+
+def test_ranks_that_a_launcher_did_not_start_are_refused(launched):
+    launched(ranks=4, nodes=2)
+    assert refusal({"devices": 8}).startswith("trainer.devices=8 but the launcher started 4 ranks")
+    assert refusal({"num_nodes": 3}).startswith("trainer.num_nodes=3 but the launcher started 2")
+
+
+def test_spawning_inside_a_launcher_is_refused(launched):
+    launched(ranks=2)
+    line = refusal({}, strategy={"start_method": "spawn"})
+    assert line.startswith("strategy=ddp_spawn starts its own ranks and cannot run inside")

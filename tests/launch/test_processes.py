@@ -1,0 +1,53 @@
+import importlib.util
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from lockstep_gpt.config import PROGRAM
+from lockstep_gpt.launch import processes
+from lockstep_gpt.launch.run_directory import RunDirectory
+
+CHILD = """
+import time
+from lockstep_gpt.launch.processes import end_with_parent
+end_with_parent()
+print("ready", flush=True)
+time.sleep(60)
+"""
+PARENT = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1]])"
+
+
+@pytest.mark.parametrize("role", ["agent", "rank"])
+def test_a_command_starts_this_python_on_the_run(role, tmp_path):
+    run = RunDirectory(tmp_path / "a run")
+    start = [sys.executable, "-m", "lockstep_gpt.launch.processes"]
+    assert processes.command(role, run) == [*start, role, str(run.path)]
+    assert importlib.util.find_spec(processes.MODULES[role])
+
+
+def test_a_user_is_told_to_type_what_reaches_this_installation(tmp_path, monkeypatch):
+    script = tmp_path / "bin" / PROGRAM
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "bin" / "python"))
+    monkeypatch.setenv("PATH", str(script.parent))
+    monkeypatch.chdir(tmp_path)
+    assert processes.invocation() == f"{sys.executable} -m lockstep_gpt"
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / "scripts" / "dev.py").touch()
+    assert processes.invocation() == "python3 scripts/dev.py"
+    script.parent.mkdir()
+    script.touch(mode=0o755)
+    assert processes.invocation() == PROGRAM
+
+
+def test_a_process_ends_soon_after_its_parent_was_killed():
+    parent = subprocess.Popen(
+        [sys.executable, "-c", PARENT, CHILD], stdout=subprocess.PIPE, text=True
+    )
+    assert parent.stdout.readline() == "ready\n"
+    parent.send_signal(signal.SIGKILL)
+    killed = time.monotonic()
+    parent.communicate(timeout=30)  # the pipe ends when the child, which shares it, has ended
+    assert time.monotonic() - killed < 5

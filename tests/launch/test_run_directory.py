@@ -1,0 +1,150 @@
+import json
+import threading
+
+import pytest
+import yaml
+
+from lockstep_gpt.config import UserError
+from lockstep_gpt.launch.run_directory import RunDirectory
+
+VALUES = {
+    "max_steps": 10,
+    "run_name": "größer",
+    "batch": {"global_size": 4},
+    "model": {"block_size": 8, "n_layer": 1, "n_head": 1, "n_embd": 8},
+    "data": {"source": "stdlib"},
+    "optim": {"algorithm": "adamw", "lr": 1e-8},
+}
+
+
+@pytest.fixture
+def run(tmp_path):
+    return RunDirectory(tmp_path / "runs" / "first")
+
+
+def test_what_is_frozen_is_read_back_as_it_was(run):
+    run.create(VALUES)
+    assert run.values() == VALUES
+    config = run.load()
+    assert (config.run_name, config.optim.lr, config.batch.global_size) == ("größer", 1e-8, 4)
+
+
+def test_another_machine_never_reads_half_of_it(run, monkeypatch):
+    def written(_values):
+        assert not run.config.exists()
+        return "max_steps: 10\n"
+
+    monkeypatch.setattr("lockstep_gpt.launch.run_directory._as_yaml", written)
+    run.create(VALUES)
+    assert run.values() == {"max_steps": 10}
+    assert [each.name for each in run.path.iterdir()] == ["config.yaml"]
+
+
+def test_a_reference_to_the_environment_is_kept_in_the_file_and_resolved_by_who_reads(
+    run, monkeypatch
+):
+    monkeypatch.setenv("RUN_NAME", "canary")
+    run.create({**VALUES, "run_name": "${oc.env:RUN_NAME}"})
+    assert "canary" not in run.config.read_text()
+    assert run.load().run_name == "canary"
+
+
+def test_the_hash_tells_other_values_apart(run, tmp_path):
+    run.create(VALUES)
+    same, other = RunDirectory(tmp_path / "same"), RunDirectory(tmp_path / "other")
+    same.create(VALUES)
+    other.create({**VALUES, "seed": 1})
+    assert run.hash() == same.hash() != other.hash()
+
+
+def test_a_new_path_and_an_empty_folder_may_be_used(run):
+    run.refuse_if_used()
+    run.path.mkdir(parents=True)
+    run.refuse_if_used()
+    run.create(VALUES)
+    assert run.config.is_file()
+
+
+def test_a_folder_that_holds_something_is_refused(run):
+    run.checkpoints.mkdir(parents=True)
+    with pytest.raises(UserError, match=r"^run_dir=\S+first exists and holds something; name"):
+        run.refuse_if_used()
+
+
+def test_another_run_or_a_file_is_refused_and_left_as_it_is(run, tmp_path):
+    file = tmp_path / "file"
+    file.write_text("mine")
+    run.create({**VALUES, "seed": 7})
+    for used in (run, RunDirectory(file)):
+        with pytest.raises(UserError, match="exists and holds something"):
+            used.create(VALUES)
+    assert (run.load().seed, file.read_text()) == (7, "mine")
+
+
+def test_of_two_launches_at_once_one_gets_the_directory(run):
+    ends = []
+
+    def create():
+        try:
+            ends.append(run.create(VALUES))
+        except UserError as error:
+            ends.append(str(error))
+
+    threads = [threading.Thread(target=create) for _ in range(8)]
+    [thread.start() for thread in threads]
+    [thread.join() for thread in threads]
+    assert ends.count(None) == 1
+    assert len(ends) == 8
+
+
+def test_a_place_that_cannot_be_written_is_refused_in_one_line(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=r"^run_dir=\S+ cannot be written \(Not a directory\)"):
+        RunDirectory(tmp_path / "file" / "run").create(VALUES)
+
+
+def test_a_folder_without_a_frozen_configuration_is_no_run_directory(run):
+    with pytest.raises(UserError, match=r"is no run directory: it has no config\.yaml"):
+        run.values()
+
+
+def test_a_summary_is_replaced_as_a_whole(run):
+    run.create(VALUES)
+    assert run.read_summary() == {}
+    run.write_summary({"status": "failed", "step": 5})
+    run.write_summary({"status": "done"})
+    assert run.read_summary() == {"status": "done"}
+    assert {path.name for path in run.path.iterdir()} == {"config.yaml", "summary.json"}
+
+
+def test_a_summary_that_cannot_be_written_leaves_the_old_one(run):
+    run.create(VALUES)
+    run.write_summary({"status": "done"})
+    with pytest.raises(TypeError):
+        run.write_summary({"status": run})
+    assert run.read_summary() == {"status": "done"}
+
+
+def test_only_the_first_failure_is_recorded(run):
+    run.create(VALUES)
+    assert run.read_failure() == {}
+    assert run.record_failure({"rank": 1, "error": "first"})
+    assert not run.record_failure({"rank": 0, "error": "second"})
+    assert run.read_failure() == {"rank": 1, "error": "first"}
+    assert json.loads(run.failed.read_text())["rank"] == 1
+
+
+def test_a_run_that_never_began_is_discarded_but_never_one_that_saved(run):
+    run.create(VALUES)
+    run.discard()
+    assert not run.path.exists()
+    run.create(VALUES)
+    run.checkpoints.mkdir()
+    with pytest.raises(AssertionError, match="never discarded"):
+        run.discard()
+    assert yaml.safe_load(run.config.read_text()) == VALUES
+
+
+def test_every_rank_has_a_log_of_its_own(run):
+    assert len({run.rank_log(rank) for rank in range(3)} | {run.log}) == 4
+    assert run.rank_log(2).parent.parent == run.path

@@ -1,0 +1,21 @@
+import pytest
+import torch
+
+from lockstep_gpt.training.seeds import step_seed
+
+
+def test_seeds_of_steps_and_ranks_are_never_confused():
+    keys = [(0, 0, 0), (0, 0, 1), (0, 1, 0), (1, 0, 0), (1, 1, 0), (0, 1, 1), (2**40, 0, 0)]
+    seeds = {step_seed(*key) for key in keys}
+    assert len(seeds) == len(keys)
+    assert all(0 <= seed < 2**63 for seed in seeds)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="torch then seeds the GPU instead")
+def test_no_step_formats_its_stack_for_a_device_that_is_missing(new_run, monkeypatch):
+    run, calls = new_run(max_steps=3), []
+    monkeypatch.setattr("traceback.format_stack", lambda *_: calls.append(1))
+    run.fit()
+    assert not calls
+    torch.manual_seed(0)
+    assert calls  # should this fail, torch needs our way around it no longer

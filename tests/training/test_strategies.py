@@ -1,0 +1,59 @@
+from datetime import timedelta
+
+import pytest
+import torch
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from omegaconf import OmegaConf
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+
+from lockstep_gpt.launch.compose import config_folder
+from lockstep_gpt.training.strategies import auto, ddp
+
+PRESETS = config_folder() / "strategy"
+SETTINGS = {"process_group_backend": None, "timeout_seconds": 90, "comm_hook": "none"}
+
+
+def test_auto_wraps_nothing_around_one_rank():
+    cpu = auto(accelerator="cpu", world_size=1, **SETTINGS)
+    gpu = auto(accelerator="cuda", world_size=1, **SETTINGS)
+    assert type(cpu) is type(gpu) is SingleDeviceStrategy
+    assert (cpu.root_device, gpu.root_device) == (torch.device("cpu"), torch.device("cuda", 0))
+
+
+def test_auto_takes_ddp_for_more_than_one_rank():
+    strategy = auto(accelerator="cpu", world_size=2, **SETTINGS)
+    assert isinstance(strategy, DDPStrategy)
+    assert strategy._timeout == timedelta(seconds=90)
+
+
+def test_ddp_wraps_even_one_rank_and_takes_the_backend_that_is_asked_for():
+    settings = {**SETTINGS, "process_group_backend": "mpi"}
+    strategy = ddp(**settings, bucket_cap_mb=7)
+    assert isinstance(strategy, DDPStrategy)
+    assert strategy._process_group_backend == "mpi"
+    assert strategy._ddp_kwargs == {"bucket_cap_mb": 7}
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in PRESETS.glob("*.yaml")))
+def test_every_setting_of_the_presets_is_taken(name):
+    preset = OmegaConf.merge(
+        OmegaConf.load(PRESETS / "ddp.yaml"), OmegaConf.load(PRESETS / f"{name}.yaml")
+    )
+    settings = {key: preset[key] for key in preset if key not in ("_target_", "defaults")}
+    strategy = ddp(**settings)
+    assert strategy._ddp_kwargs["gradient_as_bucket_view"] is True
+    assert strategy._ddp_comm_hook is None
+
+
+@pytest.mark.parametrize(
+    ("name", "hook"),
+    [
+        ("fp16", default_hooks.fp16_compress_hook),
+        ("bf16", default_hooks.bf16_compress_hook),
+        ("powersgd", powerSGD_hook.powerSGD_hook),
+    ],
+)
+def test_gradients_are_compressed_as_the_comm_hook_says(name, hook):
+    strategy = ddp(**{**SETTINGS, "comm_hook": name})
+    assert strategy._ddp_comm_hook is hook
+    assert (strategy._ddp_comm_state is not None) == (name == "powersgd")
