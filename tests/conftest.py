@@ -23,7 +23,8 @@ import pytest
 import torch
 from hypothesis import settings
 
-from lockstep_gpt.launch import processes, start
+from lockstep_gpt import processes
+from lockstep_gpt.launch import start
 
 if os.environ.get("ENDS_WITH_PARENT"):  # tests of a project that other tests have made
     processes.end_with_parent()

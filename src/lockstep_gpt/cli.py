@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import NamedTuple, NoReturn
 
 from lockstep_gpt.config import PROGRAM, UserError
-from lockstep_gpt.launch.processes import end_process
+from lockstep_gpt.processes import end_process
 from lockstep_gpt.registry import additions, resolved
 
 

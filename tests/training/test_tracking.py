@@ -9,7 +9,7 @@ import yaml
 from wandb.proto import wandb_internal_pb2
 
 from lockstep_gpt.config import UserError
-from lockstep_gpt.launch.run_directory import RunDirectory
+from lockstep_gpt.run_directory import RunDirectory
 from lockstep_gpt.training import tracking
 from lockstep_gpt.training.checkpoint import sum_path
 

@@ -42,7 +42,7 @@ from lockstep_gpt.data.tokenizer import (
     token_dtype,
     tokenizer_files,
 )
-from lockstep_gpt.launch.processes import end_with_parent
+from lockstep_gpt.processes import end_with_parent
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from lockstep_gpt.config import PROGRAM, Config, UserError
 from lockstep_gpt.data import shards
 from lockstep_gpt.data.order import validation_rows
 from lockstep_gpt.data.prepare import prepare
-from lockstep_gpt.launch.run_directory import refuse_missing
+from lockstep_gpt.run_directory import refuse_missing
 
 if TYPE_CHECKING:
     from lockstep_gpt.model.gpt import GPT

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from lockstep_gpt.config import PROGRAM, UserError
-from lockstep_gpt.launch.run_directory import refuse_missing
+from lockstep_gpt.run_directory import refuse_missing
 
 
 def main(arguments: list[str]) -> int:

@@ -27,10 +27,11 @@ from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousPara
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from torch.multiprocessing.spawn import ProcessExitedException, start_processes
 
+from lockstep_gpt import processes
 from lockstep_gpt.config import PROGRAM, Config, UserError
-from lockstep_gpt.launch import devices, processes
-from lockstep_gpt.launch.run_directory import RunDirectory
+from lockstep_gpt.launch import devices
 from lockstep_gpt.registry import asked
+from lockstep_gpt.run_directory import RunDirectory
 
 FAILURE_GRACE = 5  # seconds that the other ranks have after one has raised
 EXIT_BARRIER = 30  # seconds that machines wait for each other at the end; the stock agent: 300

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import difflib
-import inspect
 import os
 import re
 import sys
@@ -19,8 +18,7 @@ from typing import Any, cast, get_type_hints
 import hydra
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import HydraException, InstantiationException
-from hydra.utils import get_method, instantiate
+from hydra.errors import HydraException
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from omegaconf.resolvers import oc
@@ -100,21 +98,6 @@ def typed(values: dict[str, Any], overrides: list[str]) -> Config:
         return from_container(values)
     except OmegaConfBaseException as error:
         raise UserError(one_line(error, overrides)) from None
-
-
-def build(node: dict[str, Any], known: dict[str, Any] | None = None) -> Any:
-    """Build a `_target_` node; what takes some of `known`, ours do, is told it.
-
-    Raises:
-        UserError: it cannot be built.
-    """
-    known = known or {}
-    try:
-        target = get_method(node["_target_"])
-        told = {name: known[name] for name in inspect.signature(target).parameters if name in known}
-        return instantiate({**node, "_partial_": True}, _convert_="all")(**told)
-    except (InstantiationException, TypeError, ImportError) as error:
-        raise UserError(" ".join(str(error).split())) from error
 
 
 def _register_schema() -> None:

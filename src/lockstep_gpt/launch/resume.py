@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 
 from lockstep_gpt.config import UserError, as_typed
 from lockstep_gpt.launch import compose, devices, start
-from lockstep_gpt.launch.run_directory import RunDirectory
+from lockstep_gpt.run_directory import RunDirectory
 
 # Words of the command line that say which run, not what changes in it.
 ADDRESS = ("run_dir", "resume")

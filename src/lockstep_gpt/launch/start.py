@@ -23,12 +23,13 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
+from lockstep_gpt import processes
 from lockstep_gpt.config import LEVELS, Config, UserError
 from lockstep_gpt.data import prepare as data_prepare
 from lockstep_gpt.data import shards
-from lockstep_gpt.launch import compose, devices, processes
-from lockstep_gpt.launch.run_directory import RunDirectory, differences
+from lockstep_gpt.launch import compose, devices
 from lockstep_gpt.registry import addition
+from lockstep_gpt.run_directory import RunDirectory, differences
 from lockstep_gpt.training import schedule
 
 

@@ -19,9 +19,9 @@ import torch
 
 from lockstep_gpt.config import OPEN_GROUPS, Config, RunError, UserError, from_container
 from lockstep_gpt.data import tokenizer
-from lockstep_gpt.launch.run_directory import REFERENCE, RunDirectory, refuse_missing
 from lockstep_gpt.model.gpt import GPT, build_gpt
 from lockstep_gpt.registry import additions, asked
+from lockstep_gpt.run_directory import REFERENCE, RunDirectory, refuse_missing
 from lockstep_gpt.training.ranks import Ranks, from_rank_zero
 
 logger = logging.getLogger(__name__)

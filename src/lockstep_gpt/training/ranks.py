@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from lockstep_gpt.config import PROGRAM, Config, RunError, UserError
-from lockstep_gpt.launch.run_directory import RunDirectory, differences
+from lockstep_gpt.run_directory import RunDirectory, differences
 
 
 @dataclass(frozen=True)

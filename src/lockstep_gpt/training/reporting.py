@@ -19,10 +19,10 @@ from tqdm import tqdm
 
 from lockstep_gpt.config import LEVELS, Config
 from lockstep_gpt.data.datamodule import TokenDataModule
-from lockstep_gpt.launch.processes import invocation
-from lockstep_gpt.launch.run_directory import RunDirectory
 from lockstep_gpt.model.functional import attention_kernel
 from lockstep_gpt.model.gpt import GPT
+from lockstep_gpt.processes import invocation
+from lockstep_gpt.run_directory import RunDirectory
 from lockstep_gpt.training.ranks import Ranks, backend_of
 from lockstep_gpt.training.schedule import BatchPlan, Schedule
 from lockstep_gpt.training.tracking import offline_hint

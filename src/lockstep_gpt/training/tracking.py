@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
 
 from lockstep_gpt.config import UserError, as_typed
-from lockstep_gpt.launch.run_directory import RunDirectory
+from lockstep_gpt.run_directory import RunDirectory
 from lockstep_gpt.training.checkpoint import files_of
 from lockstep_gpt.training.metrics_file import STEP
 

@@ -19,13 +19,13 @@ from lockstep_gpt.config import PROGRAM, Config, RunError, UserError
 from lockstep_gpt.data.datamodule import TokenDataModule
 from lockstep_gpt.data.prepare import prepare
 from lockstep_gpt.data.tokenizer import from_dict
-from lockstep_gpt.launch.compose import build
-from lockstep_gpt.launch.processes import LOST_PEERS
-from lockstep_gpt.launch.run_directory import RunDirectory
 from lockstep_gpt.model.functional import choose_matrix_products
+from lockstep_gpt.processes import LOST_PEERS
 from lockstep_gpt.registry import asked
+from lockstep_gpt.run_directory import RunDirectory
 from lockstep_gpt.training import checkpoint, reporting, tracking
 from lockstep_gpt.training import schedule as planning
+from lockstep_gpt.training.building import build
 from lockstep_gpt.training.callbacks import metrics as measuring
 from lockstep_gpt.training.callbacks.checkpoints import AtomicCheckpointIO, Checkpoints
 from lockstep_gpt.training.callbacks.guards import GracefulStop, Guards, Stopped

@@ -213,7 +213,7 @@ def test_server_has_one_thread_once_it_has_forked(server):
 
 WITHOUT = """
 import sys
-from lockstep_gpt.launch import processes
+from lockstep_gpt import processes
 from lockstep_gpt.extras.warm import program
 with program.without_transformers():
     processes.import_all(program.PROCESSES)

@@ -19,10 +19,11 @@ from typing import Any
 
 from omegaconf import DictConfig
 
+from lockstep_gpt import processes
 from lockstep_gpt.config import PROGRAM, Config, UserError
 from lockstep_gpt.extras.cluster import environment, flags
 from lockstep_gpt.extras.cluster.report import FAILURE, Report, failure
-from lockstep_gpt.launch import compose, devices, processes
+from lockstep_gpt.launch import compose, devices
 
 WAIT = 45.0  # seconds: with what comes before, a missing rank is named within a minute
 WAITS, WORK = 4, 60.0  # at most so many waits in a row, and seconds of measuring

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lockstep_gpt.config import PROGRAM
-from lockstep_gpt.launch.run_directory import RunDirectory
+from lockstep_gpt.run_directory import RunDirectory
 
 if TYPE_CHECKING:
     import torch

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from lockstep_gpt.config import Config
-from lockstep_gpt.launch.run_directory import RunDirectory
+from lockstep_gpt.run_directory import RunDirectory
 
 MOST_NAMES = 8
 TAIL = 20_000  # characters at the end of a log that may tell why a process was killed

@@ -15,7 +15,7 @@ from typing import Any
 from lockstep_gpt.config import PROGRAM, UserError
 from lockstep_gpt.data.tokenizer import Tokenizer, library
 from lockstep_gpt.extras.export.tokenizer_files import as_files
-from lockstep_gpt.launch.run_directory import refuse_missing
+from lockstep_gpt.run_directory import refuse_missing
 
 
 def main(arguments: list[str]) -> int:

@@ -23,7 +23,7 @@ from lockstep_gpt.extras.seeing.recording import (
     from_all_ranks,
 )
 from lockstep_gpt.extras.seeing.recordings import describe, write_recording
-from lockstep_gpt.launch.processes import invocation
+from lockstep_gpt.processes import invocation
 from lockstep_gpt.training.callbacks.step import StepCallback
 from lockstep_gpt.training.metrics_file import STEP, MetricsFile
 from lockstep_gpt.training.tracking import tracked

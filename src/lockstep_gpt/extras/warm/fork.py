@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from lockstep_gpt.launch import processes
+from lockstep_gpt import processes
 
 GO = b"!"  # what a new process waits for: the word that its requester knows of it
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)  # are for whom we forked

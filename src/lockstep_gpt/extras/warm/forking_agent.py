@@ -14,7 +14,7 @@ from torch.distributed.elastic.multiprocessing import SubprocessContext
 from lockstep_gpt.extras.warm.server import Child, Server, ServerGoneError
 from lockstep_gpt.launch import agent
 from lockstep_gpt.launch.agent import RankAgent
-from lockstep_gpt.launch.run_directory import RunDirectory
+from lockstep_gpt.run_directory import RunDirectory
 
 
 def main(path: str, node_rank: int) -> int:

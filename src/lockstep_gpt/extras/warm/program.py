@@ -9,8 +9,8 @@ import sys
 from collections.abc import Iterator
 from typing import NoReturn
 
+from lockstep_gpt import processes
 from lockstep_gpt.extras.warm import fork
-from lockstep_gpt.launch import processes
 
 # What we fork.
 PROCESSES = [

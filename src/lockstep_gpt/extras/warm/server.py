@@ -22,11 +22,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from lockstep_gpt import processes
 from lockstep_gpt.config import Config
 from lockstep_gpt.extras.warm import fork
 from lockstep_gpt.extras.warm.fork import GO, Job, libc, received, serve, show
-from lockstep_gpt.launch import processes
-from lockstep_gpt.launch.run_directory import RunDirectory
+from lockstep_gpt.run_directory import RunDirectory
 
 AGENT = "lockstep_gpt.extras.warm.forking_agent:main"
 PROGRAM = "lockstep_gpt.extras.warm.program"  # a server, as what follows `python -m`

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from lightning import Trainer
 
 from lockstep_gpt.config import GuardConfig
-from lockstep_gpt.launch.run_directory import RunDirectory
+from lockstep_gpt.run_directory import RunDirectory
 from lockstep_gpt.training.callbacks.checkpoints import Checkpoints
 from lockstep_gpt.training.callbacks.step import StepCallback
 from lockstep_gpt.training.ranks import refuse_differing_replicas

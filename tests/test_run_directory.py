@@ -5,7 +5,7 @@ import pytest
 import yaml
 
 from lockstep_gpt.config import UserError
-from lockstep_gpt.launch.run_directory import RunDirectory
+from lockstep_gpt.run_directory import RunDirectory
 
 VALUES = {
     "max_steps": 10,
@@ -34,7 +34,7 @@ def test_another_machine_never_reads_half_of_it(run, monkeypatch):
         assert not run.config.exists()
         return "max_steps: 10\n"
 
-    monkeypatch.setattr("lockstep_gpt.launch.run_directory._as_yaml", written)
+    monkeypatch.setattr("lockstep_gpt.run_directory._as_yaml", written)
     run.create(VALUES)
     assert run.values() == {"max_steps": 10}
     assert [each.name for each in run.path.iterdir()] == ["config.yaml"]

@@ -1,6 +1,6 @@
 """The processes of a run: how one begins as an agent or a rank, and how it ends.
 
-Agents and ranks start as `python -m lockstep_gpt.launch.processes agent|rank RUN_DIR`.
+Agents and ranks start as `python -m lockstep_gpt.processes agent|rank RUN_DIR`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from lockstep_gpt.config import PROGRAM
-from lockstep_gpt.launch.run_directory import RunDirectory
+from lockstep_gpt.run_directory import RunDirectory
 
 MODULES = {
     "agent": "lockstep_gpt.launch.agent",
@@ -30,7 +30,7 @@ LOST_PEERS = 75  # exit status of a rank under which others vanished (EX_TEMPFAI
 
 def command(role: str, run: RunDirectory, node_rank: int = 0) -> list[str]:
     """Return the command that starts an `agent` or a `rank` of `run` on this machine."""
-    words = [sys.executable, "-m", "lockstep_gpt.launch.processes", role, str(run.path)]
+    words = [sys.executable, "-m", "lockstep_gpt.processes", role, str(run.path)]
     return [*words, str(node_rank)] if node_rank else words
 
 

@@ -6,13 +6,13 @@ import time
 
 import pytest
 
+from lockstep_gpt import processes
 from lockstep_gpt.config import PROGRAM
-from lockstep_gpt.launch import processes
-from lockstep_gpt.launch.run_directory import RunDirectory
+from lockstep_gpt.run_directory import RunDirectory
 
 CHILD = """
 import time
-from lockstep_gpt.launch.processes import end_with_parent
+from lockstep_gpt.processes import end_with_parent
 end_with_parent()
 print("ready", flush=True)
 time.sleep(60)
@@ -23,7 +23,7 @@ PARENT = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv
 @pytest.mark.parametrize("role", ["agent", "rank"])
 def test_a_command_starts_this_python_on_the_run(role, tmp_path):
     run = RunDirectory(tmp_path / "a run")
-    start = [sys.executable, "-m", "lockstep_gpt.launch.processes"]
+    start = [sys.executable, "-m", "lockstep_gpt.processes"]
     assert processes.command(role, run) == [*start, role, str(run.path)]
     assert importlib.util.find_spec(processes.MODULES[role])
 

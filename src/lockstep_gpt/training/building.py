@@ -1,0 +1,26 @@
+"""Objects that the configuration names by `_target_`."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from hydra.errors import InstantiationException
+from hydra.utils import get_method, instantiate
+
+from lockstep_gpt.config import UserError
+
+
+def build(node: dict[str, Any], known: dict[str, Any] | None = None) -> Any:
+    """Build a `_target_` node; what takes some of `known`, ours do, is told it.
+
+    Raises:
+        UserError: it cannot be built.
+    """
+    known = known or {}
+    try:
+        target = get_method(node["_target_"])
+        told = {name: known[name] for name in inspect.signature(target).parameters if name in known}
+        return instantiate({**node, "_partial_": True}, _convert_="all")(**told)
+    except (InstantiationException, TypeError, ImportError) as error:
+        raise UserError(" ".join(str(error).split())) from error

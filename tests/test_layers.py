@@ -1,0 +1,84 @@
+"""Imports run downward only, without circles, and nothing outside extras names an extra."""
+
+import ast
+import graphlib
+import re
+from pathlib import Path
+
+import pytest
+
+from lockstep_gpt import extras
+
+PACKAGE = extras.__name__.partition(".")[0]
+ROOT = Path(extras.__file__).parents[1]
+# From the ground up; a module may import what stands before it, or its own layer.
+LAYERS = [
+    "registry",
+    "config",
+    "run_directory",
+    "processes",
+    "model",
+    "data",
+    "training",
+    "inference",
+    "launch",
+    "cli",
+    "__main__",
+    "extras",
+]
+EXTRAS = sorted(
+    path.name for path in (ROOT / "extras").iterdir() if (path / "__init__.py").exists()
+)
+
+
+def modules():
+    """Return every module of the package by its name below the package."""
+    files = {path.relative_to(ROOT).with_suffix(""): path for path in ROOT.rglob("*.py")}
+    names = {".".join(name.parts).removesuffix(".__init__"): path for name, path in files.items()}
+    return {name: path for name, path in names.items() if name != "__init__"}
+
+
+def imports(path, at_start=False):
+    """Yield the modules of ours that a file imports, with those in functions or without."""
+    tree = ast.parse(path.read_text("utf-8"))
+    for node in tree.body if at_start else ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module.partition(".")[0] == PACKAGE:
+            below = node.module.removeprefix(PACKAGE).lstrip(".")
+            for alias in node.names:
+                inner = ".".join(filter(None, [below, alias.name]))
+                yield inner if inner in modules() else below
+
+
+def layer(module):
+    return LAYERS.index(module.partition(".")[0])
+
+
+def test_every_module_belongs_to_a_layer():
+    assert {name.partition(".")[0] for name in modules()} <= set(LAYERS)
+
+
+def test_no_module_imports_from_a_layer_above_its_own():
+    upward = [
+        f"{name} imports {each}"
+        for name, path in modules().items()
+        for each in imports(path)
+        if layer(each) > layer(name) and each != "extras"  # the empty folder itself
+    ]
+    assert upward == []
+
+
+def test_no_imports_form_a_circle():
+    graph = {name: set(imports(path, at_start=True)) - {name} for name, path in modules().items()}
+    assert len([*graphlib.TopologicalSorter(graph).static_order()]) >= len(graph)
+
+
+@pytest.mark.parametrize("extra", EXTRAS)
+def test_an_extra_is_named_by_nothing_outside_it(extra):
+    name = re.compile(rf"\bextras[./]{extra}\b|\bextras import {extra}\b")
+    inside = ROOT / "extras" / extra
+    named = [
+        str(path)
+        for path in ROOT.rglob("*.py")
+        if not path.is_relative_to(inside) and name.search(path.read_text("utf-8"))
+    ]
+    assert named == []
