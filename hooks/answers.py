@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 EXTRAS = {
     "sweep": ("configs/hydra/", "src/hydra_plugins/", "tests/hydra_plugins/"),
     "warm": ("src/lockstep_gpt/extras/warm/", "tests/extras/warm/"),
+    "copies": ("src/lockstep_gpt/extras/copies/", "tests/extras/copies/"),
     "cluster": ("src/lockstep_gpt/extras/cluster/", "tests/extras/cluster/"),
     "sources": (
         "configs/data/huggingface.yaml",

@@ -5,7 +5,6 @@ import sys
 
 import pytest
 
-import lockstep_gpt
 from lockstep_gpt import cli
 from lockstep_gpt.config import PROGRAM, UserError
 from lockstep_gpt.launch import compose
@@ -90,16 +89,6 @@ def test_the_help_of_train_fits_a_screen_and_names_every_group_with_its_choices(
 def test_an_unknown_command_is_refused_with_the_known_ones(answers):
     line = f"{PROGRAM}: trian is not one of {', '.join(cli.COMMANDS)}\n"
     assert answers["trian"][2] == line
-
-
-def test_a_package_that_is_there_adds_its_commands(tmp_path, monkeypatch):
-    for name, content in (("added", 'COMMANDS = {"try": ("a:b", "try it", False)}'), ("plain", "")):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "__init__.py").write_text(content)
-    package = lockstep_gpt
-    monkeypatch.setattr(package, "__path__", [*package.__path__, str(tmp_path)])
-    command = cli.Command("a:b", "try it", False)
-    assert cli.commands_of_extras([str(tmp_path)]) == {"try": command}
 
 
 def fail(_arguments):

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from lockstep_gpt.extras.copies.writing import CopyingCheckpointIO
 from lockstep_gpt.training.callbacks.checkpoints import AtomicCheckpointIO
 
 
@@ -54,7 +55,7 @@ def _weights(megabytes: int) -> dict[str, torch.Tensor]:
 
 
 def _measured(state: dict[str, Any], folder: Path, rounds: int) -> dict[str, list[float]]:
-    blocking, background = AtomicCheckpointIO(), AtomicCheckpointIO(background=True)
+    blocking, background = AtomicCheckpointIO(), CopyingCheckpointIO(background=True)
     background.save_checkpoint(state, folder / "background.ckpt")  # takes its buffers
     background.wait()
     (folder / "background.ckpt").unlink()

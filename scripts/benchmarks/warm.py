@@ -161,12 +161,15 @@ def kills(folder: Path, number: int, seed: int) -> int:
     for attempt in range(number):
         place = folder / str(attempt)
         place.mkdir()
-        name = chance.choice([*VICTIMS])
-        words = ["strategy=ddp", "trainer.devices=2", "max_steps=150", "checkpoint.every=10"]
+        name, moment = chance.choice([*VICTIMS]), chance.uniform(0, 6)
+        words = ["strategy=ddp", "trainer.devices=2", "max_steps=5000", "checkpoint.every=10"]
         process = start(HERE, place, *words)
-        time.sleep(chance.uniform(0.3, 9))
-        running = tree(process.pid)
-        victims = [pid for pid in running if VICTIMS[name] in words_of(pid)]
+        running, victims = [process.pid], []
+        while not victims and process.poll() is None:  # what is to be hurt may not be there yet
+            time.sleep(moment)
+            moment = 0.05
+            running = tree(process.pid)
+            victims = [pid for pid in running if VICTIMS[name] in words_of(pid)]
         if victims:
             os.kill(chance.choice(victims), signal.SIGKILL)
         try:

@@ -311,6 +311,13 @@ class CheckpointConfig(Checked):
     background: bool = setting("write from a copy while training goes on; needs its memory", False)
     copy_to: str | None = setting("also keep them in this folder or fsspec URL", None)
 
+    def __post_init__(self) -> None:
+        """Check also that what writes them so is there."""
+        super().__post_init__()
+        for name in ("background", "copy_to"):
+            if getattr(self, name) and not any(additions("CHECKPOINT_IO")):
+                self.refuse(name, "needs an extra that is not here; leave it out")
+
 
 @dataclass
 class LaunchConfig(Checked):

@@ -8,7 +8,6 @@ import shutil
 import subprocess
 from pathlib import Path
 
-import fsspec
 import pytest
 import torch
 
@@ -20,7 +19,6 @@ from lockstep_gpt.training.checkpoint import (
     checkpoint_path,
     checkpoints_in,
     fault_of,
-    fetch_newest,
     find_checkpoint,
     load_model,
     newest_valid,
@@ -277,32 +275,3 @@ def test_leftovers_of_dead_processes_are_removed_and_nothing_else(tmp_path):
     remove_leftovers(tmp_path)
     assert {*tmp_path.iterdir()} == before
     assert path in before
-
-
-def copies(folder):
-    files, root = fsspec.core.url_to_fs(folder)
-    return sorted(Path(name).name for name in files.ls(root, detail=False))
-
-
-@pytest.mark.parametrize("place", ["memory://{}", "file://{}", "{}"])
-def test_a_copy_elsewhere_follows_every_save_and_brings_a_lost_run_back(tmp_path, place):
-    url = place.format(tmp_path / "far")
-    io = AtomicCheckpointIO(copy_to=url)
-    for step in (1, 2, 3):
-        io.save_checkpoint(content(step=step), checkpoint_path(tmp_path / "here", step))
-    io.remove_checkpoint(checkpoint_path(tmp_path / "here", 2))
-    kept = [f"step=00000{step}.ckpt{end}" for step in (1, 3) for end in ("", ".sha256")]
-    assert copies(url) == kept
-    newest = fetch_newest(url, tmp_path / "anew")
-    assert newest == tmp_path / "anew/step=000003.ckpt"
-    assert read_checkpoint(newest)["step"] == 3
-
-
-def test_a_damaged_copy_is_skipped_for_the_one_before(tmp_path, caplog):
-    io = AtomicCheckpointIO(copy_to=str(tmp_path / "far"))
-    for step in (1, 2):
-        io.save_checkpoint(content(step=step), checkpoint_path(tmp_path / "here", step))
-    flip_a_bit(tmp_path / "far/step=000002.ckpt")
-    assert fetch_newest(str(tmp_path / "far"), tmp_path / "anew").name == "step=000001.ckpt"
-    assert "step=000002.ckpt: it is not what its SHA-256 says" in caplog.text
-    assert fetch_newest(str(tmp_path / "nothing"), tmp_path / "anew") is None

@@ -41,14 +41,16 @@ def test_the_stock_loop_calls_what_does_nothing_and_ours_never(new_run, monkeypa
     idle, busy = Idle(), Busy()
     new_run(max_steps=3).fit(idle, busy, LeanLoop())
     assert not calls
-    assert len(busy.batches) == 6
+    assert busy.calls == 6
     idle.on_before_backward(None, None, None)
     assert len(calls) == 1
 
 
 class Busy(Callback):
+    calls = 0
+
     def on_train_batch_start(self, *_):
-        pass
+        self.calls += 1
 
 
 class Raises(Callback):

@@ -199,14 +199,6 @@ def test_what_cannot_be_is_refused(tmp_path, settings, line):
         )
 
 
-def test_a_reference_that_leads_nowhere_is_one_line(command):
-    source = "wandb://nobody/nothing/none:latest"
-    offline = {"WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_API_KEY": "0" * 40}
-    err = command("generate", source, "--prompt", "a", status=2, **offline).stderr
-    assert err.count("\n") == 1
-    assert f"{source} cannot be had" in err
-
-
 def test_tensorboard_holds_the_same_names(command):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

@@ -39,7 +39,7 @@ from lockstep_gpt.config import (
 
 def config_folder() -> Path:
     """Return the folder of the YAML files: in the installed package, else in the source tree."""
-    package = Path(__file__).resolve().parent
+    package = Path(__file__).resolve().parents[1]
     installed = package / "configs"
     return installed if installed.is_dir() else package.parents[1] / "configs"
 

@@ -14,7 +14,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import fsspec
 import torch
 
 from lockstep_gpt.config import OPEN_GROUPS, Config, RunError, UserError, from_container
@@ -228,44 +227,6 @@ def read_checkpoint(path: Path, map_location: Any = "cpu") -> dict[str, Any]:
     return content
 
 
-def copy_out(path: Path, url: str) -> None:
-    """Copy a checkpoint, its sum first and itself last, to the folder or fsspec URL `url`."""
-    files, folder = fsspec.core.url_to_fs(url)
-    files.makedirs(folder, exist_ok=True)
-    for source in files_of(path):
-        beside = f"{folder}/.{source.name}.tmp"
-        files.put_file(str(source), beside)
-        files.mv(beside, f"{folder}/{source.name}")
-
-
-def remove_copy(name: str, url: str) -> None:
-    """Delete the copy of the checkpoint `name` below `url`, its sum last."""
-    files, folder = fsspec.core.url_to_fs(url)
-    parts = [Path(str(part)).name for part in files.glob(f"{folder}/{Path(name).stem}.*.part")]
-    for each in (name, *parts, f"{name}.sha256"):
-        if files.exists(f"{folder}/{each}"):
-            files.rm_file(f"{folder}/{each}")
-
-
-def fetch_newest(url: str, folder: Path) -> Path | None:
-    """Bring the newest copy below `url` that verifies into `folder`; None if there is none."""
-    files, remote = fsspec.core.url_to_fs(url)
-    folder.mkdir(parents=True, exist_ok=True)
-    copies = [folder / Path(str(name)).name for name in files.glob(f"{remote}/step=*.ckpt")]
-    for path in sorted(copies, key=step_of, reverse=True):
-        if files.exists(f"{remote}/{sum_path(path).name}"):
-            files.get_file(f"{remote}/{sum_path(path).name}", str(sum_path(path)))
-        for each in files_of(path)[1:]:
-            if files.exists(f"{remote}/{each.name}"):
-                files.get_file(f"{remote}/{each.name}", str(each))
-        fault = fault_of(path)
-        if fault is None:
-            return path
-        logger.warning("skipped %s/%s: it %s", url, path.name, fault)
-        remove_checkpoint(path)
-    return None
-
-
 def find_checkpoint(path: Path, folder: Path | None = None) -> Path:
     """Return the checkpoint that a user means.
 
@@ -277,7 +238,10 @@ def find_checkpoint(path: Path, folder: Path | None = None) -> Path:
         UserError: there is none.
     """
     if reference := REFERENCE.fullmatch(str(path)):
-        return _fetched(reference[1], folder)
+        found: list[Path] = asked("DOWNLOAD", reference[1], folder)
+        if not found:
+            raise UserError(f"{path} needs an extra that is not here; give a run or a checkpoint")
+        return found[0]
     refuse_missing(path)
     if path.is_file():
         return path
@@ -285,23 +249,6 @@ def find_checkpoint(path: Path, folder: Path | None = None) -> Path:
     if newest is None:
         raise UserError(f"{path} holds no checkpoint that verifies; give a run that has saved one")
     return newest
-
-
-def _fetched(reference: str, folder: Path | None) -> Path:
-    """Download a checkpoint that a run has logged; return its file."""
-    import wandb
-
-    try:
-        artifact = wandb.Api().artifact(reference, type="model")
-        found = Path(artifact.download(str(folder) if folder else None))
-    except Exception as error:  # wandb's own errors, the network's and the disk's
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise UserError(
-            f"wandb://{reference} cannot be had: {reason}; give ENTITY/PROJECT/NAME:ALIAS of a "
-            "checkpoint, and log in with `wandb login`"
-        ) from error
-    (path,) = found.glob("*.ckpt")
-    return path
 
 
 def copies_of(directory: RunDirectory, config: Config) -> str | None:
@@ -338,7 +285,7 @@ def _own_newest(directory: RunDirectory, config: Config, module: torch.nn.Module
     refuse_full_disk(directory.path, 3 * size_of(module.state_dict()))  # AdamW: two moments each
     newest, copies = newest_valid(directory.checkpoints), copies_of(directory, config)
     if newest is None and copies and config.resume == "auto":
-        return fetch_newest(copies, directory.checkpoints)
+        return next(iter(asked("FETCH_CHECKPOINT", copies, directory.checkpoints)), None)
     return newest
 
 

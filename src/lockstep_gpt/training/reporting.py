@@ -121,13 +121,7 @@ RULES = {
 
 
 def receipt(
-    config: Config,
-    batch: BatchPlan,
-    schedule: Schedule,
-    model: GPT,
-    data: TokenDataModule,
-    trainer: Trainer,
-    products: str,
+    config: Config, batch: BatchPlan, schedule: Schedule, facts: dict[str, str]
 ) -> dict[str, str]:
     """Return label -> line.
 
@@ -135,28 +129,42 @@ def receipt(
         config: the run's settings.
         batch: how an optimizer step spreads over ranks.
         schedule: the learning rate over the run.
-        model: what is trained.
-        data: what it is trained on.
-        trainer: as it was built.
-        products: the kind of float32 matrix products.
+        facts: lines that only the running rank knows, put around ours.
     """
-    group = f" over {backend_of(config)}" if batch.world_size > 1 else ""
-    kept = ", memory kept between steps" if os.environ.get("MALLOC_MMAP_MAX_") == "0" else ""
     return {
         "run": f"{config.run_name} in {config.run_dir}",
-        "model": f"{model.num_parameters:,} parameters, vocabulary of {model.vocab_size:,} "
-        f"tokens, context of {config.model.block_size}",
-        "data": f"{data.folder}, {data.train_windows:,} windows to train on, "
-        f"{data.val_windows:,} to validate on",
-        "devices": f"{batch.world_size} x {config.trainer['accelerator']}, "
-        f"{torch.get_num_threads()} threads each{kept}",
-        "kernels": f"products by {products}, attention by {_attention(config)}",
-        "strategy": type(trainer.strategy).__name__ + group,
+        **facts,
         "precision": config.precision + (", compiled" if config.compile else ""),
         "batch": _batch(batch),
         "budget": _budget(batch, schedule),
         "lr": _lr(config, batch, schedule),
         "schedule": _schedule(config, batch, schedule),
+    }
+
+
+def facts(
+    config: Config, model: GPT, data: TokenDataModule, trainer: Trainer, products: str
+) -> dict[str, str]:
+    """Return the lines of the receipt that only the running rank knows.
+
+    Args:
+        config: the run's settings.
+        model: what is trained.
+        data: what it is trained on.
+        trainer: as it was built.
+        products: the kind of float32 matrix products.
+    """
+    group = f" over {backend_of(config)}" if trainer.world_size > 1 else ""
+    kept = ", memory kept between steps" if os.environ.get("MALLOC_MMAP_MAX_") == "0" else ""
+    return {
+        "model": f"{model.num_parameters:,} parameters, vocabulary of {model.vocab_size:,} "
+        f"tokens, context of {config.model.block_size}",
+        "data": f"{data.folder}, {data.train_windows:,} windows to train on, "
+        f"{data.val_windows:,} to validate on",
+        "devices": f"{trainer.world_size} x {config.trainer['accelerator']}, "
+        f"{torch.get_num_threads()} threads each{kept}",
+        "kernels": f"products by {products}, attention by {_attention(config)}",
+        "strategy": type(trainer.strategy).__name__ + group,
     }
 
 

@@ -27,7 +27,7 @@ from lockstep_gpt.training import checkpoint, reporting, tracking
 from lockstep_gpt.training import schedule as planning
 from lockstep_gpt.training.building import build
 from lockstep_gpt.training.callbacks import metrics as measuring
-from lockstep_gpt.training.callbacks.checkpoints import AtomicCheckpointIO, Checkpoints
+from lockstep_gpt.training.callbacks.checkpoints import Checkpoints, checkpoint_io
 from lockstep_gpt.training.callbacks.guards import GracefulStop, Guards, Stopped
 from lockstep_gpt.training.lean_loop import LeanLoop
 from lockstep_gpt.training.metrics_file import MetricsFile
@@ -72,7 +72,7 @@ def _train(directory: RunDirectory, config: Config, ranks: Ranks, terminal: Text
     metrics = measuring.Metrics(config.log_every, batch.tokens_per_step, flops, peak)
     content = {"config": directory.values(), "tokenizer": data.tokenizer}
     checkpoints = Checkpoints(directory.checkpoints, config, content, batch, schedule.total_steps)
-    disk = AtomicCheckpointIO(config.checkpoint.background, checkpoint.copies_of(directory, config))
+    disk = checkpoint_io(config.checkpoint.background, checkpoint.copies_of(directory, config))
     join(ranks, config)
     refuse_other_directory(directory)
     resume = checkpoint.state_to_resume(directory, config, module)
@@ -93,7 +93,8 @@ def _train(directory: RunDirectory, config: Config, ranks: Ranks, terminal: Text
         val_check_interval=config.val_every * batch.accumulation,
     )
     if ranks.rank == 0:
-        lines = reporting.receipt(config, batch, schedule, module.model, data, trainer, products)
+        facts = reporting.facts(config, module.model, data, trainer, products)
+        lines = reporting.receipt(config, batch, schedule, facts)
         logger.info("%s", reporting.as_text(lines))
         metrics_file.begin(checkpoint.step_of(Path(resume)) if resume else 0)
         for each in tracking.tracked(loggers):

@@ -1,7 +1,6 @@
 """A recorded run on two ranks, and a browser to look at its pages."""
 
 import fcntl
-import importlib.util
 import json
 import shutil
 from collections.abc import Iterator
@@ -10,22 +9,6 @@ from pathlib import Path
 import pytest
 
 from lockstep_gpt.training.metrics_file import MetricsFile
-
-ROOT = Path(__file__).parents[2]
-
-
-def _fixtures_of(folder: str) -> dict[str, object]:
-    """Return what another folder's conftest.py defines."""
-    spec = importlib.util.spec_from_file_location(
-        f"{folder}_conftest", ROOT / f"tests/{folder}/conftest.py"
-    )
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return vars(module)
-
-
-_TRAINING = _fixtures_of("training")
-folder, new_run, on_ranks = (_TRAINING[name] for name in ("folder", "new_run", "on_ranks"))
 
 
 @pytest.fixture(scope="session")

@@ -11,7 +11,7 @@ from lockstep_gpt.extras.seeing.page import write_page
 from lockstep_gpt.extras.seeing.panel import panel
 from lockstep_gpt.extras.seeing.sync_panel import SyncPanel
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs/sync_panel.md").read_text(encoding="utf-8")
 NAMES = ("report", "sync_panel")
 MADE = {"report": "comparison.html", "sync_panel": "runs/seen/panel.html"}

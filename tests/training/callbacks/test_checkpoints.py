@@ -1,12 +1,9 @@
 import hashlib
-import threading
 
 import pytest
 import torch
 from lightning import Callback
 
-from lockstep_gpt.config import RunError
-from lockstep_gpt.training.callbacks.checkpoints import AtomicCheckpointIO
 from lockstep_gpt.training.checkpoint import (
     checkpoints_in,
     fault_of,
@@ -135,62 +132,3 @@ def test_a_removed_checkpoint_takes_its_sum_along(new_run, tmp_path):
     digest = hashlib.sha256(path.read_bytes()).hexdigest()
     assert (tmp_path / f"{path.name}.sha256").read_text() == f"{digest}  {path.name}\n"
     assert len(list(tmp_path.iterdir())) == 2
-
-
-def test_writing_in_the_background_leaves_the_same_files(new_run, tmp_path):
-    settings = {"max_steps": 6, "val_every": 2, "checkpoint": {"every": 1, "keep_last": 2}}
-    plain, background = new_run(**settings), new_run(**settings)
-    fitted(plain, tmp_path / "plain")
-    io = AtomicCheckpointIO(background=True)
-    background.fit(background.checkpoints(tmp_path / "back"), io=io)
-    assert steps_in(tmp_path / "back") == steps_in(tmp_path / "plain")
-    pairs = zip(checkpoints_in(tmp_path / "plain"), checkpoints_in(tmp_path / "back"), strict=True)
-    for left, right in pairs:
-        ours, theirs = (torch.load(path, weights_only=True)["state_dict"] for path in (left, right))
-        assert all(torch.equal(ours[name], theirs[name]) for name in ours)
-
-
-class Slow(AtomicCheckpointIO):
-    """Writes when it is let."""
-
-    def __init__(self):
-        super().__init__(background=True)
-        self.let = threading.Event()
-
-    def _write(self, *arguments):
-        assert self.let.wait(30)
-        super()._write(*arguments)
-
-
-def test_what_is_written_later_is_the_state_when_it_was_saved(tmp_path):
-    io, weight = Slow(), torch.zeros(4)
-    io.save_checkpoint({"w": weight, "n": (1, [weight])}, tmp_path / "step=000001.ckpt")
-    weight += 1
-    io.let.set()
-    io.wait()
-    content = torch.load(tmp_path / "step=000001.ckpt", weights_only=True)
-    assert torch.equal(content["w"], torch.zeros(4))
-    assert torch.equal(content["n"][1][0], torch.zeros(4))
-
-
-def test_an_old_checkpoint_goes_only_after_the_new_one_stands(tmp_path):
-    io = Slow()
-    old, new = tmp_path / "step=000001.ckpt", tmp_path / "step=000002.ckpt"
-    AtomicCheckpointIO().save_checkpoint({}, old)
-    io.save_checkpoint({}, new)
-    io.remove_checkpoint(old)
-    assert (old.exists(), new.exists()) == (True, False)
-    io.let.set()
-    io.wait()
-    assert (old.exists(), new.exists()) == (False, True)
-
-
-def test_a_save_that_failed_in_the_background_is_told_and_removes_nothing(tmp_path):
-    io, old = AtomicCheckpointIO(background=True), tmp_path / "step=000001.ckpt"
-    io.save_checkpoint({}, old)
-    (tmp_path / "file").touch()
-    io.save_checkpoint({}, tmp_path / "file" / "step=000002.ckpt")
-    io.remove_checkpoint(old)
-    with pytest.raises(RunError, match=r"cannot be written: .*; make the folder writable"):
-        io.wait()
-    assert fault_of(old) is None

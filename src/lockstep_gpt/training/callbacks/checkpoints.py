@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import torch
 from lightning import Trainer
 from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.callbacks import Checkpoint
-from torch import Tensor
 
 from lockstep_gpt.config import Config
+from lockstep_gpt.registry import addition
 from lockstep_gpt.training import checkpoint as files
 from lockstep_gpt.training.callbacks.step import StepCallback
 from lockstep_gpt.training.ranks import refuse_differing_replicas
 from lockstep_gpt.training.schedule import BatchPlan
-
-logger = logging.getLogger(__name__)
 
 
 class Checkpoints(StepCallback, Checkpoint):
@@ -162,18 +156,7 @@ class AtomicCheckpointIO(CheckpointIO):
 
     Lightning's own IO stages in the system's temporary folder, and a move from another file
     system is a copy that can be cut off.
-
-    Args:
-        background: copy the state into memory of the host and let a thread write it.
-        copy_to: folder or fsspec URL that gets a copy of each.
     """
-
-    def __init__(self, background: bool = False, copy_to: str | None = None) -> None:
-        self.copy_to = copy_to
-        self._writer = ThreadPoolExecutor(1) if background else None  # one: in the order of calls
-        self._pending: list[Future[None]] = []
-        self._stands = True  # what was saved last
-        self._buffers: dict[str, Tensor] = {}  # kept: new memory costs more than the copying
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None
@@ -186,40 +169,13 @@ class AtomicCheckpointIO(CheckpointIO):
             storage_options: name -> SHA-256 of its parts, which stand beside it already.
 
         Raises:
-            RunError: this one, or in the background the last one, cannot be written.
+            RunError: it cannot be written.
         """
-        self.wait()
-        if self._writer is not None:
-            checkpoint = self._snapshot(checkpoint)
-        self._do(self._write, checkpoint, Path(path), storage_options)
-
-    def _do(self, action: Callable[..., None], *arguments: Any) -> None:
-        """Act now, or in the background after all that was asked for before."""
-        if self._writer is None:
-            action(*arguments)
-        else:
-            self._pending.append(self._writer.submit(action, *arguments))
-
-    def _write(self, checkpoint: dict[str, Any], path: Path, parts: dict[str, str] | None) -> None:
-        self._stands = False
-        files.write_checkpoint(checkpoint, path, parts)
-        self._stands = True
-        if self.copy_to:
-            try:
-                files.copy_out(path, self.copy_to)
-            except Exception as error:  # whatever a remote file system raises
-                logger.warning("no copy of %s in %s: %s", path.name, self.copy_to, error)
+        files.write_checkpoint(checkpoint, Path(path), storage_options)
 
     def remove_checkpoint(self, path: Any) -> None:
-        """Delete a checkpoint, once the one that was saved before this call stands."""
-        self._do(self._remove, Path(path))
-
-    def _remove(self, path: Path) -> None:
-        if not self._stands:
-            return
-        files.remove_checkpoint(path)
-        if self.copy_to:
-            files.remove_copy(path.name, self.copy_to)
+        """Delete a checkpoint."""
+        files.remove_checkpoint(Path(path))
 
     def load_checkpoint(
         self, path: Any, map_location: Any = "cpu", weights_only: bool | None = True
@@ -229,36 +185,12 @@ class AtomicCheckpointIO(CheckpointIO):
         return files.read_checkpoint(Path(path), map_location)
 
     def wait(self) -> None:
-        """Wait until everything is written.
+        """Wait until everything is written, which it is here."""
 
-        Raises:
-            RunError: something could not be.
-        """
-        pending, self._pending = self._pending, []
-        for each in pending:
-            each.result()
 
-    def teardown(self) -> None:
-        """Let no file be cut off by the end of the process."""
-        self.wait()
-
-    def _snapshot(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
-        copy: dict[str, Any] = self._copied(checkpoint, "")
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        return copy
-
-    def _copied(self, value: Any, place: str) -> Any:
-        """Copy nested containers, tensors into the buffers of their places."""
-        if isinstance(value, dict):
-            return {name: self._copied(each, f"{place}.{name}") for name, each in value.items()}
-        if isinstance(value, list | tuple):
-            parts = (self._copied(each, f"{place}.{index}") for index, each in enumerate(value))
-            return type(value)(parts)
-        if not isinstance(value, Tensor):
-            return value
-        buffer = self._buffers.get(place)
-        if buffer is None or (buffer.shape, buffer.dtype) != (value.shape, value.dtype):
-            buffer = torch.empty_like(value, device="cpu", pin_memory=value.is_cuda)
-            self._buffers[place] = buffer
-        return buffer.copy_(value, non_blocking=True)
+def checkpoint_io(background: bool, copy_to: str | None) -> AtomicCheckpointIO:
+    """Return what writes checkpoints: plainly, or as an extra does."""
+    if not background and not copy_to:
+        return AtomicCheckpointIO()
+    made: AtomicCheckpointIO = addition("CHECKPOINT_IO")(background, copy_to)
+    return made

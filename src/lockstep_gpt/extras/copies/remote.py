@@ -1,0 +1,74 @@
+"""Checkpoints elsewhere: in a folder or at an fsspec URL, and in wandb."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import fsspec
+
+from lockstep_gpt.config import UserError
+from lockstep_gpt.training import checkpoint
+
+logger = logging.getLogger(__name__)
+
+
+def copy_out(path: Path, url: str) -> None:
+    """Copy a checkpoint, its sum first and itself last, to the folder or fsspec URL `url`."""
+    files, folder = fsspec.core.url_to_fs(url)
+    files.makedirs(folder, exist_ok=True)
+    for source in checkpoint.files_of(path):
+        beside = f"{folder}/.{source.name}.tmp"
+        files.put_file(str(source), beside)
+        files.mv(beside, f"{folder}/{source.name}")
+
+
+def remove_copy(name: str, url: str) -> None:
+    """Delete the copy of the checkpoint `name` below `url`, its sum last."""
+    files, folder = fsspec.core.url_to_fs(url)
+    parts = [Path(str(part)).name for part in files.glob(f"{folder}/{Path(name).stem}.*.part")]
+    for each in (name, *parts, f"{name}.sha256"):
+        if files.exists(f"{folder}/{each}"):
+            files.rm_file(f"{folder}/{each}")
+
+
+def fetch_newest(url: str, folder: Path) -> Path | None:
+    """Bring the newest copy below `url` that verifies into `folder`; None if there is none."""
+    files, remote = fsspec.core.url_to_fs(url)
+    folder.mkdir(parents=True, exist_ok=True)
+    copies = [folder / Path(str(name)).name for name in files.glob(f"{remote}/step=*.ckpt")]
+    for path in sorted(copies, key=checkpoint.step_of, reverse=True):
+        if files.exists(f"{remote}/{checkpoint.sum_path(path).name}"):
+            files.get_file(
+                f"{remote}/{checkpoint.sum_path(path).name}", str(checkpoint.sum_path(path))
+            )
+        for each in checkpoint.files_of(path)[1:]:
+            if files.exists(f"{remote}/{each.name}"):
+                files.get_file(f"{remote}/{each.name}", str(each))
+        fault = checkpoint.fault_of(path)
+        if fault is None:
+            return path
+        logger.warning("skipped %s/%s: it %s", url, path.name, fault)
+        checkpoint.remove_checkpoint(path)
+    return None
+
+
+def download(reference: str, folder: Path | None) -> Path:
+    """Download a checkpoint that a run has logged as ENTITY/PROJECT/NAME:ALIAS; return its file.
+
+    Raises:
+        UserError: there is none, or it cannot be reached.
+    """
+    import wandb
+
+    try:
+        artifact = wandb.Api().artifact(reference, type="model")
+        found = Path(artifact.download(str(folder) if folder else None))
+    except Exception as error:  # wandb's own errors, the network's and the disk's
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise UserError(
+            f"wandb://{reference} cannot be had: {reason}; give ENTITY/PROJECT/NAME:ALIAS of a "
+            "checkpoint, and log in with `wandb login`"
+        ) from error
+    (path,) = found.glob("*.ckpt")
+    return path

@@ -1,0 +1,30 @@
+import pytest
+
+from lockstep_gpt import extras
+from lockstep_gpt.registry import addition, additions, asked, resolved
+
+
+@pytest.fixture
+def two(tmp_path, monkeypatch):
+    """Make two more extras, one of which adds things."""
+    added = 'NUMBERS = {"one": 1}\nADD = "operator:add"\nPLACE = "os.path"\n'
+    for name, content in (("an_adding_one", added), ("a_plain_one", "")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text(content)
+    monkeypatch.setattr(extras, "__path__", [str(tmp_path)])
+
+
+def test_an_extra_that_is_there_adds_what_it_states(two):  # noqa: ARG001
+    assert list(additions("NUMBERS")) == [{"one": 1}]
+    assert asked("ADD", 2, 3) == [5]
+    assert addition("PLACE").sep == "/"
+
+
+def test_what_no_extra_states_is_missing_and_no_error(two):  # noqa: ARG001
+    assert list(additions("COLORS")) == asked("COLORS") == []
+    assert addition("COLORS") is None
+
+
+def test_a_target_is_a_module_or_what_is_in_one():
+    assert resolved("operator:add")(1, 2) == 3
+    assert resolved("operator").__name__ == "operator"
