@@ -162,7 +162,7 @@ def kills(folder: Path, number: int, seed: int) -> int:
         place = folder / str(attempt)
         place.mkdir()
         name, moment = chance.choice([*VICTIMS]), chance.uniform(0, 6)
-        words = ["strategy=ddp", "trainer.devices=2", "max_steps=5000", "checkpoint.every=10"]
+        words = ["strategy=ddp", "trainer.devices=2", "max_steps=600", "checkpoint.every=10"]
         process = start(HERE, place, *words)
         running, victims = [process.pid], []
         while not victims and process.poll() is None:  # what is to be hurt may not be there yet
