@@ -29,6 +29,7 @@ EXTRAS = {
     ),
     "ladder": ("scripts/ladder/", "tests/ladder/"),
     "seeing": (
+        "configs/callbacks/added/",
         "configs/callbacks/sync_panel.yaml",
         "docs/report.md",
         "docs/report.png",

@@ -209,7 +209,11 @@ def open_choices(group: str) -> Iterator[Part]:
         rows = list(listed(file))
         table = table_of(("setting", "default", "means"), rows) if rows else ""
         known = yaml.safe_load(file.read_text("utf-8")).get("defaults", [])
-        base = f" Takes also the settings of `{group}={known[0]}`." if known else ""
+        base = (
+            f" Takes also the settings of `{group}={known[0]}`."
+            if file.stem != "default" and known
+            else ""
+        )
         about = f"{header(file)}{base}".strip() or "The choice where none is made."
         yield Part(file, f"### `{group}={file.stem}`\n\n{about}\n{table}")
 

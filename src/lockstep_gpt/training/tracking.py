@@ -105,32 +105,22 @@ def wandb_logger(
     *,
     directory: RunDirectory,
     config: dict[str, Any],
-    project: str,
-    entity: str | None,
-    group: str | None,
-    tags: list[str],
-    job_type: str,
-    notes: str | None,
     mode: str,
     log_model: bool = False,
     log_code: bool = False,
     watch: str | None = None,
+    **arguments: Any,
 ) -> TrackedRun:
     """Make or go on with the one wandb run of `directory`.
 
     Args:
         directory: holds wandb's files and the run's id, by which a resumed run is the same one.
         config: what wandb shows as the configuration; no secrets.
-        project: wandb's project.
-        entity: team or user; None: the account's own.
-        group: runs shown together.
-        tags: labels.
-        job_type: kind of run.
-        notes: free text.
         mode: online, offline, disabled, or auto: online if there is an account.
         log_model: log the best and the last checkpoint at the end.
         log_code: log the source of this package.
         watch: histograms of gradients, parameters, all, or none.
+        arguments: passed on to `wandb.init`: project, entity, group, tags, job_type, notes.
 
     Raises:
         UserError: `mode` or `watch` is unknown, or checkpoints have nowhere to go.
@@ -153,12 +143,7 @@ def wandb_logger(
         resume="allow",
         name=config["run_name"],
         config=config,
-        project=project,
-        entity=entity,
-        group=group,
-        tags=tags,
-        job_type=job_type,
-        notes=notes,
+        **arguments,
     )
     run.define_metric(STEP)
     run.define_metric(TOKENS, step_metric=STEP)
