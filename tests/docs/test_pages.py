@@ -86,3 +86,14 @@ def test_links_have_the_bandwidths_that_plan_counts_with():
     ring = 2 * 7 / 8 * 4 * 124.4e6 / 1e6  # MB for 8 ranks and float32 gradients of GPT-2
     for (_, shown), bandwidth in zip(rows, expected, strict=True):
         assert float(shown) == pytest.approx(ring / bandwidth, rel=0.03)
+
+
+def test_a_step_names_files_that_are_there_and_what_they_define():
+    page = (ROOT / "docs/a_step.md").read_text("utf-8")
+    rows = re.findall(r"^\| (.+) \| (.*`.+) \|$", page, re.MULTILINE)
+    assert len(rows) > 15
+    for about, place in rows:
+        files = [ROOT / "src/lockstep_gpt" / name for name in re.findall(r"`(\S+\.py)`", place)]
+        text = "".join(file.read_text("utf-8") for file in files)
+        defined = re.findall(r"(?:class|def) (\w+)", text) + [file.stem for file in files]
+        assert set(re.findall(r"^`(\w+)`", about)) <= set(defined), about

@@ -14,7 +14,7 @@ FOLDERS = [name for name in EXTRAS if any("/extras/" in path for path in EXTRAS[
 # Imports the libraries once, and is forked for each project: it collects its tests and trains.
 DRIVER = """
 import contextlib, io, json, os, sys, traceback
-import lightning, pytest, torch, torchmetrics, transformers, wandb
+import datasets, kubeflow_trainer_api.models, lightning, pytest, torch, transformers, wandb
 results = {}
 for project, trains in json.loads(sys.argv[1]).items():
     reads, writes = os.pipe()

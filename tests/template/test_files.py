@@ -41,6 +41,7 @@ AT_THE_ROOT = {
     "README.md",
     "constraints.txt",
     "docs/README.md",
+    "docs/a_step.md",
     "docs/communication.md",
     "docs/house.md",
     "docs/own_data.md",
