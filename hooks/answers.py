@@ -22,6 +22,7 @@ EXTRAS = {
     "cluster": ("src/lockstep_gpt/extras/cluster/", "tests/extras/cluster/"),
     "sources": (
         "configs/data/huggingface.yaml",
+        "configs/data/jsonl.yaml",
         "configs/data/parquet.yaml",
         "configs/data/shards.yaml",
         "src/lockstep_gpt/extras/sources/",

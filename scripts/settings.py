@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, get_type_hints
 import yaml
 
 from lockstep_gpt.config import (
+    DATA_SOURCES,
     MISSING,
     OPEN_GROUPS,
     BatchConfig,
@@ -149,7 +150,10 @@ def table_of(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
 
 def data_sections() -> Iterator[Part]:
     """Yield what each source of data takes; before, what several have in common."""
-    names = {schema: f"### `data={name}`" for name, schema in data_sources().items()}
+    names = {schema: f"### `data={name}`" for name, schema in DATA_SOURCES.items()}
+    for name, schema in data_sources().items():  # an extra may have more settings for a source
+        more = "More of " * (name in DATA_SOURCES)
+        names.setdefault(schema, f"### {more}`data={name}`")
     shown: set[type[Any]] = set()
     for source in names:
         for schema in reversed(source.__mro__):

@@ -167,6 +167,8 @@ class DataConfig(Checked):
     """What all corpora have in common."""
 
     node: ClassVar[str] = "data"
+    # Settings that decide no token; where the corpus lies is in its identity, as far as it matters.
+    harmless: ClassVar[set[str]] = {"root", "path", "val_tokens", "num_workers"}
     source: str = setting("where the text comes from")
     root: str = setting("folder that prepared token files are kept in", "data")
     val_fraction: float = setting(
@@ -191,10 +193,6 @@ class DocumentsData(DataConfig):
     )
     vocab_size: int | None = setting("ids that bpe learns; null: 8192", None, at_least=257)
     tokenizer_mb: int = setting("MiB of training text, the first, bpe learns from", 32, at_least=1)
-    invalid_utf8: str = setting(
-        "what becomes of text that is not UTF-8", "replace", choices=("replace", "skip", "fail")
-    )
-    num_proc: int = setting("processes that tokenize", 1, at_least=1)
 
     def __post_init__(self) -> None:
         """Check also that a size of the vocabulary has a use, and find it where it is needed."""
@@ -213,26 +211,11 @@ class StdlibData(DocumentsData):
 
 
 @dataclass
-class FilesData(DocumentsData):
-    """What corpora in files have in common."""
-
-    path: str = setting("a file, a folder, a glob or a URL; .gz and .zst are unpacked", "")
-
-
-@dataclass
-class TextData(FilesData):
+class TextData(DocumentsData):
     """Text of your own."""
 
     source: str = setting("where the text comes from", "text", choices=("text",))
-    documents: str = setting("what is one document", "file", choices=("file", "line"))
-
-
-@dataclass
-class JsonlData(FilesData):
-    """Files with a JSON object per line."""
-
-    source: str = setting("where the text comes from", "jsonl", choices=("jsonl",))
-    field: str = setting("the field with the text", "text")
+    path: str = setting("a file, or a folder of them", "")
 
 
 @dataclass
@@ -247,13 +230,12 @@ class SyntheticData(DataConfig):
 DATA_SOURCES: dict[str, type[DataConfig]] = {
     "stdlib": StdlibData,
     "text": TextData,
-    "jsonl": JsonlData,
     "synthetic": SyntheticData,
 }
 
 
 def data_sources() -> dict[str, type[DataConfig]]:
-    """Return the settings of every source, of extras too."""
+    """Return the settings of every source; those of an extra come before ours."""
     added = {name: each[0] for sources in additions("SOURCES") for name, each in sources.items()}
     return {**DATA_SOURCES, **{name: resolved(target) for name, target in added.items()}}
 

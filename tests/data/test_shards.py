@@ -1,11 +1,11 @@
 import contextlib
 import hashlib
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
 
+from lockstep_gpt import extras
 from lockstep_gpt.config import UserError
 from lockstep_gpt.data.shards import (
     FORMAT,
@@ -15,9 +15,9 @@ from lockstep_gpt.data.shards import (
     check_block_size,
     check_content,
     check_sizes,
-    cut_to_index,
     load_index,
     open_split,
+    open_windows,
     write_index,
 )
 from lockstep_gpt.data.tokenizer import token_dtype
@@ -29,12 +29,12 @@ def index_of(train, val, dtype="<u2", vocab_size=9):
     settings = {"source": "synthetic", "val_fraction": 0.1}
     tokenizer = {"kind": "numbers", "vocab_size": vocab_size}
     splits = {"train": train, "val": val}
-    return Index(FORMAT, dtype, tokenizer, "f" * 64, {}, settings, [0, 0, 0], 0, splits)
+    return Index(FORMAT, dtype, tokenizer, "f" * 64, {}, settings, splits)
 
 
-def written(folder, name, ids, dtype, split=None):
+def written(folder, name, ids, dtype):
     """Write ids in pieces and return the index's entry."""
-    with contextlib.closing(SplitWriter(folder, name, dtype, LIMIT, split or Split())) as writer:
+    with contextlib.closing(SplitWriter(folder, name, dtype, LIMIT)) as writer:
         for piece in np.array_split(np.asarray(ids).astype(dtype), 7):
             writer.append(piece)
         return writer.saved()
@@ -51,34 +51,34 @@ def shards(folder, train, val, vocab_size):
 def test_what_was_appended_is_read_back(tmp_path, vocab_size, dtype):
     train, val = np.arange(vocab_size)[: LIMIT // 4], np.arange(vocab_size)[:99][::-1]
     shards(tmp_path, train, val, vocab_size)
-    np.testing.assert_array_equal(open_split(tmp_path, "train"), train)
-    np.testing.assert_array_equal(open_split(tmp_path, "val"), val)
+    np.testing.assert_array_equal(*open_split(tmp_path, "train"), train)
+    np.testing.assert_array_equal(*open_split(tmp_path, "val"), val)
     assert np.fromfile(tmp_path / "val-00000.bin", dtype=dtype).tolist() == val.tolist()
 
 
 @pytest.mark.parametrize("tokens", [LIMIT // 2, LIMIT // 2 + 1, 2 * LIMIT, 2 * LIMIT + 5])
-def test_files_of_bounded_size_map_as_one_array(tmp_path, tokens):
+@pytest.mark.parametrize("extra", [True, False])
+def test_files_of_bounded_size_are_read_as_one(tmp_path, monkeypatch, tokens, extra):
     ids = np.random.default_rng(0).integers(1000, size=tokens)
     shards(tmp_path, ids, range(5), 1000)
     sizes = [path.stat().st_size for path in sorted(tmp_path.glob("train*"))]
     assert max(sizes) <= LIMIT
     assert len(sizes) == -(-2 * tokens // LIMIT)
-    mapped = open_split(tmp_path, "train")
+    if not extra:
+        monkeypatch.setattr(extras, "__path__", [])
+    mapped = np.concatenate(open_split(tmp_path, "train"))
     np.testing.assert_array_equal(mapped, ids)
     assert mapped[LIMIT // 2 - 3 : LIMIT // 2 + 3].tolist() == ids[LIMIT // 2 - 3 :][:6].tolist()
-
-
-def test_a_mapping_of_several_files_is_given_back(tmp_path):
-    shards(tmp_path, range(LIMIT), range(5), LIMIT)
-    mapped = open_split(tmp_path, "train")
-    assert str(tmp_path) in Path("/proc/self/maps").read_text()
-    del mapped
-    assert str(tmp_path) not in Path("/proc/self/maps").read_text()
+    whole = np.lib.stride_tricks.sliding_window_view(ids, 1000)[::999]
+    rows = np.random.default_rng(1).permutation(len(whole))
+    np.testing.assert_array_equal(open_windows(tmp_path, "train", 999)[rows], whole[rows])
+    shown = open_windows(tmp_path, "train", 999)[np.array([3, -1])]
+    assert shown[0].tolist() == whole[3].tolist()
 
 
 @pytest.mark.parametrize("tokens", [10, LIMIT])
 def test_a_split_is_read_only(tmp_path, tokens):
-    mapped = open_split(shards(tmp_path, range(tokens), range(5), LIMIT), "train")
+    mapped, *_ = open_split(shards(tmp_path, range(tokens), range(5), LIMIT), "train")
     with pytest.raises(ValueError, match="read-only"):
         mapped[0] = 1
 
@@ -95,35 +95,11 @@ def test_the_index_says_what_the_files_hold(tmp_path):
 
 
 def test_documents_are_counted_with_their_text(tmp_path):
-    with contextlib.closing(SplitWriter(tmp_path, "val", "u1", LIMIT, Split())) as writer:
+    with contextlib.closing(SplitWriter(tmp_path, "val", "u1", LIMIT)) as writer:
         writer.append(np.frombuffer(b"abc\0\0", np.uint8), 2, 3)
         writer.append(np.frombuffer(b"d\0", np.uint8), 1, 1)
         split = writer.saved()
     assert (split.tokens, split.documents, split.text_bytes) == (7, 3, 4)
-
-
-@pytest.mark.parametrize("done", [1, LIMIT // 2 - 1, LIMIT // 2, LIMIT // 2 + 1, 2 * LIMIT])
-def test_a_writer_goes_on_where_the_index_says(tmp_path, done):
-    ids = np.random.default_rng(0).integers(1000, size=2 * LIMIT + 9)
-    (whole := tmp_path / "whole").mkdir()
-    (killed := tmp_path / "killed").mkdir()
-    saved = written(killed, "train", ids[:done], "<u2")
-    written(killed, "train", np.zeros(LIMIT), "<u2", saved)  # never in an index
-    expected = written(whole, "train", ids, "<u2")
-    assert written(killed, "train", ids[done:], "<u2", saved) == expected
-    for shard in expected.shards:
-        assert (killed / shard.file).read_bytes() == (whole / shard.file).read_bytes()
-
-
-def test_what_a_killed_build_wrote_after_its_index_is_cut_off(tmp_path):
-    shards(tmp_path, range(10), range(5), 100)
-    with (tmp_path / "train-00000.bin").open("ab") as file:
-        file.write(b"more")
-    index = load_index(tmp_path)
-    with pytest.raises(UserError, match="14 bytes"):
-        check_sizes(tmp_path, index)
-    cut_to_index(tmp_path, index)
-    check_content(tmp_path, index)
 
 
 def test_a_changed_byte_is_found_by_its_sum_alone(tmp_path):

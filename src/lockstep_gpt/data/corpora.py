@@ -1,31 +1,23 @@
-"""Where training data comes from: each corpus names itself and yields its data block by block.
+"""Where training data comes from: each corpus names itself and yields its data piece by piece.
 
 No corpus is ever held in memory as a whole.
 """
 
 from __future__ import annotations
 
-import gzip
 import hashlib
-import json
 import os
-import re
 import sys
 import sysconfig
-import zlib
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import partial
-from itertools import accumulate
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
-from tqdm import tqdm
 
 from lockstep_gpt import config as schema
 from lockstep_gpt.config import DataConfig, UserError
-from lockstep_gpt.data.tokenizer import Tokens, cut, library, token_dtype
+from lockstep_gpt.data.tokenizer import Tokens, cut, token_dtype
 from lockstep_gpt.registry import additions, resolved
 
 # Installed packages are not the library; tests are long, repetitive and at times not valid code.
@@ -36,29 +28,13 @@ LONGEST = 1 << 22  # bytes of a file that are one document at most
 FEW = 10  # held-out files to expect, below which a part of every file is held out instead
 
 
-class Position(NamedTuple):
-    """Where a corpus goes on."""
+class Stretch(NamedTuple):
+    """A part of one split of a corpus: documents, or token ids where it is no text."""
 
-    part: int = 0  # the file, in the corpus's order
-    offset: int = 0  # bytes, rows or tokens of it that lie before
-    read: int = 0  # bytes of the corpus that lie before, as its `size` counts them
-
-
-class Block(NamedTuple):
-    """A stretch of a corpus."""
-
-    after: Position
-    texts: list[bytes]  # the documents, valid UTF-8
-    val: list[bool]  # which of them are held out
-    invalid: int = 0  # how many were not UTF-8
-
-
-class TokenBlock(NamedTuple):
-    """A stretch of one split of a corpus that is no text."""
-
-    after: Position
     split: str
-    ids: Tokens
+    texts: list[bytes]  # valid UTF-8
+    invalid: int = 0  # how many of them were not UTF-8
+    ids: Tokens | None = None
 
 
 class Corpus(Protocol):
@@ -71,8 +47,8 @@ class Corpus(Protocol):
     def identity(self) -> Any:
         """Return plain values that change with anything in the corpus that decides the tokens."""
 
-    def blocks(self, start: Position) -> Iterator[Block] | Iterator[TokenBlock]:
-        """Yield all from `start` on, cut alike each time, so that a killed build can go on.
+    def stretches(self) -> Iterator[Stretch]:
+        """Yield all of it.
 
         Raises:
             UserError: something cannot be read.
@@ -88,37 +64,6 @@ def split_of(name: str, val_fraction: float) -> str:
     return "val" if first < val_fraction * 2**64 else "train"
 
 
-def held_out(texts: list[bytes], val_fraction: float) -> list[bool]:
-    """Return which documents without names are held out, from their text alone.
-
-    So equal documents are never in both splits. The factor is Knuth's multiplicative hash: the
-    sums of similar lines are similar.
-    """
-    sums = np.fromiter(map(zlib.crc32, texts), np.uint32, len(texts))
-    held: list[bool] = (sums * np.uint32(2_654_435_761) < val_fraction * 2**32).tolist()
-    return held
-
-
-def progress(doing: str, total: int | None, done: int = 0) -> tqdm[Any]:
-    """Return a progress bar of bytes, which only a terminal shows."""
-    return tqdm(desc=doing, total=total, initial=done, unit="B", unit_scale=True, disable=None)
-
-
-@contextmanager
-def reading(path: str) -> Iterator[None]:
-    """Say in one line what is wrong with a file: systems and formats raise what they like."""
-    try:
-        yield
-    except UserError:
-        raise
-    except Exception as error:
-        reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
-        line = " ".join(reason.split())
-        raise UserError(
-            f"{path} cannot be read: {line}; mend it, or take another corpus"
-        ) from error
-
-
 class File(NamedTuple):
     """One file of a corpus."""
 
@@ -128,191 +73,90 @@ class File(NamedTuple):
     path: str
 
 
-class Files:
-    """The files of a folder, a glob or a URL, by name.
+def files_below(
+    folder: str, ending: str = "", left_out: Collection[str] = (), above: str = ""
+) -> Iterator[File]:
+    """Yield the files of a folder and of those in it, none hidden, in no order."""
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            name = above + entry.name
+            if entry.name in left_out or entry.name.startswith("."):
+                continue
+            if entry.is_dir(follow_symlinks=False):
+                yield from files_below(entry.path, ending, left_out, f"{name}/")
+            elif name.endswith(ending) and entry.is_file():
+                yield File(name, entry.stat().st_size, entry.stat().st_mtime, entry.path)
+
+
+class TextFiles:
+    """Files of text, a document each, in the order of their names.
 
     Raises:
-        UserError: there are none, or the file system cannot be read.
+        UserError: there are none.
     """
 
-    wanted: ClassVar[str] = ""  # what the names of a folder's files must match
-
-    def __init__(self, path: str) -> None:
-        self.path = path
-        self.open: Callable[..., Any] = open
+    def __init__(self, config: schema.DocumentsData, path: str, by_name: bool = False) -> None:
+        self.path, self.val_fraction = path, config.val_fraction
         self.files = sorted(self.find(), key=lambda file: file.name)
-        self.before = list(accumulate((file.size for file in self.files), initial=0))
-        self.size: int | None = self.before[-1]
-
-    def find(self) -> list[File]:
-        """Look for the files, in no order."""
-        import fsspec  # half of this module's time to import, and not always needed
-
-        with reading(f"data.path={self.path}"):
-            system, place = fsspec.url_to_fs(self.path)  # expands ~ too
-            is_folder = system.isdir(place)
-            look = system.find if is_folder or system.exists(place) else system.glob
-            found = [info for info in look(place, detail=True).values() if info["type"] == "file"]
-        if "file" not in system.protocol:
-            self.open = system.open
-        base = place if is_folder else re.split(r"[*?\[]", place)[0].rpartition("/")[0]
-        wanted = re.compile(rf"(?!\.|.*/\.).*{self.wanted}" if is_folder else "")  # none hidden
-        files = []
-        for info in found:
-            name = info["name"].removeprefix(base).lstrip("/")
-            stamp = info.get("mtime") or sorted(map(str, info.items()))
-            if wanted.match(name):
-                files.append(File(name, info["size"] or 0, stamp, info["name"]))
-        if not files:
-            raise UserError(f"data.path={self.path} leads to no file; give a file, folder or glob")
-        return files
-
-    def identity(self) -> Any:
-        """Return the names and sizes, and the times of change or what else a server knows."""
-        return [file[:3] for file in self.files]
-
-
-class TextFiles(Files):
-    """Files of text, plain or packed (.gz, .zst), a document per file or per line."""
-
-    def __init__(
-        self, config: schema.DocumentsData, path: str, by_line: bool = False, by_name: bool = False
-    ) -> None:
-        super().__init__(path)
-        self.val_fraction, self.invalid_utf8 = config.val_fraction, config.invalid_utf8
-        self.by_line = by_line
+        self.size: int | None = sum(file.size for file in self.files)
         # Names of a few files may hold out none: then each file's end is held out.
         self.by_name = by_name or len(self.files) * config.val_fraction >= FEW
 
-    def blocks(self, start: Position) -> Iterator[Block]:
+    def find(self) -> list[File]:
+        """Look for the files, in no order."""
+        path = Path(self.path).expanduser()
+        if path.is_file():
+            return [File(path.name, path.stat().st_size, path.stat().st_mtime, str(path))]
+        found = [*files_below(str(path))] if path.is_dir() else []
+        if not found:
+            raise UserError(f"data.path={self.path} leads to no file; give a file or a folder")
+        return found
+
+    def identity(self) -> Any:
+        """Return the names, sizes and times of change."""
+        return [file[:3] for file in self.files]
+
+    def stretches(self) -> Iterator[Stretch]:
         """Yield the documents, file by file; many small ones together."""
-        texts: list[bytes] = []
-        val: list[bool] = []
-        after, size, invalid = start, 0, 0
-        for number in range(start.part, len(self.files)):
-            for piece, after in self._pieces(number, start):
-                documents, faults = self._documents(piece, self.files[number].path)
-                documents, held = self._split(documents, self.files[number].name)
-                texts, val = texts + documents, val + held
-                size, invalid = size + len(piece), invalid + faults
+        texts: dict[str, list[bytes]] = {"train": [], "val": []}
+        size, invalid = 0, 0
+        for file in self.files:
+            for piece in _pieces(file.path):
+                text = piece.decode("utf-8", "replace").encode()
+                size, invalid = size + len(text), invalid + (text != piece)
+                for split, document in self.documents(text, file.name):
+                    texts[split].append(document)
                 if size >= BLOCK:
-                    yield Block(after, texts, val, invalid)
-                    texts, val, size, invalid = [], [], 0, 0
-        yield Block(after, texts, val, invalid)
+                    yield Stretch("val", texts.pop("val"))
+                    yield Stretch("train", texts.pop("train"), invalid)
+                    texts, size, invalid = {"train": [], "val": []}, 0, 0
+        yield Stretch("val", texts["val"])
+        yield Stretch("train", texts["train"], invalid)
 
-    def _split(self, texts: list[bytes], name: str) -> tuple[list[bytes], list[bool]]:
-        if self.by_line:
-            return texts, held_out(texts, self.val_fraction)
-        if self.by_name or not any(texts):
-            return texts, [split_of(name, self.val_fraction) == "val"] * len(texts)
-        end = cut(texts[0][: int(len(texts[0]) * (1 - self.val_fraction))])
-        return [texts[0][:end], texts[0][end:]], [False, True]
-
-    def _documents(self, piece: bytes, path: str) -> tuple[list[bytes], int]:
-        """Return the documents in a piece of a file, and how many were not UTF-8."""
-        if not self.by_line:
-            return valid([piece], self.invalid_utf8, path)
-        text = piece.replace(b"\r\n", b"\n") if b"\r" in piece else piece
-        lines = list(filter(None, text.split(b"\n")))
-        return (lines, 0) if is_utf8(piece) else valid(lines, self.invalid_utf8, path)
-
-    def _pieces(self, number: int, start: Position) -> Iterator[tuple[bytes, Position]]:
-        """Yield a file cut where a text may be cut, from `start` on if that lies in it."""
-        file, before = self.files[number], self.before[number]
-        offset = start.offset if start.part == number else 0
-        longest = BLOCK if self.by_line else LONGEST
-        rest = b""
-        with reading(file.path), self.open(file.path, "rb") as raw:
-            for data in _content(raw, file.path, offset, longest):
-                rest += data
-                while len(rest) > longest and (end := self._end(rest, longest)):
-                    offset += end
-                    yield rest[:end], Position(number, offset, before + raw.tell())
-                    rest = rest[end:]
-        yield rest, Position(number + 1, 0, self.before[number + 1])
-
-    def _end(self, text: bytes, longest: int) -> int:
-        """Return where a text may be cut, whatever it was read with; 0: nowhere yet."""
-        if self.by_line:
-            return text.rfind(b"\n", 0, longest) + 1 or text.find(b"\n", longest) + 1
-        return cut(text[:longest])
+    def documents(self, text: bytes, name: str) -> list[tuple[str, bytes]]:
+        """Return the documents in a text of the file of this name, each with its split."""
+        if self.by_name or not text:
+            return [(split_of(name, self.val_fraction), text)]
+        end = cut(text[: int(len(text) * (1 - self.val_fraction))])
+        return [("train", text[:end]), ("val", text[end:])]
 
 
-def _content(raw: Any, path: str, skip: int, size: int) -> Iterator[bytes]:
-    """Yield what a file holds, unpacked and without the first bytes, so many bytes at a time."""
-    if path.endswith(".zst"):
-        content = _unpacked(raw)
-    elif path.endswith(".gz"):
-        content = iter(partial(gzip.GzipFile(fileobj=raw).read, size), b"")
-    else:
-        raw.seek(skip)
-        content, skip = iter(partial(raw.read, size), b""), 0
-    for data in content:
-        yield data[skip:]
-        skip = max(0, skip - len(data))
-
-
-def _unpacked(raw: Any) -> Iterator[bytes]:
-    """Yield all frames; zstandard's own reader takes half a file for a whole one."""
-    zstandard = library("zstandard", "zstd")
-    frame, data = None, raw.read(BLOCK)
-    while data:
-        if frame is None or frame.eof:
-            frame = zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj()
-        yield frame.decompress(data)
-        data = frame.unused_data or raw.read(BLOCK)
-    if frame and not frame.eof:
-        raise EOFError("it ends in the middle")
-
-
-def is_utf8(text: bytes) -> bool:
-    """Tell whether `text` is valid UTF-8."""
+def _pieces(path: str) -> Iterator[bytes]:
+    """Yield a file, in pieces where it is long, cut where a text may be cut."""
+    rest = b""
     try:
-        return text.isascii() or bool(text.decode())
-    except UnicodeDecodeError:
-        return False
-
-
-def valid(texts: list[bytes], policy: str, path: str) -> tuple[list[bytes], int]:
-    """Return `texts` as UTF-8, by `data.invalid_utf8`, and how many were not.
-
-    Raises:
-        UserError: one is not, and the policy is to fail.
-    """
-    good = [text for text in texts if is_utf8(text)]
-    invalid = len(texts) - len(good)
-    if invalid and policy == "fail":
+        with Path(path).open("rb") as file:
+            while data := file.read(LONGEST):
+                rest += data
+                while len(rest) > LONGEST:
+                    end = cut(rest[:LONGEST])
+                    yield rest[:end]
+                    rest = rest[end:]
+    except OSError as error:
         raise UserError(
-            f"{path} of the corpus is not UTF-8; mend it, or set data.invalid_utf8 to replace or "
-            "skip"
-        )
-    if invalid and policy == "replace":
-        return [text.decode("utf-8", "replace").encode() for text in texts], invalid
-    return good, invalid
-
-
-class JsonLines(TextFiles):
-    """Files with a JSON object per line, one field of which is a document."""
-
-    wanted = r"\.(jsonl|ndjson|json)(\.\w+)?$"
-
-    def __init__(self, config: schema.JsonlData) -> None:
-        super().__init__(config, config.path, by_line=True)
-        self.field = config.field
-
-    def _documents(self, piece: bytes, path: str) -> tuple[list[bytes], int]:
-        lines, invalid = super()._documents(piece, path)
-        return [text for line in lines if (text := self._text(line, path))], invalid
-
-    def _text(self, line: bytes, path: str) -> bytes:
-        try:
-            text: str = json.loads(line.decode())[self.field] or ""
-            return text.encode("utf-8", "replace")  # JSON can spell half a surrogate pair
-        except (ValueError, LookupError, TypeError, AttributeError):
-            raise UserError(
-                f"{path} of the corpus has the line {line[:60]!r}, no JSON object with text under "
-                f"data.field={self.field}; name another field or mend the line"
-            ) from None
+            f"{path} cannot be read: {error.strerror}; mend it, or take another corpus"
+        ) from error
+    yield rest
 
 
 class StandardLibrary(TextFiles):
@@ -327,24 +171,13 @@ class StandardLibrary(TextFiles):
 
     def find(self) -> list[File]:
         """Look for the files, in no order."""
-        found = list(_python_files(self.path))
+        found = list(files_below(self.path, ".py", LEFT_OUT))
         if not found:
             raise UserError(
                 f"data.source=stdlib finds no .py file under {self.path}; use a Python that has "
                 "its library as files, or data=synthetic"
             )
         return found
-
-
-def _python_files(folder: str, prefix: str = "") -> Iterator[File]:
-    with os.scandir(folder) as entries:
-        for entry in entries:
-            name = prefix + entry.name
-            if entry.is_dir(follow_symlinks=False):
-                if entry.name not in LEFT_OUT:
-                    yield from _python_files(entry.path, f"{name}/")
-            elif entry.name.endswith(".py") and entry.is_file():
-                yield File(name, entry.stat().st_size, entry.stat().st_mtime, entry.path)
 
 
 class RandomTokens:
@@ -360,35 +193,34 @@ class RandomTokens:
         """Return what decides the tokens beside the settings."""
         return SYNTHETIC_SEED
 
-    def blocks(self, start: Position) -> Iterator[TokenBlock]:
-        """Yield first all of train, then all of val.
+    def stretches(self, done: int = 0) -> Iterator[Stretch]:
+        """Yield first all of train, then all of val, from token number `done` on.
 
         Raw draws of Philox are scaled here, by the high half of `draw * vocab_size`, because
         NumPy promises stable raw draws but not a stable `integers()`. The bias is < 2**-16.
         """
-        philox, done = np.random.Philox(SYNTHETIC_SEED), start.offset
+        philox = np.random.Philox(SYNTHETIC_SEED)
         philox.random_raw(done, output=False)
         while done < self.tokens:
             split, end = ("train", self.train) if done < self.train else ("val", self.tokens)
             draws = philox.random_raw(min(BLOCK >> 2, end - done)) >> np.uint64(32)
             ids = (draws * np.uint64(self.vocab_size)) >> np.uint64(32)
             done += ids.size
-            after = Position(0, done, done * self.dtype.itemsize)
-            yield TokenBlock(after, split, ids.astype(self.dtype))
+            yield Stretch(split, [], ids=ids.astype(self.dtype))
 
 
 CORPORA: dict[str, Callable[[Any], Corpus]] = {
     "stdlib": StandardLibrary,
-    "text": lambda config: TextFiles(config, config.path, config.documents == "line"),
-    "jsonl": JsonLines,
+    "text": lambda config: TextFiles(config, config.path),
     "synthetic": RandomTokens,
 }
 
 
 def corpus_of(config: DataConfig) -> Corpus:
-    """Open the corpus that `data.source` names, one of an extra too."""
-    if config.source in CORPORA:
-        return CORPORA[config.source](config)
-    added = {name: each[1] for sources in additions("SOURCES") for name, each in sources.items()}
-    corpus: Corpus = resolved(added[config.source])(config)
-    return corpus
+    """Open the corpus that `data.source` names; of an extra where the settings are the extra's."""
+    for sources in additions("SOURCES"):
+        added, target = sources.get(config.source, ("", ""))
+        if added and isinstance(config, resolved(added)):
+            corpus: Corpus = resolved(target)(config)
+            return corpus
+    return CORPORA[config.source](config)

@@ -2,17 +2,13 @@
 
 A token file holds little-endian unsigned integers of the smallest type that fits the vocabulary
 (one byte up to 256 tokens, two up to 65,536) and nothing else, so it is memory-mapped as it lies.
-All files of a split but its last are equally large, whole pages of memory, so that they map one
-after another into what looks like one array.
+All files of a split but its last are equally large, whole pages of memory.
 """
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import hashlib
 import json
-import mmap
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -25,6 +21,7 @@ import numpy.typing as npt
 from lockstep_gpt.config import UserError
 from lockstep_gpt.data.order import Positions
 from lockstep_gpt.data.tokenizer import Tokens
+from lockstep_gpt.registry import addition
 
 if TYPE_CHECKING:  # the parent of a run reads an index, and never imports torch
     from torch import Tensor
@@ -36,7 +33,6 @@ Batch: TypeAlias = "tuple[Tensor, Tensor]"
 
 FORMAT = 2  # a new number for every change that an older reader would misread
 INDEX = "index.json"
-MAP_FIXED = 0x10  # of Linux and macOS, which Python's mmap does not name
 
 
 @dataclass(frozen=True)
@@ -60,7 +56,7 @@ class Split:
 
 @dataclass(frozen=True)
 class Index:
-    """What `index.json` says about a prepared folder, or about one that is being prepared."""
+    """What `index.json` says about a prepared folder."""
 
     format: int
     dtype: str  # as NumPy writes it, for example "<u2"
@@ -68,9 +64,9 @@ class Index:
     fingerprint: str  # of the corpus, the tokenizer and the settings that decide the tokens
     fingerprints: dict[str, str]  # of each of the three
     settings: dict[str, Any]
-    position: list[int]  # in the corpus, where the next block begins
-    invalid_documents: int
     splits: dict[str, Split]
+    invalid_documents: int = 0
+    position: list[int] = field(default_factory=list)  # in the corpus, of a build that can go on
 
     @property
     def vocab_size(self) -> int:
@@ -98,23 +94,17 @@ class SplitWriter:
         name: the split's.
         dtype: of the ids on the disk.
         limit: bytes of a file, whole pages of memory.
-        split: what is there already; anything behind it is cut off.
     """
 
-    def __init__(self, folder: Path, name: str, dtype: str, limit: int, split: Split) -> None:
+    def __init__(self, folder: Path, name: str, dtype: str, limit: int) -> None:
         self.folder, self.name, self.dtype, self.limit = folder, name, np.dtype(dtype), limit
-        self.tokens, self.documents = split.tokens, split.documents
-        self.text_bytes = split.text_bytes
-        files, rest = divmod(split.tokens * self.dtype.itemsize, limit)
-        self.full = split.shards[:files]
-        self._begin(rest)
+        self.tokens = self.documents = self.text_bytes = 0
+        self.full: list[Shard] = []
+        self._begin()
 
-    def _begin(self, size: int) -> None:
-        self._size = size
-        self._file = (self.folder / f"{self.name}-{len(self.full):05}.bin").open("a+b")
-        self._file.truncate(size)
-        self._file.seek(0)
-        self._hash = hashlib.file_digest(self._file, "sha256")
+    def _begin(self, mode: str = "wb") -> None:
+        self._size, self._hash = 0, hashlib.sha256()
+        self._file: Any = (self.folder / f"{self.name}-{len(self.full):05}.bin").open(mode)
 
     def append(self, ids: Tokens, documents: int = 0, text_bytes: int = 0) -> None:
         """Append ids of shape (tokens,): so many documents, of so many bytes of text."""
@@ -124,7 +114,7 @@ class SplitWriter:
             if self._size == self.limit:
                 self.full.append(self._shard())
                 self.close()
-                self._begin(0)
+                self._begin()
             part = data[: self.limit - self._size]
             self._file.write(part)
             self._hash.update(part)
@@ -173,10 +163,10 @@ def load_index(folder: Path) -> Index:
             splits = {name: _split(**split) for name, split in values.pop("splits").items()}
             return Index(**values, splits=splits)
     except OSError as error:
-        raise _unusable(path, f"cannot be read ({error.strerror})") from error
+        raise unusable(path, f"cannot be read ({error.strerror})") from error
     except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise _unusable(path, "is damaged") from error
-    raise _unusable(path, f"has format {values['format']}, this version reads {FORMAT}")
+        raise unusable(path, "is damaged") from error
+    raise unusable(path, f"has format {values['format']}, this version reads {FORMAT}")
 
 
 def _split(shards: list[dict[str, Any]], **counts: int) -> Split:
@@ -195,18 +185,9 @@ def check_sizes(folder: Path, index: Index) -> None:
         try:
             size = path.stat().st_size
         except OSError as error:
-            raise _unusable(path, f"cannot be read ({error.strerror})") from error
+            raise unusable(path, f"cannot be read ({error.strerror})") from error
         if size != expected:
-            raise _unusable(path, f"holds {size:,} bytes where its index says {expected:,}")
-
-
-def cut_to_index(folder: Path, index: Index) -> None:
-    """Cut off what a killed build wrote after its index."""
-    for shard in index.shards:
-        size = shard.tokens * np.dtype(index.dtype).itemsize
-        with contextlib.suppress(OSError):  # a missing file is for `check_sizes` to tell
-            if (folder / shard.file).stat().st_size > size:
-                os.truncate(folder / shard.file, size)
+            raise unusable(path, f"holds {size:,} bytes where its index says {expected:,}")
 
 
 def check_content(folder: Path, index: Index) -> None:
@@ -219,15 +200,16 @@ def check_content(folder: Path, index: Index) -> None:
     for shard in index.shards:
         with (folder / shard.file).open("rb") as file:
             if hashlib.file_digest(file, "sha256").hexdigest() != shard.sha256:
-                raise _unusable(folder / shard.file, "is not what its SHA-256 says")
+                raise unusable(folder / shard.file, "is not what its SHA-256 says")
 
 
-def _unusable(path: Path, reason: str) -> UserError:
+def unusable(path: Path, reason: str) -> UserError:
+    """Return the error that says what is wrong with a file of a prepared folder."""
     return UserError(f"{path} {reason}; delete the folder {path.parent} and prepare it again")
 
 
-def open_split(folder: Path, split: str) -> npt.NDArray[Any]:
-    """Map one split's ids read-only, shape (tokens,), whatever the number of its files.
+def open_split(folder: Path, split: str) -> list[npt.NDArray[Any]]:
+    """Map one split's token files read-only, each of shape (tokens,).
 
     Raises:
         UserError: the folder is not what its index says.
@@ -235,40 +217,48 @@ def open_split(folder: Path, split: str) -> npt.NDArray[Any]:
     index = load_index(folder)
     check_sizes(folder, index)
     files = [folder / shard.file for shard in index.splits[split].shards]
-    if len(files) == 1:
-        return np.memmap(files[0], index.dtype, mode="r")
-    return _joined(files).view(index.dtype)
+    if len(files) > 1 and (joined := addition("JOINED_FILES")):
+        return [joined(files).view(index.dtype)]
+    return [np.memmap(file, index.dtype, mode="r") for file in files]
 
 
-def _joined(files: list[Path]) -> npt.NDArray[np.uint8]:
-    """Map files one after another into one range of addresses, which is given back as a whole."""
-    sizes = [file.stat().st_size for file in files]
-    anonymous = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    place = np.frombuffer(mmap.mmap(-1, sum(sizes), anonymous, mmap.PROT_READ), np.uint8)
-    system = ctypes.CDLL(None, use_errno=True)
-    system.mmap.restype = ctypes.c_void_p
-    whole, number = ctypes.c_size_t, ctypes.c_int
-    system.mmap.argtypes = [ctypes.c_void_p, whole, number, number, number, ctypes.c_int64]
-    address, flags = place.ctypes.data, mmap.MAP_SHARED | MAP_FIXED
-    for path, size in zip(files, sizes, strict=True):
-        with path.open("rb") as file:
-            if system.mmap(address, size, mmap.PROT_READ, flags, file.fileno(), 0) != address:
-                raise _unusable(path, f"cannot be mapped ({os.strerror(ctypes.get_errno())})")
-        address += size
-    return place
+@dataclass(frozen=True)
+class WindowsOfFiles:
+    """The windows of a split of several files, indexed like those of one."""
+
+    files: list[npt.NDArray[Any]]
+    block_size: int
+
+    def __getitem__(self, rows: Positions) -> npt.NDArray[Any]:
+        """Return copies, shape (rows, T + 1); any window stands for -1, which is padding."""
+        return np.stack([self._window(max(0, int(row)) * self.block_size) for row in rows])
+
+    def _window(self, start: int) -> npt.NDArray[Any]:
+        size, end = len(self.files[0]), start + self.block_size + 1
+        parts = [
+            self.files[file][max(0, start - file * size) : end - file * size]
+            for file in range(start // size, (end - 1) // size + 1)
+        ]
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
-def open_windows(folder: Path, split: str, block_size: int) -> npt.NDArray[Any]:
+Windows: TypeAlias = "npt.NDArray[Any] | WindowsOfFiles"
+
+
+def open_windows(folder: Path, split: str, block_size: int) -> Windows:
     """Return a view of the whole windows, shape (windows, T + 1), mapped and not in memory.
 
     Window i is tokens[i T : i T + T + 1]; the tail shorter than a window is dropped.
     """
-    tokens = np.asarray(open_split(folder, split))
+    files = open_split(folder, split)
+    if len(files) > 1:
+        return WindowsOfFiles(files, block_size)
+    tokens = np.asarray(files[0])
     return np.lib.stride_tricks.sliding_window_view(tokens, block_size + 1)[::block_size]
 
 
 def gather(
-    windows: npt.NDArray[Any], batches: Sequence[Positions], pinned: bool = False
+    windows: Windows, batches: Sequence[Positions], pinned: bool = False
 ) -> Iterator[Stored]:
     """Copy the windows of several batches at once and yield each batch.
 

@@ -57,14 +57,15 @@ def evaluate(model: GPT, config: Config, batch_size: int) -> dict[str, float]:
     block_size = config.model.block_size
     shards.check_block_size(index, block_size)
     windows = shards.open_windows(folder, "val", block_size)
+    count = index.windows("val", block_size)
     device = next(model.parameters()).device
     token_loss = TokenLoss().to(device)
-    for rows in validation_rows(len(windows), len(windows), batch_size, rank=0, world_size=1):
+    for rows in validation_rows(count, count, batch_size, rank=0, world_size=1):
         ((stored, real),) = shards.gather(windows, [rows])
         tokens, targets = shards.widen((stored.to(device), real))
         token_loss.update(model(tokens, targets), targets)
     loss, split = float(token_loss.compute()), index.splits["val"]
-    result = {"loss": loss, "perplexity": math.exp(loss), "tokens": len(windows) * block_size}
+    result = {"loss": loss, "perplexity": math.exp(loss), "tokens": count * block_size}
     if split.text_bytes:
         result["bits_per_byte"] = loss / math.log(2) * split.tokens / split.text_bytes
     return result

@@ -4,9 +4,10 @@ import pyarrow.parquet
 import pytest
 
 from lockstep_gpt.config import UserError, data_sources
-from lockstep_gpt.data.corpora import Position, corpus_of, held_out
+from lockstep_gpt.data.corpora import corpus_of
 from lockstep_gpt.data.prepare import prepare
 from lockstep_gpt.data.shards import load_index, open_split
+from lockstep_gpt.extras.sources.blocks import Position, held_out
 
 TEXTS = [f"row {number} é" for number in range(1000)]
 
@@ -110,7 +111,7 @@ def test_a_folder_is_prepared_whole(tmp_path):
     folder = prepare(config)
     splits = load_index(folder).splits
     assert sum(split.documents for split in splits.values()) == len(TEXTS)
-    tokens = b"".join(open_split(folder, split).tobytes() for split in ("train", "val"))
+    tokens = b"".join(open_split(folder, split)[0].tobytes() for split in ("train", "val"))
     assert sorted(tokens[:-1].split(b"\0")) == sorted(text.encode() for text in TEXTS)
 
 

@@ -2,11 +2,12 @@ import numpy as np
 import pytest
 
 from lockstep_gpt.config import UserError, data_sources
-from lockstep_gpt.data.corpora import Position, corpus_of
+from lockstep_gpt.data.corpora import corpus_of
 from lockstep_gpt.data.prepare import prepare
 from lockstep_gpt.data.shards import load_index, open_split
 from lockstep_gpt.data.tokenizer import from_dict, make_tokenizer
 from lockstep_gpt.extras.sources import token_files
+from lockstep_gpt.extras.sources.blocks import Position
 
 IDS = np.random.default_rng(0).integers(50_257, size=5000)
 MAGIC = {"<u2": 20240520, "<u4": 20240801}
@@ -96,8 +97,8 @@ def test_prepared_tokens_are_those_of_the_files(tmp_path):
         tmp_path / "t.bin", val_path=str(tmp_path / "v.bin"), root=str(tmp_path / "data")
     )
     folder = prepare(config)
-    np.testing.assert_array_equal(open_split(folder, "train"), IDS)
-    np.testing.assert_array_equal(open_split(folder, "val"), IDS[:99])
+    np.testing.assert_array_equal(*open_split(folder, "train"), IDS)
+    np.testing.assert_array_equal(*open_split(folder, "val"), IDS[:99])
     assert load_index(folder).vocab_size == 50_257
 
 
@@ -119,7 +120,7 @@ def test_the_tokenizer_that_made_them_goes_with_them(tmp_path, tokenizer):
     )
     folder = prepare(config)
     known = from_dict(load_index(folder).tokenizer)
-    assert known.decode(open_split(folder, "train")[: len(ids)]) == "some more words"
+    assert known.decode(open_split(folder, "train")[0][: len(ids)]) == "some more words"
 
 
 def test_a_tokenizer_of_another_size_is_refused(tmp_path, tokenizer):

@@ -1,7 +1,23 @@
-"""More places that training text comes from: Parquet files, the Hub, files of token ids."""
+"""More places that training text comes from, many files, and builds that go on after a kill."""
 
 # data.source -> its settings, the corpus; `config.py` and `data/corpora.py` collect them.
 SOURCES = {
+    "stdlib": (
+        "lockstep_gpt.extras.sources.text:StdlibData",
+        "lockstep_gpt.extras.sources.text:StandardLibrary",
+    ),
+    "text": (
+        "lockstep_gpt.extras.sources.text:TextData",
+        "lockstep_gpt.extras.sources.text:OwnText",
+    ),
+    "jsonl": (
+        "lockstep_gpt.extras.sources.text:JsonlData",
+        "lockstep_gpt.extras.sources.text:JsonLines",
+    ),
+    "synthetic": (
+        "lockstep_gpt.config:SyntheticData",
+        "lockstep_gpt.extras.sources.blocks:RandomTokens",
+    ),
     "parquet": (
         "lockstep_gpt.extras.sources.parquet:ParquetData",
         "lockstep_gpt.extras.sources.parquet:ParquetFiles",
@@ -15,3 +31,5 @@ SOURCES = {
         "lockstep_gpt.extras.sources.huggingface:HuggingfaceRows",
     ),
 }
+BUILD = "lockstep_gpt.extras.sources.build:write"
+JOINED_FILES = "lockstep_gpt.extras.sources.joined:joined"

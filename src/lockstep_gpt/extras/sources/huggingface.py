@@ -8,16 +8,18 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from lockstep_gpt.config import DocumentsData, UserError, setting
-from lockstep_gpt.data.corpora import (
+from lockstep_gpt.config import UserError, setting
+from lockstep_gpt.data.tokenizer import library
+from lockstep_gpt.extras.sources.blocks import (
     Block,
-    Files,
+    Blocks,
+    DocumentsData,
     Position,
     held_out,
     reading,
     valid,
 )
-from lockstep_gpt.data.tokenizer import library
+from lockstep_gpt.extras.sources.files import Files
 from lockstep_gpt.extras.sources.parquet import documents_in
 
 ROWS = 256  # that are handled together
@@ -36,7 +38,7 @@ class HuggingfaceData(DocumentsData):
     streaming: bool = setting("read while it is prepared, and keep no copy", False)
 
 
-class HuggingfaceRows:
+class HuggingfaceRows(Blocks):
     """The rows of one split."""
 
     def __init__(self, config: HuggingfaceData) -> None:
@@ -52,7 +54,7 @@ class HuggingfaceRows:
         return Files(str(self.folder)).identity() if self.local else self.config.path
 
     @property
-    def size(self) -> int | None:
+    def size(self) -> int | None:  # type: ignore[override] # known late
         """Bytes of the field; None for a stream."""
         return None if self.config.streaming else self._rows.data.nbytes
 

@@ -6,17 +6,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from lockstep_gpt.config import FilesData, UserError, setting
-from lockstep_gpt.data.corpora import (
-    BLOCK,
+from lockstep_gpt.config import UserError, setting
+from lockstep_gpt.data.corpora import BLOCK
+from lockstep_gpt.data.tokenizer import library
+from lockstep_gpt.extras.sources.blocks import (
     Block,
     Position,
-    TextFiles,
     held_out,
     reading,
     valid,
 )
-from lockstep_gpt.data.tokenizer import library
+from lockstep_gpt.extras.sources.files import FilesData
+from lockstep_gpt.extras.sources.text import TextFiles
 
 
 @dataclass

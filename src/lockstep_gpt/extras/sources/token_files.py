@@ -14,8 +14,14 @@ import numpy as np
 import numpy.typing as npt
 
 from lockstep_gpt.config import DataConfig, UserError, setting
-from lockstep_gpt.data.corpora import Files, Position, TokenBlock, reading
 from lockstep_gpt.data.tokenizer import make_tokenizer, token_dtype
+from lockstep_gpt.extras.sources.blocks import (
+    Blocks,
+    Position,
+    TokenBlock,
+    reading,
+)
+from lockstep_gpt.extras.sources.files import Files
 
 HEADER = 1024  # bytes
 DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
@@ -40,7 +46,7 @@ class ShardsData(DataConfig):
     )
 
 
-class TokenFiles:
+class TokenFiles(Blocks):
     """The tokens of files, by name: first those for training, then those for validation."""
 
     def __init__(self, config: ShardsData) -> None:

@@ -1,0 +1,153 @@
+"""A corpus as blocks that a build can go on from, and what sources of many documents share."""
+
+from __future__ import annotations
+
+import zlib
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import compress
+from operator import not_
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+
+from lockstep_gpt import config as schema
+from lockstep_gpt.config import UserError, setting
+from lockstep_gpt.data import corpora
+from lockstep_gpt.data.corpora import Stretch
+from lockstep_gpt.data.tokenizer import Tokens
+
+
+@dataclass
+class DocumentsData(schema.DocumentsData):
+    """What corpora of text have in common in extra `sources`."""
+
+    harmless: ClassVar[set[str]] = {*schema.DocumentsData.harmless, "num_proc"}
+    invalid_utf8: str = setting(
+        "what becomes of text that is not UTF-8", "replace", choices=("replace", "skip", "fail")
+    )
+    num_proc: int = setting("processes that tokenize", 1, at_least=1)
+
+
+class Position(NamedTuple):
+    """Where a corpus goes on."""
+
+    part: int = 0  # the file, in the corpus's order
+    offset: int = 0  # bytes, rows or tokens of it that lie before
+    read: int = 0  # bytes of the corpus that lie before, as its `size` counts them
+
+
+class Block(NamedTuple):
+    """A stretch of a corpus."""
+
+    after: Position
+    texts: list[bytes]  # the documents, valid UTF-8
+    val: list[bool]  # which of them are held out
+    invalid: int = 0  # how many were not UTF-8
+
+
+class TokenBlock(NamedTuple):
+    """A stretch of one split of a corpus that is no text."""
+
+    after: Position
+    split: str
+    ids: Tokens
+
+
+class Blocks(ABC):
+    """A corpus that is read block by block, from any of them on."""
+
+    size: int | None
+
+    @abstractmethod
+    def identity(self) -> Any:
+        """Return plain values that change with anything in the corpus that decides the tokens."""
+
+    @abstractmethod
+    def blocks(self, start: Position) -> Iterator[Block] | Iterator[TokenBlock]:
+        """Yield all from `start` on, cut alike each time, so that a killed build can go on.
+
+        Raises:
+            UserError: something cannot be read.
+        """
+
+    def stretches(self) -> Iterator[Stretch]:
+        """Yield all of it."""
+        for block in self.blocks(Position()):
+            yield from stretches_of(block)
+
+
+def stretches_of(block: Block | TokenBlock) -> Iterator[Stretch]:
+    """Yield what a block has of each split."""
+    if isinstance(block, TokenBlock):
+        yield Stretch(block.split, [], ids=block.ids)
+        return
+    for split, chosen in (("train", map(not_, block.val)), ("val", block.val)):
+        if texts := list(compress(block.texts, chosen)):
+            yield Stretch(split, texts)
+
+
+class RandomTokens(corpora.RandomTokens, Blocks):
+    """Uniformly random token ids, the same for the same size on every machine."""
+
+    def blocks(self, start: Position) -> Iterator[TokenBlock]:
+        """Yield first all of train, then all of val."""
+        done = start.offset
+        for split, _, _, ids in self.stretches(done):
+            assert ids is not None
+            done += ids.size
+            yield TokenBlock(Position(0, done, done * self.dtype.itemsize), split, ids)
+
+
+def held_out(texts: list[bytes], val_fraction: float) -> list[bool]:
+    """Return which documents without names are held out, from their text alone.
+
+    So equal documents are never in both splits. The factor is Knuth's multiplicative hash: the
+    sums of similar lines are similar.
+    """
+    sums = np.fromiter(map(zlib.crc32, texts), np.uint32, len(texts))
+    held: list[bool] = (sums * np.uint32(2_654_435_761) < val_fraction * 2**32).tolist()
+    return held
+
+
+@contextmanager
+def reading(path: str) -> Iterator[None]:
+    """Say in one line what is wrong with a file: systems and formats raise what they like."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+        line = " ".join(reason.split())
+        raise UserError(
+            f"{path} cannot be read: {line}; mend it, or take another corpus"
+        ) from error
+
+
+def is_utf8(text: bytes) -> bool:
+    """Tell whether `text` is valid UTF-8."""
+    try:
+        return text.isascii() or bool(text.decode())
+    except UnicodeDecodeError:
+        return False
+
+
+def valid(texts: list[bytes], policy: str, path: str) -> tuple[list[bytes], int]:
+    """Return `texts` as UTF-8, by `data.invalid_utf8`, and how many were not.
+
+    Raises:
+        UserError: one is not, and the policy is to fail.
+    """
+    good = [text for text in texts if is_utf8(text)]
+    invalid = len(texts) - len(good)
+    if invalid and policy == "fail":
+        raise UserError(
+            f"{path} of the corpus is not UTF-8; mend it, or set data.invalid_utf8 to replace or "
+            "skip"
+        )
+    if invalid and policy == "replace":
+        return [text.decode("utf-8", "replace").encode() for text in texts], invalid
+    return good, invalid

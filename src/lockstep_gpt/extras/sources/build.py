@@ -1,0 +1,227 @@
+"""How a prepared folder is built: in several processes, and on from where a killed build was.
+
+Each time a token file is full, the index in the folder says how far the build is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import logging
+import multiprocessing
+import os
+import shutil
+import signal
+import time
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import ExitStack, closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from tqdm import tqdm
+
+from lockstep_gpt.config import UserError
+from lockstep_gpt.data import prepare, shards
+from lockstep_gpt.data.prepare import (
+    SPLITS,
+    Recipe,
+    begin,
+    encoded,
+    finish,
+    progress,
+)
+from lockstep_gpt.data.shards import INDEX, Index, Split, SplitWriter
+from lockstep_gpt.data.tokenizer import Tokenizer, Tokens, from_dict
+from lockstep_gpt.extras.sources.blocks import (
+    Block,
+    Blocks,
+    Position,
+    TokenBlock,
+    stretches_of,
+)
+from lockstep_gpt.processes import end_with_parent
+
+logger = logging.getLogger(__name__)
+
+WEEK = 604_800.0  # seconds
+
+
+def write(recipe: Recipe, folder: Path) -> None:
+    """Write what is missing of the folder; if that fails, what is there stays for the next time.
+
+    Raises:
+        UserError: the disk is full, a process was killed, or a split is empty.
+    """
+    if not isinstance(recipe.corpus, Blocks):
+        prepare.write(recipe, folder)
+        return
+    _remove_abandoned(folder.parent)
+    try:
+        _write(recipe, recipe.corpus, folder)
+    except BaseException as error:
+        if len([*folder.glob("*.bin")]) <= len(SPLITS):  # no token file is full yet
+            shutil.rmtree(folder, ignore_errors=True)
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise UserError(
+                f"data.root={recipe.config.root} has no space left for the prepared tokens; free "
+                "some, and what is done stays, or set data.root to a folder on a larger disk"
+            ) from error
+        raise
+
+
+def _write(recipe: Recipe, corpus: Blocks, folder: Path) -> None:
+    """Write what is missing of the token files, and last the index of all."""
+    index, limit = _begun(recipe, folder), recipe.config.shard_mb << 20
+    with ExitStack() as stack:
+        writers = {
+            name: stack.enter_context(
+                closing(ResumedWriter(folder, name, index.dtype, limit, split))
+            )
+            for name, split in index.splits.items()
+        }
+        bar = stack.enter_context(progress(recipe, index.position[2]))
+        full = [len(writer.full) for writer in writers.values()]
+        for after, invalid, splits in _encoded(recipe, corpus, folder, index.position):
+            for split, ids, documents, size in splits:
+                writers[split].append(ids, documents, size)
+            invalid += index.invalid_documents
+            index = replace(index, position=[*after], invalid_documents=invalid)
+            if full != (full := [len(writer.full) for writer in writers.values()]):
+                _save(folder, index, writers)
+            _show(bar, after.read, writers)
+        if not any(writer.tokens for writer in writers.values()):
+            source = recipe.config.source
+            raise UserError(f"data.source={source} holds no text; choose a corpus that does")
+        finish(recipe, folder, index, writers)
+
+
+def _save(folder: Path, index: Index, writers: dict[str, ResumedWriter]) -> None:
+    splits = {name: writer.saved() for name, writer in writers.items()}
+    shards.write_index(folder, replace(index, splits=splits))
+
+
+def _begun(recipe: Recipe, folder: Path) -> Index:
+    """Return how far a killed build came, or the index of one that begins."""
+    if (folder / INDEX).exists():
+        try:
+            index = shards.load_index(folder)
+            if index.fingerprint == recipe.fingerprint:
+                cut_to_index(folder, index)
+                shards.check_content(folder, index)
+                done = sum(split.tokens for split in index.splits.values())
+                logger.info("going on after %s tokens", f"{done:,}")
+                return index
+        except UserError as error:
+            logger.warning("%s; so it begins again", str(error).split(";")[0])
+    shutil.rmtree(folder, ignore_errors=True)
+    index = replace(begin(recipe, folder), position=[*Position()])
+    shards.write_index(folder, index)
+    return index
+
+
+class Encoded(NamedTuple):
+    """What a block of a corpus became."""
+
+    after: Position
+    invalid: int
+    splits: list[tuple[str, Tokens, int, int]]  # the ids, documents and bytes of text of each
+
+
+def _encoded(
+    recipe: Recipe, corpus: Blocks, folder: Path, position: list[int]
+) -> Iterator[Encoded]:
+    """Tokenize in other processes, or in a thread while the next block is read; order is kept."""
+    processes = getattr(recipe.config, "num_proc", 1)
+    # The tokenizer goes by a file: a child that dies while it is sent too much is waited for.
+    executor: Executor = ThreadPoolExecutor(1, initializer=_begin, initargs=(folder,))
+    if processes > 1:
+        spawn = multiprocessing.get_context("spawn")
+        executor = ProcessPoolExecutor(processes, spawn, _begin_process, (folder,))
+    waiting: deque[Future[Encoded]] = deque()
+    with executor:
+        try:
+            for block in corpus.blocks(Position(*position)):
+                waiting.append(executor.submit(_encode, block))
+                if len(waiting) > processes:
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
+        except BrokenProcessPool as error:
+            raise UserError(
+                f"data.num_proc={processes}: a process was killed, for want of memory perhaps; "
+                "set it lower"
+            ) from error
+
+
+_tokenizer: Tokenizer
+
+
+def _begin_process(folder: Path) -> None:
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the cores have a process each
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent answers
+    end_with_parent()  # killed perhaps: its pool would wait for it for good
+    _begin(folder)
+
+
+def _begin(folder: Path) -> None:
+    global _tokenizer  # of this process: made once, not sent with every block
+    _tokenizer = from_dict(shards.load_index(folder).tokenizer)
+
+
+def _encode(block: Block | TokenBlock) -> Encoded:
+    invalid = block.invalid if isinstance(block, Block) else 0
+    splits = [(each.split, *encoded(each, _tokenizer)) for each in stretches_of(block)]
+    return Encoded(block.after, invalid, splits)
+
+
+def _show(bar: tqdm[Any], read: int, writers: dict[str, ResumedWriter]) -> None:
+    documents = sum(writer.documents for writer in writers.values())
+    tokens = sum(writer.tokens for writer in writers.values())
+    bar.set_postfix_str(f"{documents:,} documents, {tokens:,} tokens", refresh=False)
+    bar.update(read - bar.n)
+
+
+def _remove_abandoned(root: Path) -> None:
+    """Remove what killed builds left if nobody went on with it for a week."""
+    for path in root.glob(".*-????????.unfinished"):
+        if time.time() - path.stat().st_mtime > WEEK:
+            shutil.rmtree(path, ignore_errors=True)  # a courtesy: a leftover harms nobody
+
+
+class ResumedWriter(SplitWriter):
+    """A writer that goes on where an index says; anything behind is cut off."""
+
+    def __init__(self, folder: Path, name: str, dtype: str, limit: int, split: Split) -> None:
+        self._left: Split | None = split
+        super().__init__(folder, name, dtype, limit)
+
+    def _begin(self, mode: str = "wb") -> None:
+        """Open the next file; at first, the one that is not full."""
+        if self._left is None:
+            super()._begin(mode)
+            return
+        split, self._left = self._left, None
+        self.tokens, self.documents = split.tokens, split.documents
+        self.text_bytes = split.text_bytes
+        files, size = divmod(split.tokens * self.dtype.itemsize, self.limit)
+        self.full = split.shards[:files]
+        super()._begin("a+b")
+        self._size = size
+        self._file.truncate(size)
+        self._file.seek(0)
+        self._hash = hashlib.file_digest(self._file, "sha256")
+
+
+def cut_to_index(folder: Path, index: Index) -> None:
+    """Cut off what a killed build wrote after its index."""
+    for shard in index.shards:
+        size = shard.tokens * np.dtype(index.dtype).itemsize
+        with contextlib.suppress(OSError):  # a missing file is for `check_sizes` to tell
+            if (folder / shard.file).stat().st_size > size:
+                os.truncate(folder / shard.file, size)

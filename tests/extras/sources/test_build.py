@@ -1,0 +1,351 @@
+import contextlib
+import errno
+import logging
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lockstep_gpt.config import SyntheticData, UserError
+from lockstep_gpt.data.prepare import prepare
+from lockstep_gpt.data.shards import (
+    Split,
+    check_content,
+    check_sizes,
+    load_index,
+    open_split,
+)
+from lockstep_gpt.data.tokenizer import ByteTokenizer
+from lockstep_gpt.extras.sources import text as module
+from lockstep_gpt.extras.sources.build import ResumedWriter, cut_to_index
+from lockstep_gpt.extras.sources.text import TextData
+
+PREPARE = """
+import sys
+from lockstep_gpt.config import SyntheticData
+from lockstep_gpt.data.prepare import prepare
+from lockstep_gpt.extras.sources.text import *
+if __name__ == "__main__":
+    print(prepare(eval(sys.argv[1])))
+"""
+MIB = 1 << 20
+
+
+def small(root, **changes):
+    return SyntheticData(**{"root": str(root), "vocab_size": 300, "tokens": 1000, **changes})
+
+
+def start(config):
+    command = [sys.executable, "-c", PREPARE, repr(config)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def finish(config):
+    """Prepare in a process of its own and return the folder."""
+    build = start(config)
+    out, err = build.communicate()
+    assert build.returncode == 0, err
+    return Path(out.strip())
+
+
+def content(folder):
+    """Return everything in a prepared folder by name."""
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def prepared(root):
+    return [path for path in root.iterdir() if not path.name.startswith(".")]
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    """A folder of text files; what it returns makes the settings for it."""
+    words = [f"{word} " for word in re.findall(r"\w+", ByteTokenizer.__doc__)]
+    random = np.random.default_rng(0)
+    for number in range(25):
+        text = "".join(random.choice(words, size=15_000))
+        (tmp_path / "texts").mkdir(exist_ok=True)
+        (tmp_path / "texts" / f"{number}.txt").write_text(text)
+
+    def settings(**changes):
+        root, path = str(tmp_path / "data"), str(tmp_path / "texts")
+        return TextData(**{"root": root, "path": path, "val_fraction": 0.4, **changes})
+
+    return settings
+
+
+def test_bpe_learns_from_no_more_than_the_first_training_text(corpus, tmp_path, monkeypatch):
+    learnt = []
+    monkeypatch.setattr(
+        "lockstep_gpt.data.prepare.make_tokenizer",
+        lambda _name, _size, texts: learnt.append("".join(texts)) or ByteTokenizer(),
+    )
+    for number in range(80):
+        (tmp_path / "texts" / f"b{number}").write_bytes(b"x" * 30_000)
+    folder = prepare(corpus(tokenizer="bpe", tokenizer_mb=1))
+    train = open_split(folder, "train")[0].tobytes().replace(b"\0", b"")
+    assert learnt == [train[:MIB].decode()]
+
+
+def test_files_are_no_larger_than_asked_for_and_hold_the_same(corpus):
+    small, large = prepare(corpus(shard_mb=1)), prepare(corpus())
+    assert max(path.stat().st_size for path in small.glob("*.bin")) == MIB
+    assert len(load_index(small).shards) > len(load_index(large).shards) == 2
+    for split in ("train", "val"):
+        np.testing.assert_array_equal(*open_split(small, split), *open_split(large, split))
+
+
+@pytest.mark.parametrize("tokenizer", ["bytes", "bpe"])
+def test_the_number_of_processes_changes_no_byte(corpus, tmp_path, tokenizer):
+    folders = []
+    for number in (1, 2, 3):
+        root = str(tmp_path / f"{number}")
+        folders.append(finish(corpus(tokenizer=tokenizer, num_proc=number, root=root)))
+    assert content(folders[0]) == content(folders[1]) == content(folders[2])
+
+
+def test_what_was_not_utf8_is_counted_and_reported(corpus, tmp_path, caplog):
+    (tmp_path / "texts" / "z").write_bytes(b"caf\xe9")
+    with caplog.at_level(logging.INFO):
+        folder = prepare(corpus(invalid_utf8="skip"))
+    assert load_index(folder).invalid_documents == 1
+    assert "25 documents (1 not UTF-8: skip)" in caplog.text
+
+
+def test_settings_that_decide_the_tokens_give_another_folder(corpus):
+    changes = [
+        {},
+        {"val_fraction": 0.45},
+        {"shard_mb": 1},
+        {"documents": "line"},
+        {"invalid_utf8": "fail"},
+        {"tokenizer": "bpe"},
+        {"tokenizer": "bpe", "vocab_size": 300},
+        {"tokenizer": "bpe", "tokenizer_mb": 3},
+    ]
+    assert len({prepare(corpus(**change)) for change in changes}) == len(changes)
+
+
+def test_other_settings_give_the_same_folder(corpus):
+    changes = [{}, {"val_tokens": 5}, {"num_workers": 2}, {"num_proc": 2}, {"tokenizer_mb": 3}]
+    assert len({prepare(corpus(**change)) for change in changes}) == 1
+
+
+def test_a_corpus_that_changes_while_it_is_read_is_refused(corpus, tmp_path, monkeypatch):
+    read = module.content
+
+    def meddle(*arguments):
+        (tmp_path / "texts" / "9.txt").write_text("changed meanwhile")
+        return read(*arguments)
+
+    monkeypatch.setattr(module, "content", meddle)
+    with pytest.raises(UserError, match="the corpus changed meanwhile"):
+        prepare(corpus())
+    assert not prepared(tmp_path / "data")
+
+
+def killed_when(config, condition):
+    """Start a build and kill it as soon as a condition holds."""
+    build = start(config)
+    while not condition():
+        assert build.poll() is None, build.stderr.read()
+        time.sleep(0.002)
+    build.kill()
+    build.communicate()
+    assert build.returncode == -signal.SIGKILL
+
+
+def test_a_killed_build_goes_on_and_ends_with_the_same_bytes(tmp_path, caplog):
+    config = small(tmp_path, vocab_size=50_257, tokens=30_000_000, shard_mb=1)
+    killed_when(config, lambda: len([*tmp_path.glob(".*/train*")]) > 12)
+    assert not prepared(tmp_path)
+    (unfinished,) = tmp_path.glob(".*.unfinished")
+    full = {path: path.stat().st_mtime_ns for path in sorted(unfinished.glob("train*"))[:10]}
+    with caplog.at_level(logging.INFO):
+        folder = prepare(config)
+    assert re.match(r"going on after [\d,]+ tokens", caplog.messages[0])
+    for path, written in full.items():
+        assert (folder / path.name).stat().st_mtime_ns == written
+    other = small(tmp_path / "whole", vocab_size=50_257, tokens=30_000_000, shard_mb=1)
+    assert content(folder) == content(prepare(other))
+
+
+def test_what_a_killed_build_left_is_not_trusted(tmp_path, caplog):
+    config = small(tmp_path, vocab_size=50_257, tokens=30_000_000, shard_mb=1)
+    killed_when(config, lambda: len([*tmp_path.glob(".*/train*")]) > 12)
+    (file,) = tmp_path.glob(".*/train-00003.bin")
+    with file.open("r+b") as damaged:
+        damaged.write(b"x")
+    with caplog.at_level(logging.INFO):
+        folder = prepare(config)
+    assert "train-00003.bin is not what its SHA-256 says; so it begins again" in caplog.text
+    other = small(tmp_path / "whole", vocab_size=50_257, tokens=30_000_000, shard_mb=1)
+    assert content(folder) == content(prepare(other))
+
+
+def test_a_killed_build_of_text_goes_on_with_its_tokenizer(corpus, tmp_path):
+    for number in range(80):
+        (tmp_path / "texts" / f"b{number}").write_text(f"{number} " * 20_000)
+    settings = {"tokenizer": "bpe", "vocab_size": 258, "shard_mb": 1, "num_proc": 2}
+    config = corpus(**settings)
+    killed_when(config, lambda: len([*(tmp_path / "data").glob(".*/train*")]) > 1)
+    whole = finish(corpus(**settings | {"root": str(tmp_path / "whole"), "num_proc": 1}))
+    assert content(finish(config)) == content(whole)
+
+
+@pytest.fixture
+def in_processes(corpus, tmp_path, wait_for):
+    """A long build in two processes, and their ids."""
+    for number in range(300):
+        (tmp_path / "texts" / f"b{number}").write_text(f"{number} " * 20_000)
+    build = start(corpus(tokenizer="bpe", vocab_size=258, shard_mb=1, num_proc=2))
+    wait_for(lambda: len([*(tmp_path / "data").glob(".*/train*")]) > 1)
+    children = Path(f"/proc/{build.pid}/task/{build.pid}/children").read_text().split()
+    lines = {int(pid): Path(f"/proc/{pid}/cmdline").read_bytes() for pid in children}
+    yield build, [pid for pid, line in lines.items() if b"spawn_main" in line]
+    build.kill()
+    build.communicate()
+
+
+def is_alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def test_killing_a_build_ends_its_processes(in_processes, wait_for):
+    build, workers = in_processes
+    assert len(workers) == 2
+    build.kill()
+    wait_for(lambda: not any(map(is_alive, workers)))
+
+
+def test_a_process_that_is_killed_is_one_clear_line(in_processes, tmp_path, kill):
+    build, workers = in_processes
+    kill(workers[0])
+    assert "UserError: data.num_proc=2: a process was killed" in build.communicate()[1]
+    assert [*(tmp_path / "data").glob(".*/index.json")]  # to go on with
+
+
+def test_two_builds_at_once_make_one_folder(tmp_path):
+    builds = [start(small(tmp_path, tokens=3_000_000)) for _ in range(3)]
+    outputs = {build.communicate()[0] for build in builds}
+    assert [build.returncode for build in builds] == [0, 0, 0]
+    (folder,) = prepared(tmp_path)
+    assert outputs == {f"{folder}\n"}
+    assert not [*tmp_path.glob(".*.unfinished")]
+
+
+@pytest.mark.parametrize(("days", "stays"), [(8, False), (6, True)])
+def test_what_nobody_went_on_with_for_a_week_is_removed(tmp_path, days, stays):
+    (leftover := tmp_path / ".text-0123abcd.unfinished").mkdir()
+    (foreign := tmp_path / ".mine.unfinished").mkdir()
+    for path in (leftover, foreign):
+        os.utime(path, (time.time() - days * 86_400,) * 2)
+    prepare(small(tmp_path))
+    assert (leftover.exists(), foreign.exists()) == (stays, True)
+
+
+@pytest.fixture
+def tiny_disk(tmp_path):
+    """A disk of its own at `tmp_path / "disk"`; what it returns makes it larger."""
+    (disk := tmp_path / "disk").mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(disk)]
+    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("mounting a small file system needs root")
+
+    def resize(size):
+        subprocess.run(["mount", "-o", f"remount,size={size}", str(disk)], check=True)
+
+    yield disk, resize
+    subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_a_full_disk_is_one_clear_line_and_leaves_nothing(tiny_disk):
+    disk, _ = tiny_disk
+    with pytest.raises(UserError, match=r"data\.root=.* has no space left") as caught:
+        prepare(small(disk, tokens=100_000))
+    assert caught.value.__cause__.errno == errno.ENOSPC
+    assert not [path for path in disk.iterdir() if path.suffix != ".lock"]
+    prepare(small(disk))
+
+
+def test_on_a_disk_that_was_full_a_build_goes_on(tiny_disk, tmp_path, caplog):
+    disk, resize = tiny_disk
+    resize("6m")
+    settings = {"vocab_size": 50_257, "tokens": 4_000_000, "shard_mb": 1}
+    with pytest.raises(UserError, match="what is done stays"):
+        prepare(small(disk, **settings))
+    resize("20m")
+    with caplog.at_level(logging.INFO):
+        folder = prepare(small(disk, **settings))
+    assert "going on after" in caplog.messages[0]
+    assert content(folder) == content(prepare(small(tmp_path / "whole", **settings)))
+
+
+@pytest.mark.parametrize(("fraction", "split"), [(1e-9, "val"), (1 - 1e-9, "train")])
+def test_an_empty_split_is_refused_and_leaves_nothing(tmp_path, fraction, split):
+    with pytest.raises(UserError, match=f"no tokens for the {split} split of synthetic"):
+        prepare(small(tmp_path, val_fraction=fraction))
+    assert not [path for path in tmp_path.iterdir() if path.suffix != ".lock"]
+
+
+def test_a_corpus_without_text_is_refused(tmp_path):
+    (tmp_path / "empty.txt").write_text("\n\n")
+    config = TextData(root=str(tmp_path), path=str(tmp_path / "empty.txt"), documents="line")
+    with pytest.raises(UserError, match=r"data\.source=text holds no text"):
+        prepare(config)
+
+
+def test_memory_does_not_grow_with_the_corpus(tmp_path):
+    code = PREPARE + "    print(open('/proc/self/status').read().split('VmHWM:')[1].split()[0])"
+    peaks = []
+    for size in (60, 180):
+        with (tmp_path / "a.txt").open("wb") as file:
+            file.writelines([b"many words " * 100_000] * size)
+        config = TextData(root=str(tmp_path / "data"), path=str(tmp_path / "a.txt"))
+        command = [sys.executable, "-c", code, repr(config)]
+        peaks.append(int(subprocess.check_output(command).split()[1]))
+    assert peaks[1] < 1.1 * peaks[0]
+
+
+LIMIT = 65_536  # bytes of a file
+
+
+def written(folder, name, ids, dtype, split=None):
+    """Write ids in pieces and return the index's entry."""
+    with contextlib.closing(ResumedWriter(folder, name, dtype, LIMIT, split or Split())) as writer:
+        for piece in np.array_split(np.asarray(ids).astype(dtype), 7):
+            writer.append(piece)
+        return writer.saved()
+
+
+@pytest.mark.parametrize("done", [1, LIMIT // 2 - 1, LIMIT // 2, LIMIT // 2 + 1, 2 * LIMIT])
+def test_a_writer_goes_on_where_the_index_says(tmp_path, done):
+    ids = np.random.default_rng(0).integers(1000, size=2 * LIMIT + 9)
+    (whole := tmp_path / "whole").mkdir()
+    (killed := tmp_path / "killed").mkdir()
+    saved = written(killed, "train", ids[:done], "<u2")
+    written(killed, "train", np.zeros(LIMIT), "<u2", saved)  # never in an index
+    expected = written(whole, "train", ids, "<u2")
+    assert written(killed, "train", ids[done:], "<u2", saved) == expected
+    for shard in expected.shards:
+        assert (killed / shard.file).read_bytes() == (whole / shard.file).read_bytes()
+
+
+def test_what_a_killed_build_wrote_after_its_index_is_cut_off(tmp_path):
+    folder = prepare(small(tmp_path))
+    with (folder / "train-00000.bin").open("ab") as file:
+        file.write(b"more")
+    index = load_index(folder)
+    with pytest.raises(UserError, match="1,964 bytes"):
+        check_sizes(folder, index)
+    cut_to_index(folder, index)
+    check_content(folder, index)

@@ -1,0 +1,65 @@
+import contextlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lockstep_gpt.data.shards import (
+    FORMAT,
+    Index,
+    SplitWriter,
+    open_split,
+    write_index,
+)
+from lockstep_gpt.data.tokenizer import token_dtype
+
+LIMIT = 65_536  # bytes of a file
+
+
+def index_of(train, val, dtype="<u2", vocab_size=9):
+    settings = {"source": "synthetic", "val_fraction": 0.1}
+    tokenizer = {"kind": "numbers", "vocab_size": vocab_size}
+    splits = {"train": train, "val": val}
+    return Index(FORMAT, dtype, tokenizer, "f" * 64, {}, settings, splits)
+
+
+def written(folder, name, ids, dtype):
+    """Write ids in pieces and return the index's entry."""
+    with contextlib.closing(SplitWriter(folder, name, dtype, LIMIT)) as writer:
+        for piece in np.array_split(np.asarray(ids).astype(dtype), 7):
+            writer.append(piece)
+        return writer.saved()
+
+
+def shards(folder, train, val, vocab_size):
+    dtype = token_dtype(vocab_size).newbyteorder("<").str
+    splits = [written(folder, name, ids, dtype) for name, ids in (("train", train), ("val", val))]
+    write_index(folder, index_of(*splits, dtype, vocab_size))
+    return folder
+
+
+@pytest.mark.parametrize("tokens", [LIMIT // 2, LIMIT // 2 + 1, 2 * LIMIT, 2 * LIMIT + 5])
+def test_files_of_bounded_size_map_as_one_array(tmp_path, tokens):
+    ids = np.random.default_rng(0).integers(1000, size=tokens)
+    shards(tmp_path, ids, range(5), 1000)
+    sizes = [path.stat().st_size for path in sorted(tmp_path.glob("train*"))]
+    assert max(sizes) <= LIMIT
+    assert len(sizes) == -(-2 * tokens // LIMIT)
+    (mapped,) = open_split(tmp_path, "train")
+    np.testing.assert_array_equal(mapped, ids)
+    assert mapped[LIMIT // 2 - 3 : LIMIT // 2 + 3].tolist() == ids[LIMIT // 2 - 3 :][:6].tolist()
+
+
+def test_a_mapping_of_several_files_is_given_back(tmp_path):
+    shards(tmp_path, range(LIMIT), range(5), LIMIT)
+    (mapped,) = open_split(tmp_path, "train")
+    assert str(tmp_path) in Path("/proc/self/maps").read_text()
+    del mapped
+    assert str(tmp_path) not in Path("/proc/self/maps").read_text()
+
+
+@pytest.mark.parametrize("tokens", [10, LIMIT])
+def test_a_split_is_read_only(tmp_path, tokens):
+    (mapped,) = open_split(shards(tmp_path, range(tokens), range(5), LIMIT), "train")
+    with pytest.raises(ValueError, match="read-only"):
+        mapped[0] = 1
