@@ -111,11 +111,16 @@ class Command:
         self, *arguments: str, status: int = 0, **environment: str
     ) -> subprocess.CompletedProcess[str]:
         """Run the command to its end and check its exit status."""
+        found, out, err = self.told(*arguments, **environment)
+        assert found == status, f"{arguments}\n{out}\n{err}"
+        return subprocess.CompletedProcess(arguments, status, out, err)
+
+    def told(self, *arguments: str, **environment: str) -> tuple[int, str, str]:
+        """Run the command to its end; return its exit status and what it printed."""
         with _as_process(self.folder, environment) as streams:
             found = _main(arguments)
         out, err = streams
-        assert found == status, f"{arguments}\n{out}\n{err}"
-        return subprocess.CompletedProcess(arguments, status, out, err)
+        return found, out, err
 
     def run_words(self, words: list[str]) -> tuple[int, str, str]:
         """Run any program to its end; return its exit status and what it printed."""

@@ -164,7 +164,7 @@ def test_after_a_longer_cut_the_nodes_meet_again(training, nodes, wait_for):
 
 
 def test_a_node_that_is_lost_for_good_is_done_without(training, nodes, wait_for):
-    late = "strategy.timeout_seconds=30"  # the meeting place notices after 15 s
+    late = "strategy.timeout_seconds=20"  # the meeting place notices after 15 s
     run, processes = training("launch.min_nodes=1", late)
     nodes.link(1, "down")
     processes[1].kill()
@@ -177,7 +177,7 @@ def test_a_node_that_is_lost_for_good_is_done_without(training, nodes, wait_for)
 
 
 def test_a_silent_drop_ends_by_our_own_limit(training, nodes):
-    limits = ("guard.stall_after=15", "launch.join_seconds=30", "launch.grace_seconds=5")
+    limits = ("guard.stall_after=8", "launch.join_seconds=15", "launch.grace_seconds=1")
     _, processes = training(*limits, "launch.max_restarts=1")
     nodes.lose_all_packets()
     statuses, _ = ended(*processes, limit=300)

@@ -4,7 +4,7 @@ import json
 import re
 import shutil
 import signal
-import sys
+import socket
 import time
 from pathlib import Path
 
@@ -60,7 +60,7 @@ def test_only_rank_zero_speaks(two):
 
 def test_ranks_change_double_precision_weights_by_rounding_only(command):
     for ranks in (1, 2, 3):
-        place = ("trainer=cpu", f"trainer.devices={ranks}")
+        place = ("trainer=cpu", f"trainer.devices={ranks}", f"launch.inline={ranks == 1}")
         command.train(*EXACT, *place, f"run_dir={ranks}", "verbosity=quiet")
     one = weights(command.folder / "1", 50)
     for ranks in ("2", "3"):
@@ -70,36 +70,46 @@ def test_ranks_change_double_precision_weights_by_rounding_only(command):
 
 
 SKEWED = """
-import os, sys, time
-time.sleep(float(os.environ["RANK"]))
-from lockstep_gpt.cli import main
-words = sys.argv[1:]
-if os.environ["RANK"] == "1" and words[-1].startswith("other="):
-    words[-1] = words[-1].removeprefix("other=")
-else:
-    words = [word for word in words if not word.startswith("other=")]
-sys.exit(main(words))
+import os, time
+from lockstep_gpt import cli
+def main(words):
+    time.sleep(float(os.environ["RANK"]))
+    return cli.main(words)
 """
 
 
-def test_joined_ranks_share_a_run_directory_that_rank_zero_names(command):
-    script = command.folder / "skewed.py"
-    script.write_text(SKEWED)
-    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", str(script)]
-    status, out, err = command.run_words([*launch, *command.smoke("trainer=cpu", "max_steps=10")])
-    assert status == 0, err
+@pytest.fixture
+def joined(command):
+    """Run a command on two ranks that a launcher starts, one late; return status, out and err."""
+
+    def launch(*words: list[str]) -> tuple[list[int], str, str]:
+        (command.folder / "skewed.py").write_text(SKEWED)
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = str(free.getsockname()[1])
+        same = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "PYTHONPATH": str(command.folder)}
+        sizes = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+        ranks = [
+            command.start(*each, target="skewed:main", RANK=rank, LOCAL_RANK=rank, **same, **sizes)
+            for rank, each in zip(("0", "1"), words, strict=True)
+        ]
+        said = [rank.communicate(timeout=240) for rank in ranks]
+        return [rank.returncode for rank in ranks], *map("".join, zip(*said, strict=True))
+
+    return launch
+
+
+def test_joined_ranks_share_a_run_directory_that_rank_zero_names(command, joined):
+    statuses, out, err = joined(*[command.smoke("trainer=cpu", "max_steps=10")] * 2)
+    assert statuses == [0, 0], err
     (run,) = (command.folder / "runs").iterdir()
     assert (run / "config.yaml").is_file()
     assert out.count("val_loss") == 1
 
 
-def test_joined_rank_with_another_configuration_is_named(command):
-    script = command.folder / "skewed.py"
-    script.write_text(SKEWED)
-    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", str(script)]
-    words = [*launch, *command.smoke("trainer=cpu", "other=optim.lr=0.5")]
-    status, _, err = command.run_words(words)
-    assert status != 0
+def test_joined_rank_with_another_configuration_is_named(command, joined):
+    words = command.smoke("trainer=cpu")
+    statuses, _, err = joined(words, [*words, "optim.lr=0.5"])
+    assert 0 not in statuses
     line = "rank 1 has another configuration than rank 0: optim.lr=0.5 instead of 0.003"
     assert line in err
     assert not list((command.folder / "runs").iterdir())

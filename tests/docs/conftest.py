@@ -47,8 +47,14 @@ class Story:
         (command.folder / "notes.jsonl").write_text("\n".join(lines))
 
     def __call__(self, lines: list[str], inline: bool = True) -> list[tuple[int, str]]:
-        """Return the exit status and the screen of each line, without the program's name."""
+        """Return the exit status and the screen of each line, without the program's name.
+
+        In a process of their own where they train in it: wandb keeps state for a process's life.
+        """
         words = [self._words(shlex.split(line), inline) for line in lines]
+        if not inline:
+            told = [self.command.told(*each) for each in words]
+            return [(status, out + err) for status, out, err in told]
         script = [sys.executable, "-c", TELL, json.dumps(words)]
         status, out, err = self.command.run_words(script)
         assert status == 0, err

@@ -1,6 +1,7 @@
 """The how-to of another model: its one file, beside the source's own, trains on two ranks."""
 
 import importlib.util
+import json
 import re
 import shlex
 import shutil
@@ -54,26 +55,31 @@ def test_the_page_s_model_starts_near_the_loss_of_guessing(model):
     assert model(tokens, targets).item() == pytest.approx(3.9, abs=0.2)  # ln 50
 
 
-def run(command, copy, line, *more):
-    script = "import sys; from lockstep_gpt import cli; exit(cli.main(sys.argv[1:]))"
-    words = [sys.executable, "-c", script, *shlex.split(line), *more]
-    process = command.start_words(words, PYTHONPATH=str(copy / "src"))
-    out, err = process.communicate(timeout=120)
-    assert process.returncode == 0, err
-    return out
+# Runs commands one after the other in one process, which imports the copy; prints what each does.
+TELL = """
+import json, sys
+from lockstep_gpt import cli
+for words in json.loads(sys.argv[1]):
+    assert cli.main(words) == 0, words
+    print("=" * 80, flush=True)
+"""
 
 
 def test_the_page_s_commands_train_generate_and_evaluate_it(copy, command):
     train, generate, evaluate = COMMANDS
-    data = f"data.root={command.data_root}"
-    screen = run(command, copy, train, data, "logger=none", "precision=64-true")
-    assert "2 x cpu" in screen
-    assert run(command, copy, generate).startswith("def f(x, y):")
-    assert "perplexity" in run(command, copy, evaluate)
     alone = train.replace("trainer.devices=2", "trainer.devices=1").replace(
         "runs/retention", "runs/alone"
     )
-    run(command, copy, alone, data, "logger=none", "precision=64-true", "launch.inline=true")
+    own = f" data.root={command.data_root} logger=none precision=64-true"
+    lines = [train + own, generate, evaluate, f"{alone}{own} launch.inline=true"]
+    words = [sys.executable, "-c", TELL, json.dumps([*map(shlex.split, lines)])]
+    process = command.start_words(words, PYTHONPATH=str(copy / "src"))
+    out, err = process.communicate(timeout=240)
+    assert process.returncode == 0, err
+    trained, generated, evaluated, *_ = out.split("=" * 80 + "\n")
+    assert "2 x cpu" in trained
+    assert generated.startswith("def f(x, y):")
+    assert "perplexity" in evaluated
     one, two = (command.summary(f"runs/{name}") for name in ("alone", "retention"))
     assert one["val_loss"] == pytest.approx(two["val_loss"], abs=1e-10)
     saved = torch.load(

@@ -1,5 +1,6 @@
 """Projects for real: they pass their own tests, train on two ranks, can be packed and installed."""
 
+import contextlib
 import ctypes
 import json
 import shutil
@@ -8,10 +9,14 @@ import subprocess
 import sys
 import sysconfig
 import tarfile
+import tomllib
 import zipfile
+from importlib import metadata
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 from wandb.proto.wandb_internal_pb2 import RunRecord
 
 LIMIT = 20 * 60  # seconds, for each step
@@ -47,20 +52,51 @@ def run(environment):
     return to_the_end
 
 
+def required(project: Path) -> list[metadata.Distribution]:
+    """Return what the project's extra `dev` installs, of the distributions that are here."""
+    about = tomllib.loads((project / "pyproject.toml").read_text("utf-8"))["project"]
+    extras = about["optional-dependencies"]
+    waiting = [(about["name"], "dev")]
+    seen, found = set(waiting), {}
+    while waiting:
+        name, extra = waiting.pop()
+        if name == about["name"]:
+            needed = [*about["dependencies"], *extras.get(extra, [])]
+        else:
+            with contextlib.suppress(metadata.PackageNotFoundError):  # it is for other machines
+                found[name] = metadata.distribution(name)
+            needed = (found[name].requires or []) if name in found else []
+        for each in map(Requirement, needed):
+            if each.marker is None or each.marker.evaluate({"extra": extra}):
+                new = {(canonicalize_name(each.name), asked) for asked in ("", *each.extras)}
+                waiting += new - seen
+                seen |= new
+    return [*found.values()]
+
+
+def link(project: Path, tops: Path) -> None:
+    """Have `tops`, a folder of packages, hold what the project requires, and nothing else."""
+    for each in required(project):
+        names = {path.parts[0] for path in each.files or []}
+        for name in names - {"..", "__pycache__"}:
+            if not (tops / name).exists():
+                (tops / name).symlink_to(each.locate_file(name))
+
+
 @pytest.fixture
 def borrowing(run):
-    """Give a project a `.venv` that is set up, with the packages of this environment."""
+    """Give a project a `.venv` that is set up: what it requires, of this environment."""
 
     def borrow(project: Path) -> Path:
         run(project, sys.executable, "-m", "venv", "--without-pip", ".venv")
         place = sysconfig.get_path("purelib", vars={"base": str(project / ".venv")})
-        Path(place, "borrowed.pth").write_text(sysconfig.get_path("purelib"))
+        link(project, Path(place))
         tools = project / ".venv/bin"
         for tool in Path(sysconfig.get_path("scripts")).iterdir():
             if not (tools / tool.name).exists():
                 (tools / tool.name).symlink_to(tool)
-        pip = ["-m", "pip", "install", "-q", "--no-deps"]
-        run(project, ".venv/bin/python", *pip, "-e", ".")
+        pip = ["-m", "pip", "--python", ".venv/bin/python", "install", "-q", "--no-deps"]
+        run(project, sys.executable, *pip, "-e", ".")
         stamp = "import dev; dev.STAMP.write_text(' '.join(dev.fingerprints()))"
         run(project / "scripts", sys.executable, "-c", stamp)
         shutil.rmtree(project / "scripts/__pycache__", ignore_errors=True)
