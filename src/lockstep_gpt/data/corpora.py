@@ -146,12 +146,10 @@ def _pieces(path: str) -> Iterator[bytes]:
     rest = b""
     try:
         with Path(path).open("rb") as file:
-            while data := file.read(LONGEST):
-                rest += data
-                while len(rest) > LONGEST:
-                    end = cut(rest[:LONGEST])
-                    yield rest[:end]
-                    rest = rest[end:]
+            while len(rest := rest + file.read(LONGEST + 1 - len(rest))) > LONGEST:
+                end = cut(rest[:LONGEST])
+                yield rest[:end]
+                rest = rest[end:]
     except OSError as error:
         raise UserError(
             f"{path} cannot be read: {error.strerror}; mend it, or take another corpus"
