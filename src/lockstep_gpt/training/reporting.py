@@ -11,7 +11,7 @@ import os
 import sys
 import warnings
 from collections.abc import Iterator
-from typing import TextIO
+from typing import Any, TextIO
 
 import torch
 from lightning import Trainer
@@ -25,7 +25,7 @@ from lockstep_gpt.processes import invocation
 from lockstep_gpt.run_directory import RunDirectory
 from lockstep_gpt.training.ranks import Ranks, backend_of
 from lockstep_gpt.training.schedule import BatchPlan, Schedule
-from lockstep_gpt.training.tracking import offline_hint
+from lockstep_gpt.training.tracking import offline_hint, read_run_id
 
 logger = logging.getLogger(__name__)
 
@@ -224,6 +224,12 @@ def _schedule(config: Config, batch: BatchPlan, schedule: Schedule) -> str:
 
 def _tokens(steps: int, batch: BatchPlan) -> str:
     return f"{steps * batch.tokens_per_step:,} tokens"
+
+
+def conclude(directory: RunDirectory, status: str, trainer: Trainer, found: dict[str, Any]) -> None:
+    """Write `summary.json`: how the run ended, and what was found in it."""
+    run = {"status": status, "step": trainer.global_step, "wandb_run_id": read_run_id(directory)}
+    directory.write_summary({**run, **found})
 
 
 def closing(directory: RunDirectory, row: dict[str, float], seconds: float) -> str:

@@ -108,16 +108,9 @@ def _train(directory: RunDirectory, config: Config, ranks: Ranks, terminal: Text
     finally:
         lean.on_train_end()  # also where a hook failed before its own
         if ranks.rank == 0:
-            summary = {
-                "status": status,
-                "step": trainer.global_step,
-                "lr": schedule.peak_lr,
-                **metrics.summary(trainer.global_step),
-                **checkpoints.summary(),
-                "wandb_run_id": tracking.read_run_id(directory),
-                "wall_seconds": time.perf_counter() - started,
-            }
-            directory.write_summary(summary)
+            found = {**metrics.summary(trainer.global_step), **checkpoints.summary()}
+            times = {"lr": schedule.peak_lr, "wall_seconds": time.perf_counter() - started}
+            reporting.conclude(directory, status, trainer, {**found, **times})
             for each in tracking.tracked(loggers):
                 each.close(status, checkpoints.kept)
     leave()
