@@ -14,6 +14,7 @@ ROOT = Path(extras.__file__).parents[1]
 # From the ground up; a module may import what stands before it, or its own layer.
 LAYERS = [
     "registry",
+    "whole_files",
     "config",
     "run_directory",
     "processes",

@@ -25,6 +25,7 @@ MODULES = {
     "agent": "lockstep_gpt.launch.agent",
     "rank": "lockstep_gpt.training.train",
 }
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)  # save, and end
 LOST_PEERS = 75  # exit status of a rank under which others vanished (EX_TEMPFAIL of sysexits.h)
 
 

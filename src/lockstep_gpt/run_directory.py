@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 import shutil
 from collections.abc import Iterator
@@ -20,6 +19,7 @@ import yaml
 
 from lockstep_gpt.config import Config, UserError, from_container
 from lockstep_gpt.registry import additions
+from lockstep_gpt.whole_files import replace_text
 
 REFERENCE = re.compile(r"wandb:/{1,2}(.+)")  # a `Path` has only one slash left
 MOVED = {"lockstep_gpt.training.ranks": "lockstep_gpt.training.strategies"}  # former modules
@@ -107,9 +107,7 @@ class RunDirectory:
 
     def refreeze(self, values: dict[str, Any]) -> None:
         """Replace the frozen configuration for the next part of a resumed run."""
-        beside = self.config.with_suffix(".yaml.tmp")
-        beside.write_text(_as_yaml(values), encoding="utf-8")
-        beside.replace(self.config)
+        replace_text(self.config, _as_yaml(values))
         self.failed.unlink(missing_ok=True)  # an earlier part's; train.log still tells of it
 
     def values(self) -> dict[str, Any]:
@@ -176,9 +174,7 @@ def _as_yaml(values: dict[str, Any]) -> str:
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:
-    beside = path.with_suffix(".json.tmp")
-    beside.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    os.replace(beside, path)  # noqa: PTH105 (replaces atomically, which is the point)
+    replace_text(path, json.dumps(content, indent=2) + "\n")
 
 
 def _read_json(path: Path) -> dict[str, Any]:

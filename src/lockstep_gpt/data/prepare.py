@@ -10,7 +10,6 @@ import fcntl
 import hashlib
 import json
 import logging
-import os
 import shutil
 import time
 from collections.abc import Iterator, Mapping
@@ -33,6 +32,7 @@ from lockstep_gpt.data.tokenizer import (
     tokenizer_files,
 )
 from lockstep_gpt.registry import addition
+from lockstep_gpt.whole_files import sync_folder
 
 logger = logging.getLogger(__name__)
 
@@ -132,9 +132,9 @@ def _build(recipe: Recipe, folder: Path) -> bool:
         if recipe_of(recipe.config).fingerprint != recipe.fingerprint:
             shutil.rmtree(unfinished)
             raise UserError(f"{folder.name}: the corpus changed meanwhile; prepare it again")
-        _sync(unfinished)
+        sync_folder(unfinished)
         unfinished.rename(folder)
-    _sync(folder.parent)
+    sync_folder(folder.parent)
     return True
 
 
@@ -231,15 +231,6 @@ def _refuse_empty(config: DataConfig, writers: Mapping[str, SplitWriter]) -> Non
                 f"data.val_fraction={config.val_fraction} leaves no tokens for the {name} split "
                 f"of {config.source}; {remedy}"
             )
-
-
-def _sync(folder: Path) -> None:
-    """See the folder's own entries to the disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def contents(folder: Path, index: Index) -> str:

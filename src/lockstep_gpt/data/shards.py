@@ -22,6 +22,7 @@ from lockstep_gpt.config import UserError
 from lockstep_gpt.data.order import Positions
 from lockstep_gpt.data.tokenizer import Tokens
 from lockstep_gpt.registry import addition
+from lockstep_gpt.whole_files import replace_text
 
 if TYPE_CHECKING:  # the parent of a run reads an index, and never imports torch
     from torch import Tensor
@@ -142,12 +143,7 @@ class SplitWriter:
 
 def write_index(folder: Path, index: Index) -> None:
     """Put `index.json` in the place of an older one, once it is on the disk."""
-    beside = folder / f".{INDEX}"
-    with beside.open("w", encoding="utf-8") as file:
-        json.dump(asdict(index), file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-    beside.replace(folder / INDEX)
+    replace_text(folder / INDEX, json.dumps(asdict(index), indent=1))
 
 
 def load_index(folder: Path) -> Index:

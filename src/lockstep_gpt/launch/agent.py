@@ -35,7 +35,6 @@ from lockstep_gpt.run_directory import RunDirectory
 
 FAILURE_GRACE = 5  # seconds that the other ranks have after one has raised
 EXIT_BARRIER = 30  # seconds that machines wait for each other at the end; the stock agent: 300
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
 
 def main(
@@ -140,7 +139,9 @@ def _set_environment(config: Config) -> None:
     """Set what only agent and ranks need to know."""
     # Without it restarted ranks read the addresses of the dead ones (pytorch#135712).
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(each.name for each in STOP_SIGNALS)
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(
+        each.name for each in processes.STOP_SIGNALS
+    )
     if config.verbosity != "debug":
         for name in logging.root.manager.loggerDict:  # each has a level of its own
             if name.startswith("torch.distributed.elastic"):
@@ -259,7 +260,7 @@ def spawn(run: RunDirectory, config: Config) -> int:
         for pid in context.pids():
             os.kill(pid, signum)
 
-    for signum in STOP_SIGNALS:
+    for signum in processes.STOP_SIGNALS:
         signal.signal(signum, forward)
     try:
         while not context.join(grace_period=FAILURE_GRACE):

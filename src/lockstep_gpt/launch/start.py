@@ -136,7 +136,6 @@ def _run_inline(run: RunDirectory) -> int:
     return rank.main(run)
 
 
-FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 # Of glibc: else each step maps its large tensors anew, and the system clears their pages.
 KEEP_MEMORY = {
     "MALLOC_MMAP_MAX_": "0",
@@ -157,7 +156,7 @@ def supervise(run: RunDirectory, node_rank: int = 0) -> int:
             raise KeyboardInterrupt
         agent.send_signal(signal.SIGKILL if impatient else signum)
 
-    before = {signum: signal.signal(signum, forward) for signum in FORWARDED}
+    before = {signum: signal.signal(signum, forward) for signum in processes.STOP_SIGNALS}
     try:
         with sharing_servers():  # while it may be needed, for it has made what its forks share
             agent = _start_agent(run, node_rank)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import logging
-import os
 import pickle
 import re
 import shutil
@@ -22,6 +20,7 @@ from lockstep_gpt.model.gpt import GPT, build_gpt
 from lockstep_gpt.registry import additions, asked
 from lockstep_gpt.run_directory import REFERENCE, RunDirectory, refuse_missing
 from lockstep_gpt.training.ranks import Ranks, from_rank_zero
+from lockstep_gpt.whole_files import replace_text, replacing
 
 logger = logging.getLogger(__name__)
 
@@ -97,18 +96,14 @@ def write_file(
     Raises:
         RunError: the disk is full or cannot be written; what was there before stays.
     """
-    beside = path.with_name(f".{path.name}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         refuse_full_disk(path.parent, size_of(content))
-        with beside.open("wb") as file:
+        with replacing(path) as file:
             torch.save(content, file)
             file.flush()
-            os.fsync(file.fileno())
-        digest = _sha256(beside)
-        before(digest)
-        beside.replace(path)
-        _sync_folder(path.parent)
+            digest = _sha256(Path(file.name))
+            before(digest)
         return digest
     except (OSError, RuntimeError) as error:  # torch's own writer raises the latter
         reason = getattr(error, "strerror", None) or error
@@ -116,9 +111,6 @@ def write_file(
             f"checkpoint {path} cannot be written: {reason}; "
             f"make the folder writable, with room in it, {MEND}"
         ) from error
-    finally:
-        with contextlib.suppress(OSError):
-            beside.unlink()
 
 
 def refuse_full_disk(folder: Path, needed: int) -> None:
@@ -155,27 +147,13 @@ def remove_leftovers(folder: Path) -> None:
 
 
 def _write_sum(path: Path, sums: dict[str, str]) -> None:
-    target = sum_path(path)
-    beside = target.with_name(f".{target.name}.tmp")
-    with beside.open("w", encoding="ascii") as file:
-        for name, digest in sums.items():
-            file.write(f"{digest}  {name}\n")  # as sha256sum --check reads it
-        file.flush()
-        os.fsync(file.fileno())
-    beside.replace(target)
+    lines = [f"{digest}  {name}\n" for name, digest in sums.items()]  # for sha256sum --check
+    replace_text(sum_path(path), "".join(lines))
 
 
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def fault_of(path: Path) -> str | None:

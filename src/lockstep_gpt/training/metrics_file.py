@@ -10,6 +10,8 @@ from typing import Any
 from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.utilities import rank_zero_only
 
+from lockstep_gpt.whole_files import replace_text
+
 STEP = "trainer/step"
 
 
@@ -72,9 +74,7 @@ class MetricsFile(Logger):
 
     def _rewrite(self, rows: list[dict[str, str]]) -> None:
         lines = [_csv(self.columns), *(self._line(row) for row in rows)]
-        beside = self.path.with_suffix(".csv.tmp")
-        beside.write_text("".join(lines), encoding="utf-8", newline="")
-        beside.replace(self.path)
+        replace_text(self.path, "".join(lines))
         self.rows = rows[-1:]
         self._end = self.path.stat().st_size - (len(lines[-1].encode()) if rows else 0)
 

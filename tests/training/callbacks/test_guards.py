@@ -8,8 +8,8 @@ from lightning import Callback
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lockstep_gpt.config import RunError
+from lockstep_gpt.processes import STOP_SIGNALS
 from lockstep_gpt.training.callbacks.guards import (
-    SIGNALS,
     GracefulStop,
     Stopped,
     StopVote,
@@ -21,7 +21,7 @@ from lockstep_gpt.training.checkpoint import checkpoints_in, newest_valid, step_
 @pytest.fixture(autouse=True)
 def handlers():
     """Give the signals back to whom they belonged."""
-    before = {signum: signal.getsignal(signum) for signum in SIGNALS}
+    before = {signum: signal.getsignal(signum) for signum in STOP_SIGNALS}
     yield
     for signum, handler in before.items():
         signal.signal(signum, handler)
@@ -51,7 +51,7 @@ def fit(run, folder, *callbacks, ckpt_path=None):
     run.fit(*callbacks, GracefulStop(checkpoints), checkpoints, ckpt_path=ckpt_path)
 
 
-@pytest.mark.parametrize("signum", SIGNALS, ids=lambda signum: signum.name)
+@pytest.mark.parametrize("signum", STOP_SIGNALS, ids=lambda signum: signum.name)
 def test_a_signal_ends_the_run_after_its_step_is_done_and_saved(new_run, tmp_path, signum):
     run = new_run(max_steps=8, val_every=8)
     with pytest.raises(Stopped, match=f"stopped by {signum.name}") as stopped:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep_gpt.config import UserError
+from lockstep_gpt.whole_files import replace_text
 
 if TYPE_CHECKING:  # the commands that read recordings need no torch
     from lockstep_gpt.extras.seeing.recording import Numbers, Probe, Step
@@ -25,9 +25,7 @@ def write_recording(run: Path, content: dict[str, Any]) -> None:
     """Write one step; a reader never sees half of it."""
     path = recording_path(run, content["step"])
     path.parent.mkdir(exist_ok=True)
-    beside = path.with_suffix(".json.tmp")
-    beside.write_text(as_json(content), encoding="utf-8")
-    os.replace(beside, path)  # noqa: PTH105 (replaces atomically, which is the point)
+    replace_text(path, as_json(content))
 
 
 def read_recordings(run: Path) -> list[dict[str, Any]]:

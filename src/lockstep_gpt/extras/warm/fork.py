@@ -30,7 +30,6 @@ from typing import Any, NoReturn
 from lockstep_gpt import processes
 
 GO = b"!"  # what a new process waits for: the word that its requester knows of it
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)  # are for whom we forked
 PR_SET_PDEATHSIG = 1  # of prctl(2)
 
 # The environment of this process, or of what it is a fork of, before it imported everything.
@@ -79,7 +78,7 @@ def received(connection: socket.socket, size: int) -> bytes:
 
 def serve(connection: socket.socket) -> NoReturn:
     """Fork on request until the other end closes; new processes never return from here either."""
-    for signum in SIGNALS:
+    for signum in processes.STOP_SIGNALS:
         signal.signal(signum, signal.SIG_IGN)
     while True:
         try:
@@ -123,7 +122,7 @@ def _be(job: Job, environment: Mapping[str, str], descriptors: list[int]) -> NoR
     """Be one of the processes of `job`, to its end: what a program's start would do, then it."""
     status = 1
     try:
-        for signum in SIGNALS:
+        for signum in processes.STOP_SIGNALS:
             signal.signal(signum, signal.default_int_handler if signum == signal.SIGINT else 0)
         *streams, wait = descriptors
         for number, stream in enumerate(streams):

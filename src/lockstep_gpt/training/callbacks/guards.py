@@ -15,13 +15,13 @@ import torch.distributed as dist
 from lightning import Trainer
 
 from lockstep_gpt.config import GuardConfig
+from lockstep_gpt.processes import STOP_SIGNALS
 from lockstep_gpt.run_directory import RunDirectory
 from lockstep_gpt.training.callbacks.checkpoints import Checkpoints
 from lockstep_gpt.training.callbacks.step import StepCallback
 from lockstep_gpt.training.ranks import refuse_differing_replicas
 
 STALL_GRACE = 2  # seconds for the other ranks to show their stacks too
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 
 
 class Stopped(BaseException):
@@ -82,7 +82,7 @@ class GracefulStop(StepCallback):
         """Take over from Lightning's handlers, which it installs before."""
         super().on_train_start(trainer, pl_module)
         self.vote = StopVote()
-        for signum in SIGNALS:
+        for signum in STOP_SIGNALS:
             signal.signal(signum, self._note)
 
     def _note(self, signum: int, _frame: FrameType | None) -> None:
