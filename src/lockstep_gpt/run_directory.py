@@ -22,7 +22,10 @@ from lockstep_gpt.registry import additions
 from lockstep_gpt.whole_files import replace_text
 
 REFERENCE = re.compile(r"wandb:/{1,2}(.+)")  # a `Path` has only one slash left
-MOVED = {"lockstep_gpt.training.ranks": "lockstep_gpt.training.strategies"}  # former modules
+# Modules that an earlier version had in another place.
+MOVED = {
+    "lockstep_gpt.training.ranks": "lockstep_gpt.training.strategies",
+}
 # What rank 0 decides for all, and what each machine has of its own.
 MAY_DIFFER = ("run_dir", "run_name", "launch.")
 

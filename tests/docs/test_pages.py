@@ -93,7 +93,8 @@ def test_a_step_names_files_that_are_there_and_what_they_define():
     rows = re.findall(r"^\| (.+) \| (.*`.+) \|$", page, re.MULTILINE)
     assert len(rows) > 15
     for about, place in rows:
-        files = [ROOT / "src/lockstep_gpt" / name for name in re.findall(r"`(\S+\.py)`", place)]
+        names = re.findall(r"`(\S+\.py)`", place)
+        files = [ROOT / "src/lockstep_gpt" / name for name in names]
         text = "".join(file.read_text("utf-8") for file in files)
         defined = re.findall(r"(?:class|def) (\w+)", text) + [file.stem for file in files]
         assert set(re.findall(r"^`(\w+)`", about)) <= set(defined), about

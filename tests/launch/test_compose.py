@@ -90,7 +90,7 @@ def test_an_experiment_overrides_groups_and_the_command_line_beats_it():
          "micro_size, global_size, reference_size"),
         ("trainer.profiler=simple", "unknown setting trainer.profiler; "
          "what the YAML does not list is added with +trainer.profiler=simple"),
-        ("data.field=x", "data.field is a setting of another choice of data"),
+        ("data.tokens=x", "data.tokens is a setting of another choice of data"),
         ("max_steps=many", "max_steps=many: "
          "Value 'many' of type 'str' could not be converted to Integer"),
         ("seed=1.5", "seed=1.5: Value '1.5' of type 'float' could not be converted to Integer"),

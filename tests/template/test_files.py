@@ -196,7 +196,7 @@ def test_a_setting_of_an_extra_is_refused_where_the_extra_is_not(baked, environm
         encoding="utf-8",
     )
     assert (done.returncode, len(done.stderr.splitlines())) == (2, 1), done.stderr
-    assert "model.init_from=there needs the extra `export`" in done.stderr
+    assert "model.init_from=there needs an extra that is not here" in done.stderr
 
 
 @pytest.mark.parametrize(("entity", "value"), [("", None), ("its-team", "its-team")])

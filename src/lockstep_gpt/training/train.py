@@ -32,7 +32,13 @@ from lockstep_gpt.training.callbacks.guards import GracefulStop, Guards, Stopped
 from lockstep_gpt.training.lean_loop import LeanLoop
 from lockstep_gpt.training.metrics_file import MetricsFile
 from lockstep_gpt.training.module import GPTModule
-from lockstep_gpt.training.ranks import Ranks, join, leave, lost_peers, refuse_other_directory
+from lockstep_gpt.training.ranks import (
+    Ranks,
+    join,
+    leave,
+    lost_peers,
+    refuse_other_directory,
+)
 
 logger = logging.getLogger(__name__)
 

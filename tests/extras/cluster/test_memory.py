@@ -7,7 +7,13 @@ from torch.profiler import ProfilerActivity, profile
 
 from lockstep_gpt.config import ModelConfig, OptimConfig, is_module
 from lockstep_gpt.extras.cluster import memory
-from lockstep_gpt.extras.cluster.memory import States, built, footprint, step, trace_peak
+from lockstep_gpt.extras.cluster.memory import (
+    States,
+    built,
+    footprint,
+    step,
+    trace_peak,
+)
 from lockstep_gpt.training.optim import build_optimizer
 
 WIDE = ModelConfig(block_size=64, n_layer=4, n_head=4, n_embd=128)

@@ -5,7 +5,11 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from lockstep_gpt.extras.seeing.recording import MicroBatchNorms, Probe, average_like_ddp
+from lockstep_gpt.extras.seeing.recording import (
+    MicroBatchNorms,
+    Probe,
+    average_like_ddp,
+)
 
 
 def network(width=24):

@@ -26,7 +26,12 @@ from lockstep_gpt.extras.cluster import (
 )
 from lockstep_gpt.extras.cluster.collectives import Bandwidth
 from lockstep_gpt.extras.cluster.facts import Facts, collect, compare
-from lockstep_gpt.extras.cluster.meeting import Absent, Meeting, examine_clocks, open_meeting
+from lockstep_gpt.extras.cluster.meeting import (
+    Absent,
+    Meeting,
+    examine_clocks,
+    open_meeting,
+)
 from lockstep_gpt.extras.cluster.prediction import vocabulary
 from lockstep_gpt.extras.cluster.profile import profile
 from lockstep_gpt.extras.cluster.report import (

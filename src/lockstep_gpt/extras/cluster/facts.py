@@ -17,7 +17,14 @@ from typing import Any
 
 import lockstep_gpt
 from lockstep_gpt.extras.cluster import gpus
-from lockstep_gpt.extras.cluster.report import Finding, failure, named, ok, plural, warning
+from lockstep_gpt.extras.cluster.report import (
+    Finding,
+    failure,
+    named,
+    ok,
+    plural,
+    warning,
+)
 from lockstep_gpt.training.ranks import Ranks
 
 PACKAGES = ("torch", "lightning", "numpy", "hydra-core", "omegaconf")

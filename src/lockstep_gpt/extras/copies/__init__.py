@@ -1,5 +1,7 @@
 """Checkpoints that are written in the background, copied elsewhere, or fetched from wandb."""
 
 CHECKPOINT_IO = "lockstep_gpt.extras.copies.writing:CopyingCheckpointIO"
-FETCH_CHECKPOINT = "lockstep_gpt.extras.copies.remote:fetch_newest"  # where a run has lost its own
-DOWNLOAD = "lockstep_gpt.extras.copies.remote:download"  # of what `wandb://...` names
+# Where a run has lost its own.
+FETCH_CHECKPOINT = "lockstep_gpt.extras.copies.remote:fetch_newest"
+# Of what `wandb://...` names.
+DOWNLOAD = "lockstep_gpt.extras.copies.remote:download"

@@ -1,5 +1,8 @@
 """`strategy=fsdp2`: each rank holds a share of the model."""
 
 CHECK = "lockstep_gpt.extras.sharding.check:refuse_impossible"
-JOIN_PARTS = "lockstep_gpt.extras.sharding.fsdp2:join_parts"  # of a checkpoint in several files
-MOVED = {"lockstep_gpt.training.sharding": "lockstep_gpt.extras.sharding.fsdp2"}
+# Of a checkpoint in several files.
+JOIN_PARTS = "lockstep_gpt.extras.sharding.fsdp2:join_parts"
+MOVED = {
+    "lockstep_gpt.training.sharding": "lockstep_gpt.extras.sharding.fsdp2",
+}
