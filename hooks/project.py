@@ -27,6 +27,7 @@ TEMPLATE_ONLY = (
     "hooks/",
     "scripts/benchmark.py",
     "scripts/benchmarks/",
+    "scripts/deletions.py",
     "scripts/scaling.py",
     "scripts/time_to_loss.py",
     "tests/model/test_against_transformers.py",

@@ -1,22 +1,20 @@
-"""A folder of `extras/` can be deleted by hand: what is left lints, collects its tests, trains."""
+"""A folder of `extras/` can be deleted by hand: what is left lints, collects its tests, trains.
 
-import itertools
+`scripts/deletions.py` does the same for every two of them, and runs whole suites.
+"""
+
 import json
-import shutil
 import subprocess
 import sys
 
-import pytest
+from scripts.deletions import FOLDERS, copy_without
 
-from hooks.answers import EXTRAS
-
-FOLDERS = [name for name in EXTRAS if any("/extras/" in path for path in EXTRAS[name])]
 # Imports the libraries once, and is forked for each project: it collects its tests and trains.
 DRIVER = """
 import contextlib, io, json, os, sys, traceback
 import datasets, kubeflow_trainer_api.models, lightning, pytest, torch, transformers, wandb
 results = {}
-for project, trains in json.loads(sys.argv[1]).items():
+for project in json.loads(sys.argv[1]):
     reads, writes = os.pipe()
     child = os.fork()
     if not child:
@@ -28,7 +26,7 @@ for project, trains in json.loads(sys.argv[1]).items():
             with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
                 quiet = ["-q", "--assert=plain", "-p", "no:cacheprovider"]
                 status = int(pytest.main(["--collect-only", *quiet]))
-                if trains and not status:
+                if not status:
                     import my_gpt.cli
                     words = ["train", "experiment=smoke", "logger=none", "launch.inline=true"]
                     status = my_gpt.cli.main([*words, "run_dir=runs/one"])
@@ -47,25 +45,10 @@ print(json.dumps(results))
 """
 
 
-@pytest.fixture
-def without(baked, tmp_path):
-    """Copy the project with all extras and delete some of them as a person would."""
-
-    def delete(*extras):
-        project = tmp_path / "+".join(extras)
-        shutil.copytree(baked(extras="all"), project)
-        for path in itertools.chain.from_iterable(EXTRAS[extra] for extra in extras):
-            mine = project / path.replace("lockstep_gpt", "my_gpt")
-            shutil.rmtree(mine) if mine.is_dir() else mine.unlink()
-        return project
-
-    return delete
-
-
-def driven(projects, environment, trains):
+def driven(projects, environment):
     """Return exit status and last words by the name of each project's folder."""
     done = subprocess.run(
-        [sys.executable, "-c", DRIVER, json.dumps({str(each): trains for each in projects})],
+        [sys.executable, "-c", DRIVER, json.dumps([*map(str, projects)])],
         env=environment(OMP_NUM_THREADS="1", PYTHONDONTWRITEBYTECODE="1"),
         capture_output=True,
         encoding="utf-8",
@@ -74,9 +57,12 @@ def driven(projects, environment, trains):
     return {path.name: json.loads(done.stdout.splitlines()[-1])[str(path)] for path in projects}
 
 
-def test_without_any_one_a_project_collects_its_tests_and_trains(without, environment, types):
-    projects = [without(extra) for extra in FOLDERS]
+def test_without_any_one_a_project_collects_its_tests_and_trains(
+    baked, tmp_path, environment, types
+):
+    projects = [tmp_path / extra for extra in FOLDERS]
     for project in projects:
+        copy_without(baked(extras="all"), project, [project.name])
         for words in (["ruff", "check", "--no-cache"], ["mypy", "--cache-dir", str(types)]):
             done = subprocess.run(
                 [sys.executable, "-m", *words],
@@ -86,12 +72,5 @@ def test_without_any_one_a_project_collects_its_tests_and_trains(without, enviro
                 encoding="utf-8",
             )
             assert done.returncode == 0, f"{project.name}\n{done.stdout}"
-    found = driven(projects, environment, trains=True)
-    assert {name: each for name, each in found.items() if each[0]} == {}
-
-
-def test_without_any_two_a_project_collects_its_tests(without, environment):
-    pairs = list(itertools.combinations(FOLDERS, 2))
-    found = driven([without(*pair) for pair in pairs], environment, trains=False)
-    assert len(found) == len(pairs)
+    found = driven(projects, environment)
     assert {name: each for name, each in found.items() if each[0]} == {}
