@@ -114,7 +114,7 @@ def test_training_follows_the_order(folder, accumulation):
     module, _ = fit(datamodule(folder, accumulation=accumulation), max_steps=5)
     order = Order(SEED, 99, B, accumulation, rank=0, world_size=1)
     windows = open_windows(folder, "train", T)
-    steps = [order.micro_batch(step, a) for step in range(5) for a in range(accumulation)]
+    steps = list(islice(order.stream(0), 5 * accumulation))
     expected = [widen(stored) for stored in gather(windows, steps)]
     assert isinstance(module.trained[0], tuple)
     assert torch.equal(stacked(module.trained), stacked(expected))
@@ -133,7 +133,7 @@ def test_a_stream_travels_to_a_worker_without_its_data(folder):
     stream = pickle.loads(pickled := pickle.dumps(TrainingStream(folder, T, order, first=4)))
     assert len(pickled) < 1000
     windows, _ = next(iter(stream))
-    assert windows.tolist() == open_windows(folder, "train", T)[order.micro_batch(4, 0)].tolist()
+    assert windows.tolist() == open_windows(folder, "train", T)[next(order.stream(4))].tolist()
 
 
 @pytest.mark.parametrize(("steps", "accumulation", "workers"), [(5, 2, 0), (40, 1, 0), (4, 2, 2)])

@@ -98,12 +98,6 @@ class Order:
         """Samples per optimizer step over all ranks."""
         return self.accumulation * self.world_size * self.micro_size
 
-    def micro_batch(self, step: int, micro_step: int) -> Positions:
-        """Return the windows of one micro-step of optimizer step `step`, shape (B,)."""
-        assert 0 <= micro_step < self.accumulation, micro_step
-        number = np.array([step * self.accumulation + micro_step])
-        return self._micro_batches(number).reshape(self.micro_size)
-
     def stream(self, first: int, stride: int = 1) -> Iterator[Positions]:
         """Yield micro-batches `first`, `first + stride`, ... of the run without end, each (B,).
 

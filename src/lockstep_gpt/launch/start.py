@@ -175,7 +175,7 @@ def supervise(run: RunDirectory, node_rank: int = 0) -> int:
 
 def _start_agent(run: RunDirectory, node_rank: int) -> Any:
     """Start the agent: a fork of a process that has imported everything, or from nothing."""
-    config, warm = run.load(), _warm()
+    config, warm = run.load(), addition("SERVERS")
     environment = rank_environment(config)
     if warm and (agent := warm.start_agent(run, node_rank, config, environment)):
         return agent
@@ -184,14 +184,9 @@ def _start_agent(run: RunDirectory, node_rank: int) -> Any:
     return subprocess.Popen(words, env=environment, start_new_session=True)
 
 
-def _warm() -> Any:
-    """Return the module that forks processes, None without the extra."""
-    return addition("SERVERS")
-
-
 def sharing_servers() -> contextlib.AbstractContextManager[None]:
     """Let runs that are started meanwhile, the jobs of a sweep, be forks of the same process."""
-    warm = _warm()
+    warm = addition("SERVERS")
     return warm.kept() if warm else contextlib.nullcontext()
 
 
