@@ -5,10 +5,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+HOUSE = (ROOT / "docs/house.md").read_text(encoding="utf-8")
 
 
 def test_tree_names_every_source_file_once():
-    tree = (ROOT / "docs/house.md").read_text(encoding="utf-8")
+    tree = "\n".join(re.findall(r"^```text\n(.*?)^```", HOUSE, re.MULTILINE | re.DOTALL))
     files = {path.name for path in (ROOT / "src").rglob("*.py")} - {"__init__.py"}
     assert {name for name in files if len(re.findall(rf"\b{name}\b", tree)) != 1} == set()
 
@@ -16,3 +17,10 @@ def test_tree_names_every_source_file_once():
 def test_readme_is_short_enough_to_be_read():
     shown = [line for line in README.splitlines() if not line.startswith("<!--")]
     assert len(shown) <= 250
+
+
+def test_every_constant_by_which_an_extra_attaches_is_explained_and_no_other():
+    core = [path for path in (ROOT / "src").rglob("*.py") if "extras" not in path.parts]
+    asking = re.compile(r'\b(?:additions|addition|asked)\(\s*"(\w+)"')
+    kinds = {kind for path in core for kind in asking.findall(path.read_text("utf-8"))}
+    assert set(re.findall(r"^\| `([A-Z_]+)` \|", HOUSE, re.MULTILINE)) == kinds
