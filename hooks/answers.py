@@ -19,6 +19,7 @@ EXTRAS = {
     "sweep": ("configs/hydra/", "src/hydra_plugins/", "tests/hydra_plugins/"),
     "warm": ("src/lockstep_gpt/extras/warm/", "tests/extras/warm/"),
     "copies": ("src/lockstep_gpt/extras/copies/", "tests/extras/copies/"),
+    "nodes": ("src/lockstep_gpt/extras/nodes/", "tests/extras/nodes/"),
     "cluster": ("src/lockstep_gpt/extras/cluster/", "tests/extras/cluster/"),
     "sources": (
         "configs/data/huggingface.yaml",
@@ -49,6 +50,8 @@ EXTRAS = {
     "kubernetes": ("docs/kubernetes.md", "scripts/kubernetes/", "tests/scripts/test_kubernetes.py"),
 }
 IN_ALL = {"modern"}  # extras of an earlier version that every project has now
+# What an extra does not work without.
+NEEDS = {"slurm": {"nodes"}, "kubernetes": {"nodes"}}
 LICENSES = ("MIT", "Apache-2.0", "BSD-3-Clause", "none")
 LONGEST = 24  # characters of package and slug: longer ones break the lines of the code
 PINS = Path(__file__).parents[1] / "constraints.txt"
@@ -178,6 +181,7 @@ def _extras(value: Any) -> tuple[str, ...]:
         return tuple(EXTRAS)
     for word in sorted(words - set(EXTRAS) - IN_ALL):
         _refuse("extras", word, f"is not one of {', '.join(EXTRAS)}; or answer all or none")
+    words |= {need for word in words for need in NEEDS.get(word, ())}
     return tuple(name for name in EXTRAS if name in words)
 
 

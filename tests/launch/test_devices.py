@@ -13,6 +13,7 @@ def gpus_here(tmp_path, monkeypatch):
         for name in ["nvidiactl", "nvidia-uvm", *(f"nvidia{index}" for index in range(count))]:
             (tmp_path / name).touch()
         monkeypatch.setattr(devices, "DEVICE_FILES", tmp_path)
+        monkeypatch.setattr(devices, "additions", lambda _: ["there is an extra for it"])
         monkeypatch.setenv("PATH", str(tmp_path))  # without an nvidia-smi
         for name in ("CUDA_VISIBLE_DEVICES", "RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
             monkeypatch.delenv(name, raising=False)
@@ -132,3 +133,10 @@ def test_spawning_inside_a_launcher_is_refused(launched):
     launched(ranks=2)
     line = refusal({}, strategy={"start_method": "spawn"})
     assert line.startswith("strategy=ddp_spawn starts its own ranks and cannot run inside")
+
+
+def test_several_machines_without_what_starts_them_are_refused(gpus_here, monkeypatch):
+    gpus_here(0)
+    monkeypatch.setattr(devices, "additions", lambda _: [])
+    line = refusal({"num_nodes": 2})
+    assert line.startswith("trainer.num_nodes=2 needs an extra that is not here; start torchrun")

@@ -211,6 +211,13 @@ def test_a_project_of_any_name_has_a_folder_a_command_and_a_package(name, slug, 
     assert (tmp_path / slug / "src" / package / "cli.py").is_file()
 
 
+def test_an_extra_brings_what_it_needs_and_those_of_former_versions_are_taken(defaults):
+    from hooks.answers import checked
+
+    assert checked({**defaults, "extras": "slurm"}).extras == ("nodes", "slurm")
+    assert checked({**defaults, "extras": "modern"}).extras == ()
+
+
 def test_every_question_has_a_prompt_and_the_one_on_extras_names_them_all():
     questions = json.loads((ROOT / "cookiecutter.json").read_text("utf-8"))
     prompts = questions["__prompts__"]

@@ -188,16 +188,19 @@ def test_its_reference_of_settings_is_what_its_own_script_writes(answers, baked,
     assert done.stdout == (project / "docs/settings.md").read_text("utf-8"), done.stderr
 
 
-def test_a_setting_of_an_extra_is_refused_where_the_extra_is_not(baked, environment):
+@pytest.mark.parametrize(
+    "setting", ["model.init_from=there", "checkpoint.copy_to=there", "trainer.num_nodes=2"]
+)
+def test_a_setting_of_an_extra_is_refused_where_the_extra_is_not(baked, environment, setting):
     done = subprocess.run(
-        [sys.executable, "-m", "my_gpt", "train", "model.init_from=there"],
+        [sys.executable, "-m", "my_gpt", "train", "trainer=cpu", setting],
         cwd=baked(extras="none"),
         env=environment(PYTHONPATH="src", PYTHONDONTWRITEBYTECODE="1"),
         capture_output=True,
         encoding="utf-8",
     )
     assert (done.returncode, len(done.stderr.splitlines())) == (2, 1), done.stderr
-    assert "model.init_from=there needs an extra that is not here" in done.stderr
+    assert f"{setting} needs an extra that is not here" in done.stderr
 
 
 @pytest.mark.parametrize(("entity", "value"), [("", None), ("its-team", "its-team")])
@@ -243,7 +246,7 @@ def code_lines(source: str) -> int:
     return len(code - words)
 
 
-CODE_LINES = 4902  # the aim is 4,150; lower this whenever the code allows
+CODE_LINES = 4867  # the aim is 4,150; lower this whenever the code allows
 
 
 def test_code_lines_are_counted_without_words():

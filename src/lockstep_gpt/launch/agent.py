@@ -29,8 +29,7 @@ from torch.multiprocessing.spawn import ProcessExitedException, start_processes
 
 from lockstep_gpt import processes
 from lockstep_gpt.config import PROGRAM, Config, UserError
-from lockstep_gpt.launch import devices
-from lockstep_gpt.registry import asked
+from lockstep_gpt.registry import addition, asked
 from lockstep_gpt.run_directory import RunDirectory
 
 FAILURE_GRACE = 5  # seconds that the other ranks have after one has raised
@@ -90,23 +89,16 @@ def meeting(run: RunDirectory, config: Config, node_rank: int, folder: str) -> R
         "join_timeout": math.ceil(launch.join_seconds),
         "read_timeout": 60,  # less, and a link that is down for seconds ends the run
     }
-    if nodes == 1:
-        _keep_to_interface("lo")
-        return RendezvousParameters(
-            endpoint=f"{folder}/store",
-            store_type="file",
-            min_nodes=1,
-            local_addr="localhost",
-            **common,
-        )
-    assert launch.rdzv_endpoint is not None
-    address, interface = devices.own_address(launch.rdzv_endpoint)
-    _keep_to_interface(interface)
+    if nodes > 1:
+        interface, where = addition("MEETING")(config, node_rank)
+        _keep_to_interface(interface)
+        return RendezvousParameters(**where, **common)
+    _keep_to_interface("lo")
     return RendezvousParameters(
-        endpoint=launch.rdzv_endpoint,
-        min_nodes=launch.min_nodes or nodes,
-        local_addr=address,
-        is_host=node_rank == 0,
+        endpoint=f"{folder}/store",
+        store_type="file",
+        min_nodes=1,
+        local_addr="localhost",
         **common,
     )
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lockstep_gpt.config import Config, UserError
-from lockstep_gpt.registry import addition
+from lockstep_gpt.registry import addition, additions
 
 DEVICE_FILES = Path("/dev")
 SIOCGIFADDR = 0x8915  # asks Linux for the address of an interface
@@ -102,6 +102,12 @@ def _refuse_impossible(config: Config, placement: Placement) -> None:
         raise UserError(
             f"precision=16-mixed needs a GPU, this run takes {placement.accelerator}; "
             "set precision=bf16-mixed or 32-true"
+        )
+    alone = placement.nodes == 1 or is_inside_launcher()
+    if not alone and not any(additions("START_ON_NODES")):
+        raise UserError(
+            f"trainer.num_nodes={placement.nodes} needs an extra that is not here; start torchrun "
+            "or srun on the machines instead"
         )
     if is_inside_launcher() and config.strategy.get("start_method") == "spawn":
         raise UserError(

@@ -13,6 +13,7 @@ from omegaconf import OmegaConf
 
 from lockstep_gpt.config import UserError, as_typed
 from lockstep_gpt.launch import compose, devices, start
+from lockstep_gpt.registry import addition
 from lockstep_gpt.run_directory import RunDirectory
 
 # Words of the command line that say which run, not what changes in it.
@@ -49,7 +50,7 @@ def resume(run: RunDirectory, arguments: list[str]) -> int:
     if devices.is_inside_launcher():
         return start.join(settled, config, create, lambda: run.refreeze(before))
     if placement.nodes > 1:
-        return start.start_on_nodes(run, settled, config, create)
+        return int(addition("START_ON_NODES")(run, settled, config, create))
     status = start.start(create(), config)
     if status == 2:
         run.refreeze(before)

@@ -29,7 +29,7 @@ from lockstep_gpt.data import prepare as data_prepare
 from lockstep_gpt.data import shards
 from lockstep_gpt.launch import compose, devices
 from lockstep_gpt.registry import addition
-from lockstep_gpt.run_directory import RunDirectory, differences
+from lockstep_gpt.run_directory import RunDirectory
 from lockstep_gpt.training import schedule
 
 
@@ -49,7 +49,7 @@ def train_once(composed: DictConfig) -> tuple[int, float]:
     if devices.is_inside_launcher():
         return join(settled, config, create, run.discard), math.nan
     if placement.nodes > 1:
-        return start_on_nodes(run, settled, config, create), math.nan
+        return addition("START_ON_NODES")(run, settled, config, create), math.nan
     status = start(create(), config)
     if status == 2:
         run.discard()
@@ -225,47 +225,3 @@ def join(
     if status == processes.LOST_PEERS:
         processes.end_process(status)
     return status
-
-
-def start_on_nodes(
-    run: RunDirectory,
-    settled: dict[str, Any],
-    config: Config,
-    create: Callable[[], RunDirectory],
-) -> int:
-    """Be one of several machines: the first freezes the configuration, the others compare.
-
-    Raises:
-        UserError: a setting that several machines need is missing, or theirs do not agree.
-    """
-    launch, nodes = config.launch, config.trainer["num_nodes"]
-    for name, value in (
-        ("run_dir", config.run_dir),
-        ("launch.rdzv_endpoint", launch.rdzv_endpoint),
-    ):
-        if value is None:
-            raise UserError(f"{name}=null with trainer.num_nodes={nodes}; set it alike on all")
-    if launch.node_rank >= nodes:
-        raise UserError(f"launch.node_rank={launch.node_rank} must be below {nodes}, from 0 on")
-    assert launch.rdzv_endpoint is not None
-    devices.own_address(launch.rdzv_endpoint)
-    if launch.node_rank == 0:
-        create()
-    else:
-        prepared(config)
-        _wait_for_first_node(run, settled, launch.join_seconds)
-    return supervise(run, launch.node_rank)
-
-
-def _wait_for_first_node(run: RunDirectory, settled: dict[str, Any], seconds: float) -> None:
-    """Wait until the shared run directory holds the configuration that this machine has."""
-    end = time.monotonic() + seconds
-    fault = "has no config.yaml; is it a folder that all machines share, and machine 0 started?"
-    while time.monotonic() < end:
-        if run.config.is_file():
-            differing = differences(run.values(), settled)
-            if not differing:
-                return
-            fault = f"is of another configuration than this machine's: {', '.join(differing)}"
-        time.sleep(0.2)
-    raise UserError(f"run_dir={run.path}: after {seconds:g} s it {fault}")
