@@ -12,7 +12,7 @@ import tomllib
 import pytest
 import yaml
 
-from hooks.answers import EXTRAS, LICENSES
+from hooks.answers import EXTRAS, LICENSES, NEEDS
 
 CHOICES = ["none", *EXTRAS, "all"]
 # What of the living root a project has no part in; a name with a slash at its end is a folder.
@@ -77,7 +77,8 @@ def paths_of(extras: list[str]) -> tuple[str, ...]:
 
 @pytest.mark.parametrize("chosen", CHOICES)
 def test_files_are_those_that_git_has_less_the_template_s_own(chosen, baked, template, git, tree):
-    left_out = paths_of([extra for extra in EXTRAS if chosen not in (extra, "all")])
+    wanted = EXTRAS if chosen == "all" else {chosen, *NEEDS.get(chosen, ())}
+    left_out = paths_of([extra for extra in EXTRAS if extra not in wanted])
     names = git(template, "ls-files", "-z").rstrip("\0").split("\0")
     expected = {name for name in names if not name.startswith((*OURS, *left_out))}
     files = set(tree(baked(extras=chosen)))
@@ -94,7 +95,8 @@ def test_without_extras_nothing_else_stands_at_the_root(baked, tree):
 def test_an_extra_adds_its_own_files_and_no_other(extra, baked, tree):
     added = set(tree(baked(extras=extra))) - set(tree(baked(extras="none")))
     assert added
-    paths = [path.replace("lockstep_gpt", "my_gpt") for path in EXTRAS[extra]]
+    wanted = paths_of([extra, *NEEDS.get(extra, ())])
+    paths = [path.replace("lockstep_gpt", "my_gpt") for path in wanted]
     assert all(name.startswith(tuple(paths)) for name in added)
     assert all(any(name.startswith(path) for name in added) for path in paths)
 

@@ -1,0 +1,74 @@
+"""One of several machines: what it needs, and what it waits for; tests of two are elsewhere."""
+
+import pytest
+
+from lockstep_gpt.config import Config, LaunchConfig, UserError
+from lockstep_gpt.extras.nodes.machines import meeting, start_on_nodes
+from lockstep_gpt.launch import devices, start
+from lockstep_gpt.run_directory import RunDirectory
+
+VALUES = {"max_steps": 3, "trainer": {"num_nodes": 2}, "launch": {"node_rank": 1}}
+PLACE = "10.0.0.1:29500"
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """A run directory that this machine, number 1 of 2, shares with the first."""
+    monkeypatch.setattr(devices, "own_address", lambda _: ("10.0.0.2", "eth7"))
+    monkeypatch.setattr(start, "prepared", lambda _: None)
+    monkeypatch.setattr(start, "supervise", lambda _, node_rank: 40 + node_rank)
+    return RunDirectory(tmp_path / "run")
+
+
+def config(node_rank=1, **settings):
+    place = {"run_dir": "run", "rdzv_endpoint": PLACE, **settings}
+    launch = LaunchConfig(
+        node_rank=node_rank, rdzv_endpoint=place["rdzv_endpoint"], join_seconds=0.3, min_nodes=1
+    )
+    trainer = {"num_nodes": 2, "devices": 1, "accelerator": "cpu"}
+    return Config(max_steps=3, run_dir=place["run_dir"], launch=launch, trainer=trainer)
+
+
+@pytest.mark.parametrize(
+    ("settings", "line"),
+    [
+        ({"run_dir": None}, "run_dir=null with trainer.num_nodes=2; set it alike on all"),
+        ({"rdzv_endpoint": None}, "launch.rdzv_endpoint=null with trainer.num_nodes=2; set it"),
+        ({"node_rank": 2}, "launch.node_rank=2 must be below 2, from 0 on"),
+    ],
+)
+def test_what_all_machines_need_is_asked_for(run, settings, line):
+    with pytest.raises(UserError, match=line):
+        start_on_nodes(run, VALUES, config(**settings), lambda: run)
+
+
+def test_the_first_machine_freezes_and_the_others_go_on_what_they_find(run):
+    def create():
+        run.create(VALUES)
+        return run
+
+    assert start_on_nodes(run, VALUES, config(node_rank=0), create) == 40
+    assert run.values() == VALUES
+    other = {**VALUES, "launch": {"node_rank": 0}}  # a machine's own settings may differ
+    assert start_on_nodes(run, other, config(), create) == 41
+
+
+def test_a_machine_that_waits_in_vain_or_has_other_settings_is_told_why(run):
+    with pytest.raises(UserError, match=r"after 0\.3 s it has no config\.yaml"):
+        start_on_nodes(run, VALUES, config(), lambda: run)
+    run.create(VALUES)
+    with pytest.raises(UserError, match=r"another configuration.*: max_steps=4 instead of 3"):
+        start_on_nodes(run, {**VALUES, "max_steps": 4}, config(), lambda: run)
+
+
+@pytest.mark.usefixtures("run")
+@pytest.mark.parametrize("node_rank", [0, 1])
+def test_agents_meet_where_the_first_machine_listens(node_rank):
+    interface, where = meeting(config(node_rank), node_rank)
+    assert interface == "eth7"
+    assert where == {
+        "endpoint": PLACE,
+        "min_nodes": 1,
+        "local_addr": "10.0.0.2",
+        "is_host": node_rank == 0,
+    }
