@@ -4,6 +4,7 @@ import threading
 import pytest
 import yaml
 
+from lockstep_gpt import run_directory
 from lockstep_gpt.config import UserError
 from lockstep_gpt.run_directory import RunDirectory
 
@@ -148,3 +149,13 @@ def test_a_run_that_never_began_is_discarded_but_never_one_that_saved(run):
 def test_every_rank_has_a_log_of_its_own(run):
     assert len({run.rank_log(rank) for rank in range(3)} | {run.log}) == 4
     assert run.rank_log(2).parent.parent == run.path
+
+
+def test_a_run_of_an_earlier_version_finds_its_classes_where_they_are_now(run, monkeypatch):
+    moved = {"lockstep_gpt.gone": "lockstep_gpt.extras.here"}
+    monkeypatch.setattr(run_directory, "additions", lambda kind: [moved] * (kind == "MOVED"))
+    targets = ["lockstep_gpt.training.ranks.ddp", "lockstep_gpt.gone.Thing", "elsewhere.gone.Thing"]
+    run.create({str(index): {"_target_": target} for index, target in enumerate(targets)})
+    found = [run.values()[str(index)]["_target_"] for index in range(3)]
+    assert found[:2] == ["lockstep_gpt.training.strategies.ddp", "lockstep_gpt.extras.here.Thing"]
+    assert found[2] == targets[2]
