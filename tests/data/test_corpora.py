@@ -219,3 +219,9 @@ data_sources()
 print({"torch", "tokenizers", "datasets", "pyarrow", "zstandard", "fsspec"} & {*sys.modules})"""
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert result.stdout == "set()\n"
+
+
+def test_a_packed_file_is_refused_and_not_read_as_text(tmp_path):
+    write(tmp_path, {"a.txt": "text", "b.txt.gz": "bytes"})
+    with pytest.raises(UserError, match=r"data\.path=.*: b\.txt\.gz is packed; unpack it first"):
+        corpus(tmp_path)

@@ -105,11 +105,13 @@ class TextFiles:
     def find(self) -> list[File]:
         """Look for the files, in no order."""
         path = Path(self.path).expanduser()
-        if path.is_file():
-            return [File(path.name, path.stat().st_size, path.stat().st_mtime, str(path))]
         found = [*files_below(str(path))] if path.is_dir() else []
+        if path.is_file():
+            found = [File(path.name, path.stat().st_size, path.stat().st_mtime, str(path))]
         if not found:
             raise UserError(f"data.path={self.path} leads to no file; give a file or a folder")
+        if packed := [each.name for each in found if each.name.endswith((".gz", ".zst"))]:
+            raise UserError(f"data.path={self.path}: {packed[0]} is packed; unpack it first")
         return found
 
     def identity(self) -> Any:

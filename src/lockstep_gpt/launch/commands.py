@@ -83,10 +83,7 @@ def _each_job(
     with start.sharing_servers():
         compose.run(arguments, guarded)
     if len(results) > 1:
-        print("\n".join(["", "job  exit  val_loss", *map(_job_line, enumerate(results))]))
+        print("\njob  exit  val_loss")
+        for number, (swept, status, metric) in enumerate(results):
+            print(f"{number:3}  {status:4}  {metric:8.4f}  {swept}")
     return max((status for _, status, _ in results), default=0)
-
-
-def _job_line(numbered: tuple[int, tuple[str, int, float]]) -> str:
-    number, (swept, status, metric) = numbered
-    return f"{number:3}  {status:4}  {metric:8.4f}  {swept}"

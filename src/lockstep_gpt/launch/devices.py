@@ -153,11 +153,8 @@ def own_address(endpoint: str) -> tuple[str, str]:
             f"launch.rdzv_endpoint={endpoint} is the loopback, which no other machine reaches; "
             "give an address of machine 0's network"
         )
-    return address, next(filter(lambda name: _has(name, address), _interfaces()), "")
-
-
-def _interfaces() -> list[str]:
-    return [name for _, name in socket.if_nameindex()]
+    names = [name for _, name in socket.if_nameindex()]
+    return address, next(filter(lambda name: _has(name, address), names), "")
 
 
 def _has(interface: str, address: str) -> bool:
