@@ -36,6 +36,7 @@ from lockstep_gpt.data.shards import (
 )
 from lockstep_gpt.launch import compose
 from lockstep_gpt.model.functional import choose_matrix_products
+from lockstep_gpt.processes import end_process
 from lockstep_gpt.training.schedule import (
     BatchPlan,
     Schedule,
@@ -219,12 +220,17 @@ def parser(description: str | None) -> argparse.ArgumentParser:
 
 
 def main(rung: Callable[[], None]) -> None:
-    """Run a rung; a mistake of the user is one line."""
+    """Run a rung, and end; a mistake of the user is one line.
+
+    The interpreter is not taken apart: threads of gloo may still hold tensors then, and at times
+    torch aborts (pytorch#179291).
+    """
     try:
         rung()
     except UserError as error:
         print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
         sys.exit(2)
+    end_process(0)
 
 
 def totals(losses: Sequence[tuple[Tensor, int]]) -> Tensor:
