@@ -49,9 +49,13 @@ def library(root, files):
 
 
 def test_documents_of_the_library_come_sorted_by_relative_path(tmp_path):
-    found = library(tmp_path, {"b.py": b"B", "a/z.py": b"Z", "a.py": b"A", "a/b.py": b""})
-    assert [file.name for file in found.files] == ["a.py", "a/b.py", "a/z.py", "b.py"]
-    assert sorted(text for text, _ in documents(found)) == [b"", b"A", b"B", b"Z"]
+    files = {"b.py": b"B", "a/z.py": b"Z", "a.py": b"A", "a/b.py": b""}
+    found = library(tmp_path, files)
+    names = [file.name for file in found.files]
+    assert names == ["a.py", "a/b.py", "a/z.py", "b.py"]
+    for split in ("train", "val"):  # each split has a file of its own
+        told = [text for text, held in documents(found) if held == (split == "val")]
+        assert told == [files[name] for name in names if split_of(name, 0.02) == split]
 
 
 @pytest.mark.parametrize(
