@@ -154,8 +154,15 @@ def test_every_rank_has_a_log_of_its_own(run):
 def test_a_run_of_an_earlier_version_finds_its_classes_where_they_are_now(run, monkeypatch):
     moved = {"lockstep_gpt.gone": "lockstep_gpt.extras.here"}
     monkeypatch.setattr(run_directory, "additions", lambda kind: [moved] * (kind == "MOVED"))
-    targets = ["lockstep_gpt.training.ranks.ddp", "lockstep_gpt.gone.Thing", "elsewhere.gone.Thing"]
+    targets = [
+        "lockstep_gpt.training.ranks.ddp",
+        "lockstep_gpt.gone.Thing",
+        "elsewhere.gone.Thing",
+    ]
     run.create({str(index): {"_target_": target} for index, target in enumerate(targets)})
     found = [run.values()[str(index)]["_target_"] for index in range(3)]
-    assert found[:2] == ["lockstep_gpt.training.strategies.ddp", "lockstep_gpt.extras.here.Thing"]
-    assert found[2] == targets[2]
+    assert found == [
+        "lockstep_gpt.training.strategies.ddp",
+        "lockstep_gpt.extras.here.Thing",
+        "elsewhere.gone.Thing",
+    ]
