@@ -188,7 +188,7 @@ def _main(arguments: Sequence[str]) -> int:
         return cli.main(arguments)
     except SystemExit as error:  # of argparse
         return error.code if isinstance(error.code, int) else 1
-    except Exception:
+    except Exception:  # what no command catches ends a process like this
         traceback.print_exc()
         return 1
 

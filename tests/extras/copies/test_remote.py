@@ -51,4 +51,4 @@ def test_a_reference_that_leads_nowhere_is_one_line(command):
     offline = {"WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_API_KEY": "0" * 40}
     err = command("generate", source, "--prompt", "a", status=2, **offline).stderr
     assert err.count("\n") == 1
-    assert f"{source} cannot be had" in err
+    assert f"{source} cannot be downloaded" in err

@@ -67,8 +67,8 @@ def download(reference: str, folder: Path | None) -> Path:
     except Exception as error:  # wandb's own errors, the network's and the disk's
         reason = " ".join(str(error).split()) or type(error).__name__
         raise UserError(
-            f"wandb://{reference} cannot be had: {reason}; give ENTITY/PROJECT/NAME:ALIAS of a "
-            "checkpoint, and log in with `wandb login`"
+            f"wandb://{reference} cannot be downloaded: {reason}; give ENTITY/PROJECT/NAME:ALIAS "
+            "of a checkpoint, and log in with `wandb login`"
         ) from error
     (path,) = found.glob("*.ckpt")
     return path

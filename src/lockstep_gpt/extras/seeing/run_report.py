@@ -1,4 +1,4 @@
-"""`lockstep-gpt report RUN ...`: a run as a page, several beside each other."""
+"""`lockstep-gpt report RUN ...`: one run as a page, or several side by side."""
 
 from __future__ import annotations
 
