@@ -27,7 +27,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler
 
 from lockstep_gpt.config import SyntheticData
-from lockstep_gpt.data import datamodule
+from lockstep_gpt.data import shards
 from lockstep_gpt.data.datamodule import Feed, TrainingStream
 from lockstep_gpt.data.order import Order, permute
 from lockstep_gpt.data.prepare import prepare
@@ -92,7 +92,7 @@ def _warm(folder: Path) -> Any:
     """Return the one map of all windows after a look at every page of it."""
     windows = open_windows(folder, "train", T)
     windows[:, :: mmap.PAGESIZE // windows.itemsize].max()
-    datamodule.open_windows = lambda *_: windows
+    shards.open_windows = lambda *_: windows  # what each stream calls
     return windows
 
 
