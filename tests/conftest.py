@@ -344,10 +344,15 @@ def shown_elsewhere() -> set[str]:
 def wait_for() -> Callable[[Callable[[], Any]], Any]:
     """Wait until a condition holds and return its value; fail after three minutes."""
 
-    def wait(condition: Callable[[], Any], seconds: float = 180, poll: float = 0.05) -> Any:
+    def wait(
+        condition: Callable[[], Any],
+        seconds: float = 180,
+        poll: float = 0.05,
+        said: Callable[[], str] = lambda: "",
+    ) -> Any:
         end = time.monotonic() + seconds
         while not (value := condition()):
-            assert time.monotonic() < end, "waited too long"
+            assert time.monotonic() < end, f"waited too long\n{said()}"
             time.sleep(poll)
         return value
 

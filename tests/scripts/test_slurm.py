@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from datetime import datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,7 @@ TaskPlugin=task/none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
 SlurmdParameters=config_overrides
+SchedulerParameters=sched_interval=1,bf_interval=1
 ReturnToService=2
 KillWait=20
 SlurmdTimeout=15
@@ -125,15 +127,32 @@ class Slurm:
         return self.run(*submit, cwd=folder, env={"OMP_NUM_THREADS": "1", **variables})
 
     def is_started(self, job):
-        """Let a requeued job start now; SLURM has it wait for minutes, from some moment on."""
-        if self.state(job)[0] == "PENDING":
-            self.run("scontrol", "update", f"jobid={job}", "starttime=now", check=False)
-        return self.state(job)[0] in ("RUNNING", "COMPLETED")  # not still being cleaned up
+        """Let a requeued job start soon; SLURM has it wait for minutes, from some moment on.
+
+        Not at once: a node refuses credentials of the second in which it revoked the last ones,
+        and SLURM then holds the job until somebody releases it.
+        """
+        shown = self.run("scontrol", "show", "job", job)
+        state = re.search(r"JobState=(\w+)", shown)[1]
+        assert state not in ("FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL"), shown
+        if state == "PENDING":
+            soon = (datetime.now() + timedelta(seconds=4)).isoformat()
+            if re.search(r"EligibleTime=(\S+)", shown)[1] > soon:
+                when = "starttime=now+3seconds"
+                self.run("scontrol", "update", f"jobid={job}", when, check=False)
+            if "Priority=0 " in shown:
+                self.run("scontrol", "release", job, check=False)
+        return state in ("RUNNING", "COMPLETED")  # not still being cleaned up
 
     def state(self, job):
         """Return the state and the number of restarts of a job."""
         shown = self.run("scontrol", "show", "job", job)
         return re.search(r"JobState=(\w+)", shown)[1], int(re.search(r"Restarts=(\d+)", shown)[1])
+
+    def said(self, job):
+        """Return what SLURM knows of a job, and the last of what its daemons have logged."""
+        logs = [path.read_text()[-2000:] for path in self.folder.glob("*.log")]
+        return "\n".join([self.run("scontrol", "show", "job", job), *logs])
 
 
 @pytest.fixture(scope="module")
@@ -202,8 +221,8 @@ def test_job_that_was_hit_and_requeued_ends_with_the_same_bits(slurm, command, w
     assert command.summary("run")["status"] == "stopped"
     wait_for(lambda: not ranks_of(run))
 
-    wait_for(lambda: slurm.is_started(job))
-    wait_for(lambda: slurm.state(job)[0] == "COMPLETED")
+    wait_for(lambda: slurm.is_started(job), said=lambda: slurm.said(job))
+    wait_for(lambda: slurm.state(job)[0] == "COMPLETED", said=lambda: slurm.said(job))
     command.train(*LONG, "trainer=cpu", "trainer.devices=2", "run_dir=whole", "verbosity=quiet")
     assert f"resuming {run}" in log.read_text()
     assert command.summary("run")["world_size"] == 2
