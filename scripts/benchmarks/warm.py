@@ -10,6 +10,7 @@ Each checkout is run by its own .venv. The two take turns; ratios are those of t
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import random
 import signal
@@ -126,7 +127,8 @@ def tree(pid: int) -> list[int]:
     found = [pid]
     for each in found:
         for task in Path(f"/proc/{each}/task").glob("*/children"):
-            found += map(int, task.read_text().split())
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
+                found += map(int, task.read_text().split())
     return found
 
 
@@ -134,7 +136,7 @@ def words_of(pid: int) -> str:
     """Return a process's command line."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):
         return ""
 
 
