@@ -1,7 +1,6 @@
 """GPT-2 (Radford et al. 2019) in plain torch; it reads from top to bottom.
 
-Letters in shapes: B samples, T tokens of a sample, C width (`n_embd`), V size of the
-vocabulary.
+Letters in shapes: B samples, T tokens of a sample, C width (`n_embd`), V size of the vocabulary.
 """
 
 import functools
@@ -25,8 +24,7 @@ class GPT(nn.Module):
 
     Args:
         config: the shape.
-        vocab_size: V. The embedding is stored with `padded_vocab_size` rows; the padding is
-            never predicted and never receives gradient from the loss.
+        vocab_size: V. The embedding has `padded_vocab_size` rows; the loss never sees the padding.
     """
 
     def __init__(self, config: ModelConfig, vocab_size: int) -> None:
@@ -159,9 +157,8 @@ class GPT(nn.Module):
 
 def build_gpt(config: ModelConfig, vocab_size: int) -> GPT:
     """Return the GPT of the module that `model.architecture` names."""
-    model: GPT = importlib.import_module(f"{__package__}.{config.architecture}").GPT(
-        config, vocab_size
-    )
+    module = importlib.import_module(f"{__package__}.{config.architecture}")
+    model: GPT = module.GPT(config, vocab_size)
     if config.activation_checkpointing:
         recompute(model.blocks)
     return model
