@@ -42,9 +42,11 @@ def test_permute_stays_inside_and_apart_in_huge_ranges(size, seed, epoch):
 def test_permute_is_the_same_on_every_platform():
     first = permute(np.arange(10), 10, seed=1337, epoch=0)
     second = permute(np.arange(10), 10, seed=1337, epoch=1)
+    more = permute(np.arange(5), 200, seed=1337, epoch=1)
     huge = permute(np.arange(3), 10**12, seed=2**64, epoch=7)
-    assert first.tolist() == [6, 0, 1, 8, 3, 4, 2, 9, 7, 5]
-    assert second.tolist() == [5, 7, 6, 4, 2, 3, 8, 0, 9, 1]
+    assert first.tolist() == [7, 0, 4, 6, 8, 2, 9, 3, 5, 1]
+    assert second.tolist() == [4, 5, 8, 3, 1, 9, 0, 2, 7, 6]
+    assert more.tolist() == [138, 165, 65, 195, 18]
     assert huge.tolist() == [918016843613, 785076361140, 561217771710]
 
 
@@ -70,11 +72,22 @@ def test_every_window_is_equally_likely_at_every_position(size):
         assert chi_square_is_plausible(counts[position])
 
 
-def test_all_orders_of_a_tiny_set_are_equally_likely():
-    orders = [permute(np.arange(4), 4, seed, 0).tobytes() for seed in range(2400)]
-    counts = np.unique(orders, return_counts=True)[1]
-    assert counts.size == 24
+@pytest.mark.parametrize(("size", "orders"), [(4, 24), (5, 120)])
+def test_all_orders_of_a_tiny_set_are_equally_likely(size, orders):
+    found = [permute(np.arange(size), size, seed, 0).tobytes() for seed in range(100 * orders)]
+    counts = np.unique(found, return_counts=True)[1]
+    assert counts.size == orders
     assert chi_square_is_plausible(counts)
+
+
+def is_odd(order):
+    return np.linalg.det(np.eye(len(order))[order]) < 0
+
+
+@pytest.mark.parametrize("size", [5, 12, 16, 64, 127])
+def test_orders_of_few_windows_are_as_often_odd_as_even(size):
+    odd = sum(is_odd(permute(np.arange(size), size, 7, epoch)) for epoch in range(400))
+    assert chi_square_is_plausible(np.array([odd, 400 - odd]))
 
 
 def test_neighbours_do_not_stay_neighbours():

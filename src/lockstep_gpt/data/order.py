@@ -18,6 +18,7 @@ Positions = npt.NDArray[np.int64]
 Words = npt.NDArray[np.uint64]
 
 ROUNDS = 8  # even: each half is changed as often as the other
+FEW = 128  # windows, below which halves of so few bits reach only some of all orders
 CHUNK = 4096  # windows drawn at a time by `Order.stream`: one by one costs 100 times as much
 
 
@@ -27,9 +28,11 @@ def permute(indices: Positions, size: int, seed: int, epoch: int) -> Positions:
     A Feistel network permutes the smallest range of 2**bits that holds `size`; what falls outside
     goes through again until it is inside (cycle walking: Black and Rogaway 2002, "Ciphers with
     Arbitrary Finite Domains", section 4), less than twice in the mean. Takes no memory but its
-    result; `size` may be up to 2**62.
+    result; `size` may be up to 2**62. Of fewer than `FEW` windows each order is equally likely.
     """
     assert 1 <= size <= 1 << 62, size
+    if size < FEW:
+        return _shuffled(size, seed, epoch)[indices]
     bits = max(2, (size - 1).bit_length())
     keys = _round_keys(seed, epoch)
     result = _feistel(indices.astype(np.uint64), bits, keys)
@@ -39,6 +42,13 @@ def permute(indices: Positions, size: int, seed: int, epoch: int) -> Positions:
         result[outside] = again
         outside = outside[again >= size]
     return result.astype(np.int64)
+
+
+@lru_cache(maxsize=8)
+def _shuffled(size: int, seed: int, epoch: int) -> Positions:
+    """Sort random draws; NumPy promises that these raw ones stay the same in later versions."""
+    draws = np.random.Philox(np.random.SeedSequence(seed, spawn_key=(epoch,))).random_raw(size)
+    return np.argsort(draws, kind="stable")
 
 
 @lru_cache(maxsize=8)
