@@ -146,10 +146,11 @@ def test_an_export_is_replaced_only_by_force(gpt, tmp_path, capsys):
 
 
 def test_what_is_no_export_is_never_replaced(gpt, tmp_path, capsys):
-    (tmp_path / "thesis.txt").touch()
+    for name in ("config.json", "README.md"):  # as any model of the hub has them
+        (tmp_path / name).write_text("{}")
     line = refused(capsys, gpt, "--to", tmp_path, "--force")
     assert "holds something that is no export" in line
-    assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["README.md", "config.json"]
 
 
 def test_a_file_in_the_way_is_refused(gpt, tmp_path, capsys):

@@ -8,6 +8,7 @@ import torch
 import yaml
 
 from lockstep_gpt import cli
+from lockstep_gpt.extras.seeing import at_end
 from lockstep_gpt.extras.seeing.run_report import report
 from lockstep_gpt.extras.seeing.runs import read_run
 
@@ -47,6 +48,32 @@ def test_a_run_that_is_stopped_or_fails_leaves_a_report_too(command):
     command.train(*words, status=1)
     (told,) = data(command.folder / "run/report.html")
     assert told["status"].startswith("failed: step")
+
+
+TALKATIVE = """
+import lightning
+class Talkative(lightning.Callback):
+    def on_train_batch_end(self, trainer, *_):
+        for logger in trainer.loggers:
+            logger.log_metrics({"my/word": "fine", "my/flag": True}, trainer.global_step)
+"""
+
+
+def test_metrics_that_are_no_numbers_are_left_out(command):
+    (command.folder / "talkative.py").write_text(TALKATIVE)
+    words = ("run_dir=run", "+callbacks.talkative._target_=talkative.Talkative")
+    command.train(*words, PYTHONPATH=str(command.folder))
+    (told,) = data(command.folder / "run/report.html")
+    assert told["status"] == "done"
+    assert "train/loss" in told["curves"]
+    assert not {"my/word", "my/flag"} & set(told["curves"])
+
+
+def test_a_report_that_fails_changes_nothing_of_how_the_run_ends(command, monkeypatch):
+    monkeypatch.setattr(at_end, "report", lambda *_, **__: {}["no such column"])
+    command.train("run_dir=run")
+    assert command.summary("run")["status"] == "done"
+    assert "no report: KeyError: 'no such column'" in (command.folder / "run/train.log").read_text()
 
 
 def test_one_run_s_report_lies_in_it_and_that_of_several_beside_them(two, capsys):

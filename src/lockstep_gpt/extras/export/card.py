@@ -13,6 +13,7 @@ from lockstep_gpt.model.gpt import GPT
 from lockstep_gpt.training.tracking import git_state
 
 GROUPS = ("model", "data", "optim", "batch")  # of the settings: what decides the weights
+MARK = f"Trained and exported by `{PROGRAM}`."  # by which a folder is known to be an export
 SINGLE = ("seed", "max_steps", "max_tokens", "precision")
 
 
@@ -33,7 +34,7 @@ pipeline_tag: text-generation
 ---
 # {name}
 
-Trained and exported by `{PROGRAM}`.
+{MARK}
 
 | | |
 |---|---|

@@ -99,9 +99,12 @@ def _save_weights(weights: dict[str, Any], path: Path) -> None:
 
 def _refuse_occupied(target: Path, force: bool) -> None:
     """Refuse to put the export on top of something; `force` allows an earlier export."""
+    from lockstep_gpt.extras.export.card import MARK
+
     if not target.exists() or (target.is_dir() and not any(target.iterdir())):
         return
-    if not (target / "config.json").is_file():
+    card = target / "README.md"
+    if not card.is_file() or MARK not in card.read_text(encoding="utf-8", errors="replace"):
         raise UserError(f"{target} holds something that is no export; name another folder by --to")
     if not force:
         raise UserError(f"{target} holds an export; name another folder by --to, or add --force")

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from lightning import Callback, Trainer
 
-from lockstep_gpt.config import UserError
 from lockstep_gpt.extras.seeing.page import write_page
 from lockstep_gpt.extras.seeing.recordings import as_json
 from lockstep_gpt.extras.seeing.run_report import report
@@ -51,8 +50,8 @@ class ReportAtEnd(Callback):
             path = self._run / "report.html"
             try:
                 write_page(path, report([self._run], status=status))
-            except UserError as error:  # a run does not fail for its report
-                logger.warning("no report: %s", error)
+            except Exception as error:  # a report never changes how a run ends
+                logger.warning("no report: %s: %s", type(error).__name__, error)
             else:
                 logger.info("\nreport  %s", path)
 
