@@ -171,6 +171,40 @@ def test_faults_of_single_ranks_leave_no_trace_in_the_weights(command):
     assert steps[1:] == [str(step) for step in range(5, 41, 5)]
 
 
+NORMED = """
+import json, lightning, torch
+class Norm(torch.nn.BatchNorm1d):
+    def forward(self, x):
+        return super().forward(x.transpose(1, 2)).transpose(1, 2)
+class Normed(lightning.Callback):
+    def setup(self, trainer, pl_module, stage):
+        self.norm = Norm(pl_module.config.model.n_embd)
+        pl_module.model.final_norm = torch.nn.Sequential(pl_module.model.final_norm, self.norm)
+        self.seen = []
+    def on_train_batch_start(self, trainer, *_):
+        if trainer.is_global_zero:
+            self.seen.append((int(self.norm.num_batches_tracked), float(self.norm.running_mean[0])))
+    def on_train_end(self, trainer, *_):
+        if trainer.is_global_zero:
+            with open("seen.jsonl", "a") as file:
+                file.write(json.dumps(self.seen) + "\\n")
+"""
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_statistics_of_batchnorm_count_the_batches_of_training_alone(command, ranks):
+    (command.folder / "normed.py").write_text(NORMED)
+    words = ("trainer=cpu", f"trainer.devices={ranks}", "+callbacks.normed._target_=normed.Normed")
+    size = ("batch.global_size=6", "batch.micro_size=2", "val_every=100", "max_steps=6")
+    environment = {"PYTHONPATH": str(command.folder)}
+    command.train(*words, *size, f"launch.inline={ranks == 1}", "run_dir=run", **environment)
+    go_on = ("run_dir=run", "resume=auto", "max_steps=8")
+    command(*["train", *go_on], **environment)
+    first, then = map(json.loads, (command.folder / "seen.jsonl").read_text().splitlines())
+    assert first[0] == [0, 0.0]
+    assert [count for count, _ in first + then] == [*range(8 * 3 // ranks)]
+
+
 HANGING = """
 import time, lightning
 class Hanging(lightning.Callback):

@@ -62,10 +62,13 @@ class GPTModule(lightning.LightningModule):
         if self.trainer.world_size > 2 and isinstance(self.trainer.strategy, DDPStrategy):
             shape = (self.trainer.datamodule.micro_size, self.config.model.block_size)  # type: ignore[attr-defined]
             tokens = torch.zeros(shape, dtype=torch.int64, device=self.device)
+            kept = [buffer.clone() for buffer in self.model.buffers()]  # BatchNorm's statistics
             loss = cast(Tensor, self.trainer.strategy.training_step((tokens, tokens), 0))
             loss.backward()  # type: ignore[no-untyped-call]
             self.zero_grad()
             self.take_loss()
+            for buffer, before in zip(self.model.buffers(), kept, strict=True):
+                buffer.copy_(before)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:  # noqa: ARG002
         """Make dropout a function of seed, step and rank, so that a resumed run repeats it."""
