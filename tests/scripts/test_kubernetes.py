@@ -31,19 +31,33 @@ def as_sent(value):
 
 @pytest.fixture(scope="module")
 def job():
-    service, job = documents("job.yaml")
+    service, _, job = documents("job.yaml")
     return SimpleNamespace(service=typed(service, "V1Service"), job=typed(job, "V1Job"))
 
 
 def test_the_api_s_types_know_every_field_of_the_job():
-    service, job = documents("job.yaml")
+    service, policy, job = documents("job.yaml")
     assert as_sent(typed(service, "V1Service")) == service
+    assert as_sent(typed(policy, "V1NetworkPolicy")) == policy
     assert as_sent(typed(job, "V1Job")) == job
 
 
+@pytest.mark.parametrize(
+    ("name", "label"),
+    [("job.yaml", "job-name"), ("trainjob.yaml", "jobset.sigs.k8s.io/jobset-name")],
+)
+def test_only_the_run_s_own_pods_reach_its_ports(name, label):
+    *_, policy, run = documents(name)
+    spec = typed(policy, "V1NetworkPolicy").spec
+    assert spec.pod_selector.match_labels == {label: run["metadata"]["name"]}
+    (rule,) = spec.ingress
+    assert [each.pod_selector for each in rule._from] == [spec.pod_selector]
+    assert spec.policy_types == ["Ingress"]
+
+
 def test_a_field_that_the_api_does_not_have_would_be_seen():
-    _, job = documents("job.yaml")
-    (train,) = documents("trainjob.yaml")
+    *_, job = documents("job.yaml")
+    *_, train = documents("trainjob.yaml")
     job["spec"]["completionsMode"] = train["spec"]["nodes"] = "Indexed"
     assert as_sent(typed(job, "V1Job")) != job
     assert TrainJob.from_dict(train).to_dict() != train
@@ -68,12 +82,12 @@ def test_a_pod_has_time_to_save_before_it_is_killed(job):
 
 
 def test_the_api_s_types_know_every_field_of_the_train_job():
-    (document,) = documents("trainjob.yaml")
+    *_, document = documents("trainjob.yaml")
     assert TrainJob.from_dict(document).to_dict() == document
 
 
 def test_train_job_trains_what_the_job_does(job):
-    (document,) = documents("trainjob.yaml")
+    *_, document = documents("trainjob.yaml")
     trainer, container = TrainJob.from_dict(document).spec.trainer, job.job.spec.template.spec
     assert trainer.command == container.containers[0].command
     assert trainer.args[3:] == container.containers[0].args[3:]
