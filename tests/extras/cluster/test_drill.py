@@ -23,7 +23,11 @@ def drill(*words, limit=500):
 def test_every_fault_is_survived_or_ends_the_run_as_it_should():
     done = drill("--steps", "60", "--faults", "2")
     assert (done.returncode, re.findall("FAILED", done.stdout)) == (0, []), done.stdout
-    assert [name for name in DRILLS if f"  ok      {name} " in done.stdout] == DRILLS
+    told = [line for line in done.stdout.splitlines() if line.startswith(("  begins", "  ok"))]
+    for name, begins, ends in zip(DRILLS, told[::2], told[1::2], strict=True):
+        assert begins == f"  begins  {name}"
+        assert ends.startswith(f"  ok      {name} ")
+    assert re.search(r"^  about \d+ min to go$", done.stdout, re.MULTILINE)
     assert done.stdout.count(" 0 differing weights") == 4
 
 
@@ -32,4 +36,4 @@ def test_a_wrong_setting_is_said_and_nothing_else_is_tried(wrong):
     done = drill(wrong, limit=60)
     assert done.returncode == 1
     assert wrong.partition("=")[0] in done.stdout
-    assert len(done.stdout.splitlines()) == 2
+    assert len(done.stdout.splitlines()) == 3

@@ -7,6 +7,7 @@ with the cause on the screen and every finished checkpoint whole.
 from __future__ import annotations
 
 import argparse
+import math
 import random
 import signal
 import subprocess
@@ -14,9 +15,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from lockstep_gpt.config import PROGRAM
 from lockstep_gpt.run_directory import RunDirectory
@@ -40,11 +40,13 @@ LIMIT = 600  # seconds for any one run
 POLL = 0.05
 
 
-@dataclass
-class Outcome:
+SHARES_LEFT = 5.5  # of an undisturbed run's time: what all others take together
+RESTART_SECONDS = 5
+
+
+class Outcome(NamedTuple):
     """What came of one drill."""
 
-    name: str
     passed: bool
     detail: str
 
@@ -54,15 +56,10 @@ def main(arguments: list[str]) -> int:
     options, overrides = _parser().parse_known_args(arguments)
     with tempfile.TemporaryDirectory(prefix="drill-") as folder:
         drill = Drill(Path(folder), options, overrides)
-        print(f"drills on {options.ranks} ranks, {options.steps} steps each", flush=True)
-        passed = [_show(each) for each in drill.run()]
-    return 0 if all(passed) else 1
-
-
-def _show(outcome: Outcome) -> bool:
-    verdict = "ok    " if outcome.passed else "FAILED"
-    print(f"  {verdict}  {outcome.name:<34}{outcome.detail}", flush=True)
-    return outcome.passed
+        size = f"{options.ranks} ranks, {options.steps} steps each"
+        print(f"drills on {size}; the first tells how long the others take", flush=True)
+        passed = drill.run()
+    return 0 if passed else 1
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -91,31 +88,37 @@ class Drill:
         place = [] if any(each.startswith("trainer=") for each in overrides) else ["trainer=cpu"]
         self.words = [*EXPERIMENT, *place, *own, f"data.root={folder / 'data'}", *overrides]
 
-    def run(self) -> list[Outcome]:
-        """Do one drill after the other."""
-        drills: list[Callable[[], Outcome]] = [
-            self.undisturbed,
-            self.random_kills,
-            self.killed_parent,
-            self.stopped_parent,
-            self.flipped_bit,
-            self.broken_gradient,
-            self.hanging_rank,
-        ]
-        outcomes = []
-        for drill in drills:
-            outcomes.append(drill())
-            if not outcomes[0].passed:  # there is nothing to compare with
-                break
-        return outcomes
+    def run(self) -> bool:
+        """Do one drill after the other, and tell when each begins and ends; False if one failed."""
+        passed = self._told("a run that is left alone", self.undisturbed)
+        if not passed:  # there is nothing to compare with
+            return False
+        left = SHARES_LEFT * self.seconds + RESTART_SECONDS * self.faults
+        print(f"  about {math.ceil(left / 60)} min to go", flush=True)
+        drills: dict[str, Callable[[], Outcome]] = {
+            f"{self.faults} kills and stops of ranks": self.random_kills,
+            "kill -9 of the command": self.killed_parent,
+            "SIGTERM to the command": self.stopped_parent,
+            "a flipped bit on the disk": self.flipped_bit,
+            "a NaN on one rank": self.broken_gradient,
+            "a rank that hangs": self.hanging_rank,
+        }
+        outcomes = [self._told(name, drill) for name, drill in drills.items()]
+        return all(outcomes)
+
+    def _told(self, name: str, drill: Callable[[], Outcome]) -> bool:
+        print(f"  begins  {name}", flush=True)
+        passed, detail = drill()
+        print(f"  {'ok    ' if passed else 'FAILED'}  {name:<34}{detail}", flush=True)
+        return passed
 
     def undisturbed(self) -> Outcome:
         """Train once without a fault: what the others are compared with."""
         started = time.monotonic()
         status, said = self._train("whole")
-        seconds = time.monotonic() - started
-        detail = f"{seconds:.0f} s" if status == 0 else f"exit {status}: {said.strip()}"
-        return Outcome("a run that is left alone", status == 0, detail)
+        self.seconds = time.monotonic() - started
+        detail = f"{self.seconds:.0f} s" if status == 0 else f"exit {status}: {said.strip()}"
+        return Outcome(status == 0, detail)
 
     def random_kills(self) -> Outcome:
         """SIGKILL or SIGTERM to a random rank at random steps."""
@@ -128,8 +131,7 @@ class Drill:
         recovered = self._recoveries("hit", plan)
         slowest = f"{max(recovered):.1f} s at most to the next step" if recovered else ""
         detail = f"{said.count('restarting')} restarts, {slowest}, {self._bits('hit')}"
-        name = f"{self.faults} kills and stops of ranks"
-        return Outcome(name, self._equal("hit", status), detail)
+        return Outcome(self._equal("hit", status), detail)
 
     def killed_parent(self) -> Outcome:
         """SIGKILL to the command itself: nothing outlives it, and it can go on."""
@@ -141,7 +143,7 @@ class Drill:
         status, _ = self._train("orphan", resume=True)
         detail = f"{orphans} processes left, resumed, {self._bits('orphan')}"
         passed = self._equal("orphan", status) and not orphans
-        return Outcome("kill -9 of the command", passed, detail)
+        return Outcome(passed, detail)
 
     def stopped_parent(self) -> Outcome:
         """SIGTERM to the command: a save, an exit of 143, and it can go on."""
@@ -154,7 +156,7 @@ class Drill:
         status, _ = self._train("stopped", resume=True)
         passed = process.returncode == 128 + signal.SIGTERM and self._equal("stopped", status)
         detail = f"exit {process.returncode} after {seconds:.1f} s, {self._bits('stopped')}"
-        return Outcome("SIGTERM to the command", passed, detail)
+        return Outcome(passed, detail)
 
     def flipped_bit(self) -> Outcome:
         """Damage the newest checkpoint: the one before it is taken."""
@@ -174,14 +176,14 @@ class Drill:
         skipped = f"skipped {newest}" in log
         detail = f"{'skipped' if skipped else 'NOT SKIPPED'}, {self._bits('flipped')}"
         passed = self._equal("flipped", status) and skipped
-        return Outcome("a flipped bit on the disk", passed, detail)
+        return Outcome(passed, detail)
 
     def broken_gradient(self) -> Outcome:
         """NaN on one rank: all stop, the weights untouched, the checkpoints sound."""
         at = self.steps // 2
         status, said = self._train("nan", *self._faults("nan", [f"{at}:{self.ranks - 1}:nan"]))
         passed = status == 1 and f"step {at + 1}: the gradient is not finite" in said
-        return Outcome("a NaN on one rank", passed and self._sound("nan"), f"exit {status}")
+        return Outcome(passed and self._sound("nan"), f"exit {status}")
 
     def hanging_rank(self) -> Outcome:
         """One rank stands still: its stack is shown and the run ends."""
@@ -190,7 +192,7 @@ class Drill:
         status, said = self._train("hang", *plan, "guard.stall_after=5")
         passed = status == 1 and "no step for 5 s" in said and self._sound("hang")
         detail = f"exit {status} after {time.monotonic() - started:.0f} s, a limit of 5 s"
-        return Outcome("a rank that hangs", passed, detail)
+        return Outcome(passed, detail)
 
     def _start(self, name: str, *overrides: str, resume: bool = False) -> subprocess.Popen[str]:
         run = f"run_dir={self.folder / name}"
