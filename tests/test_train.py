@@ -117,6 +117,17 @@ def test_signal_saves_and_exits_with_its_number(command, wait_for, processes_of)
     assert not processes_of(command.folder)
 
 
+def test_a_signal_ends_the_whole_sweep(command, wait_for):
+    words = ("--multirun", "seed=1,2,3", "max_steps=100000", "run_dir=sweep")
+    process = command.start(*command.smoke(*words))
+    wait_for((command.folder / "sweep/0/checkpoints/step=000010.ckpt").exists)
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGTERM, err
+    assert "job 1" not in out
+    assert not (command.folder / "sweep/1").exists()
+
+
 def test_killed_parent_leaves_no_process(command, wait_for, processes_of, kill):
     run = command.folder / "long"
     process = command.start(*command.smoke("max_steps=100000", f"run_dir={run}"))

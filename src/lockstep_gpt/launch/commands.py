@@ -61,10 +61,17 @@ def prepare(arguments: list[str]) -> int:
     return _each_job("prepare", [word for word in arguments if word != "--verify"], job)
 
 
+class _SweepStopped(BaseException):
+    """A signal has ended a job, and means the sweep; no `Exception`, which Hydra would keep."""
+
+
 def _each_job(
     command: str, arguments: list[str], job: Callable[[DictConfig], tuple[int, float]]
 ) -> int:
-    """Run `job` for each configuration that `arguments` make; one that fails hides no other."""
+    """Run `job` for each configuration that `arguments` make; one that fails hides no other.
+
+    A signal that stops one stops all that would follow.
+    """
     results: list[tuple[str, int, float]] = []
 
     def guarded(composed: DictConfig) -> float:
@@ -78,9 +85,11 @@ def _each_job(
             print(f"{PROGRAM} {command}: {error}", file=sys.stderr)
             status, metric = 2, math.nan
         results.append((swept, status, metric))
+        if status > 128 and start.is_sweep():
+            raise _SweepStopped
         return metric
 
-    with start.sharing_servers():
+    with start.sharing_servers(), contextlib.suppress(_SweepStopped):
         compose.run(arguments, guarded)
     if len(results) > 1:
         print("\njob  exit  val_loss")
