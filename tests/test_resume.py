@@ -106,7 +106,7 @@ def test_run_of_another_model_is_refused_unless_forced(finished, command):
     [
         ("model.n_layer=3", "model.n_layer: 2 -> 3 makes another model or data set"),
         ("data.val_fraction=0.5", "makes another model or data set"),
-        ("callbacks=default", "callbacks=default cannot change in a resumed run"),
+        ("model=gpt2", "run_dir=run was started with other choices; here is batch.global_size=12"),
         ("max_stepz=3", "unknown setting max_stepz; did you mean max_steps?"),
         ("max_steps=-3", "max_steps=-3 must be at least 1"),
     ],
@@ -121,6 +121,44 @@ def test_change_that_cannot_be_is_refused_and_leaves_the_run_alone(
     assert line in result.stderr
     assert result.stderr.count("\n") == 1
     assert (tmp_path / "run/config.yaml").read_bytes() == before
+
+
+def content(folder):
+    files = (path for path in folder.rglob("*") if path.is_file())
+    return {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in files}
+
+
+@pytest.mark.parametrize("again", [(), ("experiment=smoke",)])
+def test_a_finished_run_is_done_and_stays_as_it_is(finished, command, again):
+    shutil.copytree(finished[0].folder / "runs/first", command.folder / "run")
+    before = content(command.folder / "run")
+    own = (f"data.root={command.data_root}",) if again else ()
+    said = command("train", *again, *own, "run_dir=run", "resume=auto").stdout
+    assert said == "run is done; a larger max_steps would train it longer\n"
+    assert content(command.folder / "run") == before
+
+
+def test_the_same_command_goes_on_with_what_it_has_started(command):
+    words = ("experiment=smoke", f"data.root={command.data_root}", "logger=none", "run_dir=run")
+    command("train", *words, "resume=auto", "launch.inline=true")
+    said = command("train", *words, "resume=auto", "launch.inline=true", "max_steps=25").stdout
+    assert "resuming run\n  max_steps: 20 -> 25\n" in said
+    assert command.summary("run")["step"] == 25
+    said = command("train", *words, "resume=auto", "launch.inline=true").stdout
+    assert said.startswith("run is done")  # with the steps that it was given later
+
+
+def test_a_sweep_goes_on_where_it_was(command):
+    words = ("--multirun", "optim.lr=1e-3,2e-3", "run_dir=sweep", "resume=auto")
+    command.train(*words)
+    shutil.rmtree(command.folder / "sweep/1")
+    before = content(command.folder / "sweep/0")
+    said = command.train(*words).stdout
+    assert content(command.folder / "sweep/0") == before
+    assert "sweep/0 is done" in said
+    assert command.summary("sweep/1")["status"] == "done"
+    losses = [command.summary(f"sweep/{job}")["val_loss"] for job in (0, 1)]
+    assert [f"{loss:.4f}" in said.rpartition("job  exit")[2] for loss in losses] == [True, True]
 
 
 def test_resume_of_a_run_that_is_not_there_starts_one(command):

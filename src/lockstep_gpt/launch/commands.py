@@ -40,7 +40,7 @@ def train(arguments: list[str]) -> int:
             raise UserError("--multirun inside a launcher would sweep on every rank; drop torchrun")
         if not any(word.startswith("run_dir=") for word in arguments):
             arguments = [*arguments, f"run_dir={start.new_name('sweep')}"]
-    return _each_job("train", arguments, start.train_once)
+    return _each_job("train", arguments, resume.train_or_resume)
 
 
 @_speaking()

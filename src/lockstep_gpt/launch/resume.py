@@ -2,34 +2,78 @@
 
 from __future__ import annotations
 
+import math
+import os
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
-from lockstep_gpt.config import UserError, as_typed
+from lockstep_gpt.config import Config, UserError, as_typed
 from lockstep_gpt.launch import compose, devices, start
 from lockstep_gpt.registry import addition
-from lockstep_gpt.run_directory import RunDirectory
+from lockstep_gpt.run_directory import RunDirectory, differences
+from lockstep_gpt.training import schedule
 
 # Words of the command line that say which run, not what changes in it.
 ADDRESS = ("run_dir", "resume")
+OF_MACHINE = ("trainer.devices", "trainer.accelerator", "data.root")
 # What decides the shape of the weights and the samples of a step; dropout and loaders do not.
 IDENTITY = ("model.", "data.")
 HARMLESS = ("model.dropout", "data.root", "data.num_workers", "data.val_tokens")
 
 
 def run_to_resume(arguments: list[str]) -> RunDirectory | None:
-    """Return the run that `run_dir=X resume=auto` means, if there is one to go on with."""
+    """Return the run that `run_dir=X resume=auto` means, if nothing has to be composed for it."""
     given = dict(word.split("=", 1) for word in arguments if "=" in word)
-    if given.get("resume") != "auto" or "run_dir" not in given:
+    if given.get("resume") != "auto" or "run_dir" not in given or any(map(_names_group, given)):
         return None
     run = RunDirectory(Path(given["run_dir"]))
     return run if run.config.is_file() else None
+
+
+def train_or_resume(composed: DictConfig) -> tuple[int, float]:
+    """Go on with the run that a command with choices of groups has started; or start it.
+
+    So the same command may be given again: by a script, a launcher's restart, a job of a sweep.
+
+    Raises:
+        UserError: the choices are not those of the run.
+    """
+    values, config = compose.checked(composed)
+    run = start.run_of(config)
+    if config.resume != "auto" or not run.config.is_file():
+        return start.train_once(values, config)
+    singles = [word for word in HydraConfig.get().overrides.task if not _names_group(word)]
+    _refuse_other_choices(run, start.settle(values, start.placed(config), run), singles)
+    status = resume(run, singles)
+    return status, float(run.read_summary().get("val_loss") or math.nan)
+
+
+def _refuse_other_choices(run: RunDirectory, settled: dict[str, Any], singles: list[str]) -> None:
+    """Compare what the command composes to what is frozen; `singles` may differ, and come next."""
+    free = {
+        *ADDRESS,
+        *OF_MACHINE,
+        *(each.get_key_element().lstrip("+~") for each in _parse(singles)),
+    }
+    if run.overrides.is_file():  # what an earlier resume has changed stays so
+        free |= {line.split()[2].rstrip(":") for line in run.overrides.read_text().splitlines()}
+    # What an earlier version did not have is no difference.
+    known = cast(dict[str, Any], OmegaConf.to_container(OmegaConf.merge(settled, run.values())))
+    differing = [line for line in differences(known, settled) if line.partition("=")[0] not in free]
+    if differing:
+        more = f" and {len(differing) - 3} more" if len(differing) > 3 else ""
+        raise UserError(
+            f"run_dir={run.path} was started with other choices; here is "
+            f"{', '.join(differing[:3])}{more}; repeat those of its start, or start a new run from "
+            f"it with resume={run.path}"
+        )
 
 
 def resume(run: RunDirectory, arguments: list[str]) -> int:
@@ -38,6 +82,10 @@ def resume(run: RunDirectory, arguments: list[str]) -> int:
     values, changes = _revive(run, arguments)
     config = compose.typed(values, arguments)
     placement = start.placed(config)
+    if _is_done(run, config, placement):
+        if os.environ.get("RANK", "0") == "0":  # of a launcher's processes one speaks
+            print(f"{run.path} is done; a larger max_steps would train it longer")
+        return 0
     settled = {**values, "trainer": start.trainer_settled(values, placement)}
 
     def create() -> RunDirectory:
@@ -55,6 +103,15 @@ def resume(run: RunDirectory, arguments: list[str]) -> int:
     if status == 2:
         run.refreeze(before)
     return status
+
+
+def _is_done(run: RunDirectory, config: Config, placement: devices.Placement) -> bool:
+    """Tell whether the run has ended well, and has kept all the steps that it is to have."""
+    shape = (config.model.block_size, placement.devices, placement.nodes)
+    steps = schedule.plan_schedule(config, schedule.plan_batch(config.batch, *shape)).total_steps
+    summary = run.read_summary()
+    kept = run.checkpoints / Path(summary.get("last_checkpoint") or "none").name
+    return summary.get("status") == "done" and summary["step"] >= steps and kept.is_file()
 
 
 def _revive(run: RunDirectory, arguments: list[str]) -> tuple[dict[str, Any], list[str]]:
@@ -75,11 +132,10 @@ def _revive(run: RunDirectory, arguments: list[str]) -> tuple[dict[str, Any], li
         OmegaConf.update(base, name, new, force_add=True)
         if new != old and name != "resume_force":
             changes.append(f"{name}: {as_typed(old)} -> {as_typed(new)}")
-    values = OmegaConf.to_container(base)
-    assert isinstance(values, dict)
+    values = cast(dict[str, Any], OmegaConf.to_container(base))
     if not values.get("resume_force"):
         _refuse_another_identity(changes)
-    return {str(name): value for name, value in values.items()}, changes
+    return values, changes
 
 
 def _log_overrides(run: RunDirectory, changes: list[str]) -> None:
@@ -97,12 +153,17 @@ def _parse(arguments: list[str]) -> list[Override]:
 
 
 def _refuse_group(override: Override, name: str, run: RunDirectory) -> None:
-    groups = {path.name for path in compose.config_folder().iterdir() if path.is_dir()}
-    if name in groups or override.is_sweep_override() or override.is_delete():
+    if _names_group(name) or override.is_sweep_override() or override.is_delete():
         raise UserError(
             f"{override.input_line} cannot change in a resumed run; give single settings, or "
             f"start a new run from it with resume={run.path}"
         )
+
+
+def _names_group(word: str) -> bool:
+    """Tell whether an override, or its name, is a choice of a group's."""
+    groups = (path.name for path in compose.config_folder().iterdir() if path.is_dir())
+    return word.partition("=")[0].lstrip("+~") in groups
 
 
 def _refuse_another_identity(changes: list[str]) -> None:

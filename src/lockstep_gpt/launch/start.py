@@ -21,24 +21,22 @@ from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
-from omegaconf import DictConfig
 
 from lockstep_gpt import processes
 from lockstep_gpt.config import LEVELS, Config, UserError
 from lockstep_gpt.data import prepare as data_prepare
 from lockstep_gpt.data import shards
-from lockstep_gpt.launch import compose, devices
+from lockstep_gpt.launch import devices
 from lockstep_gpt.registry import addition
 from lockstep_gpt.run_directory import RunDirectory
 from lockstep_gpt.training import schedule
 
 
-def train_once(composed: DictConfig) -> tuple[int, float]:
+def train_once(values: dict[str, Any], config: Config) -> tuple[int, float]:
     """Run one training to its end; return its exit status and its validation loss."""
-    values, config = compose.checked(composed)
     placement = placed(config)
-    run = RunDirectory(_run_path(config))
-    settled = _settled(values, placement, run)
+    run = run_of(config)
+    settled = settle(values, placement, run)
 
     def create() -> RunDirectory:
         run.refuse_if_used()
@@ -74,12 +72,12 @@ def prepared(config: Config, verify: bool = False) -> Path:
     return folder
 
 
-def _run_path(config: Config) -> Path:
-    """Name the run directory; jobs of a sweep get a numbered one each below it."""
+def run_of(config: Config) -> RunDirectory:
+    """Return the run directory; jobs of a sweep get a numbered one each below it."""
     job = HydraConfig.get()
     choices = job.runtime.choices
     path = Path(config.run_dir or new_name(choices["model"], choices["data"]))
-    return path / str(job.job.num) if is_sweep() else path
+    return RunDirectory(path / str(job.job.num) if is_sweep() else path)
 
 
 def new_name(*parts: str) -> str:
@@ -93,7 +91,7 @@ def is_sweep() -> bool:
     return bool(HydraConfig.get().mode == RunMode.MULTIRUN)
 
 
-def _settled(
+def settle(
     values: dict[str, Any], placement: devices.Placement, run: RunDirectory
 ) -> dict[str, Any]:
     """Return `values` with everything decided that ranks could otherwise decide differently."""
