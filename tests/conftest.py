@@ -8,6 +8,7 @@ import importlib.util
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -42,6 +43,7 @@ ON_TWO_RANKS = (
     "strategy.process_group_backend=gloo"
 )
 COMMAND = "lockstep_gpt.cli:main"
+FORKS = Path(__file__).with_name("forked_python.py")
 TIMEOUT = 240  # seconds; no command of the tests takes an eighth of it on a quiet machine
 # Python's own at its start: a command in this process is to warn as one of its own would.
 USUAL_FILTERS = (
@@ -299,6 +301,55 @@ def servers() -> Iterator[None]:
     """Let all commands of this worker share what they fork their ranks from."""
     with start.sharing_servers():
         yield
+
+
+@pytest.fixture(scope="session")
+def python_of_forks(shared: Path) -> Iterator[str]:
+    """A `python` whose processes are forks; the real one where there is no Linux."""
+    if sys.platform != "linux":
+        yield sys.executable
+    else:
+        with _forks_of(shared / "python") as program:
+            yield str(program)
+
+
+@contextlib.contextmanager
+def _forks_of(folder: Path) -> Iterator[Path]:
+    """Make a `python` in `folder`, where all workers of pytest-xdist share one and its server."""
+    folder.mkdir(exist_ok=True)
+    program, address = folder / "python", folder / "socket"
+    server = None
+    with socket.socket(socket.AF_UNIX) as keeper:
+        with (folder / "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            try:
+                keeper.connect(str(address))
+            except OSError:  # there is none yet, or those who shared it have gone
+                address.unlink(missing_ok=True)
+                server = _serve(program, address)
+                keeper.connect(str(address))
+            keeper.sendall(bytes(8))  # the server ends with the last of those who say this
+        yield program
+    if server:
+        with contextlib.suppress(subprocess.TimeoutExpired):  # others may go on with it
+            server.wait(timeout=1)
+
+
+def _serve(program: Path, address: Path) -> subprocess.Popen[bytes]:
+    program.write_text(f'#!/bin/sh\nexec {sys.executable} -ISE {FORKS} as {address} "$@"\n')
+    program.chmod(0o755)
+    with socket.socket(socket.AF_UNIX) as listener, address.with_suffix(".log").open("w") as log:
+        listener.bind(str(address))
+        listener.listen(1024)
+        return subprocess.Popen(
+            [sys.executable, FORKS, "serve", str(listener.fileno()), program],
+            env={**_clean_environment(os.environ), **QUIET},
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            pass_fds=[listener.fileno()],
+            start_new_session=True,
+        )
 
 
 @pytest.fixture(scope="session")

@@ -31,16 +31,16 @@ def ladder() -> Path:
 
 
 @pytest.fixture(scope="session")
-def start(data_root: Path) -> Callable[[str, Path], subprocess.Popen[str]]:
+def start(data_root: Path) -> Callable[..., subprocess.Popen[str]]:
     """Start a command as the README writes it, in a folder that looks like the repository's."""
 
-    def begin(line: str, folder: Path) -> subprocess.Popen[str]:
+    def begin(line: str, folder: Path, program: str = sys.executable) -> subprocess.Popen[str]:
         *variables, python, script = shlex.split(line)[: line.split().index("python") + 2]
         assert python == "python", line
         words = shlex.split(line)[len(variables) + 2 :]
         data = [] if script.endswith(NO_SETTINGS) else [f"data.root={data_root}"]
         return subprocess.Popen(
-            [sys.executable, str(ROOT / script), *words, *MORE.get(Path(script).name, []), *data],
+            [program, str(ROOT / script), *words, *MORE.get(Path(script).name, []), *data],
             cwd=folder,
             env=environment(**dict(each.split("=", 1) for each in variables)),
             stdout=subprocess.PIPE,
@@ -53,7 +53,7 @@ def start(data_root: Path) -> Callable[[str, Path], subprocess.Popen[str]]:
 
 @pytest.fixture(scope="session")
 def shown(
-    start: Callable[[str, Path], subprocess.Popen[str]], shared: Path
+    start: Callable[..., subprocess.Popen[str]], shared: Path, python_of_forks: str
 ) -> Callable[[str], str]:
     """Run one of the README's commands in one worker of pytest-xdist; return what it showed."""
     folder = shared / "ladder"
@@ -64,7 +64,7 @@ def shown(
         with screen.with_suffix(".lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not screen.exists():
-                process = start(line, folder)
+                process = start(line, folder, python_of_forks)
                 out, err = process.communicate(timeout=540)
                 assert process.returncode == 0, f"{line}\n{out}\n{err}"
                 screen.write_text(out)
@@ -74,12 +74,12 @@ def shown(
 
 
 @pytest.fixture(scope="session")
-def python() -> Callable[..., subprocess.CompletedProcess[str]]:
+def python(python_of_forks: str) -> Callable[..., subprocess.CompletedProcess[str]]:
     """Run `python WORDS` on one thread, and check its exit status."""
 
     def run(*words: str | Path, status: int = 0) -> subprocess.CompletedProcess[str]:
         done = subprocess.run(
-            [sys.executable, *map(str, words)],
+            [python_of_forks, *map(str, words)],
             env=environment(),
             capture_output=True,
             text=True,

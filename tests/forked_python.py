@@ -1,0 +1,265 @@
+"""A Python for tests whose processes need not import torch and Lightning: they are forks.
+
+    whoever starts it --> `python` --socket--> server --fork--> what was asked for
+
+Four seconds of a core go into the imports of each process. `python` takes the words of the real
+one, and is a process that stands for a fork of a server: it gives it its words, environment, folder
+and open files, passes signals on, ends as it ends, and takes it along when it is killed. What
+starts others by `sys.executable`, torchrun or multiprocessing, starts more of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+# Values that libraries read while they are loaded: who has others gets the real Python.
+LOADED_WITH = {"OMP_NUM_THREADS": "1"}
+PASSED = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGQUIT", "SIGABRT", "SIGCONT")
+WARM = "lockstep_gpt.extras.warm"
+PRELOADED = (
+    "accelerate.commands.launch",
+    f"{WARM}.forking_agent",
+    "lockstep_gpt.cli",
+    "lockstep_gpt.launch.agent",
+    "lockstep_gpt.launch.compose",
+    "lockstep_gpt.launch.start",
+    "lockstep_gpt.training.train",
+    "matplotlib.figure",
+    "torch.distributed.run",
+)
+FLAGS = {"-B", "-u"}  # those that a fork can have, too
+PR_SET_PDEATHSIG = 1  # of prctl(2)
+
+
+def stand_for(address: str, words: list[str]) -> NoReturn:
+    """Be the process that whoever started it sees."""
+    own = all(os.environ.get(name) == value for name, value in LOADED_WITH.items())
+    if not own or not _can_be(words):
+        os.execv(sys.executable, [sys.executable, *words])
+    signals = [getattr(signal, name) for name in PASSED]
+    signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    open_files = _open_files()
+    connection = socket.socket(socket.AF_UNIX)
+    connection.connect(address)
+    job = {
+        "words": words,
+        "environment": dict(os.environ),
+        "folder": os.getcwd(),  # noqa: PTH109
+        "files": open_files,
+        "stands": os.getpid(),
+    }
+    text = json.dumps(job).encode()
+    socket.send_fds(connection, [len(text).to_bytes(8)], open_files)
+    connection.sendall(text)
+    pid = int.from_bytes(_received(connection))
+    for number in open_files:  # else they stay open when the fork has closed them
+        os.close(number)
+    for signum in signals:
+        signal.signal(signum, lambda number, _: os.kill(pid, number))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
+    status = int.from_bytes(_received(connection), signed=True)
+    if status < 0:
+        if -status != signal.SIGKILL:
+            signal.signal(-status, signal.SIG_DFL)
+        os.kill(os.getpid(), -status)
+    os._exit(status)
+
+
+def _can_be(words: list[str]) -> bool:
+    if words[:2] == ["-m", f"{WARM}.program"]:  # its forks become children of who has started it
+        return False
+    first = next((word for word in words if word not in FLAGS), "-")
+    return first in ("-c", "-m") or not first.startswith("-")
+
+
+def _open_files() -> list[int]:
+    found = []
+    for number in map(int, os.listdir("/proc/self/fd")):  # noqa: PTH208
+        with contextlib.suppress(OSError):  # the listing's own
+            os.fstat(number)
+            found.append(number)
+    return found
+
+
+def _received(connection: socket.socket, size: int = 8) -> bytes:
+    content = b""
+    while len(content) < size:
+        if not (part := connection.recv(size - len(content))):
+            sys.exit("the server that forks Python has ended")
+        content += part
+    return content
+
+
+def serve(listener: socket.socket, program: str) -> NoReturn:
+    """Fork on request until the last of those who keep this server has gone."""
+    import gc
+    import importlib
+    import selectors
+
+    gc.disable()
+    for module in PRELOADED:
+        with contextlib.suppress(ImportError):  # a project may do without
+            importlib.import_module(module)
+    gc.enable()
+    gc.freeze()
+    keepers: set[socket.socket] = set()
+    selector = selectors.DefaultSelector()
+
+    def accept() -> None:
+        connection, _ = listener.accept()
+        header, files, _, _ = socket.recv_fds(connection, 8, 253)
+        size = int.from_bytes(header)
+        if not size:
+            keepers.add(connection)
+            selector.register(connection, selectors.EVENT_READ, lambda: leave(connection))
+            return
+        job = json.loads(_received(connection, size))
+        if not (pid := os.fork()):
+            connection.close()
+            listener.close()
+            selector.close()
+            _be(job, files, program)
+        for number in files:
+            os.close(number)
+        ended = os.pidfd_open(pid)
+
+        def reap() -> None:
+            selector.unregister(ended)
+            with contextlib.suppress(KeyError):
+                selector.unregister(connection)
+            os.close(ended)
+            status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+            with contextlib.suppress(OSError):
+                connection.sendall(status.to_bytes(8, signed=True))
+            connection.close()
+
+        def kill() -> None:  # who stands for it was killed
+            selector.unregister(connection)
+            os.kill(pid, signal.SIGKILL)
+
+        selector.register(ended, selectors.EVENT_READ, reap)
+        selector.register(connection, selectors.EVENT_READ, kill)
+        with contextlib.suppress(OSError):
+            connection.sendall(pid.to_bytes(8))
+
+    def leave(connection: socket.socket) -> None:
+        keepers.remove(connection)
+        if not keepers:
+            os._exit(0)
+
+    selector.register(listener, selectors.EVENT_READ, accept)
+    while True:
+        for key, _ in selector.select():
+            if key.fileobj in selector.get_map():  # an event before has not ended it
+                key.data()
+
+
+def _be(job: dict[str, Any], files: list[int], program: str) -> NoReturn:
+    """Be the process that was asked for, to its end."""
+    import atexit
+    import threading
+
+    status: object = 1
+    try:
+        run = _settle_in(job, files, program)
+        run()
+        status = 0
+    except SystemExit as error:
+        status = error.code
+        if status is None:
+            status = 0
+        elif not isinstance(status, int):
+            print(status, file=sys.stderr)
+            status = 1
+    except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    with contextlib.suppress(BaseException):
+        threading._shutdown()
+        atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(AttributeError, OSError, ValueError):
+            stream.flush()
+    os._exit(int(status) & 0xFF)
+
+
+def _settle_in(job: dict[str, Any], files: list[int], program: str) -> Callable[[], object]:
+    """Make the place that a program of its own would have; return what runs it."""
+    import atexit
+    import ctypes
+    import fcntl
+    import importlib
+    import multiprocessing.spawn
+    import multiprocessing.util
+    import runpy
+    import types
+    import warnings
+    import weakref
+    from pathlib import Path
+
+    os.setsid()
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    held = {number: fcntl.fcntl(number, fcntl.F_DUPFD, 500) for number in files}
+    for number in (0, 1, 2, *files):
+        with contextlib.suppress(OSError):
+            os.close(number)
+    for wanted, number in zip(job["files"], held.values(), strict=True):
+        os.dup2(number, wanted)
+        os.close(number)
+    os.chdir(job["folder"])
+    os.environ.clear()
+    os.environ.update(job["environment"])
+    # A process watches for the end of its parent, which is that of who stands for it.
+    stat = Path(f"/proc/{job['stands']}/stat")
+    os.getppid = lambda: int(stat.read_text().rpartition(")")[2].split()[1])
+    if fork := sys.modules.get(f"{WARM}.fork"):  # it forks its own server then
+        vars(fork)["before_imports"] = dict(os.environ)
+    sys.executable = program
+    multiprocessing.spawn.set_executable(program)
+    atexit._clear()
+    atexit.register(multiprocessing.util._exit_function)
+    for each in weakref.finalize._registry:
+        each.atexit = False
+    weakref.finalize._registered_with_atexit = False
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed()
+    words = list(job["words"])
+    while words[0] in FLAGS:
+        if words.pop(0) == "-u":
+            for stream in (sys.stdout, sys.stderr):
+                stream.reconfigure(write_through=True)
+    theirs = [*filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    rest = [path for path in sys.path[1:] if path not in theirs]  # the first was this file's folder
+    importlib.invalidate_caches()
+    main = sys.modules["__main__"] = types.ModuleType("__main__")
+    vars(main)["__builtins__"] = __builtins__
+    if words[0] == "-m":
+        sys.path[:] = [job["folder"], *theirs, *rest]
+        sys.argv = ["-m", *words[2:]]
+        warnings.filterwarnings("ignore", ".* found in sys.modules after import of package")
+        return lambda: runpy._run_module_as_main(words[1])
+    if words[0] == "-c":
+        sys.path[:] = ["", *theirs, *rest]
+        sys.argv = ["-c", *words[2:]]
+        code = compile(words[1], "<string>", "exec")
+    else:
+        sys.path[:] = [str(Path(words[0]).resolve().parent), *theirs, *rest]
+        sys.argv = words
+        main.__file__ = words[0]
+        code = compile(Path(words[0]).read_bytes(), words[0], "exec")
+    return lambda: exec(code, vars(main))
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "serve":
+        serve(socket.socket(fileno=int(sys.argv[2])), sys.argv[3])
+    stand_for(sys.argv[2], sys.argv[3:])
