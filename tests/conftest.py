@@ -343,7 +343,7 @@ def _serve(program: Path, address: Path) -> subprocess.Popen[bytes]:
         listener.listen(1024)
         return subprocess.Popen(
             [sys.executable, FORKS, "serve", str(listener.fileno()), program],
-            env={**_clean_environment(os.environ), **QUIET},
+            env={**start.KEEP_MEMORY, **_clean_environment(os.environ), **QUIET},
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,

@@ -192,6 +192,21 @@ def _be(job: dict[str, Any], files: list[int], program: str) -> NoReturn:
     os._exit(int(status) & 0xFF)
 
 
+def _parent_of(stands: int) -> Callable[[], int]:
+    """Return an `os.getppid` for this process: its parent is that of the process `stands`."""
+    from pathlib import Path
+
+    ours, real = os.getpid(), os.getppid
+    stat = Path(f"/proc/{stands}/stat")
+
+    def getppid() -> int:
+        if os.getpid() != ours:  # a fork of ours
+            return real()
+        return int(stat.read_text().rpartition(")")[2].split()[1])
+
+    return getppid
+
+
 def _settle_in(job: dict[str, Any], files: list[int], program: str) -> Callable[[], object]:
     """Make the place that a program of its own would have; return what runs it."""
     import atexit
@@ -216,13 +231,12 @@ def _settle_in(job: dict[str, Any], files: list[int], program: str) -> Callable[
         os.dup2(number, wanted)
         os.close(number)
     os.chdir(job["folder"])
+    memory = {name: text for name, text in os.environ.items() if name.startswith("MALLOC_")}
     os.environ.clear()
     os.environ.update(job["environment"])
-    # A process watches for the end of its parent, which is that of who stands for it.
-    stat = Path(f"/proc/{job['stands']}/stat")
-    os.getppid = lambda: int(stat.read_text().rpartition(")")[2].split()[1])
+    os.getppid = _parent_of(job["stands"])
     if fork := sys.modules.get(f"{WARM}.fork"):  # it forks its own server then
-        vars(fork)["before_imports"] = dict(os.environ)
+        vars(fork)["before_imports"] = {**os.environ, **memory}
     sys.executable = program
     multiprocessing.spawn.set_executable(program)
     atexit._clear()
