@@ -1,6 +1,6 @@
+import os
 import re
 import subprocess
-import sys
 
 import pytest
 
@@ -15,12 +15,24 @@ DRILLS = [
 ]
 
 
-def drill(*words, limit=500):
-    command = [sys.executable, "-m", "lockstep_gpt", "drill", *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=limit, check=False)
+@pytest.fixture
+def drill(python_of_forks):
+    """Run a drill, whose runs are processes of the same Python."""
+
+    def run(*words, limit=500):
+        return subprocess.run(
+            [python_of_forks, "-m", "lockstep_gpt", "drill", *words],
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=limit,
+            check=False,
+        )
+
+    return run
 
 
-def test_every_fault_is_survived_or_ends_the_run_as_it_should():
+def test_every_fault_is_survived_or_ends_the_run_as_it_should(drill):
     done = drill("--steps", "60", "--faults", "2")
     assert (done.returncode, re.findall("FAILED", done.stdout)) == (0, []), done.stdout
     told = [line for line in done.stdout.splitlines() if line.startswith(("  begins", "  ok"))]
@@ -32,7 +44,7 @@ def test_every_fault_is_survived_or_ends_the_run_as_it_should():
 
 
 @pytest.mark.parametrize("wrong", ["optim.lr=-1", "model.n_layers=3"])
-def test_a_wrong_setting_is_said_and_nothing_else_is_tried(wrong):
+def test_a_wrong_setting_is_said_and_nothing_else_is_tried(wrong, drill):
     done = drill(wrong, limit=60)
     assert done.returncode == 1
     assert wrong.partition("=")[0] in done.stdout
