@@ -313,6 +313,12 @@ def python_of_forks(shared: Path) -> Iterator[str]:
             yield str(program)
 
 
+@pytest.fixture
+def quick_ranks(python_of_forks: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a command start its processes as ever, but by a Python whose processes are forks."""
+    monkeypatch.setattr(sys, "executable", python_of_forks)
+
+
 @contextlib.contextmanager
 def _forks_of(folder: Path) -> Iterator[Path]:
     """Make a `python` in `folder`, where all workers of pytest-xdist share one and its server."""

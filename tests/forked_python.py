@@ -22,6 +22,7 @@ from typing import Any, NoReturn
 # Values that libraries read while they are loaded: who has others gets the real Python.
 LOADED_WITH = {"OMP_NUM_THREADS": "1"}
 PASSED = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGQUIT", "SIGABRT", "SIGCONT")
+PACKAGE = "lockstep_gpt"
 WARM = "lockstep_gpt.extras.warm"
 PRELOADED = (
     "accelerate.commands.launch",
@@ -253,6 +254,9 @@ def _settle_in(job: dict[str, Any], files: list[int], program: str) -> Callable[
                 stream.reconfigure(write_through=True)
     theirs = [*filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     rest = [path for path in sys.path[1:] if path not in theirs]  # the first was this file's folder
+    if any(Path(path, PACKAGE).is_dir() for path in theirs):  # a package of their own
+        for name in [name for name in sys.modules if name.split(".")[0] == PACKAGE]:
+            del sys.modules[name]
     importlib.invalidate_caches()
     main = sys.modules["__main__"] = types.ModuleType("__main__")
     vars(main)["__builtins__"] = __builtins__

@@ -58,6 +58,7 @@ def test_only_rank_zero_speaks(two):
     assert len(re.findall("DDPStrategy over gloo", screen)) == 1
 
 
+@pytest.mark.usefixtures("quick_ranks")
 def test_ranks_change_double_precision_weights_by_rounding_only(command):
     for ranks in (1, 2, 3):
         place = ("trainer=cpu", f"trainer.devices={ranks}", f"launch.inline={ranks == 1}")
@@ -98,6 +99,7 @@ def joined(command):
     return launch
 
 
+@pytest.mark.usefixtures("quick_ranks")
 def test_joined_ranks_share_a_run_directory_that_rank_zero_names(command, joined):
     statuses, out, err = joined(*[command.smoke("trainer=cpu", "max_steps=10")] * 2)
     assert statuses == [0, 0], err
@@ -106,6 +108,7 @@ def test_joined_ranks_share_a_run_directory_that_rank_zero_names(command, joined
     assert out.count("val_loss") == 1
 
 
+@pytest.mark.usefixtures("quick_ranks")
 def test_joined_rank_with_another_configuration_is_named(command, joined):
     words = command.smoke("trainer=cpu")
     statuses, _, err = joined(words, [*words, "optim.lr=0.5"])
@@ -115,6 +118,7 @@ def test_joined_rank_with_another_configuration_is_named(command, joined):
     assert not list((command.folder / "runs").iterdir())
 
 
+@pytest.mark.usefixtures("quick_ranks")
 def test_spawned_ranks_give_the_same_losses(two):
     command, _ = two
     command.train("trainer=cpu", "trainer.devices=2", "strategy=ddp_spawn", "run_dir=runs/spawned")
@@ -152,6 +156,7 @@ class Faults(lightning.Callback):
 """
 
 
+@pytest.mark.usefixtures("quick_ranks")
 def test_faults_of_single_ranks_leave_no_trace_in_the_weights(command):
     (command.folder / "faults.py").write_text(FAULTS)
     three = ("trainer=cpu", "trainer.devices=3", "strategy=ddp", "model.dropout=0.1")
@@ -214,6 +219,7 @@ class Hanging(lightning.Callback):
 """
 
 
+@pytest.mark.usefixtures("quick_ranks")
 def test_run_that_makes_no_step_shows_the_stack_of_every_rank_and_ends(command, processes_of):
     (command.folder / "hanging.py").write_text(HANGING)
     words = ("+callbacks.hanging._target_=hanging.Hanging", "guard.stall_after=4", "run_dir=run")
@@ -238,6 +244,7 @@ def test_signal_stops_all_ranks_at_one_step(command, wait_for, processes_of):
     assert not processes_of(run)
 
 
+@pytest.mark.usefixtures("quick_ranks")
 def test_multirun_makes_a_run_of_two_ranks_for_each_job(command):
     words = [
         "--multirun",

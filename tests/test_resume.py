@@ -50,6 +50,7 @@ def test_metrics_go_on_without_a_gap_or_a_double_step(resumed, finished):
     assert [row["trainer/step"] for row in rows(command.folder / "run")] == ["5", "10", "15", "20"]
 
 
+@pytest.mark.usefixtures("quick_ranks")
 def test_run_killed_between_validation_and_save_loses_no_validation(finished, command):
     after_validation = KILL.replace("on_train_batch_start", "on_validation_end")
     (command.folder / "killer.py").write_text(after_validation.replace("== 13", "== 10"))
@@ -68,6 +69,7 @@ def test_what_a_resume_changes_is_shown_and_kept(resumed):
     assert not (command.folder / "run/failed.json").exists()
 
 
+@pytest.mark.usefixtures("quick_ranks")
 def test_resume_at_another_world_size_gives_the_same_losses(finished, command):
     other, _ = finished
     keep = ("checkpoint.every=9", "checkpoint.keep_last=9", "batch.micro_size=4")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shlex
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
@@ -36,8 +35,8 @@ INLINE = ["launch.inline=true", "trainer.accelerator=cpu", "trainer.devices=1"]
 class Story:
     """Runs the lines of a page in one folder, where the run of all pages, runs/first, is."""
 
-    def __init__(self, command, finished) -> None:
-        self.command = command
+    def __init__(self, command, finished, python: str) -> None:
+        self.command, self.python = command, python
         shutil.copytree(finished[0].folder / "runs/first", command.folder / "runs/first")
         (command.folder / "books").mkdir()
         text = "\n".join(path.read_text("utf-8") for path in (ROOT / "docs").glob("*.md"))
@@ -55,7 +54,7 @@ class Story:
         if not inline:
             told = [self.command.told(*each) for each in words]
             return [(status, out + err) for status, out, err in told]
-        script = [sys.executable, "-c", TELL, json.dumps(words)]
+        script = [self.python, "-c", TELL, json.dumps(words)]
         status, out, err = self.command.run_words(script)
         assert status == 0, err
         return [(code, screen) for code, screen in json.loads(out)]
@@ -74,5 +73,5 @@ class Story:
 
 
 @pytest.fixture
-def story(command, finished):
-    return Story(command, finished)
+def story(command, finished, python_of_forks):
+    return Story(command, finished, python_of_forks)

@@ -5,7 +5,6 @@ import json
 import re
 import shlex
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
@@ -65,14 +64,14 @@ for words in json.loads(sys.argv[1]):
 """
 
 
-def test_the_page_s_commands_train_generate_and_evaluate_it(copy, command):
+def test_the_page_s_commands_train_generate_and_evaluate_it(copy, command, python_of_forks):
     train, generate, evaluate = COMMANDS
     alone = train.replace("trainer.devices=2", "trainer.devices=1").replace(
         "runs/retention", "runs/alone"
     )
     own = f" data.root={command.data_root} logger=none precision=64-true"
     lines = [train + own, generate, evaluate, f"{alone}{own} launch.inline=true"]
-    words = [sys.executable, "-c", TELL, json.dumps([*map(shlex.split, lines)])]
+    words = [python_of_forks, "-c", TELL, json.dumps([*map(shlex.split, lines)])]
     process = command.start_words(words, PYTHONPATH=str(copy / "src"))
     out, err = process.communicate(timeout=240)
     assert process.returncode == 0, err

@@ -1,7 +1,6 @@
 import csv
 import json
 import struct
-import sys
 from pathlib import Path
 
 import pytest
@@ -103,6 +102,7 @@ def test_resumed_run_keeps_its_id_and_secrets_stay_out_of_every_file(command):
     assert [path for path in files if canary.encode() in path.read_bytes()] == []
 
 
+@pytest.mark.usefixtures("quick_ranks")
 def test_failed_run_is_ended_as_failed_and_a_finished_one_as_finished(two, command):
     (command.folder / "broken.py").write_text(
         "import lightning\n"
@@ -120,6 +120,7 @@ def test_failed_run_is_ended_as_failed_and_a_finished_one_as_finished(two, comma
         assert [title.split()[-1] for title in alerts] == ["failed"] * status
 
 
+@pytest.mark.usefixtures("quick_ranks")
 def test_the_table_of_samples_grows_with_each_validation(command):
     sampling = ("callbacks.sample.at_validation=true", "callbacks.sample.length=9", "val_every=5")
     own = ("logger=wandb", "trainer=cpu")  # in a process that has logged no other table
@@ -130,6 +131,7 @@ def test_the_table_of_samples_grows_with_each_validation(command):
     assert (command.folder / "run/train.log").read_text().count("\nsample\n") == 3
 
 
+@pytest.mark.usefixtures("quick_ranks")
 def test_histograms_and_code_are_kept_where_they_are_asked_for(command):
     store = command.folder / "store"
     asked = ("logger.wandb.watch=gradients", "logger.wandb.log_code=true")
@@ -154,12 +156,12 @@ TrackedRun(run, keep_checkpoints=True).close("done", {Path(sys.argv[1]): aliases
 """
 
 
-def test_the_best_and_the_last_checkpoint_become_an_artifact_with_aliases(command):
+def test_the_best_and_the_last_checkpoint_become_an_artifact_with_aliases(command, python_of_forks):
     path = command.folder / "step=000005.ckpt"
     path.write_bytes(b"weights")
     sum_path(path).write_text("sum")
     aliases = [path.stem, "best", "latest"]
-    words = [sys.executable, "-c", LOG_CHECKPOINT, str(path), json.dumps(aliases)]
+    words = [python_of_forks, "-c", LOG_CHECKPOINT, str(path), json.dumps(aliases)]
     status, _, err = command.run_words(words)
     assert status == 0, err
     (log,) = command.folder.glob("wandb/offline-run-*/*.wandb")
@@ -168,6 +170,7 @@ def test_the_best_and_the_last_checkpoint_become_an_artifact_with_aliases(comman
     assert {entry.path for entry in artifact.manifest.contents} == {path.name, sum_path(path).name}
 
 
+@pytest.mark.usefixtures("quick_ranks")
 def test_command_of_the_sweep_file_trains_two_ranks_under_the_agent_s_run_id(command):
     sweep = yaml.safe_load((Path(__file__).parents[2] / "configs/sweep.yaml").read_text())
     drawn = [f"optim.lr={sweep['parameters']['optim.lr']['min']}", "optim.weight_decay=0.1"]
