@@ -47,12 +47,18 @@ def wrong(report):
 
 
 @pytest.fixture(scope="module")
-def sound(tmp_path_factory):
+def sound(tmp_path_factory, python_of_forks):
     """The report on two CPU ranks of this machine, and the profile that it saved."""
     folder = tmp_path_factory.mktemp("doctor")
     words = ["doctor", "trainer=cpu", "trainer.devices=2", "--json", "--save-profile", "p.json"]
-    command = [sys.executable, "-m", "lockstep_gpt", *words]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=TIMEOUT)
+    done = subprocess.run(
+        [python_of_forks, "-m", "lockstep_gpt", *words],
+        cwd=folder,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads(done.stdout), folder / "p.json", folder
 
@@ -178,10 +184,11 @@ def outside_address():
 
 
 @pytest.mark.skipif(outside_address() is None, reason="no interface but the loopback")
-def test_two_machines_meet_where_training_would(command):
+def test_two_machines_meet_where_training_would(command, python_of_forks):
     endpoint = f"launch.rdzv_endpoint={outside_address()}:{free_port()}"
     words = ["doctor", "trainer=cpu", "trainer.devices=1", "trainer.num_nodes=2", endpoint]
-    first, second = (command.start(*words, f"launch.node_rank={node}", "--json") for node in (0, 1))
+    doctor = [python_of_forks, "-m", "lockstep_gpt", *words, "--json"]
+    first, second = (command.start_words([*doctor, f"launch.node_rank={node}"]) for node in (0, 1))
     report = read(first, 0)
     assert read(second, 0) == {}
     assert report["world_size"] == 2
