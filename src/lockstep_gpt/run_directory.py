@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,7 +20,6 @@ from lockstep_gpt.config import Config, UserError, from_container
 from lockstep_gpt.registry import additions
 from lockstep_gpt.whole_files import replace_text
 
-REFERENCE = re.compile(r"wandb:/{1,2}(.+)")  # a `Path` has only one slash left
 # Modules that an earlier version had in another place.
 MOVED = {
     "lockstep_gpt.training.ranks": "lockstep_gpt.training.strategies",
@@ -161,15 +159,6 @@ class RunDirectory:
         """Remove the directory of a run that never began to train."""
         assert not self.checkpoints.exists(), "a run that saved something is never discarded"
         shutil.rmtree(self.path)
-
-
-def refuse_missing(source: Path) -> None:
-    """Raise a `UserError` if there is nothing at `source`, and it is no reference to wandb."""
-    if not REFERENCE.fullmatch(str(source)) and not source.exists():
-        raise UserError(
-            f"{source} does not exist; give a run directory, a checkpoint in one, or "
-            "wandb://ENTITY/PROJECT/NAME:ALIAS"
-        )
 
 
 def _as_yaml(values: dict[str, Any]) -> str:

@@ -11,7 +11,8 @@ from lockstep_gpt.data.prepare import prepare
 from lockstep_gpt.data.shards import load_index, open_split
 from lockstep_gpt.data.tokenizer import ByteTokenizer, NumberTokenizer
 from lockstep_gpt.inference.evaluate import evaluate, main
-from lockstep_gpt.training.checkpoint import find_checkpoint, load_model
+from lockstep_gpt.inference.source import load_model
+from lockstep_gpt.training.checkpoint import find_checkpoint
 
 T = 64
 

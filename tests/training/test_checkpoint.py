@@ -11,16 +11,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from lockstep_gpt.config import ModelConfig, RunError, UserError
+from lockstep_gpt.config import RunError, UserError
 from lockstep_gpt.data.tokenizer import ByteTokenizer
-from lockstep_gpt.model.gpt import GPT
+from lockstep_gpt.inference.source import load_model
 from lockstep_gpt.training.callbacks.checkpoints import AtomicCheckpointIO
 from lockstep_gpt.training.checkpoint import (
     checkpoint_path,
     checkpoints_in,
     fault_of,
     find_checkpoint,
-    load_model,
     newest_valid,
     read_checkpoint,
     remove_leftovers,
@@ -28,14 +27,7 @@ from lockstep_gpt.training.checkpoint import (
     sum_path,
 )
 
-SHAPE = {"block_size": 8, "n_layer": 1, "n_head": 2, "n_embd": 16}
-CONFIG = {
-    "max_steps": 10,
-    "batch": {"global_size": 4},
-    "model": SHAPE,
-    "data": {"source": "stdlib"},
-    "optim": {"algorithm": "adamw"},
-}
+CONFIG = {"max_steps": 10}
 
 
 def content(**changes):
@@ -211,6 +203,25 @@ def test_removing_takes_the_sum_along_and_can_be_repeated(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_a_checkpoint_in_several_files_is_verified_and_removed_whole(tmp_path):
+    path, part = checkpoint_path(tmp_path, 1), tmp_path / "step=000001.part"
+    part.write_bytes(b"weights")
+    sums = {part.name: hashlib.sha256(b"weights").hexdigest()}
+    AtomicCheckpointIO().save_checkpoint(content(), path, sums)
+    assert fault_of(path) is None
+    part.write_bytes(b"weight?")
+    assert fault_of(path) == f"has a {part.name} that is not what its SHA-256 says"
+    AtomicCheckpointIO().remove_checkpoint(path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_parts_without_the_extra_that_joins_them_are_refused(tmp_path, monkeypatch):
+    path = save(checkpoint_path(tmp_path, 1), parts=["step=000001.part"])
+    monkeypatch.setattr("lockstep_gpt.training.checkpoint.asked", lambda *_: [])
+    with pytest.raises(UserError, match=r"is in parts, which an extra reads that is not here"):
+        read_checkpoint(path)
+
+
 def test_a_run_directory_means_its_newest_checkpoint_and_a_file_itself(tmp_path):
     old, new = (save(checkpoint_path(tmp_path / "checkpoints", step)) for step in (1, 2))
     assert find_checkpoint(tmp_path) == new
@@ -224,29 +235,6 @@ def test_a_path_without_a_checkpoint_is_refused(tmp_path):
         find_checkpoint(tmp_path / "nowhere")
     with pytest.raises(UserError, match=r"holds no checkpoint that verifies"):
         find_checkpoint(tmp_path)
-
-
-def saved_model(path, **config):
-    torch.manual_seed(0)
-    model = GPT(ModelConfig(**SHAPE, dropout=0.5), 256)
-    weights = {f"model.{name}": weight for name, weight in model.state_dict().items()}
-    save(path, state_dict=weights, config={**CONFIG, **config})
-    return model
-
-
-def test_a_model_read_back_gives_the_same_logits_without_dropout(tmp_path):
-    model = saved_model(tmp_path / "step=000001.ckpt", model={**SHAPE, "dropout": 0.5})
-    read, config, tokenizer = load_model(tmp_path / "step=000001.ckpt")
-    tokens = torch.arange(8)[None]
-    assert torch.equal(read(tokens), model.eval()(tokens))
-    assert (config.model.dropout, config.max_steps) == (0.5, 10)
-    assert isinstance(tokenizer, ByteTokenizer)
-
-
-def test_a_model_can_be_read_where_the_environment_of_its_run_is_gone(tmp_path):
-    logger = {"wandb": {"entity": "${oc.env:GONE_WITH_THE_RUN}"}}
-    saved_model(tmp_path / "step=000001.ckpt", logger=logger)
-    load_model(tmp_path / "step=000001.ckpt")
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount a small disk")

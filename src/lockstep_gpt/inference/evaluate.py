@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lockstep_gpt.config import PROGRAM, Config, UserError
+from lockstep_gpt.config import Config, UserError
 from lockstep_gpt.data import shards
 from lockstep_gpt.data.order import validation_rows
 from lockstep_gpt.data.prepare import prepare
-from lockstep_gpt.run_directory import refuse_missing
+from lockstep_gpt.inference.source import load_model, parser_of
+from lockstep_gpt.training.checkpoint import find_checkpoint
 
 if TYPE_CHECKING:
     from lockstep_gpt.model.gpt import GPT
@@ -20,15 +19,16 @@ if TYPE_CHECKING:
 
 def main(arguments: list[str]) -> int:
     """Print loss, perplexity and, for text, bits per byte."""
-    options = _parser().parse_args(arguments)
+    parser = parser_of("evaluate", "Measure a model on all held-out text.")
+    batch = "samples at a time (default: 32)"
+    parser.add_argument("--batch-size", type=int, default=32, help=batch)
+    parser.add_argument("--json", action="store_true", help="one line for programs")
+    options = parser.parse_args(arguments)
     if options.batch_size < 1:
         raise UserError(f"--batch-size={options.batch_size} must be at least 1")
-    refuse_missing(options.source)
+    checkpoint = find_checkpoint(options.source)
     import torch  # only now: mistakes are answered at once
 
-    from lockstep_gpt.training.checkpoint import find_checkpoint, load_model
-
-    checkpoint = find_checkpoint(options.source)
     model, config, _ = load_model(checkpoint)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     with torch.inference_mode():
@@ -69,19 +69,3 @@ def evaluate(model: GPT, config: Config, batch_size: int) -> dict[str, float]:
     if split.text_bytes:
         result["bits_per_byte"] = loss / math.log(2) * split.tokens / split.text_bytes
     return result
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=f"{PROGRAM} evaluate", description="Measure a model on all held-out text."
-    )
-    parser.add_argument(
-        "source",
-        type=Path,
-        help="a run directory, a checkpoint in one, or wandb://ENTITY/PROJECT/NAME:ALIAS",
-    )
-    parser.add_argument(
-        "--batch-size", type=int, default=32, help="samples at a time (default: 32)"
-    )
-    parser.add_argument("--json", action="store_true", help="one line for programs")
-    return parser

@@ -1,4 +1,7 @@
-"""Checkpoints on the disk: written whole or not at all, verified before they are read."""
+"""Checkpoints on the disk: written whole or not at all, verified before they are read.
+
+Who only looks for one does not wait for torch.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from lockstep_gpt.config import OPEN_GROUPS, Config, RunError, UserError, from_container
-from lockstep_gpt.data import tokenizer
-from lockstep_gpt.model.gpt import GPT, build_gpt
-from lockstep_gpt.registry import additions, asked
-from lockstep_gpt.run_directory import REFERENCE, RunDirectory, refuse_missing
-from lockstep_gpt.training.ranks import Ranks, from_rank_zero
+from lockstep_gpt.config import RunError, UserError
+from lockstep_gpt.registry import asked
 from lockstep_gpt.whole_files import replace_text, replacing
 
 logger = logging.getLogger(__name__)
@@ -28,7 +25,6 @@ logger = logging.getLogger(__name__)
 UNREADABLE = (pickle.UnpicklingError, RuntimeError, EOFError, LookupError, ValueError, struct.error)
 MEND = "then go on with resume=auto from the newest, which is whole"
 NAME = re.compile(r"step=(\d{6,})\.ckpt")
-PART = re.compile(r"step=\d{6,}\.\d{5,}-of-\d{5,}\.part")
 
 
 def checkpoint_path(folder: Path, step: int) -> Path:
@@ -49,9 +45,9 @@ def sum_path(path: Path) -> Path:
 
 
 def files_of(path: Path) -> list[Path]:
-    """Return the files of a checkpoint: its sum, its ranks' parts if it has some, and itself."""
-    parts = (path.with_name(name) for name in _sums(path) if name != path.name)
-    return [sum_path(path), *parts, path]
+    """Return the files of a checkpoint: its sum, the others that its sum names, and itself."""
+    others = (path.with_name(name) for name in _sums(path) if name != path.name)
+    return [sum_path(path), *others, path]
 
 
 def _sums(path: Path) -> dict[str, str]:
@@ -61,8 +57,9 @@ def _sums(path: Path) -> dict[str, str]:
         sums = {name: digest for digest, name in map(str.split, lines)}
     except (OSError, ValueError):
         return {}
-    # No other file is read or deleted for what a sum says.
-    return sums if all(name == path.name or PART.fullmatch(name) for name in sums) else {}
+    # No file of another name is read or deleted for what a sum says.
+    own = re.compile(rf"{re.escape(path.stem)}\.[\w.-]+")
+    return sums if all(map(own.fullmatch, sums)) else {}
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
@@ -73,19 +70,25 @@ def checkpoints_in(folder: Path) -> list[Path]:
 
 
 def write_checkpoint(
-    content: dict[str, Any], path: Path, parts: dict[str, str] | None = None
+    content: dict[str, Any], path: Path, others: dict[str, str] | None = None
 ) -> None:
     """Write a checkpoint and its sum.
 
     Args:
         content: plain containers and tensors.
         path: its final name, which never holds half a file.
-        parts: name -> SHA-256 of what other ranks have written beside it, and belongs to it.
+        others: name -> SHA-256 of files that stand beside it already, and belong to it.
 
     Raises:
         RunError: the disk is full or cannot be written; what was there before stays.
     """
-    write_file(content, path, lambda digest: _write_sum(path, {path.name: digest, **(parts or {})}))
+
+    def write_sum(digest: str) -> None:
+        sums = {path.name: digest, **(others or {})}
+        lines = (f"{each}  {name}\n" for name, each in sums.items())  # for sha256sum --check
+        replace_text(sum_path(path), "".join(lines))
+
+    write_file(content, path, write_sum)
 
 
 def write_file(
@@ -96,6 +99,8 @@ def write_file(
     Raises:
         RunError: the disk is full or cannot be written; what was there before stays.
     """
+    import torch
+
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         refuse_full_disk(path.parent, size_of(content))
@@ -125,10 +130,9 @@ def refuse_full_disk(folder: Path, needed: int) -> None:
 
 def size_of(content: Any) -> int:
     """Return the bytes of all tensors in nested containers."""
-    if isinstance(content, torch.Tensor):
-        return content.nbytes
-    parts = content.values() if isinstance(content, dict) else content
-    return sum(map(size_of, parts)) if isinstance(content, dict | list | tuple) else 0
+    if isinstance(content, dict | list | tuple):
+        return sum(map(size_of, content.values() if isinstance(content, dict) else content))
+    return int(getattr(content, "nbytes", 0))
 
 
 def remove_checkpoint(path: Path) -> None:
@@ -144,11 +148,6 @@ def remove_leftovers(folder: Path) -> None:
     for part in folder.glob("step=*.part"):
         if not part.with_name(part.name.partition(".")[0] + ".ckpt").exists():
             part.unlink()
-
-
-def _write_sum(path: Path, sums: dict[str, str]) -> None:
-    lines = [f"{digest}  {name}\n" for name, digest in sums.items()]  # for sha256sum --check
-    replace_text(sum_path(path), "".join(lines))
 
 
 def _sha256(path: Path) -> str:
@@ -189,6 +188,8 @@ def read_checkpoint(path: Path, map_location: Any = "cpu") -> dict[str, Any]:
     Raises:
         UserError: the file is missing, damaged, or no checkpoint of this project.
     """
+    import torch
+
     if fault := fault_of(path):
         raise UserError(f"checkpoint {path} {fault}; take another one from the same folder")
     try:
@@ -198,10 +199,8 @@ def read_checkpoint(path: Path, map_location: Any = "cpu") -> dict[str, Any]:
         raise UserError(f"checkpoint {path} holds more than tensors and values: {reason}") from None
     if not isinstance(content, dict) or not {"config", "tokenizer", "state_dict"} <= set(content):
         raise UserError(f"checkpoint {path} was not written by lockstep-gpt train")
-    if "parts" in content:
-        if not any(additions("JOIN_PARTS")):
-            raise UserError(f"checkpoint {path} is in parts, which an extra reads that is not here")
-        asked("JOIN_PARTS", content, path)
+    if "parts" in content and not asked("JOIN_PARTS", content, path):
+        raise UserError(f"checkpoint {path} is in parts, which an extra reads that is not here")
     return content
 
 
@@ -209,141 +208,19 @@ def find_checkpoint(path: Path, folder: Path | None = None) -> Path:
     """Return the checkpoint that a user means.
 
     Args:
-        path: a run directory, a checkpoint, or `wandb://ENTITY/PROJECT/NAME:ALIAS`.
-        folder: where such a one is downloaded to; None: wandb's own, `artifacts/`.
+        path: a run directory, a checkpoint, or what an extra knows to download.
+        folder: where it is downloaded to; None: a place that the extra chooses.
 
     Raises:
         UserError: there is none.
     """
-    if reference := REFERENCE.fullmatch(str(path)):
-        found: list[Path] = asked("DOWNLOAD", reference[1], folder)
-        if not found:
-            raise UserError(f"{path} needs an extra that is not here; give a run or a checkpoint")
-        return found[0]
-    refuse_missing(path)
-    if path.is_file():
-        return path
-    newest = newest_valid(path / "checkpoints")
+    path = next(filter(None, asked("DOWNLOAD", path, folder)), path)
+    if not path.exists():
+        raise UserError(
+            f"{path} does not exist; give a run directory, a checkpoint in one, or, with the extra "
+            "for it, wandb://ENTITY/PROJECT/NAME:ALIAS"
+        )
+    newest = path if path.is_file() else newest_valid(path / "checkpoints")
     if newest is None:
         raise UserError(f"{path} holds no checkpoint that verifies; give a run that has saved one")
     return newest
-
-
-def copies_of(directory: RunDirectory, config: Config) -> str | None:
-    """Return where copies of this run's checkpoints go."""
-    url = config.checkpoint.copy_to
-    return f"{url.rstrip('/')}/{directory.path.name}" if url else None
-
-
-def state_to_resume(directory: RunDirectory, config: Config, module: torch.nn.Module) -> str | None:
-    """Return the checkpoint to go on from: the run's own newest, else what `resume` names.
-
-    Every rank must call this; rank 0 looks, and the others are told.
-    """
-    first = Ranks.from_environment().rank == 0
-    own = from_rank_zero(str(_own_newest(directory, config, module) or "") if first else "")
-    if own or config.resume in ("none", "auto"):
-        return own or None
-    asked_for = Path(config.resume)
-    found = find_checkpoint(asked_for, directory.path / "artifacts") if first else ""
-    path = Path(from_rank_zero(str(found)))
-    content = read_checkpoint(path)
-    if not config.resume_force:
-        refuse_another_identity(path, content["config"], directory.values())
-    if fits(module, content):
-        return str(path)
-    taken = adopt_weights(module, content)
-    logger.warning("resume_force: took %d weights of %s, the rest is new", taken, path)
-    return None
-
-
-def _own_newest(directory: RunDirectory, config: Config, module: torch.nn.Module) -> Path | None:
-    """Tidy up after a run that was killed; return its newest checkpoint that verifies."""
-    remove_leftovers(directory.checkpoints)
-    refuse_full_disk(directory.path, 3 * size_of(module.state_dict()))  # AdamW: two moments each
-    newest, copies = newest_valid(directory.checkpoints), copies_of(directory, config)
-    if newest is None and copies and config.resume == "auto":
-        return next(iter(asked("FETCH_CHECKPOINT", copies, directory.checkpoints)), None)
-    return newest
-
-
-def load_model(path: Path) -> tuple[GPT, Config, tokenizer.Tokenizer]:
-    """Return the model of a checkpoint in evaluation mode, its configuration and tokenizer."""
-    content = read_checkpoint(path)
-    values = {name: each for name, each in content["config"].items() if name not in OPEN_GROUPS}
-    config = from_container(values)  # without what a model does not need, and its references
-    text = tokenizer.from_dict(content["tokenizer"])
-    model = build_gpt(config.model, text.vocab_size)
-    prefix = "model."
-    weights = {
-        name.removeprefix(prefix): weight
-        for name, weight in content["state_dict"].items()
-        if name.startswith(prefix)
-    }
-    model.load_state_dict(weights)
-    return model.eval(), config, text
-
-
-def realign(checkpoint: dict[str, Any], accumulation: int) -> None:
-    """Make Lightning's count of micro-batches that of this run at the saved optimizer step.
-
-    With another number of devices a step has another number of micro-batches, and Lightning,
-    which only counts these, would end its next steps in the wrong places.
-    """
-    progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
-    batches = checkpoint["global_step"] * accumulation
-    for part in ("total", "current"):
-        progress[part] = dict.fromkeys(progress[part], batches)
-
-
-def apply_settings(
-    checkpoint: dict[str, Any], optimizer: torch.optim.Optimizer, factor: float
-) -> None:
-    """Put this run's settings of the optimizer in the place of the saved ones.
-
-    Torch saves them with the state and would restore them, so that a new `optim.lr` of a resumed
-    run would silently do nothing. `factor` is the schedule's at the step to come.
-    """
-    for state in checkpoint["optimizer_states"]:
-        for saved, ours in zip(state["param_groups"], optimizer.param_groups, strict=True):
-            settings = {name: ours[name] for name in saved if name != "params"}
-            saved.update(settings, lr=factor * ours["initial_lr"])
-    for state in checkpoint["lr_schedulers"]:
-        state["base_lrs"] = [group["initial_lr"] for group in optimizer.param_groups]
-
-
-def refuse_another_identity(path: Path, saved: dict[str, Any], ours: dict[str, Any]) -> None:
-    """Raise a `UserError` if a checkpoint is of another model or data set than this run's."""
-    for group, harmless in (
-        ("model", {"dropout", "activation_checkpointing", "init_from"}),
-        ("data", {"root", "num_workers", "val_tokens"}),
-    ):
-        for name in sorted({*saved[group], *ours[group]} - harmless):
-            was, is_now = saved[group].get(name), ours[group].get(name)
-            if was != is_now:
-                raise UserError(
-                    f"resume={path} has {group}.{name}={was}, this run {is_now}; set it alike, or "
-                    "set resume_force=true"
-                )
-
-
-def fits(module: torch.nn.Module, content: dict[str, Any]) -> bool:
-    """Tell whether every saved weight has its place in `module`, and every place its weight."""
-    names = content["state_dict"].keys()
-    return bool(_fitting(module, content).keys() == names == module.state_dict().keys())
-
-
-def adopt_weights(module: torch.nn.Module, content: dict[str, Any]) -> int:
-    """Copy the weights that fit into `module`; return how many did."""
-    fitting = _fitting(module, content)
-    module.load_state_dict(fitting, strict=False)
-    return len(fitting)
-
-
-def _fitting(module: torch.nn.Module, content: dict[str, Any]) -> dict[str, torch.Tensor]:
-    places = module.state_dict()
-    return {
-        name: weight
-        for name, weight in content["state_dict"].items()
-        if name in places and places[name].shape == weight.shape
-    }

@@ -16,8 +16,8 @@ from torch.optim.lr_scheduler import LambdaLR
 from lockstep_gpt.config import Config, RunError
 from lockstep_gpt.data.tokenizer import Tokenizer
 from lockstep_gpt.model.gpt import build_gpt
-from lockstep_gpt.training.checkpoint import apply_settings, realign
 from lockstep_gpt.training.optim import build_optimizer
+from lockstep_gpt.training.resuming import apply_settings, realign
 from lockstep_gpt.training.schedule import Schedule
 from lockstep_gpt.training.seeds import seed_device, step_seed
 from lockstep_gpt.training.token_loss import TokenLoss

@@ -23,12 +23,13 @@ from lockstep_gpt.model.functional import choose_matrix_products
 from lockstep_gpt.processes import LOST_PEERS
 from lockstep_gpt.registry import asked
 from lockstep_gpt.run_directory import RunDirectory
-from lockstep_gpt.training import checkpoint, reporting, tracking
+from lockstep_gpt.training import reporting, tracking
 from lockstep_gpt.training import schedule as planning
 from lockstep_gpt.training.building import build
 from lockstep_gpt.training.callbacks import metrics as measuring
-from lockstep_gpt.training.callbacks.checkpoints import Checkpoints, checkpoint_io
+from lockstep_gpt.training.callbacks.checkpoints import AtomicCheckpointIO, Checkpoints
 from lockstep_gpt.training.callbacks.guards import GracefulStop, Guards, Stopped
+from lockstep_gpt.training.checkpoint import step_of
 from lockstep_gpt.training.lean_loop import LeanLoop
 from lockstep_gpt.training.metrics_file import MetricsFile
 from lockstep_gpt.training.module import GPTModule
@@ -39,6 +40,7 @@ from lockstep_gpt.training.ranks import (
     lost_peers,
     refuse_other_directory,
 )
+from lockstep_gpt.training.resuming import state_to_resume
 
 logger = logging.getLogger(__name__)
 
@@ -78,10 +80,10 @@ def _train(directory: RunDirectory, config: Config, ranks: Ranks, terminal: Text
     metrics = measuring.Metrics(config.log_every, batch.tokens_per_step, flops, peak)
     content = {"config": directory.values(), "tokenizer": data.tokenizer}
     checkpoints = Checkpoints(directory.checkpoints, config, content, batch, schedule.total_steps)
-    disk = checkpoint_io(config.checkpoint.background, checkpoint.copies_of(directory, config))
+    disk = next(filter(None, asked("CHECKPOINT_IO", directory, config)), AtomicCheckpointIO())
     join(ranks, config)
     refuse_other_directory(directory)
-    resume = checkpoint.state_to_resume(directory, config, module)
+    resume = state_to_resume(directory, config, module)
     if config.model.init_from and not resume and config.resume in ("none", "auto"):
         asked("INITIAL_WEIGHTS", module.model, module.tokenizer)
     loggers = _loggers(directory, config, batch, schedule, module) if ranks.rank == 0 else []
@@ -102,7 +104,7 @@ def _train(directory: RunDirectory, config: Config, ranks: Ranks, terminal: Text
         facts = reporting.facts(config, module.model, data, trainer, products)
         lines = reporting.receipt(config, batch, schedule, facts)
         logger.info("%s", reporting.as_text(lines))
-        metrics_file.begin(checkpoint.step_of(Path(resume)) if resume else 0)
+        metrics_file.begin(step_of(Path(resume)) if resume else 0)
         for each in tracking.tracked(loggers):
             each.begin(module.model, config.log_every)
     status = "failed"

@@ -13,7 +13,6 @@ from lockstep_gpt.config import UserError
 from lockstep_gpt.data.tokenizer import ByteTokenizer, NumberTokenizer
 from lockstep_gpt.extras.export import folder as module
 from lockstep_gpt.extras.export.folder import export, main
-from lockstep_gpt.training import checkpoint
 
 
 @pytest.fixture(scope="session")
@@ -174,7 +173,7 @@ def test_a_layer_that_gpt_2_has_not_is_refused(shaped, saved, tmp_path, monkeypa
     model = shaped()
     model.extra_norm = torch.nn.LayerNorm(4)
     source = saved(shaped(), ByteTokenizer())
-    monkeypatch.setattr(checkpoint, "load_model", lambda _: (model, None, ByteTokenizer()))
+    monkeypatch.setattr(module, "load_model", lambda _: (model, None, ByteTokenizer()))
     with pytest.raises(UserError, match=r"extra_norm.weight has no place in GPT-2; describe"):
         export(source, tmp_path / "new")
     assert not list(tmp_path.iterdir())

@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import logging
+import re
 from pathlib import Path
 
 import fsspec
 
-from lockstep_gpt.config import UserError
+from lockstep_gpt.config import Config, UserError
+from lockstep_gpt.run_directory import RunDirectory
 from lockstep_gpt.training import checkpoint
 
 logger = logging.getLogger(__name__)
+
+REFERENCE = re.compile(r"wandb:/{1,2}(.+)")  # a `Path` has only one slash left
+
+
+def copies_of(directory: RunDirectory, config: Config) -> str | None:
+    """Return where copies of this run's checkpoints go."""
+    url = config.checkpoint.copy_to
+    return f"{url.rstrip('/')}/{directory.path.name}" if url else None
 
 
 def copy_out(path: Path, url: str) -> None:
@@ -30,6 +40,12 @@ def remove_copy(name: str, url: str) -> None:
     for each in (name, *parts, f"{name}.sha256"):
         if files.exists(f"{folder}/{each}"):
             files.rm_file(f"{folder}/{each}")
+
+
+def fetch(directory: RunDirectory, config: Config) -> Path | None:
+    """Bring back the newest sound copy of a run that has lost its own checkpoints."""
+    url = copies_of(directory, config)
+    return fetch_newest(url, directory.checkpoints) if url else None
 
 
 def fetch_newest(url: str, folder: Path) -> Path | None:
@@ -53,22 +69,29 @@ def fetch_newest(url: str, folder: Path) -> Path | None:
     return None
 
 
-def download(reference: str, folder: Path | None) -> Path:
-    """Download a checkpoint that a run has logged as ENTITY/PROJECT/NAME:ALIAS; return its file.
+def download(source: Path, folder: Path | None) -> Path | None:
+    """Download a checkpoint that a run has logged; return its file.
+
+    Args:
+        source: wandb://ENTITY/PROJECT/NAME:ALIAS; anything else is not for us, and None returned.
+        folder: where to; None: wandb's own, `artifacts/`.
 
     Raises:
         UserError: there is none, or it cannot be reached.
     """
+    if not (found := REFERENCE.fullmatch(str(source))):
+        return None
     import wandb
 
+    reference = found[1]
     try:
         artifact = wandb.Api().artifact(reference, type="model")
-        found = Path(artifact.download(str(folder) if folder else None))
+        downloaded = Path(artifact.download(str(folder) if folder else None))
     except Exception as error:  # wandb's own errors, the network's and the disk's
         reason = " ".join(str(error).split()) or type(error).__name__
         raise UserError(
             f"wandb://{reference} cannot be downloaded: {reason}; give ENTITY/PROJECT/NAME:ALIAS "
             "of a checkpoint, and log in with `wandb login`"
         ) from error
-    (path,) = found.glob("*.ckpt")
+    (path,) = downloaded.glob("*.ckpt")
     return path

@@ -11,10 +11,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lockstep_gpt.config import Config
 from lockstep_gpt.extras.copies import remote
+from lockstep_gpt.run_directory import RunDirectory
 from lockstep_gpt.training.callbacks.checkpoints import AtomicCheckpointIO
 
 logger = logging.getLogger(__name__)
+
+
+def checkpoint_io(directory: RunDirectory, config: Config) -> CopyingCheckpointIO | None:
+    """Return what writes a run's checkpoints in the background or twice, if anything shall."""
+    background, url = config.checkpoint.background, remote.copies_of(directory, config)
+    return CopyingCheckpointIO(background, url) if background or url else None
 
 
 class CopyingCheckpointIO(AtomicCheckpointIO):
@@ -42,7 +50,7 @@ class CopyingCheckpointIO(AtomicCheckpointIO):
         Args:
             checkpoint: plain containers and tensors.
             path: where to.
-            storage_options: name -> SHA-256 of its parts, which stand beside it already.
+            storage_options: name -> SHA-256 of its other files, which stand beside it already.
 
         Raises:
             RunError: this one, or in the background the last one, cannot be written.
@@ -59,9 +67,9 @@ class CopyingCheckpointIO(AtomicCheckpointIO):
         else:
             self._pending.append(self._writer.submit(action, *arguments))
 
-    def _write(self, checkpoint: dict[str, Any], path: Path, parts: dict[str, str] | None) -> None:
+    def _write(self, checkpoint: dict[str, Any], path: Path, others: dict[str, str] | None) -> None:
         self._stands = False
-        super().save_checkpoint(checkpoint, path, parts)
+        super().save_checkpoint(checkpoint, path, others)
         self._stands = True
         if self.copy_to:
             try:

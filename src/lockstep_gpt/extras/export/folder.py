@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import os
@@ -12,18 +11,21 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from lockstep_gpt.config import PROGRAM, UserError
+from lockstep_gpt.config import UserError
 from lockstep_gpt.data.tokenizer import Tokenizer, library
 from lockstep_gpt.extras.export.tokenizer_files import as_files
-from lockstep_gpt.run_directory import refuse_missing
+from lockstep_gpt.inference.source import load_model, parser_of
+from lockstep_gpt.training.checkpoint import find_checkpoint, read_checkpoint
 
 
 def main(arguments: list[str]) -> int:
     """Write the folder and say where it is and how it is loaded."""
-    options = _parser().parse_args(arguments)
-    refuse_missing(options.source)
-    from lockstep_gpt.training.checkpoint import find_checkpoint  # imports torch
-
+    about = "Write a trained model as a folder that Hugging Face's transformers loads."
+    parser = parser_of("export", about)
+    to = "the folder (default: export in the run directory)"
+    parser.add_argument("--to", type=Path, help=to)
+    parser.add_argument("--force", action="store_true", help="replace an earlier export")
+    options = parser.parse_args(arguments)
     source = find_checkpoint(options.source)
     target = options.to or _beside(source)
     export(source, target, options.force)
@@ -51,7 +53,6 @@ def export(source: Path, target: Path, force: bool = False) -> None:
     """
     from lockstep_gpt.extras.export.card import model_card
     from lockstep_gpt.extras.export.layouts import exported, layout_of
-    from lockstep_gpt.training.checkpoint import load_model, read_checkpoint
 
     target = target.resolve()  # of `.` the parent, and of a link what it stands for
     _refuse_occupied(target, force)
@@ -132,18 +133,3 @@ def _whole(target: Path) -> Iterator[Path]:
         if old.exists() and not target.exists():
             old.rename(target)
         shutil.rmtree(old, ignore_errors=True)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=f"{PROGRAM} export",
-        description="Write a trained model as a folder that Hugging Face's transformers loads.",
-    )
-    parser.add_argument(
-        "source",
-        type=Path,
-        help="a run directory, a checkpoint in one, or wandb://ENTITY/PROJECT/NAME:ALIAS",
-    )
-    parser.add_argument("--to", type=Path, help="the folder (default: export in the run directory)")
-    parser.add_argument("--force", action="store_true", help="replace an earlier export")
-    return parser

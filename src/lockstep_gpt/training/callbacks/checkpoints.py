@@ -10,7 +10,6 @@ from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.callbacks import Checkpoint
 
 from lockstep_gpt.config import Config
-from lockstep_gpt.registry import addition
 from lockstep_gpt.training import checkpoint as files
 from lockstep_gpt.training.callbacks.step import StepCallback
 from lockstep_gpt.training.ranks import refuse_differing_replicas
@@ -166,7 +165,7 @@ class AtomicCheckpointIO(CheckpointIO):
         Args:
             checkpoint: plain containers and tensors.
             path: where to.
-            storage_options: name -> SHA-256 of its parts, which stand beside it already.
+            storage_options: name -> SHA-256 of its other files, which stand beside it already.
 
         Raises:
             RunError: it cannot be written.
@@ -186,11 +185,3 @@ class AtomicCheckpointIO(CheckpointIO):
 
     def wait(self) -> None:
         """Wait until everything is written, which it is here."""
-
-
-def checkpoint_io(background: bool, copy_to: str | None) -> AtomicCheckpointIO:
-    """Return what writes checkpoints: plainly, or as an extra does."""
-    if not background and not copy_to:
-        return AtomicCheckpointIO()
-    made: AtomicCheckpointIO = addition("CHECKPOINT_IO")(background, copy_to)
-    return made

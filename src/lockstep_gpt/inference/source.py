@@ -1,0 +1,44 @@
+"""The trained model that a command is given."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lockstep_gpt.config import OPEN_GROUPS, PROGRAM, Config, from_container
+from lockstep_gpt.data import tokenizer
+from lockstep_gpt.training.checkpoint import read_checkpoint
+
+if TYPE_CHECKING:
+    from lockstep_gpt.model.gpt import GPT
+
+
+def parser_of(command: str, description: str) -> argparse.ArgumentParser:
+    """Return a parser that knows where the model of a command comes from."""
+    parser = argparse.ArgumentParser(prog=f"{PROGRAM} {command}", description=description)
+    parser.add_argument(
+        "source",
+        type=Path,
+        help="a run directory, a checkpoint in one, or wandb://ENTITY/PROJECT/NAME:ALIAS",
+    )
+    return parser
+
+
+def load_model(path: Path) -> tuple[GPT, Config, tokenizer.Tokenizer]:
+    """Return the model of a checkpoint in evaluation mode, its configuration and tokenizer."""
+    from lockstep_gpt.model.gpt import build_gpt
+
+    content = read_checkpoint(path)
+    values = {name: each for name, each in content["config"].items() if name not in OPEN_GROUPS}
+    config = from_container(values)  # without what a model does not need, and its references
+    text = tokenizer.from_dict(content["tokenizer"])
+    model = build_gpt(config.model, text.vocab_size)
+    prefix = "model."
+    weights = {
+        name.removeprefix(prefix): weight
+        for name, weight in content["state_dict"].items()
+        if name.startswith(prefix)
+    }
+    model.load_state_dict(weights)
+    return model.eval(), config, text

@@ -1,0 +1,102 @@
+"""What a run goes on from: which checkpoint, whether it is of the same run, what of it changes."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lockstep_gpt.config import Config, UserError
+from lockstep_gpt.registry import asked
+from lockstep_gpt.run_directory import RunDirectory
+from lockstep_gpt.training.checkpoint import (
+    find_checkpoint,
+    newest_valid,
+    read_checkpoint,
+    refuse_full_disk,
+    remove_leftovers,
+    size_of,
+)
+from lockstep_gpt.training.ranks import Ranks, from_rank_zero
+
+logger = logging.getLogger(__name__)
+
+
+def state_to_resume(directory: RunDirectory, config: Config, module: torch.nn.Module) -> str | None:
+    """Return the checkpoint to go on from: the run's own newest, else what `resume` names.
+
+    Every rank must call this; rank 0 looks, and the others are told.
+    """
+    first = Ranks.from_environment().rank == 0
+    own = from_rank_zero(str(_own_newest(directory, config, module) or "") if first else "")
+    if own or config.resume in ("none", "auto"):
+        return own or None
+    asked_for = Path(config.resume)
+    found = find_checkpoint(asked_for, directory.path / "artifacts") if first else ""
+    path = Path(from_rank_zero(str(found)))
+    content = read_checkpoint(path)
+    if not config.resume_force:
+        refuse_another_identity(path, content["config"], directory.values())
+    places, saved = module.state_dict(), content["state_dict"]
+    shapes = {name: weight.shape for name, weight in places.items()}
+    fitting = {name: each for name, each in saved.items() if shapes.get(name) == each.shape}
+    if len(fitting) == len(saved) == len(places):
+        return str(path)
+    module.load_state_dict(fitting, strict=False)
+    logger.warning("resume_force: took %d weights of %s, the rest is new", len(fitting), path)
+    return None
+
+
+def _own_newest(directory: RunDirectory, config: Config, module: torch.nn.Module) -> Path | None:
+    """Tidy up after a run that was killed; return its newest checkpoint that verifies."""
+    remove_leftovers(directory.checkpoints)
+    refuse_full_disk(directory.path, 3 * size_of(module.state_dict()))  # AdamW: two moments each
+    newest = newest_valid(directory.checkpoints)
+    if newest is None and config.resume == "auto":
+        return next(iter(asked("FETCH_CHECKPOINT", directory, config)), None)
+    return newest
+
+
+def realign(checkpoint: dict[str, Any], accumulation: int) -> None:
+    """Make Lightning's count of micro-batches that of this run at the saved optimizer step.
+
+    With another number of devices a step has another number of micro-batches, and Lightning,
+    which only counts these, would end its next steps in the wrong places.
+    """
+    progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
+    batches = checkpoint["global_step"] * accumulation
+    for part in ("total", "current"):
+        progress[part] = dict.fromkeys(progress[part], batches)
+
+
+def apply_settings(
+    checkpoint: dict[str, Any], optimizer: torch.optim.Optimizer, factor: float
+) -> None:
+    """Put this run's settings of the optimizer in the place of the saved ones.
+
+    Torch saves them with the state and would restore them, so that a new `optim.lr` of a resumed
+    run would silently do nothing. `factor` is the schedule's at the step to come.
+    """
+    for state in checkpoint["optimizer_states"]:
+        for saved, ours in zip(state["param_groups"], optimizer.param_groups, strict=True):
+            settings = {name: ours[name] for name in saved if name != "params"}
+            saved.update(settings, lr=factor * ours["initial_lr"])
+    for state in checkpoint["lr_schedulers"]:
+        state["base_lrs"] = [group["initial_lr"] for group in optimizer.param_groups]
+
+
+def refuse_another_identity(path: Path, saved: dict[str, Any], ours: dict[str, Any]) -> None:
+    """Raise a `UserError` if a checkpoint is of another model or data set than this run's."""
+    for group, harmless in (
+        ("model", {"dropout", "activation_checkpointing", "init_from"}),
+        ("data", {"root", "num_workers", "val_tokens"}),
+    ):
+        for name in sorted({*saved[group], *ours[group]} - harmless):
+            was, is_now = saved[group].get(name), ours[group].get(name)
+            if was != is_now:
+                raise UserError(
+                    f"resume={path} has {group}.{name}={was}, this run {is_now}; set it alike, or "
+                    "set resume_force=true"
+                )

@@ -1,0 +1,44 @@
+import torch
+
+from lockstep_gpt.config import ModelConfig
+from lockstep_gpt.data.tokenizer import ByteTokenizer
+from lockstep_gpt.inference.source import load_model
+from lockstep_gpt.model.gpt import GPT
+from lockstep_gpt.training.checkpoint import write_checkpoint
+
+SHAPE = {"block_size": 8, "n_layer": 1, "n_head": 2, "n_embd": 16}
+CONFIG = {
+    "max_steps": 10,
+    "batch": {"global_size": 4},
+    "model": SHAPE,
+    "data": {"source": "stdlib"},
+    "optim": {"algorithm": "adamw"},
+}
+
+
+def saved_model(path, **config):
+    torch.manual_seed(0)
+    model = GPT(ModelConfig(**SHAPE, dropout=0.5), 256)
+    weights = {f"model.{name}": weight for name, weight in model.state_dict().items()}
+    content = {
+        "config": {**CONFIG, **config},
+        "tokenizer": ByteTokenizer().to_dict(),
+        "state_dict": weights,
+    }
+    write_checkpoint(content, path)
+    return model
+
+
+def test_a_model_read_back_gives_the_same_logits_without_dropout(tmp_path):
+    model = saved_model(tmp_path / "step=000001.ckpt", model={**SHAPE, "dropout": 0.5})
+    read, config, tokenizer = load_model(tmp_path / "step=000001.ckpt")
+    tokens = torch.arange(8)[None]
+    assert torch.equal(read(tokens), model.eval()(tokens))
+    assert (config.model.dropout, config.max_steps) == (0.5, 10)
+    assert isinstance(tokenizer, ByteTokenizer)
+
+
+def test_a_model_can_be_read_where_the_environment_of_its_run_is_gone(tmp_path):
+    logger = {"wandb": {"entity": "${oc.env:GONE_WITH_THE_RUN}"}}
+    saved_model(tmp_path / "step=000001.ckpt", logger=logger)
+    load_model(tmp_path / "step=000001.ckpt")
