@@ -19,6 +19,11 @@ EXTRAS = {
     "sweep": ("configs/hydra/", "src/hydra_plugins/", "tests/hydra_plugins/"),
     "warm": ("src/lockstep_gpt/extras/warm/", "tests/extras/warm/"),
     "copies": ("src/lockstep_gpt/extras/copies/", "tests/extras/copies/"),
+    "trackers": (
+        "configs/logger/added/",
+        "src/lockstep_gpt/extras/trackers/",
+        "tests/extras/trackers/",
+    ),
     "nodes": ("src/lockstep_gpt/extras/nodes/", "tests/extras/nodes/"),
     "cluster": ("src/lockstep_gpt/extras/cluster/", "tests/extras/cluster/"),
     "sources": (

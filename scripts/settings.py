@@ -76,7 +76,10 @@ def page() -> str:
     parts = [Part(ROOT, HEAD), section("## The run", Config), *map(own_section, SCHEMAS)]
     parts += [Part(ROOT, "## `data`\n"), *data_sections()]
     parts += [Part(ROOT, "## Choices\n"), *(part for group in GROUPS for part in choices(group))]
-    parts += [Part(ROOT, OPEN), *(part for group in OPEN_GROUPS for part in open_choices(group))]
+    parts += [
+        Part(ROOT, OPEN),
+        *(part for group in sorted(OPEN_GROUPS) for part in open_choices(group)),
+    ]
     # template-only: begin
     parts = list(map(in_markers, parts))
     # template-only: end
@@ -210,21 +213,25 @@ def flat(values: Mapping[str, Any], prefix: str) -> Iterator[str]:
 def open_choices(group: str) -> Iterator[Part]:
     """Yield a section for each choice of an open group, with the settings that its file lists."""
     for file in sorted((CONFIGS / group).glob("*.yaml")):
-        rows = list(listed(file))
-        table = table_of(("setting", "default", "means"), rows) if rows else ""
-        known = yaml.safe_load(file.read_text("utf-8")).get("defaults", [])
-        base = (
-            f" Takes also the settings of `{group}={known[0]}`."
-            if file.stem != "default" and known
-            else ""
-        )
+        known = yaml.safe_load(file.read_text("utf-8")).get("defaults", ["_self_"])
+        base = f" Takes also the settings of `{group}={known[0]}`." if known[0] != "_self_" else ""
         about = f"{header(file)}{base}".strip() or "The choice where none is made."
-        yield Part(file, f"### `{group}={file.stem}`\n\n{about}\n{table}")
+        yield Part(file, f"### `{group}={file.stem}`\n\n{about}\n{table_in(file, group)}")
+        added = file.parent / "added" / file.name
+        if added.exists():
+            more = f"### More of `{group}={file.stem}`\n\n{header(added)}"
+            yield Part(added, f"{more}\n{table_in(added, group)}")
 
 
-def listed(file: Path) -> Iterator[tuple[str, ...]]:
+def table_in(file: Path, group: str) -> str:
+    """Return the settings that a YAML file lists as a table, if there are some."""
+    rows = list(listed(file, group))
+    return table_of(("setting", "default", "means"), rows) if rows else ""
+
+
+def listed(file: Path, group: str) -> Iterator[tuple[str, ...]]:
     """Yield name, default and meaning of each setting that a YAML file lists."""
-    parents: list[str] = [file.parent.name]
+    parents: list[str] = [group]
     for line in file.read_text("utf-8").splitlines():
         found = LINE.fullmatch(line)
         if not found or found[2] in ("_target_", "defaults"):

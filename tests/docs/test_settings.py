@@ -58,7 +58,7 @@ def test_a_setting_s_row_has_type_limits_choices_default_and_meaning(settings):
 def test_a_line_of_yaml_gives_name_value_and_comment(settings, tmp_path):
     file = tmp_path / "boat.yaml"
     file.write_text("_target_: a.B\nsail:\n  area: 12 # square metres | none\n  colour: 'red '\n")
-    assert list(settings.listed(file)) == [
-        (f"`{tmp_path.name}.sail.area`", "`12`", "square metres, none"),
-        (f"`{tmp_path.name}.sail.colour`", "`red `", ""),
+    assert list(settings.listed(file, "boats")) == [
+        ("`boats.sail.area`", "`12`", "square metres, none"),
+        ("`boats.sail.colour`", "`red `", ""),
     ]

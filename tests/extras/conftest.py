@@ -17,3 +17,4 @@ def _fixtures() -> dict[str, object]:
 
 _TRAINING = _fixtures()
 folder, new_run, on_ranks = (_TRAINING[name] for name in ("folder", "new_run", "on_ranks"))
+records, read_offline = (_TRAINING[name] for name in ("records", "read_offline"))

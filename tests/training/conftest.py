@@ -1,7 +1,9 @@
 """A run in miniature: real data, a real module and a real Trainer on the CPU."""
 
+import json
 import multiprocessing
 import os
+import struct
 import traceback
 import uuid
 import warnings
@@ -12,6 +14,7 @@ import lightning
 import pytest
 import torch
 import torch.distributed as dist
+from wandb.proto import wandb_internal_pb2
 
 from lockstep_gpt.config import (
     BatchConfig,
@@ -166,3 +169,49 @@ def on_ranks(tmp_path):
         return [results[rank] for rank in range(size)]
 
     return run
+
+
+BLOCK, HEADER = 32768, 7
+
+
+def read_records(path):
+    """Read a `.wandb` file: LevelDB's log format after 7 bytes, a protobuf in each record."""
+    content, position, parts = path.read_bytes(), HEADER, []
+    while position + HEADER <= len(content):
+        if BLOCK - position % BLOCK < HEADER:
+            position += BLOCK - position % BLOCK
+            continue
+        _, length, kind = struct.unpack_from("<IHB", content, position)
+        position += HEADER
+        parts.append(content[position : position + length])
+        position += length
+        if kind in (1, 4):  # whole, or the last part
+            yield wandb_internal_pb2.Record.FromString(b"".join(parts))
+            parts = []
+
+
+def read_offline_runs(folder):
+    """Return the ids of runs, the configuration and the rows of all offline files below."""
+    ids, config, rows = set(), {}, []
+    for path in sorted(folder.glob("wandb/offline-run-*/*.wandb")):
+        for record in read_records(path):
+            if record.HasField("run"):
+                ids.add(record.run.run_id)
+                update = record.run.config.update
+                config.update({item.key: json.loads(item.value_json) for item in update})
+            elif record.HasField("history"):
+                items = record.history.item
+                rows.append(
+                    {".".join(i.nested_key) or i.key: json.loads(i.value_json) for i in items}
+                )
+    return ids, config, rows
+
+
+@pytest.fixture(scope="session")
+def records():
+    return read_records
+
+
+@pytest.fixture(scope="session")
+def read_offline():
+    return read_offline_runs

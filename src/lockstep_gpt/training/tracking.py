@@ -1,20 +1,22 @@
-"""All we know of wandb, and the loggers beside `metrics.csv`; only rank 0 ever comes here."""
+"""The wandb run of a run directory, and TensorBoard; only rank 0 ever comes here."""
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
 import secrets
 import subprocess
 from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
 
-from lockstep_gpt.config import UserError, as_typed
+from lockstep_gpt.config import UserError
+from lockstep_gpt.registry import addition
 from lockstep_gpt.run_directory import RunDirectory
-from lockstep_gpt.training.checkpoint import files_of
 from lockstep_gpt.training.metrics_file import STEP
 
 if TYPE_CHECKING:
@@ -24,8 +26,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MODES = ("auto", "online", "offline", "disabled")
-WATCHED = (None, "gradients", "parameters", "all")
-TOKENS = "trainer/tokens"
 # What wandb shows of a metric in its table of runs, instead of the last value.
 SUMMARIES = {
     "train/loss": "min",
@@ -37,20 +37,7 @@ SUMMARIES = {
 
 
 class TrackedRun(WandbLogger):
-    """Lightning's `WandbLogger` on axes of our own; it always adds one of Lightning's.
-
-    Args:
-        experiment: the run.
-        keep_checkpoints: log checkpoints as an artifact at the end.
-        watched: what to draw histograms of: None, gradients, parameters or all.
-    """
-
-    def __init__(
-        self, experiment: Run, keep_checkpoints: bool = False, watched: str | None = None
-    ) -> None:
-        super().__init__(experiment=experiment)
-        self.keep_checkpoints, self.watched = keep_checkpoints, watched
-        self._samples: Any = None  # the table, once there is a sample
+    """Lightning's `WandbLogger` on axes of our own; it always adds one of Lightning's."""
 
     def log_metrics(self, metrics: Any, step: int | None = None) -> None:
         """Log one row under the names that metrics.csv has."""
@@ -60,31 +47,8 @@ class TrackedRun(WandbLogger):
     def log_hyperparams(self, *_args: Any, **_kwargs: Any) -> None:
         """Do nothing: the configuration was given when the run was made."""
 
-    def begin(self, model: Module, every: int) -> None:
-        """Draw histograms of `model` at each `every` steps, if it was asked for."""
-        if self.watched:
-            self.watch(model, log=self.watched, log_freq=every, log_graph=False)
-
-    def log_sample(self, step: int, prompt: str, text: str) -> None:
-        """Add a row to the table of samples, which grows in the course of the run."""
-        import wandb
-
-        if self._samples is None:
-            names: list[str | int] = ["step", "prompt", "text"]
-            self._samples = wandb.Table(columns=names, log_mode="INCREMENTAL")
-        self._samples.add_data(step, prompt, text)
-        self.experiment.log({STEP: step, "samples": self._samples})
-
-    def close(self, status: str, checkpoints: dict[Path, list[str]]) -> None:
-        """End the wandb run as `done`, `stopped` or `failed`.
-
-        Args:
-            status: which of them.
-            checkpoints: files -> their aliases.
-        """
-        if self.keep_checkpoints:
-            for path, aliases in checkpoints.items():
-                self._log_checkpoint(path, aliases)
+    def close(self, status: str) -> None:
+        """End the wandb run as `done`, `stopped` or `failed`."""
         if status != "done":
             name = self.experiment.name
             self.experiment.alert(f"{name} {status}", f"the run {name} ended early: {status}")
@@ -92,50 +56,31 @@ class TrackedRun(WandbLogger):
             self.experiment.mark_preempting()
         self.experiment.finish(exit_code=0 if status == "done" else 1)
 
-    def _log_checkpoint(self, path: Path, aliases: list[str]) -> None:
-        import wandb
-
-        artifact = wandb.Artifact(f"{self.experiment.id}-checkpoint", type="model")
-        for each in files_of(path):
-            artifact.add_file(str(each))
-        self.experiment.log_artifact(artifact, aliases=aliases)
-
 
 def wandb_logger(
-    *,
-    directory: RunDirectory,
-    config: dict[str, Any],
-    mode: str,
-    log_model: bool = False,
-    log_code: bool = False,
-    watch: str | None = None,
-    **arguments: Any,
+    *, directory: RunDirectory, config: dict[str, Any], model: Module, mode: str, **settings: Any
 ) -> TrackedRun:
     """Make or go on with the one wandb run of `directory`.
 
     Args:
         directory: holds wandb's files and the run's id, by which a resumed run is the same one.
         config: what wandb shows as the configuration; no secrets.
+        model: what is trained.
         mode: online, offline, disabled, or auto: online if there is an account.
-        log_model: log the best and the last checkpoint at the end.
-        log_code: log the source of this package.
-        watch: histograms of gradients, parameters, all, or none.
-        arguments: passed on to `wandb.init`: project, entity, group, tags, job_type, notes.
+        settings: what an extra takes; and for `wandb.init`: project, entity, group, tags, job_type,
+            notes.
 
     Raises:
-        UserError: `mode` or `watch` is unknown, or checkpoints have nowhere to go.
+        UserError: a setting is none, or is refused.
     """
     if mode not in MODES:
         raise UserError(f"logger.wandb.mode={mode} is not one of {', '.join(MODES)}")
-    if watch not in WATCHED:
-        names = ", ".join(map(as_typed, WATCHED))
-        raise UserError(f"logger.wandb.watch={watch} is not one of {names}")
-    chosen = _mode(mode)
-    if log_model and chosen != "online":
-        raise UserError(
-            f"logger.wandb.log_model=true goes to wandb's server, and this run is {chosen}; log in "
-            "with `wandb login`, or keep copies with checkpoint.copy_to"
-        )
+    import wandb
+
+    chosen, added, made = _mode(mode), addition("TRACKED_RUN"), TrackedRun
+    if added:
+        made = added(directory, config, model, chosen, settings)
+    known = inspect.signature(wandb.init).parameters
     run = _start(
         chosen,
         dir=str(directory.path),
@@ -143,16 +88,13 @@ def wandb_logger(
         resume="allow",
         name=config["run_name"],
         config=config,
-        **arguments,
+        # What is off and not wandb's is of an extra that was here when the run began.
+        **{name: value for name, value in settings.items() if value or name in known},
     )
     run.define_metric(STEP)
-    run.define_metric(TOKENS, step_metric=STEP)
-    run.define_metric("*", step_metric=STEP)
-    for name, summary in SUMMARIES.items():
+    for name, summary in {"trainer/tokens": None, "*": None, **SUMMARIES}.items():
         run.define_metric(name, step_metric=STEP, summary=summary)
-    if log_code:
-        run.log_code(str(Path(__file__).parents[1]))
-    return TrackedRun(run, log_model, watch)
+    return made(experiment=run)
 
 
 def _start(mode: Any, **arguments: Any) -> Run:
@@ -230,16 +172,13 @@ def offline_hint(directory: RunDirectory) -> str:
 
 def git_state(folder: Path) -> dict[str, Any]:
     """Return the revision of the code at `folder`, and whether files differ from it."""
-    revision = _git(folder, "rev-parse", "HEAD")
-    if revision is None:
-        return {}
-    return {"git_revision": revision, "git_dirty": bool(_git(folder, "status", "--porcelain"))}
-
-
-def _git(folder: Path, *arguments: str) -> str | None:
+    git = ["git", "-C", str(folder)]
+    run = partial(subprocess.run, capture_output=True, text=True, check=True, timeout=10)
     try:
-        command = ["git", "-C", str(folder), *arguments]
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=10)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.strip() if done.returncode == 0 else None
+        revision = run([*git, "rev-parse", "HEAD"]).stdout.strip()
+        return {
+            "git_revision": revision,
+            "git_dirty": bool(run([*git, "status", "--porcelain"]).stdout.strip()),
+        }
+    except (OSError, subprocess.SubprocessError):
+        return {}

@@ -105,8 +105,6 @@ def _train(directory: RunDirectory, config: Config, ranks: Ranks, terminal: Text
         lines = reporting.receipt(config, batch, schedule, facts)
         logger.info("%s", reporting.as_text(lines))
         metrics_file.begin(step_of(Path(resume)) if resume else 0)
-        for each in tracking.tracked(loggers):
-            each.begin(module.model, config.log_every)
     status = "failed"
     try:
         status = _fit(trainer, module, data, resume)
@@ -120,7 +118,7 @@ def _train(directory: RunDirectory, config: Config, ranks: Ranks, terminal: Text
             times = {"lr": schedule.peak_lr, "wall_seconds": time.perf_counter() - started}
             reporting.conclude(directory, status, trainer, {**found, **times})
             for each in tracking.tracked(loggers):
-                each.close(status, checkpoints.kept)
+                each.close(status)
     leave()
     if ranks.rank == 0:
         logger.info("%s", reporting.closing(directory, metrics.row, time.perf_counter() - started))
@@ -169,7 +167,8 @@ def _loggers(
         "parameters": module.model.num_parameters,
         **tracking.git_state(Path(__file__).parent),
     }
-    known = {"directory": directory, "config": {**directory.values(), **derived}}
+    shown = {**directory.values(), **derived}
+    known = {"directory": directory, "config": shown, "model": module.model}
     return [build(node, known) for node in config.logger.values()]
 
 

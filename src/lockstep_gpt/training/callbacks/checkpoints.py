@@ -106,15 +106,6 @@ class Checkpoints(StepCallback, Checkpoint):
         """The newest checkpoint."""
         return next(reversed(files.checkpoints_in(self.folder)), None)
 
-    @property
-    def kept(self) -> dict[Path, list[str]]:
-        """The best and the last checkpoint, with what wandb shall call them."""
-        found: dict[Path, list[str]] = {}
-        for path, alias in ((self.best, "best"), (self.last, "latest")):
-            if path is not None:
-                found.setdefault(path, [path.stem]).append(alias)
-        return found
-
     def summary(self) -> dict[str, Any]:
         """Return what `summary.json` says of the checkpoints and the batch."""
         best, last = self.best, self.last

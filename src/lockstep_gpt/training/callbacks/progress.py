@@ -148,6 +148,7 @@ class Sample(Callback):
         generator = torch.Generator(device).manual_seed(pl_module.config.seed)
         tokens = model.generate(prompt[None], self.length, self.temperature, generator=generator)
         text = tokenizer.decode(tokens[0].tolist())
+        step, names = trainer.global_step, ["step", "prompt", "text"]
         for each in tracked(trainer.loggers):
-            each.log_sample(trainer.global_step, self.prompt, text)
+            each.log_table("samples", names, [[step, self.prompt, text]], step=step)
         logger.info("%s", "\n".join(["", "sample", *(f"  | {line}" for line in text.splitlines())]))

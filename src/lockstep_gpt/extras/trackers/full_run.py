@@ -1,0 +1,103 @@
+"""What wandb gets beside metrics and configuration, as `logger.wandb` asks for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import wandb
+
+from lockstep_gpt.config import UserError, as_typed
+from lockstep_gpt.run_directory import RunDirectory
+from lockstep_gpt.training import tracking
+from lockstep_gpt.training.checkpoint import files_of
+
+if TYPE_CHECKING:
+    from torch.nn import Module
+    from wandb.sdk.wandb_run import Run
+
+WATCHED = (None, "gradients", "parameters", "all")
+
+
+def tracked_run(
+    directory: RunDirectory,
+    config: dict[str, Any],
+    model: Module,
+    mode: str,
+    settings: dict[str, Any],
+) -> Callable[[Run], FullRun]:
+    """Return what makes a logger of a wandb run.
+
+    Args:
+        directory: the run's.
+        config: its configuration.
+        model: what `watch` draws histograms of, every `log_every` steps.
+        mode: online, offline or disabled.
+        settings: those of `logger.wandb`; ours are taken out.
+
+    Raises:
+        UserError: `watch` is unknown, or checkpoints have nowhere to go.
+    """
+    watch, log_code = settings.pop("watch", None), settings.pop("log_code", False)
+    log_model = settings.pop("log_model", False)
+    if watch not in WATCHED:
+        names = ", ".join(map(as_typed, WATCHED))
+        raise UserError(f"logger.wandb.watch={watch} is not one of {names}")
+    if log_model and mode != "online":
+        raise UserError(
+            f"logger.wandb.log_model=true goes to wandb's server, and this run is {mode}; log in "
+            "with `wandb login`, or keep copies with checkpoint.copy_to"
+        )
+
+    def made(experiment: Run) -> FullRun:
+        if log_code:
+            experiment.log_code(str(Path(tracking.__file__).parents[1]))
+        if watch:
+            experiment.watch(model, log=watch, log_freq=config["log_every"], log_graph=False)
+        return FullRun(experiment, directory if log_model else None)
+
+    return made
+
+
+class FullRun(tracking.TrackedRun):
+    """A wandb run with tables that grow, and with checkpoints as artifacts.
+
+    Args:
+        experiment: the run.
+        directory: whose best and last checkpoint are logged at the end; None: no checkpoints.
+    """
+
+    def __init__(self, experiment: Run, directory: RunDirectory | None) -> None:
+        super().__init__(experiment=experiment)
+        self.directory = directory
+        self._tables: dict[str, wandb.Table] = {}
+
+    def log_table(
+        self,
+        key: str,
+        columns: list[str] | None = None,
+        data: list[list[Any]] | None = None,
+        dataframe: Any = None,  # noqa: ARG002
+        step: int | None = None,
+    ) -> None:
+        """Add rows to the table `key`, which grows in the course of the run."""
+        if key not in self._tables:
+            self._tables[key] = wandb.Table(columns=[*(columns or ())], log_mode="INCREMENTAL")
+        for row in data or ():
+            self._tables[key].add_data(*row)
+        self.log_metrics({key: self._tables[key]}, step)
+
+    def close(self, status: str) -> None:
+        """Log the checkpoints, then end the run."""
+        summary = self.directory.read_summary() if self.directory else {}
+        aliases: dict[str, list[str]] = {}
+        for name, alias in (("best_checkpoint", "best"), ("last_checkpoint", "latest")):
+            if path := summary.get(name):
+                aliases.setdefault(path, [Path(path).stem]).append(alias)
+        for path, names in aliases.items():
+            artifact = wandb.Artifact(f"{self.experiment.id}-checkpoint", type="model")
+            for each in files_of(Path(path)):
+                artifact.add_file(str(each))
+            self.experiment.log_artifact(artifact, aliases=names)
+        super().close(status)

@@ -1,0 +1,79 @@
+import sys
+
+import pytest
+
+from lockstep_gpt.config import UserError
+from lockstep_gpt.run_directory import RunDirectory
+from lockstep_gpt.training import tracking
+from lockstep_gpt.training.checkpoint import sum_path
+
+
+@pytest.mark.usefixtures("quick_ranks")
+def test_the_table_of_samples_grows_with_each_validation(command, read_offline):
+    sampling = ("callbacks.sample.at_validation=true", "callbacks.sample.length=9", "val_every=5")
+    own = ("logger=wandb", "trainer=cpu")  # in a process that has logged no other table
+    command.train(*own, "run_dir=run", "max_steps=15", *sampling)
+    _, _, rows = read_offline(command.folder / "run")
+    tables = [row for row in rows if "samples.nrows" in row]
+    assert [table["samples.increment_num"] for table in tables] == [0, 1, 2]
+    assert (command.folder / "run/train.log").read_text().count("\nsample\n") == 3
+
+
+@pytest.mark.usefixtures("quick_ranks")
+def test_histograms_and_code_are_kept_where_they_are_asked_for(command, read_offline, records):
+    store = command.folder / "store"
+    asked = ("logger.wandb.watch=gradients", "logger.wandb.log_code=true")
+    own = ("logger=wandb", "trainer=cpu")  # WANDB_DATA_DIR is read once in a process
+    command.train(*own, "run_dir=run", *asked, WANDB_DATA_DIR=str(store))
+    _, _, rows = read_offline(command.folder / "run")
+    names = {name for row in rows for name in row if name.startswith("gradients/")}
+    assert any("blocks.0.attention" in name for name in names)
+    (path,) = (command.folder / "run").glob("wandb/offline-run-*/*.wandb")
+    kinds = {record.artifact.type for record in records(path) if record.HasField("artifact")}
+    assert "code" in kinds
+
+
+LOG_CHECKPOINT = """
+import sys
+from pathlib import Path
+import wandb
+from lockstep_gpt.extras.trackers.full_run import FullRun
+from lockstep_gpt.run_directory import RunDirectory
+run = wandb.init(mode="offline", dir=".", settings=wandb.Settings(silent=True))
+directory = RunDirectory(Path.cwd())
+directory.write_summary(dict.fromkeys(["best_checkpoint", "last_checkpoint"], sys.argv[1]))
+FullRun(run, directory).close("done")
+"""
+
+
+def test_the_best_and_the_last_checkpoint_become_an_artifact_with_aliases(command, records):
+    path = command.folder / "step=000005.ckpt"
+    path.write_bytes(b"weights")
+    sum_path(path).write_text("sum")
+    aliases = [path.stem, "best", "latest"]
+    words = [sys.executable, "-c", LOG_CHECKPOINT, str(path)]
+    status, _, err = command.run_words(words)
+    assert status == 0, err
+    (log,) = command.folder.glob("wandb/offline-run-*/*.wandb")
+    (artifact,) = [record.artifact for record in records(log) if record.HasField("artifact")]
+    assert (artifact.type, sorted(artifact.aliases)) == ("model", sorted(aliases))
+    assert {entry.path for entry in artifact.manifest.contents} == {path.name, sum_path(path).name}
+
+
+@pytest.mark.parametrize(
+    ("settings", "line"),
+    [
+        ({"watch": "weights"}, r"logger\.wandb\.watch=weights is not one of null, gradients"),
+        ({"log_model": True}, r"log_model=true goes to wandb's server, and this run is offline"),
+    ],
+)
+def test_what_cannot_be_is_refused(tmp_path, settings, line):
+    usual = {"entity": None, "group": None, "tags": [], "job_type": "train", "notes": None}
+    with pytest.raises(UserError, match=line):
+        tracking.wandb_logger(
+            directory=RunDirectory(tmp_path),
+            config={},
+            model=None,
+            project="p",
+            **{**usual, "mode": "offline", **settings},
+        )
