@@ -34,11 +34,7 @@ def load_model(path: Path) -> tuple[GPT, Config, tokenizer.Tokenizer]:
     config = from_container(values)  # without what a model does not need, and its references
     text = tokenizer.from_dict(content["tokenizer"])
     model = build_gpt(config.model, text.vocab_size)
-    prefix = "model."
-    weights = {
-        name.removeprefix(prefix): weight
-        for name, weight in content["state_dict"].items()
-        if name.startswith(prefix)
-    }
-    model.load_state_dict(weights)
+    saved, prefix = content["state_dict"], "model."
+    own = {name: each for name, each in saved.items() if name.startswith(prefix)}
+    model.load_state_dict({name.removeprefix(prefix): each for name, each in own.items()})
     return model.eval(), config, text

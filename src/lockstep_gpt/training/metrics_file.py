@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,11 @@ class MetricsFile(Logger):
     beyond its step, which it is about to repeat.
     """
 
-    def __init__(self, path: Path, columns: list[str]) -> None:
+    def __init__(self, path: Path, columns: Iterable[str]) -> None:
         super().__init__()
         self.path = path
-        self.columns = columns
-        self.rows: list[dict[str, str]] = []  # only the last one, once they are on the disk
+        self.columns = [*columns]
+        self.last: dict[str, str] = {}  # row
         self._end = 0  # where the last row begins
 
     @property
@@ -50,32 +51,29 @@ class MetricsFile(Logger):
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
         """Write the row of `step`, or add to it if it is the last one."""
         assert step is not None, "every row belongs to a step"
-        row = {STEP: str(step), **{name: _text(value) for name, value in metrics.items()}}
-        if self.rows and self.rows[-1][STEP] == row[STEP]:
-            row = {**self.rows.pop(), **row}
+        row = {STEP: str(step), **{name: str(value) for name, value in metrics.items()}}
+        if self.last.get(STEP) == row[STEP]:
+            row = {**self.last, **row}
         else:
             self._end = self.path.stat().st_size
-        self.rows = [row]
+        self.last = row
         if new := [name for name in row if name not in self.columns]:
             self.columns += new
             self._rewrite([*_read(self.path, self._end), row])
         else:
-            self._write_last(self._line(row))
+            with self.path.open("r+", encoding="utf-8", newline="") as file:
+                file.seek(self._end)
+                file.write(self._line(row))
+                file.truncate()
 
     @rank_zero_only
     def log_hyperparams(self, *_args: Any, **_kwargs: Any) -> None:
         """Do nothing: the frozen configuration lies beside the file."""
 
-    def _write_last(self, line: str) -> None:
-        with self.path.open("r+", encoding="utf-8", newline="") as file:
-            file.seek(self._end)
-            file.write(line)
-            file.truncate()
-
     def _rewrite(self, rows: list[dict[str, str]]) -> None:
         lines = [_csv(self.columns), *(self._line(row) for row in rows)]
         replace_text(self.path, "".join(lines))
-        self.rows = rows[-1:]
+        self.last = rows[-1] if rows else {}
         self._end = self.path.stat().st_size - (len(lines[-1].encode()) if rows else 0)
 
     def _line(self, row: dict[str, str]) -> str:
@@ -95,7 +93,3 @@ def _read(path: Path, end: int | None = None) -> list[dict[str, str]]:
     text = path.read_bytes()[:end].decode("utf-8")
     whole = text[: text.rfind("\n") + 1]
     return list(csv.DictReader(io.StringIO(whole)))
-
-
-def _text(value: Any) -> str:
-    return repr(float(value)) if isinstance(value, float) else str(value)

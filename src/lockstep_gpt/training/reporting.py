@@ -54,28 +54,31 @@ class AboveBar(logging.StreamHandler):  # type: ignore[type-arg]
 @contextlib.contextmanager
 def reporting(run: RunDirectory, ranks: Ranks, config: Config) -> Iterator[TextIO]:
     """Set up logging and warnings for the life of a rank; yield the terminal, for failures."""
-    root = logging.getLogger()
     terminal = _terminal(run, ranks)
     console = AboveBar(sys.stdout)
     handlers = [console] if ranks.rank else [console, logging.FileHandler(run.log)]
     for handler in handlers:
         handler.setFormatter(logging.Formatter("%(message)s"))
     with contextlib.ExitStack() as after, warnings.catch_warnings():
-        after.callback(setattr, warnings, "formatwarning", warnings.formatwarning)
-        for library in map(logging.getLogger, ("", *LIBRARIES)):
-            after.callback(setattr, library, "handlers", library.handlers)
-            after.callback(setattr, library, "propagate", library.propagate)
+        for handler in handlers:
+            after.callback(handler.close)
+        for name in ("", *LIBRARIES):  # libraries speak through our handlers
+            library = logging.getLogger(name)
+            before = {"handlers": library.handlers, "propagate": library.propagate}
+            after.callback(vars(library).update, before)
             after.callback(library.setLevel, library.level)
-        root.handlers = [*handlers]
-        root.setLevel(LEVELS[config.verbosity])
-        _tame_libraries(config)
-        try:
-            yield terminal
-        finally:
-            logging.captureWarnings(False)
-            for handler in handlers:
-                handler.flush()
-                handler.close()
+            vars(library).update(handlers=[], propagate=True)
+            if config.verbosity != "debug":
+                library.setLevel(logging.WARNING)
+        logging.root.handlers = [*handlers]
+        logging.root.setLevel(LEVELS[config.verbosity])
+        after.callback(setattr, warnings, "formatwarning", warnings.formatwarning)
+        warnings.formatwarning = lambda message, *_args, **_kwargs: f"warning: {message}"
+        logging.captureWarnings(True)
+        after.callback(logging.captureWarnings, False)
+        for pattern in NOISE:
+            warnings.filterwarnings("ignore", pattern)
+        yield terminal
 
 
 def _terminal(run: RunDirectory, ranks: Ranks) -> TextIO:
@@ -99,25 +102,7 @@ def drop_rank_log(run: RunDirectory, ranks: Ranks) -> None:
             run.rank_log(ranks.rank).parent.rmdir()
 
 
-def _tame_libraries(config: Config) -> None:
-    """Route libraries' words through our handlers; only warnings, unless debugging."""
-    for name in LIBRARIES:
-        library = logging.getLogger(name)
-        library.handlers = []
-        library.propagate = True
-        if config.verbosity != "debug":
-            library.setLevel(logging.WARNING)
-    logging.captureWarnings(True)
-    warnings.formatwarning = lambda message, *_args, **_kwargs: f"warning: {message}"
-    for pattern in NOISE:
-        warnings.filterwarnings("ignore", pattern)
-
-
-RULES = {
-    "linear": "linear in the batch",
-    "sqrt": "square root of the batch",
-    "none": "not scaled",
-}
+RULES = {"linear": "linear in the batch", "sqrt": "square root of the batch", "none": "not scaled"}
 
 
 def receipt(
@@ -131,14 +116,28 @@ def receipt(
         schedule: the learning rate over the run.
         facts: lines that only the running rank knows, put around ours.
     """
+
+    def steps(count: int) -> str:
+        return f"{count:,} steps = {count * batch.tokens_per_step:,} tokens"
+
+    decay = ", then constant"
+    if config.optim.decay != "constant":
+        final = schedule.lr(schedule.total_steps - 1)
+        last = f"over the last {steps(schedule.decay_steps)} to {final:g}"
+        decay = f", {config.optim.decay} decay {last}"
+    found = f"{batch.global_size} samples, found at {config.batch.reference_size}"
     return {
         "run": f"{config.run_name} in {config.run_dir}",
         **facts,
         "precision": config.precision + (", compiled" if config.compile else ""),
-        "batch": _batch(batch),
-        "budget": _budget(batch, schedule),
-        "lr": _lr(config, batch, schedule),
-        "schedule": _schedule(config, batch, schedule),
+        "batch": f"{batch.devices} device{'s' * (batch.devices > 1)} x "
+        f"{batch.nodes} node{'s' * (batch.nodes > 1)} x {batch.micro_size} samples x "
+        f"{batch.accumulation} accumulation = {batch.global_size} samples = "
+        f"{batch.tokens_per_step:,} tokens per step",
+        "budget": steps(schedule.total_steps),
+        "lr": f"{schedule.base_lr:g} x {schedule.scale:g} = {schedule.peak_lr:g} "
+        f"({RULES[config.optim.lr_scaling]}: {found})",
+        "schedule": f"{steps(schedule.warmup_steps)} of warmup{decay}",
     }
 
 
@@ -172,13 +171,8 @@ def _attention(config: Config) -> str:
     """Return the kernel that attention takes here; warn where it is the slow one."""
     dtype = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16, "64-true": torch.float64}
     model, device = config.model, config.trainer["accelerator"]
-    kernel = attention_kernel(
-        model.n_head,
-        model.block_size,
-        model.n_embd // model.n_head,
-        device,
-        dtype.get(config.precision, torch.float32),
-    )
+    shape = (model.n_head, model.block_size, model.n_embd // model.n_head)
+    kernel = attention_kernel(*shape, device, dtype.get(config.precision, torch.float32))
     if kernel == "math" and device == "cuda":
         logger.warning(
             "attention has no fused kernel here, and is slow: set precision=bf16-mixed, or a "
@@ -191,39 +185,6 @@ def as_text(lines: dict[str, str]) -> str:
     """Lay the receipt out in two columns."""
     width = max(map(len, lines))
     return "\n".join(f"  {label:<{width}}  {line}" for label, line in lines.items())
-
-
-def _batch(batch: BatchPlan) -> str:
-    return (
-        f"{batch.devices} device{'s' * (batch.devices > 1)} x "
-        f"{batch.nodes} node{'s' * (batch.nodes > 1)} x {batch.micro_size} samples x "
-        f"{batch.accumulation} accumulation = {batch.global_size} samples = "
-        f"{batch.tokens_per_step:,} tokens per step"
-    )
-
-
-def _budget(batch: BatchPlan, schedule: Schedule) -> str:
-    tokens = schedule.total_steps * batch.tokens_per_step
-    return f"{schedule.total_steps:,} steps = {tokens:,} tokens"
-
-
-def _lr(config: Config, batch: BatchPlan, schedule: Schedule) -> str:
-    rule = RULES[config.optim.lr_scaling]
-    why = f"{rule}: {batch.global_size} samples, found at {config.batch.reference_size}"
-    return f"{schedule.base_lr:g} x {schedule.scale:g} = {schedule.peak_lr:g} ({why})"
-
-
-def _schedule(config: Config, batch: BatchPlan, schedule: Schedule) -> str:
-    warmup = f"{schedule.warmup_steps:,} steps = {_tokens(schedule.warmup_steps, batch)} of warmup"
-    if config.optim.decay == "constant":
-        return f"{warmup}, then constant"
-    final = schedule.lr(schedule.total_steps - 1)
-    decay = f"{schedule.decay_steps:,} steps = {_tokens(schedule.decay_steps, batch)}"
-    return f"{warmup}, {config.optim.decay} decay over the last {decay} to {final:g}"
-
-
-def _tokens(steps: int, batch: BatchPlan) -> str:
-    return f"{steps * batch.tokens_per_step:,} tokens"
 
 
 def conclude(directory: RunDirectory, status: str, trainer: Trainer, found: dict[str, Any]) -> None:

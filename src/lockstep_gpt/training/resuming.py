@@ -11,14 +11,7 @@ import torch
 from lockstep_gpt.config import Config, UserError
 from lockstep_gpt.registry import asked
 from lockstep_gpt.run_directory import RunDirectory
-from lockstep_gpt.training.checkpoint import (
-    find_checkpoint,
-    newest_valid,
-    read_checkpoint,
-    refuse_full_disk,
-    remove_leftovers,
-    size_of,
-)
+from lockstep_gpt.training import checkpoint as files
 from lockstep_gpt.training.ranks import Ranks, from_rank_zero
 
 logger = logging.getLogger(__name__)
@@ -34,9 +27,9 @@ def state_to_resume(directory: RunDirectory, config: Config, module: torch.nn.Mo
     if own or config.resume in ("none", "auto"):
         return own or None
     asked_for = Path(config.resume)
-    found = find_checkpoint(asked_for, directory.path / "artifacts") if first else ""
+    found = files.find_checkpoint(asked_for, directory.path / "artifacts") if first else ""
     path = Path(from_rank_zero(str(found)))
-    content = read_checkpoint(path)
+    content = files.read_checkpoint(path)
     if not config.resume_force:
         refuse_another_identity(path, content["config"], directory.values())
     places, saved = module.state_dict(), content["state_dict"]
@@ -51,9 +44,10 @@ def state_to_resume(directory: RunDirectory, config: Config, module: torch.nn.Mo
 
 def _own_newest(directory: RunDirectory, config: Config, module: torch.nn.Module) -> Path | None:
     """Tidy up after a run that was killed; return its newest checkpoint that verifies."""
-    remove_leftovers(directory.checkpoints)
-    refuse_full_disk(directory.path, 3 * size_of(module.state_dict()))  # AdamW: two moments each
-    newest = newest_valid(directory.checkpoints)
+    files.remove_leftovers(directory.checkpoints)
+    weights = files.size_of(module.state_dict())
+    files.refuse_full_disk(directory.path, 3 * weights)  # AdamW: two moments each
+    newest = files.newest_valid(directory.checkpoints)
     if newest is None and config.resume == "auto":
         return next(iter(asked("FETCH_CHECKPOINT", directory, config)), None)
     return newest

@@ -28,11 +28,8 @@ logger = logging.getLogger(__name__)
 MODES = ("auto", "online", "offline", "disabled")
 # What wandb shows of a metric in its table of runs, instead of the last value.
 SUMMARIES = {
-    "train/loss": "min",
-    "val/loss": "min",
-    "val/perplexity": "min",
-    "throughput/tokens_per_second": "max",
-    "optim/grad_norm": "max",
+    **dict.fromkeys(("train/loss", "val/loss", "val/perplexity"), "min"),
+    **dict.fromkeys(("throughput/tokens_per_second", "optim/grad_norm"), "max"),
 }
 
 
@@ -100,7 +97,6 @@ def wandb_logger(
 def _start(mode: Any, **arguments: Any) -> Run:
     import wandb
 
-    Path(arguments["dir"], "wandb").mkdir(exist_ok=True)  # else wandb takes the system's own
     quiet = wandb.Settings(console="off", silent=True, init_timeout=30)
     try:
         return wandb.init(mode=mode, settings=quiet, **arguments)
@@ -139,8 +135,8 @@ def run_id_file(directory: RunDirectory) -> Path:
 def _run_id(directory: RunDirectory) -> str:
     """Return the id of the run in `directory`; a sweep's agent gives one, or we draw it."""
     path = run_id_file(directory)
+    path.parent.mkdir(exist_ok=True)  # else wandb takes the system's own folder
     if not path.exists():
-        path.parent.mkdir(exist_ok=True)
         path.write_text(os.environ.get("WANDB_RUN_ID") or secrets.token_hex(4))
     return path.read_text()
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import torch
-from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from lightning import LightningModule, Trainer
 from lightning.pytorch.loggers import Logger
@@ -23,6 +22,7 @@ from lockstep_gpt.model.functional import choose_matrix_products
 from lockstep_gpt.processes import LOST_PEERS
 from lockstep_gpt.registry import asked
 from lockstep_gpt.run_directory import RunDirectory
+from lockstep_gpt.training import ranks as meeting
 from lockstep_gpt.training import reporting, tracking
 from lockstep_gpt.training import schedule as planning
 from lockstep_gpt.training.building import build
@@ -33,13 +33,6 @@ from lockstep_gpt.training.checkpoint import step_of
 from lockstep_gpt.training.lean_loop import LeanLoop
 from lockstep_gpt.training.metrics_file import MetricsFile
 from lockstep_gpt.training.module import GPTModule
-from lockstep_gpt.training.ranks import (
-    Ranks,
-    join,
-    leave,
-    lost_peers,
-    refuse_other_directory,
-)
 from lockstep_gpt.training.resuming import state_to_resume
 
 logger = logging.getLogger(__name__)
@@ -47,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 def main(directory: RunDirectory) -> int:
     """Train as one rank: 0 done, 1 failed, 2 the user's mistake, 128 + n stopped by signal n."""
-    config, ranks = directory.load(), Ranks.from_environment()
+    config, ranks = directory.load(), meeting.Ranks.from_environment()
     with reporting.reporting(directory, ranks, config) as terminal, contextlib.ExitStack() as after:
         after.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
         try:
@@ -55,17 +48,13 @@ def main(directory: RunDirectory) -> int:
         except Stopped as stopped:
             logger.info("%s after saving; the run can be resumed", stopped)
             return 128 + stopped.signum
-        except UserError as error:
-            if directory.record_failure(_failure(ranks, error, 2)):
-                print(f"{PROGRAM} train: {error}", file=terminal, flush=True)
-            return 2
         except Exception as error:
             return _fail(directory, config, ranks, error, terminal)
     reporting.drop_rank_log(directory, ranks)
     return 0
 
 
-def _train(directory: RunDirectory, config: Config, ranks: Ranks, terminal: TextIO) -> None:
+def _train(directory: RunDirectory, config: Config, ranks: meeting.Ranks, terminal: TextIO) -> None:
     """Assemble everything, from the batch to the Trainer, then fit."""
     started = time.perf_counter()
     products = choose_matrix_products(config.trainer["accelerator"])
@@ -81,12 +70,12 @@ def _train(directory: RunDirectory, config: Config, ranks: Ranks, terminal: Text
     content = {"config": directory.values(), "tokenizer": data.tokenizer}
     checkpoints = Checkpoints(directory.checkpoints, config, content, batch, schedule.total_steps)
     disk = next(filter(None, asked("CHECKPOINT_IO", directory, config)), AtomicCheckpointIO())
-    join(ranks, config)
-    refuse_other_directory(directory)
+    meeting.join(ranks, config)
+    meeting.refuse_other_directory(directory)
     resume = state_to_resume(directory, config, module)
     if config.model.init_from and not resume and config.resume in ("none", "auto"):
         asked("INITIAL_WEIGHTS", module.model, module.tokenizer)
-    loggers = _loggers(directory, config, batch, schedule, module) if ranks.rank == 0 else []
+    loggers = _loggers(directory, batch, module) if ranks.rank == 0 else []
     metrics_file = MetricsFile(directory.metrics, measuring.COLUMNS)
     guards, lean = Guards(config.guard, directory, ranks.rank, terminal), LeanLoop()
     trainer = _trainer(
@@ -102,8 +91,8 @@ def _train(directory: RunDirectory, config: Config, ranks: Ranks, terminal: Text
     )
     if ranks.rank == 0:
         facts = reporting.facts(config, module.model, data, trainer, products)
-        lines = reporting.receipt(config, batch, schedule, facts)
-        logger.info("%s", reporting.as_text(lines))
+        receipt = reporting.receipt(config, batch, schedule, facts)
+        logger.info("%s", reporting.as_text(receipt))
         metrics_file.begin(step_of(Path(resume)) if resume else 0)
     status = "failed"
     try:
@@ -119,7 +108,7 @@ def _train(directory: RunDirectory, config: Config, ranks: Ranks, terminal: Text
             reporting.conclude(directory, status, trainer, {**found, **times})
             for each in tracking.tracked(loggers):
                 each.close(status)
-    leave()
+    meeting.leave()
     if ranks.rank == 0:
         logger.info("%s", reporting.closing(directory, metrics.row, time.perf_counter() - started))
 
@@ -151,29 +140,23 @@ def _fit(trainer: Trainer, module: GPTModule, data: TokenDataModule, resume: str
     return "done"
 
 
-def _loggers(
-    directory: RunDirectory,
-    config: Config,
-    batch: planning.BatchPlan,
-    schedule: planning.Schedule,
-    module: GPTModule,
-) -> list[Logger]:
+def _loggers(directory: RunDirectory, batch: planning.BatchPlan, module: GPTModule) -> list[Logger]:
     """Build what logs beside metrics.csv; ours are told the run and what it derives from it."""
     derived = {
         "world_size": batch.world_size,
         "global_batch_size": batch.global_size,
         "tokens_per_step": batch.tokens_per_step,
-        "scaled_lr": schedule.peak_lr,
+        "scaled_lr": module.schedule.peak_lr,
         "parameters": module.model.num_parameters,
         **tracking.git_state(Path(__file__).parent),
     }
     shown = {**directory.values(), **derived}
     known = {"directory": directory, "config": shown, "model": module.model}
-    return [build(node, known) for node in config.logger.values()]
+    return [build(node, known) for node in module.config.logger.values()]
 
 
 def _trainer(
-    config: Config, ranks: Ranks, module: GPTModule, callbacks: list[Any], **arguments: Any
+    config: Config, ranks: meeting.Ranks, module: GPTModule, callbacks: list[Any], **arguments: Any
 ) -> Trainer:
     """Build the Trainer; what must always be there is not in the groups that a user replaces."""
     if config.compile:
@@ -184,9 +167,10 @@ def _trainer(
     try:
         metrics, *ours = callbacks  # the user's come between: they see what was measured
         chosen = [instantiate(node) for node in config.callbacks.values()]
-        settings = {**config.trainer, "devices": ranks.local_world_size}
-        trainer: Trainer = instantiate(
-            {**settings, "num_nodes": ranks.num_nodes},
+        places = {"devices": ranks.local_world_size, "num_nodes": ranks.num_nodes}
+        # As a partial: Hydra would make configurations of objects that it is given.
+        make = instantiate({**config.trainer, **places, "_partial_": True})
+        trainer: Trainer = make(
             strategy=build(config.strategy, known),
             callbacks=[metrics, *chosen, *ours],
             precision=config.precision,
@@ -198,7 +182,7 @@ def _trainer(
             enable_model_summary=False,
             **arguments,
         )
-    except InstantiationException as error:
+    except Exception as error:
         raise UserError(" ".join(str(error).split())) from error
     return trainer
 
@@ -211,23 +195,25 @@ def warn_without_batchnorm(module: LightningModule) -> None:
 
 
 def _fail(
-    directory: RunDirectory, config: Config, ranks: Ranks, error: Exception, terminal: TextIO
+    directory: RunDirectory,
+    config: Config,
+    ranks: meeting.Ranks,
+    error: Exception,
+    terminal: TextIO,
 ) -> int:
-    """Record a failure; the run's first is shown, what others see of it goes to their logs."""
-    text, model = traceback.format_exc(), getattr(error, "model", None)
-    trace = "\n\n".join(
-        filter(None, [*asked("EXPLAIN_ERROR", text, config, ranks.world_size, model), text])
-    )
-    with (directory.rank_log(ranks.rank) if ranks.rank else directory.log).open("a") as log:
-        log.write(trace)
-    if lost_peers(error):
-        return LOST_PEERS
-    if directory.record_failure(_failure(ranks, error, 1)):
-        shown = "" if isinstance(error, RunError) else f"{trace}\n"
-        print(f"{shown}rank {ranks.rank} failed: {error}", file=terminal, flush=True)
-    return 1
-
-
-def _failure(ranks: Ranks, error: Exception, status: int) -> dict[str, Any]:
-    kind = type(error).__name__
-    return {"rank": ranks.rank, "status": status, "error": f"{kind}: {error}"}
+    """Record a failure, return the exit status; the run's first is shown, others go to logs."""
+    shown, status = f"{PROGRAM} train: {error}", 2
+    if not isinstance(error, UserError):
+        text, model = traceback.format_exc(), getattr(error, "model", None)
+        causes = asked("EXPLAIN_ERROR", text, config, ranks.world_size, model)
+        trace = "\n\n".join(filter(None, [*causes, text]))
+        with (directory.rank_log(ranks.rank) if ranks.rank else directory.log).open("a") as log:
+            log.write(trace)
+        if meeting.lost_peers(error):
+            return LOST_PEERS
+        before = "" if isinstance(error, RunError) else f"{trace}\n"
+        shown, status = f"{before}rank {ranks.rank} failed: {error}", 1
+    said = f"{type(error).__name__}: {error}"
+    if directory.record_failure({"rank": ranks.rank, "status": status, "error": said}):
+        print(shown, file=terminal, flush=True)
+    return status

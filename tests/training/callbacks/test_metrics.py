@@ -10,7 +10,6 @@ from lightning import Callback
 from lockstep_gpt.training.callbacks.metrics import (
     COLUMNS,
     Metrics,
-    peak_of,
 )
 from lockstep_gpt.training.metrics_file import MetricsFile
 
@@ -126,20 +125,3 @@ def test_utilisation_is_the_model_s_operations_over_the_devices_peak(new_run, tm
     run.fit(metrics, logger=rows)
     speed = metrics.row["throughput/tokens_per_second"]
     assert metrics.row["throughput/mfu"] == pytest.approx(speed * 3e6 / 2e12)
-
-
-@pytest.mark.parametrize(
-    ("device", "peak"),
-    [
-        ("NVIDIA H200", 989.5),
-        ("NVIDIA A100-SXM4-80GB", 312),
-        ("NVIDIA L40S", 362),
-        ("NVIDIA L4", 121),
-        ("Tesla T4", 65),
-        ("NVIDIA GeForce RTX 5090", 209.5),
-        ("NVIDIA GeForce RTX 4090 Laptop GPU", 165.2),
-        ("NVIDIA L400", None),
-    ],
-)
-def test_the_peak_of_a_gpu_is_known_by_its_name(device, peak):
-    assert peak_of(device) == peak

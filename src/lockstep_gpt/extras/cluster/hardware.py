@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep_gpt.config import UserError
+from lockstep_gpt.training.peaks import PEAKS
 
 GB = 1e9
 TERA = 1e12
@@ -143,14 +144,19 @@ _DESK = _Server("pcie4 pcie4 10gbe", 4, 1, "machine assumed")
 _DESK_5 = _Server("pcie5 pcie5 10gbe", 4, 1, "machine assumed")
 _CLOUD_3 = _Server("pcie3 pcie3 25gbe", 4, 1, "machine assumed")
 
-_A100 = {"fp64": 9.7, "fp32": 19.5, "tf32": 156, "fp16": 312, "bf16": 312}
-_HOPPER = {"fp64": 34, "fp32": 67, "tf32": 494.5, "fp16": 989.5, "bf16": 989.5}
-_B200 = {"fp64": 40, "fp32": 80, "tf32": 1100, "fp16": 2250, "bf16": 2250}
-_L40S = {"fp32": 91.6, "tf32": 183, "fp16": 362, "bf16": 362}
-_L4 = {"fp32": 30.3, "tf32": 60, "fp16": 121, "bf16": 121}
-_4090 = {"fp32": 82.6, "tf32": 82.6, "fp16": 165.2, "bf16": 165.2}
-_5090 = {"fp32": 104.8, "tf32": 104.8, "fp16": 209.5, "bf16": 209.5}
-_T4 = {"fp32": 8.1, "fp16": 65}
+
+def _peaks(device: str, **others: float) -> dict[str, float]:
+    return {**others, "fp16": PEAKS[device], "bf16": PEAKS[device]}
+
+
+_A100 = _peaks("A100", fp64=9.7, fp32=19.5, tf32=156)
+_HOPPER = _peaks("H100", fp64=34, fp32=67, tf32=494.5)
+_B200 = _peaks("B200", fp64=40, fp32=80, tf32=1100)
+_L40S = _peaks("L40S", fp32=91.6, tf32=183)
+_L4 = _peaks("L4", fp32=30.3, tf32=60)
+_4090 = _peaks("RTX 4090", fp32=82.6, tf32=82.6)
+_5090 = _peaks("RTX 5090", fp32=104.8, tf32=104.8)
+_T4 = {"fp32": 8.1, "fp16": PEAKS["T4"]}
 
 
 def _gpu(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,41 +17,26 @@ from lockstep_gpt.training.ranks import refuse_differing_replicas
 from lockstep_gpt.training.schedule import BatchPlan
 
 
+@dataclass(eq=False, repr=False)
 class Checkpoints(StepCallback, Checkpoint):
-    """Keeps the newest checkpoints and those of the lowest validation losses.
+    """Keeps the newest checkpoints and those of the lowest validation losses."""
 
-    Args:
-        folder: where they lie; nothing else is there.
-        config: when to save and to validate, and how many to keep.
-        content: what every checkpoint carries beside the state of training.
-        batch: what an optimizer step takes.
-        total_steps: optimizer steps of the run.
-    """
-
-    def __init__(
-        self,
-        folder: Path,
-        config: Config,
-        content: dict[str, Any],
-        batch: BatchPlan,
-        total_steps: int,
-    ) -> None:
-        self.folder = folder
-        self.settings = config.checkpoint
-        self.content = content
-        self.batch = batch
-        self.total_steps = total_steps
-        self.val_every = config.val_every
-        self.urgent = False  # save after the validation that comes, due or not
-        self.losses: dict[int, float] = {}  # step of a kept checkpoint -> its validation loss
+    folder: Path  # where they lie; nothing else is there
+    config: Config  # when to save and to validate, and how many to keep
+    content: dict[str, Any]  # what every checkpoint carries beside the state of training
+    batch: BatchPlan  # what an optimizer step takes
+    total_steps: int  # optimizer steps of the run
+    urgent: bool = field(default=False, init=False)  # save after the next validation in any case
+    # Step of a kept checkpoint -> its validation loss.
+    losses: dict[int, float] = field(default_factory=dict, init=False)
 
     def validates(self, step: int) -> bool:
         """Tell whether a validation follows optimizer step `step`."""
-        return step % self.val_every == 0 or step == self.total_steps
+        return step % self.config.val_every == 0 or step == self.total_steps
 
     def is_due(self, step: int) -> bool:
         """Tell whether optimizer step `step` is saved whatever its loss."""
-        every = self.settings.every
+        every = self.config.checkpoint.every
         return step == self.total_steps or (every is not None and step % every == 0)
 
     def on_step_end(self, trainer: Trainer, pl_module: Any, step: int) -> None:  # noqa: ARG002
@@ -64,7 +50,7 @@ class Checkpoints(StepCallback, Checkpoint):
         """Save what is due, or among the best so far."""
         step, loss = trainer.global_step, pl_module.val_loss
         assert loss is not None
-        best = sorted([*self.losses.values(), loss])[: self.settings.keep_best]
+        best = sorted([*self.losses.values(), loss])[: self.config.checkpoint.keep_best]
         if self.urgent or self.is_due(step) or loss in best:
             self.losses[step] = loss
             self.save(trainer)
@@ -87,8 +73,8 @@ class Checkpoints(StepCallback, Checkpoint):
     def _prune(self, trainer: Trainer, new: Path) -> None:
         """Delete what is neither among the newest nor the best, once `new` stands."""
         present = sorted({*files.checkpoints_in(self.folder), new}, key=files.step_of)
-        newest = present[-self.settings.keep_last :]
-        best = sorted(self.losses, key=self.losses.__getitem__)[: self.settings.keep_best]
+        newest = present[-self.config.checkpoint.keep_last :]
+        best = sorted(self.losses, key=self.losses.__getitem__)[: self.config.checkpoint.keep_best]
         for path in present:
             if path not in newest and files.step_of(path) not in best:
                 trainer.strategy.checkpoint_io.remove_checkpoint(path)
@@ -97,9 +83,8 @@ class Checkpoints(StepCallback, Checkpoint):
     @property
     def best(self) -> Path | None:
         """The kept checkpoint of the lowest validation loss."""
-        if not self.losses:
-            return None
-        return files.checkpoint_path(self.folder, min(self.losses, key=self.losses.__getitem__))
+        step = min(self.losses, key=self.losses.__getitem__, default=None)
+        return None if step is None else files.checkpoint_path(self.folder, step)
 
     @property
     def last(self) -> Path | None:

@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, TextIO
 
@@ -67,16 +68,16 @@ class StopVote:
             self._work.wait()
 
 
+@dataclass(eq=False)
 class GracefulStop(StepCallback):
     """The handler only notes the signal; ranks agree on it at the end of an optimizer step.
 
     Lightning's own handler broadcasts from inside the handler, which can deadlock.
     """
 
-    def __init__(self, checkpoints: Checkpoints) -> None:
-        self.checkpoints = checkpoints
-        self.received = 0
-        self.decided = 0
+    checkpoints: Checkpoints
+    received: int = field(default=0, init=False)  # signal; 0: none
+    decided: int = field(default=0, init=False)
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         """Take over from Lightning's handlers, which it installs before."""
@@ -115,26 +116,17 @@ class GracefulStop(StepCallback):
         self.vote.close()
 
 
+@dataclass(eq=False)
 class Guards(StepCallback):
-    """Ends a run whose replicas differ, or that makes no step any more.
+    """Ends a run whose replicas differ, or that makes no step any more."""
 
-    Args:
-        settings: when to look, and how long a step may take.
-        directory: where the failure of a stalled run is recorded.
-        rank: of this process.
-        terminal: where the stack of a stalled rank is shown.
-    """
-
-    def __init__(
-        self, settings: GuardConfig, directory: RunDirectory, rank: int, terminal: TextIO
-    ) -> None:
-        self.settings = settings
-        self.directory = directory
-        self.rank = rank
-        self.terminal = terminal
-        self._alive = 0.0  # clock of the last sign of progress
-        self._over = threading.Event()
-        self._watcher: threading.Thread | None = None
+    settings: GuardConfig  # when to look, and how long a step may take
+    directory: RunDirectory  # where the failure of a stalled run is recorded
+    rank: int  # of this process
+    terminal: TextIO  # where the stack of a stalled rank is shown
+    _alive: float = field(default=0.0, init=False)  # clock of the last sign of progress
+    _over: threading.Event = field(default_factory=threading.Event, init=False)
+    _watcher: threading.Thread | None = field(default=None, init=False)
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         """Begin to watch the clock, from a thread that waits for nothing else."""

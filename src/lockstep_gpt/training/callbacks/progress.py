@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -42,7 +43,6 @@ class Progress(StepCallback):
             self._bar = tqdm(
                 total=trainer.max_steps,
                 initial=trainer.global_step,
-                unit="step",
                 dynamic_ncols=True,
                 bar_format="{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}]{postfix}",
             )
@@ -65,18 +65,14 @@ class Progress(StepCallback):
                 "step %*d/%d  val_loss %.4f", len(str(total)), step, total, pl_module.val_loss
             )
 
-    def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:  # noqa: ARG002
+    def on_train_end(self, *_arguments: Any) -> None:
         """Leave the bar on the screen."""
-        self._close()
-
-    def on_exception(self, trainer: Trainer, pl_module: Any, exception: BaseException) -> None:  # noqa: ARG002
-        """Free the line for the error."""
-        self._close()
-
-    def _close(self) -> None:
         if self._bar is not None:
             self._bar.close()
-            self._bar = None
+
+    def on_exception(self, *_arguments: Any) -> None:
+        """Free the line for the error."""
+        self.on_train_end()
 
     def _line(self, step: int, total: int) -> None:
         now = time.perf_counter()
@@ -104,26 +100,14 @@ def _with_unit(value: float) -> str:
     return f"{value:.3g}G"
 
 
-logger = logging.getLogger(__name__)
-
-
+@dataclass(eq=False)
 class Sample(Callback):
-    """Continues a prompt with the trained model; models of mere numbers have nothing to show.
+    """Continues a prompt with the trained model; models of mere numbers have nothing to show."""
 
-    Args:
-        prompt: what to continue.
-        length: tokens to add.
-        temperature: divides the logits; 0 takes the likeliest token.
-        at_validation: also after each validation, not only at the end.
-    """
-
-    def __init__(
-        self, prompt: str, length: int, temperature: float, at_validation: bool = False
-    ) -> None:
-        self.prompt = prompt
-        self.length = length
-        self.temperature = temperature
-        self.at_validation = at_validation
+    prompt: str  # what to continue
+    length: int  # tokens to add
+    temperature: float  # divides the logits; 0 takes the likeliest token
+    at_validation: bool = False  # also after each validation, not only at the end
 
     def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
         """Log a sample in the course of the run; the last step has one at the end."""

@@ -1,0 +1,20 @@
+import pytest
+
+from lockstep_gpt.training.peaks import peak_of
+
+
+@pytest.mark.parametrize(
+    ("device", "peak"),
+    [
+        ("NVIDIA H200", 989.5),
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA L40S", 362),
+        ("NVIDIA L4", 121),
+        ("Tesla T4", 65),
+        ("NVIDIA GeForce RTX 5090", 209.5),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", 165.2),
+        ("NVIDIA L400", None),
+    ],
+)
+def test_the_peak_of_a_gpu_is_known_by_its_name(device, peak):
+    assert peak_of(device) == peak
