@@ -50,6 +50,11 @@ EXTRAS = {
         "src/lockstep_gpt/extras/sharding/",
         "tests/extras/sharding/",
     ),
+    "spawn": (
+        "configs/strategy/ddp_spawn.yaml",
+        "src/lockstep_gpt/extras/spawn/",
+        "tests/extras/spawn/",
+    ),
     "export": ("docs/export.md", "src/lockstep_gpt/extras/export/", "tests/extras/export/"),
     "slurm": ("docs/slurm.md", "scripts/slurm/", "tests/scripts/test_slurm.py"),
     "kubernetes": ("docs/kubernetes.md", "scripts/kubernetes/", "tests/scripts/test_kubernetes.py"),

@@ -1,7 +1,7 @@
 import pytest
 
 from lockstep_gpt import extras
-from lockstep_gpt.registry import addition, additions, asked, resolved
+from lockstep_gpt.registry import addition, additions, asked, merged, resolved
 
 
 @pytest.fixture
@@ -16,6 +16,7 @@ def two(tmp_path, monkeypatch):
 
 def test_an_extra_that_is_there_adds_what_it_states(two):  # noqa: ARG001
     assert list(additions("NUMBERS")) == [{"one": 1}]
+    assert merged("NUMBERS") == {"one": 1}
     assert asked("ADD", 2, 3) == [5]
     assert addition("PLACE").sep == "/"
 

@@ -153,7 +153,7 @@ def test_every_rank_has_a_log_of_its_own(run):
 
 def test_a_run_of_an_earlier_version_finds_its_classes_where_they_are_now(run, monkeypatch):
     moved = {"lockstep_gpt.gone": "lockstep_gpt.extras.here"}
-    monkeypatch.setattr(run_directory, "additions", lambda kind: [moved] * (kind == "MOVED"))
+    monkeypatch.setattr(run_directory, "merged", {"MOVED": moved}.get)
     targets = [
         "lockstep_gpt.training.ranks.ddp",
         "lockstep_gpt.gone.Thing",

@@ -9,7 +9,7 @@ from typing import NamedTuple, NoReturn
 
 from lockstep_gpt.config import PROGRAM, UserError
 from lockstep_gpt.processes import end_process
-from lockstep_gpt.registry import additions, resolved
+from lockstep_gpt.registry import merged, resolved
 
 
 class Command(NamedTuple):
@@ -41,11 +41,7 @@ COMMANDS = {
         "loss on all validation text",
         False,
     ),
-    **{
-        name: Command(*command)
-        for commands in additions("COMMANDS")
-        for name, command in commands.items()
-    },
+    **{name: Command(*command) for name, command in merged("COMMANDS").items()},
 }
 
 

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, cast
 
 from omegaconf import MISSING, OmegaConf
 
-from lockstep_gpt.registry import additions, asked, resolved
+from lockstep_gpt.registry import additions, asked, merged, resolved
 
 PROGRAM = "lockstep-gpt"
 LEVELS = {"quiet": logging.WARNING, "normal": logging.INFO, "debug": logging.DEBUG}
@@ -236,8 +236,8 @@ DATA_SOURCES: dict[str, type[DataConfig]] = {
 
 def data_sources() -> dict[str, type[DataConfig]]:
     """Return the settings of every source; those of an extra come before ours."""
-    added = {name: each[0] for sources in additions("SOURCES") for name, each in sources.items()}
-    return {**DATA_SOURCES, **{name: resolved(target) for name, target in added.items()}}
+    added = {name: resolved(settings) for name, (settings, _) in merged("SOURCES").items()}
+    return {**DATA_SOURCES, **added}
 
 
 @dataclass

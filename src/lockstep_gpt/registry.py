@@ -23,6 +23,11 @@ def additions(kind: str) -> Iterator[Any]:
             yield getattr(package, kind)
 
 
+def merged(kind: str) -> dict[str, Any]:
+    """Return the tables of one kind of all extras as one table."""
+    return {name: each for table in additions(kind) for name, each in table.items()}
+
+
 def asked(kind: str, *arguments: Any) -> list[Any]:
     """Call the target of one kind of each extra that adds it; return what they return."""
     return [resolved(target)(*arguments) for target in additions(kind)]

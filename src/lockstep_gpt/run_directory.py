@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 
 from lockstep_gpt.config import Config, UserError, from_container
-from lockstep_gpt.registry import additions
+from lockstep_gpt.registry import merged
 from lockstep_gpt.whole_files import replace_text
 
 # Modules that an earlier version had in another place.
@@ -121,9 +121,8 @@ class RunDirectory:
             text = self.config.read_text(encoding="utf-8")
         except FileNotFoundError:
             raise UserError(f"{self.path} is no run directory: it has no config.yaml") from None
-        for moved in (MOVED, *additions("MOVED")):  # an earlier version froze the former names
-            for old, new in moved.items():
-                text = text.replace(f"_target_: {old}.", f"_target_: {new}.")
+        for old, new in {**MOVED, **merged("MOVED")}.items():  # an earlier version froze the old
+            text = text.replace(f"_target_: {old}.", f"_target_: {new}.")
         return dict(yaml.safe_load(text))
 
     def load(self) -> Config:

@@ -1,6 +1,6 @@
 import pytest
 
-from lockstep_gpt.launch.agent import _cause, _causes
+from lockstep_gpt.launch.agent import _cause, causes
 
 CAUSES = {
     -9: "was killed by SIGKILL",
@@ -19,5 +19,5 @@ def test_every_status_of_a_rank_has_a_cause(status, cause):
 
 
 def test_of_ranks_that_ended_those_that_were_killed_are_named_first():
-    assert _causes({0: 75, 1: -9}) == "rank 1 was killed by SIGKILL"
-    assert _causes({0: 75, 1: 255}) == "rank 0 lost its peers, rank 1 ended with status 255"
+    assert causes({0: 75, 1: -9}) == "rank 1 was killed by SIGKILL"
+    assert causes({0: 75, 1: 255}) == "rank 0 lost its peers, rank 1 ended with status 255"

@@ -1,6 +1,6 @@
 import pytest
 
-from lockstep_gpt.config import Config, UserError
+from lockstep_gpt.config import Config, LaunchConfig, UserError
 from lockstep_gpt.launch import devices
 from lockstep_gpt.launch.devices import Placement, gpu_count, place
 
@@ -129,14 +129,22 @@ def test_ranks_that_a_launcher_did_not_start_are_refused(launched):
     assert refusal({"num_nodes": 3}).startswith("trainer.num_nodes=3 but the launcher started 2")
 
 
-def test_spawning_inside_a_launcher_is_refused(launched):
-    launched(ranks=2)
-    line = refusal({}, strategy={"start_method": "spawn"})
-    assert line.startswith("strategy=ddp_spawn starts its own ranks and cannot run inside")
-
-
 def test_several_machines_without_what_starts_them_are_refused(gpus_here, monkeypatch):
     gpus_here(0)
     monkeypatch.setattr(devices, "additions", lambda _: [])
     line = refusal({"num_nodes": 2})
     assert line.startswith("trainer.num_nodes=2 needs an extra that is not here; start torchrun")
+
+
+@pytest.mark.parametrize(
+    ("settings", "line"),
+    [
+        ({"launch": LaunchConfig(warm=True)}, "launch.warm=true needs an extra that is not here"),
+        ({"strategy": {"start_method": "fork"}}, "strategy.start_method=fork needs an extra that"),
+    ],
+)
+def test_ranks_that_nothing_here_can_start_are_refused(gpus_here, monkeypatch, settings, line):
+    gpus_here(0)
+    monkeypatch.setattr(devices, "additions", lambda _: [])
+    monkeypatch.setattr(devices, "asked", lambda *_: [])
+    assert refusal({}, **settings).startswith(line)

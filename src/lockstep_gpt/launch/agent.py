@@ -16,7 +16,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
-from types import FrameType
 from typing import Any, cast
 
 import torch
@@ -25,11 +24,10 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
-from torch.multiprocessing.spawn import ProcessExitedException, start_processes
 
 from lockstep_gpt import processes
 from lockstep_gpt.config import PROGRAM, Config, UserError
-from lockstep_gpt.registry import addition, asked
+from lockstep_gpt.registry import addition, asked, merged, resolved
 from lockstep_gpt.run_directory import RunDirectory
 
 FAILURE_GRACE = 5  # seconds that the other ranks have after one has raised
@@ -59,8 +57,8 @@ def _run(run: RunDirectory, node_rank: int, folder: str, kind: Callable[..., Ran
         print(f"{PROGRAM} train: {error}", file=sys.stderr)
         return 2
     _set_environment(config)
-    if config.strategy.get("start_method") == "spawn":
-        return spawn(run, config)
+    if starter := merged("START_RANKS").get(config.strategy.get("start_method", "")):
+        return int(resolved(starter)(run, config))
     try:
         agent = kind(run, config, rendezvous, folder)
         return agent.status(agent.run())
@@ -222,8 +220,8 @@ class RankAgent(LocalElasticAgent):
     def _announce_restart(self) -> None:
         total = self._worker_group.spec.max_restarts
         count = total - self._remaining_restarts + 1
-        causes = _causes(self._ended)
-        print(f"{causes}; restarting all ranks ({count} of {total})", file=sys.stderr)
+        line = f"{causes(self._ended)}; restarting all ranks ({count} of {total})"
+        print(line, file=sys.stderr)
 
     def status(self, result: RunResult) -> int:
         """Return the exit status of the run: a rank's own where it chose one."""
@@ -233,52 +231,14 @@ class RankAgent(LocalElasticAgent):
             return int(failure["status"])
         chosen = [code for code in self._ended.values() if code == 2 or code > 128]
         if not chosen:
-            print(f"{_causes(self._ended)}; no restart is left", file=sys.stderr)
+            print(f"{causes(self._ended)}; no restart is left", file=sys.stderr)
             for explanation in filter(None, asked("EXPLAIN_DEATHS", self._run, self._ended)):
                 print(explanation, file=sys.stderr)
         return chosen[0] if chosen else 1
 
 
-def spawn(run: RunDirectory, config: Config) -> int:
-    """Start the ranks from this one process, without restarts; return the run's exit status."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    devices = config.trainer["devices"]
-    context = start_processes(  # type: ignore[no-untyped-call]
-        _spawned_rank, (devices, port, run), devices, join=False, start_method="spawn"
-    )
-
-    def forward(signum: int, _frame: FrameType | None) -> None:
-        for pid in context.pids():
-            os.kill(pid, signum)
-
-    for signum in processes.STOP_SIGNALS:
-        signal.signal(signum, forward)
-    try:
-        while not context.join(grace_period=FAILURE_GRACE):
-            pass
-    except ProcessExitedException as error:
-        if failure := run.read_failure():
-            return int(failure["status"])
-        code = error.exit_code
-        if code < 0 or code == processes.LOST_PEERS:
-            print(f"rank {error.error_index} {_cause(code)}; no restart is left", file=sys.stderr)
-        return code if code == 2 or code > 128 else 1
-    return 0
-
-
-def _spawned_rank(local_rank: int, devices: int, port: int, run: RunDirectory) -> None:
-    from lockstep_gpt.training import train
-
-    processes.end_with_parent()
-    size = {"WORLD_SIZE": devices, "LOCAL_WORLD_SIZE": devices}
-    place = {"RANK": local_rank, "LOCAL_RANK": local_rank, "NODE_RANK": 0}
-    variables = {**size, **place, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    os.environ.update({name: str(value) for name, value in variables.items()})
-    processes.end_process(train.main(run))
-
-
-def _causes(ended: dict[int, int]) -> str:
+def causes(ended: dict[int, int]) -> str:
+    """Say how ranks ended, by rank and exit status; if some were killed, only of those."""
     killed = {rank: code for rank, code in ended.items() if code < 0}
     return ", ".join(f"rank {rank} {_cause(code)}" for rank, code in (killed or ended).items())
 

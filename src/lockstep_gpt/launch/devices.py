@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lockstep_gpt.config import Config, UserError
-from lockstep_gpt.registry import addition, additions
+from lockstep_gpt.registry import additions, asked, merged
 
 DEVICE_FILES = Path("/dev")
 SIOCGIFADDR = 0x8915  # asks Linux for the address of an interface
@@ -42,6 +42,8 @@ def place(config: Config) -> Placement:
     if found is not None and devices > found:
         raise UserError(f"trainer.devices={devices} is more than there are: {_visible(found)}")
     placement = Placement(accelerator, devices, nodes)
+    asked("CHECK_START", config)
+    _refuse_missing(config, nodes)
     _refuse_impossible(config, placement)
     return placement
 
@@ -103,17 +105,6 @@ def _refuse_impossible(config: Config, placement: Placement) -> None:
             f"precision=16-mixed needs a GPU, this run takes {placement.accelerator}; "
             "set precision=bf16-mixed or 32-true"
         )
-    alone = placement.nodes == 1 or is_inside_launcher()
-    if not alone and not any(additions("START_ON_NODES")):
-        raise UserError(
-            f"trainer.num_nodes={placement.nodes} needs an extra that is not here; start torchrun "
-            "or srun on the machines instead"
-        )
-    if is_inside_launcher() and config.strategy.get("start_method") == "spawn":
-        raise UserError(
-            "strategy=ddp_spawn starts its own ranks and cannot run inside a launcher; "
-            "set strategy=ddp"
-        )
     backend, hook = (config.strategy.get(name) for name in ("process_group_backend", "comm_hook"))
     if backend == "nccl" and placement.accelerator != "cuda":
         raise UserError(
@@ -124,11 +115,17 @@ def _refuse_impossible(config: Config, placement: Placement) -> None:
         raise UserError(
             "strategy.comm_hook=bf16 needs GPUs and NCCL; set strategy.comm_hook=fp16 or none"
         )
-    warm = addition("SERVERS")
-    if config.launch.warm and not (warm and warm.is_possible(config)):
+
+
+def _refuse_missing(config: Config, nodes: int) -> None:
+    missing, method = "needs an extra that is not here", config.strategy.get("start_method")
+    if config.launch.warm and not any(additions("SERVERS")):
+        raise UserError(f"launch.warm=true {missing}; leave it out, or set false")
+    if method not in (None, "agent", *merged("START_RANKS")):
+        raise UserError(f"strategy.start_method={method} {missing}; leave it out")
+    if nodes > 1 and not is_inside_launcher() and not any(additions("START_ON_NODES")):
         raise UserError(
-            "launch.warm=true needs Linux, the extra `warm`, and another strategy than ddp_spawn; "
-            "leave it out, or set false"
+            f"trainer.num_nodes={nodes} {missing}; start torchrun or srun on the machines instead"
         )
 
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep_gpt import processes
-from lockstep_gpt.config import Config
+from lockstep_gpt.config import Config, UserError
 from lockstep_gpt.extras.warm import fork
 from lockstep_gpt.extras.warm.fork import GO, Job, libc, received, serve, show
 from lockstep_gpt.run_directory import RunDirectory
@@ -230,8 +230,17 @@ def kept() -> Iterator[None]:
 
 def is_possible(config: Config) -> bool:
     """Tell whether the ranks of a run can be forks here, and may be."""
-    spawns = config.strategy.get("start_method") == "spawn"
-    return sys.platform == "linux" and not spawns and config.launch.warm is not False
+    by_agent = config.strategy.get("start_method", "agent") == "agent"
+    return sys.platform == "linux" and by_agent and config.launch.warm is not False
+
+
+def refuse_impossible(config: Config) -> None:
+    """Raise a `UserError` if the ranks of a run shall be forks and cannot."""
+    if config.launch.warm and not is_possible(config):
+        raise UserError(
+            "launch.warm=true needs Linux, the extra `warm`, and another strategy than ddp_spawn; "
+            "leave it out, or set false"
+        )
 
 
 def start_agent(
