@@ -13,7 +13,6 @@ import signal
 import socket
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable
 from typing import Any, cast
@@ -44,68 +43,36 @@ def main(
         node_rank: of this machine.
         kind: makes the agent, which may start ranks in a way of its own; None: `RankAgent`.
     """
-    with tempfile.TemporaryDirectory(prefix=f"{PROGRAM}-") as folder:
-        return _run(run, node_rank, folder, kind or RankAgent)
-
-
-def _run(run: RunDirectory, node_rank: int, folder: str, kind: Callable[..., RankAgent]) -> int:
     config = run.load()
-    try:
-        refuse_missing(config)
-        rendezvous = meeting(run, config, node_rank, folder)
-    except UserError as error:
-        print(f"{PROGRAM} train: {error}", file=sys.stderr)
-        return 2
-    _set_environment(config)
-    if starter := merged("START_RANKS").get(config.strategy.get("start_method", "")):
-        return int(resolved(starter)(run, config))
-    try:
-        agent = kind(run, config, rendezvous, folder)
-        return agent.status(agent.run())
-    except SignalException as stop:
-        return 128 + stop.sigval
-    except RendezvousError as error:
-        print(
-            f"{PROGRAM} train: not all of {config.trainer['num_nodes']} machines met at "
-            f"{rendezvous.endpoint} within launch.join_seconds={config.launch.join_seconds:g} "
-            f"({error.__cause__ or error}); start the same command on each, with its "
-            "launch.node_rank",
-            file=sys.stderr,
-        )
-        for explanation in asked("EXPLAIN_ERROR", str(error.__cause__), config, 1):
-            print(explanation, file=sys.stderr)
-        return 1
+    nodes = addition("MEETING") if config.trainer["num_nodes"] > 1 else None
+    with tempfile.TemporaryDirectory(prefix=f"{PROGRAM}-") as folder:
+        try:
+            refuse_missing(config)
+            interface, place = nodes.meeting(config, node_rank) if nodes else _alone(folder)
+            _set_environment(config, interface)
+            if starter := merged("START_RANKS").get(config.strategy.get("start_method", "")):
+                return int(resolved(starter)(run, config))
+            agent = (kind or RankAgent)(run, config, place, folder)
+            if nodes:
+                nodes.end_when_cut_off(agent, config)
+            return agent.status(agent.run())
+        except UserError as error:
+            print(f"{PROGRAM} train: {error}", file=sys.stderr)
+            return 2
+        except SignalException as stop:
+            return 128 + stop.sigval
+        except RendezvousError as error:
+            cause = str(error.__cause__ or error)
+            line = nodes.missed(config, cause) if nodes else cause
+            told = filter(None, asked("EXPLAIN_ERROR", cause, config, 1))
+            print(f"{PROGRAM} train: {line}", *told, sep="\n", file=sys.stderr)
+            return 1
 
 
-def meeting(run: RunDirectory, config: Config, node_rank: int, folder: str) -> RendezvousParameters:
-    """Return where and how the agents of all machines meet; a single one does in `folder`."""
-    launch, nodes = config.launch, config.trainer["num_nodes"]
-    common: dict[str, Any] = {
-        "backend": "c10d",
-        "run_id": run.hash(),
-        "max_nodes": nodes,
-        "join_timeout": math.ceil(launch.join_seconds),
-        "read_timeout": 60,  # less, and a link that is down for seconds ends the run
-    }
-    if nodes > 1:
-        interface, where = addition("MEETING")(config, node_rank)
-        _keep_to_interface(interface)
-        return RendezvousParameters(**where, **common)
-    _keep_to_interface("lo")
-    return RendezvousParameters(
-        endpoint=f"{folder}/store",
-        store_type="file",
-        min_nodes=1,
-        local_addr="localhost",
-        **common,
-    )
-
-
-def _keep_to_interface(name: str) -> None:
-    """Have gloo and NCCL talk over one interface; they would guess from the host's name."""
-    if name in {each for _, each in socket.if_nameindex()}:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
+def _alone(folder: str) -> tuple[str, dict[str, Any]]:
+    """Return the interface of a single machine, and where its agent meets itself."""
+    place = {"endpoint": f"{folder}/store", "store_type": "file", "min_nodes": 1}
+    return "lo", {**place, "local_addr": "localhost"}
 
 
 def refuse_missing(config: Config) -> None:
@@ -125,13 +92,16 @@ def refuse_missing(config: Config) -> None:
         )
 
 
-def _set_environment(config: Config) -> None:
+def _set_environment(config: Config, interface: str) -> None:
     """Set what only agent and ranks need to know."""
+    # Over one interface; gloo and NCCL would guess it from the host's name.
+    if interface in {name for _, name in socket.if_nameindex()}:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
     # Without it restarted ranks read the addresses of the dead ones (pytorch#135712).
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(
-        each.name for each in processes.STOP_SIGNALS
-    )
+    signals = ",".join(each.name for each in processes.STOP_SIGNALS)
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = signals
     if config.verbosity != "debug":
         for name in logging.root.manager.loggerDict:  # each has a level of its own
             if name.startswith("torch.distributed.elastic"):
@@ -142,37 +112,34 @@ class RankAgent(LocalElasticAgent):
     """The elastic agent that restarts ranks only after one was killed by a signal."""
 
     def __init__(
-        self, run: RunDirectory, config: Config, rendezvous: RendezvousParameters, folder: str
+        self, run: RunDirectory, config: Config, place: dict[str, Any], folder: str
     ) -> None:
+        meeting = RendezvousParameters(
+            backend="c10d",
+            run_id=run.hash(),
+            max_nodes=config.trainer["num_nodes"],
+            read_timeout=60,  # less, and a link that is down for seconds ends the run
+            **place,
+        )
         program, *arguments = processes.command("rank", run)
         spec = WorkerSpec(
             role="rank",
             local_world_size=config.trainer["devices"],
             entrypoint=program,
             args=tuple(arguments),
-            rdzv_handler=get_rendezvous_handler(rendezvous),
+            rdzv_handler=get_rendezvous_handler(meeting),
             max_restarts=config.launch.max_restarts,
             monitor_interval=0.1,
-            local_addr=rendezvous.local_addr,
+            local_addr=place["local_addr"],
         )
         super().__init__(spec, DefaultLogsSpecs(log_dir=folder), exit_barrier_timeout=EXIT_BARRIER)
         self._run = run
         self._grace = config.launch.grace_seconds
         self._ended: dict[int, int] = {}  # global rank -> the exit status that ended the attempt
-        self._looked = time.monotonic()  # clock of the last look at the ranks
-        if rendezvous.max_nodes > 1:
-            limit = config.launch.join_seconds + config.launch.grace_seconds + EXIT_BARRIER
-            threading.Thread(target=self._end_when_cut_off, args=[limit], daemon=True).start()
-
-    def _end_when_cut_off(self, limit: float) -> None:
-        """End after `limit` seconds without a look: calls to a lost first machine never return."""
-        while time.monotonic() - self._looked < limit:
-            time.sleep(1)
-        print(f"the other machines have been silent for {limit:g} s; ending", file=sys.stderr)
-        os._exit(1)  # the ranks end with this process
+        self.looked = time.monotonic()  # when it last looked at its ranks
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        self._looked = time.monotonic()
+        self.looked = time.monotonic()
         self._ended = self._failed_ranks(worker_group)
         if not self._ended:
             return cast(RunResult, super()._monitor_workers(worker_group))

@@ -3,8 +3,9 @@
 import pytest
 
 from lockstep_gpt.config import Config, LaunchConfig, UserError
+from lockstep_gpt.extras.nodes import machines
 from lockstep_gpt.extras.nodes.machines import meeting, start_on_nodes
-from lockstep_gpt.launch import devices, start
+from lockstep_gpt.launch import start
 from lockstep_gpt.run_directory import RunDirectory
 
 VALUES = {"max_steps": 3, "trainer": {"num_nodes": 2}, "launch": {"node_rank": 1}}
@@ -14,7 +15,7 @@ PLACE = "10.0.0.1:29500"
 @pytest.fixture
 def run(tmp_path, monkeypatch):
     """A run directory that this machine, number 1 of 2, shares with the first."""
-    monkeypatch.setattr(devices, "own_address", lambda _: ("10.0.0.2", "eth7"))
+    monkeypatch.setattr(machines, "own_address", lambda _: ("10.0.0.2", "eth7"))
     monkeypatch.setattr(start, "prepared", lambda _: None)
     monkeypatch.setattr(start, "supervise", lambda _, node_rank: 40 + node_rank)
     return RunDirectory(tmp_path / "run")
@@ -71,4 +72,5 @@ def test_agents_meet_where_the_first_machine_listens(node_rank):
         "min_nodes": 1,
         "local_addr": "10.0.0.2",
         "is_host": node_rank == 0,
+        "join_timeout": 1,
     }

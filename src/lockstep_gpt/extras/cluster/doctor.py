@@ -24,6 +24,7 @@ from lockstep_gpt.config import PROGRAM, Config, UserError
 from lockstep_gpt.extras.cluster import environment, flags
 from lockstep_gpt.extras.cluster.report import FAILURE, Report, failure
 from lockstep_gpt.launch import compose, devices
+from lockstep_gpt.registry import addition
 
 WAIT = 45.0  # seconds: with what comes before, a missing rank is named within a minute
 WAITS, WORK = 4, 60.0  # at most so many waits in a row, and seconds of measuring
@@ -134,7 +135,7 @@ def _environment(config: Config, placement: devices.Placement) -> dict[str, str]
                 f"launch.rdzv_endpoint=null with trainer.num_nodes={nodes}; set it alike on all, "
                 "and launch.node_rank on each"
             )
-        _, interface = devices.own_address(endpoint)
+        interface, _ = addition("MEETING").meeting(config, config.launch.node_rank)
     host, _, port = endpoint.rpartition(":")
     usual = {
         "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // placement.devices)),

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import math
+import os
+import sys
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
 from lockstep_gpt.config import Config, UserError
-from lockstep_gpt.launch import devices, start
+from lockstep_gpt.extras.nodes.address import own_address
+from lockstep_gpt.launch import start
 from lockstep_gpt.run_directory import RunDirectory, differences
 
 
@@ -32,7 +37,7 @@ def start_on_nodes(
     if launch.node_rank >= nodes:
         raise UserError(f"launch.node_rank={launch.node_rank} must be below {nodes}, from 0 on")
     assert launch.rdzv_endpoint is not None
-    devices.own_address(launch.rdzv_endpoint)
+    own_address(launch.rdzv_endpoint)
     if launch.node_rank == 0:
         create()
     else:
@@ -62,10 +67,40 @@ def meeting(config: Config, node_rank: int) -> tuple[str, dict[str, Any]]:
     """
     launch = config.launch
     assert launch.rdzv_endpoint is not None
-    address, interface = devices.own_address(launch.rdzv_endpoint)
+    address, interface = own_address(launch.rdzv_endpoint)
     return interface, {
         "endpoint": launch.rdzv_endpoint,
         "min_nodes": launch.min_nodes or config.trainer["num_nodes"],
         "local_addr": address,
         "is_host": node_rank == 0,
+        "join_timeout": math.ceil(launch.join_seconds),
     }
+
+
+def missed(config: Config, cause: str) -> str:
+    """Say that not all machines came to the meeting."""
+    launch = config.launch
+    return (
+        f"not all of {config.trainer['num_nodes']} machines met at {launch.rdzv_endpoint} within "
+        f"launch.join_seconds={launch.join_seconds:g} ({cause}); start the same command on each, "
+        "with its launch.node_rank"
+    )
+
+
+def end_when_cut_off(agent: Any, config: Config) -> None:
+    """End this process when its agent has not looked at its ranks for longer than it may take.
+
+    Its calls to a first machine that is lost never return.
+    """
+    # Here alone: it imports torch, which the parent must not.
+    from lockstep_gpt.launch.agent import EXIT_BARRIER
+
+    limit = config.launch.join_seconds + config.launch.grace_seconds + EXIT_BARRIER
+
+    def watch() -> None:
+        while time.monotonic() - agent.looked < limit:
+            time.sleep(1)
+        print(f"the other machines have been silent for {limit:g} s; ending", file=sys.stderr)
+        os._exit(1)  # the ranks end with this process
+
+    threading.Thread(target=watch, daemon=True).start()

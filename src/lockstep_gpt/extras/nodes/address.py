@@ -1,0 +1,47 @@
+"""The address of this machine that the others reach."""
+
+from __future__ import annotations
+
+import socket
+import struct
+
+from lockstep_gpt.config import UserError
+
+SIOCGIFADDR = 0x8915  # asks Linux for the address of an interface
+
+
+def own_address(endpoint: str) -> tuple[str, str]:
+    """Return this machine's address as seen from `endpoint`, HOST:PORT, and its interface.
+
+    Raises:
+        UserError: the endpoint is no address, has no name here, or only this machine sees it.
+    """
+    host, _, port = endpoint.rpartition(":")
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # sends nothing
+            probe.connect((host, int(port)))
+            address = str(probe.getsockname()[0])
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"launch.rdzv_endpoint={endpoint} cannot be reached ({error}); give HOST:PORT of "
+            "machine 0, as this one can resolve it"
+        ) from None
+    if address.startswith("127."):
+        raise UserError(
+            f"launch.rdzv_endpoint={endpoint} is the loopback, which no other machine reaches; "
+            "give an address of machine 0's network"
+        )
+    names = [name for _, name in socket.if_nameindex()]
+    return address, next(filter(lambda name: _has(name, address), names), "")
+
+
+def _has(interface: str, address: str) -> bool:
+    import fcntl
+
+    request = struct.pack("256s", interface.encode())
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            answer = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, request)
+        except OSError:  # it has no address
+            return False
+    return socket.inet_ntoa(answer[20:24]) == address
