@@ -29,3 +29,4 @@ def test_what_no_extra_states_is_missing_and_no_error(two):  # noqa: ARG001
 def test_a_target_is_a_module_or_what_is_in_one():
     assert resolved("operator:add")(1, 2) == 3
     assert resolved("operator").__name__ == "operator"
+    assert resolved(".registry:resolved") is resolved

@@ -21,26 +21,10 @@ class Command(NamedTuple):
 
 
 COMMANDS = {
-    "train": Command(
-        "lockstep_gpt.launch.commands:train",
-        "train a GPT; alone: the quickstart",
-        True,
-    ),
-    "prepare": Command(
-        "lockstep_gpt.launch.commands:prepare",
-        "make the token files of a data choice",
-        True,
-    ),
-    "generate": Command(
-        "lockstep_gpt.inference.generate:main",
-        "continue a prompt",
-        False,
-    ),
-    "evaluate": Command(
-        "lockstep_gpt.inference.evaluate:main",
-        "loss on all validation text",
-        False,
-    ),
+    "train": Command(".launch.commands:train", "train a GPT; alone: the quickstart", True),
+    "prepare": Command(".launch.commands:prepare", "make the token files of a data choice", True),
+    "generate": Command(".inference.generate:main", "continue a prompt", False),
+    "evaluate": Command(".inference.evaluate:main", "loss on all validation text", False),
     **{name: Command(*command) for name, command in merged("COMMANDS").items()},
 }
 

@@ -39,7 +39,7 @@ def addition(kind: str) -> Any:
 
 
 def resolved(target: str) -> Any:
-    """Import what `module:name` names, or `module` alone."""
+    """Import what `module:name` names, or `module` alone; `.module` is of this package."""
     module, _, name = target.partition(":")
-    imported = importlib.import_module(module)
+    imported = importlib.import_module(module, __package__)
     return getattr(imported, name) if name else imported

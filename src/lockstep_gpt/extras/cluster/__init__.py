@@ -2,23 +2,11 @@
 
 # name -> target, meaning, whether it takes Hydra overrides; `cli.py` collects them.
 COMMANDS = {
-    "plan": (
-        "lockstep_gpt.extras.cluster.plan:main",
-        "memory, time and cost on any devices",
-        True,
-    ),
-    "doctor": (
-        "lockstep_gpt.extras.cluster.doctor:main",
-        "are these machines fit to train on?",
-        True,
-    ),
-    "drill": (
-        "lockstep_gpt.extras.cluster.drill:main",
-        "break runs here on purpose, and see",
-        True,
-    ),
+    "plan": (".extras.cluster.plan:main", "memory, time and cost on any devices", True),
+    "doctor": (".extras.cluster.doctor:main", "are these machines fit to train on?", True),
+    "drill": (".extras.cluster.drill:main", "break runs here on purpose, and see", True),
 }
 # What a failure means and what to do, or an empty text.
-EXPLAIN_ERROR = "lockstep_gpt.extras.cluster.remedies:explain_error"
-EXPLAIN_DEATHS = "lockstep_gpt.extras.cluster.remedies:explain_deaths"
+EXPLAIN_ERROR = ".extras.cluster.remedies:explain_error"
+EXPLAIN_DEATHS = ".extras.cluster.remedies:explain_deaths"
 MOVED = {"lockstep_gpt.cluster": "lockstep_gpt.extras.cluster"}

@@ -1,7 +1,7 @@
 """Checkpoints that are written in the background, copied elsewhere, or fetched from wandb."""
 
-CHECKPOINT_IO = "lockstep_gpt.extras.copies.writing:checkpoint_io"
+CHECKPOINT_IO = ".extras.copies.writing:checkpoint_io"
 # Where a run has lost its own.
-FETCH_CHECKPOINT = "lockstep_gpt.extras.copies.remote:fetch"
+FETCH_CHECKPOINT = ".extras.copies.remote:fetch"
 # Of what `wandb://...` names.
-DOWNLOAD = "lockstep_gpt.extras.copies.remote:download"
+DOWNLOAD = ".extras.copies.remote:download"

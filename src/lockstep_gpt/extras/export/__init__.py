@@ -2,10 +2,6 @@
 
 # name -> target, meaning, whether it takes Hydra overrides; `cli.py` collects them.
 COMMANDS = {
-    "export": (
-        "lockstep_gpt.extras.export.folder:main",
-        "a folder that transformers loads",
-        False,
-    ),
+    "export": (".extras.export.folder:main", "a folder that transformers loads", False),
 }
-INITIAL_WEIGHTS = "lockstep_gpt.extras.export.initial_weights:initialize"
+INITIAL_WEIGHTS = ".extras.export.initial_weights:initialize"

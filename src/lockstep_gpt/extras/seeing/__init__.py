@@ -2,15 +2,7 @@
 
 # name -> target, meaning, whether it takes Hydra overrides; `cli.py` collects them.
 COMMANDS = {
-    "panel": (
-        "lockstep_gpt.extras.seeing.panel:main",
-        "see the all-reduce of a run, as a page",
-        False,
-    ),
-    "report": (
-        "lockstep_gpt.extras.seeing.run_report:main",
-        "a run as a page; several to compare",
-        False,
-    ),
+    "panel": (".extras.seeing.panel:main", "see the all-reduce of a run, as a page", False),
+    "report": (".extras.seeing.run_report:main", "a run as a page; several to compare", False),
 }
 MOVED = {"lockstep_gpt.seeing": "lockstep_gpt.extras.seeing"}

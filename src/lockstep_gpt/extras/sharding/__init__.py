@@ -1,8 +1,8 @@
 """`strategy=fsdp2`: each rank holds a share of the model."""
 
-CHECK = "lockstep_gpt.extras.sharding.check:refuse_impossible"
+CHECK = ".extras.sharding.check:refuse_impossible"
 # Of a checkpoint in several files.
-JOIN_PARTS = "lockstep_gpt.extras.sharding.fsdp2:join_parts"
+JOIN_PARTS = ".extras.sharding.fsdp2:join_parts"
 MOVED = {
     "lockstep_gpt.training.sharding": "lockstep_gpt.extras.sharding.fsdp2",
 }
