@@ -10,7 +10,6 @@ import hashlib
 import json
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,46 +27,18 @@ MOVED = {
 MAY_DIFFER = ("run_dir", "run_name", "launch.")
 
 
-@dataclass(frozen=True)
 class RunDirectory:
     """The paths of one run; there is one directory whatever the number of ranks."""
 
-    path: Path
-
-    @property
-    def config(self) -> Path:
-        """The frozen configuration; references to the environment stay references."""
-        return self.path / "config.yaml"
-
-    @property
-    def log(self) -> Path:
-        """What rank 0 reported."""
-        return self.path / "train.log"
-
-    @property
-    def metrics(self) -> Path:
-        """One row for each logged step."""
-        return self.path / "metrics.csv"
-
-    @property
-    def summary(self) -> Path:
-        """How the run ended."""
-        return self.path / "summary.json"
-
-    @property
-    def failed(self) -> Path:
-        """Rank, step and error of the first failure."""
-        return self.path / "failed.json"
-
-    @property
-    def overrides(self) -> Path:
-        """What each resume has changed in the configuration."""
-        return self.path / "overrides.log"
-
-    @property
-    def checkpoints(self) -> Path:
-        """The folder of `step=000500.ckpt` files."""
-        return self.path / "checkpoints"
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config = path / "config.yaml"  # frozen; what refers to the environment still does
+        self.log = path / "train.log"  # what rank 0 reported
+        self.metrics = path / "metrics.csv"  # a row for each logged step
+        self.summary = path / "summary.json"  # how the run ended
+        self.failed = path / "failed.json"  # rank, step and error of the first failure
+        self.overrides = path / "overrides.log"  # what each resume has changed
+        self.checkpoints = path / "checkpoints"  # files such as `step=000500.ckpt`
 
     def rank_log(self, rank: int) -> Path:
         """What a rank other than 0 printed; kept if it failed."""
@@ -75,9 +46,8 @@ class RunDirectory:
 
     def refuse_if_used(self) -> None:
         """Raise a `UserError` if something stands there already, or nothing can be made there."""
-        if self.path.is_dir() and not any(self.path.iterdir()):
-            return
-        if self.path.exists():
+        is_empty = self.path.is_dir() and not any(self.path.iterdir())
+        if self.path.exists() and not is_empty:
             go_on = ", or go on with it by resume=auto" if self.config.is_file() else ""
             raise UserError(
                 f"run_dir={self.path} exists and holds something; name another one{go_on}"
@@ -135,7 +105,7 @@ class RunDirectory:
 
     def write_summary(self, summary: dict[str, Any]) -> None:
         """Replace `summary.json` as a whole: a reader never sees half of it."""
-        _write_json(self.summary, summary)
+        replace_text(self.summary, json.dumps(summary, indent=2) + "\n")
 
     def read_summary(self) -> dict[str, Any]:
         """Return `summary.json`; empty if the run has not come that far."""
@@ -164,15 +134,8 @@ def _as_yaml(values: dict[str, Any]) -> str:
     return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
 
 
-def _write_json(path: Path, content: dict[str, Any]) -> None:
-    replace_text(path, json.dumps(content, indent=2) + "\n")
-
-
 def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
-    except FileNotFoundError:
-        return {}
+    return dict(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else {}
 
 
 def differences(theirs: dict[str, Any], ours: dict[str, Any]) -> list[str]:
