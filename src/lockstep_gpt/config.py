@@ -7,10 +7,11 @@ Lightning's. This module never imports torch.
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 import math
+import operator
 from dataclasses import dataclass, field, fields
+from importlib.util import find_spec
 from typing import Any, ClassVar, cast
 
 from omegaconf import MISSING, OmegaConf
@@ -34,18 +35,30 @@ def setting(
     meaning: str,
     default: Any = MISSING,
     *,
-    at_least: float | None = None,
-    above: float | None = None,
-    at_most: float | None = None,
-    below: float | None = None,
-    choices: tuple[str, ...] | None = None,
+    choices: tuple[str, ...] = (),
+    needs: str | None = None,
+    **limits: float,
 ) -> Any:
-    """Declare one setting; without a `default` a preset or the user must give it."""
-    rules = {"at least": at_least, "above": above, "at most": at_most, "below": below}
-    limits = {rule: limit for rule, limit in rules.items() if limit is not None}
-    return field(
-        default=default, metadata={"meaning": meaning, "limits": limits, "choices": choices}
-    )
+    """Declare one setting; without a `default` a preset or the user must give it.
+
+    Args:
+        meaning: what it decides, for docs/settings.md.
+        default: its value where none is given.
+        choices: the values that it may have.
+        needs: the kind of addition without which it has no effect, and is refused.
+        limits: `at_least`, `above`, `at_most` and `below`, of a number.
+    """
+    rules = {name.replace("_", " "): limit for name, limit in limits.items()}
+    about = {"meaning": meaning, "choices": choices, "needs": needs, "limits": rules}
+    return field(default=default, metadata=about)
+
+
+_HOLDS = {
+    "at least": operator.ge,
+    "above": operator.gt,
+    "at most": operator.le,
+    "below": operator.lt,
+}
 
 
 class Checked:
@@ -58,43 +71,37 @@ class Checked:
             self._check(item.name, getattr(self, item.name), item.metadata)
 
     def _check(self, name: str, value: Any, rules: Any) -> None:
-        choices = rules.get("choices")
-        if choices and value not in choices:
+        if (choices := rules.get("choices")) and value not in choices:
             self.refuse(name, f"is not one of {', '.join(choices)}")
+        if value and (kind := rules.get("needs")) and not any(additions(kind)):
+            self.refuse(name, "needs an extra that is not here; leave it out")
         if isinstance(value, float) and not math.isfinite(value):
             self.refuse(name, "must be a finite number")
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            return
         for rule, limit in rules.get("limits", {}).items():
-            if not _HOLDS[rule](value, limit):
+            if isinstance(value, int | float) and not _HOLDS[rule](value, limit):
                 self.refuse(name, f"must be {rule} {limit}")
 
     def refuse(self, name: str, rule: str) -> None:
         """Raise the `UserError` that says which setting breaks which rule."""
-        path = f"{self.node}.{name}" if self.node else name
-        raise UserError(f"{path}={as_typed(getattr(self, name))} {rule}")
+        check(f"{self.node}.{name}".lstrip("."), getattr(self, name), False, rule)
+
+
+def check(setting: str, value: Any, holds: bool, rule: str) -> None:
+    """Raise a `UserError` if the `rule` of a setting does not hold for its value."""
+    if not holds:
+        raise UserError(f"{setting}={as_typed(value)} {rule}")
 
 
 def as_typed(value: Any) -> str:
     """Return `value` as a command line has it."""
-    return (
-        "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
-    )
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def is_module(folder: str, name: str) -> bool:
-    """Tell whether the package has this module; what is not chosen may not be there."""
-    package = f"{__package__}.{folder}"
-    found = name.isidentifier() and importlib.util.find_spec(package)
-    return bool(found and importlib.util.find_spec(f"{package}.{name}"))
-
-
-_HOLDS = {
-    "at least": lambda value, limit: value >= limit,
-    "above": lambda value, limit: value > limit,
-    "at most": lambda value, limit: value <= limit,
-    "below": lambda value, limit: value < limit,
-}
+    """Tell whether a folder of the package has this module."""
+    return name.isidentifier() and bool(find_spec(f"{__package__}.{folder}.{name}"))
 
 
 @dataclass
@@ -142,7 +149,9 @@ class ModelConfig(Checked):
         at_least=1,
     )
     init_from: str | None = setting(
-        "folder of weights, transformers' or an export, to begin with; null: random ones", None
+        "folder of weights, transformers' or an export, to begin with; null: random ones",
+        None,
+        needs="INITIAL_WEIGHTS",
     )
 
     def __post_init__(self) -> None:
@@ -150,8 +159,6 @@ class ModelConfig(Checked):
         super().__post_init__()
         if not is_module("model", self.architecture):
             self.refuse("architecture", "names no module of model/; gpt is one")
-        if self.init_from is not None and not any(additions("INITIAL_WEIGHTS")):
-            self.refuse("init_from", "needs an extra that is not here; leave it out")
         if self.n_kv_head is not None and self.n_head % self.n_kv_head:
             self.refuse("n_kv_head", f"does not divide model.n_head={self.n_head}")
         if self.n_embd % self.n_head:
@@ -290,15 +297,12 @@ class CheckpointConfig(Checked):
     )
     keep_last: int = setting("how many of the newest to keep", 1, at_least=1)
     keep_best: int = setting("how many of the lowest validation loss to keep", 1, at_least=0)
-    background: bool = setting("write from a copy while training goes on; needs its memory", False)
-    copy_to: str | None = setting("also keep them in this folder or fsspec URL", None)
-
-    def __post_init__(self) -> None:
-        """Check also that what writes them so is there."""
-        super().__post_init__()
-        for name in ("background", "copy_to"):
-            if getattr(self, name) and not any(additions("CHECKPOINT_IO")):
-                self.refuse(name, "needs an extra that is not here; leave it out")
+    background: bool = setting(
+        "write from a copy while training goes on; needs its memory", False, needs="CHECKPOINT_IO"
+    )
+    copy_to: str | None = setting(
+        "also keep them in this folder or fsspec URL", None, needs="CHECKPOINT_IO"
+    )
 
 
 @dataclass
@@ -423,55 +427,22 @@ OWNED_TRAINER_KEYS = {
     "val_check_interval": "val_every",
 }
 ACCELERATORS = ("auto", "cpu", "gpu", "cuda")
-
-
 BACKENDS = (None, "nccl", "gloo", "mpi")
 COMM_HOOKS = ("none", "fp16", "bf16", "powersgd")
 SWITCHES = ("find_unused_parameters", "gradient_as_bucket_view", "static_graph")
 
 
-def _check_strategy(strategy: dict[str, Any]) -> None:
-    """Check what our own strategies take; a foreign one checks for itself."""
-    check_choice("process_group_backend", strategy.get("process_group_backend"), BACKENDS)
-    check_choice("comm_hook", strategy.get("comm_hook", "none"), COMM_HOOKS)
-    for name in ("timeout_seconds", "bucket_cap_mb"):
-        value = strategy.get(name, 1)
-        if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
-            raise UserError(f"strategy.{name}={value} must be a number above 0")
-    for name in SWITCHES:
-        check_switch(name, strategy.get(name, False))
-
-
-def check_switch(name: str, value: Any) -> None:
-    """Raise a `UserError` if `strategy.NAME` is neither true nor false."""
-    if not isinstance(value, bool):
-        raise UserError(f"strategy.{name}={value} must be true or false")
-
-
-def check_choice(name: str, value: Any, choices: tuple[str | None, ...]) -> None:
-    """Raise a `UserError` if `strategy.NAME` is not one of its choices."""
-    if value not in choices:
-        names = ", ".join(map(as_typed, choices))
-        raise UserError(f"strategy.{name}={as_typed(value)} is not one of {names}")
-
-
 def _check_trainer(trainer: dict[str, Any]) -> None:
-    for key in trainer:
+    for key, value in trainer.items():
         if door := OWNED_TRAINER_KEYS.get(key):
-            raise UserError(owned_key_line(key, trainer[key], door))
-    devices = trainer.get("devices", 1)
-    if devices != "auto" and not _is_count(devices):
-        raise UserError(
-            f"trainer.devices={as_typed(devices)} must be auto or a whole number of at least 1"
-        )
-    if not _is_count(nodes := trainer.get("num_nodes", 1)):
-        raise UserError(f"trainer.num_nodes={as_typed(nodes)} must be a whole number of at least 1")
-    if (accelerator := trainer.get("accelerator", "auto")) not in ACCELERATORS:
-        raise UserError(
-            f"trainer.accelerator={as_typed(accelerator)} is not one of {', '.join(ACCELERATORS)}"
-        )
-    if not isinstance(sync := trainer.get("sync_batchnorm", False), bool):
-        raise UserError(f"trainer.sync_batchnorm={as_typed(sync)} must be true or false")
+            raise UserError(owned_key_line(key, value, door))
+    devices, nodes = trainer.get("devices", "auto"), trainer.get("num_nodes", 1)
+    count = "a whole number of at least 1"
+    fits = devices == "auto" or _is_count(devices)
+    check("trainer.devices", devices, fits, f"must be auto or {count}")
+    check("trainer.num_nodes", nodes, _is_count(nodes), f"must be {count}")
+    check_choice("trainer.accelerator", trainer.get("accelerator", "auto"), ACCELERATORS)
+    check_switch("trainer.sync_batchnorm", trainer.get("sync_batchnorm", False))
 
 
 def owned_key_line(key: str, value: Any, door: str) -> str:
@@ -483,6 +454,28 @@ def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
+def _check_strategy(strategy: dict[str, Any]) -> None:
+    """Check what our own strategies take; a foreign one checks for itself."""
+    check_choice("strategy.process_group_backend", strategy.get("process_group_backend"), BACKENDS)
+    check_choice("strategy.comm_hook", strategy.get("comm_hook", "none"), COMM_HOOKS)
+    for name in ("timeout_seconds", "bucket_cap_mb"):
+        value = strategy.get(name, 1)
+        fits = not isinstance(value, bool) and isinstance(value, int | float) and value > 0
+        check(f"strategy.{name}", value, fits, "must be a number above 0")
+    for name in SWITCHES:
+        check_switch(f"strategy.{name}", strategy.get(name, False))
+
+
+def check_switch(setting: str, value: Any) -> None:
+    """Raise a `UserError` if a setting is neither true nor false."""
+    check(setting, value, isinstance(value, bool), "must be true or false")
+
+
+def check_choice(setting: str, value: Any, choices: tuple[str | None, ...]) -> None:
+    """Raise a `UserError` if a setting is not one of its choices."""
+    check(setting, value, value in choices, f"is not one of {', '.join(map(as_typed, choices))}")
+
+
 def from_container(values: dict[str, Any]) -> Config:
     """Check plain `values` against the schema and resolve what still refers to the environment.
 
@@ -490,14 +483,9 @@ def from_container(values: dict[str, Any]) -> Config:
         UserError: a value breaks its rule.
         omegaconf.errors.OmegaConfBaseException: a name or type is not the schema's.
     """
-    source = _data_class(values.get("data", {}).get("source"))
-    data = OmegaConf.create({"data": OmegaConf.structured(source)})
-    merged = OmegaConf.merge(OmegaConf.structured(Config), data, values)
-    return cast(Config, OmegaConf.to_object(merged))
-
-
-def _data_class(source: str | None) -> type[DataConfig]:
-    sources = data_sources()
-    if source is not None and source not in sources:
-        raise UserError(f"data.source={source} is not one of {', '.join(sources)}")
-    return sources.get(source or "", DataConfig)
+    source, sources = values.get("data", {}).get("source"), data_sources()
+    if source is not None:
+        check_choice("data.source", source, tuple(sources))
+    data = {"data": OmegaConf.structured(sources.get(source, DataConfig))}
+    merged_values = OmegaConf.merge(OmegaConf.structured(Config), data, values)
+    return cast(Config, OmegaConf.to_object(merged_values))

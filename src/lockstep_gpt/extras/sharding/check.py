@@ -12,9 +12,9 @@ def refuse_impossible(config: Config) -> None:
     strategy = config.strategy
     if not str(strategy.get("_target_")).endswith(".sharding.fsdp2.fsdp2"):
         return
-    check_choice("param_dtype", strategy["param_dtype"], DTYPES)
-    check_choice("reduce_dtype", strategy["reduce_dtype"], DTYPES)
-    check_switch("reshard_after_forward", strategy["reshard_after_forward"])
+    check_choice("strategy.param_dtype", strategy["param_dtype"], DTYPES)
+    check_choice("strategy.reduce_dtype", strategy["reduce_dtype"], DTYPES)
+    check_switch("strategy.reshard_after_forward", strategy["reshard_after_forward"])
     if config.precision not in ("32-true", "bf16-mixed"):
         config.refuse("precision", "has no strategy=fsdp2; set 32-true or bf16-mixed, or ddp")
     if config.compile:
