@@ -16,6 +16,7 @@ LIGHT = {  # what must be answered without torch and without leaving a file: exi
     "trian": 2,
     "train max_step=3": 2,
     "train max_steps=0": 2,
+    "train run_name=${nope}": 2,
     "train trainer=cpu trainer.devices=2 batch.global_size=3": 2,
     "train trainer=cpu precision=16-mixed": 2,
     "train run_dir=/": 2,

@@ -8,7 +8,6 @@ import math
 import sys
 from collections.abc import Callable, Iterator
 
-from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from lockstep_gpt.config import LEVELS, PROGRAM, UserError
@@ -75,8 +74,7 @@ def _each_job(
     results: list[tuple[str, int, float]] = []
 
     def guarded(composed: DictConfig) -> float:
-        given = HydraConfig.get().overrides.task
-        swept = " ".join(override for override in given if override not in arguments)
+        swept = " ".join(word for word in compose.overrides() if word not in arguments)
         if start.is_sweep():
             print(f"job {len(results)}: {swept}", flush=True)
         try:

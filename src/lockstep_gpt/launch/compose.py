@@ -44,6 +44,11 @@ def config_folder() -> Path:
     return installed if installed.is_dir() else package.parents[1] / "configs"
 
 
+def groups() -> set[str]:
+    """Return the names of the groups of choices."""
+    return {path.name for path in config_folder().iterdir() if path.is_dir()}
+
+
 def run(arguments: list[str], job: Callable[[DictConfig], Any]) -> None:
     """Hand the configuration that `arguments` make to `job`, once or for each job of a sweep.
 
@@ -73,31 +78,30 @@ def quoted(arguments: list[str]) -> list[str]:
     return [re.sub(r"^(resume|run_dir)=([^'\"].*=.*)$", r"\1='\2'", word) for word in arguments]
 
 
+def overrides() -> list[str]:
+    """Return the words of the command line as the job has them: of a sweep, one value each."""
+    given = OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False)
+    return [str(word) for word in cast(list[Any], given)]
+
+
 def checked(config: DictConfig) -> tuple[dict[str, Any], Config]:
     """Return the values to freeze and the same as the typed, checked `Config`.
 
     Raises:
         UserError: a value breaks its rule, or a reference leads nowhere.
     """
-    given = OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False)
-    overrides = [str(override) for override in cast(list[Any], given)]
-    try:
+    with told_in_one_line(overrides()):
         values = frozen(config)
-    except OmegaConfBaseException as error:
-        raise UserError(one_line(error, overrides)) from None
-    return values, typed(values, overrides)
+        return values, from_container(values)
 
 
-def typed(values: dict[str, Any], overrides: list[str]) -> Config:
-    """Return plain `values` as the typed, checked `Config`.
-
-    Raises:
-        UserError: a name, a type or a rule does not hold; it quotes from `overrides`.
-    """
+@contextlib.contextmanager
+def told_in_one_line(arguments: list[str]) -> Iterator[None]:
+    """Raise a `UserError` for an error of Hydra or OmegaConf; it quotes from `arguments`."""
     try:
-        return from_container(values)
-    except OmegaConfBaseException as error:
-        raise UserError(one_line(error, overrides)) from None
+        yield
+    except (HydraException, OmegaConfBaseException) as error:
+        raise UserError(one_line(error, arguments)) from None
 
 
 def _register_schema() -> None:
@@ -113,16 +117,16 @@ def _register_schema() -> None:
 @contextlib.contextmanager
 def _command_line(arguments: list[str]) -> Iterator[None]:
     """Give Hydra the arguments, and have it raise its errors instead of printing them."""
-    before = sys.argv, os.environ.pop("HYDRA_FULL_ERROR", None)
-    sys.argv = [PROGRAM, *quoted(arguments)]
-    os.environ["HYDRA_FULL_ERROR"] = "1"
+    name = "HYDRA_FULL_ERROR"
+    words, told = sys.argv, os.environ.get(name)
+    sys.argv, os.environ[name] = [PROGRAM, *quoted(arguments)], "1"
     try:
         yield
     finally:
-        sys.argv = before[0]
-        del os.environ["HYDRA_FULL_ERROR"]
-        if before[1] is not None:
-            os.environ["HYDRA_FULL_ERROR"] = before[1]
+        sys.argv = words
+        del os.environ[name]
+        if told is not None:
+            os.environ[name] = told
 
 
 def frozen(config: DictConfig) -> dict[str, Any]:
@@ -138,11 +142,9 @@ def frozen(config: DictConfig) -> dict[str, Any]:
 
     OmegaConf.register_new_resolver("oc.env", read, replace=True)
     try:
-        plain = _plain(config, reads)
+        return cast(dict[str, Any], _plain(config, reads))
     finally:
         OmegaConf.register_new_resolver("oc.env", oc.env, replace=True)
-    assert isinstance(plain, dict)
-    return plain
 
 
 def _plain(node: Any, reads: list[str]) -> Any:
@@ -155,12 +157,8 @@ def _plain(node: Any, reads: list[str]) -> Any:
 
 def _plain_child(parent: Any, key: Any, reads: list[str]) -> Any:
     raw = OmegaConf.to_container(parent, resolve=False)[key]  # type: ignore[index]
-    if OmegaConf.is_missing(parent, key):
-        return raw
-    if not OmegaConf.is_interpolation(parent, key):
-        return _plain(parent[key], reads)
     reads.clear()
-    value = parent[key]
+    value = raw if OmegaConf.is_missing(parent, key) else parent[key]
     return raw if reads else _plain(value, reads)
 
 
@@ -169,26 +167,26 @@ def one_line(error: Exception, arguments: list[str]) -> str:
     nested = error.__cause__ or error.__context__  # the latter where a YAML file is at fault
     hidden = isinstance(error, HydraException) and isinstance(nested, OmegaConfBaseException)
     cause = nested if hidden else error
-    path = getattr(cause, "full_key", None) or _path_in(str(error))
+    found = re.search(r"Could not override '[+~]*([^']+)'", str(error))
+    path = getattr(cause, "full_key", None) or (found and found[1])
+    value = _value_given(path, arguments) if path else ""
     text = re.sub(r"\s*\n\s*", " ", str(cause)).strip()
-    if choices := re.search(
+    if found := re.search(
         r"Could not find '(.+)/(.+?)'.*Available options in .+?: (.+?)( Config s.+)?$", text
     ):
-        return _unknown_choice(choices[1], choices[2], choices[3])
-    if path and _is_unknown(text):
-        return _unknown_setting(path, _value_given(path, arguments))
-    if path and (wrong := re.match(r"(Value .+?)( full_key: .+)?$", text)):
-        return f"{path}={_value_given(path, arguments)}: {wrong[1].rstrip('.')}"
-    if "Config group override must be" in text and (word := _group_without_choice(arguments)):
-        return f"{word} names no choice; lockstep-gpt train --help lists them"
+        group, choice, names = found[1], found[2], found[3].split()
+        return f"{group}={choice} is not one of {', '.join(names)}{_did_you_mean(choice, names)}"
+    if path and re.search("not in|Could not override|Could not append", text):
+        return _unknown_setting(path, value)
+    if path and (found := re.match(r"(Value .+?)( full_key: .+)?$", text)):
+        return f"{path}={value}: {found[1].rstrip('.')}"
+    if "Config group override must be" in text:
+        for word in arguments:
+            if word.partition("=")[0].lstrip("+") in groups():
+                return f"{word} names no choice; lockstep-gpt train --help lists them"
     noise = r" (full_key|reference_type|object_type)[:=] ?\S*| (See https?://|Config search path).+"
     text = re.sub(noise, "", text)
-    return f"{path}={_value_given(path, arguments)}: {text}" if path else text
-
-
-def _group_without_choice(arguments: list[str]) -> str | None:
-    groups = {path.name for path in config_folder().iterdir() if path.is_dir()}
-    return next((word for word in arguments if word.partition("=")[0].lstrip("+") in groups), None)
+    return f"{path}={value}: {text}" if path else text
 
 
 def _file_of(error: Exception) -> str:
@@ -197,26 +195,9 @@ def _file_of(error: Exception) -> str:
     return f"{found[1]}.yaml: " if found else ""
 
 
-def _path_in(text: str) -> str | None:
-    found = re.search(r"Could not override '([^']+)'", text)
-    return found[1].lstrip("+~") if found else None
-
-
-def _is_unknown(text: str) -> bool:
-    return "not in" in text or "Could not override" in text or "Could not append" in text
-
-
 def _value_given(path: str, arguments: list[str]) -> str:
-    for argument in reversed(arguments):
-        name, _, value = argument.partition("=")
-        if name.lstrip("+~") == path:
-            return value
-    return "..."
-
-
-def _unknown_choice(group: str, choice: str, available: str) -> str:
-    names = available.split()
-    return f"{group}={choice} is not one of {', '.join(names)}{_did_you_mean(choice, names)}"
+    given = dict(word.lstrip("+~").split("=", 1) for word in arguments if "=" in word)
+    return given.get(path, "...")
 
 
 def _unknown_setting(path: str, value: str) -> str:

@@ -8,15 +8,12 @@ import time
 from pathlib import Path
 from typing import Any, cast
 
-from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
-from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 
-from lockstep_gpt.config import Config, UserError, as_typed
+from lockstep_gpt.config import Config, UserError, as_typed, from_container
 from lockstep_gpt.launch import compose, devices, start
-from lockstep_gpt.registry import addition
 from lockstep_gpt.run_directory import RunDirectory, differences
 from lockstep_gpt.training import schedule
 
@@ -49,7 +46,7 @@ def train_or_resume(composed: DictConfig) -> tuple[int, float]:
     run = start.run_of(config)
     if config.resume != "auto" or not run.config.is_file():
         return start.train_once(values, config)
-    singles = [word for word in HydraConfig.get().overrides.task if not _names_group(word)]
+    singles = [word for word in compose.overrides() if not _names_group(word)]
     _refuse_other_choices(run, start.settle(values, start.placed(config), run), singles)
     status = resume(run, singles)
     return status, float(run.read_summary().get("val_loss") or math.nan)
@@ -80,7 +77,8 @@ def resume(run: RunDirectory, arguments: list[str]) -> int:
     """Go on with a run in its own directory; return the exit status."""
     before = run.values()
     values, changes = _revive(run, arguments)
-    config = compose.typed(values, arguments)
+    with compose.told_in_one_line(arguments):
+        config = from_container(values)
     placement = start.placed(config)
     if _is_done(run, config, placement):
         if os.environ.get("RANK", "0") == "0":  # of a launcher's processes one speaks
@@ -95,14 +93,7 @@ def resume(run: RunDirectory, arguments: list[str]) -> int:
         print("\n".join([f"resuming {run.path}", *(f"  {change}" for change in changes)]))
         return run
 
-    if devices.is_inside_launcher():
-        return start.join(settled, config, create, lambda: run.refreeze(before))
-    if placement.nodes > 1:
-        return int(addition("START_ON_NODES")(run, settled, config, create))
-    status = start.start(create(), config)
-    if status == 2:
-        run.refreeze(before)
-    return status
+    return start.begin(run, settled, config, create, lambda: run.refreeze(before))
 
 
 def _is_done(run: RunDirectory, config: Config, placement: devices.Placement) -> bool:
@@ -146,10 +137,8 @@ def _log_overrides(run: RunDirectory, changes: list[str]) -> None:
 
 
 def _parse(arguments: list[str]) -> list[Override]:
-    try:
+    with compose.told_in_one_line(arguments):
         return list(OverridesParser.create().parse_overrides(compose.quoted(arguments)))
-    except HydraException as error:
-        raise UserError(compose.one_line(error, arguments)) from None
 
 
 def _refuse_group(override: Override, name: str, run: RunDirectory) -> None:
@@ -162,8 +151,7 @@ def _refuse_group(override: Override, name: str, run: RunDirectory) -> None:
 
 def _names_group(word: str) -> bool:
     """Tell whether an override, or its name, is a choice of a group's."""
-    groups = (path.name for path in compose.config_folder().iterdir() if path.is_dir())
-    return word.partition("=")[0].lstrip("+~") in groups
+    return word.partition("=")[0].lstrip("+~") in compose.groups()
 
 
 def _refuse_another_identity(changes: list[str]) -> None:

@@ -44,14 +44,40 @@ def train_once(values: dict[str, Any], config: Config) -> tuple[int, float]:
         run.create(settled)
         return run
 
-    if devices.is_inside_launcher():
-        return join(settled, config, create, run.discard), math.nan
-    if placement.nodes > 1:
-        return addition("START_ON_NODES")(run, settled, config, create), math.nan
-    status = start(create(), config)
-    if status == 2:
-        run.discard()
+    status = begin(run, settled, config, create, run.discard)
     return status, float(run.read_summary().get("val_loss") or math.nan)
+
+
+def begin(
+    run: RunDirectory,
+    settled: dict[str, Any],
+    config: Config,
+    create: Callable[[], RunDirectory],
+    undo: Callable[[], None],
+) -> int:
+    """Start the ranks, or be one of a launcher's; return the exit status.
+
+    Args:
+        run: its directory.
+        settled: the configuration as this machine would freeze it.
+        config: the same, typed.
+        create: makes the directory, or freezes the configuration anew.
+        undo: takes that back, where the user's mistake shows only after it.
+    """
+    if devices.is_inside_launcher():
+        return join(settled, config, create, undo)
+    if config.trainer.get("num_nodes", 1) > 1:
+        return int(addition("START_ON_NODES")(run, settled, config, create))
+    create()
+    if config.launch.inline:  # the one rank here, where a debugger sees it
+        from lockstep_gpt.training import train as rank
+
+        status = rank.main(run)
+    else:
+        status = supervise(run)
+    if status == 2:
+        undo()
+    return status
 
 
 def placed(config: Config) -> devices.Placement:
@@ -120,18 +146,6 @@ def trainer_settled(values: dict[str, Any], placement: devices.Placement) -> dic
     """Return the settings of the Trainer with the devices that were found."""
     found = {"accelerator": placement.accelerator, "devices": placement.devices}
     return {**values["trainer"], **found}
-
-
-def start(run: RunDirectory, config: Config) -> int:
-    """Start the ranks on this one machine; return the exit status."""
-    return _run_inline(run) if config.launch.inline else supervise(run)
-
-
-def _run_inline(run: RunDirectory) -> int:
-    """Run the one rank here, where a debugger sees it."""
-    from lockstep_gpt.training import train as rank
-
-    return rank.main(run)
 
 
 # Of glibc: else each step maps its large tensors anew, and the system clears their pages.
