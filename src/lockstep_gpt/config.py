@@ -144,9 +144,7 @@ class ModelConfig(Checked):
         "keep only the inputs of blocks and compute them again in backward", False
     )
     n_kv_head: int | None = setting(
-        "heads of keys and values, where the architecture shares them; null: n_head",
-        None,
-        at_least=1,
+        "heads of keys and values, if the architecture shares them; null: n_head", None, at_least=1
     )
     init_from: str | None = setting(
         "folder of weights, transformers' or an export, to begin with; null: random ones",
@@ -163,10 +161,8 @@ class ModelConfig(Checked):
             self.refuse("n_kv_head", f"does not divide model.n_head={self.n_head}")
         if self.n_embd % self.n_head:
             fits = self.n_head * max(1, round(self.n_embd / self.n_head))
-            self.refuse(
-                "n_embd",
-                f"does not divide by model.n_head={self.n_head}; nearest: model.n_embd={fits}",
-            )
+            rule = f"does not divide by model.n_head={self.n_head}; nearest: model.n_embd={fits}"
+            self.refuse("n_embd", rule)
 
 
 @dataclass

@@ -145,10 +145,12 @@ class RankAgent(LocalElasticAgent):
             return cast(RunResult, super()._monitor_workers(worker_group))
         restartable = self._is_restartable()
         self._end_others(restartable)
-        if restartable and self._remaining_restarts:
-            self._announce_restart()
-        elif not restartable:
+        total = worker_group.spec.max_restarts
+        if not restartable:
             self._remaining_restarts = 0
+        elif left := self._remaining_restarts:
+            line = f"restarting all ranks ({total - left + 1} of {total})"
+            print(f"{causes(self._ended)}; {line}", file=sys.stderr)
         return cast(RunResult, super()._monitor_workers(worker_group))
 
     def _failed_ranks(self, worker_group: WorkerGroup) -> dict[int, int]:
@@ -184,12 +186,6 @@ class RankAgent(LocalElasticAgent):
         if self._pcontext:
             self._pcontext.close(death_sig, math.ceil(timeout or self._grace))
 
-    def _announce_restart(self) -> None:
-        total = self._worker_group.spec.max_restarts
-        count = total - self._remaining_restarts + 1
-        line = f"{causes(self._ended)}; restarting all ranks ({count} of {total})"
-        print(line, file=sys.stderr)
-
     def status(self, result: RunResult) -> int:
         """Return the exit status of the run: a rank's own where it chose one."""
         if not result.is_failed():
@@ -198,9 +194,8 @@ class RankAgent(LocalElasticAgent):
             return int(failure["status"])
         chosen = [code for code in self._ended.values() if code == 2 or code > 128]
         if not chosen:
-            print(f"{causes(self._ended)}; no restart is left", file=sys.stderr)
-            for explanation in filter(None, asked("EXPLAIN_DEATHS", self._run, self._ended)):
-                print(explanation, file=sys.stderr)
+            told = filter(None, asked("EXPLAIN_DEATHS", self._run, self._ended))
+            print(f"{causes(self._ended)}; no restart is left", *told, sep="\n", file=sys.stderr)
         return chosen[0] if chosen else 1
 
 

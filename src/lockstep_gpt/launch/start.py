@@ -124,22 +124,17 @@ def settle(
     choices = HydraConfig.get().runtime.choices
     world = placement.devices * placement.nodes
     name = f"{choices['model']}-{choices['data']}-{world}-{time.strftime('%Y%m%d-%H%M%S')}"
+    loggers = dict(values["logger"])
+    if is_sweep() and "wandb" in loggers:  # together there, unless they have a group
+        group = loggers["wandb"].get("group") or run.path.parent.name
+        loggers["wandb"] = {**loggers["wandb"], "group": group}
     return {
         **values,
         "run_dir": str(run.path),
         "run_name": values["run_name"] or name,
         "trainer": trainer_settled(values, placement),
-        "logger": _logger_settled(values, run),
+        "logger": loggers,
     }
-
-
-def _logger_settled(values: dict[str, Any], run: RunDirectory) -> dict[str, Any]:
-    """Group the runs of a sweep in wandb, unless they have a group."""
-    loggers = dict(values["logger"])
-    if is_sweep() and "wandb" in loggers:
-        group = loggers["wandb"].get("group") or run.path.parent.name
-        loggers["wandb"] = {**loggers["wandb"], "group": group}
-    return loggers
 
 
 def trainer_settled(values: dict[str, Any], placement: devices.Placement) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -91,19 +92,12 @@ def _is_ours_to_open() -> bool:
 
 def _loopback_store(ranks: Ranks, timeout: timedelta) -> TCPStore:
     """Meet at an address that no other machine reaches; torch's default listens on all."""
-    port = int(os.environ["MASTER_PORT"])
+    address = ("127.0.0.1", int(os.environ["MASTER_PORT"]))
+    meet = partial(TCPStore, *address, ranks.world_size, timeout=timeout)
     if ranks.rank:
-        return TCPStore("127.0.0.1", port, ranks.world_size, timeout=timeout)
-    listener = socket.create_server(("127.0.0.1", port))
-    descriptor = listener.detach()  # torch's from now on
-    return TCPStore(
-        "127.0.0.1",
-        port,
-        ranks.world_size,
-        is_master=True,
-        timeout=timeout,
-        master_listen_fd=descriptor,
-    )
+        return meet()
+    descriptor = socket.create_server(address).detach()  # torch's from now on
+    return meet(is_master=True, master_listen_fd=descriptor)
 
 
 def refuse_other_directory(directory: RunDirectory) -> None:
