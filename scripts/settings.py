@@ -118,13 +118,17 @@ def section(heading: str, schema: type[Checked], bases: str = "") -> Part:
 
 
 def own_fields(schema: type[Any]) -> Iterator[dataclasses.Field[Any]]:
-    """Yield the settings that the bases of a class do not have; nodes have no meaning."""
-    inherited = {
-        item for base in schema.__mro__[1:] for item in vars(base).get("__annotations__", ())
-    }
+    """Yield the settings that no base of a class has, or with another meaning; nodes have none."""
+    bases = filter(dataclasses.is_dataclass, schema.__mro__[1:])
+    inherited = {meaning_of(item) for base in bases for item in dataclasses.fields(base)}
     for item in dataclasses.fields(schema):
-        if item.name not in inherited and "meaning" in item.metadata:
+        if "meaning" in item.metadata and meaning_of(item) not in inherited:
             yield item
+
+
+def meaning_of(item: dataclasses.Field[Any]) -> tuple[str, str]:
+    """Return the name of a setting and what it means."""
+    return item.name, item.metadata.get("meaning", "")
 
 
 def setting_row(schema: type[Any], item: dataclasses.Field[Any]) -> tuple[str, ...]:

@@ -9,6 +9,7 @@ import yaml
 from omegaconf.errors import OmegaConfBaseException
 
 from lockstep_gpt import config as schema
+from lockstep_gpt import extras
 from lockstep_gpt.config import (
     OWNED_TRAINER_KEYS,
     Config,
@@ -42,6 +43,22 @@ def numbers_in(section):
 
 
 FLOATS = sorted(set().union(*map(numbers_in, SECTIONS)))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "rule"),
+    [
+        ("tokenizer", "bpe", "is not one of bytes"),
+        ("vocab_size", 300, "needs an extra that is not here; leave it out"),
+        ("tokenizer_mb", 3, "needs an extra that is not here; leave it out"),
+    ],
+)
+def test_text_is_bytes_where_no_extra_has_more(monkeypatch, name, value, rule):
+    monkeypatch.setattr(extras, "__path__", [])
+    with pytest.raises(UserError) as refusal:
+        schema.TextData(**{name: value})
+    assert str(refusal.value) == f"data.{name}={value} {rule}"
+    assert schema.TextData(tokenizer="bytes", vocab_size=None, tokenizer_mb=32).root == "data"
 
 
 @pytest.mark.parametrize("section", SECTIONS, ids=lambda section: section.__name__)

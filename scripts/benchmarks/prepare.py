@@ -25,7 +25,8 @@ from itertools import cycle
 from pathlib import Path
 
 from lockstep_gpt.data.shards import load_index
-from lockstep_gpt.data.tokenizer import PIECE, library
+from lockstep_gpt.data.tokenizer import library
+from lockstep_gpt.extras.sources.byte_pairs import PIECE
 
 FILE = 8 << 20  # bytes
 # What the system counts for a child as its peak would begin with this process's own.

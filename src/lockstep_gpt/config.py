@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import operator
-from dataclasses import dataclass, field, fields
+from dataclasses import Field, dataclass, field, fields
 from importlib.util import find_spec
 from typing import Any, ClassVar, cast
 
@@ -68,12 +68,14 @@ class Checked:
 
     def __post_init__(self) -> None:
         for item in fields(cast(Any, self)):
-            self._check(item.name, getattr(self, item.name), item.metadata)
+            self._check(item, getattr(self, item.name))
 
-    def _check(self, name: str, value: Any, rules: Any) -> None:
+    def _check(self, item: Field[Any], value: Any) -> None:
+        name, rules = item.name, item.metadata
         if (choices := rules.get("choices")) and value not in choices:
             self.refuse(name, f"is not one of {', '.join(choices)}")
-        if value and (kind := rules.get("needs")) and not any(additions(kind)):
+        needs = rules.get("needs") if value and value != item.default else None
+        if needs and not any(additions(needs)):
             self.refuse(name, "needs an extra that is not here; leave it out")
         if isinstance(value, float) and not math.isfinite(value):
             self.refuse(name, "must be a finite number")
@@ -170,8 +172,12 @@ class DataConfig(Checked):
     """What all corpora have in common."""
 
     node: ClassVar[str] = "data"
-    # Settings that decide no token; where the corpus lies is in its identity, as far as it matters.
-    harmless: ClassVar[set[str]] = {"root", "path", "val_tokens", "num_workers"}
+    # Settings that decide no token, or are in the identity of corpus or tokenizer where they do.
+    harmless: ClassVar[set[str]] = {"root", "path", "val_tokens", "num_workers"} | {
+        "tokenizer",
+        "vocab_size",
+        "tokenizer_mb",
+    }
     source: str = setting("where the text comes from")
     root: str = setting("folder that prepared token files are kept in", "data")
     val_fraction: float = setting(
@@ -190,20 +196,13 @@ class DataConfig(Checked):
 class DocumentsData(DataConfig):
     """What corpora of text have in common."""
 
-    tokenizer: str = setting(
-        "bytes; bpe: learnt from the corpus; or a byte-level BPE's file, folder or name on the hub",
-        "bytes",
+    tokenizer: str = setting("what makes tokens of text", "bytes", choices=("bytes",))
+    vocab_size: int | None = setting(
+        "ids that bpe learns (extra `sources`); null: 8192", None, at_least=257, needs="TOKENIZERS"
     )
-    vocab_size: int | None = setting("ids that bpe learns; null: 8192", None, at_least=257)
-    tokenizer_mb: int = setting("MiB of training text, the first, bpe learns from", 32, at_least=1)
-
-    def __post_init__(self) -> None:
-        """Check also that a size of the vocabulary has a use, and find it where it is needed."""
-        super().__post_init__()
-        if self.tokenizer == "bpe":
-            self.vocab_size = self.vocab_size or 8192
-        elif self.vocab_size is not None:
-            self.refuse("vocab_size", f"has no use with data.tokenizer={self.tokenizer}; leave it")
+    tokenizer_mb: int = setting(
+        "MiB of training text, the first, bpe learns from", 32, at_least=1, needs="TOKENIZERS"
+    )
 
 
 @dataclass

@@ -16,7 +16,7 @@ from lockstep_gpt.data import corpora
 from lockstep_gpt.data.corpora import corpus_of, split_of
 from lockstep_gpt.data.prepare import prepare
 from lockstep_gpt.data.shards import load_index, open_split
-from lockstep_gpt.data.tokenizer import BytePairTokenizer, ByteTokenizer, from_dict
+from lockstep_gpt.data.tokenizer import ByteTokenizer, from_dict
 
 PREPARE = """
 import sys
@@ -117,32 +117,6 @@ def test_the_index_describes_the_standard_library(tmp_path):
         assert split.tokens == split.text_bytes + split.documents > 50_000
 
 
-def test_bpe_is_learnt_from_the_corpus_and_kept_with_it(corpus):
-    folder = prepare(corpus(tokenizer="bpe", vocab_size=300))
-    index = load_index(folder)
-    tokenizer = from_dict(index.tokenizer)
-    assert isinstance(tokenizer, BytePairTokenizer)
-    assert tokenizer.vocab_size == index.vocab_size == 300
-    as_bytes = prepare(corpus())
-    for split in ("train", "val"):
-        text = tokenizer.decode(*open_split(folder, split))
-        assert text == ByteTokenizer().decode(*open_split(as_bytes, split))
-        assert index.splits[split].tokens < load_index(as_bytes).splits[split].tokens * 0.6
-
-
-def test_bpe_learns_from_no_more_than_the_first_training_text(corpus, tmp_path, monkeypatch):
-    learnt = []
-    monkeypatch.setattr(
-        "lockstep_gpt.data.prepare.make_tokenizer",
-        lambda _name, _size, texts: learnt.append("".join(texts)) or ByteTokenizer(),
-    )
-    for number in range(80):
-        (tmp_path / "texts" / f"b{number}").write_bytes(b"x" * 30_000)
-    folder = prepare(corpus(tokenizer="bpe", tokenizer_mb=1))
-    train = open_split(folder, "train")[0].tobytes().replace(b"\0", b"")
-    assert learnt == [train[:MIB].decode()]
-
-
 def test_random_tokens_lie_below_the_vocabulary_in_both_splits(tmp_path):
     folder = prepare(small(tmp_path, val_fraction=0.1))
     (train,), (val,) = open_split(folder, "train"), open_split(folder, "val")
@@ -189,27 +163,13 @@ def test_settings_that_decide_the_tokens_give_another_folder(corpus):
         {},
         {"val_fraction": 0.45},
         {"shard_mb": 1},
-        {"tokenizer": "bpe"},
-        {"tokenizer": "bpe", "vocab_size": 300},
-        {"tokenizer": "bpe", "tokenizer_mb": 3},
     ]
     assert len({prepare(corpus(**change)) for change in changes}) == len(changes)
 
 
 def test_other_settings_give_the_same_folder(corpus):
-    changes = [{}, {"val_tokens": 5}, {"num_workers": 2}, {"tokenizer_mb": 3}]
+    changes = [{}, {"val_tokens": 5}, {"num_workers": 2}]
     assert len({prepare(corpus(**change)) for change in changes}) == 1
-
-
-def test_a_tokenizer_file_counts_by_its_content(corpus, tmp_path):
-    index = load_index(prepare(corpus(tokenizer="bpe", vocab_size=300)))
-    for name in ("a.json", "b.json"):
-        (tmp_path / name).write_text(index.tokenizer["json"])
-    first, second = [prepare(corpus(tokenizer=str(tmp_path / f"{name}.json"))) for name in "ab"]
-    assert first == second
-    assert load_index(first).splits == index.splits
-    (tmp_path / "b.json").write_text(index.tokenizer["json"] + " ")
-    assert prepare(corpus(tokenizer=str(tmp_path / "b.json"))) != first
 
 
 @pytest.mark.parametrize("change", ["longer", "as long", "another file", "one less"])

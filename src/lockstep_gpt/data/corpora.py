@@ -17,7 +17,14 @@ import numpy as np
 
 from lockstep_gpt import config as schema
 from lockstep_gpt.config import DataConfig, UserError
-from lockstep_gpt.data.tokenizer import Tokens, cut, token_dtype
+from lockstep_gpt.data.tokenizer import (
+    ByteTokenizer,
+    NumberTokenizer,
+    Tokenizer,
+    Tokens,
+    cut,
+    token_dtype,
+)
 from lockstep_gpt.registry import additions, resolved
 
 # Installed packages are not the library; tests are long, repetitive and at times not valid code.
@@ -40,12 +47,17 @@ class Stretch(NamedTuple):
 class Corpus(Protocol):
     """What `prepare` asks of a corpus."""
 
+    tokenizer_identity: Any  # plain values that change with what decides the ids of a text
+
     @property
     def size(self) -> int | None:
         """Bytes to read in all; None where nobody knows before the end."""
 
     def identity(self) -> Any:
         """Return plain values that change with anything in the corpus that decides the tokens."""
+
+    def make_tokenizer(self) -> Tokenizer:
+        """Return what makes its tokens; that may be learnt from it."""
 
     def stretches(self) -> Iterator[Stretch]:
         """Yield all of it.
@@ -95,6 +107,8 @@ class TextFiles:
         UserError: there are none.
     """
 
+    tokenizer_identity: Any = (ByteTokenizer.kind,)
+
     def __init__(self, config: schema.DocumentsData, path: str, by_name: bool = False) -> None:
         self.path, self.val_fraction = path, config.val_fraction
         self.files = sorted(self.find(), key=lambda file: file.name)
@@ -117,6 +131,10 @@ class TextFiles:
     def identity(self) -> Any:
         """Return the names, sizes and times of change."""
         return [file[:3] for file in self.files]
+
+    def make_tokenizer(self) -> Tokenizer:
+        """Return the bytes."""
+        return ByteTokenizer()
 
     def stretches(self) -> Iterator[Stretch]:
         """Yield the documents, file by file; many small ones together."""
@@ -188,10 +206,15 @@ class RandomTokens:
         self.train = self.tokens - round(self.tokens * config.val_fraction)
         self.dtype = token_dtype(self.vocab_size)
         self.size: int | None = self.tokens * self.dtype.itemsize
+        self.tokenizer_identity: Any = (None, self.vocab_size, None)
 
     def identity(self) -> Any:
         """Return what decides the tokens beside the settings."""
         return SYNTHETIC_SEED
+
+    def make_tokenizer(self) -> Tokenizer:
+        """Return numbers."""
+        return NumberTokenizer(self.vocab_size)
 
     def stretches(self, done: int = 0) -> Iterator[Stretch]:
         """Yield first all of train, then all of val, from token number `done` on.

@@ -24,20 +24,13 @@ from tqdm import tqdm
 from lockstep_gpt.config import DataConfig, UserError
 from lockstep_gpt.data import corpora, shards
 from lockstep_gpt.data.shards import Index, SplitWriter
-from lockstep_gpt.data.tokenizer import (
-    Tokenizer,
-    Tokens,
-    make_tokenizer,
-    token_dtype,
-    tokenizer_files,
-)
+from lockstep_gpt.data.tokenizer import Tokenizer, Tokens, token_dtype
 from lockstep_gpt.registry import addition
 from lockstep_gpt.whole_files import sync_folder
 
 logger = logging.getLogger(__name__)
 
 SPLITS = ("train", "val")
-TOKENIZER = ("tokenizer", "vocab_size", "tokenizer_mb")
 
 
 @dataclass(frozen=True)
@@ -51,10 +44,8 @@ class Recipe:
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer, learnt from the corpus if it is `bpe`; of what is no text: numbers."""
-        config: Any = self.config
-        texts = _training_texts(self.corpus, getattr(config, "tokenizer_mb", 0) << 20)
-        return make_tokenizer(getattr(config, "tokenizer", "numbers"), config.vocab_size, texts)
+        """The tokenizer; once, because it may be learnt."""
+        return self.corpus.make_tokenizer()
 
     @property
     def fingerprint(self) -> str:
@@ -110,11 +101,10 @@ def recipe_of(config: DataConfig) -> Recipe:
     settings = {
         name: value for name, value in asdict(config).items() if name not in config.harmless
     }
-    name, *sizes = [settings.pop(name, None) for name in TOKENIZER]
-    files = [hashlib.sha256(path.read_bytes()).hexdigest() for path in tokenizer_files(name or "")]
-    tokenizer = [files or name, *(sizes if name in ("bpe", None) else ())]
-    parts = {"source": corpus.identity(), "tokenizer": tokenizer, "settings": settings}
-    return Recipe(config, corpus, settings, {part: _digest(each) for part, each in parts.items()})
+    identities = corpus.identity(), corpus.tokenizer_identity, settings
+    digests = map(_digest, identities)
+    parts = dict(zip(("source", "tokenizer", "settings"), digests, strict=True))
+    return Recipe(config, corpus, settings, parts)
 
 
 def _digest(values: Any) -> str:
@@ -212,16 +202,6 @@ def finish(recipe: Recipe, folder: Path, index: Index, writers: Mapping[str, Spl
     _refuse_empty(recipe.config, writers)
     splits = {name: writer.saved() for name, writer in writers.items()}
     shards.write_index(folder, replace(index, splits=splits))
-
-
-def _training_texts(corpus: corpora.Corpus, size: int) -> Iterator[str]:
-    """Yield the first bytes of the training documents, for `bpe` to learn from."""
-    for stretch in corpus.stretches():
-        for text in stretch.texts if stretch.split == "train" else ():
-            if size <= 0:
-                return
-            yield text[:size].decode("utf-8", "ignore")
-            size -= len(text)
 
 
 def _refuse_empty(config: DataConfig, writers: Mapping[str, SplitWriter]) -> None:

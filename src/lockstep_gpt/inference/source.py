@@ -30,9 +30,9 @@ def load_model(path: Path) -> tuple[GPT, Config, tokenizer.Tokenizer]:
     from lockstep_gpt.model.gpt import build_gpt
 
     content = read_checkpoint(path)
+    text = tokenizer.from_dict(content["tokenizer"])
     values = {name: each for name, each in content["config"].items() if name not in OPEN_GROUPS}
     config = from_container(values)  # without what a model does not need, and its references
-    text = tokenizer.from_dict(content["tokenizer"])
     model = build_gpt(config.model, text.vocab_size)
     saved, prefix = content["state_dict"], "model."
     own = {name: each for name, each in saved.items() if name.startswith(prefix)}

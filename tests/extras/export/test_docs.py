@@ -9,11 +9,10 @@ from pathlib import Path
 import pytest
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from lockstep_gpt.data.tokenizer import make_tokenizer
-
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs/export.md").read_text(encoding="utf-8")
 COMMANDS = re.findall(r"^lockstep-gpt (.+)$", PAGE, flags=re.MULTILINE)
+RUNS = re.findall(r"run_dir=(\S+)", PAGE)
 # The shape of a GPT-2 that is made in a second and has what the page relies on.
 SMALL = {"n_layer": 2, "n_head": 2, "n_embd": 32}
 IN_SMALL = [f"model.{name}={size}" for name, size in SMALL.items()]
@@ -24,17 +23,17 @@ def block(language):
     return re.findall(rf"^```{language}\n(.*?)^```", PAGE, flags=re.MULTILINE | re.DOTALL)
 
 
-def a_gpt2(folder):
+def a_gpt2(folder, tokenizer):
     """Save what a GPT-2 looks like that was downloaded."""
-    tokenizer = make_tokenizer("bpe", 300, [PAGE])
     config = GPT2Config(vocab_size=tokenizer.vocab_size, n_positions=512, **SMALL)
     GPT2LMHeadModel(config).save_pretrained(folder)
     (folder / "tokenizer.json").write_text(tokenizer.to_dict()["json"], encoding="utf-8")
 
 
 @pytest.mark.filterwarnings("ignore")  # what others warn of is not ours
-def test_commands_run_one_after_the_other(command, capsys, monkeypatch):
-    a_gpt2(command.folder / "gpt2")
+def test_commands_run_one_after_the_other(command, capsys, monkeypatch, learnt):
+    if "data.tokenizer=gpt2" in PAGE:
+        a_gpt2(command.folder / "gpt2", learnt(300, [PAGE]))
     (command.folder / "books").mkdir()
     (command.folder / "books/one.txt").write_text(PAGE * 30, encoding="utf-8")
     for line in COMMANDS:
@@ -42,7 +41,7 @@ def test_commands_run_one_after_the_other(command, capsys, monkeypatch):
         if "model=gpt2" in line:
             more += [*IN_SMALL, "max_steps=10"]
         command(*shlex.split(line), *more)
-    assert command.summary("runs/books")["status"] == "done"
+    assert command.summary(RUNS[-1])["status"] == "done"
     monkeypatch.chdir(command.folder)
     capsys.readouterr()
     exec(block("python")[0])

@@ -11,10 +11,9 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from lockstep_gpt.config import UserError
 from lockstep_gpt.data.tokenizer import (
-    BytePairTokenizer,
     ByteTokenizer,
     NumberTokenizer,
-    make_tokenizer,
+    from_dict,
 )
 from lockstep_gpt.extras.export import initial_weights as module
 from lockstep_gpt.extras.export.initial_weights import initialize
@@ -212,10 +211,10 @@ def test_a_tokenizer_that_reads_text_otherwise_is_refused(begun, tmp_path, bpe):
     words = json.loads(values["json"])
     vocab = words["model"]["vocab"]
     vocab["1"], vocab["2"] = vocab["2"], vocab["1"]
-    other = BytePairTokenizer({**values, "json": json.dumps(words)})
+    other = from_dict({**values, "json": json.dumps(words)})
     with pytest.raises(UserError, match=r"other tokens than the data has; set data.tokenizer="):
         begun(tmp_path, other)
-    begun(tmp_path, make_tokenizer(str(tmp_path), 0, ()))  # the remedy
+    begun(tmp_path, bpe)  # the remedy
 
 
 def test_vocabulary_and_merges_are_a_tokenizer_too(begun, tmp_path, bpe):
@@ -225,7 +224,10 @@ def test_vocabulary_and_merges_are_a_tokenizer_too(begun, tmp_path, bpe):
     (tmp_path / "vocab.json").write_text(json.dumps(model["vocab"]))
     merges = "\n".join(" ".join(pair) for pair in model["merges"])
     (tmp_path / "merges.txt").write_text(f"#version: 0.2\n{merges}\n")
-    begun(tmp_path, make_tokenizer(str(tmp_path), 0, ()))
+    begun(tmp_path, bpe)
+    (tmp_path / "merges.txt").write_text("no pair\n" * 3)
+    with pytest.raises(UserError, match=r"model\.init_from=.* has a damaged tokenizer \("):
+        begun(tmp_path, bpe)
 
 
 def test_bytes_of_an_export_are_the_data_s_bytes(folder_of, shaped, bpe):

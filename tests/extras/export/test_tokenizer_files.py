@@ -16,9 +16,9 @@ TEXT = st.lists(UTF8_TEXT | st.sampled_from([END_OF_TEXT, "\0", "  ", "return x"
 
 
 @pytest.fixture(scope="module", params=["bytes", "bpe"])
-def both(request, shaped, folder_of, bpe):
+def both(request, shaped, folder_of):
     """Our tokenizer, and that of transformers."""
-    ours = ByteTokenizer() if request.param == "bytes" else bpe
+    ours = ByteTokenizer() if request.param == "bytes" else request.getfixturevalue("bpe")
     folder = folder_of(shaped(vocab_size=ours.vocab_size, n_layer=1), ours)
     return ours, AutoTokenizer.from_pretrained(folder)
 

@@ -21,9 +21,10 @@ from lockstep_gpt.data.shards import (
     load_index,
     open_split,
 )
-from lockstep_gpt.data.tokenizer import ByteTokenizer
+from lockstep_gpt.data.tokenizer import ByteTokenizer, from_dict
 from lockstep_gpt.extras.sources import text as module
 from lockstep_gpt.extras.sources.build import ResumedWriter, cut_to_index
+from lockstep_gpt.extras.sources.byte_pairs import BytePairTokenizer
 from lockstep_gpt.extras.sources.text import TextData
 
 PREPARE = """
@@ -80,10 +81,23 @@ def corpus(tmp_path):
     return settings
 
 
+def test_bpe_is_learnt_from_the_corpus_and_kept_with_it(corpus):
+    folder = prepare(corpus(tokenizer="bpe", vocab_size=300))
+    index = load_index(folder)
+    tokenizer = from_dict(index.tokenizer)
+    assert isinstance(tokenizer, BytePairTokenizer)
+    assert tokenizer.vocab_size == index.vocab_size == 300
+    as_bytes = prepare(corpus())
+    for split in ("train", "val"):
+        text = tokenizer.decode(*open_split(folder, split))
+        assert text == ByteTokenizer().decode(*open_split(as_bytes, split))
+        assert index.splits[split].tokens < load_index(as_bytes).splits[split].tokens * 0.6
+
+
 def test_bpe_learns_from_no_more_than_the_first_training_text(corpus, tmp_path, monkeypatch):
     learnt = []
     monkeypatch.setattr(
-        "lockstep_gpt.data.prepare.make_tokenizer",
+        "lockstep_gpt.extras.sources.byte_pairs.make_tokenizer",
         lambda _name, _size, texts: learnt.append("".join(texts)) or ByteTokenizer(),
     )
     for number in range(80):
@@ -99,6 +113,17 @@ def test_files_are_no_larger_than_asked_for_and_hold_the_same(corpus):
     assert len(load_index(small).shards) > len(load_index(large).shards) == 2
     for split in ("train", "val"):
         np.testing.assert_array_equal(*open_split(small, split), *open_split(large, split))
+
+
+def test_a_tokenizer_file_counts_by_its_content(corpus, tmp_path):
+    index = load_index(prepare(corpus(tokenizer="bpe", vocab_size=300)))
+    for name in ("a.json", "b.json"):
+        (tmp_path / name).write_text(index.tokenizer["json"])
+    first, second = [prepare(corpus(tokenizer=str(tmp_path / f"{name}.json"))) for name in "ab"]
+    assert first == second
+    assert load_index(first).splits == index.splits
+    (tmp_path / "b.json").write_text(index.tokenizer["json"] + " ")
+    assert prepare(corpus(tokenizer=str(tmp_path / "b.json"))) != first
 
 
 @pytest.mark.parametrize("tokenizer", ["bytes", "bpe"])

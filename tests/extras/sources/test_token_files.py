@@ -5,9 +5,10 @@ from lockstep_gpt.config import UserError, data_sources
 from lockstep_gpt.data.corpora import corpus_of
 from lockstep_gpt.data.prepare import prepare
 from lockstep_gpt.data.shards import load_index, open_split
-from lockstep_gpt.data.tokenizer import from_dict, make_tokenizer
+from lockstep_gpt.data.tokenizer import from_dict
 from lockstep_gpt.extras.sources import token_files
 from lockstep_gpt.extras.sources.blocks import Position
+from lockstep_gpt.extras.sources.byte_pairs import make_tokenizer
 
 IDS = np.random.default_rng(0).integers(50_257, size=5000)
 MAGIC = {"<u2": 20240520, "<u4": 20240801}
@@ -127,4 +128,4 @@ def test_a_tokenizer_of_another_size_is_refused(tmp_path, tokenizer):
     config = settings(write(tmp_path / "t.bin", IDS), tokenizer=str(tmp_path / "tokenizer.json"))
     line = rf"data\.vocab_size=50257 is not that of .*, {tokenizer.vocab_size}; set"
     with pytest.raises(UserError, match=line):
-        blocks(config)
+        corpus_of(config).make_tokenizer()

@@ -20,8 +20,6 @@ from lockstep_gpt.data.tokenizer import (
     NumberTokenizer,
     Tokenizer,
     library,
-    make_tokenizer,
-    tokenizer_files,
 )
 from lockstep_gpt.extras.export.layouts import Layout, imported, layout_of
 from lockstep_gpt.model.gpt import GPT
@@ -123,20 +121,24 @@ def _check_tokenizer(
             f"{source} has a vocabulary of {size}, the data's tokenizer one of "
             f"{tokenizer.vocab_size}; {remedy}"
         )
-    ids = None if isinstance(tokenizer, NumberTokenizer) else _ids_of_probe(folder)
+    ids = None if isinstance(tokenizer, NumberTokenizer) else _ids_of_probe(folder, source)
     if ids is not None and ids != tokenizer.encode(PROBE).tolist():
         raise UserError(f"{source} reads a text as other tokens than the data has; {remedy}")
 
 
-def _ids_of_probe(folder: Path) -> list[int] | None:
+def _ids_of_probe(folder: Path, source: str) -> list[int] | None:
     """Return what the folder's own tokenizer makes of the probe; None where it has none."""
-    files = tokenizer_files(str(folder))
-    if not files:
+    whole, *pair = [folder / name for name in ("tokenizer.json", "vocab.json", "merges.txt")]
+    if not whole.is_file() and not all(file.is_file() for file in pair):
         return None
-    if len(files) == 2:
-        return list(make_tokenizer(str(folder), 0, ()).encode(PROBE).tolist())
-    own = library("tokenizers", "export").Tokenizer.from_file(str(files[0]))
-    return list(own.encode(PROBE, add_special_tokens=False).ids)
+    lib = library("tokenizers", "export")
+    load, files = (
+        (lib.Tokenizer.from_file, [whole]) if whole.is_file() else (lib.ByteLevelBPETokenizer, pair)
+    )
+    try:
+        return list(load(*map(str, files)).encode(PROBE, add_special_tokens=False).ids)
+    except Exception as error:  # the library has no class of its own
+        raise UserError(f"{source} has a damaged tokenizer ({error}); copy it again") from error
 
 
 def _weights(folder: Path, source: str) -> Iterator[tuple[str, Tensor]]:

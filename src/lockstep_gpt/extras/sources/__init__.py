@@ -13,5 +13,6 @@ SOURCES = {
         ".extras.sources.huggingface:HuggingfaceRows",
     ),
 }
+TOKENIZERS = {"bpe": ".extras.sources.byte_pairs:BytePairTokenizer"}
 BUILD = ".extras.sources.build:write"
 JOINED_FILES = ".extras.sources.joined:joined"

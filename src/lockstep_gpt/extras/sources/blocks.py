@@ -17,7 +17,8 @@ from lockstep_gpt import config as schema
 from lockstep_gpt.config import UserError, setting
 from lockstep_gpt.data import corpora
 from lockstep_gpt.data.corpora import Stretch
-from lockstep_gpt.data.tokenizer import Tokens
+from lockstep_gpt.data.tokenizer import Tokenizer, Tokens
+from lockstep_gpt.extras.sources import byte_pairs
 
 
 @dataclass
@@ -25,10 +26,22 @@ class DocumentsData(schema.DocumentsData):
     """What corpora of text have in common in extra `sources`."""
 
     harmless: ClassVar[set[str]] = {*schema.DocumentsData.harmless, "num_proc"}
+    tokenizer: str = setting(
+        "bytes; bpe: learnt from the corpus; or a byte-level BPE's file, folder or name on the hub",
+        "bytes",
+    )
     invalid_utf8: str = setting(
         "what becomes of text that is not UTF-8", "replace", choices=("replace", "skip", "fail")
     )
     num_proc: int = setting("processes that tokenize", 1, at_least=1)
+
+    def __post_init__(self) -> None:
+        """Check also that a size of the vocabulary has a use, and find it where it is needed."""
+        super().__post_init__()
+        if self.tokenizer == "bpe":
+            self.vocab_size = self.vocab_size or 8192
+        elif self.vocab_size is not None:
+            self.refuse("vocab_size", f"has no use with data.tokenizer={self.tokenizer}; leave it")
 
 
 class Position(NamedTuple):
@@ -60,10 +73,15 @@ class Blocks(ABC):
     """A corpus that is read block by block, from any of them on."""
 
     size: int | None
+    tokenizer_identity: Any
 
     @abstractmethod
     def identity(self) -> Any:
         """Return plain values that change with anything in the corpus that decides the tokens."""
+
+    @abstractmethod
+    def make_tokenizer(self) -> Tokenizer:
+        """Return what makes its tokens; that may be learnt from it."""
 
     @abstractmethod
     def blocks(self, start: Position) -> Iterator[Block] | Iterator[TokenBlock]:
@@ -87,6 +105,21 @@ def stretches_of(block: Block | TokenBlock) -> Iterator[Stretch]:
     for split, chosen in (("train", map(not_, block.val)), ("val", block.val)):
         if texts := list(compress(block.texts, chosen)):
             yield Stretch(split, texts)
+
+
+class Documents(Blocks):
+    """A corpus of text, and the tokenizer that its settings name."""
+
+    def __init__(self, config: DocumentsData) -> None:
+        self.config = config
+        sizes = config.vocab_size, config.tokenizer_mb
+        self.tokenizer_identity: Any = byte_pairs.identity(config.tokenizer, *sizes)
+
+    def make_tokenizer(self) -> Tokenizer:
+        """Return the tokenizer; `bpe` is learnt from the first of the training documents."""
+        config = self.config
+        texts = byte_pairs.training_texts(self, config.tokenizer_mb << 20)
+        return byte_pairs.make_tokenizer(config.tokenizer, config.vocab_size, texts)
 
 
 class RandomTokens(corpora.RandomTokens, Blocks):

@@ -12,7 +12,7 @@ from lockstep_gpt.config import UserError, setting
 from lockstep_gpt.data.tokenizer import library
 from lockstep_gpt.extras.sources.blocks import (
     Block,
-    Blocks,
+    Documents,
     DocumentsData,
     Position,
     held_out,
@@ -38,11 +38,13 @@ class HuggingfaceData(DocumentsData):
     streaming: bool = setting("read while it is prepared, and keep no copy", False)
 
 
-class HuggingfaceRows(Blocks):
+class HuggingfaceRows(Documents):
     """The rows of one split."""
 
+    config: HuggingfaceData
+
     def __init__(self, config: HuggingfaceData) -> None:
-        self.config = config
+        super().__init__(config)
         self.folder = Path(config.path).expanduser()
         self.local = self.folder.is_dir()
 

@@ -12,7 +12,7 @@ from lockstep_gpt.data.corpora import BLOCK, FEW, LONGEST
 from lockstep_gpt.data.tokenizer import cut
 from lockstep_gpt.extras.sources.blocks import (
     Block,
-    Blocks,
+    Documents,
     DocumentsData,
     Position,
     held_out,
@@ -46,13 +46,14 @@ class JsonlData(FilesData):
     field: str = setting("the field with the text", "text")
 
 
-class TextFiles(Files, Blocks, corpora.TextFiles):
+class TextFiles(Files, Documents, corpora.TextFiles):
     """Files of text, plain or packed (.gz, .zst), a document per file or per line."""
 
     def __init__(
         self, config: DocumentsData, path: str, by_name: bool = False, by_line: bool = False
     ) -> None:
         Files.__init__(self, path)
+        Documents.__init__(self, config)
         self.val_fraction, self.invalid_utf8 = config.val_fraction, config.invalid_utf8
         self.by_line = by_line
         # Names of a few files may hold out none: then each file's end is held out.

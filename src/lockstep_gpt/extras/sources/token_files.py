@@ -14,7 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from lockstep_gpt.config import DataConfig, UserError, setting
-from lockstep_gpt.data.tokenizer import make_tokenizer, token_dtype
+from lockstep_gpt.data.tokenizer import NumberTokenizer, Tokenizer, token_dtype
+from lockstep_gpt.extras.sources import byte_pairs
 from lockstep_gpt.extras.sources.blocks import (
     Blocks,
     Position,
@@ -56,14 +57,31 @@ class TokenFiles(Blocks):
         held_out = self.val.files if self.val else []
         self.files = [*self.train.files, *held_out]
         self.size: int | None = sum(file.size for file in self.files)
+        self.tokenizer_identity: Any = byte_pairs.identity(config.tokenizer)
 
     def identity(self) -> Any:
         """Return what the files are, and which of them are held out."""
         return [self.train.identity(), self.val and self.val.identity()]
 
+    def make_tokenizer(self) -> Tokenizer:
+        """Return the tokenizer that made them.
+
+        Raises:
+            UserError: it is of another size.
+        """
+        config = self.config
+        if config.tokenizer == NumberTokenizer.kind:
+            return NumberTokenizer(config.vocab_size)
+        made = byte_pairs.make_tokenizer(config.tokenizer, config.vocab_size, ())
+        if made.vocab_size != config.vocab_size:
+            raise UserError(
+                f"data.vocab_size={config.vocab_size} is not that of data.tokenizer="
+                f"{config.tokenizer}, {made.vocab_size}; set it to that"
+            )
+        return made
+
     def blocks(self, start: Position) -> Iterator[TokenBlock]:
         """Yield the tokens, file by file."""
-        self._check_tokenizer()
         read = start.read
         for part in range(start.part, len(self.files)):
             offset = start.offset if part == start.part else 0
@@ -122,13 +140,4 @@ class TokenFiles(Blocks):
             raise UserError(
                 f"{self.files[part].path} of the corpus holds the token {ids.max()}, and "
                 f"data.vocab_size={self.config.vocab_size}; set it higher, or data.dtype otherwise"
-            )
-
-    def _check_tokenizer(self) -> None:
-        config = self.config
-        size = make_tokenizer(config.tokenizer, config.vocab_size, ()).vocab_size
-        if size != config.vocab_size:
-            raise UserError(
-                f"data.vocab_size={config.vocab_size} is not that of data.tokenizer="
-                f"{config.tokenizer}, {size}; set it to that"
             )

@@ -1,0 +1,170 @@
+"""Byte-pair encoding: learnt from a corpus, or taken from a file, a folder or the hub."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lockstep_gpt.config import UserError
+from lockstep_gpt.data.corpora import Corpus
+from lockstep_gpt.data.tokenizer import (
+    END_OF_TEXT,
+    ByteTokenizer,
+    Tokenizer,
+    Tokens,
+    cut,
+    library,
+    token_dtype,
+)
+
+ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>")  # what vocabularies call it
+PIECE = 1 << 16  # bytes of a long text that are tokenized at a time, by one thread
+PROBE = f"\n\t a  é漢😀\0 {END_OF_TEXT}"  # a tokenizer that gives this back gives back any text
+
+
+class BytePairTokenizer:
+    """Byte-level byte-pair encoding (Sennrich et al. 2016, Radford et al. 2019).
+
+    `decode(encode(text)) == text` for any text; one that spells the end of text is no end.
+
+    Args:
+        values: what `to_dict` returned; `json` holds what `tokenizers` writes.
+    """
+
+    kind = "bpe"
+
+    def __init__(self, values: dict[str, Any]) -> None:
+        self._values = values
+        self.vocab_size: int = values["vocab_size"]
+        self.end_of_text: int = values["end_of_text"]
+
+    @cached_property
+    def _tokenizer(self) -> Any:
+        tokenizer = library("tokenizers", "bpe").Tokenizer.from_str(self._values["json"])
+        tokenizer.encode_special_tokens = True  # a text's own "<|endoftext|>" is text
+        return tokenizer
+
+    def encode(self, text: str | bytes) -> Tokens:
+        """Return the ids of `text`; what is not UTF-8 becomes U+FFFD, lone surrogates `?`."""
+        if isinstance(text, str):
+            text = text.encode("utf-8", errors="replace")
+        return self.encode_documents([text.decode("utf-8", errors="replace").encode()])[:-1]
+
+    def encode_documents(self, texts: Sequence[bytes]) -> Tokens:
+        """Return the ids of valid texts one after another, each with its end of text."""
+        pieces = [[piece.decode() for piece in _pieces(text)] for text in texts]
+        # The fast variant leaves out where in the text each token stands.
+        encode = self._tokenizer.encode_batch_fast
+        encoded = iter(encode(list(chain.from_iterable(pieces)), add_special_tokens=False))
+        rows = [[*(next(encoded).ids for _ in each), [self.end_of_text]] for each in pieces]
+        ids = chain.from_iterable(chain.from_iterable(rows))
+        return np.fromiter(ids, token_dtype(self.vocab_size))
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Return the text; what is not UTF-8 shows as U+FFFD."""
+        text: str = self._tokenizer.decode([int(token) for token in ids], skip_special_tokens=False)
+        return text
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the whole tokenizer."""
+        return self._values
+
+
+def _pieces(text: bytes) -> Iterator[bytes]:
+    while len(text) > PIECE:
+        end = cut(text[:PIECE])
+        yield text[:end]
+        text = text[end:]
+    yield text
+
+
+def make_tokenizer(name: str, vocab_size: int | None, texts: Iterable[str]) -> Tokenizer:
+    """Return the tokenizer that `data.tokenizer` names; `bpe` is learnt from `texts`.
+
+    Raises:
+        UserError: it is none, or no byte-level one, or a library is missing.
+    """
+    if name == ByteTokenizer.kind:
+        return ByteTokenizer()
+    tokenizer = _learnt(texts, vocab_size) if name == BytePairTokenizer.kind else _loaded(name)
+    vocabulary = tokenizer.get_vocab()
+    values = {"kind": BytePairTokenizer.kind, "vocab_size": max(vocabulary.values()) + 1}
+    ends = [vocabulary[end] for end in ENDS if end in vocabulary]
+    made = BytePairTokenizer({**values, "end_of_text": [*ends, 0][0], "json": tokenizer.to_str()})
+    if not ends or made.decode(made.encode(PROBE)) != PROBE:
+        raise UserError(
+            f"data.tokenizer={name} has no {END_OF_TEXT} or does not give back every text; take "
+            "a byte-level one, GPT-2's for example"
+        )
+    return made
+
+
+def _learnt(texts: Iterable[str], vocab_size: int | None) -> Any:
+    lib = library("tokenizers", "bpe")
+    tokenizer = _byte_level(lib.models.BPE())
+    trainer = lib.trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=lib.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+def _byte_level(model: Any) -> Any:
+    lib = library("tokenizers", "bpe")
+    tokenizer = lib.Tokenizer(model)
+    tokenizer.pre_tokenizer = lib.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = lib.decoders.ByteLevel()
+    tokenizer.add_special_tokens([END_OF_TEXT])
+    return tokenizer
+
+
+def _loaded(name: str) -> Any:
+    """Load a file, a folder with a file or two of the usual names, or what the hub has."""
+    lib = library("tokenizers", "bpe")
+    files = [str(path) for path in tokenizer_files(name)]
+    try:
+        if len(files) == 2:
+            return _byte_level(lib.models.BPE.from_file(*files))
+        if files:
+            return lib.Tokenizer.from_file(*files)
+        return lib.Tokenizer.from_pretrained(name)
+    except Exception as error:  # the library has no class of its own
+        raise UserError(
+            f"data.tokenizer={name} cannot be had ({error}); give bytes, bpe, a tokenizer.json, a "
+            "folder with one or with vocab.json and merges.txt, or a name on the hub"
+        ) from error
+
+
+def tokenizer_files(name: str) -> list[Path]:
+    """Return the files that `data.tokenizer` names; none where it names no file."""
+    path = Path(name).expanduser()
+    for names in ((), ("tokenizer.json",), ("vocab.json", "merges.txt")):
+        files = [path.joinpath(each) for each in names or ("",)]
+        if all(file.is_file() for file in files):
+            return files
+    return []
+
+
+def identity(name: str, *sizes: int | None) -> list[Any]:
+    """Return what decides the tokens: files by their content; for `bpe`, its sizes too."""
+    files = [hashlib.sha256(path.read_bytes()).hexdigest() for path in tokenizer_files(name)]
+    return [files or name, *(sizes if name == BytePairTokenizer.kind else ())]
+
+
+def training_texts(corpus: Corpus, size: int) -> Iterator[str]:
+    """Yield the first bytes of the training documents, for `bpe` to learn from."""
+    for stretch in corpus.stretches():
+        for text in stretch.texts if stretch.split == "train" else ():
+            if size <= 0:
+                return
+            yield text[:size].decode("utf-8", "ignore")
+            size -= len(text)
