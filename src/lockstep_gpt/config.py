@@ -189,7 +189,9 @@ class DataConfig(Checked):
         at_least=1,
     )
     num_workers: int = setting("loader processes per rank; 0: the rank itself", 0, at_least=0)
-    shard_mb: int = setting("size of a token file in MiB", 256, at_least=1)
+    shard_mb: int = setting(
+        "size of a token file in MiB (extra `sources`)", 256, at_least=1, needs="JOINED_FILES"
+    )
 
 
 @dataclass

@@ -83,7 +83,7 @@ def stacked(batches):
 
 
 def test_windows_are_whole_and_share_one_token(folder):
-    (tokens,), windows = open_split(folder, "train"), open_windows(folder, "train", T)
+    tokens, windows = open_split(folder, "train"), open_windows(folder, "train", T)
     assert windows.shape == ((tokens.size - 1) // T, T + 1) == (99, 9)
     for i in (0, 1, 98):
         np.testing.assert_array_equal(windows[i], tokens[i * T : i * T + T + 1])

@@ -106,7 +106,7 @@ def test_the_standard_library_becomes_its_documents_one_after_another(tmp_path, 
     for name, text in library.items():
         expected[split_of(name, 0.1)].append(text.replace(b"\0", b" ") + b"\0")
     for split, texts in expected.items():
-        assert open_split(folder, split)[0].tobytes() == b"".join(texts)
+        assert open_split(folder, split).tobytes() == b"".join(texts)
 
 
 def test_the_index_describes_the_standard_library(tmp_path):
@@ -119,18 +119,9 @@ def test_the_index_describes_the_standard_library(tmp_path):
 
 def test_random_tokens_lie_below_the_vocabulary_in_both_splits(tmp_path):
     folder = prepare(small(tmp_path, val_fraction=0.1))
-    (train,), (val,) = open_split(folder, "train"), open_split(folder, "val")
+    train, val = open_split(folder, "train"), open_split(folder, "val")
     assert (train.size, val.size) == (900, 100)
     assert 250 < max(train.max(), val.max()) < 300
-
-
-def test_files_are_no_larger_than_asked_for_and_hold_the_same(corpus):
-    small, large = prepare(corpus(shard_mb=1)), prepare(corpus())
-    assert max(path.stat().st_size for path in small.glob("*.bin")) == MIB
-    assert len(load_index(small).shards) > len(load_index(large).shards) == 2
-    for split in ("train", "val"):
-        joined = np.concatenate(open_split(small, split))
-        np.testing.assert_array_equal(joined, *open_split(large, split))
 
 
 def test_a_second_time_nothing_is_written_or_said(tmp_path, caplog):
@@ -162,7 +153,6 @@ def test_settings_that_decide_the_tokens_give_another_folder(corpus):
     changes = [
         {},
         {"val_fraction": 0.45},
-        {"shard_mb": 1},
     ]
     assert len({prepare(corpus(**change)) for change in changes}) == len(changes)
 

@@ -10,6 +10,7 @@ from lockstep_gpt.config import UserError
 from lockstep_gpt.data.shards import (
     FORMAT,
     Index,
+    Shard,
     Split,
     SplitWriter,
     check_block_size,
@@ -22,7 +23,7 @@ from lockstep_gpt.data.shards import (
 )
 from lockstep_gpt.data.tokenizer import token_dtype
 
-LIMIT = 65_536  # bytes of a file
+LIMIT = 65_536  # tokens of some of two bytes
 
 
 def index_of(train, val, dtype="<u2", vocab_size=9):
@@ -34,7 +35,7 @@ def index_of(train, val, dtype="<u2", vocab_size=9):
 
 def written(folder, name, ids, dtype):
     """Write ids in pieces and return the index's entry."""
-    with contextlib.closing(SplitWriter(folder, name, dtype, LIMIT)) as writer:
+    with contextlib.closing(SplitWriter(folder, name, dtype)) as writer:
         for piece in np.array_split(np.asarray(ids).astype(dtype), 7):
             writer.append(piece)
         return writer.saved()
@@ -51,34 +52,36 @@ def shards(folder, train, val, vocab_size):
 def test_what_was_appended_is_read_back(tmp_path, vocab_size, dtype):
     train, val = np.arange(vocab_size)[: LIMIT // 4], np.arange(vocab_size)[:99][::-1]
     shards(tmp_path, train, val, vocab_size)
-    np.testing.assert_array_equal(*open_split(tmp_path, "train"), train)
-    np.testing.assert_array_equal(*open_split(tmp_path, "val"), val)
+    np.testing.assert_array_equal(open_split(tmp_path, "train"), train)
+    np.testing.assert_array_equal(open_split(tmp_path, "val"), val)
     assert np.fromfile(tmp_path / "val-00000.bin", dtype=dtype).tolist() == val.tolist()
 
 
-@pytest.mark.parametrize("tokens", [LIMIT // 2, LIMIT // 2 + 1, 2 * LIMIT, 2 * LIMIT + 5])
-@pytest.mark.parametrize("extra", [True, False])
-def test_files_of_bounded_size_are_read_as_one(tmp_path, monkeypatch, tokens, extra):
-    ids = np.random.default_rng(0).integers(1000, size=tokens)
+def test_windows_are_cut_from_one_file_however_large(tmp_path):
+    ids = np.random.default_rng(0).integers(1000, size=2 * LIMIT + 5)
     shards(tmp_path, ids, range(5), 1000)
-    sizes = [path.stat().st_size for path in sorted(tmp_path.glob("train*"))]
-    assert max(sizes) <= LIMIT
-    assert len(sizes) == -(-2 * tokens // LIMIT)
-    if not extra:
-        monkeypatch.setattr(extras, "__path__", [])
-    mapped = np.concatenate(open_split(tmp_path, "train"))
-    np.testing.assert_array_equal(mapped, ids)
-    assert mapped[LIMIT // 2 - 3 : LIMIT // 2 + 3].tolist() == ids[LIMIT // 2 - 3 :][:6].tolist()
+    assert [path.name for path in tmp_path.glob("train*")] == ["train-00000.bin"]
     whole = np.lib.stride_tricks.sliding_window_view(ids, 1000)[::999]
     rows = np.random.default_rng(1).permutation(len(whole))
     np.testing.assert_array_equal(open_windows(tmp_path, "train", 999)[rows], whole[rows])
-    shown = open_windows(tmp_path, "train", 999)[np.array([3, -1])]
-    assert shown[0].tolist() == whole[3].tolist()
+
+
+def test_several_files_are_refused_where_no_extra_reads_them(tmp_path, monkeypatch):
+    first = written(tmp_path, "train", range(9), "u1")
+    (tmp_path / "train-00001.bin").write_bytes(bytes(range(9, 12)))
+    second = Shard("train-00001.bin", 3, "f" * 64)
+    both = Split(12, shards=[*first.shards, second])
+    write_index(tmp_path, index_of(both, written(tmp_path, "val", range(5), "u1"), "u1"))
+    monkeypatch.setattr(extras, "__path__", [])
+    line = r"train-00001\.bin is a second file, which an extra reads that is not here; delete the"
+    with pytest.raises(UserError, match=line):
+        open_split(tmp_path, "train")
+    assert open_split(tmp_path, "val").tolist() == [*range(5)]
 
 
 @pytest.mark.parametrize("tokens", [10, LIMIT])
 def test_a_split_is_read_only(tmp_path, tokens):
-    mapped, *_ = open_split(shards(tmp_path, range(tokens), range(5), LIMIT), "train")
+    mapped = open_split(shards(tmp_path, range(tokens), range(5), LIMIT), "train")
     with pytest.raises(ValueError, match="read-only"):
         mapped[0] = 1
 
@@ -95,7 +98,7 @@ def test_the_index_says_what_the_files_hold(tmp_path):
 
 
 def test_documents_are_counted_with_their_text(tmp_path):
-    with contextlib.closing(SplitWriter(tmp_path, "val", "u1", LIMIT)) as writer:
+    with contextlib.closing(SplitWriter(tmp_path, "val", "u1")) as writer:
         writer.append(np.frombuffer(b"abc\0\0", np.uint8), 2, 3)
         writer.append(np.frombuffer(b"d\0", np.uint8), 1, 1)
         split = writer.saved()

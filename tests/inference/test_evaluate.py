@@ -53,7 +53,7 @@ def mean_by_hand(model, tokens):
 @pytest.mark.parametrize("batch_size", [1, 7, 1000])
 def test_the_loss_is_the_mean_over_every_whole_window(number_run, batch_size):
     model, config, _ = model_of(number_run)
-    loss, count = mean_by_hand(model, *open_split(prepare(config.data), "val"))
+    loss, count = mean_by_hand(model, open_split(prepare(config.data), "val"))
     result = evaluate(model, config, batch_size)
     assert result["loss"] == pytest.approx(loss, rel=1e-6)
     assert result["tokens"] == count == 1984

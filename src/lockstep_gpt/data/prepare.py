@@ -12,7 +12,7 @@ import json
 import logging
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
@@ -31,6 +31,7 @@ from lockstep_gpt.whole_files import sync_folder
 logger = logging.getLogger(__name__)
 
 SPLITS = ("train", "val")
+Writer = Callable[[Path, str, str], SplitWriter]
 
 
 @dataclass(frozen=True)
@@ -140,14 +141,14 @@ def _lock(path: Path) -> Iterator[None]:
         yield
 
 
-def write(recipe: Recipe, folder: Path) -> None:
+def write(recipe: Recipe, folder: Path, writer: Writer = SplitWriter) -> None:
     """Write the token files, and last the index of all; leave nothing if that fails."""
     shutil.rmtree(folder, ignore_errors=True)  # of a build that was killed
-    index, limit = begin(recipe, folder), recipe.config.shard_mb << 20
+    index = begin(recipe, folder)
     try:
         with ExitStack() as stack:
             writers = {
-                name: stack.enter_context(closing(SplitWriter(folder, name, index.dtype, limit)))
+                name: stack.enter_context(closing(writer(folder, name, index.dtype)))
                 for name in SPLITS
             }
             bar = stack.enter_context(progress(recipe))

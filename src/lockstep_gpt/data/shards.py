@@ -1,8 +1,8 @@
-"""Token files and their index: `train-00000.bin`, `val-00000.bin`, ..., `index.json` in one folder.
+"""Token files and their index: `train-00000.bin`, `val-00000.bin`, `index.json` in one folder.
 
 A token file holds little-endian unsigned integers of the smallest type that fits the vocabulary
 (one byte up to 256 tokens, two up to 65,536) and nothing else, so it is memory-mapped as it lies.
-All files of a split but its last are equally large, whole pages of memory.
+Where an extra makes several of a split, all but the last are equally large, whole pages of memory.
 """
 
 from __future__ import annotations
@@ -88,56 +88,50 @@ class Index:
 
 
 class SplitWriter:
-    """Appends ids to the token files of one split in bounded memory and hashes them on the way.
+    """Appends ids to the token file of one split in bounded memory and hashes it on the way.
 
     Args:
-        folder: where the files are.
+        folder: where the file is.
         name: the split's.
         dtype: of the ids on the disk.
-        limit: bytes of a file, whole pages of memory.
     """
 
-    def __init__(self, folder: Path, name: str, dtype: str, limit: int) -> None:
-        self.folder, self.name, self.dtype, self.limit = folder, name, np.dtype(dtype), limit
+    def __init__(self, folder: Path, name: str, dtype: str) -> None:
+        self.folder, self.name, self.dtype = folder, name, np.dtype(dtype)
         self.tokens = self.documents = self.text_bytes = 0
-        self.full: list[Shard] = []
-        self._begin()
+        self._begin(0)
 
-    def _begin(self, mode: str = "wb") -> None:
-        self._size, self._hash = 0, hashlib.sha256()
-        self._file: Any = (self.folder / f"{self.name}-{len(self.full):05}.bin").open(mode)
+    def _begin(self, number: int, mode: str = "wb") -> None:
+        self._file: Any = (self.folder / f"{self.name}-{number:05}.bin").open(mode)
+        self._hash = hashlib.sha256()
 
     def append(self, ids: Tokens, documents: int = 0, text_bytes: int = 0) -> None:
         """Append ids of shape (tokens,): so many documents, of so many bytes of text."""
         stored = np.ascontiguousarray(ids.astype(self.dtype, casting="safe", copy=False))
-        data = stored.view(np.uint8).data
-        while data:
-            if self._size == self.limit:
-                self.full.append(self._shard())
-                self.close()
-                self._begin()
-            part = data[: self.limit - self._size]
-            self._file.write(part)
-            self._hash.update(part)
-            self._size, data = self._size + len(part), data[len(part) :]
+        self._write(stored.view(np.uint8).data)
         self.tokens += ids.size
         self.documents += documents
         self.text_bytes += text_bytes
 
-    def _shard(self) -> Shard:
-        """See the last file to the disk and describe it."""
+    def _write(self, data: memoryview) -> None:
+        self._file.write(data)
+        self._hash.update(data)
+
+    def _shard(self, tokens: int) -> Shard:
+        """See the file to the disk and describe it."""
         self._file.flush()
         os.fsync(self._file.fileno())
-        name = Path(self._file.name).name
-        return Shard(name, self._size // self.dtype.itemsize, self._hash.hexdigest())
+        return Shard(Path(self._file.name).name, tokens, self._hash.hexdigest())
+
+    def _shards(self) -> list[Shard]:
+        return [self._shard(self.tokens)] if self.tokens else []
 
     def saved(self) -> Split:
         """See everything to the disk and return the index's entry for it."""
-        counts = self.tokens, self.documents, self.text_bytes
-        return Split(*counts, [*self.full, *([self._shard()] if self._size else [])])
+        return Split(self.tokens, self.documents, self.text_bytes, self._shards())
 
     def close(self) -> None:
-        """Close the last file."""
+        """Close the file."""
         self._file.close()
 
 
@@ -204,57 +198,34 @@ def unusable(path: Path, reason: str) -> UserError:
     return UserError(f"{path} {reason}; delete the folder {path.parent} and prepare it again")
 
 
-def open_split(folder: Path, split: str) -> list[npt.NDArray[Any]]:
-    """Map one split's token files read-only, each of shape (tokens,).
+def open_split(folder: Path, split: str) -> npt.NDArray[Any]:
+    """Map one split's tokens read-only, shape (tokens,).
 
     Raises:
-        UserError: the folder is not what its index says.
+        UserError: the folder is not what its index says, or in more files than can be read here.
     """
     index = load_index(folder)
     check_sizes(folder, index)
-    files = [folder / shard.file for shard in index.splits[split].shards]
-    if len(files) > 1 and (joined := addition("JOINED_FILES")):
-        return [joined(files).view(index.dtype)]
-    return [np.memmap(file, index.dtype, mode="r") for file in files]
+    file, *more = [folder / shard.file for shard in index.splits[split].shards]
+    if not more:
+        return np.memmap(file, index.dtype, mode="r")
+    if (joined := addition("JOINED_FILES")) is None:
+        raise unusable(more[0], "is a second file, which an extra reads that is not here")
+    tokens: npt.NDArray[Any] = joined([file, *more]).view(index.dtype)
+    return tokens
 
 
-@dataclass(frozen=True)
-class WindowsOfFiles:
-    """The windows of a split of several files, indexed like those of one."""
-
-    files: list[npt.NDArray[Any]]
-    block_size: int
-
-    def __getitem__(self, rows: Positions) -> npt.NDArray[Any]:
-        """Return copies, shape (rows, T + 1); any window stands for -1, which is padding."""
-        return np.stack([self._window(max(0, int(row)) * self.block_size) for row in rows])
-
-    def _window(self, start: int) -> npt.NDArray[Any]:
-        size, end = len(self.files[0]), start + self.block_size + 1
-        parts = [
-            self.files[file][max(0, start - file * size) : end - file * size]
-            for file in range(start // size, (end - 1) // size + 1)
-        ]
-        return parts[0] if len(parts) == 1 else np.concatenate(parts)
-
-
-Windows: TypeAlias = "npt.NDArray[Any] | WindowsOfFiles"
-
-
-def open_windows(folder: Path, split: str, block_size: int) -> Windows:
+def open_windows(folder: Path, split: str, block_size: int) -> npt.NDArray[Any]:
     """Return a view of the whole windows, shape (windows, T + 1), mapped and not in memory.
 
     Window i is tokens[i T : i T + T + 1]; the tail shorter than a window is dropped.
     """
-    files = open_split(folder, split)
-    if len(files) > 1:
-        return WindowsOfFiles(files, block_size)
-    tokens = np.asarray(files[0])
+    tokens = np.asarray(open_split(folder, split))
     return np.lib.stride_tricks.sliding_window_view(tokens, block_size + 1)[::block_size]
 
 
 def gather(
-    windows: Windows, batches: Sequence[Positions], pinned: bool = False
+    windows: npt.NDArray[Any], batches: Sequence[Positions], pinned: bool = False
 ) -> Iterator[Stored]:
     """Copy the windows of several batches at once and yield each batch.
 

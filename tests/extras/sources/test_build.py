@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from lockstep_gpt import config as schema
 from lockstep_gpt.config import SyntheticData, UserError
 from lockstep_gpt.data.prepare import prepare
 from lockstep_gpt.data.shards import (
@@ -89,8 +90,8 @@ def test_bpe_is_learnt_from_the_corpus_and_kept_with_it(corpus):
     assert tokenizer.vocab_size == index.vocab_size == 300
     as_bytes = prepare(corpus())
     for split in ("train", "val"):
-        text = tokenizer.decode(*open_split(folder, split))
-        assert text == ByteTokenizer().decode(*open_split(as_bytes, split))
+        text = tokenizer.decode(open_split(folder, split))
+        assert text == ByteTokenizer().decode(open_split(as_bytes, split))
         assert index.splits[split].tokens < load_index(as_bytes).splits[split].tokens * 0.6
 
 
@@ -103,16 +104,23 @@ def test_bpe_learns_from_no_more_than_the_first_training_text(corpus, tmp_path, 
     for number in range(80):
         (tmp_path / "texts" / f"b{number}").write_bytes(b"x" * 30_000)
     folder = prepare(corpus(tokenizer="bpe", tokenizer_mb=1))
-    train = open_split(folder, "train")[0].tobytes().replace(b"\0", b"")
+    train = open_split(folder, "train").tobytes().replace(b"\0", b"")
     assert learnt == [train[:MIB].decode()]
 
 
-def test_files_are_no_larger_than_asked_for_and_hold_the_same(corpus):
-    small, large = prepare(corpus(shard_mb=1)), prepare(corpus())
+@pytest.mark.parametrize("goes_on", [True, False])
+def test_files_are_no_larger_than_asked_for_and_hold_the_same(corpus, goes_on):
+    def settings(**changes):
+        if goes_on:
+            return corpus(**changes)
+        own = corpus()
+        return schema.TextData(root=own.root, path=own.path, val_fraction=0.4, **changes)
+
+    small, large = prepare(settings(shard_mb=1)), prepare(settings())
     assert max(path.stat().st_size for path in small.glob("*.bin")) == MIB
     assert len(load_index(small).shards) > len(load_index(large).shards) == 2
     for split in ("train", "val"):
-        np.testing.assert_array_equal(*open_split(small, split), *open_split(large, split))
+        np.testing.assert_array_equal(open_split(small, split), open_split(large, split))
 
 
 def test_a_tokenizer_file_counts_by_its_content(corpus, tmp_path):

@@ -1,4 +1,5 @@
 import contextlib
+import hashlib
 from pathlib import Path
 
 import numpy as np
@@ -7,11 +8,14 @@ import pytest
 from lockstep_gpt.data.shards import (
     FORMAT,
     Index,
-    SplitWriter,
+    Split,
+    load_index,
     open_split,
+    open_windows,
     write_index,
 )
 from lockstep_gpt.data.tokenizer import token_dtype
+from lockstep_gpt.extras.sources.build import ResumedWriter
 
 LIMIT = 65_536  # bytes of a file
 
@@ -25,7 +29,7 @@ def index_of(train, val, dtype="<u2", vocab_size=9):
 
 def written(folder, name, ids, dtype):
     """Write ids in pieces and return the index's entry."""
-    with contextlib.closing(SplitWriter(folder, name, dtype, LIMIT)) as writer:
+    with contextlib.closing(ResumedWriter(folder, name, dtype, LIMIT, Split())) as writer:
         for piece in np.array_split(np.asarray(ids).astype(dtype), 7):
             writer.append(piece)
         return writer.saved()
@@ -45,14 +49,19 @@ def test_files_of_bounded_size_map_as_one_array(tmp_path, tokens):
     sizes = [path.stat().st_size for path in sorted(tmp_path.glob("train*"))]
     assert max(sizes) <= LIMIT
     assert len(sizes) == -(-2 * tokens // LIMIT)
-    (mapped,) = open_split(tmp_path, "train")
+    mapped = open_split(tmp_path, "train")
     np.testing.assert_array_equal(mapped, ids)
     assert mapped[LIMIT // 2 - 3 : LIMIT // 2 + 3].tolist() == ids[LIMIT // 2 - 3 :][:6].tolist()
+    whole = np.lib.stride_tricks.sliding_window_view(ids, 1000)[::999]
+    rows = np.random.default_rng(1).permutation(len(whole))
+    np.testing.assert_array_equal(open_windows(tmp_path, "train", 999)[rows], whole[rows])
+    shown = open_windows(tmp_path, "train", 999)[np.array([3, -1])]
+    assert shown[0].tolist() == whole[3].tolist()
 
 
 def test_a_mapping_of_several_files_is_given_back(tmp_path):
     shards(tmp_path, range(LIMIT), range(5), LIMIT)
-    (mapped,) = open_split(tmp_path, "train")
+    mapped = open_split(tmp_path, "train")
     assert str(tmp_path) in Path("/proc/self/maps").read_text()
     del mapped
     assert str(tmp_path) not in Path("/proc/self/maps").read_text()
@@ -60,6 +69,16 @@ def test_a_mapping_of_several_files_is_given_back(tmp_path):
 
 @pytest.mark.parametrize("tokens", [10, LIMIT])
 def test_a_split_is_read_only(tmp_path, tokens):
-    (mapped,) = open_split(shards(tmp_path, range(tokens), range(5), LIMIT), "train")
+    mapped = open_split(shards(tmp_path, range(tokens), range(5), LIMIT), "train")
     with pytest.raises(ValueError, match="read-only"):
         mapped[0] = 1
+
+
+def test_the_index_says_what_the_files_hold(tmp_path):
+    index = load_index(shards(tmp_path, range(LIMIT), range(7), LIMIT))
+    assert (index.splits["train"].tokens, index.splits["val"].tokens) == (LIMIT, 7)
+    assert {shard.file for shard in index.shards} == {path.name for path in tmp_path.glob("*.bin")}
+    for shard in index.shards:
+        content = (tmp_path / shard.file).read_bytes()
+        assert len(content) == 2 * shard.tokens
+        assert shard.sha256 == hashlib.sha256(content).hexdigest()

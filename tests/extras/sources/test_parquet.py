@@ -111,7 +111,7 @@ def test_a_folder_is_prepared_whole(tmp_path):
     folder = prepare(config)
     splits = load_index(folder).splits
     assert sum(split.documents for split in splits.values()) == len(TEXTS)
-    tokens = b"".join(open_split(folder, split)[0].tobytes() for split in ("train", "val"))
+    tokens = b"".join(open_split(folder, split).tobytes() for split in ("train", "val"))
     assert sorted(tokens[:-1].split(b"\0")) == sorted(text.encode() for text in TEXTS)
 
 

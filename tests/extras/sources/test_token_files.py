@@ -98,8 +98,8 @@ def test_prepared_tokens_are_those_of_the_files(tmp_path):
         tmp_path / "t.bin", val_path=str(tmp_path / "v.bin"), root=str(tmp_path / "data")
     )
     folder = prepare(config)
-    np.testing.assert_array_equal(*open_split(folder, "train"), IDS)
-    np.testing.assert_array_equal(*open_split(folder, "val"), IDS[:99])
+    np.testing.assert_array_equal(open_split(folder, "train"), IDS)
+    np.testing.assert_array_equal(open_split(folder, "val"), IDS[:99])
     assert load_index(folder).vocab_size == 50_257
 
 
@@ -121,7 +121,7 @@ def test_the_tokenizer_that_made_them_goes_with_them(tmp_path, tokenizer):
     )
     folder = prepare(config)
     known = from_dict(load_index(folder).tokenizer)
-    assert known.decode(open_split(folder, "train")[0][: len(ids)]) == "some more words"
+    assert known.decode(open_split(folder, "train")[: len(ids)]) == "some more words"
 
 
 def test_a_tokenizer_of_another_size_is_refused(tmp_path, tokenizer):

@@ -20,6 +20,7 @@ from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPool
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,7 +37,13 @@ from lockstep_gpt.data.prepare import (
     finish,
     progress,
 )
-from lockstep_gpt.data.shards import INDEX, Index, Split, SplitWriter
+from lockstep_gpt.data.shards import (
+    INDEX,
+    Index,
+    Shard,
+    Split,
+    SplitWriter,
+)
 from lockstep_gpt.data.tokenizer import Tokenizer, Tokens, from_dict
 from lockstep_gpt.extras.sources.blocks import (
     Block,
@@ -59,7 +66,8 @@ def write(recipe: Recipe, folder: Path) -> None:
         UserError: the disk is full, a process was killed, or a split is empty.
     """
     if not isinstance(recipe.corpus, Blocks):
-        prepare.write(recipe, folder)
+        limit = recipe.config.shard_mb << 20
+        prepare.write(recipe, folder, partial(ResumedWriter, limit=limit, split=Split()))
         return
     _remove_abandoned(folder.parent)
     try:
@@ -195,27 +203,41 @@ def _remove_abandoned(root: Path) -> None:
 
 
 class ResumedWriter(SplitWriter):
-    """A writer that goes on where an index says; anything behind is cut off."""
+    """Goes on where an index says, which cuts off anything behind, and in another file at a limit.
+
+    Args:
+        folder: where the files are.
+        name: the split's.
+        dtype: of the ids on the disk.
+        limit: bytes of a file, whole pages of memory.
+        split: what is there.
+    """
 
     def __init__(self, folder: Path, name: str, dtype: str, limit: int, split: Split) -> None:
-        self._left: Split | None = split
-        super().__init__(folder, name, dtype, limit)
-
-    def _begin(self, mode: str = "wb") -> None:
-        """Open the next file; at first, the one that is not full."""
-        if self._left is None:
-            super()._begin(mode)
-            return
-        split, self._left = self._left, None
+        self.folder, self.name, self.dtype, self.limit = folder, name, np.dtype(dtype), limit
         self.tokens, self.documents = split.tokens, split.documents
         self.text_bytes = split.text_bytes
-        files, size = divmod(split.tokens * self.dtype.itemsize, self.limit)
+        files, self._size = divmod(split.tokens * self.dtype.itemsize, limit)
         self.full = split.shards[:files]
-        super()._begin("a+b")
-        self._size = size
-        self._file.truncate(size)
+        self._begin(files, "a+b")
+        self._file.truncate(self._size)
         self._file.seek(0)
         self._hash = hashlib.file_digest(self._file, "sha256")
+
+    def _write(self, data: memoryview) -> None:
+        while data:
+            if self._size == self.limit:
+                self.full.append(self._shard(self.limit // self.dtype.itemsize))
+                self.close()
+                self._size = 0
+                self._begin(len(self.full))
+            part = data[: self.limit - self._size]
+            super()._write(part)
+            self._size, data = self._size + len(part), data[len(part) :]
+
+    def _shards(self) -> list[Shard]:
+        last = [self._shard(self._size // self.dtype.itemsize)] if self._size else []
+        return [*self.full, *last]
 
 
 def cut_to_index(folder: Path, index: Index) -> None:
