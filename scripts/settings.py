@@ -135,7 +135,8 @@ def setting_row(schema: type[Any], item: dataclasses.Field[Any]) -> tuple[str, .
     """Return the cells of one setting."""
     name = f"{schema.node}.{item.name}" if schema.node else item.name
     default = "" if item.default is MISSING else f"`{as_typed(item.default)}`"
-    return f"`{name}`", values_of(schema, item), default.replace("``", ""), item.metadata["meaning"]
+    means = item.metadata["meaning"] + " (needs an extra)" * bool(item.metadata["needs"])
+    return f"`{name}`", values_of(schema, item), default.replace("``", ""), means
 
 
 def values_of(schema: type[Any], item: dataclasses.Field[Any]) -> str:

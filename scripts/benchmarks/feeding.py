@@ -18,6 +18,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Iterable, Iterator
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -27,11 +28,12 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler
 
 from lockstep_gpt.config import SyntheticData
-from lockstep_gpt.data import shards
-from lockstep_gpt.data.datamodule import Feed, TrainingStream
+from lockstep_gpt.data import datamodule
+from lockstep_gpt.data.datamodule import Feed, TokenStream, training_rows
 from lockstep_gpt.data.order import Order, permute
 from lockstep_gpt.data.prepare import prepare
-from lockstep_gpt.data.shards import load_index, open_windows, widen
+from lockstep_gpt.data.shards import load_index
+from lockstep_gpt.data.windows import open_windows, widen
 
 B, T = 16, 1024
 
@@ -92,13 +94,13 @@ def _warm(folder: Path) -> Any:
     """Return the one map of all windows after a look at every page of it."""
     windows = open_windows(folder, "train", T)
     windows[:, :: mmap.PAGESIZE // windows.itemsize].max()
-    shards.open_windows = lambda *_: windows  # what each stream calls
+    datamodule.open_windows = lambda *_: windows  # what each stream calls
     return windows
 
 
-def _stream(folder: Path, first: int = 0) -> TrainingStream:
+def _stream(folder: Path, first: int = 0) -> TokenStream:
     order = Order(0, load_index(folder).windows("train", T), B, 1, rank=0, world_size=1)
-    return TrainingStream(folder, T, order, first)
+    return TokenStream(folder, "train", T, partial(training_rows, order, first))
 
 
 def _stock(windows: Any) -> Iterator[Any]:

@@ -172,12 +172,8 @@ class DataConfig(Checked):
     """What all corpora have in common."""
 
     node: ClassVar[str] = "data"
-    # Settings that decide no token, or are in the identity of corpus or tokenizer where they do.
-    harmless: ClassVar[set[str]] = {"root", "path", "val_tokens", "num_workers"} | {
-        "tokenizer",
-        "vocab_size",
-        "tokenizer_mb",
-    }
+    # Settings that decide no token; where the corpus lies is in its identity, as far as it matters.
+    harmless: ClassVar[set[str]] = {"root", "path", "val_tokens", "num_workers"}
     source: str = setting("where the text comes from")
     root: str = setting("folder that prepared token files are kept in", "data")
     val_fraction: float = setting(
@@ -189,9 +185,7 @@ class DataConfig(Checked):
         at_least=1,
     )
     num_workers: int = setting("loader processes per rank; 0: the rank itself", 0, at_least=0)
-    shard_mb: int = setting(
-        "size of a token file in MiB (extra `sources`)", 256, at_least=1, needs="JOINED_FILES"
-    )
+    shard_mb: int = setting("MiB of a token file", 256, at_least=1, needs="JOINED_FILES")
 
 
 @dataclass
@@ -199,12 +193,8 @@ class DocumentsData(DataConfig):
     """What corpora of text have in common."""
 
     tokenizer: str = setting("what makes tokens of text", "bytes", choices=("bytes",))
-    vocab_size: int | None = setting(
-        "ids that bpe learns (extra `sources`); null: 8192", None, at_least=257, needs="TOKENIZERS"
-    )
-    tokenizer_mb: int = setting(
-        "MiB of training text, the first, bpe learns from", 32, at_least=1, needs="TOKENIZERS"
-    )
+    vocab_size: int | None = setting("ids of one that is learnt", None, needs="TOKENIZERS")
+    tokenizer_mb: int = setting("MiB of text that it is learnt from", 32, needs="TOKENIZERS")
 
 
 @dataclass

@@ -1,5 +1,6 @@
 import pickle
 import time
+from functools import partial
 from itertools import islice
 
 import lightning
@@ -8,15 +9,11 @@ import pytest
 import torch
 
 from lockstep_gpt.config import SyntheticData, UserError
-from lockstep_gpt.data.datamodule import Feed, TokenDataModule, TrainingStream
+from lockstep_gpt.data.datamodule import Feed, TokenDataModule, TokenStream, training_rows
 from lockstep_gpt.data.order import Order
 from lockstep_gpt.data.prepare import prepare
-from lockstep_gpt.data.shards import (
-    gather,
-    open_split,
-    open_windows,
-    widen,
-)
+from lockstep_gpt.data.shards import open_split
+from lockstep_gpt.data.windows import gather, open_windows, widen
 from lockstep_gpt.model.functional import IGNORE
 
 T, B, SEED = 8, 3, 5
@@ -130,7 +127,8 @@ def test_workers_change_neither_stream(folder, workers):
 
 def test_a_stream_travels_to_a_worker_without_its_data(folder):
     order = Order(SEED, 99, B, 1, 0, 1)
-    stream = pickle.loads(pickled := pickle.dumps(TrainingStream(folder, T, order, first=4)))
+    rows = partial(training_rows, order, 4)
+    stream = pickle.loads(pickled := pickle.dumps(TokenStream(folder, "train", T, rows)))
     assert len(pickled) < 1000
     windows, _ = next(iter(stream))
     assert windows.tolist() == open_windows(folder, "train", T)[next(order.stream(4))].tolist()

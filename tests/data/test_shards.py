@@ -18,10 +18,10 @@ from lockstep_gpt.data.shards import (
     check_sizes,
     load_index,
     open_split,
-    open_windows,
     write_index,
 )
 from lockstep_gpt.data.tokenizer import token_dtype
+from lockstep_gpt.data.windows import open_windows
 
 LIMIT = 65_536  # tokens of some of two bytes
 

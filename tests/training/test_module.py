@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from lightning import Callback
 
-from lockstep_gpt.data.shards import widen
+from lockstep_gpt.data.windows import widen
 from lockstep_gpt.model.functional import IGNORE
 from lockstep_gpt.training.seeds import step_seed
 

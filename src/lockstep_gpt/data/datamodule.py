@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, ClassVar
 
 import lightning
 import torch
@@ -16,65 +15,50 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from lockstep_gpt.data import shards
 from lockstep_gpt.data.order import Order, Positions, validation_rows
+from lockstep_gpt.data.windows import Batch, Stored, gather, open_windows, widen
 
 GROUP = 8  # micro-batches that are gathered and handed over at a time: each call costs microseconds
 WORKER_LIMIT = 300  # seconds that a worker may take for one batch
+Rows = Callable[[int, int], Iterable[Positions]]
 
 
-class TokenStream(IterableDataset[shards.Stored], ABC):
+class TokenStream(IterableDataset[Stored]):
     """Micro-batches of one rank out of one split.
 
     A loader asks its workers in turn, so worker w of n makes micro-batches w, w + n, ... and the
     stream is the same for any number of workers.
+
+    Args:
+        folder: what `prepare` returned.
+        split: its name.
+        block_size: tokens of context, T.
+        rows: called with w and n; returns the windows of these micro-batches, each (B,).
     """
 
-    split: ClassVar[str]
+    pinned = False  # whether batches lie in memory that a GPU copies from
 
-    def __init__(self, folder: Path, block_size: int, pinned: bool = False) -> None:
+    def __init__(self, folder: Path, split: str, block_size: int, rows: Rows) -> None:
         super().__init__()
-        self.folder, self.block_size, self.pinned = folder, block_size, pinned
+        self.folder, self.split, self.block_size, self.rows = folder, split, block_size, rows
 
-    @abstractmethod
-    def rows(self, worker: int, workers: int) -> Iterable[Positions]:
-        """Return the windows of micro-batches `worker`, `worker + workers`, ..., each (B,)."""
-
-    def __iter__(self) -> Iterator[shards.Stored]:
-        windows = shards.open_windows(self.folder, self.split, self.block_size)
+    def __iter__(self) -> Iterator[Stored]:
+        windows = open_windows(self.folder, self.split, self.block_size)
         info = get_worker_info()
         batches = iter(self.rows(info.id, info.num_workers) if info else self.rows(0, 1))
         while group := [*islice(batches, GROUP)]:
-            yield from shards.gather(windows, group, self.pinned)
+            yield from gather(windows, group, self.pinned)
 
 
-class TrainingStream(TokenStream):
-    """The endless micro-batches of one rank from micro-batch `first` of the run on."""
-
-    split = "train"
-
-    def __init__(self, folder: Path, block_size: int, order: Order, first: int) -> None:
-        super().__init__(folder, block_size)
-        self.order, self.first = order, first
-
-    def rows(self, worker: int, workers: int) -> Iterable[Positions]:
-        """Return what the order says."""
-        return self.order.stream(self.first + worker, stride=workers)
+def training_rows(order: Order, first: int, worker: int, workers: int) -> Iterable[Positions]:
+    """Return the share of a worker in the endless micro-batches from number `first` on."""
+    return order.stream(first + worker, stride=workers)
 
 
-class ValidationStream(TokenStream):
-    """The validation micro-batches of one rank, `all_rows` (batches, B) in sequence."""
-
-    split = "val"
-
-    def __init__(self, folder: Path, block_size: int, all_rows: Positions) -> None:
-        super().__init__(folder, block_size)
-        self.all_rows = all_rows
-
-    def rows(self, worker: int, workers: int) -> Iterable[Positions]:
-        """Return a worker's share of them."""
-        return self.all_rows[worker::workers]
+def _share(rows: Positions, worker: int, workers: int) -> Iterable[Positions]:
+    return rows[worker::workers]
 
 
-class Feed(Iterable[shards.Stored]):
+class Feed(Iterable[Stored]):
     """Takes batches ahead in a thread, and keeps how long the training waited for them.
 
     Args:
@@ -85,12 +69,12 @@ class Feed(Iterable[shards.Stored]):
         waited: seconds in all.
     """
 
-    def __init__(self, batches: Iterable[shards.Stored], group: int = GROUP) -> None:
+    def __init__(self, batches: Iterable[Stored], group: int = GROUP) -> None:
         self.batches, self.group = batches, group
         self.waited = 0.0
-        self._ahead: Future[list[shards.Stored]] | None = None
+        self._ahead: Future[list[Stored]] | None = None
 
-    def __iter__(self) -> Iterator[shards.Stored]:
+    def __iter__(self) -> Iterator[Stored]:
         batches = iter(self.batches)
         with ThreadPoolExecutor(1, "feed") as thread:
             self._ahead = thread.submit(list, islice(batches, 1))  # the first one comes at once
@@ -98,7 +82,7 @@ class Feed(Iterable[shards.Stored]):
                 self._ahead = thread.submit(list, islice(batches, self.group))
                 yield from group
 
-    def _await(self, ahead: Future[list[shards.Stored]]) -> list[shards.Stored]:
+    def _await(self, ahead: Future[list[Stored]]) -> list[Stored]:
         started = time.perf_counter()
         group = ahead.result()
         self.waited += time.perf_counter() - started
@@ -170,7 +154,7 @@ class TokenDataModule(lightning.LightningDataModule):
             world_size=trainer.world_size,
         )
         first = trainer.global_step * self.accumulation
-        self.training_feed = self._feed(TrainingStream(self.folder, self.block_size, order, first))
+        self.training_feed = self._feed("train", partial(training_rows, order, first))
         return self.training_feed
 
     def val_dataloader(self) -> Feed:
@@ -183,21 +167,21 @@ class TokenDataModule(lightning.LightningDataModule):
             trainer.global_rank,
             trainer.world_size,
         )
-        return self._feed(ValidationStream(self.folder, self.block_size, rows))
+        return self._feed("val", partial(_share, rows))
 
     def transfer_batch_to_device(
         self,
-        batch: shards.Stored,
+        batch: Stored,
         device: torch.device,
         dataloader_idx: int,  # noqa: ARG002
-    ) -> shards.Stored:
+    ) -> Stored:
         """Send the windows; Lightning's own would search the batch for what can be sent."""
         windows, real = batch
         return windows.to(device, non_blocking=True), real
 
-    def on_after_batch_transfer(self, batch: shards.Stored, dataloader_idx: int) -> shards.Batch:  # noqa: ARG002
+    def on_after_batch_transfer(self, batch: Stored, dataloader_idx: int) -> Batch:  # noqa: ARG002
         """Return `(tokens, targets)`: ids travel to the device as narrow as they are stored."""
-        return shards.widen(batch)
+        return widen(batch)
 
     def teardown(self, stage: str) -> None:  # noqa: ARG002
         """End what feeds a run that is over."""
@@ -209,7 +193,8 @@ class TokenDataModule(lightning.LightningDataModule):
         assert self.trainer is not None, "the Trainer makes the loaders: it knows rank and step"
         return self.trainer
 
-    def _feed(self, stream: TokenStream) -> Feed:
+    def _feed(self, split: str, rows: Rows) -> Feed:
+        stream = TokenStream(self.folder, split, self.block_size, rows)
         on_gpu = self._attached_trainer().strategy.root_device.type == "cuda"
         if not self.num_workers:
             stream.pinned = on_gpu
@@ -218,7 +203,7 @@ class TokenDataModule(lightning.LightningDataModule):
             DataLoader(
                 stream,
                 batch_size=None,  # a stream yields whole batches
-                collate_fn=_unchanged,
+                collate_fn=tuple,  # which it is: torch's default would make a list of it
                 num_workers=self.num_workers,
                 timeout=WORKER_LIMIT,  # a worker that cannot hand over its batch does not end
                 pin_memory=on_gpu,
@@ -229,8 +214,3 @@ class TokenDataModule(lightning.LightningDataModule):
         )
         self._feeds.append(feed)
         return feed
-
-
-def _unchanged(batch: Any) -> Any:
-    """Stand in for torch's default, which would turn the tuple into a list."""
-    return batch

@@ -31,6 +31,7 @@ from lockstep_gpt.whole_files import sync_folder
 logger = logging.getLogger(__name__)
 
 SPLITS = ("train", "val")
+TOKENIZER = {"tokenizer", "vocab_size", "tokenizer_mb"}  # what decides it is in its identity
 Writer = Callable[[Path, str, str], SplitWriter]
 
 
@@ -99,13 +100,11 @@ def recipe_of(config: DataConfig) -> Recipe:
             f"data.path is empty; set it to what data.source={config.source} shall read"
         )
     corpus = corpora.corpus_of(config)
-    settings = {
-        name: value for name, value in asdict(config).items() if name not in config.harmless
-    }
-    identities = corpus.identity(), corpus.tokenizer_identity, settings
-    digests = map(_digest, identities)
-    parts = dict(zip(("source", "tokenizer", "settings"), digests, strict=True))
-    return Recipe(config, corpus, settings, parts)
+    apart = config.harmless | TOKENIZER
+    settings = {name: value for name, value in asdict(config).items() if name not in apart}
+    parts = {"source": corpus.identity(), "tokenizer": corpus.tokenizer_identity}
+    digests = {name: _digest(each) for name, each in {**parts, "settings": settings}.items()}
+    return Recipe(config, corpus, settings, digests)
 
 
 def _digest(values: Any) -> str:
@@ -144,7 +143,7 @@ def _lock(path: Path) -> Iterator[None]:
 def write(recipe: Recipe, folder: Path, writer: Writer = SplitWriter) -> None:
     """Write the token files, and last the index of all; leave nothing if that fails."""
     shutil.rmtree(folder, ignore_errors=True)  # of a build that was killed
-    index = begin(recipe, folder)
+    index, invalid = begin(recipe, folder), 0
     try:
         with ExitStack() as stack:
             writers = {
@@ -155,10 +154,9 @@ def write(recipe: Recipe, folder: Path, writer: Writer = SplitWriter) -> None:
             for stretch in recipe.corpus.stretches():
                 ids, documents, size = encoded(stretch, recipe.tokenizer)
                 writers[stretch.split].append(ids, documents, size)
-                invalid = index.invalid_documents + stretch.invalid
-                index = replace(index, invalid_documents=invalid)
+                invalid += stretch.invalid
                 bar.update(size or ids.nbytes)
-            finish(recipe, folder, index, writers)
+            finish(recipe, folder, replace(index, invalid_documents=invalid), writers)
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
@@ -200,18 +198,14 @@ def finish(recipe: Recipe, folder: Path, index: Index, writers: Mapping[str, Spl
     Raises:
         UserError: a split is empty.
     """
-    _refuse_empty(recipe.config, writers)
-    splits = {name: writer.saved() for name, writer in writers.items()}
-    shards.write_index(folder, replace(index, splits=splits))
-
-
-def _refuse_empty(config: DataConfig, writers: Mapping[str, SplitWriter]) -> None:
     for name, remedy in (("val", "raise it or take a larger corpus"), ("train", "lower it")):
         if not writers[name].tokens:
             raise UserError(
-                f"data.val_fraction={config.val_fraction} leaves no tokens for the {name} split "
-                f"of {config.source}; {remedy}"
+                f"data.val_fraction={recipe.config.val_fraction} leaves no tokens for the {name} "
+                f"split of {recipe.config.source}; {remedy}"
             )
+    splits = {name: writer.saved() for name, writer in writers.items()}
+    shards.write_index(folder, replace(index, splits=splits))
 
 
 def contents(folder: Path, index: Index) -> str:

@@ -10,27 +10,17 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from lockstep_gpt.config import UserError
-from lockstep_gpt.data.order import Positions
 from lockstep_gpt.data.tokenizer import Tokens
 from lockstep_gpt.registry import addition
 from lockstep_gpt.whole_files import replace_text
-
-if TYPE_CHECKING:  # the parent of a run reads an index, and never imports torch
-    from torch import Tensor
-
-# Windows (B, T + 1) as narrow as on the disk, and how many are real; tokens and targets, each
-# (B, T) and int64.
-Stored: TypeAlias = "tuple[Tensor, int]"
-Batch: TypeAlias = "tuple[Tensor, Tensor]"
 
 FORMAT = 2  # a new number for every change that an older reader would misread
 INDEX = "index.json"
@@ -213,54 +203,6 @@ def open_split(folder: Path, split: str) -> npt.NDArray[Any]:
         raise unusable(more[0], "is a second file, which an extra reads that is not here")
     tokens: npt.NDArray[Any] = joined([file, *more]).view(index.dtype)
     return tokens
-
-
-def open_windows(folder: Path, split: str, block_size: int) -> npt.NDArray[Any]:
-    """Return a view of the whole windows, shape (windows, T + 1), mapped and not in memory.
-
-    Window i is tokens[i T : i T + T + 1]; the tail shorter than a window is dropped.
-    """
-    tokens = np.asarray(open_split(folder, split))
-    return np.lib.stride_tricks.sliding_window_view(tokens, block_size + 1)[::block_size]
-
-
-def gather(
-    windows: npt.NDArray[Any], batches: Sequence[Positions], pinned: bool = False
-) -> Iterator[Stored]:
-    """Copy the windows of several batches at once and yield each batch.
-
-    Args:
-        windows: all of a split, shape (windows, T + 1).
-        batches: which of them, each (B,); -1, which comes last, is padding.
-        pinned: into memory that a GPU copies from while the host goes on. torch keeps such memory
-            until the copy is done, and then uses it again.
-    """
-    import torch
-
-    picked = torch.from_numpy(windows[np.concatenate(batches)])
-    if pinned:
-        picked = picked.pin_memory()
-    for part, rows in zip(torch.split(picked, [*map(len, batches)]), batches, strict=True):
-        yield part, len(rows) - int(np.count_nonzero(rows < 0))
-
-
-def widen(stored: Stored) -> Batch:
-    """Return tokens and targets on the device that the windows are on; padding counts nowhere."""
-    import torch
-
-    from lockstep_gpt.model.functional import IGNORE
-
-    windows, real = stored
-    if windows.is_cpu:  # NumPy takes half of torch's time for it
-        narrow = windows.numpy()
-        wide = narrow[:, :-1].astype(np.int64), narrow[:, 1:].astype(np.int64)
-        tokens, targets = map(torch.from_numpy, wide)
-    else:
-        tokens, targets = windows[:, :-1].long(), windows[:, 1:].long()  # contiguous copies
-    if real < len(windows):
-        tokens[real:] = 0
-        targets[real:] = IGNORE
-    return tokens, targets
 
 
 def check_block_size(index: Index, block_size: int) -> None:

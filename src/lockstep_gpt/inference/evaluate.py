@@ -50,19 +50,20 @@ def evaluate(model: GPT, config: Config, batch_size: int) -> dict[str, float]:
         `loss` in nats per token, its exp as `perplexity`, the number of `tokens`, and for text
         `bits_per_byte`: nats per token times tokens per byte, over ln 2.
     """
+    from lockstep_gpt.data.windows import gather, open_windows, widen
     from lockstep_gpt.training.token_loss import TokenLoss
 
     folder = prepare(config.data)
     index = shards.load_index(folder)
     block_size = config.model.block_size
     shards.check_block_size(index, block_size)
-    windows = shards.open_windows(folder, "val", block_size)
+    windows = open_windows(folder, "val", block_size)
     count = index.windows("val", block_size)
     device = next(model.parameters()).device
     token_loss = TokenLoss().to(device)
     for rows in validation_rows(count, count, batch_size, rank=0, world_size=1):
-        ((stored, real),) = shards.gather(windows, [rows])
-        tokens, targets = shards.widen((stored.to(device), real))
+        ((stored, real),) = gather(windows, [rows])
+        tokens, targets = widen((stored.to(device), real))
         token_loss.update(model(tokens, targets), targets)
     loss, split = float(token_loss.compute()), index.splits["val"]
     result = {"loss": loss, "perplexity": math.exp(loss), "tokens": count * block_size}

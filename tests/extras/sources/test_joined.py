@@ -11,10 +11,10 @@ from lockstep_gpt.data.shards import (
     Split,
     load_index,
     open_split,
-    open_windows,
     write_index,
 )
 from lockstep_gpt.data.tokenizer import token_dtype
+from lockstep_gpt.data.windows import open_windows
 from lockstep_gpt.extras.sources.build import ResumedWriter
 
 LIMIT = 65_536  # bytes of a file

@@ -30,6 +30,8 @@ class DocumentsData(schema.DocumentsData):
         "bytes; bpe: learnt from the corpus; or a byte-level BPE's file, folder or name on the hub",
         "bytes",
     )
+    vocab_size: int | None = setting("ids that bpe learns; null: 8192", None, at_least=257)
+    tokenizer_mb: int = setting("MiB of training text, the first, bpe learns from", 32, at_least=1)
     invalid_utf8: str = setting(
         "what becomes of text that is not UTF-8", "replace", choices=("replace", "skip", "fail")
     )
