@@ -9,7 +9,12 @@ import pytest
 import torch
 
 from lockstep_gpt.config import SyntheticData, UserError
-from lockstep_gpt.data.datamodule import Feed, TokenDataModule, TokenStream, training_rows
+from lockstep_gpt.data.datamodule import (
+    Feed,
+    TokenDataModule,
+    TokenStream,
+    training_rows,
+)
 from lockstep_gpt.data.order import Order
 from lockstep_gpt.data.prepare import prepare
 from lockstep_gpt.data.shards import open_split
