@@ -140,6 +140,21 @@ def test_a_finished_run_is_done_and_stays_as_it_is(finished, command, again):
     assert content(command.folder / "run") == before
 
 
+def test_a_run_killed_after_its_last_save_ends_with_what_it_had(finished, command):
+    shutil.copytree(finished[0].folder / "runs/first", command.folder / "run")
+    before = command.summary("run")
+    (command.folder / "run/summary.json").unlink()
+    rows_before = (command.folder / "run/metrics.csv").read_bytes()
+    said = command("train", "run_dir=run", "resume=auto").stdout
+    assert f"validation loss {before['val_loss']:.4f} nats per token" in said
+    after = command.summary("run")
+    same = ("status", "step", "tokens", "train_loss", "val_loss", "val_perplexity")
+    assert {name: after[name] for name in same} == {name: before[name] for name in same}
+    assert after["tokens_per_second"] is None
+    assert (command.folder / "run/metrics.csv").read_bytes() == rows_before
+    assert not (command.folder / "run/failed.json").exists()
+
+
 def test_the_same_command_goes_on_with_what_it_has_started(command):
     words = ("experiment=smoke", f"data.root={command.data_root}", "logger=none", "run_dir=run")
     command("train", *words, "resume=auto", "launch.inline=true")

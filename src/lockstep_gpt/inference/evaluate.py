@@ -51,7 +51,7 @@ def evaluate(model: GPT, config: Config, batch_size: int) -> dict[str, float]:
         `bits_per_byte`: nats per token times tokens per byte, over ln 2.
     """
     from lockstep_gpt.data.windows import gather, open_windows, widen
-    from lockstep_gpt.training.token_loss import TokenLoss
+    from lockstep_gpt.training.token_loss import TokenLoss, perplexity
 
     folder = prepare(config.data)
     index = shards.load_index(folder)
@@ -66,7 +66,7 @@ def evaluate(model: GPT, config: Config, batch_size: int) -> dict[str, float]:
         tokens, targets = widen((stored.to(device), real))
         token_loss.update(model(tokens, targets), targets)
     loss, split = float(token_loss.compute()), index.splits["val"]
-    result = {"loss": loss, "perplexity": math.exp(loss), "tokens": count * block_size}
+    result = {"loss": loss, "perplexity": perplexity(loss), "tokens": count * block_size}
     if split.text_bytes:
         result["bits_per_byte"] = loss / math.log(2) * split.tokens / split.text_bytes
     return result

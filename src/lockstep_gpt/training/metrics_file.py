@@ -40,12 +40,16 @@ class MetricsFile(Logger):
         """There is one file per run."""
         return ""
 
-    @rank_zero_only
-    def begin(self, step: int) -> None:
-        """Start at optimizer step `step`: keep what an earlier part of the run has up to it."""
+    def begin(self, step: int) -> dict[str, str]:
+        """Start at optimizer step `step`: keep what an earlier part of the run has up to it.
+
+        Returns:
+            the newest value of each column that has one.
+        """
         kept = [row for row in _read(self.path) if int(row[STEP]) <= step]
         self.columns = list(dict.fromkeys([*self.columns, *(name for row in kept for name in row)]))
         self._rewrite(kept)
+        return {name: value for row in kept for name, value in row.items() if value}
 
     @rank_zero_only
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 from torchmetrics import Metric
@@ -33,3 +35,8 @@ class TokenLoss(Metric):
     def compute(self) -> Tensor:
         """Return the mean over all tokens of all ranks, in nats; its exp is the perplexity."""
         return self.total / self.count
+
+
+def perplexity(loss: float) -> float:
+    """Return the exp of a loss in nats; of a hopeless one the largest that a float holds."""
+    return math.exp(min(loss, 709.0))

@@ -93,7 +93,8 @@ def _train(directory: RunDirectory, config: Config, ranks: meeting.Ranks, termin
         facts = reporting.facts(config, module.model, data, trainer, products)
         receipt = reporting.receipt(config, batch, schedule, facts)
         logger.info("%s", reporting.as_text(receipt))
-        metrics_file.begin(step_of(Path(resume)) if resume else 0)
+        earlier = metrics_file.begin(step_of(Path(resume)) if resume else 0)
+        metrics.row = {name: float(earlier[name]) for name in measuring.COLUMNS if name in earlier}
     status = "failed"
     try:
         status = _fit(trainer, module, data, resume)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import resource
 import statistics
 import time
@@ -17,6 +16,7 @@ from lightning import Trainer
 from lockstep_gpt.config import Config
 from lockstep_gpt.training.callbacks.step import StepCallback
 from lockstep_gpt.training.peaks import peak_of
+from lockstep_gpt.training.token_loss import perplexity
 
 logger = logging.getLogger(__name__)
 
@@ -128,7 +128,7 @@ class Metrics(StepCallback):
         """Return what `summary.json` says of a run that ends after optimizer step `step`."""
         return {
             "tokens": step * self.tokens_per_step,
-            "tokens_per_second": self.tokens_per_second,
+            "tokens_per_second": self.tokens_per_second or None,  # of no step there is none
             "first_step_seconds": self.first_step_seconds,
             **{name: self.row.get(column) for column, name in COLUMNS.items() if name},
         }
@@ -142,7 +142,8 @@ class Metrics(StepCallback):
         pause = time.perf_counter() - self._paused_at
         self._times = [clock + pause for clock in self._times]
         assert pl_module.val_loss is not None
-        metrics = {"val/loss": pl_module.val_loss, "val/perplexity": math.exp(pl_module.val_loss)}
+        loss = pl_module.val_loss
+        metrics = {"val/loss": loss, "val/perplexity": perplexity(loss)}
         self._log(trainer, trainer.global_step, metrics)
 
     def _log(self, trainer: Trainer, step: int, metrics: dict[str, float]) -> None:
