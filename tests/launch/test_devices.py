@@ -140,11 +140,12 @@ def test_several_machines_without_what_starts_them_are_refused(gpus_here, monkey
     ("settings", "line"),
     [
         ({"launch": LaunchConfig(warm=True)}, "launch.warm=true needs an extra that is not here"),
-        ({"strategy": {"start_method": "fork"}}, "strategy.start_method=fork needs an extra that"),
+        ({"strategy": {"start_method": "spawn"}}, "strategy.start_method=spawn needs an extra"),
     ],
 )
 def test_ranks_that_nothing_here_can_start_are_refused(gpus_here, monkeypatch, settings, line):
     gpus_here(0)
     monkeypatch.setattr(devices, "additions", lambda _: [])
     monkeypatch.setattr(devices, "asked", lambda *_: [])
+    monkeypatch.setattr(devices, "merged", lambda _: {})
     assert refusal({}, **settings).startswith(line)

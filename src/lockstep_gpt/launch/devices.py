@@ -67,14 +67,14 @@ def _as_launched(devices: int | str, nodes: int) -> tuple[int, int]:
     return local_world_size, launched
 
 
-def _accelerator(asked: str) -> str:
-    if asked == "cpu":
+def _accelerator(wanted: str) -> str:
+    if wanted == "cpu":
         return "cpu"
     if gpu_count():
         return "cuda"
-    if asked == "auto":
+    if wanted == "auto":
         return "cpu"
-    raise UserError(f"trainer.accelerator={asked} but {_visible(0)}; trainer=cpu runs without")
+    raise UserError(f"trainer.accelerator={wanted} but {_visible(0)}; trainer=cpu runs without")
 
 
 def gpu_count() -> int:
@@ -115,11 +115,13 @@ def _refuse_impossible(config: Config, placement: Placement) -> None:
 
 
 def _refuse_missing(config: Config, nodes: int) -> None:
-    missing, method = "needs an extra that is not here", config.strategy.get("start_method")
+    """Raise a `UserError` for ranks that only an extra which is not here could start."""
+    missing = "needs an extra that is not here"
     if config.launch.warm and not any(additions("SERVERS")):
         raise UserError(f"launch.warm=true {missing}; leave it out, or set false")
-    if method not in (None, "agent", *merged("START_RANKS")):
-        raise UserError(f"strategy.start_method={method} {missing}; leave it out")
+    # Other methods may be of a foreign strategy, which takes them as its own.
+    if config.strategy.get("start_method") == "spawn" and "spawn" not in merged("START_RANKS"):
+        raise UserError(f"strategy.start_method=spawn {missing}; leave it out")
     if nodes > 1 and not is_inside_launcher() and not any(additions("START_ON_NODES")):
         raise UserError(
             f"trainer.num_nodes={nodes} {missing}; start torchrun or srun on the machines instead"

@@ -230,8 +230,8 @@ def kept() -> Iterator[None]:
 
 def is_possible(config: Config) -> bool:
     """Tell whether the ranks of a run can be forks here, and may be."""
-    by_agent = config.strategy.get("start_method", "agent") == "agent"
-    return sys.platform == "linux" and by_agent and config.launch.warm is not False
+    spawns = config.strategy.get("start_method") == "spawn"
+    return sys.platform == "linux" and not spawns and config.launch.warm is not False
 
 
 def refuse_impossible(config: Config) -> None:
