@@ -64,9 +64,8 @@ def _sums(path: Path) -> dict[str, str]:
 
 def checkpoints_in(folder: Path) -> list[Path]:
     """Return the checkpoints in `folder`, by step, oldest first."""
-    return sorted(
-        (path for path in folder.glob("*.ckpt") if NAME.fullmatch(path.name)), key=step_of
-    )
+    named = (path for path in folder.glob("*.ckpt") if NAME.fullmatch(path.name))
+    return sorted(named, key=step_of)
 
 
 def write_checkpoint(

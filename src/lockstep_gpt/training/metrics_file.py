@@ -75,19 +75,15 @@ class MetricsFile(Logger):
         """Do nothing: the frozen configuration lies beside the file."""
 
     def _rewrite(self, rows: list[dict[str, str]]) -> None:
-        lines = [_csv(self.columns), *(self._line(row) for row in rows)]
+        lines = [self._line({name: name for name in self.columns}), *map(self._line, rows)]
         replace_text(self.path, "".join(lines))
         self.last = rows[-1] if rows else {}
         self._end = self.path.stat().st_size - (len(lines[-1].encode()) if rows else 0)
 
     def _line(self, row: dict[str, str]) -> str:
-        return _csv([row.get(name, "") for name in self.columns])
-
-
-def _csv(values: list[str]) -> str:
-    line = io.StringIO()
-    csv.writer(line, lineterminator="\n").writerow(values)
-    return line.getvalue()
+        line = io.StringIO()
+        csv.DictWriter(line, self.columns, restval="", lineterminator="\n").writerow(row)
+        return line.getvalue()
 
 
 def _read(path: Path, end: int | None = None) -> list[dict[str, str]]:

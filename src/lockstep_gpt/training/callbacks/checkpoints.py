@@ -101,12 +101,7 @@ class Checkpoints(StepCallback, Checkpoint):
             "last_checkpoint": str(last) if last else None,
         }
 
-    def on_save_checkpoint(
-        self,
-        trainer: Trainer,
-        pl_module: Any,  # noqa: ARG002
-        checkpoint: dict[str, Any],
-    ) -> None:
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: Any, checkpoint: Any) -> None:  # noqa: ARG002
         """Add the configuration, the tokenizer and the counts of samples and tokens."""
         step = trainer.global_step
         checkpoint.update(
@@ -122,8 +117,7 @@ class Checkpoints(StepCallback, Checkpoint):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the losses of those checkpoints that are still there."""
         present = {files.step_of(path) for path in files.checkpoints_in(self.folder)}
-        losses = state_dict["losses"]
-        self.losses = {step: loss for step, loss in losses.items() if step in present}
+        self.losses = {n: loss for n, loss in state_dict["losses"].items() if n in present}
 
 
 class AtomicCheckpointIO(CheckpointIO):

@@ -52,10 +52,8 @@ class StopVote:
         """Vote for stopping by signal `signum`, 0 for going on; return what was decided."""
         if self._group is None:
             return signum
-        decided = 0
-        if self._work is not None:
-            self._work.wait()
-            decided = int(self._ballot.item())
+        self.close()
+        decided = int(self._ballot.item())  # 0 before the first vote
         self._ballot.fill_(signum)
         self._work = dist.all_reduce(
             self._ballot, op=dist.ReduceOp.MAX, group=self._group, async_op=True

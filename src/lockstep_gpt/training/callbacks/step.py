@@ -17,14 +17,7 @@ class StepCallback(Callback, ABC):
         """Note where a new or resumed run starts."""
         self._seen = trainer.global_step
 
-    def on_train_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: Any,  # noqa: ARG002
-        batch: Any,  # noqa: ARG002
-        batch_idx: int,  # noqa: ARG002
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, *_batch: Any) -> None:
         """Tell the end of a step from that of a micro-step."""
         if trainer.global_step > self._seen:
             self._seen = trainer.global_step
