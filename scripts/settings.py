@@ -143,7 +143,9 @@ def values_of(schema: type[Any], item: dataclasses.Field[Any]) -> str:
     """Say which values a setting may have."""
     hint = get_type_hints(schema)[item.name]
     kind, *null = [hint.__name__] if isinstance(hint, type) else str(hint).split(" | ")
-    limits = " and ".join(f"{rule} {limit}" for rule, limit in item.metadata["limits"].items())
+    limits = " and ".join(
+        f"{rule.replace('_', ' ')} {limit}" for rule, limit in item.metadata["limits"].items()
+    )
     chosen = ", ".join(f"`{choice}`" for choice in item.metadata["choices"] or ())
     values = chosen or f"{TYPES[kind]} {limits}".rstrip()
     return f"{values}; or null" if null else values

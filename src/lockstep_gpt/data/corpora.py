@@ -47,11 +47,8 @@ class Stretch(NamedTuple):
 class Corpus(Protocol):
     """What `prepare` asks of a corpus."""
 
+    size: int | None  # bytes to read in all; None where nobody knows before the end
     tokenizer_identity: Any  # plain values that change with what decides the ids of a text
-
-    @property
-    def size(self) -> int | None:
-        """Bytes to read in all; None where nobody knows before the end."""
 
     def identity(self) -> Any:
         """Return plain values that change with anything in the corpus that decides the tokens."""

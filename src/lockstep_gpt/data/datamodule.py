@@ -8,6 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import lightning
 import torch
@@ -160,26 +161,17 @@ class TokenDataModule(lightning.LightningDataModule):
     def val_dataloader(self) -> Feed:
         """Return batches of every validation window once over all ranks."""
         trainer = self._attached_trainer()
-        rows = validation_rows(
-            self.val_windows_held_out,
-            self.val_windows,
-            self.micro_size,
-            trainer.global_rank,
-            trainer.world_size,
-        )
+        count, size = self.val_windows, self.micro_size
+        ranks = trainer.global_rank, trainer.world_size
+        rows = validation_rows(self.val_windows_held_out, count, size, *ranks)
         return self._feed("val", partial(_share, rows))
 
-    def transfer_batch_to_device(
-        self,
-        batch: Stored,
-        device: torch.device,
-        dataloader_idx: int,  # noqa: ARG002
-    ) -> Stored:
+    def transfer_batch_to_device(self, batch: Stored, device: torch.device, *_: Any) -> Stored:
         """Send the windows; Lightning's own would search the batch for what can be sent."""
         windows, real = batch
         return windows.to(device, non_blocking=True), real
 
-    def on_after_batch_transfer(self, batch: Stored, dataloader_idx: int) -> Batch:  # noqa: ARG002
+    def on_after_batch_transfer(self, batch: Stored, *_: Any) -> Batch:
         """Return `(tokens, targets)`: ids travel to the device as narrow as they are stored."""
         return widen(batch)
 
