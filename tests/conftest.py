@@ -344,12 +344,14 @@ def _forks_of(folder: Path) -> Iterator[Path]:
 def _serve(program: Path, address: Path) -> subprocess.Popen[bytes]:
     program.write_text(f'#!/bin/sh\nexec {sys.executable} -ISE {FORKS} as {address} "$@"\n')
     program.chmod(0o755)
+    environment = {**start.KEEP_MEMORY, **_clean_environment(os.environ), **QUIET}
+    address.with_name(f"{address.name}.json").write_text(json.dumps(environment))
     with socket.socket(socket.AF_UNIX) as listener, address.with_suffix(".log").open("w") as log:
         listener.bind(str(address))
         listener.listen(1024)
         return subprocess.Popen(
             [sys.executable, FORKS, "serve", str(listener.fileno()), program],
-            env={**start.KEEP_MEMORY, **_clean_environment(os.environ), **QUIET},
+            env=environment,
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
