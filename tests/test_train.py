@@ -3,6 +3,7 @@
 import csv
 import json
 import signal
+import socket
 import time
 
 import pytest
@@ -126,6 +127,26 @@ def test_a_signal_ends_the_whole_sweep(command, wait_for):
     assert process.returncode == 128 + signal.SIGTERM, err
     assert "job 1" not in out
     assert not (command.folder / "sweep/1").exists()
+
+
+def test_a_second_command_on_a_live_run_is_told_who_has_it(command, wait_for):
+    words = command.smoke("max_steps=100000", "run_dir=run")
+    process = command.start(*words)
+    wait_for((command.folder / "run/checkpoints/step=000010.ckpt").exists)
+    frozen = (command.folder / "run/config.yaml").read_bytes()
+    said = command("train", "run_dir=run", "resume=auto", "max_steps=7", status=2).stderr
+    assert f"run_dir=run is in use by process {process.pid} on {socket.gethostname()}; " in said
+    assert (command.folder / "run/config.yaml").read_bytes() == frozen
+    process.terminate()
+    process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGTERM
+
+
+@pytest.mark.parametrize("setting", ["temperature=-1", "prompt=''"])
+def test_a_sample_that_cannot_be_drawn_is_refused_before_training(command, setting):
+    said = command.train(f"callbacks.sample.{setting}", "run_dir=run", status=2).stderr
+    assert "must be at least 0" in said or "empty prompt" in said
+    assert not (command.folder / "run").exists()
 
 
 def test_killed_parent_leaves_no_process(command, wait_for, processes_of, kill):

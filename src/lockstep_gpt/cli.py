@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import NamedTuple, NoReturn
 
-from lockstep_gpt.config import PROGRAM, UserError
+from lockstep_gpt.config import PROGRAM, RunError, UserError
 from lockstep_gpt.processes import end_process
 from lockstep_gpt.registry import merged, resolved
 
@@ -58,9 +58,9 @@ def _dispatch(words: list[str]) -> int:
 def _run(name: str, arguments: list[str]) -> int:
     try:
         status: int = resolved(COMMANDS[name].target)(arguments)
-    except UserError as error:
+    except (UserError, RunError) as error:
         print(f"{PROGRAM} {name}: {error}", file=sys.stderr)
-        return 2
+        return error.status
     except KeyboardInterrupt:
         return 130
     return status

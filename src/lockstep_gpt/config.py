@@ -26,9 +26,13 @@ OPEN_GROUPS = ("trainer", "strategy", "callbacks", "logger")  # Lightning's own 
 class UserError(ValueError):
     """A mistake that its maker can mend: one line, exit status 2, no traceback."""
 
+    status = 2
+
 
 class RunError(Exception):
-    """What ends a run that began well, a full disk for one: one line, exit status 1."""
+    """What ends a run without a mistake, a full disk for one: one line, exit status 1."""
+
+    status = 1
 
 
 def setting(

@@ -6,9 +6,13 @@ of a failure: `failed.json` is written by the first rank that fails, `ranks/N.lo
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import hashlib
 import json
+import os
 import shutil
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -62,16 +66,18 @@ class RunDirectory:
         beside = self.config.with_suffix(".yaml.tmp")
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            with beside.open("x", encoding="utf-8") as file:
+            with beside.open("x", encoding="utf-8"):  # the quickest of several has it
                 if self.config.exists():  # made between our look at the folder and now
                     beside.unlink()
                     self.refuse_if_used()
-                file.write(_as_yaml(values))
-            beside.replace(self.config)  # whole: other machines wait for it
+            replace_text(self.config, _as_yaml(values))  # whole: other machines wait for it
+            beside.unlink()
         except FileExistsError:
             self.refuse_if_used()
             raise
         except OSError as error:
+            with contextlib.suppress(OSError):  # or nobody could use the directory any more
+                beside.unlink()
             raise UserError(
                 f"run_dir={self.path} cannot be written ({error.strerror}); name another one"
             ) from None
@@ -125,9 +131,35 @@ class RunDirectory:
         return _read_json(self.failed)
 
     def discard(self) -> None:
-        """Remove the directory of a run that never began to train."""
-        assert not self.checkpoints.exists(), "a run that saved something is never discarded"
-        shutil.rmtree(self.path)
+        """Remove the directory of a run that never began to train; one that has saved stays."""
+        if not self.checkpoints.exists():
+            shutil.rmtree(self.path)
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Be the only writer; the system lets go of the lock when this process ends, however.
+
+        Raises:
+            UserError: another process is.
+        """
+        path = self.path / ".lock"
+        with path.open("a+", encoding="utf-8") as file:
+            try:
+                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # forks do not hold it
+            except (BlockingIOError, PermissionError):
+                file.seek(0)
+                raise UserError(
+                    f"run_dir={self.path} is in use by {file.read()}; wait for it, or stop it"
+                ) from None
+            except OSError as error:  # a file system without locks
+                print(f"run_dir={self.path} cannot be locked ({error.strerror}): use it once")
+            file.truncate(0)
+            file.write(f"process {os.getpid()} on {socket.gethostname()}")
+            file.flush()
+            try:
+                yield
+            finally:
+                path.unlink(missing_ok=True)  # with its run, if that was a mistake
 
 
 def _as_yaml(values: dict[str, Any]) -> str:

@@ -1,3 +1,4 @@
+import pytest
 import torch
 
 from lockstep_gpt.config import ModelConfig
@@ -42,3 +43,13 @@ def test_a_model_can_be_read_where_the_environment_of_its_run_is_gone(tmp_path):
     logger = {"wandb": {"entity": "${oc.env:GONE_WITH_THE_RUN}"}}
     saved_model(tmp_path / "step=000001.ckpt", logger=logger)
     load_model(tmp_path / "step=000001.ckpt")
+
+
+@pytest.mark.parametrize("escapes", ["", "\\", "\\\\"])
+def test_references_in_a_checkpoint_are_never_resolved(tmp_path, monkeypatch, escapes):
+    monkeypatch.setenv("CANARY", "secret")
+    named = f"x{escapes}${{oc.env:CANARY}}"
+    data = {"source": "text", "path": named, "root": f"{escapes}${{seed}}"}
+    saved_model(tmp_path / "step=000001.ckpt", data=data)
+    _, config, _ = load_model(tmp_path / "step=000001.ckpt")
+    assert (config.data.path, config.data.root) == (named, data["root"])

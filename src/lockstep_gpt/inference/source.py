@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import re
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lockstep_gpt.config import OPEN_GROUPS, PROGRAM, Config, from_container
 from lockstep_gpt.data import tokenizer
@@ -25,6 +26,15 @@ def parser_of(command: str, description: str) -> argparse.ArgumentParser:
     return parser
 
 
+def literal(node: Any) -> Any:
+    """Escape references: those of a file from elsewhere could read this machine's environment."""
+    if isinstance(node, dict):
+        return {name: literal(value) for name, value in node.items()}
+    if isinstance(node, list):
+        return [literal(value) for value in node]
+    return re.sub(r"(\\*)\$\{", r"\1\1\\${", node) if isinstance(node, str) else node
+
+
 def load_model(path: Path) -> tuple[GPT, Config, tokenizer.Tokenizer]:
     """Return the model of a checkpoint in evaluation mode, its configuration and tokenizer."""
     from lockstep_gpt.model.gpt import build_gpt
@@ -32,7 +42,7 @@ def load_model(path: Path) -> tuple[GPT, Config, tokenizer.Tokenizer]:
     content = read_checkpoint(path)
     text = tokenizer.from_dict(content["tokenizer"])
     values = {name: each for name, each in content["config"].items() if name not in OPEN_GROUPS}
-    config = from_container(values)  # without what a model does not need, and its references
+    config = from_container(literal(values))  # without what a model does not need
     model = build_gpt(config.model, text.vocab_size)
     saved, prefix = content["state_dict"], "model."
     own = {name: each for name, each in saved.items() if name.startswith(prefix)}

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 
 from omegaconf import DictConfig
 
-from lockstep_gpt.config import LEVELS, PROGRAM, UserError
+from lockstep_gpt.config import LEVELS, PROGRAM, RunError, UserError
 from lockstep_gpt.launch import compose, devices, resume, start
 
 
@@ -79,9 +79,9 @@ def _each_job(
             print(f"job {len(results)}: {swept}", flush=True)
         try:
             status, metric = job(composed)
-        except UserError as error:
+        except (UserError, RunError) as error:
             print(f"{PROGRAM} {command}: {error}", file=sys.stderr)
-            status, metric = 2, math.nan
+            status, metric = error.status, math.nan
         results.append((swept, status, metric))
         if status > 128 and start.is_sweep():
             raise _SweepStopped

@@ -23,7 +23,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 
 from lockstep_gpt import processes
-from lockstep_gpt.config import LEVELS, Config, UserError
+from lockstep_gpt.config import LEVELS, Config, RunError
 from lockstep_gpt.data import prepare as data_prepare
 from lockstep_gpt.data import shards
 from lockstep_gpt.launch import devices
@@ -64,20 +64,30 @@ def begin(
         create: makes the directory, or freezes the configuration anew.
         undo: takes that back, where the user's mistake shows only after it.
     """
-    if devices.is_inside_launcher():
-        return join(settled, config, create, undo)
-    if config.trainer.get("num_nodes", 1) > 1:
-        return int(addition("START_ON_NODES")(run, settled, config, create))
-    create()
-    if config.launch.inline:  # the one rank here, where a debugger sees it
-        from lockstep_gpt.training import train as rank
+    with contextlib.ExitStack() as held:
 
-        status = rank.main(run)
-    else:
-        status = supervise(run)
-    if status == 2:
-        undo()
-    return status
+        def owned() -> RunDirectory:
+            if there := run.config.exists():  # before anything of it changes
+                held.enter_context(run.locked())
+            create()
+            if not there:
+                held.enter_context(run.locked())
+            return run
+
+        if devices.is_inside_launcher():
+            return join(settled, config, owned, undo)
+        if config.trainer.get("num_nodes", 1) > 1:
+            return int(addition("START_ON_NODES")(run, settled, config, owned))
+        owned()
+        if config.launch.inline:  # the one rank here, where a debugger sees it
+            from lockstep_gpt.training import train as rank
+
+            status = rank.main(run)
+        else:
+            status = supervise(run)
+        if status == 2:
+            undo()
+        return status
 
 
 def placed(config: Config) -> devices.Placement:
@@ -223,7 +233,7 @@ def join(
         ranks.join(ranks.Ranks.from_environment(), config)
     except (OSError, RuntimeError) as error:  # torch's own errors of a store are of the latter
         place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-        raise UserError(
+        raise RunError(  # no mistake for certain: another try may find them
             f"the launcher's ranks cannot meet at {place} ({str(error).splitlines()[0]}); start "
             "all of them, with a free MASTER_PORT of a machine that all reach"
         ) from None

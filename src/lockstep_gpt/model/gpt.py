@@ -123,12 +123,11 @@ class GPT(nn.Module):
         Raises:
             UserError: no token to start from, a negative temperature or a `top_k` below 1.
         """
-        _check_sampling(tokens, temperature, top_k)
+        check_sampling(tokens, temperature, top_k)
         was_training = self.training
         self.eval()
         tokens = tokens.long()
-        for _ in range(length):
-            # Not through `self(...)`: a compiled model would compile anew for the growing T.
+        for _ in range(length):  # not by `self(...)`: compiled, it would be anew for each T
             last = self.features(tokens[:, -self.config.block_size :])[:, -1]  # (B, C)
             logits = functional.project_to_vocabulary(last, self.head, self.vocab_size)
             drawn = _draw(logits.float(), temperature, top_k, generator)
@@ -229,7 +228,8 @@ class MLP(nn.Module):
         return y
 
 
-def _check_sampling(tokens: Tensor, temperature: float, top_k: int | None) -> None:
+def check_sampling(tokens: Tensor, temperature: float, top_k: int | None) -> None:
+    """Raise a `UserError` for what `generate` cannot do."""
     if tokens.shape[1] == 0:
         raise UserError("an empty prompt gives nothing to continue; give at least one token")
     if not (math.isfinite(temperature) and temperature >= 0):

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from lockstep_gpt.config import Config, UserError
+from lockstep_gpt.config import Config, RunError, UserError
 from lockstep_gpt.extras.nodes.address import own_address
 from lockstep_gpt.launch import start
 from lockstep_gpt.run_directory import RunDirectory, differences
@@ -57,7 +57,7 @@ def _wait_for_first_node(run: RunDirectory, settled: dict[str, Any], seconds: fl
                 return
             fault = f"is of another configuration than this machine's: {', '.join(differing)}"
         time.sleep(0.2)
-    raise UserError(f"run_dir={run.path}: after {seconds:g} s it {fault}")
+    raise RunError(f"run_dir={run.path}: after {seconds:g} s it {fault}")  # it may come yet
 
 
 def meeting(config: Config, node_rank: int) -> tuple[str, dict[str, Any]]:

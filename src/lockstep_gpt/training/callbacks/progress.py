@@ -12,6 +12,7 @@ import torch
 from lightning import Callback, Trainer
 from tqdm import tqdm
 
+from lockstep_gpt.model.gpt import check_sampling
 from lockstep_gpt.training.callbacks.metrics import Metrics
 from lockstep_gpt.training.callbacks.step import StepCallback
 from lockstep_gpt.training.tracking import tracked
@@ -108,6 +109,16 @@ class Sample(Callback):
     length: int  # tokens to add
     temperature: float  # divides the logits; 0 takes the likeliest token
     at_validation: bool = False  # also after each validation, not only at the end
+
+    def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:  # noqa: ARG002
+        """Refuse what could only fail after hours of training.
+
+        Raises:
+            UserError: `generate` does not take the settings.
+        """
+        if pl_module.tokenizer.end_of_text is not None:
+            tokens = torch.from_numpy(pl_module.tokenizer.encode(self.prompt))[None]
+            check_sampling(tokens, self.temperature, None)
 
     def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
         """Log a sample in the course of the run; the last step has one at the end."""
