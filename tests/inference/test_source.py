@@ -1,7 +1,8 @@
 import pytest
 import torch
 
-from lockstep_gpt.config import ModelConfig
+from lockstep_gpt import extras
+from lockstep_gpt.config import ModelConfig, UserError
 from lockstep_gpt.data.tokenizer import ByteTokenizer
 from lockstep_gpt.inference.source import load_model
 from lockstep_gpt.model.gpt import GPT
@@ -43,6 +44,14 @@ def test_a_model_can_be_read_where_the_environment_of_its_run_is_gone(tmp_path):
     logger = {"wandb": {"entity": "${oc.env:GONE_WITH_THE_RUN}"}}
     saved_model(tmp_path / "step=000001.ckpt", logger=logger)
     load_model(tmp_path / "step=000001.ckpt")
+
+
+def test_a_model_with_the_tokenizer_of_an_extra_that_is_gone_is_one_line(tmp_path, monkeypatch):
+    content = {"config": CONFIG, "tokenizer": {"kind": "bpe"}, "state_dict": {}}
+    write_checkpoint(content, tmp_path / "step=000001.ckpt")
+    monkeypatch.setattr(extras, "__path__", [])
+    with pytest.raises(UserError, match=r"kind 'bpe' is not one of bytes, numbers; use .* extras"):
+        load_model(tmp_path / "step=000001.ckpt")
 
 
 @pytest.mark.parametrize("escapes", ["", "\\", "\\\\"])
