@@ -116,14 +116,10 @@ class BatchConfig(Checked):
 
     node: ClassVar[str] = "batch"
     micro_size: int | None = setting(
-        "samples per device and micro-step; null: a device's whole share of global_size",
-        None,
-        at_least=1,
+        "samples per device and micro-step; null: a device's share of global_size", None, at_least=1
     )
     global_size: int | None = setting(
-        "samples per optimizer step over all devices; null: it grows with the devices",
-        None,
-        at_least=1,
+        "samples per optimizer step on all devices; null: it grows with them", None, at_least=1
     )
     reference_size: int = setting("the global batch for which optim.lr was found", 12, at_least=1)
 
@@ -153,9 +149,7 @@ class ModelConfig(Checked):
         "heads of keys and values, if the architecture shares them; null: n_head", None, at_least=1
     )
     init_from: str | None = setting(
-        "folder of weights, transformers' or an export, to begin with; null: random ones",
-        None,
-        needs="INITIAL_WEIGHTS",
+        "folder of weights to begin with; null: random ones", None, needs="INITIAL_WEIGHTS"
     )
 
     def __post_init__(self) -> None:
@@ -180,13 +174,9 @@ class DataConfig(Checked):
     harmless: ClassVar[set[str]] = {"root", "path", "val_tokens", "num_workers"}
     source: str = setting("where the text comes from")
     root: str = setting("folder that prepared token files are kept in", "data")
-    val_fraction: float = setting(
-        "share of the corpus held out for validation", 0.02, above=0, below=1
-    )
+    val_fraction: float = setting("share held out for validation", 0.02, above=0, below=1)
     val_tokens: int | None = setting(
-        "validate on at most this many of the held-out tokens, spread evenly; null: on all",
-        None,
-        at_least=1,
+        "validate on at most so many held-out tokens, spread evenly; null: on all", None, at_least=1
     )
     num_workers: int = setting("loader processes per rank; 0: the rank itself", 0, at_least=0)
     shard_mb: int = setting("MiB of a token file", 256, at_least=1, needs="JOINED_FILES")
@@ -238,6 +228,9 @@ def data_sources() -> dict[str, type[DataConfig]]:
     return {**DATA_SOURCES, **added}
 
 
+DECAYS = ("cosine", "linear", "constant", "wsd")
+
+
 @dataclass
 class OptimConfig(Checked):
     """The optimizer and its learning rate over the run."""
@@ -251,13 +244,9 @@ class OptimConfig(Checked):
     warmup_steps: int | None = setting("steps of linear warmup", None, at_least=0)
     warmup_tokens: int | None = setting("tokens of linear warmup", None, at_least=0)
     decay: str = setting(
-        "course after the warmup; wsd stays at the peak, then falls linearly",
-        "cosine",
-        choices=("cosine", "linear", "constant", "wsd"),
+        "after the warmup; wsd stays at the peak, then falls linearly", "cosine", choices=DECAYS
     )
-    decay_fraction: float = setting(
-        "share of all steps in which wsd falls", 0.2, above=0, at_most=1
-    )
+    decay_fraction: float = setting("share of steps in which wsd falls", 0.2, above=0, at_most=1)
     final_lr_fraction: float = setting(
         "learning rate at the end, as a share of the peak", 0.1, at_least=0, at_most=1
     )
@@ -265,9 +254,7 @@ class OptimConfig(Checked):
     beta2: float = setting("decay of the mean of their squares", 0.95, at_least=0, below=1)
     eps: float = setting("added to the denominator", 1e-8, above=0)
     weight_decay: float = setting("decay of matrices, decoupled", 0.1, at_least=0)
-    clip_norm: float | None = setting(
-        "largest norm of all gradients together; null: unclipped", 1.0, above=0
-    )
+    clip_norm: float | None = setting("largest norm of all gradients; null: any", 1.0, above=0)
 
     def __post_init__(self) -> None:
         """Check also that the warmup is given once, and that the optimizer is there."""
@@ -332,9 +319,7 @@ class GuardConfig(Checked):
         "steps between comparisons of the ranks' weights; each save compares too", 500, at_least=1
     )
     stall_after: float | None = setting(
-        "seconds without a step after which every rank's stack is shown and the run ends",
-        1800.0,
-        above=0,
+        "seconds without a step until every rank shows its stack and the run ends", 1800.0, above=0
     )
 
 
@@ -342,19 +327,15 @@ class GuardConfig(Checked):
 class Config(Checked):
     """One whole run."""
 
-    seed: int = setting(
-        "decides initial weights, order of samples and dropout",
-        1337,
-        at_least=0,
-        at_most=2**63 - 1,  # torch takes no more
+    seed: int = setting(  # of which torch takes 63 bits
+        "decides initial weights, order and dropout", 1337, at_least=0, at_most=2**63 - 1
     )
     max_steps: int | None = setting("optimizer steps of the run", None, at_least=1)
     max_tokens: int | None = setting("tokens of the run, instead of steps", None, at_least=1)
     run_name: str | None = setting("name of the run; null: model-data-world-date", None)
     run_dir: str | None = setting("folder of the run; null: a new one under runs/", None)
     resume: str = setting(
-        "auto: go on in run_dir if it is there; none; or the checkpoint or run to start from",
-        "none",
+        "auto: go on in run_dir, if it is there; none; or a checkpoint or run to start from", "none"
     )
     resume_force: bool = setting("resume with another model shape or data set all the same", False)
     precision: str = setting(
@@ -395,28 +376,23 @@ class Config(Checked):
 
 
 # Trainer arguments that have a door of ours: two doors to one setting would silently disagree.
-OWNED_TRAINER_KEYS = {
-    "accumulate_grad_batches": "batch.global_size",
+_OWNED = {
+    "batch.global_size": "accumulate_grad_batches",
     "callbacks": "callbacks",
-    "check_val_every_n_epoch": "val_every",
-    "default_root_dir": "run_dir",
-    "enable_checkpointing": "checkpoint.every",
-    "enable_model_summary": "verbosity",
-    "enable_progress_bar": "verbosity",
-    "gradient_clip_algorithm": "optim.clip_norm",
-    "gradient_clip_val": "optim.clip_norm",
-    "log_every_n_steps": "log_every",
+    "checkpoint.every": "enable_checkpointing",
+    "log_every": "log_every_n_steps",
     "logger": "logger",
-    "max_epochs": "max_steps or max_tokens",
-    "max_steps": "max_steps",
-    "min_epochs": "max_steps or max_tokens",
-    "min_steps": "max_steps",
-    "num_sanity_val_steps": "val_every",
+    "max_steps": "max_steps min_steps",
+    "max_steps or max_tokens": "max_epochs min_epochs",
+    "optim.clip_norm": "gradient_clip_algorithm gradient_clip_val",
     "precision": "precision",
+    "run_dir": "default_root_dir",
+    "seed": "use_distributed_sampler",
     "strategy": "strategy",
-    "use_distributed_sampler": "seed",
-    "val_check_interval": "val_every",
+    "val_every": "check_val_every_n_epoch num_sanity_val_steps val_check_interval",
+    "verbosity": "enable_model_summary enable_progress_bar",
 }
+OWNED_TRAINER_KEYS = {key: door for door, keys in _OWNED.items() for key in keys.split()}
 ACCELERATORS = ("auto", "cpu", "gpu", "cuda")
 BACKENDS = (None, "nccl", "gloo", "mpi")
 COMM_HOOKS = ("none", "fp16", "bf16", "powersgd")

@@ -83,8 +83,7 @@ def end_process(status: int) -> NoReturn:
 def end_with_parent(parent: int | None = None) -> None:
     """Kill this process as soon as its parent is gone, so that nothing outlives a killed run.
 
-    Args:
-        parent: its id, where that is known from before this process could ask; None: asks now.
+    `parent` is its id, where that is known from before this process could ask.
     """
     expected = parent or os.getppid()
 

@@ -59,9 +59,7 @@ class RunDirectory:
 
     def create(self, values: dict[str, Any]) -> None:
         """Make the directory and freeze `values` in it, both for the first and only time.
-
-        Raises:
-            UserError: it cannot be made, or another run was quicker.
+        A `UserError` says if it cannot be made, or if another run was quicker.
         """
         beside = self.config.with_suffix(".yaml.tmp")
         try:
@@ -88,11 +86,7 @@ class RunDirectory:
         self.failed.unlink(missing_ok=True)  # an earlier part's; train.log still tells of it
 
     def values(self) -> dict[str, Any]:
-        """Return the frozen configuration as plain values.
-
-        Raises:
-            UserError: there is none.
-        """
+        """Return the frozen configuration as plain values; raise a `UserError` if there is none."""
         try:
             text = self.config.read_text(encoding="utf-8")
         except FileNotFoundError:
@@ -137,11 +131,7 @@ class RunDirectory:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Be the only writer; the system lets go of the lock when this process ends, however.
-
-        Raises:
-            UserError: another process is.
-        """
+        """Be the only writer, at most to this process's end; a `UserError` if another is."""
         path = self.path / ".lock"
         with path.open("a+", encoding="utf-8") as file:
             try:

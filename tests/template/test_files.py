@@ -248,7 +248,8 @@ def code_lines(source: str) -> int:
     return len(code - words)
 
 
-CODE_LINES = 4463  # the aim is 4,150; lower this whenever the code allows
+# The aim is 4,150 and 6,100; lower these whenever the code allows.
+CODE_LINES, LINES = 4437, 6597
 
 
 def test_code_lines_are_counted_without_words():
@@ -260,5 +261,13 @@ def test_a_project_without_extras_is_small_enough_to_be_read(baked):
     project = baked(extras="none")
     sources = [path.read_text("utf-8") for path in (project / "src").rglob("*.py")]
     assert sum(map(code_lines, sources)) <= CODE_LINES
+    lengths = [source.count("\n") for source in sources]
+    assert sum(lengths) <= LINES
+    assert sum(length > 250 for length in lengths) <= 1
+    functions = (ast.FunctionDef, ast.AsyncFunctionDef)
+    nodes = (node for source in sources for node in ast.walk(ast.parse(source)))
+    spans = [node.end_lineno - node.lineno + 1 for node in nodes if isinstance(node, functions)]
+    assert max(spans) <= 60
+    assert (project / "README.md").read_text("utf-8").count("\n") <= 200
     about = tomllib.loads((project / "pyproject.toml").read_text("utf-8"))["project"]
     assert len(about["dependencies"]) <= 12

@@ -57,11 +57,7 @@ class Corpus(Protocol):
         """Return what makes its tokens; that may be learnt from it."""
 
     def stretches(self) -> Iterator[Stretch]:
-        """Yield all of it.
-
-        Raises:
-            UserError: something cannot be read.
-        """
+        """Yield all of it; raise a `UserError` if something cannot be read."""
 
 
 def split_of(name: str, val_fraction: float) -> str:
@@ -98,11 +94,7 @@ def files_below(
 
 
 class TextFiles:
-    """Files of text, a document each, in the order of their names.
-
-    Raises:
-        UserError: there are none.
-    """
+    """Files of text, a document each, in the order of names; a `UserError` if there are none."""
 
     tokenizer_identity: Any = (ByteTokenizer.kind,)
 

@@ -60,15 +60,7 @@ def _share(rows: Positions, worker: int, workers: int) -> Iterable[Positions]:
 
 
 class Feed(Iterable[Stored]):
-    """Takes batches ahead in a thread, and keeps how long the training waited for them.
-
-    Args:
-        batches: to be taken.
-        group: how many are handed over at a time.
-
-    Attributes:
-        waited: seconds in all.
-    """
+    """Takes batches ahead in a thread, `group` at a time; training has `waited` so many seconds."""
 
     def __init__(self, batches: Iterable[Stored], group: int = GROUP) -> None:
         self.batches, self.group = batches, group

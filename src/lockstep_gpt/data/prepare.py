@@ -60,11 +60,7 @@ def prepare(config: DataConfig, verify: bool = False) -> Path:
 
     The folder is `<data.root>/<source>-<8 hex digits>`; the digits change with the corpus, the
     tokenizer and the settings that decide the tokens. A finished folder is checked for size, to
-    `verify` for content.
-
-    Raises:
-        UserError: the corpus is empty or cannot be read, the root is full or cannot be written, or
-            a finished folder is not what its index says.
+    `verify` for content. A `UserError` says what cannot be read, written or trusted.
     """
     started = time.perf_counter()
     recipe, root = recipe_of(config), Path(config.root).expanduser()
@@ -90,11 +86,7 @@ def prepare(config: DataConfig, verify: bool = False) -> Path:
 
 
 def recipe_of(config: DataConfig) -> Recipe:
-    """Open the corpus of `config` and find out what decides its tokens.
-
-    Raises:
-        UserError: it is not there.
-    """
+    """Open the corpus of `config`, or raise a `UserError`; find out what decides its tokens."""
     if getattr(config, "path", None) == "":
         raise UserError(
             f"data.path is empty; set it to what data.source={config.source} shall read"
@@ -193,11 +185,7 @@ def encoded(stretch: corpora.Stretch, tokenizer: Tokenizer) -> tuple[Tokens, int
 
 
 def finish(recipe: Recipe, folder: Path, index: Index, writers: Mapping[str, SplitWriter]) -> None:
-    """Write the index of all.
-
-    Raises:
-        UserError: a split is empty.
-    """
+    """Write the index of all; raise a `UserError` if a split is empty."""
     for name, remedy in (("val", "raise it or take a larger corpus"), ("train", "lower it")):
         if not writers[name].tokens:
             raise UserError(

@@ -78,13 +78,7 @@ class Index:
 
 
 class SplitWriter:
-    """Appends ids to the token file of one split in bounded memory and hashes it on the way.
-
-    Args:
-        folder: where the file is.
-        name: the split's.
-        dtype: of the ids on the disk.
-    """
+    """Appends ids of `dtype` to a split's token file in bounded memory; hashes it on the way."""
 
     def __init__(self, folder: Path, name: str, dtype: str) -> None:
         self.folder, self.name, self.dtype = folder, name, np.dtype(dtype)
@@ -131,11 +125,7 @@ def write_index(folder: Path, index: Index) -> None:
 
 
 def load_index(folder: Path) -> Index:
-    """Read `index.json`.
-
-    Raises:
-        UserError: it is missing, damaged or of another format.
-    """
+    """Read `index.json`; raise a `UserError` if it is missing, damaged or of another format."""
     path = folder / INDEX
     try:
         values = json.loads(path.read_bytes())
@@ -154,11 +144,7 @@ def _split(shards: list[dict[str, Any]], **counts: int) -> Split:
 
 
 def check_sizes(folder: Path, index: Index) -> None:
-    """Compare each token file's size with the index.
-
-    Raises:
-        UserError: a file is missing, truncated or has grown.
-    """
+    """Compare each token file's size with the index; raise a `UserError` if one differs."""
     for shard in index.shards:
         path = folder / shard.file
         expected = shard.tokens * np.dtype(index.dtype).itemsize
@@ -171,11 +157,7 @@ def check_sizes(folder: Path, index: Index) -> None:
 
 
 def check_content(folder: Path, index: Index) -> None:
-    """Compare each token file with its SHA-256.
-
-    Raises:
-        UserError: one is not what was written.
-    """
+    """Compare each token file with its SHA-256; raise a `UserError` if one differs."""
     check_sizes(folder, index)
     for shard in index.shards:
         with (folder / shard.file).open("rb") as file:
@@ -190,9 +172,7 @@ def unusable(path: Path, reason: str) -> UserError:
 
 def open_split(folder: Path, split: str) -> npt.NDArray[Any]:
     """Map one split's tokens read-only, shape (tokens,).
-
-    Raises:
-        UserError: the folder is not what its index says, or in more files than can be read here.
+    A `UserError` says if the folder is not what its index says, or if only an extra reads it.
     """
     index = load_index(folder)
     check_sizes(folder, index)
@@ -206,11 +186,7 @@ def open_split(folder: Path, split: str) -> npt.NDArray[Any]:
 
 
 def check_block_size(index: Index, block_size: int) -> None:
-    """Refuse a context that leaves a split without one whole window.
-
-    Raises:
-        UserError: with the longest `model.block_size` that fits.
-    """
+    """Raise a `UserError`, with the longest context that fits, if a split has no whole window."""
     for name, split in index.splits.items():
         if index.windows(name, block_size) < 1:
             raise UserError(

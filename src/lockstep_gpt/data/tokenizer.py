@@ -135,11 +135,7 @@ def cut(text: bytes) -> int:
 
 
 def library(name: str, extra: str) -> Any:
-    """Import a library that an extra needs.
-
-    Raises:
-        UserError: it is not installed.
-    """
+    """Import a library that an extra needs; raise a `UserError` if it is not installed."""
     try:
         return importlib.import_module(name)
     except ImportError as error:
@@ -147,11 +143,7 @@ def library(name: str, extra: str) -> Any:
 
 
 def from_dict(values: dict[str, Any]) -> Tokenizer:
-    """Rebuild the tokenizer that `to_dict` described.
-
-    Raises:
-        UserError: a kind that neither this version nor an extra knows.
-    """
+    """Rebuild the tokenizer that `to_dict` described, or raise a `UserError` for its kind."""
     kind = values.get("kind")
     if kind == ByteTokenizer.kind:
         return ByteTokenizer()

@@ -38,10 +38,7 @@ def main(
 ) -> int:
     """Run the ranks of `run` on this machine; return the run's exit status.
 
-    Args:
-        run: its directory.
-        node_rank: of this machine.
-        kind: makes the agent, which may start ranks in a way of its own; None: `RankAgent`.
+    `kind` makes the agent, which may start ranks in a way of its own; None: `RankAgent`.
     """
     config = run.load()
     nodes = addition("MEETING") if config.trainer["num_nodes"] > 1 else None

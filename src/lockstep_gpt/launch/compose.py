@@ -51,9 +51,7 @@ def groups() -> set[str]:
 
 def run(arguments: list[str], job: Callable[[DictConfig], Any]) -> None:
     """Hand the configuration that `arguments` make to `job`, once or for each job of a sweep.
-
-    Raises:
-        UserError: a choice, a name, a type or the grammar of an override is wrong.
+    A `UserError` says if a choice, a name, a type or the grammar of an override is wrong.
     """
     _register_schema()
     started = False
@@ -86,9 +84,7 @@ def overrides() -> list[str]:
 
 def checked(config: DictConfig) -> tuple[dict[str, Any], Config]:
     """Return the values to freeze and the same as the typed, checked `Config`.
-
-    Raises:
-        UserError: a value breaks its rule, or a reference leads nowhere.
+    A `UserError` says if a value breaks its rule, or a reference leads nowhere.
     """
     with told_in_one_line(overrides()):
         values = frozen(config)

@@ -24,11 +24,7 @@ class Placement:
 
 
 def place(config: Config) -> Placement:
-    """Resolve `auto` to what is there.
-
-    Raises:
-        UserError: devices are asked for that are not there, or cannot do what is asked of them.
-    """
+    """Resolve `auto` to what is there; raise a `UserError` for what is not, or cannot be done."""
     accelerator = _accelerator(config.trainer.get("accelerator", "auto"))
     found = gpu_count() if accelerator == "cuda" else None  # of CPU ranks there is no end
     devices, nodes = config.trainer.get("devices", "auto"), config.trainer.get("num_nodes", 1)

@@ -38,9 +38,6 @@ def train_or_resume(composed: DictConfig) -> tuple[int, float]:
     """Go on with the run that a command with choices of groups has started; or start it.
 
     So the same command may be given again: by a script, a launcher's restart, a job of a sweep.
-
-    Raises:
-        UserError: the choices are not those of the run.
     """
     values, config = compose.checked(composed)
     run = start.run_of(config)
@@ -107,10 +104,7 @@ def _is_done(run: RunDirectory, config: Config, placement: devices.Placement) ->
 
 def _revive(run: RunDirectory, arguments: list[str]) -> tuple[dict[str, Any], list[str]]:
     """Return the run's frozen values with the command line's on top, and what that changes.
-
-    Raises:
-        UserError: an override is not one of a single setting, or changes what the weights or the
-            samples are without `resume_force=true`.
+    A `UserError` says if one is no single setting, or may not change what the run is made of.
     """
     base = OmegaConf.create(run.values())
     changes = []

@@ -35,15 +35,7 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
 
 
 def attention_kernel(heads: int, tokens: int, width: int, device: str, dtype: torch.dtype) -> str:
-    """Return what computes `causal_attention`, `math` being the slow way that always works.
-
-    Args:
-        heads: how many.
-        tokens: T.
-        width: of a head.
-        device: `cpu` or `cuda`.
-        dtype: of queries, keys and values.
-    """
+    """Return what computes `causal_attention`, `math` being the slow way that always works."""
     if device == "cpu" and tokens <= SHORT:
         return "plain products"
     q = torch.empty(1, heads, tokens, width, device=device, dtype=dtype)

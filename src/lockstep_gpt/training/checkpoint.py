@@ -71,15 +71,10 @@ def checkpoints_in(folder: Path) -> list[Path]:
 def write_checkpoint(
     content: dict[str, Any], path: Path, others: dict[str, str] | None = None
 ) -> None:
-    """Write a checkpoint and its sum.
+    """Write plain containers and tensors to `path`, which never holds half a file, and their sum.
 
-    Args:
-        content: plain containers and tensors.
-        path: its final name, which never holds half a file.
-        others: name -> SHA-256 of files that stand beside it already, and belong to it.
-
-    Raises:
-        RunError: the disk is full or cannot be written; what was there before stays.
+    `others` has the SHA-256 of files that stand beside it already, and belong to it. A `RunError`
+    says if the disk is full or cannot be written; what was there before stays.
     """
 
     def write_sum(digest: str) -> None:
@@ -183,9 +178,7 @@ def newest_valid(folder: Path) -> Path | None:
 
 def read_checkpoint(path: Path, map_location: Any = "cpu") -> dict[str, Any]:
     """Load plain containers and tensors; anything else in the file is refused, never run.
-
-    Raises:
-        UserError: the file is missing, damaged, or no checkpoint of this project.
+    A `UserError` says if the file is missing, damaged, or no checkpoint of this project.
     """
     import torch
 

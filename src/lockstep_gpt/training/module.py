@@ -172,11 +172,7 @@ class GPTModule(lightning.LightningModule):
         optimizer.found_inf = skip.float()  # type: ignore[attr-defined]
 
     def refuse_broken(self, step: int) -> None:
-        """Read from the device how many updates were skipped, up to `step`.
-
-        Raises:
-            RunError: more than `guard.max_skipped`.
-        """
+        """Raise a `RunError` if more updates than `guard.max_skipped` were skipped up to `step`."""
         allowed, skipped = self.config.guard.max_skipped, int(self.skipped)
         if skipped > allowed:
             first = step - (skipped - allowed) + 1  # from then on all were

@@ -108,14 +108,7 @@ RULES = {"linear": "linear in the batch", "sqrt": "square root of the batch", "n
 def receipt(
     config: Config, batch: BatchPlan, schedule: Schedule, facts: dict[str, str]
 ) -> dict[str, str]:
-    """Return label -> line.
-
-    Args:
-        config: the run's settings.
-        batch: how an optimizer step spreads over ranks.
-        schedule: the learning rate over the run.
-        facts: lines that only the running rank knows, put around ours.
-    """
+    """Return label -> line; `facts` are those that only the running rank knows."""
 
     def steps(count: int) -> str:
         return f"{count:,} steps = {count * batch.tokens_per_step:,} tokens"
@@ -144,15 +137,7 @@ def receipt(
 def facts(
     config: Config, model: GPT, data: TokenDataModule, trainer: Trainer, products: str
 ) -> dict[str, str]:
-    """Return the lines of the receipt that only the running rank knows.
-
-    Args:
-        config: the run's settings.
-        model: what is trained.
-        data: what it is trained on.
-        trainer: as it was built.
-        products: the kind of float32 matrix products.
-    """
+    """Return the lines of the receipt that only the running rank knows."""
     group = f" over {backend_of(config)}" if trainer.world_size > 1 else ""
     kept = ", memory kept between steps" if os.environ.get("MALLOC_MMAP_MAX_") == "0" else ""
     return {
@@ -194,13 +179,7 @@ def conclude(directory: RunDirectory, status: str, trainer: Trainer, found: dict
 
 
 def closing(directory: RunDirectory, row: dict[str, float], seconds: float) -> str:
-    """Say how a run ended, where everything is, and what to do next.
-
-    Args:
-        directory: the run's.
-        row: the newest value of each metric.
-        seconds: from the rank's start to its end.
-    """
+    """Say how a run ended after `seconds`, where everything is, and what to do next."""
     loss, perplexity = row["val/loss"], row["val/perplexity"]
     return f"""
 done in {seconds:.0f} s: validation loss {loss:.4f} nats per token, perplexity {perplexity:.2f}

@@ -40,10 +40,7 @@ def plan_batch(batch: BatchConfig, block_size: int, devices: int, nodes: int) ->
 
     A fixed `global_size` is reached by accumulation, so more devices mean fewer micro-steps, or,
     without a `micro_size`, smaller ones. Without a `global_size` there is a single micro-step and
-    the global batch grows with the devices.
-
-    Raises:
-        UserError: `global_size` is not a whole number of micro-steps.
+    the global batch grows with the devices. A `UserError` says where no whole number fits.
     """
     world_size = devices * nodes
     micro_size = batch.micro_size or max(1, (batch.global_size or 0) // world_size)
@@ -116,10 +113,7 @@ def plan_schedule(config: Config, batch: BatchPlan) -> Schedule:
 
     Sources: linear scaling and warmup, Goyal et al. 2017; cosine, Loshchilov & Hutter 2017; wsd
     (warmup, stable, decay), Zhai et al. 2022 and Hu et al. 2024. A wsd whose fall is longer than
-    what the warmup leaves begins to fall right after it.
-
-    Raises:
-        UserError: the warmup is as long as the run or longer.
+    what the warmup leaves begins to fall right after it; a warmup as long as the run is refused.
     """
     total_steps = _steps(config.max_steps, config.max_tokens, batch)
     warmup_steps = _steps(config.optim.warmup_steps, config.optim.warmup_tokens, batch)

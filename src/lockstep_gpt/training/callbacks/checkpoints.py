@@ -57,9 +57,7 @@ class Checkpoints(StepCallback, Checkpoint):
 
     def save(self, trainer: Trainer) -> Path:
         """Save the state after the last optimizer step; every rank must call this.
-
-        Raises:
-            RunError: the state is not sound, or the disk takes no more.
+        A `RunError` says if the state is not sound, or if the disk takes no more.
         """
         module: Any = trainer.lightning_module
         module.refuse_broken(trainer.global_step)
@@ -130,15 +128,9 @@ class AtomicCheckpointIO(CheckpointIO):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None
     ) -> None:
-        """Write `checkpoint` to `path`, its SHA-256 beside it.
+        """Write `checkpoint` to `path`, its SHA-256 beside it, or raise a `RunError`.
 
-        Args:
-            checkpoint: plain containers and tensors.
-            path: where to.
-            storage_options: name -> SHA-256 of its other files, which stand beside it already.
-
-        Raises:
-            RunError: it cannot be written.
+        `storage_options` has the SHA-256 of its other files, which stand there already.
         """
         files.write_checkpoint(checkpoint, Path(path), storage_options)
 

@@ -23,8 +23,7 @@ logger = logging.getLogger(__name__)
 class Progress(StepCallback):
     """Shows the row that `Metrics` read last, so it never waits for the device itself.
 
-    Args:
-        line_seconds: least time between two lines where there is no terminal.
+    Without a terminal there are lines, `line_seconds` apart at least.
     """
 
     def __init__(self, line_seconds: float = 5.0) -> None:
@@ -111,11 +110,7 @@ class Sample(Callback):
     at_validation: bool = False  # also after each validation, not only at the end
 
     def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:  # noqa: ARG002
-        """Refuse what could only fail after hours of training.
-
-        Raises:
-            UserError: `generate` does not take the settings.
-        """
+        """Raise a `UserError` now for what `generate` would refuse after hours of training."""
         if pl_module.tokenizer.end_of_text is not None:
             tokens = torch.from_numpy(pl_module.tokenizer.encode(self.prompt))[None]
             check_sampling(tokens, self.temperature, None)
