@@ -58,9 +58,7 @@ class RunDirectory:
             )
 
     def create(self, values: dict[str, Any]) -> None:
-        """Make the directory and freeze `values` in it, both for the first and only time.
-        A `UserError` says if it cannot be made, or if another run was quicker.
-        """
+        """Make the directory and freeze `values` in it, once; a `UserError` if that cannot be."""
         beside = self.config.with_suffix(".yaml.tmp")
         try:
             self.path.mkdir(parents=True, exist_ok=True)

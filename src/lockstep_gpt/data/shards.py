@@ -171,9 +171,7 @@ def unusable(path: Path, reason: str) -> UserError:
 
 
 def open_split(folder: Path, split: str) -> npt.NDArray[Any]:
-    """Map one split's tokens read-only, shape (tokens,).
-    A `UserError` says if the folder is not what its index says, or if only an extra reads it.
-    """
+    """Map one split's tokens read-only, shape (tokens,); a `UserError` if they cannot be read."""
     index = load_index(folder)
     check_sizes(folder, index)
     file, *more = [folder / shard.file for shard in index.splits[split].shards]

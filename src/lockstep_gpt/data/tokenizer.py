@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lockstep_gpt.config import PROGRAM, UserError
-from lockstep_gpt.registry import additions, resolved
+from lockstep_gpt.registry import merged, resolved
 
 Tokens = npt.NDArray[np.unsignedinteger[Any]]
 
@@ -149,8 +149,7 @@ def from_dict(values: dict[str, Any]) -> Tokenizer:
         return ByteTokenizer()
     if kind == NumberTokenizer.kind:
         return NumberTokenizer(int(values["vocab_size"]))
-    added = {kind: target for kinds in additions("TOKENIZERS") for kind, target in kinds.items()}
-    if kind not in added:
+    if kind not in (added := merged("TOKENIZERS")):
         known = ", ".join([ByteTokenizer.kind, NumberTokenizer.kind, *added])
         raise UserError(
             f"tokenizer kind {kind!r} is not one of {known}; use the version of "

@@ -50,9 +50,7 @@ def groups() -> set[str]:
 
 
 def run(arguments: list[str], job: Callable[[DictConfig], Any]) -> None:
-    """Hand the configuration that `arguments` make to `job`, once or for each job of a sweep.
-    A `UserError` says if a choice, a name, a type or the grammar of an override is wrong.
-    """
+    """Hand what `arguments` compose to `job`, once or for each of a sweep; or a `UserError`."""
     _register_schema()
     started = False
 
@@ -83,9 +81,7 @@ def overrides() -> list[str]:
 
 
 def checked(config: DictConfig) -> tuple[dict[str, Any], Config]:
-    """Return the values to freeze and the same as the typed, checked `Config`.
-    A `UserError` says if a value breaks its rule, or a reference leads nowhere.
-    """
+    """Return the values to freeze, and the same as a checked `Config`; or raise a `UserError`."""
     with told_in_one_line(overrides()):
         values = frozen(config)
         return values, from_container(values)

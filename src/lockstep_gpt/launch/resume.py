@@ -104,6 +104,7 @@ def _is_done(run: RunDirectory, config: Config, placement: devices.Placement) ->
 
 def _revive(run: RunDirectory, arguments: list[str]) -> tuple[dict[str, Any], list[str]]:
     """Return the run's frozen values with the command line's on top, and what that changes.
+
     A `UserError` says if one is no single setting, or may not change what the run is made of.
     """
     base = OmegaConf.create(run.values())

@@ -177,9 +177,7 @@ def newest_valid(folder: Path) -> Path | None:
 
 
 def read_checkpoint(path: Path, map_location: Any = "cpu") -> dict[str, Any]:
-    """Load plain containers and tensors; anything else in the file is refused, never run.
-    A `UserError` says if the file is missing, damaged, or no checkpoint of this project.
-    """
+    """Load plain containers and tensors, never code; a `UserError` says what is wrong with it."""
     import torch
 
     if fault := fault_of(path):

@@ -56,9 +56,7 @@ class Checkpoints(StepCallback, Checkpoint):
             self.save(trainer)
 
     def save(self, trainer: Trainer) -> Path:
-        """Save the state after the last optimizer step; every rank must call this.
-        A `RunError` says if the state is not sound, or if the disk takes no more.
-        """
+        """Save the state after the last optimizer step, on every rank, or raise a `RunError`."""
         module: Any = trainer.lightning_module
         module.refuse_broken(trainer.global_step)
         refuse_differing_replicas(module.model, trainer.global_step)
