@@ -4,6 +4,7 @@ import json
 import multiprocessing
 import os
 import struct
+import time
 import traceback
 import uuid
 import warnings
@@ -191,9 +192,16 @@ def read_records(path):
 
 
 def read_offline_runs(folder):
-    """Return the ids of runs, the configuration and the rows of all offline files below."""
+    """Return the ids of runs, the configuration and the rows of all offline files below.
+
+    wandb's own process writes them, to the end a moment after the run has ended.
+    """
     ids, config, rows = set(), {}, []
     for path in sorted(folder.glob("wandb/offline-run-*/*.wandb")):
+        end = time.monotonic() + 60
+        while not any(record.HasField("exit") for record in read_records(path)):
+            assert time.monotonic() < end, f"{path} has no end"
+            time.sleep(0.1)
         for record in read_records(path):
             if record.HasField("run"):
                 ids.add(record.run.run_id)
