@@ -155,6 +155,40 @@ def test_a_run_killed_after_its_last_save_ends_with_what_it_had(finished, comman
     assert not (command.folder / "run/failed.json").exists()
 
 
+def flip(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.fixture
+def kept(command):
+    """A copy of a run that has kept its checkpoints of steps 10 and 20."""
+    folder = command.folder / "run/checkpoints"
+    own = ("checkpoint.keep_last=2", "run_dir=run")
+    command.train(*own)
+    assert sorted(each.stem for each in folder.glob("*.ckpt")) == ["step=000010", "step=000020"]
+    return folder
+
+
+def test_a_damaged_checkpoint_is_set_aside_and_later_saves_stay(command, kept):
+    flip(kept / "step=000020.ckpt")
+    command("train", "run_dir=run", "resume=auto", "checkpoint.every=5", "max_steps=16")
+    assert sorted(each.stem for each in kept.glob("*.ckpt")) == ["step=000015", "step=000016"]
+    assert (kept / "damaged/step=000020.ckpt").is_file()
+    assert "moved run/checkpoints/step=000020.ckpt to" in (kept.parent / "train.log").read_text()
+
+
+def test_where_no_checkpoint_verifies_nothing_begins_anew(command, kept):
+    for path in kept.glob("*.ckpt"):
+        flip(path)
+    rows = (kept.parent / "metrics.csv").read_bytes()
+    said = command("train", "run_dir=run", "resume=auto", "max_steps=30", status=2).stderr
+    assert "run/checkpoints holds 2 checkpoints, of which none verifies; put a sound copy" in said
+    assert (kept.parent / "metrics.csv").read_bytes() == rows
+    assert len(list(kept.glob("*.ckpt"))) == 2
+
+
 def test_the_same_command_goes_on_with_what_it_has_started(command):
     words = ("experiment=smoke", f"data.root={command.data_root}", "logger=none", "run_dir=run")
     command("train", *words, "resume=auto", "launch.inline=true")

@@ -16,6 +16,7 @@ from lockstep_gpt.config import Config, UserError, as_typed, from_container
 from lockstep_gpt.launch import compose, devices, start
 from lockstep_gpt.run_directory import RunDirectory, differences
 from lockstep_gpt.training import schedule
+from lockstep_gpt.training.checkpoint import fault_of
 
 # Words of the command line that say which run, not what changes in it.
 ADDRESS = ("run_dir", "resume")
@@ -99,7 +100,8 @@ def _is_done(run: RunDirectory, config: Config, placement: devices.Placement) ->
     steps = schedule.plan_schedule(config, schedule.plan_batch(config.batch, *shape)).total_steps
     summary = run.read_summary()
     kept = run.checkpoints / Path(summary.get("last_checkpoint") or "none").name
-    return summary.get("status") == "done" and summary["step"] >= steps and kept.is_file()
+    ended = summary.get("status") == "done" and summary["step"] >= steps
+    return ended and fault_of(kept) is None
 
 
 def _revive(run: RunDirectory, arguments: list[str]) -> tuple[dict[str, Any], list[str]]:

@@ -135,6 +135,15 @@ def remove_checkpoint(path: Path) -> None:
         each.unlink(missing_ok=True)
 
 
+def set_aside(path: Path) -> None:
+    """Move the files of a checkpoint that does not verify to `damaged/`."""
+    folder = path.with_name("damaged")
+    folder.mkdir(exist_ok=True)
+    for each in filter(Path.exists, files_of(path)):
+        each.replace(folder / each.name)
+    logger.warning("moved %s to %s", path, folder)
+
+
 def remove_leftovers(folder: Path) -> None:
     """Delete what processes that were killed while writing have left."""
     for path in folder.glob(".step=*.tmp"):

@@ -27,12 +27,9 @@ HEAD_LR = 0.2  # AdamW's learning rate of the head, as a share of optim.lr; the 
 
 
 class Muon(torch.optim.Optimizer):
-    """Muon over the groups with `muon=True`, AdamW over the others.
+    """Muon over the groups with `muon=True`, AdamW with `betas` and `eps` over the others.
 
-    Args:
-        groups: each with `params`, `lr`, `muon` and `weight_decay`.
-        betas: of AdamW.
-        eps: of AdamW.
+    Each of `groups` has `params`, `lr`, `muon` and `weight_decay`.
     """
 
     # Set to a tensor that is 1 where the gradients are not finite: the weights then stay.

@@ -186,15 +186,8 @@ def agree(
     """Agree with the other ranks of an outer launcher on one run directory.
 
     Every process has composed the configuration for itself, so the ranks compare: what rank 0 has
-    counts, and a rank that has something else is named.
-
-    Args:
-        values: the configuration as this rank would freeze it.
-        create: makes the run directory; called on rank 0 alone.
-        undo: unmakes it, if the ranks do not agree.
-
-    Returns:
-        The directory; None if they do not agree, of which rank 0 has told the user for all.
+    counts, and a rank that has something else is named. Rank 0 alone calls `create`, and `undo` if
+    they do not agree; then it tells the user for all, and None is returned.
     """
     first = Ranks.from_environment().rank == 0
     run = json.loads(from_rank_zero(json.dumps(_created(create) if first else {})))

@@ -43,13 +43,25 @@ def state_to_resume(directory: RunDirectory, config: Config, module: torch.nn.Mo
 
 
 def _own_newest(directory: RunDirectory, config: Config, module: torch.nn.Module) -> Path | None:
-    """Tidy up after a run that was killed; return its newest checkpoint that verifies."""
-    files.remove_leftovers(directory.checkpoints)
+    """Tidy up after a run that was killed; return its newest checkpoint that verifies.
+
+    Newer ones that do not are set aside: else they would count when old ones are deleted.
+    """
+    folder = directory.checkpoints
+    files.remove_leftovers(folder)
     weights = files.size_of(module.state_dict())
     files.refuse_full_disk(directory.path, 3 * weights)  # AdamW: two moments each
-    newest = files.newest_valid(directory.checkpoints)
-    if newest is None and config.resume == "auto":
-        return next(iter(asked("FETCH_CHECKPOINT", directory, config)), None)
+    newest, present = files.newest_valid(folder), files.checkpoints_in(folder)
+    if newest is None and (config.resume == "auto" or directory.metrics.exists()):
+        newest = next(iter(asked("FETCH_CHECKPOINT", directory, config)), None)
+    if newest is None and present:
+        raise UserError(
+            f"{folder} holds {len(present)} checkpoints, of which none verifies; put a sound copy "
+            "of one there, or start a new run"
+        )
+    for path in present:
+        if newest and files.step_of(path) > files.step_of(newest):
+            files.set_aside(path)
     return newest
 
 

@@ -72,7 +72,7 @@ class Checkpoints(StepCallback, Checkpoint):
         newest = present[-self.config.checkpoint.keep_last :]
         best = sorted(self.losses, key=self.losses.__getitem__)[: self.config.checkpoint.keep_best]
         for path in present:
-            if path not in newest and files.step_of(path) not in best:
+            if path not in (new, *newest) and files.step_of(path) not in best:
                 trainer.strategy.checkpoint_io.remove_checkpoint(path)
                 self.losses.pop(files.step_of(path), None)
 
