@@ -2,7 +2,7 @@
 
 import pytest
 
-from lockstep_gpt.config import Config, LaunchConfig, UserError
+from lockstep_gpt.config import Config, LaunchConfig, RunError, UserError
 from lockstep_gpt.extras.nodes import machines
 from lockstep_gpt.extras.nodes.machines import meeting, start_on_nodes
 from lockstep_gpt.launch import start
@@ -55,7 +55,7 @@ def test_the_first_machine_freezes_and_the_others_go_on_what_they_find(run):
 
 
 def test_a_machine_that_waits_in_vain_or_has_other_settings_is_told_why(run):
-    with pytest.raises(UserError, match=r"after 0\.3 s it has no config\.yaml"):
+    with pytest.raises(RunError, match=r"after 0\.3 s it has no config\.yaml"):
         start_on_nodes(run, VALUES, config(), lambda: run)
     run.create(VALUES)
     with pytest.raises(UserError, match=r"another configuration.*: max_steps=4 instead of 3"):

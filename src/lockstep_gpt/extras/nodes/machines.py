@@ -26,6 +26,7 @@ def start_on_nodes(
 
     Raises:
         UserError: a setting that several machines need is missing, or theirs do not agree.
+        RunError: the first machine has not come.
     """
     launch, nodes = config.launch, config.trainer["num_nodes"]
     for name, value in (
@@ -50,14 +51,16 @@ def _wait_for_first_node(run: RunDirectory, settled: dict[str, Any], seconds: fl
     """Wait until the shared run directory holds the configuration that this machine has."""
     end = time.monotonic() + seconds
     fault = "has no config.yaml; is it a folder that all machines share, and machine 0 started?"
+    kind: type[Exception] = RunError  # it may come yet
     while time.monotonic() < end:
         if run.config.is_file():
             differing = differences(run.values(), settled)
             if not differing:
                 return
             fault = f"is of another configuration than this machine's: {', '.join(differing)}"
+            kind = UserError
         time.sleep(0.2)
-    raise RunError(f"run_dir={run.path}: after {seconds:g} s it {fault}")  # it may come yet
+    raise kind(f"run_dir={run.path}: after {seconds:g} s it {fault}")
 
 
 def meeting(config: Config, node_rank: int) -> tuple[str, dict[str, Any]]:
