@@ -111,8 +111,8 @@ def test_a_kind_that_nothing_here_knows_is_refused_by_name(monkeypatch, kind):
 
 
 def test_an_extra_may_know_another_kind(monkeypatch):
-    added = [{"words": "builtins:dict"}]
-    monkeypatch.setattr(module, "additions", lambda kind: added * (kind == "TOKENIZERS"))
+    added = {"TOKENIZERS": {"words": "builtins:dict"}}
+    monkeypatch.setattr(module, "merged", added.__getitem__)
     assert from_dict({"kind": "words", "size": 9}) == {"kind": "words", "size": 9}
 
 
