@@ -58,7 +58,7 @@ class RunDirectory:
             )
 
     def create(self, values: dict[str, Any]) -> None:
-        """Make the directory and freeze `values` in it, once; a `UserError` if that cannot be."""
+        """Make the directory and freeze `values` in it, once, or raise a `UserError`."""
         beside = self.config.with_suffix(".yaml.tmp")
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -129,7 +129,7 @@ class RunDirectory:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Be the only writer, at most to this process's end; a `UserError` if another is."""
+        """Be the only writer until the end of this process at most, or raise a `UserError`."""
         path = self.path / ".lock"
         with path.open("a+", encoding="utf-8") as file:
             try:

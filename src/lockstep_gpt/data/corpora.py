@@ -94,7 +94,7 @@ def files_below(
 
 
 class TextFiles:
-    """Files of text, a document each, in the order of names; a `UserError` if there are none."""
+    """Files of text, a document each, in the order of their names, or a `UserError`."""
 
     tokenizer_identity: Any = (ByteTokenizer.kind,)
 

@@ -171,7 +171,7 @@ def unusable(path: Path, reason: str) -> UserError:
 
 
 def open_split(folder: Path, split: str) -> npt.NDArray[Any]:
-    """Map one split's tokens read-only, shape (tokens,); a `UserError` if they cannot be read."""
+    """Map one split's tokens read-only, shape (tokens,), or raise a `UserError`."""
     index = load_index(folder)
     check_sizes(folder, index)
     file, *more = [folder / shard.file for shard in index.splits[split].shards]

@@ -50,7 +50,7 @@ def groups() -> set[str]:
 
 
 def run(arguments: list[str], job: Callable[[DictConfig], Any]) -> None:
-    """Hand what `arguments` compose to `job`, once or for each of a sweep; or a `UserError`."""
+    """Call `job` with what `arguments` compose, for each job of a sweep; or raise a `UserError`."""
     _register_schema()
     started = False
 
@@ -81,7 +81,7 @@ def overrides() -> list[str]:
 
 
 def checked(config: DictConfig) -> tuple[dict[str, Any], Config]:
-    """Return the values to freeze, and the same as a checked `Config`; or raise a `UserError`."""
+    """Return the values to freeze, and the same as a checked `Config`, or raise a `UserError`."""
     with told_in_one_line(overrides()):
         values = frozen(config)
         return values, from_container(values)

@@ -12,7 +12,7 @@ from lockstep_gpt.config import UserError
 
 
 def build(node: dict[str, Any], known: dict[str, Any] | None = None) -> Any:
-    """Build a `_target_` node, told what it takes of `known`; a `UserError` if it cannot be."""
+    """Build a `_target_` node, told what it takes of `known`, or raise a `UserError`."""
     known = known or {}
     try:
         target = get_method(node["_target_"])

@@ -186,7 +186,7 @@ def newest_valid(folder: Path) -> Path | None:
 
 
 def read_checkpoint(path: Path, map_location: Any = "cpu") -> dict[str, Any]:
-    """Load plain containers and tensors, never code; a `UserError` says what is wrong with it."""
+    """Load plain containers and tensors, never code, or raise a `UserError`."""
     import torch
 
     if fault := fault_of(path):
