@@ -92,18 +92,17 @@ def test_child_has_the_environment_folder_streams_and_words_it_was_given(
     server, tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
-    program = "import os, sys; print(os.getcwd(), sys.argv, os.environ['X'], sys.path[:2])"
+    line = "{os.getcwd()} {sys.argv} {os.environ['X']} {sys.path[:2]}"
+    program = f'import os, sys; sys.stdout.write(f"{line}\\n")'  # at once: they share the file
     (tmp_path / "told.py").write_text(f"def tell():\n    {program}\n    return 3\n")
-    files = [(tmp_path / name).open("w+") for name in ("out", "err")]
-    streams = [0, *(file.fileno() for file in files)]
-    environments = [{**os.environ, "X": name, "PYTHONPATH": "/from/it"} for name in "ab"]
-    children = server.fork("told:tell", [], ["mod", "arg"], environments, streams)
-    assert [child.wait(30) for child in children] == [3, 3]
+    with (tmp_path / "out").open("w+") as out, (tmp_path / "err").open("w+") as err:
+        streams = [0, out.fileno(), err.fileno()]
+        environments = [{**os.environ, "X": name, "PYTHONPATH": "/from/it"} for name in "ab"]
+        children = server.fork("told:tell", [], ["mod", "arg"], environments, streams)
+        assert [child.wait(30) for child in children] == [3, 3]
     expected = {f"{tmp_path} ['mod', 'arg'] {name} ['{tmp_path}', '/from/it']" for name in "ab"}
     assert set((tmp_path / "out").read_text().splitlines()) == expected
     assert (tmp_path / "err").read_text() == ""
-    for file in files:
-        file.close()
 
 
 def test_exception_of_the_function_is_shown_and_is_status_1(server, tmp_path):

@@ -76,7 +76,7 @@ def _commands(path: Path, values: dict[str, Any]) -> dict[str, str]:
 
 
 def read_curves(path: Path) -> dict[str, list[Row]]:
-    """Return column -> rows of (step, tokens, value), at most `POINTS`, of columns with numbers."""
+    """Return column -> rows of (step, tokens, value), at most `POINTS`, of columns of numbers."""
     if not path.exists():
         return {}
     with path.open(encoding="utf-8", newline="") as file:
@@ -88,23 +88,17 @@ def read_curves(path: Path) -> dict[str, list[Row]]:
     tokens = columns.pop(TOKENS, steps)
     curves = {}
     for name, texts in columns.items():
-        filled = [row for row, text in enumerate(texts) if _is_number(text)]
-        values = np.array([float(texts[row]) for row in filled])
+        filled = [row for row, text in enumerate(texts) if text]
+        try:
+            values = np.array([float(texts[row]) for row in filled])
+        except ValueError:  # words that a callback has logged
+            continue
         kept = [(filled[place], float(values[place])) for place in thinned(values)]
         if kept:
             curves[name] = [
                 [float(steps[at]), float(tokens[at] or "nan"), value] for at, value in kept
             ]
     return curves
-
-
-def _is_number(text: str) -> bool:
-    """Tell whether a cell can be drawn; callbacks may log words, or leave it empty."""
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
 
 
 def thinned(values: npt.NDArray[np.float64], points: int = POINTS) -> list[int]:
