@@ -88,9 +88,10 @@ def read_curves(path: Path) -> dict[str, list[Row]]:
     tokens = columns.pop(TOKENS, steps)
     curves = {}
     for name, texts in columns.items():
-        filled = [row for row, text in enumerate(texts) if text]
+        gaps = "" in texts
+        filled = [row for row, text in enumerate(texts) if text] if gaps else range(len(texts))
         try:
-            values = np.array([float(texts[row]) for row in filled])
+            values = np.array([*map(float, filter(None, texts))])
         except ValueError:  # words that a callback has logged
             continue
         kept = [(filled[place], float(values[place])) for place in thinned(values)]
