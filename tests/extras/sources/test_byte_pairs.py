@@ -108,7 +108,7 @@ def test_a_tokenizer_that_loses_something_is_refused(tmp_path, bpe):
 
 def test_a_damaged_tokenizer_file_is_one_clear_line(tmp_path):
     (tmp_path / "tokenizer.json").write_text("{")
-    with pytest.raises(UserError, match=r"data\.tokenizer=.* cannot be had \(.*; give bytes"):
+    with pytest.raises(UserError, match=r"data\.tokenizer=.* cannot be loaded \(.*; give bytes"):
         make_tokenizer(str(tmp_path), None, ())
 
 

@@ -139,8 +139,8 @@ def _loaded(name: str) -> Any:
         return lib.Tokenizer.from_pretrained(name)
     except Exception as error:  # the library has no class of its own
         raise UserError(
-            f"data.tokenizer={name} cannot be had ({error}); give bytes, bpe, a tokenizer.json, a "
-            "folder with one or with vocab.json and merges.txt, or a name on the hub"
+            f"data.tokenizer={name} cannot be loaded ({error}); give bytes, bpe, a tokenizer.json, "
+            "a folder with one or with vocab.json and merges.txt, or a name on the hub"
         ) from error
 
 
