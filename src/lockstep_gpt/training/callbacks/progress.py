@@ -112,7 +112,7 @@ class Sample(Callback):
     def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:  # noqa: ARG002
         """Raise a `UserError` now for what `generate` would refuse after hours of training."""
         if pl_module.tokenizer.end_of_text is not None:
-            tokens = torch.from_numpy(pl_module.tokenizer.encode(self.prompt))[None]
+            tokens = torch.tensor(pl_module.tokenizer.encode(self.prompt).astype("int64"))[None]
             check_sampling(tokens, self.temperature, None)
 
     def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
