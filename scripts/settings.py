@@ -136,6 +136,7 @@ def setting_row(schema: type[Any], item: dataclasses.Field[Any]) -> tuple[str, .
     name = f"{schema.node}.{item.name}" if schema.node else item.name
     default = "" if item.default is MISSING else f"`{as_typed(item.default)}`"
     means = item.metadata["meaning"] + " (needs an extra)" * bool(item.metadata["needs"])
+    means += "; kept on resume" * ((item.metadata["on_resume"] or schema.on_resume) == "kept")
     return f"`{name}`", values_of(schema, item), default.replace("``", ""), means
 
 

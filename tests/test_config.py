@@ -16,6 +16,7 @@ from lockstep_gpt.config import (
     SyntheticData,
     UserError,
     from_container,
+    settings_on_resume,
 )
 
 SECTIONS = [*schema.Checked.__subclasses__(), *schema.DataConfig.__subclasses__()]
@@ -67,6 +68,17 @@ def test_every_setting_says_what_it_means(section):
     for item in dataclasses.fields(section):
         group = dataclasses.is_dataclass(hints[item.name]) or "dict" in str(hints[item.name])
         assert group or item.metadata["meaning"], item.name
+
+
+def test_what_a_resume_makes_of_each_setting_is_declared_with_it():
+    kept, machine = settings_on_resume("kept"), settings_on_resume("machine")
+    assert {"seed", "batch.global_size", "optim.algorithm", "data.fingerprint"} < kept
+    assert {"model.n_layer", "model.bias", "data.val_fraction", "data.tokenizer"} < kept
+    assert {"launch.node_rank", "launch.warm", "data.root", "data.path"} < machine
+    free = settings_on_resume("free")
+    assert {"max_steps", "optim.lr", "precision", "model.dropout", "data.val_tokens"} < free
+    assert not kept & machine
+    assert not free & (kept | machine)
 
 
 def test_values_that_keep_the_rules_are_taken_as_they_are():

@@ -69,10 +69,11 @@ def test_what_a_resume_changes_is_shown_and_kept(resumed):
     assert not (command.folder / "run/failed.json").exists()
 
 
+@pytest.mark.parametrize("batch", [(), ("batch.global_size=null",)])
 @pytest.mark.usefixtures("quick_ranks")
-def test_resume_at_another_world_size_gives_the_same_losses(finished, command):
+def test_resume_at_another_world_size_gives_the_same_losses(finished, command, batch):
     other, _ = finished
-    keep = ("checkpoint.every=9", "checkpoint.keep_last=9", "batch.micro_size=4")
+    keep = ("checkpoint.every=9", "checkpoint.keep_last=9", "batch.micro_size=4", *batch)
     command.train("run_dir=run", *keep, "trainer=cpu", "trainer.devices=2")
     for path in (command.folder / "run/checkpoints").iterdir():
         if "step=000009" not in path.name:  # after 9 micro-batches, which are now 18
@@ -97,7 +98,7 @@ def test_run_of_another_model_is_refused_unless_forced(finished, command):
     other, _ = finished
     words = [f"resume={other.folder}/runs/first", "model.n_layer=3", "run_dir=run"]
     line = command.train(*words, status=2).stderr
-    assert "model.n_layer=2, this run 3; set it alike, or set resume_force=true" in line
+    assert "here is model.n_layer=3 instead of 2; set them alike, or set resume_force" in line
     assert not (command.folder / "run").exists()
     out = command.train(*words, "resume_force=true", "max_steps=6").stdout
     assert "resume_force: took 28 weights" in out
@@ -106,8 +107,11 @@ def test_run_of_another_model_is_refused_unless_forced(finished, command):
 @pytest.mark.parametrize(
     ("override", "line"),
     [
-        ("model.n_layer=3", "model.n_layer: 2 -> 3 makes another model or data set"),
-        ("data.val_fraction=0.5", "makes another model or data set"),
+        ("model.n_layer=3", "run_dir=run keeps what it was made with; here is model.n_layer=3"),
+        ("data.val_fraction=0.5", "here is data.val_fraction=0.5 instead of 0.02; set them"),
+        ("seed=1", "here is seed=1 instead of 1337; set them alike, or set resume_force=true"),
+        ("batch.global_size=16", "here is batch.global_size=16 instead of 8"),
+        ("optim.algorithm=muon", "here is optim.algorithm=muon instead of adamw"),
         ("model=gpt2", "run_dir=run was started with other choices; here is batch.global_size=12"),
         ("max_stepz=3", "unknown setting max_stepz; did you mean max_steps?"),
         ("max_steps=-3", "max_steps=-3 must be at least 1"),
@@ -123,6 +127,52 @@ def test_change_that_cannot_be_is_refused_and_leaves_the_run_alone(
     assert line in result.stderr
     assert result.stderr.count("\n") == 1
     assert (tmp_path / "run/config.yaml").read_bytes() == before
+
+
+@pytest.fixture
+def corpus(command):
+    """A folder of text, and the words that train on it."""
+    folder = command.folder / "corpus"
+    folder.mkdir()
+    for name in ("one.txt", "two.txt"):
+        (folder / name).write_text(f"{name}: a text to learn from. " * 400)
+    own = (f"data.root={command.folder}/data", f"data.path={folder}", "data.val_fraction=0.3")
+    return folder, ("data=text", *own)
+
+
+def test_a_run_goes_on_with_the_data_that_it_began_with(command, corpus):
+    folder, words = corpus
+    command.train(*words, "run_dir=whole")
+    command.train(*words, "run_dir=run", "max_steps=12")
+    (folder / "three.txt").write_text("one that came later. " * 999)
+    command("train", "run_dir=run", "resume=auto", "max_steps=20")
+    again = ("train", "experiment=smoke", *words, "logger=none", "launch.inline=true")
+    command(*again, "run_dir=run", "resume=auto", "max_steps=20")
+    ours, theirs = weights(command.folder / "run"), weights(command.folder / "whole")
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    (prepared,) = (command.folder / "data").glob("text-*")
+    shutil.rmtree(prepared)
+    said = command("train", "run_dir=run", "resume=auto", "max_steps=25", status=2).stderr
+    assert f"{prepared} is gone, and the corpus makes other tokens by now" in said
+    said = command.train(*words, "resume=run", "run_dir=new", status=2).stderr
+    assert "keeps what it was made with; here is data.fingerprint=" in said
+
+
+def test_data_that_is_gone_is_prepared_again_from_the_same_corpus(command, corpus):
+    _, words = corpus
+    command.train(*words, "run_dir=run", "max_steps=12")
+    (prepared,) = (command.folder / "data").glob("text-*")
+    shutil.rmtree(prepared)
+    command("train", "run_dir=run", "resume=auto", "max_steps=20")
+    assert prepared.is_dir()
+
+
+def test_samples_are_counted_not_computed_from_the_batch_of_today(command):
+    command.train("run_dir=run", "batch.global_size=4", "batch.micro_size=4")
+    command.train("resume=run", "resume_force=true", "max_steps=30", "run_dir=more")
+    saved = torch.load(command.folder / "more/checkpoints/step=000030.ckpt")
+    assert saved["samples"] == 20 * 4 + 10 * 8
+    assert saved["tokens"] == saved["samples"] * 32
 
 
 def content(folder):

@@ -6,7 +6,7 @@ import yaml
 
 from lockstep_gpt import run_directory
 from lockstep_gpt.config import UserError
-from lockstep_gpt.run_directory import RunDirectory
+from lockstep_gpt.run_directory import RunDirectory, refuse_another_identity
 
 VALUES = {
     "max_steps": 10,
@@ -28,6 +28,29 @@ def test_what_is_frozen_is_read_back_as_it_was(run):
     assert run.values() == VALUES
     config = run.load()
     assert (config.run_name, config.optim.lr, config.batch.global_size) == ("größer", 1e-8, 4)
+
+
+def test_a_run_keeps_what_it_was_made_with_and_says_what_differs():
+    refuse_another_identity("the run", VALUES, VALUES)
+    free = {**VALUES, "max_steps": 99, "optim": {"algorithm": "adamw", "lr": 1.0}}
+    refuse_another_identity("the run", VALUES, {**free, "data": {**VALUES["data"], "root": "x"}})
+    other = {**VALUES, "seed": 2, "batch": {"global_size": 8}, "model": {"n_layer": 2}}
+    with pytest.raises(UserError) as refused:
+        refuse_another_identity("the run", {**VALUES, "seed": 1}, other)
+    assert str(refused.value) == (
+        "the run keeps what it was made with; here is batch.global_size=8 instead of 4, "
+        "model.block_size=None instead of 8, model.n_layer=2 instead of 1 and 3 more; set them "
+        "alike, or set resume_force=true"
+    )
+
+
+def test_what_a_run_had_left_open_may_be_decided_later():
+    decided = {**VALUES, "data": {"source": "stdlib", "fingerprint": "ab" * 32}}
+    refuse_another_identity("the run", VALUES, decided)
+    left_open = {**VALUES, "data": {"source": "stdlib", "fingerprint": None}}
+    refuse_another_identity("the run", left_open, decided)
+    with pytest.raises(UserError, match=r"data\.fingerprint=None instead of abab"):
+        refuse_another_identity("the run", decided, left_open)
 
 
 def test_another_machine_never_reads_half_of_it(run, monkeypatch):

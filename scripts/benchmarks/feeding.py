@@ -99,8 +99,8 @@ def _warm(folder: Path) -> Any:
 
 
 def _stream(folder: Path, first: int = 0) -> TokenStream:
-    order = Order(0, load_index(folder).windows("train", T), B, 1, rank=0, world_size=1)
-    return TokenStream(folder, "train", T, partial(training_rows, order, first))
+    order = Order(0, load_index(folder).windows("train", T), B, 0, 1, start=first * B)
+    return TokenStream(folder, "train", T, partial(training_rows, order))
 
 
 def _stock(windows: Any) -> Iterator[Any]:

@@ -41,6 +41,7 @@ def setting(
     *,
     choices: tuple[str, ...] = (),
     needs: str | None = None,
+    on_resume: str | None = None,
     **limits: float,
 ) -> Any:
     """Declare one setting; without a `default` a preset or the user must give it.
@@ -50,11 +51,12 @@ def setting(
         default: its value where none is given.
         choices: the values that it may have.
         needs: the kind of addition without which it has no effect, and is refused.
+        on_resume: `kept` by the run, of the `machine`, or `free` to change; None: as its class has.
         limits: `at_least`, `above`, `at_most` and `below`, of a number.
     """
     rules = {name.replace("_", " "): limit for name, limit in limits.items()}
     about = {"meaning": meaning, "choices": choices, "needs": needs, "limits": rules}
-    return field(default=default, metadata=about)
+    return field(default=default, metadata={**about, "on_resume": on_resume})
 
 
 _HOLDS = {
@@ -69,10 +71,19 @@ class Checked:
     """Checks every field against its own rule as soon as an instance is made."""
 
     node: ClassVar[str] = ""  # where the class hangs in the tree, as the user writes it
+    on_resume: ClassVar[str] = "free"  # what happens to its settings then, unless they say it
 
     def __post_init__(self) -> None:
         for item in fields(cast(Any, self)):
             self._check(item, getattr(self, item.name))
+
+    @classmethod
+    def names(cls, on_resume: str) -> list[str]:
+        """Return the settings that a resume treats so: `kept`, `machine` or `free`."""
+        items = fields(cast(Any, cls))
+        return [
+            i.name for i in items if (i.metadata.get("on_resume") or cls.on_resume) == on_resume
+        ]
 
     def _check(self, item: Field[Any], value: Any) -> None:
         name, rules = item.name, item.metadata
@@ -119,7 +130,10 @@ class BatchConfig(Checked):
         "samples per device and micro-step; null: a device's share of global_size", None, at_least=1
     )
     global_size: int | None = setting(
-        "samples per optimizer step on all devices; null: it grows with them", None, at_least=1
+        "samples per optimizer step on all devices; null: it grows with those of the first start",
+        None,
+        on_resume="kept",
+        at_least=1,
     )
     reference_size: int = setting("the global batch for which optim.lr was found", 12, at_least=1)
 
@@ -135,21 +149,29 @@ class ModelConfig(Checked):
     """The shape of the GPT; its vocabulary comes from the data's tokenizer."""
 
     node: ClassVar[str] = "model"
+    on_resume: ClassVar[str] = "kept"
     block_size: int = setting("tokens of context, T", at_least=1)
     n_layer: int = setting("transformer blocks", at_least=1)
     n_head: int = setting("attention heads per block", at_least=1)
     n_embd: int = setting("width of the residual stream, C", at_least=1)
-    dropout: float = setting("share of activations dropped in training", 0.0, at_least=0, below=1)
+    dropout: float = setting(
+        "share of activations dropped in training", 0.0, on_resume="free", at_least=0, below=1
+    )
     bias: bool = setting("biases in linear layers and norms, as GPT-2 has them", True)
     architecture: str = setting("the module of model/ whose GPT it is", "gpt")
     activation_checkpointing: bool = setting(
-        "keep only the inputs of blocks and compute them again in backward", False
+        "keep only the inputs of blocks and compute them again in backward",
+        False,
+        on_resume="free",
     )
     n_kv_head: int | None = setting(
         "heads of keys and values, if the architecture shares them; null: n_head", None, at_least=1
     )
     init_from: str | None = setting(
-        "folder of weights to begin with; null: random ones", None, needs="INITIAL_WEIGHTS"
+        "folder of weights to begin with; null: random ones",
+        None,
+        needs="INITIAL_WEIGHTS",
+        on_resume="free",
     )
 
     def __post_init__(self) -> None:
@@ -170,15 +192,22 @@ class DataConfig(Checked):
     """What all corpora have in common."""
 
     node: ClassVar[str] = "data"
-    # Settings that decide no token; where the corpus lies is in its identity, as far as it matters.
-    harmless: ClassVar[set[str]] = {"root", "path", "val_tokens", "num_workers"}
+    on_resume: ClassVar[str] = "kept"  # what decides tokens; where they lie is up to the machine
     source: str = setting("where the text comes from")
-    root: str = setting("folder that prepared token files are kept in", "data")
+    root: str = setting("folder that prepared token files are kept in", "data", on_resume="machine")
+    fingerprint: str | None = setting(
+        "of the prepared tokens, which must be these; null: those that the corpus makes now", None
+    )
     val_fraction: float = setting("share held out for validation", 0.02, above=0, below=1)
     val_tokens: int | None = setting(
-        "validate on at most so many held-out tokens, spread evenly; null: on all", None, at_least=1
+        "validate on at most so many held-out tokens, spread evenly; null: on all",
+        None,
+        on_resume="free",
+        at_least=1,
     )
-    num_workers: int = setting("loader processes per rank; 0: the rank itself", 0, at_least=0)
+    num_workers: int = setting(
+        "loader processes per rank; 0: the rank itself", 0, on_resume="free", at_least=0
+    )
     shard_mb: int = setting("MiB of a token file", 256, at_least=1, needs="JOINED_FILES")
 
 
@@ -203,7 +232,7 @@ class TextData(DocumentsData):
     """Text of your own."""
 
     source: str = setting("where the text comes from", "text", choices=("text",))
-    path: str = setting("a file, or a folder of them", "")
+    path: str = setting("a file, or a folder of them", "", on_resume="machine")
 
 
 @dataclass
@@ -236,7 +265,9 @@ class OptimConfig(Checked):
     """The optimizer and its learning rate over the run."""
 
     node: ClassVar[str] = "optim"
-    algorithm: str = setting("adamw, or the module of training/ that builds another")
+    algorithm: str = setting(
+        "adamw, or the module of training/ that builds another", on_resume="kept"
+    )
     lr: float = setting("peak learning rate at batch.reference_size", 1e-3, above=0)
     lr_scaling: str = setting(
         "how the peak follows the global batch", "linear", choices=("linear", "sqrt", "none")
@@ -288,6 +319,7 @@ class LaunchConfig(Checked):
     """How the ranks start and end."""
 
     node: ClassVar[str] = "launch"
+    on_resume: ClassVar[str] = "machine"
     inline: bool = setting("run the one rank in the parent, for a debugger", False)
     warm: bool | None = setting(
         "import once and fork all ranks from there (extra `warm`); null: where that can be", None
@@ -328,7 +360,11 @@ class Config(Checked):
     """One whole run."""
 
     seed: int = setting(  # of which torch takes 63 bits
-        "decides initial weights, order and dropout", 1337, at_least=0, at_most=2**63 - 1
+        "decides initial weights, order and dropout",
+        1337,
+        on_resume="kept",
+        at_least=0,
+        at_most=2**63 - 1,
     )
     max_steps: int | None = setting("optimizer steps of the run", None, at_least=1)
     max_tokens: int | None = setting("tokens of the run, instead of steps", None, at_least=1)
@@ -337,7 +373,7 @@ class Config(Checked):
     resume: str = setting(
         "auto: go on in run_dir, if it is there; none; or a checkpoint or run to start from", "none"
     )
-    resume_force: bool = setting("resume with another model shape or data set all the same", False)
+    resume_force: bool = setting("resume with other settings than those that a run keeps", False)
     precision: str = setting(
         "arithmetic of forward and backward",
         "32-true",
@@ -373,6 +409,13 @@ class Config(Checked):
         _check_trainer(self.trainer)
         _check_strategy(self.strategy)
         asked("CHECK", self)
+
+
+def settings_on_resume(treated: str) -> set[str]:
+    """Return the names of all settings that a resume treats so: `kept`, `machine` or `free`."""
+    groups: list[type[Checked]] = [Config, BatchConfig, ModelConfig, OptimConfig, LaunchConfig]
+    groups += data_sources().values()
+    return {f"{group.node}.{name}".lstrip(".") for group in groups for name in group.names(treated)}
 
 
 # Trainer arguments that have a door of ours: two doors to one setting would silently disagree.

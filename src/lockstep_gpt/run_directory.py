@@ -19,7 +19,7 @@ from typing import Any
 
 import yaml
 
-from lockstep_gpt.config import Config, UserError, from_container
+from lockstep_gpt.config import Config, UserError, from_container, settings_on_resume
 from lockstep_gpt.registry import merged
 from lockstep_gpt.whole_files import replace_text
 
@@ -28,7 +28,7 @@ MOVED = {
     "lockstep_gpt.training.ranks": "lockstep_gpt.training.strategies",
 }
 # What rank 0 decides for all, and what each machine has of its own.
-MAY_DIFFER = ("run_dir", "run_name", "launch.")
+MAY_DIFFER = ("run_dir", "run_name", "launch.", "data.fingerprint")
 
 
 class RunDirectory:
@@ -166,6 +166,34 @@ def differences(theirs: dict[str, Any], ours: dict[str, Any]) -> list[str]:
         for name in sorted({*left, *right})
         if left.get(name) != right.get(name) and not name.startswith(MAY_DIFFER)
     ]
+
+
+def refuse_another_identity(where: str, saved: dict[str, Any], ours: dict[str, Any]) -> None:
+    """Compare the settings that a run keeps for good: those it has saved, and `ours`.
+
+    What was null then, or what an earlier version did not have, was left open.
+
+    Raises:
+        UserError: some of them differ.
+    """
+    kept, now = settings_on_resume("kept"), dict(_flat(ours))
+    was = {name: value for name, value in _flat(saved) if name in kept and value is not None}
+    differing = [
+        f"{name}={now.get(name)} instead of {value}"
+        for name, value in was.items()
+        if value != now.get(name)
+    ]
+    if differing:
+        raise UserError(
+            f"{where} keeps what it was made with; here is {some_of(differing)}; set them alike, "
+            "or set resume_force=true"
+        )
+
+
+def some_of(differing: list[str]) -> str:
+    """Name the first three."""
+    more = f" and {len(differing) - 3} more" if len(differing) > 3 else ""
+    return ", ".join(differing[:3]) + more
 
 
 def _flat(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -114,7 +114,7 @@ def test_padding_counts_nowhere(folder):
 @pytest.mark.parametrize("accumulation", [1, 3])
 def test_training_follows_the_order(folder, accumulation):
     module, _ = fit(datamodule(folder, accumulation=accumulation), max_steps=5)
-    order = Order(SEED, 99, B, accumulation, rank=0, world_size=1)
+    order = Order(SEED, 99, B, rank=0, world_size=1)
     windows = open_windows(folder, "train", T)
     steps = list(islice(order.stream(0), 5 * accumulation))
     expected = [widen(stored) for stored in gather(windows, steps)]
@@ -131,12 +131,12 @@ def test_workers_change_neither_stream(folder, workers):
 
 
 def test_a_stream_travels_to_a_worker_without_its_data(folder):
-    order = Order(SEED, 99, B, 1, 0, 1)
-    rows = partial(training_rows, order, 4)
+    order = Order(SEED, 99, B, 0, 1, start=4 * B)
+    rows = partial(training_rows, order)
     stream = pickle.loads(pickled := pickle.dumps(TokenStream(folder, "train", T, rows)))
     assert len(pickled) < 1000
     windows, _ = next(iter(stream))
-    assert windows.tolist() == open_windows(folder, "train", T)[next(order.stream(4))].tolist()
+    assert windows.tolist() == open_windows(folder, "train", T)[next(order.stream(0))].tolist()
 
 
 @pytest.mark.parametrize(("steps", "accumulation", "workers"), [(5, 2, 0), (40, 1, 0), (4, 2, 2)])

@@ -111,15 +111,14 @@ def test_a_batch_straddles_epochs_as_single_positions_do(size):
     assert straddling.ravel().tolist() == one_by_one
 
 
-def micro_batch(order, step, micro_step):
+def micro_batch(order, number):
     """Return the windows of one micro-step, by definition."""
-    number = step * order.accumulation + micro_step
-    first = (number * order.world_size + order.rank) * order.micro_size
+    first = order.start + (number * order.world_size + order.rank) * order.micro_size
     return windows(first + np.arange(order.micro_size), order.size, order.seed)
 
 
 def global_batch(step, micro, accumulation, world):
-    orders = [Order(7, 1000, micro, accumulation, rank, world) for rank in range(world)]
+    orders = [Order(7, 1000, micro, rank, world) for rank in range(world)]
     streams = [order.stream(step * accumulation) for order in orders]
     return [next(stream) for _ in range(accumulation) for stream in streams]
 
@@ -137,17 +136,26 @@ def test_ranks_are_disjoint_and_complete_over_an_epoch():
 
 
 @settings(deadline=None, max_examples=30)
-@given(st.integers(1, 9), st.integers(1, 5), st.integers(0, 3), st.integers(0, 500))
-def test_the_stream_is_the_sequence_of_micro_batches(micro, accumulation, rank, first):
-    order = Order(11, 777, micro, accumulation, rank, world_size=4)
+@given(st.integers(1, 9), st.integers(0, 5000), st.integers(0, 3), st.integers(0, 500))
+def test_the_stream_is_the_sequence_of_micro_batches(micro, start, rank, first):
+    order = Order(11, 777, micro, rank, 4, start)
     for number, batch in enumerate(islice(order.stream(first), 20), start=first):
-        expected = micro_batch(order, *divmod(number, accumulation))
-        np.testing.assert_array_equal(batch, expected)
+        np.testing.assert_array_equal(batch, micro_batch(order, number))
+
+
+@pytest.mark.parametrize(("micro", "accumulation", "world"), FACTORS_OF_24)
+def test_after_a_change_of_the_batch_no_sample_is_skipped_or_repeated(micro, accumulation, world):
+    seen = 7 * 10  # by steps of another batch, which 24 does not divide
+    orders = [Order(7, 1000, micro, rank, world, start=seen) for rank in range(world)]
+    streams = [order.stream(0) for order in orders]
+    following = [next(stream) for _ in range(accumulation) for stream in streams]
+    expected = windows(np.arange(seen, seen + 24), 1000, 7)
+    np.testing.assert_array_equal(np.concatenate(following), expected)
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3])
 def test_strided_streams_interleave_to_the_whole_stream(workers):
-    order = Order(0, 50_000, 512, 1, 0, 1)
+    order = Order(0, 50_000, 512, 0, 1)
     count = 4 * (CHUNK // 512)
     whole = list(islice(order.stream(3), count * workers))
     for worker in range(workers):

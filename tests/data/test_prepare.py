@@ -3,6 +3,7 @@ import json
 import logging
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -245,6 +246,26 @@ def test_two_builds_at_once_make_one_folder(tmp_path):
     (folder,) = prepared(tmp_path)
     assert outputs == {f"{folder}\n"}
     assert not [*tmp_path.glob(".*.unfinished")]
+
+
+def test_tokens_that_are_named_are_opened_without_their_corpus(corpus):
+    folder = prepare(corpus())
+    named = corpus(fingerprint=load_index(folder).fingerprint)
+    shutil.rmtree(named.path)
+    assert prepare(named) == folder
+    with pytest.raises(UserError):
+        prepare(corpus())
+
+
+def test_tokens_that_are_named_are_made_by_no_other_corpus(corpus):
+    named = corpus(fingerprint="0" * 64)
+    with pytest.raises(UserError, match="text-00000000 is gone, and the corpus makes other tokens"):
+        prepare(named)
+    assert not Path(named.root).exists()
+    folder = prepare(corpus())
+    near = corpus(fingerprint=load_index(folder).fingerprint[:8] + "0" * 56)
+    with pytest.raises(UserError, match="was prepared from other data"):
+        prepare(near)
 
 
 @pytest.fixture

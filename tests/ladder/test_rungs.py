@@ -71,7 +71,7 @@ def test_the_sampler_deals_as_the_order_does_and_reshuffles_each_epoch(words):
     experiment = load([*words, "batch.micro_size=2", "batch.global_size=4"], 2)
     size, seed = 8, experiment.config.seed  # a whole number of batches: epochs end with one
     samplers = [experiment.sampler(size, rank, 2) for rank in range(2)]
-    orders = [Order(seed, size, 2, 1, rank, 2) for rank in range(2)]
+    orders = [Order(seed, size, 2, rank, 2) for rank in range(2)]
     for epoch, (sampler, order) in itertools.product(range(3), zip(samplers, orders, strict=True)):
         sampler.set_epoch(epoch)
         steps = [next(order.stream(2 * epoch + step)).tolist() for step in range(2)]

@@ -50,9 +50,9 @@ class TokenStream(IterableDataset[Stored]):
             yield from gather(windows, group, self.pinned)
 
 
-def training_rows(order: Order, first: int, worker: int, workers: int) -> Iterable[Positions]:
-    """Return the share of a worker in the endless micro-batches from number `first` on."""
-    return order.stream(first + worker, stride=workers)
+def training_rows(order: Order, worker: int, workers: int) -> Iterable[Positions]:
+    """Return the share of a worker in the endless micro-batches."""
+    return order.stream(worker, stride=workers)
 
 
 def _share(rows: Positions, worker: int, workers: int) -> Iterable[Positions]:
@@ -129,11 +129,22 @@ class TokenDataModule(lightning.LightningDataModule):
         self.tokenizer = index.tokenizer  # as `tokenizer.from_dict` takes it
         self.accumulation, self.seed, self.num_workers = accumulation, seed, num_workers
         self._feeds: list[Feed] = []  # those with processes of their own
+        self._saved = (0, 0)  # optimizer step of the checkpoint, and the samples seen up to it
         self.train_windows = index.windows("train", block_size)
         self.val_windows_held_out = index.windows("val", block_size)
         self.val_windows = self.val_windows_held_out
         if val_tokens is not None:
             self.val_windows = min(self.val_windows, max(1, val_tokens // block_size))
+
+    def resume_at(self, step: int, samples: int) -> None:
+        """Go on after optimizer step `step`, up to which the run has seen so many samples."""
+        self._saved = step, samples
+
+    def samples_seen(self, step: int) -> int:
+        """Return the samples that all ranks have seen up to optimizer step `step`."""
+        first, samples = self._saved
+        per_step = self.micro_size * self.accumulation * self._attached_trainer().world_size
+        return samples + (step - first) * per_step
 
     def train_dataloader(self) -> Feed:
         """Return batches without end, from the Trainer's current step on."""
@@ -142,12 +153,11 @@ class TokenDataModule(lightning.LightningDataModule):
             seed=self.seed,
             size=self.train_windows,
             micro_size=self.micro_size,
-            accumulation=self.accumulation,
             rank=trainer.global_rank,
             world_size=trainer.world_size,
+            start=self.samples_seen(trainer.global_step),
         )
-        first = trainer.global_step * self.accumulation
-        self.training_feed = self._feed("train", partial(training_rows, order, first))
+        self.training_feed = self._feed("train", partial(training_rows, order))
         return self.training_feed
 
     def val_dataloader(self) -> Feed:

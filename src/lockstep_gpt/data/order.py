@@ -91,36 +91,28 @@ def windows(positions: Positions, size: int, seed: int) -> Positions:
 class Order:
     """The training windows of one rank.
 
-    Optimizer step s of all ranks takes the positions [s G, (s + 1) G) with
-    G = accumulation * world_size * micro_size, whatever its factors are. Micro-step a of rank r
-    takes `micro_size` of them from s G + a (world_size * micro_size) + r micro_size on.
+    Micro-step m of all ranks takes M = world_size * micro_size positions from start + m M on, and
+    rank r of them `micro_size` from r micro_size on. So an optimizer step of `a` micro-steps takes
+    the next a M, whatever the factors are.
     """
 
     seed: int
     size: int  # windows in an epoch
     micro_size: int  # B
-    accumulation: int
     rank: int
     world_size: int
-
-    @property
-    def global_size(self) -> int:
-        """Samples per optimizer step over all ranks."""
-        return self.accumulation * self.world_size * self.micro_size
+    start: int = 0  # samples that the run has seen before
 
     def stream(self, first: int, stride: int = 1) -> Iterator[Positions]:
-        """Yield micro-batches `first`, `first + stride`, ... of the run without end, each (B,).
-
-        Micro-batches count through all steps: step s begins at s * accumulation.
-        """
+        """Yield micro-batches `first`, `first + stride`, ... without end, each (B,)."""
         count = max(1, CHUNK // self.micro_size)
         while True:
             yield from self._micro_batches(first + stride * np.arange(count))
             first += stride * count
 
     def _micro_batches(self, numbers: Positions) -> Positions:
-        """Return the windows of the micro-batches `numbers` (N,) of the run, shape (N, B)."""
-        starts = (numbers * self.world_size + self.rank) * self.micro_size
+        """Return the windows of the micro-batches `numbers` (N,), shape (N, B)."""
+        starts = self.start + (numbers * self.world_size + self.rank) * self.micro_size
         positions = starts[:, None] + np.arange(self.micro_size)
         return windows(positions, self.size, self.seed)
 

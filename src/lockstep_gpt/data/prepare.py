@@ -14,7 +14,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,8 @@ from lockstep_gpt.whole_files import sync_folder
 logger = logging.getLogger(__name__)
 
 SPLITS = ("train", "val")
-TOKENIZER = {"tokenizer", "vocab_size", "tokenizer_mb"}  # what decides it is in its identity
+# Settings in whose place the tokenizer's own identity counts, and what comes of all of them.
+APART = {"tokenizer", "vocab_size", "tokenizer_mb", "fingerprint"}
 Writer = Callable[[Path, str, str], SplitWriter]
 
 
@@ -60,28 +61,43 @@ def prepare(config: DataConfig, verify: bool = False) -> Path:
 
     The folder is `<data.root>/<source>-<8 hex digits>`; the digits change with the corpus, the
     tokenizer and the settings that decide the tokens. A finished folder is checked for size, to
-    `verify` for content. A `UserError` says what cannot be read, written or trusted.
+    `verify` for content. Where `data.fingerprint` names one that is there, the corpus is not asked.
+    A `UserError` says what cannot be read, written or trusted.
     """
-    started = time.perf_counter()
-    recipe, root = recipe_of(config), Path(config.root).expanduser()
-    folder = root / f"{config.source}-{recipe.fingerprint[:8]}"
-    try:
-        built = not folder.is_dir() and _build(recipe, folder)
-    except OSError as error:
-        raise UserError(
-            f"data.root={root} cannot be written ({error.strerror}); set data.root to a folder "
-            "that you may write, on a disk with space"
-        ) from error
-    index = shards.load_index(folder)
-    shards.check_sizes(folder, index)
-    if index.fingerprint != recipe.fingerprint:
-        raise UserError(f"{folder} was prepared from other data; delete it and prepare it again")
-    if verify:
-        shards.check_content(folder, index)
+    started, wanted, built = time.perf_counter(), config.fingerprint, False
+    if wanted is None or not folder_of(config).is_dir():
+        recipe = recipe_of(config)
+        if wanted not in (None, recipe.fingerprint):
+            raise UserError(
+                f"{folder_of(config)} is gone, and the corpus makes other tokens by now; put the "
+                "folder back, or start a new run with data.fingerprint=null"
+            )
+        config = replace(config, fingerprint=recipe.fingerprint)
+        built = _built(recipe, folder_of(config))
+    folder = opened(config)
     if built or verify:
+        index = shards.load_index(folder)
+        if verify:
+            shards.check_content(folder, index)
         done = "prepared" if built else "verified"
         seconds = time.perf_counter() - started
         logger.info("%s %s in %.1f s", done, contents(folder, index), seconds)
+    return folder
+
+
+def folder_of(config: DataConfig) -> Path:
+    """Return the folder of the tokens that `data.fingerprint` names."""
+    assert config.fingerprint is not None, "decided before there are ranks"
+    return Path(config.root).expanduser() / f"{config.source}-{config.fingerprint[:8]}"
+
+
+def opened(config: DataConfig) -> Path:
+    """Return this folder, or raise a `UserError` if its index and sizes are not of these tokens."""
+    folder = folder_of(config)
+    index = shards.load_index(folder)
+    shards.check_sizes(folder, index)
+    if index.fingerprint != config.fingerprint:
+        raise UserError(f"{folder} was prepared from other data; delete it and prepare it again")
     return folder
 
 
@@ -92,8 +108,7 @@ def recipe_of(config: DataConfig) -> Recipe:
             f"data.path is empty; set it to what data.source={config.source} shall read"
         )
     corpus = corpora.corpus_of(config)
-    apart = config.harmless | TOKENIZER
-    settings = {name: value for name, value in asdict(config).items() if name not in apart}
+    settings = {name: getattr(config, name) for name in config.names("kept") if name not in APART}
     parts = {"source": corpus.identity(), "tokenizer": corpus.tokenizer_identity}
     digests = {name: _digest(each) for name, each in {**parts, "settings": settings}.items()}
     return Recipe(config, corpus, settings, digests)
@@ -101,6 +116,17 @@ def recipe_of(config: DataConfig) -> Recipe:
 
 def _digest(values: Any) -> str:
     return hashlib.sha256(json.dumps(values).encode()).hexdigest()
+
+
+def _built(recipe: Recipe, folder: Path) -> bool:
+    """Make `folder` unless it is there, and tell so; raise a `UserError` if it cannot be."""
+    try:
+        return not folder.is_dir() and _build(recipe, folder)
+    except OSError as error:
+        raise UserError(
+            f"data.root={folder.parent} cannot be written ({error.strerror}); set data.root to a "
+            "folder that you may write, on a disk with space"
+        ) from error
 
 
 def _build(recipe: Recipe, folder: Path) -> bool:

@@ -12,18 +12,26 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 
-from lockstep_gpt.config import Config, UserError, as_typed, from_container
+from lockstep_gpt.config import (
+    Config,
+    UserError,
+    as_typed,
+    from_container,
+    settings_on_resume,
+)
 from lockstep_gpt.launch import compose, devices, start
-from lockstep_gpt.run_directory import RunDirectory, differences
+from lockstep_gpt.run_directory import (
+    RunDirectory,
+    differences,
+    refuse_another_identity,
+    some_of,
+)
 from lockstep_gpt.training import schedule
 from lockstep_gpt.training.checkpoint import fault_of
 
 # Words of the command line that say which run, not what changes in it.
 ADDRESS = ("run_dir", "resume")
-OF_MACHINE = ("trainer.devices", "trainer.accelerator", "data.root")
-# What decides the shape of the weights and the samples of a step; dropout and loaders do not.
-IDENTITY = ("model.", "data.")
-HARMLESS = ("model.dropout", "data.root", "data.num_workers", "data.val_tokens")
+OF_MACHINE = ("trainer.devices", "trainer.accelerator")  # beside those of ours that say so
 
 
 def run_to_resume(arguments: list[str]) -> RunDirectory | None:
@@ -55,6 +63,7 @@ def _refuse_other_choices(run: RunDirectory, settled: dict[str, Any], singles: l
     free = {
         *ADDRESS,
         *OF_MACHINE,
+        *settings_on_resume("machine"),
         *(each.get_key_element().lstrip("+~") for each in _parse(singles)),
     }
     if run.overrides.is_file():  # what an earlier resume has changed stays so
@@ -63,11 +72,9 @@ def _refuse_other_choices(run: RunDirectory, settled: dict[str, Any], singles: l
     known = cast(dict[str, Any], OmegaConf.to_container(OmegaConf.merge(settled, run.values())))
     differing = [line for line in differences(known, settled) if line.partition("=")[0] not in free]
     if differing:
-        more = f" and {len(differing) - 3} more" if len(differing) > 3 else ""
         raise UserError(
-            f"run_dir={run.path} was started with other choices; here is "
-            f"{', '.join(differing[:3])}{more}; repeat those of its start, or start a new run from "
-            f"it with resume={run.path}"
+            f"run_dir={run.path} was started with other choices; here is {some_of(differing)}; "
+            f"repeat those of its start, or start a new run from it with resume={run.path}"
         )
 
 
@@ -85,8 +92,7 @@ def resume(run: RunDirectory, arguments: list[str]) -> int:
     settled = {**values, "trainer": start.trainer_settled(values, placement)}
 
     def create() -> RunDirectory:
-        start.prepared(config)
-        run.refreeze(settled)
+        run.refreeze(start.with_data(settled, config))
         _log_overrides(run, changes)
         print("\n".join([f"resuming {run.path}", *(f"  {change}" for change in changes)]))
         return run
@@ -122,7 +128,7 @@ def _revive(run: RunDirectory, arguments: list[str]) -> tuple[dict[str, Any], li
             changes.append(f"{name}: {as_typed(old)} -> {as_typed(new)}")
     values = cast(dict[str, Any], OmegaConf.to_container(base))
     if not values.get("resume_force"):
-        _refuse_another_identity(changes)
+        refuse_another_identity(f"run_dir={run.path}", run.values(), values)
     return values, changes
 
 
@@ -149,12 +155,3 @@ def _refuse_group(override: Override, name: str, run: RunDirectory) -> None:
 def _names_group(word: str) -> bool:
     """Tell whether an override, or its name, is a choice of a group's."""
     return word.partition("=")[0].lstrip("+~") in compose.groups()
-
-
-def _refuse_another_identity(changes: list[str]) -> None:
-    for change in changes:
-        if change.startswith(IDENTITY) and not change.startswith(HARMLESS):
-            raise UserError(
-                f"{change} makes another model or data set than the checkpoints are of; leave it, "
-                "or set resume_force=true"
-            )

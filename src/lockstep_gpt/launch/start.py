@@ -40,8 +40,7 @@ def train_once(values: dict[str, Any], config: Config) -> tuple[int, float]:
 
     def create() -> RunDirectory:
         run.refuse_if_used()
-        prepared(config)
-        run.create(settled)
+        run.create(with_data(settled, config))
         return run
 
     status = begin(run, settled, config, create, run.discard)
@@ -101,11 +100,16 @@ def placed(config: Config) -> devices.Placement:
     return placement
 
 
-def prepared(config: Config, verify: bool = False) -> Path:
+def prepared(config: Config, verify: bool = False) -> shards.Index:
     """Prepare the data before any rank starts: its faults are answered here, once."""
-    folder = data_prepare.prepare(config.data, verify)
-    shards.check_block_size(shards.load_index(folder), config.model.block_size)
-    return folder
+    index = shards.load_index(data_prepare.prepare(config.data, verify))
+    shards.check_block_size(index, config.model.block_size)
+    return index
+
+
+def with_data(values: dict[str, Any], config: Config) -> dict[str, Any]:
+    """Prepare the data; return `values` that name it, so that all ranks and restarts open it."""
+    return {**values, "data": {**values["data"], "fingerprint": prepared(config).fingerprint}}
 
 
 def run_of(config: Config) -> RunDirectory:
@@ -134,6 +138,8 @@ def settle(
     choices = HydraConfig.get().runtime.choices
     world = placement.devices * placement.nodes
     name = f"{choices['model']}-{choices['data']}-{world}-{time.strftime('%Y%m%d-%H%M%S')}"
+    batch = dict(values["batch"])
+    batch["global_size"] = batch["global_size"] or batch["micro_size"] * world
     loggers = dict(values["logger"])
     if is_sweep() and "wandb" in loggers:  # together there, unless they have a group
         group = loggers["wandb"].get("group") or run.path.parent.name
@@ -142,6 +148,7 @@ def settle(
         **values,
         "run_dir": str(run.path),
         "run_name": values["run_name"] or name,
+        "batch": batch,
         "trainer": trainer_settled(values, placement),
         "logger": loggers,
     }
@@ -238,7 +245,10 @@ def join(
             "all of them, with a free MASTER_PORT of a machine that all reach"
         ) from None
     run = ranks.agree(values, create, undo)
-    status = 2 if run is None else rank.main(run)
+    if run is None:
+        return 2
+    prepared(run.load())  # on each machine
+    status = rank.main(run)
     if status == processes.LOST_PEERS:
         processes.end_process(status)
     return status

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any, cast
 
 import lightning
@@ -16,6 +17,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from lockstep_gpt.config import Config, RunError
 from lockstep_gpt.data.tokenizer import Tokenizer
 from lockstep_gpt.model.gpt import build_gpt
+from lockstep_gpt.run_directory import refuse_another_identity
 from lockstep_gpt.training.optim import build_optimizer
 from lockstep_gpt.training.resuming import apply_settings, realign
 from lockstep_gpt.training.schedule import Schedule
@@ -137,7 +139,15 @@ class GPTModule(lightning.LightningModule):
         checkpoint["skipped"] = int(self.skipped)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Let a resumed run have its own accumulation and settings, whatever the saved one had."""
+        """Go on at the saved sample, with this run's own accumulation and free settings.
+
+        Raises:
+            UserError: the checkpoint is of a run that was made with other settings.
+        """
+        if not self.config.resume_force:
+            refuse_another_identity("the checkpoint", checkpoint["config"], asdict(self.config))
+        data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
+        data.resume_at(checkpoint["global_step"], checkpoint["samples"])
         self.skipped.fill_(checkpoint.get("skipped", 0))
         realign(checkpoint, self.trainer.accumulate_grad_batches)
         optimizer = cast(dict[str, Any], self.configure_optimizers())["optimizer"]

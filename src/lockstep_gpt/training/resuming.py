@@ -10,7 +10,7 @@ import torch
 
 from lockstep_gpt.config import Config, UserError
 from lockstep_gpt.registry import asked
-from lockstep_gpt.run_directory import RunDirectory
+from lockstep_gpt.run_directory import RunDirectory, refuse_another_identity
 from lockstep_gpt.training import checkpoint as files
 from lockstep_gpt.training.ranks import Ranks, from_rank_zero
 
@@ -31,12 +31,17 @@ def state_to_resume(directory: RunDirectory, config: Config, module: torch.nn.Mo
     path = Path(from_rank_zero(str(found)))
     content = files.read_checkpoint(path)
     if not config.resume_force:
-        refuse_another_identity(path, content["config"], directory.values())
+        refuse_another_identity(f"resume={path}", content["config"], directory.values())
     places, saved = module.state_dict(), content["state_dict"]
     shapes = {name: weight.shape for name, weight in places.items()}
     fitting = {name: each for name, each in saved.items() if shapes.get(name) == each.shape}
     if len(fitting) == len(saved) == len(places):
         return str(path)
+    if not config.resume_force:
+        raise UserError(
+            f"resume={path} has {len(saved)} weights, of which {len(fitting)} fit the "
+            f"{len(places)} of this model; take the code that made it, or set resume_force=true"
+        )
     module.load_state_dict(fitting, strict=False)
     logger.warning("resume_force: took %d weights of %s, the rest is new", len(fitting), path)
     return None
@@ -91,18 +96,3 @@ def apply_settings(
             saved.update(settings, lr=factor * ours["initial_lr"])
     for state in checkpoint["lr_schedulers"]:
         state["base_lrs"] = [group["initial_lr"] for group in optimizer.param_groups]
-
-
-def refuse_another_identity(path: Path, saved: dict[str, Any], ours: dict[str, Any]) -> None:
-    """Raise a `UserError` if a checkpoint is of another model or data set than this run's."""
-    for group, harmless in (
-        ("model", {"dropout", "activation_checkpointing", "init_from"}),
-        ("data", {"root", "num_workers", "val_tokens"}),
-    ):
-        for name in sorted({*saved[group], *ours[group]} - harmless):
-            was, is_now = saved[group].get(name), ours[group].get(name)
-            if was != is_now:
-                raise UserError(
-                    f"resume={path} has {group}.{name}={was}, this run {is_now}; set it alike, or "
-                    "set resume_force=true"
-                )

@@ -16,7 +16,7 @@ from lightning.pytorch.loggers import Logger
 
 from lockstep_gpt.config import PROGRAM, Config, RunError, UserError
 from lockstep_gpt.data.datamodule import TokenDataModule
-from lockstep_gpt.data.prepare import prepare
+from lockstep_gpt.data.prepare import opened
 from lockstep_gpt.data.tokenizer import from_dict
 from lockstep_gpt.model.functional import choose_matrix_products
 from lockstep_gpt.processes import LOST_PEERS
@@ -116,7 +116,7 @@ def _train(directory: RunDirectory, config: Config, ranks: meeting.Ranks, termin
 
 def _data(config: Config, batch: planning.BatchPlan) -> TokenDataModule:
     return TokenDataModule(
-        prepare(config.data),
+        opened(config.data),
         block_size=config.model.block_size,
         micro_size=batch.micro_size,
         accumulation=batch.accumulation,

@@ -7,7 +7,8 @@ import pytest
 DRILLS = [
     "a run that is left alone",
     "2 kills and stops of ranks",
-    "kill -9 of the command",
+    "a second command on a run",
+    "kill -9, and a corpus that grows",
     "SIGTERM to the command",
     "a flipped bit on the disk",
     "a NaN on one rank",

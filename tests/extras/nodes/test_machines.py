@@ -2,13 +2,28 @@
 
 import pytest
 
-from lockstep_gpt.config import Config, LaunchConfig, RunError, UserError
+from lockstep_gpt.config import (
+    BatchConfig,
+    Config,
+    LaunchConfig,
+    ModelConfig,
+    RunError,
+    UserError,
+)
 from lockstep_gpt.extras.nodes import machines
 from lockstep_gpt.extras.nodes.machines import meeting, start_on_nodes
 from lockstep_gpt.launch import start
 from lockstep_gpt.run_directory import RunDirectory
 
-VALUES = {"max_steps": 3, "trainer": {"num_nodes": 2}, "launch": {"node_rank": 1}}
+VALUES = {
+    "max_steps": 3,
+    "batch": {"global_size": 8},
+    "model": {"block_size": 8, "n_layer": 1, "n_head": 1, "n_embd": 8},
+    "data": {"source": "stdlib"},
+    "optim": {"algorithm": "adamw"},
+    "trainer": {"num_nodes": 2, "devices": 1},
+    "launch": {"node_rank": 1},
+}
 PLACE = "10.0.0.1:29500"
 
 
@@ -27,7 +42,9 @@ def config(node_rank=1, **settings):
         node_rank=node_rank, rdzv_endpoint=place["rdzv_endpoint"], join_seconds=0.3, min_nodes=1
     )
     trainer = {"num_nodes": 2, "devices": 1, "accelerator": "cpu"}
-    return Config(max_steps=3, run_dir=place["run_dir"], launch=launch, trainer=trainer)
+    model = ModelConfig(block_size=8, n_layer=1, n_head=1, n_embd=8)
+    parts = {"batch": BatchConfig(micro_size=4), "model": model, "trainer": trainer}
+    return Config(max_steps=3, run_dir=place["run_dir"], launch=launch, **parts)
 
 
 @pytest.mark.parametrize(
@@ -41,6 +58,12 @@ def config(node_rank=1, **settings):
 def test_what_all_machines_need_is_asked_for(run, settings, line):
     with pytest.raises(UserError, match=line):
         start_on_nodes(run, VALUES, config(**settings), lambda: run)
+
+
+def test_a_batch_that_fewer_machines_could_not_share_is_refused_at_the_start(run):
+    odd = {**VALUES, "batch": {"global_size": 2 * 3}}
+    with pytest.raises(UserError, match=r"global_size=6 does not divide by batch\.micro"):
+        start_on_nodes(run, odd, config(node_rank=0), lambda: run)
 
 
 def test_the_first_machine_freezes_and_the_others_go_on_what_they_find(run):

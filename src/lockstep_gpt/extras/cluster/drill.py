@@ -7,8 +7,10 @@ with the cause on the screen and every finished checkpoint whole.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import math
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -84,8 +86,15 @@ class Drill:
         self.steps: int = options.steps
         self.faults: int = options.faults
         self.random = random.Random(options.seed)
+        self.corpus = folder / "corpus"  # some modules of the standard library
+        modules = Path(asyncio.__file__).parent.glob("*.py")
+        self.corpus.mkdir()
+        for module in modules:
+            shutil.copy(module, self.corpus)
         own = [f"trainer.devices={options.ranks}", f"max_steps={options.steps}"]
-        place = [] if any(each.startswith("trainer=") for each in overrides) else ["trainer=cpu"]
+        choices = ["trainer=cpu", "data=text", f"data.path={self.corpus}"]
+        given = {word.partition("=")[0].partition(".")[0] for word in overrides}
+        place = [word for word in choices if word.partition("=")[0].partition(".")[0] not in given]
         self.words = [*EXPERIMENT, *place, *own, f"data.root={folder / 'data'}", *overrides]
 
     def run(self) -> bool:
@@ -97,7 +106,8 @@ class Drill:
         print(f"  about {math.ceil(left / 60)} min to go", flush=True)
         drills: dict[str, Callable[[], Outcome]] = {
             f"{self.faults} kills and stops of ranks": self.random_kills,
-            "kill -9 of the command": self.killed_parent,
+            "a second command on a run": self.second_command,
+            "kill -9, and a corpus that grows": self.killed_parent,
             "SIGTERM to the command": self.stopped_parent,
             "a flipped bit on the disk": self.flipped_bit,
             "a NaN on one rank": self.broken_gradient,
@@ -133,14 +143,32 @@ class Drill:
         detail = f"{said.count('restarting')} restarts, {slowest}, {self._bits('hit')}"
         return Outcome(self._equal("hit", status), detail)
 
+    def second_command(self) -> Outcome:
+        """Start it again: on a run that goes on it is refused, on one that is done all stays."""
+        before = self._content("whole")
+        again, _ = self._train("whole", resume=True)
+        kept = again == 0 and self._content("whole") == before
+        process = self._start("orphan")
+        self._wait_for_step("orphan", 1)
+        status, said = self._train("orphan", resume=True)
+        process.kill()
+        process.communicate()
+        self._gone("orphan")
+        shutil.rmtree(self.folder / "orphan")
+        detail = f"exit {status} while it goes on, {again} when it is done"
+        return Outcome(kept and status == 2 and f"process {process.pid} on" in said, detail)
+
     def killed_parent(self) -> Outcome:
-        """SIGKILL to the command itself: nothing outlives it, and it can go on."""
+        """SIGKILL to the command itself: nothing outlives it, and it goes on with its data."""
         process = self._start("orphan")
         self._wait_for_step("orphan", self.steps // 3)
         process.kill()
         process.communicate()
         orphans = self._gone("orphan")
+        grown = self.corpus / "grown.py"
+        grown.write_text("grown = True\n" * 9999, encoding="utf-8")
         status, _ = self._train("orphan", resume=True)
+        grown.unlink()  # those that begin anew begin as the first
         detail = f"{orphans} processes left, resumed, {self._bits('orphan')}"
         passed = self._equal("orphan", status) and not orphans
         return Outcome(passed, detail)
@@ -173,9 +201,9 @@ class Drill:
         newest.write_bytes(content)
         status, _ = self._train("flipped", resume=True)
         log = RunDirectory(self.folder / "flipped").log.read_text(encoding="utf-8")
-        skipped = f"skipped {newest}" in log
-        detail = f"{'skipped' if skipped else 'NOT SKIPPED'}, {self._bits('flipped')}"
-        passed = self._equal("flipped", status) and skipped
+        aside = f"skipped {newest}" in log and (newest.parent / "damaged" / newest.name).is_file()
+        detail = f"{'set aside' if aside else 'NOT SET ASIDE'}, {self._bits('flipped')}"
+        passed = self._equal("flipped", status) and aside
         return Outcome(passed, detail)
 
     def broken_gradient(self) -> Outcome:
@@ -224,6 +252,10 @@ class Drill:
             if metrics.is_file() and len(metrics.read_text(encoding="utf-8").splitlines()) > step:
                 return
             time.sleep(POLL)
+
+    def _content(self, name: str) -> dict[Path, bytes]:
+        files = (path for path in (self.folder / name).rglob("*") if path.is_file())
+        return {path: path.read_bytes() for path in files}
 
     def _gone(self, name: str) -> int:
         """Give the run's processes ten seconds to end; return how many are left."""

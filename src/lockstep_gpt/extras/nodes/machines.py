@@ -8,12 +8,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from lockstep_gpt.config import Config, RunError, UserError
 from lockstep_gpt.extras.nodes.address import own_address
 from lockstep_gpt.launch import start
 from lockstep_gpt.run_directory import RunDirectory, differences
+from lockstep_gpt.training.schedule import plan_batch
 
 
 def start_on_nodes(
@@ -39,11 +41,16 @@ def start_on_nodes(
         raise UserError(f"launch.node_rank={launch.node_rank} must be below {nodes}, from 0 on")
     assert launch.rdzv_endpoint is not None
     own_address(launch.rdzv_endpoint)
+    # With fewer machines it must be the same experiment, or it is refused here, not in the night.
+    batch = replace(config.batch, global_size=settled["batch"]["global_size"])
+    for count in range(launch.min_nodes or nodes, nodes):
+        plan_batch(batch, config.model.block_size, settled["trainer"]["devices"], count)
     if launch.node_rank == 0:
         create()
     else:
-        start.prepared(config)
+        start.prepared(config)  # while the first machine does so, where they share no folder
         _wait_for_first_node(run, settled, launch.join_seconds)
+        start.prepared(run.load())  # what all have
     return start.supervise(run, launch.node_rank)
 
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import compress
 from operator import not_
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -25,7 +25,6 @@ from lockstep_gpt.extras.sources import byte_pairs
 class DocumentsData(schema.DocumentsData):
     """What corpora of text have in common in extra `sources`."""
 
-    harmless: ClassVar[set[str]] = {*schema.DocumentsData.harmless, "num_proc"}
     tokenizer: str = setting(
         "bytes; bpe: learnt from the corpus; or a byte-level BPE's file, folder or name on the hub",
         "bytes",
@@ -35,7 +34,7 @@ class DocumentsData(schema.DocumentsData):
     invalid_utf8: str = setting(
         "what becomes of text that is not UTF-8", "replace", choices=("replace", "skip", "fail")
     )
-    num_proc: int = setting("processes that tokenize", 1, at_least=1)
+    num_proc: int = setting("processes that tokenize", 1, on_resume="free", at_least=1)
 
     def __post_init__(self) -> None:
         """Check also that a size of the vocabulary has a use, and find it where it is needed."""

@@ -20,7 +20,9 @@ from lockstep_gpt.extras.sources.blocks import DocumentsData, reading
 class FilesData(DocumentsData):
     """What corpora in files have in common."""
 
-    path: str = setting("a file, a folder, a glob or a URL; .gz and .zst are unpacked", "")
+    path: str = setting(
+        "a file, a folder, a glob or a URL; .gz and .zst are unpacked", "", on_resume="machine"
+    )
 
 
 class Files:

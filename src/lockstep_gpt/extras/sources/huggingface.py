@@ -30,7 +30,7 @@ class HuggingfaceData(DocumentsData):
     """A data set on the Hugging Face hub or in a folder."""
 
     source: str = setting("where the text comes from", "huggingface", choices=("huggingface",))
-    path: str = setting("name on the hub, or a local folder", "")
+    path: str = setting("name on the hub, or a local folder", "", on_resume="machine")
     subset: str | None = setting("configuration of the data set", None)
     revision: str | None = setting("branch, tag or commit on the hub; null: what is there", None)
     split: str = setting("the part of the data set that is read", "train")

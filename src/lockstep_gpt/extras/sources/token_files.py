@@ -35,7 +35,7 @@ class ShardsData(DataConfig):
     """Token files made elsewhere."""
 
     source: str = setting("where the tokens come from", "shards", choices=("shards",))
-    path: str = setting("a file, a folder, a glob or a URL", "")
+    path: str = setting("a file, a folder, a glob or a URL", "", on_resume="machine")
     val_path: str | None = setting("the same for validation; null: ends of stretches", None)
     dtype: str = setting(
         "of files without a header, little-endian", "uint16", choices=tuple(DTYPES)

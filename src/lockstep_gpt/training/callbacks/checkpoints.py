@@ -99,12 +99,9 @@ class Checkpoints(StepCallback, Checkpoint):
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: Any, checkpoint: Any) -> None:  # noqa: ARG002
         """Add the configuration, the tokenizer and the counts of samples and tokens."""
-        step = trainer.global_step
-        checkpoint.update(
-            self.content,
-            samples=step * self.batch.global_size,
-            tokens=step * self.batch.tokens_per_step,
-        )
+        data: Any = trainer.datamodule  # type: ignore[attr-defined]
+        samples = data.samples_seen(trainer.global_step)
+        checkpoint.update(self.content, samples=samples, tokens=samples * self.batch.block_size)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the losses of the kept checkpoints, which decide what is best."""
