@@ -1,0 +1,175 @@
+"""Does a run that is killed again and again end as one that is left alone?
+
+usage: python scripts/benchmarks/endurance.py [--ranks 3] [--kills 10] [--seeds 5]
+
+Each run loses processes at random moments, its own writing of checkpoints and deleting of old ones
+among them: ranks, their agent, the command. The command is given again whenever it has ended, the
+corpus grows after each kill, and a second run of each seed goes on with another number of devices.
+Prints a line per run; ends with 1 if weights differ, a loss is off by more than 1e-5, or a
+checkpoint that stood is lost.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from warm import tree, wait_for, words_of
+
+from lockstep_gpt.run_directory import RunDirectory
+from lockstep_gpt.training.checkpoint import checkpoints_in, fault_of, step_of
+
+LIMIT = 600.0  # seconds for any one run
+STEPS, KEEP = 400, 2
+EXPERIMENT = [
+    "experiment=smoke",
+    "logger=none",
+    "trainer=cpu",
+    "data=text",
+    "data.path=corpus",
+    "batch.global_size=12",
+    "batch.micro_size=2",
+    f"max_steps={STEPS}",
+    "val_every=40",
+    "log_every=20",
+    "checkpoint.every=4",
+    f"checkpoint.keep_last={KEEP}",
+    "launch.max_restarts=99",
+    "resume=auto",
+]
+VICTIMS = {"rank": " rank ", "agent": " agent ", "command": "lockstep_gpt train"}
+MOMENTS = ("any", "saving", "deleting")
+
+
+def main() -> int:
+    """Compare runs that are hurt with one that is not."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--ranks", type=int, default=3, help="of each run (default: 3)")
+    parser.add_argument("--kills", type=int, default=10, help="of each run (default: 10)")
+    parser.add_argument("--seeds", type=int, default=5, help="so many runs (default: 5)")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="endurance-") as folder, contextlib.chdir(folder):
+        Path("corpus").mkdir()
+        for module in Path(asyncio.__file__).parent.glob("*.py"):
+            shutil.copy(module, "corpus")
+        whole = Endured("whole", options.ranks)
+        whole.train([], random.Random(0))
+        wrong = 0
+        for seed in range(options.seeds):
+            for change in (False, True):
+                run = Endured(f"{seed}-{'change' if change else 'same'}", options.ranks)
+                run.train([*range(options.kills)], random.Random(seed), change=change)
+                good, said = run.compared(whole, change=change)
+                wrong += not good
+                print(f"{'ok   ' if good else 'WRONG'} seed {seed}: {said}", flush=True)
+    return 1 if wrong else 0
+
+
+class Endured:
+    """A run of the small experiment, and what became of its processes and checkpoints."""
+
+    def __init__(self, name: str, ranks: int) -> None:
+        self.run, self.ranks = RunDirectory(Path(name)), ranks
+        self.hurt: list[str] = []
+        self.newest = 0  # step of the newest checkpoint that was seen to stand
+        self.lost = 0  # how often it was gone later
+
+    def train(self, kills: list[int], chance: random.Random, change: bool = False) -> None:
+        """Train to the end, with a process killed for each of `kills`."""
+        half, process = len(kills) // 2, self._start()
+        for number in kills:
+            name, moment = chance.choice([*VICTIMS]), chance.choice(MOMENTS)
+            if not self._await(process, moment, chance.uniform(0.2, 2.5)):
+                break  # it is done
+            victims = [pid for pid in tree(process.pid) if VICTIMS[name] in words_of(pid)]
+            if not victims:
+                continue  # between two of them
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(chance.choice(victims), signal.SIGKILL)
+                self.hurt.append(f"{name}/{moment}")
+            (Path("corpus") / f"{self.run.path.name}-{number}.py").write_text("x = 1\n" * 2000)
+            if change and number == half:  # the rest with other devices
+                process.terminate()
+                process.wait(LIMIT)
+                self.ranks = 2 if self.ranks != 2 else 1
+            if name != "rank" or (change and number == half):
+                process.wait(LIMIT)
+                wait_for(lambda: not self._left())
+                self._look()
+                process = self._start()
+        if status := process.wait(LIMIT):
+            log = Path(f"{self.run.path}.log").read_text()
+            raise SystemExit(f"{self.run.path}: exit {status}\n{log[-3000:]}")
+        self._look()
+        for grown in Path("corpus").glob(f"{self.run.path.name}-*.py"):
+            grown.unlink()  # other runs begin as the first did
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        words = [*EXPERIMENT, f"trainer.devices={self.ranks}", f"run_dir={self.run.path}"]
+        if self.run.config.exists():  # single settings, as a change of the devices has to be
+            words = [f"run_dir={self.run.path}", "resume=auto", f"trainer.devices={self.ranks}"]
+        command = [sys.executable, "-m", "lockstep_gpt", "train", *words]
+        with Path(f"{self.run.path}.log").open("ab") as log:
+            return subprocess.Popen(command, stdout=log, stderr=log)
+
+    def _await(self, process: subprocess.Popen[bytes], moment: str, seconds: float) -> bool:
+        """Wait for a moment, and tell whether the run still goes on."""
+        end = time.monotonic() + seconds
+        while process.poll() is None and time.monotonic() < end:
+            time.sleep(0.05)
+            self._look()
+        folder, end = self.run.checkpoints, time.monotonic() + 20
+        while process.poll() is None and time.monotonic() < end:
+            saving = any(folder.glob(".step=*.tmp"))
+            deleting = len(checkpoints_in(folder)) > KEEP + 1  # and the best
+            if {"any": True, "saving": saving, "deleting": deleting}[moment]:
+                break
+        return process.poll() is None
+
+    def _look(self) -> None:
+        """Note the newest checkpoint that stands, and whether that of before is gone."""
+        present = checkpoints_in(self.run.checkpoints)
+        sound = next((step_of(each) for each in reversed(present) if not fault_of(each)), 0)
+        self.lost += sound < self.newest
+        self.newest = max(self.newest, sound)
+
+    def _left(self) -> list[int]:
+        """Return the processes that work in this folder still."""
+        here, found = Path.cwd(), []
+        for pid in map(int, (each.name for each in Path("/proc").glob("[0-9]*"))):
+            with contextlib.suppress(OSError):
+                if Path(f"/proc/{pid}/cwd").readlink() == here and pid != os.getpid():
+                    found.append(pid)
+        return found
+
+    def state(self) -> dict[str, Any]:
+        """Return the last checkpoint."""
+        return dict(torch.load(self.run.checkpoints / f"step={STEPS:06d}.ckpt", weights_only=True))
+
+    def compared(self, whole: Endured, change: bool) -> tuple[bool, str]:
+        """Compare the end with that of a run that was left alone."""
+        ours, theirs = self.state()["state_dict"], whole.state()["state_dict"]
+        differing = sum(int((ours[name] != theirs[name]).sum()) for name in theirs)
+        losses = [each.run.read_summary()["val_loss"] for each in (self, whole)]
+        off = abs(losses[0] - losses[1])
+        said = f"{len(self.hurt)} kills, {differing} differing weights, loss off by {off:.1e}"
+        devices = f", {self.ranks} ranks at the end" if change else ""
+        lost = f", LOST {self.lost} checkpoints" if self.lost else ""
+        good = not self.lost and (off <= 1e-5 if change else differing == 0)
+        return good, f"{said}{devices}{lost} ({' '.join(self.hurt)})"
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
