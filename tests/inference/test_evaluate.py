@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from lockstep_gpt import cli
-from lockstep_gpt.config import StdlibData, UserError
+from lockstep_gpt.config import StdlibData, TextData, UserError
 from lockstep_gpt.data.prepare import prepare
 from lockstep_gpt.data.shards import load_index, open_split
 from lockstep_gpt.data.tokenizer import ByteTokenizer, NumberTokenizer
@@ -48,6 +48,19 @@ def mean_by_hand(model, tokens):
         logits = model(window[None, :-1])[0].double()
         losses.append(F.cross_entropy(logits, window[1:], reduction="sum").item())
     return math.fsum(losses) / (len(starts) * T), len(starts) * T
+
+
+def test_a_corpus_that_has_changed_since_changes_no_result(saved_run, tmp_path):
+    (corpus := tmp_path / "corpus.txt").write_text("some text to learn from. " * 200)
+    data = {"source": "text", "root": str(tmp_path / "data"), "path": str(corpus)}
+    folder = prepare(TextData(**data, val_fraction=0.4))
+    frozen = load_index(folder).fingerprint
+    model, config, _ = model_of(
+        saved_run(ByteTokenizer(), **data, val_fraction=0.4, fingerprint=frozen)
+    )
+    before = evaluate(model, config, 8)
+    corpus.write_text("another text. " * 300)
+    assert evaluate(model, config, 8) == before
 
 
 @pytest.mark.parametrize("batch_size", [1, 7, 1000])

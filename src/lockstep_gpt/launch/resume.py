@@ -32,6 +32,7 @@ from lockstep_gpt.training.checkpoint import fault_of
 # Words of the command line that say which run, not what changes in it.
 ADDRESS = ("run_dir", "resume")
 OF_MACHINE = ("trainer.devices", "trainer.accelerator")  # beside those of ours that say so
+DECIDED_ONCE = ("batch.global_size", "data.fingerprint")  # at the start of a run, where null
 
 
 def run_to_resume(arguments: list[str]) -> RunDirectory | None:
@@ -53,7 +54,10 @@ def train_or_resume(composed: DictConfig) -> tuple[int, float]:
     if config.resume != "auto" or not run.config.is_file():
         return start.train_once(values, config)
     singles = [word for word in compose.overrides() if not _names_group(word)]
-    _refuse_other_choices(run, start.settle(values, start.placed(config), run), singles)
+    settled = start.settle(values, start.placed(config), run)
+    if config.batch.global_size is None:
+        settled["batch"] = {**settled["batch"], "global_size": run.load().batch.global_size}
+    _refuse_other_choices(run, settled, singles)
     status = resume(run, singles)
     return status, float(run.read_summary().get("val_loss") or math.nan)
 
@@ -123,6 +127,8 @@ def _revive(run: RunDirectory, arguments: list[str]) -> tuple[dict[str, Any], li
             continue
         _refuse_group(override, name, run)
         old, new = OmegaConf.select(base, name), override.value()
+        if new is None and name in DECIDED_ONCE:  # it has been decided
+            continue
         OmegaConf.update(base, name, new, force_add=True)
         if new != old and name != "resume_force":
             changes.append(f"{name}: {as_typed(old)} -> {as_typed(new)}")

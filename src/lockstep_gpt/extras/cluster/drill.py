@@ -156,7 +156,7 @@ class Drill:
         self._gone("orphan")
         shutil.rmtree(self.folder / "orphan")
         detail = f"exit {status} while it goes on, {again} when it is done"
-        return Outcome(kept and status == 2 and f"process {process.pid} on" in said, detail)
+        return Outcome(kept and status == 2 and "is in use by process" in said, detail)
 
     def killed_parent(self) -> Outcome:
         """SIGKILL to the command itself: nothing outlives it, and it goes on with its data."""
