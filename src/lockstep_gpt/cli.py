@@ -1,7 +1,5 @@
 """The commands, one line of help each; a command's module is imported when it runs."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Sequence

@@ -3,8 +3,6 @@
 Agents and ranks start as `python -m lockstep_gpt.processes agent|rank RUN_DIR`.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import gc

@@ -5,8 +5,6 @@ deleted. An addition is a constant of the package. Most are `module:name`, which
 it is used: a command does not pay for an extra that it does not need.
 """
 
-from __future__ import annotations
-
 import importlib
 import pkgutil
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Files that are whole and on the disk under their name, or not there at all."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections.abc import Iterator

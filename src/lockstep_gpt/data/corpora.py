@@ -3,8 +3,6 @@
 No corpus is ever held in memory as a whole.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import sys

@@ -5,8 +5,6 @@ A token file holds little-endian unsigned integers of the smallest type that fit
 Where an extra makes several of a split, all but the last are equally large, whole pages of memory.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -4,8 +4,6 @@ A tokenizer travels as a plain dictionary (`to_dict`, `from_dict`) in the prepar
 and in checkpoints, so that a model can be used without the configuration it was trained with.
 """
 
-from __future__ import annotations
-
 import importlib
 import re
 from collections.abc import Iterable, Sequence

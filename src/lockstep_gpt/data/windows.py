@@ -1,7 +1,5 @@
 """Windows of a split's tokens, and the batches that are made of them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """`lockstep-gpt generate RUN|CHECKPOINT`: continue a prompt with a trained model."""
 
-from __future__ import annotations
-
 from lockstep_gpt.config import UserError
 from lockstep_gpt.inference.source import load_model, parser_of
 from lockstep_gpt.training.checkpoint import find_checkpoint

@@ -1,7 +1,5 @@
 """`lockstep-gpt train` and `prepare`: once, or once for each job of a sweep."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import math

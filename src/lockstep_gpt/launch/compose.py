@@ -3,8 +3,6 @@
 Hydra runs once, in the parent. Ranks read what it made from the run directory.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import difflib

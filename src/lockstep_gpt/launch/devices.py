@@ -1,7 +1,5 @@
 """The devices of a run: `auto` resolved to what is there, found without torch."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """Objects that the configuration names by `_target_`."""
 
-from __future__ import annotations
-
 import inspect
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Makes Lightning's training loop faster: what it changes there, why, and how it is undone."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 from typing import Any

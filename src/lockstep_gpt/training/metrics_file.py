@@ -1,7 +1,5 @@
 """`metrics.csv`: a row for each logged step, whole after every write."""
 
-from __future__ import annotations
-
 import csv
 import io
 from collections.abc import Iterable

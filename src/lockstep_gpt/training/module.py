@@ -1,7 +1,5 @@
 """The LightningModule: what one micro-batch, one update and one validation do."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any, cast

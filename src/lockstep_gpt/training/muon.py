@@ -5,8 +5,6 @@ directions move alike. Matrices of one shape are orthogonalised together: one by
 it, costs twice as much.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any

@@ -1,7 +1,5 @@
 """What GPUs can do at most."""
 
-from __future__ import annotations
-
 # Dense peaks of 16-bit matrix products with float32 accumulation, in TFLOP/s, by what CUDA calls
 # the device; from NVIDIA's data sheets and architecture papers, halved where they count sparsity.
 PEAKS = {

@@ -1,7 +1,5 @@
 """How ranks work together: who this one is, how they meet, what they tell each other."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -12,7 +10,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -32,7 +30,7 @@ class Ranks:
     local_world_size: int = 1
 
     @classmethod
-    def from_environment(cls) -> Ranks:
+    def from_environment(cls) -> Self:
         """Read `RANK`, `LOCAL_RANK`, `WORLD_SIZE` and `LOCAL_WORLD_SIZE`; alone without them."""
         read = os.environ.get
         world_size = int(read("WORLD_SIZE", "1"))

@@ -3,8 +3,6 @@
 Rank 0 speaks to the terminal and `train.log`, the others to files.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os

@@ -1,7 +1,5 @@
 """The random numbers of a step: a function of the run's seed, the step and the rank."""
 
-from __future__ import annotations
-
 import hashlib
 
 import torch

@@ -1,7 +1,5 @@
 """Lightning's strategies as `configs/strategy/` sets them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any

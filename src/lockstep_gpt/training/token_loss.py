@@ -1,7 +1,5 @@
 """The validation loss: exact over batches and ranks of any size."""
 
-from __future__ import annotations
-
 import math
 
 import torch

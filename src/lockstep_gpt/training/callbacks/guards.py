@@ -1,7 +1,5 @@
 """What ends a run early, in good order: signals, broken arithmetic, differing replicas, stalls."""
 
-from __future__ import annotations
-
 import faulthandler
 import os
 import signal

@@ -1,7 +1,5 @@
 """Measures the run: one row each `log_every` steps, to `metrics.csv` and every other logger."""
 
-from __future__ import annotations
-
 import logging
 import resource
 import statistics

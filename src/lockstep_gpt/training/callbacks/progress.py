@@ -1,7 +1,5 @@
 """Shows how far the run is, in a bar or in lines, and at the end what it has learnt."""
 
-from __future__ import annotations
-
 import logging
 import sys
 import time

@@ -1,7 +1,5 @@
 """A callback per optimizer step."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from typing import Any
 
