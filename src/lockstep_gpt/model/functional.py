@@ -1,7 +1,6 @@
 """Attention and the cross-entropy: the two functions in which a GPT's speed is decided."""
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -97,18 +96,12 @@ def linear_cross_entropy(
             dtype = torch.get_autocast_dtype(device)
             features, head = features.to(dtype), head.to(dtype)
         if features.dtype != torch.float16:  # its gradients vanish before the scaler's factor
-            return _chunked(features, head, vocab_size, targets)
+            apply = torch.compiler.disable(ChunkedCrossEntropy.apply)  # type: ignore[no-untyped-call]
+            return apply(features, head, vocab_size, targets)
     logits = project_to_vocabulary(features, head, vocab_size)  # (N, V)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     total = F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="sum")
-    mean: Tensor = total / (targets != IGNORE).sum().clamp(min=1)
-    return mean
-
-
-def _chunked(features: Tensor, head: Tensor, vocab_size: int, targets: Tensor) -> Tensor:
-    apply = torch.compiler.disable(ChunkedCrossEntropy.apply)  # type: ignore[no-untyped-call]
-    loss: Tensor = apply(features, head, vocab_size, targets)
-    return loss
+    return total / (targets != IGNORE).sum().clamp(min=1)
 
 
 class ChunkedCrossEntropy(torch.autograd.Function):
@@ -133,7 +126,8 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         needed = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
         grads = (torch.empty_like(features), torch.zeros_like(head, dtype=wide)) if needed else ()
         rows = max(1, (CHUNK_LOGITS << features.is_cuda) // len(head))
-        for chunk in _chunks(len(features), rows):
+        for start in range(0, len(features), rows):
+            chunk = slice(start, start + rows)
             logits = F.linear(features[chunk], head)
             logits[:, vocab_size:] = -math.inf
             log_p = F.log_softmax(logits, dim=1, dtype=wide)
@@ -156,8 +150,3 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         """Return what the forward has found, times what comes from without."""
         of_features, of_head = ctx.saved_tensors
         return of_features * outer, (of_head * outer).to(ctx.head_dtype), None, None
-
-
-def _chunks(size: int, length: int) -> Iterator[slice]:
-    for start in range(0, size, length):
-        yield slice(start, min(start + length, size))

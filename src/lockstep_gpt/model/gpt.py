@@ -89,8 +89,7 @@ class GPT(nn.Module):
         x = self.dropout(x + self.position_embedding.weight[:T])
         for block in self.blocks:
             x = block(x)
-        features: Tensor = self.final_norm(x)
-        return features
+        return self.final_norm(x)
 
     def checked_length(self, tokens: Tensor) -> int:
         """Return T; raise a `UserError` if it is longer than `block_size`."""
@@ -157,7 +156,7 @@ class GPT(nn.Module):
 def build_gpt(config: ModelConfig, vocab_size: int) -> GPT:
     """Return the GPT of the module that `model.architecture` names."""
     module = importlib.import_module(f"{__package__}.{config.architecture}")
-    model: GPT = module.GPT(config, vocab_size)
+    model = module.GPT(config, vocab_size)
     if config.activation_checkpointing:
         recompute(model.blocks)
     return model
@@ -188,8 +187,7 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Refine the residual stream `x`, (B, T, C)."""
         x = x + self.dropout(self.attention(self.attention_norm(x)))
-        refined: Tensor = x + self.dropout(self.mlp(self.mlp_norm(x)))
-        return refined
+        return x + self.dropout(self.mlp(self.mlp_norm(x)))
 
 
 class CausalSelfAttention(nn.Module):
@@ -209,8 +207,7 @@ class CausalSelfAttention(nn.Module):
         q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind()  # each (B, n_head, T, C / n_head)
         y = functional.causal_attention(q, k, v, self.dropout if self.training else 0.0)
         y = y.transpose(1, 2).reshape(B, T, C)  # heads side by side again: (B, T, C)
-        mixed: Tensor = self.projection(y)
-        return mixed
+        return self.projection(y)
 
 
 class MLP(nn.Module):
@@ -224,8 +221,7 @@ class MLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Map `x`, (B, T, C), to the same shape."""
         hidden = F.gelu(self.expansion(x), approximate="tanh")  # (B, T, 4 C)
-        y: Tensor = self.projection(hidden)
-        return y
+        return self.projection(hidden)
 
 
 def check_sampling(tokens: Tensor, temperature: float, top_k: int | None) -> None:

@@ -33,13 +33,10 @@ class GPT(gpt.GPT):
     cos: Tensor
     sin: Tensor
 
-    def __init__(self, config: ModelConfig, vocab_size: int) -> None:
-        _check(config)
-        super().__init__(config, vocab_size)
-
     def build(self) -> None:
         """Make the layers."""
         config = self.config
+        _check(config)
         self.token_embedding = nn.Embedding(self.padded_vocab_size, config.n_embd)
         self.previous = nn.Parameter(torch.empty(config.n_embd))  # share of the token before
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
@@ -90,8 +87,7 @@ class Block(nn.Module):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Refine the residual stream `x`, (B, T, C), at the positions of (T, D / 2) rotations."""
         x = x + self.dropout(self.attention(norm(x), cos, sin))
-        refined: Tensor = x + self.dropout(self.mlp(norm(x)))
-        return refined
+        return x + self.dropout(self.mlp(norm(x)))
 
 
 class CausalSelfAttention(nn.Module):
@@ -118,8 +114,7 @@ class CausalSelfAttention(nn.Module):
             k, v = (each.repeat_interleave(self.n_head // self.n_kv_head, dim=1) for each in (k, v))
         q = q * (ATTENTION_SCALE * self.width**0.5)  # instead of 1 / sqrt(D)
         y = causal_attention(q, k, v, self.dropout if self.training else 0.0)
-        mixed: Tensor = self.projection(y.transpose(1, 2).reshape(B, T, C))
-        return mixed
+        return self.projection(y.transpose(1, 2).reshape(B, T, C))
 
 
 class MLP(nn.Module):
@@ -132,8 +127,7 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map `x`, (B, T, C), to the same shape."""
-        y: Tensor = self.projection(F.relu(self.expansion(x)).square())
-        return y
+        return self.projection(F.relu(self.expansion(x)).square())
 
 
 def norm(x: Tensor) -> Tensor:
