@@ -9,9 +9,8 @@ from hydra.utils import get_method, instantiate
 from lockstep_gpt.config import UserError
 
 
-def build(node: dict[str, Any], known: dict[str, Any] | None = None) -> Any:
+def build(node: dict[str, Any], known: dict[str, Any]) -> Any:
     """Build a `_target_` node, told what it takes of `known`, or raise a `UserError`."""
-    known = known or {}
     try:
         target = get_method(node["_target_"])
         told = {name: known[name] for name in inspect.signature(target).parameters if name in known}

@@ -115,22 +115,16 @@ def leave() -> None:
         dist.destroy_process_group()
 
 
-def holds_shares(model: torch.nn.Module) -> bool:
-    """Tell whether ranks hold shares of `model` (DTensors) instead of replicas."""
-    return any(hasattr(parameter, "full_tensor") for parameter in model.parameters())
-
-
 def refuse_differing_replicas(model: torch.nn.Module, step: int) -> None:
     """Compare a checksum of every parameter over all ranks: DDP never notices a flipped bit.
-
-    Ranks that hold shares of a model have no replicas, and nothing to compare.
 
     Raises:
         RunError: on every rank; it names the first parameter that differs, and where.
     """
-    if not dist.is_initialized() or holds_shares(model):
-        return
     named = list(model.named_parameters())
+    shared = any(hasattr(parameter, "full_tensor") for _, parameter in named)  # no replicas
+    if not dist.is_initialized() or shared:
+        return
     sums = torch.stack([_checksum(parameter.detach()) for _, parameter in named])  # (P)
     gathered = [torch.empty_like(sums) for _ in range(dist.get_world_size())]
     dist.all_gather(gathered, sums)
@@ -155,27 +149,19 @@ def _checksum(tensor: torch.Tensor) -> torch.Tensor:
 
 def from_rank_zero(text: str) -> str:
     """Return rank 0's `text` on every rank."""
-    return _from_rank(0, text) if dist.is_initialized() else text
+    texts = [text]
+    if dist.is_initialized():
+        dist.broadcast_object_list(texts)
+    return texts[0]
 
 
 def from_each_rank(text: str) -> list[str]:
     """Return every rank's `text`, by rank, on every rank."""
-    if not dist.is_initialized():
-        return [text]
-    return [_from_rank(rank, text) for rank in range(dist.get_world_size())]
-
-
-def _from_rank(source: int, text: str) -> str:
-    """Broadcast UTF-8: the library's way to send objects is to pickle them."""
-    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
-    size = torch.tensor([len(text.encode())], device=device)
-    dist.broadcast(size, src=source)
-    content = torch.zeros(int(size), dtype=torch.uint8, device=device)
-    if dist.get_rank() == source:
-        content.copy_(torch.tensor(list(text.encode()), dtype=torch.uint8))
-    if int(size):
-        dist.broadcast(content, src=source)
-    return bytes(content.tolist()).decode()
+    texts = [text]
+    if dist.is_initialized():
+        texts *= dist.get_world_size()
+        dist.all_gather_object(texts, text)
+    return texts
 
 
 def agree(
@@ -188,7 +174,13 @@ def agree(
     they do not agree; then it tells the user for all, and None is returned.
     """
     first = Ranks.from_environment().rank == 0
-    run = json.loads(from_rank_zero(json.dumps(_created(create) if first else {})))
+    run: dict[str, Any] = {"fault": "", "values": {}}
+    if first:
+        try:
+            run["values"] = create().values()
+        except UserError as error:
+            run["fault"] = str(error)
+    run = json.loads(from_rank_zero(json.dumps(run)))
     faults = [run["fault"]] if run["fault"] else []
     differing = differences(run["values"], values) if not faults else []
     for number, text in enumerate(from_each_rank(", ".join(differing))):
@@ -202,10 +194,3 @@ def agree(
         print(f"{PROGRAM} train: {faults[0]}", file=sys.stderr)
     leave()
     return None
-
-
-def _created(create: Callable[[], RunDirectory]) -> dict[str, Any]:
-    try:
-        return {"fault": None, "values": create().values()}
-    except UserError as error:
-        return {"fault": str(error), "values": {}}

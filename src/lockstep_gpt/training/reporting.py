@@ -35,8 +35,6 @@ NOISE = [
     r".*The `srun` command is available on your system but is not used.*",
     r".*You're resuming from a checkpoint that ended before the epoch ended.*",
 ]
-
-
 LIBRARIES = ("lightning", "lightning.pytorch", "lightning.fabric", "torch", "fsspec")
 
 

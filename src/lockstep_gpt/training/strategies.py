@@ -1,12 +1,18 @@
 """Lightning's strategies as `configs/strategy/` sets them."""
 
-from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import torch
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+
+HOOKS = {
+    "none": None,
+    "fp16": default_hooks.fp16_compress_hook,
+    "bf16": default_hooks.bf16_compress_hook,
+    "powersgd": powerSGD_hook.powerSGD_hook,  # Vogels et al. 2019
+}
 
 
 def auto(*, accelerator: str, world_size: int, **settings: Any) -> Strategy:
@@ -34,22 +40,11 @@ def ddp(
         comm_hook: how gradients are compressed on their way.
         arguments: passed on to torch's `DistributedDataParallel`.
     """
-    hook, state = _comm_hook(comm_hook)
+    state = powerSGD_hook.PowerSGDState(process_group=None) if comm_hook == "powersgd" else None
     return DDPStrategy(
         process_group_backend=process_group_backend,
         timeout=timedelta(seconds=timeout_seconds),
-        ddp_comm_hook=hook,
+        ddp_comm_hook=HOOKS[comm_hook],
         ddp_comm_state=state,
         **arguments,
     )
-
-
-def _comm_hook(name: str) -> tuple[Callable[..., Any] | None, Any]:
-    if name == "powersgd":  # Vogels et al. 2019
-        return powerSGD_hook.powerSGD_hook, powerSGD_hook.PowerSGDState(process_group=None)
-    hooks: dict[str, Callable[..., Any] | None] = {
-        "none": None,
-        "fp16": default_hooks.fp16_compress_hook,
-        "bf16": default_hooks.bf16_compress_hook,
-    }
-    return hooks[name], None

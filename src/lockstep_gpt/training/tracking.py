@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
 
-from lockstep_gpt.config import UserError
+from lockstep_gpt.config import UserError, check_choice
 from lockstep_gpt.registry import addition
 from lockstep_gpt.run_directory import RunDirectory
 from lockstep_gpt.training.metrics_file import STEP
@@ -46,11 +46,6 @@ class TrackedRun(WandbLogger):
 
     def close(self, status: str) -> None:
         """End the wandb run as `done`, `stopped` or `failed`."""
-        if status != "done":
-            name = self.experiment.name
-            self.experiment.alert(f"{name} {status}", f"the run {name} ended early: {status}")
-        if status == "stopped":
-            self.experiment.mark_preempting()
         self.experiment.finish(exit_code=0 if status == "done" else 1)
 
 
@@ -70,8 +65,7 @@ def wandb_logger(
     Raises:
         UserError: a setting is none, or is refused.
     """
-    if mode not in MODES:
-        raise UserError(f"logger.wandb.mode={mode} is not one of {', '.join(MODES)}")
+    check_choice("logger.wandb.mode", mode, MODES)
     import wandb
 
     chosen, added, made = _mode(mode), addition("TRACKED_RUN"), TrackedRun

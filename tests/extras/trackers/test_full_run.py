@@ -46,6 +46,24 @@ FullRun(run, directory).close("done")
 """
 
 
+def alerts(records, log):
+    return [record.alert.title for record in records(log) if record.HasField("alert")]
+
+
+@pytest.mark.usefixtures("quick_ranks")
+def test_a_run_that_fails_sends_an_alert(command, records):
+    (command.folder / "broken.py").write_text(
+        "import lightning\n"
+        "class Broken(lightning.Callback):\n"
+        "    def on_train_start(self, *_): raise ZeroDivisionError('on purpose')\n"
+    )
+    own = ("logger=wandb", "trainer=cpu")  # wandb keeps state for the life of a process
+    broken = ("+callbacks.broken._target_=broken.Broken", "run_dir=run", *own)
+    command.train(*broken, status=1, PYTHONPATH=str(command.folder))
+    (log,) = command.folder.glob("run/wandb/offline-run-*/*.wandb")
+    assert [title.split()[-1] for title in alerts(records, log)] == ["failed"]
+
+
 def test_the_best_and_the_last_checkpoint_become_an_artifact_with_aliases(command, records):
     path = command.folder / "step=000005.ckpt"
     path.write_bytes(b"weights")
@@ -55,6 +73,7 @@ def test_the_best_and_the_last_checkpoint_become_an_artifact_with_aliases(comman
     status, _, err = command.run_words(words)
     assert status == 0, err
     (log,) = command.folder.glob("wandb/offline-run-*/*.wandb")
+    assert alerts(records, log) == []
     (artifact,) = [record.artifact for record in records(log) if record.HasField("artifact")]
     assert (artifact.type, sorted(artifact.aliases)) == ("model", sorted(aliases))
     assert {entry.path for entry in artifact.manifest.contents} == {path.name, sum_path(path).name}

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import wandb
 
-from lockstep_gpt.config import UserError, as_typed
+from lockstep_gpt.config import UserError, check_choice
 from lockstep_gpt.run_directory import RunDirectory
 from lockstep_gpt.training import tracking
 from lockstep_gpt.training.checkpoint import files_of
@@ -41,9 +41,7 @@ def tracked_run(
     """
     watch, log_code = settings.pop("watch", None), settings.pop("log_code", False)
     log_model = settings.pop("log_model", False)
-    if watch not in WATCHED:
-        names = ", ".join(map(as_typed, WATCHED))
-        raise UserError(f"logger.wandb.watch={watch} is not one of {names}")
+    check_choice("logger.wandb.watch", watch, WATCHED)
     if log_model and mode != "online":
         raise UserError(
             f"logger.wandb.log_model=true goes to wandb's server, and this run is {mode}; log in "
@@ -61,7 +59,7 @@ def tracked_run(
 
 
 class FullRun(tracking.TrackedRun):
-    """A wandb run with tables that grow, and with checkpoints as artifacts.
+    """A wandb run with tables that grow, alerts, and checkpoints as artifacts.
 
     Args:
         experiment: the run.
@@ -89,7 +87,7 @@ class FullRun(tracking.TrackedRun):
         self.log_metrics({key: self._tables[key]}, step)
 
     def close(self, status: str) -> None:
-        """Log the checkpoints, then end the run."""
+        """Log the checkpoints, send an alert where the run ended early, then end it."""
         summary = self.directory.read_summary() if self.directory else {}
         aliases: dict[str, list[str]] = {}
         for name, alias in (("best_checkpoint", "best"), ("last_checkpoint", "latest")):
@@ -100,4 +98,9 @@ class FullRun(tracking.TrackedRun):
             for each in files_of(Path(path)):
                 artifact.add_file(str(each))
             self.experiment.log_artifact(artifact, aliases=names)
+        if status != "done":
+            name = self.experiment.name
+            self.experiment.alert(f"{name} {status}", f"the run {name} ended early: {status}")
+        if status == "stopped":
+            self.experiment.mark_preempting()
         super().close(status)
