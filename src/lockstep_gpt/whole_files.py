@@ -9,11 +9,7 @@ from typing import BinaryIO
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """Yield a file that takes the place of `path` in the end; after an error nothing has changed.
-
-    Raises:
-        OSError: the disk is full, or the folder cannot be written.
-    """
+    """Yield a file that takes the place of `path` in the end; after an error nothing changes."""
     beside = path.with_name(f".{path.name}.tmp")
     try:
         with beside.open("wb") as file:

@@ -96,11 +96,7 @@ class NumberTokenizer:
         self.vocab_size = vocab_size
 
     def encode(self, text: str | bytes) -> Tokens:
-        """Return the ids that `text` spells, shape (numbers,).
-
-        Raises:
-            UserError: a word is not a whole number from 0 to vocab_size - 1.
-        """
+        """Return the ids that `text` spells, shape (numbers,), or raise a `UserError`."""
         words = text.split()
         for word in words:
             if not (word.isdigit() and word.isascii() and int(word) < self.vocab_size):

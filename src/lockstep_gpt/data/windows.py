@@ -31,11 +31,9 @@ def gather(
 ) -> Iterator[Stored]:
     """Copy the windows of several batches at once and yield each batch.
 
-    Args:
-        windows: all of a split, shape (windows, T + 1).
-        batches: which of them, each (B,); -1, which comes last, is padding.
-        pinned: into memory that a GPU copies from while the host goes on. torch keeps such memory
-            until the copy is done, and then uses it again.
+    The windows of a split are (windows, T + 1); each batch is (B,) of them, -1 at its end being
+    padding. From `pinned` memory a GPU copies while the host goes on: torch keeps such memory
+    until the copy is done, and then uses it again.
     """
     picked = torch.from_numpy(windows[np.concatenate(batches)])
     if pinned:

@@ -46,9 +46,8 @@ def main(arguments: list[str]) -> int:
 def evaluate(model: GPT, config: Config, batch_size: int) -> dict[str, float]:
     """Return the means over every whole validation window of the model's data.
 
-    Returns:
-        `loss` in nats per token, its exp as `perplexity`, the number of `tokens`, and for text
-        `bits_per_byte`: nats per token times tokens per byte, over ln 2.
+    They are the `loss` in nats per token, its exp as `perplexity`, the number of `tokens`, and for
+    text `bits_per_byte`: nats per token times tokens per byte, over ln 2.
     """
     from lockstep_gpt.data.windows import gather, open_windows, widen
     from lockstep_gpt.training.token_loss import TokenLoss, perplexity

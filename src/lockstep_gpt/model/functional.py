@@ -18,11 +18,8 @@ CHUNK_LOGITS = 1 << 23  # at a time; on a GPU twice as many
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
     """Let each token attend to itself and those before it (Vaswani et al. 2017, section 3.2).
 
-    Args:
-        q: queries, (B, n_head, T, C / n_head).
-        k: keys, of the same shape.
-        v: values, of the same shape, which the result has as well.
-        dropout: share of attention weights that is dropped.
+    Queries, keys, values and the result are (B, n_head, T, C / n_head); `dropout` is the share of
+    attention weights that is dropped.
     """
     T = q.shape[-2]
     if q.device.type != "cpu" or T > SHORT:
@@ -80,14 +77,9 @@ def linear_cross_entropy(
 ) -> Tensor:
     """Return the mean cross-entropy in nats over the targets that are not `IGNORE`.
 
+    Features are (B, T, C), the head's weights (V padded, C), targets (B, T) of any integer type.
     Logits that are many never exist as a whole. The logarithms and the sum are taken in float32
     at least, whatever the autocast. Without any target that counts the loss is 0, not NaN.
-
-    Args:
-        features: last hidden states, (B, T, C).
-        head: weights of the head, (V padded, C).
-        vocab_size: V, the rows of `head` that stand for tokens.
-        targets: the next tokens, (B, T), of any integer type.
     """
     features, targets = features.flatten(0, -2), targets.long().flatten()  # (N, C) and (N)
     if features.shape[0] * head.shape[0] > MANY_LOGITS:

@@ -22,12 +22,8 @@ ATTENTION_SCALE = 0.25  # of products of queries and keys that have unit varianc
 class GPT(gpt.GPT):
     """A decoder-only transformer without weights in norms and without biases.
 
-    Args:
-        config: the shape; `n_kv_head` heads of keys and values serve `n_head` of queries.
-        vocab_size: V; the embedding and the head are stored with `padded_vocab_size` rows.
-
-    Raises:
-        UserError: the shape asks for what there is not here.
+    `n_kv_head` heads of keys and values serve `n_head` of queries. A `UserError` says if the shape
+    asks for what there is not here.
     """
 
     cos: Tensor

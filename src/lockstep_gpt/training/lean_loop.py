@@ -29,13 +29,10 @@ class LeanLoop(StepCallback):
       for it. Here it comes on all at the same steps, as a rule to what is young only.
     - It calls each hook of each callback, within a context of a profiler that does nothing: 70 in
       a step, of which five do something. It passes over what cannot be called, so the others are.
-
-    Args:
-        every: steps between collections; each tenth is a full one.
     """
 
     def __init__(self, every: int = 100) -> None:
-        self.every = every
+        self.every = every  # steps between collections; each tenth is a full one
         self._undo = contextlib.ExitStack()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

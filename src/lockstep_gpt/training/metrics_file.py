@@ -41,8 +41,7 @@ class MetricsFile(Logger):
     def begin(self, step: int) -> dict[str, str]:
         """Start at optimizer step `step`: keep what an earlier part of the run has up to it.
 
-        Returns:
-            the newest value of each column that has one.
+        Return the newest value of each column that has one.
         """
         kept = [row for row in _read(self.path) if int(row[STEP]) <= step]
         self.columns = list(dict.fromkeys([*self.columns, *(name for row in kept for name in row)]))

@@ -19,11 +19,7 @@ def build_optimizer(
     embeddings), which decay, and vectors (biases and norms), which do not; within a group the
     model's own order holds. So a saved state fits any later run of the same model.
 
-    Args:
-        model: any module, already on its device.
-        config: the optimizer's settings; `config.lr` is not read.
-        lr: the learning rate to start from, after scaling and warmup.
-        fused: take the fused kernel where the parameters' device has one.
+    The `model` is on its device already. `lr` is the peak, after scaling; `config.lr` is not read.
     """
     if config.algorithm != "adamw":
         module = importlib.import_module(f"{__package__}.{config.algorithm}")

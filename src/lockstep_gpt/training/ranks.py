@@ -77,19 +77,19 @@ def join(ranks: Ranks, config: Config) -> None:
     if backend == "nccl":
         torch.cuda.set_device(ranks.local_rank)
     timeout = timedelta(seconds=config.strategy.get("timeout_seconds", 1800))
-    store = _loopback_store(ranks, timeout) if _is_ours_to_open() else None
+    store = _loopback_store(ranks, timeout)
     rank, size = (ranks.rank, ranks.world_size) if store else (-1, -1)  # -1: from the environment
     dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=size)
 
 
-def _is_ours_to_open() -> bool:
-    """Tell whether the ranks meet on this machine alone, and no launcher holds the port already."""
+def _loopback_store(ranks: Ranks, timeout: timedelta) -> TCPStore | None:
+    """Meet at an address that no other machine reaches; torch's default listens on all.
+
+    None if the ranks are on several machines, or if a launcher holds the port already.
+    """
     held = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return os.environ.get("MASTER_ADDR") in ("127.0.0.1", "localhost") and not held
-
-
-def _loopback_store(ranks: Ranks, timeout: timedelta) -> TCPStore:
-    """Meet at an address that no other machine reaches; torch's default listens on all."""
+    if held or os.environ.get("MASTER_ADDR") not in ("127.0.0.1", "localhost"):
+        return None
     address = ("127.0.0.1", int(os.environ["MASTER_PORT"]))
     meet = partial(TCPStore, *address, ranks.world_size, timeout=timeout)
     if ranks.rank:
@@ -118,8 +118,7 @@ def leave() -> None:
 def refuse_differing_replicas(model: torch.nn.Module, step: int) -> None:
     """Compare a checksum of every parameter over all ranks: DDP never notices a flipped bit.
 
-    Raises:
-        RunError: on every rank; it names the first parameter that differs, and where.
+    A `RunError` on every rank names the first parameter that differs, and where.
     """
     named = list(model.named_parameters())
     shared = any(hasattr(parameter, "full_tensor") for _, parameter in named)  # no replicas

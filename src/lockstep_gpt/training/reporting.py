@@ -13,7 +13,7 @@ from typing import Any, TextIO
 
 import torch
 from lightning import Trainer
-from tqdm import tqdm
+from tqdm.contrib.logging import logging_redirect_tqdm
 
 from lockstep_gpt.config import LEVELS, Config
 from lockstep_gpt.data.datamodule import TokenDataModule
@@ -38,21 +38,13 @@ NOISE = [
 LIBRARIES = ("lightning", "lightning.pytorch", "lightning.fabric", "torch", "fsspec")
 
 
-class AboveBar(logging.StreamHandler):  # type: ignore[type-arg]
-    """Writes lines above a progress bar instead of into it."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Write one record."""
-        tqdm.write(self.format(record), file=self.stream)
-        self.flush()  # a file or a pipe would get it when the run is over
-
-
 @contextlib.contextmanager
 def reporting(run: RunDirectory, ranks: Ranks, config: Config) -> Iterator[TextIO]:
     """Set up logging and warnings for the life of a rank; yield the terminal, for failures."""
     terminal = _terminal(run, ranks)
-    console = AboveBar(sys.stdout)
-    handlers = [console] if ranks.rank else [console, logging.FileHandler(run.log)]
+    handlers: list[logging.Handler] = [logging.StreamHandler(sys.stdout)]
+    if ranks.rank == 0:
+        handlers.append(logging.FileHandler(run.log))
     for handler in handlers:
         handler.setFormatter(logging.Formatter("%(message)s"))
     with contextlib.ExitStack() as after, warnings.catch_warnings():
@@ -68,6 +60,7 @@ def reporting(run: RunDirectory, ranks: Ranks, config: Config) -> Iterator[TextI
                 library.setLevel(logging.WARNING)
         logging.root.handlers = [*handlers]
         logging.root.setLevel(LEVELS[config.verbosity])
+        after.enter_context(logging_redirect_tqdm())  # above a progress bar, not into it
         after.callback(setattr, warnings, "formatwarning", warnings.formatwarning)
         warnings.formatwarning = lambda message, *_args, **_kwargs: f"warning: {message}"
         logging.captureWarnings(True)

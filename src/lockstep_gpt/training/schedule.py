@@ -119,13 +119,15 @@ def plan_schedule(config: Config, batch: BatchPlan) -> Schedule:
     warmup_steps = _steps(config.optim.warmup_steps, config.optim.warmup_tokens, batch)
     if warmup_steps >= total_steps:
         raise UserError(_warmup_line(config, warmup_steps, total_steps))
+    ratio = batch.global_size / config.batch.reference_size
+    scales = {"linear": ratio, "sqrt": math.sqrt(ratio), "none": 1.0}
     return Schedule(
         total_steps=total_steps,
         warmup_steps=warmup_steps,
         decay=config.optim.decay,
         decay_steps=_decay_steps(config, total_steps, warmup_steps),
         base_lr=config.optim.lr,
-        scale=_scale(config, batch),
+        scale=scales[config.optim.lr_scaling],
         final_lr_fraction=config.optim.final_lr_fraction,
     )
 
@@ -145,11 +147,6 @@ def _decay_steps(config: Config, total_steps: int, warmup_steps: int) -> int:
     if config.optim.decay == "wsd":
         return min(longest, max(1, round(config.optim.decay_fraction * total_steps)))
     return longest
-
-
-def _scale(config: Config, batch: BatchPlan) -> float:
-    ratio = batch.global_size / config.batch.reference_size
-    return {"linear": ratio, "sqrt": math.sqrt(ratio), "none": 1.0}[config.optim.lr_scaling]
 
 
 def _warmup_line(config: Config, warmup_steps: int, total_steps: int) -> str:

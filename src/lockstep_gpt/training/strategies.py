@@ -31,14 +31,9 @@ def ddp(
     start_method: str = "agent",  # noqa: ARG001 (read before there are ranks)
     **arguments: Any,
 ) -> DDPStrategy:
-    """Return Lightning's `DDPStrategy`.
+    """Return Lightning's `DDPStrategy`; configs/strategy/ddp.yaml explains the settings.
 
-    Args:
-        process_group_backend: nccl, gloo or mpi; None: nccl on GPUs, gloo elsewhere.
-        start_method: how the ranks were started: by the agent, or spawned from one process.
-        timeout_seconds: longest wait for another rank.
-        comm_hook: how gradients are compressed on their way.
-        arguments: passed on to torch's `DistributedDataParallel`.
+    What is not named here is passed on to torch's `DistributedDataParallel`.
     """
     state = powerSGD_hook.PowerSGDState(process_group=None) if comm_hook == "powersgd" else None
     return DDPStrategy(

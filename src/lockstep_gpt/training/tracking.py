@@ -26,11 +26,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MODES = ("auto", "online", "offline", "disabled")
-# What wandb shows of a metric in its table of runs, instead of the last value.
-SUMMARIES = {
-    **dict.fromkeys(("train/loss", "val/loss", "val/perplexity"), "min"),
-    **dict.fromkeys(("throughput/tokens_per_second", "optim/grad_norm"), "max"),
-}
 
 
 class TrackedRun(WandbLogger):
@@ -40,9 +35,6 @@ class TrackedRun(WandbLogger):
         """Log one row under the names that metrics.csv has."""
         # Never `step=`: wandb drops rows whose step is not beyond the last one's.
         self.experiment.log({STEP: step, **metrics})
-
-    def log_hyperparams(self, *_args: Any, **_kwargs: Any) -> None:
-        """Do nothing: the configuration was given when the run was made."""
 
     def close(self, status: str) -> None:
         """End the wandb run as `done`, `stopped` or `failed`."""
@@ -54,16 +46,9 @@ def wandb_logger(
 ) -> TrackedRun:
     """Make or go on with the one wandb run of `directory`.
 
-    Args:
-        directory: holds wandb's files and the run's id, by which a resumed run is the same one.
-        config: what wandb shows as the configuration; no secrets.
-        model: what is trained.
-        mode: online, offline, disabled, or auto: online if there is an account.
-        settings: what an extra takes; and for `wandb.init`: project, entity, group, tags, job_type,
-            notes.
-
-    Raises:
-        UserError: a setting is none, or is refused.
+    The directory holds wandb's files and the run's id, by which a resumed run is the same one. The
+    `config` is shown to wandb: it holds no secrets. Of the `settings` an extra takes its own, and
+    `wandb.init` the others. A `UserError` says if one is refused.
     """
     check_choice("logger.wandb.mode", mode, MODES)
     import wandb
@@ -83,8 +68,8 @@ def wandb_logger(
         **{name: value for name, value in settings.items() if value or name in known},
     )
     run.define_metric(STEP)
-    for name, summary in {"trainer/tokens": None, "*": None, **SUMMARIES}.items():
-        run.define_metric(name, step_metric=STEP, summary=summary)
+    for name in ("trainer/tokens", "*"):
+        run.define_metric(name, step_metric=STEP)
     return made(experiment=run)
 
 

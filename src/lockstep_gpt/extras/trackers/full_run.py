@@ -12,11 +12,17 @@ from lockstep_gpt.config import UserError, check_choice
 from lockstep_gpt.run_directory import RunDirectory
 from lockstep_gpt.training import tracking
 from lockstep_gpt.training.checkpoint import files_of
+from lockstep_gpt.training.metrics_file import STEP
 
 if TYPE_CHECKING:
     from torch.nn import Module
     from wandb.sdk.wandb_run import Run
 
+# What wandb shows of a metric in its table of runs, instead of the last value.
+SUMMARIES = {
+    **dict.fromkeys(("train/loss", "val/loss", "val/perplexity"), "min"),
+    **dict.fromkeys(("throughput/tokens_per_second", "optim/grad_norm"), "max"),
+}
 WATCHED = (None, "gradients", "parameters", "all")
 
 
@@ -49,6 +55,8 @@ def tracked_run(
         )
 
     def made(experiment: Run) -> FullRun:
+        for name, summary in SUMMARIES.items():
+            experiment.define_metric(name, step_metric=STEP, summary=summary)
         if log_code:
             experiment.log_code(str(Path(tracking.__file__).parents[1]))
         if watch:
