@@ -79,12 +79,9 @@ class SplitWriter:
     """Appends ids of `dtype` to a split's token file in bounded memory; hashes it on the way."""
 
     def __init__(self, folder: Path, name: str, dtype: str) -> None:
-        self.folder, self.name, self.dtype = folder, name, np.dtype(dtype)
+        self.dtype = np.dtype(dtype)
         self.tokens = self.documents = self.text_bytes = 0
-        self._begin(0)
-
-    def _begin(self, number: int, mode: str = "wb") -> None:
-        self._file: Any = (self.folder / f"{self.name}-{number:05}.bin").open(mode)
+        self._file: Any = (folder / f"{name}-00000.bin").open("wb")
         self._hash = hashlib.sha256()
 
     def append(self, ids: Tokens, documents: int = 0, text_bytes: int = 0) -> None:
@@ -99,18 +96,15 @@ class SplitWriter:
         self._file.write(data)
         self._hash.update(data)
 
-    def _shard(self, tokens: int) -> Shard:
-        """See the file to the disk and describe it."""
+    def saved(self) -> Split:
+        """See everything to the disk and return the index's entry for it."""
+        files = [self._synced(self.tokens)] if self.tokens else []
+        return Split(self.tokens, self.documents, self.text_bytes, files)
+
+    def _synced(self, tokens: int) -> Shard:
         self._file.flush()
         os.fsync(self._file.fileno())
         return Shard(Path(self._file.name).name, tokens, self._hash.hexdigest())
-
-    def _shards(self) -> list[Shard]:
-        return [self._shard(self.tokens)] if self.tokens else []
-
-    def saved(self) -> Split:
-        """See everything to the disk and return the index's entry for it."""
-        return Split(self.tokens, self.documents, self.text_bytes, self._shards())
 
     def close(self) -> None:
         """Close the file."""

@@ -211,13 +211,12 @@ def _did_you_mean(word: str, known: list[str], prefix: str = "") -> str:
 
 def _names_in(parent: str) -> list[str]:
     """Return the settings directly below `parent`, from the schema or the group's YAML files."""
-    schemas: list[Any] = [Config]
-    for name in filter(None, parent.split(".")):
-        if name in OPEN_GROUPS:
-            files = (config_folder() / name).glob("*.yaml")
-            return list({str(key): None for file in files for key in OmegaConf.load(file)})
-        child: Any = get_type_hints(schemas[0]).get(name)
-        if not dataclasses.is_dataclass(child):
-            return []
-        schemas = [child, *data_sources().values()] if name == "data" else [child]
-    return list({item.name: None for schema in schemas for item in dataclasses.fields(schema)})
+    group = parent.partition(".")[0]
+    if group in OPEN_GROUPS:
+        files = (config_folder() / group).glob("*.yaml")
+        return list({str(key): None for file in files for key in OmegaConf.load(file)})
+    schemas: list[Any] = [get_type_hints(Config).get(parent) if parent else Config]
+    if parent == "data":
+        schemas += data_sources().values()
+    known = [dataclasses.fields(each) for each in schemas if dataclasses.is_dataclass(each)]
+    return list({item.name: None for items in known for item in items})

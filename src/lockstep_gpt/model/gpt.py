@@ -6,7 +6,6 @@ Letters in shapes: B samples, T tokens of a sample, C width (`n_embd`), V size o
 import functools
 import importlib
 import math
-from collections.abc import Iterable
 
 import torch
 import torch.nn.functional as F
@@ -147,19 +146,11 @@ def build_gpt(config: ModelConfig, vocab_size: int) -> GPT:
     module = importlib.import_module(f"{__package__}.{config.architecture}")
     model = module.GPT(config, vocab_size)
     if config.activation_checkpointing:
-        recompute(model.blocks)
+        # Each block keeps only its input, and computes all else again in backward (Chen et al.
+        # 2016), inside of what FSDP and torch.compile wrap: they see the block that they know.
+        for block in model.blocks:
+            block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
     return model
-
-
-def recompute(blocks: Iterable[nn.Module]) -> None:
-    """Have each block keep only its input, and compute all else again in backward.
-
-    Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost". Dropout draws the same
-    masks again. Names of weights stay as they are.
-    """
-    for block in blocks:
-        # Inside of what FSDP and torch.compile wrap, so that they see the block that they know.
-        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
 
 
 class Block(nn.Module):

@@ -8,7 +8,6 @@ import os
 import secrets
 import subprocess
 from collections.abc import Iterable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -147,13 +146,13 @@ def offline_hint(directory: RunDirectory) -> str:
 
 def git_state(folder: Path) -> dict[str, Any]:
     """Return the revision of the code at `folder`, and whether files differ from it."""
-    git = ["git", "-C", str(folder)]
-    run = partial(subprocess.run, capture_output=True, text=True, check=True, timeout=10)
+
+    def git(*words: str) -> str:
+        return subprocess.check_output(
+            ["git", *words], cwd=folder, stderr=subprocess.DEVNULL, text=True, timeout=10
+        ).strip()
+
     try:
-        revision = run([*git, "rev-parse", "HEAD"]).stdout.strip()
-        return {
-            "git_revision": revision,
-            "git_dirty": bool(run([*git, "status", "--porcelain"]).stdout.strip()),
-        }
+        return {"git_revision": git("rev-parse", "HEAD"), "git_dirty": bool(git("status", "-s"))}
     except (OSError, subprocess.SubprocessError):
         return {}

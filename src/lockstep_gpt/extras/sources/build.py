@@ -40,7 +40,6 @@ from lockstep_gpt.data.prepare import (
 from lockstep_gpt.data.shards import (
     INDEX,
     Index,
-    Shard,
     Split,
     SplitWriter,
 )
@@ -219,7 +218,7 @@ class ResumedWriter(SplitWriter):
         self.text_bytes = split.text_bytes
         files, self._size = divmod(split.tokens * self.dtype.itemsize, limit)
         self.full = split.shards[:files]
-        self._begin(files, "a+b")
+        self._open(files, "a+b")
         self._file.truncate(self._size)
         self._file.seek(0)
         self._hash = hashlib.file_digest(self._file, "sha256")
@@ -227,17 +226,22 @@ class ResumedWriter(SplitWriter):
     def _write(self, data: memoryview) -> None:
         while data:
             if self._size == self.limit:
-                self.full.append(self._shard(self.limit // self.dtype.itemsize))
+                self.full.append(self._synced(self.limit // self.dtype.itemsize))
                 self.close()
                 self._size = 0
-                self._begin(len(self.full))
+                self._open(len(self.full), "wb")
             part = data[: self.limit - self._size]
             super()._write(part)
             self._size, data = self._size + len(part), data[len(part) :]
 
-    def _shards(self) -> list[Shard]:
-        last = [self._shard(self._size // self.dtype.itemsize)] if self._size else []
-        return [*self.full, *last]
+    def _open(self, number: int, mode: str) -> None:
+        self._file = (self.folder / f"{self.name}-{number:05}.bin").open(mode)
+        self._hash = hashlib.sha256()
+
+    def saved(self) -> Split:
+        """See everything to the disk and return the index's entry for it."""
+        last = [self._synced(self._size // self.dtype.itemsize)] if self._size else []
+        return Split(self.tokens, self.documents, self.text_bytes, [*self.full, *last])
 
 
 def cut_to_index(folder: Path, index: Index) -> None:

@@ -147,15 +147,13 @@ class Guards(StepCallback):
         if self.settings.replicas_every and step % self.settings.replicas_every == 0:
             refuse_differing_replicas(pl_module.model, step)
 
-    def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:  # noqa: ARG002
+    def on_train_end(self, *_arguments: Any) -> None:
         """Watch no longer."""
         self._over.set()
         if self._watcher:
             self._watcher.join()  # it may have to call faulthandler off
 
-    def on_exception(self, trainer: Trainer, pl_module: Any, exception: BaseException) -> None:  # noqa: ARG002
-        """Watch no longer."""
-        self.on_train_end(trainer, pl_module)
+    on_exception = on_train_end  # type: ignore[assignment]
 
     def _watch(self, stall_after: float) -> None:
         """End the process after a stall; one of faulthandler's does if even this one is held up."""

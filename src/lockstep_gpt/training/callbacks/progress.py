@@ -64,13 +64,11 @@ class Progress(StepCallback):
             )
 
     def on_train_end(self, *_arguments: Any) -> None:
-        """Leave the bar on the screen."""
+        """Leave the bar on the screen, and the next line free, for an error perhaps."""
         if self._bar is not None:
             self._bar.close()
 
-    def on_exception(self, *_arguments: Any) -> None:
-        """Free the line for the error."""
-        self.on_train_end()
+    on_exception = on_train_end  # type: ignore[assignment]
 
     def _line(self, step: int, total: int) -> None:
         now = time.perf_counter()
