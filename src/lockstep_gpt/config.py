@@ -5,8 +5,6 @@ wrong type is refused by name. `trainer`, `strategy`, `callbacks` and `logger` s
 Lightning's. This module never imports torch.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import operator

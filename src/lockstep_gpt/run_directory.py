@@ -4,8 +4,6 @@ The parent creates it and freezes the configuration; rank 0 writes everything el
 of a failure: `failed.json` is written by the first rank that fails, `ranks/N.log` by rank N.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import hashlib

@@ -5,8 +5,6 @@ without end. Position p lies in epoch p // size, and a keyed permutation of that
 window it is. So a run resumes from one integer, to the sample, at any world size.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache

@@ -1,7 +1,5 @@
 """`resume=auto`: go on with a run in its own directory, with the few settings that may change."""
 
-from __future__ import annotations
-
 import math
 import os
 import time

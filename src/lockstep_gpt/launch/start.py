@@ -4,8 +4,6 @@ This process stays light: it never imports torch, so that a mistake is answered 
 must be set before torch starts (threads, allocator) can be set for the ranks.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import math

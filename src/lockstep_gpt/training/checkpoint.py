@@ -3,8 +3,6 @@
 Who only looks for one does not wait for torch.
 """
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import pickle

@@ -1,7 +1,5 @@
 """What a run goes on from: which checkpoint, whether it is of the same run, what of it changes."""
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 from typing import Any

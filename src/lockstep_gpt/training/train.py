@@ -1,7 +1,5 @@
 """What one rank does: assemble, fit, report."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import time

@@ -1,7 +1,5 @@
 """Saves the run: periodically, at its best, at its end, and when a signal asks it to stop."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
