@@ -109,11 +109,14 @@ def test_joined_ranks_share_a_run_directory_that_rank_zero_names(command, joined
 
 
 @pytest.mark.usefixtures("quick_ranks")
-def test_joined_rank_with_another_configuration_is_named(command, joined):
+@pytest.mark.parametrize(
+    ("word", "instead"), [("optim.lr=0.5", "0.003"), ("launch.grace_seconds=3.0", "60.0")]
+)
+def test_joined_rank_with_another_configuration_is_named(command, joined, word, instead):
     words = command.smoke("trainer=cpu")
-    statuses, _, err = joined(words, [*words, "optim.lr=0.5"])
+    statuses, _, err = joined(words, [*words, word])
     assert 0 not in statuses
-    line = "rank 1 has another configuration than rank 0: optim.lr=0.5 instead of 0.003"
+    line = f"rank 1 has another configuration than rank 0: {word} instead of {instead}"
     assert line in err
     assert not list((command.folder / "runs").iterdir())
 

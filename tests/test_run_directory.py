@@ -6,7 +6,7 @@ import yaml
 
 from lockstep_gpt import run_directory
 from lockstep_gpt.config import UserError
-from lockstep_gpt.run_directory import RunDirectory, refuse_another_identity
+from lockstep_gpt.run_directory import RunDirectory, differences, refuse_another_identity
 
 VALUES = {
     "max_steps": 10,
@@ -201,3 +201,14 @@ def test_a_run_of_an_earlier_version_finds_its_classes_where_they_are_now(run, m
         "lockstep_gpt.extras.here.Thing",
         "elsewhere.gone.Thing",
     ]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "differs"),
+    [("node_rank", 1, False), ("rdzv_endpoint", "b:1", True), ("max_restarts", 0, True)],
+)
+def test_of_how_ranks_start_only_the_machine_s_own_number_may_differ(name, value, differs):
+    launch = {"node_rank": 0, "rdzv_endpoint": "a:1", "max_restarts": 3}
+    found = differences({"launch": launch}, {"launch": {**launch, name: value}})
+    line = f"launch.{name}={value} instead of {launch[name]}"
+    assert found == ([line] if differs else [])

@@ -26,7 +26,7 @@ MOVED = {
     "lockstep_gpt.training.ranks": "lockstep_gpt.training.strategies",
 }
 # What rank 0 decides for all, and what each machine has of its own.
-MAY_DIFFER = ("run_dir", "run_name", "launch.", "data.fingerprint")
+MAY_DIFFER = ("run_dir", "run_name", "launch.node_rank", "data.fingerprint")
 
 
 class RunDirectory:

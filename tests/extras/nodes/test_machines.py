@@ -1,5 +1,7 @@
 """One of several machines: what it needs, and what it waits for; tests of two are elsewhere."""
 
+import threading
+
 import pytest
 
 from lockstep_gpt.config import (
@@ -83,6 +85,22 @@ def test_a_machine_that_waits_in_vain_or_has_other_settings_is_told_why(run):
     run.create(VALUES)
     with pytest.raises(UserError, match=r"another configuration.*: max_steps=4 instead of 3"):
         start_on_nodes(run, {**VALUES, "max_steps": 4}, config(), lambda: run)
+
+
+def frozen_with(endpoint):
+    return {**VALUES, "launch": {"node_rank": 0, "rdzv_endpoint": endpoint}}
+
+
+def test_a_machine_waits_until_the_first_has_frozen_where_they_meet_now(run):
+    run.create(frozen_with("10.0.0.9:29500"))  # by a start of which another machine was the first
+    now = frozen_with(PLACE)
+    now["launch"]["node_rank"] = 1
+    with pytest.raises(UserError, match=f"launch.rdzv_endpoint={PLACE} instead of 10.0.0.9:29500"):
+        start_on_nodes(run, now, config(), lambda: run)
+    late = threading.Timer(0.1, run.refreeze, [frozen_with(PLACE)])
+    late.start()
+    assert start_on_nodes(run, now, config(), lambda: run) == 41
+    late.join()
 
 
 @pytest.mark.usefixtures("run")
