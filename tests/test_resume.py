@@ -249,7 +249,7 @@ def test_the_same_command_goes_on_with_what_it_has_started(command):
     said = command("train", *words, "resume=auto", "launch.inline=true", "max_steps=25").stdout
     assert "resuming run\n  max_steps: 20 -> 25\n" in said
     assert command.summary("run")["step"] == 25
-    said = command("train", *words, "resume=auto", "launch.inline=true").stdout
+    said = command("train", *words, "resume=auto").stdout  # it is frozen how ranks start
     assert said.startswith("run is done")  # with the steps that it was given later
 
 

@@ -70,9 +70,10 @@ def _refuse_other_choices(run: RunDirectory, settled: dict[str, Any], singles: l
     }
     if run.overrides.is_file():  # what an earlier resume has changed stays so
         free |= {line.split()[2].rstrip(":") for line in run.overrides.read_text().splitlines()}
-    # What an earlier version did not have is no difference.
+    # What an earlier version did not have is no difference; how ranks start is kept as frozen.
     known = cast(dict[str, Any], OmegaConf.to_container(OmegaConf.merge(settled, run.values())))
-    differing = [line for line in differences(known, settled) if line.partition("=")[0] not in free]
+    ours = {**settled, "launch": known["launch"]}
+    differing = [line for line in differences(known, ours) if line.partition("=")[0] not in free]
     if differing:
         raise UserError(
             f"run_dir={run.path} was started with other choices; here is {some_of(differing)}; "
