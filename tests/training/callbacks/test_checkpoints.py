@@ -5,6 +5,7 @@ import torch
 from lightning import Callback
 
 from lockstep_gpt.training.checkpoint import (
+    checkpoint_path,
     checkpoints_in,
     fault_of,
     newest_valid,
@@ -114,6 +115,20 @@ def test_a_best_checkpoint_that_is_gone_is_the_best_no_more(new_run, tmp_path):
     run = new_run(max_steps=4, val_every=1, checkpoint=settings)
     checkpoints, _ = fitted(run, tmp_path, {4: 5.0}, newest_valid(tmp_path))
     assert checkpoints.best == tmp_path / "step=000002.ckpt"
+
+
+def test_what_is_best_is_the_same_on_a_rank_that_sees_other_files(on_ranks, new_run, tmp_path):
+    folders = [tmp_path / "seen", tmp_path / "not_yet"]  # as a network's folder may look for a time
+    for step in (2, 3):
+        checkpoint_path(folders[0], step).parent.mkdir(exist_ok=True)
+        checkpoint_path(folders[0], step).touch()
+
+    def restored(rank):
+        checkpoints = new_run().checkpoints(folders[rank])
+        checkpoints.load_state_dict({"losses": {1: 0.5, 2: 1.0, 3: 2.0}})
+        return checkpoints.losses
+
+    assert on_ranks(2, restored) == [{2: 1.0, 3: 2.0}] * 2
 
 
 def test_a_run_that_is_resumed_ends_with_the_bits_of_one_that_is_not(new_run, tmp_path):

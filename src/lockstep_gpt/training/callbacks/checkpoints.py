@@ -1,5 +1,6 @@
 """Saves the run: periodically, at its best, at its end, and when a signal asks it to stop."""
 
+import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from lightning.pytorch.callbacks import Checkpoint
 from lockstep_gpt.config import Config
 from lockstep_gpt.training import checkpoint as files
 from lockstep_gpt.training.callbacks.step import StepCallback
-from lockstep_gpt.training.ranks import refuse_differing_replicas
+from lockstep_gpt.training.ranks import from_rank_zero, refuse_differing_replicas
 from lockstep_gpt.training.schedule import BatchPlan
 
 
@@ -106,8 +107,9 @@ class Checkpoints(StepCallback, Checkpoint):
         return {"losses": dict(self.losses)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the losses of those checkpoints that are still there."""
-        present = {files.step_of(path) for path in files.checkpoints_in(self.folder)}
+        """Restore the losses of those checkpoints that are still there: rank 0 looks."""
+        found = map(files.step_of, files.checkpoints_in(self.folder))
+        present = json.loads(from_rank_zero(json.dumps([*found])))
         self.losses = {n: loss for n, loss in state_dict["losses"].items() if n in present}
 
 
