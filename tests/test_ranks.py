@@ -121,6 +121,19 @@ def test_joined_rank_with_another_configuration_is_named(command, joined, word, 
     assert not list((command.folder / "runs").iterdir())
 
 
+@pytest.mark.usefixtures("quick_ranks")
+def test_joined_ranks_that_a_resume_s_mistake_ends_leave_the_run_as_it_was(
+    finished, command, joined
+):
+    shutil.copytree(finished[0].folder / "runs/first", command.folder / "run")
+    frozen = (command.folder / "run/config.yaml").read_bytes()
+    words = ("train", "run_dir=run", "resume=auto", "resume_force=true", "model.n_layer=3")
+    mistake = ("trainer.devices=2", "max_steps=30", "+callbacks.bad._target_=nowhere.Bad")
+    statuses, _, err = joined(*[[*words, *mistake]] * 2)
+    assert (statuses, "Traceback" in err, "nowhere.Bad" in err) == ([2, 2], False, True), err
+    assert (command.folder / "run/config.yaml").read_bytes() == frozen
+
+
 def test_rank_that_raises_ends_all_quickly_with_its_traceback_first(command, processes_of):
     (command.folder / "broken.py").write_text(BROKEN)
     words = command.smoke(*TWO, "+callbacks.broken._target_=broken.Broken", "max_steps=100000")

@@ -179,6 +179,40 @@ def test_samples_are_counted_not_computed_from_the_batch_of_today(command):
     assert saved["tokens"] == saved["samples"] * 32
 
 
+FORCED = ("run_dir=run", "resume=auto", "resume_force=true", "model.n_layer=3")
+
+
+def test_a_forced_resume_takes_the_weights_that_fit_and_begins_with_the_rest_anew(
+    finished, command
+):
+    shutil.copytree(finished[0].folder / "runs/first", command.folder / "run")
+    words = ("launch.inline=true", "max_steps=12")
+    said = command("train", *FORCED, *words).stdout
+    assert "resume_force: took 28 weights of run/checkpoints/step=000020.ckpt" in said
+    assert [row["trainer/step"] for row in rows(command.folder / "run")] == ["5", "10", "12"]
+    assert command.summary("run")["step"] == 12
+    folder = command.folder / "run/checkpoints"
+    assert (folder / "replaced/step=000020.ckpt").is_file()
+    assert not (folder / "step=000020.ckpt").exists()
+    said = command("train", *FORCED[:2], "launch.inline=true", "max_steps=14").stdout
+    assert "took" not in said
+    assert [row["trainer/step"] for row in rows(command.folder / "run")][2:] == ["12", "14"]
+    changed = command("train", *FORCED[:2], "model.n_layer=4", status=2).stderr
+    assert "keeps what it was made with; here is model.n_layer=4 instead of 3" in changed
+
+
+def test_a_forced_resume_with_a_mistake_leaves_the_run_as_it_was(finished, command):
+    shutil.copytree(finished[0].folder / "runs/first", command.folder / "run")
+    frozen = (command.folder / "run/config.yaml").read_bytes()
+    mistake = ("max_steps=30", "+callbacks.bad._target_=nowhere.Bad", "launch.inline=true")
+    for _ in range(2):
+        said = command("train", *FORCED, *mistake, status=2).stderr
+        assert (said.count("\n"), "nowhere.Bad" in said) == (1, True)
+        assert (command.folder / "run/config.yaml").read_bytes() == frozen
+        assert not (command.folder / "run/overrides.log").read_text()
+        assert (command.folder / "run/checkpoints/step=000020.ckpt").is_file()
+
+
 def content(folder):
     files = (path for path in folder.rglob("*") if path.is_file())
     return {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in files}

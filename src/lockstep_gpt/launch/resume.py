@@ -70,10 +70,9 @@ def _refuse_other_choices(run: RunDirectory, settled: dict[str, Any], singles: l
     }
     if run.overrides.is_file():  # what an earlier resume has changed stays so
         free |= {line.split()[2].rstrip(":") for line in run.overrides.read_text().splitlines()}
-    # What an earlier version did not have is no difference; how ranks start is kept as frozen.
+    # What an earlier version did not have is no difference.
     known = cast(dict[str, Any], OmegaConf.to_container(OmegaConf.merge(settled, run.values())))
-    ours = {**settled, "launch": known["launch"]}
-    differing = [line for line in differences(known, ours) if line.partition("=")[0] not in free]
+    differing = [line for line in differences(known, settled) if line.partition("=")[0] not in free]
     if differing:
         raise UserError(
             f"run_dir={run.path} was started with other choices; here is {some_of(differing)}; "
@@ -83,12 +82,12 @@ def _refuse_other_choices(run: RunDirectory, settled: dict[str, Any], singles: l
 
 def resume(run: RunDirectory, arguments: list[str]) -> int:
     """Go on with a run in its own directory; return the exit status."""
-    before = run.values()
+    before, logged = run.values(), run.overrides.stat().st_size if run.overrides.exists() else 0
     values, changes = _revive(run, arguments)
     with compose.told_in_one_line(arguments):
         config = from_container(values)
     placement = start.placed(config)
-    if _is_done(run, config, placement):
+    if not (_says(arguments, "resume_force") and changes) and _is_done(run, config, placement):
         if os.environ.get("RANK", "0") == "0":  # of a launcher's processes one speaks
             print(f"{run.path} is done; a larger max_steps would train it longer")
         return 0
@@ -100,7 +99,11 @@ def resume(run: RunDirectory, arguments: list[str]) -> int:
         print("\n".join([f"resuming {run.path}", *(f"  {change}" for change in changes)]))
         return run
 
-    return start.begin(run, settled, config, create, lambda: run.refreeze(before))
+    def undo() -> None:
+        run.refreeze(before)
+        os.truncate(run.overrides, logged)
+
+    return start.begin(run, settled, config, create, undo)
 
 
 def _is_done(run: RunDirectory, config: Config, placement: devices.Placement) -> bool:
@@ -132,9 +135,14 @@ def _revive(run: RunDirectory, arguments: list[str]) -> tuple[dict[str, Any], li
         if new != old and name != "resume_force":
             changes.append(f"{name}: {as_typed(old)} -> {as_typed(new)}")
     values = cast(dict[str, Any], OmegaConf.to_container(base))
-    if not values.get("resume_force"):
+    if not _says(arguments, "resume_force"):
         refuse_another_identity(f"run_dir={run.path}", run.values(), values)
     return values, changes
+
+
+def _says(arguments: list[str], switch: str) -> bool:
+    """Tell whether this command sets a switch; an earlier one that did does not count."""
+    return f"{switch}=true" in map(str.lower, arguments)
 
 
 def _log_overrides(run: RunDirectory, changes: list[str]) -> None:

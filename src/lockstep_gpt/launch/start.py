@@ -61,28 +61,32 @@ def begin(
         create: makes the directory, or freezes the configuration anew.
         undo: takes that back, where the user's mistake shows only after it.
     """
+    undoable = False
+
     with contextlib.ExitStack() as held:
 
         def owned() -> RunDirectory:
+            nonlocal undoable
             if there := run.config.exists():  # before anything of it changes
                 held.enter_context(run.locked())
             create()
             if not there:
                 held.enter_context(run.locked())
+            undoable = there or alone  # others may still write into a new directory
             return run
 
+        alone = not devices.is_inside_launcher() and config.trainer.get("num_nodes", 1) == 1
         if devices.is_inside_launcher():
-            return join(settled, config, owned, undo)
-        if config.trainer.get("num_nodes", 1) > 1:
-            return int(addition("START_ON_NODES")(run, settled, config, owned))
-        owned()
-        if config.launch.inline:  # the one rank here, where a debugger sees it
+            status = join(settled, config, owned, undo)
+        elif not alone:
+            status = int(addition("START_ON_NODES")(run, settled, config, owned))
+        elif owned() and config.launch.inline:  # the one rank here, where a debugger sees it
             from lockstep_gpt.training import train as rank
 
             status = rank.main(run)
         else:
             status = supervise(run)
-        if status == 2:
+        if status == 2 and undoable:
             undo()
         return status
 

@@ -134,8 +134,8 @@ def remove_checkpoint(path: Path) -> None:
 
 
 def set_aside(path: Path) -> None:
-    """Move the files of a checkpoint that does not verify to `damaged/`."""
-    folder = path.with_name("damaged")
+    """Move the files of a checkpoint to `damaged/`, or to `replaced/` if it verifies."""
+    folder = path.with_name("damaged" if fault_of(path) else "replaced")
     folder.mkdir(exist_ok=True)
     for each in filter(Path.exists, files_of(path)):
         each.replace(folder / each.name)

@@ -176,7 +176,8 @@ def agree(
     run: dict[str, Any] = {"fault": "", "values": {}}
     if first:
         try:
-            run["values"] = create().values()
+            made = create()  # where it is now: it may have been moved since it was frozen
+            run = {"fault": "", "values": made.values(), "path": str(made.path)}
         except UserError as error:
             run["fault"] = str(error)
     run = json.loads(from_rank_zero(json.dumps(run)))
@@ -186,7 +187,7 @@ def agree(
         if text:
             faults.append(f"rank {number} has another configuration than rank 0: {text}")
     if not faults:
-        return RunDirectory(Path(run["values"]["run_dir"]))
+        return RunDirectory(Path(run["path"]))
     if first and run["values"]:
         undo()
     if first:

@@ -18,13 +18,14 @@ logger = logging.getLogger(__name__)
 def state_to_resume(directory: RunDirectory, config: Config, module: torch.nn.Module) -> str | None:
     """Return the checkpoint to go on from: the run's own newest, else what `resume` names.
 
-    Every rank must call this; rank 0 looks, and the others are told.
+    None: from step 0, with the weights of it that fit where `resume_force` is set. Every rank must
+    call this; rank 0 looks, and the others are told.
     """
     first = Ranks.from_environment().rank == 0
     own = from_rank_zero(str(_own_newest(directory, config, module) or "") if first else "")
-    if own or config.resume in ("none", "auto"):
+    if not config.resume_force if own else config.resume in ("none", "auto"):
         return own or None
-    asked_for = Path(config.resume)
+    asked_for = Path(own or config.resume)
     found = files.find_checkpoint(asked_for, directory.path / "artifacts") if first else ""
     path = Path(from_rank_zero(str(found)))
     content = files.read_checkpoint(path)

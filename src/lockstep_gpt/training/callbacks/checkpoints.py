@@ -68,6 +68,8 @@ class Checkpoints(StepCallback, Checkpoint):
     def _prune(self, trainer: Trainer, new: Path) -> None:
         """Delete what is neither among the newest nor the best, once `new` stands."""
         present = sorted({*files.checkpoints_in(self.folder), new}, key=files.step_of)
+        while present[-1] != new:  # of a model that this run has left by force
+            files.set_aside(present.pop())
         newest = present[-self.config.checkpoint.keep_last :]
         best = sorted(self.losses, key=self.losses.__getitem__)[: self.config.checkpoint.keep_best]
         for path in present:
