@@ -6,6 +6,8 @@ import shutil
 import pytest
 import torch
 
+from lockstep_gpt.run_directory import RunDirectory
+
 KILL = """
 import os, signal, lightning
 class Kill(lightning.Callback):
@@ -199,6 +201,19 @@ def test_a_forced_resume_takes_the_weights_that_fit_and_begins_with_the_rest_ane
     assert [row["trainer/step"] for row in rows(command.folder / "run")][2:] == ["12", "14"]
     changed = command("train", *FORCED[:2], "model.n_layer=4", status=2).stderr
     assert "keeps what it was made with; here is model.n_layer=4 instead of 3" in changed
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [("optim.algorithm=muon", "took 28 weights"), ("data.val_fraction=0.5", "")],
+)
+def test_a_forced_resume_has_another_optimizer_or_other_data(finished, command, changed, told):
+    shutil.copytree(finished[0].folder / "runs/first", command.folder / "run")
+    before = RunDirectory(command.folder / "run").values()["data"]["fingerprint"]
+    said = command("train", *FORCED[:3], changed, "launch.inline=true", "max_steps=23").stdout
+    assert (told in said, command.summary("run")["status"]) == (True, "done")
+    after = RunDirectory(command.folder / "run").values()["data"]["fingerprint"]
+    assert (after == before) == ("optim" in changed)
 
 
 def test_a_forced_resume_with_a_mistake_leaves_the_run_as_it_was(finished, command):

@@ -137,6 +137,9 @@ def _revive(run: RunDirectory, arguments: list[str]) -> tuple[dict[str, Any], li
     values = cast(dict[str, Any], OmegaConf.to_container(base))
     if not _says(arguments, "resume_force"):
         refuse_another_identity(f"run_dir={run.path}", run.values(), values)
+    data = [change.partition(":")[0] for change in changes if change.startswith("data.")]
+    if settings_on_resume("kept").intersection(data):
+        values["data"]["fingerprint"] = None  # of what the corpus makes by these settings
     return values, changes
 
 

@@ -34,7 +34,8 @@ def state_to_resume(directory: RunDirectory, config: Config, module: torch.nn.Mo
     places, saved = module.state_dict(), content["state_dict"]
     shapes = {name: weight.shape for name, weight in places.items()}
     fitting = {name: each for name, each in saved.items() if shapes.get(name) == each.shape}
-    if len(fitting) == len(saved) == len(places):
+    alike = content["config"]["optim"]["algorithm"] == config.optim.algorithm
+    if alike and len(fitting) == len(saved) == len(places):
         return str(path)
     if not config.resume_force:
         raise UserError(
