@@ -113,9 +113,61 @@ def test_signal_saves_and_exits_with_its_number(command, wait_for, processes_of)
     assert process.returncode == 128 + signal.SIGTERM
     assert time.monotonic() - started < 10
     summary = command.summary("runs/long")
-    assert summary["status"] == "stopped"
+    assert (summary["status"], summary["saved"]) == ("stopped", True)
     assert summary["last_checkpoint"].endswith(f"step={summary['step']:06d}.ckpt")
     assert not processes_of(command.folder)
+
+
+HANGS = """
+import os, time, lightning
+class Hangs(lightning.Callback):
+    def on_train_batch_start(self, trainer, *_):
+        if os.path.exists("hang"):
+            open("hanging", "w").close()
+            time.sleep(600)
+"""
+
+
+def test_a_stop_that_could_not_save_in_time_says_so_and_what_remains(command, wait_for):
+    (command.folder / "hangs.py").write_text(HANGS)
+    callback = "+callbacks.hangs._target_=hangs.Hangs"
+    words = command.smoke("max_steps=100000", "run_dir=run", callback, "launch.grace_seconds=2")
+    run, path = command.folder / "run", {"PYTHONPATH": str(command.folder)}
+    process = command.start(*words, **path)
+    wait_for((run / "checkpoints/step=000010.ckpt").exists)
+    process.terminate()
+    out, _ = process.communicate(timeout=60)
+    assert (process.returncode, command.summary("run")["saved"]) == (143, True)
+    assert "stopped by SIGTERM after saving; the run can be resumed" in out.splitlines()[-1]
+    saved = max(run.glob("checkpoints/*.ckpt"))
+    (command.folder / "hang").touch()
+    process = command.start("train", "run_dir=run", "resume=auto", **path)
+    wait_for((command.folder / "hanging").exists)
+    process.terminate()
+    started = time.monotonic()
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert time.monotonic() - started < 20
+    summary = command.summary("run")
+    assert (summary["status"], summary["saved"]) == ("stopped", False)
+    line = f"stopped by SIGTERM before all ranks had saved; resume=auto goes on from {saved}"
+    assert out.splitlines()[-1] == line.replace(str(run), "run")
+
+
+def test_a_stop_before_anything_was_saved_says_so(command, wait_for):
+    (command.folder / "hangs.py").write_text(HANGS)
+    (command.folder / "hang").touch()
+    callback = ("+callbacks.hangs._target_=hangs.Hangs", "launch.grace_seconds=1")
+    words = command.smoke("run_dir=run", *callback)
+    process = command.start(*words, PYTHONPATH=str(command.folder))
+    wait_for((command.folder / "hanging").exists)
+    process.send_signal(signal.SIGINT)
+    process.send_signal(signal.SIGINT)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGINT
+    assert command.summary("run") == {"status": "stopped", "saved": False}
+    line = "stopped by SIGINT before all ranks had saved; resume=auto begins anew"
+    assert out.splitlines()[-1] == line
 
 
 def test_a_signal_ends_the_whole_sweep(command, wait_for):

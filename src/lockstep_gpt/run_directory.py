@@ -107,6 +107,11 @@ class RunDirectory:
         """Return `summary.json`; empty if the run has not come that far."""
         return _read_json(self.summary)
 
+    def way_on(self) -> str:
+        """Say what `resume=auto` goes on from."""
+        newest = max(self.checkpoints.glob("step=*.ckpt"), key=os.path.getmtime, default=None)
+        return f"resume=auto {f'goes on from {newest}' if newest else 'begins anew'}"
+
     def record_failure(self, failure: dict[str, Any]) -> bool:
         """Write `failed.json` if this failure is the run's first; tell whether it was."""
         try:

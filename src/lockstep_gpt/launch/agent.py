@@ -131,7 +131,7 @@ class RankAgent(LocalElasticAgent):
         )
         super().__init__(spec, DefaultLogsSpecs(log_dir=folder), exit_barrier_timeout=EXIT_BARRIER)
         self._run = run
-        self._grace = config.launch.grace_seconds
+        self._shutdown_timeout = math.ceil(config.launch.grace_seconds)  # torch's own: 30
         self._ended: dict[int, int] = {}  # global rank -> the exit status that ended the attempt
         self.looked = time.monotonic()  # when it last looked at its ranks
 
@@ -173,15 +173,15 @@ class RankAgent(LocalElasticAgent):
     def _end_others(self, restartable: bool) -> None:
         """End the other ranks before the stock agent does, which would wait 30 s for each."""
         if any(code > 128 for code in self._ended.values()):  # all stop together, after saving
-            self._shutdown(signal.SIGTERM, self._grace)
+            self._shutdown(signal.SIGTERM)
         elif restartable:  # they wait in a collective for a dead rank and cannot hear us
             self._shutdown(signal.SIGKILL, 1)
         else:
             self._shutdown(signal.SIGTERM, FAILURE_GRACE)
 
-    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: float = 0) -> None:
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 0) -> None:
         if self._pcontext:
-            self._pcontext.close(death_sig, math.ceil(timeout or self._grace))
+            self._pcontext.close(death_sig, timeout or self._shutdown_timeout)
 
     def status(self, result: RunResult) -> int:
         """Return the exit status of the run: a rank's own where it chose one."""

@@ -172,6 +172,7 @@ KEEP_MEMORY = {
 
 def supervise(run: RunDirectory, node_rank: int = 0) -> int:
     """Start the ranks' agent, pass our signals on to it, and return the run's exit status."""
+    before = run.read_summary()
     passed: list[int] = []
     agent: Any = None  # of `subprocess.Popen`'s kind
 
@@ -182,7 +183,7 @@ def supervise(run: RunDirectory, node_rank: int = 0) -> int:
             raise KeyboardInterrupt
         agent.send_signal(signal.SIGKILL if impatient else signum)
 
-    before = {signum: signal.signal(signum, forward) for signum in processes.STOP_SIGNALS}
+    handlers = {signum: signal.signal(signum, forward) for signum in processes.STOP_SIGNALS}
     try:
         with sharing_servers():  # while it may be needed, for it has made what its forks share
             agent = _start_agent(run, node_rank)
@@ -190,12 +191,17 @@ def supervise(run: RunDirectory, node_rank: int = 0) -> int:
     except KeyboardInterrupt:
         status = -passed[0]
     finally:
-        for signum, handler in before.items():
+        for signum, handler in handlers.items():
             signal.signal(signum, handler)
     if status < 0:  # it was killed itself, by us or by somebody else
         status = 128 + passed[0] if passed else 1
-    if status == 1 and not node_rank:  # also if no rank was left to say so
-        run.write_summary({**run.read_summary(), "status": "failed"})
+    unsaved = passed and status > 128 and run.read_summary() == before
+    if (status == 1 or unsaved) and not node_rank:  # also if no rank was left to say so
+        told = {"status": "stopped" if unsaved else "failed", "saved": False}
+        run.write_summary({**run.read_summary(), **told})
+    if unsaved and not node_rank:
+        name = signal.Signals(passed[0]).name
+        logging.warning("stopped by %s before all ranks had saved; %s", name, run.way_on())
     return status
 
 

@@ -163,8 +163,8 @@ def as_text(lines: dict[str, str]) -> str:
 
 def conclude(directory: RunDirectory, status: str, trainer: Trainer, found: dict[str, Any]) -> None:
     """Write `summary.json`: how the run ended, and what was found in it."""
-    run = {"status": status, "step": trainer.global_step, "wandb_run_id": read_run_id(directory)}
-    directory.write_summary({**run, **found})
+    run = {"status": status, "saved": status != "failed", "step": trainer.global_step}
+    directory.write_summary({**run, "wandb_run_id": read_run_id(directory), **found})
 
 
 def closing(directory: RunDirectory, row: dict[str, float], seconds: float) -> str:
