@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import socket
 import sys
+from multiprocessing.connection import wait
 from types import FrameType
 
-from torch.multiprocessing.spawn import ProcessExitedException, start_processes
+from torch.multiprocessing.spawn import (
+    ProcessContext,
+    ProcessExitedException,
+    start_processes,
+)
 
 from lockstep_gpt import processes
 from lockstep_gpt.config import Config
@@ -25,23 +31,48 @@ def start(run: RunDirectory, config: Config) -> int:
         _spawned_rank, (devices, port, run), devices, join=False, start_method="spawn"
     )
 
+    stops: list[int] = []
+
+    def end(signum: int) -> None:
+        for process in context.processes:
+            if process.exitcode is None:
+                os.kill(process.pid, signum)
+
     def forward(signum: int, _frame: FrameType | None) -> None:
-        for pid in context.pids():
-            os.kill(pid, signum)
+        stops.append(signum)
+        signal.alarm(math.ceil(config.launch.grace_seconds))
+        end(signum)
 
     for signum in processes.STOP_SIGNALS:
         signal.signal(signum, forward)
+    signal.signal(signal.SIGALRM, lambda *_: end(signal.SIGKILL))
     try:
-        while not context.join(grace_period=FAILURE_GRACE):
+        while not context.join(grace_period=_grace(context, config)):
             pass
     except ProcessExitedException as error:
         if failure := run.read_failure():
             return int(failure["status"])
         code = error.exit_code
+        if stops and code < 0:
+            return 128 + stops[0]
         if code < 0 or code == processes.LOST_PEERS:
             print(f"{causes({error.error_index: code})}; no restart is left", file=sys.stderr)
         return code if code == 2 or code > 128 else 1
+    finally:
+        signal.alarm(0)
     return 0
+
+
+def _grace(context: ProcessContext, config: Config) -> float:
+    """Wait until a rank has ended; return the seconds that the others then have.
+
+    Those of a rank that was stopped may still be writing in the background.
+    """
+    ended = [context.processes[context.sentinels[each]] for each in wait([*context.sentinels])]
+    for process in ended:
+        process.join()
+    stopped = any(process.exitcode > 128 for process in ended)
+    return config.launch.grace_seconds if stopped else FAILURE_GRACE
 
 
 def _spawned_rank(local_rank: int, devices: int, port: int, run: RunDirectory) -> None:
