@@ -1,5 +1,5 @@
 import json
-import threading
+import multiprocessing
 
 import pytest
 import yaml
@@ -105,20 +105,36 @@ def test_another_run_or_a_file_is_refused_and_left_as_it_is(run, tmp_path):
     assert (run.load().seed, file.read_text()) == (7, "mine")
 
 
-def test_of_two_launches_at_once_one_gets_the_directory(run):
-    ends = []
+def test_of_several_launches_at_once_one_gets_the_directory(run):
+    context = multiprocessing.get_context("fork")
+    together, ends = context.Barrier(8), context.Queue()
 
     def create():
+        together.wait()
         try:
-            ends.append(run.create(VALUES))
+            with run.locked():
+                run.create(VALUES)
+                ends.put("mine")
+                together.wait(60)  # until all have tried
         except UserError as error:
-            ends.append(str(error))
+            ends.put(str(error))
+            together.wait(60)
 
-    threads = [threading.Thread(target=create) for _ in range(8)]
-    [thread.start() for thread in threads]
-    [thread.join() for thread in threads]
-    assert ends.count(None) == 1
-    assert len(ends) == 8
+    processes = [context.Process(target=create) for _ in range(8)]
+    [process.start() for process in processes]
+    said = [ends.get(timeout=60) for _ in processes]
+    [process.join() for process in processes]
+    assert said.count("mine") == 1
+    assert all("in use by" in each or each == "mine" for each in said)
+    assert run.values() == VALUES
+
+
+def test_what_a_killed_start_has_left_is_no_obstacle(run):
+    run.path.mkdir(parents=True)
+    for name in (".lock", ".config.yaml.tmp"):
+        (run.path / name).write_text("half of it")
+    run.create(VALUES)
+    assert run.values() == VALUES
 
 
 def test_a_place_that_cannot_be_written_is_refused_in_one_line(tmp_path):

@@ -34,6 +34,7 @@ class RunDirectory:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.lock = path / ".lock"  # held by who writes; forks do not hold it
         self.config = path / "config.yaml"  # frozen; what refers to the environment still does
         self.log = path / "train.log"  # what rank 0 reported
         self.metrics = path / "metrics.csv"  # a row for each logged step
@@ -47,8 +48,12 @@ class RunDirectory:
         return self.path / "ranks" / f"{rank}.log"
 
     def refuse_if_used(self) -> None:
-        """Raise a `UserError` if something stands there already, or nothing can be made there."""
-        is_empty = self.path.is_dir() and not any(self.path.iterdir())
+        """Raise a `UserError` if something stands there already, or nothing can be made there.
+
+        What a process has left that was killed while it made the directory is nothing.
+        """
+        left = {self.lock.name, f".{self.config.name}.tmp"}
+        is_empty = self.path.is_dir() and {each.name for each in self.path.iterdir()} <= left
         if self.path.exists() and not is_empty:
             go_on = ", or go on with it by resume=auto" if self.config.is_file() else ""
             raise UserError(
@@ -56,22 +61,15 @@ class RunDirectory:
             )
 
     def create(self, values: dict[str, Any]) -> None:
-        """Make the directory and freeze `values` in it, once, or raise a `UserError`."""
-        beside = self.config.with_suffix(".yaml.tmp")
+        """Make the directory and freeze `values` in it, once, or raise a `UserError`.
+
+        Whoever is not alone for certain has it `locked`.
+        """
+        self.refuse_if_used()
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            with beside.open("x", encoding="utf-8"):  # the quickest of several has it
-                if self.config.exists():  # made between our look at the folder and now
-                    beside.unlink()
-                    self.refuse_if_used()
             replace_text(self.config, _as_yaml(values))  # whole: other machines wait for it
-            beside.unlink()
-        except FileExistsError:
-            self.refuse_if_used()
-            raise
         except OSError as error:
-            with contextlib.suppress(OSError):  # or nobody could use the directory any more
-                beside.unlink()
             raise UserError(
                 f"run_dir={self.path} cannot be written ({error.strerror}); name another one"
             ) from None
@@ -133,14 +131,15 @@ class RunDirectory:
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
         """Be the only writer until the end of this process at most, or raise a `UserError`."""
-        path = self.path / ".lock"
-        with path.open("a+", encoding="utf-8") as file:
+        self.path.mkdir(parents=True, exist_ok=True)
+        with self.lock.open("a+", encoding="utf-8") as file:
             try:
-                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # forks do not hold it
+                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except (BlockingIOError, PermissionError):
                 file.seek(0)
+                who = file.read() or "another process"
                 raise UserError(
-                    f"run_dir={self.path} is in use by {file.read()}; wait for it, or stop it"
+                    f"run_dir={self.path} is in use by {who}; wait for it, or stop it"
                 ) from None
             except OSError as error:  # a file system without locks
                 print(f"run_dir={self.path} cannot be locked ({error.strerror}): use it once")
@@ -150,7 +149,7 @@ class RunDirectory:
             try:
                 yield
             finally:
-                path.unlink(missing_ok=True)  # with its run, if that was a mistake
+                self.lock.unlink(missing_ok=True)  # with its run, if that was a mistake
 
 
 def _as_yaml(values: dict[str, Any]) -> str:

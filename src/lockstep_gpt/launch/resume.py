@@ -93,17 +93,16 @@ def resume(run: RunDirectory, arguments: list[str]) -> int:
         return 0
     settled = {**values, "trainer": start.trainer_settled(values, placement)}
 
-    def create() -> RunDirectory:
-        run.refreeze(start.with_data(settled, config))
+    def refreeze(named: dict[str, Any]) -> None:
+        run.refreeze(named)
         _log_overrides(run, changes)
         print("\n".join([f"resuming {run.path}", *(f"  {change}" for change in changes)]))
-        return run
 
     def undo() -> None:
         run.refreeze(before)
         os.truncate(run.overrides, logged)
 
-    return start.begin(run, settled, config, create, undo)
+    return start.begin(run, settled, config, refreeze, undo)
 
 
 def _is_done(run: RunDirectory, config: Config, placement: devices.Placement) -> bool:

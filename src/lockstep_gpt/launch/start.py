@@ -34,14 +34,7 @@ def train_once(values: dict[str, Any], config: Config) -> tuple[int, float]:
     """Run one training to its end; return its exit status and its validation loss."""
     placement = placed(config)
     run = run_of(config)
-    settled = settle(values, placement, run)
-
-    def create() -> RunDirectory:
-        run.refuse_if_used()
-        run.create(with_data(settled, config))
-        return run
-
-    status = begin(run, settled, config, create, run.discard)
+    status = begin(run, settle(values, placement, run), config)
     return status, float(run.read_summary().get("val_loss") or math.nan)
 
 
@@ -49,8 +42,8 @@ def begin(
     run: RunDirectory,
     settled: dict[str, Any],
     config: Config,
-    create: Callable[[], RunDirectory],
-    undo: Callable[[], None],
+    refreeze: Callable[[dict[str, Any]], None] | None = None,
+    undo: Callable[[], None] | None = None,
 ) -> int:
     """Start the ranks, or be one of a launcher's; return the exit status.
 
@@ -58,21 +51,21 @@ def begin(
         run: its directory.
         settled: the configuration as this machine would freeze it.
         config: the same, typed.
-        create: makes the directory, or freezes the configuration anew.
+        refreeze: freezes the configuration of a run that goes on; None: the run is new.
         undo: takes that back, where the user's mistake shows only after it.
     """
-    undoable = False
+    undo, undoable = undo or run.discard, False
 
     with contextlib.ExitStack() as held:
 
         def owned() -> RunDirectory:
             nonlocal undoable
-            if there := run.config.exists():  # before anything of it changes
-                held.enter_context(run.locked())
-            create()
-            if not there:
-                held.enter_context(run.locked())
-            undoable = there or alone  # others may still write into a new directory
+            if refreeze is None:
+                run.refuse_if_used()
+            named = with_data(settled, config)
+            held.enter_context(run.locked())
+            (refreeze or run.create)(named)
+            undoable = refreeze is not None or alone  # others may write into a new directory still
             return run
 
         alone = not devices.is_inside_launcher() and config.trainer.get("num_nodes", 1) == 1
