@@ -315,6 +315,31 @@ def test_a_sweep_goes_on_where_it_was(command):
     assert [f"{loss:.4f}" in said.rpartition("job  exit")[2] for loss in losses] == [True, True]
 
 
+def test_a_run_that_was_killed_before_it_had_saved_begins_as_frozen(finished, command):
+    (command.folder / "run").mkdir()
+    frozen = finished[0].folder / "runs/first/config.yaml"
+    shutil.copy(frozen, command.folder / "run")
+    command("train", "run_dir=run", "resume=auto")
+    ours, theirs = weights(command.folder / "run"), weights(finished[0].folder / "runs/first")
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_resume_where_a_start_was_killed_starts_the_run(command):
+    (command.folder / "run").mkdir()
+    (command.folder / "run/.config.yaml.tmp").write_text("max_st")
+    command.train("run_dir=run", "resume=auto", "max_steps=6")
+    assert command.summary("run")["status"] == "done"
+    assert not list((command.folder / "run").glob(".*"))
+
+
+def test_resume_in_a_folder_of_other_things_is_refused(command):
+    (command.folder / "run").mkdir()
+    (command.folder / "run/mine.txt").write_text("mine")
+    said = command.train("run_dir=run", "resume=auto", status=2).stderr
+    assert "run_dir=run exists and holds something; name another one" in said
+    assert [each.name for each in (command.folder / "run").iterdir()] == ["mine.txt"]
+
+
 def test_resume_of_a_run_that_is_not_there_starts_one(command):
     command.train("run_dir=run", "resume=auto", "max_steps=6")
     assert command.summary("run")["status"] == "done"
