@@ -23,7 +23,7 @@ from lockstep_gpt.data.tokenizer import (
     cut,
     token_dtype,
 )
-from lockstep_gpt.registry import additions, resolved
+from lockstep_gpt.registry import merged, resolved
 
 # Installed packages are not the library; tests are long, repetitive and at times not valid code.
 LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
@@ -228,9 +228,8 @@ CORPORA: dict[str, Callable[[Any], Corpus]] = {
 
 def corpus_of(config: DataConfig) -> Corpus:
     """Open the corpus that `data.source` names; of an extra where the settings are the extra's."""
-    for sources in additions("SOURCES"):
-        added, target = sources.get(config.source, ("", ""))
-        if added and isinstance(config, resolved(added)):
-            corpus: Corpus = resolved(target)(config)
-            return corpus
+    settings, target = merged("SOURCES").get(config.source, (None, None))
+    if settings and isinstance(config, resolved(settings)):
+        corpus: Corpus = resolved(target)(config)
+        return corpus
     return CORPORA[config.source](config)

@@ -31,13 +31,8 @@ def token_dtype(vocab_size: int) -> np.dtype[Any]:
 class Tokenizer(Protocol):
     """What the rest of the project may ask of any tokenizer."""
 
-    @property
-    def vocab_size(self) -> int:
-        """The number of token ids."""
-
-    @property
-    def end_of_text(self) -> int | None:
-        """The id that ends a document; None where the data has no documents."""
+    vocab_size: int  # the number of token ids
+    end_of_text: int | None  # the id that ends a document; None where the data has no documents
 
     def encode(self, text: str | bytes) -> Tokens:
         """Return the ids of `text`, shape (tokens,)."""
@@ -61,7 +56,7 @@ class ByteTokenizer:
 
     kind = "bytes"
     vocab_size = 256
-    end_of_text = 0
+    end_of_text: int | None = 0
 
     def encode(self, text: str | bytes) -> Tokens:
         """Return one id per byte, uint8, shape (bytes,); lone surrogates become `?`."""
@@ -90,7 +85,7 @@ class NumberTokenizer:
     """Ids written as decimal numbers with spaces between, for data that never was text."""
 
     kind = "numbers"
-    end_of_text = None
+    end_of_text: int | None = None
 
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size

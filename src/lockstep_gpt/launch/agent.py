@@ -138,16 +138,15 @@ class RankAgent(LocalElasticAgent):
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         self.looked = time.monotonic()
         self._ended = self._failed_ranks(worker_group)
-        if not self._ended:
-            return cast(RunResult, super()._monitor_workers(worker_group))
-        restartable = self._is_restartable()
-        self._end_others(restartable)
-        total = worker_group.spec.max_restarts
-        if not restartable:
-            self._remaining_restarts = 0
-        elif left := self._remaining_restarts:
-            line = f"restarting all ranks ({total - left + 1} of {total})"
-            print(f"{causes(self._ended)}; {line}", file=sys.stderr)
+        if self._ended:
+            restartable = self._is_restartable()
+            self._end_others(restartable)
+            if not restartable:
+                self._remaining_restarts = 0
+            elif left := self._remaining_restarts:
+                total = worker_group.spec.max_restarts
+                line = f"restarting all ranks ({total - left + 1} of {total})"
+                print(f"{causes(self._ended)}; {line}", file=sys.stderr)
         return cast(RunResult, super()._monitor_workers(worker_group))
 
     def _failed_ranks(self, worker_group: WorkerGroup) -> dict[int, int]:

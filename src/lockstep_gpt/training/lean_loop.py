@@ -35,15 +35,14 @@ class LeanLoop(StepCallback):
         self.every = every  # steps between collections; each tenth is a full one
         self._undo = contextlib.ExitStack()
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
         """Change the loop that is about to begin."""
         super().on_train_start(trainer, pl_module)
-        inner: Any = trainer  # whose parts are not declared
-        self._replace(inner.fit_loop.epoch_loop, "_broadcast_sigterm_tensor", lambda: None)
-        if isinstance(inner.profiler, PassThroughProfiler):
+        self._replace(trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor", lambda: None)
+        if isinstance(trainer.profiler, PassThroughProfiler):
             nothing = contextlib.nullcontext()
-            self._replace(inner.profiler, "profile", lambda _: nothing)
-        for base, owners in ((Callback, inner.callbacks), (LightningModule, [pl_module])):
+            self._replace(trainer.profiler, "profile", lambda _: nothing)
+        for base, owners in ((Callback, trainer.callbacks), (LightningModule, [pl_module])):
             for owner in owners:
                 for hook in HOOKS:
                     own = hook in owner.__dict__

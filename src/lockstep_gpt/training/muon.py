@@ -46,13 +46,9 @@ class Muon(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            parameters = [each for each in group["params"] if each.grad is not None]
-            if not parameters:
-                continue
-            if group["muon"]:
-                self._orthogonal(parameters, group)
-            else:
-                self._adamw(parameters, group)
+            update = self._orthogonal if group["muon"] else self._adamw
+            if parameters := [each for each in group["params"] if each.grad is not None]:
+                update(parameters, group)
         return loss
 
     def _orthogonal(self, parameters: list[Tensor], group: dict[str, Any]) -> None:

@@ -42,7 +42,7 @@ class BytePairTokenizer:
     def __init__(self, values: dict[str, Any]) -> None:
         self._values = values
         self.vocab_size: int = values["vocab_size"]
-        self.end_of_text: int = values["end_of_text"]
+        self.end_of_text: int | None = values["end_of_text"]
 
     @cached_property
     def _tokenizer(self) -> Any:

@@ -87,7 +87,6 @@ class Metrics(StepCallback):
                 logger.info("compiled: the first step took %.1f s", self.first_step_seconds)
         if step % self.every and step != trainer.max_steps:
             return
-        assert pl_module.grad_norm is not None
         loss = trainer.strategy.reduce(pl_module.take_loss(), reduce_op="mean")
         values = (loss, pl_module.grad_norm, pl_module.skipped)
         loss_value, norm, skipped = torch.stack([value.double() for value in values]).tolist()
@@ -139,7 +138,6 @@ class Metrics(StepCallback):
         """Log the validation loss and let the clock go on."""
         pause = time.perf_counter() - self._paused_at
         self._times = [clock + pause for clock in self._times]
-        assert pl_module.val_loss is not None
         loss = pl_module.val_loss
         metrics = {"val/loss": loss, "val/perplexity": perplexity(loss)}
         self._log(trainer, trainer.global_step, metrics)

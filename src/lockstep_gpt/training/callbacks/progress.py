@@ -30,11 +30,10 @@ class Progress(StepCallback):
         self._started = (0, 0.0)  # step and clock
         self._shown = 0.0  # clock of the last line
 
-    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Open the bar at the step where the run starts or goes on."""
         super().on_train_start(trainer, pl_module)
-        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        self._metrics = next(each for each in callbacks if isinstance(each, Metrics))
+        self._metrics = next(each for each in trainer.callbacks if isinstance(each, Metrics))
         self._started = (trainer.global_step, time.perf_counter())
         self._shown = self._started[1]
         if trainer.is_global_zero and sys.stderr.isatty() and logger.isEnabledFor(logging.INFO):
