@@ -1,7 +1,12 @@
 """Going on: with a run in its own directory, and from another run's checkpoint."""
 
+import contextlib
 import csv
+import json
+import os
+import re
 import shutil
+import subprocess
 
 import pytest
 import torch
@@ -343,3 +348,86 @@ def test_resume_in_a_folder_of_other_things_is_refused(command):
 def test_resume_of_a_run_that_is_not_there_starts_one(command):
     command.train("run_dir=run", "resume=auto", "max_steps=6")
     assert command.summary("run")["status"] == "done"
+
+
+FILL = """
+import errno, lightning
+class Fill(lightning.Callback):
+    def on_train_batch_start(self, trainer, *_):
+        if trainer.global_step == 51 and trainer.is_global_zero:
+            try:
+                with open("disk/filler", "wb", buffering=0) as file:
+                    while file.write(bytes(4096)):
+                        pass
+            except OSError as error:
+                assert error.errno == errno.ENOSPC
+"""
+SMALL = ("run_dir=disk/run", "log_every=1")
+
+
+@pytest.fixture
+def disk(command):
+    """A small disk in the folder of the command."""
+    (folder := command.folder / "disk").mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(folder)]
+    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("mounting a small file system needs root")
+    (command.folder / "fill.py").write_text(FILL)
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+LINES = {
+    1000: "No space left on device: disk/run cannot be written; mend that, then resume=auto goes "
+    "on from disk/run/checkpoints/step=000050.ckpt",  # metrics.csv comes first
+    55: r"disk/run/checkpoints has 0 bytes left, a checkpoint takes [\d,]+; make room there, then "
+    "go on with resume=auto from the newest, which is whole",
+}
+FILLED = ("+callbacks.fill._target_=fill.Fill", "max_steps=100", "val_every=50", *SMALL)
+
+
+@pytest.mark.usefixtures("disk")
+@pytest.mark.parametrize("ranks", [["launch.inline=true"], ["trainer=cpu", "trainer.devices=2"]])
+@pytest.mark.parametrize("every", LINES)
+def test_a_disk_that_fills_ends_a_run_in_one_line_and_what_was_saved_stays(command, every, ranks):
+    words = (*FILLED, f"checkpoint.every={every}", *ranks)
+    said = command.train(*words, status=1, PYTHONPATH=str(command.folder)).stderr
+    assert re.fullmatch(f"rank 0 failed: {LINES[every]}\n", said)
+    failed = command.folder / "disk/run/failed.json"
+    assert not failed.exists() or json.loads(failed.read_text())["status"] == 1
+    (command.folder / "disk/filler").unlink()
+    go_on = ("run_dir=disk/run", "resume=auto", "callbacks.fill._target_=lightning.Callback")
+    assert "resuming disk/run" in command("train", *go_on).stdout
+    assert command.summary("disk/run")["status"] == "done"
+
+
+@pytest.fixture
+def stopped(disk, command):
+    """A run on the small disk that has come to its tenth step; its files."""
+    command.train(*SMALL, "max_steps=10")
+    return disk / "run"
+
+
+def test_a_resume_on_a_full_disk_is_refused_in_one_line_and_goes_on_later(command, stopped):
+    with contextlib.suppress(OSError), (stopped.parent / "filler").open("wb") as file:
+        while True:
+            file.write(bytes(4096))
+    words = ("train", "run_dir=disk/run", "resume=auto", "max_steps=20")
+    frozen = (stopped / "config.yaml").read_bytes()
+    assert command(*words, status=1).stderr == (
+        "lockstep-gpt train: No space left on device: disk/run cannot be written; mend that, "
+        "then resume=auto goes on from disk/run/checkpoints/step=000010.ckpt\n"
+    )
+    assert (stopped / "config.yaml").read_bytes() == frozen
+    (stopped.parent / "filler").unlink()
+    command(*words)
+    assert command.summary("disk/run")["step"] == 20
+
+
+def test_a_resume_on_a_disk_that_is_read_only_is_refused_in_one_line(command, stopped):
+    subprocess.run(["mount", "-o", "remount,ro", str(stopped.parent)], check=True)
+    words = ("train", "run_dir=disk/run", "resume=auto", "max_steps=20")
+    assert command(*words, status=2).stderr == (
+        "lockstep-gpt train: Read-only file system: disk/run cannot be written; mend that, "
+        "then resume=auto goes on from disk/run/checkpoints/step=000010.ckpt\n"
+    )

@@ -5,7 +5,7 @@ import pytest
 import yaml
 
 from lockstep_gpt import run_directory
-from lockstep_gpt.config import UserError
+from lockstep_gpt.config import RunError, UserError
 from lockstep_gpt.run_directory import RunDirectory, differences, refuse_another_identity
 
 VALUES = {
@@ -139,7 +139,7 @@ def test_what_a_killed_start_has_left_is_no_obstacle(run):
 
 def test_a_place_that_cannot_be_written_is_refused_in_one_line(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(UserError, match=r"^run_dir=\S+ cannot be written \(Not a directory\)"):
+    with pytest.raises(UserError, match=r"^Not a directory: \S+ cannot be written; name another"):
         RunDirectory(tmp_path / "file" / "run").create(VALUES)
 
 
@@ -149,7 +149,7 @@ def test_a_directory_that_could_not_be_made_may_be_used_later(run, monkeypatch):
 
     with monkeypatch.context() as patched:
         patched.setattr(run_directory, "replace_text", full)
-        with pytest.raises(UserError, match=r"cannot be written \(No space left on device\)"):
+        with pytest.raises(RunError, match="No space left on device: .+ cannot be written; name"):
             run.create(VALUES)
     run.refuse_if_used()
     run.create(VALUES)

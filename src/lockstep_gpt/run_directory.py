@@ -5,6 +5,7 @@ of a failure: `failed.json` is written by the first rank that fails, `ranks/N.lo
 """
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import json
@@ -17,7 +18,13 @@ from typing import Any
 
 import yaml
 
-from lockstep_gpt.config import Config, UserError, from_container, settings_on_resume
+from lockstep_gpt.config import (
+    Config,
+    RunError,
+    UserError,
+    from_container,
+    settings_on_resume,
+)
 from lockstep_gpt.registry import merged
 from lockstep_gpt.whole_files import replace_text
 
@@ -66,13 +73,9 @@ class RunDirectory:
         Whoever is not alone for certain has it `locked`.
         """
         self.refuse_if_used()
-        try:
+        with self.writing(UserError):
             self.path.mkdir(parents=True, exist_ok=True)
             replace_text(self.config, _as_yaml(values))  # whole: other machines wait for it
-        except OSError as error:
-            raise UserError(
-                f"run_dir={self.path} cannot be written ({error.strerror}); name another one"
-            ) from None
 
     def refreeze(self, values: dict[str, Any]) -> None:
         """Replace the frozen configuration for the next part of a resumed run."""
@@ -110,6 +113,22 @@ class RunDirectory:
         newest = max(self.checkpoints.glob("step=*.ckpt"), key=os.path.getmtime, default=None)
         return f"resume=auto {f'goes on from {newest}' if newest else 'begins anew'}"
 
+    @contextlib.contextmanager
+    def writing(self, mistake: type[Exception] = RunError) -> Iterator[None]:
+        """Say in one line why the directory cannot be written, and what remains.
+
+        Raises:
+            RunError: the disk is full, which may pass.
+            mistake: it cannot be written for another reason.
+        """
+        try:
+            yield
+        except OSError as error:
+            kind = RunError if error.errno in (errno.ENOSPC, errno.EDQUOT) else mistake
+            go_on = f"mend that, then {self.way_on()}"
+            remedy = go_on if self.config.exists() else "name another one, or mend that"
+            raise kind(f"{error.strerror}: {self.path} cannot be written; {remedy}") from error
+
     def record_failure(self, failure: dict[str, Any]) -> bool:
         """Write `failed.json` if this failure is the run's first; tell whether it was."""
         try:
@@ -117,6 +136,8 @@ class RunDirectory:
                 json.dump(failure, file, indent=2)
         except FileExistsError:
             return False
+        except OSError:  # half of it would be no JSON; the terminal tells
+            self.failed.unlink(missing_ok=True)
         return True
 
     def read_failure(self) -> dict[str, Any]:
@@ -131,25 +152,28 @@ class RunDirectory:
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
         """Be the only writer until the end of this process at most, or raise a `UserError`."""
-        self.path.mkdir(parents=True, exist_ok=True)
-        with self.lock.open("a+", encoding="utf-8") as file:
+        with self.writing(UserError):
+            self.path.mkdir(parents=True, exist_ok=True)
+            file = self.lock.open("ab+", buffering=0)
+        with file:
             try:
                 fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except (BlockingIOError, PermissionError):
                 file.seek(0)
-                who = file.read() or "another process"
+                who = file.read().decode() or "another process"
                 raise UserError(
                     f"run_dir={self.path} is in use by {who}; wait for it, or stop it"
                 ) from None
             except OSError as error:  # a file system without locks
                 print(f"run_dir={self.path} cannot be locked ({error.strerror}): use it once")
-            file.truncate(0)
-            file.write(f"process {os.getpid()} on {socket.gethostname()}")
-            file.flush()
+            with self.writing(UserError):
+                file.truncate(0)
+                file.write(f"process {os.getpid()} on {socket.gethostname()}".encode())
             try:
                 yield
             finally:
-                self.lock.unlink(missing_ok=True)  # with its run, if that was a mistake
+                with contextlib.suppress(OSError):  # gone with its run, if that was a mistake
+                    self.lock.unlink()
 
 
 def _as_yaml(values: dict[str, Any]) -> str:

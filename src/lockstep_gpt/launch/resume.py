@@ -94,8 +94,9 @@ def resume(run: RunDirectory, arguments: list[str]) -> int:
     settled = {**values, "trainer": start.trainer_settled(values, placement)}
 
     def refreeze(named: dict[str, Any]) -> None:
-        run.refreeze(named)
-        _log_overrides(run, changes)
+        with run.writing(UserError):
+            _log_overrides(run, changes)
+            run.refreeze(named)
         print("\n".join([f"resuming {run.path}", *(f"  {change}" for change in changes)]))
 
     def undo() -> None:

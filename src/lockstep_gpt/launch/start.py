@@ -191,7 +191,8 @@ def supervise(run: RunDirectory, node_rank: int = 0) -> int:
     unsaved = passed and status > 128 and run.read_summary() == before
     if (status == 1 or unsaved) and not node_rank:  # also if no rank was left to say so
         told = {"status": "stopped" if unsaved else "failed", "saved": False}
-        run.write_summary({**run.read_summary(), **told})
+        with contextlib.suppress(OSError):  # of a full disk, which was told of
+            run.write_summary({**run.read_summary(), **told})
     if unsaved and not node_rank:
         name = signal.Signals(passed[0]).name
         logging.warning("stopped by %s before all ranks had saved; %s", name, run.way_on())

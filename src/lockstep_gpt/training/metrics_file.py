@@ -9,6 +9,7 @@ from typing import Any
 from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.utilities import rank_zero_only
 
+from lockstep_gpt.run_directory import RunDirectory
 from lockstep_gpt.whole_files import replace_text
 
 STEP = "trainer/step"
@@ -45,12 +46,13 @@ class MetricsFile(Logger):
         """
         kept = [row for row in _read(self.path) if int(row[STEP]) <= step]
         self.columns = list(dict.fromkeys([*self.columns, *(name for row in kept for name in row)]))
-        self._rewrite(kept)
+        with RunDirectory(self.path.parent).writing():
+            self._rewrite(kept)
         return {name: value for row in kept for name, value in row.items() if value}
 
     @rank_zero_only
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
-        """Write the row of `step`, or add to it if it is the last one."""
+        """Write the row of `step`, or add to it if it is the last one; raise a `RunError`."""
         assert step is not None, "every row belongs to a step"
         row = {STEP: str(step), **{name: str(value) for name, value in metrics.items()}}
         if self.last.get(STEP) == row[STEP]:
@@ -58,14 +60,15 @@ class MetricsFile(Logger):
         else:
             self._end = self.path.stat().st_size
         self.last = row
-        if new := [name for name in row if name not in self.columns]:
-            self.columns += new
-            self._rewrite([*_read(self.path, self._end), row])
-        else:
-            with self.path.open("r+", encoding="utf-8", newline="") as file:
-                file.seek(self._end)
-                file.write(self._line(row))
-                file.truncate()
+        with RunDirectory(self.path.parent).writing():
+            if new := [name for name in row if name not in self.columns]:
+                self.columns += new
+                self._rewrite([*_read(self.path, self._end), row])
+            else:
+                with self.path.open("r+", encoding="utf-8", newline="") as file:
+                    file.seek(self._end)
+                    file.write(self._line(row))
+                    file.truncate()
 
     @rank_zero_only
     def log_hyperparams(self, *_args: Any, **_kwargs: Any) -> None:

@@ -178,7 +178,7 @@ def agree(
         try:
             made = create()  # where it is now: it may have been moved since it was frozen
             run = {"fault": "", "values": made.values(), "path": str(made.path)}
-        except UserError as error:
+        except (UserError, RunError) as error:
             run["fault"] = str(error)
     run = json.loads(from_rank_zero(json.dumps(run)))
     faults = [run["fault"]] if run["fault"] else []

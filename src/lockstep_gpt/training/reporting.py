@@ -38,13 +38,25 @@ NOISE = [
 LIBRARIES = ("lightning", "lightning.pytorch", "lightning.fabric", "torch", "fsspec")
 
 
+class LogFile(logging.FileHandler):
+    """Leaves out what a full disk does not take: what needs the disk ends the run, in one line."""
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
+        """Say nothing: the terminal has the line as well."""
+
+    def close(self) -> None:
+        """Close the file, whatever it could not take."""
+        with contextlib.suppress(OSError):
+            super().close()
+
+
 @contextlib.contextmanager
 def reporting(run: RunDirectory, ranks: Ranks, config: Config) -> Iterator[TextIO]:
     """Set up logging and warnings for the life of a rank; yield the terminal, for failures."""
     terminal = _terminal(run, ranks)
     handlers: list[logging.Handler] = [logging.StreamHandler(sys.stdout)]
     if ranks.rank == 0:
-        handlers.append(logging.FileHandler(run.log))
+        handlers.append(LogFile(run.log))
     for handler in handlers:
         handler.setFormatter(logging.Formatter("%(message)s"))
     with contextlib.ExitStack() as after, warnings.catch_warnings():

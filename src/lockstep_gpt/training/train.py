@@ -104,7 +104,8 @@ def _train(directory: RunDirectory, config: Config, ranks: meeting.Ranks, termin
         if ranks.rank == 0:
             found = {**metrics.summary(trainer.global_step), **checkpoints.summary()}
             times = {"lr": schedule.peak_lr, "wall_seconds": time.perf_counter() - started}
-            reporting.conclude(directory, status, trainer, {**found, **times})
+            with contextlib.suppress(OSError) if status == "failed" else directory.writing():
+                reporting.conclude(directory, status, trainer, {**found, **times})
             for each in tracking.tracked(loggers):
                 each.close(status)
     meeting.leave()
@@ -206,7 +207,8 @@ def _fail(
         text, model = traceback.format_exc(), getattr(error, "model", None)
         causes = asked("EXPLAIN_ERROR", text, config, ranks.world_size, model)
         trace = "\n\n".join(filter(None, [*causes, text]))
-        with (directory.rank_log(ranks.rank) if ranks.rank else directory.log).open("a") as log:
+        path = directory.rank_log(ranks.rank) if ranks.rank else directory.log
+        with contextlib.suppress(OSError), path.open("a") as log:
             log.write(trace)
         if meeting.lost_peers(error):
             return LOST_PEERS
