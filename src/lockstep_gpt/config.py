@@ -343,7 +343,7 @@ class GuardConfig(Checked):
 
     node: ClassVar[str] = "guard"
     max_skipped: int = setting(
-        "updates that may be skipped because a gradient was not finite", 0, at_least=0
+        "updates to skip where a gradient is not finite (16-mixed: at loss scale 1)", 0, at_least=0
     )
     replicas_every: int | None = setting(
         "steps between comparisons of the ranks' weights; each save compares too", 500, at_least=1

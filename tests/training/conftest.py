@@ -15,6 +15,7 @@ import lightning
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch.plugins import MixedPrecision
 from wandb.proto import wandb_internal_pb2
 
 from lockstep_gpt.config import (
@@ -66,11 +67,14 @@ class Run:
         )
 
     def fit(self, *callbacks, logger=False, ckpt_path=None, io=None):
+        # By itself Lightning takes bfloat16 in its place on a CPU.
+        half = self.config.precision == "16-mixed"
+        precision = [MixedPrecision("16-mixed", "cpu")] if half else []
         trainer = lightning.Trainer(
             accelerator="cpu",
             callbacks=list(callbacks),
             logger=logger,
-            plugins=[io or AtomicCheckpointIO()],
+            plugins=[io or AtomicCheckpointIO(), *precision],
             max_steps=self.schedule.total_steps,
             max_epochs=-1,
             accumulate_grad_batches=self.batch.accumulation,

@@ -166,18 +166,23 @@ class GPTModule(lightning.LightningModule):
             self.trained, float("inf") if limit is None else limit
         )
         self.grad_norm = getattr(norm, "full_tensor", lambda: norm)()  # whole, of shares
-        if self.config.precision != "16-mixed":  # there the scaler of the loss skips
-            self._skip_unless_finite(optimizer, self.grad_norm)
+        self._skip_unless_finite(optimizer, self.grad_norm)
 
     def _skip_unless_finite(self, optimizer: Optimizer, norm: Tensor) -> None:
         """Decide on the device whether this update is skipped; no host waits for it.
 
         The gradients are averages over ranks, so all ranks decide alike. Beyond the number that
         is allowed every update is skipped: the weights stay until `refuse_broken` ends the run.
+        In 16-mixed the scaler of the loss skips by itself, and halves its scale, until none is too
+        large. Such updates count where the scale is down to 1: the fault is the gradient's own.
         """
-        skip = ~norm.isfinite() | (self.skipped > self.config.guard.max_skipped)
+        scaler = getattr(self.trainer.precision_plugin, "scaler", None)
+        counts = scaler.scale(torch.ones_like(norm)) <= 1 if scaler else True
+        skip = (~norm.isfinite() & counts) | (self.skipped > self.config.guard.max_skipped)
         self.skipped += skip
-        optimizer.found_inf = skip.float()  # type: ignore[attr-defined]
+        for found in scaler._found_inf_per_device(optimizer).values() if scaler else ():
+            found += skip
+        optimizer.found_inf = None if scaler else skip.float()  # type: ignore[attr-defined]
 
     def refuse_broken(self, step: int) -> None:
         """Raise a `RunError` if more updates than `guard.max_skipped` were skipped up to `step`."""

@@ -1,5 +1,6 @@
 import itertools
 import os
+import re
 import signal
 
 import pytest
@@ -141,6 +142,56 @@ def test_skipped_updates_count_over_a_resume(new_run, tmp_path):
     newest = newest_valid(tmp_path)
     with pytest.raises(RunError, match=r"^step 5: "):
         rest.fit(Spoil(5), Metrics(1, 1), rest.checkpoints(tmp_path), ckpt_path=newest)
+
+
+class SpoilScaled(Callback):
+    """Puts a NaN into a gradient of each step for which `broken(step, scale)` holds.
+
+    Notes the weights before each step, and the scale of the loss in it.
+    """
+
+    def __init__(self, broken):
+        self.broken = broken
+        self.weights, self.scales = {}, {}
+
+    def on_after_backward(self, trainer, pl_module):  # before the scaler looks
+        step, weight = trainer.global_step + 1, pl_module.model.final_norm.weight
+        self.scales[step] = trainer.precision_plugin.scaler.get_scale()
+        self.weights[step] = weight.detach().clone()
+        if self.broken(step, self.scales[step]):
+            weight.grad[3] = float("nan")
+
+
+HALF = {"precision": "16-mixed", "val_every": 99, "log_every": 4}
+
+
+def test_a_loss_scale_that_finds_its_place_ends_no_run(new_run):
+    run, metrics = new_run(**HALF, max_steps=20), Metrics(4, 1)
+    spoil = SpoilScaled(lambda step, scale: step > 1 and scale > 1024)
+    run.fit(spoil, metrics)
+    assert spoil.scales[20] <= 1024 < spoil.scales[1]
+    assert metrics.row["optim/skipped"] == 0
+    assert not torch.equal(spoil.weights[20], spoil.weights[19])
+
+
+def test_a_gradient_that_no_scale_makes_finite_ends_the_run(new_run, tmp_path):
+    run, spoil = new_run(**HALF, max_steps=60), SpoilScaled(lambda step, _: step > 8)
+    first = r"^step (\d+): the gradient is not finite, and guard.max_skipped=0; the weights stayed"
+    with pytest.raises(RunError, match=first) as told:
+        run.fit(spoil, Metrics(4, 1), run.checkpoints(tmp_path))
+    step = int(re.match(first, str(told.value))[1])
+    assert (spoil.scales[step - 1], spoil.scales[step]) == (2, 1)
+    assert torch.equal(run.module.model.final_norm.weight, spoil.weights[9])
+    assert not checkpoints_in(tmp_path)
+
+
+def test_with_a_loss_scale_too_the_weights_stay_once_too_many_were_skipped(new_run):
+    run = new_run(**{**HALF, "log_every": 40}, max_steps=60, guard={"max_skipped": 1})
+    spoil = SpoilScaled(lambda step, scale: step in (30, 33) or (step > 1 and scale > 1))
+    with pytest.raises(RunError, match=r"^step 33: "):
+        run.fit(spoil, Metrics(40, 1))
+    assert not torch.equal(spoil.weights[32], spoil.weights[33])
+    assert torch.equal(run.module.model.final_norm.weight, spoil.weights[33])
 
 
 class Reads(TorchDispatchMode):
