@@ -149,7 +149,7 @@ def test_a_directory_that_could_not_be_made_may_be_used_later(run, monkeypatch):
 
     with monkeypatch.context() as patched:
         patched.setattr(run_directory, "replace_text", full)
-        with pytest.raises(RunError, match="No space left on device: .+ cannot be written; name"):
+        with pytest.raises(RunError, match=r"No space left on device: .+ cannot be written"):
             run.create(VALUES)
     run.refuse_if_used()
     run.create(VALUES)
