@@ -31,6 +31,9 @@ def test_histograms_and_code_are_kept_where_they_are_asked_for(command, read_off
     (path,) = (command.folder / "run").glob("wandb/offline-run-*/*.wandb")
     kinds = {record.artifact.type for record in records(path) if record.HasField("artifact")}
     assert "code" in kinds
+    metrics = {each.metric.name: each.metric for each in records(path) if each.HasField("metric")}
+    assert metrics["val/loss"].summary.min
+    assert metrics["optim/grad_norm"].summary.max
 
 
 LOG_CHECKPOINT = """
