@@ -104,6 +104,17 @@ def test_nccl_is_refused_on_a_cpu(gpus_here):
     assert place(config({"devices": 2}, strategy=backend)) == Placement("cuda", 2, 1)
 
 
+def test_restarts_that_would_lose_an_error_memory_are_refused(gpus_here):
+    gpus_here(0)
+    lossy = {"comm_hook": "powersgd"}
+    assert refusal({"devices": 2}, strategy=lossy) == (
+        "strategy.comm_hook=powersgd keeps an error memory, which no checkpoint has; "
+        "set launch.max_restarts=0"
+    )
+    alone = LaunchConfig(max_restarts=0)
+    assert place(config({}, strategy=lossy, launch=alone)) == Placement("cpu", 1, 1)
+
+
 @pytest.fixture
 def launched(gpus_here, monkeypatch):
     """Start this process as one of `ranks` on each of `nodes` machines without a GPU."""

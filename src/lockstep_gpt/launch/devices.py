@@ -6,7 +6,7 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
-from lockstep_gpt.config import Config, UserError
+from lockstep_gpt.config import Config, UserError, check
 from lockstep_gpt.registry import additions, asked, merged
 
 DEVICE_FILES = Path("/dev")
@@ -106,6 +106,9 @@ def _refuse_impossible(config: Config, placement: Placement) -> None:
         raise UserError(
             "strategy.comm_hook=bf16 needs GPUs and NCCL; set strategy.comm_hook=fp16 or none"
         )
+    restarts = hook == "powersgd" and config.launch.max_restarts
+    rule = "keeps an error memory, which no checkpoint has; set launch.max_restarts=0"
+    check("strategy.comm_hook", hook, not restarts, rule)
 
 
 def _refuse_missing(config: Config, nodes: int) -> None:

@@ -15,7 +15,7 @@ LOCKS = 64 << 10  # bytes of a loader process, about: a page for each lock of it
 
 def refuse_missing(config: Config) -> None:
     """Raise a `UserError` if the machine has no room for what loader processes share."""
-    workers = config.data.num_workers
+    workers = getattr(config.data, "num_workers", 0)  # one made by hand may have no data
     if not workers or sys.platform != "linux":
         return
     devices = config.trainer.get("devices", "auto")
