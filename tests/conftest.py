@@ -297,6 +297,14 @@ def one_thread() -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
+def state(shared: Path) -> Iterator[None]:
+    """Let no test record anything in the home of whoever runs it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_STATE_HOME", str(shared / "state"))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
 def servers() -> Iterator[None]:
     """Let all commands of this worker share what they fork their ranks from."""
     with start.sharing_servers():

@@ -372,6 +372,7 @@ class Config(Checked):
         "auto: go on in run_dir, if it is there; none; or a checkpoint or run to start from", "none"
     )
     resume_force: bool = setting("resume with other settings than those that a run keeps", False)
+    trust_run_dir: bool = setting("resume=auto builds what only its config.yaml names", False)
     precision: str = setting(
         "arithmetic of forward and backward",
         "32-true",

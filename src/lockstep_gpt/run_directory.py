@@ -186,7 +186,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 def differences(theirs: dict[str, Any], ours: dict[str, Any]) -> list[str]:
     """Name the settings in which two frozen configurations differ, with both values."""
-    left, right = dict(_flat(theirs)), dict(_flat(json.loads(json.dumps(ours))))
+    left, right = dict(flat(theirs)), dict(flat(json.loads(json.dumps(ours))))
     return [
         f"{name}={right.get(name)} instead of {left.get(name)}"
         for name in sorted({*left, *right})
@@ -202,8 +202,8 @@ def refuse_another_identity(where: str, saved: dict[str, Any], ours: dict[str, A
     Raises:
         UserError: some of them differ.
     """
-    kept, now = settings_on_resume("kept"), dict(_flat(ours))
-    was = {name: value for name, value in _flat(saved) if name in kept and value is not None}
+    kept, now = settings_on_resume("kept"), dict(flat(ours))
+    was = {name: value for name, value in flat(saved) if name in kept and value is not None}
     differing = [
         f"{name}={now.get(name)} instead of {value}"
         for name, value in was.items()
@@ -222,9 +222,10 @@ def some_of(differing: list[str]) -> str:
     return ", ".join(differing[:3]) + more
 
 
-def _flat(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flat(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield each setting's full name and its value."""
     for name, value in values.items():
         if isinstance(value, dict):
-            yield from _flat(value, f"{prefix}{name}.")
+            yield from flat(value, f"{prefix}{name}.")
         else:
             yield prefix + name, value

@@ -17,7 +17,7 @@ from lockstep_gpt.config import (
     from_container,
     settings_on_resume,
 )
-from lockstep_gpt.launch import compose, devices, start
+from lockstep_gpt.launch import compose, devices, start, trust
 from lockstep_gpt.run_directory import (
     RunDirectory,
     differences,
@@ -28,7 +28,7 @@ from lockstep_gpt.training import schedule
 from lockstep_gpt.training.checkpoint import fault_of
 
 # Words of the command line that say which run, not what changes in it.
-ADDRESS = ("run_dir", "resume")
+ADDRESS = ("run_dir", "resume", "trust_run_dir")
 OF_MACHINE = ("trainer.devices", "trainer.accelerator")  # beside those of ours that say so
 DECIDED_ONCE = ("batch.global_size", "data.fingerprint")  # at the start of a run, where null
 
@@ -56,7 +56,7 @@ def train_or_resume(composed: DictConfig) -> tuple[int, float]:
     if config.batch.global_size is None:
         settled["batch"] = {**settled["batch"], "global_size": run.load().batch.global_size}
     _refuse_other_choices(run, settled, singles)
-    status = resume(run, singles)
+    status = resume(run, singles, settled)
     return status, float(run.read_summary().get("val_loss") or math.nan)
 
 
@@ -80,8 +80,11 @@ def _refuse_other_choices(run: RunDirectory, settled: dict[str, Any], singles: l
         )
 
 
-def resume(run: RunDirectory, arguments: list[str]) -> int:
-    """Go on with a run in its own directory; return the exit status."""
+def resume(run: RunDirectory, arguments: list[str], composed: dict[str, Any] | None = None) -> int:
+    """Go on with a run in its own directory; return the exit status.
+
+    What the command has `composed` needs no further permission.
+    """
     before, logged = run.values(), run.overrides.stat().st_size if run.overrides.exists() else 0
     values, changes = _revive(run, arguments)
     with compose.told_in_one_line(arguments):
@@ -94,6 +97,7 @@ def resume(run: RunDirectory, arguments: list[str]) -> int:
     settled = {**values, "trainer": start.trainer_settled(values, placement)}
 
     def refreeze(named: dict[str, Any]) -> None:
+        trust.permit(run, _says(arguments, "trust_run_dir"), composed)
         with run.writing(UserError):
             _log_overrides(run, changes)
             run.refreeze(named)

@@ -24,7 +24,7 @@ from lockstep_gpt import processes
 from lockstep_gpt.config import LEVELS, Config, RunError
 from lockstep_gpt.data import prepare as data_prepare
 from lockstep_gpt.data import shards
-from lockstep_gpt.launch import devices
+from lockstep_gpt.launch import devices, trust
 from lockstep_gpt.registry import addition
 from lockstep_gpt.run_directory import RunDirectory
 from lockstep_gpt.training import schedule
@@ -65,6 +65,7 @@ def begin(
             named = with_data(settled, config)
             held.enter_context(run.locked())
             (refreeze or run.create)(named)
+            trust.permit(run, trusted=True)
             undoable = refreeze is not None or alone  # others may write into a new directory still
             return run
 

@@ -224,7 +224,9 @@ class Drill:
 
     def _start(self, name: str, *overrides: str, resume: bool = False) -> subprocess.Popen[str]:
         run = f"run_dir={self.folder / name}"
-        words = [run, "resume=auto"] if resume else [*self.words, run, *overrides]
+        words = (
+            [run, "resume=auto", "trust_run_dir=true"] if resume else [*self.words, run, *overrides]
+        )
         command = [sys.executable, "-m", "lockstep_gpt", "train", *words]
         quiet, kept = subprocess.DEVNULL, subprocess.PIPE
         return subprocess.Popen(command, stdout=quiet, stderr=kept, text=True)

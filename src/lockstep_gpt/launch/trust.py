@@ -1,0 +1,51 @@
+"""What a run directory from elsewhere may not do: run code that only its config.yaml names."""
+
+import contextlib
+import hashlib
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from lockstep_gpt.config import PROGRAM, UserError
+from lockstep_gpt.launch.compose import config_folder
+from lockstep_gpt.run_directory import RunDirectory, flat, some_of
+
+# Classes, not all that can be reached: `torch.serialization.os.system` is no function of torch's.
+LIGHTNINGS = r"Trainer|(callbacks|loggers|plugins|profilers|strategies)\.[A-Z]\w*"
+
+
+def foreign(values: dict[str, Any]) -> list[str]:
+    """Return the settings of what neither configs/ nor Lightning offers, and all references."""
+    texts = [path.read_text(encoding="utf-8") for path in config_folder().rglob("*.yaml")]
+    ours = map(re.escape, re.findall(r"_target_: (\S+)", "".join(texts)))
+    known, settings = "|".join([rf"lightning\.pytorch\.({LIGHTNINGS})", *ours]), [*flat(values)]
+    nodes = tuple(
+        name.removesuffix("_target_")
+        for name, value in settings
+        if (name.endswith("_target_") and not re.fullmatch(known, str(value)))
+        or re.search(r"\$\{|_target_", str(value))
+    )
+    return [f"{name}={value}" for name, value in settings if name.startswith(nodes)]
+
+
+def permit(run: RunDirectory, trusted: bool, composed: dict[str, Any] | None = None) -> None:
+    """Record that this user has `run` build what it names; not in the run, where others can write.
+
+    Raises:
+        UserError: it is not `trusted`, not in what their command has `composed`, and new to them.
+    """
+    settings = foreign(run.values())
+    home = os.path.expanduser("~/.local/state")  # noqa: PTH111 (the other raises without a home)
+    state = os.environ.get("XDG_STATE_HOME") or home
+    digest = hashlib.sha256("\n".join(settings).encode()).hexdigest()
+    record = Path("/", state, PROGRAM, "built", digest)
+    if not (trusted or {*settings} <= {*foreign(composed or {})} or os.access(record, os.F_OK)):
+        raise UserError(
+            f"run_dir={run.path}: its config.yaml has {some_of(settings)}, which no run that you "
+            "started here has built; if you trust who wrote it, set trust_run_dir=true"
+        )
+    if settings:
+        with contextlib.suppress(OSError):  # where nothing can be kept, a command says it again
+            record.parent.mkdir(parents=True, exist_ok=True)
+            record.touch()

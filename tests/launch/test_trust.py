@@ -1,0 +1,113 @@
+"""What a run directory from elsewhere may build, and what it may not."""
+
+import shutil
+
+import pytest
+import yaml
+
+from lockstep_gpt.launch import trust
+
+WATCHED = """
+import pathlib, lightning
+pathlib.Path("imported").touch()
+class Watched(lightning.Callback):
+    def __init__(self, word=""):
+        pathlib.Path("built").write_text(word)
+"""
+RESUME = ("train", "run_dir=run", "resume=auto", "launch.inline=true")
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        "lockstep_gpt.training.callbacks.progress.Sample",
+        "lockstep_gpt.training.strategies.ddp",
+        "lightning.pytorch.Trainer",
+        "lightning.pytorch.callbacks.EarlyStopping",
+        "lightning.pytorch.loggers.CSVLogger",
+    ],
+)
+def test_what_the_projects_own_choices_name_and_lightnings_classes_need_no_permission(target):
+    assert not trust.foreign({"callbacks": {"one": {"_target_": target, "every": 3}}})
+
+
+@pytest.mark.parametrize(
+    "node",
+    [
+        {"_target_": "killer.Kill"},
+        {"_target_": "os.system", "_args_": ["true"]},
+        {"_target_": "torch.serialization.os.system"},
+        {"_target_": "lockstep_gpt.launch.start.subprocess.Popen"},
+        {"_target_": "lockstep_gpt.cli.main"},
+        {"_target_": "lightning.pytorch.callbacks.timer.time.sleep"},
+        {"_target_": "torch.distributed.elastic.multiprocessing.SubprocessHandler"},
+        {"_target_": "lightning.pytorch.Trainer\n"},
+        {"_target_": "${seed}"},
+        {"_target_": None},
+        {"_target_": ["os.system"]},
+        {"_target_": {"_target_": "os.system"}},
+        {"_target_": "lightning.pytorch.Trainer", "plugins": [{"_target_": "os.system"}]},
+        {"_target_": "lightning.pytorch.Trainer", "logger": [[{"_target_": "os.system"}]]},
+        {"_target_": "lightning.pytorch.Trainer", "profiler": {"_target_": "os.system"}},
+        '${oc.decode:"{_target_: os.system}"}',
+        {"word": "\\${oc.decode:x}"},
+        {"entity": "${oc.env:SECRET}"},
+        {"a": {"_target_": "os.system"}, "a._target_": "lightning.pytorch.Trainer"},
+    ],
+)
+def test_other_code_and_references_need_permission(node):
+    assert trust.foreign({"callbacks": {"one": node}})
+
+
+def test_permission_for_a_class_is_for_its_arguments_too():
+    one, other = ({"a": {"_target_": "mine.Run", "words": word}, "seed": 1} for word in "xy")
+    assert trust.foreign(one) != trust.foreign(other)
+    assert trust.foreign(one) == trust.foreign({**one, "seed": 2})
+
+
+@pytest.fixture
+def foreign_run(finished, command):
+    """A copy of a run, in which somebody has named code that is none of ours."""
+    (command.folder / "theirs.py").write_text(WATCHED)
+    run = command.folder / "run"
+    shutil.copytree(finished[0].folder / "runs/first", run)
+    values = yaml.safe_load((run / "config.yaml").read_text())
+    values["callbacks"]["watched"] = {"_target_": "theirs.Watched", "word": str(run)}
+    (run / "config.yaml").write_text(yaml.safe_dump({**values, "trust_run_dir": True}))
+    return run
+
+
+def test_a_run_directory_from_elsewhere_builds_nothing_that_only_it_names(foreign_run, command):
+    frozen = (foreign_run / "config.yaml").read_bytes()
+    said = command(*RESUME, "max_steps=25", status=2).stderr
+    assert said.count("\n") == 1
+    assert "run_dir=run: its config.yaml has callbacks.watched._target_=theirs.Watched" in said
+    assert "trust_run_dir=true" in said
+    assert not (command.folder / "imported").exists()
+    assert (foreign_run / "config.yaml").read_bytes() == frozen
+    command(*RESUME, "max_steps=25", "trust_run_dir=true")
+    assert (command.folder / "built").read_text() == str(foreign_run)
+    command(*RESUME, "max_steps=26")  # permitted once, it is known
+
+
+def test_ranks_that_a_launcher_starts_refuse_it_too(foreign_run, command):
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    said = command(*RESUME[:3], "max_steps=25", status=2, **alone).stderr
+    assert "trust_run_dir=true" in said
+    assert "trust_run_dir: true" in (foreign_run / "config.yaml").read_text()
+    assert not (command.folder / "imported").exists()
+
+
+def test_a_users_own_run_goes_on_and_elsewhere_by_the_command_that_made_it(command):
+    (command.folder / "mine.py").write_text(WATCHED)
+    mine = ("+callbacks.mine._target_=mine.Watched", "run_dir=run")
+    command.train(*mine, "max_steps=12")
+    command(*RESUME, "max_steps=14")
+    (command.folder / "file").touch()
+    fresh = {"XDG_STATE_HOME": str(command.folder / "file")}  # where nothing can be kept
+    assert "trust_run_dir" in command(*RESUME, "max_steps=16", status=2, **fresh).stderr
+    command.train(*mine, "resume=auto", "max_steps=16", **fresh)
+    said = command(*RESUME, "max_steps=18", status=2, **fresh).stderr
+    assert "callbacks.mine._target_=mine.Watched" in said
+    command(*RESUME, "max_steps=18", "trust_run_dir=true", **fresh)
+    assert command.summary("run")["step"] == 18
