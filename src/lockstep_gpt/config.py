@@ -10,9 +10,11 @@ import math
 import operator
 from dataclasses import Field, dataclass, field, fields
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, ClassVar, cast
 
 from omegaconf import MISSING, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from lockstep_gpt.registry import additions, asked, merged, resolved
 
@@ -485,16 +487,24 @@ def check_choice(setting: str, value: Any, choices: tuple[str | None, ...]) -> N
     check(setting, value, value in choices, f"is not one of {', '.join(map(as_typed, choices))}")
 
 
-def from_container(values: dict[str, Any]) -> Config:
+def from_container(values: dict[str, Any], file: Path | None = None) -> Config:
     """Check plain `values` against the schema and resolve what still refers to the environment.
 
     Raises:
-        UserError: a value breaks its rule.
-        omegaconf.errors.OmegaConfBaseException: a name or type is not the schema's.
+        UserError: a value breaks its rule, or a name or type in `file` is not the schema's.
+        omegaconf.errors.OmegaConfBaseException: the latter, of what is in no file.
     """
     source, sources = values.get("data", {}).get("source"), data_sources()
     if source is not None:
         check_choice("data.source", source, tuple(sources))
     data = {"data": OmegaConf.structured(sources.get(source, DataConfig))}
-    merged_values = OmegaConf.merge(OmegaConf.structured(Config), data, values)
-    return cast(Config, OmegaConf.to_object(merged_values))
+    try:
+        merged_values = OmegaConf.merge(OmegaConf.structured(Config), data, values)
+        return cast(Config, OmegaConf.to_object(merged_values))
+    except OmegaConfBaseException as error:
+        if file is None:
+            raise
+        raise UserError(
+            f"{file} cannot be read ({error.full_key}: {str(error).splitlines()[0]}); delete that "
+            f"there, or use the version of {PROGRAM} that wrote it"
+        ) from None

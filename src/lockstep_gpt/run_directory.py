@@ -31,6 +31,8 @@ from lockstep_gpt.whole_files import replace_text
 # Modules that an earlier version had in another place.
 MOVED = {
     "lockstep_gpt.training.ranks": "lockstep_gpt.training.strategies",
+    "lockstep_gpt.training.strategy": "lockstep_gpt.training.strategies",
+    "lockstep_gpt.training.callbacks.sample": "lockstep_gpt.training.callbacks.progress",
 }
 # What rank 0 decides for all, and what each machine has of its own.
 MAY_DIFFER = ("run_dir", "run_name", "launch.node_rank", "data.fingerprint")
@@ -93,8 +95,8 @@ class RunDirectory:
         return dict(yaml.safe_load(text))
 
     def load(self) -> Config:
-        """Return the frozen configuration, checked and with its references resolved."""
-        return from_container(self.values())
+        """Return the frozen configuration, checked and resolved, or raise a `UserError`."""
+        return from_container(self.values(), self.config)
 
     def hash(self) -> str:
         """Return the SHA-256 of the frozen file, by which ranks see that they share it."""

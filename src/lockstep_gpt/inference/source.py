@@ -7,12 +7,15 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lockstep_gpt.config import OPEN_GROUPS, PROGRAM, Config, from_container
+from lockstep_gpt.config import PROGRAM, Config, from_container
 from lockstep_gpt.data import tokenizer
 from lockstep_gpt.training.checkpoint import read_checkpoint
 
 if TYPE_CHECKING:
     from lockstep_gpt.model.gpt import GPT
+
+# What a model needs, or a configuration cannot be without.
+NEEDED = ("max_steps", "max_tokens", "batch", "model", "data", "optim")
 
 
 def parser_of(command: str, description: str) -> argparse.ArgumentParser:
@@ -41,8 +44,8 @@ def load_model(path: Path) -> tuple[GPT, Config, tokenizer.Tokenizer]:
 
     content = read_checkpoint(path)
     text = tokenizer.from_dict(content["tokenizer"])
-    values = {name: each for name, each in content["config"].items() if name not in OPEN_GROUPS}
-    config = from_container(literal(values))  # without what a model does not need
+    values = {name: each for name, each in content["config"].items() if name in NEEDED}
+    config = from_container(literal(values), path)
     model = build_gpt(config.model, text.vocab_size)
     saved, prefix = content["state_dict"], "model."
     own = {name: each for name, each in saved.items() if name.startswith(prefix)}

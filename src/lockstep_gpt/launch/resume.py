@@ -9,6 +9,7 @@ from typing import Any, cast
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from lockstep_gpt.config import (
     Config,
@@ -74,6 +75,7 @@ def _refuse_other_choices(run: RunDirectory, settled: dict[str, Any], singles: l
     known = cast(dict[str, Any], OmegaConf.to_container(OmegaConf.merge(settled, run.values())))
     differing = [line for line in differences(known, settled) if line.partition("=")[0] not in free]
     if differing:
+        run.load()  # what this version cannot read is no other choice
         raise UserError(
             f"run_dir={run.path} was started with other choices; here is {some_of(differing)}; "
             f"repeat those of its start, or start a new run from it with resume={run.path}"
@@ -88,7 +90,11 @@ def resume(run: RunDirectory, arguments: list[str], composed: dict[str, Any] | N
     before, logged = run.values(), run.overrides.stat().st_size if run.overrides.exists() else 0
     values, changes = _revive(run, arguments)
     with compose.told_in_one_line(arguments):
-        config = from_container(values)
+        try:
+            config = from_container(values)
+        except OmegaConfBaseException:
+            run.load()  # the file may be at fault, not the command
+            raise
     placement = start.placed(config)
     if not (_says(arguments, "resume_force") and changes) and _is_done(run, config, placement):
         if os.environ.get("RANK", "0") == "0":  # of a launcher's processes one speaks

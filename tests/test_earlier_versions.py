@@ -1,0 +1,179 @@
+"""Run directories and checkpoints of earlier versions: read, or one line says what to do."""
+
+import shutil
+
+import pytest
+import torch
+import yaml
+
+from lockstep_gpt.training.checkpoint import write_checkpoint
+
+# As these commits froze their smoke experiment, without what extras had added to it.
+FROZEN = {
+    "709b8e7": """
+seed: 1337
+max_steps: 20
+max_tokens: null
+run_name: nano-stdlib-1-20261122-095834
+run_dir: run
+resume: none
+resume_force: false
+precision: 32-true
+compile: false
+val_every: 10
+log_every: 5
+verbosity: normal
+batch: {micro_size: null, global_size: 8, reference_size: 8}
+model: {block_size: 32, n_layer: 2, n_head: 2, n_embd: 32, dropout: 0.0, bias: true}
+data: {source: stdlib, root: data, val_fraction: 0.02, val_tokens: 4096, num_workers: 0}
+optim: {algorithm: adamw, lr: 0.003, lr_scaling: linear, warmup_steps: 5, warmup_tokens: null,
+  decay: cosine, decay_fraction: 0.2, final_lr_fraction: 0.1, beta1: 0.9, beta2: 0.95, eps: 1.0e-08,
+  weight_decay: 0.1, clip_norm: 1.0}
+checkpoint: {every: 10, keep_last: 1, keep_best: 1}
+launch: {inline: false, max_restarts: 3, grace_seconds: 60.0}
+trainer: {_target_: lightning.pytorch.Trainer, accelerator: cpu, devices: 1, num_nodes: 1,
+  sync_batchnorm: false}
+strategy:
+  _target_: lockstep_gpt.training.strategy.auto
+  process_group_backend: null
+  timeout_seconds: 1800
+  find_unused_parameters: false
+  gradient_as_bucket_view: true
+  bucket_cap_mb: 25
+  static_graph: false
+  comm_hook: none
+callbacks:
+  progress:
+    _target_: lockstep_gpt.training.callbacks.progress.Progress
+  sample:
+    _target_: lockstep_gpt.training.callbacks.sample.Sample
+    prompt: 'def '
+    length: 300
+    temperature: 0.8
+logger: {}
+""",
+    "45dabce": """
+seed: 1337
+max_steps: 20
+max_tokens: null
+run_name: nano-stdlib-1-20261122-090927
+run_dir: run
+resume: none
+resume_force: false
+precision: 32-true
+compile: false
+peak_tflops: null
+val_every: 10
+log_every: 5
+verbosity: normal
+batch: {micro_size: null, global_size: 8, reference_size: 8}
+model: {block_size: 32, n_layer: 2, n_head: 2, n_embd: 32, dropout: 0.0, bias: true,
+  architecture: gpt, activation_checkpointing: false, n_kv_head: null, init_from: null}
+data: {source: stdlib, root: data, val_fraction: 0.02, val_tokens: 4096, num_workers: 0,
+  shard_mb: 256, tokenizer: bytes, vocab_size: null, tokenizer_mb: 32}
+optim: {algorithm: adamw, lr: 0.003, lr_scaling: linear, warmup_steps: 5, warmup_tokens: null,
+  decay: cosine, decay_fraction: 0.2, final_lr_fraction: 0.1, beta1: 0.9, beta2: 0.95, eps: 1.0e-08,
+  weight_decay: 0.1, clip_norm: 1.0}
+checkpoint: {every: 10, keep_last: 1, keep_best: 1, background: false, copy_to: null}
+guard: {max_skipped: 0, replicas_every: 500, stall_after: 1800.0}
+launch: {inline: true, keep_memory: true, max_restarts: 3, node_rank: 0, rdzv_endpoint: null,
+  min_nodes: null, join_seconds: 300.0, grace_seconds: 60.0}
+trainer: {_target_: lightning.pytorch.Trainer, accelerator: cpu, devices: 1, num_nodes: 1,
+  sync_batchnorm: false}
+strategy:
+  _target_: lockstep_gpt.training.ranks.auto
+  process_group_backend: null
+  timeout_seconds: 1800
+  find_unused_parameters: false
+  gradient_as_bucket_view: true
+  bucket_cap_mb: 25
+  static_graph: false
+  comm_hook: none
+callbacks:
+  progress:
+    _target_: lockstep_gpt.training.callbacks.progress.Progress
+  sample:
+    _target_: lockstep_gpt.training.callbacks.progress.Sample
+    prompt: 'def '
+    length: 300
+    temperature: 0.8
+    at_validation: false
+logger: {}
+""",
+}
+FROZEN["e665351"] = FROZEN["45dabce"].replace("min_nodes: null,", "min_nodes: null, warm: null,")
+RESUME = ("train", "run_dir=run", "resume=auto", "max_steps=22")
+
+
+@pytest.fixture
+def earlier(finished, command):
+    """Make a run directory as an earlier version left it, with what `change` does to its values."""
+
+    def make(version, change=lambda values: values):
+        source, run = finished[0].folder / "runs/first", command.folder / "run"
+        values = change(yaml.safe_load(FROZEN[version]))
+        values["data"]["root"] = str(command.data_root)
+        (run / "checkpoints").mkdir(parents=True)
+        for name in ("metrics.csv", "summary.json"):
+            shutil.copy(source / name, run)
+        (run / "config.yaml").write_text(yaml.safe_dump(values, sort_keys=False))
+        content = torch.load(source / "checkpoints/step=000020.ckpt")
+        if version == "709b8e7":  # its updates were never skipped
+            del content["skipped"]
+        write_checkpoint({**content, "config": values}, run / "checkpoints/step=000020.ckpt")
+
+    return make
+
+
+@pytest.mark.parametrize("version", FROZEN)
+def test_a_run_of_an_earlier_version_goes_on_and_its_model_is_read(earlier, command, version):
+    earlier(version)
+    loss = command("evaluate", "run", "--json").stdout
+    assert '"loss": 4.' in loss
+    assert command("generate", "run", "--length", "3").stdout
+    assert "max_steps: 20 -> 22" in command(*RESUME, "launch.inline=true").stdout
+    assert command.summary("run")["step"] == 22
+
+
+def with_gone(group):
+    def change(values):
+        (values[group] if group else values)["gone"] = 3
+        return values
+
+    return change
+
+
+@pytest.mark.parametrize("group", ["model", "launch", ""])
+def test_a_setting_that_is_no_more_is_one_line_with_the_file(earlier, command, group):
+    earlier("45dabce", with_gone(group))
+    name = f"{group}.gone".lstrip(".")
+    frozen = (command.folder / "run/config.yaml").read_bytes()
+    smoke = command.smoke("launch.inline=true", *RESUME[1:])
+    for words in (RESUME, (*RESUME, "trainer.devices=2"), smoke):
+        said = command(*words, status=2).stderr
+        assert said.count("\n") == 1
+        assert f"run/config.yaml cannot be read ({name}: Key 'gone' not in" in said
+        assert "delete that there, or use the version of lockstep-gpt that wrote it" in said
+    assert (command.folder / "run/config.yaml").read_bytes() == frozen
+
+
+@pytest.mark.parametrize("group", ["model", "data", "launch", ""])
+def test_a_model_is_read_without_settings_that_decide_nothing_of_it(earlier, command, group):
+    earlier("45dabce", with_gone(group))
+    needed = group in ("model", "data")
+    for words in (("evaluate", "run"), ("generate", "run", "--length", "3")):
+        said = command(*words, status=2 if needed else 0).stderr
+        assert said.count("\n") == needed
+        assert (f"step=000020.ckpt cannot be read ({group}.gone: Key 'gone' not" in said) == needed
+
+
+def test_a_class_that_is_no_more_is_one_line_on_every_rank(earlier, command):
+    def change(values):
+        values["callbacks"]["report"] = {"_target_": "lockstep_gpt.gone.Report"}
+        return values
+
+    earlier("45dabce", change)
+    ranks = ("trainer.devices=2", "launch.inline=false", "trust_run_dir=true")
+    said = command(*RESUME, *ranks, status=2).stderr
+    assert "Traceback" not in said
+    assert said.count("lockstep_gpt.gone.Report") == 1
