@@ -86,11 +86,15 @@ def checked(config: DictConfig) -> tuple[dict[str, Any], Config]:
 
 
 @contextlib.contextmanager
-def told_in_one_line(arguments: list[str]) -> Iterator[None]:
-    """Raise a `UserError` for an error of Hydra or OmegaConf; it quotes from `arguments`."""
+def told_in_one_line(arguments: list[str], first: Callable[[], Any] = list) -> Iterator[None]:
+    """Raise a `UserError` for an error of Hydra or OmegaConf; it quotes from `arguments`.
+
+    `first` may raise another, which explains it.
+    """
     try:
         yield
     except (HydraException, OmegaConfBaseException) as error:
+        first()
         raise UserError(one_line(error, arguments)) from None
 
 

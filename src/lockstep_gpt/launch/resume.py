@@ -9,23 +9,20 @@ from typing import Any, cast
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from lockstep_gpt.config import (
-    Config,
     UserError,
     as_typed,
     from_container,
     settings_on_resume,
 )
-from lockstep_gpt.launch import compose, devices, start, trust
+from lockstep_gpt.launch import compose, start, trust
 from lockstep_gpt.run_directory import (
     RunDirectory,
     differences,
     refuse_another_identity,
     some_of,
 )
-from lockstep_gpt.training import schedule
 from lockstep_gpt.training.checkpoint import fault_of
 
 # Words of the command line that say which run, not what changes in it.
@@ -53,7 +50,7 @@ def train_or_resume(composed: DictConfig) -> tuple[int, float]:
     if config.resume != "auto" or not run.config.is_file():
         return start.train_once(values, config)
     singles = [word for word in compose.overrides() if not _names_group(word)]
-    settled = start.settle(values, start.placed(config), run)
+    settled = start.settle(values, start.placed(config)[0], run)
     if config.batch.global_size is None:
         settled["batch"] = {**settled["batch"], "global_size": run.load().batch.global_size}
     _refuse_other_choices(run, settled, singles)
@@ -89,14 +86,10 @@ def resume(run: RunDirectory, arguments: list[str], composed: dict[str, Any] | N
     """
     before, logged = run.values(), run.overrides.stat().st_size if run.overrides.exists() else 0
     values, changes = _revive(run, arguments)
-    with compose.told_in_one_line(arguments):
-        try:
-            config = from_container(values)
-        except OmegaConfBaseException:
-            run.load()  # the file may be at fault, not the command
-            raise
-    placement = start.placed(config)
-    if not (_says(arguments, "resume_force") and changes) and _is_done(run, config, placement):
+    with compose.told_in_one_line(arguments, run.load):  # the frozen file may be at fault
+        config = from_container(values)
+    placement, steps = start.placed(config)
+    if not (_says(arguments, "resume_force") and changes) and _is_done(run, steps):
         if os.environ.get("RANK", "0") == "0":  # of a launcher's processes one speaks
             print(f"{run.path} is done; a larger max_steps would train it longer")
         return 0
@@ -116,10 +109,8 @@ def resume(run: RunDirectory, arguments: list[str], composed: dict[str, Any] | N
     return start.begin(run, settled, config, refreeze, undo)
 
 
-def _is_done(run: RunDirectory, config: Config, placement: devices.Placement) -> bool:
+def _is_done(run: RunDirectory, steps: int) -> bool:
     """Tell whether the run has ended well, and has kept all the steps that it is to have."""
-    shape = (config.model.block_size, placement.devices, placement.nodes)
-    steps = schedule.plan_schedule(config, schedule.plan_batch(config.batch, *shape)).total_steps
     summary = run.read_summary()
     kept = run.checkpoints / Path(summary.get("last_checkpoint") or "none").name
     ended = summary.get("status") == "done" and summary["step"] >= steps

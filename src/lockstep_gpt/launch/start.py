@@ -32,7 +32,7 @@ from lockstep_gpt.training import schedule
 
 def train_once(values: dict[str, Any], config: Config) -> tuple[int, float]:
     """Run one training to its end; return its exit status and its validation loss."""
-    placement = placed(config)
+    placement, _ = placed(config)
     run = run_of(config)
     status = begin(run, settle(values, placement, run), config)
     return status, float(run.read_summary().get("val_loss") or math.nan)
@@ -85,15 +85,14 @@ def begin(
         return status
 
 
-def placed(config: Config) -> devices.Placement:
-    """Find the devices, and refuse what their number makes impossible."""
+def placed(config: Config) -> tuple[devices.Placement, int]:
+    """Find the devices, refuse what their number makes impossible; return them and the steps."""
     logging.getLogger().setLevel(LEVELS[config.verbosity])
     placement = devices.place(config)
     batch = schedule.plan_batch(
         config.batch, config.model.block_size, placement.devices, placement.nodes
     )
-    schedule.plan_schedule(config, batch)
-    return placement
+    return placement, schedule.plan_schedule(config, batch).total_steps
 
 
 def prepared(config: Config, verify: bool = False) -> shards.Index:

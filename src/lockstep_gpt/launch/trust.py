@@ -12,19 +12,18 @@ from lockstep_gpt.launch.compose import config_folder
 from lockstep_gpt.run_directory import RunDirectory, flat, some_of
 
 # Classes, not all that can be reached: `torch.serialization.os.system` is no function of torch's.
-LIGHTNINGS = r"Trainer|(callbacks|loggers|plugins|profilers|strategies)\.[A-Z]\w*"
+PUBLIC = r"lightning\.pytorch\.(callbacks|loggers|plugins|profilers|strategies)\.[A-Z]\w*"
 
 
 def foreign(values: dict[str, Any]) -> list[str]:
     """Return the settings of what neither configs/ nor Lightning offers, and all references."""
     texts = [path.read_text(encoding="utf-8") for path in config_folder().rglob("*.yaml")]
-    ours = map(re.escape, re.findall(r"_target_: (\S+)", "".join(texts)))
-    known, settings = "|".join([rf"lightning\.pytorch\.({LIGHTNINGS})", *ours]), [*flat(values)]
+    ours, settings = re.findall(r"_target_: (\S+)", "".join(texts)), [*flat(values)]
     nodes = tuple(
         name.removesuffix("_target_")
         for name, value in settings
-        if (name.endswith("_target_") and not re.fullmatch(known, str(value)))
-        or re.search(r"\$\{|_target_", str(value))
+        if re.search(r"\$\{|_target_", str(value))
+        or (name.endswith("_target_") and not (value in ours or re.fullmatch(PUBLIC, str(value))))
     )
     return [f"{name}={value}" for name, value in settings if name.startswith(nodes)]
 
