@@ -1,11 +1,16 @@
+import shutil
 from pathlib import Path
 
 import fsspec
 import pytest
+import yaml
 
+from lockstep_gpt.config import CheckpointConfig, Config, UserError
 from lockstep_gpt.data.tokenizer import ByteTokenizer
-from lockstep_gpt.extras.copies.remote import fetch_newest
-from lockstep_gpt.extras.copies.writing import CopyingCheckpointIO
+from lockstep_gpt.extras.copies import remote
+from lockstep_gpt.extras.copies.remote import copies_of, fetch, fetch_newest
+from lockstep_gpt.extras.copies.writing import CopyingCheckpointIO, checkpoint_io
+from lockstep_gpt.run_directory import RunDirectory
 from lockstep_gpt.training.checkpoint import checkpoint_path, read_checkpoint
 
 TOKENIZER = ByteTokenizer().to_dict()
@@ -44,6 +49,121 @@ def test_a_damaged_copy_is_skipped_for_the_one_before(tmp_path, caplog):
     assert fetch_newest(str(tmp_path / "far"), tmp_path / "anew").name == "step=000001.ckpt"
     assert "step=000002.ckpt: it is not what its SHA-256 says" in caplog.text
     assert fetch_newest(str(tmp_path / "nothing"), tmp_path / "anew") is None
+
+
+def run_in(place, run_dir, far, **settings):
+    """Return a run directory `run_dir` below `place`, and its configuration."""
+    config = Config(
+        max_steps=1, run_dir=run_dir, checkpoint=CheckpointConfig(copy_to=str(far)), **settings
+    )
+    directory = RunDirectory(place / run_dir)
+    directory.path.mkdir(parents=True)
+    directory.config.write_text(yaml.safe_dump(identity(run_dir)))
+    return directory, config
+
+
+def identity(run_dir, **model):
+    return {"run_dir": run_dir, "model": {"n_layer": 1, **model}}
+
+
+def saved(disk, directory, step, **model):
+    """Save as the run of `directory`."""
+    run_dir = directory.values()["run_dir"]
+    path = checkpoint_path(directory.checkpoints, step)
+    disk.save_checkpoint({**content(step), "config": identity(run_dir, **model)}, path)
+
+
+def test_runs_of_two_sweeps_have_folders_of_their_own(tmp_path):
+    places = [
+        copies_of(*run_in(tmp_path, run_dir, "s3://far/"))
+        for run_dir in ("runs/one/0", "runs/two/0")
+    ]
+    assert places == ["s3://far/runs/one/0", "s3://far/runs/two/0"]
+    directory, config = run_in(tmp_path, "0", "s3://far")
+    config.run_dir = "/scratch/../runs/0"
+    assert copies_of(directory, config) == "s3://far/scratch/runs/0"
+
+
+def test_a_new_run_never_takes_the_place_of_another_s_copies(tmp_path):
+    far = tmp_path / "far"
+    first, config = run_in(tmp_path / "here", "runs/0", far)
+    disk = checkpoint_io(first, config)
+    saved(disk, first, 5)
+    checkpoint_io(first, config)  # its ranks may be restarted
+    other, config = run_in(tmp_path / "there", "runs/0", far)
+    with pytest.raises(UserError, match="runs/0 holds the copies of another run; go on with"):
+        checkpoint_io(other, config)
+    assert not other.checkpoints.exists()
+
+
+def test_a_run_that_lost_its_disk_takes_its_own_copies_up_again(tmp_path):
+    far = tmp_path / "far"
+    first, config = run_in(tmp_path / "here", "runs/0", far)
+    saved(checkpoint_io(first, config), first, 5)
+    anew, config = run_in(tmp_path / "there", "runs/0", far, resume="auto")
+    disk = checkpoint_io(anew, config)
+    assert fetch(anew, config) == checkpoint_path(anew.checkpoints, 5)
+    saved(disk, anew, 7)
+    kept = [f"step=00000{step}.ckpt{end}" for step in (5, 7) for end in ("", ".sha256")]
+    assert copies(str(far / "runs/0")) == sorted([*kept, "run"])
+    saved(checkpoint_io(first, config), first, 9)  # the same run, whatever had become of its disk
+
+
+def test_a_copy_of_another_model_is_refused_and_none_of_it_stays(tmp_path):
+    far = tmp_path / "far"
+    first, config = run_in(tmp_path / "here", "runs/0", far)
+    saved(checkpoint_io(first, config), first, 5, n_layer=2)
+    anew, config = run_in(tmp_path / "there", "runs/0", far, resume="auto")
+    with pytest.raises(UserError, match=r"runs/0/step=000005.ckpt keeps .* model.n_layer=1 inst"):
+        fetch(anew, config)
+    assert not list(anew.checkpoints.iterdir())
+    forced = run_in(tmp_path / "forced", "runs/0", far, resume="auto", resume_force=True)
+    assert fetch(*forced) is not None
+
+
+def test_copies_of_an_earlier_version_are_found_by_their_own_run_alone(tmp_path, caplog):
+    far = tmp_path / "far"
+    first, _ = run_in(tmp_path / "here", "runs/one/0", far)
+    saved(CopyingCheckpointIO(copy_to=str(far / "0")), first, 5)
+    other, config = run_in(tmp_path / "there", "runs/two/0", far, resume="auto")
+    assert fetch(other, config) is None
+    assert "is a copy of run_dir=runs/one/0, not of runs/two/0; name another" in caplog.text
+    own, config = run_in(tmp_path / "there", "runs/one/0", far, resume="auto")
+    assert fetch(own, config) == checkpoint_path(own.checkpoints, 5)
+
+
+def test_what_fails_elsewhere_is_said_and_ends_no_run(tmp_path, caplog, monkeypatch):
+    directory, config = run_in(tmp_path / "here", "runs/0", tmp_path / "far")
+    (tmp_path / "far").touch()  # no folder can be there
+    disk = checkpoint_io(directory, config)
+    assert "far/runs/0 cannot be reached:" in caplog.text
+    saved(disk, directory, 5)
+    assert "no copy of step=000005.ckpt in" in caplog.text
+    (tmp_path / "far").unlink()
+    saved(disk, directory, 6)  # it can be reached by now
+    assert copies(str(tmp_path / "far/runs/0"))[0] == "run"
+
+    def broken(*_):
+        raise PermissionError("may not delete")
+
+    monkeypatch.setattr(remote, "remove_copy", broken)
+    for step in (5, 6):
+        disk.remove_checkpoint(checkpoint_path(directory.checkpoints, step))
+    assert "the copy of step=000006.ckpt stays in" in caplog.text
+    assert not list(directory.checkpoints.iterdir())
+
+
+def test_a_command_goes_on_from_copies_and_spares_those_of_another_run(command):
+    words = ("checkpoint.copy_to=far", "run_dir=runs/0")
+    command.train(*words)
+    shutil.rmtree(command.folder / "runs")
+    said = command.train(*words, status=2).stderr
+    assert "far/runs/0 holds the copies of another run" in said
+    assert said.count("\n") == 1
+    assert not (command.folder / "runs/0").exists()
+    command.train(*words, "resume=auto", "max_steps=25")
+    rows = (command.folder / "runs/0/metrics.csv").read_text().splitlines()
+    assert [row.split(",")[0] for row in rows[1:]] == ["25"]
 
 
 def test_a_reference_that_leads_nowhere_is_one_line(command):

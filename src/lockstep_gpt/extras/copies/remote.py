@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 import re
+import secrets
 from pathlib import Path
 
 import fsspec
 
 from lockstep_gpt.config import Config, UserError
-from lockstep_gpt.run_directory import RunDirectory
+from lockstep_gpt.run_directory import RunDirectory, refuse_another_identity
 from lockstep_gpt.training import checkpoint
 
 logger = logging.getLogger(__name__)
@@ -17,10 +18,45 @@ logger = logging.getLogger(__name__)
 REFERENCE = re.compile(r"wandb:/{1,2}(.+)")  # a `Path` has only one slash left
 
 
+# Beside the copies: whose they are. In the run directory: who it is.
+STAMP, OWN = "run", ".copies"
+
+
 def copies_of(directory: RunDirectory, config: Config) -> str | None:
-    """Return where copies of this run's checkpoints go."""
+    """Return where copies of this run's checkpoints go.
+
+    By the whole `run_dir`, as it was frozen: each sweep has a job 0. And a run that has lost its
+    directory finds them by nothing else.
+    """
     url = config.checkpoint.copy_to
-    return f"{url.rstrip('/')}/{directory.path.name}" if url else None
+    parts = Path(config.run_dir or directory.path).parts
+    own = [part for part in parts if part not in ("/", "..")]
+    return "/".join([url.rstrip("/"), *own]) if url else None
+
+
+def claim(directory: RunDirectory, config: Config) -> None:
+    """Mark the folder of copies as this run's.
+
+    Raises:
+        UserError: it holds another run's.
+        Exception: whatever a remote file system raises.
+    """
+    url = copies_of(directory, config)
+    files, folder = fsspec.core.url_to_fs(url)
+    stamp, own = f"{folder}/{STAMP}", directory.path / OWN
+    copies = files.exists(folder) and files.glob(f"{folder}/step=*.ckpt")
+    theirs = files.cat_file(stamp).decode() if copies and files.exists(stamp) else ""
+    ours = own.read_text(encoding="ascii") if own.exists() else ""
+    goes_on = config.resume == "auto" or directory.metrics.exists()
+    if copies and (theirs not in ("", ours) if ours else not goes_on):
+        raise UserError(
+            f"checkpoint.copy_to: {url} holds the copies of another run; go on with that one by "
+            "resume=auto, or name another run_dir or copy_to"
+        )
+    ours = ours or theirs or secrets.token_hex(8)
+    own.write_text(ours, encoding="ascii")
+    files.makedirs(folder, exist_ok=True)
+    files.pipe_file(stamp, ours.encode())
 
 
 def copy_out(path: Path, url: str) -> None:
@@ -43,9 +79,38 @@ def remove_copy(name: str, url: str) -> None:
 
 
 def fetch(directory: RunDirectory, config: Config) -> Path | None:
-    """Bring back the newest sound copy of a run that has lost its own checkpoints."""
+    """Bring back the newest sound copy of a run that has lost its own checkpoints.
+
+    Raises:
+        UserError: it is of another run.
+    """
     url = copies_of(directory, config)
-    return fetch_newest(url, directory.checkpoints) if url else None
+    if not url:
+        return None
+    former = f"{config.checkpoint.copy_to}".rstrip("/")  # an earlier version's, of all jobs 0
+    for place in dict.fromkeys((url, f"{former}/{directory.path.name}")):
+        if path := fetch_newest(place, directory.checkpoints):
+            try:
+                _refuse_another_run(f"{place}/{path.name}", path, directory, config)
+            except UserError as error:
+                checkpoint.remove_checkpoint(path)
+                if place == url:
+                    raise
+                logger.warning("skipped a copy: %s", error)
+            else:
+                return path
+    return None
+
+
+def _refuse_another_run(name: str, path: Path, directory: RunDirectory, config: Config) -> None:
+    saved = checkpoint.read_checkpoint(path)["config"]
+    if saved["run_dir"] != config.run_dir:
+        raise UserError(
+            f"{name} is a copy of run_dir={saved['run_dir']}, not of {config.run_dir}; name "
+            "another checkpoint.copy_to, or start a new run from that file with resume="
+        )
+    if not config.resume_force:
+        refuse_another_identity(name, saved, directory.values())
 
 
 def fetch_newest(url: str, folder: Path) -> Path | None:

@@ -5,24 +5,40 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lockstep_gpt.config import Config
+from lockstep_gpt.config import Config, UserError
 from lockstep_gpt.extras.copies import remote
 from lockstep_gpt.run_directory import RunDirectory
 from lockstep_gpt.training.callbacks.checkpoints import AtomicCheckpointIO
+from lockstep_gpt.training.ranks import Ranks
 
 logger = logging.getLogger(__name__)
 
 
 def checkpoint_io(directory: RunDirectory, config: Config) -> CopyingCheckpointIO | None:
-    """Return what writes a run's checkpoints in the background or twice, if anything shall."""
+    """Return what writes a run's checkpoints in the background or twice, if anything shall.
+
+    Raises:
+        UserError: copies of another run are where this one's would go.
+    """
     background, url = config.checkpoint.background, remote.copies_of(directory, config)
-    return CopyingCheckpointIO(background, url) if background or url else None
+    if not background and not url:
+        return None
+    disk = CopyingCheckpointIO(background, url, partial(remote.claim, directory, config))
+    if url and Ranks.from_environment().rank == 0:
+        try:
+            disk.claim()
+        except UserError:
+            raise
+        except Exception as error:  # as below; it may be there when the first copy is
+            logger.warning("%s cannot be reached: %s", url, error)
+    return disk
 
 
 class CopyingCheckpointIO(AtomicCheckpointIO):
@@ -33,10 +49,16 @@ class CopyingCheckpointIO(AtomicCheckpointIO):
     Args:
         background: copy the state into memory of the host and let a thread write it.
         copy_to: folder or fsspec URL that gets a copy of each.
+        claim: makes it this run's, before the first; or raises.
     """
 
-    def __init__(self, background: bool = False, copy_to: str | None = None) -> None:
-        self.copy_to = copy_to
+    def __init__(
+        self,
+        background: bool = False,
+        copy_to: str | None = None,
+        claim: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.copy_to, self._claim, self._is_ours = copy_to, claim, False
         self._writer = ThreadPoolExecutor(1) if background else None  # one: in the order of calls
         self._pending: list[Future[None]] = []
         self._stands = True  # what was saved last
@@ -72,10 +94,22 @@ class CopyingCheckpointIO(AtomicCheckpointIO):
         super().save_checkpoint(checkpoint, path, others)
         self._stands = True
         if self.copy_to:
-            try:
-                remote.copy_out(path, self.copy_to)
-            except Exception as error:  # whatever a remote file system raises
-                logger.warning("no copy of %s in %s: %s", path.name, self.copy_to, error)
+            self._elsewhere(f"no copy of {path.name}", lambda url: remote.copy_out(path, url))
+
+    def _elsewhere(self, fault: str, action: Callable[[str], None]) -> None:
+        """Act on the copies; what fails there ends no run."""
+        assert self.copy_to is not None
+        try:
+            self.claim()
+            action(self.copy_to)
+        except Exception as error:  # whatever a remote file system raises
+            logger.warning("%s in %s: %s", fault, self.copy_to, error)
+
+    def claim(self) -> None:
+        """Make the place of copies this run's, once, or raise."""
+        if not self._is_ours:
+            self._claim()
+        self._is_ours = True
 
     def remove_checkpoint(self, path: Any) -> None:
         """Delete a checkpoint, once the one that was saved before this call stands."""
@@ -86,7 +120,8 @@ class CopyingCheckpointIO(AtomicCheckpointIO):
             return
         super().remove_checkpoint(path)
         if self.copy_to:
-            remote.remove_copy(path.name, self.copy_to)
+            fault = f"the copy of {path.name} stays"
+            self._elsewhere(fault, lambda url: remote.remove_copy(path.name, url))
 
     def wait(self) -> None:
         """Wait until everything is written.
