@@ -113,7 +113,7 @@ def test_a_run_with_an_error_memory_is_not_gone_on_with_unless_forced(command):
     go_on = ("train", "run_dir=run", "resume=auto", "max_steps=8")
     assert command(*go_on, status=2).stderr == (
         "lockstep-gpt train: run/checkpoints/step=000006.ckpt has no error memory of "
-        "strategy.comm_hook=powersgd; resume_force=true begins it anew\n"
+        "powersgd; resume_force=true begins it anew\n"
     )
     assert (command.folder / "run/config.yaml").read_bytes() == frozen
     command(*go_on, "resume_force=true")

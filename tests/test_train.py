@@ -150,7 +150,7 @@ def test_a_stop_that_could_not_save_in_time_says_so_and_what_remains(command, wa
     assert time.monotonic() - started < 20
     summary = command.summary("run")
     assert (summary["status"], summary["saved"]) == ("stopped", False)
-    line = f"stopped by SIGTERM before all ranks had saved; resume=auto goes on from {saved}"
+    line = f"stopped by SIGTERM before all ranks saved; resume=auto goes on from {saved}"
     assert out.splitlines()[-1] == line.replace(str(run), "run")
 
 
@@ -166,7 +166,7 @@ def test_a_stop_before_anything_was_saved_says_so(command, wait_for):
     out, _ = process.communicate(timeout=60)
     assert process.returncode == 128 + signal.SIGINT
     assert command.summary("run") == {"status": "stopped", "saved": False}
-    line = "stopped by SIGINT before all ranks had saved; resume=auto begins anew"
+    line = "stopped by SIGINT before all ranks saved; resume=auto begins anew"
     assert out.splitlines()[-1] == line
 
 

@@ -117,12 +117,7 @@ class RunDirectory:
 
     @contextlib.contextmanager
     def writing(self, mistake: type[Exception] = RunError) -> Iterator[None]:
-        """Say in one line why the directory cannot be written, and what remains.
-
-        Raises:
-            RunError: the disk is full, which may pass.
-            mistake: it cannot be written for another reason.
-        """
+        """Raise a `RunError` in one line if the disk is full, a `mistake` if all else forbids."""
         try:
             yield
         except OSError as error:
@@ -154,28 +149,23 @@ class RunDirectory:
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
         """Be the only writer until the end of this process at most, or raise a `UserError`."""
-        with self.writing(UserError):
-            self.path.mkdir(parents=True, exist_ok=True)
-            file = self.lock.open("ab+", buffering=0)
-        with file:
-            try:
-                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except (BlockingIOError, PermissionError):
-                file.seek(0)
-                who = file.read().decode() or "another process"
-                raise UserError(
-                    f"run_dir={self.path} is in use by {who}; wait for it, or stop it"
-                ) from None
-            except OSError as error:  # a file system without locks
-                print(f"run_dir={self.path} cannot be locked ({error.strerror}): use it once")
+        with contextlib.ExitStack() as after:
             with self.writing(UserError):
+                self.path.mkdir(parents=True, exist_ok=True)
+                file = after.enter_context(self.lock.open("ab+", buffering=0))
+                try:
+                    fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except (BlockingIOError, PermissionError):
+                    file.seek(0)
+                    who = file.read().decode() or "another process"
+                    line = f"run_dir={self.path} is in use by {who}; wait for it, or stop it"
+                    raise UserError(line) from None
+                except OSError as error:  # a file system without locks
+                    print(f"run_dir={self.path} cannot be locked ({error.strerror}): use it once")
                 file.truncate(0)
                 file.write(f"process {os.getpid()} on {socket.gethostname()}".encode())
-            try:
-                yield
-            finally:
-                with contextlib.suppress(OSError):  # gone with its run, if that was a mistake
-                    self.lock.unlink()
+            after.callback(self.lock.unlink, missing_ok=True)  # gone with its run, if a mistake
+            yield
 
 
 def _as_yaml(values: dict[str, Any]) -> str:

@@ -25,7 +25,7 @@ from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousPara
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from lockstep_gpt import processes
-from lockstep_gpt.config import PROGRAM, Config, UserError
+from lockstep_gpt.config import PROGRAM, Config, UserError, check
 from lockstep_gpt.registry import addition, asked, merged, resolved
 from lockstep_gpt.run_directory import RunDirectory
 
@@ -82,11 +82,9 @@ def refuse_missing(config: Config) -> None:
             "driver, or set trainer=cpu"
         )
     backend = config.strategy.get("process_group_backend")
-    if backend and not torch.distributed.is_backend_available(backend):
-        raise UserError(
-            f"strategy.process_group_backend={backend} is not in torch {torch.__version__}; "
-            "set nccl for GPUs or gloo"
-        )
+    here = not backend or torch.distributed.is_backend_available(backend)
+    rule = f"is not in torch {torch.__version__}; set nccl for GPUs or gloo"
+    check("strategy.process_group_backend", backend, here, rule)
 
 
 def _set_environment(config: Config, interface: str) -> None:

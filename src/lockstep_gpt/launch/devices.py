@@ -54,10 +54,8 @@ def _as_launched(devices: int | str, nodes: int) -> tuple[int, int]:
             f"trainer.devices={devices} but the launcher started {local_world_size} ranks on this "
             f"machine; drop the setting, or start {devices}"
         )
-    if nodes not in (1, launched):
-        raise UserError(
-            f"trainer.num_nodes={nodes} but the launcher started {launched}; drop the setting"
-        )
+    rule = f"but the launcher started {launched}; drop the setting"
+    check("trainer.num_nodes", nodes, nodes in (1, launched), rule)
     return local_world_size, launched
 
 
@@ -91,24 +89,18 @@ def _visible(count: int) -> str:
 
 
 def _refuse_impossible(config: Config, placement: Placement) -> None:
-    if config.precision == "16-mixed" and placement.accelerator != "cuda":
-        raise UserError(
-            f"precision=16-mixed needs a GPU, this run takes {placement.accelerator}; "
-            "set precision=bf16-mixed or 32-true"
-        )
     backend, hook = (config.strategy.get(name) for name in ("process_group_backend", "comm_hook"))
-    if backend == "nccl" and placement.accelerator != "cuda":
-        raise UserError(
-            f"strategy.process_group_backend=nccl needs GPUs, this run takes "
-            f"{placement.accelerator}; set strategy.process_group_backend=gloo"
-        )
-    if hook == "bf16" and (placement.accelerator != "cuda" or backend not in (None, "nccl")):
-        raise UserError(
-            "strategy.comm_hook=bf16 needs GPUs and NCCL; set strategy.comm_hook=fp16 or none"
-        )
-    restarts = hook == "powersgd" and config.launch.max_restarts
+    gpus, takes = placement.accelerator == "cuda", f"this run takes {placement.accelerator}"
+    rule = f"needs a GPU, {takes}; set precision=bf16-mixed or 32-true"
+    check("precision", config.precision, gpus or config.precision != "16-mixed", rule)
+    rule = f"needs GPUs, {takes}; set strategy.process_group_backend=gloo"
+    check("strategy.process_group_backend", backend, gpus or backend != "nccl", rule)
+    fits = hook != "bf16" or (gpus and backend in (None, "nccl"))
+    rule = "needs GPUs and NCCL; set strategy.comm_hook=fp16 or none"
+    check("strategy.comm_hook", hook, fits, rule)
+    fits = hook != "powersgd" or not config.launch.max_restarts
     rule = "keeps an error memory, which no checkpoint has; set launch.max_restarts=0"
-    check("strategy.comm_hook", hook, not restarts, rule)
+    check("strategy.comm_hook", hook, fits, rule)
 
 
 def _refuse_missing(config: Config, nodes: int) -> None:

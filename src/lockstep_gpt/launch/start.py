@@ -166,12 +166,12 @@ KEEP_MEMORY = {
 def supervise(run: RunDirectory, node_rank: int = 0) -> int:
     """Start the ranks' agent, pass our signals on to it, and return the run's exit status."""
     before = run.read_summary()
-    passed: list[int] = []
+    passed: list[signal.Signals] = []
     agent: Any = None  # of `subprocess.Popen`'s kind
 
     def forward(signum: int, _frame: FrameType | None) -> None:
         impatient = signum == signal.SIGINT and signal.SIGINT in passed
-        passed.append(signum)
+        passed.append(signal.Signals(signum))
         if agent is None:  # there is nobody yet that it could be passed on to
             raise KeyboardInterrupt
         agent.send_signal(signal.SIGKILL if impatient else signum)
@@ -194,8 +194,7 @@ def supervise(run: RunDirectory, node_rank: int = 0) -> int:
         with contextlib.suppress(OSError):  # of a full disk, which was told of
             run.write_summary({**run.read_summary(), **told})
     if unsaved and not node_rank:
-        name = signal.Signals(passed[0]).name
-        logging.warning("stopped by %s before all ranks had saved; %s", name, run.way_on())
+        logging.warning("stopped by %s before all ranks saved; %s", passed[0].name, run.way_on())
     return status
 
 

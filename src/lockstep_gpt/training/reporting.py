@@ -4,6 +4,7 @@ Rank 0 speaks to the terminal and `train.log`, the others to files.
 """
 
 import contextlib
+import io
 import logging
 import os
 import sys
@@ -13,7 +14,7 @@ from typing import Any, TextIO
 
 import torch
 from lightning import Trainer
-from tqdm.contrib.logging import logging_redirect_tqdm
+from tqdm import tqdm
 
 from lockstep_gpt.config import LEVELS, Config
 from lockstep_gpt.data.datamodule import TokenDataModule
@@ -38,29 +39,27 @@ NOISE = [
 LIBRARIES = ("lightning", "lightning.pytorch", "lightning.fabric", "torch", "fsspec")
 
 
-class LogFile(logging.FileHandler):
-    """Leaves out what a full disk does not take: what needs the disk ends the run, in one line."""
+class AboveBar(logging.StreamHandler):  # type: ignore[type-arg]
+    """Writes lines above a progress bar instead of into it."""
 
-    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
-        """Say nothing: the terminal has the line as well."""
-
-    def close(self) -> None:
-        """Close the file, whatever it could not take."""
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write one record, if the disk or the reader takes it: no run ends for its words."""
         with contextlib.suppress(OSError):
-            super().close()
+            tqdm.write(self.format(record), file=self.stream)
+            self.flush()  # a file or a pipe would get it when the run is over
 
 
 @contextlib.contextmanager
 def reporting(run: RunDirectory, ranks: Ranks, config: Config) -> Iterator[TextIO]:
     """Set up logging and warnings for the life of a rank; yield the terminal, for failures."""
     terminal = _terminal(run, ranks)
-    handlers: list[logging.Handler] = [logging.StreamHandler(sys.stdout)]
-    if ranks.rank == 0:
-        handlers.append(LogFile(run.log))
-    for handler in handlers:
-        handler.setFormatter(logging.Formatter("%(message)s"))
+    handlers = [AboveBar(sys.stdout)]
     with contextlib.ExitStack() as after, warnings.catch_warnings():
+        if ranks.rank == 0:  # unbuffered: nothing is left that a full disk refuses in the end
+            log = after.enter_context(run.log.open("ab", buffering=0))
+            handlers.append(AboveBar(io.TextIOWrapper(log, "utf-8", write_through=True)))
         for handler in handlers:
+            handler.setFormatter(logging.Formatter("%(message)s"))
             after.callback(handler.close)
         for name in ("", *LIBRARIES):  # libraries speak through our handlers
             library = logging.getLogger(name)
@@ -72,7 +71,6 @@ def reporting(run: RunDirectory, ranks: Ranks, config: Config) -> Iterator[TextI
                 library.setLevel(logging.WARNING)
         logging.root.handlers = [*handlers]
         logging.root.setLevel(LEVELS[config.verbosity])
-        after.enter_context(logging_redirect_tqdm())  # above a progress bar, not into it
         after.callback(setattr, warnings, "formatwarning", warnings.formatwarning)
         warnings.formatwarning = lambda message, *_args, **_kwargs: f"warning: {message}"
         logging.captureWarnings(True)

@@ -24,10 +24,7 @@ def state_to_resume(directory: RunDirectory, config: Config, module: torch.nn.Mo
     first = Ranks.from_environment().rank == 0
     own = from_rank_zero(str(_own_newest(directory, config, module) or "") if first else "")
     if own and config.strategy.get("comm_hook") == "powersgd" and not config.resume_force:
-        raise UserError(
-            f"{own} has no error memory of strategy.comm_hook=powersgd; resume_force=true begins "
-            "it anew"
-        )
+        raise UserError(f"{own} has no error memory of powersgd; resume_force=true begins it anew")
     if not config.resume_force if own else config.resume in ("none", "auto"):
         return own or None
     asked_for = Path(own or config.resume)

@@ -130,13 +130,11 @@ def _fit(trainer: Trainer, module: GPTModule, data: TokenDataModule, resume: str
     disk: Any = trainer.strategy.checkpoint_io
     try:
         trainer.fit(module, data, ckpt_path=resume)
-    except Stopped:
-        disk.wait()
-        raise
     except RuntimeError as error:
         vars(error)["model"] = module.model  # which of its parameters have no gradient explains it
         raise
-    disk.wait()
+    finally:
+        disk.wait()
     return "done"
 
 
