@@ -160,9 +160,7 @@ class ModelConfig(Checked):
     bias: bool = setting("biases in linear layers and norms, as GPT-2 has them", True)
     architecture: str = setting("the module of model/ whose GPT it is", "gpt")
     activation_checkpointing: bool = setting(
-        "keep only the inputs of blocks and compute them again in backward",
-        False,
-        on_resume="free",
+        "keep only inputs of blocks, compute again what backward needs", False, on_resume="free"
     )
     n_kv_head: int | None = setting(
         "heads of keys and values, if the architecture shares them; null: n_head", None, at_least=1
@@ -360,11 +358,7 @@ class Config(Checked):
     """One whole run."""
 
     seed: int = setting(  # of which torch takes 63 bits
-        "decides initial weights, order and dropout",
-        1337,
-        on_resume="kept",
-        at_least=0,
-        at_most=2**63 - 1,
+        "decides weights, order and dropout", 1337, on_resume="kept", at_least=0, at_most=2**63 - 1
     )
     max_steps: int | None = setting("optimizer steps of the run", None, at_least=1)
     max_tokens: int | None = setting("tokens of the run, instead of steps", None, at_least=1)
@@ -382,7 +376,7 @@ class Config(Checked):
     )
     compile: bool = setting("compile the GPT with torch.compile", False)
     peak_tflops: float | None = setting(
-        "dense peak of a device, which throughput/mfu is a share of; null: by the name of the GPU",
+        "dense peak of a device, for throughput/mfu; null: of a GPU that an extra knows",
         None,
         above=0,
     )

@@ -73,7 +73,14 @@ def prepare(config: DataConfig, verify: bool = False) -> Path:
                 "folder back, or start a new run with data.fingerprint=null"
             )
         config = replace(config, fingerprint=recipe.fingerprint)
-        built = _built(recipe, folder_of(config))
+        folder = folder_of(config)
+        try:
+            built = not folder.is_dir() and _build(recipe, folder)
+        except OSError as error:
+            raise UserError(
+                f"data.root={config.root} cannot be written ({error.strerror}); set data.root to a "
+                "folder that you may write, on a disk with space"
+            ) from error
     folder = opened(config)
     if built or verify:
         index = shards.load_index(folder)
@@ -116,17 +123,6 @@ def recipe_of(config: DataConfig) -> Recipe:
 
 def _digest(values: Any) -> str:
     return hashlib.sha256(json.dumps(values).encode()).hexdigest()
-
-
-def _built(recipe: Recipe, folder: Path) -> bool:
-    """Make `folder` unless it is there, and tell so; raise a `UserError` if it cannot be."""
-    try:
-        return not folder.is_dir() and _build(recipe, folder)
-    except OSError as error:
-        raise UserError(
-            f"data.root={folder.parent} cannot be written ({error.strerror}); set data.root to a "
-            "folder that you may write, on a disk with space"
-        ) from error
 
 
 def _build(recipe: Recipe, folder: Path) -> bool:

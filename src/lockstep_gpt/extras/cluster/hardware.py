@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep_gpt.config import UserError
-from lockstep_gpt.training.peaks import PEAKS
+from lockstep_gpt.extras.cluster.peaks import PEAKS
 
 GB = 1e9
 TERA = 1e12

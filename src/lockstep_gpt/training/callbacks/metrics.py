@@ -12,8 +12,8 @@ import torch
 from lightning import Trainer
 
 from lockstep_gpt.config import Config
+from lockstep_gpt.registry import asked
 from lockstep_gpt.training.callbacks.step import StepCallback
-from lockstep_gpt.training.peaks import peak_of
 from lockstep_gpt.training.token_loss import perplexity
 
 logger = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ def peak_tflops(config: Config, world_size: int) -> float | None:
     """Return the peak of all devices together; TF32 has half of that of 16 bits."""
     peak = config.peak_tflops
     if peak is None and config.trainer["accelerator"] == "cuda":
-        peak = peak_of(torch.cuda.get_device_name())
+        peak = next(iter(asked("PEAK_TFLOPS", torch.cuda.get_device_name())), None)
         peak = peak and peak * (0.5 if config.precision == "32-true" else 1.0)
     return peak and peak * world_size
 
