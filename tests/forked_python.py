@@ -35,6 +35,9 @@ PACKAGE = "lockstep_gpt"
 WARM = "lockstep_gpt.extras.warm"
 PRELOADED = (
     "accelerate.commands.launch",
+    "datasets",
+    "hypothesis",
+    "kubeflow_trainer_api.models",
     f"{WARM}.forking_agent",
     "lockstep_gpt.cli",
     "lockstep_gpt.launch.agent",
@@ -42,7 +45,10 @@ PRELOADED = (
     "lockstep_gpt.launch.start",
     "lockstep_gpt.training.train",
     "matplotlib.figure",
+    "pytest",
     "torch.distributed.run",
+    "transformers.models.gpt2.modeling_gpt2",
+    "wandb",
 )
 FLAGS = {"-B", "-u"}  # those that a fork can have, too
 PR_SET_PDEATHSIG = 1  # of prctl(2)
