@@ -11,6 +11,7 @@ import sysconfig
 import tarfile
 import tomllib
 import zipfile
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 
@@ -52,16 +53,22 @@ def run(environment):
     return to_the_end
 
 
-def required(project: Path) -> list[metadata.Distribution]:
-    """Return what the project's extra `dev` installs, of the distributions that are here."""
-    about = tomllib.loads((project / "pyproject.toml").read_text("utf-8"))["project"]
-    extras = about["optional-dependencies"]
-    waiting = [(about["name"], "dev")]
+def required(
+    own: str, needs: Callable[[str], list[str]], extra: str
+) -> list[metadata.Distribution]:
+    """Return what an extra of a project installs, of the distributions that are here.
+
+    Args:
+        own: the project's name.
+        needs: returns what it requires for an extra.
+        extra: "" for none.
+    """
+    waiting = [(own, extra)]
     seen, found = set(waiting), {}
     while waiting:
         name, extra = waiting.pop()
-        if name == about["name"]:
-            needed = [*about["dependencies"], *extras.get(extra, [])]
+        if name == own:
+            needed = needs(extra)
         else:
             with contextlib.suppress(metadata.PackageNotFoundError):  # it is for other machines
                 found[name] = metadata.distribution(name)
@@ -74,13 +81,17 @@ def required(project: Path) -> list[metadata.Distribution]:
     return [*found.values()]
 
 
-def link(project: Path, tops: Path) -> None:
-    """Have `tops`, a folder of packages, hold what the project requires, and nothing else."""
-    for each in required(project):
+def link(distributions: list[metadata.Distribution], folder: Path) -> None:
+    """Have the packages of the virtual environment in `folder` be `distributions`, no others."""
+    tops = Path(sysconfig.get_path("purelib", vars={"base": str(folder)}))
+    for each in distributions:
         names = {path.parts[0] for path in each.files or []}
         for name in names - {"..", "__pycache__"}:
             if not (tops / name).exists():
                 (tops / name).symlink_to(each.locate_file(name))
+
+
+PIP = [sys.executable, "-m", "pip", "--python"]
 
 
 @pytest.fixture
@@ -89,14 +100,18 @@ def borrowing(run):
 
     def borrow(project: Path) -> Path:
         run(project, sys.executable, "-m", "venv", "--without-pip", ".venv")
-        place = sysconfig.get_path("purelib", vars={"base": str(project / ".venv")})
-        link(project, Path(place))
+        about = tomllib.loads((project / "pyproject.toml").read_text("utf-8"))["project"]
+        extras = about["optional-dependencies"]
+
+        def needs(extra: str) -> list[str]:
+            return [*about["dependencies"], *extras.get(extra, [])]
+
+        link(required(about["name"], needs, "dev"), project / ".venv")
         tools = project / ".venv/bin"
         for tool in Path(sysconfig.get_path("scripts")).iterdir():
             if not (tools / tool.name).exists():
                 (tools / tool.name).symlink_to(tool)
-        pip = ["-m", "pip", "--python", ".venv/bin/python", "install", "-q", "--no-deps"]
-        run(project, sys.executable, *pip, "-e", ".")
+        run(project, *PIP, ".venv/bin/python", "install", "-q", "--no-deps", "-e", ".")
         stamp = "import dev; dev.STAMP.write_text(' '.join(dev.fingerprints()))"
         run(project / "scripts", sys.executable, "-c", stamp)
         shutil.rmtree(project / "scripts/__pycache__", ignore_errors=True)
@@ -165,11 +180,14 @@ def test_its_wheel_and_its_sdist_hold_its_configs(project, packed):
 
 def test_from_the_wheel_alone_it_trains_in_an_empty_folder(project, packed, run, tmp_path):
     (tmp_path / "empty").mkdir()
-    run(tmp_path, sys.executable, "-m", "venv", "fresh")
-    pip = ["fresh/bin/python", "-m", "pip", "install", "-q", "--no-compile"]  # what is imported is
-    run(tmp_path, *pip, "-c", project / "constraints.txt", next(packed.glob("*.whl")))
+    (wheel,) = packed.glob("*.whl")
+    about = metadata.PathDistribution(zipfile.Path(wheel, "my_gpt-0.1.0.dist-info/"))
+    run(tmp_path, sys.executable, "-m", "venv", "--without-pip", "fresh")
+    # Links to what its own metadata ask for; pip finds that sufficient, or downloads the rest.
+    link(required("my-gpt", lambda _: about.requires or [], ""), tmp_path / "fresh")
+    pip = [*PIP, "fresh/bin/python", "install", "-q", "--no-compile"]  # what is imported is
+    run(tmp_path, *pip, "-c", project / "constraints.txt", wheel)
     command = tmp_path / "fresh/bin/my-gpt"
     out = run(tmp_path / "empty", command, "train", "experiment=smoke", "logger=none")
     assert "step 20/20  val_loss" in out
     assert {path.name for path in (tmp_path / "empty").iterdir()} == {"data", "runs"}
-    shutil.rmtree(tmp_path / "fresh")  # a gigabyte
