@@ -11,7 +11,7 @@ from lockstep_gpt.extras.cluster.hardware import (
     find_hardware,
     find_link,
 )
-from lockstep_gpt.training.peaks import peak_of
+from lockstep_gpt.extras.cluster.peaks import peak_of
 
 
 @pytest.mark.parametrize("hardware", HARDWARE.values(), ids=HARDWARE)
