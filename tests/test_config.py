@@ -62,6 +62,13 @@ def test_text_is_bytes_where_no_extra_has_more(monkeypatch, name, value, rule):
     assert schema.TextData(tokenizer="bytes", vocab_size=None, tokenizer_mb=32).root == "data"
 
 
+def test_ranks_are_forks_only_where_an_extra_makes_them(monkeypatch):
+    monkeypatch.setattr(extras, "__path__", [])
+    assert schema.LaunchConfig(warm=False).warm is False
+    with pytest.raises(UserError, match="launch.warm=true needs an extra that is not here"):
+        schema.LaunchConfig(warm=True)
+
+
 @pytest.mark.parametrize("section", SECTIONS, ids=lambda section: section.__name__)
 def test_every_setting_says_what_it_means(section):
     hints = get_type_hints(section)

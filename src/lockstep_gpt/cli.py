@@ -34,23 +34,20 @@ def run() -> NoReturn:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status: 2 for a wrong setting or command line."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        return _dispatch(list(sys.argv[1:] if arguments is None else arguments))
+        if words and words[0] in ("-sc", "--shell-completion"):
+            return _complete(words)
+        if not words or words[0] in ("-h", "--help", "help"):
+            print(_usage(), file=sys.stdout if words else sys.stderr)
+            return 0 if words else 2
+        if words[0] in COMMANDS:
+            return _run(words[0], words[1:])
+        print(f"{PROGRAM}: {words[0]} is not one of {', '.join(COMMANDS)}", file=sys.stderr)
+        return 2
     except BrokenPipeError:  # the reader, `head` perhaps, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-
-
-def _dispatch(words: list[str]) -> int:
-    if words and words[0] in ("-sc", "--shell-completion"):
-        return _complete(words)
-    if not words or words[0] in ("-h", "--help", "help"):
-        print(_usage(), file=sys.stdout if words else sys.stderr)
-        return 0 if words else 2
-    if words[0] not in COMMANDS:
-        print(f"{PROGRAM}: {words[0]} is not one of {', '.join(COMMANDS)}", file=sys.stderr)
-        return 2
-    return _run(words[0], words[1:])
 
 
 def _run(name: str, arguments: list[str]) -> int:

@@ -320,7 +320,7 @@ class LaunchConfig(Checked):
     on_resume: ClassVar[str] = "machine"
     inline: bool = setting("run the one rank in the parent, for a debugger", False)
     warm: bool | None = setting(
-        "import once and fork all ranks from there (extra `warm`); null: where that can be", None
+        "import once and fork all ranks from there; null: where that can be", None, needs="SERVERS"
     )
     keep_memory: bool = setting(
         "have the C library keep what a step frees; faster on CPUs, for a quarter more memory", True

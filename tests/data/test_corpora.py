@@ -129,16 +129,6 @@ def test_a_file_that_vanished_is_one_clear_line(tmp_path):
         texts(found)
 
 
-def test_small_files_are_handled_together(tmp_path, monkeypatch):
-    monkeypatch.setattr(corpora, "BLOCK", 10)
-    found = corpus(
-        write(tmp_path, {f"{n:02}": f"text {n:02}" for n in range(40)}), val_fraction=BY_NAME
-    )
-    stretches = [each for each in found.stretches() if each.texts]
-    assert max(len(each.texts) for each in stretches) == 2
-    assert texts(found) >= {b"text 00", b"text 39"}
-
-
 def test_a_long_file_is_cut_between_words_into_documents(tmp_path, monkeypatch):
     monkeypatch.setattr(corpora, "LONGEST", 1000)
     text = "naïve words, and more\n" * 200

@@ -28,7 +28,7 @@ from lockstep_gpt.registry import merged, resolved
 # Installed packages are not the library; tests are long, repetitive and at times not valid code.
 LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 SYNTHETIC_SEED = 20_231  # fixed: `seed` shall decide the order of samples, not the samples
-BLOCK = 1 << 20  # bytes of small documents that are handled together
+BLOCK = 1 << 20  # bytes that are handled together
 LONGEST = 1 << 22  # bytes of a file that are one document at most
 FEW = 10  # held-out files to expect, below which a part of every file is held out instead
 
@@ -124,21 +124,14 @@ class TextFiles:
         return ByteTokenizer()
 
     def stretches(self) -> Iterator[Stretch]:
-        """Yield the documents, file by file; many small ones together."""
-        texts: dict[str, list[bytes]] = {"train": [], "val": []}
-        size, invalid = 0, 0
+        """Yield the documents, file by file."""
         for file in self.files:
             for piece in _pieces(file.path):
                 text = piece.decode("utf-8", "replace").encode()
-                size, invalid = size + len(text), invalid + (text != piece)
                 for split, document in self.documents(text, file.name):
-                    texts[split].append(document)
-                if size >= BLOCK:
-                    yield Stretch("val", texts.pop("val"))
-                    yield Stretch("train", texts.pop("train"), invalid)
-                    texts, size, invalid = {"train": [], "val": []}, 0, 0
-        yield Stretch("val", texts["val"])
-        yield Stretch("train", texts["train"], invalid)
+                    yield Stretch(split, [document])
+                if text != piece:
+                    yield Stretch("train", [], invalid=1)
 
     def documents(self, text: bytes, name: str) -> list[tuple[str, bytes]]:
         """Return the documents in a text of the file of this name, each with its split."""

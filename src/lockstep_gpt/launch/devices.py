@@ -49,24 +49,19 @@ def _as_launched(devices: int | str, nodes: int) -> tuple[int, int]:
     world_size = int(os.environ["WORLD_SIZE"])
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     launched = world_size // local_world_size
-    if devices not in ("auto", local_world_size):
-        raise UserError(
-            f"trainer.devices={devices} but the launcher started {local_world_size} ranks on this "
-            f"machine; drop the setting, or start {devices}"
-        )
+    here = f"but the launcher started {local_world_size} ranks on this machine"
+    rule = f"{here}; drop the setting, or start {devices}"
+    check("trainer.devices", devices, devices in ("auto", local_world_size), rule)
     rule = f"but the launcher started {launched}; drop the setting"
     check("trainer.num_nodes", nodes, nodes in (1, launched), rule)
     return local_world_size, launched
 
 
 def _accelerator(wanted: str) -> str:
-    if wanted == "cpu":
-        return "cpu"
-    if gpu_count():
-        return "cuda"
-    if wanted == "auto":
-        return "cpu"
-    raise UserError(f"trainer.accelerator={wanted} but {_visible(0)}; trainer=cpu runs without")
+    gpus = wanted != "cpu" and gpu_count() > 0
+    rule = f"but {_visible(0)}; trainer=cpu runs without"
+    check("trainer.accelerator", wanted, gpus or wanted in ("cpu", "auto"), rule)
+    return "cuda" if gpus else "cpu"
 
 
 def gpu_count() -> int:
@@ -106,12 +101,9 @@ def _refuse_impossible(config: Config, placement: Placement) -> None:
 def _refuse_missing(config: Config, nodes: int) -> None:
     """Raise a `UserError` for ranks that only an extra which is not here could start."""
     missing = "needs an extra that is not here"
-    if config.launch.warm and not any(additions("SERVERS")):
-        raise UserError(f"launch.warm=true {missing}; leave it out, or set false")
     # Other methods may be of a foreign strategy, which takes them as its own.
     if config.strategy.get("start_method") == "spawn" and "spawn" not in merged("START_RANKS"):
         raise UserError(f"strategy.start_method=spawn {missing}; leave it out")
-    if nodes > 1 and not is_inside_launcher() and not any(additions("START_ON_NODES")):
-        raise UserError(
-            f"trainer.num_nodes={nodes} {missing}; start torchrun or srun on the machines instead"
-        )
+    fits = nodes == 1 or is_inside_launcher() or any(additions("START_ON_NODES"))
+    rule = f"{missing}; start torchrun or srun on the machines instead"
+    check("trainer.num_nodes", nodes, fits, rule)

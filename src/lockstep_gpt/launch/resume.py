@@ -98,7 +98,9 @@ def resume(run: RunDirectory, arguments: list[str], composed: dict[str, Any] | N
     def refreeze(named: dict[str, Any]) -> None:
         trust.permit(run, _says(arguments, "trust_run_dir"), composed)
         with run.writing(UserError):
-            _log_overrides(run, changes)
+            with run.overrides.open("a", encoding="utf-8") as file:  # what changes, and when
+                now = time.strftime("%Y-%m-%d %H:%M:%S")
+                file.writelines(f"{now}  {change}\n" for change in changes)
             run.refreeze(named)
         print("\n".join([f"resuming {run.path}", *(f"  {change}" for change in changes)]))
 
@@ -128,7 +130,11 @@ def _revive(run: RunDirectory, arguments: list[str]) -> tuple[dict[str, Any], li
         name = override.get_key_element().lstrip("+~")
         if name in ADDRESS:
             continue
-        _refuse_group(override, name, run)
+        if _names_group(name) or override.is_sweep_override() or override.is_delete():
+            raise UserError(
+                f"{override.input_line} cannot change in a resumed run; give single settings, or "
+                f"start a new run from it with resume={run.path}"
+            )
         old, new = OmegaConf.select(base, name), override.value()
         if new is None and name in DECIDED_ONCE:  # it has been decided
             continue
@@ -149,24 +155,9 @@ def _says(arguments: list[str], switch: str) -> bool:
     return f"{switch}=true" in map(str.lower, arguments)
 
 
-def _log_overrides(run: RunDirectory, changes: list[str]) -> None:
-    """Add to `overrides.log` what this resume changes, and when."""
-    with run.overrides.open("a", encoding="utf-8") as file:
-        for change in changes:
-            file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {change}\n")
-
-
 def _parse(arguments: list[str]) -> list[Override]:
     with compose.told_in_one_line(arguments):
         return list(OverridesParser.create().parse_overrides(compose.quoted(arguments)))
-
-
-def _refuse_group(override: Override, name: str, run: RunDirectory) -> None:
-    if _names_group(name) or override.is_sweep_override() or override.is_delete():
-        raise UserError(
-            f"{override.input_line} cannot change in a resumed run; give single settings, or "
-            f"start a new run from it with resume={run.path}"
-        )
 
 
 def _names_group(word: str) -> bool:

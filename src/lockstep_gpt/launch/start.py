@@ -62,9 +62,10 @@ def begin(
             nonlocal undoable
             if refreeze is None:
                 run.refuse_if_used()
-            named = with_data(settled, config)
+            # Before there are ranks: all, and every restart, open the tokens that are named here.
+            data = {**settled["data"], "fingerprint": prepared(config).fingerprint}
             held.enter_context(run.locked())
-            (refreeze or run.create)(named)
+            (refreeze or run.create)({**settled, "data": data})
             trust.permit(run, trusted=True)
             undoable = refreeze is not None or alone  # others may write into a new directory still
             return run
@@ -100,11 +101,6 @@ def prepared(config: Config, verify: bool = False) -> shards.Index:
     index = shards.load_index(data_prepare.prepare(config.data, verify))
     shards.check_block_size(index, config.model.block_size)
     return index
-
-
-def with_data(values: dict[str, Any], config: Config) -> dict[str, Any]:
-    """Prepare the data; return `values` that name it, so that all ranks and restarts open it."""
-    return {**values, "data": {**values["data"], "fingerprint": prepared(config).fingerprint}}
 
 
 def run_of(config: Config) -> RunDirectory:

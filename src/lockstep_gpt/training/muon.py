@@ -66,7 +66,8 @@ class Muon(torch.optim.Optimizer):
         momentum = MOMENTA[0] + share * (MOMENTA[1] - MOMENTA[0])
         wide = [each.shape[0] <= each.shape[1] for each in parameters]
         grads = [each.grad for each in parameters if each.grad is not None]
-        keep = self._is_finite(grads[0])
+        found = torch.zeros_like(grads[0][0, 0]) if self.found_inf is None else self.found_inf
+        keep = found == 0
         ahead = []
         for state, grad, lies in zip(states, grads, wide, strict=True):
             moved = state["momentum"].lerp(grad, 1 - momentum)
@@ -110,11 +111,6 @@ class Muon(torch.optim.Optimizer):
             state["step"] = torch.zeros((), device=device)
             state.update({name: torch.zeros_like(parameter) for name in names})
         return state
-
-    def _is_finite(self, like: Tensor) -> Tensor:
-        if self.found_inf is None:
-            return torch.ones((), dtype=torch.bool, device=like.device)
-        return self.found_inf == 0
 
 
 def orthogonalised(matrices: Tensor) -> Tensor:

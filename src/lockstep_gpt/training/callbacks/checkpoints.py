@@ -83,14 +83,9 @@ class Checkpoints(StepCallback, Checkpoint):
         step = min(self.losses, key=self.losses.__getitem__, default=None)
         return None if step is None else files.checkpoint_path(self.folder, step)
 
-    @property
-    def last(self) -> Path | None:
-        """The newest checkpoint."""
-        return next(reversed(files.checkpoints_in(self.folder)), None)
-
     def summary(self) -> dict[str, Any]:
         """Return what `summary.json` says of the checkpoints and the batch."""
-        best, last = self.best, self.last
+        best, last = self.best, next(reversed(files.checkpoints_in(self.folder)), None)
         return {
             "world_size": self.batch.world_size,
             "global_batch_size": self.batch.global_size,
