@@ -112,8 +112,8 @@ def test_a_run_with_an_error_memory_is_not_gone_on_with_unless_forced(command):
     frozen = (command.folder / "run/config.yaml").read_bytes()
     go_on = ("train", "run_dir=run", "resume=auto", "max_steps=8")
     assert command(*go_on, status=2).stderr == (
-        "lockstep-gpt train: run/checkpoints/step=000006.ckpt has no error memory of "
-        "powersgd; resume_force=true begins it anew\n"
+        "lockstep-gpt train: run/checkpoints/step=000006.ckpt has no error memory "
+        "of powersgd; resume_force=true begins it anew\n"
     )
     assert (command.folder / "run/config.yaml").read_bytes() == frozen
     command(*go_on, "resume_force=true")
@@ -430,8 +430,9 @@ def test_a_resume_on_a_full_disk_is_refused_in_one_line_and_goes_on_later(comman
     words = ("train", "run_dir=disk/run", "resume=auto", "max_steps=20")
     frozen = (stopped / "config.yaml").read_bytes()
     assert command(*words, status=1).stderr == (
-        "lockstep-gpt train: No space left on device: disk/run cannot be written; mend that, "
-        "then resume=auto goes on from disk/run/checkpoints/step=000010.ckpt\n"
+        "lockstep-gpt train: "
+        "No space left on device: disk/run cannot be written; mend that, then "
+        "resume=auto goes on from disk/run/checkpoints/step=000010.ckpt\n"
     )
     assert (stopped / "config.yaml").read_bytes() == frozen
     (stopped.parent / "filler").unlink()
@@ -443,6 +444,7 @@ def test_a_resume_on_a_disk_that_is_read_only_is_refused_in_one_line(command, st
     subprocess.run(["mount", "-o", "remount,ro", str(stopped.parent)], check=True)
     words = ("train", "run_dir=disk/run", "resume=auto", "max_steps=20")
     assert command(*words, status=2).stderr == (
-        "lockstep-gpt train: Read-only file system: disk/run cannot be written; mend that, "
-        "then resume=auto goes on from disk/run/checkpoints/step=000010.ckpt\n"
+        "lockstep-gpt train: "
+        "Read-only file system: disk/run cannot be written; mend that, then "
+        "resume=auto goes on from disk/run/checkpoints/step=000010.ckpt\n"
     )
