@@ -18,8 +18,8 @@ logger = logging.getLogger(__name__)
 REFERENCE = re.compile(r"wandb:/{1,2}(.+)")  # a `Path` has only one slash left
 
 
-# Beside the copies: whose they are. In the run directory: who it is.
-STAMP, OWN = "run", ".copies"
+# Ends the name of a file beside the folder: whose it is. In the run directory: who that run is.
+STAMP, OWN = ".run", ".copies"
 
 
 def copies_of(directory: RunDirectory, config: Config) -> str | None:
@@ -43,7 +43,7 @@ def claim(directory: RunDirectory, config: Config) -> None:
     """
     url = copies_of(directory, config)
     files, folder = fsspec.core.url_to_fs(url)
-    stamp, own = f"{folder}/{STAMP}", directory.path / OWN
+    stamp, own = f"{folder}{STAMP}", directory.path / OWN
     copies = files.exists(folder) and files.glob(f"{folder}/step=*.ckpt")
     theirs = files.cat_file(stamp).decode() if copies and files.exists(stamp) else ""
     ours = own.read_text(encoding="ascii") if own.exists() else ""
