@@ -153,7 +153,7 @@ def test_a_setting_that_is_no_more_is_one_line_with_the_file(earlier, command, g
         said = command(*words, status=2).stderr
         assert said.count("\n") == 1
         assert f"run/config.yaml cannot be read ({name}: Key 'gone' not in" in said
-        assert "delete that there, or use the version of lockstep-gpt that wrote it" in said
+        assert "delete that there, or use the version of" in said
     assert (command.folder / "run/config.yaml").read_bytes() == frozen
 
 

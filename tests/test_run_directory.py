@@ -6,7 +6,11 @@ import yaml
 
 from lockstep_gpt import run_directory
 from lockstep_gpt.config import RunError, UserError
-from lockstep_gpt.run_directory import RunDirectory, differences, refuse_another_identity
+from lockstep_gpt.run_directory import (
+    RunDirectory,
+    differences,
+    refuse_another_identity,
+)
 
 VALUES = {
     "max_steps": 10,

@@ -30,9 +30,9 @@ from lockstep_gpt.whole_files import replace_text
 
 # Modules that an earlier version had in another place.
 MOVED = {
-    "lockstep_gpt.training.ranks": "lockstep_gpt.training.strategies",
-    "lockstep_gpt.training.strategy": "lockstep_gpt.training.strategies",
-    "lockstep_gpt.training.callbacks.sample": "lockstep_gpt.training.callbacks.progress",
+    f"{__package__}.training.ranks": f"{__package__}.training.strategies",
+    f"{__package__}.training.strategy": f"{__package__}.training.strategies",
+    f"{__package__}.training.callbacks.sample": f"{__package__}.training.callbacks.progress",
 }
 # What rank 0 decides for all, and what each machine has of its own.
 MAY_DIFFER = ("run_dir", "run_name", "launch.node_rank", "data.fingerprint")

@@ -37,7 +37,7 @@ def permit(run: RunDirectory, trusted: bool, composed: dict[str, Any] | None = N
     settings = foreign(run.values())
     home = os.path.expanduser("~/.local/state")  # noqa: PTH111 (the other raises without a home)
     state = os.environ.get("XDG_STATE_HOME") or home
-    digest = hashlib.sha256("\n".join(settings).encode()).hexdigest()
+    digest = hashlib.sha256(repr(settings).encode()).hexdigest()
     record = Path("/", state, PROGRAM, "built", digest)
     if not (trusted or {*settings} <= {*foreign(composed or {})} or os.access(record, os.F_OK)):
         raise UserError(
