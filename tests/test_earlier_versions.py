@@ -177,3 +177,24 @@ def test_a_class_that_is_no_more_is_one_line_on_every_rank(earlier, command):
     said = command(*RESUME, *ranks, status=2).stderr
     assert "Traceback" not in said
     assert said.count("lockstep_gpt.gone.Report") == 1
+
+
+def test_weights_of_other_code_are_one_line_and_leave_the_run_as_it_was(earlier, command):
+    earlier("45dabce")
+    path = command.folder / "run/checkpoints/step=000020.ckpt"
+    content = torch.load(path)
+    name = next(iter(content["state_dict"]))
+    content["state_dict"]["model.before"] = content["state_dict"].pop(name)
+    write_checkpoint(content, path)
+    frozen = yaml.safe_load((command.folder / "run/config.yaml").read_text())
+    said = command(*RESUME, "launch.inline=true", status=2).stderr
+    assert said.count("\n") == 1
+    assert "the checkpoint has 28 weights, of which 27 fit the 28 of this model; take the" in said
+    assert yaml.safe_load((command.folder / "run/config.yaml").read_text()) == {
+        **frozen,
+        "strategy": {**frozen["strategy"], "_target_": "lockstep_gpt.training.strategies.auto"},
+    }
+    for words in (("evaluate", "run"), ("generate", "run", "--length", "3")):
+        said = command(*words, status=2).stderr
+        assert (said.count("\n"), "take the code that made it" in said) == (1, True)
+    command(*RESUME, "launch.inline=true", "resume_force=true", "max_steps=6")

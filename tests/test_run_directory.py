@@ -165,6 +165,14 @@ def test_a_folder_without_a_frozen_configuration_is_no_run_directory(run):
         run.values()
 
 
+@pytest.mark.parametrize("text", ["", "a: [", "just words"])
+def test_a_frozen_file_that_is_none_any_more_is_one_line(run, text):
+    run.create(VALUES)
+    run.config.write_text(text)
+    with pytest.raises(UserError, match=r"config\.yaml is damaged; put back what was frozen"):
+        run.values()
+
+
 def test_a_summary_is_replaced_as_a_whole(run):
     run.create(VALUES)
     assert run.read_summary() == {}

@@ -85,14 +85,16 @@ class RunDirectory:
         self.failed.unlink(missing_ok=True)  # an earlier part's; train.log still tells of it
 
     def values(self) -> dict[str, Any]:
-        """Return the frozen configuration as plain values; raise a `UserError` if there is none."""
+        """Return the frozen configuration as plain values, or raise a `UserError`."""
         try:
             text = self.config.read_text(encoding="utf-8")
+            for old, new in {**MOVED, **merged("MOVED")}.items():  # what was frozen earlier
+                text = text.replace(f"_target_: {old}.", f"_target_: {new}.")
+            return dict(yaml.safe_load(text))
         except FileNotFoundError:
             raise UserError(f"{self.path} is no run directory: it has no config.yaml") from None
-        for old, new in {**MOVED, **merged("MOVED")}.items():  # an earlier version froze the old
-            text = text.replace(f"_target_: {old}.", f"_target_: {new}.")
-        return dict(yaml.safe_load(text))
+        except (yaml.YAMLError, TypeError, ValueError):
+            raise UserError(f"{self.config} is damaged; put back what was frozen there") from None
 
     def load(self) -> Config:
         """Return the frozen configuration, checked and resolved, or raise a `UserError`."""

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lockstep_gpt.config import PROGRAM, Config, from_container
+from lockstep_gpt.config import PROGRAM, Config, UserError, from_container
 from lockstep_gpt.data import tokenizer
 from lockstep_gpt.training.checkpoint import read_checkpoint
 
@@ -49,5 +49,9 @@ def load_model(path: Path) -> tuple[GPT, Config, tokenizer.Tokenizer]:
     model = build_gpt(config.model, text.vocab_size)
     saved, prefix = content["state_dict"], "model."
     own = {name: each for name, each in saved.items() if name.startswith(prefix)}
-    model.load_state_dict({name.removeprefix(prefix): each for name, each in own.items()})
+    try:
+        model.load_state_dict({name.removeprefix(prefix): each for name, each in own.items()})
+    except RuntimeError as error:
+        reason = " ".join(str(error).split())
+        raise UserError(f"{path}: {reason}; take the code that made it") from None
     return model.eval(), config, text

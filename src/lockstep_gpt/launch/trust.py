@@ -35,8 +35,8 @@ def permit(run: RunDirectory, trusted: bool, composed: dict[str, Any] | None = N
         UserError: it is not `trusted`, not in what their command has `composed`, and new to them.
     """
     settings = foreign(run.values())
-    home = os.path.expanduser("~/.local/state")  # noqa: PTH111 (the other raises without a home)
-    state = os.environ.get("XDG_STATE_HOME") or home
+    # Path's own would raise where there is no home.
+    state = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")  # noqa: PTH111
     digest = hashlib.sha256(repr(settings).encode()).hexdigest()
     record = Path("/", state, PROGRAM, "built", digest)
     if not (trusted or {*settings} <= {*foreign(composed or {})} or os.access(record, os.F_OK)):

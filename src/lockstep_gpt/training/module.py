@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from lockstep_gpt.config import Config, RunError
+from lockstep_gpt.config import Config, RunError, UserError
 from lockstep_gpt.data.tokenizer import Tokenizer
 from lockstep_gpt.model.gpt import build_gpt
 from lockstep_gpt.run_directory import refuse_another_identity
 from lockstep_gpt.training.optim import build_optimizer
-from lockstep_gpt.training.resuming import apply_settings, realign
+from lockstep_gpt.training.resuming import apply_settings, fitting_of, realign
 from lockstep_gpt.training.schedule import Schedule
 from lockstep_gpt.training.seeds import seed_device, step_seed
 from lockstep_gpt.training.token_loss import TokenLoss
@@ -140,10 +140,16 @@ class GPTModule(lightning.LightningModule):
         """Go on at the saved sample, with this run's own accumulation and free settings.
 
         Raises:
-            UserError: the checkpoint is of a run that was made with other settings.
+            UserError: the checkpoint is of a run that was made with other settings or code.
         """
         if not self.config.resume_force:
             refuse_another_identity("the checkpoint", checkpoint["config"], asdict(self.config))
+        saved, places = checkpoint["state_dict"], self.state_dict()
+        if not len(fitting := fitting_of(saved, places)) == len(saved) == len(places):
+            raise UserError(
+                f"the checkpoint has {len(saved)} weights, of which {len(fitting)} fit the "
+                f"{len(places)} of this model; take the code that made it, or set resume_force=true"
+            )
         data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
         data.resume_at(checkpoint["global_step"], checkpoint["samples"])
         self.skipped.fill_(checkpoint.get("skipped", 0))

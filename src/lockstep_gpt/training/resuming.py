@@ -33,17 +33,12 @@ def state_to_resume(directory: RunDirectory, config: Config, module: torch.nn.Mo
     content = files.read_checkpoint(path)
     if not config.resume_force:
         refuse_another_identity(f"resume={path}", content["config"], directory.values())
+        return str(path)
     places, saved = module.state_dict(), content["state_dict"]
-    shapes = {name: weight.shape for name, weight in places.items()}
-    fitting = {name: each for name, each in saved.items() if shapes.get(name) == each.shape}
+    fitting = fitting_of(saved, places)
     alike = content["config"]["optim"]["algorithm"] == config.optim.algorithm
     if alike and len(fitting) == len(saved) == len(places):
         return str(path)
-    if not config.resume_force:
-        raise UserError(
-            f"resume={path} has {len(saved)} weights, of which {len(fitting)} fit the "
-            f"{len(places)} of this model; take the code that made it, or set resume_force=true"
-        )
     module.load_state_dict(fitting, strict=False)
     logger.warning("resume_force: took %d weights of %s, the rest is new", len(fitting), path)
     return None
@@ -70,6 +65,12 @@ def _own_newest(directory: RunDirectory, config: Config, module: torch.nn.Module
         if newest and files.step_of(path) > files.step_of(newest):
             files.set_aside(path)
     return newest
+
+
+def fitting_of(saved: dict[str, Any], places: dict[str, Any]) -> dict[str, Any]:
+    """Return the weights that have a place of their name and shape."""
+    shapes = {name: weight.shape for name, weight in places.items()}
+    return {name: each for name, each in saved.items() if shapes.get(name) == each.shape}
 
 
 def realign(checkpoint: dict[str, Any], accumulation: int) -> None:
