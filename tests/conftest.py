@@ -379,14 +379,16 @@ def command(tmp_path: Path, data_root: Path) -> Command:
 
 
 @pytest.fixture(scope="session")
-def finished(shared: Path, data_root: Path) -> tuple[Command, str]:
+def finished(shared: Path, data_root: Path, python_of_forks: str) -> tuple[Command, str]:
     """A finished run of the smoke experiment in `runs/first`, and what the screen showed."""
-    return _once(Command(shared / "finished", data_root), FIRST.split(), "first")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "executable", python_of_forks)
+        return _once(Command(shared / "finished", data_root), FIRST.split(), "first")
 
 
 @pytest.fixture(scope="session")
 def two(finished: tuple[Command, str]) -> tuple[Command, str]:
-    """The same on two ranks, in `runs/two` beside it."""
+    """The same on two ranks, in `runs/two` beside it; all of its processes start from nothing."""
     return _once(finished[0], [*ON_TWO_RANKS.split(), "run_dir=runs/two"], "two")
 
 

@@ -2,7 +2,6 @@
 
 import json
 import signal
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -93,11 +92,10 @@ def test_train_job_trains_what_the_job_does(job):
     assert trainer.args[3:] == container.containers[0].args[3:]
 
 
-def test_a_replaced_pod_goes_on_where_the_first_was(command, wait_for):
-    program = f"{sys.executable} -m lockstep_gpt"
+def test_a_replaced_pod_goes_on_where_the_first_was(command, wait_for, python_of_forks):
     pod = [str(SCRIPT), "1", "0", "localhost:29500", "run"]
     words = command.smoke("trainer=cpu", "max_steps=100000")[1:]
-    program = f"{sys.executable} -m lockstep_gpt"
+    program = f"{python_of_forks} -m lockstep_gpt"
     for step in (20, 40):
         process = command.start_words([*pod, *words], TRAIN_COMMAND=program)
         folder = command.folder / "run/checkpoints"

@@ -161,14 +161,15 @@ def test_without_a_licence_nothing_speaks_of_one(baked):
 
 @pytest.mark.parametrize("answers", [{"license": "none"}, {"extras": "none"}, {"extras": "all"}])
 def test_its_own_tests_of_packaging_and_readme_pass_whatever_was_chosen(
-    answers, baked, environment
+    answers, baked, environment, python_of_forks
 ):
     project = baked(**answers)
     tests = ["tests/test_packaging.py", "tests/test_readme.py", "-k", "packaging or tree or short"]
+    options = ["-q", "--assert=plain", "-p", "no:cacheprovider"]
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests],
+        [python_of_forks, "-m", "pytest", *options, *tests],
         cwd=project,
-        env=environment(PYTHONPATH="src", PYTHONDONTWRITEBYTECODE="1"),
+        env=environment(PYTHONPATH="src", PYTHONDONTWRITEBYTECODE="1", OMP_NUM_THREADS="1"),
         capture_output=True,
         encoding="utf-8",
     )
