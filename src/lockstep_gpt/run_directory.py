@@ -18,13 +18,8 @@ from typing import Any
 
 import yaml
 
-from lockstep_gpt.config import (
-    Config,
-    RunError,
-    UserError,
-    from_container,
-    settings_on_resume,
-)
+from lockstep_gpt import config as schema
+from lockstep_gpt.config import Config, RunError, UserError
 from lockstep_gpt.registry import merged
 from lockstep_gpt.whole_files import replace_text
 
@@ -98,7 +93,7 @@ class RunDirectory:
 
     def load(self) -> Config:
         """Return the frozen configuration, checked and resolved, or raise a `UserError`."""
-        return from_container(self.values(), self.config)
+        return schema.from_container(self.values(), self.config)
 
     def hash(self) -> str:
         """Return the SHA-256 of the frozen file, by which ranks see that they share it."""
@@ -196,7 +191,7 @@ def refuse_another_identity(where: str, saved: dict[str, Any], ours: dict[str, A
     Raises:
         UserError: some of them differ.
     """
-    kept, now = settings_on_resume("kept"), dict(flat(ours))
+    kept, now = schema.settings_on_resume("kept"), dict(flat(ours))
     was = {name: value for name, value in flat(saved) if name in kept and value is not None}
     differing = [
         f"{name}={now.get(name)} instead of {value}"

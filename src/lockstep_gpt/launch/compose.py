@@ -22,17 +22,8 @@ from omegaconf.errors import OmegaConfBaseException
 from omegaconf.resolvers import oc
 from yaml import YAMLError
 
-from lockstep_gpt.config import (
-    OPEN_GROUPS,
-    OWNED_TRAINER_KEYS,
-    PROGRAM,
-    BatchConfig,
-    Config,
-    UserError,
-    data_sources,
-    from_container,
-    owned_key_line,
-)
+from lockstep_gpt import config as schema
+from lockstep_gpt.config import PROGRAM, Config, UserError
 
 
 def config_folder() -> Path:
@@ -82,7 +73,7 @@ def checked(config: DictConfig) -> tuple[dict[str, Any], Config]:
     """Return the values to freeze, and the same as a checked `Config`, or raise a `UserError`."""
     with told_in_one_line(overrides()):
         values = frozen(config)
-        return values, from_container(values)
+        return values, schema.from_container(values)
 
 
 @contextlib.contextmanager
@@ -102,10 +93,10 @@ def _register_schema() -> None:
     # Below hydra/, so that --help does not list them as groups to choose from.
     store = ConfigStore.instance()
     # `batch` has no default that holds, but whoever sets one of its settings sets no other.
-    config = OmegaConf.merge(OmegaConf.structured(Config), {"batch": BatchConfig})
+    config = OmegaConf.merge(OmegaConf.structured(Config), {"batch": schema.BatchConfig})
     store.store(group="hydra/schema", name="config", node=config)
-    for source, schema in data_sources().items():
-        store.store(group="hydra/schema/data", name=source, node=schema)
+    for source, settings in schema.data_sources().items():
+        store.store(group="hydra/schema/data", name=source, node=settings)
 
 
 @contextlib.contextmanager
@@ -196,14 +187,14 @@ def _value_given(path: str, arguments: list[str]) -> str:
 
 def _unknown_setting(path: str, value: str) -> str:
     parent, _, name = path.rpartition(".")
-    if parent == "trainer" and (door := OWNED_TRAINER_KEYS.get(name)):
-        return owned_key_line(name, value, door)
+    if parent == "trainer" and (door := schema.OWNED_TRAINER_KEYS.get(name)):
+        return schema.owned_key_line(name, value, door)
     known = _names_in(parent)
     if name in known:
         return f"{path} is a setting of another choice of {parent}"
     if near := _did_you_mean(name, known, f"{parent}." if parent else ""):
         return f"unknown setting {path}{near}"
-    if parent.split(".")[0] in OPEN_GROUPS:
+    if parent.split(".")[0] in schema.OPEN_GROUPS:
         return f"unknown setting {path}; what the YAML does not list is added with +{path}={value}"
     return f"unknown setting {path}; there are {', '.join(known)}"
 
@@ -216,11 +207,11 @@ def _did_you_mean(word: str, known: list[str], prefix: str = "") -> str:
 def _names_in(parent: str) -> list[str]:
     """Return the settings directly below `parent`, from the schema or the group's YAML files."""
     group = parent.partition(".")[0]
-    if group in OPEN_GROUPS:
+    if group in schema.OPEN_GROUPS:
         files = (config_folder() / group).glob("*.yaml")
         return list({str(key): None for file in files for key in OmegaConf.load(file)})
     schemas: list[Any] = [get_type_hints(Config).get(parent) if parent else Config]
     if parent == "data":
-        schemas += data_sources().values()
+        schemas += schema.data_sources().values()
     known = [dataclasses.fields(each) for each in schemas if dataclasses.is_dataclass(each)]
     return list({item.name: None for items in known for item in items})

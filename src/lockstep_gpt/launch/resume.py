@@ -10,19 +10,11 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 
-from lockstep_gpt.config import (
-    UserError,
-    as_typed,
-    from_container,
-    settings_on_resume,
-)
+from lockstep_gpt import config as schema
+from lockstep_gpt import run_directory as runs
+from lockstep_gpt.config import UserError, as_typed
 from lockstep_gpt.launch import compose, start, trust
-from lockstep_gpt.run_directory import (
-    RunDirectory,
-    differences,
-    refuse_another_identity,
-    some_of,
-)
+from lockstep_gpt.run_directory import RunDirectory
 from lockstep_gpt.training.checkpoint import fault_of
 
 # Words of the command line that say which run, not what changes in it.
@@ -63,19 +55,21 @@ def _refuse_other_choices(run: RunDirectory, settled: dict[str, Any], singles: l
     free = {
         *ADDRESS,
         *OF_MACHINE,
-        *settings_on_resume("machine"),
+        *schema.settings_on_resume("machine"),
         *(each.get_key_element().lstrip("+~") for each in _parse(singles)),
     }
     if run.overrides.is_file():  # what an earlier resume has changed stays so
         free |= {line.split()[2].rstrip(":") for line in run.overrides.read_text().splitlines()}
     # What an earlier version did not have is no difference.
     known = cast(dict[str, Any], OmegaConf.to_container(OmegaConf.merge(settled, run.values())))
-    differing = [line for line in differences(known, settled) if line.partition("=")[0] not in free]
+    found = runs.differences(known, settled)
+    differing = [line for line in found if line.partition("=")[0] not in free]
     if differing:
         run.load()  # what this version cannot read is no other choice
         raise UserError(
-            f"run_dir={run.path} was started with other choices; here is {some_of(differing)}; "
-            f"repeat those of its start, or start a new run from it with resume={run.path}"
+            f"run_dir={run.path} was started with other choices; here is "
+            f"{runs.some_of(differing)}; repeat those of its start, or start a new run from it "
+            f"with resume={run.path}"
         )
 
 
@@ -87,7 +81,7 @@ def resume(run: RunDirectory, arguments: list[str], composed: dict[str, Any] | N
     before, logged = run.values(), run.overrides.stat().st_size if run.overrides.exists() else 0
     values, changes = _revive(run, arguments)
     with compose.told_in_one_line(arguments, run.load):  # the frozen file may be at fault
-        config = from_container(values)
+        config = schema.from_container(values)
     placement, steps = start.placed(config)
     if not (_says(arguments, "resume_force") and changes) and _is_done(run, steps):
         if os.environ.get("RANK", "0") == "0":  # of a launcher's processes one speaks
@@ -143,9 +137,9 @@ def _revive(run: RunDirectory, arguments: list[str]) -> tuple[dict[str, Any], li
             changes.append(f"{name}: {as_typed(old)} -> {as_typed(new)}")
     values = cast(dict[str, Any], OmegaConf.to_container(base))
     if not _says(arguments, "resume_force"):
-        refuse_another_identity(f"run_dir={run.path}", run.values(), values)
+        runs.refuse_another_identity(f"run_dir={run.path}", run.values(), values)
     data = [change.partition(":")[0] for change in changes if change.startswith("data.")]
-    if settings_on_resume("kept").intersection(data):
+    if schema.settings_on_resume("kept").intersection(data):
         values["data"]["fingerprint"] = None  # of what the corpus makes by these settings
     return values, changes
 

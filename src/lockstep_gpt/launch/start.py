@@ -55,7 +55,6 @@ def begin(
         undo: takes that back, where the user's mistake shows only after it.
     """
     undo, undoable = undo or run.discard, False
-
     with contextlib.ExitStack() as held:
 
         def owned() -> RunDirectory:

@@ -62,9 +62,12 @@ class GPT(nn.Module):
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
         """Predict the token after each of `tokens`, (B, T) of any integer type.
 
-        Return the logits, (B, T, V), or with `targets`, (B, T), the mean cross-entropy in nats
-        over those that are not `IGNORE`, at least float32. T is at most `block_size`, or a
-        `UserError` is raised.
+        Returns:
+            Without `targets` the logits, (B, T, V). With `targets`, (B, T), the mean
+            cross-entropy in nats over those that are not `IGNORE`, at least float32.
+
+        Raises:
+            UserError: T is longer than `block_size`.
         """
         features = self.features(tokens)
         if targets is None:
@@ -106,9 +109,15 @@ class GPT(nn.Module):
     ) -> Tensor:
         """Continue `tokens`, (B, T) with T of at least 1, by `length` tokens to (B, T + length).
 
-        Of a long beginning the last `block_size` tokens are read. The `temperature` divides the
-        logits; 0 takes the likeliest token. One of the `top_k` likeliest is drawn, of all if None,
-        by the `generator`, on the device of the model. A `UserError` says what cannot be.
+        Args:
+            tokens: the beginning; of a long one the last `block_size` tokens are read.
+            length: tokens to add.
+            temperature: divides the logits; 0 takes the likeliest token.
+            top_k: draw from this many of the likeliest tokens; None: from all.
+            generator: source of randomness, on the device of the model.
+
+        Raises:
+            UserError: no token to start from, a negative temperature or a `top_k` below 1.
         """
         check_sampling(tokens, temperature, top_k)
         was_training = self.training
