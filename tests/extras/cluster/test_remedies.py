@@ -29,7 +29,7 @@ class Differ(lightning.Callback):
         module.model.spare = torch.nn.Linear(3, 3 + trainer.global_rank)
 
 class FillSharedMemory(lightning.Callback):
-    def on_train_start(self, *_):
+    def setup(self, *_, **__):
         with open("/dev/shm/filler", "wb", buffering=0) as file:
             try:
                 while file.write(bytes(4096)):
