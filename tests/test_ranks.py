@@ -290,6 +290,7 @@ BAD = {
 }
 
 
+@pytest.mark.usefixtures("quick_ranks")
 @pytest.mark.parametrize(("override", "line"), BAD.items())
 def test_bad_setting_of_ranks_gets_one_line(command, override, line):
     result = command.train(*TWO, override, status=2)

@@ -49,6 +49,7 @@ def test_a_message_that_is_quoted_is_one_of_the_source(line):
     assert len(covered) > 0.6 * len(line), line
 
 
+@pytest.mark.usefixtures("quick_ranks")
 def test_refusals_are_shown_as_they_are_spoken(story):
     shown = CONSOLE.findall("\n".join(blocks(TROUBLES, "console")))
     assert len(shown) > 12
