@@ -190,9 +190,10 @@ def test_weights_of_other_code_are_one_line_and_leave_the_run_as_it_was(earlier,
     said = command(*RESUME, "launch.inline=true", status=2).stderr
     assert said.count("\n") == 1
     assert "the checkpoint has 28 weights, of which 27 fit the 28 of this model; take the" in said
+    builder = "lockstep_gpt.training.strategies.auto"
     assert yaml.safe_load((command.folder / "run/config.yaml").read_text()) == {
         **frozen,
-        "strategy": {**frozen["strategy"], "_target_": "lockstep_gpt.training.strategies.auto"},
+        "strategy": {**frozen["strategy"], "_target_": builder},
     }
     for words in (("evaluate", "run"), ("generate", "run", "--length", "3")):
         said = command(*words, status=2).stderr
