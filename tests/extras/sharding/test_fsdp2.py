@@ -177,7 +177,8 @@ TOLERANCE = {1: 2e-5, 3: 0.1}
 def test_parts_of_two_ranks_go_on_anywhere(in_parts, command, continued, devices):
     place = ("trainer=cpu", f"trainer.devices={devices}", f"strategy={STRATEGY[devices]}")
     source = in_parts / "run"
-    command.train(f"resume={source}", "max_steps=30", *place, BATCH[devices], "run_dir=run")
+    forced = ("resume_force=true", BATCH[devices])
+    command.train(f"resume={source}", "max_steps=30", *place, *forced, "run_dir=run")
     for name in ("train_loss", "val_loss"):
         expected = continued[1][name]
         assert command.summary("run")[name] == pytest.approx(expected, abs=TOLERANCE[devices])
