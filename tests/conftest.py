@@ -345,8 +345,9 @@ def _forks_of(folder: Path) -> Iterator[Path]:
             keeper.sendall(bytes(8))  # the server ends with the last of those who say this
         yield program
     if server:
-        with contextlib.suppress(subprocess.TimeoutExpired):  # others may go on with it
+        with contextlib.suppress(subprocess.TimeoutExpired):
             server.wait(timeout=1)
+        server.returncode = 0  # others may go on with it: Python shall not warn that it runs
 
 
 def _serve(program: Path, address: Path) -> subprocess.Popen[bytes]:

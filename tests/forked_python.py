@@ -52,6 +52,7 @@ PRELOADED = (
 )
 FLAGS = {"-B", "-u"}  # those that a fork can have, too
 PR_SET_PDEATHSIG = 1  # of prctl(2)
+SERVER_ENDED = 70  # exit status of who stood for a fork of it (EX_SOFTWARE of sysexits.h)
 
 
 def stand_for(address: str, words: list[str]) -> NoReturn:
@@ -81,7 +82,10 @@ def stand_for(address: str, words: list[str]) -> NoReturn:
     for signum in signals:
         signal.signal(signum, lambda number, _: os.kill(pid, number))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
-    status = int.from_bytes(_received(connection), signed=True)
+    try:
+        status = int.from_bytes(_received(connection), signed=True)
+    except EOFError:  # the server has ended; where that could be said is closed
+        status = SERVER_ENDED
     if status < 0:
         if -status != signal.SIGKILL:
             signal.signal(-status, signal.SIG_DFL)
@@ -113,7 +117,7 @@ def _received(connection: socket.socket, size: int = 8) -> bytes:
     content = b""
     while len(content) < size:
         if not (part := connection.recv(size - len(content))):
-            sys.exit("the server that forks Python has ended")
+            raise EOFError
         content += part
     return content
 
@@ -135,13 +139,22 @@ def serve(listener: socket.socket, program: str) -> NoReturn:
 
     def accept() -> None:
         connection, _ = listener.accept()
-        header, files, _, _ = socket.recv_fds(connection, 8, 253)
-        size = int.from_bytes(header)
-        if not size:
+        files: list[int] = []
+        try:
+            header, files, _, _ = socket.recv_fds(connection, 8, 253)
+            content = _received(connection, int.from_bytes(header))
+        except (EOFError, OSError):  # who asked was killed while it did
+            header = b""
+        if len(header) < 8:
+            for number in files:
+                os.close(number)
+            connection.close()
+            return
+        if not content:
             keepers.add(connection)
             selector.register(connection, selectors.EVENT_READ, lambda: leave(connection))
             return
-        job = json.loads(_received(connection, size))
+        job = json.loads(content)
         if not (pid := os.fork()):
             connection.close()
             listener.close()
