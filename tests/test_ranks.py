@@ -134,6 +134,7 @@ def test_joined_ranks_that_a_resume_s_mistake_ends_leave_the_run_as_it_was(
     assert (command.folder / "run/config.yaml").read_bytes() == frozen
 
 
+@pytest.mark.usefixtures("quick_ranks")
 def test_rank_that_raises_ends_all_quickly_with_its_traceback_first(command, processes_of):
     (command.folder / "broken.py").write_text(BROKEN)
     words = command.smoke(*TWO, "+callbacks.broken._target_=broken.Broken", "max_steps=100000")
@@ -205,6 +206,7 @@ class Normed(lightning.Callback):
 """
 
 
+@pytest.mark.usefixtures("quick_ranks")
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_statistics_of_batchnorm_count_the_batches_of_training_alone(command, ranks):
     (command.folder / "normed.py").write_text(NORMED)

@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 
 import pytest
 import torch
@@ -34,15 +35,17 @@ def weights(folder):
 
 
 @pytest.fixture(scope="module")
-def resumed(finished, tmp_path_factory):
+def resumed(finished, tmp_path_factory, python_of_forks):
     """A run like the finished one that was killed in step 14 and resumed by hand."""
     command = type(finished[0])(tmp_path_factory.mktemp("resumed"), finished[0].data_root)
     (command.folder / "killer.py").write_text(KILL)
     kill = ("+callbacks.kill._target_=killer.Kill", "launch.max_restarts=0", "run_dir=run")
-    failed = command.train(*kill, status=1, PYTHONPATH=str(command.folder))
-    assert "rank 0 was killed by SIGKILL; no restart is left" in failed.stderr
     words = ("train", "run_dir=run", "resume=auto", "launch.max_restarts=1")
-    return command, command(*words, PYTHONPATH=str(command.folder)).stdout
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "executable", python_of_forks)
+        failed = command.train(*kill, status=1, PYTHONPATH=str(command.folder))
+        assert "rank 0 was killed by SIGKILL; no restart is left" in failed.stderr
+        return command, command(*words, PYTHONPATH=str(command.folder)).stdout
 
 
 def test_killed_and_resumed_run_ends_with_the_same_bits(resumed, finished):
@@ -263,6 +266,7 @@ def test_a_finished_run_is_done_and_stays_as_it_is(finished, command, again):
     assert content(command.folder / "run") == before
 
 
+@pytest.mark.usefixtures("quick_ranks")
 def test_a_run_killed_after_its_last_save_ends_with_what_it_had(finished, command):
     shutil.copytree(finished[0].folder / "runs/first", command.folder / "run")
     before = command.summary("run")

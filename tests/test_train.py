@@ -170,6 +170,7 @@ def test_a_stop_before_anything_was_saved_says_so(command, wait_for):
     assert out.splitlines()[-1] == line
 
 
+@pytest.mark.usefixtures("quick_ranks")
 def test_a_signal_ends_the_whole_sweep(command, wait_for):
     words = ("--multirun", "seed=1,2,3", "max_steps=100000", "run_dir=sweep")
     process = command.start(*command.smoke(*words))

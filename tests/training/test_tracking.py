@@ -99,6 +99,7 @@ def test_an_unknown_mode_is_refused(tmp_path):
         )
 
 
+@pytest.mark.usefixtures("quick_ranks")
 def test_what_is_off_does_not_need_the_extra_that_it_is_of(command):
     own = ("logger=wandb", "trainer=cpu", "+logger.wandb.of_an_extra=null")
     command.train(*own, "run_dir=run", "max_steps=10")
