@@ -184,6 +184,8 @@ def serve(listener: socket.socket, program: str) -> NoReturn:
             connection.sendall(pid.to_bytes(8))
 
     def leave(connection: socket.socket) -> None:
+        selector.unregister(connection)
+        connection.close()
         keepers.remove(connection)
         if not keepers:
             os._exit(0)
@@ -281,10 +283,13 @@ def _settle_in(job: dict[str, Any], files: list[int], program: str) -> Callable[
     if numpy := sys.modules.get("numpy"):
         numpy.random.seed()
     words = list(job["words"])
+    sys.dont_write_bytecode = bool(os.environ.get("PYTHONDONTWRITEBYTECODE"))
     while words[0] in FLAGS:
-        if words.pop(0) == "-u":
-            for stream in (sys.stdout, sys.stderr):
-                stream.reconfigure(write_through=True)
+        if words.pop(0) == "-B":
+            sys.dont_write_bytecode = True
+            continue
+        for stream in (sys.stdout, sys.stderr):
+            stream.reconfigure(write_through=True)
     theirs = [*filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     rest = [path for path in sys.path[1:] if path not in theirs]  # the first was this file's folder
     if any(Path(path, PACKAGE).is_dir() for path in theirs):  # a package of their own
