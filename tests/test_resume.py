@@ -11,6 +11,7 @@ import sys
 
 import pytest
 import torch
+import wandb
 
 from lockstep_gpt.run_directory import RunDirectory
 
@@ -244,6 +245,7 @@ def test_a_forced_resume_with_a_mistake_leaves_the_run_as_it_was(finished, comma
     frozen = (command.folder / "run/config.yaml").read_bytes()
     mistake = ("max_steps=30", "+callbacks.bad._target_=nowhere.Bad", "launch.inline=true")
     for _ in range(2):
+        assert wandb.run is None  # nor does the first leave one to the second
         said = command("train", *FORCED, *mistake, status=2).stderr
         assert (said.count("\n"), "nowhere.Bad" in said) == (1, True)
         assert (command.folder / "run/config.yaml").read_bytes() == frozen

@@ -52,13 +52,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(name: str, arguments: list[str]) -> int:
     try:
-        status: int = resolved(COMMANDS[name].target)(arguments)
+        return int(resolved(COMMANDS[name].target)(arguments))
     except (UserError, RunError) as error:
         print(f"{PROGRAM} {name}: {error}", file=sys.stderr)
         return error.status
     except KeyboardInterrupt:
         return 130
-    return status
 
 
 def _usage() -> str:

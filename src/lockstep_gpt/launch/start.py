@@ -32,9 +32,8 @@ from lockstep_gpt.training import schedule
 
 def train_once(values: dict[str, Any], config: Config) -> tuple[int, float]:
     """Run one training to its end; return its exit status and its validation loss."""
-    placement, _ = placed(config)
     run = run_of(config)
-    status = begin(run, settle(values, placement, run), config)
+    status = begin(run, settle(values, placed(config)[0], run), config)
     return status, float(run.read_summary().get("val_loss") or math.nan)
 
 

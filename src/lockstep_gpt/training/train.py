@@ -181,6 +181,8 @@ def _trainer(
             **arguments,
         )
     except Exception as error:
+        for each in tracking.tracked(arguments["logger"]):
+            each.close("failed")
         raise UserError(" ".join(str(error).split())) from error
     return trainer
 
