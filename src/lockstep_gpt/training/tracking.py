@@ -58,7 +58,7 @@ def wandb_logger(
     known = inspect.signature(wandb.init).parameters
     run = _start(
         chosen,
-        dir=str(directory.path),
+        dir=str(directory.path.absolute()),  # its own process has the folder of its start
         id=_run_id(directory),
         resume="allow",
         name=config["run_name"],
