@@ -100,11 +100,11 @@ class Endured:
                 os.kill(chance.choice(victims), signal.SIGKILL)
                 self.hurt.append(f"{name}/{moment}")
             (Path("corpus") / f"{self.run.path.name}-{number}.py").write_text("x = 1\n" * 2000)
-            if change and number == half:  # the rest with other devices
+            turns = change and number >= half
+            if turns:  # the rest with other devices
                 process.terminate()
-                process.wait(LIMIT)
-                self.ranks = 2 if self.ranks != 2 else 1
-            if name != "rank" or (change and number == half):
+                self.ranks, change = (1 if self.ranks == 2 else 2), False
+            if name != "rank" or turns:
                 process.wait(LIMIT)
                 wait_for(lambda: not self._left())
                 self._look()
