@@ -39,7 +39,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if words and words[0] in ("-sc", "--shell-completion"):
             return _complete(words)
         if not words or words[0] in ("-h", "--help", "help"):
-            print(_usage(), file=sys.stdout if words else sys.stderr)
+            lines = [f"  {name:<10}{command.meaning}" for name, command in COMMANDS.items()]
+            usage = [f"usage: {PROGRAM} COMMAND ...", "", *lines, "", "COMMAND --help says more."]
+            print(*usage, sep="\n", file=sys.stdout if words else sys.stderr)
             return 0 if words else 2
         if words[0] in COMMANDS:
             return _run(words[0], words[1:])
@@ -58,11 +60,6 @@ def _run(name: str, arguments: list[str]) -> int:
         return error.status
     except KeyboardInterrupt:
         return 130
-
-
-def _usage() -> str:
-    lines = [f"  {name:<10}{command.meaning}" for name, command in COMMANDS.items()]
-    return "\n".join([f"usage: {PROGRAM} COMMAND ...", "", *lines, "", "COMMAND --help says more."])
 
 
 def _complete(words: list[str]) -> int:

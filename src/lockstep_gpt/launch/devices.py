@@ -34,7 +34,6 @@ def place(config: Config) -> Placement:
         raise UserError(f"trainer.devices={devices} is more than there are: {_visible(found)}")
     placement = Placement(accelerator, devices, nodes)
     asked("CHECK_START", config)
-    _refuse_missing(config, nodes)
     _refuse_impossible(config, placement)
     return placement
 
@@ -84,6 +83,7 @@ def _visible(count: int) -> str:
 
 
 def _refuse_impossible(config: Config, placement: Placement) -> None:
+    """Raise a `UserError` for what these devices cannot do, or only an extra that is not here."""
     backend, hook = (config.strategy.get(name) for name in ("process_group_backend", "comm_hook"))
     gpus, takes = placement.accelerator == "cuda", f"this run takes {placement.accelerator}"
     rule = f"needs a GPU, {takes}; set precision=bf16-mixed or 32-true"
@@ -96,14 +96,14 @@ def _refuse_impossible(config: Config, placement: Placement) -> None:
     fits = hook != "powersgd" or not config.launch.max_restarts
     rule = "keeps an error memory, which no checkpoint has; set launch.max_restarts=0"
     check("strategy.comm_hook", hook, fits, rule)
-
-
-def _refuse_missing(config: Config, nodes: int) -> None:
-    """Raise a `UserError` for ranks that only an extra which is not here could start."""
+    workers = getattr(config.data, "num_workers", 0)  # of one made by hand there may be no data
+    # Other systems than Linux, which have no /proc, share memory in other ways.
+    fits = not workers or os.access(DEVICE_FILES / "shm", os.W_OK) or not Path("/proc").exists()
+    check("data.num_workers", workers, fits, "needs a /dev/shm to write in; set it to 0")
     missing = "needs an extra that is not here"
     # Other methods may be of a foreign strategy, which takes them as its own.
     if config.strategy.get("start_method") == "spawn" and "spawn" not in merged("START_RANKS"):
         raise UserError(f"strategy.start_method=spawn {missing}; leave it out")
-    fits = nodes == 1 or is_inside_launcher() or any(additions("START_ON_NODES"))
+    fits = placement.nodes == 1 or is_inside_launcher() or any(additions("START_ON_NODES"))
     rule = f"{missing}; start torchrun or srun on the machines instead"
-    check("trainer.num_nodes", nodes, fits, rule)
+    check("trainer.num_nodes", placement.nodes, fits, rule)
