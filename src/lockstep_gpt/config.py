@@ -367,8 +367,8 @@ class Config(Checked):
     resume: str = setting(
         "auto: go on in run_dir, if it is there; none; or a checkpoint or run to start from", "none"
     )
-    resume_force: bool = setting("resume with other settings than those that a run keeps", False)
-    trust_run_dir: bool = setting("resume=auto builds what only its config.yaml names", False)
+    resume_force: bool = setting("resume although settings differ that a run keeps", False)
+    trust_run_dir: bool = setting("let resume=auto build what only its config.yaml names", False)
     precision: str = setting(
         "arithmetic of forward and backward",
         "32-true",
@@ -408,8 +408,7 @@ class Config(Checked):
 
 def settings_on_resume(treated: str) -> set[str]:
     """Return the names of all settings that a resume treats so: `kept`, `machine` or `free`."""
-    groups: list[type[Checked]] = [Config, BatchConfig, ModelConfig, OptimConfig, LaunchConfig]
-    groups += data_sources().values()
+    groups = {*Checked.__subclasses__(), *data_sources().values()}
     return {f"{group.node}.{name}".lstrip(".") for group in groups for name in group.names(treated)}
 
 

@@ -90,6 +90,21 @@ def test_a_run_directory_from_elsewhere_builds_nothing_that_only_it_names(foreig
     command(*RESUME, "max_steps=26")  # permitted once, it is known
 
 
+@pytest.mark.parametrize("launched", [False, True])
+def test_no_data_is_read_for_a_reference_before_permission(finished, command, launched):
+    shutil.copytree(finished[0].folder / "runs/first", command.folder / "run")
+    (command.folder / "corpus.txt").write_text("some text to learn from. " * 400)
+    config = command.folder / "run/config.yaml"
+    values = yaml.safe_load(config.read_text())
+    values["data"] = {"source": "text", "path": "${oc.env:WHERE}", "root": "prepared"}
+    config.write_text(yaml.safe_dump({**values, "model": {**values["model"], "block_size": 8}}))
+    ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    words = (*RESUME[:3], "max_steps=25", *(() if launched else RESUME[3:]))
+    said = command(*words, status=2, WHERE="corpus.txt", **(ranks if launched else {})).stderr
+    assert "its config.yaml has data.path=${oc.env:WHERE}, which no run that you" in said
+    assert not (command.folder / "prepared").exists()
+
+
 def test_ranks_that_a_launcher_starts_refuse_it_too(foreign_run, command):
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
     said = command(*RESUME[:3], "max_steps=25", status=2, **alone).stderr

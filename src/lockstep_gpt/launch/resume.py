@@ -1,6 +1,5 @@
 """`resume=auto`: go on with a run in its own directory, with the few settings that may change."""
 
-import math
 import os
 import time
 from pathlib import Path
@@ -13,7 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 from lockstep_gpt import config as schema
 from lockstep_gpt import run_directory as runs
 from lockstep_gpt.config import UserError, as_typed
-from lockstep_gpt.launch import compose, start, trust
+from lockstep_gpt.launch import compose, devices, start, trust
 from lockstep_gpt.run_directory import RunDirectory
 from lockstep_gpt.training.checkpoint import fault_of
 
@@ -47,7 +46,7 @@ def train_or_resume(composed: DictConfig) -> tuple[int, float]:
         settled["batch"] = {**settled["batch"], "global_size": run.load().batch.global_size}
     _refuse_other_choices(run, settled, singles)
     status = resume(run, singles, settled)
-    return status, float(run.read_summary().get("val_loss") or math.nan)
+    return status, float(run.read_summary().get("val_loss") or "nan")
 
 
 def _refuse_other_choices(run: RunDirectory, settled: dict[str, Any], singles: list[str]) -> None:
@@ -89,8 +88,10 @@ def resume(run: RunDirectory, arguments: list[str], composed: dict[str, Any] | N
         return 0
     settled = {**values, "trainer": start.trainer_settled(values, placement)}
 
-    def refreeze(named: dict[str, Any]) -> None:
+    def permit() -> None:
         trust.permit(run, _says(arguments, "trust_run_dir"), composed)
+
+    def refreeze(named: dict[str, Any]) -> None:
         with run.writing(UserError):
             with run.overrides.open("a", encoding="utf-8") as file:  # what changes, and when
                 now = time.strftime("%Y-%m-%d %H:%M:%S")
@@ -102,7 +103,9 @@ def resume(run: RunDirectory, arguments: list[str], composed: dict[str, Any] | N
         run.refreeze(before)
         os.truncate(run.overrides, logged)
 
-    return start.begin(run, settled, config, refreeze, undo)
+    if not devices.is_inside_launcher():  # where rank 0 asks for all; here each machine does
+        permit()
+    return start.begin(run, settled, config, permit, refreeze, undo)
 
 
 def _is_done(run: RunDirectory, steps: int) -> bool:

@@ -6,7 +6,6 @@ must be set before torch starts (threads, allocator) can be set for the ranks.
 
 import contextlib
 import logging
-import math
 import os
 import secrets
 import signal
@@ -33,16 +32,18 @@ from lockstep_gpt.training import schedule
 def train_once(values: dict[str, Any], config: Config) -> tuple[int, float]:
     """Run one training to its end; return its exit status and its validation loss."""
     run = run_of(config)
-    status = begin(run, settle(values, placed(config)[0], run), config)
-    return status, float(run.read_summary().get("val_loss") or math.nan)
+    settled = settle(values, placed(config)[0], run)
+    status = begin(run, settled, config, run.refuse_if_used, run.create, run.discard)
+    return status, float(run.read_summary().get("val_loss") or "nan")
 
 
 def begin(
     run: RunDirectory,
     settled: dict[str, Any],
     config: Config,
-    refreeze: Callable[[dict[str, Any]], None] | None = None,
-    undo: Callable[[], None] | None = None,
+    check: Callable[[], None],
+    freeze: Callable[[dict[str, Any]], None],
+    undo: Callable[[], None],
 ) -> int:
     """Start the ranks, or be one of a launcher's; return the exit status.
 
@@ -50,25 +51,25 @@ def begin(
         run: its directory.
         settled: the configuration as this machine would freeze it.
         config: the same, typed.
-        refreeze: freezes the configuration of a run that goes on; None: the run is new.
+        check: raises a `UserError` before any data is read, or anything written.
+        freeze: makes the directory, or freezes the configuration anew.
         undo: takes that back, where the user's mistake shows only after it.
     """
-    undo, undoable = undo or run.discard, False
+    alone = not devices.is_inside_launcher() and config.trainer.get("num_nodes", 1) == 1
+    undoable = False
     with contextlib.ExitStack() as held:
 
         def owned() -> RunDirectory:
             nonlocal undoable
-            if refreeze is None:
-                run.refuse_if_used()
-            # Before there are ranks: all, and every restart, open the tokens that are named here.
+            check()
+            undoable = alone or run.config.exists()  # others may write into a new one still
+            # Named before there are ranks: all of them, and every restart, open these tokens.
             data = {**settled["data"], "fingerprint": prepared(config).fingerprint}
             held.enter_context(run.locked())
-            (refreeze or run.create)({**settled, "data": data})
+            freeze({**settled, "data": data})
             trust.permit(run, trusted=True)
-            undoable = refreeze is not None or alone  # others may write into a new directory still
             return run
 
-        alone = not devices.is_inside_launcher() and config.trainer.get("num_nodes", 1) == 1
         if devices.is_inside_launcher():
             status = join(settled, config, owned, undo)
         elif not alone:
@@ -240,8 +241,8 @@ def join(
             "all of them, with a free MASTER_PORT of a machine that all reach"
         ) from None
     run = ranks.agree(values, create, undo)
-    if run is None:
-        return 2
+    if isinstance(run, int):
+        return run
     prepared(run.load())  # on each machine
     status = rank.main(run)
     if status == processes.LOST_PEERS:

@@ -23,7 +23,7 @@ class GPT(gpt.GPT):
     """A decoder-only transformer without weights in norms and without biases.
 
     `n_kv_head` heads of keys and values serve `n_head` of queries. A `UserError` says if the shape
-    asks for what there is not here.
+    does not suit this model.
     """
 
     cos: Tensor

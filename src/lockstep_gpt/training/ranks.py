@@ -1,6 +1,5 @@
 """How ranks work together: who this one is, how they meet, what they tell each other."""
 
-import json
 import os
 import re
 import socket
@@ -146,12 +145,12 @@ def _checksum(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().view(integers).sum(dtype=torch.int64)
 
 
-def from_rank_zero(text: str) -> str:
-    """Return rank 0's `text` on every rank."""
-    texts = [text]
+def from_rank_zero(value: Any) -> Any:
+    """Return rank 0's `value` on every rank."""
+    values = [value]
     if dist.is_initialized():
-        dist.broadcast_object_list(texts)
-    return texts[0]
+        dist.broadcast_object_list(values)
+    return values[0]
 
 
 def from_each_rank(text: str) -> list[str]:
@@ -165,22 +164,22 @@ def from_each_rank(text: str) -> list[str]:
 
 def agree(
     values: dict[str, Any], create: Callable[[], RunDirectory], undo: Callable[[], None]
-) -> RunDirectory | None:
+) -> RunDirectory | int:
     """Agree with the other ranks of an outer launcher on one run directory.
 
     Every process has composed the configuration for itself, so the ranks compare: what rank 0 has
     counts, and a rank that has something else is named. Rank 0 alone calls `create`, and `undo` if
-    they do not agree; then it tells the user for all, and None is returned.
+    they do not agree; then it tells the user for all, and the exit status is returned.
     """
     first = Ranks.from_environment().rank == 0
-    run: dict[str, Any] = {"fault": "", "values": {}}
+    run: dict[str, Any] = {"fault": "", "values": {}, "status": 2}
     if first:
         try:
             made = create()  # where it is now: it may have been moved since it was frozen
-            run = {"fault": "", "values": made.values(), "path": str(made.path)}
+            run |= {"values": made.values(), "path": str(made.path)}
         except (UserError, RunError) as error:
-            run["fault"] = str(error)
-    run = json.loads(from_rank_zero(json.dumps(run)))
+            run |= {"fault": str(error), "status": error.status}
+    run = from_rank_zero(run)
     faults = [run["fault"]] if run["fault"] else []
     differing = differences(run["values"], values) if not faults else []
     for number, text in enumerate(from_each_rank(", ".join(differing))):
@@ -193,4 +192,4 @@ def agree(
     if first:
         print(f"{PROGRAM} train: {faults[0]}", file=sys.stderr)
     leave()
-    return None
+    return int(run["status"])

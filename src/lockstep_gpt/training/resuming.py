@@ -22,14 +22,14 @@ def state_to_resume(directory: RunDirectory, config: Config, module: torch.nn.Mo
     call this; rank 0 looks, and the others are told.
     """
     first = Ranks.from_environment().rank == 0
-    own = from_rank_zero(str(_own_newest(directory, config, module) or "") if first else "")
+    own = from_rank_zero(_own_newest(directory, config, module) if first else None)
     if own and config.strategy.get("comm_hook") == "powersgd" and not config.resume_force:
         raise UserError(f"{own} has no error memory of powersgd; resume_force=true begins it anew")
     if not config.resume_force if own else config.resume in ("none", "auto"):
-        return own or None
-    asked_for = Path(own or config.resume)
-    found = files.find_checkpoint(asked_for, directory.path / "artifacts") if first else ""
-    path = Path(from_rank_zero(str(found)))
+        return own and str(own)
+    asked_for = own or Path(config.resume)
+    found = files.find_checkpoint(asked_for, directory.path / "artifacts") if first else None
+    path = from_rank_zero(found)
     content = files.read_checkpoint(path)
     if not config.resume_force:
         refuse_another_identity(f"resume={path}", content["config"], directory.values())

@@ -1,6 +1,5 @@
 """Saves the run: periodically, at its best, at its end, and when a signal asks it to stop."""
 
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -105,8 +104,7 @@ class Checkpoints(StepCallback, Checkpoint):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the losses of those checkpoints that are still there: rank 0 looks."""
-        found = map(files.step_of, files.checkpoints_in(self.folder))
-        present = json.loads(from_rank_zero(json.dumps([*found])))
+        present = from_rank_zero([*map(files.step_of, files.checkpoints_in(self.folder))])
         self.losses = {n: loss for n, loss in state_dict["losses"].items() if n in present}
 
 
