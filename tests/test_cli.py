@@ -2,6 +2,7 @@ import os
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -147,3 +148,13 @@ def test_bash_completes_commands_choices_and_settings(tmp_path):
     )
     assert done.stderr == ""
     assert done.stdout.splitlines() == list(lines.values())
+
+
+def test_a_python_without_our_libraries_is_told_what_to_run():
+    # Without site: the system's Python, which has none of them.
+    source = str(Path(cli.__file__).parents[1])
+    command = [sys.executable, "-S", "-m", "lockstep_gpt", "train"]
+    done = subprocess.run(command, env={"PYTHONPATH": source}, capture_output=True, text=True)
+    line = f"{sys.executable} has no omegaconf; run .venv/bin/{PROGRAM}, or python3 scripts/dev.py"
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == f"{line}, which makes .venv\n"

@@ -142,7 +142,7 @@ def test_the_frozen_values_of_a_config_give_the_same_config():
         ("launch.grace_seconds=0.0", "must be above 0"),
         ("precision=fp8", "is not one of 32-true, bf16-mixed, 16-mixed, 64-true"),
         ("verbosity=loud", "is not one of quiet, normal, debug"),
-        ("optim.algorithm=sgd", "names no module of training/; adamw needs none"),
+        ("optim.algorithm=sgd", "is none of adamw, muon or another module of training/"),
         ("optim.lr_scaling=cubic", "is not one of linear, sqrt, none"),
         ("optim.decay=step", "is not one of cosine, linear, constant, wsd"),
         ("model.n_embd=9", "does not divide by model.n_head=4; nearest: model.n_embd=8"),

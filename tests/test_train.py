@@ -138,7 +138,8 @@ def test_a_stop_that_could_not_save_in_time_says_so_and_what_remains(command, wa
     process.terminate()
     out, _ = process.communicate(timeout=60)
     assert (process.returncode, command.summary("run")["saved"]) == (143, True)
-    assert "stopped by SIGTERM after saving; the run can be resumed" in out.splitlines()[-1]
+    assert "stopped by SIGTERM after saving; this goes on with it:" in out.splitlines()[-2]
+    assert out.splitlines()[-1].endswith(" train run_dir=run resume=auto")
     saved = max(run.glob("checkpoints/*.ckpt"))
     (command.folder / "hang").touch()
     process = command.start("train", "run_dir=run", "resume=auto", **path)
@@ -166,6 +167,9 @@ def test_a_stop_before_anything_was_saved_says_so(command, wait_for):
     out, _ = process.communicate(timeout=60)
     assert process.returncode == 128 + signal.SIGINT
     assert command.summary("run") == {"status": "stopped", "saved": False}
+    assert (
+        out.count("\nstopping after this step, which is saved; Ctrl-C again does not wait\n") == 1
+    )
     line = "stopped by SIGINT before all ranks saved; resume=auto begins anew"
     assert out.splitlines()[-1] == line
 

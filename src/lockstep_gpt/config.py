@@ -176,7 +176,7 @@ class ModelConfig(Checked):
         """Check also that the heads share the width evenly, and that the architecture is there."""
         super().__post_init__()
         if not is_module("model", self.architecture):
-            self.refuse("architecture", "names no module of model/; gpt is one")
+            self.refuse("architecture", "is none of gpt, modern or another module of model/")
         if self.n_kv_head is not None and self.n_head % self.n_kv_head:
             self.refuse("n_kv_head", f"does not divide model.n_head={self.n_head}")
         if self.n_embd % self.n_head:
@@ -289,7 +289,7 @@ class OptimConfig(Checked):
         """Check also that the warmup is given once, and that the optimizer is there."""
         super().__post_init__()
         if self.algorithm != "adamw" and not is_module("training", self.algorithm):
-            self.refuse("algorithm", "names no module of training/; adamw needs none")
+            self.refuse("algorithm", "is none of adamw, muon or another module of training/")
         if self.warmup_steps is not None and self.warmup_tokens is not None:
             self.refuse("warmup_steps", "and optim.warmup_tokens are both set; set one to null")
 

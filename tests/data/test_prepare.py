@@ -105,7 +105,7 @@ def test_the_standard_library_becomes_its_documents_one_after_another(tmp_path, 
     folder = prepare(StdlibData(root=str(tmp_path), val_fraction=0.1))
     expected = {"train": [], "val": []}
     for name, text in library.items():
-        expected[split_of(name, 0.1)].append(text.replace(b"\0", b" ") + b"\0")
+        expected[split_of(name, 0.1)].append(text + b"\0")
     for split, texts in expected.items():
         assert open_split(folder, split).tobytes() == b"".join(texts)
 
@@ -304,6 +304,36 @@ def test_a_folder_without_write_permission_is_one_clear_line(tmp_path):
     tmp_path.chmod(0o500)
     with pytest.raises(UserError, match="cannot be written"):
         prepare(small(tmp_path))
+
+
+def test_a_binary_file_is_refused_by_its_name(tmp_path):
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "logo.png").write_bytes(b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR" * 9)
+    with pytest.raises(
+        UserError, match=r"texts/logo.png is no text: it has NUL bytes; leave it out"
+    ):
+        prepare(TextData(root=str(tmp_path / "data"), path=str(tmp_path / "texts")))
+    assert not [*tmp_path.glob("data/text-*")]
+
+
+def test_an_empty_file_is_called_empty(tmp_path):
+    (tmp_path / "nothing.txt").touch()
+    with pytest.raises(UserError, match=r"nothing.txt is empty; give it text to train on"):
+        prepare(TextData(root=str(tmp_path / "data"), path=str(tmp_path / "nothing.txt")))
+
+
+@pytest.mark.parametrize(("files", "said"), [(3, "the end of each file"), (30, "whole documents")])
+def test_what_is_held_out_is_told(tmp_path, caplog, files, said):
+    (tmp_path / "texts").mkdir()
+    for number in range(files):
+        (tmp_path / "texts" / f"{number}.txt").write_text("some words " * 20)
+    caplog.set_level("INFO")
+    data = TextData(root=str(tmp_path / "data"), path=str(tmp_path / "texts"), val_fraction=0.4)
+    prepare(data)
+    assert f" val tokens; val: {said})" in caplog.text
+    caplog.clear()
+    prepare(data, verify=True)
+    assert f" val tokens; val: {said})" in caplog.text
 
 
 @pytest.mark.parametrize(("fraction", "split"), [(1e-9, "val"), (1 - 1e-9, "train")])

@@ -1,5 +1,6 @@
 import json
 import re
+import unicodedata
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from lockstep_gpt.data.tokenizer import (
     cut,
     from_dict,
     library,
+    printable,
     token_dtype,
 )
 
@@ -29,11 +31,13 @@ def test_bytes_decode_inverts_encode(text):
 
 @given(st.text() | st.binary())
 def test_an_encoded_text_never_holds_the_end_of_text(text):
-    assert ByteTokenizer.end_of_text not in ByteTokenizer().encode(text)
-
-
-def test_a_nul_becomes_a_space_and_every_byte_stays_one_token():
-    assert ByteTokenizer().encode(b"a\0b").tolist() == [97, 32, 98]
+    if "\0" in text if isinstance(text, str) else b"\0" in text:
+        with pytest.raises(
+            UserError, match="has a NUL byte, which ends a document where tokens are"
+        ):
+            ByteTokenizer().encode(text)
+    else:
+        assert ByteTokenizer.end_of_text not in ByteTokenizer().encode(text)
 
 
 def test_bytes_and_text_encode_alike():
@@ -75,8 +79,9 @@ def test_documents_are_encoded_one_by_one_with_an_end_after_each(texts):
     assert ids.tolist() == [token for ids in expected for token in ids]
 
 
-def test_a_nul_in_a_document_of_bytes_is_no_end():
-    assert ByteTokenizer().encode_documents([b"a\0", b""]).tobytes() == b"a \0\0"
+def test_a_nul_in_a_document_of_bytes_is_refused_with_the_text_that_has_it():
+    with pytest.raises(UserError, match=r"a text has a NUL byte.* take it out of b'a.x00'$"):
+        ByteTokenizer().encode_documents([b"b", b"a\0", b""])
 
 
 @given(UTF8_TEXT.filter(bool))
@@ -119,3 +124,15 @@ def test_an_extra_may_know_another_kind(monkeypatch):
 @pytest.mark.parametrize(("vocab_size", "size"), [(2, 1), (256, 1), (257, 2), (65_536, 2)])
 def test_ids_take_the_smallest_type(vocab_size, size):
     assert token_dtype(vocab_size).itemsize == size
+
+
+@given(st.text())
+def test_printable_text_has_no_control_character_and_other_text_stays_as_it_is(text):
+    shown = printable(text)
+    found = [each for each in text if unicodedata.category(each) == "Cc" and each not in "\t\n"]
+    assert not any(each in shown for each in found)
+    assert found or shown == text
+
+
+def test_a_control_character_is_shown_by_its_number():
+    assert printable("a\x1b[31m\r\x9b\tb\n") == "a\\x1b[31m\\x0d\\x9b\tb\n"

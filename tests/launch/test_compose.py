@@ -3,10 +3,11 @@ import itertools
 import pytest
 import yaml
 
-from lockstep_gpt.config import UserError, from_container
+from lockstep_gpt.config import UserError, data_sources, from_container
 from lockstep_gpt.launch import compose
 
 SECRET = "canary-2f6c"
+WITH_PATH = sorted(name for name, each in data_sources().items() if hasattr(each, "path"))
 GROUPS = ("model", "data", "optim", "trainer", "strategy", "callbacks", "logger")
 
 
@@ -90,12 +91,14 @@ def test_an_experiment_overrides_groups_and_the_command_line_beats_it():
          "micro_size, global_size, reference_size"),
         ("trainer.profiler=simple", "unknown setting trainer.profiler; "
          "what the YAML does not list is added with +trainer.profiler=simple"),
-        ("data.tokens=x", "data.tokens is a setting of another choice of data"),
+        ("data.path=x", f"data.path is a setting of data={' or '.join(WITH_PATH)}, "
+         "which is not chosen here"),
         ("max_steps=many", "max_steps=many: "
          "Value 'many' of type 'str' could not be converted to Integer"),
         ("seed=1.5", "seed=1.5: Value '1.5' of type 'float' could not be converted to Integer"),
         ("model=gpt3", f"model=gpt3 is not one of {', '.join(choices('model'))}; "
          "did you mean gpt2?"),
+        ("callbacks=[default,y]", f"callbacks=y is not one of {', '.join(choices('callbacks'))}"),
         ("experiment=x", f"experiment=x is not one of {', '.join(choices('experiment'))}"),
         ("trainer.max_steps=5", "trainer.max_steps=5 is not set there; set max_steps instead"),
         ("+trainer.precision=64", "trainer.precision=64 is not set there; set precision instead"),

@@ -85,7 +85,10 @@ def test_parameters_are_counted_without_padding():
         ({"bias": True}, r"model\.bias=true: .* has no biases"),
         ({"n_embd": 20}, r"gives heads of 5.* so that it is even"),
         ({"n_kv_head": 3}, r"model\.n_kv_head=3 does not divide model\.n_head=4"),
-        ({"architecture": "none_such"}, r"model\.architecture=none_such names no module of model/"),
+        (
+            {"architecture": "none_such"},
+            r"model\.architecture=none_such is none of gpt, modern or another module of model/",
+        ),
     ],
 )
 def test_what_there_is_not_is_refused(change, line):

@@ -107,17 +107,21 @@ def test_the_file_of_a_rank_that_ended_well_goes_and_the_last_takes_the_folder(r
 FACTS = {"model": "many parameters", "devices": "2 x cpu, gloo"}
 
 
-def lines(devices=2, nodes=1, compiled=False, **optim):
+def lines(devices=2, nodes=1, compiled=False, windows=96_000, micro_size=4, **optim):
     config = Config(
         max_steps=1000,
         run_name="first",
         run_dir="runs/first",
         compile=compiled,
-        batch=BatchConfig(micro_size=4, global_size=48, reference_size=12),
+        batch=BatchConfig(micro_size=micro_size, global_size=48, reference_size=12),
         optim=OptimConfig(algorithm="adamw", lr=1e-3, warmup_steps=100, **optim),
     )
     batch = plan_batch(config.batch, 64, devices, nodes)
-    return receipt(config, batch, plan_schedule(config, batch), FACTS)
+    return receipt(config, batch, plan_schedule(config, batch), windows, FACTS)
+
+
+def test_one_of_a_thing_has_no_plural():
+    assert " x 1 sample x " in lines(devices=48, micro_size=1)["batch"]
 
 
 def test_the_arithmetic_of_the_batch_is_written_out():
@@ -127,8 +131,16 @@ def test_the_arithmetic_of_the_batch_is_written_out():
     assert one == f"1 device x 2 nodes x 4 samples x 6 accumulation = {samples}"
 
 
-def test_the_budget_is_said_in_steps_and_tokens():
-    assert lines()["budget"] == "1,000 steps = 3,072,000 tokens"
+@pytest.mark.parametrize(
+    ("windows", "epochs", "warns"),
+    [(480_000, "0.1", 0), (48_000, "1", 0), (12_000, "4", 0), (11_999, "4", 1), (231, "208", 1)],
+)
+def test_the_budget_is_said_in_steps_tokens_and_epochs_of_which_more_than_four_warn(
+    caplog, windows, epochs, warns
+):
+    assert lines(windows=windows)["budget"] == f"1,000 steps = 3,072,000 tokens = {epochs} epochs"
+    warned = [each for each in caplog.messages if f"takes the same data {epochs} times" in each]
+    assert len(warned) == warns
 
 
 @pytest.mark.parametrize(

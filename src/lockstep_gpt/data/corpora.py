@@ -103,6 +103,11 @@ class TextFiles:
         # Names of a few files may hold out none: then each file's end is held out.
         self.by_name = by_name or len(self.files) * config.val_fraction >= FEW
 
+    @property
+    def held_out(self) -> str:
+        """Say what validation is made of."""
+        return "whole documents" if self.by_name else "the end of each file"
+
     def find(self) -> list[File]:
         """Look for the files, in no order."""
         path = Path(self.path).expanduser()
@@ -127,6 +132,7 @@ class TextFiles:
         """Yield the documents, file by file."""
         for file in self.files:
             for piece in _pieces(file.path):
+                refuse_binary(piece, file.path)
                 text = piece.decode("utf-8", "replace").encode()
                 for split, document in self.documents(text, file.name):
                     yield Stretch(split, [document])
@@ -139,6 +145,12 @@ class TextFiles:
             return [(split_of(name, self.val_fraction), text)]
         end = cut(text[: int(len(text) * (1 - self.val_fraction))])
         return [("train", text[:end]), ("val", text[end:])]
+
+
+def refuse_binary(piece: bytes, path: str) -> None:
+    """Raise a `UserError` for a piece of a file that is no text; text in UTF-16 is none either."""
+    if b"\0" in piece:
+        raise UserError(f"{path} is no text: it has NUL bytes; leave it out, or save it as UTF-8")
 
 
 def _pieces(path: str) -> Iterator[bytes]:

@@ -185,7 +185,7 @@ def begin(recipe: Recipe, folder: Path) -> Index:
         tokenizer=recipe.tokenizer.to_dict(),
         fingerprint=recipe.fingerprint,
         fingerprints=recipe.fingerprints,
-        settings=recipe.settings,
+        settings={**recipe.settings, "held_out": getattr(recipe.corpus, "held_out", None)},
         splits=dict.fromkeys(SPLITS, shards.Split()),
     )
 
@@ -208,6 +208,9 @@ def encoded(stretch: corpora.Stretch, tokenizer: Tokenizer) -> tuple[Tokens, int
 
 def finish(recipe: Recipe, folder: Path, index: Index, writers: Mapping[str, SplitWriter]) -> None:
     """Write the index of all; raise a `UserError` if a split is empty."""
+    if all(writer.tokens <= writer.documents for writer in writers.values()):  # mere ends
+        where = getattr(recipe.config, "path", None) or f"data.source={recipe.config.source}"
+        raise UserError(f"{where} is empty; give it text to train on")
     for name, remedy in (("val", "raise it or take a larger corpus"), ("train", "lower it")):
         if not writers[name].tokens:
             raise UserError(
@@ -226,4 +229,6 @@ def contents(folder: Path, index: Index) -> str:
     invalid = f" ({index.invalid_documents} not UTF-8: {done})" * bool(index.invalid_documents)
     text = f": {documents:,} documents{invalid}, {size:.1f} MB" if documents else ""
     counts = " and ".join(f"{split.tokens:,} {name}" for name, split in index.splits.items())
-    return f"{index.settings['source']}{text} -> {folder} ({counts} tokens)"
+    held = index.settings.get("held_out")
+    of = f"; val: {held}" if held else ""
+    return f"{index.settings['source']}{text} -> {folder} ({counts} tokens{of})"

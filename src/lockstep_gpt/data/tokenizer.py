@@ -50,8 +50,7 @@ class Tokenizer(Protocol):
 class ByteTokenizer:
     """The 256 byte values of UTF-8; byte 0 ends a document.
 
-    A NUL inside a text becomes a space, so that only true ends look like one and every byte
-    still is one token. For text without NUL, `decode(encode(text)) == text`.
+    A NUL inside a text is refused: it would look like an end. `decode(encode(text)) == text`.
     """
 
     kind = "bytes"
@@ -62,13 +61,17 @@ class ByteTokenizer:
         """Return one id per byte, uint8, shape (bytes,); lone surrogates become `?`."""
         if isinstance(text, str):
             text = text.encode("utf-8", errors="replace")
-        return np.frombuffer(text.replace(b"\0", b" "), dtype=np.uint8)
+        return self.encode_documents([text])[:-1]
 
     def encode_documents(self, texts: Sequence[bytes]) -> Tokens:
-        """Return the ids of valid texts one after another, a 0 after each."""
+        """Return the ids of valid texts one after another, a 0 after each; refuse a NUL."""
         together = b"\0".join([*texts, b""])
         if together.count(b"\0") > len(texts):
-            together = b"\0".join([text.replace(b"\0", b" ") for text in texts] + [b""])
+            text = next(text for text in texts if b"\0" in text)
+            raise UserError(
+                "a text has a NUL byte, which ends a document of bytes; take it out of "
+                f"{text[:60]!r}"
+            )
         return np.frombuffer(together, dtype=np.uint8)
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -112,6 +115,11 @@ class NumberTokenizer:
     def to_dict(self) -> dict[str, Any]:
         """Return the kind and the size of the vocabulary."""
         return {"kind": self.kind, "vocab_size": self.vocab_size}
+
+
+def printable(text: str) -> str:
+    """Return `text` with its control characters written out: a terminal would obey them."""
+    return re.sub(r"[^\t\n\x20-\x7e\xa0-\U0010ffff]", lambda found: f"\\x{ord(found[0]):02x}", text)
 
 
 def cut(text: bytes) -> int:

@@ -1,6 +1,9 @@
 """`lockstep-gpt generate RUN|CHECKPOINT`: continue a prompt with a trained model."""
 
+import sys
+
 from lockstep_gpt.config import UserError
+from lockstep_gpt.data.tokenizer import printable
 from lockstep_gpt.inference.source import load_model, parser_of
 from lockstep_gpt.training.checkpoint import find_checkpoint
 
@@ -31,5 +34,6 @@ def main(arguments: list[str]) -> int:
         options.top_k,
         torch.Generator().manual_seed(options.seed),
     )
-    print(tokenizer.decode(tokens[0].tolist()))
+    text = tokenizer.decode(tokens[0].tolist())
+    print(printable(text) if sys.stdout.isatty() else text)
     return 0

@@ -156,10 +156,14 @@ def one_line(error: Exception, arguments: list[str]) -> str:
     path = getattr(cause, "full_key", None) or (found and found[1])
     value = _value_given(path, arguments) if path else ""
     text = re.sub(r"\s*\n\s*", " ", str(cause)).strip()
-    if found := re.search(
-        r"Could not find '(.+)/(.+?)'.*Available options in .+?: (.+?)( Config s.+)?$", text
-    ):
-        group, choice, names = found[1], found[2], found[3].split()
+    if (found := re.search(r"Could not (?:find|load) '(.+)/(.+?)'", text)) and found[1] in groups():
+        group, choice = found[1], found[2]
+        listed = re.search(r"Available options in .+?: (.+?)( Config s.+)?$", text)
+        names = (
+            listed[1].split()
+            if listed
+            else sorted(path.stem for path in (config_folder() / group).glob("*.yaml"))
+        )
         return f"{group}={choice} is not one of {', '.join(names)}{_did_you_mean(choice, names)}"
     if path and re.search("not in|Could not override|Could not append", text):
         return _unknown_setting(path, value)
@@ -189,9 +193,10 @@ def _unknown_setting(path: str, value: str) -> str:
     parent, _, name = path.rpartition(".")
     if parent == "trainer" and (door := schema.OWNED_TRAINER_KEYS.get(name)):
         return schema.owned_key_line(name, value, door)
-    known = _names_in(parent)
-    if name in known:
-        return f"{path} is a setting of another choice of {parent}"
+    settings = _settings_below(parent)
+    if choices := sorted(choice for choice, names in settings.items() if name in names):
+        return f"{path} is a setting of {parent}={' or '.join(choices)}, which is not chosen here"
+    known = list({each: None for names in settings.values() for each in names})
     if near := _did_you_mean(name, known, f"{parent}." if parent else ""):
         return f"unknown setting {path}{near}"
     if parent.split(".")[0] in schema.OPEN_GROUPS:
@@ -204,14 +209,13 @@ def _did_you_mean(word: str, known: list[str], prefix: str = "") -> str:
     return f"; did you mean {prefix}{near[0]}?" if near else ""
 
 
-def _names_in(parent: str) -> list[str]:
-    """Return the settings directly below `parent`, from the schema or the group's YAML files."""
+def _settings_below(parent: str) -> dict[str, list[str]]:
+    """Return choice -> the settings directly below `parent`, from the schema or YAML files."""
     group = parent.partition(".")[0]
     if group in schema.OPEN_GROUPS:
         files = (config_folder() / group).glob("*.yaml")
-        return list({str(key): None for file in files for key in OmegaConf.load(file)})
-    schemas: list[Any] = [get_type_hints(Config).get(parent) if parent else Config]
-    if parent == "data":
-        schemas += schema.data_sources().values()
-    known = [dataclasses.fields(each) for each in schemas if dataclasses.is_dataclass(each)]
-    return list({item.name: None for items in known for item in items})
+        return {file.stem: [str(key) for key in OmegaConf.load(file)] for file in files}
+    one = {"": get_type_hints(Config).get(parent) if parent else Config}
+    classes: dict[str, Any] = {**(schema.data_sources() if parent == "data" else one)}
+    known = {name: each for name, each in classes.items() if dataclasses.is_dataclass(each)}
+    return {name: [item.name for item in dataclasses.fields(each)] for name, each in known.items()}

@@ -1,15 +1,20 @@
 """The devices of a run: `auto` resolved to what is there, found without torch."""
 
+import ast
 import os
 import shutil
 import subprocess
 from dataclasses import dataclass
+from difflib import get_close_matches
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from lockstep_gpt.config import Config, UserError, check
 from lockstep_gpt.registry import additions, asked, merged
 
 DEVICE_FILES = Path("/dev")
+SOURCE = ("trainer", "trainer.py")  # of the Trainer, in Lightning's package
 
 
 @dataclass(frozen=True)
@@ -33,6 +38,7 @@ def place(config: Config) -> Placement:
     if found is not None and devices > found:
         raise UserError(f"trainer.devices={devices} is more than there are: {_visible(found)}")
     placement = Placement(accelerator, devices, nodes)
+    _refuse_unknown_arguments(config.trainer)
     asked("CHECK_START", config)
     _refuse_impossible(config, placement)
     return placement
@@ -74,6 +80,23 @@ def gpu_count() -> int:
         return present
     names = [name.strip() for name in visible.split(",")]
     return len(names[: names.index("-1")] if "-1" in names else list(filter(None, names)))
+
+
+def _refuse_unknown_arguments(trainer: dict[str, Any]) -> None:
+    """Raise a `UserError` for what Lightning's Trainer does not take, without importing it."""
+    package = find_spec("lightning")
+    if trainer.get("_target_") != "lightning.pytorch.Trainer" or not package or not package.origin:
+        return
+    code = ast.parse(Path(package.origin).with_name("pytorch").joinpath(*SOURCE).read_bytes())
+    made = next(
+        x for x in ast.walk(code) if isinstance(x, ast.FunctionDef) and x.name == "__init__"
+    )
+    known = [argument.arg for argument in made.args.kwonlyargs]
+    for name, value in trainer.items():
+        near = get_close_matches(name, known, n=1)
+        hint = f"; did you mean trainer.{near[0]}?" if near else f"; it has {', '.join(known)}"
+        fits = name == "_target_" or name in known
+        check(f"trainer.{name}", value, fits, f"is no argument of Lightning's Trainer{hint}")
 
 
 def _visible(count: int) -> str:

@@ -170,6 +170,10 @@ def supervise(run: RunDirectory, node_rank: int = 0) -> int:
         if agent is None:  # there is nobody yet that it could be passed on to
             raise KeyboardInterrupt
         agent.send_signal(signal.SIGKILL if impatient else signum)
+        if signum == signal.SIGINT and not impatient:
+            print(
+                "\nstopping after this step, which is saved; Ctrl-C again does not wait", flush=True
+            )
 
     handlers = {signum: signal.signal(signum, forward) for signum in processes.STOP_SIGNALS}
     try:

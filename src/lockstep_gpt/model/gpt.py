@@ -36,6 +36,11 @@ class GPT(nn.Module):
     def build(self) -> None:
         """Make the layers."""
         config = self.config
+        if config.n_kv_head not in (None, config.n_head):
+            raise UserError(
+                f"model.n_kv_head={config.n_kv_head}: model.architecture=gpt shares no keys among "
+                "heads; set it to null, or choose a modern model"
+            )
         self.token_embedding = nn.Embedding(self.padded_vocab_size, config.n_embd)
         self.position_embedding = nn.Embedding(config.block_size, config.n_embd)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))

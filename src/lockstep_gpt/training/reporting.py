@@ -101,17 +101,30 @@ def drop_rank_log(run: RunDirectory, ranks: Ranks) -> None:
             run.rank_log(ranks.rank).parent.rmdir()
 
 
+EPOCHS = 4  # that teach as much as so many new tokens (Muennighoff et al. 2023, section 1)
 RULES = {"linear": "linear in the batch", "sqrt": "square root of the batch", "none": "not scaled"}
 
 
 def receipt(
-    config: Config, batch: BatchPlan, schedule: Schedule, facts: dict[str, str]
+    config: Config, batch: BatchPlan, schedule: Schedule, windows: int, facts: dict[str, str]
 ) -> dict[str, str]:
-    """Return label -> line; `facts` are those that only the running rank knows."""
+    """Return label -> line; `facts` are those that only the running rank knows.
+
+    It warns of a budget that takes the `windows` to train on more often than `EPOCHS`.
+    """
 
     def steps(count: int) -> str:
         return f"{count:,} steps = {count * batch.tokens_per_step:,} tokens"
 
+    epochs = schedule.total_steps * batch.global_size / windows
+    said = f"{epochs:,.0f}" if epochs >= 100 else f"{epochs:.2g}"
+    if epochs > EPOCHS:
+        logger.warning(
+            "the budget takes the same data %s times; beyond %d epochs the same tokens teach less "
+            "and less (Muennighoff et al. 2023): take more data, or fewer steps",
+            said,
+            EPOCHS,
+        )
     decay = ", then constant"
     if config.optim.decay != "constant":
         final = schedule.lr(schedule.total_steps - 1)
@@ -122,15 +135,19 @@ def receipt(
         "run": f"{config.run_name} in {config.run_dir}",
         **facts,
         "precision": config.precision + (", compiled" if config.compile else ""),
-        "batch": f"{batch.devices} device{'s' * (batch.devices > 1)} x "
-        f"{batch.nodes} node{'s' * (batch.nodes > 1)} x {batch.micro_size} samples x "
-        f"{batch.accumulation} accumulation = {batch.global_size} samples = "
+        "batch": f"{_counted(batch.devices, 'device')} x {_counted(batch.nodes, 'node')} x "
+        f"{_counted(batch.micro_size, 'sample')} x {batch.accumulation} accumulation = "
+        f"{_counted(batch.global_size, 'sample')} = "
         f"{batch.tokens_per_step:,} tokens per step",
-        "budget": steps(schedule.total_steps),
+        "budget": f"{steps(schedule.total_steps)} = {said} epochs",
         "lr": f"{schedule.base_lr:g} x {schedule.scale:g} = {schedule.peak_lr:g} "
         f"({RULES[config.optim.lr_scaling]}: {found})",
         "schedule": f"{steps(schedule.warmup_steps)} of warmup{decay}",
     }
+
+
+def _counted(count: int, unit: str) -> str:
+    return f"{count:,} {unit}{'s' * (count != 1)}"
 
 
 def facts(
@@ -145,7 +162,7 @@ def facts(
         "data": f"{data.folder}, {data.train_windows:,} windows to train on, "
         f"{data.val_windows:,} to validate on",
         "devices": f"{trainer.world_size} x {config.trainer['accelerator']}, "
-        f"{torch.get_num_threads()} threads each{kept}",
+        f"{_counted(torch.get_num_threads(), 'thread')} each{kept}",
         "kernels": f"products by {products}, attention by {_attention(config)}",
         "strategy": type(trainer.strategy).__name__ + group,
     }

@@ -17,7 +17,7 @@ from lockstep_gpt.data.datamodule import TokenDataModule
 from lockstep_gpt.data.prepare import opened
 from lockstep_gpt.data.tokenizer import from_dict
 from lockstep_gpt.model.functional import choose_matrix_products
-from lockstep_gpt.processes import LOST_PEERS
+from lockstep_gpt.processes import LOST_PEERS, invocation
 from lockstep_gpt.registry import asked
 from lockstep_gpt.run_directory import RunDirectory
 from lockstep_gpt.training import ranks as meeting
@@ -44,7 +44,8 @@ def main(directory: RunDirectory) -> int:
         try:
             _train(directory, config, ranks, terminal)
         except Stopped as stopped:
-            logger.info("%s after saving; the run can be resumed", stopped)
+            go_on = f"{invocation()} train run_dir={directory.path} resume=auto"
+            logger.info("%s after saving; this goes on with it:\n  %s", stopped, go_on)
             return 128 + stopped.signum
         except Exception as error:
             return _fail(directory, config, ranks, error, terminal)
@@ -89,7 +90,7 @@ def _train(directory: RunDirectory, config: Config, ranks: meeting.Ranks, termin
     )
     if ranks.rank == 0:
         facts = reporting.facts(config, module.model, data, trainer, products)
-        receipt = reporting.receipt(config, batch, schedule, facts)
+        receipt = reporting.receipt(config, batch, schedule, data.train_windows, facts)
         logger.info("%s", reporting.as_text(receipt))
         earlier = metrics_file.begin(step_of(Path(resume)) if resume else 0)
         metrics.row = {name: float(earlier[name]) for name in measuring.COLUMNS if name in earlier}

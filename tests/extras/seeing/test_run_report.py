@@ -34,6 +34,9 @@ def test_a_run_leaves_its_report_and_says_where(reported):
     (told,) = data(reported / "report.html")
     assert told["status"] == "done"
     assert told["curves"] == read_run(reported)["curves"]
+    known = read_run(reported)["summary"]  # which is written only after the report
+    assert told["summary"]["tokens_per_second"] == known["tokens_per_second"]
+    assert told["summary"].items() <= known.items()
     assert "report  runs/first/report.html" in (reported / "train.log").read_text()
 
 

@@ -50,6 +50,7 @@ def _bytes(_: dict[str, Any]) -> dict[str, Any]:
     words = {sign: byte for byte, sign in _signs().items()} | {END_OF_TEXT: 0}
     del words[_signs()[0]]
     tokenizer = lib.Tokenizer(lib.models.BPE(vocab=words, merges=[]))
+    # Ours refuses a NUL in a text, which would look like an end; this format can only replace it.
     tokenizer.normalizer = lib.normalizers.Replace("\0", " ")
     tokenizer.pre_tokenizer = lib.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = lib.decoders.ByteLevel()

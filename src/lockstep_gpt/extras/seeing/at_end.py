@@ -17,6 +17,7 @@ from lockstep_gpt.extras.seeing.page import write_page
 from lockstep_gpt.extras.seeing.recordings import as_json
 from lockstep_gpt.extras.seeing.run_report import report
 from lockstep_gpt.training.callbacks.guards import Stopped
+from lockstep_gpt.training.callbacks.metrics import Metrics
 from lockstep_gpt.training.metrics_file import MetricsFile
 from lockstep_gpt.training.tracking import git_state
 
@@ -49,7 +50,10 @@ class ReportAtEnd(Callback):
         if trainer.is_global_zero and hasattr(self, "_run"):
             path = self._run / "report.html"
             try:
-                write_page(path, report([self._run], status=status))
+                # summary.json, which a later report reads, is written only after this one.
+                measured = next(each for each in trainer.callbacks if isinstance(each, Metrics))  # type: ignore[attr-defined]
+                summary = measured.summary(trainer.global_step)
+                write_page(path, report([self._run], status=status, summary=summary))
             except Exception as error:  # a report never changes how a run ends
                 logger.warning("no report: %s: %s", type(error).__name__, error)
             else:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from lockstep_gpt.config import UserError, setting
 from lockstep_gpt.data import corpora
-from lockstep_gpt.data.corpora import BLOCK, FEW, LONGEST
+from lockstep_gpt.data.corpora import BLOCK, FEW, LONGEST, refuse_binary
 from lockstep_gpt.data.tokenizer import cut
 from lockstep_gpt.extras.sources.blocks import (
     Block,
@@ -57,7 +57,7 @@ class TextFiles(Files, Documents, corpora.TextFiles):
         self.val_fraction, self.invalid_utf8 = config.val_fraction, config.invalid_utf8
         self.by_line = by_line
         # Names of a few files may hold out none: then each file's end is held out.
-        self.by_name = by_name or len(self.files) * config.val_fraction >= FEW
+        self.by_name = by_name or by_line or len(self.files) * config.val_fraction >= FEW
 
     def blocks(self, start: Position) -> Iterator[Block]:
         """Yield the documents, file by file; many small ones together."""
@@ -66,6 +66,7 @@ class TextFiles(Files, Documents, corpora.TextFiles):
         after, size, invalid = start, 0, 0
         for number in range(start.part, len(self.files)):
             for piece, after in self._pieces(number, start):
+                refuse_binary(piece, self.files[number].path)
                 documents, faults = self._documents(piece, self.files[number].path)
                 documents, held = self._split(documents, self.files[number].name)
                 texts, val = texts + documents, val + held

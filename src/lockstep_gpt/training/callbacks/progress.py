@@ -10,6 +10,7 @@ import torch
 from lightning import Callback, Trainer
 from tqdm import tqdm
 
+from lockstep_gpt.data.tokenizer import printable
 from lockstep_gpt.model.gpt import check_sampling
 from lockstep_gpt.training.callbacks.metrics import Metrics
 from lockstep_gpt.training.callbacks.step import StepCallback
@@ -136,4 +137,5 @@ class Sample(Callback):
         step, names = trainer.global_step, ["step", "prompt", "text"]
         for each in tracked(trainer.loggers):
             each.log_table("samples", names, [[step, self.prompt, text]], step=step)
-        logger.info("%s", "\n".join(["", "sample", *(f"  | {line}" for line in text.splitlines())]))
+        lines = printable(text).split("\n")
+        logger.info("%s", "\n".join(["", "sample", *(f"  | {line}" for line in lines)]))

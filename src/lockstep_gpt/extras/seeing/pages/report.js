@@ -67,7 +67,7 @@ function outcomeOf(run) {
     tokens: number(last[1]),
     "lowest validation loss": lowest(run, "val/loss"),
     "last training loss": number(lastOf(run, "train/loss")?.[VALUE]),
-    "tokens per second": number(
+    "mean tokens per second": number(
       run.summary.tokens_per_second ?? lastOf(run, "throughput/tokens_per_second")?.[VALUE],
     ),
     "seconds of the last part": number(run.summary.wall_seconds),
