@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
 import csv
 import io
 import os
+import signal
 import socket
 import statistics
 import subprocess
@@ -19,7 +21,7 @@ import sys
 import tempfile
 import tokenize
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -31,6 +33,7 @@ from lockstep_gpt.config import PROGRAM, UserError
 
 HERE = Path(__file__).parent
 BARS = {"64-true": 1e-10, "32-true": 1e-5}  # largest difference of a loss that rounding explains
+RUNNING: set[subprocess.Popen[str]] = set()  # what is ended when this process is
 WARMUP = 5  # steps whose time does not count
 LAYOUT = (tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.COMMENT)
 
@@ -102,8 +105,11 @@ def run(rung: str, ranks: int, command: list[str], words: Sequence[str], folder:
             env={"OMP_NUM_THREADS": threads, **os.environ},
             stdout=screen,
             stderr=subprocess.STDOUT,
+            text=True,
         )
+        RUNNING.add(process)
         _, status, usage = os.wait4(process.pid, 0)
+        RUNNING.remove(process)
         process.returncode = os.waitstatus_to_exitcode(status)
         if process.returncode:
             screen.seek(0)
@@ -127,10 +133,30 @@ def code_lines(path: Path) -> int:
     return len({line for a, b in spans[:-1] for line in range(a, b + 1)} - strings)
 
 
-def table(precision: str, runs: list[Run]) -> str:
-    """Return one table; the first run is the reference."""
-    head = f"{'rung':20} ranks  lines  ms/step    MB  last loss  val loss  largest difference"
-    return "\n".join([f"precision={precision}", head, *(_row(each, runs[0]) for each in runs)])
+def tell(precision: str, started: list[Future[Run]]) -> list[Run]:
+    """Print a table, each row as soon as its run is over; the first run is the reference."""
+    print(f"precision={precision}")
+    print(f"{'rung':20} ranks  lines  ms/step    MB  last loss  val loss  largest difference")
+    runs: list[Run] = []
+    for job in started:
+        runs.append(job.result())
+        print(_row(runs[-1], runs[0]), flush=True)
+    print()
+    return runs
+
+
+@contextlib.contextmanager
+def pool_of(size: int) -> Iterator[ThreadPoolExecutor]:
+    """Run jobs, so many at once; what still runs when an error or a signal comes is ended."""
+    signal.signal(signal.SIGTERM, lambda signum, _: sys.exit(128 + signum))
+    pool = ThreadPoolExecutor(size)
+    try:
+        yield pool
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+        for process in list(RUNNING):
+            process.terminate()
+        pool.shutdown()
 
 
 def _row(each: Run, reference: Run) -> str:
@@ -196,7 +222,7 @@ def compare() -> None:
     load(words, 1)  # prepares the data before anyone measures, and refuses wrong words
     with (
         tempfile.TemporaryDirectory() as folder,
-        ThreadPoolExecutor(options.at_once) as pool,
+        pool_of(options.at_once) as pool,
     ):
         jobs = {
             precision: [
@@ -207,10 +233,7 @@ def compare() -> None:
             ]
             for precision in precisions
         }
-        results = {}
-        for precision, started in jobs.items():
-            results[precision] = [job.result() for job in started]
-            print(table(precision, results[precision]), end="\n\n", flush=True)
+        results = {precision: tell(precision, started) for precision, started in jobs.items()}
         print(remarks(results[precisions[0]]))
         draw(results, options.chart)
         print(f"chart: {options.chart}")

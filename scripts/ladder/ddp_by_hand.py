@@ -28,6 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 
+from lockstep_gpt.config import UserError
 from lockstep_gpt.model.gpt import GPT
 from lockstep_gpt.training.optim import build_optimizer
 
@@ -55,6 +56,11 @@ def spawned(rank: int, options: argparse.Namespace, words: list[str]) -> None:
 
 def be_rank(options: argparse.Namespace, words: list[str]) -> None:
     """Join the other ranks, train, and leave whatever happens."""
+    if options.init_method != "env://" and "TORCHELASTIC_USE_AGENT_STORE" in os.environ:
+        raise UserError(
+            f"--init-method={options.init_method}: torchrun's ranks meet at its store, and wait "
+            "in vain at another address, where nobody listens; leave it out"
+        )
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     experiment = load(words, world_size)
     device = torch.device(experiment.device_type)

@@ -15,7 +15,7 @@ import os
 import socket
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -250,12 +250,50 @@ def rate_that_rises_again(words: list[str], _folder: Path) -> Finding:
     )
 
 
+@contextlib.contextmanager
+def _without_stacks() -> Iterator[None]:
+    """Keep from the screen what torch's C++ says of a timeout that is wanted."""
+    screen = os.dup(2)
+    with Path(os.devnull).open("w") as nowhere:
+        os.dup2(nowhere.fileno(), 2)
+    try:
+        yield
+    finally:
+        os.dup2(screen, 2)
+        os.close(screen)
+
+
+def address_under_a_launcher(_words: list[str], _folder: Path) -> Finding:
+    """`init_method="tcp://..."` in a process that torchrun has started."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
+    limit = timedelta(seconds=HANG_SECONDS)
+    started, ended = time.perf_counter(), "nothing"
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # as torchrun has set it
+    try:
+        with _without_stacks():
+            dist.init_process_group("gloo", address, limit, world_size=1, rank=0)
+    except RuntimeError as error:
+        ended = type(error).__name__
+    seconds = time.perf_counter() - started
+    del os.environ["TORCHELASTIC_USE_AGENT_STORE"]
+    dist.init_process_group("gloo", address, limit, world_size=1, rank=0)
+    met = dist.get_world_size()
+    dist.destroy_process_group()
+    return (
+        f"every rank waits for a store that torchrun's agent is to have opened there; a timeout of "
+        f"{HANG_SECONDS:g} s ended it after {seconds:.1f} s ({ended}); the default is 30 minutes",
+        f"env://, the default, under a launcher; without one the address works: {met} rank meets",
+    )
+
+
 Pitfall = Callable[[list[str], Path], Finding]
 ALONE: tuple[Pitfall, ...] = (
     no_set_epoch,
     same_data_on_every_rank,
     unscaled_learning_rate,
     rate_that_rises_again,
+    address_under_a_launcher,
 )
 ON_TWO_RANKS: tuple[Pitfall, ...] = (
     module_prefixes,

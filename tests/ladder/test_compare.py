@@ -1,6 +1,7 @@
 """The proof of the ladder: every rung, and the command, has the losses of the plain loop."""
 
 import re
+import signal
 
 import pytest
 
@@ -66,3 +67,14 @@ def test_a_wrong_flag_is_one_line(flag, monkeypatch, capsys):
     error = capsys.readouterr().err
     assert error.startswith(f"compare.py: {flag.replace('=', ' ')} ")
     assert error.count("\n") == 1
+
+
+def test_rows_come_as_runs_end_and_a_signal_leaves_nothing(start, tmp_path, processes_of):
+    process = start(f"TMPDIR={tmp_path} {LINE}", tmp_path)
+    told = [process.stdout.readline() for _ in range(3)]  # while other rungs are still to run
+    assert [line.split()[0] for line in told] == ["precision=64-true", "rung", "single_device"]
+    process.terminate()
+    process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert not [*tmp_path.glob("tmp*")]
+    assert not processes_of(tmp_path)

@@ -71,3 +71,9 @@ def test_batchnorm_depends_on_the_ranks_and_layernorm_does_not(numbers):
 
 def test_a_layer_left_out_stops_ddp_at_its_second_step(numbers):
     assert numbers("unused parameters") == [[1, 3], [3, 3]]
+
+
+def test_an_address_under_a_launcher_waits_for_nobody_until_the_time_limit(numbers):
+    (limit, seconds, default), (ranks,) = numbers("address under a launcher")
+    assert limit <= seconds < 10 * limit < default * 60
+    assert ranks == 1

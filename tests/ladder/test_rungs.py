@@ -77,3 +77,11 @@ def test_the_sampler_deals_as_the_order_does_and_reshuffles_each_epoch(words):
         steps = [next(order.stream(2 * epoch + step)).tolist() for step in range(2)]
         assert list(sampler) == [*steps[0], *steps[1]]
         assert len(sampler) == 4
+
+
+def test_an_address_of_its_own_is_refused_under_a_launcher(python, ladder, words):
+    launch = ["-m", "torch.distributed.run", "--nproc_per_node=2", "--master_port=0"]
+    script = [ladder / "ddp_by_hand.py", "--init-method=tcp://127.0.0.1:29511"]
+    done = python(*launch, *script, *words, status=1)
+    line = "ddp_by_hand.py: --init-method=tcp://127.0.0.1:29511: torchrun's ranks meet at its store"
+    assert line in done.stderr
