@@ -73,7 +73,7 @@ function outcomeOf(run) {
     "seconds of the last part": number(run.summary.wall_seconds),
     starts:
       run.starts > 1
-        ? `${run.starts}: it was resumed or restarted ${run.starts - 1} times`
+        ? `${run.starts}: it was resumed or restarted ${run.starts === 2 ? "once" : `${run.starts - 1} times`}`
         : number(run.starts),
     "skipped updates": number(lastOf(run, "optim/skipped")?.[VALUE]),
     "changed on resume": run.changes.join("; "),
