@@ -283,7 +283,7 @@ def test_multirun_makes_a_run_of_two_ranks_for_each_job(command):
 BAD = {
     "strategy.process_group_backend=nccl": "process_group_backend=nccl needs GPUs",
     "strategy.process_group_backend=mpi": "process_group_backend=mpi is not in torch",
-    "trainer.devices=3": "batch.global_size=8 does not divide by 3 devices x 1 nodes = 3; "
+    "trainer.devices=3": "batch.global_size=8 does not divide by 3 devices x 1 node = 3; "
     "nearest: batch.global_size=6 or 9",
     "strategy.comm_hook=bf16": "comm_hook=bf16 needs GPUs and NCCL",
     "strategy.comm_hook=int8": "comm_hook=int8 is not one of none, fp16, bf16, powersgd",

@@ -116,6 +116,11 @@ def as_typed(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
+def counted(count: int, unit: str) -> str:
+    """Return a number of things: `1 step`, `2,000 steps`."""
+    return f"{count:,} {unit}{'s' * (count != 1)}"
+
+
 def is_module(folder: str, name: str) -> bool:
     """Tell whether a folder of the package has this module."""
     return name.isidentifier() and bool(find_spec(f"{__package__}.{folder}.{name}"))

@@ -21,7 +21,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from lockstep_gpt.config import DataConfig, UserError
+from lockstep_gpt.config import DataConfig, UserError, counted
 from lockstep_gpt.data import corpora, shards
 from lockstep_gpt.data.shards import Index, SplitWriter
 from lockstep_gpt.data.tokenizer import Tokenizer, Tokens, token_dtype
@@ -227,7 +227,7 @@ def contents(folder: Path, index: Index) -> str:
     size = sum(split.text_bytes for split in index.splits.values()) / 1e6
     done = index.settings.get("invalid_utf8", "replace")
     invalid = f" ({index.invalid_documents} not UTF-8: {done})" * bool(index.invalid_documents)
-    text = f": {documents:,} documents{invalid}, {size:.1f} MB" if documents else ""
+    text = f": {counted(documents, 'document')}{invalid}, {size:.1f} MB" if documents else ""
     counts = " and ".join(f"{split.tokens:,} {name}" for name, split in index.splits.items())
     held = index.settings.get("held_out")
     of = f"; val: {held}" if held else ""

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from lockstep_gpt.config import Config, UserError, check
+from lockstep_gpt.config import Config, UserError, check, counted
 from lockstep_gpt.registry import additions, asked, merged
 
 DEVICE_FILES = Path("/dev")
@@ -54,7 +54,7 @@ def _as_launched(devices: int | str, nodes: int) -> tuple[int, int]:
     world_size = int(os.environ["WORLD_SIZE"])
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     launched = world_size // local_world_size
-    here = f"but the launcher started {local_world_size} ranks on this machine"
+    here = f"but the launcher started {counted(local_world_size, 'rank')} on this machine"
     rule = f"{here}; drop the setting, or start {devices}"
     check("trainer.devices", devices, devices in ("auto", local_world_size), rule)
     rule = f"but the launcher started {launched}; drop the setting"

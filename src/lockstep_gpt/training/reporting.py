@@ -16,7 +16,7 @@ import torch
 from lightning import Trainer
 from tqdm import tqdm
 
-from lockstep_gpt.config import LEVELS, Config
+from lockstep_gpt.config import LEVELS, Config, counted
 from lockstep_gpt.data.datamodule import TokenDataModule
 from lockstep_gpt.model.functional import attention_kernel
 from lockstep_gpt.model.gpt import GPT
@@ -114,7 +114,7 @@ def receipt(
     """
 
     def steps(count: int) -> str:
-        return f"{count:,} steps = {count * batch.tokens_per_step:,} tokens"
+        return f"{counted(count, 'step')} = {counted(count * batch.tokens_per_step, 'token')}"
 
     epochs = schedule.total_steps * batch.global_size / windows
     said = f"{epochs:,.0f}" if epochs >= 100 else f"{epochs:.2g}"
@@ -130,24 +130,20 @@ def receipt(
         final = schedule.lr(schedule.total_steps - 1)
         last = f"over the last {steps(schedule.decay_steps)} to {final:g}"
         decay = f", {config.optim.decay} decay {last}"
-    found = f"{batch.global_size} samples, found at {config.batch.reference_size}"
+    found = f"{counted(batch.global_size, 'sample')}, found at {config.batch.reference_size}"
     return {
         "run": f"{config.run_name} in {config.run_dir}",
         **facts,
         "precision": config.precision + (", compiled" if config.compile else ""),
-        "batch": f"{_counted(batch.devices, 'device')} x {_counted(batch.nodes, 'node')} x "
-        f"{_counted(batch.micro_size, 'sample')} x {batch.accumulation} accumulation = "
-        f"{_counted(batch.global_size, 'sample')} = "
+        "batch": f"{counted(batch.devices, 'device')} x {counted(batch.nodes, 'node')} x "
+        f"{counted(batch.micro_size, 'sample')} x {batch.accumulation} accumulation = "
+        f"{counted(batch.global_size, 'sample')} = "
         f"{batch.tokens_per_step:,} tokens per step",
         "budget": f"{steps(schedule.total_steps)} = {said} epochs",
         "lr": f"{schedule.base_lr:g} x {schedule.scale:g} = {schedule.peak_lr:g} "
         f"({RULES[config.optim.lr_scaling]}: {found})",
         "schedule": f"{steps(schedule.warmup_steps)} of warmup{decay}",
     }
-
-
-def _counted(count: int, unit: str) -> str:
-    return f"{count:,} {unit}{'s' * (count != 1)}"
 
 
 def facts(
@@ -162,7 +158,7 @@ def facts(
         "data": f"{data.folder}, {data.train_windows:,} windows to train on, "
         f"{data.val_windows:,} to validate on",
         "devices": f"{trainer.world_size} x {config.trainer['accelerator']}, "
-        f"{_counted(torch.get_num_threads(), 'thread')} each{kept}",
+        f"{counted(torch.get_num_threads(), 'thread')} each{kept}",
         "kernels": f"products by {products}, attention by {_attention(config)}",
         "strategy": type(trainer.strategy).__name__ + group,
     }

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from lockstep_gpt.config import Config, UserError
+from lockstep_gpt.config import Config, UserError, counted
 from lockstep_gpt.registry import asked
 from lockstep_gpt.run_directory import RunDirectory, refuse_another_identity
 from lockstep_gpt.training import checkpoint as files
@@ -58,8 +58,8 @@ def _own_newest(directory: RunDirectory, config: Config, module: torch.nn.Module
         newest = next(iter(asked("FETCH_CHECKPOINT", directory, config)), None)
     if newest is None and present:
         raise UserError(
-            f"{folder} holds {len(present)} checkpoints, of which none verifies; put a sound copy "
-            "of one there, or start a new run"
+            f"{folder} holds {counted(len(present), 'checkpoint')}, of which none verifies; "
+            "put a sound copy of one there, or start a new run"
         )
     for path in present:
         if newest and files.step_of(path) > files.step_of(newest):

@@ -6,7 +6,7 @@ Pure functions of the configuration; nothing here imports torch.
 import math
 from dataclasses import dataclass
 
-from lockstep_gpt.config import BatchConfig, Config, UserError
+from lockstep_gpt.config import BatchConfig, Config, UserError, counted
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ def _indivisible_line(batch: BatchConfig, devices: int, nodes: int) -> str:
     micro = f"batch.micro_size={batch.micro_size} x " if batch.micro_size else ""
     line = (
         f"batch.global_size={batch.global_size} does not divide by {micro}"
-        f"{devices} devices x {nodes} nodes = {micro_step}; "
+        f"{counted(devices, 'device')} x {counted(nodes, 'node')} = {micro_step}; "
         f"nearest: batch.global_size={' or '.join(map(str, nearest))}"
     )
     per_rank, rest = divmod(batch.global_size, world_size)
@@ -154,6 +154,7 @@ def _warmup_line(config: Config, warmup_steps: int, total_steps: int) -> str:
     warmup = getattr(config.optim, f"warmup_{unit}")
     budget = "max_steps" if config.max_steps is not None else "max_tokens"
     return (
-        f"optim.warmup_{unit}={warmup} makes {warmup_steps} steps of warmup, which must be fewer "
-        f"than the run's {total_steps}; lower it or raise {budget}={getattr(config, budget)}"
+        f"optim.warmup_{unit}={warmup} makes {counted(warmup_steps, 'step')} of warmup, "
+        f"which must be fewer than the run's {total_steps}; lower it or raise "
+        f"{budget}={getattr(config, budget)}"
     )
