@@ -218,7 +218,7 @@ def test_killed_parent_leaves_no_process(command, wait_for, processes_of, kill):
 
 BAD_SETTINGS = {
     "model.n_layers=3": "unknown setting model.n_layers; did you mean model.n_layer?",
-    "model.n_layer=many": "model.n_layer=many: Value 'many' of type 'str' could not be converted",
+    "model.n_layer=many": "model.n_layer=many must be a whole number",
     "model=gpt5": "model=gpt5 is not one of gpt2, gpt2_large, gpt2_medium, gpt2_xl, ",
     "trainer.max_steps=7": "trainer.max_steps=7 is not set there; set max_steps instead",
     "model.n_embd=33": "model.n_embd=33 does not divide by model.n_head=2; nearest: model.n_embd=3",

@@ -93,9 +93,16 @@ def test_an_experiment_overrides_groups_and_the_command_line_beats_it():
          "what the YAML does not list is added with +trainer.profiler=simple"),
         ("data.path=x", f"data.path is a setting of data={' or '.join(WITH_PATH)}, "
          "which is not chosen here"),
-        ("max_steps=many", "max_steps=many: "
-         "Value 'many' of type 'str' could not be converted to Integer"),
-        ("seed=1.5", "seed=1.5: Value '1.5' of type 'float' could not be converted to Integer"),
+        ("max_steps=many", "max_steps=many must be a whole number"),
+        ("max_steps=1e3", "max_steps=1e3 must be a whole number"),
+        ("seed=1.5", "seed=1.5 must be a whole number"),
+        ("optim.lr=fast", "optim.lr=fast must be a number"),
+        ("compile=perhaps", "compile=perhaps must be true or false"),
+        ("lr=0.1", "unknown setting lr; did you mean optim.lr?"),
+        ("devices=2", "unknown setting devices; did you mean trainer.devices?"),
+        ("--devices=2", "--devices=2 is no flag; settings are NAME=VALUE, without dashes; "
+         "did you mean trainer.devices?"),
+        ("--zzz", "--zzz is no flag; settings are NAME=VALUE, without dashes"),
         ("model=gpt3", f"model=gpt3 is not one of {', '.join(choices('model'))}; "
          "did you mean gpt2?"),
         ("callbacks=[default,y]", f"callbacks=y is not one of {', '.join(choices('callbacks'))}"),
@@ -132,7 +139,7 @@ def test_a_wrong_use_of_the_grammar_is_refused_with_what_was_typed(argument, par
         ("max_stepz: 3", "unknown setting max_stepz; did you mean max_steps?"),
         (
             "optim:\n  lr: fast",
-            "optim.lr=...: Value 'fast' of type 'str' could not be converted to Float",
+            "optim.lr=fast must be a number",
         ),
         ("model:\n  heads: 2", "unknown setting model.heads; did you mean model.n_head?"),
     ],

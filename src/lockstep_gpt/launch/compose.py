@@ -25,6 +25,12 @@ from yaml import YAMLError
 from lockstep_gpt import config as schema
 from lockstep_gpt.config import PROGRAM, Config, UserError
 
+KINDS = {"Integer": "a whole number", "Float": "a number", "bool": "true or false"}
+FLAGS = {  # of Hydra
+    *("help", "hydra-help", "version", "cfg", "resolve", "package", "run", "multirun", "info"),
+    *("shell-completion", "config-path", "config-name", "config-dir", "experimental-rerun"),
+}
+
 
 def config_folder() -> Path:
     """Return the folder of the YAML files: in the installed package, else in the source tree."""
@@ -48,6 +54,11 @@ def run(arguments: list[str], job: Callable[[DictConfig], Any]) -> None:
         started = True
         return job(config)
 
+    for word in arguments:
+        name = word[2:].partition("=")[0]
+        if word.startswith("--") and name not in FLAGS:
+            near = _elsewhere(name, list(_settings_below("")[""]))
+            raise UserError(f"{word} is no flag; settings are NAME=VALUE, without dashes{near}")
     main = hydra.main(version_base="1.3", config_path=str(config_folder()), config_name="train")
     with _command_line(arguments):
         try:
@@ -167,6 +178,9 @@ def one_line(error: Exception, arguments: list[str]) -> str:
         return f"{group}={choice} is not one of {', '.join(names)}{_did_you_mean(choice, names)}"
     if path and re.search("not in|Could not override|Could not append", text):
         return _unknown_setting(path, value)
+    if path and (found := re.search(r"Value '(.*)' .*(converted to|not a valid) (\w+)", text)):
+        given = found[1] if value == "..." else value
+        return f"{path}={given} must be {KINDS.get(found[3], found[3])}"
     if path and (found := re.match(r"(Value .+?)( full_key: .+)?$", text)):
         return f"{path}={value}: {found[1].rstrip('.')}"
     if "Config group override must be" in text:
@@ -197,11 +211,21 @@ def _unknown_setting(path: str, value: str) -> str:
     if choices := sorted(choice for choice, names in settings.items() if name in names):
         return f"{path} is a setting of {parent}={' or '.join(choices)}, which is not chosen here"
     known = list({each: None for names in settings.values() for each in names})
-    if near := _did_you_mean(name, known, f"{parent}." if parent else ""):
+    if near := _did_you_mean(name, known, f"{parent}." if parent else "") or _elsewhere(
+        path, known
+    ):
         return f"unknown setting {path}{near}"
     if parent.split(".")[0] in schema.OPEN_GROUPS:
         return f"unknown setting {path}; what the YAML does not list is added with +{path}={value}"
     return f"unknown setting {path}; there are {', '.join(known)}"
+
+
+def _elsewhere(name: str, groups: list[str]) -> str:
+    """Suggest the setting of that name in one of the `groups`."""
+    for group in groups:
+        if any(name in names for names in _settings_below(group).values()):
+            return f"; did you mean {group}.{name}?"
+    return ""
 
 
 def _did_you_mean(word: str, known: list[str], prefix: str = "") -> str:

@@ -94,7 +94,7 @@ def _refuse_unknown_arguments(trainer: dict[str, Any]) -> None:
     known = [argument.arg for argument in made.args.kwonlyargs]
     for name, value in trainer.items():
         near = get_close_matches(name, known, n=1)
-        hint = f"; did you mean trainer.{near[0]}?" if near else f"; it has {', '.join(known)}"
+        hint = f"; did you mean trainer.{near[0]}?" if near else "; leave it out"
         fits = name == "_target_" or name in known
         check(f"trainer.{name}", value, fits, f"is no argument of Lightning's Trainer{hint}")
 

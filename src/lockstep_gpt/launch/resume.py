@@ -1,5 +1,6 @@
 """`resume=auto`: go on with a run in its own directory, with the few settings that may change."""
 
+import logging
 import os
 import time
 from pathlib import Path
@@ -39,6 +40,8 @@ def train_or_resume(composed: DictConfig) -> tuple[int, float]:
     values, config = compose.checked(composed)
     run = start.run_of(config)
     if config.resume != "auto" or not run.config.is_file():
+        if config.resume == "auto":
+            logging.info("run_dir=%s is not there yet: a new run begins", run.path)
         return start.train_once(values, config)
     singles = [word for word in compose.overrides() if not _names_group(word)]
     settled = start.settle(values, start.placed(config)[0], run)

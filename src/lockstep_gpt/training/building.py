@@ -16,4 +16,10 @@ def build(node: dict[str, Any], known: dict[str, Any]) -> Any:
         told = {name: known[name] for name in inspect.signature(target).parameters if name in known}
         return instantiate({**node, "_partial_": True}, _convert_="all")(**told)
     except (InstantiationException, TypeError, ImportError) as error:
-        raise UserError(" ".join(str(error).split())) from error
+        raise mistake(error) from error
+
+
+def mistake(error: Exception) -> UserError:
+    """Return what is wrong in one line; Hydra's own errors have it in their cause."""
+    cause = error.__cause__ if isinstance(error, InstantiationException) else None
+    return UserError(" ".join(str(cause or error).split()))

@@ -23,7 +23,7 @@ from lockstep_gpt.run_directory import RunDirectory
 from lockstep_gpt.training import ranks as meeting
 from lockstep_gpt.training import reporting, tracking
 from lockstep_gpt.training import schedule as planning
-from lockstep_gpt.training.building import build
+from lockstep_gpt.training.building import build, mistake
 from lockstep_gpt.training.callbacks import metrics as measuring
 from lockstep_gpt.training.callbacks.checkpoints import AtomicCheckpointIO, Checkpoints
 from lockstep_gpt.training.callbacks.guards import GracefulStop, Guards, Stopped
@@ -184,7 +184,7 @@ def _trainer(
     except Exception as error:
         for each in tracking.tracked(arguments["logger"]):
             each.close("failed")
-        raise UserError(" ".join(str(error).split())) from error
+        raise mistake(error) from error
     return trainer
 
 
