@@ -178,7 +178,7 @@ def one_line(error: Exception, arguments: list[str]) -> str:
         return f"{group}={choice} is not one of {', '.join(names)}{_did_you_mean(choice, names)}"
     if path and re.search("not in|Could not override|Could not append", text):
         return _unknown_setting(path, value)
-    if path and (found := re.search(r"Value '(.*)' .*(converted to|not a valid) (\w+)", text)):
+    if path and (found := re.search(r"Value '(.*?)' .*(converted to|not a valid) (\w+)", text)):
         given = found[1] if value == "..." else value
         return f"{path}={given} must be {KINDS.get(found[3], found[3])}"
     if path and (found := re.match(r"(Value .+?)( full_key: .+)?$", text)):
