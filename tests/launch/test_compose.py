@@ -121,7 +121,7 @@ def test_a_wrong_override_is_refused_in_one_line(argument, line):
     ("argument", "part"),
     [
         ("max_steps=[1", "[1"),
-        ("max_steps", "max_steps"),
+        ("max_steps", "max_steps has no value; write NAME=VALUE, without spaces"),
         ("run_name=${oc.env:LOCKED_ROOM}", "'LOCKED_ROOM' not found"),
         ("+max_steps=3", "Either remove + prefix: 'max_steps=3'"),
         ("batch=3", "batch=3: Invalid type"),

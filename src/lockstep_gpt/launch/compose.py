@@ -183,6 +183,10 @@ def one_line(error: Exception, arguments: list[str]) -> str:
         return f"{path}={given} must be {KINDS.get(found[3], found[3])}"
     if path and (found := re.match(r"(Value .+?)( full_key: .+)?$", text)):
         return f"{path}={value}: {found[1].rstrip('.')}"
+    if found := re.search(r"Ambiguous value for argument '(.+?)' ", text):
+        return f"{found[1]} has several values: add --multirun for a run with each; [a,b] is a list"
+    if found := re.search(r"Error parsing override '(.*?)' missing EQUAL", text):
+        return f"{found[1]} has no value; write NAME=VALUE, without spaces"
     if "Config group override must be" in text:
         for word in arguments:
             if word.partition("=")[0].lstrip("+") in groups():
