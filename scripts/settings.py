@@ -17,23 +17,17 @@ from lockstep_gpt.config import (
     DATA_SOURCES,
     MISSING,
     OPEN_GROUPS,
-    BatchConfig,
     Checked,
-    CheckpointConfig,
     Config,
     DataConfig,
-    GuardConfig,
-    LaunchConfig,
-    ModelConfig,
-    OptimConfig,
     as_typed,
     data_sources,
 )
+from lockstep_gpt.registry import additions, resolved
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIGS, PAGE = ROOT / "configs", ROOT / "docs/settings.md"
 GROUPS = ("experiment", "model", "data", "optim")  # their choices set what the schema declares
-SCHEMAS = (BatchConfig, ModelConfig, OptimConfig, CheckpointConfig, GuardConfig, LaunchConfig)
 TYPES = {"int": "whole number", "float": "number", "str": "text", "bool": "true or false"}
 # Indentation, name, value and comment of a line of our YAML files.
 LINE = re.compile(r"( *)(\w+):(?: +([^#]+?))?(?: +# (.+))?")
@@ -73,7 +67,9 @@ def main() -> int:
 
 def page() -> str:
     """Return the whole reference in Markdown."""
-    parts = [Part(ROOT, HEAD), section("## The run", Config), *map(own_section, SCHEMAS)]
+    own = [each for each in Checked.__subclasses__() if each.node]
+    parts = [Part(ROOT, HEAD), section("## The run", Config)]
+    parts += [part for each in own if each is not DataConfig for part in own_sections(each)]
     parts += [Part(ROOT, "## `data`\n"), *data_sections()]
     parts += [Part(ROOT, "## Choices\n"), *(part for group in GROUPS for part in choices(group))]
     parts += [
@@ -103,9 +99,12 @@ def in_markers(part: Part) -> Part:
 
 
 # template-only: end
-def own_section(schema: type[Checked]) -> Part:
-    """Return the section of a class that has a place in the tree of its own."""
-    return section(f"## `{schema.node}`", schema)
+def own_sections(schema: type[Checked]) -> Iterator[Part]:
+    """Yield the section of a class that has a place in the tree of its own, and what extras add."""
+    yield section(f"## `{schema.node}`", schema)
+    for table in additions("SETTINGS"):
+        if schema.node in table:
+            yield section(f"### More of `{schema.node}`", resolved(table[schema.node]))
 
 
 def section(heading: str, schema: type[Checked], bases: str = "") -> Part:
@@ -135,7 +134,7 @@ def setting_row(schema: type[Any], item: dataclasses.Field[Any]) -> tuple[str, .
     """Return the cells of one setting."""
     name = f"{schema.node}.{item.name}" if schema.node else item.name
     default = "" if item.default is MISSING else f"`{as_typed(item.default)}`"
-    means = item.metadata["meaning"] + " (needs an extra)" * bool(item.metadata["needs"])
+    means = item.metadata["meaning"]
     means += "; kept on resume" * ((item.metadata["on_resume"] or schema.on_resume) == "kept")
     return f"`{name}`", values_of(schema, item), default.replace("``", ""), means
 

@@ -1,6 +1,7 @@
 import dataclasses
 import inspect
 import re
+import sys
 from typing import get_type_hints
 
 import lightning
@@ -13,8 +14,8 @@ from lockstep_gpt import extras
 from lockstep_gpt.config import (
     OWNED_TRAINER_KEYS,
     Config,
-    SyntheticData,
     UserError,
+    data_sources,
     from_container,
     settings_on_resume,
 )
@@ -46,27 +47,58 @@ def numbers_in(section):
 FLOATS = sorted(set().union(*map(numbers_in, SECTIONS)))
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "rule"),
-    [
-        ("tokenizer", "bpe", "is not one of bytes"),
-        ("vocab_size", 300, "needs an extra that is not here; leave it out"),
-        ("tokenizer_mb", 3, "needs an extra that is not here; leave it out"),
-    ],
-)
-def test_text_is_bytes_where_no_extra_has_more(monkeypatch, name, value, rule):
+def test_text_is_bytes_where_no_extra_has_more(monkeypatch):
     monkeypatch.setattr(extras, "__path__", [])
-    with pytest.raises(UserError) as refusal:
-        schema.TextData(**{name: value})
-    assert str(refusal.value) == f"data.{name}={value} {rule}"
-    assert schema.TextData(tokenizer="bytes", vocab_size=None, tokenizer_mb=32).root == "data"
+    with pytest.raises(UserError, match=r"^data\.tokenizer=bpe is not one of bytes$"):
+        schema.TextData(tokenizer="bpe")
+    assert schema.TextData(tokenizer="bytes").root == "data"
 
 
-def test_ranks_are_forks_only_where_an_extra_makes_them(monkeypatch):
-    monkeypatch.setattr(extras, "__path__", [])
-    assert schema.LaunchConfig(warm=False).warm is False
-    with pytest.raises(UserError, match=r"launch\.warm=true needs an extra"):
-        schema.LaunchConfig(warm=True)
+ADDED = """
+from dataclasses import dataclass
+
+from lockstep_gpt.config import LaunchConfig, ModelConfig, setting
+
+SETTINGS = {"launch": ".extras.NAME:Launch", "model": ".extras.NAME:Model"}
+
+
+@dataclass
+class Launch(LaunchConfig):
+    NAME: int = setting("of an extra", 1, at_least=1)
+
+
+@dataclass
+class Model(ModelConfig):
+    NAME: int = setting("of an extra", 1, on_resume="free")
+"""
+
+
+@pytest.fixture
+def added(tmp_path, monkeypatch):
+    """Make extras that add settings, in the place of those that are here."""
+
+    def add(*names):
+        for name in names:
+            (tmp_path / f"{name}.py").write_text(ADDED.replace("NAME", name))
+            monkeypatch.delitem(sys.modules, f"{extras.__name__}.{name}", raising=False)
+        monkeypatch.setattr(extras, "__path__", [str(tmp_path)])
+
+    return add
+
+
+def test_extras_add_settings_to_a_group_of_the_core_s(added):
+    added()
+    assert vars(Config(max_steps=1).launch) == vars(schema.LaunchConfig())
+    added("one")
+    with pytest.raises(UserError, match=r"^launch\.one=0 must be at least 1$"):
+        from_container(with_setting("launch.one", 0))
+    added("one", "two")
+    config = from_container(with_setting("launch.two", 3))
+    assert (config.launch.one, config.launch.two, config.launch.max_restarts) == (1, 3, 3)
+    assert Config(max_steps=1).launch == from_container(VALUES).launch
+    assert {"launch.one", "launch.two", "launch.inline"} < settings_on_resume("machine")
+    assert {"model.one", "model.two"} < settings_on_resume("free")
+    assert from_container(with_setting("model.two", 3)).model.two == 3
 
 
 @pytest.mark.parametrize("section", SECTIONS, ids=lambda section: section.__name__)
@@ -81,7 +113,7 @@ def test_what_a_resume_makes_of_each_setting_is_declared_with_it():
     kept, machine = settings_on_resume("kept"), settings_on_resume("machine")
     assert {"seed", "batch.global_size", "optim.algorithm", "data.fingerprint"} < kept
     assert {"model.n_layer", "model.bias", "data.val_fraction", "data.tokenizer"} < kept
-    assert {"launch.node_rank", "launch.warm", "data.root", "data.path"} < machine
+    assert {"launch.max_restarts", "data.root", "data.path"} < machine
     free = settings_on_resume("free")
     assert {"max_steps", "optim.lr", "precision", "model.dropout", "data.val_tokens"} < free
     assert not kept & machine
@@ -91,7 +123,7 @@ def test_what_a_resume_makes_of_each_setting_is_declared_with_it():
 def test_values_that_keep_the_rules_are_taken_as_they_are():
     config = from_container(with_setting("optim.lr", 0.5))
     assert (config.max_steps, config.batch.global_size, config.optim.lr) == (10, 4, 0.5)
-    assert config.data == SyntheticData()
+    assert config.data == data_sources()["synthetic"]()
 
 
 def test_the_frozen_values_of_a_config_give_the_same_config():

@@ -6,6 +6,8 @@ import pytest
 import torch
 import yaml
 
+from lockstep_gpt import extras
+from lockstep_gpt.run_directory import FORMER, RunDirectory, readable
 from lockstep_gpt.training.checkpoint import write_checkpoint
 
 # As these commits froze their smoke experiment, without what extras had added to it.
@@ -135,6 +137,19 @@ def test_a_run_of_an_earlier_version_goes_on_and_its_model_is_read(earlier, comm
     assert command.summary("run")["step"] == 22
 
 
+@pytest.mark.parametrize("version", FROZEN)
+def test_a_run_is_read_where_the_extras_are_not_that_have_its_settings_now(
+    version, monkeypatch, tmp_path
+):
+    monkeypatch.setattr(extras, "__path__", [])
+    run = RunDirectory(tmp_path)
+    run.config.write_text(FROZEN[version])
+    frozen, config = yaml.safe_load(FROZEN[version]), run.load()
+    assert config.model.n_embd == 32
+    for group, former in FORMER.items():
+        assert run.values()[group].keys() == frozen[group].keys() - former
+
+
 def with_gone(group):
     def change(values):
         (values[group] if group else values)["gone"] = 3
@@ -192,7 +207,7 @@ def test_weights_of_other_code_are_one_line_and_leave_the_run_as_it_was(earlier,
     assert "the checkpoint has 28 weights, of which 27 fit the 28 of this model; take the" in said
     builder = "lockstep_gpt.training.strategies.auto"
     assert yaml.safe_load((command.folder / "run/config.yaml").read_text()) == {
-        **frozen,
+        **readable(frozen),
         "strategy": {**frozen["strategy"], "_target_": builder},
     }
     for words in (("evaluate", "run"), ("generate", "run", "--length", "3")):

@@ -5,6 +5,7 @@ wrong type is refused by name. `trainer`, `strategy`, `callbacks` and `logger` s
 Lightning's. This module never imports torch.
 """
 
+import functools
 import logging
 import math
 import operator
@@ -40,7 +41,6 @@ def setting(
     default: Any = MISSING,
     *,
     choices: tuple[str, ...] = (),
-    needs: str | None = None,
     on_resume: str | None = None,
     **limits: float,
 ) -> Any:
@@ -50,13 +50,12 @@ def setting(
         meaning: what it decides, for docs/settings.md.
         default: its value where none is given.
         choices: the values that it may have.
-        needs: the kind of addition without which it has no effect, and is refused.
         on_resume: `kept` by the run, of the `machine`, or `free` to change; None: as its class has.
         limits: `at_least`, `above`, `at_most` and `below`, of a number.
     """
     rules = {name.replace("_", " "): limit for name, limit in limits.items()}
-    about = {"meaning": meaning, "choices": choices, "needs": needs, "limits": rules}
-    return field(default=default, metadata={**about, "on_resume": on_resume})
+    about = {"meaning": meaning, "choices": choices, "limits": rules, "on_resume": on_resume}
+    return field(default=default, metadata=about)
 
 
 _HOLDS = {
@@ -89,9 +88,6 @@ class Checked:
         name, rules = item.name, item.metadata
         if (choices := rules.get("choices")) and value not in choices:
             self.refuse(name, f"is not one of {', '.join(choices)}")
-        needs = rules.get("needs") if value and value != item.default else None
-        if needs and not any(additions(needs)):
-            self.refuse(name, "needs an extra that is not here; leave it out")
         if isinstance(value, float) and not math.isfinite(value):
             self.refuse(name, "must be a finite number")
         for rule, limit in rules.get("limits", {}).items():
@@ -101,6 +97,17 @@ class Checked:
     def refuse(self, name: str, rule: str) -> None:
         """Raise the `UserError` that says which setting breaks which rule."""
         check(f"{self.node}.{name}".lstrip("."), getattr(self, name), False, rule)
+
+
+def extended(own: Any) -> Any:
+    """Return a group's class of settings with those that extras add to it."""
+    tables = (table for table in additions("SETTINGS") if own.node in table)
+    return _joined(*(resolved(table[own.node]) for table in tables), own)
+
+
+@functools.cache  # equal settings are of one class
+def _joined(*classes: Any) -> Any:
+    return dataclass(type(classes[-1].__name__, classes, {}))
 
 
 def check(setting: str, value: Any, holds: bool, rule: str) -> None:
@@ -170,12 +177,6 @@ class ModelConfig(Checked):
     n_kv_head: int | None = setting(
         "heads of keys and values, if the architecture shares them; null: n_head", None, at_least=1
     )
-    init_from: str | None = setting(
-        "folder of weights to begin with; null: random ones",
-        None,
-        needs="INITIAL_WEIGHTS",
-        on_resume="free",
-    )
 
     def __post_init__(self) -> None:
         """Check also that the heads share the width evenly, and that the architecture is there."""
@@ -211,7 +212,6 @@ class DataConfig(Checked):
     num_workers: int = setting(
         "loader processes per rank; 0: the rank itself", 0, on_resume="free", at_least=0
     )
-    shard_mb: int = setting("MiB of a token file", 256, at_least=1, needs="JOINED_FILES")
 
 
 @dataclass
@@ -219,8 +219,6 @@ class DocumentsData(DataConfig):
     """What corpora of text have in common."""
 
     tokenizer: str = setting("what makes tokens of text", "bytes", choices=("bytes",))
-    vocab_size: int | None = setting("ids of one that is learnt", None, needs="TOKENIZERS")
-    tokenizer_mb: int = setting("MiB of text that it is learnt from", 32, needs="TOKENIZERS")
 
 
 @dataclass
@@ -309,12 +307,6 @@ class CheckpointConfig(Checked):
     )
     keep_last: int = setting("how many of the newest to keep", 1, at_least=1)
     keep_best: int = setting("how many of the lowest validation loss to keep", 1, at_least=0)
-    background: bool = setting(
-        "write from a copy while training goes on; needs its memory", False, needs="CHECKPOINT_IO"
-    )
-    copy_to: str | None = setting(
-        "also keep them in this folder or fsspec URL", None, needs="CHECKPOINT_IO"
-    )
 
 
 @dataclass
@@ -324,19 +316,10 @@ class LaunchConfig(Checked):
     node: ClassVar[str] = "launch"
     on_resume: ClassVar[str] = "machine"
     inline: bool = setting("run the one rank in the parent, for a debugger", False)
-    warm: bool | None = setting(
-        "import once and fork all ranks from there; null: where that can be", None, needs="SERVERS"
-    )
     keep_memory: bool = setting(
         "have the C library keep what a step frees; faster on CPUs, for a quarter more memory", True
     )
     max_restarts: int = setting("restarts after a rank was killed", 3, at_least=0)
-    node_rank: int = setting("which of trainer.num_nodes machines this one is", 0, at_least=0)
-    rdzv_endpoint: str | None = setting("HOST:PORT of machine 0, where all machines meet", None)
-    min_nodes: int | None = setting(
-        "go on with as few machines as this; null: only with trainer.num_nodes", None, at_least=1
-    )
-    join_seconds: float = setting("longest wait for the other machines", 300.0, above=0)
     grace_seconds: float = setting(
         "time for ranks to save and end after a signal, before they are killed", 60.0, above=0
     )
@@ -392,9 +375,9 @@ class Config(Checked):
     model: ModelConfig = MISSING
     data: DataConfig = MISSING
     optim: OptimConfig = MISSING
-    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    guard: GuardConfig = field(default_factory=GuardConfig)
-    launch: LaunchConfig = field(default_factory=LaunchConfig)
+    checkpoint: CheckpointConfig = field(default_factory=lambda: extended(CheckpointConfig)())
+    guard: GuardConfig = field(default_factory=lambda: extended(GuardConfig)())
+    launch: LaunchConfig = field(default_factory=lambda: extended(LaunchConfig)())
     trainer: dict[str, Any] = field(default_factory=dict)
     strategy: dict[str, Any] = field(default_factory=dict)
     callbacks: dict[str, Any] = field(default_factory=dict)
@@ -411,10 +394,16 @@ class Config(Checked):
         asked("CHECK", self)
 
 
+def groups(source: str | None = None) -> dict[str, Any]:
+    """Return the class of each group of settings; of `data` that of a source, if it is one."""
+    found = {own.node: extended(own) for own in Checked.__subclasses__() if own.node}
+    return {**found, "data": data_sources().get(source or "", DataConfig)}
+
+
 def settings_on_resume(treated: str) -> set[str]:
     """Return the names of all settings that a resume treats so: `kept`, `machine` or `free`."""
-    groups = {*Checked.__subclasses__(), *data_sources().values()}
-    return {f"{group.node}.{name}".lstrip(".") for group in groups for name in group.names(treated)}
+    classes = {Config, *groups().values(), *data_sources().values()}
+    return {f"{each.node}.{name}".lstrip(".") for each in classes for name in each.names(treated)}
 
 
 # Trainer arguments that have a door of ours: two doors to one setting would silently disagree.
@@ -492,12 +481,11 @@ def from_container(values: dict[str, Any], file: Path | None = None) -> Config:
         UserError: a value breaks its rule, or a name or type in `file` is not the schema's.
         omegaconf.errors.OmegaConfBaseException: the latter, of what is in no file.
     """
-    source, sources = values.get("data", {}).get("source"), data_sources()
+    source = values.get("data", {}).get("source")
     if source is not None:
-        check_choice("data.source", source, tuple(sources))
-    data = {"data": OmegaConf.structured(sources.get(source, DataConfig))}
+        check_choice("data.source", source, tuple(data_sources()))
     try:
-        merged_values = OmegaConf.merge(OmegaConf.structured(Config), data, values)
+        merged_values = OmegaConf.merge(OmegaConf.structured(Config), groups(source), values)
         return cast(Config, OmegaConf.to_object(merged_values))
     except OmegaConfBaseException as error:
         if file is None:

@@ -29,6 +29,13 @@ MOVED = {
     f"{__package__}.training.strategy": f"{__package__}.training.strategies",
     f"{__package__}.training.callbacks.sample": f"{__package__}.training.callbacks.progress",
 }
+# Settings that earlier versions had, and froze, without the extras that have them now.
+FORMER = {
+    "checkpoint": ("background", "copy_to"),
+    "data": ("shard_mb", "tokenizer_mb", "vocab_size"),
+    "launch": ("join_seconds", "min_nodes", "node_rank", "rdzv_endpoint", "warm"),
+    "model": ("init_from",),
+}
 # What rank 0 decides for all, and what each machine has of its own.
 MAY_DIFFER = ("run_dir", "run_name", "launch.node_rank", "data.fingerprint")
 
@@ -85,10 +92,10 @@ class RunDirectory:
             text = self.config.read_text(encoding="utf-8")
             for old, new in {**MOVED, **merged("MOVED")}.items():  # what was frozen earlier
                 text = text.replace(f"_target_: {old}.", f"_target_: {new}.")
-            return dict(yaml.safe_load(text))
+            return readable(dict(yaml.safe_load(text)))
         except FileNotFoundError:
             raise UserError(f"{self.path} is no run directory: it has no config.yaml") from None
-        except (yaml.YAMLError, TypeError, ValueError):
+        except (yaml.YAMLError, AttributeError, TypeError, ValueError):
             raise UserError(f"{self.config} is damaged; put back what was frozen there") from None
 
     def load(self) -> Config:
@@ -163,6 +170,16 @@ class RunDirectory:
                 file.write(f"process {os.getpid()} on {socket.gethostname()}".encode())
             after.callback(self.lock.unlink, missing_ok=True)  # gone with its run, if a mistake
             yield
+
+
+def readable(values: dict[str, Any]) -> dict[str, Any]:
+    """Return frozen `values` without the settings of extras that are not here any more."""
+    known = schema.groups(dict(flat(values)).get("data.source"))
+    for group, former in FORMER.items():
+        for name in former:
+            if not hasattr(known[group], name):
+                values.get(group, {}).pop(name, None)
+    return values
 
 
 def _as_yaml(values: dict[str, Any]) -> str:

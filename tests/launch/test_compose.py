@@ -3,6 +3,7 @@ import itertools
 import pytest
 import yaml
 
+from lockstep_gpt import extras
 from lockstep_gpt.config import UserError, data_sources, from_container
 from lockstep_gpt.launch import compose
 
@@ -77,6 +78,14 @@ def test_an_experiment_overrides_groups_and_the_command_line_beats_it():
     _, config = composed("experiment=gpt2_124m", "trainer=cpu", "max_steps=7", "optim.lr=0.5")
     assert (config.model.n_embd, config.precision) == (768, "bf16-mixed")
     assert (config.trainer["accelerator"], config.max_steps, config.optim.lr) == ("cpu", 7, 0.5)
+
+
+@pytest.mark.parametrize(
+    "argument", ["launch.warm=true", "launch.node_rank=1", "data.tokenizer_mb=3", "data.shard_mb=1"]
+)
+def test_a_setting_of_an_extra_is_refused_where_none_has_it(argument, monkeypatch):
+    monkeypatch.setattr(extras, "__path__", [])
+    assert refusal(argument) == f"{argument} needs an extra that is not here; leave it out"
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@ import inspect
 import lightning
 import pytest
 
-from lockstep_gpt.config import Config, LaunchConfig, StdlibData, UserError
+from lockstep_gpt.config import Config, LaunchConfig, StdlibData, UserError, extended
 from lockstep_gpt.launch import devices
 from lockstep_gpt.launch.devices import Placement, gpu_count, place
 
@@ -116,7 +116,7 @@ def test_restarts_that_would_lose_an_error_memory_are_refused(gpus_here):
         "strategy.comm_hook=powersgd keeps an error memory, which no checkpoint has; "
         "set launch.max_restarts=0"
     )
-    alone = LaunchConfig(max_restarts=0)
+    alone = extended(LaunchConfig)(max_restarts=0)
     assert place(config({}, strategy=lossy, launch=alone)) == Placement("cpu", 1, 1)
 
 

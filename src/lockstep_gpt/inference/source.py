@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep_gpt.config import PROGRAM, Config, UserError, from_container
 from lockstep_gpt.data import tokenizer
+from lockstep_gpt.run_directory import readable
 from lockstep_gpt.training.checkpoint import read_checkpoint
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ def load_model(path: Path) -> tuple[GPT, Config, tokenizer.Tokenizer]:
     content = read_checkpoint(path)
     text = tokenizer.from_dict(content["tokenizer"])
     values = {name: each for name, each in content["config"].items() if name in NEEDED}
-    config = from_container(literal(values), path)
+    config = from_container(readable(literal(values)), path)
     model = build_gpt(config.model, text.vocab_size)
     saved, prefix = content["state_dict"], "model."
     own = {name: each for name, each in saved.items() if name.startswith(prefix)}

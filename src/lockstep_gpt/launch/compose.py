@@ -11,19 +11,20 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, cast, get_type_hints
+from typing import Any, cast
 
 import hydra
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
-from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf import MISSING, DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from omegaconf.resolvers import oc
 from yaml import YAMLError
 
 from lockstep_gpt import config as schema
 from lockstep_gpt.config import PROGRAM, Config, UserError
+from lockstep_gpt.run_directory import FORMER
 
 KINDS = {"Integer": "a whole number", "Float": "a number", "bool": "true or false"}
 FLAGS = {  # of Hydra
@@ -103,8 +104,9 @@ def told_in_one_line(arguments: list[str], first: Callable[[], Any] = list) -> I
 def _register_schema() -> None:
     # Below hydra/, so that --help does not list them as groups to choose from.
     store = ConfigStore.instance()
-    # `batch` has no default that holds, but whoever sets one of its settings sets no other.
-    config = OmegaConf.merge(OmegaConf.structured(Config), {"batch": schema.BatchConfig})
+    # Also those without a default that holds: whoever sets one setting of theirs sets no other.
+    groups = {**schema.groups(), "data": MISSING}  # for which its choices stand
+    config = OmegaConf.merge(OmegaConf.structured(Config), groups)
     store.store(group="hydra/schema", name="config", node=config)
     for source, settings in schema.data_sources().items():
         store.store(group="hydra/schema/data", name=source, node=settings)
@@ -214,6 +216,8 @@ def _unknown_setting(path: str, value: str) -> str:
     settings = _settings_below(parent)
     if choices := sorted(choice for choice, names in settings.items() if name in names):
         return f"{path} is a setting of {parent}={' or '.join(choices)}, which is not chosen here"
+    if name in FORMER.get(parent, ()):
+        return f"{path}={value} needs an extra that is not here; leave it out"
     known = list({each: None for names in settings.values() for each in names})
     if near := _did_you_mean(name, known, f"{parent}." if parent else "") or _elsewhere(
         path, known
@@ -243,7 +247,7 @@ def _settings_below(parent: str) -> dict[str, list[str]]:
     if group in schema.OPEN_GROUPS:
         files = (config_folder() / group).glob("*.yaml")
         return {file.stem: [str(key) for key in OmegaConf.load(file)] for file in files}
-    one = {"": get_type_hints(Config).get(parent) if parent else Config}
+    one = {"": schema.groups().get(parent) if parent else Config}
     classes: dict[str, Any] = {**(schema.data_sources() if parent == "data" else one)}
     known = {name: each for name, each in classes.items() if dataclasses.is_dataclass(each)}
     return {name: [item.name for item in dataclasses.fields(each)] for name, each in known.items()}

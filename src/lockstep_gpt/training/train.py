@@ -72,7 +72,7 @@ def _train(directory: RunDirectory, config: Config, ranks: meeting.Ranks, termin
     meeting.join(ranks, config)
     meeting.refuse_other_directory(directory)
     resume = state_to_resume(directory, config, module)
-    if config.model.init_from and not resume and config.resume in ("none", "auto"):
+    if not resume and config.resume in ("none", "auto"):
         asked("INITIAL_WEIGHTS", module.model, module.tokenizer)
     loggers = _loggers(directory, batch, module) if ranks.rank == 0 else []
     metrics_file = MetricsFile(directory.metrics, measuring.COLUMNS)

@@ -7,13 +7,13 @@ import pytest
 from lockstep_gpt.config import (
     BatchConfig,
     Config,
-    LaunchConfig,
     ModelConfig,
     RunError,
     UserError,
 )
 from lockstep_gpt.extras.nodes import machines
 from lockstep_gpt.extras.nodes.machines import meeting, start_on_nodes
+from lockstep_gpt.extras.nodes.nodes_settings import NodesLaunch
 from lockstep_gpt.launch import start
 from lockstep_gpt.run_directory import RunDirectory
 
@@ -40,7 +40,7 @@ def run(tmp_path, monkeypatch):
 
 def config(node_rank=1, **settings):
     place = {"run_dir": "run", "rdzv_endpoint": PLACE, **settings}
-    launch = LaunchConfig(
+    launch = NodesLaunch(
         node_rank=node_rank, rdzv_endpoint=place["rdzv_endpoint"], join_seconds=0.3, min_nodes=1
     )
     trainer = {"num_nodes": 2, "devices": 1, "accelerator": "cpu"}

@@ -7,13 +7,14 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from lockstep_gpt import config as schema
-from lockstep_gpt.config import SyntheticData, UserError
+from lockstep_gpt.config import UserError
 from lockstep_gpt.data.prepare import prepare
 from lockstep_gpt.data.shards import (
     Split,
@@ -24,19 +25,25 @@ from lockstep_gpt.data.shards import (
 )
 from lockstep_gpt.data.tokenizer import ByteTokenizer, from_dict
 from lockstep_gpt.extras.sources import text as module
+from lockstep_gpt.extras.sources.blocks import InShards, SyntheticData
 from lockstep_gpt.extras.sources.build import ResumedWriter, cut_to_index
 from lockstep_gpt.extras.sources.byte_pairs import BytePairTokenizer
 from lockstep_gpt.extras.sources.text import TextData
 
 PREPARE = """
 import sys
-from lockstep_gpt.config import SyntheticData
 from lockstep_gpt.data.prepare import prepare
+from lockstep_gpt.extras.sources.blocks import SyntheticData
 from lockstep_gpt.extras.sources.text import *
 if __name__ == "__main__":
     print(prepare(eval(sys.argv[1])))
 """
 MIB = 1 << 20
+
+
+@dataclass
+class InOneGo(schema.TextData, InShards):
+    """Settings of the core's corpus, which is not read block by block."""
 
 
 def small(root, **changes):
@@ -114,7 +121,7 @@ def test_files_are_no_larger_than_asked_for_and_hold_the_same(corpus, goes_on):
         if goes_on:
             return corpus(**changes)
         own = corpus()
-        return schema.TextData(root=own.root, path=own.path, val_fraction=0.4, **changes)
+        return InOneGo(root=own.root, path=own.path, val_fraction=0.4, **changes)
 
     small, large = prepare(settings(shard_mb=1)), prepare(settings())
     assert max(path.stat().st_size for path in small.glob("*.bin")) == MIB

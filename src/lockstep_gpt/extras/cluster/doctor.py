@@ -109,7 +109,7 @@ def _start(config: Config, given: Any, arguments: list[str]) -> int:
         wrong.append(failure("launcher", str(error), "set what is there"))
     if wrong:
         return _show(Report(1, wrong), given)
-    first = config.launch.node_rank * placement.devices
+    first = getattr(config.launch, "node_rank", 0) * placement.devices
     ranks = [
         subprocess.Popen(
             [sys.executable, "-m", "lockstep_gpt", "doctor", *arguments],
@@ -129,13 +129,14 @@ def _environment(config: Config, placement: devices.Placement) -> dict[str, str]
     nodes = placement.nodes
     endpoint, interface = f"127.0.0.1:{_free_port()}", "lo"
     if nodes > 1:
-        endpoint = config.launch.rdzv_endpoint or ""
+        launch: Any = config.launch  # with the settings of the extra that `place` has asked for
+        endpoint = launch.rdzv_endpoint or ""
         if not endpoint:
             raise UserError(
                 f"launch.rdzv_endpoint=null with trainer.num_nodes={nodes}; set it alike on all, "
                 "and launch.node_rank on each"
             )
-        interface, _ = addition("MEETING").meeting(config, config.launch.node_rank)
+        interface, _ = addition("MEETING").meeting(config, launch.node_rank)
     host, _, port = endpoint.rpartition(":")
     usual = {
         "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // placement.devices)),

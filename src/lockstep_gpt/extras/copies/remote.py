@@ -6,10 +6,12 @@ import logging
 import re
 import secrets
 from pathlib import Path
+from typing import cast
 
 import fsspec
 
 from lockstep_gpt.config import Config, UserError
+from lockstep_gpt.extras.copies.copies_settings import CopiedCheckpoints
 from lockstep_gpt.run_directory import RunDirectory, refuse_another_identity
 from lockstep_gpt.training import checkpoint
 
@@ -28,7 +30,7 @@ def copies_of(directory: RunDirectory, config: Config) -> str | None:
     By the whole `run_dir`, as it was frozen: each sweep has a job 0. And a run that has lost its
     directory finds them by nothing else.
     """
-    url = config.checkpoint.copy_to
+    url = cast(CopiedCheckpoints, config.checkpoint).copy_to
     parts = Path(config.run_dir or directory.path).parts
     own = [part for part in parts if part not in ("/", "..")]
     return "/".join([url.rstrip("/"), *own]) if url else None
@@ -87,8 +89,9 @@ def fetch(directory: RunDirectory, config: Config) -> Path | None:
     url = copies_of(directory, config)
     if not url:
         return None
-    former = f"{config.checkpoint.copy_to}".rstrip("/")  # an earlier version's, of all jobs 0
-    for place in dict.fromkeys((url, f"{former}/{directory.path.name}")):
+    anywhere = f"{cast(CopiedCheckpoints, config.checkpoint).copy_to}".rstrip("/")
+    former = f"{anywhere}/{directory.path.name}"  # an earlier version's, of all jobs 0
+    for place in dict.fromkeys((url, former)):
         if path := fetch_newest(place, directory.checkpoints):
             try:
                 _refuse_another_run(f"{place}/{path.name}", path, directory, config)

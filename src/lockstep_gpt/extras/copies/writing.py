@@ -7,13 +7,14 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from lockstep_gpt.config import Config, UserError
 from lockstep_gpt.extras.copies import remote
+from lockstep_gpt.extras.copies.copies_settings import CopiedCheckpoints
 from lockstep_gpt.run_directory import RunDirectory
 from lockstep_gpt.training.callbacks.checkpoints import AtomicCheckpointIO
 from lockstep_gpt.training.ranks import Ranks
@@ -27,7 +28,8 @@ def checkpoint_io(directory: RunDirectory, config: Config) -> CopyingCheckpointI
     Raises:
         UserError: copies of another run are where this one's would go.
     """
-    background, url = config.checkpoint.background, remote.copies_of(directory, config)
+    background = cast(CopiedCheckpoints, config.checkpoint).background
+    url = remote.copies_of(directory, config)
     if not background and not url:
         return None
     disk = CopyingCheckpointIO(background, url, partial(remote.claim, directory, config))

@@ -4,4 +4,6 @@
 COMMANDS = {
     "export": (".extras.export.folder:main", "a folder that transformers loads", False),
 }
+# Group of settings -> what it takes with this extra.
+SETTINGS = {"model": ".extras.export.export_settings:ImportedModel"}
 INITIAL_WEIGHTS = ".extras.export.initial_weights:initialize"

@@ -10,7 +10,7 @@ import json
 import logging
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from lockstep_gpt.data.tokenizer import (
     Tokenizer,
     library,
 )
+from lockstep_gpt.extras.export.export_settings import ImportedModel
 from lockstep_gpt.extras.export.layouts import Layout, imported, layout_of
 from lockstep_gpt.model.gpt import GPT
 from lockstep_gpt.training.ranks import from_each_rank
@@ -34,7 +35,7 @@ PROBE = "def f(x):\n    return 12345 + x  # naïve, isn't it?\n\tTokens tokenize
 
 
 def initialize(model: GPT, tokenizer: Tokenizer) -> None:
-    """Give `model` the weights of the folder that `model.init_from` names.
+    """Give `model` the weights of the folder that `model.init_from` names, if it does.
 
     A context that is shorter than the saved one takes its first positions.
 
@@ -42,7 +43,10 @@ def initialize(model: GPT, tokenizer: Tokenizer) -> None:
         UserError: there is no such folder, it holds another architecture, shape or vocabulary, or
             other weights on another machine.
     """
-    folder = Path(str(model.config.init_from)).expanduser()
+    init_from = cast(ImportedModel, model.config).init_from
+    if init_from is None:
+        return
+    folder = Path(init_from).expanduser()
     source = f"model.init_from={folder}"
     layout = layout_of(model.config, source)
     saved = _settings(folder, source)

@@ -9,10 +9,11 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 from lockstep_gpt.config import Config, RunError, UserError
 from lockstep_gpt.extras.nodes.address import own_address
+from lockstep_gpt.extras.nodes.nodes_settings import NodesLaunch
 from lockstep_gpt.launch import start
 from lockstep_gpt.run_directory import RunDirectory, differences
 from lockstep_gpt.training.schedule import plan_batch
@@ -30,7 +31,7 @@ def start_on_nodes(
         UserError: a setting that several machines need is missing, or theirs do not agree.
         RunError: the first machine has not come.
     """
-    launch, nodes = config.launch, config.trainer["num_nodes"]
+    launch, nodes = cast(NodesLaunch, config.launch), config.trainer["num_nodes"]
     for name, value in (
         ("run_dir", config.run_dir),
         ("launch.rdzv_endpoint", launch.rdzv_endpoint),
@@ -75,7 +76,7 @@ def meeting(config: Config, node_rank: int) -> tuple[str, dict[str, Any]]:
 
     The latter as arguments of torch's `RendezvousParameters`.
     """
-    launch = config.launch
+    launch = cast(NodesLaunch, config.launch)
     assert launch.rdzv_endpoint is not None
     address, interface = own_address(launch.rdzv_endpoint)
     return interface, {
@@ -89,7 +90,7 @@ def meeting(config: Config, node_rank: int) -> tuple[str, dict[str, Any]]:
 
 def missed(config: Config, cause: str) -> str:
     """Say that not all machines came to the meeting."""
-    launch = config.launch
+    launch = cast(NodesLaunch, config.launch)
     return (
         f"not all of {config.trainer['num_nodes']} machines met at {launch.rdzv_endpoint} within "
         f"launch.join_seconds={launch.join_seconds:g} ({cause}); start the same command on each, "
@@ -105,7 +106,8 @@ def end_when_cut_off(agent: Any, config: Config) -> None:
     # Here alone: it imports torch, which the parent must not.
     from lockstep_gpt.launch.agent import EXIT_BARRIER
 
-    limit = config.launch.join_seconds + config.launch.grace_seconds + EXIT_BARRIER
+    launch = cast(NodesLaunch, config.launch)
+    limit = launch.join_seconds + launch.grace_seconds + EXIT_BARRIER
 
     def watch() -> None:
         while time.monotonic() - agent.looked < limit:

@@ -28,7 +28,7 @@ def refuse_impossible(config: Config) -> None:
             f"strategy.param_dtype=bfloat16 with precision={config.precision}; "
             "set precision=bf16-mixed, or param_dtype=float32"
         )
-    if strategy["save_parts"] and config.checkpoint.background:
+    if strategy["save_parts"] and getattr(config.checkpoint, "background", False):
         raise UserError(
             "strategy.save_parts=true has no checkpoint.background=true; set one to false"
         )

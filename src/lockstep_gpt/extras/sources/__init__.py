@@ -5,7 +5,7 @@ SOURCES = {
     "stdlib": (".extras.sources.text:StdlibData", ".extras.sources.text:StandardLibrary"),
     "text": (".extras.sources.text:TextData", ".extras.sources.text:OwnText"),
     "jsonl": (".extras.sources.text:JsonlData", ".extras.sources.text:JsonLines"),
-    "synthetic": (".config:SyntheticData", ".extras.sources.blocks:RandomTokens"),
+    "synthetic": (".extras.sources.blocks:SyntheticData", ".extras.sources.blocks:RandomTokens"),
     "parquet": (".extras.sources.parquet:ParquetData", ".extras.sources.parquet:ParquetFiles"),
     "shards": (".extras.sources.token_files:ShardsData", ".extras.sources.token_files:TokenFiles"),
     "huggingface": (

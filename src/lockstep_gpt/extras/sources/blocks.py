@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from lockstep_gpt import config as schema
-from lockstep_gpt.config import UserError, setting
+from lockstep_gpt.config import DataConfig, UserError, setting
 from lockstep_gpt.data import corpora
 from lockstep_gpt.data.corpora import Stretch
 from lockstep_gpt.data.tokenizer import Tokenizer, Tokens
@@ -22,7 +22,14 @@ from lockstep_gpt.extras.sources import byte_pairs
 
 
 @dataclass
-class DocumentsData(schema.DocumentsData):
+class InShards(DataConfig):
+    """What every source takes whose tokens can be in several files."""
+
+    shard_mb: int = setting("MiB of a token file", 256, at_least=1)
+
+
+@dataclass
+class DocumentsData(schema.DocumentsData, InShards):
     """What corpora of text have in common in extra `sources`."""
 
     tokenizer: str = setting(
@@ -43,6 +50,11 @@ class DocumentsData(schema.DocumentsData):
             self.vocab_size = self.vocab_size or 8192
         elif self.vocab_size is not None:
             self.refuse("vocab_size", f"has no use with data.tokenizer={self.tokenizer}; leave it")
+
+
+@dataclass
+class SyntheticData(schema.SyntheticData, InShards):
+    """Uniformly random tokens, for benchmarks."""
 
 
 class Position(NamedTuple):

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from tqdm import tqdm
 
-from lockstep_gpt.config import UserError
+from lockstep_gpt.config import DataConfig, UserError
 from lockstep_gpt.data import prepare, shards
 from lockstep_gpt.data.prepare import (
     SPLITS,
@@ -47,6 +47,7 @@ from lockstep_gpt.data.tokenizer import Tokenizer, Tokens, from_dict
 from lockstep_gpt.extras.sources.blocks import (
     Block,
     Blocks,
+    InShards,
     Position,
     TokenBlock,
     stretches_of,
@@ -65,7 +66,7 @@ def write(recipe: Recipe, folder: Path) -> None:
         UserError: the disk is full, a process was killed, or a split is empty.
     """
     if not isinstance(recipe.corpus, Blocks):
-        limit = recipe.config.shard_mb << 20
+        limit = _largest(recipe.config)
         prepare.write(recipe, folder, partial(ResumedWriter, limit=limit, split=Split()))
         return
     _remove_abandoned(folder.parent)
@@ -82,9 +83,14 @@ def write(recipe: Recipe, folder: Path) -> None:
         raise
 
 
+def _largest(config: DataConfig) -> int:
+    """Return how many bytes a token file may have; a source need not say it."""
+    return int(getattr(config, "shard_mb", InShards.shard_mb)) << 20
+
+
 def _write(recipe: Recipe, corpus: Blocks, folder: Path) -> None:
     """Write what is missing of the token files, and last the index of all."""
-    index, limit = _begun(recipe, folder), recipe.config.shard_mb << 20
+    index, limit = _begun(recipe, folder), _largest(recipe.config)
     with ExitStack() as stack:
         writers = {
             name: stack.enter_context(

@@ -13,11 +13,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from lockstep_gpt.config import DataConfig, UserError, setting
+from lockstep_gpt.config import UserError, setting
 from lockstep_gpt.data.tokenizer import NumberTokenizer, Tokenizer, token_dtype
 from lockstep_gpt.extras.sources import byte_pairs
 from lockstep_gpt.extras.sources.blocks import (
     Blocks,
+    InShards,
     Position,
     TokenBlock,
     reading,
@@ -31,7 +32,7 @@ STRETCH = 1 << 20  # tokens of which the last are held out, where no file is
 
 
 @dataclass
-class ShardsData(DataConfig):
+class ShardsData(InShards):
     """Token files made elsewhere."""
 
     source: str = setting("where the tokens come from", "shards", choices=("shards",))

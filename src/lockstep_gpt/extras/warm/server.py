@@ -20,12 +20,13 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from lockstep_gpt import processes
 from lockstep_gpt.config import Config, UserError
 from lockstep_gpt.extras.warm import fork
 from lockstep_gpt.extras.warm.fork import GO, Job, libc, received, serve, show
+from lockstep_gpt.extras.warm.warm_settings import WarmLaunch
 from lockstep_gpt.run_directory import RunDirectory
 
 AGENT = "lockstep_gpt.extras.warm.forking_agent:main"
@@ -228,15 +229,19 @@ def kept() -> Iterator[None]:
             _kept.popitem()[1].close()
 
 
+def _wanted(config: Config) -> bool | None:
+    return cast(WarmLaunch, config.launch).warm
+
+
 def is_possible(config: Config) -> bool:
     """Tell whether the ranks of a run can be forks here, and may be."""
     spawns = config.strategy.get("start_method") == "spawn"
-    return sys.platform == "linux" and not spawns and config.launch.warm is not False
+    return sys.platform == "linux" and not spawns and _wanted(config) is not False
 
 
 def refuse_impossible(config: Config) -> None:
     """Raise a `UserError` if the ranks of a run shall be forks and cannot."""
-    if config.launch.warm and not is_possible(config):
+    if _wanted(config) and not is_possible(config):
         raise UserError(
             "launch.warm=true needs Linux, the extra `warm`, and another strategy than ddp_spawn; "
             "leave it out, or set false"

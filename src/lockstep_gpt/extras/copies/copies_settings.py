@@ -1,0 +1,13 @@
+"""What `checkpoint` takes beside the core's."""
+
+from dataclasses import dataclass
+
+from lockstep_gpt.config import CheckpointConfig, setting
+
+
+@dataclass
+class CopiedCheckpoints(CheckpointConfig):
+    """Checkpoints that are written in the background, or to a second place."""
+
+    background: bool = setting("write from a copy while training goes on; needs its memory", False)
+    copy_to: str | None = setting("also keep them in this folder or fsspec URL", None)

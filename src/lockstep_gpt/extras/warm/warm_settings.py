@@ -1,0 +1,14 @@
+"""What `launch` takes beside the core's."""
+
+from dataclasses import dataclass
+
+from lockstep_gpt.config import LaunchConfig, setting
+
+
+@dataclass
+class WarmLaunch(LaunchConfig):
+    """Ranks that are forks."""
+
+    warm: bool | None = setting(
+        "import once and fork all ranks from there; null: where that can be", None
+    )
