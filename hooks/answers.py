@@ -24,6 +24,7 @@ EXTRAS = {
         "src/lockstep_gpt/extras/trackers/",
         "tests/extras/trackers/",
     ),
+    "guards": ("src/lockstep_gpt/extras/guards/", "tests/extras/guards/"),
     "nodes": ("src/lockstep_gpt/extras/nodes/", "tests/extras/nodes/"),
     "cluster": ("src/lockstep_gpt/extras/cluster/", "tests/extras/cluster/"),
     "sources": (

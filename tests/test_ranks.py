@@ -221,27 +221,6 @@ def test_statistics_of_batchnorm_count_the_batches_of_training_alone(command, ra
     assert [count for count, _ in first + then] == [*range(8 * 3 // ranks)]
 
 
-HANGING = """
-import time, lightning
-class Hanging(lightning.Callback):
-    def on_train_batch_start(self, trainer, *_):
-        if trainer.global_step == 3 and trainer.global_rank == 1:
-            time.sleep(600)
-"""
-
-
-@pytest.mark.usefixtures("quick_ranks")
-def test_run_that_makes_no_step_shows_the_stack_of_every_rank_and_ends(command, processes_of):
-    (command.folder / "hanging.py").write_text(HANGING)
-    words = ("+callbacks.hanging._target_=hanging.Hanging", "guard.stall_after=4", "run_dir=run")
-    result = command.train(*TWO, *words, status=1, PYTHONPATH=str(command.folder))
-    for rank in (0, 1):
-        assert f"rank {rank}: no step for 4 s (guard.stall_after); its stack:" in result.stderr
-    assert "in on_train_batch_start" in result.stderr
-    assert json.loads((command.folder / "run/failed.json").read_text())["status"] == 1
-    assert not processes_of(command.folder / "run")
-
-
 def test_signal_stops_all_ranks_at_one_step(command, wait_for, processes_of):
     run = command.folder / "long"
     process = command.start(*command.smoke(*TWO, "max_steps=100000", f"run_dir={run}"))

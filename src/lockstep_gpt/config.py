@@ -333,12 +333,6 @@ class GuardConfig(Checked):
     max_skipped: int = setting(
         "updates to skip where a gradient is not finite (16-mixed: at loss scale 1)", 0, at_least=0
     )
-    replicas_every: int | None = setting(
-        "steps between comparisons of the ranks' weights; each save compares too", 500, at_least=1
-    )
-    stall_after: float | None = setting(
-        "seconds without a step until every rank shows its stack and the run ends", 1800.0, above=0
-    )
 
 
 @dataclass

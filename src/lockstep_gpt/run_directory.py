@@ -33,6 +33,7 @@ MOVED = {
 FORMER = {
     "checkpoint": ("background", "copy_to"),
     "data": ("shard_mb", "tokenizer_mb", "vocab_size"),
+    "guard": ("replicas_every", "stall_after"),
     "launch": ("join_seconds", "min_nodes", "node_rank", "rdzv_endpoint", "warm"),
     "model": ("init_from",),
 }

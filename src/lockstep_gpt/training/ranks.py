@@ -114,37 +114,6 @@ def leave() -> None:
         dist.destroy_process_group()
 
 
-def refuse_differing_replicas(model: torch.nn.Module, step: int) -> None:
-    """Compare a checksum of every parameter over all ranks: DDP never notices a flipped bit.
-
-    A `RunError` on every rank names the first parameter that differs, and where.
-    """
-    named = list(model.named_parameters())
-    shared = any(hasattr(parameter, "full_tensor") for _, parameter in named)  # no replicas
-    if not dist.is_initialized() or shared:
-        return
-    sums = torch.stack([_checksum(parameter.detach()) for _, parameter in named])  # (P)
-    gathered = [torch.empty_like(sums) for _ in range(dist.get_world_size())]
-    dist.all_gather(gathered, sums)
-    table = torch.stack(gathered).cpu()  # (ranks, P)
-    differs = table != table.mode(dim=0).values
-    if not differs.any():
-        return
-    first = int(differs.any(dim=0).nonzero()[0])
-    odd = differs[:, first].nonzero().flatten().tolist() if len(table) > 2 else [0, 1]
-    raise RunError(
-        f"step {step}: the weights of ranks differ, first in {named[first][0]}, on rank "
-        f"{' and '.join(map(str, odd))}; check the memory of that device, then go on with "
-        "resume=auto from the last checkpoint, which was still sound"
-    )
-
-
-def _checksum(tensor: torch.Tensor) -> torch.Tensor:
-    """Add up the bits of `tensor`, taken as whole numbers."""
-    integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.itemsize]
-    return tensor.contiguous().view(integers).sum(dtype=torch.int64)
-
-
 def from_rank_zero(value: Any) -> Any:
     """Return rank 0's `value` on every rank."""
     values = [value]

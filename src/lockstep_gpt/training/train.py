@@ -26,7 +26,7 @@ from lockstep_gpt.training import schedule as planning
 from lockstep_gpt.training.building import build, mistake
 from lockstep_gpt.training.callbacks import metrics as measuring
 from lockstep_gpt.training.callbacks.checkpoints import AtomicCheckpointIO, Checkpoints
-from lockstep_gpt.training.callbacks.guards import GracefulStop, Guards, Stopped
+from lockstep_gpt.training.callbacks.stopping import GracefulStop, Stopped
 from lockstep_gpt.training.checkpoint import step_of
 from lockstep_gpt.training.lean_loop import LeanLoop
 from lockstep_gpt.training.metrics_file import MetricsFile
@@ -76,12 +76,12 @@ def _train(directory: RunDirectory, config: Config, ranks: meeting.Ranks, termin
         asked("INITIAL_WEIGHTS", module.model, module.tokenizer)
     loggers = _loggers(directory, batch, module) if ranks.rank == 0 else []
     metrics_file = MetricsFile(directory.metrics, measuring.COLUMNS)
-    guards, lean = Guards(config.guard, directory, ranks.rank, terminal), LeanLoop()
+    lean, guards = LeanLoop(), asked("CALLBACK", config, directory, ranks.rank, terminal)
     trainer = _trainer(
         config,
         ranks,
         module,
-        callbacks=[metrics, guards, lean, GracefulStop(checkpoints), checkpoints],
+        callbacks=[metrics, *guards, lean, GracefulStop(checkpoints), checkpoints],
         logger=[metrics_file, *loggers],
         plugins=[disk],
         max_steps=schedule.total_steps,

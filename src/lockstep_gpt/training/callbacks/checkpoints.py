@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import Checkpoint
 from lockstep_gpt.config import Config
 from lockstep_gpt.training import checkpoint as files
 from lockstep_gpt.training.callbacks.step import StepCallback
-from lockstep_gpt.training.ranks import from_rank_zero, refuse_differing_replicas
+from lockstep_gpt.training.ranks import from_rank_zero
 from lockstep_gpt.training.schedule import BatchPlan
 
 
@@ -57,7 +57,6 @@ class Checkpoints(StepCallback, Checkpoint):
         """Save the state after the last optimizer step, on every rank, or raise a `RunError`."""
         module: Any = trainer.lightning_module
         module.refuse_broken(trainer.global_step)
-        refuse_differing_replicas(module.model, trainer.global_step)
         path = files.checkpoint_path(self.folder, trainer.global_step)
         trainer.save_checkpoint(path)
         if trainer.is_global_zero:

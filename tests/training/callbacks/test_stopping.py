@@ -10,12 +10,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lockstep_gpt.config import RunError
 from lockstep_gpt.processes import STOP_SIGNALS
-from lockstep_gpt.training.callbacks.guards import (
+from lockstep_gpt.training.callbacks.metrics import Metrics
+from lockstep_gpt.training.callbacks.stopping import (
     GracefulStop,
     Stopped,
     StopVote,
 )
-from lockstep_gpt.training.callbacks.metrics import Metrics
 from lockstep_gpt.training.checkpoint import checkpoints_in, newest_valid, step_of
 
 

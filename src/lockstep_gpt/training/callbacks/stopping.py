@@ -1,26 +1,17 @@
-"""What ends a run early, in good order: signals, broken arithmetic, differing replicas, stalls."""
+"""What ends a run early, in good order: a signal."""
 
-import faulthandler
-import os
 import signal
-import threading
-import time
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from lightning import Trainer
 
-from lockstep_gpt.config import GuardConfig
 from lockstep_gpt.processes import STOP_SIGNALS
-from lockstep_gpt.run_directory import RunDirectory
 from lockstep_gpt.training.callbacks.checkpoints import Checkpoints
 from lockstep_gpt.training.callbacks.step import StepCallback
-from lockstep_gpt.training.ranks import refuse_differing_replicas
-
-STALL_GRACE = 2  # seconds for the other ranks to show their stacks too
 
 
 class Stopped(BaseException):
@@ -110,63 +101,3 @@ class GracefulStop(StepCallback):
     def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:  # noqa: ARG002
         """Read the last vote, or a rank could leave while another still counts on it."""
         self.vote.close()
-
-
-@dataclass(eq=False)
-class Guards(StepCallback):
-    """Ends a run whose replicas differ, or that makes no step any more."""
-
-    settings: GuardConfig  # when to look, and how long a step may take
-    directory: RunDirectory  # where the failure of a stalled run is recorded
-    rank: int  # of this process
-    terminal: TextIO  # where the stack of a stalled rank is shown
-    _alive: float = field(default=0.0, init=False)  # clock of the last sign of progress
-    _over: threading.Event = field(default_factory=threading.Event, init=False)
-    _watcher: threading.Thread | None = field(default=None, init=False)
-
-    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
-        """Begin to watch the clock, from a thread that waits for nothing else."""
-        super().on_train_start(trainer, pl_module)
-        self._alive = time.monotonic()
-        if self.settings.stall_after is not None:
-            limits = [self.settings.stall_after]
-            self._watcher = threading.Thread(target=self._watch, args=limits, daemon=True)
-            self._watcher.start()
-
-    def on_train_batch_end(self, *arguments: Any) -> None:
-        """Note the progress."""
-        self._alive = time.monotonic()
-        super().on_train_batch_end(*arguments)
-
-    def on_validation_batch_end(self, *_arguments: Any) -> None:
-        """Note the progress."""
-        self._alive = time.monotonic()
-
-    def on_step_end(self, trainer: Trainer, pl_module: Any, step: int) -> None:  # noqa: ARG002
-        """Compare the replicas where it is due."""
-        if self.settings.replicas_every and step % self.settings.replicas_every == 0:
-            refuse_differing_replicas(pl_module.model, step)
-
-    def on_train_end(self, *_arguments: Any) -> None:
-        """Watch no longer."""
-        self._over.set()
-        if self._watcher:
-            self._watcher.join()  # it may have to call faulthandler off
-
-    on_exception = on_train_end  # type: ignore[assignment]
-
-    def _watch(self, stall_after: float) -> None:
-        """End the process after a stall; one of faulthandler's does if even this one is held up."""
-        while not self._over.wait(min(1.0, stall_after / 10)):
-            faulthandler.dump_traceback_later(stall_after + 10, exit=True, file=self.terminal)
-            if time.monotonic() - self._alive > stall_after:
-                self._end(stall_after)
-        faulthandler.cancel_dump_traceback_later()
-
-    def _end(self, stall_after: float) -> None:
-        line = f"no step for {stall_after:g} s (guard.stall_after)"
-        print(f"rank {self.rank}: {line}; its stack:", file=self.terminal, flush=True)
-        faulthandler.dump_traceback(self.terminal)
-        self.directory.record_failure({"rank": self.rank, "status": 1, "error": line})
-        time.sleep(STALL_GRACE)
-        os._exit(1)

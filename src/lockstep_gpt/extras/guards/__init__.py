@@ -1,0 +1,5 @@
+"""What ends a run whose replicas differ, or that makes no step any more."""
+
+# Group of settings -> what it takes with this extra.
+SETTINGS = {"guard": ".extras.guards.guards_settings:HarmGuard"}
+CALLBACK = ".extras.guards.watching:Guards"

@@ -1,0 +1,83 @@
+"""Replicas that differ and steps that do not end: they end the run."""
+
+import json
+
+import pytest
+import torch
+
+from lockstep_gpt.config import RunError
+from lockstep_gpt.extras.guards.watching import refuse_differing_replicas
+
+TWO = ("trainer=cpu", "trainer.devices=2", "strategy=ddp")
+
+
+def flipped(odd):
+    """Return what `refuse_differing_replicas` says after one bit has flipped on rank `odd`."""
+
+    def check(rank):
+        model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 2).double())
+        for parameter in model.parameters():
+            torch.nn.init.ones_(parameter)
+        refuse_differing_replicas(model, 6)
+        if rank == odd:
+            model[1].weight.data.view(torch.int64)[1, 2] ^= 1
+        try:
+            refuse_differing_replicas(model, 7)
+        except RunError as error:
+            return str(error)
+        return None
+
+    return check
+
+
+@pytest.mark.parametrize(("ranks", "named"), [(3, "on rank 1;"), (2, "on rank 0 and 1;")])
+def test_one_flipped_bit_in_a_replica_is_found_by_all(on_ranks, ranks, named):
+    said = on_ranks(ranks, flipped(1))
+    assert len(set(said)) == 1
+    assert "step 7: the weights of ranks differ, first in 1.weight," in said[0]
+    assert named in said[0]
+
+
+def test_replicas_that_are_alike_pass(on_ranks):
+    assert on_ranks(2, flipped(None)) == [None, None]
+
+
+FLIPPING = """
+import lightning, torch
+class Flipping(lightning.Callback):
+    def on_train_batch_start(self, trainer, pl_module, *_):
+        if trainer.global_step == 3 and trainer.global_rank == 1:
+            pl_module.model.final_norm.weight.data.view(torch.int32)[0] ^= 1
+"""
+
+
+@pytest.mark.usefixtures("quick_ranks")
+@pytest.mark.parametrize(("every", "step"), [("4", 4), ("null", 5)])
+def test_replicas_are_compared_when_it_is_due_and_before_each_save(command, every, step):
+    (command.folder / "flipping.py").write_text(FLIPPING)
+    words = (f"guard.replicas_every={every}", "checkpoint.every=5", "val_every=50", "run_dir=run")
+    flipping = "+callbacks.flipping._target_=flipping.Flipping"
+    result = command.train(*TWO, *words, flipping, status=1, PYTHONPATH=str(command.folder))
+    assert f"step {step}: the weights of ranks differ, first in " in result.stderr
+    assert not [*(command.folder / "run").glob("checkpoints/*.ckpt")]
+
+
+HANGING = """
+import time, lightning
+class Hanging(lightning.Callback):
+    def on_train_batch_start(self, trainer, *_):
+        if trainer.global_step == 3 and trainer.global_rank == 1:
+            time.sleep(600)
+"""
+
+
+@pytest.mark.usefixtures("quick_ranks")
+def test_run_that_makes_no_step_shows_the_stack_of_every_rank_and_ends(command, processes_of):
+    (command.folder / "hanging.py").write_text(HANGING)
+    words = ("+callbacks.hanging._target_=hanging.Hanging", "guard.stall_after=4", "run_dir=run")
+    result = command.train(*TWO, *words, status=1, PYTHONPATH=str(command.folder))
+    for rank in (0, 1):
+        assert f"rank {rank}: no step for 4 s (guard.stall_after); its stack:" in result.stderr
+    assert "in on_train_batch_start" in result.stderr
+    assert json.loads((command.folder / "run/failed.json").read_text())["status"] == 1
+    assert not processes_of(command.folder / "run")
