@@ -21,6 +21,7 @@ EXTRAS = {
     "copies": ("src/lockstep_gpt/extras/copies/", "tests/extras/copies/"),
     "trackers": (
         "configs/logger/added/",
+        "configs/logger/tensorboard.yaml",
         "src/lockstep_gpt/extras/trackers/",
         "tests/extras/trackers/",
     ),

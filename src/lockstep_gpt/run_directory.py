@@ -10,6 +10,7 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import shutil
 import socket
 from collections.abc import Iterator
@@ -23,7 +24,7 @@ from lockstep_gpt.config import Config, RunError, UserError
 from lockstep_gpt.registry import merged
 from lockstep_gpt.whole_files import replace_text
 
-# Modules that an earlier version had in another place.
+# Modules, or what is in them, that an earlier version had in another place.
 MOVED = {
     f"{__package__}.training.ranks": f"{__package__}.training.strategies",
     f"{__package__}.training.strategy": f"{__package__}.training.strategies",
@@ -92,7 +93,7 @@ class RunDirectory:
         try:
             text = self.config.read_text(encoding="utf-8")
             for old, new in {**MOVED, **merged("MOVED")}.items():  # what was frozen earlier
-                text = text.replace(f"_target_: {old}.", f"_target_: {new}.")
+                text = re.sub(rf"(_target_: ){re.escape(old)}\b", rf"\1{new}", text)
             return readable(dict(yaml.safe_load(text)))
         except FileNotFoundError:
             raise UserError(f"{self.path} is no run directory: it has no config.yaml") from None

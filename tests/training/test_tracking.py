@@ -104,14 +104,3 @@ def test_what_is_off_does_not_need_the_extra_that_it_is_of(command):
     own = ("logger=wandb", "trainer=cpu", "+logger.wandb.of_an_extra=null")
     command.train(*own, "run_dir=run", "max_steps=10")
     assert len(list((command.folder / "run/wandb").glob("offline-run-*"))) == 1
-
-
-def test_tensorboard_holds_the_same_names(command):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    command.train("logger=tensorboard", "run_dir=run")
-    events = EventAccumulator(str(command.folder / "run/tensorboard")).Reload()
-    rows = read_csv(command.folder / "run")
-    losses = [scalar.value for scalar in events.Scalars("val/loss")]
-    assert losses == pytest.approx([row["val/loss"] for row in rows if "val/loss" in row])
-    assert set(rows[-1]) - {"trainer/step"} <= set(events.Tags()["scalars"])

@@ -1,4 +1,4 @@
-"""The wandb run of a run directory, and TensorBoard; only rank 0 ever comes here."""
+"""The wandb run of a run directory; only rank 0 ever comes here."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
+from lightning.pytorch.loggers import Logger, WandbLogger
 
 from lockstep_gpt.config import UserError, check_choice
 from lockstep_gpt.registry import addition
@@ -123,11 +123,6 @@ def read_run_id(directory: RunDirectory) -> str | None:
     """Return the id of the wandb run, if there is one."""
     path = run_id_file(directory)
     return path.read_text() if path.exists() else None
-
-
-def tensorboard_logger(*, directory: RunDirectory) -> TensorBoardLogger:
-    """Write TensorBoard's files below the run directory."""
-    return TensorBoardLogger(directory.path, name="tensorboard", version="")
 
 
 def tracked(loggers: Iterable[Logger]) -> Iterator[TrackedRun]:

@@ -1,3 +1,8 @@
-"""More in wandb: histograms, a growing table of samples, alerts, checkpoints and code."""
+"""TensorBoard; more in wandb: histograms, a table of samples, alerts, checkpoints and code."""
 
 TRACKED_RUN = "lockstep_gpt.extras.trackers.full_run:tracked_run"
+MOVED = {
+    "lockstep_gpt.training.tracking.tensorboard_logger": (
+        "lockstep_gpt.extras.trackers.event_files.tensorboard_logger"
+    ),
+}

@@ -1,0 +1,12 @@
+"""`logger=tensorboard`."""
+
+from __future__ import annotations
+
+from lightning.pytorch.loggers import TensorBoardLogger
+
+from lockstep_gpt.run_directory import RunDirectory
+
+
+def tensorboard_logger(*, directory: RunDirectory) -> TensorBoardLogger:
+    """Write TensorBoard's files below the run directory."""
+    return TensorBoardLogger(directory.path, name="tensorboard", version="")
