@@ -53,6 +53,7 @@ class RunDirectory:
         self.metrics = path / "metrics.csv"  # a row for each logged step
         self.summary = path / "summary.json"  # how the run ended
         self.failed = path / "failed.json"  # rank, step and error of the first failure
+        self.wandb_id = path / "wandb/run_id"  # by which a resumed run is the same one there
         self.overrides = path / "overrides.log"  # what each resume has changed
         self.checkpoints = path / "checkpoints"  # files such as `step=000500.ckpt`
 

@@ -105,14 +105,9 @@ def _mode(mode: str) -> Any:
         return "offline"
 
 
-def run_id_file(directory: RunDirectory) -> Path:
-    """Return where the id of the wandb run is kept."""
-    return directory.path / "wandb" / "run_id"
-
-
 def _run_id(directory: RunDirectory) -> str:
     """Return the id of the run in `directory`; a sweep's agent gives one, or we draw it."""
-    path = run_id_file(directory)
+    path = directory.wandb_id
     path.parent.mkdir(exist_ok=True)  # else wandb takes the system's own folder
     if not path.exists():
         path.write_text(os.environ.get("WANDB_RUN_ID") or secrets.token_hex(4))
@@ -121,8 +116,7 @@ def _run_id(directory: RunDirectory) -> str:
 
 def read_run_id(directory: RunDirectory) -> str | None:
     """Return the id of the wandb run, if there is one."""
-    path = run_id_file(directory)
-    return path.read_text() if path.exists() else None
+    return directory.wandb_id.read_text() if directory.wandb_id.exists() else None
 
 
 def tracked(loggers: Iterable[Logger]) -> Iterator[TrackedRun]:
