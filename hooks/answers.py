@@ -33,6 +33,7 @@ EXTRAS = {
         "configs/data/jsonl.yaml",
         "configs/data/parquet.yaml",
         "configs/data/shards.yaml",
+        "configs/data/synthetic.yaml",
         "src/lockstep_gpt/extras/sources/",
         "tests/extras/sources/",
     ),

@@ -27,13 +27,13 @@ import numpy as np
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler
 
-from lockstep_gpt.config import SyntheticData
 from lockstep_gpt.data import datamodule
 from lockstep_gpt.data.datamodule import Feed, TokenStream, training_rows
 from lockstep_gpt.data.order import Order, permute
 from lockstep_gpt.data.prepare import prepare
 from lockstep_gpt.data.shards import load_index
 from lockstep_gpt.data.windows import open_windows, widen
+from lockstep_gpt.extras.sources.numbers import SyntheticData
 
 B, T = 16, 1024
 

@@ -236,20 +236,7 @@ class TextData(DocumentsData):
     path: str = setting("a file, or a folder of them", "", on_resume="machine")
 
 
-@dataclass
-class SyntheticData(DataConfig):
-    """Uniformly random tokens, for benchmarks."""
-
-    source: str = setting("where the text comes from", "synthetic", choices=("synthetic",))
-    vocab_size: int = setting("size of the vocabulary", 50257, at_least=2, at_most=65536)
-    tokens: int = setting("tokens in all, validation included", 4_194_304, at_least=1)
-
-
-DATA_SOURCES: dict[str, type[DataConfig]] = {
-    "stdlib": StdlibData,
-    "text": TextData,
-    "synthetic": SyntheticData,
-}
+DATA_SOURCES: dict[str, type[DataConfig]] = {"stdlib": StdlibData, "text": TextData}
 
 
 def data_sources() -> dict[str, type[DataConfig]]:

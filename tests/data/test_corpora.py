@@ -2,18 +2,15 @@ import re
 import subprocess
 import sys
 
-import numpy as np
 import pytest
 
 from lockstep_gpt.config import (
     StdlibData,
-    SyntheticData,
     TextData,
     UserError,
 )
 from lockstep_gpt.data import corpora
 from lockstep_gpt.data.corpora import (
-    RandomTokens,
     StandardLibrary,
     TextFiles,
     corpus_of,
@@ -76,7 +73,7 @@ def test_what_is_not_the_library_is_left_out(tmp_path, left_out):
 
 
 def test_an_empty_library_is_refused_with_a_remedy(tmp_path):
-    with pytest.raises(UserError, match=re.escape(str(tmp_path)) + ".*data=synthetic"):
+    with pytest.raises(UserError, match=re.escape(str(tmp_path)) + ".*data=text"):
         StandardLibrary(StdlibData(), tmp_path)
 
 
@@ -175,35 +172,6 @@ def test_a_larger_share_only_adds_validation_documents():
     names = [str(number) for number in range(500)]
     small = {name for name in names if split_of(name, 0.1) == "val"}
     assert small < {name for name in names if split_of(name, 0.3) == "val"}
-
-
-def random_tokens(**settings):
-    found = list(RandomTokens(SyntheticData(**settings)).stretches())
-    return {
-        name: np.concatenate([block.ids for block in found if block.split == name])
-        for name in ("train", "val")
-    }
-
-
-def test_random_tokens_fill_both_splits_exactly():
-    splits = random_tokens(tokens=600_001, val_fraction=0.25)
-    assert (splits["train"].size, splits["val"].size) == (450_001, 150_000)
-
-
-def test_random_tokens_are_the_same_everywhere():
-    splits = random_tokens(vocab_size=50_257, tokens=100, val_fraction=0.5)
-    assert splits["train"][:6].tolist() == [565, 5111, 22830, 10751, 46179, 42335]
-    assert splits["val"][:6].tolist() == [44237, 10835, 15193, 35073, 44428, 23067]
-
-
-@pytest.mark.parametrize("vocab_size", [2, 100, 256])
-def test_random_tokens_are_uniform(vocab_size):
-    train = random_tokens(vocab_size=vocab_size, tokens=200_000, val_fraction=0.01)["train"]
-    counts = np.bincount(train, minlength=vocab_size)
-    assert counts.size == vocab_size
-    expected, freedom = train.size / vocab_size, vocab_size - 1
-    chi_square = ((counts - expected) ** 2 / expected).sum()
-    assert abs(chi_square - freedom) < 4 * (2 * freedom) ** 0.5
 
 
 def test_libraries_that_not_everyone_has_are_imported_when_used():

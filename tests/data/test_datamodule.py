@@ -1,5 +1,6 @@
 import pickle
 import time
+from contextlib import closing
 from functools import partial
 from itertools import islice
 
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from lockstep_gpt.config import SyntheticData, UserError
+from lockstep_gpt.config import UserError
 from lockstep_gpt.data.datamodule import (
     Feed,
     TokenDataModule,
@@ -16,8 +17,13 @@ from lockstep_gpt.data.datamodule import (
     training_rows,
 )
 from lockstep_gpt.data.order import Order
-from lockstep_gpt.data.prepare import prepare
-from lockstep_gpt.data.shards import open_split
+from lockstep_gpt.data.shards import (
+    FORMAT,
+    Index,
+    SplitWriter,
+    open_split,
+    write_index,
+)
 from lockstep_gpt.data.windows import gather, open_windows, widen
 from lockstep_gpt.model.functional import IGNORE
 
@@ -32,8 +38,16 @@ pytestmark = [  # Lightning's own, torch's on few cores, and Python 3.12's on an
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    root = str(tmp_path_factory.mktemp("data"))
-    return prepare(SyntheticData(root=root, vocab_size=1000, tokens=1000, val_fraction=0.2))
+    """Random tokens of two bytes, 800 of them for training and 200 for validation."""
+    folder, splits = tmp_path_factory.mktemp("data"), {}
+    ids = np.random.default_rng(0).integers(1000, size=1000).astype("<u2")
+    for name, part in zip(("train", "val"), np.split(ids, [800]), strict=True):
+        with closing(SplitWriter(folder, name, "<u2")) as writer:
+            writer.append(part)
+            splits[name] = writer.saved()
+    about = {"vocab_size": 1000}, "f" * 64, {}, {"val_fraction": 0.2}
+    write_index(folder, Index(FORMAT, "<u2", *about, splits))
+    return folder
 
 
 class Recorder(lightning.LightningModule):

@@ -27,8 +27,8 @@ LIMIT = 65_536  # tokens of some of two bytes
 
 
 def index_of(train, val, dtype="<u2", vocab_size=9):
-    settings = {"source": "synthetic", "val_fraction": 0.1}
-    tokenizer = {"kind": "numbers", "vocab_size": vocab_size}
+    settings = {"source": "text", "val_fraction": 0.1}
+    tokenizer = {"kind": "words", "vocab_size": vocab_size}
     splits = {"train": train, "val": val}
     return Index(FORMAT, dtype, tokenizer, "f" * 64, {}, settings, splits)
 

@@ -9,7 +9,7 @@ from lockstep_gpt import cli
 from lockstep_gpt.config import StdlibData, TextData, UserError
 from lockstep_gpt.data.prepare import prepare
 from lockstep_gpt.data.shards import load_index, open_split
-from lockstep_gpt.data.tokenizer import ByteTokenizer, NumberTokenizer
+from lockstep_gpt.data.tokenizer import ByteTokenizer
 from lockstep_gpt.inference.evaluate import evaluate, main
 from lockstep_gpt.inference.source import load_model
 from lockstep_gpt.training.checkpoint import find_checkpoint
@@ -28,9 +28,14 @@ def text_run(saved_run, root):
 
 
 @pytest.fixture(scope="module")
-def number_run(saved_run, root):
-    data = {"root": root, "vocab_size": 30, "tokens": 10_000, "val_fraction": 0.2}
-    return saved_run(NumberTokenizer(30), source="synthetic", **data)
+def small_run(saved_run, tmp_path_factory):
+    """A run on 2,000 held-out tokens of a file."""
+    path = tmp_path_factory.mktemp("corpus") / "text"
+    path.write_text("x" * 7999 + "ab" * 999 + "a")
+    data = {"source": "text", "root": str(path.parent / "data"), "path": str(path)}
+    data["val_fraction"] = 1999 / 9998
+    frozen = load_index(prepare(TextData(**data))).fingerprint
+    return saved_run(ByteTokenizer(), **data, fingerprint=frozen)
 
 
 def model_of(run):
@@ -64,18 +69,13 @@ def test_a_corpus_that_has_changed_since_changes_no_result(saved_run, tmp_path):
 
 
 @pytest.mark.parametrize("batch_size", [1, 7, 1000])
-def test_the_loss_is_the_mean_over_every_whole_window(number_run, batch_size):
-    model, config, _ = model_of(number_run)
+def test_the_loss_is_the_mean_over_every_whole_window(small_run, batch_size):
+    model, config, _ = model_of(small_run)
     loss, count = mean_by_hand(model, open_split(prepare(config.data), "val"))
     result = evaluate(model, config, batch_size)
     assert result["loss"] == pytest.approx(loss, rel=1e-6)
     assert result["tokens"] == count == 1984
     assert result["perplexity"] == math.exp(result["loss"])
-
-
-def test_numbers_have_no_bytes(number_run):
-    model, config, _ = model_of(number_run)
-    assert "bits_per_byte" not in evaluate(model, config, 32)
 
 
 def test_text_is_evaluated_whole_and_in_bits_per_byte(text_run, root):
@@ -88,10 +88,10 @@ def test_text_is_evaluated_whole_and_in_bits_per_byte(text_run, root):
     assert result["bits_per_byte"] == pytest.approx(bits, rel=1e-12)
 
 
-def test_the_screen_and_the_line_for_programs_say_the_same(number_run, capsys):
-    assert main([str(number_run), "--json"]) == 0
+def test_the_screen_and_the_line_for_programs_say_the_same(small_run, capsys):
+    assert main([str(small_run), "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
-    assert main([str(number_run)]) == 0
+    assert main([str(small_run)]) == 0
     screen = capsys.readouterr().out
     assert result["checkpoint"].endswith("step=000001.ckpt")
     assert f"on {result['tokens']:,} tokens of validation" in screen
@@ -99,17 +99,17 @@ def test_the_screen_and_the_line_for_programs_say_the_same(number_run, capsys):
     assert f"perplexity    {result['perplexity']:.4f}" in screen
 
 
-def test_a_checkpoint_that_does_not_verify_is_refused(number_run, tmp_path):
+def test_a_checkpoint_that_does_not_verify_is_refused(small_run, tmp_path):
     path = tmp_path / "step=000001.ckpt"
-    path.write_bytes(find_checkpoint(number_run).read_bytes())
+    path.write_bytes(find_checkpoint(small_run).read_bytes())
     with pytest.raises(UserError, match="has no SHA-256 beside it"):
         main([str(path)])
 
 
 @pytest.mark.parametrize("size", ["0", "-3", "many"])
-def test_a_batch_size_that_cannot_be_is_refused(number_run, capsys, size):
+def test_a_batch_size_that_cannot_be_is_refused(small_run, capsys, size):
     try:
-        status = cli.main(["evaluate", str(number_run), f"--batch-size={size}"])
+        status = cli.main(["evaluate", str(small_run), f"--batch-size={size}"])
     except SystemExit as end:  # the parser's own refusals
         status = end.code
     assert status == 2

@@ -2,7 +2,7 @@ import pytest
 
 from lockstep_gpt import cli
 from lockstep_gpt.config import UserError
-from lockstep_gpt.data.tokenizer import ByteTokenizer, NumberTokenizer
+from lockstep_gpt.data.tokenizer import ByteTokenizer
 from lockstep_gpt.inference.generate import main
 
 
@@ -44,17 +44,6 @@ def test_a_checkpoint_s_path_means_the_same_as_its_run(run, text, capsys):
     path = run / "checkpoints" / "step=000001.ckpt"
     assert main([str(path), "--prompt", "def f(x", "--length", "40"]) == 0
     assert capsys.readouterr().out == expected
-
-
-def test_a_model_of_numbers_continues_numbers(saved_run, capsys):
-    run = saved_run(NumberTokenizer(30), source="synthetic")
-    assert main([str(run), "--prompt", "3 29", "--length", "4"]) == 0
-    words = capsys.readouterr().out.split()
-    assert words[:2] == ["3", "29"]
-    assert len(words) == 6
-    assert all(int(word) < 30 for word in words)
-    with pytest.raises(UserError, match="'def' is not a token of this model"):
-        main([str(run), "--prompt", "def"])
 
 
 @pytest.mark.parametrize(

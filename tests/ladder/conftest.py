@@ -98,7 +98,7 @@ def modules(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="session")
-def words(data_root: Path) -> list[str]:
+def words(data_root: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """Settings under which a rung begins at once: there is next to no data to prepare."""
-    data = ["data=synthetic", "data.vocab_size=64", "data.tokens=200000"]
-    return [*data, f"data.root={data_root}", "trainer=cpu"]
+    (path := tmp_path_factory.mktemp("corpus") / "text").write_text("some words " * 18_000)
+    return ["data=text", f"data.path={path}", f"data.root={data_root}", "trainer=cpu"]

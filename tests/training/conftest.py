@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 import lightning
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -25,7 +26,7 @@ from lockstep_gpt.config import (
     GuardConfig,
     ModelConfig,
     OptimConfig,
-    SyntheticData,
+    TextData,
 )
 from lockstep_gpt.data.datamodule import TokenDataModule
 from lockstep_gpt.data.prepare import prepare
@@ -94,8 +95,11 @@ class Run:
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory):
-    root = str(tmp_path_factory.mktemp("data"))
-    return prepare(SyntheticData(root=root, vocab_size=50, tokens=1000, val_fraction=0.2))
+    """Random tokens, 800 of them for training and 200 for validation."""
+    root = tmp_path_factory.mktemp("data")
+    text = np.random.default_rng(0).choice([*map(chr, range(48, 98))], 998)
+    (root / "text").write_text("".join(text))
+    return prepare(TextData(root=str(root), path=str(root / "text"), val_fraction=0.198))
 
 
 @pytest.fixture

@@ -11,35 +11,23 @@ from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-import numpy as np
-
 from lockstep_gpt import config as schema
 from lockstep_gpt.config import DataConfig, UserError
-from lockstep_gpt.data.tokenizer import (
-    ByteTokenizer,
-    NumberTokenizer,
-    Tokenizer,
-    Tokens,
-    cut,
-    token_dtype,
-)
+from lockstep_gpt.data.tokenizer import ByteTokenizer, Tokenizer, cut
 from lockstep_gpt.registry import merged, resolved
 
 # Installed packages are not the library; tests are long, repetitive and at times not valid code.
 LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
-SYNTHETIC_SEED = 20_231  # fixed: `seed` shall decide the order of samples, not the samples
-BLOCK = 1 << 20  # bytes that are handled together
 LONGEST = 1 << 22  # bytes of a file that are one document at most
 FEW = 10  # held-out files to expect, below which a part of every file is held out instead
 
 
 class Stretch(NamedTuple):
-    """A part of one split of a corpus: documents, or token ids where it is no text."""
+    """Documents of one split of a corpus."""
 
     split: str
     texts: list[bytes]  # valid UTF-8
     invalid: int = 0  # how many of them were not UTF-8
-    ids: Tokens | None = None
 
 
 class Corpus(Protocol):
@@ -185,49 +173,14 @@ class StandardLibrary(TextFiles):
         if not found:
             raise UserError(
                 f"data.source=stdlib finds no .py file under {self.path}; use a Python that has "
-                "its library as files, or data=synthetic"
+                "its library as files, or data=text"
             )
         return found
-
-
-class RandomTokens:
-    """Uniformly random token ids, the same for the same size on every machine."""
-
-    def __init__(self, config: schema.SyntheticData) -> None:
-        self.vocab_size, self.tokens = config.vocab_size, config.tokens
-        self.train = self.tokens - round(self.tokens * config.val_fraction)
-        self.dtype = token_dtype(self.vocab_size)
-        self.size: int | None = self.tokens * self.dtype.itemsize
-        self.tokenizer_identity: Any = (None, self.vocab_size, None)
-
-    def identity(self) -> Any:
-        """Return what decides the tokens beside the settings."""
-        return SYNTHETIC_SEED
-
-    def make_tokenizer(self) -> Tokenizer:
-        """Return numbers."""
-        return NumberTokenizer(self.vocab_size)
-
-    def stretches(self, done: int = 0) -> Iterator[Stretch]:
-        """Yield first all of train, then all of val, from token number `done` on.
-
-        Raw draws of Philox are scaled here, by the high half of `draw * vocab_size`, because
-        NumPy promises stable raw draws but not a stable `integers()`. The bias is < 2**-16.
-        """
-        philox = np.random.Philox(SYNTHETIC_SEED)
-        philox.random_raw(done, output=False)
-        while done < self.tokens:
-            split, end = ("train", self.train) if done < self.train else ("val", self.tokens)
-            draws = philox.random_raw(min(BLOCK >> 2, end - done)) >> np.uint64(32)
-            ids = (draws * np.uint64(self.vocab_size)) >> np.uint64(32)
-            done += ids.size
-            yield Stretch(split, [], ids=ids.astype(self.dtype))
 
 
 CORPORA: dict[str, Callable[[Any], Corpus]] = {
     "stdlib": StandardLibrary,
     "text": lambda config: TextFiles(config, config.path),
-    "synthetic": RandomTokens,
 }
 
 

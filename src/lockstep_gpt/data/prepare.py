@@ -24,7 +24,7 @@ from tqdm import tqdm
 from lockstep_gpt.config import DataConfig, UserError, counted
 from lockstep_gpt.data import corpora, shards
 from lockstep_gpt.data.shards import Index, SplitWriter
-from lockstep_gpt.data.tokenizer import Tokenizer, Tokens, token_dtype
+from lockstep_gpt.data.tokenizer import Tokenizer, token_dtype
 from lockstep_gpt.registry import addition
 from lockstep_gpt.whole_files import sync_folder
 
@@ -165,11 +165,12 @@ def write(recipe: Recipe, folder: Path, writer: Writer = SplitWriter) -> None:
                 for name in SPLITS
             }
             bar = stack.enter_context(progress(recipe))
-            for stretch in recipe.corpus.stretches():
-                ids, documents, size = encoded(stretch, recipe.tokenizer)
-                writers[stretch.split].append(ids, documents, size)
-                invalid += stretch.invalid
-                bar.update(size or ids.nbytes)
+            for split, texts, not_utf8 in recipe.corpus.stretches():
+                size = sum(map(len, texts))
+                ids = recipe.tokenizer.encode_documents(texts)
+                writers[split].append(ids, len(texts), size)
+                invalid += not_utf8
+                bar.update(size)
             finish(recipe, folder, replace(index, invalid_documents=invalid), writers)
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
@@ -196,14 +197,6 @@ def progress(recipe: Recipe, done: int = 0) -> tqdm[Any]:
     return tqdm(
         desc="preparing", total=total, initial=done, unit="B", unit_scale=True, disable=None
     )
-
-
-def encoded(stretch: corpora.Stretch, tokenizer: Tokenizer) -> tuple[Tokens, int, int]:
-    """Return a stretch's ids, how many documents they are and of how many bytes of text."""
-    if stretch.ids is not None:
-        return stretch.ids, 0, 0
-    texts = stretch.texts
-    return tokenizer.encode_documents(texts), len(texts), sum(map(len, texts))
 
 
 def finish(recipe: Recipe, folder: Path, index: Index, writers: Mapping[str, SplitWriter]) -> None:

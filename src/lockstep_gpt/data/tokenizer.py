@@ -84,39 +84,6 @@ class ByteTokenizer:
         return {"kind": self.kind, "vocab_size": self.vocab_size}
 
 
-class NumberTokenizer:
-    """Ids written as decimal numbers with spaces between, for data that never was text."""
-
-    kind = "numbers"
-    end_of_text: int | None = None
-
-    def __init__(self, vocab_size: int) -> None:
-        self.vocab_size = vocab_size
-
-    def encode(self, text: str | bytes) -> Tokens:
-        """Return the ids that `text` spells, shape (numbers,), or raise a `UserError`."""
-        words = text.split()
-        for word in words:
-            if not (word.isdigit() and word.isascii() and int(word) < self.vocab_size):
-                raise UserError(
-                    f"{word!r} is not a token of this model, which was trained on numbers; "
-                    f"write whole numbers from 0 to {self.vocab_size - 1} with spaces between"
-                )
-        return np.array([int(word) for word in words], dtype=token_dtype(self.vocab_size))
-
-    def encode_documents(self, texts: Sequence[bytes]) -> Tokens:
-        """Return the ids that `texts` spell one after another; nothing stands between."""
-        return self.encode(b" ".join(texts))
-
-    def decode(self, ids: Iterable[int]) -> str:
-        """Return the numbers with spaces between."""
-        return " ".join(str(int(token)) for token in ids)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the kind and the size of the vocabulary."""
-        return {"kind": self.kind, "vocab_size": self.vocab_size}
-
-
 def printable(text: str) -> str:
     """Return `text` with its control characters written out: a terminal would obey them."""
     return re.sub(r"[^\t\n\x20-\x7e\xa0-\U0010ffff]", lambda found: f"\\x{ord(found[0]):02x}", text)
@@ -144,10 +111,8 @@ def from_dict(values: dict[str, Any]) -> Tokenizer:
     kind = values.get("kind")
     if kind == ByteTokenizer.kind:
         return ByteTokenizer()
-    if kind == NumberTokenizer.kind:
-        return NumberTokenizer(int(values["vocab_size"]))
     if kind not in (added := merged("TOKENIZERS")):
-        known = ", ".join([ByteTokenizer.kind, NumberTokenizer.kind, *added])
+        known = ", ".join([ByteTokenizer.kind, *added])
         raise UserError(
             f"tokenizer kind {kind!r} is not one of {known}; use the version of "
             "lockstep-gpt that wrote it, with its extras"

@@ -64,6 +64,18 @@ def bpe(learnt):
 
 
 @pytest.fixture(scope="session")
+def numbers():
+    """Return what makes a tokenizer of numbers, where an extra knows such ones."""
+
+    def make(size):
+        if not any("numbers" in kinds for kinds in additions("TOKENIZERS")):
+            pytest.skip("no extra here knows data that never was text")
+        return from_dict({"kind": "numbers", "vocab_size": size})
+
+    return make
+
+
+@pytest.fixture(scope="session")
 def shaped():
     """Return what makes a model far from its first state, so that every weight counts."""
 

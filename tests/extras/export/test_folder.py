@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lockstep_gpt import cli
 from lockstep_gpt.config import UserError
-from lockstep_gpt.data.tokenizer import ByteTokenizer, NumberTokenizer
+from lockstep_gpt.data.tokenizer import ByteTokenizer
 from lockstep_gpt.extras.export import folder as module
 from lockstep_gpt.extras.export.folder import export, main
 
@@ -56,9 +56,9 @@ def test_a_prompt_is_continued_alike(pair):
 
 
 @pytest.mark.parametrize("vocab_size", [300, 320, 50257])
-def test_rows_that_pad_the_vocabulary_stay_at_home(shaped, folder_of, vocab_size):
+def test_rows_that_pad_the_vocabulary_stay_at_home(shaped, folder_of, numbers, vocab_size):
     model = shaped(vocab_size=vocab_size, n_layer=1)
-    theirs = load(folder_of(model, NumberTokenizer(vocab_size)))
+    theirs = load(folder_of(model, numbers(vocab_size)))
     assert theirs.get_input_embeddings().weight.shape == (vocab_size, 48)
     tokens = torch.randint(vocab_size, (1, 24))
     torch.testing.assert_close(theirs(tokens).logits, model(tokens), rtol=1e-5, atol=1e-5)
@@ -120,8 +120,8 @@ def test_the_command_takes_a_run_and_puts_the_export_into_it(gpt, capsys):
     assert len(modes) == 1  # who may read one may read all
 
 
-def test_numbers_travel_too(shaped, folder_of):
-    tokenizer = AutoTokenizer.from_pretrained(folder_of(shaped(), NumberTokenizer(256)))
+def test_numbers_travel_too(shaped, folder_of, numbers):
+    tokenizer = AutoTokenizer.from_pretrained(folder_of(shaped(), numbers(256)))
     assert tokenizer("7 0 255").input_ids == [7, 0, 255]
     assert tokenizer.decode([7, 0, 255]) == "7 0 255"
     assert tokenizer.eos_token_id is None

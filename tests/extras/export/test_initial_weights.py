@@ -10,11 +10,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from lockstep_gpt.config import UserError
-from lockstep_gpt.data.tokenizer import (
-    ByteTokenizer,
-    NumberTokenizer,
-    from_dict,
-)
+from lockstep_gpt.data.tokenizer import ByteTokenizer, from_dict
 from lockstep_gpt.extras.export import initial_weights as module
 from lockstep_gpt.extras.export.initial_weights import initialize
 
@@ -230,13 +226,13 @@ def test_vocabulary_and_merges_are_a_tokenizer_too(begun, tmp_path, bpe):
         begun(tmp_path, bpe)
 
 
-def test_bytes_of_an_export_are_the_data_s_bytes(folder_of, shaped, bpe):
+def test_bytes_of_an_export_are_the_data_s_bytes(folder_of, shaped, bpe, numbers):
     folder = folder_of(shaped(vocab_size=bpe.vocab_size), bpe)
     model = shaped(vocab_size=bpe.vocab_size, init_from=str(folder))
     initialize(model, bpe)
     model = shaped(vocab_size=256, init_from=str(folder_of(shaped(), ByteTokenizer())))
     initialize(model, ByteTokenizer())
-    initialize(model, NumberTokenizer(256))  # what numbers mean, nobody knows
+    initialize(model, numbers(256))  # what numbers mean, nobody knows
 
 
 def test_weights_that_differ_between_ranks_are_refused(begun, tmp_path, monkeypatch):

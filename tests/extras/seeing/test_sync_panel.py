@@ -115,7 +115,7 @@ def test_one_rank_s_micro_batches_stand_for_ranks_and_its_weights_stay(fitted, t
 def test_samples_come_from_as_many_micro_batches_as_it_takes(fitted, tmp_path):
     fitted(SyncPanel(every=6, samples=3, sample_tokens=5))
     texts = recorded_in(tmp_path)[0]["samples"][0]
-    assert [len(text.split()) for text in texts] == [5, 5, 5]
+    assert [len(text) for text in texts] == [5, 5, 5]
 
 
 def test_files_of_a_long_run_are_few_and_the_last_step_may_be_one():

@@ -25,15 +25,16 @@ from lockstep_gpt.data.shards import (
 )
 from lockstep_gpt.data.tokenizer import ByteTokenizer, from_dict
 from lockstep_gpt.extras.sources import text as module
-from lockstep_gpt.extras.sources.blocks import InShards, SyntheticData
+from lockstep_gpt.extras.sources.blocks import InShards
 from lockstep_gpt.extras.sources.build import ResumedWriter, cut_to_index
 from lockstep_gpt.extras.sources.byte_pairs import BytePairTokenizer
+from lockstep_gpt.extras.sources.numbers import SyntheticData
 from lockstep_gpt.extras.sources.text import TextData
 
 PREPARE = """
 import sys
 from lockstep_gpt.data.prepare import prepare
-from lockstep_gpt.extras.sources.blocks import SyntheticData
+from lockstep_gpt.extras.sources.numbers import SyntheticData
 from lockstep_gpt.extras.sources.text import *
 if __name__ == "__main__":
     print(prepare(eval(sys.argv[1])))

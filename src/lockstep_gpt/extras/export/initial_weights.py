@@ -16,11 +16,7 @@ import torch
 from torch import Tensor
 
 from lockstep_gpt.config import UserError, as_typed
-from lockstep_gpt.data.tokenizer import (
-    NumberTokenizer,
-    Tokenizer,
-    library,
-)
+from lockstep_gpt.data.tokenizer import Tokenizer, library
 from lockstep_gpt.extras.export.export_settings import ImportedModel
 from lockstep_gpt.extras.export.layouts import Layout, imported, layout_of
 from lockstep_gpt.model.gpt import GPT
@@ -125,7 +121,8 @@ def _check_tokenizer(
             f"{source} has a vocabulary of {size}, the data's tokenizer one of "
             f"{tokenizer.vocab_size}; {remedy}"
         )
-    ids = None if isinstance(tokenizer, NumberTokenizer) else _ids_of_probe(folder, source)
+    text = tokenizer.end_of_text is not None  # else they never were text, and stand for nothing
+    ids = _ids_of_probe(folder, source) if text else None
     if ids is not None and ids != tokenizer.encode(PROBE).tolist():
         raise UserError(f"{source} reads a text as other tokens than the data has; {remedy}")
 

@@ -5,7 +5,7 @@ SOURCES = {
     "stdlib": (".extras.sources.text:StdlibData", ".extras.sources.text:StandardLibrary"),
     "text": (".extras.sources.text:TextData", ".extras.sources.text:OwnText"),
     "jsonl": (".extras.sources.text:JsonlData", ".extras.sources.text:JsonLines"),
-    "synthetic": (".extras.sources.blocks:SyntheticData", ".extras.sources.blocks:RandomTokens"),
+    "synthetic": (".extras.sources.numbers:SyntheticData", ".extras.sources.numbers:RandomTokens"),
     "parquet": (".extras.sources.parquet:ParquetData", ".extras.sources.parquet:ParquetFiles"),
     "shards": (".extras.sources.token_files:ShardsData", ".extras.sources.token_files:TokenFiles"),
     "huggingface": (
@@ -13,6 +13,9 @@ SOURCES = {
         ".extras.sources.huggingface:HuggingfaceRows",
     ),
 }
-TOKENIZERS = {"bpe": ".extras.sources.byte_pairs:BytePairTokenizer"}
+TOKENIZERS = {
+    "bpe": ".extras.sources.byte_pairs:BytePairTokenizer",
+    "numbers": ".extras.sources.numbers:from_dict",
+}
 BUILD = ".extras.sources.build:write"
 JOINED_FILES = ".extras.sources.joined:joined"

@@ -15,10 +15,11 @@ import numpy as np
 
 from lockstep_gpt import config as schema
 from lockstep_gpt.config import DataConfig, UserError, setting
-from lockstep_gpt.data import corpora
 from lockstep_gpt.data.corpora import Stretch
 from lockstep_gpt.data.tokenizer import Tokenizer, Tokens
 from lockstep_gpt.extras.sources import byte_pairs
+
+BLOCK = 1 << 20  # bytes that are handled together
 
 
 @dataclass
@@ -50,11 +51,6 @@ class DocumentsData(schema.DocumentsData, InShards):
             self.vocab_size = self.vocab_size or 8192
         elif self.vocab_size is not None:
             self.refuse("vocab_size", f"has no use with data.tokenizer={self.tokenizer}; leave it")
-
-
-@dataclass
-class SyntheticData(schema.SyntheticData, InShards):
-    """Uniformly random tokens, for benchmarks."""
 
 
 class Position(NamedTuple):
@@ -105,16 +101,14 @@ class Blocks(ABC):
         """
 
     def stretches(self) -> Iterator[Stretch]:
-        """Yield all of it."""
+        """Yield all text of it."""
         for block in self.blocks(Position()):
-            yield from stretches_of(block)
+            if isinstance(block, Block):
+                yield from stretches_of(block)
 
 
-def stretches_of(block: Block | TokenBlock) -> Iterator[Stretch]:
+def stretches_of(block: Block) -> Iterator[Stretch]:
     """Yield what a block has of each split."""
-    if isinstance(block, TokenBlock):
-        yield Stretch(block.split, [], ids=block.ids)
-        return
     for split, chosen in (("train", map(not_, block.val)), ("val", block.val)):
         if texts := list(compress(block.texts, chosen)):
             yield Stretch(split, texts)
@@ -133,18 +127,6 @@ class Documents(Blocks):
         config = self.config
         texts = byte_pairs.training_texts(self, config.tokenizer_mb << 20)
         return byte_pairs.make_tokenizer(config.tokenizer, config.vocab_size, texts)
-
-
-class RandomTokens(corpora.RandomTokens, Blocks):
-    """Uniformly random token ids, the same for the same size on every machine."""
-
-    def blocks(self, start: Position) -> Iterator[TokenBlock]:
-        """Yield first all of train, then all of val."""
-        done = start.offset
-        for split, _, _, ids in self.stretches(done):
-            assert ids is not None
-            done += ids.size
-            yield TokenBlock(Position(0, done, done * self.dtype.itemsize), split, ids)
 
 
 def held_out(texts: list[bytes], val_fraction: float) -> list[bool]:

@@ -33,7 +33,6 @@ from lockstep_gpt.data.prepare import (
     SPLITS,
     Recipe,
     begin,
-    encoded,
     finish,
     progress,
 )
@@ -188,9 +187,13 @@ def _begin(folder: Path) -> None:
 
 
 def _encode(block: Block | TokenBlock) -> Encoded:
-    invalid = block.invalid if isinstance(block, Block) else 0
-    splits = [(each.split, *encoded(each, _tokenizer)) for each in stretches_of(block)]
-    return Encoded(block.after, invalid, splits)
+    if isinstance(block, TokenBlock):
+        return Encoded(block.after, 0, [(block.split, block.ids, 0, 0)])
+    splits = [
+        (split, _tokenizer.encode_documents(texts), len(texts), sum(map(len, texts)))
+        for split, texts, _ in stretches_of(block)
+    ]
+    return Encoded(block.after, block.invalid, splits)
 
 
 def _show(bar: tqdm[Any], read: int, writers: dict[str, ResumedWriter]) -> None:

@@ -11,9 +11,9 @@ from itertools import accumulate
 from typing import Any, ClassVar
 
 from lockstep_gpt.config import UserError, setting
-from lockstep_gpt.data.corpora import BLOCK, File
+from lockstep_gpt.data.corpora import File
 from lockstep_gpt.data.tokenizer import library
-from lockstep_gpt.extras.sources.blocks import DocumentsData, reading
+from lockstep_gpt.extras.sources.blocks import BLOCK, DocumentsData, reading
 
 
 @dataclass

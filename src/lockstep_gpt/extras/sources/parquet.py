@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from lockstep_gpt.config import UserError, setting
-from lockstep_gpt.data.corpora import BLOCK
 from lockstep_gpt.data.tokenizer import library
 from lockstep_gpt.extras.sources.blocks import (
+    BLOCK,
     Block,
     Position,
     held_out,

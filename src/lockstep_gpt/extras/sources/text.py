@@ -8,9 +8,10 @@ from dataclasses import dataclass
 
 from lockstep_gpt.config import UserError, setting
 from lockstep_gpt.data import corpora
-from lockstep_gpt.data.corpora import BLOCK, FEW, LONGEST, refuse_binary
+from lockstep_gpt.data.corpora import FEW, LONGEST, refuse_binary
 from lockstep_gpt.data.tokenizer import cut
 from lockstep_gpt.extras.sources.blocks import (
+    BLOCK,
     Block,
     Documents,
     DocumentsData,

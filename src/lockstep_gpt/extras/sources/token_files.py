@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lockstep_gpt.config import UserError, setting
-from lockstep_gpt.data.tokenizer import NumberTokenizer, Tokenizer, token_dtype
+from lockstep_gpt.data.tokenizer import Tokenizer, token_dtype
 from lockstep_gpt.extras.sources import byte_pairs
 from lockstep_gpt.extras.sources.blocks import (
     Blocks,
@@ -24,6 +24,7 @@ from lockstep_gpt.extras.sources.blocks import (
     reading,
 )
 from lockstep_gpt.extras.sources.files import Files
+from lockstep_gpt.extras.sources.numbers import NumberTokenizer
 
 HEADER = 1024  # bytes
 DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
