@@ -18,7 +18,6 @@ import statistics
 import tempfile
 import time
 from collections.abc import Iterable, Iterator
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler
 
 from lockstep_gpt.data import datamodule
-from lockstep_gpt.data.datamodule import Feed, TokenStream, training_rows
+from lockstep_gpt.data.datamodule import Feed, TokenStream
 from lockstep_gpt.data.order import Order, permute
 from lockstep_gpt.data.prepare import prepare
 from lockstep_gpt.data.shards import load_index
@@ -100,7 +99,7 @@ def _warm(folder: Path) -> Any:
 
 def _stream(folder: Path, first: int = 0) -> TokenStream:
     order = Order(0, load_index(folder).windows("train", T), B, 0, 1, start=first * B)
-    return TokenStream(folder, "train", T, partial(training_rows, order))
+    return TokenStream(folder, "train", T, order.stream)
 
 
 def _stock(windows: Any) -> Iterator[Any]:

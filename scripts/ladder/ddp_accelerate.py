@@ -48,7 +48,7 @@ def train(experiment: Experiment, options: argparse.Namespace, accelerator: Acce
     """Train, save and validate as one of any number of ranks."""
     config, accumulation = experiment.config, experiment.batch.accumulation
     torch.manual_seed(config.seed)
-    model = GPT(config.model, experiment.index.vocab_size).to(accelerator.device, experiment.dtype)
+    model = GPT(config.model, experiment.vocab_size).to(accelerator.device, experiment.dtype)
     optimizer = build_optimizer(model, config.optim, experiment.schedule.peak_lr)
     scheduler = LambdaLR(optimizer, experiment.schedule.factor)
     dataset, size = experiment.training_set(), experiment.batch.micro_size

@@ -84,6 +84,11 @@ class Experiment:
         """What the prepared folder holds."""
         return load_index(self.folder)
 
+    @property
+    def vocab_size(self) -> int:
+        """The number of token ids."""
+        return int(self.index.tokenizer["vocab_size"])
+
     def training_set(self) -> Windows:
         """Return every window of the training split."""
         size = self.index.windows("train", self.config.model.block_size)

@@ -37,7 +37,7 @@ def train(experiment: Experiment, options: argparse.Namespace) -> None:
     config, accumulation = experiment.config, experiment.batch.accumulation
     device = torch.device(experiment.device_type)
     torch.manual_seed(config.seed)
-    model = GPT(config.model, experiment.index.vocab_size).to(device, experiment.dtype)
+    model = GPT(config.model, experiment.vocab_size).to(device, experiment.dtype)
     optimizer = build_optimizer(model, config.optim, experiment.schedule.peak_lr)
     scheduler = LambdaLR(optimizer, experiment.schedule.factor)
     done = 0

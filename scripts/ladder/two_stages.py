@@ -69,7 +69,7 @@ class Second(nn.Module):
 def whole_model(experiment: Experiment) -> GPT:
     """Draw the weights, the same on every rank, each of which then keeps its part."""
     torch.manual_seed(experiment.config.seed)
-    return GPT(experiment.config.model, experiment.index.vocab_size).double()
+    return GPT(experiment.config.model, experiment.vocab_size).double()
 
 
 def batches(experiment: Experiment, steps: int) -> list[Batch]:

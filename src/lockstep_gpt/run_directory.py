@@ -204,12 +204,9 @@ def differences(theirs: dict[str, Any], ours: dict[str, Any]) -> list[str]:
 
 
 def refuse_another_identity(where: str, saved: dict[str, Any], ours: dict[str, Any]) -> None:
-    """Compare the settings that a run keeps for good: those it has saved, and `ours`.
+    """Raise a `UserError` if settings that a run keeps for good, as saved, differ from `ours`.
 
     What was null then, or what an earlier version did not have, was left open.
-
-    Raises:
-        UserError: some of them differ.
     """
     kept, now = schema.settings_on_resume("kept"), dict(flat(ours))
     was = {name: value for name, value in flat(saved) if name in kept and value is not None}

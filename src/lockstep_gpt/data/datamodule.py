@@ -25,13 +25,8 @@ class TokenStream(IterableDataset[Stored]):
     """Micro-batches of one rank out of one split.
 
     A loader asks its workers in turn, so worker w of n makes micro-batches w, w + n, ... and the
-    stream is the same for any number of workers.
-
-    Args:
-        folder: what `prepare` returned.
-        split: its name.
-        block_size: tokens of context, T.
-        rows: called with w and n; returns the windows of these micro-batches, each (B,).
+    stream is the same for any number of workers. `rows`, called with w and n, returns the windows
+    of these micro-batches, each (B,).
     """
 
     pinned = False  # whether batches lie in memory that a GPU copies from
@@ -46,11 +41,6 @@ class TokenStream(IterableDataset[Stored]):
         batches = iter(self.rows(info.id, info.num_workers) if info else self.rows(0, 1))
         while group := [*islice(batches, GROUP)]:
             yield from gather(windows, group, self.pinned)
-
-
-def training_rows(order: Order, worker: int, workers: int) -> Iterable[Positions]:
-    """Return the share of a worker in the endless micro-batches."""
-    return order.stream(worker, stride=workers)
 
 
 def _share(rows: Positions, worker: int, workers: int) -> Iterable[Positions]:
@@ -97,16 +87,13 @@ class TokenDataModule(lightning.LightningDataModule):
     what it gets are iterables without a length.
 
     Args:
-        folder: what `prepare` returned.
+        folder: what `prepare` returned; a `UserError` says if it is damaged, or a split too short.
         block_size: tokens of context, T.
         micro_size: samples per device and micro-step, B.
         accumulation: micro-steps per optimizer step.
         seed: decides the order of the training windows.
         val_tokens: validate on at most so many tokens, in whole windows, at least one; None: all.
         num_workers: loader processes per rank; 0: the rank itself.
-
-    Raises:
-        UserError: the folder is damaged, or a split has no whole window.
     """
 
     def __init__(
@@ -155,7 +142,7 @@ class TokenDataModule(lightning.LightningDataModule):
             world_size=trainer.world_size,
             start=self.samples_seen(trainer.global_step),
         )
-        self.training_feed = self._feed("train", partial(training_rows, order))
+        self.training_feed = self._feed("train", order.stream)
         return self.training_feed
 
     def val_dataloader(self) -> Feed:

@@ -105,14 +105,11 @@ class Order:
         """Yield micro-batches `first`, `first + stride`, ... without end, each (B,)."""
         count = max(1, CHUNK // self.micro_size)
         while True:
-            yield from self._micro_batches(first + stride * np.arange(count))
+            numbers = first + stride * np.arange(count)
+            starts = self.start + (numbers * self.world_size + self.rank) * self.micro_size
+            positions = starts[:, None] + np.arange(self.micro_size)  # (count, B)
+            yield from windows(positions, self.size, self.seed)
             first += stride * count
-
-    def _micro_batches(self, numbers: Positions) -> Positions:
-        """Return the windows of the micro-batches `numbers` (N,), shape (N, B)."""
-        starts = self.start + (numbers * self.world_size + self.rank) * self.micro_size
-        positions = starts[:, None] + np.arange(self.micro_size)
-        return windows(positions, self.size, self.seed)
 
 
 def validation_rows(

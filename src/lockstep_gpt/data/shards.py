@@ -58,11 +58,6 @@ class Index:
     position: list[int] = field(default_factory=list)  # in the corpus, of a build that can go on
 
     @property
-    def vocab_size(self) -> int:
-        """The number of token ids."""
-        return int(self.tokenizer["vocab_size"])
-
-    @property
     def shards(self) -> list[Shard]:
         """All token files."""
         return [shard for split in self.splits.values() for shard in split.shards]
@@ -87,24 +82,18 @@ class SplitWriter:
     def append(self, ids: Tokens, documents: int = 0, text_bytes: int = 0) -> None:
         """Append ids of shape (tokens,): so many documents, of so many bytes of text."""
         stored = np.ascontiguousarray(ids.astype(self.dtype, casting="safe", copy=False))
-        self._write(stored.view(np.uint8).data)
+        self._file.write(stored.data)
+        self._hash.update(stored.data)
         self.tokens += ids.size
         self.documents += documents
         self.text_bytes += text_bytes
 
-    def _write(self, data: memoryview) -> None:
-        self._file.write(data)
-        self._hash.update(data)
-
     def saved(self) -> Split:
         """See everything to the disk and return the index's entry for it."""
-        files = [self._synced(self.tokens)] if self.tokens else []
-        return Split(self.tokens, self.documents, self.text_bytes, files)
-
-    def _synced(self, tokens: int) -> Shard:
         self._file.flush()
         os.fsync(self._file.fileno())
-        return Shard(Path(self._file.name).name, tokens, self._hash.hexdigest())
+        shard = Shard(Path(self._file.name).name, self.tokens, self._hash.hexdigest())
+        return Split(self.tokens, self.documents, self.text_bytes, [shard] if self.tokens else [])
 
     def close(self) -> None:
         """Close the file."""
@@ -122,17 +111,15 @@ def load_index(folder: Path) -> Index:
     try:
         values = json.loads(path.read_bytes())
         if values["format"] == FORMAT:
-            splits = {name: _split(**split) for name, split in values.pop("splits").items()}
+            for split in (splits := values.pop("splits")).values():
+                split["shards"] = [Shard(**shard) for shard in split["shards"]]
+            splits = {name: Split(**split) for name, split in splits.items()}
             return Index(**values, splits=splits)
     except OSError as error:
         raise unusable(path, f"cannot be read ({error.strerror})") from error
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise unusable(path, "is damaged") from error
     raise unusable(path, f"has format {values['format']}, this version reads {FORMAT}")
-
-
-def _split(shards: list[dict[str, Any]], **counts: int) -> Split:
-    return Split(**counts, shards=[Shard(**shard) for shard in shards])
 
 
 def check_sizes(folder: Path, index: Index) -> None:

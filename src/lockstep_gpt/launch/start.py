@@ -47,13 +47,9 @@ def begin(
 ) -> int:
     """Start the ranks, or be one of a launcher's; return the exit status.
 
-    Args:
-        run: its directory.
-        settled: the configuration as this machine would freeze it.
-        config: the same, typed.
-        check: raises a `UserError` before any data is read, or anything written.
-        freeze: makes the directory, or freezes the configuration anew.
-        undo: takes that back, where the user's mistake shows only after it.
+    This machine would freeze `settled`, which is `config` as plain values. `check` raises a
+    `UserError` before any data is read, or anything written. `freeze` makes the directory, or
+    freezes anew; `undo` takes that back, where the user's mistake shows only after it.
     """
     alone = not devices.is_inside_launcher() and config.trainer.get("num_nodes", 1) == 1
     undoable = False

@@ -31,8 +31,7 @@ def foreign(values: dict[str, Any]) -> list[str]:
 def permit(run: RunDirectory, trusted: bool, composed: dict[str, Any] | None = None) -> None:
     """Record that this user has `run` build what it names; not in the run, where others can write.
 
-    Raises:
-        UserError: it is not `trusted`, not in what their command has `composed`, and new to them.
+    A `UserError` says if it is not `trusted`, not `composed` by their command, and new to them.
     """
     settings = foreign(run.values())
     # Path's own would raise where there is no home.

@@ -67,12 +67,8 @@ class GPT(nn.Module):
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
         """Predict the token after each of `tokens`, (B, T) of any integer type.
 
-        Returns:
-            Without `targets` the logits, (B, T, V). With `targets`, (B, T), the mean
-            cross-entropy in nats over those that are not `IGNORE`, at least float32.
-
-        Raises:
-            UserError: T is longer than `block_size`.
+        Returns the logits, (B, T, V); with `targets`, (B, T), the mean cross-entropy in nats over
+        those that are not `IGNORE`, at least float32. A `UserError` says if T > `block_size`.
         """
         features = self.features(tokens)
         if targets is None:
@@ -114,15 +110,10 @@ class GPT(nn.Module):
     ) -> Tensor:
         """Continue `tokens`, (B, T) with T of at least 1, by `length` tokens to (B, T + length).
 
-        Args:
-            tokens: the beginning; of a long one the last `block_size` tokens are read.
-            length: tokens to add.
-            temperature: divides the logits; 0 takes the likeliest token.
-            top_k: draw from this many of the likeliest tokens; None: from all.
-            generator: source of randomness, on the device of the model.
-
-        Raises:
-            UserError: no token to start from, a negative temperature or a `top_k` below 1.
+        Of a long beginning the last `block_size` tokens are read. `temperature` divides the logits,
+        0 takes the likeliest token; `top_k` draws from so many of the likeliest, None from all; the
+        `generator` is on the model's device. A `UserError` says if there is no token to start from,
+        a negative temperature or a `top_k` below 1.
         """
         check_sampling(tokens, temperature, top_k)
         was_training = self.training
@@ -138,8 +129,9 @@ class GPT(nn.Module):
 
     @property
     def num_parameters(self) -> int:
-        """Parameters in all: the tied head once, without the padding rows."""
-        padding = (self.padded_vocab_size - self.vocab_size) * self.config.n_embd
+        """Parameters in all: a tied head once, without the padding rows."""
+        tables = len({id(self.token_embedding.weight), id(self.head)})
+        padding = tables * (self.padded_vocab_size - self.vocab_size) * self.config.n_embd
         return sum(parameter.numel() for parameter in self.parameters()) - padding
 
     @property

@@ -64,12 +64,6 @@ class GPT(gpt.GPT):
             x = block(x, self.cos[:T], self.sin[:T])
         return norm(x)
 
-    @property
-    def num_parameters(self) -> int:
-        """Parameters in all, without the padding rows of embedding and head."""
-        padding = (self.padded_vocab_size - self.vocab_size) * self.config.n_embd
-        return super().num_parameters - padding
-
 
 class Block(nn.Module):
     """Attention, then the MLP, each added to the residual stream."""

@@ -9,7 +9,6 @@ import pickle
 import re
 import shutil
 import struct
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -67,29 +66,13 @@ def checkpoints_in(folder: Path) -> list[Path]:
 
 
 def write_checkpoint(
-    content: dict[str, Any], path: Path, others: dict[str, str] | None = None
-) -> None:
+    content: dict[str, Any], path: Path, others: dict[str, str] | None = None, alone: bool = True
+) -> str:
     """Write plain containers and tensors to `path`, which never holds half a file, and their sum.
 
-    `others` has the SHA-256 of files that stand beside it already, and belong to it. A `RunError`
-    says if the disk is full or cannot be written; what was there before stays.
-    """
-
-    def write_sum(digest: str) -> None:
-        sums = {path.name: digest, **(others or {})}
-        lines = (f"{each}  {name}\n" for name, each in sums.items())  # for sha256sum --check
-        replace_text(sum_path(path), "".join(lines))
-
-    write_file(content, path, write_sum)
-
-
-def write_file(
-    content: dict[str, Any], path: Path, before: Callable[[str], None] = lambda _: None
-) -> str:
-    """Write beside, fsync, tell `before` the SHA-256, then rename; return the SHA-256.
-
-    Raises:
-        RunError: the disk is full or cannot be written; what was there before stays.
+    `others` has the SHA-256 of files that stand beside it already, and belong to it; such a one is
+    not `alone`, and has no sum of its own. Return the SHA-256. A `RunError` says if the disk is
+    full or cannot be written; what was there before stays.
     """
     import torch
 
@@ -100,7 +83,10 @@ def write_file(
             torch.save(content, file)
             file.flush()
             digest = _sha256(Path(file.name))
-            before(digest)
+            if alone:
+                sums = {path.name: digest, **(others or {})}.items()
+                lines = (f"{each}  {name}\n" for name, each in sums)  # for sha256sum --check
+                replace_text(sum_path(path), "".join(lines))
         return digest
     except (OSError, RuntimeError) as error:  # torch's own writer raises the latter
         reason = getattr(error, "strerror", None) or error
@@ -202,14 +188,10 @@ def read_checkpoint(path: Path, map_location: Any = "cpu") -> dict[str, Any]:
 
 
 def find_checkpoint(path: Path, folder: Path | None = None) -> Path:
-    """Return the checkpoint that a user means.
+    """Return the checkpoint that a user means, or raise a `UserError`.
 
-    Args:
-        path: a run directory, a checkpoint, or what an extra knows to download.
-        folder: where it is downloaded to; None: a place that the extra chooses.
-
-    Raises:
-        UserError: there is none.
+    `path` is a run directory, a checkpoint, or what an extra downloads to `folder`; None: to a
+    place of its own.
     """
     path = next(filter(None, asked("DOWNLOAD", path, folder)), path)
     if not path.exists():

@@ -139,8 +139,7 @@ class GPTModule(lightning.LightningModule):
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Go on at the saved sample, with this run's own accumulation and free settings.
 
-        Raises:
-            UserError: the checkpoint is of a run that was made with other settings or code.
+        A `UserError` says if the checkpoint is of a run with other settings or code.
         """
         if not self.config.resume_force:
             refuse_another_identity("the checkpoint", checkpoint["config"], asdict(self.config))
@@ -157,20 +156,13 @@ class GPTModule(lightning.LightningModule):
         optimizer = cast(dict[str, Any], self.configure_optimizers())["optimizer"]
         apply_settings(checkpoint, optimizer, self.schedule.factor(checkpoint["global_step"]))
 
-    def configure_gradient_clipping(
-        self,
-        optimizer: Optimizer,
-        gradient_clip_val: float | None = None,  # noqa: ARG002
-        gradient_clip_algorithm: str | None = None,  # noqa: ARG002
-    ) -> None:
+    def configure_gradient_clipping(self, optimizer: Optimizer, *_: Any, **_settings: Any) -> None:
         """Clip the norm of all gradients, already averaged over ranks, and keep it for the log.
 
         Lightning's own clipping refuses fused optimizers and keeps no norm.
         """
-        limit = self.config.optim.clip_norm
-        norm = torch.nn.utils.clip_grad_norm_(
-            self.trained, float("inf") if limit is None else limit
-        )
+        limit = float("inf") if self.config.optim.clip_norm is None else self.config.optim.clip_norm
+        norm = torch.nn.utils.clip_grad_norm_(self.trained, limit)
         self.grad_norm = getattr(norm, "full_tensor", lambda: norm)()  # whole, of shares
         self._skip_unless_finite(optimizer, self.grad_norm)
 

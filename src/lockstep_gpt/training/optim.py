@@ -25,16 +25,14 @@ def build_optimizer(
         module = importlib.import_module(f"{__package__}.{config.algorithm}")
         optimizer: torch.optim.Optimizer = module.build_optimizer(model, config, lr)
         return optimizer
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    matrices = [parameter for parameter in parameters if parameter.ndim >= 2]
-    vectors = [parameter for parameter in parameters if parameter.ndim < 2]
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    matrices = [parameter for parameter in trained if parameter.ndim >= 2]
+    vectors = [parameter for parameter in trained if parameter.ndim < 2]
+    decays = {"params": matrices, "weight_decay": config.weight_decay}
     return torch.optim.AdamW(
-        [
-            {"params": matrices, "weight_decay": config.weight_decay},
-            {"params": vectors, "weight_decay": 0.0},
-        ],
+        [decays, {"params": vectors, "weight_decay": 0.0}],
         lr=lr,
         betas=(config.beta1, config.beta2),
         eps=config.eps,
-        fused=fused and all(parameter.device.type in FUSED_DEVICES for parameter in parameters),
+        fused=fused and all(parameter.device.type in FUSED_DEVICES for parameter in trained),
     )

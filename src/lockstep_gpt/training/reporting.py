@@ -24,7 +24,7 @@ from lockstep_gpt.processes import invocation
 from lockstep_gpt.run_directory import RunDirectory
 from lockstep_gpt.training.ranks import Ranks, backend_of
 from lockstep_gpt.training.schedule import BatchPlan, Schedule
-from lockstep_gpt.training.tracking import offline_hint, read_run_id
+from lockstep_gpt.training.tracking import offline_hint
 
 logger = logging.getLogger(__name__)
 
@@ -187,7 +187,8 @@ def as_text(lines: dict[str, str]) -> str:
 def conclude(directory: RunDirectory, status: str, trainer: Trainer, found: dict[str, Any]) -> None:
     """Write `summary.json`: how the run ended, and what was found in it."""
     run = {"status": status, "saved": status != "failed", "step": trainer.global_step}
-    directory.write_summary({**run, "wandb_run_id": read_run_id(directory), **found})
+    wandb_id = directory.wandb_id.read_text() if directory.wandb_id.exists() else None
+    directory.write_summary({**run, "wandb_run_id": wandb_id, **found})
 
 
 def closing(directory: RunDirectory, row: dict[str, float], seconds: float) -> str:

@@ -142,8 +142,7 @@ def _steps(steps: int | None, tokens: int | None, batch: BatchPlan) -> int:
 def _decay_steps(config: Config, total_steps: int, warmup_steps: int) -> int:
     if config.optim.decay == "constant":
         return 0
-    peak_step = max(0, warmup_steps - 1)
-    longest = max(1, total_steps - 1 - peak_step)
+    longest = max(1, total_steps - max(1, warmup_steps))  # after the first step at the peak
     if config.optim.decay == "wsd":
         return min(longest, max(1, round(config.optim.decay_fraction * total_steps)))
     return longest

@@ -114,11 +114,6 @@ def _run_id(directory: RunDirectory) -> str:
     return path.read_text()
 
 
-def read_run_id(directory: RunDirectory) -> str | None:
-    """Return the id of the wandb run, if there is one."""
-    return directory.wandb_id.read_text() if directory.wandb_id.exists() else None
-
-
 def tracked(loggers: Iterable[Logger]) -> Iterator[TrackedRun]:
     """Yield what of `loggers` is a wandb run."""
     return (each for each in loggers if isinstance(each, TrackedRun))

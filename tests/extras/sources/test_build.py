@@ -95,7 +95,7 @@ def test_bpe_is_learnt_from_the_corpus_and_kept_with_it(corpus):
     index = load_index(folder)
     tokenizer = from_dict(index.tokenizer)
     assert isinstance(tokenizer, BytePairTokenizer)
-    assert tokenizer.vocab_size == index.vocab_size == 300
+    assert tokenizer.vocab_size == index.tokenizer["vocab_size"] == 300
     as_bytes = prepare(corpus())
     for split in ("train", "val"):
         text = tokenizer.decode(open_split(folder, split))

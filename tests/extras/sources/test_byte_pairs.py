@@ -128,5 +128,5 @@ def test_a_tokenizer_survives_json(bpe):
 
 
 def test_an_unknown_kind_is_refused_by_name():
-    with pytest.raises(UserError, match="'words' is not one of bytes, numbers, bpe"):
+    with pytest.raises(UserError, match="'words' is not one of bytes, bpe, numbers"):
         from_dict({"kind": "words"})

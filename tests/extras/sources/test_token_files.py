@@ -100,7 +100,7 @@ def test_prepared_tokens_are_those_of_the_files(tmp_path):
     folder = prepare(config)
     np.testing.assert_array_equal(open_split(folder, "train"), IDS)
     np.testing.assert_array_equal(open_split(folder, "val"), IDS[:99])
-    assert load_index(folder).vocab_size == 50_257
+    assert load_index(folder).tokenizer["vocab_size"] == 50_257
 
 
 @pytest.fixture

@@ -1,4 +1,5 @@
 import hashlib
+from pathlib import Path
 
 import pytest
 import torch
@@ -68,7 +69,7 @@ def test_the_newest_and_the_best_are_kept(new_run, tmp_path, keep_last, keep_bes
     run = new_run(max_steps=6, val_every=1, checkpoint=settings)
     checkpoints, _ = fitted(run, tmp_path, losses={1: 9, 2: 1, 3: 5, 4: 4, 5: 3, 6: 8})
     assert steps_in(tmp_path) == kept
-    assert step_of(checkpoints.best) == best
+    assert step_of(Path(checkpoints.summary()["best_checkpoint"])) == best
     assert checkpoints.summary()["last_checkpoint"].endswith("step=000006.ckpt")
 
 
@@ -106,7 +107,7 @@ def test_a_resumed_run_keeps_what_it_knew_of_the_best(new_run, tmp_path):
     run = new_run(max_steps=4, val_every=1, checkpoint=settings)
     checkpoints, _ = fitted(run, tmp_path, {3: 3.0, 4: 4.0}, newest_valid(tmp_path))
     assert steps_in(tmp_path) == [1, 4]
-    assert checkpoints.best == tmp_path / "step=000001.ckpt"
+    assert checkpoints.summary()["best_checkpoint"] == str(tmp_path / "step=000001.ckpt")
 
 
 def test_a_best_checkpoint_that_is_gone_is_the_best_no_more(new_run, tmp_path):
@@ -115,7 +116,7 @@ def test_a_best_checkpoint_that_is_gone_is_the_best_no_more(new_run, tmp_path):
     (tmp_path / "step=000001.ckpt").unlink()
     run = new_run(max_steps=4, val_every=1, checkpoint=settings)
     checkpoints, _ = fitted(run, tmp_path, {4: 5.0}, newest_valid(tmp_path))
-    assert checkpoints.best == tmp_path / "step=000002.ckpt"
+    assert checkpoints.summary()["best_checkpoint"] == str(tmp_path / "step=000002.ckpt")
 
 
 def test_what_is_best_is_the_same_on_a_rank_that_sees_other_files(on_ranks, new_run, tmp_path):

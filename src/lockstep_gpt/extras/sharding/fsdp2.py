@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
 from lockstep_gpt.model.gpt import GPT, build_gpt
-from lockstep_gpt.training.checkpoint import write_file
+from lockstep_gpt.training.checkpoint import write_checkpoint
 
 
 def fsdp2(
@@ -143,7 +143,8 @@ class Sharded(ModelParallelStrategy):
         path = Path(filepath)
         if self._save_parts:
             names = [part_path(path, rank, self.world_size) for rank in range(self.world_size)]
-            digest = bytes.fromhex(write_file(shares_in(checkpoint), names[self.global_rank]))
+            own = names[self.global_rank]
+            digest = bytes.fromhex(write_checkpoint(shares_in(checkpoint), own, alone=False))
             mine = torch.tensor([*digest], dtype=torch.uint8, device=self.root_device)
             digests = [torch.empty_like(mine) for _ in names]
             dist.all_gather(digests, mine)

@@ -232,16 +232,19 @@ class ResumedWriter(SplitWriter):
         self._file.seek(0)
         self._hash = hashlib.file_digest(self._file, "sha256")
 
-    def _write(self, data: memoryview) -> None:
-        while data:
+    def append(self, ids: Tokens, documents: int = 0, text_bytes: int = 0) -> None:
+        """Append ids of shape (tokens,): so many documents, of so many bytes of text."""
+        while ids.size:
             if self._size == self.limit:
-                self.full.append(self._synced(self.limit // self.dtype.itemsize))
+                self.full = self.saved().shards
                 self.close()
                 self._size = 0
                 self._open(len(self.full), "wb")
-            part = data[: self.limit - self._size]
-            super()._write(part)
-            self._size, data = self._size + len(part), data[len(part) :]
+            part, ids = np.split(ids, [(self.limit - self._size) // self.dtype.itemsize])
+            super().append(part)
+            self._size += part.size * self.dtype.itemsize
+        self.documents += documents
+        self.text_bytes += text_bytes
 
     def _open(self, number: int, mode: str) -> None:
         self._file = (self.folder / f"{self.name}-{number:05}.bin").open(mode)
@@ -249,8 +252,9 @@ class ResumedWriter(SplitWriter):
 
     def saved(self) -> Split:
         """See everything to the disk and return the index's entry for it."""
-        last = [self._synced(self._size // self.dtype.itemsize)] if self._size else []
-        return Split(self.tokens, self.documents, self.text_bytes, [*self.full, *last])
+        split, tokens = super().saved(), self._size // self.dtype.itemsize
+        last = [replace(shard, tokens=tokens) for shard in split.shards if tokens]
+        return replace(split, shards=[*self.full, *last])
 
 
 def cut_to_index(folder: Path, index: Index) -> None:

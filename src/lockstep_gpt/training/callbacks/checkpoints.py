@@ -75,19 +75,14 @@ class Checkpoints(StepCallback, Checkpoint):
                 trainer.strategy.checkpoint_io.remove_checkpoint(path)
                 self.losses.pop(files.step_of(path), None)
 
-    @property
-    def best(self) -> Path | None:
-        """The kept checkpoint of the lowest validation loss."""
-        step = min(self.losses, key=self.losses.__getitem__, default=None)
-        return None if step is None else files.checkpoint_path(self.folder, step)
-
     def summary(self) -> dict[str, Any]:
         """Return what `summary.json` says of the checkpoints and the batch."""
-        best, last = self.best, next(reversed(files.checkpoints_in(self.folder)), None)
+        best = sorted(self.losses, key=self.losses.__getitem__)[:1]
+        last = next(reversed(files.checkpoints_in(self.folder)), None)
         return {
             "world_size": self.batch.world_size,
             "global_batch_size": self.batch.global_size,
-            "best_checkpoint": str(best) if best else None,
+            "best_checkpoint": str(files.checkpoint_path(self.folder, best[0])) if best else None,
             "last_checkpoint": str(last) if last else None,
         }
 

@@ -68,11 +68,6 @@ class Metrics(StepCallback):
     _waited: float = field(default=0.0, init=False)  # for data, up to the last row
     _paused_at: float = field(default=0.0, init=False)
 
-    @property
-    def tokens_per_second(self) -> float:
-        """Mean over all ranks and steps of this start of the run, validation excluded."""
-        return self.training_steps * self.tokens_per_step / max(self.training_seconds, 1e-9)
-
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         """Start the clock."""
         super().on_train_start(trainer, pl_module)
@@ -123,9 +118,11 @@ class Metrics(StepCallback):
 
     def summary(self, step: int) -> dict[str, Any]:
         """Return what `summary.json` says of a run that ends after optimizer step `step`."""
+        # Mean over all ranks and steps of this start of the run, validation excluded.
+        speed = self.training_steps * self.tokens_per_step / max(self.training_seconds, 1e-9)
         return {
             "tokens": step * self.tokens_per_step,
-            "tokens_per_second": self.tokens_per_second or None,  # of no step there is none
+            "tokens_per_second": speed or None,  # of no step there is none
             "first_step_seconds": self.first_step_seconds,
             **{name: self.row.get(column) for column, name in COLUMNS.items() if name},
         }
