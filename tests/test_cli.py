@@ -8,7 +8,7 @@ import pytest
 
 from lockstep_gpt import cli
 from lockstep_gpt.config import PROGRAM, UserError
-from lockstep_gpt.launch import compose
+from lockstep_gpt.launch.choices import config_folder
 
 LIGHT = {  # what must be answered without torch and without leaving a file: exit status
     "--help": 0,
@@ -26,7 +26,7 @@ LIGHT = {  # what must be answered without torch and without leaving a file: exi
     **{f"{name} nowhere": 2 for name in cli.COMMANDS if name in ("generate", "evaluate", "export")},
 }
 
-GROUPS = [path for path in compose.config_folder().iterdir() if list(path.glob("*.yaml"))]
+GROUPS = [path for path in config_folder().iterdir() if list(path.glob("*.yaml"))]
 
 
 def start(arguments, folder, **environment):

@@ -6,6 +6,7 @@ import yaml
 from lockstep_gpt import extras
 from lockstep_gpt.config import UserError, data_sources, from_container
 from lockstep_gpt.launch import compose
+from lockstep_gpt.launch.choices import config_folder
 
 SECRET = "canary-2f6c"
 WITH_PATH = sorted(name for name, each in data_sources().items() if hasattr(each, "path"))
@@ -42,7 +43,7 @@ def refusal(*arguments):
 
 
 def choices(group):
-    return sorted(path.stem for path in (compose.config_folder() / group).glob("*.yaml"))
+    return sorted(path.stem for path in (config_folder() / group).glob("*.yaml"))
 
 
 def every_choice():
@@ -69,7 +70,7 @@ def test_every_choice_of_every_group_composes(arguments):
 @pytest.mark.parametrize("name", choices("experiment"))
 def test_every_experiment_composes_and_names_its_settings(name):
     values, _ = composed(f"experiment={name}")
-    preset = yaml.safe_load((compose.config_folder() / "experiment" / f"{name}.yaml").read_text())
+    preset = yaml.safe_load((config_folder() / "experiment" / f"{name}.yaml").read_text())
     assert values["max_steps"] == preset["max_steps"]
     assert values["batch"].items() >= preset["batch"].items()
 

@@ -6,7 +6,7 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from omegaconf import OmegaConf
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
-from lockstep_gpt.launch.compose import config_folder
+from lockstep_gpt.launch.choices import config_folder
 from lockstep_gpt.training.strategies import auto, ddp
 
 PRESETS = config_folder() / "strategy"

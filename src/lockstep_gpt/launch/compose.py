@@ -4,13 +4,10 @@ Hydra runs once, in the parent. Ranks read what it made from the run directory.
 """
 
 import contextlib
-import dataclasses
-import difflib
 import os
 import re
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, cast
 
 import hydra
@@ -24,6 +21,7 @@ from yaml import YAMLError
 
 from lockstep_gpt import config as schema
 from lockstep_gpt.config import PROGRAM, Config, UserError
+from lockstep_gpt.launch import choices
 from lockstep_gpt.run_directory import FORMER
 
 KINDS = {"Integer": "a whole number", "Float": "a number", "bool": "true or false"}
@@ -31,18 +29,6 @@ FLAGS = {  # of Hydra
     *("help", "hydra-help", "version", "cfg", "resolve", "package", "run", "multirun", "info"),
     *("shell-completion", "config-path", "config-name", "config-dir", "experimental-rerun"),
 }
-
-
-def config_folder() -> Path:
-    """Return the folder of the YAML files: in the installed package, else in the source tree."""
-    package = Path(__file__).resolve().parents[1]
-    installed = package / "configs"
-    return installed if installed.is_dir() else package.parents[1] / "configs"
-
-
-def groups() -> set[str]:
-    """Return the names of the groups of choices."""
-    return {path.name for path in config_folder().iterdir() if path.is_dir()}
 
 
 def run(arguments: list[str], job: Callable[[DictConfig], Any]) -> None:
@@ -58,9 +44,10 @@ def run(arguments: list[str], job: Callable[[DictConfig], Any]) -> None:
     for word in arguments:
         name = word[2:].partition("=")[0]
         if word.startswith("--") and name not in FLAGS:
-            near = _elsewhere(name, list(_settings_below("")[""]))
+            near = choices.suggested_setting(name)
             raise UserError(f"{word} is no flag; settings are NAME=VALUE, without dashes{near}")
-    main = hydra.main(version_base="1.3", config_path=str(config_folder()), config_name="train")
+    folder = str(choices.config_folder())
+    main = hydra.main(version_base="1.3", config_path=folder, config_name="train")
     with _command_line(arguments):
         try:
             main(task)()
@@ -169,15 +156,12 @@ def one_line(error: Exception, arguments: list[str]) -> str:
     path = getattr(cause, "full_key", None) or (found and found[1])
     value = _value_given(path, arguments) if path else ""
     text = re.sub(r"\s*\n\s*", " ", str(cause)).strip()
-    if (found := re.search(r"Could not (?:find|load) '(.+)/(.+?)'", text)) and found[1] in groups():
-        group, choice = found[1], found[2]
+    found = re.search(r"Could not (?:find|load) '(.+)/(.+?)'", text)
+    if found and found[1] in choices.groups():
         listed = re.search(r"Available options in .+?: (.+?)( Config s.+)?$", text)
-        names = (
-            listed[1].split()
-            if listed
-            else sorted(path.stem for path in (config_folder() / group).glob("*.yaml"))
-        )
-        return f"{group}={choice} is not one of {', '.join(names)}{_did_you_mean(choice, names)}"
+        names = listed[1].split() if listed else choices.names_in(found[1])
+        near = choices.suggestion(found[2], names)
+        return f"{found[1]}={found[2]} is not one of {', '.join(names)}{near}"
     if path and re.search("not in|Could not override|Could not append", text):
         return _unknown_setting(path, value)
     if path and (found := re.search(r"Value '(.*?)' .*(converted to|not a valid) (\w+)", text)):
@@ -191,7 +175,7 @@ def one_line(error: Exception, arguments: list[str]) -> str:
         return f"{found[1]} has no value; write NAME=VALUE, without spaces"
     if "Config group override must be" in text:
         for word in arguments:
-            if word.partition("=")[0].lstrip("+") in groups():
+            if word.partition("=")[0].lstrip("+") in choices.groups():
                 return f"{word} names no choice; lockstep-gpt train --help lists them"
     noise = r" (full_key|reference_type|object_type)[:=] ?\S*| (See https?://|Config search path).+"
     text = re.sub(noise, "", text)
@@ -213,41 +197,14 @@ def _unknown_setting(path: str, value: str) -> str:
     parent, _, name = path.rpartition(".")
     if parent == "trainer" and (door := schema.OWNED_TRAINER_KEYS.get(name)):
         return schema.owned_key_line(name, value, door)
-    settings = _settings_below(parent)
-    if choices := sorted(choice for choice, names in settings.items() if name in names):
-        return f"{path} is a setting of {parent}={' or '.join(choices)}, which is not chosen here"
+    settings = choices.settings_below(parent)
+    if owners := sorted(choice for choice, names in settings.items() if name in names):
+        return f"{path} is a setting of {parent}={' or '.join(owners)}, which is not chosen here"
     if name in FORMER.get(parent, ()):
         return f"{path}={value} needs an extra that is not here; leave it out"
-    known = list({each: None for names in settings.values() for each in names})
-    if near := _did_you_mean(name, known, f"{parent}." if parent else "") or _elsewhere(
-        path, known
-    ):
+    if near := choices.suggested_setting(path):
         return f"unknown setting {path}{near}"
     if parent.split(".")[0] in schema.OPEN_GROUPS:
         return f"unknown setting {path}; what the YAML does not list is added with +{path}={value}"
-    return f"unknown setting {path}; there are {', '.join(known)}"
-
-
-def _elsewhere(name: str, groups: list[str]) -> str:
-    """Suggest the setting of that name in one of the `groups`."""
-    for group in groups:
-        if any(name in names for names in _settings_below(group).values()):
-            return f"; did you mean {group}.{name}?"
-    return ""
-
-
-def _did_you_mean(word: str, known: list[str], prefix: str = "") -> str:
-    near = difflib.get_close_matches(word, known, n=1)
-    return f"; did you mean {prefix}{near[0]}?" if near else ""
-
-
-def _settings_below(parent: str) -> dict[str, list[str]]:
-    """Return choice -> the settings directly below `parent`, from the schema or YAML files."""
-    group = parent.partition(".")[0]
-    if group in schema.OPEN_GROUPS:
-        files = (config_folder() / group).glob("*.yaml")
-        return {file.stem: [str(key) for key in OmegaConf.load(file)] for file in files}
-    one = {"": schema.groups().get(parent) if parent else Config}
-    classes: dict[str, Any] = {**(schema.data_sources() if parent == "data" else one)}
-    known = {name: each for name, each in classes.items() if dataclasses.is_dataclass(each)}
-    return {name: [item.name for item in dataclasses.fields(each)] for name, each in known.items()}
+    known = ", ".join(dict.fromkeys(each for names in settings.values() for each in names))
+    return f"unknown setting {path}; there are {known}"

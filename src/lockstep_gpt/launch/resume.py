@@ -13,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from lockstep_gpt import config as schema
 from lockstep_gpt import run_directory as runs
 from lockstep_gpt.config import UserError, as_typed
-from lockstep_gpt.launch import compose, devices, start, trust
+from lockstep_gpt.launch import choices, compose, devices, start, trust
 from lockstep_gpt.run_directory import RunDirectory
 from lockstep_gpt.training.checkpoint import fault_of
 
@@ -162,4 +162,4 @@ def _parse(arguments: list[str]) -> list[Override]:
 
 def _names_group(word: str) -> bool:
     """Tell whether an override, or its name, is a choice of a group's."""
-    return word.partition("=")[0].lstrip("+~") in compose.groups()
+    return word.partition("=")[0].lstrip("+~") in choices.groups()

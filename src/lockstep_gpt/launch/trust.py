@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep_gpt.config import PROGRAM, UserError
-from lockstep_gpt.launch.compose import config_folder
+from lockstep_gpt.launch.choices import config_folder
 from lockstep_gpt.run_directory import RunDirectory, flat, some_of
 
 # Classes, not all that can be reached: `torch.serialization.os.system` is no function of torch's.

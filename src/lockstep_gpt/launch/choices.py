@@ -1,0 +1,59 @@
+"""What there is to set: groups, their choices and settings, and what is near to a wrong word."""
+
+import dataclasses
+import difflib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from lockstep_gpt import config as schema
+from lockstep_gpt.config import Config
+
+
+def config_folder() -> Path:
+    """Return the folder of the YAML files: in the installed package, else in the source tree."""
+    package = Path(__file__).resolve().parents[1]
+    installed = package / "configs"
+    return installed if installed.is_dir() else package.parents[1] / "configs"
+
+
+def groups() -> set[str]:
+    """Return the names of the groups of choices."""
+    return {path.name for path in config_folder().iterdir() if path.is_dir()}
+
+
+def names_in(group: str) -> list[str]:
+    """Return the choices of a group."""
+    return sorted(path.stem for path in (config_folder() / group).glob("*.yaml"))
+
+
+def settings_below(parent: str) -> dict[str, list[str]]:
+    """Return choice -> the settings directly below `parent`, from the schema or YAML files."""
+    group = parent.partition(".")[0]
+    if group in schema.OPEN_GROUPS:
+        files = (config_folder() / group).glob("*.yaml")
+        return {file.stem: [str(key) for key in OmegaConf.load(file)] for file in files}
+    one = {"": schema.groups().get(parent) if parent else Config}
+    classes: dict[str, Any] = {**(schema.data_sources() if parent == "data" else one)}
+    known = {name: each for name, each in classes.items() if dataclasses.is_dataclass(each)}
+    return {name: [item.name for item in dataclasses.fields(each)] for name, each in known.items()}
+
+
+def suggestion(word: str, known: Iterable[str], prefix: str = "") -> str:
+    """Ask for the name that is nearest to `word`, if one of those `known` is near."""
+    near = difflib.get_close_matches(word, known, n=1)
+    return f"; did you mean {prefix}{near[0]}?" if near else ""
+
+
+def suggested_setting(path: str) -> str:
+    """Ask for the setting that is nearest to `path`, or that has its name in a group."""
+    parent, _, name = path.rpartition(".")
+    known = [each for names in settings_below(parent).values() for each in names]
+    if near := suggestion(name, known, f"{parent}." if parent else ""):
+        return near
+    for group in () if parent else known:
+        if any(name in names for names in settings_below(group).values()):
+            return f"; did you mean {group}.{name}?"
+    return ""
