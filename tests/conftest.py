@@ -44,6 +44,7 @@ ON_TWO_RANKS = (
 )
 COMMAND = "lockstep_gpt.cli:main"
 FORKS = Path(__file__).with_name("forked_python.py")
+WARM = importlib.util.find_spec("lockstep_gpt.extras.warm") is not None
 TIMEOUT = 240  # seconds; no command of the tests takes an eighth of it on a quiet machine
 # Python's own at its start: a command in this process is to warn as one of its own would.
 USUAL_FILTERS = (
@@ -68,6 +69,7 @@ class Command:
 
     folder: Path
     data_root: Path
+    python: str | None = None  # what starts processes; None: as users' commands do
 
     def start(self, *arguments: str, target: str = COMMAND, **environment: str) -> Started:
         """Start the command and return the process: a fork of one that has imported everything.
@@ -77,10 +79,14 @@ class Command:
             target: what runs them instead, `module:function`.
             environment: variables of the process.
         """
-        if not importlib.util.find_spec("lockstep_gpt.extras.warm"):
+        if not WARM:
             module, _, function = target.partition(":")
-            script = f"import sys, {module} as m; sys.exit(m.{function}(sys.argv[1:]))"
-            words = [sys.executable, "-c", script, *arguments]
+            lines = (
+                f"import sys, {module} as module",
+                f"sys.executable = {self.python or sys.executable!r}",  # of what it starts itself
+                f"sys.exit(module.{function}(sys.argv[1:]))",
+            )
+            words = [sys.executable, "-c", "\n".join(lines), *arguments]
             return Started(self.start_words(words, **environment))
         from lockstep_gpt.extras.warm import server
 
@@ -119,7 +125,7 @@ class Command:
 
     def told(self, *arguments: str, **environment: str) -> tuple[int, str, str]:
         """Run the command to its end; return its exit status and what it printed."""
-        with _as_process(self.folder, environment) as streams:
+        with _as_process(self.folder, environment, self.python) as streams:
             found = _main(arguments)
         out, err = streams
         return found, out, err
@@ -196,7 +202,9 @@ def _main(arguments: Sequence[str]) -> int:
 
 
 @contextlib.contextmanager
-def _as_process(folder: Path, environment: dict[str, str]) -> Iterator[list[str]]:
+def _as_process(
+    folder: Path, environment: dict[str, str], python: str | None
+) -> Iterator[list[str]]:
     """Give what runs in here the folder, environment, streams and filters of an own process.
 
     Yields:
@@ -204,7 +212,7 @@ def _as_process(folder: Path, environment: dict[str, str]) -> Iterator[list[str]
     """
     printed: list[str] = []
     modules = set(sys.modules)
-    before = dict(os.environ), Path.cwd(), sys.path[:], sys.argv[:]
+    before = dict(os.environ), Path.cwd(), sys.path[:], sys.argv[:], sys.executable
     theirs = environment.get("PYTHONPATH", "").split(os.pathsep)
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         with _descriptors(out, err), warnings.catch_warnings():
@@ -216,12 +224,13 @@ def _as_process(folder: Path, environment: dict[str, str]) -> Iterator[list[str]
                 os.environ.clear()
                 os.environ.update({**_clean_environment(before[0]), **QUIET, **environment})
                 sys.path[:] = [str(folder), *filter(None, theirs), *sys.path]
+                sys.executable = python or sys.executable
                 yield printed
             finally:
                 os.environ.clear()
                 os.environ.update(before[0])
                 os.chdir(before[1])
-                sys.path[:], sys.argv[:] = before[2:]
+                sys.path[:], sys.argv[:], sys.executable = before[2:]
                 for name in {*sys.modules} - modules:  # of the test's folder, not of libraries
                     if str(folder) in str(getattr(sys.modules[name], "__file__", "")):
                         del sys.modules[name]
@@ -375,8 +384,10 @@ def data_root(shared: Path) -> Path:
 
 
 @pytest.fixture
-def command(tmp_path: Path, data_root: Path) -> Command:
-    return Command(tmp_path, data_root)
+def command(tmp_path: Path, data_root: Path, request: pytest.FixtureRequest) -> Command:
+    """The command, whose processes are forks: of the extra `warm`, or where it is not, of ours."""
+    forks = None if WARM else request.getfixturevalue("python_of_forks")
+    return Command(tmp_path, data_root, forks)
 
 
 @pytest.fixture(scope="session")
