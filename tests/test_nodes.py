@@ -157,7 +157,7 @@ def test_a_link_that_is_down_for_seconds_heals_unseen(training, nodes, wait_for)
 def test_after_a_longer_cut_the_nodes_meet_again(training, nodes, wait_for):
     run, _ = training()
     nodes.link(1, "down")
-    time.sleep(20)  # the meeting place notices after 15
+    time.sleep(16)  # the meeting place notices after 15
     nodes.link(1, "up")
     before = steps(run)
     wait_for(lambda: steps(run) > before + 30)

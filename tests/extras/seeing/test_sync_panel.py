@@ -57,7 +57,7 @@ def test_the_recorded_average_is_the_mean_of_what_the_ranks_had(recordings):
 
 
 def test_bf16_compiled_and_accumulated_steps_are_recorded_alike(command):
-    words = ["precision=bf16-mixed", "compile=true", "batch.micro_size=2"]
+    words = ["precision=bf16-mixed", "compile=true", "batch.micro_size=2", "model.n_layer=1"]
     panel = ["callbacks=[default,sync_panel]", "callbacks.sync_panel.every=10"]
     said = command.train(*ON_TWO, *words, *panel, "run_dir=run").stdout
     assert said.count("compiled: the first step took") == 1

@@ -14,6 +14,7 @@ from lockstep_gpt.processes import STOP_SIGNALS
 from lockstep_gpt.run_directory import RunDirectory
 
 
+@pytest.mark.usefixtures("quick_ranks")
 def test_spawned_ranks_give_the_same_losses(two):
     command, _ = two
     command.train("trainer=cpu", "trainer.devices=2", "strategy=ddp_spawn", "run_dir=runs/spawned")
