@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     except BrokenPipeError:  # the reader, `head` perhaps, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+        return 141  # 128 + SIGPIPE, of which others die
 
 
 def _run(name: str, arguments: list[str]) -> int:

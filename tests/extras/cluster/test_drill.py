@@ -4,6 +4,8 @@ import subprocess
 
 import pytest
 
+from lockstep_gpt.extras.cluster.drill import shocks
+
 DRILLS = [
     "a run that is left alone",
     "2 kills and stops of ranks",
@@ -50,3 +52,8 @@ def test_a_wrong_setting_is_said_and_nothing_else_is_tried(wrong, drill):
     assert done.returncode == 1
     assert wrong.partition("=")[0] in done.stdout
     assert len(done.stdout.splitlines()) == 3
+
+
+def test_one_fault_is_told_in_the_singular():
+    assert shocks(1) == "1 kill or stop of a rank"
+    assert shocks(2) == "2 kills and stops of ranks"

@@ -3,7 +3,11 @@ from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.profiler import ProfilerActivity, profile
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lockstep_gpt.config import ModelConfig, OptimConfig, is_module
 from lockstep_gpt.extras.cluster import memory
@@ -14,6 +18,7 @@ from lockstep_gpt.extras.cluster.memory import (
     step,
     trace_peak,
 )
+from lockstep_gpt.extras.cluster.sharing import Sharing
 from lockstep_gpt.training.optim import build_optimizer
 
 WIDE = ModelConfig(block_size=64, n_layer=4, n_head=4, n_embd=128)
@@ -25,14 +30,26 @@ def measured(shape, vocab_size, micro_size, precision):
     model = built(shape, vocab_size, precision)
     for weight in model.parameters():
         weight.grad = torch.zeros_like(weight)
+    return measured_peak(lambda: step(model, micro_size, shape.block_size, precision))
+
+
+def measured_peak(work):
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as report:
-        step(model, micro_size, shape.block_size, precision)
+        work()
     events = [event for event in report.profiler.kineto_results.events() if event.nbytes()]
     live = peak = 0
     for event in sorted(events, key=lambda event: event.start_ns()):
         live += event.nbytes()
         peak = max(peak, live)
     return peak
+
+
+@pytest.fixture(scope="module")
+def eight_ranks():
+    """This process as one of eight ranks that get nothing from each other."""
+    dist.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
+    yield init_device_mesh("cpu", (8,))
+    dist.destroy_process_group()
 
 
 def predicted(composed, shape, vocab_size, precision, *words):
@@ -135,3 +152,38 @@ def test_peak_is_within_a_tenth_of_the_gpu_allocator_s(composed, precision):
         optimizer.step()
     whole = line.memory(8, context=0, bucket_copies=False).total
     assert whole == pytest.approx(torch.cuda.max_memory_allocated(), rel=0.1)
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("n_layer", [4, 9])
+def test_a_large_vocabulary_does_not_bend_the_line(composed, precision, n_layer):
+    shape = ModelConfig(block_size=256, n_layer=n_layer, n_head=4, n_embd=512)
+    line = predicted(composed, shape, 50257, precision)
+    for micro_size in (8, 13):
+        whole = line.memory(micro_size, context=0, bucket_copies=False)
+        traced = trace_peak(shape, 50257, micro_size, precision, "cpu")
+        assert whole.copies + whole.activations + whole.logits == pytest.approx(traced, rel=0.05)
+
+
+@pytest.mark.parametrize("reshards", [True, False])
+@pytest.mark.parametrize(
+    ("precision", "gathered"), [("32-true", 4), ("bf16-mixed", 4), ("bf16-mixed", 2)]
+)
+def test_what_fsdp2_gathers_is_no_less_and_little_more_than_the_allocator_measures(
+    eight_ranks, precision, gathered, reshards
+):
+    shape = replace(WIDE, n_layer=8)
+    model = built(shape, 1000, precision)
+    types = {2: torch.bfloat16, 4: torch.float32}
+    policy = MixedPrecisionPolicy(param_dtype=types[gathered], reduce_dtype=torch.float32)
+    block = sum(weight.numel() for weight in model.blocks[0].parameters())
+    rest = model.num_parameters - 8 * block + 24 * 128  # with the padding of the vocabulary
+    for each in model.blocks:
+        fully_shard(each, mesh=eight_ranks, mp_policy=policy, reshard_after_forward=reshards)
+    whole = MixedPrecisionPolicy(reduce_dtype=torch.float32)
+    fully_shard(model, mesh=eight_ranks, mp_policy=whole, reshard_after_forward=True)
+    step(model, 2, shape.block_size, precision)  # from now on gradients are there
+    peak = measured_peak(lambda: step(model, 2, shape.block_size, precision))
+    sharing = Sharing(8, block, rest, reshards, gathered, reduced_size=4)
+    beside = trace_peak(shape, 1000, 2, precision, "cpu", half_blocks=gathered == 2)
+    assert 0.98 < (beside + sharing.gathered) / peak < 1.2

@@ -1,4 +1,5 @@
 import json
+import os
 import sys
 import time
 
@@ -9,6 +10,9 @@ from lockstep_gpt.config import PROGRAM
 from lockstep_gpt.extras.cluster.hardware import HARDWARE
 from lockstep_gpt.extras.cluster.plan import WORLD_SIZES
 from lockstep_gpt.extras.cluster.prediction import predict
+from lockstep_gpt.extras.cluster.recipe import OF_GPT2
+from lockstep_gpt.extras.cluster.table import amount, span
+from lockstep_gpt.launch import choices
 
 SMALL = ["plan", "experiment=smoke", "--devices", "1,2,8"]
 
@@ -97,6 +101,8 @@ def test_a_chart_without_matplotlib_says_how_to_get_it(screen, tmp_path, monkeyp
         "--utilisation 1.5",
         "--chart",
         "model.n_layers=3",
+        "model.n_embd=33",
+        "precision=bf16-mixed --hardware t4",
     ],
 )
 def test_a_mistake_is_one_line(screen, wrong):
@@ -113,3 +119,165 @@ def test_help_is_one_screen_and_names_every_flag(name, capsys):
     assert end.value.code == 0
     assert len(lines) <= 40
     assert max(map(len, lines)) <= 100
+
+
+def facts_of(out):
+    return dict(line.split(maxsplit=1) for line in out.split("\n\n")[0].splitlines())
+
+
+@pytest.fixture
+def small_experiments(tmp_path):
+    """Three experiments: of a shape alone, one that builds on it, and one that chooses data."""
+    folder = tmp_path / "experiment"
+    folder.mkdir()
+    shape = "model:\n  n_layer: 1\n  n_embd: 64\n  n_head: 2\n  block_size: 32\n"
+    shape += "batch:\n  global_size: 4\n"
+    (folder / "shape.yaml").write_text(f"# @package _global_\nmax_steps: 30\n{shape}")
+    (folder / "built.yaml").write_text("# @package _global_\ndefaults:\n  - shape\nseed: 3\n")
+    (folder / "chooses.yaml").write_text(
+        f"# @package _global_\ndefaults:\n  - override /data: stdlib\nmax_tokens: 9999\n{shape}"
+    )
+    return f"--config-dir={tmp_path}"
+
+
+def test_gpt2_means_the_vocabulary_of_gpt2(screen):
+    words = ("model=gpt2_xl", "precision=bf16-mixed", "--devices", "1", "--json")
+    plan = json.loads(screen("plan", *words)[1])
+    assert (plan["vocab_size"], plan["parameters"]) == (50_257, 1_557_611_200)
+    assert "GPT-2's, which model=gpt2_xl is named after" in plan["vocabulary"]
+    assert "(256 with data=stdlib)" in plan["vocabulary"]
+
+
+SHAPE = ("model.n_layer=1", "model.n_embd=64", "model.n_head=2", "model.block_size=32")
+
+
+@pytest.mark.parametrize(
+    ("words", "size"),
+    [
+        (["model=gpt2", *SHAPE], 50_257),
+        (["model=gpt2", *SHAPE, "data=stdlib"], 256),
+        (["model=gpt2", *SHAPE, "data.val_tokens=4096"], 256),
+        (["model=gpt2", *SHAPE, "data=synthetic", "data.vocab_size=999"], 999),
+        (["model=nano"], 256),
+        (["model=gpt2", "experiment=shape"], 50_257),
+        (["model=gpt2", "experiment=built"], 50_257),
+        (["model=gpt2", "experiment=chooses"], 256),
+    ],
+)
+def test_data_that_are_chosen_decide_the_vocabulary(screen, small_experiments, words, size):
+    _, out, _ = screen("plan", *words, small_experiments, "--devices", "1")
+    assert f"vocabulary of {size:,}," in out
+    assert ("GPT-2's" in facts_of(out)["vocabulary"]) == (size == 50_257)
+
+
+def test_presets_have_the_size_of_their_name_with_that_vocabulary(composed):
+    from lockstep_gpt.extras.cluster import memory
+
+    named = {"gpt2": 124, "gpt2_medium": 355, "gpt2_large": 774, "gpt2_xl": 1558}
+    for preset in OF_GPT2:
+        config = composed(f"model={preset}")
+        model = memory.whole_model(config, 50_257)
+        millions = model.num_parameters / 1e6
+        if preset in named:
+            assert round(millions) == named[preset]
+        else:  # without the head of its own
+            millions -= 50_257 * config.model.n_embd / 1e6
+            size = {"modern_124m": 124, "modern_350m": 350, "modern_1b": 1200}[preset]
+            assert millions == pytest.approx(size, rel=0.02), preset
+    presets = {path.stem for path in (choices.config_folder() / "model").glob("*.yaml")}
+    assert presets > OF_GPT2
+
+
+@pytest.mark.parametrize(
+    ("words", "tokens", "source"),
+    [
+        (["experiment=smoke"], 20 * 8 * 32, "max_steps=20 of 256 tokens"),
+        (["experiment=smoke", "max_steps=7"], 7 * 8 * 32, "max_steps=7 of 256 tokens"),
+        (["experiment=smoke", "--tokens", "1e6"], 1e6, "by --tokens"),
+        (["experiment=smoke", "max_steps=null", "max_tokens=5120"], 5120, "max_tokens=5120"),
+        (
+            ["max_steps=10", "optim.warmup_steps=1", "batch.global_size=3"],
+            10 * 3 * 64,
+            "max_steps=10 of 192 tokens",
+        ),
+        (["experiment=built", "batch.global_size=3"], 30 * 3 * 32, "max_steps=30 of 96 tokens"),
+        (["experiment=chooses", "model=nano"], 9999, "max_tokens=9999"),
+        ([], None, ""),
+    ],
+)
+def test_a_budget_that_is_given_is_the_one_that_is_planned(
+    screen, small_experiments, words, tokens, source
+):
+    words = ("plan", *words, small_experiments, "--devices", "1", "--price", "1")
+    _, out, _ = screen(*words)
+    plan = json.loads(screen(*words, "--json")[1])
+    assert plan["tokens"] == (tokens or plan["chinchilla_tokens"])
+    assert plan["budget"] == source
+    told = facts_of(out)["tokens"]
+    assert told.startswith(f"{amount(plan['tokens'])}, {source or 'the Chinchilla point'}")
+    row = plan["rows"][0]
+    assert row["seconds"] == pytest.approx(plan["tokens"] / row["tokens_per_second"])
+
+
+def test_a_recipe_is_planned_with_its_own_tokens(screen):
+    plan = json.loads(screen("plan", "experiment=gpt2_124m", "--devices", "1", "--json")[1])
+    assert plan["tokens"] == 4768 * 512 * 1024  # 2.5 billion, as its comment says
+    assert plan["parameters"] == 124_439_808
+
+
+@pytest.mark.parametrize(
+    ("seconds", "told"),
+    [
+        (0.0051, "5.1 ms"),
+        (0.51, "510 ms"),
+        (0.000001, "0.01 ms"),
+        (12, "12 s"),
+        (99, "99 s"),
+        (300, "5 min"),
+        (5400, "90 min"),
+        (7560, "2.1 h"),
+        (3 * 86_400, "3.0 days"),
+        (400 * 86_400, "400 days"),
+    ],
+)
+def test_lengths_of_time_are_told_as_people_tell_them(seconds, told):
+    assert span(seconds) == told
+
+
+def test_numbers_are_told_as_people_tell_them():
+    assert [amount(5120), amount(2.5e9), amount(1.1e12)] == ["5,120", "2.5 billion", "1.1 trillion"]
+
+
+def test_no_figure_of_the_table_is_in_powers_of_ten(screen):
+    _, out, _ = screen("plan", "experiment=smoke", "--price", "2", "optim.lr_scaling=none")
+    assert "e-" not in out.split("one optimizer step, ms\n")[1]
+
+
+def test_a_reader_who_has_seen_enough_ends_the_command_quietly(capfd, monkeypatch):
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w", buffering=1, encoding="utf-8") as broken:
+        monkeypatch.setattr(sys, "stdout", broken)
+        status = cli.main(SMALL)
+    assert status == 128 + 13  # as of `yes | head -1` in bash
+    assert capfd.readouterr().err == ""
+
+
+def test_the_strategy_that_is_asked_for_is_planned(screen):
+    pytest.importorskip(f"{cli.__package__}.extras.sharding", exc_type=ImportError)
+    _, out, _ = screen(*SMALL, "strategy=fsdp2")
+    facts = facts_of(out)
+    assert "each block is gathered" in facts["fsdp2"]
+    assert "all-reduce" not in out.split("one optimizer step, ms\n")[1]
+    assert "gather+scatter" in out
+    assert "planned as ddp" not in out
+
+
+def test_what_is_assumed_of_nccl_is_said_and_what_is_not_modelled(screen):
+    _, out, _ = screen(*SMALL)
+    facts = facts_of(out)
+    assert "a ring" in facts["algorithm"]
+    assert "double tree" in facts["algorithm"]
+    assert "narrowest place, a device's nvlink4 or all 8 x ndr of a node" in facts["algorithm"]
+    above = out.split("one optimizer step, ms\n")[0]
+    assert "Efficiency counts what ranks wait for links, and nothing else" in above

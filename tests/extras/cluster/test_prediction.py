@@ -5,6 +5,7 @@ import pytest
 from lockstep_gpt.config import UserError
 from lockstep_gpt.extras.cluster.hardware import HARDWARE, LINKS
 from lockstep_gpt.extras.cluster.prediction import predict, vocabulary
+from lockstep_gpt.launch import choices
 from lockstep_gpt.training.schedule import plan_batch, plan_schedule
 
 H100 = HARDWARE["h100"]
@@ -121,3 +122,63 @@ def test_the_vocabulary_is_that_of_the_data(composed):
     assert vocabulary(data) == 256
     data.vocab_size = 999
     assert vocabulary(data) == 999
+
+
+has_fsdp2 = pytest.mark.skipif(
+    not (choices.config_folder() / "strategy/fsdp2.yaml").is_file(), reason="no such extra"
+)
+LARGE = ("model=gpt2_large", "precision=bf16-mixed", "batch.global_size=64")
+
+
+@has_fsdp2
+def test_fsdp2_divides_the_states_by_the_ranks(composed):
+    one, eight = predict(composed(*LARGE, "strategy=fsdp2"), H100, (1, 8)).rows
+    for part in ("weights", "gradients", "optimizer"):
+        share = getattr(one.memory, part) / 8
+        assert getattr(eight.memory, part) == pytest.approx(share, rel=1e-6)
+    assert (one.memory.gathered, one.time.exchange) == (0, 0)
+    assert eight.memory.gathered > 0
+    assert eight.time.algorithm == "ring"
+
+
+@has_fsdp2
+def test_what_fsdp2_keeps_gathered_is_in_the_memory(composed):
+    settings = ([], ["strategy.reshard_after_forward=false"], ["strategy.param_dtype=bfloat16"])
+    again, kept, half = (
+        predict(composed(*LARGE, "strategy=fsdp2", *words), H100, (8,)).rows[0]
+        for words in settings
+    )
+    assert kept.memory.gathered > 10 * again.memory.gathered  # of 36 blocks 36, not 2
+    assert kept.time.exchange < again.time.exchange
+    assert half.memory.gathered < again.memory.gathered
+    assert half.memory.total < again.memory.total  # no copies for autocast either
+    assert half.time.exchange < again.time.exchange
+
+
+def test_what_does_not_fit_has_its_remedies(composed):
+    config = composed(*LARGE)
+    one, four = predict(config, HARDWARE["rtx4090"], (1, 4), vocab_size=50257).rows
+    assert [one.fits, four.fits] == [False, False]
+    for row in (one, four):
+        assert row.remedies
+        for remedy in row.remedies:
+            again = composed(*LARGE, *remedy.words.split())
+            devices = (row.batch.world_size,)
+            fits = predict(again, HARDWARE["rtx4090"], devices, vocab_size=50257).rows[0]
+            assert fits.fits, remedy
+            assert fits.memory.total == pytest.approx(remedy.memory, rel=1e-3)
+    words = [remedy.words for remedy in (*one.remedies, *four.remedies)]
+    assert any("batch.micro_size=" in each for each in words)
+    assert any("model.activation_checkpointing=true" in each for each in words)
+
+
+@has_fsdp2
+def test_a_model_that_no_device_holds_is_told_to_share(composed):
+    config = composed("model=gpt2_xl", "precision=bf16-mixed", "batch.micro_size=1")
+    one, eight = predict(config, HARDWARE["rtx4090"], (1, 8), vocab_size=50257).rows
+    assert one.remedies == []
+    assert [remedy.words for remedy in eight.remedies] == ["strategy=fsdp2"]
+
+
+def test_what_fits_needs_no_remedy(gpt2):
+    assert all(row.fits and row.remedies == [] for row in gpt2[1].rows)

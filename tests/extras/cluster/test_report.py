@@ -48,3 +48,11 @@ def test_ranks_are_written_as_spans():
         "ranks 0-2",
         "ranks 1-2, 7",
     ]
+
+
+def test_the_sum_counts_in_the_plural_where_there_are_several():
+    findings = [ok("a", "x"), ok("b", "x"), warning("c", "y", "z"), failure("d", "y", "z")]
+    assert Report(1, findings).as_text().splitlines()[-1].startswith("1 rank, 2 ok, 1 warning, 1 f")
+    findings += [warning("e", "y", "z"), failure("f", "y", "z")]
+    last = Report(2, findings).as_text().splitlines()[-1]
+    assert last.startswith("2 ranks, 2 ok, 2 warnings, 2 failures, ")

@@ -17,8 +17,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig
-
 from lockstep_gpt import processes
 from lockstep_gpt.config import PROGRAM, Config, UserError
 from lockstep_gpt.extras.cluster import environment, flags
@@ -54,16 +52,11 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--save-profile", type=Path)
     parser.add_argument("--json", action="store_true")
     given, overrides = parser.split(arguments)
-    statuses = []
-
-    def job(composed: DictConfig) -> None:
-        values, config = compose.checked(composed)
-        inside = devices.is_inside_launcher()
-        run = _examine(values, config, given) if inside else _start(config, given, arguments)
-        statuses.append(run)
-
-    compose.run(overrides, job)
-    return max(statuses, default=0)
+    inside = devices.is_inside_launcher()
+    return max(
+        _examine(values, config, given) if inside else _start(config, given, arguments)
+        for values, config in flags.each_job(overrides, compose.checked)
+    )
 
 
 def _examine(values: dict[str, Any], config: Config, given: Any) -> int:

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from lockstep_gpt.config import PROGRAM, groups
+from lockstep_gpt.config import PROGRAM, counted, groups
 from lockstep_gpt.run_directory import RunDirectory
 
 if TYPE_CHECKING:
@@ -58,10 +58,15 @@ def main(arguments: list[str]) -> int:
     options, overrides = _parser().parse_known_args(arguments)
     with tempfile.TemporaryDirectory(prefix="drill-") as folder:
         drill = Drill(Path(folder), options, overrides)
-        size = f"{options.ranks} ranks, {options.steps} steps each"
+        size = f"{counted(options.ranks, 'rank')}, {counted(options.steps, 'step')} each"
         print(f"drills on {size}; the first tells how long the others take", flush=True)
         passed = drill.run()
     return 0 if passed else 1
+
+
+def shocks(count: int) -> str:
+    """Say how many random faults a run gets."""
+    return f"{count} kills and stops of ranks" if count != 1 else "1 kill or stop of a rank"
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -105,7 +110,7 @@ class Drill:
         left = SHARES_LEFT * self.seconds + RESTART_SECONDS * self.faults
         print(f"  about {math.ceil(left / 60)} min to go", flush=True)
         drills: dict[str, Callable[[], Outcome]] = {
-            f"{self.faults} kills and stops of ranks": self.random_kills,
+            shocks(self.faults): self.random_kills,
             "a second command on a run": self.second_command,
             "kill -9, and a corpus that grows": self.killed_parent,
             "SIGTERM to the command": self.stopped_parent,
@@ -140,7 +145,8 @@ class Drill:
         status, said = self._train("hit", *self._faults("hit", plan))
         recovered = self._recoveries("hit", plan)
         slowest = f"{max(recovered):.1f} s at most to the next step" if recovered else ""
-        detail = f"{said.count('restarting')} restarts, {slowest}, {self._bits('hit')}"
+        restarts = counted(said.count("restarting"), "restart")
+        detail = f"{restarts}, {slowest}, {self._bits('hit')}"
         return Outcome(self._equal("hit", status), detail)
 
     def second_command(self) -> Outcome:

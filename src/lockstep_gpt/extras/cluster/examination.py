@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
-from lockstep_gpt.config import Config, UserError
+from lockstep_gpt.config import Config, UserError, counted
 from lockstep_gpt.extras.cluster import (
     collectives,
     environment,
@@ -34,16 +34,7 @@ from lockstep_gpt.extras.cluster.meeting import (
 )
 from lockstep_gpt.extras.cluster.prediction import vocabulary
 from lockstep_gpt.extras.cluster.profile import profile
-from lockstep_gpt.extras.cluster.report import (
-    FAILURE,
-    Finding,
-    Report,
-    failure,
-    merged,
-    named,
-    ok,
-    plural,
-)
+from lockstep_gpt.extras.cluster.report import FAILURE, Finding, Report, failure, merged, named, ok
 from lockstep_gpt.extras.cluster.speed import Speed
 from lockstep_gpt.launch import devices
 from lockstep_gpt.training.ranks import Ranks, backend_of
@@ -138,7 +129,7 @@ class Examination:
             return bool(meeting.hear("go"))
         everyone = [Facts(**each["facts"]) for each in said]
         alone = [[Finding.from_json(found) for found in each["findings"]] for each in said]
-        self._add(ok("rendezvous", f"{plural(len(said), 'rank')} met at {_address()}"))
+        self._add(ok("rendezvous", f"{counted(len(said), 'rank')} met at {_address()}"))
         self._add(*merged(alone), *compare(everyone))
         self.hosts = [facts.host for facts in everyone]
         self.device_name = facts.device_name

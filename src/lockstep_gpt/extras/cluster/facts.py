@@ -16,15 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import lockstep_gpt
+from lockstep_gpt.config import counted
 from lockstep_gpt.extras.cluster import gpus
-from lockstep_gpt.extras.cluster.report import (
-    Finding,
-    failure,
-    named,
-    ok,
-    plural,
-    warning,
-)
+from lockstep_gpt.extras.cluster.report import Finding, failure, named, ok, warning
 from lockstep_gpt.training.ranks import Ranks
 
 PACKAGES = ("torch", "lightning", "numpy", "hydra-core", "omegaconf")
@@ -171,7 +165,7 @@ def _devices(ranks: Sequence[Facts]) -> list[Finding]:
             fix = "the slowest sets the pace: leave it out, or mend it"
             found.append(warning("devices", f"{name} is {_said(groups)}", fix))
     hosts = len({facts.machine for facts in ranks})
-    line = f"{len(ranks)} x {ranks[0].device_name} on {plural(hosts, 'machine')}"
+    line = f"{len(ranks)} x {ranks[0].device_name} on {counted(hosts, 'machine')}"
     return found or [ok("devices", line)]
 
 

@@ -5,10 +5,15 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Sequence
-from typing import NoReturn
+from collections.abc import Callable, Sequence
+from typing import NoReturn, TypeVar
+
+from omegaconf import DictConfig
 
 from lockstep_gpt.config import UserError
+from lockstep_gpt.launch import compose
+
+T = TypeVar("T")
 
 
 class Parser(argparse.ArgumentParser):
@@ -33,6 +38,27 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Raise the one line that argparse would print below its usage."""
         raise UserError(f"{message}; --help lists the flags")
+
+
+def each_job(overrides: list[str], job: Callable[[DictConfig], T]) -> list[T]:
+    """Return what `job` makes of each configuration that `overrides` compose.
+
+    Raises:
+        UserError: of the first job that raises one; of an error inside, Hydra prints a line.
+    """
+    made: list[T] = []
+    mistakes: list[UserError] = []
+
+    def told(config: DictConfig) -> None:
+        try:
+            made.append(job(config))
+        except UserError as error:
+            mistakes.append(error)
+
+    compose.run(overrides, told)
+    if mistakes:
+        raise mistakes[0]
+    return made
 
 
 def above_zero(text: str) -> float:

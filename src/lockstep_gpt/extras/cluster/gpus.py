@@ -9,7 +9,8 @@ from collections.abc import Sequence
 
 import torch
 
-from lockstep_gpt.extras.cluster.report import Finding, failure, ok, plural, warning
+from lockstep_gpt.config import counted
+from lockstep_gpt.extras.cluster.report import Finding, failure, ok, warning
 from lockstep_gpt.extras.cluster.topology import Topology, parse
 
 PATIENCE = 20.0  # seconds for nvidia-smi, which hangs where a driver is ill
@@ -56,7 +57,8 @@ def examine_device(local_rank: int, local_world_size: int, accelerator: str) -> 
         return [
             failure(
                 "device",
-                f"LOCAL_RANK={local_rank} but torch {torch.__version__} sees {count} GPUs{mask}",
+                f"LOCAL_RANK={local_rank} but torch {torch.__version__} sees "
+                f"{counted(count, 'GPU')}{mask}",
                 "start fewer ranks, widen CUDA_VISIBLE_DEVICES, or install the driver that "
                 "this build of torch needs",
             )
@@ -68,8 +70,8 @@ def _cores(local_world_size: int) -> Finding:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     threads = torch.get_num_threads()
     line = (
-        f"cpu, {plural(local_world_size, 'rank')} of {plural(threads, 'thread')} on "
-        f"{plural(cores or 1, 'core')}"
+        f"cpu, {counted(local_world_size, 'rank')} of {counted(threads, 'thread')} on "
+        f"{counted(cores or 1, 'core')}"
     )
     if threads * local_world_size > (cores or 1):
         fix = f"export OMP_NUM_THREADS={max(1, (cores or 1) // local_world_size)}"

@@ -26,17 +26,19 @@ class Link:
 
     name: str
     bandwidth: float  # bytes per second in one direction
-    latency: float  # seconds for one step of a collective
+    latency: float  # seconds for one step of a ring
     source: str
+    tree_latency: float | None = None  # for one step of a tree; None: as of a ring
 
 
-# Latencies: those by which NCCL chooses its algorithms (its src/graph/tuning.cc), for a ring with
-# the Simple protocol: 3.4 us over NVLink, 5.7 over PCIe, 14 over a network.
-_NVLINK, _PCIE, _NETWORK = 3.4e-6, 5.7e-6, 14e-6
+# Latencies of a ring and of a tree: those by which NCCL 2.20 chooses its algorithms (its
+# src/graph/tuning.cc), with its protocol LL128, and with Simple over PCIe, which has no LL128.
+_NVLINK, _PCIE, _NETWORK = (1.9e-6, 1.25e-6), (5.7e-6, 28e-6), (4e-6, 8.5e-6)
 
 
-def _link(name: str, gigabytes: float, latency: float, source: str) -> Link:
-    return Link(name, gigabytes * GB, latency, source)
+def _link(name: str, gigabytes: float, latencies: tuple[float, float], source: str) -> Link:
+    ring, tree = latencies
+    return Link(name, gigabytes * GB, ring, source, tree)
 
 
 LINKS = {

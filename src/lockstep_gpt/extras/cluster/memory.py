@@ -3,15 +3,18 @@
 The model runs forward and backward once on tensors that have a shape and no content ("fake", on
 the meta device), while every storage is counted from its birth to its death. That is done for a
 few small shapes; activations are linear in the micro-batch, in the depth and in the vocabulary, so
-these give the line on which every size lies.
+these give the line on which every size lies. It is linear as soon as the activations of blocks make
+the peak: the sums of gradients with which backward ends are larger in very small shapes only.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -22,11 +25,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lockstep_gpt.config import Config, ModelConfig, OptimConfig
+from lockstep_gpt.extras.cluster.sharing import Sharing
 from lockstep_gpt.model.gpt import GPT, build_gpt
 from lockstep_gpt.training.optim import build_optimizer
 
 AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 WIDER = 64  # ids by which a vocabulary is widened to see what it costs; models pad to multiples
+FEWEST, MOST = 2, 512  # samples of the shapes that are tried
+BENT = 0.01  # how much more a sample may take than the one before, on what counts as a line
 _FILLED_AT_RANDOM = {torch.ops.aten.normal_.default, torch.ops.aten.uniform_.default}
 
 
@@ -38,6 +44,7 @@ class Memory:
     gradients: float
     optimizer: float
     buckets: float  # copies of the gradients that DDP reduces, where they are not views of them
+    gathered: float  # under fsdp2: weights of other ranks, and gradients on their way to them
     copies: float  # of weights in half precision, and of gradients on their way
     activations: float
     logits: float
@@ -69,6 +76,11 @@ class States:
         )
         return cls(size, trained, moments)
 
+    def shared(self, world_size: int) -> States:
+        """Return the share of one of several ranks."""
+        sizes = (self.weights, self.gradients, self.optimizer)
+        return States(*(math.ceil(size / world_size) for size in sizes))
+
 
 @dataclass(frozen=True)
 class Footprint:
@@ -78,6 +90,11 @@ class Footprint:
     copies: float
     activations: float  # per sample
     logits: float  # per sample
+    gathered: float = 0
+
+    def shared(self, sharing: Sharing, world_size: int) -> Footprint:
+        """Return what each of several ranks has if they share the states."""
+        return replace(self, states=self.states.shared(world_size), gathered=sharing.gathered)
 
     def memory(self, micro_size: int, context: float, bucket_copies: bool) -> Memory:
         """Return the peak of a rank that takes `micro_size` samples at a time.
@@ -89,6 +106,7 @@ class Footprint:
             gradients=self.states.gradients,
             optimizer=self.states.optimizer,
             buckets=self.states.gradients if bucket_copies else 0,
+            gathered=self.gathered,
             copies=self.copies,
             activations=micro_size * self.activations,
             logits=micro_size * self.logits,
@@ -189,23 +207,35 @@ def whole_model(config: Config, vocab_size: int) -> GPT:
         return shaped(config.model, vocab_size, config.precision)
 
 
-def footprint(config: Config, model: GPT, accelerator: str) -> Footprint:
+def footprint(config: Config, model: GPT, accelerator: str, half_blocks: bool = False) -> Footprint:
     """Predict the memory of training `model` as `config` says.
 
     Args:
         config: the run's settings.
         model: what `whole_model` built from them.
         accelerator: cuda or cpu, whose attention kernels differ.
+        half_blocks: blocks compute in bfloat16 altogether, as under strategy.param_dtype=bfloat16.
     """
 
-    def peak(micro_size: int, n_layer: int, vocab_size: int = model.vocab_size) -> int:
+    @cache
+    def peak(micro_size: int, n_layer: int, vocab_size: int) -> int:
         shape = replace(config.model, n_layer=n_layer)
-        return trace_peak(shape, vocab_size, micro_size, config.precision, accelerator)
+        precision = config.precision
+        return trace_peak(shape, vocab_size, micro_size, precision, accelerator, half_blocks)
+
+    few = FEWEST
+    while few < MOST:  # a model that is not deep may peak at its end, when only gradients are left
+        first, second, third = (peak(few + more, 1, model.vocab_size) for more in range(3))
+        stream = 2 * config.model.block_size * config.model.n_embd  # bytes of a sample, at least
+        if stream <= third - second <= (1 + BENT) * (second - first):
+            break
+        few *= 2
 
     def line(n_layer: int, vocab_size: int = model.vocab_size) -> tuple[float, float]:
         """Return bytes per sample and bytes beside."""
-        two, three = peak(2, n_layer, vocab_size), peak(3, n_layer, vocab_size)
-        return three - two, two - 2 * (three - two)
+        size = peak(few, n_layer, vocab_size)
+        slope = peak(few + 1, n_layer, vocab_size) - size
+        return slope, size - few * slope
 
     (slope, constant), (deeper_slope, deeper_constant) = line(1), line(2)
     wider_slope, _ = line(1, model.vocab_size + WIDER)
@@ -220,7 +250,12 @@ def footprint(config: Config, model: GPT, accelerator: str) -> Footprint:
 
 
 def trace_peak(
-    shape: ModelConfig, vocab_size: int, micro_size: int, precision: str, accelerator: str
+    shape: ModelConfig,
+    vocab_size: int,
+    micro_size: int,
+    precision: str,
+    accelerator: str,
+    half_blocks: bool = False,
 ) -> int:
     """Return the most bytes alive at once in a forward and backward, weights and gradients apart.
 
@@ -230,9 +265,12 @@ def trace_peak(
         micro_size: samples, each of `block_size` tokens.
         precision: Lightning's name of the arithmetic.
         accelerator: cuda or cpu.
+        half_blocks: weights of blocks, and what passes through them, are bfloat16.
     """
     with FakeTensorMode():
         model = shaped(shape, vocab_size, precision)
+        for block in getattr(model, "blocks", ()) if half_blocks else ():
+            _halve(block)
         for weight in model.parameters():
             weight.register_post_accumulate_grad_hook(_drop_gradient)  # type: ignore[no-untyped-call]
         attention = _gpu_attention() if accelerator == "cuda" else contextlib.nullcontext()
@@ -240,6 +278,16 @@ def trace_peak(
         with attention, count:
             step(model, micro_size, shape.block_size, precision)
     return count.peak
+
+
+def _halve(block: nn.Module) -> None:
+    """Make weights of `block` bfloat16, and the activations that enter it."""
+    for part in block.modules():
+        for name, weight in [*part.named_parameters(recurse=False)]:
+            setattr(part, name, nn.Parameter(weight.detach().bfloat16()))
+    block.register_forward_pre_hook(
+        lambda _, values: tuple(value.bfloat16() for value in values)  # activations alone
+    )
 
 
 def _drop_gradient(weight: Tensor) -> None:

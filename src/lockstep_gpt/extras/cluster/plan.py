@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig
 
-from lockstep_gpt.config import PROGRAM, UserError
+from lockstep_gpt.config import PROGRAM, Config, UserError
 from lockstep_gpt.extras.cluster import flags
 from lockstep_gpt.extras.cluster.hardware import (
     HARDWARE,
@@ -23,6 +23,7 @@ from lockstep_gpt.extras.cluster.hardware import (
     find_hardware,
     find_link,
 )
+from lockstep_gpt.extras.cluster.recipe import Chosen, budget
 from lockstep_gpt.launch import compose
 
 if TYPE_CHECKING:
@@ -39,7 +40,8 @@ It takes the settings of {PROGRAM} train, and these flags:
   --devices LIST    numbers of devices, 1,2,4,...,1024 by default
   --scaling KIND    strong: batch.global_size stays; weak: it grows with the devices;
                     by default strong where every number of devices divides it
-  --tokens N        time and cost of so many tokens, 20 per parameter by default
+  --tokens N        time and cost of so many tokens; by default those of max_steps or max_tokens
+                    if given, here or by the experiment, and 20 per parameter if not
   --price X         of one device for an hour, in any currency
   --utilisation X   share of the dense peak that forward and backward reach
   --per-node N      devices of a node          --adapters N    network adapters of a node
@@ -68,20 +70,36 @@ def main(arguments: list[str]) -> int:
         raise UserError(f"--scaling {given.scaling} is not one of strong, weak")
     hardware = _hardware(given)
 
-    def job(composed: DictConfig) -> None:
-        from lockstep_gpt.extras.cluster.prediction import predict
-
-        _, config = compose.checked(composed)
-        plan = predict(config, hardware, given.devices, given.scaling, given.tokens, given.price)
-        _show(plan, given)
+    def job(composed: DictConfig) -> tuple[Config, Chosen]:
+        return compose.checked(composed)[1], Chosen.now()
 
     gc.disable()  # a third of the time would go into searching what imports leave for good
     try:
-        compose.run(overrides, job)
+        for config, chosen in flags.each_job(overrides, job):
+            _show(_plan(config, chosen, hardware, given), given)
     finally:
         gc.freeze()
         gc.enable()
     return 0
+
+
+def _plan(config: Config, chosen: Chosen, hardware: Hardware, given: Any) -> Plan:
+    from lockstep_gpt.extras.cluster.prediction import predict, vocabulary
+
+    size, whose = chosen.vocabulary(), f"that of data.source={config.data.source}"
+    if size:
+        whose = (
+            f"GPT-2's, which model={chosen.model} is named after, as no data are chosen; data=... "
+            f"plans for yours ({vocabulary(config.data)} with data={config.data.source})"
+        )
+    tokens, source = None, ""
+    if given.tokens:
+        tokens, source = given.tokens, "by --tokens"
+    elif chosen.budget and (config.max_steps or config.max_tokens):
+        tokens, source = budget(config)
+    devices, price = given.devices, given.price
+    plan = predict(config, hardware, devices, given.scaling, tokens, price, vocab_size=size)
+    return replace(plan, vocabulary=whose, budget=source)
 
 
 def _hardware(given: Any) -> Hardware:

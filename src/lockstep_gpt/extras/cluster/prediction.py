@@ -8,11 +8,10 @@ from dataclasses import dataclass, replace
 from lockstep_gpt.config import BatchConfig, Config, DataConfig, UserError
 from lockstep_gpt.data.prepare import recipe_of
 from lockstep_gpt.data.tokenizer import ByteTokenizer
-from lockstep_gpt.extras.cluster import memory
+from lockstep_gpt.extras.cluster.fitting import Remedy, Room
 from lockstep_gpt.extras.cluster.hardware import Hardware
-from lockstep_gpt.extras.cluster.memory import Footprint, Memory
-from lockstep_gpt.extras.cluster.step_time import StepTime, Work, step_time
-from lockstep_gpt.model.gpt import GPT
+from lockstep_gpt.extras.cluster.memory import Memory
+from lockstep_gpt.extras.cluster.step_time import StepTime, Work, buckets, step_time
 from lockstep_gpt.training.schedule import BatchPlan, plan_batch, plan_schedule
 
 TOKENS_PER_PARAMETER = 20  # where compute is spent best (Hoffmann et al. 2022, table 3)
@@ -33,6 +32,7 @@ class Row:
     memory: Memory
     fits: bool
     largest_micro_size: int
+    remedies: list[Remedy]  # where it does not fit
     time: StepTime
     tokens_per_second: float
     efficiency: float  # tokens per second and device, as a share of one device's
@@ -51,12 +51,15 @@ class Plan:
     parameters: int
     flops_per_token: int
     gradient_bytes: int
+    buckets: int  # in which they are reduced; 0: they are scattered, as states are shared
     tokens: float
     chinchilla_tokens: float
     scaling: str
     rows: list[Row]
     refused: dict[int, str]  # number of devices -> why no run can have it
     notes: list[str]
+    vocabulary: str = ""  # whose it is
+    budget: str = ""  # where the tokens are from
 
 
 def predict(
@@ -66,6 +69,7 @@ def predict(
     scaling: str | None = None,
     tokens: float | None = None,
     price: float | None = None,
+    vocab_size: int | None = None,
 ) -> Plan:
     """Predict the run of `config` on each number of devices.
 
@@ -76,19 +80,20 @@ def predict(
         scaling: strong or weak; None: strong if every number of devices divides the batch.
         tokens: what time and cost are given for; None: the Chinchilla point.
         price: of a device for an hour.
+        vocab_size: None: that of the data.
 
     Raises:
         UserError: the device does not know the precision.
     """
     hardware.flops(config.precision)  # refuses early
-    vocab_size = vocabulary(config.data)
-    model = memory.whole_model(config, vocab_size)
-    footprint = memory.footprint(config, model, hardware.accelerator)
-    planner = _Planner(config, hardware, footprint, _work(config, model, footprint))
+    vocab_size = vocab_size or vocabulary(config.data)
+    room = Room.of(config, hardware, vocab_size)
+    model, work = room.model, _work(room)
+    planner = _Planner(room, work)
     chinchilla = TOKENS_PER_PARAMETER * model.num_parameters
     kind, batch, notes = planner.scaled(world_sizes, scaling)
     rows, refused = planner.rows(world_sizes, batch, tokens or chinchilla, price)
-    notes += [*_notes(config, hardware), *_lr_note(config, rows)]
+    notes += [*_notes(room), *_lr_note(config, rows)]
     return Plan(
         hardware=hardware,
         precision=config.precision,
@@ -96,7 +101,8 @@ def predict(
         block_size=config.model.block_size,
         parameters=model.num_parameters,
         flops_per_token=model.flops_per_token,
-        gradient_bytes=footprint.states.gradients,
+        gradient_bytes=work.states.gradients,
+        buckets=0 if work.sharing else len(buckets(work.gradients, work.bucket_cap_mb)),
         tokens=tokens or chinchilla,
         chinchilla_tokens=chinchilla,
         scaling=kind,
@@ -114,23 +120,25 @@ def vocabulary(data: DataConfig) -> int:
     return size or recipe_of(data).tokenizer.vocab_size
 
 
-def _work(config: Config, model: GPT, footprint: Footprint) -> Work:
+def _work(room: Room) -> Work:
+    config, model = room.config, room.model
     trained = [weight for weight in model.parameters() if weight.requires_grad]
     return Work(
         flops_per_token=model.flops_per_token,
         gradients=[weight.nbytes for weight in trained],
-        states=footprint.states,
+        states=room.alone.states,
         precision=config.precision,
         bucket_cap_mb=config.strategy.get("bucket_cap_mb", 25),
         compression=COMPRESSION.get(config.strategy.get("comm_hook", "none"), 1.0),
         clips=config.optim.clip_norm is not None,
+        sharing=room.sharing,
     )
 
 
-def _notes(config: Config, hardware: Hardware) -> list[str]:
+def _notes(room: Room) -> list[str]:
     """Say what the prediction leaves out."""
-    notes = []
-    if config.strategy.get("_target_") not in OUR_STRATEGIES:
+    config, hardware, notes = room.config, room.hardware, []
+    if not room.sharing and config.strategy.get("_target_") not in OUR_STRATEGIES:
         notes.append("this strategy is planned as ddp: every rank holds the whole model")
     if config.strategy.get("comm_hook") == "powersgd":
         notes.append("strategy.comm_hook=powersgd is planned without its compression")
@@ -155,21 +163,21 @@ def _lr_note(config: Config, rows: Sequence[Row]) -> list[str]:
 
 @dataclass(frozen=True)
 class _Planner:
-    config: Config
-    hardware: Hardware
-    footprint: Footprint
+    room: Room
     work: Work
 
     def scaled(
         self, world_sizes: Sequence[int], scaling: str | None
     ) -> tuple[str, BatchConfig, list[str]]:
         """Decide whether the global batch stays; return the kind, the batch and what to note."""
-        batch = self.config.batch
+        batch = self.room.config.batch
         if batch.global_size is None:
             return "weak", batch, []
         if scaling == "strong" or (scaling is None and self._all_divide(world_sizes)):
             return "strong", batch, []
-        size = batch.micro_size or max(1, min(batch.global_size, self._largest(batch_copies=True)))
+        several = [world_size for world_size in sorted(world_sizes) if world_size > 1]
+        fitting = filter(None, map(self.room.largest_micro_size, several or [1]))
+        size = batch.micro_size or min(batch.global_size, next(fitting, 1))
         note = (
             f"batch.global_size={batch.global_size} does not spread over all of these: planned "
             f"with batch.global_size=null batch.micro_size={size}"
@@ -179,51 +187,48 @@ class _Planner:
     def _all_divide(self, world_sizes: Sequence[int]) -> bool:
         try:
             for world_size in world_sizes:
-                self._spread(world_size, self.config.batch)
+                self._spread(world_size, self.room.config.batch)
         except UserError:
             return False
         return True
 
     def _spread(self, world_size: int, batch: BatchConfig) -> BatchPlan:
-        devices = min(world_size, self.hardware.devices_per_node)
+        devices = min(world_size, self.room.hardware.devices_per_node)
         if world_size % devices:
             raise UserError(f"{world_size} devices are no whole number of nodes of {devices} each")
         nodes = world_size // devices
-        return plan_batch(batch, self.config.model.block_size, devices, nodes)
-
-    def _largest(self, batch_copies: bool) -> int:
-        copies = batch_copies and not self.config.strategy.get("gradient_as_bucket_view", True)
-        device = self.hardware
-        return self.footprint.largest_micro_size(device.memory, device.context, copies)
+        return plan_batch(batch, self.room.config.model.block_size, devices, nodes)
 
     def rows(
         self, world_sizes: Sequence[int], batch: BatchConfig, tokens: float, price: float | None
     ) -> tuple[list[Row], dict[int, str]]:
         """Predict each number of devices that a run could have."""
-        one = plan_batch(batch, self.config.model.block_size, 1, 1)
-        base = one.tokens_per_step / step_time(self.work, one, self.hardware).total
+        one = plan_batch(batch, self.room.config.model.block_size, 1, 1)
+        base = one.tokens_per_step / step_time(self.work, one, self.room.hardware).total
         rows, refused = [], {}
         for world_size in world_sizes:
             try:
                 spread = self._spread(world_size, batch)
-                rows.append(self._row(spread, base, tokens, price))
+                rows.append(self._row(spread, batch, base, tokens, price))
             except UserError as error:
                 refused[world_size] = str(error)
         return rows, refused
 
-    def _row(self, batch: BatchPlan, base: float, tokens: float, price: float | None) -> Row:
-        several = batch.world_size > 1
-        copies = several and not self.config.strategy.get("gradient_as_bucket_view", True)
-        memory = self.footprint.memory(batch.micro_size, self.hardware.context, copies)
-        time = step_time(self.work, batch, self.hardware)
+    def _row(
+        self, batch: BatchPlan, given: BatchConfig, base: float, tokens: float, price: float | None
+    ) -> Row:
+        memory = self.room.memory(batch.micro_size, batch.world_size)
+        fits = memory.total <= self.room.hardware.memory
+        time = step_time(self.work, batch, self.room.hardware)
         speed = batch.tokens_per_step / time.total
         hours = tokens / speed / 3600 * batch.world_size
         return Row(
             batch=batch,
-            lr=plan_schedule(self.config, batch).peak_lr,
+            lr=plan_schedule(self.room.config, batch).peak_lr,
             memory=memory,
-            fits=memory.total <= self.hardware.memory,
-            largest_micro_size=self._largest(several),
+            fits=fits,
+            largest_micro_size=self.room.largest_micro_size(batch.world_size),
+            remedies=[] if fits else self.room.remedies(batch, given),
             time=time,
             tokens_per_second=speed,
             efficiency=speed / (batch.world_size * base),

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from lockstep_gpt.config import Config
+from lockstep_gpt.config import Config, counted
 from lockstep_gpt.extras.cluster.collectives import Bandwidth
 from lockstep_gpt.extras.cluster.hardware import LINKS, Hardware, Link
 from lockstep_gpt.extras.cluster.speed import Speed
@@ -52,7 +52,7 @@ def profile(
         inter=between,
         adapters=1,
         devices_per_node=ranks.local_world_size,
-        source=f"doctor on {ranks.world_size} ranks",
+        source=f"doctor on {counted(ranks.world_size, 'rank')}",
         utilisation=min(1.0, utilisation),
         link_efficiency=1.0,
         context=_context(device),

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from lockstep_gpt.config import counted
+
 OK, WARNING, FAILURE = "ok", "warning", "failure"
 SEVERITY = (OK, WARNING, FAILURE)
 
@@ -82,8 +84,13 @@ class Report:
         counts = [
             (sum(found.status == status for found in self.findings), status) for status in SEVERITY
         ]
-        ranks = plural(self.world_size, "rank")
-        return ", ".join([ranks, *(f"{count} {status}" for count, status in counts if count)])
+        ranks = counted(self.world_size, "rank")
+        told = [
+            f"{count} {status}" if status == OK else counted(count, status)
+            for count, status in counts
+            if count
+        ]
+        return ", ".join([ranks, *told])
 
 
 def merged(findings: Sequence[Sequence[Finding]]) -> list[Finding]:
@@ -107,11 +114,6 @@ def merged(findings: Sequence[Sequence[Finding]]) -> list[Finding]:
             said.add(found.check)
             result.append(found)
     return result
-
-
-def plural(count: int, noun: str) -> str:
-    """Write a number of things."""
-    return f"{count} {noun}{'s' * (count != 1)}"
 
 
 def named(ranks: Iterable[int]) -> str:

@@ -9,8 +9,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lockstep_gpt.extras.cluster.hardware import Hardware
+from lockstep_gpt.extras.cluster.hardware import Hardware, Link
 from lockstep_gpt.extras.cluster.memory import States
+from lockstep_gpt.extras.cluster.sharing import Sharing
 from lockstep_gpt.training.schedule import BatchPlan
 
 MIB = 2**20
@@ -19,12 +20,16 @@ BACKWARD_SHARE = 2 / 3  # of forward and backward (Kaplan et al. 2020, section 2
 BYTES_PER_TOKEN = 2 * 8  # the token and its target, both int64
 
 
+RING, TREE = "ring", "tree"
+
+
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of one optimizer step; `all_reduce` runs beside `compute` save what is `exposed`."""
+    """Seconds of one optimizer step; the `exchange` runs beside `compute` but for the `exposed`."""
 
     compute: float
-    all_reduce: float
+    exchange: float
+    algorithm: str  # by which NCCL exchanges most bytes; empty: nothing is exchanged
     exposed: float
     optimizer: float
     data: float
@@ -49,20 +54,49 @@ def ring_seconds(size: float, ranks: int, bandwidth: float) -> float:
     return 2 * (ranks - 1) / ranks * size / bandwidth
 
 
-def all_reduce_seconds(size: float, batch: BatchPlan, hardware: Hardware) -> float:
-    """Return the time to add up `size` bytes over all ranks: in each node, then between nodes.
+def bandwidth_of_all(batch: BatchPlan, hardware: Hardware) -> float:
+    """Return the bytes per second that flow from rank to rank through all of them.
 
-    The order is that of Goyal et al. 2017, section 4. Latency as in Thakur et al. 2005: every
-    step costs a fixed time, of which a ring has 2 (N - 1) and NCCL's double trees between nodes
-    (Sanders et al. 2009) 2 log2 N.
+    NCCL lays several rings, or trees, through all devices at once: each enters and leaves a node
+    once, by another adapter. Data flow through in small parts, so the narrowest place decides: the
+    link of a device within its node, or all adapters of a node together.
     """
-    efficiency = hardware.link_efficiency
-    within = ring_seconds(size, batch.devices, hardware.intra.bandwidth * efficiency)
-    within += 2 * (batch.devices - 1) * hardware.intra.latency
-    node_bandwidth = hardware.adapters * hardware.inter.bandwidth * efficiency
-    between = ring_seconds(size, batch.nodes, node_bandwidth)
-    between += 2 * math.ceil(math.log2(batch.nodes)) * hardware.inter.latency
-    return within + between
+    within = hardware.intra.bandwidth if batch.devices > 1 else math.inf
+    between = hardware.adapters * hardware.inter.bandwidth if batch.nodes > 1 else math.inf
+    return min(within, between) * hardware.link_efficiency
+
+
+def all_reduce_seconds(size: float, batch: BatchPlan, hardware: Hardware) -> tuple[float, str]:
+    """Return the time to add up `size` bytes over all ranks, and by what: the faster of two.
+
+    A ring has 2 (N - 1) steps, of which 2 in each node lead to another (Thakur et al. 2005); a
+    double tree (Sanders et al. 2009) sends 2 of every byte, up and down a chain in each node and a
+    tree of the nodes. NCCL chooses so, by the same counts of steps (its src/graph/tuning.cc).
+    """
+    bandwidth = bandwidth_of_all(batch, hardware)
+    within, between = hardware.intra, hardware.inter
+    steps = 2 * (batch.world_size - 1)
+    crossing = min(steps, 2 * batch.nodes) if batch.nodes > 1 else 0
+    ring = ring_seconds(size, batch.world_size, bandwidth)
+    ring += (steps - crossing) * within.latency + crossing * between.latency
+    tree = 2 * size / bandwidth
+    tree += 2 * (batch.devices - 1) * _tree_latency(within)
+    tree += 2 * math.ceil(math.log2(batch.nodes)) * _tree_latency(between)
+    return min((ring, RING), (tree, TREE))
+
+
+def _tree_latency(link: Link) -> float:
+    return link.latency if link.tree_latency is None else link.tree_latency
+
+
+def gather_seconds(size: float, batch: BatchPlan, hardware: Hardware) -> float:
+    """Return the time in which a ring gathers `size` bytes on all ranks, or scatters their sum.
+
+    Either is half of an all-reduce; NCCL has no trees for them.
+    """
+    steps, crossing = batch.world_size - 1, batch.nodes - 1
+    seconds = ring_seconds(size, batch.world_size, bandwidth_of_all(batch, hardware)) / 2
+    return seconds + (steps - crossing) * hardware.intra.latency + crossing * hardware.inter.latency
 
 
 def buckets(gradients: Sequence[int], cap_mb: float) -> list[int]:
@@ -120,22 +154,68 @@ class Work:
     bucket_cap_mb: float
     compression: float  # of gradients on their way: 0.5 for half precision
     clips: bool
+    sharing: Sharing | None = None  # None: each rank holds the whole model
 
 
 def step_time(work: Work, batch: BatchPlan, hardware: Hardware) -> StepTime:
-    """Predict one optimizer step.
-
-    Gradients are reduced once per step, beside the backward of the last micro-step.
-    """
+    """Predict one optimizer step."""
     tokens = batch.micro_size * batch.block_size
     speed = hardware.flops(work.precision) * hardware.utilisation
     micro_step = tokens * work.flops_per_token / speed
-    sizes = buckets(work.gradients, work.bucket_cap_mb)
-    seconds = [all_reduce_seconds(size * work.compression, batch, hardware) for size in sizes]
+    states = work.states
+    if batch.world_size == 1:
+        exchange, algorithm, exposed = 0.0, "", 0.0
+    elif work.sharing:
+        exchange, exposed = _sharded(work.sharing, batch, hardware, micro_step)
+        algorithm = RING
+        states = states.shared(batch.world_size)
+    else:
+        exchange, algorithm, exposed = _reduced(work, batch, hardware, micro_step)
     return StepTime(
         compute=batch.accumulation * micro_step,
-        all_reduce=sum(seconds),
-        exposed=exposed_seconds(sizes, seconds, BACKWARD_SHARE * micro_step),
-        optimizer=optimizer_seconds(work.states, work.clips, hardware.memory_bandwidth),
+        exchange=exchange,
+        algorithm=algorithm,
+        exposed=exposed,
+        optimizer=optimizer_seconds(states, work.clips, hardware.memory_bandwidth),
         data=batch.accumulation * tokens * BYTES_PER_TOKEN / hardware.host_link.bandwidth,
     )
+
+
+def _reduced(
+    work: Work, batch: BatchPlan, hardware: Hardware, micro_step: float
+) -> tuple[float, str, float]:
+    """Return seconds of all-reduces, the algorithm of the largest bucket, and what is exposed.
+
+    Gradients are reduced once per step, beside the backward of the last micro-step.
+    """
+    sizes = buckets(work.gradients, work.bucket_cap_mb)
+    reduced = [all_reduce_seconds(size * work.compression, batch, hardware) for size in sizes]
+    seconds = [each for each, _ in reduced]
+    _, algorithm = max(reduced)
+    return sum(seconds), algorithm, exposed_seconds(sizes, seconds, BACKWARD_SHARE * micro_step)
+
+
+def _sharded(
+    sharing: Sharing, batch: BatchPlan, hardware: Hardware, micro_step: float
+) -> tuple[float, float]:
+    """Return seconds of gathers and scatters, and what of them is exposed.
+
+    In each micro-step, accumulated ones too: a block is gathered while the one before it computes,
+    and its gradients are scattered while the next does. The first gathers and the last scatters
+    find nothing to hide behind. Computing is taken to spread evenly over the blocks.
+    """
+
+    def seconds(elements: int, size: int) -> float:
+        return gather_seconds(elements * size, batch, hardware)
+
+    count = max(1, sharing.blocks)
+    gather = seconds(sharing.block, sharing.gathered_size)
+    again = gather if sharing.reshards else 0.0
+    scatter = seconds(sharing.block, sharing.reduced_size)
+    rest, scattered_rest = seconds(sharing.rest, 4), seconds(sharing.rest, sharing.reduced_size)
+    backward = BACKWARD_SHARE * micro_step / count
+    forward = micro_step / count - backward
+    ends = 2 * rest + gather + again + scatter + scattered_rest
+    beside = max(0.0, gather - forward) + max(0.0, again + scatter - backward)
+    exchange = 2 * rest + scattered_rest + count * (gather + again + scatter)
+    return batch.accumulation * exchange, batch.accumulation * (ends + (count - 1) * beside)

@@ -6,12 +6,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from itertools import groupby
 
+from lockstep_gpt.config import counted
 from lockstep_gpt.extras.cluster.hardware import GB, TERA
 from lockstep_gpt.extras.cluster.memory import Memory
-from lockstep_gpt.extras.cluster.prediction import TOKENS_PER_PARAMETER, Plan, Row
+from lockstep_gpt.extras.cluster.prediction import TOKENS_PER_PARAMETER, Plan
 from lockstep_gpt.extras.cluster.step_time import ring_seconds, simple_seconds
 
+# The longest span, in seconds, that is told in each unit, and the unit's own length.
+SPANS = ((1.0, 1e-3, "ms"), (100.0, 1.0, "s"), (6000.0, 60.0, "min"), (172_800.0, 3600.0, "h"))
 DAY = 86_400.0
+LARGE = ((1e12, "trillion"), (1e9, "billion"), (1e6, "million"))
 UNITS = {"GB": GB, "MB": 1e6}
 PARTS = [part.name for part in fields(Memory)]
 
@@ -24,10 +28,11 @@ def as_text(plan: Plan) -> str:
     if plan.rows:
         unit = "GB" if plan.rows[0].memory.total >= GB else "MB"
         rows = _memory_rows(plan, UNITS[unit])
-        memory = [f"memory of one device, {unit}", *_aligned([_MEMORY_HEAD, *rows])]
+        memory = [f"memory of one device, {unit}", *_aligned([_memory_head(plan), *rows])]
+        remedies = [*_remedies(plan, UNITS[unit], unit)]
         time = ["one optimizer step, ms", *_aligned([_time_head(plan), *_time_rows(plan)])]
-        blocks += ["\n".join(memory), "\n".join(time)]
-    refused = [f"{devices} devices: {reason}" for devices, reason in plan.refused.items()]
+        blocks += ["\n".join(lines) for lines in (memory, remedies, [*_NOT_MODELLED, *time])]
+    refused = [f"{counted(count, 'device')}: {reason}" for count, reason in plan.refused.items()]
     return "\n\n".join(filter(None, [*blocks, "\n".join(refused)]))
 
 
@@ -38,6 +43,8 @@ def _facts(plan: Plan) -> Iterator[tuple[str, str]]:
         f"{plan.parameters:,} parameters, vocabulary of {plan.vocab_size:,}, context of "
         f"{plan.block_size:,}, {plan.flops_per_token / GB:.3g} GFLOP per token",
     )
+    if plan.vocabulary:
+        yield "vocabulary", plan.vocabulary
     yield (
         "device",
         f"{device.name}: {device.flops(plan.precision) / TERA:.4g} TFLOP/s in {plan.precision}, "
@@ -56,30 +63,74 @@ def _facts(plan: Plan) -> Iterator[tuple[str, str]]:
         f"{device.link_efficiency:.2g} of the links' rate, "
         f"{device.context / GB:.2g} GB for the device's context",
     )
-    yield "tokens", f"{plan.tokens:.4g}; {_chinchilla(plan)}"
-    yield "all-reduce", _all_reduce(plan)
+    yield "tokens", _tokens(plan)
+    yield from _exchange(plan)
     for note in plan.notes:
         yield "note", note
 
 
-def _chinchilla(plan: Plan) -> str:
+def _tokens(plan: Plan) -> str:
+    point = f"the Chinchilla point, {TOKENS_PER_PARAMETER} per parameter"
+    source = "(Hoffmann et al. 2022)"
+    if plan.budget:
+        return (
+            f"{amount(plan.tokens)}, {plan.budget}; {point}, is {amount(plan.chinchilla_tokens)} "
+            f"{source}"
+        )
     return (
-        f"the Chinchilla point, {TOKENS_PER_PARAMETER} per parameter, is "
-        f"{plan.chinchilla_tokens:.4g} (Hoffmann et al. 2022)"
+        f"{amount(plan.tokens)}, {point} {source}, as neither the command nor an experiment that "
+        "it names gives max_steps or max_tokens"
     )
 
 
-def _all_reduce(plan: Plan) -> str:
+def _exchange(plan: Plan) -> Iterator[tuple[str, str]]:
     size, device = plan.gradient_bytes, plan.hardware
+    narrowest = (
+        f"data flow through all devices at the rate of the narrowest place, a device's "
+        f"{device.intra.name} or all {device.adapters} x {device.inter.name} of a node"
+    )
+    if not plan.buckets:
+        yield (
+            "fsdp2",
+            "each block is gathered while the one before computes, its gradients scattered while "
+            "the next does; the rest of the model, and the ends, are exposed. Ranks share the "
+            "update too, hence what is above 100%",
+        )
+        yield "algorithm", f"NCCL's ring, (N - 1) / N of the bytes each time; {narrowest}"
+        return
     simple = simple_seconds(size, device.intra.bandwidth)
     ring = ring_seconds(size, device.devices_per_node, device.intra.bandwidth)
-    return (
-        f"{size / GB:.3g} GB of gradients over {device.intra.name}: {simple * 1e3:.3g} ms by "
-        f"size / bandwidth, {ring * 1e3:.3g} ms by the ring of {device.devices_per_node}"
+    yield (
+        "all-reduce",
+        f"{size / GB:.3g} GB of gradients in {counted(plan.buckets, 'bucket')} over "
+        f"{device.intra.name}: {simple * 1e3:.3g} ms by size / bandwidth, {ring * 1e3:.3g} ms by "
+        f"the ring of {device.devices_per_node}",
+    )
+    yield (
+        "algorithm",
+        "for each bucket the faster, as NCCL chooses: a ring, 2 (N - 1) / N of the bytes in "
+        f"2 (N - 1) steps, or a double tree, 2 of them in fewer steps; {narrowest}",
     )
 
 
-_MEMORY_HEAD = ["devices", "micro", *PARTS, "total", "fits", "max micro"]
+_NOT_MODELLED = [
+    "Efficiency counts what ranks wait for links, and nothing else: not ranks that are slow or "
+    "disturbed, networks",
+    "that are shared or narrower than their adapters, kernels that slow down beside NCCL's, "
+    "validation, checkpoints,",
+    "restarts. These grow with the devices, so measure before you trust a share near 100% of many.",
+]
+
+
+def _parts(plan: Plan) -> list[str]:
+    """Return the parts of memory; those that not every run has, only if this one does."""
+    rare = ("buckets", "gathered")
+    there = {part for part in rare for row in plan.rows if getattr(row.memory, part)}
+    return [part for part in PARTS if part not in rare or part in there]
+
+
+def _memory_head(plan: Plan) -> list[str]:
+    return ["devices", "micro", *_parts(plan), "total", "fits", "max micro"]
 
 
 def _memory_rows(plan: Plan, unit: float) -> Iterator[list[str]]:
@@ -87,9 +138,9 @@ def _memory_rows(plan: Plan, unit: float) -> Iterator[list[str]]:
     for _, group in groupby(plan.rows, key=lambda row: (row.memory, row.largest_micro_size)):
         rows = list(group)
         memory = rows[0].memory
-        parts = [getattr(memory, part) for part in PARTS]
+        parts = [getattr(memory, part) for part in _parts(plan)]
         yield [
-            _span([row.batch.world_size for row in rows]),
+            _range([row.batch.world_size for row in rows]),
             str(rows[0].batch.micro_size),
             *(f"{size / unit:.2f}" for size in (*parts, memory.total)),
             "yes" if rows[0].fits else "no",
@@ -97,40 +148,76 @@ def _memory_rows(plan: Plan, unit: float) -> Iterator[list[str]]:
         ]
 
 
-def _span(numbers: Sequence[int]) -> str:
+def _range(numbers: Sequence[int]) -> str:
     return str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]}-{numbers[-1]}"
+
+
+def _remedies(plan: Plan, unit: float, name: str) -> Iterator[str]:
+    """Yield what would fit, for each stretch of rows that do not and have the same remedies."""
+    misfits = [row for row in plan.rows if not row.fits]
+    if misfits:
+        yield f"does not fit; what would, {name} of one device"
+    for _, group in groupby(misfits, key=lambda row: row.remedies):
+        rows = list(group)
+        devices = _range([row.batch.world_size for row in rows])
+        found = [f"{each.words} {each.memory / unit:.2f}" for each in rows[0].remedies]
+        none = "nothing that plan knows of: more devices, larger ones, or a smaller model"
+        yield f"{devices:>7}  {'; or '.join(found) or none}"
 
 
 def _time_head(plan: Plan) -> list[str]:
     batch = ["devices", "micro x accum. = batch", "lr"]
-    parts = ["compute", "optimizer", "data", "all-reduce", "exposed", "step"]
+    exchange = "all-reduce" if plan.buckets else "gather+scatter"
+    parts = ["compute", "optimizer", "data", exchange, "by", "exposed", "step"]
     price = [] if plan.rows[0].cost is None else ["cost"]
-    return [*batch, *parts, "tokens/s", "efficiency", "days", *price]
+    return [*batch, *parts, "tokens/s", "efficiency", "time", *price]
 
 
 def _time_rows(plan: Plan) -> Iterator[list[str]]:
     for row in plan.rows:
         time, batch = row.time, row.batch
-        seconds = (time.compute, time.optimizer, time.data, time.all_reduce, time.exposed)
         yield [
             str(batch.world_size),
             f"{batch.micro_size} x {batch.accumulation} = {batch.global_size}",
             f"{row.lr:.3g}",
-            *(_milliseconds(part) for part in (*seconds, time.total)),
+            *map(_milliseconds, (time.compute, time.optimizer, time.data, time.exchange)),
+            time.algorithm or "-",
+            *map(_milliseconds, (time.exposed, time.total)),
             f"{row.tokens_per_second:,.0f}",
             f"{row.efficiency:.1%}",
-            _days(row),
-            *([] if row.cost is None else [f"{row.cost:,.0f}"]),
+            span(row.seconds),
+            *([] if row.cost is None else [_cost(row.cost)]),
         ]
 
 
+def amount(count: float) -> str:
+    """Return a number as people say it."""
+    for size, name in LARGE:
+        if count >= size:
+            return f"{count / size:,.4g} {name}"
+    return f"{count:,.0f}"
+
+
+def span(seconds: float) -> str:
+    """Return a length of time in the unit in which it is a small number."""
+    for most, length, unit in SPANS:
+        if seconds < most:
+            number = max(0.01, seconds / length)
+            return f"{number:.0f} {unit}" if number >= 10 else f"{number:.2g} {unit}"
+    days = seconds / DAY
+    return f"{days:,.0f} days" if days >= 10 else f"{days:.1f} days"
+
+
 def _milliseconds(seconds: float) -> str:
+    if 0 < seconds < 1e-6:
+        return "<0.001"
     return f"{seconds * 1e3:,.0f}" if seconds >= 0.1 else f"{seconds * 1e3:.3g}"
 
 
-def _days(row: Row) -> str:
-    days = row.seconds / DAY
-    return f"{days:,.0f}" if days >= 100 else f"{days:.3g}"
+def _cost(cost: float) -> str:
+    if 0 < cost < 0.01:
+        return "<0.01"
+    return f"{cost:,.0f}" if cost >= 100 else f"{cost:.2f}"
 
 
 def _aligned(rows: list[list[str]]) -> Iterator[str]:

@@ -1,0 +1,129 @@
+"""Does a run fit into the memory of its devices, and if not, what would?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, cast
+
+from omegaconf import OmegaConf
+
+from lockstep_gpt.config import BatchConfig, Config, UserError
+from lockstep_gpt.extras.cluster import memory
+from lockstep_gpt.extras.cluster.hardware import Hardware
+from lockstep_gpt.extras.cluster.memory import Footprint, Memory
+from lockstep_gpt.extras.cluster.sharing import SIZES, Sharing
+from lockstep_gpt.launch import choices
+from lockstep_gpt.model.gpt import GPT
+from lockstep_gpt.training.schedule import BatchPlan
+
+CHECKPOINTING = "model.activation_checkpointing=true"
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """Settings with which a run fits."""
+
+    words: str
+    memory: float  # bytes of one device
+
+
+@dataclass(frozen=True)
+class Room:
+    """What a run needs of each device's memory, on any number of them."""
+
+    config: Config
+    hardware: Hardware
+    model: GPT
+    sharing: Sharing | None
+    alone: Footprint
+    together: Footprint  # of several ranks, before they share
+
+    @classmethod
+    def of(cls, config: Config, hardware: Hardware, vocab_size: int) -> Room:
+        """Count what `config` needs."""
+        model = memory.whole_model(config, vocab_size)
+        sharing = Sharing.of(config, model)
+        alone = together = memory.footprint(config, model, hardware.accelerator)
+        if sharing and sharing.gathered_size == SIZES["bfloat16"]:
+            together = memory.footprint(config, model, hardware.accelerator, half_blocks=True)
+        return cls(config, hardware, model, sharing, alone, together)
+
+    def memory(self, micro_size: int, world_size: int) -> Memory:
+        """Return the peak of each of so many ranks that takes `micro_size` samples at a time."""
+        footprint = self._footprint(world_size)
+        return footprint.memory(micro_size, self.hardware.context, self._copies(world_size))
+
+    def largest_micro_size(self, world_size: int) -> int:
+        """Return how many samples fit at a time; 0 if not even one does."""
+        return self._footprint(world_size).largest_micro_size(
+            self.hardware.memory, self.hardware.context, self._copies(world_size)
+        )
+
+    def remedies(self, batch: BatchPlan, config: BatchConfig) -> list[Remedy]:
+        """Return what would fit in place of `batch`, which `config` has made.
+
+        The first change of one thing, or of two, with which it fits; the smaller micro-batch last.
+        """
+        others = [(words, other) for words, other in self._others if self._serves(other, batch)]
+        single = [*_smaller("", self, batch, config)]
+        single += [remedy for each in others[:2] for remedy in _as_is(*each, batch)]
+        return single or [
+            *(remedy for each in others[2:] for remedy in _as_is(*each, batch)),
+            *(remedy for each in others for remedy in _smaller(*each, batch, config)),
+        ]
+
+    def _serves(self, other: Room, batch: BatchPlan) -> bool:
+        return batch.world_size > 1 or not other.sharing or bool(self.sharing)
+
+    @cached_property
+    def _others(self) -> list[tuple[str, Room]]:
+        """The same run with recomputed blocks, with shared states, and with both."""
+        found = []
+        recomputed = {"model": replace(self.config.model, activation_checkpointing=True)}
+        changes: list[tuple[str, dict[str, Any]]] = []
+        if not self.config.model.activation_checkpointing:
+            changes.append((CHECKPOINTING, recomputed))
+        strategy = choices.config_folder() / "strategy/fsdp2.yaml"
+        if not self.sharing and strategy.is_file():  # of another extra, which may be gone
+            settings = cast(dict[str, Any], OmegaConf.to_container(OmegaConf.load(strategy)))
+            words = "strategy=fsdp2" + " compile=false" * self.config.compile
+            changes.append((words, {"strategy": settings, "compile": False}))
+        if len(changes) == 2:
+            (first, one), (second, two) = changes
+            changes.append((f"{second} {first}", {**one, **two}))
+        for words, change in changes:
+            try:
+                config = replace(self.config, **change)
+            except UserError:  # another setting excludes it
+                continue
+            found.append((words, Room.of(config, self.hardware, self.model.vocab_size)))
+        return found
+
+    def _footprint(self, world_size: int) -> Footprint:
+        if self.sharing and world_size > 1:
+            return self.together.shared(self.sharing, world_size)
+        return self.alone
+
+    def _copies(self, world_size: int) -> bool:
+        """Tell whether DDP keeps a copy of the gradients."""
+        views = self.config.strategy.get("gradient_as_bucket_view", True)
+        return world_size > 1 and not self.sharing and not views
+
+
+def _as_is(words: str, room: Room, batch: BatchPlan) -> Iterator[Remedy]:
+    total = room.memory(batch.micro_size, batch.world_size).total
+    if total <= room.hardware.memory:
+        yield Remedy(words, total)
+
+
+def _smaller(words: str, room: Room, batch: BatchPlan, config: BatchConfig) -> Iterator[Remedy]:
+    """Yield the largest micro-batch that fits, and that divides what a rank takes in a step."""
+    most = min(room.largest_micro_size(batch.world_size), batch.micro_size - 1)
+    samples = batch.micro_size * batch.accumulation
+    fixed = config.global_size is not None
+    sizes = (size for size in range(most, 0, -1) if not (fixed and samples % size))
+    if size := next(sizes, None):
+        total = room.memory(size, batch.world_size).total
+        yield Remedy(f"{words} batch.micro_size={size}".strip(), total)
