@@ -129,13 +129,15 @@ STILL = replace(
 def test_shared_states_are_gathered_twice_and_scattered_once():
     time = step_time(replace(WORK, sharing=SHARING), spread(8), STILL)
     assert time.algorithm == "ring"
-    assert time.exchange == pytest.approx(3 * 7 / 8 * 4 * (10**8 + 10**6) / (300 * GB))
+    assert time.all_reduce == pytest.approx(3 * 7 / 8 * 4 * (10**8 + 10**6) / (300 * GB))
     kept = replace(SHARING, reshards=False)
     less = step_time(replace(WORK, sharing=kept), spread(8), STILL)
-    assert time.exchange - less.exchange == pytest.approx(7 / 8 * 4 * 10**8 / (300 * GB))
+    assert time.all_reduce - less.all_reduce == pytest.approx(7 / 8 * 4 * 10**8 / (300 * GB))
     half = replace(SHARING, gathered_size=2, reduced_size=2)
     few = step_time(replace(WORK, sharing=half), spread(8), STILL)
-    assert few.exchange == pytest.approx(7 / 8 * (3 * 2 * 10**8 + (4 + 4 + 2) * 10**6) / (300 * GB))
+    assert few.all_reduce == pytest.approx(
+        7 / 8 * (3 * 2 * 10**8 + (4 + 4 + 2) * 10**6) / (300 * GB)
+    )
 
 
 def test_gathers_hide_behind_the_block_that_computes():
@@ -143,7 +145,7 @@ def test_gathers_hide_behind_the_block_that_computes():
     fast, lame = (step_time(work, spread(8), hardware) for hardware in (STILL, slow))
     block, rest = (7 / 8 * 4 * size / (300 * GB) for size in (10**7, 10**6))
     assert fast.exposed == pytest.approx(3 * block + 3 * rest)  # the ends
-    assert lame.exposed > 0.9 * lame.exchange
+    assert lame.exposed > 0.9 * lame.all_reduce
 
 
 def test_shared_states_are_exchanged_in_every_micro_step_and_updated_in_parts():
@@ -151,7 +153,7 @@ def test_shared_states_are_exchanged_in_every_micro_step_and_updated_in_parts():
         step_time(replace(WORK, sharing=SHARING), spread(8, accumulation=count), STILL)
         for count in (1, 4)
     )
-    assert four.exchange == pytest.approx(4 * one.exchange)
+    assert four.all_reduce == pytest.approx(4 * one.all_reduce)
     whole = step_time(WORK, spread(8), STILL)
     assert one.optimizer == pytest.approx(whole.optimizer / 8)
 
@@ -175,13 +177,13 @@ def test_what_does_not_fit_beside_backward_is_exposed():
 
 def test_one_device_waits_for_nobody():
     alone = step_time(WORK, spread(1), IDEAL)
-    assert (alone.exchange, alone.exposed) == (0, 0)
+    assert (alone.all_reduce, alone.exposed) == (0, 0)
     assert step_time(replace(WORK, sharing=SHARING), spread(1), IDEAL) == alone
 
 
 def test_accumulation_reduces_once():
     one, four = (step_time(WORK, spread(8, accumulation=count), IDEAL) for count in (1, 4))
-    assert four.exchange == one.exchange
+    assert four.all_reduce == one.all_reduce
     assert four.compute == pytest.approx(4 * one.compute)
     assert four.total < 4 * one.total
 
@@ -197,7 +199,7 @@ def test_half_precision_on_the_way_halves_the_exchange():
         step_time(replace(WORK, compression=share), spread(8), replace(IDEAL, intra=link))
         for share in (1.0, 0.5)
     )
-    assert half.exchange == pytest.approx(whole.exchange / 2)
+    assert half.all_reduce == pytest.approx(whole.all_reduce / 2)
 
 
 def test_an_update_moves_weights_gradients_and_moments_through_memory():

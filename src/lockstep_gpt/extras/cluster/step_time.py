@@ -25,10 +25,10 @@ RING, TREE = "ring", "tree"
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of one optimizer step; the `exchange` runs beside `compute` but for the `exposed`."""
+    """Seconds of one optimizer step; `all_reduce` runs beside `compute` save what is `exposed`."""
 
     compute: float
-    exchange: float
+    all_reduce: float  # under fsdp2 gathers and scatters
     algorithm: str  # by which NCCL exchanges most bytes; empty: nothing is exchanged
     exposed: float
     optimizer: float
@@ -173,7 +173,7 @@ def step_time(work: Work, batch: BatchPlan, hardware: Hardware) -> StepTime:
         exchange, algorithm, exposed = _reduced(work, batch, hardware, micro_step)
     return StepTime(
         compute=batch.accumulation * micro_step,
-        exchange=exchange,
+        all_reduce=exchange,
         algorithm=algorithm,
         exposed=exposed,
         optimizer=optimizer_seconds(states, work.clips, hardware.memory_bandwidth),

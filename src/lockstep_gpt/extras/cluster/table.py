@@ -180,7 +180,7 @@ def _time_rows(plan: Plan) -> Iterator[list[str]]:
             str(batch.world_size),
             f"{batch.micro_size} x {batch.accumulation} = {batch.global_size}",
             f"{row.lr:.3g}",
-            *map(_milliseconds, (time.compute, time.optimizer, time.data, time.exchange)),
+            *map(_milliseconds, (time.compute, time.optimizer, time.data, time.all_reduce)),
             time.algorithm or "-",
             *map(_milliseconds, (time.exposed, time.total)),
             f"{row.tokens_per_second:,.0f}",
