@@ -34,7 +34,15 @@ from lockstep_gpt.extras.cluster.meeting import (
 )
 from lockstep_gpt.extras.cluster.prediction import vocabulary
 from lockstep_gpt.extras.cluster.profile import profile
-from lockstep_gpt.extras.cluster.report import FAILURE, Finding, Report, failure, merged, named, ok
+from lockstep_gpt.extras.cluster.report import (
+    FAILURE,
+    Finding,
+    Report,
+    failure,
+    merged,
+    named,
+    ok,
+)
 from lockstep_gpt.extras.cluster.speed import Speed
 from lockstep_gpt.launch import devices
 from lockstep_gpt.training.ranks import Ranks, backend_of
