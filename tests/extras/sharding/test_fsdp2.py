@@ -264,7 +264,7 @@ BAD = {
     "optim.algorithm=optim": "optim.algorithm=optim has no strategy=fsdp2; set optim=adamw",
     "strategy.reduce_dtype=int8": "reduce_dtype=int8 is not one of float32, bfloat16",
     "strategy.save_parts=true checkpoint.background=true": "has no checkpoint.background=true; set",
-    "strategy.bucket_cap_mb=5": "strategy.bucket_cap_mb is a setting of another choice",
+    "strategy.bucket_cap_mb=5": "strategy.bucket_cap_mb is a setting of strategy=ddp",
 }
 
 

@@ -354,7 +354,8 @@ def test_memory_does_not_grow_with_the_corpus(tmp_path):
         config = TextData(root=str(tmp_path / "data"), path=str(tmp_path / "a.txt"))
         command = [sys.executable, "-c", code, repr(config)]
         peaks.append(int(subprocess.check_output(command).split()[1]))
-    assert peaks[1] < 1.1 * peaks[0]
+    added = 120 * 1_100_000 / 1024
+    assert peaks[1] - peaks[0] < added / 8  # the allocator keeps a piece of 4 MB more, or two
 
 
 LIMIT = 65_536  # bytes of a file

@@ -1,8 +1,7 @@
 """TensorBoard; more in wandb: histograms, a table of samples, alerts, checkpoints and code."""
 
 TRACKED_RUN = "lockstep_gpt.extras.trackers.full_run:tracked_run"
+_EVENT_FILES = "lockstep_gpt.extras.trackers.event_files.tensorboard_logger"
 MOVED = {
-    "lockstep_gpt.training.tracking.tensorboard_logger": (
-        "lockstep_gpt.extras.trackers.event_files.tensorboard_logger"
-    ),
+    "lockstep_gpt.training.tracking.tensorboard_logger": _EVENT_FILES,
 }
