@@ -143,6 +143,7 @@ def test_run_of_another_model_is_refused_unless_forced(finished, command):
         ("batch.global_size=16", "here is batch.global_size=16 instead of 8"),
         ("optim.algorithm=muon", "here is optim.algorithm=muon instead of adamw"),
         ("model=gpt2", "run_dir=run was started with other choices; here is batch.global_size=12"),
+        ("logger=none max_steps=30", "run_dir=run was started with other choices; here is"),
         ("max_stepz=3", "unknown setting max_stepz; did you mean max_steps?"),
         ("max_steps=-3", "max_steps=-3 must be at least 1"),
     ],
@@ -153,7 +154,7 @@ def test_change_that_cannot_be_is_refused_and_leaves_the_run_alone(
     other, _ = finished
     shutil.copytree(other.folder / "runs/first", tmp_path / "run")
     before = (tmp_path / "run/config.yaml").read_bytes()
-    result = command("train", "run_dir=run", "resume=auto", override, status=2)
+    result = command("train", "run_dir=run", "resume=auto", *override.split(), status=2)
     assert line in result.stderr
     assert result.stderr.count("\n") == 1
     assert (tmp_path / "run/config.yaml").read_bytes() == before

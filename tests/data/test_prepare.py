@@ -220,7 +220,7 @@ def test_verifying_finds_a_byte_that_changed(tmp_path, caplog, small):
     folder = prepare(small(tmp_path))
     with caplog.at_level(logging.INFO):
         prepare(small(tmp_path), verify=True)
-    assert caplog.messages[0].startswith(f"verified text: 2 documents, 0.0 MB -> {folder}")
+    assert caplog.messages[0].startswith(f"verified text: 1 document, 0.0 MB -> {folder}")
     with (folder / "val-00000.bin").open("r+b") as file:
         file.write(b"xx")
     prepare(small(tmp_path))
@@ -333,6 +333,7 @@ def test_what_is_held_out_is_told(tmp_path, caplog, files, said):
     caplog.set_level("INFO")
     data = TextData(root=str(tmp_path / "data"), path=str(tmp_path / "texts"), val_fraction=0.4)
     prepare(data)
+    assert f": {files} documents, " in caplog.text
     assert f" val tokens; val: {said})" in caplog.text
     caplog.clear()
     prepare(data, verify=True)
@@ -361,7 +362,8 @@ def test_memory_does_not_grow_with_the_corpus(tmp_path):
         config = TextData(root=str(tmp_path / "data"), path=str(tmp_path / "a.txt"))
         command = [sys.executable, "-c", code, repr(config)]
         peaks.append(int(subprocess.check_output(command).split()[1]))
-    assert peaks[1] < 1.1 * peaks[0]
+    added = 120 * 1_100_000 / 1024
+    assert peaks[1] - peaks[0] < added / 8  # the allocator keeps a piece of 4 MB more, or two
 
 
 def test_two_machines_prepare_the_same_bytes(tmp_path, small):

@@ -19,6 +19,7 @@ from lockstep_gpt.registry import merged, resolved
 # Installed packages are not the library; tests are long, repetitive and at times not valid code.
 LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 LONGEST = 1 << 22  # bytes of a file that are one document at most
+ENDS = "the end of each file"  # is held out: each counts in both splits
 FEW = 10  # held-out files to expect, below which a part of every file is held out instead
 
 
@@ -94,7 +95,7 @@ class TextFiles:
     @property
     def held_out(self) -> str:
         """Say what validation is made of."""
-        return "whole documents" if self.by_name else "the end of each file"
+        return "whole documents" if self.by_name else ENDS
 
     def find(self) -> list[File]:
         """Look for the files, in no order."""

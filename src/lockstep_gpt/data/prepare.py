@@ -216,12 +216,12 @@ def finish(recipe: Recipe, folder: Path, index: Index, writers: Mapping[str, Spl
 
 def contents(folder: Path, index: Index) -> str:
     """Say in a line what a prepared folder holds."""
-    documents = sum(split.documents for split in index.splits.values())
+    held, each = index.settings.get("held_out"), [s.documents for s in index.splits.values()]
+    documents = max(each) if held == corpora.ENDS else sum(each)
     size = sum(split.text_bytes for split in index.splits.values()) / 1e6
     done = index.settings.get("invalid_utf8", "replace")
     invalid = f" ({index.invalid_documents} not UTF-8: {done})" * bool(index.invalid_documents)
     text = f": {counted(documents, 'document')}{invalid}, {size:.1f} MB" if documents else ""
     counts = " and ".join(f"{split.tokens:,} {name}" for name, split in index.splits.items())
-    held = index.settings.get("held_out")
     of = f"; val: {held}" if held else ""
     return f"{index.settings['source']}{text} -> {folder} ({counts} tokens{of})"

@@ -44,7 +44,7 @@ def train_or_resume(composed: DictConfig) -> tuple[int, float]:
             logging.info("run_dir=%s is not there yet: a new run begins", run.path)
         return start.train_once(values, config)
     singles = [word for word in compose.overrides() if not _names_group(word)]
-    settled = start.settle(values, start.placed(config)[0], run)
+    settled = start.settle(values, devices.place(config), run)
     if config.batch.global_size is None:
         settled["batch"] = {**settled["batch"], "global_size": run.load().batch.global_size}
     _refuse_other_choices(run, settled, singles)

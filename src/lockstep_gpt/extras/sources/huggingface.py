@@ -42,6 +42,7 @@ class HuggingfaceRows(Documents):
     """The rows of one split."""
 
     config: HuggingfaceData
+    held_out = "whole documents"  # by their text
 
     def __init__(self, config: HuggingfaceData) -> None:
         super().__init__(config)

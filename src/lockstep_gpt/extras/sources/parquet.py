@@ -34,7 +34,7 @@ class ParquetFiles(TextFiles):
     wanted = r"\.parquet$"
 
     def __init__(self, config: ParquetData) -> None:
-        super().__init__(config, config.path)
+        super().__init__(config, config.path, by_name=True)  # no file is cut in two
         self.column = config.column
 
     def blocks(self, start: Position) -> Iterator[Block]:
