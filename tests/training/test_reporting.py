@@ -138,7 +138,8 @@ def test_the_arithmetic_of_the_batch_is_written_out():
 def test_the_budget_is_said_in_steps_tokens_and_epochs_of_which_more_than_four_warn(
     caplog, windows, epochs, warns
 ):
-    assert lines(windows=windows)["budget"] == f"1,000 steps = 3,072,000 tokens = {epochs} epochs"
+    unit = "epoch" if epochs == "1" else "epochs"
+    assert lines(windows=windows)["budget"] == f"1,000 steps = 3,072,000 tokens = {epochs} {unit}"
     warned = [each for each in caplog.messages if f"takes the same data {epochs} times" in each]
     assert len(warned) == warns
 

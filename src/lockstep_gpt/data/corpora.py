@@ -19,7 +19,8 @@ from lockstep_gpt.registry import merged, resolved
 # Installed packages are not the library; tests are long, repetitive and at times not valid code.
 LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 LONGEST = 1 << 22  # bytes of a file that are one document at most
-FEW, ENDS = 10, "the end of each file"  # held-out files to expect, below which that is held out
+FEW = 10  # held-out files to expect, below which a part of every file is held out instead
+ENDS = "the end of each file"  # that part
 
 
 class Stretch(NamedTuple):

@@ -5,16 +5,16 @@ import os
 import shutil
 import subprocess
 from dataclasses import dataclass
-from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from lockstep_gpt.config import Config, UserError, check, counted
+from lockstep_gpt.launch.choices import suggestion
 from lockstep_gpt.registry import additions, asked, merged
 
 DEVICE_FILES = Path("/dev")
-SOURCE = ("trainer", "trainer.py")  # of the Trainer, in Lightning's package
+OURS = {"_target_", "accelerator", "devices", "num_nodes", "sync_batchnorm"}  # of configs/trainer/
 
 
 @dataclass(frozen=True)
@@ -84,19 +84,18 @@ def gpu_count() -> int:
 
 def _refuse_unknown_arguments(trainer: dict[str, Any]) -> None:
     """Raise a `UserError` for what Lightning's Trainer does not take, without importing it."""
-    package = find_spec("lightning")
-    if trainer.get("_target_") != "lightning.pytorch.Trainer" or not package or not package.origin:
+    package, added = find_spec("lightning"), sorted(trainer.keys() - OURS)
+    stock = trainer.get("_target_") == "lightning.pytorch.Trainer"
+    if not added or not stock or not package or not package.origin:
         return
-    code = ast.parse(Path(package.origin).with_name("pytorch").joinpath(*SOURCE).read_bytes())
-    made = next(
-        x for x in ast.walk(code) if isinstance(x, ast.FunctionDef) and x.name == "__init__"
-    )
+    code = ast.parse((Path(package.origin).parent / "pytorch/trainer/trainer.py").read_bytes())
+    functions = (each for each in ast.walk(code) if isinstance(each, ast.FunctionDef))
+    made = next(each for each in functions if each.name == "__init__")
     known = [argument.arg for argument in made.args.kwonlyargs]
-    for name, value in trainer.items():
-        near = get_close_matches(name, known, n=1)
-        hint = f"; did you mean trainer.{near[0]}?" if near else "; leave it out"
-        fits = name == "_target_" or name in known
-        check(f"trainer.{name}", value, fits, f"is no argument of Lightning's Trainer{hint}")
+    for name in added:
+        hint = suggestion(name, known, "trainer.") or "; leave it out"
+        rule = f"is no argument of Lightning's Trainer{hint}"
+        check(f"trainer.{name}", trainer[name], name in known, rule)
 
 
 def _visible(count: int) -> str:

@@ -139,7 +139,7 @@ def receipt(
         f"{counted(batch.micro_size, 'sample')} x {batch.accumulation} accumulation = "
         f"{counted(batch.global_size, 'sample')} = "
         f"{batch.tokens_per_step:,} tokens per step",
-        "budget": f"{steps(schedule.total_steps)} = {said} epochs",
+        "budget": f"{steps(schedule.total_steps)} = {said} epoch{'s' * (said != '1')}",
         "lr": f"{schedule.base_lr:g} x {schedule.scale:g} = {schedule.peak_lr:g} "
         f"({RULES[config.optim.lr_scaling]}: {found})",
         "schedule": f"{steps(schedule.warmup_steps)} of warmup{decay}",
