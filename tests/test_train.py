@@ -167,9 +167,7 @@ def test_a_stop_before_anything_was_saved_says_so(command, wait_for):
     out, _ = process.communicate(timeout=60)
     assert process.returncode == 128 + signal.SIGINT
     assert command.summary("run") == {"status": "stopped", "saved": False}
-    assert (
-        out.count("\nstopping after this step, which is saved; Ctrl-C again does not wait\n") == 1
-    )
+    assert out.count("\nstopping after this step and saving; Ctrl-C again does not wait\n") == 1
     line = "stopped by SIGINT before all ranks saved; resume=auto begins anew"
     assert out.splitlines()[-1] == line
 

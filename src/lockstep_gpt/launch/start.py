@@ -167,9 +167,7 @@ def supervise(run: RunDirectory, node_rank: int = 0) -> int:
             raise KeyboardInterrupt
         agent.send_signal(signal.SIGKILL if impatient else signum)
         if signum == signal.SIGINT and not impatient:
-            print(
-                "\nstopping after this step, which is saved; Ctrl-C again does not wait", flush=True
-            )
+            print("\nstopping after this step and saving; Ctrl-C again does not wait", flush=True)
 
     handlers = {signum: signal.signal(signum, forward) for signum in processes.STOP_SIGNALS}
     try:

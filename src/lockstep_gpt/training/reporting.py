@@ -108,10 +108,7 @@ RULES = {"linear": "linear in the batch", "sqrt": "square root of the batch", "n
 def receipt(
     config: Config, batch: BatchPlan, schedule: Schedule, windows: int, facts: dict[str, str]
 ) -> dict[str, str]:
-    """Return label -> line; `facts` are those that only the running rank knows.
-
-    It warns of a budget that takes the `windows` to train on more often than `EPOCHS`.
-    """
+    """Return label -> line, `facts` of the rank included; warn of many epochs of `windows`."""
 
     def steps(count: int) -> str:
         return f"{counted(count, 'step')} = {counted(count * batch.tokens_per_step, 'token')}"

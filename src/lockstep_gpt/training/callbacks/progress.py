@@ -114,10 +114,13 @@ class Sample(Callback):
     def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
         """Log a sample in the course of the run; the last step has one at the end."""
         if self.at_validation and trainer.global_step < trainer.max_steps:
-            self.on_train_end(trainer, pl_module)
+            self._log(trainer, pl_module)
 
     def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
         """Log the sample of what was learnt, the same one for the same weights."""
+        self._log(trainer, pl_module)
+
+    def _log(self, trainer: Trainer, pl_module: Any) -> None:
         tokenizer = pl_module.tokenizer
         if tokenizer.end_of_text is None:
             return
