@@ -7,7 +7,7 @@ from lightning import Callback
 
 from lockstep_gpt.data.windows import widen
 from lockstep_gpt.model.functional import IGNORE
-from lockstep_gpt.training.seeds import step_seed
+from lockstep_gpt.training.seeds import leaf_seed
 
 
 class Batches(Callback):
@@ -57,11 +57,10 @@ class Seeds(Callback):
         self.seeds.append(torch.initial_seed())
 
 
-def test_each_step_draws_its_own_dropout(new_run):
+def test_each_micro_batch_draws_its_own_dropout(new_run):
     seen = Seeds()
     new_run(max_steps=3).fit(seen)
-    expected = [step_seed(1337, step, rank=0) for step in range(3)]
-    assert seen.seeds == [seed for seed in expected for _ in range(2)]
+    assert seen.seeds == [leaf_seed(1337, step, leaf) for step in range(3) for leaf in range(2)]
 
 
 def test_an_update_is_the_optimizer_s_on_the_mean_gradient_clipped(new_run):
@@ -84,14 +83,14 @@ def test_the_loss_taken_is_the_mean_since_it_was_taken_last(new_run):
     module = new_run().module
     losses = [module.training_step(batch(seed), 0) for seed in range(3)]
     mean = sum(loss.item() for loss in losses) / 3
-    assert module.take_loss().item() == pytest.approx(mean, rel=1e-6)
+    assert module.take_losses().item() == pytest.approx(mean, rel=1e-6)
     last = module.training_step(batch(7), 0)
-    assert module.take_loss().item() == last.item()
+    assert module.take_losses().item() == last.item()
 
 
 def test_a_loss_cannot_be_taken_before_there_is_one(new_run):
     with pytest.raises(AssertionError, match="before a training step"):
-        new_run().module.take_loss()
+        new_run().module.take_losses()
 
 
 def batch(seed):

@@ -1,12 +1,12 @@
 import pytest
 import torch
 
-from lockstep_gpt.training.seeds import step_seed
+from lockstep_gpt.training.seeds import leaf_seed
 
 
-def test_seeds_of_steps_and_ranks_are_never_confused():
+def test_seeds_of_steps_and_micro_batches_are_never_confused():
     keys = [(0, 0, 0), (0, 0, 1), (0, 1, 0), (1, 0, 0), (1, 1, 0), (0, 1, 1), (2**40, 0, 0)]
-    seeds = {step_seed(*key) for key in keys}
+    seeds = {leaf_seed(*key) for key in keys}
     assert len(seeds) == len(keys)
     assert all(0 <= seed < 2**63 for seed in seeds)
 

@@ -48,3 +48,25 @@ def test_a_reset_forgets():
 )
 def test_the_perplexity_of_any_loss_is_finite(loss, expected):
     assert perplexity(loss) == pytest.approx(expected)
+
+
+def test_the_loss_is_the_same_to_the_bit_in_any_order_of_the_batches():
+    random = torch.Generator().manual_seed(1)
+    losses = 10 ** (9 * torch.rand(100, generator=random, dtype=torch.float64))
+    targets = torch.zeros(1, 4, dtype=torch.int64)
+    found = set()
+    for seed in range(5):
+        metric = TokenLoss()
+        for index in torch.randperm(100, generator=torch.Generator().manual_seed(seed)):
+            metric.update(losses[index], targets)
+        found.add(metric.compute().item())
+    assert len(found) == 1
+    assert len({sum(losses[torch.randperm(100)].tolist()) for _ in range(9)}) > 1  # it is not easy
+
+
+@pytest.mark.parametrize("loss", [math.inf, math.nan])
+def test_a_loss_that_is_not_finite_is_told_as_it_is(loss):
+    metric = TokenLoss()
+    for each in (1.0, loss):
+        metric.update(torch.tensor(each), torch.zeros(1, 4, dtype=torch.int64))
+    assert metric.compute().item() == pytest.approx(loss, nan_ok=True)

@@ -140,6 +140,7 @@ class TokenDataModule(lightning.LightningDataModule):
             micro_size=self.micro_size,
             rank=trainer.global_rank,
             world_size=trainer.world_size,
+            accumulation=self.accumulation,
             start=self.samples_seen(trainer.global_step),
         )
         self.training_feed = self._feed("train", order.stream)

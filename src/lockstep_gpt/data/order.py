@@ -89,9 +89,9 @@ def windows(positions: Positions, size: int, seed: int) -> Positions:
 class Order:
     """The training windows of one rank.
 
-    Micro-step m of all ranks takes M = world_size * micro_size positions from start + m M on, and
-    rank r of them `micro_size` from r micro_size on. So an optimizer step of `a` micro-steps takes
-    the next a M, whatever the factors are.
+    An optimizer step of W ranks with A micro-steps each takes the next K = W A micro-batches, and
+    rank r the block of them from r A on. So micro-batch k of a step has the same samples whatever
+    W and A are, and neighbors are on one rank, which can add up what they give.
     """
 
     seed: int
@@ -99,6 +99,7 @@ class Order:
     micro_size: int  # B
     rank: int
     world_size: int
+    accumulation: int = 1  # micro-steps per optimizer step, A
     start: int = 0  # samples that the run has seen before
 
     def stream(self, first: int, stride: int = 1) -> Iterator[Positions]:
@@ -106,7 +107,9 @@ class Order:
         count = max(1, CHUNK // self.micro_size)
         while True:
             numbers = first + stride * np.arange(count)
-            starts = self.start + (numbers * self.world_size + self.rank) * self.micro_size
+            steps, leaves = np.divmod(numbers, self.accumulation)
+            blocks = (steps * self.world_size + self.rank) * self.accumulation
+            starts = self.start + (blocks + leaves) * self.micro_size
             positions = starts[:, None] + np.arange(self.micro_size)  # (count, B)
             yield from windows(positions, self.size, self.seed)
             first += stride * count

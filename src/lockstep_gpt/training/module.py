@@ -19,7 +19,7 @@ from lockstep_gpt.run_directory import refuse_another_identity
 from lockstep_gpt.training.optim import build_optimizer
 from lockstep_gpt.training.resuming import apply_settings, fitting_of, realign
 from lockstep_gpt.training.schedule import Schedule
-from lockstep_gpt.training.seeds import seed_device, step_seed
+from lockstep_gpt.training.seeds import leaf_seed, seed_device
 from lockstep_gpt.training.token_loss import TokenLoss
 
 
@@ -35,8 +35,9 @@ class GPTModule(lightning.LightningModule):
         self.token_loss = TokenLoss()
         self.val_loss: float | None = None
         self.grad_norm: Tensor | None = None  # of the last update, before clipping
-        self.loss_sum: Tensor | None = None  # over the micro-batches since `take_loss`
-        self.loss_count = 0
+        self.leaf = 0  # number of the micro-batch among those of a step on this rank
+        self.losses: dict[int, Tensor] = {}  # leaf -> sum over the steps since `take_losses`
+        self.loss_steps = 0
         self.skipped = torch.zeros((), dtype=torch.int64)  # updates of gradients not finite
         self.trained: list[nn.Parameter] = []  # a walk through all modules costs each step time
 
@@ -66,32 +67,36 @@ class GPTModule(lightning.LightningModule):
             loss = cast(Tensor, self.trainer.strategy.training_step((tokens, tokens), 0))
             loss.backward()  # type: ignore[no-untyped-call]
             self.zero_grad()
-            self.take_loss()
+            self.take_losses()
             for buffer, before in zip(self.model.buffers(), kept, strict=True):
                 buffer.copy_(before)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:  # noqa: ARG002
-        """Make dropout a function of seed, step and rank, so that a resumed run repeats it."""
-        if batch_idx % self.trainer.accumulate_grad_batches == 0:
-            seed_device(
-                step_seed(self.config.seed, self.trainer.global_step, self.trainer.global_rank),
-                self.device,
-            )
+        """Make dropout a function of seed, step and micro-batch, on whatever rank it is."""
+        accumulation = self.trainer.accumulate_grad_batches
+        self.leaf = batch_idx % accumulation
+        leaf = self.trainer.global_rank * accumulation + self.leaf
+        seed_device(leaf_seed(self.config.seed, self.trainer.global_step, leaf), self.device)
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:  # noqa: ARG002
         """Return the mean loss of one micro-batch of tokens and targets, each (B, T)."""
         loss: Tensor = self.model(*batch)
-        detached = loss.detach()
-        self.loss_sum = detached if self.loss_sum is None else self.loss_sum + detached
-        self.loss_count += 1
+        detached, before = loss.detach(), self.losses.get(self.leaf)
+        self.losses[self.leaf] = detached if before is None else before + detached
+        self.loss_steps += self.leaf == 0
         return loss
 
-    def take_loss(self) -> Tensor:
-        """Return the mean loss since the last call, on the device, over this rank's samples."""
-        assert self.loss_sum is not None, "called before a training step"
-        mean = self.loss_sum / self.loss_count
-        self.loss_sum, self.loss_count = None, 0
-        return mean
+    def take_losses(self) -> Tensor:
+        """Return the mean losses since the last call, float64, shape (micro-batches of a step).
+
+        They are those of this rank. Each has a sum of its own, so the mean over all ranks is the
+        same to the bit however many ranks share them.
+        """
+        assert self.losses, "called before a training step"
+        sums = torch.stack([self.losses[leaf] for leaf in sorted(self.losses)]).double()
+        means = sums / self.loss_steps
+        self.losses, self.loss_steps = {}, 0
+        return means
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:  # noqa: ARG002
         """Count one micro-batch in; rows of padding have targets that count nothing."""

@@ -1,4 +1,4 @@
-"""The random numbers of a step: a function of the run's seed, the step and the rank."""
+"""The random numbers of a micro-batch: a function of the run's seed, the step and its number."""
 
 import hashlib
 
@@ -16,7 +16,7 @@ def seed_device(seed: int, device: torch.device) -> None:
         torch.cuda.default_generators[device.index or 0].manual_seed(seed)
 
 
-def step_seed(seed: int, step: int, rank: int) -> int:
-    """Return 63 bits that depend on all three."""
-    digest = hashlib.blake2b(f"{seed} {step} {rank}".encode(), digest_size=8).digest()
+def leaf_seed(seed: int, step: int, leaf: int) -> int:
+    """Return 63 bits that depend on all three; `leaf` counts a step's micro-batches over ranks."""
+    digest = hashlib.blake2b(f"{seed} {step} {leaf}".encode(), digest_size=8).digest()
     return int.from_bytes(digest) >> 1

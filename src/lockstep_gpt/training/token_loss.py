@@ -5,34 +5,43 @@ import math
 import torch
 from torch import Tensor
 from torchmetrics import Metric
+from torchmetrics.utilities import dim_zero_cat
 
 from lockstep_gpt.model.functional import IGNORE
 
 
 class TokenLoss(Metric):
-    """Mean cross-entropy over tokens, as a sum and a count that add up over batches and ranks.
+    """Mean cross-entropy over tokens, as a sum and a count over batches and ranks.
 
-    The mean of means would weigh a short last batch like a full one.
+    The mean of means would weigh a short last batch like a full one. The sums of batches are kept
+    apart until the end and then added without rounding in between (`math.fsum`), so the mean is
+    the same to the bit however batches are spread over ranks.
     """
 
     full_state_update = False
-    total: Tensor
+    totals: list[Tensor] | Tensor
     count: Tensor
 
     def __init__(self) -> None:
         super().__init__()
-        self.add_state("total", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
+        self.add_state("totals", [], dist_reduce_fx="cat")
         self.add_state("count", torch.zeros((), dtype=torch.int64), dist_reduce_fx="sum")
 
     def update(self, loss: Tensor, targets: Tensor) -> None:
         """Add the mean `loss` over those of `targets` that are not `IGNORE`."""
         count = (targets != IGNORE).sum()
-        self.total += loss.double() * count
+        self.totals.append(loss.double() * count)  # type: ignore[union-attr]
         self.count += count
 
     def compute(self) -> Tensor:
         """Return the mean over all tokens of all ranks, in nats; its exp is the perplexity."""
-        return self.total / self.count
+        totals = dim_zero_cat(self.totals).tolist()
+        return torch.tensor(_sum(totals), dtype=torch.float64) / self.count.cpu()
+
+
+def _sum(values: list[float]) -> float:
+    """Return the rounded exact sum; of infinities and what is no number as other sums do."""
+    return math.fsum(values) if all(map(math.isfinite, values)) else sum(values)
 
 
 def perplexity(loss: float) -> float:

@@ -82,7 +82,7 @@ class Metrics(StepCallback):
                 logger.info("compiled: the first step took %.1f s", self.first_step_seconds)
         if step % self.every and step != trainer.max_steps:
             return
-        loss = trainer.strategy.reduce(pl_module.take_loss(), reduce_op="mean")
+        loss = trainer.strategy.all_gather(pl_module.take_losses()).mean()
         values = (loss, pl_module.grad_norm, pl_module.skipped)
         loss_value, norm, skipped = torch.stack([value.double() for value in values]).tolist()
         each = [after - before for before, after in pairwise(self._times)]
