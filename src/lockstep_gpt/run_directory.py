@@ -39,7 +39,7 @@ FORMER = {
     "model": ("init_from",),
 }
 # What rank 0 decides for all, and what each machine has of its own.
-MAY_DIFFER = ("run_dir", "run_name", "launch.node_rank", "data.fingerprint")
+MAY_DIFFER = ("run_dir", "run_name", "launch.node_rank", "launch.threads", "data.fingerprint")
 
 
 class RunDirectory:

@@ -126,6 +126,9 @@ def settle(
     name = f"{choices['model']}-{choices['data']}-{world}-{time.strftime('%Y%m%d-%H%M%S')}"
     batch = dict(values["batch"])
     batch["global_size"] = batch["global_size"] or batch["micro_size"] * world
+    launch = dict(values["launch"])
+    if batch["exact_micro_size"] is not None:  # their number decides bits too
+        launch["threads"] = launch["threads"] or threads_of_rank(placement.devices)
     loggers = dict(values["logger"])
     if is_sweep() and "wandb" in loggers:  # together there, unless they have a group
         group = loggers["wandb"].get("group") or run.path.parent.name
@@ -135,6 +138,7 @@ def settle(
         "run_dir": str(run.path),
         "run_name": values["run_name"] or name,
         "batch": batch,
+        "launch": launch,
         "trainer": trainer_settled(values, placement),
         "logger": loggers,
     }
@@ -213,11 +217,16 @@ def rank_environment(config: Config) -> dict[str, str]:
 
     Libraries read these when they are loaded, so they are there before any rank is.
     """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    threads = max(1, (cores or 1) // config.trainer["devices"])
+    threads = config.launch.threads or threads_of_rank(config.trainer["devices"])
     keeps = config.launch.keep_memory and config.trainer["accelerator"] == "cpu"
     ours = {"OMP_NUM_THREADS": str(threads), **(KEEP_MEMORY if keeps else {})}
     return {**ours, **os.environ}
+
+
+def threads_of_rank(devices: int) -> int:
+    """Return a rank's share of the cores that this process may use."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return max(1, (cores or 1) // devices)
 
 
 def join(

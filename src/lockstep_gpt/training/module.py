@@ -38,6 +38,7 @@ class GPTModule(lightning.LightningModule):
         self.leaf = 0  # number of the micro-batch among those of a step on this rank
         self.losses: dict[int, Tensor] = {}  # leaf -> sum over the steps since `take_losses`
         self.loss_steps = 0
+        self.loss_factor = 1.0  # of the loss in the backward pass, beside Lightning's own
         self.skipped = torch.zeros((), dtype=torch.int64)  # updates of gradients not finite
         self.trained: list[nn.Parameter] = []  # a walk through all modules costs each step time
 
@@ -60,7 +61,8 @@ class GPTModule(lightning.LightningModule):
         """
         self.skipped = self.skipped.to(self.device)
         self.trained = [*self.model.parameters()]
-        if self.trainer.world_size > 2 and isinstance(self.trainer.strategy, DDPStrategy):
+        ddp = isinstance(self.trainer.strategy, DDPStrategy)
+        if ddp and self.trainer.world_size > 2 and self.config.batch.exact_micro_size is None:
             shape = (self.trainer.datamodule.micro_size, self.config.model.block_size)  # type: ignore[attr-defined]
             tokens = torch.zeros(shape, dtype=torch.int64, device=self.device)
             kept = [buffer.clone() for buffer in self.model.buffers()]  # BatchNorm's statistics
@@ -85,6 +87,10 @@ class GPTModule(lightning.LightningModule):
         self.losses[self.leaf] = detached if before is None else before + detached
         self.loss_steps += self.leaf == 0
         return loss
+
+    def backward(self, loss: Tensor, *arguments: Any, **settings: Any) -> None:
+        """Compute the gradients of one micro-batch."""
+        super().backward(loss * self.loss_factor, *arguments, **settings)
 
     def take_losses(self) -> Tensor:
         """Return the mean losses since the last call, float64, shape (micro-batches of a step).

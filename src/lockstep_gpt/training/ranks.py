@@ -13,6 +13,7 @@ from typing import Any, Self
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from lockstep_gpt.config import PROGRAM, Config, RunError, UserError
@@ -129,6 +130,15 @@ def from_each_rank(text: str) -> list[str]:
         texts *= dist.get_world_size()
         dist.all_gather_object(texts, text)
     return texts
+
+
+def tensors_of_ranks(own: Tensor) -> Tensor:
+    """Return the tensors of all ranks, of one shape, in a new first dimension."""
+    tensors = [own]
+    if dist.is_initialized():
+        tensors = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+        dist.all_gather(tensors, own)
+    return torch.stack(tensors)
 
 
 def agree(

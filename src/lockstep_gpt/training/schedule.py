@@ -18,6 +18,7 @@ class BatchPlan:
     nodes: int
     accumulation: int  # micro-steps per optimizer step
     block_size: int  # tokens per sample
+    exact: bool = False  # whether gradients are added in one order whatever the world size
 
     @property
     def world_size(self) -> int:
@@ -43,12 +44,41 @@ def plan_batch(batch: BatchConfig, block_size: int, devices: int, nodes: int) ->
     the global batch grows with the devices. A `UserError` says where no whole number fits.
     """
     world_size = devices * nodes
-    micro_size = batch.micro_size or max(1, (batch.global_size or 0) // world_size)
+    exact = batch.exact_micro_size is not None
+    micro_size = (
+        batch.exact_micro_size or batch.micro_size or max(1, (batch.global_size or 0) // world_size)
+    )
     micro_step = micro_size * world_size
     accumulation, rest = divmod(batch.global_size or micro_step, micro_step)
-    if rest or not accumulation:
+    if not exact and (rest or not accumulation):
         raise UserError(_indivisible_line(batch, devices, nodes))
-    return BatchPlan(micro_size, devices, nodes, accumulation, block_size)
+    if exact and world_size not in (fits := exact_world_sizes(batch.global_size or 0, micro_size)):
+        raise UserError(_inexact_line(batch, world_size, fits))
+    return BatchPlan(micro_size, devices, nodes, accumulation, block_size, exact)
+
+
+def exact_world_sizes(global_size: int, micro_size: int) -> list[int]:
+    """Return the numbers of ranks of which each adds up a whole subtree of the micro-batches.
+
+    One rank has the whole tree; more have 2**n micro-batches each.
+    """
+    leaves = global_size // micro_size
+    odd = leaves // (leaves & -leaves)
+    fits = [odd << power for power in range((leaves // odd).bit_length())]
+    return [*fits] if odd == 1 else [1, *fits]
+
+
+def _inexact_line(batch: BatchConfig, world_size: int, fits: list[int]) -> str:
+    assert batch.global_size is not None
+    now = batch.exact_micro_size or 1
+    sizes = [s for s in range(1, batch.global_size + 1) if batch.global_size % s == 0]
+    possible = [s for s in sizes if world_size in exact_world_sizes(batch.global_size, s)]
+    nearest = min(possible, key=lambda s: abs(s - now), default="null")
+    return (
+        f"batch.exact_micro_size={batch.exact_micro_size} adds up alike on "
+        f"{' or '.join(map(str, fits))} devices, not on {world_size}; take one of these, or set "
+        f"batch.exact_micro_size={nearest}"
+    )
 
 
 def _indivisible_line(batch: BatchConfig, devices: int, nodes: int) -> str:

@@ -14,6 +14,7 @@ from lightning import Trainer
 from lockstep_gpt.config import Config
 from lockstep_gpt.registry import asked
 from lockstep_gpt.training.callbacks.step import StepCallback
+from lockstep_gpt.training.ranks import tensors_of_ranks
 from lockstep_gpt.training.token_loss import perplexity
 
 logger = logging.getLogger(__name__)
@@ -82,7 +83,7 @@ class Metrics(StepCallback):
                 logger.info("compiled: the first step took %.1f s", self.first_step_seconds)
         if step % self.every and step != trainer.max_steps:
             return
-        loss = trainer.strategy.all_gather(pl_module.take_losses()).mean()
+        loss = tensors_of_ranks(pl_module.take_losses()).mean()
         values = (loss, pl_module.grad_norm, pl_module.skipped)
         loss_value, norm, skipped = torch.stack([value.double() for value in values]).tolist()
         each = [after - before for before, after in pairwise(self._times)]

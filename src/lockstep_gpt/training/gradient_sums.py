@@ -1,0 +1,160 @@
+"""Adds the gradients of a step in one order, for equal bits on any number of ranks.
+
+A step has K micro-batches of `batch.exact_micro_size` samples, and W ranks compute K / W neighbors
+each. Their gradients are the leaves of one binary tree, which is added up pairwise: the lower part
+within a rank as its gradients come, the upper part among ranks. The error of such a sum grows with
+log2 K, that of a sum one by one with K (Higham 1993, "The accuracy of floating point summation").
+"""
+
+import contextlib
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from lightning import Callback, Trainer
+from torch import Tensor
+from torch.distributed import GradBucket  # type: ignore[attr-defined]
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+
+from lockstep_gpt.config import UserError
+from lockstep_gpt.training.schedule import BatchPlan
+
+# Newer versions of torch call it so, and warn of the older name.
+ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+class PairwiseSum:
+    """Adds lists of tensors in the order of a binary tree, holding log2 of them at most.
+
+    The tree of n lists is that of the largest power of two below n, plus that of the rest.
+    """
+
+    def __init__(self) -> None:
+        self._sums: list[tuple[int, list[Tensor]]] = []  # of 2**level lists each, levels falling
+
+    def add(self, tensors: list[Tensor]) -> None:
+        """Take the next list, which may be changed from now on."""
+        level = 0
+        while self._sums and self._sums[-1][0] == level:
+            torch._foreach_add_(tensors, self._sums.pop()[1])
+            level += 1
+        self._sums.append((level, tensors))
+
+    def partial(self) -> list[list[Tensor]]:
+        """Return the sums so far; the next list, plus each of them in turn, is the sum of all."""
+        return [tensors for _, tensors in reversed(self._sums)]
+
+    def total(self) -> list[Tensor]:
+        """Return the sum of all lists, in the memory of one of them, and forget it."""
+        first, *others = self.partial()
+        for each in others:
+            torch._foreach_add_(first, each)
+        self._sums.clear()
+        return first
+
+
+class GradientSums(Callback):
+    """Puts the sum of a step's gradients, added in the tree's order, in the place of DDP's."""
+
+    def __init__(self, batch: BatchPlan) -> None:
+        self.batch = batch
+        leaves = batch.world_size * batch.accumulation
+        self._whole = 1 << (leaves.bit_length() - 1)  # a power of two changes no digit
+        self._rest = self._whole / leaves  # of the mean's factor
+        self._sums = PairwiseSum()
+        self._parameters: list[Tensor] = []
+        self._scattered: tuple[Any, Tensor, Tensor, Future[Tensor]] | None = None
+        self._gathered: list[tuple[Any, Tensor, Tensor, Future[Tensor]]] = []
+        self._side: Any = contextlib.nullcontext()  # the stream in which a GPU adds up
+
+    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
+        """Take over adding up from DDP, or raise a `UserError` where batches share statistics."""
+        batchnorm = torch.nn.modules.batchnorm._BatchNorm
+        if any(isinstance(each, batchnorm) for each in pl_module.modules()):
+            raise UserError(
+                "batch.exact_micro_size is set, and the model has a BatchNorm, whose statistics "
+                "differ by rank; use a norm over channels, or set batch.exact_micro_size=null"
+            )
+        pl_module.loss_factor = self.batch.accumulation / self._whole  # Lightning divides by it
+        self._parameters = [each for each in pl_module.model.parameters() if each.requires_grad]
+        wrapped: Any = trainer.strategy.model
+        if isinstance(wrapped, DistributedDataParallel):
+            wrapped.register_comm_hook(None, self._exchange)
+        if pl_module.device.type == "cuda":
+            self._side = torch.cuda.stream(torch.cuda.Stream())  # type: ignore[no-untyped-call]
+
+    def on_after_backward(self, trainer: Trainer, pl_module: Any) -> None:  # noqa: ARG002
+        """Take the gradients of one micro-batch away; autograd would add the next one's to them."""
+        is_last = pl_module.leaf == self.batch.accumulation - 1
+        if is_last and self.batch.world_size > 1:
+            return  # `_exchange` has added them
+        if missing := sum(each.grad is None for each in self._parameters):
+            raise UserError(
+                f"batch.exact_micro_size is set, and {missing} of {len(self._parameters)} "
+                "parameters got no gradient; freeze them, or set batch.exact_micro_size=null"
+            )
+        self._sums.add([cast(Tensor, each.grad) for each in self._parameters])
+        if not is_last:
+            for parameter in self._parameters:
+                parameter.grad = None
+            return
+        totals = self._sums.total()
+        if self._rest != 1:
+            torch._foreach_mul_(totals, self._rest)
+        for parameter, total in zip(self._parameters, totals, strict=True):
+            parameter.grad = total
+
+    def _exchange(self, _state: None, bucket: GradBucket) -> Future[Tensor]:
+        """Add a bucket of the last micro-batch to this rank's sum, and that to the other ranks'.
+
+        DDP calls this for one bucket after another while backward goes on. Collectives start here
+        and nowhere else: gloo hangs on one that a future's callback starts.
+        """
+        for partial in self._sums.partial():
+            sums = dict(zip(self._parameters, partial, strict=True))
+            torch._foreach_add_(bucket.gradients(), [sums[each] for each in bucket.parameters()])
+        if bucket.is_last():
+            self._sums = PairwiseSum()
+        buffer = bucket.buffer()
+        if self.batch.world_size == 2:  # a + b is b + a, and two ranks divide by powers of two
+            reduced = dist.all_reduce(buffer, async_op=True).get_future()
+            return cast(Future[Tensor], reduced.then(lambda future: future.value()[0]))
+        result: Future[Tensor] = Future(devices=[buffer.device] if buffer.is_cuda else None)
+        if buffer.is_cuda:
+            self._side.stream.wait_stream(torch.cuda.current_stream())
+        with self._side:
+            self._gather()  # what the last call has scattered meanwhile
+            self._scatter(buffer, result)
+            if bucket.is_last():
+                self._gather()
+                for work, _, whole, future in self._gathered:
+                    work.wait()
+                    future.set_result(whole)  # DDP takes as much of it as its bucket has
+                self._gathered.clear()
+        return result
+
+    def _scatter(self, buffer: Tensor, result: Future[Tensor]) -> None:
+        """Start to send each rank its slice of a bucket."""
+        world = self.batch.world_size
+        rest = -len(buffer) % world
+        sent = torch.nn.functional.pad(buffer, (0, rest)) if rest else buffer
+        received = torch.empty_like(sent)
+        work = dist.all_to_all_single(received, sent, async_op=True)
+        self._scattered = work, received.view(world, -1), sent, result
+
+    def _gather(self) -> None:
+        """Add the ranks' parts of this rank's slice, and start to send the sum to all of them."""
+        if self._scattered is None:
+            return
+        work, parts, whole, result = self._scattered
+        self._scattered = None
+        work.wait()
+        sums = PairwiseSum()
+        for part in parts.unbind():
+            sums.add([part])
+        (total,) = sums.total()
+        if self._rest != 1:
+            total.mul_(self._rest)
+        work = ALL_GATHER(whole, total, async_op=True)
+        self._gathered.append((work, total, whole, result))
