@@ -123,9 +123,15 @@ def as_typed(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def counted(count: int, unit: str) -> str:
+def counted(count: int, unit: str, plural: str = "s") -> str:
     """Return a number of things: `1 step`, `2,000 steps`."""
-    return f"{count:,} {unit}{'s' * (count != 1)}"
+    return f"{count:,} {unit}{plural if count != 1 else ''}"
+
+
+def either(choices: list[Any]) -> str:
+    """Return the choices in words: `1, 2 or 4`."""
+    *others, last = map(str, choices)
+    return f"{', '.join(others)} or {last}" if others else last
 
 
 def is_module(folder: str, name: str) -> bool:
@@ -392,7 +398,7 @@ class Config(Checked):
             self.refuse("max_steps", f"and max_tokens={tokens}: give one and set the other to null")
         _check_trainer(self.trainer)
         _check_strategy(self.strategy)
-        if self.batch.exact_micro_size is not None:
+        if getattr(self.batch, "exact_micro_size", None) is not None:  # made by hand, it may lack
             _check_exact(self)
         asked("CHECK", self)
 

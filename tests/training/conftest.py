@@ -42,6 +42,7 @@ from lockstep_gpt.training.schedule import (
 )
 
 MODEL = {"block_size": 8, "n_layer": 1, "n_head": 2, "n_embd": 16}
+BATCH = {"micro_size": 2, "global_size": 4, "reference_size": 4}
 OPTIM = {"algorithm": "adamw", "lr": 1e-2}
 LIGHTNINGS_NOISE = [
     "`isinstance.treespec, LeafSpec.` is deprecated",
@@ -106,29 +107,29 @@ def folder(tmp_path_factory):
 def new_run(folder):
     """Make a run of `max_steps` updates of two micro-batches of two samples each."""
 
-    def make(*, model=None, optim=None, checkpoint=None, guard=None, **settings):
+    def make(*, model=None, optim=None, checkpoint=None, guard=None, batch=None, **settings):
         config = Config(
             **{"max_steps": 6, "val_every": 3, "log_every": 2, **settings},
-            batch=BatchConfig(micro_size=2, global_size=4, reference_size=4),
+            batch=BatchConfig(**{**BATCH, **(batch or {})}),
             model=ModelConfig(**{**MODEL, **(model or {})}),
             optim=OptimConfig(**{**OPTIM, **(optim or {})}),
             checkpoint=CheckpointConfig(**(checkpoint or {})),
             guard=GuardConfig(**(guard or {})),
         )
         torch.manual_seed(config.seed)
-        batch = plan_batch(config.batch, config.model.block_size, devices=1, nodes=1)
-        schedule = plan_schedule(config, batch)
+        spread = plan_batch(config.batch, config.model.block_size, devices=1, nodes=1)
+        schedule = plan_schedule(config, spread)
         tokenizer = load_index(folder).tokenizer
         data = TokenDataModule(
             folder,
             block_size=config.model.block_size,
-            micro_size=batch.micro_size,
-            accumulation=batch.accumulation,
+            micro_size=spread.micro_size,
+            accumulation=spread.accumulation,
             seed=config.seed,
         )
         module = GPTModule(config, schedule, from_dict(tokenizer))
         content = {"config": {"max_steps": config.max_steps}, "tokenizer": tokenizer}
-        return Run(config, batch, schedule, data, module, content)
+        return Run(config, spread, schedule, data, module, content)
 
     return make
 

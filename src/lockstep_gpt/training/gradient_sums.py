@@ -59,9 +59,8 @@ class GradientSums(Callback):
 
     def __init__(self, batch: BatchPlan) -> None:
         self.batch = batch
-        leaves = batch.world_size * batch.accumulation
-        self._whole = 1 << (leaves.bit_length() - 1)  # a power of two changes no digit
-        self._rest = self._whole / leaves  # of the mean's factor
+        self._whole = 1 << (batch.leaves.bit_length() - 1)  # a power of two changes no digit
+        self._rest = self._whole / batch.leaves  # of the mean's factor
         self._sums = PairwiseSum()
         self._parameters: list[Tensor] = []
         self._scattered: tuple[Any, Tensor, Tensor, Future[Tensor]] | None = None
@@ -153,8 +152,6 @@ class GradientSums(Callback):
         sums = PairwiseSum()
         for part in parts.unbind():
             sums.add([part])
-        (total,) = sums.total()
-        if self._rest != 1:
-            total.mul_(self._rest)
+        total = sums.total()[0] * self._rest  # not in place: the others' parts can go
         work = ALL_GATHER(whole, total, async_op=True)
         self._gathered.append((work, total, whole, result))

@@ -6,7 +6,7 @@ Pure functions of the configuration; nothing here imports torch.
 import math
 from dataclasses import dataclass
 
-from lockstep_gpt.config import BatchConfig, Config, UserError, counted
+from lockstep_gpt.config import BatchConfig, Config, UserError, counted, either
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,16 @@ class BatchPlan:
     def global_size(self) -> int:
         """Samples per optimizer step over all ranks."""
         return self.micro_size * self.world_size * self.accumulation
+
+    @property
+    def leaves(self) -> int:
+        """Micro-batches per optimizer step over all ranks, K."""
+        return self.world_size * self.accumulation
+
+    @property
+    def gradient_copies(self) -> int:
+        """Sums of gradients that a rank keeps beside the gradients, to add them in one order."""
+        return self.accumulation.bit_length() - 1 if self.exact else 0
 
     @property
     def tokens_per_step(self) -> int:
@@ -76,7 +86,7 @@ def _inexact_line(batch: BatchConfig, world_size: int, fits: list[int]) -> str:
     nearest = min(possible, key=lambda s: abs(s - now), default="null")
     return (
         f"batch.exact_micro_size={batch.exact_micro_size} adds up alike on "
-        f"{' or '.join(map(str, fits))} devices, not on {world_size}; take one of these, or set "
+        f"{either(fits)} devices, not on {world_size}; take one of these, or set "
         f"batch.exact_micro_size={nearest}"
     )
 

@@ -175,6 +175,8 @@ def _trainer(
         metrics, *ours = callbacks  # the user's come between: they see what was measured
         chosen = [instantiate(node) for node in config.callbacks.values()]
         places = {"devices": ranks.local_world_size, "num_nodes": ranks.num_nodes}
+        if config.batch.exact_micro_size is not None and config.trainer["accelerator"] == "cuda":
+            places["deterministic"] = True  # else some kernels add in whatever order they end
         # As a partial: Hydra would make configurations of objects that it is given.
         make = instantiate({**config.trainer, **places, "_partial_": True})
         trainer: Trainer = make(

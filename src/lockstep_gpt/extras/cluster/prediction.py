@@ -218,6 +218,8 @@ class _Planner:
         self, batch: BatchPlan, given: BatchConfig, base: float, tokens: float, price: float | None
     ) -> Row:
         memory = self.room.memory(batch.micro_size, batch.world_size)
+        sums = batch.gradient_copies * self.work.states.gradients
+        memory = replace(memory, copies=memory.copies + sums)
         fits = memory.total <= self.room.hardware.memory
         time = step_time(self.work, batch, self.room.hardware)
         speed = batch.tokens_per_step / time.total

@@ -27,6 +27,8 @@ class Checkpoints(StepCallback, Checkpoint):
     urgent: bool = field(default=False, init=False)  # save after the next validation in any case
     # Step of a kept checkpoint -> its validation loss.
     losses: dict[int, float] = field(default_factory=dict, init=False)
+    # Step of each checkpoint that was ever made -> SHA-256 of its weights.
+    weights: dict[int, str] = field(default_factory=dict, init=False)
 
     def validates(self, step: int) -> bool:
         """Tell whether a validation follows optimizer step `step`."""
@@ -84,13 +86,21 @@ class Checkpoints(StepCallback, Checkpoint):
             "global_batch_size": self.batch.global_size,
             "best_checkpoint": str(files.checkpoint_path(self.folder, best[0])) if best else None,
             "last_checkpoint": str(last) if last else None,
+            "weights": self.weights,
         }
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: Any, checkpoint: Any) -> None:  # noqa: ARG002
-        """Add the configuration, the tokenizer and the counts of samples and tokens."""
+        """Add the configuration, the tokenizer, counts of samples and tokens, sums of weights."""
         data: Any = trainer.datamodule  # type: ignore[attr-defined]
         samples = data.samples_seen(trainer.global_step)
         checkpoint.update(self.content, samples=samples, tokens=samples * self.batch.block_size)
+        if trainer.is_global_zero and (found := files.digest(checkpoint["state_dict"])):
+            self.weights[trainer.global_step] = found
+            checkpoint["weights"] = dict(self.weights)
+
+    def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: Any) -> None:  # noqa: ARG002
+        """Go on with the sums of the weights up to there."""
+        self.weights = dict(checkpoint.get("weights", {}))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the losses of the kept checkpoints, which decide what is best."""

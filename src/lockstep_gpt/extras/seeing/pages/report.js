@@ -239,6 +239,9 @@ function start() {
   element("advice").textContent =
     runs.length === 1 && runs[0].advice ? `The ${runs[0].advice}.` : "";
   element("receipt").replaceChildren(table(runs.map((run) => run.receipt)));
+  const weights = runs.map((run) => run.summary.weights ?? {});
+  element("weights").replaceChildren(table(weights, (sum) => (sum ?? "").slice(0, 12)));
+  element("weights-section").hidden = weights.every((sums) => Object.keys(sums).length === 0);
   element("environment").replaceChildren(table(runs.map((run) => run.environment)));
   element("environment-section").hidden = runs.every(
     (run) => Object.keys(run.environment).length === 0,
