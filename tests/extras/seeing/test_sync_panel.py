@@ -152,6 +152,11 @@ def test_compression_that_remembers_is_refused(fitted):
         fitted(SyncPanel(), strategy={"comm_hook": "powersgd"})
 
 
+def test_sums_in_another_order_are_refused(fitted):
+    with pytest.raises(UserError, match=r"batch\.exact_micro_size adds in another order"):
+        fitted(SyncPanel(), batch={"exact_micro_size": 2})
+
+
 def test_strategies_that_shard_gradients_are_refused(new_run):
     trainer = lightning.Trainer(accelerator="cpu", strategy=ModelParallelStrategy(), devices=1)
     with pytest.raises(UserError, match="not under ModelParallelStrategy; drop it"):

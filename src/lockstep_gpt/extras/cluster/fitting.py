@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, cast
 
 from omegaconf import OmegaConf
@@ -16,7 +16,7 @@ from lockstep_gpt.extras.cluster.memory import Footprint, Memory
 from lockstep_gpt.extras.cluster.sharing import SIZES, Sharing
 from lockstep_gpt.launch import choices
 from lockstep_gpt.model.gpt import GPT
-from lockstep_gpt.training.schedule import BatchPlan
+from lockstep_gpt.training.schedule import BatchPlan, exact_world_sizes
 
 CHECKPOINTING = "model.activation_checkpointing=true"
 
@@ -52,8 +52,10 @@ class Room:
 
     def memory(self, micro_size: int, world_size: int) -> Memory:
         """Return the peak of each of so many ranks that takes `micro_size` samples at a time."""
-        footprint = self._footprint(world_size)
-        return footprint.memory(micro_size, self.hardware.context, self._copies(world_size))
+        peak = self._footprint(world_size).memory(
+            micro_size, self.hardware.context, self._copies(world_size)
+        )
+        return replace(peak, copies=peak.copies + self._sums(micro_size, world_size))
 
     def largest_micro_size(self, world_size: int) -> int:
         """Return how many samples fit at a time; 0 if not even one does."""
@@ -106,6 +108,15 @@ class Room:
             return self.together.shared(self.sharing, world_size)
         return self.alone
 
+    def _sums(self, micro_size: int, world_size: int) -> int:
+        """Return the bytes of the sums that a rank keeps to add gradients in one order."""
+        batch = self.config.batch
+        if batch.exact_micro_size is None:
+            return 0
+        accumulation = (batch.global_size or 0) // (micro_size * world_size)
+        plan = BatchPlan(micro_size, world_size, 1, accumulation, 0, exact=True)
+        return plan.gradient_copies * self.alone.states.gradients
+
     def _copies(self, world_size: int) -> bool:
         """Tell whether DDP keeps a copy of the gradients."""
         views = self.config.strategy.get("gradient_as_bucket_view", True)
@@ -123,7 +134,13 @@ def _smaller(words: str, room: Room, batch: BatchPlan, config: BatchConfig) -> I
     most = min(room.largest_micro_size(batch.world_size), batch.micro_size - 1)
     samples = batch.micro_size * batch.accumulation
     fixed = config.global_size is not None
-    sizes = (size for size in range(most, 0, -1) if not (fixed and samples % size))
-    if size := next(sizes, None):
+    sizes = [size for size in range(most, 0, -1) if not (fixed and samples % size)]
+    name = "batch.micro_size"
+    if batch.exact:
+        name, world = "batch.exact_micro_size", batch.world_size
+        fits = partial(exact_world_sizes, batch.global_size)
+        totals = {size: room.memory(size, world).total for size in sizes if world in fits(size)}
+        sizes = [size for size, total in totals.items() if total <= room.hardware.memory]
+    for size in sizes[:1]:
         total = room.memory(size, batch.world_size).total
-        yield Remedy(f"{words} batch.micro_size={size}".strip(), total)
+        yield Remedy(f"{words} {name}={size}".strip(), total)

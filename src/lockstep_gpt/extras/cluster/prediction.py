@@ -173,7 +173,8 @@ class _Planner:
         batch = self.room.config.batch
         if batch.global_size is None:
             return "weak", batch, []
-        if scaling == "strong" or (scaling is None and self._all_divide(world_sizes)):
+        exact = batch.exact_micro_size is not None  # others are refused, one by one
+        if scaling == "strong" or exact or (scaling is None and self._all_divide(world_sizes)):
             return "strong", batch, []
         several = [world_size for world_size in sorted(world_sizes) if world_size > 1]
         fitting = filter(None, map(self.room.largest_micro_size, several or [1]))
@@ -218,8 +219,6 @@ class _Planner:
         self, batch: BatchPlan, given: BatchConfig, base: float, tokens: float, price: float | None
     ) -> Row:
         memory = self.room.memory(batch.micro_size, batch.world_size)
-        sums = batch.gradient_copies * self.work.states.gradients
-        memory = replace(memory, copies=memory.copies + sums)
         fits = memory.total <= self.room.hardware.memory
         time = step_time(self.work, batch, self.room.hardware)
         speed = batch.tokens_per_step / time.total
