@@ -31,9 +31,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DistributedSampler
 
 from lockstep_gpt.data.order import validation_rows
+from lockstep_gpt.training.gradient_sums import PairwiseSum
 
 Finding = tuple[str, str]  # symptom and cure, each with what was measured
+Tensors = list[torch.Tensor]
 HANG_SECONDS = 2.0  # after which a collective that waits for nobody is ended
+FEW_STEPS = 10
 WAY_OUT = 60.0  # seconds that rank 1 stays while rank 0 hangs
 
 
@@ -213,6 +216,58 @@ class _TwoHeads(nn.Module):
         return result
 
 
+def sums_in_another_order(_words: list[str], _folder: Path) -> Finding:
+    """Why one GPU and two differ in the eighth digit: each adds in an order of its own."""
+    apart, largest, size = _differing(_one_by_one)
+    cured, _, _ = _differing(_in_the_tree)
+    return (
+        f"after {FEW_STEPS} steps of 8 micro-batches in float32, {apart} of {size} weights of one "
+        f"rank and two differ, by up to {largest:.0e}: ((0+1)+2)+... is not (0+...+3)+(4+...+7)",
+        f"both add pairwise, ((0+1)+(2+3))+((4+5)+(6+7)), as batch.exact_micro_size does: {cured} "
+        f"of {size}",
+    )
+
+
+def _one_by_one(leaves: list[Tensors]) -> Tensors:
+    """Add as gradients accumulate."""
+    return [sum(each[1:], start=each[0]) for each in zip(*leaves, strict=True)]
+
+
+def _in_the_tree(leaves: list[Tensors]) -> Tensors:
+    sums = PairwiseSum()
+    for leaf in leaves:
+        sums.add(leaf)
+    return sums.total()
+
+
+def _differing(add: Callable[[list[Tensors]], Tensors]) -> tuple[int, float, int]:
+    """Return how many weights of one rank and of two differ, the largest difference, and all."""
+    alone, shared = _weights(add, 1), _weights(add, 2)
+    gaps = (alone - shared).abs()
+    return int(gaps.count_nonzero()), float(gaps.max()), len(gaps)
+
+
+def _weights(add: Callable[[list[Tensors]], Tensors], ranks: int) -> torch.Tensor:
+    """Train on so many ranks; each adds the gradients of its share of 8 micro-batches by `add`."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 1))
+    parameters, share = [*model.parameters()], 8 // ranks
+    optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+    for _ in range(FEW_STEPS):
+        batch = torch.randn(8, 4, 16)  # drawn alike by all
+        first = share * dist.get_rank() if ranks > 1 else 0
+        leaves = [
+            [*torch.autograd.grad(model(leaf).square().mean() / 8, parameters)]
+            for leaf in batch[first : first + share]
+        ]
+        for parameter, total in zip(parameters, add(leaves), strict=True):
+            if ranks > 1:
+                dist.all_reduce(total)
+            parameter.grad = total
+        optimizer.step()
+    return torch.cat([each.detach().flatten() for each in parameters])
+
+
 def unused_parameters(_words: list[str], _folder: Path) -> Finding:
     """A layer that takes no part in a step, and DDP waits for its gradient."""
 
@@ -301,6 +356,7 @@ ON_TWO_RANKS: tuple[Pitfall, ...] = (
     collective_on_rank_zero_only,
     average_over_padding,
     batchnorm_of_tiny_batches,
+    sums_in_another_order,
     unused_parameters,
 )
 

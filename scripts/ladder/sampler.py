@@ -11,8 +11,9 @@ class EpochSampler:
     """The windows of one rank, an epoch at a time: `DistributedSampler`'s contract over our order.
 
     For loops and data sets of one's own; it takes the memory of `CHUNK` windows. Ranks take turns
-    by whole micro-batches, as in a run, and all have as many: the tail of an epoch that does not
-    divide is dropped, or with `drop_last=False` filled up with windows from its beginning.
+    by whole micro-batches, as in a run that accumulates nothing, and all have as many: the tail of
+    an epoch that does not divide is dropped, or with `drop_last=False` filled up with windows from
+    its beginning.
     """
 
     def __init__(

@@ -17,7 +17,7 @@ LADDER = ROOT / "scripts" / "ladder"
 LAUNCHERS = ("RANK", "LOCAL_", "WORLD_SIZE", "MASTER_", "PYTEST_", "OMP_NUM_THREADS")
 # Runs side by side are as equal as others, and sooner done.
 MORE = {"compare.py": ["--at-once=3"]}
-NO_SETTINGS = ("mini_allreduce.py", "collectives.py")
+NO_SETTINGS = ("mini_allreduce.py", "collectives.py", "sums.py")
 
 
 def environment(**more: str) -> dict[str, str]:

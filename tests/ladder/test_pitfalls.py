@@ -69,6 +69,15 @@ def test_batchnorm_depends_on_the_ranks_and_layernorm_does_not(numbers):
     assert cured == 0
 
 
+def test_sums_of_one_rank_and_two_differ_unless_both_add_in_the_tree(numbers):
+    (steps, leaves, bits, apart, size, *_), (*_, differing, all_of_them) = numbers(
+        "sums in another order"
+    )
+    assert (steps, leaves, bits) == (10, 8, 32)
+    assert apart > 0.02 * size
+    assert (differing, all_of_them) == (0, size)
+
+
 def test_a_layer_left_out_stops_ddp_at_its_second_step(numbers):
     assert numbers("unused parameters") == [[1, 3], [3, 3]]
 

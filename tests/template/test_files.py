@@ -52,6 +52,7 @@ AT_THE_ROOT = {
     "docs/resume.md",
     "docs/scaling.md",
     "docs/settings.md",
+    "docs/sums.png",
     "docs/sweeps.md",
     "docs/troubleshooting.md",
     "docs/tutorial.md",
