@@ -465,7 +465,7 @@ def test_exact_sums_go_on_with_their_threads_on_numbers_of_devices_that_fit(comm
     command.train(*words, *every, "run_dir=run", *two)
     go_on = ["train", "run_dir=run", "resume=auto", "max_steps=6"]
     said = command(*go_on, "trainer.devices=3", status=2).stderr
-    assert "adds up alike on 1, 2 or 4 devices, not on 3" in said
+    assert "gives equal bits on 1, 2 or 4 devices, not on 3" in said
     assert "launch.threads=2 instead of 1" in command(*go_on, "launch.threads=2", status=2).stderr
     command(*go_on, "trainer.devices=1")
     found, expected = (command.summary(run)["weights"] for run in ("run", "whole"))

@@ -476,14 +476,16 @@ def _check_strategy(strategy: dict[str, Any]) -> None:
 
 def _check_exact(config: Config) -> None:
     """Check that nothing but our own sums adds gradients up."""
-    rule = "adds up by rank; set batch.exact_micro_size=null"
+    rule = "adds gradients in the order of the ranks; set batch.exact_micro_size=null"
     for name, needed in (("comm_hook", "none"), ("find_unused_parameters", False)):
         value = config.strategy.get(name, needed)
-        check(f"strategy.{name}", value, value == needed, f"{rule}, or it to {as_typed(needed)}")
+        rest = f", or strategy.{name}={as_typed(needed)}"
+        check(f"strategy.{name}", value, value == needed, rule + rest)
     target = config.strategy.get("_target_", STRATEGIES[0])
     check("strategy._target_", target, target in STRATEGIES, f"{rule}, or strategy=ddp")
     synchronized = config.trainer.get("sync_batchnorm", False)
-    check("trainer.sync_batchnorm", synchronized, not synchronized, f"{rule}, or it to false")
+    rest = ", or trainer.sync_batchnorm=false"
+    check("trainer.sync_batchnorm", synchronized, not synchronized, rule + rest)
 
 
 def check_switch(setting: str, value: Any) -> None:

@@ -98,7 +98,7 @@ def test_the_numbers_of_devices_that_add_up_alike():
     ("world", "said"),
     [
         (2, "on 1, 3, 6 or 12 devices, not on 2; .* set batch.exact_micro_size=3"),
-        (5, "not on 5; .* set batch.exact_micro_size=null"),
+        (5, "not on 5; .* set batch.global_size=10"),
     ],
 )
 def test_other_numbers_of_devices_are_refused_with_the_nearest_size(world, said):

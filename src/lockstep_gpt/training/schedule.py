@@ -79,15 +79,17 @@ def exact_world_sizes(global_size: int, micro_size: int) -> list[int]:
 
 
 def _inexact_line(batch: BatchConfig, world_size: int, fits: list[int]) -> str:
-    assert batch.global_size is not None
-    now = batch.exact_micro_size or 1
-    sizes = [s for s in range(1, batch.global_size + 1) if batch.global_size % s == 0]
-    possible = [s for s in sizes if world_size in exact_world_sizes(batch.global_size, s)]
-    nearest = min(possible, key=lambda s: abs(s - now), default="null")
+    total, now = batch.global_size or 0, batch.exact_micro_size or 1
+    sizes = [size for size in range(1, total + 1) if total % size == 0]
+    possible = [size for size in sizes if world_size in exact_world_sizes(total, size)]
+    each = 1 << max(0, round(math.log2(total / now / world_size)))  # micro-batches of a rank
+    remedy = f"batch.global_size={now * world_size * each}"
+    if possible:
+        nearest = min(possible, key=lambda size: abs(size - now))
+        remedy = f"batch.exact_micro_size={nearest}"
     return (
-        f"batch.exact_micro_size={batch.exact_micro_size} adds up alike on "
-        f"{either(fits)} devices, not on {world_size}; take one of these, or set "
-        f"batch.exact_micro_size={nearest}"
+        f"batch.exact_micro_size={now} of batch.global_size={total} gives equal bits on "
+        f"{either(fits)} devices, not on {world_size}; take one of these, or set {remedy}"
     )
 
 
