@@ -23,7 +23,7 @@ TESTED = ("docs/export.md", "docs/own_model.md", "docs/report.md", "docs/sync_pa
 ELSEWHERE = {
     "python3 scripts/dev.py": "tests/scripts/test_dev.py runs it in a project of its own",
     "lockstep-gpt doctor": "tests/extras/cluster/test_doctor.py",
-    "lockstep-gpt drill": "tests/extras/cluster/test_drill.py",
+    "lockstep-gpt drill": "tests/extras/cluster/test_drill.py, and test_exactness.py",
     "python3 -c": "the story of all pages begins with it",
     "sbatch": "tests/scripts/test_slurm.py, on a SLURM of its own",
     "printf": "of the same page",

@@ -7,13 +7,10 @@ with the cause on the screen and every finished checkpoint whole.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import math
 import random
 import shutil
 import signal
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -21,27 +18,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from lockstep_gpt.config import PROGRAM, counted, groups
-from lockstep_gpt.run_directory import RunDirectory
+from lockstep_gpt.extras.cluster import exactness
+from lockstep_gpt.extras.cluster.small_runs import LIMIT, SmallRuns
 
 if TYPE_CHECKING:
     import torch
 
-EXPERIMENT = [
-    "experiment=smoke",
-    "logger=none",
-    "model.dropout=0.1",
+SETTINGS = [
     "batch.global_size=12",
     "batch.micro_size=2",
-    "log_every=1",
     "val_every=50",
     "checkpoint.every=10",
     "checkpoint.keep_last=3",
     "launch.max_restarts=99",
 ]
-LIMIT = 600  # seconds for any one run
-POLL = 0.05
-
-
 SHARES_LEFT = 5.5  # of an undisturbed run's time: what all others take together
 RESTART_SECONDS = 5
 
@@ -55,6 +45,8 @@ class Outcome(NamedTuple):
 
 def main(arguments: list[str]) -> int:
     """Run all drills and print their table; 1 if any fails."""
+    if arguments[:1] == ["exact"]:
+        return exactness.main(arguments[1:])
     options, overrides = _parser().parse_known_args(arguments)
     with tempfile.TemporaryDirectory(prefix="drill-") as folder:
         drill = Drill(Path(folder), options, overrides)
@@ -74,6 +66,7 @@ def _parser() -> argparse.ArgumentParser:
         prog=f"{PROGRAM} drill",
         description="Break small runs on this machine in every way; what else is given goes to "
         f"{PROGRAM} train, trainer=gpu for one.",
+        epilog=f"{PROGRAM} drill exact shows instead that every number of ranks gives equal bits.",
     )
     parser.add_argument("--ranks", type=int, default=2, help="devices of each run (default: 2)")
     parser.add_argument("--steps", type=int, default=300, help="of each run (default: 300)")
@@ -82,25 +75,16 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-class Drill:
+class Drill(SmallRuns):
     """Runs of one small experiment below `folder`, one of which nobody disturbs."""
 
     def __init__(self, folder: Path, options: argparse.Namespace, overrides: list[str]) -> None:
-        self.folder = folder
         self.ranks: int = options.ranks
         self.steps: int = options.steps
         self.faults: int = options.faults
         self.random = random.Random(options.seed)
-        self.corpus = folder / "corpus"  # some modules of the standard library
-        modules = Path(asyncio.__file__).parent.glob("*.py")
-        self.corpus.mkdir()
-        for module in modules:
-            shutil.copy(module, self.corpus)
         own = [f"trainer.devices={options.ranks}", f"max_steps={options.steps}"]
-        choices = ["trainer=cpu", "data=text", f"data.path={self.corpus}"]
-        given = {word.partition("=")[0].partition(".")[0] for word in overrides}
-        place = [word for word in choices if word.partition("=")[0].partition(".")[0] not in given]
-        self.words = [*EXPERIMENT, *place, *own, f"data.root={folder / 'data'}", *overrides]
+        super().__init__(folder, [*SETTINGS, *own], overrides)
 
     def run(self) -> bool:
         """Do one drill after the other, and tell when each begins and ends; False if one failed."""
@@ -130,7 +114,7 @@ class Drill:
     def undisturbed(self) -> Outcome:
         """Train once without a fault: what the others are compared with."""
         started = time.monotonic()
-        status, said = self._train("whole")
+        status, said = self.train("whole")
         self.seconds = time.monotonic() - started
         detail = f"{self.seconds:.0f} s" if status == 0 else f"exit {status}: {said.strip()}"
         return Outcome(status == 0, detail)
@@ -142,7 +126,7 @@ class Drill:
             f"{step}:{self.random.randrange(self.ranks)}:{self.random.choice(KILLS)}"
             for step in steps
         ]
-        status, said = self._train("hit", *self._faults("hit", plan))
+        status, said = self.train("hit", *self._faults("hit", plan))
         recovered = self._recoveries("hit", plan)
         slowest = f"{max(recovered):.1f} s at most to the next step" if recovered else ""
         restarts = counted(said.count("restarting"), "restart")
@@ -152,28 +136,28 @@ class Drill:
     def second_command(self) -> Outcome:
         """Start it again: on a run that goes on it is refused, on one that is done all stays."""
         before = self._content("whole")
-        again, _ = self._train("whole", resume=True)
+        again, _ = self.train("whole", resume=True)
         kept = again == 0 and self._content("whole") == before
-        process = self._start("orphan")
-        self._wait_for_step("orphan", 1)
-        status, said = self._train("orphan", resume=True)
+        process = self.start("orphan")
+        self.wait_for_step("orphan", 1, process)
+        status, said = self.train("orphan", resume=True)
         process.kill()
         process.communicate()
-        self._gone("orphan")
+        self.gone("orphan")
         shutil.rmtree(self.folder / "orphan")
         detail = f"exit {status} while it goes on, {again} when it is done"
         return Outcome(kept and status == 2 and "is in use by process" in said, detail)
 
     def killed_parent(self) -> Outcome:
         """SIGKILL to the command itself: nothing outlives it, and it goes on with its data."""
-        process = self._start("orphan")
-        self._wait_for_step("orphan", self.steps // 3)
+        process = self.start("orphan")
+        self.wait_for_step("orphan", self.steps // 3, process)
         process.kill()
         process.communicate()
-        orphans = self._gone("orphan")
+        orphans = self.gone("orphan")
         grown = self.corpus / "grown.py"
         grown.write_text("grown = True\n" * 9999, encoding="utf-8")
-        status, _ = self._train("orphan", resume=True)
+        status, _ = self.train("orphan", resume=True)
         grown.unlink()  # those that begin anew begin as the first
         detail = f"{orphans} processes left, resumed, {self._bits('orphan')}"
         passed = self._equal("orphan", status) and not orphans
@@ -181,32 +165,32 @@ class Drill:
 
     def stopped_parent(self) -> Outcome:
         """SIGTERM to the command: a save, an exit of 143, and it can go on."""
-        process = self._start("stopped")
-        self._wait_for_step("stopped", self.steps // 3)
+        process = self.start("stopped")
+        self.wait_for_step("stopped", self.steps // 3, process)
         started = time.monotonic()
         process.send_signal(signal.SIGTERM)
         process.communicate(timeout=LIMIT)
         seconds = time.monotonic() - started
-        status, _ = self._train("stopped", resume=True)
+        status, _ = self.train("stopped", resume=True)
         passed = process.returncode == 128 + signal.SIGTERM and self._equal("stopped", status)
         detail = f"exit {process.returncode} after {seconds:.1f} s, {self._bits('stopped')}"
         return Outcome(passed, detail)
 
     def flipped_bit(self) -> Outcome:
         """Damage the newest checkpoint: the one before it is taken."""
-        process = self._start("flipped")
-        self._wait_for_step("flipped", self.steps // 3)
+        process = self.start("flipped")
+        self.wait_for_step("flipped", self.steps // 3, process)
         process.kill()
         process.communicate()
-        self._gone("flipped")
+        self.gone("flipped")
         from lockstep_gpt.training.checkpoint import checkpoints_in
 
-        newest = checkpoints_in(RunDirectory(self.folder / "flipped").checkpoints)[-1]
+        newest = checkpoints_in(self.directory("flipped").checkpoints)[-1]
         content = bytearray(newest.read_bytes())
         content[len(content) // 2] ^= 1
         newest.write_bytes(content)
-        status, _ = self._train("flipped", resume=True)
-        log = RunDirectory(self.folder / "flipped").log.read_text(encoding="utf-8")
+        status, _ = self.train("flipped", resume=True)
+        log = self.directory("flipped").log.read_text(encoding="utf-8")
         aside = f"skipped {newest}" in log and (newest.parent / "damaged" / newest.name).is_file()
         detail = f"{'set aside' if aside else 'NOT SET ASIDE'}, {self._bits('flipped')}"
         passed = self._equal("flipped", status) and aside
@@ -215,7 +199,7 @@ class Drill:
     def broken_gradient(self) -> Outcome:
         """NaN on one rank: all stop, the weights untouched, the checkpoints sound."""
         at = self.steps // 2
-        status, said = self._train("nan", *self._faults("nan", [f"{at}:{self.ranks - 1}:nan"]))
+        status, said = self.train("nan", *self._faults("nan", [f"{at}:{self.ranks - 1}:nan"]))
         passed = status == 1 and f"step {at + 1}: the gradient is not finite" in said
         return Outcome(passed and self._sound("nan"), f"exit {status}")
 
@@ -225,29 +209,10 @@ class Drill:
             return Outcome(True, "left out: needs the extra `guards`")
         plan = self._faults("hang", [f"{self.steps // 2}:{self.ranks - 1}:hang"])
         started = time.monotonic()
-        status, said = self._train("hang", *plan, "guard.stall_after=5")
+        status, said = self.train("hang", *plan, "guard.stall_after=5")
         passed = status == 1 and "no step for 5 s" in said and self._sound("hang")
         detail = f"exit {status} after {time.monotonic() - started:.0f} s, a limit of 5 s"
         return Outcome(passed, detail)
-
-    def _start(self, name: str, *overrides: str, resume: bool = False) -> subprocess.Popen[str]:
-        run = f"run_dir={self.folder / name}"
-        words = (
-            [run, "resume=auto", "trust_run_dir=true"] if resume else [*self.words, run, *overrides]
-        )
-        command = [sys.executable, "-m", "lockstep_gpt", "train", *words]
-        quiet, kept = subprocess.DEVNULL, subprocess.PIPE
-        return subprocess.Popen(command, stdout=quiet, stderr=kept, text=True)
-
-    def _train(self, name: str, *overrides: str, resume: bool = False) -> tuple[int, str]:
-        """Train to the end; return the exit status and what was said of errors."""
-        process = self._start(name, *overrides, resume=resume)
-        try:
-            _, said = process.communicate(timeout=LIMIT)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            _, said = process.communicate()
-        return process.returncode, said
 
     def _faults(self, name: str, plan: list[str]) -> list[str]:
         notes = self.folder / f"{name}.faults"
@@ -256,23 +221,9 @@ class Drill:
         target = f"{node}._target_=lockstep_gpt.extras.cluster.faults.Faults"
         return [target, f"{node}.folder={notes}", f"{node}.plan=[{','.join(map(repr, plan))}]"]
 
-    def _wait_for_step(self, name: str, step: int) -> None:
-        metrics, end = RunDirectory(self.folder / name).metrics, time.monotonic() + LIMIT
-        while time.monotonic() < end:
-            if metrics.is_file() and len(metrics.read_text(encoding="utf-8").splitlines()) > step:
-                return
-            time.sleep(POLL)
-
     def _content(self, name: str) -> dict[Path, bytes]:
         files = (path for path in (self.folder / name).rglob("*") if path.is_file())
         return {path: path.read_bytes() for path in files}
-
-    def _gone(self, name: str) -> int:
-        """Give the run's processes ten seconds to end; return how many are left."""
-        end = time.monotonic() + 10
-        while (left := _processes_of(self.folder / name)) and time.monotonic() < end:
-            time.sleep(POLL)
-        return left
 
     def _recoveries(self, name: str, plan: list[str]) -> list[float]:
         """Return the seconds from each fault to the end of the next step."""
@@ -297,7 +248,7 @@ class Drill:
         return sum(int((ours[key] != theirs[key]).sum()) for key in theirs)
 
     def _weights(self, name: str) -> dict[str, torch.Tensor]:
-        folder = RunDirectory(self.folder / name).checkpoints
+        folder = self.directory(name).checkpoints
         path = folder / f"step={self.steps:06d}.ckpt"
         if not path.is_file():
             return {}
@@ -308,16 +259,8 @@ class Drill:
     def _sound(self, name: str) -> bool:
         from lockstep_gpt.training.checkpoint import checkpoints_in, fault_of
 
-        found = checkpoints_in(RunDirectory(self.folder / name).checkpoints)
+        found = checkpoints_in(self.directory(name).checkpoints)
         return bool(found) and all(fault_of(path) is None for path in found)
 
 
 KILLS = ["SIGKILL", "SIGTERM"]
-
-
-def _processes_of(run: Path) -> int:
-    """Count the living processes whose command line names `run`."""
-    command = ["ps", "-eo", "stat=,args="]
-    listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    lines = [line.split(maxsplit=1) for line in listing.splitlines()]
-    return sum(state[0] != "Z" and str(run) in words for state, words in lines)

@@ -1,0 +1,209 @@
+"""`drill exact`: train one small experiment on several numbers of ranks, and compare every bit.
+
+The last run goes from the most ranks to the fewest, killed in between; it must end like the others.
+"""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import itertools
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from lockstep_gpt.config import PROGRAM, BatchConfig, RunError, UserError, counted
+from lockstep_gpt.extras.cluster import flags
+from lockstep_gpt.extras.cluster.small_runs import SmallRuns
+from lockstep_gpt.launch import compose
+from lockstep_gpt.run_directory import RunDirectory
+from lockstep_gpt.training import schedule
+
+HELP = f"""usage: {PROGRAM} drill exact [flags] [GROUP=CHOICE ...] [SETTING=VALUE ...]
+
+Train a small experiment with batch.exact_micro_size on several numbers of ranks, and once more
+from the most of them to the fewest, killed by SIGKILL in between. Each run gets a line with a hash
+of its final weights. Exit status 1 if weights, optimizer state or metrics.csv differ in a bit.
+
+  --ranks LIST   numbers of ranks (default: 1,2,4)
+  --steps N      of each run (default: 150)
+
+Settings go to {PROGRAM} train.
+Example: {PROGRAM} drill exact model=modern_nano optim=muon precision=bf16-mixed"""
+SETTINGS = [
+    "batch.global_size=16",
+    "batch.micro_size=null",
+    "batch.exact_micro_size=2",
+    "launch.threads=1",  # as many as there are at any number of ranks
+]
+OWN = {"trainer.devices": "--ranks", "max_steps": "--steps"}
+TIMED = ("throughput/", "system/", "data/wait_share")  # columns of metrics.csv that may differ
+
+
+class Remains(NamedTuple):
+    """What a run has left behind that its ranks must not change: two SHA-256, and metrics.csv."""
+
+    weights: str
+    optimizer: str
+    rows: list[dict[str, str]]
+
+
+def main(arguments: list[str]) -> int:
+    """Train and print a line for each run; 1 if they differ."""
+    parser = flags.Parser("drill exact", HELP)
+    parser.add_argument("--ranks", type=flags.counts, default=(1, 2, 4))
+    parser.add_argument("--steps", type=flags.count, default=150)
+    given, overrides = parser.split(arguments)
+    if len(given.ranks) == 1:
+        raise UserError(f"--ranks {given.ranks[0]} compares nothing; give several, as in 1,2")
+    for word in overrides:
+        if flag := OWN.get(word.partition("=")[0]):
+            raise UserError(f"{word} is for the drill to set; give {flag}")
+    with tempfile.TemporaryDirectory(prefix="drill-") as folder:
+        left = dict(_trained(Path(folder), given.ranks, given.steps, overrides))
+    differing = differences(left)
+    rows = counted(len(next(iter(left.values())).rows), "row")
+    equal = f"equal bit for bit: weights, optimizer state, {rows} of metrics.csv (all but times)"
+    print(*(differing or [equal]), sep="\n")
+    print(f"by {_conditions()}; others may round otherwise, and give another hash")
+    return int(bool(differing))
+
+
+def _trained(
+    folder: Path, ranks: tuple[int, ...], steps: int, overrides: list[str]
+) -> Iterator[tuple[str, Remains]]:
+    """Yield each run's name and what it has left, or raise a `RunError` if one fails."""
+    own = [
+        f"max_steps={steps}",
+        f"val_every={max(1, steps // 5)}",
+        f"checkpoint.every={max(1, steps // 16)}",  # some steps before a kill are done again
+    ]
+    runs = SmallRuns(folder, [*SETTINGS, *own], overrides)
+    config = flags.each_job(runs.words, compose.checked)[0][1]
+    leaves = _leaves(config.batch, ranks)
+    size = counted(config.batch.exact_micro_size or 1, "sample")
+    threads = counted(config.launch.threads or 1, "thread")
+    print(f"{counted(steps, 'step')} of {leaves} micro-batches of {size}, {threads} per rank")
+    for legs in [*((count,) for count in ranks), ranks[::-1]]:
+        run = "-".join(map(str, legs))
+        name = f"{run.replace('-', ' -> ')} rank{'s' * (legs[0] > 1)}"
+        print(f"  {name:<24}", end="", flush=True)
+        started = time.monotonic()
+        try:
+            killed = _train(runs, run, legs, steps)
+        except RunError:
+            print("failed", flush=True)
+            raise
+        seconds = time.monotonic() - started
+        left = left_by(runs.directory(run))
+        after = f"  killed after step {' and '.join(map(str, killed))}" if killed else ""
+        print(f"{left.weights[:12]}{seconds:6.0f} s{after}", flush=True)
+        yield name, left
+
+
+def _leaves(batch: BatchConfig, ranks: tuple[int, ...]) -> int:
+    """Count the micro-batches; a `UserError` says which numbers of ranks add them up otherwise."""
+    size, whole = batch.exact_micro_size, batch.global_size
+    if not size or not whole:
+        raise UserError("batch.exact_micro_size=null is equal but for rounding; give a size")
+    fits = schedule.exact_world_sizes(whole, size)
+    if wrong := [str(count) for count in ranks if count not in fits]:
+        raise UserError(
+            f"--ranks {','.join(map(str, ranks))}: batch.global_size={whole} with "
+            f"batch.exact_micro_size={size} adds up alike on {' or '.join(map(str, fits))} "
+            f"devices, not on {' or '.join(wrong)}; give some of the former"
+        )
+    return whole // size
+
+
+def _train(runs: SmallRuns, name: str, legs: tuple[int, ...], steps: int) -> list[int]:
+    """Train on one number of ranks after the other; return the steps at which it was killed."""
+    killed: list[int] = []
+    for part, ranks in enumerate(legs[:-1], 1):
+        process = runs.start(name, f"trainer.devices={ranks}", resume=part > 1)
+        runs.wait_for_step(name, steps * part // len(legs), process)
+        process.kill()  # which does nothing to one that has ended
+        _, said = process.communicate()
+        if process.returncode >= 0:
+            raise RunError(_failure(ranks, process.returncode, said))
+        if left := runs.gone(name):
+            raise RunError(f"{counted(left, 'process')} outlived the command that was killed")
+        killed.append(runs.steps_of(name))
+    status, said = runs.train(name, f"trainer.devices={legs[-1]}", resume=bool(killed))
+    if status:
+        raise RunError(_failure(legs[-1], status, said))
+    return killed
+
+
+def _failure(ranks: int, status: int, said: str) -> str:
+    if status == 0:
+        return f"{counted(ranks, 'rank')}: done before it could be killed; give more --steps"
+    return f"{counted(ranks, 'rank')}: exit {status}: {said.strip()}"
+
+
+def left_by(run: RunDirectory) -> Remains:
+    """Return what a run has left behind that its ranks must not change."""
+    from lockstep_gpt.training.checkpoint import checkpoints_in, read_checkpoint
+
+    content = read_checkpoint(checkpoints_in(run.checkpoints)[-1])
+    with run.metrics.open(encoding="utf-8", newline="") as file:
+        rows = [
+            {name: value for name, value in row.items() if not name.startswith(TIMED)}
+            for row in csv.DictReader(file)
+        ]
+    return Remains(_digest(content["state_dict"]), _digest(content["optimizer_states"]), rows)
+
+
+def differences(left: dict[str, Remains]) -> list[str]:
+    """Say in a line each what differs from the first run; nothing if all are equal."""
+    (whose, first), *others = left.items()
+    lines = []
+    for name, other in others:
+        if other.weights != first.weights:
+            lines.append(f"DIFFERENT  weights: {name}, {whose}")
+        if other.optimizer != first.optimizer:
+            lines.append(f"DIFFERENT  optimizer state: {name}, {whose}")
+        nothing: dict[str, str] = {}
+        pairs = itertools.zip_longest(other.rows, first.rows, fillvalue=nothing)
+        if wrong := [pair for pair in pairs if pair[0] != pair[1]]:
+            ours, theirs = wrong[0]
+            step = {**theirs, **ours}["trainer/step"]
+            column = next(each for each in theirs or ours if ours.get(each) != theirs.get(each))
+            values = [row.get(column, "nothing") for row in wrong[0]]
+            where = f"{counted(len(wrong), 'row')}, the first at step {step} with {column}"
+            lines.append(
+                f"DIFFERENT  metrics.csv: {where}: {values[0]} ({name}), {values[1]} ({whose})"
+            )
+    return lines
+
+
+def _conditions() -> str:
+    """Name what rounding depends on beside our settings."""
+    import torch
+
+    gpu = f" and {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ""
+    return f"torch {torch.__version__} on {torch.backends.cpu.get_cpu_capability()}{gpu}"
+
+
+def _digest(content: Any) -> str:
+    """Return the SHA-256 of all names, bits and values in nested containers."""
+    sha = hashlib.sha256()
+    for part in _parts(content, ""):
+        sha.update(part)
+    return sha.hexdigest()
+
+
+def _parts(content: Any, name: str) -> Iterator[bytes]:
+    import torch
+
+    if isinstance(content, dict | list | tuple):
+        items = content.items() if isinstance(content, dict) else enumerate(content)
+        for key, value in items:
+            yield from _parts(value, f"{name}.{key}")
+    elif isinstance(content, torch.Tensor):
+        yield f"{name} {content.dtype} {tuple(content.shape)}\n".encode()
+        yield content.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    else:
+        yield f"{name} {content!r}\n".encode()

@@ -1,0 +1,84 @@
+"""Small runs on this machine that a drill starts, watches and kills."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from lockstep_gpt.run_directory import RunDirectory
+
+EXPERIMENT = ["experiment=smoke", "logger=none", "model.dropout=0.1", "log_every=1"]
+LIMIT = 600  # seconds for any one run
+POLL = 0.05
+
+
+class SmallRuns:
+    """Runs of one small experiment below `folder`, with a corpus of their own."""
+
+    def __init__(self, folder: Path, settings: list[str], overrides: list[str]) -> None:
+        self.folder = folder
+        self.corpus = folder / "corpus"  # some modules of the standard library
+        modules = Path(asyncio.__file__).parent.glob("*.py")
+        self.corpus.mkdir()
+        for module in modules:
+            shutil.copy(module, self.corpus)
+        choices = ["trainer=cpu", "data=text", f"data.path={self.corpus}"]
+        given = {word.partition("=")[0].partition(".")[0] for word in overrides}
+        place = [word for word in choices if word.partition("=")[0].partition(".")[0] not in given]
+        data = f"data.root={folder / 'data'}"
+        self.words = [*EXPERIMENT, *place, *settings, data, *overrides]
+
+    def directory(self, name: str) -> RunDirectory:
+        """Return the directory of a run."""
+        return RunDirectory(self.folder / name)
+
+    def start(self, name: str, *overrides: str, resume: bool = False) -> subprocess.Popen[str]:
+        """Start a run, or go on with it, where `overrides` are single settings."""
+        run = f"run_dir={self.folder / name}"
+        words = ["resume=auto", "trust_run_dir=true"] if resume else self.words
+        command = [sys.executable, "-m", "lockstep_gpt", "train"]
+        quiet, kept = subprocess.DEVNULL, subprocess.PIPE
+        return subprocess.Popen(
+            [*command, *words, run, *overrides], stdout=quiet, stderr=kept, text=True
+        )
+
+    def train(self, name: str, *overrides: str, resume: bool = False) -> tuple[int, str]:
+        """Train to the end; return the exit status and what was said of errors."""
+        process = self.start(name, *overrides, resume=resume)
+        try:
+            _, said = process.communicate(timeout=LIMIT)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            _, said = process.communicate()
+        return process.returncode, said
+
+    def steps_of(self, name: str) -> int:
+        """Count the steps that a run has logged."""
+        metrics = self.directory(name).metrics
+        lines = metrics.read_text(encoding="utf-8").splitlines() if metrics.is_file() else []
+        return max(0, len(lines) - 1)
+
+    def wait_for_step(self, name: str, step: int, process: subprocess.Popen[str]) -> None:
+        """Return when a run has logged a step, or its process has ended."""
+        end = time.monotonic() + LIMIT
+        while self.steps_of(name) < step and process.poll() is None and time.monotonic() < end:
+            time.sleep(POLL)
+
+    def gone(self, name: str) -> int:
+        """Give the run's processes ten seconds to end; return how many are left."""
+        end = time.monotonic() + 10
+        while (left := _processes_of(self.folder / name)) and time.monotonic() < end:
+            time.sleep(POLL)
+        return left
+
+
+def _processes_of(run: Path) -> int:
+    """Count the living processes whose command line names `run`."""
+    command = ["ps", "-eo", "stat=,args="]
+    listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    lines = [line.split(maxsplit=1) for line in listing.splitlines()]
+    return sum(state[0] != "Z" and str(run) in words for state, words in lines)
