@@ -12,16 +12,16 @@ from lockstep_gpt.run_directory import RunDirectory
 
 @pytest.mark.usefixtures("quick_ranks")
 def test_two_ranks_one_and_both_in_turn_give_one_hash(capsys):
-    status = cli.main(["drill", "exact", "--ranks", "1,2", "--steps", "20"])
+    status = cli.main(["drill", "exact", "--ranks", "1,2", "--steps", "40"])
     told = capsys.readouterr()
     assert status == 0, told
     title, one, two, both, equal, conditions = told.out.splitlines()
-    assert title == "20 steps of 8 micro-batches of 2 samples, 1 thread per rank"
+    assert title == "40 steps of 8 micro-batches of 2 samples, 1 thread per rank"
     found = [re.fullmatch(r"  (.+?) +([0-9a-f]{12}) +\d+ s(.*)", line) for line in (one, two, both)]
     assert [match[1] for match in found] == ["1 rank", "2 ranks", "2 -> 1 ranks"]
     assert len({match[2] for match in found}) == 1
-    assert re.fullmatch(r"  killed after step 1\d", found[2][3])
-    assert equal.startswith("equal bit for bit: weights, optimizer state, 20 rows of metrics.csv")
+    assert re.fullmatch(r"  killed at step [23]\d", found[2][3])
+    assert equal.startswith("equal bit for bit: weights, optimizer state, 40 rows of metrics.csv")
     assert conditions.startswith("by torch ")
 
 

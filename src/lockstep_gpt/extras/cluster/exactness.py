@@ -98,7 +98,7 @@ def _trained(
             raise
         seconds = time.monotonic() - started
         left = left_by(runs.directory(run))
-        after = f"  killed after step {' and '.join(map(str, killed))}" if killed else ""
+        after = f"  killed at {' and '.join(f'step {step}' for step in killed)}" if killed else ""
         print(f"{left.weights[:12]}{seconds:6.0f} s{after}", flush=True)
         yield name, left
 
