@@ -4,7 +4,6 @@ import json
 import re
 import shutil
 import signal
-import socket
 import time
 from pathlib import Path
 
@@ -68,70 +67,6 @@ def test_ranks_change_double_precision_weights_by_rounding_only(command):
         assert largest_difference(one, weights(command.folder / ranks, 50)) < 1e-10
         losses = [command.summary(run)["val_loss"] for run in ("1", ranks)]
         assert losses[0] == pytest.approx(losses[1], abs=1e-6)
-
-
-SKEWED = """
-import os, time
-from lockstep_gpt import cli
-def main(words):
-    time.sleep(float(os.environ["RANK"]))
-    return cli.main(words)
-"""
-
-
-@pytest.fixture
-def joined(command):
-    """Run a command on two ranks that a launcher starts, one late; return status, out and err."""
-
-    def launch(*words: list[str]) -> tuple[list[int], str, str]:
-        (command.folder / "skewed.py").write_text(SKEWED)
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = str(free.getsockname()[1])
-        same = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "PYTHONPATH": str(command.folder)}
-        sizes = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-        ranks = [
-            command.start(*each, target="skewed:main", RANK=rank, LOCAL_RANK=rank, **same, **sizes)
-            for rank, each in zip(("0", "1"), words, strict=True)
-        ]
-        said = [rank.communicate(timeout=240) for rank in ranks]
-        return [rank.returncode for rank in ranks], *map("".join, zip(*said, strict=True))
-
-    return launch
-
-
-@pytest.mark.usefixtures("quick_ranks")
-def test_joined_ranks_share_a_run_directory_that_rank_zero_names(command, joined):
-    statuses, out, err = joined(*[command.smoke("trainer=cpu", "max_steps=10")] * 2)
-    assert statuses == [0, 0], err
-    (run,) = (command.folder / "runs").iterdir()
-    assert (run / "config.yaml").is_file()
-    assert out.count("val_loss") == 1
-
-
-@pytest.mark.usefixtures("quick_ranks")
-@pytest.mark.parametrize(
-    ("word", "instead"), [("optim.lr=0.5", "0.003"), ("launch.grace_seconds=3.0", "60.0")]
-)
-def test_joined_rank_with_another_configuration_is_named(command, joined, word, instead):
-    words = command.smoke("trainer=cpu")
-    statuses, _, err = joined(words, [*words, word])
-    assert 0 not in statuses
-    line = f"rank 1 has another configuration than rank 0: {word} instead of {instead}"
-    assert line in err
-    assert not list((command.folder / "runs").iterdir())
-
-
-@pytest.mark.usefixtures("quick_ranks")
-def test_joined_ranks_that_a_resume_s_mistake_ends_leave_the_run_as_it_was(
-    finished, command, joined
-):
-    shutil.copytree(finished[0].folder / "runs/first", command.folder / "run")
-    frozen = (command.folder / "run/config.yaml").read_bytes()
-    words = ("train", "run_dir=run", "resume=auto", "resume_force=true", "model.n_layer=3")
-    mistake = ("trainer.devices=2", "max_steps=30", "+callbacks.bad._target_=nowhere.Bad")
-    statuses, _, err = joined(*[[*words, *mistake]] * 2)
-    assert (statuses, "Traceback" in err, "nowhere.Bad" in err) == ([2, 2], False, True), err
-    assert (command.folder / "run/config.yaml").read_bytes() == frozen
 
 
 @pytest.mark.usefixtures("quick_ranks")
@@ -278,12 +213,6 @@ def test_bad_setting_of_ranks_gets_one_line(command, override, line):
     assert line in result.stderr
     assert result.stderr.count("\n") == 1
     assert not (command.folder / "runs").is_dir() or not list((command.folder / "runs").iterdir())
-
-
-def test_devices_that_disagree_with_a_launcher_are_refused(command):
-    environment = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-    result = command.train("trainer=cpu", "trainer.devices=4", status=2, **environment)
-    assert "trainer.devices=4 but the launcher started 2" in result.stderr
 
 
 def test_more_devices_than_there_are_is_refused(command):

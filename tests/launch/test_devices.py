@@ -120,36 +120,11 @@ def test_restarts_that_would_lose_an_error_memory_are_refused(gpus_here):
     assert place(config({}, strategy=lossy, launch=alone)) == Placement("cpu", 1, 1)
 
 
-@pytest.fixture
-def launched(gpus_here, monkeypatch):
-    """Start this process as one of `ranks` on each of `nodes` machines without a GPU."""
-
-    def by_a_launcher(ranks, nodes=1):
-        gpus_here(0)
-        sizes = {"RANK": 0, "WORLD_SIZE": ranks * nodes, "LOCAL_WORLD_SIZE": ranks}
-        for name, value in sizes.items():
-            monkeypatch.setenv(name, str(value))
-
-    return by_a_launcher
-
-
-@pytest.mark.parametrize("trainer", [{}, {"devices": 4}, {"devices": "auto", "num_nodes": 2}])
-def test_inside_a_launcher_its_ranks_are_taken(launched, trainer):
-    launched(ranks=4, nodes=2)
-    assert place(config(trainer)) == Placement("cpu", 4, 2)
-
-
-def test_ranks_that_a_launcher_did_not_start_are_refused(launched):
-    launched(ranks=4, nodes=2)
-    assert refusal({"devices": 8}).startswith("trainer.devices=8 but the launcher started 4 ranks")
-    assert refusal({"num_nodes": 3}).startswith("trainer.num_nodes=3 but the launcher started 2")
-
-
 def test_several_machines_without_what_starts_them_are_refused(gpus_here, monkeypatch):
     gpus_here(0)
     monkeypatch.setattr(devices, "additions", lambda _: [])
-    line = refusal({"num_nodes": 2})
-    assert line.startswith("trainer.num_nodes=2 needs an extra that is not here; start torchrun")
+    missing = "trainer.num_nodes=2 needs an extra that is not here: nodes, or launchers"
+    assert refusal({"num_nodes": 2}).startswith(missing)
 
 
 def test_loader_processes_need_shared_memory(gpus_here, monkeypatch, tmp_path):

@@ -1,10 +1,9 @@
 import pytest
 import torch.distributed as dist
 
-from lockstep_gpt.config import Config, RunError, UserError
+from lockstep_gpt.config import Config
 from lockstep_gpt.training.ranks import (
     Ranks,
-    agree,
     backend_of,
     from_each_rank,
     from_rank_zero,
@@ -81,12 +80,3 @@ def test_texts_reach_every_rank_whole(on_ranks):
     texts = ["größer", "", "日本"]
     assert on_ranks(3, lambda rank: from_rank_zero(texts[rank])) == ["größer"] * 3
     assert on_ranks(3, lambda rank: from_each_rank(texts[rank])) == [texts] * 3
-
-
-@pytest.mark.parametrize(("error", "status"), [(UserError, 2), (RunError, 1)])
-def test_what_may_pass_by_itself_has_another_status_than_a_mistake(capsys, error, status):
-    def create():
-        raise error("no room for it")
-
-    assert agree({}, create, lambda: None) == status
-    assert "no room for it" in capsys.readouterr().err

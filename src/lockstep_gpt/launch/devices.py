@@ -9,9 +9,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from lockstep_gpt.config import Config, UserError, check, counted
+from lockstep_gpt.config import Config, UserError, check
 from lockstep_gpt.launch.choices import suggestion
-from lockstep_gpt.registry import additions, asked, merged
+from lockstep_gpt.registry import addition, additions, asked, merged
 
 DEVICE_FILES = Path("/dev")
 OURS = {"_target_", "accelerator", "devices", "num_nodes", "sync_batchnorm"}  # of configs/trainer/
@@ -31,8 +31,8 @@ def place(config: Config) -> Placement:
     accelerator = _accelerator(config.trainer.get("accelerator", "auto"))
     found = gpu_count() if accelerator == "cuda" else None  # of CPU ranks there is no end
     devices, nodes = config.trainer.get("devices", "auto"), config.trainer.get("num_nodes", 1)
-    if is_inside_launcher():
-        devices, nodes = _as_launched(devices, nodes)
+    if is_inside_launcher() and (as_launched := addition("LAUNCHED")):
+        devices, nodes = as_launched(devices, nodes)
     elif devices == "auto":
         devices = found or 1
     if found is not None and devices > found:
@@ -47,19 +47,6 @@ def place(config: Config) -> Placement:
 def is_inside_launcher() -> bool:
     """Tell whether a launcher, torchrun for one, has given this process its rank already."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
-
-
-def _as_launched(devices: int | str, nodes: int) -> tuple[int, int]:
-    """Take the ranks that an outer launcher has started; what was asked for must agree."""
-    world_size = int(os.environ["WORLD_SIZE"])
-    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-    launched = world_size // local_world_size
-    here = f"but the launcher started {counted(local_world_size, 'rank')} on this machine"
-    rule = f"{here}; drop the setting, or start {devices}"
-    check("trainer.devices", devices, devices in ("auto", local_world_size), rule)
-    rule = f"but the launcher started {launched}; drop the setting"
-    check("trainer.num_nodes", nodes, nodes in (1, launched), rule)
-    return local_world_size, launched
 
 
 def _accelerator(wanted: str) -> str:
@@ -127,5 +114,5 @@ def _refuse_impossible(config: Config, placement: Placement) -> None:
     if config.strategy.get("start_method") == "spawn" and "spawn" not in merged("START_RANKS"):
         raise UserError(f"strategy.start_method=spawn {missing}; leave it out")
     fits = placement.nodes == 1 or is_inside_launcher() or any(additions("START_ON_NODES"))
-    rule = f"{missing}; start torchrun or srun on the machines instead"
+    rule = f"{missing}: nodes, or launchers for torchrun or srun on the machines"
     check("trainer.num_nodes", placement.nodes, fits, rule)

@@ -20,11 +20,11 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 
 from lockstep_gpt import processes
-from lockstep_gpt.config import LEVELS, Config, RunError
+from lockstep_gpt.config import LEVELS, Config, UserError
 from lockstep_gpt.data import prepare as data_prepare
 from lockstep_gpt.data import shards
 from lockstep_gpt.launch import devices, trust
-from lockstep_gpt.registry import addition
+from lockstep_gpt.registry import addition, additions
 from lockstep_gpt.run_directory import RunDirectory
 from lockstep_gpt.training import schedule
 
@@ -51,7 +51,13 @@ def begin(
     `UserError` before any data is read, or anything written. `freeze` makes the directory, or
     freezes anew; `undo` takes that back, where the user's mistake shows only after it.
     """
-    alone = not devices.is_inside_launcher() and config.trainer.get("num_nodes", 1) == 1
+    inside = devices.is_inside_launcher()
+    if inside and not any(additions("JOIN_LAUNCHER")):
+        raise UserError(
+            "torchrun, or another launcher, has started this process, and only the extra "
+            "launchers, which is not here, makes it a rank of the run; start it alone"
+        )
+    alone = not inside and config.trainer.get("num_nodes", 1) == 1
     undoable = False
     with contextlib.ExitStack() as held:
 
@@ -66,8 +72,8 @@ def begin(
             trust.permit(run, trusted=True)
             return run
 
-        if devices.is_inside_launcher():
-            status = join(settled, config, owned, undo)
+        if inside:
+            status = int(addition("JOIN_LAUNCHER")(settled, config, owned, undo))
         elif not alone:
             status = int(addition("START_ON_NODES")(run, settled, config, owned))
         elif owned() and config.launch.inline:  # the one rank here, where a debugger sees it
@@ -227,31 +233,3 @@ def threads_of_rank(devices: int) -> int:
     """Return a rank's share of the cores that this process may use."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return max(1, (cores or 1) // devices)
-
-
-def join(
-    values: dict[str, Any],
-    config: Config,
-    create: Callable[[], RunDirectory],
-    undo: Callable[[], None],
-) -> int:
-    """Be a rank of the launcher that has started this process; return the exit status."""
-    from lockstep_gpt.training import ranks
-    from lockstep_gpt.training import train as rank
-
-    try:
-        ranks.join(ranks.Ranks.from_environment(), config)
-    except (OSError, RuntimeError) as error:  # torch's own errors of a store are of the latter
-        place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-        raise RunError(  # no mistake for certain: another try may find them
-            f"the launcher's ranks cannot meet at {place} ({str(error).splitlines()[0]}); start "
-            "all of them, with a free MASTER_PORT of a machine that all reach"
-        ) from None
-    run = ranks.agree(values, create, undo)
-    if isinstance(run, int):
-        return run
-    prepared(run.load())  # on each machine
-    status = rank.main(run)
-    if status == processes.LOST_PEERS:
-        processes.end_process(status)
-    return status

@@ -3,12 +3,9 @@
 import os
 import re
 import socket
-import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from typing import Any, Self
 
 import torch
@@ -16,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from lockstep_gpt.config import PROGRAM, Config, RunError, UserError
-from lockstep_gpt.run_directory import RunDirectory, differences
+from lockstep_gpt.config import Config, UserError
+from lockstep_gpt.run_directory import RunDirectory
 
 
 @dataclass(frozen=True)
@@ -139,36 +136,3 @@ def tensors_of_ranks(own: Tensor) -> Tensor:
         tensors = [torch.empty_like(own) for _ in range(dist.get_world_size())]
         dist.all_gather(tensors, own)
     return torch.stack(tensors)
-
-
-def agree(
-    values: dict[str, Any], create: Callable[[], RunDirectory], undo: Callable[[], None]
-) -> RunDirectory | int:
-    """Agree with the other ranks of an outer launcher on one run directory.
-
-    Every process has composed the configuration for itself, so the ranks compare: what rank 0 has
-    counts, and a rank that has something else is named. Rank 0 alone calls `create`, and `undo` if
-    they do not agree; then it tells the user for all, and the exit status is returned.
-    """
-    first = Ranks.from_environment().rank == 0
-    run: dict[str, Any] = {"fault": "", "values": {}, "status": 2}
-    if first:
-        try:
-            made = create()  # where it is now: it may have been moved since it was frozen
-            run |= {"values": made.values(), "path": str(made.path)}
-        except (UserError, RunError) as error:
-            run |= {"fault": str(error), "status": error.status}
-    run = from_rank_zero(run)
-    faults = [run["fault"]] if run["fault"] else []
-    differing = differences(run["values"], values) if not faults else []
-    for number, text in enumerate(from_each_rank(", ".join(differing))):
-        if text:
-            faults.append(f"rank {number} has another configuration than rank 0: {text}")
-    if not faults:
-        return RunDirectory(Path(run["path"]))
-    if first and run["values"]:
-        undo()
-    if first:
-        print(f"{PROGRAM} train: {faults[0]}", file=sys.stderr)
-    leave()
-    return int(run["status"])

@@ -1,0 +1,4 @@
+"""A launcher, torchrun for one, starts the ranks: each is a process of its own that joins it."""
+
+LAUNCHED = ".extras.launchers.places:as_launched"
+JOIN_LAUNCHER = ".extras.launchers.joining:join"

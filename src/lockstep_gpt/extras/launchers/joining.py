@@ -1,0 +1,75 @@
+"""Being a rank of a launcher: meet the others, agree with them on one run, train."""
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from lockstep_gpt.config import PROGRAM, Config, RunError, UserError
+from lockstep_gpt.launch import start
+from lockstep_gpt.processes import LOST_PEERS, end_process
+from lockstep_gpt.run_directory import RunDirectory, differences
+from lockstep_gpt.training import ranks, train
+
+
+def join(
+    values: dict[str, Any],
+    config: Config,
+    create: Callable[[], RunDirectory],
+    undo: Callable[[], None],
+) -> int:
+    """Be a rank of the launcher that has started this process; return the exit status.
+
+    Raises:
+        RunError: the ranks do not meet.
+    """
+    try:
+        ranks.join(ranks.Ranks.from_environment(), config)
+    except (OSError, RuntimeError) as error:  # torch's own errors of a store are of the latter
+        place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        raise RunError(  # no mistake for certain: another try may find them
+            f"the launcher's ranks cannot meet at {place} ({str(error).splitlines()[0]}); start "
+            "all of them, with a free MASTER_PORT of a machine that all reach"
+        ) from None
+    run = agree(values, create, undo)
+    if isinstance(run, int):
+        return run
+    start.prepared(run.load())  # on each machine
+    status = train.main(run)
+    if status == LOST_PEERS:
+        end_process(status)
+    return status
+
+
+def agree(
+    values: dict[str, Any], create: Callable[[], RunDirectory], undo: Callable[[], None]
+) -> RunDirectory | int:
+    """Agree with the other ranks of an outer launcher on one run directory.
+
+    Every process has composed the configuration for itself, so the ranks compare: what rank 0 has
+    counts, and a rank that has something else is named. Rank 0 alone calls `create`, and `undo` if
+    they do not agree; then it tells the user for all, and the exit status is returned.
+    """
+    first = ranks.Ranks.from_environment().rank == 0
+    run: dict[str, Any] = {"fault": "", "values": {}, "status": 2}
+    if first:
+        try:
+            made = create()  # where it is now: it may have been moved since it was frozen
+            run |= {"values": made.values(), "path": str(made.path)}
+        except (UserError, RunError) as error:
+            run |= {"fault": str(error), "status": error.status}
+    run = ranks.from_rank_zero(run)
+    faults = [run["fault"]] if run["fault"] else []
+    differing = differences(run["values"], values) if not faults else []
+    for number, text in enumerate(ranks.from_each_rank(", ".join(differing))):
+        if text:
+            faults.append(f"rank {number} has another configuration than rank 0: {text}")
+    if not faults:
+        return RunDirectory(Path(run["path"]))
+    if first and run["values"]:
+        undo()
+    if first:
+        print(f"{PROGRAM} train: {faults[0]}", file=sys.stderr)
+    ranks.leave()
+    return int(run["status"])

@@ -1,0 +1,87 @@
+"""Ranks that a launcher starts: one run that all agree on, and what they cannot agree on."""
+
+import shutil
+import socket
+
+import pytest
+
+from lockstep_gpt.config import RunError, UserError
+from lockstep_gpt.extras.launchers.joining import agree
+
+SKEWED = """
+import os, time
+from lockstep_gpt import cli
+def main(words):
+    time.sleep(float(os.environ["RANK"]))
+    return cli.main(words)
+"""
+
+
+@pytest.fixture
+def joined(command):
+    """Run a command on two ranks that a launcher starts, one late; return status, out and err."""
+
+    def launch(*words: list[str]) -> tuple[list[int], str, str]:
+        (command.folder / "skewed.py").write_text(SKEWED)
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = str(free.getsockname()[1])
+        same = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "PYTHONPATH": str(command.folder)}
+        sizes = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+        ranks = [
+            command.start(*each, target="skewed:main", RANK=rank, LOCAL_RANK=rank, **same, **sizes)
+            for rank, each in zip(("0", "1"), words, strict=True)
+        ]
+        said = [rank.communicate(timeout=240) for rank in ranks]
+        return [rank.returncode for rank in ranks], *map("".join, zip(*said, strict=True))
+
+    return launch
+
+
+@pytest.mark.usefixtures("quick_ranks")
+def test_joined_ranks_share_a_run_directory_that_rank_zero_names(command, joined):
+    statuses, out, err = joined(*[command.smoke("trainer=cpu", "max_steps=10")] * 2)
+    assert statuses == [0, 0], err
+    (run,) = (command.folder / "runs").iterdir()
+    assert (run / "config.yaml").is_file()
+    assert out.count("val_loss") == 1
+
+
+@pytest.mark.usefixtures("quick_ranks")
+@pytest.mark.parametrize(
+    ("word", "instead"), [("optim.lr=0.5", "0.003"), ("launch.grace_seconds=3.0", "60.0")]
+)
+def test_joined_rank_with_another_configuration_is_named(command, joined, word, instead):
+    words = command.smoke("trainer=cpu")
+    statuses, _, err = joined(words, [*words, word])
+    assert 0 not in statuses
+    line = f"rank 1 has another configuration than rank 0: {word} instead of {instead}"
+    assert line in err
+    assert not list((command.folder / "runs").iterdir())
+
+
+@pytest.mark.usefixtures("quick_ranks")
+def test_joined_ranks_that_a_resume_s_mistake_ends_leave_the_run_as_it_was(
+    finished, command, joined
+):
+    shutil.copytree(finished[0].folder / "runs/first", command.folder / "run")
+    frozen = (command.folder / "run/config.yaml").read_bytes()
+    words = ("train", "run_dir=run", "resume=auto", "resume_force=true", "model.n_layer=3")
+    mistake = ("trainer.devices=2", "max_steps=30", "+callbacks.bad._target_=nowhere.Bad")
+    statuses, _, err = joined(*[[*words, *mistake]] * 2)
+    assert (statuses, "Traceback" in err, "nowhere.Bad" in err) == ([2, 2], False, True), err
+    assert (command.folder / "run/config.yaml").read_bytes() == frozen
+
+
+def test_devices_that_disagree_with_a_launcher_are_refused(command):
+    environment = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    result = command.train("trainer=cpu", "trainer.devices=4", status=2, **environment)
+    assert "trainer.devices=4 but the launcher started 2" in result.stderr
+
+
+@pytest.mark.parametrize(("error", "status"), [(UserError, 2), (RunError, 1)])
+def test_what_may_pass_by_itself_has_another_status_than_a_mistake(capsys, error, status):
+    def create():
+        raise error("no room for it")
+
+    assert agree({}, create, lambda: None) == status
+    assert "no room for it" in capsys.readouterr().err

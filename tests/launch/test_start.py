@@ -1,0 +1,18 @@
+"""How ranks start: what nothing here can start is refused."""
+
+from pathlib import Path
+
+import pytest
+
+from lockstep_gpt.config import Config, UserError
+from lockstep_gpt.launch import start
+from lockstep_gpt.run_directory import RunDirectory
+
+
+def test_a_launcher_that_nothing_here_joins_is_refused_in_a_line(monkeypatch):
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(start, "additions", lambda _: [])
+    run, config, unasked = RunDirectory(Path("none")), Config(max_steps=1), None
+    with pytest.raises(UserError, match=r"^torchrun, or another .* only the extra launchers, "):
+        start.begin(run, {}, config, unasked, unasked, unasked)
