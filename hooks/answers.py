@@ -28,6 +28,7 @@ EXTRAS = {
     "guards": ("src/lockstep_gpt/extras/guards/", "tests/extras/guards/"),
     "nodes": ("src/lockstep_gpt/extras/nodes/", "tests/extras/nodes/"),
     "launchers": ("src/lockstep_gpt/extras/launchers/", "tests/extras/launchers/"),
+    "completion": ("src/lockstep_gpt/extras/completion/", "tests/extras/completion/"),
     "cluster": ("src/lockstep_gpt/extras/cluster/", "tests/extras/cluster/"),
     "sources": (
         "configs/data/huggingface.yaml",

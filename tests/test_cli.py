@@ -1,5 +1,4 @@
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -107,47 +106,6 @@ def test_a_command_s_end_is_the_exit_status(monkeypatch, capsys, function, statu
     monkeypatch.setitem(sys.modules, "a_module", type("Module", (), {"main": function}))
     assert cli.main(["try", "a", "b", "c"]) == status
     assert capsys.readouterr().err in ("", f"{PROGRAM} try: value, rule and remedy\n")
-
-
-COMPLETE = """
-eval "$({program} train -sc install=bash)"
-function=$(complete -p {program} | sed 's/.*-F \\([^ ]*\\).*/\\1/')
-while read -r COMP_LINE; do
-    COMP_LINE=${{COMP_LINE%.}}
-    COMP_POINT=${{#COMP_LINE}}
-    COMP_WORDS=($COMP_LINE)
-    [[ $COMP_LINE == *" " ]] && COMP_WORDS+=("")
-    COMP_CWORD=$((${{#COMP_WORDS[@]}} - 1))
-    $function
-    echo "${{COMPREPLY[@]}}"
-done
-"""
-
-
-@pytest.mark.skipif(not shutil.which("bash"), reason="no bash on this machine")
-def test_bash_completes_commands_choices_and_settings(tmp_path):
-    shim = tmp_path / PROGRAM
-    shim.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m lockstep_gpt "$@"\n')
-    shim.chmod(0o755)
-    lines = {
-        "": " ".join(cli.COMMANDS),
-        "tr": "train",
-        "train model=gp": "model=gpt2 model=gpt2_large model=gpt2_medium model=gpt2_xl",
-        "train optim.warm": "optim.warmup_steps= optim.warmup_tokens=",
-        "prepare data=st": "data=stdlib",
-        "generate --pr": "",
-    }
-    typed = "".join(f"{PROGRAM} {line}.\n" for line in lines)  # the dot keeps a blank at the end
-    done = subprocess.run(
-        ["bash", "-c", COMPLETE.format(program=PROGRAM)],
-        env=os.environ | {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"},
-        cwd=tmp_path,
-        input=typed,
-        capture_output=True,
-        text=True,
-    )
-    assert done.stderr == ""
-    assert done.stdout.splitlines() == list(lines.values())
 
 
 def test_a_python_without_our_libraries_is_told_what_to_run():

@@ -15,7 +15,7 @@ class Command(NamedTuple):
 
     target: str
     meaning: str
-    overrides: bool  # takes Hydra overrides, so Hydra completes its arguments
+    overrides: bool  # takes Hydra overrides, which a shell can complete
 
 
 COMMANDS = {
@@ -36,8 +36,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status: 2 for a wrong setting or command line."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        if words and words[0] in ("-sc", "--shell-completion"):
-            return _complete(words)
         if not words or words[0] in ("-h", "--help", "help"):
             lines = [f"  {name:<10}{command.meaning}" for name, command in COMMANDS.items()]
             usage = [f"usage: {PROGRAM} COMMAND ...", "", *lines, "", "COMMAND --help says more."]
@@ -60,16 +58,3 @@ def _run(name: str, arguments: list[str]) -> int:
         return error.status
     except KeyboardInterrupt:
         return 130
-
-
-def _complete(words: list[str]) -> int:
-    """Answer the shell: the names of commands, then whatever Hydra knows of the rest."""
-    line = os.environ.get("COMP_LINE", "").split(" ")
-    name = line[1] if len(line) > 1 else ""
-    if len(line) < 3:
-        print(" ".join(command for command in COMMANDS if command.startswith(name)))
-        return 0
-    if name not in COMMANDS or not COMMANDS[name].overrides:
-        return 0
-    os.environ["COMP_LINE"] = " ".join([line[0], *line[2:]])
-    return _run(name, words)

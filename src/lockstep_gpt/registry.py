@@ -38,6 +38,4 @@ def addition(kind: str) -> Any:
 
 def resolved(target: str) -> Any:
     """Import what `module:name` names, or `module` alone; `.module` is of this package."""
-    module, _, name = target.partition(":")
-    imported = importlib.import_module(module, __package__)
-    return getattr(imported, name) if name else imported
+    return pkgutil.resolve_name(f"{__package__}{target}" if target[0] == "." else target)
