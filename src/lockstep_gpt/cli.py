@@ -34,27 +34,22 @@ def run() -> NoReturn:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status: 2 for a wrong setting or command line."""
-    words = list(sys.argv[1:] if arguments is None else arguments)
+    name, *words = [*(sys.argv[1:] if arguments is None else arguments)] or [""]
     try:
-        if not words or words[0] in ("-h", "--help", "help"):
-            lines = [f"  {name:<10}{command.meaning}" for name, command in COMMANDS.items()]
-            usage = [f"usage: {PROGRAM} COMMAND ...", "", *lines, "", "COMMAND --help says more."]
-            print(*usage, sep="\n", file=sys.stdout if words else sys.stderr)
-            return 0 if words else 2
-        if words[0] in COMMANDS:
-            return _run(words[0], words[1:])
-        print(f"{PROGRAM}: {words[0]} is not one of {', '.join(COMMANDS)}", file=sys.stderr)
-        return 2
-    except BrokenPipeError:  # the reader, `head` perhaps, has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141  # 128 + SIGPIPE, of which others die
-
-
-def _run(name: str, arguments: list[str]) -> int:
-    try:
-        return int(resolved(COMMANDS[name].target)(arguments))
+        if name in COMMANDS:
+            return int(resolved(COMMANDS[name].target)(words))
+        if name not in ("", "-h", "--help", "help"):
+            print(f"{PROGRAM}: {name} is not one of {', '.join(COMMANDS)}", file=sys.stderr)
+            return 2
+        lines = [f"  {each:<10}{command.meaning}" for each, command in COMMANDS.items()]
+        usage = [f"usage: {PROGRAM} COMMAND ...", "", *lines, "", "COMMAND --help says more."]
+        print(*usage, sep="\n", file=sys.stdout if name else sys.stderr)
+        return 0 if name else 2
     except (UserError, RunError) as error:
         print(f"{PROGRAM} {name}: {error}", file=sys.stderr)
         return error.status
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:  # the reader, `head` perhaps, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141  # 128 + SIGPIPE, of which others die

@@ -8,9 +8,9 @@ Lightning's. This module never imports torch.
 import functools
 import logging
 import math
-import operator
 from dataclasses import Field, dataclass, field, fields
 from importlib.util import find_spec
+from operator import ge, gt, le, lt
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
@@ -44,26 +44,17 @@ def setting(
     on_resume: str | None = None,
     **limits: float,
 ) -> Any:
-    """Declare one setting; without a `default` a preset or the user must give it.
+    """Declare a setting by its `meaning`; without a `default` a preset or a user must give it.
 
-    Args:
-        meaning: what it decides, for docs/settings.md.
-        default: its value where none is given.
-        choices: the values that it may have.
-        on_resume: `kept` by the run, of the `machine`, or `free` to change; None: as its class has.
-        limits: `at_least`, `above`, `at_most` and `below`, of a number.
+    On resume it is `kept` by the run, of the `machine` or `free`; None: as its class has it. The
+    `limits` of a number are `at_least`, `above`, `at_most` and `below`.
     """
     rules = {name.replace("_", " "): limit for name, limit in limits.items()}
     about = {"meaning": meaning, "choices": choices, "limits": rules, "on_resume": on_resume}
     return field(default=default, metadata=about)
 
 
-_HOLDS = {
-    "at least": operator.ge,
-    "above": operator.gt,
-    "at most": operator.le,
-    "below": operator.lt,
-}
+_HOLDS = {"at least": ge, "above": gt, "at most": le, "below": lt}
 
 
 class Checked:
@@ -227,10 +218,7 @@ class DataConfig(Checked):
     )
     val_fraction: float = setting("share held out for validation", 0.02, above=0, below=1)
     val_tokens: int | None = setting(
-        "validate on at most so many held-out tokens, spread evenly; null: on all",
-        None,
-        on_resume="free",
-        at_least=1,
+        "held-out tokens to validate on at most; null: all", None, on_resume="free", at_least=1
     )
     num_workers: int = setting(
         "loader processes per rank; 0: the rank itself", 0, on_resume="free", at_least=0
@@ -348,6 +336,9 @@ class GuardConfig(Checked):
     )
 
 
+PRECISIONS = ("32-true", "bf16-mixed", "16-mixed", "64-true")
+
+
 @dataclass
 class Config(Checked):
     """One whole run."""
@@ -364,16 +355,10 @@ class Config(Checked):
     )
     resume_force: bool = setting("resume although settings differ that a run keeps", False)
     trust_run_dir: bool = setting("let resume=auto build what only its config.yaml names", False)
-    precision: str = setting(
-        "arithmetic of forward and backward",
-        "32-true",
-        choices=("32-true", "bf16-mixed", "16-mixed", "64-true"),
-    )
+    precision: str = setting("arithmetic of forward and backward", "32-true", choices=PRECISIONS)
     compile: bool = setting("compile the GPT with torch.compile", False)
     peak_tflops: float | None = setting(
-        "dense peak of a device, for throughput/mfu; null: of a GPU that an extra knows",
-        None,
-        above=0,
+        "dense peak of a device, for mfu; null: of a GPU that an extra knows", None, above=0
     )
     val_every: int = setting("optimizer steps between validations", 250, at_least=1)
     log_every: int = setting("optimizer steps between rows of metrics", 10, at_least=1)
@@ -501,9 +486,8 @@ def check_choice(setting: str, value: Any, choices: tuple[str | None, ...]) -> N
 def from_container(values: dict[str, Any], file: Path | None = None) -> Config:
     """Check plain `values` against the schema and resolve what still refers to the environment.
 
-    Raises:
-        UserError: a value breaks its rule, or a name or type in `file` is not the schema's.
-        omegaconf.errors.OmegaConfBaseException: the latter, of what is in no file.
+    A `UserError` names the `file` with an unknown name or a wrong type; without a `file` it is
+    OmegaConf's own error.
     """
     source = values.get("data", {}).get("source")
     if source is not None:

@@ -1,7 +1,4 @@
-"""The processes of a run: how one begins as an agent or a rank, and how it ends.
-
-Agents and ranks start as `python -m lockstep_gpt.processes agent|rank RUN_DIR`.
-"""
+"""How a process of a run begins, as an agent or a rank (`-m ...processes`), and how it ends."""
 
 import atexit
 import contextlib
@@ -19,10 +16,7 @@ from typing import NoReturn
 from lockstep_gpt.config import PROGRAM
 from lockstep_gpt.run_directory import RunDirectory
 
-MODULES = {
-    "agent": "lockstep_gpt.launch.agent",
-    "rank": "lockstep_gpt.training.train",
-}
+MODULES = {"agent": f"{__package__}.launch.agent", "rank": f"{__package__}.training.train"}
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)  # save, and end
 LOST_PEERS = 75  # exit status of a rank under which others vanished (EX_TEMPFAIL of sysexits.h)
 
@@ -79,10 +73,7 @@ def end_process(status: int) -> NoReturn:
 
 
 def end_with_parent(parent: int | None = None) -> None:
-    """Kill this process as soon as its parent is gone, so that nothing outlives a killed run.
-
-    `parent` is its id, where that is known from before this process could ask.
-    """
+    """Kill this process as soon as its `parent` (its id; by default that of now) is gone."""
     expected = parent or os.getppid()
 
     def watch() -> None:

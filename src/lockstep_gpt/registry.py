@@ -1,8 +1,7 @@
 """What extras add to the core; each package in `extras/` states it in its own `__init__`.
 
-The core asks for additions by their kind and never names an extra, so the folder of an extra can be
-deleted. An addition is a constant of the package. Most are `module:name`, which is imported where
-it is used: a command does not pay for an extra that it does not need.
+The core asks for constants by their kind and names no extra. Most are `module:name`, imported
+where they are used: a command does not pay for an extra that it does not need.
 """
 
 import importlib

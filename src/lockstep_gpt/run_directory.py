@@ -1,8 +1,4 @@
-"""What a run directory holds, and who may write it.
-
-The parent creates it and freezes the configuration; rank 0 writes everything else, save what tells
-of a failure: `failed.json` is written by the first rank that fails, `ranks/N.log` by rank N.
-"""
+"""What a run directory holds, and who may write it: the parent, rank 0, and any rank that fails."""
 
 import contextlib
 import errno
@@ -62,10 +58,7 @@ class RunDirectory:
         return self.path / "ranks" / f"{rank}.log"
 
     def refuse_if_used(self) -> None:
-        """Raise a `UserError` if something stands there already, or nothing can be made there.
-
-        What a process has left that was killed while it made the directory is nothing.
-        """
+        """Raise a `UserError` if more is there than what a process leaves that is killed early."""
         left = {self.lock.name, f".{self.config.name}.tmp"}
         is_empty = self.path.is_dir() and {each.name for each in self.path.iterdir()} <= left
         if self.path.exists() and not is_empty:
@@ -75,10 +68,7 @@ class RunDirectory:
             )
 
     def create(self, values: dict[str, Any]) -> None:
-        """Make the directory and freeze `values` in it, once, or raise a `UserError`.
-
-        Whoever is not alone for certain has it `locked`.
-        """
+        """Make the directory and freeze `values`, once; who may not be alone has it `locked`."""
         self.refuse_if_used()
         with self.writing(UserError):
             self.path.mkdir(parents=True, exist_ok=True)
@@ -193,29 +183,24 @@ def _read_json(path: Path) -> dict[str, Any]:
     return dict(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else {}
 
 
-def differences(theirs: dict[str, Any], ours: dict[str, Any]) -> list[str]:
+def differences(
+    theirs: dict[str, Any], ours: dict[str, Any], free: tuple[str, ...] = MAY_DIFFER
+) -> list[str]:
     """Name the settings in which two frozen configurations differ, with both values."""
     left, right = dict(flat(theirs)), dict(flat(json.loads(json.dumps(ours))))
     return [
         f"{name}={right.get(name)} instead of {left.get(name)}"
-        for name in sorted({*left, *right})
-        if left.get(name) != right.get(name) and not name.startswith(MAY_DIFFER)
+        for name in {**left, **right}
+        if left.get(name) != right.get(name) and not name.startswith(free)
     ]
 
 
 def refuse_another_identity(where: str, saved: dict[str, Any], ours: dict[str, Any]) -> None:
-    """Raise a `UserError` if settings that a run keeps for good, as saved, differ from `ours`.
-
-    What was null then, or what an earlier version did not have, was left open.
-    """
+    """Raise a `UserError` if what a run keeps for good, and had `saved`, differs from `ours`."""
     kept, now = schema.settings_on_resume("kept"), dict(flat(ours))
+    # What was null then, or what an earlier version did not have, was left open.
     was = {name: value for name, value in flat(saved) if name in kept and value is not None}
-    differing = [
-        f"{name}={now.get(name)} instead of {value}"
-        for name, value in was.items()
-        if value != now.get(name)
-    ]
-    if differing:
+    if differing := differences(was, {name: now.get(name) for name in was}, free=()):
         raise UserError(
             f"{where} keeps what it was made with; here is {some_of(differing)}; set them alike, "
             "or set resume_force=true"

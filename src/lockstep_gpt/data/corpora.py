@@ -1,7 +1,4 @@
-"""Where training data comes from: each corpus names itself and yields its data piece by piece.
-
-No corpus is ever held in memory as a whole.
-"""
+"""Where training data comes from: each corpus names itself and yields its data piece by piece."""
 
 import hashlib
 import os
@@ -9,7 +6,7 @@ import sys
 import sysconfig
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 from lockstep_gpt import config as schema
 from lockstep_gpt.config import DataConfig, UserError
@@ -48,10 +45,7 @@ class Corpus(Protocol):
 
 
 def split_of(name: str, val_fraction: float) -> str:
-    """Return the split of a document, from its name alone: the same on every machine.
-
-    A document never moves when others come or go. The share holds for documents, in the mean.
-    """
+    """Return the split that a document has by its name alone, on every machine and for good."""
     first = int.from_bytes(hashlib.sha256(name.encode("utf-8", "surrogateescape")).digest()[:8])
     return "val" if first < val_fraction * 2**64 else "train"
 
@@ -189,6 +183,5 @@ def corpus_of(config: DataConfig) -> Corpus:
     """Open the corpus that `data.source` names; of an extra where the settings are the extra's."""
     settings, target = merged("SOURCES").get(config.source, (None, None))
     if settings and isinstance(config, resolved(settings)):
-        corpus: Corpus = resolved(target)(config)
-        return corpus
+        return cast(Corpus, resolved(target)(config))
     return CORPORA[config.source](config)

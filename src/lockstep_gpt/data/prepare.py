@@ -1,7 +1,6 @@
-"""From a corpus to token files on disk, once: `prepare` turns the `data` settings into a folder.
+"""From a corpus to token files on disk, once; one process builds, others wait for it.
 
-A build happens in a hidden sibling folder that is renamed when it is whole and on the disk, so
-nothing unfinished passes for finished. One process builds, others wait for it.
+A build is made in a hidden sibling folder, which is renamed when it is whole and on the disk.
 """
 
 from __future__ import annotations
@@ -59,10 +58,9 @@ class Recipe:
 def prepare(config: DataConfig, verify: bool = False) -> Path:
     """Return the folder with the token files of `config`, built first where it is not there yet.
 
-    The folder is `<data.root>/<source>-<8 hex digits>`; the digits change with the corpus, the
-    tokenizer and the settings that decide the tokens. A finished folder is checked for size, to
-    `verify` for content. Where `data.fingerprint` names one that is there, the corpus is not asked.
-    A `UserError` says what cannot be read, written or trusted.
+    A finished folder is checked for size, to `verify` for content; the corpus is not asked where
+    `data.fingerprint` names a folder that is there. A `UserError` says what cannot be read,
+    written or trusted.
     """
     started, wanted, built = time.perf_counter(), config.fingerprint, False
     if wanted is None or not folder_of(config).is_dir():
@@ -99,7 +97,7 @@ def folder_of(config: DataConfig) -> Path:
 
 
 def opened(config: DataConfig) -> Path:
-    """Return this folder, or raise a `UserError` if its index and sizes are not of these tokens."""
+    """Return the folder of `config`, or raise a `UserError` if it has other tokens."""
     folder = folder_of(config)
     index = shards.load_index(folder)
     shards.check_sizes(folder, index)

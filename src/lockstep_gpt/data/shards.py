@@ -10,7 +10,7 @@ import json
 import os
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -63,10 +63,7 @@ class Index:
         return [shard for split in self.splits.values() for shard in split.shards]
 
     def windows(self, split: str, block_size: int) -> int:
-        """Count the whole windows of `block_size` inputs, each with a target one further.
-
-        Windows share only the token between them; a tail shorter than one window is dropped.
-        """
+        """Count the whole windows of `block_size` inputs; two of them share the token between."""
         return (self.splits[split].tokens - 1) // block_size
 
 
@@ -158,8 +155,7 @@ def open_split(folder: Path, split: str) -> npt.NDArray[Any]:
         return np.memmap(file, index.dtype, mode="r")
     if (joined := addition("JOINED_FILES")) is None:
         raise unusable(more[0], "is a second file, which an extra reads that is not here")
-    tokens: npt.NDArray[Any] = joined([file, *more]).view(index.dtype)
-    return tokens
+    return cast(npt.NDArray[Any], joined([file, *more]).view(index.dtype))
 
 
 def check_block_size(index: Index, block_size: int) -> None:

@@ -1,13 +1,9 @@
-"""From text to token ids and back.
-
-A tokenizer travels as a plain dictionary (`to_dict`, `from_dict`) in the prepared folder's index
-and in checkpoints, so that a model can be used without the configuration it was trained with.
-"""
+"""From text to token ids and back; a tokenizer travels as plain values, with data and model."""
 
 import importlib
 import re
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -48,10 +44,7 @@ class Tokenizer(Protocol):
 
 
 class ByteTokenizer:
-    """The 256 byte values of UTF-8; byte 0 ends a document.
-
-    A NUL inside a text is refused: it would look like an end. `decode(encode(text)) == text`.
-    """
+    """The 256 byte values of UTF-8; byte 0 ends a document, so a text that has one is refused."""
 
     kind = "bytes"
     vocab_size = 256
@@ -117,5 +110,4 @@ def from_dict(values: dict[str, Any]) -> Tokenizer:
             f"tokenizer kind {kind!r} is not one of {known}; use the version of "
             "lockstep-gpt that wrote it, with its extras"
         )
-    tokenizer: Tokenizer = resolved(added[kind])(values)
-    return tokenizer
+    return cast(Tokenizer, resolved(added[kind])(values))

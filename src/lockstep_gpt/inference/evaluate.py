@@ -44,11 +44,7 @@ def main(arguments: list[str]) -> int:
 
 
 def evaluate(model: GPT, config: Config, batch_size: int) -> dict[str, float]:
-    """Return the means over every whole validation window of the model's data.
-
-    They are the `loss` in nats per token, its exp as `perplexity`, the number of `tokens`, and for
-    text `bits_per_byte`: nats per token times tokens per byte, over ln 2.
-    """
+    """Return the means over all validation windows: loss in nats, perplexity, bits per byte."""
     from lockstep_gpt.data.windows import gather, open_windows, widen
     from lockstep_gpt.training.token_loss import TokenLoss, perplexity
 

@@ -22,18 +22,12 @@ def main(arguments: list[str]) -> int:
         raise UserError(f"--length={options.length} must be at least 0")
     if not 0 <= options.seed < 2**63:
         raise UserError(f"--seed={options.seed} must be from 0 to {2**63 - 1}")
-    checkpoint = find_checkpoint(options.source)
+    model, _, tokenizer = load_model(find_checkpoint(options.source))
     import torch  # only now: mistakes are answered at once
 
-    model, _, tokenizer = load_model(checkpoint)
-    prompt = tokenizer.encode(options.prompt).astype("int64")
-    tokens = model.generate(
-        torch.from_numpy(prompt)[None],
-        options.length,
-        options.temperature,
-        options.top_k,
-        torch.Generator().manual_seed(options.seed),
-    )
+    prompt = torch.from_numpy(tokenizer.encode(options.prompt).astype("int64"))[None]
+    source = torch.Generator().manual_seed(options.seed)
+    tokens = model.generate(prompt, options.length, options.temperature, options.top_k, source)
     text = tokenizer.decode(tokens[0].tolist())
     print(printable(text) if sys.stdout.isatty() else text)
     return 0

@@ -22,11 +22,8 @@ NEEDED = ("max_steps", "max_tokens", "batch", "model", "data", "optim")
 def parser_of(command: str, description: str) -> argparse.ArgumentParser:
     """Return a parser that knows where the model of a command comes from."""
     parser = argparse.ArgumentParser(prog=f"{PROGRAM} {command}", description=description)
-    parser.add_argument(
-        "source",
-        type=Path,
-        help="a run directory, a checkpoint in one, or wandb://ENTITY/PROJECT/NAME:ALIAS",
-    )
+    sources = "a run directory, a checkpoint in one, or wandb://ENTITY/PROJECT/NAME:ALIAS"
+    parser.add_argument("source", type=Path, help=sources)
     return parser
 
 

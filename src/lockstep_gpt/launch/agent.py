@@ -1,7 +1,6 @@
 """One machine's ranks: started, watched and restarted through torchrun's elastic agent.
 
-Its own process between the parent, which must not import torch, and the ranks. The agent's stock
-rule, to restart after any failure, is narrowed: only a rank that was killed is worth another try.
+A process of its own, for the parent must not import torch. Only a rank that was killed restarts.
 """
 
 from __future__ import annotations
@@ -36,10 +35,7 @@ EXIT_BARRIER = 30  # seconds that machines wait for each other at the end; the s
 def main(
     run: RunDirectory, node_rank: int = 0, kind: Callable[..., RankAgent] | None = None
 ) -> int:
-    """Run the ranks of `run` on this machine; return the run's exit status.
-
-    `kind` makes the agent, which may start ranks in a way of its own; None: `RankAgent`.
-    """
+    """Run the ranks of `run` on this machine by an agent of some `kind`; return the exit status."""
     config = run.load()
     nodes = addition("MEETING") if config.trainer["num_nodes"] > 1 else None
     with tempfile.TemporaryDirectory(prefix=f"{PROGRAM}-") as folder:

@@ -65,10 +65,7 @@ class _SweepStopped(BaseException):
 def _each_job(
     command: str, arguments: list[str], job: Callable[[DictConfig], tuple[int, float]]
 ) -> int:
-    """Run `job` for each configuration that `arguments` make; one that fails hides no other.
-
-    A signal that stops one stops all that would follow.
-    """
+    """Run `job` for each configuration; a failure hides no other, a signal stops the rest."""
     results: list[tuple[str, int, float]] = []
 
     def guarded(composed: DictConfig) -> float:

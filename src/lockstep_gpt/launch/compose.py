@@ -1,7 +1,4 @@
-"""All we know of Hydra: composing the configuration, and saying in one line what is wrong with it.
-
-Hydra runs once, in the parent. Ranks read what it made from the run directory.
-"""
+"""All we know of Hydra, which runs once, in the parent: composing, and one line for a mistake."""
 
 import contextlib
 import os
@@ -54,7 +51,9 @@ def run(arguments: list[str], job: Callable[[DictConfig], Any]) -> None:
         except (HydraException, OmegaConfBaseException, YAMLError, ValueError) as error:
             if started:  # the job's own error, not the composition's
                 raise
-            raise UserError(_file_of(error) + one_line(error, arguments)) from None
+            found = re.match(r"In '(.+?)': .+ raised while composing config", str(error))
+            where = f"{found[1]}.yaml: " if found else ""  # the file that the mistake is in
+            raise UserError(where + one_line(error, arguments)) from None
 
 
 def quoted(arguments: list[str]) -> list[str]:
@@ -77,10 +76,7 @@ def checked(config: DictConfig) -> tuple[dict[str, Any], Config]:
 
 @contextlib.contextmanager
 def told_in_one_line(arguments: list[str], first: Callable[[], Any] = list) -> Iterator[None]:
-    """Raise a `UserError` for an error of Hydra or OmegaConf; it quotes from `arguments`.
-
-    `first` may raise another, which explains it.
-    """
+    """Raise a `UserError` for an error of Hydra or OmegaConf; `first` may raise a better one."""
     try:
         yield
     except (HydraException, OmegaConfBaseException) as error:
@@ -154,7 +150,8 @@ def one_line(error: Exception, arguments: list[str]) -> str:
     cause = nested if hidden else error
     found = re.search(r"Could not override '[+~]*([^']+)'", str(error))
     path = getattr(cause, "full_key", None) or (found and found[1])
-    value = _value_given(path, arguments) if path else ""
+    given = dict(word.lstrip("+~").split("=", 1) for word in arguments if "=" in word)
+    value = given.get(path, "...") if path else ""
     text = re.sub(r"\s*\n\s*", " ", str(cause)).strip()
     found = re.search(r"Could not (?:find|load) '(.+)/(.+?)'", text)
     if found and found[1] in choices.groups():
@@ -165,8 +162,8 @@ def one_line(error: Exception, arguments: list[str]) -> str:
     if path and re.search("not in|Could not override|Could not append", text):
         return _unknown_setting(path, value)
     if path and (found := re.search(r"Value '(.*?)' .*(converted to|not a valid) (\w+)", text)):
-        given = found[1] if value == "..." else value
-        return f"{path}={given} must be {KINDS.get(found[3], found[3])}"
+        wrong = found[1] if value == "..." else value
+        return f"{path}={wrong} must be {KINDS.get(found[3], found[3])}"
     if path and (found := re.match(r"(Value .+?)( full_key: .+)?$", text)):
         return f"{path}={value}: {found[1].rstrip('.')}"
     if found := re.search(r"Ambiguous value for argument '(.+?)' ", text):
@@ -180,17 +177,6 @@ def one_line(error: Exception, arguments: list[str]) -> str:
     noise = r" (full_key|reference_type|object_type)[:=] ?\S*| (See https?://|Config search path).+"
     text = re.sub(noise, "", text)
     return f"{path}={value}: {text}" if path else text
-
-
-def _file_of(error: Exception) -> str:
-    """Name the YAML file that the mistake is in, where Hydra knows it."""
-    found = re.match(r"In '(.+?)': .+ raised while composing config", str(error))
-    return f"{found[1]}.yaml: " if found else ""
-
-
-def _value_given(path: str, arguments: list[str]) -> str:
-    given = dict(word.lstrip("+~").split("=", 1) for word in arguments if "=" in word)
-    return given.get(path, "...")
 
 
 def _unknown_setting(path: str, value: str) -> str:

@@ -3,6 +3,7 @@
 import logging
 import os
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -37,10 +38,7 @@ def run_to_resume(arguments: list[str]) -> RunDirectory | None:
 
 
 def train_or_resume(composed: DictConfig) -> tuple[int, float]:
-    """Go on with the run that a command with choices of groups has started; or start it.
-
-    So the same command may be given again: by a script, a launcher's restart, a job of a sweep.
-    """
+    """Go on with the run that this very command, choices of groups included, began; or begin it."""
     values, config = compose.checked(composed)
     run = start.run_of(config)
     if config.resume != "auto" or not run.config.is_file():
@@ -71,7 +69,7 @@ def _refuse_other_choices(run: RunDirectory, settled: dict[str, Any], singles: l
     # What an earlier version did not have is no difference.
     known = cast(dict[str, Any], OmegaConf.to_container(OmegaConf.merge(settled, run.values())))
     found = runs.differences(known, settled)
-    differing = [line for line in found if line.partition("=")[0] not in free]
+    differing = sorted(line for line in found if line.partition("=")[0] not in free)
     if differing:
         run.load()  # what this version cannot read is no other choice
         raise UserError(
@@ -82,10 +80,7 @@ def _refuse_other_choices(run: RunDirectory, settled: dict[str, Any], singles: l
 
 
 def resume(run: RunDirectory, arguments: list[str], composed: dict[str, Any] | None = None) -> int:
-    """Go on with a run in its own directory; return the exit status.
-
-    What the command has `composed` needs no further permission.
-    """
+    """Go on with a run in its own directory; what a command has `composed` needs no permission."""
     before, logged = run.values(), run.overrides.stat().st_size if run.overrides.exists() else 0
     values, changes = _revive(run, arguments)
     with compose.told_in_one_line(arguments, run.load):  # the frozen file may be at fault
@@ -97,8 +92,7 @@ def resume(run: RunDirectory, arguments: list[str], composed: dict[str, Any] | N
         return 0
     settled = {**values, "trainer": start.trainer_settled(values, placement)}
 
-    def permit() -> None:
-        trust.permit(run, _says(arguments, "trust_run_dir"), composed)
+    permit = partial(trust.permit, run, _says(arguments, "trust_run_dir"), composed)
 
     def refreeze(named: dict[str, Any]) -> None:
         with run.writing(UserError):
@@ -126,10 +120,7 @@ def _is_done(run: RunDirectory, steps: int) -> bool:
 
 
 def _revive(run: RunDirectory, arguments: list[str]) -> tuple[dict[str, Any], list[str]]:
-    """Return the run's frozen values with the command line's on top, and what that changes.
-
-    A `UserError` says if one is no single setting, or may not change what the run is made of.
-    """
+    """Return the frozen values with the command's on top, and the changes; or a `UserError`."""
     base = OmegaConf.create(run.values())
     changes = []
     for override in _parse(arguments):

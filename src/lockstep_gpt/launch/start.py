@@ -47,9 +47,9 @@ def begin(
 ) -> int:
     """Start the ranks, or be one of a launcher's; return the exit status.
 
-    This machine would freeze `settled`, which is `config` as plain values. `check` raises a
-    `UserError` before any data is read, or anything written. `freeze` makes the directory, or
-    freezes anew; `undo` takes that back, where the user's mistake shows only after it.
+    This machine would freeze `settled`, which is `config` as plain values. `check` may refuse
+    before anything is read or written; `freeze` makes the directory, or freezes anew; `undo`
+    takes that back.
     """
     inside = devices.is_inside_launcher()
     if inside and not any(additions("JOIN_LAUNCHER")):
@@ -130,9 +130,8 @@ def settle(
     choices = HydraConfig.get().runtime.choices
     world = placement.devices * placement.nodes
     name = f"{choices['model']}-{choices['data']}-{world}-{time.strftime('%Y%m%d-%H%M%S')}"
-    batch = dict(values["batch"])
-    batch["global_size"] = batch["global_size"] or batch["micro_size"] * world
-    launch = dict(values["launch"])
+    batch, launch = values["batch"], dict(values["launch"])
+    size = batch["global_size"] or batch["micro_size"] * world
     if batch["exact_micro_size"] is not None:  # their number decides bits too
         launch["threads"] = launch["threads"] or threads_of_rank(placement.devices)
     loggers = dict(values["logger"])
@@ -143,7 +142,7 @@ def settle(
         **values,
         "run_dir": str(run.path),
         "run_name": values["run_name"] or name,
-        "batch": batch,
+        "batch": {**batch, "global_size": size},
         "launch": launch,
         "trainer": trainer_settled(values, placement),
         "logger": loggers,
@@ -152,8 +151,7 @@ def settle(
 
 def trainer_settled(values: dict[str, Any], placement: devices.Placement) -> dict[str, Any]:
     """Return the settings of the Trainer with the devices that were found."""
-    found = {"accelerator": placement.accelerator, "devices": placement.devices}
-    return {**values["trainer"], **found}
+    return {**values["trainer"], "accelerator": placement.accelerator, "devices": placement.devices}
 
 
 # Of glibc: else each step maps its large tensors anew, and the system clears their pages.
@@ -219,10 +217,7 @@ def sharing_servers() -> contextlib.AbstractContextManager[None]:
 
 
 def rank_environment(config: Config) -> dict[str, str]:
-    """Return the environment of agent and ranks; a value that the user has set stays.
-
-    Libraries read these when they are loaded, so they are there before any rank is.
-    """
+    """Return what libraries of agent and ranks read when they load; what the user has set stays."""
     threads = config.launch.threads or threads_of_rank(config.trainer["devices"])
     keeps = config.launch.keep_memory and config.trainer["accelerator"] == "cpu"
     ours = {"OMP_NUM_THREADS": str(threads), **(KEEP_MEMORY if keeps else {})}

@@ -29,10 +29,7 @@ def foreign(values: dict[str, Any]) -> list[str]:
 
 
 def permit(run: RunDirectory, trusted: bool, composed: dict[str, Any] | None = None) -> None:
-    """Record that this user has `run` build what it names; not in the run, where others can write.
-
-    A `UserError` says if it is not `trusted`, not `composed` by their command, and new to them.
-    """
+    """Record, for this user, that `run` may build what it names; refuse it where it may not."""
     settings = foreign(run.values())
     # Path's own would raise where there is no home.
     state = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")  # noqa: PTH111

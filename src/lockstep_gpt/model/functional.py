@@ -18,8 +18,7 @@ CHUNK_LOGITS = 1 << 23  # at a time; on a GPU twice as many
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
     """Let each token attend to itself and those before it (Vaswani et al. 2017, section 3.2).
 
-    Queries, keys, values and the result are (B, n_head, T, C / n_head); `dropout` is the share of
-    attention weights that is dropped.
+    Queries, keys, values and the result are (B, n_head, T, C / n_head).
     """
     T = q.shape[-2]
     if q.device.type != "cpu" or T > SHORT:

@@ -1,7 +1,4 @@
-"""GPT-2 (Radford et al. 2019) in plain torch; it reads from top to bottom.
-
-Letters in shapes: B samples, T tokens of a sample, C width (`n_embd`), V size of the vocabulary.
-"""
+"""GPT-2 (Radford et al. 2019), top to bottom. B samples, T tokens, C width, V vocabulary size."""
 
 import functools
 import importlib
@@ -19,10 +16,7 @@ VOCAB_MULTIPLE = 64  # matrix products are fast at sizes that tensor cores divid
 
 
 class GPT(nn.Module):
-    """A decoder-only transformer: pre-norm, learned positions, head tied to the token embedding.
-
-    The embedding has `padded_vocab_size` rows for a vocabulary of V; the loss never sees the rest.
-    """
+    """A decoder-only transformer: pre-norm, learned positions, head tied to the embedding."""
 
     def __init__(self, config: ModelConfig, vocab_size: int) -> None:
         super().__init__()

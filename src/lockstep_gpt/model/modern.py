@@ -32,12 +32,21 @@ class GPT(gpt.GPT):
     def build(self) -> None:
         """Make the layers."""
         config = self.config
-        _check(config)
+        width = config.n_embd // config.n_head
+        if config.bias:
+            raise UserError(
+                "model.bias=true: model.architecture=modern has no biases; set it to false"
+            )
+        if width % 2:
+            raise UserError(
+                f"model.n_embd={config.n_embd} gives heads of {width}, and rotary positions turn "
+                "pairs; set model.n_embd or model.n_head so that it is even"
+            )
         self.token_embedding = nn.Embedding(self.padded_vocab_size, config.n_embd)
         self.previous = nn.Parameter(torch.empty(config.n_embd))  # share of the token before
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.output = nn.Linear(config.n_embd, self.padded_vocab_size, bias=False)
-        cos, sin = rotations(config.block_size, config.n_embd // config.n_head)
+        cos, sin = rotations(config.block_size, width)
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
 
@@ -137,13 +146,3 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     first, second = x.chunk(2, dim=-1)
     cos, sin = cos[:, None].to(x.dtype), sin[:, None].to(x.dtype)  # (T, 1, D / 2)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
-
-
-def _check(config: ModelConfig) -> None:
-    if config.bias:
-        raise UserError("model.bias=true: model.architecture=modern has no biases; set it to false")
-    if config.n_embd // config.n_head % 2:
-        raise UserError(
-            f"model.n_embd={config.n_embd} gives heads of {config.n_embd // config.n_head}, and "
-            "rotary positions turn pairs; set model.n_embd or model.n_head so that it is even"
-        )

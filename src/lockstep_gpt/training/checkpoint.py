@@ -1,7 +1,4 @@
-"""Checkpoints on the disk: written whole or not at all, verified before they are read.
-
-Who only looks for one does not wait for torch.
-"""
+"""Checkpoints on the disk: whole or not there, verified when read; torch is imported late."""
 
 import hashlib
 import logging
@@ -201,11 +198,7 @@ def read_checkpoint(path: Path, map_location: Any = "cpu") -> dict[str, Any]:
 
 
 def find_checkpoint(path: Path, folder: Path | None = None) -> Path:
-    """Return the checkpoint that a user means, or raise a `UserError`.
-
-    `path` is a run directory, a checkpoint, or what an extra downloads to `folder`; None: to a
-    place of its own.
-    """
+    """Return the checkpoint that is `path`, a run's newest, or a download to `folder`."""
     path = next(filter(None, asked("DOWNLOAD", path, folder)), path)
     if not path.exists():
         raise UserError(

@@ -16,11 +16,7 @@ STEP = "trainer/step"
 
 
 class MetricsFile(Logger):
-    """A Lightning logger that writes each row when it comes.
-
-    Values of one step share one row, so the last row may still grow. A resumed run drops the rows
-    beyond its step, which it is about to repeat.
-    """
+    """A Lightning logger with one row per step, which grows while it is the last."""
 
     def __init__(self, path: Path, columns: Iterable[str]) -> None:
         super().__init__()
@@ -40,10 +36,7 @@ class MetricsFile(Logger):
         return ""
 
     def begin(self, step: int) -> dict[str, str]:
-        """Start at optimizer step `step`: keep what an earlier part of the run has up to it.
-
-        Return the newest value of each column that has one.
-        """
+        """Keep the rows up to optimizer step `step`; return the newest value of each column."""
         kept = [row for row in _read(self.path) if int(row[STEP]) <= step]
         self.columns = list(dict.fromkeys([*self.columns, *(name for row in kept for name in row)]))
         with RunDirectory(self.path.parent).writing():

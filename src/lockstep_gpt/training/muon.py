@@ -7,7 +7,7 @@ it, costs twice as much.
 
 from collections import defaultdict
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -25,10 +25,7 @@ HEAD_LR = 0.2  # AdamW's learning rate of the head, as a share of optim.lr; the 
 
 
 class Muon(torch.optim.Optimizer):
-    """Muon over the groups with `muon=True`, AdamW with `betas` and `eps` over the others.
-
-    Each of `groups` has `params`, `lr`, `muon` and `weight_decay`.
-    """
+    """Muon over the groups with `muon=True`, AdamW with `betas` and `eps` over the others."""
 
     # Set to a tensor that is 1 where the gradients are not finite: the weights then stay.
     found_inf: Tensor | None = None
@@ -114,10 +111,9 @@ class Muon(torch.optim.Optimizer):
 
 
 def orthogonalised(matrices: Tensor) -> Tensor:
-    """Return about the nearest orthogonal matrix of each of (N, rows, columns), rows <= columns.
+    """Return about the nearest orthogonal matrices of (N, rows, columns), by Newton and Schulz.
 
-    By Newton and Schulz's iteration; its products may be rounded, since the singular values end
-    between 0.7 and 1.2 anyway.
+    Products may be rounded: the singular values end between 0.7 and 1.2 anyway.
     """
     a, b, c = COEFFICIENTS
     x = matrices.to(_product_type(matrices.device))
@@ -125,8 +121,7 @@ def orthogonalised(matrices: Tensor) -> Tensor:
     for _ in range(ITERATIONS):
         gram = x @ x.mT
         x = a * x + torch.baddbmm(b * gram, gram, gram, alpha=c) @ x
-    result: Tensor = x.to(matrices.dtype)
-    return result
+    return cast(Tensor, x.to(matrices.dtype))
 
 
 def _product_type(device: torch.device) -> torch.dtype:
@@ -136,16 +131,13 @@ def _product_type(device: torch.device) -> torch.dtype:
 
 
 def build_optimizer(model: nn.Module, config: OptimConfig, lr: float) -> Muon:
-    """Give matrices within `model.blocks` to Muon, all others to AdamW.
-
-    There are always three groups, in this order: matrices of blocks, which decay; the head; the
-    rest. So a saved state fits any later run of the same model.
-    """
+    """Give matrices within `model.blocks` to Muon; the head and the rest are AdamW's two groups."""
     named = [each for each in model.named_parameters() if each[1].requires_grad]
     matrices = [weight for name, weight in named if name.startswith("blocks.") and weight.ndim == 2]
     head = [weight for name, weight in named if name == "output.weight"]
     known = {id(each) for each in (*matrices, *head)}
     rest = [weight for _, weight in named if id(weight) not in known]
+    # Always three, in this order: a saved state then fits any later run of the same model.
     groups = [
         {"params": matrices, "lr": lr, "muon": True, "weight_decay": config.weight_decay},
         {"params": head, "lr": HEAD_LR * lr, "muon": False, "weight_decay": 0.0},

@@ -1,6 +1,7 @@
 """The optimizer: which parameters decay, and with which kernel they are updated."""
 
 import importlib
+from typing import cast
 
 import torch
 from torch import nn
@@ -23,8 +24,7 @@ def build_optimizer(
     """
     if config.algorithm != "adamw":
         module = importlib.import_module(f"{__package__}.{config.algorithm}")
-        optimizer: torch.optim.Optimizer = module.build_optimizer(model, config, lr)
-        return optimizer
+        return cast(torch.optim.Optimizer, module.build_optimizer(model, config, lr))
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     matrices = [parameter for parameter in trained if parameter.ndim >= 2]
     vectors = [parameter for parameter in trained if parameter.ndim < 2]

@@ -1,7 +1,4 @@
-"""What a rank says: the receipt, and where its words go.
-
-Rank 0 speaks to the terminal and `train.log`, the others to files.
-"""
+"""What a rank says: the receipt, and where its words go: rank 0's to the terminal and train.log."""
 
 import contextlib
 import io

@@ -45,10 +45,7 @@ def state_to_resume(directory: RunDirectory, config: Config, module: torch.nn.Mo
 
 
 def _own_newest(directory: RunDirectory, config: Config, module: torch.nn.Module) -> Path | None:
-    """Tidy up after a run that was killed; return its newest checkpoint that verifies.
-
-    Newer ones that do not are set aside: else they would count when old ones are deleted.
-    """
+    """Return the newest checkpoint that verifies; set newer ones aside, tidy up after a kill."""
     folder = directory.checkpoints
     files.remove_leftovers(folder)
     weights = files.size_of(module.state_dict())
@@ -74,11 +71,7 @@ def fitting_of(saved: dict[str, Any], places: dict[str, Any]) -> dict[str, Any]:
 
 
 def realign(checkpoint: dict[str, Any], accumulation: int) -> None:
-    """Make Lightning's count of micro-batches that of this run at the saved optimizer step.
-
-    With another number of devices a step has another number of micro-batches, and Lightning,
-    which only counts these, would end its next steps in the wrong places.
-    """
+    """Set Lightning's count of micro-batches to this run's: they follow the number of devices."""
     progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
     batches = checkpoint["global_step"] * accumulation
     for part in ("total", "current"):
@@ -88,11 +81,7 @@ def realign(checkpoint: dict[str, Any], accumulation: int) -> None:
 def apply_settings(
     checkpoint: dict[str, Any], optimizer: torch.optim.Optimizer, factor: float
 ) -> None:
-    """Put this run's settings of the optimizer in the place of the saved ones.
-
-    Torch saves them with the state and would restore them, so that a new `optim.lr` of a resumed
-    run would silently do nothing. `factor` is the schedule's at the step to come.
-    """
+    """Put this run's settings, `factor` the schedule's, over the saved ones that torch restores."""
     for state in checkpoint["optimizer_states"]:
         for saved, ours in zip(state["param_groups"], optimizer.param_groups, strict=True):
             settings = {name: ours[name] for name in saved if name != "params"}

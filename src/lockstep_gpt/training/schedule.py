@@ -1,7 +1,4 @@
-"""The arithmetic of a run: samples and tokens per step, steps, and the learning rate of each.
-
-Pure functions of the configuration; nothing here imports torch.
-"""
+"""The arithmetic of a run: tokens per step, steps, and learning rates, as functions of settings."""
 
 import math
 from dataclasses import dataclass
@@ -151,11 +148,10 @@ class Schedule:
 
 
 def plan_schedule(config: Config, batch: BatchPlan) -> Schedule:
-    """Turn budgets in steps or tokens into the schedule of one run.
+    """Turn budgets in steps or tokens into the schedule of one run; a warmup as long is refused.
 
     Sources: linear scaling and warmup, Goyal et al. 2017; cosine, Loshchilov & Hutter 2017; wsd
-    (warmup, stable, decay), Zhai et al. 2022 and Hu et al. 2024. A wsd whose fall is longer than
-    what the warmup leaves begins to fall right after it; a warmup as long as the run is refused.
+    (warmup, stable, decay), Zhai et al. 2022 and Hu et al. 2024.
     """
     total_steps = _steps(config.max_steps, config.max_tokens, batch)
     warmup_steps = _steps(config.optim.warmup_steps, config.optim.warmup_tokens, batch)

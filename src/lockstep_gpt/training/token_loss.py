@@ -11,11 +11,10 @@ from lockstep_gpt.model.functional import IGNORE
 
 
 class TokenLoss(Metric):
-    """Mean cross-entropy over tokens, as a sum and a count over batches and ranks.
+    """Mean cross-entropy by sums over tokens: the mean of means would overrate a short batch.
 
-    The mean of means would weigh a short last batch like a full one. The sums of batches are kept
-    apart until the end and then added without rounding in between (`math.fsum`), so the mean is
-    the same to the bit however batches are spread over ranks.
+    The sums of batches are added without rounding in between (`math.fsum`), so the mean is the same
+    to the bit however batches are spread over ranks.
     """
 
     full_state_update = False

@@ -43,12 +43,7 @@ class TrackedRun(WandbLogger):
 def wandb_logger(
     *, directory: RunDirectory, config: dict[str, Any], model: Module, mode: str, **settings: Any
 ) -> TrackedRun:
-    """Make or go on with the one wandb run of `directory`.
-
-    The directory holds wandb's files and the run's id, by which a resumed run is the same one. The
-    `config` is shown to wandb: it holds no secrets. Of the `settings` an extra takes its own, and
-    `wandb.init` the others. A `UserError` says if one is refused.
-    """
+    """Make or go on with the wandb run whose id `directory` has; `config` holds no secrets."""
     check_choice("logger.wandb.mode", mode, MODES)
     import wandb
 

@@ -113,19 +113,12 @@ class Checkpoints(StepCallback, Checkpoint):
 
 
 class AtomicCheckpointIO(CheckpointIO):
-    """Writes checkpoints whole or not at all, on rank zero.
-
-    Lightning's own IO stages in the system's temporary folder, and a move from another file
-    system is a copy that can be cut off.
-    """
+    """Writes checkpoints whole or not at all, on rank zero; Lightning's own can be cut off."""
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None
     ) -> None:
-        """Write `checkpoint` to `path`, its SHA-256 beside it, or raise a `RunError`.
-
-        `storage_options` has the SHA-256 of its other files, which stand there already.
-        """
+        """Write a checkpoint and SHA-256 sums; `storage_options` has those of its other files."""
         files.write_checkpoint(checkpoint, Path(path), storage_options)
 
     def remove_checkpoint(self, path: Any) -> None:

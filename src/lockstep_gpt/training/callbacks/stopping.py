@@ -15,10 +15,7 @@ from lockstep_gpt.training.callbacks.step import StepCallback
 
 
 class Stopped(BaseException):
-    """Training ended early, after saving, because a signal asked for it.
-
-    No `Exception`: nothing on the way up should take it for a failure.
-    """
+    """Training ended early, after saving. No `Exception`: it must not be taken for a failure."""
 
     def __init__(self, signum: int) -> None:
         super().__init__(f"stopped by {signal.Signals(signum).name}")
@@ -28,8 +25,7 @@ class Stopped(BaseException):
 class StopVote:
     """Lets all ranks stop after the same step, without any of them waiting for the vote.
 
-    A vote is an all-reduce that is started at the end of a step and read at the end of the next,
-    when it has long arrived. It goes over a gloo group, so no GPU is synchronised for it.
+    It is an all-reduce over gloo, begun after a step and read after the next: no GPU waits.
     """
 
     def __init__(self) -> None:
@@ -44,9 +40,7 @@ class StopVote:
         self.close()
         decided = int(self._ballot.item())  # 0 before the first vote
         self._ballot.fill_(signum)
-        self._work = dist.all_reduce(
-            self._ballot, op=dist.ReduceOp.MAX, group=self._group, async_op=True
-        )
+        self._work = dist.all_reduce(self._ballot, dist.ReduceOp.MAX, self._group, async_op=True)
         return decided
 
     def close(self) -> None:
@@ -57,10 +51,7 @@ class StopVote:
 
 @dataclass(eq=False)
 class GracefulStop(StepCallback):
-    """The handler only notes the signal; ranks agree on it at the end of an optimizer step.
-
-    Lightning's own handler broadcasts from inside the handler, which can deadlock.
-    """
+    """Notes a signal; ranks agree on it after a step. In Lightning's handler they can deadlock."""
 
     checkpoints: Checkpoints
     received: int = field(default=0, init=False)  # signal; 0: none
