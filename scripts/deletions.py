@@ -1,17 +1,25 @@
-"""Delete every two extras of a project by hand, and see what is left; takes minutes.
+"""Delete extras of a project by hand, one after the other, and see what is left; takes long.
 
-usage: .venv/bin/python scripts/deletions.py [--suites]
-  without options, each project imports and collects its tests; with --suites it runs them all
+usage: .venv/bin/python scripts/deletions.py [--pairs] [--jobs N] [--of NAMES] [NAME ...]
+
+Without each extra alone, the project's whole suite runs; with --pairs it imports and collects its
+tests without every two. NAMEs limit what is deleted. The exit status is 1 if anything failed.
 """
 
 import argparse
+import importlib
 import itertools
+import multiprocessing
 import os
+import pkgutil
 import shutil
 import subprocess
 import sys
 import tempfile
+import time
+import traceback
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -21,6 +29,7 @@ from hooks.answers import EXTRAS  # noqa: E402
 
 PACKAGE = "my_gpt"  # of a project with the default answers
 FOLDERS = [name for name in EXTRAS if any("/extras/" in path for path in EXTRAS[name])]
+SHOWN = 3000  # characters of what a failure has said
 
 
 def copy_without(project: Path, target: Path, extras: Iterable[str]) -> None:
@@ -31,31 +40,72 @@ def copy_without(project: Path, target: Path, extras: Iterable[str]) -> None:
         shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
+def examine(project: Path, suites: bool, extras: tuple[str, ...]) -> tuple[str, int, float, str]:
+    """Delete `extras` from a copy; return their names, its exit status, the seconds, its words."""
+    started, copy = time.monotonic(), project.with_name("+".join(extras))
+    copy_without(project, copy, extras)
+    log = copy.with_suffix(".log")
+    if suites:
+        environment = {**os.environ, "PYTHONPATH": str(copy / "src")}
+        words = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+        with log.open("w") as file:
+            done = subprocess.run(words, cwd=copy, env=environment, stdout=file, stderr=file)
+        status = done.returncode
+    else:  # in a fork, which has imported the libraries before
+        with log.open("w") as file:
+            os.dup2(file.fileno(), 1)
+            os.dup2(file.fileno(), 2)
+        try:
+            status = _collect(copy)
+        except Exception:
+            status = 1
+            traceback.print_exc()
+        sys.stdout.flush()
+    shutil.rmtree(copy)
+    return " + ".join(extras), status, time.monotonic() - started, log.read_text()
+
+
+def _collect(project: Path) -> int:
+    """Import all modules of a project and collect its tests; return pytest's exit status."""
+    import pytest
+
+    os.chdir(project)
+    sys.path[:0] = [str(project / "src"), str(project)]
+    package = importlib.import_module(PACKAGE)
+    for module in pkgutil.walk_packages(package.__path__, f"{PACKAGE}."):
+        importlib.import_module(module.name)
+    return int(pytest.main(["-q", "--collect-only", "--assert=plain", "-p", "no:cacheprovider"]))
+
+
 def main() -> int:
-    """Print a line for each pair; return 1 if one of them failed."""
+    """Print a row for each deletion, and what failed; return 1 if anything did."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--suites", action="store_true", help="run whole suites; takes hours")
-    words = ["-q"] if parser.parse_args().suites else ["-q", "--collect-only", "--assert=plain"]
+    parser.add_argument("names", nargs="*", metavar="NAME", help="delete these (default: all)")
+    parser.add_argument("--pairs", action="store_true", help="every two; they only collect")
+    parser.add_argument("--jobs", type=int, default=1, help="projects at a time (default: 1)")
+    parser.add_argument("--of", default="all", help="the extras of the project (default: all)")
+    options = parser.parse_args()
+    names = [name for name in FOLDERS if name in (options.names or FOLDERS)]
+    if unknown := {*options.names} - {*FOLDERS}:
+        parser.error(f"{', '.join(sorted(unknown))} is not one of {', '.join(FOLDERS)}")
+    if options.pairs:
+        importlib.import_module("lightning")  # once, for all forks
     failed = 0
     with tempfile.TemporaryDirectory(prefix="deletions-") as folder:
-        place = Path(folder)
-        answers = ["--no-input", "-o", folder, "extras=all", "git_init=no"]
+        answers = ["--no-input", "-o", folder, f"extras={options.of}", "git_init=no"]
         cookiecutter = [sys.executable, "-m", "cookiecutter", str(ROOT), *answers]
         subprocess.run(cookiecutter, check=True, capture_output=True)
-        for pair in itertools.combinations(FOLDERS, 2):
-            project = place / "+".join(pair)
-            copy_without(place / "my-gpt", project, pair)
-            done = subprocess.run(
-                [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *words],
-                cwd=project,
-                env={**os.environ, "PYTHONPATH": str(project / "src")},
-                capture_output=True,
-                text=True,
-            )
-            failed += done.returncode != 0
-            print(f"without {' and '.join(pair)}: {done.stdout.splitlines()[-1]}", flush=True)
-            if done.returncode:
-                print(done.stdout[-3000:])
+        work = partial(examine, Path(folder) / "my-gpt", not options.pairs)
+        chosen = list(itertools.combinations(names, 1 + options.pairs))
+        print(f"{'without':<24}{'exit':>4}{'seconds':>9}  said", flush=True)
+        with multiprocessing.get_context("fork").Pool(options.jobs, maxtasksperchild=1) as pool:
+            for without, status, seconds, said in pool.imap(work, chosen, chunksize=1):
+                failed += status != 0
+                last = next(iter(said.splitlines()[-1:]), "")
+                print(f"{without:<24}{status:>4}{seconds:>9.0f}  {last}", flush=True)
+                if status:
+                    print(said[-SHOWN:], flush=True)
+    print(f"{len(chosen) - failed} of {len(chosen)} hold")
     return 1 if failed else 0
 
 

@@ -1,6 +1,6 @@
 """A folder of `extras/` can be deleted by hand: what is left lints, collects its tests, trains.
 
-`scripts/deletions.py` does the same for every two of them, and runs whole suites.
+`scripts/deletions.py` runs the whole suites of what is left, and deletes every two of them.
 """
 
 import subprocess
