@@ -104,7 +104,7 @@ def test_two_nodes_give_the_weights_of_one_with_two_ranks(nodes, two):
 
 
 LONG = ("max_steps=4000", "log_every=1", "checkpoint.every=20", "val_every=4000")
-QUICK = ("strategy.timeout_seconds=10", "launch.max_restarts=9")
+QUICK = ("strategy.timeout_seconds=10", "launch.max_restarts=9", "launch.lost_seconds=3")
 
 
 def steps(run):
@@ -155,16 +155,16 @@ def test_a_link_that_is_down_for_seconds_heals_unseen(training, nodes, wait_for)
 
 
 def test_after_a_longer_cut_the_nodes_meet_again(training, nodes, wait_for):
-    run, _ = training()
+    run, _ = training("strategy.timeout_seconds=6")
     nodes.link(1, "down")
-    time.sleep(16)  # the meeting place notices after 15
+    time.sleep(8)  # so that collectives fail; the meeting place notices after 3
     nodes.link(1, "up")
     before = steps(run)
     wait_for(lambda: steps(run) > before + 30)
 
 
 def test_a_node_that_is_lost_for_good_is_done_without(training, nodes, wait_for):
-    late = "strategy.timeout_seconds=20"  # the meeting place notices after 15 s
+    late = "strategy.timeout_seconds=8"  # the meeting place notices after 3 s
     run, processes = training("launch.min_nodes=1", late)
     nodes.link(1, "down")
     processes[1].kill()
@@ -177,7 +177,7 @@ def test_a_node_that_is_lost_for_good_is_done_without(training, nodes, wait_for)
 
 
 def test_a_silent_drop_ends_by_our_own_limit(training, nodes):
-    limits = ("guard.stall_after=8", "launch.join_seconds=15", "launch.grace_seconds=1")
+    limits = ("guard.stall_after=4", "launch.join_seconds=10", "launch.grace_seconds=1")
     _, processes = training(*limits, "launch.max_restarts=1")
     nodes.lose_all_packets()
     statuses, _ = ended(*processes, limit=300)

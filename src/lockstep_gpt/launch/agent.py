@@ -29,7 +29,6 @@ from lockstep_gpt.registry import addition, asked, merged, resolved
 from lockstep_gpt.run_directory import RunDirectory
 
 FAILURE_GRACE = 5  # seconds that the other ranks have after one has raised
-EXIT_BARRIER = 30  # seconds that machines wait for each other at the end; the stock agent: 300
 
 
 def main(
@@ -123,7 +122,8 @@ class RankAgent(LocalElasticAgent):
             monitor_interval=0.1,
             local_addr=place["local_addr"],
         )
-        super().__init__(spec, DefaultLogsSpecs(log_dir=folder), exit_barrier_timeout=EXIT_BARRIER)
+        barrier = place.get("last_call_timeout", 30)  # at the end as at the start; torch's own: 300
+        super().__init__(spec, DefaultLogsSpecs(log_dir=folder), exit_barrier_timeout=barrier)
         self._run = run
         self._shutdown_timeout = math.ceil(config.launch.grace_seconds)  # torch's own: 30
         self._ended: dict[int, int] = {}  # global rank -> the exit status that ended the attempt

@@ -114,4 +114,7 @@ def test_agents_meet_where_the_first_machine_listens(node_rank):
         "local_addr": "10.0.0.2",
         "is_host": node_rank == 0,
         "join_timeout": 1,
+        "last_call_timeout": 30,
+        "keep_alive_interval": 5,
+        "keep_alive_max_attempt": 3,
     }

@@ -18,6 +18,8 @@ from lockstep_gpt.launch import start
 from lockstep_gpt.run_directory import RunDirectory, differences
 from lockstep_gpt.training.schedule import plan_batch
 
+HEARTBEATS = 3  # missed in a row by a machine that counts as lost
+
 
 def start_on_nodes(
     run: RunDirectory,
@@ -85,6 +87,9 @@ def meeting(config: Config, node_rank: int) -> tuple[str, dict[str, Any]]:
         "local_addr": address,
         "is_host": node_rank == 0,
         "join_timeout": math.ceil(launch.join_seconds),
+        "last_call_timeout": math.ceil(2 * launch.lost_seconds),  # for more of them
+        "keep_alive_interval": math.ceil(launch.lost_seconds / HEARTBEATS),
+        "keep_alive_max_attempt": HEARTBEATS,
     }
 
 
@@ -103,11 +108,8 @@ def end_when_cut_off(agent: Any, config: Config) -> None:
 
     Its calls to a first machine that is lost never return.
     """
-    # Here alone: it imports torch, which the parent must not.
-    from lockstep_gpt.launch.agent import EXIT_BARRIER
-
     launch = cast(NodesLaunch, config.launch)
-    limit = launch.join_seconds + launch.grace_seconds + EXIT_BARRIER
+    limit = launch.join_seconds + launch.grace_seconds + 2 * launch.lost_seconds
 
     def watch() -> None:
         while time.monotonic() - agent.looked < limit:

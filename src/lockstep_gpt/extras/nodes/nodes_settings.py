@@ -15,3 +15,4 @@ class NodesLaunch(LaunchConfig):
         "go on with as few machines as this; null: only with trainer.num_nodes", None, at_least=1
     )
     join_seconds: float = setting("longest wait for the other machines", 300.0, above=0)
+    lost_seconds: float = setting("silence after which a machine counts as lost", 15.0, above=0)
