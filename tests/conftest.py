@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import gc
 import importlib.util
 import json
 import os
@@ -22,10 +23,13 @@ from typing import IO, Any
 
 import pytest
 import torch
+import yaml
+from hydra._internal.hydra import Hydra
 from hypothesis import settings
 
-from lockstep_gpt import processes
-from lockstep_gpt.launch import start
+from lockstep_gpt import config as schema
+from lockstep_gpt import extras, processes
+from lockstep_gpt.launch import compose, start
 
 if os.environ.get("ENDS_WITH_PARENT"):  # tests of a project that other tests have made
     processes.end_with_parent()
@@ -303,6 +307,45 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def one_thread() -> None:
     """Let no test of tiny tensors wait for a second core that is busy elsewhere."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def frozen() -> None:
+    """Spare the collector, which each run calls, all that is imported for good."""
+    importlib.import_module("lockstep_gpt.training.train")
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture
+def thawed() -> Iterator[None]:
+    """Give a test a collector that has been spared nothing."""
+    gc.unfreeze()
+    yield
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def quick_composition() -> Iterator[None]:
+    """Take out of commands in this process a third of what they take; none of it changes any.
+
+    Each registers the same schema, reads YAML in Python, and has Hydra compose everything once
+    before, for `hydra.mode` alone. Commands in processes of their own do so as ever.
+    """
+    register, registered = compose._register_schema, []
+
+    def register_what_is_new() -> None:
+        wanted = [*extras.__path__], schema.groups(), schema.data_sources()
+        if wanted not in registered:
+            register()
+            registered[:] = [wanted]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compose, "_register_schema", register_what_is_new)
+        patch.setattr(yaml, "SafeLoader", getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+        patch.setattr(Hydra, "get_mode", lambda *_, **__: None)  # as where it is not set
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -89,6 +89,7 @@ class Collections(StepCallback):
         self.counts.append(sum(each["collections"] for each in gc.get_stats()))
 
 
+@pytest.mark.usefixtures("thawed")
 def test_garbage_is_collected_at_the_steps_that_are_said_and_as_ever_afterwards(new_run):
     counter = Collections()
     new_run(max_steps=6).fit(counter, LeanLoop(every=2))
