@@ -2,7 +2,6 @@
 
 import re
 import shlex
-import sys
 from pathlib import Path
 
 import pytest
@@ -92,8 +91,8 @@ def test_command_for_other_machines_composes_and_its_batch_divides(line, capsys)
 
 
 @pytest.mark.parametrize("line", LAUNCHED)
-def test_launcher_is_joined(command, line):
-    torchrun = [sys.executable, "-m", "torch.distributed.run"]
+def test_launcher_is_joined(command, line, python_of_forks):
+    torchrun = [python_of_forks, "-m", "torch.distributed.run"]
     words = [*torchrun, *shlex.split(line)[1:], f"data.root={command.data_root}"]
     status, out, err = command.run_words(words)
     assert (status, out.count("step 20/20  val_loss")) == (0, 1), err

@@ -6,7 +6,6 @@ import fcntl
 import os
 import shlex
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -31,16 +30,16 @@ def ladder() -> Path:
 
 
 @pytest.fixture(scope="session")
-def start(data_root: Path) -> Callable[..., subprocess.Popen[str]]:
+def start(data_root: Path, python_of_forks: str) -> Callable[..., subprocess.Popen[str]]:
     """Start a command as the README writes it, in a folder that looks like the repository's."""
 
-    def begin(line: str, folder: Path, program: str = sys.executable) -> subprocess.Popen[str]:
+    def begin(line: str, folder: Path) -> subprocess.Popen[str]:
         *variables, python, script = shlex.split(line)[: line.split().index("python") + 2]
         assert python == "python", line
         words = shlex.split(line)[len(variables) + 2 :]
         data = [] if script.endswith(NO_SETTINGS) else [f"data.root={data_root}"]
         return subprocess.Popen(
-            [program, str(ROOT / script), *words, *MORE.get(Path(script).name, []), *data],
+            [python_of_forks, str(ROOT / script), *words, *MORE.get(Path(script).name, []), *data],
             cwd=folder,
             env=environment(**dict(each.split("=", 1) for each in variables)),
             stdout=subprocess.PIPE,
@@ -52,9 +51,7 @@ def start(data_root: Path) -> Callable[..., subprocess.Popen[str]]:
 
 
 @pytest.fixture(scope="session")
-def shown(
-    start: Callable[..., subprocess.Popen[str]], shared: Path, python_of_forks: str
-) -> Callable[[str], str]:
+def shown(start: Callable[..., subprocess.Popen[str]], shared: Path) -> Callable[[str], str]:
     """Run one of the README's commands in one worker of pytest-xdist; return what it showed."""
     folder = shared / "ladder"
     folder.mkdir(exist_ok=True)
@@ -64,7 +61,7 @@ def shown(
         with screen.with_suffix(".lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not screen.exists():
-                process = start(line, folder, python_of_forks)
+                process = start(line, folder)
                 out, err = process.communicate(timeout=540)
                 assert process.returncode == 0, f"{line}\n{out}\n{err}"
                 screen.write_text(out)

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from omegaconf import DictConfig
 
 from lockstep_gpt.config import Config
+from lockstep_gpt.extras.cluster import memory
 from lockstep_gpt.launch import compose
 
 
@@ -18,6 +20,26 @@ def compose_words(*words: str) -> Config:
 
     compose.run(list(words), job)
     return made[0]
+
+
+@pytest.fixture(scope="session")
+def known() -> dict[str, int]:
+    """The bytes of what has been traced."""
+    return {}
+
+
+@pytest.fixture
+def traced_once(known: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trace a shape for the first prediction that needs it: its bytes depend on nothing else."""
+    trace = memory.trace_peak
+
+    def once(*shape: Any) -> int:
+        key = repr(shape)
+        if key not in known:
+            known[key] = trace(*shape)
+        return known[key]
+
+    monkeypatch.setattr(memory, "trace_peak", once)
 
 
 @pytest.fixture(scope="session")

@@ -143,11 +143,13 @@ sys.exit(main(sys.argv[1:]))
 
 
 @pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="slows a rank down through MKL")
-def test_under_torchrun_a_slow_rank_and_a_folder_that_is_not_shared_are_named(command):
+def test_under_torchrun_a_slow_rank_and_a_folder_that_is_not_shared_are_named(
+    command, python_of_forks
+):
     (command.folder / "elsewhere").mkdir()
     script = command.folder / "otherwise.py"
     script.write_text(OTHERWISE)
-    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", str(script)]
+    launch = [python_of_forks, "-m", "torch.distributed.run", "--nproc_per_node=2", str(script)]
     words = ["elsewhere", "doctor", "trainer=cpu", "--json"]
     out, _ = command.start_words([*launch, *words]).communicate(timeout=TIMEOUT)
     found = wrong(json.loads(out))

@@ -18,7 +18,7 @@ SMALL = ["plan", "experiment=smoke", "--devices", "1,2,8"]
 
 
 @pytest.fixture
-def screen(capsys):
+def screen(capsys, traced_once):  # noqa: ARG001 (in what the command calls)
     """Run the command in this process; return its exit status, output and errors."""
 
     def run(*words):

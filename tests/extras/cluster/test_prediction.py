@@ -8,6 +8,7 @@ from lockstep_gpt.extras.cluster.prediction import predict, vocabulary
 from lockstep_gpt.launch import choices
 from lockstep_gpt.training.schedule import plan_batch, plan_schedule
 
+pytestmark = pytest.mark.usefixtures("traced_once")
 H100 = HARDWARE["h100"]
 FIXED = ("batch.global_size=64", "batch.reference_size=64")
 

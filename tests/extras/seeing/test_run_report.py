@@ -104,20 +104,20 @@ def test_what_cannot_be_reported_is_one_line(words, said, finished, monkeypatch,
     assert error.count("\n") == 1
 
 
-def typed(command, line):
+def typed(command, line, python):
     """Run a line of the report in a shell."""
-    module = f"{sys.executable} -m lockstep_gpt "
+    module = f"{python} -m lockstep_gpt "
     words = line.replace("lockstep-gpt ", module)
     status, _, error = command.run_words(["sh", "-c", words])
     assert status == 0, error
 
 
-def test_its_commands_repeat_the_run_to_the_bit_and_train_on(reported, finished):
+def test_its_commands_repeat_the_run_to_the_bit_and_train_on(reported, finished, python_of_forks):
     command, again = finished[0], finished[0].folder / "runs/first-again"
-    typed(command, read_run(reported)["commands"]["repeat"])
+    typed(command, read_run(reported)["commands"]["repeat"], python_of_forks)
     before, after = weights(reported, 20), weights(again, 20)
     assert all(torch.equal(before[name], after[name]) for name in before)
-    typed(command, read_run(again)["commands"]["train longer"])
+    typed(command, read_run(again)["commands"]["train longer"], python_of_forks)
     told = read_run(again)
     assert told["summary"]["step"] == 40
     assert told["starts"] == 2
