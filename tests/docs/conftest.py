@@ -17,7 +17,9 @@ ROOT = Path(__file__).parents[2]
 # Prints for each its exit status and what it showed.
 TELL = """
 import json, os, sys, tempfile
+from hydra._internal.hydra import Hydra
 from lockstep_gpt import cli
+Hydra.get_mode = lambda *_, **__: None  # else it composes everything twice, for `hydra.mode`
 screen, told = os.dup(1), []
 for words in json.loads(sys.argv[1]):
     with tempfile.TemporaryFile() as file:

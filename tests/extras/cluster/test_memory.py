@@ -21,6 +21,7 @@ from lockstep_gpt.extras.cluster.memory import (
 from lockstep_gpt.extras.cluster.sharing import Sharing
 from lockstep_gpt.training.optim import build_optimizer
 
+pytestmark = pytest.mark.usefixtures("traced_once")
 WIDE = ModelConfig(block_size=64, n_layer=4, n_head=4, n_embd=128)
 LONG = ModelConfig(block_size=256, n_layer=5, n_head=4, n_embd=64, bias=False)
 

@@ -231,7 +231,7 @@ def test_what_a_killed_build_left_is_not_trusted(tmp_path, caplog):
 
 
 def test_a_killed_build_of_text_goes_on_with_its_tokenizer(corpus, tmp_path):
-    for number in range(80):
+    for number in range(40):
         (tmp_path / "texts" / f"b{number}").write_text(f"{number} " * 20_000)
     settings = {"tokenizer": "bpe", "vocab_size": 258, "shard_mb": 1, "num_proc": 2}
     config = corpus(**settings)
