@@ -15,6 +15,7 @@ import pkgutil
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import time
 import traceback
@@ -40,17 +41,30 @@ def copy_without(project: Path, target: Path, extras: Iterable[str]) -> None:
         shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
+def set_up(project: Path) -> str:
+    """Give a project a `.venv` with the libraries of this one; return its Python."""
+    venv = project / ".venv"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(venv)], check=True)
+    ours, its = (Path(sysconfig.get_path("purelib", vars=at)) for at in ({}, {"base": str(venv)}))
+    (its / "borrowed.pth").write_text(f"import site; site.addsitedir({str(ours)!r})\n")
+    for tool in Path(sysconfig.get_path("scripts")).iterdir():
+        if not (venv / "bin" / tool.name).exists():
+            (venv / "bin" / tool.name).symlink_to(tool)
+    python = str(venv / "bin/python")
+    install = ["install", "-q", "--no-deps", "-e", str(project)]
+    subprocess.run([python, "-m", "pip", *install], check=True)
+    return python
+
+
 def examine(project: Path, suites: bool, extras: tuple[str, ...]) -> tuple[str, int, float, str]:
     """Delete `extras` from a copy; return their names, its exit status, the seconds, its words."""
     started, copy = time.monotonic(), project.with_name("+".join(extras))
     copy_without(project, copy, extras)
     log = copy.with_suffix(".log")
     if suites:
-        environment = {**os.environ, "PYTHONPATH": str(copy / "src")}
-        words = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+        words = [set_up(copy), "-m", "pytest", "-q", "-p", "no:cacheprovider"]
         with log.open("w") as file:
-            done = subprocess.run(words, cwd=copy, env=environment, stdout=file, stderr=file)
-        status = done.returncode
+            status = subprocess.run(words, cwd=copy, stdout=file, stderr=file).returncode
     else:  # in a fork, which has imported the libraries before
         with log.open("w") as file:
             os.dup2(file.fileno(), 1)
