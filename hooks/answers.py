@@ -26,6 +26,7 @@ EXTRAS = {
         "tests/extras/trackers/",
     ),
     "guards": ("src/lockstep_gpt/extras/guards/", "tests/extras/guards/"),
+    "exact": ("docs/sums.png", "src/lockstep_gpt/extras/exact/", "tests/extras/exact/"),
     "nodes": ("src/lockstep_gpt/extras/nodes/", "tests/extras/nodes/"),
     "launchers": ("src/lockstep_gpt/extras/launchers/", "tests/extras/launchers/"),
     "completion": ("src/lockstep_gpt/extras/completion/", "tests/extras/completion/"),

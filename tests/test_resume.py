@@ -455,19 +455,3 @@ def test_a_resume_on_a_disk_that_is_read_only_is_refused_in_one_line(command, st
         "Read-only file system: disk/run cannot be written; mend that, then "
         "resume=auto goes on from disk/run/checkpoints/step=000010.ckpt\n"
     )
-
-
-def test_exact_sums_go_on_with_their_threads_on_numbers_of_devices_that_fit(command):
-    words = ["batch.exact_micro_size=2", "optim.decay=constant", "optim.warmup_steps=0"]
-    every = ["checkpoint.every=2", "val_every=2", "launch.threads=1", "model.dropout=0.1"]
-    command.train(*words, *every, "run_dir=whole", "max_steps=6")
-    two = ["trainer=cpu", "trainer.devices=2", "max_steps=4"]
-    command.train(*words, *every, "run_dir=run", *two)
-    go_on = ["train", "run_dir=run", "resume=auto", "max_steps=6"]
-    said = command(*go_on, "trainer.devices=3", status=2).stderr
-    assert "gives equal bits on 1, 2 or 4 devices, not on 3" in said
-    assert "launch.threads=2 instead of 1" in command(*go_on, "launch.threads=2", status=2).stderr
-    command(*go_on, "trainer.devices=1")
-    found, expected = (command.summary(run)["weights"] for run in ("run", "whole"))
-    assert found == expected
-    assert [*found] == ["2", "4", "6"]

@@ -20,7 +20,7 @@ from pathlib import Path
 from loops import MODELS
 
 LIMIT = 600  # seconds for one run
-QUIET = ["logger=none", "callbacks=[]", "trainer=cpu", "strategy=ddp", "launch.threads=1"]
+QUIET = ["logger=none", "callbacks=[]", "trainer=cpu", "strategy=ddp"]
 
 
 def main() -> None:

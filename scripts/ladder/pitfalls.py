@@ -26,12 +26,12 @@ import torch
 import torch.distributed as dist
 from experiment import load, main
 from sampler import EpochSampler
+from sums import pairwise
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DistributedSampler
 
 from lockstep_gpt.data.order import validation_rows
-from lockstep_gpt.training.gradient_sums import PairwiseSum
 
 Finding = tuple[str, str]  # symptom and cure, each with what was measured
 Tensors = list[torch.Tensor]
@@ -234,10 +234,7 @@ def _one_by_one(leaves: list[Tensors]) -> Tensors:
 
 
 def _in_the_tree(leaves: list[Tensors]) -> Tensors:
-    sums = PairwiseSum()
-    for leaf in leaves:
-        sums.add(leaf)
-    return sums.total()
+    return [pairwise([*parts]) for parts in zip(*leaves, strict=True)]
 
 
 def _differing(add: Callable[[list[Tensors]], Tensors]) -> tuple[int, float, int]:

@@ -22,8 +22,6 @@ from matplotlib.patches import Wedge
 from PIL import Image
 from torch import Tensor
 
-from lockstep_gpt.training.gradient_sums import PairwiseSum
-
 Sum = Callable[[list[Any]], Any]  # of numbers, tensors or nodes of the picture
 LEAVES, RANKS = 8, (1, 2, 4)  # of the picture
 SUMS = 10_000  # of each kind, for its error
@@ -59,10 +57,7 @@ def errors(leaves: int) -> list[float]:
     def error(total: Tensor) -> float:
         return float((total.double() - exact).square().mean().sqrt())
 
-    tree = PairwiseSum()
-    for part in parts:
-        tree.add([part.clone()])
-    sums = (one_by_one(parts), by_ranks(one_by_one, parts, RING), tree.total()[0])
+    sums = (one_by_one(parts), by_ranks(one_by_one, parts, RING), pairwise(parts))
     return [error(total) for total in sums]
 
 

@@ -145,29 +145,12 @@ class BatchConfig(Checked):
         at_least=1,
     )
     reference_size: int = setting("the global batch for which optim.lr was found", 12, at_least=1)
-    exact_micro_size: int | None = setting(
-        "samples of a micro-batch, for equal bits on any number of devices; null: equal but for "
-        "rounding",
-        None,
-        on_resume="kept",
-        at_least=1,
-    )
 
     def __post_init__(self) -> None:
         """Check also that something says how large the batch is."""
         super().__post_init__()
         if self.micro_size is None and self.global_size is None:
             self.refuse("micro_size", "and batch.global_size=null say no size; set one of them")
-        if self.exact_micro_size is not None:
-            self._check_exact(self.exact_micro_size)
-
-    def _check_exact(self, exact: int) -> None:
-        if self.global_size is None or self.global_size % exact:
-            size = as_typed(self.global_size)
-            self.refuse("exact_micro_size", f"must divide batch.global_size={size}; set another")
-        if self.micro_size not in (None, exact):
-            rule = f"and batch.micro_size={self.micro_size} are two sizes; set the latter to null"
-            self.refuse("exact_micro_size", rule)
 
 
 @dataclass
@@ -318,9 +301,6 @@ class LaunchConfig(Checked):
         "have the C library keep what a step frees; faster on CPUs, for a quarter more memory", True
     )
     max_restarts: int = setting("restarts after a rank was killed", 3, at_least=0)
-    threads: int | None = setting(
-        "CPU threads of a rank; null: its share of the cores", None, on_resume="kept", at_least=1
-    )
     grace_seconds: float = setting(
         "time for ranks to save and end after a signal, before they are killed", 60.0, above=0
     )
@@ -383,8 +363,6 @@ class Config(Checked):
             self.refuse("max_steps", f"and max_tokens={tokens}: give one and set the other to null")
         _check_trainer(self.trainer)
         _check_strategy(self.strategy)
-        if getattr(self.batch, "exact_micro_size", None) is not None:  # made by hand, it may lack
-            _check_exact(self)
         asked("CHECK", self)
 
 
@@ -421,7 +399,6 @@ OWNED_TRAINER_KEYS = {key: door for door, keys in _OWNED.items() for key in keys
 ACCELERATORS = ("auto", "cpu", "gpu", "cuda")
 BACKENDS = (None, "nccl", "gloo", "mpi")
 COMM_HOOKS = ("none", "fp16", "bf16", "powersgd")
-STRATEGIES = tuple(f"{__package__}.training.strategies.{name}" for name in ("auto", "ddp"))
 SWITCHES = ("find_unused_parameters", "gradient_as_bucket_view", "static_graph")
 
 
@@ -457,20 +434,6 @@ def _check_strategy(strategy: dict[str, Any]) -> None:
         check(f"strategy.{name}", value, fits, "must be a number above 0")
     for name in SWITCHES:
         check_switch(f"strategy.{name}", strategy.get(name, False))
-
-
-def _check_exact(config: Config) -> None:
-    """Check that nothing but our own sums adds gradients up."""
-    rule = "adds gradients in the order of the ranks; set batch.exact_micro_size=null"
-    for name, needed in (("comm_hook", "none"), ("find_unused_parameters", False)):
-        value = config.strategy.get(name, needed)
-        rest = f", or strategy.{name}={as_typed(needed)}"
-        check(f"strategy.{name}", value, value == needed, rule + rest)
-    target = config.strategy.get("_target_", STRATEGIES[0])
-    check("strategy._target_", target, target in STRATEGIES, f"{rule}, or strategy=ddp")
-    synchronized = config.trainer.get("sync_batchnorm", False)
-    rest = ", or trainer.sync_batchnorm=false"
-    check("trainer.sync_batchnorm", synchronized, not synchronized, rule + rest)
 
 
 def check_switch(setting: str, value: Any) -> None:

@@ -28,6 +28,7 @@ MOVED = {
 }
 # Settings that earlier versions had, and froze, without the extras that have them now.
 FORMER = {
+    "batch": ("exact_micro_size", "exact_threads"),
     "checkpoint": ("background", "copy_to"),
     "data": ("shard_mb", "tokenizer_mb", "vocab_size"),
     "guard": ("replicas_every", "stall_after"),
@@ -35,7 +36,7 @@ FORMER = {
     "model": ("init_from",),
 }
 # What rank 0 decides for all, and what each machine has of its own.
-MAY_DIFFER = ("run_dir", "run_name", "launch.node_rank", "launch.threads", "data.fingerprint")
+MAY_DIFFER = ("run_dir", "run_name", "launch.node_rank", "data.fingerprint")
 
 
 class RunDirectory:

@@ -52,7 +52,6 @@ AT_THE_ROOT = {
     "docs/resume.md",
     "docs/scaling.md",
     "docs/settings.md",
-    "docs/sums.png",
     "docs/sweeps.md",
     "docs/troubleshooting.md",
     "docs/tutorial.md",
@@ -251,7 +250,7 @@ def code_lines(source: str) -> int:
 
 
 # The aim is 4,150 and 6,100; lower these whenever the code allows.
-CODE_LINES, LINES = 4380, 6369
+CODE_LINES, LINES = 4314, 6162
 
 
 def test_code_lines_are_counted_without_words():

@@ -27,6 +27,7 @@ from lockstep_gpt.config import (
     ModelConfig,
     OptimConfig,
     TextData,
+    extended,
 )
 from lockstep_gpt.data.datamodule import TokenDataModule
 from lockstep_gpt.data.prepare import prepare
@@ -110,7 +111,7 @@ def new_run(folder):
     def make(*, model=None, optim=None, checkpoint=None, guard=None, batch=None, **settings):
         config = Config(
             **{"max_steps": 6, "val_every": 3, "log_every": 2, **settings},
-            batch=BatchConfig(**{**BATCH, **(batch or {})}),
+            batch=extended(BatchConfig)(**{**BATCH, **(batch or {})}),
             model=ModelConfig(**{**MODEL, **(model or {})}),
             optim=OptimConfig(**{**OPTIM, **(optim or {})}),
             checkpoint=CheckpointConfig(**(checkpoint or {})),

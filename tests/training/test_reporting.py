@@ -4,9 +4,8 @@ import sys
 import warnings
 
 import pytest
-import torch
 
-from lockstep_gpt.config import BatchConfig, Config, OptimConfig, counted
+from lockstep_gpt.config import BatchConfig, Config, OptimConfig
 from lockstep_gpt.run_directory import RunDirectory
 from lockstep_gpt.training.ranks import Ranks
 from lockstep_gpt.training.reporting import as_text, drop_rank_log, receipt, reporting
@@ -108,14 +107,13 @@ def test_the_file_of_a_rank_that_ended_well_goes_and_the_last_takes_the_folder(r
 FACTS = {"model": "many parameters", "devices": "2 x cpu, gloo"}
 
 
-def lines(devices=2, nodes=1, compiled=False, windows=96_000, micro_size=4, exact=None, **optim):
+def lines(devices=2, nodes=1, compiled=False, windows=96_000, micro_size=4, **optim):
     config = Config(
         max_steps=1000,
         run_name="first",
         run_dir="runs/first",
         compile=compiled,
-        batch=BatchConfig(micro_size, 48, reference_size=12, exact_micro_size=exact),
-        trainer={"accelerator": "cpu"},
+        batch=BatchConfig(micro_size=micro_size, global_size=48, reference_size=12),
         optim=OptimConfig(algorithm="adamw", lr=1e-3, warmup_steps=100, **optim),
     )
     batch = plan_batch(config.batch, 64, devices, nodes)
@@ -124,20 +122,6 @@ def lines(devices=2, nodes=1, compiled=False, windows=96_000, micro_size=4, exac
 
 def test_one_of_a_thing_has_no_plural():
     assert " x 1 sample x " in lines(devices=48, micro_size=1)["batch"]
-
-
-def test_it_is_said_on_which_devices_bits_are_equal_and_what_would_make_them_so():
-    said = lines()["sums"]
-    assert said.endswith(
-        "equal but for rounding on any number of devices; batch.exact_micro_size=4 makes bits "
-        "equal on 1, 3, 6 or 12, of which one takes 12 micro-batches in turn"
-    )
-    whole = lines(micro_size=48, devices=1)["sums"]
-    assert "batch.exact_micro_size=12 makes bits equal on 1, 2 or 4, of" in whole
-    exact = lines(exact=4, devices=3)["sums"]
-    assert exact.startswith("equal bits on 1, 3, 6 or 12 devices: 12 micro-batches in one order")
-    assert exact.endswith("with room for 2 more gradients of all weights")
-    assert f"torch {torch.__version__}, {counted(torch.get_num_threads(), 'thread')}" in exact
 
 
 def test_the_arithmetic_of_the_batch_is_written_out():
@@ -185,8 +169,8 @@ def test_the_course_of_the_rate_is_said_in_steps_and_tokens(decay, end):
 
 
 def test_the_facts_of_the_rank_stand_between_ours():
-    assert list(lines()) == [
-        "run", "model", "devices", "precision", "batch", "sums", "budget", "lr", "schedule"
+    assert [name for name in lines() if name != "sums"] == [
+        "run", "model", "devices", "precision", "batch", "budget", "lr", "schedule"
     ]  # fmt: skip
     assert lines()["run"] == "first in runs/first"
     assert lines(compiled=True)["precision"] == "32-true, compiled"

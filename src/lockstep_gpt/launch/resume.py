@@ -21,11 +21,7 @@ from lockstep_gpt.training.checkpoint import fault_of
 # Words of the command line that say which run, not what changes in it.
 ADDRESS = ("run_dir", "resume", "trust_run_dir")
 OF_MACHINE = ("trainer.devices", "trainer.accelerator")  # beside those of ours that say so
-DECIDED_ONCE = (
-    "batch.global_size",
-    "launch.threads",
-    "data.fingerprint",
-)  # at the start of a run, where null
+DECIDED_ONCE = ("batch.global_size", "data.fingerprint")  # at the start of a run, where null
 
 
 def run_to_resume(arguments: list[str]) -> RunDirectory | None:
@@ -49,8 +45,6 @@ def train_or_resume(composed: DictConfig) -> tuple[int, float]:
     settled = start.settle(values, devices.place(config), run)
     if config.batch.global_size is None:
         settled["batch"] = {**settled["batch"], "global_size": run.load().batch.global_size}
-    if config.launch.threads is None:
-        settled["launch"] = {**settled["launch"], "threads": run.load().launch.threads}
     _refuse_other_choices(run, settled, singles)
     status = resume(run, singles, settled)
     return status, float(run.read_summary().get("val_loss") or "nan")

@@ -130,10 +130,8 @@ def settle(
     choices = HydraConfig.get().runtime.choices
     world = placement.devices * placement.nodes
     name = f"{choices['model']}-{choices['data']}-{world}-{time.strftime('%Y%m%d-%H%M%S')}"
-    batch, launch = values["batch"], dict(values["launch"])
+    batch = values["batch"]
     size = batch["global_size"] or batch["micro_size"] * world
-    if batch["exact_micro_size"] is not None:  # their number decides bits too
-        launch["threads"] = launch["threads"] or threads_of_rank(placement.devices)
     loggers = dict(values["logger"])
     if is_sweep() and "wandb" in loggers:  # together there, unless they have a group
         group = loggers["wandb"].get("group") or run.path.parent.name
@@ -143,7 +141,6 @@ def settle(
         "run_dir": str(run.path),
         "run_name": values["run_name"] or name,
         "batch": {**batch, "global_size": size},
-        "launch": launch,
         "trainer": trainer_settled(values, placement),
         "logger": loggers,
     }
@@ -218,13 +215,8 @@ def sharing_servers() -> contextlib.AbstractContextManager[None]:
 
 def rank_environment(config: Config) -> dict[str, str]:
     """Return what libraries of agent and ranks read when they load; what the user has set stays."""
-    threads = config.launch.threads or threads_of_rank(config.trainer["devices"])
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    threads = max(1, (cores or 1) // config.trainer["devices"])
     keeps = config.launch.keep_memory and config.trainer["accelerator"] == "cpu"
     ours = {"OMP_NUM_THREADS": str(threads), **(KEEP_MEMORY if keeps else {})}
     return {**ours, **os.environ}
-
-
-def threads_of_rank(devices: int) -> int:
-    """Return a rank's share of the cores that this process may use."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return max(1, (cores or 1) // devices)

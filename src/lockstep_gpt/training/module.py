@@ -61,8 +61,7 @@ class GPTModule(lightning.LightningModule):
         """
         self.skipped = self.skipped.to(self.device)
         self.trained = [*self.model.parameters()]
-        ddp = isinstance(self.trainer.strategy, DDPStrategy)
-        if ddp and self.trainer.world_size > 2 and self.config.batch.exact_micro_size is None:
+        if self.trainer.world_size > 2 and isinstance(self.trainer.strategy, DDPStrategy):
             shape = (self.trainer.datamodule.micro_size, self.config.model.block_size)  # type: ignore[attr-defined]
             tokens = torch.zeros(shape, dtype=torch.int64, device=self.device)
             kept = [buffer.clone() for buffer in self.model.buffers()]  # BatchNorm's statistics

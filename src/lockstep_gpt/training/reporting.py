@@ -13,13 +13,13 @@ import torch
 from lightning import Trainer
 from tqdm import tqdm
 
-from lockstep_gpt.config import LEVELS, Config, counted, either
+from lockstep_gpt.config import LEVELS, Config, counted
 from lockstep_gpt.data.datamodule import TokenDataModule
 from lockstep_gpt.model.functional import attention_kernel
 from lockstep_gpt.model.gpt import GPT
 from lockstep_gpt.processes import invocation
+from lockstep_gpt.registry import asked
 from lockstep_gpt.run_directory import RunDirectory
-from lockstep_gpt.training import schedule as planning
 from lockstep_gpt.training.ranks import Ranks, backend_of
 from lockstep_gpt.training.schedule import BatchPlan, Schedule
 from lockstep_gpt.training.tracking import offline_hint
@@ -134,37 +134,12 @@ def receipt(
         f"{counted(batch.micro_size, 'sample')} x {batch.accumulation} accumulation = "
         f"{counted(batch.global_size, 'sample')} = "
         f"{batch.tokens_per_step:,} tokens per step",
-        "sums": _sums(config, batch),
+        **dict(each for added in asked("RECEIPT", config, batch) for each in added.items()),
         "budget": f"{steps(schedule.total_steps)} = {said} epoch{'s' * (said != '1')}",
         "lr": f"{schedule.base_lr:g} x {schedule.scale:g} = {schedule.peak_lr:g} "
         f"({RULES[config.optim.lr_scaling]}: {found})",
         "schedule": f"{steps(schedule.warmup_steps)} of warmup{decay}",
     }
-
-
-def _sums(config: Config, batch: BatchPlan) -> str:
-    """Say what is equal on another number of devices, and what it takes."""
-    if batch.exact:
-        sizes = planning.exact_world_sizes(batch.global_size, batch.micro_size)
-        gpus = config.trainer["accelerator"] == "cuda"
-        capability = torch.backends.cpu.get_cpu_capability()
-        kind = torch.cuda.get_device_name() if gpus else capability
-        copies = batch.gradient_copies
-        return (
-            f"equal bits on {either(sizes)} devices: {counted(batch.leaves, 'micro-batch', 'es')} "
-            f"in one order ({kind}, torch {torch.__version__}, "
-            f"{counted(torch.get_num_threads(), 'thread')}), with room for {copies} more "
-            f"gradient{'s' * (copies != 1)} of all weights"
-        )
-    said = "in the order of the ranks: equal but for rounding on any number of devices"
-    size = batch.micro_size if batch.leaves > 1 else max(1, batch.global_size // 4)
-    if config.batch.global_size is None or batch.global_size % size:
-        return said
-    sizes = planning.exact_world_sizes(batch.global_size, size)
-    return (
-        f"{said}; batch.exact_micro_size={size} makes bits equal on {either(sizes)}, of which one "
-        f"takes {counted(batch.global_size // size, 'micro-batch', 'es')} in turn"
-    )
 
 
 def facts(

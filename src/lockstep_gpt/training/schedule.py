@@ -3,7 +3,8 @@
 import math
 from dataclasses import dataclass
 
-from lockstep_gpt.config import BatchConfig, Config, UserError, counted, either
+from lockstep_gpt.config import BatchConfig, Config, UserError, counted
+from lockstep_gpt.registry import asked
 
 
 @dataclass(frozen=True)
@@ -15,7 +16,6 @@ class BatchPlan:
     nodes: int
     accumulation: int  # micro-steps per optimizer step
     block_size: int  # tokens per sample
-    exact: bool = False  # whether gradients are added in one order whatever the world size
 
     @property
     def world_size(self) -> int:
@@ -26,16 +26,6 @@ class BatchPlan:
     def global_size(self) -> int:
         """Samples per optimizer step over all ranks."""
         return self.micro_size * self.world_size * self.accumulation
-
-    @property
-    def leaves(self) -> int:
-        """Micro-batches per optimizer step over all ranks, K."""
-        return self.world_size * self.accumulation
-
-    @property
-    def gradient_copies(self) -> int:
-        """Sums of gradients that a rank keeps beside the gradients, to add them in one order."""
-        return self.accumulation.bit_length() - 1 if self.exact else 0
 
     @property
     def tokens_per_step(self) -> int:
@@ -51,43 +41,13 @@ def plan_batch(batch: BatchConfig, block_size: int, devices: int, nodes: int) ->
     the global batch grows with the devices. A `UserError` says where no whole number fits.
     """
     world_size = devices * nodes
-    exact = batch.exact_micro_size is not None
-    micro_size = (
-        batch.exact_micro_size or batch.micro_size or max(1, (batch.global_size or 0) // world_size)
-    )
+    micro_size = batch.micro_size or max(1, (batch.global_size or 0) // world_size)
     micro_step = micro_size * world_size
     accumulation, rest = divmod(batch.global_size or micro_step, micro_step)
-    if not exact and (rest or not accumulation):
+    asked("CHECK_BATCH", batch, world_size)
+    if rest or not accumulation:
         raise UserError(_indivisible_line(batch, devices, nodes))
-    if exact and world_size not in (fits := exact_world_sizes(batch.global_size or 0, micro_size)):
-        raise UserError(_inexact_line(batch, world_size, fits))
-    return BatchPlan(micro_size, devices, nodes, accumulation, block_size, exact)
-
-
-def exact_world_sizes(global_size: int, micro_size: int) -> list[int]:
-    """Return the numbers of ranks of which each adds up a whole subtree of the micro-batches.
-
-    One rank has the whole tree; more have 2**n micro-batches each.
-    """
-    leaves = global_size // micro_size
-    odd = leaves // (leaves & -leaves)
-    fits = [odd << power for power in range((leaves // odd).bit_length())]
-    return [*fits] if odd == 1 else [1, *fits]
-
-
-def _inexact_line(batch: BatchConfig, world_size: int, fits: list[int]) -> str:
-    total, now = batch.global_size or 0, batch.exact_micro_size or 1
-    sizes = [size for size in range(1, total + 1) if total % size == 0]
-    possible = [size for size in sizes if world_size in exact_world_sizes(total, size)]
-    each = 1 << max(0, round(math.log2(total / now / world_size)))  # micro-batches of a rank
-    remedy = f"batch.global_size={now * world_size * each}"
-    if possible:
-        nearest = min(possible, key=lambda size: abs(size - now))
-        remedy = f"batch.exact_micro_size={nearest}"
-    return (
-        f"batch.exact_micro_size={now} of batch.global_size={total} gives equal bits on "
-        f"{either(fits)} devices, not on {world_size}; take one of these, or set {remedy}"
-    )
+    return BatchPlan(micro_size, devices, nodes, accumulation, block_size)
 
 
 def _indivisible_line(batch: BatchConfig, devices: int, nodes: int) -> str:

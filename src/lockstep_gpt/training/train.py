@@ -28,7 +28,6 @@ from lockstep_gpt.training.callbacks import metrics as measuring
 from lockstep_gpt.training.callbacks.checkpoints import AtomicCheckpointIO, Checkpoints
 from lockstep_gpt.training.callbacks.stopping import GracefulStop, Stopped
 from lockstep_gpt.training.checkpoint import step_of
-from lockstep_gpt.training.gradient_sums import GradientSums
 from lockstep_gpt.training.lean_loop import LeanLoop
 from lockstep_gpt.training.metrics_file import MetricsFile
 from lockstep_gpt.training.module import GPTModule
@@ -42,12 +41,6 @@ def main(directory: RunDirectory) -> int:
     config, ranks = directory.load(), meeting.Ranks.from_environment()
     with reporting.reporting(directory, ranks, config) as terminal, contextlib.ExitStack() as after:
         after.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
-        if config.launch.threads is not None:  # a launcher's processes have a number of their own
-            after.callback(torch.set_num_threads, torch.get_num_threads())
-            torch.set_num_threads(config.launch.threads)
-        if config.compile and config.batch.exact_micro_size is not None:
-            # It would compile a part for each of DDP's buckets, and one rank has none.
-            after.enter_context(torch._dynamo.config.patch(optimize_ddp=False))
         try:
             _train(directory, config, ranks, terminal)
         except Stopped as stopped:
@@ -83,13 +76,12 @@ def _train(directory: RunDirectory, config: Config, ranks: meeting.Ranks, termin
         asked("INITIAL_WEIGHTS", module.model, module.tokenizer)
     loggers = _loggers(directory, batch, module) if ranks.rank == 0 else []
     metrics_file = MetricsFile(directory.metrics, measuring.COLUMNS)
-    sums = [GradientSums(batch)] if batch.exact else []
     lean, guards = LeanLoop(), asked("CALLBACK", config, directory, ranks.rank, terminal)
     trainer = _trainer(
         config,
         ranks,
         module,
-        callbacks=[metrics, *sums, *guards, lean, GracefulStop(checkpoints), checkpoints],
+        callbacks=[metrics, *filter(None, guards), lean, GracefulStop(checkpoints), checkpoints],
         logger=[metrics_file, *loggers],
         plugins=[disk],
         max_steps=schedule.total_steps,
@@ -175,8 +167,6 @@ def _trainer(
         metrics, *ours = callbacks  # the user's come between: they see what was measured
         chosen = [instantiate(node) for node in config.callbacks.values()]
         places = {"devices": ranks.local_world_size, "num_nodes": ranks.num_nodes}
-        if config.batch.exact_micro_size is not None and config.trainer["accelerator"] == "cuda":
-            places["deterministic"] = True  # else some kernels add in whatever order they end
         # As a partial: Hydra would make configurations of objects that it is given.
         make = instantiate({**config.trainer, **places, "_partial_": True})
         trainer: Trainer = make(

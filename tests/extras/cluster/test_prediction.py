@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import pytest
 
-from lockstep_gpt.config import UserError
+from lockstep_gpt.config import UserError, groups
 from lockstep_gpt.extras.cluster.hardware import HARDWARE, LINKS
 from lockstep_gpt.extras.cluster.prediction import predict, vocabulary
 from lockstep_gpt.launch import choices
@@ -128,6 +128,9 @@ def test_the_vocabulary_is_that_of_the_data(composed):
 has_fsdp2 = pytest.mark.skipif(
     not (choices.config_folder() / "strategy/fsdp2.yaml").is_file(), reason="no such extra"
 )
+has_exact = pytest.mark.skipif(
+    not hasattr(groups()["batch"], "exact_micro_size"), reason="no such extra"
+)
 LARGE = ("model=gpt2_large", "precision=bf16-mixed", "batch.global_size=64")
 
 
@@ -185,6 +188,7 @@ def test_what_fits_needs_no_remedy(gpt2):
     assert all(row.fits and row.remedies == [] for row in gpt2[1].rows)
 
 
+@has_exact
 def test_sums_in_one_order_take_room_and_only_some_numbers_of_devices(composed):
     words = ("model=gpt2", "batch.global_size=96", "batch.reference_size=96")
     exact = predict(composed(*words, "batch.exact_micro_size=2"), H100, (1, 2, 3, 24, 48))

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lockstep_gpt.config import PROGRAM, BatchConfig, RunError, UserError, counted
+from lockstep_gpt.config import PROGRAM, BatchConfig, RunError, UserError, counted, groups
 from lockstep_gpt.extras.cluster import flags
 from lockstep_gpt.extras.cluster.small_runs import SmallRuns
 from lockstep_gpt.launch import compose
@@ -36,7 +36,6 @@ SETTINGS = [
     "batch.global_size=16",
     "batch.micro_size=null",
     "batch.exact_micro_size=2",
-    "launch.threads=1",  # as many as there are at any number of ranks
 ]
 OWN = {"trainer.devices": "--ranks", "max_steps": "--steps"}
 TIMED = ("throughput/", "system/", "data/wait_share")  # columns of metrics.csv that may differ
@@ -56,6 +55,8 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--ranks", type=flags.counts, default=(1, 2, 4))
     parser.add_argument("--steps", type=flags.count, default=150)
     given, overrides = parser.split(arguments)
+    if not hasattr(groups()["batch"], "exact_micro_size"):
+        raise UserError("drill exact needs the extra `exact`, which is not here")
     if len(given.ranks) == 1:
         raise UserError(f"--ranks {given.ranks[0]} compares nothing; give several, as in 1,2")
     for word in overrides:
@@ -83,8 +84,8 @@ def _trained(
     runs = SmallRuns(folder, [*SETTINGS, *own], overrides)
     config = flags.each_job(runs.words, compose.checked)[0][1]
     leaves = _leaves(config.batch, ranks)
-    size = counted(config.batch.exact_micro_size or 1, "sample")
-    threads = counted(config.launch.threads or 1, "thread")
+    size = counted(config.batch.micro_size or 1, "sample")
+    threads = counted(getattr(config.batch, "exact_threads", 1), "thread")
     print(f"{counted(steps, 'step')} of {leaves} micro-batches of {size}, {threads} per rank")
     for legs in [*((count,) for count in ranks), ranks[::-1]]:
         run = "-".join(map(str, legs))
@@ -104,17 +105,13 @@ def _trained(
 
 
 def _leaves(batch: BatchConfig, ranks: tuple[int, ...]) -> int:
-    """Count the micro-batches; a `UserError` says which numbers of ranks add them up otherwise."""
-    size, whole = batch.exact_micro_size, batch.global_size
+    """Count the micro-batches, or raise a `UserError` if one number of ranks adds otherwise."""
+    whole = batch.global_size
+    size: int | None = getattr(batch, "exact_micro_size", None)
     if not size or not whole:
         raise UserError("batch.exact_micro_size=null is equal but for rounding; give a size")
-    fits = schedule.exact_world_sizes(whole, size)
-    if wrong := [str(count) for count in ranks if count not in fits]:
-        raise UserError(
-            f"--ranks {','.join(map(str, ranks))}: batch.global_size={whole} with "
-            f"batch.exact_micro_size={size} adds up alike on {' or '.join(map(str, fits))} "
-            f"devices, not on {' or '.join(wrong)}; give some of the former"
-        )
+    for count in ranks:
+        schedule.plan_batch(batch, 1, count, 1)
     return whole // size
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, cast
 
 from omegaconf import OmegaConf
@@ -16,7 +16,8 @@ from lockstep_gpt.extras.cluster.memory import Footprint, Memory
 from lockstep_gpt.extras.cluster.sharing import SIZES, Sharing
 from lockstep_gpt.launch import choices
 from lockstep_gpt.model.gpt import GPT
-from lockstep_gpt.training.schedule import BatchPlan, exact_world_sizes
+from lockstep_gpt.registry import asked
+from lockstep_gpt.training.schedule import BatchPlan, plan_batch
 
 CHECKPOINTING = "model.activation_checkpointing=true"
 
@@ -111,11 +112,9 @@ class Room:
     def _sums(self, micro_size: int, world_size: int) -> int:
         """Return the bytes of the sums that a rank keeps to add gradients in one order."""
         batch = self.config.batch
-        if batch.exact_micro_size is None:
-            return 0
         accumulation = (batch.global_size or 0) // (micro_size * world_size)
-        plan = BatchPlan(micro_size, world_size, 1, accumulation, 0, exact=True)
-        return plan.gradient_copies * self.alone.states.gradients
+        copies: int = sum(asked("GRADIENT_COPIES", batch, accumulation))
+        return copies * self.alone.states.gradients
 
     def _copies(self, world_size: int) -> bool:
         """Tell whether DDP keeps a copy of the gradients."""
@@ -135,12 +134,21 @@ def _smaller(words: str, room: Room, batch: BatchPlan, config: BatchConfig) -> I
     samples = batch.micro_size * batch.accumulation
     fixed = config.global_size is not None
     sizes = [size for size in range(most, 0, -1) if not (fixed and samples % size)]
-    name = "batch.micro_size"
-    if batch.exact:
-        name, world = "batch.exact_micro_size", batch.world_size
-        fits = partial(exact_world_sizes, batch.global_size)
-        totals = {size: room.memory(size, world).total for size in sizes if world in fits(size)}
-        sizes = [size for size, total in totals.items() if total <= room.hardware.memory]
-    for size in sizes[:1]:
+    exact = getattr(config, "exact_micro_size", None) is not None
+    name = "exact_micro_size" if exact else "micro_size"
+    for size in sizes:
         total = room.memory(size, batch.world_size).total
-        yield Remedy(f"{words} {name}={size}".strip(), total)
+        if total <= room.hardware.memory and _adds_up(config, name, size, batch):
+            yield Remedy(f"{words} batch.{name}={size}".strip(), total)
+            return
+
+
+def _adds_up(config: BatchConfig, name: str, size: int, batch: BatchPlan) -> bool:
+    """Tell whether a run can have micro-batches of this size on so many devices."""
+    try:
+        settings: dict[str, Any] = {"micro_size": None, name: size}
+        changed = replace(config, **settings)
+        plan_batch(changed, batch.block_size, batch.devices, batch.nodes)
+    except UserError:
+        return False
+    return True

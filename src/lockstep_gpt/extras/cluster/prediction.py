@@ -173,7 +173,7 @@ class _Planner:
         batch = self.room.config.batch
         if batch.global_size is None:
             return "weak", batch, []
-        exact = batch.exact_micro_size is not None  # others are refused, one by one
+        exact = getattr(batch, "exact_micro_size", None)  # other numbers are refused one by one
         if scaling == "strong" or exact or (scaling is None and self._all_divide(world_sizes)):
             return "strong", batch, []
         several = [world_size for world_size in sorted(world_sizes) if world_size > 1]

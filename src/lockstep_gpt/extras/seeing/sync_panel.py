@@ -81,7 +81,7 @@ class SyncPanel(StepCallback):
         if type(trainer.strategy) not in (DDPStrategy, SingleDeviceStrategy):
             kind = type(trainer.strategy).__name__
             raise UserError(f"callbacks=sync_panel records under ddp, not under {kind}; drop it")
-        if pl_module.config.batch.exact_micro_size is not None:
+        if getattr(pl_module.config.batch, "exact_micro_size", None):
             raise UserError(
                 "callbacks=sync_panel averages recorded steps as ddp does, batch.exact_micro_size "
                 "adds in another order; drop one of them"

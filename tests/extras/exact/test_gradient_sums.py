@@ -14,9 +14,11 @@ from lightning import Callback
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lockstep_gpt.config import BatchConfig, UserError
-from lockstep_gpt.training.gradient_sums import GradientSums, PairwiseSum
-from lockstep_gpt.training.schedule import exact_world_sizes, plan_batch
+from lockstep_gpt.config import UserError
+from lockstep_gpt.extras.exact.exact_settings import ExactBatch
+from lockstep_gpt.extras.exact.gradient_sums import GradientSums, PairwiseSum
+from lockstep_gpt.extras.exact.sizes import exact_world_sizes, gradient_copies
+from lockstep_gpt.training.schedule import plan_batch
 
 
 def tree(values):
@@ -67,8 +69,9 @@ def test_as_many_copies_of_the_gradients_are_kept_as_the_plan_says(count):
     for value in leaves(count):
         most = max(most, len(sums.partial()))
         sums.add([value])
-    plan = plan_batch(BatchConfig(global_size=count, exact_micro_size=1), 8, 1, 1)
-    assert most == plan.gradient_copies <= math.log2(count) + 1
+    batch = ExactBatch(global_size=count, exact_micro_size=1)
+    assert most == gradient_copies(batch, count) <= math.log2(count)
+    assert gradient_copies(ExactBatch(global_size=count), count) == 0
 
 
 def test_the_error_of_the_tree_is_far_below_that_of_a_sum_one_by_one():
@@ -103,7 +106,7 @@ def test_the_numbers_of_devices_that_add_up_alike():
 )
 def test_other_numbers_of_devices_are_refused_with_the_nearest_size(world, said):
     with pytest.raises(UserError, match=said):
-        plan_batch(BatchConfig(global_size=12, exact_micro_size=1), 8, world, 1)
+        plan_batch(ExactBatch(global_size=12, exact_micro_size=1), 8, world, 1)
 
 
 @pytest.mark.parametrize(
@@ -116,7 +119,7 @@ def test_other_numbers_of_devices_are_refused_with_the_nearest_size(world, said)
 )
 def test_sizes_that_contradict_each_other_are_refused(batch, said):
     with pytest.raises(UserError, match=said):
-        BatchConfig(**batch)
+        ExactBatch(**batch)
 
 
 class Step(Callback):
@@ -139,7 +142,7 @@ EXACT = {"global_size": 8, "exact_micro_size": 2, "micro_size": None}
 def test_one_rank_takes_the_mean_of_its_micro_batches_in_the_tree_s_order(new_run, micro):
     run = new_run(max_steps=1, batch={**EXACT, "exact_micro_size": micro})
     model, step = copy.deepcopy(run.module.model), Step()
-    run.fit(GradientSums(run.batch), step)
+    run.fit(GradientSums(), step)
     each = []
     for batch in step.batches:
         model.zero_grad()
@@ -153,7 +156,7 @@ def test_one_rank_takes_the_mean_of_its_micro_batches_in_the_tree_s_order(new_ru
 def test_a_mean_of_twelve_is_that_of_the_tree(new_run):
     run = new_run(max_steps=1, batch={**EXACT, "global_size": 12, "exact_micro_size": 1})
     model, step = copy.deepcopy(run.module.model), Step()
-    run.fit(GradientSums(run.batch), step)
+    run.fit(GradientSums(), step)
     losses = [model(*batch) for batch in step.batches]
     expected = torch.autograd.grad(sum(losses) / 12, [*model.parameters()])
     for found, reference in zip(step.gradients, expected, strict=True):
@@ -164,14 +167,14 @@ def test_a_model_with_a_batchnorm_is_refused(new_run):
     run = new_run(max_steps=1, batch=EXACT)
     run.module.norm = nn.BatchNorm1d(3)
     with pytest.raises(UserError, match="has a BatchNorm"):
-        run.fit(GradientSums(run.batch))
+        run.fit(GradientSums())
 
 
 def test_a_parameter_without_a_gradient_is_refused(new_run):
     run = new_run(max_steps=1, batch=EXACT)
     run.module.model.unused = nn.Parameter(torch.zeros(3))
     with pytest.raises(UserError, match=r"1 of .* parameters got no gradient"):
-        run.fit(GradientSums(run.batch))
+        run.fit(GradientSums())
 
 
 def gradients_on(rank, world, total):
@@ -179,10 +182,12 @@ def gradients_on(rank, world, total):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(7, 301), nn.Tanh(), nn.Linear(301, 13), nn.Linear(13, 1))
     wrapped = DistributedDataParallel(model, bucket_cap_mb=0.005) if world > 1 else model
-    batch = plan_batch(BatchConfig(global_size=total, exact_micro_size=1), 7, world, 1)
-    sums = GradientSums(batch)
+    batch = plan_batch(ExactBatch(global_size=total, exact_micro_size=1), 7, world, 1)
+    sums = GradientSums()
     module = SimpleNamespace(model=model, modules=model.modules, device=torch.device("cpu"), leaf=0)
-    sums.on_train_start(SimpleNamespace(strategy=SimpleNamespace(model=wrapped)), module)
+    strategy = SimpleNamespace(model=wrapped)
+    spread = {"world_size": world, "accumulate_grad_batches": batch.accumulation}
+    sums.on_train_start(SimpleNamespace(strategy=strategy, **spread), module)
     found = []
     for step in range(3):  # DDP arranges its buckets anew after the first
         samples = torch.randn(total, 7, generator=torch.Generator().manual_seed(step))

@@ -7,6 +7,7 @@ log2 K, that of a sum one by one with K (Higham 1993, "The accuracy of floating 
 """
 
 import contextlib
+import os
 from typing import Any, cast
 
 import torch
@@ -17,8 +18,8 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from lockstep_gpt.config import UserError
-from lockstep_gpt.training.schedule import BatchPlan
+from lockstep_gpt.config import Config, UserError
+from lockstep_gpt.extras.exact.exact_settings import ExactBatch
 
 # Newer versions of torch call it so, and warn of the older name.
 ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -57,10 +58,10 @@ class PairwiseSum:
 class GradientSums(Callback):
     """Puts the sum of a step's gradients, added in the tree's order, in the place of DDP's."""
 
-    def __init__(self, batch: BatchPlan) -> None:
-        self.batch = batch
-        self._whole = 1 << (batch.leaves.bit_length() - 1)  # a power of two changes no digit
-        self._rest = self._whole / batch.leaves  # of the mean's factor
+    def __init__(self) -> None:
+        self.world_size = self.accumulation = 1
+        self.undo = contextlib.ExitStack()  # of what it has changed in torch
+        self._rest = 1.0  # what is left of the mean's factor when powers of two are taken out
         self._sums = PairwiseSum()
         self._parameters: list[Tensor] = []
         self._scattered: tuple[Any, Tensor, Tensor, Future[Tensor]] | None = None
@@ -75,7 +76,12 @@ class GradientSums(Callback):
                 "batch.exact_micro_size is set, and the model has a BatchNorm, whose statistics "
                 "differ by rank; use a norm over channels, or set batch.exact_micro_size=null"
             )
-        pl_module.loss_factor = self.batch.accumulation / self._whole  # Lightning divides by it
+        self.world_size = trainer.world_size
+        self.accumulation = trainer.accumulate_grad_batches
+        leaves = self.world_size * self.accumulation
+        whole = 1 << (leaves.bit_length() - 1)  # a power of two changes no digit
+        self._rest = whole / leaves
+        pl_module.loss_factor = self.accumulation / whole  # Lightning divides by the accumulation
         self._parameters = [each for each in pl_module.model.parameters() if each.requires_grad]
         wrapped: Any = trainer.strategy.model
         if isinstance(wrapped, DistributedDataParallel):
@@ -85,8 +91,8 @@ class GradientSums(Callback):
 
     def on_after_backward(self, trainer: Trainer, pl_module: Any) -> None:  # noqa: ARG002
         """Take the gradients of one micro-batch away; autograd would add the next one's to them."""
-        is_last = pl_module.leaf == self.batch.accumulation - 1
-        if is_last and self.batch.world_size > 1:
+        is_last = pl_module.leaf == self.accumulation - 1
+        if is_last and self.world_size > 1:
             return  # `_exchange` has added them
         if missing := sum(each.grad is None for each in self._parameters):
             raise UserError(
@@ -104,6 +110,12 @@ class GradientSums(Callback):
         for parameter, total in zip(self._parameters, totals, strict=True):
             parameter.grad = total
 
+    def on_train_end(self, *_: Any) -> None:
+        """Leave torch as it was."""
+        self.undo.close()
+
+    on_exception = on_train_end  # type: ignore[assignment]
+
     def _exchange(self, _state: None, bucket: GradBucket) -> Future[Tensor]:
         """Add a bucket of the last micro-batch to this rank's sum, and that to the other ranks'.
 
@@ -116,7 +128,7 @@ class GradientSums(Callback):
         if bucket.is_last():
             self._sums = PairwiseSum()
         buffer = bucket.buffer()
-        if self.batch.world_size == 2:  # a + b is b + a, and two ranks divide by powers of two
+        if self.world_size == 2:  # a + b is b + a, and two ranks divide by powers of two
             reduced = dist.all_reduce(buffer, async_op=True).get_future()
             return cast(Future[Tensor], reduced.then(lambda future: future.value()[0]))
         result: Future[Tensor] = Future(devices=[buffer.device] if buffer.is_cuda else None)
@@ -135,7 +147,7 @@ class GradientSums(Callback):
 
     def _scatter(self, buffer: Tensor, result: Future[Tensor]) -> None:
         """Start to send each rank its slice of a bucket."""
-        world = self.batch.world_size
+        world = self.world_size
         rest = -len(buffer) % world
         sent = torch.nn.functional.pad(buffer, (0, rest)) if rest else buffer
         received = torch.empty_like(sent)
@@ -155,3 +167,22 @@ class GradientSums(Callback):
         total = sums.total()[0] * self._rest  # not in place: the others' parts can go
         work = ALL_GATHER(whole, total, async_op=True)
         self._gathered.append((work, total, whole, result))
+
+
+def gradient_sums(config: Config, *_known: Any) -> GradientSums | None:
+    """Return what adds up for this run, if it is to; choose kernels that round alike until then."""
+    batch = config.batch
+    if not isinstance(batch, ExactBatch) or batch.exact_micro_size is None:
+        return None
+    sums = GradientSums()
+    sums.undo.callback(torch.set_num_threads, torch.get_num_threads())
+    torch.set_num_threads(batch.exact_threads)
+    if config.compile:  # it would compile a part for each of DDP's buckets, and one rank has none
+        sums.undo.enter_context(torch._dynamo.config.patch(optimize_ddp=False))
+    if config.trainer["accelerator"] == "cuda":  # some kernels add in whatever order they end
+        sums.undo.callback(
+            torch.use_deterministic_algorithms, torch.are_deterministic_algorithms_enabled()
+        )
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # which cuBLAS then needs
+        torch.use_deterministic_algorithms(True)
+    return sums

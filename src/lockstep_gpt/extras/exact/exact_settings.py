@@ -1,0 +1,58 @@
+"""What `batch` takes beside the core's, and what cannot be together with it."""
+
+from dataclasses import dataclass
+
+from lockstep_gpt.config import BatchConfig, Config, as_typed, check, setting
+
+STRATEGIES = tuple(f"lockstep_gpt.training.strategies.{name}" for name in ("auto", "ddp"))
+RULE = "adds gradients in the order of the ranks; set batch.exact_micro_size=null, or"
+
+
+@dataclass
+class ExactBatch(BatchConfig):
+    """Micro-batches of a size that no number of devices changes."""
+
+    exact_micro_size: int | None = setting(
+        "samples of a micro-batch, for equal bits on any number of devices; null: equal but for "
+        "rounding",
+        None,
+        on_resume="kept",
+        at_least=1,
+    )
+
+    exact_threads: int = setting(
+        "CPU threads of a rank then, as they split matrix products", 1, on_resume="kept", at_least=1
+    )
+
+    def __post_init__(self) -> None:
+        """Check also that it is the size of all micro-batches, and a share of the global one."""
+        exact = self.exact_micro_size
+        if exact is not None:
+            if self.global_size is None or self.global_size % exact:
+                size = as_typed(self.global_size)
+                self.refuse("exact_micro_size", f"must divide batch.global_size={size}; set it so")
+            if self.micro_size not in (None, exact):
+                rule = f"and batch.micro_size={self.micro_size} are two sizes; set that to null"
+                self.refuse("exact_micro_size", rule)
+            self.micro_size = exact
+        super().__post_init__()
+
+
+def exact_size(batch: BatchConfig) -> int | None:
+    """Return the size of a micro-batch for equal bits; None of a batch without, or by the core."""
+    return batch.exact_micro_size if isinstance(batch, ExactBatch) else None
+
+
+def refuse_other_sums(config: Config) -> None:
+    """Raise a `UserError` for what would add gradients in another order."""
+    if exact_size(config.batch) is None:
+        return
+    for name, needed in (("comm_hook", "none"), ("find_unused_parameters", False)):
+        value = config.strategy.get(name, needed)
+        rule = f"{RULE} strategy.{name}={as_typed(needed)}"
+        check(f"strategy.{name}", value, value == needed, rule)
+    target = config.strategy.get("_target_", STRATEGIES[0])
+    check("strategy._target_", target, target in STRATEGIES, f"{RULE} strategy=ddp")
+    synchronized = config.trainer.get("sync_batchnorm", False)
+    rule = f"{RULE} trainer.sync_batchnorm=false"
+    check("trainer.sync_batchnorm", synchronized, not synchronized, rule)

@@ -1,0 +1,70 @@
+"""Which numbers of devices add up alike, and what the receipt says of it."""
+
+import math
+
+from lockstep_gpt.config import BatchConfig, Config, UserError, counted, either
+from lockstep_gpt.extras.exact.exact_settings import exact_size
+from lockstep_gpt.training.schedule import BatchPlan
+
+
+def exact_world_sizes(global_size: int, micro_size: int) -> list[int]:
+    """Return the numbers of ranks of which each adds up a whole subtree of the micro-batches.
+
+    One rank has the whole tree; more have 2**n micro-batches each.
+    """
+    leaves = global_size // micro_size
+    odd = leaves // (leaves & -leaves)
+    fits = [odd << power for power in range((leaves // odd).bit_length())]
+    return fits if odd == 1 else [1, *fits]
+
+
+def refuse_others(batch: BatchConfig, world_size: int) -> None:
+    """Raise a `UserError` for a number of ranks of which none has a whole subtree."""
+    exact, total = exact_size(batch), batch.global_size or 0
+    if exact is None or world_size in (fits := exact_world_sizes(total, exact)):
+        return
+    sizes = [size for size in range(1, total + 1) if total % size == 0]
+    possible = [size for size in sizes if world_size in exact_world_sizes(total, size)]
+    each = 1 << max(0, round(math.log2(total / exact / world_size)))  # micro-batches of a rank
+    remedy = f"batch.global_size={exact * world_size * each}"
+    if possible:
+        nearest = min(possible, key=lambda size: abs(size - exact))
+        remedy = f"batch.exact_micro_size={nearest}"
+    raise UserError(
+        f"batch.exact_micro_size={exact} of batch.global_size={total} gives equal bits on "
+        f"{either(fits)} devices, not on {world_size}; take one of these, or set {remedy}"
+    )
+
+
+def gradient_copies(batch: BatchConfig, accumulation: int) -> int:
+    """Return how many sums of gradients a rank keeps, to add so many micro-batches pairwise."""
+    return 0 if exact_size(batch) is None else accumulation.bit_length() - 1
+
+
+def sums_line(config: Config, batch: BatchPlan) -> dict[str, str]:
+    """Say what is equal on another number of devices, and what it takes."""
+    import torch
+
+    leaves = batch.global_size // batch.micro_size
+    if exact_size(config.batch) is not None:
+        sizes = exact_world_sizes(batch.global_size, batch.micro_size)
+        gpus = config.trainer["accelerator"] == "cuda"
+        kind = torch.cuda.get_device_name() if gpus else torch.backends.cpu.get_cpu_capability()
+        copies = gradient_copies(config.batch, batch.accumulation)
+        line = (
+            f"equal bits on {either(sizes)} devices: {counted(leaves, 'micro-batch', 'es')} in "
+            f"one order ({kind}, torch {torch.__version__}, "
+            f"{counted(torch.get_num_threads(), 'thread')}), with room for {copies} more "
+            f"gradient{'s' * (copies != 1)} of all weights"
+        )
+        return {"sums": line}
+    line = "in the order of the ranks: equal but for rounding on any number of devices"
+    size = batch.micro_size if leaves > 1 else max(1, batch.global_size // 4)
+    if config.batch.global_size is not None and batch.global_size % size == 0:
+        sizes = exact_world_sizes(batch.global_size, size)
+        leaves = batch.global_size // size
+        line += (
+            f"; batch.exact_micro_size={size} makes bits equal on {either(sizes)}, of which one "
+            f"takes {counted(leaves, 'micro-batch', 'es')} in turn"
+        )
+    return {"sums": line}

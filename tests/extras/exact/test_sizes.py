@@ -1,0 +1,30 @@
+"""Which numbers of devices add up alike, and what the receipt says of it."""
+
+import torch
+
+from lockstep_gpt.config import Config, counted
+from lockstep_gpt.extras.exact.exact_settings import ExactBatch
+from lockstep_gpt.extras.exact.sizes import sums_line
+from lockstep_gpt.training.schedule import plan_batch
+
+
+def said(devices=2, **batch):
+    batch = ExactBatch(global_size=48, **batch)
+    config = Config(max_steps=9, batch=batch, trainer={"accelerator": "cpu"})
+    return sums_line(config, plan_batch(batch, 64, devices, 1))["sums"]
+
+
+def test_it_is_said_on_which_devices_bits_are_equal():
+    line = said(exact_micro_size=4, devices=3)
+    assert line.startswith("equal bits on 1, 3, 6 or 12 devices: 12 micro-batches in one order")
+    assert line.endswith("with room for 2 more gradients of all weights")
+    assert f"torch {torch.__version__}, {counted(torch.get_num_threads(), 'thread')}" in line
+
+
+def test_it_is_said_what_would_make_them_equal():
+    assert said(micro_size=4).endswith(
+        "equal but for rounding on any number of devices; batch.exact_micro_size=4 makes bits "
+        "equal on 1, 3, 6 or 12, of which one takes 12 micro-batches in turn"
+    )
+    whole = said(micro_size=48, devices=1)
+    assert "batch.exact_micro_size=12 makes bits equal on 1, 2 or 4, of" in whole
