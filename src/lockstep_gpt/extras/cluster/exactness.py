@@ -14,7 +14,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lockstep_gpt.config import PROGRAM, BatchConfig, RunError, UserError, counted, groups
+from lockstep_gpt.config import (
+    PROGRAM,
+    BatchConfig,
+    RunError,
+    UserError,
+    counted,
+    groups,
+)
 from lockstep_gpt.extras.cluster import flags
 from lockstep_gpt.extras.cluster.small_runs import SmallRuns
 from lockstep_gpt.launch import compose

@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 from lockstep_gpt.config import BatchConfig, Config, as_typed, check, setting
 
-STRATEGIES = tuple(f"lockstep_gpt.training.strategies.{name}" for name in ("auto", "ddp"))
+OURS = "lockstep_gpt.training.strategies"
+STRATEGIES = (f"{OURS}.auto", f"{OURS}.ddp")
 RULE = "adds gradients in the order of the ranks; set batch.exact_micro_size=null, or"
 
 
