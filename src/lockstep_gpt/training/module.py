@@ -89,7 +89,9 @@ class GPTModule(lightning.LightningModule):
 
     def backward(self, loss: Tensor, *arguments: Any, **settings: Any) -> None:
         """Compute the gradients of one micro-batch."""
-        super().backward(loss * self.loss_factor, *arguments, **settings)
+        if self.loss_factor != 1:
+            loss = loss * self.loss_factor
+        super().backward(loss, *arguments, **settings)
 
     def take_losses(self) -> Tensor:
         """Return the mean losses since the last call, float64, shape (micro-batches of a step).

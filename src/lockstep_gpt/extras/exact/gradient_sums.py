@@ -61,6 +61,7 @@ class GradientSums(Callback):
     def __init__(self) -> None:
         self.world_size = self.accumulation = 1
         self.undo = contextlib.ExitStack()  # of what it has changed in torch
+        self._in_ddp = False
         self._rest = 1.0  # what is left of the mean's factor when powers of two are taken out
         self._sums = PairwiseSum()
         self._parameters: list[Tensor] = []
@@ -84,7 +85,8 @@ class GradientSums(Callback):
         pl_module.loss_factor = self.accumulation / whole  # Lightning divides by the accumulation
         self._parameters = [each for each in pl_module.model.parameters() if each.requires_grad]
         wrapped: Any = trainer.strategy.model
-        if isinstance(wrapped, DistributedDataParallel):
+        self._in_ddp = isinstance(wrapped, DistributedDataParallel)
+        if self._in_ddp:
             wrapped.register_comm_hook(None, self._exchange)
         if pl_module.device.type == "cuda":
             self._side = torch.cuda.stream(torch.cuda.Stream())  # type: ignore[no-untyped-call]
@@ -92,7 +94,7 @@ class GradientSums(Callback):
     def on_after_backward(self, trainer: Trainer, pl_module: Any) -> None:  # noqa: ARG002
         """Take the gradients of one micro-batch away; autograd would add the next one's to them."""
         is_last = pl_module.leaf == self.accumulation - 1
-        if is_last and self.world_size > 1:
+        if is_last and self._in_ddp:
             return  # `_exchange` has added them
         if missing := sum(each.grad is None for each in self._parameters):
             raise UserError(
