@@ -1,15 +1,17 @@
+import dataclasses
 import itertools
 
 import pytest
 import yaml
 
 from lockstep_gpt import extras
-from lockstep_gpt.config import UserError, data_sources, from_container
+from lockstep_gpt.config import UserError, data_sources, from_container, groups
 from lockstep_gpt.launch import compose
 from lockstep_gpt.launch.choices import config_folder
 
 SECRET = "canary-2f6c"
 WITH_PATH = sorted(name for name, each in data_sources().items() if hasattr(each, "path"))
+OF_BATCH = [item.name for item in dataclasses.fields(groups()["batch"])]
 GROUPS = ("model", "data", "optim", "trainer", "strategy", "callbacks", "logger")
 
 
@@ -97,8 +99,7 @@ def test_a_setting_of_an_extra_is_refused_where_none_has_it(argument, monkeypatc
         ("strategy.bucket_cap=3", "unknown setting strategy.bucket_cap; "
          "did you mean strategy.bucket_cap_mb?"),
         ("models=nano", "unknown setting models; did you mean model?"),
-        ("batch.x.y=3", "unknown setting batch.x; there are "
-         "micro_size, global_size, reference_size"),
+        ("batch.x.y=3", f"unknown setting batch.x; there are {', '.join(OF_BATCH)}"),
         ("trainer.profiler=simple", "unknown setting trainer.profiler; "
          "what the YAML does not list is added with +trainer.profiler=simple"),
         ("data.path=x", f"data.path is a setting of data={' or '.join(WITH_PATH)}, "

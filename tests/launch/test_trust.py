@@ -6,6 +6,7 @@ import pytest
 import yaml
 
 from lockstep_gpt.launch import trust
+from lockstep_gpt.registry import additions
 
 WATCHED = """
 import pathlib, lightning
@@ -14,6 +15,7 @@ class Watched(lightning.Callback):
     def __init__(self, word=""):
         pathlib.Path("built").write_text(word)
 """
+joins = pytest.mark.skipif(not any(additions("JOIN_LAUNCHER")), reason="no such extra")
 RESUME = ("train", "run_dir=run", "resume=auto", "launch.inline=true")
 
 
@@ -90,7 +92,7 @@ def test_a_run_directory_from_elsewhere_builds_nothing_that_only_it_names(foreig
     command(*RESUME, "max_steps=26")  # permitted once, it is known
 
 
-@pytest.mark.parametrize("launched", [False, True])
+@pytest.mark.parametrize("launched", [False, pytest.param(True, marks=joins)])
 def test_no_data_is_read_for_a_reference_before_permission(finished, command, launched):
     shutil.copytree(finished[0].folder / "runs/first", command.folder / "run")
     (command.folder / "corpus.txt").write_text("some text to learn from. " * 400)
@@ -105,6 +107,7 @@ def test_no_data_is_read_for_a_reference_before_permission(finished, command, la
     assert not (command.folder / "prepared").exists()
 
 
+@joins
 def test_ranks_that_a_launcher_starts_refuse_it_too(foreign_run, command):
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
     said = command(*RESUME[:3], "max_steps=25", status=2, **alone).stderr
