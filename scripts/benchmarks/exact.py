@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -82,6 +83,7 @@ def step_ms(folder: Path, model: str, words: list[str], steps: int) -> float:
         stdout=subprocess.DEVNULL,
         timeout=LIMIT,
         cwd=folder,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},  # else one rank without would have more
     )
     return 1e3 * float(json.loads((run / "summary.json").read_text())["step_seconds_p50"])
 
