@@ -1,98 +1,116 @@
-"""What equal bits cost: steps with batch.exact_micro_size against the same micro-batches without.
+"""What equal bits cost: steps that add gradients in the tree's order, beside those of torch.
 
-usage: python scripts/benchmarks/exact.py [--models S,M] [--repeats 7] [--steps 60]
+usage: python scripts/benchmarks/exact.py [--models S,M] [--steps 30]
 
-The two take turns, each a whole run of the command; a ratio is that of their median steps within a
-round, and the table has the median of rounds. `split` is what smaller micro-batches cost on one
-rank by themselves: K micro-batches against one.
+Both kinds take turns, step by step, in the same processes of one thread each: GPT-2 in shapes of
+scripts/benchmark.py, K micro-batches, AdamW. The table has medians, and the median of the ratios of
+neighboring steps. `split` is what K micro-batches cost one rank beside one batch of all samples.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import contextlib
 import os
+import socket
 import statistics
-import subprocess
-import sys
-import tempfile
-from pathlib import Path
+import time
+from types import SimpleNamespace
+from typing import Any
 
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
 from loops import MODELS
+from torch.nn.parallel import DistributedDataParallel
 
-LIMIT = 600  # seconds for one run
-QUIET = ["logger=none", "callbacks=[]", "trainer=cpu", "strategy=ddp"]
+from lockstep_gpt.config import ModelConfig
+from lockstep_gpt.extras.exact.gradient_sums import GradientSums
+from lockstep_gpt.model.gpt import build_gpt
+
+CASES = ((1, 2), (1, 4), (2, 2), (2, 4), (4, 4))  # ranks, K
+
+
+class Loop:
+    """One rank's steps on a model of its own, in the tree's order or as torch adds."""
+
+    def __init__(self, model: str, ranks: int, leaves: int, exact: bool) -> None:
+        shape = MODELS[model]
+        torch.manual_seed(0)
+        names = {name: shape[name] for name in ("n_layer", "n_head", "n_embd")}
+        gpt = build_gpt(ModelConfig(block_size=shape["T"], **names), shape["vocab"])
+        wrapped = DistributedDataParallel(gpt, gradient_as_bucket_view=True) if ranks > 1 else gpt
+        self.model: Any = wrapped
+        self.optimizer = torch.optim.AdamW(gpt.parameters(), lr=1e-4, fused=True)
+        self.accumulation = leaves // ranks
+        self.batch = torch.randint(shape["vocab"], (shape["B"] // leaves, shape["T"] + 1))
+        self.sums = GradientSums() if exact else None
+        self.module = SimpleNamespace(model=gpt, modules=gpt.modules, device=torch.device("cpu"))
+        self.module.loss_factor = 1.0
+        strategy = SimpleNamespace(model=self.model)
+        known = {"world_size": ranks, "accumulate_grad_batches": self.accumulation}
+        if self.sums:
+            trainer: Any = SimpleNamespace(strategy=strategy, **known)
+            self.sums.on_train_start(trainer, self.module)
+
+    def step(self) -> float:
+        """Make one update; return its seconds."""
+        started = time.perf_counter()
+        for leaf in range(self.accumulation):
+            self.module.leaf = leaf
+            waits = leaf < self.accumulation - 1 and hasattr(self.model, "no_sync")
+            with self.model.no_sync() if waits else contextlib.nullcontext():
+                loss = self.model(self.batch[:, :-1], self.batch[:, 1:])
+                (loss / self.accumulation * self.module.loss_factor).backward()
+            if self.sums:
+                unused: Any = None
+                self.sums.on_after_backward(unused, self.module)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return time.perf_counter() - started
 
 
 def main() -> None:
     """Print a line per case: the medians of both, and of their ratios."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--models", default="S,M", help="of scripts/benchmark.py (default: S,M)")
-    parser.add_argument("--repeats", type=int, default=7, help="rounds (default: 7)")
-    parser.add_argument("--steps", type=int, default=60, help="of each run (default: 60)")
+    parser.add_argument("--steps", type=int, default=30, help="of each kind (default: 30)")
     options = parser.parse_args()
-    print(f"{'':34}{'with':>9}{'without':>9}{'ratio':>8}   ms, medians of {options.repeats}")
-    with tempfile.TemporaryDirectory(prefix="exact-") as folder:
-        for model in options.models.split(","):
-            for name, *pair in cases(model):
-                rounds = []
-                for number in range(options.repeats):
-                    order = (0, 1) if number % 2 else (1, 0)
-                    found = {i: step_ms(Path(folder), model, pair[i], options.steps) for i in order}
-                    rounds.append((found[0], found[1]))
-                show(f"{model}, {name}", rounds)
+    os.environ |= {"OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1"}
+    print(f"{'':26}{'in order':>9}{'as ever':>9}{'ratio':>8}   ms, medians of {options.steps}")
+    for model in options.models.split(","):
+        for ranks, leaves in CASES:
+            with socket.create_server(("127.0.0.1", 0)) as free:
+                os.environ["MASTER_PORT"] = str(free.getsockname()[1])
+            mp.spawn(rank_main, (ranks, model, leaves, options.steps), nprocs=ranks)
 
 
-def cases(model: str) -> list[tuple[str, list[str], list[str]]]:
-    """Return name, the settings with equal bits, and those without, of the same work."""
-    size = MODELS[model]["B"]
-    found = []
-    for ranks, leaves in ((2, 2), (2, 4), (4, 4), (1, 2), (1, 4)):
-        micro = size // leaves
-        same = [f"trainer.devices={ranks}"]
-        exact = [*same, f"batch.exact_micro_size={micro}"]
-        found.append((f"{ranks} ranks, K = {leaves}", exact, [*same, f"batch.micro_size={micro}"]))
-        if ranks == 1:
-            whole = [*same, f"batch.micro_size={size}"]
-            found.append((f"split in {leaves}", [*same, f"batch.micro_size={micro}"], whole))
-    return found
+def rank_main(rank: int, ranks: int, model: str, leaves: int, steps: int) -> None:
+    """Run the cases of one number of ranks; rank 0 prints."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=ranks)
+    compare(f"{model}, {ranks} ranks, K = {leaves}", rank, steps, [
+        Loop(model, ranks, leaves, exact) for exact in (True, False)
+    ])  # fmt: skip
+    if ranks == 1:
+        name = f"{model}, split in {leaves}"
+        compare(name, rank, steps, [Loop(model, 1, each, False) for each in (leaves, 1)])
+    dist.destroy_process_group()
 
 
-def step_ms(folder: Path, model: str, words: list[str], steps: int) -> float:
-    """Train for so many steps; return the milliseconds of the median step of the last half."""
-    shape = MODELS[model]
-    run = Path(tempfile.mkdtemp(dir=folder)) / "run"
-    settings = [
-        *(f"model.{name}={shape[name]}" for name in ("n_layer", "n_head", "n_embd")),
-        f"model.block_size={shape['T']}",
-        f"batch.global_size={shape['B']}",
-        f"max_steps={steps}",
-        f"log_every={steps // 2}",
-        f"val_every={steps}",
-        "checkpoint.every=null",
-        "data=synthetic",
-        f"data.vocab_size={shape['vocab']}",
-        "data.val_tokens=1",
-        f"data.root={folder / 'data'}",
-        f"run_dir={run}",
-    ]
-    command = [sys.executable, "-m", "lockstep_gpt", "train", "experiment=smoke"]
-    subprocess.run(
-        [*command, *QUIET, *settings, *words],
-        check=True,
-        stdout=subprocess.DEVNULL,
-        timeout=LIMIT,
-        cwd=folder,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},  # else one rank without would have more
-    )
-    return 1e3 * float(json.loads((run / "summary.json").read_text())["step_seconds_p50"])
-
-
-def show(name: str, pairs: list[tuple[float, float]]) -> None:
-    """Print one line."""
-    here, there = (statistics.median(column) for column in zip(*pairs, strict=True))
-    ratio = statistics.median(with_it / without for with_it, without in pairs)
-    print(f"{name:34}{here:9.2f}{there:9.2f}{ratio:8.3f}", flush=True)
+def compare(name: str, rank: int, steps: int, loops: list[Loop]) -> None:
+    """Let two loops take turns."""
+    for loop in loops * 3:  # what is done once
+        loop.step()
+    pairs = []
+    for number in range(steps):
+        order = (0, 1) if number % 2 else (1, 0)
+        found = {index: loops[index].step() for index in order}
+        pairs.append((found[0], found[1]))
+    if rank == 0:
+        here, there = (1e3 * statistics.median(column) for column in zip(*pairs, strict=True))
+        ratio = statistics.median(first / second for first, second in pairs)
+        print(f"{name:26}{here:9.2f}{there:9.2f}{ratio:8.3f}", flush=True)
 
 
 if __name__ == "__main__":
