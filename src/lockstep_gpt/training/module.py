@@ -100,8 +100,7 @@ class GPTModule(lightning.LightningModule):
         same to the bit however many ranks share them.
         """
         assert self.losses, "called before a training step"
-        sums = torch.stack([self.losses[leaf] for leaf in sorted(self.losses)]).double()
-        means = sums / self.loss_steps
+        means = torch.stack([*self.losses.values()]).double() / self.loss_steps  # in their order
         self.losses, self.loss_steps = {}, 0
         return means
 

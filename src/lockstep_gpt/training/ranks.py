@@ -131,8 +131,8 @@ def from_each_rank(text: str) -> list[str]:
 
 def tensors_of_ranks(own: Tensor) -> Tensor:
     """Return the tensors of all ranks, of one shape, in a new first dimension."""
-    tensors = [own]
-    if dist.is_initialized():
-        tensors = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-        dist.all_gather(tensors, own)
+    if not dist.is_initialized():
+        return own[None]
+    tensors = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(tensors, own)
     return torch.stack(tensors)

@@ -35,12 +35,8 @@ class TokenLoss(Metric):
     def compute(self) -> Tensor:
         """Return the mean over all tokens of all ranks, in nats; its exp is the perplexity."""
         totals = dim_zero_cat(self.totals).tolist()
-        return torch.tensor(_sum(totals), dtype=torch.float64) / self.count.cpu()
-
-
-def _sum(values: list[float]) -> float:
-    """Return the rounded exact sum; of infinities and what is no number as other sums do."""
-    return math.fsum(values) if all(map(math.isfinite, values)) else sum(values)
+        add = math.fsum if all(map(math.isfinite, totals)) else sum  # the former refuses the rest
+        return torch.tensor(add(totals), dtype=torch.float64) / self.count.cpu()
 
 
 def perplexity(loss: float) -> float:
