@@ -44,6 +44,7 @@ def three_steps(command):
 
 def test_every_difference_is_told_but_that_of_times(three_steps, command):
     first = three_steps("first", "seed=1")
+    assert first.weights == command.summary("first")["weights"]["3"]  # the report's word
     changed = RunDirectory(command.folder / "changed")
     shutil.copytree(command.folder / "first", changed.path)
     with changed.metrics.open(newline="") as file:

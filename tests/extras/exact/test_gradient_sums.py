@@ -112,8 +112,13 @@ def test_other_numbers_of_devices_are_refused_with_the_nearest_size(world, said)
 @pytest.mark.parametrize(
     ("batch", "said"),
     [
-        ({"global_size": 12, "exact_micro_size": 5}, "must divide batch.global_size=12"),
-        ({"micro_size": 4, "exact_micro_size": 4}, "must divide batch.global_size=null"),
+        (
+            {"global_size": 12, "exact_micro_size": 5},
+            "must divide batch.global_size=12; nearest: 4",
+        ),
+        ({"global_size": 12, "exact_micro_size": 99}, "global_size=12; nearest: 12"),
+        ({"global_size": 12, "exact_micro_size": 0}, "exact_micro_size=0 must be at least 1"),
+        ({"micro_size": 4, "exact_micro_size": 4}, "needs a batch.global_size, which is null"),
         ({"global_size": 12, "micro_size": 4, "exact_micro_size": 2}, "are two sizes"),
     ],
 )

@@ -149,7 +149,7 @@ def _failure(ranks: int, status: int, said: str) -> str:
 
 def left_by(run: RunDirectory) -> Remains:
     """Return what a run has left behind that its ranks must not change."""
-    from lockstep_gpt.training.checkpoint import checkpoints_in, read_checkpoint
+    from lockstep_gpt.training.checkpoint import checkpoints_in, digest, read_checkpoint
 
     content = read_checkpoint(checkpoints_in(run.checkpoints)[-1])
     with run.metrics.open(encoding="utf-8", newline="") as file:
@@ -157,7 +157,9 @@ def left_by(run: RunDirectory) -> Remains:
             {name: value for name, value in row.items() if not name.startswith(TIMED)}
             for row in csv.DictReader(file)
         ]
-    return Remains(_digest(content["state_dict"]), _digest(content["optimizer_states"]), rows)
+    weights = digest(content["state_dict"])  # as in the report and in every checkpoint
+    assert weights, "DDP's checkpoints hold the whole model"
+    return Remains(weights, _digest(content["optimizer_states"]), rows)
 
 
 def differences(left: dict[str, Remains]) -> list[str]:

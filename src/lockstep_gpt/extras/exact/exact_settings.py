@@ -27,16 +27,20 @@ class ExactBatch(BatchConfig):
 
     def __post_init__(self) -> None:
         """Check also that it is the size of all micro-batches, and a share of the global one."""
-        exact = self.exact_micro_size
-        if exact is not None:
-            if self.global_size is None or self.global_size % exact:
-                size = as_typed(self.global_size)
-                self.refuse("exact_micro_size", f"must divide batch.global_size={size}; set it so")
-            if self.micro_size not in (None, exact):
-                rule = f"and batch.micro_size={self.micro_size} are two sizes; set that to null"
-                self.refuse("exact_micro_size", rule)
-            self.micro_size = exact
         super().__post_init__()
+        exact, total = self.exact_micro_size, self.global_size
+        if exact is None:
+            return
+        if total is None:
+            self.refuse("exact_micro_size", "needs a batch.global_size, which is null; set it")
+        elif total % exact:
+            nearest = next(size for size in range(min(exact, total), 0, -1) if total % size == 0)
+            rule = f"must divide batch.global_size={total}; nearest: {nearest}"
+            self.refuse("exact_micro_size", rule)
+        if self.micro_size not in (None, exact):
+            rule = f"and batch.micro_size={self.micro_size} are two sizes; set that to null"
+            self.refuse("exact_micro_size", rule)
+        self.micro_size = exact
 
 
 def exact_size(batch: BatchConfig) -> int | None:
