@@ -5,7 +5,7 @@ import socket
 
 import pytest
 
-from lockstep_gpt.config import RunError, UserError
+from lockstep_gpt.config import RunError, UserError, groups
 from lockstep_gpt.extras.launchers.joining import agree
 
 SKEWED = """
@@ -44,6 +44,18 @@ def test_joined_ranks_share_a_run_directory_that_rank_zero_names(command, joined
     (run,) = (command.folder / "runs").iterdir()
     assert (run / "config.yaml").is_file()
     assert out.count("val_loss") == 1
+
+
+@pytest.mark.usefixtures("quick_ranks")
+@pytest.mark.skipif(not hasattr(groups()["batch"], "exact_micro_size"), reason="no such extra")
+def test_joined_ranks_give_the_bits_of_one_rank(command, joined):
+    words = command.smoke("batch.exact_micro_size=2", "model.dropout=0.1", "run_dir=joined")
+    statuses, _, err = joined(*[[*words, "trainer=cpu"]] * 2)
+    assert statuses == [0, 0], err
+    command.train("batch.exact_micro_size=2", "model.dropout=0.1", "run_dir=one")
+    joined_summary, one = command.summary("joined"), command.summary("one")
+    assert (joined_summary["world_size"], one["world_size"]) == (2, 1)
+    assert joined_summary["weights"] == one["weights"] != {}
 
 
 @pytest.mark.usefixtures("quick_ranks")
