@@ -29,6 +29,7 @@ EXTRAS = {
     "exact": ("docs/sums.png", "src/lockstep_gpt/extras/exact/", "tests/extras/exact/"),
     "nodes": ("src/lockstep_gpt/extras/nodes/", "tests/extras/nodes/"),
     "launchers": ("src/lockstep_gpt/extras/launchers/", "tests/extras/launchers/"),
+    "compat": ("docs/lightning.md", "src/lockstep_gpt/extras/compat/", "tests/extras/compat/"),
     "completion": ("src/lockstep_gpt/extras/completion/", "tests/extras/completion/"),
     "cluster": ("src/lockstep_gpt/extras/cluster/", "tests/extras/cluster/"),
     "sources": (

@@ -216,6 +216,7 @@ def test_every_rank_has_a_log_of_its_own(run):
 
 def test_a_run_of_an_earlier_version_finds_its_classes_where_they_are_now(run, monkeypatch):
     moved = {
+        "lockstep_gpt.training.ranks": "lockstep_gpt.training.strategies",
         "lockstep_gpt.gone": "lockstep_gpt.extras.here",
         "lockstep_gpt.there.make": "lockstep_gpt.extras.here.make",
     }

@@ -356,8 +356,11 @@ class Config(Checked):
     logger: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Check also what no single setting can know."""
+        """Check also what no single setting can know; what is set to null is not there."""
         super().__post_init__()
+        for group in (self.callbacks, self.logger):
+            for name in [name for name, node in group.items() if node is None]:
+                del group[name]
         if (self.max_steps is None) == (self.max_tokens is None):
             tokens = as_typed(self.max_tokens)
             self.refuse("max_steps", f"and max_tokens={tokens}: give one and set the other to null")
@@ -383,17 +386,18 @@ _OWNED = {
     "batch.global_size": "accumulate_grad_batches",
     "callbacks": "callbacks",
     "checkpoint.every": "enable_checkpointing",
+    "data.val_tokens": "limit_val_batches limit_test_batches limit_predict_batches",
     "log_every": "log_every_n_steps",
     "logger": "logger",
-    "max_steps": "max_steps min_steps",
-    "max_steps or max_tokens": "max_epochs min_epochs",
+    "max_steps": "max_steps min_steps fast_dev_run limit_train_batches overfit_batches",
+    "max_steps or max_tokens": "max_epochs min_epochs reload_dataloaders_every_n_epochs",
     "optim.clip_norm": "gradient_clip_algorithm gradient_clip_val",
     "precision": "precision",
     "run_dir": "default_root_dir",
     "seed": "use_distributed_sampler",
     "strategy": "strategy",
     "val_every": "check_val_every_n_epoch num_sanity_val_steps val_check_interval",
-    "verbosity": "enable_model_summary enable_progress_bar",
+    "verbosity": "barebones enable_model_summary enable_progress_bar",
 }
 OWNED_TRAINER_KEYS = {key: door for door, keys in _OWNED.items() for key in keys.split()}
 ACCELERATORS = ("auto", "cpu", "gpu", "cuda")
@@ -404,7 +408,8 @@ SWITCHES = ("find_unused_parameters", "gradient_as_bucket_view", "static_graph")
 
 def _check_trainer(trainer: dict[str, Any]) -> None:
     for key, value in trainer.items():
-        if door := OWNED_TRAINER_KEYS.get(key):
+        door = OWNED_TRAINER_KEYS.get(key)
+        if door and (key, value) != ("limit_val_batches", 0):  # no validation at all
             raise UserError(owned_key_line(key, value, door))
     devices, nodes = trainer.get("devices", "auto"), trainer.get("num_nodes", 1)
     count = "a whole number of at least 1"

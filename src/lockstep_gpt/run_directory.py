@@ -20,12 +20,6 @@ from lockstep_gpt.config import Config, RunError, UserError
 from lockstep_gpt.registry import merged
 from lockstep_gpt.whole_files import replace_text
 
-# Modules, or what is in them, that an earlier version had in another place.
-MOVED = {
-    f"{__package__}.training.ranks": f"{__package__}.training.strategies",
-    f"{__package__}.training.strategy": f"{__package__}.training.strategies",
-    f"{__package__}.training.callbacks.sample": f"{__package__}.training.callbacks.progress",
-}
 # Settings that earlier versions had, and froze, without the extras that have them now.
 FORMER = {
     "batch": ("exact_micro_size", "exact_threads"),
@@ -84,7 +78,7 @@ class RunDirectory:
         """Return the frozen configuration as plain values, or raise a `UserError`."""
         try:
             text = self.config.read_text(encoding="utf-8")
-            for old, new in {**MOVED, **merged("MOVED")}.items():  # what was frozen earlier
+            for old, new in merged("MOVED").items():  # what was frozen earlier
                 text = re.sub(rf"(_target_: ){re.escape(old)}\b", rf"\1{new}", text)
             return readable(dict(yaml.safe_load(text)))
         except FileNotFoundError:
@@ -174,6 +168,15 @@ def readable(values: dict[str, Any]) -> dict[str, Any]:
             if not hasattr(known[group], name):
                 values.get(group, {}).pop(name, None)
     return values
+
+
+def literal(node: Any) -> Any:
+    """Escape references: those of a file from elsewhere could read this machine's environment."""
+    if isinstance(node, dict):
+        return {name: literal(value) for name, value in node.items()}
+    if isinstance(node, list):
+        return [literal(value) for value in node]
+    return re.sub(r"(\\*)\$\{", r"\1\1\\${", node) if isinstance(node, str) else node
 
 
 def _as_yaml(values: dict[str, Any]) -> str:

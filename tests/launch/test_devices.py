@@ -1,13 +1,8 @@
-import inspect
-
-import lightning
 import pytest
 
 from lockstep_gpt.config import Config, LaunchConfig, StdlibData, UserError, extended
 from lockstep_gpt.launch import devices
 from lockstep_gpt.launch.devices import Placement, gpu_count, place
-
-TRAINER = "lightning.pytorch.Trainer"
 
 
 @pytest.fixture
@@ -144,29 +139,3 @@ def test_ranks_that_nothing_here_can_start_are_refused(gpus_here, monkeypatch):
     monkeypatch.setattr(devices, "merged", lambda _: {})
     line = refusal({}, strategy={"start_method": "spawn"})
     assert line.startswith("strategy.start_method=spawn needs an extra that is not here")
-
-
-def test_the_known_arguments_of_the_trainer_are_its_own(gpus_here, monkeypatch):
-    gpus_here(0)
-    checked = []
-    monkeypatch.setattr(
-        devices, "check", lambda name, _value, fits, _rule: checked.append((name, fits))
-    )
-    names = set(inspect.signature(lightning.Trainer).parameters)
-    devices._refuse_unknown_arguments({"_target_": TRAINER, **dict.fromkeys(names)})
-    assert names | {"_target_"} >= devices.OURS
-    assert checked == [(f"trainer.{name}", True) for name in sorted(names - devices.OURS)]
-
-
-@pytest.mark.parametrize(
-    ("name", "hint"),
-    [
-        ("profile", "did you mean trainer.profiler?"),
-        ("zzz", "leave it out"),
-    ],
-)
-def test_what_the_trainer_does_not_take_is_refused_before_there_are_ranks(gpus_here, name, hint):
-    gpus_here(0)
-    line = f"trainer.{name}=3 is no argument of Lightning's Trainer; {hint}"
-    assert refusal({"_target_": TRAINER, name: 3}).startswith(line)
-    place(config({"_target_": "mine.Trainer", name: 3}))  # of which nobody knows

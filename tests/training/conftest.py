@@ -48,6 +48,7 @@ OPTIM = {"algorithm": "adamw", "lr": 1e-2}
 LIGHTNINGS_NOISE = [
     "`isinstance.treespec, LeafSpec.` is deprecated",
     "The '.*_dataloader' does not have many workers",
+    "It is recommended to use `self.log",  # where ranks are there, and no strategy of theirs
 ]
 
 
@@ -69,7 +70,7 @@ class Run:
             self.schedule.total_steps,
         )
 
-    def fit(self, *callbacks, logger=False, ckpt_path=None, io=None):
+    def fit(self, *callbacks, logger=False, ckpt_path=None, io=None, every=50):
         # By itself Lightning takes bfloat16 in its place on a CPU.
         half = self.config.precision == "16-mixed"
         precision = [MixedPrecision("16-mixed", "cpu")] if half else []
@@ -77,6 +78,7 @@ class Run:
             accelerator="cpu",
             callbacks=list(callbacks),
             logger=logger,
+            log_every_n_steps=every,
             plugins=[io or AtomicCheckpointIO(), *precision],
             max_steps=self.schedule.total_steps,
             max_epochs=-1,

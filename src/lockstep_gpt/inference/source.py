@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from lockstep_gpt.config import PROGRAM, Config, UserError, from_container
 from lockstep_gpt.data import tokenizer
-from lockstep_gpt.run_directory import readable
+from lockstep_gpt.run_directory import literal, readable
 from lockstep_gpt.training.checkpoint import read_checkpoint
 
 if TYPE_CHECKING:
@@ -25,15 +24,6 @@ def parser_of(command: str, description: str) -> argparse.ArgumentParser:
     sources = "a run directory, a checkpoint in one, or wandb://ENTITY/PROJECT/NAME:ALIAS"
     parser.add_argument("source", type=Path, help=sources)
     return parser
-
-
-def literal(node: Any) -> Any:
-    """Escape references: those of a file from elsewhere could read this machine's environment."""
-    if isinstance(node, dict):
-        return {name: literal(value) for name, value in node.items()}
-    if isinstance(node, list):
-        return [literal(value) for value in node]
-    return re.sub(r"(\\*)\$\{", r"\1\1\\${", node) if isinstance(node, str) else node
 
 
 def load_model(path: Path) -> tuple[GPT, Config, tokenizer.Tokenizer]:

@@ -1,20 +1,15 @@
 """The devices of a run: `auto` resolved to what is there, found without torch."""
 
-import ast
 import os
 import shutil
 import subprocess
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 from lockstep_gpt.config import Config, UserError, check
-from lockstep_gpt.launch.choices import suggestion
 from lockstep_gpt.registry import addition, additions, asked, merged
 
 DEVICE_FILES = Path("/dev")
-OURS = {"_target_", "accelerator", "devices", "num_nodes", "sync_batchnorm"}  # of configs/trainer/
 
 
 @dataclass(frozen=True)
@@ -38,7 +33,6 @@ def place(config: Config) -> Placement:
     if found is not None and devices > found:
         raise UserError(f"trainer.devices={devices} is more than there are: {_visible(found)}")
     placement = Placement(accelerator, devices, nodes)
-    _refuse_unknown_arguments(config.trainer)
     asked("CHECK_START", config)
     _refuse_impossible(config, placement)
     return placement
@@ -67,22 +61,6 @@ def gpu_count() -> int:
         return present
     names = [name.strip() for name in visible.split(",")]
     return len(names[: names.index("-1")] if "-1" in names else list(filter(None, names)))
-
-
-def _refuse_unknown_arguments(trainer: dict[str, Any]) -> None:
-    """Raise a `UserError` for what Lightning's Trainer does not take, without importing it."""
-    package, added = find_spec("lightning"), sorted(trainer.keys() - OURS)
-    stock = trainer.get("_target_") == "lightning.pytorch.Trainer"
-    if not added or not stock or not package or not package.origin:
-        return
-    code = ast.parse((Path(package.origin).parent / "pytorch/trainer/trainer.py").read_bytes())
-    functions = (each for each in ast.walk(code) if isinstance(each, ast.FunctionDef))
-    made = next(each for each in functions if each.name == "__init__")
-    known = [argument.arg for argument in made.args.kwonlyargs]
-    for name in added:
-        hint = suggestion(name, known, "trainer.") or "; leave it out"
-        rule = f"is no argument of Lightning's Trainer{hint}"
-        check(f"trainer.{name}", trainer[name], name in known, rule)
 
 
 def _visible(count: int) -> str:

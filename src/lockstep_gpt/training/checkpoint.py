@@ -179,11 +179,17 @@ def newest_valid(folder: Path) -> Path | None:
     return None
 
 
-def read_checkpoint(path: Path, map_location: Any = "cpu") -> dict[str, Any]:
-    """Load plain containers and tensors, never code, or raise a `UserError`."""
+def read_checkpoint(
+    path: Path, map_location: Any = "cpu", needs_sum: bool = True
+) -> dict[str, Any]:
+    """Load plain containers and tensors, never code, or raise a `UserError`.
+
+    Another Trainer's checkpoint has no sum.
+    """
     import torch
 
-    if fault := fault_of(path):
+    summed = needs_sum or sum_path(path).exists() or not path.is_file()
+    if summed and (fault := fault_of(path)):
         raise UserError(f"checkpoint {path} {fault}; take another one from the same folder")
     try:
         content = torch.load(path, map_location=map_location, weights_only=True)

@@ -27,13 +27,18 @@ class MetricsFile(Logger):
 
     @property
     def name(self) -> str:
-        """Lightning's name of the kind of logger."""
-        return "csv"
+        """The folder of what Lightning's own callbacks save, below `save_dir`."""
+        return "lightning"
 
     @property
     def version(self) -> str:
         """There is one file per run."""
         return ""
+
+    @property
+    def save_dir(self) -> str:
+        """The run directory, for profilers and all else of Lightning that writes files."""
+        return str(self.path.parent)
 
     def begin(self, step: int) -> dict[str, str]:
         """Keep the rows up to optimizer step `step`; return the newest value of each column."""

@@ -2,7 +2,8 @@
 
 from collections.abc import Callable
 from dataclasses import asdict
-from typing import Any, cast
+from pathlib import Path
+from typing import Any, Self, cast
 
 import lightning
 import torch
@@ -12,15 +13,16 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from lockstep_gpt.config import Config, RunError, UserError
-from lockstep_gpt.data.tokenizer import Tokenizer
+from lockstep_gpt.config import Config, RunError, UserError, from_container
+from lockstep_gpt.data.tokenizer import Tokenizer, from_dict
 from lockstep_gpt.model.gpt import build_gpt
-from lockstep_gpt.run_directory import refuse_another_identity
+from lockstep_gpt.run_directory import literal, readable, refuse_another_identity
+from lockstep_gpt.training.checkpoint import find_checkpoint, read_checkpoint
 from lockstep_gpt.training.optim import build_optimizer
 from lockstep_gpt.training.resuming import apply_settings, fitting_of, realign
-from lockstep_gpt.training.schedule import Schedule
+from lockstep_gpt.training.schedule import Schedule, plan_batch, plan_schedule
 from lockstep_gpt.training.seeds import leaf_seed, seed_device
-from lockstep_gpt.training.token_loss import TokenLoss
+from lockstep_gpt.training.token_loss import TokenLoss, perplexity
 
 
 class GPTModule(lightning.LightningModule):
@@ -41,12 +43,23 @@ class GPTModule(lightning.LightningModule):
         self.loss_factor = 1.0  # of the loss in the backward pass, beside Lightning's own
         self.skipped = torch.zeros((), dtype=torch.int64)  # updates of gradients not finite
         self.trained: list[nn.Parameter] = []  # a walk through all modules costs each step time
+        self.logs_losses = True  # to any Trainer's loggers; in a run of ours `Metrics` does
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name == "_current_fx_name":  # Lightning sets it around each hook, 50 times in a step
-            self.__dict__[name] = value  # and torch would look each time whether it is a parameter
-        else:
-            super().__setattr__(name, value)
+    @classmethod
+    def load_from_checkpoint(  # type: ignore[override]
+        cls, checkpoint_path: Any, map_location: Any = "cpu", **_: Any
+    ) -> Self:
+        """Return the module of a checkpoint or a run directory, which any Trainer can train on.
+
+        A `UserError` says what is wrong with it; hyperparameters are the configuration in it.
+        """
+        path = find_checkpoint(Path(checkpoint_path))
+        content = read_checkpoint(path, map_location, needs_sum=False)
+        config = from_container(readable(literal(content["config"])), path)
+        batch = plan_batch(config.batch, config.model.block_size, 1, 1)
+        module = cls(config, plan_schedule(config, batch), from_dict(content["tokenizer"]))
+        module.load_state_dict(content["state_dict"])
+        return module
 
     def configure_model(self) -> None:
         """Share the model among ranks, where the strategy does, before there is an optimizer."""
@@ -61,8 +74,10 @@ class GPTModule(lightning.LightningModule):
         """
         self.skipped = self.skipped.to(self.device)
         self.trained = [*self.model.parameters()]
-        if self.trainer.world_size > 2 and isinstance(self.trainer.strategy, DDPStrategy):
-            shape = (self.trainer.datamodule.micro_size, self.config.model.block_size)  # type: ignore[attr-defined]
+        is_ddp = isinstance(self.trainer.strategy, DDPStrategy)
+        data: Any = getattr(self.trainer, "datamodule", None)  # of ours; a user may give loaders
+        if self.trainer.world_size > 2 and is_ddp and data:
+            shape = (data.micro_size, self.config.model.block_size)
             tokens = torch.zeros(shape, dtype=torch.int64, device=self.device)
             kept = [buffer.clone() for buffer in self.model.buffers()]  # BatchNorm's statistics
             loss = cast(Tensor, self.trainer.strategy.training_step((tokens, tokens), 0))
@@ -82,6 +97,8 @@ class GPTModule(lightning.LightningModule):
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:  # noqa: ARG002
         """Return the mean loss of one micro-batch of tokens and targets, each (B, T)."""
         loss: Tensor = self.model(*batch)
+        if self.logs_losses:
+            self.log("train/loss", loss.detach(), prog_bar=True)
         detached, before = loss.detach(), self.losses.get(self.leaf)
         self.losses[self.leaf] = detached if before is None else before + detached
         self.loss_steps += self.leaf == 0
@@ -109,9 +126,13 @@ class GPTModule(lightning.LightningModule):
         self.token_loss.update(self.model(*batch), batch[1])
 
     def on_validation_epoch_end(self) -> None:
-        """Reduce the validation loss over all ranks."""
+        """Reduce the validation loss over all ranks, for whoever monitors it too."""
         self.val_loss = float(self.token_loss.compute())
         self.token_loss.reset()
+        found = {"val/loss": self.val_loss, "val/perplexity": perplexity(self.val_loss)}
+        # All ranks have the same values; the largest of them is the same without rounding.
+        logger = None if self.logs_losses else False
+        self.log_dict(found, logger=logger, sync_dist=True, reduce_fx="max")
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """Build the optimizer, and its schedule as a function of the step."""
@@ -144,8 +165,10 @@ class GPTModule(lightning.LightningModule):
             optimizer.zero_grad()
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Keep the number of skipped updates, of which a whole run may have so many."""
+        """Keep the number of skipped updates; what makes the module again, unless it is there."""
         checkpoint["skipped"] = int(self.skipped)
+        checkpoint.setdefault("config", asdict(self.config))
+        checkpoint.setdefault("tokenizer", self.tokenizer.to_dict())
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Go on at the saved sample, with this run's own accumulation and free settings.
@@ -160,8 +183,8 @@ class GPTModule(lightning.LightningModule):
                 f"the checkpoint has {len(saved)} weights, of which {len(fitting)} fit the "
                 f"{len(places)} of this model; take the code that made it, or set resume_force=true"
             )
-        data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
-        data.resume_at(checkpoint["global_step"], checkpoint["samples"])
+        if data := getattr(self.trainer, "datamodule", None):
+            data.resume_at(checkpoint["global_step"], checkpoint["samples"])
         self.skipped.fill_(checkpoint.get("skipped", 0))
         realign(checkpoint, self.trainer.accumulate_grad_batches)
         optimizer = cast(dict[str, Any], self.configure_optimizers())["optimizer"]

@@ -5,6 +5,7 @@ import io
 import logging
 import os
 import sys
+import time
 import warnings
 from collections.abc import Iterator
 from typing import Any, TextIO
@@ -35,6 +36,7 @@ NOISE = [
     r".*You're resuming from a checkpoint that ended before the epoch ended.*",
 ]
 LIBRARIES = ("lightning", "lightning.pytorch", "lightning.fabric", "torch", "fsspec")
+ASKED = ("lightning.pytorch.callbacks", "lightning.pytorch.profilers")  # for what they say
 
 
 class AboveBar(logging.StreamHandler):  # type: ignore[type-arg]
@@ -59,14 +61,14 @@ def reporting(run: RunDirectory, ranks: Ranks, config: Config) -> Iterator[TextI
         for handler in handlers:
             handler.setFormatter(logging.Formatter("%(message)s"))
             after.callback(handler.close)
-        for name in ("", *LIBRARIES):  # libraries speak through our handlers
+        for name in ("", *LIBRARIES, *ASKED):  # libraries speak through our handlers
             library = logging.getLogger(name)
             before = {"handlers": library.handlers, "propagate": library.propagate}
             after.callback(vars(library).update, before)
             after.callback(library.setLevel, library.level)
             vars(library).update(handlers=[], propagate=True)
             if config.verbosity != "debug":
-                library.setLevel(logging.WARNING)
+                library.setLevel(logging.INFO if name in ASKED else logging.WARNING)
         logging.root.handlers = [*handlers]
         logging.root.setLevel(LEVELS[config.verbosity])
         after.callback(setattr, warnings, "formatwarning", warnings.formatwarning)
@@ -187,11 +189,17 @@ def conclude(directory: RunDirectory, status: str, trainer: Trainer, found: dict
     directory.write_summary({**run, "wandb_run_id": wandb_id, **found})
 
 
-def closing(directory: RunDirectory, row: dict[str, float], seconds: float) -> str:
-    """Say how a run ended after `seconds`, where everything is, and what to do next."""
-    loss, perplexity = row["val/loss"], row["val/perplexity"]
+def closing(
+    directory: RunDirectory, trainer: Trainer, row: dict[str, float], started: float
+) -> str:
+    """Say how a run that began at `started` has ended, where everything is, and what to do next."""
+    step, steps, found = trainer.global_step, trainer.max_steps, "no validation"
+    if "val/loss" in row:
+        perplexity = f"perplexity {row['val/perplexity']:.2f}"
+        found = f"validation loss {row['val/loss']:.4f} nats per token, {perplexity}"
+    ended = "done" if step == steps else f"stopped early, after step {step:,} of {steps:,},"
     return f"""
-done in {seconds:.0f} s: validation loss {loss:.4f} nats per token, perplexity {perplexity:.2f}
+{ended} in {time.perf_counter() - started:.0f} s: {found}
   metrics      {directory.metrics}
   checkpoints  {directory.checkpoints}
 next

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+ENDED_WELL = ("done", "stopped early")
 MODES = ("auto", "online", "offline", "disabled")
 
 
@@ -36,8 +37,9 @@ class TrackedRun(WandbLogger):
         self.experiment.log({STEP: step, **metrics})
 
     def close(self, status: str) -> None:
-        """End the wandb run as `done`, `stopped` or `failed`."""
-        self.experiment.finish(exit_code=0 if status == "done" else 1)
+        """End the wandb run as `done`, `stopped early`, `stopped` or `failed`."""
+        self.experiment.summary["status"] = status
+        self.experiment.finish(exit_code=0 if status in ENDED_WELL else 1)
 
 
 def wandb_logger(

@@ -10,6 +10,7 @@ from typing import Any, TextIO
 import torch
 from hydra.utils import instantiate
 from lightning import LightningModule, Trainer
+from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.loggers import Logger
 
 from lockstep_gpt.config import PROGRAM, Config, RunError, UserError
@@ -28,7 +29,7 @@ from lockstep_gpt.training.callbacks import metrics as measuring
 from lockstep_gpt.training.callbacks.checkpoints import AtomicCheckpointIO, Checkpoints
 from lockstep_gpt.training.callbacks.stopping import GracefulStop, Stopped
 from lockstep_gpt.training.checkpoint import step_of
-from lockstep_gpt.training.lean_loop import LeanLoop
+from lockstep_gpt.training.loop_changes import LoopChanges
 from lockstep_gpt.training.metrics_file import MetricsFile
 from lockstep_gpt.training.module import GPTModule
 from lockstep_gpt.training.resuming import state_to_resume
@@ -76,14 +77,15 @@ def _train(directory: RunDirectory, config: Config, ranks: meeting.Ranks, termin
         asked("INITIAL_WEIGHTS", module.model, module.tokenizer)
     loggers = _loggers(directory, batch, module) if ranks.rank == 0 else []
     metrics_file = MetricsFile(directory.metrics, measuring.COLUMNS)
-    lean, guards = LeanLoop(), asked("CALLBACK", config, directory, ranks.rank, terminal)
+    changes, guards = LoopChanges(), asked("CALLBACK", config, directory, ranks.rank, terminal)
     trainer = _trainer(
         config,
         ranks,
         module,
-        callbacks=[metrics, *filter(None, guards), lean, GracefulStop(checkpoints), checkpoints],
+        callbacks=[metrics, *filter(None, guards), changes, GracefulStop(checkpoints), checkpoints],
         logger=[metrics_file, *loggers],
         plugins=[disk],
+        default_root_dir=directory.path,
         max_steps=schedule.total_steps,
         accumulate_grad_batches=batch.accumulation,
         val_check_interval=config.val_every * batch.accumulation,
@@ -101,7 +103,7 @@ def _train(directory: RunDirectory, config: Config, ranks: meeting.Ranks, termin
         status = "stopped"
         raise
     finally:
-        lean.on_train_end()  # also where a hook failed before its own
+        changes.on_train_end()  # also where a hook failed before its own
         if ranks.rank == 0:
             found = {**metrics.summary(trainer.global_step), **checkpoints.summary()}
             times = {"lr": schedule.peak_lr, "wall_seconds": time.perf_counter() - started}
@@ -111,7 +113,7 @@ def _train(directory: RunDirectory, config: Config, ranks: meeting.Ranks, termin
                 each.close(status)
     meeting.leave()
     if ranks.rank == 0:
-        logger.info("%s", reporting.closing(directory, metrics.row, time.perf_counter() - started))
+        logger.info("%s", reporting.closing(directory, trainer, metrics.row, started))
 
 
 def _data(config: Config, batch: planning.BatchPlan) -> TokenDataModule:
@@ -136,7 +138,7 @@ def _fit(trainer: Trainer, module: GPTModule, data: TokenDataModule, resume: str
         raise
     finally:
         disk.wait()
-    return "done"
+    return "done" if trainer.global_step == trainer.max_steps else "stopped early"
 
 
 def _loggers(directory: RunDirectory, batch: planning.BatchPlan, module: GPTModule) -> list[Logger]:
@@ -151,7 +153,11 @@ def _loggers(directory: RunDirectory, batch: planning.BatchPlan, module: GPTModu
     }
     shown = {**directory.values(), **derived}
     known = {"directory": directory, "config": shown, "model": module.model}
-    return [build(node, known) for node in module.config.logger.values()]
+    loggers = [build(node, known) for node in module.config.logger.values()]
+    for each in loggers:
+        if not isinstance(each, tracking.TrackedRun):  # which has them from its start
+            each.log_hyperparams(shown)
+    return loggers
 
 
 def _trainer(
@@ -166,9 +172,10 @@ def _trainer(
     try:
         metrics, *ours = callbacks  # the user's come between: they see what was measured
         chosen = [instantiate(node) for node in config.callbacks.values()]
+        has_bar = any(isinstance(each, ProgressBar) for each in chosen)
         places = {"devices": ranks.local_world_size, "num_nodes": ranks.num_nodes}
         # As a partial: Hydra would make configurations of objects that it is given.
-        make = instantiate({**config.trainer, **places, "_partial_": True})
+        make = instantiate({**config.trainer, **places, "_partial_": True}, _convert_="all")
         trainer: Trainer = make(
             strategy=build(config.strategy, known),
             callbacks=[metrics, *chosen, *ours],
@@ -177,8 +184,10 @@ def _trainer(
             check_val_every_n_epoch=None,
             num_sanity_val_steps=0,
             use_distributed_sampler=False,
-            enable_progress_bar=False,
+            enable_progress_bar=has_bar,
             enable_model_summary=False,
+            log_every_n_steps=config.log_every,
+            plugins=[*arguments.pop("plugins"), *make.keywords.get("plugins", ())],
             **arguments,
         )
     except Exception as error:

@@ -4,12 +4,13 @@ import os
 import re
 import sys
 import termios
+from types import SimpleNamespace
 
 import pytest
 
 from lockstep_gpt.data.tokenizer import ByteTokenizer
 from lockstep_gpt.training.callbacks.metrics import Metrics
-from lockstep_gpt.training.callbacks.progress import Progress, Sample, _with_unit
+from lockstep_gpt.training.callbacks.progress import Progress, Sample
 from lockstep_gpt.training.module import GPTModule
 
 LINE = (
@@ -91,16 +92,19 @@ def test_quiet_shows_no_bar(run, caplog, monkeypatch):
 @pytest.mark.parametrize(
     ("value", "text"),
     [
-        (0.5, "0.5"),
+        (0.5, "0.50"),
         (999, "999"),
-        (999.9, "1k"),
+        (999.9, "1.00k"),
         (12_345, "12.3k"),
-        (999_960, "1M"),
-        (2.5e9, "2.5G"),
+        (999_960, "1.00M"),
+        (2.5e9, "2.50G"),
     ],
 )
 def test_speeds_are_written_with_three_digits_and_a_unit(value, text):
-    assert _with_unit(value) == text
+    progress = Progress()
+    row = dict.fromkeys(("train/loss", "optim/lr", "data/wait_share"), 1.0)
+    progress._metrics = SimpleNamespace(row={**row, "throughput/tokens_per_second": value})
+    assert f"  {text} tok/s" in progress._values()
 
 
 @pytest.fixture

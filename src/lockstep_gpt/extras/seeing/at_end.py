@@ -40,7 +40,9 @@ class ReportAtEnd(Callback):
 
     def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:  # noqa: ARG002
         """Write the report of a run that came to its end."""
-        self._write(trainer, "done")
+        self._write(
+            trainer, "done" if trainer.global_step == trainer.max_steps else "stopped early"
+        )
 
     def on_exception(self, trainer: Trainer, pl_module: Any, exception: BaseException) -> None:  # noqa: ARG002
         """Write the report of one that did not."""

@@ -106,7 +106,7 @@ class FullRun(tracking.TrackedRun):
             for each in files_of(Path(path)):
                 artifact.add_file(str(each))
             self.experiment.log_artifact(artifact, aliases=names)
-        if status != "done":
+        if status not in tracking.ENDED_WELL:
             name = self.experiment.name
             self.experiment.alert(f"{name} {status}", f"the run {name} ended early: {status}")
         if status == "stopped":

@@ -30,9 +30,12 @@ class Checkpoints(StepCallback, Checkpoint):
     # Step of each checkpoint that was ever made -> SHA-256 of its weights.
     weights: dict[int, str] = field(default_factory=dict, init=False)
 
-    def validates(self, step: int) -> bool:
-        """Tell whether a validation follows optimizer step `step`."""
-        return step % self.config.val_every == 0 or step == self.total_steps
+    def validates(self, trainer: Trainer) -> bool:
+        """Tell whether a validation follows the optimizer step that has just ended."""
+        last = trainer.should_stop or trainer.global_step == self.total_steps
+        return trainer.enable_validation and (
+            last or trainer.global_step % self.config.val_every == 0
+        )
 
     def is_due(self, step: int) -> bool:
         """Tell whether optimizer step `step` is saved whatever its loss."""
@@ -43,15 +46,15 @@ class Checkpoints(StepCallback, Checkpoint):
         """Save here only if no validation follows; else the saved state would claim it was done."""
         if step == self.total_steps:
             trainer.should_stop = True  # Lightning then validates a last time, whatever the step
-        if self.is_due(step) and not self.validates(step):
+        if (self.is_due(step) or trainer.should_stop) and not self.validates(trainer):
             self.save(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
-        """Save what is due, or among the best so far."""
+        """Save what is due, among the best so far, or the last, as some callback stops the run."""
         step, loss = trainer.global_step, pl_module.val_loss
         assert loss is not None
         best = sorted([*self.losses.values(), loss])[: self.config.checkpoint.keep_best]
-        if self.urgent or self.is_due(step) or loss in best:
+        if self.urgent or trainer.should_stop or self.is_due(step) or loss in best:
             self.losses[step] = loss
             self.save(trainer)
 

@@ -52,7 +52,7 @@ def peak_tflops(config: Config, world_size: int) -> float | None:
 class Metrics(StepCallback):
     """Reads the device only at logging steps: in between the loss stays there.
 
-    `self.log` would cost a host synchronisation or a bookkeeping round at every micro-batch.
+    Then every value is also in `trainer.callback_metrics`, for callbacks that monitor one.
     """
 
     every: int  # steps between rows
@@ -72,6 +72,7 @@ class Metrics(StepCallback):
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         """Start the clock."""
         super().on_train_start(trainer, pl_module)
+        pl_module.logs_losses = False
         self._times = [time.perf_counter()]
 
     def on_step_end(self, trainer: Trainer, pl_module: Any, step: int) -> None:
@@ -98,23 +99,21 @@ class Metrics(StepCallback):
         if self.peak_tflops is not None:
             flops = tokens_per_second * self.flops_per_token
             mfu = {"throughput/mfu": flops / (self.peak_tflops * 1e12)}
-        self._log(
-            trainer,
-            step,
-            {
-                **mfu,
-                "train/loss": loss_value,
-                "optim/lr": pl_module.schedule.lr(step - 1),
-                "optim/grad_norm": norm,
-                "optim/skipped": skipped,  # updates so far, in the whole run
-                "throughput/tokens_per_second": tokens_per_second,
-                "throughput/step_seconds": seconds / steps,
-                "throughput/step_seconds_p50": cuts[9],
-                "throughput/step_seconds_p95": cuts[18],
-                "data/wait_share": (self._waited - waited) / seconds,
-                "system/peak_memory_gb": peak_memory() / 1e9,
-            },
-        )
+        row = {
+            **mfu,
+            "train/loss": loss_value,
+            "optim/lr": pl_module.schedule.lr(step - 1),
+            "optim/grad_norm": norm,
+            "optim/skipped": skipped,  # updates so far, in the whole run
+            "throughput/tokens_per_second": tokens_per_second,
+            "throughput/step_seconds": seconds / steps,
+            "throughput/step_seconds_p50": cuts[9],
+            "throughput/step_seconds_p95": cuts[18],
+            "data/wait_share": (self._waited - waited) / seconds,
+            "system/peak_memory_gb": peak_memory() / 1e9,
+        }
+        pl_module.log_dict(row, logger=False)
+        self._log(trainer, step, row)
         pl_module.refuse_broken(step)
 
     def summary(self, step: int) -> dict[str, Any]:

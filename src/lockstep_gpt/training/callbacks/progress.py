@@ -81,19 +81,11 @@ class Progress(StepCallback):
 
     def _values(self) -> str:
         row = self._metrics.row
-        speed = _with_unit(row["throughput/tokens_per_second"])
+        speed = tqdm.format_sizeof(row["throughput/tokens_per_second"])
         text = f"loss {row['train/loss']:.4f}  lr {row['optim/lr']:.2e}  {speed} tok/s"
         if "throughput/mfu" in row:
             text += f"  mfu {row['throughput/mfu']:.0%}"
         return f"{text}  data {row['data/wait_share']:.0%}"
-
-
-def _with_unit(value: float) -> str:
-    for unit in ("", "k", "M"):
-        if value < 999.5:  # what rounds to 1000 takes the next unit
-            return f"{value:.3g}{unit}"
-        value /= 1000
-    return f"{value:.3g}G"
 
 
 @dataclass(eq=False)

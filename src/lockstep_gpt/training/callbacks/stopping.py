@@ -74,7 +74,7 @@ class GracefulStop(StepCallback):
         """
         decided = self.vote.cast(self.received)
         self.decided = decided if step < self.checkpoints.total_steps else 0
-        if self.decided and self.checkpoints.validates(step):
+        if self.decided and self.checkpoints.validates(trainer):
             self.checkpoints.urgent = True
         elif self.decided:
             self.checkpoints.save(trainer)

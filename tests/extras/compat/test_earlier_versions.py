@@ -1,12 +1,14 @@
 """Run directories and checkpoints of earlier versions: read, or one line says what to do."""
 
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
 import yaml
 
 from lockstep_gpt import extras
+from lockstep_gpt.extras import compat
 from lockstep_gpt.run_directory import FORMER, RunDirectory, readable
 from lockstep_gpt.training.checkpoint import write_checkpoint
 
@@ -141,7 +143,9 @@ def test_a_run_of_an_earlier_version_goes_on_and_its_model_is_read(earlier, comm
 def test_a_run_is_read_where_the_extras_are_not_that_have_its_settings_now(
     version, monkeypatch, tmp_path
 ):
-    monkeypatch.setattr(extras, "__path__", [])
+    (tmp_path / "extras").mkdir()
+    (tmp_path / "extras/compat").symlink_to(Path(compat.__file__).parent)
+    monkeypatch.setattr(extras, "__path__", [str(tmp_path / "extras")])
     run = RunDirectory(tmp_path)
     run.config.write_text(FROZEN[version])
     frozen, config = yaml.safe_load(FROZEN[version]), run.load()

@@ -1,0 +1,11 @@
+"""What people bring along: runs of earlier versions, Lightning's callbacks, words of elsewhere."""
+
+CHECK = ".extras.compat.callbacks:refuse_what_cannot_work"
+CHECK_START = ".extras.compat.arguments:refuse_unknown_arguments"
+# Modules, or what is in them, that an earlier version had in another place.
+_HERE = "lockstep_gpt.training"
+MOVED = {
+    f"{_HERE}.ranks": f"{_HERE}.strategies",
+    f"{_HERE}.strategy": f"{_HERE}.strategies",
+    f"{_HERE}.callbacks.sample": f"{_HERE}.callbacks.progress",
+}

@@ -1,0 +1,27 @@
+"""Arguments of Lightning's Trainer that are none."""
+
+import ast
+from importlib.util import find_spec
+from pathlib import Path
+
+from lockstep_gpt.config import Config, check
+from lockstep_gpt.launch.choices import suggestion
+
+OURS = {"_target_", "accelerator", "devices", "num_nodes", "sync_batchnorm"}  # of configs/trainer/
+
+
+def refuse_unknown_arguments(config: Config) -> None:
+    """Raise a `UserError` for what Lightning's Trainer does not take, without importing it."""
+    trainer, package = config.trainer, find_spec("lightning")
+    added = sorted(trainer.keys() - OURS)
+    stock = trainer.get("_target_") == "lightning.pytorch.Trainer"
+    if not added or not stock or not package or not package.origin:
+        return
+    code = ast.parse((Path(package.origin).parent / "pytorch/trainer/trainer.py").read_bytes())
+    functions = (each for each in ast.walk(code) if isinstance(each, ast.FunctionDef))
+    made = next(each for each in functions if each.name == "__init__")
+    known = [argument.arg for argument in made.args.kwonlyargs]
+    for name in added:
+        hint = suggestion(name, known, "trainer.") or "; leave it out"
+        rule = f"is no argument of Lightning's Trainer{hint}"
+        check(f"trainer.{name}", trainer[name], name in known, rule)

@@ -1,0 +1,25 @@
+"""Callbacks of Lightning's that cannot do their work in a run of ours."""
+
+from lockstep_gpt.config import Config, UserError
+
+PACKAGE = "lightning.pytorch.callbacks."
+# Class -> why not, and what to do instead.
+REFUSED = {
+    "BackboneFinetuning": "needs a module with a backbone; freeze weights in model/ instead",
+    "BaseFinetuning": "decides nothing by itself; name a subclass of your own",
+    "BasePredictionWriter": "writes predictions, which training makes none of; use evaluate",
+    "BatchSizeFinder": "would change the batch; set batch.micro_size=null or what fits",
+    "GradientAccumulationScheduler": "would change the batch; set batch.micro_size instead",
+    "LearningRateFinder": "would train outside the schedule; sweep optim.lr with --multirun",
+    "ModelPruning": "renames weights, so no checkpoint fits; prune the trained model instead",
+    "StochasticWeightAveraging": "replaces the schedule of optim; use EMAWeightAveraging",
+}
+
+
+def refuse_what_cannot_work(config: Config) -> None:
+    """Raise a `UserError` for a callback of Lightning's that cannot do its work here."""
+    for name, node in config.callbacks.items():
+        target = str(node.get("_target_", ""))
+        *_, kind = target.split(".")
+        if target.startswith(PACKAGE) and (rule := REFUSED.get(kind)):
+            raise UserError(f"callbacks.{name}: Lightning's {kind} {rule}")

@@ -1,0 +1,47 @@
+"""What we change in Lightning's training loop, why, and how it is undone."""
+
+import contextlib
+from typing import Any
+
+from lightning import Callback
+from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
+
+
+class StepAxis(_LoggerConnector):
+    """Logs what belongs to a step at its number, counted from 1; Lightning counts from 0."""
+
+    @property
+    def should_update_logs(self) -> bool:
+        """Tell whether what is logged now reaches the loggers."""
+        trainer: Any = self.trainer
+        if not trainer.training:
+            return super().should_update_logs
+        step = trainer.fit_loop.epoch_loop._batches_that_stepped
+        return bool(step % trainer.log_every_n_steps == 0 or trainer.should_stop)
+
+
+class LoopChanges(Callback):
+    """Changes in Lightning's loop what ranks would wait for, and how steps are counted.
+
+    - With several ranks it broadcasts at every micro-batch whether rank 0 got a SIGTERM, and waits
+      for the device to know (Lightning#21487). Our own vote on signals stands for that.
+    - What callbacks and modules log has the number of the step before; here it has its own.
+    """
+
+    def __init__(self) -> None:
+        self._undo = contextlib.ExitStack()
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
+        """Change the loop that is about to begin."""
+        loop, connector = trainer.fit_loop.epoch_loop, trainer._logger_connector
+        loop._broadcast_sigterm_tensor = lambda: None
+        self._undo.callback(delattr, loop, "_broadcast_sigterm_tensor")
+        self._undo.callback(setattr, connector, "__class__", type(connector))
+        connector.__class__ = StepAxis
+        loop._batches_that_stepped = trainer.global_step + 1  # the step that comes, not those done
+
+    def on_train_end(self, *_: Any) -> None:
+        """Leave everything as it was; again, and nothing more is done."""
+        self._undo.close()
+
+    on_exception = on_train_end  # type: ignore[assignment]

@@ -1,0 +1,48 @@
+"""Arguments that Lightning's Trainer does not take."""
+
+import inspect
+from types import SimpleNamespace
+
+import lightning
+import pytest
+
+from lockstep_gpt.config import UserError
+from lockstep_gpt.extras.compat import arguments
+
+TRAINER = "lightning.pytorch.Trainer"
+
+
+def refuse(trainer):
+    arguments.refuse_unknown_arguments(SimpleNamespace(trainer=trainer))
+
+
+def test_the_known_arguments_of_the_trainer_are_its_own(monkeypatch):
+    checked = []
+    monkeypatch.setattr(
+        arguments, "check", lambda name, _value, fits, _rule: checked.append((name, fits))
+    )
+    names = set(inspect.signature(lightning.Trainer).parameters)
+    refuse({"_target_": TRAINER, **dict.fromkeys(names)})
+    assert names | {"_target_"} >= arguments.OURS
+    assert checked == [(f"trainer.{name}", True) for name in sorted(names - arguments.OURS)]
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("profile", "did you mean trainer.profiler?"),
+        ("zzz", "leave it out"),
+    ],
+)
+def test_what_the_trainer_does_not_take_is_refused(name, hint):
+    with pytest.raises(UserError) as refusal:
+        refuse({"_target_": TRAINER, name: 3})
+    line = f"trainer.{name}=3 is no argument of Lightning's Trainer; {hint}"
+    assert str(refusal.value).startswith(line)
+    refuse({"_target_": "mine.Trainer", name: 3})  # of which nobody knows
+
+
+def test_it_is_refused_before_there_are_ranks(command):
+    said = command("train", "experiment=smoke", "+trainer.profile=simple", status=2).stderr
+    assert said.count("\n") == 1
+    assert "did you mean trainer.profiler?" in said

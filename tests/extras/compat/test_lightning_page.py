@@ -1,0 +1,103 @@
+"""docs/lightning.md: every callback, logger, profiler and argument of Lightning, as it says."""
+
+import inspect
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import lightning
+import pytest
+from lightning.pytorch import callbacks, loggers, profilers
+
+from lockstep_gpt.config import OWNED_TRAINER_KEYS, UserError
+from lockstep_gpt.extras.compat.callbacks import REFUSED, refuse_what_cannot_work
+
+PAGE = (Path(__file__).parents[3] / "docs/lightning.md").read_text(encoding="utf-8")
+SECTIONS = dict(re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", PAGE, flags=re.MULTILINE | re.DOTALL))
+
+
+def table(section):
+    """Return name -> what the page says of it."""
+    rows = re.findall(r"^\| (`.+?) \| (.+) \|$", SECTIONS[section], flags=re.MULTILINE)
+    return {name: said for names, said in rows for name in re.findall(r"`(\w+)`", names)}
+
+
+CALLBACKS, LOGGERS = table("Callbacks"), table("Loggers and profilers")
+ARGUMENTS = table("Arguments of the Trainer")
+
+
+def test_the_page_names_all_that_lightning_has():
+    assert {*CALLBACKS} == {*callbacks.__all__}
+    named = {name for name in dir(loggers) if name.endswith("Logger")}
+    assert {*LOGGERS} == named | {*profilers.__all__}
+    assert {*ARGUMENTS} == {*inspect.signature(lightning.Trainer).parameters} - {"NAME"}
+
+
+@pytest.mark.parametrize("name", [name for name, said in CALLBACKS.items() if "refused" in said])
+def test_a_callback_that_cannot_work_is_refused_as_the_page_says(name):
+    node = {"_target_": f"lightning.pytorch.callbacks.{name}"}
+    with pytest.raises(UserError) as refusal:
+        refuse_what_cannot_work(SimpleNamespace(callbacks={"mine": node}))
+    rule = CALLBACKS[name].removeprefix("refused: ")
+    assert str(refusal.value) == f"callbacks.mine: Lightning's {name} {rule}"
+    assert name in REFUSED
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_an_argument_of_the_trainer_is_refused_as_the_page_says_or_not_at_all(name):
+    said = re.match(r"refused: set (.+?) instead", ARGUMENTS[name])
+    assert OWNED_TRAINER_KEYS.get(name) == (said and said[1])
+
+
+# What a run has at once; the second is what cannot be beside one of the first.
+TOGETHER = [
+    {
+        "DeviceStatsMonitor": {},
+        "EMAWeightAveraging": {"decay": 0.9},
+        "EarlyStopping": {"monitor": "val/loss"},
+        "LambdaCallback": {},
+        "LearningRateMonitor": {},
+        "ModelCheckpoint": {"monitor": "train/loss", "every_n_train_steps": 5, "save_last": True},
+        "ModelSummary": {"max_depth": 2},
+        "OnExceptionCheckpoint": {"dirpath": "failed"},
+        "SpikeDetection": {},
+        "ThroughputMonitor": {
+            "batch_size_fn": {"_target_": "hydra.utils.get_method", "path": "builtins.len"}
+        },
+        "TQDMProgressBar": {},
+        "Timer": {},
+    },
+    {"RichModelSummary": {}, "RichProgressBar": {}, "WeightAveraging": {}},
+]
+
+
+def test_the_runs_below_have_every_callback_that_works():
+    tried = [name for part in TOGETHER for name in part]
+    assert sorted(tried) == sorted(name for name, said in CALLBACKS.items() if "works" in said)
+
+
+@pytest.mark.parametrize("chosen", TOGETHER, ids=["most", "others"])
+def test_callbacks_that_work_go_through_a_run(chosen, command):
+    words = [
+        f"+callbacks.{name}={{_target_: lightning.pytorch.callbacks.{name}"
+        + "".join(f", {key}: {value}" for key, value in settings.items()).replace("'", "")
+        + "}"
+        for name, settings in chosen.items()
+    ]
+    said = command.train(*words, "callbacks.progress=null", "run_dir=run").stdout
+    assert "done in" in said
+    assert command.summary("run")["step"] == 20
+    if "ModelCheckpoint" in chosen:
+        names = {path.name for path in (command.folder / "run/lightning/checkpoints").iterdir()}
+        assert {"last.ckpt", "epoch=0-step=20.ckpt"} <= names
+        assert "Trainable params" in said
+
+
+@pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated")
+@pytest.mark.filterwarnings("ignore:The '.*_dataloader' does not have many workers")
+def test_the_notebook_s_cell_works(finished, monkeypatch, capsys):
+    command, _ = finished
+    monkeypatch.chdir(command.folder)
+    (cell,) = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
+    exec(compile(cell, "cell", "exec"), {})
+    assert re.search(r"'train/loss': tensor\(\d\.\d+\)", capsys.readouterr().out)
