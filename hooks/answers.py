@@ -31,7 +31,12 @@ EXTRAS = {
     "launchers": ("src/lockstep_gpt/extras/launchers/", "tests/extras/launchers/"),
     "compat": ("docs/lightning.md", "src/lockstep_gpt/extras/compat/", "tests/extras/compat/"),
     "completion": ("src/lockstep_gpt/extras/completion/", "tests/extras/completion/"),
-    "cluster": ("src/lockstep_gpt/extras/cluster/", "tests/extras/cluster/"),
+    "cluster": (
+        "scripts/ledger.py",
+        "src/lockstep_gpt/extras/cluster/",
+        "tests/extras/cluster/",
+        "tests/gpu_without_gpu/test_ledger.py",
+    ),
     "sources": (
         "configs/data/huggingface.yaml",
         "configs/data/jsonl.yaml",

@@ -1,6 +1,10 @@
+import math
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lockstep_gpt.model import functional
 from lockstep_gpt.model.functional import (
@@ -10,6 +14,7 @@ from lockstep_gpt.model.functional import (
     causal_attention,
     choose_matrix_products,
     linear_cross_entropy,
+    most_whole_logits,
     product_error,
 )
 
@@ -93,6 +98,55 @@ def test_under_autocast_the_products_are_bfloat16_and_the_gradients_float32():
     exact = linear_cross_entropy(features.double(), head.double(), VOCAB, targets)
     assert 0 < abs(loss.item() - exact.item()) < 0.02
     assert features.grad.dtype == head.grad.dtype == torch.float32
+
+
+@pytest.mark.usefixtures("rows")
+def test_where_no_gradient_is_wanted_none_is_computed():
+    features, head, targets = batch()
+    head = torch.nn.Parameter(head.detach())
+    products = 0
+
+    class Products(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            nonlocal products
+            products += func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm_)
+            return func(*args, **(kwargs or {}))
+
+    with torch.no_grad():
+        linear_cross_entropy(features.detach(), head, VOCAB, targets)  # what is done once
+        with Products():
+            loss = linear_cross_entropy(features.detach(), head, VOCAB, targets)
+    assert products == math.ceil(10 / 3) if functional.MANY_LOGITS == 0 else 1
+    assert torch.equal(loss, linear_cross_entropy(features, head, VOCAB, targets))
+
+
+def test_a_compiled_loss_on_a_gpu_has_its_logits_whole_while_they_fit(monkeypatch):
+    memory = SimpleNamespace(total_memory=80e9)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: memory)
+    gpu = torch.device("cuda")
+    assert most_whole_logits(gpu) == functional.MANY_LOGITS  # eager code would keep them thrice
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert most_whole_logits(gpu) == 3_000_000_000  # in float32 15 % of its memory
+    assert most_whole_logits(torch.device("cpu")) == functional.MANY_LOGITS
+
+
+@pytest.mark.filterwarnings("ignore:.+ should not be instantiated:DeprecationWarning")  # torch's
+def test_chunks_compile_in_one_graph(monkeypatch):
+    """As they do on GPUs; on CPUs they are left out of the graph."""
+    monkeypatch.setattr(functional, "CHUNK_LOGITS", 3 * PADDED)
+    features, head, targets = batch()
+
+    def loss(features, head):
+        flat = features.flatten(0, -2), head, VOCAB, targets.flatten()
+        return functional.ChunkedCrossEntropy.apply(*flat)
+
+    found = []
+    for each in (loss, torch.compile(loss, fullgraph=True, backend="aot_eager")):
+        features.grad = head.grad = None
+        value = each(features, head)
+        value.backward()
+        found.append((value.detach(), features.grad, head.grad))
+    torch.testing.assert_close(*found)
 
 
 @pytest.mark.parametrize("length", [1, 7, SHORT, SHORT + 1])

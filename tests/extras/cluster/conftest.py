@@ -1,13 +1,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 from omegaconf import DictConfig
 
 from lockstep_gpt.config import Config
-from lockstep_gpt.extras.cluster import memory
+from lockstep_gpt.extras.cluster import ledger, memory
 from lockstep_gpt.launch import compose
 
 
@@ -23,23 +24,27 @@ def compose_words(*words: str) -> Config:
 
 
 @pytest.fixture(scope="session")
-def known() -> dict[str, int]:
-    """The bytes of what has been traced."""
+def known() -> dict[str, Any]:
+    """The bytes and ledgers of what has been traced."""
     return {}
 
 
 @pytest.fixture
-def traced_once(known: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+def traced_once(known: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Trace a shape for the first prediction that needs it: its bytes depend on nothing else."""
-    trace = memory.trace_peak
+    for module, name in ((memory, "trace_peak"), (ledger, "trace")):
+        monkeypatch.setattr(module, name, partial(_once, known, getattr(module, name)))
 
-    def once(*shape: Any) -> int:
-        key = repr(shape)
-        if key not in known:
-            known[key] = trace(*shape)
-        return known[key]
 
-    monkeypatch.setattr(memory, "trace_peak", once)
+def _once(known: dict[str, Any], trace: Callable[..., Any], *given: Any) -> Any:
+    words = [
+        (each.precision, each.compile, each.optim) if isinstance(each, Config) else each
+        for each in given
+    ]
+    key = f"{trace.__name__} {words}"
+    if key not in known:
+        known[key] = trace(*given)
+    return known[key]
 
 
 @pytest.fixture(scope="session")

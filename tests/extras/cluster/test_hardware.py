@@ -20,7 +20,7 @@ def test_peaks_are_dense(hardware):
     if "tf32" in hardware.peak:
         assert hardware.peak["bf16"] / hardware.peak["tf32"] == pytest.approx(2, rel=0.03)
     assert hardware.peak["fp16"] == hardware.peak.get("bf16", hardware.peak["fp16"])
-    assert hardware.flops("32-true") == hardware.peak["fp32"]
+    assert hardware.flops("32-true") == hardware.peak.get("tf32", hardware.peak["fp32"])
 
 
 def test_every_figure_has_its_source():
@@ -74,8 +74,9 @@ def test_unknown_hardware_is_refused_with_the_known():
         find_hardware("v100")
 
 
-def test_the_utilisation_of_a_run_counts_with_the_same_peaks():
+@pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
+def test_the_utilisation_of_a_run_counts_with_the_same_peaks(precision):
     known = {name.removeprefix("rtx").upper(): each for name, each in HARDWARE.items()}
     for name, hardware in known.items():
         device = f"RTX {name}" if name.isdigit() else name.split("-")[0]
-        assert peak_of(device) * 1e12 == hardware.flops("16-mixed"), name
+        assert peak_of(device, precision) * 1e12 == hardware.flops(precision), name

@@ -98,7 +98,7 @@ def test_what_does_not_fit_says_so_and_what_would(composed):
     [
         (["strategy.comm_hook=powersgd"], "powersgd is planned without"),
         (["compile=true"], "compile=true keeps fewer"),
-        (["precision=32-true"], "bf16-mixed has 14.8 times the peak"),
+        (["precision=32-true"], "bf16-mixed has 2.0 times the peak"),
     ],
 )
 def test_what_is_left_out_is_noted(composed, words, note):

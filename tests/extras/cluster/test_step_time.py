@@ -1,3 +1,4 @@
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -6,6 +7,14 @@ import torch.distributed as dist
 
 from lockstep_gpt.config import ModelConfig
 from lockstep_gpt.extras.cluster.hardware import GB, HARDWARE, LINKS
+from lockstep_gpt.extras.cluster.ledger import (
+    BLOCKS,
+    MEMORY,
+    SUMS,
+    UPDATE,
+    Kernel,
+    Ledger,
+)
 from lockstep_gpt.extras.cluster.memory import States, shaped
 from lockstep_gpt.extras.cluster.sharing import Sharing
 from lockstep_gpt.extras.cluster.step_time import (
@@ -14,14 +23,14 @@ from lockstep_gpt.extras.cluster.step_time import (
     all_reduce_seconds,
     buckets,
     exposed_seconds,
-    optimizer_seconds,
     ring_seconds,
     simple_seconds,
     step_time,
 )
 from lockstep_gpt.training.schedule import BatchPlan
 
-IDEAL = replace(HARDWARE["a100-80"], link_efficiency=1.0)
+IDEAL = replace(HARDWARE["a100-80"], link_efficiency=1.0, utilisation=0.4)
+UPDATED = Ledger(Counter([Kernel(UPDATE, MEMORY, 800 * MIB, 480 * MIB)]))
 WORK = Work(
     flops_per_token=10**9,
     gradients=[40 * MIB] * 4,
@@ -29,7 +38,7 @@ WORK = Work(
     precision="bf16-mixed",
     bucket_cap_mb=25,
     compression=1.0,
-    clips=True,
+    ledger=lambda _: UPDATED,
 )
 
 
@@ -202,7 +211,10 @@ def test_half_precision_on_the_way_halves_the_exchange():
     assert half.all_reduce == pytest.approx(whole.all_reduce / 2)
 
 
-def test_an_update_moves_weights_gradients_and_moments_through_memory():
-    states = States(weights=4, gradients=4, optimizer=8)
-    assert optimizer_seconds(states, clips=False, bandwidth=1.0) == 4 + 4 + 8 + 4 + 8
-    assert optimizer_seconds(states, clips=True, bandwidth=1.0) == 28 + 12
+def test_compute_that_nobody_has_measured_is_that_of_the_kernels():
+    kernels = Counter([Kernel(BLOCKS, MEMORY, 3e9, 1e9), Kernel(SUMS, MEMORY, 1e9, 1e9)])
+    work = replace(WORK, ledger=lambda _: Ledger(kernels))
+    hardware = replace(IDEAL, utilisation=None, memory_share=1.0, memory_bandwidth=1e9)
+    assert step_time(work, spread(1, accumulation=3), hardware).compute == pytest.approx(16.0)
+    slow = replace(hardware, launch=10.0)  # two kernels, and one of them three times
+    assert step_time(work, spread(1, accumulation=3), slow).compute == pytest.approx(50.0)

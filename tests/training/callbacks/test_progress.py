@@ -102,8 +102,8 @@ def test_quiet_shows_no_bar(run, caplog, monkeypatch):
 )
 def test_speeds_are_written_with_three_digits_and_a_unit(value, text):
     progress = Progress()
-    row = dict.fromkeys(("train/loss", "optim/lr", "data/wait_share"), 1.0)
-    progress._metrics = SimpleNamespace(row={**row, "throughput/tokens_per_second": value})
+    row = {"throughput/tokens_per_second": value, "train/loss": 1, "optim/lr": 1}
+    progress._metrics = SimpleNamespace(row={**row, "data/wait_share": 0})
     assert f"  {text} tok/s" in progress._values()
 
 

@@ -46,9 +46,10 @@ class Room:
         """Count what `config` needs."""
         model = memory.whole_model(config, vocab_size)
         sharing = Sharing.of(config, model)
-        alone = together = memory.footprint(config, model, hardware.accelerator)
+        kind = hardware.accelerator
+        alone = together = memory.footprint(config, model, kind, memory=hardware.memory)
         if sharing and sharing.gathered_size == SIZES["bfloat16"]:
-            together = memory.footprint(config, model, hardware.accelerator, half_blocks=True)
+            together = memory.footprint(config, model, kind, True, hardware.memory)
         return cls(config, hardware, model, sharing, alone, together)
 
     def memory(self, micro_size: int, world_size: int) -> Memory:

@@ -8,13 +8,12 @@ ours is half of it. Bandwidths are of one direction: data sheets often add both 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from lockstep_gpt.config import UserError
-from lockstep_gpt.extras.cluster.peaks import PEAKS
+from lockstep_gpt.extras.cluster.peaks import FORMS, PEAKS, in_form
 
 GB = 1e9
 TERA = 1e12
@@ -83,8 +82,14 @@ class Hardware:
     adapters: int  # network adapters of a node
     devices_per_node: int
     source: str
-    # Assumed: 38 to 43 % is what Dubey et al. 2024 (Llama 3), table 4, reached on H100s.
-    utilisation: float = 0.4  # share of the dense peak that forward and backward reach
+    # Assumed, but such that scripts/ledger.py gives nanoGPT and llm.c, in the shape of GPT-2 124M,
+    # the speeds on an H100 that are known of them: tests/gpu_without_gpu/test_ledger.py. The first
+    # is at most 0.8, which the largest matrices reach.
+    product_share: float = 0.6  # of the dense peak, in matrix products
+    attention_share: float = 0.3  # of it, in fused attention
+    memory_share: float = 0.7  # of the memory's bandwidth
+    launch: float = 6e-6  # seconds in which the host launches a kernel
+    utilisation: float | None = None  # of the peak, in forward and backward, if it is known
     # Assumed: the share of a link's line rate that a collective's payload reaches.
     link_efficiency: float = 0.8
     # Assumed: CUDA's context, kernels and the buffers of cuBLAS and NCCL.
@@ -97,14 +102,15 @@ class Hardware:
         Raises:
             UserError: the device has no such arithmetic, or no figure of it is known.
         """
-        form = {"bf16-mixed": "bf16", "16-mixed": "fp16", "64-true": "fp64"}.get(precision, "fp32")
-        if form not in self.peak:
+        form = FORMS[precision]
+        peak = in_form(self.peak, form)
+        if peak is None:
             known = ", ".join(self.peak)
             raise UserError(
                 f"precision={precision} computes in {form}, and {self.name} is only known to have "
                 f"{known}; set another precision"
             )
-        return self.peak[form]
+        return peak
 
     def save(self, path: Path) -> None:
         """Write a profile that `load` reads."""
@@ -147,28 +153,14 @@ _DESK_5 = _Server("pcie5 pcie5 10gbe", 4, 1, "machine assumed")
 _CLOUD_3 = _Server("pcie3 pcie3 25gbe", 4, 1, "machine assumed")
 
 
-def _peaks(device: str, **others: float) -> dict[str, float]:
-    return {**others, "fp16": PEAKS[device], "bf16": PEAKS[device]}
-
-
-_A100 = _peaks("A100", fp64=9.7, fp32=19.5, tf32=156)
-_HOPPER = _peaks("H100", fp64=34, fp32=67, tf32=494.5)
-_B200 = _peaks("B200", fp64=40, fp32=80, tf32=1100)
-_L40S = _peaks("L40S", fp32=91.6, tf32=183)
-_L4 = _peaks("L4", fp32=30.3, tf32=60)
-_4090 = _peaks("RTX 4090", fp32=82.6, tf32=82.6)
-_5090 = _peaks("RTX 5090", fp32=104.8, tf32=104.8)
-_T4 = {"fp32": 8.1, "fp16": PEAKS["T4"]}
-
-
 def _gpu(
-    name: str, tera: Mapping[str, float], memory: int, bandwidth: int, server: _Server, source: str
+    name: str, device: str, memory: int, bandwidth: int, server: _Server, source: str
 ) -> Hardware:
     host, intra, inter = (LINKS[link] for link in server.links.split())
     return Hardware(
         name=name,
         accelerator="cuda",
-        peak={form: value * TERA for form, value in tera.items()},
+        peak={form: value * TERA for form, value in PEAKS[device].items()},
         memory=memory * GB,
         memory_bandwidth=bandwidth * GB,
         host_link=host,
@@ -180,20 +172,20 @@ def _gpu(
     )
 
 
-# name, dense TFLOP/s, GB, GB/s, usual node, source
+# name, what CUDA calls it, GB, GB/s, usual node, source
 HARDWARE = {
     gpu.name: gpu
     for gpu in (
-        _gpu("a100-40", _A100, 40, 1555, _DGX_A100, "A100 data sheet, SXM4 40 GB"),
-        _gpu("a100-80", _A100, 80, 2039, _DGX_A100, "A100 data sheet, SXM4 80 GB"),
-        _gpu("h100", _HOPPER, 80, 3350, _DGX_HOPPER, "H100 data sheet, SXM, halved for dense"),
-        _gpu("h200", _HOPPER, 141, 4800, _DGX_HOPPER, "H200 data sheet, SXM, halved for dense"),
-        _gpu("b200", _B200, 180, 8000, _DGX_B200, "Blackwell architecture brief, HGX B200"),
-        _gpu("l40s", _L40S, 48, 864, _RACK, "L40S data sheet, without sparsity"),
-        _gpu("l4", _L4, 24, 300, _RACK, "L4 data sheet, halved for dense"),
-        _gpu("rtx4090", _4090, 24, 1008, _DESK, "Ada architecture, float32 accumulation"),
-        _gpu("rtx5090", _5090, 32, 1792, _DESK_5, "RTX Blackwell architecture, as for rtx4090"),
-        _gpu("t4", _T4, 16, 320, _CLOUD_3, "T4 data sheet"),
+        _gpu("a100-40", "A100", 40, 1555, _DGX_A100, "A100 data sheet, SXM4 40 GB"),
+        _gpu("a100-80", "A100", 80, 2039, _DGX_A100, "A100 data sheet, SXM4 80 GB"),
+        _gpu("h100", "H100", 80, 3350, _DGX_HOPPER, "H100 data sheet, SXM, halved for dense"),
+        _gpu("h200", "H200", 141, 4800, _DGX_HOPPER, "H200 data sheet, SXM, halved for dense"),
+        _gpu("b200", "B200", 180, 8000, _DGX_B200, "Blackwell architecture brief, HGX B200"),
+        _gpu("l40s", "L40S", 48, 864, _RACK, "L40S data sheet, without sparsity"),
+        _gpu("l4", "L4", 24, 300, _RACK, "L4 data sheet, halved for dense"),
+        _gpu("rtx4090", "RTX 4090", 24, 1008, _DESK, "Ada architecture, float32 accumulation"),
+        _gpu("rtx5090", "RTX 5090", 32, 1792, _DESK_5, "RTX Blackwell architecture, as rtx4090"),
+        _gpu("t4", "T4", 16, 320, _CLOUD_3, "T4 data sheet"),
     )
 }
 

@@ -26,12 +26,14 @@ from torch.utils._pytree import tree_leaves
 
 from lockstep_gpt.config import Config, ModelConfig, OptimConfig
 from lockstep_gpt.extras.cluster.sharing import Sharing
+from lockstep_gpt.model import functional
 from lockstep_gpt.model.gpt import GPT, build_gpt
 from lockstep_gpt.training.optim import build_optimizer
 
 AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 WIDER = 64  # ids by which a vocabulary is widened to see what it costs; models pad to multiples
 FEWEST, MOST = 2, 512  # samples of the shapes that are tried
+CHUNKED = 8  # bytes of a logit in a chunk: its logarithm in float32, and its gradient beside
 BENT = 0.01  # how much more a sample may take than the one before, on what counts as a line
 _FILLED_AT_RANDOM = {torch.ops.aten.normal_.default, torch.ops.aten.uniform_.default}
 
@@ -83,6 +85,38 @@ class States:
 
 
 @dataclass(frozen=True)
+class Chunks:
+    """Logits on a GPU, which are whole up to a size of the micro-batch and in chunks from there."""
+
+    most_whole: int  # samples
+    whole: float  # bytes per sample, as long as they are whole
+    chunk: float  # bytes, whatever the micro-batch
+
+    @classmethod
+    def of(cls, config: Config, width: int, memory: float) -> Chunks:
+        """Return what a device of so much memory does.
+
+        Args:
+            config: the run's settings.
+            width: V padded.
+            memory: bytes of the device.
+        """
+        each = config.model.block_size * width
+        size = 2 if config.precision in AUTOCAST else 4
+        chunk = functional.GPU_CHUNK_LOGITS * CHUNKED
+        if config.compile:  # the logits and their gradient
+            return cls(int(functional.WHOLE_SHARE * memory / 4 / each), 2 * size * each, chunk)
+        return cls(functional.GPU_CHUNK_LOGITS // each, CHUNKED * each, chunk)
+
+    def size(self, micro_size: int) -> float:
+        """Return the bytes of a micro-batch."""
+        return micro_size * self.whole if micro_size <= self.most_whole else self.chunk
+
+
+NO_CHUNKS = Chunks(0, 0, 0)
+
+
+@dataclass(frozen=True)
 class Footprint:
     """The memory of a model as a function of the micro-batch."""
 
@@ -91,6 +125,7 @@ class Footprint:
     activations: float  # per sample
     logits: float  # per sample
     gathered: float = 0
+    chunks: Chunks = NO_CHUNKS  # of logits, beside
 
     def shared(self, sharing: Sharing, world_size: int) -> Footprint:
         """Return what each of several ranks has if they share the states."""
@@ -109,14 +144,18 @@ class Footprint:
             gathered=self.gathered,
             copies=self.copies,
             activations=micro_size * self.activations,
-            logits=micro_size * self.logits,
+            logits=micro_size * self.logits + self.chunks.size(micro_size),
             context=context,
         )
 
     def largest_micro_size(self, memory: float, context: float, bucket_copies: bool) -> int:
         """Return how many samples fit into `memory` bytes; 0 if not even one does."""
-        fixed = self.memory(0, context, bucket_copies).total
-        return max(0, int((memory - fixed) // (self.activations + self.logits)))
+        room = memory - self.memory(0, context, bucket_copies).total + self.chunks.size(0)
+        each = self.activations + self.logits
+        chunked = int((room - self.chunks.chunk) // each)
+        if chunked > self.chunks.most_whole:
+            return chunked
+        return max(0, min(self.chunks.most_whole, int(room // (each + self.chunks.whole))))
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -170,19 +209,43 @@ class _Uninitialized(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 @contextlib.contextmanager
-def _gpu_attention() -> Iterator[None]:
-    """Take the fused attention also with dropout, whose mask a GPU draws anew in backward."""
-    usual = F.scaled_dot_product_attention
+def changed(module: Any, **values: Any) -> Iterator[None]:
+    """Have other values in a module.
 
-    def without_dropout(*args: Any, **kwargs: Any) -> Tensor:
-        return usual(*args, **{**kwargs, "dropout_p": 0.0})
-
-    # Not a TorchFunctionMode: backward, which may compute blocks again, would not be in it.
-    F.scaled_dot_product_attention = without_dropout
+    Not by a TorchFunctionMode: backward, which may compute blocks again, would not be in it.
+    """
+    usual = {name: getattr(module, name) for name in values}
+    vars(module).update(values)
     try:
         yield
     finally:
-        F.scaled_dot_product_attention = usual
+        vars(module).update(usual)
+
+
+@contextlib.contextmanager
+def as_on_a_gpu(
+    whole_logits: float = functional.MANY_LOGITS, chunk_logits: int = functional.CHUNK_LOGITS
+) -> Iterator[None]:
+    """Compute as on a GPU, on tensors of a CPU.
+
+    The fused attention is taken at any length, and with dropout, whose mask backward draws anew.
+
+    Args:
+        whole_logits: how many may be there at once.
+        chunk_logits: of more than that, how many are.
+    """
+    usual = F.scaled_dot_product_attention
+
+    def attention(*args: Any, **kwargs: Any) -> Tensor:
+        return usual(*args, **{**kwargs, "dropout_p": 0.0})
+
+    choices = {
+        "SHORT": 0,
+        "CHUNK_LOGITS": chunk_logits,
+        "most_whole_logits": lambda _: whole_logits,
+    }
+    with changed(F, scaled_dot_product_attention=attention), changed(functional, **choices):
+        yield
 
 
 def shaped(shape: ModelConfig, vocab_size: int, precision: str) -> GPT:
@@ -207,7 +270,13 @@ def whole_model(config: Config, vocab_size: int) -> GPT:
         return shaped(config.model, vocab_size, config.precision)
 
 
-def footprint(config: Config, model: GPT, accelerator: str, half_blocks: bool = False) -> Footprint:
+def footprint(
+    config: Config,
+    model: GPT,
+    accelerator: str,
+    half_blocks: bool = False,
+    memory: float = 0,
+) -> Footprint:
     """Predict the memory of training `model` as `config` says.
 
     Args:
@@ -215,6 +284,7 @@ def footprint(config: Config, model: GPT, accelerator: str, half_blocks: bool = 
         model: what `whole_model` built from them.
         accelerator: cuda or cpu, whose attention kernels differ.
         half_blocks: blocks compute in bfloat16 altogether, as under strategy.param_dtype=bfloat16.
+        memory: bytes of a GPU, by which the loss chooses how it is computed.
     """
 
     @cache
@@ -241,11 +311,15 @@ def footprint(config: Config, model: GPT, accelerator: str, half_blocks: bool = 
     wider_slope, _ = line(1, model.vocab_size + WIDER)
     more = config.model.n_layer - 1
     logits = (wider_slope - slope) / WIDER * model.vocab_size
+    width = len(model.head)
+    many = few * config.model.block_size * width > functional.MANY_LOGITS
+    chunked = accelerator == "cuda" and many and config.precision != "16-mixed"
     return Footprint(
         states=States.of(model, config.optim),
         copies=constant + more * (deeper_constant - constant),
         activations=slope + more * (deeper_slope - slope) - logits,
         logits=logits,
+        chunks=Chunks.of(config, width, memory) if chunked else NO_CHUNKS,
     )
 
 
@@ -273,7 +347,7 @@ def trace_peak(
             _halve(block)
         for weight in model.parameters():
             weight.register_post_accumulate_grad_hook(_drop_gradient)  # type: ignore[no-untyped-call]
-        attention = _gpu_attention() if accelerator == "cuda" else contextlib.nullcontext()
+        attention = as_on_a_gpu() if accelerator == "cuda" else contextlib.nullcontext()
         count = LiveBytes(model.parameters())
         with attention, count:
             step(model, micro_size, shape.block_size, precision)

@@ -1,22 +1,41 @@
-"""What GPUs can do at most."""
+"""What GPUs can do at most: the one table that `plan`, `doctor` and a run's `mfu` count with."""
 
-# Dense peaks of 16-bit matrix products with float32 accumulation, in TFLOP/s, by what CUDA calls
-# the device; from NVIDIA's data sheets and architecture papers, halved where they count sparsity.
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+# What matrix products of a precision are computed in; training lets GPUs take TF32 for float32.
+FORMS = {"64-true": "fp64", "32-true": "tf32", "bf16-mixed": "bf16", "16-mixed": "fp16"}
+
+
+def _peaks(half: float, **others: float) -> dict[str, float]:
+    return {**others, "fp16": half, "bf16": half}
+
+
+# Dense peaks of matrix products with float32 accumulation, in TFLOP/s, by what CUDA calls the
+# device and by number format; from NVIDIA's data sheets and architecture papers, halved where they
+# count sparsity.
 PEAKS = {
-    "B200": 2250.0,
-    "H200": 989.5,
-    "H100": 989.5,
-    "A100": 312.0,
-    "L40S": 362.0,
-    "L4": 121.0,
-    "T4": 65.0,
-    "RTX 5090": 209.5,
-    "RTX 4090": 165.2,
-    "RTX 3090": 71.0,
+    "B200": _peaks(2250.0, fp64=40.0, fp32=80.0, tf32=1100.0),
+    "H200": _peaks(989.5, fp64=34.0, fp32=67.0, tf32=494.5),
+    "H100": _peaks(989.5, fp64=34.0, fp32=67.0, tf32=494.5),
+    "A100": _peaks(312.0, fp64=9.7, fp32=19.5, tf32=156.0),
+    "L40S": _peaks(362.0, fp32=91.6, tf32=183.0),
+    "L4": _peaks(121.0, fp32=30.3, tf32=60.0),
+    "T4": {"fp32": 8.1, "fp16": 65.0},
+    "RTX 5090": _peaks(209.5, fp32=104.8, tf32=104.8),
+    "RTX 4090": _peaks(165.2, fp32=82.6, tf32=82.6),
+    "RTX 3090": _peaks(71.0, fp32=35.6, tf32=35.6),
 }
 
 
-def peak_of(device: str) -> float | None:
+def in_form(peaks: Mapping[str, float], form: str) -> float | None:
+    """Return the peak in a number format; float32 where a device has no TF32."""
+    return peaks.get(form, peaks.get("fp32") if form == "tf32" else None)
+
+
+def peak_of(device: str, precision: str) -> float | None:
     """Return the peak in TFLOP/s of the GPU that CUDA calls `device`, None where none is known."""
     words = f" {device} ".replace("-", " ")
-    return next((peak for name, peak in PEAKS.items() if f" {name} " in words), None)
+    peaks = next((peaks for name, peaks in PEAKS.items() if f" {name} " in words), {})
+    return in_form(peaks, FORMS[precision])

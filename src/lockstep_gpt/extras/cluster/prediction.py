@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 from lockstep_gpt.config import BatchConfig, Config, DataConfig, UserError
 from lockstep_gpt.data.prepare import recipe_of
 from lockstep_gpt.data.tokenizer import ByteTokenizer
 from lockstep_gpt.extras.cluster.fitting import Remedy, Room
 from lockstep_gpt.extras.cluster.hardware import Hardware
+from lockstep_gpt.extras.cluster.ledger import ledger
 from lockstep_gpt.extras.cluster.memory import Memory
 from lockstep_gpt.extras.cluster.step_time import StepTime, Work, buckets, step_time
 from lockstep_gpt.training.schedule import BatchPlan, plan_batch, plan_schedule
@@ -121,7 +123,7 @@ def vocabulary(data: DataConfig) -> int:
 
 
 def _work(room: Room) -> Work:
-    config, model = room.config, room.model
+    config, model, memory = room.config, room.model, room.hardware.memory
     trained = [weight for weight in model.parameters() if weight.requires_grad]
     return Work(
         flops_per_token=model.flops_per_token,
@@ -130,7 +132,7 @@ def _work(room: Room) -> Work:
         precision=config.precision,
         bucket_cap_mb=config.strategy.get("bucket_cap_mb", 25),
         compression=COMPRESSION.get(config.strategy.get("comm_hook", "none"), 1.0),
-        clips=config.optim.clip_norm is not None,
+        ledger=cache(lambda micro_size: ledger(config, model.vocab_size, micro_size, memory)),
         sharing=room.sharing,
     )
 
@@ -145,7 +147,7 @@ def _notes(room: Room) -> list[str]:
     if config.compile:
         notes.append("compile=true keeps fewer activations than planned, which are eager's")
     if config.precision == "32-true" and "bf16" in hardware.peak:
-        gain = hardware.peak["bf16"] / hardware.peak["fp32"]
+        gain = hardware.peak["bf16"] / hardware.flops("32-true")
         notes.append(f"precision=bf16-mixed has {gain:.1f} times the peak of 32-true here")
     return notes
 

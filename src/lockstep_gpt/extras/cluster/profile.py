@@ -11,10 +11,10 @@ import torch
 from lockstep_gpt.config import Config, counted
 from lockstep_gpt.extras.cluster.collectives import Bandwidth
 from lockstep_gpt.extras.cluster.hardware import LINKS, Hardware, Link
+from lockstep_gpt.extras.cluster.peaks import FORMS
 from lockstep_gpt.extras.cluster.speed import Speed
 from lockstep_gpt.training.ranks import Ranks
 
-FORMS = {"bf16-mixed": "bf16", "16-mixed": "fp16", "64-true": "fp64", "32-true": "fp32"}
 UNMEASURED = "not measured: assumed"
 
 
@@ -37,14 +37,15 @@ def profile(
         links: at their slowest; those that were not measured are assumed.
     """
     memory = min(speed.memory for speed in speeds)
-    utilisation = min(speed.utilisation or Hardware.utilisation for speed in speeds)
+    form = FORMS[config.precision] if device.type == "cuda" else "fp32"
+    shares = [speed.utilisation for speed in speeds if speed.utilisation]
     found = {link.link: link for link in links}
     within = _link(found.get("within a node"), "pcie4")
     between = _link(found.get("between nodes"), "10gbe", times=ranks.local_world_size)
     return Hardware(
         name=f"{name}, measured",
         accelerator=device.type,
-        peak={FORMS[config.precision]: min(speed.compute for speed in speeds)},
+        peak={form: min(speed.compute for speed in speeds)},
         memory=_memory(device, ranks.local_world_size),
         memory_bandwidth=memory,
         host_link=Link("host", min(speed.host for speed in speeds), 0.0, "measured"),
@@ -53,7 +54,8 @@ def profile(
         adapters=1,
         devices_per_node=ranks.local_world_size,
         source=f"doctor on {counted(ranks.world_size, 'rank')}",
-        utilisation=min(1.0, utilisation),
+        memory_share=1.0,
+        utilisation=min(1.0, *shares) if shares else None,
         link_efficiency=1.0,
         context=_context(device),
         measured=True,

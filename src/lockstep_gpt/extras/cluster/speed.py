@@ -14,6 +14,7 @@ import torch
 from lockstep_gpt.config import Config
 from lockstep_gpt.extras.cluster.memory import AUTOCAST, built, shaped, step
 from lockstep_gpt.extras.cluster.report import Finding, failure, named, ok, warning
+from lockstep_gpt.model.functional import choose_matrix_products
 
 GB = 1e9
 SIDE = {"cpu": 768, "cuda": 8192}  # of square matrices, large enough for the peak
@@ -44,12 +45,18 @@ def measure(
         together: waits until all ranks are here, before each part: ranks that share a memory
             must find it as busy.
     """
-    together()
-    compute = _product(config.precision, device)
-    together()
-    memory = _copy(device)
-    together()
-    return Speed(compute, memory, _host(device), _utilisation(config, device, vocab_size, compute))
+    usual = torch.get_float32_matmul_precision()
+    choose_matrix_products(device.type)  # those that training takes
+    try:
+        together()
+        compute = _product(config.precision, device)
+        together()
+        memory = _copy(device)
+        together()
+        share = _utilisation(config, device, vocab_size, compute)
+        return Speed(compute, memory, _host(device), share)
+    finally:
+        torch.set_float32_matmul_precision(usual)
 
 
 def _product(precision: str, device: torch.device) -> float:

@@ -6,10 +6,11 @@ Times are seconds, sizes bytes, bandwidths bytes per second in one direction.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from lockstep_gpt.extras.cluster.hardware import Hardware, Link
+from lockstep_gpt.extras.cluster.ledger import UPDATE, Ledger
 from lockstep_gpt.extras.cluster.memory import States
 from lockstep_gpt.extras.cluster.sharing import Sharing
 from lockstep_gpt.training.schedule import BatchPlan
@@ -133,16 +134,6 @@ def exposed_seconds(sizes: Sequence[int], seconds: Sequence[float], backward: fl
     return max(0.0, end - backward) if any(seconds) else 0.0
 
 
-def optimizer_seconds(states: States, clips: bool, bandwidth: float) -> float:
-    """Return the time that memory needs for an update, which computes next to nothing.
-
-    Weights, gradients and states are read, weights and states written; clipping reads the
-    gradients for their norm, then reads and writes them.
-    """
-    update = 2 * (states.weights + states.optimizer) + states.gradients
-    return (update + 3 * states.gradients * clips) / bandwidth
-
-
 @dataclass(frozen=True)
 class Work:
     """What a run asks of its devices, whatever their number."""
@@ -153,30 +144,35 @@ class Work:
     precision: str
     bucket_cap_mb: float
     compression: float  # of gradients on their way: 0.5 for half precision
-    clips: bool
+    ledger: Callable[[int], Ledger]  # of a micro-batch of so many samples
     sharing: Sharing | None = None  # None: each rank holds the whole model
 
 
 def step_time(work: Work, batch: BatchPlan, hardware: Hardware) -> StepTime:
     """Predict one optimizer step."""
     tokens = batch.micro_size * batch.block_size
-    speed = hardware.flops(work.precision) * hardware.utilisation
-    micro_step = tokens * work.flops_per_token / speed
-    states = work.states
+    ledger = work.ledger(batch.micro_size)
+    if hardware.utilisation:
+        speed = hardware.flops(work.precision) * hardware.utilisation
+        compute = batch.accumulation * tokens * work.flops_per_token / speed
+    else:
+        compute = ledger.compute(batch.accumulation, hardware)
+    micro_step = compute / batch.accumulation
+    update = ledger.of(UPDATE).seconds(hardware)
     if batch.world_size == 1:
         exchange, algorithm, exposed = 0.0, "", 0.0
     elif work.sharing:
         exchange, exposed = _sharded(work.sharing, batch, hardware, micro_step)
         algorithm = RING
-        states = states.shared(batch.world_size)
+        update /= batch.world_size
     else:
         exchange, algorithm, exposed = _reduced(work, batch, hardware, micro_step)
     return StepTime(
-        compute=batch.accumulation * micro_step,
+        compute=compute,
         all_reduce=exchange,
         algorithm=algorithm,
         exposed=exposed,
-        optimizer=optimizer_seconds(states, work.clips, hardware.memory_bandwidth),
+        optimizer=update,
         data=batch.accumulation * tokens * BYTES_PER_TOKEN / hardware.host_link.bandwidth,
     )
 

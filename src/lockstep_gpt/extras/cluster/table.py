@@ -7,7 +7,7 @@ from dataclasses import fields
 from itertools import groupby
 
 from lockstep_gpt.config import counted
-from lockstep_gpt.extras.cluster.hardware import GB, TERA
+from lockstep_gpt.extras.cluster.hardware import GB, TERA, Hardware
 from lockstep_gpt.extras.cluster.memory import Memory
 from lockstep_gpt.extras.cluster.prediction import TOKENS_PER_PARAMETER, Plan
 from lockstep_gpt.extras.cluster.step_time import ring_seconds, simple_seconds
@@ -59,7 +59,7 @@ def _facts(plan: Plan) -> Iterator[tuple[str, str]]:
     yield "source", device.source
     yield (
         "measured" if device.measured else "assumed",
-        f"{device.utilisation:.3g} of the peak in forward and backward, "
+        f"{shares(device)}, "
         f"{device.link_efficiency:.2g} of the links' rate, "
         f"{device.context / GB:.2g} GB for the device's context",
     )
@@ -67,6 +67,16 @@ def _facts(plan: Plan) -> Iterator[tuple[str, str]]:
     yield from _exchange(plan)
     for note in plan.notes:
         yield "note", note
+
+
+def shares(device: Hardware) -> str:
+    """Say what of its peaks a device is taken to reach."""
+    if device.utilisation:
+        return f"{device.utilisation:.3g} of the peak in forward and backward"
+    return (
+        f"{device.product_share:.2g} of the peak in matrix products, {device.attention_share:.2g} "
+        f"in attention, {device.memory_share:.2g} of the memory's rate"
+    )
 
 
 def _tokens(plan: Plan) -> str:

@@ -40,11 +40,11 @@ COLUMNS = {
 
 
 def peak_tflops(config: Config, world_size: int) -> float | None:
-    """Return the peak of all devices together; TF32 has half of that of 16 bits."""
+    """Return the peak of all devices together."""
     peak = config.peak_tflops
     if peak is None and config.trainer["accelerator"] == "cuda":
-        peak = next(iter(asked("PEAK_TFLOPS", torch.cuda.get_device_name())), None)
-        peak = peak and peak * (0.5 if config.precision == "32-true" else 1.0)
+        name = torch.cuda.get_device_name()
+        peak = next(iter(asked("PEAK_TFLOPS", name, config.precision)), None)
     return peak and peak * world_size
 
 
@@ -95,12 +95,9 @@ class Metrics(StepCallback):
         self.training_steps += steps
         waited, self._waited = self._waited, trainer.datamodule.training_feed.waited  # type: ignore[attr-defined]
         tokens_per_second = steps * self.tokens_per_step / seconds
-        mfu = {}  # share of the devices' peak that the model's own operations take
-        if self.peak_tflops is not None:
-            flops = tokens_per_second * self.flops_per_token
-            mfu = {"throughput/mfu": flops / (self.peak_tflops * 1e12)}
+        tflops, peak = tokens_per_second * self.flops_per_token / 1e12, self.peak_tflops
         row = {
-            **mfu,
+            **({"throughput/mfu": tflops / peak} if peak else {}),
             "train/loss": loss_value,
             "optim/lr": pl_module.schedule.lr(step - 1),
             "optim/grad_norm": norm,

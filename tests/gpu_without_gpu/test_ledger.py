@@ -1,0 +1,232 @@
+"""What a step asks of a GPU: counted on tensors without content, held against known speeds."""
+
+from __future__ import annotations
+
+import runpy
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from lockstep_gpt.config import Config, ModelConfig, is_module
+from lockstep_gpt.data.tokenizer import ByteTokenizer
+from lockstep_gpt.extras.cluster import flags
+from lockstep_gpt.extras.cluster.hardware import GB, HARDWARE
+from lockstep_gpt.extras.cluster.ledger import (
+    LOSS,
+    MODEL,
+    SUMS,
+    UPDATE,
+    Ledger,
+    Recorder,
+    ledger,
+    trace,
+)
+from lockstep_gpt.extras.cluster.memory import shaped
+from lockstep_gpt.extras.cluster.prediction import predict
+from lockstep_gpt.launch import compose
+from lockstep_gpt.model import functional
+from lockstep_gpt.training.callbacks.metrics import Metrics
+from lockstep_gpt.training.module import GPTModule
+from lockstep_gpt.training.optim import build_optimizer
+from lockstep_gpt.training.schedule import plan_batch, plan_schedule
+
+VOCAB, PADDED, WIDTH, CONTEXT = 50_257, 50_304, 768, 1024
+H100, H200 = HARDWARE["h100"], HARDWARE["h200"]
+SMALL = ModelConfig(block_size=64, n_layer=3, n_head=2, n_embd=32)
+
+
+def composed(*words: str) -> Config:
+    return flags.each_job([*words], lambda config: compose.checked(config)[1])[0]
+
+
+@pytest.fixture(scope="module")
+def recipe() -> Config:
+    return composed("experiment=gpt2_124m")
+
+
+def speed(book: Ledger, samples: int, accumulation: int, hardware) -> float:
+    seconds = book.compute(accumulation, hardware) + book.of(UPDATE).seconds(hardware)
+    return accumulation * samples * CONTEXT / seconds
+
+
+def recorded(work, compiled=False) -> list:
+    recorder = Recorder(compiled)
+    with FakeTensorMode(), torch.no_grad():
+        given = torch.empty(100, 50)
+        with recorder:
+            kept = work(given)
+    return [*recorder.kernels([kept])]
+
+
+def test_a_product_reads_both_matrices_and_takes_two_operations_per_pair():
+    (kernel,) = recorded(lambda x: x @ x.T)
+    assert (kernel.read, kernel.written) == (100 * 50 * 4, 100 * 100 * 4)  # one matrix, read once
+    assert (kernel.flops, kernel.form) == (2 * 100 * 50 * 100, "tf32")
+
+
+@pytest.mark.parametrize(("compiled", "moved"), [(False, [2, 2, 2]), (True, [2])])
+def test_operations_in_a_row_are_one_kernel_where_they_are_compiled(compiled, moved):
+    kernels = recorded(lambda x: (x * 2 + 1).relu(), compiled)
+    assert [(each.read + each.written) / (100 * 50 * 4) for each in kernels] == moved
+
+
+def test_what_only_fused_kernels_read_is_made_again_instead_of_kept():
+    def work(x):
+        turned = x.bfloat16() @ x.bfloat16().T  # (100, 100)
+        wide = turned.float()
+        return (wide.sum() * (turned @ turned).float() + wide).relu()
+
+    last = recorded(work, compiled=True)[-1]
+    assert last.read == pytest.approx(2 * 100 * 100 * 2, abs=8)  # not the copy in float32
+
+
+def test_what_the_host_asks_of_the_device_is_counted():
+    recorder = Recorder()
+    with recorder:
+        given = torch.ones(3, device="meta")
+        for ask in (given.sum().item, given.cpu, lambda: bool(given[0] > 0), given.relu):
+            ask()
+    assert recorder.waits == 3
+
+
+def test_a_deep_model_is_extrapolated_to_the_byte(recipe):
+    config = replace(recipe, model=SMALL)
+    deep, drawn = trace(config, SMALL, 300, 2), ledger(config, 300, 2)
+    for part in (*MODEL, SUMS, UPDATE):
+        assert drawn.of(part).moved == pytest.approx(deep.of(part).moved)
+        assert drawn.of(part).total("flops") == deep.of(part).total("flops")
+        assert drawn.of(part).kernels.total() == deep.of(part).kernels.total()
+
+
+def test_products_and_attention_are_those_of_the_model_s_own_count(recipe):
+    with torch.device("meta"):
+        tokens = 2 * CONTEXT * shaped(recipe.model, VOCAB, recipe.precision).flops_per_token
+    # Backward of the fused attention computes its weights again: 7 products for 6.
+    more = 2 * CONTEXT * CONTEXT * WIDTH * recipe.model.n_layer
+    padding = 6 * 2 * CONTEXT * (PADDED - VOCAB) * WIDTH
+    flops = ledger(recipe, VOCAB, 2, H100.memory).total("flops")
+    assert flops == pytest.approx(tokens + more + padding, rel=1e-3)
+
+
+def ideal(samples: int) -> int:
+    """Return the bytes of logits, bfloat16, and of their gradient that nobody can do without.
+
+    They are written, read for the loss and read for the gradient; that is written, and read by two
+    products.
+    """
+    return 6 * samples * CONTEXT * PADDED * 2
+
+
+@pytest.mark.parametrize("samples", [12, 16, 32, 64])
+def test_the_loss_moves_little_more_than_its_logits(recipe, samples):
+    book = ledger(recipe, VOCAB, samples, H200.memory).of(LOSS)
+    assert 1 < book.moved / ideal(samples) <= 1.5
+    assert book.kernels.total() < 10  # in one piece
+
+
+def test_logits_that_would_take_too_much_memory_come_in_chunks(recipe):
+    """4,096 rows and more at a time, compiled: less than half of what eager chunks move."""
+    chunked, eager = (
+        ledger(each, VOCAB, 32, 24e9).of(LOSS) for each in (recipe, replace(recipe, compile=False))
+    )
+    assert 1.5 * ideal(32) < chunked.moved < min(2.5 * ideal(32), eager.moved / 2)
+    assert functional.GPU_CHUNK_LOGITS // PADDED >= 4096
+
+
+def test_the_chunks_of_earlier_versions_moved_what_an_expert_had_counted(recipe, monkeypatch):
+    monkeypatch.setattr(functional, "GPU_CHUNK_LOGITS", 333 * PADDED)
+    eager = replace(recipe, compile=False)
+    assert ledger(eager, VOCAB, 16).of(LOSS).moved == pytest.approx(66 * GB, rel=0.05)
+    monkeypatch.undo()
+    assert ledger(eager, VOCAB, 16).of(LOSS).moved == pytest.approx(39 * GB, rel=0.05)
+
+
+def test_the_time_model_gives_nanogpt_s_speed_on_an_h100(recipe):
+    """0.38 M tokens/s: 12 samples, whole logits, autocast, torch.compile."""
+    book = ledger(recipe, VOCAB, 12, H100.memory)
+    assert speed(book, 12, 40, H100) == pytest.approx(0.38e6, rel=0.2)
+
+
+def test_the_time_model_gives_llm_c_s_speed_on_an_h100(recipe):
+    """0.475 M tokens/s: 64 samples, all in bfloat16, fused as a compiler would."""
+    usual = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        book = ledger(replace(recipe, precision="32-true"), VOCAB, 64, 2 * H100.memory)
+    finally:
+        torch.set_default_dtype(usual)
+    assert speed(book, 64, 8, H100) == pytest.approx(0.475e6, rel=0.2)
+
+
+def test_the_recipe_makes_half_a_million_tokens_a_second_on_an_h200(recipe):
+    samples = recipe.batch.micro_size
+    book = ledger(recipe, VOCAB, samples, H200.memory)
+    assert speed(book, samples, recipe.batch.global_size // samples, H200) >= 0.5e6
+
+
+def test_plan_counts_with_the_ledger(recipe):
+    row = predict(recipe, H200, (1,), vocab_size=VOCAB).rows[0]
+    book = ledger(recipe, VOCAB, row.batch.micro_size, H200.memory)
+    assert row.time.compute == pytest.approx(book.compute(row.batch.accumulation, H200))
+    assert row.time.optimizer == pytest.approx(book.of(UPDATE).seconds(H200))
+
+
+@pytest.mark.parametrize(("clip", "per_weight"), [(None, 4 + 4 + 8 + 4 + 8), (1.0, 28 + 12)])
+def test_an_update_moves_weights_gradients_and_moments_through_memory(recipe, clip, per_weight):
+    optim = replace(recipe.optim, clip_norm=clip)
+    book = ledger(replace(recipe, model=SMALL, optim=optim), 300, 2)
+    with torch.device("meta"):
+        weights = sum(each.numel() for each in shaped(SMALL, 300, "32-true").parameters())
+    assert book.of(UPDATE).moved == pytest.approx(per_weight * weights, rel=0.02)
+
+
+@pytest.mark.parametrize("algorithm", ["adamw", *filter(partial(is_module, "training"), ["muon"])])
+def test_no_step_between_logged_ones_waits_for_the_device(algorithm):
+    config = composed("experiment=smoke", "precision=bf16-mixed", "log_every=10")
+    config.optim.algorithm = algorithm
+    batch = plan_batch(config.batch, config.model.block_size, 1, 1)
+    module = GPTModule(config, plan_schedule(config, batch), ByteTokenizer())
+    trainer = SimpleNamespace(precision_plugin=SimpleNamespace(), max_steps=100)
+    module._trainer = trainer
+    module.trained = [*module.model.parameters()]
+    optimizer = build_optimizer(module.model, config.optim, lr=1e-3)
+    metrics = Metrics(config.log_every, batch.tokens_per_step)
+    metrics._times = [0.0]
+    tokens = torch.zeros(2, config.model.block_size, dtype=torch.int64)
+
+    def step(number: int) -> None:
+        for _ in range(2):
+            module.training_step((tokens, tokens), 0).backward()
+        module.configure_gradient_clipping(optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+        metrics.on_step_end(trainer, module, number)
+
+    step(1)
+    recorder = Recorder()
+    states = [optimizer.state[weight] for weight in module.trained]
+    # Muon counts on the host.
+    recorder.host = {*recorder.sizes(state["step"] for state in states if "momentum" in state)}
+    with recorder:
+        for number in (2, 3):
+            step(number)
+        assert recorder.waits == 0
+        module.take_losses().mean().item()
+    assert recorder.waits == 1
+
+
+def test_the_script_prints_every_part_for_every_device(capsys):
+    script = Path(__file__).parents[2] / "scripts/ledger.py"
+    main = runpy.run_path(str(script))["main"]
+    assert main(["experiment=smoke"]) == 0
+    out = capsys.readouterr().out
+    for name in ("h100", "h200", "a100-80", "rtx4090", *MODEL, SUMS, UPDATE):
+        assert name in out
+    assert "assumed: 0.6 of the peak in matrix products" in out
+    assert "waits for the device 0 times" in out
+    assert main(["experiment=smoke", "--hardware", "v100"]) == 2
