@@ -12,6 +12,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from lockstep_gpt.config import ModelConfig, OptimConfig, is_module
 from lockstep_gpt.extras.cluster import memory
 from lockstep_gpt.extras.cluster.memory import (
+    Chunks,
+    Footprint,
     States,
     built,
     footprint,
@@ -19,6 +21,7 @@ from lockstep_gpt.extras.cluster.memory import (
     trace_peak,
 )
 from lockstep_gpt.extras.cluster.sharing import Sharing
+from lockstep_gpt.model import functional
 from lockstep_gpt.training.optim import build_optimizer
 
 pytestmark = pytest.mark.usefixtures("traced_once")
@@ -116,6 +119,22 @@ def test_buckets_that_are_no_views_are_a_second_copy_of_the_gradients(composed):
     line = predicted(composed, WIDE, 1000, "32-true")
     more = line.memory(1, 0, bucket_copies=True).total - line.memory(1, 0, False).total
     assert more == line.states.gradients
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_logits_of_a_gpu_are_whole_while_they_fit_and_in_chunks_from_there(composed, compiled):
+    config = composed("model=gpt2", "precision=bf16-mixed", f"compile={compiled}")
+    each, chunks = 1024 * 50_304, Chunks.of(config, 50_304, 80e9)
+    limit = 0.15 * 80e9 / 4 if compiled else functional.GPU_CHUNK_LOGITS
+    assert chunks.most_whole == limit // each
+    assert chunks.size(2) == 2 * each * (2 + 2 if compiled else 2 + 4 + 2)
+    assert chunks.size(chunks.most_whole + 1) == functional.GPU_CHUNK_LOGITS * 8
+    for activations in (2e8, 1e9, 3e9):
+        line = Footprint(States(0, 0, 0), 0, activations, 0, chunks=chunks)
+        for size in (4e9, 24e9, 80e9):
+            most = line.largest_micro_size(size, 0, False)
+            assert line.memory(most, 0, False).total <= size
+            assert line.memory(most + 1, 0, False).total > size
 
 
 @pytest.mark.parametrize("accelerator", ["cpu", "cuda"])
