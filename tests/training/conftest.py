@@ -70,7 +70,7 @@ class Run:
             self.schedule.total_steps,
         )
 
-    def fit(self, *callbacks, logger=False, ckpt_path=None, io=None, every=50):
+    def fit(self, *callbacks, logger=False, ckpt_path=None, io=None, **settings):
         # By itself Lightning takes bfloat16 in its place on a CPU.
         half = self.config.precision == "16-mixed"
         precision = [MixedPrecision("16-mixed", "cpu")] if half else []
@@ -78,7 +78,6 @@ class Run:
             accelerator="cpu",
             callbacks=list(callbacks),
             logger=logger,
-            log_every_n_steps=every,
             plugins=[io or AtomicCheckpointIO(), *precision],
             max_steps=self.schedule.total_steps,
             max_epochs=-1,
@@ -89,6 +88,7 @@ class Run:
             enable_checkpointing=any(isinstance(each, Checkpoints) for each in callbacks),
             enable_progress_bar=False,
             enable_model_summary=False,
+            **settings,
         )
         with warnings.catch_warnings():
             for noise in LIGHTNINGS_NOISE:

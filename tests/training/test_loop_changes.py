@@ -81,7 +81,7 @@ def test_a_hook_that_a_callback_gets_late_is_called(new_run):
 def test_what_is_logged_has_the_number_of_its_own_step(new_run):
     def steps(*callbacks):
         logger = Rows()
-        new_run(max_steps=4).fit(Late(), *callbacks, logger=logger, every=2)
+        new_run(max_steps=4).fit(Late(), *callbacks, logger=logger, log_every_n_steps=2)
         return logger.rows
 
     # Should the first fail, Lightning needs our change to its axis no longer.

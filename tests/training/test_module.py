@@ -99,7 +99,7 @@ def batch(seed):
     return tokens[:, :-1], tokens[:, 1:]
 
 
-@pytest.mark.parametrize(("precision", "fused"), [("32-true", True), ("16-mixed", False)])
+@pytest.mark.parametrize(("precision", "fused"), [("32-true", True), ("16-mixed", None)])
 def test_the_optimizer_starts_at_the_schedule_s_rate(new_run, precision, fused):
     run = new_run(optim={"lr": 0.25, "warmup_steps": 4}, precision=precision)
     parts = run.module.configure_optimizers()

@@ -81,4 +81,4 @@ def test_any_module_gets_both_groups_and_can_step(model: nn.Module) -> None:
 
 def test_parameters_on_a_device_without_the_fused_kernel_take_the_plain_one() -> None:
     optimizer = build_optimizer(gpt().to("meta"), CONFIG, lr=1e-3)
-    assert optimizer.defaults["fused"] is False
+    assert optimizer.defaults["fused"] is None

@@ -33,6 +33,8 @@ class Muon(torch.optim.Optimizer):
     def __init__(
         self, groups: list[dict[str, Any]], betas: tuple[float, float], eps: float
     ) -> None:
+        # By `fused` torch puts a restored count of steps where AdamW's fused kernel reads it.
+        groups = [{**group, "fused": not group["muon"]} for group in groups]
         super().__init__(groups, {"betas": betas, "eps": eps})
 
     @torch.no_grad()

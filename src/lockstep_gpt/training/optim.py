@@ -34,5 +34,6 @@ def build_optimizer(
         lr=lr,
         betas=(config.beta1, config.beta2),
         eps=config.eps,
-        fused=fused and all(parameter.device.type in FUSED_DEVICES for parameter in trained),
+        # None: one kernel for each operation on all tensors, where the device has such ones.
+        fused=(fused and all(each.device.type in FUSED_DEVICES for each in trained)) or None,
     )

@@ -84,7 +84,7 @@ def apply_settings(
     """Put this run's settings, `factor` the schedule's, over the saved ones that torch restores."""
     for state in checkpoint["optimizer_states"]:
         for saved, ours in zip(state["param_groups"], optimizer.param_groups, strict=True):
-            settings = {name: ours[name] for name in saved if name != "params"}
+            settings = {name: value for name, value in ours.items() if name != "params"}
             saved.update(settings, lr=factor * ours["initial_lr"])
     for state in checkpoint["lr_schedulers"]:
         state["base_lrs"] = [group["initial_lr"] for group in optimizer.param_groups]

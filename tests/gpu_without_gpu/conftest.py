@@ -1,0 +1,109 @@
+"""The runs in miniature of tests/training, on ranks that this process is, or only plays."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning import Callback
+from torch._dynamo.backends.debugging import aot_eager
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+PATH = Path(__file__).parents[1] / "training/conftest.py"
+SPEC = importlib.util.spec_from_file_location("training_conftest", PATH)
+TRAINING = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(TRAINING)
+folder, new_run, on_ranks = TRAINING.folder, TRAINING.new_run, TRAINING.on_ranks
+
+
+def as_rank(rank: int, size: int) -> dict[str, str]:
+    """Return the environment that torchrun would give a rank."""
+    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+    place = {"GROUP_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}
+    return {name: str(value) for name, value in {**numbers, **place}.items()} | {
+        "TORCHELASTIC_RUN_ID": "kit"
+    }
+
+
+class Losses(Callback):
+    """Notes the loss of each micro-batch, and of each validation."""
+
+    def __init__(self):
+        self.all: list[float] = []
+
+    def on_train_batch_end(self, *given):
+        self.all.append(float(given[2]["loss"]))
+
+    def on_validation_end(self, trainer, pl_module):  # noqa: ARG002
+        self.all.append(pl_module.val_loss)
+
+
+@pytest.fixture
+def losses_on_two(on_ranks, graphs):
+    """Fit a run on two gloo ranks; return each one's losses, and where it made its graphs."""
+
+    def fit(make_run, make_strategy, *callbacks):
+        def rank(number):
+            os.environ.update(as_rank(number, 2))
+            seen = Losses()
+            run = make_run()
+            run.fit(graphs, seen, *callbacks, strategy=make_strategy(), devices=2)
+            return seen.all, graphs.made
+
+        return zip(*on_ranks(2, rank), strict=True)
+
+    return fit
+
+
+@pytest.fixture
+def rank_environment():
+    return as_rank
+
+
+@pytest.fixture
+def eight(monkeypatch):
+    """Make this process rank 0 of eight, whose collectives send nothing and are done at once."""
+    for name, value in as_rank(0, 8).items():
+        monkeypatch.setenv(name, value)
+    dist.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
+    yield
+    dist.destroy_process_group()
+
+
+class Graphs(Callback):
+    """Stands for Inductor in `torch.compile`; notes in which micro-batch each graph was made."""
+
+    def __init__(self):
+        self.made: list[tuple[str, int]] = []
+        self.place = ("before", 0)
+
+    def compile(self, graph, inputs):
+        self.made.append(self.place)
+        return aot_eager(graph, inputs)
+
+    def on_train_batch_start(self, *given):
+        self.place = ("train", given[3])
+
+    def on_validation_batch_start(self, *given):
+        self.place = ("validate", given[3])
+
+
+@pytest.fixture
+def graphs(monkeypatch):
+    """What is compiled from now on, without the minutes of a compiler."""
+    seen = Graphs()
+    compiler = torch.compile
+    monkeypatch.setattr(
+        torch, "compile", lambda *of, **settings: compiler(*of, **settings, backend=seen.compile)
+    )
+    # Where anybody listens, as pytest does, torch writes down each graph several times.
+    monkeypatch.setattr(logging.getLogger("torch.__trace"), "disabled", True)
+    monkeypatch.setattr(logging.getLogger("torch.__trace"), "level", logging.CRITICAL)
+    torch._dynamo.reset()
+    yield seen
+    torch._dynamo.reset()

@@ -1,0 +1,112 @@
+"""Where a resumed run has its state: parameters on `meta` stand for those on a GPU."""
+
+import copy
+
+import pytest
+import torch
+from torch.utils._pytree import tree_leaves
+
+from lockstep_gpt.config import ModelConfig, OptimConfig
+from lockstep_gpt.model.gpt import build_gpt
+from lockstep_gpt.training import optim
+from lockstep_gpt.training.resuming import apply_settings
+
+SHAPE = {"block_size": 8, "n_layer": 2, "n_head": 2, "n_embd": 16}
+
+
+def optimizer_on(device, algorithm, monkeypatch, fused=True):
+    model = build_gpt(ModelConfig(**SHAPE), 70).to(device)
+    # On `meta` torch refuses to make a fused AdamW, so it is told afterwards that it has one.
+    optimizer = optim.build_optimizer(model, OptimConfig(algorithm=algorithm), 0.01, fused=fused)
+    monkeypatch.setattr(optim, "FUSED_DEVICES", {"cpu", "cuda", "meta"})
+    for group in optimizer.param_groups:
+        group["initial_lr"] = group["lr"]
+        if algorithm == "adamw" and fused:
+            group["fused"] = True
+    return model, optimizer
+
+
+def saved_state(algorithm, monkeypatch, fused=True):
+    """Return what a checkpoint has of an optimizer after a step on a CPU."""
+    model, optimizer = optimizer_on("cpu", algorithm, monkeypatch, fused)
+    tokens = torch.randint(70, (2, 8))
+    model(tokens, tokens).backward()
+    optimizer.step()
+    return copy.deepcopy(optimizer.state_dict())
+
+
+def restored(saved, optimizer):
+    apply_settings({"optimizer_states": [saved], "lr_schedulers": []}, optimizer, factor=1.0)
+    optimizer.load_state_dict(saved)
+    return optimizer
+
+
+@pytest.mark.parametrize("earlier", [False, True], ids=["now", "of an earlier version"])
+@pytest.mark.parametrize("algorithm", ["adamw", "muon"])
+def test_each_entry_of_an_optimizer_s_state_is_where_its_kernel_reads_it(
+    algorithm, earlier, monkeypatch
+):
+    saved = saved_state(algorithm, monkeypatch)
+    if earlier:  # such groups had no `fused` under Muon
+        for group in saved["param_groups"]:
+            group.pop("fused")
+    _, optimizer = optimizer_on("meta", algorithm, monkeypatch)
+    restored(saved, optimizer)
+    seen = 0
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            for name, value in optimizer.state[parameter].items():
+                # Muon itself reads its count of steps on the host, which then waits for nothing.
+                on_host = name == "step" and group.get("muon", False)
+                assert value.device.type == ("cpu" if on_host else "meta"), name
+                assert value.dtype == torch.float32
+                assert value.shape == (() if name == "step" else parameter.shape)
+                seen += 1
+    assert seen >= 2 * sum(len(group["params"]) for group in optimizer.param_groups)
+
+
+def test_without_the_fused_kernel_the_count_of_steps_stays_on_the_host(monkeypatch):
+    _, optimizer = optimizer_on("meta", "adamw", monkeypatch, fused=False)
+    restored(saved_state("adamw", monkeypatch), optimizer)
+    steps = {state["step"].device.type for state in optimizer.state.values()}
+    assert steps == {"cpu"}
+
+
+def test_16_mixed_takes_one_kernel_for_all_tensors_of_a_group(new_run):
+    optimizer = new_run(precision="16-mixed").module.configure_optimizers()["optimizer"]
+    # Both None: torch then takes `foreach` on a GPU; False would mean tensor by tensor.
+    kernels = [(each["fused"], each["foreach"]) for each in optimizer.param_groups]
+    assert set(kernels) == {(None, None)}
+
+
+def test_muon_s_states_are_new_where_restored_ones_are(monkeypatch):
+    _, began = optimizer_on("meta", "muon", monkeypatch)
+    _, resumed = optimizer_on("meta", "muon", monkeypatch)
+    restored(saved_state("muon", monkeypatch), resumed)
+    for group, other in zip(began.param_groups, resumed.param_groups, strict=True):
+        names = ("momentum",) if group["muon"] else ("exp_avg", "exp_avg_sq")
+        for parameter, its in zip(group["params"], other["params"], strict=True):
+            new, old = began._state(parameter, names), resumed.state[its]
+            assert {name: each.device for name, each in new.items()} == {
+                name: each.device for name, each in old.items()
+            }
+
+
+def test_a_scaler_takes_up_its_scale_and_makes_its_tensors_where_losses_are():
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=3)
+    saved = scaler.state_dict()
+    assert not any(isinstance(value, torch.Tensor) for value in saved.values())
+    again = torch.amp.GradScaler("cpu")
+    again.load_state_dict(saved)
+    assert again.scale(torch.ones(())).item() == 8.0
+
+
+def test_callbacks_and_the_module_save_numbers_that_no_device_has(new_run, tmp_path):
+    run = new_run(max_steps=2, guard={"max_skipped": 1})
+    trainer = run.fit(run.checkpoints(tmp_path))
+    saved = torch.load(next(tmp_path.glob("*.ckpt")), weights_only=True)
+    states = [saved[name] for name in ("callbacks", "skipped", "loops", "lr_schedulers")]
+    assert all(states[0].values())
+    assert not any(isinstance(each, torch.Tensor) for each in tree_leaves(states))
+    assert run.module.skipped.device == run.module.device
+    assert trainer.global_step == 2
