@@ -366,6 +366,9 @@ class Config(Checked):
             self.refuse("max_steps", f"and max_tokens={tokens}: give one and set the other to null")
         _check_trainer(self.trainer)
         _check_strategy(self.strategy)
+        cap = self.strategy.get("bucket_cap_mb", 1)  # torch's splitting of graphs takes no less
+        rule = "is less than compile=true takes; set 1 or more, or compile=false"
+        check("strategy.bucket_cap_mb", cap, not self.compile or cap >= 1, rule)
         asked("CHECK", self)
 
 

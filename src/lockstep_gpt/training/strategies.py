@@ -4,7 +4,9 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
+from lightning.pytorch import strategies
+from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
+from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
 HOOKS = {
@@ -21,6 +23,27 @@ def auto(*, accelerator: str, world_size: int, **settings: Any) -> Strategy:
         device = torch.device("cuda", 0) if accelerator == "cuda" else torch.device("cpu")
         return SingleDeviceStrategy(device)
     return ddp(**settings)
+
+
+class DDPStrategy(strategies.DDPStrategy):
+    """Lightning's, with the hook on CPUs too, without what costs time or waits for the dead."""
+
+    def _setup_model(self, model: nn.Module) -> nn.parallel.DistributedDataParallel:
+        """Broadcast buffers in each step only if there is state among them, as of BatchNorm."""
+        wrapped = super()._setup_model(model)
+        if model.state_dict().keys().isdisjoint(name for name, _ in model.named_buffers()):
+            wrapped.broadcast_buffers = False  # as an argument it has two names
+        return wrapped
+
+    def _register_ddp_hooks(self) -> None:
+        """Register the hook that compresses gradients, which Lightning does on GPUs alone."""
+        if self._ddp_comm_hook:
+            wrapped: Any = self.model
+            wrapped.register_comm_hook(self._ddp_comm_state, self._ddp_comm_hook)
+
+    def on_exception(self, exception: BaseException) -> None:  # noqa: ARG002
+        """Leave all where it is: a copy to the host waits for a kernel that waits for a peer."""
+        self.teardown = lambda: None  # type: ignore[method-assign]
 
 
 def ddp(

@@ -1,0 +1,49 @@
+"""`compile=true` under DDP: the losses of eager, each graph made once; Inductor has a stand-in."""
+
+from __future__ import annotations
+
+import pytest
+
+from lockstep_gpt.config import Config, UserError
+from lockstep_gpt.model import functional
+from lockstep_gpt.training import strategies
+
+# torch hides its own warning, which only pytest's filters make an error.
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+SETTINGS = {"process_group_backend": None, "timeout_seconds": 60, "comm_hook": "none"}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "chunked", "recomputed"),
+    [("gpt", False, False), ("modern", True, True)],
+    ids=["whole loss", "chunked loss and recomputed blocks"],
+)
+def test_two_compiled_ranks_have_the_losses_of_eager_ones(
+    new_run, losses_on_two, monkeypatch, architecture, chunked, recomputed
+):
+    monkeypatch.setattr(functional, "MANY_LOGITS", 0 if chunked else 1 << 60)
+    shape = {"architecture": architecture, "activation_checkpointing": recomputed}
+    shape |= {"bias": architecture == "gpt"}
+
+    def losses(compiled):
+        return losses_on_two(
+            lambda: new_run(max_steps=4, model=shape, compile=compiled),
+            lambda: strategies.ddp(**SETTINGS, bucket_cap_mb=25),
+        )
+
+    (eager, _), (compiled, made) = losses(False), losses(True)
+    # The loss in chunks is a Function of its own, before which a graph ends; steps make no others.
+    once = [("train", 0)] * (1 + chunked) + [("validate", 0)] * (1 + chunked)
+    assert made == (once, once)
+    for ours, theirs in zip(compiled, eager, strict=True):
+        assert ours == pytest.approx(theirs, abs=1e-5)
+
+
+@pytest.mark.parametrize("megabytes", [0.5, 0.99])
+def test_parcels_that_a_compiled_ddp_cannot_split_by_are_refused(megabytes):
+    strategy = {"bucket_cap_mb": megabytes}
+    rule = f"strategy.bucket_cap_mb={megabytes} is less than compile=true takes; set 1 or more"
+    with pytest.raises(UserError, match=rule):
+        Config(max_steps=1, compile=True, strategy=strategy)
+    Config(max_steps=1, strategy=strategy)
+    Config(max_steps=1, compile=True, strategy={"bucket_cap_mb": 1})

@@ -1,0 +1,67 @@
+"""One rank of eight over torch's fake process group: what it sends, when, and what it compiles."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning import Callback
+from torch.futures import Future
+
+from lockstep_gpt.training import strategies
+
+pytestmark = pytest.mark.usefixtures("eight")
+SETTINGS = {"process_group_backend": None, "timeout_seconds": 60, "comm_hook": "none"}
+ACCUMULATION, STEPS = 2, 3
+
+
+class Sent(Callback):
+    """Counts what DDP hands to its hook, and which buffers it broadcasts, by micro-batch."""
+
+    def __init__(self, monkeypatch):
+        self.bytes, self.buffers, self.batch = Counter(), Counter(), -1
+        whole = strategies.HOOKS
+
+        def hook(_state, bucket):
+            self.bytes[self.batch] += bucket.buffer().nbytes
+            done = Future()
+            done.set_result(bucket.buffer())
+            return done
+
+        monkeypatch.setattr(strategies, "HOOKS", {**whole, "none": hook})
+        broadcast = dist._broadcast_coalesced
+
+        def broadcast_and_count(group, tensors, *rest):
+            self.buffers[self.batch] += sum(each.nbytes for each in tensors)
+            return broadcast(group, tensors, *rest)
+
+        monkeypatch.setattr(dist, "_broadcast_coalesced", broadcast_and_count)
+
+    def on_train_batch_start(self, *given):
+        self.batch = given[3]
+
+
+def test_ddp_sends_each_gradient_once_a_step_in_its_last_micro_batch(new_run, monkeypatch):
+    run, sent = new_run(max_steps=STEPS), Sent(monkeypatch)
+    strategy = strategies.ddp(**SETTINGS, gradient_as_bucket_view=True)
+    run.fit(sent, strategy=strategy, devices=8)
+    size = sum(each.nbytes for each in run.module.model.parameters())
+    last = [step * ACCUMULATION + ACCUMULATION - 1 for step in range(STEPS)]
+    assert dict.fromkeys(last, size) == {
+        batch: each for batch, each in sent.bytes.items() if batch >= 0
+    }
+    assert run.batch.accumulation == ACCUMULATION
+
+
+@pytest.mark.parametrize("state", [False, True], ids=["constants", "batchnorm"])
+def test_ddp_broadcasts_buffers_only_where_there_is_state_to_share(new_run, monkeypatch, state):
+    shape = {"architecture": "modern", "bias": False}
+    run, sent = new_run(max_steps=STEPS, model=shape), Sent(monkeypatch)
+    assert [*run.module.model.buffers()]  # cosines and sines
+    if state:
+        run.module.statistics = torch.nn.BatchNorm1d(3)
+        run.module.statistics.requires_grad_(False)
+    run.fit(sent, strategy=strategies.ddp(**SETTINGS), devices=8)
+    assert bool(sum(count for batch, count in sent.buffers.items() if batch >= 0)) is state
