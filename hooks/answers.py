@@ -61,6 +61,7 @@ EXTRAS = {
         "configs/strategy/fsdp2.yaml",
         "src/lockstep_gpt/extras/sharding/",
         "tests/extras/sharding/",
+        "tests/gpu_without_gpu/test_shared_weights.py",
     ),
     "spawn": (
         "configs/strategy/ddp_spawn.yaml",

@@ -62,9 +62,11 @@ class GPTModule(lightning.LightningModule):
         return module
 
     def configure_model(self) -> None:
-        """Share the model among ranks, where the strategy does, before there is an optimizer."""
+        """Compile the model, and share it among ranks where the strategy does; no optimizer yet."""
         if shard := getattr(self.trainer.strategy, "shard", None):
-            shard(self.model)
+            shard(self.model, self.config.compile)
+        elif self.config.compile:
+            self.model.compile(dynamic=False)
 
     def on_train_start(self) -> None:
         """Have DDP arrange its buckets before the first step instead of after it.

@@ -57,6 +57,7 @@ def main(directory: RunDirectory) -> int:
 def _train(directory: RunDirectory, config: Config, ranks: meeting.Ranks, terminal: TextIO) -> None:
     """Assemble everything, from the batch to the Trainer, then fit."""
     started = time.perf_counter()
+    meeting.join(ranks, config)  # before anything else: it also says which GPU is this rank's
     products = choose_matrix_products(config.trainer["accelerator"])
     torch.manual_seed(config.seed)
     batch = planning.plan_batch(
@@ -70,7 +71,6 @@ def _train(directory: RunDirectory, config: Config, ranks: meeting.Ranks, termin
     content = {"config": directory.values(), "tokenizer": data.tokenizer}
     checkpoints = Checkpoints(directory.checkpoints, config, content, batch, schedule.total_steps)
     disk = next(filter(None, asked("CHECKPOINT_IO", directory, config)), AtomicCheckpointIO())
-    meeting.join(ranks, config)
     meeting.refuse_other_directory(directory)
     resume = state_to_resume(directory, config, module)
     if not resume and config.resume in ("none", "auto"):
@@ -164,8 +164,6 @@ def _trainer(
     config: Config, ranks: meeting.Ranks, module: GPTModule, callbacks: list[Any], **arguments: Any
 ) -> Trainer:
     """Build the Trainer; what must always be there is not in the groups that a user replaces."""
-    if config.compile:
-        module.model.compile(dynamic=False)
     if config.trainer.get("sync_batchnorm") and ranks.rank == 0:
         warn_without_batchnorm(module)
     known = {"accelerator": config.trainer["accelerator"], "world_size": ranks.world_size}

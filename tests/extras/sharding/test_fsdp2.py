@@ -258,7 +258,7 @@ def test_blocks_in_bfloat16_come_close(command, finished):
 
 BAD = {
     "precision=64-true": "precision=64-true has no strategy=fsdp2; set 32-true or bf16-mixed",
-    "compile=true": "compile=true has no strategy=fsdp2; set compile=false",
+    "strategy.reduce_each=3": "strategy.reduce_each=3 must be true or false",
     "trainer.sync_batchnorm=true": "trainer.sync_batchnorm=true has no strategy=fsdp2",
     "strategy.param_dtype=bfloat16": "param_dtype=bfloat16 with precision=32-true; set",
     "optim.algorithm=optim": "optim.algorithm=optim has no strategy=fsdp2; set optim=adamw",

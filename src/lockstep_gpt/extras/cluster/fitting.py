@@ -92,8 +92,7 @@ class Room:
         strategy = choices.config_folder() / "strategy/fsdp2.yaml"
         if not self.sharing and strategy.is_file():  # of another extra, which may be gone
             settings = cast(dict[str, Any], OmegaConf.to_container(OmegaConf.load(strategy)))
-            words = "strategy=fsdp2" + " compile=false" * self.config.compile
-            changes.append((words, {"strategy": settings, "compile": False}))
+            changes.append(("strategy=fsdp2", {"strategy": settings}))
         if len(changes) == 2:
             (first, one), (second, two) = changes
             changes.append((f"{second} {first}", {**one, **two}))
@@ -111,9 +110,11 @@ class Room:
         return self.alone
 
     def _sums(self, micro_size: int, world_size: int) -> int:
-        """Return the bytes of the sums that a rank keeps to add gradients in one order."""
+        """Return the bytes of what a rank keeps, beside its gradients, to add up micro-batches."""
         batch = self.config.batch
         accumulation = (batch.global_size or 0) // (micro_size * world_size)
+        if self.sharing and world_size > 1:
+            return self.alone.states.gradients * (self.sharing.adds_whole and accumulation > 1)
         copies: int = sum(asked("GRADIENT_COPIES", batch, accumulation))
         return copies * self.alone.states.gradients
 

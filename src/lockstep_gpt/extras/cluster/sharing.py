@@ -25,6 +25,7 @@ class Sharing:
     reshards: bool  # blocks are given up after forward and gathered again for backward
     gathered_size: int  # bytes of a block's element on its way to all, and while it computes
     reduced_size: int  # bytes of a gradient's element on its way
+    adds_whole: bool = True  # gradients of micro-batches before the last of a step stay whole
 
     @classmethod
     def of(cls, config: Config, model: nn.Module) -> Sharing | None:
@@ -40,6 +41,7 @@ class Sharing:
             reshards=strategy["reshard_after_forward"],
             gathered_size=SIZES[strategy["param_dtype"]],
             reduced_size=SIZES[strategy["reduce_dtype"]],
+            adds_whole=not strategy.get("reduce_each", False),
         )
 
     @property

@@ -15,10 +15,9 @@ def refuse_impossible(config: Config) -> None:
     check_choice("strategy.param_dtype", strategy["param_dtype"], DTYPES)
     check_choice("strategy.reduce_dtype", strategy["reduce_dtype"], DTYPES)
     check_switch("strategy.reshard_after_forward", strategy["reshard_after_forward"])
+    check_switch("strategy.reduce_each", strategy.get("reduce_each", False))
     if config.precision not in ("32-true", "bf16-mixed"):
         config.refuse("precision", "has no strategy=fsdp2; set 32-true or bf16-mixed, or ddp")
-    if config.compile:
-        config.refuse("compile", "has no strategy=fsdp2; set compile=false, or strategy=ddp")
     if config.optim.algorithm != "adamw":
         config.optim.refuse("algorithm", "has no strategy=fsdp2; set optim=adamw, or ddp")
     if config.trainer.get("sync_batchnorm"):

@@ -6,10 +6,11 @@ the whole, or to save sooner, each rank writes a part of its own, and who reads 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -20,7 +21,7 @@ from lightning.pytorch.strategies import (
     Strategy,
 )
 from torch import Tensor, nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
@@ -38,6 +39,7 @@ def fsdp2(
     param_dtype: str,
     reduce_dtype: str,
     save_parts: bool,
+    reduce_each: bool = False,  # which runs of earlier versions do not say
 ) -> Strategy:
     """Return the strategy that shards over all ranks; one rank has nothing to share.
 
@@ -51,6 +53,7 @@ def fsdp2(
             bfloat16; shares and their updates stay float32.
         reduce_dtype: in which gradients are added over ranks.
         save_parts: each rank writes its share of a checkpoint, all at the same time.
+        reduce_each: scatter gradients in each micro-batch, instead of once a step.
     """
     if world_size == 1:
         device = torch.device("cuda", 0) if accelerator == "cuda" else torch.device("cpu")
@@ -62,6 +65,7 @@ def fsdp2(
         ),
         reshard_after_forward,
         save_parts,
+        reduce_each,
         data_parallel_size=world_size,
         tensor_parallel_size=1,
         save_distributed_checkpoint=False,
@@ -80,6 +84,7 @@ class Sharded(ModelParallelStrategy):
         policy: in which types blocks gather weights and add gradients.
         reshard_after_forward: give up gathered weights between forward and backward.
         save_parts: each rank writes its share of a checkpoint.
+        reduce_each: scatter gradients in each micro-batch.
         arguments: passed on to Lightning's `ModelParallelStrategy`.
     """
 
@@ -90,17 +95,24 @@ class Sharded(ModelParallelStrategy):
         policy: MixedPrecisionPolicy,
         reshard_after_forward: bool,
         save_parts: bool,
+        reduce_each: bool,
         **arguments: Any,
     ) -> None:
         super().__init__(**arguments)
         self._policy = policy
         self._reshard = reshard_after_forward
         self._save_parts = save_parts
+        self._reduce_each = reduce_each
 
-    def shard(self, model: nn.Module) -> None:
-        """Shard each of `model.blocks`, then what is left; a model without is one piece."""
+    def shard(self, model: nn.Module, compiled: bool = False) -> None:
+        """Shard each of `model.blocks`, then what is left; a model without is one piece.
+
+        What is `compiled` is each block by itself, so that weights are gathered between graphs.
+        """
         mesh = self.device_mesh["data_parallel"]
         for block in getattr(model, "blocks", ()):
+            if compiled:  # its forward alone: what gathers its weights runs before and after
+                block.forward = torch.compile(block.forward, dynamic=False)
             fully_shard(
                 block, mesh=mesh, mp_policy=self._policy, reshard_after_forward=self._reshard
             )
@@ -108,15 +120,22 @@ class Sharded(ModelParallelStrategy):
         # Gathered again for backward: else it would stay whole after a validation, too.
         fully_shard(model, mesh=mesh, mp_policy=rest, reshard_after_forward=True)
 
-    def whole_model(self, model: GPT) -> GPT:
-        """Return a whole copy of `model` in host memory, sound on rank zero alone.
+    @contextlib.contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Add up whole gradients until the last micro-batch of a step, which scatters their sum."""
+        assert self.lightning_module is not None
+        shared = cast(FSDPModule, self.lightning_module.model)
+        shared.set_requires_gradient_sync(self._reduce_each)
+        yield
+        shared.set_requires_gradient_sync(True)
 
-        Every rank must call this.
-        """
+    def whole_model(self, model: GPT) -> GPT | None:
+        """Return a whole copy of `model` in host memory on rank zero; every rank must call this."""
         weights = gathered(model.state_dict())
+        if self.global_rank:
+            return None
         copy = build_gpt(model.config, model.vocab_size)
-        if self.global_rank == 0:
-            copy.load_state_dict(weights)
+        copy.load_state_dict(weights)
         return copy
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
