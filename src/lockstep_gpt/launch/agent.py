@@ -127,6 +127,7 @@ class RankAgent(LocalElasticAgent):
         self._run = run
         self._shutdown_timeout = math.ceil(config.launch.grace_seconds)  # torch's own: 30
         self._ended: dict[int, int] = {}  # global rank -> the exit status that ended the attempt
+        self._aborted = False  # the attempt before ended by SIGABRT alone
         self.looked = time.monotonic()  # when it last looked at its ranks
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
@@ -156,25 +157,31 @@ class RankAgent(LocalElasticAgent):
         """Tell whether all ended ranks were killed, lost the others, or were asked to stop.
 
         The latter alone: a signal that means the whole run reaches this process as well, and then
-        nothing is asked here any more.
+        nothing is asked here any more. A rank that aborts twice in a row, as NCCL's watchdog has it
+        do after `strategy.timeout_seconds`, would do so again.
         """
+        aborted = {code for code in self._ended.values() if code < 0} == {-signal.SIGABRT}
+        again, self._aborted = aborted and self._aborted, aborted
         ended = all(
             code < 0 or code == processes.LOST_PEERS or code > 128 for code in self._ended.values()
         )
-        return ended and not self._run.failed.exists()
+        return ended and not again and not self._run.failed.exists()
 
     def _end_others(self, restartable: bool) -> None:
         """End the other ranks before the stock agent does, which would wait 30 s for each."""
         if any(code > 128 for code in self._ended.values()):  # all stop together, after saving
-            self._shutdown(signal.SIGTERM)
+            self._shutdown(signal.SIGTERM, self._shutdown_timeout)
         elif restartable:  # they wait in a collective for a dead rank and cannot hear us
             self._shutdown(signal.SIGKILL, 1)
         else:
-            self._shutdown(signal.SIGTERM, FAILURE_GRACE)
+            self._shutdown()
 
-    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 0) -> None:
+    # By default as for ranks that a loss elsewhere restarts: inside NCCL they hear no SIGTERM.
+    def _shutdown(
+        self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = FAILURE_GRACE
+    ) -> None:
         if self._pcontext:
-            self._pcontext.close(death_sig, timeout or self._shutdown_timeout)
+            self._pcontext.close(death_sig, timeout)
 
     def status(self, result: RunResult) -> int:
         """Return the exit status of the run: a rank's own where it chose one."""

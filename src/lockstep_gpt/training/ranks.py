@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from lockstep_gpt.config import Config, UserError
+from lockstep_gpt.registry import asked
 from lockstep_gpt.run_directory import RunDirectory
 
 
@@ -44,15 +45,17 @@ class Ranks:
         return self.world_size // self.local_world_size
 
 
+# Of gloo, then of NCCL, which has other errors as well: of settings, of CUDA, of memory.
 LOST_PEER_MESSAGES = re.compile(
-    r"Connection (closed|reset) by peer|Socket closed|Timed out waiting|Broken pipe|NCCL|"
-    r"Application timeout caused pair closure"
+    r"Connection (closed|reset) by (remote )?peer|Socket closed|Timed out waiting|Broken pipe|"
+    r"Application timeout caused pair closure|connectFullMesh failed|"
+    r"ncclRemoteError|collective operation timeout|NCCL communicator (was|has been) aborted"
 )
 
 
 def lost_peers(error: BaseException) -> bool:
     """Tell whether `error` only says that another rank went away, as far as torch tells."""
-    if isinstance(error, dist.DistError):
+    if isinstance(error, dist.DistNetworkError | dist.DistStoreError):
         return True
     return isinstance(error, RuntimeError) and bool(LOST_PEER_MESSAGES.search(str(error)))
 
@@ -70,13 +73,17 @@ def join(ranks: Ranks, config: Config) -> None:
     """
     if ranks.world_size == 1 or dist.is_initialized():
         return
-    backend = backend_of(config)
-    if backend == "nccl":
-        torch.cuda.set_device(ranks.local_rank)
+    asked("BEFORE_JOIN", config)
+    backend, device = backend_of(config), None
+    if backend == "nccl":  # with its device it connects here and now, not in the first collective
+        device = torch.device("cuda", ranks.local_rank)
+        torch.cuda.set_device(device)
     timeout = timedelta(seconds=config.strategy.get("timeout_seconds", 1800))
     store = _loopback_store(ranks, timeout)
     rank, size = (ranks.rank, ranks.world_size) if store else (-1, -1)  # -1: from the environment
-    dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=size)
+    dist.init_process_group(
+        backend, timeout=timeout, store=store, rank=rank, world_size=size, device_id=device
+    )
 
 
 def _loopback_store(ranks: Ranks, timeout: timedelta) -> TCPStore | None:

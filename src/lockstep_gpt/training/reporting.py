@@ -169,9 +169,12 @@ def _attention(config: Config) -> str:
     shape = (model.n_head, model.block_size, model.n_embd // model.n_head)
     kernel = attention_kernel(*shape, device, dtype.get(config.precision, torch.float32))
     if kernel == "math" and device == "cuda":
+        # Before compute capability 8.0 (a T4, a V100) neither it nor Inductor has bfloat16.
+        half = "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "16"
         logger.warning(
-            "attention has no fused kernel here, and is slow: set precision=bf16-mixed, or a "
-            "model.n_embd / model.n_head that divides by 8 and is at most 256"
+            "attention has no fused kernel here, and is slow: set precision=%s-mixed, or a "
+            "model.n_embd / model.n_head that divides by 8 and is at most 256",
+            half,
         )
     return kernel
 

@@ -94,6 +94,12 @@ ENTRIES = [
         smaller_batch,
     ),
     Entry(
+        r"/dev/shm/nccl",
+        "NCCL has no room in /dev/shm, through which the GPUs of a machine talk",
+        "more of it: docker run --ipc=host or --shm-size=8g; on Kubernetes an emptyDir with medium "
+        "Memory at /dev/shm. NCCL_SHM_DISABLE=1 does without, more slowly",
+    ),
+    Entry(
         r"Bus error|SemLock|DataLoader timed out|out of shared memory|"
         r"unable to (?:open|allocate) shared memory|/dev/shm",
         "workers of the data loader cannot hand over batches, most often because /dev/shm is full",
@@ -123,6 +129,30 @@ ENTRIES = [
         "not all ranks came to the meeting place in time",
         "start the same command on every machine; `doctor` there tries names, ports and links. "
         "launch.join_seconds is how long they wait",
+    ),
+    Entry(
+        r"Duplicate GPU detected|ncclInvalidUsage",
+        "two ranks have taken one GPU, or NCCL was called with what it does not take",
+        "one GPU for each rank: trainer.devices at most as many as CUDA_VISIBLE_DEVICES leaves, "
+        "and LOCAL_RANK counted from 0 on each machine; NCCL_DEBUG=WARN says more",
+    ),
+    Entry(
+        r"an illegal memory access was encountered",
+        "a kernel has read or written where it may not",
+        "CUDA_LAUNCH_BLOCKING=1 shows where; compile=false tells whether it was a compiled one",
+    ),
+    Entry(
+        r"ncclUnhandledCudaError|unhandled cuda error",
+        "a call of CUDA failed inside NCCL: most often the driver, or a GPU in a bad state",
+        "NCCL_DEBUG=WARN shows which call, `nvidia-smi` and `dmesg` the state of the GPUs; "
+        "NCCL_P2P_DISABLE=1 leaves out direct access between them",
+    ),
+    Entry(
+        r"only supported with GPUs|[Nn]o backend type associated with device type cpu|"
+        r"Tensors must be CUDA and dense",
+        "NCCL was given a tensor in the host's memory",
+        "move it to the module's device before it is sent, or set "
+        "strategy.process_group_backend=gloo",
     ),
     Entry(
         r"ncclSystemError|ncclRemoteError|unhandled system error|ncclInternalError|socketStart",
@@ -164,7 +194,13 @@ SIGNALS: dict[int, Entry] = {
         "killed from outside: most often the system, out of memory",
         "`dmesg | grep -i oom` tells; then fewer ranks, or a smaller batch.micro_size",
     ),
-    signal.SIGBUS: ENTRIES[1],
+    signal.SIGBUS: next(entry for entry in ENTRIES if "Bus error" in entry.pattern),
+    signal.SIGABRT: Entry(
+        "",
+        "it ended itself: most often NCCL's watchdog did, after an error of NCCL or a timeout",
+        "its last lines, on the terminal or in ranks/, say why; guard.stall_after=60 shows where "
+        "each rank stands before a timeout",
+    ),
     signal.SIGSEGV: Entry(
         "",
         "a crash in compiled code",

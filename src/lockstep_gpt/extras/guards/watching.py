@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
+import importlib
 import os
 import threading
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TextIO, cast
 
 import torch
@@ -17,8 +20,12 @@ from lockstep_gpt.config import Config, RunError
 from lockstep_gpt.extras.guards.guards_settings import HarmGuard
 from lockstep_gpt.run_directory import RunDirectory
 from lockstep_gpt.training.callbacks.step import StepCallback
+from lockstep_gpt.training.ranks import backend_of
 
 STALL_GRACE = 2  # seconds for the other ranks to show their stacks too
+WATCHDOG_MARGIN = 120  # seconds between our end of a stalled run and that by NCCL's watchdog
+TRACE = "nccl_trace_rank_"  # how files of the flight recorder begin, which end in the rank
+RECORDED = 2000  # collectives that it remembers
 
 
 @dataclass(eq=False)
@@ -43,7 +50,7 @@ class Guards(StepCallback):
         super().on_train_start(trainer, pl_module)
         self._alive = time.monotonic()
         if self.settings.stall_after is not None:
-            limits = [self.settings.stall_after]
+            limits = [stall_limit(self.config, self.settings.stall_after)]
             self._watcher = threading.Thread(target=self._watch, args=limits, daemon=True)
             self._watcher.start()
 
@@ -86,8 +93,50 @@ class Guards(StepCallback):
         print(f"rank {self.rank}: {line}; its stack:", file=self.terminal, flush=True)
         faulthandler.dump_traceback(self.terminal)
         self.directory.record_failure({"rank": self.rank, "status": 1, "error": line})
+        with contextlib.suppress(OSError, RuntimeError):  # the run ends all the same
+            if path := write_trace(self.config, self.directory, self.rank):
+                said = f"its last collectives: {path} (torchfrtrace --prefix {TRACE} {path.parent})"
+                print(f"rank {self.rank}: {said}", file=self.terminal, flush=True)
         time.sleep(STALL_GRACE)
         os._exit(1)
+
+
+def stall_limit(config: Config, stall_after: float) -> float:
+    """Return the seconds without a step after which a run ends.
+
+    Under NCCL no host waits for a collective: steps seem to go on for a while after one hangs, and
+    NCCL's watchdog, which shows nothing and whose abort looks like a kill, must not come first.
+    """
+    if backend_of(config) != "nccl":
+        return stall_after
+    timeout = float(config.strategy.get("timeout_seconds", 1800))
+    return min(stall_after, max(timeout - WATCHDOG_MARGIN, timeout / 2))
+
+
+def record_collectives(config: Config) -> None:
+    """Turn NCCL's flight recorder on; what the user has set in the environment stays."""
+    if backend_of(config) != "nccl":
+        return
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(RECORDED))
+    os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
+    if config.run_dir:
+        place = RunDirectory(Path(config.run_dir)).rank_log(0).with_name(TRACE)
+        os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(place.resolve()))
+
+
+def write_trace(config: Config, directory: RunDirectory, rank: int) -> Path | None:
+    """Write what the flight recorder knows of this rank; return the file, None where it is off.
+
+    It is the file that the watchdog would write, which is not alive any more by then.
+    """
+    kind = "_dump_nccl_trace" if backend_of(config) == "nccl" else "_dump_fr_trace"
+    dump = getattr(importlib.import_module("torch._C._distributed_c10d"), kind, None)
+    if dump is None or not os.environ.get("TORCH_FR_BUFFER_SIZE"):
+        return None
+    path = directory.rank_log(rank).with_name(f"{TRACE}{rank}")
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(dump())
+    return path
 
 
 def refuse_differing_replicas(model: torch.nn.Module, step: int) -> None:

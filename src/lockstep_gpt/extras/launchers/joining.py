@@ -6,9 +6,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from torch.distributed import DistBackendError
+
 from lockstep_gpt.config import PROGRAM, Config, RunError, UserError
 from lockstep_gpt.launch import start
-from lockstep_gpt.processes import LOST_PEERS, end_process
+from lockstep_gpt.processes import end_process
+from lockstep_gpt.registry import asked
 from lockstep_gpt.run_directory import RunDirectory, differences
 from lockstep_gpt.training import ranks, train
 
@@ -26,6 +29,10 @@ def join(
     """
     try:
         ranks.join(ranks.Ranks.from_environment(), config)
+    except DistBackendError as error:
+        told = asked("EXPLAIN_ERROR", str(error), config, ranks.Ranks.from_environment().world_size)
+        line = f"the launcher's ranks cannot connect ({'; '.join(str(error).splitlines())})"
+        raise RunError("\n".join([line, *filter(None, told)])) from None
     except (OSError, RuntimeError) as error:  # torch's own errors of a store are of the latter
         place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         raise RunError(  # no mistake for certain: another try may find them
@@ -37,7 +44,7 @@ def join(
         return run
     start.prepared(run.load())  # on each machine
     status = train.main(run)
-    if status == LOST_PEERS:
+    if status:  # the interpreter's own way out waits for connections to ranks that may be gone
         end_process(status)
     return status
 

@@ -1,0 +1,60 @@
+"""What a run says on a GPU that has no bfloat16, and what it takes before it trains."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lockstep_gpt.config import Config, ModelConfig
+from lockstep_gpt.training import ranks, reporting, train
+
+MODEL = ModelConfig(block_size=256, n_layer=1, n_head=2, n_embd=16)
+
+
+@pytest.mark.parametrize(("bf16", "advice"), [(False, "16-mixed"), (True, "bf16-mixed")])
+def test_half_precision_is_advised_as_the_gpu_has_it(monkeypatch, caplog, bf16, advice):
+    monkeypatch.setattr(reporting, "attention_kernel", lambda *_: "math")
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: bf16)
+    config = Config(
+        max_steps=1, precision="bf16-mixed", model=MODEL, trainer={"accelerator": "cuda"}
+    )
+    with caplog.at_level(logging.WARNING):
+        reporting._attention(config)
+    assert f"set precision={advice}, or a model.n_embd" in caplog.text
+
+
+def test_a_rank_takes_its_gpu_and_connects_before_it_assembles_anything(monkeypatch):
+    done = []
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: done.append(("set", device)))
+    monkeypatch.setattr(ranks, "_loopback_store", lambda *_: None)
+
+    def connect(backend, **settings):
+        done.append((backend, settings["device_id"]))
+        raise dist.DistBackendError("NCCL error in: here, invalid usage")
+
+    monkeypatch.setattr(dist, "init_process_group", connect)
+    here = ranks.Ranks(rank=5, local_rank=1, world_size=8, local_world_size=4)
+    config = Config(max_steps=1, trainer={"accelerator": "cuda"})
+    with pytest.raises(dist.DistBackendError):
+        ranks.join(here, config)
+    assert done == [("set", torch.device("cuda", 1)), ("nccl", torch.device("cuda", 1))]
+
+
+def test_joining_is_the_first_that_a_rank_does_within_its_own_error_handling(monkeypatch, tmp_path):
+    def join(*_):
+        raise dist.DistBackendError
+
+    monkeypatch.setattr(train.meeting, "join", join)
+    monkeypatch.setattr(train, "_fail", lambda *given: type(given[3]).__name__)
+    config = Config(max_steps=1, trainer={"accelerator": "cpu"})
+    directory = SimpleNamespace(path=tmp_path, log=tmp_path / "log", load=lambda: config)
+    assert train.main(directory) == "DistBackendError"
+
+
+def test_the_setting_that_makes_equal_bits_on_gpus_is_taken(command):
+    command.train("+trainer.deterministic=true", "run_dir=run")
+    assert command.summary("run")["status"] == "done"

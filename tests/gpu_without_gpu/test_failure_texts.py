@@ -1,0 +1,86 @@
+"""What NCCL, CUDA and torch say when they fail, as users reported it: is a rank lost or not?"""
+
+from __future__ import annotations
+
+import pytest
+import torch.distributed as dist
+
+from lockstep_gpt.config import BatchConfig, Config, ModelConfig
+from lockstep_gpt.registry import additions, asked
+from lockstep_gpt.training.ranks import lost_peers
+
+NCCL = "NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.hpp:268, "
+REMOTE = (
+    f"{NCCL}remote process exited or there was a network error, NCCL version 2.21.5\n"
+    "ncclRemoteError: A call failed possibly due to a network error or a remote process exiting "
+    "prematurely.\nLast error:\n"
+)
+INTERNAL = f"{NCCL}internal error, NCCL version 2.14.3\nncclInternalError: Internal check failed.\n"
+SYSTEM = (
+    f"{NCCL}unhandled system error (run with NCCL_DEBUG=INFO for details), NCCL version 2.27.5\n"
+    "ncclSystemError: System call (e.g. socket, malloc) or external library call failed or device "
+    "error.\nLast error:\n"
+)
+USAGE = (
+    f"{NCCL}invalid usage (run with NCCL_DEBUG=WARN for details), NCCL version 2.27.5\n"
+    "ncclInvalidUsage: This usually reflects invalid usage of NCCL library.\nLast error:\n"
+)
+CUDA = (
+    f"{NCCL}unhandled cuda error (run with NCCL_DEBUG=INFO for details), NCCL version 2.20.5\n"
+    "ncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\n"
+)
+# Another rank is gone: the agent restarts all.
+LOST = [
+    dist.DistBackendError(f"{REMOTE}socketProgressOpt: Call to recv from 10.0.0.2<33759> failed"),
+    dist.DistBackendError(f"{REMOTE}NET/OFI Request 0x7f14 completed with error. RC: 113."),
+    dist.DistBackendError(f"{INTERNAL}Last error:\nNet : Connection closed by remote peer a<5026>"),
+    dist.DistBackendError(f"{SYSTEM}socketProgress: Connection closed by remote peer node2<42830>"),
+    dist.DistBackendError("NCCL communicator was aborted on rank 1."),
+    dist.DistBackendError(
+        "[Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=5, OpType=ALLREDUCE"
+        ", NumelIn=1, NumelOut=1, Timeout(ms)=600000) ran for 600013 milliseconds before timing out"
+    ),
+    dist.DistStoreError("wait timeout after 1800000ms, keys: /default_pg/0//cpu//0/1"),
+    dist.DistNetworkError("The client socket has failed to connect to [10.0.0.1]:29500"),
+    RuntimeError("[/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:12905"),
+    RuntimeError("[/gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 1800000ms for recv"),
+]
+# A restart would end as this did: its text -> words of the cause.
+OWN = {
+    f"{USAGE}Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 1000": "two ranks have",
+    f"{USAGE}ncclCommInitRankConfig: invalid rank 3 of 2": "NCCL was called with",
+    f"{CUDA}Cuda failure 2 'out of memory'": "no room for one micro-batch",
+    f"{CUDA}Cuda failure 999 'unknown error'": "a call of CUDA failed inside NCCL",
+    f"{CUDA}Cuda failure 700 'an illegal memory access was encountered'": "where it may not",
+    f"{SYSTEM}Error while creating shared memory segment /dev/shm/nccl-5gN8 (size 9637888)": (
+        "NCCL has no room in /dev/shm"
+    ),
+    f"{INTERNAL}Last error:\nProxy Call to rank 0 failed (Connect)": "could not set up or keep",
+    "ProcessGroupNCCL is only supported with GPUs, no GPUs found!": "in the host's memory",
+    "No backend type associated with device type cpu": "in the host's memory",
+    "CUDA error: device-side assert triggered": "index out of range",
+    "CUDA error: an illegal memory access was encountered": "where it may not",
+    "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total": "no room",
+    "Detected mismatch between collectives on ranks. Rank 0 is running": "different shapes",
+}
+
+
+@pytest.mark.parametrize("error", LOST, ids=lambda error: str(error).split("\n")[-1][:30])
+def test_a_lost_rank_is_known_by_what_the_others_say(error):
+    assert lost_peers(error)
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, dist.DistBackendError])
+@pytest.mark.parametrize("text", OWN, ids=lambda text: text.split("\n")[-1][:30])
+def test_an_error_of_settings_of_cuda_or_of_memory_is_no_lost_rank(text, kind):
+    assert not lost_peers(kind(text))
+
+
+@pytest.mark.skipif(not any(additions("EXPLAIN_ERROR")), reason="no such extra")
+@pytest.mark.parametrize("text", OWN, ids=lambda text: text.split("\n")[-1][:30])
+def test_it_is_told_with_its_cause_and_a_remedy(text):
+    shape = ModelConfig(block_size=8, n_layer=1, n_head=2, n_embd=16)
+    config = Config(max_steps=1, batch=BatchConfig(micro_size=2), model=shape)
+    (told,) = asked("EXPLAIN_ERROR", text, config, 2)
+    assert OWN[text] in told
+    assert "\nremedy " in told

@@ -1,0 +1,132 @@
+"""What hangs or aborts on GPUs, in gloo's terms: with which status a run ends, and how soon."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import re
+import time
+
+import pytest
+from lightning import Callback
+
+from lockstep_gpt.config import Config, GuardConfig, extended, groups
+from lockstep_gpt.training import strategies
+
+TWO = ("trainer=cpu", "trainer.devices=2", "strategy=ddp")
+DDP = {"process_group_backend": None, "timeout_seconds": 60, "comm_hook": "none"}
+has_guards = pytest.mark.skipif(
+    not hasattr(groups()["guard"], "stall_after"), reason="no such extra"
+)
+UNFINISHED = """
+import lightning, torch
+class Unfinished(lightning.Callback):
+    def on_train_start(self, trainer, module):
+        trainer.strategy.model.register_comm_hook(None, unfinished)
+def unfinished(state, bucket):
+    return torch.futures.Future()
+"""
+
+
+@has_guards
+@pytest.mark.usefixtures("quick_ranks")
+def test_an_all_reduce_that_never_ends_shows_every_stack_and_what_was_sent(command):
+    (command.folder / "hanging.py").write_text(UNFINISHED)
+    words = ("+callbacks.hanging._target_=hanging.Unfinished", "guard.stall_after=3", "run_dir=run")
+    started = time.monotonic()
+    environment = {"PYTHONPATH": str(command.folder), "TORCH_FR_BUFFER_SIZE": "50"}
+    said = command.train(*TWO, *words, status=1, **environment).stderr
+    assert time.monotonic() - started < 100
+    for rank in (0, 1):
+        assert f"rank {rank}: no step for 3 s (guard.stall_after); its stack:" in said
+        trace = command.folder / f"run/ranks/nccl_trace_rank_{rank}"
+        assert re.search(rf"rank {rank}: its last collectives: \S*{trace.name} \(torchfr", said)
+        entries = pickle.loads(trace.read_bytes())["entries"]
+        assert any("all_gather" in entry["profiling_name"] for entry in entries)
+    assert "restarting" not in said
+    assert "in backward" in said
+
+
+class Vanish(Callback):
+    def on_train_batch_start(self, trainer, *_):
+        if trainer.global_step == 2 and trainer.global_rank == 1:
+            raise KeyError("vanishes, as if it were killed")
+
+
+class Blocked(Callback):
+    """As a copy from a GPU to the host waits behind a kernel that waits for a lost rank."""
+
+    def setup(self, trainer, pl_module, stage):  # noqa: ARG002
+        pl_module.cpu = lambda: time.sleep(600)
+
+
+def test_after_a_lost_rank_nothing_is_copied_from_the_device(on_ranks, new_run, rank_environment):
+    def rank(number):
+        os.environ.update(rank_environment(number, 2))
+        try:
+            new_run().fit(Vanish(), Blocked(), strategy=strategies.ddp(**DDP), devices=2)
+        except (RuntimeError, KeyError) as error:
+            return type(error).__name__
+        return "done"
+
+    started = time.monotonic()
+    assert on_ranks(2, rank) == ["RuntimeError", "KeyError"]
+    assert time.monotonic() - started < 30
+
+
+ABORTING = """
+import os, lightning
+class Aborting(lightning.Callback):
+    def on_train_batch_start(self, trainer, *_):
+        if trainer.global_step == 3:
+            os.abort()
+"""
+
+
+@pytest.mark.usefixtures("quick_ranks")
+def test_a_rank_that_aborts_as_nccl_s_watchdog_has_it_is_restarted_once(command):
+    (command.folder / "aborting.py").write_text(ABORTING)
+    words = ("trainer=cpu", "trainer.devices=1", "run_dir=run", "checkpoint.every=100")
+    abort = "+callbacks.aborting._target_=aborting.Aborting"
+    started = time.monotonic()
+    said = command.train(*words, abort, status=1, PYTHONPATH=str(command.folder)).stderr
+    assert time.monotonic() - started < 100
+    assert said.count("rank 0 was killed by SIGABRT; restarting all ranks (1 of 3)") == 1
+    assert said.count("; no restart is left") == 1
+    assert "(2 of 3)" not in said
+
+
+@has_guards
+@pytest.mark.parametrize(
+    ("accelerator", "stall_after", "timeout", "limit"),
+    [
+        ("cuda", 1800.0, 1800, 1680.0),  # the defaults: ours comes first
+        ("cuda", 60.0, 1800, 60.0),
+        ("cuda", 1800.0, 100, 50.0),
+        ("cpu", 1800.0, 1800, 1800.0),  # gloo's hosts do wait
+    ],
+)
+def test_the_guard_comes_before_nccl_s_watchdog(accelerator, stall_after, timeout, limit):
+    from lockstep_gpt.extras.guards.watching import stall_limit
+
+    strategy = {"timeout_seconds": timeout}
+    config = Config(max_steps=1, trainer={"accelerator": accelerator}, strategy=strategy)
+    assert stall_limit(config, stall_after) == limit
+    assert extended(GuardConfig)().stall_after == 1800.0
+
+
+@has_guards
+def test_nccl_s_flight_recorder_is_on_before_ranks_meet(monkeypatch, tmp_path):
+    from lockstep_gpt.extras.guards.watching import record_collectives
+
+    names = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_DUMP_ON_TIMEOUT", "TORCH_FR_DUMP_TEMP_FILE")
+    for name in names:
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    on_cpu = Config(max_steps=1, trainer={"accelerator": "cpu"}, run_dir=str(tmp_path))
+    record_collectives(on_cpu)
+    assert not any(name in os.environ for name in names)
+    on_gpu = Config(max_steps=1, trainer={"accelerator": "cuda"}, run_dir=str(tmp_path))
+    record_collectives(on_gpu)
+    place = str(tmp_path / "ranks/nccl_trace_rank_")
+    assert [os.environ[name] for name in names] == ["2000", "1", place]
