@@ -23,7 +23,8 @@ ROOT = Path(__file__).resolve().parent.parent
 VENV, PINS = ROOT / ".venv", ROOT / "constraints.txt"
 PYTHON = str(VENV / ("bin/python" if POSIX else "Scripts/python.exe"))
 STAMP = VENV / "set-up.sha256"  # written last: an environment without it is half made
-OWN_PROCESSES = ("-n", "--pdb", "--trace")  # options of pytest that rule out our -n
+# Options of pytest that rule out our -n; `-m gpu` is among them, as tests would share the GPUs.
+OWN_PROCESSES = ("-n", "--pdb", "--trace", "gpu")
 SECONDS = VENV / "test-seconds"  # what all tests took the last time that they passed
 PER_TEST = 0.7  # seconds of one core, where they have never passed
 

@@ -59,6 +59,7 @@ USUAL_FILTERS = (
 )
 
 
+GPU_REPORT = Path(__file__).parents[1] / "runs/gpu_report.txt"
 # Settings of runs whose ranks are processes of their own, one rank or more.
 RANKS = ("trainer", "strategy", "launch.", "guard.stall_after")
 
@@ -517,3 +518,10 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     """Show a failure at once where nobody waits for the end: a run cut short has said why."""
     if report.failed and os.environ.get("CI") and "PYTEST_XDIST_WORKER" not in os.environ:
         print(f"\n{report.nodeid}: {report.when} failed\n{report.longreprtext}", flush=True)
+    ran = report.when == "call" and "PYTEST_XDIST_WORKER" not in os.environ
+    if "gpu" in report.keywords and ran and not report.skipped:
+        facts = "".join(f"; {name}: {value}" for name, value in report.user_properties)
+        name = report.nodeid.rpartition("::")[2]
+        GPU_REPORT.parent.mkdir(exist_ok=True)
+        with GPU_REPORT.open("a") as file:
+            file.write(f"{report.outcome:<6} {report.duration:6.1f} s  {name}{facts}\n")

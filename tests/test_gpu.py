@@ -1,24 +1,212 @@
-"""What only a GPU can show; skipped where there is none."""
+"""What only a GPU can show: `python3 scripts/dev.py test -m gpu`; skipped where there is none.
 
+`runs/gpu_report.txt` has a line for each test of each run, with what it measured.
+"""
+
+from __future__ import annotations
+
+import json
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
+import torch
+import torch.nn.functional as F
+
+from lockstep_gpt.config import groups
+from lockstep_gpt.launch import choices
+from lockstep_gpt.model import functional
 
 pytestmark = pytest.mark.gpu
+ONE = ("trainer=gpu", "trainer.devices=1")
+TWO = ("trainer=gpu", "trainer.devices=2", "strategy=ddp")
+EXACT = "+trainer.deterministic=true"  # else atomics in backward may round in another order
+BENCHMARK = Path(__file__).parents[1] / "scripts/benchmark.py"
+two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two GPUs")
+has_fsdp2 = pytest.mark.skipif(
+    not (choices.config_folder() / "strategy/fsdp2.yaml").is_file(), reason="no such extra"
+)
+has_guards = pytest.mark.skipif(
+    not hasattr(groups()["guard"], "stall_after"), reason="no such extra"
+)
+OPTIMIZERS = {
+    "adamw": (),
+    "muon": ("optim=muon", "model.architecture=modern", "model.bias=false"),
+}
+KILLER = """
+import os, signal, lightning
+class Killer(lightning.Callback):
+    def on_train_batch_start(self, trainer, *_):
+        last = trainer.world_size - 1
+        if trainer.global_step == 13 and trainer.global_rank == last and not os.path.exists("hit"):
+            open("hit", "w").close()
+            os.kill(os.getpid(), signal.SIGKILL)
+"""
+SLEEPER = """
+import time, lightning
+class Sleeper(lightning.Callback):
+    def on_train_batch_start(self, trainer, *_):
+        if trainer.global_step == 3 and trainer.global_rank == 1:
+            time.sleep(600)
+"""
+
+
+def weights(command, run):
+    path = command.folder / run / "checkpoints/step=000020.ckpt"
+    return torch.load(path, weights_only=True)["state_dict"]
+
+
+def killed_and_whole(command, *words):
+    """Train whole, then with a kill after step 13; return both runs' weights, and the seconds."""
+    (command.folder / "killer.py").write_text(KILLER)
+    command.train(*words, EXACT, "run_dir=whole")
+    kill = ("+callbacks.killer._target_=killer.Killer", "run_dir=killed")
+    started = time.monotonic()
+    said = command.train(*words, EXACT, *kill, PYTHONPATH=str(command.folder)).stderr
+    assert "was killed by SIGKILL; restarting all ranks (1 of 3)" in said
+    return weights(command, "whole"), weights(command, "killed"), time.monotonic() - started
+
+
+def same(one, other):
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_the_machine_is_named(record_property):
+    git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
+    facts = {
+        "gpus": f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}",
+        "capability": torch.cuda.get_device_capability(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "nccl": torch.cuda.nccl.version(),
+        "commit": subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip(),
+    }
+    for name, value in facts.items():
+        record_property(name, value)
 
 
 def test_nccl_trains_at_world_size_one(command):
-    command.train("trainer=gpu", "trainer.devices=1", "strategy=ddp", "run_dir=nccl")
+    command.train(*ONE, "strategy=ddp", "run_dir=nccl")
     assert command.summary("nccl")["status"] == "done"
 
 
-@pytest.mark.parametrize(("precision", "tolerance"), [("32-true", 1e-3), ("bf16-mixed", 3e-2)])
-def test_gpu_gives_the_losses_of_the_cpu(command, precision, tolerance):
+@pytest.mark.parametrize(
+    ("precision", "tolerance"), [("32-true", 1e-3), ("bf16-mixed", 3e-2), ("16-mixed", 3e-2)]
+)
+def test_gpu_gives_the_losses_of_the_cpu(command, record_property, precision, tolerance):
     command.train("trainer=cpu", "run_dir=cpu")
-    command.train("trainer=gpu", "trainer.devices=1", f"precision={precision}", "run_dir=gpu")
+    command.train(*ONE, f"precision={precision}", "run_dir=gpu")
     cpu, gpu = (command.summary(run)["val_loss"] for run in ("cpu", "gpu"))
+    record_property("difference", f"{gpu - cpu:.2e}")
     assert gpu == pytest.approx(cpu, abs=tolerance)
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_a_compiled_run_gives_the_losses_of_an_eager_one(command, record_property, precision):
+    words = (*ONE, f"precision={precision}", "batch.micro_size=4")
+    command.train(*words, "run_dir=eager")
+    command.train(*words, "compile=true", "run_dir=compiled")
+    eager, compiled = (command.summary(run) for run in ("eager", "compiled"))
+    record_property("first step", f"{compiled['first_step_seconds']:.1f} s")
+    assert compiled["val_loss"] == pytest.approx(eager["val_loss"], abs=3e-2)
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_resumed_run_ends_with_the_bits_of_one_that_was_not_killed(command, optimizer, precision):
+    words = (*ONE, f"precision={precision}", *OPTIMIZERS[optimizer])
+    whole, killed, _ = killed_and_whole(command, *words)
+    assert same(whole, killed)
+
+
+@two_gpus
+def test_two_nccl_ranks_give_the_losses_of_one(command):
+    command.train(*ONE, "run_dir=one")
+    command.train(*TWO, "run_dir=two")
+    one, two = (command.summary(run)["val_loss"] for run in ("one", "two"))
+    assert two == pytest.approx(one, abs=1e-3)
+
+
+@two_gpus
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_after_a_killed_nccl_rank_all_restart_soon(command, record_property, optimizer):
+    whole, killed, seconds = killed_and_whole(command, *TWO, *OPTIMIZERS[optimizer])
+    record_property("seconds with a kill", f"{seconds:.0f}")
+    assert seconds < 180  # and not the minutes of a watchdog
+    assert same(whole, killed)
+
+
+@two_gpus
+@pytest.mark.parametrize("hook", ["fp16", "bf16"])
+def test_compressed_gradients_come_close(command, hook):
+    command.train(*TWO, "run_dir=plain")
+    command.train(*TWO, f"strategy.comm_hook={hook}", "run_dir=short")
+    plain, short = (command.summary(run)["val_loss"] for run in ("plain", "short"))
+    assert short == pytest.approx(plain, abs=3e-2)
+
+
+@two_gpus
+@has_guards
+def test_a_rank_that_hangs_under_nccl_is_shown_by_the_guard(command):
+    (command.folder / "sleeper.py").write_text(SLEEPER)
+    words = ("+callbacks.sleeper._target_=sleeper.Sleeper", "guard.stall_after=20", "run_dir=run")
+    said = command.train(*TWO, *words, status=1, PYTHONPATH=str(command.folder)).stderr
+    for rank in (0, 1):
+        assert f"rank {rank}: no step for 20 s (guard.stall_after); its stack:" in said
+        trace = command.folder / f"run/ranks/nccl_trace_rank_{rank}"
+        assert trace.stat().st_size > 0
+    assert "restarting" not in said
+
+
+@two_gpus
+@has_fsdp2
+@pytest.mark.parametrize("compiled", ["false", "true"])
+def test_shares_of_a_model_survive_a_kill(command, compiled):
+    words = ("trainer=gpu", "trainer.devices=2", "strategy=fsdp2", f"compile={compiled}")
+    whole, killed, _ = killed_and_whole(command, *words, "batch.micro_size=2")
+    assert same(whole, killed)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-3), ("bfloat16", 2e-2)])
+def test_the_loss_of_a_large_vocabulary_has_the_gradients_of_plain_logits(dtype, tolerance):
+    torch.manual_seed(0)
+    vocab_size, padded, width, tokens = 50_257, 50_304, 128, 4096
+    features = torch.randn(1, tokens, width, device="cuda", dtype=getattr(torch, dtype))
+    head = torch.randn(padded, width, device="cuda", dtype=getattr(torch, dtype)) * 0.02
+    targets = torch.randint(vocab_size, (1, tokens), device="cuda")
+    found = []
+    for exact in (False, True):
+        ours = [(each.double() if exact else each).clone() for each in (features, head)]
+        leaves = [each.requires_grad_() for each in ours]
+        if exact:
+            logits = leaves[0][0] @ leaves[1][:vocab_size].T
+            loss = F.cross_entropy(logits, targets[0])
+        else:
+            loss = functional.linear_cross_entropy(*leaves, vocab_size, targets)
+        loss.backward()
+        found.append([loss.detach(), *(each.grad for each in leaves)])
+    for ours, theirs in zip(*found, strict=True):
+        difference = (ours.double() - theirs).norm() / theirs.norm()
+        assert difference < tolerance
+
+
+@pytest.mark.skipif(not BENCHMARK.exists(), reason="the template's own")
+def test_our_command_is_as_fast_as_a_plain_loop(tmp_path, record_property):
+    file = tmp_path / "speed.json"
+    words = ["--device", "cuda", "--models", "gpt2", "--precisions", "bf16-mixed", "--rounds", "1"]
+    words += ["--loops", "plain,ours", "--compile", "--json", str(file)]
+    done = subprocess.run(
+        [sys.executable, str(BENCHMARK), *words], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    (result,) = json.loads(file.read_text())["results"]
+    tokens = 64 * 1024 * 8  # of a step of that model
+    for loop, rounds in result["loops"].items():
+        record_property(f"{loop} tokens/s", f"{tokens / rounds[0]['step_seconds']:,.0f}")
+    plain, ours = (result["loops"][name][0]["step_seconds"] for name in ("plain", "ours"))
+    assert ours < 1.1 * plain
 
 
 SYNC_BATCHNORM = """
