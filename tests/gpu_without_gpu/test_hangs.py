@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import pickle
 import re
+import signal
 import time
+from types import SimpleNamespace
 
 import pytest
 from lightning import Callback
 
 from lockstep_gpt.config import Config, GuardConfig, extended, groups
+from lockstep_gpt.launch.agent import FAILURE_GRACE, RankAgent
 from lockstep_gpt.training import strategies
 
 TWO = ("trainer=cpu", "trainer.devices=2", "strategy=ddp")
@@ -94,6 +97,16 @@ def test_a_rank_that_aborts_as_nccl_s_watchdog_has_it_is_restarted_once(command)
     assert said.count("rank 0 was killed by SIGABRT; restarting all ranks (1 of 3)") == 1
     assert said.count("; no restart is left") == 1
     assert "(2 of 3)" not in said
+
+
+def test_ranks_that_a_loss_elsewhere_restarts_get_seconds_not_the_time_to_save():
+    closed = []
+    context = SimpleNamespace(close=lambda *given: closed.append(given))
+    agent = RankAgent.__new__(RankAgent)
+    agent._pcontext, agent._shutdown_timeout = context, 60
+    agent._stop_workers(None)
+    assert closed == [(signal.SIGTERM, FAILURE_GRACE)]
+    assert FAILURE_GRACE <= 5
 
 
 @has_guards

@@ -2,10 +2,13 @@
 
 import shutil
 import socket
+from types import SimpleNamespace
 
 import pytest
+from torch.distributed import DistBackendError
 
 from lockstep_gpt.config import RunError, UserError, groups
+from lockstep_gpt.extras.launchers import joining
 from lockstep_gpt.extras.launchers.joining import agree
 
 SKEWED = """
@@ -97,3 +100,29 @@ def test_what_may_pass_by_itself_has_another_status_than_a_mistake(capsys, error
 
     assert agree({}, create, lambda: None) == status
     assert "no room for it" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("status", [0, 1, 75, 130])
+def test_a_rank_that_failed_leaves_without_waiting_for_the_others(monkeypatch, status):
+    monkeypatch.setattr(joining.ranks, "join", lambda *_: None)
+    monkeypatch.setattr(joining, "agree", lambda *_: SimpleNamespace(load=lambda: None))
+    monkeypatch.setattr(joining.start, "prepared", lambda _: None)
+    monkeypatch.setattr(joining.train, "main", lambda _: status)
+    ended = []
+    monkeypatch.setattr(joining, "end_process", ended.append)
+    assert joining.join({}, None, None, None) == status
+    assert ended == [status] * bool(status)
+
+
+def test_what_nccl_refuses_is_told_as_it_is_not_as_a_meeting_that_failed(monkeypatch):
+    def refuse(*_):
+        raise DistBackendError("NCCL error: invalid usage\nDuplicate GPU detected : rank 1 and")
+
+    monkeypatch.setattr(joining.ranks, "join", refuse)
+    monkeypatch.setattr(joining, "asked", lambda *_: ["cause   two ranks", ""])
+    with pytest.raises(RunError) as refused:
+        joining.join({}, None, None, None)
+    assert str(refused.value) == (
+        "the launcher's ranks cannot connect (NCCL error: invalid usage; Duplicate GPU detected : "
+        "rank 1 and)\ncause   two ranks"
+    )
