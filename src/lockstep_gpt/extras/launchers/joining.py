@@ -10,7 +10,7 @@ from torch.distributed import DistBackendError
 
 from lockstep_gpt.config import PROGRAM, Config, RunError, UserError
 from lockstep_gpt.launch import start
-from lockstep_gpt.processes import end_process
+from lockstep_gpt.processes import LOST_PEERS, end_process
 from lockstep_gpt.registry import asked
 from lockstep_gpt.run_directory import RunDirectory, differences
 from lockstep_gpt.training import ranks, train
@@ -44,7 +44,7 @@ def join(
         return run
     start.prepared(run.load())  # on each machine
     status = train.main(run)
-    if status:  # the interpreter's own way out waits for connections to ranks that may be gone
+    if status in (1, LOST_PEERS):  # the interpreter's own way out waits for ranks that may be gone
         end_process(status)
     return status
 
