@@ -1,3 +1,4 @@
+import json
 import os
 import subprocess
 import sys
@@ -28,15 +29,22 @@ LIGHT = {  # what must be answered without torch and without leaving a file: exi
 GROUPS = [path for path in config_folder().iterdir() if list(path.glob("*.yaml"))]
 
 
-def start(arguments, folder, **environment):
-    return subprocess.Popen(
-        [sys.executable, "-m", "lockstep_gpt", *arguments.split()],
-        cwd=folder,
-        env=os.environ | environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+# Be each command, in a folder of its own, as a fork of a process that has what all of them import.
+FORKS = """
+import json, os, runpy, sys
+import lockstep_gpt.cli, lockstep_gpt.launch.commands
+statuses = []
+for folder, arguments in json.loads(sys.argv[1]):
+    if pid := os.fork():
+        statuses.append(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+        continue
+    os.chdir(folder)
+    for number, name in ((1, "out"), (2, "err")):
+        os.dup2(os.open(f"{folder}.{name}", os.O_WRONLY | os.O_CREAT), number)
+    sys.argv = ["lockstep_gpt", *arguments.split()]
+    runpy.run_module("lockstep_gpt", run_name="__main__", alter_sys=True)
+print(json.dumps(statuses))
+"""
 
 
 @pytest.fixture(scope="module")
@@ -46,14 +54,20 @@ def answers(tmp_path_factory):
     (torchless / "torch.py").write_text("raise ImportError('torch was imported')")
     path = [str(torchless), *filter(None, [os.environ.get("PYTHONPATH")])]
     folders = {arguments: tmp_path_factory.mktemp("work") for arguments in LIGHT}
-    started = {
-        arguments: start(arguments, folder, PYTHONPATH=os.pathsep.join(path))
-        for arguments, folder in folders.items()
-    }
+    jobs = json.dumps([(str(folder), arguments) for arguments, folder in folders.items()])
+    done = subprocess.run(
+        [sys.executable, "-c", FORKS, jobs],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(path)},
+        check=True,
+        stdout=subprocess.PIPE,
+        timeout=120,
+    )
     ends = {}
-    for arguments, process in started.items():
-        out, err = process.communicate(timeout=60)
-        ends[arguments] = (process.returncode, out, err, list(folders[arguments].iterdir()))
+    for (arguments, folder), status in zip(folders.items(), json.loads(done.stdout), strict=True):
+        out, err = (
+            folder.with_name(f"{folder.name}.{name}").read_text() for name in ("out", "err")
+        )
+        ends[arguments] = (status, out, err, list(folder.iterdir()))
     return ends
 
 

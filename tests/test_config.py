@@ -78,10 +78,12 @@ def added(tmp_path, monkeypatch):
     """Make extras that add settings, in the place of those that are here."""
 
     def add(*names):
+        folder = tmp_path / "-".join(["extras", *names])  # what is in one does not change
+        folder.mkdir()
         for name in names:
-            (tmp_path / f"{name}.py").write_text(ADDED.replace("NAME", name))
+            (folder / f"{name}.py").write_text(ADDED.replace("NAME", name))
             monkeypatch.delitem(sys.modules, f"{extras.__name__}.{name}", raising=False)
-        monkeypatch.setattr(extras, "__path__", [str(tmp_path)])
+        monkeypatch.setattr(extras, "__path__", [str(folder)])
 
     return add
 

@@ -70,10 +70,8 @@ class Checked:
     @classmethod
     def names(cls, on_resume: str) -> list[str]:
         """Return the settings that a resume treats so: `kept`, `machine` or `free`."""
-        items = fields(cast(Any, cls))
-        return [
-            i.name for i in items if (i.metadata.get("on_resume") or cls.on_resume) == on_resume
-        ]
+        own, items = cls.on_resume, fields(cast(Any, cls))
+        return [i.name for i in items if (i.metadata.get("on_resume") or own) == on_resume]
 
     def _check(self, item: Field[Any], value: Any) -> None:
         name, rules = item.name, item.metadata
@@ -457,8 +455,7 @@ def check_choice(setting: str, value: Any, choices: tuple[str | None, ...]) -> N
 def from_container(values: dict[str, Any], file: Path | None = None) -> Config:
     """Check plain `values` against the schema and resolve what still refers to the environment.
 
-    A `UserError` names the `file` with an unknown name or a wrong type; without a `file` it is
-    OmegaConf's own error.
+    A `UserError` names the `file` with what is wrong there; without one it is OmegaConf's error.
     """
     source = values.get("data", {}).get("source")
     if source is not None:

@@ -4,18 +4,22 @@ The core asks for constants by their kind and names no extra. Most are `module:n
 where they are used: a command does not pay for an extra that it does not need.
 """
 
+import functools
 import importlib
-import pkgutil
 from collections.abc import Iterator
+from pkgutil import iter_modules, resolve_name
 from typing import Any
 
 from lockstep_gpt import extras
 
+# Their names in given folders, listed once: a command asks for them hundreds of times.
+_names = functools.cache(lambda *folders: sorted(each.name for each in iter_modules(folders)))
+
 
 def additions(kind: str) -> Iterator[Any]:
     """Yield what each extra that is here adds of one kind, by the names of the extras."""
-    for entry in sorted(pkgutil.iter_modules(extras.__path__), key=lambda entry: entry.name):
-        package = importlib.import_module(f"{extras.__name__}.{entry.name}")
+    for name in _names(*extras.__path__):
+        package = importlib.import_module(f"{extras.__name__}.{name}")
         if hasattr(package, kind):
             yield getattr(package, kind)
 
@@ -37,4 +41,4 @@ def addition(kind: str) -> Any:
 
 def resolved(target: str) -> Any:
     """Import what `module:name` names, or `module` alone; `.module` is of this package."""
-    return pkgutil.resolve_name(f"{__package__}{target}" if target[0] == "." else target)
+    return resolve_name(f"{__package__}{target}" if target[0] == "." else target)

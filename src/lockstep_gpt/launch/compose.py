@@ -31,23 +31,21 @@ FLAGS = {  # of Hydra
 def run(arguments: list[str], job: Callable[[DictConfig], Any]) -> None:
     """Call `job` with what `arguments` compose, for each job of a sweep; or raise a `UserError`."""
     _register_schema()
-    started = False
-
-    def task(config: DictConfig) -> Any:
-        nonlocal started
-        started = True
-        return job(config)
-
     for word in arguments:
         name = word[2:].partition("=")[0]
         if word.startswith("--") and name not in FLAGS:
             near = choices.suggested_setting(name)
             raise UserError(f"{word} is no flag; settings are NAME=VALUE, without dashes{near}")
-    folder = str(choices.config_folder())
-    main = hydra.main(version_base="1.3", config_path=folder, config_name="train")
+    started = []
+
+    @hydra.main(str(choices.config_folder()), "train", version_base="1.3")
+    def task(config: DictConfig) -> Any:
+        started.append(config)
+        return job(config)
+
     with _command_line(arguments):
         try:
-            main(task)()
+            task()
         except (HydraException, OmegaConfBaseException, YAMLError, ValueError) as error:
             if started:  # the job's own error, not the composition's
                 raise
@@ -87,6 +85,8 @@ def told_in_one_line(arguments: list[str], first: Callable[[], Any] = list) -> I
 def _register_schema() -> None:
     # Below hydra/, so that --help does not list them as groups to choose from.
     store = ConfigStore.instance()
+    # It gives copies of what it holds; Hydra copies it besides, for --help a hundred times.
+    ConfigStore.__deepcopy__ = lambda self, _: self  # type: ignore[attr-defined]
     # Also those without a default that holds: whoever sets one setting of theirs sets no other.
     groups = {**schema.groups(), "data": MISSING}  # for which its choices stand
     config = OmegaConf.merge(OmegaConf.structured(Config), groups)

@@ -85,7 +85,6 @@ def resume(run: RunDirectory, arguments: list[str], composed: dict[str, Any] | N
             print(f"{run.path} is done; a larger max_steps would train it longer")
         return 0
     settled = {**values, "trainer": start.trainer_settled(values, placement)}
-
     permit = partial(trust.permit, run, _says(arguments, "trust_run_dir"), composed)
 
     def refreeze(named: dict[str, Any]) -> None:
