@@ -91,8 +91,7 @@ def test_resume_at_another_world_size_gives_the_same_losses(finished, command, b
             path.unlink()
     words = ("train", "run_dir=run", "resume=auto", "trainer.devices=1")
     if batch:  # as a script repeats it, with choices of groups; null leaves what was decided
-        own = (f"data.root={command.data_root}", "logger=none", "trainer=cpu")
-        words = (*words, "experiment=smoke", *own, *keep)
+        words = (*command.smoke("trainer=cpu", *keep), *words[1:])
     command(*words)
     assert command.summary("run")["world_size"] == 1
     ours, theirs = command.summary("run"), other.summary("runs/first")
@@ -177,8 +176,8 @@ def test_a_run_goes_on_with_the_data_that_it_began_with(command, corpus):
     command.train(*words, "run_dir=run", "max_steps=12")
     (folder / "three.txt").write_text("one that came later. " * 999)
     command("train", "run_dir=run", "resume=auto", "max_steps=20")
-    again = ("train", "experiment=smoke", *words, "logger=none", "launch.inline=true")
-    command(*again, "run_dir=run", "resume=auto", "max_steps=20")
+    again = command.smoke(*words, "launch.inline=true", "run_dir=run", "resume=auto")
+    command(*again, "max_steps=20")
     ours, theirs = weights(command.folder / "run"), weights(command.folder / "whole")
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
     (prepared,) = (command.folder / "data").glob("text-*")

@@ -80,7 +80,7 @@ class RunDirectory:
             text = self.config.read_text(encoding="utf-8")
             for old, new in merged("MOVED").items():  # what was frozen earlier
                 text = re.sub(rf"(_target_: ){re.escape(old)}\b", rf"\1{new}", text)
-            return readable(dict(yaml.safe_load(text)))
+            return readable(dict(yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))))
         except FileNotFoundError:
             raise UserError(f"{self.path} is no run directory: it has no config.yaml") from None
         except (yaml.YAMLError, AttributeError, TypeError, ValueError):
@@ -164,9 +164,8 @@ def readable(values: dict[str, Any]) -> dict[str, Any]:
     """Return frozen `values` without the settings of extras that are not here any more."""
     known = schema.groups(dict(flat(values)).get("data.source"))
     for group, former in FORMER.items():
-        for name in former:
-            if not hasattr(known[group], name):
-                values.get(group, {}).pop(name, None)
+        for name in {*former} - {*dir(known[group])}:
+            values.get(group, {}).pop(name, None)
     return values
 
 

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import torch
+import torch.distributed.elastic.rendezvous.dynamic_rendezvous as torch_rendezvous
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
@@ -29,6 +30,8 @@ from lockstep_gpt.registry import addition, asked, merged, resolved
 from lockstep_gpt.run_directory import RunDirectory
 
 FAILURE_GRACE = 5  # seconds that the other ranks have after one has raised
+# torch reads the sources of all its callers for this name, which takes half of an agent's time.
+torch_rendezvous.get_method_name = lambda depth=2: sys._getframe(depth).f_code.co_name
 
 
 def main(
@@ -156,15 +159,13 @@ class RankAgent(LocalElasticAgent):
     def _is_restartable(self) -> bool:
         """Tell whether all ended ranks were killed, lost the others, or were asked to stop.
 
-        The latter alone: a signal that means the whole run reaches this process as well, and then
-        nothing is asked here any more. A rank that aborts twice in a row, as NCCL's watchdog has it
-        do after `strategy.timeout_seconds`, would do so again.
+        The latter alone: where a signal means the whole run, nothing is asked here any more. A rank
+        that aborts twice in a row, as NCCL's watchdog has it do, would do so again.
         """
-        aborted = {code for code in self._ended.values() if code < 0} == {-signal.SIGABRT}
+        codes = self._ended.values()
+        aborted = {code for code in codes if code < 0} == {-signal.SIGABRT}
         again, self._aborted = aborted and self._aborted, aborted
-        ended = all(
-            code < 0 or code == processes.LOST_PEERS or code > 128 for code in self._ended.values()
-        )
+        ended = all(code < 0 or code == processes.LOST_PEERS or code > 128 for code in codes)
         return ended and not again and not self._run.failed.exists()
 
     def _end_others(self, restartable: bool) -> None:
