@@ -335,7 +335,7 @@ def quick_composition() -> Iterator[None]:
     """Take out of commands in this process a third of what they take; none of it changes any.
 
     Each registers the same schema, reads YAML in Python, and has Hydra compose everything once
-    before, for `hydra.mode` alone. Commands in processes of their own do so as ever.
+    before, for `hydra.mode` alone. Commands in processes of the real Python do so as ever.
     """
     register, registered = compose._register_schema, []
 

@@ -132,6 +132,7 @@ def serve(listener: socket.socket, program: str) -> NoReturn:
     for module in PRELOADED:
         with contextlib.suppress(ImportError):  # a project may do without
             importlib.import_module(module)
+    _compose_once()
     gc.enable()
     gc.freeze()
     keepers: set[socket.socket] = set()
@@ -195,6 +196,15 @@ def serve(listener: socket.socket, program: str) -> NoReturn:
         for key, _ in selector.select():
             if key.fileobj in selector.get_map():  # an event before has not ended it
                 key.data()
+
+
+def _compose_once() -> None:
+    """Take out of commands what `quick_composition` of tests/conftest.py does, for its reasons."""
+    import yaml
+    from hydra._internal.hydra import Hydra
+
+    vars(yaml)["SafeLoader"] = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    Hydra.get_mode = lambda *_, **__: None
 
 
 def _be(job: dict[str, Any], files: list[int], program: str) -> NoReturn:

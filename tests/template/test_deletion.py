@@ -11,8 +11,9 @@ import pytest
 from scripts.deletions import FOLDERS, copy_without
 
 COLLECT_AND_TRAIN = """
-import sys, pytest
-quiet = ["-q", "--assert=plain", "-p", "no:cacheprovider"]
+import gc, sys, pytest
+gc.disable()
+quiet = ["-qq", "--assert=plain", "-p", "no:cacheprovider", "-p", "no:hypothesispytest"]
 if status := pytest.main(["--collect-only", *quiet]):
     sys.exit(int(status))
 import my_gpt.cli

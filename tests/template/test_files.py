@@ -165,7 +165,7 @@ def test_its_own_tests_of_packaging_and_readme_pass_whatever_was_chosen(
 ):
     project = baked(**answers)
     tests = ["tests/test_packaging.py", "tests/test_readme.py", "-k", "packaging or tree or short"]
-    options = ["-q", "--assert=plain", "-p", "no:cacheprovider"]
+    options = ["-q", "--assert=plain", "-p", "no:cacheprovider", "-p", "no:hypothesispytest"]
     done = subprocess.run(
         [python_of_forks, "-m", "pytest", *options, *tests],
         cwd=project,
