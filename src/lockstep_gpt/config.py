@@ -356,9 +356,8 @@ class Config(Checked):
     def __post_init__(self) -> None:
         """Check also what no single setting can know; what is set to null is not there."""
         super().__post_init__()
-        for group in (self.callbacks, self.logger):
-            for name in [name for name, node in group.items() if node is None]:
-                del group[name]
+        self.callbacks = {name: node for name, node in self.callbacks.items() if node is not None}
+        self.logger = {name: node for name, node in self.logger.items() if node is not None}
         if (self.max_steps is None) == (self.max_tokens is None):
             tokens = as_typed(self.max_tokens)
             self.refuse("max_steps", f"and max_tokens={tokens}: give one and set the other to null")

@@ -14,7 +14,8 @@ from omegaconf import DictConfig, OmegaConf
 from lockstep_gpt import config as schema
 from lockstep_gpt import run_directory as runs
 from lockstep_gpt.config import UserError, as_typed
-from lockstep_gpt.launch import choices, compose, devices, start, trust
+from lockstep_gpt.launch import choices, compose, devices, start
+from lockstep_gpt.registry import asked
 from lockstep_gpt.run_directory import RunDirectory
 from lockstep_gpt.training.checkpoint import fault_of
 
@@ -85,7 +86,7 @@ def resume(run: RunDirectory, arguments: list[str], composed: dict[str, Any] | N
             print(f"{run.path} is done; a larger max_steps would train it longer")
         return 0
     settled = {**values, "trainer": start.trainer_settled(values, placement)}
-    permit = partial(trust.permit, run, _says(arguments, "trust_run_dir"), composed)
+    permit = partial(asked, "PERMIT", run, _says(arguments, "trust_run_dir"), composed)
 
     def refreeze(named: dict[str, Any]) -> None:
         with run.writing(UserError):

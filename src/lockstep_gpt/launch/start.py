@@ -23,8 +23,8 @@ from lockstep_gpt import processes
 from lockstep_gpt.config import LEVELS, Config, UserError
 from lockstep_gpt.data import prepare as data_prepare
 from lockstep_gpt.data import shards
-from lockstep_gpt.launch import devices, trust
-from lockstep_gpt.registry import addition, additions
+from lockstep_gpt.launch import devices
+from lockstep_gpt.registry import addition, additions, asked
 from lockstep_gpt.run_directory import RunDirectory
 from lockstep_gpt.training import schedule
 
@@ -41,7 +41,7 @@ def begin(
     run: RunDirectory,
     settled: dict[str, Any],
     config: Config,
-    check: Callable[[], None],
+    check: Callable[[], Any],
     freeze: Callable[[dict[str, Any]], None],
     undo: Callable[[], None],
 ) -> int:
@@ -69,7 +69,7 @@ def begin(
             data = {**settled["data"], "fingerprint": prepared(config).fingerprint}
             held.enter_context(run.locked())
             freeze({**settled, "data": data})
-            trust.permit(run, trusted=True)
+            asked("PERMIT", run, True)
             return run
 
         if inside:

@@ -182,10 +182,7 @@ def newest_valid(folder: Path) -> Path | None:
 def read_checkpoint(
     path: Path, map_location: Any = "cpu", needs_sum: bool = True
 ) -> dict[str, Any]:
-    """Load plain containers and tensors, never code, or raise a `UserError`.
-
-    Another Trainer's checkpoint has no sum.
-    """
+    """Load plain containers and tensors, never code, or raise a `UserError`."""
     import torch
 
     summed = needs_sum or sum_path(path).exists() or not path.is_file()

@@ -49,12 +49,11 @@ class GPTModule(lightning.LightningModule):
     def load_from_checkpoint(  # type: ignore[override]
         cls, checkpoint_path: Any, map_location: Any = "cpu", **_: Any
     ) -> Self:
-        """Return the module of a checkpoint or a run directory, which any Trainer can train on.
-
-        A `UserError` says what is wrong with it; hyperparameters are the configuration in it.
-        """
+        """Return the module of a checkpoint or run directory, or raise a `UserError`."""
         path = find_checkpoint(Path(checkpoint_path))
-        content = read_checkpoint(path, map_location, needs_sum=False)
+        content = read_checkpoint(
+            path, map_location, needs_sum=False
+        )  # another Trainer writes none
         config = from_container(readable(literal(content["config"])), path)
         batch = plan_batch(config.batch, config.model.block_size, 1, 1)
         module = cls(config, plan_schedule(config, batch), from_dict(content["tokenizer"]))

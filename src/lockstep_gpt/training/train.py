@@ -170,7 +170,6 @@ def _trainer(
     try:
         metrics, *ours = callbacks  # the user's come between: they see what was measured
         chosen = [instantiate(node) for node in config.callbacks.values()]
-        has_bar = any(isinstance(each, ProgressBar) for each in chosen)
         places = {"devices": ranks.local_world_size, "num_nodes": ranks.num_nodes}
         # As a partial: Hydra would make configurations of objects that it is given.
         make = instantiate({**config.trainer, **places, "_partial_": True}, _convert_="all")
@@ -182,7 +181,7 @@ def _trainer(
             check_val_every_n_epoch=None,
             num_sanity_val_steps=0,
             use_distributed_sampler=False,
-            enable_progress_bar=has_bar,
+            enable_progress_bar=any(isinstance(each, ProgressBar) for each in chosen),
             enable_model_summary=False,
             log_every_n_steps=config.log_every,
             plugins=[*arguments.pop("plugins"), *make.keywords.get("plugins", ())],
