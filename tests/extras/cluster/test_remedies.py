@@ -53,6 +53,13 @@ RECORDED = {
     "[gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 1800000ms for recv operation": (
         "came late to an all-reduce"
     ),
+    "Error while creating shared memory segment /dev/shm/nccl-5gN8 (size 9637888)": (
+        "NCCL has no room in /dev/shm"
+    ),
+    "Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 1000": "have taken one GPU",
+    "CUDA error: an illegal memory access was encountered": "written where it may not",
+    "ncclUnhandledCudaError: Call to CUDA function failed.": "failed inside NCCL",
+    "ProcessGroupNCCL is only supported with GPUs, no GPUs found!": "in the host's memory",
     "ncclSystemError: System call (e.g. socket, malloc) or external library call failed": (
         "could not set up or keep a connection"
     ),
@@ -195,7 +202,8 @@ def test_what_is_not_known_stays_unexplained(composed):
 def test_a_death_is_explained_by_what_the_process_said_last_else_by_its_signal(composed):
     scene = Scene(composed(), 2)
     assert "came late" in explain_death(6, "Watchdog caught collective operation timeout", scene)
-    assert explain_death(6, "", scene) == ""
+    assert "watchdog" in explain_death(6, "", scene)
+    assert explain_death(3, "", scene) == ""
     assert all(explain_death(signum, "", scene) for signum in remedies.SIGNALS)
 
 
