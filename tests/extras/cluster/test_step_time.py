@@ -158,13 +158,22 @@ def test_gathers_hide_behind_the_block_that_computes():
 
 
 def test_shared_states_are_exchanged_in_every_micro_step_and_updated_in_parts():
+    each = replace(SHARING, adds_whole=False)
     one, four = (
-        step_time(replace(WORK, sharing=SHARING), spread(8, accumulation=count), STILL)
+        step_time(replace(WORK, sharing=each), spread(8, accumulation=count), STILL)
         for count in (1, 4)
     )
     assert four.all_reduce == pytest.approx(4 * one.all_reduce)
     whole = step_time(WORK, spread(8), STILL)
     assert one.optimizer == pytest.approx(whole.optimizer / 8)
+
+
+def test_gradients_that_add_up_whole_are_scattered_once_a_step():
+    work = replace(WORK, sharing=replace(SHARING, adds_whole=True))
+    one, four = (step_time(work, spread(8, accumulation=count), STILL) for count in (1, 4))
+    scatter = 7 / 8 * 4 * (10**8 + 10**6) / (300 * GB)
+    assert one.all_reduce == pytest.approx(3 * scatter)
+    assert four.all_reduce == pytest.approx((4 * 2 + 1) * scatter)
 
 
 def test_buckets_are_those_that_torch_makes():

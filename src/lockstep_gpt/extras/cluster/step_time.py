@@ -196,9 +196,10 @@ def _sharded(
 ) -> tuple[float, float]:
     """Return seconds of gathers and scatters, and what of them is exposed.
 
-    In each micro-step, accumulated ones too: a block is gathered while the one before it computes,
-    and its gradients are scattered while the next does. The first gathers and the last scatters
-    find nothing to hide behind. Computing is taken to spread evenly over the blocks.
+    In each micro-step, accumulated ones too, a block is gathered while the one before it computes.
+    Its gradients are scattered while the next does: in the last micro-step, or in each where none
+    is added up whole. The first gathers and the last scatters find nothing to hide behind.
+    Computing is taken to spread evenly over the blocks.
     """
 
     def seconds(elements: int, size: int) -> float:
@@ -207,11 +208,20 @@ def _sharded(
     count = max(1, sharing.blocks)
     gather = seconds(sharing.block, sharing.gathered_size)
     again = gather if sharing.reshards else 0.0
-    scatter = seconds(sharing.block, sharing.reduced_size)
-    rest, scattered_rest = seconds(sharing.rest, 4), seconds(sharing.rest, sharing.reduced_size)
+    rest = seconds(sharing.rest, 4)
     backward = BACKWARD_SHARE * micro_step / count
     forward = micro_step / count - backward
-    ends = 2 * rest + gather + again + scatter + scattered_rest
-    beside = max(0.0, gather - forward) + max(0.0, again + scatter - backward)
-    exchange = 2 * rest + scattered_rest + count * (gather + again + scatter)
-    return batch.accumulation * exchange, batch.accumulation * (ends + (count - 1) * beside)
+
+    def micro(scatter: float, scattered_rest: float) -> tuple[float, float]:
+        ends = 2 * rest + gather + again + scatter + scattered_rest
+        beside = max(0.0, gather - forward) + max(0.0, again + scatter - backward)
+        exchange = 2 * rest + scattered_rest + count * (gather + again + scatter)
+        return exchange, ends + (count - 1) * beside
+
+    scatters = (seconds(size, sharing.reduced_size) for size in (sharing.block, sharing.rest))
+    last = micro(*scatters)
+    before = micro(0.0, 0.0) if sharing.adds_whole else last
+    exchange, exposed = (
+        (batch.accumulation - 1) * each + end for each, end in zip(before, last, strict=True)
+    )
+    return exchange, exposed
