@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from lightning import Trainer
-from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -26,6 +26,7 @@ from lockstep_gpt.extras.seeing.recordings import describe, write_recording
 from lockstep_gpt.processes import invocation
 from lockstep_gpt.training.callbacks.step import StepCallback
 from lockstep_gpt.training.metrics_file import STEP, MetricsFile
+from lockstep_gpt.training.strategies import DDPStrategy
 from lockstep_gpt.training.tracking import tracked
 
 logger = logging.getLogger(__name__)
