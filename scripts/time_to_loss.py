@@ -22,12 +22,11 @@ from pathlib import Path
 from typing import Any
 
 SHARED = ["batch.global_size=12", "batch.reference_size=12", "logger=none", "verbosity=quiet"]
-GPT2 = ["experiment=quickstart", "model.dropout=0", "optim.lr=1e-3", "optim.beta2=0.99"]
 # Words of `lockstep-gpt train`, and how many steps the recipe is meant for.
 RECIPES: dict[str, tuple[list[str], int]] = {
-    "gpt2-adamw": ([*GPT2, "optim.warmup_steps=100"], 2000),
-    "modern-adamw": (["experiment=modern", "optim=adamw", "optim.lr=3e-3"], 1000),
-    "modern-muon": (["experiment=modern"], 350),
+    "gpt2-adamw": (["experiment=gpt2_classic"], 2000),
+    "modern-adamw": (["experiment=quickstart", "optim=adamw", "optim.lr=3e-3"], 1000),
+    "modern-muon": (["experiment=quickstart"], 130),
 }
 
 

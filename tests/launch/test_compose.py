@@ -1,5 +1,6 @@
 import dataclasses
 import itertools
+import math
 
 import pytest
 import yaml
@@ -8,6 +9,7 @@ from lockstep_gpt import extras
 from lockstep_gpt.config import UserError, data_sources, from_container, groups
 from lockstep_gpt.launch import compose
 from lockstep_gpt.launch.choices import config_folder
+from lockstep_gpt.training.schedule import plan_batch, plan_schedule
 
 SECRET = "canary-2f6c"
 WITH_PATH = sorted(name for name, each in data_sources().items() if hasattr(each, "path"))
@@ -75,6 +77,25 @@ def test_every_experiment_composes_and_names_its_settings(name):
     preset = yaml.safe_load((config_folder() / "experiment" / f"{name}.yaml").read_text())
     assert values["max_steps"] == preset["max_steps"]
     assert values["batch"].items() >= preset["batch"].items()
+
+
+def test_the_classic_recipe_is_nanogpts_step_for_step():
+    _, config = composed("experiment=gpt2_classic")
+    schedule = plan_schedule(config, plan_batch(config.batch, config.model.block_size, 1, 1))
+
+    def rate(step):  # of train.py there: 100 steps of warmup, then a cosine from 1e-3 to 1e-4
+        if step < 100:
+            return 1e-3 * (step + 1) / 101
+        return 1e-4 + 0.5 * (1 + math.cos(math.pi * (step - 100) / 1900)) * 9e-4
+
+    ours, theirs = ([*map(each, range(2000))] for each in (schedule.lr, rate))
+    assert ours == pytest.approx(theirs, rel=2e-3)  # it would come down one step later
+    shape, optim = config.model, config.optim
+    assert (shape.architecture, shape.bias, shape.dropout) == ("gpt", False, 0.0)
+    assert (shape.n_layer, shape.n_head, shape.n_embd, shape.block_size) == (4, 4, 128, 64)
+    assert (optim.algorithm, optim.beta1, optim.beta2, optim.eps) == ("adamw", 0.9, 0.99, 1e-8)
+    assert (optim.weight_decay, optim.clip_norm) == (0.1, 1.0)
+    assert (config.batch.global_size, config.max_steps, config.precision) == (12, 2000, "32-true")
 
 
 def test_an_experiment_overrides_groups_and_the_command_line_beats_it():
@@ -202,7 +223,7 @@ def test_other_references_are_resolved_when_the_run_is_frozen():
         "run_name=run-${seed}-${now:%Y}", "+trainer.limit=${optim.warmup_steps}", "seed=4"
     )
     assert values["run_name"].startswith("run-4-20")
-    assert values["trainer"]["limit"] == 100
+    assert values["trainer"]["limit"] == 15
 
 
 def test_the_command_line_alone_can_describe_a_run():

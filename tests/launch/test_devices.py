@@ -2,7 +2,7 @@ import pytest
 
 from lockstep_gpt.config import Config, LaunchConfig, StdlibData, UserError, extended
 from lockstep_gpt.launch import devices
-from lockstep_gpt.launch.devices import Placement, gpu_count, place
+from lockstep_gpt.launch.devices import Placement, gpu_count, place, precision_here
 
 
 @pytest.fixture
@@ -58,6 +58,43 @@ def test_without_device_files_nvidia_smi_is_asked(gpus_here, tmp_path):
     command.write_text("#!/bin/sh\necho 'GPU 0: One (UUID: GPU-1)'\necho 'GPU 1: Two'\n")
     command.chmod(0o755)
     assert gpu_count() == 2
+
+
+@pytest.mark.parametrize(
+    ("flags", "precision"),
+    [
+        ("flags : fpu avx512f avx512_bf16 xsave", "bf16-mixed"),
+        ("flags : avx512f amx_bf16 amx_tile", "bf16-mixed"),
+        ("Features : fp asimd bf16 i8mm", "bf16-mixed"),  # as Linux names it on ARM
+        ("flags : fpu avx2 avx512f avx512_vnni", "32-true"),
+        (None, "32-true"),
+    ],
+)
+def test_a_cpu_multiplies_in_bfloat16_if_its_flags_say_so(
+    gpus_here, tmp_path, monkeypatch, flags, precision
+):
+    gpus_here(0)
+    monkeypatch.setattr(devices, "CPU_FLAGS", tmp_path / "cpuinfo")
+    if flags:
+        (tmp_path / "cpuinfo").write_text(f"processor : 0\n{flags}\n")
+    assert precision_here("auto") == precision_here("cpu") == precision
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "precision"),
+    [("9.0 8.0", "bf16-mixed"), ("7.5", "32-true"), ("9.0 7.5", "32-true"), ("", "32-true")],
+)
+def test_gpus_multiply_in_bfloat16_since_capability_8(
+    gpus_here, tmp_path, monkeypatch, capabilities, precision
+):
+    gpus_here(1)
+    monkeypatch.setattr(devices, "CPU_FLAGS", tmp_path / "none")
+    command = tmp_path / "nvidia-smi"
+    lines = "\n".join(f"echo {each}" for each in capabilities.split())
+    command.write_text(f"#!/bin/sh\n{lines}\n")
+    command.chmod(0o755)
+    assert precision_here("auto") == precision_here("gpu") == precision
+    assert precision_here("cpu") == "32-true"
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from yaml import YAMLError
 
 from lockstep_gpt import config as schema
 from lockstep_gpt.config import PROGRAM, Config, UserError
-from lockstep_gpt.launch import choices
+from lockstep_gpt.launch import choices, devices
 from lockstep_gpt.run_directory import FORMER
 
 KINDS = {"Integer": "a whole number", "Float": "a number", "bool": "true or false"}
@@ -88,6 +88,7 @@ def _register_schema() -> None:
     # It gives copies of what it holds; Hydra copies it besides, for --help a hundred times.
     ConfigStore.__deepcopy__ = lambda self, _: self  # type: ignore[attr-defined]
     # Also those without a default that holds: whoever sets one setting of theirs sets no other.
+    OmegaConf.register_new_resolver("precision_here", devices.precision_here, replace=True)
     groups = {**schema.groups(), "data": MISSING}  # for which its choices stand
     config = OmegaConf.merge(OmegaConf.structured(Config), groups)
     store.store(group="hydra/schema", name="config", node=config)

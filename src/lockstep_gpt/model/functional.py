@@ -18,18 +18,23 @@ WHOLE_SHARE = 0.15  # of a GPU's memory, for whole logits of 4 bytes each
 GPU_CHUNK_LOGITS = 1 << 28  # at a time there: more than 4,096 rows of GPT-2's vocabulary
 
 
-def causal_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
+def causal_attention(
+    q: Tensor, k: Tensor, v: Tensor, dropout: float, scale: float | None = None
+) -> Tensor:
     """Let each token attend to itself and those before it (Vaswani et al. 2017, section 3.2).
 
-    Queries, keys, values and the result are (B, n_head, T, C / n_head).
+    Queries, keys, values and the result are (B, n_head, T, D). The `scale` of the products of
+    queries and keys is 1 / sqrt(D) by default.
     """
-    T = q.shape[-2]
+    T, D = q.shape[-2:]
     if q.device.type != "cpu" or T > SHORT:
-        return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
-    scores = q @ k.transpose(-2, -1) * q.shape[-1] ** -0.5  # (B, n_head, T, T)
-    later = torch.ones(T, T, dtype=torch.bool).triu(1)
-    weights = scores.masked_fill(later, -math.inf).softmax(dim=-1)
-    return F.dropout(weights, dropout) @ v
+        return F.scaled_dot_product_attention(
+            q, k, v, dropout_p=dropout, is_causal=True, scale=scale
+        )
+    queries, keys, values = (each.reshape(-1, T, D) for each in (q, k, v))
+    later = torch.full((T, T), -math.inf, dtype=q.dtype).triu(1)
+    scores = torch.baddbmm(later, queries, keys.mT, alpha=D**-0.5 if scale is None else scale)
+    return (F.dropout(scores.softmax(dim=-1), dropout) @ values).view(q.shape)
 
 
 def attention_kernel(heads: int, tokens: int, width: int, device: str, dtype: torch.dtype) -> str:

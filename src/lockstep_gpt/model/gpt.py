@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lockstep_gpt.config import ModelConfig, UserError
+from lockstep_gpt.config import ModelConfig, UserError, check
 from lockstep_gpt.model import functional
 
 VOCAB_MULTIPLE = 64  # matrix products are fast at sizes that tensor cores divide evenly
@@ -30,11 +30,9 @@ class GPT(nn.Module):
     def build(self) -> None:
         """Make the layers."""
         config = self.config
-        if config.n_kv_head not in (None, config.n_head):
-            raise UserError(
-                f"model.n_kv_head={config.n_kv_head}: model.architecture=gpt shares no keys among "
-                "heads; set it to null, or choose a modern model"
-            )
+        rule = "is of modern models only; leave it out, or set model.architecture=modern"
+        check("model.n_kv_head", config.n_kv_head, config.n_kv_head in (None, config.n_head), rule)
+        check("model.ngram_rows", config.ngram_rows, not config.ngram_rows, rule)
         self.token_embedding = nn.Embedding(self.padded_vocab_size, config.n_embd)
         self.position_embedding = nn.Embedding(config.block_size, config.n_embd)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))

@@ -1,21 +1,30 @@
 """A GPT of today, for the same loss in a fraction of the steps; it reads from top to bottom.
 
-Beside GPT-2: rotary positions (Su et al. 2021), norms without weights, normalised queries and keys
-(Henry et al. 2020), squared ReLU (So et al. 2021), a head of its own that begins at zero, as does
-what is added to the residual stream, and the embedding of the token before, by a learned share.
+It differs from GPT-2 in rotary positions (Su et al. 2021), norms without weights, normalized
+queries and keys (Henry et al. 2020), squared ReLU (So et al. 2021), a separate head that starts at
+zero, as does everything that is added to the residual stream, a learned share of the previous
+token's embedding, and embeddings of the n-grams that end at a token, found by a hash (Pagnoni et
+al. 2024, section 3.2.1; the bigrams of modded-nanogpt, 2026).
 
 Letters in shapes: B samples, T tokens, C width, H heads, D = C / H.
 """
+
+from collections.abc import Iterator
+from contextlib import nullcontext
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lockstep_gpt.config import ModelConfig, UserError
+from lockstep_gpt.config import ModelConfig, check
 from lockstep_gpt.model import gpt
 from lockstep_gpt.model.functional import causal_attention
 
+BF16 = torch.bfloat16
 ROTARY_BASE = 10_000.0
+BEGIN_AT_ZERO = ("previous", "output.weight", "ngram_embedding.weight")
+# Odd: n-grams that differ in one token get different rows, of a power of two of them.
+MULTIPLIERS = (36_313, 27_191)
 ATTENTION_SCALE = 0.25  # of products of queries and keys that have unit variance
 
 
@@ -33,16 +42,16 @@ class GPT(gpt.GPT):
         """Make the layers."""
         config = self.config
         width = config.n_embd // config.n_head
-        if config.bias:
-            raise UserError(
-                "model.bias=true: model.architecture=modern has no biases; set it to false"
-            )
-        if width % 2:
-            raise UserError(
-                f"model.n_embd={config.n_embd} gives heads of {width}, and rotary positions turn "
-                "pairs; set model.n_embd or model.n_head so that it is even"
-            )
+        rule = "is for other models: modern ones have no biases; set it to false"
+        check("model.bias", config.bias, not config.bias, rule)
+        rule = (
+            f"gives heads of {width}; set it or model.n_head so that they are even, for rotations"
+        )
+        check("model.n_embd", config.n_embd, width % 2 == 0, rule)
         self.token_embedding = nn.Embedding(self.padded_vocab_size, config.n_embd)
+        if config.ngram_rows:
+            rows = config.ngram_rows * (config.longest_ngram - 1)
+            self.ngram_embedding = nn.Embedding(rows, config.n_embd)
         self.previous = nn.Parameter(torch.empty(config.n_embd))  # share of the token before
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.output = nn.Linear(config.n_embd, self.padded_vocab_size, bias=False)
@@ -56,7 +65,7 @@ class GPT(gpt.GPT):
         for name, parameter in self.named_parameters():
             if parameter.ndim == 2:
                 nn.init.normal_(parameter, std=0.5 * parameter.shape[1] ** -0.5)
-            if name.endswith("projection.weight") or name in ("previous", "output.weight"):
+            if name.endswith("projection.weight") or name in BEGIN_AT_ZERO:
                 nn.init.zeros_(parameter)
 
     @property
@@ -66,12 +75,21 @@ class GPT(gpt.GPT):
 
     def features(self, tokens: Tensor) -> Tensor:
         """Return what the head reads, (B, T, C), for `tokens`, (B, T)."""
-        T = self.checked_length(tokens)
-        x = norm(self.token_embedding(tokens.long()))  # (B, T, C)
+        T, tokens = self.checked_length(tokens), tokens.long()
+        x = self.token_embedding(tokens)  # (B, T, C)
+        if self.config.ngram_rows:
+            for rows in ngrams(tokens, self.config.longest_ngram, self.config.ngram_rows):
+                x = x + self.ngram_embedding(rows)
+        x = norm(x)
         x = self.dropout(x + self.previous * F.pad(x[:, :-1], (0, 0, 1, 0)))
-        for block in self.blocks:
-            x = block(x, self.cos[:T], self.sin[:T])
-        return norm(x)
+        device = tokens.device.type
+        # bfloat16 has the range of float32, so all between may be of it, not only the products.
+        narrow = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == BF16
+        x, cos, sin = (each.to(BF16 if narrow else x.dtype) for each in (x, self.cos, self.sin))
+        with torch.autocast(device, enabled=False) if narrow else nullcontext():
+            for block in self.blocks:
+                x = block(x, cos[:T], sin[:T])
+            return norm(x)
 
 
 class Block(nn.Module):
@@ -105,15 +123,15 @@ class CausalSelfAttention(nn.Module):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Mix `x` of shape (B, T, C) over its tokens; the shape stays."""
         B, T, C = x.shape
-        q = rotate(norm(self.query(x).view(B, T, self.n_head, self.width)), cos, sin)
-        k = rotate(norm(self.key(x).view(B, T, self.n_kv_head, self.width)), cos, sin)
-        v = self.value(x).view(B, T, self.n_kv_head, self.width)
+        shared = self.n_kv_head
+        qkv = linear(x, self.query, self.key, self.value).view(B, T, -1, self.width)
+        qk, v = torch.split(qkv, [self.n_head + shared, shared], 2)
+        q, k = torch.split(rotate(norm(qk), cos, sin), [self.n_head, shared], 2)
         q, k, v = (each.transpose(1, 2) for each in (q, k, v))  # (B, heads, T, D)
-        if self.n_kv_head < self.n_head:
-            k, v = (each.repeat_interleave(self.n_head // self.n_kv_head, dim=1) for each in (k, v))
-        q = q * (ATTENTION_SCALE * self.width**0.5)  # instead of 1 / sqrt(D)
-        y = causal_attention(q, k, v, self.dropout if self.training else 0.0)
-        return self.projection(y.transpose(1, 2).reshape(B, T, C))
+        if shared < self.n_head:
+            k, v = (each.repeat_interleave(self.n_head // shared, dim=1) for each in (k, v))
+        y = causal_attention(q, k, v, self.dropout if self.training else 0.0, ATTENTION_SCALE)
+        return linear(y.transpose(1, 2).reshape(B, T, C), self.projection)
 
 
 class MLP(nn.Module):
@@ -126,7 +144,7 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map `x`, (B, T, C), to the same shape."""
-        return self.projection(F.relu(self.expansion(x)).square())
+        return linear(F.relu(linear(x, self.expansion)).square(), self.projection)
 
 
 def norm(x: Tensor) -> Tensor:
@@ -134,15 +152,31 @@ def norm(x: Tensor) -> Tensor:
     return F.layer_norm(x, x.shape[-1:])
 
 
+def ngrams(tokens: Tensor, longest: int, rows: int) -> Iterator[Tensor]:
+    """Yield where the n-gram that ends at each of `tokens`, (B, T), is in the table, n from 2 on.
+
+    The tables of `rows` rows follow one another. Places before the first token count as zeros.
+    """
+    one = code = tokens * MULTIPLIERS[1]
+    for n in range(2, longest + 1):
+        code = F.pad(code[:, :-1], (1, 0)) * MULTIPLIERS[0] ^ one
+        yield code % rows + (n - 2) * rows
+
+
+def linear(x: Tensor, *layers: nn.Linear) -> Tensor:
+    """Return the outputs of the layers for `x`, (..., C), side by side, by one product."""
+    weights = [layer.weight for layer in layers]
+    return F.linear(x, (torch.cat(weights) if layers[1:] else weights[0]).to(x.dtype))
+
+
 def rotations(length: int, width: int) -> tuple[Tensor, Tensor]:
-    """Return cosines and sines, each (T, D / 2), of the angles of Su et al. 2021, section 3.2.2."""
+    """Return cosines and signed sines, each (T, 1, D), of Su et al. 2021, section 3.2.2."""
     speeds = ROTARY_BASE ** (-torch.arange(0, width, 2) / width)
-    angles = torch.outer(torch.arange(length).float(), speeds)
-    return angles.cos(), angles.sin()
+    angles = torch.outer(torch.arange(length).float(), speeds)[:, None]
+    return angles.cos().repeat(1, 1, 2), torch.cat([-angles.sin(), angles.sin()], dim=-1)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turn the pairs (d, d + D / 2) of `x`, (B, T, H, D), by their positions' angles."""
     first, second = x.chunk(2, dim=-1)
-    cos, sin = cos[:, None].to(x.dtype), sin[:, None].to(x.dtype)  # (T, 1, D / 2)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+    return x * cos + torch.cat([second, first], dim=-1) * sin

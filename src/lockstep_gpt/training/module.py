@@ -10,6 +10,7 @@ import torch
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -196,8 +197,10 @@ class GPTModule(lightning.LightningModule):
 
         Lightning's own clipping refuses fused optimizers and keeps no norm.
         """
-        limit = float("inf") if self.config.optim.clip_norm is None else self.config.optim.clip_norm
-        norm = torch.nn.utils.clip_grad_norm_(self.trained, limit)
+        grads = [each.grad for each in self.trained if each.grad is not None]
+        norm, limit = get_total_norm(grads), self.config.optim.clip_norm
+        if limit is not None:
+            clip_grads_with_norm_(self.trained, limit, norm)
         self.grad_norm = getattr(norm, "full_tensor", lambda: norm)()  # whole, of shares
         self._skip_unless_finite(optimizer, self.grad_norm)
 

@@ -51,36 +51,32 @@ class Muon(torch.optim.Optimizer):
         return loss
 
     def _orthogonal(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
-        shapes: defaultdict[tuple[int, ...], list[Tensor]] = defaultdict(list)
+        shapes: defaultdict[torch.Size, list[Tensor]] = defaultdict(list)
         for parameter in parameters:
-            shapes[tuple(sorted(parameter.shape))].append(parameter)
+            shapes[parameter.shape].append(parameter)
         for alike in shapes.values():
             self._orthogonal_alike(alike, group)
 
     def _orthogonal_alike(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
-        """Update matrices of one shape, or its transpose."""
+        """Update matrices of one shape."""
         states = [self._state(each, ("momentum",)) for each in parameters]
-        steps = int(states[0]["step"])
-        share = min(1.0, steps / MOMENTUM_WARMUP)
+        momenta = [state["momentum"] for state in states]
+        share = min(1.0, int(states[0]["step"]) / MOMENTUM_WARMUP)
         momentum = MOMENTA[0] + share * (MOMENTA[1] - MOMENTA[0])
-        wide = [each.shape[0] <= each.shape[1] for each in parameters]
-        grads = [each.grad for each in parameters if each.grad is not None]
-        found = torch.zeros_like(grads[0][0, 0]) if self.found_inf is None else self.found_inf
-        keep = found == 0
-        ahead = []
-        for state, grad, lies in zip(states, grads, wide, strict=True):
-            moved = state["momentum"].lerp(grad, 1 - momentum)
-            state["momentum"].copy_(torch.where(keep, moved, state["momentum"]))
-            state["step"] += 1
-            update = grad.lerp(moved, momentum)  # Nesterov's
-            ahead.append(update if lies else update.T)
-        updates = orthogonalised(torch.stack(ahead))
-        for parameter, update, lies in zip(parameters, updates, wide, strict=True):
-            turned = update if lies else update.T
-            rows, columns = parameter.shape
-            size = group["lr"] * max(1.0, rows / columns) ** 0.5
-            decayed = parameter * (1 - group["lr"] * group["weight_decay"])
-            parameter.copy_(torch.where(keep, decayed - size * turned, parameter))
+        grads = torch.stack([each.grad for each in parameters if each.grad is not None])
+        moved, keep = torch.stack(momenta), cast(Any, 1.0)
+        if self.found_inf is not None:
+            keep = 1 - self.found_inf  # 0: nothing of this step counts
+            grads = grads.where(keep > 0, 0.0)
+        moved.lerp_(grads, (1 - momentum) * keep)
+        torch._foreach_copy_(momenta, moved.unbind())
+        torch._foreach_add_([state["step"] for state in states], 1)
+        updates = orthogonalised(grads.lerp_(moved, momentum))  # Nesterov's
+        rows, columns = parameters[0].shape
+        size = group["lr"] * max(1.0, rows / columns) ** 0.5
+        if decay := group["lr"] * group["weight_decay"]:
+            torch._foreach_mul_(parameters, 1 - decay * keep)
+        torch._foreach_add_(parameters, updates.mul_(-size * keep).unbind())
 
     def _adamw(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
         states = [self._state(each, ("exp_avg", "exp_avg_sq")) for each in parameters]
@@ -120,10 +116,12 @@ def orthogonalised(matrices: Tensor) -> Tensor:
     a, b, c = COEFFICIENTS
     x = matrices.to(_product_type(matrices.device))
     x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)
+    wide = x.shape[1] <= x.shape[2]
     for _ in range(ITERATIONS):
-        gram = x @ x.mT
-        x = a * x + torch.baddbmm(b * gram, gram, gram, alpha=c) @ x
-    return cast(Tensor, x.to(matrices.dtype))
+        gram = x @ x.mT if wide else x.mT @ x  # the smaller of the two
+        turn = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        x = torch.baddbmm(x, turn, x, beta=a) if wide else torch.baddbmm(x, x, turn, beta=a)
+    return x.to(matrices.dtype)
 
 
 def _product_type(device: torch.device) -> torch.dtype:

@@ -21,6 +21,12 @@ MODELS = {
     "no bias": {"bias": False},
     "modern": {"architecture": "modern", "bias": False},
     "shared keys": {"architecture": "modern", "bias": False, "n_kv_head": 2},
+    "n-grams": {
+        "architecture": "modern",
+        "bias": False,
+        "ngram_rows": 64,
+        "longest_ngram": 3,
+    },
 }
 TEXTS = ["def f(x):\n    return x + 1\n" * 20, "naïve 漢字 😀\t" * 20]
 

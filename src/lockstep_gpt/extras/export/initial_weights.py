@@ -94,6 +94,8 @@ def _check_settings(saved: dict[str, Any], model: GPT, layout: Layout, source: s
         theirs_is, ours_is = saved.get(theirs), getattr(model.config, ours)
         if ours == "n_kv_head":
             theirs_is, ours_is = theirs_is or saved["n_head"], ours_is or model.config.n_head
+        if theirs_is is None and "ngram" in ours:  # of an earlier export, which has none
+            theirs_is = 0 if ours == "ngram_rows" else ours_is
         longer = ours == "block_size" and isinstance(theirs_is, int) and theirs_is > ours_is
         if theirs_is != ours_is and not longer:
             wanted = f"model.{ours}={as_typed(theirs_is)}"

@@ -200,6 +200,7 @@ def _about_modern(model: GPT) -> dict[str, Any]:
 
 
 WIDTHS = {"n_layer": "n_layer", "n_head": "n_head", "n_embd": "n_embd"}
+MODERN_SHAPE = ("n_kv_head", "ngram_rows", "longest_ngram", "block_size")
 LAYOUTS = {
     "gpt": Layout(
         "gpt2",
@@ -211,7 +212,7 @@ LAYOUTS = {
     "modern": Layout(
         "modern_gpt",
         _about_modern,
-        {**WIDTHS, "n_kv_head": "n_kv_head", "block_size": "block_size"},
+        {**WIDTHS, **{name: name for name in MODERN_SHAPE}},
         lambda ours: (ours, False),
         ("rotary_base", "attention_scale"),
         "modeling_modern.py",

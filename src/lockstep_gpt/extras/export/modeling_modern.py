@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
+MULTIPLIERS = (36_313, 27_191)  # of what came before and of a token, in the hash of an n-gram
+
 
 class ModernGPTConfig(PretrainedConfig):  # type: ignore[misc]
     """The shape.
@@ -26,6 +28,8 @@ class ModernGPTConfig(PretrainedConfig):  # type: ignore[misc]
         n_head: heads of queries, H.
         n_kv_head: heads of keys and values; None: as many.
         n_embd: C.
+        ngram_rows: rows of the table of n-grams, for each n; 0: none.
+        longest_ngram: the largest n.
         rotary_base: of the angles of positions.
         attention_scale: of products of queries and keys.
         others: what transformers itself keeps there.
@@ -47,6 +51,8 @@ class ModernGPTConfig(PretrainedConfig):  # type: ignore[misc]
         n_head: int = 4,
         n_kv_head: int | None = None,
         n_embd: int = 128,
+        ngram_rows: int = 0,
+        longest_ngram: int = 2,
         rotary_base: float = 10_000.0,
         attention_scale: float = 0.25,
         **others: Any,
@@ -57,6 +63,8 @@ class ModernGPTConfig(PretrainedConfig):  # type: ignore[misc]
         self.n_head = n_head
         self.n_kv_head = n_kv_head or n_head
         self.n_embd = n_embd
+        self.ngram_rows = ngram_rows
+        self.longest_ngram = longest_ngram
         self.rotary_base = rotary_base
         self.attention_scale = attention_scale
         super().__init__(**{"tie_word_embeddings": False, "use_cache": False, **others})
@@ -71,6 +79,9 @@ class ModernGPTForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[mi
     def __init__(self, config: ModernGPTConfig) -> None:
         super().__init__(config)
         self.token_embedding = nn.Embedding(config.vocab_size, config.n_embd)
+        if config.ngram_rows:
+            rows = config.ngram_rows * (config.longest_ngram - 1)
+            self.ngram_embedding = nn.Embedding(rows, config.n_embd)
         self.previous = nn.Parameter(torch.zeros(config.n_embd))
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.output = nn.Linear(config.n_embd, config.vocab_size, bias=False)
@@ -105,8 +116,15 @@ class ModernGPTForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[mi
         T, limit = input_ids.shape[1], self.config.block_size
         if limit < T:
             raise ValueError(f"{T} tokens are more than block_size={limit}; shorten the input")
-        x = norm(self.token_embedding(input_ids))  # (B, T, C)
         seen = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        x = self.token_embedding(input_ids)  # (B, T, C)
+        if self.config.ngram_rows:
+            one = code = input_ids * seen * MULTIPLIERS[1]
+            rows = self.config.ngram_rows
+            for n in range(2, self.config.longest_ngram + 1):
+                code = F.pad(code[:, :-1], (1, 0)) * MULTIPLIERS[0] ^ one
+                x = x + self.ngram_embedding(code % rows + (n - 2) * rows)
+        x = norm(x)
         before = F.pad((x * seen[..., None].to(x.dtype))[:, :-1], (0, 0, 1, 0))
         x = x + self.previous * before
         cos, sin = self.rotations(T, x.device)
