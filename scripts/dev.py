@@ -8,9 +8,11 @@ usage: python3 scripts/dev.py COMMAND [arguments]
 """
 # Python 3.6 must still be able to start this, so that an unsupported Python gets a clear line.
 
+import contextlib
 import hashlib
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -58,12 +60,30 @@ def check(options: "list[str]") -> int:
     for step in steps:
         _say(" ".join(step))
         started = time.monotonic()
-        status = subprocess.call([PYTHON, "-m", *step], cwd=ROOT)
+        status = _to_the_end([PYTHON, "-m", *step])
         if status:
             return status
     if whole:
         SECONDS.write_text(str(time.monotonic() - started))
     return 0
+
+
+def _to_the_end(words: "list[str]") -> int:
+    """Run a step; a signal to us alone ends all of its processes, and what they leave is killed."""
+    step = subprocess.Popen(words, cwd=ROOT, start_new_session=POSIX)
+    passed = []
+
+    def pass_on(signum: int, _frame: object) -> None:
+        passed.append(signum)
+        os.killpg(step.pid, signum)
+
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if POSIX else ():
+        signal.signal(signum, pass_on)
+    status = step.wait()
+    if passed:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(step.pid, signal.SIGKILL)
+    return 128 - status if status < 0 else status
 
 
 def _estimate() -> float:

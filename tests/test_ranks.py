@@ -12,7 +12,7 @@ import torch
 import yaml
 
 TWO = ("trainer=cpu", "trainer.devices=2", "strategy=ddp")
-# 4,057 tokens of validation make 126 windows of 32: 2 ranks of 8 pad the last batch, 3 ranks too
+# 1,024 tokens of validation are 32 windows: 2 ranks of 6 pad the last batch, 3 ranks of 4 too
 EXACT = ("precision=64-true", "max_steps=50", "val_every=50", "batch.global_size=12")
 BROKEN = """
 import os, time, lightning

@@ -45,11 +45,19 @@ print(json.dumps({"arguments": sys.argv[1:], "folder": os.getcwd()}))
 sys.exit(7 if sys.argv[1] == "fail" else 0)
 """
 
-# Stands for ruff, mypy and pytest: prints its call, fails where its name is in FAILING.
+# Stands for ruff, mypy and pytest: prints its call, fails where its name is in FAILING. Where it
+# is in LASTING, it starts a process, tells both ids, and lasts until a signal ends it.
 TOOL = """\
-import os, pathlib, sys
+import os, pathlib, subprocess, sys, time
 name = pathlib.Path(__file__).stem
 print(name, *sys.argv[1:], flush=True)
+if name == os.environ.get("LASTING"):
+    program = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('on')"
+    words = [sys.executable, "-uc", f"{program}; time.sleep(600)"]
+    stubborn = subprocess.Popen(words, stdout=subprocess.PIPE)
+    stubborn.stdout.readline()
+    print(os.getpid(), stubborn.pid, flush=True)
+    time.sleep(600)
 sys.exit(3 if name == os.environ.get("FAILING") else 0)
 """
 
@@ -217,6 +225,19 @@ def test_changed_means_the_tests_of_what_differs_from_the_last_commit(tmp_path, 
 def test_test_stops_at_the_first_failure(project):
     status, out, _ = dev(project, "test", FAILING="mypy")
     assert (status, out.splitlines()[-1]) == (3, "mypy")
+
+
+@pytest.mark.parametrize(
+    ("signum", "status"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGINT, 130)]
+)
+def test_a_signal_to_it_alone_leaves_nothing_of_the_tests_alive(project, wait_for, signum, status):
+    process = start(project, "test", LASTING="pytest")
+    told = iter(process.stdout.readline, "")
+    ids = next(line for line in told if line[0].isdigit()).split()
+    os.kill(process.pid, signum)
+    process.communicate(timeout=60)
+    assert process.returncode == status
+    wait_for(lambda: not any(Path("/proc", each).exists() for each in ids), 10)
 
 
 def test_without_a_command_it_shows_its_usage(tmp_path):

@@ -18,6 +18,10 @@ DRILLS = [
 ]
 
 
+# Validations and samples are no part of what is drilled: short ones will do.
+SHORT = ("data.val_tokens=256", "callbacks.sample.length=1")
+
+
 @pytest.fixture
 def drill(python_of_forks):
     """Run a drill, whose runs are processes of the same Python."""
@@ -36,7 +40,7 @@ def drill(python_of_forks):
 
 
 def test_every_fault_is_survived_or_ends_the_run_as_it_should(drill):
-    done = drill("--steps", "60", "--faults", "2")
+    done = drill("--steps", "60", "--faults", "2", *SHORT)
     assert (done.returncode, re.findall("FAILED", done.stdout)) == (0, []), done.stdout
     told = [line for line in done.stdout.splitlines() if line.startswith(("  begins", "  ok"))]
     for name, begins, ends in zip(DRILLS, told[::2], told[1::2], strict=True):

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch.strategies import ModelParallelStrategy
+from torch._inductor import config as inductor
 
 from lockstep_gpt.config import UserError, groups
 from lockstep_gpt.extras.seeing.sync_panel import SyncPanel
@@ -56,14 +57,43 @@ def test_the_recorded_average_is_the_mean_of_what_the_ranks_had(recordings):
     assert sum(first != second for first, second in gradients) > 0.9 * len(gradients)
 
 
+COMPILED = [
+    "precision=bf16-mixed",
+    "compile=true",
+    "batch.micro_size=2",
+    "model.n_layer=1",
+    "callbacks=[default,sync_panel]",
+    "callbacks.sync_panel.every=10",
+    "callbacks.sample.length=1",
+]
+# Two ranks would compile the same code at once, for most of a minute.
+STAND_IN = """
+import functools, lightning
+class StandIn(lightning.Callback):
+    def setup(self, trainer, pl_module, stage):
+        model = pl_module.model
+        model.compile = functools.partial(model.compile, backend="aot_eager")
+"""
+
+
 def test_bf16_compiled_and_accumulated_steps_are_recorded_alike(command):
-    words = ["precision=bf16-mixed", "compile=true", "batch.micro_size=2", "model.n_layer=1"]
-    panel = ["callbacks=[default,sync_panel]", "callbacks.sync_panel.every=10"]
-    said = command.train(*ON_TWO, *words, *panel, "run_dir=run").stdout
+    (command.folder / "stand_in.py").write_text(STAND_IN)
+    words = [*ON_TWO, *COMPILED, "+callbacks.stand_in._target_=stand_in.StandIn", "run_dir=run"]
+    said = command.train(*words, PYTHONPATH=str(command.folder)).stdout
     assert said.count("compiled: the first step took") == 1
     recordings = recorded_in(command.folder / "run")
     assert [(each["accumulation"], each["spread"]) for each in recordings] == 3 * [(2, 0.0)]
     assert all(is_mean_of_ranks(each) for each in recordings[-1]["parameters"])
+
+
+def test_what_inductor_compiles_is_recorded_alike_on_one_rank(command, monkeypatch):
+    monkeypatch.setattr(inductor, "compile_threads", 1)  # each process of more would import torch
+    monkeypatch.setattr(inductor.cpp, "simdlen", 1)  # vectors take the compiler twice as long
+    one = ["batch.global_size=4", "+trainer.limit_val_batches=0"]  # a second graph, as on two ranks
+    said = command.train(*COMPILED, *one, "run_dir=run").stdout
+    assert said.count("compiled: the first step took") == 1
+    recordings = recorded_in(command.folder / "run")
+    assert [(each["accumulation"], each["spread"]) for each in recordings] == 3 * [(2, 0.0)]
 
 
 def test_ranks_are_compared_and_hold_the_same_afterwards(recordings):
