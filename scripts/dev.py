@@ -69,20 +69,13 @@ def check(options: "list[str]") -> int:
 
 
 def _to_the_end(words: "list[str]") -> int:
-    """Run a step; a signal to us alone ends all of its processes, and what they leave is killed."""
+    """Run a step; a signal to us alone reaches all of its processes, and none outlives it."""
     step = subprocess.Popen(words, cwd=ROOT, start_new_session=POSIX)
-    passed = []
-
-    def pass_on(signum: int, _frame: object) -> None:
-        passed.append(signum)
-        os.killpg(step.pid, signum)
-
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if POSIX else ():
-        signal.signal(signum, pass_on)
+        signal.signal(signum, lambda number, _: os.killpg(step.pid, number))
     status = step.wait()
-    if passed:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(step.pid, signal.SIGKILL)
+    with contextlib.suppress(AttributeError, ProcessLookupError):  # no groups; nothing is left
+        os.killpg(step.pid, signal.SIGKILL)
     return 128 - status if status < 0 else status
 
 

@@ -7,7 +7,8 @@ usage: python scripts/settings.py
 import dataclasses
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple, get_type_hints
 
@@ -24,6 +25,7 @@ from lockstep_gpt.config import (
     data_sources,
 )
 from lockstep_gpt.registry import additions, resolved
+from lockstep_gpt.run_directory import flat
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIGS, PAGE = ROOT / "configs", ROOT / "docs/settings.md"
@@ -189,13 +191,9 @@ def choices(group: str) -> Iterator[Part]:
 
 def header(file: Path) -> str:
     """Return what the comment at the head of a YAML file says."""
-    lines = [line for line in file.read_text("utf-8").splitlines() if "@package" not in line]
-    comment = []
-    for line in lines:
-        if not line.startswith("# ") or "extra " in line:
-            break
-        comment.append(line.removeprefix("# ").strip())
-    return " ".join(comment)
+    lines = (line for line in file.read_text("utf-8").splitlines() if "@package" not in line)
+    comment = takewhile(lambda line: line.startswith("# ") and "extra " not in line, lines)
+    return " ".join(line.removeprefix("# ").strip() for line in comment)
 
 
 def settings_in(file: Path) -> Iterator[str]:
@@ -205,16 +203,8 @@ def settings_in(file: Path) -> Iterator[str]:
         if isinstance(entry, dict):
             ((group, choice),) = entry.items()
             yield f"{group.removeprefix('override /')}={choice}"
-    yield from flat(content, "" if file.parent.name == "experiment" else f"{file.parent.name}.")
-
-
-def flat(values: Mapping[str, Any], prefix: str) -> Iterator[str]:
-    """Yield nested values as words of a command line."""
-    for name, value in values.items():
-        if isinstance(value, dict):
-            yield from flat(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}={as_typed(value)}"
+    group = "" if file.parent.name == "experiment" else f"{file.parent.name}."
+    yield from (f"{name}={as_typed(value)}" for name, value in flat(content, group))
 
 
 def open_choices(group: str) -> Iterator[Part]:

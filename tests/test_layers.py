@@ -1,6 +1,7 @@
 """Imports run downward only, without circles, and nothing outside extras names an extra."""
 
 import ast
+import functools
 import graphlib
 import re
 from pathlib import Path
@@ -30,6 +31,7 @@ EXTRAS = sorted(
 )
 
 
+@functools.cache
 def modules():
     """Return every module of the package by its name below the package."""
     files = {path.relative_to(ROOT).with_suffix(""): path for path in ROOT.rglob("*.py")}

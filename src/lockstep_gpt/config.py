@@ -117,12 +117,6 @@ def counted(count: int, unit: str, plural: str = "s") -> str:
     return f"{count:,} {unit}{plural if count != 1 else ''}"
 
 
-def either(choices: list[Any]) -> str:
-    """Return the choices in words: `1, 2 or 4`."""
-    *others, last = map(str, choices)
-    return f"{', '.join(others)} or {last}" if others else last
-
-
 def is_module(folder: str, name: str) -> bool:
     """Tell whether a folder of the package has this module."""
     return name.isidentifier() and bool(find_spec(f"{__package__}.{folder}.{name}"))

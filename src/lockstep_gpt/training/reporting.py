@@ -192,15 +192,21 @@ def conclude(directory: RunDirectory, status: str, trainer: Trainer, found: dict
     directory.write_summary({**run, "wandb_run_id": wandb_id, **found})
 
 
+def ending(trainer: Trainer) -> str:
+    """Return the status of a run that has trained to its end, or as far as a callback let it."""
+    return "done" if trainer.global_step == trainer.max_steps else "stopped early"
+
+
 def closing(
     directory: RunDirectory, trainer: Trainer, row: dict[str, float], started: float
 ) -> str:
     """Say how a run that began at `started` has ended, where everything is, and what to do next."""
-    step, steps, found = trainer.global_step, trainer.max_steps, "no validation"
+    ended, found = ending(trainer), "no validation"
     if "val/loss" in row:
         perplexity = f"perplexity {row['val/perplexity']:.2f}"
         found = f"validation loss {row['val/loss']:.4f} nats per token, {perplexity}"
-    ended = "done" if step == steps else f"stopped early, after step {step:,} of {steps:,},"
+    if ended != "done":
+        ended += f", after step {trainer.global_step:,} of {trainer.max_steps:,},"
     return f"""
 {ended} in {time.perf_counter() - started:.0f} s: {found}
   metrics      {directory.metrics}

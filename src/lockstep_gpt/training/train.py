@@ -138,7 +138,7 @@ def _fit(trainer: Trainer, module: GPTModule, data: TokenDataModule, resume: str
         raise
     finally:
         disk.wait()
-    return "done" if trainer.global_step == trainer.max_steps else "stopped early"
+    return reporting.ending(trainer)
 
 
 def _loggers(directory: RunDirectory, batch: planning.BatchPlan, module: GPTModule) -> list[Logger]:

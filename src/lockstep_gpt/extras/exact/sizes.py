@@ -1,8 +1,9 @@
 """Which numbers of devices add up alike, and what the receipt says of it."""
 
 import math
+from typing import Any
 
-from lockstep_gpt.config import BatchConfig, Config, UserError, counted, either
+from lockstep_gpt.config import BatchConfig, Config, UserError, counted
 from lockstep_gpt.extras.exact.exact_settings import exact_size
 from lockstep_gpt.training.schedule import BatchPlan
 
@@ -68,3 +69,9 @@ def sums_line(config: Config, batch: BatchPlan) -> dict[str, str]:
             f"takes {counted(leaves, 'micro-batch', 'es')} in turn"
         )
     return {"sums": line}
+
+
+def either(choices: list[Any]) -> str:
+    """Return the choices in words: `1, 2 or 4`."""
+    *others, last = map(str, choices)
+    return f"{', '.join(others)} or {last}" if others else last

@@ -20,6 +20,7 @@ from lockstep_gpt.training.callbacks.checkpoints import Checkpoints
 from lockstep_gpt.training.callbacks.metrics import Metrics
 from lockstep_gpt.training.callbacks.stopping import Stopped
 from lockstep_gpt.training.metrics_file import MetricsFile
+from lockstep_gpt.training.reporting import ending
 from lockstep_gpt.training.tracking import git_state
 
 logger = logging.getLogger(__name__)
@@ -40,9 +41,7 @@ class ReportAtEnd(Callback):
 
     def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:  # noqa: ARG002
         """Write the report of a run that came to its end."""
-        self._write(
-            trainer, "done" if trainer.global_step == trainer.max_steps else "stopped early"
-        )
+        self._write(trainer, ending(trainer))
 
     def on_exception(self, trainer: Trainer, pl_module: Any, exception: BaseException) -> None:  # noqa: ARG002
         """Write the report of one that did not."""
