@@ -97,13 +97,14 @@ class Command:
 
         clean = {**_clean_environment(os.environ), **QUIET, **environment}
         printed = [tempfile.TemporaryFile() for _ in range(2)]  # noqa: SIM115 (of the process)
+        imported = [] if "logger=none" in arguments else ["wandb"]  # as `start_agent` has it
         with contextlib.chdir(self.folder):
             process = server.start(
                 target,
                 [arguments],
                 ["lockstep_gpt", *arguments],
                 {**start.KEEP_MEMORY, **clean},
-                ["wandb"],
+                imported,
                 [0, *(file.fileno() for file in printed)],
             )
         assert process, "the server that forks commands has ended"

@@ -194,7 +194,7 @@ def test_loaders_leave_the_random_state_of_the_run_alone(folder):
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_a_feed_is_one_batch_ahead_and_knows_how_long_it_was_waited_for():
+def test_a_feed_is_one_batch_ahead_and_knows_how_long_it_was_waited_for(wait_for):
     made = []
 
     def slow():
@@ -204,12 +204,14 @@ def test_a_feed_is_one_batch_ahead_and_knows_how_long_it_was_waited_for():
             yield number
 
     feed = Feed(slow(), group=1)
-    batches = iter(feed)
+    batches, started = iter(feed), time.perf_counter()
     assert next(batches) == 0
-    time.sleep(0.1)
+    spent = time.perf_counter() - started
+    wait_for(feed._ahead.done)
     assert made == [0, 1]
+    started = time.perf_counter()
     assert list(batches) == [1, 2]
-    assert 0.09 < feed.waited < 0.2
+    assert 0.09 < feed.waited < spent + time.perf_counter() - started
 
 
 def test_what_fails_in_the_feed_s_thread_fails_in_the_training():

@@ -92,7 +92,7 @@ def words_of(pid):
 
 
 def test_ranks_restart_cold_where_the_server_was_killed(command, processes_of, wait_for, kill):
-    process, find = started(command, processes_of, wait_for, "max_steps=400", "checkpoint.every=10")
+    process, find = started(command, processes_of, wait_for, "max_steps=200", "checkpoint.every=10")
     kill(find("lockstep_gpt.extras.warm")[0])
     before = set(find("processes rank"))
     kill(max(before))

@@ -178,14 +178,14 @@ class Drill(SmallRuns):
 
     def flipped_bit(self) -> Outcome:
         """Damage the newest checkpoint: the one before it is taken."""
-        process = self.start("flipped")
-        self.wait_for_step("flipped", self.steps // 3, process)
+        from lockstep_gpt.training.checkpoint import checkpoints_in
+
+        process, folder = self.start("flipped"), self.directory("flipped").checkpoints
+        self.wait_until(lambda: len(checkpoints_in(folder)) > 1, process)
         process.kill()
         process.communicate()
         self.gone("flipped")
-        from lockstep_gpt.training.checkpoint import checkpoints_in
-
-        newest = checkpoints_in(self.directory("flipped").checkpoints)[-1]
+        newest = checkpoints_in(folder)[-1]
         content = bytearray(newest.read_bytes())
         content[len(content) // 2] ^= 1
         newest.write_bytes(content)

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from lockstep_gpt.run_directory import RunDirectory
@@ -64,8 +65,12 @@ class SmallRuns:
 
     def wait_for_step(self, name: str, step: int, process: subprocess.Popen[str]) -> None:
         """Return when a run has logged a step, or its process has ended."""
+        self.wait_until(lambda: self.steps_of(name) >= step, process)
+
+    def wait_until(self, condition: Callable[[], bool], process: subprocess.Popen[str]) -> None:
+        """Return when a condition holds, or a run's process has ended."""
         end = time.monotonic() + LIMIT
-        while self.steps_of(name) < step and process.poll() is None and time.monotonic() < end:
+        while not condition() and process.poll() is None and time.monotonic() < end:
             time.sleep(POLL)
 
     def gone(self, name: str) -> int:
