@@ -16,11 +16,17 @@ from typing import Any, NoReturn
 # Its dependencies, README lines and whatever else is in shared files stands there between
 # `extra NAME: begin` and `extra NAME: end`.
 EXTRAS = {
-    "sweep": ("configs/hydra/", "src/hydra_plugins/", "tests/hydra_plugins/"),
+    "sweep": (
+        "configs/experiment/search.yaml",
+        "configs/hydra/",
+        "src/hydra_plugins/",
+        "tests/hydra_plugins/",
+    ),
     "warm": ("src/lockstep_gpt/extras/warm/", "tests/extras/warm/"),
     "copies": ("src/lockstep_gpt/extras/copies/", "tests/extras/copies/"),
     "trackers": (
         "configs/logger/added/",
+        "configs/logger/mlflow.yaml",
         "configs/logger/tensorboard.yaml",
         "src/lockstep_gpt/extras/trackers/",
         "tests/extras/trackers/",
@@ -80,14 +86,14 @@ LONGEST = 24  # characters of package and slug: longer ones break the lines of t
 PINS = Path(__file__).parents[1] / "constraints.txt"
 # Modules and commands of the dependencies that do not bear the name of their distribution.
 MODULES = re.compile(
-    "absl|antlr4|attr|coreweave_evaluations|fabric|functorch|google|grpc|hydra|hydra_plugins|"
-    "isympy|lightning_fabric|markdown_it|mypyc|opentelemetry|pil|py|pydevd_plugins|torchgen|xdist|"
+    "absl|antlr4|attr|coreweave_evaluations|databricks|dotenv|fabric|functorch|google|grpc|hydra|hydra_plugins|"
+    "isympy|lightning_fabric|markdown_it|mlflow|mypyc|opentelemetry|pil|py|pydevd_plugins|torchgen|xdist|"
     "yaml"
 )
 COMMANDS = re.compile(
     "accelerate-[a-z-]+|"
-    "activate|dmypy|f2py|fabric|hf|isympy|mako-render|markdown-it|mypyc|normalizer|numpy-config|"
-    "pip3?|pygmentize|pygrun|python3?|stubgen|stubtest|tiny-agents|torchfrtrace|torchrun|uv|wb"
+    "activate|cffi-gen-src|dmypy|dotenv|f2py|fabric|hf|isympy|mako-render|markdown-it|mlflow|mypyc|normalizer|numpy-config|"
+    "pip3?|pygmentize|pygrun|python3?|sqlformat|stubgen|stubtest|tiny-agents|torchfrtrace|torchrun|uv|wb"
 )
 SOFT_KEYWORDS = {*keyword.softkwlist, "type"}  # the latter since Python 3.12
 FOLDERS = {"configs", "data", "docs", "runs", "scripts", "src", "tests"}  # of every project

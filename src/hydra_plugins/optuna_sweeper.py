@@ -6,6 +6,7 @@ The published plugin wants an Optuna that is years old.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -26,12 +27,18 @@ class OptunaSweeper(Sweeper):
         n_trials: jobs in all.
         direction: minimize or maximize what a job returns.
         seed: of Optuna's sampler.
+        params: setting -> where to search, as on the command line, whose own come on top.
     """
 
     def __init__(
-        self, n_trials: int, direction: Literal["minimize", "maximize"], seed: int
+        self,
+        n_trials: int,
+        direction: Literal["minimize", "maximize"],
+        seed: int,
+        params: Mapping[str, Any] | None = None,
     ) -> None:
         self.n_trials = n_trials
+        self.params = dict(params or {})
         self.direction = direction
         self.seed = seed
 
@@ -57,7 +64,9 @@ class OptunaSweeper(Sweeper):
             remedy = 'pip install "lockstep-gpt[sweep]"'
             raise UserError(f"hydra/sweeper=optuna needs Optuna; {remedy}") from None
         parser = OverridesParser.create(config_loader=self.loader)
-        overrides = parser.parse_overrides(arguments)
+        given = {_name(each) for each in parser.parse_overrides(arguments)}
+        preset = [f"{name}={place}" for name, place in self.params.items() if name not in given]
+        overrides = parser.parse_overrides([*preset, *arguments])
         space = [override for override in overrides if override.is_sweep_override()]
         if not space:
             raise UserError("a sweep needs a setting to search in, like optim.lr=1e-3,3e-3")

@@ -1,8 +1,8 @@
 """What there is to set: groups, their choices and settings, and what is near to a wrong word."""
 
-import dataclasses
 import difflib
 from collections.abc import Iterable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ from omegaconf import OmegaConf
 
 from lockstep_gpt import config as schema
 from lockstep_gpt.config import Config
+from lockstep_gpt.registry import asked
 
 
 def config_folder() -> Path:
@@ -24,27 +25,22 @@ def groups() -> set[str]:
     return {path.name for path in config_folder().iterdir() if path.is_dir()}
 
 
-def names_in(group: str) -> list[str]:
-    """Return the choices of a group."""
-    return sorted(path.stem for path in (config_folder() / group).glob("*.yaml"))
-
-
 def settings_below(parent: str) -> dict[str, list[str]]:
     """Return choice -> the settings directly below `parent`, from the schema or YAML files."""
     group = parent.partition(".")[0]
     if group in schema.OPEN_GROUPS:
         files = (config_folder() / group).glob("*.yaml")
         return {file.stem: [str(key) for key in OmegaConf.load(file)] for file in files}
-    one = {"": schema.groups().get(parent) if parent else Config}
-    classes: dict[str, Any] = {**(schema.data_sources() if parent == "data" else one)}
-    known = {name: each for name, each in classes.items() if dataclasses.is_dataclass(each)}
-    return {name: [item.name for item in dataclasses.fields(each)] for name, each in known.items()}
+    one: Any = {"": schema.groups().get(parent) if parent else Config}
+    found = (schema.data_sources() if parent == "data" else one).items()
+    return {name: [item.name for item in fields(each)] for name, each in found if each}
 
 
 def suggestion(word: str, known: Iterable[str], prefix: str = "") -> str:
-    """Ask for the name that is nearest to `word`, if one of those `known` is near."""
+    """Ask for what other projects' `word` is here, or which of those `known` is nearest to it."""
     near = difflib.get_close_matches(word, known, n=1)
-    return f"; did you mean {prefix}{near[0]}?" if near else ""
+    elsewhere = "".join(asked("OTHER_NAME", prefix + word))
+    return elsewhere or (f"; did you mean {prefix}{near[0]}?" if near else "")
 
 
 def suggested_setting(path: str) -> str:

@@ -30,8 +30,8 @@ def train(arguments: list[str]) -> int:
     """Train once, or once for each job of a sweep; return the worst exit status."""
     if run := resume.run_to_resume(arguments):
         return resume.resume(run, arguments)
-    flags = [word for word in arguments if word in ("-m", "--multirun")]
-    if flags:  # to the front: Hydra's parser wants all overrides in one row
+    if flags := [word for word in arguments if word in ("-m", "--multirun")]:
+        # To the front: Hydra's parser wants all overrides in one row.
         arguments = [*flags, *(word for word in arguments if word not in flags)]
         if devices.is_inside_launcher():
             raise UserError("--multirun inside a launcher would sweep on every rank; drop torchrun")

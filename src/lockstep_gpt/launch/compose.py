@@ -19,6 +19,7 @@ from yaml import YAMLError
 from lockstep_gpt import config as schema
 from lockstep_gpt.config import PROGRAM, Config, UserError
 from lockstep_gpt.launch import choices, devices
+from lockstep_gpt.registry import addition
 from lockstep_gpt.run_directory import FORMER
 
 KINDS = {"Integer": "a whole number", "Float": "a number", "bool": "true or false"}
@@ -31,6 +32,7 @@ FLAGS = {  # of Hydra
 def run(arguments: list[str], job: Callable[[DictConfig], Any]) -> None:
     """Call `job` with what `arguments` compose, for each job of a sweep; or raise a `UserError`."""
     _register_schema()
+    arguments = (addition("WORDS") or list)(arguments)
     for word in arguments:
         name = word[2:].partition("=")[0]
         if word.startswith("--") and name not in FLAGS:
@@ -157,7 +159,8 @@ def one_line(error: Exception, arguments: list[str]) -> str:
     found = re.search(r"Could not (?:find|load) '(.+)/(.+?)'", text)
     if found and found[1] in choices.groups():
         listed = re.search(r"Available options in .+?: (.+?)( Config s.+)?$", text)
-        names = listed[1].split() if listed else choices.names_in(found[1])
+        files = (choices.config_folder() / found[1]).glob("*.yaml")
+        names = listed[1].split() if listed else sorted(path.stem for path in files)
         near = choices.suggestion(found[2], names)
         return f"{found[1]}={found[2]} is not one of {', '.join(names)}{near}"
     if path and re.search("not in|Could not override|Could not append", text):

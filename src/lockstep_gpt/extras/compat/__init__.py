@@ -1,6 +1,9 @@
 """What people bring along: runs of earlier versions, Lightning's callbacks, words of elsewhere."""
 
 CHECK = ".extras.compat.callbacks:refuse_what_cannot_work"
+WORDS = ".extras.compat.words:understood"
+OTHER_NAME = ".extras.compat.other_names:here"
+CALLBACK = ".extras.compat.time_limit:if_limited"
 CHECK_START = ".extras.compat.arguments:refuse_unknown_arguments"
 # Modules, or what is in them, that an earlier version had in another place.
 _HERE = "lockstep_gpt.training"

@@ -1,0 +1,90 @@
+"""What settings of other projects are called here; docs/coming_from.md shows them as tables."""
+
+from lockstep_gpt.launch import choices
+
+STEPS = "max_steps or max_tokens"
+# Of lightning-hydra-template, nanoGPT and litgpt; what has its own name in a group needs no entry.
+NAMES = {
+    # What many have.
+    "batch_size": "batch.micro_size or batch.global_size",
+    "ckpt_path": "resume",
+    "debug": "experiment=debug",
+    "epochs": STEPS,
+    "gradient_accumulation_steps": "batch.global_size",
+    "grad_clip": "optim.clip_norm",
+    "learning_rate": "optim.lr",
+    "max_epochs": STEPS,
+    "max_iters": "max_steps",
+    "min_lr": "optim.final_lr_fraction",
+    "output_dir": "run_dir",
+    "tags": "logger.wandb.tags",
+    "warmup_iters": "optim.warmup_steps",
+    # lightning-hydra-template
+    "data.batch_size": "batch.micro_size or batch.global_size",
+    "extras": "verbosity",
+    "hparams_search": "experiment=search with --multirun",
+    "logger=csv": "metrics.csv, which every run writes",
+    "logger=many_loggers": "a list, logger=[wandb,tensorboard]",
+    "model.compile": "compile",
+    "model.optimizer": "optim",
+    "model.optimizer.lr": "optim.lr",
+    "model.optimizer.weight_decay": "optim.weight_decay",
+    "model.scheduler": "optim.decay",
+    "optimized_metric": "val/loss, always",
+    "paths": "run_dir and data.root",
+    "paths.data_dir": "data.root",
+    "paths.output_dir": "run_dir",
+    "task_name": "run_name",
+    "test": "the command evaluate",
+    "train": "the command evaluate, where nothing is to be trained",
+    "trainer=ddp": "strategy=ddp with trainer.devices",
+    "trainer=ddp_sim": "trainer=cpu trainer.devices=2 strategy=ddp",
+    # nanoGPT
+    "always_save_checkpoint": "checkpoint.keep_last",
+    "backend": "strategy.process_group_backend",
+    "dataset": "data",
+    "decay_lr": "optim.decay",
+    "device": "trainer.accelerator",
+    "dtype": "precision",
+    "eval_interval": "val_every",
+    "eval_iters": "data.val_tokens",
+    "eval_only": "the command evaluate",
+    "init_from": "resume",
+    "log_interval": "log_every",
+    "lr_decay_iters": "max_steps, where the decay ends",
+    "out_dir": "run_dir",
+    "wandb_log": "logger=wandb or logger=none",
+    "wandb_project": "logger.wandb.project",
+    "wandb_run_name": "run_name",
+    # litgpt
+    "eval.interval": "val_every",
+    "eval.max_iters": "data.val_tokens",
+    "initial_checkpoint_dir": "resume",
+    "logger_name": "logger",
+    "model_name": "model",
+    "optimizer": "optim",
+    "tokenizer_dir": "data.tokenizer",
+    "train.epochs": STEPS,
+    "train.global_batch_size": "batch.global_size",
+    "train.log_interval": "log_every",
+    "train.lr_warmup_steps": "optim.warmup_steps",
+    "train.max_norm": "optim.clip_norm",
+    "train.max_seq_length": "model.block_size",
+    "train.max_steps": "max_steps",
+    "train.max_tokens": "max_tokens",
+    "train.micro_batch_size": "batch.micro_size",
+    "train.min_lr": "optim.final_lr_fraction",
+    "train.save_interval": "checkpoint.every",
+}
+
+
+def here(word: str) -> str:
+    """Say what another project's setting is here; an empty text if it is none of those known."""
+    name = word.replace("-", "_")
+    if name in choices.groups():  # given as a flag, for it is none that is unknown
+        return f"; here it is {name}=CHOICE"
+    while name:
+        if ours := NAMES.get(name):
+            return f"; here it is {ours}"
+        name = name.rpartition(".")[0]  # what it is in
+    return ""

@@ -1,0 +1,50 @@
+"""Words of a command line as other projects' users write them."""
+
+import sys
+from typing import cast
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import IntervalSweep
+
+from lockstep_gpt.config import UserError
+from lockstep_gpt.launch import choices, compose
+
+MULTIRUN = ("-m", "--multirun")
+# Of Hydra's plugins: their jobs do run, and their parent has status 0 also where all have failed.
+LAUNCHER = (
+    "would lose the exit status of its jobs, and signals to them; leave it out: jobs run one after "
+    "the other, each on all devices"
+)
+
+
+def understood(words: list[str]) -> list[str]:
+    """Return the words of a command as Hydra takes them; or raise a `UserError`."""
+    for word in words:
+        name, _, value = word.partition("=")
+        if name[:1] == "+" and name[1:] in choices.groups() and f"~{name[1:]}" not in words:
+            rule = f"{name[1:]} has a choice already; write {word[1:]}, without +"
+            raise UserError(f"{word}: {rule}")
+        if name.lstrip("+") == "hydra/launcher" and value != "basic":
+            slurm = "; on SLURM, docs/sweeps.md has arrays" if "submitit" in value else ""
+            raise UserError(f"{word} {LAUNCHER}{slurm}")
+    shows = any(word in ("-c", "--cfg") or word.startswith("--cfg=") for word in words)
+    return _first_job(words) if shows and any(word in MULTIRUN for word in words) else words
+
+
+def _first_job(words: list[str]) -> list[str]:
+    """Return the words of a sweep's first job, which `--cfg` shows of it."""
+    kept = [word for word in words if word not in MULTIRUN]
+    given = [word for word in compose.quoted(kept) if "=" in word and not word.startswith("-")]
+    with compose.told_in_one_line(given):
+        parsed = OverridesParser.create().parse_overrides(given)
+    swept = [override for override in parsed if override.is_sweep_override()]
+    first = {}
+    for override in swept:
+        sweep = override.value()
+        interval = [str(sweep.start)] if isinstance(sweep, IntervalSweep) else []
+        values = iter(interval or override.sweep_string_iterator())
+        word = cast(str, override.input_line)
+        first[word] = f"{word.partition('=')[0]}={next(values)}"
+    if first:
+        print(f"of this sweep, the first job: {' '.join(first.values())}", file=sys.stderr)
+    return [first.get(word, word) for word in compose.quoted(kept)]

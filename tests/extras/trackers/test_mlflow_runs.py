@@ -1,0 +1,53 @@
+"""`logger=mlflow`, against a real MLflow whose store is a database beside the run."""
+
+import csv
+
+import pytest
+
+# Of what MLflow itself uses.
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+
+
+@pytest.fixture
+def client(command):
+    from mlflow import MlflowClient
+
+    return MlflowClient(f"sqlite:///{command.folder}/mlflow.db")
+
+
+def the_run(client):
+    (experiment,) = client.search_experiments(filter_string="name = 'lockstep-gpt'")
+    (run,) = client.search_runs([experiment.experiment_id])
+    return run
+
+
+def history(client, run, name):
+    return [(each.step, each.value) for each in client.get_metric_history(run.info.run_id, name)]
+
+
+def test_mlflow_holds_settings_and_metrics_of_a_run_that_a_resume_goes_on_with(command, client):
+    command.train("logger=mlflow", "+logger.mlflow.tags.team=a", "run_dir=run", "run_name=mine")
+    run = the_run(client)
+    assert (run.info.run_name, run.info.status, run.data.tags["team"]) == ("mine", "FINISHED", "a")
+    assert run.data.params["optim/lr"] == "0.003"
+    assert run.data.params["parameters"] == "34688"
+    command("train", "run_dir=run", "resume=auto", "max_steps=30", "launch.inline=true")
+    run = the_run(client)
+    assert run.info.status == "FINISHED"
+    with (command.folder / "run/metrics.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    for name in ("train/loss", "val/loss"):
+        logged = [(int(row["trainer/step"]), float(row[name])) for row in rows if row[name]]
+        assert history(client, run, name) == logged
+        assert logged[-1][0] == 30
+
+
+def test_a_run_that_fails_is_failed_there(command, client):
+    command.train("logger=mlflow", "run_dir=run", "optim.lr=1e30", "optim.clip_norm=null", status=1)
+    assert the_run(client).info.status == "FAILED"
+
+
+def test_a_store_that_mlflow_refuses_is_one_line(command):
+    refused = command.train("logger=mlflow", "logger.mlflow.tracking_uri=nope://x", status=2)
+    assert "logger.mlflow.tracking_uri=nope://x is refused by MLflow: " in refused.stderr
+    assert "Traceback" not in refused.stderr
