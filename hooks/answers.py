@@ -35,7 +35,12 @@ EXTRAS = {
     "exact": ("docs/sums.png", "src/lockstep_gpt/extras/exact/", "tests/extras/exact/"),
     "nodes": ("src/lockstep_gpt/extras/nodes/", "tests/extras/nodes/"),
     "launchers": ("src/lockstep_gpt/extras/launchers/", "tests/extras/launchers/"),
-    "compat": ("docs/lightning.md", "src/lockstep_gpt/extras/compat/", "tests/extras/compat/"),
+    "compat": (
+        "docs/coming_from.md",
+        "docs/lightning.md",
+        "src/lockstep_gpt/extras/compat/",
+        "tests/extras/compat/",
+    ),
     "completion": ("src/lockstep_gpt/extras/completion/", "tests/extras/completion/"),
     "cluster": (
         "scripts/ledger.py",

@@ -272,3 +272,13 @@ def test_rank_that_raises_is_shown_and_recorded(command):
     assert failed["error"] == "ZeroDivisionError: on purpose"
     assert result.stderr.startswith("Traceback")
     assert command.summary("runs/broken")["status"] == "failed"
+
+
+def test_the_debug_preset_takes_five_steps_with_profile_and_anomaly_detection(command):
+    words = ["train", "experiment=[smoke,debug]", f"data.root={command.data_root}", "run_dir=run"]
+    said = command(*words).stdout
+    summary = command.summary("run")
+    assert (summary["status"], summary["step"], summary["world_size"]) == ("done", 5, 1)
+    assert "Profiler Report" in said
+    assert "detect_anomaly: true" in (command.folder / "run/config.yaml").read_text()
+    assert not (command.folder / "run/wandb").exists()

@@ -17,7 +17,13 @@ PAGES = {
     for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 }
 # Pages with tests of their own that run all of their commands.
-TESTED = ("docs/export.md", "docs/own_model.md", "docs/report.md", "docs/sync_panel.md")
+TESTED = (
+    "docs/export.md",
+    "docs/extend.md",
+    "docs/own_model.md",
+    "docs/report.md",
+    "docs/sync_panel.md",
+)
 # What is run by other tests, or by nobody: it asks a server, a cluster or the user's own paths.
 ELSEWHERE = {
     "python3 scripts/dev.py": "tests/scripts/test_dev.py runs it in a project of its own",

@@ -56,3 +56,18 @@ def test_failed_jobs_do_not_end_the_search(capsys):
 def test_nothing_to_search_in_is_refused():
     with pytest.raises(UserError, match="needs a setting to search in"):
         search("seed=1", job=distance)
+
+
+def test_the_preset_searches_where_it_says_and_the_command_line_on_top_of_it():
+    words = ["--multirun", "experiment=search", "run_dir=sweep", "hydra.sweeper.n_trials=6"]
+    tried = []
+
+    def job(config):
+        tried.append(config)
+        return distance(config)
+
+    compose.run([*words, "optim.weight_decay=0.2,0.3"], job)
+    assert len({config.optim.lr for config in tried}) == 6
+    assert all(3e-4 <= config.optim.lr <= 3e-2 for config in tried)
+    assert {config.optim.weight_decay for config in tried} <= {0.2, 0.3}
+    assert {config.max_steps for config in tried} == {300}

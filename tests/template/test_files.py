@@ -49,6 +49,7 @@ AT_THE_ROOT = {
     "docs/README.md",
     "docs/a_step.md",
     "docs/communication.md",
+    "docs/extend.md",
     "docs/house.md",
     "docs/own_data.md",
     "docs/own_model.md",

@@ -23,8 +23,10 @@ NAMES = {
     "data.batch_size": "batch.micro_size or batch.global_size",
     "extras": "verbosity",
     "hparams_search": "experiment=search with --multirun",
-    "logger=csv": "metrics.csv, which every run writes",
-    "logger=many_loggers": "a list, logger=[wandb,tensorboard]",
+    "csv": "metrics.csv, which every run writes",  # a choice of logger=
+    "ddp": "strategy=ddp with trainer.devices",  # and of trainer=
+    "ddp_sim": "strategy=ddp with trainer=cpu trainer.devices=2",
+    "many_loggers": "a list, logger=[wandb,tensorboard]",
     "model.compile": "compile",
     "model.optimizer": "optim",
     "model.optimizer.lr": "optim.lr",
@@ -37,8 +39,6 @@ NAMES = {
     "task_name": "run_name",
     "test": "the command evaluate",
     "train": "the command evaluate, where nothing is to be trained",
-    "trainer=ddp": "strategy=ddp with trainer.devices",
-    "trainer=ddp_sim": "trainer=cpu trainer.devices=2 strategy=ddp",
     # nanoGPT
     "always_save_checkpoint": "checkpoint.keep_last",
     "backend": "strategy.process_group_backend",

@@ -1,0 +1,105 @@
+"""Names of other projects: what is said of them is in docs/coming_from.md, and exists here."""
+
+import dataclasses
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from lockstep_gpt import cli
+from lockstep_gpt.config import OPEN_GROUPS, Config, groups
+from lockstep_gpt.extras.compat.other_names import NAMES, here
+from lockstep_gpt.launch.choices import config_folder
+
+PAGE = (Path(__file__).parents[3] / "docs/coming_from.md").read_text(encoding="utf-8")
+ROWS = re.findall(r"^\| (`.+?) \| (.+) \|$", PAGE, flags=re.MULTILINE)
+
+
+def settings_of(groups_and_top):
+    """Return every name that can stand on the left of `=`."""
+    names = {item.name for item in dataclasses.fields(Config)}
+    for group, owner in groups_and_top.items():
+        names |= {f"{group}.{item.name}" for item in dataclasses.fields(owner)}
+    for group in OPEN_GROUPS:
+        for file in (config_folder() / group).glob("*.yaml"):
+            for key, value in (yaml.safe_load(file.read_text("utf-8")) or {}).items():
+                below = value if isinstance(value, dict) else {}
+                names |= {f"{group}.{key}", *(f"{group}.{key}.{each}" for each in below)}
+    return names | {"data.tokenizer"}
+
+
+KNOWN = settings_of(groups())
+
+
+@pytest.mark.parametrize("ours", [ours for _, ours in ROWS])
+def test_each_of_our_names_on_the_page_exists(ours):
+    for word in re.findall(r"`([^`]+)`", ours):
+        name, _, chosen = word.removeprefix("+").partition("=")
+        if chosen and (config_folder() / name).is_dir():
+            for each in re.findall(r"\w+", chosen):
+                of_an_extra = each in ("search", "tensorboard")
+                assert of_an_extra or (config_folder() / name / f"{each}.yaml").exists(), word
+        elif not re.match(r"--|\w+\.yaml|sweep$|val/loss$", word):
+            assert name in KNOWN | {*cli.COMMANDS}, word
+
+
+def test_page_and_messages_agree():
+    named = ((re.findall(r"`(?:\w+=)?([^`]+)`", names), ours) for names, ours in ROWS)
+    told = {name: ours for names, ours in named for name in names}
+    said = {name: set(re.findall(r"[\w./]+", NAMES[name])) for name in told if name in NAMES}
+    assert len(said) > 50
+    assert {*NAMES} - {*told} == {"paths"}  # the page has what is in it
+    for name, words in said.items():
+        settings = words & KNOWN
+        assert settings <= set(re.findall(r"[\w./]+", told[name])), name
+
+
+@pytest.mark.parametrize(
+    ("word", "line"),
+    [
+        ("ckpt_path=a.ckpt", "unknown setting ckpt_path; here it is resume"),
+        ("tags=[a]", "unknown setting tags; here it is logger.wandb.tags"),
+        ("debug=default", "unknown setting debug; here it is experiment=debug"),
+        ("epochs=3", "unknown setting epochs; here it is max_steps or max_tokens"),
+        ("max_epochs=3", "unknown setting max_epochs; here it is max_steps or max_tokens"),
+        ("lr=0.1", "unknown setting lr; did you mean optim.lr?"),
+        ("learning_rate=0.1", "unknown setting learning_rate; here it is optim.lr"),
+        (
+            "data.batch_size=8",
+            "unknown setting data.batch_size; here it is batch.micro_size or batch.global_size",
+        ),
+        ("model.optimizer.lr=1", "unknown setting model.optimizer; here it is optim"),
+        (
+            "trainer=ddp",
+            "trainer=ddp is not one of auto, cpu, gpu; here it is strategy=ddp with "
+            "trainer.devices",
+        ),
+        (
+            "+experiment=smoke",
+            "+experiment=smoke: experiment has a choice already; write experiment=smoke, without +",
+        ),
+        (
+            "--experiment=smoke",
+            "--experiment=smoke is no flag; settings are NAME=VALUE, without dashes; here it is "
+            "experiment=CHOICE",
+        ),
+        (
+            "--max_steps=5",
+            "--max_steps=5 is no flag; settings are NAME=VALUE, without dashes; did you mean "
+            "max_steps?",
+        ),
+        (
+            "--train.micro-batch-size",
+            "--train.micro-batch-size is no flag; settings are NAME=VALUE, without dashes; here it "
+            "is batch.micro_size",
+        ),
+    ],
+)
+def test_a_name_of_elsewhere_is_refused_in_one_line_with_ours(word, line, capsys):
+    assert cli.main(["train", word]) == 2
+    assert capsys.readouterr().err == f"lockstep-gpt train: {line}\n"
+
+
+def test_a_name_that_nobody_has_is_none_of_theirs():
+    assert here("zzz") == here("") == ""

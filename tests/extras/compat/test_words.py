@@ -1,0 +1,31 @@
+"""Words of a command line that Hydra by itself would not take."""
+
+import pytest
+import yaml
+
+from lockstep_gpt import cli
+
+SWEEP = ["optim.lr=1e-3,2e-3", "seed=range(4,6)", "max_steps=30"]
+
+
+@pytest.mark.parametrize("flags", [["--cfg", "job", "--multirun"], ["-m", "-c", "job"]])
+def test_the_configuration_of_a_sweep_is_that_of_its_first_job(flags, capsys):
+    assert cli.main(["train", *flags, *SWEEP]) == 0
+    out, err = capsys.readouterr()
+    shown = yaml.safe_load(out)
+    assert (shown["optim"]["lr"], shown["seed"], shown["max_steps"]) == (1e-3, 4, 30)
+    assert shown["run_dir"].startswith("runs/sweep-") or "run_dir" not in flags
+    assert err == "of this sweep, the first job: optim.lr=0.001 seed=4\n"
+
+
+def test_an_interval_begins_at_its_start(capsys):
+    assert cli.main(["train", "--cfg", "job", "-m", "optim.lr=interval(1e-4,1e-2)"]) == 0
+    assert yaml.safe_load(capsys.readouterr().out)["optim"]["lr"] == 1e-4
+
+
+@pytest.mark.parametrize("launcher", ["joblib", "submitit_slurm", "submitit_local"])
+def test_a_launcher_that_loses_what_becomes_of_jobs_is_refused(launcher, capsys):
+    assert cli.main(["train", "--multirun", f"hydra/launcher={launcher}", "seed=1,2"]) == 2
+    line = capsys.readouterr().err
+    assert f"hydra/launcher={launcher} would lose the exit status of its jobs" in line
+    assert line.count("\n") == 1
