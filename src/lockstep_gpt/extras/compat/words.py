@@ -12,8 +12,8 @@ from lockstep_gpt.launch import choices, compose
 MULTIRUN = ("-m", "--multirun")
 # Of Hydra's plugins: their jobs do run, and their parent has status 0 also where all have failed.
 LAUNCHER = (
-    "would lose the exit status of its jobs, and signals to them; leave it out: jobs run one after "
-    "the other, each on all devices"
+    "would lose the exit status of its jobs; leave it out: jobs run one after the other, each on "
+    "all devices"
 )
 
 
