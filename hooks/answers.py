@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import builtins
+import contextlib
+import difflib
 import keyword
 import re
 import sys
 import unicodedata
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -88,22 +90,43 @@ IN_ALL = {"modern"}  # extras of an earlier version that every project has now
 NEEDS = {"slurm": {"nodes"}, "kubernetes": {"nodes"}}
 LICENSES = ("MIT", "Apache-2.0", "BSD-3-Clause", "none")
 LONGEST = 24  # characters of package and slug: longer ones break the lines of the code
-PINS = Path(__file__).parents[1] / "constraints.txt"
+ROOT = Path(__file__).parents[1]
+PINS = ROOT / "constraints.txt"
+SYSTEM = ROOT / "hooks" / "commands.txt"  # of the system and its shells
 # Modules and commands of the dependencies that do not bear the name of their distribution.
 MODULES = re.compile(
-    "absl|antlr4|attr|coreweave_evaluations|databricks|dotenv|fabric|functorch|google|grpc|hydra|hydra_plugins|"
-    "isympy|lightning_fabric|markdown_it|mlflow|mypyc|opentelemetry|pil|py|pydevd_plugins|torchgen|xdist|"
-    "yaml"
+    "absl|antlr4|attr|coreweave_evaluations|databricks|dotenv|fabric|functorch|google|grpc|hydra|"
+    "hydra_plugins|isympy|lightning_fabric|markdown_it|mlflow|mypyc|opentelemetry|pil|pip|"
+    "pkg_resources|py|pydevd_plugins|torchgen|uv|wheel|xdist|yaml"
 )
+# Of Python's own library, though `sys.stdlib_module_names` lacks them: its tests, and what later
+# versions than the oldest have.
+LIBRARY = {*sys.stdlib_module_names, "annotationlib", "compression", "profiling", "test"}
 COMMANDS = re.compile(
     "accelerate-[a-z-]+|"
-    "activate|cffi-gen-src|dmypy|dotenv|f2py|fabric|hf|isympy|mako-render|markdown-it|mlflow|mypyc|normalizer|numpy-config|"
-    "pip3?|pygmentize|pygrun|python3?|sqlformat|stubgen|stubtest|tiny-agents|torchfrtrace|torchrun|uv|wb"
+    "activate|cffi-gen-src|dmypy|dotenv|f2py|fabric|hf|isympy|mako-render|markdown-it|mlflow|"
+    "mypyc|normalizer|numpy-config|pip3?|pygmentize|pygrun|python3?|sqlformat|stubgen|stubtest|"
+    "tiny-agents|torchfrtrace|torchrun|uv|wb"
 )
 SOFT_KEYWORDS = {*keyword.softkwlist, "type"}  # the latter since Python 3.12
 FOLDERS = {"configs", "data", "docs", "runs", "scripts", "src", "tests"}  # of every project
 DEVICES = re.compile("aux|con|nul|prn|com[0-9]|lpt[0-9]")  # of Windows, which are no files
+QUESTIONS = (
+    "project_name",
+    "project_slug",
+    "package_name",
+    "description",
+    "author",
+    "email",
+    "license",
+    "wandb_project",
+    "wandb_entity",
+    "extras",
+    "git_init",
+)
 OPTIONAL = {"email", "wandb_entity"}
+# What hooks/project.py reads in the files that it copies.
+MARKS = re.compile(r"(template-only|extra \w+): (begin|end)\b|section of the living README:")
 ATOMS = r"[\w!#$%&'*+/=?^`{|}~-]+(\.[\w!#$%&'*+/=?^`{|}~-]+)*"  # RFC 5322, 3.2.3
 
 
@@ -126,6 +149,7 @@ class Answers:
     wandb_entity: str
     extras: tuple[str, ...]
     git_init: bool
+    asked: str  # extras as they were answered: `all` will mean more in a later state
 
 
 def checked(given: Mapping[str, Any]) -> Answers:
@@ -134,21 +158,56 @@ def checked(given: Mapping[str, Any]) -> Answers:
     Raises:
         Refused: one of them cannot be taken.
     """
-    texts = {name: _line(name, given[name]) for name in Answers.__annotations__ if _is_text(name)}
-    _check_slug(texts["project_slug"])
-    _check_package(texts["package_name"])
-    if texts["email"] and not re.fullmatch(f"{ATOMS}@{ATOMS}", texts["email"], re.ASCII):
-        _refuse("email", texts["email"], "is no address; write name@host, or leave it empty")
-    if texts["license"] not in LICENSES:
-        _refuse("license", texts["license"], f"is not one of {', '.join(LICENSES)}")
-    for name in ("wandb_project", "wandb_entity"):
-        if not re.fullmatch(r"[A-Za-z0-9_.-]{0,128}", texts[name]):
-            _refuse(name, texts[name], "must be letters, digits and . _ - only, 128 at most")
-    return Answers(**texts, extras=_extras(given["extras"]), git_init=_is_yes(given["git_init"]))
+    taken = {name: check(name, given[name]) for name in QUESTIONS}
+    return Answers(**taken, asked=given["extras"])
 
 
-def _is_text(name: str) -> bool:
-    return name not in ("extras", "git_init")
+def check(name: str, value: Any) -> Any:
+    """Return the answer to one question, checked.
+
+    Raises:
+        Refused: it cannot be taken.
+    """
+    if name == "git_init":
+        return _is_yes(value)
+    text = _line(name, value)
+    if name == "extras":
+        return _extras(text)
+    if name == "project_slug":
+        _check_slug(text)
+    if name == "package_name":
+        _check_package(text)
+    if name == "email" and text and not re.fullmatch(f"{ATOMS}@{ATOMS}", text, re.ASCII):
+        _refuse(name, text, "is no address; write name@host, or leave it empty")
+    if name == "license" and text not in LICENSES:
+        _refuse(name, text, f"is not one of {', '.join(LICENSES)}")
+    if name in ("wandb_project", "wandb_entity"):
+        if not re.fullmatch(r"[A-Za-z0-9_.-]{0,128}", text):
+            _refuse(name, text, "must be letters, digits and . _ - only, 128 at most")
+        if text in (".", ".."):
+            _refuse(name, text, "is a folder, not a name; add a letter or a digit")
+    return text
+
+
+def suggested_slug(words: str) -> str:
+    """Return a slug that will be taken, from lower-case words with dashes between."""
+    return _suggested(_check_slug, "-", words)
+
+
+def suggested_package(slug: str) -> str:
+    """Return the name of a package that will be taken, from a slug."""
+    return _suggested(_check_package, "_", slug.replace("-", "_"))
+
+
+def _suggested(check: Callable[[str], None], between: str, words: str) -> str:
+    """Return `words`, cut between two of them, if that will be taken; or with `my` before."""
+    for candidate in (words, f"my{between}{words}"):
+        cut = candidate[: LONGEST + 1].rpartition(between)[0] or candidate[:LONGEST]
+        name = candidate if len(candidate) <= LONGEST else cut
+        with contextlib.suppress(Refused):
+            check(name)
+            return name
+    return f"my{between}gpt"
 
 
 def _line(name: str, value: Any) -> str:
@@ -160,6 +219,8 @@ def _line(name: str, value: Any) -> str:
         _refuse(name, value, "is empty; every project needs one")
     if text != text.strip():
         _refuse(name, value, "has space around it; leave that out")
+    if MARKS.search(text):
+        _refuse(name, value, "holds one of the marks that the template reads; write it otherwise")
     return text
 
 
@@ -169,6 +230,8 @@ def _check_slug(slug: str) -> None:
     _check_length("project_slug", slug)
     if COMMANDS.fullmatch(slug) or _module(slug) in _dependencies():
         _refuse("project_slug", slug, "is the name of a dependency or its command; take another")
+    if slug in SYSTEM.read_text("utf-8").split():
+        _refuse("project_slug", slug, "is a command of the system or a shell; take another")
 
 
 def _check_package(name: str) -> None:
@@ -181,12 +244,14 @@ def _check_package(name: str) -> None:
     _check_length("package_name", name)
     if hasattr(builtins, name):
         _refuse("package_name", name, "is a built-in of Python; take another name")
-    if name in sys.stdlib_module_names:
+    if name in LIBRARY:
         _refuse("package_name", name, "is a module of Python's own library; take another name")
     if MODULES.fullmatch(name) or name in _dependencies():
         _refuse("package_name", name, "is a module of a dependency; take another name")
     if name in FOLDERS:
         _refuse("package_name", name, "is a folder of every project; take another name")
+    if name in {path.stem for path in (ROOT / "scripts").rglob("*.py")}:
+        _refuse("package_name", name, "is a script, which would hide it; take another name")
 
 
 def _check_length(answer: str, name: str) -> None:
@@ -206,15 +271,17 @@ def _module(distribution: str) -> str:
     return re.sub(r"[-_.]+", "_", distribution).lower()
 
 
-def _extras(value: Any) -> tuple[str, ...]:
+def _extras(text: str) -> tuple[str, ...]:
     """Return the chosen extras in the order of `EXTRAS`."""
-    words = set(re.split(r"[\s,]+", _line("extras", value)))
+    words = set(re.split(r"[\s,]+", text))
     if words == {"none"}:
         return ()
     if words == {"all"}:
         return tuple(EXTRAS)
     for word in sorted(words - set(EXTRAS) - IN_ALL):
-        _refuse("extras", word, f"is not one of {', '.join(EXTRAS)}; or answer all or none")
+        near = difflib.get_close_matches(word, EXTRAS, n=1)
+        hint = f"did you mean {near[0]}? Or answer" if near else "answer"
+        _refuse("extras", word, f"is not one of {', '.join(EXTRAS)}; {hint} all or none")
     words |= {need for word in words for need in NEEDS.get(word, ())}
     return tuple(name for name in EXTRAS if name in words)
 

@@ -6,6 +6,7 @@ that only here it is known for certain.
 
 from __future__ import annotations
 
+import json
 import os
 import runpy
 import sys
@@ -14,18 +15,54 @@ from typing import Any
 
 from jinja2 import Environment
 from jinja2.ext import Extension
+from rich.prompt import Prompt
+
+QUESTIONS = Path(__file__).parents[1] / "cookiecutter.json"
 
 
 class TemplateExtension(Extension):
-    """Adds `check_answers`, `template_root` and `under_cruft` to the globals of Jinja."""
+    """Adds what `cookiecutter.json`, the hooks and the README call to the globals of Jinja."""
 
     def __init__(self, environment: Environment) -> None:
         super().__init__(environment)
+        _need_hooks()  # cookiecutter makes us before it makes a folder
+        rules = _rules()
         environment.globals.update(
+            check_answer=check_answer,
             check_answers=check_answers,
+            keeps_files=lambda: bool(_cookiecutter_s("generate_files", "skip_if_file_exists")),
+            suggested_package=rules["suggested_package"],
+            suggested_slug=rules["suggested_slug"],
             template_root=os.getcwd,
             under_cruft=lambda: "cruft" in sys.modules,
         )
+
+
+def check_answer(answers: dict[str, Any], name: str) -> str:
+    """Return nothing; ask again until the answer to a question can be taken.
+
+    Raises:
+        SystemExit: it cannot be taken, and nobody is asked.
+    """
+    rules = _rules()
+    while name in answers:  # a replay asks only what it does not know
+        try:
+            rules["check"](name, answers[name])
+            break
+        except rules["Refused"] as refused:
+            if _cookiecutter_s("prompt_for_config", "no_input") is not False:
+                raise SystemExit(f"Error: {refused}") from None
+            print(f"  {refused}")
+        answers[name] = _asked_again(name)
+    return ""
+
+
+def _asked_again(name: str) -> str:
+    question = json.loads(QUESTIONS.read_text("utf-8"))["__prompts__"][name]
+    try:
+        return Prompt.ask(f"  {question.splitlines()[-1].strip()}", default="", show_default=False)
+    except EOFError:
+        raise SystemExit(f"Error: {name} has no answer that can be taken") from None
 
 
 def check_answers(answers: dict[str, Any]) -> str:
@@ -35,10 +72,35 @@ def check_answers(answers: dict[str, Any]) -> str:
         SystemExit: an answer cannot be taken; nothing has been written yet. Of all exceptions,
             only this one ends cookiecutter and cruft alike with one line.
     """
-    # Not imported: `cruft update` checks out two states of the template in one process.
-    rules = runpy.run_path(str(Path(__file__).with_name("answers.py")))
+    rules = _rules()
     try:
         rules["checked"](answers)
     except rules["Refused"] as refused:
         raise SystemExit(f"Error: {refused}") from None
     return ""
+
+
+def _need_hooks() -> None:
+    """Raise SystemExit if cookiecutter was told not to run hooks."""
+    for function in ("cookiecutter", "generate_files"):
+        if _cookiecutter_s(function, "accept_hooks") is False:
+            raise SystemExit(
+                "Error: --accept-hooks no leaves nothing: this template's hooks make the project; "
+                "read hooks/, then leave that option out"
+            )
+
+
+def _rules() -> dict[str, Any]:
+    """Not imported: `cruft update` checks out two states of the template in one process."""
+    return runpy.run_path(str(Path(__file__).with_name("answers.py")))
+
+
+def _cookiecutter_s(function: str, variable: str) -> Any:
+    """Return what a running function of cookiecutter was told, which it tells in no other way."""
+    frame = sys._getframe()
+    while frame and (
+        frame.f_code.co_name != function
+        or not frame.f_globals.get("__name__", "").startswith("cookiecutter.")
+    ):
+        frame = frame.f_back  # type: ignore[assignment]
+    return frame.f_locals.get(variable) if frame else None

@@ -1,6 +1,7 @@
-"""Cookiecutter runs this in the new project, where only the README stands so far."""
+"""Cookiecutter runs this in the new project, where only a raw README stands so far."""
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -8,11 +9,14 @@ sys.dont_write_bytecode = True
 ROOT = Path(json.loads(r"""[{{ template_root() | tojson }}]""")[0])
 sys.path.insert(0, str(ROOT))
 from hooks.answers import checked  # noqa: E402
-from hooks.project import make  # noqa: E402
+from hooks.project import make, origin_of  # noqa: E402
 
-answers = checked(json.loads(r"""{{ cookiecutter | tojson }}"""))
-print(
-    make(
-        ROOT, Path.cwd(), answers, under_cruft=json.loads(r"""[{{ under_cruft() | tojson }}]""")[0]
-    )
-)
+given = json.loads(r"""{{ cookiecutter | tojson }}""")
+keep, under_cruft = json.loads(r"""{{ [keeps_files(), under_cruft()] | tojson }}""")
+template = given.get("_template", "")  # a path that cookiecutter did not clone is where it lies
+fetched = "" if given.get("_repo_dir", "").startswith(template) else template
+screen = make(ROOT, Path.cwd(), checked(given), origin_of(ROOT, fetched), keep, under_cruft)
+try:
+    print(screen, flush=True)
+except OSError:  # nobody reads it any more; the project is made all the same
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)

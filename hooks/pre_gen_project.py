@@ -2,12 +2,15 @@
 
 import json
 import sys
+from pathlib import Path
 
 sys.dont_write_bytecode = True
-sys.path.insert(0, json.loads(r"""[{{ template_root() | tojson }}]""")[0])
+ROOT = Path(json.loads(r"""[{{ template_root() | tojson }}]""")[0])
+sys.path.insert(0, str(ROOT))
 from hooks.answers import Refused, checked  # noqa: E402
+from hooks.project import refuse_links  # noqa: E402
 
 try:
-    checked(json.loads(r"""{{ cookiecutter | tojson }}"""))
+    refuse_links(ROOT, Path.cwd(), checked(json.loads(r"""{{ cookiecutter | tojson }}""")))
 except Refused as refused:
     sys.exit(f"Error: {refused}")

@@ -9,10 +9,11 @@ import re
 import shutil
 import subprocess
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path, PurePosixPath
+from typing import Any
 
-from hooks.answers import EXTRAS, Answers
+from hooks.answers import EXTRAS, QUESTIONS, Answers, Refused
 
 PACKAGE, SLUG = "lockstep_gpt", "lockstep-gpt"  # ours; they stand for nothing else anywhere
 # What is the template's own; a name with a slash at its end is a folder.
@@ -40,49 +41,150 @@ TEMPLATE_ONLY = (
     "tests/test_nodes.py",
     "{{cookiecutter.project_slug}}/",
 )
+# What lies at the root of this repository; without git, nothing else there is copied.
+OURS = {
+    ".ci",
+    ".env.example",
+    ".gitattributes",
+    ".github",
+    ".gitignore",
+    "BENCHMARKS.md",
+    "CHANGELOG.md",
+    "LICENSE",
+    "README.md",
+    "configs",
+    "constraints.txt",
+    "cookiecutter.json",
+    "docs",
+    "hooks",
+    "pyproject.toml",
+    "scripts",
+    "src",
+    "tests",
+    "{{cookiecutter.project_slug}}",
+}
 MARKER = re.compile(r"(template-only|extra (\w+)): (begin|end)\b")
 OWNER = re.compile(r"\d{4} The Lockstep GPT authors|\[yyyy\] \[name of copyright owner\]")
+README = "{{cookiecutter.project_slug}}/README.md"
+FIELD = re.compile(r"\{\{ cookiecutter\.(\w+) \}\}")
+RECORD = ".template.json"  # of the project: its template, the commit, the answers
 SECTION = re.compile(r"^<!-- section of the living README: (.+) -->$", flags=re.MULTILINE)
 
 
-def make(root: Path, target: Path, answers: Answers, under_cruft: bool = False) -> str:
-    """Make a project in `target`, where its README stands already.
+def make(
+    root: Path,
+    target: Path,
+    answers: Answers,
+    origin: Mapping[str, Any] | None = None,
+    keep: bool = False,
+    under_cruft: bool = False,
+) -> str:
+    """Make a project in `target`.
 
     Args:
         root: the template.
         target: the new project's folder; files of the user in it stay.
         answers: whose project it is.
+        origin: what the project says of its template, where that is not what `root` tells.
+        keep: leave what is there already as it is.
         under_cruft: leave git alone: cruft adds a file of its own first, and compares folders.
 
     Returns:
         What was made and what comes next, for the screen.
+
+    Raises:
+        Refused: a link lies where a file would be written.
     """
-    found = (name for name in committed_files(root) if not (root / name).is_relative_to(target))
-    names = [name for name in found if _is_wanted(name, answers)]
-    for name in names:
-        path = target / name.replace(PACKAGE, answers.package_name)
-        _write(path, _content(name, (root / name).read_bytes(), answers))
-    readme = target / "README.md"
-    _write(readme, _with_sections(readme.read_text("utf-8"), root, answers).encode())
+    refuse_links(root, target, answers)
+    contents = {
+        _placed(name, answers): _content(name, (root / name).read_bytes(), answers)
+        for name in _names(root, target, answers)
+    }
+    contents["README.md"] = _readme(root, answers).encode()
     if text := _license(root, answers):
-        _write(target / "LICENSE", text.encode())
+        contents["LICENSE"] = text.encode()
+    contents[RECORD] = _record(answers, origin or origin_of(root)).encode()
+    for name, content in contents.items():
+        if not (keep and _is_of_the_user(target / name)):
+            _write(target / name, content)
     history = _first_commit(target, answers) if answers.git_init and not under_cruft else ""
-    return _screen(target, answers, len(names) + 1 + bool(text), history)
+    return _screen(target, answers, len(contents), history)
+
+
+def _names(root: Path, target: Path, answers: Answers) -> list[str]:
+    found = (name for name in committed_files(root) if not (root / name).is_relative_to(target))
+    return [name for name in found if _is_wanted(name, answers)]
+
+
+def _placed(name: str, answers: Answers) -> str:
+    return name.replace(PACKAGE, answers.package_name)
+
+
+def refuse_links(root: Path, target: Path, answers: Answers) -> None:
+    """Raise Refused if a link lies in `target` where a file would be written through it."""
+    names = [_placed(name, answers) for name in _names(root, target, answers)]
+    for name in [*names, "README.md", "LICENSE", RECORD]:
+        for path in (PurePosixPath(name), *PurePosixPath(name).parents[:-1]):
+            if (target / path).is_symlink():
+                raise Refused(f"{path} is a link, and nothing is written through it; remove it")
+
+
+def _is_of_the_user(path: Path) -> bool:
+    """Say whether a file was there before: cookiecutter may have written the README just now."""
+    return path.exists() and not SECTION.search(path.read_bytes().decode("utf-8", "replace"))
+
+
+def origin_of(root: Path, fetched: str = "") -> dict[str, Any]:
+    """Return where a template comes from: its URL or path, its commit, its folder in there.
+
+    Args:
+        root: the template, as it lies here.
+        fetched: what cookiecutter has cloned or unzipped it from; nothing if it lies there.
+    """
+    git = _git(root, "rev-parse", "--show-prefix", "HEAD") if shutil.which("git") else None
+    if git is None or git.returncode or not _listed(root):
+        place, folder, commit = fetched or str(root.resolve()), "", None
+    else:
+        folder, commit = git.stdout.split("\n")[:2]
+        top = root.resolve().parents[folder.count("/") - 1] if folder else root.resolve()
+        place = (fetched and _git(root, "config", "remote.origin.url").stdout.strip()) or str(top)
+    return {"template": _without_secrets(place), "commit": commit, "directory": folder.strip("/")}
+
+
+def _without_secrets(url: str) -> str:
+    """Leave out the user and password or token of a URL: the record is committed."""
+    return re.sub(r"(?<=://)[^/@]+@", "", url)
+
+
+def _record(answers: Answers, origin: Mapping[str, Any]) -> str:
+    """Return what `scripts/dev.py update` goes by, as JSON."""
+    given = {name: getattr(answers, name) for name in QUESTIONS} | {"extras": answers.asked}
+    record = {**origin, "answers": given}
+    return json.dumps(record, indent=2, ensure_ascii=False) + "\n"
 
 
 def committed_files(root: Path) -> list[str]:
-    """Return the files that git would commit, by name; without a repository: that are no junk."""
-    if (root / ".git").exists() and shutil.which("git"):
-        listing = _git(root, "ls-files", "-coz", "--exclude-standard", check=True).stdout
-        names = set(filter(None, listing.split("\0")))
-        return sorted(name for name in names if (root / name).is_file())
+    """Return the files that git knows, by name; what else lies about may be private.
+
+    Without a repository, as in a zip: what our own is made of, and no junk.
+    """
+    if shutil.which("git") and (listed := _listed(root)):
+        return sorted(name for name in listed if (root / name).is_file())
     ignored = _ignored(root)
     found = []
     for folder, folders, files in os.walk(root):
         place = PurePosixPath(Path(folder).relative_to(root).as_posix())
+        if place == PurePosixPath():
+            folders[:] = [name for name in folders if name in OURS]
+            files = [name for name in files if name in OURS]
         folders[:] = [name for name in folders if not _is_junk(place / name, ignored)]
         found += [str(place / name) for name in files if not _is_junk(place / name, ignored)]
     return sorted(found)
+
+
+def _listed(root: Path) -> list[str]:
+    listing = _git(root, "ls-files", "-z").stdout
+    return [name for name in listing.split("\0") if name]
 
 
 def _ignored(root: Path) -> list[str]:
@@ -91,6 +193,8 @@ def _ignored(root: Path) -> list[str]:
 
 def _is_junk(path: PurePosixPath, ignored: Iterable[str]) -> bool:
     """Read the few forms of pattern that our .gitignore has: `name`, `name/` and `/name/`."""
+    if path.name.startswith(".") and str(path) not in OURS:
+        return True
     for pattern in ignored:
         tested = str(path) if pattern.startswith("/") else path.name
         if fnmatch.fnmatchcase(tested, pattern.strip("/")):
@@ -189,8 +293,8 @@ EDITS: dict[str, dict[str, Callable[[Answers], str]]] = {
 }
 
 
-def _with_sections(readme: str, root: Path, answers: Answers) -> str:
-    """Fill the new README with sections of the living one, heading and all."""
+def _readme(root: Path, answers: Answers) -> str:
+    """Return the new README: its own text, and sections of the living one, heading and all."""
     living = (root / "README.md").read_text("utf-8")
     sections = dict(re.findall(r"^## (.+)\n((?:(?!## ).*\n)*)", living, flags=re.MULTILINE))
 
@@ -198,7 +302,11 @@ def _with_sections(readme: str, root: Path, answers: Answers) -> str:
         text = f"## {match[1]}\n{sections[match[1]]}".rstrip("\n")
         return _renamed(_kept(text, answers), answers)
 
-    return re.sub(r"\n{3,}", "\n\n", SECTION.sub(section, readme)).rstrip("\n") + "\n"
+    own = SECTION.sub(section, (root / README).read_text("utf-8"))
+    filled = FIELD.sub(lambda field: getattr(answers, field[1]), own)
+    if answers.license != "none":
+        filled += f"\n## Licence\n\n{answers.license}, see [LICENSE](LICENSE).\n"
+    return re.sub(r"\n{3,}", "\n\n", filled).strip("\n") + "\n"
 
 
 def _license(root: Path, answers: Answers) -> str:

@@ -5,6 +5,7 @@ usage: python3 scripts/dev.py COMMAND [arguments]
   train [overrides]       train; prepare, generate and all other commands are passed on likewise
   test [pytest options]   lint, types, then the tests, up to the first that fails
   test --changed          the same, with the tests of what differs from the last commit only
+  update [TEMPLATE]       take over a later state of the template; see update --help
 """
 # Python 3.6 must still be able to start this, so that an unsupported Python gets a clear line.
 
@@ -38,6 +39,10 @@ def main(arguments: "list[str]") -> int:
         return 0 if arguments else 2
     if not (3, 11) <= sys.version_info[:2] < (3, 14):
         _refuse(f"needs Python 3.11 to 3.13, not {sys.version[:6]}; try python3.12 scripts/dev.py")
+    if arguments[0] == "update" and (ROOT / "scripts/update.py").is_file():
+        import update
+
+        return update.main(arguments[1:], ROOT)
     set_up()
     if arguments[0] == "test":
         return check(arguments[1:])

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 from cookiecutter.main import cookiecutter
+from hypothesis import given
+from hypothesis import strategies as st
 
 from hooks.answers import EXTRAS
 
@@ -27,6 +29,11 @@ REFUSED = [
     ("package_name", "torch", "dependency"),
     ("package_name", "yaml", "dependency"),
     ("package_name", "hydra_plugins", "dependency"),
+    ("package_name", "test", "Python's own library"),
+    ("package_name", "compression", "Python's own library"),
+    ("package_name", "pip", "dependency"),
+    ("package_name", "settings", "script"),
+    ("package_name", "dev", "script"),
     ("package_name", "tests", "folder"),
     ("package_name", "configs", "folder"),
     ("package_name", "7th", "a letter coming first"),
@@ -59,6 +66,10 @@ REFUSED = [
     ("project_slug", "lpt9", "device on Windows"),
     ("project_slug", "torchrun", "dependency or its command"),
     ("project_slug", "pytest", "dependency or its command"),
+    ("project_slug", "git", "command of the system"),
+    ("project_slug", "ls", "command of the system"),
+    ("project_slug", "bash", "command of the system"),
+    ("project_slug", "test", "command of the system"),
     ("project_name", "", "is empty"),
     ("project_name", "   ", "is empty"),
     ("project_name", "two\nlines", "one line"),
@@ -78,9 +89,15 @@ REFUSED = [
     ("wandb_project", "", "is empty"),
     ("wandb_project", "a/b", "letters, digits and . _ -"),
     ("wandb_entity", "a: b", "letters, digits and . _ -"),
+    ("wandb_project", "..", "a folder, not a name"),
+    ("wandb_entity", ".", "a folder, not a name"),
+    ("description", "extra warm: begin", "marks that the template reads"),
+    ("author", "template-only: end", "marks that the template reads"),
+    ("project_name", "<!-- section of the living README: x -->", "marks that the template reads"),
     ("extras", "", "is empty"),
     ("extras", "nothing", "is not one of"),
     ("extras", "none all", "is not one of"),
+    ("extras", "wram", "did you mean warm?"),
 ]
 ODD_TEXTS = [
     'O\'Reilly "net"',
@@ -102,7 +119,9 @@ ODD_TEXTS = [
 
 def slip(folder: Path, **answers) -> Path:
     """Write what cookiecutter noted of some answers, which it takes as they stand."""
-    context = dict(answers, _extensions=["hooks.extension.TemplateExtension"], __checked="")
+    template = json.loads((ROOT / "cookiecutter.json").read_text("utf-8"))
+    context = {name: "" for name in template if name.startswith("__")}
+    context |= {**answers, "_extensions": template["_extensions"]}
     folder.mkdir(exist_ok=True)
     path = folder / "answers.json"
     path.write_text(json.dumps({"cookiecutter": context}))
@@ -190,6 +209,86 @@ def test_typed_answers_arrive_as_they_are(generate, tmp_path):
     about = tomllib.loads((tmp_path / "grosse-d/pyproject.toml").read_text("utf-8"))["project"]
     assert (about["name"], about["license"]) == ("grosse-d", "Apache-2.0")
     assert (about["description"], about["authors"]) == (description, [{"name": author}])
+
+
+MISTAKES = {
+    "project_name": "extra warm: begin",
+    "project_slug": "git",
+    "package_name": "settings",
+    "description": "template-only: begin",
+    "author": "extra warm: end",
+    "email": "nobody",
+    "wandb_project": "..",
+    "wandb_entity": "a/b",
+    "extras": "wram",
+}
+
+
+def test_what_is_refused_is_asked_again_at_once(generate, tmp_path):
+    right = ["3D GPT", "", "", "A line", "", "", "3", "its-runs", "", "warm", "no"]
+    again = {"project_slug": "its-slug", "package_name": "its_package", "author": "Its author"}
+    typed = []
+    questions = list(json.loads((ROOT / "cookiecutter.json").read_text("utf-8"))["__prompts__"])
+    for question, answer in zip(questions, right, strict=True):
+        typed += [MISTAKES[question]] if question in MISTAKES else []
+        typed.append(answer or again.get(question, ""))
+    lines = "".join(f"{line}\n" for line in typed)
+    options = [generate.template, "-o", tmp_path]
+    done = generate.run("cookiecutter", *options, cwd=tmp_path, typed=lines)
+    said = re.findall(r"(\w+)='.*' ", done.stdout)
+    assert said == list(MISTAKES)
+    record = json.loads((tmp_path / "its-slug/.template.json").read_text("utf-8"))
+    assert record["answers"] == {
+        "project_name": "3D GPT",
+        "project_slug": "its-slug",
+        "package_name": "its_package",
+        "description": "A line",
+        "author": "Its author",
+        "email": "",
+        "license": "BSD-3-Clause",
+        "wandb_project": "its-runs",
+        "wandb_entity": "",
+        "extras": "warm",
+        "git_init": False,
+    }
+
+
+def test_questions_that_end_in_a_mistake_leave_nothing(generate, tmp_path):
+    options = [generate.template, "-o", tmp_path / "out"]
+    typed = "My GPT\ngit\n"
+    done = generate.run("cookiecutter", *options, cwd=tmp_path, typed=typed, status=1)
+    assert done.stderr == "Error: project_slug has no answer that can be taken\n"
+    assert list(tmp_path.iterdir()) == []
+
+
+NAMES = ["3D GPT", "12345", "1e3", "🚀", "~", "git", "torch", "class", "test", "settings", "con"]
+NAMES += ["A rather long name of a project that goes on and on", "x" * 60, "none", "Große Ω"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_defaults_of_any_name_are_taken(name, generate, tmp_path):
+    generate(tmp_path, "git_init=no", f"project_name={name}")
+    (project,) = tmp_path.iterdir()
+    about = tomllib.loads((project / "pyproject.toml").read_text("utf-8"))["project"]
+    assert about["name"] == project.name
+
+
+@given(st.text(st.characters(categories=("Ll", "Nd"), max_codepoint=127) | st.just("-")))
+def test_suggested_names_are_taken_and_cut_between_words(words):
+    from hooks.answers import check, suggested_package, suggested_slug
+
+    slug = suggested_slug(words.strip("-"))
+    assert check("project_slug", slug) == slug
+    package = suggested_package(slug)
+    assert check("package_name", package) == package
+
+
+def test_a_long_name_is_cut_between_words():
+    from hooks.answers import suggested_package, suggested_slug
+
+    assert suggested_slug("a-transformer-of-many-layers") == "a-transformer-of-many"
+    assert suggested_slug("x" * 30) == "x" * 24
+    assert suggested_package("3-transformers-of-layers") == "my_3_transformers_of"
 
 
 def test_jinja_of_the_command_line_is_run_by_cookiecutter_and_never_again(generate, tmp_path):

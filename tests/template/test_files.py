@@ -43,6 +43,7 @@ AT_THE_ROOT = {
     ".gitattributes",
     ".github/workflows/ci.yml",
     ".gitignore",
+    ".template.json",
     "LICENSE",
     "README.md",
     "constraints.txt",
@@ -66,6 +67,7 @@ AT_THE_ROOT = {
     "pyproject.toml",
     "scripts/dev.py",
     "scripts/settings.py",
+    "scripts/update.py",
 }
 
 
@@ -88,7 +90,8 @@ def test_files_are_those_that_git_has_less_the_template_s_own(chosen, baked, tem
     names = git(template, "ls-files", "-z").rstrip("\0").split("\0")
     expected = {name for name in names if not name.startswith((*OURS, *left_out))}
     files = set(tree(baked(extras=chosen)))
-    assert files == {name.replace("lockstep_gpt", "my_gpt") for name in expected}
+    expected = {name.replace("lockstep_gpt", "my_gpt") for name in expected}
+    assert files == {*expected, ".template.json"}
 
 
 def test_without_extras_nothing_else_stands_at_the_root(baked, tree):
@@ -108,10 +111,10 @@ def test_an_extra_adds_its_own_files_and_no_other(extra, baked, tree):
 
 
 @pytest.mark.parametrize("chosen", CHOICES)
-def test_nothing_is_left_of_our_names_or_of_the_mechanism(chosen, baked, tree):
+def test_nothing_is_left_of_our_names_or_of_the_mechanism(chosen, baked, tree, template):
     ours = r"lockstep|cookiecutter\.|template-only|extra \w+: (begin|end)|\{%"
     for name, (_, content) in tree(baked(extras=chosen)).items():
-        text = text_of(content)
+        text = text_of(content).replace(str(template), "")  # where the project comes from
         assert not re.search(ours, f"{name}\n{text}", re.IGNORECASE), name
         if not name.endswith(".py"):  # f-strings have them, and GitHub's own after a dollar
             assert not re.search(r"(?<!\$)\{\{", text), name

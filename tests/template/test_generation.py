@@ -1,7 +1,11 @@
 """How a project is made: from wherever the template lies, into whatever is there."""
 
 import json
+import re
+import shlex
 import shutil
+import subprocess
+import sys
 import zipfile
 from pathlib import Path
 
@@ -24,7 +28,9 @@ JUNK = (
     "uv.lock",
     "wandb/run-1/x.wandb",
 )
-NEW = "src/lockstep_gpt/new.py"  # what nobody has committed yet is no junk
+# What git does not know, and no .gitignore names; it may be private.
+PRIVATE = (".DS_Store", ".idea/workspace.xml", "id_ed25519", "notes/todo.md", "src/.DS_Store")
+NEW = "src/lockstep_gpt/new.py"  # what is to be committed is no junk
 ENDS = b"\xff\xfe no text \r\n"
 SCREEN = """\
 my-gpt: {} files, package my_gpt, MIT licence, extras: none; a git repository with its first commit
@@ -43,14 +49,15 @@ def write(folder: Path, name: str, content: bytes = b"x\n") -> Path:
 
 
 @pytest.fixture
-def littered(template, tmp_path):
+def littered(template, tmp_path, git):
     """A copy of the template with junk in it, and with a new file and one that is no text."""
     copy = tmp_path / "littered"
     shutil.copytree(template, copy)
-    for name in JUNK:
+    for name in (*JUNK, *PRIVATE):
         write(copy, name)
     write(copy, NEW, b"import lockstep_gpt\n")
     write(copy, "configs/ends.bin", ENDS)
+    git(copy, "add", NEW, "configs/ends.bin")
     return copy
 
 
@@ -73,23 +80,71 @@ def test_the_screen_says_what_was_made_and_what_comes_next(generate, tmp_path, t
 
 
 def test_a_clone_a_zip_and_another_call_give_the_same_bytes(
-    generate, baked, template, tmp_path, tree
+    generate, baked, template, tmp_path, tree, git
 ):
     zipped = as_zip(template, tmp_path / "main.zip")
     expected = tree(baked())
-    for name, source in (("path", template), ("clone", f"git+file://{template}"), ("zip", zipped)):
+    recorded = json.loads(expected.pop(".template.json")[1])
+    commit = git(template, "rev-parse", "HEAD").strip()
+    for name, source, origin in (
+        ("path", template, (str(template), commit)),
+        ("clone", f"git+file://{template}", (f"file://{template}", commit)),
+        ("zip", zipped, (str(zipped), None)),
+    ):
         generate.of(source)(tmp_path / name, "git_init=no")
-        assert tree(tmp_path / name / "my-gpt") == expected, name
+        files = tree(tmp_path / name / "my-gpt")
+        record = json.loads(files.pop(".template.json")[1])
+        assert (record["template"], record["commit"]) == origin
+        assert record["answers"] == recorded["answers"]
+        assert files == expected, name
+
+
+def test_a_template_may_lie_in_a_folder_of_a_repository(
+    generate, baked, template, tmp_path, tree, git, committed
+):
+    mono = tmp_path / "mono"
+    for name in git(template, "ls-files", "-z").rstrip("\0").split("\0"):
+        write(mono, f"part/{name}", (template / name).read_bytes())
+    committed(mono)
+    write(mono, "part/src/lockstep_gpt/key.pem")
+    expected = tree(baked())
+    del expected[".template.json"]
+    for name, source in (("path", mono), ("clone", f"git+file://{mono}")):
+        generate.of(source)(tmp_path / name, "git_init=no", "--directory", "part")
+        files = tree(tmp_path / name / "my-gpt")
+        record = json.loads(files.pop(".template.json")[1])
+        assert (record["template"].removeprefix("file://"), record["directory"]) == (
+            str(mono),
+            "part",
+        )
+        assert files == expected
+
+
+def test_the_record_names_no_password(template):
+    from hooks.project import _without_secrets, origin_of
+
+    url = "https://me:token@forge.example/lockstep.git"
+    assert _without_secrets(url) == "https://forge.example/lockstep.git"
+    assert origin_of(template)["template"] == str(template)
+
+
+def test_what_lies_at_the_root_is_known(template, git):
+    from hooks.project import OURS
+
+    assert {name.split("/")[0] for name in git(template, "ls-files").splitlines()} == OURS
 
 
 @pytest.mark.parametrize("kept", [True, False], ids=["repository", "plain folder"])
-def test_junk_is_left_behind_and_new_files_are_taken(kept, generate, littered, tmp_path, tree):
+def test_what_git_does_not_know_is_left_behind_and_new_files_are_taken(
+    kept, generate, littered, tmp_path, tree
+):
     if not kept:
         shutil.rmtree(littered / ".git")
     before = {name for name in tree(littered) if "hooks/__pycache__" not in name}
     generate.of(littered)(tmp_path, "git_init=no")
     files = tree(tmp_path / "my-gpt")
-    assert {name.replace("lockstep_gpt", "my_gpt") for name in JUNK} & set(files) == set()
+    left = {name.replace("lockstep_gpt", "my_gpt") for name in (*JUNK, *PRIVATE)}
+    assert left & set(files) == set()
     assert files["src/my_gpt/new.py"] == (False, b"import my_gpt\n")
     assert files["configs/ends.bin"] == (False, ENDS)
     after = {name for name in tree(littered) if "hooks/__pycache__" not in name}
@@ -110,7 +165,10 @@ def test_a_project_can_be_made_in_the_template_s_own_folder(kept, generate, litt
     (littered / NEW).unlink()
     (littered / "configs/ends.bin").unlink()
     generate.of(".").run("cookiecutter", ".", "--no-input", "git_init=no", cwd=littered)
-    assert tree(littered / "my-gpt") == tree(baked())
+    files, expected = tree(littered / "my-gpt"), tree(baked())
+    assert json.loads(files.pop(".template.json")[1])["template"] == str(littered)
+    del expected[".template.json"]
+    assert files == expected
 
 
 def test_a_second_call_refuses_and_a_forced_one_keeps_what_is_the_user_s(generate, tmp_path, tree):
@@ -124,6 +182,54 @@ def test_a_second_call_refuses_and_a_forced_one_keeps_what_is_the_user_s(generat
     assert tree(project)["README.md"] == (False, b"broken\n")
     generate(tmp_path, "-f", "git_init=no")
     assert tree(project) == {**before, **dict.fromkeys(own, (False, b"x\n"))}
+
+
+def test_what_is_there_stays_where_it_is_asked_to(generate, tmp_path, tree):
+    generate(tmp_path, "git_init=no")
+    project = tmp_path / "my-gpt"
+    before = tree(project)
+    for name in ("README.md", "pyproject.toml", "LICENSE"):
+        write(project, name, b"mine\n")
+    (project / "configs/train.yaml").unlink()
+    generate(tmp_path, "-f", "-s", "git_init=no")
+    mine = dict.fromkeys(("README.md", "pyproject.toml", "LICENSE"), (False, b"mine\n"))
+    assert tree(project) == {**before, **mine}
+    (project / "README.md").unlink()
+    generate(tmp_path, "-f", "-s", "git_init=no")
+    assert tree(project)["README.md"] == before["README.md"]
+
+
+@pytest.mark.parametrize("name", ["pyproject.toml", "configs", "src/my_gpt/model"])
+def test_nothing_is_written_through_a_link(name, generate, tmp_path, tree):
+    generate(tmp_path, "git_init=no")
+    place, elsewhere = tmp_path / "my-gpt" / name, tmp_path / "elsewhere"
+    place.rename(elsewhere)
+    place.symlink_to(elsewhere)
+    write(elsewhere if elsewhere.is_dir() else tmp_path, "gpt.py", b"mine\n")
+    before = tree(tmp_path)
+    done = generate(tmp_path, "-f", "git_init=no", status=1)
+    assert f"Error: {name} is a link, and nothing is written through it; remove it\n" in done.stderr
+    assert tree(tmp_path) == before
+
+
+@pytest.mark.parametrize("screen", [">&-", "> /dev/full", "| true"])
+def test_a_project_is_made_though_nobody_reads_the_screen(screen, generate, tmp_path, environment):
+    words = [sys.executable, "-m", "cookiecutter", generate.template, "--no-input", "-o", tmp_path]
+    line = f"sleep 0.1; {shlex.join(map(str, words))} {screen}"
+    settings = environment(HOME=str(generate.home), COOKIECUTTER_CONFIG=str(generate.config))
+    subprocess.run(["bash", "-c", line], env=settings, check=True, capture_output=True)
+    assert (tmp_path / "my-gpt/.git").is_dir()
+
+
+@pytest.mark.parametrize("replayed", [False, True])
+def test_without_its_hooks_nothing_is_made_and_one_line_says_why(replayed, generate, tmp_path):
+    generate(tmp_path / "first", "git_init=no")
+    words = ["--replay"] if replayed else ["--no-input"]
+    words += ["--accept-hooks", "no", "-o", tmp_path / "second"]
+    template = generate.template
+    done = generate.run("cookiecutter", template, *words, cwd=tmp_path, status=1)
+    assert re.fullmatch("Error: --accept-hooks no leaves nothing: .*\n", done.stderr)
+    assert not (tmp_path / "second").exists()
 
 
 def test_replay_gives_the_same_again(generate, template, tmp_path, tree):
@@ -190,7 +296,10 @@ def test_without_git_a_project_is_made_and_the_screen_says_so(generate, tmp_path
     words = [generate.template, "--no-input", "-o", tmp_path]
     done = generate.run("without", *words, cwd=tmp_path)
     assert done.stdout.splitlines()[0].endswith("; no git here, so no repository")
-    assert tree(tmp_path / "my-gpt") == tree(baked())
+    files, expected = tree(tmp_path / "my-gpt"), tree(baked())
+    assert json.loads(files.pop(".template.json")[1])["commit"] is None
+    del expected[".template.json"]
+    assert files == expected
 
 
 def test_what_was_asked_is_kept_for_a_replay_as_it_was_answered(generate, tmp_path):

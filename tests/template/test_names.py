@@ -4,6 +4,7 @@ import importlib.metadata
 import re
 import subprocess
 import sys
+import sysconfig
 import tempfile
 from pathlib import Path
 
@@ -63,6 +64,27 @@ def test_no_slug_hides_a_command_of_a_new_environment(tmp_path, defaults):
     assert [name for name in names if is_taken(defaults, project_slug=name)] == []
 
 
+def test_no_slug_hides_a_command_of_a_shell(defaults):
+    words = ["bash", "-c", "compgen -b; compgen -k"]
+    names = subprocess.run(words, capture_output=True, encoding="utf-8", check=True).stdout.split()
+    assert {"cd", "test", "while"} <= set(names)
+    assert [name for name in names if is_taken(defaults, project_slug=name)] == []
+
+
+def test_no_package_hides_a_module_of_python_or_hides_behind_one(defaults):
+    library = Path(sysconfig.get_path("stdlib"))
+    names = {path.stem for path in library.iterdir() if path.suffix == ".py"}
+    names |= {path.parent.name for path in library.glob("*/__init__.py")}
+    assert {"json", "test"} <= names
+    assert [name for name in names if is_taken(defaults, package_name=name)] == []
+
+
+def test_no_package_hides_behind_a_script(defaults, template):
+    names = {path.stem for path in template.glob("scripts/**/*.py")}
+    assert {"dev", "settings", "compare"} <= names
+    assert [name for name in names if is_taken(defaults, package_name=name)] == []
+
+
 def test_names_of_24_characters_and_of_one_are_taken(defaults):
     assert is_taken(defaults, package_name="x" * 24, project_slug="x" * 24)
     assert is_taken(defaults, package_name="x", project_slug="x")
@@ -75,11 +97,13 @@ def test_whatever_is_taken_can_be_imported(made, defaults, environment, package,
     assume(is_taken(defaults, **answers))
     with tempfile.TemporaryDirectory() as folder:
         project = made(Path(folder) / slug, **answers)
-        code = f"import {package}.cli, {package}.config; print({package}.config.PROGRAM)"
+        # An editable installation comes after the library and all that is installed.
+        code = f"import sys; sys.path.append({str(project / 'src')!r}); "
+        code += f"import {package}.cli, {package}.config; print({package}.config.PROGRAM)"
         done = subprocess.run(
             [sys.executable, "-c", code],
-            cwd=folder,
-            env=environment(PYTHONPATH=str(project / "src")),
+            cwd=project / "scripts",
+            env=environment(PYTHONDONTWRITEBYTECODE="1"),
             capture_output=True,
             encoding="utf-8",
         )

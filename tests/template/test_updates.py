@@ -1,4 +1,4 @@
-"""Updates: what changes in the template comes into a project, whose own changes stay."""
+"""Updates by cruft: what changes in the template comes into a project, whose own changes stay."""
 
 import json
 import re
@@ -65,7 +65,9 @@ def test_update_changes_what_changed_and_nothing_else(project, upstream, generat
     assert_updated(project, order)
     committed(project)
     changes = git(project, "show", "--format=", "--name-status", "-M").splitlines()
-    assert [line.split("\t")[0][0] for line in changes] == ["M", "R", "D", "M", "A"]
+    assert [line.split("\t")[0][0] for line in changes] == ["M", "M", "R", "D", "M", "A"]
+    record = json.loads((project / ".template.json").read_text("utf-8"))
+    assert record["commit"] == git(upstream, "rev-parse", "HEAD").strip()
     generate.run("cruft", "check", cwd=project)
 
 

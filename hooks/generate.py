@@ -1,0 +1,35 @@
+"""Make a project without cookiecutter and without questions; `scripts/dev.py update` calls this.
+
+usage: python hooks/generate.py RECORD TARGET
+
+RECORD is a project's .template.json, TARGET a folder that is empty or not there. Questions that
+the record does not answer take their defaults. Every later state of the template is called in
+this way by the projects of this one.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+sys.dont_write_bytecode = True
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+from hooks.answers import QUESTIONS, Refused, checked  # noqa: E402
+from hooks.project import make  # noqa: E402
+
+
+def main(record: str, target: str) -> None:
+    """Make the project."""
+    told = json.loads(Path(record).read_text("utf-8"))
+    questions = json.loads((ROOT / "cookiecutter.json").read_text("utf-8"))
+    answers = {name: told["answers"].get(name, questions[name]) for name in QUESTIONS}
+    Path(target).mkdir(parents=True, exist_ok=True)
+    origin = {name: told[name] for name in ("template", "commit", "directory")}
+    try:
+        make(ROOT, Path(target).resolve(), checked({**answers, "git_init": False}), origin)
+    except Refused as refused:
+        sys.exit(f"Error: {refused}")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
