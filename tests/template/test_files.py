@@ -51,6 +51,7 @@ AT_THE_ROOT = {
     "docs/a_step.md",
     "docs/communication.md",
     "docs/extend.md",
+    "docs/extras.md",
     "docs/house.md",
     "docs/own_data.md",
     "docs/own_model.md",

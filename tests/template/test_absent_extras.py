@@ -1,0 +1,89 @@
+"""What is not there is not spoken of; how to take an extra or delete it is on a page."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from hooks.answers import EXTRAS, NEEDS, checked
+from hooks.project import README, TEMPLATE_ONLY, _holds, _kept
+
+ROOT = Path(__file__).parents[2]
+# What users call by its name: strategies, settings, commands, libraries.
+WORDS = {
+    "sweep": "optuna|hydra/sweeper",
+    "warm": r"launch\.warm|setproctitle",
+    "copies": "copy_to|checkpoint.background|s3fs",
+    "trackers": "logger=tensorboard|tensorboard --logdir",
+    "guards": "replicas_every|stall_after",
+    "exact": "exact_micro_size|exact_threads",
+    "nodes": r"rdzv_endpoint|min_nodes|launch\.node_rank|join_seconds",
+    "launchers": "torchrun --nproc",
+    "compat": r"lightning\.md",
+    "completion": "install=bash",
+    "cluster": "lockstep-gpt (plan|doctor|drill)",
+    "sources": "datasets|pyarrow|parquet|data=jsonl|tokenizer=bpe|zstandard",
+    "ladder": "scripts/ladder|pitfalls.py",
+    "seeing": r"sync_panel|lockstep-gpt (panel|report)|report\.html|playwright",
+    "fsdp2": "fsdp2|reshard_after_forward|save_parts|reduce_each",
+    "spawn": "ddp_spawn",
+    "export": "init_from|lockstep-gpt export|safetensors",
+    "slurm": r"sbatch|docs/slurm|slurm\.md",
+    "kubernetes": r"kubectl|kubeflow|kubernetes\.md",
+}
+# Lines that name what another distribution, or any machine, has.
+OTHERS = {
+    "constraints.txt": "^safetensors==",  # accelerate's too
+    "docs/lightning.md": "^. `TensorBoardLogger`",
+    "pyproject.toml": "^cluster|^ladder",
+}
+
+
+def texts() -> dict[str, str]:
+    """Return what a project has besides Python: pages, configurations, needs."""
+    names = [path.relative_to(ROOT).as_posix() for path in ROOT.glob("docs/*.md")]
+    names += [path.relative_to(ROOT).as_posix() for path in ROOT.glob("configs/**/*.yaml")]
+    names += ["README.md", README, "pyproject.toml", "constraints.txt", ".gitignore"]
+    names = [name for name in names if not any(_holds(each, name) for each in TEMPLATE_ONLY[5:])]
+    return {name: (ROOT / name).read_text("utf-8") for name in [*names, "README.md"]}
+
+
+TEXTS = texts()
+
+
+@pytest.mark.parametrize("extra", EXTRAS)
+def test_an_extra_that_is_absent_is_spoken_of_nowhere(extra, defaults):
+    gone = {extra, *(name for name, needs in NEEDS.items() if extra in needs)}
+    taken = " ".join(name for name in EXTRAS if name not in gone)
+    answers = checked({**defaults, "extras": taken})
+    assert extra not in answers.extras
+    files = [path for name in gone for path in EXTRAS[name]]
+    spoken = [
+        f"{name}: {line}"
+        for name, text in TEXTS.items()
+        if not any(_holds(path, name) for path in files)
+        for line in _kept(text, answers).splitlines()
+        if re.search(WORDS[extra], line) and not re.search(OTHERS.get(name, "^$"), line)
+    ]
+    assert spoken == []
+
+
+@pytest.mark.parametrize("extra", EXTRAS)
+def test_the_words_of_an_extra_are_those_that_its_own_lines_have(extra):
+    own = [path for path in EXTRAS[extra] if (ROOT / path).is_file()]
+    found = [path for folder in EXTRAS[extra] for path in (ROOT / folder).rglob("*.*")]
+    everything = [*(ROOT / path for path in own), *found]
+    read = "".join(path.read_text("utf-8", errors="replace") for path in everything)
+    blocks = f"extra {extra}: begin.*?extra {extra}: end"
+    read += "".join(part for text in TEXTS.values() for part in re.findall(blocks, text, re.DOTALL))
+    for word in WORDS[extra].split("|"):
+        if "(" not in word and ")" not in word:
+            assert re.search(word, read), word
+
+
+@pytest.mark.parametrize("extra", EXTRAS)
+def test_the_page_on_extras_names_all_files_of_one(extra):
+    page = (ROOT / "docs/extras.md").read_text("utf-8")
+    sections = dict(re.findall(r"^## (\w+)\n.*?```text\n(.*?)```", page, re.DOTALL | re.MULTILINE))
+    assert list(sections) == list(EXTRAS)
+    assert tuple(sections[extra].splitlines()) == EXTRAS[extra]
