@@ -188,7 +188,8 @@ def _listed(root: Path) -> list[str]:
 
 
 def _ignored(root: Path) -> list[str]:
-    return [".git/", *(root / ".gitignore").read_text("utf-8").split()]
+    lines = (root / ".gitignore").read_text("utf-8").splitlines()
+    return [".git/", *(line for line in lines if not line.startswith("#"))]
 
 
 def _is_junk(path: PurePosixPath, ignored: Iterable[str]) -> bool:

@@ -3,7 +3,8 @@
 
 usage: python3 scripts/dev.py COMMAND [arguments]
   train [overrides]       train; prepare, generate and all other commands are passed on likewise
-  test [pytest options]   lint, types, then the tests, up to the first that fails
+  test [pytest options]   lint, types, then the tests, up to the first that fails; the first time,
+                          what they and the extras need is installed as well
   test --changed          the same, with the tests of what differs from the last commit only
   update [TEMPLATE]       take over a later state of the template; see update --help
 """
@@ -13,6 +14,7 @@ import contextlib
 import hashlib
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -26,6 +28,12 @@ ROOT = Path(__file__).resolve().parent.parent
 VENV, PINS = ROOT / ".venv", ROOT / "constraints.txt"
 PYTHON = str(VENV / ("bin/python" if POSIX else "Scripts/python.exe"))
 STAMP = VENV / "set-up.sha256"  # written last: an environment without it is half made
+UV_NAMES = {
+    "PIP_EXTRA_INDEX_URL": "UV_INDEX",
+    "PIP_FIND_LINKS": "UV_FIND_LINKS",
+    "PIP_INDEX_URL": "UV_DEFAULT_INDEX",
+}
+ALL = "all"  # in the stamp: not only what `train` needs
 # Options of pytest that rule out our -n; `-m gpu` is among them, as tests would share the GPUs.
 OWN_PROCESSES = ("-n", "--pdb", "--trace", "gpu")
 SECONDS = VENV / "test-seconds"  # what all tests took the last time that they passed
@@ -43,7 +51,7 @@ def main(arguments: "list[str]") -> int:
         import update
 
         return update.main(arguments[1:], ROOT)
-    set_up()
+    set_up(everything=arguments[0] == "test")
     if arguments[0] == "test":
         return check(arguments[1:])
     command = [PYTHON, "-m", "lockstep_gpt", *arguments]
@@ -124,17 +132,21 @@ def _tests_of(path: Path) -> "set[str]":
     return {each.relative_to(ROOT).as_posix() for each in importers | folders}
 
 
-def set_up() -> None:
-    """Make `.venv` hold the project and its pins, unless it does already."""
-    wanted = fingerprints()
-    if _stamp() == wanted:
+def set_up(everything: bool = False) -> None:
+    """Make `.venv` hold the project and its pins, unless it does already.
+
+    Args:
+        everything: also the dependency group `dev`, and the extras that it names.
+    """
+    wanted = fingerprints() + ([ALL] if everything else [])
+    if _holds(wanted):
         return
     _say("setting up .venv (a few minutes, once) ...")
     with PINS.open("r+b") as lock:
         if POSIX:
             fcntl.flock(lock, fcntl.LOCK_EX)  # another call may be at it
         os.set_inheritable(lock.fileno(), True)  # a pip that outlives this process keeps the lock
-        if _stamp() != wanted:
+        if not _holds(wanted):
             _install(wanted)
     _say(".venv is ready")
 
@@ -150,20 +162,70 @@ def _stamp() -> "list[str]":
     return STAMP.read_text().split() if STAMP.is_file() and Path(PYTHON).exists() else []
 
 
+def _holds(wanted: "list[str]") -> bool:
+    return _stamp()[: len(wanted)] == wanted
+
+
+def requirements(group: str) -> "list[str]":
+    """Return what a dependency group asks for, with the groups that it includes (PEP 735).
+
+    Not `pip install --group`, which pip has since 25.1 only.
+    """
+    import tomllib
+
+    def asked(name: str) -> "list[str]":
+        found = []
+        for each in groups[name]:
+            found += asked(each["include-group"]) if isinstance(each, dict) else [each]
+        return found
+
+    about = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
+    groups, own = about["dependency-groups"], re.escape(about["project"]["name"])
+    return [re.sub(rf"^{own}(?=\[)", ".", each) for each in asked(group)]
+
+
 def _install(wanted: "list[str]") -> None:
     found = _stamp()
     anew = found[:1] != wanted[:1]  # another place or Python, or half made
     STAMP.unlink(missing_ok=True)
     if anew and subprocess.call([sys.executable, "-m", "venv", "--clear", str(VENV)], cwd=ROOT):
         _refuse("cannot make .venv, see above; on Debian and Ubuntu: apt install python3-venv")
-    pip = [PYTHON, "-m", "pip", "install", "-q", "-c", PINS.name, "-e", ".[dev]"]
-    done = subprocess.run(pip, cwd=ROOT, close_fds=False, capture_output=True, errors="replace")
-    if done.returncode:
+    needs = ["-c", PINS.name, "-e", "."]
+    if ALL in wanted:
+        found_there = requirements("dev")
+        extras = [name for each in found_there if each[0] == "." for name in each[2:-1].split(",")]
+        needs[-1] = f".[{','.join(extras)}]" if extras else "."
+        needs += [each for each in found_there if each[0] != "."]
+    for installer, settings in _installers():
+        done = subprocess.run(
+            [*installer, *needs],
+            cwd=ROOT,
+            env={**settings, **os.environ},
+            close_fds=False,
+            capture_output=True,
+            errors="replace",
+        )
+        if not done.returncode:
+            break
+    else:
         sys.stderr.write(done.stdout + done.stderr)
         if not anew:
             STAMP.write_text(" ".join(found))  # what was there before is still good
         _refuse("pip failed, see above; it needs the network, or PIP_FIND_LINKS=FOLDER of wheels")
     STAMP.write_text(" ".join(wanted))
+
+
+def _installers() -> "list[tuple[list[str], dict[str, str]]]":
+    """Return what installs, with settings of its environment: uv where it is, then pip.
+
+    Whoever has told pip where packages are has told uv, unless that was told something else.
+    """
+    pip = [PYTHON, "-m", "pip", "install", "-q"]
+    uv = shutil.which("uv")
+    if not uv:
+        return [(pip, {})]
+    told = {UV_NAMES[name]: os.environ[name] for name in UV_NAMES if os.environ.get(name)}
+    return [([uv, "pip", "install", "-q", "--python", PYTHON], told), (pip, {})]
 
 
 def _say(line: str) -> None:

@@ -18,6 +18,14 @@ PYPROJECT = """\
 requires = []
 build-backend = "backend"
 backend-path = ["."]
+
+[project]
+name = "demo"
+version = "1"
+
+[dependency-groups]
+dev = [{ include-group = "test" }, "demo[more]"]
+test = ["demo[tests,types]"]
 """
 
 # Installs the tree by a path file and leaves a line per installation; fails where `broken` lies.
@@ -30,7 +38,8 @@ def build_editable(folder, config_settings=None, metadata_directory=None):
         log.write("once\\n")
     if Path("broken").exists():
         raise RuntimeError("the backend is broken")
-    about = "Metadata-Version: 2.1\\nName: demo\\nVersion: 1\\nProvides-Extra: dev\\n"
+    about = "Metadata-Version: 2.1\\nName: demo\\nVersion: 1\\n"
+    about += "".join(f"Provides-Extra: {name}\\n" for name in ("more", "tests", "types"))
     with zipfile.ZipFile(f"{folder}/demo-1-py3-none-any.whl", "w") as wheel:
         wheel.writestr("demo.pth", str(Path("src").resolve()))
         wheel.writestr("demo-1.dist-info/METADATA", about)
@@ -144,6 +153,57 @@ def test_the_exit_status_is_the_command_s(project):
     assert dev(project, "fail")[0] == 7
 
 
+def test_what_tests_need_is_installed_with_the_first_test(tmp_path):
+    root = plant(tmp_path / "project")
+    stamps = []
+    for command in ("train", "test", "train", "test"):
+        assert dev(root, command)[0] == 0
+        stamps.append((installations(root), (root / ".venv/set-up.sha256").read_text().split()[2:]))
+    assert stamps == [(1, []), (2, ["all"]), (2, ["all"]), (2, ["all"])]
+
+
+def load(root: Path):
+    spec = importlib.util.spec_from_file_location("planted", root / "scripts/dev.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_a_group_is_read_with_the_groups_that_it_includes(tmp_path):
+    module = load(plant(tmp_path / "project"))
+    assert module.requirements("dev") == [".[tests,types]", ".[more]"]
+
+
+UV = """\
+#!{python}
+import os, subprocess, sys
+with open("uv-calls", "a") as log:
+    log.write(os.environ.get("UV_FIND_LINKS", "") + " " + " ".join(sys.argv[1:]) + chr(10))
+if os.path.exists("uv-fails"):
+    sys.exit(2)
+words = sys.argv[sys.argv.index("--python") + 2:]
+sys.exit(subprocess.call([{python!r}, "-m", "pip", "--python", sys.argv[5], "install", *words]))
+"""
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["uv", "uv fails, pip does it"])
+def test_uv_installs_where_it_is(tmp_path, fails):
+    root = plant(tmp_path / "project")
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/uv").write_text(UV.format(python=sys.executable))
+    (tmp_path / "bin/uv").chmod(0o755)
+    if fails:
+        (root / "uv-fails").touch()
+    links = str(tmp_path / "wheels")
+    path = f"{tmp_path / 'bin'}:{os.environ['PATH']}"
+    status, _, err = dev(root, "train", PATH=path, PIP_FIND_LINKS=links)
+    assert status == 0, err
+    assert installations(root) == 1
+    python = root / ".venv/bin/python"
+    call = f"{links} pip install -q --python {python} -c constraints.txt -e .\n"
+    assert (root / "uv-calls").read_text() == call
+
+
 @pytest.mark.parametrize("name", ["pyproject.toml", "constraints.txt"])
 def test_a_change_of_what_is_needed_installs_once_more(project, name):
     before = installations(project)
@@ -216,10 +276,7 @@ def test_changed_means_the_tests_of_what_differs_from_the_last_commit(tmp_path, 
     for words in (["init", "-q"], ["add", "-A"], ["commit", "-qm", "all"]):
         subprocess.run([*git, *words], cwd=root, check=True)
     (root / changed).write_text("changed\n")
-    spec = importlib.util.spec_from_file_location("planted", root / "scripts/dev.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    assert set(module.changed_tests()) == tests
+    assert set(load(root).changed_tests()) == tests
 
 
 def test_test_stops_at_the_first_failure(project):

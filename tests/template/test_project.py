@@ -100,8 +100,10 @@ def borrowing(run):
 
     def borrow(project: Path) -> Path:
         run(project, sys.executable, "-m", "venv", "--without-pip", ".venv")
-        about = tomllib.loads((project / "pyproject.toml").read_text("utf-8"))["project"]
-        extras = about["optional-dependencies"]
+        text = (project / "pyproject.toml").read_text("utf-8")
+        about, groups = (tomllib.loads(text)[name] for name in ("project", "dependency-groups"))
+        assert groups["dev"] == [{"include-group": "test"}, {"include-group": "lint"}]
+        extras = about["optional-dependencies"] | {"dev": [*groups["test"], *groups["lint"]]}
 
         def needs(extra: str) -> list[str]:
             return [*about["dependencies"], *extras.get(extra, [])]
@@ -112,7 +114,7 @@ def borrowing(run):
             if not (tools / tool.name).exists():
                 (tools / tool.name).symlink_to(tool)
         run(project, *PIP, ".venv/bin/python", "install", "-q", "--no-deps", "-e", ".")
-        stamp = "import dev; dev.STAMP.write_text(' '.join(dev.fingerprints()))"
+        stamp = "import dev; dev.STAMP.write_text(' '.join([*dev.fingerprints(), dev.ALL]))"
         run(project / "scripts", sys.executable, "-c", stamp)
         shutil.rmtree(project / "scripts/__pycache__", ignore_errors=True)
         return project
