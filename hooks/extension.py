@@ -11,6 +11,7 @@ import os
 import runpy
 import sys
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from jinja2 import Environment
@@ -97,10 +98,10 @@ def _rules() -> dict[str, Any]:
 
 def _cookiecutter_s(function: str, variable: str) -> Any:
     """Return what a running function of cookiecutter was told, which it tells in no other way."""
-    frame = sys._getframe()
-    while frame and (
-        frame.f_code.co_name != function
-        or not frame.f_globals.get("__name__", "").startswith("cookiecutter.")
-    ):
-        frame = frame.f_back  # type: ignore[assignment]
-    return frame.f_locals.get(variable) if frame else None
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "")
+        if frame.f_code.co_name == function and module.startswith("cookiecutter."):
+            return frame.f_locals.get(variable)
+        frame = frame.f_back
+    return None

@@ -44,10 +44,13 @@ TEMPLATE_ONLY = (
 # What lies at the root of this repository; without git, nothing else there is copied.
 OURS = {
     ".ci",
+    ".editorconfig",
     ".env.example",
     ".gitattributes",
     ".github",
     ".gitignore",
+    ".pre-commit-config.yaml",
+    ".python-version",
     "BENCHMARKS.md",
     "CHANGELOG.md",
     "LICENSE",

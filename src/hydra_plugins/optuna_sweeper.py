@@ -100,7 +100,7 @@ def _suggest(trial: Any, override: Override) -> Any:
 
 
 def _is_whole(sweep: IntervalSweep) -> bool:
-    return isinstance(sweep.start, int) and isinstance(sweep.end, int)
+    return all(isinstance(each, int) for each in (sweep.start, sweep.end))
 
 
 def _report(study: Any) -> float:

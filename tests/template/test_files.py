@@ -39,10 +39,14 @@ OURS = (
     "{{cookiecutter.project_slug}}/",
 )
 AT_THE_ROOT = {
+    ".editorconfig",
     ".env.example",
     ".gitattributes",
+    ".github/dependabot.yml",
     ".github/workflows/ci.yml",
     ".gitignore",
+    ".pre-commit-config.yaml",
+    ".python-version",
     ".template.json",
     "LICENSE",
     "README.md",

@@ -76,8 +76,8 @@ def begin(
             status = int(addition("JOIN_LAUNCHER")(settled, config, owned, undo))
         elif not alone:
             status = int(addition("START_ON_NODES")(run, settled, config, owned))
-        elif owned() and config.launch.inline:  # the one rank here, where a debugger sees it
-            from lockstep_gpt.training import train as rank
+        elif owned() and config.launch.inline:  # type: ignore[truthy-bool]
+            from lockstep_gpt.training import train as rank  # here, where a debugger sees it
 
             status = rank.main(run)
         else:

@@ -1,0 +1,70 @@
+"""Hooks, editors and workflows use the versions and rules of the project itself."""
+
+import configparser
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
+PINS = dict(
+    re.findall(r"^([\w.-]+)==(.+)$", (ROOT / "constraints.txt").read_text("utf-8"), re.MULTILINE)
+)
+# An sdist holds the package, its tests and docs, and nothing of the repository around it.
+pytestmark = pytest.mark.skipif(not (ROOT / ".github").is_dir(), reason="no repository here")
+
+
+def read(name: str):
+    return yaml.safe_load((ROOT / name).read_text("utf-8"))
+
+
+def test_git_s_hooks_have_the_ruff_of_the_pins_and_the_mypy_of_the_environment():
+    hooks = {each["repo"]: each for each in read(".pre-commit-config.yaml")["repos"]}
+    ruff = hooks["https://github.com/astral-sh/ruff-pre-commit"]
+    assert ruff["rev"] == f"v{PINS['ruff']}"
+    assert [hook["id"] for hook in ruff["hooks"]] == ["ruff-check", "ruff-format"]
+    zizmor = hooks["https://github.com/zizmorcore/zizmor-pre-commit"]
+    assert zizmor["rev"] == f"v{PINS.get('zizmor', zizmor['rev'][1:])}"
+    (mypy,) = hooks["local"]["hooks"]
+    assert (mypy["entry"], mypy["pass_filenames"]) == (".venv/bin/python -m mypy", False)
+
+
+def test_editors_break_lines_where_ruff_does():
+    parser = configparser.ConfigParser()
+    parser.read_string("[top]\n" + (ROOT / ".editorconfig").read_text("utf-8"))
+    longest = PROJECT["tool"]["ruff"]["line-length"]
+    assert parser.getint("*.py", "max_line_length") == longest
+
+
+def test_the_python_of_tools_is_the_oldest_that_is_supported():
+    oldest = re.match(r">=([\d.]+)", PROJECT["project"]["requires-python"])[1]
+    assert (ROOT / ".python-version").read_text().strip() == oldest
+    assert PROJECT["tool"]["mypy"]["python_version"] == oldest
+    matrix = read(".github/workflows/ci.yml")["jobs"]["test"]["strategy"]["matrix"]
+    assert matrix["python"][0] == oldest
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.glob(".github/workflows/*.yml")), ids=lambda p: p.name)
+def test_workflows_may_read_alone_and_take_actions_by_their_hash(path):
+    workflow = yaml.safe_load(path.read_text("utf-8"))
+    assert workflow["permissions"] == {"contents": "read"}
+    steps = [step for job in workflow["jobs"].values() for step in job["steps"]]
+    uses = [step["uses"] for step in steps if "uses" in step]
+    assert uses
+    assert all(re.fullmatch(r"[\w-]+/[\w-]+@[0-9a-f]{40}", each) for each in uses)
+    checkouts = [step for step in steps if step.get("uses", "").startswith("actions/checkout@")]
+    assert all(step["with"]["persist-credentials"] is False for step in checkouts)
+
+
+def test_dependabot_follows_the_actions():
+    (update,) = read(".github/dependabot.yml")["updates"]
+    assert update["package-ecosystem"] == "github-actions"
+
+
+def test_what_is_declined_of_scientific_python_has_its_reason():
+    text = (ROOT / "pyproject.toml").read_text("utf-8")
+    for check in PROJECT["tool"]["repo-review"]["ignore"]:
+        assert re.search(rf'^    "{check}", # \w.+$', text, re.MULTILINE), check
