@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from hooks.answers import EXTRAS, NEEDS, checked
-from hooks.project import README, TEMPLATE_ONLY, _holds, _kept
+from hooks.project import README, _holds, _kept
 
 ROOT = Path(__file__).parents[2]
 # What users call by its name: strategies, settings, commands, libraries.
@@ -44,8 +44,7 @@ def texts() -> dict[str, str]:
     names = [path.relative_to(ROOT).as_posix() for path in ROOT.glob("docs/*.md")]
     names += [path.relative_to(ROOT).as_posix() for path in ROOT.glob("configs/**/*.yaml")]
     names += ["README.md", README, "pyproject.toml", "constraints.txt", ".gitignore"]
-    names = [name for name in names if not any(_holds(each, name) for each in TEMPLATE_ONLY[5:])]
-    return {name: (ROOT / name).read_text("utf-8") for name in [*names, "README.md"]}
+    return {name: (ROOT / name).read_text("utf-8") for name in names}
 
 
 TEXTS = texts()

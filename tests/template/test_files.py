@@ -18,8 +18,12 @@ CHOICES = ["none", *EXTRAS, "all"]
 # What of the living root a project has no part in; a name with a slash at its end is a folder.
 OURS = (
     ".ci/",
+    ".github/ISSUE_TEMPLATE/",
     "BENCHMARKS.md",
     "CHANGELOG.md",
+    "CITATION.cff",
+    "CONTRIBUTING.md",
+    "SECURITY.md",
     "cookiecutter.json",
     "docs/lockstep.png",
     "docs/recipe.md",
@@ -65,6 +69,7 @@ AT_THE_ROOT = {
     "docs/scaling.md",
     "docs/settings.md",
     "docs/sweeps.md",
+    "docs/torch_builds.md",
     "docs/troubleshooting.md",
     "docs/tutorial.md",
     "docs/update.md",

@@ -3,9 +3,11 @@
 import subprocess
 import sys
 import sysconfig
+import tomllib
 from pathlib import Path
 
 import pytest
+import yaml
 
 
 @pytest.fixture(params=["ours", "none", "all"])
@@ -25,6 +27,25 @@ def test_the_review_sees_what_is_missing(environment, tmp_path):
     words = [sys.executable, "-m", "repo_review", str(tmp_path)]
     done = subprocess.run(words, env=environment(), capture_output=True, encoding="utf-8")
     assert done.returncode == 3
+
+
+def test_the_citation_has_the_version_and_the_licence_of_the_project(template):
+    cited = yaml.safe_load((template / "CITATION.cff").read_text("utf-8"))
+    about = tomllib.loads((template / "pyproject.toml").read_text("utf-8"))["project"]
+    assert (cited["version"], cited["license"]) == (about["version"], about["license"])
+    assert [{"name": each["name"]} for each in cited["authors"]] == about["authors"]
+    assert cited["cff-version"] == "1.2.0"
+
+
+def test_forms_of_issues_ask_and_each_question_has_a_name_of_its_own(template):
+    forms = sorted((template / ".github/ISSUE_TEMPLATE").glob("[!c]*.yml"))
+    assert [form.stem for form in forms] == ["fault", "wish"]
+    for form in forms:
+        asked = yaml.safe_load(form.read_text("utf-8"))
+        assert {"name", "description", "body"} <= set(asked)
+        names = [question["id"] for question in asked["body"]]
+        assert len(names) == len(set(names)) > 1
+        assert all(question["attributes"]["label"] for question in asked["body"])
 
 
 def test_zizmor_finds_nothing_in_what_runs_on_github(repository, environment):

@@ -77,7 +77,7 @@ def begin(
         elif not alone:
             status = int(addition("START_ON_NODES")(run, settled, config, owned))
         elif owned() and config.launch.inline:  # type: ignore[truthy-bool]
-            from lockstep_gpt.training import train as rank  # here, where a debugger sees it
+            from lockstep_gpt.training import train as rank  # for a debugger
 
             status = rank.main(run)
         else:
