@@ -34,8 +34,8 @@ WORDS = {
 # Lines that name what another distribution, or any machine, has.
 OTHERS = {
     "constraints.txt": "^safetensors==",  # accelerate's too
+    "pyproject.toml": '^    "safetensors==',
     "docs/lightning.md": "^. `TensorBoardLogger`",
-    "pyproject.toml": "^cluster|^ladder",
 }
 
 
