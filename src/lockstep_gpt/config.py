@@ -166,11 +166,7 @@ class ModelConfig(Checked):
     n_kv_head: int | None = setting(
         "heads of keys and values, if the architecture shares them; null: n_head", None, at_least=1
     )
-    ngram_rows: int = setting(
-        "rows of a modern model's table of n-grams, for each n, found by hash; 0: none",
-        0,
-        at_least=0,
-    )
+    ngram_rows: int = setting("rows for n-grams of each n, if modern; 0: none", 0, at_least=0)
     longest_ngram: int = setting("the largest n of those tables, which begin at 2", 2, at_least=2)
 
     def __post_init__(self) -> None:

@@ -4,7 +4,7 @@ import torch
 from lockstep_gpt.config import ModelConfig, UserError
 from lockstep_gpt.model.functional import causal_attention
 from lockstep_gpt.model.gpt import build_gpt
-from lockstep_gpt.model.modern import ngrams, norm, rotate, rotations
+from lockstep_gpt.model.modern import norm, rotate, rotations
 
 SHAPE = {"block_size": 16, "n_layer": 2, "n_head": 4, "n_embd": 32, "bias": False}
 VOCAB = 70
@@ -70,26 +70,34 @@ def test_heads_that_share_keys_see_what_repeated_ones_would():
     torch.testing.assert_close(attention(x, cos, sin), expected)
 
 
+def rows_of(tokens, longest, rows):
+    """Return where the n-grams that end at each of `tokens`, (B, T), are: (longest - 1, B, T)."""
+    model, found = modern(ngram_rows=rows, longest_ngram=longest), []
+    model.ngram_embedding.register_forward_pre_hook(lambda _, given: found.append(given[0]))
+    model.features(tokens)
+    return torch.stack(found)
+
+
 @pytest.mark.parametrize("place", [0, 1, 2])
 def test_ngrams_that_differ_in_one_token_have_different_rows(place):
     tokens = torch.tensor([[3, 5, 8]]).repeat(64, 1)
     tokens[:, place] = torch.arange(64)
-    *_, rows = ngrams(tokens, longest=3, rows=64)
-    assert sorted(rows[:, -1].tolist()) == list(range(64, 128))  # behind the table of bigrams
+    rows = rows_of(tokens, longest=3, rows=64)[-1, :, -1]
+    assert sorted(rows.tolist()) == list(range(64, 128))  # behind the table of bigrams
 
 
 def test_the_row_of_an_ngram_depends_on_its_tokens_alone():
     tokens = torch.randint(VOCAB, (2, 12))
-    for n, rows in enumerate(ngrams(tokens, longest=4, rows=32), start=2):
+    for n, rows in enumerate(rows_of(tokens, longest=4, rows=32), start=2):
         for end in range(n - 1, 12):
-            *_, alone = ngrams(tokens[:, end - n + 1 : end + 1], longest=n, rows=32)
+            alone = rows_of(tokens[:, end - n + 1 : end + 1], longest=n, rows=32)[-1]
             assert torch.equal(alone[:, -1], rows[:, end])
 
 
 def test_rows_of_ngrams_are_added_to_the_embedding():
     model = modern(ngram_rows=64, longest_ngram=3)
     tokens = torch.tensor([[5, 9, 5]])
-    rows = torch.stack([*ngrams(tokens, 3, 64)])[:, 0]  # (2, T)
+    rows = rows_of(tokens, longest=3, rows=64)[:, 0]  # (2, T)
     with torch.no_grad():
         table = model.ngram_embedding.weight.normal_()
         plain = modern()
@@ -127,8 +135,8 @@ def test_parameters_are_counted_without_padding():
 @pytest.mark.parametrize(
     ("change", "line"),
     [
-        ({"bias": True}, r"model\.bias=true .* have no biases; set it to false"),
-        ({"n_embd": 20}, r"gives heads of 5; .* so that they are even"),
+        ({"bias": True}, r"model\.bias=true is not for modern models; set false"),
+        ({"n_embd": 20}, r"gives heads of 5; .* to make them even"),
         ({"n_kv_head": 3}, r"model\.n_kv_head=3 does not divide model\.n_head=4"),
         (
             {"architecture": "none_such"},

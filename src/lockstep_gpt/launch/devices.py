@@ -55,8 +55,9 @@ def gpu_count() -> int:
     """Count the NVIDIA GPUs that `CUDA_VISIBLE_DEVICES` leaves visible."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     present = len([path for path in DEVICE_FILES.glob("nvidia[0-9]*") if path.name[6:].isdigit()])
-    if not present:  # WSL has no device files
-        present = sum(line.startswith("GPU ") for line in _nvidia_smi("-L").splitlines())
+    if not present and (command := shutil.which("nvidia-smi")):  # WSL has no device files
+        listing = subprocess.run([command, "-L"], capture_output=True, text=True, check=False)
+        present = sum(line.startswith("GPU ") for line in listing.stdout.splitlines())
     if visible is None or not present:
         return present
     names = [name.strip() for name in visible.split(",")]
@@ -64,21 +65,10 @@ def gpu_count() -> int:
 
 
 def precision_here(accelerator: str) -> str:
-    """Return `bf16-mixed` where the hardware multiplies bfloat16 itself, and else `32-true`."""
-    if accelerator != "cpu" and gpu_count():
-        found = _nvidia_smi("--query-gpu=compute_cap", "--format=csv,noheader").split()
-        native = bool(found) and min(map(float, found)) >= 8  # Ampere
-    else:
-        flags = CPU_FLAGS.read_text() if CPU_FLAGS.exists() else ""  # of systems other than Linux
-        native = re.search(r"\b(avx512_bf16|amx_bf16|bf16)\b", flags) is not None
-    return "bf16-mixed" if native else "32-true"
-
-
-def _nvidia_smi(*words: str) -> str:
-    """Return what the driver's command prints, nothing where it is missing."""
-    if not (command := shutil.which("nvidia-smi")):
-        return ""
-    return subprocess.run([command, *words], capture_output=True, text=True, check=False).stdout
+    """Return `bf16-mixed` on GPUs and on CPUs that multiply bfloat16 themselves, else `32-true`."""
+    flags = CPU_FLAGS.read_text() if CPU_FLAGS.exists() else ""  # of systems other than Linux
+    native = re.search(r"\b(avx512_bf16|amx_bf16|bf16)\b", flags) is not None
+    return "bf16-mixed" if native or (accelerator != "cpu" and gpu_count()) else "32-true"
 
 
 def _visible(count: int) -> str:

@@ -23,14 +23,11 @@ def causal_attention(
 ) -> Tensor:
     """Let each token attend to itself and those before it (Vaswani et al. 2017, section 3.2).
 
-    Queries, keys, values and the result are (B, n_head, T, D). The `scale` of the products of
-    queries and keys is 1 / sqrt(D) by default.
+    Queries, keys, values and the result are (B, n_head, T, D); the `scale` is 1 / sqrt(D) if None.
     """
     T, D = q.shape[-2:]
     if q.device.type != "cpu" or T > SHORT:
-        return F.scaled_dot_product_attention(
-            q, k, v, dropout_p=dropout, is_causal=True, scale=scale
-        )
+        return F.scaled_dot_product_attention(q, k, v, None, dropout, is_causal=True, scale=scale)
     queries, keys, values = (each.reshape(-1, T, D) for each in (q, k, v))
     later = torch.full((T, T), -math.inf, dtype=q.dtype).triu(1)
     scores = torch.baddbmm(later, queries, keys.mT, alpha=D**-0.5 if scale is None else scale)

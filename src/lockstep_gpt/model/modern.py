@@ -1,15 +1,13 @@
 """A GPT of today, for the same loss in a fraction of the steps; it reads from top to bottom.
 
-It differs from GPT-2 in rotary positions (Su et al. 2021), norms without weights, normalized
-queries and keys (Henry et al. 2020), squared ReLU (So et al. 2021), a separate head that starts at
-zero, as does everything that is added to the residual stream, a learned share of the previous
-token's embedding, and embeddings of the n-grams that end at a token, found by a hash (Pagnoni et
-al. 2024, section 3.2.1; the bigrams of modded-nanogpt, 2026).
+Unlike GPT-2 it has rotary positions (Su et al. 2021), norms without weights, normalized queries
+and keys (Henry et al. 2020), squared ReLU (So et al. 2021), a separate head and additions to the
+residual stream that start at zero, a learned share of the previous token's embedding, and hashed
+embeddings of n-grams (Pagnoni et al. 2024, section 3.2.1; modded-nanogpt's bigrams, 2026).
 
 Letters in shapes: B samples, T tokens, C width, H heads, D = C / H.
 """
 
-from collections.abc import Iterator
 from contextlib import nullcontext
 
 import torch
@@ -23,16 +21,14 @@ from lockstep_gpt.model.functional import causal_attention
 BF16 = torch.bfloat16
 ROTARY_BASE = 10_000.0
 BEGIN_AT_ZERO = ("previous", "output.weight", "ngram_embedding.weight")
-# Odd: n-grams that differ in one token get different rows, of a power of two of them.
-MULTIPLIERS = (36_313, 27_191)
+HASH = (36_313, 27_191)  # odd: n-grams that differ in one token differ in any power of two of rows
 ATTENTION_SCALE = 0.25  # of products of queries and keys that have unit variance
 
 
 class GPT(gpt.GPT):
     """A decoder-only transformer without weights in norms and without biases.
 
-    `n_kv_head` heads of keys and values serve `n_head` of queries. A `UserError` says if the shape
-    does not suit this model.
+    `n_kv_head` heads of keys and values serve `n_head`. Other shapes raise a `UserError`.
     """
 
     cos: Tensor
@@ -42,11 +38,8 @@ class GPT(gpt.GPT):
         """Make the layers."""
         config = self.config
         width = config.n_embd // config.n_head
-        rule = "is for other models: modern ones have no biases; set it to false"
-        check("model.bias", config.bias, not config.bias, rule)
-        rule = (
-            f"gives heads of {width}; set it or model.n_head so that they are even, for rotations"
-        )
+        check("model.bias", config.bias, not config.bias, "is not for modern models; set false")
+        rule = f"gives heads of {width}; set it or model.n_head to make them even"
         check("model.n_embd", config.n_embd, width % 2 == 0, rule)
         self.token_embedding = nn.Embedding(self.padded_vocab_size, config.n_embd)
         if config.ngram_rows:
@@ -77,9 +70,10 @@ class GPT(gpt.GPT):
         """Return what the head reads, (B, T, C), for `tokens`, (B, T)."""
         T, tokens = self.checked_length(tokens), tokens.long()
         x = self.token_embedding(tokens)  # (B, T, C)
-        if self.config.ngram_rows:
-            for rows in ngrams(tokens, self.config.longest_ngram, self.config.ngram_rows):
-                x = x + self.ngram_embedding(rows)
+        code, rows = tokens * HASH[1], self.config.ngram_rows
+        for table in range(self.config.longest_ngram - 1) if rows else ():
+            code = F.pad(code[:, :-1], (1, 0)) * HASH[0] ^ tokens * HASH[1]
+            x = x + self.ngram_embedding(code % rows + table * rows)
         x = norm(x)
         x = self.dropout(x + self.previous * F.pad(x[:, :-1], (0, 0, 1, 0)))
         device = tokens.device.type
@@ -150,17 +144,6 @@ class MLP(nn.Module):
 def norm(x: Tensor) -> Tensor:
     """Return `x` with mean 0 and variance 1 in its last dimension (Ba et al. 2016)."""
     return F.layer_norm(x, x.shape[-1:])
-
-
-def ngrams(tokens: Tensor, longest: int, rows: int) -> Iterator[Tensor]:
-    """Yield where the n-gram that ends at each of `tokens`, (B, T), is in the table, n from 2 on.
-
-    The tables of `rows` rows follow one another. Places before the first token count as zeros.
-    """
-    one = code = tokens * MULTIPLIERS[1]
-    for n in range(2, longest + 1):
-        code = F.pad(code[:, :-1], (1, 0)) * MULTIPLIERS[0] ^ one
-        yield code % rows + (n - 2) * rows
 
 
 def linear(x: Tensor, *layers: nn.Linear) -> Tensor:

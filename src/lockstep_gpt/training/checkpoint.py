@@ -93,19 +93,6 @@ def write_checkpoint(
         ) from error
 
 
-def digest(weights: dict[str, Any]) -> str | None:
-    """Return the SHA-256 of all names, types, shapes and bits; None of shares of a model."""
-    import torch
-
-    found = hashlib.sha256()
-    for name, weight in weights.items():
-        if type(weight) is not torch.Tensor:
-            return None
-        found.update(f"{name} {weight.dtype} {[*weight.shape]} ".encode())
-        found.update(weight.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
-    return found.hexdigest()
-
-
 def refuse_full_disk(folder: Path, needed: int) -> None:
     """Raise a `RunError` if `needed` bytes have no room in `folder`."""
     free = shutil.disk_usage(folder).free

@@ -144,11 +144,8 @@ class GPTModule(lightning.LightningModule):
             self.schedule.peak_lr,
             fused=self.config.precision != "16-mixed",  # fused kernels unscale after our clipping
         )
-        scheduler = LambdaLR(optimizer, self.schedule.factor)
-        return {
-            "optimizer": optimizer,
-            "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
-        }
+        rate = LambdaLR(optimizer, self.schedule.factor)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": rate, "interval": "step"}}
 
     def optimizer_step(
         self,

@@ -5,8 +5,6 @@ directions move alike. Matrices of one shape are orthogonalised together: one by
 it, costs twice as much.
 """
 
-from collections import defaultdict
-from collections.abc import Iterable
 from typing import Any, cast
 
 import torch
@@ -40,10 +38,8 @@ class Muon(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         """Update all weights once."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        with torch.enable_grad():
+            loss = closure() if closure else None
         for group in self.param_groups:
             update = self._orthogonal if group["muon"] else self._adamw
             if parameters := [each for each in group["params"] if each.grad is not None]:
@@ -51,11 +47,8 @@ class Muon(torch.optim.Optimizer):
         return loss
 
     def _orthogonal(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
-        shapes: defaultdict[torch.Size, list[Tensor]] = defaultdict(list)
-        for parameter in parameters:
-            shapes[parameter.shape].append(parameter)
-        for alike in shapes.values():
-            self._orthogonal_alike(alike, group)
+        for shape in dict.fromkeys(each.shape for each in parameters):
+            self._orthogonal_alike([each for each in parameters if each.shape == shape], group)
 
     def _orthogonal_alike(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
         """Update matrices of one shape."""
@@ -98,7 +91,7 @@ class Muon(torch.optim.Optimizer):
             maximize=False,
         )
 
-    def _state(self, parameter: Tensor, names: Iterable[str]) -> dict[str, Tensor]:
+    def _state(self, parameter: Tensor, names: tuple[str, ...]) -> dict[str, Tensor]:
         state: dict[str, Tensor] = self.state[parameter]
         if not state:
             # The fused kernel of AdamW wants its count where the weights are.

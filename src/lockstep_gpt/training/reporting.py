@@ -185,11 +185,17 @@ def as_text(lines: dict[str, str]) -> str:
     return "\n".join(f"  {label:<{width}}  {line}" for label, line in lines.items())
 
 
-def conclude(directory: RunDirectory, status: str, trainer: Trainer, found: dict[str, Any]) -> None:
-    """Write `summary.json`: how the run ended, and what was found in it."""
+def found(trainer: Any) -> dict[str, Any]:
+    """Return what its callbacks have to say of a run."""
+    tell = [each.in_summary for each in trainer.callbacks if hasattr(each, "in_summary")]
+    return {name: value for each in tell for name, value in each(trainer.global_step).items()}
+
+
+def conclude(directory: RunDirectory, status: str, trainer: Trainer, more: dict[str, Any]) -> None:
+    """Write `summary.json`: how the run ended, what callbacks say of it, and `more`."""
     run = {"status": status, "saved": status != "failed", "step": trainer.global_step}
     wandb_id = directory.wandb_id.read_text() if directory.wandb_id.exists() else None
-    directory.write_summary({**run, "wandb_run_id": wandb_id, **found})
+    directory.write_summary({**run, "wandb_run_id": wandb_id, **found(trainer), **more})
 
 
 def ending(trainer: Trainer) -> str:

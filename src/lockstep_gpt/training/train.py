@@ -105,10 +105,9 @@ def _train(directory: RunDirectory, config: Config, ranks: meeting.Ranks, termin
     finally:
         changes.on_train_end()  # also where a hook failed before its own
         if ranks.rank == 0:
-            found = {**metrics.summary(trainer.global_step), **checkpoints.summary()}
             times = {"lr": schedule.peak_lr, "wall_seconds": time.perf_counter() - started}
             with contextlib.suppress(OSError) if status == "failed" else directory.writing():
-                reporting.conclude(directory, status, trainer, {**found, **times})
+                reporting.conclude(directory, status, trainer, times)
             for each in tracking.tracked(loggers):
                 each.close(status)
     meeting.leave()

@@ -44,7 +44,7 @@ def test_the_last_step_is_validated_and_saved_though_nothing_divides_it(new_run,
     run = new_run(max_steps=5, val_every=3, checkpoint={"every": 4})
     checkpoints, validation = fitted(run, tmp_path)
     assert list(validation.seen) == [3, 5]
-    assert checkpoints.summary()["last_checkpoint"] == str(tmp_path / "step=000005.ckpt")
+    assert checkpoints.in_summary(0)["last_checkpoint"] == str(tmp_path / "step=000005.ckpt")
 
 
 def test_without_a_period_only_the_best_and_the_end_are_saved(new_run, tmp_path):
@@ -69,8 +69,8 @@ def test_the_newest_and_the_best_are_kept(new_run, tmp_path, keep_last, keep_bes
     run = new_run(max_steps=6, val_every=1, checkpoint=settings)
     checkpoints, _ = fitted(run, tmp_path, losses={1: 9, 2: 1, 3: 5, 4: 4, 5: 3, 6: 8})
     assert steps_in(tmp_path) == kept
-    assert step_of(Path(checkpoints.summary()["best_checkpoint"])) == best
-    assert checkpoints.summary()["last_checkpoint"].endswith("step=000006.ckpt")
+    assert step_of(Path(checkpoints.in_summary(0)["best_checkpoint"])) == best
+    assert checkpoints.in_summary(0)["last_checkpoint"].endswith("step=000006.ckpt")
 
 
 def test_there_are_no_names_but_checkpoints_and_their_sums(new_run, tmp_path):
@@ -107,7 +107,7 @@ def test_a_resumed_run_keeps_what_it_knew_of_the_best(new_run, tmp_path):
     run = new_run(max_steps=4, val_every=1, checkpoint=settings)
     checkpoints, _ = fitted(run, tmp_path, {3: 3.0, 4: 4.0}, newest_valid(tmp_path))
     assert steps_in(tmp_path) == [1, 4]
-    assert checkpoints.summary()["best_checkpoint"] == str(tmp_path / "step=000001.ckpt")
+    assert checkpoints.in_summary(0)["best_checkpoint"] == str(tmp_path / "step=000001.ckpt")
 
 
 def test_a_best_checkpoint_that_is_gone_is_the_best_no_more(new_run, tmp_path):
@@ -116,7 +116,7 @@ def test_a_best_checkpoint_that_is_gone_is_the_best_no_more(new_run, tmp_path):
     (tmp_path / "step=000001.ckpt").unlink()
     run = new_run(max_steps=4, val_every=1, checkpoint=settings)
     checkpoints, _ = fitted(run, tmp_path, {4: 5.0}, newest_valid(tmp_path))
-    assert checkpoints.summary()["best_checkpoint"] == str(tmp_path / "step=000002.ckpt")
+    assert checkpoints.in_summary(0)["best_checkpoint"] == str(tmp_path / "step=000002.ckpt")
 
 
 def test_what_is_best_is_the_same_on_a_rank_that_sees_other_files(on_ranks, new_run, tmp_path):

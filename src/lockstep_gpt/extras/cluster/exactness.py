@@ -149,7 +149,7 @@ def _failure(ranks: int, status: int, said: str) -> str:
 
 def left_by(run: RunDirectory) -> Remains:
     """Return what a run has left behind that its ranks must not change."""
-    from lockstep_gpt.training.checkpoint import checkpoints_in, digest, read_checkpoint
+    from lockstep_gpt.training.checkpoint import checkpoints_in, read_checkpoint
 
     content = read_checkpoint(checkpoints_in(run.checkpoints)[-1])
     with run.metrics.open(encoding="utf-8", newline="") as file:
@@ -157,8 +157,7 @@ def left_by(run: RunDirectory) -> Remains:
             {name: value for name, value in row.items() if not name.startswith(TIMED)}
             for row in csv.DictReader(file)
         ]
-    weights = digest(content["state_dict"])  # as in the report and in every checkpoint
-    assert weights, "DDP's checkpoints hold the whole model"
+    weights = content["weights"][content["global_step"]]  # as in the report
     return Remains(weights, _digest(content["optimizer_states"]), rows)
 
 

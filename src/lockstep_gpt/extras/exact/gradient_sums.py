@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from lightning import Callback, Trainer
+from lightning import Trainer
 from torch import Tensor
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.futures import Future
@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lockstep_gpt.config import Config, UserError
 from lockstep_gpt.extras.exact.exact_settings import ExactBatch
+from lockstep_gpt.extras.exact.weights import WeightHashes
 
 # Newer versions of torch call it so, and warn of the older name.
 ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -55,10 +56,11 @@ class PairwiseSum:
         return first
 
 
-class GradientSums(Callback):
+class GradientSums(WeightHashes):
     """Puts the sum of a step's gradients, added in the tree's order, in the place of DDP's."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.world_size = self.accumulation = 1
         self.undo = contextlib.ExitStack()  # of what it has changed in torch
         self._in_ddp = False
@@ -171,11 +173,14 @@ class GradientSums(Callback):
         self._gathered.append((work, total, whole, result))
 
 
-def gradient_sums(config: Config, *_known: Any) -> GradientSums | None:
-    """Return what adds up for this run, if it is to; choose kernels that round alike until then."""
+def gradient_sums(config: Config, *_known: Any) -> WeightHashes:
+    """Return what hashes the weights of this run and, if it is to, adds its gradients up.
+
+    It then chooses kernels that round alike, until it ends.
+    """
     batch = config.batch
     if not isinstance(batch, ExactBatch) or batch.exact_micro_size is None:
-        return None
+        return WeightHashes()
     sums = GradientSums()
     sums.undo.callback(torch.set_num_threads, torch.get_num_threads())
     torch.set_num_threads(batch.exact_threads)

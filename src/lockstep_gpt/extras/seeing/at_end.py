@@ -16,11 +16,9 @@ from lightning import Callback, Trainer
 from lockstep_gpt.extras.seeing.page import write_page
 from lockstep_gpt.extras.seeing.recordings import as_json
 from lockstep_gpt.extras.seeing.run_report import report
-from lockstep_gpt.training.callbacks.checkpoints import Checkpoints
-from lockstep_gpt.training.callbacks.metrics import Metrics
 from lockstep_gpt.training.callbacks.stopping import Stopped
 from lockstep_gpt.training.metrics_file import MetricsFile
-from lockstep_gpt.training.reporting import ending
+from lockstep_gpt.training.reporting import ending, found
 from lockstep_gpt.training.tracking import git_state
 
 logger = logging.getLogger(__name__)
@@ -53,10 +51,7 @@ class ReportAtEnd(Callback):
             path = self._run / "report.html"
             try:
                 # summary.json, which a later report reads, is written only after this one.
-                callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-                measured = next(each for each in callbacks if isinstance(each, Metrics))
-                saved = next(each for each in callbacks if isinstance(each, Checkpoints))
-                summary = {**measured.summary(trainer.global_step), **saved.summary()}
+                summary = found(trainer)
                 write_page(path, report([self._run], status=status, summary=summary))
             except Exception as error:  # a report never changes how a run ends
                 logger.warning("no report: %s: %s", type(error).__name__, error)

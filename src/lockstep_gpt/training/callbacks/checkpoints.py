@@ -27,8 +27,6 @@ class Checkpoints(StepCallback, Checkpoint):
     urgent: bool = field(default=False, init=False)  # save after the next validation in any case
     # Step of a kept checkpoint -> its validation loss.
     losses: dict[int, float] = field(default_factory=dict, init=False)
-    # Step of each checkpoint that was ever made -> SHA-256 of its weights.
-    weights: dict[int, str] = field(default_factory=dict, init=False)
 
     def validates(self, trainer: Trainer) -> bool:
         """Tell whether a validation follows the optimizer step that has just ended."""
@@ -80,7 +78,7 @@ class Checkpoints(StepCallback, Checkpoint):
                 trainer.strategy.checkpoint_io.remove_checkpoint(path)
                 self.losses.pop(files.step_of(path), None)
 
-    def summary(self) -> dict[str, Any]:
+    def in_summary(self, _step: int) -> dict[str, Any]:
         """Return what `summary.json` says of the checkpoints and the batch."""
         best = sorted(self.losses, key=self.losses.__getitem__)[:1]
         last = next(reversed(files.checkpoints_in(self.folder)), None)
@@ -89,7 +87,6 @@ class Checkpoints(StepCallback, Checkpoint):
             "global_batch_size": self.batch.global_size,
             "best_checkpoint": str(files.checkpoint_path(self.folder, best[0])) if best else None,
             "last_checkpoint": str(last) if last else None,
-            "weights": self.weights,
         }
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: Any, checkpoint: Any) -> None:  # noqa: ARG002
@@ -97,13 +94,6 @@ class Checkpoints(StepCallback, Checkpoint):
         data: Any = trainer.datamodule  # type: ignore[attr-defined]
         samples = data.samples_seen(trainer.global_step)
         checkpoint.update(self.content, samples=samples, tokens=samples * self.batch.block_size)
-        if trainer.is_global_zero and (found := files.digest(checkpoint["state_dict"])):
-            self.weights[trainer.global_step] = found
-            checkpoint["weights"] = dict(self.weights)
-
-    def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: Any) -> None:  # noqa: ARG002
-        """Go on with the sums of the weights up to there."""
-        self.weights = dict(checkpoint.get("weights", {}))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the losses of the kept checkpoints, which decide what is best."""

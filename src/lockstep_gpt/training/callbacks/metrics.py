@@ -113,7 +113,7 @@ class Metrics(StepCallback):
         self._log(trainer, step, row)
         pl_module.refuse_broken(step)
 
-    def summary(self, step: int) -> dict[str, Any]:
+    def in_summary(self, step: int) -> dict[str, Any]:
         """Return what `summary.json` says of a run that ends after optimizer step `step`."""
         # Mean over all ranks and steps of this start of the run, validation excluded.
         speed = self.training_steps * self.tokens_per_step / max(self.training_seconds, 1e-9)
