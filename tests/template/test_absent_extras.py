@@ -35,6 +35,7 @@ WORDS = {
 OTHERS = {
     "constraints.txt": "^safetensors==",  # accelerate's too
     "pyproject.toml": '^    "safetensors==',
+    "docs/coming_from.md": r"^\| `init_from`",  # nanoGPT's setting
     "docs/lightning.md": "^. `TensorBoardLogger`",
 }
 

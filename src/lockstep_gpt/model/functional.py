@@ -27,7 +27,8 @@ def causal_attention(
     """
     T, D = q.shape[-2:]
     if q.device.type != "cpu" or T > SHORT:
-        return F.scaled_dot_product_attention(q, k, v, None, dropout, is_causal=True, scale=scale)
+        settings: Any = {"is_causal": True, "scale": scale}
+        return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, **settings)
     queries, keys, values = (each.reshape(-1, T, D) for each in (q, k, v))
     later = torch.full((T, T), -math.inf, dtype=q.dtype).triu(1)
     scores = torch.baddbmm(later, queries, keys.mT, alpha=D**-0.5 if scale is None else scale)

@@ -86,7 +86,7 @@ def test_slow_links_cost_efficiency(composed):
 
 
 def test_what_does_not_fit_says_so_and_what_would(composed):
-    config = composed("model=gpt2_xl", "batch.global_size=64")
+    config = composed("model=gpt2_xl", "precision=32-true", "batch.global_size=64")
     row = predict(config, HARDWARE["a100-40"], (1,)).rows[0]
     assert not row.fits
     assert 0 < row.largest_micro_size < 64
@@ -131,7 +131,7 @@ has_fsdp2 = pytest.mark.skipif(
 has_exact = pytest.mark.skipif(
     not hasattr(groups()["batch"], "exact_micro_size"), reason="no such extra"
 )
-LARGE = ("model=gpt2_large", "precision=bf16-mixed", "batch.global_size=64")
+LARGE = ("model=gpt2_large", "optim=adamw", "precision=bf16-mixed", "batch.global_size=64")
 
 
 @has_fsdp2
@@ -178,7 +178,7 @@ def test_what_does_not_fit_has_its_remedies(composed):
 
 @has_fsdp2
 def test_a_model_that_no_device_holds_is_told_to_share(composed):
-    config = composed("model=gpt2_xl", "precision=bf16-mixed", "batch.micro_size=1")
+    config = composed("model=gpt2_xl", "optim=adamw", "precision=bf16-mixed", "batch.micro_size=1")
     one, eight = predict(config, HARDWARE["rtx4090"], (1, 8), vocab_size=50257).rows
     assert one.remedies == []
     assert [remedy.words for remedy in eight.remedies] == ["strategy=fsdp2"]
