@@ -114,7 +114,7 @@ def _measured(
     done = subprocess.run(command, stdout=subprocess.PIPE, check=False)
     if done.returncode:
         sys.exit(f"{path.name} failed; its own message is above")
-    run = json.loads(done.stdout)
+    run = json.loads(done.stdout.splitlines()[-1])  # a recipe may print as well
     return {**run, "startup": time.perf_counter() - started - run.pop("since_start")}
 
 
@@ -225,9 +225,9 @@ def table(runs: list[dict[str, Any]], target: float) -> str:
         losses = [run["loss"] for run in own]
         error = statistics.stdev(losses) / math.sqrt(len(losses)) if losses[1:] else math.nan
         pairs = [
-            ours["seconds"] / base["seconds"]
+            ours["seconds"] / base["all_seconds"]  # to the target, or its whole run without that
             for ours, base in zip(own, first, strict=True)
-            if "seconds" in ours and "seconds" in base
+            if "seconds" in ours
         ]
         figures = f"{'-':>8}{'-':>9}"
         if there:

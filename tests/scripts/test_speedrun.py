@@ -17,6 +17,7 @@ RECIPE = """
 import torch
 
 def prepare(training, seed, nanogpt):
+    print("a recipe may print")
     return train(int(training[1]) - int(training[0]))
 
 def train(distance):

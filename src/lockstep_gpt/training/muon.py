@@ -51,7 +51,6 @@ class Muon(torch.optim.Optimizer):
             self._orthogonal_alike([each for each in parameters if each.shape == shape], group)
 
     def _orthogonal_alike(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
-        """Update matrices of one shape."""
         states = [self._state(each, ("momentum",)) for each in parameters]
         momenta = [state["momentum"] for state in states]
         share = min(1.0, int(states[0]["step"]) / MOMENTUM_WARMUP)
