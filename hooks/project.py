@@ -46,32 +46,17 @@ TEMPLATE_ONLY = (
     "{{cookiecutter.project_slug}}/",
 )
 # What lies at the root of this repository; without git, nothing else there is copied.
-OURS = {
-    ".ci",
+OURS = {name.partition("/")[0] for name in TEMPLATE_ONLY} | {
     ".editorconfig",
     ".env.example",
     ".gitattributes",
-    ".github",
     ".gitignore",
     ".pre-commit-config.yaml",
     ".python-version",
-    "BENCHMARKS.md",
-    "CHANGELOG.md",
-    "CITATION.cff",
-    "CONTRIBUTING.md",
-    "LICENSE",
-    "README.md",
-    "SECURITY.md",
     "configs",
     "constraints.txt",
-    "cookiecutter.json",
-    "docs",
-    "hooks",
     "pyproject.toml",
-    "scripts",
     "src",
-    "tests",
-    "{{cookiecutter.project_slug}}",
 }
 MARKER = re.compile(r"(template-only|extra (\w+)): (begin|end)\b")
 OWNER = re.compile(r"\d{4} The Lockstep GPT authors|\[yyyy\] \[name of copyright owner\]")

@@ -2,9 +2,9 @@
 
 usage: python3 scripts/dev.py update [TEMPLATE] [--to COMMIT] [--extras NAMES]
 
-TEMPLATE is a path or URL, by default the one that .template.json names. Both states of it, that of
-the last update and the new one, are made anew with the project's own answers; what differs between
-them is applied to the project by git, as a cherry-pick is. The result is staged and not committed.
+TEMPLATE is a path or URL; the default is the one in .template.json. The script generates the
+project twice with its own answers, from the commit of the last update and from the new one, and git
+applies the difference as a cherry-pick. The result is staged and not committed.
 Exit status: 0 all applied, 1 conflicts remain, 2 refused, and nothing was changed.
 """
 
@@ -90,7 +90,7 @@ def update(project: Path, folder: Path, template: str, to: str, extras: str) -> 
     print(_git(project, "diff", "--cached", "--stat=100", "HEAD"), end="")
     print(f"from {last[:12]} to {new[:12]} of {source}")
     if conflicts:
-        print("conflicts remain; mend these, git add them, test, commit:")
+        print("conflicts remain; resolve these, git add them, test, commit:")
         print("".join(f"  {name}\n" for name in conflicts), end="")
         return 1
     print("all applied and staged; next: python3 scripts/dev.py test, then git commit")

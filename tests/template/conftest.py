@@ -231,3 +231,25 @@ def types(shared: Path) -> Path:
             shutil.copytree(ROOT / ".mypy_cache", folder)
 
     return once(shared / "types", start)
+
+
+@pytest.fixture
+def upstream(template: Path, tmp_path: Path) -> Path:
+    """A clone of the template, to be changed."""
+    git(tmp_path, "clone", "-q", str(template), "upstream")
+    return tmp_path / "upstream"
+
+
+@pytest.fixture(scope="session")
+def begun() -> Callable[[Path], Path]:
+    """Let a project have changes of its user, which every update must keep."""
+
+    def change(project: Path) -> Path:
+        last = "# the user's last line\n"
+        for name in ("src/my_gpt/model/gpt.py", "README.md"):
+            text = (project / name).read_text("utf-8")
+            (project / name).write_text(text + last, "utf-8")
+        (project / "src/my_gpt/own.py").write_text(last)
+        return committed(project)
+
+    return change

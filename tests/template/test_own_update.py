@@ -15,21 +15,10 @@ def edit(path: Path, before: str = "", after: str = "") -> None:
 
 
 @pytest.fixture
-def upstream(template, tmp_path, git):
-    """A clone of the template, to be changed."""
-    git(tmp_path, "clone", "-q", str(template), "upstream")
-    return tmp_path / "upstream"
-
-
-@pytest.fixture
-def project(upstream, generate, tmp_path, committed):
+def project(upstream, generate, tmp_path, begun):
     """A project that its user has begun to change."""
     generate.of(upstream)(tmp_path)
-    project = tmp_path / "my-gpt"
-    edit(project / "src/my_gpt/model/gpt.py", after=LAST)
-    edit(project / "README.md", after=LAST)
-    (project / "src/my_gpt/own.py").write_text(LAST)
-    return committed(project)
+    return begun(tmp_path / "my-gpt")
 
 
 @pytest.fixture

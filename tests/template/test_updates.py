@@ -14,25 +14,11 @@ def edit(path: Path, before: str = "", after: str = "") -> None:
 
 
 @pytest.fixture
-def upstream(template, tmp_path, git):
-    """A clone of the template, to be changed."""
-    git(tmp_path, "clone", "-q", str(template), "upstream")
-    return tmp_path / "upstream"
-
-
-@pytest.fixture
-def project(upstream, generate, tmp_path, committed):
+def project(upstream, generate, tmp_path, committed, begun):
     """A project by `cruft create`, which its user has begun to change."""
     words = ["create", f"file://{upstream}", "--no-input"]
     generate.run("cruft", *words, cwd=tmp_path)
-    return begun(committed(tmp_path / "my-gpt"), committed)
-
-
-def begun(project: Path, committed) -> Path:
-    edit(project / "src/my_gpt/model/gpt.py", after=LAST)
-    edit(project / "README.md", after=LAST)
-    (project / "src/my_gpt/own.py").write_text(LAST)
-    return committed(project)
+    return begun(committed(tmp_path / "my-gpt"))
 
 
 def change(upstream: Path, committed) -> None:
@@ -71,14 +57,16 @@ def test_update_changes_what_changed_and_nothing_else(project, upstream, generat
     generate.run("cruft", "check", cwd=project)
 
 
-def test_project_that_was_linked_later_is_updated_too(upstream, generate, tmp_path, committed):
+def test_project_that_was_linked_later_is_updated_too(
+    upstream, generate, tmp_path, committed, begun
+):
     answers = {"author": 'O\'Reilly "net"', "git_init": False}
     generate.of(upstream)(tmp_path, *(f"{name}={value}" for name, value in answers.items()))
     project = committed(tmp_path / "my-gpt")
     order = (project / "src/my_gpt/data/order.py").read_text("utf-8")
     link = ["link", f"file://{upstream}", "--no-input", "--extra-context", json.dumps(answers)]
     generate.run("cruft", *link, cwd=project)
-    begun(project, committed)
+    begun(project)
     change(upstream, committed)
     generate.run("cruft", "update", "-y", cwd=project)
     assert_updated(project, order)
