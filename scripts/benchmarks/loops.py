@@ -29,10 +29,20 @@ BURST = 4  # steps by turns, where two loops share a process
 TOY_BURST = 50
 
 # Shape, micro-batch and accumulation. S is nanoGPT's documented recipe for a CPU; M is large enough
-# that the vocabulary counts; gpt2 is what one GPU trains, 524,288 tokens a step.
+# that the vocabulary counts; gpt2 is what one GPU trains, 524,288 tokens a step. All are GPT-2 with
+# AdamW except quickstart, our own recipe: `ours` and `pair` know its model and optimizer.
 MODELS = {
     "toy": {"n_layer": 1, "n_head": 1, "n_embd": 16, "T": 8, "B": 4, "vocab": 256, "steps": 1},
     "S": {"n_layer": 4, "n_head": 4, "n_embd": 128, "T": 64, "B": 12, "vocab": 256, "steps": 1},
+    "quickstart": {
+        "n_layer": 4,
+        "n_head": 4,
+        "n_embd": 128,
+        "T": 64,
+        "B": 12,
+        "vocab": 256,
+        "steps": 1,
+    },
     "M": {"n_layer": 6, "n_head": 8, "n_embd": 512, "T": 127, "B": 8, "vocab": 50257, "steps": 1},
     "gpt2": {
         "n_layer": 12,
@@ -97,8 +107,9 @@ class Task:
         shape = self.shape
         turns = math.ceil(self.steps / self.burst)
         steps = WARMUP + (turns * self.burst if paired else self.steps) + 1
+        own = self.model == "quickstart"
         return [
-            "model=gpt2",
+            *(("model=modern_nano", "optim=muon") if own else ("model=gpt2", "optim=adamw")),
             f"model.block_size={shape['T']}",
             *(f"model.{name}={shape[name]}" for name in ("n_layer", "n_head", "n_embd")),
             "data=synthetic",
@@ -241,7 +252,11 @@ def batches(task: Task) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def raw(
-    task: Task, model: nn.Module, optimizer: torch.optim.Optimizer, source: Iterator[Any]
+    task: Task,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    source: Iterator[Any],
+    clip_norm: float | None = 1.0,
 ) -> Callable[[], Any]:
     """Return one optimizer step of a hand-written loop."""
     trained, wrapped = model, model
@@ -256,7 +271,8 @@ def raw(
                 with task.autocast():
                     loss = wrapped(x, y)
                 (loss / task.shape["steps"]).backward()
-        torch.nn.utils.clip_grad_norm_(trained.parameters(), 1.0)
+        if clip_norm is not None:
+            torch.nn.utils.clip_grad_norm_(trained.parameters(), clip_norm)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
@@ -293,15 +309,20 @@ def our_model(task: Task) -> nn.Module:
     )
 
 
-def best(task: Task) -> Callable[[], Any]:
-    """Return the leanest loop on our model: batches that lie ready, the fused optimizer."""
-    model, T = our_model(task), task.shape["T"]
+def best(task: Task, config: Any) -> Callable[[], Any]:
+    """Return the leanest loop on the model and optimizer of `config`: all batches are ready."""
+    from lockstep_gpt.model.gpt import build_gpt
+    from lockstep_gpt.training.optim import build_optimizer
+
+    T = task.shape["T"]
+    model = build_gpt(config.model, task.shape["vocab"]).to(task.device)
     if task.compile:
         model.compile(dynamic=False)
     windows = tokens_of(task).unfold(0, T + 1, T)[: 64 * task.micro_size].to(task.device)
     ready = [(each[:, :-1], each[:, 1:]) for each in windows.split(task.micro_size)]
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    return raw(task, model, optimizer, (each for _ in iter(int, 1) for each in ready))
+    optimizer = build_optimizer(model, config.optim, lr=1e-4)
+    source = (each for _ in iter(int, 1) for each in ready)
+    return raw(task, model, optimizer, source, config.optim.clip_norm)
 
 
 def accelerate(task: Task) -> Callable[[], Any]:
@@ -444,10 +465,10 @@ class Clock(Callback):
         now = time.perf_counter()
         if self.last is not None:
             self.seconds.append(now - self.last)
-        self.between()
+        self.between(trainer)
         self.last = time.perf_counter()
 
-    def between(self) -> None:
+    def between(self, trainer: Any) -> None:
         """Do nothing between two steps."""
 
     def on_train_end(self, trainer: Any, *_: Any) -> None:
@@ -468,10 +489,10 @@ class Pair(Clock):
         self.theirs: list[float] = []
         self.step: Callable[[], Any] | None = None
 
-    def between(self) -> None:
+    def between(self, trainer: Any) -> None:
         """Take a burst of raw steps after each burst of the Trainer's."""
         if self.step is None:
-            self.step = best(self.task)
+            self.step = best(self.task, trainer.lightning_module.config)
             for _ in range(WARMUP):
                 self.step()
         done = len(self.seconds) - WARMUP

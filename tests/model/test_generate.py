@@ -71,6 +71,23 @@ def test_generating_leaves_the_mode_and_the_weights_trainable(model: GPT) -> Non
     model(PROMPT, PROMPT).backward()
 
 
+@pytest.mark.parametrize(("few", "threads"), [(1 << 30, 1), (0, 2)], ids=["small", "large"])
+def test_a_small_model_generates_on_one_thread(model: GPT, monkeypatch, few, threads) -> None:
+    seen, features = [], model.features
+    monkeypatch.setattr("lockstep_gpt.model.gpt.FEW_OPERATIONS", few)
+    monkeypatch.setattr(
+        model, "features", lambda tokens: seen.append(torch.get_num_threads()) or features(tokens)
+    )
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        model.generate(PROMPT, 3)
+        assert seen == [threads] * 3
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+
+
 @pytest.mark.parametrize(
     ("prompt", "settings", "message"),
     [

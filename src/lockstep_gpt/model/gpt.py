@@ -13,6 +13,7 @@ from lockstep_gpt.config import ModelConfig, UserError, check
 from lockstep_gpt.model import functional
 
 VOCAB_MULTIPLE = 64  # matrix products are fast at sizes that tensor cores divide evenly
+FEW_OPERATIONS = 1 << 30  # of a forward pass; threads that share so few mostly wait for each other
 
 
 class GPT(nn.Module):
@@ -108,14 +109,17 @@ class GPT(nn.Module):
         a negative temperature or a `top_k` below 1.
         """
         check_sampling(tokens, temperature, top_k)
-        was_training = self.training
+        was_training, threads = self.training, torch.get_num_threads()
+        if len(tokens) * self.config.block_size * self.flops_per_token < 3 * FEW_OPERATIONS:
+            torch.set_num_threads(1)
         self.eval()
         tokens = tokens.long()
-        for _ in range(length):  # not by `self(...)`: compiled, it would be anew for each T
+        for _ in range(length):  # not `self(...)`, which would be compiled again for each T
             last = self.features(tokens[:, -self.config.block_size :])[:, -1]  # (B, C)
             logits = functional.project_to_vocabulary(last, self.head, self.vocab_size)
             drawn = _draw(logits.float(), temperature, top_k, generator)
             tokens = torch.cat([tokens, drawn], dim=1)
+        torch.set_num_threads(threads)
         self.train(was_training)
         return tokens
 
