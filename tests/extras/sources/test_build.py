@@ -2,7 +2,9 @@ import contextlib
 import errno
 import logging
 import os
+import pickle
 import re
+import select
 import signal
 import subprocess
 import sys
@@ -24,6 +26,7 @@ from lockstep_gpt.data.shards import (
     open_split,
 )
 from lockstep_gpt.data.tokenizer import ByteTokenizer, from_dict
+from lockstep_gpt.extras.sources import build as build_module
 from lockstep_gpt.extras.sources import text as module
 from lockstep_gpt.extras.sources.blocks import InShards
 from lockstep_gpt.extras.sources.build import ResumedWriter, cut_to_index
@@ -273,6 +276,26 @@ def test_a_process_that_is_killed_is_one_clear_line(in_processes, tmp_path, kill
     kill(workers[0])
     assert "UserError: data.num_proc=2: a process was killed" in build.communicate()[1]
     assert [*(tmp_path / "data").glob(".*/index.json")]  # to go on with
+
+
+def test_what_processes_send_is_sent_whole_or_not_at_all(corpus, tmp_path, monkeypatch):
+    """POSIX: a write of up to PIPE_BUF bytes to a pipe is not split, so no kill comes between."""
+    for number in range(5):
+        (tmp_path / "texts" / f"b{number}").write_text(f"{number} " * 300_000)
+    sent, in_turn = [], build_module._in_turn
+
+    def watched(*arguments):
+        for result in in_turn(*arguments):
+            sent.append((len(pickle.dumps(result)), result.stat().st_size))
+            yield result
+
+    monkeypatch.setattr(build_module, "_in_turn", watched)
+    folder = prepare(corpus(num_proc=2))
+    assert max(file for _, file in sent) > select.PIPE_BUF
+    assert max(message for message, _ in sent) < select.PIPE_BUF - 256  # the pool's own bytes
+    assert sorted(path.name for path in folder.iterdir()) == [
+        *("index.json", "train-00000.bin", "val-00000.bin"),
+    ]
 
 
 def test_two_builds_at_once_make_one_folder(tmp_path):

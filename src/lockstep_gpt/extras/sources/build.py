@@ -11,18 +11,20 @@ import hashlib
 import logging
 import multiprocessing
 import os
+import pickle
 import shutil
 import signal
+import tempfile
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from tqdm import tqdm
@@ -54,8 +56,10 @@ from lockstep_gpt.extras.sources.blocks import (
 from lockstep_gpt.processes import end_with_parent
 
 logger = logging.getLogger(__name__)
+Result = TypeVar("Result")
 
 WEEK = 604_800.0  # seconds
+BLOCKS = ".blocks-"  # a folder of blocks on their way from other processes
 
 
 def write(recipe: Recipe, folder: Path) -> None:
@@ -120,6 +124,8 @@ def _save(folder: Path, index: Index, writers: dict[str, ResumedWriter]) -> None
 
 def _begun(recipe: Recipe, folder: Path) -> Index:
     """Return how far a killed build came, or the index of one that begins."""
+    for path in folder.glob(f"{BLOCKS}*"):  # of processes that were killed
+        shutil.rmtree(path, ignore_errors=True)
     if (folder / INDEX).exists():
         try:
             index = shards.load_index(folder)
@@ -150,25 +156,44 @@ def _encoded(
 ) -> Iterator[Encoded]:
     """Tokenize in other processes, or in a thread while the next block is read; order is kept."""
     processes = getattr(recipe.config, "num_proc", 1)
-    # The tokenizer goes by a file: a child that dies while it is sent too much is waited for.
-    executor: Executor = ThreadPoolExecutor(1, initializer=_begin, initargs=(folder,))
-    if processes > 1:
-        spawn = multiprocessing.get_context("spawn")
-        executor = ProcessPoolExecutor(processes, spawn, _begin_process, (folder,))
-    waiting: deque[Future[Encoded]] = deque()
-    with executor:
+    if processes == 1:
+        with ThreadPoolExecutor(1, initializer=_begin, initargs=(folder,)) as thread:
+            yield from _in_turn(thread, _encode, corpus, position, 1)
+        return
+    spawn = multiprocessing.get_context("spawn")
+    # The tokenizer and the blocks are sent as files. A process that is killed in the middle of
+    # sending more than a pipe takes at once would block the pool for good.
+    with (
+        tempfile.TemporaryDirectory(dir=folder, prefix=BLOCKS) as blocks,
+        ProcessPoolExecutor(processes, spawn, _begin_process, (folder,)) as executor,
+    ):
+        encode = partial(_encode_to_file, blocks)
         try:
-            for block in corpus.blocks(Position(*position)):
-                waiting.append(executor.submit(_encode, block))
-                if len(waiting) > processes:
-                    yield waiting.popleft().result()
-            while waiting:
-                yield waiting.popleft().result()
+            for path in _in_turn(executor, encode, corpus, position, processes):
+                yield pickle.loads(path.read_bytes())
+                path.unlink()
         except BrokenProcessPool as error:
             raise UserError(
                 f"data.num_proc={processes}: a process was killed, for want of memory perhaps; "
                 "set it lower"
             ) from error
+
+
+def _in_turn(
+    executor: Executor,
+    encode: Callable[[Any], Result],
+    corpus: Blocks,
+    position: list[int],
+    processes: int,
+) -> Iterator[Result]:
+    """Yield what becomes of each block, in their order; a few blocks are read ahead."""
+    waiting: deque[Future[Result]] = deque()
+    for block in corpus.blocks(Position(*position)):
+        waiting.append(executor.submit(encode, block))
+        if len(waiting) > processes:
+            yield waiting.popleft().result()
+    while waiting:
+        yield waiting.popleft().result()
 
 
 _tokenizer: Tokenizer
@@ -194,6 +219,12 @@ def _encode(block: Block | TokenBlock) -> Encoded:
         for split, texts, _ in stretches_of(block)
     ]
     return Encoded(block.after, block.invalid, splits)
+
+
+def _encode_to_file(folder: str, block: Block | TokenBlock) -> Path:
+    with tempfile.NamedTemporaryFile(dir=folder, delete=False) as file:
+        pickle.dump(_encode(block), file)
+    return Path(file.name)
 
 
 def _show(bar: tqdm[Any], read: int, writers: dict[str, ResumedWriter]) -> None:
