@@ -10,8 +10,6 @@ import pytest
 import torch
 import yaml
 
-from lockstep_gpt import cli
-
 OF_EXTRAS = {"environment.json", "report.html"}  # their own tests say when they are there
 
 
@@ -75,15 +73,6 @@ def test_screen_shows_receipt_sample_and_what_to_type_next(finished):
         assert line in screen
     log = (command.folder / "runs/first/train.log").read_text()
     assert screen.partition("  run ")[2] == log.partition("  run ")[2]
-
-
-def test_evaluate_gives_the_loss_of_all_that_was_held_out(finished, monkeypatch, capsys):
-    command, _ = finished
-    monkeypatch.chdir(command.folder)
-    assert cli.main(["evaluate", "runs/first", "--json"]) == 0
-    result = json.loads(capsys.readouterr().out)
-    assert result["loss"] == pytest.approx(command.summary("runs/first")["val_loss"], abs=0.3)
-    assert result["bits_per_byte"] == pytest.approx(result["loss"] / 0.6931472, rel=0.01)
 
 
 def test_a_second_launch_inline_gives_the_same_bits(finished):

@@ -22,7 +22,6 @@ COMMANDS = {
     "train": Command(".launch.commands:train", "train a GPT; alone: the quickstart", True),
     "prepare": Command(".launch.commands:prepare", "make the token files of a data choice", True),
     "generate": Command(".inference.generate:main", "continue a prompt", False),
-    "evaluate": Command(".inference.evaluate:main", "loss on all validation text", False),
     **{name: Command(*command) for name, command in merged("COMMANDS").items()},
 }
 

@@ -24,7 +24,7 @@ WORDS = {
     "cluster": "lockstep-gpt (plan|doctor|drill)",
     "sources": "datasets|pyarrow|parquet|data=jsonl|tokenizer=bpe|zstandard",
     "ladder": "scripts/ladder|pitfalls.py",
-    "seeing": r"sync_panel|lockstep-gpt (panel|report)|report\.html|playwright",
+    "seeing": r"sync_panel|lockstep-gpt (panel|report|evaluate)|report\.html|playwright",
     "fsdp2": "fsdp2|reshard_after_forward|save_parts|reduce_each",
     "spawn": "ddp_spawn",
     "export": "init_from|lockstep-gpt export|safetensors",

@@ -19,7 +19,7 @@ from lockstep_gpt.data.datamodule import TokenDataModule
 from lockstep_gpt.model.functional import attention_kernel
 from lockstep_gpt.model.gpt import GPT
 from lockstep_gpt.processes import invocation
-from lockstep_gpt.registry import asked
+from lockstep_gpt.registry import additions, asked
 from lockstep_gpt.run_directory import RunDirectory
 from lockstep_gpt.training.ranks import Ranks, backend_of
 from lockstep_gpt.training.schedule import BatchPlan, Schedule
@@ -213,10 +213,10 @@ def closing(
         found = f"validation loss {row['val/loss']:.4f} nats per token, {perplexity}"
     if ended != "done":
         ended += f", after step {trainer.global_step:,} of {trainer.max_steps:,},"
+    added = "".join(f"\n  {invocation()} {name} {directory.path}" for name in additions("NEXT"))
     return f"""
 {ended} in {time.perf_counter() - started:.0f} s: {found}
   metrics      {directory.metrics}
   checkpoints  {directory.checkpoints}
 next
-  {invocation()} generate {directory.path} --prompt "def "
-  {invocation()} evaluate {directory.path}{offline_hint(directory)}"""
+  {invocation()} generate {directory.path} --prompt "def "{added}{offline_hint(directory)}"""

@@ -16,7 +16,6 @@ from lockstep_gpt.extras.sources.numbers import (
     SyntheticData,
 )
 from lockstep_gpt.inference import generate
-from lockstep_gpt.inference.evaluate import evaluate
 from lockstep_gpt.inference.source import load_model
 from lockstep_gpt.training.checkpoint import find_checkpoint
 
@@ -127,7 +126,8 @@ def test_a_model_of_numbers_continues_numbers(number_run, capsys):
 
 
 def test_numbers_have_no_bytes(number_run):
+    seeing = pytest.importorskip("lockstep_gpt.extras.seeing.evaluate", reason="no such extra")
     model, config, _ = load_model(find_checkpoint(number_run))
-    result = evaluate(model, config, 32)
+    result = seeing.evaluate(model, config, 32)
     assert result["tokens"] == 1984
     assert "bits_per_byte" not in result

@@ -1,8 +1,10 @@
-"""Seeing a run: what the ranks computed, what their average says about the batch, reports."""
+"""Seeing a run: what the ranks computed, what their average says about the batch, its results."""
 
 # name -> target, meaning, whether it takes Hydra overrides; `cli.py` collects them.
 COMMANDS = {
     "panel": (".extras.seeing.panel:main", "see the all-reduce of a run, as a page", False),
     "report": (".extras.seeing.run_report:main", "a run as a page; several to compare", False),
+    "evaluate": (".extras.seeing.evaluate:main", "loss on all validation text", False),
 }
+NEXT = "evaluate"  # of the commands, what to type when a run has ended
 MOVED = {"lockstep_gpt.seeing": "lockstep_gpt.extras.seeing"}

@@ -10,7 +10,7 @@ from lockstep_gpt.config import StdlibData, TextData, UserError
 from lockstep_gpt.data.prepare import prepare
 from lockstep_gpt.data.shards import load_index, open_split
 from lockstep_gpt.data.tokenizer import ByteTokenizer
-from lockstep_gpt.inference.evaluate import evaluate, main
+from lockstep_gpt.extras.seeing.evaluate import evaluate, main
 from lockstep_gpt.inference.source import load_model
 from lockstep_gpt.training.checkpoint import find_checkpoint
 
@@ -114,3 +114,12 @@ def test_a_batch_size_that_cannot_be_is_refused(small_run, capsys, size):
         status = end.code
     assert status == 2
     assert "--batch-size" in capsys.readouterr().err
+
+
+def test_evaluate_gives_the_loss_of_all_that_was_held_out(finished, monkeypatch, capsys):
+    command, _ = finished
+    monkeypatch.chdir(command.folder)
+    assert cli.main(["evaluate", "runs/first", "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["loss"] == pytest.approx(command.summary("runs/first")["val_loss"], abs=0.3)
+    assert result["bits_per_byte"] == pytest.approx(result["loss"] / 0.6931472, rel=0.01)
