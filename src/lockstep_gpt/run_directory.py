@@ -17,18 +17,9 @@ import yaml
 
 from lockstep_gpt import config as schema
 from lockstep_gpt.config import Config, RunError, UserError
-from lockstep_gpt.registry import merged
+from lockstep_gpt.registry import asked, merged
 from lockstep_gpt.whole_files import replace_text
 
-# Settings that earlier versions had, and froze, without the extras that have them now.
-FORMER = {
-    "batch": ("exact_micro_size", "exact_threads"),
-    "checkpoint": ("background", "copy_to"),
-    "data": ("shard_mb", "tokenizer_mb", "vocab_size"),
-    "guard": ("replicas_every", "stall_after"),
-    "launch": ("join_seconds", "min_nodes", "node_rank", "rdzv_endpoint", "warm"),
-    "model": ("init_from",),
-}
 # What rank 0 decides for all, and what each machine has of its own.
 MAY_DIFFER = ("run_dir", "run_name", "launch.node_rank", "data.fingerprint")
 
@@ -161,11 +152,13 @@ class RunDirectory:
 
 
 def readable(values: dict[str, Any]) -> dict[str, Any]:
-    """Return frozen `values` without the settings of extras that are not here any more."""
+    """Return frozen `values` without what is off of extras that are not here any more."""
     known = schema.groups(dict(flat(values)).get("data.source"))
-    for group, former in FORMER.items():
-        for name in {*former} - {*dir(known[group])}:
-            values.get(group, {}).pop(name, None)
+    asked("EARLIER", values, known)
+    for group, own in known.items():
+        for name in {name for name, value in values.get(group, {}).items() if not value}:
+            if not hasattr(own, name):
+                del values[group][name]
     return values
 
 

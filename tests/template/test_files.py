@@ -212,18 +212,27 @@ def test_its_reference_of_settings_is_what_its_own_script_writes(answers, baked,
 
 
 @pytest.mark.parametrize(
-    "setting", ["model.init_from=there", "checkpoint.copy_to=there", "trainer.num_nodes=2"]
+    ("chosen", "setting", "line"),
+    [
+        ("none", "model.init_from=there", "unknown setting model.init_from; there are "),
+        ("compat", "model.init_from=there", "model.init_from; it needs an extra that is not here"),
+        ("none", "checkpoint.copy_to=there", "unknown setting checkpoint.copy_to; there are "),
+        ("compat", "checkpoint.copy_to=there", "copy_to; it needs an extra that is not here"),
+        ("none", "trainer.num_nodes=2", "trainer.num_nodes=2 needs an extra that is not here"),
+    ],
 )
-def test_a_setting_of_an_extra_is_refused_where_the_extra_is_not(baked, environment, setting):
+def test_a_setting_of_an_extra_is_refused_where_the_extra_is_not(
+    baked, environment, chosen, setting, line
+):
     done = subprocess.run(
         [sys.executable, "-m", "my_gpt", "train", "trainer=cpu", setting],
-        cwd=baked(extras="none"),
+        cwd=baked(extras=chosen),
         env=environment(PYTHONPATH="src", PYTHONDONTWRITEBYTECODE="1"),
         capture_output=True,
         encoding="utf-8",
     )
     assert (done.returncode, len(done.stderr.splitlines())) == (2, 1), done.stderr
-    assert f"{setting} needs an extra that is not here" in done.stderr
+    assert line in done.stderr
 
 
 @pytest.mark.parametrize(("entity", "value"), [("", None), ("its-team", "its-team")])
@@ -270,7 +279,7 @@ def code_lines(source: str) -> int:
 
 
 # The aim is 4,150 and 6,100; lower these whenever the code allows.
-CODE_LINES, LINES = 4312, 6159
+CODE_LINES, LINES = 4248, 6081
 
 
 def test_code_lines_are_counted_without_words():

@@ -20,7 +20,6 @@ from lockstep_gpt import config as schema
 from lockstep_gpt.config import PROGRAM, Config, UserError
 from lockstep_gpt.launch import choices, devices
 from lockstep_gpt.registry import addition
-from lockstep_gpt.run_directory import FORMER
 
 KINDS = {"Integer": "a whole number", "Float": "a number", "bool": "true or false"}
 FLAGS = {  # of Hydra
@@ -190,8 +189,6 @@ def _unknown_setting(path: str, value: str) -> str:
     settings = choices.settings_below(parent)
     if owners := sorted(choice for choice, names in settings.items() if name in names):
         return f"{path} is a setting of {parent}={' or '.join(owners)}, which is not chosen here"
-    if name in FORMER.get(parent, ()):
-        return f"{path}={value} needs an extra that is not here; leave it out"
     if near := choices.suggested_setting(path):
         return f"unknown setting {path}{near}"
     if parent.split(".")[0] in schema.OPEN_GROUPS:

@@ -8,8 +8,10 @@ import torch
 import yaml
 
 from lockstep_gpt import cli, extras
+from lockstep_gpt.config import UserError
 from lockstep_gpt.extras import compat
-from lockstep_gpt.run_directory import FORMER, RunDirectory, readable
+from lockstep_gpt.extras.compat.former import FORMER
+from lockstep_gpt.run_directory import RunDirectory, readable
 from lockstep_gpt.training.checkpoint import write_checkpoint
 
 # As these commits froze their smoke experiment, without what extras had added to it.
@@ -156,6 +158,19 @@ def test_a_run_is_read_where_the_extras_are_not_that_have_its_settings_now(
     for group, former in FORMER.items():
         left = run.values().get(group, {}).keys()
         assert left == frozen.get(group, {}).keys() - set(former)
+
+
+@pytest.mark.parametrize(("group", "name"), [("checkpoint", "copy_to"), ("guard", "stall_after")])
+def test_what_was_asked_of_an_extra_that_is_not_here_is_refused_by_its_name(
+    group, name, monkeypatch, tmp_path
+):
+    (tmp_path / "extras").mkdir()
+    monkeypatch.setattr(extras, "__path__", [str(tmp_path / "extras")])
+    run, values = RunDirectory(tmp_path), yaml.safe_load(FROZEN["709b8e7"])
+    values.setdefault(group, {})[name] = 900
+    run.config.write_text(yaml.safe_dump(values))
+    with pytest.raises(UserError, match=rf"\({group}\.{name}: Key '{name}' not in .*; delete that"):
+        run.load()
 
 
 def with_gone(group):

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from lockstep_gpt import cli
+from lockstep_gpt import cli, extras
 from lockstep_gpt.config import OPEN_GROUPS, Config, groups
+from lockstep_gpt.extras import compat
 from lockstep_gpt.extras.compat.other_names import NAMES, here
 from lockstep_gpt.launch.choices import config_folder
 
@@ -41,7 +42,7 @@ def test_each_of_our_names_on_the_page_exists(ours):
                 of_an_extra = each in ("search", "tensorboard")
                 assert of_an_extra or (config_folder() / name / f"{each}.yaml").exists(), word
         elif not re.match(r"--|\w+\.yaml|sweep$|val/loss$", word):
-            assert name in KNOWN | {*cli.COMMANDS}, word
+            assert name in KNOWN | {*cli.COMMANDS, "evaluate"}, word  # of an extra
 
 
 def test_page_and_messages_agree():
@@ -53,6 +54,20 @@ def test_page_and_messages_agree():
     for name, words in said.items():
         settings = words & KNOWN
         assert settings <= set(re.findall(r"[\w./]+", told[name])), name
+
+
+@pytest.mark.parametrize(
+    "argument", ["launch.warm=true", "launch.node_rank=1", "data.tokenizer_mb=3", "data.shard_mb=1"]
+)
+def test_a_setting_of_an_extra_that_is_not_here_is_known_as_one(
+    argument, monkeypatch, tmp_path, capsys
+):
+    (tmp_path / "compat").symlink_to(Path(compat.__file__).parent)
+    monkeypatch.setattr(extras, "__path__", [str(tmp_path)])
+    assert cli.main(["train", argument]) == 2
+    name = argument.partition("=")[0]
+    line = f"unknown setting {name}; it needs an extra that is not here\n"
+    assert capsys.readouterr().err.endswith(line)
 
 
 @pytest.mark.parametrize(

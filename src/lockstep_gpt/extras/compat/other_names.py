@@ -1,5 +1,6 @@
 """What settings of other projects are called here; docs/coming_from.md shows them as tables."""
 
+from lockstep_gpt.extras.compat.former import FORMER
 from lockstep_gpt.launch import choices
 
 STEPS = "max_steps or max_tokens"
@@ -83,6 +84,9 @@ def here(word: str) -> str:
     name = word.replace("-", "_")
     if name in choices.groups():  # given as a flag, for it is none that is unknown
         return f"; here it is {name}=CHOICE"
+    group, _, own = name.rpartition(".")
+    if own in FORMER.get(group, {}):  # else it would be known
+        return "; it needs an extra that is not here"
     while name:
         if ours := NAMES.get(name):
             return f"; here it is {ours}"

@@ -1,0 +1,32 @@
+"""Settings of extras that earlier versions had, and froze, without the extras."""
+
+from typing import Any
+
+# Group -> setting -> what it was by default.
+FORMER: dict[str, dict[str, Any]] = {
+    "batch": {"exact_micro_size": None, "exact_threads": 1},
+    "checkpoint": {"background": False, "copy_to": None},
+    "data": {"shard_mb": 256, "tokenizer_mb": 32, "vocab_size": None},
+    "guard": {"replicas_every": 500, "stall_after": 1800.0},
+    "launch": {
+        "join_seconds": 300.0,
+        "lost_seconds": 15.0,
+        "min_nodes": None,
+        "node_rank": 0,
+        "rdzv_endpoint": None,
+        "warm": None,
+    },
+    "model": {"init_from": None},
+}
+
+
+def drop_defaults(values: dict[str, Any], known: dict[str, Any]) -> None:
+    """Take out of frozen `values` what nobody asked for of extras that are not here.
+
+    What somebody did ask for stays, and is refused by its name.
+    """
+    for group, former in FORMER.items():
+        given = values.get(group, {})
+        for name, default in former.items():
+            if not hasattr(known[group], name) and given.get(name, ...) == default:
+                del given[name]
