@@ -56,6 +56,7 @@ EXTRAS = {
         "configs/data/parquet.yaml",
         "configs/data/shards.yaml",
         "configs/data/synthetic.yaml",
+        "configs/experiment/added/",
         "src/lockstep_gpt/extras/sources/",
         "tests/extras/sources/",
     ),

@@ -152,7 +152,6 @@ def test_the_frozen_values_of_a_config_give_the_same_config():
         ("data.val_fraction=0.0", "must be above 0"),
         ("data.val_fraction=1.0", "must be below 1"),
         ("data.val_tokens=0", "must be at least 1"),
-        ("data.num_workers=-1", "must be at least 0"),
         ("optim.lr=0.0", "must be above 0"),
         ("optim.lr=-0.001", "must be above 0"),
         ("optim.warmup_steps=-1", "must be at least 0"),

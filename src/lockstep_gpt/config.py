@@ -197,9 +197,6 @@ class DataConfig(Checked):
     val_tokens: int | None = setting(
         "held-out tokens to validate on at most; null: all", None, on_resume="free", at_least=1
     )
-    num_workers: int = setting(
-        "loader processes per rank; 0: the rank itself", 0, on_resume="free", at_least=0
-    )
 
 
 @dataclass

@@ -2,6 +2,7 @@ import pickle
 import time
 from contextlib import closing
 from itertools import islice
+from types import SimpleNamespace
 
 import lightning
 import numpy as np
@@ -24,8 +25,10 @@ from lockstep_gpt.data.shards import (
 )
 from lockstep_gpt.data.windows import gather, open_windows, widen
 from lockstep_gpt.model.functional import IGNORE
+from lockstep_gpt.registry import additions, asked
 
 T, B, SEED = 8, 3, 5
+needs_workers = pytest.mark.skipif(not any(additions("DATA_MODULE")), reason="no such extra")
 pytestmark = [  # Lightning's own, torch's on few cores, and Python 3.12's on any forked worker
     pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated"),
     pytest.mark.filterwarnings("ignore:The '.*_dataloader' does not have many workers"),
@@ -67,9 +70,11 @@ class Recorder(lightning.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def datamodule(folder, **changes):
+def datamodule(folder, num_workers=0, **changes):
     sizes = {"block_size": T, "micro_size": B, "accumulation": 1, "seed": SEED}
-    return TokenDataModule(folder, **{**sizes, **changes})
+    made = asked("DATA_MODULE", SimpleNamespace(num_workers=num_workers))
+    kind = next(filter(None, made), TokenDataModule)
+    return kind(folder, **{**sizes, **changes})
 
 
 def fit(data, max_steps, ckpt_path=None, **options):
@@ -134,6 +139,7 @@ def test_training_follows_the_order(folder, accumulation):
     assert torch.equal(stacked(module.trained), stacked(expected))
 
 
+@needs_workers
 @pytest.mark.parametrize("workers", [1, 2, 3])
 def test_workers_change_neither_stream(folder, workers):
     alone, _ = fit(datamodule(folder), max_steps=8)
@@ -150,7 +156,10 @@ def test_a_stream_travels_to_a_worker_without_its_data(folder):
     assert windows.tolist() == open_windows(folder, "train", T)[next(order.stream(0))].tolist()
 
 
-@pytest.mark.parametrize(("steps", "accumulation", "workers"), [(5, 2, 0), (40, 1, 0), (4, 2, 2)])
+@pytest.mark.parametrize(
+    ("steps", "accumulation", "workers"),
+    [(5, 2, 0), (40, 1, 0), pytest.param(4, 2, 2, marks=needs_workers)],
+)
 def test_a_resumed_run_sees_what_an_undisturbed_one_sees(
     folder, tmp_path, steps, accumulation, workers
 ):
@@ -207,7 +216,7 @@ def test_a_feed_is_one_batch_ahead_and_knows_how_long_it_was_waited_for(wait_for
     batches, started = iter(feed), time.perf_counter()
     assert next(batches) == 0
     spent = time.perf_counter() - started
-    wait_for(feed._ahead.done)
+    wait_for(feed.ahead.done)
     assert made == [0, 1]
     started = time.perf_counter()
     assert list(batches) == [1, 2]

@@ -1,6 +1,6 @@
 import pytest
 
-from lockstep_gpt.config import Config, LaunchConfig, StdlibData, UserError, extended
+from lockstep_gpt.config import Config, LaunchConfig, UserError, extended
 from lockstep_gpt.launch import devices
 from lockstep_gpt.launch.devices import Placement, gpu_count, place, precision_here
 
@@ -147,16 +147,6 @@ def test_several_machines_without_what_starts_them_are_refused(gpus_here, monkey
     monkeypatch.setattr(devices, "additions", lambda _: [])
     missing = "trainer.num_nodes=2 needs an extra that is not here: nodes, or launchers"
     assert refusal({"num_nodes": 2}).startswith(missing)
-
-
-def test_loader_processes_need_shared_memory(gpus_here, monkeypatch, tmp_path):
-    gpus_here(0)
-    monkeypatch.setattr(devices, "asked", lambda *_: [])
-    monkeypatch.setattr(devices, "DEVICE_FILES", tmp_path)
-    line = refusal({}, data=StdlibData(num_workers=2))
-    assert line == "data.num_workers=2 needs a /dev/shm to write in; set it to 0"
-    (tmp_path / "shm").mkdir()
-    assert place(config({}, data=StdlibData(num_workers=2))).devices == 1
 
 
 def test_ranks_that_nothing_here_can_start_are_refused(gpus_here, monkeypatch):

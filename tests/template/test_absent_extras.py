@@ -22,7 +22,7 @@ WORDS = {
     "compat": r"lightning\.md",
     "completion": "install=bash",
     "cluster": "lockstep-gpt (plan|doctor|drill)",
-    "sources": "datasets|pyarrow|parquet|data=jsonl|tokenizer=bpe|zstandard",
+    "sources": "num_workers|datasets|pyarrow|parquet|data=jsonl|tokenizer=bpe|zstandard",
     "ladder": "scripts/ladder|pitfalls.py",
     "seeing": r"sync_panel|lockstep-gpt (panel|report|evaluate)|report\.html|playwright",
     "fsdp2": "fsdp2|reshard_after_forward|save_parts|reduce_each",

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -10,35 +10,31 @@ from typing import Any
 
 import lightning
 import torch
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from lockstep_gpt.data import shards
 from lockstep_gpt.data.order import Order, Positions, validation_rows
 from lockstep_gpt.data.windows import Batch, Stored, gather, open_windows, widen
 
 GROUP = 8  # micro-batches that are gathered and handed over at a time: each call costs microseconds
-WORKER_LIMIT = 300  # seconds that a worker may take for one batch
 Rows = Callable[[int, int], Iterable[Positions]]
 
 
-class TokenStream(IterableDataset[Stored]):
+class TokenStream(Iterable[Stored]):
     """Micro-batches of one rank out of one split.
 
-    A loader asks its workers in turn, so worker w of n makes micro-batches w, w + n, ... and the
-    stream is the same for any number of workers. `rows`, called with w and n, returns the windows
-    of these micro-batches, each (B,).
+    Of n that share them in turn, number w makes micro-batches w, w + n, ...; `rows`, called with w
+    and n, returns the windows of these micro-batches, each (B,).
     """
 
     pinned = False  # whether batches lie in memory that a GPU copies from
+    share = (0, 1)  # w and n
 
     def __init__(self, folder: Path, split: str, block_size: int, rows: Rows) -> None:
-        super().__init__()
         self.folder, self.split, self.block_size, self.rows = folder, split, block_size, rows
 
     def __iter__(self) -> Iterator[Stored]:
         windows = open_windows(self.folder, self.split, self.block_size)
-        info = get_worker_info()
-        batches = iter(self.rows(info.id, info.num_workers) if info else self.rows(0, 1))
+        batches = iter(self.rows(*self.share))
         while group := [*islice(batches, GROUP)]:
             yield from gather(windows, group, self.pinned)
 
@@ -53,14 +49,14 @@ class Feed(Iterable[Stored]):
     def __init__(self, batches: Iterable[Stored], group: int = GROUP) -> None:
         self.batches, self.group = batches, group
         self.waited = 0.0
-        self._ahead: Future[list[Stored]] | None = None
+        self.ahead: Future[list[Stored]] | None = None
 
     def __iter__(self) -> Iterator[Stored]:
         batches = iter(self.batches)
         with ThreadPoolExecutor(1, "feed") as thread:
-            self._ahead = thread.submit(list, islice(batches, 1))  # the first one comes at once
-            while group := self._await(self._ahead):
-                self._ahead = thread.submit(list, islice(batches, self.group))
+            self.ahead = thread.submit(list, islice(batches, 1))  # the first one comes at once
+            while group := self._await(self.ahead):
+                self.ahead = thread.submit(list, islice(batches, self.group))
                 yield from group
 
     def _await(self, ahead: Future[list[Stored]]) -> list[Stored]:
@@ -68,16 +64,6 @@ class Feed(Iterable[Stored]):
         group = ahead.result()
         self.waited += time.perf_counter() - started
         return group
-
-    def close(self) -> None:
-        """End the processes of a DataLoader.
-
-        The garbage collector would take their queues first, and then wait 5 s for each of them.
-        """
-        if self._ahead is not None:
-            wait([self._ahead])
-        if (iterator := getattr(self.batches, "_iterator", None)) is not None:
-            iterator._shutdown_workers()
 
 
 class TokenDataModule(lightning.LightningDataModule):
@@ -93,7 +79,6 @@ class TokenDataModule(lightning.LightningDataModule):
         accumulation: micro-steps per optimizer step.
         seed: decides the order of the training windows.
         val_tokens: validate on at most so many tokens, in whole windows, at least one; None: all.
-        num_workers: loader processes per rank; 0: the rank itself.
     """
 
     def __init__(
@@ -105,15 +90,13 @@ class TokenDataModule(lightning.LightningDataModule):
         accumulation: int,
         seed: int,
         val_tokens: int | None = None,
-        num_workers: int = 0,
     ) -> None:
         super().__init__()
         index = shards.load_index(folder)
         shards.check_block_size(index, block_size)
         self.folder, self.block_size, self.micro_size = folder, block_size, micro_size
         self.tokenizer = index.tokenizer  # as `tokenizer.from_dict` takes it
-        self.accumulation, self.seed, self.num_workers = accumulation, seed, num_workers
-        self._feeds: list[Feed] = []  # those with processes of their own
+        self.accumulation, self.seed = accumulation, seed
         self._saved = (0, 0)  # optimizer step of the checkpoint, and the samples seen up to it
         self.train_windows = index.windows("train", block_size)
         self.val_windows_held_out = index.windows("val", block_size)
@@ -143,7 +126,7 @@ class TokenDataModule(lightning.LightningDataModule):
             accumulation=self.accumulation,
             start=self.samples_seen(trainer.global_step),
         )
-        self.training_feed = self._feed("train", order.stream)
+        self.training_feed = self.feed("train", order.stream)
         return self.training_feed
 
     def val_dataloader(self) -> Feed:
@@ -152,7 +135,7 @@ class TokenDataModule(lightning.LightningDataModule):
         count, size = self.val_windows, self.micro_size
         ranks = trainer.global_rank, trainer.world_size
         rows = validation_rows(self.val_windows_held_out, count, size, *ranks)
-        return self._feed("val", partial(_share, rows))
+        return self.feed("val", partial(_share, rows))
 
     def transfer_batch_to_device(self, batch: Stored, device: torch.device, *_: Any) -> Stored:
         """Send the windows; Lightning's own would search the batch for what can be sent."""
@@ -163,34 +146,12 @@ class TokenDataModule(lightning.LightningDataModule):
         """Return `(tokens, targets)`: ids travel to the device as narrow as they are stored."""
         return widen(batch)
 
-    def teardown(self, stage: str) -> None:  # noqa: ARG002
-        """End what feeds a run that is over."""
-        for feed in self._feeds:
-            feed.close()
-        self._feeds.clear()
+    def feed(self, split: str, rows: Rows) -> Feed:
+        """Return what takes the batches of a split ahead."""
+        stream = TokenStream(self.folder, split, self.block_size, rows)
+        stream.pinned = self._attached_trainer().strategy.root_device.type == "cuda"
+        return Feed(stream)
 
     def _attached_trainer(self) -> lightning.Trainer:
         assert self.trainer is not None, "the Trainer makes the loaders: it knows rank and step"
         return self.trainer
-
-    def _feed(self, split: str, rows: Rows) -> Feed:
-        stream = TokenStream(self.folder, split, self.block_size, rows)
-        on_gpu = self._attached_trainer().strategy.root_device.type == "cuda"
-        if not self.num_workers:
-            stream.pinned = on_gpu
-            return Feed(stream)
-        feed = Feed(
-            DataLoader(
-                stream,
-                batch_size=None,  # a stream yields whole batches
-                collate_fn=tuple,  # which it is: torch's default would make a list of it
-                num_workers=self.num_workers,
-                timeout=WORKER_LIMIT,  # a worker that cannot hand over its batch does not end
-                pin_memory=on_gpu,
-                persistent_workers=True,  # validation comes again and again
-                generator=torch.Generator(),  # or an iterator would draw from the run's own
-            ),
-            group=1,
-        )
-        self._feeds.append(feed)
-        return feed

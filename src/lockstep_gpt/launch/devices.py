@@ -91,10 +91,6 @@ def _refuse_impossible(config: Config, placement: Placement) -> None:
     fits = hook != "powersgd" or not config.launch.max_restarts
     rule = "keeps an error memory, which no checkpoint has; set launch.max_restarts=0"
     check("strategy.comm_hook", hook, fits, rule)
-    workers = getattr(config.data, "num_workers", 0)  # of one made by hand there may be no data
-    # Other systems than Linux, which have no /proc, share memory in other ways.
-    fits = not workers or os.access(DEVICE_FILES / "shm", os.W_OK) or not Path("/proc").exists()
-    check("data.num_workers", workers, fits, "needs a /dev/shm to write in; set it to 0")
     missing = "needs an extra that is not here"
     # Other methods may be of a foreign strategy, which takes them as its own.
     if config.strategy.get("start_method") == "spawn" and "spawn" not in merged("START_RANKS"):

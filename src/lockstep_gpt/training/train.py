@@ -116,14 +116,14 @@ def _train(directory: RunDirectory, config: Config, ranks: meeting.Ranks, termin
 
 
 def _data(config: Config, batch: planning.BatchPlan) -> TokenDataModule:
-    return TokenDataModule(
+    kind = next(filter(None, asked("DATA_MODULE", config.data)), TokenDataModule)
+    return kind(
         opened(config.data),
         block_size=config.model.block_size,
         micro_size=batch.micro_size,
         accumulation=batch.accumulation,
         seed=config.seed,
         val_tokens=config.data.val_tokens,
-        num_workers=config.data.num_workers,
     )
 
 

@@ -14,6 +14,7 @@ from lockstep_gpt.extras.cluster.environment import (
     examine_variables,
     nearest_folder,
 )
+from lockstep_gpt.registry import additions
 
 GOOD = {
     "RANK": "1",
@@ -109,6 +110,7 @@ def test_a_full_disk_is_worse_than_a_filling_one(composed, monkeypatch):
     assert found == {status: {status} for status in found}
 
 
+@pytest.mark.skipif(not any(additions("DATA_MODULE")), reason="no such extra")
 def test_room_in_shared_memory_is_needed_most_by_loader_workers(composed, monkeypatch):
     some = type("", (), {"free": 512 * 2**20})
     monkeypatch.setattr(environment.shutil, "disk_usage", lambda _: some)

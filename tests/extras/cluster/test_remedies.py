@@ -1,16 +1,12 @@
-import os
 import re
-import shlex
-import shutil
 import socket
-import sys
 from dataclasses import replace
 
 import pytest
 
-from lockstep_gpt.config import UserError
-from lockstep_gpt.extras.cluster import remedies, shared_memory
+from lockstep_gpt.extras.cluster import remedies
 from lockstep_gpt.extras.cluster.remedies import Scene, explain, explain_death
+from lockstep_gpt.registry import additions
 
 BREAKER = """
 import os, signal
@@ -129,58 +125,13 @@ def test_a_port_that_is_taken_is_explained(command):
     assert "cause   another process" in said
 
 
-@pytest.fixture
-def with_shared_memory(command):
-    """Train with loader processes and a /dev/shm of its own; return the status and what is said."""
-    if os.geteuid() != 0 or not shutil.which("unshare"):
-        pytest.skip("only root can give a process a /dev/shm of its own")
-
-    def train(mount, *words):
-        words = [*command.smoke("data.num_workers=2", "run_dir=run", *words)]
-        words = [
-            "env",
-            f"PYTHONPATH={command.folder}",
-            sys.executable,
-            "-m",
-            "lockstep_gpt",
-            *words,
-        ]
-        script = f"mount -t tmpfs -o {mount} tmpfs /dev/shm && exec {shlex.join(words)}"
-        status, _, said = command.run_words(["unshare", "--mount", "sh", "-c", script])
-        return status, said
-
-    return train
-
-
+@pytest.mark.skipif(not any(additions("DATA_MODULE")), reason="no such extra")
 def test_a_dev_shm_that_fills_is_explained(command, with_shared_memory):
     (command.folder / "breaker.py").write_text(BREAKER)
     fill = "+callbacks.breaker._target_=breaker.FillSharedMemory"
     status, said = with_shared_memory("size=1m", fill)
     assert status == 1
     assert said.startswith("cause   workers of the data loader cannot hand over batches")
-
-
-@pytest.mark.parametrize(
-    ("mount", "cause"), [("size=16k", "No space left on device"), ("ro", "Read-only file system")]
-)
-def test_loader_processes_without_shared_memory_are_refused_in_one_line(
-    command, with_shared_memory, mount, cause
-):
-    assert with_shared_memory(mount) == (
-        2,
-        "lockstep-gpt train: "
-        f"data.num_workers=2 takes 133,184 bytes of /dev/shm ({cause}); "
-        "set data.num_workers=0, or start the container with --shm-size=8g\n",
-    )
-    assert not (command.folder / "run").exists()
-
-
-def test_without_loader_processes_no_shared_memory_is_asked_for(composed, monkeypatch):
-    monkeypatch.setattr(shared_memory, "SHARED_MEMORY", "/nowhere")
-    shared_memory.refuse_missing(composed("batch.global_size=2"))
-    config = composed("batch.global_size=2", "data.num_workers=1")
-    with pytest.raises(UserError, match=r"of /nowhere \(No such file or directory\); set data\.n"):
-        shared_memory.refuse_missing(config)
 
 
 @pytest.mark.parametrize(("text", "cause"), RECORDED.items())

@@ -10,5 +10,4 @@ COMMANDS = {
 EXPLAIN_ERROR = ".extras.cluster.remedies:explain_error"
 EXPLAIN_DEATHS = ".extras.cluster.remedies:explain_deaths"
 PEAK_TFLOPS = ".extras.cluster.peaks:peak_of"
-CHECK_START = ".extras.cluster.shared_memory:refuse_missing"
 MOVED = {"lockstep_gpt.cluster": "lockstep_gpt.extras.cluster"}

@@ -197,10 +197,9 @@ def examine_shared_memory(config: Config) -> list[Finding]:
         return [
             failure("shared memory", f"{line}: NCCL and loader workers end with a bus error", fix)
         ]
-    if free < GOOD_SHARED_MEMORY and config.data.num_workers:
-        return [
-            warning("shared memory", f"{line} for data.num_workers={config.data.num_workers}", fix)
-        ]
+    workers = getattr(config.data, "num_workers", 0)  # of an extra
+    if free < GOOD_SHARED_MEMORY and workers:
+        return [warning("shared memory", f"{line} for data.num_workers={workers}", fix)]
     return [ok("shared memory", line)]
 
 

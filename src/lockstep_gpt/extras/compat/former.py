@@ -6,7 +6,7 @@ from typing import Any
 FORMER: dict[str, dict[str, Any]] = {
     "batch": {"exact_micro_size": None, "exact_threads": 1},
     "checkpoint": {"background": False, "copy_to": None},
-    "data": {"shard_mb": 256, "tokenizer_mb": 32, "vocab_size": None},
+    "data": {"num_workers": 0, "shard_mb": 256, "tokenizer_mb": 32, "vocab_size": None},
     "guard": {"replicas_every": 500, "stall_after": 1800.0},
     "launch": {
         "join_seconds": 300.0,

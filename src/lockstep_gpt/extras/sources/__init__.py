@@ -13,6 +13,9 @@ SOURCES = {
         ".extras.sources.huggingface:HuggingfaceRows",
     ),
 }
+# Loader processes.
+DATA_MODULE = ".extras.sources.workers:data_module"
+CHECK_START = ".extras.sources.shared_memory:refuse_missing"
 TOKENIZERS = {
     "bpe": ".extras.sources.byte_pairs:BytePairTokenizer",
     "numbers": ".extras.sources.numbers:from_dict",

@@ -24,8 +24,11 @@ BLOCK = 1 << 20  # bytes that are handled together
 
 @dataclass
 class InShards(DataConfig):
-    """What every source takes whose tokens can be in several files."""
+    """What each of these sources takes."""
 
+    num_workers: int = setting(
+        "loader processes per rank; 0: the rank itself", 0, on_resume="free", at_least=0
+    )
     shard_mb: int = setting("MiB of a token file", 256, at_least=1)
 
 

@@ -1,0 +1,39 @@
+"""Loader processes where there is no memory that they could share."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from lockstep_gpt.config import UserError
+from lockstep_gpt.extras.sources import shared_memory
+from lockstep_gpt.extras.sources.text import StdlibData
+
+
+@pytest.mark.parametrize(
+    ("mount", "cause"), [("size=16k", "No space left on device"), ("ro", "Read-only file system")]
+)
+def test_loader_processes_without_shared_memory_are_refused_in_one_line(
+    command, with_shared_memory, mount, cause
+):
+    assert with_shared_memory(mount) == (
+        2,
+        "lockstep-gpt train: "
+        f"data.num_workers=2 takes 133,184 bytes of /dev/shm ({cause}); "
+        "set data.num_workers=0, or start the container with --shm-size=8g\n",
+    )
+    assert not (command.folder / "run").exists()
+
+
+def test_without_loader_processes_no_shared_memory_is_asked_for(monkeypatch):
+    monkeypatch.setattr(shared_memory, "SHARED_MEMORY", "/nowhere")
+    rest = {"trainer": {}, "model": SimpleNamespace(block_size=32)}
+    rest["batch"] = SimpleNamespace(micro_size=None, global_size=2)
+    shared_memory.refuse_missing(SimpleNamespace(data=StdlibData(), **rest))
+    config = SimpleNamespace(data=StdlibData(num_workers=1), **rest)
+    with pytest.raises(UserError, match=r"of /nowhere \(No such file or directory\); set data\.n"):
+        shared_memory.refuse_missing(config)
+
+
+def test_less_than_none_is_refused():
+    with pytest.raises(UserError, match=r"data\.num_workers=-1 must be at least 0"):
+        StdlibData(num_workers=-1)
