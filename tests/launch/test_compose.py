@@ -132,9 +132,6 @@ def test_a_setting_of_an_extra_is_refused_where_none_has_it(argument, monkeypatc
         ("compile=perhaps", "compile=perhaps must be true or false"),
         ("lr=0.1", "unknown setting lr; did you mean optim.lr?"),
         ("devices=2", "unknown setting devices; did you mean trainer.devices?"),
-        ("--devices=2", "--devices=2 is no flag; settings are NAME=VALUE, without dashes; "
-         "did you mean trainer.devices?"),
-        ("--zzz", "--zzz is no flag; settings are NAME=VALUE, without dashes"),
         ("model=gpt3", f"model=gpt3 is not one of {', '.join(choices('model'))}; "
          "did you mean gpt2?"),
         ("callbacks=[default,y]", f"callbacks=y is not one of {', '.join(choices('callbacks'))}"),

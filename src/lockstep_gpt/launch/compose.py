@@ -22,21 +22,12 @@ from lockstep_gpt.launch import choices, devices
 from lockstep_gpt.registry import addition
 
 KINDS = {"Integer": "a whole number", "Float": "a number", "bool": "true or false"}
-FLAGS = {  # of Hydra
-    *("help", "hydra-help", "version", "cfg", "resolve", "package", "run", "multirun", "info"),
-    *("shell-completion", "config-path", "config-name", "config-dir", "experimental-rerun"),
-}
 
 
 def run(arguments: list[str], job: Callable[[DictConfig], Any]) -> None:
     """Call `job` with what `arguments` compose, for each job of a sweep; or raise a `UserError`."""
     _register_schema()
     arguments = (addition("WORDS") or list)(arguments)
-    for word in arguments:
-        name = word[2:].partition("=")[0]
-        if word.startswith("--") and name not in FLAGS:
-            near = choices.suggested_setting(name)
-            raise UserError(f"{word} is no flag; settings are NAME=VALUE, without dashes{near}")
     started = []
 
     @hydra.main(str(choices.config_folder()), "train", version_base="1.3")
@@ -173,10 +164,6 @@ def one_line(error: Exception, arguments: list[str]) -> str:
         return f"{found[1]} has several values: add --multirun for a run with each; [a,b] is a list"
     if found := re.search(r"Error parsing override '(.*?)' missing EQUAL", text):
         return f"{found[1]} has no value; write NAME=VALUE, without spaces"
-    if "Config group override must be" in text:
-        for word in arguments:
-            if word.partition("=")[0].lstrip("+") in choices.groups():
-                return f"{word} names no choice; lockstep-gpt train --help lists them"
     noise = r" (full_key|reference_type|object_type)[:=] ?\S*| (See https?://|Config search path).+"
     text = re.sub(noise, "", text)
     return f"{path}={value}: {text}" if path else text

@@ -23,6 +23,24 @@ def test_an_interval_begins_at_its_start(capsys):
     assert yaml.safe_load(capsys.readouterr().out)["optim"]["lr"] == 1e-4
 
 
+@pytest.mark.parametrize(
+    ("word", "line"),
+    [
+        (
+            "--devices=2",
+            "--devices=2 is no flag; settings are NAME=VALUE, without dashes; did you mean "
+            "trainer.devices?",
+        ),
+        ("--zzz", "--zzz is no flag; settings are NAME=VALUE, without dashes"),
+        ("callbacks=null", "callbacks=null names no choice; lockstep-gpt train --help lists them"),
+        ("model=3", "model=3 names no choice; lockstep-gpt train --help lists them"),
+    ],
+)
+def test_what_hydra_would_answer_at_length_is_refused_in_one_line(word, line, capsys):
+    assert cli.main(["train", "logger=none", word]) == 2
+    assert capsys.readouterr().err == f"lockstep-gpt train: {line}\n"
+
+
 @pytest.mark.parametrize("launcher", ["joblib", "submitit_slurm", "submitit_local"])
 def test_a_launcher_that_loses_what_becomes_of_jobs_is_refused(launcher, capsys):
     assert cli.main(["train", "--multirun", f"hydra/launcher={launcher}", "seed=1,2"]) == 2

@@ -3,13 +3,18 @@
 import sys
 from typing import cast
 
+import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import IntervalSweep
 
-from lockstep_gpt.config import UserError
+from lockstep_gpt.config import PROGRAM, UserError
 from lockstep_gpt.launch import choices, compose
 
 MULTIRUN = ("-m", "--multirun")
+FLAGS = {  # of Hydra
+    *("help", "hydra-help", "version", "cfg", "resolve", "package", "run", "multirun", "info"),
+    *("shell-completion", "config-path", "config-name", "config-dir", "experimental-rerun"),
+}
 # Of Hydra's plugins: their jobs do run, and their parent has status 0 also where all have failed.
 LAUNCHER = (
     "would lose the exit status of its jobs; leave it out: jobs run one after the other, each on "
@@ -27,8 +32,21 @@ def understood(words: list[str]) -> list[str]:
         if name.lstrip("+") == "hydra/launcher" and value != "basic":
             slurm = "; on SLURM, docs/sweeps.md has arrays" if "submitit" in value else ""
             raise UserError(f"{word} {LAUNCHER}{slurm}")
+        if "=" in word and name.lstrip("+") in choices.groups() and not _is_choice(value):
+            raise UserError(f"{word} names no choice; {PROGRAM} train --help lists them")
+        if word.startswith("--") and (flag := word[2:].partition("=")[0]) not in FLAGS:
+            near = choices.suggested_setting(flag)
+            raise UserError(f"{word} is no flag; settings are NAME=VALUE, without dashes{near}")
     shows = any(word in ("-c", "--cfg") or word.startswith("--cfg=") for word in words)
     return _first_job(words) if shows and any(word in MULTIRUN for word in words) else words
+
+
+def _is_choice(value: str) -> bool:
+    """Tell whether Hydra takes it for a choice of a group, several, or what is set in it."""
+    try:
+        return isinstance(yaml.safe_load(value), str | list | dict)
+    except yaml.YAMLError:  # Hydra says what is wrong with it
+        return True
 
 
 def _first_job(words: list[str]) -> list[str]:
