@@ -13,9 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from lockstep_gpt.config import Config, UserError
+from lockstep_gpt.config import Config
 from lockstep_gpt.registry import asked
-from lockstep_gpt.run_directory import RunDirectory
 
 
 @dataclass(frozen=True)
@@ -100,17 +99,6 @@ def _loopback_store(ranks: Ranks, timeout: timedelta) -> TCPStore | None:
         return meet()
     descriptor = socket.create_server(address).detach()  # torch's from now on
     return meet(is_master=True, master_listen_fd=descriptor)
-
-
-def refuse_other_directory(directory: RunDirectory) -> None:
-    """Compare the frozen files that the ranks have read: a folder may look shared and not be."""
-    hashes = from_each_rank(directory.hash())
-    others = [str(rank) for rank, content in enumerate(hashes) if content != hashes[0]]
-    if others:
-        raise UserError(
-            f"run_dir={directory.path} of rank {', '.join(others)} is not the folder of rank 0; "
-            "name one that all nodes share"
-        )
 
 
 def leave() -> None:

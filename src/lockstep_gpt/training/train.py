@@ -71,7 +71,7 @@ def _train(directory: RunDirectory, config: Config, ranks: meeting.Ranks, termin
     content = {"config": directory.values(), "tokenizer": data.tokenizer}
     checkpoints = Checkpoints(directory.checkpoints, config, content, batch, schedule.total_steps)
     disk = next(filter(None, asked("CHECKPOINT_IO", directory, config)), AtomicCheckpointIO())
-    meeting.refuse_other_directory(directory)
+    asked("RANKS_MET", directory)
     resume = state_to_resume(directory, config, module)
     if not resume and config.resume in ("none", "auto"):
         asked("INITIAL_WEIGHTS", module.model, module.tokenizer)

@@ -10,6 +10,7 @@ from torch.distributed import DistBackendError
 from lockstep_gpt.config import RunError, UserError, groups
 from lockstep_gpt.extras.launchers import joining
 from lockstep_gpt.extras.launchers.joining import agree
+from lockstep_gpt.run_directory import RunDirectory
 
 SKEWED = """
 import os, time
@@ -85,6 +86,22 @@ def test_joined_ranks_that_a_resume_s_mistake_ends_leave_the_run_as_it_was(
     statuses, _, err = joined(*[[*words, *mistake]] * 2)
     assert (statuses, "Traceback" in err, "nowhere.Bad" in err) == ([2, 2], False, True), err
     assert (command.folder / "run/config.yaml").read_bytes() == frozen
+
+
+def test_a_folder_that_only_looks_shared_is_named(on_ranks, tmp_path):
+    def compare(rank):
+        run = RunDirectory(tmp_path / f"machine{rank // 2}")
+        run.path.mkdir(exist_ok=True)
+        run.config.write_text(f"seed: {rank // 2}\n")
+        try:
+            return joining.refuse_other_directory(run)
+        except UserError as error:
+            return str(error)
+
+    assert on_ranks(2, compare) == [None, None]
+    rule = "of rank 2, 3 is not the folder of rank 0; name one that all nodes share"
+    first, *_, last = on_ranks(4, compare)
+    assert (first, last) == tuple(f"run_dir={tmp_path}/machine{n} {rule}" for n in (0, 1))
 
 
 def test_devices_that_disagree_with_a_launcher_are_refused(command):

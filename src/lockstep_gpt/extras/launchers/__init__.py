@@ -2,3 +2,4 @@
 
 LAUNCHED = ".extras.launchers.places:as_launched"
 JOIN_LAUNCHER = ".extras.launchers.joining:join"
+RANKS_MET = ".extras.launchers.joining:refuse_other_directory"

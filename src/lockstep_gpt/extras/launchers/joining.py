@@ -80,3 +80,14 @@ def agree(
         print(f"{PROGRAM} train: {faults[0]}", file=sys.stderr)
     ranks.leave()
     return int(run["status"])
+
+
+def refuse_other_directory(directory: RunDirectory) -> None:
+    """Compare the frozen files that the ranks have read: a folder may look shared and not be."""
+    hashes = ranks.from_each_rank(directory.hash())
+    others = [str(rank) for rank, content in enumerate(hashes) if content != hashes[0]]
+    if others:
+        raise UserError(
+            f"run_dir={directory.path} of rank {', '.join(others)} is not the folder of rank 0; "
+            "name one that all nodes share"
+        )
