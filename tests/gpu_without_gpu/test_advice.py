@@ -1,30 +1,15 @@
-"""What a run says on a GPU that has no bfloat16, and what it takes before it trains."""
+"""What a rank takes before it trains."""
 
 from __future__ import annotations
 
-import logging
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from lockstep_gpt.config import Config, ModelConfig
-from lockstep_gpt.training import ranks, reporting, train
-
-MODEL = ModelConfig(block_size=256, n_layer=1, n_head=2, n_embd=16)
-
-
-@pytest.mark.parametrize(("bf16", "advice"), [(False, "16-mixed"), (True, "bf16-mixed")])
-def test_half_precision_is_advised_as_the_gpu_has_it(monkeypatch, caplog, bf16, advice):
-    monkeypatch.setattr(reporting, "attention_kernel", lambda *_: "math")
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: bf16)
-    config = Config(
-        max_steps=1, precision="bf16-mixed", model=MODEL, trainer={"accelerator": "cuda"}
-    )
-    with caplog.at_level(logging.WARNING):
-        reporting._attention(config)
-    assert f"set precision={advice}, or a model.n_embd" in caplog.text
+from lockstep_gpt.config import Config
+from lockstep_gpt.training import ranks, train
 
 
 def test_a_rank_takes_its_gpu_and_connects_before_it_assembles_anything(monkeypatch):

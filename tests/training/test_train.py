@@ -1,26 +1,13 @@
-import logging
-
 import lightning
 import pytest
 import torch
 from lightning.pytorch.plugins.layer_sync import TorchSyncBatchNorm
-
-from lockstep_gpt.training.train import warn_without_batchnorm
 
 
 class BatchNormModel(lightning.LightningModule):
     def __init__(self):
         super().__init__()
         self.layers = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3))
-
-
-def test_sync_batchnorm_without_a_batchnorm_is_said_once(caplog):
-    with caplog.at_level(logging.WARNING):
-        warn_without_batchnorm(torch.nn.Linear(4, 3))
-        warn_without_batchnorm(BatchNormModel())
-    assert caplog.messages == [
-        "trainer.sync_batchnorm=true changes nothing: the model has no BatchNorm"
-    ]
 
 
 @pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated")

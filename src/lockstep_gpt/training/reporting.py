@@ -25,8 +25,6 @@ from lockstep_gpt.training.ranks import Ranks, backend_of
 from lockstep_gpt.training.schedule import BatchPlan, Schedule
 from lockstep_gpt.training.tracking import offline_hint
 
-logger = logging.getLogger(__name__)
-
 # Said by Lightning at every start, true, and of no use to a reader of our receipt.
 NOISE = [
     r".*does not have many workers which may be a bottleneck.*",
@@ -101,28 +99,18 @@ def drop_rank_log(run: RunDirectory, ranks: Ranks) -> None:
             run.rank_log(ranks.rank).parent.rmdir()
 
 
-EPOCHS = 4  # that teach as much as so many new tokens (Muennighoff et al. 2023, section 1)
 RULES = {"linear": "linear in the batch", "sqrt": "square root of the batch", "none": "not scaled"}
 
 
 def receipt(
-    config: Config, batch: BatchPlan, schedule: Schedule, windows: int, facts: dict[str, str]
+    config: Config, batch: BatchPlan, schedule: Schedule, epochs: float, facts: dict[str, str]
 ) -> dict[str, str]:
-    """Return label -> line, `facts` of the rank included; warn of many epochs of `windows`."""
+    """Return label -> line, `facts` of the rank included."""
 
     def steps(count: int) -> str:
         return f"{counted(count, 'step')} = {counted(count * batch.tokens_per_step, 'token')}"
 
-    epochs = schedule.total_steps * batch.global_size / windows
-    said = f"{epochs:,.0f}" if epochs >= 100 else f"{epochs:.2g}"
-    if epochs > EPOCHS:
-        logger.warning(
-            "the budget takes the same data %s times; beyond %d epochs the same tokens teach less "
-            "and less (Muennighoff et al. 2023): take more data, or fewer steps",
-            said,
-            EPOCHS,
-        )
-    decay = ", then constant"
+    said, decay = times(epochs), ", then constant"
     if config.optim.decay != "constant":
         final = schedule.lr(schedule.total_steps - 1)
         last = f"over the last {steps(schedule.decay_steps)} to {final:g}"
@@ -144,6 +132,11 @@ def receipt(
     }
 
 
+def times(epochs: float) -> str:
+    """Return how often the data are taken, in digits that mean something."""
+    return f"{epochs:,.0f}" if epochs >= 100 else f"{epochs:.2g}"
+
+
 def facts(
     config: Config, model: GPT, data: TokenDataModule, trainer: Trainer, products: str
 ) -> dict[str, str]:
@@ -157,26 +150,17 @@ def facts(
         f"{data.val_windows:,} to validate on",
         "devices": f"{trainer.world_size} x {config.trainer['accelerator']}, "
         f"{counted(torch.get_num_threads(), 'thread')} each{kept}",
-        "kernels": f"products by {products}, attention by {_attention(config)}",
+        "kernels": f"products by {products}, attention by {attention(config)}",
         "strategy": type(trainer.strategy).__name__ + group,
     }
 
 
-def _attention(config: Config) -> str:
-    """Return the kernel that attention takes here; warn where it is the slow one."""
+def attention(config: Config) -> str:
+    """Return the kernel that attention takes here."""
     dtype = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16, "64-true": torch.float64}
     model, device = config.model, config.trainer["accelerator"]
     shape = (model.n_head, model.block_size, model.n_embd // model.n_head)
-    kernel = attention_kernel(*shape, device, dtype.get(config.precision, torch.float32))
-    if kernel == "math" and device == "cuda":
-        # Before compute capability 8.0 (a T4, a V100) neither it nor Inductor has bfloat16.
-        half = "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "16"
-        logger.warning(
-            "attention has no fused kernel here, and is slow: set precision=%s-mixed, or a "
-            "model.n_embd / model.n_head that divides by 8 and is at most 256",
-            half,
-        )
-    return kernel
+    return attention_kernel(*shape, device, dtype.get(config.precision, torch.float32))
 
 
 def as_text(lines: dict[str, str]) -> str:

@@ -9,7 +9,7 @@ from typing import Any, TextIO
 
 import torch
 from hydra.utils import instantiate
-from lightning import LightningModule, Trainer
+from lightning import Trainer
 from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.loggers import Logger
 
@@ -81,7 +81,6 @@ def _train(directory: RunDirectory, config: Config, ranks: meeting.Ranks, termin
     trainer = _trainer(
         config,
         ranks,
-        module,
         callbacks=[metrics, *filter(None, guards), changes, GracefulStop(checkpoints), checkpoints],
         logger=[metrics_file, *loggers],
         plugins=[disk],
@@ -91,8 +90,10 @@ def _train(directory: RunDirectory, config: Config, ranks: meeting.Ranks, termin
         val_check_interval=config.val_every * batch.accumulation,
     )
     if ranks.rank == 0:
+        epochs = schedule.total_steps * batch.global_size / data.train_windows
+        asked("ADVISE", config, module, epochs)
         facts = reporting.facts(config, module.model, data, trainer, products)
-        receipt = reporting.receipt(config, batch, schedule, data.train_windows, facts)
+        receipt = reporting.receipt(config, batch, schedule, epochs, facts)
         logger.info("%s", reporting.as_text(receipt))
         earlier = metrics_file.begin(step_of(Path(resume)) if resume else 0)
         metrics.row = {name: float(earlier[name]) for name in measuring.COLUMNS if name in earlier}
@@ -160,11 +161,9 @@ def _loggers(directory: RunDirectory, batch: planning.BatchPlan, module: GPTModu
 
 
 def _trainer(
-    config: Config, ranks: meeting.Ranks, module: GPTModule, callbacks: list[Any], **arguments: Any
+    config: Config, ranks: meeting.Ranks, callbacks: list[Any], **arguments: Any
 ) -> Trainer:
     """Build the Trainer; what must always be there is not in the groups that a user replaces."""
-    if config.trainer.get("sync_batchnorm") and ranks.rank == 0:
-        warn_without_batchnorm(module)
     known = {"accelerator": config.trainer["accelerator"], "world_size": ranks.world_size}
     try:
         metrics, *ours = callbacks  # the user's come between: they see what was measured
@@ -191,13 +190,6 @@ def _trainer(
             each.close("failed")
         raise mistake(error) from error
     return trainer
-
-
-def warn_without_batchnorm(module: LightningModule) -> None:
-    """Say that `trainer.sync_batchnorm` has nothing to synchronize, if so."""
-    batchnorm = torch.nn.modules.batchnorm._BatchNorm
-    if not any(isinstance(each, batchnorm) for each in module.modules()):
-        logger.warning("trainer.sync_batchnorm=true changes nothing: the model has no BatchNorm")
 
 
 def _fail(

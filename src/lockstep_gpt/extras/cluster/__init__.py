@@ -9,5 +9,6 @@ COMMANDS = {
 # What a failure means and what to do, or an empty text.
 EXPLAIN_ERROR = ".extras.cluster.remedies:explain_error"
 EXPLAIN_DEATHS = ".extras.cluster.remedies:explain_deaths"
+ADVISE = ".extras.cluster.advice:advise"
 PEAK_TFLOPS = ".extras.cluster.peaks:peak_of"
 MOVED = {"lockstep_gpt.cluster": "lockstep_gpt.extras.cluster"}

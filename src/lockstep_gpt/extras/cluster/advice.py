@@ -1,0 +1,46 @@
+"""What a run is told before it trains: settings that will not do what they are for."""
+
+import logging
+
+import torch
+from lightning import LightningModule
+
+from lockstep_gpt.config import Config
+from lockstep_gpt.training.reporting import attention, times
+
+logger = logging.getLogger(__name__)
+
+EPOCHS = 4  # that teach as much as so many new tokens (Muennighoff et al. 2023, section 1)
+
+
+def advise(config: Config, module: LightningModule, epochs: float) -> None:
+    """Warn of slow attention, of data that are taken many times, of BatchNorm that is not there."""
+    if config.trainer.get("sync_batchnorm"):
+        warn_without_batchnorm(module)
+    warn_of_slow_attention(config)
+    if epochs > EPOCHS:
+        logger.warning(
+            "the budget takes the same data %s times; beyond %d epochs the same tokens teach less "
+            "and less (Muennighoff et al. 2023): take more data, or fewer steps",
+            times(epochs),
+            EPOCHS,
+        )
+
+
+def warn_of_slow_attention(config: Config) -> None:
+    """Say that a GPU has no fused kernel for attention, if so, and what would have one."""
+    if attention(config) == "math" and config.trainer["accelerator"] == "cuda":
+        # Before compute capability 8.0 (a T4, a V100) neither it nor Inductor has bfloat16.
+        half = "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "16"
+        logger.warning(
+            "attention has no fused kernel here, and is slow: set precision=%s-mixed, or a "
+            "model.n_embd / model.n_head that divides by 8 and is at most 256",
+            half,
+        )
+
+
+def warn_without_batchnorm(module: LightningModule) -> None:
+    """Say that `trainer.sync_batchnorm` has nothing to synchronize, if so."""
+    batchnorm = torch.nn.modules.batchnorm._BatchNorm
+    if not any(isinstance(each, batchnorm) for each in module.modules()):
+        logger.warning("trainer.sync_batchnorm=true changes nothing: the model has no BatchNorm")

@@ -1,0 +1,49 @@
+"""What is said before a run trains, and when."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+
+from lockstep_gpt.config import Config, ModelConfig
+from lockstep_gpt.extras.cluster.advice import (
+    advise,
+    warn_of_slow_attention,
+    warn_without_batchnorm,
+)
+from lockstep_gpt.training import reporting
+
+MODEL = ModelConfig(block_size=256, n_layer=1, n_head=2, n_embd=16)
+
+
+@pytest.mark.parametrize(
+    ("epochs", "said"), [(0.1, None), (1, None), (4, None), (4.0003, "4"), (207.8, "208")]
+)
+def test_more_than_four_epochs_warn(caplog, epochs, said):
+    config = Config(max_steps=1, model=MODEL, trainer={"accelerator": "cpu"})
+    advise(config, torch.nn.Linear(2, 2), epochs)
+    assert len(caplog.messages) == (said is not None)
+    assert f"takes the same data {said} times" in "".join(caplog.messages) or said is None
+
+
+@pytest.mark.parametrize(("bf16", "advice"), [(False, "16-mixed"), (True, "bf16-mixed")])
+def test_half_precision_is_advised_as_the_gpu_has_it(monkeypatch, caplog, bf16, advice):
+    monkeypatch.setattr(reporting, "attention_kernel", lambda *_: "math")
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: bf16)
+    config = Config(
+        max_steps=1, precision="bf16-mixed", model=MODEL, trainer={"accelerator": "cuda"}
+    )
+    with caplog.at_level(logging.WARNING):
+        warn_of_slow_attention(config)
+    assert f"set precision={advice}, or a model.n_embd" in caplog.text
+
+
+def test_sync_batchnorm_without_a_batchnorm_is_said_once(caplog):
+    with caplog.at_level(logging.WARNING):
+        warn_without_batchnorm(torch.nn.Linear(4, 3))
+        warn_without_batchnorm(torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3)))
+    assert caplog.messages == [
+        "trainer.sync_batchnorm=true changes nothing: the model has no BatchNorm"
+    ]
