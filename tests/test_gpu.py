@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from lockstep_gpt.config import groups
 from lockstep_gpt.launch import choices
 from lockstep_gpt.model import functional
+from lockstep_gpt.registry import merged
 
 pytestmark = pytest.mark.gpu
 ONE = ("trainer=gpu", "trainer.devices=1")
@@ -139,6 +140,7 @@ def test_after_a_killed_nccl_rank_all_restart_soon(command, record_property, opt
 
 
 @two_gpus
+@pytest.mark.skipif(not merged("COMM_HOOKS"), reason="no such extra")
 @pytest.mark.parametrize("hook", ["fp16", "bf16"])
 def test_compressed_gradients_come_close(command, hook):
     command.train(*TWO, "run_dir=plain")
@@ -242,6 +244,7 @@ TWO_ON_ONE = """
 import os, sys
 os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")  # as if two machines had one GPU each
 from lockstep_gpt.cli import main
+from lockstep_gpt.registry import merged
 sys.exit(main(sys.argv[1:]))
 """
 

@@ -199,8 +199,7 @@ BAD = {
     "strategy.process_group_backend=mpi": "process_group_backend=mpi is not in torch",
     "trainer.devices=3": "batch.global_size=8 does not divide by 3 devices x 1 node = 3; "
     "nearest: batch.global_size=6 or 9",
-    "strategy.comm_hook=bf16": "comm_hook=bf16 needs GPUs and NCCL",
-    "strategy.comm_hook=int8": "comm_hook=int8 is not one of none, fp16, bf16, powersgd",
+    "strategy.comm_hook=int8": "comm_hook=int8 is not one of none",
     "strategy.process_group_backend=ucc": "ucc is not one of null, nccl, gloo, mpi",
     "strategy.timeout_seconds=soon": "timeout_seconds=soon must be a number above 0",
 }

@@ -108,21 +108,6 @@ def test_new_run_from_a_checkpoint_takes_its_state_and_its_own_settings(finished
     assert float(steps[-1]["val/loss"]) < other.summary("runs/first")["val_loss"]
 
 
-@pytest.mark.usefixtures("quick_ranks")
-def test_a_run_with_an_error_memory_is_not_gone_on_with_unless_forced(command):
-    words = ("trainer=cpu", "trainer.devices=2", "strategy.comm_hook=powersgd", "run_dir=run")
-    command.train(*words, "max_steps=6", "launch.max_restarts=0")
-    frozen = (command.folder / "run/config.yaml").read_bytes()
-    go_on = ("train", "run_dir=run", "resume=auto", "max_steps=8")
-    assert command(*go_on, status=2).stderr == (
-        "lockstep-gpt train: run/checkpoints/step=000006.ckpt has no error memory "
-        "of powersgd; resume_force=true begins it anew\n"
-    )
-    assert (command.folder / "run/config.yaml").read_bytes() == frozen
-    command(*go_on, "resume_force=true")
-    assert command.summary("run")["step"] == 8
-
-
 def test_run_of_another_model_is_refused_unless_forced(finished, command):
     other, _ = finished
     words = [f"resume={other.folder}/runs/first", "model.n_layer=3", "run_dir=run"]

@@ -395,7 +395,6 @@ _OWNED = {
 OWNED_TRAINER_KEYS = {key: door for door, keys in _OWNED.items() for key in keys.split()}
 ACCELERATORS = ("auto", "cpu", "gpu", "cuda")
 BACKENDS = (None, "nccl", "gloo", "mpi")
-COMM_HOOKS = ("none", "fp16", "bf16", "powersgd")
 SWITCHES = ("find_unused_parameters", "gradient_as_bucket_view", "static_graph")
 
 
@@ -425,7 +424,8 @@ def _is_count(value: Any) -> bool:
 def _check_strategy(strategy: dict[str, Any]) -> None:
     """Check what our own strategies take; a foreign one checks for itself."""
     check_choice("strategy.process_group_backend", strategy.get("process_group_backend"), BACKENDS)
-    check_choice("strategy.comm_hook", strategy.get("comm_hook", "none"), COMM_HOOKS)
+    hooks = ("none", *merged("COMM_HOOKS"))
+    check_choice("strategy.comm_hook", strategy.get("comm_hook", "none"), hooks)
     for name in ("timeout_seconds", "bucket_cap_mb"):
         value = strategy.get(name, 1)
         fits = not isinstance(value, bool) and isinstance(value, int | float) and value > 0

@@ -7,12 +7,15 @@ from pathlib import Path
 
 import pytest
 from lightning import Callback
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
+from lockstep_gpt.registry import merged
 from lockstep_gpt.training import strategies
 
 DDP = {"process_group_backend": None, "timeout_seconds": 60, "gradient_as_bucket_view": True}
 COUNTS = Path("/proc/self/io")
 STEPS = 4
+compresses = pytest.mark.skipif(not merged("COMM_HOOKS"), reason="no such extra")
 pytestmark = pytest.mark.skipif(not COUNTS.exists(), reason="no /proc/self/io")
 
 
@@ -33,14 +36,21 @@ class Written(Callback):
             self.bytes = written() - self.before
 
 
-@pytest.mark.parametrize(("hook", "share"), [("none", 1.0), ("fp16", 0.5), ("powersgd", 0.0425)])
+@pytest.mark.parametrize(
+    ("hook", "share"),
+    [
+        ("none", 1.0),
+        pytest.param("fp16", 0.5, marks=compresses),
+        pytest.param("powersgd", 0.0425, marks=compresses),
+    ],
+)
 def test_the_hook_that_compresses_gradients_does_so_on_cpus_too(
     on_ranks, new_run, rank_environment, monkeypatch, hook, share
 ):
     # It would begin after 1,000 steps, which is more than this test has.
-    state = strategies.powerSGD_hook.PowerSGDState
+    state = powerSGD_hook.PowerSGDState
     monkeypatch.setattr(
-        strategies.powerSGD_hook, "PowerSGDState", lambda **_: state(None, start_powerSGD_iter=2)
+        powerSGD_hook, "PowerSGDState", lambda **_: state(None, start_powerSGD_iter=2)
     )
 
     def rank(number):

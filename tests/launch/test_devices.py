@@ -1,6 +1,6 @@
 import pytest
 
-from lockstep_gpt.config import Config, LaunchConfig, UserError, extended
+from lockstep_gpt.config import Config, UserError
 from lockstep_gpt.launch import devices
 from lockstep_gpt.launch.devices import Placement, gpu_count, place, precision_here
 
@@ -129,17 +129,6 @@ def test_nccl_is_refused_on_a_cpu(gpus_here):
     line = refusal({"accelerator": "cpu", "devices": 2}, strategy=backend)
     assert line.startswith("strategy.process_group_backend=nccl needs GPUs")
     assert place(config({"devices": 2}, strategy=backend)) == Placement("cuda", 2, 1)
-
-
-def test_restarts_that_would_lose_an_error_memory_are_refused(gpus_here):
-    gpus_here(0)
-    lossy = {"comm_hook": "powersgd"}
-    assert refusal({"devices": 2}, strategy=lossy) == (
-        "strategy.comm_hook=powersgd keeps an error memory, which no checkpoint has; "
-        "set launch.max_restarts=0"
-    )
-    alone = extended(LaunchConfig)(max_restarts=0)
-    assert place(config({}, strategy=lossy, launch=alone)) == Placement("cpu", 1, 1)
 
 
 def test_several_machines_without_what_starts_them_are_refused(gpus_here, monkeypatch):

@@ -279,7 +279,7 @@ def code_lines(source: str) -> int:
 
 
 # The aim is 4,150 and 6,100; lower these whenever the code allows.
-CODE_LINES, LINES = 4167, 5986
+CODE_LINES, LINES = 4149, 5967
 
 
 def test_code_lines_are_counted_without_words():

@@ -4,7 +4,6 @@ import pytest
 import torch
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from omegaconf import OmegaConf
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
 from lockstep_gpt.launch.choices import config_folder
 from lockstep_gpt.training.strategies import auto, ddp
@@ -43,17 +42,3 @@ def test_every_setting_of_the_presets_is_taken(name):
     strategy = ddp(**settings)
     assert strategy._ddp_kwargs["gradient_as_bucket_view"] is True
     assert strategy._ddp_comm_hook is None
-
-
-@pytest.mark.parametrize(
-    ("name", "hook"),
-    [
-        ("fp16", default_hooks.fp16_compress_hook),
-        ("bf16", default_hooks.bf16_compress_hook),
-        ("powersgd", powerSGD_hook.powerSGD_hook),
-    ],
-)
-def test_gradients_are_compressed_as_the_comm_hook_says(name, hook):
-    strategy = ddp(**{**SETTINGS, "comm_hook": name})
-    assert strategy._ddp_comm_hook is hook
-    assert (strategy._ddp_comm_state is not None) == (name == "powersgd")

@@ -24,7 +24,7 @@ class Placement:
 
 def place(config: Config) -> Placement:
     """Resolve `auto` to what is there; raise a `UserError` for what is not, or cannot be done."""
-    accelerator = _accelerator(config.trainer.get("accelerator", "auto"))
+    accelerator = accelerator_of(config.trainer.get("accelerator", "auto"))
     found = gpu_count() if accelerator == "cuda" else None  # of CPU ranks there is no end
     devices, nodes = config.trainer.get("devices", "auto"), config.trainer.get("num_nodes", 1)
     if is_inside_launcher() and (as_launched := addition("LAUNCHED")):
@@ -44,7 +44,8 @@ def is_inside_launcher() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
-def _accelerator(wanted: str) -> str:
+def accelerator_of(wanted: str) -> str:
+    """Return cpu or cuda for what is `wanted`, or raise a `UserError`."""
     gpus = wanted != "cpu" and gpu_count() > 0
     rule = f"but {_visible(0)}; trainer=cpu runs without"
     check("trainer.accelerator", wanted, gpus or wanted in ("cpu", "auto"), rule)
@@ -79,18 +80,12 @@ def _visible(count: int) -> str:
 
 def _refuse_impossible(config: Config, placement: Placement) -> None:
     """Raise a `UserError` for what these devices cannot do, or only an extra that is not here."""
-    backend, hook = (config.strategy.get(name) for name in ("process_group_backend", "comm_hook"))
+    backend = config.strategy.get("process_group_backend")
     gpus, takes = placement.accelerator == "cuda", f"this run takes {placement.accelerator}"
     rule = f"needs a GPU, {takes}; set precision=bf16-mixed or 32-true"
     check("precision", config.precision, gpus or config.precision != "16-mixed", rule)
     rule = f"needs GPUs, {takes}; set strategy.process_group_backend=gloo"
     check("strategy.process_group_backend", backend, gpus or backend != "nccl", rule)
-    fits = hook != "bf16" or (gpus and backend in (None, "nccl"))
-    rule = "needs GPUs and NCCL; set strategy.comm_hook=fp16 or none"
-    check("strategy.comm_hook", hook, fits, rule)
-    fits = hook != "powersgd" or not config.launch.max_restarts
-    rule = "keeps an error memory, which no checkpoint has; set launch.max_restarts=0"
-    check("strategy.comm_hook", hook, fits, rule)
     missing = "needs an extra that is not here"
     # Other methods may be of a foreign strategy, which takes them as its own.
     if config.strategy.get("start_method") == "spawn" and "spawn" not in merged("START_RANKS"):

@@ -23,8 +23,8 @@ def state_to_resume(directory: RunDirectory, config: Config, module: torch.nn.Mo
     """
     first = Ranks.from_environment().rank == 0
     own = from_rank_zero(_own_newest(directory, config, module) if first else None)
-    if own and config.strategy.get("comm_hook") == "powersgd" and not config.resume_force:
-        raise UserError(f"{own} has no error memory of powersgd; resume_force=true begins it anew")
+    if own and not config.resume_force:
+        asked("CHECK_RESUME", config, own)
     if not config.resume_force if own else config.resume in ("none", "auto"):
         return own and str(own)
     asked_for = own or Path(config.resume)

@@ -7,14 +7,8 @@ import torch
 from lightning.pytorch import strategies
 from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
-HOOKS = {
-    "none": None,
-    "fp16": default_hooks.fp16_compress_hook,
-    "bf16": default_hooks.bf16_compress_hook,
-    "powersgd": powerSGD_hook.powerSGD_hook,  # Vogels et al. 2019
-}
+from lockstep_gpt.registry import merged, resolved
 
 
 def auto(*, accelerator: str, world_size: int, **settings: Any) -> Strategy:
@@ -26,7 +20,7 @@ def auto(*, accelerator: str, world_size: int, **settings: Any) -> Strategy:
 
 
 class DDPStrategy(strategies.DDPStrategy):
-    """Lightning's, with the hook on CPUs too, without what costs time or waits for the dead."""
+    """Lightning's, without what costs time or waits for the dead."""
 
     def _setup_model(self, model: nn.Module) -> nn.parallel.DistributedDataParallel:
         """Broadcast buffers in each step only if there is state among them, as of BatchNorm."""
@@ -34,12 +28,6 @@ class DDPStrategy(strategies.DDPStrategy):
         if model.state_dict().keys().isdisjoint(name for name, _ in model.named_buffers()):
             wrapped.broadcast_buffers = False  # as an argument it has two names
         return wrapped
-
-    def _register_ddp_hooks(self) -> None:
-        """Register the hook that compresses gradients, which Lightning does on GPUs alone."""
-        if self._ddp_comm_hook:
-            wrapped: Any = self.model
-            wrapped.register_comm_hook(self._ddp_comm_state, self._ddp_comm_hook)
 
     def on_exception(self, exception: BaseException) -> None:  # noqa: ARG002
         """Leave all where it is: a copy to the host waits for a kernel that waits for a peer."""
@@ -53,16 +41,14 @@ def ddp(
     comm_hook: str,
     start_method: str = "agent",  # noqa: ARG001 (read before there are ranks)
     **arguments: Any,
-) -> DDPStrategy:
+) -> strategies.DDPStrategy:
     """Return Lightning's `DDPStrategy`; configs/strategy/ddp.yaml explains the settings.
 
     What is not named here is passed on to torch's `DistributedDataParallel`.
     """
-    state = powerSGD_hook.PowerSGDState(process_group=None) if comm_hook == "powersgd" else None
-    return DDPStrategy(
+    made = DDPStrategy if comm_hook == "none" else resolved(merged("COMM_HOOKS")[comm_hook])
+    return made(
         process_group_backend=process_group_backend,
         timeout=timedelta(seconds=timeout_seconds),
-        ddp_comm_hook=HOOKS[comm_hook],
-        ddp_comm_state=state,
         **arguments,
     )

@@ -13,6 +13,7 @@ from torch._inductor import config as inductor
 
 from lockstep_gpt.config import UserError, groups
 from lockstep_gpt.extras.seeing.sync_panel import SyncPanel
+from lockstep_gpt.registry import merged
 
 ON_TWO = [
     "trainer=cpu",
@@ -177,6 +178,7 @@ def test_a_wrong_setting_is_refused_by_its_name(settings, said):
         SyncPanel(**settings)
 
 
+@pytest.mark.skipif(not merged("COMM_HOOKS"), reason="no such extra")
 def test_compression_that_remembers_is_refused(fitted):
     with pytest.raises(UserError, match="comm_hook=powersgd makes approximations"):
         fitted(SyncPanel(), strategy={"comm_hook": "powersgd"})

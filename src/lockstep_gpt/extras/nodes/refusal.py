@@ -1,0 +1,16 @@
+"""Where gradients cannot be compressed, told before torch is imported."""
+
+from lockstep_gpt.config import Config, check
+from lockstep_gpt.launch.devices import accelerator_of
+
+
+def refuse_impossible(config: Config) -> None:
+    """Raise a `UserError` for a `strategy.comm_hook` that these devices do not have."""
+    backend, hook = (config.strategy.get(name) for name in ("process_group_backend", "comm_hook"))
+    gpus = accelerator_of(config.trainer.get("accelerator", "auto")) == "cuda"
+    fits = hook != "bf16" or (gpus and backend in (None, "nccl"))
+    rule = "needs GPUs and NCCL; set strategy.comm_hook=fp16 or none"
+    check("strategy.comm_hook", hook, fits, rule)
+    fits = hook != "powersgd" or not config.launch.max_restarts
+    rule = "keeps an error memory, which no checkpoint has; set launch.max_restarts=0"
+    check("strategy.comm_hook", hook, fits, rule)

@@ -1,0 +1,78 @@
+"""Compressed gradients: how they are asked for, and where they are refused."""
+
+import pytest
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+
+from lockstep_gpt.config import Config, LaunchConfig, UserError, extended
+from lockstep_gpt.launch import devices
+from lockstep_gpt.launch.devices import Placement, place
+from lockstep_gpt.training.strategies import ddp
+
+SETTINGS = {"process_group_backend": None, "timeout_seconds": 90, "comm_hook": "none"}
+
+
+@pytest.mark.parametrize(
+    ("name", "hook"),
+    [
+        ("fp16", default_hooks.fp16_compress_hook),
+        ("bf16", default_hooks.bf16_compress_hook),
+        ("powersgd", powerSGD_hook.powerSGD_hook),
+    ],
+)
+def test_gradients_are_compressed_as_the_comm_hook_says(name, hook):
+    strategy = ddp(**{**SETTINGS, "comm_hook": name})
+    assert strategy._ddp_comm_hook is hook
+    assert (strategy._ddp_comm_state is not None) == (name == "powersgd")
+
+
+@pytest.fixture
+def of_two_ranks(monkeypatch, tmp_path):
+    """Place two CPU ranks whose gradients are compressed."""
+    monkeypatch.setattr(devices, "DEVICE_FILES", tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path))  # without an nvidia-smi
+
+    def placed(hook, **launch):
+        settings = {"comm_hook": hook, "start_method": "agent"}
+        limits = extended(LaunchConfig)(**launch)
+        trainer = {"accelerator": "cpu", "devices": 2}
+        return place(Config(max_steps=1, trainer=trainer, strategy=settings, launch=limits))
+
+    return placed
+
+
+def test_restarts_that_would_lose_an_error_memory_are_refused(of_two_ranks):
+    with pytest.raises(UserError) as refused:
+        of_two_ranks("powersgd")
+    assert str(refused.value) == (
+        "strategy.comm_hook=powersgd keeps an error memory, which no checkpoint has; "
+        "set launch.max_restarts=0"
+    )
+    assert of_two_ranks("powersgd", max_restarts=0) == Placement("cpu", 2, 1)
+
+
+def test_a_format_that_only_nccl_adds_is_refused_on_a_cpu(of_two_ranks):
+    with pytest.raises(UserError, match=r"comm_hook=bf16 needs GPUs and NCCL; set .*=fp16 or none"):
+        of_two_ranks("bf16")
+    assert of_two_ranks("fp16") == Placement("cpu", 2, 1)
+
+
+def test_another_compression_is_refused_with_those_that_there_are():
+    with pytest.raises(
+        UserError, match=r"comm_hook=int8 is not one of none, fp16, bf16, powersgd$"
+    ):
+        Config(max_steps=1, strategy={"comm_hook": "int8"})
+
+
+@pytest.mark.usefixtures("quick_ranks")
+def test_a_run_with_an_error_memory_is_not_gone_on_with_unless_forced(command):
+    words = ("trainer=cpu", "trainer.devices=2", "strategy.comm_hook=powersgd", "run_dir=run")
+    command.train(*words, "max_steps=6", "launch.max_restarts=0")
+    frozen = (command.folder / "run/config.yaml").read_bytes()
+    go_on = ("train", "run_dir=run", "resume=auto", "max_steps=8")
+    assert command(*go_on, status=2).stderr == (
+        "lockstep-gpt train: run/checkpoints/step=000006.ckpt has no error memory "
+        "of powersgd; resume_force=true begins it anew\n"
+    )
+    assert (command.folder / "run/config.yaml").read_bytes() == frozen
+    command(*go_on, "resume_force=true")
+    assert command.summary("run")["step"] == 8
