@@ -4,6 +4,7 @@ import pytest
 import yaml
 
 from lockstep_gpt import cli
+from lockstep_gpt.config import PROGRAM
 
 SWEEP = ["optim.lr=1e-3,2e-3", "seed=range(4,6)", "max_steps=30"]
 
@@ -32,13 +33,13 @@ def test_an_interval_begins_at_its_start(capsys):
             "trainer.devices?",
         ),
         ("--zzz", "--zzz is no flag; settings are NAME=VALUE, without dashes"),
-        ("callbacks=null", "callbacks=null names no choice; lockstep-gpt train --help lists them"),
-        ("model=3", "model=3 names no choice; lockstep-gpt train --help lists them"),
+        ("callbacks=null", f"callbacks=null names no choice; {PROGRAM} train --help lists them"),
+        ("model=3", f"model=3 names no choice; {PROGRAM} train --help lists them"),
     ],
 )
 def test_what_hydra_would_answer_at_length_is_refused_in_one_line(word, line, capsys):
     assert cli.main(["train", "logger=none", word]) == 2
-    assert capsys.readouterr().err == f"lockstep-gpt train: {line}\n"
+    assert capsys.readouterr().err == f"{PROGRAM} train: {line}\n"
 
 
 @pytest.mark.parametrize("launcher", ["joblib", "submitit_slurm", "submitit_local"])

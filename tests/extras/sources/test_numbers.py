@@ -126,7 +126,8 @@ def test_a_model_of_numbers_continues_numbers(number_run, capsys):
 
 
 def test_numbers_have_no_bytes(number_run):
-    seeing = pytest.importorskip("lockstep_gpt.extras.seeing.evaluate", reason="no such extra")
+    name = "lockstep_gpt.extras.seeing.evaluate"
+    seeing = pytest.importorskip(name, reason="no such extra")
     model, config, _ = load_model(find_checkpoint(number_run))
     result = seeing.evaluate(model, config, 32)
     assert result["tokens"] == 1984
