@@ -5,6 +5,6 @@ SETTINGS = {"launch": ".extras.nodes.nodes_settings:NodesLaunch"}
 START_ON_NODES = ".extras.nodes.machines:start_on_nodes"
 # strategy.comm_hook -> what makes DDP with it, for the links between them.
 COMM_HOOKS = {name: f".extras.nodes.compression:{name}" for name in ("fp16", "bf16", "powersgd")}
-CHECK_START = ".extras.nodes.refusal:refuse_impossible"
+CHECK_START = ".extras.nodes.compressible:refuse_impossible"
 CHECK_RESUME = ".extras.nodes.compression:refuse_without_memory"
 MEETING = ".extras.nodes.machines"  # of the agents of all machines

@@ -1,4 +1,4 @@
-"""Where gradients cannot be compressed, told before torch is imported."""
+"""Where gradients can be compressed, told before torch is imported."""
 
 from lockstep_gpt.config import Config, check
 from lockstep_gpt.launch.devices import accelerator_of
