@@ -43,8 +43,19 @@ def test_the_python_of_tools_is_the_oldest_that_is_supported():
     oldest = re.match(r">=([\d.]+)", PROJECT["project"]["requires-python"])[1]
     assert (ROOT / ".python-version").read_text().strip() == oldest
     assert PROJECT["tool"]["mypy"]["python_version"] == oldest
-    matrix = read(".github/workflows/ci.yml")["jobs"]["test"]["strategy"]["matrix"]
-    assert matrix["python"][0] == oldest
+
+
+def test_github_tests_every_python_with_the_pins_and_the_oldest_and_newest_versions():
+    low, high = re.match(r">=3\.(\d+),<3\.(\d+)", PROJECT["project"]["requires-python"]).groups()
+    job = read(".github/workflows/ci.yml")["jobs"]["test"]
+    matrix = job["strategy"]["matrix"]
+    assert matrix["python"] == [f"3.{minor}" for minor in range(int(low), int(high))]
+    assert matrix["versions"] == ["pinned"]
+    others = {(each["python"], each["versions"]) for each in matrix["include"]}
+    assert {(matrix["python"][0], "oldest"), (matrix["python"][-1], "newest")} <= others
+    last = job["steps"][-1]
+    assert last["run"] == 'python scripts/dev.py test --versions "$VERSIONS"'
+    assert last["env"]["VERSIONS"] == "${{ matrix.versions }}"
 
 
 @pytest.mark.parametrize("path", sorted(ROOT.glob(".github/workflows/*.yml")), ids=lambda p: p.name)
@@ -59,9 +70,10 @@ def test_workflows_may_read_alone_and_take_actions_by_their_hash(path):
     assert all(step["with"]["persist-credentials"] is False for step in checkouts)
 
 
-def test_dependabot_follows_the_actions():
-    (update,) = read(".github/dependabot.yml")["updates"]
-    assert update["package-ecosystem"] == "github-actions"
+def test_dependabot_follows_the_actions_and_the_image():
+    followed = {each["package-ecosystem"] for each in read(".github/dependabot.yml")["updates"]}
+    image = {"docker"} if (ROOT / "Dockerfile").is_file() else set()
+    assert followed == {"github-actions", *image}
 
 
 def test_what_is_declined_of_scientific_python_has_its_reason():

@@ -1,7 +1,8 @@
 import ast
-import importlib.util
+import importlib
 import json
 import os
+import platform
 import shutil
 import signal
 import subprocess
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "dev.py"
+SCRIPTS = (SCRIPT, SCRIPT.with_name("environments.py"))
 
 PYPROJECT = """\
 [build-system]
@@ -75,7 +77,8 @@ def plant(root: Path) -> Path:
     package = root / "src" / "lockstep_gpt"
     package.mkdir(parents=True)
     (root / "scripts").mkdir()
-    shutil.copy(SCRIPT, root / "scripts")
+    for script in SCRIPTS:
+        shutil.copy(script, root / "scripts")
     (package / "__main__.py").write_text(COMMAND)
     for tool in ("ruff", "mypy", "pytest"):
         (root / "src" / f"{tool}.py").write_text(TOOL)
@@ -99,7 +102,7 @@ def start(root: Path, *arguments: str, cwd: Path | None = None, **extra: str) ->
 
 def dev(root: Path, *arguments: str, **extra) -> tuple[int, str, str]:
     process = start(root, *arguments, **extra)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=240)
     return process.returncode, out, err
 
 
@@ -122,7 +125,7 @@ def set_up(tmp_path_factory):
     root = plant(tmp_path_factory.mktemp("with space") / "project")
     kill_half_way(root)
     calls = [start(root, "train") for _ in range(2)]
-    ends = [(call.communicate(timeout=60), call.returncode) for call in calls]
+    ends = [(call.communicate(timeout=240), call.returncode) for call in calls]
     return root, ends, installations(root)
 
 
@@ -162,46 +165,11 @@ def test_what_tests_need_is_installed_with_the_first_test(tmp_path):
     assert stamps == [(1, []), (2, ["all"]), (2, ["all"]), (2, ["all"])]
 
 
-def load(root: Path):
-    spec = importlib.util.spec_from_file_location("planted", root / "scripts/dev.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_a_group_is_read_with_the_groups_that_it_includes(tmp_path):
-    module = load(plant(tmp_path / "project"))
-    assert module.requirements("dev") == [".[tests,types]", ".[more]"]
-
-
-UV = """\
-#!{python}
-import os, subprocess, sys
-with open("uv-calls", "a") as log:
-    log.write(os.environ.get("UV_FIND_LINKS", "") + " " + " ".join(sys.argv[1:]) + chr(10))
-if os.path.exists("uv-fails"):
-    sys.exit(2)
-words = sys.argv[sys.argv.index("--python") + 2:]
-sys.exit(subprocess.call([{python!r}, "-m", "pip", "--python", sys.argv[5], "install", *words]))
-"""
-
-
-@pytest.mark.parametrize("fails", [False, True], ids=["uv", "uv fails, pip does it"])
-def test_uv_installs_where_it_is(tmp_path, fails):
-    root = plant(tmp_path / "project")
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "bin/uv").write_text(UV.format(python=sys.executable))
-    (tmp_path / "bin/uv").chmod(0o755)
-    if fails:
-        (root / "uv-fails").touch()
-    links = str(tmp_path / "wheels")
-    path = f"{tmp_path / 'bin'}:{os.environ['PATH']}"
-    status, _, err = dev(root, "train", PATH=path, PIP_FIND_LINKS=links)
-    assert status == 0, err
-    assert installations(root) == 1
-    python = root / ".venv/bin/python"
-    call = f"{links} pip install -q --python {python} -c constraints.txt -e .\n"
-    assert (root / "uv-calls").read_text() == call
+def load(root: Path, monkeypatch):
+    monkeypatch.syspath_prepend(root / "scripts")
+    for name in ("dev", "environments"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    return importlib.import_module("dev")
 
 
 @pytest.mark.parametrize("name", ["pyproject.toml", "constraints.txt"])
@@ -239,6 +207,26 @@ def test_test_runs_lint_types_and_tests_in_the_root(project, tmp_path):
     ]
 
 
+@pytest.mark.parametrize("words", [["--versions", "oldest"], ["--versions=oldest"]])
+def test_other_versions_have_an_environment_of_their_own_and_run_the_tests_alone(project, words):
+    before = (project / ".venv/set-up.sha256").read_bytes()
+    status, out, err = dev(project, "test", "tests/model", *words, "-k", "a")
+    assert (status, out) == (0, "pytest -n auto --durations=10 tests/model -k a\n")
+    assert f"dev.py: oldest versions: Python {platform.python_version()}\n" in err
+    assert (project / ".venv-oldest/constraints.txt").read_text() == ""
+    assert (project / ".venv/set-up.sha256").read_bytes() == before
+
+
+def test_the_versions_of_the_pins_are_told_before_the_tests(project):
+    told = [dev(project, "test", "-k", "a", *words)[2] for words in ([], ["--versions", "pinned"])]
+    assert all(f"pinned versions: Python {platform.python_version()}\n" in err for err in told)
+
+
+def test_a_set_of_versions_that_is_none_is_refused_in_one_line(project):
+    status, _, err = dev(project, "test", "--versions", "latest")
+    assert (status, err) == (2, "dev.py: --versions=latest is not one of oldest, pinned, newest\n")
+
+
 @pytest.mark.parametrize("options", [["-n", "3"], ["-n0"], ["--pdb"]])
 def test_test_leaves_the_number_of_processes_to_who_chose_it(project, options):
     _, out, _ = dev(project, "test", *options)
@@ -266,7 +254,9 @@ CHANGES = {
 
 
 @pytest.mark.parametrize(("changed", "tests"), CHANGES.items())
-def test_changed_means_the_tests_of_what_differs_from_the_last_commit(tmp_path, changed, tests):
+def test_changed_means_the_tests_of_what_differs_from_the_last_commit(
+    tmp_path, monkeypatch, changed, tests
+):
     root = plant(tmp_path / "project")
     for name in (*CHANGES, "tests/docs/test_pages.py"):
         (root / name).parent.mkdir(parents=True, exist_ok=True)
@@ -276,7 +266,7 @@ def test_changed_means_the_tests_of_what_differs_from_the_last_commit(tmp_path, 
     for words in (["init", "-q"], ["add", "-A"], ["commit", "-qm", "all"]):
         subprocess.run([*git, *words], cwd=root, check=True)
     (root / changed).write_text("changed\n")
-    assert set(load(root).changed_tests()) == tests
+    assert set(load(root, monkeypatch).changed_tests()) == tests
 
 
 def test_test_stops_at_the_first_failure(project):
@@ -292,9 +282,9 @@ def test_a_signal_to_it_alone_leaves_nothing_of_the_tests_alive(project, wait_fo
     told = iter(process.stdout.readline, "")
     ids = next(line for line in told if line[0].isdigit()).split()
     os.kill(process.pid, signum)
-    process.communicate(timeout=60)
+    process.communicate(timeout=240)
     assert process.returncode == status
-    wait_for(lambda: not any(Path("/proc", each).exists() for each in ids), 10)
+    wait_for(lambda: not any(Path("/proc", each).exists() for each in ids), 60)
 
 
 def test_without_a_command_it_shows_its_usage(tmp_path):
@@ -313,8 +303,9 @@ def test_a_python_without_venv_is_told_the_package(tmp_path):
     assert "apt install python3-venv" in err.splitlines()[-1]
 
 
-def test_every_python_since_3_7_can_parse_it():
-    ast.parse(SCRIPT.read_text(), feature_version=(3, 7))
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_every_python_since_3_7_can_parse_it(script):
+    ast.parse(script.read_text(), feature_version=(3, 7))
 
 
 def old_python() -> str | None:
@@ -334,4 +325,4 @@ def test_an_unsupported_python_is_named_in_one_line():
     done = subprocess.run([python, str(SCRIPT), "train"], capture_output=True, text=True)
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1
-    assert "needs Python 3.11 to 3.13, not 3." in done.stderr
+    assert "needs Python 3.11 to 3.14, not 3." in done.stderr

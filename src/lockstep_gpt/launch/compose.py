@@ -22,6 +22,8 @@ from lockstep_gpt.launch import choices, devices
 from lockstep_gpt.registry import addition
 
 KINDS = {"Integer": "a whole number", "Float": "a number", "bool": "true or false"}
+OLD = hydra.__version__.startswith("1.3.")  # later ones warn at how it wanted things
+register_resolver: Any = getattr(OmegaConf, "register_new_resolver" if OLD else "register_resolver")
 
 
 def run(arguments: list[str], job: Callable[[DictConfig], Any]) -> None:
@@ -30,7 +32,7 @@ def run(arguments: list[str], job: Callable[[DictConfig], Any]) -> None:
     arguments = (addition("WORDS") or list)(arguments)
     started = []
 
-    @hydra.main(str(choices.config_folder()), "train", version_base="1.3")
+    @hydra.main(str(choices.config_folder()), "train", **({"version_base": "1.3"} if OLD else {}))
     def task(config: DictConfig) -> Any:
         started.append(config)
         return job(config)
@@ -80,9 +82,10 @@ def _register_schema() -> None:
     # It gives copies of what it holds; Hydra copies it besides, for --help a hundred times.
     ConfigStore.__deepcopy__ = lambda self, _: self  # type: ignore[attr-defined]
     # Also those without a default that holds: whoever sets one setting of theirs sets no other.
-    OmegaConf.register_new_resolver("precision_here", devices.precision_here, replace=True)
+    register_resolver("precision_here", devices.precision_here, replace=True)
     groups = {**schema.groups(), "data": MISSING}  # for which its choices stand
     config = OmegaConf.merge(OmegaConf.structured(Config), groups)
+    store.repo.get("hydra", {}).pop("schema", None)  # of an earlier call: nothing is replaced
     store.store(group="hydra/schema", name="config", node=config)
     for source, settings in schema.data_sources().items():
         store.store(group="hydra/schema/data", name=source, node=settings)
@@ -114,11 +117,11 @@ def frozen(config: DictConfig) -> dict[str, Any]:
         reads.append(name)
         return oc.env(name, *default)
 
-    OmegaConf.register_new_resolver("oc.env", read, replace=True)
+    register_resolver("oc.env", read, replace=True)
     try:
         return cast(dict[str, Any], _plain(config, reads))
     finally:
-        OmegaConf.register_new_resolver("oc.env", oc.env, replace=True)
+        register_resolver("oc.env", oc.env, replace=True)
 
 
 def _plain(node: Any, reads: list[str]) -> Any:

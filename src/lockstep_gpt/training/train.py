@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import torch
-from hydra.utils import instantiate
 from lightning import Trainer
 from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.loggers import Logger
@@ -24,7 +23,7 @@ from lockstep_gpt.run_directory import RunDirectory
 from lockstep_gpt.training import ranks as meeting
 from lockstep_gpt.training import reporting, tracking
 from lockstep_gpt.training import schedule as planning
-from lockstep_gpt.training.building import build, mistake
+from lockstep_gpt.training.building import build, deferred, mistake
 from lockstep_gpt.training.callbacks import metrics as measuring
 from lockstep_gpt.training.callbacks.checkpoints import AtomicCheckpointIO, Checkpoints
 from lockstep_gpt.training.callbacks.stopping import GracefulStop, Stopped
@@ -167,10 +166,9 @@ def _trainer(
     known = {"accelerator": config.trainer["accelerator"], "world_size": ranks.world_size}
     try:
         metrics, *ours = callbacks  # the user's come between: they see what was measured
-        chosen = [instantiate(node) for node in config.callbacks.values()]
+        chosen = [build(node, {}) for node in config.callbacks.values()]
         places = {"devices": ranks.local_world_size, "num_nodes": ranks.num_nodes}
-        # As a partial: Hydra would make configurations of objects that it is given.
-        make = instantiate({**config.trainer, **places, "_partial_": True}, _convert_="all")
+        make = deferred({**config.trainer, **places})
         trainer: Trainer = make(
             strategy=build(config.strategy, known),
             callbacks=[metrics, *chosen, *ours],

@@ -1,0 +1,197 @@
+"""Environments with the project and what it needs: .venv has the pins, others sets to test with.
+
+oldest  the lowest versions that pyproject.toml allows of what the project itself needs
+pinned  those of constraints.txt
+newest  the highest that pyproject.toml allows, candidates among them where it names one
+"""
+# Python 3.6 must still be able to start this, as it must be able to start dev.py.
+
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+POSIX = os.name == "posix"
+if POSIX:
+    import fcntl
+ROOT = Path(__file__).resolve().parent.parent
+PINS = ROOT / "constraints.txt"
+SETS = ("oldest", "pinned", "newest")
+UV_NAMES = {
+    "PIP_EXTRA_INDEX_URL": "UV_INDEX",
+    "PIP_FIND_LINKS": "UV_FIND_LINKS",
+    "PIP_INDEX_URL": "UV_DEFAULT_INDEX",
+}
+ALL = "all"  # in the stamp: not only what `train` needs
+REQUIREMENT = re.compile(r"([\w.-]+)>=([\w.]+)[^;]*(;.*)?")
+TELL = """\
+import importlib.metadata as installed, platform, sys
+found = ["Python " + platform.python_version()]
+print(*found, *(name + " " + installed.version(name) for name in sys.argv[1:]), sep=", ")
+"""
+
+
+class Environment:
+    """A folder with the project and one set of versions.
+
+    Args:
+        versions: which of `SETS`.
+    """
+
+    def __init__(self, versions: str = "pinned") -> None:
+        self.versions = versions
+        self.folder = ROOT / (".venv" if versions == "pinned" else ".venv-" + versions)
+        self.python = str(self.folder / ("bin/python" if POSIX else "Scripts/python.exe"))
+        self.stamp = self.folder / "set-up.sha256"  # written last: without it, it is half made
+
+    def set_up(self, everything: bool = False) -> None:
+        """Make the environment hold the project and its versions, unless it does already.
+
+        Args:
+            everything: also the dependency group `dev`, and the extras that it names.
+        """
+        wanted = self.fingerprints() + ([ALL] if everything else [])
+        if self._holds(wanted):
+            return
+        say(f"setting up {self.folder.name} (a few minutes, once) ...")
+        with PINS.open("r+b") as lock:
+            if POSIX:
+                fcntl.flock(lock, fcntl.LOCK_EX)  # another call may be at it
+            os.set_inheritable(lock.fileno(), True)  # a pip that outlives us keeps the lock
+            if not self._holds(wanted):
+                self._install(wanted)
+        say(f"{self.folder.name} is ready")
+
+    def fingerprints(self) -> "list[str]":
+        """Return what the environment is good for: this folder and Python; these needs."""
+        place = f"{sys.version_info[:2]} ".encode() + os.fsencode(ROOT)
+        needs = (ROOT / "pyproject.toml").read_bytes() + PINS.read_bytes()
+        if self.versions == "newest":  # of today
+            needs += time.strftime("%Y-%m-%d").encode()
+        return [hashlib.sha256(part).hexdigest() for part in (place, needs)]
+
+    def told(self) -> str:
+        """Return the versions of Python and of what the project itself needs, in one line."""
+        needs = map(REQUIREMENT.fullmatch, _about()["project"].get("dependencies", ()))
+        names = dict.fromkeys(found[1] for found in needs if found)
+        return subprocess.check_output([self.python, "-c", TELL, *names]).decode().strip()
+
+    def _stamped(self) -> "list[str]":
+        made = self.stamp.is_file() and Path(self.python).exists()
+        return self.stamp.read_text().split() if made else []
+
+    def _holds(self, wanted: "list[str]") -> bool:
+        return self._stamped()[: len(wanted)] == wanted
+
+    def _install(self, wanted: "list[str]") -> None:
+        found, folder = self._stamped(), str(self.folder)
+        anew = found[:1] != wanted[:1]  # another place or Python, or half made
+        if self.versions != "pinned":  # what an earlier resolution left is no part of this one
+            anew = anew or found[:2] != wanted[:2]
+        self.stamp.unlink(missing_ok=True)
+        if anew and subprocess.call([sys.executable, "-m", "venv", "--clear", folder], cwd=ROOT):
+            refuse("cannot make .venv, see above; on Debian and Ubuntu: apt install python3-venv")
+        with tempfile.TemporaryDirectory() as elsewhere:
+            # uv reads the pins of the pyproject.toml that it is started beside.
+            start = str(ROOT) if self.versions == "pinned" else elsewhere
+            for installer, settings in self._installers():
+                done = subprocess.run(
+                    [*installer, *self._needs(ALL in wanted)],
+                    cwd=start,
+                    env={**settings, **os.environ},
+                    close_fds=False,
+                    capture_output=True,
+                    errors="replace",
+                )
+                if not done.returncode:
+                    break
+            else:
+                sys.stderr.write(done.stdout + done.stderr)
+                if not anew:
+                    self.stamp.write_text(" ".join(found))  # what was there before is still good
+                refuse("pip failed, see above; it needs the network, or PIP_FIND_LINKS=FOLDER")
+        self.stamp.write_text(" ".join(wanted))
+
+    def _needs(self, everything: bool) -> "list[str]":
+        """Return what to install, as pip and uv take it."""
+        pins, place = PINS, "."
+        if self.versions != "pinned":
+            pins, place = self.folder / "constraints.txt", str(ROOT)
+            pins.write_text("".join(f"{line}\n" for line in limits(self.versions, _about())))
+        asked = requirements("dev", _about()) if everything else []
+        extras = [name for each in asked if each[0] == "." for name in each[2:-1].split(",")]
+        own = f"{place}[{','.join(extras)}]" if extras else place
+        others = [each for each in asked if each[0] != "."]
+        return ["-c", str(pins if place != "." else pins.name), "-e", own, *others]
+
+    def _installers(self) -> "list[tuple[list[str], dict[str, str]]]":
+        """Return what installs, with settings of its environment: uv where it is, then pip.
+
+        Whoever has told pip where packages are has told uv, unless that was told something else.
+        """
+        pip = [self.python, "-m", "pip", "install", "-q"]
+        uv = shutil.which("uv")
+        if not uv:
+            return [(pip, {})]
+        told = {UV_NAMES[name]: os.environ[name] for name in UV_NAMES if os.environ.get(name)}
+        return [([uv, "pip", "install", "-q", "--python", self.python], told), (pip, {})]
+
+
+def _about() -> dict:
+    import tomllib
+
+    return tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
+
+
+def requirements(group: str, about: dict) -> "list[str]":
+    """Return what a dependency group asks for, with the groups that it includes (PEP 735).
+
+    Not `pip install --group`, which pip has since 25.1 only.
+
+    Args:
+        group: its name.
+        about: what pyproject.toml holds.
+    """
+    groups, own = about["dependency-groups"], re.escape(about["project"]["name"])
+
+    def asked(name: str) -> "list[str]":
+        found = []
+        for each in groups[name]:
+            found += asked(each["include-group"]) if isinstance(each, dict) else [each]
+        return found
+
+    return [re.sub(rf"^{own}(?=\[)", ".", each) for each in asked(group)]
+
+
+def limits(versions: str, about: dict) -> "list[str]":
+    """Return the constraints that make an installer take the `oldest` or the `newest` versions.
+
+    Args:
+        versions: which.
+        about: what pyproject.toml holds.
+    """
+    project = about["project"]
+    extras = project.get("optional-dependencies", {}).values()
+    asked = [*project.get("dependencies", ()), *(each for extra in extras for each in extra)]
+    found = [each for each in map(REQUIREMENT.fullmatch, asked) if each]
+    if versions == "oldest":
+        lines = [f"{each[1]}=={each[2]}{each[3] or ''}" for each in found]
+    else:  # only whoever names a candidate gets one
+        lines = [f"{each[1]}>={each[2]}" for each in found if re.search("(a|b|rc)[0-9]", each[2])]
+    return list(dict.fromkeys(lines))
+
+
+def say(line: str) -> None:
+    """Tell the person something; stdout belongs to the command."""
+    sys.stderr.write(f"dev.py: {line}\n")
+
+
+def refuse(line: str) -> None:
+    """Say why this cannot be done, and end."""
+    say(line)
+    sys.exit(2)

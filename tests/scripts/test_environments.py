@@ -1,0 +1,218 @@
+"""Which versions an environment gets, and what installs them."""
+
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+ABOUT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
+DEMO = {
+    "project": {
+        "name": "demo",
+        "dependencies": [
+            "torch>=2.11,<2.16",
+            "hydra-core>=1.3.7,<1.5; python_version < '3.14'",
+            "hydra-core>=1.4.0rc3,<1.5; python_version >= '3.14'",
+            "pyyaml",
+        ],
+        "optional-dependencies": {"more": ["needed>=0.22"], "other": ["torch>=2.11,<2.16"]},
+    },
+    "dependency-groups": {
+        "dev": [{"include-group": "test"}, "demo[more]"],
+        "test": ["demo[tests,types]", "pytest>=8"],
+    },
+}
+# A project without needs, which builds without a network; its backend lies beside it.
+PROJECT = """\
+[build-system]
+requires = []
+build-backend = "backend"
+backend-path = ["."]
+
+[project]
+name = "demo"
+version = "1"
+
+[dependency-groups]
+dev = []
+"""
+BACKEND = """\
+import tomllib, zipfile
+
+with open("pyproject.toml", "rb") as file:
+    needed = tomllib.load(file)["project"].get("dependencies", [])
+NEEDED = "".join(f"Requires-Dist: {each}\\n" for each in needed)
+
+def build_editable(folder, config_settings=None, metadata_directory=None):
+    with open("installed", "a") as log:
+        log.write("once\\n")
+    with zipfile.ZipFile(f"{folder}/demo-1-py3-none-any.whl", "w") as wheel:
+        about = "Metadata-Version: 2.1\\nName: demo\\nVersion: 1\\n" + NEEDED
+        wheel.writestr("demo-1.dist-info/METADATA", about)
+        wheel.writestr("demo-1.dist-info/WHEEL", "Wheel-Version: 1.0\\n")
+        wheel.writestr("demo-1.dist-info/RECORD", "")
+    return "demo-1-py3-none-any.whl"
+"""
+UV = """\
+#!{python}
+import os, subprocess, sys
+with open("{log}", "a") as log:
+    log.write(os.environ.get("UV_FIND_LINKS", "") + " " + " ".join(sys.argv[1:]) + chr(10))
+if os.path.exists("uv-fails"):
+    sys.exit(2)
+words = sys.argv[sys.argv.index("--python") + 2:]
+sys.exit(subprocess.call([{python!r}, "-m", "pip", "--python", sys.argv[5], "install", *words]))
+"""
+
+
+def load(root: Path = ROOT):
+    spec = importlib.util.spec_from_file_location("planted", root / "scripts/environments.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def root(tmp_path):
+    """A project in miniature."""
+    (tmp_path / "project/scripts").mkdir(parents=True)
+    shutil.copy(ROOT / "scripts/environments.py", tmp_path / "project/scripts")
+    for name, text in {"pyproject.toml": PROJECT, "backend.py": BACKEND}.items():
+        (tmp_path / "project" / name).write_text(text)
+    (tmp_path / "project/constraints.txt").write_text("# no pins\n")
+    return tmp_path / "project"
+
+
+def test_a_group_is_read_with_the_groups_that_it_includes():
+    assert load().requirements("dev", DEMO) == [".[tests,types]", "pytest>=8", ".[more]"]
+
+
+def test_the_oldest_versions_are_the_lower_bounds_of_what_the_project_needs():
+    assert load().limits("oldest", DEMO) == [
+        "torch==2.11",
+        "hydra-core==1.3.7; python_version < '3.14'",
+        "hydra-core==1.4.0rc3; python_version >= '3.14'",
+        "needed==0.22",
+    ]
+
+
+def test_the_newest_versions_are_bound_by_nothing_but_take_candidates_that_are_named():
+    assert load().limits("newest", DEMO) == ["hydra-core>=1.4.0rc3"]
+
+
+def test_all_that_the_project_needs_has_a_lower_bound():
+    project = ABOUT["project"]
+    asked = [*project["dependencies"]]
+    asked += [each for extra in project.get("optional-dependencies", {}).values() for each in extra]
+    names = {re.match(r"[\w.-]+", each)[0] for each in asked}
+    bound = {re.match(r"[\w.-]+", each)[0] for each in load().limits("oldest", ABOUT)}
+    assert bound == names
+
+
+def test_each_python_that_is_supported_has_one_requirement_of_each_name():
+    low, high = re.match(r">=3\.(\d+),<3\.(\d+)", ABOUT["project"]["requires-python"]).groups()
+    for minor in range(int(low), int(high)):
+        found = []
+        for each in ABOUT["project"]["dependencies"]:
+            name, _, marker = each.partition(";")
+            sign = re.fullmatch(r" python_version (<|>=) '3\.(\d+)'", marker)
+            below = sign and minor < int(sign[2])
+            if not sign or below == (sign[1] == "<"):
+                found.append(re.match(r"[\w.-]+", name)[0])
+        assert len(found) == len(set(found)), minor
+
+
+def test_of_what_is_newest_every_day_has_its_own(root, monkeypatch):
+    module = load(root)
+    days = iter(["2026-11-01", "2026-11-02", "2026-11-02"])
+    monkeypatch.setattr(module.time, "strftime", lambda _: next(days))
+    first, second, third = (module.Environment("newest").fingerprints() for _ in range(3))
+    assert first != second == third
+    assert module.Environment().fingerprints() == module.Environment("oldest").fingerprints()
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["uv", "uv fails, pip does it"])
+def test_uv_installs_where_it_is(root, tmp_path, monkeypatch, fails):
+    log = tmp_path / "uv-calls"
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/uv").write_text(UV.format(python=sys.executable, log=log))
+    (tmp_path / "bin/uv").chmod(0o755)
+    if fails:
+        (root / "uv-fails").touch()
+    links = str(tmp_path / "wheels")
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    monkeypatch.setenv("PIP_FIND_LINKS", links)
+    load(root).Environment().set_up()
+    assert (root / "installed").read_text() == "once\n"
+    python = root / ".venv/bin/python"
+    assert log.read_text() == f"{links} pip install -q --python {python} -c constraints.txt -e .\n"
+
+
+def plant_wheel(folder: Path, version: str) -> None:
+    about = f"needed-{version}.dist-info"
+    files = {
+        "METADATA": f"Metadata-Version: 2.1\nName: needed\nVersion: {version}\n",
+        "WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        "RECORD": "",
+    }
+    with zipfile.ZipFile(folder / f"needed-{version}-py3-none-any.whl", "w") as wheel:
+        for name, text in files.items():
+            wheel.writestr(f"{about}/{name}", text)
+
+
+@pytest.fixture(params=["uv", "pip"])
+def installer(request, tmp_path):
+    """The environment of a real installer that finds four versions in a folder, and no index."""
+    (tmp_path / "wheels").mkdir()
+    for version in ("1.0", "2.0", "2.5", "3.0rc1"):
+        plant_wheel(tmp_path / "wheels", version)
+    if request.param == "pip":
+        return {"PATH": os.defpath, "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(tmp_path / "wheels")}
+    if not (uv := shutil.which("uv") or shutil.which("uv", path=Path(sys.executable).parent)):
+        pytest.skip("no uv here")
+    return {
+        "PATH": f"{Path(uv).parent}:{os.defpath}",
+        "UV_CACHE_DIR": str(tmp_path / "cache"),
+        "UV_FIND_LINKS": str(tmp_path / "wheels"),
+        "UV_OFFLINE": "1",
+        "PIP_INDEX_URL": "file:///none",  # where uv fails, pip shall not help
+    }
+
+
+NEEDS = """
+dependencies = [
+    "needed>=1.0,<4; python_version < '3.99'",
+    "needed>=3.0rc1,<4; python_version >= '3.99'",
+]
+"""
+
+
+def test_real_installers_take_the_versions_of_each_set(root, installer):
+    text = PROJECT.replace('version = "1"\n', f'version = "1"{NEEDS}')
+    pins = '[tool.uv]\nconstraint-dependencies = ["needed==2.0"]\n'
+    (root / "pyproject.toml").write_text(text + pins)
+    (root / "constraints.txt").write_text("needed==2.0\n")
+    found = {}
+    for versions in ("oldest", "pinned", "newest"):
+        program = (
+            f"import environments; each = environments.Environment({versions!r}); "
+            "each.set_up(everything=True); print(each.told())"
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", program],
+            cwd=root,
+            env=os.environ | installer | {"PYTHONPATH": str(root / "scripts")},
+            capture_output=True,
+            encoding="utf-8",
+        )
+        assert done.returncode == 0, done.stderr
+        found[versions] = done.stdout.split(", ")[1].strip()
+    assert found == {"oldest": "needed 1.0", "pinned": "needed 2.0", "newest": "needed 3.0rc1"}
