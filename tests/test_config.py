@@ -184,7 +184,7 @@ def test_the_frozen_values_of_a_config_give_the_same_config():
         ("trainer.devices=1.5", "must be auto or a whole number of at least 1"),
         ("trainer.num_nodes=0", "must be a whole number of at least 1"),
         ("trainer.num_nodes=auto", "must be a whole number of at least 1"),
-        ("trainer.accelerator=tpu", "is not one of auto, cpu, gpu, cuda"),
+        ("trainer.accelerator=tpu", "is not one of auto, cpu, gpu, cuda, mps"),
         ("trainer.sync_batchnorm=1", "must be true or false"),
     ],
 )

@@ -393,7 +393,7 @@ _OWNED = {
     "verbosity": "barebones enable_model_summary enable_progress_bar",
 }
 OWNED_TRAINER_KEYS = {key: door for door, keys in _OWNED.items() for key in keys.split()}
-ACCELERATORS = ("auto", "cpu", "gpu", "cuda")
+ACCELERATORS = ("auto", "cpu", "gpu", "cuda", "mps")
 BACKENDS = (None, "nccl", "gloo", "mpi")
 SWITCHES = ("find_unused_parameters", "gradient_as_bucket_view", "static_graph")
 

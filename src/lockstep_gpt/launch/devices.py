@@ -17,7 +17,7 @@ DEVICE_FILES, CPU_FLAGS = Path("/dev"), Path("/proc/cpuinfo")
 class Placement:
     """The ranks of a run: `devices` on each of `nodes` machines, one rank a device."""
 
-    accelerator: str  # cpu or cuda
+    accelerator: str  # cpu, cuda or mps
     devices: int
     nodes: int
 
@@ -45,8 +45,10 @@ def is_inside_launcher() -> bool:
 
 
 def accelerator_of(wanted: str) -> str:
-    """Return cpu or cuda for what is `wanted`, or raise a `UserError`."""
-    gpus = wanted != "cpu" and gpu_count() > 0
+    """Return cpu, cuda or what an extra knows for what is `wanted`, or raise a `UserError`."""
+    if other := next(filter(None, asked("ACCELERATOR", wanted)), ""):
+        return str(other)
+    gpus = wanted not in ("cpu", "mps") and gpu_count() > 0
     rule = f"but {_visible(0)}; trainer=cpu runs without"
     check("trainer.accelerator", wanted, gpus or wanted in ("cpu", "auto"), rule)
     return "cuda" if gpus else "cpu"

@@ -39,6 +39,8 @@ def attention_kernel(heads: int, tokens: int, width: int, device: str, dtype: to
     """Return what computes `causal_attention`, `math` being the slow way that always works."""
     if device == "cpu" and tokens <= SHORT:
         return "plain products"
+    if device == "mps":
+        return "Metal"
     q = torch.empty(1, heads, tokens, width, device=device, dtype=dtype)
     choice = torch._fused_sdp_choice(q, q, q, None, 0.0, True)
     return SDPBackend(choice).name.removesuffix("_ATTENTION").lower()
@@ -50,9 +52,9 @@ def choose_matrix_products(device: str) -> str:
     On CPUs, torch's "medium" means oneDNN instead of MKL, more than twice as fast and as exact,
     except on processors where it means bfloat16: so the one at hand is tried.
     """
-    if device == "cuda":
+    if device != "cpu":
         torch.set_float32_matmul_precision("high")
-        return "TF32"
+        return "TF32" if device == "cuda" else "Metal"
     torch.set_float32_matmul_precision("medium")
     if product_error() < EXACT_ENOUGH:
         return "oneDNN"

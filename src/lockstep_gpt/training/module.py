@@ -20,6 +20,7 @@ from lockstep_gpt.model.gpt import build_gpt
 from lockstep_gpt.run_directory import literal, readable, refuse_another_identity
 from lockstep_gpt.training.checkpoint import find_checkpoint, read_checkpoint
 from lockstep_gpt.training.optim import build_optimizer
+from lockstep_gpt.training.ranks import tensors_of_ranks
 from lockstep_gpt.training.resuming import apply_settings, fitting_of, realign
 from lockstep_gpt.training.schedule import Schedule, plan_batch, plan_schedule
 from lockstep_gpt.training.seeds import leaf_seed, seed_device
@@ -85,7 +86,7 @@ class GPTModule(lightning.LightningModule):
             loss = cast(Tensor, self.trainer.strategy.training_step((tokens, tokens), 0))
             loss.backward()  # type: ignore[no-untyped-call]
             self.zero_grad()
-            self.take_losses()
+            self.losses, self.loss_steps = {}, 0
             for buffer, before in zip(self.model.buffers(), kept, strict=True):
                 buffer.copy_(before)
 
@@ -113,13 +114,14 @@ class GPTModule(lightning.LightningModule):
         super().backward(loss, *arguments, **settings)
 
     def take_losses(self) -> Tensor:
-        """Return the mean losses since the last call, float64, shape (micro-batches of a step).
+        """Return the mean losses since the last call, float64 on the host, (ranks, micro-batches).
 
-        They are those of this rank. Each has a sum of its own, so the mean over all ranks is the
-        same to the bit however many ranks share them.
+        Each micro-batch of a step has a sum of its own, so their mean is the same to the bit
+        however many ranks share them.
         """
         assert self.losses, "called before a training step"
-        means = torch.stack([*self.losses.values()]).double() / self.loss_steps  # in their order
+        sums = tensors_of_ranks(torch.stack([*self.losses.values()]))  # in their order
+        means = sums.cpu().double() / self.loss_steps
         self.losses, self.loss_steps = {}, 0
         return means
 
@@ -216,6 +218,8 @@ class GPTModule(lightning.LightningModule):
         for found in scaler._found_inf_per_device(optimizer).values() if scaler else ():
             found += skip
         optimizer.found_inf = None if scaler else skip.float()  # type: ignore[attr-defined]
+        if norm.device.type == "mps" and skip:  # where the fused kernels do not read it
+            optimizer.zero_grad()
 
     def refuse_broken(self, step: int) -> None:
         """Raise a `RunError` if more updates than `guard.max_skipped` were skipped up to `step`."""

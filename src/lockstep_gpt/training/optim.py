@@ -8,7 +8,7 @@ from torch import nn
 
 from lockstep_gpt.config import OptimConfig
 
-FUSED_DEVICES = {"cpu", "cuda"}  # one kernel for a whole group of parameters
+FUSED_DEVICES = {"cpu", "cuda", "mps"}  # one kernel for a whole group of parameters
 
 
 def build_optimizer(

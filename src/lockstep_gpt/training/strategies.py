@@ -14,7 +14,7 @@ from lockstep_gpt.registry import merged, resolved
 def auto(*, accelerator: str, world_size: int, **settings: Any) -> Strategy:
     """Return no wrapper for one rank, `ddp` for more."""
     if world_size == 1:
-        device = torch.device("cuda", 0) if accelerator == "cuda" else torch.device("cpu")
+        device = torch.device("cpu") if accelerator == "cpu" else torch.device(accelerator, 0)
         return SingleDeviceStrategy(device)
     return ddp(**settings)
 

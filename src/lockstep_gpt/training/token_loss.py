@@ -13,30 +13,30 @@ from lockstep_gpt.model.functional import IGNORE
 class TokenLoss(Metric):
     """Mean cross-entropy by sums over tokens: the mean of means would overrate a short batch.
 
-    The sums of batches are added without rounding in between (`math.fsum`), so the mean is the same
-    to the bit however batches are spread over ranks.
+    The sums of batches are added on the host, in float64, which Apple's GPUs do not have, without
+    rounding in between (`math.fsum`): to the bit the same however batches are spread over ranks.
     """
 
     full_state_update = False
-    totals: list[Tensor] | Tensor
-    count: Tensor
+    means: list[Tensor]
+    counts: list[Tensor]
 
     def __init__(self) -> None:
         super().__init__()
-        self.add_state("totals", [], dist_reduce_fx="cat")
-        self.add_state("count", torch.zeros((), dtype=torch.int64), dist_reduce_fx="sum")
+        self.add_state("means", [], dist_reduce_fx="cat")
+        self.add_state("counts", [], dist_reduce_fx="cat")
 
     def update(self, loss: Tensor, targets: Tensor) -> None:
         """Add the mean `loss` over those of `targets` that are not `IGNORE`."""
-        count = (targets != IGNORE).sum()
-        self.totals.append(loss.double() * count)  # type: ignore[union-attr]
-        self.count += count
+        self.means.append(loss)
+        self.counts.append((targets != IGNORE).sum())
 
     def compute(self) -> Tensor:
         """Return the mean over all tokens of all ranks, in nats; its exp is the perplexity."""
-        totals = dim_zero_cat(self.totals).tolist()
+        means, counts = (dim_zero_cat(each).tolist() for each in (self.means, self.counts))
+        totals: list[float] = [mean * count for mean, count in zip(means, counts, strict=True)]
         add = math.fsum if all(map(math.isfinite, totals)) else sum  # the former refuses the rest
-        return torch.tensor(add(totals), dtype=torch.float64) / self.count.cpu()
+        return torch.tensor(add(totals), dtype=torch.float64) / sum(counts)
 
 
 def perplexity(loss: float) -> float:

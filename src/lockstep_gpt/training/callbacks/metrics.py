@@ -14,7 +14,6 @@ from lightning import Trainer
 from lockstep_gpt.config import Config
 from lockstep_gpt.registry import asked
 from lockstep_gpt.training.callbacks.step import StepCallback
-from lockstep_gpt.training.ranks import tensors_of_ranks
 from lockstep_gpt.training.token_loss import perplexity
 
 logger = logging.getLogger(__name__)
@@ -84,9 +83,8 @@ class Metrics(StepCallback):
                 logger.info("compiled: the first step took %.1f s", self.first_step_seconds)
         if step % self.every and step != trainer.max_steps:
             return
-        loss = tensors_of_ranks(pl_module.take_losses()).mean()
-        values = (loss, pl_module.grad_norm, pl_module.skipped)
-        loss_value, norm, skipped = torch.stack([value.double() for value in values]).tolist()
+        values = (pl_module.take_losses().mean(), pl_module.grad_norm, pl_module.skipped)
+        loss, norm, skipped = map(float, values)
         each = [after - before for before, after in pairwise(self._times)]
         cuts = statistics.quantiles(each, n=20, method="inclusive") if each[1:] else each * 19
         now = time.perf_counter()
@@ -98,7 +96,7 @@ class Metrics(StepCallback):
         tflops, peak = tokens_per_second * self.flops_per_token / 1e12, self.peak_tflops
         row = {
             **({"throughput/mfu": tflops / peak} if peak else {}),
-            "train/loss": loss_value,
+            "train/loss": loss,
             "optim/lr": pl_module.schedule.lr(step - 1),
             "optim/grad_norm": norm,
             "optim/skipped": skipped,  # updates so far, in the whole run

@@ -1,0 +1,38 @@
+"""Which runs take the GPU of a Mac, and what it cannot do; told before torch is imported."""
+
+import os
+import platform
+
+from lockstep_gpt.config import Config, UserError, check
+from lockstep_gpt.launch.devices import is_inside_launcher
+
+PRECISIONS = ("32-true", "bf16-mixed")
+
+
+def accelerator(wanted: str) -> str | None:
+    """Return `mps` if a `trainer.accelerator` means an Apple GPU here; refuse one that is not."""
+    # As Lightning sees it; under Rosetta 2 the machine is an x86_64.
+    is_mac = platform.system() == "Darwin" and platform.machine() == "arm64"
+    here = is_mac and os.environ.get("DISABLE_MPS") != "1"
+    rule = "but there is no Apple GPU, or DISABLE_MPS=1 is set; trainer=cpu runs without"
+    check("trainer.accelerator", wanted, here or wanted != "mps", rule)
+    return "mps" if here and wanted in ("auto", "gpu", "mps") else None
+
+
+def refuse_impossible(config: Config) -> None:
+    """Raise a `UserError` for what an Apple GPU cannot do, if this run takes one."""
+    trainer = config.trainer
+    if accelerator(trainer.get("accelerator", "auto")) != "mps":
+        return
+    rule = f"is not for Apple GPUs; set {' or '.join(PRECISIONS)}, or trainer=cpu"
+    check("precision", config.precision, config.precision in PRECISIONS, rule)
+    rule = "is not for Apple GPUs, for which Inductor is a prototype; set compile=false"
+    check("compile", config.compile, not config.compile, rule)
+    rule = "but an Apple GPU is one device; set trainer=cpu for several ranks"
+    check("trainer.devices", trainer.get("devices"), trainer.get("devices") in ("auto", 1), rule)
+    check("trainer.num_nodes", trainer.get("num_nodes"), trainer.get("num_nodes", 1) == 1, rule)
+    if is_inside_launcher() and os.environ["WORLD_SIZE"] != "1":
+        raise UserError(f"a launcher started {os.environ['WORLD_SIZE']} ranks, {rule}")
+    target = str(config.strategy.get("_target_"))
+    rule = "is for several devices, and an Apple GPU is one; set strategy=auto"
+    check("strategy._target_", target, target.endswith(".strategies.auto"), rule)

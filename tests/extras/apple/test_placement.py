@@ -1,0 +1,105 @@
+"""What is sent to an Apple GPU, and what is computed there; tensors that say that they are on one.
+
+They are on the host, and refuse what such a GPU refuses: float64, and uint16 and wider ones.
+"""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from lightning import Trainer
+from torch._subclasses import FakeTensorMode
+
+from lockstep_gpt.data.datamodule import TokenDataModule
+from lockstep_gpt.model.functional import IGNORE, attention_kernel, choose_matrix_products
+from lockstep_gpt.training import seeds
+from lockstep_gpt.training.token_loss import TokenLoss
+
+ABSENT = {torch.float64, torch.uint16, torch.uint32, torch.uint64, torch.complex128}
+DEVICE = torch.device("mps", 0)
+LEAVES = (torch.Tensor.cpu, torch.Tensor.tolist, torch.Tensor.item, torch.Tensor.numpy)
+
+
+class OnApple(torch.Tensor):
+    """A tensor on the host that has the device, and the limits, of an Apple GPU."""
+
+    device = property(lambda _: DEVICE)
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        found = super().__torch_function__(func, types, args, kwargs or {})
+        if func in LEAVES:
+            return found.as_subclass(torch.Tensor) if isinstance(found, torch.Tensor) else found
+        if isinstance(found, OnApple) and found.dtype in ABSENT:
+            raise TypeError(f"Cannot convert a MPS Tensor to {found.dtype}")
+        return found
+
+
+def on_apple(value, **settings):
+    return torch.tensor(value, **settings).as_subclass(OnApple)
+
+
+def test_the_stand_in_refuses_what_the_gpu_refuses():
+    with pytest.raises(TypeError, match="float64"):
+        on_apple(1.0).double()
+    assert on_apple(1.0).cpu().double().dtype == torch.float64
+
+
+def test_the_validation_loss_is_summed_on_the_host_and_is_that_of_a_cpu():
+    there, here = TokenLoss(), TokenLoss()
+    for loss, ignored in [(2.5, 0), (0.1, 3), (7.0, 1)]:
+        targets = torch.tensor([[5, 6, 7, 8]])
+        targets[0, :ignored] = IGNORE
+        here.update(torch.tensor(loss), targets)
+        there.update(on_apple(loss), targets.as_subclass(OnApple))
+    assert there.compute().item() == here.compute().item()
+    assert there.compute().dtype == torch.float64
+
+
+def test_logged_losses_are_averaged_on_the_host(new_run):
+    module, sums = new_run().module, (3.0, 4.5)
+    module.losses = {leaf: on_apple(each) for leaf, each in enumerate(sums)}
+    module.loss_steps = 3
+    means = module.take_losses()
+    assert (type(means), means.dtype) == (torch.Tensor, torch.float64)
+    assert means.flatten().tolist() == [each / 3 for each in sums]
+
+
+@pytest.mark.parametrize("norm", [1.0, math.nan])
+def test_a_skipped_update_has_no_gradients(new_run, norm):
+    module = new_run().module
+    module.trainer = Trainer(accelerator="cpu", barebones=True)
+    optimizer = torch.optim.AdamW(module.parameters())
+    for parameter in module.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    module._skip_unless_finite(optimizer, on_apple(norm))
+    kept = {parameter.grad is not None for parameter in module.parameters()}
+    assert kept == {math.isfinite(norm)}
+    assert int(module.skipped) == int(not math.isfinite(norm))
+
+
+@pytest.mark.parametrize("stored", ["uint8", "uint16", "uint32"])
+def test_tokens_travel_as_int32_and_nothing_goes_on_meanwhile(stored):
+    windows = torch.from_numpy(np.ones((2, 9), dtype=stored))
+    transfer = TokenDataModule.transfer_batch_to_device
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        sent, real = transfer(None, (windows, 2), DEVICE)
+    assert (sent.dtype, sent.device, real) == (torch.int32, DEVICE, 2)
+
+
+def test_dropout_there_is_seeded(monkeypatch):
+    seen = []
+    monkeypatch.setattr(torch.mps, "manual_seed", seen.append)
+    with torch.random.fork_rng(devices=[]):
+        seeds.seed_device(7, DEVICE)
+        assert (torch.initial_seed(), seen) == (7, [7])
+
+
+def test_the_receipt_names_its_kernels():
+    before = torch.get_float32_matmul_precision()
+    try:
+        assert choose_matrix_products("mps") == "Metal"
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert attention_kernel(4, 64, 32, "mps", torch.float32) == "Metal"
