@@ -61,6 +61,12 @@ EXTRAS = {
         "tests/extras/sources/",
     ),
     "ladder": ("scripts/ladder/", "tests/ladder/"),
+    "apple": (
+        "configs/trainer/mps.yaml",
+        "src/lockstep_gpt/extras/apple/",
+        "tests/extras/apple/",
+    ),
+    "container": (".devcontainer/", "Dockerfile", "tests/test_container.py"),
     "seeing": (
         "configs/callbacks/added/",
         "configs/callbacks/sync_panel.yaml",

@@ -47,12 +47,14 @@ TEMPLATE_ONLY = (
 )
 # What lies at the root of this repository; without git, nothing else there is copied.
 OURS = {name.partition("/")[0] for name in TEMPLATE_ONLY} | {
+    ".devcontainer",
     ".editorconfig",
     ".env.example",
     ".gitattributes",
     ".gitignore",
     ".pre-commit-config.yaml",
     ".python-version",
+    "Dockerfile",
     "configs",
     "constraints.txt",
     "pyproject.toml",

@@ -76,6 +76,7 @@ AT_THE_ROOT = {
     "docs/wandb.md",
     "pyproject.toml",
     "scripts/dev.py",
+    "scripts/environments.py",
     "scripts/pins.py",
     "scripts/settings.py",
     "scripts/update.py",
