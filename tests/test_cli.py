@@ -60,7 +60,7 @@ def answers(tmp_path_factory):
         env=os.environ | {"PYTHONPATH": os.pathsep.join(path)},
         check=True,
         stdout=subprocess.PIPE,
-        timeout=120,
+        timeout=240,
     )
     ends = {}
     for (arguments, folder), status in zip(folders.items(), json.loads(done.stdout), strict=True):

@@ -137,7 +137,7 @@ def training(nodes, command, wait_for):
     yield start
     for process in started:
         process.terminate()
-        process.communicate(timeout=90)
+        process.communicate(timeout=240)
 
 
 def test_a_killed_rank_brings_both_nodes_back(training, processes_of, kill, wait_for):

@@ -75,7 +75,7 @@ def test_rank_that_raises_ends_all_quickly_with_its_traceback_first(command, pro
     words = command.smoke(*TWO, "+callbacks.broken._target_=broken.Broken", "max_steps=100000")
     run = command.folder / "broken"
     process = command.start(*words, f"run_dir={run}", PYTHONPATH=str(command.folder))
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=240)
     ended = time.time()
     assert process.returncode == 1
     assert err.startswith("Traceback")
@@ -161,7 +161,7 @@ def test_signal_stops_all_ranks_at_one_step(command, wait_for, processes_of):
     process = command.start(*command.smoke(*TWO, "max_steps=100000", f"run_dir={run}"))
     wait_for((run / "checkpoints/step=000010.ckpt").exists)
     process.send_signal(signal.SIGUSR1)
-    process.communicate(timeout=30)
+    process.communicate(timeout=240)
     assert process.returncode == 128 + signal.SIGUSR1
     summary = command.summary("long")
     assert summary["status"] == "stopped"

@@ -126,7 +126,7 @@ def test_of_several_launches_at_once_one_gets_the_directory(run):
 
     processes = [context.Process(target=create) for _ in range(8)]
     [process.start() for process in processes]
-    said = [ends.get(timeout=60) for _ in processes]
+    said = [ends.get(timeout=240) for _ in processes]
     [process.join() for process in processes]
     assert said.count("mine") == 1
     assert all("in use by" in each or each == "mine" for each in said)

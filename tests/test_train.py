@@ -98,9 +98,9 @@ def test_signal_saves_and_exits_with_its_number(command, wait_for, processes_of)
     wait_for((command.folder / "runs/long/checkpoints/step=000010.ckpt").exists)
     process.send_signal(signal.SIGTERM)
     started = time.monotonic()
-    process.communicate(timeout=30)
+    process.communicate(timeout=240)
     assert process.returncode == 128 + signal.SIGTERM
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 25  # of 30 that are granted
     summary = command.summary("runs/long")
     assert (summary["status"], summary["saved"]) == ("stopped", True)
     assert summary["last_checkpoint"].endswith(f"step={summary['step']:06d}.ckpt")
@@ -125,7 +125,7 @@ def test_a_stop_that_could_not_save_in_time_says_so_and_what_remains(command, wa
     process = command.start(*words, **path)
     wait_for((run / "checkpoints/step=000010.ckpt").exists)
     process.terminate()
-    out, _ = process.communicate(timeout=60)
+    out, _ = process.communicate(timeout=240)
     assert (process.returncode, command.summary("run")["saved"]) == (143, True)
     assert "stopped by SIGTERM after saving; this goes on with it:" in out.splitlines()[-2]
     assert out.splitlines()[-1].endswith(" train run_dir=run resume=auto")
@@ -135,9 +135,9 @@ def test_a_stop_that_could_not_save_in_time_says_so_and_what_remains(command, wa
     wait_for((command.folder / "hanging").exists)
     process.terminate()
     started = time.monotonic()
-    out, _ = process.communicate(timeout=60)
+    out, _ = process.communicate(timeout=240)
     assert process.returncode == 128 + signal.SIGTERM
-    assert time.monotonic() - started < 20
+    assert time.monotonic() - started < 60  # of 600
     summary = command.summary("run")
     assert (summary["status"], summary["saved"]) == ("stopped", False)
     line = f"stopped by SIGTERM before all ranks saved; resume=auto goes on from {saved}"
@@ -153,7 +153,7 @@ def test_a_stop_before_anything_was_saved_says_so(command, wait_for):
     wait_for((command.folder / "hanging").exists)
     process.send_signal(signal.SIGINT)
     process.send_signal(signal.SIGINT)
-    out, _ = process.communicate(timeout=60)
+    out, _ = process.communicate(timeout=240)
     assert process.returncode == 128 + signal.SIGINT
     assert command.summary("run") == {"status": "stopped", "saved": False}
     assert out.count("\nstopping after this step and saving; Ctrl-C again does not wait\n") == 1
@@ -167,7 +167,7 @@ def test_a_signal_ends_the_whole_sweep(command, wait_for):
     process = command.start(*command.smoke(*words))
     wait_for((command.folder / "sweep/0/checkpoints/step=000010.ckpt").exists)
     process.send_signal(signal.SIGTERM)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=240)
     assert process.returncode == 128 + signal.SIGTERM, err
     assert "job 1" not in out
     assert not (command.folder / "sweep/1").exists()
@@ -182,7 +182,7 @@ def test_a_second_command_on_a_live_run_is_told_who_has_it(command, wait_for):
     assert f"run_dir=run is in use by process {process.pid} on {socket.gethostname()}; " in said
     assert (command.folder / "run/config.yaml").read_bytes() == frozen
     process.terminate()
-    process.communicate(timeout=60)
+    process.communicate(timeout=240)
     assert process.returncode == 128 + signal.SIGTERM
 
 
@@ -199,7 +199,7 @@ def test_killed_parent_leaves_no_process(command, wait_for, processes_of, kill):
     wait_for((run / "checkpoints/step=000010.ckpt").exists)
     assert len(processes_of(run)) >= 3  # parent, agent, rank
     kill(process.pid)
-    wait_for(lambda: not processes_of(run), 10)
+    wait_for(lambda: not processes_of(run), 60)
     process.communicate()
 
 

@@ -74,7 +74,7 @@ def test_rows_come_as_runs_end_and_a_signal_leaves_nothing(start, tmp_path, proc
     told = [process.stdout.readline() for _ in range(3)]  # while other rungs are still to run
     assert [line.split()[0] for line in told] == ["precision=64-true", "rung", "single_device"]
     process.terminate()
-    process.communicate(timeout=60)
+    process.communicate(timeout=240)
     assert process.returncode == 128 + signal.SIGTERM
     assert not [*tmp_path.glob("tmp*")]
     assert not processes_of(tmp_path)

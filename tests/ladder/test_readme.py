@@ -52,6 +52,6 @@ def test_ranks_of_two_terminals_meet_at_their_address(start, tmp_path):
         port = free.getsockname()[1]
     lines = [line.replace(":29511", f":{port}") for line in BY_HAND]
     ranks = [start(f"{line} max_steps=6", tmp_path) for line in lines]
-    outputs = [rank.communicate(timeout=120) for rank in ranks]
+    outputs = [rank.communicate(timeout=240) for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0], outputs
     assert [out.count("val_loss") for out, _ in outputs] == [1, 0]  # rank 0 alone prints

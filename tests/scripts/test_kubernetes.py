@@ -101,6 +101,6 @@ def test_a_replaced_pod_goes_on_where_the_first_was(command, wait_for, python_of
         folder = command.folder / "run/checkpoints"
         wait_for(lambda: any(each.stem >= f"step={step:06d}" for each in folder.glob("*.ckpt")))  # noqa: B023
         process.terminate()
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=240)
         assert process.returncode == 128 + signal.SIGTERM, err
     assert "resuming run" in out

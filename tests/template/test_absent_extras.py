@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from hooks.answers import EXTRAS, NEEDS, checked
-from hooks.project import README, _holds, _kept
+from hooks.project import README, TEMPLATE_ONLY, _holds, _kept
 
 ROOT = Path(__file__).parents[2]
 # What users call by its name: strategies, settings, commands, libraries.
@@ -14,7 +14,7 @@ WORDS = {
     "sweep": "optuna|hydra/sweeper",
     "warm": r"launch\.warm|setproctitle",
     "copies": "copy_to|checkpoint.background|s3fs",
-    "trackers": "logger=tensorboard|tensorboard --logdir",
+    "trackers": "logger=tensorboard|tensorboard --logdir|mlflow",
     "guards": "replicas_every|stall_after",
     "exact": "exact_micro_size|exact_threads",
     "nodes": r"rdzv_endpoint|min_nodes|launch\.node_rank|join_seconds",
@@ -24,10 +24,12 @@ WORDS = {
     "cluster": "lockstep-gpt (plan|doctor|drill)",
     "sources": "num_workers|datasets|pyarrow|parquet|data=jsonl|tokenizer=bpe|zstandard",
     "ladder": "scripts/ladder|pitfalls.py",
+    "apple": r"trainer=mps|Apple GPU",
+    "container": r"docker build|devcontainer",
     "seeing": r"sync_panel|lockstep-gpt (panel|report|evaluate)|report\.html|playwright",
     "fsdp2": "fsdp2|reshard_after_forward|save_parts|reduce_each",
     "spawn": "ddp_spawn",
-    "export": "init_from|lockstep-gpt export|safetensors",
+    "export": "init_from|lockstep-gpt export|safetensors|transformers",
     "slurm": r"sbatch|docs/slurm|slurm\.md",
     "kubernetes": r"kubectl|kubeflow|kubernetes\.md",
 }
@@ -36,7 +38,7 @@ OTHERS = {
     "constraints.txt": "^safetensors==",  # accelerate's too
     "pyproject.toml": '^    "safetensors==',
     "docs/coming_from.md": r"^\| `init_from`",  # nanoGPT's setting
-    "docs/lightning.md": "^. `TensorBoardLogger`",
+    "docs/lightning.md": "`(TensorBoard|MLFlow)Logger`",
 }
 
 
@@ -65,6 +67,39 @@ def test_an_extra_that_is_absent_is_spoken_of_nowhere(extra, defaults):
         for line in _kept(text, answers).splitlines()
         if re.search(WORDS[extra], line) and not re.search(OTHERS.get(name, "^$"), line)
     ]
+    assert spoken == []
+
+
+# What Python that every project has may still say of an extra, and why.
+IN_PYTHON = {
+    "src/lockstep_gpt/launch/agent.py": "min_nodes",  # torch's own name
+    "src/lockstep_gpt/run_directory.py": ".",  # names of settings that runs were frozen with
+    "tests/conftest.py": "^RANKS",  # settings of runs that need processes of their own
+    "tests/data/test_corpora.py": "sys.modules",  # what must not be imported
+    "tests/docs/test_commands.py": '^    "',  # who runs a page's commands, page by page
+    "tests/forked_python.py": '^    "',  # libraries that are imported where they are
+    "tests/launch/test_compose.py": "launch.warm|fsdp2",  # refused by name; chosen where it is
+    "tests/test_config.py": "bpe is not one of bytes",  # refused, too
+    "tests/test_run_directory.py": "node_rank|rdzv_endpoint",  # what another machine may change
+    "tests/test_train.py": "^OF_EXTRAS",  # files that may lie beside ours
+}
+
+
+@pytest.mark.parametrize("extra", EXTRAS)
+def test_python_without_an_extra_does_not_speak_of_it(extra):
+    """Tests that need it skip with the reason `no such extra`, and may name it."""
+    others = [path for paths in (TEMPLATE_ONLY, *EXTRAS.values()) for path in paths]
+    spoken = []
+    for folder in ("src", "scripts", "tests"):
+        for path in (ROOT / folder).rglob("*.py"):
+            name, text = path.relative_to(ROOT).as_posix(), path.read_text("utf-8")
+            if any(_holds(other, name) for other in others) or "no such extra" in text:
+                continue
+            spoken += [
+                f"{name}: {line}"
+                for line in text.splitlines()
+                if re.search(WORDS[extra], line) and not re.search(IN_PYTHON.get(name, "^$"), line)
+            ]
     assert spoken == []
 
 

@@ -99,6 +99,26 @@ def test_a_clone_a_zip_and_another_call_give_the_same_bytes(
         assert files == expected, name
 
 
+def test_a_zip_without_a_folder_in_it_is_refused_and_generates_once_it_is_unpacked(
+    generate, baked, template, tmp_path, tree
+):
+    flat, unpacked = tmp_path / "flat.zip", tmp_path / "unpacked"
+    with zipfile.ZipFile(as_zip(template, tmp_path / "main.zip")) as forge:
+        names = [name for name in forge.namelist() if not name.endswith("/")]
+        with zipfile.ZipFile(flat, "w") as archive:
+            for name in names:
+                archive.writestr(name.partition("/")[2], forge.read(name))
+    said = generate.of(flat)(tmp_path / "made", status=1).stderr
+    assert "does not include a top-level directory" in said  # cookiecutter's rule
+    with zipfile.ZipFile(flat) as archive:
+        archive.extractall(unpacked)
+    generate.of(unpacked)(tmp_path / "made", "git_init=no")
+    files, expected = tree(tmp_path / "made/my-gpt"), tree(baked())
+    assert {*files} == {*expected}
+    del files[".template.json"], expected[".template.json"]
+    assert files == expected
+
+
 def test_a_template_may_lie_in_a_folder_of_a_repository(
     generate, baked, template, tmp_path, tree, git, committed
 ):

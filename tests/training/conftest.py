@@ -174,7 +174,7 @@ def on_ranks(tmp_path):
             for rank in ranks:
                 rank.start()
         try:
-            results = dict(queue.get(timeout=60) for _ in ranks)
+            results = dict(queue.get(timeout=240) for _ in ranks)
         finally:
             for rank in ranks:
                 rank.join(1)

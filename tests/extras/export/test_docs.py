@@ -59,7 +59,7 @@ def _evaluate(command):
     (line,) = re.findall(r"^lm_eval (.+)$", PAGE, flags=re.MULTILINE)
     words = [sys.executable, "-m", "lm_eval", *shlex.split(line)]
     process = command.start_words(words, HF_DATASETS_OFFLINE="1")
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=240)
     assert process.returncode == 0, err
     assert "|python" in out
 

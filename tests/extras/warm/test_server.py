@@ -150,7 +150,7 @@ def test_nothing_outlives_a_requester_that_was_killed(wait_for):
     assert all(map(is_alive, pids))
     requester.kill()
     requester.communicate()
-    wait_for(lambda: not any(map(is_alive, pids)), 10)
+    wait_for(lambda: not any(map(is_alive, pids)), 60)
 
 
 def test_closed_standard_input_is_no_obstacle(server):
