@@ -80,6 +80,10 @@ def page() -> str:
     ]
     # template-only: begin
     parts = list(map(in_markers, parts))
+    if (last := parts[-1].text).startswith("<!--"):  # the empty line before it goes with it
+        begin, _, rest = last.partition("\n")
+        moved = f"{begin}\n\n{rest}\n".replace("\n\n<!--", "\n<!--")
+        parts[-2:] = [Part(ROOT, parts[-2].text + moved)]
     # template-only: end
     return "\n".join(part.text for part in parts)
 

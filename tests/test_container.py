@@ -92,8 +92,9 @@ def test_what_is_copied_is_there_and_the_command_works_on_it_alone(steps, tmp_pa
         for path in found:
             place = tmp_path / path.name
             shutil.copytree(path, place) if path.is_dir() else shutil.copy(path, place)
+    words = ["train", "experiment=smoke", "--cfg", "job"]
     done = subprocess.run(
-        [sys.executable, "-m", "lockstep_gpt", "train", "experiment=smoke", "--cfg", "job"],
+        [sys.executable, "-m", "lockstep_gpt", *words],
         cwd=tmp_path,
         env=os.environ | {"PYTHONPATH": "src", "PYTHONDONTWRITEBYTECODE": "1"},
         capture_output=True,

@@ -39,9 +39,8 @@ def attention_kernel(heads: int, tokens: int, width: int, device: str, dtype: to
     """Return what computes `causal_attention`, `math` being the slow way that always works."""
     if device == "cpu" and tokens <= SHORT:
         return "plain products"
-    if device == "mps":
-        return "Metal"
-    q = torch.empty(1, heads, tokens, width, device=device, dtype=dtype)
+    place = "meta" if device == "mps" else device  # Apple's has nothing to choose from
+    q = torch.empty(1, heads, tokens, width, device=place, dtype=dtype)
     choice = torch._fused_sdp_choice(q, q, q, None, 0.0, True)
     return SDPBackend(choice).name.removesuffix("_ATTENTION").lower()
 

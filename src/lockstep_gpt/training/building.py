@@ -23,10 +23,9 @@ def build(node: dict[str, Any], known: dict[str, Any]) -> Any:
 
 def deferred(node: dict[str, Any]) -> Any:
     """Return a partial of a `_target_` node; Hydra would make configurations of given objects."""
-    allowed = {}
-    if "_execution_whitelist_" in inspect.signature(instantiate).parameters:  # since Hydra 1.4
-        # What the configuration names; Hydra still refuses targets that run what they are given.
-        allowed["_execution_whitelist_"] = re.findall(r'"_target_": "(.+?)"', json.dumps(node))
+    # What it may build: what the configuration names. Hydra still refuses what runs anything given.
+    named = {"_execution_whitelist_": re.findall(r'"_target_": "(.+?)"', json.dumps(node))}
+    allowed = named if named.keys() <= inspect.signature(instantiate).parameters.keys() else {}
     return instantiate({**node, "_partial_": True}, _convert_="all", **allowed)
 
 

@@ -218,8 +218,6 @@ class GPTModule(lightning.LightningModule):
         for found in scaler._found_inf_per_device(optimizer).values() if scaler else ():
             found += skip
         optimizer.found_inf = None if scaler else skip.float()  # type: ignore[attr-defined]
-        if norm.device.type == "mps" and skip:  # where the fused kernels do not read it
-            optimizer.zero_grad()
 
     def refuse_broken(self, step: int) -> None:
         """Raise a `RunError` if more updates than `guard.max_skipped` were skipped up to `step`."""

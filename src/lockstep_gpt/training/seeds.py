@@ -14,8 +14,6 @@ def seed_device(seed: int, device: torch.device) -> None:
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
         torch.cuda.default_generators[device.index or 0].manual_seed(seed)
-    elif device.type == "mps":
-        torch.mps.manual_seed(seed)
 
 
 def leaf_seed(seed: int, step: int, leaf: int) -> int:

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from lockstep_gpt.config import Config, UserError
+from lockstep_gpt.config import Config, GuardConfig, UserError
 from lockstep_gpt.extras.apple.choosing import accelerator
 from lockstep_gpt.launch.devices import Placement, place
 from lockstep_gpt.training.strategies import auto
@@ -61,6 +61,7 @@ def test_there_is_none_elsewhere(monkeypatch, system, machine, disabled):
     [
         ({"precision": "64-true"}, "precision=64-true is not for Apple GPUs; set 32-true or"),
         ({"precision": "16-mixed"}, "precision=16-mixed is not for Apple GPUs; set 32-true or"),
+        ({"guard": GuardConfig(max_skipped=1)}, "guard.max_skipped=1 is not for Apple GPUs"),
         ({"compile": True}, "compile=true is not for Apple GPUs, for which Inductor"),
     ],
 )
@@ -90,7 +91,7 @@ def test_a_launcher_s_ranks_do_not_share_it(monkeypatch):
 @MAC
 def test_a_strategy_for_several_devices_is_refused():
     with pytest.raises(UserError, match=r"^strategy._target_=\S+ is for several devices, and"):
-        place(replace(of(), strategy={"_target_": "lockstep_gpt.training.strategies.ddp"}))
+        place(replace(of(), strategy={"_target_": AUTO["_target_"].replace("auto", "ddp")}))
 
 
 def test_the_one_rank_computes_there():

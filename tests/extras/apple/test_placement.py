@@ -4,16 +4,18 @@ They are on the host, and refuse what such a GPU refuses: float64, and uint16 an
 """
 
 import math
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
 import torch
-from lightning import Trainer
 from torch._subclasses import FakeTensorMode
 
+from lockstep_gpt.config import Config, RunError
 from lockstep_gpt.data.datamodule import TokenDataModule
-from lockstep_gpt.model.functional import IGNORE, attention_kernel, choose_matrix_products
-from lockstep_gpt.training import seeds
+from lockstep_gpt.extras.apple import training
+from lockstep_gpt.model import functional
+from lockstep_gpt.training.seeds import leaf_seed
 from lockstep_gpt.training.token_loss import TokenLoss
 
 ABSENT = {torch.float64, torch.uint16, torch.uint32, torch.uint64, torch.complex128}
@@ -50,7 +52,7 @@ def test_the_validation_loss_is_summed_on_the_host_and_is_that_of_a_cpu():
     there, here = TokenLoss(), TokenLoss()
     for loss, ignored in [(2.5, 0), (0.1, 3), (7.0, 1)]:
         targets = torch.tensor([[5, 6, 7, 8]])
-        targets[0, :ignored] = IGNORE
+        targets[0, :ignored] = functional.IGNORE
         here.update(torch.tensor(loss), targets)
         there.update(on_apple(loss), targets.as_subclass(OnApple))
     assert there.compute().item() == here.compute().item()
@@ -66,17 +68,27 @@ def test_logged_losses_are_averaged_on_the_host(new_run):
     assert means.flatten().tolist() == [each / 3 for each in sums]
 
 
-@pytest.mark.parametrize("norm", [1.0, math.nan])
-def test_a_skipped_update_has_no_gradients(new_run, norm):
-    module = new_run().module
-    module.trainer = Trainer(accelerator="cpu", barebones=True)
-    optimizer = torch.optim.AdamW(module.parameters())
-    for parameter in module.parameters():
-        parameter.grad = torch.ones_like(parameter)
-    module._skip_unless_finite(optimizer, on_apple(norm))
-    kept = {parameter.grad is not None for parameter in module.parameters()}
-    assert kept == {math.isfinite(norm)}
-    assert int(module.skipped) == int(not math.isfinite(norm))
+@pytest.mark.parametrize("broken", [False, True])
+def test_no_update_is_made_that_is_not_finite_as_fused_kernels_there_always_make_it(
+    new_run, broken, monkeypatch
+):
+    run, seen = new_run(max_steps=2, guard={"max_skipped": 9}), []
+    monkeypatch.setattr(torch.mps, "manual_seed", seen.append)
+    if broken:
+        run.module.model.head.register_hook(lambda grad: grad * math.inf)
+    before = [each.detach().clone() for each in run.module.parameters()]
+    with pytest.raises(RunError, match=r"^step 1: .+ as step 0 left") if broken else nullcontext():
+        run.fit(training.AppleGPU())
+    same = [torch.equal(*pair) for pair in zip(before, run.module.parameters(), strict=True)]
+    assert all(same) == broken
+    leaves = [leaf_seed(run.config.seed, step, leaf) for step in (0, 1) for leaf in (0, 1)]
+    assert seen == leaves[: 2 if broken else 4]
+
+
+@pytest.mark.parametrize(("device", "there"), [("mps", True), ("cpu", False), ("cuda", False)])
+def test_only_such_ranks_have_that_callback(device, there):
+    config = Config(max_steps=1, trainer={"accelerator": device})
+    assert (training.callback(config, None, 0, None) is not None) == there
 
 
 @pytest.mark.parametrize("stored", ["uint8", "uint16", "uint32"])
@@ -88,18 +100,10 @@ def test_tokens_travel_as_int32_and_nothing_goes_on_meanwhile(stored):
     assert (sent.dtype, sent.device, real) == (torch.int32, DEVICE, 2)
 
 
-def test_dropout_there_is_seeded(monkeypatch):
-    seen = []
-    monkeypatch.setattr(torch.mps, "manual_seed", seen.append)
-    with torch.random.fork_rng(devices=[]):
-        seeds.seed_device(7, DEVICE)
-        assert (torch.initial_seed(), seen) == (7, [7])
-
-
 def test_the_receipt_names_its_kernels():
     before = torch.get_float32_matmul_precision()
     try:
-        assert choose_matrix_products("mps") == "Metal"
+        assert functional.choose_matrix_products("mps") == "Metal"
     finally:
         torch.set_float32_matmul_precision(before)
-    assert attention_kernel(4, 64, 32, "mps", torch.float32) == "Metal"
+    assert functional.attention_kernel(4, 64, 32, "mps", torch.float32) == "math"

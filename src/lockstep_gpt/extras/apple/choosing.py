@@ -28,6 +28,9 @@ def refuse_impossible(config: Config) -> None:
     check("precision", config.precision, config.precision in PRECISIONS, rule)
     rule = "is not for Apple GPUs, for which Inductor is a prototype; set compile=false"
     check("compile", config.compile, not config.compile, rule)
+    rule = "is not for Apple GPUs, whose fused kernels apply every update; set 0"
+    skipped = config.guard.max_skipped
+    check("guard.max_skipped", skipped, not skipped, rule)
     rule = "but an Apple GPU is one device; set trainer=cpu for several ranks"
     check("trainer.devices", trainer.get("devices"), trainer.get("devices") in ("auto", 1), rule)
     check("trainer.num_nodes", trainer.get("num_nodes"), trainer.get("num_nodes", 1) == 1, rule)

@@ -1,0 +1,40 @@
+"""What a rank does on an Apple GPU besides."""
+
+from typing import Any
+
+import torch
+from lightning import Callback, Trainer
+from torch.nn.utils import get_total_norm
+
+from lockstep_gpt.config import Config, RunError
+from lockstep_gpt.training.seeds import leaf_seed
+
+
+def callback(config: Config, *_: Any) -> "AppleGPU | None":
+    """Return what such a rank needs; None on other devices."""
+    return AppleGPU() if config.trainer["accelerator"] == "mps" else None
+
+
+class AppleGPU(Callback):
+    """Seeds its random numbers, and ends a run before an update that is not finite."""
+
+    def on_train_batch_start(
+        self,
+        trainer: Trainer,
+        pl_module: Any,
+        batch: Any,  # noqa: ARG002
+        batch_idx: int,
+    ) -> None:
+        """Make dropout a function of seed, step and micro-batch, as on other devices."""
+        leaf = batch_idx % trainer.accumulate_grad_batches
+        torch.mps.manual_seed(leaf_seed(pl_module.config.seed, trainer.global_step, leaf))
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: Any, optimizer: Any) -> None:  # noqa: ARG002
+        """Raise a `RunError` where a gradient is not finite: fused kernels there would apply it."""
+        norm = get_total_norm([each.grad for each in pl_module.trained if each.grad is not None])
+        if not bool(norm.isfinite()):
+            step = trainer.global_step
+            raise RunError(
+                f"step {step + 1}: the gradient is not finite; the weights stayed as step {step} "
+                "left them; lower optim.lr"
+            )
