@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import gc
 import importlib.util
+import itertools
 import json
 import os
 import signal
@@ -97,14 +98,13 @@ class Command:
 
         clean = {**_clean_environment(os.environ), **QUIET, **environment}
         printed = [tempfile.TemporaryFile() for _ in range(2)]  # noqa: SIM115 (of the process)
-        imported = [] if "logger=none" in arguments else ["wandb"]  # as `start_agent` has it
         with contextlib.chdir(self.folder):
             process = server.start(
                 target,
                 [arguments],
                 ["lockstep_gpt", *arguments],
                 {**start.KEEP_MEMORY, **clean},
-                imported,
+                [],
                 [0, *(file.fileno() for file in printed)],
             )
         assert process, "the server that forks commands has ended"
@@ -299,6 +299,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="no GPU on this machine"))
+    # Each worker of pytest-xdist begins with a stretch of all: the files of long tests lead it, or
+    # one of them would be alone at the end.
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    long = [item for item in items if item.get_closest_marker("long")]
+    files = [list(of_file) for _, of_file in itertools.groupby(long, lambda item: item.path)]
+    rest = iter([item for item in items if not item.get_closest_marker("long")])
+    left = len(items)
+    items.clear()
+    for number in range(workers):
+        size = left // (workers - number)
+        left -= size
+        lead = list(itertools.chain.from_iterable(files[number::workers]))
+        items += [*lead, *itertools.islice(rest, max(0, size - len(lead)))]
+    items += rest
 
 
 @pytest.fixture(scope="session")
@@ -363,19 +377,44 @@ def state(shared: Path) -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def servers() -> Iterator[None]:
-    """Let all commands of this worker share what they fork their ranks from."""
-    with start.sharing_servers():
+    """Let all commands of this worker share what they fork their ranks from.
+
+    One that has imported wandb serves who does without it, too: each takes five seconds to start.
+    """
+    with start.sharing_servers(), pytest.MonkeyPatch.context() as patch:
+        if WARM:
+            from lockstep_gpt.extras.warm import server
+
+            fork = server.start
+
+            def fork_with_wandb(*given: Any) -> Any:
+                target, arguments, words, environment, _, *streams = given
+                return fork(target, arguments, words, environment, ["wandb"], *streams)
+
+            patch.setattr(server, "start", fork_with_wandb)
         yield
 
 
 @pytest.fixture(scope="session")
-def python_of_forks(shared: Path) -> Iterator[str]:
-    """A `python` whose processes are forks; the real one where there is no Linux."""
-    if sys.platform != "linux":
-        yield sys.executable
-    else:
-        with _forks_of(shared / "python") as program:
-            yield str(program)
+def forks_of(shared: Path) -> Iterator[Callable[..., str]]:
+    """Return a `python`, by its name, whose processes are forks that find modules imported.
+
+    It is the real one where there is no Linux.
+    """
+    with contextlib.ExitStack() as servers:
+
+        def make(name: str, *modules: str) -> str:
+            if sys.platform != "linux":
+                return sys.executable
+            return str(servers.enter_context(_forks_of(shared / name, modules)))
+
+        yield make
+
+
+@pytest.fixture(scope="session")
+def python_of_forks(forks_of: Callable[..., str]) -> str:
+    """A `python` whose processes are forks that have imported what commands and ranks import."""
+    return forks_of("python")
 
 
 @pytest.fixture
@@ -385,7 +424,7 @@ def quick_ranks(python_of_forks: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @contextlib.contextmanager
-def _forks_of(folder: Path) -> Iterator[Path]:
+def _forks_of(folder: Path, modules: Sequence[str]) -> Iterator[Path]:
     """Make a `python` in `folder`, where all workers of pytest-xdist share one and its server."""
     folder.mkdir(exist_ok=True)
     program, address = folder / "python", folder / "socket"
@@ -397,7 +436,7 @@ def _forks_of(folder: Path) -> Iterator[Path]:
                 keeper.connect(str(address))
             except OSError:  # there is none yet, or those who shared it have gone
                 address.unlink(missing_ok=True)
-                server = _serve(program, address)
+                server = _serve(program, address, modules)
                 keeper.connect(str(address))
             keeper.sendall(bytes(8))  # the server ends with the last of those who say this
         yield program
@@ -407,7 +446,7 @@ def _forks_of(folder: Path) -> Iterator[Path]:
         server.returncode = 0  # others may go on with it: Python shall not warn that it runs
 
 
-def _serve(program: Path, address: Path) -> subprocess.Popen[bytes]:
+def _serve(program: Path, address: Path, modules: Sequence[str]) -> subprocess.Popen[bytes]:
     program.write_text(f'#!/bin/sh\nexec {sys.executable} -ISE {FORKS} as {address} "$@"\n')
     program.chmod(0o755)
     environment = {**start.KEEP_MEMORY, **_clean_environment(os.environ), **QUIET}
@@ -416,7 +455,7 @@ def _serve(program: Path, address: Path) -> subprocess.Popen[bytes]:
         listener.bind(str(address))
         listener.listen(1024)
         return subprocess.Popen(
-            [sys.executable, FORKS, "serve", str(listener.fileno()), program],
+            [sys.executable, FORKS, "serve", str(listener.fileno()), program, *modules],
             env=environment,
             stdin=subprocess.DEVNULL,
             stdout=log,
@@ -514,8 +553,8 @@ def kill() -> Callable[[int], None]:
 
 
 def pytest_xdist_auto_num_workers() -> int:
-    """Take as many workers as there are cores: limits of time are for ranks that can run."""
-    return os.cpu_count() or 1
+    """Take one worker more than there are cores: tests of limits and links mostly wait."""
+    return (os.cpu_count() or 1) + 1
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

@@ -16,7 +16,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 # What libraries read while they are loaded: who has other values gets the real Python.
@@ -122,17 +122,24 @@ def _received(connection: socket.socket, size: int = 8) -> bytes:
     return content
 
 
-def serve(listener: socket.socket, program: str) -> NoReturn:
-    """Fork on request until the last of those who keep this server has gone."""
+def serve(listener: socket.socket, program: str, modules: Sequence[str] = ()) -> NoReturn:
+    """Fork on request until the last of those who keep this server has gone.
+
+    Args:
+        listener: where requests come in.
+        program: the `python` of the forks.
+        modules: what forks find imported; none: what commands and ranks import.
+    """
     import gc
     import importlib
     import selectors
 
     gc.disable()
-    for module in PRELOADED:
+    for module in modules or PRELOADED:
         with contextlib.suppress(ImportError):  # a project may do without
             importlib.import_module(module)
-    _compose_once()
+    if not modules:
+        _compose_once()
     gc.enable()
     gc.freeze()
     keepers: set[socket.socket] = set()
@@ -327,5 +334,5 @@ def _settle_in(job: dict[str, Any], files: list[int], program: str) -> Callable[
 
 if __name__ == "__main__":
     if sys.argv[1] == "serve":
-        serve(socket.socket(fileno=int(sys.argv[2])), sys.argv[3])
+        serve(socket.socket(fileno=int(sys.argv[2])), sys.argv[3], sys.argv[4:])
     stand_for(sys.argv[2], sys.argv[3:])

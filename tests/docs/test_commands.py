@@ -111,6 +111,7 @@ def test_commands_that_fixtures_run_are_still_the_readme_s(finished, two, shown_
     assert all(screen.count("done in") == 1 for _, screen in (finished, two))
 
 
+@pytest.mark.long
 def test_commands_run_page_after_page_and_print_the_receipts_shown(
     story, finished, two, shown_elsewhere
 ):

@@ -16,10 +16,13 @@ import torch
 
 PROGRAMS = ("sbatch", "slurmctld", "slurmd", "munged", "ip")
 PATH = f"{os.environ['PATH']}:/usr/sbin:/sbin"
-pytestmark = pytest.mark.skipif(
-    os.geteuid() != 0 or not all(shutil.which(each, path=PATH) for each in PROGRAMS),
-    reason="needs root, iproute2, and Debian's slurm-wlm and munge",
-)
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.skipif(
+        os.geteuid() != 0 or not all(shutil.which(each, path=PATH) for each in PROGRAMS),
+        reason="needs root, iproute2, and Debian's slurm-wlm and munge",
+    ),
+]
 SCRIPT = Path(__file__).parents[2] / "scripts/slurm/train.sbatch"
 CONF = """
 ClusterName=test

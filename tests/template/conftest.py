@@ -39,8 +39,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.is_relative_to(Path(__file__).parent):
             item.add_marker(pytest.mark.template)
-    # The longest comes first and alone: what stands behind it would wait for its worker.
-    items.sort(key=lambda item: "test_it_passes_its_own_tests" not in item.name)
 
 
 @dataclass(frozen=True)
@@ -49,6 +47,7 @@ class Generator:
 
     home: Path
     template: str
+    python: str  # of forks that have imported both
 
     @property
     def config(self) -> Path:
@@ -69,9 +68,10 @@ class Generator:
         """Run a command of Python in `cwd`, made where missing, and check its exit status."""
         cwd.mkdir(parents=True, exist_ok=True)
         done = subprocess.run(
-            [sys.executable, "-m", module, *map(str, words)],
+            [self.python, "-m", module, *map(str, words)],
             cwd=cwd,
             env=environment(
+                OMP_NUM_THREADS="1",  # else the fork would be no fork
                 HOME=str(self.home),
                 XDG_CONFIG_HOME=str(self.home / ".config"),
                 COOKIECUTTER_CONFIG=str(self.config),
@@ -149,8 +149,11 @@ def template(shared: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
-def generate(template: Path, tmp_path_factory: pytest.TempPathFactory) -> Generator:
-    return Generator(tmp_path_factory.mktemp("home"), str(template))
+def generate(
+    template: Path, tmp_path_factory: pytest.TempPathFactory, forks_of: Callable[..., str]
+) -> Generator:
+    python = forks_of("tools", "cookiecutter.cli", "cruft._cli")
+    return Generator(tmp_path_factory.mktemp("home"), str(template), python)
 
 
 @pytest.fixture(scope="session")

@@ -3,6 +3,8 @@
 `scripts/deletions.py` runs the whole suites of what is left, and deletes every two of them.
 """
 
+import compileall
+import shutil
 import subprocess
 import sys
 
@@ -18,16 +20,28 @@ if status := pytest.main(["--collect-only", *quiet]):
     sys.exit(int(status))
 import my_gpt.cli
 words = ["train", "experiment=smoke", "logger=none", "launch.inline=true"]
-sys.exit(my_gpt.cli.main([*words, "run_dir=runs/one"]))
+sys.exit(my_gpt.cli.main([*words, "callbacks.sample.length=9", "run_dir=runs/one"]))
 """
+
+
+@pytest.fixture
+def everything(shared, once, baked):
+    """A project with all extras, compiled: each deletion is imported anew. Read only."""
+
+    def make(folder):
+        shutil.copytree(baked(extras="all"), folder)
+        for part in ("src", "tests"):
+            assert compileall.compile_dir(folder / part, quiet=2)
+
+    return once(shared / "compiled", make)
 
 
 @pytest.mark.parametrize("extra", FOLDERS)
 def test_without_any_one_a_project_collects_its_tests_and_trains(
-    extra, baked, tmp_path, environment, types, python_of_forks
+    extra, everything, tmp_path, environment, types, python_of_forks
 ):
     project = tmp_path / extra
-    copy_without(baked(extras="all"), project, [extra])
+    copy_without(everything, project, [extra])
     of_the_project = {"PYTHONPATH": str(project / "src"), "PYTHONDONTWRITEBYTECODE": "1"}
     for words, settings in (
         ([sys.executable, "-m", "ruff", "check", "--no-cache"], {}),

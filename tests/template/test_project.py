@@ -143,6 +143,7 @@ def packed(shared, once, project, run):
     return once(shared / "packed", lambda folder: run(project, python, *words, folder))
 
 
+@pytest.mark.long
 @pytest.mark.timeout(LIMIT + 60)
 @pytest.mark.parametrize("extras", ["none"])
 def test_it_passes_its_own_tests_and_leaves_nothing_for_git(
