@@ -10,14 +10,23 @@ from pathlib import Path
 
 import pytest
 
+from lockstep_gpt.extras.warm import server as servers
 from lockstep_gpt.extras.warm.server import Server, ServerGoneError, kept, mattering_of
 
 SLEEP = ("subprocess:call", [["sleep", "600"]])
+# A server that has imported nothing: what tests of its own end fork needs none of it.
+LIGHT = """
+import sys
+from lockstep_gpt.extras.warm import program
+program.PROCESSES.clear()
+program.main(*sys.argv[1:])
+"""
 # A program that asks a server for a child, tells its id, and waits to be killed.
 REQUESTER = """
 import os, sys, time
-from lockstep_gpt.extras.warm.server import Server
-server = Server.started(os.environ)
+from lockstep_gpt.extras.warm import server as servers
+servers.PROGRAM = "light"
+server = servers.Server.started(os.environ)
 child, = server.fork("time:sleep", [600], ["sleeper"], [os.environ])
 print(server.process.pid, child.pid, flush=True)
 time.sleep(600)
@@ -49,6 +58,15 @@ def server():
     made = Server.started(os.environ)
     yield made
     made.close()
+
+
+@pytest.fixture
+def light(tmp_path, monkeypatch):
+    """Let a test's servers begin at once; return the environment that they need."""
+    (tmp_path / "light.py").write_text(LIGHT)
+    monkeypatch.setattr(servers, "PROGRAM", "light")
+    path = filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")])
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
 
 
 def is_alive(pid):
@@ -125,8 +143,8 @@ def test_children_draw_different_numbers(server, tmp_path):
     assert len({*drawn[0], *drawn[1]}) == 4
 
 
-def test_server_that_was_killed_is_told_and_leaves_its_children_alone():
-    server = Server.started(os.environ)
+def test_server_that_was_killed_is_told_and_leaves_its_children_alone(light):
+    server = Server.started(light)
     (child,) = server.fork(*SLEEP, ["words"], [os.environ])
     server.process.kill()
     with pytest.raises(ServerGoneError):
@@ -142,9 +160,9 @@ def test_server_that_answers_no_more_is_ended_within_its_limit():
     assert done.stdout.split() == [str(-signal.SIGKILL), "timed", "out"]
 
 
-def test_nothing_outlives_a_requester_that_was_killed(wait_for):
+def test_nothing_outlives_a_requester_that_was_killed(light, wait_for):
     requester = subprocess.Popen(
-        [sys.executable, "-c", REQUESTER], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", REQUESTER], env=light, stdout=subprocess.PIPE, text=True
     )
     pids = [int(word) for word in requester.stdout.readline().split()]
     assert all(map(is_alive, pids))
@@ -164,8 +182,8 @@ def test_closed_standard_input_is_no_obstacle(server):
         os.close(kept_input)
 
 
-def test_what_a_server_s_modules_made_goes_with_the_server_and_not_with_a_child(tmp_path):
-    environment = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": str(tmp_path)}
+def test_what_a_server_s_modules_made_goes_with_the_server_and_not_with_a_child(light, tmp_path):
+    environment = {**light, "TMPDIR": str(tmp_path)}
     (tmp_path / "makes.py").write_text(MAKES)
     server = Server.started(environment, ["makes"])
     (child,) = server.fork("builtins:len", [""], ["words"], [environment])
@@ -182,26 +200,24 @@ def test_only_what_libraries_read_on_import_tells_servers_apart():
 
 
 def test_server_is_kept_until_the_outermost_block_ends():
-    from lockstep_gpt.extras.warm import server as module
-
     class Fake:
         closed = 0
 
         def close(self):
             self.closed += 1
 
-    fake, before = Fake(), (module._keepers, dict(module._kept))
-    module._keepers = 0
-    module._kept.clear()
+    fake, before = Fake(), (servers._keepers, dict(servers._kept))
+    servers._keepers = 0
+    servers._kept.clear()
     try:
         with kept():
             with kept():
-                module._kept["key"] = fake
+                servers._kept["key"] = fake
             assert not fake.closed
-        assert (fake.closed, module._kept) == (1, {})
+        assert (fake.closed, servers._kept) == (1, {})
     finally:
-        module._keepers = before[0]
-        module._kept.update(before[1])
+        servers._keepers = before[0]
+        servers._kept.update(before[1])
 
 
 def test_server_has_one_thread_once_it_has_forked(server):
