@@ -50,4 +50,4 @@ def test_a_process_ends_soon_after_its_parent_was_killed():
     parent.send_signal(signal.SIGKILL)
     killed = time.monotonic()
     parent.communicate(timeout=240)  # the pipe ends when the child, which shares it, has ended
-    assert time.monotonic() - killed < 25
+    assert time.monotonic() - killed < 30  # it would sleep for a minute

@@ -125,19 +125,6 @@ def test_a_port_that_is_taken_is_explained(command):
     assert "cause   another process" in said
 
 
-@pytest.fixture
-def with_shared_memory(command, apart):
-    """Train with loader processes and a /dev/shm of its own; return the status and what is said."""
-
-    def train(mount, *words):
-        words = command.smoke("data.num_workers=2", "run_dir=run", *words)
-        process = apart(f"mount -t tmpfs -o {mount} tmpfs /dev/shm", *words)
-        _, said = process.communicate(timeout=240)
-        return process.returncode, said
-
-    return train
-
-
 @pytest.mark.skipif(not any(additions("DATA_MODULE")), reason="no such extra")
 def test_a_dev_shm_that_fills_is_explained(command, with_shared_memory):
     (command.folder / "breaker.py").write_text(BREAKER)

@@ -38,10 +38,13 @@ def run(tmp_path, monkeypatch):
     return RunDirectory(tmp_path / "run")
 
 
-def config(node_rank=1, **settings):
+def config(node_rank=1, join_seconds=0.3, **settings):
     place = {"run_dir": "run", "rdzv_endpoint": PLACE, **settings}
     launch = NodesLaunch(
-        node_rank=node_rank, rdzv_endpoint=place["rdzv_endpoint"], join_seconds=0.3, min_nodes=1
+        node_rank=node_rank,
+        rdzv_endpoint=place["rdzv_endpoint"],
+        join_seconds=join_seconds,
+        min_nodes=1,
     )
     trainer = {"num_nodes": 2, "devices": 1, "accelerator": "cpu"}
     model = ModelConfig(block_size=8, n_layer=1, n_head=1, n_embd=8)
@@ -99,7 +102,7 @@ def test_a_machine_waits_until_the_first_has_frozen_where_they_meet_now(run):
         start_on_nodes(run, now, config(), lambda: run)
     late = threading.Timer(0.1, run.refreeze, [frozen_with(PLACE)])
     late.start()
-    assert start_on_nodes(run, now, config(), lambda: run) == 41
+    assert start_on_nodes(run, now, config(join_seconds=60), lambda: run) == 41
     late.join()
 
 
