@@ -38,7 +38,8 @@ def run(environment):
         done = subprocess.run(
             [*map(str, words)],
             cwd=cwd,
-            env=environment(ENDS_WITH_PARENT="1"),  # tests/conftest.py reads it
+            # tests/conftest.py reads the first; threads of tiny tensors wait for other tests'.
+            env=environment(ENDS_WITH_PARENT="1", OMP_NUM_THREADS="1"),
             preexec_fn=die_with_parent,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -160,7 +161,8 @@ def test_it_passes_its_own_tests_and_leaves_nothing_for_git(
 def test_two_ranks_train_into_one_run_directory_with_one_wandb_run(project, run, git):
     ranks = ["trainer=cpu", "trainer.devices=2", "strategy=ddp"]
     backend = "strategy.process_group_backend=gloo"
-    run(project, ".venv/bin/my-gpt", "train", "experiment=smoke", *ranks, backend)
+    words = [*ranks, backend, "callbacks.sample.length=9"]
+    run(project, ".venv/bin/my-gpt", "train", "experiment=smoke", *words)
     (folder,) = (project / "runs").iterdir()
     summary = json.loads((folder / "summary.json").read_text())
     assert (summary["status"], summary["step"], summary["world_size"]) == ("done", 20, 2)
@@ -191,6 +193,7 @@ def test_from_the_wheel_alone_it_trains_in_an_empty_folder(project, packed, run,
     pip = [*PIP, "fresh/bin/python", "install", "-q", "--no-compile"]  # what is imported is
     run(tmp_path, *pip, "-c", project / "constraints.txt", wheel)
     command = tmp_path / "fresh/bin/my-gpt"
-    out = run(tmp_path / "empty", command, "train", "experiment=smoke", "logger=none")
+    words = ["train", "experiment=smoke", "logger=none", "callbacks.sample.length=9"]
+    out = run(tmp_path / "empty", command, *words)
     assert "step 20/20  val_loss" in out
     assert {path.name for path in (tmp_path / "empty").iterdir()} == {"data", "runs"}

@@ -8,6 +8,7 @@ from lockstep_gpt.extras.cluster.meeting import Absent, examine_clocks, open_mee
 from lockstep_gpt.training.ranks import Ranks
 
 LIMIT = 1.0
+PATIENCE = 60.0  # of those who are not to wait in vain, even on a busy machine
 FIRST, SECOND = Ranks(0, 0, 2, 2), Ranks(1, 1, 2, 2)
 
 
@@ -45,8 +46,8 @@ def test_a_port_that_is_taken_is_named(port):
 @pytest.fixture
 def both(port):  # noqa: ARG001 (in the environment)
     """Two ranks of one process around one store."""
-    first = open_meeting(FIRST, LIMIT)
-    return first, open_meeting(SECOND, LIMIT)
+    first = open_meeting(FIRST, PATIENCE)
+    return first, open_meeting(SECOND, PATIENCE)
 
 
 def test_rank_zero_has_the_words_of_all_in_order(both):
@@ -59,12 +60,13 @@ def test_others_hear_rank_zero_and_know_when_it_has_stopped(both):
     first, second = both
     first.tell("go", True)
     assert second.hear("go") is True
+    first.limit = LIMIT
     with pytest.raises(Absent):
         first.gather("facts", {})
     started = time.monotonic()
     with pytest.raises(Absent, match="rank 0 has stopped"):
         second.hear("more")
-    assert time.monotonic() - started < LIMIT
+    assert time.monotonic() - started < PATIENCE
 
 
 def test_the_clocks_of_one_machine_agree(both):
