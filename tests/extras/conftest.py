@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,6 +24,33 @@ _TRAINING = _fixtures("training")
 folder, new_run, on_ranks = (_TRAINING[name] for name in ("folder", "new_run", "on_ranks"))
 records, read_offline = (_TRAINING[name] for name in ("records", "read_offline"))
 saved_run = _fixtures("inference")["saved_run"]
+
+
+# The command with mounts of its own, as `unshare --mount` would start it, without a new Python.
+APART = """
+import ctypes, os, subprocess
+from lockstep_gpt import cli
+def main(words):
+    if ctypes.CDLL(None, use_errno=True).unshare(0x20000):  # CLONE_NEWNS
+        raise OSError(ctypes.get_errno(), "unshare")
+    for line in ("mount --make-rprivate /", os.environ["MOUNTS"]):
+        subprocess.run(line, shell=True, check=True)
+    return cli.main(words)
+"""
+
+
+@pytest.fixture
+def apart(command: Any) -> Callable[..., Any]:
+    """Start the command after a shell's line that mounts what it alone shall see."""
+    if sys.platform != "linux" or os.geteuid() != 0:
+        pytest.skip("only root can give a process mounts of its own")
+
+    def start(mounts: str, *words: str, **environment: str) -> Any:
+        (command.folder / "apart.py").write_text(APART)
+        place = {"PYTHONPATH": str(command.folder), "MOUNTS": mounts}
+        return command.start(*words, target="apart:main", **place, **environment)
+
+    return start
 
 
 @pytest.fixture
