@@ -242,6 +242,7 @@ class OptimConfig(Checked):
         "adamw, or the module of training/ that builds another", on_resume="kept"
     )
     lr: float = setting("peak learning rate at batch.reference_size", 1e-3, above=0)
+    head_lr_fraction: float = setting("that of the head as a share of it, if muon", 0.2, above=0)
     lr_scaling: str = setting(
         "how the peak follows the global batch", "linear", choices=("linear", "sqrt", "none")
     )

@@ -242,3 +242,16 @@ def test_an_error_of_the_job_itself_is_not_taken_for_a_wrong_setting():
     with pytest.raises(ValueError, match="a fault at step 3") as fault:
         compose.run(["max_steps=3"], job)
     assert not isinstance(fault.value, UserError)
+
+
+def test_words_are_understood_by_one_extra_after_the_other(tmp_path, monkeypatch):
+    for name, line in (
+        ("first", "[*words, 'seed=1']"),
+        ("second", "[*words[:-1], words[-1] + '2']"),
+    ):
+        (tmp_path / f"words_{name}").mkdir()
+        target = f'WORDS = ".extras.words_{name}:understood"'
+        code = f"{target}\n\n\ndef understood(words):\n    return {line}\n"
+        (tmp_path / f"words_{name}/__init__.py").write_text(code)
+    monkeypatch.setattr(extras, "__path__", [str(tmp_path)])
+    assert composed("max_steps=900")[0]["seed"] == 12

@@ -71,6 +71,8 @@ def test_matrices_of_blocks_go_to_muon_and_all_else_to_adamw():
     groups = optimizer_of(gpt).param_groups
     assert [len(group["params"]) for group in groups] == [12, 1, 2]
     assert [group["lr"] for group in groups] == pytest.approx([0.02, 0.004, 0.02])
+    halved = optimizer_of(gpt, head_lr_fraction=0.1).param_groups
+    assert [group["lr"] for group in halved] == pytest.approx([0.02, 0.002, 0.02])
     assert sum(len(group["params"]) for group in groups) == len([*gpt.parameters()])
 
 

@@ -19,7 +19,7 @@ from yaml import YAMLError
 from lockstep_gpt import config as schema
 from lockstep_gpt.config import PROGRAM, Config, UserError
 from lockstep_gpt.launch import choices, devices
-from lockstep_gpt.registry import addition
+from lockstep_gpt.registry import additions, resolved
 
 KINDS = {"Integer": "a whole number", "Float": "a number", "bool": "true or false"}
 OLD = hydra.__version__.startswith("1.3.")  # later ones warn at how it wanted things
@@ -29,7 +29,8 @@ register_resolver: Any = getattr(OmegaConf, "register_new_resolver" if OLD else 
 def run(arguments: list[str], job: Callable[[DictConfig], Any]) -> None:
     """Call `job` with what `arguments` compose, for each job of a sweep; or raise a `UserError`."""
     _register_schema()
-    arguments = (addition("WORDS") or list)(arguments)
+    for understood in map(resolved, additions("WORDS")):
+        arguments = understood(arguments)
     started = []
 
     @hydra.main(str(choices.config_folder()), "train", **({"version_base": "1.3"} if OLD else {}))

@@ -19,7 +19,6 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 ITERATIONS = 5
 MOMENTUM_WARMUP = 300  # steps from the lower momentum to the higher: gradients turn fast at first
 MOMENTA = (0.85, 0.95)
-HEAD_LR = 0.2  # AdamW's learning rate of the head, as a share of optim.lr; the embedding's is whole
 
 
 class Muon(torch.optim.Optimizer):
@@ -127,12 +126,11 @@ def build_optimizer(model: nn.Module, config: OptimConfig, lr: float) -> Muon:
     named = [each for each in model.named_parameters() if each[1].requires_grad]
     matrices = [weight for name, weight in named if name.startswith("blocks.") and weight.ndim == 2]
     head = [weight for name, weight in named if name == "output.weight"]
-    known = {id(each) for each in (*matrices, *head)}
-    rest = [weight for _, weight in named if id(weight) not in known]
+    rest = [each for _, each in named if all(each is not it for it in (*matrices, *head))]
     # Always three, in this order: a saved state then fits any later run of the same model.
     groups = [
         {"params": matrices, "lr": lr, "muon": True, "weight_decay": config.weight_decay},
-        {"params": head, "lr": HEAD_LR * lr, "muon": False, "weight_decay": 0.0},
+        {"params": head, "lr": config.head_lr_fraction * lr, "muon": False, "weight_decay": 0.0},
         {"params": rest, "lr": lr, "muon": False, "weight_decay": 0.0},
     ]
     return Muon(groups, betas=(config.beta1, config.beta2), eps=config.eps)
