@@ -44,6 +44,14 @@ EXTRAS = {
         "tests/extras/compat/",
     ),
     "completion": ("src/lockstep_gpt/extras/completion/", "tests/extras/completion/"),
+    "sizes": (
+        "configs/model/auto.yaml",
+        "docs/scaling_law.md",
+        "docs/scaling_law.svg",
+        "scripts/size_law.py",
+        "src/lockstep_gpt/extras/sizes/",
+        "tests/extras/sizes/",
+    ),
     "cluster": (
         "scripts/ledger.py",
         "src/lockstep_gpt/extras/cluster/",

@@ -21,6 +21,7 @@ WORDS = {
     "launchers": "torchrun --nproc",
     "compat": r"lightning\.md",
     "completion": "install=bash",
+    "sizes": r"model=auto|model\.size|size_law|scaling_law",
     "cluster": "lockstep-gpt (plan|doctor|drill)",
     "sources": "num_workers|datasets|pyarrow|parquet|data=jsonl|tokenizer=bpe|zstandard",
     "ladder": "scripts/ladder|pitfalls.py",

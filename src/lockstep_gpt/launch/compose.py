@@ -30,7 +30,7 @@ def run(arguments: list[str], job: Callable[[DictConfig], Any]) -> None:
     """Call `job` with what `arguments` compose, for each job of a sweep; or raise a `UserError`."""
     _register_schema()
     for understood in map(resolved, additions("WORDS")):
-        arguments = understood(arguments)
+        arguments[:] = understood(arguments)  # in place: of a sweep, the rest is each job's own
     started = []
 
     @hydra.main(str(choices.config_folder()), "train", **({"version_base": "1.3"} if OLD else {}))

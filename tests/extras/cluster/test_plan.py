@@ -13,6 +13,7 @@ from lockstep_gpt.extras.cluster.prediction import predict
 from lockstep_gpt.extras.cluster.recipe import OF_GPT2
 from lockstep_gpt.extras.cluster.table import amount, span
 from lockstep_gpt.launch import choices
+from lockstep_gpt.registry import additions
 
 SMALL = ["plan", "experiment=smoke", "--devices", "1,2,8"]
 
@@ -62,6 +63,16 @@ def test_json_and_table_tell_the_same(screen):
     for row in plan["rows"]:
         assert f"{row['tokens_per_second']:,.0f}" in out
     assert f"{plan['parameters']:,} parameters" in out
+
+
+@pytest.mark.skipif(not any(additions("EXPECTED_LOSS")), reason="no such extra")
+def test_the_loss_that_another_extra_expects_stands_beside_time_and_cost(screen):
+    words = ("plan", "model=auto", "--devices", "1")
+    expected = json.loads(screen(*words, "--json")[1])["expected"]
+    facts = screen(*words, "--price", "2")[1].split("\n\n")[0]
+    assert f"\nloss        {expected['val_loss']:.4f} nats per token on held-out data" in facts
+    assert expected["basis"] in facts
+    assert "\nloss " not in screen(*words, "--tokens", "1e6")[1]  # which are other tokens
 
 
 def test_flags_change_the_hardware(screen):

@@ -25,6 +25,7 @@ from lockstep_gpt.extras.cluster.hardware import (
 )
 from lockstep_gpt.extras.cluster.recipe import Chosen, budget
 from lockstep_gpt.launch import compose
+from lockstep_gpt.registry import asked
 
 if TYPE_CHECKING:
     from lockstep_gpt.extras.cluster.prediction import Plan
@@ -99,7 +100,8 @@ def _plan(config: Config, chosen: Chosen, hardware: Hardware, given: Any) -> Pla
         tokens, source = budget(config)
     devices, price = given.devices, given.price
     plan = predict(config, hardware, devices, given.scaling, tokens, price, vocab_size=size)
-    return replace(plan, vocabulary=whose, budget=source)
+    found = [] if given.tokens else filter(None, asked("EXPECTED_LOSS", config))
+    return replace(plan, vocabulary=whose, budget=source, expected=next(iter(found), None))
 
 
 def _hardware(given: Any) -> Hardware:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import Any
 
 from lockstep_gpt.config import BatchConfig, Config, DataConfig, UserError
 from lockstep_gpt.data.prepare import recipe_of
@@ -62,6 +63,7 @@ class Plan:
     notes: list[str]
     vocabulary: str = ""  # whose it is
     budget: str = ""  # where the tokens are from
+    expected: dict[str, Any] | None = None  # loss at their end, if an extra knows of such runs
 
 
 def predict(

@@ -64,6 +64,9 @@ def _facts(plan: Plan) -> Iterator[tuple[str, str]]:
         f"{device.context / GB:.2g} GB for the device's context",
     )
     yield "tokens", _tokens(plan)
+    if plan.expected:
+        loss, basis = plan.expected["val_loss"], plan.expected["basis"]
+        yield "loss", f"{loss:.4f} nats per token on held-out data, {basis}"
     yield from _exchange(plan)
     for note in plan.notes:
         yield "note", note

@@ -1,0 +1,108 @@
+"""The loss that a size is expected to end at: a power law through runs of five sizes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lockstep_gpt.config import Config, UserError, as_typed, counted
+from lockstep_gpt.extras.sizes.rules import rules, weights
+from lockstep_gpt.extras.sizes.sizes_settings import SizedModel
+from lockstep_gpt.run_directory import some_of
+
+OURS = Path(__file__).with_name("law.json")
+EXPONENTS = np.arange(0.02, 1.0, 0.002)
+
+
+@dataclass(frozen=True)
+class Law:
+    """`floor + factor x weights ^ -exponent`, in nats per token (Hoffmann et al. 2022, eq. 2)."""
+
+    floor: float
+    factor: float
+    exponent: float
+
+    def loss(self, count: float) -> float:
+        """Return the validation loss of a model with so many weights in its blocks."""
+        return float(self.floor + self.factor * count**-self.exponent)
+
+
+def fitted(counts: Sequence[float], losses: Sequence[float]) -> Law:
+    """Return the law with the smallest squares of relative errors, and a floor of at least 0."""
+    x, y = np.asarray(counts, float), np.asarray(losses, float)
+
+    def at(exponent: float) -> tuple[float, Law]:
+        power = x**-exponent
+        floor, factor = np.linalg.lstsq(np.stack([1 / y, power / y], 1), np.ones_like(y))[0]
+        if floor < 0:
+            floor, factor = 0.0, (power / y).sum() / (power**2 / y**2).sum()
+        law = Law(float(floor), float(factor), float(exponent))
+        return float((((floor + factor * power) / y - 1) ** 2).sum()), law
+
+    return min(map(at, EXPONENTS), key=lambda found: found[0])[1]
+
+
+def left_out(counts: Sequence[float], losses: Sequence[float]) -> float:
+    """Return what the law of all sizes but the last, the largest, expects of that one."""
+    return fitted(counts[:-1], losses[:-1]).loss(counts[-1])
+
+
+def expected(config: Config) -> dict[str, Any] | None:
+    """Return the loss that a run by the rules ends at, and its basis; None where none is known.
+
+    A `UserError` says what is wrong with the file of `model.size_law`.
+    """
+    model = config.model
+    if not isinstance(model, SizedModel) or model.size is None or departures(config, model):
+        return None
+    content = _read(Path(model.size_law) if model.size_law else OURS)
+    if not content["is_valid"] or content["source"] != config.data.source:
+        return None
+    law = Law(content["floor"], content["factor"], content["exponent"])
+    seen, count = [run["weights"] for run in content["runs"]], _weights(model)
+    basis = f"by {counted(len(seen), 'run')} of {min(seen):,} to {max(seen):,} weights"
+    inside = min(seen) <= count <= max(seen)
+    return {"val_loss": law.loss(count), "basis": basis if inside else f"extrapolated {basis}"}
+
+
+def lines(config: Config, _batch: Any) -> dict[str, str]:
+    """Return the receipt's lines of a model whose size is set."""
+    model = config.model
+    if not isinstance(model, SizedModel) or model.size is None:
+        return {}
+    size = f"{model.size}: {_weights(model):,} weights in blocks of width {model.n_embd}"
+    if others := departures(config, model):
+        return {"size": f"{size}; not by its rules are {some_of(others)}"}
+    if (found := expected(config)) is None:
+        return {"size": size}
+    loss = f"validation loss {found['val_loss']:.4f} nats per token, {found['basis']}"
+    return {"size": size, "expected": loss}
+
+
+def departures(config: Config, model: SizedModel) -> list[str]:
+    """Name the settings that are others than those that follow from the size."""
+    found = []
+    for name, value in rules(str(model.size), model.block_size).items():
+        group, _, own = name.rpartition(".")
+        given = getattr(getattr(config, group) if group else config, own)
+        if given != value:
+            found.append(f"{name}={as_typed(given)}")
+    return found
+
+
+def _weights(model: SizedModel) -> int:
+    return weights(model.n_layer, model.n_embd)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return dict(json.loads(path.read_text("utf-8")))
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"model.size_law={path} cannot be read ({error}); name a file of scripts/size_law.py"
+        ) from None

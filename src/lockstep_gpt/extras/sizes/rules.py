@@ -1,0 +1,73 @@
+"""What follows from the size of a model: its shape, its batch, its budget and its rates.
+
+The size counts the weights of the blocks, with which every token is multiplied (Kaplan et al. 2020,
+section 2.1). The embeddings, those of n-grams most of all, hold more weights, of which a token
+reads a few rows. docs/scaling_law.md says where each number is from.
+"""
+
+import math
+import re
+from typing import Any
+
+from lockstep_gpt.config import check
+
+UNITS = {"": 1, "k": 1e3, "m": 1e6, "b": 1e9}
+SMALLEST, LARGEST = 1e4, 1e12
+HEAD_WIDTH, HEAD_STEP = 32, 4  # width of a head: about; a multiple of
+TOKENS_PER_WEIGHT = 2
+# Of modern_nano's recipe, which all rates come from.
+WIDTH, HEAD_SHARE = 128, 0.2
+BATCH, AT_SIZE = 1024, 1e5  # tokens of a step, for this size
+BATCH_POWER = 0.5
+DEVICES = 8  # that the windows of a step divide by
+LR, WARMUP, DECAY = 0.03, 0.02, 0.0
+
+
+def parsed(text: str) -> float:
+    """Return the number of weights that a text means, or raise a `UserError`."""
+    found = re.fullmatch(r"(\d+(?:\.\d*)?(?:e\d+)?)([kmb]?)", text.replace("_", "").lower())
+    size = float(found[1]) * UNITS[found[2]] if found else 0.0
+    rule = "is no number of weights from 10k to 1000B; write one such as 300k, 1M or 1.5B"
+    check("model.size", text, SMALLEST <= size <= LARGEST, rule)
+    return size
+
+
+def shape(size: float) -> dict[str, int]:
+    """Return as many layers as heads of about 32, which come nearest to the size."""
+    layers = max(1, round((size / (12 * HEAD_WIDTH**2)) ** (1 / 3)))
+    head = HEAD_STEP * max(1, round(math.sqrt(size / (12 * layers**3)) / HEAD_STEP))
+    return {"n_layer": layers, "n_head": layers, "n_embd": layers * head}
+
+
+def weights(n_layer: int, n_embd: int) -> int:
+    """Return the weights of the blocks: 4 C^2 of attention and 8 C^2 of the MLP in each."""
+    return 12 * n_layer * n_embd**2
+
+
+def rules(size: str, block_size: int) -> dict[str, Any]:
+    """Return setting -> value for a size, or raise a `UserError`.
+
+    The learning rate is one for all widths: an orthogonal update, and an update of an embedding,
+    changes each feature alike at any width. The head adds up as many features as the model is wide,
+    so its rate falls with the width (Yang & Hu 2021; Yang et al. 2022, table 8).
+    """
+    wanted = parsed(size)
+    found = shape(wanted)
+    count = weights(found["n_layer"], found["n_embd"])
+    windows = BATCH * (count / AT_SIZE) ** BATCH_POWER / block_size
+    batch = DEVICES * max(1, round(windows / DEVICES))
+    tokens = TOKENS_PER_WEIGHT * count
+    return {
+        **{f"model.{name}": value for name, value in found.items()},
+        "batch.global_size": batch,
+        "batch.reference_size": batch,
+        "max_tokens": tokens,
+        "max_steps": None,
+        "optim.algorithm": "muon",
+        "optim.lr": LR,
+        "optim.lr_scaling": "sqrt",
+        "optim.head_lr_fraction": round(HEAD_SHARE * WIDTH / found["n_embd"], 4),
+        "optim.warmup_tokens": round(WARMUP * tokens),
+        "optim.warmup_steps": None,
+        "optim.weight_decay": DECAY,
+    }

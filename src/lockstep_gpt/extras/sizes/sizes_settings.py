@@ -1,0 +1,28 @@
+"""What `model` takes beside the core's."""
+
+from dataclasses import dataclass
+
+from lockstep_gpt.config import ModelConfig, setting
+from lockstep_gpt.extras.sizes.rules import parsed
+
+
+@dataclass
+class SizedModel(ModelConfig):
+    """A size that all else follows from."""
+
+    size: str | None = setting(
+        "weights of the blocks, such as 300k or 1M, from which model=auto derives the rest; null: "
+        "no rules",
+        None,
+    )
+    size_law: str | None = setting(
+        "file of scripts/size_law.py by which a loss is expected; null: the project's own fit",
+        None,
+        on_resume="free",
+    )
+
+    def __post_init__(self) -> None:
+        """Check also that the size is a number of weights."""
+        super().__post_init__()
+        if self.size is not None:
+            parsed(self.size)

@@ -1,0 +1,64 @@
+"""`model=auto` on a command line: words for all that its size decides."""
+
+import re
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from lockstep_gpt.config import UserError, as_typed, check
+from lockstep_gpt.extras.sizes.rules import rules
+
+SIZE, LENGTH = "1M", "64"  # as configs/model/auto.yaml has them
+RESOLVER = "by_size"
+OF_MUON = ("optim.", "batch.reference_size")  # of another optimizer the rates are not known
+# Of what a command says in one way, the other way is not added.
+EITHER = {"max_steps": "max_tokens", "optim.warmup_steps": "optim.warmup_tokens"}
+
+
+def with_rules(words: list[str]) -> list[str]:
+    """Return the words of a command with those that follow from its size; its own come first.
+
+    As words, they stand above what an experiment sets, which would come after a choice of a model.
+    """
+    OmegaConf.register_new_resolver(RESOLVER, _by_size, replace=True)
+    names = [word.lstrip("+").partition("=")[0] for word in words]
+    values = [word.partition("=")[2].strip("'\"") for word in words]
+    given = dict(zip(names, values, strict=True))
+    is_auto, size = given.get("model") == "auto", given.get("model.size", SIZE)
+    check("model.size", size, is_auto or "model.size" not in given, "is of model=auto; add that")
+    if not is_auto:
+        return words
+    ruled = {"optim": "muon", "model.block_size": LENGTH, **_values(given)}
+    left = OF_MUON if given.get("optim", "muon") != "muon" else ()
+    ours = [name for name in ruled if name not in given and not name.startswith(left)]
+    added = [f"{name}={ruled[name]}" for name in ours]
+    place = names.index("model") + 1  # Hydra wants all such words in one row
+    return [*words[:place], *added, *words[place:]]
+
+
+def _values(given: dict[str, str]) -> dict[str, str]:
+    """Return setting -> value as typed; in a sweep over sizes, what asks each job for its own."""
+    size, length = given.get("model.size", SIZE), given.get("model.block_size", LENGTH)
+    swept = re.search(r"[,(]", size + length) is not None
+    if swept and given.get("resume") == "auto":
+        raise UserError(
+            f"model.size={size} is a sweep, of which resume=auto takes no run up; go on with each "
+            "by its own folder: run_dir=SWEEP/0 resume=auto"
+        )
+    found = rules(SIZE, int(LENGTH)) if swept else _by_words(size, length)
+    for name, other in EITHER.items():
+        if name in given:
+            del found[other]
+    asked = {name: f"'${{{RESOLVER}:{name}}}'" for name in found}
+    return asked if swept else {name: as_typed(value) for name, value in found.items()}
+
+
+def _by_words(size: str, length: str) -> dict[str, Any]:
+    fits = length.isdecimal() and int(length) > 0
+    check("model.block_size", length, fits, "must be a whole number of at least 1")
+    return rules(size, int(length))
+
+
+def _by_size(name: str, *, _root_: Any) -> Any:
+    """Return the value of one setting, where a file or a sweep asks for it."""
+    return rules(str(_root_.model.size), _root_.model.block_size)[name]

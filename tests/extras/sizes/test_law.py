@@ -1,0 +1,110 @@
+"""The law: a fit that finds what is known, and a loss that is expected only where it holds."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lockstep_gpt.config import UserError
+from lockstep_gpt.extras.sizes import law
+from lockstep_gpt.extras.sizes.law import (
+    Law,
+    departures,
+    expected,
+    fitted,
+    left_out,
+    lines,
+)
+from lockstep_gpt.launch import compose
+
+COUNTS = [98_304, 185_856, 331_776, 602_112, 995_328]
+
+
+def config_of(*words):
+    made = []
+    compose.run(list(words), lambda composed: made.append(compose.checked(composed)[1]))
+    return made[0]
+
+
+@pytest.mark.parametrize("known", [Law(0.7, 8.0, 0.22), Law(0.0, 5.0, 0.1), Law(1.0, 90.0, 0.5)])
+def test_the_fit_finds_the_law_that_losses_follow(known):
+    losses = [*map(known.loss, COUNTS)]
+    found = fitted(COUNTS, losses)
+    assert found.exponent == pytest.approx(known.exponent, abs=1e-9)
+    assert found.floor == pytest.approx(known.floor, abs=1e-6)
+    assert left_out(COUNTS, losses) == pytest.approx(losses[-1], rel=1e-6)
+
+
+def test_noise_of_half_a_percent_leaves_a_size_twice_as_large_within_three():
+    known, generator = Law(0.6, 8.0, 0.2), np.random.default_rng(0)
+    for _ in range(20):
+        losses = [known.loss(count) * (1 + generator.normal(0, 0.005)) for count in COUNTS]
+        assert fitted(COUNTS, losses).loss(2e6) == pytest.approx(known.loss(2e6), rel=0.03)
+
+
+def test_no_floor_is_below_zero():
+    losses = [3.0, 2.8, 2.5, 2.0, 1.2]  # faster than any power
+    assert fitted(COUNTS, losses).floor == 0
+
+
+@pytest.mark.parametrize(
+    ("size", "outside"), [("300k", False), ("1M", False), ("50k", True), ("2M", True), ("1B", True)]
+)
+def test_a_size_beyond_those_that_were_run_is_extrapolated(size, outside):
+    found = expected(config_of("model=auto", f"model.size={size}"))
+    assert found["basis"].startswith("extrapolated") == outside
+    assert "98,304 to 995,328 weights" in found["basis"]
+
+
+def test_our_own_law_is_what_its_runs_give():
+    content = json.loads(law.OURS.read_text("utf-8"))
+    counts, losses = ([run[name] for run in content["runs"]] for name in ("weights", "val_loss"))
+    found = fitted(counts, losses)
+    assert content["is_valid"]
+    for count, loss in zip(counts, losses, strict=True):
+        stored = Law(content["floor"], content["factor"], content["exponent"])
+        assert stored.loss(count) == pytest.approx(found.loss(count), rel=1e-6)
+        assert stored.loss(count) == pytest.approx(loss, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["experiment=quickstart"],
+        ["model=auto", "optim.lr=0.01"],
+        ["model=auto", "data=text", "data.path=somewhere"],
+    ],
+)
+def test_of_another_run_no_loss_is_expected(words):
+    config = config_of(*words)
+    assert expected(config) is None
+    assert "expected" not in lines(config, None)
+
+
+def test_the_receipt_names_what_is_not_by_the_rules():
+    config = config_of("model=auto", "optim.lr=0.01", "max_steps=100")
+    assert departures(config, config.model) == ["max_tokens=null", "max_steps=100", "optim.lr=0.01"]
+    assert lines(config, None)["size"] == (
+        "1M: 995,328 weights in blocks of width 144; not by its rules are max_tokens=null, "
+        "max_steps=100, optim.lr=0.01"
+    )
+
+
+def test_a_law_of_one_s_own_is_read(tmp_path):
+    file = tmp_path / "law.json"
+    runs = [{"weights": 100}, {"weights": 10**9}]
+    values = {"source": "text", "floor": 1.0, "factor": 0.0, "exponent": 0.5, "is_valid": True}
+    file.write_text(json.dumps({**values, "runs": runs}))
+    words = ["model=auto", "data=text", "data.path=there", f"model.size_law={file}"]
+    found = {"val_loss": 1.0, "basis": "by 2 runs of 100 to 1,000,000,000 weights"}
+    assert expected(config_of(*words)) == found
+    file.write_text(json.dumps({**values, "is_valid": False, "runs": runs}))
+    assert expected(config_of(*words)) is None
+
+
+def test_a_law_that_cannot_be_read_is_refused(tmp_path):
+    (tmp_path / "law.json").write_text("no law")
+    for file in (tmp_path / "law.json", Path("nowhere")):
+        with pytest.raises(UserError, match=r"cannot be read .*; name a file of scripts/size_law"):
+            expected(config_of("model=auto", f"model.size_law={file}"))

@@ -1,0 +1,60 @@
+"""The script that repeats the fit: real runs, its table, its files."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from lockstep_gpt.extras.sizes.law import Law, expected
+from lockstep_gpt.launch import compose
+
+SCRIPT = Path(__file__).parents[3] / "scripts" / "size_law.py"
+
+
+@pytest.fixture
+def size_law(command):
+    """Run the script in the test's folder; return its exit status and screen."""
+
+    def run(*words):
+        own = [f"data.root={command.data_root}", "data.val_tokens=1024"]
+        return command.run_words([sys.executable, str(SCRIPT), *words, *own])
+
+    return run
+
+
+def test_it_fits_predicts_and_tells_of_it(size_law, command):
+    status, out, err = size_law("--sizes", "10k,16k,28k")
+    assert status in (0, 1), err
+    found = json.loads((command.folder / "size_law.json").read_text())
+    assert [run["size"] for run in found["runs"]] == ["10k", "16k", "28k"]
+    assert all(run["tokens"] >= 2 * run["weights"] for run in found["runs"])
+    assert (status == 0) == found["is_valid"] == ("no valid fit" not in err)
+    law = Law(found["floor"], found["factor"], found["exponent"])
+    for run in found["runs"]:
+        assert f"{run['val_loss']:7.4f} {law.loss(run['weights']):7.4f}" in out
+    status, out, err = size_law("--check", "40k")
+    said, ended = out.splitlines()[-2:]
+    assert said == f"40k is expected to end at {law.loss(12 * 56**2):.4f}"
+    assert ended.startswith("it ends at ")
+    (checked,) = json.loads((command.folder / "size_law.json").read_text())["checked"]
+    assert checked["expected"] == law.loss(checked["weights"])
+    assert "40k, " in (command.folder / "size_law.svg").read_text()
+    made = []
+    words = ["model=auto", "model.size=16k", f"model.size_law={command.folder}/size_law.json"]
+    compose.run(words, lambda composed: made.append(compose.checked(composed)[1]))
+    assert (expected(made[0]) is None) == (not found["is_valid"])
+
+
+def test_a_run_that_fails_ends_it(size_law, command):
+    status, _, err = size_law("optim.lrr=1")
+    assert (status, err.splitlines()[-1]) == (1, "training failed; its own message is above")
+    assert not (command.folder / "size_law.json").exists()
+
+
+def test_a_check_needs_a_fit(size_law):
+    status, _, err = size_law("--check", "2M")
+    assert (status, err) == (
+        1,
+        "size_law.json is not there; make it by this script without --check\n",
+    )
