@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PACKED = {".py", ".yaml", ".html", ".css", ".js"}  # the kinds of files that the package consists of
+PACKED = {".py", ".yaml", ".json", ".html", ".css", ".js"}  # the kinds of files of the package
 
 
 def files(folder: Path) -> set[str]:
