@@ -1,6 +1,6 @@
-"""Seeing a run: what the ranks computed, what their average says about the batch, its results."""
+"""Shows a run: its gradients, what their average says about the batch, reports, evaluation."""
 
-# name -> target, meaning, whether it takes Hydra overrides; `cli.py` collects them.
+# name -> target, help line, whether it accepts Hydra overrides; `cli.py` collects them.
 COMMANDS = {
     "panel": (".extras.seeing.panel:main", "see the all-reduce of a run, as a page", False),
     "report": (".extras.seeing.run_report:main", "a run as a page; several to compare", False),

@@ -1,4 +1,4 @@
-"""Writes what a run ran on when it starts, and its report when it ends."""
+"""Writes the environment of a run when it starts, and a report when it ends."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ LIBRARIES = ("torch", "lightning", "hydra-core", "numpy")
 
 
 class ReportAtEnd(Callback):
-    """Leaves `environment.json` and `report.html` in the run directory; only rank 0 does."""
+    """Writes `environment.json` and `report.html` to the run directory, on rank 0 only."""
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
-        """Note the environment."""
+        """Find the run directory and write the environment to it."""
         files = (each for each in trainer.loggers if isinstance(each, MetricsFile))
         self._run = next(files).path.parent
         if trainer.is_global_zero:
@@ -38,11 +38,11 @@ class ReportAtEnd(Callback):
             (self._run / "environment.json").write_text(content, encoding="utf-8")
 
     def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:  # noqa: ARG002
-        """Write the report of a run that came to its end."""
+        """Write the report when training ends."""
         self._write(trainer, ending(trainer))
 
     def on_exception(self, trainer: Trainer, pl_module: Any, exception: BaseException) -> None:  # noqa: ARG002
-        """Write the report of one that did not."""
+        """Write the report when the run is stopped or fails."""
         said = str(exception) if isinstance(exception, Stopped) else f"failed: {exception}"
         self._write(trainer, said.splitlines()[0])
 
@@ -50,17 +50,17 @@ class ReportAtEnd(Callback):
         if trainer.is_global_zero and hasattr(self, "_run"):
             path = self._run / "report.html"
             try:
-                # summary.json, which a later report reads, is written only after this one.
+                # summary.json, which later reports read, isn't written yet.
                 summary = found(trainer)
                 write_page(path, report([self._run], status=status, summary=summary))
-            except Exception as error:  # a report never changes how a run ends
+            except Exception as error:  # a report must never change how a run ends
                 logger.warning("no report: %s: %s", type(error).__name__, error)
             else:
                 logger.info("\nreport  %s", path)
 
 
 def environment(device: torch.device) -> dict[str, Any]:
-    """Return what this rank runs on."""
+    """Return this rank's host, device, library versions, and git state."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
     libraries = {library: version(library) for library in LIBRARIES}
     return {

@@ -1,9 +1,9 @@
-"""The gradient noise scale: how large a batch the gradients themselves suggest.
+"""The gradient noise scale: the batch size that the gradients themselves suggest.
 
-McCandlish, Kaplan, Amodei et al. 2018, "An Empirical Model of Large-Batch Training": gradients of
-samples scatter around the true gradient G with covariance Sigma, and `tr(Sigma) / |G|^2`, in
-samples, is the batch at which noise and signal are equal. Below it twice the batch nearly halves
-the steps, above it twice the batch saves few. Nothing here imports torch.
+McCandlish, Kaplan, Amodei et al. 2018, "An Empirical Model of Large-Batch Training": per-sample
+gradients scatter around the true gradient G with covariance Sigma. `tr(Sigma) / |G|^2`, in
+samples, is the batch size at which noise and signal are equal. Below it, doubling the batch
+nearly halves the steps; above it, doubling saves few steps. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Measurement:
-    """What one step tells: squared norms of gradients over batches of two sizes.
+    """The measurement of one step: squared gradient norms at two batch sizes.
 
     Attributes:
-        small_batch: samples behind each part's gradient.
-        big_batch: samples behind the average of all parts.
-        small: mean over the parts of the squared norm of a part's gradient.
-        big: squared norm of the average.
+        small_batch: samples in each part's gradient.
+        big_batch: samples in the average over all parts.
+        small: squared norm of a part's gradient, averaged over the parts.
+        big: squared norm of the average gradient.
     """
 
     small_batch: int
@@ -30,24 +30,24 @@ class Measurement:
 
     @property
     def signal(self) -> float:
-        """An unbiased estimate of |G|^2 (equation A.2); it may be negative."""
+        """An unbiased estimate of |G|^2 (equation A.2); it can be negative."""
         difference = self.big_batch * self.big - self.small_batch * self.small
         return difference / (self.big_batch - self.small_batch)
 
     @property
     def noise(self) -> float:
-        """An unbiased estimate of tr(Sigma), of a single sample (equation A.2)."""
+        """An unbiased estimate of tr(Sigma) for a single sample (equation A.2)."""
         return (self.small - self.big) / (1 / self.small_batch - 1 / self.big_batch)
 
 
 class NoiseScale:
-    """Averages signal and noise over recorded steps, each for itself, before it divides them.
+    """Averages signal and noise separately over recorded steps, then divides the averages.
 
-    The quotient of two noisy estimates is biased; that of their averages hardly is. The averages
-    are exponential ones, weighted so that the first measurement counts no more than the last.
+    The ratio of two noisy estimates is biased; the ratio of their averages hardly is. The averages
+    are exponential, weighted so that the first measurement counts no more than the last.
 
     Args:
-        smoothing: share of the average that stays at each measurement.
+        smoothing: fraction of the average that is kept at each measurement.
     """
 
     def __init__(self, smoothing: float) -> None:
@@ -55,7 +55,7 @@ class NoiseScale:
         self.signal = self.noise = self.weight = 0.0
 
     def add(self, measurement: Measurement) -> None:
-        """Take in one step; one whose gradients are not finite says nothing."""
+        """Add the measurement of one step, unless it isn't finite."""
         signal, noise = measurement.signal, measurement.noise
         if not math.isfinite(signal + noise):
             return
@@ -66,7 +66,7 @@ class NoiseScale:
 
     @property
     def scale(self) -> float | None:
-        """Return tr(Sigma) / |G|^2 in samples; None as long as noise hides the signal."""
+        """Return tr(Sigma) / |G|^2 in samples, or None while noise hides the signal."""
         if self.signal <= 0 or self.noise <= 0:
             return None
         return self.noise / self.signal
@@ -76,24 +76,24 @@ class NoiseScale:
         return {"signal": self.signal, "noise": self.noise, "weight": self.weight}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Go on from saved averages."""
+        """Restore saved averages."""
         self.signal, self.noise, self.weight = state["signal"], state["noise"], state["weight"]
 
 
 def steps_left(scale: float, batch: float) -> float:
-    """Return the steps that twice the batch needs for the same loss, as a share of those now.
+    """Return the fraction of the steps that twice the batch needs to reach the same loss.
 
-    Steps follow `1 + scale / batch` (equation 2.11), so this lies between 1/2 and 1.
+    Steps are proportional to `1 + scale / batch` (equation 2.11), so this is from 1/2 to 1.
     """
     return (1 + scale / (2 * batch)) / (1 + scale / batch)
 
 
 def advice(scale: float | None, batch: int, block_size: int) -> str:
-    """Say in one sentence what batch the noise suggests, and whether more devices still pay.
+    """Return one sentence: the batch size that the noise suggests, and if more devices pay off.
 
     Args:
         scale: the noise scale in samples; None if it could not be measured.
-        batch: samples per optimizer step now.
+        batch: current samples per optimizer step.
         block_size: tokens per sample.
     """
     if scale is None:
@@ -116,7 +116,7 @@ def advice(scale: float | None, batch: int, block_size: int) -> str:
 
 
 def _two_digits(value: float) -> int:
-    """Return `value` in two significant digits, which is more than an estimate carries."""
+    """Round `value` to two significant digits, more than an estimate supports."""
     return int(round(value, min(0, 1 - math.floor(math.log10(value)))))
 
 

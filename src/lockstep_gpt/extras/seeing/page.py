@@ -1,4 +1,4 @@
-"""Pages in one file: styles, scripts and data inside, nothing from elsewhere, ever."""
+"""Pages as single files: styles, scripts, and data are inside, and nothing else is loaded."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ PLACE = re.compile(r"<!-- (policy|style|script|data)((?: [\w.]+)*) -->")
 
 
 def page(name: str, data: Any) -> str:
-    """Return `pages/NAME.html` with what its comments name put into it.
+    """Return `pages/NAME.html` with its placeholder comments replaced by what they name.
 
     Args:
-        name: of the page.
-        data: what its script finds in the element `data`; any text in it stays text.
+        name: name of the page.
+        data: values for its script, in the element `data`; text in them is never read as HTML.
     """
     template = (PAGES / f"{name}.html").read_text(encoding="utf-8")
     named = {kind: files.split() for kind, files in PLACE.findall(template)}
@@ -38,7 +38,7 @@ def write_page(path: Path, text: str) -> None:
     """Write a page.
 
     Raises:
-        UserError: the file cannot be written.
+        UserError: the file can't be written.
     """
     try:
         path.write_text(text, encoding="utf-8")
@@ -53,12 +53,12 @@ def _joined(names: list[str]) -> str:
 
 
 def _as_text(data: Any) -> str:
-    """Return JSON in which no element can end or begin."""
+    """Return JSON that can't open or close an HTML element."""
     return as_json(data).replace("<", "\\u003c")
 
 
 def _policy(style: str, script: str) -> str:
-    """Return the rule that lets this page do nothing but run these two, known by their hashes."""
+    """Return the policy that allows only this style and script, by hash, and `data:` images."""
     rule = (
         f"default-src 'none'; base-uri 'none'; form-action 'none'; img-src data:; "
         f"style-src {_hash(style)}; script-src {_hash(script)}"

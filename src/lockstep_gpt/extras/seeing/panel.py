@@ -1,4 +1,4 @@
-"""`lockstep-gpt panel RUN`: the recorded steps of a run as a page to walk through."""
+"""`lockstep-gpt panel RUN`: a page that walks through the recorded steps of a run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lockstep_gpt.extras.seeing.recordings import read_recordings
 
 
 def main(arguments: list[str]) -> int:
-    """Write the page and say where it is."""
+    """Write the page and print its path."""
     options = _parser().parse_args(arguments)
     output = options.output or options.run / "panel.html"
     write_page(output, panel(options.run))
@@ -23,7 +23,7 @@ def panel(run: Path) -> str:
     """Return the page of the run directory `run`.
 
     Raises:
-        UserError: there is no such run, or no step of it was recorded.
+        UserError: there is no such run, or it has no recorded steps.
     """
     return page("panel", {"name": run.resolve().name, "recordings": read_recordings(run)})
 

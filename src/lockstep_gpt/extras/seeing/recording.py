@@ -1,4 +1,4 @@
-"""What one step did to the gradients: each rank's own, their average, the update that followed."""
+"""The gradients of one step: each rank's own, their average, and the update that followed."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ Numbers = npt.NDArray[Any]
 
 
 def average_like_ddp(ddp: DistributedDataParallel) -> None:
-    """Average the gradients of a backward without synchronisation, to the bits DDP would give.
+    """Average the gradients of an unsynchronized backward pass, bit for bit as DDP would.
 
-    The same buckets are summed in the same layout, after the same product with 1 / ranks. DDP
-    keeps its own buckets to itself, so these are copies: one more of all gradients for a moment.
+    This sums the same buckets in the same layout, after the same product with 1 / ranks. DDP
+    keeps its own buckets private, so these are copies: briefly one more copy of all gradients.
     """
     ranks = dist.get_world_size(ddp.process_group)
     for bucket in ddp.reducer._get_zeros_like_grad_buckets():
@@ -37,7 +37,7 @@ def average_like_ddp(ddp: DistributedDataParallel) -> None:
 
 
 def _used_anywhere(parameters: Sequence[Tensor], ddp: DistributedDataParallel) -> list[bool]:
-    """Tell which parameters have a gradient on some rank; all do, unless they were to be sought."""
+    """Return which parameters have a gradient on any rank: all, unless DDP looks for unused."""
     if not ddp.find_unused_parameters:
         return [True] * len(parameters)
     found = [parameter.grad is not None for parameter in parameters]
@@ -47,11 +47,11 @@ def _used_anywhere(parameters: Sequence[Tensor], ddp: DistributedDataParallel) -
 
 
 class Probe:
-    """Reads the same few values of every parameter, spread evenly over it, on every rank.
+    """Reads the same few evenly spread values of every parameter on every rank.
 
     Args:
-        model: whose parameters.
-        values: how many of each; fewer where a parameter has fewer.
+        model: the model with the parameters.
+        values: how many values of each parameter; fewer if the parameter is smaller.
     """
 
     def __init__(self, model: nn.Module, values: int) -> None:
@@ -66,13 +66,13 @@ class Probe:
         self.exact = any(parameter.dtype == torch.float64 for parameter in self.parameters)
 
     def gradients(self) -> Tensor:
-        """Return the values of the gradients, then the norm of each, float64: (values + P)."""
+        """Return the gradients' values, then each gradient's norm, float64: (values + P)."""
         gradients = [_gradient(parameter) for parameter in self.parameters]
         norms = torch.stack(torch._foreach_norm(gradients))
         return torch.cat([self._pick(gradients), norms.double()])
 
     def weights(self) -> Tensor:
-        """Return the values of the parameters, float64: (values)."""
+        """Return the parameters' values, float64: (values)."""
         return self._pick([parameter.detach() for parameter in self.parameters])
 
     def _pick(self, tensors: Sequence[Tensor]) -> Tensor:
@@ -80,19 +80,19 @@ class Probe:
         return torch.cat([tensor.flatten()[index].double() for tensor, index in pairs])
 
     def split(self, values: Numbers) -> list[Numbers]:
-        """Cut the last axis, over all values, into one piece for each parameter."""
+        """Split the last axis, over all values, into one piece per parameter."""
         ends = np.cumsum([len(spots) for spots in self.positions])
         return np.split(values, ends[:-1], axis=-1)
 
     @property
     def count(self) -> int:
-        """Values read in all."""
+        """The total number of values read."""
         return sum(map(len, self.positions))
 
 
 def _spread(size: int, values: int) -> list[int]:
-    """Return up to `values` different places below `size`; two digits of a place look random."""
-    share = 0.6180339887498949  # the golden ratio's fraction: never in step with a row's length
+    """Return up to `values` distinct positions below `size`, spread evenly but irregularly."""
+    share = 0.6180339887498949  # fraction of the golden ratio, never in step with a row's length
     taken = {int((index + 1) * share % 1 * size) for index in range(values)}
     return sorted(taken)
 
@@ -102,24 +102,24 @@ def _gradient(parameter: nn.Parameter) -> Tensor:
 
 
 class MicroBatchNorms:
-    """Takes the gradient of each micro-batch by itself, and still leaves their sum behind.
+    """Measures the gradient of each micro-batch separately, and still leaves their sum.
 
-    For a single rank: its micro-batches are what other runs have ranks for.
+    For a single rank: its micro-batches take the place of ranks.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self.parameters = parameters
-        self.squares: list[Tensor] = []  # squared norm of each micro-batch's share of the step
+        self.squares: list[Tensor] = []  # squared norm of each micro-batch's part of the step
         self._sums: list[Tensor | None] = []
 
     def before_backward(self) -> None:
-        """Put the sum so far aside."""
+        """Set the sum so far aside."""
         self._sums = [parameter.grad for parameter in self.parameters]
         for parameter in self.parameters:
             parameter.grad = None
 
     def after_backward(self) -> None:
-        """Measure, then add as autograd would have: what was there, plus what came."""
+        """Measure, then add as autograd would have: old sum + new gradient."""
         gradients = [each.grad for each in self.parameters if each.grad is not None]
         norms = torch.stack(torch._foreach_norm(gradients))
         self.squares.append(norms.double().square().sum())
@@ -131,10 +131,10 @@ class MicroBatchNorms:
 
 @dataclass
 class Taken:
-    """What this rank notes of one step; vectors as `Probe` reads them."""
+    """This rank's values of one step; the vectors are as `Probe` reads them."""
 
     step: int
-    scale: float  # of the loss, and so of the gradients: 1 unless precision=16-mixed
+    scale: float  # loss scale, also in the gradients: 1 unless precision=16-mixed
     samples: Tensor  # (S, T), the first of this rank's samples
     loss: Tensor  # mean over this rank's micro-batches
     before: Tensor | None = None  # (values + P), this rank's own
@@ -142,7 +142,7 @@ class Taken:
     weights: Tensor | None = None  # (values), before the update
 
     def as_vector(self, weights: Tensor, parts: list[Tensor]) -> Tensor:
-        """Return all numbers in a row, float64, gradients without the loss's scale."""
+        """Return all numbers as one float64 vector, gradients without the loss scale."""
         assert self.before is not None
         assert self.after is not None
         assert self.weights is not None
@@ -161,12 +161,12 @@ def from_all_ranks(tensor: Tensor) -> Numbers:
 
 
 class Step:
-    """One recorded step, of all ranks, R of them.
+    """One recorded step of all R ranks.
 
     Args:
-        probe: what read the values.
+        probe: the probe that read the values.
         table: every rank's `Taken.as_vector`.
-        micro_batches: samples of a micro-batch and micro-batches of a rank's step.
+        micro_batches: samples per micro-batch, and micro-batches per rank in a step.
     """
 
     def __init__(self, probe: Probe, table: Numbers, micro_batches: tuple[int, int]) -> None:
@@ -181,19 +181,19 @@ class Step:
 
     @property
     def spread(self) -> float:
-        """The largest difference between ranks after the average and the update; 0 is right."""
+        """The largest difference between ranks after the average and the update; should be 0."""
         after = np.concatenate([self.after, self.updated], axis=1)
         return float(np.max(after.max(axis=0) - after.min(axis=0)))
 
     @property
     def measurement(self) -> Measurement | None:
-        """What the step says of the noise; None where there is nothing to compare."""
+        """The step's noise measurement, or None if there is nothing to compare."""
         own = self.micro_size * self.accumulation
         big = float(np.square(self.mean_norms[0]).sum())
         if self.ranks > 1:
             small = float(np.square(self.norms).sum(axis=1).mean())
             return Measurement(own, own * self.ranks, small, big)
-        if self.accumulation > 1:  # each share of the step is 1 / accumulation of a gradient
+        if self.accumulation > 1:  # each part of the step is 1 / accumulation of a gradient
             small = float(self.part_squares.mean()) * self.accumulation**2
             return Measurement(self.micro_size, own, small, big)
         return None

@@ -1,4 +1,4 @@
-"""The files of recorded steps: `RUN/sync/step=000050.json`, plain JSON, written by rank 0."""
+"""The files of recorded steps: `RUN/sync/step=000050.json`, plain JSON that rank 0 writes."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from typing import TYPE_CHECKING, Any
 from lockstep_gpt.config import UserError
 from lockstep_gpt.whole_files import replace_text
 
-if TYPE_CHECKING:  # the commands that read recordings need no torch
+if TYPE_CHECKING:  # commands that read recordings don't need torch
     from lockstep_gpt.extras.seeing.recording import Numbers, Probe, Step
 
 FOLDER = "sync"
 
 
 def recording_path(run: Path, step: int) -> Path:
-    """Return where the recording of optimizer step `step` lies."""
+    """Return the path of the recording of optimizer step `step`."""
     return run / FOLDER / f"step={step:06d}.json"
 
 
 def write_recording(run: Path, content: dict[str, Any]) -> None:
-    """Write one step; a reader never sees half of it."""
+    """Write one step; a reader never sees a partial file."""
     path = recording_path(run, content["step"])
     path.parent.mkdir(exist_ok=True)
     replace_text(path, as_json(content))
@@ -32,7 +32,7 @@ def read_recordings(run: Path) -> list[dict[str, Any]]:
     """Return all recorded steps of a run, in order.
 
     Raises:
-        UserError: there is no such run, or none was recorded.
+        UserError: there is no such run, or it has no recorded steps.
     """
     if not run.is_dir():
         raise UserError(f"{run} is no run directory; name one that a training run wrote")
@@ -46,7 +46,7 @@ def read_recordings(run: Path) -> list[dict[str, Any]]:
 
 
 def as_json(content: Any) -> str:
-    """Return JSON that every reader takes: numbers that are not finite become null."""
+    """Return JSON that every reader accepts: numbers that aren't finite become null."""
     return json.dumps(_finite(content), allow_nan=False, ensure_ascii=False, separators=(",", ":"))
 
 
@@ -62,11 +62,11 @@ def describe(step: Step, probe: Probe, module: Any, samples: Numbers, ranks: int
     """Return one recorded step as plain values.
 
     Args:
-        step: its numbers.
-        probe: names and places of what was read.
+        step: the numbers of the step.
+        probe: names and positions of the values that were read.
         module: the run's `GPTModule`, for the text of samples and the learning rate.
         samples: token ids, (R, S, T).
-        ranks: how many ranks to keep values of.
+        ranks: how many ranks to keep values for.
     """
     own, mean = (probe.split(_short(each, probe)) for each in (step.before[:ranks], step.after[0]))
     old, new = (probe.split(_short(each[0], probe)) for each in (step.weights, step.updated))
@@ -98,8 +98,8 @@ def describe(step: Step, probe: Probe, module: Any, samples: Numbers, ranks: int
 
 
 def _short(values: Numbers, probe: Probe) -> Numbers:
-    """Return float64 that are written with as many digits as a float32 has, if they come from one.
+    """Return float64 values that print with a float32's digits, unless the model has float64.
 
-    Nine digits instead of seventeen, and the same float32 when read.
+    That is nine digits instead of seventeen, and they read back as the same float32.
     """
     return values if probe.exact else values.astype("float32").astype(str).astype("float64")

@@ -1,4 +1,4 @@
-"""`lockstep-gpt report RUN ...`: one run as a page, or several side by side."""
+"""`lockstep-gpt report RUN ...`: a page of one run, or of several side by side."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lockstep_gpt.extras.seeing.runs import read_run
 
 
 def main(arguments: list[str]) -> int:
-    """Write the page and say where it is."""
+    """Write the page and print its path."""
     options = _parser().parse_args(arguments)
     first: Path = options.run[0]
     folder = first if len(options.run) == 1 else first.parent
@@ -23,14 +23,14 @@ def main(arguments: list[str]) -> int:
 
 
 def report(paths: list[Path], **known: Any) -> str:
-    """Return the page of one run or more.
+    """Return the page of one or more runs.
 
     Args:
         paths: run directories.
-        known: what a caller knows better than the files of the only run, its status for one.
+        known: values that replace those in the files of the only run, for example its status.
 
     Raises:
-        UserError: one of them is no run directory.
+        UserError: one of them isn't a run directory.
     """
     return page("report", {"runs": [{**read_run(path), **known} for path in paths]})
 

@@ -1,4 +1,4 @@
-"""What a run directory tells, read while the run goes on or long after; nothing imports torch."""
+"""Reads a run directory during the run or long after it; nothing here imports torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import numpy.typing as npt
 from lockstep_gpt.config import PROGRAM
 from lockstep_gpt.run_directory import RunDirectory
 
-POINTS = 600  # of a curve; a screen has hardly more columns
+POINTS = 600  # per curve; few screens have more columns
 STEP, TOKENS = "trainer/step", "trainer/tokens"
 RECEIPT_LINE = re.compile(r"  (\w+) +(\S.*)")
 AT_STEP = re.compile(r"step +(\d+)/")
@@ -29,7 +29,7 @@ def read_run(path: Path) -> dict[str, Any]:
     """Return everything that a report shows of the run in `path`, as plain values.
 
     Raises:
-        UserError: it is no run directory.
+        UserError: `path` isn't a run directory.
     """
     run = RunDirectory(path)
     values = run.values()
@@ -52,7 +52,7 @@ def read_run(path: Path) -> dict[str, Any]:
 
 
 def _status(run: RunDirectory, curves: dict[str, list[Row]]) -> str:
-    """Say how the run is; a summary from before the last row is of an earlier part."""
+    """Return the run's status; a summary from before the last row is of an earlier part."""
     if failure := run.read_failure():
         return f"failed on rank {failure.get('rank')}: {failure.get('error')}"
     summary, last = run.read_summary(), max((rows[-1][0] for rows in curves.values()), default=0)
@@ -62,7 +62,7 @@ def _status(run: RunDirectory, curves: dict[str, list[Row]]) -> str:
 
 
 def _commands(path: Path, values: dict[str, Any]) -> dict[str, str]:
-    """Return what to type to do it once more, to the same bits, and to go on with it."""
+    """Return the commands that repeat the run bit for bit, resume it, and train it longer."""
     run, again = shlex.quote(str(path)), shlex.quote(f"{path}-again")
     go_on = f"{PROGRAM} train run_dir={run} resume=auto"
     commands = {
@@ -76,13 +76,13 @@ def _commands(path: Path, values: dict[str, Any]) -> dict[str, str]:
 
 
 def read_curves(path: Path) -> dict[str, list[Row]]:
-    """Return column -> rows of (step, tokens, value), at most `POINTS`, of columns of numbers."""
+    """Return numeric column -> at most `POINTS` rows of (step, tokens, value)."""
     if not path.exists():
         return {}
     with path.open(encoding="utf-8", newline="") as file:
         reader = csv.reader(file)
         header = next(reader, [])
-        rows = [row for row in reader if len(row) == len(header)]  # the last may be half written
+        rows = [row for row in reader if len(row) == len(header)]  # the last may be incomplete
     columns = dict(zip(header, zip(*rows, strict=True), strict=False))
     steps = columns.pop(STEP, ())
     tokens = columns.pop(TOKENS, steps)
@@ -92,7 +92,7 @@ def read_curves(path: Path) -> dict[str, list[Row]]:
         filled = [row for row, text in enumerate(texts) if text] if gaps else range(len(texts))
         try:
             values = np.array([*map(float, filter(None, texts))])
-        except ValueError:  # words that a callback has logged
+        except ValueError:  # text that a callback logged
             continue
         kept = [(filled[place], float(values[place])) for place in thinned(values)]
         if kept:
@@ -103,15 +103,15 @@ def read_curves(path: Path) -> dict[str, list[Row]]:
 
 
 def thinned(values: npt.NDArray[np.float64], points: int = POINTS) -> list[int]:
-    """Return at most `points` places of `values`, in order, so that no peak is lost.
+    """Return at most `points` indices of `values`, in order, so that no peak is lost.
 
-    Of each stretch the smallest and the largest value stay, or one that is not a number; and of
-    all of them the first and the last.
+    Each stretch keeps its smallest and largest value, or a NaN if it has one. The first and the
+    last value are always kept.
     """
     last = len(values) - 1
     if last < points:
         return list(range(last + 1))
-    ends = np.linspace(1, last, points // 2, dtype=int)  # of one stretch less
+    ends = np.linspace(1, last, points // 2, dtype=int)  # one stretch fewer: room for both ends
     kept = {0, last}
     for start, end in pairwise(ends.tolist()):
         stretch = values[start:end]
@@ -120,7 +120,7 @@ def thinned(values: npt.NDArray[np.float64], points: int = POINTS) -> list[int]:
 
 
 def _receipts(lines: Iterable[str]) -> Iterator[dict[str, str]]:
-    """Return the receipt of each start of the run, in order."""
+    """Yield the receipt of each start of the run, in order."""
     receipt: dict[str, str] = {}
     for line in [*lines, ""]:
         found = RECEIPT_LINE.fullmatch(line)
@@ -132,7 +132,7 @@ def _receipts(lines: Iterable[str]) -> Iterator[dict[str, str]]:
 
 
 def _samples(lines: list[str]) -> Iterator[dict[str, Any]]:
-    """Return the texts that the model wrote: step and text."""
+    """Yield the samples that the model generated: step and text."""
     step = 0
     text: list[str] | None = None
     for line in [*lines, ""]:

@@ -1,4 +1,4 @@
-"""Records some steps: what every rank computed, the average, and the update that followed."""
+"""Records some steps: each rank's gradients, their average, and the update that followed."""
 
 from __future__ import annotations
 
@@ -35,20 +35,20 @@ NOISE_SCALE = "sync/noise_scale"
 
 
 class SyncPanel(StepCallback):
-    """Holds back DDP's all-reduce at recorded steps, looks at each rank's gradients, and does it.
+    """Delays DDP's all-reduce at recorded steps, reads each rank's gradients, then runs it.
 
-    Every other step is untouched: there the hooks compare two numbers. The weights of a run are
-    the same with and without it. Recorded steps do not overlap the all-reduce with backward and
-    need room for one more copy of the gradients.
+    Other steps don't change: the hooks only compare two numbers. The weights of a run are the
+    same with and without this callback. Recorded steps don't overlap the all-reduce with the
+    backward pass and need memory for one more copy of the gradients.
 
     Args:
-        every: record step 1 and every so many.
+        every: record step 1 and each multiple of this number.
         values: how many values of each parameter to keep.
         samples: how many samples of each rank to keep.
-        sample_tokens: tokens of a sample to keep.
-        ranks: how many ranks to keep values of; norms and averages are of all.
-        files: at most about so many steps go into files; the noise scale is measured at all.
-        smoothing: share of the noise scale's averages that stays at each measurement.
+        sample_tokens: how many tokens of a sample to keep.
+        ranks: how many ranks to keep values for; norms and averages use all ranks.
+        files: about how many recorded steps to write at most; the noise scale uses them all.
+        smoothing: fraction of the noise scale's averages that is kept at each measurement.
     """
 
     def __init__(
@@ -74,10 +74,10 @@ class SyncPanel(StepCallback):
         self._parts: MicroBatchNorms | None = None
 
     def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:  # noqa: ARG002
-        """Refuse strategies under which no rank has gradients of its own to show.
+        """Reject settings under which the panel can't show or repeat the average.
 
         Raises:
-            UserError: the strategy shards gradients, or its compression remembers them.
+            UserError: the strategy isn't DDP or one device, uses exact sums, or uses PowerSGD.
         """
         if type(trainer.strategy) not in (DDPStrategy, SingleDeviceStrategy):
             kind = type(trainer.strategy).__name__
@@ -94,7 +94,7 @@ class SyncPanel(StepCallback):
             )
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
-        """Choose the values to look at, and find the run directory: that of metrics.csv."""
+        """Choose the values to read, and find the run directory, where metrics.csv is."""
         super().on_train_start(trainer, pl_module)
         files = (each for each in trainer.loggers if isinstance(each, MetricsFile))
         self._run = next(files).path.parent
@@ -104,11 +104,11 @@ class SyncPanel(StepCallback):
             self._ddp = None
 
     def is_recorded(self, step: int) -> bool:
-        """Tell whether optimizer step `step` is recorded; the first one is 1."""
+        """Return whether optimizer step `step` is recorded; the first one is 1."""
         return step == 1 or step % self.every == 0
 
     def has_file(self, step: int, total_steps: int) -> bool:
-        """Tell whether a recorded step of a run of `total_steps` is kept in a file."""
+        """Return whether a recorded step of a run of `total_steps` goes into a file."""
         between = self.every * -(-total_steps // (self.every * self.files))
         return step == 1 or step % between == 0
 
@@ -119,7 +119,7 @@ class SyncPanel(StepCallback):
         batch: tuple[Tensor, Tensor],
         batch_idx: int,
     ) -> None:
-        """Begin with the step's first micro-batch; keep DDP from averaging in its last."""
+        """Start at the step's first micro-batch; keep DDP from averaging in its last one."""
         step = trainer.global_step + 1
         if not self.is_recorded(step):
             return
@@ -137,7 +137,7 @@ class SyncPanel(StepCallback):
             self._ddp.require_backward_grad_sync = False
 
     def on_before_backward(self, trainer: Trainer, pl_module: Any, loss: Tensor) -> None:  # noqa: ARG002
-        """Note the loss; part the gradients of micro-batches where they stand for ranks."""
+        """Add the loss; separate the micro-batches' gradients if they take the place of ranks."""
         if self._taken is None:
             return
         self._taken.loss = self._taken.loss + loss.detach() / self._taken.scale
@@ -145,7 +145,7 @@ class SyncPanel(StepCallback):
             self._parts.before_backward()
 
     def on_after_backward(self, trainer: Trainer, pl_module: Any) -> None:  # noqa: ARG002
-        """After the last micro-batch: note this rank's gradients, average, note the average."""
+        """After the last micro-batch, read this rank's gradients, average, and read the average."""
         taken = self._taken
         if taken is None:
             return
@@ -162,7 +162,7 @@ class SyncPanel(StepCallback):
         taken.weights = self._probe.weights()
 
     def on_step_end(self, trainer: Trainer, pl_module: Any, step: int) -> None:
-        """After the update: bring the ranks' notes together, measure, log and write."""
+        """After the update, gather all ranks' values, measure, log, and write."""
         taken, self._taken = self._taken, None
         if taken is None:
             return
@@ -191,7 +191,7 @@ class SyncPanel(StepCallback):
                 each.log_metrics(row, step)
 
     def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:  # noqa: ARG002
-        """Say what the gradients say of the batch, and where to see it."""
+        """Log the advice on the batch size and the panel's command; send the panel to wandb."""
         if trainer.is_global_zero:
             command = f"{invocation()} panel {self._run}"
             logger.info("\n%s\n  the all-reduce, step by step: %s", self._advice, command)
@@ -202,16 +202,16 @@ class SyncPanel(StepCallback):
                 each.experiment.log({STEP: trainer.global_step, "sync/panel": page})
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the averages of the noise scale, so that a resumed run goes on with them."""
+        """Return the averages of the noise scale, so that a resumed run continues with them."""
         return {"noise": self.noise.state_dict(), "advice": self._advice}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a checkpoint's averages."""
+        """Restore a checkpoint's averages."""
         self.noise.load_state_dict(state_dict["noise"])
         self._advice = state_dict["advice"]
 
 
 def _loss_scale(trainer: Trainer) -> float:
-    """Return the factor of `precision=16-mixed` on the loss."""
+    """Return the loss scale of `precision=16-mixed`, or 1."""
     scaler = getattr(trainer.precision_plugin, "scaler", None)
     return float(scaler.get_scale()) if scaler is not None else 1.0

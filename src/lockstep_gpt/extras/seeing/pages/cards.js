@@ -1,4 +1,4 @@
-// The cards, one for each rank: what is on them, and how numbers move from stage to stage.
+// The cards, one per rank: their content, and how numbers move from stage to stage.
 
 function make(name, properties = {}, children = []) {
   const made = Object.assign(document.createElement(name), properties);
@@ -12,7 +12,7 @@ function format(value) {
   return sign + Math.abs(value).toExponential(4).replace("e-", "e−");
 }
 
-/** Return the place of the flat index `position`, as the rows and columns of `shape`. */
+/** Return the flat index `position` as an index into `shape`, like "[2, 3]". */
 function placeOf(position, shape) {
   const place = [];
   for (const side of [...shape].reverse()) {
@@ -22,14 +22,14 @@ function placeOf(position, shape) {
   return `[${place.join(", ")}]`;
 }
 
-/** Return what rank `rank` holds of `parameter` at the present stage; none before the backward. */
+/** Return rank `rank`'s values of `parameter` at the current stage; nulls before backward. */
 function valuesOf(parameter, rank) {
   if (state.stage === SAMPLES) return parameter.after.map(() => null);
   if (state.stage === GRADIENTS) return parameter.before[rank];
   return state.stage === AVERAGE ? parameter.after : parameter.updated;
 }
 
-/** Return `text` with its lines' ends as signs: a card has room for two lines. */
+/** Return `text` with visible signs for line breaks: a card has room for two lines. */
 function oneLine(text) {
   return text.replace(/\s*\n\s*/g, " ↵ ").replace(/[ \t]+/g, " ");
 }
@@ -82,7 +82,7 @@ function cardOf(rank) {
   return card;
 }
 
-/** Return the norm of the gradient of all parameters that rank `rank` holds now, if it is known. */
+/** Return the current gradient norm of rank `rank` over all parameters; null if unknown. */
 function normOf(rank) {
   const length = (norms) => Math.sqrt(norms.reduce((sum, norm) => sum + norm ** 2, 0));
   if (state.stage === GRADIENTS && rank < view.known) {
@@ -99,7 +99,7 @@ function fillNorm(card, rank) {
   number.textContent = norm === null ? "" : norm.toPrecision(5);
 }
 
-// ---- numbers and bars, and their way from one stage to the next ----
+// ---- numbers and bars, and how they move between stages ----
 
 function drawValue(row, value, largest) {
   const cell = row.querySelector(".value");
@@ -109,14 +109,14 @@ function drawValue(row, value, largest) {
   bar.style.setProperty("--size", `${value === null ? 0 : (Math.abs(value) / largest) * 50}%`);
 }
 
-/** Return what a full bar stands for: the largest of this value; of weights, of all. */
+/** Return the value of a full bar: the largest for this index; for weights, the largest of all. */
 function largestOf(parameter, index) {
   const column = [...parameter.before.map((row) => row[index]), parameter.after[index]];
   const all = state.stage === UPDATE ? parameter.updated : column;
   return Math.max(...all.map((value) => Math.abs(value ?? 0))) || 1;
 }
 
-/** Let every number go from where it is to `share` = 1 of the way. */
+/** Draw every number on its way from `from` to its value here, which it reaches at `share` = 1. */
 function drawNumbers(from, share) {
   const parameter = view.parameters[state.parameter];
   for (const row of element("ranks").querySelectorAll("tr")) {
@@ -144,7 +144,7 @@ function moveNumbers(from) {
   requestAnimationFrame(frame);
 }
 
-/** Return the numbers that are on the page now: "rank index" -> value. */
+/** Return the numbers now on the page: "rank index" -> value. */
 function shownNumbers() {
   const rows = [...element("ranks").querySelectorAll("tr")].filter((row) => row.dataset.value);
   return new Map(
@@ -152,7 +152,7 @@ function shownNumbers() {
   );
 }
 
-/** Return the strip of a parameter, from -1 to 1: gradients, then the change of weights. */
+/** Return a parameter's strip, from -1 to 1: gradients, or at the update the weights' change. */
 function shadesOf(parameter, rank) {
   const change = parameter.updated.map((value, index) => value - parameter.weights[index]);
   const values = state.stage === UPDATE ? change : valuesOf(parameter, rank);

@@ -9,7 +9,7 @@ function svg(name, attributes, text = "") {
   return element;
 }
 
-/** Return about `count` round numbers from `low` to `high`. */
+/** Return about `count` round numbers between `low` and `high`. */
 function ticks(low, high, count) {
   const rough = (high - low) / count || 1;
   const power = 10 ** Math.floor(Math.log10(rough));
@@ -21,7 +21,7 @@ function ticks(low, high, count) {
   return found;
 }
 
-/** Return the 1, 2 and 5 of each power of ten from `low` to `high`, for a logarithmic axis. */
+/** Return 1, 2, and 5 times each power of ten for a logarithmic axis; if over 6, the powers. */
 function logTicks(low, high) {
   const found = [];
   for (let power = Math.floor(Math.log10(low)); 10 ** power <= high; power += 1) {
@@ -40,19 +40,19 @@ function shortNumber(value) {
   return String(Number(value.toPrecision(3)));
 }
 
-/** Return a count of steps or tokens as an axis has it. */
+/** Format a number of steps or tokens for an axis. */
 function shortCount(value) {
   return value.toLocaleString("en", { notation: "compact", maximumSignificantDigits: 3 });
 }
 
-/** Return the scale from values to pixels, on a logarithmic axis if `log`. */
+/** Return the function from values to pixels; `log` makes the axis logarithmic. */
 function scaleOf(low, high, from, to, log) {
   const place = log ? Math.log : (value) => value;
   const width = place(high) - place(low) || 1;
   return (value) => from + ((place(value) - place(low)) / width) * (to - from);
 }
 
-/** Return a list of `M` and `L`: the line breaks where a value is missing. */
+/** Return an SVG path of `M` and `L` commands, with a gap at each missing value. */
 function pathOf(points, x, y) {
   let pen = "M";
   return points
@@ -72,7 +72,7 @@ function pathOf(points, x, y) {
  * Draw lines over steps.
  *
  * series: lists of [step, value or null]; limit: {value, label} of a dashed line;
- * here: a step to mark; label: what the picture shows, for those who do not see it.
+ * here: a step to mark; label: a description of the picture for screen readers.
  */
 function lineChart({
   series,

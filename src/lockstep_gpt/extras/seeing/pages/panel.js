@@ -1,15 +1,15 @@
-// The page: state, what it shows, and the buttons and keys that change it.
+// The page: its state, what it shows, and the buttons and keys that change it.
 
 const run = JSON.parse(document.getElementById("data").textContent);
 const [SAMPLES, GRADIENTS, AVERAGE, UPDATE] = [0, 1, 2, 3];
 const ACTIONS = ["Compute gradients", "All-reduce", "Update the weights", "Next recorded step"];
-// ranks: as many as chosen; null: as many as were recorded
+// ranks: the number chosen; null: the number recorded
 const state = { index: 0, ranks: null, parameter: 0, stage: SAMPLES };
 const calm = window.matchMedia("(prefers-reduced-motion: reduce)");
 const element = (id) => document.getElementById(id);
 let view = null;
 
-// ---- words ----
+// ---- text ----
 
 function statusText() {
   const parameter = view.parameters[state.parameter];
@@ -42,7 +42,7 @@ function arithmeticText() {
   return `${place}: (${terms}${more}) / ${view.total} = ${format(parameter.after[0])}`;
 }
 
-/** Say what the ranks compared while recording. */
+/** Return the result of the ranks' comparison while recording, as text. */
 function checkText() {
   const compared = run.recordings.filter((each) => each.ranks > 1);
   if (compared.length === 0) return "";
@@ -96,7 +96,7 @@ function drawNoise() {
   );
 }
 
-// ---- putting it together ----
+// ---- drawing the page ----
 
 function drawStages() {
   [...element("stages").querySelectorAll("button")].forEach((button, index) => {
@@ -110,7 +110,7 @@ function drawStages() {
   element("arithmetic").textContent = arithmeticText();
 }
 
-/** Show the stage; numbers that were there before move to their new places. */
+/** Draw the stage; at the average, numbers move there from their values in `from`. */
 function drawStage(from = new Map()) {
   drawStages();
   for (const [rank, card] of [...element("ranks").children].entries()) {

@@ -1,4 +1,4 @@
-// The report: tables of what the runs are, and their curves over each other.
+// The report: tables that describe the runs, and their curves in shared charts.
 
 const { runs } = JSON.parse(document.getElementById("data").textContent);
 const state = { axis: 0, log: false };
@@ -10,7 +10,7 @@ const ORDER = [
   "optim/grad_norm",
   "throughput/tokens_per_second",
 ];
-const VALUE = 2; // of a point: step, tokens, value
+const VALUE = 2; // index into a point: step, tokens, value
 
 function make(name, properties = {}, children = []) {
   const made = Object.assign(document.createElement(name), properties);
@@ -18,7 +18,7 @@ function make(name, properties = {}, children = []) {
   return made;
 }
 
-/** Return a table of one row for each key and one column for each run; differing rows stand out. */
+/** Return a table with a row per key and a column per run; rows that differ are highlighted. */
 function table(columns, cell = (value) => String(value ?? "")) {
   const keys = [...new Set(columns.flatMap((column) => Object.keys(column)))];
   const heads = runs.map((run) => make("th", { scope: "col", textContent: run.name }));
@@ -50,7 +50,7 @@ function lastOf(run, name) {
   return rows ? rows[rows.length - 1] : null;
 }
 
-/** Return the smallest value of a curve and its step, as words. */
+/** Return the smallest value of a curve and its step, as text. */
 function lowest(run, name) {
   const rows = (run.curves[name] ?? []).filter((row) => row[VALUE] !== null);
   if (rows.length === 0) return "";
@@ -80,7 +80,7 @@ function outcomeOf(run) {
   };
 }
 
-/** Return a list of what one run has come to, or a table of what several have. */
+/** Return the results of one run as a list, or of several runs as a table. */
 function outcome() {
   const columns = runs.map(outcomeOf);
   const keys = Object.keys(columns[0]).filter((key) =>
@@ -112,7 +112,7 @@ function pointsOf(run, name) {
   return (run.curves[name] ?? []).filter(usable).map((row) => [row[state.axis], row[VALUE]]);
 }
 
-/** Say what each run has at `place` of the axis, or at its end. */
+/** Return each run's value at `place` on the axis as text; null: its last value. */
 function readout(series, place) {
   return series
     .map((points, index) => {
@@ -146,7 +146,7 @@ function curve(name) {
   readable(figure, said, series, chart);
 }
 
-/** Let pointer and arrow keys read the values of a curve. */
+/** Let the pointer and the arrow keys read a curve's values. */
 function readable(figure, said, series, chart) {
   const places = [...new Set(series.flat().map(([place]) => place))].sort(
     (one, other) => one - other,

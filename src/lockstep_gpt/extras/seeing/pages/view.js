@@ -1,7 +1,7 @@
-// What there is to see of one recorded step on a number of ranks, as plain values.
-// A number of ranks that was not recorded is simulated, and `note` says so.
+// The view of one recorded step on a chosen number of ranks, as plain values.
+// If that number of ranks wasn't recorded, it is simulated, and `note` reports it.
 
-/** Return numbers from 0 to 1 that follow from `seed` (mulberry32). */
+/** Return a function that draws numbers from 0 to 1, seeded by `seed` (mulberry32). */
 function randomNumbers(seed) {
   let state = seed >>> 0;
   return () => {
@@ -12,7 +12,7 @@ function randomNumbers(seed) {
   };
 }
 
-/** Return a function that draws from the normal distribution (Box and Muller 1958). */
+/** Return a function that samples the normal distribution (Box and Muller 1958). */
 function normalNumbers(seed) {
   const uniform = randomNumbers(seed);
   return () => Math.sqrt(-2 * Math.log(1 - uniform())) * Math.cos(2 * Math.PI * uniform());
@@ -22,7 +22,7 @@ function mean(numbers) {
   return numbers.reduce((sum, each) => sum + each, 0) / numbers.length;
 }
 
-/** Standard deviation of one value over recorded ranks; of one rank: the gradient's own size. */
+/** Standard deviation of one value over recorded ranks; for one rank, the gradient's RMS. */
 function scatter(values, parameter) {
   if (values.length === 1) {
     return parameter.mean_norm / Math.sqrt(parameter.shape.reduce((size, side) => size * side, 1));
@@ -32,12 +32,12 @@ function scatter(values, parameter) {
   return Math.sqrt(squares.reduce((sum, each) => sum + each, 0) / (values.length - 1));
 }
 
-/** Return how many ranks of `recording` have values here: a recording keeps only the first few. */
+/** Return how many ranks of `recording` have values here: the first few, at most 8. */
 function keptRanks(recording) {
   return Math.min(recording.losses.length, 8);
 }
 
-/** Return the parameter on `ranks` ranks: before[rank][value], after[value], updated[value]. */
+/** Return the parameter for `ranks` ranks: before[rank][value], after[value], updated[value]. */
 function simulatedParameter(parameter, ranks, random) {
   const before = parameter.before.slice(0, ranks).map((row) => [...row]);
   const columns = parameter.after.map((_, index) => parameter.before.map((row) => row[index]));
@@ -62,7 +62,7 @@ function simulationNote(recording, ranks) {
   );
 }
 
-/** Return what `ranks` ranks have to show of `recording`. */
+/** Return the view of `recording` on `ranks` ranks. */
 function viewOf(recording, ranks) {
   const kept = keptRanks(recording);
   const isRecorded = ranks === kept;
