@@ -1,9 +1,9 @@
-"""To and from Hugging Face: a run as a folder for transformers, a run that starts from one."""
+"""Hugging Face: exports a run as a folder for transformers; starts a run from such a folder."""
 
-# name -> target, meaning, whether it takes Hydra overrides; `cli.py` collects them.
+# name -> target, help line, whether it accepts Hydra overrides; `cli.py` collects them.
 COMMANDS = {
     "export": (".extras.export.folder:main", "a folder that transformers loads", False),
 }
-# Group of settings -> what it takes with this extra.
+# Group of settings -> its class with this extra.
 SETTINGS = {"model": ".extras.export.export_settings:ImportedModel"}
 INITIAL_WEIGHTS = ".extras.export.initial_weights:initialize"

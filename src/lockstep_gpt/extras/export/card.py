@@ -1,4 +1,4 @@
-"""The model card: what the model is, what it was trained on, and how it is loaded."""
+"""The model card: what the model is, what it was trained on, and how to load it."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from lockstep_gpt.config import PROGRAM
 from lockstep_gpt.model.gpt import GPT
 from lockstep_gpt.training.tracking import git_state
 
-GROUPS = ("model", "data", "optim", "batch")  # of the settings: what decides the weights
-MARK = f"Trained and exported by `{PROGRAM}`."  # by which a folder is known to be an export
+GROUPS = ("model", "data", "optim", "batch")  # settings that determine the weights
+MARK = f"Trained and exported by `{PROGRAM}`."  # identifies a folder as an export
 SINGLE = ("seed", "max_steps", "max_tokens", "precision")
 
 
@@ -21,8 +21,8 @@ def model_card(content: dict[str, Any], model: GPT, source: Path, code: str | No
     """Return README.md of an exported checkpoint.
 
     Args:
-        content: of the checkpoint.
-        model: the model that it holds.
+        content: the checkpoint's content.
+        model: the model in it.
         source: the checkpoint's file.
         code: the file that transformers needs to load it, if any.
     """
@@ -60,7 +60,7 @@ print(tokenizer.decode(model.generate(**tokens, max_new_tokens=16)[0]))
 
 
 def _name(source: Path) -> str:
-    """Return the name of the run that a checkpoint lies in, or its own."""
+    """Return the name of the checkpoint's run, or else of its folder."""
     folder = source.resolve().parent
     return (folder.parent if folder.name == "checkpoints" else folder).name
 
@@ -80,7 +80,7 @@ def _facts(content: dict[str, Any], model: GPT, source: Path) -> list[tuple[str,
 
 
 def _validation_loss(content: dict[str, Any]) -> float | None:
-    """Return the loss that was measured at the step of the checkpoint, if one was."""
+    """Return the validation loss at the checkpoint's step, or None if it wasn't measured."""
     for state in content.get("callbacks", {}).values():
         if (loss := state.get("losses", {}).get(content.get("global_step"))) is not None:
             return float(loss)
@@ -93,7 +93,7 @@ def _data(settings: dict[str, Any]) -> str:
 
 
 def _revision(source: Path) -> str:
-    """Return the revision that the run noted, else that of the code that exports."""
+    """Return the revision that the run recorded, or else that of the exporting code."""
     noted = source.resolve().parent.parent / "environment.json"
     known = json.loads(noted.read_text(encoding="utf-8")) if noted.is_file() else {}
     when = "trained" if "git_revision" in known else "exported"
@@ -105,6 +105,6 @@ def _revision(source: Path) -> str:
 
 
 def _settings(config: dict[str, Any]) -> str:
-    """Return the settings that decided the weights; others may hold what is nobody's business."""
+    """Return the settings that determined the weights; others may be private."""
     chosen = {name: config[name] for name in (*SINGLE, *GROUPS) if config.get(name) is not None}
     return yaml.safe_dump(chosen, sort_keys=False, allow_unicode=True)

@@ -1,4 +1,4 @@
-"""What `model` takes beside the core's."""
+"""Settings that this extra adds to `model`."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from lockstep_gpt.config import ModelConfig, setting
 
 @dataclass
 class ImportedModel(ModelConfig):
-    """Weights from elsewhere."""
+    """Initial weights from a folder."""
 
     init_from: str | None = setting(
         "folder of weights to begin with; null: random ones", None, on_resume="free"

@@ -1,4 +1,4 @@
-"""`lockstep-gpt export RUN|CHECKPOINT`: a model as a folder that transformers loads."""
+"""`lockstep-gpt export RUN|CHECKPOINT`: exports a model as a folder that transformers loads."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lockstep_gpt.training.checkpoint import find_checkpoint, read_checkpoint
 
 
 def main(arguments: list[str]) -> int:
-    """Write the folder and say where it is and how it is loaded."""
+    """Write the folder, and print where it is and how to load it."""
     about = "Write a trained model as a folder that Hugging Face's transformers loads."
     parser = parser_of("export", about)
     to = "the folder (default: export in the run directory)"
@@ -41,20 +41,20 @@ def _beside(source: Path) -> Path:
 
 
 def export(source: Path, target: Path, force: bool = False) -> None:
-    """Write the checkpoint `source` as the folder `target`, whole or not at all.
+    """Export the checkpoint `source` to the folder `target`, completely or not at all.
 
     Args:
         source: a checkpoint's file.
-        target: a folder that is not there yet, or empty.
+        target: a folder that doesn't exist yet or is empty.
         force: replace an earlier export in `target`.
 
     Raises:
-        UserError: something else stands there, or transformers has no place for such a model.
+        UserError: `target` contains something else, or transformers can't load such a model.
     """
     from lockstep_gpt.extras.export.card import model_card
     from lockstep_gpt.extras.export.layouts import exported, layout_of
 
-    target = target.resolve()  # of `.` the parent, and of a link what it stands for
+    target = target.resolve()  # gives `.` a name and a parent, and follows links
     _refuse_occupied(target, force)
     model, _, tokenizer = load_model(source)
     layout = layout_of(model.config, f"{source} cannot be exported")
@@ -75,7 +75,7 @@ def export(source: Path, target: Path, force: bool = False) -> None:
 
 
 def _special(tokenizer: Tokenizer) -> dict[str, Any]:
-    """Return what begins, ends and pads a text: one token, or none where there are no texts."""
+    """Return the tokens that begin, end, and pad a text: the end of text, or None without one."""
     return dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), tokenizer.end_of_text)
 
 
@@ -91,15 +91,15 @@ def _write(path: Path, text: str) -> None:
 
 
 def _save_weights(weights: dict[str, Any], path: Path) -> None:
-    # The format is what transformers asks for; without it some versions refuse the file.
+    # Some versions of transformers reject a file without this format.
     library("safetensors.torch", "export").save_file(weights, path, {"format": "pt"})
-    path.chmod(path.with_name("config.json").stat().st_mode)  # the library shuts others out
+    path.chmod(path.with_name("config.json").stat().st_mode)  # the library denies others access
     with path.open("rb") as file:
         os.fsync(file.fileno())
 
 
 def _refuse_occupied(target: Path, force: bool) -> None:
-    """Refuse to put the export on top of something; `force` allows an earlier export."""
+    """Raise a `UserError` if `target` isn't empty; `force` allows an earlier export there."""
     from lockstep_gpt.extras.export.card import MARK
 
     if not target.exists() or (target.is_dir() and not any(target.iterdir())):
@@ -113,10 +113,10 @@ def _refuse_occupied(target: Path, force: bool) -> None:
 
 @contextlib.contextmanager
 def _whole(target: Path) -> Iterator[Path]:
-    """Give a folder beside `target` to write in, and put it in its place once it is whole.
+    """Yield a folder next to `target` to write in, and rename it to `target` once it is complete.
 
     Raises:
-        UserError: it cannot be written; what was in `target` is still there.
+        UserError: it can't be written; `target` still has its old content.
     """
     mark = secrets.token_hex(4)
     beside, old = (target.with_name(f".{target.name}.{mark}.{kind}") for kind in ("tmp", "old"))
@@ -124,7 +124,7 @@ def _whole(target: Path) -> Iterator[Path]:
         beside.mkdir(parents=True)
         yield beside
         if target.exists():
-            target.rename(old)  # a folder can take the place of an empty one only
+            target.rename(old)  # a folder can only replace an empty one
         beside.rename(target)
     except OSError as error:
         raise UserError(f"{target} cannot be written ({error.strerror}); name another") from error

@@ -1,6 +1,6 @@
-"""`model.init_from=FOLDER`: begin a run with weights that transformers, or an export, has written.
+"""`model.init_from=FOLDER`: starts a run from weights that transformers or an export wrote.
 
-Every rank reads the folder; a run that is resumed does not.
+Every rank reads the folder; a resumed run doesn't.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from lockstep_gpt.training.ranks import from_each_rank
 logger = logging.getLogger(__name__)
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-SAME = {"gelu_pytorch_tanh": "gelu_new"}  # two names of one function
-# Whoever reads this into the same ids reads everything alike, but for the rarest words.
+SAME = {"gelu_pytorch_tanh": "gelu_new"}  # two names for one function
+# Two tokenizers that give the same ids for this text differ in the rarest words at most.
 PROBE = "def f(x):\n    return 12345 + x  # naïve, isn't it?\n\tTokens tokenized: 漢字 😀 theory\n"
 
 
 def initialize(model: GPT, tokenizer: Tokenizer) -> None:
-    """Give `model` the weights of the folder that `model.init_from` names, if it does.
+    """Load the weights from the folder that `model.init_from` names, if it is set.
 
-    A context that is shorter than the saved one takes its first positions.
+    A context that is shorter than the saved one uses its first positions.
 
     Raises:
-        UserError: there is no such folder, it holds another architecture, shape or vocabulary, or
-            other weights on another machine.
+        UserError: there is no such folder, its architecture, shape, or vocabulary differs, or the
+            ranks read different weights.
     """
     init_from = cast(ImportedModel, model.config).init_from
     if init_from is None:
@@ -54,7 +54,7 @@ def initialize(model: GPT, tokenizer: Tokenizer) -> None:
 
 
 def _refuse_other_folder(model: GPT, source: str) -> None:
-    """Compare what the ranks have read: a folder may look shared and not be."""
+    """Compare the weights that the ranks read: a folder can look shared without being shared."""
     digest = hashlib.sha256()
     for weight in model.state_dict().values():
         digest.update(weight.contiguous().numpy())
@@ -84,7 +84,7 @@ def _settings(folder: Path, source: str) -> dict[str, Any]:
 
 
 def _check_settings(saved: dict[str, Any], model: GPT, layout: Layout, source: str) -> None:
-    """Refuse what the weights were not made for; each line says which setting makes them fit."""
+    """Reject a model that the weights don't fit; each error names the remedy."""
     if saved.get("model_type") != layout.model_type:
         raise UserError(
             f"{source} holds a {saved.get('model_type')}, and model.architecture="
@@ -94,7 +94,7 @@ def _check_settings(saved: dict[str, Any], model: GPT, layout: Layout, source: s
         theirs_is, ours_is = saved.get(theirs), getattr(model.config, ours)
         if ours == "n_kv_head":
             theirs_is, ours_is = theirs_is or saved["n_head"], ours_is or model.config.n_head
-        if theirs_is is None and "ngram" in ours:  # of an earlier export, which has none
+        if theirs_is is None and "ngram" in ours:  # an earlier export, without it
             theirs_is = 0 if ours == "ngram_rows" else ours_is
         longer = ours == "block_size" and isinstance(theirs_is, int) and theirs_is > ours_is
         if theirs_is != ours_is and not longer:
@@ -116,21 +116,21 @@ def _check_settings(saved: dict[str, Any], model: GPT, layout: Layout, source: s
 def _check_tokenizer(
     folder: Path, saved: dict[str, Any], tokenizer: Tokenizer, source: str
 ) -> None:
-    """Refuse weights that were trained on other tokens than the data has."""
+    """Reject weights that were trained with another tokenizer than the data's."""
     remedy = f"set data.tokenizer={folder}, or bytes where that trained it"
     if (size := saved.get("vocab_size")) != tokenizer.vocab_size:
         raise UserError(
             f"{source} has a vocabulary of {size}, the data's tokenizer one of "
             f"{tokenizer.vocab_size}; {remedy}"
         )
-    text = tokenizer.end_of_text is not None  # else they never were text, and stand for nothing
+    text = tokenizer.end_of_text is not None  # otherwise the tokens never were text
     ids = _ids_of_probe(folder, source) if text else None
     if ids is not None and ids != tokenizer.encode(PROBE).tolist():
         raise UserError(f"{source} reads a text as other tokens than the data has; {remedy}")
 
 
 def _ids_of_probe(folder: Path, source: str) -> list[int] | None:
-    """Return what the folder's own tokenizer makes of the probe; None where it has none."""
+    """Return the probe's ids from the folder's own tokenizer, or None if there is none."""
     whole, *pair = [folder / name for name in ("tokenizer.json", "vocab.json", "merges.txt")]
     if not whole.is_file() and not all(file.is_file() for file in pair):
         return None
@@ -140,12 +140,12 @@ def _ids_of_probe(folder: Path, source: str) -> list[int] | None:
     )
     try:
         return list(load(*map(str, files)).encode(PROBE, add_special_tokens=False).ids)
-    except Exception as error:  # the library has no class of its own
+    except Exception as error:  # the library doesn't have its own class
         raise UserError(f"{source} has a damaged tokenizer ({error}); copy it again") from error
 
 
 def _weights(folder: Path, source: str) -> Iterator[tuple[str, Tensor]]:
-    """Yield name and weight from the one file, or from those that the index names."""
+    """Yield names and weights from the single file, or from the files in the index."""
     names = [WEIGHTS]
     if not (folder / WEIGHTS).is_file() and (folder / INDEX).is_file():
         index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
@@ -164,5 +164,5 @@ def _loaded(path: Path) -> dict[str, Tensor]:
     lib = library("safetensors.torch", "export")
     try:
         return dict(lib.load_file(path))
-    except Exception as error:  # the library has a class of its own, and raises others
+    except Exception as error:  # the library raises its own class and others
         raise UserError(f"{path} cannot be read ({error}); copy it again") from error

@@ -1,6 +1,6 @@
-"""Weights and shapes as transformers names them and lays them out, from ours and back.
+"""Converts the names and shapes of weights between our models and transformers.
 
-Letters in shapes: V size of the vocabulary, C width.
+Letters in shapes: V vocabulary size, C width.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from lockstep_gpt.model.gpt import GPT
 
 Weights = dict[str, Tensor]
 PADDED = ("token_embedding.weight", "output.weight")  # ours have more rows than V
-POSITIONS = "position_embedding.weight"  # of which a shorter context needs the first
+POSITIONS = "position_embedding.weight"  # a shorter context uses the first rows
 
 
 @dataclass(frozen=True)
 class Layout:
-    """What transformers knows of one architecture.
+    """How transformers describes one architecture.
 
     Args:
         model_type: its name there.
-        about: what config.json says of it beside the shape, of a model of ours.
-        names: setting of config.json -> ours, for the shape.
-        place: name of a weight of ours -> its name there, and whether the matrix is turned there.
-        computes: settings of config.json that are no shape, and that ours has as `about` says.
-        code: the file of this folder that transformers needs to load it.
+        about: our model -> what config.json contains in addition to the shape.
+        names: setting in config.json -> our setting, for the shape.
+        place: our name of a weight -> its name there, and whether the matrix is transposed there.
+        computes: settings in config.json, other than the shape, that must be as in `about`.
+        code: the file in this folder that transformers needs to load the model.
     """
 
     model_type: str
@@ -42,17 +42,17 @@ class Layout:
     code: str | None = None
 
     def settings(self, model: GPT) -> dict[str, Any]:
-        """Return what config.json says of `model`."""
+        """Return the content of config.json for `model`."""
         shape = {theirs: getattr(model.config, ours) for theirs, ours in self.names.items()}
         known = {"model_type": self.model_type, "vocab_size": model.vocab_size, "dtype": "float32"}
         return {**known, **shape, **self.about(model)}
 
 
 def layout_of(config: ModelConfig, why: str) -> Layout:
-    """Return the layout of a model of ours.
+    """Return the layout of one of our models.
 
     Raises:
-        UserError: there is none; the line begins with `why`.
+        UserError: there is none; the message starts with `why`.
     """
     if config.architecture not in LAYOUTS:
         raise UserError(
@@ -63,12 +63,12 @@ def layout_of(config: ModelConfig, why: str) -> Layout:
 
 
 def exported(model: GPT, layout: Layout) -> Weights:
-    """Return the weights of `model` under the names and in the shapes of transformers."""
+    """Return the weights of `model` with the names and shapes of transformers."""
     weights = {}
     for ours, weight in model.state_dict().items():
         theirs, turned = layout.place(ours)
         rows = weight[: model.vocab_size] if ours in PADDED else weight
-        # Copied: a file of safetensors takes no tensors that share memory.
+        # Cloned: safetensors rejects tensors that share memory.
         weights[theirs] = (rows.T if turned else rows).clone(memory_format=torch.contiguous_format)
     if layout is LAYOUTS["gpt"] and not model.config.bias:
         weights |= _without_effect(weights)
@@ -76,7 +76,7 @@ def exported(model: GPT, layout: Layout) -> Weights:
 
 
 def _without_effect(weights: Weights) -> Weights:
-    """Return the biases that GPT-2 has in any case, as zeros."""
+    """Return zeros for the biases that GPT-2 always has."""
     return {
         name.replace(".weight", ".bias"): torch.zeros(weight.shape[-1])
         for name, weight in weights.items()
@@ -85,12 +85,12 @@ def _without_effect(weights: Weights) -> Weights:
 
 
 def imported(saved: Mapping[str, Tensor], model: GPT, layout: Layout, source: str) -> Weights:
-    """Return weights of transformers under our names and in the shapes of `model`.
+    """Return weights from transformers with our names and the shapes of `model`.
 
-    Positions beyond the context are left out, rows that pad the vocabulary are zero.
+    Positions beyond the context are dropped; rows that pad the vocabulary are zero.
 
     Raises:
-        UserError: one is missing, left over or of another shape; the line begins with `source`.
+        UserError: one is missing, left over, or misshapen; the message starts with `source`.
     """
     left, weights = _named_alike(saved), {}
     for ours, place in model.state_dict().items():
@@ -112,7 +112,7 @@ def imported(saved: Mapping[str, Tensor], model: GPT, layout: Layout, source: st
 
 
 def _named_alike(saved: Mapping[str, Tensor]) -> Weights:
-    """Add the prefix that some folders leave out, and drop GPT-2's causal masks and tied head."""
+    """Add the prefix that some folders omit, and drop GPT-2's causal masks and tied head."""
     bare = "wte.weight" in saved
     named = {
         f"transformer.{name}" if bare and name != "lm_head.weight" else name: weight
@@ -125,7 +125,7 @@ def _named_alike(saved: Mapping[str, Tensor]) -> Weights:
 
 
 def _padded(weight: Tensor, place: Tensor, vocab_size: int) -> Tensor:
-    """Return (V, C) with the rows of `place`; what has another number of rows stays."""
+    """Pad `weight`, (V, C), to the rows of `place`; another number of rows stays as it is."""
     if len(weight) != vocab_size:
         return weight
     return torch.cat([weight, weight.new_zeros(len(place) - vocab_size, weight.shape[1])])

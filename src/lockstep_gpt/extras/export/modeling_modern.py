@@ -1,10 +1,10 @@
-"""The modern GPT for transformers; it needs torch and transformers alone.
+"""The modern GPT for transformers; it needs only torch and transformers.
 
-This file lies beside the weights of an exported model, and is loaded with them by
-`AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)`. It does what the model did
-that was trained; there is no cache of keys and values.
+This file is next to the weights of an exported model, and is loaded with them by
+`AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)`. It computes the same as the
+trained model, without a cache of keys and values.
 
-Letters in shapes: B samples, T tokens, C width, H heads, D = C / H, V size of the vocabulary.
+Letters in shapes: B samples, T tokens, C width, H heads, D = C / H, V vocabulary size.
 """
 
 from typing import Any
@@ -15,24 +15,24 @@ from torch import Tensor, nn
 from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
-MULTIPLIERS = (36_313, 27_191)  # of what came before and of a token, in the hash of an n-gram
+MULTIPLIERS = (36_313, 27_191)  # in an n-gram's hash: of the preceding tokens, of a token
 
 
 class ModernGPTConfig(PretrainedConfig):  # type: ignore[misc]
-    """The shape.
+    """The shape of the model.
 
     Args:
         vocab_size: V.
-        block_size: the most tokens that it reads.
-        n_layer: blocks.
-        n_head: heads of queries, H.
-        n_kv_head: heads of keys and values; None: as many.
+        block_size: maximum T.
+        n_layer: number of blocks.
+        n_head: number of query heads, H.
+        n_kv_head: number of key and value heads; None: `n_head`.
         n_embd: C.
-        ngram_rows: rows of the table of n-grams, for each n; 0: none.
+        ngram_rows: rows of the n-gram table for each n; 0: no table.
         longest_ngram: the largest n.
-        rotary_base: of the angles of positions.
-        attention_scale: of products of queries and keys.
-        others: what transformers itself keeps there.
+        rotary_base: base of the rotary angles.
+        attention_scale: factor on the products of queries and keys.
+        others: settings of transformers itself.
     """
 
     model_type = "modern_gpt"
@@ -71,7 +71,7 @@ class ModernGPTConfig(PretrainedConfig):  # type: ignore[misc]
 
 
 class ModernGPTForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
-    """Rotary positions, norms without weights, squared ReLU, a share of the token before."""
+    """Rotary positions, norms without weights, squared ReLU, a part of the token before."""
 
     config_class = ModernGPTConfig
     base_model_prefix = ""
@@ -88,7 +88,7 @@ class ModernGPTForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[mi
         self.post_init()
 
     def get_input_embeddings(self) -> nn.Embedding:
-        """Return the embedding of tokens, (V, C)."""
+        """Return the token embedding, (V, C)."""
         return self.token_embedding
 
     def get_output_embeddings(self) -> nn.Linear:
@@ -105,9 +105,9 @@ class ModernGPTForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[mi
         """Predict the token after each of `input_ids`, (B, T).
 
         Args:
-            input_ids: at most `block_size` tokens of each sample.
-            attention_mask: (B, T), 0 where there is padding, which nothing sees.
-            labels: (B, T), shifted here; the loss is the mean over those that are not -100.
+            input_ids: at most `block_size` tokens per sample.
+            attention_mask: (B, T), 0 for padding, which no other token sees.
+            labels: (B, T), shifted here; the loss is the mean over labels that aren't -100.
             others: not used.
 
         Raises:
@@ -138,7 +138,7 @@ class ModernGPTForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[mi
         return CausalLMOutput(loss=loss, logits=logits)
 
     def rotations(self, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return cosines and sines of positions, each (T, 1, D / 2)."""
+        """Return the cosines and sines of the rotary angles, each (T, 1, D / 2)."""
         width = self.config.n_embd // self.config.n_head
         speeds = self.config.rotary_base ** (-torch.arange(0, width, 2, device=device) / width)
         angles = torch.outer(torch.arange(length, device=device).float(), speeds)[:, None]
@@ -161,7 +161,7 @@ class Block(nn.Module):
 
 
 class CausalSelfAttention(nn.Module):
-    """The one place where a token sees the others."""
+    """Causal attention with rotary positions and grouped queries."""
 
     def __init__(self, config: ModernGPTConfig) -> None:
         super().__init__()
@@ -187,7 +187,7 @@ class CausalSelfAttention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Two linear layers of width 4 C around the square of ReLU, each token for itself."""
+    """Two linear layers with squared ReLU between them, 4 C wide, for each token."""
 
     def __init__(self, config: ModernGPTConfig) -> None:
         super().__init__()
@@ -206,16 +206,16 @@ def norm(x: Tensor) -> Tensor:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn the pairs (d, d + D / 2) of `x`, (B, T, H, D), by their positions' angles."""
+    """Rotate the pairs (d, d + D / 2) of `x`, (B, T, H, D), by the angles of their positions."""
     first, second = x.chunk(2, dim=-1)
     cos, sin = cos.to(x.dtype), sin.to(x.dtype)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
 
 def visible(seen: Tensor) -> Tensor:
-    """Return what each token may see, (B, 1, T, T): what came before and is no padding.
+    """Return which tokens each token sees, (B, 1, T, T): itself and earlier ones, not padding.
 
-    Padding sees itself, so that no row is empty; nothing reads what comes of it.
+    Padding sees itself, so that no row is empty; nothing reads its output.
     """
     T = seen.shape[1]
     whole = torch.ones(T, T, dtype=torch.bool, device=seen.device)

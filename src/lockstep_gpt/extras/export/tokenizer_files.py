@@ -1,4 +1,4 @@
-"""Our tokenizers as the files that transformers' `AutoTokenizer` reads: the same ids, both ways."""
+"""Our tokenizers as files for transformers' `AutoTokenizer`: the same ids for the same text."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 from lockstep_gpt.config import UserError
 from lockstep_gpt.data.tokenizer import END_OF_TEXT, Tokenizer, library
 
-Files = dict[str, dict[str, Any]]  # name -> what is in it, as JSON
+Files = dict[str, dict[str, Any]]  # name -> content, as JSON
 
 
 def as_files(tokenizer: Tokenizer, block_size: int) -> Files:
     """Return the files of `tokenizer`.
 
     Raises:
-        UserError: it is of a kind that transformers has nothing like.
+        UserError: this kind of tokenizer can't be exported.
     """
     values = tokenizer.to_dict()
     if values["kind"] not in MAKERS:
@@ -28,9 +28,9 @@ def as_files(tokenizer: Tokenizer, block_size: int) -> Files:
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": block_size,
-        "model_input_names": ["input_ids", "attention_mask"],  # older ones add types of tokens
+        "model_input_names": ["input_ids", "attention_mask"],  # older versions add token types
         "clean_up_tokenization_spaces": False,
-        # A text's own "<|endoftext|>" is text, as it was in training.
+        # A literal "<|endoftext|>" in a text stays text, as in training.
         "split_special_tokens": True,
         **({"bos_token": end, "eos_token": end} if end else {}),
     }
@@ -38,19 +38,19 @@ def as_files(tokenizer: Tokenizer, block_size: int) -> Files:
 
 
 def end_of_text(content: dict[str, Any], token: int | None) -> str | None:
-    """Return how tokenizer.json writes the id that ends a document."""
+    """Return the token in tokenizer.json whose id ends a document, or None."""
     added = {each["id"]: each["content"] for each in content["added_tokens"]}
     words = {place: word for word, place in content["model"]["vocab"].items()} | added
     return None if token is None else words[token]
 
 
 def _bytes(_: dict[str, Any]) -> dict[str, Any]:
-    """Return the 256 bytes as a byte-level BPE without merges, in which id 0 ends a document."""
+    """Return a byte-level BPE of the 256 bytes, without merges; id 0 ends a document."""
     lib = library("tokenizers", "export")
     words = {sign: byte for byte, sign in _signs().items()} | {END_OF_TEXT: 0}
     del words[_signs()[0]]
     tokenizer = lib.Tokenizer(lib.models.BPE(vocab=words, merges=[]))
-    # Ours refuses a NUL in a text, which would look like an end; this format can only replace it.
+    # Ours rejects a NUL in a text, which would look like an end; this format can only replace it.
     tokenizer.normalizer = lib.normalizers.Replace("\0", " ")
     tokenizer.pre_tokenizer = lib.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = lib.decoders.ByteLevel()
@@ -59,7 +59,7 @@ def _bytes(_: dict[str, Any]) -> dict[str, Any]:
 
 
 def _signs() -> dict[int, str]:
-    """Return byte -> the printable sign that byte-level vocabularies have for it (GPT-2's code)."""
+    """Return byte -> its printable character in byte-level vocabularies (GPT-2's code)."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     shown = {byte: chr(256 + place) for place, byte in enumerate(others)}
@@ -67,7 +67,7 @@ def _signs() -> dict[int, str]:
 
 
 def _numbers(values: dict[str, Any]) -> dict[str, Any]:
-    """Return decimal numbers between spaces."""
+    """Return a tokenizer of decimal numbers that are separated by spaces."""
     lib = library("tokenizers", "export")
     words = {str(number): number for number in range(values["vocab_size"])}
     tokenizer = lib.Tokenizer(lib.models.WordLevel(words))
@@ -76,7 +76,7 @@ def _numbers(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _pairs(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the tokenizer itself, which adds nothing to a text and cuts none."""
+    """Return the tokenizer itself, without post-processing, truncation, and padding."""
     own = dict(json.loads(values["json"]))
     return {**own, "post_processor": None, "truncation": None, "padding": None}
 
