@@ -1,4 +1,4 @@
-"""What `batch` takes beside the core's, and what cannot be together with it."""
+"""Settings that this extra adds to `batch`, and the settings that conflict with them."""
 
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ RULE = "adds gradients in the order of the ranks; set batch.exact_micro_size=nul
 
 @dataclass
 class ExactBatch(BatchConfig):
-    """Micro-batches of a size that no number of devices changes."""
+    """Micro-batches of the same size on any number of devices."""
 
     exact_micro_size: int | None = setting(
         "samples of a micro-batch, for equal bits on any number of devices; null: equal but for "
@@ -26,7 +26,7 @@ class ExactBatch(BatchConfig):
     )
 
     def __post_init__(self) -> None:
-        """Check also that it is the size of all micro-batches, and a share of the global one."""
+        """Also check that it is the size of all micro-batches, and divides the global size."""
         super().__post_init__()
         exact, total = self.exact_micro_size, self.global_size
         if exact is None:
@@ -44,12 +44,12 @@ class ExactBatch(BatchConfig):
 
 
 def exact_size(batch: BatchConfig) -> int | None:
-    """Return the size of a micro-batch for equal bits; None of a batch without, or by the core."""
+    """Return the micro-batch size for equal bits; None if unset or not in this class."""
     return batch.exact_micro_size if isinstance(batch, ExactBatch) else None
 
 
 def refuse_other_sums(config: Config) -> None:
-    """Raise a `UserError` for what would add gradients in another order."""
+    """Raise a `UserError` for settings that would add gradients in another order."""
     if exact_size(config.batch) is None:
         return
     for name, needed in (("comm_hook", "none"), ("find_unused_parameters", False)):

@@ -1,9 +1,9 @@
 """Adds the gradients of a step in one order, for equal bits on any number of ranks.
 
-A step has K micro-batches of `batch.exact_micro_size` samples, and W ranks compute K / W neighbors
-each. Their gradients are the leaves of one binary tree, which is added up pairwise: the lower part
-within a rank as its gradients come, the upper part among ranks. The error of such a sum grows with
-log2 K, that of a sum one by one with K (Higham 1993, "The accuracy of floating point summation").
+A step has K micro-batches of `batch.exact_micro_size` samples; each of W ranks computes K / W
+neighbors. Their gradients are the leaves of one binary tree, added pairwise: the lower levels in a
+rank as gradients arrive, the upper levels among ranks. The error of this sum grows with log2 K, of
+a sequential sum with K (Higham 1993, "The accuracy of floating point summation").
 """
 
 import contextlib
@@ -22,21 +22,21 @@ from lockstep_gpt.config import Config, UserError
 from lockstep_gpt.extras.exact.exact_settings import ExactBatch
 from lockstep_gpt.extras.exact.weights import WeightHashes
 
-# Newer versions of torch call it so, and warn of the older name.
+# Newer versions of torch use the first name, and warn about the second.
 ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class PairwiseSum:
-    """Adds lists of tensors in the order of a binary tree, holding log2 of them at most.
+    """Adds n lists of tensors in the order of a binary tree, keeping at most log2(n + 1) sums.
 
-    The tree of n lists is that of the largest power of two below n, plus that of the rest.
+    Its root adds the tree of the first m, the largest power of two below n, and that of the rest.
     """
 
     def __init__(self) -> None:
-        self._sums: list[tuple[int, list[Tensor]]] = []  # of 2**level lists each, levels falling
+        self._sums: list[tuple[int, list[Tensor]]] = []  # of 2**level lists each, levels descending
 
     def add(self, tensors: list[Tensor]) -> None:
-        """Take the next list, which may be changed from now on."""
+        """Add the next list, whose tensors may be changed from now on."""
         level = 0
         while self._sums and self._sums[-1][0] == level:
             torch._foreach_add_(tensors, self._sums.pop()[1])
@@ -44,11 +44,11 @@ class PairwiseSum:
         self._sums.append((level, tensors))
 
     def partial(self) -> list[list[Tensor]]:
-        """Return the sums so far; the next list, plus each of them in turn, is the sum of all."""
+        """Return the sums so far; the next list, plus each of them in order, is the sum of all."""
         return [tensors for _, tensors in reversed(self._sums)]
 
     def total(self) -> list[Tensor]:
-        """Return the sum of all lists, in the memory of one of them, and forget it."""
+        """Return the sum of all lists, in the memory of one of them, and start over."""
         first, *others = self.partial()
         for each in others:
             torch._foreach_add_(first, each)
@@ -57,22 +57,22 @@ class PairwiseSum:
 
 
 class GradientSums(WeightHashes):
-    """Puts the sum of a step's gradients, added in the tree's order, in the place of DDP's."""
+    """Replaces DDP's sum of a step's gradients with one in the tree's order."""
 
     def __init__(self) -> None:
         super().__init__()
         self.world_size = self.accumulation = 1
-        self.undo = contextlib.ExitStack()  # of what it has changed in torch
+        self.undo = contextlib.ExitStack()  # restores what it changed in torch
         self._in_ddp = False
-        self._rest = 1.0  # what is left of the mean's factor when powers of two are taken out
+        self._rest = 1.0  # the mean's factor that remains besides a power of two
         self._sums = PairwiseSum()
         self._parameters: list[Tensor] = []
         self._scattered: tuple[Any, Tensor, Tensor, Future[Tensor]] | None = None
         self._gathered: list[tuple[Any, Tensor, Tensor, Future[Tensor]]] = []
-        self._side: Any = contextlib.nullcontext()  # the stream in which a GPU adds up
+        self._side: Any = contextlib.nullcontext()  # the stream in which a GPU adds
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
-        """Take over adding up from DDP, or raise a `UserError` where batches share statistics."""
+        """Take over the sum from DDP, or raise a `UserError` if the model has a BatchNorm."""
         batchnorm = torch.nn.modules.batchnorm._BatchNorm
         if any(isinstance(each, batchnorm) for each in pl_module.modules()):
             raise UserError(
@@ -82,7 +82,7 @@ class GradientSums(WeightHashes):
         self.world_size = trainer.world_size
         self.accumulation = trainer.accumulate_grad_batches
         leaves = self.world_size * self.accumulation
-        whole = 1 << (leaves.bit_length() - 1)  # a power of two changes no digit
+        whole = 1 << (leaves.bit_length() - 1)  # a factor that is a power of two is exact
         self._rest = whole / leaves
         pl_module.loss_factor = self.accumulation / whole  # Lightning divides by the accumulation
         self._parameters = [each for each in pl_module.model.parameters() if each.requires_grad]
@@ -94,10 +94,10 @@ class GradientSums(WeightHashes):
             self._side = torch.cuda.stream(torch.cuda.Stream())  # type: ignore[no-untyped-call]
 
     def on_after_backward(self, trainer: Trainer, pl_module: Any) -> None:  # noqa: ARG002
-        """Take the gradients of one micro-batch away; autograd would add the next one's to them."""
+        """Take the gradients of one micro-batch out; autograd would add the next ones to them."""
         is_last = pl_module.leaf == self.accumulation - 1
         if is_last and self._in_ddp:
-            return  # `_exchange` has added them
+            return  # `_exchange` added them
         if missing := sum(each.grad is None for each in self._parameters):
             raise UserError(
                 f"batch.exact_micro_size is set, and {missing} of {len(self._parameters)} "
@@ -115,7 +115,7 @@ class GradientSums(WeightHashes):
             parameter.grad = total
 
     def on_train_end(self, *_: Any) -> None:
-        """Leave torch as it was."""
+        """Restore what was changed in torch."""
         self.undo.close()
 
     on_exception = on_train_end  # type: ignore[assignment]
@@ -123,8 +123,8 @@ class GradientSums(WeightHashes):
     def _exchange(self, _state: None, bucket: GradBucket) -> Future[Tensor]:
         """Add a bucket of the last micro-batch to this rank's sum, and that to the other ranks'.
 
-        DDP calls this for one bucket after another while backward goes on. Collectives start here
-        and nowhere else: gloo hangs on one that a future's callback starts.
+        DDP calls this for one bucket after another while backward continues. Collectives start
+        only here: gloo hangs on one that a future's callback starts.
         """
         for partial in self._sums.partial():
             sums = dict(zip(self._parameters, partial, strict=True))
@@ -132,25 +132,25 @@ class GradientSums(WeightHashes):
         if bucket.is_last():
             self._sums = PairwiseSum()
         buffer = bucket.buffer()
-        if self.world_size == 2:  # a + b is b + a, and two ranks divide by powers of two
+        if self.world_size == 2:  # a + b is b + a; of 2**n leaves no factor is left
             reduced = dist.all_reduce(buffer, async_op=True).get_future()
             return cast(Future[Tensor], reduced.then(lambda future: future.value()[0]))
         result: Future[Tensor] = Future(devices=[buffer.device] if buffer.is_cuda else None)
         if buffer.is_cuda:
             self._side.stream.wait_stream(torch.cuda.current_stream())
         with self._side:
-            self._gather()  # what the last call has scattered meanwhile
+            self._gather()  # what the last call scattered
             self._scatter(buffer, result)
             if bucket.is_last():
                 self._gather()
                 for work, _, whole, future in self._gathered:
                     work.wait()
-                    future.set_result(whole)  # DDP takes as much of it as its bucket has
+                    future.set_result(whole)  # DDP uses as much of it as its bucket has
                 self._gathered.clear()
         return result
 
     def _scatter(self, buffer: Tensor, result: Future[Tensor]) -> None:
-        """Start to send each rank its slice of a bucket."""
+        """Start sending each rank its slice of a bucket."""
         world = self.world_size
         rest = -len(buffer) % world
         sent = torch.nn.functional.pad(buffer, (0, rest)) if rest else buffer
@@ -159,7 +159,7 @@ class GradientSums(WeightHashes):
         self._scattered = work, received.view(world, -1), sent, result
 
     def _gather(self) -> None:
-        """Add the ranks' parts of this rank's slice, and start to send the sum to all of them."""
+        """Add the ranks' parts of this rank's slice, and start sending the sum to all ranks."""
         if self._scattered is None:
             return
         work, parts, whole, result = self._scattered
@@ -168,15 +168,15 @@ class GradientSums(WeightHashes):
         sums = PairwiseSum()
         for part in parts.unbind():
             sums.add([part])
-        total = sums.total()[0] * self._rest  # not in place: the others' parts can go
+        total = sums.total()[0] * self._rest  # not in place: frees the parts
         work = ALL_GATHER(whole, total, async_op=True)
         self._gathered.append((work, total, whole, result))
 
 
 def gradient_sums(config: Config, *_known: Any) -> WeightHashes:
-    """Return what hashes the weights of this run and, if it is to, adds its gradients up.
+    """Return the callback that hashes the run's weights and, if set, adds gradients in one order.
 
-    It then chooses kernels that round alike, until it ends.
+    For that, it sets threads and kernels to round the same, until the run ends.
     """
     batch = config.batch
     if not isinstance(batch, ExactBatch) or batch.exact_micro_size is None:
@@ -184,12 +184,12 @@ def gradient_sums(config: Config, *_known: Any) -> WeightHashes:
     sums = GradientSums()
     sums.undo.callback(torch.set_num_threads, torch.get_num_threads())
     torch.set_num_threads(batch.exact_threads)
-    if config.compile:  # it would compile a part for each of DDP's buckets, and one rank has none
+    if config.compile:  # it would compile a part per DDP bucket, which one rank doesn't have
         sums.undo.enter_context(torch._dynamo.config.patch(optimize_ddp=False))
-    if config.trainer["accelerator"] == "cuda":  # some kernels add in whatever order they end
+    if config.trainer["accelerator"] == "cuda":  # some kernels add in the order in which they end
         sums.undo.callback(
             torch.use_deterministic_algorithms, torch.are_deterministic_algorithms_enabled()
         )
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # which cuBLAS then needs
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # required by cuBLAS then
         torch.use_deterministic_algorithms(True)
     return sums

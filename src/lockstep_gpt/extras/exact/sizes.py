@@ -1,4 +1,4 @@
-"""Which numbers of devices add up alike, and what the receipt says of it."""
+"""Which numbers of devices add gradients in the same order, and the receipt's line on it."""
 
 import math
 from typing import Any
@@ -9,9 +9,9 @@ from lockstep_gpt.training.schedule import BatchPlan
 
 
 def exact_world_sizes(global_size: int, micro_size: int) -> list[int]:
-    """Return the numbers of ranks of which each adds up a whole subtree of the micro-batches.
+    """Return the numbers of ranks for which each rank adds a whole subtree of the micro-batches.
 
-    One rank has the whole tree; more have 2**n micro-batches each.
+    One rank adds the whole tree; if there are more, each has 2**n micro-batches.
     """
     leaves = global_size // micro_size
     odd = leaves // (leaves & -leaves)
@@ -20,13 +20,13 @@ def exact_world_sizes(global_size: int, micro_size: int) -> list[int]:
 
 
 def refuse_others(batch: BatchConfig, world_size: int) -> None:
-    """Raise a `UserError` for a number of ranks of which none has a whole subtree."""
+    """Raise a `UserError` for a number of ranks that don't each have a whole subtree."""
     exact, total = exact_size(batch), batch.global_size or 0
     if exact is None or world_size in (fits := exact_world_sizes(total, exact)):
         return
     sizes = [size for size in range(1, total + 1) if total % size == 0]
     possible = [size for size in sizes if world_size in exact_world_sizes(total, size)]
-    each = 1 << max(0, round(math.log2(total / exact / world_size)))  # micro-batches of a rank
+    each = 1 << max(0, round(math.log2(total / exact / world_size)))  # micro-batches per rank
     remedy = f"batch.global_size={exact * world_size * each}"
     if possible:
         nearest = min(possible, key=lambda size: abs(size - exact))
@@ -38,12 +38,12 @@ def refuse_others(batch: BatchConfig, world_size: int) -> None:
 
 
 def gradient_copies(batch: BatchConfig, accumulation: int) -> int:
-    """Return how many sums of gradients a rank keeps, to add so many micro-batches pairwise."""
+    """Return how many gradient sums a rank keeps to add `accumulation` micro-batches pairwise."""
     return 0 if exact_size(batch) is None else accumulation.bit_length() - 1
 
 
 def sums_line(config: Config, batch: BatchPlan) -> dict[str, str]:
-    """Say what is equal on another number of devices, and what it takes."""
+    """Return the receipt's line: what is equal on other numbers of devices, and its cost."""
     import torch
 
     leaves = batch.global_size // batch.micro_size
@@ -72,6 +72,6 @@ def sums_line(config: Config, batch: BatchPlan) -> dict[str, str]:
 
 
 def either(choices: list[Any]) -> str:
-    """Return the choices in words: `1, 2 or 4`."""
+    """Return the choices as text: `1, 2 or 4`."""
     *others, last = map(str, choices)
     return f"{', '.join(others)} or {last}" if others else last

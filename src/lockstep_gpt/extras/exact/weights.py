@@ -1,4 +1,4 @@
-"""The SHA-256 of the weights of each checkpoint, by which runs are compared to the bit."""
+"""The SHA-256 of the weights of each checkpoint, to compare runs bit for bit."""
 
 import hashlib
 from typing import Any
@@ -11,26 +11,26 @@ class WeightHashes(Callback):
     """Keeps the hashes of a run in every checkpoint and in the summary."""
 
     def __init__(self) -> None:
-        # Step of each checkpoint that was ever made -> hash.
+        # Step of each checkpoint ever saved -> hash.
         self.weights: dict[int, str] = {}
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: Any, checkpoint: Any) -> None:  # noqa: ARG002
-        """Add that of this checkpoint, if it holds the whole model."""
+        """Add the hash of this checkpoint, if it contains the whole model."""
         if trainer.is_global_zero and (found := digest(checkpoint["state_dict"])):
             self.weights[trainer.global_step] = found
             checkpoint["weights"] = dict(self.weights)
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: Any) -> None:  # noqa: ARG002
-        """Keep those of earlier parts of the run."""
+        """Restore the hashes of earlier parts of the run."""
         self.weights = dict(checkpoint.get("weights", {}))
 
     def in_summary(self, _step: int) -> dict[str, Any]:
-        """Return what `summary.json` says of them."""
+        """Return the hashes for `summary.json`."""
         return {"weights": self.weights}
 
 
 def digest(weights: dict[str, Any]) -> str | None:
-    """Return the SHA-256 of all names, types, shapes and bits; None of shares of a model."""
+    """Return the SHA-256 of all names, types, shapes, and bits; None for a sharded model."""
     found = hashlib.sha256()
     for name, weight in weights.items():
         if type(weight) is not torch.Tensor:
