@@ -1,6 +1,6 @@
-"""More places that training text comes from, many files, and builds that go on after a kill."""
+"""More sources of training text, corpora of many files, and builds that resume after a kill."""
 
-# data.source -> its settings, the corpus; `config.py` and `data/corpora.py` collect them.
+# data.source -> its settings, its corpus; `config.py` and `data/corpora.py` collect them.
 SOURCES = {
     "stdlib": (".extras.sources.text:StdlibData", ".extras.sources.text:StandardLibrary"),
     "text": (".extras.sources.text:TextData", ".extras.sources.text:OwnText"),

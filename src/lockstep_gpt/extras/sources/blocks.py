@@ -1,4 +1,4 @@
-"""A corpus as blocks that a build can go on from, and what sources of many documents share."""
+"""A corpus as blocks from which a build can resume, and the common parts of text sources."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from lockstep_gpt.data.corpora import Stretch
 from lockstep_gpt.data.tokenizer import Tokenizer, Tokens
 from lockstep_gpt.extras.sources import byte_pairs
 
-BLOCK = 1 << 20  # bytes that are handled together
+BLOCK = 1 << 20  # bytes that are processed together
 
 
 @dataclass
 class InShards(DataConfig):
-    """What each of these sources takes."""
+    """Settings of sources whose tokens can be in several files, read by several processes."""
 
     num_workers: int = setting(
         "loader processes per rank; 0: the rank itself", 0, on_resume="free", at_least=0
@@ -34,7 +34,7 @@ class InShards(DataConfig):
 
 @dataclass
 class DocumentsData(schema.DocumentsData, InShards):
-    """What corpora of text have in common in extra `sources`."""
+    """Settings of text corpora in extra `sources`."""
 
     tokenizer: str = setting(
         "bytes; bpe: learnt from the corpus; or a byte-level BPE's file, folder or name on the hub",
@@ -48,7 +48,7 @@ class DocumentsData(schema.DocumentsData, InShards):
     num_proc: int = setting("processes that tokenize", 1, on_resume="free", at_least=1)
 
     def __post_init__(self) -> None:
-        """Check also that a size of the vocabulary has a use, and find it where it is needed."""
+        """Also check that `vocab_size` has an effect, and set its default for `bpe`."""
         super().__post_init__()
         if self.tokenizer == "bpe":
             self.vocab_size = self.vocab_size or 8192
@@ -57,11 +57,11 @@ class DocumentsData(schema.DocumentsData, InShards):
 
 
 class Position(NamedTuple):
-    """Where a corpus goes on."""
+    """Where reading a corpus resumes."""
 
     part: int = 0  # the file, in the corpus's order
-    offset: int = 0  # bytes, rows or tokens of it that lie before
-    read: int = 0  # bytes of the corpus that lie before, as its `size` counts them
+    offset: int = 0  # bytes, rows, or tokens of it that come before
+    read: int = 0  # bytes of the corpus that come before, as its `size` counts them
 
 
 class Block(NamedTuple):
@@ -70,11 +70,11 @@ class Block(NamedTuple):
     after: Position
     texts: list[bytes]  # the documents, valid UTF-8
     val: list[bool]  # which of them are held out
-    invalid: int = 0  # how many were not UTF-8
+    invalid: int = 0  # how many weren't UTF-8
 
 
 class TokenBlock(NamedTuple):
-    """A stretch of one split of a corpus that is no text."""
+    """A stretch of one split of a corpus that isn't text."""
 
     after: Position
     split: str
@@ -82,36 +82,36 @@ class TokenBlock(NamedTuple):
 
 
 class Blocks(ABC):
-    """A corpus that is read block by block, from any of them on."""
+    """A corpus that is read block by block, starting at any block."""
 
     size: int | None
     tokenizer_identity: Any
 
     @abstractmethod
     def identity(self) -> Any:
-        """Return plain values that change with anything in the corpus that decides the tokens."""
+        """Return plain values that change with anything in the corpus that changes the tokens."""
 
     @abstractmethod
     def make_tokenizer(self) -> Tokenizer:
-        """Return what makes its tokens; that may be learnt from it."""
+        """Return its tokenizer, which may be trained on it."""
 
     @abstractmethod
     def blocks(self, start: Position) -> Iterator[Block] | Iterator[TokenBlock]:
-        """Yield all from `start` on, cut alike each time, so that a killed build can go on.
+        """Yield all blocks from `start`, the same ones each time, so that a build can resume.
 
         Raises:
-            UserError: something cannot be read.
+            UserError: something can't be read.
         """
 
     def stretches(self) -> Iterator[Stretch]:
-        """Yield all text of it."""
+        """Yield all its text."""
         for block in self.blocks(Position()):
             if isinstance(block, Block):
                 yield from stretches_of(block)
 
 
 def stretches_of(block: Block) -> Iterator[Stretch]:
-    """Yield what a block has of each split."""
+    """Yield the texts of a block, by split."""
     for split, chosen in (("train", map(not_, block.val)), ("val", block.val)):
         if texts := list(compress(block.texts, chosen)):
             yield Stretch(split, texts)
@@ -126,17 +126,17 @@ class Documents(Blocks):
         self.tokenizer_identity: Any = byte_pairs.identity(config.tokenizer, *sizes)
 
     def make_tokenizer(self) -> Tokenizer:
-        """Return the tokenizer; `bpe` is learnt from the first of the training documents."""
+        """Return the tokenizer; `bpe` is trained on the first training documents."""
         config = self.config
         texts = byte_pairs.training_texts(self, config.tokenizer_mb << 20)
         return byte_pairs.make_tokenizer(config.tokenizer, config.vocab_size, texts)
 
 
 def held_out(texts: list[bytes], val_fraction: float) -> list[bool]:
-    """Return which documents without names are held out, from their text alone.
+    """Return which documents without names are held out, based only on their text.
 
     So equal documents are never in both splits. The factor is Knuth's multiplicative hash: the
-    sums of similar lines are similar.
+    checksums of similar lines are similar.
     """
     sums = np.fromiter(map(zlib.crc32, texts), np.uint32, len(texts))
     held: list[bool] = (sums * np.uint32(2_654_435_761) < val_fraction * 2**32).tolist()
@@ -145,7 +145,7 @@ def held_out(texts: list[bytes], val_fraction: float) -> list[bool]:
 
 @contextmanager
 def reading(path: str) -> Iterator[None]:
-    """Say in one line what is wrong with a file: systems and formats raise what they like."""
+    """Report in one line what is wrong with a file: file systems and formats raise any error."""
     try:
         yield
     except UserError:
@@ -159,7 +159,7 @@ def reading(path: str) -> Iterator[None]:
 
 
 def is_utf8(text: bytes) -> bool:
-    """Tell whether `text` is valid UTF-8."""
+    """Return whether `text` is valid UTF-8."""
     try:
         return text.isascii() or bool(text.decode())
     except UnicodeDecodeError:
@@ -167,10 +167,10 @@ def is_utf8(text: bytes) -> bool:
 
 
 def valid(texts: list[bytes], policy: str, path: str) -> tuple[list[bytes], int]:
-    """Return `texts` as UTF-8, by `data.invalid_utf8`, and how many were not.
+    """Return `texts` as UTF-8, following `data.invalid_utf8`, and how many weren't.
 
     Raises:
-        UserError: one is not, and the policy is to fail.
+        UserError: one isn't, and the policy is `fail`.
     """
     good = [text for text in texts if is_utf8(text)]
     invalid = len(texts) - len(good)

@@ -1,6 +1,6 @@
-"""How a prepared folder is built: in several processes, and on from where a killed build was.
+"""Builds a prepared folder in several processes, and resumes a build that was killed.
 
-Each time a token file is full, the index in the folder says how far the build is.
+Each time a token file is full, the index in the folder records the progress.
 """
 
 from __future__ import annotations
@@ -59,11 +59,11 @@ logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 WEEK = 604_800.0  # seconds
-BLOCKS = ".blocks-"  # a folder of blocks on their way from other processes
+BLOCKS = ".blocks-"  # a folder for blocks from other processes
 
 
 def write(recipe: Recipe, folder: Path) -> None:
-    """Write what is missing of the folder; if that fails, what is there stays for the next time.
+    """Write the rest of the folder; if that fails after a full token file, the next call resumes.
 
     Raises:
         UserError: the disk is full, a process was killed, or a split is empty.
@@ -87,12 +87,12 @@ def write(recipe: Recipe, folder: Path) -> None:
 
 
 def _largest(config: DataConfig) -> int:
-    """Return how many bytes a token file may have; a source need not say it."""
+    """Return the maximum size of a token file in bytes; a source doesn't need to set it."""
     return int(getattr(config, "shard_mb", InShards.shard_mb)) << 20
 
 
 def _write(recipe: Recipe, corpus: Blocks, folder: Path) -> None:
-    """Write what is missing of the token files, and last the index of all."""
+    """Write the rest of the token files, then the final index."""
     index, limit = _begun(recipe, folder), _largest(recipe.config)
     with ExitStack() as stack:
         writers = {
@@ -123,8 +123,8 @@ def _save(folder: Path, index: Index, writers: dict[str, ResumedWriter]) -> None
 
 
 def _begun(recipe: Recipe, folder: Path) -> Index:
-    """Return how far a killed build came, or the index of one that begins."""
-    for path in folder.glob(f"{BLOCKS}*"):  # of processes that were killed
+    """Return the index of a killed build, or of a new one."""
+    for path in folder.glob(f"{BLOCKS}*"):  # of killed processes
         shutil.rmtree(path, ignore_errors=True)
     if (folder / INDEX).exists():
         try:
@@ -144,25 +144,25 @@ def _begun(recipe: Recipe, folder: Path) -> Index:
 
 
 class Encoded(NamedTuple):
-    """What a block of a corpus became."""
+    """The tokens of a block of a corpus."""
 
     after: Position
     invalid: int
-    splits: list[tuple[str, Tokens, int, int]]  # the ids, documents and bytes of text of each
+    splits: list[tuple[str, Tokens, int, int]]  # name, ids, documents, bytes of text
 
 
 def _encoded(
     recipe: Recipe, corpus: Blocks, folder: Path, position: list[int]
 ) -> Iterator[Encoded]:
-    """Tokenize in other processes, or in a thread while the next block is read; order is kept."""
+    """Tokenize in other processes, or in a thread while the next block is read; keep the order."""
     processes = getattr(recipe.config, "num_proc", 1)
     if processes == 1:
         with ThreadPoolExecutor(1, initializer=_begin, initargs=(folder,)) as thread:
             yield from _in_turn(thread, _encode, corpus, position, 1)
         return
     spawn = multiprocessing.get_context("spawn")
-    # The tokenizer and the blocks are sent as files. A process that is killed in the middle of
-    # sending more than a pipe takes at once would block the pool for good.
+    # The tokenizer and the blocks are sent as files. A process that is killed while it sends more
+    # than fits into a pipe would block the pool forever.
     with (
         tempfile.TemporaryDirectory(dir=folder, prefix=BLOCKS) as blocks,
         ProcessPoolExecutor(processes, spawn, _begin_process, (folder,)) as executor,
@@ -186,7 +186,7 @@ def _in_turn(
     position: list[int],
     processes: int,
 ) -> Iterator[Result]:
-    """Yield what becomes of each block, in their order; a few blocks are read ahead."""
+    """Yield the result for each block, in order; a few blocks are read ahead."""
     waiting: deque[Future[Result]] = deque()
     for block in corpus.blocks(Position(*position)):
         waiting.append(executor.submit(encode, block))
@@ -200,14 +200,14 @@ _tokenizer: Tokenizer
 
 
 def _begin_process(folder: Path) -> None:
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the cores have a process each
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent answers
-    end_with_parent()  # killed perhaps: its pool would wait for it for good
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # each core already has a process
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles it
+    end_with_parent()  # if that is killed, this would wait for it forever
     _begin(folder)
 
 
 def _begin(folder: Path) -> None:
-    global _tokenizer  # of this process: made once, not sent with every block
+    global _tokenizer  # per process: made once, not sent with every block
     _tokenizer = from_dict(shards.load_index(folder).tokenizer)
 
 
@@ -235,21 +235,21 @@ def _show(bar: tqdm[Any], read: int, writers: dict[str, ResumedWriter]) -> None:
 
 
 def _remove_abandoned(root: Path) -> None:
-    """Remove what killed builds left if nobody went on with it for a week."""
+    """Remove killed builds that weren't resumed for a week."""
     for path in root.glob(".*-????????.unfinished"):
         if time.time() - path.stat().st_mtime > WEEK:
-            shutil.rmtree(path, ignore_errors=True)  # a courtesy: a leftover harms nobody
+            shutil.rmtree(path, ignore_errors=True)  # best effort: leftovers do no harm
 
 
 class ResumedWriter(SplitWriter):
-    """Goes on where an index says, which cuts off anything behind, and in another file at a limit.
+    """Continues where an index ends, cuts off anything after it, and starts a new file at a limit.
 
     Args:
         folder: where the files are.
-        name: the split's.
-        dtype: of the ids on the disk.
-        limit: bytes of a file, whole pages of memory.
-        split: what is there.
+        name: name of the split.
+        dtype: type of the ids on disk.
+        limit: bytes of a file, a multiple of the memory page.
+        split: the split as the index has it.
     """
 
     def __init__(self, folder: Path, name: str, dtype: str, limit: int, split: Split) -> None:
@@ -264,7 +264,7 @@ class ResumedWriter(SplitWriter):
         self._hash = hashlib.file_digest(self._file, "sha256")
 
     def append(self, ids: Tokens, documents: int = 0, text_bytes: int = 0) -> None:
-        """Append ids of shape (tokens,): so many documents, of so many bytes of text."""
+        """Append ids, (tokens,), of `documents` documents with `text_bytes` bytes of text."""
         while ids.size:
             if self._size == self.limit:
                 self.full = self.saved().shards
@@ -282,7 +282,7 @@ class ResumedWriter(SplitWriter):
         self._hash = hashlib.sha256()
 
     def saved(self) -> Split:
-        """See everything to the disk and return the index's entry for it."""
+        """Sync everything to disk and return its entry for the index."""
         split, tokens = super().saved(), self._size // self.dtype.itemsize
         last = [replace(shard, tokens=tokens) for shard in split.shards if tokens]
         return replace(split, shards=[*self.full, *last])
@@ -292,6 +292,6 @@ def cut_to_index(folder: Path, index: Index) -> None:
     """Cut off what a killed build wrote after its index."""
     for shard in index.shards:
         size = shard.tokens * np.dtype(index.dtype).itemsize
-        with contextlib.suppress(OSError):  # a missing file is for `check_sizes` to tell
+        with contextlib.suppress(OSError):  # `check_sizes` reports a missing file
             if (folder / shard.file).stat().st_size > size:
                 os.truncate(folder / shard.file, size)

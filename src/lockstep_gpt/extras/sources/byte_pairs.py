@@ -1,4 +1,4 @@
-"""Byte-pair encoding: learnt from a corpus, or taken from a file, a folder or the hub."""
+"""Byte-pair encoding: trained on a corpus, or loaded from a file, a folder, or the hub."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from lockstep_gpt.data.tokenizer import (
     token_dtype,
 )
 
-ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>")  # what vocabularies call it
-PIECE = 1 << 16  # bytes of a long text that are tokenized at a time, by one thread
-PROBE = f"\n\t a  é漢😀\0 {END_OF_TEXT}"  # a tokenizer that gives this back gives back any text
+ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>")  # its names in vocabularies
+PIECE = 1 << 16  # bytes of a long text that one thread tokenizes at a time
+PROBE = f"\n\t a  é漢😀\0 {END_OF_TEXT}"  # a tokenizer that restores this restores any text
 
 
 class BytePairTokenizer:
     """Byte-level byte-pair encoding (Sennrich et al. 2016, Radford et al. 2019).
 
-    `decode(encode(text)) == text` for any text; one that spells the end of text is no end.
+    `decode(encode(text)) == text` for any text; a literal "<|endoftext|>" in it doesn't end it.
 
     Args:
-        values: what `to_dict` returned; `json` holds what `tokenizers` writes.
+        values: what `to_dict` returned; `json` is what the library `tokenizers` writes.
     """
 
     kind = "bpe"
@@ -47,19 +47,19 @@ class BytePairTokenizer:
     @cached_property
     def _tokenizer(self) -> Any:
         tokenizer = library("tokenizers", "bpe").Tokenizer.from_str(self._values["json"])
-        tokenizer.encode_special_tokens = True  # a text's own "<|endoftext|>" is text
+        tokenizer.encode_special_tokens = True  # a literal "<|endoftext|>" is text
         return tokenizer
 
     def encode(self, text: str | bytes) -> Tokens:
-        """Return the ids of `text`; what is not UTF-8 becomes U+FFFD, lone surrogates `?`."""
+        """Return the ids of `text`; invalid UTF-8 becomes U+FFFD, lone surrogates `?`."""
         if isinstance(text, str):
             text = text.encode("utf-8", errors="replace")
         return self.encode_documents([text.decode("utf-8", errors="replace").encode()])[:-1]
 
     def encode_documents(self, texts: Sequence[bytes]) -> Tokens:
-        """Return the ids of valid texts one after another, each with its end of text."""
+        """Return the ids of valid texts one after another, each followed by the end of text."""
         pieces = [[piece.decode() for piece in _pieces(text)] for text in texts]
-        # The fast variant leaves out where in the text each token stands.
+        # The fast variant doesn't compute the tokens' positions in the text.
         encode = self._tokenizer.encode_batch_fast
         encoded = iter(encode(list(chain.from_iterable(pieces)), add_special_tokens=False))
         rows = [[*(next(encoded).ids for _ in each), [self.end_of_text]] for each in pieces]
@@ -67,7 +67,7 @@ class BytePairTokenizer:
         return np.fromiter(ids, token_dtype(self.vocab_size))
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Return the text; what is not UTF-8 shows as U+FFFD."""
+        """Return the text; invalid UTF-8 becomes U+FFFD."""
         text: str = self._tokenizer.decode([int(token) for token in ids], skip_special_tokens=False)
         return text
 
@@ -85,10 +85,10 @@ def _pieces(text: bytes) -> Iterator[bytes]:
 
 
 def make_tokenizer(name: str, vocab_size: int | None, texts: Iterable[str]) -> Tokenizer:
-    """Return the tokenizer that `data.tokenizer` names; `bpe` is learnt from `texts`.
+    """Return the tokenizer that `data.tokenizer` names; `bpe` is trained on `texts`.
 
     Raises:
-        UserError: it is none, or no byte-level one, or a library is missing.
+        UserError: it can't be loaded, isn't byte-level, or a library is missing.
     """
     if name == ByteTokenizer.kind:
         return ByteTokenizer()
@@ -128,7 +128,7 @@ def _byte_level(model: Any) -> Any:
 
 
 def _loaded(name: str) -> Any:
-    """Load a file, a folder with a file or two of the usual names, or what the hub has."""
+    """Load a file, a folder with one or two files of the usual names, or a name on the hub."""
     lib = library("tokenizers", "bpe")
     files = [str(path) for path in tokenizer_files(name)]
     try:
@@ -137,7 +137,7 @@ def _loaded(name: str) -> Any:
         if files:
             return lib.Tokenizer.from_file(*files)
         return lib.Tokenizer.from_pretrained(name)
-    except Exception as error:  # the library has no class of its own
+    except Exception as error:  # the library doesn't have its own error class
         raise UserError(
             f"data.tokenizer={name} cannot be loaded ({error}); give bytes, bpe, a tokenizer.json, "
             "a folder with one or with vocab.json and merges.txt, or a name on the hub"
@@ -145,7 +145,7 @@ def _loaded(name: str) -> Any:
 
 
 def tokenizer_files(name: str) -> list[Path]:
-    """Return the files that `data.tokenizer` names; none where it names no file."""
+    """Return the files that `data.tokenizer` names, if any."""
     path = Path(name).expanduser()
     for names in ((), ("tokenizer.json",), ("vocab.json", "merges.txt")):
         files = [path.joinpath(each) for each in names or ("",)]
@@ -155,13 +155,13 @@ def tokenizer_files(name: str) -> list[Path]:
 
 
 def identity(name: str, *sizes: int | None) -> list[Any]:
-    """Return what decides the tokens: files by their content; for `bpe`, its sizes too."""
+    """Return what determines the tokens: hashes of files or the name; for `bpe`, also its sizes."""
     files = [hashlib.sha256(path.read_bytes()).hexdigest() for path in tokenizer_files(name)]
     return [files or name, *(sizes if name == BytePairTokenizer.kind else ())]
 
 
 def training_texts(corpus: Corpus, size: int) -> Iterator[str]:
-    """Yield the first bytes of the training documents, for `bpe` to learn from."""
+    """Yield the first `size` bytes of the training documents, to train `bpe` on."""
     for stretch in corpus.stretches():
         for text in stretch.texts if stretch.split == "train" else ():
             if size <= 0:

@@ -1,4 +1,4 @@
-"""The files of a folder, a glob or a URL, plain or packed."""
+"""The files of a folder, a glob, or a URL, plain or compressed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lockstep_gpt.extras.sources.blocks import BLOCK, DocumentsData, reading
 
 @dataclass
 class FilesData(DocumentsData):
-    """What corpora in files have in common."""
+    """Settings of corpora in files."""
 
     path: str = setting(
         "a file, a folder, a glob or a URL; .gz and .zst are unpacked", "", on_resume="machine"
@@ -26,13 +26,13 @@ class FilesData(DocumentsData):
 
 
 class Files:
-    """The files of a folder, a glob or a URL, by name.
+    """The files of a folder, a glob, or a URL, sorted by name.
 
     Raises:
-        UserError: there are none, or the file system cannot be read.
+        UserError: there are none, or the file system can't be read.
     """
 
-    wanted: ClassVar[str] = ""  # what the names of a folder's files must match
+    wanted: ClassVar[str] = ""  # pattern that the names of a folder's files must match
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -42,8 +42,8 @@ class Files:
         self.size: int | None = self.before[-1]
 
     def find(self) -> list[File]:
-        """Look for the files, in no order."""
-        import fsspec  # half of this module's time to import, and not always needed
+        """Find the files, unsorted."""
+        import fsspec  # half of this module's import time, and not always needed
 
         with reading(f"data.path={self.path}"):
             system, place = fsspec.url_to_fs(self.path)  # expands ~ too
@@ -65,12 +65,12 @@ class Files:
         return files
 
     def identity(self) -> Any:
-        """Return the names and sizes, and the times of change or what else a server knows."""
+        """Return names, sizes, and modification times, or what else a server reports of files."""
         return [file[:3] for file in self.files]
 
 
 def content(raw: Any, path: str, skip: int, size: int) -> Iterator[bytes]:
-    """Yield what a file holds, unpacked and without the first bytes, so many bytes at a time."""
+    """Yield a file's content, decompressed, without the first `skip` bytes, `size` at a time."""
     if path.endswith(".zst"):
         content = _unpacked(raw)
     elif path.endswith(".gz"):
@@ -84,7 +84,7 @@ def content(raw: Any, path: str, skip: int, size: int) -> Iterator[bytes]:
 
 
 def _unpacked(raw: Any) -> Iterator[bytes]:
-    """Yield all frames; zstandard's own reader takes half a file for a whole one."""
+    """Decompress all frames; zstandard's own reader accepts a truncated file."""
     zstandard = library("zstandard", "zstd")
     frame, data = None, raw.read(BLOCK)
     while data:

@@ -1,4 +1,4 @@
-"""`data=huggingface`: one field of a data set that the `datasets` library knows."""
+"""`data=huggingface`: one field of a dataset that the `datasets` library can load."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from lockstep_gpt.extras.sources.blocks import (
 from lockstep_gpt.extras.sources.files import Files
 from lockstep_gpt.extras.sources.parquet import documents_in
 
-ROWS = 256  # that are handled together
+ROWS = 256  # that are processed together
 
 
 @dataclass
 class HuggingfaceData(DocumentsData):
-    """A data set on the Hugging Face hub or in a folder."""
+    """A dataset on the Hugging Face hub or in a folder."""
 
     source: str = setting("where the text comes from", "huggingface", choices=("huggingface",))
     path: str = setting("name on the hub, or a local folder", "", on_resume="machine")
@@ -50,9 +50,9 @@ class HuggingfaceRows(Documents):
         self.local = self.folder.is_dir()
 
     def identity(self) -> Any:
-        """Return the files of a folder; of the hub, which may be far, only what was asked for.
+        """Return the files of a folder; for the hub, which isn't queried, only the name.
 
-        So what a branch there has come to hold is not noticed: name a commit in `data.revision`.
+        So a change of a branch there isn't noticed: name a commit in `data.revision`.
         """
         return Files(str(self.folder)).identity() if self.local else self.config.path
 
@@ -62,10 +62,10 @@ class HuggingfaceRows(Documents):
         return None if self.config.streaming else self._rows.data.nbytes
 
     def blocks(self, start: Position) -> Iterator[Block]:
-        """Yield the rows that are not empty."""
+        """Yield the rows that aren't empty."""
         config, after, rows = self.config, start, self._rows
         if hasattr(rows, "__len__") and start.offset >= len(rows):
-            return  # `skip` refuses to skip everything
+            return  # `skip` doesn't accept skipping everything
         with reading(f"data.path={config.path}"):
             for table in rows.skip(start.offset).with_format("arrow").iter(ROWS):
                 column = table.column(config.field)
@@ -76,7 +76,7 @@ class HuggingfaceRows(Documents):
 
     @cached_property
     def _rows(self) -> Any:
-        """Load the data set, or what says how to stream it, with nothing but the field."""
+        """Load the dataset, or a stream of it, with only this field."""
         config = self.config
         with reading(f"data.path={config.path}"):
             rows = self._load(library("datasets", "huggingface"))
@@ -90,7 +90,7 @@ class HuggingfaceRows(Documents):
     def _load(self, datasets: Any) -> Any:
         config = self.config
         if any((self.folder / name).is_file() for name in ("state.json", "dataset_dict.json")):
-            saved = datasets.load_from_disk(str(self.folder))  # mapped, so never a second copy
+            saved = datasets.load_from_disk(str(self.folder))  # memory-mapped: no second copy
             return saved[config.split] if isinstance(saved, dict) else saved
         return datasets.load_dataset(
             str(self.folder) if self.local else config.path,

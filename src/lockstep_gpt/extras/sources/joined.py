@@ -1,6 +1,6 @@
-"""The token files of a split mapped one after another into what looks like one array.
+"""Maps the token files of a split one after another into what looks like one array.
 
-All of them but the last are whole pages of memory, so they fit together.
+All files but the last consist of whole memory pages, so they fit together.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import numpy.typing as npt
 
 from lockstep_gpt.data.shards import unusable
 
-MAP_FIXED = 0x10  # of Linux and macOS, which Python's mmap does not name
+MAP_FIXED = 0x10  # on Linux and macOS; Python's mmap doesn't define it
 
 
 def joined(files: list[Path]) -> npt.NDArray[np.uint8]:
-    """Map files one after another into one range of addresses, which is given back as a whole."""
+    """Map files one after another into one address range, which is released as a whole."""
     sizes = [file.stat().st_size for file in files]
     anonymous = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     place = np.frombuffer(mmap.mmap(-1, sum(sizes), anonymous, mmap.PROT_READ), np.uint8)

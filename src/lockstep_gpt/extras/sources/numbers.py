@@ -1,4 +1,4 @@
-"""Data that never was text: random tokens, and what reads and writes ids as numbers."""
+"""Data that never was text: random tokens, and a tokenizer that writes ids as numbers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lockstep_gpt.extras.sources.blocks import (
     TokenBlock,
 )
 
-SEED = 20_231  # fixed: `seed` shall decide the order of samples, not the samples
+SEED = 20_231  # fixed: `seed` determines the order of samples, not the samples
 
 
 @dataclass
@@ -31,7 +31,7 @@ class SyntheticData(InShards):
 
 
 class NumberTokenizer:
-    """Ids written as decimal numbers with spaces between, for data that never was text."""
+    """Writes ids as decimal numbers separated by spaces, for data that never was text."""
 
     kind = "numbers"
     end_of_text: int | None = None
@@ -40,7 +40,7 @@ class NumberTokenizer:
         self.vocab_size = vocab_size
 
     def encode(self, text: str | bytes) -> Tokens:
-        """Return the ids that `text` spells, shape (numbers,), or raise a `UserError`."""
+        """Return the ids in `text`, shape (numbers,), or raise a `UserError`."""
         words = text.split()
         for word in words:
             if not (word.isdigit() and word.isascii() and int(word) < self.vocab_size):
@@ -51,15 +51,15 @@ class NumberTokenizer:
         return np.array([int(word) for word in words], dtype=token_dtype(self.vocab_size))
 
     def encode_documents(self, texts: Sequence[bytes]) -> Tokens:
-        """Return the ids that `texts` spell one after another; nothing stands between."""
+        """Return the ids in `texts` one after another, with nothing between them."""
         return self.encode(b" ".join(texts))
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Return the numbers with spaces between."""
+        """Return the numbers, separated by spaces."""
         return " ".join(str(int(token)) for token in ids)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the kind and the size of the vocabulary."""
+        """Return the kind and the vocabulary size."""
         return {"kind": self.kind, "vocab_size": self.vocab_size}
 
 
@@ -79,17 +79,17 @@ class RandomTokens(Blocks):
         self.tokenizer_identity: Any = (None, self.vocab_size, None)
 
     def identity(self) -> Any:
-        """Return what decides the tokens beside the settings."""
+        """Return what determines the tokens in addition to the settings."""
         return SEED
 
     def make_tokenizer(self) -> Tokenizer:
-        """Return numbers."""
+        """Return the tokenizer of numbers."""
         return NumberTokenizer(self.vocab_size)
 
     def blocks(self, start: Position) -> Iterator[TokenBlock]:
-        """Yield first all of train, then all of val.
+        """Yield all of train, then all of val.
 
-        Raw draws of Philox are scaled here, by the high half of `draw * vocab_size`, because
+        This scales raw draws of Philox itself, by the high half of `draw * vocab_size`, because
         NumPy promises stable raw draws but not a stable `integers()`. The bias is < 2**-16.
         """
         done = start.offset

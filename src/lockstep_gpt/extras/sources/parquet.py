@@ -29,7 +29,7 @@ class ParquetData(FilesData):
 
 
 class ParquetFiles(TextFiles):
-    """The rows of Parquet files, by file."""
+    """The rows of Parquet files, file by file."""
 
     wanted = r"\.parquet$"
 
@@ -38,7 +38,7 @@ class ParquetFiles(TextFiles):
         self.column = config.column
 
     def blocks(self, start: Position) -> Iterator[Block]:
-        """Yield the rows that are not empty; of a file before `start`, whole row groups."""
+        """Yield the rows that aren't empty; skip whole batches of a file up to `start`."""
         parquet = library("pyarrow.parquet", "parquet")
         for number in range(start.part, len(self.files)):
             path, done = self.files[number].path, 0
@@ -51,7 +51,7 @@ class ParquetFiles(TextFiles):
                         yield self._block(after, batch.column(0), path)
 
     def _batches(self, file: Any, path: str) -> Iterator[Any]:
-        """Yield record batches of the column, always the same, of about `BLOCK` bytes."""
+        """Yield record batches of the column, about `BLOCK` bytes each, the same ones each time."""
         names = file.schema_arrow.names
         if self.column not in names:
             raise UserError(
@@ -78,5 +78,5 @@ class ParquetFiles(TextFiles):
 
 
 def documents_in(column: Any) -> list[bytes]:
-    """Return the texts of an Arrow column of strings or bytes that are not null or empty."""
+    """Return the texts in an Arrow column of strings or bytes that aren't null or empty."""
     return list(filter(None, column.cast("binary").to_pylist()))

@@ -1,4 +1,4 @@
-"""`data=text`, `data=stdlib` and `data=jsonl`: text files, a document per file, line or object."""
+"""`data=text`, `data=stdlib`, `data=jsonl`: text files, a document per file, line, or object."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from lockstep_gpt.extras.sources.files import Files, FilesData, content
 
 @dataclass
 class TextData(FilesData):
-    """Text of your own, a document per file or line."""
+    """Your own text, a document per file or line."""
 
     source: str = setting("where the text comes from", "text", choices=("text",))
     documents: str = setting("what is one document", "file", choices=("file", "line"))
@@ -34,7 +34,7 @@ class TextData(FilesData):
 
 @dataclass
 class StdlibData(DocumentsData):
-    """The source code of the Python standard library at hand."""
+    """The source code of the installed Python standard library."""
 
     source: str = setting("where the text comes from", "stdlib", choices=("stdlib",))
 
@@ -48,7 +48,7 @@ class JsonlData(FilesData):
 
 
 class TextFiles(Files, Documents, corpora.TextFiles):
-    """Files of text, plain or packed (.gz, .zst), a document per file or per line."""
+    """Text files, plain or compressed (.gz, .zst), a document per file or per line."""
 
     def __init__(
         self, config: DocumentsData, path: str, by_name: bool = False, by_line: bool = False
@@ -57,11 +57,11 @@ class TextFiles(Files, Documents, corpora.TextFiles):
         Documents.__init__(self, config)
         self.val_fraction, self.invalid_utf8 = config.val_fraction, config.invalid_utf8
         self.by_line = by_line
-        # Names of a few files may hold out none: then each file's end is held out.
+        # Few names may select no file for validation: then the end of each file is held out.
         self.by_name = by_name or by_line or len(self.files) * config.val_fraction >= FEW
 
     def blocks(self, start: Position) -> Iterator[Block]:
-        """Yield the documents, file by file; many small ones together."""
+        """Yield the documents, file by file; small ones come together."""
         texts: list[bytes] = []
         val: list[bool] = []
         after, size, invalid = start, 0, 0
@@ -84,7 +84,7 @@ class TextFiles(Files, Documents, corpora.TextFiles):
         return [text for _, text in parts], [split == "val" for split, _ in parts]
 
     def _documents(self, piece: bytes, path: str) -> tuple[list[bytes], int]:
-        """Return the documents in a piece of a file, and how many were not UTF-8."""
+        """Return the documents in a piece of a file, and how many weren't UTF-8."""
         if not self.by_line:
             return valid([piece], self.invalid_utf8, path)
         text = piece.replace(b"\r\n", b"\n") if b"\r" in piece else piece
@@ -92,7 +92,7 @@ class TextFiles(Files, Documents, corpora.TextFiles):
         return (lines, 0) if is_utf8(piece) else valid(lines, self.invalid_utf8, path)
 
     def _pieces(self, number: int, start: Position) -> Iterator[tuple[bytes, Position]]:
-        """Yield a file cut where a text may be cut, from `start` on if that lies in it."""
+        """Yield a file in pieces, cut where a text may be cut, from `start` if that is in it."""
         file, before = self.files[number], self.before[number]
         offset = start.offset if start.part == number else 0
         longest = BLOCK if self.by_line else LONGEST
@@ -107,7 +107,7 @@ class TextFiles(Files, Documents, corpora.TextFiles):
         yield rest, Position(number + 1, 0, self.before[number + 1])
 
     def _end(self, text: bytes, longest: int) -> int:
-        """Return where a text may be cut, whatever it was read with; 0: nowhere yet."""
+        """Return where a text may be cut, however much was read; 0: nowhere yet."""
         if self.by_line:
             return text.rfind(b"\n", 0, longest) + 1 or text.find(b"\n", longest) + 1
         return cut(text[:longest])
@@ -121,11 +121,11 @@ class OwnText(TextFiles):
 
 
 class StandardLibrary(corpora.StandardLibrary, TextFiles):
-    """Every `.py` file of the Python standard library at hand."""
+    """Every `.py` file of the installed Python standard library."""
 
 
 class JsonLines(TextFiles):
-    """Files with a JSON object per line, one field of which is a document."""
+    """Files with a JSON object per line; one of its fields is a document."""
 
     wanted = r"\.(jsonl|ndjson|json)(\.\w+)?$"
 
@@ -140,7 +140,7 @@ class JsonLines(TextFiles):
     def _text(self, line: bytes, path: str) -> bytes:
         try:
             text: str = json.loads(line.decode())[self.field] or ""
-            return text.encode("utf-8", "replace")  # JSON can spell half a surrogate pair
+            return text.encode("utf-8", "replace")  # JSON can contain half a surrogate pair
         except (ValueError, LookupError, TypeError, AttributeError):
             raise UserError(
                 f"{path} of the corpus has the line {line[:60]!r}, no JSON object with text under "

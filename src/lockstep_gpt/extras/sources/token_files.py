@@ -1,7 +1,7 @@
-"""`data=shards`: token files that another program has made, plain or with a header.
+"""`data=shards`: token files from another program, plain or with a header.
 
-The header is that of llm.c and modded-nanogpt: 256 integers of 32 bits, of which the first says
-the type of the tokens and the third their number.
+The header is that of llm.c and modded-nanogpt: 256 integers of 32 bits. The first identifies the
+type of the tokens; the third is their number.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from lockstep_gpt.extras.sources.numbers import NumberTokenizer
 
 HEADER = 1024  # bytes
 DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
-MAGIC = {20240520: "uint16", 20240801: "uint32"}  # of GPT-2's tokens, of Llama 3's
-STRETCH = 1 << 20  # tokens of which the last are held out, where no file is
+MAGIC = {20240520: "uint16", 20240801: "uint32"}  # for GPT-2, for Llama 3
+STRETCH = 1 << 20  # tokens, of which the last are held out if no file is
 
 
 @dataclass
 class ShardsData(InShards):
-    """Token files made elsewhere."""
+    """Token files from another program."""
 
     source: str = setting("where the tokens come from", "shards", choices=("shards",))
     path: str = setting("a file, a folder, a glob or a URL", "", on_resume="machine")
@@ -50,7 +50,7 @@ class ShardsData(InShards):
 
 
 class TokenFiles(Blocks):
-    """The tokens of files, by name: first those for training, then those for validation."""
+    """The tokens of files, sorted by name: first the training files, then the validation files."""
 
     def __init__(self, config: ShardsData) -> None:
         self.config = config
@@ -62,14 +62,14 @@ class TokenFiles(Blocks):
         self.tokenizer_identity: Any = byte_pairs.identity(config.tokenizer)
 
     def identity(self) -> Any:
-        """Return what the files are, and which of them are held out."""
+        """Return the identity of the files, and of those that are held out."""
         return [self.train.identity(), self.val and self.val.identity()]
 
     def make_tokenizer(self) -> Tokenizer:
-        """Return the tokenizer that made them.
+        """Return the tokenizer that made the tokens.
 
         Raises:
-            UserError: it is of another size.
+            UserError: its vocabulary has another size.
         """
         config = self.config
         if config.tokenizer == NumberTokenizer.kind:
@@ -97,7 +97,7 @@ class TokenFiles(Blocks):
                 )
 
     def _stretches(self, part: int, offset: int) -> Iterator[tuple[str, npt.NDArray[Any]]]:
-        """Yield `(split, ids)` from token `offset` of a file on, cut alike wherever that is."""
+        """Yield `(split, ids)` from token `offset` of a file; `offset` doesn't move the cuts."""
         path = self.files[part].path
         with reading(path), self._files(part).open(path, "rb") as raw:
             dtype, skip = self._layout(raw.read(HEADER), part)
@@ -110,7 +110,7 @@ class TokenFiles(Blocks):
                 yield split, ids
 
     def _end(self, part: int, offset: int, total: int) -> tuple[str, int]:
-        """Return the split that token `offset` is of, and where it changes or a stretch ends."""
+        """Return the split of token `offset`, and where the split changes or the stretch ends."""
         first = offset // STRETCH * STRETCH
         last = min(first + STRETCH, total)
         if self.val:
@@ -122,7 +122,7 @@ class TokenFiles(Blocks):
         return self.train if part < len(self.train.files) or not self.val else self.val
 
     def _layout(self, header: bytes, part: int) -> tuple[np.dtype[Any], int]:
-        """Return the type of a file's tokens and where they begin."""
+        """Return the type of a file's tokens and the offset of the first."""
         file, skip = self.files[part], 0
         dtype = DTYPES[self.config.dtype]
         words = np.frombuffer(header[: len(header) // 4 * 4], "<i4")
