@@ -176,7 +176,7 @@ def data_sections() -> Iterator[Part]:
             if issubclass(schema, DataConfig) and schema not in shown:
                 shown.add(schema)
                 base = schema.__base__
-                also = f" Takes also {about(base).lower()}." if base is not Checked else ""
+                also = f" Also accepts {about(base).lower()}." if base is not Checked else ""
                 yield section(names.get(schema, "### Of several sources"), schema, also)
 
 
@@ -215,7 +215,7 @@ def open_choices(group: str) -> Iterator[Part]:
     """Yield a section for each choice of an open group, with the settings that its file lists."""
     for file in sorted((CONFIGS / group).glob("*.yaml")):
         known = yaml.safe_load(file.read_text("utf-8")).get("defaults", ["_self_"])
-        base = f" Takes also the settings of `{group}={known[0]}`." if known[0] != "_self_" else ""
+        base = f" Also accepts the settings of `{group}={known[0]}`." if known[0] != "_self_" else ""
         about = f"{header(file)}{base}".strip() or "The choice where none is made."
         yield Part(file, f"### `{group}={file.stem}`\n\n{about}\n{table_in(file, group)}")
         added = file.parent / "added" / file.name

@@ -1,9 +1,9 @@
-"""Checkpoints that are written in the background, copied elsewhere, or fetched from wandb."""
+"""Checkpoints written in the background, copied to another location, or fetched from wandb."""
 
-# Group of settings -> what it takes with this extra.
+# Group of settings -> its class with this extra.
 SETTINGS = {"checkpoint": ".extras.copies.copies_settings:CopiedCheckpoints"}
 CHECKPOINT_IO = ".extras.copies.writing:checkpoint_io"
-# Where a run has lost its own.
+# For a run that lost its own checkpoints.
 FETCH_CHECKPOINT = ".extras.copies.remote:fetch"
-# Of what `wandb://...` names.
+# For `wandb://...`.
 DOWNLOAD = ".extras.copies.remote:download"

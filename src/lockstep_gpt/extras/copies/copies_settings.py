@@ -1,4 +1,4 @@
-"""What `checkpoint` takes beside the core's."""
+"""Settings that this extra adds to `checkpoint`."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from lockstep_gpt.config import CheckpointConfig, setting
 
 @dataclass
 class CopiedCheckpoints(CheckpointConfig):
-    """Checkpoints that are written in the background, or to a second place."""
+    """Checkpoints written in the background, or to a second location."""
 
     background: bool = setting("write from a copy while training goes on; needs its memory", False)
     copy_to: str | None = setting("also keep them in this folder or fsspec URL", None)

@@ -1,4 +1,4 @@
-"""Checkpoints elsewhere: in a folder or at an fsspec URL, and in wandb."""
+"""Copies of checkpoints in a folder or at an fsspec URL, and checkpoints in wandb."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from lockstep_gpt.training import checkpoint
 
 logger = logging.getLogger(__name__)
 
-REFERENCE = re.compile(r"wandb:/{1,2}(.+)")  # a `Path` has only one slash left
+REFERENCE = re.compile(r"wandb:/{1,2}(.+)")  # a `Path` keeps only one slash
 
 
-# Ends the name of a file beside the folder: whose it is. In the run directory: who that run is.
+# Suffix of a file next to the folder with its run's id; the file with that id in the run directory.
 STAMP, OWN = ".run", ".copies"
 
 
 def copies_of(directory: RunDirectory, config: Config) -> str | None:
-    """Return where copies of this run's checkpoints go.
+    """Return where copies of this run's checkpoints go, or None.
 
-    By the whole `run_dir`, as it was frozen: each sweep has a job 0. And a run that has lost its
-    directory finds them by nothing else.
+    The location contains the whole `run_dir`, as it was frozen: each sweep has a job 0. A run that
+    lost its directory finds its copies only by this.
     """
     url = cast(CopiedCheckpoints, config.checkpoint).copy_to
     parts = Path(config.run_dir or directory.path).parts
@@ -40,8 +40,8 @@ def claim(directory: RunDirectory, config: Config) -> None:
     """Mark the folder of copies as this run's.
 
     Raises:
-        UserError: it holds another run's.
-        Exception: whatever a remote file system raises.
+        UserError: it contains another run's copies.
+        Exception: any error of a remote file system.
     """
     url = copies_of(directory, config)
     files, folder = fsspec.core.url_to_fs(url)
@@ -62,7 +62,7 @@ def claim(directory: RunDirectory, config: Config) -> None:
 
 
 def copy_out(path: Path, url: str) -> None:
-    """Copy a checkpoint, its sum first and itself last, to the folder or fsspec URL `url`."""
+    """Copy a checkpoint, its checksum first and itself last, to the folder or fsspec URL `url`."""
     files, folder = fsspec.core.url_to_fs(url)
     files.makedirs(folder, exist_ok=True)
     for source in checkpoint.files_of(path):
@@ -72,7 +72,7 @@ def copy_out(path: Path, url: str) -> None:
 
 
 def remove_copy(name: str, url: str) -> None:
-    """Delete the copy of the checkpoint `name` below `url`, its sum last."""
+    """Delete the copy of the checkpoint `name` in `url`, its checksum last."""
     files, folder = fsspec.core.url_to_fs(url)
     parts = [Path(str(part)).name for part in files.glob(f"{folder}/{Path(name).stem}.*.part")]
     for each in (name, *parts, f"{name}.sha256"):
@@ -81,16 +81,16 @@ def remove_copy(name: str, url: str) -> None:
 
 
 def fetch(directory: RunDirectory, config: Config) -> Path | None:
-    """Bring back the newest sound copy of a run that has lost its own checkpoints.
+    """Fetch the newest intact copy for a run that lost its own checkpoints.
 
     Raises:
-        UserError: it is of another run.
+        UserError: it belongs to another run.
     """
     url = copies_of(directory, config)
     if not url:
         return None
     anywhere = f"{cast(CopiedCheckpoints, config.checkpoint).copy_to}".rstrip("/")
-    former = f"{anywhere}/{directory.path.name}"  # an earlier version's, of all jobs 0
+    former = f"{anywhere}/{directory.path.name}"  # of an earlier version, for every job 0
     for place in dict.fromkeys((url, former)):
         if path := fetch_newest(place, directory.checkpoints):
             try:
@@ -117,7 +117,7 @@ def _refuse_another_run(name: str, path: Path, directory: RunDirectory, config: 
 
 
 def fetch_newest(url: str, folder: Path) -> Path | None:
-    """Bring the newest copy below `url` that verifies into `folder`; None if there is none."""
+    """Fetch the newest copy in `url` that verifies to `folder`; return None if there is none."""
     files, remote = fsspec.core.url_to_fs(url)
     folder.mkdir(parents=True, exist_ok=True)
     copies = [folder / Path(str(name)).name for name in files.glob(f"{remote}/step=*.ckpt")]
@@ -138,14 +138,14 @@ def fetch_newest(url: str, folder: Path) -> Path | None:
 
 
 def download(source: Path, folder: Path | None) -> Path | None:
-    """Download a checkpoint that a run has logged; return its file.
+    """Download a checkpoint that a run logged; return its file.
 
     Args:
-        source: wandb://ENTITY/PROJECT/NAME:ALIAS; anything else is not for us, and None returned.
-        folder: where to; None: wandb's own, `artifacts/`.
+        source: wandb://ENTITY/PROJECT/NAME:ALIAS; for anything else, None is returned.
+        folder: the target; None: wandb's own, `artifacts/`.
 
     Raises:
-        UserError: there is none, or it cannot be reached.
+        UserError: there is none, or it can't be reached.
     """
     if not (found := REFERENCE.fullmatch(str(source))):
         return None

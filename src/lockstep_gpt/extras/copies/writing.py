@@ -1,4 +1,4 @@
-"""Writes checkpoints in the background, and to a second place."""
+"""Writes checkpoints in the background, and to a second location."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ logger = logging.getLogger(__name__)
 
 
 def checkpoint_io(directory: RunDirectory, config: Config) -> CopyingCheckpointIO | None:
-    """Return what writes a run's checkpoints in the background or twice, if anything shall.
+    """Return what writes a run's checkpoints in the background or twice, or None if unset.
 
     Raises:
-        UserError: copies of another run are where this one's would go.
+        UserError: another run's copies are where this run's would go.
     """
     background = cast(CopiedCheckpoints, config.checkpoint).background
     url = remote.copies_of(directory, config)
@@ -38,20 +38,20 @@ def checkpoint_io(directory: RunDirectory, config: Config) -> CopyingCheckpointI
             disk.claim()
         except UserError:
             raise
-        except Exception as error:  # as below; it may be there when the first copy is
+        except Exception as error:  # as below; it may work for the first copy
             logger.warning("%s cannot be reached: %s", url, error)
     return disk
 
 
 class CopyingCheckpointIO(AtomicCheckpointIO):
-    """Writes checkpoints in the background or to two places, as `checkpoint.background` says.
+    """Writes checkpoints in the background, or to two locations.
 
-    Lightning's `AsyncCheckpointIO` writes what training goes on to change, and forgets a failure.
+    Lightning's `AsyncCheckpointIO` writes tensors that training still changes, and drops errors.
 
     Args:
-        background: copy the state into memory of the host and let a thread write it.
-        copy_to: folder or fsspec URL that gets a copy of each.
-        claim: makes it this run's, before the first; or raises.
+        background: copy the state to host memory and let a thread write it.
+        copy_to: folder or fsspec URL that gets a copy of each checkpoint.
+        claim: marks it as this run's before the first copy, or raises.
     """
 
     def __init__(
@@ -63,21 +63,21 @@ class CopyingCheckpointIO(AtomicCheckpointIO):
         self.copy_to, self._claim, self._is_ours = copy_to, claim, False
         self._writer = ThreadPoolExecutor(1) if background else None  # one: in the order of calls
         self._pending: list[Future[None]] = []
-        self._stands = True  # what was saved last
-        self._buffers: dict[str, Tensor] = {}  # kept: new memory costs more than the copying
+        self._stands = True  # whether the last save succeeded
+        self._buffers: dict[str, Tensor] = {}  # reused: new memory costs more than copying
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None
     ) -> None:
-        """Write `checkpoint` to `path`, its SHA-256 beside it.
+        """Write `checkpoint` to `path`, and its SHA-256 next to it.
 
         Args:
             checkpoint: plain containers and tensors.
-            path: where to.
-            storage_options: name -> SHA-256 of its other files, which stand beside it already.
+            path: the file.
+            storage_options: name -> SHA-256 of its other files, which are next to it already.
 
         Raises:
-            RunError: this one, or in the background the last one, cannot be written.
+            RunError: this one, or in the background the last one, can't be written.
         """
         self.wait()
         if self._writer is not None:
@@ -85,7 +85,7 @@ class CopyingCheckpointIO(AtomicCheckpointIO):
         self._do(self._write, checkpoint, Path(path), storage_options)
 
     def _do(self, action: Callable[..., None], *arguments: Any) -> None:
-        """Act now, or in the background after all that was asked for before."""
+        """Run `action` now, or in the background after all earlier actions."""
         if self._writer is None:
             action(*arguments)
         else:
@@ -99,22 +99,22 @@ class CopyingCheckpointIO(AtomicCheckpointIO):
             self._elsewhere(f"no copy of {path.name}", lambda url: remote.copy_out(path, url))
 
     def _elsewhere(self, fault: str, action: Callable[[str], None]) -> None:
-        """Act on the copies; what fails there ends no run."""
+        """Run `action` on the copies; a failure there doesn't end the run."""
         assert self.copy_to is not None
         try:
             self.claim()
             action(self.copy_to)
-        except Exception as error:  # whatever a remote file system raises
+        except Exception as error:  # any error of a remote file system
             logger.warning("%s in %s: %s", fault, self.copy_to, error)
 
     def claim(self) -> None:
-        """Make the place of copies this run's, once, or raise."""
+        """Mark the location of the copies as this run's, once, or raise."""
         if not self._is_ours:
             self._claim()
         self._is_ours = True
 
     def remove_checkpoint(self, path: Any) -> None:
-        """Delete a checkpoint, once the one that was saved before this call stands."""
+        """Delete a checkpoint after the one saved before this call, unless saving that failed."""
         self._do(self._remove, Path(path))
 
     def _remove(self, path: Path) -> None:
@@ -129,14 +129,14 @@ class CopyingCheckpointIO(AtomicCheckpointIO):
         """Wait until everything is written.
 
         Raises:
-            RunError: something could not be.
+            RunError: something couldn't be written.
         """
         pending, self._pending = self._pending, []
         for each in pending:
             each.result()
 
     def teardown(self) -> None:
-        """Let no file be cut off by the end of the process."""
+        """Finish all files before the process ends."""
         self.wait()
 
     def _snapshot(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
@@ -146,7 +146,7 @@ class CopyingCheckpointIO(AtomicCheckpointIO):
         return copy
 
     def _copied(self, value: Any, place: str) -> Any:
-        """Copy nested containers, tensors into the buffers of their places."""
+        """Copy nested containers; tensors go into a buffer for each position."""
         if isinstance(value, dict):
             return {name: self._copied(each, f"{place}.{name}") for name, each in value.items()}
         if isinstance(value, list | tuple):
