@@ -1,4 +1,4 @@
-"""What wandb gets beside metrics and configuration, as `logger.wandb` asks for it."""
+"""What wandb gets in addition to metrics and configuration, if `logger.wandb` asks for it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch.nn import Module
     from wandb.sdk.wandb_run import Run
 
-# What wandb shows of a metric in its table of runs, instead of the last value.
+# What wandb shows for a metric in its table of runs, instead of the last value.
 SUMMARIES = {
     **dict.fromkeys(("train/loss", "val/loss", "val/perplexity"), "min"),
     **dict.fromkeys(("throughput/tokens_per_second", "optim/grad_norm"), "max"),
@@ -33,17 +33,17 @@ def tracked_run(
     mode: str,
     settings: dict[str, Any],
 ) -> Callable[[Run], FullRun]:
-    """Return what makes a logger of a wandb run.
+    """Return a function that makes a logger of a wandb run.
 
     Args:
-        directory: the run's.
-        config: its configuration.
-        model: what `watch` draws histograms of, every `log_every` steps.
-        mode: online, offline or disabled.
-        settings: those of `logger.wandb`; ours are taken out.
+        directory: the run directory.
+        config: the run's configuration.
+        model: the model for the histograms of `watch`, every `log_every` steps.
+        mode: online, offline, or disabled.
+        settings: settings of `logger.wandb`; this removes ours.
 
     Raises:
-        UserError: `watch` is unknown, or checkpoints have nowhere to go.
+        UserError: `watch` is unknown, or `log_model` is set and the run isn't online.
     """
     watch, log_code = settings.pop("watch", None), settings.pop("log_code", False)
     log_model = settings.pop("log_model", False)
@@ -70,8 +70,8 @@ class FullRun(tracking.TrackedRun):
     """A wandb run with tables that grow, alerts, and checkpoints as artifacts.
 
     Args:
-        experiment: the run.
-        directory: whose best and last checkpoint are logged at the end; None: no checkpoints.
+        experiment: the wandb run.
+        directory: the run whose best and last checkpoint are logged at the end; None: neither.
     """
 
     def __init__(self, experiment: Run, directory: RunDirectory | None) -> None:
@@ -87,7 +87,7 @@ class FullRun(tracking.TrackedRun):
         dataframe: Any = None,  # noqa: ARG002
         step: int | None = None,
     ) -> None:
-        """Add rows to the table `key`, which grows in the course of the run."""
+        """Add rows to the table `key`, which grows during the run."""
         if key not in self._tables:
             self._tables[key] = wandb.Table(columns=[*(columns or ())], log_mode="INCREMENTAL")
         for row in data or ():
@@ -95,7 +95,7 @@ class FullRun(tracking.TrackedRun):
         self.log_metrics({key: self._tables[key]}, step)
 
     def close(self, status: str) -> None:
-        """Log the checkpoints, send an alert where the run ended early, then end it."""
+        """Log the checkpoints, send an alert if the run ended early, then end it."""
         summary = self.directory.read_summary() if self.directory else {}
         aliases: dict[str, list[str]] = {}
         for name, alias in (("best_checkpoint", "best"), ("last_checkpoint", "latest")):

@@ -1,4 +1,4 @@
-"""`logger=mlflow`: one MLflow run for a run directory, also after a resume."""
+"""`logger=mlflow`: one MLflow run per run directory, even after a resume."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from lockstep_gpt.run_directory import RunDirectory
 
 
 class MLflowRun(MLFlowLogger):
-    """Lightning's logger, for a run that may go on with other settings than it began with."""
+    """Lightning's logger, for a run that may resume with other settings than at its start."""
 
     def log_hyperparams(self, params: Any) -> None:
-        """Log what is new: MLflow refuses another value for a parameter that it has."""
+        """Log only new parameters: MLflow rejects another value for a known one."""
         known: Mapping[str, str] = self.experiment.get_run(self.run_id).data.params
         found = _flatten_dict(_convert_params(params))
         super().log_hyperparams({name: found[name] for name in found if name not in known})
@@ -32,7 +32,7 @@ def mlflow_logger(
     tracking_uri: str | None,
     tags: dict[str, str],
 ) -> MLflowRun:
-    """Make or go on with the MLflow run whose id `directory` has; `config` names a new one."""
+    """Resume the MLflow run whose id is in `directory`, or start one, named by `config`."""
     try:
         from mlflow.exceptions import MlflowException
     except ImportError:
