@@ -1,6 +1,6 @@
-"""What ends a run that does harm: replicas that differ, no steps, code of somebody else's."""
+"""Guards against harm: replicas that differ, steps that don't end, code from someone else."""
 
-# Group of settings -> what it takes with this extra.
+# Group of settings -> its class with this extra.
 SETTINGS = {"guard": ".extras.guards.guards_settings:HarmGuard"}
 BEFORE_JOIN = ".extras.guards.watching:record_collectives"
 PERMIT = ".extras.guards.trust:permit"

@@ -1,4 +1,4 @@
-"""What `guard` takes beside the core's."""
+"""Settings that this extra adds to `guard`."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from lockstep_gpt.config import GuardConfig, setting
 
 @dataclass
 class HarmGuard(GuardConfig):
-    """Replicas that differ, steps that do not end."""
+    """Guards against replicas that differ and steps that don't end."""
 
     replicas_every: int | None = setting(
         "steps between comparisons of the ranks' weights; each save compares too", 500, at_least=1

@@ -1,4 +1,4 @@
-"""What a run directory from elsewhere may not do: run code that only its config.yaml names."""
+"""Keeps a run directory from someone else from running code that only its config.yaml names."""
 
 import contextlib
 import hashlib
@@ -11,12 +11,12 @@ from lockstep_gpt.config import PROGRAM, UserError
 from lockstep_gpt.launch.choices import config_folder
 from lockstep_gpt.run_directory import RunDirectory, flat, some_of
 
-# Classes, not all that can be reached: `torch.serialization.os.system` is no function of torch's.
+# Only classes, not all that is reachable: `torch.serialization.os.system` isn't part of torch.
 PUBLIC = r"lightning\.pytorch\.(callbacks|loggers|plugins|profilers|strategies)\.[A-Z]\w*"
 
 
 def foreign(values: dict[str, Any]) -> list[str]:
-    """Return the settings of what neither configs/ nor Lightning offers, and all references."""
+    """Return settings of targets that neither configs/ nor Lightning has, and all references."""
     texts = [path.read_text(encoding="utf-8") for path in config_folder().rglob("*.yaml")]
     ours, settings = re.findall(r"_target_: (\S+)", "".join(texts)), [*flat(values)]
     nodes = tuple(
@@ -29,9 +29,9 @@ def foreign(values: dict[str, Any]) -> list[str]:
 
 
 def permit(run: RunDirectory, trusted: bool, composed: dict[str, Any] | None = None) -> None:
-    """Record, for this user, that `run` may build what it names; refuse it where it may not."""
+    """Record for this user that `run` may build what it names; if not, raise a `UserError`."""
     settings = foreign(run.values())
-    # Path's own would raise where there is no home.
+    # `Path.expanduser` would raise if there is no home.
     state = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")  # noqa: PTH111
     digest = hashlib.sha256(repr(settings).encode()).hexdigest()
     record = Path("/", state, PROGRAM, "built", digest)
@@ -41,6 +41,6 @@ def permit(run: RunDirectory, trusted: bool, composed: dict[str, Any] | None = N
             "started here has built; if you trust who wrote it, set trust_run_dir=true"
         )
     if settings:
-        with contextlib.suppress(OSError):  # where nothing can be kept, a command says it again
+        with contextlib.suppress(OSError):  # without a record, commands need trust_run_dir again
             record.parent.mkdir(parents=True, exist_ok=True)
             record.touch()

@@ -1,4 +1,4 @@
-"""What ends a run that does harm: replicas that differ, steps that do not end."""
+"""Ends a run that does harm: its replicas differ, or its steps don't end."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from lockstep_gpt.training.callbacks.step import StepCallback
 from lockstep_gpt.training.ranks import backend_of
 
 STALL_GRACE = 2  # seconds for the other ranks to show their stacks too
-WATCHDOG_MARGIN = 120  # seconds between our end of a stalled run and that by NCCL's watchdog
-TRACE = "nccl_trace_rank_"  # how files of the flight recorder begin, which end in the rank
-RECORDED = 2000  # collectives that it remembers
+WATCHDOG_MARGIN = 120  # seconds by which we end a stalled run before NCCL's watchdog does
+TRACE = "nccl_trace_rank_"  # prefix of the flight recorder's files; the rank follows
+RECORDED = 2000  # collectives that it keeps
 
 
 @dataclass(eq=False)
 class Guards(StepCallback):
-    """Ends a run whose replicas differ, or that makes no step any more."""
+    """Ends a run whose replicas differ, or that stopped making steps."""
 
     config: Config  # when to look, and how long a step may take
     directory: RunDirectory  # where the failure of a stalled run is recorded
@@ -46,7 +46,7 @@ class Guards(StepCallback):
         return cast(HarmGuard, self.config.guard)
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
-        """Begin to watch the clock, from a thread that waits for nothing else."""
+        """Start a thread that only watches the clock."""
         super().on_train_start(trainer, pl_module)
         self._alive = time.monotonic()
         if self.settings.stall_after is not None:
@@ -64,7 +64,7 @@ class Guards(StepCallback):
         self._alive = time.monotonic()
 
     def on_step_end(self, trainer: Trainer, pl_module: Any, step: int) -> None:  # noqa: ARG002
-        """Compare the replicas where it is due."""
+        """Compare the replicas if that is due."""
         if self.settings.replicas_every and step % self.settings.replicas_every == 0:
             refuse_differing_replicas(pl_module.model, step)
 
@@ -73,15 +73,15 @@ class Guards(StepCallback):
         refuse_differing_replicas(pl_module.model, trainer.global_step)
 
     def on_train_end(self, *_arguments: Any) -> None:
-        """Watch no longer."""
+        """Stop watching."""
         self._over.set()
         if self._watcher:
-            self._watcher.join()  # it may have to call faulthandler off
+            self._watcher.join()  # it may need to cancel faulthandler
 
     on_exception = on_train_end  # type: ignore[assignment]
 
     def _watch(self, stall_after: float) -> None:
-        """End the process after a stall; one of faulthandler's does if even this one is held up."""
+        """End the process after a stall; if this thread hangs too, faulthandler's thread does."""
         while not self._over.wait(min(1.0, stall_after / 10)):
             faulthandler.dump_traceback_later(stall_after + 10, exit=True, file=self.terminal)
             if time.monotonic() - self._alive > stall_after:
@@ -93,7 +93,7 @@ class Guards(StepCallback):
         print(f"rank {self.rank}: {line}; its stack:", file=self.terminal, flush=True)
         faulthandler.dump_traceback(self.terminal)
         self.directory.record_failure({"rank": self.rank, "status": 1, "error": line})
-        with contextlib.suppress(OSError, RuntimeError):  # the run ends all the same
+        with contextlib.suppress(OSError, RuntimeError):  # the run ends anyway
             if path := write_trace(self.config, self.directory, self.rank):
                 said = f"its last collectives: {path} (torchfrtrace --prefix {TRACE} {path.parent})"
                 print(f"rank {self.rank}: {said}", file=self.terminal, flush=True)
@@ -104,7 +104,7 @@ class Guards(StepCallback):
 def stall_limit(config: Config, stall_after: float) -> float:
     """Return the seconds without a step after which a run ends.
 
-    Under NCCL no host waits for a collective: steps seem to go on for a while after one hangs, and
+    With NCCL, hosts don't wait for collectives: steps seem to continue for a while after one hangs.
     NCCL's watchdog, which shows nothing and whose abort looks like a kill, must not come first.
     """
     if backend_of(config) != "nccl":
@@ -114,7 +114,7 @@ def stall_limit(config: Config, stall_after: float) -> float:
 
 
 def record_collectives(config: Config) -> None:
-    """Turn NCCL's flight recorder on; what the user has set in the environment stays."""
+    """Turn on NCCL's flight recorder; variables that the user has set stay."""
     if backend_of(config) != "nccl":
         return
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(RECORDED))
@@ -125,9 +125,9 @@ def record_collectives(config: Config) -> None:
 
 
 def write_trace(config: Config, directory: RunDirectory, rank: int) -> Path | None:
-    """Write what the flight recorder knows of this rank; return the file, None where it is off.
+    """Write the flight recorder's trace of this rank; return the file, or None if it is off.
 
-    It is the file that the watchdog would write, which is not alive any more by then.
+    The watchdog would write the same file, but the process ends before that.
     """
     kind = "_dump_nccl_trace" if backend_of(config) == "nccl" else "_dump_fr_trace"
     dump = getattr(importlib.import_module("torch._C._distributed_c10d"), kind, None)
@@ -140,9 +140,9 @@ def write_trace(config: Config, directory: RunDirectory, rank: int) -> Path | No
 
 
 def refuse_differing_replicas(model: torch.nn.Module, step: int) -> None:
-    """Compare a checksum of every parameter over all ranks: DDP never notices a flipped bit.
+    """Compare a checksum of every parameter across all ranks: DDP never notices a flipped bit.
 
-    A `RunError` on every rank names the first parameter that differs, and where.
+    A `RunError` on every rank names the first parameter that differs, and the ranks.
     """
     named = list(model.named_parameters())
     shared = any(hasattr(parameter, "full_tensor") for _, parameter in named)  # no replicas
@@ -165,6 +165,6 @@ def refuse_differing_replicas(model: torch.nn.Module, step: int) -> None:
 
 
 def _checksum(tensor: torch.Tensor) -> torch.Tensor:
-    """Add up the bits of `tensor`, taken as whole numbers."""
+    """Sum the bits of `tensor`, read as integers."""
     integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.itemsize]
     return tensor.contiguous().view(integers).sum(dtype=torch.int64)
