@@ -1,4 +1,4 @@
-"""What people bring along: runs of earlier versions, Lightning's callbacks, words of elsewhere."""
+"""What users bring along: runs of earlier versions, Lightning's callbacks, others' settings."""
 
 CHECK = ".extras.compat.callbacks:refuse_what_cannot_work"
 WORDS = ".extras.compat.words:understood"
@@ -6,7 +6,7 @@ EARLIER = ".extras.compat.former:drop_defaults"
 OTHER_NAME = ".extras.compat.other_names:here"
 CALLBACK = ".extras.compat.time_limit:if_limited"
 CHECK_START = ".extras.compat.arguments:refuse_unknown_arguments"
-# Modules, or what is in them, that an earlier version had in another place.
+# Modules, or names in them, that have moved since an earlier version.
 _HERE = "lockstep_gpt.training"
 MOVED = {
     f"{_HERE}.ranks": f"{_HERE}.strategies",

@@ -1,4 +1,4 @@
-"""Arguments of Lightning's Trainer that are none."""
+"""Rejects arguments that Lightning's Trainer doesn't have."""
 
 import ast
 from importlib.util import find_spec
@@ -7,11 +7,11 @@ from pathlib import Path
 from lockstep_gpt.config import Config, check
 from lockstep_gpt.launch.choices import suggestion
 
-OURS = {"_target_", "accelerator", "devices", "num_nodes", "sync_batchnorm"}  # of configs/trainer/
+OURS = {"_target_", "accelerator", "devices", "num_nodes", "sync_batchnorm"}  # in configs/trainer/
 
 
 def refuse_unknown_arguments(config: Config) -> None:
-    """Raise a `UserError` for what Lightning's Trainer does not take, without importing it."""
+    """Raise a `UserError` for an argument that Lightning's Trainer lacks, without importing it."""
     trainer, package = config.trainer, find_spec("lightning")
     added = sorted(trainer.keys() - OURS)
     stock = trainer.get("_target_") == "lightning.pytorch.Trainer"

@@ -1,12 +1,12 @@
-"""What settings of other projects are called here; docs/coming_from.md shows them as tables."""
+"""Our names for other projects' settings; docs/coming_from.md shows them as tables."""
 
 from lockstep_gpt.extras.compat.former import FORMER
 from lockstep_gpt.launch import choices
 
 STEPS = "max_steps or max_tokens"
-# Of lightning-hydra-template, nanoGPT and litgpt; what has its own name in a group needs no entry.
+# Of lightning-hydra-template, nanoGPT, and litgpt; names that a group of ours has are found anyway.
 NAMES = {
-    # What many have.
+    # Common to several
     "batch_size": "batch.micro_size or batch.global_size",
     "ckpt_path": "resume",
     "debug": "experiment=debug",
@@ -80,9 +80,9 @@ NAMES = {
 
 
 def here(word: str) -> str:
-    """Say what another project's setting is here; an empty text if it is none of those known."""
+    """Return our name for another project's setting as text; an empty text if it is unknown."""
     name = word.replace("-", "_")
-    if name in choices.groups():  # given as a flag, for it is none that is unknown
+    if name in choices.groups():  # a known group, so it was given as a flag
         return f"; here it is {name}=CHOICE"
     group, _, own = name.rpartition(".")
     if own in FORMER.get(group, {}):  # else it would be known
@@ -90,5 +90,5 @@ def here(word: str) -> str:
     while name:
         if ours := NAMES.get(name):
             return f"; here it is {ours}"
-        name = name.rpartition(".")[0]  # what it is in
+        name = name.rpartition(".")[0]  # its parent
     return ""

@@ -1,4 +1,4 @@
-"""Says that a time limit of Lightning's ended the run, which its own logger keeps from a reader."""
+"""Reports that a time limit of Lightning ended the run; Lightning's own message is not shown."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ logger = logging.getLogger(__name__)
 
 
 class SaysTimeIsUp(Callback):
-    """Says at the end of training that the time was up, if it was."""
+    """Reports at the end of training if the time limit was reached."""
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
-        """Ask each `Timer`; `max_time` of the Trainer is one too."""
+        """Check each `Timer`; the Trainer's `max_time` is one too."""
         for timer in (each for each in trainer.callbacks if isinstance(each, Timer)):
             left = timer.time_remaining("train")
             if left is not None and left <= 0 and trainer.is_global_zero:
@@ -26,7 +26,7 @@ class SaysTimeIsUp(Callback):
 
 
 def if_limited(config: Config, *_: Any) -> Callback | None:
-    """Return the callback where a run has a time limit."""
+    """Return the callback if the run has a time limit."""
     targets = (str(node.get("_target_", "")) for node in config.callbacks.values())
     limited = config.trainer.get("max_time") or any(each.endswith(".Timer") for each in targets)
     return SaysTimeIsUp() if limited else None

@@ -1,4 +1,4 @@
-"""Words of a command line as other projects' users write them."""
+"""Command-line arguments as users of other projects write them."""
 
 import sys
 from typing import cast
@@ -15,7 +15,7 @@ FLAGS = {  # of Hydra
     *("help", "hydra-help", "version", "cfg", "resolve", "package", "run", "multirun", "info"),
     *("shell-completion", "config-path", "config-name", "config-dir", "experimental-rerun"),
 }
-# Of Hydra's plugins: their jobs do run, and their parent has status 0 also where all have failed.
+# For Hydra's plugins: their jobs run, but their parent exits with 0 even if all jobs failed.
 LAUNCHER = (
     "would lose the exit status of its jobs; leave it out: jobs run one after the other, each on "
     "all devices"
@@ -23,7 +23,7 @@ LAUNCHER = (
 
 
 def understood(words: list[str]) -> list[str]:
-    """Return the words of a command as Hydra takes them; or raise a `UserError`."""
+    """Return a command's arguments as Hydra accepts them, or raise a `UserError`."""
     for word in words:
         name, _, value = word.partition("=")
         if name[:1] == "+" and name[1:] in choices.groups() and f"~{name[1:]}" not in words:
@@ -50,7 +50,7 @@ def _is_choice(value: str) -> bool:
 
 
 def _first_job(words: list[str]) -> list[str]:
-    """Return the words of a sweep's first job, which `--cfg` shows of it."""
+    """Return the arguments of a sweep's first job, the one that `--cfg` shows."""
     kept = [word for word in words if word not in MULTIRUN]
     given = [word for word in compose.quoted(kept) if "=" in word and not word.startswith("-")]
     with compose.told_in_one_line(given):
