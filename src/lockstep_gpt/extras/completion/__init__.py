@@ -1,7 +1,7 @@
-"""A shell completes the commands, and what Hydra knows of their overrides."""
+"""Shell completion of commands, and of the overrides that Hydra knows."""
 
-# name -> target, meaning, whether it takes Hydra overrides; `cli.py` collects them. Hydra's script
-# for the shell, which `train -sc install=bash` prints, calls this one.
+# name -> target, help line, whether it accepts Hydra overrides; `cli.py` collects them. Hydra's
+# shell script, which `train -sc install=bash` prints, calls this command.
 COMMANDS = {
     "-sc": (".extras.completion.answers:main", "answer a shell that completes words", False),
 }

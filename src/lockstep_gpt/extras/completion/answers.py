@@ -1,4 +1,4 @@
-"""What a shell is answered when a word is to be completed."""
+"""Answers a shell that completes an argument."""
 
 import os
 
@@ -6,7 +6,7 @@ from lockstep_gpt import cli
 
 
 def main(arguments: list[str]) -> int:
-    """Print the names of commands, then whatever Hydra knows of the rest."""
+    """Print the names of commands, or let Hydra complete a command's overrides."""
     line = os.environ.get("COMP_LINE", "").split(" ")
     name = line[1] if len(line) > 1 else ""
     if len(line) < 3:
