@@ -1,6 +1,6 @@
 """A Hydra sweeper that lets Optuna choose the next settings; Hydra finds it by its folder.
 
-The published plugin wants an Optuna that is years old.
+The published plugin requires an Optuna that is years old.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from lockstep_gpt.config import UserError
 
 
 class OptunaSweeper(Sweeper):
-    """Runs one job after the other, each with settings that the results so far suggest.
+    """Runs jobs one after another, each with settings that the results so far suggest.
 
     Args:
-        n_trials: jobs in all.
+        n_trials: total number of jobs.
         direction: minimize or maximize what a job returns.
-        seed: of Optuna's sampler.
-        params: setting -> where to search, as on the command line, whose own come on top.
+        seed: seed of Optuna's sampler.
+        params: setting -> search space, as on the command line, which takes precedence.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class OptunaSweeper(Sweeper):
     def setup(
         self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig
     ) -> None:
-        """Take what Hydra hands every sweeper."""
+        """Store what Hydra passes to every sweeper."""
         self.config = config
         self.loader = hydra_context.config_loader
         self.launcher: Launcher = Plugins.instance().instantiate_launcher(
@@ -56,7 +56,7 @@ class OptunaSweeper(Sweeper):
         """Search; return the best value found.
 
         Raises:
-            UserError: Optuna is not installed, or nothing was given to search in.
+            UserError: Optuna isn't installed, or there is no setting to search in.
         """
         try:
             import optuna
@@ -89,7 +89,7 @@ def _name(override: Override) -> str:
 
 
 def _suggest(trial: Any, override: Override) -> Any:
-    """Draw a value: of a choice or range one of its values, of an interval any number within."""
+    """Draw a value: one of those of a choice or range, or any number within an interval."""
     sweep = override.value()
     if isinstance(sweep, IntervalSweep):
         suggest = trial.suggest_int if _is_whole(sweep) else trial.suggest_float
