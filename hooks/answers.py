@@ -1,4 +1,4 @@
-"""The answers of whoever generates a project: each rule once, each refusal in one line."""
+"""Checks the answers to the template's questions: each rule once, each error in one line."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-# name -> the folders and files that are the extra; a name with a slash at its end is a folder.
-# Its dependencies, README lines and whatever else is in shared files stands there between
+# name -> the folders and files of the extra; a name that ends with a slash is a folder.
+# Its dependencies, README lines, and everything else in shared files are between
 # `extra NAME: begin` and `extra NAME: end`.
 EXTRAS = {
     "sweep": (
@@ -100,22 +100,22 @@ EXTRAS = {
     "slurm": ("docs/slurm.md", "scripts/slurm/", "tests/scripts/test_slurm.py"),
     "kubernetes": ("docs/kubernetes.md", "scripts/kubernetes/", "tests/scripts/test_kubernetes.py"),
 }
-IN_ALL = {"modern"}  # extras of an earlier version that every project has now
-# What an extra does not work without.
+IN_ALL = {"modern"}  # former extras that every project has now
+# Extras that an extra needs.
 NEEDS = {"slurm": {"nodes"}, "kubernetes": {"nodes"}}
 LICENSES = ("MIT", "Apache-2.0", "BSD-3-Clause", "none")
-LONGEST = 24  # characters of package and slug: longer ones break the lines of the code
+LONGEST = 24  # characters of package and slug; longer ones make lines of code too long
 ROOT = Path(__file__).parents[1]
 PINS = ROOT / "constraints.txt"
 SYSTEM = ROOT / "hooks" / "commands.txt"  # of the system and its shells
-# Modules and commands of the dependencies that do not bear the name of their distribution.
+# Modules and commands of dependencies whose names differ from their distribution's.
 MODULES = re.compile(
     "absl|antlr4|attr|coreweave_evaluations|databricks|dotenv|fabric|functorch|google|grpc|hydra|"
     "hydra_plugins|isympy|lightning_fabric|markdown_it|mlflow|mypyc|opentelemetry|pil|pip|"
     "pkg_resources|py|pydevd_plugins|torchgen|uv|wheel|xdist|yaml"
 )
-# Of Python's own library, though `sys.stdlib_module_names` lacks them: its tests, and what later
-# versions than the oldest have.
+# Modules of Python's own library. `sys.stdlib_module_names` lacks its tests, and modules that were
+# added after the oldest supported version.
 LIBRARY = {*sys.stdlib_module_names, "annotationlib", "compression", "profiling", "test"}
 COMMANDS = re.compile(
     "accelerate-[a-z-]+|"
@@ -123,9 +123,9 @@ COMMANDS = re.compile(
     "mypyc|normalizer|numpy-config|pip3?|pygmentize|pygrun|python3?|sqlformat|stubgen|stubtest|"
     "tiny-agents|torchfrtrace|torchrun|uv|wb"
 )
-SOFT_KEYWORDS = {*keyword.softkwlist, "type"}  # the latter since Python 3.12
-FOLDERS = {"configs", "data", "docs", "runs", "scripts", "src", "tests"}  # of every project
-DEVICES = re.compile("aux|con|nul|prn|com[0-9]|lpt[0-9]")  # of Windows, which are no files
+SOFT_KEYWORDS = {*keyword.softkwlist, "type"}  # in softkwlist since Python 3.12
+FOLDERS = {"configs", "data", "docs", "runs", "scripts", "src", "tests"}  # in every project
+DEVICES = re.compile("aux|con|nul|prn|com[0-9]|lpt[0-9]")  # on Windows; no names of files
 QUESTIONS = (
     "project_name",
     "project_slug",
@@ -140,21 +140,21 @@ QUESTIONS = (
     "git_init",
 )
 OPTIONAL = {"email", "wandb_entity"}
-# What hooks/project.py reads in the files that it copies.
+# Marks that hooks/project.py reads in the files that it copies.
 MARKS = re.compile(r"(template-only|extra \w+): (begin|end)\b|section of the living README:")
 ATOMS = r"[\w!#$%&'*+/=?^`{|}~-]+(\.[\w!#$%&'*+/=?^`{|}~-]+)*"  # RFC 5322, 3.2.3
 
 
-class Refused(Exception):  # noqa: N818 (it is what the person is told, no error of ours)
-    """An answer that cannot be taken: its value, the rule, the remedy."""
+class Refused(Exception):  # noqa: N818 (a message to the user, not an error of ours)
+    """An invalid answer: its value, the rule, the remedy."""
 
 
 @dataclass(frozen=True)
 class Answers:
-    """What was answered, checked."""
+    """The checked answers."""
 
     project_name: str
-    project_slug: str  # the folder, the distribution and the command
+    project_slug: str  # the folder, the distribution, and the command
     package_name: str
     description: str
     author: str
@@ -164,24 +164,24 @@ class Answers:
     wandb_entity: str
     extras: tuple[str, ...]
     git_init: bool
-    asked: str  # extras as they were answered: `all` will mean more in a later state
+    asked: str  # extras as answered: `all` means more in a later state
 
 
 def checked(given: Mapping[str, Any]) -> Answers:
-    """Return the answers, checked.
+    """Check the answers and return them.
 
     Raises:
-        Refused: one of them cannot be taken.
+        Refused: one of them is invalid.
     """
     taken = {name: check(name, given[name]) for name in QUESTIONS}
     return Answers(**taken, asked=given["extras"])
 
 
 def check(name: str, value: Any) -> Any:
-    """Return the answer to one question, checked.
+    """Check the answer to one question and return it.
 
     Raises:
-        Refused: it cannot be taken.
+        Refused: it is invalid.
     """
     if name == "git_init":
         return _is_yes(value)
@@ -205,17 +205,17 @@ def check(name: str, value: Any) -> Any:
 
 
 def suggested_slug(words: str) -> str:
-    """Return a slug that will be taken, from lower-case words with dashes between."""
+    """Return a valid slug, from lowercase words joined by dashes."""
     return _suggested(_check_slug, "-", words)
 
 
 def suggested_package(slug: str) -> str:
-    """Return the name of a package that will be taken, from a slug."""
+    """Return a valid package name, from a slug."""
     return _suggested(_check_package, "_", slug.replace("-", "_"))
 
 
 def _suggested(check: Callable[[str], None], between: str, words: str) -> str:
-    """Return `words`, cut between two of them, if that will be taken; or with `my` before."""
+    """Return `words`, cut between two of them if too long, if valid; or with `my` before."""
     for candidate in (words, f"my{between}{words}"):
         cut = candidate[: LONGEST + 1].rpartition(between)[0] or candidate[:LONGEST]
         name = candidate if len(candidate) <= LONGEST else cut
@@ -226,7 +226,7 @@ def _suggested(check: Callable[[str], None], between: str, words: str) -> str:
 
 
 def _line(name: str, value: Any) -> str:
-    """Return `value` if it is one printable line, as it stands: templates take it as it stands."""
+    """Return `value`, unchanged, if it is one printable line: templates insert it unchanged."""
     text = str(value)
     if any(unicodedata.category(sign) in ("Cc", "Cs", "Zl", "Zp") for sign in text):
         _refuse(name, value, "must be one line without control characters")
@@ -277,7 +277,7 @@ def _check_length(answer: str, name: str) -> None:
 
 
 def _dependencies() -> set[str]:
-    """Return the modules of all that is ever installed beside a project, as far as they agree."""
+    """Return the modules of all pinned dependencies, if they have their distribution's name."""
     pins = re.findall(r"^([\w.-]+)==", PINS.read_text(encoding="utf-8"), flags=re.MULTILINE)
     return set(map(_module, pins))
 

@@ -1,7 +1,7 @@
-"""What the template gives to Jinja: a check of the answers, and where the template lies.
+"""What the template adds to Jinja: a check of the answers, and the template's path.
 
-Cookiecutter and cruft render the hooks in the folder of the template and run them elsewhere, so
-that only here it is known for certain.
+Cookiecutter and cruft render the hooks in the template's folder and run them elsewhere, so the
+path is only certain here.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ QUESTIONS = Path(__file__).parents[1] / "cookiecutter.json"
 
 
 class TemplateExtension(Extension):
-    """Adds what `cookiecutter.json`, the hooks and the README call to the globals of Jinja."""
+    """Adds what `cookiecutter.json`, the hooks, and the README call to Jinja's globals."""
 
     def __init__(self, environment: Environment) -> None:
         super().__init__(environment)
-        _need_hooks()  # cookiecutter makes us before it makes a folder
+        _need_hooks()  # cookiecutter creates this before it creates a folder
         rules = _rules()
         environment.globals.update(
             check_answer=check_answer,
@@ -40,13 +40,13 @@ class TemplateExtension(Extension):
 
 
 def check_answer(answers: dict[str, Any], name: str) -> str:
-    """Return nothing; ask again until the answer to a question can be taken.
+    """Return an empty text; ask again until the answer to a question is valid.
 
     Raises:
-        SystemExit: it cannot be taken, and nobody is asked.
+        SystemExit: it is invalid, and questions are off.
     """
     rules = _rules()
-    while name in answers:  # a replay asks only what it does not know
+    while name in answers:  # a replay only asks what it doesn't know
         try:
             rules["check"](name, answers[name])
             break
@@ -67,11 +67,11 @@ def _asked_again(name: str) -> str:
 
 
 def check_answers(answers: dict[str, Any]) -> str:
-    """Return nothing.
+    """Return an empty text.
 
     Raises:
-        SystemExit: an answer cannot be taken; nothing has been written yet. Of all exceptions,
-            only this one ends cookiecutter and cruft alike with one line.
+        SystemExit: an answer is invalid; nothing has been written yet. This is the only exception
+            that ends both cookiecutter and cruft with one line.
     """
     rules = _rules()
     try:
@@ -82,7 +82,7 @@ def check_answers(answers: dict[str, Any]) -> str:
 
 
 def _need_hooks() -> None:
-    """Raise SystemExit if cookiecutter was told not to run hooks."""
+    """Raise SystemExit if cookiecutter is set not to run hooks."""
     for function in ("cookiecutter", "generate_files"):
         if _cookiecutter_s(function, "accept_hooks") is False:
             raise SystemExit(
@@ -92,12 +92,12 @@ def _need_hooks() -> None:
 
 
 def _rules() -> dict[str, Any]:
-    """Not imported: `cruft update` checks out two states of the template in one process."""
+    """Run, not import: `cruft update` checks out two states of the template in one process."""
     return runpy.run_path(str(Path(__file__).with_name("answers.py")))
 
 
 def _cookiecutter_s(function: str, variable: str) -> Any:
-    """Return what a running function of cookiecutter was told, which it tells in no other way."""
+    """Return a variable of a running function of cookiecutter, the only way to read it."""
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         module = frame.f_globals.get("__name__", "")

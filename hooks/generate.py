@@ -2,9 +2,9 @@
 
 usage: python hooks/generate.py RECORD TARGET
 
-RECORD is a project's .template.json, TARGET a folder that is empty or not there. Questions that
-the record does not answer take their defaults. Every later state of the template is called in
-this way by the projects of this one.
+RECORD is a project's .template.json; TARGET is a folder that is empty or doesn't exist. Questions
+that the record doesn't answer get their defaults. Projects made from this state of the template
+call every later state in this way.
 """
 
 import json

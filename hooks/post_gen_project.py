@@ -1,4 +1,4 @@
-"""Cookiecutter runs this in the new project, where only a raw README stands so far."""
+"""Cookiecutter runs this in the new project, which only contains a raw README so far."""
 
 import json
 import os
@@ -13,10 +13,10 @@ from hooks.project import make, origin_of  # noqa: E402
 
 given = json.loads(r"""{{ cookiecutter | tojson }}""")
 keep, under_cruft = json.loads(r"""{{ [keeps_files(), under_cruft()] | tojson }}""")
-template = given.get("_template", "")  # a path that cookiecutter did not clone is where it lies
+template = given.get("_template", "")  # cookiecutter doesn't clone a local path
 fetched = "" if given.get("_repo_dir", "").startswith(template) else template
 screen = make(ROOT, Path.cwd(), checked(given), origin_of(ROOT, fetched), keep, under_cruft)
 try:
     print(screen, flush=True)
-except OSError:  # nobody reads it any more; the project is made all the same
+except OSError:  # nobody reads it anymore; the project is complete
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)

@@ -1,4 +1,4 @@
-"""Cookiecutter runs this before it writes anything: answers from a replay file are checked too."""
+"""Cookiecutter runs this before it writes anything, so answers from a replay file are checked."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""Makes a project: copies the living one, renames it, leaves out what was not chosen."""
+"""Makes a project: copies the living one, renames it, and leaves out what wasn't chosen."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from typing import Any
 
 from hooks.answers import EXTRAS, QUESTIONS, Answers, Refused
 
-PACKAGE, SLUG = "lockstep_gpt", "lockstep-gpt"  # ours; they stand for nothing else anywhere
-# What is the template's own; a name with a slash at its end is a folder.
+PACKAGE, SLUG = "lockstep_gpt", "lockstep-gpt"  # ours; they mean nothing else anywhere
+# What belongs only to the template; a name that ends with a slash is a folder.
 TEMPLATE_ONLY = (
     ".ci/",
     ".github/ISSUE_TEMPLATE/",
@@ -45,7 +45,7 @@ TEMPLATE_ONLY = (
     "tests/test_nodes.py",
     "{{cookiecutter.project_slug}}/",
 )
-# What lies at the root of this repository; without git, nothing else there is copied.
+# What is at the root of this repository; without git, nothing else there is copied.
 OURS = {name.partition("/")[0] for name in TEMPLATE_ONLY} | {
     ".devcontainer",
     ".editorconfig",
@@ -64,7 +64,7 @@ MARKER = re.compile(r"(template-only|extra (\w+)): (begin|end)\b")
 OWNER = re.compile(r"\d{4} The Lockstep GPT authors|\[yyyy\] \[name of copyright owner\]")
 README = "{{cookiecutter.project_slug}}/README.md"
 FIELD = re.compile(r"\{\{ cookiecutter\.(\w+) \}\}")
-RECORD = ".template.json"  # of the project: its template, the commit, the answers
+RECORD = ".template.json"  # in a project: its template, the commit, the answers
 SECTION = re.compile(r"^<!-- section of the living README: (.+) -->$", flags=re.MULTILINE)
 
 
@@ -80,17 +80,17 @@ def make(
 
     Args:
         root: the template.
-        target: the new project's folder; files of the user in it stay.
-        answers: whose project it is.
-        origin: what the project says of its template, where that is not what `root` tells.
-        keep: leave what is there already as it is.
-        under_cruft: leave git alone: cruft adds a file of its own first, and compares folders.
+        target: the new project's folder; the user's own files in it stay.
+        answers: the answers for this project.
+        origin: what the project records of its template, if it differs from what `root` shows.
+        keep: don't overwrite existing files.
+        under_cruft: don't use git: cruft adds its own file first, and compares folders.
 
     Returns:
-        What was made and what comes next, for the screen.
+        A text for the screen: what was made, and the next commands.
 
     Raises:
-        Refused: a link lies where a file would be written.
+        Refused: a file would be written through a link.
     """
     refuse_links(root, target, answers)
     contents = {
@@ -118,7 +118,7 @@ def _placed(name: str, answers: Answers) -> str:
 
 
 def refuse_links(root: Path, target: Path, answers: Answers) -> None:
-    """Raise Refused if a link lies in `target` where a file would be written through it."""
+    """Raise Refused if a file would be written through a link in `target`."""
     names = [_placed(name, answers) for name in _names(root, target, answers)]
     for name in [*names, "README.md", "LICENSE", RECORD]:
         for path in (PurePosixPath(name), *PurePosixPath(name).parents[:-1]):
@@ -127,16 +127,16 @@ def refuse_links(root: Path, target: Path, answers: Answers) -> None:
 
 
 def _is_of_the_user(path: Path) -> bool:
-    """Say whether a file was there before: cookiecutter may have written the README just now."""
+    """Return whether a file was there before: cookiecutter may have just written the README."""
     return path.exists() and not SECTION.search(path.read_bytes().decode("utf-8", "replace"))
 
 
 def origin_of(root: Path, fetched: str = "") -> dict[str, Any]:
-    """Return where a template comes from: its URL or path, its commit, its folder in there.
+    """Return where a template comes from: its URL or path, its commit, and its folder in it.
 
     Args:
-        root: the template, as it lies here.
-        fetched: what cookiecutter has cloned or unzipped it from; nothing if it lies there.
+        root: the local folder of the template.
+        fetched: where cookiecutter cloned or unzipped it from; empty if it did neither.
     """
     git = _git(root, "rev-parse", "--show-prefix", "HEAD") if shutil.which("git") else None
     if git is None or git.returncode or not _listed(root):
@@ -149,21 +149,21 @@ def origin_of(root: Path, fetched: str = "") -> dict[str, Any]:
 
 
 def _without_secrets(url: str) -> str:
-    """Leave out the user and password or token of a URL: the record is committed."""
+    """Remove the user and password or token from a URL: the record is committed."""
     return re.sub(r"(?<=://)[^/@]+@", "", url)
 
 
 def _record(answers: Answers, origin: Mapping[str, Any]) -> str:
-    """Return what `scripts/dev.py update` goes by, as JSON."""
+    """Return the record that `scripts/dev.py update` reads, as JSON."""
     given = {name: getattr(answers, name) for name in QUESTIONS} | {"extras": answers.asked}
     record = {**origin, "answers": given}
     return json.dumps(record, indent=2, ensure_ascii=False) + "\n"
 
 
 def committed_files(root: Path) -> list[str]:
-    """Return the files that git knows, by name; what else lies about may be private.
+    """Return the files that git knows, sorted by name; other files may be private.
 
-    Without a repository, as in a zip: what our own is made of, and no junk.
+    Without a repository, as in a zip, return the files of `OURS` that aren't junk.
     """
     if shutil.which("git") and (listed := _listed(root)):
         return sorted(name for name in listed if (root / name).is_file())
@@ -190,7 +190,7 @@ def _ignored(root: Path) -> list[str]:
 
 
 def _is_junk(path: PurePosixPath, ignored: Iterable[str]) -> bool:
-    """Read the few forms of pattern that our .gitignore has: `name`, `name/` and `/name/`."""
+    """Match the few patterns that our .gitignore uses: `name`, `name/`, and `/name/`."""
     if path.name.startswith(".") and str(path) not in OURS:
         return True
     for pattern in ignored:
@@ -210,7 +210,7 @@ def _holds(path: str, name: str) -> bool:
 
 
 def _content(name: str, content: bytes, answers: Answers) -> bytes:
-    """Return the new project's version of a file of ours; what is no text stays as it is."""
+    """Return the new project's version of a file of ours; a binary file doesn't change."""
     try:
         text = content.decode("utf-8")
     except UnicodeDecodeError:
@@ -222,7 +222,7 @@ def _content(name: str, content: bytes, answers: Answers) -> bytes:
 
 
 def _kept(text: str, answers: Answers) -> str:
-    """Drop the template's own blocks, those of extras that were not chosen, and all markers."""
+    """Drop the template's own blocks, those of extras that weren't chosen, and all markers."""
     lines, dropping = [], False
     for line in text.splitlines(keepends=True):
         if marker := MARKER.search(line):
@@ -244,7 +244,7 @@ def _replaced_once(name: str, text: str, pattern: str, line: str) -> str:
 
 
 def _quoted(value: str) -> str:
-    """Quote a line so that it is a string in JSON, TOML and YAML alike."""
+    """Quote a line so that it is a string in JSON, TOML, and YAML."""
     return json.dumps(value, ensure_ascii=False)
 
 
@@ -257,7 +257,7 @@ def _unless_unlicensed(line: str, answers: Answers) -> str:
     return line if answers.license != "none" else ""
 
 
-# file -> start of a line -> what stands there in the new project
+# file -> start of a line -> the line in the new project
 EDITS: dict[str, dict[str, Callable[[Answers], str]]] = {
     "pyproject.toml": {
         "description = ": lambda answers: f"description = {_quoted(answers.description)}",
@@ -292,7 +292,7 @@ EDITS: dict[str, dict[str, Callable[[Answers], str]]] = {
 
 
 def _readme(root: Path, answers: Answers) -> str:
-    """Return the new README: its own text, and sections of the living one, heading and all."""
+    """Return the new README: its own text, and sections of the living one with their headings."""
     living = (root / "README.md").read_text("utf-8")
     sections = dict(re.findall(r"^## (.+)\n((?:(?!## ).*\n)*)", living, flags=re.MULTILINE))
 
@@ -308,7 +308,7 @@ def _readme(root: Path, answers: Answers) -> str:
 
 
 def _license(root: Path, answers: Answers) -> str:
-    """Return the text of the chosen licence with its year and owner; none is empty."""
+    """Return the text of the chosen license with its year and owner; empty for `none`."""
     if answers.license == "none":
         return ""
     own = answers.license == "MIT"
@@ -318,14 +318,14 @@ def _license(root: Path, answers: Answers) -> str:
 
 
 def _write(path: Path, content: bytes) -> None:
-    """Write a file; unzipping drops run bits, so they follow from the content."""
+    """Write a file; unzipping drops executable bits, so they follow from the content."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(content)
     path.chmod(0o755 if content.startswith(b"#!") else 0o644)
 
 
 def _first_commit(target: Path, answers: Answers) -> str:
-    """Make `target` a repository with one commit; return what came of it."""
+    """Make `target` a repository with one commit; return the outcome as text."""
     if not shutil.which("git"):
         return "; no git here, so no repository"
     if _git(target, "rev-parse", "--is-inside-work-tree").returncode == 0:
@@ -343,7 +343,7 @@ def _first_commit(target: Path, answers: Answers) -> str:
 
 
 def _git(folder: Path, *arguments: str, check: bool = False) -> subprocess.CompletedProcess[str]:
-    """Run git in `folder`, whoever owns it and whatever repository calls us."""
+    """Run git in `folder`, even if it has another owner or another repository calls this."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     command = ["git", "-c", "safe.directory=*", *arguments]
     return subprocess.run(
