@@ -140,7 +140,7 @@ def _ids_of_probe(folder: Path, source: str) -> list[int] | None:
     )
     try:
         return list(load(*map(str, files)).encode(PROBE, add_special_tokens=False).ids)
-    except Exception as error:  # the library doesn't have its own class
+    except Exception as error:  # the library doesn't have its own error class
         raise UserError(f"{source} has a damaged tokenizer ({error}); copy it again") from error
 
 
@@ -164,5 +164,5 @@ def _loaded(path: Path) -> dict[str, Tensor]:
     lib = library("safetensors.torch", "export")
     try:
         return dict(lib.load_file(path))
-    except Exception as error:  # the library raises its own class and others
+    except Exception as error:  # the library raises its own error class and others
         raise UserError(f"{path} cannot be read ({error}); copy it again") from error

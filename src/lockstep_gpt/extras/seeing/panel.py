@@ -23,7 +23,7 @@ def panel(run: Path) -> str:
     """Return the page of the run directory `run`.
 
     Raises:
-        UserError: there is no such run, or it has no recorded steps.
+        UserError: there is no such run, or none of its steps was recorded.
     """
     return page("panel", {"name": run.resolve().name, "recordings": read_recordings(run)})
 

@@ -32,7 +32,7 @@ def read_recordings(run: Path) -> list[dict[str, Any]]:
     """Return all recorded steps of a run, in order.
 
     Raises:
-        UserError: there is no such run, or it has no recorded steps.
+        UserError: there is no such run, or none of its steps was recorded.
     """
     if not run.is_dir():
         raise UserError(f"{run} is no run directory; name one that a training run wrote")

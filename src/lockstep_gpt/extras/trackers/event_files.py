@@ -8,7 +8,7 @@ from lockstep_gpt.run_directory import RunDirectory
 
 
 def tensorboard_logger(*, directory: RunDirectory) -> TensorBoardLogger:
-    """Return a logger that writes TensorBoard's files in the run directory."""
+    """Return a logger that writes to the run directory."""
     return TensorBoardLogger(
         directory.path, name="tensorboard", version="", default_hp_metric=False
     )

@@ -38,9 +38,9 @@ def tracked_run(
     Args:
         directory: the run directory.
         config: the run's configuration.
-        model: the model for the histograms of `watch`, every `log_every` steps.
+        model: for the histograms of `watch`, every `log_every` steps.
         mode: online, offline, or disabled.
-        settings: settings of `logger.wandb`; this removes ours.
+        settings: of `logger.wandb`; this removes ours.
 
     Raises:
         UserError: `watch` is unknown, or `log_model` is set and the run isn't online.
