@@ -125,7 +125,7 @@ COMMANDS = re.compile(
 )
 SOFT_KEYWORDS = {*keyword.softkwlist, "type"}  # in softkwlist since Python 3.12
 FOLDERS = {"configs", "data", "docs", "runs", "scripts", "src", "tests"}  # in every project
-DEVICES = re.compile("aux|con|nul|prn|com[0-9]|lpt[0-9]")  # on Windows; no names of files
+DEVICES = re.compile("aux|con|nul|prn|com[0-9]|lpt[0-9]")  # of Windows, never files
 QUESTIONS = (
     "project_name",
     "project_slug",
@@ -215,7 +215,7 @@ def suggested_package(slug: str) -> str:
 
 
 def _suggested(check: Callable[[str], None], between: str, words: str) -> str:
-    """Return `words`, cut between two of them if too long, if valid; or with `my` before."""
+    """Return `words`, cut between two of them if too long; if invalid, with `my` before."""
     for candidate in (words, f"my{between}{words}"):
         cut = candidate[: LONGEST + 1].rpartition(between)[0] or candidate[:LONGEST]
         name = candidate if len(candidate) <= LONGEST else cut

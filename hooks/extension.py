@@ -97,7 +97,7 @@ def _rules() -> dict[str, Any]:
 
 
 def _cookiecutter_s(function: str, variable: str) -> Any:
-    """Return a variable of a running function of cookiecutter, the only way to read it."""
+    """Return a variable of a running cookiecutter function; there is no other way to get it."""
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         module = frame.f_globals.get("__name__", "")

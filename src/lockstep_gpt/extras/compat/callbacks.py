@@ -1,4 +1,4 @@
-"""Callbacks of Lightning that can't work here."""
+"""Lightning callbacks that can't work here."""
 
 from lockstep_gpt.config import Config, UserError
 
@@ -17,7 +17,7 @@ REFUSED = {
 
 
 def refuse_what_cannot_work(config: Config) -> None:
-    """Raise a `UserError` for a callback of Lightning that can't work here."""
+    """Raise a `UserError` for a Lightning callback that can't work here."""
     for name, node in config.callbacks.items():
         target = str(node.get("_target_", ""))
         *_, kind = target.split(".")

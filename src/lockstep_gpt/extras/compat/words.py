@@ -15,7 +15,7 @@ FLAGS = {  # of Hydra
     *("help", "hydra-help", "version", "cfg", "resolve", "package", "run", "multirun", "info"),
     *("shell-completion", "config-path", "config-name", "config-dir", "experimental-rerun"),
 }
-# For Hydra's plugins: their jobs run, but their parent exits with 0 even if all jobs failed.
+# For Hydra's launcher plugins: jobs run, but their parent exits with 0 even if all jobs failed.
 LAUNCHER = (
     "would lose the exit status of its jobs; leave it out: jobs run one after the other, each on "
     "all devices"

@@ -44,7 +44,7 @@ class ExactBatch(BatchConfig):
 
 
 def exact_size(batch: BatchConfig) -> int | None:
-    """Return the micro-batch size for equal bits; None if unset or not in this class."""
+    """Return the micro-batch size for equal bits; None if unset or `batch` isn't `ExactBatch`."""
     return batch.exact_micro_size if isinstance(batch, ExactBatch) else None
 
 

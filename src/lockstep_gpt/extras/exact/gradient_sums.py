@@ -64,7 +64,7 @@ class GradientSums(WeightHashes):
         self.world_size = self.accumulation = 1
         self.undo = contextlib.ExitStack()  # restores what it changed in torch
         self._in_ddp = False
-        self._rest = 1.0  # the mean's factor that remains besides a power of two
+        self._rest = 1.0  # the mean's factor without its powers of two
         self._sums = PairwiseSum()
         self._parameters: list[Tensor] = []
         self._scattered: tuple[Any, Tensor, Tensor, Future[Tensor]] | None = None

@@ -1,4 +1,4 @@
-"""`lockstep-gpt export RUN|CHECKPOINT`: exports a model as a folder that transformers loads."""
+"""`lockstep-gpt export RUN|CHECKPOINT`: writes a folder that transformers loads."""
 
 from __future__ import annotations
 

@@ -202,7 +202,7 @@ _tokenizer: Tokenizer
 def _begin_process(folder: Path) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # each core already has a process
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles it
-    end_with_parent()  # if that is killed, this would wait for it forever
+    end_with_parent()  # if the parent is killed, this would wait for it forever
     _begin(folder)
 
 

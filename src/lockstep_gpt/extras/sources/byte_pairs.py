@@ -23,7 +23,7 @@ from lockstep_gpt.data.tokenizer import (
     token_dtype,
 )
 
-ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>")  # its names in vocabularies
+ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>")  # names of the end of text
 PIECE = 1 << 16  # bytes of a long text that one thread tokenizes at a time
 PROBE = f"\n\t a  é漢😀\0 {END_OF_TEXT}"  # a tokenizer that restores this restores any text
 

@@ -198,7 +198,7 @@ function drawCurves() {
   namesOfCurves().forEach(curve);
 }
 
-// ---- everything else, once ----
+// ---- everything else, drawn once ----
 
 function sampleOf(run, { step, text }, isLast) {
   const who = runs.length > 1 ? `${run.name}, ` : "";
