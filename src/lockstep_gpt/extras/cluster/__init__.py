@@ -1,12 +1,12 @@
-"""Before the run: `plan` predicts, `doctor` examines, `drill` breaks runs here on purpose."""
+"""`plan` predicts a run, `doctor` checks the machines, `drill` breaks small runs on purpose."""
 
-# name -> target, meaning, whether it takes Hydra overrides; `cli.py` collects them.
+# name -> target, description, whether it accepts Hydra overrides; `cli.py` collects them.
 COMMANDS = {
     "plan": (".extras.cluster.plan:main", "memory, time and cost on any devices", True),
     "doctor": (".extras.cluster.doctor:main", "are these machines fit to train on?", True),
     "drill": (".extras.cluster.drill:main", "break runs here on purpose, and see", True),
 }
-# What a failure means and what to do, or an empty text.
+# Return what a failure means and what to do about it, or an empty string.
 EXPLAIN_ERROR = ".extras.cluster.remedies:explain_error"
 EXPLAIN_DEATHS = ".extras.cluster.remedies:explain_deaths"
 ADVISE = ".extras.cluster.advice:advise"

@@ -1,4 +1,4 @@
-"""A plan as a picture: predicted scaling over the number of devices."""
+"""Chart of a plan: predicted speed and efficiency over the number of devices."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from lockstep_gpt.extras.cluster.prediction import Plan
 
 
 def draw(plan: Plan, path: Path) -> None:
-    """Write a PNG with tokens per second and efficiency over the number of devices.
+    """Write a PNG that plots tokens per second and efficiency against the number of devices.
 
     Raises:
-        UserError: matplotlib is missing, there is nothing to draw, or the file cannot be written.
+        UserError: matplotlib is missing, the plan has no rows, or the file cannot be written.
     """
     try:
         from matplotlib.figure import Figure

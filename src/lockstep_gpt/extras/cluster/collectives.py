@@ -1,4 +1,4 @@
-"""Do the ranks together compute what they should, and how fast do they exchange?"""
+"""Check the results and the speed of the collectives that training uses."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from lockstep_gpt.extras.cluster.speed import GB, best_seconds
 from lockstep_gpt.model.gpt import GPT
 from lockstep_gpt.training.ranks import Ranks
 
-SIZES = {  # bytes of the messages
+SIZES = {  # message sizes in bytes
     "cpu": (4 * 2**10, 256 * 2**10, 4 * 2**20, 32 * 2**20),
     "cuda": (4 * 2**10, 256 * 2**10, 4 * 2**20, 64 * 2**20, 512 * 2**20),
 }
-POOR = 0.5  # share of what a link should give, below which something is wrong
+POOR = 0.5  # fraction of a link's expected bandwidth; anything below it is a problem
 ELEMENTS = 1000
 TRIAL = ModelConfig(block_size=16, n_layer=2, n_head=2, n_embd=32, dropout=0.0, bias=True)
-TRIAL_VOCABULARY, TRIAL_SAMPLES = 64, 2  # samples of each rank
-# Of float64 gradients, some 0.1 large: the order of a sum leaves 1e-16, unlike kernels of unlike
-# CPUs 1e-8.
+TRIAL_VOCABULARY, TRIAL_SAMPLES = 64, 2  # samples per rank
+# For float64 gradients, some as large as 0.1. A different order of summation changes them by about
+# 1e-16; different kernels on different CPUs change them by about 1e-8.
 TOLERANCE = 1e-6
 
 
 def examine_results(ranks: Ranks, device: torch.device) -> list[Finding]:
-    """Compare the collectives that training uses with what they must give, exactly."""
+    """Check that the collectives that training uses return exactly the right values."""
     world = ranks.world_size
     mine = torch.arange(ELEMENTS, dtype=torch.float64, device=device) * (ranks.rank + 1)
     added, sent = mine.clone(), mine.clone()
@@ -53,7 +53,7 @@ def examine_results(ranks: Ranks, device: torch.device) -> list[Finding]:
 
 
 def examine_step(ranks: Ranks, device: torch.device) -> list[Finding]:
-    """Compare the gradients that DDP averages with those of all ranks' samples in one batch."""
+    """Compare the gradients that DDP averages with those of one batch of all ranks' samples."""
     torch.manual_seed(0)
     model = GPT(TRIAL, TRIAL_VOCABULARY).double().to(device)
     size = (TRIAL_SAMPLES * ranks.world_size, TRIAL.block_size)
@@ -81,7 +81,7 @@ def _gradient(weight: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Bandwidth:
-    """All-reduce over one kind of link, by size of the message."""
+    """All-reduce times over one kind of link, by message size."""
 
     link: str  # within a node, between nodes
     ranks: int
@@ -89,7 +89,7 @@ class Bandwidth:
     seconds: tuple[float, ...]
 
     def bus(self, index: int) -> float:
-        """Return the bandwidth that the link itself had, in bytes per second.
+        """Return the bandwidth that the link itself reached, in bytes per second.
 
         An all-reduce moves 2 (N - 1) / N of the message over each link (the "bus bandwidth" of
         NVIDIA's nccl-tests, doc/PERFORMANCE.md).
@@ -99,17 +99,17 @@ class Bandwidth:
 
     @property
     def best(self) -> float:
-        """The highest bus bandwidth of all sizes, in bytes per second."""
+        """The highest bus bandwidth over all sizes, in bytes per second."""
         return max(map(self.bus, range(len(self.sizes))))
 
     @property
     def latency(self) -> float:
-        """Seconds of one step of a ring, from the smallest message."""
+        """Seconds of one ring step, measured with the smallest message."""
         return self.seconds[0] / (2 * (self.ranks - 1))
 
 
 def measure(link: str, group: Any, device: torch.device) -> Bandwidth:
-    """Time all-reduces of several sizes in `group`, which all its ranks must call for."""
+    """Time all-reduces of several sizes in `group`; all its ranks must call this."""
     sizes = SIZES[device.type]
     seconds = []
     for size in sizes:
@@ -122,7 +122,7 @@ def measure(link: str, group: Any, device: torch.device) -> Bandwidth:
 
 
 def links(ranks: Ranks) -> dict[str, Any]:
-    """Return the groups by which this rank measures: its node, and its fellows on other nodes."""
+    """Return this rank's groups to measure: its own node, and its peers on other nodes."""
     local, nodes = ranks.local_world_size, ranks.num_nodes
     if nodes == 1 or local == 1:
         return {"within a node" if nodes == 1 else "between nodes": dist.group.WORLD}
@@ -141,7 +141,7 @@ def links(ranks: Ranks) -> dict[str, Any]:
 
 
 def slowest(measured: Sequence[Sequence[Bandwidth]]) -> list[Bandwidth]:
-    """Return each link at its slowest, from what every rank has measured."""
+    """Return the slowest measurement of each link over all ranks."""
     found: dict[str, Bandwidth] = {}
     for link in (link for each in measured for link in each):
         other = found.setdefault(link.link, link)
@@ -151,7 +151,7 @@ def slowest(measured: Sequence[Sequence[Bandwidth]]) -> list[Bandwidth]:
 
 
 def table(measured: Sequence[Bandwidth]) -> list[dict[str, Any]]:
-    """Return a row for each link and size."""
+    """Return one row for each link and size."""
     return [
         {
             "link": link.link,
@@ -168,7 +168,7 @@ def table(measured: Sequence[Bandwidth]) -> list[dict[str, Any]]:
 def examine_bandwidth(
     measured: Sequence[Bandwidth], expected: Mapping[str, float | None]
 ) -> list[Finding]:
-    """Compare what links gave with what they should, in bytes per second, where that is known."""
+    """Compare each link's bandwidth with the expected one (bytes per second), if it is known."""
     found = []
     for link in measured:
         line = f"{link.link} {link.best / GB:.3g} GB/s, {link.latency * 1e6:.3g} us a step"

@@ -1,7 +1,7 @@
-"""The command `doctor`: are these machines fit to train on, before a night is spent on them?
+"""The `doctor` command: check whether these machines are ready for training.
 
-By itself it starts the ranks that the configuration asks for, as a launcher would; inside a
-launcher it is one of the ranks, on every node. This process stays light: ranks import torch.
+Outside a launcher, it starts the ranks that the configuration asks for, as a launcher would. Inside
+a launcher, it is one of the ranks, on every node. The parent stays light: only ranks import torch.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from lockstep_gpt.extras.cluster.report import FAILURE, Report, failure
 from lockstep_gpt.launch import compose, devices
 from lockstep_gpt.registry import addition
 
-WAIT = 45.0  # seconds: with what comes before, a missing rank is named within a minute
-WAITS, WORK = 4, 60.0  # at most so many waits in a row, and seconds of measuring
-MARGIN = 5.0  # seconds by which the parent is more patient than its ranks
+WAIT = 45.0  # seconds: including the startup, a missing rank is reported within a minute
+WAITS, WORK = 4, 60.0  # at most this many waits in a row, and seconds of measuring
+MARGIN = 5.0  # the parent waits this many seconds longer than its ranks
 HELP = f"""usage: {PROGRAM} doctor [flags] [GROUP=CHOICE ...] [SETTING=VALUE ...]
 
 Examine the machines that a run would use: versions, devices, variables, names, rendezvous, shared
@@ -46,7 +46,7 @@ One line for each check: ok, warning or failure, with the fix. Exit status 1 aft
 
 
 def main(arguments: list[str]) -> int:
-    """Examine the machines for the configuration that `arguments` make; 1 if anything failed."""
+    """Examine the machines for the configuration in `arguments`; return 1 if any check failed."""
     parser = flags.Parser("doctor", HELP)
     parser.add_argument("--wait", type=flags.above_zero, default=WAIT)
     parser.add_argument("--save-profile", type=Path)
@@ -60,13 +60,13 @@ def main(arguments: list[str]) -> int:
 
 
 def _examine(values: dict[str, Any], config: Config, given: Any) -> int:
-    """Be one rank; rank 0 speaks for all, the others only where they cannot reach it."""
+    """Run as one rank. Rank 0 reports for all; other ranks print only if they cannot reach it."""
     wrong = environment.examine_launcher(os.environ)
     if any(found.status == FAILURE for found in wrong):
         return _show(Report(1, wrong), given)
     processes.end_with_parent()
     faulthandler.dump_traceback_later(_longest(given), exit=True)
-    # Before torch is there: no words about retries, and NCCL raises instead of aborting.
+    # Set before torch is imported: no messages about retries, and NCCL raises instead of aborting.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")
     gc.disable()
@@ -93,7 +93,7 @@ def _show(report: Report, given: Any) -> int:
 
 
 def _start(config: Config, given: Any, arguments: list[str]) -> int:
-    """Start this machine's ranks and wait for them; return the exit status of the first."""
+    """Start this machine's ranks, wait for them, and return the first rank's exit status."""
     wrong = environment.examine_tasks(os.environ)
     try:
         placement = devices.place(config)
@@ -114,15 +114,15 @@ def _start(config: Config, given: Any, arguments: list[str]) -> int:
 
 
 def _environment(config: Config, placement: devices.Placement) -> dict[str, str]:
-    """Return what torchrun would set, and the threads and interface that training would have.
+    """Return the variables that torchrun would set, and training's thread count and interface.
 
     Raises:
-        UserError: several machines are asked for, and not where they meet.
+        UserError: there are several machines, but no endpoint where they meet.
     """
     nodes = placement.nodes
     endpoint, interface = f"127.0.0.1:{_free_port()}", "lo"
     if nodes > 1:
-        launch: Any = config.launch  # with the settings of the extra that `place` has asked for
+        launch: Any = config.launch  # includes the settings of the extra that `place` has checked
         endpoint = launch.rdzv_endpoint or ""
         if not endpoint:
             raise UserError(
@@ -151,14 +151,14 @@ def _free_port() -> int:
 
 
 def _longest(given: Any) -> float:
-    """Return the seconds after which an examination cannot be under way any more."""
+    """Return the number of seconds after which an examination must have ended."""
     return float(WAITS * given.wait + WORK)
 
 
 def _wait(ranks: list[subprocess.Popen[bytes]], number: int, given: Any) -> int:
-    """Return the exit status of the first of `ranks`, which is rank `number` of all.
+    """Return the exit status of the first of `ranks`, which has the global rank `number`.
 
-    Nobody outlives the time that all waits together can take.
+    All ranks are killed once the longest possible total of their waits is over.
     """
     try:
         status = ranks[0].wait(timeout=_longest(given) + MARGIN)

@@ -1,7 +1,7 @@
-"""`drill`: break small runs on this machine in every way, and see what comes of it.
+"""The `drill` command: break small runs on this machine in several ways, and check the outcome.
 
-What is survived must end with the bits of a run that was left alone; what is not must end at once,
-with the cause on the screen and every finished checkpoint whole.
+A run that recovers must end with exactly the same bits as an undisturbed run. A run that cannot
+recover must end at once, report the cause, and leave every finished checkpoint intact.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ SETTINGS = [
     "checkpoint.keep_last=3",
     "launch.max_restarts=99",
 ]
-SHARES_LEFT = 5.5  # of an undisturbed run's time: what all others take together
+SHARES_LEFT = 5.5  # time of all other runs together, in multiples of an undisturbed run's time
 RESTART_SECONDS = 5
 
 
 class Outcome(NamedTuple):
-    """What came of one drill."""
+    """The outcome of one drill."""
 
     passed: bool
     detail: str
 
 
 def main(arguments: list[str]) -> int:
-    """Run all drills and print their table; 1 if any fails."""
+    """Run all drills and print their table; return 1 if any drill fails."""
     if arguments[:1] == ["exact"]:
         return exactness.main(arguments[1:])
     options, overrides = _parser().parse_known_args(arguments)
@@ -57,7 +57,7 @@ def main(arguments: list[str]) -> int:
 
 
 def shocks(count: int) -> str:
-    """Say how many random faults a run gets."""
+    """Describe how many random faults a run gets."""
     return f"{count} kills and stops of ranks" if count != 1 else "1 kill or stop of a rank"
 
 
@@ -76,7 +76,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 class Drill(SmallRuns):
-    """Runs of one small experiment below `folder`, one of which nobody disturbs."""
+    """Runs of one small experiment below `folder`; one of them is left undisturbed."""
 
     def __init__(self, folder: Path, options: argparse.Namespace, overrides: list[str]) -> None:
         self.ranks: int = options.ranks
@@ -87,7 +87,7 @@ class Drill(SmallRuns):
         super().__init__(folder, [*SETTINGS, *own], overrides)
 
     def run(self) -> bool:
-        """Do one drill after the other, and tell when each begins and ends; False if one failed."""
+        """Run the drills in order; report when each begins and ends. Return False if one failed."""
         passed = self._told("a run that is left alone", self.undisturbed)
         if not passed:  # there is nothing to compare with
             return False
@@ -112,7 +112,7 @@ class Drill(SmallRuns):
         return passed
 
     def undisturbed(self) -> Outcome:
-        """Train once without a fault: what the others are compared with."""
+        """Train once without a fault, as the reference for the other runs."""
         started = time.monotonic()
         status, said = self.train("whole")
         self.seconds = time.monotonic() - started
@@ -120,7 +120,7 @@ class Drill(SmallRuns):
         return Outcome(status == 0, detail)
 
     def random_kills(self) -> Outcome:
-        """SIGKILL or SIGTERM to a random rank at random steps."""
+        """Send SIGKILL or SIGTERM to a random rank at random steps."""
         steps = sorted(self.random.sample(range(5, self.steps - 5), self.faults))
         plan = [
             f"{step}:{self.random.randrange(self.ranks)}:{self.random.choice(KILLS)}"
@@ -134,7 +134,7 @@ class Drill(SmallRuns):
         return Outcome(self._equal("hit", status), detail)
 
     def second_command(self) -> Outcome:
-        """Start it again: on a run that goes on it is refused, on one that is done all stays."""
+        """Start a run again: rejected while it is running, without changes once it is done."""
         before = self._content("whole")
         again, _ = self.train("whole", resume=True)
         kept = again == 0 and self._content("whole") == before
@@ -149,7 +149,7 @@ class Drill(SmallRuns):
         return Outcome(kept and status == 2 and "is in use by process" in said, detail)
 
     def killed_parent(self) -> Outcome:
-        """SIGKILL to the command itself: nothing outlives it, and it goes on with its data."""
+        """Send SIGKILL to the command: no process outlives it, and the run resumes on its data."""
         process = self.start("orphan")
         self.wait_for_step("orphan", self.steps // 3, process)
         process.kill()
@@ -158,13 +158,13 @@ class Drill(SmallRuns):
         grown = self.corpus / "grown.py"
         grown.write_text("grown = True\n" * 9999, encoding="utf-8")
         status, _ = self.train("orphan", resume=True)
-        grown.unlink()  # those that begin anew begin as the first
+        grown.unlink()  # runs that start from scratch must see the original corpus
         detail = f"{orphans} processes left, resumed, {self._bits('orphan')}"
         passed = self._equal("orphan", status) and not orphans
         return Outcome(passed, detail)
 
     def stopped_parent(self) -> Outcome:
-        """SIGTERM to the command: a save, an exit of 143, and it can go on."""
+        """Send SIGTERM to the command: it saves, exits with 143, and can be resumed."""
         process = self.start("stopped")
         self.wait_for_step("stopped", self.steps // 3, process)
         started = time.monotonic()
@@ -177,7 +177,7 @@ class Drill(SmallRuns):
         return Outcome(passed, detail)
 
     def flipped_bit(self) -> Outcome:
-        """Damage the newest checkpoint: the one before it is taken."""
+        """Damage the newest checkpoint: the run must resume from the one before it."""
         from lockstep_gpt.training.checkpoint import checkpoints_in
 
         process, folder = self.start("flipped"), self.directory("flipped").checkpoints
@@ -197,14 +197,14 @@ class Drill(SmallRuns):
         return Outcome(passed, detail)
 
     def broken_gradient(self) -> Outcome:
-        """NaN on one rank: all stop, the weights untouched, the checkpoints sound."""
+        """NaN on one rank: all ranks stop, and every checkpoint is intact."""
         at = self.steps // 2
         status, said = self.train("nan", *self._faults("nan", [f"{at}:{self.ranks - 1}:nan"]))
         passed = status == 1 and f"step {at + 1}: the gradient is not finite" in said
         return Outcome(passed and self._sound("nan"), f"exit {status}")
 
     def hanging_rank(self) -> Outcome:
-        """One rank stands still: its stack is shown and the run ends."""
+        """One rank hangs: the run prints its stack and ends."""
         if not hasattr(groups()["guard"], "stall_after"):
             return Outcome(True, "left out: needs the extra `guards`")
         plan = self._faults("hang", [f"{self.steps // 2}:{self.ranks - 1}:hang"])
@@ -241,7 +241,7 @@ class Drill(SmallRuns):
         return f"{self._differing(name)} differing weights"
 
     def _differing(self, name: str) -> int:
-        """Count the weights whose bits are not those of the run that was left alone."""
+        """Count the weights whose bits differ from those of the undisturbed run."""
         ours, theirs = (self._weights(each) for each in (name, "whole"))
         if ours.keys() != theirs.keys():
             return sum(weight.numel() for weight in theirs.values())
@@ -252,7 +252,7 @@ class Drill(SmallRuns):
         path = folder / f"step={self.steps:06d}.ckpt"
         if not path.is_file():
             return {}
-        import torch  # not for --help
+        import torch  # imported here to keep --help fast
 
         return dict(torch.load(path, weights_only=True)["state_dict"])
 

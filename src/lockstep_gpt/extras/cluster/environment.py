@@ -1,4 +1,4 @@
-"""What one rank can tell without the others: its variables, its host's name, memory and disks."""
+"""Checks that a rank can make alone: its variables, host name, shared memory, and disks."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from lockstep_gpt.extras.cluster.report import Finding, failure, ok, warning
 GIB, MIB = 2**30, 2**20
 SHARED_MEMORY = Path("/dev/shm")
 ROUTES = Path("/proc/net/route")
-LEAST_SHARED_MEMORY = 64 * MIB  # what containers get by default, and NCCL soon fills
+LEAST_SHARED_MEMORY = 64 * MIB  # the default in containers, which NCCL soon fills
 GOOD_SHARED_MEMORY = 1 * GIB  # what NVIDIA's containers ask for
 LEAST_DISK, GOOD_DISK = 100 * MIB, 5 * GIB
 SLOW_IMPORTS = 60.0  # seconds
-FOLDER_PATIENCE = 5.0  # seconds until a shared file system shows what another node wrote
+FOLDER_PATIENCE = 5.0  # seconds to wait until a shared file system shows a file from another node
 REQUIRED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 WHOLE_NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
-# Variables that slow every run down: name -> (the value that does, what it does).
+# Variables that slow down every run: name -> (the value that does so, its effect).
 SLOW = {
     "NCCL_P2P_DISABLE": ("1", "GPUs exchange through the memory of the host"),
     "NCCL_SHM_DISABLE": ("1", "GPUs of a node exchange over the network"),
@@ -33,7 +33,7 @@ SLOW = {
     "CUDA_LAUNCH_BLOCKING": ("1", "the host waits for every kernel"),
     "TORCH_DISTRIBUTED_DEBUG": ("DETAIL", "every collective is checked twice"),
 }
-# A launcher's own names: its number of tasks -> how to say what torch wants to know.
+# Variables that hold a launcher's number of tasks -> how to set the variables that torch reads.
 TASKS = {
     "SLURM_NTASKS": "RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_NTASKS LOCAL_RANK=$SLURM_LOCALID",
     "OMPI_COMM_WORLD_SIZE": "RANK=$OMPI_COMM_WORLD_RANK WORLD_SIZE=$OMPI_COMM_WORLD_SIZE "
@@ -42,7 +42,7 @@ TASKS = {
 
 
 def examine_launcher(variables: Mapping[str, str]) -> list[Finding]:
-    """Check what a launcher tells a rank; anything but ok means that it cannot meet others."""
+    """Check the variables from the launcher; a rank whose check fails cannot meet the others."""
     missing = [name for name in REQUIRED if name not in variables]
     if missing:
         return [
@@ -74,7 +74,7 @@ def _numbers(given: dict[str, int]) -> list[Finding]:
 
 
 def examine_nodes(world_size: int, local_world_size: int) -> list[Finding]:
-    """Check that the ranks spread evenly over the nodes."""
+    """Check that the ranks are spread evenly over the nodes."""
     if world_size % local_world_size == 0:
         return []
     line = f"WORLD_SIZE={world_size} is no multiple of LOCAL_WORLD_SIZE={local_world_size}"
@@ -82,7 +82,7 @@ def examine_nodes(world_size: int, local_world_size: int) -> list[Finding]:
 
 
 def examine_tasks(variables: Mapping[str, str]) -> list[Finding]:
-    """Notice that this process is one of several which do not know of each other."""
+    """Detect that this process is one of several tasks that do not know of each other."""
     for name, export in TASKS.items():
         count = variables.get(name, "1")
         if count != "1" and "RANK" not in variables:
@@ -97,7 +97,7 @@ def examine_tasks(variables: Mapping[str, str]) -> list[Finding]:
 
 
 def examine_variables(variables: Mapping[str, str]) -> list[Finding]:
-    """Check the variables by which people tune NCCL and gloo, one finding for each bad one."""
+    """Check the variables that tune NCCL and gloo; return one finding for each bad one."""
     found = [
         warning("variables", f"{name}={value}: {effect}", f"unset {name}")
         for name, (value, effect) in SLOW.items()
@@ -120,7 +120,7 @@ def examine_variables(variables: Mapping[str, str]) -> list[Finding]:
 
 
 def _interfaces(wanted: str, present: set[str]) -> set[str]:
-    """Return the interfaces that NCCL's notation means: prefixes, `=` exact, `^` all others."""
+    """Return the interfaces that match NCCL's notation: prefixes, `=` exact, `^` all others."""
     names = wanted.lstrip("^=").split(",")
     exact = "=" in wanted[:2]
     chosen = {
@@ -130,9 +130,9 @@ def _interfaces(wanted: str, present: set[str]) -> set[str]:
 
 
 def examine_names(variables: Mapping[str, str], nodes: int) -> list[Finding]:
-    """Check that this host's name and the master's lead where other nodes can reach them.
+    """Check that other nodes can reach the addresses of this host's name and the master's.
 
-    gloo listens at the address of the host's own name: on Debian often 127.0.1.1.
+    gloo listens at the address of the host's own name; on Debian, that is often 127.0.1.1.
     """
     host, master = socket.gethostname(), variables.get("MASTER_ADDR", "localhost")
     if (address := _resolve(master)) is None:
@@ -166,7 +166,7 @@ def examine_names(variables: Mapping[str, str], nodes: int) -> list[Finding]:
 
 
 def _is_alone(master: str) -> bool:
-    """Tell whether somebody has named the loopback on purpose, to try several nodes on one."""
+    """Check whether the master is the loopback on purpose, to try several nodes on one machine."""
     return master in ("localhost", "127.0.0.1")
 
 
@@ -178,7 +178,7 @@ def _resolve(name: str) -> str | None:
 
 
 def default_interface() -> str:
-    """Return the interface of the default route; empty if there is none."""
+    """Return the interface of the default route, or an empty string."""
     try:
         rows = [line.split() for line in ROUTES.read_text().splitlines()[1:]]
     except OSError:
@@ -187,7 +187,7 @@ def default_interface() -> str:
 
 
 def examine_shared_memory(config: Config) -> list[Finding]:
-    """Check the room in /dev/shm, in which NCCL and loader workers exchange data."""
+    """Check the free space in /dev/shm, where NCCL and data loader workers exchange data."""
     if not SHARED_MEMORY.is_dir():
         return [ok("shared memory", "no /dev/shm on this system")]
     free = shutil.disk_usage(SHARED_MEMORY).free
@@ -204,7 +204,7 @@ def examine_shared_memory(config: Config) -> list[Finding]:
 
 
 def examine_disks(config: Config) -> list[Finding]:
-    """Check the room where runs and data go."""
+    """Check the free space and write access where runs and data go."""
     places = {"run_dir": config.run_dir or "runs", "data.root": config.data.root}
     free, found = [], []
     for name, place in places.items():
@@ -220,16 +220,16 @@ def examine_disks(config: Config) -> list[Finding]:
 
 
 def nearest_folder(path: Path) -> Path:
-    """Return `path` if it is a folder, else the nearest one above it that is there."""
+    """Return `path` if it is a folder, else its nearest parent folder that exists."""
     path = path.expanduser().absolute()
     return next(folder for folder in (path, *path.parents) if folder.is_dir())
 
 
 @contextlib.contextmanager
 def left_in(folder: Path) -> Iterator[str]:
-    """Leave an empty file in `folder` for a while and yield its name."""
+    """Create an empty file in `folder`, yield its name, and delete it afterwards."""
     name = f".doctor-{secrets.token_hex(8)}"
-    with contextlib.suppress(OSError):  # a folder that cannot be written is a finding already
+    with contextlib.suppress(OSError):  # another check reports a folder that is not writable
         (folder / name).touch()
     try:
         yield name
@@ -238,7 +238,7 @@ def left_in(folder: Path) -> Iterator[str]:
 
 
 def appears(path: Path) -> bool:
-    """Tell whether `path` is there, or comes to be."""
+    """Wait for `path` up to FOLDER_PATIENCE seconds; return whether it exists."""
     end = time.monotonic() + FOLDER_PATIENCE
     while not (there := path.exists()) and time.monotonic() < end:
         time.sleep(0.1)
@@ -246,7 +246,7 @@ def appears(path: Path) -> bool:
 
 
 def examine_imports(seconds: float) -> Finding:
-    """Judge how long it took to import torch and Lightning, from a network disk perhaps."""
+    """Check how long it took to import torch and Lightning; a network disk can be slow."""
     line = f"torch and Lightning in {seconds:.0f} s"
     if seconds < SLOW_IMPORTS:
         return ok("imports", line)

@@ -1,6 +1,6 @@
-"""`drill exact`: train one small experiment on several numbers of ranks, and compare every bit.
+"""The `drill exact` command: train one small experiment on several rank counts, compare all bits.
 
-The last run goes from the most ranks to the fewest, killed in between; it must end like the others.
+The last run goes from the most ranks to the fewest and is killed in between; it must end the same.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ TIMED = ("throughput/", "system/", "data/wait_share")  # columns of metrics.csv 
 
 
 class Remains(NamedTuple):
-    """What a run has left behind that its ranks must not change: two SHA-256, and metrics.csv."""
+    """Results that must not depend on the number of ranks: two SHA-256 hashes, and metrics.csv."""
 
     weights: str
     optimizer: str
@@ -57,7 +57,7 @@ class Remains(NamedTuple):
 
 
 def main(arguments: list[str]) -> int:
-    """Train and print a line for each run; 1 if they differ."""
+    """Train, print one line for each run, and return 1 if the results differ."""
     parser = flags.Parser("drill exact", HELP)
     parser.add_argument("--ranks", type=flags.counts, default=(1, 2, 4))
     parser.add_argument("--steps", type=flags.count, default=150)
@@ -82,11 +82,11 @@ def main(arguments: list[str]) -> int:
 def _trained(
     folder: Path, ranks: tuple[int, ...], steps: int, overrides: list[str]
 ) -> Iterator[tuple[str, Remains]]:
-    """Yield each run's name and what it has left, or raise a `RunError` if one fails."""
+    """Yield each run's name and results. Raise a `RunError` if a run fails."""
     own = [
         f"max_steps={steps}",
         f"val_every={max(1, steps // 5)}",
-        f"checkpoint.every={max(1, steps // 16)}",  # some steps before a kill are done again
+        f"checkpoint.every={max(1, steps // 16)}",  # so that some steps before a kill are repeated
     ]
     runs = SmallRuns(folder, [*SETTINGS, *own], overrides)
     config = flags.each_job(runs.words, compose.checked)[0][1]
@@ -112,7 +112,7 @@ def _trained(
 
 
 def _leaves(batch: BatchConfig, ranks: tuple[int, ...]) -> int:
-    """Count the micro-batches, or raise a `UserError` if one number of ranks adds otherwise."""
+    """Count the micro-batches; raise a `UserError` if a rank count would change the sum's order."""
     whole = batch.global_size
     size: int | None = getattr(batch, "exact_micro_size", None)
     if not size or not whole:
@@ -123,12 +123,12 @@ def _leaves(batch: BatchConfig, ranks: tuple[int, ...]) -> int:
 
 
 def _train(runs: SmallRuns, name: str, legs: tuple[int, ...], steps: int) -> list[int]:
-    """Train on one number of ranks after the other; return the steps at which it was killed."""
+    """Train on each rank count in `legs`; return the steps at which the run was killed."""
     killed: list[int] = []
     for part, ranks in enumerate(legs[:-1], 1):
         process = runs.start(name, f"trainer.devices={ranks}", resume=part > 1)
         runs.wait_for_step(name, steps * part // len(legs), process)
-        process.kill()  # which does nothing to one that has ended
+        process.kill()  # does nothing if it has already ended
         _, said = process.communicate()
         if process.returncode >= 0:
             raise RunError(_failure(ranks, process.returncode, said))
@@ -148,7 +148,7 @@ def _failure(ranks: int, status: int, said: str) -> str:
 
 
 def left_by(run: RunDirectory) -> Remains:
-    """Return what a run has left behind that its ranks must not change."""
+    """Return the results of a run that must not depend on the number of ranks."""
     from lockstep_gpt.training.checkpoint import checkpoints_in, read_checkpoint
 
     content = read_checkpoint(checkpoints_in(run.checkpoints)[-1])
@@ -157,12 +157,12 @@ def left_by(run: RunDirectory) -> Remains:
             {name: value for name, value in row.items() if not name.startswith(TIMED)}
             for row in csv.DictReader(file)
         ]
-    weights = content["weights"][content["global_step"]]  # as in the report
+    weights = content["weights"][content["global_step"]]  # the same hash as in the report
     return Remains(weights, _digest(content["optimizer_states"]), rows)
 
 
 def differences(left: dict[str, Remains]) -> list[str]:
-    """Say in a line each what differs from the first run; nothing if all are equal."""
+    """Return one line for each difference from the first run; an empty list if all are equal."""
     (whose, first), *others = left.items()
     lines = []
     for name, other in others:
@@ -185,7 +185,7 @@ def differences(left: dict[str, Remains]) -> list[str]:
 
 
 def _conditions() -> str:
-    """Name what rounding depends on beside our settings."""
+    """Name the conditions that rounding depends on, in addition to our settings."""
     import torch
 
     gpu = f" and {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ""
@@ -193,7 +193,7 @@ def _conditions() -> str:
 
 
 def _digest(content: Any) -> str:
-    """Return the SHA-256 of all names, bits and values in nested containers."""
+    """Return the SHA-256 of all names, types, shapes, and values in nested containers."""
     sha = hashlib.sha256()
     for part in _parts(content, ""):
         sha.update(part)

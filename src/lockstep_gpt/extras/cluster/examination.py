@@ -1,4 +1,4 @@
-"""One rank's part in the doctor's work, from looking around by itself to training together."""
+"""One rank's part in `doctor`: its own checks, then the checks that all ranks make together."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ from lockstep_gpt.launch import devices
 from lockstep_gpt.training.ranks import Ranks, backend_of
 
 SEE = "see what rank 0 says, or why it ended"
-# With one of these wrong, ranks that work together would hang or compute nonsense.
+# If one of these checks fails, ranks that work together would hang or compute wrong results.
 NEEDED = {"launcher", "device", "devices", "names", "versions"}
 
 
@@ -57,12 +57,12 @@ class Examination:
     """One rank of an examination.
 
     Args:
-        config: what would be trained.
+        config: the configuration of the run to check.
         values: the same as plain values, as this rank composed it.
-        ranks: this process among all.
+        ranks: this process's place among all ranks.
         limit: the longest wait for another rank, in seconds.
-        import_seconds: what it took to import torch and Lightning.
-        save: where rank 0 writes what it measured as a profile; None: nowhere.
+        import_seconds: the time it took to import torch and Lightning.
+        save: where rank 0 writes its measurements as a profile; None: nowhere.
     """
 
     config: Config
@@ -72,18 +72,18 @@ class Examination:
     import_seconds: float
     save: Path | None = None
     report: Report = field(init=False)
-    status: str = FAILURE  # of all ranks, as rank 0 sees it
+    status: str = FAILURE  # of all ranks, as rank 0 reports it
     accelerator: str = "cpu"
 
     def __post_init__(self) -> None:
         self.report = Report(self.ranks.world_size)
 
     def run(self) -> Report:
-        """Examine everything, as far as it can be waited for.
+        """Run all checks, as far as the other ranks answer in time.
 
         Returns:
-            The report of all ranks on rank 0; elsewhere what kept this rank from taking part, if
-            anything did.
+            On rank 0, the report of all ranks; elsewhere, the reason this rank could not take part,
+            if there is one.
         """
         started = time.monotonic()
         own = self._alone()
@@ -105,7 +105,7 @@ class Examination:
         self.report.findings += findings
 
     def _alone(self) -> list[Finding]:
-        """Check what needs no other rank."""
+        """Run the checks that need no other rank."""
         variables, found = os.environ, []
         try:
             self.accelerator = devices.place(self.config).accelerator
@@ -129,7 +129,7 @@ class Examination:
         ]
 
     def _introduce(self, meeting: Meeting, own: list[Finding]) -> bool:
-        """Meet, and compare what the ranks are; tell whether they can work together."""
+        """Meet and compare the ranks' facts; return whether the ranks can work together."""
         facts = collect(self.ranks, self.accelerator, self.values)
         words = {"facts": asdict(facts), "findings": [asdict(found) for found in own]}
         said = meeting.gather("facts", words)
@@ -146,7 +146,7 @@ class Examination:
         return not wrong & NEEDED
 
     def _share_folder(self, meeting: Meeting) -> None:
-        """Look on every rank for a file that rank 0 has left where the run directory goes."""
+        """Check on every rank for a file that rank 0 has left where the run directory goes."""
         folder = environment.nearest_folder(Path(self.config.run_dir or "runs"))
         if self.ranks.rank:
             name = meeting.hear("folder")
@@ -171,7 +171,7 @@ class Examination:
             self._add(examine_clocks(offsets))
 
     def _work(self, meeting: Meeting) -> None:
-        """Compute and exchange, and tell rank 0 what came of it."""
+        """Run the collectives and speed tests, and send the results to rank 0."""
         found: list[Finding] = []
         measured: list[Bandwidth] = []
         device = torch.device("cpu")
@@ -221,7 +221,7 @@ class Examination:
         return found, [collectives.measure(link, groups[link], device) for link in groups]
 
     def _speed(self, device: torch.device) -> Speed:
-        """Measure while all others do: what they share slows them as it will in training."""
+        """Measure while all others do: shared resources slow them down as they will in training."""
 
         def together() -> None:
             if self.ranks.world_size > 1:
@@ -230,7 +230,7 @@ class Examination:
         return speed.measure(self.config, device, vocabulary(self.config.data), together)
 
     def _conclude(self, said: list[dict[str, Any]], device: torch.device) -> None:
-        """Put together what all ranks measured."""
+        """Combine the measurements of all ranks."""
         self._add(
             *merged([[Finding.from_json(found) for found in each["findings"]] for each in said])
         )

@@ -1,4 +1,4 @@
-"""What the links of this machine should give, as far as the system tells; bytes per second."""
+"""Expected bandwidth of this machine's links in bytes per second, as far as the system knows."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from lockstep_gpt.extras.cluster.environment import default_interface
 from lockstep_gpt.extras.cluster.topology import Topology, kind
 
 GB = 1e9
-# PCI-SIG: GT/s of a lane by generation; 8b/10b before the third, 128b/130b from then on.
+# PCI-SIG: GT/s per lane by generation; 8b/10b before the third, 128b/130b from then on.
 TRANSFERS = {1: 2.5 * 0.8, 2: 5 * 0.8, 3: 8 * 128 / 130, 4: 16 * 128 / 130, 5: 32 * 128 / 130}
 INFINIBAND, NETWORK = Path("/sys/class/infiniband"), Path("/sys/class/net")
 
 
 def within(topology: Topology | None, devices: Sequence[int]) -> float | None:
-    """Return what a ring over the GPUs of this machine should give in one direction.
+    """Return the expected bandwidth of a ring over this machine's GPUs, in one direction.
 
     Args:
-        topology: the paths between them.
-        devices: torch's numbers of them.
+        topology: the paths between the GPUs.
+        devices: torch's device numbers.
     """
     if topology is None or len(topology.gpus) < 2:
         return None
@@ -41,7 +41,7 @@ def nvlink(text: str) -> float | None:
 
 
 def pcie(row: dict[str, str]) -> float | None:
-    """Return what a PCIe link gives, from nvidia-smi's generation and number of lanes."""
+    """Return a PCIe link's bandwidth from the generation and lane count in nvidia-smi's row."""
     generation, lanes = (row.get(f"pcie.link.{name}.max", "") for name in ("gen", "width"))
     if not (generation.isdigit() and lanes.isdigit()):
         return None
@@ -50,9 +50,9 @@ def pcie(row: dict[str, str]) -> float | None:
 
 
 def between() -> float | None:
-    """Return what all network adapters of this machine should give together.
+    """Return the expected bandwidth of all network adapters of this machine together.
 
-    InfiniBand where there is some, else the interface that leads out.
+    It counts active InfiniBand ports if there are any, else the default route's interface.
     """
     rates = [_infiniband(port) for port in sorted(INFINIBAND.glob("*/ports/*"))]
     return sum(rates) or _ethernet(os.environ.get("NCCL_SOCKET_IFNAME") or default_interface())
@@ -72,5 +72,5 @@ def _ethernet(interface: str) -> float | None:
     try:
         megabits = float((NETWORK / interface / "speed").read_text())
     except (OSError, ValueError):
-        return None  # virtual interfaces do not say
+        return None  # virtual interfaces do not report a speed
     return megabits * 1e6 / 8 if megabits > 0 else None

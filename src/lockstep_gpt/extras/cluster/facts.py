@@ -1,4 +1,4 @@
-"""What a rank is: where it runs, on what, with which versions. Rank 0 compares them."""
+"""Facts about a rank: its host, device, and versions. Rank 0 compares them."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 @dataclass(frozen=True)
 class Facts:
-    """One rank, as plain values that travel as JSON."""
+    """Facts about one rank, as plain values that can be sent as JSON."""
 
     host: str
-    machine: str  # differs between machines of one name
+    machine: str  # differs between machines of the same name
     local_rank: int
     world_size: int
     local_world_size: int
-    device: str  # what no other rank may have
+    device: str  # must differ between the ranks of a machine
     device_name: str
     driver: str
     versions: dict[str, str]
@@ -44,15 +44,15 @@ class Facts:
 
     @property
     def nodes(self) -> int:
-        """Machines, as the launcher says."""
+        """Number of machines, according to the launcher."""
         return self.world_size // self.local_world_size
 
 
 def collect(ranks: Ranks, accelerator: str, values: dict[str, Any]) -> Facts:
-    """Look around.
+    """Collect this rank's facts.
 
     Args:
-        ranks: this process among all.
+        ranks: this process's place among all ranks.
         accelerator: cuda or cpu.
         values: the configuration as this rank composed it.
     """
@@ -80,7 +80,7 @@ def collect(ranks: Ranks, accelerator: str, values: dict[str, Any]) -> Facts:
 
 
 def _hash(values: dict[str, Any]) -> str:
-    """Return a SHA-256 of the configuration, save what must differ between machines."""
+    """Return a SHA-256 of the configuration without `launch.node_rank`, which may differ."""
     launch = {**values["launch"], "node_rank": None}
     return hashlib.sha256(json.dumps({**values, "launch": launch}).encode()).hexdigest()
 
@@ -101,7 +101,7 @@ def _fingerprint() -> str:
 
 
 def compare(ranks: Sequence[Facts]) -> list[Finding]:
-    """Say in what the ranks differ and should not."""
+    """Report every difference between the ranks that should not be there."""
     return [
         *_launcher(ranks),
         *_versions(ranks),

@@ -1,4 +1,4 @@
-"""Faults on purpose: a callback that hurts its own rank at chosen steps."""
+"""Faults on purpose: a callback that disturbs its own rank at chosen steps."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import Any
 
 from lightning import Callback, Trainer
 
-STARTS = "starts"  # one line of seconds since 1970 for each start of the run
+STARTS = "starts"  # one line for each start of the run: the time in seconds since 1970
 
 
 class Faults(Callback):
-    """Does to ranks what happens to ranks, each thing once, however often the run restarts.
+    """Injects faults into ranks, each fault once, however often the run restarts.
 
     Args:
-        folder: remembers over restarts, by empty files, what was done and when.
-        plan: `step:rank:fault`, the fault being a signal's name, `nan` or `hang`.
+        folder: where empty files record, across restarts, which faults happened and when.
+        plan: entries `step:rank:fault`; a fault is a signal's name, `nan`, or `hang`.
     """
 
     def __init__(self, folder: str, plan: list[str]) -> None:
@@ -27,26 +27,26 @@ class Faults(Callback):
         self._began = False
 
     def on_train_batch_end(self, trainer: Trainer, *_arguments: Any) -> None:
-        """Note when this start of the run had finished its first step."""
+        """Record the time when the first step after a start or restart ended."""
         if not self._began and trainer.is_global_zero:
             with (self.folder / STARTS).open("a", encoding="ascii") as file:
                 file.write(f"{time.time()}\n")
         self._began = True
 
     def on_train_batch_start(self, trainer: Trainer, *_arguments: Any) -> None:
-        """Send the signal, or hang."""
+        """Send the signal to this process, or hang."""
         for fault in self._due(trainer, "hang", *signal.Signals.__members__):
             if fault == "hang":
                 time.sleep(3600)
             os.kill(os.getpid(), signal.Signals[fault])
 
     def on_after_backward(self, trainer: Trainer, pl_module: Any) -> None:
-        """Spoil a gradient, as broken arithmetic would."""
+        """Set a gradient to NaN, as broken arithmetic would."""
         for _ in self._due(trainer, "nan"):
             next(pl_module.parameters()).grad.fill_(float("nan"))
 
     def _due(self, trainer: Trainer, *kinds: str) -> list[str]:
-        """Return what of `kinds` is due here; it is noted first, for some of it kills us."""
+        """Return the faults of `kinds` due now. Record them first, as some kill this process."""
         due = []
         for entry in self.plan:
             step, rank, fault = entry.split(":")

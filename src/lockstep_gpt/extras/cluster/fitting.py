@@ -1,4 +1,4 @@
-"""Does a run fit into the memory of its devices, and if not, what would?"""
+"""Check whether a run fits in its devices' memory, and find settings with which it would."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ class Remedy:
     """Settings with which a run fits."""
 
     words: str
-    memory: float  # bytes of one device
+    memory: float  # bytes on one device
 
 
 @dataclass(frozen=True)
 class Room:
-    """What a run needs of each device's memory, on any number of them."""
+    """The memory that a run needs on each device, for any number of devices."""
 
     config: Config
     hardware: Hardware
     model: GPT
     sharing: Sharing | None
     alone: Footprint
-    together: Footprint  # of several ranks, before they share
+    together: Footprint  # on several ranks, before sharding
 
     @classmethod
     def of(cls, config: Config, hardware: Hardware, vocab_size: int) -> Room:
-        """Count what `config` needs."""
+        """Compute the memory that `config` needs."""
         model = memory.whole_model(config, vocab_size)
         sharing = Sharing.of(config, model)
         kind = hardware.accelerator
@@ -53,22 +53,22 @@ class Room:
         return cls(config, hardware, model, sharing, alone, together)
 
     def memory(self, micro_size: int, world_size: int) -> Memory:
-        """Return the peak of each of so many ranks that takes `micro_size` samples at a time."""
+        """Return peak memory of each of `world_size` ranks at `micro_size` samples at a time."""
         peak = self._footprint(world_size).memory(
             micro_size, self.hardware.context, self._copies(world_size)
         )
         return replace(peak, copies=peak.copies + self._sums(micro_size, world_size))
 
     def largest_micro_size(self, world_size: int) -> int:
-        """Return how many samples fit at a time; 0 if not even one does."""
+        """Return the largest micro-batch that fits, in samples; 0 if not even one sample does."""
         return self._footprint(world_size).largest_micro_size(
             self.hardware.memory, self.hardware.context, self._copies(world_size)
         )
 
     def remedies(self, batch: BatchPlan, config: BatchConfig) -> list[Remedy]:
-        """Return what would fit in place of `batch`, which `config` has made.
+        """Return what would fit in place of `batch`, which was planned from `config`.
 
-        The first change of one thing, or of two, with which it fits; the smaller micro-batch last.
+        These are single changes; only if none of them fits are they combinations of two.
         """
         others = [(words, other) for words, other in self._others if self._serves(other, batch)]
         single = [*_smaller("", self, batch, config)]
@@ -83,14 +83,14 @@ class Room:
 
     @cached_property
     def _others(self) -> list[tuple[str, Room]]:
-        """The same run with recomputed blocks, with shared states, and with both."""
+        """The same run with activation checkpointing, with sharding, and with both."""
         found = []
         recomputed = {"model": replace(self.config.model, activation_checkpointing=True)}
         changes: list[tuple[str, dict[str, Any]]] = []
         if not self.config.model.activation_checkpointing:
             changes.append((CHECKPOINTING, recomputed))
         strategy = choices.config_folder() / "strategy/fsdp2.yaml"
-        if not self.sharing and strategy.is_file():  # of another extra, which may be gone
+        if not self.sharing and strategy.is_file():  # another extra's file, which may be gone
             settings = cast(dict[str, Any], OmegaConf.to_container(OmegaConf.load(strategy)))
             changes.append(("strategy=fsdp2", {"strategy": settings}))
         if len(changes) == 2:
@@ -99,7 +99,7 @@ class Room:
         for words, change in changes:
             try:
                 config = replace(self.config, **change)
-            except UserError:  # another setting excludes it
+            except UserError:  # excluded by another setting
                 continue
             found.append((words, Room.of(config, self.hardware, self.model.vocab_size)))
         return found
@@ -110,7 +110,7 @@ class Room:
         return self.alone
 
     def _sums(self, micro_size: int, world_size: int) -> int:
-        """Return the bytes of what a rank keeps, beside its gradients, to add up micro-batches."""
+        """Return the bytes, in addition to the gradients, that accumulation needs on a rank."""
         batch = self.config.batch
         accumulation = (batch.global_size or 0) // (micro_size * world_size)
         if self.sharing and world_size > 1:
@@ -119,7 +119,7 @@ class Room:
         return copies * self.alone.states.gradients
 
     def _copies(self, world_size: int) -> bool:
-        """Tell whether DDP keeps a copy of the gradients."""
+        """Return whether DDP keeps a copy of the gradients."""
         views = self.config.strategy.get("gradient_as_bucket_view", True)
         return world_size > 1 and not self.sharing and not views
 
@@ -131,7 +131,7 @@ def _as_is(words: str, room: Room, batch: BatchPlan) -> Iterator[Remedy]:
 
 
 def _smaller(words: str, room: Room, batch: BatchPlan, config: BatchConfig) -> Iterator[Remedy]:
-    """Yield the largest micro-batch that fits, and that divides what a rank takes in a step."""
+    """Yield the largest micro-batch that fits and divides a rank's samples per step."""
     most = min(room.largest_micro_size(batch.world_size), batch.micro_size - 1)
     samples = batch.micro_size * batch.accumulation
     fixed = config.global_size is not None
@@ -146,7 +146,7 @@ def _smaller(words: str, room: Room, batch: BatchPlan, config: BatchConfig) -> I
 
 
 def _adds_up(config: BatchConfig, name: str, size: int, batch: BatchPlan) -> bool:
-    """Tell whether a run can have micro-batches of this size on so many devices."""
+    """Check whether a run can have micro-batches of this size on this number of devices."""
     try:
         settings: dict[str, Any] = {"micro_size": None, name: size}
         changed = replace(config, **settings)

@@ -1,4 +1,4 @@
-"""A command's own flags, told apart from the settings that follow them."""
+"""Parse a command's own flags and leave the settings that follow them to Hydra."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ T = TypeVar("T")
 
 
 class Parser(argparse.ArgumentParser):
-    """Takes the flags it knows and leaves the rest to Hydra; mistakes are `UserError`s.
+    """Parses the flags it knows and leaves the rest to Hydra; mistakes raise a `UserError`.
 
     Args:
         command: the command's name.
-        screen: what `--help` shows.
+        screen: the text that `--help` prints.
     """
 
     def __init__(self, command: str, screen: str) -> None:
@@ -29,22 +29,22 @@ class Parser(argparse.ArgumentParser):
         self._screen = screen
 
     def split(self, arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-        """Return the flags and the settings of `arguments`; `--help` ends the command here."""
+        """Split `arguments` into flags and settings; `--help` prints the help and exits."""
         if {"-h", "--help"} & set(arguments):
             print(self._screen)
             sys.exit(0)
         return self.parse_known_args(arguments)
 
     def error(self, message: str) -> NoReturn:
-        """Raise the one line that argparse would print below its usage."""
+        """Raise argparse's message as a `UserError`, without the usage text."""
         raise UserError(f"{message}; --help lists the flags")
 
 
 def each_job(overrides: list[str], job: Callable[[DictConfig], T]) -> list[T]:
-    """Return what `job` makes of each configuration that `overrides` compose.
+    """Call `job` on each configuration that `overrides` compose, and return the results.
 
     Raises:
-        UserError: of the first job that raises one; of an error inside, Hydra prints a line.
+        UserError: from the first job that raises one; Hydra prints a line for other errors.
     """
     made: list[T] = []
     mistakes: list[UserError] = []
@@ -62,7 +62,7 @@ def each_job(overrides: list[str], job: Callable[[DictConfig], T]) -> list[T]:
 
 
 def above_zero(text: str) -> float:
-    """Return a finite number above 0; digits may be grouped as in 1_000."""
+    """Parse a finite number above 0; underscores may group digits, as in 1_000."""
     value = float(text)
     if not (math.isfinite(value) and value > 0):
         raise argparse.ArgumentTypeError(f"{text} must be a number above 0")
@@ -70,7 +70,7 @@ def above_zero(text: str) -> float:
 
 
 def count(text: str) -> int:
-    """Return a whole number of at least 1."""
+    """Parse a whole number of at least 1."""
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text} must be at least 1")
@@ -78,5 +78,5 @@ def count(text: str) -> int:
 
 
 def counts(text: str) -> tuple[int, ...]:
-    """Return different whole numbers of at least 1, in order."""
+    """Parse comma-separated whole numbers of at least 1; return them sorted, without duplicates."""
     return tuple(sorted({count(word) for word in text.split(",")}))

@@ -13,13 +13,13 @@ from lockstep_gpt.config import counted
 from lockstep_gpt.extras.cluster.report import Finding, failure, ok, warning
 from lockstep_gpt.extras.cluster.topology import Topology, parse
 
-PATIENCE = 20.0  # seconds for nvidia-smi, which hangs where a driver is ill
+PATIENCE = 20.0  # timeout for nvidia-smi in seconds; it hangs if the driver is in a bad state
 GIB = 2**30
-BUSY = 0.02  # share of a device's memory that somebody else may hold
+BUSY = 0.02  # fraction of a device's memory that other processes may use
 
 
 def ask(*arguments: str) -> str:
-    """Return what `nvidia-smi` prints; nothing where it is missing, fails or hangs."""
+    """Return the output of `nvidia-smi`, or an empty string if it is missing, fails, or hangs."""
     command = shutil.which("nvidia-smi")
     if command is None:
         return ""
@@ -33,7 +33,7 @@ def ask(*arguments: str) -> str:
 
 
 def table(*fields: str) -> dict[str, dict[str, str]]:
-    """Return `fields` of each GPU of the machine, by UUID; nvidia-smi --help-query-gpu has all."""
+    """Return `fields` of each GPU, by UUID; `nvidia-smi --help-query-gpu` lists all fields."""
     names = ("uuid", *fields)
     out = ask(f"--query-gpu={','.join(names)}", "--format=csv,noheader,nounits")
     rows = [[cell.strip() for cell in line.split(",")] for line in out.splitlines()]
@@ -47,7 +47,7 @@ def uuid(index: int) -> str:
 
 
 def examine_device(local_rank: int, local_world_size: int, accelerator: str) -> list[Finding]:
-    """Check that the device of this rank is there and free."""
+    """Check that this rank's device exists and is free."""
     if accelerator == "cpu":
         return [_cores(local_world_size)]
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -85,7 +85,7 @@ def _described(index: int) -> str:
 
 
 def _occupied(index: int) -> list[Finding]:
-    """Notice memory that somebody else holds; ask before this process makes a context there."""
+    """Check for other processes' memory; call it before this process has a context there."""
     row = table("memory.used", "memory.total").get(uuid(index))
     try:
         used, total = float(row["memory.used"]), float(row["memory.total"])  # type: ignore[index]
@@ -98,7 +98,7 @@ def _occupied(index: int) -> list[Finding]:
 
 
 def identity(index: int) -> tuple[str, str, str] | None:
-    """Return UUID, name and driver of torch's device `index`; None if there is no such device."""
+    """Return UUID, name, and driver of torch's device `index`; None if there is no such device."""
     if torch.cuda.device_count() <= index:
         return None
     number = uuid(index)
@@ -107,7 +107,7 @@ def identity(index: int) -> tuple[str, str, str] | None:
 
 
 def topology(devices: Sequence[int]) -> Topology | None:
-    """Return the paths between torch's `devices`; None where nobody knows them."""
+    """Return the paths between torch's `devices`; None if they are unknown."""
     try:
         whole = parse(ask("topo", "-m"))
     except ValueError:

@@ -1,7 +1,7 @@
-"""The table of devices and links, each figure with its source.
+"""The table of devices and links, with a source for each figure.
 
 FLOP/s are the vendor's dense peaks: where a data sheet prints the doubled figure for 2:4 sparsity,
-ours is half of it. Bandwidths are of one direction: data sheets often add both up. Gigabytes are
+ours is half of it. Bandwidths are for one direction; data sheets often add up both. Gigabytes are
 10^9 bytes, which is no more than what drivers show for each of these devices.
 """
 
@@ -21,17 +21,17 @@ TERA = 1e12
 
 @dataclass(frozen=True)
 class Link:
-    """What connects two devices or two nodes."""
+    """The link between two devices or two nodes."""
 
     name: str
     bandwidth: float  # bytes per second in one direction
-    latency: float  # seconds for one step of a ring
+    latency: float  # seconds per step of a ring
     source: str
-    tree_latency: float | None = None  # for one step of a tree; None: as of a ring
+    tree_latency: float | None = None  # seconds per step of a tree; None: as for a ring
 
 
-# Latencies of a ring and of a tree: those by which NCCL 2.20 chooses its algorithms (its
-# src/graph/tuning.cc), with its protocol LL128, and with Simple over PCIe, which has no LL128.
+# Latencies of a ring and of a tree, from the table that NCCL 2.20 uses to choose its algorithms
+# (src/graph/tuning.cc): for protocol LL128, or for Simple over PCIe, which does not have LL128.
 _NVLINK, _PCIE, _NETWORK = (1.9e-6, 1.25e-6), (5.7e-6, 28e-6), (4e-6, 8.5e-6)
 
 
@@ -66,9 +66,9 @@ LINKS = {
 
 @dataclass(frozen=True)
 class Hardware:
-    """One kind of device, and the nodes it stands in.
+    """One kind of device, and the nodes that contain it.
 
-    What no data sheet can know is assumed, said so in the output, and can be set or measured.
+    Values that no data sheet has are assumed. The output says so; you can set or measure them.
     """
 
     name: str
@@ -76,31 +76,31 @@ class Hardware:
     peak: dict[str, float]  # dense FLOP/s by number format: fp64, fp32, tf32, fp16, bf16
     memory: float  # bytes
     memory_bandwidth: float  # bytes per second
-    host_link: Link  # from the memory of the host to the device
+    host_link: Link  # from the host's memory to the device
     intra: Link  # between the devices of a node
-    inter: Link  # between nodes, of one adapter
-    adapters: int  # network adapters of a node
+    inter: Link  # between nodes, for one adapter
+    adapters: int  # network adapters per node
     devices_per_node: int
     source: str
-    # Assumed, but such that scripts/ledger.py gives nanoGPT and llm.c, in the shape of GPT-2 124M,
-    # the speeds on an H100 that are known of them: tests/gpu_without_gpu/test_ledger.py. The first
-    # is at most 0.8, which the largest matrices reach.
-    product_share: float = 0.6  # of the dense peak, in matrix products
-    attention_share: float = 0.3  # of it, in fused attention
-    memory_share: float = 0.7  # of the memory's bandwidth
-    launch: float = 6e-6  # seconds in which the host launches a kernel
-    utilisation: float | None = None  # of the peak, in forward and backward, if it is known
-    # Assumed: the share of a link's line rate that a collective's payload reaches.
+    # Assumed, but chosen so that scripts/ledger.py reproduces the known speeds of nanoGPT and llm.c
+    # for GPT-2 124M on an H100 (tests/gpu_without_gpu/test_ledger.py). `product_share` is at most
+    # 0.8, which the largest matrices reach.
+    product_share: float = 0.6  # fraction of the dense peak, in matrix products
+    attention_share: float = 0.3  # fraction of the dense peak, in fused attention
+    memory_share: float = 0.7  # fraction of the memory's bandwidth
+    launch: float = 6e-6  # seconds that the host needs to launch a kernel
+    utilisation: float | None = None  # fraction of the peak in forward and backward, if known
+    # Assumed: the fraction of a link's line rate that a collective's payload reaches.
     link_efficiency: float = 0.8
-    # Assumed: CUDA's context, kernels and the buffers of cuBLAS and NCCL.
+    # Assumed: CUDA's context and kernels, and the buffers of cuBLAS and NCCL.
     context: float = 1.0 * GB  # bytes
     measured: bool = False
 
     def flops(self, precision: str) -> float:
-        """Return the dense peak in FLOP/s for matrix products under `precision`.
+        """Return the dense peak in FLOP/s of matrix products under `precision`.
 
         Raises:
-            UserError: the device has no such arithmetic, or no figure of it is known.
+            UserError: the device does not support this arithmetic, or its speed is unknown.
         """
         form = FORMS[precision]
         peak = in_form(self.peak, form)
@@ -113,7 +113,7 @@ class Hardware:
         return peak
 
     def save(self, path: Path) -> None:
-        """Write a profile that `load` reads."""
+        """Write a profile that `load` can read."""
         path.write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
 
     @classmethod
@@ -121,7 +121,7 @@ class Hardware:
         """Read a profile that `doctor --save-profile` or a person wrote.
 
         Raises:
-            UserError: the file is no profile.
+            UserError: the file is not a valid profile.
         """
         try:
             values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
@@ -136,7 +136,7 @@ class Hardware:
 
 @dataclass(frozen=True)
 class _Server:
-    """The node that a kind of device usually stands in; `links` to the host, within, between."""
+    """The usual node for a kind of device; `links`: to the host, within a node, between nodes."""
 
     links: str
     devices: int
@@ -172,7 +172,7 @@ def _gpu(
     )
 
 
-# name, what CUDA calls it, GB, GB/s, usual node, source
+# name, CUDA's name, GB, GB/s, usual node, source
 HARDWARE = {
     gpu.name: gpu
     for gpu in (
@@ -191,10 +191,10 @@ HARDWARE = {
 
 
 def find_hardware(name: str) -> Hardware:
-    """Return the device of that name, or the profile in the file of that name.
+    """Return the device called `name`, or load the profile in the file `name`.
 
     Raises:
-        UserError: neither is there.
+        UserError: there is neither.
     """
     if name in HARDWARE:
         return HARDWARE[name]
@@ -205,10 +205,10 @@ def find_hardware(name: str) -> Hardware:
 
 
 def find_link(name: str, like: Link) -> Link:
-    """Return the link of that name; a number is GB/s in one direction, with the latency of `like`.
+    """Return the link called `name`, or one of that many GB/s per direction with `like`'s latency.
 
     Raises:
-        UserError: it is neither.
+        UserError: `name` is neither a known link nor a valid number.
     """
     if name in LINKS:
         return LINKS[name]

@@ -1,15 +1,15 @@
-"""What a training step asks of a GPU, kernel by kernel: bytes, operations, waits of the host.
+"""A training step on a GPU, kernel by kernel: bytes, operations, and waits of the host.
 
-The step runs on tensors that have a shape and no content, and each operation is noted with what it
-reads and writes. Two rules make kernels of that, one of eager code, where each operation is one,
-and one of compiled code. There, operations that follow each other, and are no matrix products,
-attention, gathers or scatters, are one kernel: it reads what comes from outside once, and writes
-what others read. It does not write what only such kernels read, if what that was made of is no
-larger: they make it again, as torch's partitioner has them do. Forward and backward share none.
+The step runs on tensors that have a shape but no content, and each operation is recorded with the
+bytes that it reads and writes. Two rules turn operations into kernels. In eager code, each one is a
+kernel. In compiled code, consecutive operations that are not matrix products, attention, gathers,
+or scatters form one kernel. It reads its outside inputs once, and writes what others read. It does
+not write a tensor that only such kernels read, if the tensor's inputs are no larger: those kernels
+recompute it, as torch's partitioner makes them. No kernel spans forward and backward.
 
-A kernel takes as long as its operations or its bytes do, whichever is longer; `hardware.py` has
-the shares of the peaks that are reached. A step takes as long as its kernels, or as long as the
-host needs to launch them. There is no other model of time: `plan` counts with this one.
+A kernel takes as long as its operations or its bytes, whichever is longer; `hardware.py` has the
+fractions of the peaks that are reached. A step takes as long as its kernels, or as long as the
+host needs to launch them. There is no other model of time: `plan` uses this one.
 """
 
 from __future__ import annotations
@@ -47,18 +47,18 @@ EMBEDDING, BLOCKS, LOSS, SUMS, UPDATE = PARTS = (
 MODEL = (EMBEDDING, BLOCKS, LOSS)  # in each micro-batch
 MEMORY, PRODUCT, ATTENTION = "memory", "product", "attention"
 FORMS = {torch.float64: "fp64", torch.float32: "tf32", torch.float16: "fp16"}  # others: bf16
-# By aten's names.
+# Names of aten operations.
 PRODUCTS = {"mm", "addmm", "addmm_", "bmm", "baddbmm"}
 MOVES = {"embedding", "embedding_dense_backward", "index", "index_put", "index_put_", "scatter_"}
-PICK = {"embedding", "gather", "scatter_", "nll_loss_forward"}  # few elements, as the indices say
-OVERWRITE = {"zero_", "fill_", "copy_"}  # what they change they do not read
+PICK = {"embedding", "gather", "scatter_", "nll_loss_forward"}  # reads only what the indices select
+OVERWRITE = {"zero_", "fill_", "copy_"}  # these do not read what they overwrite
 TO_HOST = {"_to_copy", "copy_"}
-BACKWARD_OF_ATTENTION = 2.5  # five products for the two of forward (Dao et al. 2022)
+BACKWARD_OF_ATTENTION = 2.5  # five products instead of forward's two (Dao et al. 2022)
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """What a device does in one go."""
+    """The work of one kernel on a device."""
 
     part: str
     kind: str
@@ -68,7 +68,7 @@ class Kernel:
     form: str = ""  # number format of its products
 
     def seconds(self, hardware: Hardware) -> float:
-        """Return how long it takes there."""
+        """Return how long the kernel takes on `hardware`."""
         bandwidth = hardware.memory_bandwidth * hardware.memory_share
         moving = (self.read + self.written) / bandwidth
         if not self.flops:
@@ -81,16 +81,16 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Ledger:
-    """The kernels of a micro-batch and of an update, with how often each is there.
+    """The kernels of a micro-batch and of an update, with the number of each.
 
-    What a deep model has is extrapolated from two shallow ones, so numbers may be negative.
+    Numbers for deep models are extrapolated from two shallow ones, so they may be negative.
     """
 
     kernels: Counter[Kernel]
-    waits: int = 0  # of the host for the device
+    waits: int = 0  # how often the host waits for the device
 
     def of(self, *parts: str) -> Ledger:
-        """Return what some parts have of it."""
+        """Return the ledger of some parts of the step."""
         kernels = {each: times for each, times in self.kernels.items() if each.part in parts}
         return replace(self, kernels=Counter(kernels))
 
@@ -100,7 +100,7 @@ class Ledger:
 
     @property
     def moved(self) -> float:
-        """Bytes between memory and processors."""
+        """Bytes moved between memory and processors."""
         return self.total("read") + self.total("written")
 
     def seconds(self, hardware: Hardware) -> float:
@@ -108,7 +108,7 @@ class Ledger:
         return sum(times * each.seconds(hardware) for each, times in self.kernels.items())
 
     def compute(self, accumulation: int, hardware: Hardware) -> float:
-        """Return the seconds of a step's micro-batches; the host may be what they wait for."""
+        """Return the seconds of a step's micro-batches, limited by the device or by the host."""
         model, sums = self.of(*MODEL), self.of(SUMS)
         device = accumulation * model.seconds(hardware)
         device += (accumulation - 1) * sums.seconds(hardware)
@@ -116,7 +116,7 @@ class Ledger:
         return max(device, launched * hardware.launch)
 
     def deeper(self, other: Ledger, times: int) -> Ledger:
-        """Return this one with so many times what `other` has more."""
+        """Return this ledger plus `times` times the difference from it to `other`."""
         kernels = Counter(self.kernels)
         for each in {*self.kernels, *other.kernels}:
             kernels[each] += times * (other.kernels[each] - self.kernels[each])
@@ -129,8 +129,8 @@ def ledger(config: Config, vocab_size: int, micro_size: int, memory: float | Non
     Args:
         config: the run's settings.
         vocab_size: V.
-        micro_size: samples of a micro-batch.
-        memory: bytes of the device, by which the loss chooses how it is computed.
+        micro_size: samples per micro-batch.
+        memory: the device's memory in bytes, which decides how the loss is computed.
     """
     shapes = (replace(config.model, n_layer=layers) for layers in (1, 2))
     one, two = (trace(config, shape, vocab_size, micro_size, memory) for shape in shapes)
@@ -144,7 +144,7 @@ def trace(
     micro_size: int,
     memory: float | None = None,
 ) -> Ledger:
-    """Return the ledger of a model of this shape; the arguments are those of `ledger`."""
+    """Return the ledger of a model of this shape; `ledger` explains the other arguments."""
     recorder = Recorder(config.compile)
     with FakeTensorMode():
         model = shaped(shape, vocab_size, config.precision)
@@ -155,7 +155,7 @@ def trace(
         optimizer = build_optimizer(model, config.optim, lr=config.optim.lr)
         with _half_products(optimizer):
             with Recorder():
-                optimizer.step()  # from now on it has its moments
+                optimizer.step()  # creates its moments, which must exist from now on
             _record(recorder, model, optimizer, config, micro_size, memory)
     return Ledger(Counter(recorder.kernels([weight.grad for weight in weights])), recorder.waits)
 
@@ -170,7 +170,7 @@ def _record(
 ) -> None:
     groups = optimizer.param_groups
     counts = [
-        optimizer.state[weight]["step"]  # Muon counts on the host
+        optimizer.state[weight]["step"]  # Muon's counters are on the host
         for group in groups
         if group.get("muon")
         for weight in group["params"]
@@ -188,7 +188,7 @@ def _record(
 
 
 def _half_products(optimizer: torch.optim.Optimizer) -> contextlib.AbstractContextManager[None]:
-    """Have Muon multiply in bfloat16, as it does on GPUs."""
+    """Make Muon multiply in bfloat16, as it does on GPUs."""
     module = sys.modules[type(optimizer).__module__]
     if not hasattr(module, "_product_type"):
         return contextlib.nullcontext()
@@ -197,7 +197,7 @@ def _half_products(optimizer: torch.optim.Optimizer) -> contextlib.AbstractConte
 
 @dataclass
 class _Operation:
-    """One call of aten."""
+    """One call of an aten operation."""
 
     name: str
     part: str
@@ -205,7 +205,7 @@ class _Operation:
     backward: bool
     read: dict[int, float]  # storage -> bytes
     written: dict[int, float]
-    changed: set[int]  # storages that were there before
+    changed: set[int]  # storages that existed before it
     flops: float = 0.0
     form: str = ""
 
@@ -225,33 +225,33 @@ class _Operation:
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes each operation inside it, and counts where the host would wait for the device.
+    """Records each operation inside it, and counts where the host would wait for the device.
 
     Args:
-        compiled: torch.compile takes the model.
+        compiled: whether torch.compile compiles the model.
     """
 
     def __init__(self, compiled: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.sums: set[int] = set()  # gradients to which others are added
+        self.sums: set[int] = set()  # storages of gradients that later ones are added to
         self.host: set[int] = set()  # storages that are not on the device
         self.waits = 0
         self._compiled = compiled
         self._part, self._backward = BLOCKS, False
         self._operations: list[_Operation] = []
-        self._storages: dict[int, torch.UntypedStorage] = {}  # alive, so that no key comes twice
+        self._storages: dict[int, torch.UntypedStorage] = {}  # kept alive so that no key is reused
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # the guard against being compiled costs a second of imports
+        return False  # the default's guard against compilation costs a second of imports
 
     def enter(self, part: str, backward: bool = False) -> None:
-        """Say to what the next operations belong."""
+        """Set the part of the step that the next operations belong to."""
         self._part, self._backward = part, backward
 
     @contextlib.contextmanager
     def watching(self, model: GPT) -> Iterator[None]:
-        """Have the parts of the model tell when they begin, forward and backward."""
+        """Record where the parts of the model begin, in forward and in backward."""
 
         def entering(x: Tensor, part: str, before: str) -> None:
             self.enter(part)
@@ -278,7 +278,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             hook.remove()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run one operation and note it; what the host waits for is zero."""
+        """Run one operation and record it; values that the host would wait for are zero."""
         name, kwargs = func.overloadpacket.__name__, kwargs or {}
         if name == "_local_scalar_dense":
             self.waits += not self.host.issuperset(self.sizes(args))
@@ -294,7 +294,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @staticmethod
     def _host(name: str, args: Any, kwargs: Any) -> Tensor | None:
-        """Return what arrives, empty, if an operation copies from the device to the host."""
+        """Return zeros as the result of a copy from device to host; None for any other call."""
         source = args[1] if name == "copy_" else args[0]
         target = args[0].device if name == "copy_" else kwargs.get("device")
         if source.device.type == "cpu" or target is None or torch.device(target).type != "cpu":
@@ -325,14 +325,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         elif noted.kind == ATTENTION:
             backward = "backward" in name
             query, key = args[1:3] if backward else args[:2]
-            # Two products, of which the mask leaves half.
+            # Two products; the causal mask halves the work.
             noted.flops = 2.0 * query.numel() * key.shape[-2]
             noted.flops *= BACKWARD_OF_ATTENTION if backward else 1
             noted.form = FORMS.get(query.dtype, "bf16")
         self._operations.append(noted)
 
     def sizes(self, tensors: Iterable[Tensor | None]) -> dict[int, float]:
-        """Return the bytes that there are to read of each storage."""
+        """Return the number of bytes that can be read from each storage."""
         sizes: dict[int, float] = {}
         for each in tensors:
             if each is not None:
@@ -343,8 +343,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return sizes
 
     def kernels(self, kept: Iterable[Tensor | None]) -> Iterator[Kernel]:
-        """Make kernels of the operations; `kept` is what is read when all is over."""
-        numbers = count()  # each that does not fuse is a group
+        """Turn the operations into kernels; `kept` are the tensors that are read after the step."""
+        numbers = count()  # an operation that does not fuse is its own group
 
         def group(noted: _Operation) -> Any:
             return (noted.part, noted.backward) if noted.fuses else next(numbers)
@@ -358,24 +358,24 @@ def _tensors(values: Any) -> list[Tensor]:
 
 
 def _changed(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
-    """Return the tensors that an operation writes to."""
+    """Return the tensors that an operation writes."""
     found = []
     for index, declared in enumerate(func._schema.arguments):
         written = declared.alias_info is not None and declared.alias_info.is_write
-        if written and declared.name != "grads":  # fused updates write those only to unscale them
+        if written and declared.name != "grads":  # fused updates write these only to unscale them
             found += _tensors(args[index] if index < len(args) else kwargs.get(declared.name))
     return found
 
 
 @dataclass
 class _Fusion:
-    """Makes a kernel of each group of operations."""
+    """Turns each group of operations into one kernel."""
 
     groups: list[list[_Operation]]
     kept: set[int]
     readers: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))  # groups
-    changing: set[int] = field(default_factory=set)  # storages whose content does not stay
-    # What is read in place of what is not there.
+    changing: set[int] = field(default_factory=set)  # storages that are changed later
+    # storage that is not written -> what is read instead of it
     instead: dict[int, dict[int, float]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -386,7 +386,7 @@ class _Fusion:
                     self.readers[key].append(number)
 
     def kernels(self) -> Iterator[Kernel]:
-        """Yield all that move something."""
+        """Yield the kernels that move any bytes."""
         for number, group in enumerate(self.groups):
             kernel = self._fused(number, group) if group[0].fuses else group[0].alone()
             if kernel.read + kernel.written:
@@ -395,7 +395,7 @@ class _Fusion:
     def _fused(self, number: int, group: list[_Operation]) -> Kernel:
         read: dict[int, float] = {}
         made: dict[int, float] = {}
-        sources: dict[int, dict[int, float]] = {}  # of what is made, outside of the group
+        sources: dict[int, dict[int, float]] = {}  # inputs from outside of the group
         for operation in group:
             origin: dict[int, float] = {}
             for key, size in operation.read.items():
@@ -412,7 +412,7 @@ class _Fusion:
     def _stays(
         self, number: int, key: int, size: float, sources: dict[int, dict[int, float]]
     ) -> bool:
-        """Tell whether a storage is written to memory."""
+        """Return whether a storage is written to memory."""
         if key in self.kept:
             return True
         later = [reader for reader in self.readers[key] if reader > number]

@@ -1,7 +1,7 @@
-"""How ranks find each other before there is a process group, and who does not come.
+"""How ranks find each other before there is a process group, and how absent ranks are reported.
 
-Every wait has a limit, and rank 0 knows whom it waits for: each rank leaves its words under a name
-of its own in the store that `MASTER_ADDR` and `MASTER_PORT` lead to.
+Every wait has a limit, and rank 0 knows which ranks it waits for: each rank leaves its messages
+under its own key in the store at `MASTER_ADDR` and `MASTER_PORT`.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from lockstep_gpt.extras.cluster.report import Finding, failure, named, ok, warning
 from lockstep_gpt.training.ranks import Ranks
 
-STOP = "stop"  # the key by which rank 0 sends all home
-CLOCK_LIMIT = 1.0  # seconds between clocks, which make logs and file times hard to read
-MARGIN = 10.0  # seconds more that a rank waits for rank 0, which itself waits for others
+STOP = "stop"  # the key with which rank 0 stops all ranks
+CLOCK_LIMIT = 1.0  # seconds between clocks that make logs and file times hard to read
+MARGIN = 10.0  # extra seconds that a rank waits for rank 0, which itself waits for others
 
 
 class Absent(Exception):  # noqa: N818 (it names who is absent)
-    """Somebody did not come in time; `finding` says who, and what to do."""
+    """A rank did not come in time; `finding` says which, and what to do."""
 
     def __init__(self, finding: Finding) -> None:
         super().__init__(finding.line)
@@ -37,11 +37,11 @@ class Absent(Exception):  # noqa: N818 (it names who is absent)
 
 @dataclass
 class Meeting:
-    """The ranks of a run around their store.
+    """The ranks of a run and their store.
 
     Args:
-        store: where words are left.
-        ranks: this process among all.
+        store: where ranks leave messages.
+        ranks: this process's place among all ranks.
         limit: the longest wait in seconds.
     """
 
@@ -50,10 +50,10 @@ class Meeting:
     limit: float
 
     def gather(self, name: str, value: Any) -> list[Any]:
-        """Give `value` to rank 0; return every rank's there, by rank, and nothing elsewhere.
+        """Send `value` to rank 0; return all ranks' values, by rank, on rank 0 and [] elsewhere.
 
         Raises:
-            Absent: on rank 0, which names the ranks that said nothing.
+            Absent: on rank 0; it names the ranks that sent nothing.
         """
         self.store.set(f"{name}/{self.ranks.rank}", json.dumps(value))
         if self.ranks.rank:
@@ -67,14 +67,14 @@ class Meeting:
         return [json.loads(self.store.get(key)) for key in keys]
 
     def tell(self, name: str, value: Any) -> None:
-        """Leave rank 0's `value` for all."""
+        """Send rank 0's `value` to all ranks."""
         self.store.set(f"{name}/told", json.dumps(value))
 
     def hear(self, name: str) -> Any:
-        """Return what rank 0 tells; it may be about to wait for others itself.
+        """Return the value that rank 0 sends; rank 0 may itself be waiting for others first.
 
         Raises:
-            Absent: it tells nothing, or that it has stopped.
+            Absent: rank 0 sends nothing in time, or has stopped.
         """
         limit = self.limit + MARGIN
         if self._missing([f"{name}/told"], limit):
@@ -84,7 +84,7 @@ class Meeting:
         return json.loads(self.store.get(f"{name}/told"))
 
     def _missing(self, keys: Iterable[str], limit: float) -> set[str]:
-        """Wait until all `keys` are there; return those that are not."""
+        """Wait until all `keys` exist; return those that are missing at the end."""
         missing, end = set(keys), time.monotonic() + limit
         while missing := {key for key in missing if not self.store.check([key])}:
             if time.monotonic() > end or self.store.check([STOP]):
@@ -93,10 +93,10 @@ class Meeting:
         return missing
 
     def clock_offsets(self) -> list[tuple[float, float]]:
-        """Return by how many seconds each clock is ahead of rank 0's, and how far off that may be.
+        """Return how many seconds each clock is ahead of rank 0's, and the possible error of that.
 
-        Rank 0 asks one rank after the other; the answer is taken to fall in the middle of question
-        and answer (Cristian 1989).
+        Rank 0 asks one rank after another. A rank is assumed to read its clock halfway between the
+        question and the answer (Cristian 1989).
         """
         rank = self.ranks.rank
         if rank:
@@ -116,9 +116,9 @@ class Meeting:
         return offsets
 
     def close(self, status: str) -> str:
-        """Let all ranks know how it ended: rank 0's `status`, which is returned.
+        """Send rank 0's `status`, the overall result, to all ranks; return it.
 
-        Rank 0 stays until the others have heard, a few seconds at most: the store goes with it.
+        Rank 0 waits until the others have read it, but only a few seconds: the store ends with it.
         """
         if self.ranks.rank:
             heard = str(self.hear("status"))
@@ -130,7 +130,7 @@ class Meeting:
 
 
 def examine_clocks(offsets: list[tuple[float, float]]) -> Finding:
-    """Judge by how many seconds each rank's clock is ahead, give or take the second number."""
+    """Check the clock offsets in seconds; the second number of each pair is its uncertainty."""
     late = [rank for rank, (offset, _) in enumerate(offsets) if abs(offset) > CLOCK_LIMIT]
     worst, doubt = max(offsets, key=lambda each: abs(each[0]))
     line = f"{abs(worst) * 1e3:.1f} ms apart at most, known to {doubt * 1e3:.1f} ms"
@@ -150,10 +150,10 @@ def _absent(ranks: Iterable[int], name: str, limit: float) -> Finding:
 
 
 def open_meeting(ranks: Ranks, limit: float) -> Meeting:
-    """Connect to the store; rank 0 opens it unless a launcher's agent has.
+    """Connect to the store; rank 0 creates it unless a launcher's agent has done so.
 
     Raises:
-        Absent: the port is taken, nobody answers at it, or something that is no store.
+        Absent: the port is in use, nobody answers at it, or what answers is not a store.
     """
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     end = time.monotonic() + limit
@@ -185,7 +185,7 @@ def _refuse_taken(port: int) -> None:
 
 
 def _unanswered(host: str, port: int, end: float) -> str:
-    """Knock at the port until somebody opens; return why nobody did, or nothing."""
+    """Try the port until something accepts; return the last error, or an empty string."""
     reason = "no time"
     while (left := end - time.monotonic()) > 0:
         try:
@@ -198,9 +198,9 @@ def _unanswered(host: str, port: int, end: float) -> str:
 
 
 def _store(host: str, port: int, hosts: bool, end: float) -> Store | None:
-    """Return the store; None if it does not come about in time.
+    """Return the store; None if there is no connection in time.
 
-    In a thread, because torch waits without a limit for the greeting of a foreign program.
+    It connects in a thread because torch waits without limit for another program's greeting.
     """
     found: list[Store] = []
 

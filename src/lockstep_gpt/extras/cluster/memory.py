@@ -1,10 +1,10 @@
-"""What a rank keeps in its device's memory, predicted from shapes alone.
+"""Predict a rank's device memory from shapes alone.
 
-The model runs forward and backward once on tensors that have a shape and no content ("fake", on
-the meta device), while every storage is counted from its birth to its death. That is done for a
-few small shapes; activations are linear in the micro-batch, in the depth and in the vocabulary, so
-these give the line on which every size lies. It is linear as soon as the activations of blocks make
-the peak: the sums of gradients with which backward ends are larger in very small shapes only.
+The model runs forward and backward once on tensors that have a shape but no content ("fake", on
+the meta device), while every storage is counted from its creation until it is freed. This is done
+for a few small shapes. Activations are linear in the micro-batch, the depth, and the vocabulary, so
+these shapes determine every other size. It is linear once the activations of blocks make the peak;
+only in very small shapes are the sums of gradients at the end of backward larger.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ from lockstep_gpt.model.gpt import GPT, build_gpt
 from lockstep_gpt.training.optim import build_optimizer
 
 AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
-WIDER = 64  # ids by which a vocabulary is widened to see what it costs; models pad to multiples
-FEWEST, MOST = 2, 512  # samples of the shapes that are tried
-CHUNKED = 8  # bytes of a logit in a chunk: its logarithm in float32, and its gradient beside
-BENT = 0.01  # how much more a sample may take than the one before, on what counts as a line
+WIDER = 64  # ids added to the vocabulary to measure their cost; models pad to multiples
+FEWEST, MOST = 2, 512  # samples of the shapes that are traced
+CHUNKED = 8  # bytes per logit in a chunk: its logarithm in float32, and its gradient
+BENT = 0.01  # a sample may take this fraction more than the one before, and still count as linear
 _FILLED_AT_RANDOM = {torch.ops.aten.normal_.default, torch.ops.aten.uniform_.default}
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one device, by part; all of them together are the peak."""
+    """Bytes on one device, by part; their sum is the peak."""
 
     weights: float
     gradients: float
     optimizer: float
-    buckets: float  # copies of the gradients that DDP reduces, where they are not views of them
-    gathered: float  # under fsdp2: weights of other ranks, and gradients on their way to them
-    copies: float  # of weights in half precision, and of gradients on their way
+    buckets: float  # DDP's copies of the gradients, if the gradients are not views of its buckets
+    gathered: float  # under fsdp2: weights from other ranks, and gradients to be sent to them
+    copies: float  # of weights in half precision, and of gradients in transit
     activations: float
     logits: float
     context: float
@@ -68,38 +68,38 @@ class States:
 
     @classmethod
     def of(cls, model: nn.Module, config: OptimConfig) -> States:
-        """Count the parameters of `model`, each in its own type, as are gradients and moments."""
+        """Count the bytes of `model`'s parameters, gradients, and moments, each in its own type."""
         size = sum(weight.nbytes for weight in model.parameters())
         trained = sum(weight.nbytes for weight in model.parameters() if weight.requires_grad)
         moments = sum(
-            # AdamW keeps the means of gradients and of their squares, Muon one momentum.
+            # AdamW keeps running means of gradients and of their squares; Muon keeps one momentum.
             (1 if group.get("muon") else 2) * sum(weight.nbytes for weight in group["params"])
             for group in build_optimizer(model, config, lr=config.lr).param_groups
         )
         return cls(size, trained, moments)
 
     def shared(self, world_size: int) -> States:
-        """Return the share of one of several ranks."""
+        """Return the shard of one of `world_size` ranks."""
         sizes = (self.weights, self.gradients, self.optimizer)
         return States(*(math.ceil(size / world_size) for size in sizes))
 
 
 @dataclass(frozen=True)
 class Chunks:
-    """Logits on a GPU, which are whole up to a size of the micro-batch and in chunks from there."""
+    """Logits on a GPU: they are whole up to a certain micro-batch, and in chunks above it."""
 
-    most_whole: int  # samples
-    whole: float  # bytes per sample, as long as they are whole
-    chunk: float  # bytes, whatever the micro-batch
+    most_whole: int  # samples in the largest micro-batch with whole logits
+    whole: float  # bytes per sample, if they are whole
+    chunk: float  # bytes, for any micro-batch
 
     @classmethod
     def of(cls, config: Config, width: int, memory: float) -> Chunks:
-        """Return what a device of so much memory does.
+        """Return how a device with this much memory computes logits.
 
         Args:
             config: the run's settings.
-            width: V padded.
-            memory: bytes of the device.
+            width: V, padded.
+            memory: the device's memory in bytes.
         """
         each = config.model.block_size * width
         size = 2 if config.precision in AUTOCAST else 4
@@ -109,7 +109,7 @@ class Chunks:
         return cls(functional.GPU_CHUNK_LOGITS // each, CHUNKED * each, chunk)
 
     def size(self, micro_size: int) -> float:
-        """Return the bytes of a micro-batch."""
+        """Return the bytes for a micro-batch."""
         return micro_size * self.whole if micro_size <= self.most_whole else self.chunk
 
 
@@ -125,16 +125,16 @@ class Footprint:
     activations: float  # per sample
     logits: float  # per sample
     gathered: float = 0
-    chunks: Chunks = NO_CHUNKS  # of logits, beside
+    chunks: Chunks = NO_CHUNKS  # of logits, in addition
 
     def shared(self, sharing: Sharing, world_size: int) -> Footprint:
-        """Return what each of several ranks has if they share the states."""
+        """Return the footprint of each of `world_size` ranks if the states are sharded."""
         return replace(self, states=self.states.shared(world_size), gathered=sharing.gathered)
 
     def memory(self, micro_size: int, context: float, bucket_copies: bool) -> Memory:
-        """Return the peak of a rank that takes `micro_size` samples at a time.
+        """Return the peak memory of a rank with a micro-batch of `micro_size` samples.
 
-        Gradients count as all there, as they are under DDP and from the second micro-step on.
+        All gradients are counted, as under DDP and from the second micro-step on.
         """
         return Memory(
             weights=self.states.weights,
@@ -149,7 +149,7 @@ class Footprint:
         )
 
     def largest_micro_size(self, memory: float, context: float, bucket_copies: bool) -> int:
-        """Return how many samples fit into `memory` bytes; 0 if not even one does."""
+        """Return the most samples that fit in `memory` bytes at a time; 0 if not even one does."""
         room = memory - self.memory(0, context, bucket_copies).total + self.chunks.size(0)
         each = self.activations + self.logits
         chunked = int((room - self.chunks.chunk) // each)
@@ -159,10 +159,10 @@ class Footprint:
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the bytes of all storages that are born inside it, while they live.
+    """Counts the bytes of all storages created inside it, for as long as they exist.
 
     Args:
-        before: tensors that are there already; operations return views of them.
+        before: tensors that already exist; operations return views of them.
     """
 
     def __init__(self, before: Iterable[Tensor]) -> None:
@@ -173,10 +173,10 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # the guard against being compiled costs a second of imports
+        return False  # the default's guard against compilation costs a second of imports
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run one operation and count what it returns."""
+        """Run one operation and count the storages that it returns."""
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):
@@ -198,7 +198,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _Uninitialized(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Leaves weights as they are: without content there is nothing to draw."""
+    """Skips random initialization: tensors without content need no values."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -210,9 +210,9 @@ class _Uninitialized(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @contextlib.contextmanager
 def changed(module: Any, **values: Any) -> Iterator[None]:
-    """Have other values in a module.
+    """Replace values in a module for a while.
 
-    Not by a TorchFunctionMode: backward, which may compute blocks again, would not be in it.
+    A TorchFunctionMode would not work: backward, which may recompute blocks, is not inside it.
     """
     usual = {name: getattr(module, name) for name in values}
     vars(module).update(values)
@@ -226,13 +226,13 @@ def changed(module: Any, **values: Any) -> Iterator[None]:
 def as_on_a_gpu(
     whole_logits: float = functional.MANY_LOGITS, chunk_logits: int = functional.CHUNK_LOGITS
 ) -> Iterator[None]:
-    """Compute as on a GPU, on tensors of a CPU.
+    """Compute as on a GPU, on CPU tensors.
 
-    The fused attention is taken at any length, and with dropout, whose mask backward draws anew.
+    Fused attention is used at any length, and with dropout, whose mask backward draws again.
 
     Args:
-        whole_logits: how many may be there at once.
-        chunk_logits: of more than that, how many are.
+        whole_logits: the most logits that may exist at once.
+        chunk_logits: the number of logits in a chunk, if there are more.
     """
     usual = F.scaled_dot_product_attention
 
@@ -249,13 +249,13 @@ def as_on_a_gpu(
 
 
 def shaped(shape: ModelConfig, vocab_size: int, precision: str) -> GPT:
-    """Build a GPT without drawing its weights."""
+    """Build a GPT without initializing its weights."""
     with _Uninitialized():  # type: ignore[no-untyped-call]
         return built(shape, vocab_size, precision)
 
 
 def built(shape: ModelConfig, vocab_size: int, precision: str) -> GPT:
-    """Build a GPT whose weights are of the type that training in `precision` has."""
+    """Build a GPT with weights of the type that training in `precision` uses."""
     usual = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64 if precision == "64-true" else usual)
     try:
@@ -265,7 +265,7 @@ def built(shape: ModelConfig, vocab_size: int, precision: str) -> GPT:
 
 
 def whole_model(config: Config, vocab_size: int) -> GPT:
-    """Build the configured model on the meta device: with shapes, without content."""
+    """Build the configured model on the meta device: with shapes but without content."""
     with torch.device("meta"):
         return shaped(config.model, vocab_size, config.precision)
 
@@ -277,14 +277,14 @@ def footprint(
     half_blocks: bool = False,
     memory: float = 0,
 ) -> Footprint:
-    """Predict the memory of training `model` as `config` says.
+    """Predict the memory for training `model` under `config`.
 
     Args:
         config: the run's settings.
-        model: what `whole_model` built from them.
-        accelerator: cuda or cpu, whose attention kernels differ.
-        half_blocks: blocks compute in bfloat16 altogether, as under strategy.param_dtype=bfloat16.
-        memory: bytes of a GPU, by which the loss chooses how it is computed.
+        model: built by `whole_model` from these settings.
+        accelerator: cuda or cpu; their attention kernels differ.
+        half_blocks: blocks compute entirely in bfloat16, as under strategy.param_dtype=bfloat16.
+        memory: a GPU's memory in bytes, which decides how the loss is computed.
     """
 
     @cache
@@ -294,15 +294,15 @@ def footprint(
         return trace_peak(shape, vocab_size, micro_size, precision, accelerator, half_blocks)
 
     few = FEWEST
-    while few < MOST:  # a model that is not deep may peak at its end, when only gradients are left
+    while few < MOST:  # a shallow model may peak at the end, when only gradients are left
         first, second, third = (peak(few + more, 1, model.vocab_size) for more in range(3))
-        stream = 2 * config.model.block_size * config.model.n_embd  # bytes of a sample, at least
+        stream = 2 * config.model.block_size * config.model.n_embd  # the fewest bytes of a sample
         if stream <= third - second <= (1 + BENT) * (second - first):
             break
         few *= 2
 
     def line(n_layer: int, vocab_size: int = model.vocab_size) -> tuple[float, float]:
-        """Return bytes per sample and bytes beside."""
+        """Return the bytes per sample, and the bytes that do not depend on the samples."""
         size = peak(few, n_layer, vocab_size)
         slope = peak(few + 1, n_layer, vocab_size) - size
         return slope, size - few * slope
@@ -331,15 +331,15 @@ def trace_peak(
     accelerator: str,
     half_blocks: bool = False,
 ) -> int:
-    """Return the most bytes alive at once in a forward and backward, weights and gradients apart.
+    """Return the most bytes alive at once in forward and backward, without weights and gradients.
 
     Args:
-        shape: of the model.
+        shape: the model's shape.
         vocab_size: V.
-        micro_size: samples, each of `block_size` tokens.
-        precision: Lightning's name of the arithmetic.
+        micro_size: number of samples of `block_size` tokens.
+        precision: Lightning's name for the precision.
         accelerator: cuda or cpu.
-        half_blocks: weights of blocks, and what passes through them, are bfloat16.
+        half_blocks: the blocks' weights and activations are bfloat16.
     """
     with FakeTensorMode():
         model = shaped(shape, vocab_size, precision)
@@ -355,17 +355,17 @@ def trace_peak(
 
 
 def _halve(block: nn.Module) -> None:
-    """Make weights of `block` bfloat16, and the activations that enter it."""
+    """Convert `block`'s weights, and the activations that enter it, to bfloat16."""
     for part in block.modules():
         for name, weight in [*part.named_parameters(recurse=False)]:
             setattr(part, name, nn.Parameter(weight.detach().bfloat16()))
     block.register_forward_pre_hook(
-        lambda _, values: tuple(value.bfloat16() for value in values)  # activations alone
+        lambda _, values: tuple(value.bfloat16() for value in values)  # only activations are passed
     )
 
 
 def _drop_gradient(weight: Tensor) -> None:
-    """Forget a gradient that is whole: it goes where `States` has counted its place already."""
+    """Drop a finished gradient; `States` has already counted its memory."""
     weight.grad = None
 
 

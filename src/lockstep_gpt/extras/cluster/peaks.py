@@ -1,10 +1,10 @@
-"""What GPUs can do at most: the one table that `plan`, `doctor` and a run's `mfu` count with."""
+"""Peak speeds of GPUs: the one table that `plan`, `doctor`, and a run's `mfu` use."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-# What matrix products of a precision are computed in; training lets GPUs take TF32 for float32.
+# Number format of a precision's matrix products; on GPUs, training uses TF32 for float32.
 FORMS = {"64-true": "fp64", "32-true": "tf32", "bf16-mixed": "bf16", "16-mixed": "fp16"}
 
 
@@ -12,9 +12,9 @@ def _peaks(half: float, **others: float) -> dict[str, float]:
     return {**others, "fp16": half, "bf16": half}
 
 
-# Dense peaks of matrix products with float32 accumulation, in TFLOP/s, by what CUDA calls the
-# device and by number format; from NVIDIA's data sheets and architecture papers, halved where they
-# count sparsity.
+# Dense peaks of matrix products with float32 accumulation, in TFLOP/s, by CUDA's name for the
+# device and by number format. They are from NVIDIA's data sheets and architecture papers, halved
+# where those count sparsity.
 PEAKS = {
     "B200": _peaks(2250.0, fp64=40.0, fp32=80.0, tf32=1100.0),
     "H200": _peaks(989.5, fp64=34.0, fp32=67.0, tf32=494.5),
@@ -30,12 +30,12 @@ PEAKS = {
 
 
 def in_form(peaks: Mapping[str, float], form: str) -> float | None:
-    """Return the peak in a number format; float32 where a device has no TF32."""
+    """Return the peak in a number format; float32's for TF32 if the device does not have TF32."""
     return peaks.get(form, peaks.get("fp32") if form == "tf32" else None)
 
 
 def peak_of(device: str, precision: str) -> float | None:
-    """Return the peak in TFLOP/s of the GPU that CUDA calls `device`, None where none is known."""
+    """Return the peak in TFLOP/s of the GPU that CUDA calls `device`; None if it is unknown."""
     words = f" {device} ".replace("-", " ")
     peaks = next((peaks for name, peaks in PEAKS.items() if f" {name} " in words), {})
     return in_form(peaks, FORMS[precision])

@@ -1,4 +1,4 @@
-"""The command `plan`: will it fit, how fast will it be, and what will it cost, on any devices.
+"""The `plan` command: predict whether a run fits, its speed, and its cost, on any devices.
 
 Nothing is trained and no device is needed: the model is built without content.
 """
@@ -55,7 +55,7 @@ Example: {PROGRAM} plan model=gpt2_xl precision=bf16-mixed --hardware a100-80 --
 
 
 def main(arguments: list[str]) -> int:
-    """Print the plan of the configuration that `arguments` make."""
+    """Print the plan of the configuration in `arguments`."""
     parser = flags.Parser("plan", HELP)
     for name in ("hardware", "scaling", "intra", "inter"):
         parser.add_argument(f"--{name}")
@@ -74,7 +74,7 @@ def main(arguments: list[str]) -> int:
     def job(composed: DictConfig) -> tuple[Config, Chosen]:
         return compose.checked(composed)[1], Chosen.now()
 
-    gc.disable()  # a third of the time would go into searching what imports leave for good
+    gc.disable()  # else a third of the time goes into scanning what imports keep for good
     try:
         for config, chosen in flags.each_job(overrides, job):
             _show(_plan(config, chosen, hardware, given), given)

@@ -1,4 +1,4 @@
-"""Predictions of one run for several numbers of devices, and what they rest on."""
+"""Predictions of one run for several numbers of devices, and the assumptions behind them."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from lockstep_gpt.extras.cluster.memory import Memory
 from lockstep_gpt.extras.cluster.step_time import StepTime, Work, buckets, step_time
 from lockstep_gpt.training.schedule import BatchPlan, plan_batch, plan_schedule
 
-TOKENS_PER_PARAMETER = 20  # where compute is spent best (Hoffmann et al. 2022, table 3)
-LINEAR_RANGE = 32  # from a batch of 256 to one of 8,192 images (Goyal et al. 2017, figure 1)
+TOKENS_PER_PARAMETER = 20  # compute-optimal (Hoffmann et al. 2022, table 3)
+LINEAR_RANGE = 32  # from a batch of 256 to a batch of 8,192 images (Goyal et al. 2017, figure 1)
 COMPRESSION = {"fp16": 0.5, "bf16": 0.5}  # strategy.comm_hook
 OUR_STRATEGIES = (
     "lockstep_gpt.training.strategies.auto",
@@ -28,24 +28,24 @@ OUR_STRATEGIES = (
 
 @dataclass(frozen=True)
 class Row:
-    """What is predicted for one number of devices."""
+    """The prediction for one number of devices."""
 
     batch: BatchPlan
-    lr: float  # peak, scaled by the rule
+    lr: float  # peak, after scaling by optim.lr_scaling
     memory: Memory
     fits: bool
     largest_micro_size: int
-    remedies: list[Remedy]  # where it does not fit
+    remedies: list[Remedy]  # if it does not fit
     time: StepTime
     tokens_per_second: float
-    efficiency: float  # tokens per second and device, as a share of one device's
-    seconds: float  # to the tokens asked for
+    efficiency: float  # tokens per second per device, as a fraction of a single device's
+    seconds: float  # until `tokens` are reached
     cost: float | None
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Predictions for all numbers of devices, and what they rest on."""
+    """Predictions for all numbers of devices, and the assumptions behind them."""
 
     hardware: Hardware
     precision: str
@@ -54,16 +54,16 @@ class Plan:
     parameters: int
     flops_per_token: int
     gradient_bytes: int
-    buckets: int  # in which they are reduced; 0: they are scattered, as states are shared
+    buckets: int  # of the all-reduce; 0: states are sharded, so gradients are scattered
     tokens: float
     chinchilla_tokens: float
     scaling: str
     rows: list[Row]
-    refused: dict[int, str]  # number of devices -> why no run can have it
+    refused: dict[int, str]  # number of devices -> why a run cannot use it
     notes: list[str]
-    vocabulary: str = ""  # whose it is
-    budget: str = ""  # where the tokens are from
-    expected: dict[str, Any] | None = None  # loss at their end, if an extra knows of such runs
+    vocabulary: str = ""  # where it comes from
+    budget: str = ""  # where the tokens come from
+    expected: dict[str, Any] | None = None  # loss at their end, if an extra knows such runs
 
 
 def predict(
@@ -78,18 +78,18 @@ def predict(
     """Predict the run of `config` on each number of devices.
 
     Args:
-        config: the run's settings; its own devices are not read.
-        hardware: the devices and what connects them.
+        config: the run's settings; its own number of devices is ignored.
+        hardware: the devices and their links.
         world_sizes: numbers of devices.
         scaling: strong or weak; None: strong if every number of devices divides the batch.
-        tokens: what time and cost are given for; None: the Chinchilla point.
+        tokens: the tokens that time and cost are for; None: the Chinchilla point.
         price: of a device for an hour.
         vocab_size: None: that of the data.
 
     Raises:
-        UserError: the device does not know the precision.
+        UserError: the device's speed in this precision is unknown.
     """
-    hardware.flops(config.precision)  # refuses early
+    hardware.flops(config.precision)  # fails early
     vocab_size = vocab_size or vocabulary(config.data)
     room = Room.of(config, hardware, vocab_size)
     model, work = room.model, _work(room)
@@ -117,7 +117,7 @@ def predict(
 
 
 def vocabulary(data: DataConfig) -> int:
-    """Return how many token ids `data` has, without reading its corpus where settings tell."""
+    """Return the number of token ids in `data`; read its corpus only if settings do not say."""
     size: int | None = getattr(data, "vocab_size", None)
     if size is None and getattr(data, "tokenizer", None) == ByteTokenizer.kind:
         size = ByteTokenizer.vocab_size
@@ -140,7 +140,7 @@ def _work(room: Room) -> Work:
 
 
 def _notes(room: Room) -> list[str]:
-    """Say what the prediction leaves out."""
+    """Return notes on what the prediction leaves out, and on a faster precision."""
     config, hardware, notes = room.config, room.hardware, []
     if not room.sharing and config.strategy.get("_target_") not in OUR_STRATEGIES:
         notes.append("this strategy is planned as ddp: every rank holds the whole model")
@@ -155,7 +155,7 @@ def _notes(room: Room) -> list[str]:
 
 
 def _lr_note(config: Config, rows: Sequence[Row]) -> list[str]:
-    """Say where the linear rule has left the range it was found in."""
+    """Note if linear scaling of the rate goes beyond the range in which it was validated."""
     growth = max((row.lr / config.optim.lr for row in rows), default=1.0)
     if config.optim.lr_scaling != "linear" or growth <= LINEAR_RANGE:
         return []
@@ -173,11 +173,11 @@ class _Planner:
     def scaled(
         self, world_sizes: Sequence[int], scaling: str | None
     ) -> tuple[str, BatchConfig, list[str]]:
-        """Decide whether the global batch stays; return the kind, the batch and what to note."""
+        """Decide whether the global batch stays fixed; return the kind, the batch, and a note."""
         batch = self.room.config.batch
         if batch.global_size is None:
             return "weak", batch, []
-        exact = getattr(batch, "exact_micro_size", None)  # other numbers are refused one by one
+        exact = getattr(batch, "exact_micro_size", None)  # other numbers are rejected one by one
         if scaling == "strong" or exact or (scaling is None and self._all_divide(world_sizes)):
             return "strong", batch, []
         several = [world_size for world_size in sorted(world_sizes) if world_size > 1]
@@ -207,7 +207,7 @@ class _Planner:
     def rows(
         self, world_sizes: Sequence[int], batch: BatchConfig, tokens: float, price: float | None
     ) -> tuple[list[Row], dict[int, str]]:
-        """Predict each number of devices that a run could have."""
+        """Predict each number of devices that a run can use; return the errors of all others."""
         one = plan_batch(batch, self.room.config.model.block_size, 1, 1)
         base = one.tokens_per_step / step_time(self.work, one, self.room.hardware).total
         rows, refused = [], {}

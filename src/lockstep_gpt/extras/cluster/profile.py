@@ -1,4 +1,4 @@
-"""What the doctor measured, as a profile that `plan --hardware` reads."""
+"""The doctor's measurements, as a profile that `plan --hardware` reads."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ def profile(
     speeds: Sequence[Speed],
     links: Sequence[Bandwidth],
 ) -> Hardware:
-    """Return the hardware as it was seen; the slowest rank sets the pace.
+    """Return the hardware as measured; the slowest rank determines each speed.
 
     Args:
-        config: the run's settings, whose precision was measured.
-        ranks: this process among all.
-        device: of this rank.
-        name: of the kind of device.
-        speeds: of each rank.
-        links: at their slowest; those that were not measured are assumed.
+        config: the run's settings; its precision was measured.
+        ranks: this process's place among all ranks.
+        device: this rank's device.
+        name: name of the kind of device.
+        speeds: each rank's speeds.
+        links: the slowest measurement of each link; links without one are assumed.
     """
     memory = min(speed.memory for speed in speeds)
     form = FORMS[config.precision] if device.type == "cuda" else "fp32"
@@ -63,7 +63,7 @@ def profile(
 
 
 def _link(measured: Bandwidth | None, otherwise: str, times: int = 1) -> Link:
-    """Return a link as measured; `times` ranks of a node measured it at once."""
+    """Return a link as measured; `times` ranks of a node measured it at the same time."""
     if measured is None:
         like = LINKS[otherwise]
         return Link(otherwise, like.bandwidth, like.latency, UNMEASURED)
@@ -77,7 +77,7 @@ def _memory(device: torch.device, local_world_size: int) -> float:
 
 
 def _context(device: torch.device) -> float:
-    """Return the bytes of this process that no tensor of ours accounts for."""
+    """Return the bytes in use outside of torch's allocator; on CPU, all that this process uses."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return float(total - free - torch.cuda.memory_reserved(device))

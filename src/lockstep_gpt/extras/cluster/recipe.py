@@ -1,4 +1,4 @@
-"""What a command line chose, and what its preset means where it chose nothing."""
+"""What the command line chose, and what its preset implies for the rest."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from omegaconf import OmegaConf
 from lockstep_gpt.config import Config
 from lockstep_gpt.launch import compose
 
-# Ids of GPT-2's tokenizer (Radford et al. 2019, section 2.3), and the presets that are named after
-# the size that their models have with it; that of modern ones without the head of its own.
+# Size of GPT-2's vocabulary (Radford et al. 2019, section 2.3), and the presets named after the
+# size of their models with it; modern presets are named after the size without a separate head.
 GPT2_VOCABULARY = 50_257
 OF_GPT2 = {
     *("gpt2", "gpt2_medium", "gpt2_large", "gpt2_xl"),
@@ -24,7 +24,7 @@ BUDGETS = ("max_steps", "max_tokens")
 
 @dataclass(frozen=True)
 class Chosen:
-    """What the command line, or the experiment that it names, has chosen."""
+    """The choices of the command line, or of the experiment that it names."""
 
     model: str  # the choice in effect
     data: bool
@@ -32,7 +32,7 @@ class Chosen:
 
     @classmethod
     def now(cls) -> Chosen:
-        """Ask Hydra, whose job this is called in."""
+        """Read the choices from Hydra; call this inside a Hydra job."""
         hydra = HydraConfig.get()
         choices = hydra.runtime.choices
         names = {word.lstrip("+~").partition("=")[0] for word in compose.overrides()}
@@ -43,12 +43,12 @@ class Chosen:
         return cls(str(choices.get("model")), "data" in groups, not names.isdisjoint(BUDGETS))
 
     def vocabulary(self) -> int | None:
-        """Return the vocabulary that the preset means; None where that of the data counts."""
+        """Return the vocabulary size that the preset implies; None if the data determine it."""
         return GPT2_VOCABULARY if self.model in OF_GPT2 and not self.data else None
 
 
 def _names_in(experiment: str, folders: list[Path]) -> Iterator[str]:
-    """Yield the settings and groups that an experiment decides, and those that it builds on."""
+    """Yield the settings and groups that an experiment sets, and those of its base experiments."""
     for folder in folders:
         path = folder / "experiment" / f"{experiment}.yaml"
         if not path.is_file():
@@ -64,7 +64,7 @@ def _names_in(experiment: str, folders: list[Path]) -> Iterator[str]:
 
 
 def budget(config: Config) -> tuple[float, str]:
-    """Return the tokens of the run, and where they are from."""
+    """Return the number of tokens of the run, and where it comes from."""
     if config.max_tokens is not None:
         return config.max_tokens, f"max_tokens={config.max_tokens}"
     samples = config.batch.global_size or config.batch.micro_size or 1

@@ -1,6 +1,6 @@
-"""Failures of the field: what their texts mean, and what to do.
+"""Known failures: what their messages mean, and what to do.
 
-torch, NCCL and the system say what broke; here is why it does, and which setting or command helps.
+torch, NCCL, and the system report what broke. This adds the cause, and the setting that helps.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from lockstep_gpt.config import Config
 from lockstep_gpt.run_directory import RunDirectory
 
 MOST_NAMES = 8
-TAIL = 20_000  # characters at the end of a log that may tell why a process was killed
+TAIL = 20_000  # characters at the end of a log that may say why a process died
 
 
 @dataclass(frozen=True)
 class Scene:
-    """What is known where a failure is explained.
+    """The context of a failure.
 
     Args:
-        config: the run's.
-        world_size: ranks in all.
+        config: the run's configuration.
+        world_size: total number of ranks.
         unused: names of parameters that the last backward did not reach.
     """
 
@@ -39,12 +39,12 @@ Remedy = str | Callable[[str, Scene], str]
 
 @dataclass(frozen=True)
 class Entry:
-    """One failure of the field.
+    """One known failure.
 
     Args:
-        pattern: what its text has.
+        pattern: regular expression that matches its message.
         cause: what it means.
-        remedy: what to do, or what says it.
+        remedy: what to do, or a function that returns it.
     """
 
     pattern: str
@@ -53,7 +53,7 @@ class Entry:
 
 
 def smaller_batch(_text: str, scene: Scene) -> str:
-    """Say which micro-batch is next, at the same global batch, and what else takes less memory."""
+    """Suggest the next smaller micro-batch at the same global batch, and other memory savers."""
     batch, ways = scene.config.batch, []
     share = (batch.global_size or 0) // scene.world_size  # samples of a device in one step
     micro = batch.micro_size or share
@@ -73,14 +73,14 @@ def smaller_batch(_text: str, scene: Scene) -> str:
 
 
 def without_gradient(model: nn.Module) -> list[str]:
-    """Return the names of trained parameters that have no gradient; none if no other has one."""
+    """Return the names of trainable parameters without a gradient; [] if no parameter has one."""
     trained = [(name, each) for name, each in model.named_parameters() if each.requires_grad]
     found = [name for name, each in trained if each.grad is None]
     return found if len(found) < len(trained) else []
 
 
 def unused_names(_text: str, scene: Scene) -> str:
-    """Name the parameters that take no part."""
+    """Name the parameters that are not used in the loss."""
     names = ", ".join(scene.unused[:MOST_NAMES])
     more = f" and {len(scene.unused) - MOST_NAMES} more" if len(scene.unused) > MOST_NAMES else ""
     which = f" ({names}{more})" if names else ""
@@ -187,7 +187,7 @@ ENTRIES = [
         "`ulimit -n 65536` before the command, or fewer data.num_workers",
     ),
 ]
-# What most often sends a signal that nobody meant to send.
+# The most common causes of signals that nobody sent on purpose.
 SIGNALS: dict[int, Entry] = {
     signal.SIGKILL: Entry(
         "",
@@ -210,7 +210,7 @@ SIGNALS: dict[int, Entry] = {
 
 
 def explain(text: str, scene: Scene) -> str:
-    """Return cause and remedy of a failure in two lines, empty if its text is not known."""
+    """Return a failure's cause and remedy in two lines, or an empty string if it is unknown."""
     for entry in ENTRIES:
         if re.search(entry.pattern, text):
             return _lines(entry, text, scene)
@@ -220,20 +220,20 @@ def explain(text: str, scene: Scene) -> str:
 def explain_error(
     text: str, config: Config, world_size: int, model: nn.Module | None = None
 ) -> str:
-    """Return cause and remedy of what stopped a rank, empty if its text is not known.
+    """Return cause and remedy of the error that stopped a rank, or "" if it is unknown.
 
     Args:
-        text: of the error.
-        config: the run's.
-        world_size: ranks in all.
-        model: as the failed step left it.
+        text: message of the error.
+        config: the run's configuration.
+        world_size: total number of ranks.
+        model: the model as the failed step left it.
     """
     unused = without_gradient(model) if model else []
     return explain(text, Scene(config, world_size, unused))
 
 
 def explain_deaths(run: RunDirectory, ended: dict[int, int]) -> str:
-    """Return cause and remedy by the ended ranks' files, or the signals that ended them."""
+    """Return cause and remedy from the ended ranks' logs, or from the signals that ended them."""
     config = run.load()
     scene = Scene(config, config.trainer["devices"] * config.trainer["num_nodes"])
     for rank, code in ended.items():
@@ -245,7 +245,7 @@ def explain_deaths(run: RunDirectory, ended: dict[int, int]) -> str:
 
 
 def explain_death(signum: int, log: str, scene: Scene) -> str:
-    """Return cause and remedy of a death by a signal, 0 if by none: by the log, else by it."""
+    """Return cause and remedy from the log, else from the signal (0 if there was none)."""
     if found := explain(log[-TAIL:], scene):
         return found
     entry = SIGNALS.get(signum)

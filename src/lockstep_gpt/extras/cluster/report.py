@@ -1,4 +1,4 @@
-"""What the doctor found: one line for each check, with the fix, and tables of measurements."""
+"""The doctor's report: one line for each check, with the fix, and tables of measurements."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ class Finding:
     status: str
     line: str
     fix: str = ""
-    ranks: tuple[int, ...] = ()  # whom it concerns; empty: all of them
+    ranks: tuple[int, ...] = ()  # the ranks that it concerns; empty: all of them
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Finding:
-        """Return the finding that `asdict` and JSON have made `values` of."""
+        """Return the finding whose `asdict` was sent as JSON."""
         return cls(**{**values, "ranks": tuple(values["ranks"])})
 
     def as_text(self, width: int) -> str:
-        """Return the finding as one line, its check's name padded to `width`."""
+        """Return the finding as one line, with the check's name padded to `width`."""
         who = f"{named(self.ranks)}: " if self.ranks else ""
         fix = f"; fix: {self.fix}" if self.fix else ""
         return f"{self.status:<7}  {self.check:<{width}}  {who}{self.line}{fix}"
@@ -41,12 +41,12 @@ def ok(check: str, line: str) -> Finding:
 
 
 def warning(check: str, line: str, fix: str) -> Finding:
-    """Return a finding that costs speed, or that may be meant."""
+    """Return a finding about a problem that costs speed, or that may be intentional."""
     return Finding(check, WARNING, line, fix)
 
 
 def failure(check: str, line: str, fix: str) -> Finding:
-    """Return a finding with which training fails or goes wrong."""
+    """Return a finding about a problem that makes training fail or go wrong."""
     return Finding(check, FAILURE, line, fix)
 
 
@@ -66,7 +66,7 @@ class Report:
 
     @property
     def exit_status(self) -> int:
-        """1 if anything failed."""
+        """1 if anything failed, else 0."""
         return int(self.status == FAILURE)
 
     def as_json(self) -> str:
@@ -74,7 +74,7 @@ class Report:
         return json.dumps({"status": self.status, **asdict(self)}, indent=2)
 
     def as_text(self) -> str:
-        """Return the tables, the findings below each other, and the sum of it."""
+        """Return the tables, one line for each finding, and a summary."""
         width = max(len(found.check) for found in self.findings)
         tables = ["\n".join([name, *_aligned(rows), ""]) for name, rows in self.tables.items()]
         lines = [found.as_text(width) for found in self.findings]
@@ -94,10 +94,10 @@ class Report:
 
 
 def merged(findings: Sequence[Sequence[Finding]]) -> list[Finding]:
-    """Merge the findings that each rank made for itself, given by rank.
+    """Merge the ranks' own findings, which are given by rank.
 
-    What is ok is said once for each check; the rest once for each line, with the ranks it is true
-    for. A check that is not ok somewhere is not called ok.
+    An ok check is listed once. Any other finding is listed once for each line, with the ranks that
+    it applies to. A check that is not ok on some rank is not listed as ok.
     """
     ranks: dict[Finding, list[int]] = {}
     for rank, own in enumerate(findings):
@@ -117,7 +117,7 @@ def merged(findings: Sequence[Sequence[Finding]]) -> list[Finding]:
 
 
 def named(ranks: Iterable[int]) -> str:
-    """Write ranks as `rank 2` or `ranks 0-3, 7`."""
+    """Format ranks as `rank 2` or `ranks 0-3, 7`."""
     runs: list[list[int]] = []
     for rank in (every := sorted(ranks)):
         if runs and rank == runs[-1][1] + 1:

@@ -1,6 +1,6 @@
-"""What `strategy=fsdp2` does to a plan: who holds what, and what ranks gather and scatter.
+"""How `strategy=fsdp2` changes a plan: what each rank stores, and what ranks gather and scatter.
 
-The extra that trains so may be gone: all that is read here are the settings of its strategy.
+The extra that implements it may be gone, so this reads only the settings of its strategy.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ SIZES = {"float32": 4, "bfloat16": 2}  # bytes
 
 @dataclass(frozen=True)
 class Sharing:
-    """How the model is cut: every block is gathered and scattered as one, then what is left."""
+    """How the model is sharded: each block is gathered and scattered as a unit, then the rest."""
 
     blocks: int
     block: int  # elements of one
-    rest: int  # elements of what is in no block, which stays float32
-    reshards: bool  # blocks are given up after forward and gathered again for backward
-    gathered_size: int  # bytes of a block's element on its way to all, and while it computes
-    reduced_size: int  # bytes of a gradient's element on its way
-    adds_whole: bool = True  # gradients of micro-batches before the last of a step stay whole
+    rest: int  # elements outside of all blocks, which stay float32
+    reshards: bool  # blocks are released after forward and gathered again for backward
+    gathered_size: int  # bytes per element of a block, in transit and while it computes
+    reduced_size: int  # bytes per element of a gradient in transit
+    adds_whole: bool = True  # gradients before a step's last micro-batch are added up unsharded
 
     @classmethod
     def of(cls, config: Config, model: nn.Module) -> Sharing | None:
-        """Return how `config` shares `model`; None if every rank holds the whole."""
+        """Return how `config` shards `model`; None if every rank stores the whole model."""
         strategy = config.strategy
         if not str(strategy.get("_target_")).endswith(TARGET):
             return None
@@ -46,10 +46,10 @@ class Sharing:
 
     @property
     def gathered(self) -> int:
-        """Bytes of what a rank has gathered at once, and of the gradients that it hands out.
+        """Bytes of weights that a rank has gathered at once, and of gradients that it scatters.
 
-        torch gathers the next block while one computes, and scatters the gradients of one; the
-        rest of the model, whose tied embedding is first and last, is there throughout.
+        torch gathers the next block while one computes, and scatters the gradients of one. The rest
+        of the model, whose tied embedding is both first and last, stays gathered throughout.
         """
         there = min(2, self.blocks) if self.reshards else self.blocks
         blocks = there * self.gathered_size + min(1, self.blocks) * self.reduced_size

@@ -1,4 +1,4 @@
-"""Small runs on this machine that a drill starts, watches and kills."""
+"""Small runs on this machine that a drill starts, watches, and kills."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from pathlib import Path
 from lockstep_gpt.run_directory import RunDirectory
 
 EXPERIMENT = ["experiment=smoke", "logger=none", "model.dropout=0.1", "log_every=1"]
-LIMIT = 600  # seconds for any one run
+LIMIT = 600  # longest time for any one run, in seconds
 POLL = 0.05
 
 
 class SmallRuns:
-    """Runs of one small experiment below `folder`, with a corpus of their own."""
+    """Runs of one small experiment below `folder`, with their own corpus."""
 
     def __init__(self, folder: Path, settings: list[str], overrides: list[str]) -> None:
         self.folder = folder
@@ -38,7 +38,7 @@ class SmallRuns:
         return RunDirectory(self.folder / name)
 
     def start(self, name: str, *overrides: str, resume: bool = False) -> subprocess.Popen[str]:
-        """Start a run, or go on with it, where `overrides` are single settings."""
+        """Start a run, or resume it; `overrides` are single settings."""
         run = f"run_dir={self.folder / name}"
         words = ["resume=auto", "trust_run_dir=true"] if resume else self.words
         command = [sys.executable, "-m", "lockstep_gpt", "train"]
@@ -48,7 +48,7 @@ class SmallRuns:
         )
 
     def train(self, name: str, *overrides: str, resume: bool = False) -> tuple[int, str]:
-        """Train to the end; return the exit status and what was said of errors."""
+        """Train to the end; return the exit status and the error output."""
         process = self.start(name, *overrides, resume=resume)
         try:
             _, said = process.communicate(timeout=LIMIT)
@@ -64,17 +64,17 @@ class SmallRuns:
         return max(0, len(lines) - 1)
 
     def wait_for_step(self, name: str, step: int, process: subprocess.Popen[str]) -> None:
-        """Return when a run has logged a step, or its process has ended."""
+        """Wait until a run has logged a step, its process has ended, or LIMIT is over."""
         self.wait_until(lambda: self.steps_of(name) >= step, process)
 
     def wait_until(self, condition: Callable[[], bool], process: subprocess.Popen[str]) -> None:
-        """Return when a condition holds, or a run's process has ended."""
+        """Wait until a condition is true, a run's process has ended, or LIMIT is over."""
         end = time.monotonic() + LIMIT
         while not condition() and process.poll() is None and time.monotonic() < end:
             time.sleep(POLL)
 
     def gone(self, name: str) -> int:
-        """Give the run's processes ten seconds to end; return how many are left."""
+        """Wait up to ten seconds for the run's processes to end; return how many are left."""
         end = time.monotonic() + 10
         while (left := _processes_of(self.folder / name)) and time.monotonic() < end:
             time.sleep(POLL)
@@ -82,7 +82,7 @@ class SmallRuns:
 
 
 def _processes_of(run: Path) -> int:
-    """Count the living processes whose command line names `run`."""
+    """Count the live processes whose command line names `run`."""
     command = ["ps", "-eo", "stat=,args="]
     listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     lines = [line.split(maxsplit=1) for line in listing.splitlines()]

@@ -1,4 +1,4 @@
-"""How fast this rank is by itself, and which ranks hold the others up."""
+"""The speed of this rank alone, and which ranks slow the others down."""
 
 from __future__ import annotations
 
@@ -17,36 +17,36 @@ from lockstep_gpt.extras.cluster.report import Finding, failure, named, ok, warn
 from lockstep_gpt.model.functional import choose_matrix_products
 
 GB = 1e9
-SIDE = {"cpu": 768, "cuda": 8192}  # of square matrices, large enough for the peak
+SIDE = {"cpu": 768, "cuda": 8192}  # of square matrices, large enough to reach the peak
 COPIED = {"cpu": 64 * 2**20, "cuda": 2**30}  # bytes, larger than caches
-STEP_FLOPS = {"cpu": 3e9, "cuda": 2e13}  # of the trial step, so that it takes a moment
-SLOW, ILL = 0.8, 0.33  # of the median: worth a look, not fit to train with
+STEP_FLOPS = {"cpu": 3e9, "cuda": 2e13}  # of the trial step, so that it takes only a moment
+SLOW, ILL = 0.8, 0.33  # fractions of the median: worth a look, unfit for training
 
 
 @dataclass(frozen=True)
 class Speed:
-    """What one rank's device does, measured while all others measure too."""
+    """The speed of one rank's device, measured while all others measure too."""
 
     compute: float  # FLOP/s of a matrix product in the run's precision
     memory: float  # bytes read and written per second
-    host: float  # bytes per second from the memory of the host to the device
-    utilisation: float | None  # share of `compute` that a forward and backward reaches
+    host: float  # bytes per second from the host's memory to the device
+    utilisation: float | None  # fraction of `compute` that a forward and backward reaches
 
 
 def measure(
     config: Config, device: torch.device, vocab_size: int, together: Callable[[], None]
 ) -> Speed:
-    """Measure the device of this rank under the precision of `config`.
+    """Measure this rank's device under the precision of `config`.
 
     Args:
         config: the run's settings.
-        device: of this rank.
+        device: this rank's device.
         vocab_size: V.
-        together: waits until all ranks are here, before each part: ranks that share a memory
-            must find it as busy.
+        together: waits for all ranks. It is called before each part, so that ranks that share a
+            memory find it as busy as in training.
     """
     usual = torch.get_float32_matmul_precision()
-    choose_matrix_products(device.type)  # those that training takes
+    choose_matrix_products(device.type)  # the mode that training uses
     try:
         together()
         compute = _product(config.precision, device)
@@ -79,7 +79,7 @@ def _host(device: torch.device) -> float:
 
 
 def best_seconds(work: Callable[[], Any], device: torch.device, repeats: int = 7) -> float:
-    """Return the shortest time of `work` after a first run that does not count."""
+    """Return the shortest time of `work`, after a warmup run that does not count."""
     times = []
     for _ in range(repeats + 1):
         synchronize(device)
@@ -91,7 +91,7 @@ def best_seconds(work: Callable[[], Any], device: torch.device, repeats: int = 7
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until the device has done what it was told."""
+    """Wait until the device has finished its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -99,10 +99,10 @@ def synchronize(device: torch.device) -> None:
 def _utilisation(
     config: Config, device: torch.device, vocab_size: int, compute: float
 ) -> float | None:
-    """Time a forward and backward of the configured model, cut to a depth that takes a moment.
+    """Time forward and backward of the configured model, cut to a depth that takes only a moment.
 
     Returns:
-        The FLOP/s of the step as a share of `compute`; None if one sample of one layer is too much.
+        The step's FLOP/s as a fraction of `compute`; None if one sample of this depth is too much.
     """
     shape = replace(config.model, n_layer=min(2, config.model.n_layer), dropout=0.0)
     with torch.device("meta"):
@@ -119,7 +119,7 @@ def _utilisation(
 
 
 def table(speeds: Sequence[Speed], hosts: Sequence[str]) -> list[dict[str, Any]]:
-    """Return a row for each rank, by rank, with its speeds and their share of the median."""
+    """Return one row for each rank, in order, with its speeds and their fraction of the median."""
     compute, memory = _medians(speeds)
     return [
         {
@@ -135,7 +135,7 @@ def table(speeds: Sequence[Speed], hosts: Sequence[str]) -> list[dict[str, Any]]
 
 
 def _medians(speeds: Sequence[Speed]) -> tuple[float, float]:
-    """Return the medians of both speeds; of two ranks the faster one counts."""
+    """Return the medians of both speeds; of an even number of ranks, the higher middle value."""
     return (
         median_high([speed.compute for speed in speeds]),
         median_high([speed.memory for speed in speeds]),
@@ -143,7 +143,7 @@ def _medians(speeds: Sequence[Speed]) -> tuple[float, float]:
 
 
 def stragglers(speeds: Sequence[Speed]) -> list[Finding]:
-    """Name the ranks that are slower than the median, since all wait for the slowest."""
+    """Report the ranks that are slower than the median, since all ranks wait for the slowest."""
     compute, memory = _medians(speeds)
     return [
         _straggler("compute", [speed.compute / compute for speed in speeds], ILL),
@@ -152,7 +152,7 @@ def stragglers(speeds: Sequence[Speed]) -> list[Finding]:
 
 
 def _straggler(what: str, shares: Sequence[float], ill: float) -> Finding:
-    """Judge the shares of the median that ranks have; below `ill` it is a failure."""
+    """Check the ranks' fractions of the median; a fraction below `ill` is a failure."""
     slow = [rank for rank, share in enumerate(shares) if share < SLOW]
     if not slow:
         return ok(f"{what} speed", f"the slowest rank has {min(shares):.0%} of the median")

@@ -1,6 +1,6 @@
-"""How long an optimizer step takes, by part, and what of it communication adds.
+"""Predict how long an optimizer step takes, by part, and how much communication adds.
 
-Times are seconds, sizes bytes, bandwidths bytes per second in one direction.
+Times are in seconds, sizes in bytes, bandwidths in bytes per second in one direction.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from lockstep_gpt.extras.cluster.sharing import Sharing
 from lockstep_gpt.training.schedule import BatchPlan
 
 MIB = 2**20
-FIRST_BUCKET = 1 * MIB  # DDP's own, so that communication starts early
-BACKWARD_SHARE = 2 / 3  # of forward and backward (Kaplan et al. 2020, section 2.1)
+FIRST_BUCKET = 1 * MIB  # DDP's default, so that communication starts early
+BACKWARD_SHARE = 2 / 3  # backward's part of both passes (Kaplan et al. 2020, section 2.1)
 BYTES_PER_TOKEN = 2 * 8  # the token and its target, both int64
 
 
@@ -26,11 +26,11 @@ RING, TREE = "ring", "tree"
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of one optimizer step; `all_reduce` runs beside `compute` save what is `exposed`."""
+    """Seconds of one optimizer step; `all_reduce` overlaps with `compute`, except for `exposed`."""
 
     compute: float
-    all_reduce: float  # under fsdp2 gathers and scatters
-    algorithm: str  # by which NCCL exchanges most bytes; empty: nothing is exchanged
+    all_reduce: float  # under fsdp2: gathers and scatters
+    algorithm: str  # NCCL's, for the largest bucket; empty: nothing is exchanged
     exposed: float
     optimizer: float
     data: float
@@ -49,17 +49,17 @@ def simple_seconds(size: float, bandwidth: float) -> float:
 def ring_seconds(size: float, ranks: int, bandwidth: float) -> float:
     """Return the time of a ring all-reduce without its latency.
 
-    Each rank sends and receives 2 (N - 1) / N of the buffer, whatever the order of the ring
+    Each rank sends and receives 2 (N - 1) / N of the buffer, in any order of the ring
     (Patarasuk & Yuan 2009, "Bandwidth optimal all-reduce algorithms", section 3).
     """
     return 2 * (ranks - 1) / ranks * size / bandwidth
 
 
 def bandwidth_of_all(batch: BatchPlan, hardware: Hardware) -> float:
-    """Return the bytes per second that flow from rank to rank through all of them.
+    """Return the bytes per second that flow from rank to rank through all ranks.
 
-    NCCL lays several rings, or trees, through all devices at once: each enters and leaves a node
-    once, by another adapter. Data flow through in small parts, so the narrowest place decides: the
+    NCCL builds several rings or trees through all devices at once. Each enters and leaves a node
+    once, through a different adapter. Data flow in small pieces, so the bottleneck decides: the
     link of a device within its node, or all adapters of a node together.
     """
     within = hardware.intra.bandwidth if batch.devices > 1 else math.inf
@@ -68,11 +68,11 @@ def bandwidth_of_all(batch: BatchPlan, hardware: Hardware) -> float:
 
 
 def all_reduce_seconds(size: float, batch: BatchPlan, hardware: Hardware) -> tuple[float, str]:
-    """Return the time to add up `size` bytes over all ranks, and by what: the faster of two.
+    """Return the time to all-reduce `size` bytes over all ranks, and the faster of two algorithms.
 
-    A ring has 2 (N - 1) steps, of which 2 in each node lead to another (Thakur et al. 2005); a
-    double tree (Sanders et al. 2009) sends 2 of every byte, up and down a chain in each node and a
-    tree of the nodes. NCCL chooses so, by the same counts of steps (its src/graph/tuning.cc).
+    A ring has 2 (N - 1) steps; 2 in each node lead to another node (Thakur et al. 2005). A double
+    tree (Sanders et al. 2009) sends each byte twice, up and down a chain in each node and a tree of
+    the nodes. NCCL chooses in the same way, with the same step counts (its src/graph/tuning.cc).
     """
     bandwidth = bandwidth_of_all(batch, hardware)
     within, between = hardware.intra, hardware.inter
@@ -91,9 +91,9 @@ def _tree_latency(link: Link) -> float:
 
 
 def gather_seconds(size: float, batch: BatchPlan, hardware: Hardware) -> float:
-    """Return the time in which a ring gathers `size` bytes on all ranks, or scatters their sum.
+    """Return the time for a ring to all-gather or reduce-scatter `size` bytes on all ranks.
 
-    Either is half of an all-reduce; NCCL has no trees for them.
+    Each is half of an all-reduce; NCCL does not have trees for them.
     """
     steps, crossing = batch.world_size - 1, batch.nodes - 1
     seconds = ring_seconds(size, batch.world_size, bandwidth_of_all(batch, hardware)) / 2
@@ -103,13 +103,13 @@ def gather_seconds(size: float, batch: BatchPlan, hardware: Hardware) -> float:
 def buckets(gradients: Sequence[int], cap_mb: float) -> list[int]:
     """Return the sizes of DDP's buckets in the order in which backward fills them.
 
-    Gradients come in the reverse order of the parameters; a bucket is closed as soon as it holds
-    its limit (Li et al. 2020, "PyTorch Distributed", section 3.2.3). A tied embedding, first of
-    the parameters, fills the last bucket.
+    Gradients come in the reverse order of the parameters; a bucket is closed as soon as it reaches
+    its limit (Li et al. 2020, "PyTorch Distributed", section 3.2.3). A tied embedding, the first
+    of the parameters, fills the last bucket.
 
     Args:
         gradients: bytes of each parameter's gradient, in the model's order.
-        cap_mb: MiB of every bucket but the first.
+        cap_mb: MiB of every bucket except the first.
     """
     sizes: list[int] = []
     size, limit = 0, float(FIRST_BUCKET)
@@ -122,10 +122,10 @@ def buckets(gradients: Sequence[int], cap_mb: float) -> list[int]:
 
 
 def exposed_seconds(sizes: Sequence[int], seconds: Sequence[float], backward: float) -> float:
-    """Return how long communication goes on after backward has ended.
+    """Return how long communication continues after backward has ended.
 
-    Buckets are reduced one after the other, each as soon as it is full (Li et al. 2020); the time
-    of backward is taken to spread over the buckets by their sizes.
+    Buckets are reduced one after another, each as soon as it is full (Li et al. 2020). Backward's
+    time is assumed to be spread over the buckets in proportion to their sizes.
     """
     filled, end = 0, 0.0
     for size, duration in zip(sizes, seconds, strict=True):
@@ -136,16 +136,16 @@ def exposed_seconds(sizes: Sequence[int], seconds: Sequence[float], backward: fl
 
 @dataclass(frozen=True)
 class Work:
-    """What a run asks of its devices, whatever their number."""
+    """The work of a run, for any number of devices."""
 
     flops_per_token: int
     gradients: list[int]  # bytes of each parameter's gradient, in the model's order
     states: States
     precision: str
     bucket_cap_mb: float
-    compression: float  # of gradients on their way: 0.5 for half precision
-    ledger: Callable[[int], Ledger]  # of a micro-batch of so many samples
-    sharing: Sharing | None = None  # None: each rank holds the whole model
+    compression: float  # of gradients in transit: 0.5 for half precision
+    ledger: Callable[[int], Ledger]  # for a micro-batch of this many samples
+    sharing: Sharing | None = None  # None: each rank stores the whole model
 
 
 def step_time(work: Work, batch: BatchPlan, hardware: Hardware) -> StepTime:
@@ -180,9 +180,9 @@ def step_time(work: Work, batch: BatchPlan, hardware: Hardware) -> StepTime:
 def _reduced(
     work: Work, batch: BatchPlan, hardware: Hardware, micro_step: float
 ) -> tuple[float, str, float]:
-    """Return seconds of all-reduces, the algorithm of the largest bucket, and what is exposed.
+    """Return the all-reduce seconds, the largest bucket's algorithm, and the exposed seconds.
 
-    Gradients are reduced once per step, beside the backward of the last micro-step.
+    Gradients are reduced once per step, during the backward of the last micro-step.
     """
     sizes = buckets(work.gradients, work.bucket_cap_mb)
     reduced = [all_reduce_seconds(size * work.compression, batch, hardware) for size in sizes]
@@ -194,12 +194,12 @@ def _reduced(
 def _sharded(
     sharing: Sharing, batch: BatchPlan, hardware: Hardware, micro_step: float
 ) -> tuple[float, float]:
-    """Return seconds of gathers and scatters, and what of them is exposed.
+    """Return the seconds of gathers and scatters, and how many of them are exposed.
 
-    In each micro-step, accumulated ones too, a block is gathered while the one before it computes.
-    Its gradients are scattered while the next does: in the last micro-step, or in each where none
-    is added up whole. The first gathers and the last scatters find nothing to hide behind.
-    Computing is taken to spread evenly over the blocks.
+    In each micro-step, including accumulated ones, a block is gathered while the one before it
+    computes. Its gradients are scattered while the next block computes: in the last micro-step, or
+    in each if gradients are not added up unsharded. Nothing can hide the first gathers and the
+    last scatters. Compute time is assumed to be spread evenly over the blocks.
     """
 
     def seconds(elements: int, size: int) -> float:

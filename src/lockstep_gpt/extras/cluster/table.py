@@ -1,4 +1,4 @@
-"""A plan on a terminal."""
+"""Format a plan for the terminal."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lockstep_gpt.extras.cluster.memory import Memory
 from lockstep_gpt.extras.cluster.prediction import TOKENS_PER_PARAMETER, Plan
 from lockstep_gpt.extras.cluster.step_time import ring_seconds, simple_seconds
 
-# The longest span, in seconds, that is told in each unit, and the unit's own length.
+# For each unit: the end of its range and its own length, both in seconds, and its name.
 SPANS = ((1.0, 1e-3, "ms"), (100.0, 1.0, "s"), (6000.0, 60.0, "min"), (172_800.0, 3600.0, "h"))
 DAY = 86_400.0
 LARGE = ((1e12, "trillion"), (1e9, "billion"), (1e6, "million"))
@@ -21,7 +21,7 @@ PARTS = [part.name for part in fields(Memory)]
 
 
 def as_text(plan: Plan) -> str:
-    """Lay out what the plan rests on, memory by part and time by part."""
+    """Format the plan's assumptions, memory by part, and time by part."""
     width = 12
     facts = [f"{label:<{width}}{line}" for label, line in _facts(plan)]
     blocks = ["\n".join(facts)]
@@ -73,7 +73,7 @@ def _facts(plan: Plan) -> Iterator[tuple[str, str]]:
 
 
 def shares(device: Hardware) -> str:
-    """Say what of its peaks a device is taken to reach."""
+    """Describe which fractions of its peaks a device is assumed to reach."""
     if device.utilisation:
         return f"{device.utilisation:.3g} of the peak in forward and backward"
     return (
@@ -136,7 +136,7 @@ _NOT_MODELLED = [
 
 
 def _parts(plan: Plan) -> list[str]:
-    """Return the parts of memory; those that not every run has, only if this one does."""
+    """Return the parts of memory; rare ones only if this plan has them."""
     rare = ("buckets", "gathered")
     there = {part for part in rare for row in plan.rows if getattr(row.memory, part)}
     return [part for part in PARTS if part not in rare or part in there]
@@ -147,7 +147,7 @@ def _memory_head(plan: Plan) -> list[str]:
 
 
 def _memory_rows(plan: Plan, unit: float) -> Iterator[list[str]]:
-    """Yield a line for each stretch of rows with the same memory."""
+    """Yield one line for each group of successive rows with the same memory."""
     for _, group in groupby(plan.rows, key=lambda row: (row.memory, row.largest_micro_size)):
         rows = list(group)
         memory = rows[0].memory
@@ -166,7 +166,7 @@ def _range(numbers: Sequence[int]) -> str:
 
 
 def _remedies(plan: Plan, unit: float, name: str) -> Iterator[str]:
-    """Yield what would fit, for each stretch of rows that do not and have the same remedies."""
+    """Yield what would fit, for each group of successive misfits with the same remedies."""
     misfits = [row for row in plan.rows if not row.fits]
     if misfits:
         yield f"does not fit; what would, {name} of one device"
@@ -204,7 +204,7 @@ def _time_rows(plan: Plan) -> Iterator[list[str]]:
 
 
 def amount(count: float) -> str:
-    """Return a number as people say it."""
+    """Format a number with million, billion, or trillion where it is large enough."""
     for size, name in LARGE:
         if count >= size:
             return f"{count / size:,.4g} {name}"
@@ -212,7 +212,7 @@ def amount(count: float) -> str:
 
 
 def span(seconds: float) -> str:
-    """Return a length of time in the unit in which it is a small number."""
+    """Format a time in the unit in which it is a small number."""
     for most, length, unit in SPANS:
         if seconds < most:
             number = max(0.01, seconds / length)

@@ -1,4 +1,4 @@
-"""What `nvidia-smi topo -m` says: which GPUs are close, which are far, and what that suits."""
+"""Read `nvidia-smi topo -m`: which GPUs are close, which are far, and what suits them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Pair = tuple[int, int]
 
 @dataclass(frozen=True)
 class Topology:
-    """The GPUs of one machine and the path between each two, by their numbers there."""
+    """The GPUs of one machine, and the path between each pair, by their numbers on it."""
 
     gpus: tuple[int, ...]
     paths: dict[Pair, str]  # (lower, higher) -> NV12, PIX, PXB, PHB, NODE or SYS
@@ -35,13 +35,13 @@ class Topology:
         return self.paths[min(one, other), max(one, other)]
 
     def among(self, gpus: Sequence[int]) -> Topology:
-        """Return the part that `gpus` are."""
+        """Return the topology of only `gpus`."""
         chosen = tuple(sorted(gpus))
         paths = {pair: path for pair, path in self.paths.items() if set(pair) <= set(chosen)}
         return Topology(chosen, paths, {gpu: self.affinity.get(gpu, "") for gpu in chosen})
 
     def islands(self) -> list[tuple[int, ...]]:
-        """Return the groups of GPUs that reach each other over NVLink alone."""
+        """Return the groups of GPUs that are connected through NVLink alone."""
         left, found = set(self.gpus), []
         while left:
             island = {min(left)}
@@ -56,7 +56,7 @@ class Topology:
         return found
 
     def farthest(self) -> str:
-        """Return the longest path that a ring over all GPUs has to take."""
+        """Return the slowest path that a ring over all GPUs has to use."""
         islands = self.islands()
         if len(islands) == 1:
             return min((path for path in self.paths.values() if kind(path) == "NV"), key=nvlinks)
@@ -69,12 +69,12 @@ class Topology:
 
 
 def kind(path: str) -> str:
-    """Return the legend's word for a path: NV12 is NV."""
+    """Return a path's kind in the legend: NV for NV12."""
     return "NV" if path.startswith("NV") else path
 
 
 def nvlinks(path: str) -> int:
-    """Return how many NVLinks a path bonds."""
+    """Return the number of NVLinks that a path bonds; 0 for other kinds."""
     return int(path[2:]) if kind(path) == "NV" else 0
 
 
@@ -82,7 +82,7 @@ def parse(text: str) -> Topology:
     """Read the matrix that `nvidia-smi topo -m` prints.
 
     Raises:
-        ValueError: the text holds no matrix of GPUs, or a path that the legend does not have.
+        ValueError: the text contains no full matrix of GPUs, or a path that is not in the legend.
     """
     lines = re.sub(r"\x1b\[[0-9;]*m", "", text).splitlines()
     header = next((line for line in lines if re.match(r"\s+GPU0\b", line)), "")
@@ -111,7 +111,7 @@ def _affinity(words: list[str]) -> str:
 
 
 def examine(topology: Topology) -> list[Finding]:
-    """Say which pairs are close, which are far, and which parallelism suits that."""
+    """Report which pairs are close, which are far, and which parallelism suits them."""
     if len(topology.gpus) < 2:
         return [ok("topology", "one GPU")]
     return [_closeness(topology), _advice(topology)]

@@ -1,4 +1,4 @@
-"""Whether loader processes can hand batches over, told before torch is imported."""
+"""Check, before torch is imported, that loader processes can hand over batches."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import tempfile
 from lockstep_gpt.config import Config, UserError
 
 SHARED_MEMORY = "/dev/shm"
-BATCHES, TOKEN = 2, 2  # that a process makes ahead; bytes, the fewest that one is stored in
-LOCKS = 64 << 10  # bytes of a loader process, about: a page for each lock of its queues
+BATCHES, TOKEN = 2, 2  # batches that a process prefetches; the fewest bytes of a token
+LOCKS = 64 << 10  # bytes per loader process, approximately: a page for each lock of its queues
 
 
 def refuse_missing(config: Config) -> None:
-    """Raise a `UserError` if the machine has no room for what loader processes share."""
-    workers = getattr(config.data, "num_workers", 0)  # one made by hand may have no data
+    """Raise a `UserError` if /dev/shm is too small for what the loader processes share."""
+    workers = getattr(config.data, "num_workers", 0)  # a configuration made in code may lack data
     if not workers or sys.platform != "linux":
         return
     devices = config.trainer.get("devices", "auto")
