@@ -1,4 +1,4 @@
-"""What `strategy=fsdp2` takes, told before torch is imported."""
+"""Check before torch is imported whether `strategy=fsdp2` supports the settings."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ DTYPES = ("float32", "bfloat16")
 
 
 def refuse_impossible(config: Config) -> None:
-    """Raise a `UserError` for what shards cannot do, if the run has any."""
+    """Raise a `UserError` if the run uses fsdp2 with a setting that it does not support."""
     strategy = config.strategy
     if not str(strategy.get("_target_")).endswith(".sharding.fsdp2.fsdp2"):
         return

@@ -1,7 +1,7 @@
-"""FSDP2: every rank holds a share of the weights, the gradients and the optimizer's state.
+"""FSDP2: each rank stores a shard of the weights, the gradients, and the optimizer state.
 
-What leaves it is whole again: checkpoints are those of any other strategy. Where no rank can hold
-the whole, or to save sooner, each rank writes a part of its own, and who reads them joins them.
+By default, its checkpoints are whole, as with any other strategy. If no rank can hold the whole,
+or to save faster, each rank writes its own part, and the reader joins the parts.
 """
 
 from __future__ import annotations
@@ -39,20 +39,20 @@ def fsdp2(
     param_dtype: str,
     reduce_dtype: str,
     save_parts: bool,
-    reduce_each: bool = False,  # which runs of earlier versions do not say
+    reduce_each: bool = False,  # missing in runs of earlier versions
 ) -> Strategy:
-    """Return the strategy that shards over all ranks; one rank has nothing to share.
+    """Return the strategy that shards over all ranks; with a single rank, nothing is sharded.
 
     Args:
         accelerator: cpu or cuda.
-        world_size: ranks in all.
+        world_size: total number of ranks.
         process_group_backend: nccl or gloo; None: nccl on GPUs, gloo elsewhere.
         timeout_seconds: longest wait for another rank.
-        reshard_after_forward: give up a block's gathered weights between forward and backward.
-        param_dtype: of a block's gathered weights and of what passes through it, float32 or
-            bfloat16; shares and their updates stay float32.
-        reduce_dtype: in which gradients are added over ranks.
-        save_parts: each rank writes its share of a checkpoint, all at the same time.
+        reshard_after_forward: release a block's gathered weights between forward and backward.
+        param_dtype: type of a block's gathered weights and of its activations, float32 or
+            bfloat16; shards and their updates stay float32.
+        reduce_dtype: type in which gradients are added over ranks.
+        save_parts: each rank writes its shard of a checkpoint, all at the same time.
         reduce_each: scatter gradients in each micro-batch, instead of once a step.
     """
     if world_size == 1:
@@ -75,15 +75,15 @@ def fsdp2(
 
 
 class Sharded(ModelParallelStrategy):
-    """Lightning's strategy, with states that go in and out in the form that one device gives them.
+    """Lightning's strategy, which saves and loads states in the form that a single device uses.
 
-    Lightning's own would number the optimizer's state by the order of the model, not of the
-    optimizer's groups, and would read files past our checks.
+    Lightning's own version would number the optimizer state in the order of the model, not of the
+    optimizer's groups, and would read files without our checks.
 
     Args:
-        policy: in which types blocks gather weights and add gradients.
-        reshard_after_forward: give up gathered weights between forward and backward.
-        save_parts: each rank writes its share of a checkpoint.
+        policy: the types in which blocks gather weights and add gradients.
+        reshard_after_forward: release gathered weights between forward and backward.
+        save_parts: each rank writes its shard of a checkpoint.
         reduce_each: scatter gradients in each micro-batch.
         arguments: passed on to Lightning's `ModelParallelStrategy`.
     """
@@ -105,24 +105,24 @@ class Sharded(ModelParallelStrategy):
         self._reduce_each = reduce_each
 
     def shard(self, model: nn.Module, compiled: bool = False) -> None:
-        """Shard each of `model.blocks`, then what is left; a model without is one piece.
+        """Shard each of `model.blocks`, then the rest; a model without blocks is a single unit.
 
-        What is `compiled` is each block by itself, so that weights are gathered between graphs.
+        If `compiled`, each block is compiled by itself, so weights are gathered between graphs.
         """
         mesh = self.device_mesh["data_parallel"]
         for block in getattr(model, "blocks", ()):
-            if compiled:  # its forward alone: what gathers its weights runs before and after
+            if compiled:  # only its forward: hooks gather its weights before and after
                 block.forward = torch.compile(block.forward, dynamic=False)
             fully_shard(
                 block, mesh=mesh, mp_policy=self._policy, reshard_after_forward=self._reshard
             )
         rest = MixedPrecisionPolicy(reduce_dtype=self._policy.reduce_dtype)
-        # Gathered again for backward: else it would stay whole after a validation, too.
+        # Gathered again for backward; otherwise, it would also stay whole after a validation.
         fully_shard(model, mesh=mesh, mp_policy=rest, reshard_after_forward=True)
 
     @contextlib.contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Add up whole gradients until the last micro-batch of a step, which scatters their sum."""
+        """Do not scatter gradients before a step's last micro-batch, unless `reduce_each`."""
         assert self.lightning_module is not None
         shared = cast(FSDPModule, self.lightning_module.model)
         shared.set_requires_gradient_sync(self._reduce_each)
@@ -130,7 +130,7 @@ class Sharded(ModelParallelStrategy):
         shared.set_requires_gradient_sync(True)
 
     def whole_model(self, model: GPT) -> GPT | None:
-        """Return a whole copy of `model` in host memory on rank zero; every rank must call this."""
+        """Return a whole copy of `model` in host memory on rank 0; every rank must call this."""
         weights = gathered(model.state_dict())
         if self.global_rank:
             return None
@@ -139,13 +139,13 @@ class Sharded(ModelParallelStrategy):
         return copy
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return the weights, whole on rank zero or as shares; every rank must call this."""
+        """Return the weights, whole on rank 0 or as shards; every rank must call this."""
         assert self.lightning_module is not None
         states: dict[str, Any] = self.lightning_module.state_dict()
         return states if self._save_parts else dict(gathered(states))
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return its state, whole on rank zero or as shares; every rank must call this."""
+        """Return the optimizer state, whole on rank 0 or as shards; every rank must call this."""
         states = ParallelStrategy.optimizer_state(self, optimizer)
         return states if self._save_parts else dict(gathered(states))
 
@@ -154,10 +154,10 @@ class Sharded(ModelParallelStrategy):
     ) -> None:
         """Write a checkpoint; every rank must call this.
 
-        Parts come first and the checkpoint, which names them, last: before it stands there is none.
+        The parts are written first, the checkpoint that names them last: until then, there is none.
 
         Raises:
-            RunError: on the ranks whose file cannot be written; the others lose them as peers.
+            RunError: on the ranks whose file cannot be written; the other ranks lose these peers.
         """
         path = Path(filepath)
         if self._save_parts:
@@ -178,11 +178,11 @@ class Sharded(ModelParallelStrategy):
     def load_checkpoint(
         self, checkpoint_path: Any, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Read a whole checkpoint into the host's memory, on every rank."""
+        """Read a whole checkpoint into host memory, on every rank."""
         return ParallelStrategy.load_checkpoint(self, checkpoint_path, weights_only)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Take this rank's share of every saved weight."""
+        """Load this rank's shard of every saved weight."""
         assert self.lightning_module is not None
         places = self.lightning_module.state_dict()
         shares = {
@@ -192,7 +192,7 @@ class Sharded(ModelParallelStrategy):
         self.lightning_module.load_state_dict(shares, strict=strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Take this rank's share of what the optimizer knows of every weight."""
+        """Load this rank's shard of the optimizer state of every weight."""
         for optimizer, saved in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             places = {
                 number: parameter
@@ -207,9 +207,9 @@ class Sharded(ModelParallelStrategy):
 
 
 def gathered(states: Any) -> Any:
-    """Make every share in nested containers whole, in host memory of rank zero alone.
+    """Make every shard in nested containers whole, in host memory and only on rank 0.
 
-    Every rank must call this; others than rank zero keep their shares.
+    Every rank must call this; ranks other than 0 keep their shards.
     """
     if isinstance(states, dict):
         return {name: gathered(each) for name, each in states.items()}
@@ -222,27 +222,27 @@ def gathered(states: Any) -> Any:
 
 
 def share_of(whole: Any, place: Tensor) -> Any:
-    """Return this rank's share of `whole`, a tensor that all ranks hold, as `place` has its own.
+    """Return this rank's shard of `whole`, which all ranks have, sharded in the way of `place`.
 
-    What has another shape than `place`, a count of steps for one, stays whole.
+    Values whose shape is not `place`'s, such as a step count, stay whole.
     """
     if not isinstance(place, DTensor) or getattr(whole, "shape", None) != place.shape:
         return whole
-    # Without a source rank nothing is sent: each cuts its share from what it has.
+    # Without a source rank nothing is sent: each rank cuts its shard from its own copy.
     return distribute_tensor(whole, place.device_mesh, place.placements, src_data_rank=None)
 
 
 def part_path(path: Path, rank: int, world_size: int) -> Path:
-    """Return where `rank` writes its part of the checkpoint `path`."""
+    """Return the path to which `rank` writes its part of the checkpoint `path`."""
     return path.with_name(f"{path.stem}.{rank:05d}-of-{world_size:05d}.part")
 
 
 def shares_in(states: Any) -> dict[Any, Any]:
-    """Return the shares in nested containers, in host memory, by their keys and indices."""
+    """Return the shards in nested containers, in host memory, by their keys and indices."""
     found: dict[Any, Any] = {}
     for key, each in _items(states):
         if isinstance(each, DTensor):
-            # A copy: a view's storage, which is what would be saved, may be of a whole block.
+            # Copied, because a view's whole storage would be saved, which may be that of a block.
             found[key] = each.to_local().detach().cpu().clone()
         elif inner := shares_in(each):
             found[key] = inner
@@ -250,7 +250,7 @@ def shares_in(states: Any) -> dict[Any, Any]:
 
 
 def without_shares(states: Any) -> Any:
-    """Return nested containers with None in the place of each share."""
+    """Return nested containers in which each shard is replaced by None."""
     if isinstance(states, dict):
         return {name: without_shares(each) for name, each in states.items()}
     if isinstance(states, list):
@@ -265,9 +265,9 @@ def _items(states: Any) -> Iterable[tuple[Any, Any]]:
 
 
 def join_parts(content: dict[str, Any], path: Path) -> None:
-    """Put what the ranks have written beside the checkpoint `path` into its `content`, whole.
+    """Join the ranks' parts, which are next to the checkpoint `path`, and put them in `content`.
 
-    Shares are cut along the first dimension, in the order of ranks.
+    Shards are slices along the first dimension, in the order of the ranks.
     """
     names = content.pop("parts")
     parts = [torch.load(path.with_name(name), weights_only=True, mmap=True) for name in names]
