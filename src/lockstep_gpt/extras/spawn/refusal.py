@@ -1,4 +1,4 @@
-"""What `strategy=ddp_spawn` cannot do, told before torch is imported."""
+"""Check before torch is imported whether `strategy=ddp_spawn` can run."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from lockstep_gpt.launch.devices import is_inside_launcher
 
 
 def refuse_launcher(config: Config) -> None:
-    """Raise a `UserError` if ranks are to be spawned where a launcher has started some already."""
+    """Raise a `UserError` if ranks would be spawned although a launcher has started some."""
     if config.strategy.get("start_method") == "spawn" and is_inside_launcher():
         raise UserError(
             "strategy=ddp_spawn starts its own ranks and cannot run inside a launcher; "

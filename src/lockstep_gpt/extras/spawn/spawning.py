@@ -1,4 +1,4 @@
-"""Starts the ranks of one machine from one process; a rank that was killed stays dead."""
+"""Start the ranks of one machine from one process; a rank that was killed is not restarted."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from lockstep_gpt.run_directory import RunDirectory
 
 
 def start(run: RunDirectory, config: Config) -> int:
-    """Start the ranks from this one process, without restarts; return the run's exit status."""
+    """Start the ranks from this process, without restarts; return the run's exit status."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     devices = config.trainer["devices"]
@@ -64,9 +64,9 @@ def start(run: RunDirectory, config: Config) -> int:
 
 
 def _grace(context: ProcessContext, config: Config) -> float:
-    """Wait until a rank has ended; return the seconds that the others then have.
+    """Wait until a rank has ended; return how many seconds the others then have.
 
-    Those of a rank that was stopped may still be writing in the background.
+    If a rank was stopped by a signal, the others may still be writing in the background.
     """
     ended = [context.processes[context.sentinels[each]] for each in wait([*context.sentinels])]
     for process in ended:
