@@ -1,4 +1,4 @@
-"""A launcher, torchrun for one, starts the ranks: each is a process of its own that joins it."""
+"""Ranks that a launcher such as torchrun starts: each is a separate process that joins it."""
 
 LAUNCHED = ".extras.launchers.places:as_launched"
 JOIN_LAUNCHER = ".extras.launchers.joining:join"

@@ -1,4 +1,4 @@
-"""Being a rank of a launcher: meet the others, agree with them on one run, train."""
+"""Run as a rank of a launcher: meet the other ranks, agree with them on one run, and train."""
 
 import os
 import sys
@@ -22,7 +22,7 @@ def join(
     create: Callable[[], RunDirectory],
     undo: Callable[[], None],
 ) -> int:
-    """Be a rank of the launcher that has started this process; return the exit status.
+    """Run as a rank of the launcher that started this process; return the exit status.
 
     Raises:
         RunError: the ranks do not meet.
@@ -33,9 +33,9 @@ def join(
         told = asked("EXPLAIN_ERROR", str(error), config, ranks.Ranks.from_environment().world_size)
         line = f"the launcher's ranks cannot connect ({'; '.join(str(error).splitlines())})"
         raise RunError("\n".join([line, *filter(None, told)])) from None
-    except (OSError, RuntimeError) as error:  # torch's own errors of a store are of the latter
+    except (OSError, RuntimeError) as error:  # torch raises RuntimeError for errors of its store
         place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-        raise RunError(  # no mistake for certain: another try may find them
+        raise RunError(  # not necessarily a mistake: another try may succeed
             f"the launcher's ranks cannot meet at {place} ({str(error).splitlines()[0]}); start "
             "all of them, with a free MASTER_PORT of a machine that all reach"
         ) from None
@@ -44,7 +44,7 @@ def join(
         return run
     start.prepared(run.load())  # on each machine
     status = train.main(run)
-    if status in (1, LOST_PEERS):  # the interpreter's own way out waits for ranks that may be gone
+    if status in (1, LOST_PEERS):  # a normal exit waits for ranks that may be gone
         end_process(status)
     return status
 
@@ -54,15 +54,15 @@ def agree(
 ) -> RunDirectory | int:
     """Agree with the other ranks of an outer launcher on one run directory.
 
-    Every process has composed the configuration for itself, so the ranks compare: what rank 0 has
-    counts, and a rank that has something else is named. Rank 0 alone calls `create`, and `undo` if
-    they do not agree; then it tells the user for all, and the exit status is returned.
+    Every process has composed the configuration by itself, so the ranks compare: rank 0's counts,
+    and a rank with a different one is named. Only rank 0 calls `create`, and `undo` if they do not
+    agree. Rank 0 then reports the error for all ranks, and every rank returns the exit status.
     """
     first = ranks.Ranks.from_environment().rank == 0
     run: dict[str, Any] = {"fault": "", "values": {}, "status": 2}
     if first:
         try:
-            made = create()  # where it is now: it may have been moved since it was frozen
+            made = create()  # at its current path: it may have moved since it was frozen
             run |= {"values": made.values(), "path": str(made.path)}
         except (UserError, RunError) as error:
             run |= {"fault": str(error), "status": error.status}

@@ -1,4 +1,4 @@
-"""How many ranks a launcher has started on how many machines, as its environment says."""
+"""The numbers of ranks and machines that a launcher has started, read from its environment."""
 
 import os
 
@@ -6,7 +6,7 @@ from lockstep_gpt.config import check, counted
 
 
 def as_launched(devices: int | str, nodes: int) -> tuple[int, int]:
-    """Return devices per machine and machines; refuse what was asked for and does not agree."""
+    """Return devices per machine and machines; reject settings that do not match the launcher."""
     world_size = int(os.environ["WORLD_SIZE"])
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     launched = world_size // local_world_size
