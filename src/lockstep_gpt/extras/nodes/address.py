@@ -1,4 +1,4 @@
-"""The address of this machine that the others reach."""
+"""Find the address at which other machines reach this one."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import struct
 
 from lockstep_gpt.config import UserError
 
-SIOCGIFADDR = 0x8915  # asks Linux for the address of an interface
+SIOCGIFADDR = 0x8915  # ioctl(2) request for the address of an interface
 
 
 def own_address(endpoint: str) -> tuple[str, str]:
     """Return this machine's address as seen from `endpoint`, HOST:PORT, and its interface.
 
     Raises:
-        UserError: the endpoint is no address, has no name here, or only this machine sees it.
+        UserError: the endpoint is not an address, cannot be resolved, or is the loopback.
     """
     host, _, port = endpoint.rpartition(":")
     try:
@@ -42,6 +42,6 @@ def _has(interface: str, address: str) -> bool:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             answer = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, request)
-        except OSError:  # it has no address
+        except OSError:  # the interface does not have one
             return False
     return socket.inet_ntoa(answer[20:24]) == address

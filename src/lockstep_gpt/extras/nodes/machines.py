@@ -1,4 +1,4 @@
-"""`trainer.num_nodes`: the first machine freezes the configuration, and all meet at its address."""
+"""`trainer.num_nodes`: machine 0 freezes the configuration, and all meet at its address."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lockstep_gpt.launch import start
 from lockstep_gpt.run_directory import RunDirectory, differences
 from lockstep_gpt.training.schedule import plan_batch
 
-HEARTBEATS = 3  # missed in a row by a machine that counts as lost
+HEARTBEATS = 3  # missed in a row until a machine counts as lost
 
 
 def start_on_nodes(
@@ -27,11 +27,11 @@ def start_on_nodes(
     config: Config,
     create: Callable[[], RunDirectory],
 ) -> int:
-    """Be one of several machines: the first freezes the configuration, the others compare.
+    """Run as one of several machines: the first freezes the configuration, the others compare.
 
     Raises:
-        UserError: a setting that several machines need is missing, or theirs do not agree.
-        RunError: the first machine has not come.
+        UserError: a setting for several machines is missing, or the machines' settings differ.
+        RunError: the first machine did not come.
     """
     launch, nodes = cast(NodesLaunch, config.launch), config.trainer["num_nodes"]
     for name, value in (
@@ -44,24 +44,24 @@ def start_on_nodes(
         raise UserError(f"launch.node_rank={launch.node_rank} must be below {nodes}, from 0 on")
     assert launch.rdzv_endpoint is not None
     own_address(launch.rdzv_endpoint)
-    # With fewer machines it must be the same experiment, or it is refused here, not in the night.
+    # Fewer machines must be able to run the same experiment; otherwise, fail now, not at night.
     batch = replace(config.batch, global_size=settled["batch"]["global_size"])
     for count in range(launch.min_nodes or nodes, nodes):
         plan_batch(batch, config.model.block_size, settled["trainer"]["devices"], count)
     if launch.node_rank == 0:
         create()
     else:
-        start.prepared(config)  # while the first machine does so, where they share no folder
+        start.prepared(config)  # at the same time as machine 0, if they do not share a folder
         _wait_for_first_node(run, settled, launch.join_seconds)
-        start.prepared(run.load())  # what all have
+        start.prepared(run.load())  # from the configuration of machine 0
     return start.supervise(run, launch.node_rank)
 
 
 def _wait_for_first_node(run: RunDirectory, settled: dict[str, Any], seconds: float) -> None:
-    """Wait until the shared run directory holds the configuration that this machine has."""
+    """Wait until the shared run directory contains the same configuration as this machine's."""
     end = time.monotonic() + seconds
     fault = "has no config.yaml; is it a folder that all machines share, and machine 0 started?"
-    kind: type[Exception] = RunError  # it may come yet
+    kind: type[Exception] = RunError  # it may still come
     while time.monotonic() < end:
         if run.config.is_file():
             differing = differences(run.values(), settled)
@@ -76,7 +76,7 @@ def _wait_for_first_node(run: RunDirectory, settled: dict[str, Any], seconds: fl
 def meeting(config: Config, node_rank: int) -> tuple[str, dict[str, Any]]:
     """Return the interface to the other machines, and where and how their agents meet.
 
-    The latter as arguments of torch's `RendezvousParameters`.
+    The second value contains arguments for torch's `RendezvousParameters`.
     """
     launch = cast(NodesLaunch, config.launch)
     assert launch.rdzv_endpoint is not None
@@ -87,14 +87,14 @@ def meeting(config: Config, node_rank: int) -> tuple[str, dict[str, Any]]:
         "local_addr": address,
         "is_host": node_rank == 0,
         "join_timeout": math.ceil(launch.join_seconds),
-        "last_call_timeout": math.ceil(2 * launch.lost_seconds),  # for more of them
+        "last_call_timeout": math.ceil(2 * launch.lost_seconds),  # to wait for more machines
         "keep_alive_interval": math.ceil(launch.lost_seconds / HEARTBEATS),
         "keep_alive_max_attempt": HEARTBEATS,
     }
 
 
 def missed(config: Config, cause: str) -> str:
-    """Say that not all machines came to the meeting."""
+    """Return the message that not all machines came to the meeting."""
     launch = cast(NodesLaunch, config.launch)
     return (
         f"not all of {config.trainer['num_nodes']} machines met at {launch.rdzv_endpoint} within "
@@ -104,9 +104,9 @@ def missed(config: Config, cause: str) -> str:
 
 
 def end_when_cut_off(agent: Any, config: Config) -> None:
-    """End this process when its agent has not looked at its ranks for longer than it may take.
+    """End this process if its agent does not check its ranks for longer than is possible.
 
-    Its calls to a first machine that is lost never return.
+    The agent's calls to machine 0 never return if that machine is lost.
     """
     launch = cast(NodesLaunch, config.launch)
     limit = launch.join_seconds + launch.grace_seconds + 2 * launch.lost_seconds
