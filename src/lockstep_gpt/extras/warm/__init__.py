@@ -1,6 +1,6 @@
-"""Agents and ranks as forks of one process that has imported everything."""
+"""Start agents and ranks as forks of a process that has imported everything."""
 
-# Group of settings -> what it takes with this extra.
+# Group of settings -> its settings with this extra.
 SETTINGS = {"launch": ".extras.warm.warm_settings:WarmLaunch"}
-SERVERS = ".extras.warm.server"  # what `launch/start.py` starts agents by
+SERVERS = ".extras.warm.server"  # `launch/start.py` starts agents with it
 CHECK_START = ".extras.warm.server:refuse_impossible"

@@ -1,10 +1,10 @@
-"""Forking on request: what a server does, and how a new process makes itself at home.
+"""Fork on request: how a server works, and how a new process sets itself up.
 
     requester --socket--> server --fork--> process in between --fork--> the new process
 
-The process in between ends at once. Linux gives its orphan to the nearest ancestor that calls
-itself a subreaper, and that is the requester: the new process is its own child, which it can wait
-for and send signals to as if it had started it by itself.
+The process in between ends at once. Linux gives its orphan to the nearest ancestor that is a
+subreaper, and that is the requester. So the new process is the requester's child, which it can
+wait for and send signals to as if it had started the process itself.
 
 A server has one thread, and touches neither CUDA nor autograd, which do not survive a fork.
 """
@@ -29,10 +29,10 @@ from typing import Any, NoReturn
 
 from lockstep_gpt import processes
 
-GO = b"!"  # what a new process waits for: the word that its requester knows of it
+GO = b"!"  # tells a new process that its requester knows of it
 PR_SET_PDEATHSIG = 1  # of prctl(2)
 
-# The environment of this process, or of what it is a fork of, before it imported everything.
+# Environment before the imports, of this process or of the one that it was forked from.
 before_imports: dict[str, str] | None = None
 
 
@@ -42,10 +42,10 @@ class Job:
 
     Args:
         target: a function, as `module:name`, that returns an exit status.
-        arguments: of the function.
-        words: what follows `python -m` in the command line that they appear under.
-        environments: of the processes.
-        folder: in which they start.
+        arguments: arguments of the function.
+        words: what follows `python -m` in the command line that `ps` shows.
+        environments: environments of the processes.
+        folder: their working directory.
         requester: the process that becomes their parent.
     """
 
@@ -66,7 +66,7 @@ def received(connection: socket.socket, size: int) -> bytes:
     """Return the next `size` bytes.
 
     Raises:
-        ConnectionResetError: the other end closed before.
+        ConnectionResetError: the other end closed before they arrived.
     """
     content = bytearray()
     while len(content) < size:
@@ -89,26 +89,26 @@ def serve(connection: socket.socket) -> NoReturn:
             job = Job(**json.loads(received(connection, size)))
             pids = json.dumps(_fork(job, descriptors, connection)).encode()
             connection.sendall(len(pids).to_bytes(8) + pids)
-        except OSError:  # whoever asks has ended
+        except OSError:  # the requester has ended
             processes.end_process(1)
         for descriptor in descriptors:
             os.close(descriptor)
 
 
 def _fork(job: Job, descriptors: list[int], connection: socket.socket) -> list[int]:
-    """Fork a process that forks those of `job` and ends; return their ids."""
+    """Fork a process that forks the processes of `job` and ends; return their ids."""
     read, write = os.pipe()
     if not (between := os.fork()):
         try:
             for number, environment in enumerate(job.environments):
                 if not os.fork():
-                    os.setsid()  # before its requester may send a signal to its group
+                    os.setsid()  # before its requester can send a signal to its group
                     os.write(write, f"{number}:{os.getpid()} ".encode())
                     os.close(read)
                     os.close(write)
                     connection.close()
                     _be(job, environment, descriptors)
-        finally:  # nothing but new processes may go on from here
+        finally:  # only new processes may continue from here
             os._exit(0)
     os.close(write)
     with os.fdopen(read, "rb") as file:
@@ -119,7 +119,7 @@ def _fork(job: Job, descriptors: list[int], connection: socket.socket) -> list[i
 
 
 def _be(job: Job, environment: Mapping[str, str], descriptors: list[int]) -> NoReturn:
-    """Be one of the processes of `job`, to its end: what a program's start would do, then it."""
+    """Run one process of `job` to its end: first set it up as a program's start would."""
     status = 1
     try:
         for signum in processes.STOP_SIGNALS:
@@ -130,7 +130,7 @@ def _be(job: Job, environment: Mapping[str, str], descriptors: list[int]) -> NoR
         go = os.read(wait, 1)
         for descriptor in {*descriptors} - {0, 1, 2}:
             os.close(descriptor)
-        libc().prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # a thread would hinder forks
+        libc().prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # a thread would prevent forks
         if go != GO or os.getppid() != job.requester:
             os._exit(1)
         _settle_in(job, environment)
@@ -144,7 +144,7 @@ def _be(job: Job, environment: Mapping[str, str], descriptors: list[int]) -> NoR
 
 
 def _settle_in(job: Job, environment: Mapping[str, str]) -> None:
-    """Make the place that a program of its own would have: folder, environment, words, chance."""
+    """Set up what a separate program would have: folder, environment, arguments, random seed."""
     before = str(Path.cwd())
     os.chdir(job.folder)
     ours = before_imports or {}
@@ -158,14 +158,14 @@ def _settle_in(job: Job, environment: Mapping[str, str]) -> None:
     sys.argv = [*job.words]
     _forget_exits()
     if numpy := sys.modules.get("numpy"):
-        numpy.random.seed()  # else ranks would draw the same numbers; `random` sees to it itself
+        numpy.random.seed()  # else ranks draw the same numbers; `random` reseeds itself
     show(job.words)
 
 
 def _forget_exits() -> None:
-    """Leave to the server what it does at its end: its modules made temporary folders, for one.
+    """Leave the exit handlers to the server: its modules made temporary folders, for example.
 
-    multiprocessing does the same for its forks, by the same names.
+    multiprocessing does the same for its forks, using the same names.
     """
     atexit._clear()
     atexit.register(multiprocessing.util._exit_function)  # type: ignore[attr-defined]
@@ -175,10 +175,10 @@ def _forget_exits() -> None:
 
 
 def show(words: Sequence[str] = ()) -> None:
-    """Have `ps` show another command line, where setproctitle is installed.
+    """Make `ps` show another command line, if setproctitle is installed.
 
-    The first call finds the place of the command line in memory, by the environment that the
-    process was started with, so it comes before any change of that.
+    The first call finds the command line in memory with the help of the environment that the
+    process was started with, so call it before any change to the environment.
     """
     with contextlib.suppress(ImportError):
         import setproctitle

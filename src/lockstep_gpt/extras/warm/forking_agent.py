@@ -18,8 +18,8 @@ from lockstep_gpt.run_directory import RunDirectory
 
 
 def main(path: str, node_rank: int) -> int:
-    """Be the agent of the run at `path`, in a fork of a server; return the run's exit status."""
-    server = Server.forked(path)  # first of all, while there is one thread
+    """Run as the agent of the run at `path`, in a fork of a server; return the exit status."""
+    server = Server.forked(path)  # must come first, while there is one thread
     try:
         return agent.main(RunDirectory(Path(path)), node_rank, partial(WarmAgent, server))
     finally:
@@ -27,7 +27,7 @@ def main(path: str, node_rank: int) -> int:
 
 
 class WarmAgent(RankAgent):
-    """Starts ranks by its server; once that is gone, as every agent does."""
+    """Starts ranks through its server; once that is gone, starts them as every agent does."""
 
     def __init__(self, server: Server, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -51,7 +51,7 @@ class WarmAgent(RankAgent):
         return cast(dict[int, Any], super()._start_workers(worker_group))
 
     def _environments(self, group: WorkerGroup) -> dict[int, dict[str, str]]:
-        """Return local rank -> what torch's agent tells a rank by variables."""
+        """Return local rank -> the environment variables that torch's agent sets for a rank."""
         spec, same = group.spec, dict(os.environ)
         same |= {
             "GROUP_RANK": str(group.group_rank),
@@ -80,14 +80,14 @@ class WarmAgent(RankAgent):
 
 
 class ForkedRanks(SubprocessContext):
-    """The ranks of one start, which torch's agent watches as it does programs."""
+    """The ranks of one start, which torch's agent watches as it watches programs."""
 
     def __init__(self, server: Server, *arguments: Any) -> None:
         super().__init__(*arguments)
         self._server = server
 
     def _start(self) -> None:
-        """Fork all of them at once."""
+        """Fork all ranks at once."""
         words = [*self.args[0]][1:]  # without `-m`
         environments = [self.envs[rank] for rank in range(self.nprocs)]
         children = self._server.fork(f"{__name__}:rank", words[-1:], words, environments)
@@ -98,19 +98,19 @@ class ForkedRanks(SubprocessContext):
 
 
 class Handler:
-    """What torch's agent wants of a rank's process; its `SubprocessHandler` starts a program."""
+    """A rank's process as torch's agent needs it; torch's `SubprocessHandler` starts a program."""
 
     def __init__(self, proc: Child, local_rank_id: int) -> None:
         self.proc = proc
         self.local_rank_id = local_rank_id
 
     def close(self, death_sig: signal.Signals | None = None) -> None:
-        """Send a signal to the process and all that it has started."""
+        """Send a signal to the process and all processes that it has started."""
         os.killpg(self.proc.pid, death_sig or signal.SIGTERM)
 
 
 def rank(path: str) -> int:
-    """Be a rank of the run at `path`, in a fork of a server; return its exit status."""
+    """Run as a rank of the run at `path`, in a fork of a server; return its exit status."""
     from lockstep_gpt.training import train
 
     return train.main(RunDirectory(Path(path)))

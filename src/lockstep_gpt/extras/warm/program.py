@@ -1,4 +1,4 @@
-"""A server as a program: it imports all that it will fork, and then waits for requests."""
+"""The server as a program: it imports everything that it will fork, then waits for requests."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import NoReturn
 from lockstep_gpt import processes
 from lockstep_gpt.extras.warm import fork
 
-# What we fork.
+# The modules that our forks run.
 PROCESSES = [
     "lockstep_gpt.extras.warm.forking_agent",
     "lockstep_gpt.training.train",
@@ -20,12 +20,12 @@ PROCESSES = [
 
 
 def main(descriptor: str, *modules: str) -> NoReturn:
-    """Be a server that was started as a program."""
+    """Run as a server that was started as a program."""
     connection = socket.socket(fileno=int(descriptor))
     connection.set_inheritable(False)
     fork.show()
     fork.before_imports = dict(os.environ)
-    # Have torch count GPUs through NVML: a driver that is initialized does not survive a fork.
+    # Make torch count GPUs through NVML: an initialized driver does not survive a fork.
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     with without_transformers():
         processes.import_all([*PROCESSES, *modules])
@@ -34,10 +34,10 @@ def main(descriptor: str, *modules: str) -> NoReturn:
 
 @contextlib.contextmanager
 def without_transformers() -> Iterator[None]:
-    """Keep torchmetrics from importing transformers, a second's work, wherever it is installed.
+    """Keep torchmetrics from importing transformers, if it is installed: that takes a second.
 
-    It does so for two of its metrics, which are left out of `torchmetrics.text` as if it were not;
-    `from torchmetrics.text.bert import BERTScore` imports it as ever.
+    torchmetrics imports it for two metrics; these are left out of `torchmetrics.text`, as if it
+    were not installed. `from torchmetrics.text.bert import BERTScore` still imports it.
     """
     from lightning_utilities.core.imports import RequirementCache
 
@@ -56,9 +56,9 @@ def without_transformers() -> Iterator[None]:
     finally:
         RequirementCache._check_available = check  # type: ignore[method-assign]
         for cache in denied:
-            del cache.available  # looked up again when it is next asked for
+            del cache.available  # looked up again at the next access
         names = [name for name in sys.modules if name.startswith("torchmetrics.")]
-        for name in names:  # those that did without are imported again when they are asked for
+        for name in names:  # modules imported without it are imported again on demand
             values = [*map(id, vars(sys.modules[name]).values())]
             if not hasattr(sys.modules[name], "__path__") and {*map(id, denied)} & {*values}:
                 del sys.modules[name]

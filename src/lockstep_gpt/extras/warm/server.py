@@ -1,7 +1,7 @@
-"""Servers of forks as those who ask them see them.
+"""Servers of forks, from the requester's side.
 
-A requester must be an ancestor of its server (`warm/fork.py` has the reason). A command starts one
-as a program, `warm/program.py`; the agent, which is itself a fork of a process that has imported
+A requester must be an ancestor of its server (`warm/fork.py` explains why). A command starts one
+as a program, `warm/program.py`. The agent, which is itself a fork of a process that has imported
 everything, forks its own.
 """
 
@@ -30,19 +30,19 @@ from lockstep_gpt.extras.warm.warm_settings import WarmLaunch
 from lockstep_gpt.run_directory import RunDirectory
 
 AGENT = "lockstep_gpt.extras.warm.forking_agent:main"
-PROGRAM = "lockstep_gpt.extras.warm.program"  # a server, as what follows `python -m`
-# What libraries read while they are loaded: a server can serve only who has the same.
+PROGRAM = "lockstep_gpt.extras.warm.program"  # a server, as the argument of `python -m`
+# Prefixes of variables that libraries read on import: a server and its forks must share them.
 READ_ON_IMPORT = ("CUDA_", "KMP_", "LD_", "MALLOC_", "MKL_", "OMP_", "OPENBLAS_", "TORCH")
-ANSWER_SECONDS = 60.0  # a fork takes milliseconds; one that is not heard of by then never comes
+ANSWER_SECONDS = 60.0  # a fork takes milliseconds; if there is no answer by then, it failed
 PR_SET_CHILD_SUBREAPER, PR_GET_CHILD_SUBREAPER = 36, 37  # of prctl(2)
 
 
 class ServerGoneError(Exception):
-    """The server ended, or does not answer: what it should have forked must start without it."""
+    """The server ended, or does not answer: start the process without it."""
 
 
 class Child:
-    """A forked process: what of `subprocess.Popen` is of use for it."""
+    """A forked process, with the parts of `subprocess.Popen`'s interface that we use."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -58,17 +58,17 @@ class Child:
         try:
             pid, status = os.waitpid(self.pid, options)
         except ChildProcessError:
-            if self.returncode is None:  # else a signal's handler, which ran in here, has asked
+            if self.returncode is None:  # else a signal handler has reaped it meanwhile
                 raise
         else:
             self.returncode = os.waitstatus_to_exitcode(status) if pid else None
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """Return the exit status when there is one.
+        """Wait for the process to end; return its exit status.
 
         Raises:
-            TimeoutExpired: after `timeout` seconds there is none.
+            TimeoutExpired: it has not ended after `timeout` seconds.
         """
         end = None if timeout is None else time.monotonic() + timeout
         while (status := self._reap(0 if end is None else os.WNOHANG)) is None:
@@ -96,7 +96,7 @@ class Server:
 
     @classmethod
     def started(cls, environment: Mapping[str, str], modules: Sequence[str] = ()) -> Server:
-        """Start a server as a program, which first imports all that we fork, and `modules`."""
+        """Start a server as a program; it first imports everything that we fork, and `modules`."""
         ours, theirs = socket.socketpair()
         with theirs:
             words = [sys.executable, "-m", PROGRAM, str(theirs.fileno()), *modules]
@@ -110,7 +110,7 @@ class Server:
         """Fork a server from this process, which has imported everything and has one thread.
 
         Args:
-            name: what `ps` shows of it.
+            name: the name that `ps` shows for it.
         """
         ours, theirs = socket.socketpair()
         pid = os.fork()
@@ -133,7 +133,7 @@ class Server:
         """Start `target` in one process for each of `environments`; see `Job`.
 
         Args:
-            streams: descriptors of their standard input, output and error output.
+            streams: descriptors of their standard input, output, and error output.
 
         Raises:
             ServerGoneError: there is no new process.
@@ -146,8 +146,8 @@ class Server:
             folder=str(Path.cwd()),
             requester=os.getpid(),
         )
-        # Forked processes wait for a word from us, without which they end: so a server that dies
-        # half way leaves nothing behind that we do not know of.
+        # Forked processes wait for a byte from us, and end without it. So a server that dies
+        # halfway leaves no processes behind that we do not know of.
         wait, go = os.pipe()
         try:
             with _adopting():
@@ -173,7 +173,7 @@ class Server:
         return [int(pid) for pid in pids]
 
     def close(self) -> None:
-        """End the server; what it has forked lives on."""
+        """End the server; its forks keep running."""
         self._connection.close()
         try:
             self.process.wait(timeout=1)
@@ -184,7 +184,7 @@ class Server:
 
 @contextlib.contextmanager
 def _adopting() -> Iterator[None]:
-    """Be the process to which the kernel gives orphans among our descendants."""
+    """Make this process the one to which the kernel gives orphaned descendants."""
     library = libc()
     before = ctypes.c_int()
     library.prctl(PR_GET_CHILD_SUBREAPER, ctypes.byref(before), 0, 0, 0)
@@ -198,7 +198,7 @@ def _adopting() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _opened(descriptors: list[int]) -> Iterator[list[int]]:
-    """Replace those that are closed, as a daemon's standard input is."""
+    """Replace closed descriptors, such as a daemon's standard input, with /dev/null."""
     with open(os.devnull, "r+b") as nothing:  # noqa: PTH123 (a device, no file)
         yield [each if _is_open(each) else nothing.fileno() for each in descriptors]
 
@@ -211,14 +211,14 @@ def _is_open(descriptor: int) -> bool:
     return True
 
 
-# What a command keeps for the jobs of a sweep: a server for each environment that matters.
+# Servers that a command keeps for the jobs of a sweep, one for each relevant environment.
 _kept: dict[str, Server] = {}
 _keepers = 0
 
 
 @contextlib.contextmanager
 def kept() -> Iterator[None]:
-    """Keep the servers of all runs that are started in here; the jobs of a sweep share them."""
+    """Keep the servers of all runs that start inside this; the jobs of a sweep share them."""
     global _keepers
     _keepers += 1
     try:
@@ -234,13 +234,13 @@ def _wanted(config: Config) -> bool | None:
 
 
 def is_possible(config: Config) -> bool:
-    """Tell whether the ranks of a run can be forks here, and may be."""
+    """Return whether a run's ranks can be forks here, and may be."""
     spawns = config.strategy.get("start_method") == "spawn"
     return sys.platform == "linux" and not spawns and _wanted(config) is not False
 
 
 def refuse_impossible(config: Config) -> None:
-    """Raise a `UserError` if the ranks of a run shall be forks and cannot."""
+    """Raise a `UserError` if a run's ranks must be forks but cannot be."""
     if _wanted(config) and not is_possible(config):
         raise UserError(
             "launch.warm=true needs Linux, the extra `warm`, and another strategy than ddp_spawn; "
@@ -251,7 +251,7 @@ def refuse_impossible(config: Config) -> None:
 def start_agent(
     run: RunDirectory, node_rank: int, config: Config, environment: dict[str, str]
 ) -> Child | None:
-    """Fork the agent of `run` on this machine, in `kept`; None if that cannot be."""
+    """Fork the agent of `run` on this machine, inside `kept`; None if that is impossible."""
     if not is_possible(config):
         return None
     words = processes.command("agent", run, node_rank)[2:]
@@ -268,9 +268,9 @@ def start(
     modules: Sequence[str] = (),
     streams: Sequence[int] = (0, 1, 2),
 ) -> Child | None:
-    """Fork a process, in `kept`, by the server of its environment; None if that does not live.
+    """Fork a process, inside `kept`, from the server of its environment; None if that has ended.
 
-    `Server.fork` says what the arguments are; `modules` are imported beforehand.
+    `Server.fork` explains the arguments; `modules` are imported beforehand.
     """
     mattering = mattering_of(environment)
     key = json.dumps([*modules, mattering], sort_keys=True)
@@ -284,7 +284,7 @@ def start(
 
 
 def mattering_of(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return what libraries read of `environment` while they are loaded."""
+    """Return the variables of `environment` that libraries read on import."""
     return {name: value for name, value in environment.items() if name.startswith(READ_ON_IMPORT)}
 
 

@@ -1,4 +1,4 @@
-"""What `launch` takes beside the core's."""
+"""Settings that this extra adds to `launch`."""
 
 from dataclasses import dataclass
 
