@@ -1,16 +1,16 @@
 #!/usr/bin/env python3
-"""Measure our command beside the loops that one would write without it.
+"""Compare our command's speed with that of loops that you would write without it.
 
 usage: python scripts/benchmark.py [--models S,M] [--precisions 32-true,bf16-mixed] [--ranks 1]
            [--loops plain,ours,...] [--rounds 5] [--steps 12] [--compile] [--device cpu]
            [--nanogpt PATH] [--json FILE] [--chart FILE]
 
-Loops: `plain`, a GPT and a loop in torch's own settings; `ours`, the real command; `stock`, our
+Loops: `plain`, a GPT and a loop with torch's own settings; `ours`, the real command; `stock`, our
 model in a Lightning Trainer with its default logging and bar; `accelerate`; `nanogpt`, a checkout
-of it; `litgpt`, where it is installed. They run in turn, each in a process of its own, so that each
-has its own environment; ratios are taken within a round. `pair` is one process more: our command,
-and in the pauses between its steps the best raw loop on our model, in bursts by turns. `toy` is a
-model so small that a step is all overhead. Compiling and the first steps are not counted.
+of it; `litgpt`, if it is installed. They run alternately, each in its own process with its own
+environment; ratios are taken within a round. `pair` is one more process: our command and, in the
+pauses between its steps, the best raw loop on our model, in alternating bursts. `toy` is a model so
+small that a step is all overhead. Compilation and the first steps are not counted.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ sys.path.insert(0, str(HERE))
 from benchmarks.loops import MODELS, Task  # noqa: E402
 
 LOOPS = ("plain", "ours", "stock", "accelerate", "pair")
-REFERENCES = ("plain", "nanogpt")  # what the ratios are taken to, as far as they run
-LIMIT = 1800  # seconds for one process
+REFERENCES = ("plain", "nanogpt")  # ratios are relative to these, if they run
+LIMIT = 1800  # seconds per process
 
 
 def main() -> None:
-    """Measure, print the tables, write JSON and chart."""
+    """Measure, print the tables, and write the JSON file and the chart."""
     options = _options()
     results: list[dict[str, Any]] = []
     report = {"machine": machine(options.device), "command": sys.argv, "results": results}
@@ -77,7 +77,7 @@ def _options() -> argparse.Namespace:
 
 
 def machine(device: str) -> dict[str, Any]:
-    """Return what the figures depend on."""
+    """Return the versions and the hardware that the figures depend on."""
     from importlib.metadata import PackageNotFoundError, version
 
     versions = {"python": platform.python_version()}
@@ -97,7 +97,7 @@ def machine(device: str) -> dict[str, Any]:
 
 
 def measured(task: Task, options: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
-    """Run every loop once in each round; return what each of its processes said."""
+    """Run every loop once in each round; return the results of its processes."""
     rows: dict[str, list[dict[str, Any]]] = {loop: [] for loop in options.loops}
     for turn in range(options.rounds):
         for loop in options.loops:
@@ -110,7 +110,7 @@ def measured(task: Task, options: argparse.Namespace) -> dict[str, list[dict[str
 
 
 def run(loop: str, task: Task, nanogpt: Path | None) -> dict[str, Any] | None:
-    """Run one loop in a process of its own; None if it cannot be run, with the reason printed."""
+    """Run one loop in its own process; if it cannot run, print the reason and return None."""
     if task.model == "quickstart" and loop not in ("ours", "pair"):
         print(f"{loop} does not know the model of the quickstart: not run", flush=True)
         return None
@@ -145,7 +145,7 @@ def run(loop: str, task: Task, nanogpt: Path | None) -> dict[str, Any] | None:
 
 
 def table(task: Task, rows: dict[str, list[dict[str, Any]]]) -> str:
-    """Return the figures of one model and precision as a table."""
+    """Format the figures for one model and precision as a table."""
     title = f"{task.model}, {task.precision}, {task.ranks} rank(s), {task.device}"
     references = [name for name in REFERENCES if name in rows]
     head = "".join(f"  {'/ ' + name:>20}" for name in references)
@@ -166,7 +166,7 @@ def table(task: Task, rows: dict[str, list[dict[str, Any]]]) -> str:
 
 
 def spread(ours: Sequence[dict[str, Any]], theirs: Sequence[dict[str, Any]]) -> str:
-    """Return the median and the quartiles of ratios, each taken within a round."""
+    """Format the median and the quartiles of ratios that are each taken within a round."""
     pairs = zip(ours, theirs, strict=False)
     ratios = [a["step_seconds"] / b["step_seconds"] for a, b in pairs]
     if len(ratios) < 2:
@@ -176,7 +176,7 @@ def spread(ours: Sequence[dict[str, Any]], theirs: Sequence[dict[str, Any]]) -> 
 
 
 def draw(results: Sequence[dict[str, Any]], path: Path) -> None:
-    """Draw tokens per second, one group of bars for each model and precision."""
+    """Draw tokens per second, with one group of bars for each model and precision."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(2.2 + 2.4 * len(results), 3.6), layout="constrained")

@@ -1,9 +1,9 @@
-"""Delete extras of a project by hand, one after the other, and see what is left; takes long.
+"""Delete extras of a project by hand, one after another, and test the rest; takes long.
 
 usage: .venv/bin/python scripts/deletions.py [--pairs] [--jobs N] [--of NAMES] [NAME ...]
 
-Without each extra alone, the project's whole suite runs; with --pairs it imports and collects its
-tests without every two. NAMEs limit what is deleted. The exit status is 1 if anything failed.
+This runs the project's whole test suite without each extra; with --pairs, it imports and collects
+the tests without each pair. NAMEs limit what is deleted. The exit status is 1 if anything failed.
 """
 
 import argparse
@@ -28,13 +28,13 @@ sys.path.append(str(ROOT))
 
 from hooks.answers import EXTRAS  # noqa: E402
 
-PACKAGE = "my_gpt"  # of a project with the default answers
+PACKAGE = "my_gpt"  # the package of a project with the default answers
 FOLDERS = [name for name in EXTRAS if any("/extras/" in path for path in EXTRAS[name])]
-SHOWN = 3000  # characters of what a failure has said
+SHOWN = 3000  # characters of a failure's output
 
 
 def copy_without(project: Path, target: Path, extras: Iterable[str]) -> None:
-    """Copy a project that has all extras, and delete some as a person would: their own files."""
+    """Copy a project that has all extras, then delete some as a person would: their own files."""
     shutil.copytree(project, target)
     for name in itertools.chain.from_iterable(EXTRAS[extra] for extra in extras):
         path = target / name.replace("lockstep_gpt", PACKAGE)
@@ -42,7 +42,7 @@ def copy_without(project: Path, target: Path, extras: Iterable[str]) -> None:
 
 
 def set_up(project: Path) -> str:
-    """Give a project a `.venv` with the libraries of this one; return its Python."""
+    """Create a `.venv` in a project with this environment's libraries; return its Python."""
     venv = project / ".venv"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(venv)], check=True)
     ours, its = (Path(sysconfig.get_path("purelib", vars=at)) for at in ({}, {"base": str(venv)}))
@@ -57,7 +57,7 @@ def set_up(project: Path) -> str:
 
 
 def examine(project: Path, suites: bool, extras: tuple[str, ...]) -> tuple[str, int, float, str]:
-    """Delete `extras` from a copy; return their names, its exit status, the seconds, its words."""
+    """Test a copy without `extras`; return their names, exit status, seconds, and output."""
     started, copy = time.monotonic(), project.with_name("+".join(extras))
     copy_without(project, copy, extras)
     log = copy.with_suffix(".log")
@@ -65,7 +65,7 @@ def examine(project: Path, suites: bool, extras: tuple[str, ...]) -> tuple[str, 
         words = [set_up(copy), "-m", "pytest", "-q", "-p", "no:cacheprovider"]
         with log.open("w") as file:
             status = subprocess.run(words, cwd=copy, stdout=file, stderr=file).returncode
-    else:  # in a fork, which has imported the libraries before
+    else:  # in a fork, which has already imported the libraries
         with log.open("w") as file:
             os.dup2(file.fileno(), 1)
             os.dup2(file.fileno(), 2)
@@ -92,7 +92,7 @@ def _collect(project: Path) -> int:
 
 
 def main() -> int:
-    """Print a row for each deletion, and what failed; return 1 if anything did."""
+    """Print one row for each deletion, and the output of failures; return 1 if any failed."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("names", nargs="*", metavar="NAME", help="delete these (default: all)")
     parser.add_argument("--pairs", action="store_true", help="every two; they only collect")

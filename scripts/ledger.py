@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Print what a training step asks of a GPU, part by part, and how fast it would be; no GPU needed.
+"""Print what a training step asks of a GPU, part by part, and its predicted speed; without a GPU.
 
 usage: python scripts/ledger.py [--hardware h100,h200,a100-80,rtx4090]
            [words of lockstep-gpt train]
@@ -7,8 +7,8 @@ usage: python scripts/ledger.py [--hardware h100,h200,a100-80,rtx4090]
 Example: python scripts/ledger.py experiment=gpt2_124m
 
 Bytes and operations are those of a micro-batch, of the accumulation in each but the first, and of
-an update. Seconds follow by the time model of `plan`; nothing is measured. Devices share a table
-where the loss is computed in the same way on them.
+an update. Seconds come from the time model of `plan`; nothing is measured. Devices share a table
+if they compute the loss in the same way.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ DEVICES = "h100,h200,a100-80,rtx4090"
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print the tables of each configuration that `arguments` make."""
+    """Print the tables for each configuration in `arguments`."""
     try:
         parser = flags.Parser("ledger", str(__doc__))
         parser.add_argument("--hardware", default=DEVICES)
@@ -48,7 +48,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def composed(words: DictConfig) -> tuple[Config, int]:
-    """Return the configuration and its vocabulary, which is GPT-2's where `plan` takes that."""
+    """Return the configuration and its vocabulary size, which is GPT-2's if `plan` uses that."""
     config = compose.checked(words)[1]
     return config, Chosen.now().vocabulary() or vocabulary(config.data)
 
@@ -72,7 +72,7 @@ def report(config: Config, vocab_size: int, devices: Sequence[Hardware]) -> Iter
 
 
 def table(book: Ledger, batch: BatchPlan, devices: Sequence[Hardware]) -> Iterator[str]:
-    """Yield a line per part, then the speeds."""
+    """Yield a line for each part, then the speeds."""
     names = "".join(f"{device.name + ' ms':>12}" for device in devices)
     yield f"{'part':<14}{'kernels':>8}{'GB read':>10}{'GB written':>12}{'TFLOP':>8}{names}"
     for part in PARTS:

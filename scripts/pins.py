@@ -1,4 +1,4 @@
-"""Write the pins of constraints.txt into pyproject.toml, where uv reads them.
+"""Copy the pins of constraints.txt into pyproject.toml, where uv reads them.
 
 usage: python3 scripts/pins.py
 """
@@ -13,7 +13,7 @@ SECTION = re.compile(r"^constraint-dependencies = \[.*?\]\n", flags=re.MULTILINE
 
 
 def agreeing(project: str, pins: str) -> str:
-    """Return the text of pyproject.toml with the pins of a constraints.txt."""
+    """Return the text of pyproject.toml with the pins of constraints.txt."""
     lines = [line for line in pins.splitlines() if "==" in line or ": " in line]
     listed = [f"    {line}" if line.startswith("#") else f'    "{line}",' for line in lines]
     section = "\n".join(["constraint-dependencies = [", *listed, "]\n"])
@@ -23,7 +23,7 @@ def agreeing(project: str, pins: str) -> str:
 
 
 def main() -> int:
-    """Write pyproject.toml."""
+    """Update pyproject.toml."""
     text = agreeing(PROJECT.read_text("utf-8"), PINS.read_text("utf-8"))
     PROJECT.write_text(text, "utf-8")
     return 0

@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""Measure how the speed of a training follows the number of devices of this machine.
+"""Measure how training speed depends on the number of devices of this machine.
 
 usage: python scripts/scaling.py [--devices 1,2] [--kinds strong,weak] [--rounds 3] [--steps 12]
            [--hardware measured|NAME|FILE] [--json FILE] [--chart FILE] [overrides]
 
-Runs the real command with each number of devices in turn, and compares within a round: the machine
-may change its speed between rounds. Strong: one global batch, shared. Weak: the batch grows with
-the devices. `--hardware` puts the prediction of `plan` beside it; `measured` takes what `doctor`
-measures here first.
+Runs the real command with each number of devices alternately, and compares within a round: the
+machine may change its speed between rounds. Strong: one global batch is split. Weak: the batch
+grows with the devices. `--hardware` adds the prediction of `plan` for comparison; `measured` first
+measures this machine with `doctor`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-# A GPT of 45 million parameters: large enough that the all-reduce has something to carry.
+# A GPT with 45 million parameters: large enough that the all-reduce has work to do.
 MEDIUM = [
     "experiment=smoke",
     "data=synthetic",
@@ -32,17 +32,17 @@ MEDIUM = [
     "model.n_embd=512",
     "model.block_size=127",
 ]
-SAMPLES = 8  # of a step, of all devices together or of each
+SAMPLES = 8  # per step, over all devices (strong) or on each device (weak)
 BATCH = {
     "strong": [f"batch.global_size={SAMPLES}"],
     "weak": ["batch.global_size=null", f"batch.micro_size={SAMPLES}"],
 }
-WARMUP = 3  # steps of each run that are not counted
+WARMUP = 3  # steps of each run that do not count
 PROGRAM = [sys.executable, "-m", "lockstep_gpt"]
 
 
 def main() -> None:
-    """Measure, print the tables, write JSON and chart."""
+    """Measure, print the tables, and write the JSON file and the chart."""
     options, overrides = _parser().parse_known_args()
     results = {kind: measured(kind, options, overrides) for kind in options.kinds}
     if options.hardware:
@@ -75,7 +75,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def measured(kind: str, options: argparse.Namespace, overrides: list[str]) -> list[dict[str, Any]]:
-    """Return a row for each number of devices; speeds are taken within a round."""
+    """Return a row for each number of devices; speeds are compared within a round."""
     words = [*MEDIUM, *BATCH[kind], *overrides]
     speeds: dict[int, list[float]] = {number: [] for number in options.devices}
     for turn in range(options.rounds):
@@ -93,7 +93,7 @@ def measured(kind: str, options: argparse.Namespace, overrides: list[str]) -> li
 
 
 def step(devices: int, steps: int, words: list[str]) -> tuple[float, int]:
-    """Return the median seconds of a step of one run of the command, and its tokens."""
+    """Run the command once; return the median seconds of a step, and its tokens."""
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder) / "run"
         pace = [f"max_steps={steps}", f"val_every={steps}", "log_every=1", "data.val_tokens=1"]
@@ -108,12 +108,12 @@ def step(devices: int, steps: int, words: list[str]) -> tuple[float, int]:
 
 
 def profile(devices: int, folder: Path, overrides: list[str]) -> str:
-    """Have `doctor` measure this machine; return the file that it leaves."""
+    """Measure this machine with `doctor`; return the file that it writes."""
     path = folder / "profile.json"
     words = [f"trainer.devices={devices}", *overrides]
     subprocess.run(
         [*PROGRAM, "doctor", "--save-profile", str(path), *words],
-        check=False,  # also where it finds fault with the machine
+        check=False,  # it may report problems of the machine
         stdout=subprocess.DEVNULL,
     )
     return str(path)
@@ -122,7 +122,7 @@ def profile(devices: int, folder: Path, overrides: list[str]) -> str:
 def add_prediction(
     kind: str, rows: list[dict[str, Any]], hardware: str, overrides: list[str]
 ) -> None:
-    """Add to each row the speed that `plan` predicts, as a multiple of the first row's."""
+    """Add to each row the speed that `plan` predicts, relative to the first row's."""
     numbers = ",".join(str(row["devices"]) for row in rows)
     flags = ["--hardware", hardware, "--devices", numbers, "--scaling", kind, "--json"]
     words = [word for word in overrides if not word.startswith("trainer=")]
@@ -139,7 +139,7 @@ def add_prediction(
 
 
 def table(kind: str, rows: list[dict[str, Any]]) -> str:
-    """Return the rows of one kind of scaling as text."""
+    """Format the rows of one kind of scaling as text."""
     planned = "planned_speed" in rows[0]
     head = f"{'devices':>7} {'tokens/s':>11} {'speed':>7} {'quartiles':>13}"
     lines = [f"\n{kind} scaling", head + (f" {'planned':>8} {'tokens/s':>11}" if planned else "")]
@@ -154,7 +154,7 @@ def table(kind: str, rows: list[dict[str, Any]]) -> str:
 
 
 def draw(results: dict[str, list[dict[str, Any]]], path: Path) -> None:
-    """Draw the speeds over the number of devices, beside what would be ideal."""
+    """Draw the speeds over the number of devices, with the ideal for comparison."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(1 + 3.6 * len(results), 3.4), layout="constrained")

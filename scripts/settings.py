@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parents[1]
 CONFIGS, PAGE = ROOT / "configs", ROOT / "docs/settings.md"
 GROUPS = ("experiment", "model", "data", "optim")  # their choices set what the schema declares
 TYPES = {"int": "whole number", "float": "number", "str": "text", "bool": "true or false"}
-# Indentation, name, value and comment of a line of our YAML files.
+# Indentation, name, value, and comment of a line in our YAML files.
 LINE = re.compile(r"( *)(\w+):(?: +([^#]+?))?(?: +# (.+))?")
 HEAD = """\
 # Every setting
@@ -54,7 +54,7 @@ of the same class are added with a plus, as in `+trainer.profiler=simple`.
 
 
 class Part(NamedTuple):
-    """A part of the page, and the file that it is about."""
+    """A part of the page, and the file that it describes."""
 
     file: Path
     text: str
@@ -68,7 +68,7 @@ def main() -> int:
 
 
 def page() -> str:
-    """Return the whole reference in Markdown."""
+    """Return the whole reference as Markdown."""
     own = [each for each in Checked.__subclasses__() if each.node]
     parts = [Part(ROOT, HEAD), section("## The run", Config)]
     parts += [part for each in own if each is not DataConfig for part in own_sections(each)]
@@ -90,8 +90,8 @@ def page() -> str:
 
 # template-only: begin
 def in_markers(part: Part) -> Part:
-    """Mark what belongs to an extra, so that a project without it has no word of it."""
-    if not (ROOT / "hooks").is_dir():  # a source distribution has no template
+    """Put an extra's part in markers, so that a project without the extra does not mention it."""
+    if not (ROOT / "hooks").is_dir():  # a source distribution does not contain the template
         return part
     sys.path.append(str(ROOT))
     from hooks.answers import EXTRAS
@@ -106,7 +106,7 @@ def in_markers(part: Part) -> Part:
 
 # template-only: end
 def own_sections(schema: type[Checked]) -> Iterator[Part]:
-    """Yield the section of a class that has a place in the tree of its own, and what extras add."""
+    """Yield the section of a class with its own place in the tree, and the sections of extras."""
     yield section(f"## `{schema.node}`", schema)
     for table in additions("SETTINGS"):
         if schema.node in table:
@@ -114,7 +114,7 @@ def own_sections(schema: type[Checked]) -> Iterator[Part]:
 
 
 def section(heading: str, schema: type[Checked], bases: str = "") -> Part:
-    """Return a heading, what a class is for, and the settings that it adds to its bases'."""
+    """Return a heading, what a class is for, and the settings that it adds to its bases."""
     about = f"{(schema.__doc__ or '').splitlines()[0]}{bases}"
     rows = [setting_row(schema, item) for item in own_fields(schema)]
     table = table_of(("setting", "is", "default", "means"), rows) if rows else ""
@@ -123,7 +123,7 @@ def section(heading: str, schema: type[Checked], bases: str = "") -> Part:
 
 
 def own_fields(schema: type[Any]) -> Iterator[dataclasses.Field[Any]]:
-    """Yield the settings that no base of a class has, or with another meaning; nodes have none."""
+    """Yield the settings that are new in a class or have a new meaning; nodes are not settings."""
     bases = filter(dataclasses.is_dataclass, schema.__mro__[1:])
     inherited = {meaning_of(item) for base in bases for item in dataclasses.fields(base)}
     for item in dataclasses.fields(schema):
@@ -132,12 +132,12 @@ def own_fields(schema: type[Any]) -> Iterator[dataclasses.Field[Any]]:
 
 
 def meaning_of(item: dataclasses.Field[Any]) -> tuple[str, str]:
-    """Return the name of a setting and what it means."""
+    """Return a setting's name and meaning."""
     return item.name, item.metadata.get("meaning", "")
 
 
 def setting_row(schema: type[Any], item: dataclasses.Field[Any]) -> tuple[str, ...]:
-    """Return the cells of one setting."""
+    """Return the cells of a setting's row."""
     name = f"{schema.node}.{item.name}" if schema.node else item.name
     default = "" if item.default is MISSING else f"`{as_typed(item.default)}`"
     means = item.metadata["meaning"]
@@ -146,7 +146,7 @@ def setting_row(schema: type[Any], item: dataclasses.Field[Any]) -> tuple[str, .
 
 
 def values_of(schema: type[Any], item: dataclasses.Field[Any]) -> str:
-    """Say which values a setting may have."""
+    """Describe which values a setting accepts."""
     hint = get_type_hints(schema)[item.name]
     kind, *null = [hint.__name__] if isinstance(hint, type) else str(hint).split(" | ")
     limits = " and ".join(
@@ -158,16 +158,16 @@ def values_of(schema: type[Any], item: dataclasses.Field[Any]) -> str:
 
 
 def table_of(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    """Return a table after an empty line."""
+    """Format a table, which begins with an empty line."""
     names = tuple(head)
     lines = [" | ".join(cells) for cells in (names, ["---"] * len(names), *rows)]
     return "".join(["\n", *(f"| {line} |\n" for line in lines)])
 
 
 def data_sections() -> Iterator[Part]:
-    """Yield what each source of data takes; before, what several have in common."""
+    """Yield a section for each data source, after those for what several have in common."""
     names = {schema: f"### `data={name}`" for name, schema in DATA_SOURCES.items()}
-    for name, schema in data_sources().items():  # an extra may have more settings for a source
+    for name, schema in data_sources().items():  # an extra may add settings to a source
         more = "More of " * (name in DATA_SOURCES)
         names.setdefault(schema, f"### {more}`data={name}`")
     shown: set[type[Any]] = set()
@@ -181,12 +181,12 @@ def data_sections() -> Iterator[Part]:
 
 
 def about(schema: type[Any] | None) -> str:
-    """Return what a class is for, without the full stop."""
+    """Return what a class is for, without the period."""
     return (schema.__doc__ or "").splitlines()[0].rstrip(".")
 
 
 def choices(group: str) -> Iterator[Part]:
-    """Yield the choices of a group and what each sets, a table for each extra apart."""
+    """Yield each choice of a group and the settings that it makes."""
     for file in sorted((CONFIGS / group).glob("*.yaml")):
         sets = " ".join(f"`{word}`" for word in settings_in(file))
         text = f"`{group}={file.stem}`: {header(file)}"
@@ -194,14 +194,14 @@ def choices(group: str) -> Iterator[Part]:
 
 
 def header(file: Path) -> str:
-    """Return what the comment at the head of a YAML file says."""
+    """Return the comment at the top of a YAML file."""
     lines = (line for line in file.read_text("utf-8").splitlines() if "@package" not in line)
     comment = takewhile(lambda line: line.startswith("# ") and "extra " not in line, lines)
     return " ".join(line.removeprefix("# ").strip() for line in comment)
 
 
 def settings_in(file: Path) -> Iterator[str]:
-    """Yield what a YAML file sets, as words of a command line; its choices of groups first."""
+    """Yield a YAML file's settings as overrides, with its choices of groups first."""
     content = yaml.safe_load(file.read_text("utf-8")) or {}
     for entry in content.pop("defaults", []):
         if isinstance(entry, dict):
@@ -212,7 +212,7 @@ def settings_in(file: Path) -> Iterator[str]:
 
 
 def open_choices(group: str) -> Iterator[Part]:
-    """Yield a section for each choice of an open group, with the settings that its file lists."""
+    """Yield a section for each choice of an open group, with the settings in its file."""
     for file in sorted((CONFIGS / group).glob("*.yaml")):
         known = yaml.safe_load(file.read_text("utf-8")).get("defaults", ["_self_"])
         base = f" Also accepts the settings of `{group}={known[0]}`." if known[0] != "_self_" else ""
@@ -225,13 +225,13 @@ def open_choices(group: str) -> Iterator[Part]:
 
 
 def table_in(file: Path, group: str) -> str:
-    """Return the settings that a YAML file lists as a table, if there are some."""
+    """Format the settings in a YAML file as a table; an empty string if there are none."""
     rows = list(listed(file, group))
     return table_of(("setting", "default", "means"), rows) if rows else ""
 
 
 def listed(file: Path, group: str) -> Iterator[tuple[str, ...]]:
-    """Yield name, default and meaning of each setting that a YAML file lists."""
+    """Yield name, default, and meaning of each setting in a YAML file."""
     parents: list[str] = [group]
     for line in file.read_text("utf-8").splitlines():
         found = LINE.fullmatch(line)

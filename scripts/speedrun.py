@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Measure the training seconds that recipes take to one validation loss on a CPU, side by side.
+"""Compare the training seconds that recipes need to reach one validation loss on a CPU.
 
 usage: python scripts/speedrun.py [RECIPE ...] [--seeds 1,2,3,4,5] [--nanogpt FOLDER]
            [--text FILE] [--target 1.396] [--json FILE]
 
-A RECIPE is a file of scripts/speedrun/ or one of yours; docs/speedrun.md has the rules and the
-records. Without any, the newest recipe runs against nanoGPT's, seed by seed. For nanoGPT's,
-`--nanogpt` names a checkout of it. `--text` takes another text, on which no record counts.
+A RECIPE is a file in scripts/speedrun/ or your own file; docs/speedrun.md has the rules and the
+records. By default, the newest recipe runs against nanoGPT's, seed by seed. `--nanogpt` is a
+checkout of nanoGPT, for its recipe. `--text` uses another text, which does not count for records.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ import yaml
 
 ROOT = Path(__file__).resolve().parent.parent
 RECIPES = ROOT / "scripts" / "speedrun"
-SIZE = 1_115_394  # bytes of the text; the last tenth is held out
-SHA256 = "f8390c7a254261f9390706c82da8e6c78eae9c2e548f64cba3fa1b72a250bd85"  # of CPython 3.11.7's
+SIZE = 1_115_394  # bytes of the text; the last tenth is the validation set
+SHA256 = "f8390c7a254261f9390706c82da8e6c78eae9c2e548f64cba3fa1b72a250bd85"  # CPython 3.11.7's
 CONTEXT = 64  # tokens that a prediction may see
-TARGET = 1.396  # nats per byte: nanoGPT's after its 2,000 steps
+TARGET = 1.396  # nats per byte: nanoGPT's loss after its 2,000 steps
 EVERY = 10  # steps between validations of our own runs
 
 
 def main() -> None:
-    """Run the recipes by turns, print a line for each run and a table."""
+    """Run the recipes alternately; print a line for each run, and a table."""
     options = _options()
     if options.run:
         print(json.dumps(_run_file(options.run, options)))
@@ -83,7 +83,7 @@ def _found(name: str) -> Path:
 
 
 def standard_text(path: Path) -> Path:
-    """Write the text that all records use to `path`: the first bytes of the standard library."""
+    """Write the text that all records use to `path`: the start of the standard library's source."""
     root = Path(sysconfig.get_paths()["stdlib"])
     files = sorted(root.rglob("*.py"), key=lambda file: file.relative_to(root).as_posix())
     content = bytearray()
@@ -114,12 +114,12 @@ def _measured(
     done = subprocess.run(command, stdout=subprocess.PIPE, check=False)
     if done.returncode:
         sys.exit(f"{path.name} failed; its own message is above")
-    run = json.loads(done.stdout.splitlines()[-1])  # a recipe may print as well
+    run = json.loads(done.stdout.splitlines()[-1])  # a recipe may print too
     return {**run, "startup": time.perf_counter() - started - run.pop("since_start")}
 
 
 def _run_file(path: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """Train a Python file to the target; its clock stands while it is validated."""
+    """Train with a Python recipe until it reaches the target; validation is not timed."""
     content = np.frombuffer(options.text.read_bytes(), np.uint8)
     training, held_out = np.split(content, [int(0.9 * len(content))])
     spec = importlib.util.spec_from_file_location("recipe", path)
@@ -160,7 +160,7 @@ def held_out_loss(predict: Any, held_out: np.ndarray[Any, Any]) -> float:
 
 
 def _run_settings(path: Path, seed: int, text: Path, target: float, folder: Path) -> dict[str, Any]:
-    """Train settings to their last step by the real command; read when they came to the target."""
+    """Train settings to their last step with the real command; find when it hit the target."""
     recipe = yaml.safe_load(path.read_text("utf-8"))
     run = Path(tempfile.mkdtemp(dir=folder)) / "run"
     words = [f"{name}={value}" for name, value in recipe["settings"].items()]
@@ -191,7 +191,7 @@ def _run_settings(path: Path, seed: int, text: Path, target: float, folder: Path
 
 
 def _tree(commit: str | None, folder: Path) -> Path:
-    """Return this project, or its state at an earlier `commit`, whose records stay comparable."""
+    """Return this project, or its state at `commit`, so that old records stay comparable."""
     if commit is None:
         return ROOT
     tree = folder / commit
@@ -207,7 +207,7 @@ def _tree(commit: str | None, folder: Path) -> Path:
 
 
 def line(run: dict[str, Any]) -> str:
-    """Return one run in words."""
+    """Describe one run in one line."""
     name = f"{run['recipe']} seed {run['seed']}"
     if "seconds" not in run:
         return f"{name}: not reached; loss {run['loss']:.4f} after {run['all_seconds']:.1f} s"
@@ -215,7 +215,7 @@ def line(run: dict[str, Any]) -> str:
 
 
 def table(runs: list[dict[str, Any]], target: float) -> str:
-    """Return means over seeds; ratios are of pairs of runs with one seed, against the first."""
+    """Return means over seeds; ratios compare each run with the first recipe's of the same seed."""
     first = [run for run in runs if run["recipe"] == runs[0]["recipe"]]
     lines = [f"\nto {target} nats per byte", f"{'recipe':14}{'seeds':>6}{'steps':>8}{'seconds':>9}"]
     lines[1] += f"{'ratio':>8}{'last loss, standard error':>28}{'rest':>7}"
@@ -225,7 +225,7 @@ def table(runs: list[dict[str, Any]], target: float) -> str:
         losses = [run["loss"] for run in own]
         error = statistics.stdev(losses) / math.sqrt(len(losses)) if losses[1:] else math.nan
         pairs = [
-            ours["seconds"] / base["all_seconds"]  # to the target, or its whole run without that
+            ours["seconds"] / base["all_seconds"]  # to the target; the base's whole run
             for ours, base in zip(own, first, strict=True)
             if "seconds" in ours
         ]

@@ -1,15 +1,15 @@
 #!/usr/bin/env python3
-"""Measure how many steps, tokens and seconds a model and an optimizer take to a validation loss.
+"""Measure the steps, tokens, and seconds that a model and optimizer need to a validation loss.
 
 usage: python scripts/time_to_loss.py [--device cpu] [--target 1.396] [--seeds 1,2,3]
            [--recipes gpt2-adamw,modern-muon] [--steps N] [--every 10] [--json FILE] [overrides]
 
-With `--device cuda` the recipes are those of 124 M parameters, to 3.28 nats per token, as far as
-the record runs of modded-nanogpt go on FineWeb: give such a text by `data=...`.
+With `--device cuda`, the recipes have 124 M parameters, and the target is 3.28 nats per token, as
+in the record runs of modded-nanogpt on FineWeb: choose such a text with `data=...`.
 
-Every run is the real command; overrides hold for all, such as `data=text data.path=FILE`. Seconds
-are those of training, without validation and start. The learning rate falls over all `--steps` of a
-run: fewer steps come to a loss sooner, more come lower.
+Every run is the real command. Overrides apply to all runs, for example `data=text data.path=FILE`.
+Seconds are training time, without validation and startup. The learning rate decays over all
+`--steps` of a run: fewer steps reach a loss sooner, more steps reach a lower loss.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 SHARED = ["logger=none", "verbosity=quiet"]
-# Words of `lockstep-gpt train`, and how many steps the recipe is meant for, by device.
+# By device: overrides of `lockstep-gpt train`, and the recipe's number of steps.
 RECIPES: dict[str, dict[str, tuple[list[str], int]]] = {
     "cpu": {
         "gpt2-adamw": (["experiment=gpt2_classic"], 2000),
@@ -42,7 +42,7 @@ EVERY = {"cpu": 10, "cuda": 50}
 
 
 def main() -> None:
-    """Train, print a line for each run and a table."""
+    """Train; print a line for each run, and a table."""
     options, overrides = _options()
     results = []
     for name in options.recipes:
@@ -75,7 +75,7 @@ def _options() -> tuple[argparse.Namespace, list[str]]:
 def reach(
     name: str, seed: int, options: argparse.Namespace, overrides: list[str]
 ) -> dict[str, Any]:
-    """Train one recipe to its end; return where it came to the target, and how far in all."""
+    """Train one recipe to its end; return when it reached the target, and its losses."""
     words, usual = RECIPES[options.device][name]
     steps = options.steps or usual
     with tempfile.TemporaryDirectory() as folder:
@@ -102,7 +102,7 @@ def reach(
 
 
 def line(result: dict[str, Any]) -> str:
-    """Return one run in words."""
+    """Describe one run in one line."""
     end = f"loss {result['last_loss']:.4f} after {result['steps']} steps, {result['seconds']:.0f} s"
     if "reached_step" not in result:
         return f"{result['recipe']} seed {result['seed']}: not reached; {end}"
@@ -111,7 +111,7 @@ def line(result: dict[str, Any]) -> str:
 
 
 def table(results: list[dict[str, Any]], target: float) -> str:
-    """Return the means over seeds, of those that came there."""
+    """Format the means over seeds; all but the last loss are those of runs that hit the target."""
     lines = [f"\nto a validation loss of {target} nats per token, means over seeds"]
     names = f"{'seeds':>7} {'steps':>7} {'tokens':>10} {'seconds':>8} {'last loss':>9}"
     lines.append(f"{'recipe':14} {names}")

@@ -1,11 +1,11 @@
-"""Take over a later state of the template, with the project's own changes kept: `dev.py update`.
+"""Apply a later state of the template and keep the project's own changes: `dev.py update`.
 
 usage: python3 scripts/dev.py update [TEMPLATE] [--to COMMIT] [--extras NAMES]
 
 TEMPLATE is a path or URL; the default is the one in .template.json. The script generates the
-project twice with its own answers, from the commit of the last update and from the new one, and git
-applies the difference as a cherry-pick. The result is staged and not committed.
-Exit status: 0 all applied, 1 conflicts remain, 2 refused, and nothing was changed.
+project twice with its own answers, at the commit of the last update and at the new one, and git
+applies the difference as a cherry-pick. The result is staged but not committed.
+Exit status: 0 all applied, 1 conflicts remain, 2 rejected, and nothing was changed.
 """
 
 import argparse
@@ -19,7 +19,7 @@ import tempfile
 from pathlib import Path
 
 RECORD = ".template.json"
-# Commits of ours that serve the merge alone; nobody sees them.
+# For our temporary commits, which serve only the merge; nobody sees them.
 WHO = ["-c", "user.name=update", "-c", "user.email=update", "-c", "commit.gpgsign=false"]
 PLAIN = [
     "-c",
@@ -32,7 +32,7 @@ PLAIN = [
 
 
 class Refused(Exception):  # noqa: N818 (it is what the person is told, no error of ours)
-    """Why nothing was changed."""
+    """The reason why nothing was changed."""
 
 
 def main(arguments: "list[str]", project: Path) -> int:
@@ -51,7 +51,7 @@ def main(arguments: "list[str]", project: Path) -> int:
 
 
 def update(project: Path, folder: Path, template: str, to: str, extras: str) -> int:
-    """Apply what has changed; return 1 if conflicts remain."""
+    """Apply the changes of the template; return 1 if conflicts remain."""
     record = _recorded(project)
     if _git(project, "status", "--porcelain").strip():
         raise Refused(
@@ -67,7 +67,7 @@ def update(project: Path, folder: Path, template: str, to: str, extras: str) -> 
     later = {**record, "template": source, "commit": new, "answers": answers}
     _make(clone, folder, record, "old")
     _make(clone, folder, later, "new")
-    shutil.copy(project / RECORD, folder / "old" / RECORD)  # to the byte: it may not conflict
+    shutil.copy(project / RECORD, folder / "old" / RECORD)  # every byte: it must not conflict
     place = _git(project, "rev-parse", "--show-prefix").strip()
     old = _state(project, folder, "old", place)
     change = _state(project, folder, "new", place, "-p", old)
@@ -85,7 +85,7 @@ def update(project: Path, folder: Path, template: str, to: str, extras: str) -> 
     conflicts = sorted(
         {line.split("\t")[1] for line in _git(project, "ls-files", "-u").splitlines()}
     )
-    if done.returncode and not conflicts:  # an ignored file in the way, say; git changed nothing
+    if done.returncode and not conflicts:  # say, an ignored file in the way; git changed nothing
         raise Refused(f"git could not apply the changes: {' '.join(done.stderr.split())}")
     print(_git(project, "diff", "--cached", "--stat=100", "HEAD"), end="")
     print(f"from {last[:12]} to {new[:12]} of {source}")
@@ -98,7 +98,7 @@ def update(project: Path, folder: Path, template: str, to: str, extras: str) -> 
 
 
 def _recorded(project: Path) -> dict:
-    """Return the project's record of its template."""
+    """Return the project's record of its template, or raise `Refused`."""
     if not (project / RECORD).is_file():
         raise Refused(f"{RECORD} is not here: only projects of the template can be updated")
     record = json.loads((project / RECORD).read_text("utf-8"))
@@ -112,7 +112,7 @@ def _recorded(project: Path) -> dict:
 
 
 def _commit(clone: Path, name: str, source: str) -> str:
-    """Return a commit of the template by its name: as such, or as a branch there."""
+    """Return the id of a template's commit from its name, or from the name of a remote branch."""
     for each in (name, f"origin/{name}"):
         if not _status(clone, "rev-parse", "-q", "--verify", f"{each}^{{commit}}"):
             return _git(clone, "rev-parse", f"{each}^{{commit}}").strip()
@@ -120,7 +120,7 @@ def _commit(clone: Path, name: str, source: str) -> str:
 
 
 def _make(clone: Path, folder: Path, record: dict, name: str) -> None:
-    """Make the project as a state of the template has it in `folder/name`."""
+    """Generate the project from a state of the template, in `folder/name`."""
     state = folder / f"{name}-template"
     _git(clone, "worktree", "add", "-q", "--detach", str(state), record["commit"])
     told = folder / f"{name}.json"
@@ -132,7 +132,7 @@ def _make(clone: Path, folder: Path, record: dict, name: str) -> None:
 
 
 def _state(project: Path, folder: Path, name: str, place: str, *parent: str) -> str:
-    """Return a commit of the project's repository that holds `folder/name` alone, at `place`."""
+    """Create a commit that contains only `folder/name`, at `place`; return its id."""
     index = {"GIT_INDEX_FILE": str(folder / f"{name}.index")}
     work = {"GIT_WORK_TREE": str(folder / name), **index}
     work["GIT_DIR"] = _git(project, "rev-parse", "--absolute-git-dir").strip()
@@ -146,7 +146,7 @@ def _state(project: Path, folder: Path, name: str, place: str, *parent: str) -> 
 
 
 def _git(folder: Path, *words: str, **environment: str) -> str:
-    """Run git in `folder`, whatever repository calls us, and return what it prints."""
+    """Run git in `folder`, even if another repository calls us; return its output."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     done = subprocess.run(
         ["git", *words],
