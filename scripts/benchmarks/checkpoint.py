@@ -1,9 +1,9 @@
-"""How long a save holds up training: ours beside the least that it could take.
+"""How long a save stops training: our save, compared with the least time that one could take.
 
 usage: python scripts/benchmarks/checkpoint.py [--megabytes 600] [--rounds 5] [--json FILE]
 
-Interleaved in one process; medians. `plain` is torch.save, fsync and SHA-256 and nothing else;
-`blocking` is our save, `background` the time for which our save in the background holds its caller.
+Interleaved in one process; medians. `plain` is only torch.save, fsync, and SHA-256; `blocking` is
+our save; `background` is the time for which our background save stops its caller.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from lockstep_gpt.training.callbacks.checkpoints import AtomicCheckpointIO
 
 
 def main() -> None:
-    """Measure and print one table."""
+    """Measure, and print one table."""
     options = _options()
     state = {"state_dict": _weights(options.megabytes)}
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
@@ -50,13 +50,13 @@ def _options() -> argparse.Namespace:
 
 
 def _weights(megabytes: int) -> dict[str, torch.Tensor]:
-    """Return matrices of 4 MB, as many as a model and its moments would have."""
+    """Return matrices of 4 MB that add up to `megabytes`, as a model and its moments would."""
     return {f"weight.{n}": torch.randn(1024, 1024) for n in range(megabytes * 2**20 // 2**22)}
 
 
 def _measured(state: dict[str, Any], folder: Path, rounds: int) -> dict[str, list[float]]:
     blocking, background = AtomicCheckpointIO(), CopyingCheckpointIO(background=True)
-    background.save_checkpoint(state, folder / "background.ckpt")  # takes its buffers
+    background.save_checkpoint(state, folder / "background.ckpt")  # allocates its buffers
     background.wait()
     (folder / "background.ckpt").unlink()
     actions: dict[str, Callable[[Path], None]] = {
@@ -68,7 +68,7 @@ def _measured(state: dict[str, Any], folder: Path, rounds: int) -> dict[str, lis
     for turn in range(rounds):
         names = [*actions][turn % 3 :] + [*actions][: turn % 3]  # each comes first in its turn
         for name in names:
-            os.sync()  # what others have written shall not be in the way
+            os.sync()  # earlier writes must not slow down this one
             seconds[name].append(_timed(lambda name=name: actions[name](folder / "new.ckpt")))
             background.wait()
             for path in folder.iterdir():

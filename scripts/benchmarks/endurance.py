@@ -1,12 +1,12 @@
-"""Does a run that is killed again and again end as one that is left alone?
+"""Check that a run that is killed many times ends like an undisturbed run.
 
 usage: python scripts/benchmarks/endurance.py [--ranks 3] [--kills 10] [--seeds 5]
 
-Each run loses processes at random moments, its own writing of checkpoints and deleting of old ones
-among them: ranks, their agent, the command. The command is given again whenever it has ended, the
-corpus grows after each kill, and a second run of each seed goes on with another number of devices.
-Prints a line per run; ends with 1 if weights differ, a loss is off by more than 1e-5, or a
-checkpoint that stood is lost.
+Each run loses processes at random moments, also while it writes checkpoints or deletes old ones:
+ranks, their agent, or the command. The command is started again whenever it has ended. The corpus
+grows after each kill, and a second run of each seed continues on a different number of devices.
+Prints a line per run; exits with 1 if weights differ, a loss is off by more than 1e-5, or a
+finished checkpoint is lost.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from warm import tree, wait_for, words_of
 from lockstep_gpt.run_directory import RunDirectory
 from lockstep_gpt.training.checkpoint import checkpoints_in, fault_of, step_of
 
-LIMIT = 600.0  # seconds for any one run
+LIMIT = 600.0  # seconds per run
 STEPS, KEEP = 400, 2
 EXPERIMENT = [
     "experiment=smoke",
@@ -54,7 +54,7 @@ MOMENTS = ("any", "saving", "deleting")
 
 
 def main() -> int:
-    """Compare runs that are hurt with one that is not."""
+    """Compare disturbed runs with an undisturbed one."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--ranks", type=int, default=3, help="of each run (default: 3)")
     parser.add_argument("--kills", type=int, default=10, help="of each run (default: 10)")
@@ -78,30 +78,30 @@ def main() -> int:
 
 
 class Endured:
-    """A run of the small experiment, and what became of its processes and checkpoints."""
+    """A run of the small experiment, with records of its kills and its checkpoints."""
 
     def __init__(self, name: str, ranks: int) -> None:
         self.run, self.ranks = RunDirectory(Path(name)), ranks
         self.hurt: list[str] = []
-        self.newest = 0  # step of the newest checkpoint that was seen to stand
-        self.lost = 0  # how often it was gone later
+        self.newest = 0  # step of the newest valid checkpoint that was seen
+        self.lost = 0  # how often it was missing later
 
     def train(self, kills: list[int], chance: random.Random, change: bool = False) -> None:
-        """Train to the end, with a process killed for each of `kills`."""
+        """Train to the end, and kill a process for each of `kills`."""
         half, process = len(kills) // 2, self._start()
         for number in kills:
             name, moment = chance.choice([*VICTIMS]), chance.choice(MOMENTS)
             if not self._await(process, moment, chance.uniform(0.2, 2.5)):
-                break  # it is done
+                break  # the run is done
             victims = [pid for pid in tree(process.pid) if VICTIMS[name] in words_of(pid)]
             if not victims:
-                continue  # between two of them
+                continue  # none is running at this moment
             with contextlib.suppress(ProcessLookupError):
                 os.kill(chance.choice(victims), signal.SIGKILL)
                 self.hurt.append(f"{name}/{moment}")
             (Path("corpus") / f"{self.run.path.name}-{number}.py").write_text("x = 1\n" * 2000)
             turns = change and number >= half
-            if turns:  # the rest with other devices
+            if turns:  # continue on other devices
                 process.terminate()
                 self.ranks, change = (1 if self.ranks == 2 else 2), False
             if name != "rank" or turns:
@@ -114,18 +114,18 @@ class Endured:
             raise SystemExit(f"{self.run.path}: exit {status}\n{log[-3000:]}")
         self._look()
         for grown in Path("corpus").glob(f"{self.run.path.name}-*.py"):
-            grown.unlink()  # other runs begin as the first did
+            grown.unlink()  # other runs must start with the original corpus
 
     def _start(self) -> subprocess.Popen[bytes]:
         words = [*EXPERIMENT, f"trainer.devices={self.ranks}", f"run_dir={self.run.path}"]
-        if self.run.config.exists():  # single settings, as a change of the devices has to be
+        if self.run.config.exists():  # single settings, as a change of the devices must be
             words = [f"run_dir={self.run.path}", "resume=auto", f"trainer.devices={self.ranks}"]
         command = [sys.executable, "-m", "lockstep_gpt", "train", *words]
         with Path(f"{self.run.path}.log").open("ab") as log:
             return subprocess.Popen(command, stdout=log, stderr=log)
 
     def _await(self, process: subprocess.Popen[bytes], moment: str, seconds: float) -> bool:
-        """Wait for a moment, and tell whether the run still goes on."""
+        """Wait for a moment; return whether the run is still running."""
         end = time.monotonic() + seconds
         while process.poll() is None and time.monotonic() < end:
             time.sleep(0.05)
@@ -133,20 +133,20 @@ class Endured:
         folder, end = self.run.checkpoints, time.monotonic() + 20
         while process.poll() is None and time.monotonic() < end:
             saving = any(folder.glob(".step=*.tmp"))
-            deleting = len(checkpoints_in(folder)) > KEEP + 1  # and the best
+            deleting = len(checkpoints_in(folder)) > KEEP + 1  # plus the best one
             if {"any": True, "saving": saving, "deleting": deleting}[moment]:
                 break
         return process.poll() is None
 
     def _look(self) -> None:
-        """Note the newest checkpoint that stands, and whether that of before is gone."""
+        """Record the newest valid checkpoint, and whether the one recorded before is gone."""
         present = checkpoints_in(self.run.checkpoints)
         sound = next((step_of(each) for each in reversed(present) if not fault_of(each)), 0)
         self.lost += sound < self.newest
         self.newest = max(self.newest, sound)
 
     def _left(self) -> list[int]:
-        """Return the processes that work in this folder still."""
+        """Return the processes that still work in this folder."""
         here, found = Path.cwd(), []
         for pid in map(int, (each.name for each in Path("/proc").glob("[0-9]*"))):
             with contextlib.suppress(OSError):
@@ -159,7 +159,7 @@ class Endured:
         return dict(torch.load(self.run.checkpoints / f"step={STEPS:06d}.ckpt", weights_only=True))
 
     def compared(self, whole: Endured, change: bool) -> tuple[bool, str]:
-        """Compare the end with that of a run that was left alone."""
+        """Compare the end with that of the undisturbed run."""
         ours, theirs = self.state()["state_dict"], whole.state()["state_dict"]
         differing = sum(int((ours[name] != theirs[name]).sum()) for name in theirs)
         losses = [each.run.read_summary()["val_loss"] for each in (self, whole)]

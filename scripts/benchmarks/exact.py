@@ -1,10 +1,10 @@
-"""What equal bits cost: steps that add gradients in the tree's order, beside those of torch.
+"""The cost of equal bits: steps that add gradients in the tree's order, compared with torch's.
 
 usage: python scripts/benchmarks/exact.py [--models S,M] [--steps 30]
 
-Both kinds take turns, step by step, in the same processes of one thread each: GPT-2 in shapes of
-scripts/benchmark.py, K micro-batches, AdamW. The table has medians, and the median of the ratios of
-neighboring steps. `split` is what K micro-batches cost one rank beside one batch of all samples.
+Both kinds alternate, step by step, in the same processes with one thread each: GPT-2 in shapes of
+scripts/benchmark.py, K micro-batches, AdamW. The table has medians, and the median ratio of
+neighboring steps. `split` is the cost of K micro-batches on one rank, relative to one whole batch.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ CASES = ((1, 2), (1, 4), (2, 2), (2, 4), (4, 4))  # ranks, K
 
 
 class Loop:
-    """One rank's steps on a model of its own, in the tree's order or as torch adds."""
+    """One rank's steps on its own model; gradients are added in the tree's order or as in torch."""
 
     def __init__(self, model: str, ranks: int, leaves: int, exact: bool) -> None:
         shape = MODELS[model]
@@ -54,7 +54,7 @@ class Loop:
             self.sums.on_train_start(trainer, self.module)
 
     def step(self) -> float:
-        """Make one update; return its seconds."""
+        """Run one update; return its seconds."""
         started = time.perf_counter()
         for leaf in range(self.accumulation):
             self.module.leaf = leaf
@@ -71,7 +71,7 @@ class Loop:
 
 
 def main() -> None:
-    """Print a line per case: the medians of both, and of their ratios."""
+    """Print a line per case: the medians of both kinds, and of their ratios."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--models", default="S,M", help="of scripts/benchmark.py (default: S,M)")
     parser.add_argument("--steps", type=int, default=30, help="of each kind (default: 30)")
@@ -86,7 +86,7 @@ def main() -> None:
 
 
 def rank_main(rank: int, ranks: int, model: str, leaves: int, steps: int) -> None:
-    """Run the cases of one number of ranks; rank 0 prints."""
+    """Run the cases for one number of ranks; rank 0 prints."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=ranks)
     compare(f"{model}, {ranks} ranks, K = {leaves}", rank, steps, [
@@ -99,8 +99,8 @@ def rank_main(rank: int, ranks: int, model: str, leaves: int, steps: int) -> Non
 
 
 def compare(name: str, rank: int, steps: int, loops: list[Loop]) -> None:
-    """Let two loops take turns."""
-    for loop in loops * 3:  # what is done once
+    """Time two loops that alternate."""
+    for loop in loops * 3:  # one-time work
         loop.step()
     pairs = []
     for number in range(steps):

@@ -1,12 +1,12 @@
-"""How fast batches come from a large map of tokens: ours beside torch's own way.
+"""How fast batches come from a large map of tokens: our way, compared with torch's own way.
 
 usage: python scripts/benchmarks/feeding.py [--tokens 1_000_000_000] [--rounds 5] [--json FILE]
 
 Micro-batches of 16 x 1024 tokens in random windows, interleaved in one process; medians. `ours` is
-what training takes its batches from, `inline` the same without the thread, `stock` a DataLoader
-over a Dataset with batched `__getitems__`, a RandomSampler and default collation, one position per
-window as ours. All read one map, warm: each of its pages has been touched, as after an epoch.
-Memory is what the process holds beside the map.
+where training takes its batches from; `inline` is the same without the thread; `stock` is a
+DataLoader over a Dataset with batched `__getitems__`, a RandomSampler, and default collation, with
+one position per window like ours. All read the same warm map: each page has been touched, as after
+an epoch. Memory is what the process uses in addition to the map.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ B, T = 16, 1024
 
 
 class Stock(Dataset[tuple[torch.Tensor, torch.Tensor]]):
-    """What one would write: a window as two tensors, a batch of them asked for at once."""
+    """The usual code: a window is two tensors, and a batch of windows is requested at once."""
 
     def __init__(self, windows: Any) -> None:
         self.windows = windows
@@ -55,7 +55,7 @@ class Stock(Dataset[tuple[torch.Tensor, torch.Tensor]]):
 
 
 def main() -> None:
-    """Measure and print one table."""
+    """Measure, and print one table."""
     options = _options()
     with tempfile.TemporaryDirectory(dir=options.folder) as root:
         data = SyntheticData(root=root, tokens=options.tokens, val_fraction=0.001)
@@ -90,10 +90,10 @@ def _options() -> argparse.Namespace:
 
 
 def _warm(folder: Path) -> Any:
-    """Return the one map of all windows after a look at every page of it."""
+    """Read every page of the one map of all windows; return the map."""
     windows = open_windows(folder, "train", T)
     windows[:, :: mmap.PAGESIZE // windows.itemsize].max()
-    datamodule.open_windows = lambda *_: windows  # what each stream calls
+    datamodule.open_windows = lambda *_: windows  # every stream calls this
     return windows
 
 
@@ -124,7 +124,7 @@ def _measured(folder: Path, windows: Any, rounds: int, batches: int) -> dict[str
         _timed(way, 20)
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     for turn in range(rounds):
-        names = [*ways][turn % 3 :] + [*ways][: turn % 3]  # each comes first in its turn
+        names = [*ways][turn % 3 :] + [*ways][: turn % 3]  # each is first in one of three rounds
         for name in names:
             seconds[name].append(_timed(ways[name], batches) / batches)
     return seconds
@@ -138,7 +138,7 @@ def _timed(way: Iterable[Any], batches: int) -> float:
 
 
 def _own_memory() -> int:
-    """Return the bytes of this process that no file backs."""
+    """Return the bytes of this process that are not backed by a file."""
     lines = Path("/proc/self/status").read_text().splitlines()
     (kilobytes,) = (line.split()[1] for line in lines if line.startswith("RssAnon"))
     return int(kilobytes) << 10

@@ -1,7 +1,7 @@
-"""The loops that `benchmark.py` compares, each for a process of its own.
+"""The loops that `benchmark.py` compares; each runs in its own process.
 
-What they share: random tokens, one optimizer step of `Task.accumulation` micro-batches, AdamW with
-clipping, a time for each step that ends when the device has done it.
+All use random tokens, optimizer steps of `Task.shape["steps"]` micro-batches, AdamW with
+clipping, and a time for each step that ends when the device has finished it.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ import torch.nn.functional as F
 from lightning import Callback
 from torch import Tensor, nn
 
-WARMUP = 4  # steps that are not counted; what is compiled is compiled in them
-BURST = 4  # steps by turns, where two loops share a process
+WARMUP = 4  # steps that do not count; compilation happens in them
+BURST = 4  # steps that alternate if two loops share a process
 TOY_BURST = 50
 
-# Shape, micro-batch and accumulation. S is nanoGPT's documented recipe for a CPU; M is large enough
-# that the vocabulary counts; gpt2 is what one GPU trains, 524,288 tokens a step. All are GPT-2 with
-# AdamW except quickstart, our own recipe: `ours` and `pair` know its model and optimizer.
+# Shape, micro-batch, and accumulation. S is nanoGPT's documented recipe for a CPU; in M, the
+# vocabulary matters; gpt2 is what one GPU trains, with 524,288 tokens a step. All are GPT-2 with
+# AdamW except quickstart, our own recipe: only `ours` and `pair` know its model and optimizer.
 MODELS = {
     "toy": {"n_layer": 1, "n_head": 1, "n_embd": 16, "T": 8, "B": 4, "vocab": 256, "steps": 1},
     "S": {"n_layer": 4, "n_head": 4, "n_embd": 128, "T": 64, "B": 12, "vocab": 256, "steps": 1},
@@ -67,7 +67,7 @@ MODELS = {
 
 @dataclass
 class Task:
-    """What every loop does, and where."""
+    """The work of every loop, and where it runs."""
 
     model: str
     precision: str
@@ -78,22 +78,22 @@ class Task:
 
     @property
     def shape(self) -> dict[str, int]:
-        """Layers, heads, width, T tokens, B samples of all ranks, vocabulary, micro-steps."""
+        """Layers, heads, width, T tokens, B samples over all ranks, vocabulary, micro-steps."""
         return MODELS[self.model]
 
     @property
     def tokens_per_step(self) -> int:
-        """Tokens of an optimizer step over all ranks."""
+        """Tokens per optimizer step over all ranks."""
         return self.shape["B"] * self.shape["T"] * self.shape["steps"]
 
     @property
     def micro_size(self) -> int:
-        """Samples of a micro-batch on one rank."""
+        """Samples per micro-batch on one rank."""
         return self.shape["B"] // self.ranks
 
     @property
     def burst(self) -> int:
-        """Steps in a row of each of two loops that share a process."""
+        """Consecutive steps of each loop if two loops share a process."""
         return TOY_BURST if self.model == "toy" else BURST
 
     def autocast(self) -> Any:
@@ -103,7 +103,7 @@ class Task:
         return contextlib.nullcontext()
 
     def overrides(self, folder: Path, paired: bool) -> list[str]:
-        """Return the words after `lockstep-gpt train`."""
+        """Return the arguments after `lockstep-gpt train`."""
         shape = self.shape
         turns = math.ceil(self.steps / self.burst)
         steps = WARMUP + (turns * self.burst if paired else self.steps) + 1
@@ -134,7 +134,7 @@ class Task:
 
 
 def main() -> None:
-    """Run the loop that is named and write what it found."""
+    """Run the loop named on the command line, and write its result."""
     task, out = load()
     if sys.argv[1] == "stock":
         return stock(task)
@@ -150,7 +150,7 @@ def main() -> None:
 
 
 def load() -> tuple[Task, Path]:
-    """Return the task, and where its result goes."""
+    """Return the task, and the path for its result."""
     content = json.loads(os.environ["BENCHMARK_TASK"])
     return Task(**{name: content[name] for name in Task.__dataclass_fields__}), Path(content["out"])
 
@@ -170,7 +170,7 @@ def synchronise(device: str) -> None:
 
 
 def write(out: Path, seconds: list[float], started: float, **more: Any) -> None:
-    """Write the median step after the warm-up, the warm-up itself and the peak of memory."""
+    """Write the median step after the warmup, the time before it, and the peak memory."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     if torch.cuda.is_available():
         peak = torch.cuda.max_memory_allocated() / 2**20
@@ -185,11 +185,11 @@ def write(out: Path, seconds: list[float], started: float, **more: Any) -> None:
     out.write_text(json.dumps(result))
 
 
-# --- what one would write -------------------------------------------------------------------------
+# --- what you would write without us --------------------------------------------------------------
 
 
 class PlainBlock(nn.Module):
-    """A block in torch's own modules."""
+    """A block made of torch's own modules."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -210,7 +210,7 @@ class PlainBlock(nn.Module):
 
 
 class PlainGPT(nn.Module):
-    """A GPT-2 in torch's own modules, with whole logits."""
+    """A GPT-2 made of torch's own modules, with whole logits."""
 
     def __init__(self, task: Task) -> None:
         super().__init__()
@@ -240,7 +240,7 @@ def tokens_of(task: Task) -> Tensor:
 
 
 def batches(task: Task) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield random windows as one usually takes them: one by one, stacked, sent to the device."""
+    """Yield random windows in the usual way: read one by one, stacked, sent to the device."""
     data, T = tokens_of(task), task.shape["T"]
     while True:
         starts = torch.randint(len(data) - T - 1, (task.micro_size,)).tolist()
@@ -258,7 +258,7 @@ def raw(
     source: Iterator[Any],
     clip_norm: float | None = 1.0,
 ) -> Callable[[], Any]:
-    """Return one optimizer step of a hand-written loop."""
+    """Return the function that runs one optimizer step of a hand-written loop."""
     trained, wrapped = model, model
     if task.ranks > 1:
         wrapped = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
@@ -280,7 +280,7 @@ def raw(
 
 
 def join(task: Task) -> None:
-    """Join the other ranks, and share the cores with them."""
+    """Join the other ranks, and split the cores among them."""
     if task.ranks > 1:
         torch.distributed.init_process_group("nccl" if task.device == "cuda" else "gloo")
         if task.device == "cuda":
@@ -290,7 +290,7 @@ def join(task: Task) -> None:
 
 
 def plain(task: Task) -> Callable[[], Any]:
-    """Torch's own modules in torch's own settings."""
+    """Return a step with torch's own modules and settings."""
     join(task)
     model = PlainGPT(task).to(task.device)
     if task.compile:
@@ -299,7 +299,7 @@ def plain(task: Task) -> Callable[[], Any]:
 
 
 def our_model(task: Task) -> nn.Module:
-    """Return our GPT of the task's shape, on its device."""
+    """Return our GPT in the task's shape, on its device."""
     from lockstep_gpt.config import ModelConfig
     from lockstep_gpt.model.gpt import GPT
 
@@ -310,7 +310,7 @@ def our_model(task: Task) -> nn.Module:
 
 
 def best(task: Task, config: Any) -> Callable[[], Any]:
-    """Return the leanest loop on the model and optimizer of `config`: all batches are ready."""
+    """Return the leanest loop on the model and optimizer of `config`, with all batches ready."""
     from lockstep_gpt.model.gpt import build_gpt
     from lockstep_gpt.training.optim import build_optimizer
 
@@ -326,7 +326,7 @@ def best(task: Task, config: Any) -> Callable[[], Any]:
 
 
 def accelerate(task: Task) -> Callable[[], Any]:
-    """Our model in a loop with Accelerate."""
+    """Return a step of our model in a loop with Accelerate."""
     from accelerate import Accelerator
 
     mixed = "bf16" if task.precision == "bf16-mixed" else "no"
@@ -355,7 +355,7 @@ def accelerate(task: Task) -> Callable[[], Any]:
 
 
 def stock_loader(task: Task) -> torch.utils.data.DataLoader[Any]:
-    """Return a DataLoader over windows, one by one."""
+    """Return a DataLoader over windows that are read one by one."""
     data, T = tokens_of(task), task.shape["T"]
     count = task.micro_size * task.ranks * task.shape["steps"] * (WARMUP + task.steps + 2)
     starts = torch.randint(len(data) - T - 1, (count,)).tolist()
@@ -364,7 +364,7 @@ def stock_loader(task: Task) -> torch.utils.data.DataLoader[Any]:
 
 
 def nanogpt(task: Task) -> Callable[[], Any]:
-    """Take the model and optimizer of a checkout, in a loop as its own goes."""
+    """Return a step of a nanoGPT checkout's model and optimizer, in a loop like its own."""
     sys.path.insert(0, os.environ["NANOGPT"])
     from model import GPT, GPTConfig  # type: ignore[import-not-found]
 
@@ -374,7 +374,7 @@ def nanogpt(task: Task) -> Callable[[], Any]:
         block_size=task.shape["T"], vocab_size=task.shape["vocab"], dropout=0.0, bias=True, **shape
     )
     if task.shape["vocab"] == 50257 and task.device == "cuda":
-        config.vocab_size = 50304  # as its own training script rounds it
+        config.vocab_size = 50304  # its own training script rounds it up like this
     gpt = GPT(config).to(task.device)
     optimizer = gpt.configure_optimizers(0.1, 1e-4, (0.9, 0.95), task.device)
 
@@ -392,7 +392,7 @@ def nanogpt(task: Task) -> Callable[[], Any]:
 
 
 def litgpt(task: Task) -> Callable[[], Any]:
-    """Take litgpt's model of the same shape, in the same loop."""
+    """Return a step of litgpt's model of the same shape, in the same loop."""
     from litgpt import GPT, Config  # type: ignore[import-not-found]
 
     join(task)
@@ -419,7 +419,7 @@ def litgpt(task: Task) -> Callable[[], Any]:
 
 
 def stock(task: Task) -> None:
-    """Fit our model in a LightningModule that logs, in a Trainer with its defaults, and a clock."""
+    """Train our model in a LightningModule that logs, with a default Trainer and a clock."""
     import lightning
 
     class Module(lightning.LightningModule):
@@ -458,7 +458,7 @@ class Clock(Callback):
         self.last: float | None = None
 
     def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
-        """End the step before and begin another."""
+        """End the timing of the previous step, and start that of the next."""
         if trainer.fit_loop.epoch_loop.batch_idx % trainer.accumulate_grad_batches:
             return
         synchronise(self.task.device)
@@ -469,20 +469,20 @@ class Clock(Callback):
         self.last = time.perf_counter()
 
     def between(self, trainer: Any) -> None:
-        """Do nothing between two steps."""
+        """Run between two steps; does nothing here."""
 
     def on_train_end(self, trainer: Any, *_: Any) -> None:
-        """Write what was found."""
+        """Write the result."""
         if trainer.is_global_zero:
             write(self.out, self.seconds, self.started, **self.more())
 
     def more(self) -> dict[str, Any]:
-        """Return what else was found."""
+        """Return additional results."""
         return {}
 
 
 class Pair(Clock):
-    """Runs the best raw loop between the steps of a Trainer, in bursts by turns."""
+    """Runs the best raw loop between the steps of a Trainer, in alternating bursts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -490,21 +490,21 @@ class Pair(Clock):
         self.step: Callable[[], Any] | None = None
 
     def between(self, trainer: Any) -> None:
-        """Take a burst of raw steps after each burst of the Trainer's."""
+        """Run a burst of raw steps after each burst of the Trainer's."""
         if self.step is None:
             self.step = best(self.task, trainer.lightning_module.config)
             for _ in range(WARMUP):
                 self.step()
         done = len(self.seconds) - WARMUP
         if done > 0 and done % self.task.burst == 0:
-            self.step()  # the caches are the Trainer's
+            self.step()  # not timed: the caches still contain the Trainer's data
             self.theirs += [one(self.step, self.task.device) for _ in range(self.task.burst)]
 
     def more(self) -> dict[str, Any]:
         """Return the raw loop's median step, and the ratio within each pair of bursts."""
         size, ours = self.task.burst, self.seconds[WARMUP:]
         ratios = [
-            # The Trainer's first step after a pause has the other's caches.
+            # Skip the Trainer's first step after a pause: the caches contain the raw loop's data.
             statistics.median(ours[at + 1 : at + size])
             / statistics.median(self.theirs[at : at + size])
             for at in range(0, len(self.theirs), size)

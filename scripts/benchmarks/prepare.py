@@ -1,11 +1,11 @@
-"""How fast a corpus becomes token files, and in how much memory.
+"""How fast a corpus becomes token files, and how much memory that needs.
 
 usage: python scripts/benchmarks/prepare.py [--large 1000] [--rounds 3] [--json FILE]
 
-The corpus is the Python standard library's own text, over and over, in files of 8 MB. Each build is
-a process of its own, with one process that tokenizes; its seconds are those that it reports, and
-its memory is its peak. For byte-pair encoding, of 16 MB: `encode_batch` is what the library
-`tokenizers` itself reaches with the same tokenizer on the same documents, interleaved with ours.
+The corpus is the source of the Python standard library, repeated, in files of 8 MB. Each build runs
+in its own process, with one process that tokenizes; its seconds are those that it reports, and its
+memory is its peak. For byte-pair encoding of 16 MB, `encode_batch` is the library `tokenizers`
+itself with the same tokenizer on the same documents, interleaved with ours.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from lockstep_gpt.data.tokenizer import library
 from lockstep_gpt.extras.sources.byte_pairs import PIECE
 
 FILE = 8 << 20  # bytes
-# What the system counts for a child as its peak would begin with this process's own.
+# The system's peak for a child would start at this process's own peak, so the build prints its own.
 BUILD = """
 import pathlib, sys
 from lockstep_gpt.cli import main
@@ -41,7 +41,7 @@ PEAK = r"VmHWM:\s+(\d+) kB"
 
 
 def main() -> None:
-    """Measure and print one table."""
+    """Measure, and print one table."""
     options = _options()
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         result = _measured(Path(folder), options)
@@ -97,7 +97,7 @@ def _corpus(folder: Path, megabytes: int) -> Path:
 
 
 def _build(folder: Path, corpus: Path, *overrides: str) -> tuple[float, int]:
-    """Return the seconds that a build says it took, and the bytes of its peak memory."""
+    """Return the seconds that a build reports, and the bytes of its peak memory."""
     if overrides and not (folder / "tokenizer.json").exists():
         _learn(folder, corpus)
     shutil.rmtree(folder / "data", ignore_errors=True)
@@ -117,7 +117,7 @@ def _build(folder: Path, corpus: Path, *overrides: str) -> tuple[float, int]:
 
 
 def _learn(folder: Path, corpus: Path) -> None:
-    """Learn a byte-pair encoding once, so that no measured build does."""
+    """Learn a byte-pair encoding in advance, so that no measured build does so."""
     shutil.rmtree(folder / "data", ignore_errors=True)
     words = ["prepare", "data=text", f"data.path={corpus}", "data.root=data", "data.tokenizer=bpe"]
     subprocess.run([sys.executable, "-m", "lockstep_gpt", *words], cwd=folder, check=True)
@@ -127,7 +127,7 @@ def _learn(folder: Path, corpus: Path) -> None:
 
 
 def _encode_batch(folder: Path, corpus: Path) -> float:
-    """Return the seconds of the library itself, in one thread as ours."""
+    """Return the seconds of the library itself, with one thread like ours."""
     os.environ["RAYON_NUM_THREADS"] = "1"
     tokenizer = library("tokenizers", "bpe").Tokenizer.from_file(str(folder / "tokenizer.json"))
     seconds = 0.0

@@ -1,9 +1,9 @@
-"""What it costs to start ranks, here and in another checkout: CPU seconds, memory, recovery.
+"""The cost of starting ranks, here and in another checkout: CPU seconds, memory, recovery.
 
 usage: python scripts/benchmarks/warm.py --against CHECKOUT [--repeats 7]
        python scripts/benchmarks/warm.py --kills 50
 
-Each checkout is run by its own .venv. The two take turns; ratios are those of the medians.
+Each checkout runs with its own .venv. The two alternate; ratios are those of the medians.
 --kills ends processes of small runs at random moments, and reports how each run ended.
 """
 
@@ -24,7 +24,7 @@ from pathlib import Path
 HERE = Path(__file__).parents[2]
 SMOKE = ["train", "experiment=smoke", "logger=none", "trainer=cpu", "callbacks=[]"]
 RANKS = ["strategy=ddp", "batch.global_size=8", "batch.micro_size=1"]
-LIMIT = 300.0  # seconds, for anything
+LIMIT = 300.0  # seconds that anything may take
 
 
 def main() -> int:
@@ -42,7 +42,7 @@ def main() -> int:
 
 
 def compare(folder: Path, other: Path, repeats: int) -> int:
-    """Print a line per figure: here, there, ratio."""
+    """Print one line per figure: here, there, ratio."""
     print(f"{'':44}{'here':>9}{'there':>9}{'ratio':>8}   medians of {repeats}")
     for name, figure, count in figures():
         pairs: list[tuple[float, float]] = []
@@ -56,7 +56,7 @@ def compare(folder: Path, other: Path, repeats: int) -> int:
 
 
 def figures() -> Iterator[tuple[str, Callable[[Path, Path], float], int]]:
-    """Yield name, how it is measured in a checkout and a folder, and how often (0: as asked)."""
+    """Yield name, what measures it in a checkout and a folder, and repeats (0: --repeats)."""
     for ranks in (1, 2, 8):
         words = [f"trainer.devices={ranks}", *(RANKS if ranks > 1 else [])]
         yield f"{ranks} ranks, 20 steps: CPU s", cpu_seconds(words), 0
@@ -74,7 +74,7 @@ def start(place: Path, folder: Path, *words: str) -> subprocess.Popen[bytes]:
 
 
 def cpu_seconds(words: list[str]) -> Callable[[Path, Path], float]:
-    """Return what measures the CPU seconds of a whole command, all its processes included."""
+    """Return a function that measures the CPU seconds of a command with all its processes."""
 
     def measure(place: Path, folder: Path) -> float:
         process = start(place, folder, *words)
@@ -105,7 +105,7 @@ def recovery(place: Path, folder: Path) -> float:
 
 
 def memory(place: Path, folder: Path) -> float:
-    """Return the megabytes of all processes of 8 ranks, what they share counted once."""
+    """Return the megabytes of all processes of 8 ranks; shared memory counts once."""
     words = [*RANKS, "trainer.devices=8", "max_steps=100000", "val_every=100000"]
     process = start(place, folder, *words)
     try:
@@ -141,7 +141,7 @@ def words_of(pid: int) -> str:
 
 
 def wait_for(condition: Callable[[], object], seconds: float = LIMIT) -> None:
-    """Wait until a condition holds."""
+    """Wait until a condition is true; raise a `TimeoutError` after `seconds`."""
     end = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > end:
@@ -167,7 +167,7 @@ def kills(folder: Path, number: int, seed: int) -> int:
         words = ["strategy=ddp", "trainer.devices=2", "max_steps=600", "checkpoint.every=10"]
         process = start(HERE, place, *words)
         running, victims = [process.pid], []
-        while not victims and process.poll() is None:  # what is to be hurt may not be there yet
+        while not victims and process.poll() is None:  # the victim may not be there yet
             time.sleep(moment)
             moment = 0.05
             running = tree(process.pid)
