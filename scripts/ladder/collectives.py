@@ -1,8 +1,8 @@
-"""The six collectives as tables: what each rank holds before, and what it holds after.
+"""The six collectives as tables: what each rank has before and after.
 
 python scripts/ladder/collectives.py [--ranks 4] [--backend gloo]
 
-Each is run for real. All that training in parallel does is made of these.
+Each one really runs. All communication in parallel training is built from these.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 Table = list[list[float]]  # by rank
-Collective = Callable[[Tensor], Tensor]  # from what a rank holds to what it gets
+Collective = Callable[[Tensor], Tensor]  # from what a rank has to what it gets
 
 
 def broadcast(held: Tensor) -> Tensor:
@@ -70,11 +70,11 @@ COLLECTIVES: tuple[Collective, ...] = (
     reduce_scatter,
     all_gather,
 )
-ONE_EACH = (gather, all_gather)  # of one number per rank; the others are of one per pair
+ONE_EACH = (gather, all_gather)  # one number per rank; the others use one per pair of ranks
 
 
 def be_rank(rank: int, ranks: int, backend: str, folder: Path) -> None:
-    """Run every collective as one rank; each leaves what it had and got in `folder`."""
+    """Run every collective as one rank; save the tensors before and after in `folder`."""
     device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
     if backend == "nccl":
         torch.cuda.set_device(device)
@@ -92,7 +92,7 @@ def be_rank(rank: int, ranks: int, backend: str, folder: Path) -> None:
 
 
 def run(ranks: int, backend: str) -> list[tuple[Table, Table]]:
-    """Start the ranks; return what they held before and after each collective."""
+    """Start the ranks; return their tensors before and after each collective."""
     if "lo" in {name for _, name in socket.if_nameindex()}:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     with tempfile.TemporaryDirectory() as name:
@@ -103,7 +103,7 @@ def run(ranks: int, backend: str) -> list[tuple[Table, Table]]:
 
 
 def as_text(collective: Collective, before: Table, after: Table) -> str:
-    """Return one table."""
+    """Format one table."""
     held = [_numbers(each) for each in before]
     width = max(map(len, held))
     rows = [
@@ -118,7 +118,7 @@ def _numbers(values: list[float]) -> str:
 
 
 def main() -> None:
-    """Read the command line, run, and print the tables."""
+    """Read the command line, run the collectives, and print the tables."""
     flags = argparse.ArgumentParser(description=__doc__)
     flags.add_argument("--ranks", type=int, default=4)
     flags.add_argument("--backend", default="gloo", choices=("gloo", "nccl"))

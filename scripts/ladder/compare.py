@@ -1,8 +1,8 @@
-"""Run every rung on 1 and 2 ranks, and hold the losses of all steps against the first rung's.
+"""Run every rung on 1 and 2 ranks, and compare the losses of all steps with the first rung's.
 
 python scripts/ladder/compare.py [flags] [settings]
 
-Ends with status 1 if one is further away than rounding explains.
+Exits with status 1 if a difference is larger than rounding explains.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from lockstep_gpt.config import PROGRAM, UserError
 
 HERE = Path(__file__).parent
 BARS = {"64-true": 1e-10, "32-true": 1e-5}  # largest difference of a loss that rounding explains
-RUNNING: set[subprocess.Popen[str]] = set()  # what is ended when this process is
+RUNNING: set[subprocess.Popen[str]] = set()  # these are ended together with this process
 WARMUP = 5  # steps whose time does not count
 LAYOUT = (tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.COMMENT)
 
@@ -45,11 +45,11 @@ class Run:
     rung: str
     ranks: int
     metrics: Path
-    megabytes: float  # of the largest of its processes, at its peak
+    megabytes: float  # peak of its largest process
 
     @cached_property
     def rows(self) -> list[dict[str, str]]:
-        """One per step."""
+        """The rows of metrics.csv, one per step."""
         with self.metrics.open(encoding="utf-8") as file:
             return list(csv.DictReader(file))
 
@@ -60,17 +60,17 @@ class Run:
 
     @property
     def milliseconds(self) -> float:
-        """Median time of a step."""
+        """Median time per step."""
         times = [float(row["throughput/step_seconds"]) for row in self.rows[WARMUP:]]
         return 1e3 * statistics.median(times)
 
     def differences(self, other: Run) -> list[float]:
-        """Return how far the losses are from those of `other`, step by step."""
+        """Return the absolute differences from the losses of `other`, step by step."""
         return [abs(a - b) for a, b in zip(self.losses, other.losses, strict=True)]
 
 
 def rungs(ranks: int) -> Iterator[tuple[str, list[str]]]:
-    """Yield each rung that runs on so many `ranks`, and how its command begins."""
+    """Yield each rung that runs on this number of ranks, and the beginning of its command."""
     script = {name: str(HERE / f"{name}.py") for name in ("single_device", "ddp_by_hand")}
     own = str(HERE / "ddp_accelerate.py")
     if ranks == 1:
@@ -88,13 +88,13 @@ def rungs(ranks: int) -> Iterator[tuple[str, list[str]]]:
 
 
 def free_port() -> int:
-    """Return a port that no one listens on: two launchers at once would share their default."""
+    """Return a port that is not in use; two launchers at once would both use the default port."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         return int(free.getsockname()[1])
 
 
 def run(rung: str, ranks: int, command: list[str], words: Sequence[str], folder: Path) -> Run:
-    """Run one rung to its end and return what it left in `folder`."""
+    """Run one rung to its end, and return what it wrote to `folder`."""
     folder.mkdir(parents=True)
     metrics = folder / "metrics.csv"
     out = [f"run_dir={folder}/run"] if rung == PROGRAM else [f"--metrics={metrics}"]
@@ -120,7 +120,7 @@ def run(rung: str, ranks: int, command: list[str], words: Sequence[str], folder:
 
 
 def code_lines(path: Path) -> int:
-    """Count the lines of code: without comments, docstrings and empty lines."""
+    """Count the lines of code, without comments, docstrings, and empty lines."""
     source = path.read_text(encoding="utf-8")
     strings = {
         line
@@ -134,7 +134,7 @@ def code_lines(path: Path) -> int:
 
 
 def tell(precision: str, started: list[Future[Run]]) -> list[Run]:
-    """Print a table, each row as soon as its run is over; the first run is the reference."""
+    """Print a table, each row as soon as its run has ended; the first run is the reference."""
     print(f"precision={precision}")
     print(f"{'rung':20} ranks  lines  ms/step    MB  last loss  val loss  largest difference")
     runs: list[Run] = []
@@ -147,7 +147,7 @@ def tell(precision: str, started: list[Future[Run]]) -> list[Run]:
 
 @contextlib.contextmanager
 def pool_of(size: int) -> Iterator[ThreadPoolExecutor]:
-    """Run jobs, so many at once; what still runs when an error or a signal comes is ended."""
+    """Yield a pool for `size` jobs at once; after an error or SIGTERM, end the running ones."""
     signal.signal(signal.SIGTERM, lambda signum, _: sys.exit(128 + signum))
     pool = ThreadPoolExecutor(size)
     try:
@@ -169,7 +169,7 @@ def _row(each: Run, reference: Run) -> str:
 
 
 def remarks(runs: list[Run]) -> str:
-    """Say what looks different and is not, and what is."""
+    """Explain which differences are real, and which are not."""
     by_hand = [each for each in runs if each.rung == "ddp_by_hand"]
     means = [f"{float(each.rows[-1]['val/mean_of_means']):.6f}" for each in by_hand]
     numbers = " and ".join(str(each.ranks) for each in by_hand)
@@ -183,9 +183,9 @@ def remarks(runs: list[Run]) -> str:
 
 
 def draw(results: dict[str, list[Run]], path: Path) -> None:
-    """Write a PNG with the loss of each step, and its distance from the first rung's.
+    """Write a PNG with the loss of each step, and its distance from the first rung's loss.
 
-    Later runs are drawn thinner, so that those below them stay visible.
+    Later runs are drawn thinner, so that earlier ones stay visible below them.
     """
     figure = Figure(figsize=(12, 4.5), layout="constrained")
     left, right = figure.subplots(1, 2)
@@ -211,7 +211,7 @@ def draw(results: dict[str, list[Run]], path: Path) -> None:
 
 
 def compare() -> None:
-    """Run, print the tables, draw the chart, and judge."""
+    """Run the rungs, print the tables, draw the chart, and check the differences."""
     flags = argparse.ArgumentParser(description=__doc__)
     flags.add_argument("--ranks", default="1,2", help="numbers of ranks, 1 among them")
     flags.add_argument("--precisions", default=",".join(BARS))
@@ -219,7 +219,7 @@ def compare() -> None:
     flags.add_argument("--chart", type=Path, default=Path("runs/ladder.png"))
     options, words = flags.parse_known_args()
     precisions, worlds = _precisions(options.precisions), _worlds(options.ranks)
-    load(words, 1)  # prepares the data before anyone measures, and refuses wrong words
+    load(words, 1)  # prepares the data before any run is timed, and rejects wrong settings
     with (
         tempfile.TemporaryDirectory() as folder,
         pool_of(options.at_once) as pool,
@@ -255,7 +255,7 @@ def _worlds(text: str) -> list[int]:
 
 
 def judge(results: dict[str, list[Run]]) -> int:
-    """Return 1 if a loss is further from the first rung's than its bar, and say which."""
+    """Return 1 if a loss differs from the first rung's by more than the limit, and print which."""
     far = [
         f"{each.rung} on {each.ranks} ranks, {precision}: {largest:.1e} is above {BARS[precision]}"
         for precision, runs in results.items()

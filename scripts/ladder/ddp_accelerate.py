@@ -45,14 +45,14 @@ def ddp_accelerate() -> None:
 
 
 def train(experiment: Experiment, options: argparse.Namespace, accelerator: Accelerator) -> None:
-    """Train, save and validate as one of any number of ranks."""
+    """Train, save, and validate as one rank of any number of ranks."""
     config, accumulation = experiment.config, experiment.batch.accumulation
     torch.manual_seed(config.seed)
     model = GPT(config.model, experiment.vocab_size).to(accelerator.device, experiment.dtype)
     optimizer = build_optimizer(model, config.optim, experiment.schedule.peak_lr)
     scheduler = LambdaLR(optimizer, experiment.schedule.factor)
     dataset, size = experiment.training_set(), experiment.batch.micro_size
-    # The sampler is that of one rank: `prepare` deals its batches out to all, in turn.
+    # The sampler is for one rank: `prepare` deals its batches out to all ranks, one after another.
     sampler = experiment.sampler(len(dataset))
     model, optimizer, loader, val_loader = accelerator.prepare(
         model,
@@ -60,7 +60,7 @@ def train(experiment: Experiment, options: argparse.Namespace, accelerator: Acce
         DataLoader(dataset, size, sampler=sampler, drop_last=True, collate_fn=as_it_is),
         DataLoader(experiment.validation_set(), size, collate_fn=as_it_is),
     )
-    # Not prepared: Accelerate would take a step of the schedule for each rank.
+    # Not prepared: Accelerate would advance the schedule once for each rank.
     accelerator.register_for_checkpointing(scheduler)
     if options.checkpoint and options.checkpoint.exists():
         accelerator.load_state(str(options.checkpoint))
@@ -78,7 +78,7 @@ def train(experiment: Experiment, options: argparse.Namespace, accelerator: Acce
                     accelerator.clip_grad_norm_(
                         model.parameters(), config.optim.clip_norm or torch.inf
                     )
-                optimizer.step()  # does nothing in the others
+                optimizer.step()  # does nothing in the other micro-steps
                 optimizer.zero_grad()
             mean += loss.detach() / accumulation
         scheduler.step()
@@ -93,8 +93,8 @@ def train(experiment: Experiment, options: argparse.Namespace, accelerator: Acce
     with torch.no_grad():
         for tokens, targets in val_loader:
             losses = F.cross_entropy(model(tokens).transpose(1, 2), targets, reduction="none")
-            # One loss per sample: the last batches are filled up with samples that were there
-            # already, and only `gather_for_metrics` knows which.
+            # One loss per sample: the last batches are filled up with samples used before,
+            # and only `gather_for_metrics` knows which.
             found.append(accelerator.gather_for_metrics(losses.mean(dim=1)))
     if record:
         record.close(float(torch.cat(found).double().mean()))

@@ -34,7 +34,7 @@ from lockstep_gpt.training.optim import build_optimizer
 
 
 def ddp_by_hand() -> None:
-    """Read the command line, and be a rank or start the ranks."""
+    """Read the command line, then run as a rank or start the ranks."""
     flags = parser(__doc__)
     flags.add_argument("--init-method", default="env://", help="where ranks meet: env:// or tcp://")
     flags.add_argument("--spawn", type=int, metavar="N", help="start N ranks from this process")
@@ -48,14 +48,14 @@ def ddp_by_hand() -> None:
 
 
 def spawned(rank: int, options: argparse.Namespace, words: list[str]) -> None:
-    """Set what torchrun would have set, then be a rank."""
+    """Set the variables that torchrun would set, then run as a rank."""
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": options.spawn}
     os.environ.update({name: str(value) for name, value in place.items()})
     be_rank(options, words)
 
 
 def be_rank(options: argparse.Namespace, words: list[str]) -> None:
-    """Join the other ranks, train, and leave whatever happens."""
+    """Join the other ranks, train, and leave the group even after an error."""
     if options.init_method != "env://" and "TORCHELASTIC_USE_AGENT_STORE" in os.environ:
         raise UserError(
             f"--init-method={options.init_method}: torchrun's ranks meet at its store, and wait "
@@ -64,7 +64,7 @@ def be_rank(options: argparse.Namespace, words: list[str]) -> None:
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     experiment = load(words, world_size)
     device = torch.device(experiment.device_type)
-    if device.type == "cuda":  # before NCCL starts: every rank would take GPU 0
+    if device.type == "cuda":  # before NCCL starts: otherwise, every rank would use GPU 0
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
     dist.init_process_group(
@@ -80,7 +80,7 @@ def be_rank(options: argparse.Namespace, words: list[str]) -> None:
 
 
 def train(experiment: Experiment, options: argparse.Namespace, device: torch.device) -> None:
-    """Train, save and validate as one rank."""
+    """Train, save, and validate as one rank."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     config, accumulation = experiment.config, experiment.batch.accumulation
     torch.manual_seed(config.seed)
@@ -90,7 +90,7 @@ def train(experiment: Experiment, options: argparse.Namespace, device: torch.dev
     parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
     done = 0
     if options.checkpoint and options.checkpoint.exists():
-        # Saved by rank 0 on its device; each rank reads it onto its own.
+        # Rank 0 saved it from its device; each rank loads it to its own.
         state = torch.load(options.checkpoint, map_location=device, weights_only=True)
         for name, part in parts.items():
             part.load_state_dict(state[name])
@@ -110,7 +110,7 @@ def train(experiment: Experiment, options: argparse.Namespace, device: torch.dev
         mean = torch.zeros((), dtype=experiment.dtype, device=device)
         for micro_step in range(accumulation):
             tokens, targets = next(batches)
-            last = micro_step == accumulation - 1  # only then are gradients exchanged
+            last = micro_step == accumulation - 1  # gradients are exchanged only then
             with contextlib.nullcontext() if last else replica.no_sync():
                 with autocast:
                     loss = replica(tokens.to(device), targets.to(device)) / accumulation
@@ -125,7 +125,7 @@ def train(experiment: Experiment, options: argparse.Namespace, device: torch.dev
             record.add(step, float(mean) / world_size)
 
     if options.checkpoint and rank == 0:
-        # The model inside the wrapper, whose names would all begin with `module.`
+        # The model inside the wrapper; the wrapper's names would all begin with `module.`
         torch.save({name: part.state_dict() for name, part in parts.items()}, options.checkpoint)
     model.eval()
     with torch.no_grad(), autocast:

@@ -1,8 +1,8 @@
 """What all rungs share: the settings, the prepared data in its order, and the record of a run.
 
-Model, optimizer, schedule and data are those of `lockstep_gpt`, and so are the words
-that choose them: what follows `lockstep-gpt train` on a command line follows each
-rung's name just as well.
+The model, optimizer, schedule, and data are those of `lockstep_gpt`.
+The settings are the same too: the overrides that you give to `lockstep-gpt train`
+also work after the name of each rung.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from lockstep_gpt.training.schedule import (
     plan_schedule,
 )
 
-# Words that make the command's runs like the rungs': each step logged, one validation at the end.
-# 21 windows to validate on fill no whole number of batches of 8: an average has to weigh them.
+# Make the command's runs comparable with the rungs: log each step, validate once at the end.
+# 21 validation windows do not fill a whole number of batches of 8, so an average must be weighted.
 SETTINGS = (
     "experiment=smoke",
     "max_steps=50",
@@ -49,7 +49,7 @@ SETTINGS = (
     "checkpoint.every=null",
     "logger=none",
 )
-COLUMNS = (  # as in metrics.csv, save the last
+COLUMNS = (  # as in metrics.csv, except for the last
     "trainer/step",
     "train/loss",
     "throughput/step_seconds",
@@ -61,12 +61,12 @@ DTYPES = {"32-true": torch.float32, "64-true": torch.float64, "bf16-mixed": torc
 
 @dataclass(frozen=True)
 class Experiment:
-    """One run as `words` of the command line describe it, on `world_size` ranks."""
+    """One run as the `words` of the command line describe it, on `world_size` ranks."""
 
     config: Config
     batch: BatchPlan
     schedule: Schedule
-    folder: Path  # of the prepared data
+    folder: Path  # folder of the prepared data
     device_type: str  # cpu or cuda
 
     @property
@@ -81,7 +81,7 @@ class Experiment:
 
     @cached_property
     def index(self) -> Index:
-        """What the prepared folder holds."""
+        """The index of the prepared folder."""
         return load_index(self.folder)
 
     @property
@@ -95,9 +95,9 @@ class Experiment:
         return Windows(self, "train", np.arange(size))
 
     def sampler(self, size: int, rank: int = 0, world_size: int = 1) -> EpochSampler:
-        """Return one rank's share of an epoch of `size` windows, in the order of the command's run.
+        """Return a sampler of a rank's part of an epoch of `size` windows, in the command's order.
 
-        It differs in one thing: the command's batches go on across the end of an epoch, these
+        There is one difference: the command's batches continue across the end of an epoch; these
         drop the tail.
         """
         return EpochSampler(size, self.config.seed, rank, world_size, self.batch.micro_size)
@@ -111,7 +111,7 @@ class Experiment:
 
 
 class Windows(Dataset[Batch]):
-    """The windows `rows` of a split; whole batches are gathered at once."""
+    """The windows `rows` of a split; a whole batch is gathered at once."""
 
     def __init__(self, experiment: Experiment, split: str, rows: np.ndarray) -> None:
         self.windows = open_windows(experiment.folder, split, experiment.config.model.block_size)
@@ -124,19 +124,19 @@ class Windows(Dataset[Batch]):
         return widen(*gather(self.windows, [self.rows[numbers]]))
 
     def batches(self, size: int, rank: int = 0, world_size: int = 1) -> Iterator[Batch]:
-        """Yield batches of every `world_size`-th window from `rank` on; the last may be short."""
+        """Yield batches of every `world_size`-th window from `rank`; the last may be smaller."""
         own = list(range(len(self)))[rank::world_size]
         for first in range(0, len(own), size):
             yield self.__getitems__(own[first : first + size])
 
 
 def as_it_is(batch: Batch) -> Batch:
-    """Stand in for `DataLoader`'s collation: batches are gathered whole."""
+    """Replace `DataLoader`'s collation: batches are already gathered whole."""
     return batch
 
 
 def micro_batches(loader: DataLoader[Batch], sampler: EpochSampler, done: int) -> Iterator[Batch]:
-    """Yield micro-batches without end, after the first `done` of the run; each epoch reshuffles."""
+    """Yield micro-batches forever, after the first `done` of the run; each epoch reshuffles."""
     epoch, skip = divmod(done, len(loader))
     while True:
         sampler.set_epoch(epoch)
@@ -147,7 +147,7 @@ def micro_batches(loader: DataLoader[Batch], sampler: EpochSampler, done: int) -
 
 
 class Record:
-    """Losses and seconds of each step: a line on the screen now and then, all in a CSV file."""
+    """Losses and seconds of each step: printed every 10 steps, and all written to a CSV file."""
 
     def __init__(self, experiment: Experiment, path: Path | None) -> None:
         self.total, self.path = experiment.schedule.total_steps, path
@@ -155,7 +155,7 @@ class Record:
         self.clock = time.perf_counter()
 
     def add(self, step: int, loss: float) -> None:
-        """Note the loss of `step` and the time since the last one."""
+        """Record the loss of `step`, and the time since the previous one."""
         now = time.perf_counter()
         self.rows.append(dict(zip(COLUMNS, (step, loss, now - self.clock), strict=False)))
         self.clock = now
@@ -163,7 +163,7 @@ class Record:
             print(f"step {step}/{self.total}  loss {loss:.4f}", flush=True)
 
     def close(self, val_loss: float, mean_of_means: float | None = None) -> None:
-        """Note the validation's loss and write the file."""
+        """Record the validation loss, and write the file."""
         wrong = f" (the mean of the batches' means is {mean_of_means:.4f})" if mean_of_means else ""
         print(f"val_loss {val_loss:.4f}{wrong}", flush=True)
         if self.path:
@@ -175,10 +175,10 @@ class Record:
 
 
 def load(words: Sequence[str], world_size: int) -> Experiment:
-    """Compose `words` as the command does, prepare the data and choose the device.
+    """Compose `words` as the command does, prepare the data, and choose the device.
 
     Raises:
-        UserError: a word is wrong, or asks for what the rungs do not have.
+        UserError: a setting is wrong, or asks for something that the rungs do not support.
     """
     config = _composed([*SETTINGS, *words])
     if config.precision not in DTYPES:
@@ -200,7 +200,7 @@ def _composed(words: list[str]) -> Config:
     def job(composed: DictConfig) -> None:
         try:
             found.append(compose.checked(composed)[1])
-        except UserError as error:  # Hydra would print a line of its own
+        except UserError as error:  # Hydra would print its own line
             found.append(error)
 
     compose.run(words, job)
@@ -210,7 +210,7 @@ def _composed(words: list[str]) -> Config:
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
-    """Return the flags of every rung; the words that it does not know are settings."""
+    """Return the parser of every rung's flags; arguments that it does not know are settings."""
     flags = argparse.ArgumentParser(description=description, epilog="other words are settings")
     flags.add_argument("--metrics", type=Path, help="write the loss of each step to this CSV file")
     flags.add_argument("--checkpoint", type=Path, help="go on from it, if there; save at the end")
@@ -219,10 +219,10 @@ def parser(description: str | None) -> argparse.ArgumentParser:
 
 
 def main(rung: Callable[[], None]) -> None:
-    """Run a rung, and end; a mistake of the user is one line.
+    """Run a rung, and end the process; print a user's mistake as one line.
 
-    The interpreter is not taken apart: threads of gloo may still hold tensors then, and at times
-    torch aborts (pytorch#179291).
+    The interpreter does not shut down normally: gloo's threads may still use tensors then, and
+    torch sometimes aborts (pytorch#179291).
     """
     try:
         rung()
@@ -233,10 +233,10 @@ def main(rung: Callable[[], None]) -> None:
 
 
 def totals(losses: Sequence[tuple[Tensor, int]]) -> Tensor:
-    """Add up `(mean loss, samples)` of batches: what all ranks then add up, float64, shape (4).
+    """Add up `(mean loss, samples)` of batches, for an all-reduce over ranks: float64, shape (4).
 
-    These are the sum over samples and their count, whose quotient is the mean; and the sum of the
-    batches' means and their count, whose quotient is another number where batches are not alike.
+    The values are the sum over samples and their count, whose quotient is the mean; and the sum of
+    the batches' means and their count, whose quotient differs if batches differ in size.
     """
     means = torch.stack([loss.double() for loss, _ in losses])
     counts = means.new_tensor([count for _, count in losses])

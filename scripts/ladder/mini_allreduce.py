@@ -1,9 +1,9 @@
-"""What an all-reduce is, with sockets only: through one server, then as a ring; then by gloo.
+"""An all-reduce with plain sockets: through one server, then as a ring; then with gloo.
 
 python scripts/ladder/mini_allreduce.py [--ranks 4] [--size 40000] [--timeout 10] [--missing RANK]
 
-Each rank r holds [1, 2, 3] x (r + 1), and everyone ends up with the sum over all ranks. Then the
-same with a long vector, whose bytes are counted on each connection.
+Each rank r has [1, 2, 3] x (r + 1), and all ranks get the sum over all ranks. Then they do the
+same with a long vector, and its bytes are counted on each connection.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ import numpy as np
 import numpy.typing as npt
 
 Vector = npt.NDArray[np.float64]
-LOOPBACK = "127.0.0.1"  # no other machine can connect
-HELLO = struct.Struct("<II")  # who I am, and the port that my neighbour finds me at
+LOOPBACK = "127.0.0.1"  # other machines cannot connect
+HELLO = struct.Struct("<II")  # my rank, and the port where my neighbor finds me
 NUMBER = 8  # bytes of a float64
 
 
 class LostPeer(Exception):  # noqa: N818 (the field's word for it)
-    """Another rank did not come, or went away."""
+    """Another rank did not come, or has ended."""
 
 
 class Link:
-    """One connection to one peer, which counts what it carries."""
+    """A connection to one peer that counts the bytes it carries."""
 
     def __init__(self, connection: socket.socket, peer: int) -> None:
         self.connection, self.peer, self.carried = connection, peer, 0
-        # A small packet must not wait for the answer to the one before.
+        # A small packet must not wait for the acknowledgment of the previous one.
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def send(self, data: bytes) -> None:
-        """Send all of `data`: `socket.send` may take less than it is given."""
+        """Send all of `data`: `socket.send` may send only part of it."""
         self.carried += len(data)
         try:
             self.connection.sendall(data)
@@ -50,7 +50,7 @@ class Link:
             raise LostPeer(f"rank {self.peer} takes nothing any more ({error})") from None
 
     def receive(self, size: int) -> bytes:
-        """Receive exactly `size` bytes: TCP is a stream, and knows no messages."""
+        """Receive exactly `size` bytes: TCP is a stream without message boundaries."""
         data = bytearray()
         while len(data) < size:
             try:
@@ -64,18 +64,18 @@ class Link:
         return bytes(data)
 
     def send_vector(self, vector: Vector) -> None:
-        """Send the numbers as they lie in memory; both sides know how many there are."""
+        """Send the numbers as they are in memory; both sides know how many there are."""
         self.send(vector.tobytes())
 
     def receive_vector(self, length: int) -> Vector:
-        """Receive so many numbers: bytes that nobody has to trust, unlike a pickle."""
+        """Receive `length` numbers as plain bytes: unlike a pickle, they need no trust."""
         return np.frombuffer(self.receive(length * NUMBER), np.float64)
 
 
 def meet(
     rank: int, world_size: int, port: int, timeout: float
 ) -> tuple[dict[int, Link], list[Link]]:
-    """Connect to rank 0, which tells everyone where the neighbours are; then close the ring.
+    """Connect to rank 0, which sends all ranks their neighbors' ports; then close the ring.
 
     Returns:
         Links of the star by peer (all of them on rank 0, only that to rank 0 elsewhere); links of
@@ -100,7 +100,7 @@ def meet(
 def _gather_ports(
     own_port: int, world_size: int, port: int, timeout: float
 ) -> tuple[dict[int, Link], list[int]]:
-    """Be the rank that all others know: collect where each can be reached, and tell everyone."""
+    """Run as the rank that all others know: collect every rank's port, and send all of them."""
     star: dict[int, Link] = {}
     ports = [own_port] * world_size
     with socket.create_server((LOOPBACK, port)) as server:
@@ -127,7 +127,7 @@ def _accept(server: socket.socket, missing: set[int], timeout: float) -> tuple[L
 
 
 def _connect(port: int, peer: int, timeout: float) -> socket.socket:
-    """Connect to a peer that may not listen yet."""
+    """Connect to a peer that may not be listening yet."""
     end = time.monotonic() + timeout
     while True:
         try:
@@ -140,7 +140,7 @@ def _connect(port: int, peer: int, timeout: float) -> socket.socket:
 
 
 def through_server(vector: Vector, star: dict[int, Link]) -> Vector:
-    """Sum over all ranks: rank 0 receives every vector and sends everyone the sum."""
+    """Sum over all ranks: rank 0 receives every vector, and sends the sum to every rank."""
     if 0 in star:
         star[0].send_vector(vector)
         return star[0].receive_vector(len(vector))
@@ -153,15 +153,15 @@ def through_server(vector: Vector, star: dict[int, Link]) -> Vector:
 
 
 def around_ring(vector: Vector, rank: int, world_size: int, ring: list[Link]) -> Vector:
-    """Sum over all ranks, with every rank at work (Patarasuk and Yuan 2009).
+    """Sum over all ranks; every rank does a part of the work (Patarasuk and Yuan 2009).
 
     The vector is cut into as many chunks as there are ranks. Reduce-scatter: in each of N - 1
-    steps a rank passes one chunk on and adds the one that comes to its own, after which it holds
-    one chunk of the sum. All-gather: N - 1 steps more pass the finished chunks around.
+    steps, a rank passes one chunk on and adds the chunk that it receives to its own; then it has
+    one chunk of the sum. All-gather: another N - 1 steps pass the finished chunks around.
     """
     chunks = [chunk.copy() for chunk in np.array_split(vector, world_size)]
     forward, backward = ring
-    with ThreadPoolExecutor(1) as sender:  # who only sends first waits for ever once buffers fill
+    with ThreadPoolExecutor(1) as sender:  # if all ranks sent first, full buffers would block them
         for step in range(2 * (world_size - 1)):
             out, into = (rank - step) % world_size, (rank - step - 1) % world_size
             sent = sender.submit(forward.send_vector, chunks[out])
@@ -183,7 +183,7 @@ def through_gloo(vectors: list[Vector], options: argparse.Namespace) -> list[Vec
     dist.init_process_group(
         "gloo",
         init_method=f"file://{options.meeting}",
-        timeout=timedelta(seconds=options.timeout + 60),  # torch has to be imported first
+        timeout=timedelta(seconds=options.timeout + 60),  # importing torch takes time first
         world_size=options.ranks,
         rank=options.rank,
     )
@@ -195,7 +195,7 @@ def through_gloo(vectors: list[Vector], options: argparse.Namespace) -> list[Vec
 
 
 def be_rank(options: argparse.Namespace) -> dict[str, Any]:
-    """Be one rank: sum up in three ways, and return what came out."""
+    """Run as one rank: compute the sum in three ways, and return the results."""
     rank, world_size = options.rank, options.ranks
     star, ring = meet(rank, world_size, options.port, options.timeout)
     small = np.array([1.0, 2.0, 3.0]) * (rank + 1)
@@ -214,7 +214,7 @@ def be_rank(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def start_ranks(options: argparse.Namespace, folder: str) -> list[dict[str, Any]]:
-    """Start the ranks as processes of their own and return what each of them printed."""
+    """Start each rank as a process, and return what each of them printed."""
     with socket.create_server((LOOPBACK, 0)) as free:
         port = free.getsockname()[1]
     place = [f"--port={port}", f"--meeting={folder}/gloo", f"--timeout={options.timeout}"]
@@ -226,12 +226,12 @@ def start_ranks(options: argparse.Namespace, folder: str) -> list[dict[str, Any]
     ]
     outputs = [process.communicate()[0] for process in processes]
     if any(process.returncode for process in processes):
-        sys.exit(1)  # they have said why
+        sys.exit(1)  # they have printed the reason
     return [json.loads(output) for output in outputs]
 
 
 def report(ranks: list[dict[str, Any]], size: int) -> str:
-    """Return what each rank held and got, and the bytes of the long vector beside the formula."""
+    """Format each rank's values and results, and the long vector's bytes next to the formula."""
     N, S = len(ranks), size * NUMBER
     lines = [f"{'rank':4}  {'holds':15}  {'by server':15}  {'by ring':15}  by gloo"]
     for rank, found in enumerate(ranks):
@@ -260,7 +260,7 @@ def _line(way: str, link: str, carried: int, formula: str, expected: int) -> str
 
 
 def main() -> None:
-    """Read the command line; be a rank, or start them all."""
+    """Read the command line, then run as a rank or start all ranks."""
     flags = argparse.ArgumentParser(description=__doc__)
     flags.add_argument("--ranks", type=int, default=4)
     flags.add_argument("--size", type=int, default=40_000, help="numbers in the long vector")

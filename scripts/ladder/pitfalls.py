@@ -1,8 +1,8 @@
-"""The classic mistakes of training in parallel, made on purpose: symptom and cure, measured.
+"""The classic mistakes of parallel training, made on purpose: symptom and cure, measured.
 
 python scripts/ladder/pitfalls.py [--only NAME] [settings]
 
-Each runs for real, on two ranks over gloo where it takes two.
+Each one really runs, on two ranks over gloo if it needs two.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from torch.utils.data import DistributedSampler
 
 from lockstep_gpt.data.order import validation_rows
 
-Finding = tuple[str, str]  # symptom and cure, each with what was measured
+Finding = tuple[str, str]  # symptom and cure, each with measured values
 Tensors = list[torch.Tensor]
-HANG_SECONDS = 2.0  # after which a collective that waits for nobody is ended
+HANG_SECONDS = 2.0  # after which a collective without peers is ended
 FEW_STEPS = 10
-WAY_OUT = 60.0  # seconds that rank 1 stays while rank 0 hangs
+WAY_OUT = 60.0  # longest time in seconds that rank 1 waits while rank 0 hangs
 
 
 def no_set_epoch(words: list[str], _folder: Path) -> Finding:
@@ -86,7 +86,7 @@ def unscaled_learning_rate(words: list[str], _folder: Path) -> Finding:
 
 
 def _validation_loss(words: list[str]) -> float:
-    """Train by the first rung, silently."""
+    """Train with the first rung, without output."""
     with tempfile.NamedTemporaryFile("r", suffix=".csv") as file:
         options = argparse.Namespace(metrics=Path(file.name), checkpoint=None, until=None)
         with contextlib.redirect_stdout(io.StringIO()):
@@ -119,7 +119,7 @@ def saving_from_all_ranks(_words: list[str], folder: Path) -> Finding:
         path.write_bytes(data)
     dist.barrier()
     broken = ""
-    if rank == 1:  # comes later, opens the file anew and is half through
+    if rank == 1:  # comes later, opens the file again, and has written half
         file = path.open("wb")
         file.write(data[: len(data) // 2])
         file.flush()
@@ -158,7 +158,7 @@ def collective_on_rank_zero_only(_words: list[str], folder: Path) -> Finding:
         over.touch()
     seconds = time.perf_counter() - started
     while not over.exists() and time.perf_counter() - started < WAY_OUT:
-        time.sleep(0.05)  # rank 1 has other things to do
+        time.sleep(0.05)  # rank 1 does something else
     total = torch.ones(1)
     dist.all_reduce(total)
     return (
@@ -188,7 +188,7 @@ def average_over_padding(_words: list[str], _folder: Path) -> Finding:
 def batchnorm_of_tiny_batches(_words: list[str], _folder: Path) -> Finding:
     """BatchNorm sees the samples of its rank alone."""
     torch.manual_seed(0)
-    batch = torch.randn(4, 8, dtype=torch.float64)  # of all ranks: two samples each
+    batch = torch.randn(4, 8, dtype=torch.float64)  # over all ranks: two samples each
     own = batch.chunk(2)[dist.get_rank()]
 
     def gap(norm: nn.Module) -> float:
@@ -205,7 +205,7 @@ def batchnorm_of_tiny_batches(_words: list[str], _folder: Path) -> Finding:
 
 
 class _TwoHeads(nn.Module):
-    """A model that leaves one of its layers out."""
+    """A model that does not use one of its layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -229,7 +229,7 @@ def sums_in_another_order(_words: list[str], _folder: Path) -> Finding:
 
 
 def _one_by_one(leaves: list[Tensors]) -> Tensors:
-    """Add as gradients accumulate."""
+    """Add in the order in which gradients are accumulated."""
     return [sum(each[1:], start=each[0]) for each in zip(*leaves, strict=True)]
 
 
@@ -238,20 +238,20 @@ def _in_the_tree(leaves: list[Tensors]) -> Tensors:
 
 
 def _differing(add: Callable[[list[Tensors]], Tensors]) -> tuple[int, float, int]:
-    """Return how many weights of one rank and of two differ, the largest difference, and all."""
+    """Return how many weights of one rank and two differ, the largest difference, and the total."""
     alone, shared = _weights(add, 1), _weights(add, 2)
     gaps = (alone - shared).abs()
     return int(gaps.count_nonzero()), float(gaps.max()), len(gaps)
 
 
 def _weights(add: Callable[[list[Tensors]], Tensors], ranks: int) -> torch.Tensor:
-    """Train on so many ranks; each adds the gradients of its share of 8 micro-batches by `add`."""
+    """Train on `ranks` ranks; each uses `add` for the gradients of its part of 8 micro-batches."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 1))
     parameters, share = [*model.parameters()], 8 // ranks
     optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
     for _ in range(FEW_STEPS):
-        batch = torch.randn(8, 4, 16)  # drawn alike by all
+        batch = torch.randn(8, 4, 16)  # the same random numbers on all ranks
         first = share * dist.get_rank() if ranks > 1 else 0
         leaves = [
             [*torch.autograd.grad(model(leaf).square().mean() / 8, parameters)]
@@ -304,7 +304,7 @@ def rate_that_rises_again(words: list[str], _folder: Path) -> Finding:
 
 @contextlib.contextmanager
 def _without_stacks() -> Iterator[None]:
-    """Keep from the screen what torch's C++ says of a timeout that is wanted."""
+    """Hide what torch's C++ code prints about a timeout that is intended."""
     screen = os.dup(2)
     with Path(os.devnull).open("w") as nowhere:
         os.dup2(nowhere.fileno(), 2)
@@ -321,7 +321,7 @@ def address_under_a_launcher(_words: list[str], _folder: Path) -> Finding:
         address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
     limit = timedelta(seconds=HANG_SECONDS)
     started, ended = time.perf_counter(), "nothing"
-    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # as torchrun has set it
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # as set by torchrun
     try:
         with _without_stacks():
             dist.init_process_group("gloo", address, limit, world_size=1, rank=0)
@@ -359,7 +359,7 @@ ON_TWO_RANKS: tuple[Pitfall, ...] = (
 
 
 def be_rank(rank: int, names: list[str], words: list[str], folder: Path) -> None:
-    """Run those of `names` that take two ranks, as one of them; rank 0 reports."""
+    """Run those of `names` that need two ranks, as one of the ranks; rank 0 prints the findings."""
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
     for pitfall in ON_TWO_RANKS:
         if pitfall.__name__ in names:
@@ -378,13 +378,13 @@ def show(pitfall: Pitfall, finding: Finding) -> None:
 
 
 def pitfalls() -> None:
-    """Run the chosen ones."""
+    """Run the chosen pitfalls."""
     known = [pitfall.__name__ for pitfall in (*ALONE, *ON_TWO_RANKS)]
     flags = argparse.ArgumentParser(description=__doc__)
     flags.add_argument("--only", choices=known, help="run this one")
     options, words = flags.parse_known_args()
     words = [*words, "trainer=cpu"]
-    load(words, 1)  # refuses wrong words before any rank starts
+    load(words, 1)  # rejects wrong settings before any rank starts
     names = [options.only] if options.only else known
     with tempfile.TemporaryDirectory() as name:
         for pitfall in ALONE:

@@ -1,4 +1,4 @@
-"""A sampler for loops of one's own: the order of samples is the project's."""
+"""A sampler for your own loops, with the project's order of samples."""
 
 from collections.abc import Iterator
 
@@ -8,12 +8,12 @@ from lockstep_gpt.data.order import CHUNK, permute
 
 
 class EpochSampler:
-    """The windows of one rank, an epoch at a time: `DistributedSampler`'s contract over our order.
+    """The windows of one rank, an epoch at a time: `DistributedSampler`'s contract with our order.
 
-    For loops and data sets of one's own; it takes the memory of `CHUNK` windows. Ranks take turns
-    by whole micro-batches, as in a run that accumulates nothing, and all have as many: the tail of
-    an epoch that does not divide is dropped, or with `drop_last=False` filled up with windows from
-    its beginning.
+    For your own loops and datasets; it needs the memory of `CHUNK` windows. Ranks take whole
+    micro-batches alternately, as in a run without accumulation, and all get the same number. If an
+    epoch does not divide evenly, its tail is dropped or, with `drop_last=False`, filled up with
+    windows from its beginning.
     """
 
     def __init__(
@@ -29,7 +29,7 @@ class EpochSampler:
         self.micro_size, self.drop_last, self.epoch = micro_size, drop_last, 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch, 0 at first: each has an order of its own."""
+        """Choose the epoch, initially 0; each epoch has a different order."""
         self.epoch = epoch
 
     def __len__(self) -> int:

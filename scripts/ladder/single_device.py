@@ -1,4 +1,4 @@
-"""Rung 1: the loop that everybody knows, on one device.
+"""Rung 1: the usual training loop, on one device.
 
 python scripts/ladder/single_device.py [flags] [settings]
 """
@@ -33,7 +33,7 @@ def single_device() -> None:
 
 
 def train(experiment: Experiment, options: argparse.Namespace) -> None:
-    """Train, save and validate."""
+    """Train, save, and validate."""
     config, accumulation = experiment.config, experiment.batch.accumulation
     device = torch.device(experiment.device_type)
     torch.manual_seed(config.seed)

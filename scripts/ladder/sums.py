@@ -1,8 +1,8 @@
-"""Orders in which the gradients of a step can be added: how far off each is, and a picture.
+"""Orders in which the gradients of a step can be added: the error of each, and a picture.
 
 python scripts/ladder/sums.py [--chart FILE]
 
-Floating point rounds each addition, so the order decides the last digits.
+Floating point rounds each addition, so the order determines the last digits.
 """
 
 from __future__ import annotations
@@ -22,34 +22,34 @@ from matplotlib.patches import Wedge
 from PIL import Image
 from torch import Tensor
 
-Sum = Callable[[list[Any]], Any]  # of numbers, tensors or nodes of the picture
-LEAVES, RANKS = 8, (1, 2, 4)  # of the picture
-SUMS = 10_000  # of each kind, for its error
-RING = 8  # ranks of the table's ring
-COLORS = ("#1b6ca8", "#e08a1e", "#2f9268", "#a8487f")  # of ranks 0 to 3
+Sum = Callable[[list[Any]], Any]  # of numbers, tensors, or nodes of the picture
+LEAVES, RANKS = 8, (1, 2, 4)  # in the picture
+SUMS = 10_000  # per order, to measure its error
+RING = 8  # ranks of the ring in the table
+COLORS = ("#1b6ca8", "#e08a1e", "#2f9268", "#a8487f")  # for ranks 0 to 3
 LINE, WORDS = "#9aa3ab", "#3c4650"
 
 
 def one_by_one(parts: list[Any]) -> Any:
-    """Add from the first to the last, as gradients accumulate."""
+    """Add from the first to the last, as gradients are accumulated."""
     return functools.reduce(operator.add, parts)
 
 
 def pairwise(parts: list[Any]) -> Any:
-    """Add neighbors, then neighboring sums; there is a power of two of them."""
+    """Add neighbors, then neighboring sums; the number of parts must be a power of two."""
     while len(parts) > 1:
         parts = [left + right for left, right in zip(parts[::2], parts[1::2], strict=True)]
     return parts[0]
 
 
 def by_ranks(add: Sum, parts: list[Any], ranks: int) -> Any:
-    """Add each rank's block, then the ranks' sums: in a ring, if `add` is `one_by_one`."""
+    """Add each rank's block, then the ranks' sums: as in a ring if `add` is `one_by_one`."""
     share = len(parts) // ranks
     return add([add(parts[first : first + share]) for first in range(0, len(parts), share)])
 
 
 def errors(leaves: int) -> list[float]:
-    """Return the root mean square error of sums of so many: alone, in the ring, in the tree."""
+    """Return the root mean square error of sums of `leaves` numbers: one by one, ring, tree."""
     generator = torch.Generator().manual_seed(leaves)
     parts = [torch.randn(SUMS, generator=generator) for _ in range(leaves)]
     exact = one_by_one([part.double() for part in parts])
@@ -63,14 +63,14 @@ def errors(leaves: int) -> list[float]:
 
 @dataclass(frozen=True)
 class Node:
-    """A micro-batch's gradient or a sum, in the picture."""
+    """A node of the picture: a micro-batch's gradient, or a sum."""
 
-    ranks: tuple[int, ...]  # that compute it; several: each a slice of it
+    ranks: tuple[int, ...]  # the ranks that compute it; several ranks compute a slice each
     world_size: int
-    x: float  # of a micro-batch: its number
+    x: float  # for a micro-batch, its number
     height: int = 0
     below: tuple[Node, ...] = ()
-    slant: bool = False  # sums stand above their last part, not above their middle
+    slant: bool = False  # sums are above their last part, not above the middle
 
     def __add__(self, other: Node) -> Node:
         alone = self.ranks == other.ranks and len(self.ranks) == 1
@@ -81,7 +81,7 @@ class Node:
 
 
 def draw(path: Path) -> None:
-    """Draw sums of 8 gradients on 1, 2 and 4 ranks: one by one, and pairwise."""
+    """Draw sums of 8 gradients on 1, 2, and 4 ranks: one by one, and pairwise."""
     figure = Figure(figsize=(10.5, 6), layout="constrained")
     (upper,), (lower,) = figure.subfigures(2, 1, squeeze=False, height_ratios=(7.4, 6))
     _draw_row(upper, "One by one: each number of ranks adds in another order", one_by_one, 5)
@@ -110,7 +110,7 @@ def _draw_row(figure: SubFigure, title: str, add: Sum, height: float) -> None:
 
 
 def _draw_node(axes: Axes, node: Node, step: float) -> None:
-    """Draw a sum above its parts, a wedge for each rank that adds a slice of it."""
+    """Draw a sum above its parts, with a wedge for each rank that adds a slice of it."""
     y = step * node.height
     for each in node.below:
         axes.plot([node.x, each.x], [y, step * each.height], color=LINE, lw=1.4, zorder=1)
@@ -126,7 +126,7 @@ def _draw_node(axes: Axes, node: Node, step: float) -> None:
 
 
 def main() -> None:
-    """Print the table, draw the picture."""
+    """Print the table, and draw the picture."""
     flags = argparse.ArgumentParser(description=__doc__)
     flags.add_argument("--chart", type=Path, default=Path("runs/sums.png"))
     options = flags.parse_args()

@@ -2,9 +2,9 @@
 
 python scripts/ladder/two_stages.py [--steps 5] [--micro-batches 4] [settings]
 
-Rank 0 holds the embeddings and the first half of the blocks, rank 1 the rest. First by hand, with
+Rank 0 has the embeddings and the first half of the blocks, rank 1 the rest. First by hand, with
 send and receive, where one rank always waits for the other; then with micro-batches through
-`torch.distributed.pipelining`, where both work at a time.
+`torch.distributed.pipelining`, where both ranks work at the same time.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Second(nn.Module):
         self.vocab_size = model.vocab_size
 
     def forward(self, x: Tensor) -> Tensor:
-        """Turn activations into what the head reads, both (B, T, C)."""
+        """Turn activations into the input of the head, both (B, T, C)."""
         for block in self.blocks:
             x = block(x)
         features: Tensor = self.final_norm(x)
@@ -67,7 +67,7 @@ class Second(nn.Module):
 
 
 def whole_model(experiment: Experiment) -> GPT:
-    """Draw the weights, the same on every rank, each of which then keeps its part."""
+    """Initialize the whole model, the same on every rank; each rank then keeps its part."""
     torch.manual_seed(experiment.config.seed)
     return GPT(experiment.config.model, experiment.vocab_size).double()
 
@@ -97,13 +97,13 @@ def one_process(experiment: Experiment, steps: int) -> list[float]:
 
 
 def by_hand(stage: First | Second, batch: Batch, experiment: Experiment) -> Tensor:
-    """Forward and backward of one batch with send and receive; return the loss on rank 1."""
+    """Run forward and backward of one batch with send and receive; return the loss on rank 1."""
     tokens, targets = batch
     if isinstance(stage, First):
         out = stage(tokens)
         dist.send(out.detach(), dst=1)
         gradient = torch.empty_like(out)
-        dist.recv(gradient, src=1)  # rank 0 has nothing to do until then
+        dist.recv(gradient, src=1)  # rank 0 is idle until then
         out.backward(gradient)
         return out.new_zeros(())
     x = torch.empty(*tokens.shape, experiment.config.model.n_embd, dtype=torch.float64)
@@ -116,7 +116,7 @@ def by_hand(stage: First | Second, batch: Batch, experiment: Experiment) -> Tens
 
 
 def pipelined(stage: First | Second, batch: Batch, schedule: ScheduleGPipe) -> Tensor:
-    """Do the same in micro-batches; while rank 1 has one, rank 0 has the next."""
+    """Do the same in micro-batches: while rank 1 works on one, rank 0 works on the next."""
     tokens, targets = batch
     if isinstance(stage, First):
         schedule.step(tokens)
@@ -127,7 +127,7 @@ def pipelined(stage: First | Second, batch: Batch, schedule: ScheduleGPipe) -> T
 
 
 def be_stage(rank: int, options: argparse.Namespace, words: list[str], folder: Path) -> None:
-    """Train as one stage, in both ways; rank 1 leaves the losses in `folder`."""
+    """Train as one stage, in both ways; rank 1 saves the losses in `folder`."""
     experiment = load(words, 1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
     found = {}
@@ -136,8 +136,8 @@ def be_stage(rank: int, options: argparse.Namespace, words: list[str], folder: P
         step = functools.partial(by_hand, stage, experiment=experiment)
         if way == "pipelining":
             part = PipelineStage(stage, rank, 2, torch.device("cpu"))
-            # Only rank 1 calls it. A schedule without one expects no backward, and its neighbour
-            # would wait for ever.
+            # Only rank 1 calls it. A schedule without one does not expect a backward, and the other
+            # rank would wait forever.
             loss = stage.loss if isinstance(stage, Second) else Second.loss
             schedule = ScheduleGPipe(part, options.micro_batches, loss_fn=loss)
             step = functools.partial(pipelined, stage, schedule=schedule)
@@ -154,14 +154,14 @@ def be_stage(rank: int, options: argparse.Namespace, words: list[str], folder: P
 
 
 def share_tied_gradient(stage: First | Second) -> None:
-    """Add up the gradients of the token embedding, which is the head on rank 1."""
+    """Add up the gradients of the token embedding, whose weights are also the head on rank 1."""
     shared = stage.model.token_embedding if isinstance(stage, First) else stage.head
     assert shared.weight.grad is not None
     dist.all_reduce(shared.weight.grad)
 
 
 def two_stages() -> None:
-    """Train in all three ways and print the losses side by side."""
+    """Train in all three ways, and print the losses side by side."""
     flags = argparse.ArgumentParser(description=__doc__)
     flags.add_argument("--steps", type=int, default=5)
     flags.add_argument("--micro-batches", type=int, default=4)
