@@ -1,18 +1,18 @@
 #!/usr/bin/env bash
 # One machine's part of a run, in a pod that may be replaced at any time:
 #   train.sh NODES NODE_RANK HOST:PORT RUN_DIR [words of lockstep-gpt train]
-# HOST is machine 0, RUN_DIR a folder that all pods share.
+# HOST is machine 0; RUN_DIR is a folder that all pods share.
 set -euo pipefail
 nodes=$1 node_rank=$2 endpoint=$3 run=$4
 shift 4
 read -ra command <<< "${TRAIN_COMMAND:-lockstep-gpt}"
 
-# A pod has a name in the cluster only once it has an address.
+# A pod's name can be resolved in the cluster only once the pod has an address.
 for ((seconds = 0; seconds < 600; seconds++)); do
     if getent hosts "${endpoint%:*}" > /dev/null; then break; fi
     sleep 1
 done
-if [ -e "$run/config.yaml" ]; then # the words are frozen in it, and choices of groups cannot change
+if [ -e "$run/config.yaml" ]; then # the overrides are frozen in it, and group choices cannot change
     set -- resume=auto
 fi
 exec "${command[@]}" train "$@" "run_dir=$run" "trainer.num_nodes=$nodes" \
