@@ -122,7 +122,7 @@ def _environment(config: Config, placement: devices.Placement) -> dict[str, str]
     nodes = placement.nodes
     endpoint, interface = f"127.0.0.1:{_free_port()}", "lo"
     if nodes > 1:
-        launch: Any = config.launch  # includes the settings of the extra that `place` has checked
+        launch: Any = config.launch  # includes the settings of the extra that `place` requires
         endpoint = launch.rdzv_endpoint or ""
         if not endpoint:
             raise UserError(
@@ -158,7 +158,7 @@ def _longest(given: Any) -> float:
 def _wait(ranks: list[subprocess.Popen[bytes]], number: int, given: Any) -> int:
     """Return the exit status of the first of `ranks`, which has the global rank `number`.
 
-    All ranks are killed once the longest possible total of their waits is over.
+    No rank runs longer than all waits together can take.
     """
     try:
         status = ranks[0].wait(timeout=_longest(given) + MARGIN)

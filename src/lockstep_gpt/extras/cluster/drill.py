@@ -197,7 +197,7 @@ class Drill(SmallRuns):
         return Outcome(passed, detail)
 
     def broken_gradient(self) -> Outcome:
-        """NaN on one rank: all ranks stop, and every checkpoint is intact."""
+        """NaN on one rank: all ranks stop, the weights unchanged, the checkpoints intact."""
         at = self.steps // 2
         status, said = self.train("nan", *self._faults("nan", [f"{at}:{self.ranks - 1}:nan"]))
         passed = status == 1 and f"step {at + 1}: the gradient is not finite" in said

@@ -44,7 +44,7 @@ def each_job(overrides: list[str], job: Callable[[DictConfig], T]) -> list[T]:
     """Call `job` on each configuration that `overrides` compose, and return the results.
 
     Raises:
-        UserError: from the first job that raises one; Hydra prints a line for other errors.
+        UserError: from the first job that raises one, after Hydra, which would print a line.
     """
     made: list[T] = []
     mistakes: list[UserError] = []

@@ -50,7 +50,7 @@ FORMS = {torch.float64: "fp64", torch.float32: "tf32", torch.float16: "fp16"}  #
 # Names of aten operations.
 PRODUCTS = {"mm", "addmm", "addmm_", "bmm", "baddbmm"}
 MOVES = {"embedding", "embedding_dense_backward", "index", "index_put", "index_put_", "scatter_"}
-PICK = {"embedding", "gather", "scatter_", "nll_loss_forward"}  # reads only what the indices select
+PICK = {"embedding", "gather", "scatter_", "nll_loss_forward"}  # touch only what the indices select
 OVERWRITE = {"zero_", "fill_", "copy_"}  # these do not read what they overwrite
 TO_HOST = {"_to_copy", "copy_"}
 BACKWARD_OF_ATTENTION = 2.5  # five products instead of forward's two (Dao et al. 2022)

@@ -44,7 +44,7 @@ def start_on_nodes(
         raise UserError(f"launch.node_rank={launch.node_rank} must be below {nodes}, from 0 on")
     assert launch.rdzv_endpoint is not None
     own_address(launch.rdzv_endpoint)
-    # Fewer machines must be able to run the same experiment; otherwise, fail now, not at night.
+    # Fewer machines must be able to run the same experiment; otherwise, fail now, not mid-run.
     batch = replace(config.batch, global_size=settled["batch"]["global_size"])
     for count in range(launch.min_nodes or nodes, nodes):
         plan_batch(batch, config.model.block_size, settled["trainer"]["devices"], count)
@@ -104,7 +104,7 @@ def missed(config: Config, cause: str) -> str:
 
 
 def end_when_cut_off(agent: Any, config: Config) -> None:
-    """End this process if its agent does not check its ranks for longer than is possible.
+    """End this process if its agent has not checked its ranks for longer than allowed.
 
     The agent's calls to machine 0 never return if that machine is lost.
     """

@@ -130,7 +130,7 @@ def _be(job: Job, environment: Mapping[str, str], descriptors: list[int]) -> NoR
         go = os.read(wait, 1)
         for descriptor in {*descriptors} - {0, 1, 2}:
             os.close(descriptor)
-        libc().prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # a thread would prevent forks
+        libc().prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # a thread would hinder forks
         if go != GO or os.getppid() != job.requester:
             os._exit(1)
         _settle_in(job, environment)
