@@ -225,7 +225,7 @@ def table(runs: list[dict[str, Any]], target: float) -> str:
         losses = [run["loss"] for run in own]
         error = statistics.stdev(losses) / math.sqrt(len(losses)) if losses[1:] else math.nan
         pairs = [
-            ours["seconds"] / base["all_seconds"]  # to the target; the base's whole run
+            ours["seconds"] / base["all_seconds"]  # to the target, or the whole run if not reached
             for ours, base in zip(own, first, strict=True)
             if "seconds" in ours
         ]

@@ -374,7 +374,7 @@ class _Fusion:
     groups: list[list[_Operation]]
     kept: set[int]
     readers: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))  # groups
-    changing: set[int] = field(default_factory=set)  # storages that are changed later
+    changing: set[int] = field(default_factory=set)  # storages that operations modify
     # storage that is not written -> what is read instead of it
     instead: dict[int, dict[int, float]] = field(default_factory=dict)
 
