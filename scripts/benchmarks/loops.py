@@ -134,7 +134,7 @@ class Task:
 
 
 def main() -> None:
-    """Run the loop named on the command line, and write its result."""
+    """Run the named loop, and write its result."""
     task, out = load()
     if sys.argv[1] == "stock":
         return stock(task)
@@ -185,7 +185,7 @@ def write(out: Path, seconds: list[float], started: float, **more: Any) -> None:
     out.write_text(json.dumps(result))
 
 
-# --- what you would write without us --------------------------------------------------------------
+# --- what you would write -------------------------------------------------------------------------
 
 
 class PlainBlock(nn.Module):
@@ -258,7 +258,7 @@ def raw(
     source: Iterator[Any],
     clip_norm: float | None = 1.0,
 ) -> Callable[[], Any]:
-    """Return the function that runs one optimizer step of a hand-written loop."""
+    """Return a function for one optimizer step of a hand-written loop."""
     trained, wrapped = model, model
     if task.ranks > 1:
         wrapped = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
@@ -458,7 +458,7 @@ class Clock(Callback):
         self.last: float | None = None
 
     def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
-        """End the timing of the previous step, and start that of the next."""
+        """End the previous step's timing, and start the next."""
         if trainer.fit_loop.epoch_loop.batch_idx % trainer.accumulate_grad_batches:
             return
         synchronise(self.task.device)
@@ -490,7 +490,7 @@ class Pair(Clock):
         self.step: Callable[[], Any] | None = None
 
     def between(self, trainer: Any) -> None:
-        """Run a burst of raw steps after each burst of the Trainer's."""
+        """Run a burst of raw steps after each of the Trainer's bursts."""
         if self.step is None:
             self.step = best(self.task, trainer.lightning_module.config)
             for _ in range(WARMUP):

@@ -204,7 +204,7 @@ def examine_shared_memory(config: Config) -> list[Finding]:
 
 
 def examine_disks(config: Config) -> list[Finding]:
-    """Check the free space and write access where runs and data go."""
+    """Check free space and write access where runs and data go."""
     places = {"run_dir": config.run_dir or "runs", "data.root": config.data.root}
     free, found = [], []
     for name, place in places.items():

@@ -86,7 +86,7 @@ def _trained(
     own = [
         f"max_steps={steps}",
         f"val_every={max(1, steps // 5)}",
-        f"checkpoint.every={max(1, steps // 16)}",  # so that some steps before a kill are repeated
+        f"checkpoint.every={max(1, steps // 16)}",  # some steps before a kill are repeated
     ]
     runs = SmallRuns(folder, [*SETTINGS, *own], overrides)
     config = flags.each_job(runs.words, compose.checked)[0][1]
@@ -162,7 +162,7 @@ def left_by(run: RunDirectory) -> Remains:
 
 
 def differences(left: dict[str, Remains]) -> list[str]:
-    """Return one line for each difference from the first run; an empty list if all are equal."""
+    """Return one line for each difference from the first run; [] if all are equal."""
     (whose, first), *others = left.items()
     lines = []
     for name, other in others:

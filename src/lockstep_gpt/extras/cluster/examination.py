@@ -57,11 +57,11 @@ class Examination:
     """One rank of an examination.
 
     Args:
-        config: the configuration of the run to check.
+        config: the run's configuration.
         values: the same as plain values, as this rank composed it.
-        ranks: this process's place among all ranks.
+        ranks: this process's place.
         limit: the longest wait for another rank, in seconds.
-        import_seconds: the time it took to import torch and Lightning.
+        import_seconds: seconds to import torch and Lightning.
         save: where rank 0 writes its measurements as a profile; None: nowhere.
     """
 
@@ -82,8 +82,7 @@ class Examination:
         """Run all checks, as far as the other ranks answer in time.
 
         Returns:
-            On rank 0, the report of all ranks; elsewhere, the reason this rank could not take part,
-            if there is one.
+            On rank 0, the report of all ranks; elsewhere, why this rank could not take part, if so.
         """
         started = time.monotonic()
         own = self._alone()

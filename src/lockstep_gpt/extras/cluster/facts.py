@@ -52,7 +52,7 @@ def collect(ranks: Ranks, accelerator: str, values: dict[str, Any]) -> Facts:
     """Collect this rank's facts.
 
     Args:
-        ranks: this process's place among all ranks.
+        ranks: this process's place.
         accelerator: cuda or cpu.
         values: the configuration as this rank composed it.
     """
@@ -101,7 +101,7 @@ def _fingerprint() -> str:
 
 
 def compare(ranks: Sequence[Facts]) -> list[Finding]:
-    """Report every difference between the ranks that should not be there."""
+    """Report the differences between the ranks that should not exist."""
     return [
         *_launcher(ranks),
         *_versions(ranks),

@@ -29,7 +29,7 @@ class Parser(argparse.ArgumentParser):
         self._screen = screen
 
     def split(self, arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-        """Split `arguments` into flags and settings; `--help` prints the help and exits."""
+        """Split `arguments` into flags and settings; `--help` ends the command."""
         if {"-h", "--help"} & set(arguments):
             print(self._screen)
             sys.exit(0)

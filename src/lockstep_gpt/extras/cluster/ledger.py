@@ -332,7 +332,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._operations.append(noted)
 
     def sizes(self, tensors: Iterable[Tensor | None]) -> dict[int, float]:
-        """Return the number of bytes that can be read from each storage."""
+        """Return the bytes that can be read from each storage."""
         sizes: dict[int, float] = {}
         for each in tensors:
             if each is not None:
@@ -343,8 +343,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return sizes
 
     def kernels(self, kept: Iterable[Tensor | None]) -> Iterator[Kernel]:
-        """Turn the operations into kernels; `kept` are the tensors that are read after the step."""
-        numbers = count()  # an operation that does not fuse is its own group
+        """Turn the operations into kernels; `kept` are tensors read after the step."""
+        numbers = count()  # each operation that does not fuse is a group
 
         def group(noted: _Operation) -> Any:
             return (noted.part, noted.backward) if noted.fuses else next(numbers)

@@ -41,7 +41,7 @@ class Meeting:
 
     Args:
         store: where ranks leave messages.
-        ranks: this process's place among all ranks.
+        ranks: this process's place.
         limit: the longest wait in seconds.
     """
 

@@ -18,7 +18,7 @@ from lockstep_gpt.extras.cluster.step_time import StepTime, Work, buckets, step_
 from lockstep_gpt.training.schedule import BatchPlan, plan_batch, plan_schedule
 
 TOKENS_PER_PARAMETER = 20  # compute-optimal (Hoffmann et al. 2022, table 3)
-LINEAR_RANGE = 32  # from a batch of 256 to a batch of 8,192 images (Goyal et al. 2017, figure 1)
+LINEAR_RANGE = 32  # from a batch of 256 to 8,192 images (Goyal et al. 2017, figure 1)
 COMPRESSION = {"fp16": 0.5, "bf16": 0.5}  # strategy.comm_hook
 OUR_STRATEGIES = (
     "lockstep_gpt.training.strategies.auto",
@@ -31,7 +31,7 @@ class Row:
     """The prediction for one number of devices."""
 
     batch: BatchPlan
-    lr: float  # peak, after scaling by optim.lr_scaling
+    lr: float  # peak, scaled by optim.lr_scaling
     memory: Memory
     fits: bool
     largest_micro_size: int
@@ -155,7 +155,7 @@ def _notes(room: Room) -> list[str]:
 
 
 def _lr_note(config: Config, rows: Sequence[Row]) -> list[str]:
-    """Note if linear scaling of the rate goes beyond the range in which it was validated."""
+    """Note if linear scaling leaves the range in which it was found."""
     growth = max((row.lr / config.optim.lr for row in rows), default=1.0)
     if config.optim.lr_scaling != "linear" or growth <= LINEAR_RANGE:
         return []

@@ -30,7 +30,7 @@ def profile(
 
     Args:
         config: the run's settings; its precision was measured.
-        ranks: this process's place among all ranks.
+        ranks: this process's place.
         device: this rank's device.
         name: name of the kind of device.
         speeds: each rank's speeds.
