@@ -1,16 +1,16 @@
 #!/usr/bin/env python3
-"""Set up .venv where it is missing or out of date, then run a command of the project.
+"""Set up .venv if it is missing or out of date, then run a command of the project.
 
 usage: python3 scripts/dev.py COMMAND [arguments]
-  train [overrides]       train; prepare, generate and all other commands are passed on likewise
-  test [pytest options]   lint, types, then the tests, up to the first that fails; the first time,
-                          what they and the extras need is installed as well
-  test --changed          the same, with the tests of what differs from the last commit only
-  test --versions SET     the tests with the oldest, the pinned or the newest versions of what the
-                          project needs, each set in an environment of its own
-  update [TEMPLATE]       take over a later state of the template; see update --help
+  train [overrides]       train; prepare, generate, and all other commands work the same way
+  test [pytest options]   run lint, types, and tests, and stop at the first failure; the first
+                          time, this also installs what the tests and the extras need
+  test --changed          the same, but only the tests of files that differ from the last commit
+  test --versions SET     the tests with the oldest, the pinned, or the newest versions of what
+                          the project needs; each set has its own environment
+  update [TEMPLATE]       apply a later state of the template; see update --help
 """
-# Python 3.6 must still be able to start this, so that an unsupported Python gets a clear line.
+# Python 3.6 must still be able to start this, so that an unsupported Python gets a clear message.
 
 import argparse
 import contextlib
@@ -24,14 +24,14 @@ from pathlib import Path
 
 from environments import POSIX, ROOT, SETS, Environment, refuse, say
 
-# Options of pytest that rule out our -n; `-m gpu` is among them, as tests would share the GPUs.
+# Options of pytest that exclude our -n, among them `-m gpu`, because tests would share the GPUs.
 OWN_PROCESSES = ("-n", "--pdb", "--trace", "gpu")
-SECONDS = "test-seconds"  # what all tests took the last time that they passed
-PER_TEST = 0.7  # seconds of one core, where they have never passed
+SECONDS = "test-seconds"  # the time of all tests when they last passed
+PER_TEST = 0.7  # seconds on one core, if they have never passed
 
 
 def main(arguments: "list[str]") -> int:
-    """Run the command that `arguments` name."""
+    """Run the command in `arguments`."""
     if not arguments or arguments[0] in ("-h", "--help"):
         (sys.stdout if arguments else sys.stderr).write(str(__doc__))
         return 0 if arguments else 2
@@ -62,7 +62,7 @@ def _with_versions(options: "list[str]") -> "tuple[Environment, list[str]]":
 
 
 def check(environment: Environment, options: "list[str]") -> int:
-    """Lint, check types and test, up to the first that fails; lint and types with the pins only."""
+    """Run lint, types (both with the pins only), and tests; stop at the first failure."""
     whole = not options
     if "--changed" in options:
         options = [each for each in options if each != "--changed"] + changed_tests()
@@ -89,18 +89,18 @@ def check(environment: Environment, options: "list[str]") -> int:
 
 
 def _to_the_end(words: "list[str]") -> int:
-    """Run a step; a signal to us alone reaches all of its processes, and none outlives it."""
+    """Run a step. Signals to this process reach all of its processes, and none outlives it."""
     step = subprocess.Popen(words, cwd=ROOT, start_new_session=POSIX)
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if POSIX else ():
         signal.signal(signum, lambda number, _: os.killpg(step.pid, number))
     status = step.wait()
-    with contextlib.suppress(AttributeError, ProcessLookupError):  # no groups; nothing is left
+    with contextlib.suppress(AttributeError, ProcessLookupError):  # no groups; none is left
         os.killpg(step.pid, signal.SIGKILL)
     return 128 - status if status < 0 else status
 
 
 def _estimate(seconds: Path) -> float:
-    """Return the seconds that all tests took here the last time, or may take."""
+    """Return the seconds that all tests took here the last time, or an estimate."""
     if seconds.is_file():
         return float(seconds.read_text())
     tests = sum(path.read_text("utf-8").count("\ndef test_") for path in ROOT.glob("tests/**/*.py"))
@@ -108,10 +108,10 @@ def _estimate(seconds: Path) -> float:
 
 
 def changed_tests() -> "list[str]":
-    """Return the test files of all files that differ from the last commit.
+    """Return the test files for all files that differ from the last commit.
 
-    The tree of tests mirrors that of the source; a file without a mirror is tested by the files
-    that import it, and one that nobody imports by the folder that is named after its own.
+    The tree of tests mirrors the source tree. For a file without a mirror, these are the test files
+    that import it; if none does, the test folder that is named after the file's own folder.
     """
     found = set()
     for listing in (["diff", "--name-only", "HEAD"], ["ls-files", "-o", "--exclude-standard"]):

@@ -1,10 +1,10 @@
-"""Environments with the project and what it needs: .venv has the pins, others sets to test with.
+"""Environments of the project and its requirements: .venv has the pins, others are for tests.
 
 oldest  the lowest versions that pyproject.toml allows of what the project itself needs
 pinned  those of constraints.txt
-newest  the highest that pyproject.toml allows, candidates among them where it names one
+newest  the highest that pyproject.toml allows, prereleases included where it names one
 """
-# Python 3.6 must still be able to start this, as it must be able to start dev.py.
+# Python 3.6 must still be able to start this, because dev.py imports it.
 
 import hashlib
 import os
@@ -27,7 +27,7 @@ UV_NAMES = {
     "PIP_FIND_LINKS": "UV_FIND_LINKS",
     "PIP_INDEX_URL": "UV_DEFAULT_INDEX",
 }
-ALL = "all"  # in the stamp: not only what `train` needs
+ALL = "all"  # in the stamp: more than `train` needs is installed
 REQUIREMENT = re.compile(r"([\w.-]+)>=([\w.]+)[^;]*(;.*)?")
 TELL = """\
 import importlib.metadata as installed, platform, sys
@@ -40,17 +40,17 @@ class Environment:
     """A folder with the project and one set of versions.
 
     Args:
-        versions: which of `SETS`.
+        versions: one of `SETS`.
     """
 
     def __init__(self, versions: str = "pinned") -> None:
         self.versions = versions
         self.folder = ROOT / (".venv" if versions == "pinned" else ".venv-" + versions)
         self.python = str(self.folder / ("bin/python" if POSIX else "Scripts/python.exe"))
-        self.stamp = self.folder / "set-up.sha256"  # written last: without it, it is half made
+        self.stamp = self.folder / "set-up.sha256"  # written last: without it, it is incomplete
 
     def set_up(self, everything: bool = False) -> None:
-        """Make the environment hold the project and its versions, unless it does already.
+        """Install the project and its versions in the environment, unless they are there already.
 
         Args:
             everything: also the dependency group `dev`, and the extras that it names.
@@ -61,17 +61,17 @@ class Environment:
         say(f"setting up {self.folder.name} (a few minutes, once) ...")
         with PINS.open("r+b") as lock:
             if POSIX:
-                fcntl.flock(lock, fcntl.LOCK_EX)  # another call may be at it
+                fcntl.flock(lock, fcntl.LOCK_EX)  # another call may be installing
             os.set_inheritable(lock.fileno(), True)  # a pip that outlives us keeps the lock
             if not self._holds(wanted):
                 self._install(wanted)
         say(f"{self.folder.name} is ready")
 
     def fingerprints(self) -> "list[str]":
-        """Return what the environment is good for: this folder and Python; these needs."""
+        """Return hashes of what it depends on: this folder and Python; the requirements."""
         place = f"{sys.version_info[:2]} ".encode() + os.fsencode(ROOT)
         needs = (ROOT / "pyproject.toml").read_bytes() + PINS.read_bytes()
-        if self.versions == "newest":  # of today
+        if self.versions == "newest":  # as of today
             needs += time.strftime("%Y-%m-%d").encode()
         return [hashlib.sha256(part).hexdigest() for part in (place, needs)]
 
@@ -90,14 +90,14 @@ class Environment:
 
     def _install(self, wanted: "list[str]") -> None:
         found, folder = self._stamped(), str(self.folder)
-        anew = found[:1] != wanted[:1]  # another place or Python, or half made
-        if self.versions != "pinned":  # what an earlier resolution left is no part of this one
+        anew = found[:1] != wanted[:1]  # another folder or Python, or incomplete
+        if self.versions != "pinned":  # remove what an earlier resolution left
             anew = anew or found[:2] != wanted[:2]
         self.stamp.unlink(missing_ok=True)
         if anew and subprocess.call([sys.executable, "-m", "venv", "--clear", folder], cwd=ROOT):
             refuse("cannot make .venv, see above; on Debian and Ubuntu: apt install python3-venv")
         with tempfile.TemporaryDirectory() as elsewhere:
-            # uv reads the pins of the pyproject.toml that it is started beside.
+            # uv reads the pins of the pyproject.toml in the folder where it is started.
             start = str(ROOT) if self.versions == "pinned" else elsewhere
             for installer, settings in self._installers():
                 done = subprocess.run(
@@ -113,12 +113,12 @@ class Environment:
             else:
                 sys.stderr.write(done.stdout + done.stderr)
                 if not anew:
-                    self.stamp.write_text(" ".join(found))  # what was there before is still good
+                    self.stamp.write_text(" ".join(found))  # the previous content is still valid
                 refuse("pip failed, see above; it needs the network, or PIP_FIND_LINKS=FOLDER")
         self.stamp.write_text(" ".join(wanted))
 
     def _needs(self, everything: bool) -> "list[str]":
-        """Return what to install, as pip and uv take it."""
+        """Return the requirements to install, in the form that pip and uv accept."""
         pins, place = PINS, "."
         if self.versions != "pinned":
             pins, place = self.folder / "constraints.txt", str(ROOT)
@@ -130,9 +130,9 @@ class Environment:
         return ["-c", str(pins if place != "." else pins.name), "-e", own, *others]
 
     def _installers(self) -> "list[tuple[list[str], dict[str, str]]]":
-        """Return what installs, with settings of its environment: uv where it is, then pip.
+        """Return the installers and their environment variables: uv if there is one, then pip.
 
-        Whoever has told pip where packages are has told uv, unless that was told something else.
+        pip's settings for package locations also apply to uv, unless uv has its own.
         """
         pip = [self.python, "-m", "pip", "install", "-q"]
         uv = shutil.which("uv")
@@ -149,13 +149,13 @@ def _about() -> dict:
 
 
 def requirements(group: str, about: dict) -> "list[str]":
-    """Return what a dependency group asks for, with the groups that it includes (PEP 735).
+    """Return the requirements of a dependency group, with the groups that it includes (PEP 735).
 
-    Not `pip install --group`, which pip has since 25.1 only.
+    This does not use `pip install --group`, which needs pip 25.1.
 
     Args:
         group: its name.
-        about: what pyproject.toml holds.
+        about: the content of pyproject.toml.
     """
     groups, own = about["dependency-groups"], re.escape(about["project"]["name"])
 
@@ -169,11 +169,11 @@ def requirements(group: str, about: dict) -> "list[str]":
 
 
 def limits(versions: str, about: dict) -> "list[str]":
-    """Return the constraints that make an installer take the `oldest` or the `newest` versions.
+    """Return the constraints that make an installer use the `oldest` or the `newest` versions.
 
     Args:
-        versions: which.
-        about: what pyproject.toml holds.
+        versions: one of the two.
+        about: the content of pyproject.toml.
     """
     project = about["project"]
     extras = project.get("optional-dependencies", {}).values()
@@ -181,17 +181,17 @@ def limits(versions: str, about: dict) -> "list[str]":
     found = [each for each in map(REQUIREMENT.fullmatch, asked) if each]
     if versions == "oldest":
         lines = [f"{each[1]}=={each[2]}{each[3] or ''}" for each in found]
-    else:  # only whoever names a candidate gets one
+    else:  # prereleases only of a package whose requirement names one
         lines = [f"{each[1]}>={each[2]}" for each in found if re.search("(a|b|rc)[0-9]", each[2])]
     return list(dict.fromkeys(lines))
 
 
 def say(line: str) -> None:
-    """Tell the person something; stdout belongs to the command."""
+    """Print a line to stderr; stdout belongs to the command."""
     sys.stderr.write(f"dev.py: {line}\n")
 
 
 def refuse(line: str) -> None:
-    """Say why this cannot be done, and end."""
+    """Print why this cannot be done, and exit with status 2."""
     say(line)
     sys.exit(2)
