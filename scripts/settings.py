@@ -80,7 +80,7 @@ def page() -> str:
     ]
     # template-only: begin
     parts = list(map(in_markers, parts))
-    if (last := parts[-1].text).startswith("<!--"):  # the empty line before it goes with it
+    if (last := parts[-1].text).startswith("<!--"):  # the empty line before it belongs to it
         begin, _, rest = last.partition("\n")
         moved = f"{begin}\n\n{rest}\n".replace("\n\n<!--", "\n<!--")
         parts[-2:] = [Part(ROOT, parts[-2].text + moved)]

@@ -1,4 +1,4 @@
-"""What a run is told before it trains: settings that will not do what they are for."""
+"""Warnings before training about settings that will not have the intended effect."""
 
 import logging
 
@@ -10,11 +10,11 @@ from lockstep_gpt.training.reporting import attention, times
 
 logger = logging.getLogger(__name__)
 
-EPOCHS = 4  # that teach as much as so many new tokens (Muennighoff et al. 2023, section 1)
+EPOCHS = 4  # teach as much as the same number of new tokens (Muennighoff et al. 2023, section 1)
 
 
 def advise(config: Config, module: LightningModule, epochs: float) -> None:
-    """Warn of slow attention, of data that are taken many times, of BatchNorm that is not there."""
+    """Warn of slow attention, of data that are repeated often, and of missing BatchNorm."""
     if config.trainer.get("sync_batchnorm"):
         warn_without_batchnorm(module)
     warn_of_slow_attention(config)
@@ -28,9 +28,9 @@ def advise(config: Config, module: LightningModule, epochs: float) -> None:
 
 
 def warn_of_slow_attention(config: Config) -> None:
-    """Say that a GPU has no fused kernel for attention, if so, and what would have one."""
+    """Warn if a GPU does not have a fused kernel for attention, and name settings with one."""
     if attention(config) == "math" and config.trainer["accelerator"] == "cuda":
-        # Before compute capability 8.0 (a T4, a V100) neither it nor Inductor has bfloat16.
+        # Before compute capability 8.0 (a T4, a V100), neither attention nor Inductor has bfloat16.
         half = "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "16"
         logger.warning(
             "attention has no fused kernel here, and is slow: set precision=%s-mixed, or a "
@@ -40,7 +40,7 @@ def warn_of_slow_attention(config: Config) -> None:
 
 
 def warn_without_batchnorm(module: LightningModule) -> None:
-    """Say that `trainer.sync_batchnorm` has nothing to synchronize, if so."""
+    """Warn if `trainer.sync_batchnorm` does not have anything to synchronize."""
     batchnorm = torch.nn.modules.batchnorm._BatchNorm
     if not any(isinstance(each, batchnorm) for each in module.modules()):
         logger.warning("trainer.sync_batchnorm=true changes nothing: the model has no BatchNorm")

@@ -83,7 +83,7 @@ def agree(
 
 
 def refuse_other_directory(directory: RunDirectory) -> None:
-    """Compare the frozen files that the ranks have read: a folder may look shared and not be."""
+    """Compare the frozen files that the ranks have read: a folder may only look shared."""
     hashes = ranks.from_each_rank(directory.hash())
     others = [str(rank) for rank, content in enumerate(hashes) if content != hashes[0]]
     if others:
