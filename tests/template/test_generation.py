@@ -108,8 +108,8 @@ def test_a_zip_without_a_folder_in_it_is_refused_and_generates_once_it_is_unpack
         with zipfile.ZipFile(flat, "w") as archive:
             for name in names:
                 archive.writestr(name.partition("/")[2], forge.read(name))
-    said = generate.of(flat)(tmp_path / "made", status=1).stderr
-    assert "does not include a top-level directory" in said  # cookiecutter's rule
+    done = generate.of(flat)(tmp_path / "made", status=1)
+    assert "does not include a top-level directory" in done.stdout + done.stderr  # cookiecutter's
     with zipfile.ZipFile(flat) as archive:
         archive.extractall(unpacked)
     generate.of(unpacked)(tmp_path / "made", "git_init=no")
