@@ -215,7 +215,7 @@ def open_choices(group: str) -> Iterator[Part]:
     """Yield a section for each choice of an open group, with the settings in its file."""
     for file in sorted((CONFIGS / group).glob("*.yaml")):
         known = yaml.safe_load(file.read_text("utf-8")).get("defaults", ["_self_"])
-        base = f" Also accepts the settings of `{group}={known[0]}`." if known[0] != "_self_" else ""
+        base = f" Also accepts all of `{group}={known[0]}`." if known[0] != "_self_" else ""
         about = f"{header(file)}{base}".strip() or "The choice where none is made."
         yield Part(file, f"### `{group}={file.stem}`\n\n{about}\n{table_in(file, group)}")
         added = file.parent / "added" / file.name
