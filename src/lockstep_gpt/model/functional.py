@@ -6,7 +6,6 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import SDPBackend
 
 SHORT = 128  # tokens up to which plain products beat the fused kernel on a CPU
 EXACT_ENOUGH = 1e-5  # relative error of a product; float32 itself rounds by 6e-8 per operation
@@ -33,16 +32,6 @@ def causal_attention(
     later = torch.full((T, T), -math.inf, dtype=q.dtype).triu(1)
     scores = torch.baddbmm(later, queries, keys.mT, alpha=D**-0.5 if scale is None else scale)
     return (F.dropout(scores.softmax(dim=-1), dropout) @ values).view(q.shape)
-
-
-def attention_kernel(heads: int, tokens: int, width: int, device: str, dtype: torch.dtype) -> str:
-    """Return what computes `causal_attention`, `math` being the slow way that always works."""
-    if device == "cpu" and tokens <= SHORT:
-        return "plain products"
-    place = "meta" if device == "mps" else device  # Apple's has nothing to choose from
-    q = torch.empty(1, heads, tokens, width, device=place, dtype=dtype)
-    choice = torch._fused_sdp_choice(q, q, q, None, 0.0, True)
-    return SDPBackend(choice).name.removesuffix("_ATTENTION").lower()
 
 
 def choose_matrix_products(device: str) -> str:

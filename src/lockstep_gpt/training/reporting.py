@@ -16,7 +16,6 @@ from tqdm import tqdm
 
 from lockstep_gpt.config import LEVELS, Config, counted
 from lockstep_gpt.data.datamodule import TokenDataModule
-from lockstep_gpt.model.functional import attention_kernel
 from lockstep_gpt.model.gpt import GPT
 from lockstep_gpt.processes import invocation
 from lockstep_gpt.registry import additions, asked
@@ -142,25 +141,16 @@ def facts(
 ) -> dict[str, str]:
     """Return the lines of the receipt that only the running rank knows."""
     group = f" over {backend_of(config)}" if trainer.world_size > 1 else ""
-    kept = ", memory kept between steps" if os.environ.get("MALLOC_MMAP_MAX_") == "0" else ""
     return {
         "model": f"{model.num_parameters:,} parameters, vocabulary of {model.vocab_size:,} "
         f"tokens, context of {config.model.block_size}",
         "data": f"{data.folder}, {data.train_windows:,} windows to train on, "
         f"{data.val_windows:,} to validate on",
         "devices": f"{trainer.world_size} x {config.trainer['accelerator']}, "
-        f"{counted(torch.get_num_threads(), 'thread')} each{kept}",
-        "kernels": f"products by {products}, attention by {attention(config)}",
+        f"{counted(torch.get_num_threads(), 'thread')} each",
+        "kernels": f"matrix products by {products}",
         "strategy": type(trainer.strategy).__name__ + group,
     }
-
-
-def attention(config: Config) -> str:
-    """Return the kernel that attention takes here."""
-    dtype = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16, "64-true": torch.float64}
-    model, device = config.model, config.trainer["accelerator"]
-    shape = (model.n_head, model.block_size, model.n_embd // model.n_head)
-    return attention_kernel(*shape, device, dtype.get(config.precision, torch.float32))
 
 
 def as_text(lines: dict[str, str]) -> str:

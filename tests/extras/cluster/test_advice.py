@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from lockstep_gpt.config import Config, ModelConfig
+from lockstep_gpt.extras.cluster import advice
 from lockstep_gpt.extras.cluster.advice import (
     advise,
     warn_of_slow_attention,
     warn_without_batchnorm,
 )
-from lockstep_gpt.training import reporting
 
 MODEL = ModelConfig(block_size=256, n_layer=1, n_head=2, n_embd=16)
 
@@ -28,16 +28,26 @@ def test_more_than_four_epochs_warn(caplog, epochs, said):
     assert f"takes the same data {said} times" in "".join(caplog.messages) or said is None
 
 
-@pytest.mark.parametrize(("bf16", "advice"), [(False, "16-mixed"), (True, "bf16-mixed")])
-def test_half_precision_is_advised_as_the_gpu_has_it(monkeypatch, caplog, bf16, advice):
-    monkeypatch.setattr(reporting, "attention_kernel", lambda *_: "math")
+@pytest.mark.parametrize(("bf16", "advised"), [(False, "16-mixed"), (True, "bf16-mixed")])
+def test_half_precision_is_advised_as_the_gpu_has_it(monkeypatch, caplog, bf16, advised):
+    monkeypatch.setattr(advice, "attention", lambda _: "math")
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: bf16)
     config = Config(
         max_steps=1, precision="bf16-mixed", model=MODEL, trainer={"accelerator": "cuda"}
     )
     with caplog.at_level(logging.WARNING):
         warn_of_slow_attention(config)
-    assert f"set precision={advice}, or a model.n_embd" in caplog.text
+    assert f"set precision={advised}, or a model.n_embd" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("accelerator", "tokens", "kernel"),
+    [("cpu", 64, "plain matrix products"), ("cpu", 256, "flash"), ("mps", 64, "math")],
+)
+def test_the_receipt_names_the_kernel_of_attention(accelerator, tokens, kernel):
+    model = ModelConfig(block_size=tokens, n_layer=1, n_head=4, n_embd=128)
+    config = Config(max_steps=1, model=model, trainer={"accelerator": accelerator})
+    assert advice.attention_line(config, None) == {"attention": kernel}
 
 
 def test_sync_batchnorm_without_a_batchnorm_is_said_once(caplog):

@@ -9,6 +9,7 @@ COMMANDS = {
 # Return what a failure means and what to do about it, or an empty string.
 EXPLAIN_ERROR = ".extras.cluster.remedies:explain_error"
 EXPLAIN_DEATHS = ".extras.cluster.remedies:explain_deaths"
+RECEIPT = ".extras.cluster.advice:attention_line"
 ADVISE = ".extras.cluster.advice:advise"
 PEAK_TFLOPS = ".extras.cluster.peaks:peak_of"
 MOVED = {"lockstep_gpt.cluster": "lockstep_gpt.extras.cluster"}

@@ -1,12 +1,15 @@
 """Warnings before training about settings that will not have the intended effect."""
 
 import logging
+from typing import Any
 
 import torch
 from lightning import LightningModule
+from torch.nn.attention import SDPBackend
 
 from lockstep_gpt.config import Config
-from lockstep_gpt.training.reporting import attention, times
+from lockstep_gpt.model.functional import SHORT
+from lockstep_gpt.training.reporting import times
 
 logger = logging.getLogger(__name__)
 
@@ -25,6 +28,24 @@ def advise(config: Config, module: LightningModule, epochs: float) -> None:
             times(epochs),
             EPOCHS,
         )
+
+
+def attention_line(config: Config, _batch: Any) -> dict[str, str]:
+    """Return the receipt's line about attention."""
+    return {"attention": attention(config)}
+
+
+def attention(config: Config) -> str:
+    """Return the kernel of `causal_attention` here; `math` is the slow one that always works."""
+    dtypes = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16, "64-true": torch.float64}
+    model, device = config.model, config.trainer["accelerator"]
+    if device == "cpu" and model.block_size <= SHORT:
+        return "plain matrix products"
+    place = "meta" if device == "mps" else device  # Apple GPUs have only one
+    shape = (1, model.n_head, model.block_size, model.n_embd // model.n_head)
+    q = torch.empty(shape, device=place, dtype=dtypes.get(config.precision, torch.float32))
+    choice = torch._fused_sdp_choice(q, q, q, None, 0.0, True)
+    return SDPBackend(choice).name.removesuffix("_ATTENTION").lower()
 
 
 def warn_of_slow_attention(config: Config) -> None:
