@@ -30,8 +30,8 @@ from lockstep_gpt.extras.sizes.rules import parsed, shape, weights
 from lockstep_gpt.run_directory import RunDirectory
 
 SIZES = "0.1M,0.18M,0.32M,0.56M,1M"
-CLOSE = 0.03  # what a prediction may be off, as a share of the loss
-PASSES = 2  # over the text, beyond which the same tokens teach less
+CLOSE = 0.03  # acceptable error of a prediction, as a fraction of the loss
+PASSES = 2  # over the text; beyond these, the same tokens teach less
 QUIET = ["logger=none", "val_every=1000000", "checkpoint.every=null", "callbacks.sample=null"]
 # Three widths and depths, each trained on the same few tokens.
 WIDTHS, RATES = "0.1M,0.33M,0.8M", (0.0075, 0.015, 0.03, 0.06, 0.12)
@@ -40,7 +40,7 @@ SHORT += ["optim.warmup_steps=3", "optim.weight_decay=0"]
 
 
 def main() -> None:
-    """Do one of the three; print what was found."""
+    """Run one of the three modes, and print the result."""
     options, overrides = _options()
     if options.rates:
         print(rates(overrides))
@@ -78,7 +78,7 @@ def fit(options: argparse.Namespace, overrides: list[str]) -> None:
 
 
 def check(options: argparse.Namespace, overrides: list[str]) -> None:
-    """Write down what the law expects of a size, then train it; print both."""
+    """Print the loss that the law predicts for a size, then train it and print its loss."""
     try:
         content = json.loads(options.json.read_text("utf-8"))
     except FileNotFoundError:
@@ -94,7 +94,7 @@ def check(options: argparse.Namespace, overrides: list[str]) -> None:
 
 
 def law_of(content: dict[str, Any]) -> Law:
-    """Return the law that a file holds."""
+    """Return the law in a file."""
     return Law(content["floor"], content["factor"], content["exponent"])
 
 
@@ -105,7 +105,7 @@ def _write(options: argparse.Namespace, content: dict[str, Any]) -> None:
 
 
 def trained(words: list[str]) -> list[dict[str, Any]]:
-    """Train a sweep by one command; return what each of its runs came to."""
+    """Train a sweep with one command; return the results of its runs."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "lockstep_gpt", "train", "--multirun"]
         words = ["model=auto", *words, *QUIET, f"run_dir={folder}/runs"]
@@ -117,7 +117,7 @@ def trained(words: list[str]) -> list[dict[str, Any]]:
 
 def _read(run: RunDirectory) -> dict[str, Any]:
     config, summary = run.load(), run.read_summary()
-    model: Any = config.model  # with the settings of the extra
+    model: Any = config.model  # includes the settings of the extra
     text = load_index(opened(config.data)).splits["train"].tokens
     return {
         "size": model.size,
@@ -135,7 +135,7 @@ def _read(run: RunDirectory) -> dict[str, Any]:
 
 
 def table(runs: list[dict[str, Any]], law: Law, tested: float) -> str:
-    """Return each run beside the law, then the law and how it was tested."""
+    """Return each run with the law's prediction, then the law and how it was tested."""
     head = f"{'size':>6} {'weights':>9} {'width':>5} {'steps':>6} {'tokens':>9} {'passes':>6}"
     lines = [f"{head} {'seconds':>7} {'loss':>7} {'law':>7} {'off':>6}"]
     for run in runs:
@@ -156,7 +156,7 @@ def table(runs: list[dict[str, Any]], law: Law, tested: float) -> str:
 
 
 def rates(overrides: list[str]) -> str:
-    """Return the losses of three widths at several learning rates, equal in steps and batch."""
+    """Return the losses of three widths at several learning rates, with equal steps and batches."""
     swept = f"optim.lr={','.join(map(str, RATES))}"
     runs = trained([f"model.size={WIDTHS}", swept, *SHORT, *overrides])
     lines = ["width" + "".join(f"{rate:9g}" for rate in RATES) + "     best"]
