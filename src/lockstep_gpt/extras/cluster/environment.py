@@ -33,7 +33,7 @@ SLOW = {
     "CUDA_LAUNCH_BLOCKING": ("1", "the host waits for every kernel"),
     "TORCH_DISTRIBUTED_DEBUG": ("DETAIL", "every collective is checked twice"),
 }
-# Variables that hold a launcher's number of tasks -> how to set the variables that torch reads.
+# Variables that contain a launcher's number of tasks -> how to set the variables that torch reads.
 TASKS = {
     "SLURM_NTASKS": "RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_NTASKS LOCAL_RANK=$SLURM_LOCALID",
     "OMPI_COMM_WORLD_SIZE": "RANK=$OMPI_COMM_WORLD_RANK WORLD_SIZE=$OMPI_COMM_WORLD_SIZE "
