@@ -1,9 +1,13 @@
 import inspect
+import signal
+from types import SimpleNamespace
 
 import pytest
+from torch.distributed.elastic.metrics import api
+from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
-from lockstep_gpt.launch.agent import _cause, causes
+from lockstep_gpt.launch.agent import RankAgent, _cause, causes
 
 CAUSES = {
     -9: "was killed by SIGKILL",
@@ -37,3 +41,15 @@ def test_torch_gets_the_names_of_its_callers_without_reading_their_sources(monke
         return record()
 
     assert close() == "close"
+
+
+def test_a_signal_that_comes_as_torch_begins_to_time_a_method_stays_that_signal(monkeypatch):
+    def stop():
+        raise SignalException("stop", signal.SIGTERM)
+
+    agent = RankAgent.__new__(RankAgent)
+    agent._failed_ranks = lambda _: {}
+    monkeypatch.setattr(api, "time", SimpleNamespace(time=stop))
+    with pytest.raises(SignalException) as caught:
+        agent._monitor_workers(None)
+    assert caught.value.sigval == signal.SIGTERM

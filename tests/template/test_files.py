@@ -280,7 +280,7 @@ def code_lines(source: str) -> int:
 
 
 # The aim is 4,150 and 6,100; lower these whenever the code allows.
-CODE_LINES, LINES = 4149, 5967
+CODE_LINES, LINES = 4150, 5965
 
 
 def test_code_lines_are_counted_without_words():

@@ -140,8 +140,7 @@ class TokenDataModule(lightning.LightningDataModule):
     def transfer_batch_to_device(self, batch: Stored, device: torch.device, *_: Any) -> Stored:
         """Send the windows; Lightning's own would search the batch for what can be sent."""
         windows, real = batch
-        if device.type == "mps":  # which cannot hold uint16
-            windows = windows.int()
+        windows = windows.int() if device.type == "mps" else windows  # it has no uint16
         return windows.to(device, non_blocking=device.type == "cuda"), real
 
     def on_after_batch_transfer(self, batch: Stored, *_: Any) -> Batch:

@@ -145,7 +145,10 @@ class RankAgent(LocalElasticAgent):
                 total = worker_group.spec.max_restarts
                 line = f"restarting all ranks ({total - left + 1} of {total})"
                 print(f"{causes(self._ended)}; {line}", file=sys.stderr)
-        return cast(RunResult, super()._monitor_workers(worker_group))
+        try:
+            return cast(RunResult, super()._monitor_workers(worker_group))
+        except UnboundLocalError as error:  # torch times its methods: a signal as one begins
+            raise (error.__context__ or error) from None
 
     def _failed_ranks(self, worker_group: WorkerGroup) -> dict[int, int]:
         handlers = getattr(self._pcontext, "subprocess_handlers", {})

@@ -109,19 +109,16 @@ def leave() -> None:
 
 def from_rank_zero(value: Any) -> Any:
     """Return rank 0's `value` on every rank."""
+    return from_each_rank(value)[0]
+
+
+def from_each_rank(value: Any) -> list[Any]:
+    """Return every rank's small `value`, by rank, on every rank."""
     values = [value]
     if dist.is_initialized():
-        dist.broadcast_object_list(values)
-    return values[0]
-
-
-def from_each_rank(text: str) -> list[str]:
-    """Return every rank's `text`, by rank, on every rank."""
-    texts = [text]
-    if dist.is_initialized():
-        texts *= dist.get_world_size()
-        dist.all_gather_object(texts, text)
-    return texts
+        values *= dist.get_world_size()
+        dist.all_gather_object(values, value)
+    return values
 
 
 def tensors_of_ranks(own: Tensor) -> Tensor:

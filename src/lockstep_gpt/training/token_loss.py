@@ -36,7 +36,7 @@ class TokenLoss(Metric):
         means, counts = (dim_zero_cat(each).tolist() for each in (self.means, self.counts))
         totals: list[float] = [mean * count for mean, count in zip(means, counts, strict=True)]
         add = math.fsum if all(map(math.isfinite, totals)) else sum  # the former refuses the rest
-        return torch.tensor(add(totals), dtype=torch.float64) / sum(counts)
+        return torch.tensor(add(totals) / sum(counts), dtype=torch.float64)
 
 
 def perplexity(loss: float) -> float:

@@ -100,7 +100,7 @@ def test_the_numbers_of_devices_that_add_up_alike():
 @pytest.mark.parametrize(
     ("world", "said"),
     [
-        (2, "on 1, 3, 6 or 12 devices, not on 2; .* set batch.exact_micro_size=3"),
+        (2, "on 1, 3, 6, or 12 devices, not on 2; .* set batch.exact_micro_size=3"),
         (5, "not on 5; .* set batch.global_size=10"),
     ],
 )

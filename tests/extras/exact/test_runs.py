@@ -16,7 +16,7 @@ def test_a_run_goes_on_with_its_threads_on_numbers_of_devices_that_fit(command):
     command.train(*words, *every, "run_dir=run", *two)
     go_on = ["train", "run_dir=run", "resume=auto", "max_steps=6"]
     said = command(*go_on, "trainer.devices=3", status=2).stderr
-    assert "gives equal bits on 1, 2 or 4 devices, not on 3" in said
+    assert "gives equal bits on 1, 2, or 4 devices, not on 3" in said
     said = command(*go_on, "batch.exact_threads=2", status=2).stderr
     assert "batch.exact_threads=2 instead of 1" in said
     command(*go_on, "trainer.devices=1")

@@ -16,15 +16,15 @@ def said(devices=2, **batch):
 
 def test_it_is_said_on_which_devices_bits_are_equal():
     line = said(exact_micro_size=4, devices=3)
-    assert line.startswith("equal bits on 1, 3, 6 or 12 devices: 12 micro-batches in one order")
+    assert line.startswith("equal bits on 1, 3, 6, or 12 devices: 12 micro-batches in one order")
     assert line.endswith("with room for 2 more gradients of all weights")
     assert f"torch {torch.__version__}, {counted(torch.get_num_threads(), 'thread')}" in line
 
 
 def test_it_is_said_what_would_make_them_equal():
     assert said(micro_size=4).endswith(
-        "equal but for rounding on any number of devices; batch.exact_micro_size=4 makes bits "
-        "equal on 1, 3, 6 or 12, of which one takes 12 micro-batches in turn"
+        "equal up to rounding on any number of devices; set batch.exact_micro_size=4 for equal "
+        "bits on 1, 3, 6, or 12, with 12 micro-batches per step"
     )
     whole = said(micro_size=48, devices=1)
-    assert "batch.exact_micro_size=12 makes bits equal on 1, 2 or 4, of" in whole
+    assert "set batch.exact_micro_size=12 for equal bits on 1, 2, or 4, with" in whole

@@ -59,19 +59,19 @@ def sums_line(config: Config, batch: BatchPlan) -> dict[str, str]:
             f"gradient{'s' * (copies != 1)} of all weights"
         )
         return {"sums": line}
-    line = "in the order of the ranks: equal but for rounding on any number of devices"
+    line = "in rank order: equal up to rounding on any number of devices"
     size = batch.micro_size if leaves > 1 else max(1, batch.global_size // 4)
     if config.batch.global_size is not None and batch.global_size % size == 0:
         sizes = exact_world_sizes(batch.global_size, size)
         leaves = batch.global_size // size
         line += (
-            f"; batch.exact_micro_size={size} makes bits equal on {either(sizes)}, of which one "
-            f"takes {counted(leaves, 'micro-batch', 'es')} in turn"
+            f"; set batch.exact_micro_size={size} for equal bits on {either(sizes)}, with "
+            f"{counted(leaves, 'micro-batch', 'es')} per step"
         )
     return {"sums": line}
 
 
 def either(choices: list[Any]) -> str:
-    """Return the choices as text: `1, 2 or 4`."""
+    """Return the choices as text: `1, 2, or 4`."""
     *others, last = map(str, choices)
-    return f"{', '.join(others)} or {last}" if others else last
+    return f"{', '.join(others)}{',' * (len(others) > 1)} or {last}" if others else last
