@@ -54,7 +54,7 @@ def test_no_floor_is_below_zero():
 def test_a_size_beyond_those_that_were_run_is_extrapolated(size, outside):
     found = expected(config_of("model=auto", f"model.size={size}"))
     assert found["basis"].startswith("extrapolated") == outside
-    assert "98,304 to 995,328 weights" in found["basis"]
+    assert found["basis"].endswith("from 5 runs of 98,304 to 995,328 weights")
 
 
 def test_our_own_law_is_what_its_runs_give():
@@ -97,7 +97,8 @@ def test_a_law_of_one_s_own_is_read(tmp_path):
     values = {"source": "text", "floor": 1.0, "factor": 0.0, "exponent": 0.5, "is_valid": True}
     file.write_text(json.dumps({**values, "runs": runs}))
     words = ["model=auto", "data=text", "data.path=there", f"model.size_law={file}"]
-    found = {"val_loss": 1.0, "basis": "by 2 runs of 100 to 1,000,000,000 weights"}
+    basis = "interpolated from 2 runs of 100 to 1,000,000,000 weights"
+    found = {"val_loss": 1.0, "basis": basis}
     assert expected(config_of(*words)) == found
     file.write_text(json.dumps({**values, "is_valid": False, "runs": runs}))
     assert expected(config_of(*words)) is None

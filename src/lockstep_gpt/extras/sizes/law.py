@@ -65,9 +65,9 @@ def expected(config: Config) -> dict[str, Any] | None:
         return None
     law = Law(content["floor"], content["factor"], content["exponent"])
     seen, count = [run["weights"] for run in content["runs"]], _weights(model)
-    basis = f"by {counted(len(seen), 'run')} of {min(seen):,} to {max(seen):,} weights"
-    inside = min(seen) <= count <= max(seen)
-    return {"val_loss": law.loss(count), "basis": basis if inside else f"extrapolated {basis}"}
+    verb = "interpolated" if min(seen) <= count <= max(seen) else "extrapolated"
+    runs = f"{counted(len(seen), 'run')} of {min(seen):,} to {max(seen):,} weights"
+    return {"val_loss": law.loss(count), "basis": f"{verb} from {runs}"}
 
 
 def lines(config: Config, _batch: Any) -> dict[str, str]:
