@@ -49,7 +49,7 @@ def rules(size: str, block_size: int) -> dict[str, Any]:
 
     The learning rate is one for all widths: an orthogonal update, and an update of an embedding,
     changes each feature alike at any width. The head adds up as many features as the model is wide,
-    so its rate falls with the width (Yang & Hu 2021; Yang et al. 2022, table 8).
+    so its rate falls with the width (Yang & Hu 2021; Yang et al. 2022, table 3).
     """
     wanted = parsed(size)
     found = shape(wanted)
