@@ -303,7 +303,7 @@ def _readme(root: Path, answers: Answers) -> str:
     own = SECTION.sub(section, (root / README).read_text("utf-8"))
     filled = FIELD.sub(lambda field: getattr(answers, field[1]), own)
     if answers.license != "none":
-        filled += f"\n## Licence\n\n{answers.license}, see [LICENSE](LICENSE).\n"
+        filled += f"\n## License\n\n{answers.license}, see [LICENSE](LICENSE).\n"
     return re.sub(r"\n{3,}", "\n\n", filled).strip("\n") + "\n"
 
 
@@ -352,10 +352,10 @@ def _git(folder: Path, *arguments: str, check: bool = False) -> subprocess.Compl
 
 
 def _screen(target: Path, answers: Answers, files: int, history: str) -> str:
-    licence = "no licence" if answers.license == "none" else f"{answers.license} licence"
+    terms = "no license" if answers.license == "none" else f"{answers.license} license"
     extras = " ".join(answers.extras) or "none"
     return f"""\
-{target.name}: {files} files, package {answers.package_name}, {licence}, extras: {extras}{history}
+{target.name}: {files} files, package {answers.package_name}, {terms}, extras: {extras}{history}
 next:
   cd {target.name}
   python3 scripts/dev.py train

@@ -172,11 +172,11 @@ def test_the_frozen_values_of_a_config_give_the_same_config():
         ("launch.grace_seconds=0.0", "must be above 0"),
         ("precision=fp8", "is not one of 32-true, bf16-mixed, 16-mixed, 64-true"),
         ("verbosity=loud", "is not one of quiet, normal, debug"),
-        ("optim.algorithm=sgd", "is none of adamw, muon or another module of training/"),
+        ("optim.algorithm=sgd", "is not adamw, muon, or another module of training/"),
         ("optim.lr_scaling=cubic", "is not one of linear, sqrt, none"),
         ("optim.decay=step", "is not one of cosine, linear, constant, wsd"),
-        ("model.n_embd=9", "does not divide by model.n_head=4; nearest: model.n_embd=8"),
-        ("model.n_embd=3", "does not divide by model.n_head=4; nearest: model.n_embd=4"),
+        ("model.n_embd=9", "is not divisible by model.n_head=4; nearest: model.n_embd=8"),
+        ("model.n_embd=3", "is not divisible by model.n_head=4; nearest: model.n_embd=4"),
         ("max_steps=null", "and max_tokens=null: give one and set the other to null"),
         ("trainer.devices=0", "must be auto or a whole number of at least 1"),
         ("trainer.devices=abc", "must be auto or a whole number of at least 1"),
@@ -228,7 +228,7 @@ def test_a_warmup_in_steps_and_in_tokens_is_refused():
 def test_a_trainer_argument_with_a_door_of_ours_is_refused_by_the_door_s_name(key, door):
     with pytest.raises(UserError) as refusal:
         from_container(with_setting(f"trainer.{key}", 7))
-    assert str(refusal.value) == f"trainer.{key}=7 is not set there; set {door} instead"
+    assert str(refusal.value) == f"trainer.{key}=7 cannot be set there; set {door} instead"
 
 
 def test_the_owned_keys_are_the_trainer_s_and_their_doors_are_ours():

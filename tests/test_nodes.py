@@ -216,7 +216,7 @@ def test_a_mistake_about_nodes_is_one_line(nodes, command, overrides, line):
 def test_a_first_node_that_is_late_is_told_and_may_come_yet(nodes, command):
     words = ("run_dir=run", "launch.node_rank=1", "launch.join_seconds=1")
     (status,), (said,) = ended(nodes.start(command, 0, *words))
-    assert (status, said.count("\n")) == (1, 1)  # not 2, which no other try would mend
+    assert (status, said.count("\n")) == (1, 1)  # not 2, which no other try would fix
     assert "after 1 s it has no config.yaml; is it" in said
 
 

@@ -197,7 +197,7 @@ def test_multirun_makes_a_run_of_two_ranks_for_each_job(command):
 BAD = {
     "strategy.process_group_backend=nccl": "process_group_backend=nccl needs GPUs",
     "strategy.process_group_backend=mpi": "process_group_backend=mpi is not in torch",
-    "trainer.devices=3": "batch.global_size=8 does not divide by 3 devices x 1 node = 3; "
+    "trainer.devices=3": "batch.global_size=8 is not divisible by 3 devices x 1 node = 3; "
     "nearest: batch.global_size=6 or 9",
     "strategy.comm_hook=int8": "comm_hook=int8 is not one of none",
     "strategy.process_group_backend=ucc": "ucc is not one of null, nccl, gloo, mpi",

@@ -45,7 +45,7 @@ def resumed(finished, tmp_path_factory, python_of_forks):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "executable", python_of_forks)
         failed = command.train(*kill, status=1, PYTHONPATH=str(command.folder))
-        assert "rank 0 was killed by SIGKILL; no restart is left" in failed.stderr
+        assert "rank 0 was killed by SIGKILL; no restarts are left" in failed.stderr
         return command, command(*words, PYTHONPATH=str(command.folder)).stdout
 
 
@@ -112,7 +112,10 @@ def test_run_of_another_model_is_refused_unless_forced(finished, command):
     other, _ = finished
     words = [f"resume={other.folder}/runs/first", "model.n_layer=3", "run_dir=run"]
     line = command.train(*words, status=2).stderr
-    assert "here is model.n_layer=3 instead of 2; set them alike, or set resume_force" in line
+    assert (
+        "here is model.n_layer=3 instead of 2; set them to the same values, or set resume_force"
+        in line
+    )
     assert not (command.folder / "run").exists()
     out = command.train(*words, "resume_force=true", "max_steps=6").stdout
     assert "resume_force: took 28 weights" in out
@@ -121,13 +124,26 @@ def test_run_of_another_model_is_refused_unless_forced(finished, command):
 @pytest.mark.parametrize(
     ("override", "line"),
     [
-        ("model.n_layer=3", "run_dir=run keeps what it was made with; here is model.n_layer=3"),
+        (
+            "model.n_layer=3",
+            "run_dir=run keeps the values that it was created with; this command has "
+            "model.n_layer=3",
+        ),
         ("data.val_fraction=0.5", "here is data.val_fraction=0.5 instead of 0.02; set them"),
-        ("seed=1", "here is seed=1 instead of 1337; set them alike, or set resume_force=true"),
+        (
+            "seed=1",
+            "here is seed=1 instead of 1337; set them to the same values, or set resume_force=true",
+        ),
         ("batch.global_size=16", "here is batch.global_size=16 instead of 8"),
         ("optim.algorithm=muon", "here is optim.algorithm=muon instead of adamw"),
-        ("model=gpt2", "run_dir=run was started with other choices; here is batch.global_size=12"),
-        ("logger=none max_steps=30", "run_dir=run was started with other choices; here is"),
+        (
+            "model=gpt2",
+            "run_dir=run was started with other choices; this command has batch.global_size=12",
+        ),
+        (
+            "logger=none max_steps=30",
+            "run_dir=run was started with other choices; this command has",
+        ),
         ("max_stepz=3", "unknown setting max_stepz; did you mean max_steps?"),
         ("max_steps=-3", "max_steps=-3 must be at least 1"),
     ],
@@ -170,7 +186,7 @@ def test_a_run_goes_on_with_the_data_that_it_began_with(command, corpus):
     said = command("train", "run_dir=run", "resume=auto", "max_steps=25", status=2).stderr
     assert f"{prepared} is gone, and the corpus makes other tokens by now" in said
     said = command.train(*words, "resume=run", "run_dir=new", status=2).stderr
-    assert "keeps what it was made with; here is data.fingerprint=" in said
+    assert "keeps the values that it was created with; this command has data.fingerprint=" in said
 
 
 def test_data_that_is_gone_is_prepared_again_from_the_same_corpus(command, corpus):
@@ -209,7 +225,10 @@ def test_a_forced_resume_takes_the_weights_that_fit_and_begins_with_the_rest_ane
     assert "took" not in said
     assert [row["trainer/step"] for row in rows(command.folder / "run")][2:] == ["12", "14"]
     changed = command("train", *FORCED[:2], "model.n_layer=4", status=2).stderr
-    assert "keeps what it was made with; here is model.n_layer=4 instead of 3" in changed
+    assert (
+        "keeps the values that it was created with; this command has model.n_layer=4 instead of 3"
+        in changed
+    )
 
 
 @pytest.mark.parametrize(
@@ -249,7 +268,7 @@ def test_a_finished_run_is_done_and_stays_as_it_is(finished, command, again):
     before = content(command.folder / "run")
     own = (f"data.root={command.data_root}",) if again else ()
     said = command("train", *again, *own, "run_dir=run", "resume=auto").stdout
-    assert said == "run is done; a larger max_steps would train it longer\n"
+    assert said == "run is done; raise max_steps to train it longer\n"
     assert content(command.folder / "run") == before
 
 
@@ -347,7 +366,7 @@ def test_resume_in_a_folder_of_other_things_is_refused(command):
     (command.folder / "run").mkdir()
     (command.folder / "run/mine.txt").write_text("mine")
     said = command.train("run_dir=run", "resume=auto", status=2).stderr
-    assert "run_dir=run exists and holds something; name another one" in said
+    assert "run_dir=run already exists and is not empty; name another one" in said
     assert [each.name for each in (command.folder / "run").iterdir()] == ["mine.txt"]
 
 
@@ -384,7 +403,7 @@ def disk(command):
 
 
 LINES = {
-    1000: "No space left on device: disk/run cannot be written; mend that, then resume=auto goes "
+    1000: "No space left on device: disk/run cannot be written; fix that, then resume=auto goes "
     "on from disk/run/checkpoints/step=000050.ckpt",  # metrics.csv comes first
     55: r"disk/run/checkpoints has 0 bytes left, a checkpoint takes [\d,]+; make room there, then "
     "go on with resume=auto from the newest, which is whole",
@@ -422,8 +441,8 @@ def test_a_resume_on_a_full_disk_is_refused_in_one_line_and_goes_on_later(comman
     frozen = (stopped / "config.yaml").read_bytes()
     assert command(*words, status=1).stderr == (
         "lockstep-gpt train: "
-        "No space left on device: disk/run cannot be written; mend that, then "
-        "resume=auto goes on from disk/run/checkpoints/step=000010.ckpt\n"
+        "No space left on device: disk/run cannot be written; fix that, then "
+        "resume=auto continues from disk/run/checkpoints/step=000010.ckpt\n"
     )
     assert (stopped / "config.yaml").read_bytes() == frozen
     (stopped.parent / "filler").unlink()
@@ -436,6 +455,6 @@ def test_a_resume_on_a_disk_that_is_read_only_is_refused_in_one_line(command, st
     words = ("train", "run_dir=disk/run", "resume=auto", "max_steps=20")
     assert command(*words, status=2).stderr == (
         "lockstep-gpt train: "
-        "Read-only file system: disk/run cannot be written; mend that, then "
-        "resume=auto goes on from disk/run/checkpoints/step=000010.ckpt\n"
+        "Read-only file system: disk/run cannot be written; fix that, then "
+        "resume=auto continues from disk/run/checkpoints/step=000010.ckpt\n"
     )

@@ -42,7 +42,8 @@ def test_a_run_keeps_what_it_was_made_with_and_says_what_differs():
     with pytest.raises(UserError) as refused:
         refuse_another_identity("the run", {**VALUES, "seed": 1}, other)
     assert str(refused.value) == (
-        "the run keeps what it was made with; here is batch.global_size=8 instead of 4, "
+        "the run keeps the values that it was created with; this command has batch.global_size=8 "
+        "instead of 4, "
         "model.block_size=None instead of 8, model.n_layer=2 instead of 1 and 3 more; set them "
         "alike, or set resume_force=true"
     )
@@ -161,7 +162,7 @@ def test_a_directory_that_could_not_be_made_may_be_used_later(run, monkeypatch):
 
 
 def test_a_folder_without_a_frozen_configuration_is_no_run_directory(run):
-    with pytest.raises(UserError, match=r"is no run directory: it has no config\.yaml"):
+    with pytest.raises(UserError, match=r"is not a run directory: it has no config\.yaml"):
         run.values()
 
 

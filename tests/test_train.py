@@ -66,7 +66,7 @@ def test_screen_shows_receipt_sample_and_what_to_type_next(finished):
     command, screen = finished
     for line in (
         "1 device x 1 node x 8 samples x 1 accumulation = 8 samples = 256 tokens per step",
-        "0.003 x 1 = 0.003 (linear in the batch: 8 samples, found at 8)",
+        "0.003 x 1 = 0.003 (linear in the batch: 8 samples, tuned for 8)",
         "  | def ",
         'generate runs/first --prompt "def "',
     ):
@@ -140,7 +140,7 @@ def test_a_stop_that_could_not_save_in_time_says_so_and_what_remains(command, wa
     assert time.monotonic() - started < 60  # of 600
     summary = command.summary("run")
     assert (summary["status"], summary["saved"]) == ("stopped", False)
-    line = f"stopped by SIGTERM before all ranks saved; resume=auto goes on from {saved}"
+    line = f"stopped by SIGTERM before all ranks saved; resume=auto continues from {saved}"
     assert out.splitlines()[-1] == line.replace(str(run), "run")
 
 
@@ -156,8 +156,11 @@ def test_a_stop_before_anything_was_saved_says_so(command, wait_for):
     out, _ = process.communicate(timeout=240)
     assert process.returncode == 128 + signal.SIGINT
     assert command.summary("run") == {"status": "stopped", "saved": False}
-    assert out.count("\nstopping after this step and saving; Ctrl-C again does not wait\n") == 1
-    line = "stopped by SIGINT before all ranks saved; resume=auto begins anew"
+    assert (
+        out.count("\nstopping after this step and saving; press Ctrl-C again to stop at once\n")
+        == 1
+    )
+    line = "stopped by SIGINT before all ranks saved; resume=auto starts over"
     assert out.splitlines()[-1] == line
 
 
@@ -207,11 +210,11 @@ BAD_SETTINGS = {
     "model.n_layers=3": "unknown setting model.n_layers; did you mean model.n_layer?",
     "model.n_layer=many": "model.n_layer=many must be a whole number",
     "model=gpt5": "model=gpt5 is not one of gpt2, gpt2_large, gpt2_medium, gpt2_xl, ",
-    "trainer.max_steps=7": "trainer.max_steps=7 is not set there; set max_steps instead",
-    "model.n_embd=33": "model.n_embd=33 does not divide by model.n_head=2; nearest: model.n_embd=3",
+    "trainer.max_steps=7": "trainer.max_steps=7 cannot be set there; set max_steps instead",
+    "model.n_embd=33": "model.n_embd=33 is not divisible by model.n_head=2; nearest: model.n_embd",
     "max_steps=-1": "max_steps=-1 must be at least 1",
     "optim.lr_scaling=cubic": "optim.lr_scaling=cubic is not one of linear, sqrt, none",
-    "batch.micro_size=3": "batch.global_size=8 does not divide by batch.micro_size=3",
+    "batch.micro_size=3": "batch.global_size=8 is not divisible by batch.micro_size=3",
     "trainer=gpu": "no GPU",
     "precision=16-mixed": "precision=16-mixed needs a GPU",
     "model.block_size=10000000": "model.block_size=10000000",

@@ -159,11 +159,11 @@ def one(step: Callable[[], Any], device: str) -> float:
     """Return the seconds of one step."""
     begun = time.perf_counter()
     step()
-    synchronise(device)
+    synchronize(device)
     return time.perf_counter() - begun
 
 
-def synchronise(device: str) -> None:
+def synchronize(device: str) -> None:
     """Wait for the device."""
     if device == "cuda":
         torch.cuda.synchronize()
@@ -461,7 +461,7 @@ class Clock(Callback):
         """End the previous step's timing, and start the next."""
         if trainer.fit_loop.epoch_loop.batch_idx % trainer.accumulate_grad_batches:
             return
-        synchronise(self.task.device)
+        synchronize(self.task.device)
         now = time.perf_counter()
         if self.last is not None:
             self.seconds.append(now - self.last)

@@ -25,7 +25,7 @@ OPEN_GROUPS = ("trainer", "strategy", "callbacks", "logger")  # Lightning's own 
 
 
 class UserError(ValueError):
-    """A mistake that its maker can mend: one line, exit status 2, no traceback."""
+    """A mistake that its maker can fix: one line, exit status 2, no traceback."""
 
     status = 2
 
@@ -142,7 +142,7 @@ class BatchConfig(Checked):
         """Check also that something says how large the batch is."""
         super().__post_init__()
         if self.micro_size is None and self.global_size is None:
-            self.refuse("micro_size", "and batch.global_size=null say no size; set one of them")
+            self.refuse("micro_size", "and batch.global_size=null give no size; set one of them")
 
 
 @dataclass
@@ -173,12 +173,12 @@ class ModelConfig(Checked):
         """Check also that the heads share the width evenly, and that the architecture is there."""
         super().__post_init__()
         if not is_module("model", self.architecture):
-            self.refuse("architecture", "is none of gpt, modern or another module of model/")
+            self.refuse("architecture", "is not gpt, modern, or another module of model/")
         if self.n_kv_head is not None and self.n_head % self.n_kv_head:
             self.refuse("n_kv_head", f"does not divide model.n_head={self.n_head}")
         if self.n_embd % self.n_head:
             fits = self.n_head * max(1, round(self.n_embd / self.n_head))
-            rule = f"does not divide by model.n_head={self.n_head}; nearest: model.n_embd={fits}"
+            rule = f"is not divisible by model.n_head={self.n_head}; nearest: model.n_embd={fits}"
             self.refuse("n_embd", rule)
 
 
@@ -265,7 +265,7 @@ class OptimConfig(Checked):
         """Check also that the warmup is given once, and that the optimizer is there."""
         super().__post_init__()
         if self.algorithm != "adamw" and not is_module("training", self.algorithm):
-            self.refuse("algorithm", "is none of adamw, muon or another module of training/")
+            self.refuse("algorithm", "is not adamw, muon, or another module of training/")
         if self.warmup_steps is not None and self.warmup_tokens is not None:
             self.refuse("warmup_steps", "and optim.warmup_tokens are both set; set one to null")
 
@@ -415,7 +415,7 @@ def _check_trainer(trainer: dict[str, Any]) -> None:
 
 def owned_key_line(key: str, value: Any, door: str) -> str:
     """Say which setting of ours stands for the Trainer's argument `key`."""
-    return f"trainer.{key}={as_typed(value)} is not set there; set {door} instead"
+    return f"trainer.{key}={as_typed(value)} cannot be set there; set {door} instead"
 
 
 def _is_count(value: Any) -> bool:

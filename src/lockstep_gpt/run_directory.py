@@ -48,9 +48,9 @@ class RunDirectory:
         left = {self.lock.name, f".{self.config.name}.tmp"}
         is_empty = self.path.is_dir() and {each.name for each in self.path.iterdir()} <= left
         if self.path.exists() and not is_empty:
-            go_on = ", or go on with it by resume=auto" if self.config.is_file() else ""
+            go_on = ", or continue it with resume=auto" if self.config.is_file() else ""
             raise UserError(
-                f"run_dir={self.path} exists and holds something; name another one{go_on}"
+                f"run_dir={self.path} already exists and is not empty; name another one{go_on}"
             )
 
     def create(self, values: dict[str, Any]) -> None:
@@ -73,9 +73,11 @@ class RunDirectory:
                 text = re.sub(rf"(_target_: ){re.escape(old)}\b", rf"\1{new}", text)
             return readable(dict(yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))))
         except FileNotFoundError:
-            raise UserError(f"{self.path} is no run directory: it has no config.yaml") from None
+            raise UserError(f"{self.path} is not a run directory: it has no config.yaml") from None
         except (yaml.YAMLError, AttributeError, TypeError, ValueError):
-            raise UserError(f"{self.config} is damaged; put back what was frozen there") from None
+            raise UserError(
+                f"{self.config} is damaged; restore the file that the run wrote"
+            ) from None
 
     def load(self) -> Config:
         """Return the frozen configuration, checked and resolved, or raise a `UserError`."""
@@ -96,7 +98,7 @@ class RunDirectory:
     def way_on(self) -> str:
         """Say what `resume=auto` goes on from."""
         newest = max(self.checkpoints.glob("step=*.ckpt"), key=os.path.getmtime, default=None)
-        return f"resume=auto {f'goes on from {newest}' if newest else 'begins anew'}"
+        return f"resume=auto {f'continues from {newest}' if newest else 'starts over'}"
 
     @contextlib.contextmanager
     def writing(self, mistake: type[Exception] = RunError) -> Iterator[None]:
@@ -105,8 +107,8 @@ class RunDirectory:
             yield
         except OSError as error:
             kind = RunError if error.errno in (errno.ENOSPC, errno.EDQUOT) else mistake
-            go_on = f"mend that, then {self.way_on()}"
-            remedy = go_on if self.config.exists() else "name another one, or mend that"
+            go_on = f"fix that, then {self.way_on()}"
+            remedy = go_on if self.config.exists() else "name another one, or fix that"
             raise kind(f"{error.strerror}: {self.path} cannot be written; {remedy}") from error
 
     def record_failure(self, failure: dict[str, Any]) -> bool:
@@ -141,10 +143,13 @@ class RunDirectory:
                 except (BlockingIOError, PermissionError):
                     file.seek(0)
                     who = file.read().decode() or "another process"
-                    line = f"run_dir={self.path} is in use by {who}; wait for it, or stop it"
+                    line = f"run_dir={self.path} is in use by {who}; wait for it to end, or stop it"
                     raise UserError(line) from None
                 except OSError as error:  # a file system without locks
-                    print(f"run_dir={self.path} cannot be locked ({error.strerror}): use it once")
+                    print(
+                        f"run_dir={self.path} cannot be locked ({error.strerror}): make sure "
+                        "that only one command uses it"
+                    )
                 file.truncate(0)
                 file.write(f"process {os.getpid()} on {socket.gethostname()}".encode())
             after.callback(self.lock.unlink, missing_ok=True)  # gone with its run, if a mistake
@@ -198,7 +203,8 @@ def refuse_another_identity(where: str, saved: dict[str, Any], ours: dict[str, A
     was = {name: value for name, value in flat(saved) if name in kept and value is not None}
     if differing := differences(was, {name: now.get(name) for name in was}, free=()):
         raise UserError(
-            f"{where} keeps what it was made with; here is {some_of(differing)}; set them alike, "
+            f"{where} keeps the values that it was created with; this command has "
+            f"{some_of(differing)}; set them alike, "
             "or set resume_force=true"
         )
 

@@ -115,7 +115,7 @@ def test_identity_follows_changes_but_not_the_place(tmp_path):
 @pytest.mark.parametrize("path", ["nothing", "*.txt", "empty"])
 def test_a_path_that_leads_nowhere_is_one_clear_line(tmp_path, path):
     (tmp_path / "empty").mkdir()
-    with pytest.raises(UserError, match=r"data\.path=.* leads to no file; give a file or a folder"):
+    with pytest.raises(UserError, match=r"data\.path=.* matches no file; give a file or a folder"):
         corpus(tmp_path / path)
 
 
@@ -185,5 +185,7 @@ print({"torch", "tokenizers", "datasets", "pyarrow", "zstandard", "fsspec"} & {*
 
 def test_a_packed_file_is_refused_and_not_read_as_text(tmp_path):
     write(tmp_path, {"a.txt": "text", "b.txt.gz": "bytes"})
-    with pytest.raises(UserError, match=r"data\.path=.*: b\.txt\.gz is packed; unpack it first"):
+    with pytest.raises(
+        UserError, match=r"data\.path=.*: b\.txt\.gz is compressed; decompress it first"
+    ):
         corpus(tmp_path)

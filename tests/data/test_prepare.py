@@ -224,7 +224,7 @@ def test_verifying_finds_a_byte_that_changed(tmp_path, caplog, small):
     with (folder / "val-00000.bin").open("r+b") as file:
         file.write(b"xx")
     prepare(small(tmp_path))
-    with pytest.raises(UserError, match=r"val-00000\.bin is not what its SHA-256 says"):
+    with pytest.raises(UserError, match=r"val-00000\.bin does not match its SHA-256"):
         prepare(small(tmp_path), verify=True)
 
 
@@ -238,7 +238,7 @@ def test_the_command_verifies_what_lies_there(command, tmp_path):
     with (folder / "train-00000.bin").open("r+b") as file:
         file.write(b"xx")
     line = command(*words, "--verify", status=2).stderr
-    assert "train-00000.bin is not what its SHA-256 says; delete the folder" in line
+    assert "train-00000.bin does not match its SHA-256; delete the folder" in line
     assert line.count("\n") == 1
 
 

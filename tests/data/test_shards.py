@@ -73,7 +73,7 @@ def test_several_files_are_refused_where_no_extra_reads_them(tmp_path, monkeypat
     both = Split(12, shards=[*first.shards, second])
     write_index(tmp_path, index_of(both, written(tmp_path, "val", range(5), "u1"), "u1"))
     monkeypatch.setattr(extras, "__path__", [])
-    line = r"train-00001\.bin is a second file, which an extra reads that is not here; delete the"
+    line = r"train-00001\.bin is a second file, and the extra that reads several is not installed"
     with pytest.raises(UserError, match=line):
         open_split(tmp_path, "train")
     assert open_split(tmp_path, "val").tolist() == [*range(5)]
@@ -111,7 +111,7 @@ def test_a_changed_byte_is_found_by_its_sum_alone(tmp_path):
     with (tmp_path / "val-00000.bin").open("r+b") as file:
         file.write(b"x")
     check_sizes(tmp_path, index)
-    with pytest.raises(UserError, match=r"val-00000.bin is not what its SHA-256 says; delete"):
+    with pytest.raises(UserError, match=r"val-00000.bin does not match its SHA-256; delete"):
         check_content(tmp_path, index)
 
 

@@ -95,7 +95,7 @@ def test_a_rank_that_aborts_as_nccl_s_watchdog_has_it_is_restarted_once(command)
     said = command.train(*words, abort, status=1, PYTHONPATH=str(command.folder)).stderr
     assert time.monotonic() - started < 100
     assert said.count("rank 0 was killed by SIGABRT; restarting all ranks (1 of 3)") == 1
-    assert said.count("; no restart is left") == 1
+    assert said.count("; no restarts are left") == 1
     assert "(2 of 3)" not in said
 
 

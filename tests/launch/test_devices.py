@@ -114,7 +114,9 @@ def test_a_gpu_that_is_not_there_is_refused_with_the_mask_that_hides_it(gpus_her
 
 def test_more_devices_than_gpus_are_refused_with_what_is_there(gpus_here):
     gpus_here(1)
-    assert refusal({"devices": 2}) == "trainer.devices=2 is more than there are: 1 GPU visible"
+    assert (
+        refusal({"devices": 2}) == "trainer.devices=2 is more than this machine has: 1 GPU visible"
+    )
 
 
 def test_arithmetic_of_gpus_alone_is_refused_on_a_cpu(gpus_here):
@@ -134,7 +136,7 @@ def test_nccl_is_refused_on_a_cpu(gpus_here):
 def test_several_machines_without_what_starts_them_are_refused(gpus_here, monkeypatch):
     gpus_here(0)
     monkeypatch.setattr(devices, "additions", lambda _: [])
-    missing = "trainer.num_nodes=2 needs an extra that is not here: nodes, or launchers"
+    missing = "trainer.num_nodes=2 needs an extra that is not installed: nodes, or launchers"
     assert refusal({"num_nodes": 2}).startswith(missing)
 
 
@@ -144,4 +146,4 @@ def test_ranks_that_nothing_here_can_start_are_refused(gpus_here, monkeypatch):
     monkeypatch.setattr(devices, "asked", lambda *_: [])
     monkeypatch.setattr(devices, "merged", lambda _: {})
     line = refusal({}, strategy={"start_method": "spawn"})
-    assert line.startswith("strategy.start_method=spawn needs an extra that is not here")
+    assert line.startswith("strategy.start_method=spawn needs an extra that is not installed")

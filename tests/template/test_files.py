@@ -161,18 +161,18 @@ def test_pyproject_has_the_answers(baked):
     assert about["scripts"] == {"its-slug": "its_package.cli:run"}
 
 
-@pytest.mark.parametrize("licence", [each for each in LICENSES if each != "none"])
-def test_licence_has_year_and_author_and_no_gap_to_fill(licence, baked):
-    project = baked(license=licence, author="Ada Lovelace")
+@pytest.mark.parametrize("name", [each for each in LICENSES if each != "none"])
+def test_license_has_year_and_author_and_no_gap_to_fill(name, baked):
+    project = baked(license=name, author="Ada Lovelace")
     text = (project / "LICENSE").read_text("utf-8")
     assert text.count(f"{time.strftime('%Y')} Ada Lovelace") == 1
-    assert licence.split("-")[0] in text or "Redistribution and use" in text
+    assert name.split("-")[0] in text or "Redistribution and use" in text
     assert not re.search(r"lockstep|\[yyyy\]|\[name|<year>|<owner>", text, re.IGNORECASE)
     readme = (project / "README.md").read_text("utf-8")
-    assert readme.endswith(f"\n\n## Licence\n\n{licence}, see [LICENSE](LICENSE).\n")
+    assert readme.endswith(f"\n\n## License\n\n{name}, see [LICENSE](LICENSE).\n")
 
 
-def test_without_a_licence_nothing_speaks_of_one(baked):
+def test_without_a_license_nothing_speaks_of_one(baked):
     project = baked(license="none")
     about = tomllib.loads((project / "pyproject.toml").read_text("utf-8"))["project"]
     assert not (project / "LICENSE").exists()
@@ -216,10 +216,14 @@ def test_its_reference_of_settings_is_what_its_own_script_writes(answers, baked,
     ("chosen", "setting", "line"),
     [
         ("none", "model.init_from=there", "unknown setting model.init_from; there are "),
-        ("compat", "model.init_from=there", "model.init_from; it needs an extra that is not here"),
+        (
+            "compat",
+            "model.init_from=there",
+            "model.init_from; it needs an extra that is not installed",
+        ),
         ("none", "checkpoint.copy_to=there", "unknown setting checkpoint.copy_to; there are "),
-        ("compat", "checkpoint.copy_to=there", "copy_to; it needs an extra that is not here"),
-        ("none", "trainer.num_nodes=2", "trainer.num_nodes=2 needs an extra that is not here"),
+        ("compat", "checkpoint.copy_to=there", "copy_to; it needs an extra that is not installed"),
+        ("none", "trainer.num_nodes=2", "trainer.num_nodes=2 needs an extra that is not installed"),
     ],
 )
 def test_a_setting_of_an_extra_is_refused_where_the_extra_is_not(

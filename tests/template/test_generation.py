@@ -33,7 +33,7 @@ PRIVATE = (".DS_Store", ".idea/workspace.xml", "id_ed25519", "notes/todo.md", "s
 NEW = "src/lockstep_gpt/new.py"  # what is to be committed is no junk
 ENDS = b"\xff\xfe no text \r\n"
 SCREEN = """\
-my-gpt: {} files, package my_gpt, MIT licence, extras: none; a git repository with its first commit
+my-gpt: {} files, package my_gpt, MIT license, extras: none; a git repository with its first commit
 next:
   cd my-gpt
   python3 scripts/dev.py train

@@ -115,7 +115,7 @@ def test_where_both_changed_the_same_there_are_conflict_markers(
     model = (project / "src/my_gpt/model/gpt.py").read_text("utf-8")
     assert {"<<<<<<<", "=======", ">>>>>>>"} <= {line[:7] for line in model.splitlines()}
     assert (project / "src/my_gpt/model/new.py").is_file()
-    refused = update(project, status=2)  # not before these are mended
+    refused = update(project, status=2)  # not before these are fixed
     assert "the working tree is not clean" in refused
 
 

@@ -29,7 +29,7 @@ def test_the_review_sees_what_is_missing(environment, tmp_path):
     assert done.returncode == 3
 
 
-def test_the_citation_has_the_version_and_the_licence_of_the_project(template):
+def test_the_citation_has_the_version_and_the_license_of_the_project(template):
     cited = yaml.safe_load((template / "CITATION.cff").read_text("utf-8"))
     about = tomllib.loads((template / "pyproject.toml").read_text("utf-8"))["project"]
     assert (cited["version"], cited["license"]) == (about["version"], about["license"])

@@ -139,11 +139,11 @@ def test_checkpoints_are_listed_by_step_and_nothing_else_is(tmp_path):
 def test_a_flipped_bit_is_seen_and_skipped_by_name(tmp_path, caplog):
     old, new = (save(checkpoint_path(tmp_path, step)) for step in (1, 2))
     flip_a_bit(new)
-    assert fault_of(new) == "is not what its SHA-256 says"
+    assert fault_of(new) == "does not match its SHA-256"
     with caplog.at_level(logging.WARNING):
         assert newest_valid(tmp_path) == old
-    assert caplog.messages == [f"skipped {new}: it is not what its SHA-256 says"]
-    with pytest.raises(UserError, match=r"step=000002\.ckpt is not what its SHA-256 says; take"):
+    assert caplog.messages == [f"skipped {new}: it does not match its SHA-256"]
+    with pytest.raises(UserError, match=r"step=000002\.ckpt does not match its SHA-256; take"):
         read_checkpoint(new)
 
 
@@ -154,7 +154,7 @@ def test_a_checkpoint_without_a_readable_sum_is_skipped(tmp_path, sum_text):
         sum_path(path).unlink()
     else:
         sum_path(path).write_bytes(sum_text.encode("latin-1"))
-    assert fault_of(path) == "has no SHA-256 beside it"
+    assert fault_of(path) == "has no SHA-256 file next to it"
     assert newest_valid(tmp_path) is None
 
 
@@ -210,7 +210,7 @@ def test_a_checkpoint_in_several_files_is_verified_and_removed_whole(tmp_path):
     AtomicCheckpointIO().save_checkpoint(content(), path, sums)
     assert fault_of(path) is None
     part.write_bytes(b"weight?")
-    assert fault_of(path) == f"has a {part.name} that is not what its SHA-256 says"
+    assert fault_of(path) == f"has a {part.name} that does not match its SHA-256"
     AtomicCheckpointIO().remove_checkpoint(path)
     assert not list(tmp_path.iterdir())
 
@@ -218,7 +218,9 @@ def test_a_checkpoint_in_several_files_is_verified_and_removed_whole(tmp_path):
 def test_parts_without_the_extra_that_joins_them_are_refused(tmp_path, monkeypatch):
     path = save(checkpoint_path(tmp_path, 1), parts=["step=000001.part"])
     monkeypatch.setattr("lockstep_gpt.training.checkpoint.asked", lambda *_: [])
-    with pytest.raises(UserError, match=r"is in parts, which an extra reads that is not here"):
+    with pytest.raises(
+        UserError, match=r"is in shards, and the extra that reads them is not installed"
+    ):
         read_checkpoint(path)
 
 

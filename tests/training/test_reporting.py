@@ -144,9 +144,9 @@ def test_the_budget_is_said_in_steps_tokens_and_epochs(windows, epochs):
 @pytest.mark.parametrize(
     ("rule", "line"),
     [
-        ("linear", "0.001 x 4 = 0.004 (linear in the batch: 48 samples, found at 12)"),
-        ("sqrt", "0.001 x 2 = 0.002 (square root of the batch: 48 samples, found at 12)"),
-        ("none", "0.001 x 1 = 0.001 (not scaled: 48 samples, found at 12)"),
+        ("linear", "0.001 x 4 = 0.004 (linear in the batch: 48 samples, tuned for 12)"),
+        ("sqrt", "0.001 x 2 = 0.002 (square root of the batch: 48 samples, tuned for 12)"),
+        ("none", "0.001 x 1 = 0.001 (not scaled: 48 samples, tuned for 12)"),
     ],
 )
 def test_the_learning_rate_is_said_with_what_made_it(rule, line):

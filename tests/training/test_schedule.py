@@ -81,7 +81,7 @@ def test_a_refusal_is_one_line_with_value_rule_and_remedies() -> None:
     with pytest.raises(UserError) as refusal:
         plan_batch(BatchConfig(micro_size=12, global_size=100), 128, devices=2, nodes=2)
     assert str(refusal.value) == (
-        "batch.global_size=100 does not divide by batch.micro_size=12 x 2 devices x 2 nodes = 48; "
+        "batch.global_size=100 is not divisible by batch.micro_size=12 x 2 devices x 2 nodes = 48; "
         "nearest: batch.global_size=96 or 144, or keep it with batch.micro_size=5"
     )
 

@@ -98,9 +98,11 @@ class TextFiles:
         if path.is_file():
             found = [File(path.name, path.stat().st_size, path.stat().st_mtime, str(path))]
         if not found:
-            raise UserError(f"data.path={self.path} leads to no file; give a file or a folder")
+            raise UserError(f"data.path={self.path} matches no file; give a file or a folder")
         if packed := [each.name for each in found if each.name.endswith((".gz", ".zst"))]:
-            raise UserError(f"data.path={self.path}: {packed[0]} is packed; unpack it first")
+            raise UserError(
+                f"data.path={self.path}: {packed[0]} is compressed; decompress it first"
+            )
         return found
 
     def identity(self) -> Any:
@@ -133,7 +135,9 @@ class TextFiles:
 def refuse_binary(piece: bytes, path: str) -> None:
     """Raise a `UserError` for a piece of a file that is no text; text in UTF-16 is none either."""
     if b"\0" in piece:
-        raise UserError(f"{path} is no text: it has NUL bytes; leave it out, or save it as UTF-8")
+        raise UserError(
+            f"{path} is not text: it contains NUL bytes; remove it, or save it as UTF-8"
+        )
 
 
 def _pieces(path: str) -> Iterator[bytes]:
@@ -147,7 +151,7 @@ def _pieces(path: str) -> Iterator[bytes]:
                 rest = rest[end:]
     except OSError as error:
         raise UserError(
-            f"{path} cannot be read: {error.strerror}; mend it, or take another corpus"
+            f"{path} cannot be read: {error.strerror}; fix it, or choose another corpus"
         ) from error
     yield rest
 

@@ -110,7 +110,7 @@ def recipe_of(config: DataConfig) -> Recipe:
     """Open the corpus of `config`, or raise a `UserError`; find out what decides its tokens."""
     if getattr(config, "path", None) == "":
         raise UserError(
-            f"data.path is empty; set it to what data.source={config.source} shall read"
+            f"data.path is empty; set it to what data.source={config.source} should read"
         )
     corpus = corpora.corpus_of(config)
     settings = {name: getattr(config, name) for name in config.names("kept") if name not in APART}
@@ -133,7 +133,9 @@ def _build(recipe: Recipe, folder: Path) -> bool:
         (addition("BUILD") or write)(recipe, unfinished)
         if recipe_of(recipe.config).fingerprint != recipe.fingerprint:
             shutil.rmtree(unfinished)
-            raise UserError(f"{folder.name}: the corpus changed meanwhile; prepare it again")
+            raise UserError(
+                f"{folder.name}: the corpus changed during preparation; prepare it again"
+            )
         sync_folder(unfinished)
         unfinished.rename(folder)
     sync_folder(folder.parent)

@@ -138,7 +138,7 @@ def check_content(folder: Path, index: Index) -> None:
     for shard in index.shards:
         with (folder / shard.file).open("rb") as file:
             if hashlib.file_digest(file, "sha256").hexdigest() != shard.sha256:
-                raise unusable(folder / shard.file, "is not what its SHA-256 says")
+                raise unusable(folder / shard.file, "does not match its SHA-256")
 
 
 def unusable(path: Path, reason: str) -> UserError:
@@ -154,7 +154,9 @@ def open_split(folder: Path, split: str) -> npt.NDArray[Any]:
     if not more:
         return np.memmap(file, index.dtype, mode="r")
     if (joined := addition("JOINED_FILES")) is None:
-        raise unusable(more[0], "is a second file, which an extra reads that is not here")
+        raise unusable(
+            more[0], "is a second file, and the extra that reads several is not installed"
+        )
     return cast(npt.NDArray[Any], joined([file, *more]).view(index.dtype))
 
 

@@ -62,7 +62,7 @@ class ByteTokenizer:
         if together.count(b"\0") > len(texts):
             text = next(text for text in texts if b"\0" in text)
             raise UserError(
-                "a text has a NUL byte, which ends a document of bytes; take it out of "
+                "a text contains a NUL byte, which marks the end of a document; remove it from "
                 f"{text[:60]!r}"
             )
         return np.frombuffer(together, dtype=np.uint8)

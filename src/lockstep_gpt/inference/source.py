@@ -41,5 +41,5 @@ def load_model(path: Path) -> tuple[GPT, Config, tokenizer.Tokenizer]:
         model.load_state_dict({name.removeprefix(prefix): each for name, each in own.items()})
     except RuntimeError as error:
         reason = " ".join(str(error).split())
-        raise UserError(f"{path}: {reason}; take the code that made it") from None
+        raise UserError(f"{path}: {reason}; use the code that wrote it") from None
     return model.eval(), config, text

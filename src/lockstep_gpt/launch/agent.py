@@ -196,7 +196,7 @@ class RankAgent(LocalElasticAgent):
         chosen = [code for code in self._ended.values() if code == 2 or code > 128]
         if not chosen and 1 not in self._ended.values():  # such a rank has told why itself
             told = filter(None, asked("EXPLAIN_DEATHS", self._run, self._ended))
-            print(f"{causes(self._ended)}; no restart is left", *told, sep="\n", file=sys.stderr)
+            print(f"{causes(self._ended)}; no restarts are left", *told, sep="\n", file=sys.stderr)
         return chosen[0] if chosen else 1
 
 

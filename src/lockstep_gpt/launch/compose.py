@@ -165,7 +165,7 @@ def one_line(error: Exception, arguments: list[str]) -> str:
     if path and (found := re.match(r"(Value .+?)( full_key: .+)?$", text)):
         return f"{path}={value}: {found[1].rstrip('.')}"
     if found := re.search(r"Ambiguous value for argument '(.+?)' ", text):
-        return f"{found[1]} has several values: add --multirun for a run with each; [a,b] is a list"
+        return f"{found[1]} has several values: add --multirun to run each, or write [a,b]"
     if found := re.search(r"Error parsing override '(.*?)' missing EQUAL", text):
         return f"{found[1]} has no value; write NAME=VALUE, without spaces"
     noise = r" (full_key|reference_type|object_type)[:=] ?\S*| (See https?://|Config search path).+"

@@ -32,7 +32,9 @@ def place(config: Config) -> Placement:
     elif devices == "auto":
         devices = found or 1
     if found is not None and devices > found:
-        raise UserError(f"trainer.devices={devices} is more than there are: {_visible(found)}")
+        raise UserError(
+            f"trainer.devices={devices} is more than this machine has: {_visible(found)}"
+        )
     placement = Placement(accelerator, devices, nodes)
     asked("CHECK_START", config)
     _refuse_impossible(config, placement)
@@ -49,7 +51,7 @@ def accelerator_of(wanted: str) -> str:
     if other := next(filter(None, asked("ACCELERATOR", wanted)), ""):
         return str(other)
     gpus = wanted not in ("cpu", "mps") and gpu_count() > 0
-    rule = f"but {_visible(0)}; trainer=cpu runs without"
+    rule = f"but {_visible(0)}; set trainer=cpu to run without one"
     check("trainer.accelerator", wanted, gpus or wanted in ("cpu", "auto"), rule)
     return "cuda" if gpus else "cpu"
 
@@ -81,14 +83,14 @@ def _visible(count: int) -> str:
 
 
 def _refuse_impossible(config: Config, placement: Placement) -> None:
-    """Raise a `UserError` for what these devices cannot do, or only an extra that is not here."""
+    """Raise a `UserError` for what these devices or the installed extras cannot do."""
     backend = config.strategy.get("process_group_backend")
     gpus, takes = placement.accelerator == "cuda", f"this run takes {placement.accelerator}"
     rule = f"needs a GPU, {takes}; set precision=bf16-mixed or 32-true"
     check("precision", config.precision, gpus or config.precision != "16-mixed", rule)
     rule = f"needs GPUs, {takes}; set strategy.process_group_backend=gloo"
     check("strategy.process_group_backend", backend, gpus or backend != "nccl", rule)
-    missing = "needs an extra that is not here"
+    missing = "needs an extra that is not installed"
     # Other methods may be of a foreign strategy, which takes them as its own.
     if config.strategy.get("start_method") == "spawn" and "spawn" not in merged("START_RANKS"):
         raise UserError(f"strategy.start_method=spawn {missing}; leave it out")

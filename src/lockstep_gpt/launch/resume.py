@@ -40,7 +40,7 @@ def train_or_resume(composed: DictConfig) -> tuple[int, float]:
     run = start.run_of(config)
     if config.resume != "auto" or not run.config.is_file():
         if config.resume == "auto":
-            logging.info("run_dir=%s is not there yet: a new run begins", run.path)
+            logging.info("run_dir=%s does not exist yet: starting a new run", run.path)
         return start.train_once(values, config)
     singles = [word for word in compose.overrides() if not _names_group(word)]
     settled = start.settle(values, devices.place(config), run)
@@ -68,7 +68,7 @@ def _refuse_other_choices(run: RunDirectory, settled: dict[str, Any], singles: l
     if differing:
         run.load()  # what this version cannot read is no other choice
         raise UserError(
-            f"run_dir={run.path} was started with other choices; here is "
+            f"run_dir={run.path} was started with other choices; this command has "
             f"{runs.some_of(differing)}; repeat those of its start, or start a new run from it "
             f"with resume={run.path}"
         )
@@ -83,7 +83,7 @@ def resume(run: RunDirectory, arguments: list[str], composed: dict[str, Any] | N
     placement, steps = start.placed(config)
     if not (_says(arguments, "resume_force") and changes) and _is_done(run, steps):
         if os.environ.get("RANK", "0") == "0":  # of a launcher's processes one speaks
-            print(f"{run.path} is done; a larger max_steps would train it longer")
+            print(f"{run.path} is done; raise max_steps to train it longer")
         return 0
     settled = {**values, "trainer": start.trainer_settled(values, placement)}
     permit = partial(asked, "PERMIT", run, _says(arguments, "trust_run_dir"), composed)

@@ -55,7 +55,7 @@ def begin(
     if inside and not any(additions("JOIN_LAUNCHER")):
         raise UserError(
             "torchrun, or another launcher, has started this process, and only the extra "
-            "launchers, which is not here, makes it a rank of the run; start it alone"
+            "launchers, which is not installed, makes it a rank of the run; start it alone"
         )
     alone = not inside and config.trainer.get("num_nodes", 1) == 1
     undoable = False
@@ -172,7 +172,10 @@ def supervise(run: RunDirectory, node_rank: int = 0) -> int:
             raise KeyboardInterrupt
         agent.send_signal(signal.SIGKILL if impatient else signum)
         if signum == signal.SIGINT and not impatient:
-            print("\nstopping after this step and saving; Ctrl-C again does not wait", flush=True)
+            print(
+                "\nstopping after this step and saving; press Ctrl-C again to stop at once",
+                flush=True,
+            )
 
     handlers = {signum: signal.signal(signum, forward) for signum in processes.STOP_SIGNALS}
     try:

@@ -31,7 +31,7 @@ class GPT(nn.Module):
     def build(self) -> None:
         """Make the layers."""
         config = self.config
-        rule = "is of modern models only; leave it out, or set model.architecture=modern"
+        rule = "is only for modern models; remove it, or set model.architecture=modern"
         check("model.n_kv_head", config.n_kv_head, config.n_kv_head in (None, config.n_head), rule)
         check("model.ngram_rows", config.ngram_rows, not config.ngram_rows, rule)
         self.token_embedding = nn.Embedding(self.padded_vocab_size, config.n_embd)
@@ -209,11 +209,13 @@ class MLP(nn.Module):
 def check_sampling(tokens: Tensor, temperature: float, top_k: int | None) -> None:
     """Raise a `UserError` for what `generate` cannot do."""
     if tokens.shape[1] == 0:
-        raise UserError("an empty prompt gives nothing to continue; give at least one token")
+        raise UserError("the prompt is empty; give at least one token")
     if not (math.isfinite(temperature) and temperature >= 0):
-        raise UserError(f"temperature={temperature} must be at least 0; 0 is the likeliest token")
+        raise UserError(
+            f"temperature={temperature} must be at least 0; 0 always takes the most likely token"
+        )
     if top_k is not None and top_k < 1:
-        raise UserError(f"top_k={top_k} must be at least 1; leave it out to draw from all tokens")
+        raise UserError(f"top_k={top_k} must be at least 1; omit it to sample from all tokens")
 
 
 def _draw(

@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 # What torch raises for a file that it cannot read.
 UNREADABLE = (pickle.UnpicklingError, RuntimeError, EOFError, LookupError, ValueError, struct.error)
-MEND = "then go on with resume=auto from the newest, which is whole"
+MEND = "then continue with resume=auto from the newest checkpoint, which is intact"
 NAME = re.compile(r"step=(\d{6,})\.ckpt")
 
 
@@ -89,7 +89,7 @@ def write_checkpoint(
         reason = getattr(error, "strerror", None) or error
         raise RunError(
             f"checkpoint {path} cannot be written: {reason}; "
-            f"make the folder writable, with room in it, {MEND}"
+            f"make the folder writable, with free space in it, {MEND}"
         ) from error
 
 
@@ -145,14 +145,14 @@ def fault_of(path: Path) -> str | None:
         return "is missing"
     sums = _sums(path)
     if path.name not in sums:
-        return "has no SHA-256 beside it"
+        return "has no SHA-256 file next to it"
     for name, digest in sums.items():
         part = path.with_name(name)
         if not part.is_file():
             return f"misses {name}"
         if _sha256(part) != digest:
             which = "" if part == path else f"has a {name} that "
-            return f"{which}is not what its SHA-256 says"
+            return f"{which}does not match its SHA-256"
     return None
 
 
@@ -174,16 +174,20 @@ def read_checkpoint(
 
     summed = needs_sum or sum_path(path).exists() or not path.is_file()
     if summed and (fault := fault_of(path)):
-        raise UserError(f"checkpoint {path} {fault}; take another one from the same folder")
+        raise UserError(f"checkpoint {path} {fault}; use another one from the same folder")
     try:
         content = torch.load(path, map_location=map_location, weights_only=True)
     except UNREADABLE as error:
         reason = (str(error) or type(error).__name__).splitlines()[0]
-        raise UserError(f"checkpoint {path} holds more than tensors and values: {reason}") from None
+        raise UserError(
+            f"checkpoint {path} contains more than tensors and values: {reason}"
+        ) from None
     if not isinstance(content, dict) or not {"config", "tokenizer", "state_dict"} <= set(content):
         raise UserError(f"checkpoint {path} was not written by lockstep-gpt train")
     if "parts" in content and not asked("JOIN_PARTS", content, path):
-        raise UserError(f"checkpoint {path} is in parts, which an extra reads that is not here")
+        raise UserError(
+            f"checkpoint {path} is in shards, and the extra that reads them is not installed"
+        )
     return content
 
 
@@ -197,5 +201,5 @@ def find_checkpoint(path: Path, folder: Path | None = None) -> Path:
         )
     newest = path if path.is_file() else newest_valid(path / "checkpoints")
     if newest is None:
-        raise UserError(f"{path} holds no checkpoint that verifies; give a run that has saved one")
+        raise UserError(f"{path} contains no valid checkpoint; give a run that has saved one")
     return newest

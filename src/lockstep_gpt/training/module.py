@@ -182,7 +182,7 @@ class GPTModule(lightning.LightningModule):
         if not len(fitting := fitting_of(saved, places)) == len(saved) == len(places):
             raise UserError(
                 f"the checkpoint has {len(saved)} weights, of which {len(fitting)} fit the "
-                f"{len(places)} of this model; take the code that made it, or set resume_force=true"
+                f"{len(places)} of this model; use the code that wrote it, or set resume_force=true"
             )
         if data := getattr(self.trainer, "datamodule", None):
             data.resume_at(checkpoint["global_step"], checkpoint["samples"])

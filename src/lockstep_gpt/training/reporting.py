@@ -114,7 +114,7 @@ def receipt(
         final = schedule.lr(schedule.total_steps - 1)
         last = f"over the last {steps(schedule.decay_steps)} to {final:g}"
         decay = f", {config.optim.decay} decay {last}"
-    found = f"{counted(batch.global_size, 'sample')}, found at {config.batch.reference_size}"
+    found = f"{counted(batch.global_size, 'sample')}, tuned for {config.batch.reference_size}"
     return {
         "run": f"{config.run_name} in {config.run_dir}",
         **facts,

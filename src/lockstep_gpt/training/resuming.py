@@ -40,7 +40,7 @@ def state_to_resume(directory: RunDirectory, config: Config, module: torch.nn.Mo
     if alike and len(fitting) == len(saved) == len(places):
         return str(path)
     module.load_state_dict(fitting, strict=False)
-    logger.warning("resume_force: took %d weights of %s, the rest is new", len(fitting), path)
+    logger.warning("resume_force: loaded %d weights of %s; the others are new", len(fitting), path)
     return None
 
 

@@ -58,7 +58,7 @@ def _indivisible_line(batch: BatchConfig, devices: int, nodes: int) -> str:
     nearest = [size for size in (below, below + micro_step) if size > 0]
     micro = f"batch.micro_size={batch.micro_size} x " if batch.micro_size else ""
     line = (
-        f"batch.global_size={batch.global_size} does not divide by {micro}"
+        f"batch.global_size={batch.global_size} is not divisible by {micro}"
         f"{counted(devices, 'device')} x {counted(nodes, 'node')} = {micro_step}; "
         f"nearest: batch.global_size={' or '.join(map(str, nearest))}"
     )

@@ -78,7 +78,7 @@ def _start(mode: Any, **arguments: Any) -> Run:
     except (wandb.errors.AuthenticationError, wandb.errors.UsageError) as error:
         reason = " ".join(str(error).split())
         raise UserError(
-            f"logger.wandb.mode={mode} is refused by wandb: {reason}; run `wandb login`, or set "
+            f"logger.wandb.mode={mode} is rejected by wandb: {reason}; run `wandb login`, or set "
             "logger.wandb.mode=auto, which logs offline without an account"
         ) from None
     except wandb.errors.CommError as error:
@@ -98,7 +98,7 @@ def _mode(mode: str) -> Any:
     try:
         return "online" if wandb.login(prompt=False, verify=False) else "offline"
     except wandb.errors.AuthenticationError as error:
-        logger.warning("wandb refuses the key at hand (%s); logging offline", error)
+        logger.warning("wandb rejects the API key (%s); logging offline", error)
         return "offline"
 
 

@@ -45,7 +45,7 @@ def main(directory: RunDirectory) -> int:
             _train(directory, config, ranks, terminal)
         except Stopped as stopped:
             go_on = f"{invocation()} train run_dir={directory.path} resume=auto"
-            logger.info("%s after saving; this goes on with it:\n  %s", stopped, go_on)
+            logger.info("%s after saving; to continue it:\n  %s", stopped, go_on)
             return 128 + stopped.signum
         except Exception as error:
             return _fail(directory, config, ranks, error, terminal)

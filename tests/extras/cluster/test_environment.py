@@ -41,7 +41,7 @@ def test_what_torchrun_sets_is_good():
         ({"WORLD_SIZE": "1"}, "RANK=1 is not below WORLD_SIZE=1"),
         ({"LOCAL_RANK": "2"}, "LOCAL_RANK=2 is not below LOCAL_WORLD_SIZE=2"),
         ({"WORLD_SIZE": "two"}, "WORLD_SIZE=two must be a whole number"),
-        ({"MASTER_PORT": "70000"}, "MASTER_PORT=70000 is no port"),
+        ({"MASTER_PORT": "70000"}, "MASTER_PORT=70000 is not a port"),
         ({"LOCAL_WORLD_SIZE": "0"}, "LOCAL_RANK=1 is not below LOCAL_WORLD_SIZE=0"),
     ],
 )
@@ -56,7 +56,7 @@ def test_a_variable_that_is_missing_is_named():
 
 
 def test_ranks_must_spread_evenly_over_nodes():
-    assert "WORLD_SIZE=3 is no multiple of LOCAL_WORLD_SIZE=2" in examine_nodes(3, 2)[0].line
+    assert "WORLD_SIZE=3 is not a multiple of LOCAL_WORLD_SIZE=2" in examine_nodes(3, 2)[0].line
 
 
 @pytest.mark.parametrize("name", ["SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE"])

@@ -31,10 +31,10 @@ def test_a_rank_that_never_comes_is_named_in_time():
 
 
 def test_a_dead_port_is_told_apart_from_one_of_another_program(port):
-    with pytest.raises(Absent, match=rf"nobody answers at 127.0.0.1:{port} within 1 s"):
+    with pytest.raises(Absent, match=rf"nothing answers at 127.0.0.1:{port} within 1 s"):
         open_meeting(SECOND, LIMIT)
     silent = socket.create_server(("127.0.0.1", port))
-    with silent, pytest.raises(Absent, match="is no store of torch"):
+    with silent, pytest.raises(Absent, match="is not a torch store"):
         open_meeting(SECOND, LIMIT)
 
 

@@ -69,7 +69,7 @@ def test_a_row_that_no_run_can_have_says_why(composed):
     plan = predict(composed(), H100, (1, 5, 12), scaling="strong")
     assert [row.batch.world_size for row in plan.rows] == [1]
     assert "does not divide" in plan.refused[5]
-    assert plan.refused[12] == "12 devices are no whole number of nodes of 8 each"
+    assert plan.refused[12] == "12 devices are not a whole number of nodes of 8 each"
 
 
 def test_the_price_counts_every_device(composed):

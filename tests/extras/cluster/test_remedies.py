@@ -108,7 +108,7 @@ def test_models_that_ddp_cannot_average_are_explained(broken, name, cause, remed
 
 def test_a_kill_from_outside_is_explained_once_no_restart_is_left(broken):
     said = broken("Kill", "launch.max_restarts=0")
-    assert "rank 0 was killed by SIGKILL; no restart is left\ncause   killed from outside" in said
+    assert "rank 0 was killed by SIGKILL; no restarts are left\ncause   killed from outside" in said
     assert "dmesg" in said
 
 

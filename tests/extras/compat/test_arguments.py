@@ -37,7 +37,7 @@ def test_the_known_arguments_of_the_trainer_are_its_own(monkeypatch):
 def test_what_the_trainer_does_not_take_is_refused(name, hint):
     with pytest.raises(UserError) as refusal:
         refuse({"_target_": TRAINER, name: 3})
-    line = f"trainer.{name}=3 is no argument of Lightning's Trainer; {hint}"
+    line = f"trainer.{name}=3 is not an argument of Lightning's Trainer; {hint}"
     assert str(refusal.value).startswith(line)
     refuse({"_target_": "mine.Trainer", name: 3})  # of which nobody knows
 

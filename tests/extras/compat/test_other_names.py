@@ -66,7 +66,7 @@ def test_a_setting_of_an_extra_that_is_not_here_is_known_as_one(
     monkeypatch.setattr(extras, "__path__", [str(tmp_path)])
     assert cli.main(["train", argument]) == 2
     name = argument.partition("=")[0]
-    line = f"unknown setting {name}; it needs an extra that is not here\n"
+    line = f"unknown setting {name}; it needs an extra that is not installed\n"
     assert capsys.readouterr().err.endswith(line)
 
 
@@ -92,21 +92,22 @@ def test_a_setting_of_an_extra_that_is_not_here_is_known_as_one(
         ),
         (
             "+experiment=smoke",
-            "+experiment=smoke: experiment has a choice already; write experiment=smoke, without +",
+            "+experiment=smoke: experiment already has a choice; write experiment=smoke, without +",
         ),
         (
             "--experiment=smoke",
-            "--experiment=smoke is no flag; settings are NAME=VALUE, without dashes; here it is "
+            "--experiment=smoke is not a flag; settings are NAME=VALUE, without dashes; here it is "
             "experiment=CHOICE",
         ),
         (
             "--max_steps=5",
-            "--max_steps=5 is no flag; settings are NAME=VALUE, without dashes; did you mean "
+            "--max_steps=5 is not a flag; settings are NAME=VALUE, without dashes; did you mean "
             "max_steps?",
         ),
         (
             "--train.micro-batch-size",
-            "--train.micro-batch-size is no flag; settings are NAME=VALUE, without dashes; here it "
+            "--train.micro-batch-size is not a flag; settings are NAME=VALUE, without dashes; "
+            "here it "
             "is batch.micro_size",
         ),
     ],

@@ -29,12 +29,12 @@ def test_an_interval_begins_at_its_start(capsys):
     [
         (
             "--devices=2",
-            "--devices=2 is no flag; settings are NAME=VALUE, without dashes; did you mean "
+            "--devices=2 is not a flag; settings are NAME=VALUE, without dashes; did you mean "
             "trainer.devices?",
         ),
-        ("--zzz", "--zzz is no flag; settings are NAME=VALUE, without dashes"),
-        ("callbacks=null", f"callbacks=null names no choice; {PROGRAM} train --help lists them"),
-        ("model=3", f"model=3 names no choice; {PROGRAM} train --help lists them"),
+        ("--zzz", "--zzz is not a flag; settings are NAME=VALUE, without dashes"),
+        ("callbacks=null", f"callbacks=null is not a choice; {PROGRAM} train --help lists them"),
+        ("model=3", f"model=3 is not a choice; {PROGRAM} train --help lists them"),
     ],
 )
 def test_what_hydra_would_answer_at_length_is_refused_in_one_line(word, line, capsys):

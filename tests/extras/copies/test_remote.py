@@ -48,7 +48,7 @@ def test_a_damaged_copy_is_skipped_for_the_one_before(tmp_path, caplog):
     damaged = tmp_path / "far/step=000002.ckpt"
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
     assert fetch_newest(str(tmp_path / "far"), tmp_path / "anew").name == "step=000001.ckpt"
-    assert "step=000002.ckpt: it is not what its SHA-256 says" in caplog.text
+    assert "step=000002.ckpt: it does not match its SHA-256" in caplog.text
     assert fetch_newest(str(tmp_path / "nothing"), tmp_path / "anew") is None
 
 

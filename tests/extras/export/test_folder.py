@@ -138,7 +138,9 @@ def test_an_export_is_replaced_only_by_force(gpt, tmp_path, capsys):
     assert main([str(gpt), "--to", str(target)]) == 0
     (target / "added.txt").touch()
     line = refused(capsys, gpt, "--to", target)
-    assert line.endswith(f"{target} holds an export; name another folder by --to, or add --force")
+    assert line.endswith(
+        f"{target} already contains an export; name another folder with --to, or add --force"
+    )
     assert main([str(gpt), "--to", str(target), "--force"]) == 0
     assert not (target / "added.txt").exists()
     assert [path.name for path in tmp_path.iterdir()] == ["new"]

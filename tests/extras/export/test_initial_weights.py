@@ -178,7 +178,7 @@ BROKEN = {
     ),
     "a layer less": (
         lambda folder: claims(folder, n_layer=(1, 2)),
-        "has no weight transformer.h.1.ln_1.weight; take a folder that is whole",
+        "has no weight transformer.h.1.ln_1.weight; choose a complete folder",
     ),
     "an untied head": (
         lambda folder: claims(folder, tie_word_embeddings=(False, True)),

@@ -70,7 +70,7 @@ def test_joined_rank_with_another_configuration_is_named(command, joined, word, 
     words = command.smoke("trainer=cpu")
     statuses, _, err = joined(words, [*words, word])
     assert 0 not in statuses
-    line = f"rank 1 has another configuration than rank 0: {word} instead of {instead}"
+    line = f"rank 1 has a different configuration than rank 0: {word} instead of {instead}"
     assert line in err
     assert not list((command.folder / "runs").iterdir())
 
@@ -99,7 +99,7 @@ def test_a_folder_that_only_looks_shared_is_named(on_ranks, tmp_path):
             return str(error)
 
     assert on_ranks(2, compare) == [None, None]
-    rule = "of rank 2, 3 is not the folder of rank 0; name one that all nodes share"
+    rule = "of rank 2, 3 is not rank 0's folder; name one that all nodes share"
     first, *_, last = on_ranks(4, compare)
     assert (first, last) == tuple(f"run_dir={tmp_path}/machine{n} {rule}" for n in (0, 1))
 

@@ -71,7 +71,7 @@ def test_a_run_with_an_error_memory_is_not_gone_on_with_unless_forced(command):
     go_on = ("train", "run_dir=run", "resume=auto", "max_steps=8")
     assert command(*go_on, status=2).stderr == (
         "lockstep-gpt train: run/checkpoints/step=000006.ckpt has no error memory "
-        "of powersgd; resume_force=true begins it anew\n"
+        "of powersgd; resume_force=true resets it\n"
     )
     assert (command.folder / "run/config.yaml").read_bytes() == frozen
     command(*go_on, "resume_force=true")

@@ -55,7 +55,10 @@ def config(node_rank=1, join_seconds=0.3, **settings):
 @pytest.mark.parametrize(
     ("settings", "line"),
     [
-        ({"run_dir": None}, "run_dir=null with trainer.num_nodes=2; set it alike on all"),
+        (
+            {"run_dir": None},
+            "run_dir=null with trainer.num_nodes=2; set it to the same value on all",
+        ),
         ({"rdzv_endpoint": None}, "launch.rdzv_endpoint=null with trainer.num_nodes=2; set it"),
         ({"node_rank": 2}, "launch.node_rank=2 must be below 2, from 0 on"),
     ],
@@ -67,7 +70,7 @@ def test_what_all_machines_need_is_asked_for(run, settings, line):
 
 def test_a_batch_that_fewer_machines_could_not_share_is_refused_at_the_start(run):
     odd = {**VALUES, "batch": {"global_size": 2 * 3}}
-    with pytest.raises(UserError, match=r"global_size=6 does not divide by batch\.micro"):
+    with pytest.raises(UserError, match=r"global_size=6 is not divisible by batch\.micro"):
         start_on_nodes(run, odd, config(node_rank=0), lambda: run)
 
 

@@ -102,7 +102,7 @@ def test_the_screen_and_the_line_for_programs_say_the_same(small_run, capsys):
 def test_a_checkpoint_that_does_not_verify_is_refused(small_run, tmp_path):
     path = tmp_path / "step=000001.ckpt"
     path.write_bytes(find_checkpoint(small_run).read_bytes())
-    with pytest.raises(UserError, match="has no SHA-256 beside it"):
+    with pytest.raises(UserError, match="has no SHA-256 file next to it"):
         main([str(path)])
 
 

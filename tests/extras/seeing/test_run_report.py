@@ -91,8 +91,8 @@ def test_one_run_s_report_lies_in_it_and_that_of_several_beside_them(two, capsys
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["nowhere"], "nowhere is no run directory"),
-        (["first", "."], ". is no run directory"),
+        (["nowhere"], "nowhere is not a run directory"),
+        (["first", "."], ". is not a run directory"),
         (["first", "--output", "no/such/folder.html"], "cannot be written (No such file"),
     ],
 )

@@ -228,7 +228,7 @@ def test_what_a_killed_build_left_is_not_trusted(tmp_path, caplog):
         damaged.write(b"x")
     with caplog.at_level(logging.INFO):
         folder = prepare(config)
-    assert "train-00003.bin is not what its SHA-256 says; so it begins again" in caplog.text
+    assert "train-00003.bin does not match its SHA-256; starting over" in caplog.text
     other = small(tmp_path / "whole", vocab_size=50_257, tokens=30_000_000, shard_mb=1)
     assert content(folder) == content(prepare(other))
 

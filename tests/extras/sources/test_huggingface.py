@@ -119,7 +119,7 @@ def test_a_missing_field_is_refused_with_those_there_are(tmp_path):
 
 
 def test_a_name_that_cannot_be_reached_is_one_clear_line():
-    with pytest.raises(UserError, match=r"data\.path=no/body cannot be read: .*; mend") as caught:
+    with pytest.raises(UserError, match=r"data\.path=no/body cannot be read: .*; fix") as caught:
         texts(settings("no/body"))
     assert "\n" not in str(caught.value)
 

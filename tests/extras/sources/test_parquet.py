@@ -87,7 +87,7 @@ def test_a_missing_column_is_refused_with_those_there_are(tmp_path):
 @pytest.mark.parametrize("content", [b"", b"PAR1 and no more"])
 def test_a_damaged_file_is_one_clear_line(tmp_path, content):
     (tmp_path / "a.parquet").write_bytes(content)
-    with pytest.raises(UserError, match=r"a\.parquet cannot be read: [^\n]*; mend it") as caught:
+    with pytest.raises(UserError, match=r"a\.parquet cannot be read: [^\n]*; fix it") as caught:
         texts(settings(tmp_path))
     assert "\n" not in str(caught.value)
 

@@ -107,7 +107,7 @@ def test_identity_follows_changes_but_not_the_place(tmp_path):
 @pytest.mark.parametrize("path", ["nothing", "*.txt", "empty"])
 def test_a_path_that_leads_nowhere_is_one_clear_line(tmp_path, path):
     (tmp_path / "empty").mkdir()
-    with pytest.raises(UserError, match=r"data\.path=.* leads to no file; give"):
+    with pytest.raises(UserError, match=r"data\.path=.* matches no file; give"):
         corpus(tmp_path / path)
 
 
@@ -130,7 +130,7 @@ def test_packed_files_are_unpacked_by_their_name(tmp_path, name, pack):
 def test_a_damaged_packed_file_is_one_clear_line(tmp_path, name, pack, damage):
     packed = pack(np.random.default_rng(0).bytes(5000))
     write(tmp_path, {name: packed[:-9] if damage == "truncated" else b"x" + packed})
-    with pytest.raises(UserError, match=rf"{re.escape(name)} cannot be read: .*; mend it"):
+    with pytest.raises(UserError, match=rf"{re.escape(name)} cannot be read: .*; fix it"):
         texts(lines(tmp_path))
 
 

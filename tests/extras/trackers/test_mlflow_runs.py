@@ -49,5 +49,5 @@ def test_a_run_that_fails_is_failed_there(command, client):
 
 def test_a_store_that_mlflow_refuses_is_one_line(command):
     refused = command.train("logger=mlflow", "logger.mlflow.tracking_uri=nope://x", status=2)
-    assert "logger.mlflow.tracking_uri=nope://x is refused by MLflow: " in refused.stderr
+    assert "logger.mlflow.tracking_uri=nope://x is rejected by MLflow: " in refused.stderr
     assert "Traceback" not in refused.stderr

@@ -126,7 +126,8 @@ def _environment(config: Config, placement: devices.Placement) -> dict[str, str]
         endpoint = launch.rdzv_endpoint or ""
         if not endpoint:
             raise UserError(
-                f"launch.rdzv_endpoint=null with trainer.num_nodes={nodes}; set it alike on all, "
+                f"launch.rdzv_endpoint=null with trainer.num_nodes={nodes}; set it to the same "
+                "value on all, "
                 "and launch.node_rank on each"
             )
         interface, _ = addition("MEETING").meeting(config, launch.node_rank)

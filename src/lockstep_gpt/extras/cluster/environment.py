@@ -68,7 +68,7 @@ def _numbers(given: dict[str, int]) -> list[Finding]:
             line = f"{rank}={given[rank]} is not below {size}={given[size]}"
             return [failure("launcher", line, f"set {size} to the number of ranks, or start fewer")]
     if not 0 < given["MASTER_PORT"] < 65536:
-        line = f"MASTER_PORT={given['MASTER_PORT']} is no port"
+        line = f"MASTER_PORT={given['MASTER_PORT']} is not a port"
         return [failure("launcher", line, "choose one from 1024 to 65535")]
     return [ok("launcher", " ".join(f"{name}={value}" for name, value in given.items()))]
 
@@ -77,7 +77,7 @@ def examine_nodes(world_size: int, local_world_size: int) -> list[Finding]:
     """Check that the ranks are spread evenly over the nodes."""
     if world_size % local_world_size == 0:
         return []
-    line = f"WORLD_SIZE={world_size} is no multiple of LOCAL_WORLD_SIZE={local_world_size}"
+    line = f"WORLD_SIZE={world_size} is not a multiple of LOCAL_WORLD_SIZE={local_world_size}"
     return [failure("launcher", line, "start as many ranks on each node, and count them right")]
 
 
@@ -149,7 +149,7 @@ def examine_names(variables: Mapping[str, str], nodes: int) -> list[Finding]:
         return [
             failure(
                 "names",
-                f"MASTER_ADDR={master} is {address}, this very machine, on {nodes} nodes",
+                f"MASTER_ADDR={master} is {address}, this machine itself, on {nodes} nodes",
                 "give the address by which the other nodes reach it",
             )
         ]
@@ -159,7 +159,7 @@ def examine_names(variables: Mapping[str, str], nodes: int) -> list[Finding]:
             failure(
                 "names",
                 f"{host} {where}, where other nodes cannot reach gloo",
-                f"set GLOO_SOCKET_IFNAME={default_interface() or '...'}, or mend /etc/hosts",
+                f"set GLOO_SOCKET_IFNAME={default_interface() or '...'}, or fix /etc/hosts",
             )
         ]
     return [ok("names", f"{host} is {own or 'unknown'}, MASTER_ADDR={master} is {address}")]

@@ -63,7 +63,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--steps", type=flags.count, default=150)
     given, overrides = parser.split(arguments)
     if not hasattr(groups()["batch"], "exact_micro_size"):
-        raise UserError("drill exact needs the extra `exact`, which is not here")
+        raise UserError("drill exact needs the extra `exact`, which is not installed")
     if len(given.ranks) == 1:
         raise UserError(f"--ranks {given.ranks[0]} compares nothing; give several, as in 1,2")
     for word in overrides:
@@ -116,7 +116,7 @@ def _leaves(batch: BatchConfig, ranks: tuple[int, ...]) -> int:
     whole = batch.global_size
     size: int | None = getattr(batch, "exact_micro_size", None)
     if not size or not whole:
-        raise UserError("batch.exact_micro_size=null is equal but for rounding; give a size")
+        raise UserError("batch.exact_micro_size=null is equal only up to rounding; give a size")
     for count in ranks:
         schedule.plan_batch(batch, 1, count, 1)
     return whole // size

@@ -96,7 +96,7 @@ class Examination:
         except Absent as absent:
             self._add(*merged([own]), absent.finding)
         except dist.DistError:
-            self._add(failure("rendezvous", "rank 0, which holds the store, has ended", SEE))
+            self._add(failure("rendezvous", "rank 0, which hosts the store, has ended", SEE))
         self.report.seconds = time.monotonic() - started
         return self.report
 
@@ -213,7 +213,7 @@ class Examination:
 
     def _exchange(self, device: torch.device) -> tuple[list[Finding], list[Bandwidth]]:
         if self.ranks.world_size == 1:
-            return [ok("collectives", "one rank has nobody to exchange with")], []
+            return [ok("collectives", "one rank has no peer to exchange data with")], []
         found = collectives.examine_results(self.ranks, device)
         found += collectives.examine_step(self.ranks, device)
         groups = collectives.links(self.ranks)

@@ -149,7 +149,7 @@ def _configurations(ranks: Sequence[Facts]) -> list[Finding]:
     others = [rank for rank, facts in enumerate(ranks) if facts.config_hash != first]
     if not others:
         return [ok("configuration", "all ranks composed the same")]
-    line = f"{named(others)} composed another than rank 0"
+    line = f"{named(others)} composed a different configuration than rank 0"
     return [failure("configuration", line, "give all ranks the same command line and YAML files")]
 
 
@@ -162,7 +162,7 @@ def _devices(ranks: Sequence[Facts]) -> list[Finding]:
     for name in ("device_name", "driver"):
         groups = _grouped(getattr(facts, name) for facts in ranks)
         if len(groups) > 1:
-            fix = "the slowest sets the pace: leave it out, or mend it"
+            fix = "the slowest sets the pace: leave it out, or fix it"
             found.append(warning("devices", f"{name} is {_said(groups)}", fix))
     hosts = len({facts.machine for facts in ranks})
     line = f"{len(ranks)} x {ranks[0].device_name} on {counted(hosts, 'machine')}"

@@ -129,7 +129,7 @@ class Hardware:
             return cls(**{**values, **links})
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise UserError(
-                f"--hardware {path} is no profile ({type(error).__name__}: {error}); write one "
+                f"--hardware {path} is not a profile ({type(error).__name__}: {error}); write one "
                 "with doctor --save-profile"
             ) from None
 

@@ -153,7 +153,7 @@ def open_meeting(ranks: Ranks, limit: float) -> Meeting:
     """Connect to the store; rank 0 creates it unless a launcher's agent has done so.
 
     Raises:
-        Absent: the port is in use, nobody answers at it, or what answers is not a store.
+        Absent: the port is in use, nothing answers at it, or what answers is not a store.
     """
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     end = time.monotonic() + limit
@@ -161,12 +161,12 @@ def open_meeting(ranks: Ranks, limit: float) -> Meeting:
     if hosts:
         _refuse_taken(port)
     elif error := _unanswered(host, port, end):
-        line = f"nobody answers at {host}:{port} within {limit:.0f} s ({error})"
+        line = f"nothing answers at {host}:{port} within {limit:.0f} s ({error})"
         fix = "start rank 0, and check address, port and firewall"
         raise Absent(failure("rendezvous", line, fix))
     store = _store(host, port, hosts, end)
     if store is None:
-        line = f"what answers at {host}:{port} is no store of torch"
+        line = f"what answers at {host}:{port} is not a torch store"
         fix = "set a MASTER_PORT that no other program has, and the same torch everywhere"
         raise Absent(failure("rendezvous", line, fix))
     restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")

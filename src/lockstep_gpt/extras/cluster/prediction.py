@@ -200,7 +200,9 @@ class _Planner:
     def _spread(self, world_size: int, batch: BatchConfig) -> BatchPlan:
         devices = min(world_size, self.room.hardware.devices_per_node)
         if world_size % devices:
-            raise UserError(f"{world_size} devices are no whole number of nodes of {devices} each")
+            raise UserError(
+                f"{world_size} devices are not a whole number of nodes of {devices} each"
+            )
         nodes = world_size // devices
         return plan_batch(batch, self.room.config.model.block_size, devices, nodes)
 

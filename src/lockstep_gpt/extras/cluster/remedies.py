@@ -95,7 +95,7 @@ ENTRIES = [
     ),
     Entry(
         r"/dev/shm/nccl",
-        "NCCL has no room in /dev/shm, through which the GPUs of a machine talk",
+        "NCCL has no room in /dev/shm, through which the GPUs of a machine communicate",
         "more of it: docker run --ipc=host or --shm-size=8g; on Kubernetes an emptyDir with medium "
         "Memory at /dev/shm. NCCL_SHM_DISABLE=1 does without, more slowly",
     ),
@@ -108,8 +108,9 @@ ENTRIES = [
     ),
     Entry(
         r"EADDRINUSE|[Aa]ddress already in use",
-        "another process, perhaps of a run that has not ended, holds the port where ranks meet",
-        "another port in launch.rdzv_endpoint or MASTER_PORT; `ss -ltnp` shows who holds it",
+        "another process, perhaps of a run that has not ended, uses the port of the rendezvous",
+        "another port in launch.rdzv_endpoint or MASTER_PORT; `ss -ltnp` shows which process "
+        "uses it",
     ),
     Entry(
         r"did not receive grad|not used in producing the loss|Expected to have finished reduction",
@@ -126,7 +127,7 @@ ENTRIES = [
     Entry(
         r"RendezvousTimeoutError|waiting for clients|client socket has timed out|"
         r"client socket has failed to connect",
-        "not all ranks came to the meeting place in time",
+        "not all ranks reached the rendezvous in time",
         "start the same command on every machine; `doctor` there tries names, ports and links. "
         "launch.join_seconds is how long they wait",
     ),
@@ -162,7 +163,7 @@ ENTRIES = [
     ),
     Entry(
         r"collective operation timeout|Timed out waiting \d+ ?ms|NCCL watchdog",
-        "a rank came late to an all-reduce, or never: it hung, or died on another machine",
+        "a rank joined an all-reduce late or never: it hung, or died on another machine",
         "look at the other ranks' files in ranks/, the one without this text is the slow one; "
         "guard.stall_after=60 shows where each rank stands; strategy.timeout_seconds waits longer",
     ),

@@ -102,7 +102,7 @@ def parse(text: str) -> Topology:
     if not gpus or set(paths) != set(combinations(sorted(gpus), 2)):
         raise ValueError("no matrix of GPUs in the output of nvidia-smi topo -m")
     if unknown := {path for path in paths.values() if kind(path) not in PATHS}:
-        raise ValueError(f"paths {', '.join(sorted(unknown))} are none of {', '.join(PATHS)}")
+        raise ValueError(f"paths {', '.join(sorted(unknown))} are not among {', '.join(PATHS)}")
     return Topology(tuple(sorted(gpus)), paths, affinity)
 
 

@@ -23,5 +23,5 @@ def refuse_unknown_arguments(config: Config) -> None:
     known = [argument.arg for argument in made.args.kwonlyargs]
     for name in added:
         hint = suggestion(name, known, "trainer.") or "; leave it out"
-        rule = f"is no argument of Lightning's Trainer{hint}"
+        rule = f"is not an argument of Lightning's Trainer{hint}"
         check(f"trainer.{name}", trainer[name], name in known, rule)

@@ -83,12 +83,12 @@ def here(word: str) -> str:
     """Return our name for another project's setting as text; an empty text if it is unknown."""
     name = word.replace("-", "_")
     if name in choices.groups():  # a known group, so it was given as a flag
-        return f"; here it is {name}=CHOICE"
+        return f"; write {name}=CHOICE"
     group, _, own = name.rpartition(".")
     if own in FORMER.get(group, {}):  # else it would be known
-        return "; it needs an extra that is not here"
+        return "; it needs an extra that is not installed"
     while name:
         if ours := NAMES.get(name):
-            return f"; here it is {ours}"
+            return f"; the setting here is {ours}"
         name = name.rpartition(".")[0]  # its parent
     return ""

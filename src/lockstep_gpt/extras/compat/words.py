@@ -27,16 +27,16 @@ def understood(words: list[str]) -> list[str]:
     for word in words:
         name, _, value = word.partition("=")
         if name[:1] == "+" and name[1:] in choices.groups() and f"~{name[1:]}" not in words:
-            rule = f"{name[1:]} has a choice already; write {word[1:]}, without +"
+            rule = f"{name[1:]} already has a choice; write {word[1:]}, without +"
             raise UserError(f"{word}: {rule}")
         if name.lstrip("+") == "hydra/launcher" and value != "basic":
             slurm = "; on SLURM, docs/sweeps.md has arrays" if "submitit" in value else ""
             raise UserError(f"{word} {LAUNCHER}{slurm}")
         if "=" in word and name.lstrip("+") in choices.groups() and not _is_choice(value):
-            raise UserError(f"{word} names no choice; {PROGRAM} train --help lists them")
+            raise UserError(f"{word} is not a choice; {PROGRAM} train --help lists them")
         if word.startswith("--") and (flag := word[2:].partition("=")[0]) not in FLAGS:
             near = choices.suggested_setting(flag)
-            raise UserError(f"{word} is no flag; settings are NAME=VALUE, without dashes{near}")
+            raise UserError(f"{word} is not a flag; settings are NAME=VALUE, without dashes{near}")
     shows = any(word in ("-c", "--cfg") or word.startswith("--cfg=") for word in words)
     return _first_job(words) if shows and any(word in MULTIRUN for word in words) else words
 

@@ -6,7 +6,7 @@ from lockstep_gpt.config import BatchConfig, Config, as_typed, check, setting
 
 OURS = "lockstep_gpt.training.strategies"
 STRATEGIES = (f"{OURS}.auto", f"{OURS}.ddp")
-RULE = "adds gradients in the order of the ranks; set batch.exact_micro_size=null, or"
+RULE = "adds gradients in rank order; set batch.exact_micro_size=null, or"
 
 
 @dataclass
@@ -38,7 +38,7 @@ class ExactBatch(BatchConfig):
             rule = f"must divide batch.global_size={total}; nearest: {nearest}"
             self.refuse("exact_micro_size", rule)
         if self.micro_size not in (None, exact):
-            rule = f"and batch.micro_size={self.micro_size} are two sizes; set that to null"
+            rule = f"and batch.micro_size={self.micro_size} are two sizes; set one to null"
             self.refuse("exact_micro_size", rule)
         self.micro_size = exact
 

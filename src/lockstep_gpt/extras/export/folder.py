@@ -36,7 +36,7 @@ def main(arguments: list[str]) -> int:
 def _beside(source: Path) -> Path:
     run = source.parent.parent
     if source.parent.name != "checkpoints":
-        raise UserError(f"{source} lies in no run directory; add --to FOLDER")
+        raise UserError(f"{source} is not in a run directory; add --to FOLDER")
     return run / "export"
 
 
@@ -106,9 +106,13 @@ def _refuse_occupied(target: Path, force: bool) -> None:
         return
     card = target / "README.md"
     if not card.is_file() or MARK not in card.read_text(encoding="utf-8", errors="replace"):
-        raise UserError(f"{target} holds something that is no export; name another folder by --to")
+        raise UserError(
+            f"{target} is not empty and is not an export; name another folder with --to"
+        )
     if not force:
-        raise UserError(f"{target} holds an export; name another folder by --to, or add --force")
+        raise UserError(
+            f"{target} already contains an export; name another folder with --to, or add --force"
+        )
 
 
 @contextlib.contextmanager

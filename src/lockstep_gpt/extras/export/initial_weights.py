@@ -109,7 +109,7 @@ def _check_settings(saved: dict[str, Any], model: GPT, layout: Layout, source: s
         if SAME.get(value, value) != about[name]:
             raise UserError(
                 f"{source} has {name}={as_typed(value)}, and the model computes with "
-                f"{as_typed(about[name])}; take weights that were made for that"
+                f"{as_typed(about[name])}; choose weights that were trained with that"
             )
 
 
@@ -126,7 +126,7 @@ def _check_tokenizer(
     text = tokenizer.end_of_text is not None  # otherwise the tokens never were text
     ids = _ids_of_probe(folder, source) if text else None
     if ids is not None and ids != tokenizer.encode(PROBE).tolist():
-        raise UserError(f"{source} reads a text as other tokens than the data has; {remedy}")
+        raise UserError(f"{source} tokenizes text differently than the data; {remedy}")
 
 
 def _ids_of_probe(folder: Path, source: str) -> list[int] | None:

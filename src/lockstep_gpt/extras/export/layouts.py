@@ -96,7 +96,7 @@ def imported(saved: Mapping[str, Tensor], model: GPT, layout: Layout, source: st
     for ours, place in model.state_dict().items():
         theirs, turned = layout.place(ours)
         if theirs not in left:
-            raise UserError(f"{source} has no weight {theirs}; take a folder that is whole")
+            raise UserError(f"{source} has no weight {theirs}; choose a complete folder")
         weight = left.pop(theirs)
         weight = weight.T if turned else weight
         if ours == POSITIONS:
@@ -134,7 +134,7 @@ def _padded(weight: Tensor, place: Tensor, vocab_size: int) -> Tensor:
 def _refuse_left_over(left: Weights, source: str) -> None:
     for name, weight in sorted(left.items(), key=lambda item: item[0].endswith(".bias")):
         if not name.endswith(".bias"):
-            raise UserError(f"{source} has {name}, for which the model has no place; take another")
+            raise UserError(f"{source} has {name}, which the model does not have; choose another")
         if weight.any():
             raise UserError(f"{source} has biases, {name} for one; set model.bias=true")
 

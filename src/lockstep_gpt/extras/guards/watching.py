@@ -160,7 +160,7 @@ def refuse_differing_replicas(model: torch.nn.Module, step: int) -> None:
     raise RunError(
         f"step {step}: the weights of ranks differ, first in {named[first][0]}, on rank "
         f"{' and '.join(map(str, odd))}; check the memory of that device, then go on with "
-        "resume=auto from the last checkpoint, which was still sound"
+        "resume=auto from the last checkpoint, which is still valid"
     )
 
 

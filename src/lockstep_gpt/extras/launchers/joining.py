@@ -71,7 +71,7 @@ def agree(
     differing = differences(run["values"], values) if not faults else []
     for number, text in enumerate(ranks.from_each_rank(", ".join(differing))):
         if text:
-            faults.append(f"rank {number} has another configuration than rank 0: {text}")
+            faults.append(f"rank {number} has a different configuration than rank 0: {text}")
     if not faults:
         return RunDirectory(Path(run["path"]))
     if first and run["values"]:

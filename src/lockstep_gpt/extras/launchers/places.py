@@ -11,8 +11,8 @@ def as_launched(devices: int | str, nodes: int) -> tuple[int, int]:
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     launched = world_size // local_world_size
     here = f"but the launcher started {counted(local_world_size, 'rank')} on this machine"
-    rule = f"{here}; drop the setting, or start {devices}"
+    rule = f"{here}; remove the setting, or start {devices}"
     check("trainer.devices", devices, devices in ("auto", local_world_size), rule)
-    rule = f"but the launcher started {launched}; drop the setting"
+    rule = f"but the launcher started {launched}; remove the setting"
     check("trainer.num_nodes", nodes, nodes in (1, launched), rule)
     return local_world_size, launched

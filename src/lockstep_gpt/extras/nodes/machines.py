@@ -39,7 +39,9 @@ def start_on_nodes(
         ("launch.rdzv_endpoint", launch.rdzv_endpoint),
     ):
         if value is None:
-            raise UserError(f"{name}=null with trainer.num_nodes={nodes}; set it alike on all")
+            raise UserError(
+                f"{name}=null with trainer.num_nodes={nodes}; set it to the same value on all"
+            )
     if launch.node_rank >= nodes:
         raise UserError(f"launch.node_rank={launch.node_rank} must be below {nodes}, from 0 on")
     assert launch.rdzv_endpoint is not None
@@ -67,7 +69,7 @@ def _wait_for_first_node(run: RunDirectory, settled: dict[str, Any], seconds: fl
             differing = differences(run.values(), settled)
             if not differing:
                 return
-            fault = f"is of another configuration than this machine's: {', '.join(differing)}"
+            fault = f"has a different configuration than this machine's: {', '.join(differing)}"
             kind = UserError
         time.sleep(0.2)
     raise kind(f"run_dir={run.path}: after {seconds:g} s it {fault}")

@@ -98,7 +98,8 @@ def advice(scale: float | None, batch: int, block_size: int) -> str:
     """
     if scale is None:
         return (
-            f"gradient noise scale: not to be told at {batch} samples per step, the noise hides "
+            f"gradient noise scale: cannot be measured at {batch} samples per step, the noise "
+            "hides "
             "the signal; a larger batch will not hurt"
         )
     size = max(1, _two_digits(scale))

@@ -35,12 +35,12 @@ def read_recordings(run: Path) -> list[dict[str, Any]]:
         UserError: there is no such run, or none of its steps was recorded.
     """
     if not run.is_dir():
-        raise UserError(f"{run} is no run directory; name one that a training run wrote")
+        raise UserError(f"{run} is not a run directory; name one that a training run wrote")
     paths = (run / FOLDER).glob("step=*.json")
     recordings = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
     if not recordings:
         raise UserError(
-            f"{run} holds no recorded step; train with callbacks=[default,sync_panel] to have some"
+            f"{run} has no recorded steps; train with callbacks=[default,sync_panel] to record some"
         )
     return sorted(recordings, key=lambda recording: int(recording["step"]))
 

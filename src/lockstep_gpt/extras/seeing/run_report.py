@@ -38,7 +38,7 @@ def report(paths: list[Path], **known: Any) -> str:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=f"{PROGRAM} report",
-        description="Make a page of a run, while it goes on or afterwards; of several: compare.",
+        description="Make a page of a run, even while it runs; compare several runs.",
     )
     parser.add_argument("run", type=Path, nargs="+", help="a run directory")
     parser.add_argument(

@@ -58,7 +58,7 @@ def _status(run: RunDirectory, curves: dict[str, list[Row]]) -> str:
     summary, last = run.read_summary(), max((rows[-1][0] for rows in curves.values()), default=0)
     if summary and summary.get("step", 0) >= last:
         return str(summary["status"])
-    return "going on, or killed: it has not written how it ended"
+    return "still running, or killed: it has not recorded how it ended"
 
 
 def _commands(path: Path, values: dict[str, Any]) -> dict[str, str]:

@@ -81,16 +81,16 @@ class SyncPanel(StepCallback):
         """
         if type(trainer.strategy) not in (DDPStrategy, SingleDeviceStrategy):
             kind = type(trainer.strategy).__name__
-            raise UserError(f"callbacks=sync_panel records under ddp, not under {kind}; drop it")
+            raise UserError(f"callbacks=sync_panel records under ddp, not under {kind}; remove it")
         if getattr(pl_module.config.batch, "exact_micro_size", None):
             raise UserError(
                 "callbacks=sync_panel averages recorded steps as ddp does, batch.exact_micro_size "
-                "adds in another order; drop one of them"
+                "adds in another order; remove one of them"
             )
         if pl_module.config.strategy.get("comm_hook") == "powersgd":
             raise UserError(
                 "callbacks=sync_panel records averages, strategy.comm_hook=powersgd makes "
-                "approximations that depend on every step before; drop one of them"
+                "approximations that depend on every step before; remove one of them"
             )
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:

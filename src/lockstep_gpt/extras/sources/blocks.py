@@ -53,7 +53,9 @@ class DocumentsData(schema.DocumentsData, InShards):
         if self.tokenizer == "bpe":
             self.vocab_size = self.vocab_size or 8192
         elif self.vocab_size is not None:
-            self.refuse("vocab_size", f"has no use with data.tokenizer={self.tokenizer}; leave it")
+            self.refuse(
+                "vocab_size", f"has no effect with data.tokenizer={self.tokenizer}; remove it"
+            )
 
 
 class Position(NamedTuple):
@@ -154,7 +156,7 @@ def reading(path: str) -> Iterator[None]:
         reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
         line = " ".join(reason.split())
         raise UserError(
-            f"{path} cannot be read: {line}; mend it, or take another corpus"
+            f"{path} cannot be read: {line}; fix it, or choose another corpus"
         ) from error
 
 
@@ -176,7 +178,7 @@ def valid(texts: list[bytes], policy: str, path: str) -> tuple[list[bytes], int]
     invalid = len(texts) - len(good)
     if invalid and policy == "fail":
         raise UserError(
-            f"{path} of the corpus is not UTF-8; mend it, or set data.invalid_utf8 to replace or "
+            f"{path} of the corpus is not UTF-8; fix it, or set data.invalid_utf8 to replace or "
             "skip"
         )
     if invalid and policy == "replace":

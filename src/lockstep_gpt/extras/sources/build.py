@@ -113,7 +113,7 @@ def _write(recipe: Recipe, corpus: Blocks, folder: Path) -> None:
             _show(bar, after.read, writers)
         if not any(writer.tokens for writer in writers.values()):
             source = recipe.config.source
-            raise UserError(f"data.source={source} holds no text; choose a corpus that does")
+            raise UserError(f"data.source={source} contains no text; choose a corpus that does")
         finish(recipe, folder, index, writers)
 
 
@@ -133,10 +133,10 @@ def _begun(recipe: Recipe, folder: Path) -> Index:
                 cut_to_index(folder, index)
                 shards.check_content(folder, index)
                 done = sum(split.tokens for split in index.splits.values())
-                logger.info("going on after %s tokens", f"{done:,}")
+                logger.info("continuing after %s tokens", f"{done:,}")
                 return index
         except UserError as error:
-            logger.warning("%s; so it begins again", str(error).split(";")[0])
+            logger.warning("%s; starting over", str(error).split(";")[0])
     shutil.rmtree(folder, ignore_errors=True)
     index = replace(begin(recipe, folder), position=[*Position()])
     shards.write_index(folder, index)

@@ -61,7 +61,7 @@ class Files:
             if wanted.match(name):
                 files.append(File(name, info["size"] or 0, stamp, info["name"]))
         if not files:
-            raise UserError(f"data.path={self.path} leads to no file; give a file, folder or glob")
+            raise UserError(f"data.path={self.path} matches no file; give a file, folder or glob")
         return files
 
     def identity(self) -> Any:

@@ -144,5 +144,5 @@ class JsonLines(TextFiles):
         except (ValueError, LookupError, TypeError, AttributeError):
             raise UserError(
                 f"{path} of the corpus has the line {line[:60]!r}, no JSON object with text under "
-                f"data.field={self.field}; name another field or mend the line"
+                f"data.field={self.field}; name another field or fix the line"
             ) from None

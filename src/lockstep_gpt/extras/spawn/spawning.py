@@ -56,7 +56,7 @@ def start(run: RunDirectory, config: Config) -> int:
         if stops and code < 0:
             return 128 + stops[0]
         if code < 0 or code == processes.LOST_PEERS:
-            print(f"{causes({error.error_index: code})}; no restart is left", file=sys.stderr)
+            print(f"{causes({error.error_index: code})}; no restarts are left", file=sys.stderr)
         return code if code == 2 or code > 128 else 1
     finally:
         signal.alarm(0)

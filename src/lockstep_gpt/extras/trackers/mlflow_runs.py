@@ -49,6 +49,6 @@ def mlflow_logger(
         file.write_text(str(run.run_id), encoding="utf-8")
     except MlflowException as error:
         reason = str(error).partition(". ")[0]
-        rule = f"is refused by MLflow: {reason}"
+        rule = f"is rejected by MLflow: {reason}"
         raise UserError(f"logger.mlflow.tracking_uri={uri} {rule}") from None
     return run
