@@ -1,4 +1,4 @@
-# The same two commands in a container, as a user without rights:
+# The same two commands in a container, as a user without root rights:
 #   docker build -t lockstep-gpt .
 #   docker run --rm -it lockstep-gpt python3 scripts/dev.py train experiment=smoke
 # With GPUs, and runs that stay:

@@ -108,4 +108,4 @@ def test_the_same_command_goes_on_with_its_run(command):
     words = ["model=auto", "model.size=10k", "run_dir=runs/sized", "resume=auto"]
     first = command.train(*words).stdout
     assert "10k: 9,408 weights in blocks of width 28" in first
-    assert "runs/sized is done; a larger max_steps would" in command.train(*words).stdout
+    assert "runs/sized is done; raise max_steps to" in command.train(*words).stdout

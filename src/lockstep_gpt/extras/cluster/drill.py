@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from lockstep_gpt.config import PROGRAM, counted, groups
 from lockstep_gpt.extras.cluster import exactness
+from lockstep_gpt.extras.cluster.flags import count
 from lockstep_gpt.extras.cluster.small_runs import LIMIT, SmallRuns
 
 if TYPE_CHECKING:
@@ -56,22 +57,22 @@ def main(arguments: list[str]) -> int:
     return 0 if passed else 1
 
 
-def shocks(count: int) -> str:
+def shocks(faults: int) -> str:
     """Describe how many random faults a run gets."""
-    return f"{count} kills and stops of ranks" if count != 1 else "1 kill or stop of a rank"
+    return f"{faults} kills and stops of ranks" if faults != 1 else "1 kill or stop of a rank"
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=f"{PROGRAM} drill",
-        description="Break small runs on this machine in every way; what else is given goes to "
-        f"{PROGRAM} train, trainer=gpu for one.",
-        epilog=f"{PROGRAM} drill exact shows instead that every number of ranks gives equal bits.",
+        description="Break small runs on this machine in many ways, and check that they recover. "
+        f"Other arguments go to {PROGRAM} train, for example trainer=gpu.",
+        epilog=f"{PROGRAM} drill exact checks that every number of ranks gives equal bits.",
     )
-    parser.add_argument("--ranks", type=int, default=2, help="devices of each run (default: 2)")
-    parser.add_argument("--steps", type=int, default=300, help="of each run (default: 300)")
-    parser.add_argument("--faults", type=int, default=8, help="random ones (default: 8)")
-    parser.add_argument("--seed", type=int, default=1, help="of the random faults")
+    parser.add_argument("--ranks", type=count, default=2, help="devices of each run (default: 2)")
+    parser.add_argument("--steps", type=count, default=300, help="steps of each run (default: 300)")
+    parser.add_argument("--faults", type=int, default=8, help="random faults (default: 8)")
+    parser.add_argument("--seed", type=int, default=1, help="seed of the random faults")
     return parser
 
 

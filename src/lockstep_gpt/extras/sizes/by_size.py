@@ -3,10 +3,9 @@
 import re
 from typing import Any
 
-from omegaconf import OmegaConf
-
 from lockstep_gpt.config import UserError, as_typed, check
 from lockstep_gpt.extras.sizes.rules import rules
+from lockstep_gpt.launch.compose import register_resolver
 
 SIZE, LENGTH = "1M", "64"  # as configs/model/auto.yaml has them
 RESOLVER = "by_size"
@@ -20,7 +19,7 @@ def with_rules(words: list[str]) -> list[str]:
 
     As words, they stand above what an experiment sets, which would come after a choice of a model.
     """
-    OmegaConf.register_new_resolver(RESOLVER, _by_size, replace=True)
+    register_resolver(RESOLVER, _by_size, replace=True)
     names = [word.lstrip("+").partition("=")[0] for word in words]
     values = [word.partition("=")[2].strip("'\"") for word in words]
     given = dict(zip(names, values, strict=True))
