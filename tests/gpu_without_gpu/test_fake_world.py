@@ -22,7 +22,6 @@ class Sent(Callback):
 
     def __init__(self, monkeypatch):
         self.bytes, self.buffers, self.batch = Counter(), Counter(), -1
-        whole = strategies.HOOKS
 
         def hook(_state, bucket):
             self.bytes[self.batch] += bucket.buffer().nbytes
@@ -30,7 +29,10 @@ class Sent(Callback):
             done.set_result(bucket.buffer())
             return done
 
-        monkeypatch.setattr(strategies, "HOOKS", {**whole, "none": hook})
+        def register(strategy):
+            strategy.model.register_comm_hook(None, hook)
+
+        monkeypatch.setattr(strategies.DDPStrategy, "_register_ddp_hooks", register)
         broadcast = dist._broadcast_coalesced
 
         def broadcast_and_count(group, tensors, *rest):
