@@ -112,13 +112,10 @@ def test_run_of_another_model_is_refused_unless_forced(finished, command):
     other, _ = finished
     words = [f"resume={other.folder}/runs/first", "model.n_layer=3", "run_dir=run"]
     line = command.train(*words, status=2).stderr
-    assert (
-        "here is model.n_layer=3 instead of 2; set them to the same values, or set resume_force"
-        in line
-    )
+    assert "here is model.n_layer=3 instead of 2; set them to the same, or set resume_force" in line
     assert not (command.folder / "run").exists()
     out = command.train(*words, "resume_force=true", "max_steps=6").stdout
-    assert "resume_force: took 28 weights" in out
+    assert "resume_force: loaded 28 weights" in out
 
 
 @pytest.mark.parametrize(
@@ -126,13 +123,12 @@ def test_run_of_another_model_is_refused_unless_forced(finished, command):
     [
         (
             "model.n_layer=3",
-            "run_dir=run keeps the values that it was created with; this command has "
-            "model.n_layer=3",
+            "run_dir=run keeps its values; here is model.n_layer=3",
         ),
         ("data.val_fraction=0.5", "here is data.val_fraction=0.5 instead of 0.02; set them"),
         (
             "seed=1",
-            "here is seed=1 instead of 1337; set them to the same values, or set resume_force=true",
+            "here is seed=1 instead of 1337; set them to the same, or set resume_force=true",
         ),
         ("batch.global_size=16", "here is batch.global_size=16 instead of 8"),
         ("optim.algorithm=muon", "here is optim.algorithm=muon instead of adamw"),
@@ -186,7 +182,7 @@ def test_a_run_goes_on_with_the_data_that_it_began_with(command, corpus):
     said = command("train", "run_dir=run", "resume=auto", "max_steps=25", status=2).stderr
     assert f"{prepared} is gone, and the corpus makes other tokens by now" in said
     said = command.train(*words, "resume=run", "run_dir=new", status=2).stderr
-    assert "keeps the values that it was created with; this command has data.fingerprint=" in said
+    assert "keeps its values; here is data.fingerprint=" in said
 
 
 def test_data_that_is_gone_is_prepared_again_from_the_same_corpus(command, corpus):
@@ -215,7 +211,7 @@ def test_a_forced_resume_takes_the_weights_that_fit_and_begins_with_the_rest_ane
     shutil.copytree(finished[0].folder / "runs/first", command.folder / "run")
     words = ("launch.inline=true", "max_steps=12")
     said = command("train", *FORCED, *words).stdout
-    assert "resume_force: took 28 weights of run/checkpoints/step=000020.ckpt" in said
+    assert "resume_force: loaded 28 weights of run/checkpoints/step=000020.ckpt" in said
     assert [row["trainer/step"] for row in rows(command.folder / "run")] == ["5", "10", "12"]
     assert command.summary("run")["step"] == 12
     folder = command.folder / "run/checkpoints"
@@ -225,15 +221,12 @@ def test_a_forced_resume_takes_the_weights_that_fit_and_begins_with_the_rest_ane
     assert "took" not in said
     assert [row["trainer/step"] for row in rows(command.folder / "run")][2:] == ["12", "14"]
     changed = command("train", *FORCED[:2], "model.n_layer=4", status=2).stderr
-    assert (
-        "keeps the values that it was created with; this command has model.n_layer=4 instead of 3"
-        in changed
-    )
+    assert "keeps its values; here is model.n_layer=4 instead of 3" in changed
 
 
 @pytest.mark.parametrize(
     ("changed", "told"),
-    [("optim.algorithm=muon", "took 28 weights"), ("data.val_fraction=0.5", "")],
+    [("optim.algorithm=muon", "loaded 28 weights"), ("data.val_fraction=0.5", "")],
 )
 def test_a_forced_resume_has_another_optimizer_or_other_data(finished, command, changed, told):
     shutil.copytree(finished[0].folder / "runs/first", command.folder / "run")
@@ -405,8 +398,8 @@ def disk(command):
 LINES = {
     1000: "No space left on device: disk/run cannot be written; fix that, then resume=auto goes "
     "on from disk/run/checkpoints/step=000050.ckpt",  # metrics.csv comes first
-    55: r"disk/run/checkpoints has 0 bytes left, a checkpoint takes [\d,]+; make room there, then "
-    "go on with resume=auto from the newest, which is whole",
+    55: r"disk/run/checkpoints has 0 bytes left, a checkpoint takes [\d,]+; free some space there, then "
+    "continue with resume=auto from the newest checkpoint, which is intact",
 }
 FILLED = ("+callbacks.fill._target_=fill.Fill", "max_steps=100", "val_every=50", *SMALL)
 

@@ -42,7 +42,7 @@ def test_a_run_keeps_what_it_was_made_with_and_says_what_differs():
     with pytest.raises(UserError) as refused:
         refuse_another_identity("the run", {**VALUES, "seed": 1}, other)
     assert str(refused.value) == (
-        "the run keeps the values that it was created with; this command has batch.global_size=8 "
+        "the run keeps its values; here is batch.global_size=8 "
         "instead of 4, "
         "model.block_size=None instead of 8, model.n_layer=2 instead of 1 and 3 more; set them "
         "alike, or set resume_force=true"
@@ -96,7 +96,7 @@ def test_a_new_path_and_an_empty_folder_may_be_used(run):
 
 def test_a_folder_that_holds_something_is_refused(run):
     run.checkpoints.mkdir(parents=True)
-    with pytest.raises(UserError, match=r"^run_dir=\S+first exists and holds something; name"):
+    with pytest.raises(UserError, match=r"^run_dir=\S+first already exists and is not empty; name"):
         run.refuse_if_used()
 
 
@@ -105,7 +105,7 @@ def test_another_run_or_a_file_is_refused_and_left_as_it_is(run, tmp_path):
     file.write_text("mine")
     run.create({**VALUES, "seed": 7})
     for used in (run, RunDirectory(file)):
-        with pytest.raises(UserError, match="exists and holds something"):
+        with pytest.raises(UserError, match="already exists and is not empty"):
             used.create(VALUES)
     assert (run.load().seed, file.read_text()) == (7, "mine")
 
@@ -170,7 +170,7 @@ def test_a_folder_without_a_frozen_configuration_is_no_run_directory(run):
 def test_a_frozen_file_that_is_none_any_more_is_one_line(run, text):
     run.create(VALUES)
     run.config.write_text(text)
-    with pytest.raises(UserError, match=r"config\.yaml is damaged; put back what was frozen"):
+    with pytest.raises(UserError, match=r"config\.yaml is damaged; restore what the run wrote"):
         run.values()
 
 

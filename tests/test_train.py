@@ -127,7 +127,7 @@ def test_a_stop_that_could_not_save_in_time_says_so_and_what_remains(command, wa
     process.terminate()
     out, _ = process.communicate(timeout=240)
     assert (process.returncode, command.summary("run")["saved"]) == (143, True)
-    assert "stopped by SIGTERM after saving; this goes on with it:" in out.splitlines()[-2]
+    assert "stopped by SIGTERM after saving; to continue it:" in out.splitlines()[-2]
     assert out.splitlines()[-1].endswith(" train run_dir=run resume=auto")
     saved = max(run.glob("checkpoints/*.ckpt"))
     (command.folder / "hang").touch()
@@ -156,10 +156,7 @@ def test_a_stop_before_anything_was_saved_says_so(command, wait_for):
     out, _ = process.communicate(timeout=240)
     assert process.returncode == 128 + signal.SIGINT
     assert command.summary("run") == {"status": "stopped", "saved": False}
-    assert (
-        out.count("\nstopping after this step and saving; press Ctrl-C again to stop at once\n")
-        == 1
-    )
+    assert out.count("\nsaving after this step; press Ctrl-C again to stop at once\n") == 1
     line = "stopped by SIGINT before all ranks saved; resume=auto starts over"
     assert out.splitlines()[-1] == line
 
@@ -192,7 +189,7 @@ def test_a_second_command_on_a_live_run_is_told_who_has_it(command, wait_for):
 @pytest.mark.parametrize("setting", ["temperature=-1", "prompt=''"])
 def test_a_sample_that_cannot_be_drawn_is_refused_before_training(command, setting):
     said = command.train(f"callbacks.sample.{setting}", "run_dir=run", status=2).stderr
-    assert "must be at least 0" in said or "empty prompt" in said
+    assert "must be at least 0" in said or "prompt is empty" in said
     assert not (command.folder / "run").exists()
 
 
@@ -209,7 +206,7 @@ def test_killed_parent_leaves_no_process(command, wait_for, processes_of, kill):
 BAD_SETTINGS = {
     "model.n_layers=3": "unknown setting model.n_layers; did you mean model.n_layer?",
     "model.n_layer=many": "model.n_layer=many must be a whole number",
-    "model=gpt5": "model=gpt5 is not one of gpt2, gpt2_large, gpt2_medium, gpt2_xl, ",
+    "model=gpt5": "model=gpt5 is not one of ",
     "trainer.max_steps=7": "trainer.max_steps=7 cannot be set there; set max_steps instead",
     "model.n_embd=33": "model.n_embd=33 is not divisible by model.n_head=2; nearest: model.n_embd",
     "max_steps=-1": "max_steps=-1 must be at least 1",
@@ -235,7 +232,7 @@ def test_existing_run_directory_is_never_overwritten(finished):
     command, _ = finished
     before = (command.folder / "runs/first/config.yaml").read_bytes()
     line = command.train("run_dir=runs/first", status=2).stderr
-    assert "run_dir=runs/first exists" in line
+    assert "run_dir=runs/first already exists" in line
     assert (command.folder / "runs/first/config.yaml").read_bytes() == before
 
 

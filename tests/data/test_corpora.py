@@ -186,6 +186,6 @@ print({"torch", "tokenizers", "datasets", "pyarrow", "zstandard", "fsspec"} & {*
 def test_a_packed_file_is_refused_and_not_read_as_text(tmp_path):
     write(tmp_path, {"a.txt": "text", "b.txt.gz": "bytes"})
     with pytest.raises(
-        UserError, match=r"data\.path=.*: b\.txt\.gz is compressed; decompress it first"
+        UserError, match=r"data\.path=.*: b\.txt\.gz is compressed; unpack it first"
     ):
         corpus(tmp_path)

@@ -312,9 +312,7 @@ def test_a_folder_without_write_permission_is_one_clear_line(tmp_path, small):
 def test_a_binary_file_is_refused_by_its_name(tmp_path):
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "logo.png").write_bytes(b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR" * 9)
-    with pytest.raises(
-        UserError, match=r"texts/logo.png is no text: it has NUL bytes; leave it out"
-    ):
+    with pytest.raises(UserError, match=r"texts/logo.png is not text: it has NUL bytes; remove it"):
         prepare(TextData(root=str(tmp_path / "data"), path=str(tmp_path / "texts")))
     assert not [*tmp_path.glob("data/text-*")]
 

@@ -73,7 +73,7 @@ def test_several_files_are_refused_where_no_extra_reads_them(tmp_path, monkeypat
     both = Split(12, shards=[*first.shards, second])
     write_index(tmp_path, index_of(both, written(tmp_path, "val", range(5), "u1"), "u1"))
     monkeypatch.setattr(extras, "__path__", [])
-    line = r"train-00001\.bin is a second file, and the extra that reads several is not installed"
+    line = r"train-00001\.bin is a second file, which needs an extra that is not installed"
     with pytest.raises(UserError, match=line):
         open_split(tmp_path, "train")
     assert open_split(tmp_path, "val").tolist() == [*range(5)]

@@ -31,7 +31,9 @@ def test_bytes_decode_inverts_encode(text):
 @given(st.text() | st.binary())
 def test_an_encoded_text_never_holds_the_end_of_text(text):
     if "\0" in text if isinstance(text, str) else b"\0" in text:
-        with pytest.raises(UserError, match="has a NUL byte, which ends a document of bytes"):
+        with pytest.raises(
+            UserError, match="contains a NUL byte, which marks the end of a document"
+        ):
             ByteTokenizer().encode(text)
     else:
         assert ByteTokenizer.end_of_text not in ByteTokenizer().encode(text)
@@ -65,7 +67,7 @@ def test_documents_are_encoded_one_by_one_with_an_end_after_each(texts):
 
 
 def test_a_nul_in_a_document_of_bytes_is_refused_with_the_text_that_has_it():
-    with pytest.raises(UserError, match=r"a text has a NUL byte.* take it out of b'a.x00'$"):
+    with pytest.raises(UserError, match=r"a text contains a NUL byte.* remove it from b'a.x00'$"):
         ByteTokenizer().encode_documents([b"b", b"a\0", b""])
 
 

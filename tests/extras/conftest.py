@@ -55,10 +55,10 @@ def apart(command: Any) -> Callable[..., Any]:
 
 @pytest.fixture
 def with_shared_memory(command, apart):
-    """Train with loader processes and a /dev/shm of its own; return the status and what is said."""
+    """Train with its own /dev/shm; return the status and what is said."""
 
     def train(mount, *words):
-        words = command.smoke("data.num_workers=2", "run_dir=run", *words)
+        words = command.smoke("run_dir=run", *words)
         process = apart(f"mount -t tmpfs -o {mount} tmpfs /dev/shm", *words)
         _, said = process.communicate(timeout=240)
         return process.returncode, said

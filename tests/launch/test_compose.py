@@ -137,7 +137,10 @@ def test_a_setting_of_an_extra_is_refused_where_none_has_it(argument, monkeypatc
         ("callbacks=[default,y]", f"callbacks=y is not one of {', '.join(choices('callbacks'))}"),
         ("experiment=x", f"experiment=x is not one of {', '.join(choices('experiment'))}"),
         ("trainer.max_steps=5", "trainer.max_steps=5 cannot be set there; set max_steps instead"),
-        ("+trainer.precision=64", "trainer.precision=64 cannot be set there; set precision"),
+        (
+            "+trainer.precision=64",
+            "trainer.precision=64 cannot be set there; set precision instead",
+        ),
         ("max_steps=0", "max_steps=0 must be at least 1"),
         ("run_name=${nope}", "run_name=${nope}: Interpolation key 'nope' not found"),
     ],

@@ -106,7 +106,7 @@ def test_auto_takes_what_is_there_and_the_rest_is_as_asked(gpus_here, gpus, trai
 
 def test_a_gpu_that_is_not_there_is_refused_with_the_mask_that_hides_it(gpus_here):
     gpus_here(0)
-    without = "trainer.accelerator=gpu but no GPUs visible; trainer=cpu runs without"
+    without = "trainer.accelerator=gpu but no GPUs visible; set trainer=cpu to run without one"
     assert refusal({"accelerator": "gpu"}) == without
     gpus_here(2, mask="-1")
     assert "no GPUs visible with CUDA_VISIBLE_DEVICES=-1" in refusal({"accelerator": "gpu"})
@@ -114,9 +114,7 @@ def test_a_gpu_that_is_not_there_is_refused_with_the_mask_that_hides_it(gpus_her
 
 def test_more_devices_than_gpus_are_refused_with_what_is_there(gpus_here):
     gpus_here(1)
-    assert (
-        refusal({"devices": 2}) == "trainer.devices=2 is more than this machine has: 1 GPU visible"
-    )
+    assert refusal({"devices": 2}) == "trainer.devices=2 is more than there are: 1 GPU visible"
 
 
 def test_arithmetic_of_gpus_alone_is_refused_on_a_cpu(gpus_here):

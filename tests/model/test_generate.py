@@ -91,7 +91,7 @@ def test_a_small_model_generates_on_one_thread(model: GPT, monkeypatch, few, thr
 @pytest.mark.parametrize(
     ("prompt", "settings", "message"),
     [
-        (PROMPT[:, :0], {}, "empty prompt"),
+        (PROMPT[:, :0], {}, "prompt is empty"),
         (PROMPT, {"temperature": -1.0}, "temperature=-1.0"),
         (PROMPT, {"temperature": float("nan")}, "temperature=nan"),
         (PROMPT, {"top_k": 0}, "top_k=0"),

@@ -160,8 +160,6 @@ def test_activation_checkpointing_changes_neither_gradients_nor_names(tokens):
 
 def test_heads_of_keys_that_it_does_not_have_are_refused() -> None:
     shape = ModelConfig(block_size=8, n_layer=1, n_head=4, n_embd=16, n_kv_head=2)
-    with pytest.raises(
-        UserError, match=r"^model.n_kv_head=2 is of modern models only; leave it out"
-    ):
+    with pytest.raises(UserError, match=r"^model.n_kv_head=2 is only for modern models; remove it"):
         GPT(shape, 64)
     assert GPT(replace(shape, n_kv_head=4), 64).num_parameters

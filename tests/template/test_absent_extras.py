@@ -23,7 +23,7 @@ WORDS = {
     "completion": "install=bash",
     "sizes": r"model=auto|model\.size|size_law|scaling_law",
     "cluster": "lockstep-gpt (plan|doctor|drill)",
-    "sources": "num_workers|datasets|pyarrow|parquet|data=jsonl|tokenizer=bpe|zstandard",
+    "sources": "data.num_workers|datasets|pyarrow|parquet|data=jsonl|tokenizer=bpe|zstandard",
     "ladder": "scripts/ladder|pitfalls.py",
     "apple": r"trainer=mps|Apple GPU",
     "container": r"docker build|devcontainer",

@@ -115,7 +115,10 @@ def borrowing(run):
             if not (tools / tool.name).exists():
                 (tools / tool.name).symlink_to(tool)
         run(project, *PIP, ".venv/bin/python", "install", "-q", "--no-deps", "-e", ".")
-        stamp = "import dev; dev.STAMP.write_text(' '.join([*dev.fingerprints(), dev.ALL]))"
+        stamp = (
+            "from environments import ALL, Environment; here = Environment();"
+            "here.stamp.write_text(' '.join([*here.fingerprints(), ALL]))"
+        )
         run(project / "scripts", sys.executable, "-c", stamp)
         shutil.rmtree(project / "scripts/__pycache__", ignore_errors=True)
         return project

@@ -143,7 +143,7 @@ def test_a_flipped_bit_is_seen_and_skipped_by_name(tmp_path, caplog):
     with caplog.at_level(logging.WARNING):
         assert newest_valid(tmp_path) == old
     assert caplog.messages == [f"skipped {new}: it does not match its SHA-256"]
-    with pytest.raises(UserError, match=r"step=000002\.ckpt does not match its SHA-256; take"):
+    with pytest.raises(UserError, match=r"step=000002\.ckpt does not match its SHA-256; use"):
         read_checkpoint(new)
 
 
@@ -168,7 +168,7 @@ def test_code_in_a_checkpoint_is_refused_and_does_not_run(tmp_path, writer):
         put(path, pickle.dumps(evil, protocol=2))
     assert fault_of(path) is None
     for read in (read_checkpoint, AtomicCheckpointIO().load_checkpoint, load_model):
-        with pytest.raises(UserError, match="holds more than tensors and values") as refusal:
+        with pytest.raises(UserError, match="has more than tensors and values") as refusal:
             read(path)
         assert "\n" not in str(refusal.value)
     assert not target.exists()
@@ -218,9 +218,7 @@ def test_a_checkpoint_in_several_files_is_verified_and_removed_whole(tmp_path):
 def test_parts_without_the_extra_that_joins_them_are_refused(tmp_path, monkeypatch):
     path = save(checkpoint_path(tmp_path, 1), parts=["step=000001.part"])
     monkeypatch.setattr("lockstep_gpt.training.checkpoint.asked", lambda *_: [])
-    with pytest.raises(
-        UserError, match=r"is in shards, and the extra that reads them is not installed"
-    ):
+    with pytest.raises(UserError, match=r"is in shards: that needs an extra, not installed"):
         read_checkpoint(path)
 
 
@@ -235,7 +233,7 @@ def test_a_run_directory_means_its_newest_checkpoint_and_a_file_itself(tmp_path)
 def test_a_path_without_a_checkpoint_is_refused(tmp_path):
     with pytest.raises(UserError, match=r"nowhere does not exist; give a run directory, a"):
         find_checkpoint(tmp_path / "nowhere")
-    with pytest.raises(UserError, match=r"holds no checkpoint that verifies"):
+    with pytest.raises(UserError, match=r"contains no valid checkpoint"):
         find_checkpoint(tmp_path)
 
 

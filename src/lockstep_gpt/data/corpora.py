@@ -100,9 +100,7 @@ class TextFiles:
         if not found:
             raise UserError(f"data.path={self.path} matches no file; give a file or a folder")
         if packed := [each.name for each in found if each.name.endswith((".gz", ".zst"))]:
-            raise UserError(
-                f"data.path={self.path}: {packed[0]} is compressed; decompress it first"
-            )
+            raise UserError(f"data.path={self.path}: {packed[0]} is compressed; unpack it first")
         return found
 
     def identity(self) -> Any:
@@ -135,9 +133,7 @@ class TextFiles:
 def refuse_binary(piece: bytes, path: str) -> None:
     """Raise a `UserError` for a piece of a file that is no text; text in UTF-16 is none either."""
     if b"\0" in piece:
-        raise UserError(
-            f"{path} is not text: it contains NUL bytes; remove it, or save it as UTF-8"
-        )
+        raise UserError(f"{path} is not text: it has NUL bytes; remove it, or save it as UTF-8")
 
 
 def _pieces(path: str) -> Iterator[bytes]:

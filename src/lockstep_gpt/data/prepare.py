@@ -133,9 +133,7 @@ def _build(recipe: Recipe, folder: Path) -> bool:
         (addition("BUILD") or write)(recipe, unfinished)
         if recipe_of(recipe.config).fingerprint != recipe.fingerprint:
             shutil.rmtree(unfinished)
-            raise UserError(
-                f"{folder.name}: the corpus changed during preparation; prepare it again"
-            )
+            raise UserError(f"{folder.name}: the corpus changed meanwhile; prepare it again")
         sync_folder(unfinished)
         unfinished.rename(folder)
     sync_folder(folder.parent)

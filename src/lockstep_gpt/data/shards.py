@@ -154,9 +154,7 @@ def open_split(folder: Path, split: str) -> npt.NDArray[Any]:
     if not more:
         return np.memmap(file, index.dtype, mode="r")
     if (joined := addition("JOINED_FILES")) is None:
-        raise unusable(
-            more[0], "is a second file, and the extra that reads several is not installed"
-        )
+        raise unusable(more[0], "is a second file, which needs an extra that is not installed")
     return cast(npt.NDArray[Any], joined([file, *more]).view(index.dtype))
 
 

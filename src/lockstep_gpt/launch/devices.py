@@ -32,9 +32,7 @@ def place(config: Config) -> Placement:
     elif devices == "auto":
         devices = found or 1
     if found is not None and devices > found:
-        raise UserError(
-            f"trainer.devices={devices} is more than this machine has: {_visible(found)}"
-        )
+        raise UserError(f"trainer.devices={devices} is more than there are: {_visible(found)}")
     placement = Placement(accelerator, devices, nodes)
     asked("CHECK_START", config)
     _refuse_impossible(config, placement)

@@ -172,10 +172,7 @@ def supervise(run: RunDirectory, node_rank: int = 0) -> int:
             raise KeyboardInterrupt
         agent.send_signal(signal.SIGKILL if impatient else signum)
         if signum == signal.SIGINT and not impatient:
-            print(
-                "\nstopping after this step and saving; press Ctrl-C again to stop at once",
-                flush=True,
-            )
+            print("\nsaving after this step; press Ctrl-C again to stop at once", flush=True)
 
     handlers = {signum: signal.signal(signum, forward) for signum in processes.STOP_SIGNALS}
     try:

@@ -38,12 +38,7 @@ class GPT(gpt.GPT):
         """Make the layers."""
         config = self.config
         width = config.n_embd // config.n_head
-        check(
-            "model.bias",
-            config.bias,
-            not config.bias,
-            "is not supported by modern models; set it to false",
-        )
+        check("model.bias", config.bias, not config.bias, "is not for modern models; set false")
         rule = f"gives heads of {width}; set it or model.n_head to make them even"
         check("model.n_embd", config.n_embd, width % 2 == 0, rule)
         self.token_embedding = nn.Embedding(self.padded_vocab_size, config.n_embd)

@@ -99,7 +99,7 @@ def refuse_full_disk(folder: Path, needed: int) -> None:
     if free < needed:
         raise RunError(
             f"{folder} has {free:,} bytes left, a checkpoint takes {needed:,}; "
-            f"make room there, {MEND}"
+            f"free some space there, {MEND}"
         )
 
 
@@ -179,15 +179,11 @@ def read_checkpoint(
         content = torch.load(path, map_location=map_location, weights_only=True)
     except UNREADABLE as error:
         reason = (str(error) or type(error).__name__).splitlines()[0]
-        raise UserError(
-            f"checkpoint {path} contains more than tensors and values: {reason}"
-        ) from None
+        raise UserError(f"checkpoint {path} has more than tensors and values: {reason}") from None
     if not isinstance(content, dict) or not {"config", "tokenizer", "state_dict"} <= set(content):
         raise UserError(f"checkpoint {path} was not written by lockstep-gpt train")
     if "parts" in content and not asked("JOIN_PARTS", content, path):
-        raise UserError(
-            f"checkpoint {path} is in shards, and the extra that reads them is not installed"
-        )
+        raise UserError(f"checkpoint {path} is in shards: that needs an extra, not installed")
     return content
 
 

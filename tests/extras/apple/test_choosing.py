@@ -100,5 +100,5 @@ def test_the_one_rank_computes_there():
 
 def test_elsewhere_it_is_refused_in_one_line(command):
     said = command.train("trainer=mps", status=2).stderr
-    rule = "but there is no Apple GPU, or DISABLE_MPS=1 is set; trainer=cpu runs without"
+    rule = "but there is no Apple GPU, or DISABLE_MPS=1 is set; set trainer=cpu"
     assert said == f"lockstep-gpt train: trainer.accelerator=mps {rule}\n"

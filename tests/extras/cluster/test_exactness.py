@@ -89,7 +89,10 @@ def test_differences_end_with_status_one(monkeypatch, capsys):
         ),
         (["--ranks", "2"], "--ranks 2 compares nothing; give several, as in 1,2"),
         (["trainer.devices=2"], "trainer.devices=2 is for the drill to set; give --ranks"),
-        (["batch.exact_micro_size=null"], "batch.exact_micro_size=null is equal but for rounding"),
+        (
+            ["batch.exact_micro_size=null"],
+            "batch.exact_micro_size=null is equal only up to rounding",
+        ),
         (["optim.lr=-1"], "optim.lr=-1.0 must be above 0"),
     ],
 )

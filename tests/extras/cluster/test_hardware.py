@@ -65,7 +65,7 @@ def test_a_profile_comes_back_as_it_was_saved(tmp_path):
 @pytest.mark.parametrize("content", ["", "[]", "{}", json.dumps({"host_link": 1})])
 def test_a_file_that_is_no_profile_is_refused_by_name(tmp_path, content):
     (tmp_path / "wrong.json").write_text(content)
-    with pytest.raises(UserError, match=r"wrong.json is no profile"):
+    with pytest.raises(UserError, match=r"wrong.json is not a profile"):
         Hardware.load(tmp_path / "wrong.json")
 
 

@@ -68,7 +68,7 @@ def test_a_batch_that_does_not_spread_grows_with_the_devices(composed):
 def test_a_row_that_no_run_can_have_says_why(composed):
     plan = predict(composed(), H100, (1, 5, 12), scaling="strong")
     assert [row.batch.world_size for row in plan.rows] == [1]
-    assert "does not divide" in plan.refused[5]
+    assert "is not divisible" in plan.refused[5]
     assert plan.refused[12] == "12 devices are not a whole number of nodes of 8 each"
 
 

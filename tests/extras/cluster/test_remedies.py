@@ -44,10 +44,10 @@ RECORDED = {
     ),
     "DataLoader worker (pid 4242) is killed by signal: Bus error. It is possible that": "/dev/shm",
     "[Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=8, OpType=ALLREDUCE,": (
-        "came late to an all-reduce"
+        "joined an all-reduce late"
     ),
     "[gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 1800000ms for recv operation": (
-        "came late to an all-reduce"
+        "joined an all-reduce late"
     ),
     "Error while creating shared memory segment /dev/shm/nccl-5gN8 (size 9637888)": (
         "NCCL has no room in /dev/shm"
@@ -60,7 +60,7 @@ RECORDED = {
         "could not set up or keep a connection"
     ),
     "torch.distributed.DistStoreError: Timed out after 61 seconds waiting for clients. 1/2": (
-        "not all ranks came"
+        "not all ranks reached"
     ),
     "RuntimeError: Detected mismatch between collectives on ranks. Rank 0 is running": (
         "different shapes"
@@ -129,7 +129,7 @@ def test_a_port_that_is_taken_is_explained(command):
 def test_a_dev_shm_that_fills_is_explained(command, with_shared_memory):
     (command.folder / "breaker.py").write_text(BREAKER)
     fill = "+callbacks.breaker._target_=breaker.FillSharedMemory"
-    status, said = with_shared_memory("size=1m", fill)
+    status, said = with_shared_memory("size=1m", "data.num_workers=2", fill)
     assert status == 1
     assert said.startswith("cause   workers of the data loader cannot hand over batches")
 
@@ -152,7 +152,9 @@ def test_what_is_not_known_stays_unexplained(composed):
 
 def test_a_death_is_explained_by_what_the_process_said_last_else_by_its_signal(composed):
     scene = Scene(composed(), 2)
-    assert "came late" in explain_death(6, "Watchdog caught collective operation timeout", scene)
+    assert "joined an all-reduce late" in explain_death(
+        6, "Watchdog caught collective operation timeout", scene
+    )
     assert "watchdog" in explain_death(6, "", scene)
     assert explain_death(3, "", scene) == ""
     assert all(explain_death(signum, "", scene) for signum in remedies.SIGNALS)

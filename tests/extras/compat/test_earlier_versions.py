@@ -227,7 +227,7 @@ def test_weights_of_other_code_are_one_line_and_leave_the_run_as_it_was(earlier,
     frozen = yaml.safe_load((command.folder / "run/config.yaml").read_text())
     said = command(*RESUME, "launch.inline=true", status=2).stderr
     assert said.count("\n") == 1
-    assert "the checkpoint has 28 weights, of which 27 fit the 28 of this model; take the" in said
+    assert "the checkpoint has 28 weights, of which 27 fit the 28 of this model; use the" in said
     builder = "lockstep_gpt.training.strategies.auto"
     assert yaml.safe_load((command.folder / "run/config.yaml").read_text()) == {
         **readable(frozen),

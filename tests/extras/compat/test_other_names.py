@@ -73,22 +73,21 @@ def test_a_setting_of_an_extra_that_is_not_here_is_known_as_one(
 @pytest.mark.parametrize(
     ("word", "line"),
     [
-        ("ckpt_path=a.ckpt", "unknown setting ckpt_path; here it is resume"),
-        ("tags=[a]", "unknown setting tags; here it is logger.wandb.tags"),
-        ("debug=default", "unknown setting debug; here it is experiment=debug"),
-        ("epochs=3", "unknown setting epochs; here it is max_steps or max_tokens"),
-        ("max_epochs=3", "unknown setting max_epochs; here it is max_steps or max_tokens"),
+        ("ckpt_path=a.ckpt", "unknown setting ckpt_path; use resume"),
+        ("tags=[a]", "unknown setting tags; use logger.wandb.tags"),
+        ("debug=default", "unknown setting debug; use experiment=debug"),
+        ("epochs=3", "unknown setting epochs; use max_steps or max_tokens"),
+        ("max_epochs=3", "unknown setting max_epochs; use max_steps or max_tokens"),
         ("lr=0.1", "unknown setting lr; did you mean optim.lr?"),
-        ("learning_rate=0.1", "unknown setting learning_rate; here it is optim.lr"),
+        ("learning_rate=0.1", "unknown setting learning_rate; use optim.lr"),
         (
             "data.batch_size=8",
-            "unknown setting data.batch_size; here it is batch.micro_size or batch.global_size",
+            "unknown setting data.batch_size; use batch.micro_size or batch.global_size",
         ),
-        ("model.optimizer.lr=1", "unknown setting model.optimizer; here it is optim"),
+        ("model.optimizer.lr=1", "unknown setting model.optimizer; use optim"),
         (
             "trainer=ddp",
-            "trainer=ddp is not one of auto, cpu, gpu; here it is strategy=ddp with "
-            "trainer.devices",
+            "trainer=ddp is not one of auto, cpu, gpu; use strategy=ddp with trainer.devices",
         ),
         (
             "+experiment=smoke",
@@ -96,7 +95,7 @@ def test_a_setting_of_an_extra_that_is_not_here_is_known_as_one(
         ),
         (
             "--experiment=smoke",
-            "--experiment=smoke is not a flag; settings are NAME=VALUE, without dashes; here it is "
+            "--experiment=smoke is not a flag; settings are NAME=VALUE, without dashes; use "
             "experiment=CHOICE",
         ),
         (

@@ -150,13 +150,13 @@ def test_what_is_no_export_is_never_replaced(gpt, tmp_path, capsys):
     for name in ("config.json", "README.md"):  # as any model of the hub has them
         (tmp_path / name).write_text("{}")
     line = refused(capsys, gpt, "--to", tmp_path, "--force")
-    assert "holds something that is no export" in line
+    assert "is not empty and is not an export" in line
     assert sorted(path.name for path in tmp_path.iterdir()) == ["README.md", "config.json"]
 
 
 def test_a_file_in_the_way_is_refused(gpt, tmp_path, capsys):
     (tmp_path / "new").touch()
-    assert "no export" in refused(capsys, gpt, "--to", tmp_path / "new")
+    assert "not an export" in refused(capsys, gpt, "--to", tmp_path / "new")
 
 
 def test_an_empty_folder_is_filled(gpt, tmp_path):

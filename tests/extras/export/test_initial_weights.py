@@ -174,7 +174,7 @@ BROKEN = {
     "wider inside": (lambda folder: gpt2(folder, n_inner=70), "c_fc.weight of shape"),
     "a layer more": (
         lambda folder: claims(folder, n_layer=(3, 2)),
-        "for which the model has no place",
+        "which the model does not have",
     ),
     "a layer less": (
         lambda folder: claims(folder, n_layer=(1, 2)),
@@ -182,7 +182,7 @@ BROKEN = {
     ),
     "an untied head": (
         lambda folder: claims(folder, tie_word_embeddings=(False, True)),
-        "has lm_head.weight, for which the model has no place",
+        "has lm_head.weight, which the model does not have",
     ),
     "another vocabulary": (
         lambda folder: edited(folder, vocab_size=257),
@@ -208,7 +208,9 @@ def test_a_tokenizer_that_reads_text_otherwise_is_refused(begun, tmp_path, bpe):
     vocab = words["model"]["vocab"]
     vocab["1"], vocab["2"] = vocab["2"], vocab["1"]
     other = from_dict({**values, "json": json.dumps(words)})
-    with pytest.raises(UserError, match=r"other tokens than the data has; set data.tokenizer="):
+    with pytest.raises(
+        UserError, match=r"tokenizes text differently than the data; set data.tokenizer="
+    ):
         begun(tmp_path, other)
     begun(tmp_path, bpe)  # the remedy
 

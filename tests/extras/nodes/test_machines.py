@@ -89,7 +89,7 @@ def test_a_machine_that_waits_in_vain_or_has_other_settings_is_told_why(run):
     with pytest.raises(RunError, match=r"after 0\.3 s it has no config\.yaml"):
         start_on_nodes(run, VALUES, config(), lambda: run)
     run.create(VALUES)
-    with pytest.raises(UserError, match=r"another configuration.*: max_steps=4 instead of 3"):
+    with pytest.raises(UserError, match=r"a different configuration.*: max_steps=4 instead of 3"):
         start_on_nodes(run, {**VALUES, "max_steps": 4}, config(), lambda: run)
 
 

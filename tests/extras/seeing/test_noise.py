@@ -104,7 +104,7 @@ def test_the_advice_follows_from_noise_scale_and_batch(scale, said):
 def test_the_advice_has_as_many_digits_as_an_estimate_carries():
     assert "about 1,200 samples (77,000 tokens)" in advice(1234.5, 12, 64)
     assert "about 1 sample (64 tokens)" in advice(0.37, 12, 64)
-    assert "not to be told" in advice(None, 12, 64)
+    assert "cannot be measured" in advice(None, 12, 64)
 
 
 class Scattered(torch.nn.Module):

@@ -103,7 +103,7 @@ def test_a_run_without_anything_yet_still_has_a_page(recorded, tmp_path, show):
     (new / "config.yaml").write_bytes((recorded[0] / "config.yaml").read_bytes())
     write_page(tmp_path / "new.html", report([new]))
     view = show(tmp_path / "new.html")
-    assert outcome(view)["status"].startswith("going on")
+    assert outcome(view)["status"].startswith("still running")
     assert view.locator("#samples-section").is_hidden()
 
 

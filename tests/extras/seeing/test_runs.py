@@ -36,7 +36,7 @@ def test_a_run_that_goes_on_is_read_up_to_its_last_whole_row(run):
     with (run / "metrics.csv").open("a") as file:
         file.write("25,640")
     told = read_run(run)
-    assert told["status"].startswith("going on")
+    assert told["status"].startswith("still running")
     assert told["curves"]["train/loss"][-1][0] == 20
 
 
@@ -44,7 +44,7 @@ def test_a_summary_of_an_earlier_part_is_not_the_status(run):
     with (run / "metrics.csv").open("a") as file:
         columns = (run / "metrics.csv").read_text().splitlines()[0].count(",")
         file.write("25,6400,2.5" + "," * (columns - 2) + "\n")
-    assert read_run(run)["status"].startswith("going on")
+    assert read_run(run)["status"].startswith("still running")
 
 
 def test_a_failed_run_says_where_and_why(run):

@@ -192,7 +192,7 @@ def test_sums_in_another_order_are_refused(fitted):
 
 def test_strategies_that_shard_gradients_are_refused(new_run):
     trainer = lightning.Trainer(accelerator="cpu", strategy=ModelParallelStrategy(), devices=1)
-    with pytest.raises(UserError, match="not under ModelParallelStrategy; drop it"):
+    with pytest.raises(UserError, match="not under ModelParallelStrategy; remove it"):
         SyncPanel().setup(trainer, new_run().module, "fit")
 
 

@@ -213,7 +213,7 @@ def test_a_killed_build_goes_on_and_ends_with_the_same_bytes(tmp_path, caplog):
     full = {path: path.stat().st_mtime_ns for path in sorted(unfinished.glob("train*"))[:10]}
     with caplog.at_level(logging.INFO):
         folder = prepare(config)
-    assert re.match(r"going on after [\d,]+ tokens", caplog.messages[0])
+    assert re.match(r"continuing after [\d,]+ tokens", caplog.messages[0])
     for path, written in full.items():
         assert (folder / path.name).stat().st_mtime_ns == written
     other = small(tmp_path / "whole", vocab_size=50_257, tokens=30_000_000, shard_mb=1)
@@ -350,7 +350,7 @@ def test_on_a_disk_that_was_full_a_build_goes_on(tiny_disk, tmp_path, caplog):
     resize("20m")
     with caplog.at_level(logging.INFO):
         folder = prepare(small(disk, **settings))
-    assert "going on after" in caplog.messages[0]
+    assert "continuing after" in caplog.messages[0]
     assert content(folder) == content(prepare(small(tmp_path / "whole", **settings)))
 
 

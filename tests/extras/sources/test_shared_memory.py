@@ -15,7 +15,7 @@ from lockstep_gpt.extras.sources.text import StdlibData
 def test_loader_processes_without_shared_memory_are_refused_in_one_line(
     command, with_shared_memory, mount, cause
 ):
-    assert with_shared_memory(mount) == (
+    assert with_shared_memory(mount, "data.num_workers=2") == (
         2,
         "lockstep-gpt train: "
         f"data.num_workers=2 takes 133,184 bytes of /dev/shm ({cause}); "

@@ -14,7 +14,7 @@ def accelerator(wanted: str) -> str | None:
     # As Lightning sees it; under Rosetta 2 the machine is an x86_64.
     is_mac = platform.system() == "Darwin" and platform.machine() == "arm64"
     here = is_mac and os.environ.get("DISABLE_MPS") != "1"
-    rule = "but there is no Apple GPU, or DISABLE_MPS=1 is set; trainer=cpu runs without"
+    rule = "but there is no Apple GPU, or DISABLE_MPS=1 is set; set trainer=cpu"
     check("trainer.accelerator", wanted, here or wanted != "mps", rule)
     return "mps" if here and wanted in ("auto", "gpu", "mps") else None
 

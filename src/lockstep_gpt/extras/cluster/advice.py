@@ -38,7 +38,7 @@ def attention_line(config: Config, _batch: Any) -> dict[str, str]:
 def attention(config: Config) -> str:
     """Return the kernel of `causal_attention` here; `math` is the slow one that always works."""
     dtypes = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16, "64-true": torch.float64}
-    model, device = config.model, config.trainer["accelerator"]
+    model, device = config.model, config.trainer.get("accelerator", "cpu")
     if device == "cpu" and model.block_size <= SHORT:
         return "plain matrix products"
     place = "meta" if device == "mps" else device  # Apple GPUs have only one

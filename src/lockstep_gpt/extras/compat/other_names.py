@@ -89,6 +89,6 @@ def here(word: str) -> str:
         return "; it needs an extra that is not installed"
     while name:
         if ours := NAMES.get(name):
-            return f"; the setting here is {ours}"
+            return f"; use {ours}"
         name = name.rpartition(".")[0]  # its parent
     return ""
