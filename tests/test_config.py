@@ -208,7 +208,9 @@ def test_a_seed_that_torch_would_not_take_is_refused():
 
 
 def test_a_batch_of_no_size_is_refused():
-    with pytest.raises(UserError, match=r"^batch\.micro_size=null and batch\.global_size=null say"):
+    with pytest.raises(
+        UserError, match=r"^batch\.micro_size=null and batch\.global_size=null give"
+    ):
         from_container(with_setting("batch.global_size", None))
 
 

@@ -396,10 +396,10 @@ def disk(command):
 
 
 LINES = {
-    1000: "No space left on device: disk/run cannot be written; fix that, then resume=auto goes "
-    "on from disk/run/checkpoints/step=000050.ckpt",  # metrics.csv comes first
-    55: r"disk/run/checkpoints has 0 bytes left, a checkpoint takes [\d,]+; free some space there, then "
-    "continue with resume=auto from the newest checkpoint, which is intact",
+    1000: "No space left on device: disk/run cannot be written; fix that, then resume=auto "
+    "continues from disk/run/checkpoints/step=000050.ckpt",  # metrics.csv comes first
+    55: r"disk/run/checkpoints has 0 bytes left, a checkpoint takes [\d,]+; free some space there, "
+    "then continue with resume=auto from the newest checkpoint, which is intact",
 }
 FILLED = ("+callbacks.fill._target_=fill.Fill", "max_steps=100", "val_every=50", *SMALL)
 

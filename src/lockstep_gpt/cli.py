@@ -19,8 +19,8 @@ class Command(NamedTuple):
 
 
 COMMANDS = {
-    "train": Command(".launch.commands:train", "train a GPT; alone: the quickstart", True),
-    "prepare": Command(".launch.commands:prepare", "make the token files of a data choice", True),
+    "train": Command(".launch.commands:train", "train a GPT; by default the quickstart", True),
+    "prepare": Command(".launch.commands:prepare", "tokenize a dataset", True),
     "generate": Command(".inference.generate:main", "continue a prompt", False),
     **{name: Command(*command) for name, command in merged("COMMANDS").items()},
 }
@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"{PROGRAM}: {name} is not one of {', '.join(COMMANDS)}", file=sys.stderr)
             return 2
         lines = [f"  {each:<10}{command.meaning}" for each, command in COMMANDS.items()]
-        usage = [f"usage: {PROGRAM} COMMAND ...", "", *lines, "", "COMMAND --help says more."]
+        usage = [f"usage: {PROGRAM} COMMAND ...", "", *lines, "", "Options: COMMAND --help"]
         print(*usage, sep="\n", file=sys.stdout if name else sys.stderr)
         return 0 if name else 2
     except (UserError, RunError) as error:

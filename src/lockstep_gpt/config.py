@@ -131,12 +131,12 @@ class BatchConfig(Checked):
         "samples per device and micro-step; null: a device's share of global_size", None, at_least=1
     )
     global_size: int | None = setting(
-        "samples per optimizer step on all devices; null: it grows with those of the first start",
+        "samples per optimizer step on all devices; null: grows with those of the first start",
         None,
         on_resume="kept",
         at_least=1,
     )
-    reference_size: int = setting("the global batch for which optim.lr was found", 12, at_least=1)
+    reference_size: int = setting("global batch for which optim.lr was tuned", 12, at_least=1)
 
     def __post_init__(self) -> None:
         """Check also that something says how large the batch is."""
@@ -156,18 +156,18 @@ class ModelConfig(Checked):
     n_head: int = setting("attention heads per block", at_least=1)
     n_embd: int = setting("width of the residual stream, C", at_least=1)
     dropout: float = setting(
-        "share of activations dropped in training", 0.0, on_resume="free", at_least=0, below=1
+        "fraction of activations dropped in training", 0.0, on_resume="free", at_least=0, below=1
     )
-    bias: bool = setting("biases in linear layers and norms, as GPT-2 has them", True)
-    architecture: str = setting("the module of model/ whose GPT it is", "gpt")
+    bias: bool = setting("biases in linear layers and norms, as in GPT-2", True)
+    architecture: str = setting("module of model/ that defines the GPT", "gpt")
     activation_checkpointing: bool = setting(
-        "keep only inputs of blocks, compute again what backward needs", False, on_resume="free"
+        "keep only inputs of blocks, recompute the rest in backward", False, on_resume="free"
     )
     n_kv_head: int | None = setting(
         "heads of keys and values, if the architecture shares them; null: n_head", None, at_least=1
     )
     ngram_rows: int = setting("rows for n-grams of each n, if modern; 0: none", 0, at_least=0)
-    longest_ngram: int = setting("the largest n of those tables, which begin at 2", 2, at_least=2)
+    longest_ngram: int = setting("largest n of these tables; the smallest is 2", 2, at_least=2)
 
     def __post_init__(self) -> None:
         """Check also that the heads share the width evenly, and that the architecture is there."""
@@ -191,11 +191,11 @@ class DataConfig(Checked):
     source: str = setting("where the text comes from")
     root: str = setting("folder that prepared token files are kept in", "data", on_resume="machine")
     fingerprint: str | None = setting(
-        "of the prepared tokens, which must be these; null: those that the corpus makes now", None
+        "that the prepared tokens must have; null: that of the corpus now", None
     )
-    val_fraction: float = setting("share held out for validation", 0.02, above=0, below=1)
+    val_fraction: float = setting("fraction held out for validation", 0.02, above=0, below=1)
     val_tokens: int | None = setting(
-        "held-out tokens to validate on at most; null: all", None, on_resume="free", at_least=1
+        "most held-out tokens to validate on; null: all", None, on_resume="free", at_least=1
     )
 
 
@@ -203,7 +203,7 @@ class DataConfig(Checked):
 class DocumentsData(DataConfig):
     """What corpora of text have in common."""
 
-    tokenizer: str = setting("what makes tokens of text", "bytes", choices=("bytes",))
+    tokenizer: str = setting("tokenizer of the text", "bytes", choices=("bytes",))
 
 
 @dataclass
@@ -239,10 +239,10 @@ class OptimConfig(Checked):
 
     node: ClassVar[str] = "optim"
     algorithm: str = setting(
-        "adamw, or the module of training/ that builds another", on_resume="kept"
+        "adamw, or a module of training/ that builds another", on_resume="kept"
     )
     lr: float = setting("peak learning rate at batch.reference_size", 1e-3, above=0)
-    head_lr_fraction: float = setting("that of the head as a share of it, if muon", 0.2, above=0)
+    head_lr_fraction: float = setting("that of the head as a fraction of it, if muon", 0.2, above=0)
     lr_scaling: str = setting(
         "how the peak follows the global batch", "linear", choices=("linear", "sqrt", "none")
     )
@@ -251,9 +251,9 @@ class OptimConfig(Checked):
     decay: str = setting(
         "after the warmup; wsd stays at the peak, then falls linearly", "cosine", choices=DECAYS
     )
-    decay_fraction: float = setting("share of steps in which wsd falls", 0.2, above=0, at_most=1)
+    decay_fraction: float = setting("fraction of steps in which wsd falls", 0.2, above=0, at_most=1)
     final_lr_fraction: float = setting(
-        "learning rate at the end, as a share of the peak", 0.1, at_least=0, at_most=1
+        "learning rate at the end, as a fraction of the peak", 0.1, at_least=0, at_most=1
     )
     beta1: float = setting("decay of the mean of gradients", 0.9, at_least=0, below=1)
     beta2: float = setting("decay of the mean of their squares", 0.95, at_least=0, below=1)
@@ -288,9 +288,9 @@ class LaunchConfig(Checked):
 
     node: ClassVar[str] = "launch"
     on_resume: ClassVar[str] = "machine"
-    inline: bool = setting("run the one rank in the parent, for a debugger", False)
+    inline: bool = setting("run the only rank in the parent, for a debugger", False)
     keep_memory: bool = setting(
-        "have the C library keep what a step frees; faster on CPUs, for a quarter more memory", True
+        "keep freed memory for the next step: faster on CPUs, but uses more memory", True
     )
     max_restarts: int = setting("restarts after a rank was killed", 3, at_least=0)
     grace_seconds: float = setting(
@@ -304,7 +304,7 @@ class GuardConfig(Checked):
 
     node: ClassVar[str] = "guard"
     max_skipped: int = setting(
-        "updates to skip where a gradient is not finite (16-mixed: at loss scale 1)", 0, at_least=0
+        "updates to skip if a gradient is not finite (16-mixed: at loss scale 1)", 0, at_least=0
     )
 
 
@@ -316,16 +316,16 @@ class Config(Checked):
     """One whole run."""
 
     seed: int = setting(  # of which torch takes 63 bits
-        "decides weights, order and dropout", 1337, on_resume="kept", at_least=0, at_most=2**63 - 1
+        "seed of weights, order, and dropout", 1337, on_resume="kept", at_least=0, at_most=2**63 - 1
     )
     max_steps: int | None = setting("optimizer steps of the run", None, at_least=1)
     max_tokens: int | None = setting("tokens of the run, instead of steps", None, at_least=1)
     run_name: str | None = setting("name of the run; null: model-data-world-date", None)
     run_dir: str | None = setting("folder of the run; null: a new one under runs/", None)
     resume: str = setting(
-        "auto: go on in run_dir, if it is there; none; or a checkpoint or run to start from", "none"
+        "auto: continue in run_dir if it exists; none; or a checkpoint or run to start from", "none"
     )
-    resume_force: bool = setting("resume although settings differ that a run keeps", False)
+    resume_force: bool = setting("resume even if settings differ that a run keeps", False)
     trust_run_dir: bool = setting("let resume=auto build what only its config.yaml names", False)
     precision: str = setting("arithmetic of forward and backward", "32-true", choices=PRECISIONS)
     compile: bool = setting("compile the GPT with torch.compile", False)

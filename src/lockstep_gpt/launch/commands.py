@@ -45,8 +45,8 @@ def prepare(arguments: list[str]) -> int:
     """Make the token files of a data choice, and check them against the model's context."""
     if "--help" in arguments:
         print(f"usage: {PROGRAM} prepare [--verify] [data=CHOICE] [data.SETTING=VALUE ...]")
-        print(f"Takes the settings of {PROGRAM} train, which prepares as well where it must.")
-        print("--verify compares every byte of what is there already with its SHA-256.")
+        print(f"Accepts the settings of {PROGRAM} train, which also prepares data if needed.")
+        print("--verify compares existing token files with their SHA-256.")
         return 0
 
     def job(composed: DictConfig) -> tuple[int, float]:

@@ -54,8 +54,8 @@ def begin(
     inside = devices.is_inside_launcher()
     if inside and not any(additions("JOIN_LAUNCHER")):
         raise UserError(
-            "torchrun, or another launcher, has started this process, and only the extra "
-            "launchers, which is not installed, makes it a rank of the run; start it alone"
+            "torchrun or another launcher started this process; joining it needs the extra "
+            "launchers, which is not installed; start the command without a launcher"
         )
     alone = not inside and config.trainer.get("num_nodes", 1) == 1
     undoable = False

@@ -79,7 +79,7 @@ class Schedule:
     decay_steps: int  # the last steps of the run, in which the rate falls; 0 for constant
     base_lr: float  # as configured, at the reference batch
     scale: float  # what the global batch multiplies it by
-    final_lr_fraction: float  # rate of the last step, as a share of the peak
+    final_lr_fraction: float  # rate of the last step, as a fraction of the peak
 
     @property
     def peak_lr(self) -> float:
@@ -91,7 +91,7 @@ class Schedule:
         return self.peak_lr * self.factor(step)
 
     def factor(self, step: int) -> float:
-        """Return `lr(step)` as a share of the peak.
+        """Return `lr(step)` as a fraction of the peak.
 
         The warmup rises linearly and is at the peak in its last step; the decay is at
         `final_lr_fraction` in the last step of the run, and stays there beyond it.

@@ -235,5 +235,5 @@ def test_weights_of_other_code_are_one_line_and_leave_the_run_as_it_was(earlier,
     }
     for words in READERS:
         said = command(*words, status=2).stderr
-        assert (said.count("\n"), "take the code that made it" in said) == (1, True)
+        assert (said.count("\n"), "use the code that wrote it" in said) == (1, True)
     command(*RESUME, "launch.inline=true", "resume_force=true", "max_steps=6")

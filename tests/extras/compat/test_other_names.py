@@ -14,6 +14,7 @@ from lockstep_gpt.extras.compat.other_names import NAMES, here
 from lockstep_gpt.launch.choices import config_folder
 
 PAGE = (Path(__file__).parents[3] / "docs/coming_from.md").read_text(encoding="utf-8")
+TRAINERS = ", ".join(sorted(path.stem for path in (config_folder() / "trainer").glob("*.yaml")))
 ROWS = re.findall(r"^\| (`.+?) \| (.+) \|$", PAGE, flags=re.MULTILINE)
 
 
@@ -87,7 +88,7 @@ def test_a_setting_of_an_extra_that_is_not_here_is_known_as_one(
         ("model.optimizer.lr=1", "unknown setting model.optimizer; use optim"),
         (
             "trainer=ddp",
-            "trainer=ddp is not one of auto, cpu, gpu; use strategy=ddp with trainer.devices",
+            f"trainer=ddp is not one of {TRAINERS}; use strategy=ddp with trainer.devices",
         ),
         (
             "+experiment=smoke",
@@ -95,7 +96,7 @@ def test_a_setting_of_an_extra_that_is_not_here_is_known_as_one(
         ),
         (
             "--experiment=smoke",
-            "--experiment=smoke is not a flag; settings are NAME=VALUE, without dashes; use "
+            "--experiment=smoke is not a flag; settings are NAME=VALUE, without dashes; write "
             "experiment=CHOICE",
         ),
         (
@@ -106,8 +107,7 @@ def test_a_setting_of_an_extra_that_is_not_here_is_known_as_one(
         (
             "--train.micro-batch-size",
             "--train.micro-batch-size is not a flag; settings are NAME=VALUE, without dashes; "
-            "here it "
-            "is batch.micro_size",
+            "use batch.micro_size",
         ),
     ],
 )

@@ -364,7 +364,7 @@ def test_an_empty_split_is_refused_and_leaves_nothing(tmp_path, fraction, split)
 def test_a_corpus_without_text_is_refused(tmp_path):
     (tmp_path / "empty.txt").write_text("\n\n")
     config = TextData(root=str(tmp_path), path=str(tmp_path / "empty.txt"), documents="line")
-    with pytest.raises(UserError, match=r"data\.source=text holds no text"):
+    with pytest.raises(UserError, match=r"data\.source=text contains no text"):
         prepare(config)
 
 

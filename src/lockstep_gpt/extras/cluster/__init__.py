@@ -2,9 +2,9 @@
 
 # name -> target, description, whether it accepts Hydra overrides; `cli.py` collects them.
 COMMANDS = {
-    "plan": (".extras.cluster.plan:main", "memory, time and cost on any devices", True),
-    "doctor": (".extras.cluster.doctor:main", "are these machines fit to train on?", True),
-    "drill": (".extras.cluster.drill:main", "break runs here on purpose, and see", True),
+    "plan": (".extras.cluster.plan:main", "predict memory, time, and cost on any devices", True),
+    "doctor": (".extras.cluster.doctor:main", "check whether these machines can train", True),
+    "drill": (".extras.cluster.drill:main", "break small runs on purpose to test recovery", True),
 }
 # Return what a failure means and what to do about it, or an empty string.
 EXPLAIN_ERROR = ".extras.cluster.remedies:explain_error"

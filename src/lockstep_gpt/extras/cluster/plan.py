@@ -34,7 +34,7 @@ WORLD_SIZES = tuple(2**power for power in range(11))  # 1 to 1024
 HELP = f"""usage: {PROGRAM} plan [flags] [GROUP=CHOICE ...] [SETTING=VALUE ...]
 
 Predict memory, step time, scaling, time and cost of a run, for several numbers of devices.
-It takes the settings of {PROGRAM} train, and these flags:
+It accepts the settings of {PROGRAM} train, and these flags:
 
   --hardware NAME   {", ".join(HARDWARE)}
                     or a profile that {PROGRAM} doctor --save-profile FILE.json wrote

@@ -3,5 +3,5 @@
 # name -> target, help line, whether it accepts Hydra overrides; `cli.py` collects them. Hydra's
 # shell script, which `train -sc install=bash` prints, calls this command.
 COMMANDS = {
-    "-sc": (".extras.completion.answers:main", "answer a shell that completes words", False),
+    "-sc": (".extras.completion.answers:main", "complete words in the shell", False),
 }

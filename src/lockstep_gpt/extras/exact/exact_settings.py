@@ -22,7 +22,10 @@ class ExactBatch(BatchConfig):
     )
 
     exact_threads: int = setting(
-        "CPU threads of a rank then, as they split matrix products", 1, on_resume="kept", at_least=1
+        "CPU threads per rank then, because they split matrix products",
+        1,
+        on_resume="kept",
+        at_least=1,
     )
 
     def __post_init__(self) -> None:

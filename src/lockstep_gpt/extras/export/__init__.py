@@ -2,7 +2,7 @@
 
 # name -> target, help line, whether it accepts Hydra overrides; `cli.py` collects them.
 COMMANDS = {
-    "export": (".extras.export.folder:main", "a folder that transformers loads", False),
+    "export": (".extras.export.folder:main", "export a folder that transformers loads", False),
 }
 # Group of settings -> its class with this extra.
 SETTINGS = {"model": ".extras.export.export_settings:ImportedModel"}

@@ -10,5 +10,5 @@ class ImportedModel(ModelConfig):
     """Initial weights from a folder."""
 
     init_from: str | None = setting(
-        "folder of weights to begin with; null: random ones", None, on_resume="free"
+        "folder with initial weights; null: random", None, on_resume="free"
     )

@@ -88,6 +88,6 @@ def refuse_other_directory(directory: RunDirectory) -> None:
     others = [str(rank) for rank, content in enumerate(hashes) if content != hashes[0]]
     if others:
         raise UserError(
-            f"run_dir={directory.path} of rank {', '.join(others)} is not the folder of rank 0; "
+            f"run_dir={directory.path} of rank {', '.join(others)} is not rank 0's folder; "
             "name one that all nodes share"
         )

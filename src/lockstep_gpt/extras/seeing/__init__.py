@@ -2,9 +2,13 @@
 
 # name -> target, help line, whether it accepts Hydra overrides; `cli.py` collects them.
 COMMANDS = {
-    "panel": (".extras.seeing.panel:main", "see the all-reduce of a run, as a page", False),
-    "report": (".extras.seeing.run_report:main", "a run as a page; several to compare", False),
-    "evaluate": (".extras.seeing.evaluate:main", "loss on all validation text", False),
+    "panel": (".extras.seeing.panel:main", "make a page of a run's all-reduces", False),
+    "report": (
+        ".extras.seeing.run_report:main",
+        "make a report of a run, or compare several",
+        False,
+    ),
+    "evaluate": (".extras.seeing.evaluate:main", "measure the loss on all validation text", False),
 }
 NEXT = "evaluate"  # of the commands, what to type when a run has ended
 MOVED = {"lockstep_gpt.seeing": "lockstep_gpt.extras.seeing"}

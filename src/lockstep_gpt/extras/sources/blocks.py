@@ -43,7 +43,7 @@ class DocumentsData(schema.DocumentsData, InShards):
     vocab_size: int | None = setting("ids that bpe learns; null: 8192", None, at_least=257)
     tokenizer_mb: int = setting("MiB of training text, the first, bpe learns from", 32, at_least=1)
     invalid_utf8: str = setting(
-        "what becomes of text that is not UTF-8", "replace", choices=("replace", "skip", "fail")
+        "what to do with text that is not UTF-8", "replace", choices=("replace", "skip", "fail")
     )
     num_proc: int = setting("processes that tokenize", 1, on_resume="free", at_least=1)
 

@@ -44,7 +44,7 @@ class ShardsData(InShards):
     )
     vocab_size: int = setting("size of the vocabulary", 50257, at_least=2)
     tokenizer: str = setting(
-        "what made them: a byte-level BPE's file, folder or name on the hub; numbers: never mind",
+        "their tokenizer: a byte-level BPE's file, folder, or name on the hub; numbers: none",
         "numbers",
     )
 

@@ -9,6 +9,4 @@ from lockstep_gpt.config import LaunchConfig, setting
 class WarmLaunch(LaunchConfig):
     """Ranks that are forks."""
 
-    warm: bool | None = setting(
-        "import once and fork all ranks from there; null: where that can be", None
-    )
+    warm: bool | None = setting("import once and fork all ranks; null: where possible", None)
