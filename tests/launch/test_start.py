@@ -14,5 +14,5 @@ def test_a_launcher_that_nothing_here_joins_is_refused_in_a_line(monkeypatch):
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(start, "additions", lambda _: [])
     run, config, unasked = RunDirectory(Path("none")), Config(max_steps=1), None
-    with pytest.raises(UserError, match="^torchrun or another .* needs the extra launchers, "):
+    with pytest.raises(UserError, match=r"^torchrun or another .* needs the extra launchers, "):
         start.begin(run, {}, config, unasked, unasked, unasked)
