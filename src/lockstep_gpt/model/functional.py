@@ -1,4 +1,4 @@
-"""Attention and the cross-entropy: the two functions in which a GPT's speed is decided."""
+"""Attention and cross-entropy: the two functions that decide how fast a GPT trains."""
 
 import math
 from typing import Any, cast
@@ -7,22 +7,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-SHORT = 128  # tokens up to which plain products beat the fused kernel on a CPU
-EXACT_ENOUGH = 1e-5  # relative error of a product; float32 itself rounds by 6e-8 per operation
-IGNORE = -100  # a target that does not count
-MANY_LOGITS = 1 << 25  # from here on they are computed in chunks
-CHUNK_LOGITS = 1 << 23  # at a time
-# GB moved at gpt2_124m, counted: whole logits 11, compiled chunks 17, eager ones 39, small ones 67.
-WHOLE_SHARE = 0.15  # of a GPU's memory, for whole logits of 4 bytes each
-GPU_CHUNK_LOGITS = 1 << 28  # at a time there: more than 4,096 rows of GPT-2's vocabulary
+SHORT = 128  # up to this many tokens, plain products beat the fused kernel on a CPU
+EXACT_ENOUGH = 1e-5  # relative error of a matrix product; one float32 operation rounds by 6e-8
+IGNORE = -100  # a target with this value doesn't count
+MANY_LOGITS = 1 << 25  # more logits than this are computed in chunks
+CHUNK_LOGITS = 1 << 23  # logits per chunk
+# GB moved at gpt2_124m, counted: whole logits 11; chunks: compiled 17, eager 39, small 67.
+WHOLE_SHARE = 0.15  # of a GPU's memory may be used for whole logits, at 4 bytes each
+GPU_CHUNK_LOGITS = 1 << 28  # logits per chunk on a GPU: over 4,096 rows of GPT-2's vocabulary
 
 
 def causal_attention(
     q: Tensor, k: Tensor, v: Tensor, dropout: float, scale: float | None = None
 ) -> Tensor:
-    """Let each token attend to itself and those before it (Vaswani et al. 2017, section 3.2).
+    """Let each token attend to itself and earlier tokens (Vaswani et al. 2017, section 3.2).
 
-    Queries, keys, values and the result are (B, n_head, T, D); the `scale` is 1 / sqrt(D) if None.
+    Queries, keys, values, and the result are (B, n_head, T, D). A `scale` of None is 1 / sqrt(D).
     """
     T, D = q.shape[-2:]
     if q.device.type != "cpu" or T > SHORT:
@@ -35,10 +35,10 @@ def causal_attention(
 
 
 def choose_matrix_products(device: str) -> str:
-    """Take the fastest float32 matrix products that are exact enough; return what they are.
+    """Select the fastest float32 matrix products that are exact enough; return their name.
 
-    On CPUs, torch's "medium" means oneDNN instead of MKL, more than twice as fast and as exact,
-    except on processors where it means bfloat16: so the one at hand is tried.
+    On CPUs, torch's "medium" uses oneDNN instead of MKL. It is over twice as fast and equally
+    exact, except on processors where it uses bfloat16. So the error is measured first.
     """
     if device != "cpu":
         torch.set_float32_matmul_precision("high")
@@ -51,7 +51,7 @@ def choose_matrix_products(device: str) -> str:
 
 
 def product_error() -> float:
-    """Return the largest error of a float32 product, relative to the largest element."""
+    """Return the largest error of a float32 matrix product, relative to its largest element."""
     source = torch.Generator().manual_seed(0)
     left, right = (torch.randn(512, 512, generator=source) for _ in range(2))
     exact = left.double() @ right.double()
@@ -61,8 +61,8 @@ def product_error() -> float:
 def project_to_vocabulary(features: Tensor, head: Tensor, vocab_size: int) -> Tensor:
     """Turn features (..., C) and head weights (V padded, C) into logits (..., vocab_size).
 
-    The padding rows take part in the product, whose speed they serve, and are cut off after it:
-    they are never predicted and their gradient is exactly zero.
+    The padding rows make the product faster. Their logits are cut off afterward, so they are
+    never predicted, and their gradient is exactly zero.
     """
     return F.linear(features, head)[..., :vocab_size]
 
@@ -72,8 +72,8 @@ def linear_cross_entropy(
 ) -> Tensor:
     """Return the mean cross-entropy in nats over the targets that are not `IGNORE`.
 
-    Features are (B, T, C), the head's weights (V padded, C), targets (B, T) of any integer type.
-    Logarithms and sum are float32 at least. Without a target that counts the loss is 0, not NaN.
+    Features are (B, T, C), head weights (V padded, C), and targets (B, T) of any integer type.
+    Logarithms and sums use at least float32. If no target counts, the loss is 0, not NaN.
     """
     features, targets = features.flatten(0, -2), targets.long().flatten()  # (N, C) and (N)
     if features.shape[0] * head.shape[0] > most_whole_logits(features.device):
@@ -81,10 +81,10 @@ def linear_cross_entropy(
         if torch.is_autocast_enabled(device):
             dtype = torch.get_autocast_dtype(device)
             features, head = features.to(dtype), head.to(dtype)
-        head = head if torch.is_grad_enabled() else head.detach()  # or it would get a gradient
-        if features.dtype != torch.float16:  # its gradients vanish before the scaler's factor
+        head = head if torch.is_grad_enabled() else head.detach()  # avoids its gradient
+        if features.dtype != torch.float16:  # gradients would underflow before the loss scale
             apply: Any = ChunkedCrossEntropy.apply
-            if device == "cpu":  # where chunks were measured as eager code
+            if device == "cpu":  # chunks were measured in eager mode there
                 apply = torch.compiler.disable(apply)  # type: ignore[no-untyped-call]
             return cast(Tensor, apply(features, head, vocab_size, targets))
     logits = project_to_vocabulary(features, head, vocab_size)  # (N, V)
@@ -94,25 +94,25 @@ def linear_cross_entropy(
 
 
 def most_whole_logits(device: torch.device) -> int:
-    """Return how many logits may exist as a whole: on a GPU many, where that code is compiled."""
+    """Return how many logits may exist at once: a share of memory in compiled GPU code."""
     if device.type == "cuda" and torch.compiler.is_compiling():
         return int(WHOLE_SHARE * torch.cuda.get_device_properties(device).total_memory / 4)
     return MANY_LOGITS
 
 
 class ChunkedCrossEntropy(torch.autograd.Function):
-    """The cross-entropy of a linear head over some rows of logits at a time.
+    """The cross-entropy of a linear head, computed for some rows of logits at a time.
 
-    Its gradient, softmax minus one at the target, is known as soon as a chunk's logits are: so it
-    is taken on the way forward, and no logits are kept or computed twice. On a CPU it is faster
-    than whole logits, and than torch 2.13's, and takes the memory of twice `CHUNK_LOGITS`.
+    A chunk's logits already give its gradient: softmax minus one at the target. So the forward
+    pass computes it, and no logits are kept or computed twice. On a CPU this is faster than whole
+    logits and than torch 2.13's version, and uses the memory of twice `CHUNK_LOGITS`.
     """
 
     @staticmethod
     def forward(
         ctx: Any, features: Tensor, head: Tensor, vocab_size: int, targets: Tensor
     ) -> Tensor:
-        """Return the mean; keep both gradients where they will be asked for."""
+        """Return the mean loss; save both gradients if backward needs one."""
         wide = torch.promote_types(features.dtype, torch.float32)
         counted = targets != IGNORE
         weights = counted.to(wide) / counted.sum().clamp(min=1)  # (N)
@@ -132,7 +132,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
                 slope.scatter_(1, targets[chunk], slope.gather(1, targets[chunk]) - 1)
                 slope = slope.mul_(weights[chunk, None]).to(features.dtype)
                 torch.mm(slope, head, out=grads[0][chunk])
-                if slope.dtype == wide:  # added where it belongs: no second matrix of that size
+                if slope.dtype == wide:  # adds in place, without a second matrix of that size
                     grads[1].addmm_(slope.T, features[chunk])
                 else:
                     grads[1].add_(slope.T @ features[chunk])
@@ -142,6 +142,6 @@ class ChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, outer: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        """Return what the forward has found, times what comes from without."""
+        """Return the saved gradients, multiplied by the gradient of the output."""
         of_features, of_head = ctx.saved_tensors
         return of_features * outer, (of_head * outer).to(ctx.head_dtype), None, None

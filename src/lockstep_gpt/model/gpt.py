@@ -1,4 +1,4 @@
-"""GPT-2 (Radford et al. 2019), top to bottom. B samples, T tokens, C width, V vocabulary size."""
+"""GPT-2 (Radford et al. 2019). In shapes: B samples, T tokens, C width, V vocabulary size."""
 
 import functools
 import importlib
@@ -13,7 +13,7 @@ from lockstep_gpt.config import ModelConfig, UserError, check
 from lockstep_gpt.model import functional
 
 VOCAB_MULTIPLE = 64  # matrix products are fast at sizes that tensor cores divide evenly
-FEW_OPERATIONS = 1 << 30  # of a forward pass; threads that share so few mostly wait for each other
+FEW_OPERATIONS = 1 << 30  # of a forward pass; with fewer, threads mostly wait for each other
 
 
 class GPT(nn.Module):
@@ -29,7 +29,7 @@ class GPT(nn.Module):
         self.initialize()
 
     def build(self) -> None:
-        """Make the layers."""
+        """Create the layers."""
         config = self.config
         rule = "is only for modern models; remove it, or set model.architecture=modern"
         check("model.n_kv_head", config.n_kv_head, config.n_kv_head in (None, config.n_head), rule)
@@ -43,8 +43,8 @@ class GPT(nn.Module):
     def initialize(self) -> None:
         """Draw the weights as GPT-2 does (Radford et al. 2019, section 2.3, and its code).
 
-        Normal with deviation 0.02; what is added to the residual stream, twice per block, is
-        scaled by 1/sqrt(2 n_layer), so that the stream's variance does not grow with the depth.
+        Weights are normal with standard deviation 0.02. In the two layers per block that add to
+        the residual stream, it is divided by sqrt(2 n_layer): the variance doesn't grow with depth.
         """
         for name, parameter in self.named_parameters():
             if name.endswith("bias"):
@@ -60,8 +60,8 @@ class GPT(nn.Module):
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
         """Predict the token after each of `tokens`, (B, T) of any integer type.
 
-        Returns the logits, (B, T, V); with `targets`, (B, T), the mean cross-entropy in nats over
-        those that are not `IGNORE`, at least float32. A `UserError` says if T > `block_size`.
+        Returns the logits, (B, T, V). With `targets`, (B, T), returns the mean cross-entropy in
+        nats over targets that are not `IGNORE`, at least float32. `UserError` if T > `block_size`.
         """
         features = self.features(tokens)
         if targets is None:
@@ -70,11 +70,11 @@ class GPT(nn.Module):
 
     @property
     def head(self) -> Tensor:
-        """Weights that turn features into logits, (V padded, C): here those of the embedding."""
+        """Weights that turn features into logits, (V padded, C): here the token embedding's."""
         return self.token_embedding.weight
 
     def features(self, tokens: Tensor) -> Tensor:
-        """Return what the head reads, (B, T, C), for `tokens`, (B, T)."""
+        """Return the head's input, (B, T, C), for `tokens`, (B, T)."""
         T = self.checked_length(tokens)
         x = self.token_embedding(tokens.long())  # (B, T, C)
         x = self.dropout(x + self.position_embedding.weight[:T])
@@ -103,10 +103,10 @@ class GPT(nn.Module):
     ) -> Tensor:
         """Continue `tokens`, (B, T) with T of at least 1, by `length` tokens to (B, T + length).
 
-        Of a long beginning the last `block_size` tokens are read. `temperature` divides the logits,
-        0 takes the likeliest token; `top_k` draws from so many of the likeliest, None from all; the
-        `generator` is on the model's device. A `UserError` says if there is no token to start from,
-        a negative temperature or a `top_k` below 1.
+        The model reads the last `block_size` tokens. `temperature` divides the logits; 0 picks the
+        most likely token. `top_k` samples from the k most likely tokens, None from all. `generator`
+        must be on the model's device. Raises a `UserError` if T is 0, `temperature` is negative or
+        not finite, or `top_k` is below 1.
         """
         check_sampling(tokens, temperature, top_k)
         was_training, threads = self.training, torch.get_num_threads()
@@ -114,7 +114,7 @@ class GPT(nn.Module):
             torch.set_num_threads(1)
         self.eval()
         tokens = tokens.long()
-        for _ in range(length):  # not `self(...)`, which would be compiled again for each T
+        for _ in range(length):  # not `self(...)`, which would be recompiled for each T
             last = self.features(tokens[:, -self.config.block_size :])[:, -1]  # (B, C)
             logits = functional.project_to_vocabulary(last, self.head, self.vocab_size)
             drawn = _draw(logits.float(), temperature, top_k, generator)
@@ -125,17 +125,17 @@ class GPT(nn.Module):
 
     @property
     def num_parameters(self) -> int:
-        """Parameters in all: a tied head once, without the padding rows."""
+        """Total parameters without padding rows; a tied head counts once."""
         tables = len({id(self.token_embedding.weight), id(self.head)})
         padding = tables * (self.padded_vocab_size - self.vocab_size) * self.config.n_embd
         return sum(parameter.numel() for parameter in self.parameters()) - padding
 
     @property
     def flops_per_token(self) -> int:
-        """Floating point operations of forward and backward per token at T = `block_size`.
+        """Floating-point operations per token in forward and backward at T = `block_size`.
 
-        6 per weight of a matrix, the tied head among them (Kaplan et al. 2020, section 2.1), and
-        6 C T per layer for attention, of which the causal mask leaves half.
+        6 per matrix weight, including the head (Kaplan et al. 2020, section 2.1), and 6 C T per
+        layer for attention: half of 12 C T, because of the causal mask.
         """
         shape = self.config
         matrices = sum(weight.numel() for weight in self.blocks.parameters() if weight.ndim == 2)
@@ -144,12 +144,12 @@ class GPT(nn.Module):
 
 
 def build_gpt(config: ModelConfig, vocab_size: int) -> GPT:
-    """Return the GPT of the module that `model.architecture` names."""
+    """Build the GPT of the module that `model.architecture` names."""
     module = importlib.import_module(f"{__package__}.{config.architecture}")
     model = module.GPT(config, vocab_size)
     if config.activation_checkpointing:
-        # Each block keeps only its input, and computes all else again in backward (Chen et al.
-        # 2016), inside of what FSDP and torch.compile wrap: they see the block that they know.
+        # Each block keeps only its input and recomputes the rest in backward (Chen et al. 2016).
+        # FSDP and torch.compile wrap the block from outside, so they see the usual class.
         for block in model.blocks:
             block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
     return model
@@ -167,13 +167,13 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Refine the residual stream `x`, (B, T, C)."""
+        """Update the residual stream `x`, (B, T, C)."""
         x = x + self.dropout(self.attention(self.attention_norm(x)))
         return x + self.dropout(self.mlp(self.mlp_norm(x)))
 
 
 class CausalSelfAttention(nn.Module):
-    """The one place where a token sees the others."""
+    """The only layer in which tokens see other tokens."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -183,17 +183,17 @@ class CausalSelfAttention(nn.Module):
         self.projection = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Mix `x` of shape (B, T, C) over its tokens; the shape stays."""
+        """Mix `x`, (B, T, C), across its tokens; the shape stays the same."""
         B, T, C = x.shape
         qkv = self.qkv(x).view(B, T, 3, self.n_head, C // self.n_head)
         q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind()  # each (B, n_head, T, C / n_head)
         y = functional.causal_attention(q, k, v, self.dropout if self.training else 0.0)
-        y = y.transpose(1, 2).reshape(B, T, C)  # heads side by side again: (B, T, C)
+        y = y.transpose(1, 2).reshape(B, T, C)  # concatenate the heads: (B, T, C)
         return self.projection(y)
 
 
 class MLP(nn.Module):
-    """Two linear layers of width 4 C around GELU, each token for itself."""
+    """Two linear layers with GELU between them, at width 4 C, for each token separately."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -207,7 +207,7 @@ class MLP(nn.Module):
 
 
 def check_sampling(tokens: Tensor, temperature: float, top_k: int | None) -> None:
-    """Raise a `UserError` for what `generate` cannot do."""
+    """Raise a `UserError` for arguments that `generate` cannot use."""
     if tokens.shape[1] == 0:
         raise UserError("the prompt is empty; give at least one token")
     if not (math.isfinite(temperature) and temperature >= 0):
@@ -219,7 +219,7 @@ def check_sampling(tokens: Tensor, temperature: float, top_k: int | None) -> Non
 def _draw(
     logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator | None
 ) -> Tensor:
-    """Draw one token, (B, 1), from each row of `logits`, (B, V)."""
+    """Sample one token, (B, 1), from each row of `logits`, (B, V)."""
     if temperature == 0:
         return logits.argmax(dim=-1, keepdim=True)
     if top_k is not None:

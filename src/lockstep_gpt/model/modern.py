@@ -1,9 +1,9 @@
-"""A GPT of today, for the same loss in a fraction of the steps; it reads from top to bottom.
+"""A modern GPT that reaches the same loss in a fraction of the steps.
 
-Unlike GPT-2 it has rotary positions (Su et al. 2021), norms without weights, normalized queries
-and keys (Henry et al. 2020), squared ReLU (So et al. 2021), a separate head and additions to the
-residual stream that start at zero, a learned share of the previous token's embedding, and hashed
-embeddings of n-grams (Pagnoni et al. 2024, section 3.2.1; modded-nanogpt's bigrams, 2026).
+Unlike GPT-2, it has rotary positions (Su et al. 2021), norms without weights, normalized queries
+and keys (Henry et al. 2020), squared ReLU (So et al. 2021), a separate head, residual additions
+that start at zero, a learned share of the previous token's embedding, and hashed n-gram
+embeddings (Pagnoni et al. 2024, section 3.2.1; modded-nanogpt's bigrams, 2026).
 
 Letters in shapes: B samples, T tokens, C width, H heads, D = C / H.
 """
@@ -21,21 +21,21 @@ from lockstep_gpt.model.functional import causal_attention
 BF16 = torch.bfloat16
 ROTARY_BASE = 10_000.0
 BEGIN_AT_ZERO = ("previous", "output.weight", "ngram_embedding.weight")
-HASH = (36_313, 27_191)  # odd: n-grams that differ in one token differ in any power of two of rows
-ATTENTION_SCALE = 0.25  # of products of queries and keys that have unit variance
+HASH = (36_313, 27_191)  # odd: in 2**k rows, a change of one token mod 2**k changes the row
+ATTENTION_SCALE = 0.25  # for products of queries and keys with unit variance
 
 
 class GPT(gpt.GPT):
-    """A decoder-only transformer without weights in norms and without biases.
+    """A decoder-only transformer; a `UserError` rejects biases and odd head widths.
 
-    `n_kv_head` heads of keys and values serve `n_head`. Other shapes raise a `UserError`.
+    The norms have no weights. `n_head` query heads share `n_kv_head` heads of keys and values.
     """
 
     cos: Tensor
     sin: Tensor
 
     def build(self) -> None:
-        """Make the layers."""
+        """Create the layers."""
         config = self.config
         width = config.n_embd // config.n_head
         check("model.bias", config.bias, not config.bias, "is not for modern models; set false")
@@ -45,7 +45,7 @@ class GPT(gpt.GPT):
         if config.ngram_rows:
             rows = config.ngram_rows * (config.longest_ngram - 1)
             self.ngram_embedding = nn.Embedding(rows, config.n_embd)
-        self.previous = nn.Parameter(torch.empty(config.n_embd))  # share of the token before
+        self.previous = nn.Parameter(torch.empty(config.n_embd))  # share of the previous token
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.output = nn.Linear(config.n_embd, self.padded_vocab_size, bias=False)
         cos, sin = rotations(config.block_size, width)
@@ -54,7 +54,7 @@ class GPT(gpt.GPT):
 
     @torch.no_grad()
     def initialize(self) -> None:
-        """Draw the matrices with a deviation of 0.5 / sqrt(inputs); what adds or predicts is 0."""
+        """Draw matrices with deviation 0.5 / sqrt(inputs); layers that add or predict are zero."""
         for name, parameter in self.named_parameters():
             if parameter.ndim == 2:
                 nn.init.normal_(parameter, std=0.5 * parameter.shape[1] ** -0.5)
@@ -67,7 +67,7 @@ class GPT(gpt.GPT):
         return self.output.weight
 
     def features(self, tokens: Tensor) -> Tensor:
-        """Return what the head reads, (B, T, C), for `tokens`, (B, T)."""
+        """Return the head's input, (B, T, C), for `tokens`, (B, T)."""
         T, tokens = self.checked_length(tokens), tokens.long()
         x = self.token_embedding(tokens)  # (B, T, C)
         code, rows = tokens * HASH[1], self.config.ngram_rows
@@ -77,7 +77,7 @@ class GPT(gpt.GPT):
         x = norm(x)
         x = self.dropout(x + self.previous * F.pad(x[:, :-1], (0, 0, 1, 0)))
         device = tokens.device.type
-        # bfloat16 has the range of float32, so all between may be of it, not only the products.
+        # bfloat16 has float32's range, so everything in between can use it, not only products.
         narrow = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == BF16
         x, cos, sin = (each.to(BF16 if narrow else x.dtype) for each in (x, self.cos, self.sin))
         with torch.autocast(device, enabled=False) if narrow else nullcontext():
@@ -96,13 +96,13 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Refine the residual stream `x`, (B, T, C), at the positions of (T, D / 2) rotations."""
+        """Update the residual stream `x`, (B, T, C), with rotations `cos`, `sin`, (T, 1, D)."""
         x = x + self.dropout(self.attention(norm(x), cos, sin))
         return x + self.dropout(self.mlp(norm(x)))
 
 
 class CausalSelfAttention(nn.Module):
-    """The one place where a token sees the others, by what and by how far away they are."""
+    """Attention of each token to itself and earlier ones, by content and by distance."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -115,7 +115,7 @@ class CausalSelfAttention(nn.Module):
         self.projection = nn.Linear(config.n_embd, config.n_embd, bias=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Mix `x` of shape (B, T, C) over its tokens; the shape stays."""
+        """Mix `x`, (B, T, C), across its tokens; the shape stays the same."""
         B, T, C = x.shape
         shared = self.n_kv_head
         qkv = linear(x, self.query, self.key, self.value).view(B, T, -1, self.width)
@@ -129,7 +129,7 @@ class CausalSelfAttention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Two linear layers of width 4 C around the square of ReLU, each token for itself."""
+    """Two linear layers with squared ReLU between them, at width 4 C, for each token separately."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -147,7 +147,7 @@ def norm(x: Tensor) -> Tensor:
 
 
 def linear(x: Tensor, *layers: nn.Linear) -> Tensor:
-    """Return the outputs of the layers for `x`, (..., C), side by side, by one product."""
+    """Return the layers' outputs for `x`, (..., C), concatenated, from one matrix product."""
     weights = [layer.weight for layer in layers]
     return F.linear(x, (torch.cat(weights) if layers[1:] else weights[0]).to(x.dtype))
 
@@ -160,6 +160,6 @@ def rotations(length: int, width: int) -> tuple[Tensor, Tensor]:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn the pairs (d, d + D / 2) of `x`, (B, T, H, D), by their positions' angles."""
+    """Rotate the pairs (d, d + D / 2) of `x`, (B, T, H, D), by their positions' angles."""
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat([second, first], dim=-1) * sin
