@@ -1,4 +1,4 @@
-"""Where training data comes from: each corpus names itself and yields its data piece by piece."""
+"""Where training data comes from: each corpus identifies itself and yields its data in pieces."""
 
 import hashlib
 import os
@@ -13,11 +13,11 @@ from lockstep_gpt.config import DataConfig, UserError
 from lockstep_gpt.data.tokenizer import ByteTokenizer, Tokenizer, cut
 from lockstep_gpt.registry import merged, resolved
 
-# Installed packages are not the library; tests are long, repetitive and at times not valid code.
+# Installed packages aren't the library; tests are long, repetitive, and sometimes invalid code.
 LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
-LONGEST = 1 << 22  # bytes of a file that are one document at most
-FEW = 10  # held-out files to expect, below which a part of every file is held out instead
-ENDS = "the end of each file"  # that part
+LONGEST = 1 << 22  # bytes per document at most; a longer file is cut
+FEW = 10  # if fewer held-out files are expected, a part of every file is held out instead
+ENDS = "the end of each file"  # that part; in a file over `LONGEST`, of each piece
 
 
 class Stretch(NamedTuple):
@@ -25,27 +25,27 @@ class Stretch(NamedTuple):
 
     split: str
     texts: list[bytes]  # valid UTF-8
-    invalid: int = 0  # how many of them were not UTF-8
+    invalid: int = 0  # how many documents were not valid UTF-8
 
 
 class Corpus(Protocol):
-    """What `prepare` asks of a corpus."""
+    """What `prepare` needs from a corpus."""
 
-    size: int | None  # bytes to read in all; None where nobody knows before the end
-    tokenizer_identity: Any  # plain values that change with what decides the ids of a text
+    size: int | None  # total bytes to read; None if unknown before the end
+    tokenizer_identity: Any  # plain values that change with anything that decides a text's ids
 
     def identity(self) -> Any:
         """Return plain values that change with anything in the corpus that decides the tokens."""
 
     def make_tokenizer(self) -> Tokenizer:
-        """Return what makes its tokens; that may be learnt from it."""
+        """Return the corpus's tokenizer, which may be learned from it."""
 
     def stretches(self) -> Iterator[Stretch]:
-        """Yield all of it; raise a `UserError` if something cannot be read."""
+        """Yield the whole corpus; raise a `UserError` if something cannot be read."""
 
 
 def split_of(name: str, val_fraction: float) -> str:
-    """Return the split that a document has by its name alone, on every machine and for good."""
+    """Return a document's split by its name and `val_fraction` alone: the same everywhere."""
     first = int.from_bytes(hashlib.sha256(name.encode("utf-8", "surrogateescape")).digest()[:8])
     return "val" if first < val_fraction * 2**64 else "train"
 
@@ -53,16 +53,16 @@ def split_of(name: str, val_fraction: float) -> str:
 class File(NamedTuple):
     """One file of a corpus."""
 
-    name: str  # below what the user gave, so the same wherever the corpus lies
+    name: str  # relative to the path that the user gave, so the corpus can move
     size: int
-    stamp: Any  # changes with the content, as far as the file system tells
+    stamp: Any  # changes with the content, as far as the file system reports it
     path: str
 
 
 def files_below(
     folder: str, ending: str = "", left_out: Collection[str] = (), above: str = ""
 ) -> Iterator[File]:
-    """Yield the files of a folder and of those in it, none hidden, in no order."""
+    """Yield the files in a folder and its subfolders, except hidden ones, in no set order."""
     with os.scandir(folder) as entries:
         for entry in entries:
             name = above + entry.name
@@ -75,7 +75,7 @@ def files_below(
 
 
 class TextFiles:
-    """Files of text, a document each, in the order of their names, or a `UserError`."""
+    """Text files, sorted by name, one document each unless cut; `UserError` if there are none."""
 
     tokenizer_identity: Any = (ByteTokenizer.kind,)
 
@@ -83,16 +83,16 @@ class TextFiles:
         self.path, self.val_fraction = path, config.val_fraction
         self.files = sorted(self.find(), key=lambda file: file.name)
         self.size: int | None = sum(file.size for file in self.files)
-        # Names of a few files may hold out none: then each file's end is held out.
+        # With few files, the names may hold out none. Then each file's end is held out.
         self.by_name = by_name or len(self.files) * config.val_fraction >= FEW
 
     @property
     def held_out(self) -> str:
-        """Say what validation is made of."""
+        """Say what the validation split consists of."""
         return "whole documents" if self.by_name else ENDS
 
     def find(self) -> list[File]:
-        """Look for the files, in no order."""
+        """Find the files, in no set order, or raise a `UserError` if none is usable."""
         path = Path(self.path).expanduser()
         found = [*files_below(str(path))] if path.is_dir() else []
         if path.is_file():
@@ -104,11 +104,11 @@ class TextFiles:
         return found
 
     def identity(self) -> Any:
-        """Return the names, sizes and times of change."""
+        """Return the names, sizes, and modification times."""
         return [file[:3] for file in self.files]
 
     def make_tokenizer(self) -> Tokenizer:
-        """Return the bytes."""
+        """Return the byte tokenizer."""
         return ByteTokenizer()
 
     def stretches(self) -> Iterator[Stretch]:
@@ -123,7 +123,7 @@ class TextFiles:
                     yield Stretch("train", [], invalid=1)
 
     def documents(self, text: bytes, name: str) -> list[tuple[str, bytes]]:
-        """Return the documents in a text of the file of this name, each with its split."""
+        """Return the documents in `text`, from the file `name`, each with its split."""
         if self.by_name or not text:
             return [(split_of(name, self.val_fraction), text)]
         end = cut(text[: int(len(text) * (1 - self.val_fraction))])
@@ -131,13 +131,13 @@ class TextFiles:
 
 
 def refuse_binary(piece: bytes, path: str) -> None:
-    """Raise a `UserError` for a piece of a file that is no text; text in UTF-16 is none either."""
+    """Raise a `UserError` if a piece of a file contains NUL bytes, as binary data and UTF-16 do."""
     if b"\0" in piece:
         raise UserError(f"{path} is not text: it has NUL bytes; remove it, or save it as UTF-8")
 
 
 def _pieces(path: str) -> Iterator[bytes]:
-    """Yield a file, in pieces where it is long, cut where a text may be cut."""
+    """Yield a file; yield a long one in pieces, cut where `cut` allows."""
     rest = b""
     try:
         with Path(path).open("rb") as file:
@@ -153,17 +153,17 @@ def _pieces(path: str) -> Iterator[bytes]:
 
 
 class StandardLibrary(TextFiles):
-    """Every `.py` file of the Python standard library at hand."""
+    """The `.py` files of the running Python's standard library, except `LEFT_OUT`."""
 
     def __init__(self, config: schema.StdlibData, root: Path | None = None) -> None:
         super().__init__(config, str(root or sysconfig.get_path("stdlib")), by_name=True)
 
     def identity(self) -> Any:
-        """Return names and sizes: a new layer of a container changes every time and no byte."""
+        """Return Python's version, names, and sizes: a new container layer changes only times."""
         return [sys.version.split()[0], *(file[:2] for file in self.files)]
 
     def find(self) -> list[File]:
-        """Look for the files, in no order."""
+        """Find the files, in no set order, or raise a `UserError`."""
         found = list(files_below(self.path, ".py", LEFT_OUT))
         if not found:
             raise UserError(
@@ -180,7 +180,7 @@ CORPORA: dict[str, Callable[[Any], Corpus]] = {
 
 
 def corpus_of(config: DataConfig) -> Corpus:
-    """Open the corpus that `data.source` names; of an extra where the settings are the extra's."""
+    """Open the corpus that `data.source` names: an extra's if the settings are the extra's."""
     settings, target = merged("SOURCES").get(config.source, (None, None))
     if settings and isinstance(config, resolved(settings)):
         return cast(Corpus, resolved(target)(config))

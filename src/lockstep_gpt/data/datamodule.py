@@ -1,4 +1,4 @@
-"""From token files to the batches of one rank."""
+"""Turns token files into the batches of one rank."""
 
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -15,18 +15,18 @@ from lockstep_gpt.data import shards
 from lockstep_gpt.data.order import Order, Positions, validation_rows
 from lockstep_gpt.data.windows import Batch, Stored, gather, open_windows, widen
 
-GROUP = 8  # micro-batches that are gathered and handed over at a time: each call costs microseconds
+GROUP = 8  # micro-batches to gather and hand over at once, because each call costs microseconds
 Rows = Callable[[int, int], Iterable[Positions]]
 
 
 class TokenStream(Iterable[Stored]):
-    """Micro-batches of one rank out of one split.
+    """Micro-batches of one rank from one split.
 
-    Of n that share them in turn, number w makes micro-batches w, w + n, ...; `rows`, called with w
-    and n, returns the windows of these micro-batches, each (B,).
+    With n workers, worker w makes micro-batches w, w + n, .... `rows`, called with w and n,
+    returns the windows of these micro-batches, each (B,).
     """
 
-    pinned = False  # whether batches lie in memory that a GPU copies from
+    pinned = False  # whether batches are in page-locked memory, for copies to a GPU
     share = (0, 1)  # w and n
 
     def __init__(self, folder: Path, split: str, block_size: int, rows: Rows) -> None:
@@ -44,7 +44,7 @@ def _share(rows: Positions, worker: int, workers: int) -> Iterable[Positions]:
 
 
 class Feed(Iterable[Stored]):
-    """Takes batches ahead in a thread, `group` at a time; training has `waited` so many seconds."""
+    """Loads batches ahead in a thread, `group` at a time; training `waited` this many seconds."""
 
     def __init__(self, batches: Iterable[Stored], group: int = GROUP) -> None:
         self.batches, self.group = batches, group
@@ -54,7 +54,7 @@ class Feed(Iterable[Stored]):
     def __iter__(self) -> Iterator[Stored]:
         batches = iter(self.batches)
         with ThreadPoolExecutor(1, "feed") as thread:
-            self.ahead = thread.submit(list, islice(batches, 1))  # the first one comes at once
+            self.ahead = thread.submit(list, islice(batches, 1))  # one alone comes sooner
             while group := self._await(self.ahead):
                 self.ahead = thread.submit(list, islice(batches, self.group))
                 yield from group
@@ -67,18 +67,18 @@ class Feed(Iterable[Stored]):
 
 
 class TokenDataModule(lightning.LightningDataModule):
-    """Batches of prepared tokens for the rank and the step at which the Trainer stands.
+    """Batches of prepared tokens for the Trainer's current rank and step.
 
-    Lightning adds no sampler of its own, which would split among the ranks what is split already:
-    what it gets are iterables without a length.
+    The data is already split across ranks. Lightning adds no sampler to split it again, because
+    the loaders are iterables without a length.
 
     Args:
-        folder: what `prepare` returned; a `UserError` says if it is damaged, or a split too short.
+        folder: what `prepare` returned; raises a `UserError` if damaged, or a split is too short.
         block_size: tokens of context, T.
         micro_size: samples per device and micro-step, B.
         accumulation: micro-steps per optimizer step.
         seed: decides the order of the training windows.
-        val_tokens: validate on at most so many tokens, in whole windows, at least one; None: all.
+        val_tokens: most tokens to validate on, in whole windows, at least one; None: all.
     """
 
     def __init__(
@@ -95,9 +95,9 @@ class TokenDataModule(lightning.LightningDataModule):
         index = shards.load_index(folder)
         shards.check_block_size(index, block_size)
         self.folder, self.block_size, self.micro_size = folder, block_size, micro_size
-        self.tokenizer = index.tokenizer  # as `tokenizer.from_dict` takes it
+        self.tokenizer = index.tokenizer  # in the form that `tokenizer.from_dict` accepts
         self.accumulation, self.seed = accumulation, seed
-        self._saved = (0, 0)  # optimizer step of the checkpoint, and the samples seen up to it
+        self._saved = (0, 0)  # optimizer step of the checkpoint, and samples seen by then
         self.train_windows = index.windows("train", block_size)
         self.val_windows_held_out = index.windows("val", block_size)
         self.val_windows = self.val_windows_held_out
@@ -105,17 +105,17 @@ class TokenDataModule(lightning.LightningDataModule):
             self.val_windows = min(self.val_windows, max(1, val_tokens // block_size))
 
     def resume_at(self, step: int, samples: int) -> None:
-        """Go on after optimizer step `step`, up to which the run has seen so many samples."""
+        """Continue after optimizer step `step`, by which the run has seen `samples` samples."""
         self._saved = step, samples
 
     def samples_seen(self, step: int) -> int:
-        """Return the samples that all ranks have seen up to optimizer step `step`."""
+        """Return how many samples all ranks together have seen up to optimizer step `step`."""
         first, samples = self._saved
         per_step = self.micro_size * self.accumulation * self._attached_trainer().world_size
         return samples + (step - first) * per_step
 
     def train_dataloader(self) -> Feed:
-        """Return batches without end, from the Trainer's current step on."""
+        """Return endless batches, starting at the Trainer's current step."""
         trainer = self._attached_trainer()
         order = Order(
             seed=self.seed,
@@ -130,7 +130,7 @@ class TokenDataModule(lightning.LightningDataModule):
         return self.training_feed
 
     def val_dataloader(self) -> Feed:
-        """Return batches of every validation window once over all ranks."""
+        """Return batches that contain every validation window once across all ranks."""
         trainer = self._attached_trainer()
         count, size = self.val_windows, self.micro_size
         ranks = trainer.global_rank, trainer.world_size
@@ -138,17 +138,17 @@ class TokenDataModule(lightning.LightningDataModule):
         return self.feed("val", partial(_share, rows))
 
     def transfer_batch_to_device(self, batch: Stored, device: torch.device, *_: Any) -> Stored:
-        """Send the windows; Lightning's own would search the batch for what can be sent."""
+        """Move the windows; Lightning's default would search the batch for what it can move."""
         windows, real = batch
-        windows = windows.int() if device.type == "mps" else windows  # it has no uint16
+        windows = windows.int() if device.type == "mps" else windows  # MPS lacks uint16
         return windows.to(device, non_blocking=device.type == "cuda"), real
 
     def on_after_batch_transfer(self, batch: Stored, *_: Any) -> Batch:
-        """Return `(tokens, targets)`: ids travel to the device as narrow as they are stored."""
+        """Return `(tokens, targets)`; ids travel to the device in their narrow stored type."""
         return widen(batch)
 
     def feed(self, split: str, rows: Rows) -> Feed:
-        """Return what takes the batches of a split ahead."""
+        """Return a `Feed` that loads the batches of a split ahead."""
         stream = TokenStream(self.folder, split, self.block_size, rows)
         stream.pinned = self._attached_trainer().strategy.root_device.type == "cuda"
         return Feed(stream)

@@ -1,8 +1,8 @@
 """Which window of tokens each rank sees at each step: a pure function, not a shuffled list.
 
-A training sample's place in the run is its *global* position: 0, 1, 2, ... over all ranks and
-without end. Position p lies in epoch p // size, and a keyed permutation of that epoch says which
-window it is. So a run resumes from one integer, to the sample, at any world size.
+Each training sample has a *global* position in the run: 0, 1, 2, ... across all ranks, without
+end. Position p is in epoch p // size, and a keyed permutation of that epoch maps it to a window.
+So one integer is enough to resume a run at the exact sample, at any world size.
 """
 
 from collections.abc import Iterator
@@ -15,18 +15,18 @@ import numpy.typing as npt
 Positions = npt.NDArray[np.int64]
 Words = npt.NDArray[np.uint64]
 
-ROUNDS = 8  # even: each half is changed as often as the other
-FEW = 128  # windows, below which halves of so few bits reach only some of all orders
-CHUNK = 4096  # windows drawn at a time by `Order.stream`: one by one costs 100 times as much
+ROUNDS = 8  # even, so that each half is changed equally often
+FEW = 128  # for fewer windows, halves of so few bits reach only some of all orders
+CHUNK = 4096  # windows that `Order.stream` draws at once: one by one costs 100 times as much
 
 
 def permute(indices: Positions, size: int, seed: int, epoch: int) -> Positions:
-    """Return where a permutation of range(size), keyed by `(seed, epoch)`, sends `indices`.
+    """Map `indices` by a permutation of range(size) that is keyed by `(seed, epoch)`.
 
-    A Feistel network permutes the smallest range of 2**bits that holds `size`; what falls outside
-    goes through again until it is inside (cycle walking: Black and Rogaway 2002, "Ciphers with
-    Arbitrary Finite Domains", section 4), less than twice in the mean. Takes no memory but its
-    result; `size` may be up to 2**62. Of fewer than `FEW` windows each order is equally likely.
+    A Feistel network permutes the smallest range(2**bits) that contains range(size). Values outside
+    go through again until they are inside (cycle walking: Black and Rogaway 2002, "Ciphers with
+    Arbitrary Finite Domains", section 4), less than twice on average. Nothing is stored but the
+    result; `size` may be up to 2**62. Below `FEW` windows, every order is equally likely.
     """
     assert 1 <= size <= 1 << 62, size
     if size < FEW:
@@ -44,20 +44,20 @@ def permute(indices: Positions, size: int, seed: int, epoch: int) -> Positions:
 
 @lru_cache(maxsize=8)
 def _shuffled(size: int, seed: int, epoch: int) -> Positions:
-    """Sort random draws; NumPy promises that these raw ones stay the same in later versions."""
+    """Sort random draws; NumPy guarantees that raw draws stay the same in later versions."""
     draws = np.random.Philox(np.random.SeedSequence(seed, spawn_key=(epoch,))).random_raw(size)
     return np.argsort(draws, kind="stable")
 
 
 @lru_cache(maxsize=8)
 def _round_keys(seed: int, epoch: int) -> Words:
-    """Draw one key per round; `spawn_key` keeps (seed, epoch) pairs apart for seeds of any size."""
+    """Draw one key per round; `spawn_key` keeps (seed, epoch) pairs distinct for any seed."""
     sequence = np.random.SeedSequence(seed, spawn_key=(epoch,))
     return sequence.generate_state(ROUNDS, np.uint64).astype(np.uint64)
 
 
 def _feistel(values: Words, bits: int, keys: Words) -> Words:
-    """Permute range(2**bits); the halves may differ by one bit, so they take turns."""
+    """Permute range(2**bits); the halves change alternately, as they may differ by one bit."""
     low_bits = bits // 2
     low_mask = np.uint64((1 << low_bits) - 1)
     high_mask = np.uint64((1 << (bits - low_bits)) - 1)
@@ -76,7 +76,7 @@ def _mix(words: Words) -> Words:
 
 
 def windows(positions: Positions, size: int, seed: int) -> Positions:
-    """Return the windows at global `positions` of any shape; one batch may straddle epochs."""
+    """Return the windows at global `positions` of any shape; one batch may span two epochs."""
     epochs, offsets = np.divmod(positions, size)
     result = np.empty_like(offsets)
     for epoch in np.unique(epochs):
@@ -89,9 +89,9 @@ def windows(positions: Positions, size: int, seed: int) -> Positions:
 class Order:
     """The training windows of one rank.
 
-    An optimizer step of W ranks with A micro-steps each takes the next K = W A micro-batches, and
-    rank r the block of them from r A on. So micro-batch k of a step has the same samples whatever
-    W and A are, and neighbors are on one rank, which can add up what they give.
+    An optimizer step of W ranks with A micro-steps each uses the next K = W A micro-batches. Rank
+    r uses A of them, starting at r A. So micro-batch k of a step has the same samples for any W
+    and A with the same K, and neighbors are on one rank, which can sum their gradients.
     """
 
     seed: int
@@ -100,7 +100,7 @@ class Order:
     rank: int
     world_size: int
     accumulation: int = 1  # micro-steps per optimizer step, A
-    start: int = 0  # samples that the run has seen before
+    start: int = 0  # samples that the run has already seen
 
     def stream(self, first: int, stride: int = 1) -> Iterator[Positions]:
         """Yield micro-batches `first`, `first + stride`, ... without end, each (B,)."""
@@ -120,8 +120,8 @@ def validation_rows(
 ) -> Positions:
     """Return one rank's validation windows in micro-batches, shape (batches, micro_size).
 
-    `count` of `size` windows, spread evenly, each exactly once over all ranks. Every rank gets
-    the same number of micro-batches, of one shape; where windows run out, -1 stands.
+    Spreads `count` of `size` windows evenly, each exactly once across all ranks. Every rank gets
+    the same number of micro-batches, all of one shape; -1 fills the rest when windows run out.
     """
     batches = -(-count // (micro_size * world_size))
     starts = (np.arange(batches) * world_size + rank) * micro_size

@@ -1,6 +1,6 @@
-"""From a corpus to token files on disk, once; one process builds, others wait for it.
+"""Turns a corpus into token files on disk, once; one process builds, others wait for it.
 
-A build is made in a hidden sibling folder, which is renamed when it is whole and on the disk.
+It builds in a hidden sibling folder and renames that folder once it is complete and on disk.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ from lockstep_gpt.whole_files import sync_folder
 logger = logging.getLogger(__name__)
 
 SPLITS = ("train", "val")
-# Settings in whose place the tokenizer's own identity counts, and what comes of all of them.
+# Left out of the settings' digest: the tokenizer's identity replaces these; the last is a result.
 APART = {"tokenizer", "vocab_size", "tokenizer_mb", "fingerprint"}
 Writer = Callable[[Path, str, str], SplitWriter]
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """What decides the tokens of one prepared folder."""
+    """Everything that decides the tokens of one prepared folder."""
 
     config: DataConfig
     corpus: corpora.Corpus
-    settings: dict[str, Any]  # that decide tokens or files
+    settings: dict[str, Any]  # those that decide tokens or files
     fingerprints: dict[str, str]
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer; once, because it may be learnt."""
+        """The tokenizer, made only once because it may be learned."""
         return self.corpus.make_tokenizer()
 
     @property
@@ -56,11 +56,11 @@ class Recipe:
 
 
 def prepare(config: DataConfig, verify: bool = False) -> Path:
-    """Return the folder with the token files of `config`, built first where it is not there yet.
+    """Return the folder with the token files of `config`; build it first if it doesn't exist.
 
-    A finished folder is checked for size, to `verify` for content; the corpus is not asked where
-    `data.fingerprint` names a folder that is there. A `UserError` says what cannot be read,
-    written or trusted.
+    Checks the sizes of a finished folder's files and, with `verify`, their content. Doesn't open
+    the corpus if `data.fingerprint` names an existing folder. Raises a `UserError` for anything
+    that cannot be read, written, or trusted.
     """
     started, wanted, built = time.perf_counter(), config.fingerprint, False
     if wanted is None or not folder_of(config).is_dir():
@@ -97,7 +97,7 @@ def folder_of(config: DataConfig) -> Path:
 
 
 def opened(config: DataConfig) -> Path:
-    """Return the folder of `config`, or raise a `UserError` if it has other tokens."""
+    """Return the folder of `config`; raise a `UserError` if it is damaged or has other tokens."""
     folder = folder_of(config)
     index = shards.load_index(folder)
     shards.check_sizes(folder, index)
@@ -107,7 +107,7 @@ def opened(config: DataConfig) -> Path:
 
 
 def recipe_of(config: DataConfig) -> Recipe:
-    """Open the corpus of `config`, or raise a `UserError`; find out what decides its tokens."""
+    """Open the corpus of `config` and digest what decides its tokens, or raise a `UserError`."""
     if getattr(config, "path", None) == "":
         raise UserError(
             f"data.path is empty; set it to what data.source={config.source} should read"
@@ -124,7 +124,7 @@ def _digest(values: Any) -> str:
 
 
 def _build(recipe: Recipe, folder: Path) -> bool:
-    """Make `folder` and return True, or wait until another process has made it."""
+    """Build `folder` and return True, or wait until another process has, and return False."""
     unfinished = folder.with_name(f".{folder.name}.unfinished")
     folder.parent.mkdir(parents=True, exist_ok=True)
     with _lock(folder.with_name(f".{folder.name}.lock")):
@@ -142,7 +142,7 @@ def _build(recipe: Recipe, folder: Path) -> bool:
 
 @contextmanager
 def _lock(path: Path) -> Iterator[None]:
-    """Hold `path` alone; the system lets go of it when the process ends, however that is."""
+    """Lock `path` exclusively; the system unlocks it however the process ends."""
     with path.open("a") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -153,8 +153,8 @@ def _lock(path: Path) -> Iterator[None]:
 
 
 def write(recipe: Recipe, folder: Path, writer: Writer = SplitWriter) -> None:
-    """Write the token files, and last the index of all; leave nothing if that fails."""
-    shutil.rmtree(folder, ignore_errors=True)  # of a build that was killed
+    """Write the token files, then their index; leave nothing behind if that fails."""
+    shutil.rmtree(folder, ignore_errors=True)  # left by a killed build
     index, invalid = begin(recipe, folder), 0
     try:
         with ExitStack() as stack:
@@ -176,7 +176,7 @@ def write(recipe: Recipe, folder: Path, writer: Writer = SplitWriter) -> None:
 
 
 def begin(recipe: Recipe, folder: Path) -> Index:
-    """Make the folder and return its index, with nothing in it yet."""
+    """Create the folder and return its index, still without tokens."""
     folder.mkdir()
     return Index(
         format=shards.FORMAT,
@@ -190,7 +190,7 @@ def begin(recipe: Recipe, folder: Path) -> Index:
 
 
 def progress(recipe: Recipe, done: int = 0) -> tqdm[Any]:
-    """Return a progress bar of bytes, which only a terminal shows."""
+    """Return a progress bar that counts bytes and appears only in a terminal."""
     total = recipe.corpus.size
     return tqdm(
         desc="preparing", total=total, initial=done, unit="B", unit_scale=True, disable=None
@@ -198,8 +198,8 @@ def progress(recipe: Recipe, done: int = 0) -> tqdm[Any]:
 
 
 def finish(recipe: Recipe, folder: Path, index: Index, writers: Mapping[str, SplitWriter]) -> None:
-    """Write the index of all; raise a `UserError` if a split is empty."""
-    if all(writer.tokens <= writer.documents for writer in writers.values()):  # mere ends
+    """Write the index; raise a `UserError` if a split is empty."""
+    if all(writer.tokens <= writer.documents for writer in writers.values()):  # only ends
         where = getattr(recipe.config, "path", None) or f"data.source={recipe.config.source}"
         raise UserError(f"{where} is empty; give it text to train on")
     for name, remedy in (("val", "raise it or take a larger corpus"), ("train", "lower it")):
@@ -213,7 +213,7 @@ def finish(recipe: Recipe, folder: Path, index: Index, writers: Mapping[str, Spl
 
 
 def contents(folder: Path, index: Index) -> str:
-    """Say in a line what a prepared folder holds."""
+    """Describe the content of a prepared folder in one line."""
     held, each = index.settings.get("held_out"), [s.documents for s in index.splits.values()]
     documents = max(each) if held == corpora.ENDS else sum(each)
     size = sum(split.text_bytes for split in index.splits.values()) / 1e6

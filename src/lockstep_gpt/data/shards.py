@@ -1,8 +1,8 @@
 """Token files and their index: `train-00000.bin`, `val-00000.bin`, `index.json` in one folder.
 
-A token file holds little-endian unsigned integers of the smallest type that fits the vocabulary
-(one byte up to 256 tokens, two up to 65,536) and nothing else, so it is memory-mapped as it lies.
-Where an extra makes several of a split, all but the last are equally large, whole pages of memory.
+A token file contains only little-endian unsigned integers of the smallest type that fits the
+vocabulary (one byte up to 256 tokens, two up to 65,536), so it can be memory-mapped directly.
+If an extra writes several files per split, all but the last have one size, in whole memory pages.
 """
 
 import hashlib
@@ -20,7 +20,7 @@ from lockstep_gpt.data.tokenizer import Tokens
 from lockstep_gpt.registry import addition
 from lockstep_gpt.whole_files import replace_text
 
-FORMAT = 2  # a new number for every change that an older reader would misread
+FORMAT = 2  # increase it with every change that an older reader would misread
 INDEX = "index.json"
 
 
@@ -39,23 +39,23 @@ class Split:
 
     tokens: int = 0
     documents: int = 0
-    text_bytes: int = 0  # of the documents, for bits per byte; 0 where there is no text
+    text_bytes: int = 0  # of the documents, for bits per byte; 0 if there is no text
     shards: list[Shard] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class Index:
-    """What `index.json` says about a prepared folder."""
+    """The content of a prepared folder's `index.json`."""
 
     format: int
     dtype: str  # as NumPy writes it, for example "<u2"
     tokenizer: dict[str, Any]
-    fingerprint: str  # of the corpus, the tokenizer and the settings that decide the tokens
+    fingerprint: str  # of the corpus, tokenizer, and settings that decide the tokens
     fingerprints: dict[str, str]  # of each of the three
     settings: dict[str, Any]
     splits: dict[str, Split]
     invalid_documents: int = 0
-    position: list[int] = field(default_factory=list)  # in the corpus, of a build that can go on
+    position: list[int] = field(default_factory=list)  # in the corpus, of a build that can resume
 
     @property
     def shards(self) -> list[Shard]:
@@ -63,12 +63,12 @@ class Index:
         return [shard for split in self.splits.values() for shard in split.shards]
 
     def windows(self, split: str, block_size: int) -> int:
-        """Count the whole windows of `block_size` inputs; two of them share the token between."""
+        """Count the whole windows of `block_size` inputs; two neighbors share one token."""
         return (self.splits[split].tokens - 1) // block_size
 
 
 class SplitWriter:
-    """Appends ids of `dtype` to a split's token file in bounded memory; hashes it on the way."""
+    """Appends ids of `dtype` to a split's token file in bounded memory, and hashes them."""
 
     def __init__(self, folder: Path, name: str, dtype: str) -> None:
         self.dtype = np.dtype(dtype)
@@ -77,7 +77,7 @@ class SplitWriter:
         self._hash = hashlib.sha256()
 
     def append(self, ids: Tokens, documents: int = 0, text_bytes: int = 0) -> None:
-        """Append ids of shape (tokens,): so many documents, of so many bytes of text."""
+        """Append ids of shape (tokens,) from `documents` documents with `text_bytes` bytes."""
         stored = np.ascontiguousarray(ids.astype(self.dtype, casting="safe", copy=False))
         self._file.write(stored.data)
         self._hash.update(stored.data)
@@ -86,7 +86,7 @@ class SplitWriter:
         self.text_bytes += text_bytes
 
     def saved(self) -> Split:
-        """See everything to the disk and return the index's entry for it."""
+        """Flush everything to disk and return the split's index entry."""
         self._file.flush()
         os.fsync(self._file.fileno())
         shard = Shard(Path(self._file.name).name, self.tokens, self._hash.hexdigest())
@@ -98,12 +98,12 @@ class SplitWriter:
 
 
 def write_index(folder: Path, index: Index) -> None:
-    """Put `index.json` in the place of an older one, once it is on the disk."""
+    """Write `index.json`; it replaces an older one once it is on disk."""
     replace_text(folder / INDEX, json.dumps(asdict(index), indent=1))
 
 
 def load_index(folder: Path) -> Index:
-    """Read `index.json`; raise a `UserError` if it is missing, damaged or of another format."""
+    """Read `index.json`; raise a `UserError` if it is missing, damaged, or in another format."""
     path = folder / INDEX
     try:
         values = json.loads(path.read_bytes())
@@ -142,12 +142,12 @@ def check_content(folder: Path, index: Index) -> None:
 
 
 def unusable(path: Path, reason: str) -> UserError:
-    """Return the error that says what is wrong with a file of a prepared folder."""
+    """Return the error for a file of a prepared folder, with its reason and remedy."""
     return UserError(f"{path} {reason}; delete the folder {path.parent} and prepare it again")
 
 
 def open_split(folder: Path, split: str) -> npt.NDArray[Any]:
-    """Map one split's tokens read-only, shape (tokens,), or raise a `UserError`."""
+    """Memory-map one split's tokens read-only, shape (tokens,), or raise a `UserError`."""
     index = load_index(folder)
     check_sizes(folder, index)
     file, *more = [folder / shard.file for shard in index.splits[split].shards]
@@ -159,7 +159,7 @@ def open_split(folder: Path, split: str) -> npt.NDArray[Any]:
 
 
 def check_block_size(index: Index, block_size: int) -> None:
-    """Raise a `UserError`, with the longest context that fits, if a split has no whole window."""
+    """Raise a `UserError` that names the longest context if a split is shorter than a window."""
     for name, split in index.splits.items():
         if index.windows(name, block_size) < 1:
             raise UserError(

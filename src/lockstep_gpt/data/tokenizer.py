@@ -1,4 +1,4 @@
-"""From text to token ids and back; a tokenizer travels as plain values, with data and model."""
+"""Text to token ids and back; data and models store their tokenizer as plain values."""
 
 import importlib
 import re
@@ -14,37 +14,37 @@ from lockstep_gpt.registry import merged, resolved
 Tokens = npt.NDArray[np.unsignedinteger[Any]]
 
 END_OF_TEXT = "<|endoftext|>"
-# Where tokens of the usual patterns end in any case: after a letter or digit, before a space. The
-# second is nearly as good, for texts that have no such place.
+# With the usual patterns, a token always ends after a letter or digit that precedes a space. The
+# second is nearly as good, for texts that don't have such a place.
 CUTS = (re.compile(rb"[0-9A-Za-z](?=[ \n])"), re.compile(rb"[^ \n](?=[ \n])"))
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
-    """Return the smallest unsigned type that holds every id below `vocab_size`."""
+    """Return the smallest unsigned type that fits every id below `vocab_size`."""
     return np.min_scalar_type(vocab_size - 1)
 
 
 class Tokenizer(Protocol):
-    """What the rest of the project may ask of any tokenizer."""
+    """What the rest of the project needs from any tokenizer."""
 
     vocab_size: int  # the number of token ids
-    end_of_text: int | None  # the id that ends a document; None where the data has no documents
+    end_of_text: int | None  # the id that ends a document; None if the data has no documents
 
     def encode(self, text: str | bytes) -> Tokens:
         """Return the ids of `text`, shape (tokens,)."""
 
     def encode_documents(self, texts: Sequence[bytes]) -> Tokens:
-        """Return the ids of valid texts one after another, each with its end of text."""
+        """Return the ids of valid texts one after another, each followed by the end of text."""
 
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of `ids`."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what `from_dict` rebuilds the tokenizer from, as plain JSON values."""
+        """Return plain JSON values from which `from_dict` rebuilds the tokenizer."""
 
 
 class ByteTokenizer:
-    """The 256 byte values of UTF-8; byte 0 ends a document, so a text that has one is refused."""
+    """The 256 byte values of UTF-8; byte 0 ends a document, so a text with one is rejected."""
 
     kind = "bytes"
     vocab_size = 256
@@ -57,7 +57,7 @@ class ByteTokenizer:
         return self.encode_documents([text])[:-1]
 
     def encode_documents(self, texts: Sequence[bytes]) -> Tokens:
-        """Return the ids of valid texts one after another, a 0 after each; refuse a NUL."""
+        """Return the ids of valid texts one after another, each followed by 0; reject a NUL."""
         together = b"\0".join([*texts, b""])
         if together.count(b"\0") > len(texts):
             text = next(text for text in texts if b"\0" in text)
@@ -68,27 +68,27 @@ class ByteTokenizer:
         return np.frombuffer(together, dtype=np.uint8)
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Return the text; invalid UTF-8 shows as U+FFFD and byte 0 as `<|endoftext|>`."""
+        """Return the text; invalid UTF-8 becomes U+FFFD, and byte 0 becomes `<|endoftext|>`."""
         text = bytes(int(token) for token in ids)
         return text.replace(b"\0", END_OF_TEXT.encode()).decode("utf-8", errors="replace")
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the kind and the size of the vocabulary."""
+        """Return the kind and the vocabulary size."""
         return {"kind": self.kind, "vocab_size": self.vocab_size}
 
 
 def printable(text: str) -> str:
-    """Return `text` with its control characters written out: a terminal would obey them."""
+    """Return `text` with its control characters escaped, because a terminal would obey them."""
     return re.sub(r"[^\t\n\x20-\x7e\xa0-\U0010ffff]", lambda found: f"\\x{ord(found[0]):02x}", text)
 
 
 def cut(text: bytes) -> int:
-    """Return where to end a part of a text that goes on, so that both parts keep its tokens."""
+    """Return where to cut a text that continues, so that both parts keep its tokens."""
     for pattern in CUTS:
         for found in reversed(list(pattern.finditer(text, max(0, len(text) - 512)))):
             return found.end()
     last = next((i for i in range(1, min(5, len(text))) if text[-i] & 0xC0 != 0x80), 0)
-    return len(text) - last  # before a character
+    return len(text) - last  # at the start of a character
 
 
 def library(name: str, extra: str) -> Any:
@@ -100,7 +100,7 @@ def library(name: str, extra: str) -> Any:
 
 
 def from_dict(values: dict[str, Any]) -> Tokenizer:
-    """Rebuild the tokenizer that `to_dict` described, or raise a `UserError` for its kind."""
+    """Rebuild the tokenizer that `to_dict` described; raise a `UserError` for an unknown kind."""
     kind = values.get("kind")
     if kind == ByteTokenizer.kind:
         return ByteTokenizer()

@@ -1,4 +1,4 @@
-"""Windows of a split's tokens, and the batches that are made of them."""
+"""Windows of a split's tokens, and the batches made from them."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -13,14 +13,14 @@ from lockstep_gpt.data.order import Positions
 from lockstep_gpt.data.shards import open_split
 from lockstep_gpt.model.functional import IGNORE
 
-Stored = tuple[Tensor, int]  # windows (B, T + 1) as narrow as on the disk, and how many are real
+Stored = tuple[Tensor, int]  # windows (B, T + 1) in their narrow stored type, and how many are real
 Batch = tuple[Tensor, Tensor]  # tokens and targets, each (B, T) and int64
 
 
 def open_windows(folder: Path, split: str, block_size: int) -> npt.NDArray[Any]:
-    """Return a view of the whole windows, shape (windows, T + 1), mapped and not in memory.
+    """Return a view of the whole windows, shape (windows, T + 1), mapped, not loaded.
 
-    Window i is tokens[i T : i T + T + 1]; the tail shorter than a window is dropped.
+    Window i is tokens[i T : i T + T + 1]; a tail shorter than a window is dropped.
     """
     tokens = np.asarray(open_split(folder, split))
     return np.lib.stride_tricks.sliding_window_view(tokens, block_size + 1)[::block_size]
@@ -31,9 +31,9 @@ def gather(
 ) -> Iterator[Stored]:
     """Copy the windows of several batches at once and yield each batch.
 
-    The windows of a split are (windows, T + 1); each batch is (B,) of them, -1 at its end being
-    padding. From `pinned` memory a GPU copies while the host goes on: torch keeps such memory
-    until the copy is done, and then uses it again.
+    The windows of a split are (windows, T + 1). Each batch is (B,) indices of them; -1 at its end
+    is padding. A GPU copies from `pinned` memory while the host continues. torch keeps that memory
+    until the copy is done, then reuses it.
     """
     picked = torch.from_numpy(windows[np.concatenate(batches)])
     if pinned:
@@ -43,9 +43,9 @@ def gather(
 
 
 def widen(stored: Stored) -> Batch:
-    """Return tokens and targets on the device that the windows are on; padding counts nowhere."""
+    """Return tokens and targets on the windows' device; targets of padding are `IGNORE`."""
     windows, real = stored
-    if windows.is_cpu:  # NumPy takes half of torch's time for it
+    if windows.is_cpu:  # NumPy needs half of torch's time here
         narrow = windows.numpy()
         wide = narrow[:, :-1].astype(np.int64), narrow[:, 1:].astype(np.int64)
         tokens, targets = map(torch.from_numpy, wide)
