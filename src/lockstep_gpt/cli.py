@@ -1,4 +1,4 @@
-"""The commands, one line of help each; a command's module is imported when it runs."""
+"""The commands, each with a line of help; a command's module is imported only when it runs."""
 
 import os
 import sys
@@ -11,11 +11,11 @@ from lockstep_gpt.registry import merged, resolved
 
 
 class Command(NamedTuple):
-    """A function `(arguments) -> exit status` as `module:name`, and what it is for."""
+    """A function `(arguments) -> exit status` as `module:name`, and its purpose."""
 
     target: str
     meaning: str
-    overrides: bool  # takes Hydra overrides, which a shell can complete
+    overrides: bool  # accepts Hydra overrides, which a shell can complete
 
 
 COMMANDS = {
@@ -27,12 +27,12 @@ COMMANDS = {
 
 
 def run() -> NoReturn:
-    """Be the command: `main`, and then the end of the process."""
+    """Run `main`, then end the process with its exit status."""
     end_process(main())
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit status: 2 for a wrong setting or command line."""
+    """Run one command and return its exit status: 2 for an invalid setting or command line."""
     name, *words = [*(sys.argv[1:] if arguments is None else arguments)] or [""]
     try:
         if name in COMMANDS:
@@ -49,6 +49,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return error.status
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # the reader, `head` perhaps, has seen enough
+    except BrokenPipeError:  # the reader, such as `head`, has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141  # 128 + SIGPIPE, of which others die
+        return 141  # 128 + SIGPIPE, the signal that ends other programs

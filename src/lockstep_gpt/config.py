@@ -1,8 +1,8 @@
-"""Every setting of ours: its type, its default, its meaning and its check.
+"""Every setting of this project: its type, default, meaning, and check.
 
-Hydra merges the YAML files and the command line into these dataclasses, so a misspelt name or a
-wrong type is refused by name. `trainer`, `strategy`, `callbacks` and `logger` stay open: they are
-Lightning's. This module never imports torch.
+Hydra merges the YAML files and the command line into these dataclasses, so an error names the
+setting that is misspelled or has the wrong type. `trainer`, `strategy`, `callbacks`, and `logger`
+are Lightning's, so any name is allowed there. This module never imports torch.
 """
 
 import functools
@@ -25,13 +25,13 @@ OPEN_GROUPS = ("trainer", "strategy", "callbacks", "logger")  # Lightning's own 
 
 
 class UserError(ValueError):
-    """A mistake that its maker can fix: one line, exit status 2, no traceback."""
+    """A mistake that the user can fix: one line, exit status 2, no traceback."""
 
     status = 2
 
 
 class RunError(Exception):
-    """What ends a run without a mistake, a full disk for one: one line, exit status 1."""
+    """An event, not a mistake, that ends a run, such as a full disk: one line, exit status 1."""
 
     status = 1
 
@@ -44,10 +44,10 @@ def setting(
     on_resume: str | None = None,
     **limits: float,
 ) -> Any:
-    """Declare a setting by its `meaning`; without a `default` a preset or a user must give it.
+    """Declare a setting by its `meaning`; without a `default`, a preset or the user must set it.
 
-    On resume it is `kept` by the run, of the `machine` or `free`; None: as its class has it. The
-    `limits` of a number are `at_least`, `above`, `at_most` and `below`.
+    On resume, it is `kept` by the run, decided by the `machine`, or `free`; None: as in its class.
+    The `limits` of a number are `at_least`, `above`, `at_most`, and `below`.
     """
     rules = {name.replace("_", " "): limit for name, limit in limits.items()}
     about = {"meaning": meaning, "choices": choices, "limits": rules, "on_resume": on_resume}
@@ -58,10 +58,10 @@ _HOLDS = {"at least": ge, "above": gt, "at most": le, "below": lt}
 
 
 class Checked:
-    """Checks every field against its own rule as soon as an instance is made."""
+    """Checks every field against its own rules when an instance is created."""
 
-    node: ClassVar[str] = ""  # where the class hangs in the tree, as the user writes it
-    on_resume: ClassVar[str] = "free"  # what happens to its settings then, unless they say it
+    node: ClassVar[str] = ""  # the class's place in the settings tree, as the user writes it
+    on_resume: ClassVar[str] = "free"  # for its settings that don't declare their own
 
     def __post_init__(self) -> None:
         for item in fields(cast(Any, self)):
@@ -69,7 +69,7 @@ class Checked:
 
     @classmethod
     def names(cls, on_resume: str) -> list[str]:
-        """Return the settings that a resume treats so: `kept`, `machine` or `free`."""
+        """Return the settings with this treatment on resume: `kept`, `machine`, or `free`."""
         own, items = cls.on_resume, fields(cast(Any, cls))
         return [i.name for i in items if (i.metadata.get("on_resume") or own) == on_resume]
 
@@ -84,47 +84,47 @@ class Checked:
                 self.refuse(name, f"must be {rule} {limit}")
 
     def refuse(self, name: str, rule: str) -> None:
-        """Raise the `UserError` that says which setting breaks which rule."""
+        """Raise a `UserError` that names the setting and the rule that it breaks."""
         check(f"{self.node}.{name}".lstrip("."), getattr(self, name), False, rule)
 
 
 def extended(own: Any) -> Any:
-    """Return a group's class of settings with those that extras add to it."""
+    """Return a group's settings class, with the settings that extras add to it."""
     tables = (table for table in additions("SETTINGS") if own.node in table)
     return _joined(*(resolved(table[own.node]) for table in tables), own)
 
 
-@functools.cache  # equal settings are of one class
+@functools.cache  # equal settings share one class
 def _joined(*classes: Any) -> Any:
     return dataclass(type(classes[-1].__name__, classes, {}))
 
 
 def check(setting: str, value: Any, holds: bool, rule: str) -> None:
-    """Raise a `UserError` if the `rule` of a setting does not hold for its value."""
+    """Raise a `UserError` if a setting's value breaks the `rule`, that is, unless it `holds`."""
     if not holds:
         raise UserError(f"{setting}={as_typed(value)} {rule}")
 
 
 def as_typed(value: Any) -> str:
-    """Return `value` as a command line has it."""
+    """Return `value` as you type it on a command line."""
     if value is None:
         return "null"
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def counted(count: int, unit: str, plural: str = "s") -> str:
-    """Return a number of things: `1 step`, `2,000 steps`."""
+    """Return a count with its unit: `1 step`, `2,000 steps`."""
     return f"{count:,} {unit}{plural if count != 1 else ''}"
 
 
 def is_module(folder: str, name: str) -> bool:
-    """Tell whether a folder of the package has this module."""
+    """Return whether a folder of the package contains this module."""
     return name.isidentifier() and bool(find_spec(f"{__package__}.{folder}.{name}"))
 
 
 @dataclass
 class BatchConfig(Checked):
-    """How many samples an optimizer step sees; `training/schedule.py` does the arithmetic."""
+    """How many samples an optimizer step uses; `training/schedule.py` does the arithmetic."""
 
     node: ClassVar[str] = "batch"
     micro_size: int | None = setting(
@@ -139,7 +139,7 @@ class BatchConfig(Checked):
     reference_size: int = setting("global batch for which optim.lr was tuned", 12, at_least=1)
 
     def __post_init__(self) -> None:
-        """Check also that something says how large the batch is."""
+        """Also check that a setting gives the batch size."""
         super().__post_init__()
         if self.micro_size is None and self.global_size is None:
             self.refuse("micro_size", "and batch.global_size=null give no size; set one of them")
@@ -147,7 +147,7 @@ class BatchConfig(Checked):
 
 @dataclass
 class ModelConfig(Checked):
-    """The shape of the GPT; its vocabulary comes from the data's tokenizer."""
+    """The shape of the GPT; its vocabulary size comes from the data's tokenizer."""
 
     node: ClassVar[str] = "model"
     on_resume: ClassVar[str] = "kept"
@@ -170,7 +170,7 @@ class ModelConfig(Checked):
     longest_ngram: int = setting("largest n of these tables; the smallest is 2", 2, at_least=2)
 
     def __post_init__(self) -> None:
-        """Check also that the heads share the width evenly, and that the architecture is there."""
+        """Also check that the heads divide the width evenly, and that the architecture exists."""
         super().__post_init__()
         if not is_module("model", self.architecture):
             self.refuse("architecture", "is not gpt, modern, or another module of model/")
@@ -184,10 +184,10 @@ class ModelConfig(Checked):
 
 @dataclass
 class DataConfig(Checked):
-    """What all corpora have in common."""
+    """The settings of every data source."""
 
     node: ClassVar[str] = "data"
-    on_resume: ClassVar[str] = "kept"  # what decides tokens; where they lie is up to the machine
+    on_resume: ClassVar[str] = "kept"  # what decides tokens; the machine decides where they are
     source: str = setting("where the text comes from")
     root: str = setting("folder that prepared token files are kept in", "data", on_resume="machine")
     fingerprint: str | None = setting(
@@ -201,21 +201,21 @@ class DataConfig(Checked):
 
 @dataclass
 class DocumentsData(DataConfig):
-    """What corpora of text have in common."""
+    """The settings of every text source."""
 
     tokenizer: str = setting("tokenizer of the text", "bytes", choices=("bytes",))
 
 
 @dataclass
 class StdlibData(DocumentsData):
-    """The source code of the Python standard library at hand."""
+    """The source code of your Python's standard library."""
 
     source: str = setting("where the text comes from", "stdlib", choices=("stdlib",))
 
 
 @dataclass
 class TextData(DocumentsData):
-    """Text of your own."""
+    """Your own text."""
 
     source: str = setting("where the text comes from", "text", choices=("text",))
     path: str = setting("a file, or a folder of them", "", on_resume="machine")
@@ -225,7 +225,7 @@ DATA_SOURCES: dict[str, type[DataConfig]] = {"stdlib": StdlibData, "text": TextD
 
 
 def data_sources() -> dict[str, type[DataConfig]]:
-    """Return the settings of every source; those of an extra come before ours."""
+    """Return the settings of every source; an extra's replace ours of the same name."""
     added = {name: resolved(settings) for name, (settings, _) in merged("SOURCES").items()}
     return {**DATA_SOURCES, **added}
 
@@ -262,7 +262,7 @@ class OptimConfig(Checked):
     clip_norm: float | None = setting("largest norm of all gradients; null: any", 1.0, above=0)
 
     def __post_init__(self) -> None:
-        """Check also that the warmup is given once, and that the optimizer is there."""
+        """Also check that the warmup isn't set twice, and that the optimizer exists."""
         super().__post_init__()
         if self.algorithm != "adamw" and not is_module("training", self.algorithm):
             self.refuse("algorithm", "is not adamw, muon, or another module of training/")
@@ -272,7 +272,7 @@ class OptimConfig(Checked):
 
 @dataclass
 class CheckpointConfig(Checked):
-    """When the state of a run is kept."""
+    """When a run saves its state, and what it keeps."""
 
     node: ClassVar[str] = "checkpoint"
     every: int | None = setting(
@@ -300,7 +300,7 @@ class LaunchConfig(Checked):
 
 @dataclass
 class GuardConfig(Checked):
-    """What ends a run before it does harm."""
+    """What stops a run before it does harm."""
 
     node: ClassVar[str] = "guard"
     max_skipped: int = setting(
@@ -313,9 +313,9 @@ PRECISIONS = ("32-true", "bf16-mixed", "16-mixed", "64-true")
 
 @dataclass
 class Config(Checked):
-    """One whole run."""
+    """The settings of the whole run."""
 
-    seed: int = setting(  # of which torch takes 63 bits
+    seed: int = setting(  # torch uses 63 bits
         "seed of weights, order, and dropout", 1337, on_resume="kept", at_least=0, at_most=2**63 - 1
     )
     max_steps: int | None = setting("optimizer steps of the run", None, at_least=1)
@@ -348,7 +348,7 @@ class Config(Checked):
     logger: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Check also what no single setting can know; what is set to null is not there."""
+        """Also check combinations of settings; drop callbacks and loggers that are null."""
         super().__post_init__()
         self.callbacks = {name: node for name, node in self.callbacks.items() if node is not None}
         self.logger = {name: node for name, node in self.logger.items() if node is not None}
@@ -357,25 +357,25 @@ class Config(Checked):
             self.refuse("max_steps", f"and max_tokens={tokens}: give one and set the other to null")
         _check_trainer(self.trainer)
         _check_strategy(self.strategy)
-        cap = self.strategy.get("bucket_cap_mb", 1)  # torch's splitting of graphs takes no less
+        cap = self.strategy.get("bucket_cap_mb", 1)  # torch can't split graphs by less
         rule = "is less than compile=true takes; set 1 or more, or compile=false"
         check("strategy.bucket_cap_mb", cap, not self.compile or cap >= 1, rule)
         asked("CHECK", self)
 
 
 def groups(source: str | None = None) -> dict[str, Any]:
-    """Return the class of each group of settings; of `data` that of a source, if it is one."""
+    """Return each group's settings class; for `data`, the class of `source` if it exists."""
     found = {own.node: extended(own) for own in Checked.__subclasses__() if own.node}
     return {**found, "data": data_sources().get(source or "", DataConfig)}
 
 
 def settings_on_resume(treated: str) -> set[str]:
-    """Return the names of all settings that a resume treats so: `kept`, `machine` or `free`."""
+    """Return the names of all settings with this treatment on resume, as `Checked.names` does."""
     classes = {Config, *groups().values(), *data_sources().values()}
     return {f"{each.node}.{name}".lstrip(".") for each in classes for name in each.names(treated)}
 
 
-# Trainer arguments that have a door of ours: two doors to one setting would silently disagree.
+# Trainer arguments that our settings replace: two ways to set one could silently disagree.
 _OWNED = {
     "batch.global_size": "accumulate_grad_batches",
     "callbacks": "callbacks",
@@ -401,7 +401,7 @@ SWITCHES = ("find_unused_parameters", "gradient_as_bucket_view", "static_graph")
 
 def _check_trainer(trainer: dict[str, Any]) -> None:
     for key, value in trainer.items():
-        # `limit_val_batches=0` is no validation at all, which no setting of ours is.
+        # `limit_val_batches=0` turns off validation, which none of our settings does.
         if (door := OWNED_TRAINER_KEYS.get(key)) and (key, value) != ("limit_val_batches", 0):
             raise UserError(owned_key_line(key, value, door))
     devices, nodes = trainer.get("devices", "auto"), trainer.get("num_nodes", 1)
@@ -414,7 +414,7 @@ def _check_trainer(trainer: dict[str, Any]) -> None:
 
 
 def owned_key_line(key: str, value: Any, door: str) -> str:
-    """Say which setting of ours stands for the Trainer's argument `key`."""
+    """Return an error line that names our setting for the Trainer's argument `key`."""
     return f"trainer.{key}={as_typed(value)} cannot be set there; set {door} instead"
 
 
@@ -423,7 +423,7 @@ def _is_count(value: Any) -> bool:
 
 
 def _check_strategy(strategy: dict[str, Any]) -> None:
-    """Check what our own strategies take; a foreign one checks for itself."""
+    """Check the settings of our own strategies; others check their own."""
     check_choice("strategy.process_group_backend", strategy.get("process_group_backend"), BACKENDS)
     hooks = ("none", *merged("COMM_HOOKS"))
     check_choice("strategy.comm_hook", strategy.get("comm_hook", "none"), hooks)
@@ -446,9 +446,9 @@ def check_choice(setting: str, value: Any, choices: tuple[str | None, ...]) -> N
 
 
 def from_container(values: dict[str, Any], file: Path | None = None) -> Config:
-    """Check plain `values` against the schema and resolve what still refers to the environment.
+    """Check plain `values` against the schema and resolve references to the environment.
 
-    A `UserError` names the `file` with what is wrong there; without one it is OmegaConf's error.
+    Raises a `UserError` that names the `file` and the problem; without a `file`, OmegaConf's error.
     """
     source = values.get("data", {}).get("source")
     if source is not None:

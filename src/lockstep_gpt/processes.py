@@ -1,4 +1,4 @@
-"""How a process of a run begins, as an agent or a rank (`-m ...processes`), and how it ends."""
+"""How a process of a run starts, as an agent or a rank (`-m ...processes`), and how it ends."""
 
 import atexit
 import contextlib
@@ -17,8 +17,8 @@ from lockstep_gpt.config import PROGRAM
 from lockstep_gpt.run_directory import RunDirectory
 
 MODULES = {"agent": f"{__package__}.launch.agent", "rank": f"{__package__}.training.train"}
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)  # save, and end
-LOST_PEERS = 75  # exit status of a rank under which others vanished (EX_TEMPFAIL of sysexits.h)
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)  # save, then exit
+LOST_PEERS = 75  # exit status of a rank that lost other ranks (EX_TEMPFAIL of sysexits.h)
 
 
 def command(role: str, run: RunDirectory, node_rank: int = 0) -> list[str]:
@@ -28,7 +28,7 @@ def command(role: str, run: RunDirectory, node_rank: int = 0) -> list[str]:
 
 
 def invocation() -> str:
-    """Return what to type here to reach this very installation's command."""
+    """Return what to type in this folder to run this installation's command."""
     if (found := shutil.which(PROGRAM)) and Path(found).parent == Path(sys.executable).parent:
         return PROGRAM
     if Path("scripts/dev.py").is_file():
@@ -37,7 +37,7 @@ def invocation() -> str:
 
 
 def main(role: str, path: str, *node_rank: str) -> NoReturn:
-    """Be an agent or a rank of the run in the directory at `path`, to the end of the process."""
+    """Run an agent or a rank of the run in the directory `path`, then end the process."""
     end_with_parent()
     import_all([MODULES[role]])
     module = importlib.import_module(MODULES[role])
@@ -45,10 +45,10 @@ def main(role: str, path: str, *node_rank: str) -> NoReturn:
 
 
 def import_all(modules: list[str]) -> None:
-    """Import `modules` with the garbage collector off, and have it pass over them for good.
+    """Import `modules` with the garbage collector off, and exclude their objects from it for good.
 
-    torch and Lightning make so many lasting objects that collecting among them takes a fifth of
-    the time of their import, and later some of the time of each step.
+    torch and Lightning create so many lasting objects that scanning them takes a fifth of their
+    import time, and later some of the time of each step.
     """
     gc.disable()
     for module in modules:
@@ -58,22 +58,22 @@ def import_all(modules: list[str]) -> None:
 
 
 def end_process(status: int) -> NoReturn:
-    """End this process as the interpreter would, but without taking apart what it has imported.
+    """End this process as the interpreter would, but without tearing down imported modules.
 
-    That takes a second and a half, of each rank; and gloo would close its connections in order,
-    which takes for ever where another machine is gone without a word.
+    Teardown takes a second and a half in each rank. gloo would also close its connections in
+    order, which takes forever if another machine has vanished silently.
     """
     if status != LOST_PEERS:
-        threading._shutdown()  # type: ignore[attr-defined]  # waits for threads, as always
+        threading._shutdown()  # type: ignore[attr-defined]  # waits for threads, as usual
         atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(AttributeError, OSError, ValueError):  # none, broken or closed
+        with contextlib.suppress(AttributeError, OSError, ValueError):  # missing, broken, or closed
             stream.flush()
     os._exit(status)
 
 
 def end_with_parent(parent: int | None = None) -> None:
-    """Kill this process as soon as its `parent` (its id; by default that of now) is gone."""
+    """Kill this process once its `parent` (a process id; default: the current parent) is gone."""
     expected = parent or os.getppid()
 
     def watch() -> None:

@@ -1,4 +1,4 @@
-"""What a run directory holds, and who may write it: the parent, rank 0, and any rank that fails."""
+"""What a run directory contains. The parent, rank 0, and any rank that fails may write to it."""
 
 import contextlib
 import errno
@@ -20,31 +20,31 @@ from lockstep_gpt.config import Config, RunError, UserError
 from lockstep_gpt.registry import asked, merged
 from lockstep_gpt.whole_files import replace_text
 
-# What rank 0 decides for all, and what each machine has of its own.
+# What rank 0 decides for all ranks, and what may differ between machines.
 MAY_DIFFER = ("run_dir", "run_name", "launch.node_rank", "data.fingerprint")
 
 
 class RunDirectory:
-    """The paths of one run; there is one directory whatever the number of ranks."""
+    """The paths of one run, which uses one directory for any number of ranks."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.lock = path / ".lock"  # held by who writes; forks do not hold it
-        self.config = path / "config.yaml"  # frozen; what refers to the environment still does
+        self.lock = path / ".lock"  # locked by the writer; forks don't inherit the lock
+        self.config = path / "config.yaml"  # frozen; references to the environment stay references
         self.log = path / "train.log"  # what rank 0 reported
-        self.metrics = path / "metrics.csv"  # a row for each logged step
+        self.metrics = path / "metrics.csv"  # one row for each logged step
         self.summary = path / "summary.json"  # how the run ended
         self.failed = path / "failed.json"  # rank, step and error of the first failure
-        self.wandb_id = path / "wandb/run_id"  # by which a resumed run is the same one there
-        self.overrides = path / "overrides.log"  # what each resume has changed
+        self.wandb_id = path / "wandb/run_id"  # so that a resumed run continues the same W&B run
+        self.overrides = path / "overrides.log"  # what each resume changed
         self.checkpoints = path / "checkpoints"  # files such as `step=000500.ckpt`
 
     def rank_log(self, rank: int) -> Path:
-        """What a rank other than 0 printed; kept if it failed."""
+        """What a rank other than 0 printed; kept if the rank failed."""
         return self.path / "ranks" / f"{rank}.log"
 
     def refuse_if_used(self) -> None:
-        """Raise a `UserError` if more is there than what a process leaves that is killed early."""
+        """Raise a `UserError` if it contains more than a process that was killed early leaves."""
         left = {self.lock.name, f".{self.config.name}.tmp"}
         is_empty = self.path.is_dir() and {each.name for each in self.path.iterdir()} <= left
         if self.path.exists() and not is_empty:
@@ -54,22 +54,22 @@ class RunDirectory:
             )
 
     def create(self, values: dict[str, Any]) -> None:
-        """Make the directory and freeze `values`, once; who may not be alone has it `locked`."""
+        """Create the directory and freeze `values`, once; use `locked` if others may write too."""
         self.refuse_if_used()
         with self.writing(UserError):
             self.path.mkdir(parents=True, exist_ok=True)
-            replace_text(self.config, _as_yaml(values))  # whole: other machines wait for it
+            replace_text(self.config, _as_yaml(values))  # atomically: other machines wait for it
 
     def refreeze(self, values: dict[str, Any]) -> None:
         """Replace the frozen configuration for the next part of a resumed run."""
         replace_text(self.config, _as_yaml(values))
-        self.failed.unlink(missing_ok=True)  # an earlier part's; train.log still tells of it
+        self.failed.unlink(missing_ok=True)  # an earlier part's; train.log still reports it
 
     def values(self) -> dict[str, Any]:
         """Return the frozen configuration as plain values, or raise a `UserError`."""
         try:
             text = self.config.read_text(encoding="utf-8")
-            for old, new in merged("MOVED").items():  # what was frozen earlier
+            for old, new in merged("MOVED").items():  # frozen by an earlier version
                 text = re.sub(rf"(_target_: ){re.escape(old)}\b", rf"\1{new}", text)
             return readable(dict(yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))))
         except FileNotFoundError:
@@ -82,25 +82,25 @@ class RunDirectory:
         return schema.from_container(self.values(), self.config)
 
     def hash(self) -> str:
-        """Return the SHA-256 of the frozen file, by which ranks see that they share it."""
+        """Return the SHA-256 of the frozen file, which ranks compare to see that they share it."""
         return hashlib.sha256(self.config.read_bytes()).hexdigest()
 
     def write_summary(self, summary: dict[str, Any]) -> None:
-        """Replace `summary.json` as a whole: a reader never sees half of it."""
+        """Replace `summary.json` atomically, so a reader never sees half of it."""
         replace_text(self.summary, json.dumps(summary, indent=2) + "\n")
 
     def read_summary(self) -> dict[str, Any]:
-        """Return `summary.json`; empty if the run has not come that far."""
+        """Return `summary.json`; empty if the run didn't get that far."""
         return _read_json(self.summary)
 
     def way_on(self) -> str:
-        """Say what `resume=auto` goes on from."""
+        """Say what `resume=auto` continues from."""
         newest = max(self.checkpoints.glob("step=*.ckpt"), key=os.path.getmtime, default=None)
         return f"resume=auto {f'continues from {newest}' if newest else 'starts over'}"
 
     @contextlib.contextmanager
     def writing(self, mistake: type[Exception] = RunError) -> Iterator[None]:
-        """Raise a `RunError` in one line if the disk is full, a `mistake` if all else forbids."""
+        """Turn an `OSError` into one line: a `RunError` if the disk is full, else a `mistake`."""
         try:
             yield
         except OSError as error:
@@ -110,13 +110,13 @@ class RunDirectory:
             raise kind(f"{error.strerror}: {self.path} cannot be written; {remedy}") from error
 
     def record_failure(self, failure: dict[str, Any]) -> bool:
-        """Write `failed.json` if this failure is the run's first; tell whether it was."""
+        """Write `failed.json` if this failure is the run's first; return whether it was."""
         try:
             with self.failed.open("x", encoding="utf-8") as file:
                 json.dump(failure, file, indent=2)
         except FileExistsError:
             return False
-        except OSError:  # half of it would be no JSON; the terminal tells
+        except OSError:  # half a file isn't JSON; the terminal reports the failure
             self.failed.unlink(missing_ok=True)
         return True
 
@@ -125,13 +125,13 @@ class RunDirectory:
         return _read_json(self.failed)
 
     def discard(self) -> None:
-        """Remove the directory of a run that never began to train; one that has saved stays."""
+        """Remove the directory of a run that never started training; keep one with checkpoints."""
         if not self.checkpoints.exists():
             shutil.rmtree(self.path)
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Be the only writer until the end of this process at most, or raise a `UserError`."""
+        """Be the only writer, at most until this process ends, or raise a `UserError`."""
         with contextlib.ExitStack() as after:
             with self.writing(UserError):
                 self.path.mkdir(parents=True, exist_ok=True)
@@ -147,12 +147,12 @@ class RunDirectory:
                     print(f"run_dir={self.path} cannot be locked ({error.strerror}): use it once")
                 file.truncate(0)
                 file.write(f"process {os.getpid()} on {socket.gethostname()}".encode())
-            after.callback(self.lock.unlink, missing_ok=True)  # gone with its run, if a mistake
+            after.callback(self.lock.unlink, missing_ok=True)  # `discard` may have removed it
             yield
 
 
 def readable(values: dict[str, Any]) -> dict[str, Any]:
-    """Return frozen `values` without what is off of extras that are not here any more."""
+    """Return frozen `values` without settings of removed extras, if those settings are off."""
     known = schema.groups(dict(flat(values)).get("data.source"))
     asked("EARLIER", values, known)
     for group, own in known.items():
@@ -163,7 +163,7 @@ def readable(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def literal(node: Any) -> Any:
-    """Escape references: those of a file from elsewhere could read this machine's environment."""
+    """Escape references, because a foreign file's could read this machine's environment."""
     if isinstance(node, dict):
         return {name: literal(value) for name, value in node.items()}
     if isinstance(node, list):
@@ -182,7 +182,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 def differences(
     theirs: dict[str, Any], ours: dict[str, Any], free: tuple[str, ...] = MAY_DIFFER
 ) -> list[str]:
-    """Name the settings in which two frozen configurations differ, with both values."""
+    """List the settings that differ between two frozen configurations, with both values."""
     left, right = dict(flat(theirs)), dict(flat(json.loads(json.dumps(ours))))
     return [
         f"{name}={right.get(name)} instead of {left.get(name)}"
@@ -192,9 +192,9 @@ def differences(
 
 
 def refuse_another_identity(where: str, saved: dict[str, Any], ours: dict[str, Any]) -> None:
-    """Raise a `UserError` if what a run keeps for good, and had `saved`, differs from `ours`."""
+    """Raise a `UserError` if settings that a run keeps differ between `saved` and `ours`."""
     kept, now = schema.settings_on_resume("kept"), dict(flat(ours))
-    # What was null then, or what an earlier version did not have, was left open.
+    # Settings that were null, or that an earlier version didn't have, are still open.
     was = {name: value for name, value in flat(saved) if name in kept and value is not None}
     if differing := differences(was, {name: now.get(name) for name in was}, free=()):
         raise UserError(
@@ -204,7 +204,7 @@ def refuse_another_identity(where: str, saved: dict[str, Any], ours: dict[str, A
 
 
 def some_of(differing: list[str]) -> str:
-    """Name the first three."""
+    """Name the first three and count the others."""
     more = f" and {len(differing) - 3} more" if len(differing) > 3 else ""
     return ", ".join(differing[:3]) + more
 

@@ -1,4 +1,4 @@
-"""Files that are whole and on the disk under their name, or not there at all."""
+"""Files that are complete and on disk under their name, or don't exist at all."""
 
 import contextlib
 import os
@@ -9,7 +9,7 @@ from typing import BinaryIO
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """Yield a file that takes the place of `path` in the end; after an error nothing changes."""
+    """Yield a file that replaces `path` at the end; after an error, `path` is unchanged."""
     beside = path.with_name(f".{path.name}.tmp")
     try:
         with beside.open("wb") as file:
@@ -24,13 +24,13 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Write `text`, in UTF-8, in the place of what `path` holds."""
+    """Replace the content of `path` with `text`, in UTF-8."""
     with replacing(path) as file:
         file.write(text.encode())
 
 
 def sync_folder(folder: Path) -> None:
-    """See the names in a folder to the disk: a rename alone may be lost with the power."""
+    """Flush a folder's names to disk: a power failure may undo a rename without this."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -23,7 +23,7 @@ def main(arguments: list[str]) -> int:
     if not 0 <= options.seed < 2**63:
         raise UserError(f"--seed={options.seed} must be from 0 to {2**63 - 1}")
     model, _, tokenizer = load_model(find_checkpoint(options.source))
-    import torch  # only now: mistakes are answered at once
+    import torch  # late, so that mistakes are reported at once
 
     prompt = torch.from_numpy(tokenizer.encode(options.prompt).astype("int64"))[None]
     source = torch.Generator().manual_seed(options.seed)

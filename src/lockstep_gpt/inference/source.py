@@ -1,4 +1,4 @@
-"""The trained model that a command is given."""
+"""Loads the trained model that a command is given."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from lockstep_gpt.training.checkpoint import read_checkpoint
 if TYPE_CHECKING:
     from lockstep_gpt.model.gpt import GPT
 
-# What a model needs, or a configuration cannot be without.
+# What a model needs, and what a configuration requires.
 NEEDED = ("max_steps", "max_tokens", "batch", "model", "data", "optim")
 
 
 def parser_of(command: str, description: str) -> argparse.ArgumentParser:
-    """Return a parser that knows where the model of a command comes from."""
+    """Return a command's parser with the argument that says where the model is."""
     parser = argparse.ArgumentParser(prog=f"{PROGRAM} {command}", description=description)
     sources = "a run directory, a checkpoint in one, or wandb://ENTITY/PROJECT/NAME:ALIAS"
     parser.add_argument("source", type=Path, help=sources)
@@ -27,7 +27,7 @@ def parser_of(command: str, description: str) -> argparse.ArgumentParser:
 
 
 def load_model(path: Path) -> tuple[GPT, Config, tokenizer.Tokenizer]:
-    """Return the model of a checkpoint in evaluation mode, its configuration and tokenizer."""
+    """Return a checkpoint's model in evaluation mode, its configuration, and its tokenizer."""
     from lockstep_gpt.model.gpt import build_gpt
 
     content = read_checkpoint(path)
