@@ -69,7 +69,7 @@ class Checked:
 
     @classmethod
     def names(cls, on_resume: str) -> list[str]:
-        """Return the settings with this treatment on resume: `kept`, `machine`, or `free`."""
+        """Return the settings that a resume treats this way: `kept`, `machine`, or `free`."""
         own, items = cls.on_resume, fields(cast(Any, cls))
         return [i.name for i in items if (i.metadata.get("on_resume") or own) == on_resume]
 
@@ -370,7 +370,7 @@ def groups(source: str | None = None) -> dict[str, Any]:
 
 
 def settings_on_resume(treated: str) -> set[str]:
-    """Return the names of all settings with this treatment on resume, as `Checked.names` does."""
+    """Return all settings that a resume treats this way: `kept`, `machine`, or `free`."""
     classes = {Config, *groups().values(), *data_sources().values()}
     return {f"{each.node}.{name}".lstrip(".") for each in classes for name in each.names(treated)}
 
