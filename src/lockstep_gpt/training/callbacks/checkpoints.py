@@ -1,4 +1,4 @@
-"""Saves the run: periodically, at its best, at its end, and when a signal asks it to stop."""
+"""Saves the run: periodically, at its best, at its end, and when a signal stops it."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,38 +17,38 @@ from lockstep_gpt.training.schedule import BatchPlan
 
 @dataclass(eq=False, repr=False)
 class Checkpoints(StepCallback, Checkpoint):
-    """Keeps the newest checkpoints and those of the lowest validation losses."""
+    """Keeps the newest checkpoints and those with the lowest validation losses."""
 
-    folder: Path  # where they lie; nothing else is there
+    folder: Path  # where they are saved
     config: Config  # when to save and to validate, and how many to keep
-    content: dict[str, Any]  # what every checkpoint carries beside the state of training
-    batch: BatchPlan  # what an optimizer step takes
+    content: dict[str, Any]  # saved in every checkpoint, next to the training state
+    batch: BatchPlan  # the batch of an optimizer step
     total_steps: int  # optimizer steps of the run
-    urgent: bool = field(default=False, init=False)  # save after the next validation in any case
+    urgent: bool = field(default=False, init=False)  # always save after the next validation
     # Step of a kept checkpoint -> its validation loss.
     losses: dict[int, float] = field(default_factory=dict, init=False)
 
     def validates(self, trainer: Trainer) -> bool:
-        """Tell whether a validation follows the optimizer step that has just ended."""
+        """Return whether a validation follows the optimizer step that just ended."""
         last = trainer.should_stop or trainer.global_step == self.total_steps
         return trainer.enable_validation and (
             last or trainer.global_step % self.config.val_every == 0
         )
 
     def is_due(self, step: int) -> bool:
-        """Tell whether optimizer step `step` is saved whatever its loss."""
+        """Return whether optimizer step `step` is saved at any loss."""
         every = self.config.checkpoint.every
         return step == self.total_steps or (every is not None and step % every == 0)
 
     def on_step_end(self, trainer: Trainer, pl_module: Any, step: int) -> None:  # noqa: ARG002
-        """Save here only if no validation follows; else the saved state would claim it was done."""
+        """Save here only if no validation follows; else the saved state would mark it as done."""
         if step == self.total_steps:
-            trainer.should_stop = True  # Lightning then validates a last time, whatever the step
+            trainer.should_stop = True  # Lightning then validates a last time, at any step
         if (self.is_due(step) or trainer.should_stop) and not self.validates(trainer):
             self.save(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
-        """Save what is due, among the best so far, or the last, as some callback stops the run."""
+        """Save if due, among the best so far, or the last because a callback stops the run."""
         step, loss = trainer.global_step, pl_module.val_loss
         assert loss is not None
         best = sorted([*self.losses.values(), loss])[: self.config.checkpoint.keep_best]
@@ -57,7 +57,7 @@ class Checkpoints(StepCallback, Checkpoint):
             self.save(trainer)
 
     def save(self, trainer: Trainer) -> Path:
-        """Save the state after the last optimizer step, on every rank, or raise a `RunError`."""
+        """Save, on every rank, the state after the last optimizer step, or raise a `RunError`."""
         module: Any = trainer.lightning_module
         module.refuse_broken(trainer.global_step)
         path = files.checkpoint_path(self.folder, trainer.global_step)
@@ -67,9 +67,9 @@ class Checkpoints(StepCallback, Checkpoint):
         return path
 
     def _prune(self, trainer: Trainer, new: Path) -> None:
-        """Delete what is neither among the newest nor the best, once `new` stands."""
+        """Delete those neither among the newest nor the best, once `new` is saved."""
         present = sorted({*files.checkpoints_in(self.folder), new}, key=files.step_of)
-        while present[-1] != new:  # of a model that this run has left by force
+        while present[-1] != new:  # of a model that this run left with resume_force
             files.set_aside(present.pop())
         newest = present[-self.config.checkpoint.keep_last :]
         best = sorted(self.losses, key=self.losses.__getitem__)[: self.config.checkpoint.keep_best]
@@ -79,7 +79,7 @@ class Checkpoints(StepCallback, Checkpoint):
                 self.losses.pop(files.step_of(path), None)
 
     def in_summary(self, _step: int) -> dict[str, Any]:
-        """Return what `summary.json` says of the checkpoints and the batch."""
+        """Return `summary.json`'s entries on checkpoints and batch."""
         best = sorted(self.losses, key=self.losses.__getitem__)[:1]
         last = next(reversed(files.checkpoints_in(self.folder)), None)
         return {
@@ -90,28 +90,28 @@ class Checkpoints(StepCallback, Checkpoint):
         }
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: Any, checkpoint: Any) -> None:  # noqa: ARG002
-        """Add the configuration, the tokenizer, counts of samples and tokens, sums of weights."""
+        """Add the configuration, the tokenizer, and the counts of samples and tokens."""
         data: Any = trainer.datamodule  # type: ignore[attr-defined]
         samples = data.samples_seen(trainer.global_step)
         checkpoint.update(self.content, samples=samples, tokens=samples * self.batch.block_size)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the losses of the kept checkpoints, which decide what is best."""
+        """Return the losses of the kept checkpoints, which decide which is best."""
         return {"losses": dict(self.losses)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the losses of those checkpoints that are still there: rank 0 looks."""
+        """Restore the losses of checkpoints that still exist: rank 0 checks."""
         present = from_rank_zero([*map(files.step_of, files.checkpoints_in(self.folder))])
         self.losses = {n: loss for n, loss in state_dict["losses"].items() if n in present}
 
 
 class AtomicCheckpointIO(CheckpointIO):
-    """Writes checkpoints whole or not at all, on rank zero; Lightning's own can be cut off."""
+    """Writes complete checkpoints or none, on rank 0; Lightning's own can be cut off."""
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None
     ) -> None:
-        """Write a checkpoint and SHA-256 sums; `storage_options` has those of its other files."""
+        """Write a checkpoint and its SHA-256; `storage_options` has those of its other files."""
         files.write_checkpoint(checkpoint, Path(path), storage_options)
 
     def remove_checkpoint(self, path: Any) -> None:
@@ -121,9 +121,9 @@ class AtomicCheckpointIO(CheckpointIO):
     def load_checkpoint(
         self, path: Any, map_location: Any = "cpu", weights_only: bool | None = True
     ) -> dict[str, Any]:
-        """Return the checkpoint at `path` if it is what its SHA-256 says."""
+        """Return the checkpoint at `path` if it matches its SHA-256."""
         assert weights_only is not False, "a checkpoint is never unpickled"
         return files.read_checkpoint(Path(path), map_location)
 
     def wait(self) -> None:
-        """Wait until everything is written, which it is here."""
+        """Do nothing: everything is already written."""

@@ -1,4 +1,4 @@
-"""Measures the run: one row each `log_every` steps, to `metrics.csv` and every other logger."""
+"""Measures the run: one row every `log_every` steps, to `metrics.csv` and every other logger."""
 
 import logging
 import resource
@@ -18,7 +18,7 @@ from lockstep_gpt.training.token_loss import perplexity
 
 logger = logging.getLogger(__name__)
 
-# The columns of metrics.csv, and what summary.json calls the last value of those that it has.
+# Columns of metrics.csv -> the last value's name in summary.json; None: not in there.
 COLUMNS = {
     "trainer/step": None,
     "trainer/tokens": None,
@@ -39,7 +39,7 @@ COLUMNS = {
 
 
 def peak_tflops(config: Config, world_size: int) -> float | None:
-    """Return the peak of all devices together."""
+    """Return the peak of all devices together, if known."""
     peak = config.peak_tflops
     if peak is None and config.trainer["accelerator"] == "cuda":
         name = torch.cuda.get_device_name()
@@ -49,7 +49,7 @@ def peak_tflops(config: Config, world_size: int) -> float | None:
 
 @dataclass(eq=False)
 class Metrics(StepCallback):
-    """Reads the device only at logging steps: in between the loss stays there.
+    """Reads the device only at logging steps; in between, the loss stays on it.
 
     Then every value is also in `trainer.callback_metrics`, for callbacks that monitor one.
     """
@@ -57,12 +57,12 @@ class Metrics(StepCallback):
     every: int  # steps between rows
     tokens_per_step: int  # over all ranks
     flops_per_token: float = 0.0  # forward and backward; MFU: Chowdhery et al. 2022, appendix B
-    peak_tflops: float | None = None  # of all devices together; None leaves the utilisation out
-    # The newest value of each metric, for whoever shows it.
+    peak_tflops: float | None = None  # of all devices together; None omits the utilization
+    # The newest value of each metric, for display.
     row: dict[str, float] = field(default_factory=dict, init=False)
     training_seconds: float = field(default=0.0, init=False)  # without validation
     training_steps: int = field(default=0, init=False)
-    first_step_seconds: float | None = field(default=None, init=False)  # and what it compiles
+    first_step_seconds: float | None = field(default=None, init=False)  # including compilation
     # Clock at the last row, then at the end of each step.
     _times: list[float] = field(default_factory=list, init=False)
     _waited: float = field(default=0.0, init=False)  # for data, up to the last row
@@ -75,7 +75,7 @@ class Metrics(StepCallback):
         self._times = [time.perf_counter()]
 
     def on_step_end(self, trainer: Trainer, pl_module: Any, step: int) -> None:
-        """Log a row where one is due, and at the end."""
+        """Log a row if one is due, and at the end."""
         self._times.append(time.perf_counter())
         if self.first_step_seconds is None:
             self.first_step_seconds = self._times[-1] - self._times[0]
@@ -99,7 +99,7 @@ class Metrics(StepCallback):
             "train/loss": loss,
             "optim/lr": pl_module.schedule.lr(step - 1),
             "optim/grad_norm": norm,
-            "optim/skipped": skipped,  # updates so far, in the whole run
+            "optim/skipped": skipped,  # updates so far in the whole run
             "throughput/tokens_per_second": tokens_per_second,
             "throughput/step_seconds": seconds / steps,
             "throughput/step_seconds_p50": cuts[9],
@@ -112,22 +112,22 @@ class Metrics(StepCallback):
         pl_module.refuse_broken(step)
 
     def in_summary(self, step: int) -> dict[str, Any]:
-        """Return what `summary.json` says of a run that ends after optimizer step `step`."""
-        # Mean over all ranks and steps of this start of the run, validation excluded.
+        """Return `summary.json`'s entries for a run that ends after optimizer step `step`."""
+        # Of all ranks together, over all steps since this start, without validation.
         speed = self.training_steps * self.tokens_per_step / max(self.training_seconds, 1e-9)
         return {
             "tokens": step * self.tokens_per_step,
-            "tokens_per_second": speed or None,  # of no step there is none
+            "tokens_per_second": speed or None,  # None without any step
             "first_step_seconds": self.first_step_seconds,
             **{name: self.row.get(column) for column, name in COLUMNS.items() if name},
         }
 
     def on_validation_start(self, trainer: Trainer, pl_module: Any) -> None:  # noqa: ARG002
-        """Stop the clock: throughput is that of training."""
+        """Stop the clock: throughput is for training only."""
         self._paused_at = time.perf_counter()
 
     def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
-        """Log the validation loss and let the clock go on."""
+        """Log the validation loss and restart the clock."""
         pause = time.perf_counter() - self._paused_at
         self._times = [clock + pause for clock in self._times]
         loss = pl_module.val_loss
@@ -142,7 +142,7 @@ class Metrics(StepCallback):
 
 
 def peak_memory() -> int:
-    """Return the most bytes that tensors on this GPU, or without one this process, ever took."""
+    """Return the peak bytes of tensors on this GPU, or, without one, of this process."""
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return torch.cuda.max_memory_allocated()
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10

@@ -1,4 +1,4 @@
-"""Shows how far the run is, in a bar or in lines, and at the end what it has learnt."""
+"""Shows progress in a bar or in lines, and at the end what the model has learned."""
 
 import logging
 import sys
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 class Progress(StepCallback):
     """Shows the row that `Metrics` read last, so it never waits for the device itself.
 
-    Without a terminal there are lines, `line_seconds` apart at least.
+    Without a terminal, it prints lines at least `line_seconds` apart.
     """
 
     def __init__(self, line_seconds: float = 5.0) -> None:
@@ -32,7 +32,7 @@ class Progress(StepCallback):
         self._shown = 0.0  # clock of the last line
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Open the bar at the step where the run starts or goes on."""
+        """Open the bar at the step where the run starts or resumes."""
         super().on_train_start(trainer, pl_module)
         self._metrics = next(each for each in trainer.callbacks if isinstance(each, Metrics))
         self._started = (trainer.global_step, time.perf_counter())
@@ -46,7 +46,7 @@ class Progress(StepCallback):
             )
 
     def on_step_end(self, trainer: Trainer, pl_module: Any, step: int) -> None:  # noqa: ARG002
-        """Move on by one step."""
+        """Advance by one step."""
         logged = step % self._metrics.every == 0 or step == trainer.max_steps
         if self._bar is not None:
             if logged:
@@ -56,7 +56,7 @@ class Progress(StepCallback):
             self._line(step, trainer.max_steps)
 
     def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
-        """Say the validation loss on a line that stays."""
+        """Print the validation loss on a permanent line."""
         if trainer.is_global_zero:
             step, total = trainer.global_step, trainer.max_steps
             logger.info(
@@ -64,7 +64,7 @@ class Progress(StepCallback):
             )
 
     def on_train_end(self, *_arguments: Any) -> None:
-        """Leave the bar on the screen, and the next line free, for an error perhaps."""
+        """Leave the bar on the screen, and the next line free for an error."""
         if self._bar is not None:
             self._bar.close()
 
@@ -90,26 +90,26 @@ class Progress(StepCallback):
 
 @dataclass(eq=False)
 class Sample(Callback):
-    """Continues a prompt with the trained model; models of mere numbers have nothing to show."""
+    """Continues a prompt with the trained model; without a text tokenizer, shows nothing."""
 
     prompt: str  # what to continue
     length: int  # tokens to add
-    temperature: float  # divides the logits; 0 takes the likeliest token
+    temperature: float  # divides the logits; 0 picks the likeliest token
     at_validation: bool = False  # also after each validation, not only at the end
 
     def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:  # noqa: ARG002
-        """Raise a `UserError` now for what `generate` would refuse after hours of training."""
+        """Raise a `UserError` now for what `generate` would reject after hours of training."""
         if pl_module.tokenizer.end_of_text is not None:
             tokens = torch.tensor(pl_module.tokenizer.encode(self.prompt).astype("int64"))[None]
             check_sampling(tokens, self.temperature, None)
 
     def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
-        """Log a sample in the course of the run; the last step has one at the end."""
+        """Log a sample during the run; the last step has one at the end."""
         if self.at_validation and trainer.global_step < trainer.max_steps:
             self._log(trainer, pl_module)
 
     def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
-        """Log the sample of what was learnt, the same one for the same weights."""
+        """Log a sample of what was learned, the same one for the same weights."""
         self._log(trainer, pl_module)
 
     def _log(self, trainer: Trainer, pl_module: Any) -> None:

@@ -1,4 +1,4 @@
-"""What ends a run early, in good order: a signal."""
+"""Stops a run early, and saves it, on a signal."""
 
 import signal
 from dataclasses import dataclass, field
@@ -15,7 +15,7 @@ from lockstep_gpt.training.callbacks.step import StepCallback
 
 
 class Stopped(BaseException):
-    """Training ended early, after saving. No `Exception`: it must not be taken for a failure."""
+    """Training ended early, after saving. Not an `Exception`, so it isn't taken for a failure."""
 
     def __init__(self, signum: int) -> None:
         super().__init__(f"stopped by {signal.Signals(signum).name}")
@@ -23,9 +23,9 @@ class Stopped(BaseException):
 
 
 class StopVote:
-    """Lets all ranks stop after the same step, without any of them waiting for the vote.
+    """Stops all ranks after the same step, without any of them waiting for the vote.
 
-    It is an all-reduce over gloo, begun after a step and read after the next: no GPU waits.
+    It is an all-reduce over gloo, started after a step and read after the next: no GPU waits.
     """
 
     def __init__(self) -> None:
@@ -34,7 +34,7 @@ class StopVote:
         self._work: dist.Work | None = None
 
     def cast(self, signum: int) -> int:
-        """Vote for stopping by signal `signum`, 0 for going on; return what was decided."""
+        """Vote to stop by signal `signum`, or 0 to continue; return the last decision."""
         if self._group is None:
             return signum
         self.close()
@@ -44,21 +44,21 @@ class StopVote:
         return decided
 
     def close(self) -> None:
-        """Wait for the last vote: every rank takes part in the same number of them."""
+        """Wait for the last vote: every rank takes part in the same number of votes."""
         if self._work is not None:
             self._work.wait()
 
 
 @dataclass(eq=False)
 class GracefulStop(StepCallback):
-    """Notes a signal; ranks agree on it after a step. In Lightning's handler they can deadlock."""
+    """Notes a signal; ranks agree on it after a step. Lightning's handler can deadlock them."""
 
     checkpoints: Checkpoints
     received: int = field(default=0, init=False)  # signal; 0: none
     decided: int = field(default=0, init=False)
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
-        """Take over from Lightning's handlers, which it installs before."""
+        """Replace Lightning's handlers, which it installs earlier."""
         super().on_train_start(trainer, pl_module)
         self.vote = StopVote()
         for signum in STOP_SIGNALS:
@@ -70,7 +70,7 @@ class GracefulStop(StepCallback):
     def on_step_end(self, trainer: Trainer, pl_module: Any, step: int) -> None:  # noqa: ARG002
         """Save and stop once all ranks know of a signal.
 
-        Where a validation follows, only after it: else the saved state would claim it was done.
+        If a validation follows, wait for it: else the saved state would mark it as done.
         """
         decided = self.vote.cast(self.received)
         self.decided = decided if step < self.checkpoints.total_steps else 0
@@ -81,7 +81,7 @@ class GracefulStop(StepCallback):
             self._stop()
 
     def on_train_batch_start(self, *_arguments: Any) -> None:
-        """Stop where a validation came between."""
+        """Stop if a validation came in between."""
         if self.decided:
             self._stop()
 
@@ -90,5 +90,5 @@ class GracefulStop(StepCallback):
         raise Stopped(self.decided)
 
     def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:  # noqa: ARG002
-        """Read the last vote, or a rank could leave while another still counts on it."""
+        """Read the last vote, or a rank could leave while another still needs it."""
         self.vote.close()
