@@ -1,4 +1,4 @@
-"""Objects that the configuration names by `_target_`."""
+"""Builds objects that the configuration names with `_target_`."""
 
 import inspect
 import json
@@ -12,7 +12,7 @@ from lockstep_gpt.config import UserError
 
 
 def build(node: dict[str, Any], known: dict[str, Any]) -> Any:
-    """Build a `_target_` node, told what it takes of `known`, or raise a `UserError`."""
+    """Build a `_target_` node with what it accepts of `known`, or raise a `UserError`."""
     try:
         target = get_method(node["_target_"])
         told = {name: known[name] for name in inspect.signature(target).parameters if name in known}
@@ -22,14 +22,14 @@ def build(node: dict[str, Any], known: dict[str, Any]) -> Any:
 
 
 def deferred(node: dict[str, Any]) -> Any:
-    """Return a partial of a `_target_` node; Hydra would make configurations of given objects."""
-    # What it may build: what the configuration names. Hydra still refuses what runs anything given.
+    """Return a partial of a `_target_` node; Hydra would make configurations of its arguments."""
+    # It may build what the configuration names. Hydra still rejects what runs arbitrary code.
     named = {"_execution_whitelist_": re.findall(r'"_target_": "(.+?)"', json.dumps(node))}
     allowed = named if named.keys() <= inspect.signature(instantiate).parameters.keys() else {}
     return instantiate({**node, "_partial_": True}, _convert_="all", **allowed)
 
 
 def mistake(error: Exception) -> UserError:
-    """Return what is wrong in one line; Hydra's own errors have it in their cause."""
+    """Return the error in one line; in Hydra's own errors, it is the cause."""
     cause = error.__cause__ if isinstance(error, InstantiationException) else None
     return UserError(" ".join(str(cause or error).split()))

@@ -1,4 +1,4 @@
-"""Checkpoints on the disk: whole or not there, verified when read; torch is imported late."""
+"""Checkpoints on disk: complete or absent, verified when read; torch is imported lazily."""
 
 import hashlib
 import logging
@@ -15,7 +15,7 @@ from lockstep_gpt.whole_files import replace_text, replacing
 
 logger = logging.getLogger(__name__)
 
-# What torch raises for a file that it cannot read.
+# The errors that torch raises for a file it cannot read.
 UNREADABLE = (pickle.UnpicklingError, RuntimeError, EOFError, LookupError, ValueError, struct.error)
 MEND = "then continue with resume=auto from the newest checkpoint, which is intact"
 NAME = re.compile(r"step=(\d{6,})\.ckpt")
@@ -27,31 +27,31 @@ def checkpoint_path(folder: Path, step: int) -> Path:
 
 
 def step_of(path: Path) -> int:
-    """Return the optimizer step that a checkpoint's name states."""
+    """Return the optimizer step in a checkpoint's name."""
     name = NAME.fullmatch(path.name)
     assert name, path
     return int(name[1])
 
 
 def sum_path(path: Path) -> Path:
-    """Return the file that holds the SHA-256 of a checkpoint."""
+    """Return the file with the SHA-256 of a checkpoint."""
     return path.with_name(path.name + ".sha256")
 
 
 def files_of(path: Path) -> list[Path]:
-    """Return the files of a checkpoint: its sum, the others that its sum names, and itself."""
+    """Return a checkpoint's files: its checksum file, the others named there, and itself."""
     others = (path.with_name(name) for name in _sums(path) if name != path.name)
     return [sum_path(path), *others, path]
 
 
 def _sums(path: Path) -> dict[str, str]:
-    """Return the SHA-256 of each of a checkpoint's files; empty where there is no sound sum."""
+    """Return the SHA-256 of each of a checkpoint's files; empty without a valid checksum file."""
     try:
         lines = sum_path(path).read_text(encoding="ascii").splitlines()
         sums = {name: digest for digest, name in map(str.split, lines)}
     except (OSError, ValueError):
         return {}
-    # No file of another name is read or deleted for what a sum says.
+    # A checksum file can't cause files of other names to be read or deleted.
     own = re.compile(rf"{re.escape(path.stem)}\.[\w.-]+")
     return sums if all(map(own.fullmatch, sums)) else {}
 
@@ -65,11 +65,11 @@ def checkpoints_in(folder: Path) -> list[Path]:
 def write_checkpoint(
     content: dict[str, Any], path: Path, others: dict[str, str] | None = None, alone: bool = True
 ) -> str:
-    """Write plain containers and tensors to `path`, which never holds half a file, and their sum.
+    """Write plain containers and tensors to `path`, never half a file, and their checksum file.
 
-    `others` has the SHA-256 of files that stand beside it already, and belong to it; such a one is
-    not `alone`, and has no sum of its own. Return the SHA-256. A `RunError` says if the disk is
-    full or cannot be written; what was there before stays.
+    `others` has the SHA-256 of files that are already next to it and belong to it; these are not
+    `alone` and don't get their own checksum file. Return the SHA-256. Raise a `RunError` if the
+    disk is full or not writable; then the previous file stays.
     """
     import torch
 
@@ -94,7 +94,7 @@ def write_checkpoint(
 
 
 def refuse_full_disk(folder: Path, needed: int) -> None:
-    """Raise a `RunError` if `needed` bytes have no room in `folder`."""
+    """Raise a `RunError` if `folder` has fewer than `needed` bytes free."""
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise RunError(
@@ -111,13 +111,13 @@ def size_of(content: Any) -> int:
 
 
 def remove_checkpoint(path: Path) -> None:
-    """Delete a checkpoint's files; the sum last, so that no file stands unverified."""
+    """Delete a checkpoint's files; the checksum last, so no file is left unverified."""
     for each in reversed(files_of(path)):
         each.unlink(missing_ok=True)
 
 
 def set_aside(path: Path) -> None:
-    """Move the files of a checkpoint to `damaged/`, or to `replaced/` if it verifies."""
+    """Move the files of a checkpoint to `damaged/`, or to `replaced/` if it is intact."""
     folder = path.with_name("damaged" if fault_of(path) else "replaced")
     folder.mkdir(exist_ok=True)
     for each in filter(Path.exists, files_of(path)):
@@ -126,7 +126,7 @@ def set_aside(path: Path) -> None:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Delete what processes that were killed while writing have left."""
+    """Delete partial files of processes that were killed while writing."""
     for path in folder.glob(".step=*.tmp"):
         path.unlink()
     for part in folder.glob("step=*.part"):
@@ -140,7 +140,7 @@ def _sha256(path: Path) -> str:
 
 
 def fault_of(path: Path) -> str | None:
-    """Say what is wrong with a checkpoint; None if it is what its SHA-256 says."""
+    """Return what is wrong with a checkpoint; None if it matches its SHA-256."""
     if not path.is_file():
         return "is missing"
     sums = _sums(path)
@@ -157,7 +157,7 @@ def fault_of(path: Path) -> str | None:
 
 
 def newest_valid(folder: Path) -> Path | None:
-    """Return the newest checkpoint in `folder` that verifies; name in the log what it skips."""
+    """Return the newest intact checkpoint in `folder`; log each one that it skips."""
     for path in reversed(checkpoints_in(folder)):
         fault = fault_of(path)
         if fault is None:
@@ -188,7 +188,7 @@ def read_checkpoint(
 
 
 def find_checkpoint(path: Path, folder: Path | None = None) -> Path:
-    """Return the checkpoint that is `path`, a run's newest, or a download to `folder`."""
+    """Return the checkpoint at `path`, a run's newest, or one downloaded to `folder`."""
     path = next(filter(None, asked("DOWNLOAD", path, folder)), path)
     if not path.exists():
         raise UserError(

@@ -1,4 +1,4 @@
-"""What we change in Lightning's training loop, why, and how it is undone."""
+"""What we change in Lightning's training loop, why, and how we undo it."""
 
 import contextlib
 from typing import Any
@@ -8,11 +8,11 @@ from lightning.pytorch.trainer.connectors.logger_connector.logger_connector impo
 
 
 class StepAxis(_LoggerConnector):
-    """Logs what belongs to a step at its number, counted from 1; Lightning counts from 0."""
+    """Logs a step's values at its number, counted from 1; Lightning counts from 0."""
 
     @property
     def should_update_logs(self) -> bool:
-        """Tell whether what is logged now reaches the loggers."""
+        """Return whether values logged now reach the loggers."""
         trainer: Any = self.trainer
         if not trainer.training:
             return super().should_update_logs
@@ -21,11 +21,11 @@ class StepAxis(_LoggerConnector):
 
 
 class LoopChanges(Callback):
-    """Changes in Lightning's loop what ranks would wait for, and how steps are counted.
+    """Changes in Lightning's loop what ranks wait for, and how steps are counted.
 
     - With several ranks it broadcasts at every micro-batch whether rank 0 got a SIGTERM, and waits
-      for the device to know (Lightning#21487). Our own vote on signals stands for that.
-    - What callbacks and modules log has the number of the step before; here it has its own.
+      for the device to know (Lightning#21487). Our own vote on signals replaces that.
+    - It logs values of callbacks and modules at the previous step's number; here they get theirs.
     """
 
     def __init__(self) -> None:
@@ -38,10 +38,10 @@ class LoopChanges(Callback):
         self._undo.callback(delattr, loop, "_broadcast_sigterm_tensor")
         self._undo.callback(setattr, connector, "__class__", type(connector))
         connector.__class__ = StepAxis
-        loop._batches_that_stepped = trainer.global_step + 1  # the step that comes, not those done
+        loop._batches_that_stepped = trainer.global_step + 1  # the next step, not those done
 
     def on_train_end(self, *_: Any) -> None:
-        """Leave everything as it was; again, and nothing more is done."""
+        """Restore everything; a second call does nothing."""
         self._undo.close()
 
     on_exception = on_train_end  # type: ignore[assignment]

@@ -1,4 +1,4 @@
-"""`metrics.csv`: a row for each logged step, whole after every write."""
+"""`metrics.csv`: one row per logged step, complete after every write."""
 
 import csv
 import io
@@ -16,28 +16,28 @@ STEP = "trainer/step"
 
 
 class MetricsFile(Logger):
-    """A Lightning logger with one row per step, which grows while it is the last."""
+    """A Lightning logger with one row per step; only the last row can grow."""
 
     def __init__(self, path: Path, columns: Iterable[str]) -> None:
         super().__init__()
         self.path = path
         self.columns = [*columns]
         self.last: dict[str, str] = {}  # row
-        self._end = 0  # where the last row begins
+        self._end = 0  # byte where the last row begins
 
     @property
     def name(self) -> str:
-        """The folder of what Lightning's own callbacks save, below `save_dir`."""
+        """The folder below `save_dir` where Lightning's own callbacks save files."""
         return "lightning"
 
     @property
     def version(self) -> str:
-        """There is one file per run."""
+        """Empty: there is one file per run."""
         return ""
 
     @property
     def save_dir(self) -> str:
-        """The run directory, for profilers and all else of Lightning that writes files."""
+        """The run directory, for profilers and other parts of Lightning that write files."""
         return str(self.path.parent)
 
     def begin(self, step: int) -> dict[str, str]:
@@ -50,7 +50,7 @@ class MetricsFile(Logger):
 
     @rank_zero_only
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
-        """Write the row of `step`, or add to it if it is the last one; raise a `RunError`."""
+        """Write the row of `step`, or add to it if it is the last one, or raise a `RunError`."""
         assert step is not None, "every row belongs to a step"
         row = {STEP: str(step), **{name: str(value) for name, value in metrics.items()}}
         if self.last.get(STEP) == row[STEP]:
@@ -70,7 +70,7 @@ class MetricsFile(Logger):
 
     @rank_zero_only
     def log_hyperparams(self, *_args: Any, **_kwargs: Any) -> None:
-        """Do nothing: the frozen configuration lies beside the file."""
+        """Do nothing: the frozen configuration is next to the file."""
 
     def _rewrite(self, rows: list[dict[str, str]]) -> None:
         lines = [self._line({name: name for name in self.columns}), *map(self._line, rows)]

@@ -1,4 +1,4 @@
-"""The LightningModule: what one micro-batch, one update and one validation do."""
+"""The LightningModule: what one micro-batch, one update, and one validation do."""
 
 from collections.abc import Callable
 from dataclasses import asdict
@@ -28,7 +28,7 @@ from lockstep_gpt.training.token_loss import TokenLoss, perplexity
 
 
 class GPTModule(lightning.LightningModule):
-    """Trains `model`; holds what the callbacks report, on the device until they read it."""
+    """Trains `model`; keeps its metrics on the device until callbacks read them."""
 
     def __init__(self, config: Config, schedule: Schedule, tokenizer: Tokenizer) -> None:
         super().__init__()
@@ -39,23 +39,23 @@ class GPTModule(lightning.LightningModule):
         self.token_loss = TokenLoss()
         self.val_loss: float | None = None
         self.grad_norm: Tensor | None = None  # of the last update, before clipping
-        self.leaf = 0  # number of the micro-batch among those of a step on this rank
+        self.leaf = 0  # index of the micro-batch among those of a step on this rank
         self.losses: dict[int, Tensor] = {}  # leaf -> sum over the steps since `take_losses`
         self.loss_steps = 0
-        self.loss_factor = 1.0  # of the loss in the backward pass, beside Lightning's own
-        self.skipped = torch.zeros((), dtype=torch.int64)  # updates of gradients not finite
-        self.trained: list[nn.Parameter] = []  # a walk through all modules costs each step time
-        self.logs_losses = True  # to any Trainer's loggers; in a run of ours `Metrics` does
+        self.loss_factor = 1.0  # scales the loss in backward, in addition to Lightning's own
+        self.skipped = torch.zeros((), dtype=torch.int64)  # updates with non-finite gradients
+        self.trained: list[nn.Parameter] = []  # cached: walking all modules costs time in each step
+        self.logs_losses = True  # to any Trainer's loggers; in our runs `Metrics` does this
 
     @classmethod
     def load_from_checkpoint(  # type: ignore[override]
         cls, checkpoint_path: Any, map_location: Any = "cpu", **_: Any
     ) -> Self:
-        """Return the module of a checkpoint or run directory, or raise a `UserError`."""
+        """Load the module from a checkpoint or run directory, or raise a `UserError`."""
         path = find_checkpoint(Path(checkpoint_path))
         content = read_checkpoint(
             path, map_location, needs_sum=False
-        )  # another Trainer writes none
+        )  # another Trainer writes no checksum
         config = from_container(readable(literal(content["config"])), path)
         batch = plan_batch(config.batch, config.model.block_size, 1, 1)
         module = cls(config, plan_schedule(config, batch), from_dict(content["tokenizer"]))
@@ -63,22 +63,22 @@ class GPTModule(lightning.LightningModule):
         return module
 
     def configure_model(self) -> None:
-        """Compile the model, and share it among ranks where the strategy does; no optimizer yet."""
+        """Compile the model, and shard it if the strategy does; there is no optimizer yet."""
         if shard := getattr(self.trainer.strategy, "shard", None):
             shard(self.model, self.config.compile)
         elif self.config.compile:
             self.model.compile(dynamic=False)
 
     def on_train_start(self) -> None:
-        """Have DDP arrange its buckets before the first step instead of after it.
+        """Make DDP arrange its buckets before the first step instead of after it.
 
-        It does so once, in the order in which it has seen gradients come, and the order of
-        reduction over three and more ranks follows: a restarted run would add up differently.
+        DDP does so once, in the order in which gradients arrived. This decides the order of
+        reduction over three or more ranks: a restarted run would sum in another order.
         """
         self.skipped = self.skipped.to(self.device)
         self.trained = [*self.model.parameters()]
         is_ddp = isinstance(self.trainer.strategy, DDPStrategy)
-        data: Any = getattr(self.trainer, "datamodule", None)  # of ours; a user may give loaders
+        data: Any = getattr(self.trainer, "datamodule", None)  # ours; a user may pass loaders
         if self.trainer.world_size > 2 and is_ddp and data:
             shape = (data.micro_size, self.config.model.block_size)
             tokens = torch.zeros(shape, dtype=torch.int64, device=self.device)
@@ -91,7 +91,7 @@ class GPTModule(lightning.LightningModule):
                 buffer.copy_(before)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:  # noqa: ARG002
-        """Make dropout a function of seed, step and micro-batch, on whatever rank it is."""
+        """Make dropout depend only on seed, step, and micro-batch, not on the rank."""
         accumulation = self.trainer.accumulate_grad_batches
         self.leaf = batch_idx % accumulation
         leaf = self.trainer.global_rank * accumulation + self.leaf
@@ -116,25 +116,25 @@ class GPTModule(lightning.LightningModule):
     def take_losses(self) -> Tensor:
         """Return the mean losses since the last call, float64 on the host, (ranks, micro-batches).
 
-        Each micro-batch of a step has a sum of its own, so their mean is the same to the bit
-        however many ranks share them.
+        Each micro-batch of a step has its own sum, so their mean is bit-identical for any number
+        of ranks.
         """
         assert self.losses, "called before a training step"
-        sums = tensors_of_ranks(torch.stack([*self.losses.values()]))  # in their order
+        sums = tensors_of_ranks(torch.stack([*self.losses.values()]))  # in leaf order
         means = sums.cpu().double() / self.loss_steps
         self.losses, self.loss_steps = {}, 0
         return means
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:  # noqa: ARG002
-        """Count one micro-batch in; rows of padding have targets that count nothing."""
+        """Add one micro-batch to the loss; targets in padding rows don't count."""
         self.token_loss.update(self.model(*batch), batch[1])
 
     def on_validation_epoch_end(self) -> None:
-        """Reduce the validation loss over all ranks, for whoever monitors it too."""
+        """Reduce the validation loss over all ranks, also for callbacks that monitor it."""
         self.val_loss = float(self.token_loss.compute())
         self.token_loss.reset()
         found = {"val/loss": self.val_loss, "val/perplexity": perplexity(self.val_loss)}
-        # All ranks have the same values; the largest of them is the same without rounding.
+        # All ranks have the same values, and their maximum is this value without rounding.
         logger = None if self.logs_losses else False
         self.log_dict(found, logger=logger, sync_dist=True, reduce_fx="max")
 
@@ -156,25 +156,25 @@ class GPTModule(lightning.LightningModule):
         optimizer: Any,
         optimizer_closure: Callable[[], Any] | None = None,
     ) -> None:
-        """Let go of the gradients after the update: Lightning would before the next backward.
+        """Free the gradients after the update; Lightning would do so before the next backward.
 
-        So no forward pass has to find room beside them. Where a parameter has none they stay: DDP
-        fails in the next forward, and its error is explained by the names of such parameters.
+        So no forward pass needs memory for them. If a parameter has no gradient, all of them stay:
+        DDP fails in the next forward, and the names of such parameters explain its error.
         """
         super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
         if all(parameter.grad is not None for parameter in self.trained):
             optimizer.zero_grad()
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Keep the number of skipped updates; what makes the module again, unless it is there."""
+        """Save the number of skipped updates, and config and tokenizer unless already there."""
         checkpoint["skipped"] = int(self.skipped)
         checkpoint.setdefault("config", asdict(self.config))
         checkpoint.setdefault("tokenizer", self.tokenizer.to_dict())
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Go on at the saved sample, with this run's own accumulation and free settings.
+        """Continue at the saved sample, with this run's own accumulation and free settings.
 
-        A `UserError` says if the checkpoint is of a run with other settings or code.
+        Raise a `UserError` if the checkpoint is from a run with other settings or code.
         """
         if not self.config.resume_force:
             refuse_another_identity("the checkpoint", checkpoint["config"], asdict(self.config))
@@ -194,22 +194,22 @@ class GPTModule(lightning.LightningModule):
     def configure_gradient_clipping(self, optimizer: Optimizer, *_: Any, **_settings: Any) -> None:
         """Clip the norm of all gradients, already averaged over ranks, and keep it for the log.
 
-        Lightning's own clipping refuses fused optimizers and keeps no norm.
+        Lightning's own clipping doesn't keep it, and rejects fused optimizers in mixed precision.
         """
         grads = [each.grad for each in self.trained if each.grad is not None]
         norm, limit = get_total_norm(grads), self.config.optim.clip_norm
         if limit is not None:
             clip_grads_with_norm_(self.trained, limit, norm)
-        self.grad_norm = getattr(norm, "full_tensor", lambda: norm)()  # whole, of shares
+        self.grad_norm = getattr(norm, "full_tensor", lambda: norm)()  # the full norm of shards
         self._skip_unless_finite(optimizer, self.grad_norm)
 
     def _skip_unless_finite(self, optimizer: Optimizer, norm: Tensor) -> None:
-        """Decide on the device whether this update is skipped; no host waits for it.
+        """Decide on the device whether to skip this update; the host doesn't wait for it.
 
-        The gradients are averages over ranks, so all ranks decide alike. Beyond the number that
-        is allowed every update is skipped: the weights stay until `refuse_broken` ends the run.
-        In 16-mixed the scaler of the loss skips by itself, and halves its scale, until none is too
-        large. Such updates count where the scale is down to 1: the fault is the gradient's own.
+        The gradients are averages over ranks, so all ranks decide the same. Beyond the allowed
+        number every update is skipped: the weights stay until `refuse_broken` ends the run.
+        In 16-mixed, the loss scaler itself skips updates, and halves its scale, until none
+        overflows. Such updates count only at a scale of at most 1: the gradient itself is broken.
         """
         scaler = getattr(self.trainer.precision_plugin, "scaler", None)
         counts = scaler.scale(torch.ones_like(norm)) <= 1 if scaler else True
@@ -223,7 +223,7 @@ class GPTModule(lightning.LightningModule):
         """Raise a `RunError` if more updates than `guard.max_skipped` were skipped up to `step`."""
         allowed, skipped = self.config.guard.max_skipped, int(self.skipped)
         if skipped > allowed:
-            first = step - (skipped - allowed) + 1  # from then on all were
+            first = step - (skipped - allowed) + 1  # all from here on were skipped
             raise RunError(
                 f"step {first}: the gradient is not finite, and guard.max_skipped={allowed}; the "
                 f"weights stayed as step {first - 1} left them; lower optim.lr, or allow more"

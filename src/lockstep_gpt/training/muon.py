@@ -1,8 +1,8 @@
 """Muon for the matrices of the blocks, AdamW for the rest, as one optimizer.
 
-Muon (Jordan et al. 2024) replaces the update of a matrix by the nearest orthogonal one, so that all
-directions move alike. Matrices of one shape are orthogonalised together: one by one, as torch does
-it, costs twice as much.
+Muon (Jordan et al. 2024) replaces a matrix's update with the nearest orthogonal one, so that all
+directions move equally. Matrices of one shape are orthogonalized together: one by one, as torch
+does it, costs twice as much.
 """
 
 from typing import Any, cast
@@ -13,24 +13,24 @@ from torch.optim.adamw import adamw
 
 from lockstep_gpt.config import OptimConfig
 
-# a, b, c of x -> a x + b x^3 + c x^5, which sends singular values from 0..1 to about 1 in few
-# steps (Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks").
+# a, b, c of x -> a x + b x^3 + c x^5, which brings singular values from 0..1 to about 1 in a
+# few steps (Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks").
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 ITERATIONS = 5
-MOMENTUM_WARMUP = 300  # steps from the lower momentum to the higher: gradients turn fast at first
+MOMENTUM_WARMUP = 300  # steps from the lower momentum to the higher: gradients change fast at first
 MOMENTA = (0.85, 0.95)
 
 
 class Muon(torch.optim.Optimizer):
-    """Muon over the groups with `muon=True`, AdamW with `betas` and `eps` over the others."""
+    """Muon for the groups with `muon=True`, AdamW with `betas` and `eps` for the others."""
 
-    # Set to a tensor that is 1 where the gradients are not finite: the weights then stay.
+    # A tensor that is 1 if the gradients are not finite: then the weights stay.
     found_inf: Tensor | None = None
 
     def __init__(
         self, groups: list[dict[str, Any]], betas: tuple[float, float], eps: float
     ) -> None:
-        # By `fused` torch puts a restored count of steps where AdamW's fused kernel reads it.
+        # With `fused`, torch restores the step count where AdamW's fused kernel reads it.
         groups = [{**group, "fused": not group["muon"]} for group in groups]
         super().__init__(groups, {"betas": betas, "eps": eps})
 
@@ -57,12 +57,12 @@ class Muon(torch.optim.Optimizer):
         grads = torch.stack([each.grad for each in parameters if each.grad is not None])
         moved, keep = torch.stack(momenta), cast(Any, 1.0)
         if self.found_inf is not None:
-            keep = 1 - self.found_inf  # 0: nothing of this step counts
+            keep = 1 - self.found_inf  # 0: this step changes nothing
             grads = grads.where(keep > 0, 0.0)
         moved.lerp_(grads, (1 - momentum) * keep)
         torch._foreach_copy_(momenta, moved.unbind())
         torch._foreach_add_([state["step"] for state in states], 1)
-        updates = orthogonalised(grads.lerp_(moved, momentum))  # Nesterov's
+        updates = orthogonalised(grads.lerp_(moved, momentum))  # Nesterov momentum
         rows, columns = parameters[0].shape
         size = group["lr"] * max(1.0, rows / columns) ** 0.5
         if decay := group["lr"] * group["weight_decay"]:
@@ -92,7 +92,7 @@ class Muon(torch.optim.Optimizer):
     def _state(self, parameter: Tensor, names: tuple[str, ...]) -> dict[str, Tensor]:
         state: dict[str, Tensor] = self.state[parameter]
         if not state:
-            # The fused kernel of AdamW wants its count where the weights are.
+            # AdamW's fused kernel needs its count on the weights' device.
             device = parameter.device if "exp_avg" in names else torch.device("cpu")
             state["step"] = torch.zeros((), device=device)
             state.update({name: torch.zeros_like(parameter) for name in names})
@@ -100,9 +100,9 @@ class Muon(torch.optim.Optimizer):
 
 
 def orthogonalised(matrices: Tensor) -> Tensor:
-    """Return about the nearest orthogonal matrices of (N, rows, columns), by Newton and Schulz.
+    """Return roughly the nearest orthogonal matrices of (N, rows, columns), by Newton-Schulz.
 
-    Products may be rounded: the singular values end between 0.7 and 1.2 anyway.
+    Low precision is enough: the singular values end up between 0.7 and 1.2 anyway.
     """
     a, b, c = COEFFICIENTS
     x = matrices.to(_product_type(matrices.device))
@@ -116,18 +116,18 @@ def orthogonalised(matrices: Tensor) -> Tensor:
 
 
 def _product_type(device: torch.device) -> torch.dtype:
-    """Return the narrowest type whose products are fast."""
+    """Return the narrowest dtype with fast products."""
     slow = device.type == "cpu" and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
     return torch.float32 if slow else torch.bfloat16
 
 
 def build_optimizer(model: nn.Module, config: OptimConfig, lr: float) -> Muon:
-    """Give matrices within `model.blocks` to Muon; the head and the rest are AdamW's two groups."""
+    """Give matrices in `model.blocks` to Muon; the head and the rest are AdamW's two groups."""
     named = [each for each in model.named_parameters() if each[1].requires_grad]
     matrices = [weight for name, weight in named if name.startswith("blocks.") and weight.ndim == 2]
     head = [weight for name, weight in named if name == "output.weight"]
     rest = [each for _, each in named if all(each is not it for it in (*matrices, *head))]
-    # Always three, in this order: a saved state then fits any later run of the same model.
+    # Always three, in this order, so a saved state fits any later run of the same model.
     groups = [
         {"params": matrices, "lr": lr, "muon": True, "weight_decay": config.weight_decay},
         {"params": head, "lr": config.head_lr_fraction * lr, "muon": False, "weight_decay": 0.0},

@@ -1,4 +1,4 @@
-"""The optimizer: which parameters decay, and with which kernel they are updated."""
+"""The optimizer: which parameters decay, and which kernel updates them."""
 
 import importlib
 from typing import cast
@@ -8,19 +8,19 @@ from torch import nn
 
 from lockstep_gpt.config import OptimConfig
 
-FUSED_DEVICES = {"cpu", "cuda", "mps"}  # one kernel for a whole group of parameters
+FUSED_DEVICES = {"cpu", "cuda", "mps"}  # with one kernel for a whole parameter group
 
 
 def build_optimizer(
     model: nn.Module, config: OptimConfig, lr: float, fused: bool = True
 ) -> torch.optim.Optimizer:
-    """Build AdamW (Loshchilov & Hutter 2019), or what the module `optim.algorithm` names builds.
+    """Build AdamW (Loshchilov & Hutter 2019), or the optimizer of module `optim.algorithm`.
 
-    AdamW has two groups, in this order: trainable tensors of two and more dimensions (matrices and
-    embeddings), which decay, and vectors (biases and norms), which do not; within a group the
-    model's own order holds. So a saved state fits any later run of the same model.
+    AdamW has two groups, in this order: trainable tensors of two or more dimensions (matrices and
+    embeddings), which decay, and vectors (biases and norms), which don't. Each group keeps the
+    model's own order, so a saved state fits any later run of the same model.
 
-    The `model` is on its device already. `lr` is the peak, after scaling; `config.lr` is not read.
+    `model` is already on its device. `lr` is the peak, after scaling; `config.lr` is not read.
     """
     if config.algorithm != "adamw":
         module = importlib.import_module(f"{__package__}.{config.algorithm}")
@@ -34,6 +34,6 @@ def build_optimizer(
         lr=lr,
         betas=(config.beta1, config.beta2),
         eps=config.eps,
-        # None: one kernel for each operation on all tensors, where the device has such ones.
+        # None: one kernel per operation for all tensors, if the device has such kernels.
         fused=(fused and all(each.device.type in FUSED_DEVICES for each in trained)) or None,
     )

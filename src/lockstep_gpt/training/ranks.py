@@ -1,4 +1,4 @@
-"""How ranks work together: who this one is, how they meet, what they tell each other."""
+"""How ranks work together: who this one is, how they connect, what they exchange."""
 
 import os
 import re
@@ -19,7 +19,7 @@ from lockstep_gpt.registry import asked
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among all, as the launcher's environment says (torchrun's variables)."""
+    """This process among all, from the launcher's environment (torchrun's variables)."""
 
     rank: int = 0
     local_rank: int = 0
@@ -28,7 +28,7 @@ class Ranks:
 
     @classmethod
     def from_environment(cls) -> Self:
-        """Read `RANK`, `LOCAL_RANK`, `WORLD_SIZE` and `LOCAL_WORLD_SIZE`; alone without them."""
+        """Read `RANK`, `LOCAL_RANK`, `WORLD_SIZE`, and `LOCAL_WORLD_SIZE`; one rank without."""
         read = os.environ.get
         world_size = int(read("WORLD_SIZE", "1"))
         return cls(
@@ -40,11 +40,11 @@ class Ranks:
 
     @property
     def num_nodes(self) -> int:
-        """Machines; a world that shrank by one has fewer than the configuration says."""
+        """Nodes; fewer than configured if the world has shrunk."""
         return self.world_size // self.local_world_size
 
 
-# Of gloo, then of NCCL, which has other errors as well: of settings, of CUDA, of memory.
+# From gloo, then from NCCL, which has other errors too: settings, CUDA, memory.
 LOST_PEER_MESSAGES = re.compile(
     r"Connection (closed|reset) by (remote )?peer|Socket closed|Timed out waiting|Broken pipe|"
     r"Application timeout caused pair closure|connectFullMesh failed|"
@@ -53,7 +53,7 @@ LOST_PEER_MESSAGES = re.compile(
 
 
 def lost_peers(error: BaseException) -> bool:
-    """Tell whether `error` only says that another rank went away, as far as torch tells."""
+    """Return whether `error` only means that another rank went away, as far as torch shows."""
     if isinstance(error, dist.DistNetworkError | dist.DistStoreError):
         return True
     return isinstance(error, RuntimeError) and bool(LOST_PEER_MESSAGES.search(str(error)))
@@ -68,13 +68,13 @@ def backend_of(config: Config) -> str:
 def join(ranks: Ranks, config: Config) -> None:
     """Connect to the other ranks, if there are any, before Lightning would.
 
-    So that ranks can agree on things (which checkpoint to resume from) before the Trainer runs.
+    Ranks can then agree on things (which checkpoint to resume from) before the Trainer runs.
     """
     if ranks.world_size == 1 or dist.is_initialized():
         return
     asked("BEFORE_JOIN", config)
     backend, device = backend_of(config), None
-    if backend == "nccl":  # with its device it connects here and now, not in the first collective
+    if backend == "nccl":  # with its device it connects now, not in the first collective
         device = torch.device("cuda", ranks.local_rank)
         torch.cuda.set_device(device)
     timeout = timedelta(seconds=config.strategy.get("timeout_seconds", 1800))
@@ -86,9 +86,9 @@ def join(ranks: Ranks, config: Config) -> None:
 
 
 def _loopback_store(ranks: Ranks, timeout: timedelta) -> TCPStore | None:
-    """Meet at an address that no other machine reaches; torch's default listens on all.
+    """Connect at an address that no other machine reaches; torch's default listens on all.
 
-    None if the ranks are on several machines, or if a launcher holds the port already.
+    None if the ranks are on several nodes, or if a launcher already uses the port.
     """
     held = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if held or os.environ.get("MASTER_ADDR") not in ("127.0.0.1", "localhost"):
@@ -97,12 +97,12 @@ def _loopback_store(ranks: Ranks, timeout: timedelta) -> TCPStore | None:
     meet = partial(TCPStore, *address, ranks.world_size, timeout=timeout)
     if ranks.rank:
         return meet()
-    descriptor = socket.create_server(address).detach()  # torch's from now on
+    descriptor = socket.create_server(address).detach()  # torch owns it from now on
     return meet(is_master=True, master_listen_fd=descriptor)
 
 
 def leave() -> None:
-    """Disconnect in good order, after a run that went well."""
+    """Disconnect cleanly, after a successful run."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -113,7 +113,7 @@ def from_rank_zero(value: Any) -> Any:
 
 
 def from_each_rank(value: Any) -> list[Any]:
-    """Return every rank's small `value`, by rank, on every rank."""
+    """Return every rank's small `value`, in rank order, on every rank."""
     values = [value]
     if dist.is_initialized():
         values *= dist.get_world_size()
@@ -122,7 +122,7 @@ def from_each_rank(value: Any) -> list[Any]:
 
 
 def tensors_of_ranks(own: Tensor) -> Tensor:
-    """Return the tensors of all ranks, of one shape, in a new first dimension."""
+    """Stack the tensors of all ranks, which have one shape, in a new first dimension."""
     if not dist.is_initialized():
         return own[None]
     tensors = [torch.empty_like(own) for _ in range(dist.get_world_size())]

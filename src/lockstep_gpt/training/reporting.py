@@ -1,4 +1,4 @@
-"""What a rank says: the receipt, and where its words go: rank 0's to the terminal and train.log."""
+"""What a rank prints, such as the receipt, and where: rank 0 to the terminal and train.log."""
 
 import contextlib
 import io
@@ -24,7 +24,7 @@ from lockstep_gpt.training.ranks import Ranks, backend_of
 from lockstep_gpt.training.schedule import BatchPlan, Schedule
 from lockstep_gpt.training.tracking import offline_hint
 
-# Said by Lightning at every start, true, and of no use to a reader of our receipt.
+# Lightning prints these. They are true, but don't help a reader of our receipt.
 NOISE = [
     r".*does not have many workers which may be a bottleneck.*",
     r".*`isinstance\(treespec, LeafSpec\)` is deprecated.*",
@@ -33,32 +33,32 @@ NOISE = [
     r".*You're resuming from a checkpoint that ended before the epoch ended.*",
 ]
 LIBRARIES = ("lightning", "lightning.pytorch", "lightning.fabric", "torch", "fsspec")
-ASKED = ("lightning.pytorch.callbacks", "lightning.pytorch.profilers")  # for what they say
+ASKED = ("lightning.pytorch.callbacks", "lightning.pytorch.profilers")  # for their output
 
 
 class AboveBar(logging.StreamHandler):  # type: ignore[type-arg]
     """Writes lines above a progress bar instead of into it."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write one record, if the disk or the reader takes it: no run ends for its words."""
+        """Write one record; ignore a full disk or closed pipe: logging must not end a run."""
         with contextlib.suppress(OSError):
             tqdm.write(self.format(record), file=self.stream)
-            self.flush()  # a file or a pipe would get it when the run is over
+            self.flush()  # a file or a pipe would only get it at the end of the run
 
 
 @contextlib.contextmanager
 def reporting(run: RunDirectory, ranks: Ranks, config: Config) -> Iterator[TextIO]:
-    """Set up logging and warnings for the life of a rank; yield the terminal, for failures."""
+    """Set up logging and warnings while a rank runs; yield the terminal, for failures."""
     terminal = _terminal(run, ranks)
     handlers = [AboveBar(sys.stdout)]
     with contextlib.ExitStack() as after, warnings.catch_warnings():
-        if ranks.rank == 0:  # unbuffered: nothing is left that a full disk refuses in the end
+        if ranks.rank == 0:  # unbuffered: closing it can't fail on a full disk
             log = after.enter_context(run.log.open("ab", buffering=0))
             handlers.append(AboveBar(io.TextIOWrapper(log, "utf-8", write_through=True)))
         for handler in handlers:
             handler.setFormatter(logging.Formatter("%(message)s"))
             after.callback(handler.close)
-        for name in ("", *LIBRARIES, *ASKED):  # libraries speak through our handlers
+        for name in ("", *LIBRARIES, *ASKED):  # libraries log through our handlers
             library = logging.getLogger(name)
             before = {"handlers": library.handlers, "propagate": library.propagate}
             after.callback(vars(library).update, before)
@@ -78,7 +78,7 @@ def reporting(run: RunDirectory, ranks: Ranks, config: Config) -> Iterator[TextI
 
 
 def _terminal(run: RunDirectory, ranks: Ranks) -> TextIO:
-    """Return the terminal; send what rank N > 0 prints, C++ libraries included, to its file."""
+    """Return the terminal; redirect rank N > 0's output, also of C++ libraries, to its file."""
     if ranks.rank == 0:
         return sys.stderr
     terminal = os.fdopen(os.dup(2), "w", encoding="utf-8")
@@ -91,7 +91,7 @@ def _terminal(run: RunDirectory, ranks: Ranks) -> TextIO:
 
 
 def drop_rank_log(run: RunDirectory, ranks: Ranks) -> None:
-    """Remove the file of a rank that ended well."""
+    """Remove the file of a rank that succeeded."""
     if ranks.rank:
         run.rank_log(ranks.rank).unlink(missing_ok=True)
         with contextlib.suppress(OSError):  # other ranks' files are still in the folder
@@ -104,7 +104,7 @@ RULES = {"linear": "linear in the batch", "sqrt": "square root of the batch", "n
 def receipt(
     config: Config, batch: BatchPlan, schedule: Schedule, epochs: float, facts: dict[str, str]
 ) -> dict[str, str]:
-    """Return label -> line, `facts` of the rank included."""
+    """Return label -> line, including the rank's `facts`."""
 
     def steps(count: int) -> str:
         return f"{counted(count, 'step')} = {counted(count * batch.tokens_per_step, 'token')}"
@@ -132,7 +132,7 @@ def receipt(
 
 
 def times(epochs: float) -> str:
-    """Return how often the data are taken, in digits that mean something."""
+    """Return the number of epochs: two digits, or, from 100 on, whole."""
     return f"{epochs:,.0f}" if epochs >= 100 else f"{epochs:.2g}"
 
 
@@ -160,27 +160,27 @@ def as_text(lines: dict[str, str]) -> str:
 
 
 def found(trainer: Any) -> dict[str, Any]:
-    """Return what its callbacks have to say of a run."""
+    """Return what callbacks add to a run's summary."""
     tell = [each.in_summary for each in trainer.callbacks if hasattr(each, "in_summary")]
     return {name: value for each in tell for name, value in each(trainer.global_step).items()}
 
 
 def conclude(directory: RunDirectory, status: str, trainer: Trainer, more: dict[str, Any]) -> None:
-    """Write `summary.json`: how the run ended, what callbacks say of it, and `more`."""
+    """Write `summary.json`: how the run ended, what callbacks add, and `more`."""
     run = {"status": status, "saved": status != "failed", "step": trainer.global_step}
     wandb_id = directory.wandb_id.read_text() if directory.wandb_id.exists() else None
     directory.write_summary({**run, "wandb_run_id": wandb_id, **found(trainer), **more})
 
 
 def ending(trainer: Trainer) -> str:
-    """Return the status of a run that has trained to its end, or as far as a callback let it."""
+    """Return the status of a run that reached its last step or was stopped by a callback."""
     return "done" if trainer.global_step == trainer.max_steps else "stopped early"
 
 
 def closing(
     directory: RunDirectory, trainer: Trainer, row: dict[str, float], started: float
 ) -> str:
-    """Say how a run that began at `started` has ended, where everything is, and what to do next."""
+    """Return how the run begun at `started` ended, where its files are, and what to do next."""
     ended, found = ending(trainer), "no validation"
     if "val/loss" in row:
         perplexity = f"perplexity {row['val/perplexity']:.2f}"

@@ -1,4 +1,4 @@
-"""What a run goes on from: which checkpoint, whether it is of the same run, what of it changes."""
+"""What a run resumes from: which checkpoint, whether it fits the run, and what changes."""
 
 import logging
 from pathlib import Path
@@ -16,10 +16,10 @@ logger = logging.getLogger(__name__)
 
 
 def state_to_resume(directory: RunDirectory, config: Config, module: torch.nn.Module) -> str | None:
-    """Return the checkpoint to go on from: the run's own newest, else what `resume` names.
+    """Return the checkpoint to resume from: the run's own newest, else the one `resume` names.
 
-    None: from step 0, with the weights of it that fit where `resume_force` is set. Every rank must
-    call this; rank 0 looks, and the others are told.
+    None means step 0; with `resume_force`, using its weights that fit. Every rank must call this:
+    rank 0 searches and tells the others.
     """
     first = Ranks.from_environment().rank == 0
     own = from_rank_zero(_own_newest(directory, config, module) if first else None)
@@ -45,7 +45,7 @@ def state_to_resume(directory: RunDirectory, config: Config, module: torch.nn.Mo
 
 
 def _own_newest(directory: RunDirectory, config: Config, module: torch.nn.Module) -> Path | None:
-    """Return the newest checkpoint that verifies; set newer ones aside, tidy up after a kill."""
+    """Return the newest intact checkpoint; set newer ones aside, clean up after a kill."""
     folder = directory.checkpoints
     files.remove_leftovers(folder)
     weights = files.size_of(module.state_dict())
@@ -65,13 +65,13 @@ def _own_newest(directory: RunDirectory, config: Config, module: torch.nn.Module
 
 
 def fitting_of(saved: dict[str, Any], places: dict[str, Any]) -> dict[str, Any]:
-    """Return the weights that have a place of their name and shape."""
+    """Return the saved weights that match `places` in name and shape."""
     shapes = {name: weight.shape for name, weight in places.items()}
     return {name: each for name, each in saved.items() if shapes.get(name) == each.shape}
 
 
 def realign(checkpoint: dict[str, Any], accumulation: int) -> None:
-    """Set Lightning's count of micro-batches to this run's: they follow the number of devices."""
+    """Set Lightning's count of micro-batches to this run's, which depends on its devices."""
     progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
     batches = checkpoint["global_step"] * accumulation
     for part in ("total", "current"):
@@ -81,7 +81,7 @@ def realign(checkpoint: dict[str, Any], accumulation: int) -> None:
 def apply_settings(
     checkpoint: dict[str, Any], optimizer: torch.optim.Optimizer, factor: float
 ) -> None:
-    """Put this run's settings, `factor` the schedule's, over the saved ones that torch restores."""
+    """Replace the saved settings, which torch restores, with ours; `factor`: the schedule's."""
     for state in checkpoint["optimizer_states"]:
         for saved, ours in zip(state["param_groups"], optimizer.param_groups, strict=True):
             settings = {name: value for name, value in ours.items() if name != "params"}

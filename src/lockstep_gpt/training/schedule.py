@@ -9,7 +9,7 @@ from lockstep_gpt.registry import asked
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """How the samples of one optimizer step spread over nodes, devices and micro-steps."""
+    """How one optimizer step's samples are spread over nodes, devices, and micro-steps."""
 
     micro_size: int  # samples per device and micro-step
     devices: int  # per node
@@ -19,7 +19,7 @@ class BatchPlan:
 
     @property
     def world_size(self) -> int:
-        """Ranks in all."""
+        """Total ranks."""
         return self.devices * self.nodes
 
     @property
@@ -36,9 +36,9 @@ class BatchPlan:
 def plan_batch(batch: BatchConfig, block_size: int, devices: int, nodes: int) -> BatchPlan:
     """Spread `batch` over `nodes` of `devices` ranks each.
 
-    A fixed `global_size` is reached by accumulation, so more devices mean fewer micro-steps, or,
-    without a `micro_size`, smaller ones. Without a `global_size` there is a single micro-step and
-    the global batch grows with the devices. A `UserError` says where no whole number fits.
+    Accumulation reaches a fixed `global_size`, so more devices mean fewer micro-steps, or, without
+    a `micro_size`, smaller ones. Without a `global_size`, there is one micro-step, and the global
+    batch grows with the devices. Raise a `UserError` if no whole number fits.
     """
     world_size = devices * nodes
     micro_size = batch.micro_size or max(1, (batch.global_size or 0) // world_size)
@@ -78,7 +78,7 @@ class Schedule:
     decay: str  # cosine, linear, constant or wsd
     decay_steps: int  # the last steps of the run, in which the rate falls; 0 for constant
     base_lr: float  # as configured, at the reference batch
-    scale: float  # what the global batch multiplies it by
+    scale: float  # factor for the global batch
     final_lr_fraction: float  # rate of the last step, as a fraction of the peak
 
     @property
@@ -87,20 +87,20 @@ class Schedule:
         return self.base_lr * self.scale
 
     def lr(self, step: int) -> float:
-        """Return the learning rate of the update `step`."""
+        """Return the learning rate of update `step`."""
         return self.peak_lr * self.factor(step)
 
     def factor(self, step: int) -> float:
         """Return `lr(step)` as a fraction of the peak.
 
-        The warmup rises linearly and is at the peak in its last step; the decay is at
-        `final_lr_fraction` in the last step of the run, and stays there beyond it.
+        The warmup rises linearly and reaches the peak in its last step. The decay reaches
+        `final_lr_fraction` in the last step of the run, and stays there.
         """
         if step < self.warmup_steps:
             return (step + 1) / self.warmup_steps
         if self.decay_steps == 0:
             return 1.0
-        ahead = (self.total_steps - 1 - step) / self.decay_steps  # share of the fall to come
+        ahead = (self.total_steps - 1 - step) / self.decay_steps  # fraction of the decay left
         ahead = min(1.0, max(0.0, ahead))
         if self.decay == "cosine":
             ahead = (1 - math.cos(math.pi * ahead)) / 2
@@ -108,7 +108,7 @@ class Schedule:
 
 
 def plan_schedule(config: Config, batch: BatchPlan) -> Schedule:
-    """Turn budgets in steps or tokens into the schedule of one run; a warmup as long is refused.
+    """Turn budgets in steps or tokens into a run's schedule; reject a warmup as long as the run.
 
     Sources: linear scaling and warmup, Goyal et al. 2017; cosine, Loshchilov & Hutter 2017; wsd
     (warmup, stable, decay), Zhai et al. 2022 and Hu et al. 2024.
@@ -131,7 +131,7 @@ def plan_schedule(config: Config, batch: BatchPlan) -> Schedule:
 
 
 def _steps(steps: int | None, tokens: int | None, batch: BatchPlan) -> int:
-    """Return a budget in steps, rounding tokens up to whole steps; no budget is 0."""
+    """Return a budget in steps, rounding tokens up to whole steps; 0 without a budget."""
     if steps is not None:
         return steps
     return -(-(tokens or 0) // batch.tokens_per_step)

@@ -1,4 +1,4 @@
-"""The random numbers of a micro-batch: a function of the run's seed, the step and its number."""
+"""The random seed of a micro-batch: a function of the run's seed, the step, and its index."""
 
 import hashlib
 
@@ -8,8 +8,8 @@ import torch
 def seed_device(seed: int, device: torch.device) -> None:
     """Seed the host's generator and that of `device`, if it has its own.
 
-    `torch.manual_seed` takes a millisecond where kinds of devices are missing: for each it notes
-    the call, with the whole stack as text.
+    `torch.manual_seed` takes a millisecond if device types are missing: for each, it records the
+    call with the whole stack as text.
     """
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":

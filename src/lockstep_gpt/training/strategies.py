@@ -1,4 +1,4 @@
-"""Lightning's strategies as `configs/strategy/` sets them."""
+"""Lightning's strategies as configured in `configs/strategy/`."""
 
 from datetime import timedelta
 from typing import Any
@@ -12,7 +12,7 @@ from lockstep_gpt.registry import merged, resolved
 
 
 def auto(*, accelerator: str, world_size: int, **settings: Any) -> Strategy:
-    """Return no wrapper for one rank, `ddp` for more."""
+    """Return a single-device strategy for one rank, `ddp` for more."""
     if world_size == 1:
         device = torch.device("cpu") if accelerator == "cpu" else torch.device(accelerator, 0)
         return SingleDeviceStrategy(device)
@@ -20,17 +20,17 @@ def auto(*, accelerator: str, world_size: int, **settings: Any) -> Strategy:
 
 
 class DDPStrategy(strategies.DDPStrategy):
-    """Lightning's, without what costs time or waits for the dead."""
+    """Lightning's, without slow broadcasts or waiting for dead ranks."""
 
     def _setup_model(self, model: nn.Module) -> nn.parallel.DistributedDataParallel:
-        """Broadcast buffers in each step only if there is state among them, as of BatchNorm."""
+        """Broadcast buffers in each step only if some are saved state, like BatchNorm's."""
         wrapped = super()._setup_model(model)
         if model.state_dict().keys().isdisjoint(name for name, _ in model.named_buffers()):
-            wrapped.broadcast_buffers = False  # as an argument it has two names
+            wrapped.broadcast_buffers = False  # the argument has two names, by torch version
         return wrapped
 
     def on_exception(self, exception: BaseException) -> None:  # noqa: ARG002
-        """Leave all where it is: a copy to the host waits for a kernel that waits for a peer."""
+        """Skip teardown: its copy to the host waits for a kernel that waits for a peer."""
         self.teardown = lambda: None  # type: ignore[method-assign]
 
 
@@ -39,12 +39,12 @@ def ddp(
     process_group_backend: str | None,
     timeout_seconds: float,
     comm_hook: str,
-    start_method: str = "agent",  # noqa: ARG001 (read before there are ranks)
+    start_method: str = "agent",  # noqa: ARG001 (read before ranks start)
     **arguments: Any,
 ) -> strategies.DDPStrategy:
     """Return Lightning's `DDPStrategy`; configs/strategy/ddp.yaml explains the settings.
 
-    What is not named here is passed on to torch's `DistributedDataParallel`.
+    Other arguments go to torch's `DistributedDataParallel`.
     """
     made = DDPStrategy if comm_hook == "none" else resolved(merged("COMM_HOOKS")[comm_hook])
     return made(

@@ -11,10 +11,10 @@ from lockstep_gpt.model.functional import IGNORE
 
 
 class TokenLoss(Metric):
-    """Mean cross-entropy by sums over tokens: the mean of means would overrate a short batch.
+    """Mean cross-entropy from sums over tokens: a mean of means would overweight a short batch.
 
-    The sums of batches are added on the host, in float64, which Apple's GPUs do not have, without
-    rounding in between (`math.fsum`): to the bit the same however batches are spread over ranks.
+    The host adds the sums of batches in float64, which Apple's GPUs don't have, without rounding
+    in between (`math.fsum`): bit-identical for any distribution of batches over ranks.
     """
 
     full_state_update = False
@@ -35,10 +35,10 @@ class TokenLoss(Metric):
         """Return the mean over all tokens of all ranks, in nats; its exp is the perplexity."""
         means, counts = (dim_zero_cat(each).tolist() for each in (self.means, self.counts))
         totals: list[float] = [mean * count for mean, count in zip(means, counts, strict=True)]
-        add = math.fsum if all(map(math.isfinite, totals)) else sum  # the former refuses the rest
+        add = math.fsum if all(map(math.isfinite, totals)) else sum  # fsum rejects inf - inf
         return torch.tensor(add(totals) / sum(counts), dtype=torch.float64)
 
 
 def perplexity(loss: float) -> float:
-    """Return the exp of a loss in nats; of a hopeless one the largest that a float holds."""
+    """Return the exp of a loss in nats; at most that of 709, near the largest float."""
     return math.exp(min(loss, 709.0))

@@ -1,4 +1,4 @@
-"""The wandb run of a run directory; only rank 0 ever comes here."""
+"""The wandb run of a run directory; only rank 0 uses this module."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ MODES = ("auto", "online", "offline", "disabled")
 
 
 class TrackedRun(WandbLogger):
-    """Lightning's `WandbLogger` on axes of our own; it always adds one of Lightning's."""
+    """Lightning's `WandbLogger` with our own axes; the original always adds one."""
 
     def log_metrics(self, metrics: Any, step: int | None = None) -> None:
-        """Log one row under the names that metrics.csv has."""
+        """Log one row under the names in metrics.csv."""
         # Never `step=`: wandb drops rows whose step is not beyond the last one's.
         self.experiment.log({STEP: step, **metrics})
 
@@ -45,7 +45,7 @@ class TrackedRun(WandbLogger):
 def wandb_logger(
     *, directory: RunDirectory, config: dict[str, Any], model: Module, mode: str, **settings: Any
 ) -> TrackedRun:
-    """Make or go on with the wandb run whose id `directory` has; `config` holds no secrets."""
+    """Create or resume the wandb run whose id `directory` has; `config` contains no secrets."""
     check_choice("logger.wandb.mode", mode, MODES)
     import wandb
 
@@ -55,12 +55,12 @@ def wandb_logger(
     known = inspect.signature(wandb.init).parameters
     run = _start(
         chosen,
-        dir=str(directory.path.absolute()),  # its own process has the folder of its start
+        dir=str(directory.path.absolute()),  # wandb's process may have another working folder
         id=_run_id(directory),
         resume="allow",
         name=config["run_name"],
         config=config,
-        # What is off and not wandb's is of an extra that was here when the run began.
+        # An unknown setting that is off comes from an extra installed at the run's start.
         **{name: value for name, value in settings.items() if value or name in known},
     )
     run.define_metric(STEP)
@@ -87,7 +87,7 @@ def _start(mode: Any, **arguments: Any) -> Run:
 
 
 def _mode(mode: str) -> Any:
-    """Decide without asking anybody; the environment's `WANDB_MODE` is what auto means."""
+    """Decide without a prompt; auto means the environment's `WANDB_MODE`, if set."""
     if mode != "auto":
         return mode
     if chosen := os.environ.get("WANDB_MODE"):
@@ -103,21 +103,21 @@ def _mode(mode: str) -> Any:
 
 
 def _run_id(directory: RunDirectory) -> str:
-    """Return the id of the run in `directory`; a sweep's agent gives one, or we draw it."""
+    """Return the id of the run in `directory`; a sweep's agent sets it, or we draw it."""
     path = directory.wandb_id
-    path.parent.mkdir(exist_ok=True)  # else wandb takes the system's own folder
+    path.parent.mkdir(exist_ok=True)  # else wandb uses the system's temporary folder
     if not path.exists():
         path.write_text(os.environ.get("WANDB_RUN_ID") or secrets.token_hex(4))
     return path.read_text()
 
 
 def tracked(loggers: Iterable[Logger]) -> Iterator[TrackedRun]:
-    """Yield what of `loggers` is a wandb run."""
+    """Yield the wandb runs among `loggers`."""
     return (each for each in loggers if isinstance(each, TrackedRun))
 
 
 def offline_hint(directory: RunDirectory) -> str:
-    """Return the lines that say how to look at and upload an offline run; empty if online."""
+    """Return the commands to upload and to show an offline run; empty if online."""
     runs = sorted((directory.path / "wandb").glob("offline-run-*"))
     if not runs:
         return ""

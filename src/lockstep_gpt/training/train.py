@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 
 def main(directory: RunDirectory) -> int:
-    """Train as one rank: 0 done, 1 failed, 2 the user's mistake, 128 + n stopped by signal n."""
+    """Train as one rank: 0 done, 1 failed, 2 user's mistake, 128 + n stopped by signal n."""
     config, ranks = directory.load(), meeting.Ranks.from_environment()
     with reporting.reporting(directory, ranks, config) as terminal, contextlib.ExitStack() as after:
         after.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
@@ -56,7 +56,7 @@ def main(directory: RunDirectory) -> int:
 def _train(directory: RunDirectory, config: Config, ranks: meeting.Ranks, terminal: TextIO) -> None:
     """Assemble everything, from the batch to the Trainer, then fit."""
     started = time.perf_counter()
-    meeting.join(ranks, config)  # before anything else: it also says which GPU is this rank's
+    meeting.join(ranks, config)  # before anything else: it also selects this rank's GPU
     products = choose_matrix_products(config.trainer["accelerator"])
     torch.manual_seed(config.seed)
     batch = planning.plan_batch(
@@ -103,7 +103,7 @@ def _train(directory: RunDirectory, config: Config, ranks: meeting.Ranks, termin
         status = "stopped"
         raise
     finally:
-        changes.on_train_end()  # also where a hook failed before its own
+        changes.on_train_end()  # also if a hook failed before its own
         if ranks.rank == 0:
             times = {"lr": schedule.peak_lr, "wall_seconds": time.perf_counter() - started}
             with contextlib.suppress(OSError) if status == "failed" else directory.writing():
@@ -128,12 +128,12 @@ def _data(config: Config, batch: planning.BatchPlan) -> TokenDataModule:
 
 
 def _fit(trainer: Trainer, module: GPTModule, data: TokenDataModule, resume: str | None) -> str:
-    """Train to the end, with everything on the disk; return the status of such a run."""
+    """Train to the end, until everything is on disk; return the run's status."""
     disk: Any = trainer.strategy.checkpoint_io
     try:
         trainer.fit(module, data, ckpt_path=resume)
     except RuntimeError as error:
-        vars(error)["model"] = module.model  # which of its parameters have no gradient explains it
+        vars(error)["model"] = module.model  # its parameters without a gradient explain it
         raise
     finally:
         disk.wait()
@@ -141,7 +141,7 @@ def _fit(trainer: Trainer, module: GPTModule, data: TokenDataModule, resume: str
 
 
 def _loggers(directory: RunDirectory, batch: planning.BatchPlan, module: GPTModule) -> list[Logger]:
-    """Build what logs beside metrics.csv; ours are told the run and what it derives from it."""
+    """Build the loggers other than metrics.csv; ours get the run and its derived values."""
     derived = {
         "world_size": batch.world_size,
         "global_batch_size": batch.global_size,
@@ -154,7 +154,7 @@ def _loggers(directory: RunDirectory, batch: planning.BatchPlan, module: GPTModu
     known = {"directory": directory, "config": shown, "model": module.model}
     loggers = [build(node, known) for node in module.config.logger.values()]
     for each in loggers:
-        if not isinstance(each, tracking.TrackedRun):  # which has them from its start
+        if not isinstance(each, tracking.TrackedRun):  # which got them at its start
             each.log_hyperparams(shown)
     return loggers
 
@@ -162,10 +162,10 @@ def _loggers(directory: RunDirectory, batch: planning.BatchPlan, module: GPTModu
 def _trainer(
     config: Config, ranks: meeting.Ranks, callbacks: list[Any], **arguments: Any
 ) -> Trainer:
-    """Build the Trainer; what must always be there is not in the groups that a user replaces."""
+    """Build the Trainer; the parts it always needs are not in groups that a user replaces."""
     known = {"accelerator": config.trainer["accelerator"], "world_size": ranks.world_size}
     try:
-        metrics, *ours = callbacks  # the user's come between: they see what was measured
+        metrics, *ours = callbacks  # the user's go in between: they see the metrics
         chosen = [build(node, {}) for node in config.callbacks.values()]
         places = {"devices": ranks.local_world_size, "num_nodes": ranks.num_nodes}
         make = deferred({**config.trainer, **places})
@@ -197,7 +197,7 @@ def _fail(
     error: Exception,
     terminal: TextIO,
 ) -> int:
-    """Record a failure, return the exit status; the run's first is shown, others go to logs."""
+    """Record a failure, return the exit status; print the run's first one, log the others."""
     shown, status = f"{PROGRAM} train: {error}", 2
     if not isinstance(error, UserError):
         text, model = traceback.format_exc(), getattr(error, "model", None)
