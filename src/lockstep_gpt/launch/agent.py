@@ -1,6 +1,6 @@
-"""One machine's ranks: started, watched and restarted through torchrun's elastic agent.
+"""Starts, watches, and restarts one node's ranks through torchrun's elastic agent.
 
-A process of its own, for the parent must not import torch. Only a rank that was killed restarts.
+It is its own process because the parent must not import torch. Ranks restart only after a kill.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from lockstep_gpt.config import PROGRAM, Config, UserError, check
 from lockstep_gpt.registry import addition, asked, merged, resolved
 from lockstep_gpt.run_directory import RunDirectory
 
-FAILURE_GRACE = 5  # seconds that the other ranks have after one has raised
-# torch reads the sources of all its callers for this name, which takes half of an agent's time.
+FAILURE_GRACE = 5  # seconds that the other ranks have after one has failed
+# To find this name, torch reads the source of all callers: half of an agent's time.
 torch_rendezvous.get_method_name = lambda depth=2: sys._getframe(depth).f_code.co_name
 
 
 def main(
     run: RunDirectory, node_rank: int = 0, kind: Callable[..., RankAgent] | None = None
 ) -> int:
-    """Run the ranks of `run` on this machine by an agent of some `kind`; return the exit status."""
+    """Run the ranks of `run` on this node with an agent of class `kind`; return the exit status."""
     config = run.load()
     nodes = addition("MEETING") if config.trainer["num_nodes"] > 1 else None
     with tempfile.TemporaryDirectory(prefix=f"{PROGRAM}-") as folder:
@@ -65,13 +65,13 @@ def main(
 
 
 def _alone(folder: str) -> tuple[str, dict[str, Any]]:
-    """Return the interface of a single machine, and where its agent meets itself."""
+    """Return the interface and the rendezvous of a single node's agent."""
     place = {"endpoint": f"{folder}/store", "store_type": "file", "min_nodes": 1}
     return "lo", {**place, "local_addr": "localhost"}
 
 
 def refuse_missing(config: Config) -> None:
-    """Raise a `UserError` for what this build of torch or its driver cannot do."""
+    """Raise a `UserError` if this build of torch or its driver can't do what is set."""
     devices = config.trainer["devices"]
     if config.trainer["accelerator"] == "cuda" and torch.cuda.device_count() < devices:
         raise UserError(
@@ -86,23 +86,23 @@ def refuse_missing(config: Config) -> None:
 
 
 def _set_environment(config: Config, interface: str) -> None:
-    """Set what only agent and ranks need to know."""
-    # Over one interface; gloo and NCCL would guess it from the host's name.
+    """Set variables that only agent and ranks need."""
+    # Use one interface; gloo and NCCL would guess, gloo from the hostname.
     if interface in {name for _, name in socket.if_nameindex()}:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
-    # Without it restarted ranks read the addresses of the dead ones (pytorch#135712).
+    # Without it, restarted ranks read the addresses of dead ones (pytorch#135712).
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     signals = ",".join(each.name for each in processes.STOP_SIGNALS)
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = signals
     if config.verbosity != "debug":
-        for name in logging.root.manager.loggerDict:  # each has a level of its own
+        for name in logging.root.manager.loggerDict:  # each has its own level
             if name.startswith("torch.distributed.elastic"):
                 logging.getLogger(name).setLevel(logging.CRITICAL)
 
 
 class RankAgent(LocalElasticAgent):
-    """The elastic agent that restarts ranks only after one was killed by a signal."""
+    """The elastic agent that restarts ranks only after a signal killed one."""
 
     def __init__(
         self, run: RunDirectory, config: Config, place: dict[str, Any], folder: str
@@ -111,7 +111,7 @@ class RankAgent(LocalElasticAgent):
             backend="c10d",
             run_id=run.hash(),
             max_nodes=config.trainer["num_nodes"],
-            read_timeout=60,  # less, and a link that is down for seconds ends the run
+            read_timeout=60,  # with less, a link down for seconds ends the run
             **place,
         )
         program, *arguments = processes.command("rank", run)
@@ -125,13 +125,13 @@ class RankAgent(LocalElasticAgent):
             monitor_interval=0.1,
             local_addr=place["local_addr"],
         )
-        barrier = place.get("last_call_timeout", 30)  # at the end as at the start; torch's own: 300
+        barrier = place.get("last_call_timeout", 30)  # the same as at the start; torch's own: 300
         super().__init__(spec, DefaultLogsSpecs(log_dir=folder), exit_barrier_timeout=barrier)
         self._run = run
         self._shutdown_timeout = math.ceil(config.launch.grace_seconds)  # torch's own: 30
         self._ended: dict[int, int] = {}  # global rank -> the exit status that ended the attempt
-        self._aborted = False  # the attempt before ended by SIGABRT alone
-        self.looked = time.monotonic()  # when it last looked at its ranks
+        self._aborted = False  # the previous attempt ended by SIGABRT alone
+        self.looked = time.monotonic()  # when it last checked its ranks
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         self.looked = time.monotonic()
@@ -147,7 +147,7 @@ class RankAgent(LocalElasticAgent):
                 print(f"{causes(self._ended)}; {line}", file=sys.stderr)
         try:
             return cast(RunResult, super()._monitor_workers(worker_group))
-        except UnboundLocalError as error:  # torch times its methods: a signal as one begins
+        except UnboundLocalError as error:  # torch's timer, if a signal comes as it starts
             raise (error.__context__ or error) from None
 
     def _failed_ranks(self, worker_group: WorkerGroup) -> dict[int, int]:
@@ -160,10 +160,10 @@ class RankAgent(LocalElasticAgent):
         return {rank: code for rank, code in codes.items() if code}
 
     def _is_restartable(self) -> bool:
-        """Tell whether all ended ranks were killed, lost the others, or were asked to stop.
+        """Return whether all ended ranks were killed, lost the others, or were told to stop.
 
-        The latter alone: where a signal means the whole run, nothing is asked here any more. A rank
-        that aborts twice in a row, as NCCL's watchdog has it do, would do so again.
+        A signal to the whole run never gets here: it ends the agent first. A rank that aborts twice
+        in a row, as NCCL's watchdog makes it do, would abort again.
         """
         codes = self._ended.values()
         aborted = {code for code in codes if code < 0} == {-signal.SIGABRT}
@@ -172,15 +172,15 @@ class RankAgent(LocalElasticAgent):
         return ended and not again and not self._run.failed.exists()
 
     def _end_others(self, restartable: bool) -> None:
-        """End the other ranks before the stock agent does, which would wait 30 s for each."""
+        """End the other ranks before torch's agent does, which would wait 30 s for each."""
         if any(code > 128 for code in self._ended.values()):  # all stop together, after saving
             self._shutdown(signal.SIGTERM, self._shutdown_timeout)
-        elif restartable:  # they wait in a collective for a dead rank and cannot hear us
+        elif restartable:  # blocked in a collective with a dead rank, they miss signals
             self._shutdown(signal.SIGKILL, 1)
         else:
             self._shutdown()
 
-    # By default as for ranks that a loss elsewhere restarts: inside NCCL they hear no SIGTERM.
+    # The defaults suit ranks that restart for a loss elsewhere: in NCCL they miss a SIGTERM.
     def _shutdown(
         self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = FAILURE_GRACE
     ) -> None:
@@ -188,20 +188,20 @@ class RankAgent(LocalElasticAgent):
             self._pcontext.close(death_sig, timeout)
 
     def status(self, result: RunResult) -> int:
-        """Return the exit status of the run: a rank's own where it chose one."""
+        """Return the exit status of the run: a rank's own if it chose one."""
         if not result.is_failed():
             return 0
         if failure := self._run.read_failure():
             return int(failure["status"])
         chosen = [code for code in self._ended.values() if code == 2 or code > 128]
-        if not chosen and 1 not in self._ended.values():  # such a rank has told why itself
+        if not chosen and 1 not in self._ended.values():  # such a rank has printed why
             told = filter(None, asked("EXPLAIN_DEATHS", self._run, self._ended))
             print(f"{causes(self._ended)}; no restarts are left", *told, sep="\n", file=sys.stderr)
         return chosen[0] if chosen else 1
 
 
 def causes(ended: dict[int, int]) -> str:
-    """Say how ranks ended, by rank and exit status; if some were killed, only of those."""
+    """Return how ranks ended, from rank -> exit status; if some were killed, only those."""
     killed = {rank: code for rank, code in ended.items() if code < 0}
     return ", ".join(f"rank {rank} {_cause(code)}" for rank, code in (killed or ended).items())
 

@@ -1,4 +1,4 @@
-"""What there is to set: groups, their choices and settings, and what is near to a wrong word."""
+"""What you can set: groups, their choices and settings, and suggestions for a wrong name."""
 
 import difflib
 from collections.abc import Iterable
@@ -21,7 +21,7 @@ def config_folder() -> Path:
 
 
 def groups() -> set[str]:
-    """Return the names of the groups of choices."""
+    """Return the names of the config groups."""
     return {path.name for path in config_folder().iterdir() if path.is_dir()}
 
 
@@ -37,14 +37,14 @@ def settings_below(parent: str) -> dict[str, list[str]]:
 
 
 def suggestion(word: str, known: Iterable[str], prefix: str = "") -> str:
-    """Ask for what other projects' `word` is here, or which of those `known` is nearest to it."""
+    """Suggest our name for other projects' `word`, or the nearest to it among `known`."""
     near = difflib.get_close_matches(word, known, n=1)
     elsewhere = "".join(asked("OTHER_NAME", prefix + word))
     return elsewhere or (f"; did you mean {prefix}{near[0]}?" if near else "")
 
 
 def suggested_setting(path: str) -> str:
-    """Ask for the setting that is nearest to `path`, or that has its name in a group."""
+    """Suggest the setting nearest to `path`, or one with its name in a group."""
     parent, _, name = path.rpartition(".")
     known = [each for names in settings_below(parent).values() for each in names]
     if near := suggestion(name, known, f"{parent}." if parent else ""):

@@ -31,7 +31,7 @@ def train(arguments: list[str]) -> int:
     if run := resume.run_to_resume(arguments):
         return resume.resume(run, arguments)
     if flags := [word for word in arguments if word in ("-m", "--multirun")]:
-        # To the front: Hydra's parser wants all overrides in one row.
+        # To the front: Hydra's parser needs all overrides in one sequence.
         arguments = [*flags, *(word for word in arguments if word not in flags)]
         if devices.is_inside_launcher():
             raise UserError("--multirun inside a launcher would sweep on every rank; drop torchrun")
@@ -42,7 +42,7 @@ def train(arguments: list[str]) -> int:
 
 @_speaking()
 def prepare(arguments: list[str]) -> int:
-    """Make the token files of a data choice, and check them against the model's context."""
+    """Create the token files of a data choice, and check them against the model's context."""
     if "--help" in arguments:
         print(f"usage: {PROGRAM} prepare [--verify] [data=CHOICE] [data.SETTING=VALUE ...]")
         print(f"Accepts the settings of {PROGRAM} train, which also prepares data if needed.")
@@ -59,13 +59,13 @@ def prepare(arguments: list[str]) -> int:
 
 
 class _SweepStopped(BaseException):
-    """A signal has ended a job, and means the sweep; no `Exception`, which Hydra would keep."""
+    """A signal ended a job and so the sweep; not an `Exception`, which Hydra would store."""
 
 
 def _each_job(
     command: str, arguments: list[str], job: Callable[[DictConfig], tuple[int, float]]
 ) -> int:
-    """Run `job` for each configuration; a failure hides no other, a signal stops the rest."""
+    """Run `job` for each configuration; a failure doesn't stop the rest, a signal does."""
     results: list[tuple[str, int, float]] = []
 
     def guarded(composed: DictConfig) -> float:

@@ -1,4 +1,4 @@
-"""All we know of Hydra, which runs once, in the parent: composing, and one line for a mistake."""
+"""Composes with Hydra, which runs once, in the parent, and reports a mistake in one line."""
 
 import contextlib
 import os
@@ -22,15 +22,15 @@ from lockstep_gpt.launch import choices, devices
 from lockstep_gpt.registry import additions, resolved
 
 KINDS = {"Integer": "a whole number", "Float": "a number", "bool": "true or false"}
-OLD = hydra.__version__.startswith("1.3.")  # later ones warn at how it wanted things
+OLD = hydra.__version__.startswith("1.3.")  # later versions warn about its arguments
 register_resolver: Any = getattr(OmegaConf, "register_new_resolver" if OLD else "register_resolver")
 
 
 def run(arguments: list[str], job: Callable[[DictConfig], Any]) -> None:
-    """Call `job` with what `arguments` compose, for each job of a sweep; or raise a `UserError`."""
+    """Call `job` with the composed config, for each job of a sweep, or raise a `UserError`."""
     _register_schema()
     for understood in map(resolved, additions("WORDS")):
-        arguments[:] = understood(arguments)  # in place: of a sweep, the rest is each job's own
+        arguments[:] = understood(arguments)  # in place: in a sweep, others are each job's own
     started = []
 
     @hydra.main(str(choices.config_folder()), "train", **({"version_base": "1.3"} if OLD else {}))
@@ -45,17 +45,17 @@ def run(arguments: list[str], job: Callable[[DictConfig], Any]) -> None:
             if started:  # the job's own error, not the composition's
                 raise
             found = re.match(r"In '(.+?)': .+ raised while composing config", str(error))
-            where = f"{found[1]}.yaml: " if found else ""  # the file that the mistake is in
+            where = f"{found[1]}.yaml: " if found else ""  # the file with the mistake
             raise UserError(where + one_line(error, arguments)) from None
 
 
 def quoted(arguments: list[str]) -> list[str]:
-    """Quote paths that Hydra could not parse, `step=000500.ckpt` for one: they hold an `=`."""
+    """Quote paths with an `=`, which Hydra could not parse, such as `step=000500.ckpt`."""
     return [re.sub(r"^(resume|run_dir)=([^'\"].*=.*)$", r"\1='\2'", word) for word in arguments]
 
 
 def overrides() -> list[str]:
-    """Return the words of the command line as the job has them: of a sweep, one value each."""
+    """Return the job's own overrides: in a sweep, with one value each."""
     given = OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False)
     return [str(word) for word in cast(list[Any], given)]
 
@@ -80,13 +80,13 @@ def told_in_one_line(arguments: list[str], first: Callable[[], Any] = list) -> I
 def _register_schema() -> None:
     # Below hydra/, so that --help does not list them as groups to choose from.
     store = ConfigStore.instance()
-    # It gives copies of what it holds; Hydra copies it besides, for --help a hundred times.
+    # It returns copies anyway; Hydra also copies the store, a hundred times for --help.
     ConfigStore.__deepcopy__ = lambda self, _: self  # type: ignore[attr-defined]
-    # Also those without a default that holds: whoever sets one setting of theirs sets no other.
+    # Also groups without a valid default: setting one of their settings sets no other.
     register_resolver("precision_here", devices.precision_here, replace=True)
-    groups = {**schema.groups(), "data": MISSING}  # for which its choices stand
+    groups = {**schema.groups(), "data": MISSING}  # its choices bring their own
     config = OmegaConf.merge(OmegaConf.structured(Config), groups)
-    store.repo.get("hydra", {}).pop("schema", None)  # of an earlier call: nothing is replaced
+    store.repo.get("hydra", {}).pop("schema", None)  # of an earlier call: old ones would stay
     store.store(group="hydra/schema", name="config", node=config)
     for source, settings in schema.data_sources().items():
         store.store(group="hydra/schema/data", name=source, node=settings)
@@ -94,7 +94,7 @@ def _register_schema() -> None:
 
 @contextlib.contextmanager
 def _command_line(arguments: list[str]) -> Iterator[None]:
-    """Give Hydra the arguments, and have it raise its errors instead of printing them."""
+    """Pass Hydra the arguments, and make it raise its errors instead of printing them."""
     name = "HYDRA_FULL_ERROR"
     words, told = sys.argv, os.environ.get(name)
     sys.argv, os.environ[name] = [PROGRAM, *quoted(arguments)], "1"
@@ -108,9 +108,9 @@ def _command_line(arguments: list[str]) -> Iterator[None]:
 
 
 def frozen(config: DictConfig) -> dict[str, Any]:
-    """Return plain values with every reference resolved, save those that read the environment.
+    """Return plain values with every reference resolved, except those that read the environment.
 
-    What the environment holds may be a secret, and belongs in no file of a run.
+    The environment may contain secrets, which don't belong in any file of a run.
     """
     reads: list[str] = []
 
@@ -141,8 +141,8 @@ def _plain_child(parent: Any, key: Any, reads: list[str]) -> Any:
 
 
 def one_line(error: Exception, arguments: list[str]) -> str:
-    """Say value, rule and remedy of an error of Hydra or OmegaConf."""
-    nested = error.__cause__ or error.__context__  # the latter where a YAML file is at fault
+    """Return value, rule, and remedy of an error of Hydra or OmegaConf."""
+    nested = error.__cause__ or error.__context__  # the latter if a YAML file is at fault
     hidden = isinstance(error, HydraException) and isinstance(nested, OmegaConfBaseException)
     cause = nested if hidden else error
     found = re.search(r"Could not override '[+~]*([^']+)'", str(error))

@@ -1,4 +1,4 @@
-"""The devices of a run: `auto` resolved to what is there, found without torch."""
+"""The devices of a run: resolves `auto` to those present, without torch."""
 
 import os
 import re
@@ -15,7 +15,7 @@ DEVICE_FILES, CPU_FLAGS = Path("/dev"), Path("/proc/cpuinfo")
 
 @dataclass(frozen=True)
 class Placement:
-    """The ranks of a run: `devices` on each of `nodes` machines, one rank a device."""
+    """The ranks of a run: `devices` on each of `nodes` machines, one rank per device."""
 
     accelerator: str  # cpu, cuda or mps
     devices: int
@@ -23,9 +23,9 @@ class Placement:
 
 
 def place(config: Config) -> Placement:
-    """Resolve `auto` to what is there; raise a `UserError` for what is not, or cannot be done."""
+    """Resolve `auto` to devices present; raise a `UserError` for missing or impossible ones."""
     accelerator = accelerator_of(config.trainer.get("accelerator", "auto"))
-    found = gpu_count() if accelerator == "cuda" else None  # of CPU ranks there is no end
+    found = gpu_count() if accelerator == "cuda" else None  # CPU ranks have no limit
     devices, nodes = config.trainer.get("devices", "auto"), config.trainer.get("num_nodes", 1)
     if is_inside_launcher() and (as_launched := addition("LAUNCHED")):
         devices, nodes = as_launched(devices, nodes)
@@ -40,12 +40,12 @@ def place(config: Config) -> Placement:
 
 
 def is_inside_launcher() -> bool:
-    """Tell whether a launcher, torchrun for one, has given this process its rank already."""
+    """Return whether a launcher, such as torchrun, has already given this process its rank."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def accelerator_of(wanted: str) -> str:
-    """Return cpu, cuda or what an extra knows for what is `wanted`, or raise a `UserError`."""
+    """Return cpu, cuda, or an extra's accelerator for `wanted`, or raise a `UserError`."""
     if other := next(filter(None, asked("ACCELERATOR", wanted)), ""):
         return str(other)
     gpus = wanted not in ("cpu", "mps") and gpu_count() > 0
@@ -68,8 +68,8 @@ def gpu_count() -> int:
 
 
 def precision_here(accelerator: str) -> str:
-    """Return `bf16-mixed` on GPUs and on CPUs that multiply bfloat16 themselves, else `32-true`."""
-    flags = CPU_FLAGS.read_text() if CPU_FLAGS.exists() else ""  # of systems other than Linux
+    """Return `bf16-mixed` on GPUs and on CPUs that multiply bfloat16 natively, else `32-true`."""
+    flags = CPU_FLAGS.read_text() if CPU_FLAGS.exists() else ""  # only on Linux
     native = re.search(r"\b(avx512_bf16|amx_bf16|bf16)\b", flags) is not None
     return "bf16-mixed" if native or (accelerator != "cpu" and gpu_count()) else "32-true"
 
@@ -81,7 +81,7 @@ def _visible(count: int) -> str:
 
 
 def _refuse_impossible(config: Config, placement: Placement) -> None:
-    """Raise a `UserError` for what these devices or the installed extras cannot do."""
+    """Raise a `UserError` for what these devices or installed extras can't do."""
     backend = config.strategy.get("process_group_backend")
     gpus, takes = placement.accelerator == "cuda", f"this run takes {placement.accelerator}"
     rule = f"needs a GPU, {takes}; set precision=bf16-mixed or 32-true"
@@ -89,7 +89,7 @@ def _refuse_impossible(config: Config, placement: Placement) -> None:
     rule = f"needs GPUs, {takes}; set strategy.process_group_backend=gloo"
     check("strategy.process_group_backend", backend, gpus or backend != "nccl", rule)
     missing = "needs an extra that is not installed"
-    # Other methods may be of a foreign strategy, which takes them as its own.
+    # Other methods may belong to a user's strategy, which handles them itself.
     if config.strategy.get("start_method") == "spawn" and "spawn" not in merged("START_RANKS"):
         raise UserError(f"strategy.start_method=spawn {missing}; leave it out")
     fits = placement.nodes == 1 or is_inside_launcher() or any(additions("START_ON_NODES"))

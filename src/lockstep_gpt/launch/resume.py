@@ -1,4 +1,4 @@
-"""`resume=auto`: go on with a run in its own directory, with the few settings that may change."""
+"""`resume=auto`: continue a run in its own directory, with the few settings that may change."""
 
 import logging
 import os
@@ -19,14 +19,14 @@ from lockstep_gpt.registry import asked
 from lockstep_gpt.run_directory import RunDirectory
 from lockstep_gpt.training.checkpoint import fault_of
 
-# Words of the command line that say which run, not what changes in it.
+# Overrides that select the run, and don't change it.
 ADDRESS = ("run_dir", "resume", "trust_run_dir")
-OF_MACHINE = ("trainer.devices", "trainer.accelerator")  # beside those of ours that say so
-DECIDED_ONCE = ("batch.global_size", "data.fingerprint")  # at the start of a run, where null
+OF_MACHINE = ("trainer.devices", "trainer.accelerator")  # and those marked on_resume="machine"
+DECIDED_ONCE = ("batch.global_size", "data.fingerprint")  # at the start of a run, if null
 
 
 def run_to_resume(arguments: list[str]) -> RunDirectory | None:
-    """Return the run that `run_dir=X resume=auto` means, if nothing has to be composed for it."""
+    """Return the run that `run_dir=X resume=auto` means, if nothing needs composing for it."""
     given = dict(word.split("=", 1) for word in arguments if "=" in word)
     if given.get("resume") != "auto" or "run_dir" not in given or any(map(_names_group, given)):
         return None
@@ -35,7 +35,7 @@ def run_to_resume(arguments: list[str]) -> RunDirectory | None:
 
 
 def train_or_resume(composed: DictConfig) -> tuple[int, float]:
-    """Go on with the run that this very command, choices of groups included, began; or begin it."""
+    """Resume the run that this same command, including group choices, started; or start it."""
     values, config = compose.checked(composed)
     run = start.run_of(config)
     if config.resume != "auto" or not run.config.is_file():
@@ -52,21 +52,21 @@ def train_or_resume(composed: DictConfig) -> tuple[int, float]:
 
 
 def _refuse_other_choices(run: RunDirectory, settled: dict[str, Any], singles: list[str]) -> None:
-    """Compare what the command composes to what is frozen; `singles` may differ, and come next."""
+    """Reject composed settings that differ from the frozen ones; `singles` may, and come next."""
     free = {
         *ADDRESS,
         *OF_MACHINE,
         *schema.settings_on_resume("machine"),
         *(each.get_key_element().lstrip("+~") for each in _parse(singles)),
     }
-    if run.overrides.is_file():  # what an earlier resume has changed stays so
+    if run.overrides.is_file():  # changes of earlier resumes stay
         free |= {line.split()[2].rstrip(":") for line in run.overrides.read_text().splitlines()}
-    # What an earlier version did not have is no difference.
+    # A setting that an earlier version lacked is not a difference.
     known = cast(dict[str, Any], OmegaConf.to_container(OmegaConf.merge(settled, run.values())))
     found = runs.differences(known, settled)
     differing = sorted(line for line in found if line.partition("=")[0] not in free)
     if differing:
-        run.load()  # what this version cannot read is no other choice
+        run.load()  # raises if this version can't read it
         raise UserError(
             f"run_dir={run.path} was started with other choices; this command has "
             f"{runs.some_of(differing)}; repeat those of its start, or start a new run from it "
@@ -75,14 +75,14 @@ def _refuse_other_choices(run: RunDirectory, settled: dict[str, Any], singles: l
 
 
 def resume(run: RunDirectory, arguments: list[str], composed: dict[str, Any] | None = None) -> int:
-    """Go on with a run in its own directory; what a command has `composed` needs no permission."""
+    """Resume a run in its own directory; settings `composed` by a command need no permission."""
     before, logged = run.values(), run.overrides.stat().st_size if run.overrides.exists() else 0
     values, changes = _revive(run, arguments)
-    with compose.told_in_one_line(arguments, run.load):  # the frozen file may be at fault
+    with compose.told_in_one_line(arguments, run.load):  # the frozen file may be wrong
         config = schema.from_container(values)
     placement, steps = start.placed(config)
     if not (_says(arguments, "resume_force") and changes) and _is_done(run, steps):
-        if os.environ.get("RANK", "0") == "0":  # of a launcher's processes one speaks
+        if os.environ.get("RANK", "0") == "0":  # only one of a launcher's ranks prints
             print(f"{run.path} is done; raise max_steps to train it longer")
         return 0
     settled = {**values, "trainer": start.trainer_settled(values, placement)}
@@ -100,13 +100,13 @@ def resume(run: RunDirectory, arguments: list[str], composed: dict[str, Any] | N
         run.refreeze(before)
         os.truncate(run.overrides, logged)
 
-    if not devices.is_inside_launcher():  # where rank 0 asks for all; here each machine does
+    if not devices.is_inside_launcher():  # there rank 0 asks for all; here each node does
         permit()
     return start.begin(run, settled, config, permit, refreeze, undo)
 
 
 def _is_done(run: RunDirectory, steps: int) -> bool:
-    """Tell whether the run has ended well, and has kept all the steps that it is to have."""
+    """Return whether the run is done, with an intact last checkpoint and at least `steps` steps."""
     summary = run.read_summary()
     kept = run.checkpoints / Path(summary.get("last_checkpoint") or "none").name
     ended = summary.get("status") == "done" and summary["step"] >= steps
@@ -114,7 +114,7 @@ def _is_done(run: RunDirectory, steps: int) -> bool:
 
 
 def _revive(run: RunDirectory, arguments: list[str]) -> tuple[dict[str, Any], list[str]]:
-    """Return the frozen values with the command's on top, and the changes; or a `UserError`."""
+    """Return the frozen values updated by the command, and the changes; or raise `UserError`."""
     base = OmegaConf.create(run.values())
     changes = []
     for override in _parse(arguments):
@@ -127,7 +127,7 @@ def _revive(run: RunDirectory, arguments: list[str]) -> tuple[dict[str, Any], li
                 f"start a new run from it with resume={run.path}"
             )
         old, new = OmegaConf.select(base, name), override.value()
-        if new is None and name in DECIDED_ONCE:  # it has been decided
+        if new is None and name in DECIDED_ONCE:  # already decided
             continue
         OmegaConf.update(base, name, new, force_add=True)
         if new != old and name != "resume_force":
@@ -137,12 +137,12 @@ def _revive(run: RunDirectory, arguments: list[str]) -> tuple[dict[str, Any], li
         runs.refuse_another_identity(f"run_dir={run.path}", run.values(), values)
     data = [change.partition(":")[0] for change in changes if change.startswith("data.")]
     if schema.settings_on_resume("kept").intersection(data):
-        values["data"]["fingerprint"] = None  # of what the corpus makes by these settings
+        values["data"]["fingerprint"] = None  # recomputed, as these settings change the data
     return values, changes
 
 
 def _says(arguments: list[str], switch: str) -> bool:
-    """Tell whether this command sets a switch; an earlier one that did does not count."""
+    """Return whether this command sets a switch; earlier commands don't count."""
     return f"{switch}=true" in map(str.lower, arguments)
 
 
@@ -152,5 +152,5 @@ def _parse(arguments: list[str]) -> list[Override]:
 
 
 def _names_group(word: str) -> bool:
-    """Tell whether an override, or its name, is a choice of a group's."""
+    """Return whether an override, or its name, is a group's choice."""
     return word.partition("=")[0].lstrip("+~") in choices.groups()

@@ -1,7 +1,7 @@
 """How ranks start, in order: find the devices, decide and freeze everything, start the agent.
 
-This process stays light: it never imports torch, so that a mistake is answered at once and what
-must be set before torch starts (threads, allocator) can be set for the ranks.
+This process stays light: it doesn't import torch, so it reports mistakes at once, and can set what
+the ranks need before torch starts (threads, allocator). Exceptions: launch.inline, launchers.
 """
 
 import contextlib
@@ -45,11 +45,11 @@ def begin(
     freeze: Callable[[dict[str, Any]], None],
     undo: Callable[[], None],
 ) -> int:
-    """Start the ranks, or be one of a launcher's; return the exit status.
+    """Start the ranks, or run as one of a launcher's; return the exit status.
 
-    This machine would freeze `settled`, which is `config` as plain values. `check` may refuse
-    before anything is read or written; `freeze` makes the directory, or freezes anew; `undo`
-    takes that back.
+    This machine would freeze `settled`, which is `config` as plain values. `check` may raise
+    before anything is read or written; `freeze` creates the directory, or freezes again; `undo`
+    reverts that.
     """
     inside = devices.is_inside_launcher()
     if inside and not any(additions("JOIN_LAUNCHER")):
@@ -64,8 +64,8 @@ def begin(
         def owned() -> RunDirectory:
             nonlocal undoable
             check()
-            undoable = alone or run.config.exists()  # others may write into a new one still
-            # Named before there are ranks: all of them, and every restart, open these tokens.
+            undoable = alone or run.config.exists()  # others may still write into a new one
+            # Fixed before ranks start: all of them, and every restart, open these tokens.
             data = {**settled["data"], "fingerprint": prepared(config).fingerprint}
             held.enter_context(run.locked())
             freeze({**settled, "data": data})
@@ -88,7 +88,7 @@ def begin(
 
 
 def placed(config: Config) -> tuple[devices.Placement, int]:
-    """Find the devices, refuse what their number makes impossible; return them and the steps."""
+    """Find the devices, reject what their number makes impossible; return them and the steps."""
     logging.getLogger().setLevel(LEVELS[config.verbosity])
     placement = devices.place(config)
     batch = schedule.plan_batch(
@@ -98,14 +98,14 @@ def placed(config: Config) -> tuple[devices.Placement, int]:
 
 
 def prepared(config: Config, verify: bool = False) -> shards.Index:
-    """Prepare the data before any rank starts: its faults are answered here, once."""
+    """Prepare the data before any rank starts: its errors are reported here, once."""
     index = shards.load_index(data_prepare.prepare(config.data, verify))
     shards.check_block_size(index, config.model.block_size)
     return index
 
 
 def run_of(config: Config) -> RunDirectory:
-    """Return the run directory; jobs of a sweep get a numbered one each below it."""
+    """Return the run directory; each job of a sweep gets a numbered one below it."""
     job = HydraConfig.get()
     choices = job.runtime.choices
     path = Path(config.run_dir or new_name(choices["model"], choices["data"]))
@@ -113,13 +113,13 @@ def run_of(config: Config) -> RunDirectory:
 
 
 def new_name(*parts: str) -> str:
-    """Name a directory after the time; two launches in one second must not meet."""
+    """Name a directory after the time; two launches in one second must not collide."""
     date = time.strftime("%Y%m%d-%H%M%S")
     return "/".join(["runs", "-".join([date, *parts, secrets.token_hex(2)])])
 
 
 def is_sweep() -> bool:
-    """Tell whether this is a job of a sweep."""
+    """Return whether this is a job of a sweep."""
     return bool(HydraConfig.get().mode == RunMode.MULTIRUN)
 
 
@@ -133,7 +133,7 @@ def settle(
     batch = values["batch"]
     size = batch["global_size"] or batch["micro_size"] * world
     loggers = dict(values["logger"])
-    if is_sweep() and "wandb" in loggers:  # together there, unless they have a group
+    if is_sweep() and "wandb" in loggers:  # one group there, unless set
         group = loggers["wandb"].get("group") or run.path.parent.name
         loggers["wandb"] = {**loggers["wandb"], "group": group}
     return {
@@ -151,7 +151,7 @@ def trainer_settled(values: dict[str, Any], placement: devices.Placement) -> dic
     return {**values["trainer"], "accelerator": placement.accelerator, "devices": placement.devices}
 
 
-# Of glibc: else each step maps its large tensors anew, and the system clears their pages.
+# For glibc: else each step maps its large tensors again, and the system clears their pages.
 KEEP_MEMORY = {
     "MALLOC_MMAP_MAX_": "0",
     "MALLOC_TRIM_THRESHOLD_": str(1 << 34),
@@ -163,12 +163,12 @@ def supervise(run: RunDirectory, node_rank: int = 0) -> int:
     """Start the ranks' agent, pass our signals on to it, and return the run's exit status."""
     before = run.read_summary()
     passed: list[signal.Signals] = []
-    agent: Any = None  # of `subprocess.Popen`'s kind
+    agent: Any = None  # like `subprocess.Popen`
 
     def forward(signum: int, _frame: FrameType | None) -> None:
         impatient = signum == signal.SIGINT and signal.SIGINT in passed
         passed.append(signal.Signals(signum))
-        if agent is None:  # there is nobody yet that it could be passed on to
+        if agent is None:  # there is no agent yet to pass it on to
             raise KeyboardInterrupt
         agent.send_signal(signal.SIGKILL if impatient else signum)
         if signum == signal.SIGINT and not impatient:
@@ -176,7 +176,7 @@ def supervise(run: RunDirectory, node_rank: int = 0) -> int:
 
     handlers = {signum: signal.signal(signum, forward) for signum in processes.STOP_SIGNALS}
     try:
-        with sharing_servers():  # while it may be needed, for it has made what its forks share
+        with sharing_servers():  # kept alive: it created what its forks share
             agent = _start_agent(run, node_rank)
             status: int = agent.wait()
     except KeyboardInterrupt:
@@ -184,12 +184,12 @@ def supervise(run: RunDirectory, node_rank: int = 0) -> int:
     finally:
         for signum, handler in handlers.items():
             signal.signal(signum, handler)
-    if status < 0:  # it was killed itself, by us or by somebody else
+    if status < 0:  # the agent itself was killed, by us or by others
         status = 128 + passed[0] if passed else 1
     unsaved = passed and status > 128 and run.read_summary() == before
-    if (status == 1 or unsaved) and not node_rank:  # also if no rank was left to say so
+    if (status == 1 or unsaved) and not node_rank:  # also if no rank was left to report it
         told = {"status": "stopped" if unsaved else "failed", "saved": False}
-        with contextlib.suppress(OSError):  # of a full disk, which was told of
+        with contextlib.suppress(OSError):  # a full disk, already reported
             run.write_summary({**run.read_summary(), **told})
     if unsaved and not node_rank:
         logging.warning("stopped by %s before all ranks saved; %s", passed[0].name, run.way_on())
@@ -197,24 +197,24 @@ def supervise(run: RunDirectory, node_rank: int = 0) -> int:
 
 
 def _start_agent(run: RunDirectory, node_rank: int) -> Any:
-    """Start the agent: a fork of a process that has imported everything, or from nothing."""
+    """Start the agent: a fork of a process that has imported everything, or a new process."""
     config, warm = run.load(), addition("SERVERS")
     environment = rank_environment(config)
     if warm and (agent := warm.start_agent(run, node_rank, config, environment)):
         return agent
-    # In a session of its own: a Ctrl-C reaches the ranks once, through us.
+    # In its own session: a Ctrl-C reaches the ranks once, through us.
     words = processes.command("agent", run, node_rank)
     return subprocess.Popen(words, env=environment, start_new_session=True)
 
 
 def sharing_servers() -> contextlib.AbstractContextManager[None]:
-    """Let runs that are started meanwhile, the jobs of a sweep, be forks of the same process."""
+    """Let runs started meanwhile, the jobs of a sweep, be forks of the same process."""
     warm = addition("SERVERS")
     return warm.kept() if warm else contextlib.nullcontext()
 
 
 def rank_environment(config: Config) -> dict[str, str]:
-    """Return what libraries of agent and ranks read when they load; what the user has set stays."""
+    """Return variables that libraries of agent and ranks read at load; the user's values stay."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     threads = max(1, (cores or 1) // config.trainer["devices"])
     keeps = config.launch.keep_memory and config.trainer["accelerator"] == "cpu"
