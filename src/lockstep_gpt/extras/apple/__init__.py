@@ -1,4 +1,4 @@
-"""`trainer=mps`: the GPU of a Mac, which `auto` takes as well."""
+"""`trainer=mps`: a Mac's GPU, which `auto` also uses."""
 
 ACCELERATOR = ".extras.apple.choosing:accelerator"
 CALLBACK = ".extras.apple.training:callback"

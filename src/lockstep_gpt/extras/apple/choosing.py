@@ -1,4 +1,4 @@
-"""Which runs take the GPU of a Mac, and what it cannot do; told before torch is imported."""
+"""Which runs use a Mac's GPU, and what it can't do; checked before torch is imported."""
 
 import os
 import platform
@@ -10,8 +10,8 @@ PRECISIONS = ("32-true", "bf16-mixed")
 
 
 def accelerator(wanted: str) -> str | None:
-    """Return `mps` if a `trainer.accelerator` means an Apple GPU here; refuse one that is not."""
-    # As Lightning sees it; under Rosetta 2 the machine is an x86_64.
+    """Return `mps` if a `trainer.accelerator` means an Apple GPU here; reject a missing one."""
+    # Lightning's rule; under Rosetta 2, the machine is x86_64.
     is_mac = platform.system() == "Darwin" and platform.machine() == "arm64"
     here = is_mac and os.environ.get("DISABLE_MPS") != "1"
     rule = "but there is no Apple GPU, or DISABLE_MPS=1 is set; set trainer=cpu"
@@ -20,7 +20,7 @@ def accelerator(wanted: str) -> str | None:
 
 
 def refuse_impossible(config: Config) -> None:
-    """Raise a `UserError` for what an Apple GPU cannot do, if this run takes one."""
+    """Raise a `UserError` for what an Apple GPU can't do, if this run uses one."""
     trainer = config.trainer
     if accelerator(trainer.get("accelerator", "auto")) != "mps":
         return

@@ -1,4 +1,4 @@
-"""What a rank does on an Apple GPU besides."""
+"""What a rank also does on an Apple GPU."""
 
 from typing import Any
 
@@ -11,12 +11,12 @@ from lockstep_gpt.training.seeds import leaf_seed
 
 
 def callback(config: Config, *_: Any) -> "AppleGPU | None":
-    """Return what such a rank needs; None on other devices."""
+    """Return the callback for such a rank; None on other devices."""
     return AppleGPU() if config.trainer["accelerator"] == "mps" else None
 
 
 class AppleGPU(Callback):
-    """Seeds its random numbers, and ends a run before an update that is not finite."""
+    """Seeds its random numbers, and ends a run before a non-finite update."""
 
     def on_train_batch_start(
         self,
@@ -25,12 +25,12 @@ class AppleGPU(Callback):
         batch: Any,  # noqa: ARG002
         batch_idx: int,
     ) -> None:
-        """Make dropout a function of seed, step and micro-batch, as on other devices."""
+        """Make dropout a function of seed, step, and micro-batch, as on other devices."""
         leaf = batch_idx % trainer.accumulate_grad_batches
         torch.mps.manual_seed(leaf_seed(pl_module.config.seed, trainer.global_step, leaf))
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: Any, optimizer: Any) -> None:  # noqa: ARG002
-        """Raise a `RunError` where a gradient is not finite: fused kernels there would apply it."""
+        """Raise a `RunError` if a gradient is not finite: fused kernels there would apply it."""
         norm = get_total_norm([each.grad for each in pl_module.trained if each.grad is not None])
         if not bool(norm.isfinite()):
             step = trainer.global_step

@@ -1,8 +1,8 @@
-"""One setting for size: shape, batch, budget and rates follow from `model.size`, and a loss."""
+"""One setting for size: `model.size` decides shape, batch, budget, rates, and expected loss."""
 
-# Group of settings -> what it takes with this extra.
+# Group of settings -> its class with this extra.
 SETTINGS = {"model": ".extras.sizes.sizes_settings:SizedModel"}
 WORDS = ".extras.sizes.by_size:with_rules"
 RECEIPT = ".extras.sizes.law:lines"
-# The loss that a run is expected to end at, and what that rests on.
+# The expected final loss of a run, and the basis for it.
 EXPECTED_LOSS = ".extras.sizes.law:expected"

@@ -1,4 +1,4 @@
-"""`model=auto` on a command line: words for all that its size decides."""
+"""`model=auto` on a command line: overrides for all that its size decides."""
 
 import re
 from typing import Any
@@ -7,17 +7,17 @@ from lockstep_gpt.config import UserError, as_typed, check
 from lockstep_gpt.extras.sizes.rules import rules
 from lockstep_gpt.launch.compose import register_resolver
 
-SIZE, LENGTH = "1M", "64"  # as configs/model/auto.yaml has them
+SIZE, LENGTH = "1M", "64"  # as in configs/model/auto.yaml
 RESOLVER = "by_size"
-OF_MUON = ("optim.", "batch.reference_size")  # of another optimizer the rates are not known
-# Of what a command says in one way, the other way is not added.
+OF_MUON = ("optim.", "batch.reference_size")  # another optimizer's rates are not known
+# If a command sets one of a pair, the other is not added.
 EITHER = {"max_steps": "max_tokens", "optim.warmup_steps": "optim.warmup_tokens"}
 
 
 def with_rules(words: list[str]) -> list[str]:
-    """Return the words of a command with those that follow from its size; its own come first.
+    """Return a command's overrides with those that follow from its size; its own take precedence.
 
-    As words, they stand above what an experiment sets, which would come after a choice of a model.
+    As overrides, they replace what an experiment sets, which itself replaces a model's choice.
     """
     register_resolver(RESOLVER, _by_size, replace=True)
     names = [word.lstrip("+").partition("=")[0] for word in words]
@@ -31,12 +31,12 @@ def with_rules(words: list[str]) -> list[str]:
     left = OF_MUON if given.get("optim", "muon") != "muon" else ()
     ours = [name for name in ruled if name not in given and not name.startswith(left)]
     added = [f"{name}={ruled[name]}" for name in ours]
-    place = names.index("model") + 1  # Hydra wants all such words in one row
+    place = names.index("model") + 1  # Hydra needs all overrides in sequence
     return [*words[:place], *added, *words[place:]]
 
 
 def _values(given: dict[str, str]) -> dict[str, str]:
-    """Return setting -> value as typed; in a sweep over sizes, what asks each job for its own."""
+    """Return setting -> value as typed; in a sweep over sizes, each job resolves its own."""
     size, length = given.get("model.size", SIZE), given.get("model.block_size", LENGTH)
     swept = re.search(r"[,(]", size + length) is not None
     if swept and given.get("resume") == "auto":
@@ -59,5 +59,5 @@ def _by_words(size: str, length: str) -> dict[str, Any]:
 
 
 def _by_size(name: str, *, _root_: Any) -> Any:
-    """Return the value of one setting, where a file or a sweep asks for it."""
+    """Return the value of one setting, for a file or a sweep that asks for it."""
     return rules(str(_root_.model.size), _root_.model.block_size)[name]

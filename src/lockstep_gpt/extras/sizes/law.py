@@ -1,4 +1,4 @@
-"""The loss that a size is expected to end at: a power law through runs of five sizes."""
+"""The expected final loss of a size: a power law fitted to runs of five sizes."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ class Law:
     exponent: float
 
     def loss(self, count: float) -> float:
-        """Return the validation loss of a model with so many weights in its blocks."""
+        """Return the validation loss of a model with `count` weights in its blocks."""
         return float(self.floor + self.factor * count**-self.exponent)
 
 
 def fitted(counts: Sequence[float], losses: Sequence[float]) -> Law:
-    """Return the law with the smallest squares of relative errors, and a floor of at least 0."""
+    """Return the least-squares law, in relative errors, with a floor of at least 0."""
     x, y = np.asarray(counts, float), np.asarray(losses, float)
 
     def at(exponent: float) -> tuple[float, Law]:
@@ -48,14 +48,14 @@ def fitted(counts: Sequence[float], losses: Sequence[float]) -> Law:
 
 
 def left_out(counts: Sequence[float], losses: Sequence[float]) -> float:
-    """Return what the law of all sizes but the last, the largest, expects of that one."""
+    """Return the loss of the last, largest size, predicted by the law of all the others."""
     return fitted(counts[:-1], losses[:-1]).loss(counts[-1])
 
 
 def expected(config: Config) -> dict[str, Any] | None:
-    """Return the loss that a run by the rules ends at, and its basis; None where none is known.
+    """Return the expected final loss of a run by the rules, and its basis; None if unknown.
 
-    A `UserError` says what is wrong with the file of `model.size_law`.
+    Raise a `UserError` if the file of `model.size_law` can't be read.
     """
     model = config.model
     if not isinstance(model, SizedModel) or model.size is None or departures(config, model):
@@ -71,7 +71,7 @@ def expected(config: Config) -> dict[str, Any] | None:
 
 
 def lines(config: Config, _batch: Any) -> dict[str, str]:
-    """Return the receipt's lines of a model whose size is set."""
+    """Return the receipt's lines for a model whose size is set."""
     model = config.model
     if not isinstance(model, SizedModel) or model.size is None:
         return {}
@@ -85,7 +85,7 @@ def lines(config: Config, _batch: Any) -> dict[str, str]:
 
 
 def departures(config: Config, model: SizedModel) -> list[str]:
-    """Name the settings that are others than those that follow from the size."""
+    """Name the settings that differ from those that follow from the size."""
     found = []
     for name, value in rules(str(model.size), model.block_size).items():
         group, _, own = name.rpartition(".")

@@ -1,4 +1,4 @@
-"""The law as a picture, in SVG, which needs no library."""
+"""The law as an SVG picture, drawn without a library."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ UNITS = ((1e9, "B"), (1e6, "M"), (1e3, "k"))
 
 @dataclass(frozen=True)
 class _Axes:
-    """Places weights, in logarithms, and losses on the picture."""
+    """Maps weights, on a log scale, and losses to pixels."""
 
     counts: tuple[float, float]
     losses: tuple[float, float]
@@ -31,7 +31,7 @@ class _Axes:
 
 
 def as_svg(law: Law, runs: list[dict[str, Any]], checked: list[dict[str, Any]]) -> str:
-    """Return dots for the runs of the fit, rings for those that it predicted, lines for the law."""
+    """Return dots for the runs of the fit, rings for those it predicted, lines for the law."""
     points = [*runs, *checked]
     counts, losses = ([point[name] for point in points] for name in ("weights", "val_loss"))
     axes = _Axes((min(counts) / 1.3, max(counts) * 1.5), (min(losses) - 0.05, max(losses) + 0.05))
@@ -42,7 +42,7 @@ def as_svg(law: Law, runs: list[dict[str, Any]], checked: list[dict[str, Any]]) 
         f'<rect width="{WIDE}" height="{HIGH}" fill="#fff"/>',
         *_ticks(axes),
         _line(axes, law, (axes.counts[0], last), ""),
-        _line(axes, law, (last, axes.counts[1]), "5 4"),  # beyond what was fitted
+        _line(axes, law, (last, axes.counts[1]), "5 4"),  # beyond the fitted runs
         *(_point(axes, run, "#c30") for run in runs),
         *(_point(axes, run, "#fff") for run in checked),
     ]
@@ -63,7 +63,7 @@ def _point(axes: _Axes, run: dict[str, Any], fill: str) -> str:
 
 
 def _ticks(axes: _Axes) -> Iterator[str]:
-    """Yield a grid with figures, and what the axes are."""
+    """Yield a grid with numbers, and the axes' names."""
     bottom, right = HIGH - MARGIN, WIDE - MARGIN / 2
     for step in range(math.ceil(axes.losses[0] * 10), math.floor(axes.losses[1] * 10) + 1):
         y = axes.y(step / 10)

@@ -1,8 +1,8 @@
-"""What follows from the size of a model: its shape, its batch, its budget and its rates.
+"""What follows from the size of a model: its shape, batch, budget, and rates.
 
-The size counts the weights of the blocks, with which every token is multiplied (Kaplan et al. 2020,
-section 2.1). The embeddings, those of n-grams most of all, hold more weights, of which a token
-reads a few rows. docs/scaling_law.md says where each number is from.
+The size counts the weights of the blocks, by which every token is multiplied (Kaplan et al. 2020,
+section 2.1). The embeddings, most of all those of n-grams, have more weights, but a token reads
+only a few of their rows. docs/scaling_law.md gives the source of each number.
 """
 
 import math
@@ -13,18 +13,18 @@ from lockstep_gpt.config import check
 
 UNITS = {"": 1, "k": 1e3, "m": 1e6, "b": 1e9}
 SMALLEST, LARGEST = 1e4, 1e12
-HEAD_WIDTH, HEAD_STEP = 32, 4  # width of a head: about; a multiple of
+HEAD_WIDTH, HEAD_STEP = 32, 4  # approximate head width; its divisor
 TOKENS_PER_WEIGHT = 2
-# Of modern_nano's recipe, which all rates come from.
+# From modern_nano's recipe, the source of all rates.
 WIDTH, HEAD_SHARE = 128, 0.2
-BATCH, AT_SIZE = 1024, 1e5  # tokens of a step, for this size
+BATCH, AT_SIZE = 1024, 1e5  # tokens of a step, at this size
 BATCH_POWER = 0.5
-DEVICES = 8  # that the windows of a step divide by
+DEVICES = 8  # a divisor of a step's windows
 LR, WARMUP, DECAY = 0.03, 0.02, 0.0
 
 
 def parsed(text: str) -> float:
-    """Return the number of weights that a text means, or raise a `UserError`."""
+    """Return the number of weights in a text such as 1.5M, or raise a `UserError`."""
     found = re.fullmatch(r"(\d+(?:\.\d*)?(?:e\d+)?)([kmb]?)", text.replace("_", "").lower())
     size = float(found[1]) * UNITS[found[2]] if found else 0.0
     rule = "is no number of weights from 10k to 1000B; write one such as 300k, 1M or 1.5B"
@@ -33,7 +33,7 @@ def parsed(text: str) -> float:
 
 
 def shape(size: float) -> dict[str, int]:
-    """Return as many layers as heads of about 32, which come nearest to the size."""
+    """Return the shape nearest to the size, with as many heads of about 32 as layers."""
     layers = max(1, round((size / (12 * HEAD_WIDTH**2)) ** (1 / 3)))
     head = HEAD_STEP * max(1, round(math.sqrt(size / (12 * layers**3)) / HEAD_STEP))
     return {"n_layer": layers, "n_head": layers, "n_embd": layers * head}
@@ -47,8 +47,8 @@ def weights(n_layer: int, n_embd: int) -> int:
 def rules(size: str, block_size: int) -> dict[str, Any]:
     """Return setting -> value for a size, or raise a `UserError`.
 
-    The learning rate is one for all widths: an orthogonal update, and an update of an embedding,
-    changes each feature alike at any width. The head adds up as many features as the model is wide,
+    The learning rate is the same for all widths: an orthogonal update, or one of an embedding,
+    changes each feature equally at any width. The head sums as many features as the model is wide,
     so its rate falls with the width (Yang & Hu 2021; Yang et al. 2022, table 3).
     """
     wanted = parsed(size)

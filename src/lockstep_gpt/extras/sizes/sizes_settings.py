@@ -1,4 +1,4 @@
-"""What `model` takes beside the core's."""
+"""Settings of `model`, next to the core's."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ from lockstep_gpt.extras.sizes.rules import parsed
 
 @dataclass
 class SizedModel(ModelConfig):
-    """A size that all else follows from."""
+    """A size that decides everything else."""
 
     size: str | None = setting(
         "weights of the blocks, such as 300k or 1M, from which model=auto derives the rest; null: "
@@ -22,7 +22,7 @@ class SizedModel(ModelConfig):
     )
 
     def __post_init__(self) -> None:
-        """Check also that the size is a number of weights."""
+        """Also check that the size is a number of weights."""
         super().__post_init__()
         if self.size is not None:
             parsed(self.size)
