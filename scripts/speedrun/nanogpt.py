@@ -1,7 +1,7 @@
-"""nanoGPT's documented recipe for a CPU, on the model of a checkout of it: the base of all ratios.
+"""nanoGPT's documented recipe for a CPU, with the model of a checkout: the base of all ratios.
 
 Its README's command: 4 layers, 4 heads, width 128, batches of 12 windows of 64 tokens, AdamW with a
-rate of 1e-3 that falls along a cosine to a tenth over 2,000 steps, in float32, not compiled.
+learning rate of 1e-3, cosine decay to a tenth over 2,000 steps, in float32, not compiled.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ STRETCH = 50  # steps between validations
 def prepare(
     training: np.ndarray[Any, Any], seed: int, nanogpt: Path | None
 ) -> Iterator[tuple[int, Any]]:
-    """Return what trains on `training`, (N,) of uint8, and yields its steps and what predicts."""
+    """Train on `training`, (N,) of uint8; yield the steps done and a function that predicts."""
     if nanogpt is None or not (nanogpt / "model.py").is_file():
         raise SystemExit(f"--nanogpt={nanogpt} has no model.py; give a checkout of nanoGPT")
     spec = importlib.util.spec_from_file_location("nanogpt_model", nanogpt / "model.py")
@@ -42,7 +42,7 @@ def _train(model: Any, optimizer: Any, tokens: torch.Tensor) -> Iterator[tuple[i
     windows = torch.arange(CONTEXT + 1)
 
     def predict(inputs: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = model(inputs, inputs)[0]  # with targets it gives all places' logits
+        logits: torch.Tensor = model(inputs, inputs)[0]  # with targets, it returns all logits
         return logits
 
     for step in range(STEPS):
