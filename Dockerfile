@@ -1,15 +1,15 @@
 # The same two commands in a container, as a user without root rights:
 #   docker build -t lockstep-gpt .
 #   docker run --rm -it lockstep-gpt python3 scripts/dev.py train experiment=smoke
-# With GPUs, and runs that stay:
+# With GPUs, and runs kept on the host:
 #   docker run --rm -it --gpus all --ipc=host -v "$PWD/runs:/home/user/project/runs" lockstep-gpt
 #
 # To pin its content too: `docker buildx imagetools inspect python:3.13.7-slim-bookworm` prints the
-# digest, which goes behind the tag as @sha256:... It was written where no registry could be asked.
+# digest; add it to the tag as @sha256:... No registry could be asked here.
 FROM python:3.13.7-slim-bookworm
 
-# git: what of the code a run has; g++: Inductor on CPUs (compile=true). Their versions are those
-# of the Debian of the image.
+# git: records a run's code revision; g++: for Inductor on CPUs (compile=true). Their versions come
+# from the image's Debian.
 RUN apt-get update \
     && apt-get install -y --no-install-recommends g++ git \
     && rm -rf /var/lib/apt/lists/* \
@@ -20,8 +20,8 @@ RUN apt-get update \
 USER user
 WORKDIR /home/user/project
 
-# Libraries first: they change more rarely than the code. Which build of torch it is, the index
-# decides (docs/torch_builds.md): docker build --build-arg PIP_EXTRA_INDEX_URL=...
+# Docs and tests come after the libraries, so changing them installs nothing. The index decides
+# the build of torch (docs/torch_builds.md): docker build --build-arg PIP_EXTRA_INDEX_URL=...
 ARG PIP_EXTRA_INDEX_URL
 COPY --chown=user:user pyproject.toml constraints.txt README.md LICENSE* ./
 COPY --chown=user:user configs configs
