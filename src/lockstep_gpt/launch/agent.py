@@ -29,7 +29,7 @@ from lockstep_gpt.config import PROGRAM, Config, UserError, check
 from lockstep_gpt.registry import addition, asked, merged, resolved
 from lockstep_gpt.run_directory import RunDirectory
 
-FAILURE_GRACE = 5  # seconds that the other ranks have after one has failed
+FAILURE_GRACE = 5  # seconds that the other ranks have after one raises an error
 # To find this name, torch reads the source of all callers: half of an agent's time.
 torch_rendezvous.get_method_name = lambda depth=2: sys._getframe(depth).f_code.co_name
 
@@ -160,7 +160,7 @@ class RankAgent(LocalElasticAgent):
         return {rank: code for rank, code in codes.items() if code}
 
     def _is_restartable(self) -> bool:
-        """Return whether all ended ranks were killed, lost the others, or were told to stop.
+        """Return whether all ended ranks were killed, lost their peers, or were told to stop.
 
         A signal to the whole run never gets here: it ends the agent first. A rank that aborts twice
         in a row, as NCCL's watchdog makes it do, would abort again.
@@ -180,7 +180,7 @@ class RankAgent(LocalElasticAgent):
         else:
             self._shutdown()
 
-    # The defaults suit ranks that restart for a loss elsewhere: in NCCL they miss a SIGTERM.
+    # The defaults also serve restarts after a loss elsewhere: inside NCCL, ranks miss SIGTERM.
     def _shutdown(
         self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = FAILURE_GRACE
     ) -> None:

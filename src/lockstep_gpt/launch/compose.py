@@ -1,4 +1,4 @@
-"""Composes with Hydra, which runs once, in the parent, and reports a mistake in one line."""
+"""Composes the configuration with Hydra, once, in the parent; reports a mistake in one line."""
 
 import contextlib
 import os
@@ -30,7 +30,7 @@ def run(arguments: list[str], job: Callable[[DictConfig], Any]) -> None:
     """Call `job` with the composed config, for each job of a sweep, or raise a `UserError`."""
     _register_schema()
     for understood in map(resolved, additions("WORDS")):
-        arguments[:] = understood(arguments)  # in place: in a sweep, others are each job's own
+        arguments[:] = understood(arguments)  # in place: a sweep's jobs show only other words
     started = []
 
     @hydra.main(str(choices.config_folder()), "train", **({"version_base": "1.3"} if OLD else {}))
@@ -84,9 +84,9 @@ def _register_schema() -> None:
     ConfigStore.__deepcopy__ = lambda self, _: self  # type: ignore[attr-defined]
     # Also groups without a valid default: setting one of their settings sets no other.
     register_resolver("precision_here", devices.precision_here, replace=True)
-    groups = {**schema.groups(), "data": MISSING}  # its choices bring their own
+    groups = {**schema.groups(), "data": MISSING}  # each data choice brings its own
     config = OmegaConf.merge(OmegaConf.structured(Config), groups)
-    store.repo.get("hydra", {}).pop("schema", None)  # of an earlier call: old ones would stay
+    store.repo.get("hydra", {}).pop("schema", None)  # entries of an earlier call would stay
     store.store(group="hydra/schema", name="config", node=config)
     for source, settings in schema.data_sources().items():
         store.store(group="hydra/schema/data", name=source, node=settings)

@@ -17,7 +17,7 @@ DEVICE_FILES, CPU_FLAGS = Path("/dev"), Path("/proc/cpuinfo")
 class Placement:
     """The ranks of a run: `devices` on each of `nodes` machines, one rank per device."""
 
-    accelerator: str  # cpu, cuda or mps
+    accelerator: str  # cpu, cuda, or mps
     devices: int
     nodes: int
 

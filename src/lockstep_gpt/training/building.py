@@ -30,6 +30,6 @@ def deferred(node: dict[str, Any]) -> Any:
 
 
 def mistake(error: Exception) -> UserError:
-    """Return the error in one line; in Hydra's own errors, it is the cause."""
+    """Return the error in one line; Hydra's own errors have it as their cause."""
     cause = error.__cause__ if isinstance(error, InstantiationException) else None
     return UserError(" ".join(str(cause or error).split()))

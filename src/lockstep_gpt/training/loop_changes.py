@@ -21,11 +21,11 @@ class StepAxis(_LoggerConnector):
 
 
 class LoopChanges(Callback):
-    """Changes in Lightning's loop what ranks wait for, and how steps are counted.
+    """Changes what ranks wait for, and how steps are counted, in Lightning's loop.
 
     - With several ranks it broadcasts at every micro-batch whether rank 0 got a SIGTERM, and waits
       for the device to know (Lightning#21487). Our own vote on signals replaces that.
-    - It logs values of callbacks and modules at the previous step's number; here they get theirs.
+    - It logs values of callbacks and modules at the previous step's number; here, at their own.
     """
 
     def __init__(self) -> None:

@@ -209,7 +209,7 @@ class GPTModule(lightning.LightningModule):
         The gradients are averages over ranks, so all ranks decide the same. Beyond the allowed
         number every update is skipped: the weights stay until `refuse_broken` ends the run.
         In 16-mixed, the loss scaler itself skips updates, and halves its scale, until none
-        overflows. Such updates count only at a scale of at most 1: the gradient itself is broken.
+        overflows. Such updates count only at a scale of 1 or less: the gradient itself is at fault.
         """
         scaler = getattr(self.trainer.precision_plugin, "scaler", None)
         counts = scaler.scale(torch.ones_like(norm)) <= 1 if scaler else True

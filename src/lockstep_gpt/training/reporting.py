@@ -132,7 +132,7 @@ def receipt(
 
 
 def times(epochs: float) -> str:
-    """Return the number of epochs: two digits, or, from 100 on, whole."""
+    """Return the number of epochs to two digits, or whole from 100 on."""
     return f"{epochs:,.0f}" if epochs >= 100 else f"{epochs:.2g}"
 
 
@@ -180,7 +180,7 @@ def ending(trainer: Trainer) -> str:
 def closing(
     directory: RunDirectory, trainer: Trainer, row: dict[str, float], started: float
 ) -> str:
-    """Return how the run begun at `started` ended, where its files are, and what to do next."""
+    """Return how the run that began at `started` ended, where its files are, and what is next."""
     ended, found = ending(trainer), "no validation"
     if "val/loss" in row:
         perplexity = f"perplexity {row['val/perplexity']:.2f}"

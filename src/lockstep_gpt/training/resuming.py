@@ -81,7 +81,7 @@ def realign(checkpoint: dict[str, Any], accumulation: int) -> None:
 def apply_settings(
     checkpoint: dict[str, Any], optimizer: torch.optim.Optimizer, factor: float
 ) -> None:
-    """Replace the saved settings, which torch restores, with ours; `factor`: the schedule's."""
+    """Replace the saved settings, which torch restores, with ours; `factor` scales the rates."""
     for state in checkpoint["optimizer_states"]:
         for saved, ours in zip(state["param_groups"], optimizer.param_groups, strict=True):
             settings = {name: value for name, value in ours.items() if name != "params"}

@@ -75,7 +75,7 @@ class Schedule:
 
     total_steps: int
     warmup_steps: int
-    decay: str  # cosine, linear, constant or wsd
+    decay: str  # cosine, linear, constant, or wsd
     decay_steps: int  # the last steps of the run, in which the rate falls; 0 for constant
     base_lr: float  # as configured, at the reference batch
     scale: float  # factor for the global batch

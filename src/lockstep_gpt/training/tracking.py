@@ -33,11 +33,11 @@ class TrackedRun(WandbLogger):
 
     def log_metrics(self, metrics: Any, step: int | None = None) -> None:
         """Log one row under the names in metrics.csv."""
-        # Never `step=`: wandb drops rows whose step is not beyond the last one's.
+        # Never `step=`: wandb drops rows whose step is below its own count.
         self.experiment.log({STEP: step, **metrics})
 
     def close(self, status: str) -> None:
-        """End the wandb run as `done`, `stopped early`, `stopped` or `failed`."""
+        """End the wandb run as `done`, `stopped early`, `stopped`, or `failed`."""
         self.experiment.summary["status"] = status
         self.experiment.finish(exit_code=0 if status in ENDED_WELL else 1)
 

@@ -128,7 +128,7 @@ def _data(config: Config, batch: planning.BatchPlan) -> TokenDataModule:
 
 
 def _fit(trainer: Trainer, module: GPTModule, data: TokenDataModule, resume: str | None) -> str:
-    """Train to the end, until everything is on disk; return the run's status."""
+    """Train to the end and finish all writes; return the run's status."""
     disk: Any = trainer.strategy.checkpoint_io
     try:
         trainer.fit(module, data, ckpt_path=resume)

@@ -36,7 +36,7 @@ class Checkpoints(StepCallback, Checkpoint):
         )
 
     def is_due(self, step: int) -> bool:
-        """Return whether optimizer step `step` is saved at any loss."""
+        """Return whether optimizer step `step` is saved regardless of its loss."""
         every = self.config.checkpoint.every
         return step == self.total_steps or (every is not None and step % every == 0)
 
@@ -67,7 +67,7 @@ class Checkpoints(StepCallback, Checkpoint):
         return path
 
     def _prune(self, trainer: Trainer, new: Path) -> None:
-        """Delete those neither among the newest nor the best, once `new` is saved."""
+        """Delete checkpoints neither among the newest nor the best, once `new` is saved."""
         present = sorted({*files.checkpoints_in(self.folder), new}, key=files.step_of)
         while present[-1] != new:  # of a model that this run left with resume_force
             files.set_aside(present.pop())
