@@ -50,7 +50,7 @@ class MetricsFile(Logger):
 
     @rank_zero_only
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
-        """Write the row of `step`, or add to it if it is the last one, or raise a `RunError`."""
+        """Write the row of `step`, or add to it if it is last, or raise a `RunError`."""
         assert step is not None, "every row belongs to a step"
         row = {STEP: str(step), **{name: str(value) for name, value in metrics.items()}}
         if self.last.get(STEP) == row[STEP]:

@@ -1,4 +1,4 @@
-"""A callback that runs once per optimizer step."""
+"""A callback once per optimizer step."""
 
 from abc import ABC, abstractmethod
 from typing import Any
@@ -16,7 +16,7 @@ class StepCallback(Callback, ABC):
         self._seen = trainer.global_step
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, *_batch: Any) -> None:
-        """Tell the end of a step from the end of a micro-step."""
+        """Detect the end of a step among micro-steps."""
         if trainer.global_step > self._seen:
             self._seen = trainer.global_step
             self.on_step_end(trainer, pl_module, trainer.global_step)
