@@ -8,7 +8,7 @@ from lockstep_gpt.extras.sizes.rules import parsed
 
 @dataclass
 class SizedModel(ModelConfig):
-    """A size that decides everything else."""
+    """A model whose size decides the rest."""
 
     size: str | None = setting(
         "weights of the blocks, such as 300k or 1M, from which model=auto derives the rest; null: "

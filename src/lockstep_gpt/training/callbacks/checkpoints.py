@@ -24,7 +24,7 @@ class Checkpoints(StepCallback, Checkpoint):
     content: dict[str, Any]  # saved in every checkpoint, next to the training state
     batch: BatchPlan  # the batch of an optimizer step
     total_steps: int  # optimizer steps of the run
-    urgent: bool = field(default=False, init=False)  # always save after the next validation
+    urgent: bool = field(default=False, init=False)  # if set, save after the next validation
     # Step of a kept checkpoint -> its validation loss.
     losses: dict[int, float] = field(default_factory=dict, init=False)
 
