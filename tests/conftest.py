@@ -1,4 +1,4 @@
-"""What the tests share: the real command, and one finished run of it."""
+"""Shared by all tests: the real command, and one finished run of it."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ from lockstep_gpt import config as schema
 from lockstep_gpt import extras, processes
 from lockstep_gpt.launch import compose, start
 
-if os.environ.get("ENDS_WITH_PARENT"):  # tests of a project that other tests have made
+if os.environ.get("ENDS_WITH_PARENT"):  # tests of a project that other tests generated
     processes.end_with_parent()
-# The default limit of 200 ms per example fails on a machine that is busy with something else.
+# The default limit of 200 ms per example fails on a busy machine.
 settings.register_profile("patient", deadline=None)
 settings.load_profile("patient")
 
-# Tests run side by side: threads that wait for each other would wait for other tests' threads.
-# And no test may find the account of whoever runs it.
+# Tests run in parallel: threads that wait for each other would wait for other tests' threads.
+# And no test may find the user's account.
 QUIET = {"OMP_NUM_THREADS": "1", "WANDB_MODE": "offline"}
-# Two of the README's commands, which many tests look at.
+# Two of the README's commands, whose output many tests check.
 FIRST = "train experiment=smoke run_dir=runs/first"
 ON_TWO_RANKS = (
     "train experiment=smoke trainer=cpu trainer.devices=2 strategy=ddp "
@@ -50,8 +50,8 @@ ON_TWO_RANKS = (
 COMMAND = "lockstep_gpt.cli:main"
 FORKS = Path(__file__).with_name("forked_python.py")
 WARM = importlib.util.find_spec("lockstep_gpt.extras.warm") is not None
-TIMEOUT = 240  # seconds; no command of the tests takes an eighth of it on a quiet machine
-# Python's own at its start: a command in this process is to warn as one of its own would.
+TIMEOUT = 240  # seconds; on an idle machine, no command takes an eighth of it
+# Python's defaults: a command in this process should warn like one in a separate process.
 USUAL_FILTERS = (
     ("ignore", ResourceWarning),
     ("ignore", ImportWarning),
@@ -61,7 +61,7 @@ USUAL_FILTERS = (
 
 
 GPU_REPORT = Path(__file__).parents[1] / "runs/gpu_report.txt"
-# Settings of runs whose ranks are processes of their own, one rank or more.
+# Settings of runs whose ranks are separate processes, one rank or more.
 RANKS = ("trainer", "strategy", "launch.", "guard.stall_after")
 
 
@@ -69,27 +69,27 @@ RANKS = ("trainer", "strategy", "launch.", "guard.stall_after")
 class Command:
     """Runs `lockstep-gpt` for real, in its own folder, on data that all tests share.
 
-    To its end in this process, by `COMMAND`, with agents and ranks in processes of their own;
-    `start` makes a process of the command itself too, for what signals and kills it.
+    A call runs the command to its end in this process; agents and ranks are separate processes.
+    `start` also runs the command in a separate process, for tests that signal or kill it.
     """
 
     folder: Path
     data_root: Path
-    python: str | None = None  # what starts processes; None: as users' commands do
+    python: str | None = None  # starts processes; None: as users' commands do
 
     def start(self, *arguments: str, target: str = COMMAND, **environment: str) -> Started:
-        """Start the command and return the process: a fork of one that has imported everything.
+        """Start the command and return its process, forked from one that imported everything.
 
         Args:
-            arguments: of the command.
-            target: what runs them instead, `module:function`.
-            environment: variables of the process.
+            arguments: the command's arguments.
+            target: a function to call with them instead, `module:function`.
+            environment: environment variables of the process.
         """
         if not WARM:
             module, _, function = target.partition(":")
             lines = (
                 f"import sys, {module} as module",
-                f"sys.executable = {self.python or sys.executable!r}",  # of what it starts itself
+                f"sys.executable = {self.python or sys.executable!r}",  # for its own processes
                 f"sys.exit(module.{function}(sys.argv[1:]))",
             )
             words = [sys.executable, "-c", "\n".join(lines), *arguments]
@@ -97,7 +97,7 @@ class Command:
         from lockstep_gpt.extras.warm import server
 
         clean = {**_clean_environment(os.environ), **QUIET, **environment}
-        printed = [tempfile.TemporaryFile() for _ in range(2)]  # noqa: SIM115 (of the process)
+        printed = [tempfile.TemporaryFile() for _ in range(2)]  # noqa: SIM115 (closed with the process)
         with contextlib.chdir(self.folder):
             process = server.start(
                 target,
@@ -145,18 +145,18 @@ class Command:
     def train(
         self, *overrides: str, status: int = 0, **environment: str
     ) -> subprocess.CompletedProcess[str]:
-        """Run the smoke experiment with `overrides`; in this process where one rank will do."""
+        """Run the smoke experiment with `overrides`; in this process if one rank is enough."""
         ranks = any(override.startswith(RANKS) for override in overrides)
         inline = [] if ranks else ["launch.inline=true"]
         return self(*self.smoke(*inline, *overrides), status=status, **environment)
 
     def smoke(self, *overrides: str) -> list[str]:
-        """Return the words of the smoke experiment's command on the shared data."""
+        """Return the arguments of the smoke experiment's command on the shared data."""
         base = ["train", "experiment=smoke", f"data.root={self.data_root}"]
         own = any(override.startswith(("logger=", "hydra/")) for override in overrides)
         base += [] if own else ["logger=none"]
         others = any(override.startswith(("callbacks=", "~callbacks")) for override in overrides)
-        base += [] if others else ["callbacks.sample.length=9"]  # 300 tokens take a quarter of it
+        base += [] if others else ["callbacks.sample.length=9"]  # 300 take a quarter of the time
         return [*base, *overrides]
 
     def summary(self, run: str) -> dict[str, Any]:
@@ -165,12 +165,12 @@ class Command:
 
 
 class Started:
-    """A process of the command, a program or a fork: what tests do with it."""
+    """A process of the command, a new program or a fork, with the methods that tests use."""
 
     def __init__(self, process: Any, *files: IO[bytes]) -> None:
         self._process = process
         self._files = files
-        self._printed: list[str] = []  # of them, once they are closed
+        self._printed: list[str] = []  # the files' content, once they are closed
         self.pid: int = process.pid
         self.send_signal, self.kill, self.poll = process.send_signal, process.kill, process.poll
 
@@ -180,7 +180,7 @@ class Started:
 
     @property
     def returncode(self) -> int | None:
-        """The exit status, -n after signal n; None while it is not known."""
+        """The exit status, -n after signal n; None if not known yet."""
         status: int | None = self._process.returncode
         return status
 
@@ -203,9 +203,9 @@ def _main(arguments: Sequence[str]) -> int:
 
     try:
         return cli.main(arguments)
-    except SystemExit as error:  # of argparse
+    except SystemExit as error:  # from argparse
         return error.code if isinstance(error.code, int) else 1
-    except Exception:  # what no command catches ends a process like this
+    except Exception:  # an uncaught exception ends a process like this
         traceback.print_exc()
         return 1
 
@@ -214,10 +214,10 @@ def _main(arguments: Sequence[str]) -> int:
 def _as_process(
     folder: Path, environment: dict[str, str], python: str | None
 ) -> Iterator[list[str]]:
-    """Give what runs in here the folder, environment, streams and filters of an own process.
+    """Run a block with the folder, environment, streams, and filters of a separate process.
 
     Yields:
-        a list that is empty until the end, and then holds what was printed, out and err.
+        a list that is empty until the end, and then contains the output, out and err.
     """
     printed: list[str] = []
     modules = set(sys.modules)
@@ -240,7 +240,7 @@ def _as_process(
                 os.environ.update(before[0])
                 os.chdir(before[1])
                 sys.path[:], sys.argv[:], sys.executable = before[2:]
-                for name in {*sys.modules} - modules:  # of the test's folder, not of libraries
+                for name in {*sys.modules} - modules:  # from the test's folder, not from libraries
                     if str(folder) in str(getattr(sys.modules[name], "__file__", "")):
                         del sys.modules[name]
         for file in (out, err):
@@ -250,7 +250,7 @@ def _as_process(
 
 @contextlib.contextmanager
 def _descriptors(*files: IO[bytes]) -> Iterator[None]:
-    """Send what this process and its children print into `files`."""
+    """Redirect the output of this process and its children to `files`."""
     streams = sys.stdout, sys.stderr
     kept = [os.dup(number) for number in (1, 2)]
     try:
@@ -270,7 +270,7 @@ def _descriptors(*files: IO[bytes]) -> Iterator[None]:
 
 
 def _to_the_end(process: subprocess.Popen[str]) -> tuple[str, str]:
-    """Wait for a process and return what it printed; end one that takes too long."""
+    """Wait for a process and return its output; kill it if it takes too long."""
     try:
         return process.communicate(timeout=TIMEOUT)
     except subprocess.TimeoutExpired:
@@ -280,7 +280,7 @@ def _to_the_end(process: subprocess.Popen[str]) -> tuple[str, str]:
 
 
 def _clean_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment without what pytest-xdist, a launcher or wandb may have left."""
+    """Return the environment without the variables of pytest-xdist, a launcher, or wandb."""
     names = (
         "PYTEST_",
         "PYTHONDONTWRITEBYTECODE",
@@ -299,8 +299,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="no GPU on this machine"))
-    # Each worker of pytest-xdist begins with a stretch of all: the files of long tests lead it, or
-    # one of them would be alone at the end.
+    # Each worker of pytest-xdist starts with a section of all tests. Files of long tests come first
+    # in it; otherwise, one of them would run alone at the end.
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     long = [item for item in items if item.get_closest_marker("long")]
     files = [list(of_file) for _, of_file in itertools.groupby(long, lambda item: item.path)]
@@ -317,20 +317,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder that all workers of pytest-xdist see."""
+    """A folder shared by all workers of pytest-xdist."""
     base = tmp_path_factory.getbasetemp()
     return base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
 
 
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> None:
-    """Let no test of tiny tensors wait for a second core that is busy elsewhere."""
+    """Run tests of tiny tensors on one thread; a second core may be busy with other work."""
     torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session", autouse=True)
 def frozen() -> None:
-    """Spare the collector, which each run calls, all that is imported for good."""
+    """Exclude imported modules from garbage collection, which each run calls."""
     importlib.import_module("lockstep_gpt.training.train")
     gc.collect()
     gc.freeze()
@@ -338,7 +338,7 @@ def frozen() -> None:
 
 @pytest.fixture
 def thawed() -> Iterator[None]:
-    """Give a test a collector that has been spared nothing."""
+    """Let garbage collection see all objects during a test."""
     gc.unfreeze()
     yield
     gc.collect()
@@ -347,10 +347,10 @@ def thawed() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def quick_composition() -> Iterator[None]:
-    """Take out of commands in this process a third of what they take; none of it changes any.
+    """Save a third of the time of commands in this process, without changing their results.
 
-    Each registers the same schema, reads YAML in Python, and has Hydra compose everything once
-    before, for `hydra.mode` alone. Commands in processes of the real Python do so as ever.
+    Each command registers the same schema, reads YAML in Python, and has Hydra compose everything
+    one extra time, only for `hydra.mode`. Commands in separate Python processes still do so.
     """
     register, registered = compose._register_schema, []
 
@@ -363,13 +363,13 @@ def quick_composition() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compose, "_register_schema", register_what_is_new)
         patch.setattr(yaml, "SafeLoader", getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-        patch.setattr(Hydra, "get_mode", lambda *_, **__: None)  # as where it is not set
+        patch.setattr(Hydra, "get_mode", lambda *_, **__: None)  # as if it is not set
         yield
 
 
 @pytest.fixture(scope="session", autouse=True)
 def state(shared: Path) -> Iterator[None]:
-    """Let no test record anything in the home of whoever runs it."""
+    """Keep tests from recording anything in the user's home."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_STATE_HOME", str(shared / "state"))
         yield
@@ -377,9 +377,9 @@ def state(shared: Path) -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def servers() -> Iterator[None]:
-    """Let all commands of this worker share what they fork their ranks from.
+    """Let all commands of this worker share the server from which they fork their ranks.
 
-    One that has imported wandb serves who does without it, too: each takes five seconds to start.
+    It imports wandb, even for commands without wandb: a second server would take five seconds.
     """
     with start.sharing_servers(), pytest.MonkeyPatch.context() as patch:
         if WARM:
@@ -397,9 +397,9 @@ def servers() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def forks_of(shared: Path) -> Iterator[Callable[..., str]]:
-    """Return a `python`, by its name, whose processes are forks that find modules imported.
+    """Return a function that creates a named `python`, whose processes are forks with modules.
 
-    It is the real one where there is no Linux.
+    On other systems than Linux, it is the real Python.
     """
     with contextlib.ExitStack() as servers:
 
@@ -413,19 +413,19 @@ def forks_of(shared: Path) -> Iterator[Callable[..., str]]:
 
 @pytest.fixture(scope="session")
 def python_of_forks(forks_of: Callable[..., str]) -> str:
-    """A `python` whose processes are forks that have imported what commands and ranks import."""
+    """A `python` whose processes are forks with the imports of commands and ranks."""
     return forks_of("python")
 
 
 @pytest.fixture
 def quick_ranks(python_of_forks: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a command start its processes as ever, but by a Python whose processes are forks."""
+    """Let a command start its processes as usual, but with a Python that forks them."""
     monkeypatch.setattr(sys, "executable", python_of_forks)
 
 
 @contextlib.contextmanager
 def _forks_of(folder: Path, modules: Sequence[str]) -> Iterator[Path]:
-    """Make a `python` in `folder`, where all workers of pytest-xdist share one and its server."""
+    """Create a `python` in `folder`; all workers of pytest-xdist share it and its server."""
     folder.mkdir(exist_ok=True)
     program, address = folder / "python", folder / "socket"
     server = None
@@ -434,16 +434,16 @@ def _forks_of(folder: Path, modules: Sequence[str]) -> Iterator[Path]:
             fcntl.flock(lock, fcntl.LOCK_EX)
             try:
                 keeper.connect(str(address))
-            except OSError:  # there is none yet, or those who shared it have gone
+            except OSError:  # no server yet, or its users have gone
                 address.unlink(missing_ok=True)
                 server = _serve(program, address, modules)
                 keeper.connect(str(address))
-            keeper.sendall(bytes(8))  # the server ends with the last of those who say this
+            keeper.sendall(bytes(8))  # the server ends with its last such client
         yield program
     if server:
         with contextlib.suppress(subprocess.TimeoutExpired):
             server.wait(timeout=1)
-        server.returncode = 0  # others may go on with it: Python shall not warn that it runs
+        server.returncode = 0  # others may still use it, so Python must not warn
 
 
 def _serve(program: Path, address: Path, modules: Sequence[str]) -> subprocess.Popen[bytes]:
@@ -472,14 +472,14 @@ def data_root(shared: Path) -> Path:
 
 @pytest.fixture
 def command(tmp_path: Path, data_root: Path, request: pytest.FixtureRequest) -> Command:
-    """The command, whose processes are forks: of the extra `warm`, or where it is not, of ours."""
+    """The command; its processes are forks, by the extra `warm` or, without it, by our server."""
     forks = None if WARM else request.getfixturevalue("python_of_forks")
     return Command(tmp_path, data_root, forks)
 
 
 @pytest.fixture(scope="session")
 def finished(shared: Path, data_root: Path, python_of_forks: str) -> tuple[Command, str]:
-    """A finished run of the smoke experiment in `runs/first`, and what the screen showed."""
+    """A finished run of the smoke experiment in `runs/first`, and its output."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "executable", python_of_forks)
         return _once(Command(shared / "finished", data_root), FIRST.split(), "first")
@@ -487,12 +487,12 @@ def finished(shared: Path, data_root: Path, python_of_forks: str) -> tuple[Comma
 
 @pytest.fixture(scope="session")
 def two(finished: tuple[Command, str]) -> tuple[Command, str]:
-    """The same on two ranks, in `runs/two` beside it; all of its processes start from nothing."""
+    """The same on two ranks, in `runs/two` next to it; none of its processes is a fork."""
     return _once(finished[0], [*ON_TWO_RANKS.split(), "run_dir=runs/two"], "two")
 
 
 def _once(command: Command, words: list[str], name: str) -> tuple[Command, str]:
-    """Run a command in one worker of pytest-xdist and let the others read what it showed."""
+    """Run a command in one worker of pytest-xdist; the others read its output."""
     command.folder.mkdir(exist_ok=True)
     screen = command.folder.with_name(f"{name}.screen")
     with screen.with_suffix(".lock").open("w") as lock:
@@ -510,7 +510,7 @@ def shown_elsewhere() -> set[str]:
 
 @pytest.fixture
 def wait_for() -> Callable[[Callable[[], Any]], Any]:
-    """Wait until a condition holds and return its value; fail after three minutes."""
+    """Wait until a condition is true and return its value; fail after three minutes."""
 
     def wait(
         condition: Callable[[], Any],
@@ -529,7 +529,7 @@ def wait_for() -> Callable[[Callable[[], Any]], Any]:
 
 @pytest.fixture
 def processes_of() -> Callable[[Path], list[int]]:
-    """Return the ids of all living processes whose command line names a path."""
+    """Return the ids of all live processes whose command line contains a path."""
 
     def find(path: Path) -> list[int]:
         found = []
@@ -548,17 +548,17 @@ def processes_of() -> Callable[[Path], list[int]]:
 
 @pytest.fixture
 def kill() -> Callable[[int], None]:
-    """Kill one process that a test started, the hard way."""
+    """Send SIGKILL to one process that a test started."""
     return lambda pid: os.kill(pid, signal.SIGKILL)
 
 
 def pytest_xdist_auto_num_workers() -> int:
-    """Take one worker more than there are cores: tests of limits and links mostly wait."""
+    """Use one more worker than there are cores: tests of limits and links mostly wait."""
     return (os.cpu_count() or 1) + 1
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """Show a failure at once where nobody waits for the end: a run cut short has said why."""
+    """Print a failure at once in CI, so that a canceled run shows the cause."""
     if report.failed and os.environ.get("CI") and "PYTEST_XDIST_WORKER" not in os.environ:
         print(f"\n{report.nodeid}: {report.when} failed\n{report.longreprtext}", flush=True)
     ran = report.when == "call" and "PYTEST_XDIST_WORKER" not in os.environ

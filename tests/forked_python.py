@@ -1,11 +1,11 @@
-"""A Python for tests whose processes need not import torch and Lightning: they are forks.
+"""A Python for tests whose processes are forks and so don't import torch and Lightning again.
 
-    whoever starts it --> `python` --socket--> server --fork--> what was asked for
+    any starter --> `python` --socket--> server --fork--> the requested process
 
-Four seconds of a core go into the imports of each process. `python` takes the words of the real
-one, and is a process that stands for a fork of a server: it gives it its words, environment, folder
-and open files, passes signals on, ends as it ends, and takes it along when it is killed. What
-starts others by `sys.executable`, torchrun or multiprocessing, starts more of them.
+The imports of each process take four seconds of a core. `python` accepts the arguments of the real
+one and represents a fork of a server. It gives the fork its arguments, environment, folder, and
+open files, and passes signals on. It ends as the fork ends, and if it is killed, the fork ends too.
+Processes started with `sys.executable`, by torchrun or multiprocessing, are forks as well.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
-# What libraries read while they are loaded: who has other values gets the real Python.
+# Libraries read these while they load: a process with other values gets the real Python.
 READ_ON_IMPORT = (
     "CUDA_",
     "KMP_",
@@ -50,14 +50,14 @@ PRELOADED = (
     "transformers.models.gpt2.modeling_gpt2",
     "wandb",
 )
-FLAGS = {"-B", "-u"}  # those that a fork can have, too
+FLAGS = {"-B", "-u"}  # those that a fork can also have
 PR_SET_PDEATHSIG = 1  # of prctl(2)
-SERVER_ENDED = 70  # exit status of who stood for a fork of it (EX_SOFTWARE of sysexits.h)
+SERVER_ENDED = 70  # exit status of a `python` whose server ended (EX_SOFTWARE of sysexits.h)
 
 
 def stand_for(address: str, words: list[str]) -> NoReturn:
-    """Be the process that whoever started it sees."""
-    with open(f"{address}.json") as file:  # noqa: PTH123 (pathlib takes long to import)
+    """Be the process that the starter sees."""
+    with open(f"{address}.json") as file:  # noqa: PTH123 (pathlib is slow to import)
         served = json.load(file)
     if _mattering(os.environ) != _mattering(served) or not _can_be(words):
         os.execv(sys.executable, [sys.executable, *words])
@@ -77,14 +77,14 @@ def stand_for(address: str, words: list[str]) -> NoReturn:
     socket.send_fds(connection, [len(text).to_bytes(8)], open_files)
     connection.sendall(text)
     pid = int.from_bytes(_received(connection))
-    for number in open_files:  # else they stay open when the fork has closed them
+    for number in open_files:  # otherwise, they stay open after the fork closes them
         os.close(number)
     for signum in signals:
         signal.signal(signum, lambda number, _: os.kill(pid, number))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
     try:
         status = int.from_bytes(_received(connection), signed=True)
-    except EOFError:  # the server has ended; where that could be said is closed
+    except EOFError:  # the server has ended; stderr is closed
         status = SERVER_ENDED
     if status < 0:
         if -status != signal.SIGKILL:
@@ -98,7 +98,7 @@ def _mattering(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def _can_be(words: list[str]) -> bool:
-    if words[:2] == ["-m", f"{WARM}.program"]:  # its forks become children of who has started it
+    if words[:2] == ["-m", f"{WARM}.program"]:  # its forks become children of their starter
         return False
     first = next((word for word in words if word not in FLAGS), "-")
     return first in ("-c", "-m") or not first.startswith("-")
@@ -107,7 +107,7 @@ def _can_be(words: list[str]) -> bool:
 def _open_files() -> list[int]:
     found = []
     for number in map(int, os.listdir("/proc/self/fd")):  # noqa: PTH208
-        with contextlib.suppress(OSError):  # the listing's own
+        with contextlib.suppress(OSError):  # of the listing itself
             os.fstat(number)
             found.append(number)
     return found
@@ -123,12 +123,12 @@ def _received(connection: socket.socket, size: int = 8) -> bytes:
 
 
 def serve(listener: socket.socket, program: str, modules: Sequence[str] = ()) -> NoReturn:
-    """Fork on request until the last of those who keep this server has gone.
+    """Fork on request until the last client that keeps this server has gone.
 
     Args:
-        listener: where requests come in.
+        listener: accepts requests.
         program: the `python` of the forks.
-        modules: what forks find imported; none: what commands and ranks import.
+        modules: imported before forking; if empty, the imports of commands and ranks.
     """
     import gc
     import importlib
@@ -151,7 +151,7 @@ def serve(listener: socket.socket, program: str, modules: Sequence[str] = ()) ->
         try:
             header, files, _, _ = socket.recv_fds(connection, 8, 253)
             content = _received(connection, int.from_bytes(header))
-        except (EOFError, OSError):  # who asked was killed while it did
+        except (EOFError, OSError):  # the requester was killed meanwhile
             header = b""
         if len(header) < 8:
             for number in files:
@@ -182,7 +182,7 @@ def serve(listener: socket.socket, program: str, modules: Sequence[str] = ()) ->
                 connection.sendall(status.to_bytes(8, signed=True))
             connection.close()
 
-        def kill() -> None:  # who stands for it was killed
+        def kill() -> None:  # its `python` was killed
             selector.unregister(connection)
             os.kill(pid, signal.SIGKILL)
 
@@ -201,12 +201,12 @@ def serve(listener: socket.socket, program: str, modules: Sequence[str] = ()) ->
     selector.register(listener, selectors.EVENT_READ, accept)
     while True:
         for key, _ in selector.select():
-            if key.fileobj in selector.get_map():  # an event before has not ended it
+            if key.fileobj in selector.get_map():  # an earlier event has not ended it
                 key.data()
 
 
 def _compose_once() -> None:
-    """Take out of commands what `quick_composition` of tests/conftest.py does, for its reasons."""
+    """Save the same time in commands as `quick_composition` of tests/conftest.py does."""
     import yaml
     from hydra._internal.hydra import Hydra
 
@@ -215,7 +215,7 @@ def _compose_once() -> None:
 
 
 def _be(job: dict[str, Any], files: list[int], program: str) -> NoReturn:
-    """Be the process that was asked for, to its end."""
+    """Be the requested process until its end."""
     import atexit
     import threading
 
@@ -246,14 +246,14 @@ def _be(job: dict[str, Any], files: list[int], program: str) -> NoReturn:
 
 
 def _parent_of(stands: int) -> Callable[[], int]:
-    """Return an `os.getppid` for this process: its parent is that of the process `stands`."""
+    """Return an `os.getppid` for this process, with the parent of the process `stands`."""
     from pathlib import Path
 
     ours, real = os.getpid(), os.getppid
     stat = Path(f"/proc/{stands}/stat")
 
     def getppid() -> int:
-        if os.getpid() != ours:  # a fork of ours
+        if os.getpid() != ours:  # one of our forks
             return real()
         return int(stat.read_text().rpartition(")")[2].split()[1])
 
@@ -261,7 +261,7 @@ def _parent_of(stands: int) -> Callable[[], int]:
 
 
 def _settle_in(job: dict[str, Any], files: list[int], program: str) -> Callable[[], object]:
-    """Make the place that a program of its own would have; return what runs it."""
+    """Set up the state of a separate program; return a function that runs it."""
     import atexit
     import ctypes
     import fcntl
@@ -288,7 +288,7 @@ def _settle_in(job: dict[str, Any], files: list[int], program: str) -> Callable[
     os.environ.clear()
     os.environ.update(job["environment"])
     os.getppid = _parent_of(job["stands"])
-    if fork := sys.modules.get(f"{WARM}.fork"):  # it forks its own server then
+    if fork := sys.modules.get(f"{WARM}.fork"):  # then it forks its own server
         vars(fork)["before_imports"] = {**os.environ, **memory}
     sys.executable = program
     multiprocessing.spawn.set_executable(program)
@@ -309,7 +309,7 @@ def _settle_in(job: dict[str, Any], files: list[int], program: str) -> Callable[
             stream.reconfigure(write_through=True)
     theirs = [*filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     rest = [path for path in sys.path[1:] if path not in theirs]  # the first was this file's folder
-    if any(Path(path, PACKAGE).is_dir() for path in theirs):  # a package of their own
+    if any(Path(path, PACKAGE).is_dir() for path in theirs):  # a separate package
         for name in [name for name in sys.modules if name.split(".")[0] == PACKAGE]:
             del sys.modules[name]
     importlib.invalidate_caches()

@@ -10,7 +10,7 @@ from lockstep_gpt import cli
 from lockstep_gpt.config import PROGRAM, UserError
 from lockstep_gpt.launch.choices import config_folder
 
-LIGHT = {  # what must be answered without torch and without leaving a file: exit status
+LIGHT = {  # commands that must work without torch and leave no file: exit status
     "--help": 0,
     "train --help": 0,
     "": 2,
@@ -29,7 +29,7 @@ LIGHT = {  # what must be answered without torch and without leaving a file: exi
 GROUPS = [path for path in config_folder().iterdir() if list(path.glob("*.yaml"))]
 
 
-# Be each command, in a folder of its own, as a fork of a process that has what all of them import.
+# Run each command in a separate folder, as a fork of a process with all of their imports.
 FORKS = """
 import json, os, runpy, sys
 import lockstep_gpt.cli, lockstep_gpt.launch.commands
@@ -49,7 +49,7 @@ print(json.dumps(statuses))
 
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory):
-    """Exit status, output, errors and the files left by each command, where torch is broken."""
+    """Each command's exit status, output, errors, and leftover files, with a broken torch."""
     torchless = tmp_path_factory.mktemp("torchless")
     (torchless / "torch.py").write_text("raise ImportError('torch was imported')")
     path = [str(torchless), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -123,7 +123,7 @@ def test_a_command_s_end_is_the_exit_status(monkeypatch, capsys, function, statu
 
 
 def test_a_python_without_our_libraries_is_told_what_to_run():
-    # Without site: the system's Python, which has none of them.
+    # Without site: the system's Python, which doesn't have them.
     source = str(Path(cli.__file__).parents[1])
     command = [sys.executable, "-S", "-m", "lockstep_gpt", "train"]
     done = subprocess.run(command, env={"PYTHONPATH": source}, capture_output=True, text=True)

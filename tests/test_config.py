@@ -75,10 +75,10 @@ class Model(ModelConfig):
 
 @pytest.fixture
 def added(tmp_path, monkeypatch):
-    """Make extras that add settings, in the place of those that are here."""
+    """Create extras that add settings, instead of the existing extras."""
 
     def add(*names):
-        folder = tmp_path / "-".join(["extras", *names])  # what is in one does not change
+        folder = tmp_path / "-".join(["extras", *names])  # a folder's contents never change
         folder.mkdir()
         for name in names:
             (folder / f"{name}.py").write_text(ADDED.replace("NAME", name))

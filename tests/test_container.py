@@ -1,4 +1,4 @@
-"""The Dockerfile and the devcontainer, read: no Docker is asked of whoever runs the tests."""
+"""The Dockerfile and the devcontainer, only read: these tests don't need Docker."""
 
 import json
 import os
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(not FILE.is_file(), reason="no repository here")
 
 
 def instructions(text: str) -> list[tuple[str, str]]:
-    """Return name and words of each instruction, without comments and line breaks."""
+    """Return name and arguments of each instruction, without comments and line breaks."""
     lines = [line for line in text.splitlines() if line.strip() and not line.startswith("#")]
     joined = "\n".join(lines).replace("\\\n", " ")
     return [
@@ -41,7 +41,7 @@ def test_a_line_that_goes_on_and_a_comment_are_read_as_docker_does():
 
 
 def test_every_instruction_is_one_of_docker_s(steps):
-    known = {"ARG", "CMD", "COPY", "FROM", "RUN", "USER", "WORKDIR"}  # of those, what it needs
+    known = {"ARG", "CMD", "COPY", "FROM", "RUN", "USER", "WORKDIR"}  # those that it needs
     assert {name for name, _ in steps} <= known
 
 
@@ -78,7 +78,7 @@ def test_inside_are_the_two_commands_of_the_readme(steps):
     words = " ".join(json.loads(command))
     assert f"{words} " in (ROOT / "README.md").read_text("utf-8")
     assert words in "\n".join(words_of(steps, "RUN"))  # so the first start installs nothing
-    assert {"scripts", "tests", "src", "configs", "docs"} <= copied(steps)  # what `test` needs
+    assert {"scripts", "tests", "src", "configs", "docs"} <= copied(steps)  # required by `test`
 
 
 def copied(steps) -> set[str]:

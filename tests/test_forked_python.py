@@ -1,4 +1,4 @@
-"""The Python whose processes are forks, which tests start in the place of the real one."""
+"""The Python whose processes are forks, which tests use instead of the real one."""
 
 import json
 import socket

@@ -1,6 +1,6 @@
-"""What only a GPU can show: `python3 scripts/dev.py test -m gpu`; skipped where there is none.
+"""Tests that need a GPU: `python3 scripts/dev.py test -m gpu`; skipped if there is none.
 
-`runs/gpu_report.txt` has a line for each test of each run, with what it measured.
+`runs/gpu_report.txt` gets a line for each test of each run, with its measurements.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from lockstep_gpt.registry import merged
 pytestmark = pytest.mark.gpu
 ONE = ("trainer=gpu", "trainer.devices=1")
 TWO = ("trainer=gpu", "trainer.devices=2", "strategy=ddp")
-EXACT = "+trainer.deterministic=true"  # else atomics in backward may round in another order
+EXACT = "+trainer.deterministic=true"  # otherwise, atomics in backward may round in another order
 BENCHMARK = Path(__file__).parents[1] / "scripts/benchmark.py"
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two GPUs")
 has_fsdp2 = pytest.mark.skipif(
@@ -60,7 +60,7 @@ def weights(command, run):
 
 
 def killed_and_whole(command, *words):
-    """Train whole, then with a kill after step 13; return both runs' weights, and the seconds."""
+    """Train undisturbed, then with a kill after step 13; return both runs' weights, and seconds."""
     (command.folder / "killer.py").write_text(KILLER)
     command.train(*words, EXACT, "run_dir=whole")
     kill = ("+callbacks.killer._target_=killer.Killer", "run_dir=killed")
@@ -135,7 +135,7 @@ def test_two_nccl_ranks_give_the_losses_of_one(command):
 def test_after_a_killed_nccl_rank_all_restart_soon(command, record_property, optimizer):
     whole, killed, seconds = killed_and_whole(command, *TWO, *OPTIMIZERS[optimizer])
     record_property("seconds with a kill", f"{seconds:.0f}")
-    assert seconds < 180  # and not the minutes of a watchdog
+    assert seconds < 180  # not the minutes of a watchdog
     assert same(whole, killed)
 
 

@@ -1,4 +1,4 @@
-"""A run in this process leaves Python, torch and Lightning as it found them, however it ends."""
+"""A run in this process leaves Python, torch, and Lightning unchanged, however it ends."""
 
 import gc
 import logging
@@ -34,7 +34,7 @@ class Late(lightning.Callback):
 
 
 def state():
-    """Return what a run changes while it lasts."""
+    """Return the state that a run changes while it lasts."""
     loggers = [logging.getLogger(name) for name in LIBRARIES]
     return {
         "environment": dict(os.environ),

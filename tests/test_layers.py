@@ -1,4 +1,4 @@
-"""Imports run downward only, without circles, and nothing outside extras names an extra."""
+"""Imports only go downward, without cycles, and nothing outside extras names an extra."""
 
 import ast
 import functools
@@ -10,7 +10,7 @@ from lockstep_gpt import extras
 
 PACKAGE = extras.__name__.partition(".")[0]
 ROOT = Path(extras.__file__).parents[1]
-# From the ground up; a module may import what stands before it, or its own layer.
+# From the bottom up; a module may import from layers before it, or from its own layer.
 LAYERS = [
     "registry",
     "whole_files",
@@ -33,14 +33,14 @@ EXTRAS = sorted(
 
 @functools.cache
 def modules():
-    """Return every module of the package by its name below the package."""
+    """Return every module of the package, by its name relative to the package."""
     files = {path.relative_to(ROOT).with_suffix(""): path for path in ROOT.rglob("*.py")}
     names = {".".join(name.parts).removesuffix(".__init__"): path for name, path in files.items()}
     return {name: path for name, path in names.items() if name != "__init__"}
 
 
 def imports(path, at_start=False):
-    """Yield the modules of ours that a file imports, with those in functions or without."""
+    """Yield our modules that a file imports, with or without imports in functions."""
     tree = ast.parse(path.read_text("utf-8"))
     for node in tree.body if at_start else ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module.partition(".")[0] == PACKAGE:

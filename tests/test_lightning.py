@@ -1,4 +1,4 @@
-"""What Lightning users bring along works in a run of ours."""
+"""Lightning users' own code works in our runs."""
 
 import csv
 import itertools

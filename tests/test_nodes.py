@@ -1,4 +1,4 @@
-"""Several machines, as network namespaces: one run, and what happens to it when a link fails."""
+"""Several machines, simulated as network namespaces: one run, also when a link fails."""
 
 import os
 import shutil
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-# The command on one of the machines: as `ip netns exec` would, without a program of its own.
+# The command on one of the machines, as with `ip netns exec`, but without a separate program.
 INSIDE = """
 import ctypes, os
 from lockstep_gpt import cli
@@ -66,7 +66,7 @@ class Nodes:
         ip("-n", self.names[node], "link", "set", self.links[node], state)
 
     def lose_all_packets(self):
-        """Send them to a hardware address that nobody has: no error, no answer."""
+        """Send packets to an unused hardware address: no error, no answer."""
         for node in (0, 1):
             other, link = self.addresses[1 - node], self.links[node]
             nobody = ("lladdr", "02:00:00:00:00:99", "dev", link, "nud", "permanent")
@@ -86,7 +86,7 @@ def nodes(tmp_path_factory):
 
 
 def ended(*processes, limit=120):
-    """Wait for all; return their exit statuses and what they said on stderr."""
+    """Wait for all; return their exit statuses and their stderr output."""
     said = [process.communicate(timeout=limit) for process in processes]
     return [process.returncode for process in processes], [err for _, err in said]
 
@@ -164,14 +164,14 @@ def test_a_link_that_is_down_for_seconds_heals_unseen(training, nodes, wait_for)
 def test_after_a_longer_cut_the_nodes_meet_again(training, nodes, wait_for):
     run, _ = training("strategy.timeout_seconds=6")
     nodes.link(1, "down")
-    time.sleep(8)  # so that collectives fail; the meeting place notices after 3
+    time.sleep(8)  # so that collectives fail; the rendezvous notices after 3
     nodes.link(1, "up")
     before = steps(run)
     wait_for(lambda: steps(run) > before + 30)
 
 
 def test_a_node_that_is_lost_for_good_is_done_without(training, nodes, command, wait_for):
-    late = "strategy.timeout_seconds=8"  # the meeting place notices after 3 s
+    late = "strategy.timeout_seconds=8"  # the rendezvous notices after 3 s
     run, processes = training("launch.min_nodes=1", late, *EXACT)
     nodes.link(1, "down")
     processes[1].kill()
@@ -181,7 +181,7 @@ def test_a_node_that_is_lost_for_good_is_done_without(training, nodes, command, 
     (status,), (said,) = ended(processes[0])
     assert status == 143
     assert "restarting all ranks" in said
-    if EXACT:  # then the bits are those of a run on one machine that nothing disturbs
+    if EXACT:  # then the bits equal those of an undisturbed run on one machine
         ours = torch.load(max((run / "checkpoints").glob("*.ckpt")))["weights"]
         last = f"max_steps={[*ours][-1]}"
         command.train(*LONG, *EXACT, "trainer=cpu", "run_dir=whole", last)
@@ -190,7 +190,7 @@ def test_a_node_that_is_lost_for_good_is_done_without(training, nodes, command, 
 
 
 def test_a_silent_drop_ends_by_our_own_limit(training, nodes):
-    # Long enough for the start of ranks on a busy machine, which is no stall either.
+    # Long enough for ranks to start on a busy machine, which isn't a stall.
     limits = ("guard.stall_after=15", "launch.join_seconds=10", "launch.grace_seconds=1")
     _, processes = training(*limits, "launch.max_restarts=1")
     nodes.lose_all_packets()
@@ -216,7 +216,7 @@ def test_a_mistake_about_nodes_is_one_line(nodes, command, overrides, line):
 def test_a_first_node_that_is_late_is_told_and_may_come_yet(nodes, command):
     words = ("run_dir=run", "launch.node_rank=1", "launch.join_seconds=1")
     (status,), (said,) = ended(nodes.start(command, 0, *words))
-    assert (status, said.count("\n")) == (1, 1)  # not 2, which no other try would fix
+    assert (status, said.count("\n")) == (1, 1)  # not 2, which a retry would not fix
     assert "after 1 s it has no config.yaml; is it" in said
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PACKED = {".py", ".yaml", ".json", ".html", ".css", ".js"}  # the kinds of files of the package
+PACKED = {".py", ".yaml", ".json", ".html", ".css", ".js"}  # the package's file types
 
 
 def files(folder: Path) -> set[str]:

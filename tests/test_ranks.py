@@ -1,4 +1,4 @@
-"""Several ranks: one run, the same experiment, and an end in good order."""
+"""Several ranks: one run, the same experiment, and an orderly end."""
 
 import json
 import re
@@ -82,7 +82,7 @@ def test_rank_that_raises_ends_all_quickly_with_its_traceback_first(command, pro
     assert "rank 1 failed: on purpose" in err
     failed = json.loads((run / "failed.json").read_text())
     assert (failed["rank"], failed["status"]) == (1, 1)
-    assert ended - (run / "failed.json").stat().st_mtime < 25  # torch waits for 30
+    assert ended - (run / "failed.json").stat().st_mtime < 25  # torch waits 30
     assert "on purpose" in (run / "ranks/1.log").read_text()
     assert not processes_of(run)
 

@@ -6,7 +6,7 @@ from lockstep_gpt.registry import addition, additions, asked, merged, resolved
 
 @pytest.fixture
 def two(tmp_path, monkeypatch):
-    """Make two more extras, one of which adds things."""
+    """Create two more extras, one of which adds things."""
     added = 'NUMBERS = {"one": 1}\nADD = "operator:add"\nPLACE = "os.path"\n'
     for name, content in (("an_adding_one", added), ("a_plain_one", "")):
         (tmp_path / name).mkdir()

@@ -1,4 +1,4 @@
-"""Going on: with a run in its own directory, and from another run's checkpoint."""
+"""Resuming: a run in its own directory, and from another run's checkpoint."""
 
 import contextlib
 import csv
@@ -87,10 +87,10 @@ def test_resume_at_another_world_size_gives_the_same_losses(finished, command, b
     keep = ("checkpoint.every=9", "checkpoint.keep_last=9", "batch.micro_size=4", *batch)
     command.train("run_dir=run", *keep, "trainer=cpu", "trainer.devices=2")
     for path in (command.folder / "run/checkpoints").iterdir():
-        if "step=000009" not in path.name:  # after 9 micro-batches, which are now 18
+        if "step=000009" not in path.name:  # after 9 micro-batches, now 18
             path.unlink()
     words = ("train", "run_dir=run", "resume=auto", "trainer.devices=1")
-    if batch:  # as a script repeats it, with choices of groups; null leaves what was decided
+    if batch:  # as a script repeats it, with group choices; null keeps earlier decisions
         words = (*command.smoke("trainer=cpu", *keep), *words[1:])
     command(*words)
     assert command.summary("run")["world_size"] == 1
@@ -158,7 +158,7 @@ def test_change_that_cannot_be_is_refused_and_leaves_the_run_alone(
 
 @pytest.fixture
 def corpus(command):
-    """A folder of text, and the words that train on it."""
+    """A folder of text, and the arguments to train on it."""
     folder = command.folder / "corpus"
     folder.mkdir()
     for name in ("one.txt", "two.txt"):
@@ -242,7 +242,7 @@ def test_a_forced_resume_with_a_mistake_leaves_the_run_as_it_was(finished, comma
     frozen = (command.folder / "run/config.yaml").read_bytes()
     mistake = ("max_steps=30", "+callbacks.bad._target_=nowhere.Bad", "launch.inline=true")
     for _ in range(2):
-        assert wandb.run is None  # nor does the first leave one to the second
+        assert wandb.run is None  # and the first leaves none to the second
         said = command("train", *FORCED, *mistake, status=2).stderr
         assert (said.count("\n"), "nowhere.Bad" in said) == (1, True)
         assert (command.folder / "run/config.yaml").read_bytes() == frozen
@@ -289,7 +289,7 @@ def flip(path):
 
 @pytest.fixture
 def kept(command):
-    """A copy of a run that has kept its checkpoints of steps 10 and 20."""
+    """A copy of a run that kept its checkpoints of steps 10 and 20."""
     folder = command.folder / "run/checkpoints"
     own = ("checkpoint.keep_last=2", "run_dir=run")
     command.train(*own)
@@ -321,8 +321,8 @@ def test_the_same_command_goes_on_with_what_it_has_started(command):
     said = command("train", *words, "resume=auto", "launch.inline=true", "max_steps=25").stdout
     assert "resuming run\n  max_steps: 20 -> 25\n" in said
     assert command.summary("run")["step"] == 25
-    said = command("train", *words, "resume=auto").stdout  # it is frozen how ranks start
-    assert said.startswith("run is done")  # with the steps that it was given later
+    said = command("train", *words, "resume=auto").stdout  # how ranks start is frozen
+    assert said.startswith("run is done")  # with its later number of steps
 
 
 def test_a_sweep_goes_on_where_it_was(command):
@@ -385,7 +385,7 @@ SMALL = ("run_dir=disk/run", "log_every=1")
 
 @pytest.fixture
 def disk(command):
-    """A small disk in the folder of the command."""
+    """A small disk in the command's folder."""
     (folder := command.folder / "disk").mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(folder)]
     if os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode:
@@ -421,7 +421,7 @@ def test_a_disk_that_fills_ends_a_run_in_one_line_and_what_was_saved_stays(comma
 
 @pytest.fixture
 def stopped(disk, command):
-    """A run on the small disk that has come to its tenth step; its files."""
+    """A run on the small disk that reached its tenth step; its files."""
     command.train(*SMALL, "max_steps=10")
     return disk / "run"
 

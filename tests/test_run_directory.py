@@ -120,7 +120,7 @@ def test_of_several_launches_at_once_one_gets_the_directory(run):
             with run.locked():
                 run.create(VALUES)
                 ends.put("mine")
-                together.wait(60)  # until all have tried
+                together.wait(60)  # until each has tried
         except UserError as error:
             ends.put(str(error))
             together.wait(60)

@@ -1,4 +1,4 @@
-"""Hooks, editors and workflows use the versions and rules of the project itself."""
+"""Hooks, editors, and workflows use the project's own versions and rules."""
 
 import configparser
 import re
@@ -13,7 +13,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
 PINS = dict(
     re.findall(r"^([\w.-]+)==(.+)$", (ROOT / "constraints.txt").read_text("utf-8"), re.MULTILINE)
 )
-# An sdist holds the package, its tests and docs, and nothing of the repository around it.
+# An sdist contains the package, its tests, and docs, but not the rest of the repository.
 pytestmark = pytest.mark.skipif(not (ROOT / ".github").is_dir(), reason="no repository here")
 
 

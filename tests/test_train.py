@@ -1,4 +1,4 @@
-"""The command from end to end: what a run leaves behind, and how it ends."""
+"""The command from end to end: the files of a run, and how it ends."""
 
 import csv
 import json
@@ -10,7 +10,7 @@ import pytest
 import torch
 import yaml
 
-OF_EXTRAS = {"environment.json", "report.html"}  # their own tests say when they are there
+OF_EXTRAS = {"environment.json", "report.html"}  # their own tests check when they exist
 
 
 def test_run_directory_holds_what_the_contract_says(finished):
@@ -30,7 +30,7 @@ def test_run_directory_holds_what_the_contract_says(finished):
         "checkpoints/step=000020.ckpt",
         "checkpoints/step=000020.ckpt.sha256",
     }
-    assert [path.name for path in command.folder.iterdir()] == ["runs"]  # data are elsewhere
+    assert [path.name for path in command.folder.iterdir()] == ["runs"]  # data is elsewhere
 
 
 def test_summary_says_how_the_run_ended(finished):
@@ -41,7 +41,7 @@ def test_summary_says_how_the_run_ended(finished):
     assert summary["val_perplexity"] == pytest.approx(2.718281828 ** summary["val_loss"])
     assert summary["last_checkpoint"] == "runs/first/checkpoints/step=000020.ckpt"
     assert 0 < summary["wall_seconds"] < 100
-    assert summary["val_loss"] < 5.0  # ln(256) = 5.55 is what knowing nothing gives
+    assert summary["val_loss"] < 5.0  # ln(256) = 5.55 is the loss without knowledge
 
 
 def test_metrics_have_one_row_for_each_logged_step(finished):
@@ -100,7 +100,7 @@ def test_signal_saves_and_exits_with_its_number(command, wait_for, processes_of)
     started = time.monotonic()
     process.communicate(timeout=240)
     assert process.returncode == 128 + signal.SIGTERM
-    assert time.monotonic() - started < 25  # of 30 that are granted
+    assert time.monotonic() - started < 25  # of 30 allowed
     summary = command.summary("runs/long")
     assert (summary["status"], summary["saved"]) == ("stopped", True)
     assert summary["last_checkpoint"].endswith(f"step={summary['step']:06d}.ckpt")

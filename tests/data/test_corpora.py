@@ -17,7 +17,7 @@ from lockstep_gpt.data.corpora import (
     split_of,
 )
 
-BY_NAME = 0.49  # held out of ten files and more: so many that their names alone decide
+BY_NAME = 0.49  # held out of ten or more files, enough that only their names decide
 
 
 def write(root, files):
@@ -33,7 +33,7 @@ def corpus(path, **settings):
 
 
 def documents(corpus):
-    """Return all documents and whether each is held out, whatever stretch they are in."""
+    """Return all documents and whether each is held out, in any section."""
     return [(text, each.split == "val") for each in corpus.stretches() for text in each.texts]
 
 
@@ -50,7 +50,7 @@ def test_documents_of_the_library_come_sorted_by_relative_path(tmp_path):
     found = library(tmp_path, files)
     names = [file.name for file in found.files]
     assert names == ["a.py", "a/b.py", "a/z.py", "b.py"]
-    for split in ("train", "val"):  # each split has a file of its own
+    for split in ("train", "val"):  # each split has its own file
         told = [text for text, held in documents(found) if held == (split == "val")]
         assert told == [files[name] for name in names if split_of(name, 0.02) == split]
 

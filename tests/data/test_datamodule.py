@@ -29,7 +29,7 @@ from lockstep_gpt.registry import additions, asked
 
 T, B, SEED = 8, 3, 5
 needs_workers = pytest.mark.skipif(not any(additions("DATA_MODULE")), reason="no such extra")
-pytestmark = [  # Lightning's own, torch's on few cores, and Python 3.12's on any forked worker
+pytestmark = [  # of Lightning, of torch on few cores, and of Python 3.12 on any forked worker
     pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated"),
     pytest.mark.filterwarnings("ignore:The '.*_dataloader' does not have many workers"),
     pytest.mark.filterwarnings("ignore:This DataLoader will create .* worker processes"),
@@ -39,7 +39,7 @@ pytestmark = [  # Lightning's own, torch's on few cores, and Python 3.12's on an
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Random tokens of two bytes, 800 of them for training and 200 for validation."""
+    """Random two-byte tokens: 800 for training and 200 for validation."""
     folder, splits = tmp_path_factory.mktemp("data"), {}
     ids = np.random.default_rng(0).integers(1000, size=1000).astype("<u2")
     for name, part in zip(("train", "val"), np.split(ids, [800]), strict=True):

@@ -147,7 +147,7 @@ def test_the_stream_is_the_sequence_of_micro_batches(micro, start, rank, first, 
 
 @pytest.mark.parametrize(("micro", "accumulation", "world"), FACTORS_OF_24)
 def test_after_a_change_of_the_batch_no_sample_is_skipped_or_repeated(micro, accumulation, world):
-    seen = 7 * 10  # by steps of another batch, which 24 is not divisible
+    seen = 7 * 10  # by steps of another batch size, which 24 doesn't divide
     orders = [Order(7, 1000, micro, rank, world, accumulation, seen) for rank in range(world)]
     streams = [order.stream(0) for order in orders]
     following = [next(stream) for stream in streams for _ in range(accumulation)]

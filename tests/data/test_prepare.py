@@ -35,7 +35,7 @@ def start(config):
 
 
 def finish(config):
-    """Prepare in a process of its own and return the folder."""
+    """Prepare in a separate process and return the folder."""
     build = start(config)
     out, err = build.communicate()
     assert build.returncode == 0, err
@@ -43,7 +43,7 @@ def finish(config):
 
 
 def content(folder):
-    """Return everything in a prepared folder by name."""
+    """Return the content of a prepared folder, by file name."""
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
@@ -53,7 +53,7 @@ def prepared(root):
 
 @pytest.fixture
 def small(tmp_path_factory):
-    """A file of `size` bytes; what this returns makes the settings for it."""
+    """A file of `size` bytes; returns a function that creates the settings for it."""
     path = tmp_path_factory.mktemp("corpus") / "text"
 
     def settings(root, size=1000, **changes):
@@ -66,7 +66,7 @@ def small(tmp_path_factory):
 
 @pytest.fixture
 def alone(monkeypatch):
-    """Leave out the extras."""
+    """Hide the extras."""
     monkeypatch.setattr(extras, "__path__", [])
 
 
@@ -95,7 +95,7 @@ def library():
 
 @pytest.fixture
 def corpus(tmp_path):
-    """A folder of text files; what it returns makes the settings for it."""
+    """A folder of text files; returns a function that creates the settings for it."""
     words = [f"{word} " for word in re.findall(r"\w+", ByteTokenizer.__doc__)]
     random = np.random.default_rng(0)
     for number in range(25):
@@ -273,7 +273,7 @@ def test_tokens_that_are_named_are_made_by_no_other_corpus(corpus):
 
 @pytest.fixture
 def tiny_disk(tmp_path):
-    """A small disk of its own."""
+    """A small, separate disk."""
     (disk := tmp_path / "disk").mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(disk)]
     if os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode:
@@ -361,7 +361,7 @@ def test_memory_does_not_grow_with_the_corpus(tmp_path):
         command = [sys.executable, "-c", code, repr(config)]
         peaks.append(int(subprocess.check_output(command).split()[1]))
     added = 70 * 1_100_000 / 1024
-    assert peaks[1] - peaks[0] < added / 8  # the allocator keeps a piece of 4 MB more, or two
+    assert peaks[1] - peaks[0] < added / 8  # the allocator keeps one or two extra pieces of 4 MB
 
 
 def test_two_machines_prepare_the_same_bytes(tmp_path, small):

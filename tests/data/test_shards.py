@@ -23,7 +23,7 @@ from lockstep_gpt.data.shards import (
 from lockstep_gpt.data.tokenizer import token_dtype
 from lockstep_gpt.data.windows import open_windows
 
-LIMIT = 65_536  # tokens of some of two bytes
+LIMIT = 65_536  # number of different two-byte tokens
 
 
 def index_of(train, val, dtype="<u2", vocab_size=9):
@@ -34,7 +34,7 @@ def index_of(train, val, dtype="<u2", vocab_size=9):
 
 
 def written(folder, name, ids, dtype):
-    """Write ids in pieces and return the index's entry."""
+    """Write ids in pieces and return their index entry."""
     with contextlib.closing(SplitWriter(folder, name, dtype)) as writer:
         for piece in np.array_split(np.asarray(ids).astype(dtype), 7):
             writer.append(piece)

@@ -1,4 +1,4 @@
-"""How commands of README and documentation are run: a page's in order, in one process."""
+"""Runs the commands of the README and the documentation: a page's in order, in one process."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-# Runs commands one after the other, as the program would; imports cost seconds and are made once.
-# Prints for each its exit status and what it showed.
+# Runs commands one after another, as the program would; imports take seconds and happen once.
+# Prints the exit status and the output of each.
 TELL = """
 import json, os, sys, tempfile
 from lockstep_gpt import cli
@@ -31,12 +31,12 @@ for words in json.loads(sys.argv[1]):
         told.append((status, file.read().decode()))
 os.write(screen, json.dumps(told).encode())
 """
-# What a run on one device may take so that it needs no process of its own.
+# Overrides with which a run on one device needs no separate process.
 INLINE = ["launch.inline=true", "trainer.accelerator=cpu", "trainer.devices=1"]
 
 
 class Story:
-    """Runs the lines of a page in one folder, where the run of all pages, runs/first, is."""
+    """Runs the lines of a page in one folder, which has the run of all pages, runs/first."""
 
     def __init__(self, command, finished, python: str) -> None:
         self.command, self.python = command, python
@@ -48,9 +48,9 @@ class Story:
         (command.folder / "notes.jsonl").write_text("\n".join(lines))
 
     def __call__(self, lines: list[str], inline: bool = True) -> list[tuple[int, str]]:
-        """Return the exit status and the screen of each line, without the program's name.
+        """Return the exit status and the output of each line, without the program's name.
 
-        In a process of their own where they train in it: wandb keeps state for a process's life.
+        If they train in their process, it is a separate one: wandb keeps state in a process.
         """
         words = [self._words(shlex.split(line), inline) for line in lines]
         if not inline:
@@ -70,7 +70,7 @@ class Story:
             return words
         own = any(word.startswith(("logger", "hydra/", "resume=auto")) for word in words)
         words += [] if own else ["logger=none"]
-        shown = any(word.startswith("callbacks") for word in words)  # else a short sample will do
+        shown = any(word.startswith("callbacks") for word in words)  # else short samples are enough
         words += [] if shown or goes_on else ["callbacks.sample.length=9"]
         alone = not any(word.startswith("trainer.devices=") for word in words)
         return [*words, *(INLINE if alone else [])]

@@ -1,4 +1,4 @@
-"""README and documentation: every command in a block without a language is run or composed."""
+"""README and documentation: tests run or compose each command in a block without a language."""
 
 import re
 import shlex
@@ -16,7 +16,7 @@ PAGES = {
     path.relative_to(ROOT).as_posix(): path.read_text("utf-8")
     for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 }
-# Pages with tests of their own that run all of their commands.
+# Pages whose own tests run all of their commands.
 TESTED = (
     "docs/export.md",
     "docs/extend.md",
@@ -24,7 +24,7 @@ TESTED = (
     "docs/report.md",
     "docs/sync_panel.md",
 )
-# What is run by other tests, or by nobody: it asks a server, a cluster or the user's own paths.
+# Run by other tests, or never: these need a server, a cluster, or the user's own paths.
 ELSEWHERE = {
     "python3 scripts/dev.py": "tests/scripts/test_dev.py runs it in a project of its own",
     "lockstep-gpt doctor": "tests/extras/cluster/test_doctor.py",
@@ -39,18 +39,18 @@ ELSEWHERE = {
     "cruft": "the template's tests run it",
     "wandb": "needs an account; test_tracking.py runs the command of the sweep's file",
 }
-# Commands of extras: a page still has them where an extra was deleted by hand.
+# Commands of extras: a page still has them after an extra was deleted by hand.
 OF_EXTRAS = {"doctor", "drill", "evaluate", "export", "panel", "plan", "report"}
 
 
 def commands_of(text):
-    """Return the lines of all blocks that say no language."""
+    """Return the lines of all blocks without a language."""
     blocks = re.findall(r"^```(\w*)\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
     return [line for language, block in blocks if not language for line in block.splitlines()]
 
 
 def is_composed(line):
-    """Tell whether a command wants GPUs, other machines or files that are not here."""
+    """Tell whether a command needs GPUs, other machines, or files that are not here."""
     return bool(re.search(r"trainer=gpu|gpt2_124m|num_nodes=|=/\w", line))
 
 
@@ -63,7 +63,7 @@ OURS = [
 ]
 COMPOSED = sorted({line for _, line in OURS if is_composed(line) and " train " in line})
 LAUNCHED = [line for _, line in OURS if line.startswith("torchrun ") and line not in COMPOSED]
-# Commands that are run here, page by page; what several pages have is run once.
+# Commands that run here, page by page; those on several pages run once.
 HERE = [
     (page, line.removeprefix("lockstep-gpt "))
     for page, line in OURS
@@ -81,7 +81,7 @@ def test_every_line_of_a_block_is_a_command_of_a_kind_that_is_tested():
 
 
 def rank_words(line):
-    """Return the words of the command and the ranks that a launcher in front of it starts."""
+    """Return the command's arguments and the number of ranks that its launcher starts."""
     words = shlex.split(line)
     number = re.search(r"--nproc_per_node=(\d+)", line)
     return words[words.index("train") :], int(number[1]) if number else None

@@ -1,4 +1,4 @@
-"""The page of extensions: its files and changes, in a copy of the project, do what it says."""
+"""The page on extensions: in a copy of the project, its files and changes do what it says."""
 
 import csv
 import dataclasses
@@ -17,7 +17,7 @@ PAGE = (ROOT / "docs/extend.md").read_text(encoding="utf-8")
 FILES = re.findall(r"^`(\S+)`:\n\n```\w+\n(.*?)^```", PAGE, flags=re.MULTILINE | re.DOTALL)
 CHANGES = re.findall(r"^In `(\S+)`.+?```diff\n(.*?)^```", PAGE, flags=re.MULTILINE | re.DOTALL)
 COMMANDS = re.findall(r"^lockstep-gpt (.+)$", PAGE, flags=re.MULTILINE)
-# Runs commands one after the other in one process, which imports the copy.
+# Runs commands one after another in one process, which imports the copy.
 TELL = """
 import json, sys
 from lockstep_gpt import cli
@@ -26,7 +26,7 @@ print("=", *[cli.main(words) for words in json.loads(sys.argv[1])])
 
 
 def changed(text, difference):
-    """Return a text with a difference in it, which fits exactly once."""
+    """Apply a diff to a text, in which it must fit exactly once."""
     lines = difference.splitlines(keepends=True)
     old = "".join(line[1:] for line in lines if line[0] != "+")
     assert text.count(old) == 1, old
@@ -35,7 +35,7 @@ def changed(text, difference):
 
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory):
-    """A copy of source and configs with all of the page in it."""
+    """A copy of source and configs with all changes of the page."""
     root = tmp_path_factory.mktemp("own")
     for name in ("src", "configs"):
         shutil.copytree(ROOT / name, root / name, ignore=shutil.ignore_patterns("__pycache__"))

@@ -1,4 +1,4 @@
-"""The how-to of another model: its one file, beside the source's own, trains on two ranks."""
+"""The how-to for another model: its one file, next to our source, trains on two ranks."""
 
 import importlib.util
 import json
@@ -59,7 +59,7 @@ def test_the_page_s_model_starts_near_the_loss_of_guessing(model):
     assert model(tokens, targets).item() == pytest.approx(3.9, abs=0.2)  # ln 50
 
 
-# Runs commands one after the other in one process, which imports the copy; prints what each does.
+# Runs commands one after another in one process, which imports the copy; prints their output.
 TELL = """
 import json, sys
 from lockstep_gpt import cli

@@ -1,4 +1,4 @@
-"""What pages say about the program is what it says itself; what they link to is there."""
+"""Pages quote the program's messages exactly, and all links lead to existing files."""
 
 import ast
 import functools
@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-CONSOLE = re.compile(r"^\$ \S+ (.+)\n(.+)$", re.MULTILINE)  # a command, the line that it shows
+CONSOLE = re.compile(r"^\$ \S+ (.+)\n(.+)$", re.MULTILINE)  # a command, and the line that it prints
 TROUBLES = (ROOT / "docs/troubleshooting.md").read_text("utf-8")
 
 
@@ -22,7 +22,7 @@ def blocks(text, language):
 
 @functools.cache
 def sayings():
-    """Return a pattern for each text of the source, with anything where values stand."""
+    """Return a pattern for each text of the source, with a wildcard for each value."""
     return list(_sayings())
 
 

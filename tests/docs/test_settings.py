@@ -1,4 +1,4 @@
-"""The reference of settings is what its script writes from the schema and the choices at hand."""
+"""The settings page equals its script's output for the schema and the available choices."""
 
 import dataclasses
 import importlib.util
@@ -28,7 +28,7 @@ def without_markers(text):
 
 
 def test_the_page_is_current_else_run_its_script(settings):
-    # In a process of its own: sources that other tests import or make would be in it.
+    # In a separate process: the output would include sources that other tests import or create.
     places = os.pathsep.join([str(ROOT / "src"), str(ROOT / "scripts")])
     made = subprocess.run(
         [sys.executable, "-c", "import settings; print(settings.page(), end='')"],

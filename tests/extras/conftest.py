@@ -1,4 +1,4 @@
-"""The runs in miniature of tests/training and tests/inference, for extras too."""
+"""The miniature runs of tests/training and tests/inference, also for extras."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ records, read_offline = (_TRAINING[name] for name in ("records", "read_offline")
 saved_run = _fixtures("inference")["saved_run"]
 
 
-# The command with mounts of its own, as `unshare --mount` would start it, without a new Python.
+# The command with its own mounts, as `unshare --mount` would start it, without a new Python.
 APART = """
 import ctypes, os, subprocess
 from lockstep_gpt import cli
@@ -41,7 +41,7 @@ def main(words):
 
 @pytest.fixture
 def apart(command: Any) -> Callable[..., Any]:
-    """Start the command after a shell's line that mounts what it alone shall see."""
+    """Start the command after a shell line with mounts that only it sees."""
     if sys.platform != "linux" or os.geteuid() != 0:
         pytest.skip("only root can give a process mounts of its own")
 
@@ -55,7 +55,7 @@ def apart(command: Any) -> Callable[..., Any]:
 
 @pytest.fixture
 def with_shared_memory(command, apart):
-    """Train with its own /dev/shm; return the status and what is said."""
+    """Train with a separate /dev/shm; return the status and the output."""
 
     def train(mount, *words):
         words = command.smoke("run_dir=run", *words)

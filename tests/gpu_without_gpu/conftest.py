@@ -1,4 +1,4 @@
-"""The runs in miniature of tests/training, on ranks that this process is, or only plays."""
+"""The miniature runs of tests/training, on real ranks or on simulated ones."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def as_rank(rank: int, size: int) -> dict[str, str]:
 
 
 class Losses(Callback):
-    """Notes the loss of each micro-batch, and of each validation."""
+    """Records the loss of each micro-batch and of each validation."""
 
     def __init__(self):
         self.all: list[float] = []
@@ -45,7 +45,7 @@ class Losses(Callback):
 
 @pytest.fixture
 def losses_on_two(on_ranks, graphs):
-    """Fit a run on two gloo ranks; return each one's losses, and where it made its graphs."""
+    """Fit a run on two gloo ranks; return each rank's losses, and where it built its graphs."""
 
     def fit(make_run, make_strategy, *callbacks):
         def rank(number):
@@ -67,7 +67,7 @@ def rank_environment():
 
 @pytest.fixture
 def eight(monkeypatch):
-    """Make this process rank 0 of eight, whose collectives send nothing and are done at once."""
+    """Make this process rank 0 of eight; collectives send nothing and finish at once."""
     for name, value in as_rank(0, 8).items():
         monkeypatch.setenv(name, value)
     dist.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
@@ -76,7 +76,7 @@ def eight(monkeypatch):
 
 
 class Graphs(Callback):
-    """Stands for Inductor in `torch.compile`; notes in which micro-batch each graph was made."""
+    """Replaces Inductor in `torch.compile`; records the micro-batch that built each graph."""
 
     def __init__(self):
         self.made: list[tuple[str, int]] = []
@@ -95,13 +95,13 @@ class Graphs(Callback):
 
 @pytest.fixture
 def graphs(monkeypatch):
-    """What is compiled from now on, without the minutes of a compiler."""
+    """Everything compiled from now on, without the minutes that a compiler takes."""
     seen = Graphs()
     compiler = torch.compile
     monkeypatch.setattr(
         torch, "compile", lambda *of, **settings: compiler(*of, **settings, backend=seen.compile)
     )
-    # Where anybody listens, as pytest does, torch writes down each graph several times.
+    # With a listener such as pytest, torch logs each graph several times.
     monkeypatch.setattr(logging.getLogger("torch.__trace"), "disabled", True)
     monkeypatch.setattr(logging.getLogger("torch.__trace"), "level", logging.CRITICAL)
     torch._dynamo.reset()

@@ -1,4 +1,4 @@
-"""What a rank takes before it trains."""
+"""What a rank does before it trains: its GPU, its connection, its settings."""
 
 from __future__ import annotations
 

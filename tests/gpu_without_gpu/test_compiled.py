@@ -1,4 +1,4 @@
-"""`compile=true` under DDP: the losses of eager, each graph made once; Inductor has a stand-in."""
+"""`compile=true` under DDP: losses as in eager mode, each graph built once, Inductor replaced."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from lockstep_gpt.config import Config, UserError
 from lockstep_gpt.model import functional
 from lockstep_gpt.training import strategies
 
-# torch hides its own warning, which only pytest's filters make an error.
+# torch hides its own warning; only pytest's filters turn it into an error.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 SETTINGS = {"process_group_backend": None, "timeout_seconds": 60, "comm_hook": "none"}
 
@@ -32,7 +32,7 @@ def test_two_compiled_ranks_have_the_losses_of_eager_ones(
         )
 
     (eager, _), (compiled, made) = losses(False), losses(True)
-    # The loss in chunks is a Function of its own, before which a graph ends; steps make no others.
+    # The loss in chunks is a separate Function, before which a graph ends; steps build no others.
     once = [("train", 0)] * (1 + chunked) + [("validate", 0)] * (1 + chunked)
     assert made == (once, once)
     for ours, theirs in zip(compiled, eager, strict=True):

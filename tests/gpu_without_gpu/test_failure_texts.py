@@ -1,4 +1,4 @@
-"""What NCCL, CUDA and torch say when they fail, as users reported it: is a rank lost or not?"""
+"""Failure messages of NCCL, CUDA, and torch, as users reported them: is a rank lost or not?"""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CUDA = (
     f"{NCCL}unhandled cuda error (run with NCCL_DEBUG=INFO for details), NCCL version 2.20.5\n"
     "ncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\n"
 )
-# Another rank is gone: the agent restarts all.
+# Another rank is gone: the agent restarts all ranks.
 LOST = [
     dist.DistBackendError(f"{REMOTE}socketProgressOpt: Call to recv from 10.0.0.2<33759> failed"),
     dist.DistBackendError(f"{REMOTE}NET/OFI Request 0x7f14 completed with error. RC: 113."),
@@ -45,7 +45,7 @@ LOST = [
     RuntimeError("[/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:12905"),
     RuntimeError("[/gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 1800000ms for recv"),
 ]
-# A restart would end as this did: its text -> words of the cause.
+# A restart would end the same way: message -> words of the cause.
 OWN = {
     f"{USAGE}Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 1000": "two ranks have",
     f"{USAGE}ncclCommInitRankConfig: invalid rank 3 of 2": "NCCL was called with",

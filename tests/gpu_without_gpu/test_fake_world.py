@@ -18,7 +18,7 @@ ACCUMULATION, STEPS = 2, 3
 
 
 class Sent(Callback):
-    """Counts what DDP hands to its hook, and which buffers it broadcasts, by micro-batch."""
+    """Counts what DDP passes to its hook, and which buffers it broadcasts, by micro-batch."""
 
     def __init__(self, monkeypatch):
         self.bytes, self.buffers, self.batch = Counter(), Counter(), -1

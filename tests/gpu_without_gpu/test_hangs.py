@@ -1,4 +1,4 @@
-"""What hangs or aborts on GPUs, in gloo's terms: with which status a run ends, and how soon."""
+"""Hangs and aborts as on GPUs, simulated with gloo: a run's exit status, and how soon it ends."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Vanish(Callback):
 
 
 class Blocked(Callback):
-    """As a copy from a GPU to the host waits behind a kernel that waits for a lost rank."""
+    """Like a copy from GPU to host that waits behind a kernel that waits for a lost rank."""
 
     def setup(self, trainer, pl_module, stage):  # noqa: ARG002
         pl_module.cpu = lambda: time.sleep(600)
@@ -116,7 +116,7 @@ def test_ranks_that_a_loss_elsewhere_restarts_get_seconds_not_the_time_to_save()
         ("cuda", 1800.0, 1800, 1680.0),  # the defaults: ours comes first
         ("cuda", 60.0, 1800, 60.0),
         ("cuda", 1800.0, 100, 50.0),
-        ("cpu", 1800.0, 1800, 1800.0),  # gloo's hosts do wait
+        ("cpu", 1800.0, 1800, 1800.0),  # with gloo, hosts do wait
     ],
 )
 def test_the_guard_comes_before_nccl_s_watchdog(accelerator, stall_after, timeout, limit):

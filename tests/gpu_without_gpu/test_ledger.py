@@ -1,4 +1,4 @@
-"""What a step asks of a GPU: counted on tensors without content, held against known speeds."""
+"""The work of a step on a GPU, counted on tensors without content, against known speeds."""
 
 from __future__ import annotations
 
@@ -114,10 +114,10 @@ def test_products_and_attention_are_those_of_the_model_s_own_count(recipe):
 
 
 def ideal(samples: int) -> int:
-    """Return the bytes of logits, bfloat16, and of their gradient that nobody can do without.
+    """Return the minimum bytes for bfloat16 logits and their gradient.
 
-    They are written, read for the loss and read for the gradient; that is written, and read by two
-    products.
+    Logits are written, read for the loss, and read for the gradient. The gradient is written, and
+    read by two products.
     """
     return 6 * samples * CONTEXT * PADDED * 2
 
@@ -192,7 +192,7 @@ def test_no_step_between_logged_ones_waits_for_the_device(algorithm):
     batch = plan_batch(config.batch, config.model.block_size, 1, 1)
     module = GPTModule(config, plan_schedule(config, batch), ByteTokenizer())
     trainer = SimpleNamespace(precision_plugin=SimpleNamespace(), max_steps=100)
-    module._trainer, module.logs_losses = trainer, False  # as in a run of ours
+    module._trainer, module.logs_losses = trainer, False  # as in our runs
     module.trained = [*module.model.parameters()]
     optimizer = build_optimizer(module.model, config.optim, lr=1e-3)
     metrics = Metrics(config.log_every, batch.tokens_per_step)

@@ -1,4 +1,4 @@
-"""`strategy=fsdp2` as one rank of eight: what it gathers and scatters, when, and its graphs."""
+"""`strategy=fsdp2` as one rank of eight: what it gathers and scatters and when; its graphs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lockstep_gpt.config import ModelConfig
 from lockstep_gpt.extras.sharding import fsdp2 as sharding
 from lockstep_gpt.model.gpt import build_gpt
 
-# torch hides its own warning, which only pytest's filters make an error.
+# torch hides its own warning; only pytest's filters turn it into an error.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 WORLD, ACCUMULATION, STEPS, LAYERS = 8, 2, 3, 2
 SETTINGS = {
@@ -32,7 +32,7 @@ SHAPE = {"n_layer": LAYERS, "n_embd": 32}
 
 
 class Collectives(TorchDispatchMode):
-    """Counts collectives and the bytes that they are given, by micro-batch."""
+    """Counts collectives and their bytes, by micro-batch."""
 
     def __init__(self):
         super().__init__()
@@ -72,7 +72,7 @@ def test_gradients_are_scattered_once_a_step_unless_memory_is_short(new_run, eac
     whole = sum(4 * weight.numel() for weight in run.module.model.parameters())
     for batch in last:  # padded to a multiple of the ranks
         assert whole <= sent.bytes["reduce_scatter_base", batch] < 1.2 * whole
-    for batch in batches:  # blocks twice, what is left of the model twice
+    for batch in batches:  # blocks twice, the rest of the model twice
         assert sent.calls["allgather_base", batch] in (2 * LAYERS + 1, 2 * LAYERS + 2)
 
 
@@ -105,5 +105,5 @@ def test_blocks_share_one_graph_and_nothing_is_compiled_again(
     resumed = new_run(max_steps=9, model=shape, compile=True)
     saves = resumed.checkpoints(tmp_path)
     resumed.fit(graphs, saves, ckpt_path=next(tmp_path.glob("*006.ckpt")), **strategy)
-    assert graphs.made in (once, once * 2)  # of another model they may be others, but not more
+    assert graphs.made in (once, once * 2)  # another model may have others, but not more
     assert not counters["graph_break"]

@@ -1,4 +1,4 @@
-"""Where a resumed run has its state: parameters on `meta` stand for those on a GPU."""
+"""Where a resumed run stores its state: parameters on `meta` represent those on a GPU."""
 
 import copy
 
@@ -16,7 +16,7 @@ SHAPE = {"block_size": 8, "n_layer": 2, "n_head": 2, "n_embd": 16}
 
 def optimizer_on(device, algorithm, monkeypatch, fused=True):
     model = build_gpt(ModelConfig(**SHAPE), 70).to(device)
-    # On `meta` torch refuses to make a fused AdamW, so it is told afterwards that it has one.
+    # torch can't create a fused AdamW on `meta`, so the test marks it as fused afterward.
     optimizer = optim.build_optimizer(model, OptimConfig(algorithm=algorithm), 0.01, fused=fused)
     monkeypatch.setattr(optim, "FUSED_DEVICES", {"cpu", "cuda", "meta"})
     for group in optimizer.param_groups:
@@ -27,7 +27,7 @@ def optimizer_on(device, algorithm, monkeypatch, fused=True):
 
 
 def saved_state(algorithm, monkeypatch, fused=True):
-    """Return what a checkpoint has of an optimizer after a step on a CPU."""
+    """Return an optimizer's part of a checkpoint after a step on a CPU."""
     model, optimizer = optimizer_on("cpu", algorithm, monkeypatch, fused)
     tokens = torch.randint(70, (2, 8))
     model(tokens, tokens).backward()
@@ -47,7 +47,7 @@ def test_each_entry_of_an_optimizer_s_state_is_where_its_kernel_reads_it(
     algorithm, earlier, monkeypatch
 ):
     saved = saved_state(algorithm, monkeypatch)
-    if earlier:  # such groups had no `fused` under Muon
+    if earlier:  # with Muon, such groups had no `fused`
         for group in saved["param_groups"]:
             group.pop("fused")
     _, optimizer = optimizer_on("meta", algorithm, monkeypatch)
@@ -56,7 +56,7 @@ def test_each_entry_of_an_optimizer_s_state_is_where_its_kernel_reads_it(
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             for name, value in optimizer.state[parameter].items():
-                # Muon itself reads its count of steps on the host, which then waits for nothing.
+                # Muon itself reads its step count on the host, so the host doesn't wait.
                 on_host = name == "step" and group.get("muon", False)
                 assert value.device.type == ("cpu" if on_host else "meta"), name
                 assert value.dtype == torch.float32
@@ -74,7 +74,7 @@ def test_without_the_fused_kernel_the_count_of_steps_stays_on_the_host(monkeypat
 
 def test_16_mixed_takes_one_kernel_for_all_tensors_of_a_group(new_run):
     optimizer = new_run(precision="16-mixed").module.configure_optimizers()["optimizer"]
-    # Both None: torch then takes `foreach` on a GPU; False would mean tensor by tensor.
+    # Both None: torch then uses `foreach` on a GPU; False would mean tensor by tensor.
     kernels = [(each["fused"], each["foreach"]) for each in optimizer.param_groups]
     assert set(kernels) == {(None, None)}
 

@@ -1,4 +1,4 @@
-"""What gloo really sends: the bytes that a rank writes to its sockets while it trains."""
+"""The bytes that gloo really sends: those that a rank writes to its sockets in training."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def written() -> int:
 
 
 class Written(Callback):
-    """Counts over two steps: DDP arranges its parcels after the first."""
+    """Counts over two steps: DDP rebuilds its buckets after the first."""
 
     def on_train_batch_start(self, trainer, pl_module, *_):
         if trainer.global_step == STEPS - 2 and pl_module.leaf == 1:
@@ -47,7 +47,7 @@ class Written(Callback):
 def test_the_hook_that_compresses_gradients_does_so_on_cpus_too(
     on_ranks, new_run, rank_environment, monkeypatch, hook, share
 ):
-    # It would begin after 1,000 steps, which is more than this test has.
+    # It would start after 1,000 steps, more than this test has.
     state = powerSGD_hook.PowerSGDState
     monkeypatch.setattr(
         powerSGD_hook, "PowerSGDState", lambda **_: state(None, start_powerSGD_iter=2)

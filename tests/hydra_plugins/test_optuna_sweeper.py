@@ -1,4 +1,4 @@
-"""The Optuna sweeper, on a job whose best setting is known."""
+"""The Optuna sweeper on a job whose best setting is known."""
 
 import math
 
@@ -27,7 +27,7 @@ def search(*space, job, trials=10):
 
 
 def distance(config):
-    """Least, 0, at a learning rate of 3e-3."""
+    """The minimum is 0, at a learning rate of 3e-3."""
     return abs(math.log10(config.optim.lr / 3e-3))
 
 

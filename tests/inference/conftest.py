@@ -13,19 +13,19 @@ SHAPE = {"block_size": 64, "n_layer": 1, "n_head": 2, "n_embd": 16}
 
 @pytest.fixture(scope="session", autouse=True)
 def one_thread():
-    """Let no test of tiny tensors wait for a second core that is busy elsewhere."""
+    """Run tests of tiny tensors on one thread; a second core may be busy with other work."""
     torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")
 def saved_run(tmp_path_factory):
-    """Return what saves a model of `tokenizer` as if it had been trained on `data`."""
+    """Return a function that saves a model for `tokenizer` as if it was trained on `data`."""
 
     def save(tokenizer, **data):
         torch.manual_seed(0)
         model = GPT(ModelConfig(**SHAPE, dropout=0.5), tokenizer.vocab_size)
         for parameter in model.parameters():
-            parameter.data.mul_(5)  # far from uniform, so that choices differ
+            parameter.data.mul_(5)  # far from uniform, so choices differ
         content = {
             "config": {
                 "max_steps": 1,

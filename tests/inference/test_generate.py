@@ -13,7 +13,7 @@ def run(saved_run):
 
 @pytest.fixture
 def text(run, capsys):
-    """Return what is printed for a prompt, with flags."""
+    """Return the output for a prompt, with flags."""
 
     def generate(*flags, prompt="def f(x", length=40):
         words = [str(run), "--prompt", prompt, "--length", str(length), *flags]
@@ -61,7 +61,7 @@ def test_a_checkpoint_s_path_means_the_same_as_its_run(run, text, capsys):
 def test_a_value_that_cannot_be_is_refused_by_its_flag(run, capsys, flag, value):
     try:
         status = cli.main(["generate", str(run), f"--{flag}={value}"])
-    except SystemExit as end:  # the parser's own refusals
+    except SystemExit as end:  # errors of the parser itself
         status = end.code
     assert status == 2
     assert flag.replace("-", "") in capsys.readouterr().err.replace("-", "").replace("_", "")

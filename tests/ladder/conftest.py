@@ -1,4 +1,4 @@
-"""What the ladder's tests share: its scripts, run for real, each command once."""
+"""Shared by the ladder's tests: its scripts, run for real, each command once."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 LADDER = ROOT / "scripts" / "ladder"
 LAUNCHERS = ("RANK", "LOCAL_", "WORLD_SIZE", "MASTER_", "PYTEST_", "OMP_NUM_THREADS")
-# Runs side by side are as equal as others, and sooner done.
+# Parallel runs give the same losses, and finish sooner.
 MORE = {"compare.py": ["--at-once=3"]}
 NO_SETTINGS = ("mini_allreduce.py", "collectives.py", "sums.py")
 
@@ -52,7 +52,7 @@ def start(data_root: Path, python_of_forks: str) -> Callable[..., subprocess.Pop
 
 @pytest.fixture(scope="session")
 def shown(start: Callable[..., subprocess.Popen[str]], shared: Path) -> Callable[[str], str]:
-    """Run one of the README's commands in one worker of pytest-xdist; return what it showed."""
+    """Run one of the README's commands in one worker of pytest-xdist; return its output."""
     folder = shared / "ladder"
     folder.mkdir(exist_ok=True)
 
@@ -72,7 +72,7 @@ def shown(start: Callable[..., subprocess.Popen[str]], shared: Path) -> Callable
 
 @pytest.fixture(scope="session")
 def python(python_of_forks: str) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """Run `python WORDS` on one thread, and check its exit status."""
+    """Run `python WORDS` on one thread and check its exit status."""
 
     def run(*words: str | Path, status: int = 0) -> subprocess.CompletedProcess[str]:
         done = subprocess.run(
@@ -96,6 +96,6 @@ def modules(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session")
 def words(data_root: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Settings under which a rung begins at once: there is next to no data to prepare."""
+    """Settings with which a rung starts at once: there is almost no data to prepare."""
     (path := tmp_path_factory.mktemp("corpus") / "text").write_text("some words " * 18_000)
     return ["data=text", f"data.path={path}", f"data.root={data_root}", "trainer=cpu"]

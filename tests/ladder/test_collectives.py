@@ -1,4 +1,4 @@
-"""Collectives on real ranks do what their definitions say."""
+"""Collectives on real ranks match their definitions."""
 
 import re
 

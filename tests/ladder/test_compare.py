@@ -1,4 +1,4 @@
-"""The proof of the ladder: every rung, and the command, has the losses of the plain loop."""
+"""The ladder's proof: every rung, and the command, has the losses of the plain loop."""
 
 import re
 import signal
@@ -71,7 +71,7 @@ def test_a_wrong_flag_is_one_line(flag, monkeypatch, capsys):
 
 def test_rows_come_as_runs_end_and_a_signal_leaves_nothing(start, tmp_path, processes_of):
     process = start(f"TMPDIR={tmp_path} {LINE}", tmp_path)
-    told = [process.stdout.readline() for _ in range(3)]  # while other rungs are still to run
+    told = [process.stdout.readline() for _ in range(3)]  # before other rungs have run
     assert [line.split()[0] for line in told] == ["precision=64-true", "rung", "single_device"]
     process.terminate()
     process.communicate(timeout=240)

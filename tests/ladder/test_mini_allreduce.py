@@ -1,4 +1,4 @@
-"""An all-reduce with sockets only, and what it needs of its links."""
+"""An all-reduce with only sockets, and the links that it needs."""
 
 import re
 import socket
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.usefixtures("modules")
 
 @pytest.fixture
 def connected():
-    """Two ends of one connection, which wait half a second."""
+    """Two ends of one connection, with a timeout of half a second."""
     ends = socket.socketpair()
     for end in ends:
         end.settimeout(0.5)
@@ -26,7 +26,7 @@ def connected():
 def link(connected, monkeypatch):
     from mini_allreduce import Link
 
-    # A pair of this kind is no TCP connection, and has no packets to delay.
+    # This kind of pair isn't a TCP connection; it has no packets to delay.
     monkeypatch.setattr(socket, "IPPROTO_TCP", socket.SOL_SOCKET)
     monkeypatch.setattr(socket, "TCP_NODELAY", socket.SO_KEEPALIVE)
     return Link(connected[0], peer=1)

@@ -1,4 +1,4 @@
-"""Each pitfall shows its symptom, and its cure cures."""
+"""Each pitfall shows its symptom, and its cure works."""
 
 import re
 
@@ -9,7 +9,7 @@ LINE = "python scripts/ladder/pitfalls.py"
 
 @pytest.fixture
 def numbers(shown):
-    """Return the numbers in symptom and cure of one pitfall."""
+    """Return the numbers in the symptom and the cure of one pitfall."""
 
     def find(name):
         pattern = rf"^{name}: .+\n  symptom  (.+)\n  cure     (.+)$"

@@ -1,4 +1,4 @@
-"""The ladder's README: every command in it is run, and shows what stands below it."""
+"""The ladder's README: every command in it runs, and prints the output shown."""
 
 import re
 import shlex
@@ -10,7 +10,7 @@ import pytest
 TEXT = (Path(__file__).parents[2] / "scripts/ladder/README.md").read_text("utf-8")
 BLOCKS = re.findall(r"^```\n(\$ .*?)^```$", TEXT, flags=re.MULTILINE | re.DOTALL)
 PARTS = [part for block in BLOCKS for part in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]]
-SHOWN = dict(part.split("\n", 1) for part in PARTS)  # command -> output; none is the empty text
+SHOWN = dict(part.split("\n", 1) for part in PARTS)  # command -> output; no output is an empty text
 BY_HAND = [line for line in SHOWN if line.startswith("RANK=")]
 RUN = [line for line in SHOWN if line.startswith("python ")]
 BY_COMPARE = [line for line in SHOWN if line not in (*RUN, *BY_HAND)]
@@ -18,7 +18,7 @@ SAME_EVERYWHERE = ("mini_allreduce", "collectives")
 
 
 def outline(text):
-    """Return the text with `#` for each number: losses are of this machine's own library."""
+    """Return the text with `#` for each number: losses depend on the machine's libraries."""
     return re.sub(r"\d[\d,.]*(e[+-]\d+)?", "#", " ".join(text.split()))
 
 

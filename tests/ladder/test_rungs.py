@@ -1,4 +1,4 @@
-"""Each rung by itself: it goes on where it was, on other ranks, and refuses what it has not."""
+"""Each rung alone: it resumes where it was, on other ranks, and rejects what it can't do."""
 
 import csv
 import itertools
@@ -16,7 +16,7 @@ def losses(path):
 
 @pytest.fixture(scope="module")
 def straight(python, ladder, words, tmp_path_factory):
-    """The losses of six steps of rung 1, with two micro-steps each."""
+    """The losses of six steps of rung 1, each with two micro-steps."""
     path = tmp_path_factory.mktemp("straight") / "metrics.csv"
     script = ladder / "single_device.py"
     python(script, *SHORT, *words, "batch.micro_size=4", f"--metrics={path}")

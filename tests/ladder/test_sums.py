@@ -1,4 +1,4 @@
-"""Orders of addition: the tree is the closest, and the picture is drawn."""
+"""Orders of addition: the tree is the most exact, and the plot is drawn."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""Layers split over two ranks train like those of one process."""
+"""Layers split across two ranks train like those of one process."""
 
 import re
 

@@ -16,7 +16,7 @@ CAUSES = {
     75: "lost its peers",
     128: "ended with status 128",
     143: "was stopped by SIGTERM",
-    255: "ended with status 255",  # above 128, and yet no signal
+    255: "ended with status 255",  # above 128, but not a signal
 }
 
 

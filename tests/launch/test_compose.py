@@ -18,7 +18,7 @@ GROUPS = ("model", "data", "optim", "trainer", "strategy", "callbacks", "logger"
 
 
 def jobs(*arguments):
-    """What `checked` makes of each job: `(values, config)` or the mistake."""
+    """The result of `checked` for each job: `(values, config)` or the error."""
     ends = []
 
     def job(config):
@@ -51,14 +51,14 @@ def choices(group):
 
 
 def every_choice():
-    """Command lines that between them take every choice of every group."""
+    """Command lines that together use every choice of every group."""
     groups = {group: itertools.cycle(choices(group)) for group in GROUPS}
     lines = [
         [f"{group}={next(names)}" for group, names in groups.items()]
         for _ in range(max(len(choices(group)) for group in GROUPS))
     ]
     for line in lines:
-        if "strategy=fsdp2" in line:  # which refuses another optimizer
+        if "strategy=fsdp2" in line:  # it rejects other optimizers
             line[:] = ["optim=adamw" if word.startswith("optim=") else word for word in line]
     return lines
 

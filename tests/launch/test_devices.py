@@ -7,14 +7,14 @@ from lockstep_gpt.launch.devices import Placement, gpu_count, place, precision_h
 
 @pytest.fixture
 def gpus_here(tmp_path, monkeypatch):
-    """Make this machine look like one with `count` GPUs, of which `mask` leaves some visible."""
+    """Make this machine look like one with `count` GPUs, some of which `mask` leaves visible."""
 
     def look_like(count, mask=None):
         for name in ["nvidiactl", "nvidia-uvm", *(f"nvidia{index}" for index in range(count))]:
             (tmp_path / name).touch()
         monkeypatch.setattr(devices, "DEVICE_FILES", tmp_path)
         monkeypatch.setattr(devices, "additions", lambda _: ["there is an extra for it"])
-        monkeypatch.setenv("PATH", str(tmp_path))  # without an nvidia-smi
+        monkeypatch.setenv("PATH", str(tmp_path))  # without nvidia-smi
         for name in ("CUDA_VISIBLE_DEVICES", "RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
             monkeypatch.delenv(name, raising=False)
         if mask is not None:

@@ -1,4 +1,4 @@
-"""How ranks start: what nothing here can start is refused."""
+"""How ranks start: what nothing here can start is rejected."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Our GPT against the GPT-2 of Hugging Face's transformers, on the same random weights."""
+"""Our GPT compared with GPT-2 of Hugging Face's transformers, on the same random weights."""
 
 import pytest
 import torch
@@ -62,7 +62,7 @@ def test_logits_and_loss_equal_those_of_transformers(attention: str, to_ours: bo
     reference = theirs(attention)
     model = GPT(ModelConfig(block_size=24, n_layer=3, n_head=4, n_embd=48), VOCAB).eval()
     for parameter in (reference if to_ours else model).parameters():
-        parameter.data.add_(torch.randn_like(parameter) * 0.1)  # biases and norms count too
+        parameter.data.add_(torch.randn_like(parameter) * 0.1)  # biases and norms also matter
     copy_weights(model, reference, to_ours)
     tokens = torch.randint(VOCAB, (2, 24))
     expected = reference(tokens, labels=tokens)

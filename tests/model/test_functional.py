@@ -113,7 +113,7 @@ def test_where_no_gradient_is_wanted_none_is_computed():
             return func(*args, **(kwargs or {}))
 
     with torch.no_grad():
-        linear_cross_entropy(features.detach(), head, VOCAB, targets)  # what is done once
+        linear_cross_entropy(features.detach(), head, VOCAB, targets)  # done once
         with Products():
             loss = linear_cross_entropy(features.detach(), head, VOCAB, targets)
     assert products == math.ceil(10 / 3) if functional.MANY_LOGITS == 0 else 1
@@ -124,7 +124,7 @@ def test_a_compiled_loss_on_a_gpu_has_its_logits_whole_while_they_fit(monkeypatc
     memory = SimpleNamespace(total_memory=80e9)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: memory)
     gpu = torch.device("cuda")
-    assert most_whole_logits(gpu) == functional.MANY_LOGITS  # eager code would keep them thrice
+    assert most_whole_logits(gpu) == functional.MANY_LOGITS  # eager code would keep three copies
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     assert most_whole_logits(gpu) == 3_000_000_000  # in float32 15 % of its memory
     assert most_whole_logits(torch.device("cpu")) == functional.MANY_LOGITS
@@ -132,7 +132,7 @@ def test_a_compiled_loss_on_a_gpu_has_its_logits_whole_while_they_fit(monkeypatc
 
 @pytest.mark.filterwarnings("ignore:.+ should not be instantiated:DeprecationWarning")  # torch's
 def test_chunks_compile_in_one_graph(monkeypatch):
-    """As they do on GPUs; on CPUs they are left out of the graph."""
+    """As on GPUs; on CPUs they are excluded from the graph."""
     monkeypatch.setattr(functional, "CHUNK_LOGITS", 3 * PADDED)
     features, head, targets = batch()
 

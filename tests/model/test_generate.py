@@ -14,7 +14,7 @@ def model() -> GPT:
     shape = ModelConfig(block_size=8, n_layer=2, n_head=2, n_embd=32, dropout=0.5)
     model = GPT(shape, VOCAB)
     for parameter in model.parameters():
-        parameter.data.mul_(5)  # far from uniform, so that choices differ
+        parameter.data.mul_(5)  # far from uniform, so choices differ
     return model
 
 

@@ -14,7 +14,7 @@ def modern(**changes):
     torch.manual_seed(0)
     model = build_gpt(ModelConfig(**{**SHAPE, "architecture": "modern", **changes}), VOCAB)
     with torch.no_grad():
-        for parameter in model.parameters():  # what begins at zero would hide what it does
+        for parameter in model.parameters():  # an initial zero would hide its effect
             parameter.add_(0.1 * torch.randn_like(parameter))
     return model
 
@@ -48,7 +48,7 @@ def test_a_rotation_keeps_lengths():
     x = torch.randn(2, 12, 3, 8)
     turned = rotate(x, *rotations(12, 8))
     torch.testing.assert_close(turned.norm(dim=-1), x.norm(dim=-1))
-    torch.testing.assert_close(turned[:, 0], x[:, 0])  # the first place is not turned
+    torch.testing.assert_close(turned[:, 0], x[:, 0])  # the first position isn't rotated
 
 
 def test_a_norm_leaves_mean_0_and_variance_1():
@@ -83,7 +83,7 @@ def test_ngrams_that_differ_in_one_token_have_different_rows(place):
     tokens = torch.tensor([[3, 5, 8]]).repeat(64, 1)
     tokens[:, place] = torch.arange(64)
     rows = rows_of(tokens, longest=3, rows=64)[-1, :, -1]
-    assert sorted(rows.tolist()) == list(range(64, 128))  # behind the table of bigrams
+    assert sorted(rows.tolist()) == list(range(64, 128))  # after the table of bigrams
 
 
 def test_the_row_of_an_ngram_depends_on_its_tokens_alone():

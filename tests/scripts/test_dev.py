@@ -30,7 +30,7 @@ dev = [{ include-group = "test" }, "demo[more]"]
 test = ["demo[tests,types]"]
 """
 
-# Installs the tree by a path file and leaves a line per installation; fails where `broken` lies.
+# Installs the tree with a path file and logs a line per installation; fails if `broken` exists.
 BACKEND = """\
 import zipfile
 from pathlib import Path
@@ -56,8 +56,8 @@ print(json.dumps({"arguments": sys.argv[1:], "folder": os.getcwd()}))
 sys.exit(7 if sys.argv[1] == "fail" else 0)
 """
 
-# Stands for ruff, mypy and pytest: prints its call, fails where its name is in FAILING. Where it
-# is in LASTING, it starts a process, tells both ids, and lasts until a signal ends it.
+# Replaces ruff, mypy, and pytest: prints its call, fails if its name is in FAILING. If its name is
+# in LASTING, it starts a process, prints both ids, and runs until a signal ends it.
 TOOL = """\
 import os, pathlib, subprocess, sys, time
 name = pathlib.Path(__file__).stem
@@ -156,7 +156,7 @@ def test_the_exit_status_is_the_command_s(project):
     assert dev(project, "fail")[0] == 7
 
 
-# Makes an environment with this one's pip: the real one takes four seconds to install its own.
+# Creates an environment with this one's pip: installing a separate pip takes four seconds.
 QUICK_VENV = """\
 import pathlib, pip, sys, sysconfig
 sys.path = [each for each in sys.path if each != str(pathlib.Path(__file__).parent)]
@@ -171,7 +171,7 @@ packages = pathlib.Path(sysconfig.get_path("purelib", vars={"base": folder}))
 
 @pytest.fixture
 def quick_venv(tmp_path):
-    """Return an environment of processes in which Python makes new environments quickly."""
+    """Return environment variables with which Python creates virtual environments quickly."""
     (tmp_path / "quick").mkdir()
     (tmp_path / "quick/venv.py").write_text(QUICK_VENV)
     return {"PYTHONPATH": str(tmp_path / "quick")}
@@ -266,7 +266,7 @@ def test_all_tests_are_announced_with_the_time_they_took_before(project):
 
 CHANGES = {
     "src/lockstep_gpt/model/gpt.py": {"tests/model/test_gpt.py"},  # the mirror
-    "src/lockstep_gpt/launch.py": {"tests/test_who.py"},  # whoever imports it
+    "src/lockstep_gpt/launch.py": {"tests/test_who.py"},  # any importer
     "tests/model/test_gpt.py": {"tests/model/test_gpt.py"},
     "tests/model/conftest.py": {"tests/model"},
     "docs/page.md": {"tests/docs"},
@@ -330,11 +330,11 @@ def test_every_python_since_3_7_can_parse_it(script):
 
 
 def old_python() -> str | None:
-    """An interpreter older than the supported ones, on PATH or in pyenv's folder."""
+    """An interpreter older than the supported versions, on PATH or in pyenv's folder."""
     names = [f"python3.{minor}" for minor in range(6, 11)]
     versions = (Path.home() / ".pyenv" / "versions").glob("3.*/bin/python3.*")
     found = [shutil.which(name) for name in names] + [str(p) for p in versions if p.name in names]
-    for path in filter(None, found):  # a shim of pyenv may lie there and yet not run
+    for path in filter(None, found):  # a pyenv shim may exist there but not run
         if subprocess.run([path, "-c", ""], capture_output=True).returncode == 0:
             return path
     return None

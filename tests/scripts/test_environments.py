@@ -1,4 +1,4 @@
-"""Which versions an environment gets, and what installs them."""
+"""Which versions an environment gets, and which tool installs them."""
 
 import importlib.util
 import os
@@ -30,7 +30,7 @@ DEMO = {
         "test": ["demo[tests,types]", "pytest>=8"],
     },
 }
-# A project without needs, which builds without a network; its backend lies beside it.
+# A project without dependencies that builds without a network; its backend is next to it.
 PROJECT = """\
 [build-system]
 requires = []
@@ -82,7 +82,7 @@ def load(root: Path = ROOT):
 
 @pytest.fixture
 def root(tmp_path):
-    """A project in miniature."""
+    """A miniature project."""
     (tmp_path / "project/scripts").mkdir(parents=True)
     shutil.copy(ROOT / "scripts/environments.py", tmp_path / "project/scripts")
     for name, text in {"pyproject.toml": PROJECT, "backend.py": BACKEND}.items():
@@ -170,7 +170,7 @@ def plant_wheel(folder: Path, version: str) -> None:
 
 @pytest.fixture(params=["uv", "pip"])
 def installer(request, tmp_path):
-    """The environment of a real installer that finds four versions in a folder, and no index."""
+    """The environment of a real installer that finds four versions in a folder, with no index."""
     (tmp_path / "wheels").mkdir()
     for version in ("1.0", "2.0", "2.5", "3.0rc1"):
         plant_wheel(tmp_path / "wheels", version)
@@ -183,7 +183,7 @@ def installer(request, tmp_path):
         "UV_CACHE_DIR": str(tmp_path / "cache"),
         "UV_FIND_LINKS": str(tmp_path / "wheels"),
         "UV_OFFLINE": "1",
-        "PIP_INDEX_URL": "file:///none",  # where uv fails, pip shall not help
+        "PIP_INDEX_URL": "file:///none",  # if uv fails, pip must not step in
     }
 
 

@@ -1,4 +1,4 @@
-"""The manifests as the API's own types read them, and the script that their pods run."""
+"""The manifests, read with the API's own types, and the script that their pods run."""
 
 import json
 import signal
@@ -19,7 +19,7 @@ def documents(name):
 
 
 def typed(document, kind):
-    """Read a document as the API's client does."""
+    """Read a document as the API client does."""
     response = json.dumps(document)
     return client.ApiClient().deserialize(response, kind, "application/json")
 

@@ -1,4 +1,4 @@
-"""A real SLURM of two nodes on this machine: a killed rank, a requeued job, an array."""
+"""A real SLURM with two nodes on this machine: a killed rank, a requeued job, an array."""
 
 import os
 import re
@@ -51,7 +51,7 @@ PartitionName=all Nodes=n[0-1] Default=YES
 
 
 def free_ports(count):
-    """Return ports below those from which outgoing connections take theirs."""
+    """Return ports below the range that outgoing connections use."""
     found = []
     for port in range(20000 + os.getpid() % 5000, 32000):
         with socket.socket() as probe:
@@ -61,7 +61,7 @@ def free_ports(count):
 
 
 class Slurm:
-    """Its daemons, on an address of this machine that is not the loopback."""
+    """SLURM's daemons, on an address of this machine other than loopback."""
 
     def __init__(self, folder):
         self.folder = folder
@@ -130,10 +130,10 @@ class Slurm:
         return self.run(*submit, cwd=folder, env={"OMP_NUM_THREADS": "1", **variables})
 
     def is_started(self, job):
-        """Let a requeued job start soon; SLURM has it wait for minutes, from some moment on.
+        """Let a requeued job start soon; by default, SLURM delays it for minutes.
 
-        Not at once: a node refuses credentials of the second in which it revoked the last ones,
-        and SLURM then holds the job until somebody releases it.
+        Not at once: a node rejects credentials from the second in which it revoked the last ones,
+        and SLURM then holds the job until someone releases it.
         """
         shown = self.run("scontrol", "show", "job", job)
         state = re.search(r"JobState=(\w+)", shown)[1]
@@ -153,7 +153,7 @@ class Slurm:
         return re.search(r"JobState=(\w+)", shown)[1], int(re.search(r"Restarts=(\d+)", shown)[1])
 
     def said(self, job):
-        """Return what SLURM knows of a job, and the last of what its daemons have logged."""
+        """Return SLURM's information on a job, and the last log lines of its daemons."""
         logs = [path.read_text()[-2000:] for path in self.folder.glob("*.log")]
         return "\n".join([self.run("scontrol", "show", "job", job), *logs])
 
@@ -174,7 +174,7 @@ def slurm():
             made.stop()
 
 
-# Slow enough to be hit in the middle on any machine; it changes no weight.
+# Slow enough to be hit in the middle on any machine; it doesn't change any weight.
 PACE = """
 import time, lightning
 class Pace(lightning.Callback):

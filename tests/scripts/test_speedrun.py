@@ -12,7 +12,7 @@ import yaml
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "speedrun.py"
 RECIPES = sorted((SCRIPT.parent / "speedrun").iterdir())
-# Knows after its first stretch of steps the byte that always follows another, in this text.
+# After its first section of steps, it knows which byte always follows another in this text.
 RECIPE = """
 import torch
 

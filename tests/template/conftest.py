@@ -1,4 +1,4 @@
-"""What the tests of the template share: a copy of it, and projects that were made from it."""
+"""Shared by the template's tests: a copy of it, and projects generated from it."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-sys.path.append(str(ROOT))  # `hooks` is no part of the package
-# A source distribution holds the tests, but no template.
+sys.path.append(str(ROOT))  # `hooks` isn't part of the package
+# A source distribution contains the tests, but not the template.
 collect_ignore_glob = [] if (ROOT / "hooks").is_dir() else ["*"]
 
 DEFAULTS = {
@@ -43,15 +43,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @dataclass(frozen=True)
 class Generator:
-    """Runs the real `cookiecutter` and `cruft`, which see nobody's settings and leave none."""
+    """Runs the real `cookiecutter` and `cruft`, isolated from the user's settings."""
 
     home: Path
     template: str
-    python: str  # of forks that have imported what takes long
+    python: str  # its forks have slow imports done
 
     @property
     def config(self) -> Path:
-        """The settings of cookiecutter: its folders are in our home."""
+        """The settings of cookiecutter, with its folders in our temporary home."""
         folders = {"cookiecutters_dir": self.home / "clones", "replay_dir": self.home / "replay"}
         self.home.mkdir(parents=True, exist_ok=True)
         path = self.home / "cookiecutter.yaml"
@@ -59,19 +59,19 @@ class Generator:
         return path
 
     def of(self, template: Path | str) -> Generator:
-        """Return the same for another template: a path, a zip or a URL."""
+        """Return the same for another template: a path, a zip, or a URL."""
         return replace(self, template=str(template))
 
     def run(
         self, module: str, *words: str | Path, cwd: Path, typed: str = "", status: int = 0
     ) -> subprocess.CompletedProcess[str]:
-        """Run a command of Python in `cwd`, made where missing, and check its exit status."""
+        """Run a Python command in `cwd`, created if missing, and check its exit status."""
         cwd.mkdir(parents=True, exist_ok=True)
         done = subprocess.run(
             [self.python, "-m", module, *map(str, words)],
             cwd=cwd,
             env=environment(
-                OMP_NUM_THREADS="1",  # else the fork would be no fork
+                OMP_NUM_THREADS="1",  # otherwise, it would not be a fork
                 HOME=str(self.home),
                 XDG_CONFIG_HOME=str(self.home / ".config"),
                 COOKIECUTTER_CONFIG=str(self.config),
@@ -87,19 +87,19 @@ class Generator:
     def __call__(
         self, folder: Path, *words: str | Path, status: int = 0
     ) -> subprocess.CompletedProcess[str]:
-        """Generate into `folder` without questions; `words` are options and answers."""
+        """Generate into `folder` without prompts; `words` are options and answers."""
         options = [self.template, "--no-input", "-o", folder]
         return self.run("cookiecutter", *options, *words, cwd=self.home, status=status)
 
 
 def environment(**extra: str) -> dict[str, str]:
-    """Return the environment without what git, a launcher or a test run may have left."""
+    """Return the environment without the variables of git, a launcher, or a test run."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(FOREIGN)}
     return {**kept, "WANDB_MODE": "offline", **extra}
 
 
 def git(folder: Path, *words: str) -> str:
-    """Run git in `folder` as somebody, and return what it prints."""
+    """Run git in `folder` with a test identity, and return its output."""
     who = ["-c", "user.name=Somebody", "-c", "user.email=somebody@example.org"]
     done = subprocess.run(
         ["git", *who, *words],
@@ -113,7 +113,7 @@ def git(folder: Path, *words: str) -> str:
 
 
 def committed(folder: Path) -> Path:
-    """Make `folder` a git repository where it is none, commit all of it, and return it."""
+    """Make `folder` a git repository if it isn't one, commit everything, and return it."""
     git(folder, "init", "-q", "-b", "main")
     git(folder, "add", "-A")
     git(folder, "commit", "-q", "-m", "All of it")
@@ -121,7 +121,7 @@ def committed(folder: Path) -> Path:
 
 
 def once(folder: Path, make: Callable[[Path], object]) -> Path:
-    """Let one worker of pytest-xdist make `folder`, and the others wait for it."""
+    """Let one worker of pytest-xdist create `folder`; the others wait for it."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     done = folder.with_name(f"{folder.name}.done")
     with folder.with_name(f"{folder.name}.lock").open("w") as lock:
@@ -144,7 +144,7 @@ def _copy_template(target: Path) -> None:
 
 @pytest.fixture(scope="session")
 def template(shared: Path) -> Path:
-    """The template as git would commit it, in a repository of its own. Read only."""
+    """The template as git would commit it, in a separate repository. Read only."""
     return once(shared / "template", _copy_template)
 
 
@@ -152,14 +152,14 @@ def template(shared: Path) -> Path:
 def generate(
     template: Path, tmp_path_factory: pytest.TempPathFactory, forks_of: Callable[..., str]
 ) -> Generator:
-    # Not cruft itself: that it is imported tells the template who has called it.
+    # Not cruft itself: the template recognizes its caller by this import.
     python = forks_of("tools", "cookiecutter.cli", "git", "typer")
     return Generator(tmp_path_factory.mktemp("home"), str(template), python)
 
 
 @pytest.fixture(scope="session")
 def baked(shared: Path, generate: Generator) -> Callable[..., Path]:
-    """Return the project that some answers give, made once for all tests. Read only."""
+    """Return the project for some answers, generated once for all tests. Read only."""
 
     def bake(**answers: str) -> Path:
         words = ["git_init=no", *(f"{name}={value}" for name, value in answers.items())]
@@ -177,7 +177,7 @@ def defaults() -> dict[str, object]:
 
 @pytest.fixture(scope="session")
 def made(template: Path, defaults: dict[str, object]) -> Callable[..., Path]:
-    """Make a project in a folder without cookiecutter, from the defaults and other answers."""
+    """Generate a project in a folder without cookiecutter, from the defaults and other answers."""
     from hooks.answers import checked
     from hooks.project import make
 
@@ -192,7 +192,7 @@ def made(template: Path, defaults: dict[str, object]) -> Callable[..., Path]:
 
 @pytest.fixture(scope="session")
 def tree() -> Callable[[Path], dict[str, tuple[bool, bytes]]]:
-    """Return the files below a folder: name -> whether it may be run, content. Without .git."""
+    """Return the files below a folder: name -> whether executable, content. Without .git."""
 
     def files(folder: Path) -> dict[str, tuple[bool, bytes]]:
         found = (path for path in folder.rglob("*") if path.is_file())
@@ -228,7 +228,7 @@ def once_fixture() -> Callable[[Path, Callable[[Path], object]], Path]:
 
 @pytest.fixture(scope="session")
 def types(shared: Path) -> Path:
-    """What mypy knows of the dependencies: from this repository, or from the first who asks."""
+    """mypy's cache of the dependencies: from this repository, or from the first test to ask."""
 
     def start(folder: Path) -> None:
         if (ROOT / ".mypy_cache").is_dir():
@@ -239,14 +239,14 @@ def types(shared: Path) -> Path:
 
 @pytest.fixture
 def upstream(template: Path, tmp_path: Path) -> Path:
-    """A clone of the template, to be changed."""
+    """A clone of the template that tests may change."""
     git(tmp_path, "clone", "-q", str(template), "upstream")
     return tmp_path / "upstream"
 
 
 @pytest.fixture(scope="session")
 def begun() -> Callable[[Path], Path]:
-    """Let a project have changes of its user, which every update must keep."""
+    """Make user changes in a project that every update must keep."""
 
     def change(project: Path) -> Path:
         last = "# the user's last line\n"

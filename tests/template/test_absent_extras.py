@@ -1,4 +1,4 @@
-"""What is not there is not spoken of; how to take an extra or delete it is on a page."""
+"""No text mentions an absent extra; a page says how to add or delete each."""
 
 import re
 from pathlib import Path
@@ -9,7 +9,7 @@ from hooks.answers import EXTRAS, NEEDS, checked
 from hooks.project import README, TEMPLATE_ONLY, _holds, _kept
 
 ROOT = Path(__file__).parents[2]
-# What users call by its name: strategies, settings, commands, libraries.
+# Names that users type or read: strategies, settings, commands, libraries.
 WORDS = {
     "sweep": "optuna|hydra/sweeper",
     "warm": r"launch\.warm|setproctitle",
@@ -34,9 +34,9 @@ WORDS = {
     "slurm": r"sbatch|docs/slurm|slurm\.md",
     "kubernetes": r"kubectl|kubeflow|kubernetes\.md",
 }
-# Lines that name what another distribution, or any machine, has.
+# Lines with such names that belong to other distributions, or to any machine.
 OTHERS = {
-    "constraints.txt": "^safetensors==",  # accelerate's too
+    "constraints.txt": "^safetensors==",  # also accelerate's
     "pyproject.toml": '^    "safetensors==',
     "docs/coming_from.md": r"^\| `init_from`",  # nanoGPT's setting
     "docs/lightning.md": "`(TensorBoard|MLFlow)Logger`",
@@ -44,7 +44,7 @@ OTHERS = {
 
 
 def texts() -> dict[str, str]:
-    """Return what a project has besides Python: pages, configurations, needs."""
+    """Return a project's files other than Python: pages, configurations, requirements."""
     names = [path.relative_to(ROOT).as_posix() for path in ROOT.glob("docs/*.md")]
     names += [path.relative_to(ROOT).as_posix() for path in ROOT.glob("configs/**/*.yaml")]
     names += ["README.md", README, "pyproject.toml", "constraints.txt", ".gitignore"]
@@ -71,24 +71,24 @@ def test_an_extra_that_is_absent_is_spoken_of_nowhere(extra, defaults):
     assert spoken == []
 
 
-# What Python that every project has may still say of an extra, and why.
+# Python files of every project that may still mention an extra, and why.
 IN_PYTHON = {
     "src/lockstep_gpt/launch/agent.py": "min_nodes",  # torch's own name
     "src/lockstep_gpt/run_directory.py": ".",  # names of settings that runs were frozen with
-    "tests/conftest.py": "^RANKS",  # settings of runs that need processes of their own
+    "tests/conftest.py": "^RANKS",  # settings of runs that need separate processes
     "tests/data/test_corpora.py": "sys.modules",  # what must not be imported
-    "tests/docs/test_commands.py": '^    "',  # who runs a page's commands, page by page
-    "tests/forked_python.py": '^    "',  # libraries that are imported where they are
-    "tests/launch/test_compose.py": "launch.warm|fsdp2",  # refused by name; chosen where it is
-    "tests/test_config.py": "bpe is not one of bytes",  # refused, too
+    "tests/docs/test_commands.py": '^    "',  # which test runs a page's commands
+    "tests/forked_python.py": '^    "',  # libraries that are imported if installed
+    "tests/launch/test_compose.py": "launch.warm|fsdp2",  # rejected by name; chosen if installed
+    "tests/test_config.py": "bpe is not one of bytes",  # also rejected
     "tests/test_run_directory.py": "node_rank|rdzv_endpoint",  # what another machine may change
-    "tests/test_train.py": "^OF_EXTRAS",  # files that may lie beside ours
+    "tests/test_train.py": "^OF_EXTRAS",  # files that may be next to ours
 }
 
 
 @pytest.mark.parametrize("extra", EXTRAS)
 def test_python_without_an_extra_does_not_speak_of_it(extra):
-    """Tests that need it skip with the reason `no such extra`, and may name it."""
+    """Tests that need the extra skip with the reason `no such extra`, and may name it."""
     others = [path for paths in (TEMPLATE_ONLY, *EXTRAS.values()) for path in paths]
     spoken = []
     for folder in ("src", "scripts", "tests"):

@@ -1,4 +1,4 @@
-"""The answers: what is refused, and that what is taken arrives as it was given."""
+"""The answers: invalid ones are rejected, and valid ones arrive unchanged."""
 
 import json
 import re
@@ -118,7 +118,7 @@ ODD_TEXTS = [
 
 
 def slip(folder: Path, **answers) -> Path:
-    """Write what cookiecutter noted of some answers, which it takes as they stand."""
+    """Write cookiecutter's record of some answers, which it uses unchecked."""
     template = json.loads((ROOT / "cookiecutter.json").read_text("utf-8"))
     context = {name: "" for name in template if name.startswith("__")}
     context |= {**answers, "_extensions": template["_extensions"]}
@@ -139,7 +139,7 @@ def test_refused_in_one_line_before_anything_is_written(name, value, rule, gener
             config_file=str(generate.config),
         )
     said = refusal.value.code
-    assert re.fullmatch(rf"Error: {name}=.* .*{re.escape(rule)}.*", said)  # a dot is no line's end
+    assert re.fullmatch(rf"Error: {name}=.* .*{re.escape(rule)}.*", said)  # a dot isn't a line end
     assert said.isprintable()
     assert list(tmp_path.iterdir()) == []
 

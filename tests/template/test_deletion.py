@@ -1,6 +1,6 @@
-"""A folder of `extras/` can be deleted by hand: what is left lints, collects its tests, trains.
+"""A folder of `extras/` can be deleted by hand: the rest lints, collects its tests, and trains.
 
-`scripts/deletions.py` runs the whole suites of what is left, and deletes every two of them.
+`scripts/deletions.py` runs the whole test suite of the rest, and also deletes every pair.
 """
 
 import compileall
@@ -26,7 +26,7 @@ sys.exit(my_gpt.cli.main([*words, "callbacks.sample.length=9", "run_dir=runs/one
 
 @pytest.fixture
 def everything(shared, once, baked):
-    """A project with all extras, compiled: each deletion is imported anew. Read only."""
+    """A project with all extras, compiled: each deletion is imported again. Read only."""
 
     def make(folder):
         shutil.copytree(baked(extras="all"), folder)

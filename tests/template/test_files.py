@@ -1,4 +1,4 @@
-"""The files of a new project: which there are, and what stands in them."""
+"""The files of a new project: which files there are, and what they contain."""
 
 import ast
 import io
@@ -15,7 +15,7 @@ import yaml
 from hooks.answers import EXTRAS, LICENSES, NEEDS
 
 CHOICES = ["none", *EXTRAS, "all"]
-# What of the living root a project has no part in; a name with a slash at its end is a folder.
+# Parts of the living root that projects don't get; a name that ends with a slash is a folder.
 OURS = (
     ".ci/",
     ".github/ISSUE_TEMPLATE/",
@@ -84,7 +84,7 @@ AT_THE_ROOT = {
 
 
 def text_of(content: bytes) -> str:
-    """Return the text of a file; a picture has none."""
+    """Return the text of a file; pictures have none."""
     try:
         return content.decode("utf-8")
     except UnicodeDecodeError:
@@ -126,9 +126,9 @@ def test_an_extra_adds_its_own_files_and_no_other(extra, baked, tree):
 def test_nothing_is_left_of_our_names_or_of_the_mechanism(chosen, baked, tree, template):
     ours = r"lockstep|cookiecutter\.|template-only|extra \w+: (begin|end)|\{%"
     for name, (_, content) in tree(baked(extras=chosen)).items():
-        text = text_of(content).replace(str(template), "")  # where the project comes from
+        text = text_of(content).replace(str(template), "")  # the project's origin
         assert not re.search(ours, f"{name}\n{text}", re.IGNORECASE), name
-        if not name.endswith(".py"):  # f-strings have them, and GitHub's own after a dollar
+        if not name.endswith(".py"):  # f-strings use them, and GitHub does after a dollar
             assert not re.search(r"(?<!\$)\{\{", text), name
 
 
@@ -273,7 +273,7 @@ def is_code(token: tokenize.TokenInfo) -> bool:
 
 
 def code_lines(source: str) -> int:
-    """Count the lines that hold code: not those of comments and docstrings, not empty ones."""
+    """Count the lines of code, without comments, docstrings, and empty lines."""
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     nodes = (node for node in ast.walk(ast.parse(source)) if isinstance(node, documented))
     docstrings = [node.body[0] for node in nodes if ast.get_docstring(node) is not None]
@@ -283,7 +283,7 @@ def code_lines(source: str) -> int:
     return len(code - words)
 
 
-# The aim is 4,150 and 6,100; lower these whenever the code allows.
+# The goal is 4,150 and 6,100; lower these whenever the code allows.
 CODE_LINES, LINES = 4150, 5965
 
 

@@ -1,4 +1,4 @@
-"""How a project is made: from wherever the template lies, into whatever is there."""
+"""How a project is generated: from a template anywhere, into any folder."""
 
 import json
 import re
@@ -28,9 +28,9 @@ JUNK = (
     "uv.lock",
     "wandb/run-1/x.wandb",
 )
-# What git does not know, and no .gitignore names; it may be private.
+# Unknown to git, and in no .gitignore; it may be private.
 PRIVATE = (".DS_Store", ".idea/workspace.xml", "id_ed25519", "notes/todo.md", "src/.DS_Store")
-NEW = "src/lockstep_gpt/new.py"  # what is to be committed is no junk
+NEW = "src/lockstep_gpt/new.py"  # staged files aren't junk
 ENDS = b"\xff\xfe no text \r\n"
 SCREEN = """\
 my-gpt: {} files, package my_gpt, MIT license, extras: none; a git repository with its first commit
@@ -50,7 +50,7 @@ def write(folder: Path, name: str, content: bytes = b"x\n") -> Path:
 
 @pytest.fixture
 def littered(template, tmp_path, git):
-    """A copy of the template with junk in it, and with a new file and one that is no text."""
+    """A copy of the template with junk, a new file, and a file that isn't text."""
     copy = tmp_path / "littered"
     shutil.copytree(template, copy)
     for name in (*JUNK, *PRIVATE):
@@ -62,7 +62,7 @@ def littered(template, tmp_path, git):
 
 
 def as_zip(template: Path, path: Path) -> Path:
-    """Pack the template as forges do, in one folder; writing names drops the run bits."""
+    """Zip the template as forges do, in one folder; writing by name drops executable bits."""
     files = [each for each in sorted(template.rglob("*")) if each.is_file()]
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("lockstep-gpt-main/", "")

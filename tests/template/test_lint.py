@@ -1,4 +1,4 @@
-"""Lint and types: clean at the shortest and the longest names, with no extra and with all."""
+"""Lint and types are clean for the shortest and longest names, with no extra and with all."""
 
 import subprocess
 import sys
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-NAMES = ["a", "z" * 24]  # one sorts before, one after all that is imported beside it
+NAMES = ["a", "z" * 24]  # one sorts before, one after everything imported next to it
 
 
 @pytest.fixture(params=NAMES, ids=["1 character", "24 characters"])
@@ -20,7 +20,7 @@ def project(request, name, baked):
 
 
 def check(project: Path, environment, *words: str) -> str:
-    """Run a tool on a project; return what it found, nothing if all is well."""
+    """Run a tool on a project; return its findings, empty if there are none."""
     done = subprocess.run(
         [sys.executable, "-m", *words],
         cwd=project,

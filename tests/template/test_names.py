@@ -1,4 +1,4 @@
-"""Names: none that means something else is taken, and whatever is taken can be imported."""
+"""Names: those with another meaning are rejected, and all others can be imported."""
 
 import importlib.metadata
 import re
@@ -52,7 +52,7 @@ def test_every_module_of_the_pinned_dependencies_is_refused_as_package(defaults,
 def test_every_command_of_the_pinned_dependencies_is_refused_as_slug(defaults, pinned):
     found = (each for each in importlib.metadata.distributions() if normal(each.name) in pinned)
     files = [Path(file) for each in found for file in each.files or []]
-    names = {file.name for file in files if file.parts[0] == ".."}  # beside the packages
+    names = {file.name for file in files if file.parts[0] == ".."}  # next to the packages
     assert {"torchrun", "wandb", "pytest", "ruff"} <= names
     assert [name for name in names if is_taken(defaults, project_slug=name.lower())] == []
 
@@ -97,7 +97,7 @@ def test_whatever_is_taken_can_be_imported(made, defaults, environment, package,
     assume(is_taken(defaults, **answers))
     with tempfile.TemporaryDirectory() as folder:
         project = made(Path(folder) / slug, **answers)
-        # An editable installation comes after the library and all that is installed.
+        # An editable installation comes after the standard library and all installed packages.
         code = f"import sys; sys.path.append({str(project / 'src')!r}); "
         code += f"import {package}.cli, {package}.config; print({package}.config.PROGRAM)"
         done = subprocess.run(

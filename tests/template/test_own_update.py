@@ -1,4 +1,4 @@
-"""`scripts/dev.py update`: what changes in the template comes into a project, by git alone."""
+"""`scripts/dev.py update`: applies the template's changes to a project, with only git."""
 
 import json
 import subprocess
@@ -16,7 +16,7 @@ def edit(path: Path, before: str = "", after: str = "") -> None:
 
 @pytest.fixture
 def project(upstream, generate, tmp_path, begun):
-    """A project that its user has begun to change."""
+    """A project that its user has started to change."""
     generate.of(upstream)(tmp_path)
     return begun(tmp_path / "my-gpt")
 
@@ -38,7 +38,7 @@ def update(environment):
 
 
 def change(upstream: Path, committed) -> None:
-    """Change, add, rename and delete a source file."""
+    """Change, add, rename, and delete a source file."""
     source = upstream / "src/lockstep_gpt"
     edit(source / "model/gpt.py", before=FIRST)
     (source / "model/new.py").write_text("import lockstep_gpt.model.gpt\n")
@@ -156,7 +156,7 @@ def test_it_takes_another_template_and_a_commit_of_it(project, upstream, update,
     moved = upstream.rename(upstream.with_name("moved"))
     assert "cannot be cloned" in update(project, status=2)
     assert "up to date" not in update(project, str(moved), "--to", last)
-    assert changes(project, git) == ["M\t.template.json"]  # it names the other place now
+    assert changes(project, git) == ["M\t.template.json"]  # it names the other location now
     committed(project)
     update(project)
     assert changes(project, git) == CHANGED

@@ -1,4 +1,4 @@
-"""Projects for real: they pass their own tests, train on two ranks, can be packed and installed."""
+"""Real projects pass their own tests, train on two ranks, and can be packaged and installed."""
 
 import contextlib
 import ctypes
@@ -25,14 +25,14 @@ ANSWERS = ("wandb_project=its-wandb", "wandb_entity=its-team")
 
 
 def die_with_parent() -> None:
-    """Have Linux kill this process when the tests are: what a project runs would run on."""
+    """Have Linux kill this process when the tests are killed; otherwise, it would keep running."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG
 
 
 @pytest.fixture
 def run(environment):
-    """Run a command to its end, check its status, return what it printed."""
+    """Run a command to its end, check its status, and return its output."""
 
     def to_the_end(cwd: Path, *words: str | Path) -> str:
         done = subprocess.run(
@@ -57,11 +57,11 @@ def run(environment):
 def required(
     own: str, needs: Callable[[str], list[str]], extra: str
 ) -> list[metadata.Distribution]:
-    """Return what an extra of a project installs, of the distributions that are here.
+    """Return the distributions that an extra of a project installs, as far as they are here.
 
     Args:
         own: the project's name.
-        needs: returns what it requires for an extra.
+        needs: returns the requirements of an extra.
         extra: "" for none.
     """
     waiting = [(own, extra)]
@@ -83,7 +83,7 @@ def required(
 
 
 def link(distributions: list[metadata.Distribution], folder: Path) -> None:
-    """Have the packages of the virtual environment in `folder` be `distributions`, no others."""
+    """Give the virtual environment in `folder` exactly the packages of `distributions`."""
     tops = Path(sysconfig.get_path("purelib", vars={"base": str(folder)}))
     for each in distributions:
         names = {path.parts[0] for path in each.files or []}
@@ -97,7 +97,7 @@ PIP = [sys.executable, "-m", "pip", "--python"]
 
 @pytest.fixture
 def borrowing(run):
-    """Give a project a `.venv` that is set up: what it requires, of this environment."""
+    """Give a project a complete `.venv`, with its requirements from this environment."""
 
     def borrow(project: Path) -> Path:
         run(project, sys.executable, "-m", "venv", "--without-pip", ".venv")
@@ -128,7 +128,7 @@ def borrowing(run):
 
 @pytest.fixture
 def project(shared, once, generate, borrowing, run):
-    """A project that is set up."""
+    """A project with its environment."""
 
     def make(folder: Path) -> None:
         generate(folder, *ANSWERS)
@@ -153,10 +153,10 @@ def packed(shared, once, project, run):
 def test_it_passes_its_own_tests_and_leaves_nothing_for_git(
     extras, generate, borrowing, run, git, tmp_path, types, monkeypatch
 ):
-    monkeypatch.setenv("MYPY_CACHE_DIR", str(types))  # else mypy reads torch for a minute
+    monkeypatch.setenv("MYPY_CACHE_DIR", str(types))  # otherwise, mypy reads torch for a minute
     generate(tmp_path, f"extras={extras}")
     project = borrowing(tmp_path / "my-gpt")
-    out = run(project, sys.executable, "scripts/dev.py", "test", "-n0")  # beside other tests
+    out = run(project, sys.executable, "scripts/dev.py", "test", "-n0")  # next to other tests
     assert " passed" in out.splitlines()[-1]
     assert git(project, "status", "--porcelain") == ""
 
@@ -191,9 +191,9 @@ def test_from_the_wheel_alone_it_trains_in_an_empty_folder(project, packed, run,
     (wheel,) = packed.glob("*.whl")
     about = metadata.PathDistribution(zipfile.Path(wheel, "my_gpt-0.1.0.dist-info/"))
     run(tmp_path, sys.executable, "-m", "venv", "--without-pip", "fresh")
-    # Links to what its own metadata ask for; pip finds that sufficient, or downloads the rest.
+    # Links to the packages that its metadata requires; pip accepts these, or downloads the rest.
     link(required("my-gpt", lambda _: about.requires or [], ""), tmp_path / "fresh")
-    pip = [*PIP, "fresh/bin/python", "install", "-q", "--no-compile"]  # what is imported is
+    pip = [*PIP, "fresh/bin/python", "install", "-q", "--no-compile"]  # the imported ones are
     run(tmp_path, *pip, "-c", project / "constraints.txt", wheel)
     command = tmp_path / "fresh/bin/my-gpt"
     words = ["train", "experiment=smoke", "logger=none", "callbacks.sample.length=9"]

@@ -1,4 +1,4 @@
-"""What others look for in a repository: Scientific Python's review, and zizmor's of workflows."""
+"""Reviews of the repository: Scientific Python's, and zizmor's of the workflows."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Updates by cruft: what changes in the template comes into a project, whose own changes stay."""
+"""Updates with cruft: they apply the template's changes and keep the project's own."""
 
 import json
 import re
@@ -15,14 +15,14 @@ def edit(path: Path, before: str = "", after: str = "") -> None:
 
 @pytest.fixture
 def project(upstream, generate, tmp_path, committed, begun):
-    """A project by `cruft create`, which its user has begun to change."""
+    """A project from `cruft create` that its user has started to change."""
     words = ["create", f"file://{upstream}", "--no-input"]
     generate.run("cruft", *words, cwd=tmp_path)
     return begun(committed(tmp_path / "my-gpt"))
 
 
 def change(upstream: Path, committed) -> None:
-    """Change, add, rename and delete a source file."""
+    """Change, add, rename, and delete a source file."""
     source = upstream / "src/lockstep_gpt"
     edit(source / "model/gpt.py", before=FIRST)
     (source / "model/new.py").write_text("import lockstep_gpt.model.gpt\n")

@@ -1,4 +1,4 @@
-"""A run in miniature: real data, a real module and a real Trainer on the CPU."""
+"""A miniature run: real data, a real module, and a real Trainer on the CPU."""
 
 import json
 import multiprocessing
@@ -48,7 +48,7 @@ OPTIM = {"algorithm": "adamw", "lr": 1e-2}
 LIGHTNINGS_NOISE = [
     "`isinstance.treespec, LeafSpec.` is deprecated",
     "The '.*_dataloader' does not have many workers",
-    "It is recommended to use `self.log",  # where ranks are there, and no strategy of theirs
+    "It is recommended to use `self.log",  # if there are ranks but no strategy for them
 ]
 
 
@@ -71,7 +71,7 @@ class Run:
         )
 
     def fit(self, *callbacks, logger=False, ckpt_path=None, io=None, **settings):
-        # By itself Lightning takes bfloat16 in its place on a CPU.
+        # On a CPU, Lightning would replace it with bfloat16.
         half = self.config.precision == "16-mixed"
         precision = [MixedPrecision("16-mixed", "cpu")] if half else []
         trainer = lightning.Trainer(
@@ -99,7 +99,7 @@ class Run:
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory):
-    """Random tokens, 800 of them for training and 200 for validation."""
+    """Random tokens: 800 for training and 200 for validation."""
     root = tmp_path_factory.mktemp("data")
     text = np.random.default_rng(0).choice([*map(chr, range(48, 98))], 998)
     (root / "text").write_text("".join(text))
@@ -108,7 +108,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def new_run(folder):
-    """Make a run of `max_steps` updates of two micro-batches of two samples each."""
+    """Create a run of `max_steps` updates of two micro-batches of two samples each."""
 
     def make(*, model=None, optim=None, checkpoint=None, guard=None, batch=None, **settings):
         config = Config(
@@ -138,7 +138,7 @@ def new_run(folder):
 
 
 def _rank(rank, size, store, function, queue):
-    torch.set_num_threads(1)  # a copy of a process has none of the threads that OpenMP counts on
+    torch.set_num_threads(1)  # a forked process lacks the threads that OpenMP relies on
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size))
     dist.init_process_group(
         "gloo",
@@ -154,12 +154,12 @@ def _rank(rank, size, store, function, queue):
     finally:
         queue.close()
         queue.join_thread()
-        os._exit(0)  # the copy of pytest must not go on
+        os._exit(0)  # the forked pytest must not continue
 
 
 @pytest.fixture
 def on_ranks(tmp_path):
-    """Run a function on each of `size` gloo ranks, copies of this process; return what they do."""
+    """Run a function on `size` gloo ranks, forks of this process; return what they return."""
 
     def run(size, function):
         context = multiprocessing.get_context("fork")
@@ -170,7 +170,7 @@ def on_ranks(tmp_path):
             for rank in range(size)
         ]
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # of forking beside threads
+            warnings.simplefilter("ignore", DeprecationWarning)  # about forking with threads
             for rank in ranks:
                 rank.start()
         try:
@@ -178,7 +178,7 @@ def on_ranks(tmp_path):
         finally:
             for rank in ranks:
                 rank.join(1)
-                rank.kill()  # else one that hangs would be waited for without end
+                rank.kill()  # otherwise, it would wait forever for a rank that hangs
         return [results[rank] for rank in range(size)]
 
     return run
@@ -204,9 +204,9 @@ def read_records(path):
 
 
 def read_offline_runs(folder):
-    """Return the ids of runs, the configuration and the rows of all offline files below.
+    """Return the run ids, the configuration, and the rows of all offline files below.
 
-    wandb's own process writes them, to the end a moment after the run has ended.
+    wandb's own process writes them; it finishes a moment after the run has ended.
     """
     ids, config, rows = set(), {}, []
     for path in sorted(folder.glob("wandb/offline-run-*/*.wandb")):

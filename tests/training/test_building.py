@@ -1,4 +1,4 @@
-"""Objects that the configuration names, with whichever Hydra is here."""
+"""Objects that the configuration names, with any Hydra version that is installed."""
 
 from datetime import timedelta
 

@@ -31,7 +31,7 @@ CONFIG = {"max_steps": 10}
 
 
 def content(**changes):
-    """What the smallest checkpoint holds."""
+    """The content of the smallest checkpoint."""
     tokenizer = ByteTokenizer().to_dict()
     return {"config": CONFIG, "tokenizer": tokenizer, "state_dict": {}, **changes}
 
@@ -42,7 +42,7 @@ def save(path, **changes):
 
 
 def put(path, data):
-    """Write `data` with the SHA-256 that belongs to it."""
+    """Write `data` with its SHA-256."""
     path.write_bytes(data)
     sum_path(path).write_text(f"{hashlib.sha256(data).hexdigest()}  {path.name}\n")
     return path
@@ -98,7 +98,7 @@ def test_a_save_that_fails_leaves_what_was_there(tmp_path, old):
 
 
 def save_for_ever(folder):
-    torch.set_num_threads(1)  # a copy of a process has none of the threads that OpenMP counts on
+    torch.set_num_threads(1)  # a forked process lacks the threads that OpenMP relies on
     weights = {"w": torch.zeros(4_000_000)}
     for step in itertools.chain([1], itertools.repeat(2)):
         save(checkpoint_path(folder, step), state_dict=weights)

@@ -8,7 +8,7 @@ from lockstep_gpt.training.loop_changes import LoopChanges
 
 
 def broadcasts_of(run, *callbacks):
-    """Return what counts the broadcasts of a fit on one of two ranks, copies of this process."""
+    """Return a function that counts the broadcasts of a fit on one of two forked ranks."""
 
     def count(_rank):
         Trainer.world_size = property(lambda _: 2)
@@ -21,13 +21,13 @@ def broadcasts_of(run, *callbacks):
 
 
 def test_the_stock_loop_broadcasts_at_every_micro_batch_and_ours_never(new_run, on_ranks):
-    # Should the first fail, Lightning needs our change to its loop no longer.
+    # If the first fails, Lightning no longer needs our change to its loop.
     assert on_ranks(2, broadcasts_of(new_run(max_steps=3))) == [6, 6]
     assert on_ranks(2, broadcasts_of(new_run(max_steps=3), LoopChanges())) == [0, 0]
 
 
 class Raises(Callback):
-    """Ends a run in its third step, and keeps its Trainer."""
+    """Ends a run in its third step and keeps its Trainer."""
 
     def on_train_batch_end(self, trainer, *_):
         self.trainer = trainer
@@ -45,7 +45,7 @@ def test_all_that_is_changed_in_the_loop_is_put_back_after_an_exception_too(new_
 
 
 class Late(Callback):
-    """Gets a hook when the run has begun, and logs in each micro-batch."""
+    """Gets a hook after the run has started, and logs in each micro-batch."""
 
     def on_train_start(self, *_):
         self.calls = []
@@ -56,7 +56,7 @@ class Late(Callback):
 
 
 class Rows(Logger):
-    """Keeps what it is given to log."""
+    """Keeps what it gets to log."""
 
     name, version = "rows", 0
 
@@ -84,6 +84,6 @@ def test_what_is_logged_has_the_number_of_its_own_step(new_run):
         new_run(max_steps=4).fit(Late(), *callbacks, logger=logger, log_every_n_steps=2)
         return logger.rows
 
-    # Should the first fail, Lightning needs our change to its axis no longer.
+    # If the first fails, Lightning no longer needs our change to its axis.
     assert steps() == [(1, 2.0), (3, 4.0)]
     assert steps(LoopChanges()) == [(2, 2.0), (4, 4.0)]

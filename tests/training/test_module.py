@@ -48,7 +48,7 @@ def test_dropout_is_a_function_of_seed_and_step(new_run):
 
 
 class Seeds(Callback):
-    """Notes what torch was seeded with when each micro-batch began."""
+    """Records torch's seed at the start of each micro-batch."""
 
     def __init__(self):
         self.seeds = []
@@ -81,7 +81,7 @@ def test_an_update_is_the_optimizer_s_on_the_mean_gradient_clipped(new_run):
 
 def test_the_loss_taken_is_the_mean_since_it_was_taken_last(new_run):
     module = new_run().module
-    module.logs_losses = False  # as no Trainer is here
+    module.logs_losses = False  # because there is no Trainer
     losses = [module.training_step(batch(seed), 0) for seed in range(3)]
     mean = sum(loss.item() for loss in losses) / 3
     assert module.take_losses().item() == pytest.approx(mean, rel=1e-6)

@@ -21,7 +21,7 @@ def run(tmp_path):
 
 @pytest.fixture(autouse=True)
 def process(monkeypatch):
-    """Give back what a rank changes in its process for good."""
+    """Restore what a rank changes permanently in its process."""
     root, streams = logging.getLogger(), [os.dup(1), os.dup(2)]
     before, level = root.handlers[:], root.level
     levels = {name: logging.getLogger(name).level for name in ("lightning", "torch", "fsspec")}

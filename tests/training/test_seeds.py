@@ -18,4 +18,4 @@ def test_no_step_formats_its_stack_for_a_device_that_is_missing(new_run, monkeyp
     run.fit()
     assert not calls
     torch.manual_seed(0)
-    assert calls  # should this fail, torch needs our way around it no longer
+    assert calls  # if this fails, torch no longer needs our workaround

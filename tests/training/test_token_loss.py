@@ -11,7 +11,7 @@ from lockstep_gpt.training.token_loss import TokenLoss, perplexity
 
 
 def uneven_batches():
-    """Logits and targets of batches of different sizes, some targets of which do not count."""
+    """Logits and targets of batches of different sizes; some targets don't count."""
     random = torch.Generator().manual_seed(0)
     for rows, ignored in [(5, 0), (1, 3), (3, 10)]:
         targets = torch.randint(11, (rows, 7), generator=random)
@@ -63,7 +63,7 @@ def test_the_loss_is_the_same_to_the_bit_in_any_order_of_the_batches():
             metric.update(losses[index], targets)
         found.add(metric.compute().item())
     assert len(found) == 1
-    # It is not easy; `sum` itself makes up for roundings since Python 3.12.
+    # The data is hard to sum; `sum` itself compensates for rounding since Python 3.12.
     orders = [losses[torch.randperm(100)].tolist() for _ in range(9)]
     assert len({functools.reduce(operator.add, order) for order in orders}) > 1
 

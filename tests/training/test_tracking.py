@@ -18,7 +18,7 @@ def read_csv(folder):
 
 
 def by_step(rows):
-    """Join the rows of a step; drop repeats, what wandb adds, and what is no number."""
+    """Join the rows of a step; drop repeats, wandb's additions, and non-numbers."""
     joined = {}
     for row in rows:
         kept = {name: value for name, value in row.items() if not name.startswith(("_", "samples"))}
@@ -70,7 +70,7 @@ def test_failed_run_is_ended_as_failed_and_a_finished_one_as_finished(two, comma
         "class Broken(lightning.Callback):\n"
         "    def on_train_start(self, *_): raise ZeroDivisionError('on purpose')\n"
     )
-    own = ("logger=wandb", "trainer=cpu")  # wandb keeps state for the life of a process
+    own = ("logger=wandb", "trainer=cpu")  # wandb keeps state for the lifetime of a process
     broken = ("+callbacks.broken._target_=broken.Broken", "run_dir=run", *own)
     command.train(*broken, status=1, PYTHONPATH=str(command.folder))
     for folder, status in ((command.folder / "run", 1), (two[0].folder / "runs/two", 0)):

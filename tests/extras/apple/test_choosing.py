@@ -1,4 +1,4 @@
-"""Which runs take the GPU of a Mac, and what is refused there."""
+"""Which runs use the GPU of a Mac, and what is rejected there."""
 
 import platform
 from dataclasses import replace

@@ -1,6 +1,6 @@
-"""What is sent to an Apple GPU, and what is computed there; tensors that say that they are on one.
+"""What is sent to an Apple GPU, and what is computed there, with tensors that simulate one.
 
-They are on the host, and refuse what such a GPU refuses: float64, and uint16 and wider ones.
+They are on the host, and reject what such a GPU rejects: float64, and uint16 and wider ones.
 """
 
 import math
@@ -24,7 +24,7 @@ LEAVES = (torch.Tensor.cpu, torch.Tensor.tolist, torch.Tensor.item, torch.Tensor
 
 
 class OnApple(torch.Tensor):
-    """A tensor on the host that has the device, and the limits, of an Apple GPU."""
+    """A tensor on the host with the device and the limits of an Apple GPU."""
 
     device = property(lambda _: DEVICE)
 

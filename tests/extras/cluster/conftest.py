@@ -13,7 +13,7 @@ from lockstep_gpt.launch import compose
 
 
 def compose_words(*words: str) -> Config:
-    """Return the configuration that words of the command line make."""
+    """Return the configuration that command-line arguments produce."""
     made: list[Config] = []
 
     def job(config: DictConfig) -> None:
@@ -25,7 +25,7 @@ def compose_words(*words: str) -> Config:
 
 @pytest.fixture(scope="session")
 def known() -> dict[str, Any]:
-    """The bytes and ledgers of what has been traced."""
+    """The bytes and ledgers that were traced."""
     return {}
 
 

@@ -1,4 +1,4 @@
-"""What is said before a run trains, and when."""
+"""Which advice is printed before a run trains, and when."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The whole command; each launch carries several faults, since ranks take seconds to import."""
+"""The whole command; each launch has several faults, since ranks take seconds to import."""
 
 import json
 import os
@@ -12,7 +12,7 @@ from lockstep_gpt import cli
 from lockstep_gpt.config import UserError
 from lockstep_gpt.extras.cluster.hardware import Hardware
 
-TIMEOUT = 150  # seconds; no launch takes a tenth of it on a quiet machine
+TIMEOUT = 150  # seconds; on an idle machine, no launch takes a tenth of it
 
 
 def free_port():
@@ -21,7 +21,7 @@ def free_port():
 
 
 def rank(number, world_size=2, **changes):
-    """Return the environment of a rank on this machine, as a launcher makes it."""
+    """Return the environment that a launcher sets for a rank on this machine."""
     variables = {
         "RANK": number,
         "WORLD_SIZE": world_size,
@@ -33,7 +33,7 @@ def rank(number, world_size=2, **changes):
 
 
 def read(process, status):
-    """Wait for the process; return what it reported as JSON."""
+    """Wait for the process; return its JSON report."""
     out, err = process.communicate(timeout=TIMEOUT)
     assert process.returncode == status, out + err
     return json.loads(out) if out else {}
@@ -62,7 +62,7 @@ def sound(tmp_path_factory, python_of_forks):
 
 def test_a_sound_machine_has_no_failure_and_all_checks(sound):
     report = sound[0]
-    assert report["status"] in ("ok", "warning")  # it may be busy
+    assert report["status"] in ("ok", "warning")  # the machine may be busy
     assert {found["check"] for found in report["findings"]} > {
         "rendezvous",
         "launcher",
@@ -172,11 +172,11 @@ def test_a_loopback_name_a_full_shared_memory_and_a_missing_rank_are_named(comma
 
 
 def outside_address():
-    """An address of this machine that is not the loopback; none without a network or `nodes`."""
+    """An address of this machine other than loopback; None without a network or `nodes`."""
     try:
         from lockstep_gpt.extras.nodes.address import own_address
 
-        return own_address("192.0.2.1:9")[0]  # of a documentation network, nothing is sent
+        return own_address("192.0.2.1:9")[0]  # in a documentation network; nothing is sent
     except (ImportError, UserError):
         return None
 

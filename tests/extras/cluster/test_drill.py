@@ -18,7 +18,7 @@ DRILLS = [
 ]
 
 
-# Validations and samples are no part of what is drilled: short ones will do.
+# Validations and samples are not part of the drill: short ones are enough.
 SHORT = ("data.val_tokens=256", "callbacks.sample.length=1")
 
 

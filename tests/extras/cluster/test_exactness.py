@@ -33,7 +33,7 @@ def test_two_ranks_one_and_both_in_turn_give_one_hash(capsys):
 
 @pytest.fixture
 def three_steps(command):
-    """Train for three steps; return what the run has left."""
+    """Train for three steps; return the run's files."""
 
     def train(name, *words):
         short = ["max_steps=3", "optim.warmup_steps=1", "log_every=1"]
@@ -45,7 +45,7 @@ def three_steps(command):
 
 def test_every_difference_is_told_but_that_of_times(three_steps, command):
     first = three_steps("first", "seed=1")
-    assert first.weights == command.summary("first")["weights"]["3"]  # the report's word
+    assert first.weights == command.summary("first")["weights"]["3"]  # from the report
     changed = RunDirectory(command.folder / "changed")
     shutil.copytree(command.folder / "first", changed.path)
     with changed.metrics.open(newline="") as file:
@@ -55,7 +55,7 @@ def test_every_difference_is_told_but_that_of_times(three_steps, command):
         writer.writeheader()
         writer.writerows({**row, "throughput/step_seconds": "9"} for row in rows)
     assert differences({"first": first, "changed": left_by(changed)}) == []
-    with changed.metrics.open("a", newline="") as file:  # a step that was done twice, for one
+    with changed.metrics.open("a", newline="") as file:  # such as a step that was done twice
         csv.DictWriter(file, rows[0]).writerow(rows[-1])
     (line,) = differences({"first": first, "changed": left_by(changed)})
     assert line == (

@@ -16,7 +16,7 @@ NVLINK = """GPU 0: NVIDIA A100-SXM4-40GB (UUID: GPU-1)
 
 @pytest.fixture
 def nvidia_smi(tmp_path, monkeypatch):
-    """Put a program of that name first on the path, which prints a recorded text."""
+    """Put a program of that name, which prints a recorded text, first on the path."""
 
     def record(text, status=0):
         program = tmp_path / "nvidia-smi"

@@ -16,7 +16,7 @@ from lockstep_gpt.extras.cluster.peaks import peak_of
 
 @pytest.mark.parametrize("hardware", HARDWARE.values(), ids=HARDWARE)
 def test_peaks_are_dense(hardware):
-    # A tensor core does half as many tf32 products as bf16 ones; with sparsity it would be twice.
+    # A tensor core does half as many tf32 products as bf16 ones; with sparsity, twice as many.
     if "tf32" in hardware.peak:
         assert hardware.peak["bf16"] / hardware.peak["tf32"] == pytest.approx(2, rel=0.03)
     assert hardware.peak["fp16"] == hardware.peak.get("bf16", hardware.peak["fp16"])
@@ -31,7 +31,7 @@ def test_every_figure_has_its_source():
 
 
 def test_bandwidths_are_of_one_direction():
-    assert LINKS["nvlink4"].bandwidth == 450e9  # the data sheet's 900 GB/s are both together
+    assert LINKS["nvlink4"].bandwidth == 450e9  # the data sheet's 900 GB/s are for both directions
     assert LINKS["pcie3"].bandwidth == pytest.approx(16e9, rel=0.02)
     assert LINKS["ndr"].bandwidth == 400e9 / 8
 

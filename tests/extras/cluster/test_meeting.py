@@ -8,7 +8,7 @@ from lockstep_gpt.extras.cluster.meeting import Absent, examine_clocks, open_mee
 from lockstep_gpt.training.ranks import Ranks
 
 LIMIT = 1.0
-PATIENCE = 60.0  # of those who are not to wait in vain, even on a busy machine
+PATIENCE = 60.0  # enough for ranks that must succeed, even on a busy machine
 FIRST, SECOND = Ranks(0, 0, 2, 2), Ranks(1, 1, 2, 2)
 
 
@@ -27,7 +27,7 @@ def test_a_rank_that_never_comes_is_named_in_time():
     started = time.monotonic()
     with pytest.raises(Absent, match=r"rank 1 did not come within 1 s"):
         meeting.gather("facts", {})
-    assert time.monotonic() - started < LIMIT + 20  # torch itself waits for minutes
+    assert time.monotonic() - started < LIMIT + 20  # torch itself waits minutes
 
 
 def test_a_dead_port_is_told_apart_from_one_of_another_program(port):
@@ -45,7 +45,7 @@ def test_a_port_that_is_taken_is_named(port):
 
 @pytest.fixture
 def both(port):  # noqa: ARG001 (in the environment)
-    """Two ranks of one process around one store."""
+    """Two ranks in one process that share one store."""
     first = open_meeting(FIRST, PATIENCE)
     return first, open_meeting(SECOND, PATIENCE)
 

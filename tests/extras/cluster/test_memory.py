@@ -30,7 +30,7 @@ LONG = ModelConfig(block_size=256, n_layer=5, n_head=4, n_embd=64, bias=False)
 
 
 def measured(shape, vocab_size, micro_size, precision):
-    """The most bytes that torch's allocator says were alive at once, gradients apart."""
+    """The peak of allocated bytes according to torch's allocator, without gradients."""
     model = built(shape, vocab_size, precision)
     for weight in model.parameters():
         weight.grad = torch.zeros_like(weight)
@@ -50,7 +50,7 @@ def measured_peak(work):
 
 @pytest.fixture(scope="module")
 def eight_ranks():
-    """This process as one of eight ranks that get nothing from each other."""
+    """This process as one of eight ranks that receive nothing from each other."""
     dist.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
     yield init_device_mesh("cpu", (8,))
     dist.destroy_process_group()
@@ -202,7 +202,7 @@ def test_what_fsdp2_gathers_is_no_less_and_little_more_than_the_allocator_measur
         fully_shard(each, mesh=eight_ranks, mp_policy=policy, reshard_after_forward=reshards)
     whole = MixedPrecisionPolicy(reduce_dtype=torch.float32)
     fully_shard(model, mesh=eight_ranks, mp_policy=whole, reshard_after_forward=True)
-    step(model, 2, shape.block_size, precision)  # from now on gradients are there
+    step(model, 2, shape.block_size, precision)  # from now on, gradients exist
     peak = measured_peak(lambda: step(model, 2, shape.block_size, precision))
     sharing = Sharing(8, block, rest, reshards, gathered, reduced_size=4)
     beside = trace_peak(shape, 1000, 2, precision, "cpu", half_blocks=gathered == 2)

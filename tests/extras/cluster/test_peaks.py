@@ -23,10 +23,10 @@ def test_the_peak_of_a_gpu_is_known_by_its_name(device, peak):
 @pytest.mark.parametrize(
     ("device", "precision", "peak"),
     [
-        ("NVIDIA H100 80GB HBM3", "32-true", 494.5),  # TF32, which training lets it take
+        ("NVIDIA H100 80GB HBM3", "32-true", 494.5),  # TF32, which training allows
         ("NVIDIA H100 80GB HBM3", "bf16-mixed", 989.5),
         ("NVIDIA H100 80GB HBM3", "64-true", 34),
-        ("Tesla T4", "32-true", 8.1),  # it has no TF32
+        ("Tesla T4", "32-true", 8.1),  # it doesn't have TF32
         ("Tesla T4", "bf16-mixed", None),
     ],
 )

@@ -32,7 +32,7 @@ def screen(capsys, traced_once):  # noqa: ARG001 (in what the command calls)
 def test_gpt2_xl_over_eleven_numbers_of_devices_takes_less_than_a_second(composed):
     config = composed("model=gpt2_xl")
     times = []
-    while len(times) < 6 and min(times, default=1) >= 1:  # busy cores share their caches, too
+    while len(times) < 6 and min(times, default=1) >= 1:  # busy cores also share their caches
         started = time.process_time()
         plan = predict(config, HARDWARE["h100"], WORLD_SIZES)
         times.append(time.process_time() - started)
@@ -72,7 +72,7 @@ def test_the_loss_that_another_extra_expects_stands_beside_time_and_cost(screen)
     facts = screen(*words, "--price", "2")[1].split("\n\n")[0]
     assert f"\nloss        {expected['val_loss']:.4f} nats per token on held-out data" in facts
     assert expected["basis"] in facts
-    assert "\nloss " not in screen(*words, "--tokens", "1e6")[1]  # which are other tokens
+    assert "\nloss " not in screen(*words, "--tokens", "1e6")[1]  # another number of tokens
 
 
 def test_flags_change_the_hardware(screen):
@@ -138,7 +138,7 @@ def facts_of(out):
 
 @pytest.fixture
 def small_experiments(tmp_path):
-    """Three experiments: of a shape alone, one that builds on it, and one that chooses data."""
+    """Three experiments: one with only a shape, one that builds on it, one that chooses data."""
     folder = tmp_path / "experiment"
     folder.mkdir()
     shape = "model:\n  n_layer: 1\n  n_embd: 64\n  n_head: 2\n  block_size: 32\n"
@@ -191,7 +191,7 @@ def test_presets_have_the_size_of_their_name_with_that_vocabulary(composed):
         millions = model.num_parameters / 1e6
         if preset in named:
             assert round(millions) == named[preset]
-        else:  # without the head of its own
+        else:  # without its own head
             millions -= 50_257 * config.model.n_embd / 1e6
             size = {"modern_124m": 124, "modern_350m": 350, "modern_1b": 1200}[preset]
             assert millions == pytest.approx(size, rel=0.02), preset
@@ -232,7 +232,7 @@ def test_a_budget_that_is_given_is_the_one_that_is_planned(
 
 def test_a_recipe_is_planned_with_its_own_tokens(screen):
     plan = json.loads(screen("plan", "experiment=gpt2_124m", "--devices", "1", "--json")[1])
-    assert plan["tokens"] == 4768 * 512 * 1024  # 2.5 billion, as its comment says
+    assert plan["tokens"] == 4768 * 512 * 1024  # 2.5 billion, as its comment states
     assert plan["parameters"] == 124_439_808
 
 

@@ -160,7 +160,7 @@ def test_what_fsdp2_keeps_gathered_is_in_the_memory(composed):
     assert kept.memory.gathered > 10 * again.memory.gathered  # of 36 blocks 36, not 2
     assert kept.time.all_reduce < again.time.all_reduce
     assert half.memory.gathered < again.memory.gathered
-    assert half.memory.total < again.memory.total  # no copies for autocast either
+    assert half.memory.total < again.memory.total  # also no copies for autocast
     assert half.time.all_reduce < again.time.all_reduce
 
 
@@ -202,4 +202,4 @@ def test_sums_in_one_order_take_room_and_only_some_numbers_of_devices(composed):
     assert "gives equal bits on 1, 3, 6, 12, 24, or 48 devices" in exact.refused[2]
     for ours, row, kept in zip(exact.rows, plain.rows, (5, 4, 1, 0), strict=True):
         more = ours.memory.copies - row.memory.copies
-        assert more == kept * plain.gradient_bytes  # log2 of the micro-batches of a rank
+        assert more == kept * plain.gradient_bytes  # log2 of the number of a rank's micro-batches

@@ -37,7 +37,7 @@ class Kill(lightning.Callback):
     def on_train_batch_start(self, trainer, *_):
         os.kill(os.getpid(), signal.SIGKILL)
 """
-# What torch, NCCL and Linux print where this cannot be provoked: several GPUs, broken ones, time.
+# Output of torch, NCCL, and Linux that can't be provoked here: many or broken GPUs, long waits.
 RECORDED = {
     "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total": (
         "no room for one micro-batch"
@@ -74,7 +74,7 @@ RECORDED = {
 
 @pytest.fixture
 def broken(command):
-    """Train with a callback that breaks something; return what the terminal shows."""
+    """Train with a callback that breaks something; return the terminal output."""
     (command.folder / "breaker.py").write_text(BREAKER)
 
     def train(name, *words):
@@ -114,7 +114,7 @@ def test_a_kill_from_outside_is_explained_once_no_restart_is_left(broken):
 
 def test_a_port_that_is_taken_is_explained(command):
     with socket.socket(type=socket.SOCK_DGRAM) as probe:
-        probe.connect(("192.0.2.1", 9))  # sends nothing, tells our own address
+        probe.connect(("192.0.2.1", 9))  # sends nothing, but reveals our own address
         address = probe.getsockname()[0]
     with socket.create_server(("0.0.0.0", 0)) as taken:
         place = f"{address}:{taken.getsockname()[1]}"

@@ -49,7 +49,7 @@ def spread(devices, nodes=1, accumulation=1, micro_size=8):
 @pytest.mark.parametrize(("gigabytes", "milliseconds", "share"), [(16, 6, 0.11), (300, 0.3, 0.006)])
 def test_a_hundred_megabytes_of_gradients_by_the_simple_rule(gigabytes, milliseconds, share):
     seconds = simple_seconds(100e6, gigabytes * GB)
-    assert seconds * 1e3 == pytest.approx(milliseconds, rel=0.12)  # given to one digit
+    assert seconds * 1e3 == pytest.approx(milliseconds, rel=0.12)  # the source gives one digit
     assert seconds / (0.050 + seconds) == pytest.approx(share, rel=0.12)
 
 
@@ -69,7 +69,7 @@ def test_between_nodes_data_flow_through_at_the_rate_of_the_narrowest_link():
     links = LINKS["nvlink3"], LINKS["hdr"]
     still = [replace(link, latency=0.0, tree_latency=0.0) for link in links]
     ideal = replace(IDEAL, intra=still[0], inter=still[1])
-    adapters = 8 * LINKS["hdr"].bandwidth  # 200 GB/s, less than the 300 of NVLink
+    adapters = 8 * LINKS["hdr"].bandwidth  # 200 GB/s, less than NVLink's 300
     both, _ = all_reduce_seconds(GB, spread(8, nodes=4), ideal)
     assert both == pytest.approx(ring_seconds(GB, 32, adapters))
     many = replace(ideal, adapters=16)
@@ -86,9 +86,9 @@ def test_a_tree_takes_over_where_a_ring_has_too_many_steps():
 
 
 # By hand: 2 (N - 1) / N x gradients in float32 / bandwidth (Patarasuk & Yuan 2009, section 3), and
-# for each bucket the latency of what NCCL takes there (2.20, src/graph/tuning.cc, LL128).
-# The bandwidth of a DGX H100 is 450 GB/s from GPU to GPU, 8 x 50 GB/s from node to node, of which
-# 0.8 are reached.
+# for each bucket the latency of what NCCL uses there (2.20, src/graph/tuning.cc, LL128).
+# The bandwidth of a DGX H100 is 450 GB/s from GPU to GPU and 8 x 50 GB/s from node to node; runs
+# reach 0.8 of it.
 HOPS_8 = 14 * 1.9e-6  # ring in the node: 2 (8 - 1) steps over NVLink
 HOPS_32, HOPS_64, HOPS_512 = (2 * (7 * 1.25e-6 + log2 * 8.5e-6) for log2 in (2, 3, 6))  # trees
 SEVEN = 12 * 32 * 4096**2 + (50257 + 2048) * 4096  # matrices of 32 blocks, vocabulary, positions
@@ -124,7 +124,7 @@ def test_all_reduces_take_what_one_calculates_by_hand(name):
 def test_the_exchange_of_a_large_model_is_bound_by_bandwidth():
     bare = 2 * 63 / 64 * 4 * SEVEN / 320e9
     _, seconds = exchange_of(MODELS["7 B"][0], 64, HARDWARE["h100"])
-    assert seconds == pytest.approx(bare, rel=0.15)  # it was once 78 % more
+    assert seconds == pytest.approx(bare, rel=0.15)  # it once was 78 % more
 
 
 SHARING = Sharing(

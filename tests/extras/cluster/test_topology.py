@@ -13,7 +13,7 @@ Legend:
 
 
 def matrix(rows, affinity=True, nics=()):
-    """Write the matrix as `nvidia-smi topo -m` does: tabs, an underlined head, a legend."""
+    """Write the matrix as `nvidia-smi topo -m` does: tabs, an underlined header, a legend."""
     count = len(rows)
     names = [*(f"GPU{gpu}" for gpu in range(count)), *nics]
     head = [*names, *(["CPU Affinity", "NUMA Affinity", "GPU NUMA ID"] if affinity else [])]
@@ -33,7 +33,7 @@ SOCKETS = matrix(
     ["X PHB SYS SYS", "PHB X SYS SYS", "SYS SYS X PHB", "SYS SYS PHB X"], nics=["NIC0"]
 )
 PLAIN = matrix(["X PIX", "PIX X"], affinity=False)
-CUBE = matrix(  # eight V100s: each has six links, to four of the others
+CUBE = matrix(  # eight V100s: each has six links to four others
     [
         "X NV1 NV1 NV2 NV2 SYS SYS SYS",
         "NV1 X NV2 NV1 SYS NV2 SYS SYS",

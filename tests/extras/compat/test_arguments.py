@@ -1,4 +1,4 @@
-"""Arguments that Lightning's Trainer does not take."""
+"""Arguments that Lightning's Trainer doesn't have."""
 
 import inspect
 from types import SimpleNamespace
@@ -39,7 +39,7 @@ def test_what_the_trainer_does_not_take_is_refused(name, hint):
         refuse({"_target_": TRAINER, name: 3})
     line = f"trainer.{name}=3 is not an argument of Lightning's Trainer; {hint}"
     assert str(refusal.value).startswith(line)
-    refuse({"_target_": "mine.Trainer", name: 3})  # of which nobody knows
+    refuse({"_target_": "mine.Trainer", name: 3})  # unknown everywhere
 
 
 def test_it_is_refused_before_there_are_ranks(command):

@@ -1,4 +1,4 @@
-"""Run directories and checkpoints of earlier versions: read, or one line says what to do."""
+"""Run directories and checkpoints of earlier versions: read, or rejected with a remedy."""
 
 import shutil
 from pathlib import Path
@@ -14,7 +14,7 @@ from lockstep_gpt.extras.compat.former import FORMER
 from lockstep_gpt.run_directory import RunDirectory, readable
 from lockstep_gpt.training.checkpoint import write_checkpoint
 
-# As these commits froze their smoke experiment, without what extras had added to it.
+# The smoke experiment as these commits froze it, without the extras' settings.
 FROZEN = {
     "709b8e7": """
 seed: 1337
@@ -116,7 +116,7 @@ RESUME = ("train", "run_dir=run", "resume=auto", "max_steps=22")
 
 @pytest.fixture
 def earlier(finished, command):
-    """Make a run directory as an earlier version left it, with what `change` does to its values."""
+    """Create a run directory as an earlier version left it, with its values changed by `change`."""
 
     def make(version, change=lambda values: values):
         source, run = finished[0].folder / "runs/first", command.folder / "run"

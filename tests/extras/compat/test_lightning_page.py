@@ -1,4 +1,4 @@
-"""docs/lightning.md: every callback, logger, profiler and argument of Lightning, as it says."""
+"""docs/lightning.md is right about each callback, logger, profiler, and argument of Lightning."""
 
 import inspect
 import re
@@ -17,7 +17,7 @@ SECTIONS = dict(re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", PAGE, flags=re.MULTIL
 
 
 def table(section):
-    """Return name -> what the page says of it."""
+    """Return name -> the page's statement about it."""
     rows = re.findall(r"^\| (`.+?) \| (.+) \|$", SECTIONS[section], flags=re.MULTILINE)
     return {name: said for names, said in rows for name in re.findall(r"`(\w+)`", names)}
 
@@ -49,7 +49,7 @@ def test_an_argument_of_the_trainer_is_refused_as_the_page_says_or_not_at_all(na
     assert OWNED_TRAINER_KEYS.get(name) == (said and said[1])
 
 
-# What a run has at once; the second is what cannot be beside one of the first.
+# Combined in one run each; the second run has what conflicts with something in the first.
 TOGETHER = [
     {
         "DeviceStatsMonitor": {},

@@ -1,4 +1,4 @@
-"""Names of other projects: what is said of them is in docs/coming_from.md, and exists here."""
+"""Names of other projects: our answers are in docs/coming_from.md, and name what exists here."""
 
 import dataclasses
 import re
@@ -19,7 +19,7 @@ ROWS = re.findall(r"^\| (`.+?) \| (.+) \|$", PAGE, flags=re.MULTILINE)
 
 
 def settings_of(groups_and_top):
-    """Return every name that can stand on the left of `=`."""
+    """Return every name that can be on the left of `=`."""
     names = {item.name for item in dataclasses.fields(Config)}
     for group, owner in groups_and_top.items():
         names |= {f"{group}.{item.name}" for item in dataclasses.fields(owner)}
@@ -51,7 +51,7 @@ def test_page_and_messages_agree():
     told = {name: ours for names, ours in named for name in names}
     said = {name: set(re.findall(r"[\w./]+", NAMES[name])) for name in told if name in NAMES}
     assert len(said) > 50
-    assert {*NAMES} - {*told} == {"paths"}  # the page has what is in it
+    assert {*NAMES} - {*told} == {"paths"}  # the page contains its settings
     for name, words in said.items():
         settings = words & KNOWN
         assert settings <= set(re.findall(r"[\w./]+", told[name])), name

@@ -1,4 +1,4 @@
-"""A run that Lightning's time limit ends says so."""
+"""A run reports that Lightning's time limit ended it."""
 
 
 def test_a_run_says_that_its_time_was_up(command):

@@ -1,4 +1,4 @@
-"""Words of a command line that Hydra by itself would not take."""
+"""Command-line arguments that Hydra alone would reject."""
 
 import pytest
 import yaml

@@ -1,4 +1,4 @@
-"""A real shell completes the words of the command."""
+"""A real shell completes the command's arguments."""
 
 import os
 import shutil
@@ -38,7 +38,7 @@ def test_bash_completes_commands_choices_and_settings(tmp_path):
         "prepare data=st": "data=stdlib",
         "generate --pr": "",
     }
-    typed = "".join(f"{PROGRAM} {line}.\n" for line in lines)  # the dot keeps a blank at the end
+    typed = "".join(f"{PROGRAM} {line}.\n" for line in lines)  # the dot keeps a space at the end
     done = subprocess.run(
         ["bash", "-c", COMPLETE.format(program=PROGRAM)],
         env=os.environ | {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"},

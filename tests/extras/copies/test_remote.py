@@ -18,7 +18,7 @@ TOKENIZER = ByteTokenizer().to_dict()
 
 
 def content(step):
-    """What the smallest checkpoint holds."""
+    """The content of the smallest checkpoint."""
     return {"config": {}, "tokenizer": TOKENIZER, "state_dict": {}, "step": step}
 
 
@@ -68,7 +68,7 @@ def identity(run_dir, **model):
 
 
 def saved(disk, directory, step, **model):
-    """Save as the run of `directory`."""
+    """Save a checkpoint as the run of `directory` would."""
     run_dir = directory.values()["run_dir"]
     path = checkpoint_path(directory.checkpoints, step)
     disk.save_checkpoint({**content(step), "config": identity(run_dir, **model)}, path)
@@ -108,7 +108,7 @@ def test_a_run_that_lost_its_disk_takes_its_own_copies_up_again(tmp_path):
     kept = [f"step=00000{step}.ckpt{end}" for step in (5, 7) for end in ("", ".sha256")]
     assert copies(str(far / "runs/0")) == kept
     assert copies(str(far / "runs")) == ["0", "0.run"]
-    saved(checkpoint_io(first, config), first, 9)  # the same run, whatever had become of its disk
+    saved(checkpoint_io(first, config), first, 9)  # the same run, after any loss of its disk
 
 
 def test_a_copy_of_another_model_is_refused_and_none_of_it_stays(tmp_path):
@@ -136,13 +136,13 @@ def test_copies_of_an_earlier_version_are_found_by_their_own_run_alone(tmp_path,
 
 def test_what_fails_elsewhere_is_said_and_ends_no_run(tmp_path, caplog, monkeypatch):
     directory, config = run_in(tmp_path / "here", "runs/0", tmp_path / "far")
-    (tmp_path / "far").touch()  # no folder can be there
+    (tmp_path / "far").touch()  # no folder can exist there
     disk = checkpoint_io(directory, config)
     assert "far/runs/0 cannot be reached:" in caplog.text
     saved(disk, directory, 5)
     assert "no copy of step=000005.ckpt in" in caplog.text
     (tmp_path / "far").unlink()
-    saved(disk, directory, 6)  # it can be reached by now
+    saved(disk, directory, 6)  # it is reachable by now
     assert copies(str(tmp_path / "far/runs/0"))[0] == "step=000006.ckpt"
 
     def broken(*_):

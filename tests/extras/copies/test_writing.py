@@ -27,7 +27,7 @@ def test_writing_in_the_background_leaves_the_same_files(new_run, tmp_path):
 
 
 class Slow(CopyingCheckpointIO):
-    """Writes when it is let."""
+    """Writes only when allowed."""
 
     def __init__(self):
         super().__init__(background=True)

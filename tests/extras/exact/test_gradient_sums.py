@@ -1,4 +1,4 @@
-"""Sums of gradients: the tree, what is refused, and equal bits in real runs."""
+"""Sums of gradients: the tree, rejected settings, and equal bits in real runs."""
 
 import contextlib
 import copy
@@ -22,7 +22,7 @@ from lockstep_gpt.training.schedule import plan_batch
 
 
 def tree(values):
-    """Return the sum in the tree's order, by its definition."""
+    """Return the sum in the order of the tree, by definition."""
     if len(values) == 1:
         return values[0]
     lower = 1 << ((len(values) - 1).bit_length() - 1)  # the largest power of two below
@@ -85,7 +85,7 @@ def test_the_error_of_the_tree_is_far_below_that_of_a_sum_one_by_one():
         pairs = zip(found.tolist(), exact, strict=True)
         return max(float(abs(Fraction(ours) - right) / right) for ours, right in pairs)
 
-    unit = 2.0**-24  # Higham 1993: a bound of log2(n) units, where a sum one by one has n
+    unit = 2.0**-24  # Higham 1993: a bound of log2(n) units; a sum one by one has n
     assert error(summed(values)) <= 12 * unit
     assert error(one_by_one) > 3 * error(summed(values))
 
@@ -194,7 +194,7 @@ def gradients_on(rank, world, total, ddp=True):
     spread = {"world_size": world, "accumulate_grad_batches": batch.accumulation}
     sums.on_train_start(SimpleNamespace(strategy=strategy, **spread), module)
     found = []
-    for step in range(3):  # DDP arranges its buckets anew after the first
+    for step in range(3):  # DDP rebuilds its buckets after the first
         samples = torch.randn(total, 7, generator=torch.Generator().manual_seed(step))
         for module.leaf in range(batch.accumulation):
             is_last = module.leaf == batch.accumulation - 1

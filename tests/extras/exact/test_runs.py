@@ -1,4 +1,4 @@
-"""Real runs with equal bits."""
+"""Real runs that end with equal bits."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Which numbers of devices add up alike, and what the receipt says of it."""
+"""Which numbers of devices add in the same order, and the receipt's line on it."""
 
 import torch
 

@@ -16,7 +16,7 @@ def test_the_sum_of_weights_tells_names_types_shapes_and_bits_apart():
     ]
     sums = [digest(model) for model in models]
     assert len({*sums}) == len(models)
-    assert digest({"a": torch.arange(12.0)[::2] / 2}) == sums[0]  # however it lies in memory
+    assert digest({"a": torch.arange(12.0)[::2] / 2}) == sums[0]  # in any memory layout
 
 
 def test_shares_of_a_model_have_no_sum_of_their_own():

@@ -1,4 +1,4 @@
-"""Checkpoints of tiny models with random weights, and what was exported of them."""
+"""Checkpoints of tiny models with random weights, and exports of them."""
 
 import pytest
 import torch
@@ -33,24 +33,24 @@ TEXTS = ["def f(x):\n    return x + 1\n" * 20, "naïve 漢字 😀\t" * 20]
 
 @pytest.fixture(scope="session", autouse=True)
 def one_thread():
-    """Let no test of tiny tensors wait for a second core that is busy elsewhere."""
+    """Run tests of tiny tensors on one thread; a second core may be busy with other work."""
     torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session", autouse=True)
 def alone(tmp_path_factory):
-    """Keep transformers from the network, and its copies of modelling files out of the home."""
+    """Keep transformers off the network, and its copies of modeling files out of the home."""
     with pytest.MonkeyPatch.context() as patch:
         folder = str(tmp_path_factory.mktemp("modules"))
         patch.setenv("HF_HUB_OFFLINE", "1")
-        patch.setenv("HF_HOME", folder)  # of the programs that tests start
+        patch.setenv("HF_HOME", folder)  # for programs that tests start
         patch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", folder)
         yield
 
 
 @pytest.fixture(scope="session")
 def learnt():
-    """Return what learns a byte-level BPE, where an extra knows such ones."""
+    """Return a function that trains a byte-level BPE, if an extra supports it."""
 
     def learn(size, texts):
         if not any("bpe" in kinds for kinds in additions("TOKENIZERS")):
@@ -71,7 +71,7 @@ def bpe(learnt):
 
 @pytest.fixture(scope="session")
 def numbers():
-    """Return what makes a tokenizer of numbers, where an extra knows such ones."""
+    """Return a function that creates a tokenizer of numbers, if an extra supports it."""
 
     def make(size):
         if not any("numbers" in kinds for kinds in additions("TOKENIZERS")):
@@ -83,7 +83,7 @@ def numbers():
 
 @pytest.fixture(scope="session")
 def shaped():
-    """Return what makes a model far from its first state, so that every weight counts."""
+    """Return a function that creates a model far from its initial state, so each weight counts."""
 
     def make(vocab_size=256, seed=0, **model):
         torch.manual_seed(seed)
@@ -99,7 +99,7 @@ def shaped():
 
 @pytest.fixture(scope="session")
 def saved(tmp_path_factory):
-    """Return what saves a model and its tokenizer as a run has; gives the checkpoint's path."""
+    """Return a function that saves a model and tokenizer as a run does, and returns the path."""
 
     def save(model, tokenizer, **more):
         shape = {name: getattr(model.config, name) for name in vars(model.config)}
@@ -129,7 +129,7 @@ def saved(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def folder_of(saved, tmp_path_factory):
-    """Return what exports a model; gives the folder."""
+    """Return a function that exports a model and returns the folder."""
 
     def make(model, tokenizer):
         folder = tmp_path_factory.mktemp("exported") / "folder"
@@ -147,6 +147,6 @@ def folder_of(saved, tmp_path_factory):
     ],
 )
 def pair(request, shaped, folder_of):
-    """A model of ours, and the folder that was exported of it."""
+    """One of our models, and the folder of its export."""
     model = shaped(**MODELS[request.param])
     return model, folder_of(model, ByteTokenizer())

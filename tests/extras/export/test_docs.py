@@ -1,4 +1,4 @@
-"""The how-to: its commands run one after the other, as they stand there."""
+"""The how-to: its commands run one after another, exactly as written."""
 
 import importlib.util
 import re
@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs/export.md").read_text(encoding="utf-8")
 COMMANDS = re.findall(r"^lockstep-gpt (.+)$", PAGE, flags=re.MULTILINE)
 RUNS = re.findall(r"run_dir=(\S+)", PAGE)
-# The shape of a GPT-2 that is made in a second and has what the page relies on.
+# The shape of a GPT-2 that takes a second to create and has what the page relies on.
 SMALL = {"n_layer": 2, "n_head": 2, "n_embd": 32}
 IN_SMALL = [f"model.{name}={size}" for name, size in SMALL.items()]
 
@@ -24,13 +24,13 @@ def block(language):
 
 
 def a_gpt2(folder, tokenizer):
-    """Save what a GPT-2 looks like that was downloaded."""
+    """Save a folder that looks like a downloaded GPT-2."""
     config = GPT2Config(vocab_size=tokenizer.vocab_size, n_positions=512, **SMALL)
     GPT2LMHeadModel(config).save_pretrained(folder)
     (folder / "tokenizer.json").write_text(tokenizer.to_dict()["json"], encoding="utf-8")
 
 
-@pytest.mark.filterwarnings("ignore")  # what others warn of is not ours
+@pytest.mark.filterwarnings("ignore")  # warnings of other libraries
 def test_commands_run_one_after_the_other(command, capsys, monkeypatch, learnt):
     if "data.tokenizer=gpt2" in PAGE:
         a_gpt2(command.folder / "gpt2", learnt(300, [PAGE]))
@@ -50,7 +50,7 @@ def test_commands_run_one_after_the_other(command, capsys, monkeypatch, learnt):
 
 
 def _evaluate(command):
-    """Run the page's evaluation where its program is."""
+    """Run the page's evaluation if its program is installed."""
     if not importlib.util.find_spec("lm_eval"):
         return
     (command.folder / "tasks").mkdir()

@@ -1,4 +1,4 @@
-"""What `export` writes: transformers makes the same of it, and nothing is ever half written."""
+"""Exports: transformers computes the same from them, and nothing is ever half written."""
 
 import json
 import os
@@ -51,7 +51,7 @@ def test_a_prompt_is_continued_alike(pair):
         tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=12, do_sample=False
     )
     for mine, other in zip(ours.tolist(), theirs.tolist(), strict=True):
-        end = other.index(0, 5) if 0 in other[5:] else len(other)  # transformers stops there
+        end = other.index(0, 5) if 0 in other[5:] else len(other)  # transformers stops at it
         assert other[:end] == mine[:end]
 
 
@@ -117,7 +117,7 @@ def test_the_command_takes_a_run_and_puts_the_export_into_it(gpt, capsys):
         "tokenizer_config.json",
     }
     modes = {path.stat().st_mode for path in (run / "export").iterdir()}
-    assert len(modes) == 1  # who may read one may read all
+    assert len(modes) == 1  # anyone who may read one may read all
 
 
 def test_numbers_travel_too(shaped, folder_of, numbers):
@@ -147,7 +147,7 @@ def test_an_export_is_replaced_only_by_force(gpt, tmp_path, capsys):
 
 
 def test_what_is_no_export_is_never_replaced(gpt, tmp_path, capsys):
-    for name in ("config.json", "README.md"):  # as any model of the hub has them
+    for name in ("config.json", "README.md"):  # as in any model of the hub
         (tmp_path / name).write_text("{}")
     line = refused(capsys, gpt, "--to", tmp_path, "--force")
     assert "is not empty and is not an export" in line

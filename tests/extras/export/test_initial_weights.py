@@ -1,4 +1,4 @@
-"""`model.init_from`: the weights of a folder, or one line that says why not."""
+"""`model.init_from`: the weights of a folder, or a one-line reason why not."""
 
 import json
 import re
@@ -18,7 +18,7 @@ SMOKE = {"n_layer": 2, "n_head": 2, "n_embd": 32}  # the shape of experiment=smo
 
 
 def gpt2(folder, tokenizer=None, size="5GB", **settings):
-    """Save a GPT-2 of transformers' own; return it."""
+    """Save a GPT-2 from transformers; return it."""
     torch.manual_seed(1)
     vocab = tokenizer.vocab_size if tokenizer else 256
     known = {"vocab_size": vocab, "n_positions": 40, "bos_token_id": 0, "eos_token_id": 0}
@@ -33,7 +33,7 @@ def gpt2(folder, tokenizer=None, size="5GB", **settings):
 
 @pytest.fixture
 def begun(shaped):
-    """Return what makes a model that begins with the weights of a folder."""
+    """Return a function that creates a model with the weights of a folder."""
 
     def begin(folder, tokenizer=None, **model):
         made = shaped(
@@ -148,7 +148,7 @@ def edited(folder, **changes):
 
 
 def claims(folder, **settings):
-    """Save a model of the first, and have its config.json say the second."""
+    """Save a model of the first kind with a config.json of the second."""
     gpt2(folder, **{name: is_so for name, (is_so, _) in settings.items()})
     edited(folder, **{name: said for name, (_, said) in settings.items()})
 
@@ -234,7 +234,7 @@ def test_bytes_of_an_export_are_the_data_s_bytes(folder_of, shaped, bpe, numbers
     initialize(model, bpe)
     model = shaped(vocab_size=256, init_from=str(folder_of(shaped(), ByteTokenizer())))
     initialize(model, ByteTokenizer())
-    initialize(model, numbers(256))  # what numbers mean, nobody knows
+    initialize(model, numbers(256))  # the meaning of numbers is unknown
 
 
 def test_weights_that_differ_between_ranks_are_refused(begun, tmp_path, monkeypatch):
@@ -274,7 +274,7 @@ def test_two_ranks_begin_and_go_on_like_one(command, tmp_path):
     command.train(*words, *ranks, "run_dir=runs/two")
     one, two = (command.summary(f"runs/{name}")["val_loss"] for name in ("one", "two"))
     assert one == pytest.approx(two, abs=1e-10)
-    assert not np.isclose(one, np.log(256), atol=0.1)  # it did not begin with random weights
+    assert not np.isclose(one, np.log(256), atol=0.1)  # it did not start with random weights
 
 
 def test_what_does_not_fit_ends_the_command_in_one_line_and_leaves_no_run(command, tmp_path):

@@ -1,4 +1,4 @@
-"""lm-evaluation-harness takes an export, and finds the likelihoods that we find."""
+"""lm-evaluation-harness loads an export, and finds the same likelihoods as we do."""
 
 import json
 
@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from lockstep_gpt.data.tokenizer import ByteTokenizer
 
 lm_eval = pytest.importorskip("lm_eval", reason="lm_eval is not installed: pip install lm_eval")
-pytestmark = pytest.mark.filterwarnings("ignore")  # what others warn of is not ours
+pytestmark = pytest.mark.filterwarnings("ignore")  # warnings of other libraries
 
 QUESTIONS = [
     {"question": "def f(x):", "choices": [" return", " café", "\n    pass"], "answer": 2},

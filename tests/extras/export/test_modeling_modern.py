@@ -1,4 +1,4 @@
-"""The modelling file of modern exports: padding changes nothing, and it teaches as well."""
+"""The modeling file of modern exports: padding changes nothing, and training works."""
 
 import pytest
 import torch

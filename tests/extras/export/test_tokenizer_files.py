@@ -1,4 +1,4 @@
-"""Exported tokenizers: the ids of ours, and the text of ours, for any text and any ids."""
+"""Exported tokenizers give our ids for any text, and our text for any ids."""
 
 import pytest
 from hypothesis import given, settings
@@ -11,13 +11,13 @@ from lockstep_gpt.extras.export.tokenizer_files import as_files
 
 ENOUGH = 400  # examples
 UTF8_TEXT = st.text(st.characters(exclude_categories=["Cs"]))
-# Ends of text, merges and bytes that are no UTF-8 shall be near each other.
+# Ends of text, merges, and bytes that are not UTF-8 should be close together.
 TEXT = st.lists(UTF8_TEXT | st.sampled_from([END_OF_TEXT, "\0", "  ", "return x"])).map("".join)
 
 
 @pytest.fixture(scope="module", params=["bytes", "bpe"])
 def both(request, shaped, folder_of):
-    """Our tokenizer, and that of transformers."""
+    """Our tokenizer, and the one of transformers."""
     ours = ByteTokenizer() if request.param == "bytes" else request.getfixturevalue("bpe")
     folder = folder_of(shaped(vocab_size=ours.vocab_size, n_layer=1), ours)
     return ours, AutoTokenizer.from_pretrained(folder)
@@ -27,7 +27,7 @@ def both(request, shaped, folder_of):
 @given(text=TEXT)
 def test_ids_of_any_text_are_ours(both, text):
     ours, theirs = both
-    if ours.kind == "bytes":  # ours refuses a NUL, which theirs cannot
+    if ours.kind == "bytes":  # ours rejects a NUL, which theirs can't
         text = text.replace("\0", " ")
     assert theirs(text).input_ids == ours.encode(text).tolist()
 

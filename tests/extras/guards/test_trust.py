@@ -1,4 +1,4 @@
-"""What a run directory from elsewhere may build, and what it may not."""
+"""Which objects a run directory from elsewhere may build, and which it may not."""
 
 import shutil
 
@@ -69,7 +69,7 @@ def test_permission_for_a_class_is_for_its_arguments_too():
 
 @pytest.fixture
 def foreign_run(finished, command):
-    """A copy of a run, in which somebody has named code that is none of ours."""
+    """A copy of a run in which someone has named foreign code."""
     (command.folder / "theirs.py").write_text(WATCHED)
     run = command.folder / "run"
     shutil.copytree(finished[0].folder / "runs/first", run)
@@ -89,7 +89,7 @@ def test_a_run_directory_from_elsewhere_builds_nothing_that_only_it_names(foreig
     assert (foreign_run / "config.yaml").read_bytes() == frozen
     command(*RESUME, "max_steps=25", "trust_run_dir=true")
     assert (command.folder / "built").read_text() == str(foreign_run)
-    command(*RESUME, "max_steps=26")  # permitted once, it is known
+    command(*RESUME, "max_steps=26")  # once permitted, it is known
 
 
 @pytest.mark.parametrize("launched", [False, pytest.param(True, marks=joins)])
@@ -122,7 +122,7 @@ def test_a_users_own_run_goes_on_and_elsewhere_by_the_command_that_made_it(comma
     command.train(*mine, "max_steps=12")
     command(*RESUME, "max_steps=14")
     (command.folder / "file").touch()
-    fresh = {"XDG_STATE_HOME": str(command.folder / "file")}  # where nothing can be kept
+    fresh = {"XDG_STATE_HOME": str(command.folder / "file")}  # nothing can be stored there
     assert "trust_run_dir" in command(*RESUME, "max_steps=16", status=2, **fresh).stderr
     command.train(*mine, "resume=auto", "max_steps=16", **fresh)
     said = command(*RESUME, "max_steps=18", status=2, **fresh).stderr

@@ -1,4 +1,4 @@
-"""Replicas that differ and steps that do not end: they end the run."""
+"""Replicas that differ and steps that don't end: both end the run."""
 
 import json
 
@@ -12,7 +12,7 @@ TWO = ("trainer=cpu", "trainer.devices=2", "strategy=ddp")
 
 
 def flipped(odd):
-    """Return what `refuse_differing_replicas` says after one bit has flipped on rank `odd`."""
+    """Return the message of `refuse_differing_replicas` after a bit flip on rank `odd`."""
 
     def check(rank):
         model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 2).double())

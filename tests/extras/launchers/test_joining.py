@@ -1,4 +1,4 @@
-"""Ranks that a launcher starts: one run that all agree on, and what they cannot agree on."""
+"""Ranks that a launcher starts: one run that all agree on, and what can prevent it."""
 
 import shutil
 import socket
@@ -23,7 +23,7 @@ def main(words):
 
 @pytest.fixture
 def joined(command):
-    """Run a command on two ranks that a launcher starts, one late; return status, out and err."""
+    """Run a command on two ranks of a launcher, one late; return status, out, and err."""
 
     def launch(*words: list[str]) -> tuple[list[int], str, str]:
         (command.folder / "skewed.py").write_text(SKEWED)
@@ -128,7 +128,7 @@ def test_a_rank_that_failed_leaves_without_waiting_for_the_others(monkeypatch, s
     ended = []
     monkeypatch.setattr(joining, "end_process", ended.append)
     assert joining.join({}, None, None, None) == status
-    assert ended == [status] * (status in (1, 75))  # a mistake, 2, leaves the run as it was
+    assert ended == [status] * (status in (1, 75))  # a mistake, status 2, leaves the run unchanged
 
 
 def test_what_nccl_refuses_is_told_as_it_is_not_as_a_meeting_that_failed(monkeypatch):

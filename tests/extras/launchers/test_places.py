@@ -1,4 +1,4 @@
-"""The ranks that a launcher has started, and settings that ask for others."""
+"""The ranks that a launcher has started, and settings that conflict with them."""
 
 import pytest
 
@@ -11,7 +11,7 @@ from lockstep_gpt.launch.devices import Placement, place
 def launched(tmp_path, monkeypatch):
     """Start this process as one of `ranks` on each of `nodes` machines without a GPU."""
     monkeypatch.setattr(devices, "DEVICE_FILES", tmp_path)
-    monkeypatch.setenv("PATH", str(tmp_path))  # without an nvidia-smi
+    monkeypatch.setenv("PATH", str(tmp_path))  # without nvidia-smi
 
     def by_a_launcher(ranks, nodes=1):
         sizes = {"RANK": 0, "WORLD_SIZE": ranks * nodes, "LOCAL_WORLD_SIZE": ranks}

@@ -1,4 +1,4 @@
-"""Compressed gradients: how they are asked for, and where they are refused."""
+"""Compressed gradients: how to ask for them, and where they are rejected."""
 
 import pytest
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
@@ -27,9 +27,9 @@ def test_gradients_are_compressed_as_the_comm_hook_says(name, hook):
 
 @pytest.fixture
 def of_two_ranks(monkeypatch, tmp_path):
-    """Place two CPU ranks whose gradients are compressed."""
+    """Place two CPU ranks with compressed gradients."""
     monkeypatch.setattr(devices, "DEVICE_FILES", tmp_path)
-    monkeypatch.setenv("PATH", str(tmp_path))  # without an nvidia-smi
+    monkeypatch.setenv("PATH", str(tmp_path))  # without nvidia-smi
 
     def placed(hook, **launch):
         settings = {"comm_hook": hook, "start_method": "agent"}

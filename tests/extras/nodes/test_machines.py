@@ -1,4 +1,4 @@
-"""One of several machines: what it needs, and what it waits for; tests of two are elsewhere."""
+"""One of several machines: what it needs and waits for; tests of two are elsewhere."""
 
 import threading
 
@@ -81,7 +81,7 @@ def test_the_first_machine_freezes_and_the_others_go_on_what_they_find(run):
 
     assert start_on_nodes(run, VALUES, config(node_rank=0), create) == 40
     assert run.values() == VALUES
-    other = {**VALUES, "launch": {"node_rank": 0}}  # a machine's own settings may differ
+    other = {**VALUES, "launch": {"node_rank": 0}}  # settings of one machine may differ
     assert start_on_nodes(run, other, config(), create) == 41
 
 
@@ -98,7 +98,7 @@ def frozen_with(endpoint):
 
 
 def test_a_machine_waits_until_the_first_has_frozen_where_they_meet_now(run):
-    run.create(frozen_with("10.0.0.9:29500"))  # by a start of which another machine was the first
+    run.create(frozen_with("10.0.0.9:29500"))  # by a start with another first machine
     now = frozen_with(PLACE)
     now["launch"]["node_rank"] = 1
     with pytest.raises(UserError, match=f"launch.rdzv_endpoint={PLACE} instead of 10.0.0.9:29500"):

@@ -1,4 +1,4 @@
-"""A recorded run on two ranks, and a browser to look at its pages."""
+"""A recorded run on two ranks, and a browser for its pages."""
 
 import fcntl
 import json
@@ -34,7 +34,7 @@ def recorded(two, shared):
 
 @pytest.fixture
 def fitted(new_run, tmp_path):
-    """Fit a run of one rank and two micro-batches a step, in `tmp_path`; return its model."""
+    """Fit a run of one rank and two micro-batches per step, in `tmp_path`; return its model."""
 
     def fit(*callbacks, model=None, **settings):
         run, file = new_run(**settings), MetricsFile(tmp_path / "metrics.csv", [])
@@ -54,7 +54,7 @@ def recordings(recorded):
 
 @pytest.fixture(scope="session")
 def browser() -> Iterator:
-    """A real one, without a window."""
+    """A real browser, without a window."""
     names = ("chromium", "chromium-browser", "google-chrome")
     path = next(filter(None, map(shutil.which, names)), None)
     if path is None:
@@ -69,7 +69,7 @@ def browser() -> Iterator:
 
 @pytest.fixture
 def show(browser):
-    """Open a file as a page; afterwards, nothing was said on the console or asked of a network."""
+    """Open a file as a page; check that it logged nothing and sent no network requests."""
     opened, said, asked = [], [], []
 
     def open_page(path: Path, **context):

@@ -1,4 +1,4 @@
-"""The pages of documentation: their commands run, their tables are true."""
+"""The documentation pages: their commands run, and their tables are true."""
 
 import inspect
 import re

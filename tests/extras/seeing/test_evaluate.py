@@ -110,7 +110,7 @@ def test_a_checkpoint_that_does_not_verify_is_refused(small_run, tmp_path):
 def test_a_batch_size_that_cannot_be_is_refused(small_run, capsys, size):
     try:
         status = cli.main(["evaluate", str(small_run), f"--batch-size={size}"])
-    except SystemExit as end:  # the parser's own refusals
+    except SystemExit as end:  # errors of the parser itself
         status = end.code
     assert status == 2
     assert "--batch-size" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""The panel in a real browser: what it shows is what was recorded, and all of it can be reached."""
+"""The panel in a real browser shows exactly what was recorded, and all of it is reachable."""
 
 import json
 

@@ -19,7 +19,7 @@ def network(width=24):
 
 
 def backward(model, rank, step, precision, seeds=2):
-    """Go backward over micro-batches; the last averages, unless the model is told not to."""
+    """Run backward over micro-batches; the last one averages, unless the model is told not to."""
     for index in range(seeds):
         torch.manual_seed(1000 * step + 10 * rank + index)
         last = index == seeds - 1

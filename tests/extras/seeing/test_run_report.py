@@ -26,7 +26,7 @@ def weights(run, step):
 
 @pytest.fixture(scope="module")
 def reported(finished):
-    """The README's first run, which leaves a report."""
+    """The README's first run, which writes a report."""
     return finished[0].folder / "runs/first"
 
 
@@ -34,7 +34,7 @@ def test_a_run_leaves_its_report_and_says_where(reported):
     (told,) = data(reported / "report.html")
     assert told["status"] == "done"
     assert told["curves"] == read_run(reported)["curves"]
-    known = read_run(reported)["summary"]  # which is written only after the report
+    known = read_run(reported)["summary"]  # this is written only after the report
     assert told["summary"]["tokens_per_second"] == known["tokens_per_second"]
     assert told["summary"].items() <= known.items()
     assert "report  runs/first/report.html" in (reported / "train.log").read_text()
@@ -105,7 +105,7 @@ def test_what_cannot_be_reported_is_one_line(words, said, finished, monkeypatch,
 
 
 def typed(command, line, python):
-    """Run a line of the report in a shell."""
+    """Run a command line of the report in a shell."""
     module = f"{python} -m lockstep_gpt "
     words = line.replace("lockstep-gpt ", module)
     status, _, error = command.run_words(["sh", "-c", words])

@@ -21,7 +21,7 @@ def view(path, show):
 
 @pytest.fixture
 def both(recorded, two, tmp_path, show):
-    """The report of two runs that differ in callbacks alone."""
+    """The report of two runs that differ only in callbacks."""
     runs = [two[0].folder / "runs/two", recorded[0]]
     write_page(tmp_path / "both.html", report(runs))
     return show(tmp_path / "both.html")
@@ -40,7 +40,7 @@ def outcome(view):
 def test_every_column_of_the_metrics_is_a_curve_with_its_last_value(view, recorded):
     curves = read_run(recorded[0])["curves"]
     shown = view.locator("#curves figcaption b").all_inner_texts()
-    curves.pop("optim/skipped")  # of which there are none
+    curves.pop("optim/skipped")  # there are none
     assert sorted(shown) == sorted(curves)
     assert shown[:2] == ["train/loss", "val/loss"]
     last = curves["train/loss"][-1][2]

@@ -37,7 +37,7 @@ def recorded_in(folder):
 
 
 def is_mean_of_ranks(parameter):
-    """Tell whether the average is what two float32 halves add up to."""
+    """Tell whether the average is the sum of two float32 halves."""
     before, after = (np.array(parameter[name], "float32") for name in ("before", "after"))
     halves = before * np.float32(0.5)
     return len(before) == 2 and np.array_equal(after, halves[0] + halves[1])
@@ -88,7 +88,7 @@ def test_bf16_compiled_and_accumulated_steps_are_recorded_alike(command):
 
 
 def test_what_inductor_compiles_is_recorded_alike_on_one_rank(command, monkeypatch):
-    monkeypatch.setattr(inductor, "compile_threads", 1)  # each process of more would import torch
+    monkeypatch.setattr(inductor, "compile_threads", 1)  # each further process imports torch
     monkeypatch.setattr(inductor.cpp, "simdlen", 1)  # vectors take the compiler twice as long
     one = ["batch.global_size=4", "+trainer.limit_val_batches=0"]  # a second graph, as on two ranks
     said = command.train(*COMPILED, *one, "run_dir=run").stdout
@@ -113,7 +113,7 @@ def test_recorded_norms_are_those_of_the_log(recorded, recordings):
 def test_each_rank_s_samples_are_text_of_its_own(recordings):
     texts = [text for each in recordings for rank in each["samples"] for text in rank]
     assert len(texts) == len(set(texts)) == 7 * 2 * 2
-    assert all(len(text.encode()) >= 32 for text in texts)  # the context of the smoke experiment
+    assert all(len(text.encode()) >= 32 for text in texts)  # the smoke experiment's context
 
 
 def test_the_screen_ends_with_advice_and_the_command_that_shows_more(recorded):
@@ -219,7 +219,7 @@ class Counter(Callback):
 def operations(command, *words):
     """Return what each of two ranks does in steps 4 and 5: operations, collectives, allocations.
 
-    Not earlier: DDP arranges its buckets once, after the first step that it averaged itself.
+    Not earlier: DDP rebuilds its buckets once, after the first step that it averaged itself.
     """
     (command.folder / "counter.py").write_text(COUNTER)
     folder = command.folder / "_".join(re.sub(r"\W", "", word) for word in words)
@@ -232,7 +232,7 @@ def operations(command, *words):
 
 
 def test_steps_that_are_not_recorded_do_nothing_more_on_any_rank(command):
-    counts = operations(command, "callbacks=[default,sync_panel]")  # records step 1 alone
+    counts = operations(command, "callbacks=[default,sync_panel]")  # records only step 1
     assert counts == operations(command, "callbacks=default")
     assert counts[0]["aten::empty"] > 0
     assert any("allreduce" in name for name in counts[0])

@@ -1,4 +1,4 @@
-"""Two ranks that share weights, gradients and optimizer state, beside one process with all."""
+"""Two ranks with sharded weights, gradients, and optimizer state, compared with one process."""
 
 import json
 import shutil
@@ -34,7 +34,7 @@ def content(folder, step=20):
 
 
 def outline(value):
-    """Return nested containers with shape and type in the place of each tensor."""
+    """Return nested containers with each tensor replaced by its shape and type."""
     if isinstance(value, dict):
         return {name: outline(each) for name, each in value.items()}
     if isinstance(value, list):
@@ -44,7 +44,7 @@ def outline(value):
 
 @pytest.fixture(scope="module")
 def sharded(finished, tmp_path_factory):
-    """The finished run once more, on two ranks with shares."""
+    """The finished run again, on two ranks with shards."""
     command = type(finished[0])(tmp_path_factory.mktemp("sharded"), finished[0].data_root)
     (command.folder / "measure.py").write_text(MEASURE)
     measure = "+callbacks.measure._target_=measure.Measure"
@@ -115,7 +115,7 @@ def test_a_run_goes_on_under_another_strategy(command, sharded, continued, shard
 
 @pytest.fixture(scope="module")
 def in_parts(sharded, tmp_path_factory):
-    """The sharded run once more, each rank writing its own part of checkpoints."""
+    """The sharded run again; each rank writes its own part of checkpoints."""
     command = type(sharded[0])(tmp_path_factory.mktemp("parts"), sharded[0].data_root)
     copies = f"checkpoint.copy_to={command.folder / 'copies'}"
     keep = ("checkpoint.every=5", "checkpoint.keep_last=2", "checkpoint.keep_best=1")
@@ -141,7 +141,7 @@ def test_each_rank_writes_half(in_parts):
     whole = size_of([read_checkpoint(path)[name] for name in ("state_dict", "optimizer_states")])
     held = [size_of(torch.load(part)) for part in (first, second)]
     assert all(0.45 * whole < each < 0.55 * whole for each in held)
-    assert whole - sum(held) < 0.001 * whole  # counts of steps
+    assert whole - sum(held) < 0.001 * whole  # step counts
 
 
 def test_parts_go_with_their_checkpoint(in_parts):
@@ -167,7 +167,7 @@ def test_a_damaged_part_is_named_and_its_checkpoint_skipped(in_parts, tmp_path, 
     assert part.name in caplog.text
 
 
-# Three ranks take steps of nine samples instead of eight, which shows in the loss.
+# Three ranks use steps of nine samples instead of eight, which changes the loss.
 STRATEGY = {1: "ddp", 3: "fsdp2"}
 BATCH = {1: "batch.global_size=8", 3: "batch.global_size=9"}
 TOLERANCE = {1: 2e-5, 3: 0.1}

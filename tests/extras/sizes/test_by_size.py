@@ -1,4 +1,4 @@
-"""`model=auto` on a command line: what it decides, what stays the user's, what is refused."""
+"""`model=auto` on a command line: what it decides, what the user keeps, what is rejected."""
 
 import re
 
@@ -12,7 +12,7 @@ from lockstep_gpt.extras.sizes.rules import rules
 
 @pytest.fixture
 def composed(capsys):
-    """Return what a command line comes to, as plain values."""
+    """Return the configuration of a command line as plain values."""
 
     def compose(*words):
         assert cli.main(["train", *words, "--cfg", "job", "--resolve"]) == 0

@@ -1,4 +1,4 @@
-"""The law: a fit that finds what is known, and a loss that is expected only where it holds."""
+"""The law: a fit that finds known values, and an expected loss only where the law is valid."""
 
 import json
 from pathlib import Path

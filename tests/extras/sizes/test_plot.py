@@ -1,4 +1,4 @@
-"""The picture of a law has what it says at its places."""
+"""The plot of a law shows its values at the right places."""
 
 from xml.etree import ElementTree
 
@@ -20,7 +20,7 @@ def test_runs_are_on_the_line_of_a_law_that_they_follow():
     places = [tuple(float(circle.get(name)) for name in ("cx", "cy")) for circle in circles]
     solid, dashed = (line.get("points").split() for line in picture.findall(f"{SPACE}polyline"))
     ends = [tuple(map(float, end.split(","))) for end in (solid[-1], dashed[0])]
-    assert ends == [places[1]] * 2  # the line is solid as far as the largest run
+    assert ends == [places[1]] * 2  # the line is solid up to the largest run
     assert places[0][0] < places[1][0] < places[2][0]
     assert places[0][1] < places[1][1] < places[2][1]  # down the page
     assert {"100,000, 1.300", "100k", "1M"} <= {text.text for text in picture.iter(f"{SPACE}text")}

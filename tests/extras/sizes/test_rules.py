@@ -1,4 +1,4 @@
-"""What follows from a size: shapes near it, rates that fall where features add up."""
+"""Rules for a size: shapes close to it, and lower rates where features add up."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from lockstep_gpt.extras.sizes.rules import parsed, rules, shape, weights
 from lockstep_gpt.model.gpt import build_gpt
 from lockstep_gpt.training.optim import build_optimizer
 
-SIZES = [10**4 * 2 ** (step / 4) for step in range(66)]  # to a thousand million
+SIZES = [10**4 * 2 ** (step / 4) for step in range(66)]  # to a billion
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_longer_windows_leave_the_tokens_of_a_step_as_they_are():
 
 
 def change_of_logits(width, fraction):
-    """Return how far one step of the head moves the logits of one token, at the same features."""
+    """Return how far one step of the head moves one token's logits, with the same features."""
     torch.manual_seed(0)
     shape = {"n_layer": 1, "n_head": width // 16, "n_embd": width}
     gpt = build_gpt(ModelConfig(block_size=16, bias=False, architecture="modern", **shape), 64)

@@ -14,7 +14,7 @@ SCRIPT = Path(__file__).parents[3] / "scripts" / "size_law.py"
 
 @pytest.fixture
 def size_law(command):
-    """Run the script in the test's folder; return its exit status and screen."""
+    """Run the script in the test's folder; return its exit status and output."""
 
     def run(*words):
         own = [f"data.root={command.data_root}", "data.val_tokens=1024"]

@@ -47,7 +47,7 @@ MIB = 1 << 20
 
 @dataclass
 class InOneGo(schema.TextData, InShards):
-    """Settings of the core's corpus, which is not read block by block."""
+    """Settings of the core's corpus, which isn't read block by block."""
 
 
 def small(root, **changes):
@@ -60,7 +60,7 @@ def start(config):
 
 
 def finish(config):
-    """Prepare in a process of its own and return the folder."""
+    """Prepare in a separate process and return the folder."""
     build = start(config)
     out, err = build.communicate()
     assert build.returncode == 0, err
@@ -68,7 +68,7 @@ def finish(config):
 
 
 def content(folder):
-    """Return everything in a prepared folder by name."""
+    """Return the content of a prepared folder, by file name."""
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
@@ -78,7 +78,7 @@ def prepared(root):
 
 @pytest.fixture
 def corpus(tmp_path):
-    """A folder of text files; what it returns makes the settings for it."""
+    """A folder of text files; returns a function that creates the settings for it."""
     words = [f"{word} " for word in re.findall(r"\w+", ByteTokenizer.__doc__)]
     random = np.random.default_rng(0)
     for number in range(25):
@@ -195,7 +195,7 @@ def test_a_corpus_that_changes_while_it_is_read_is_refused(corpus, tmp_path, mon
 
 
 def killed_when(config, condition):
-    """Start a build and kill it as soon as a condition holds."""
+    """Start a build and kill it as soon as a condition is true."""
     build = start(config)
     while not condition():
         assert build.poll() is None, build.stderr.read()
@@ -245,7 +245,7 @@ def test_a_killed_build_of_text_goes_on_with_its_tokenizer(corpus, tmp_path):
 
 @pytest.fixture
 def in_processes(corpus, tmp_path, wait_for):
-    """A long build in two processes, and their ids."""
+    """A long build in two processes, and the ids of the processes."""
     for number in range(300):
         (tmp_path / "texts" / f"b{number}").write_text(f"{number} " * 20_000)
     build = start(corpus(tokenizer="bpe", vocab_size=258, shard_mb=1, num_proc=2))
@@ -275,11 +275,11 @@ def test_a_process_that_is_killed_is_one_clear_line(in_processes, tmp_path, kill
     build, workers = in_processes
     kill(workers[0])
     assert "UserError: data.num_proc=2: a process was killed" in build.communicate()[1]
-    assert [*(tmp_path / "data").glob(".*/index.json")]  # to go on with
+    assert [*(tmp_path / "data").glob(".*/index.json")]  # to resume from
 
 
 def test_what_processes_send_is_sent_whole_or_not_at_all(corpus, tmp_path, monkeypatch):
-    """POSIX: a write of up to PIPE_BUF bytes to a pipe is not split, so no kill comes between."""
+    """POSIX doesn't split a write of up to PIPE_BUF bytes to a pipe, so a kill can't either."""
     for number in range(5):
         (tmp_path / "texts" / f"b{number}").write_text(f"{number} " * 300_000)
     sent, in_turn = [], build_module._in_turn
@@ -319,7 +319,7 @@ def test_what_nobody_went_on_with_for_a_week_is_removed(tmp_path, days, stays):
 
 @pytest.fixture
 def tiny_disk(tmp_path):
-    """A disk of its own at `tmp_path / "disk"`; what it returns makes it larger."""
+    """A separate disk at `tmp_path / "disk"`; returns a function that makes it larger."""
     (disk := tmp_path / "disk").mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(disk)]
     if os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode:
@@ -378,14 +378,14 @@ def test_memory_does_not_grow_with_the_corpus(tmp_path):
         command = [sys.executable, "-c", code, repr(config)]
         peaks.append(int(subprocess.check_output(command).split()[1]))
     added = 120 * 1_100_000 / 1024
-    assert peaks[1] - peaks[0] < added / 8  # the allocator keeps a piece of 4 MB more, or two
+    assert peaks[1] - peaks[0] < added / 8  # the allocator keeps one or two extra pieces of 4 MB
 
 
 LIMIT = 65_536  # bytes of a file
 
 
 def written(folder, name, ids, dtype, split=None):
-    """Write ids in pieces and return the index's entry."""
+    """Write ids in pieces and return their index entry."""
     with contextlib.closing(ResumedWriter(folder, name, dtype, LIMIT, split or Split())) as writer:
         for piece in np.array_split(np.asarray(ids).astype(dtype), 7):
             writer.append(piece)

@@ -67,7 +67,7 @@ def test_a_long_text_cut_in_pieces_keeps_its_tokens(bpe, words):
 
 @pytest.fixture
 def gpt2_files(tmp_path, bpe):
-    """GPT-2's two files, as its own repository has them, of a small vocabulary."""
+    """GPT-2's two files, as in its own repository, with a small vocabulary."""
     model = json.loads(bpe.to_dict()["json"])["model"]
     vocabulary = {**model["vocab"]}
     (tmp_path / "vocab.json").write_text(json.dumps(vocabulary))

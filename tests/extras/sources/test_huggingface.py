@@ -12,7 +12,7 @@ TEXTS = [f"row {number} é" for number in range(700)]
 
 @pytest.fixture(autouse=True)
 def at_home(tmp_path, monkeypatch):
-    """Keep the library's copies in the test's folder, and the test off the network."""
+    """Keep the library's cache in the test's folder, and the test off the network."""
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)

@@ -28,7 +28,7 @@ def index_of(train, val, dtype="<u2", vocab_size=9):
 
 
 def written(folder, name, ids, dtype):
-    """Write ids in pieces and return the index's entry."""
+    """Write ids in pieces and return their index entry."""
     with contextlib.closing(ResumedWriter(folder, name, dtype, LIMIT, Split())) as writer:
         for piece in np.array_split(np.asarray(ids).astype(dtype), 7):
             writer.append(piece)

@@ -1,4 +1,4 @@
-"""Loader processes where there is no memory that they could share."""
+"""Loader processes on machines without memory that they could share."""
 
 from types import SimpleNamespace
 

@@ -21,7 +21,7 @@ from lockstep_gpt.extras.sources.text import (
     TextData,
 )
 
-BY_NAME = 0.49  # held out of ten files and more: so many that their names alone decide
+BY_NAME = 0.49  # held out of ten or more files, enough that only their names decide
 
 
 def write(root, files):

@@ -53,7 +53,7 @@ def hangs(rank, size, port, run):
 
 @pytest.fixture
 def spawned(tmp_path, monkeypatch):
-    """Start two ranks that are a function of `RANKS`; return the exit status."""
+    """Start two ranks that run a function of `RANKS`; return the exit status."""
     (tmp_path / "fakes.py").write_text(RANKS)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(spawning, "FAILURE_GRACE", 0.5)

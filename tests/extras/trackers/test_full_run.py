@@ -23,7 +23,7 @@ def test_the_table_of_samples_grows_with_each_validation(command, read_offline):
 def test_histograms_and_code_are_kept_where_they_are_asked_for(command, read_offline, records):
     store = command.folder / "store"
     asked = ("logger.wandb.watch=gradients", "logger.wandb.log_code=true")
-    own = ("logger=wandb", "trainer=cpu")  # WANDB_DATA_DIR is read once in a process
+    own = ("logger=wandb", "trainer=cpu")  # WANDB_DATA_DIR is read once per process
     command.train(*own, "run_dir=run", *asked, WANDB_DATA_DIR=str(store))
     _, _, rows = read_offline(command.folder / "run")
     names = {name for row in rows for name in row if name.startswith("gradients/")}
@@ -60,7 +60,7 @@ def test_a_run_that_fails_sends_an_alert(command, records):
         "class Broken(lightning.Callback):\n"
         "    def on_train_start(self, *_): raise ZeroDivisionError('on purpose')\n"
     )
-    own = ("logger=wandb", "trainer=cpu")  # wandb keeps state for the life of a process
+    own = ("logger=wandb", "trainer=cpu")  # wandb keeps state for the lifetime of a process
     broken = ("+callbacks.broken._target_=broken.Broken", "run_dir=run", *own)
     command.train(*broken, status=1, PYTHONPATH=str(command.folder))
     (log,) = command.folder.glob("run/wandb/offline-run-*/*.wandb")

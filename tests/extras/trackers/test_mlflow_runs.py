@@ -1,10 +1,10 @@
-"""`logger=mlflow`, against a real MLflow whose store is a database beside the run."""
+"""`logger=mlflow` with a real MLflow, whose store is a database next to the run."""
 
 import csv
 
 import pytest
 
-# Of what MLflow itself uses.
+# From libraries that MLflow uses.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 
 

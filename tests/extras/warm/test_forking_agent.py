@@ -1,4 +1,4 @@
-"""Warm ranks do what cold ones do: the same bits, the same variables, the same ends."""
+"""Warm ranks behave like cold ones: the same bits, variables, and endings."""
 
 import json
 import random
@@ -67,13 +67,13 @@ def test_jobs_of_a_sweep_are_forks_of_one_process(command):
     command.train("--multirun", "seed=1,2", *TWO, "run_dir=sweep", "max_steps=6")
     assert {key: each.process.pid for key, each in server._kept.items()} == before
     command.train(*TWO, "run_dir=more", "max_steps=6", OMP_NUM_THREADS="2")
-    assert len(server._kept) == len(before) + 1  # other threads: a server of their own
+    assert len(server._kept) == len(before) + 1  # other thread settings: a separate server
     for key in {*server._kept} - {*before}:
         server._kept.pop(key).close()
 
 
 def started(command, processes_of, wait_for, *words):
-    """Start a long run; return it and a function that finds its processes by their words."""
+    """Start a long run; return it and a function that finds its processes by their arguments."""
     run = command.folder / "run"
     process = command.start(*command.smoke(*TWO, *words, f"run_dir={run}"))
 
@@ -113,13 +113,13 @@ def test_nothing_outlives_a_killed_parent_or_agent(command, processes_of, wait_f
 
 
 def test_kills_at_random_moments_of_the_start_end_in_good_order(command, processes_of, wait_for):
-    """What `scripts/benchmarks/warm.py --kills 50` does at length."""
+    """A short version of `scripts/benchmarks/warm.py --kills 50`."""
     chance = random.Random(3)
     for attempt in range(3):
         run = command.folder / f"run{attempt}"
         words = command.smoke(*TWO, "max_steps=100000", f"run_dir={run}")
         process = command.start_words([sys.executable, "-m", "lockstep_gpt", *words])
-        time.sleep(chance.uniform(0.5, 8))  # from its own imports to its first steps
+        time.sleep(chance.uniform(0.5, 8))  # between its own imports and its first steps
         process.send_signal(signal.SIGTERM)
         process.communicate(timeout=240)
         assert process.returncode in (128 + signal.SIGTERM, -signal.SIGTERM)

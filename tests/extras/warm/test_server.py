@@ -1,4 +1,4 @@
-"""A server of forks: what it forks belongs to whoever asks, and nothing outlives anybody."""
+"""A server of forks: forks belong to their requester, and nothing outlives its owner."""
 
 import importlib.util
 import os
@@ -14,14 +14,14 @@ from lockstep_gpt.extras.warm import server as servers
 from lockstep_gpt.extras.warm.server import Server, ServerGoneError, kept, mattering_of
 
 SLEEP = ("subprocess:call", [["sleep", "600"]])
-# A server that has imported nothing: what tests of its own end fork needs none of it.
+# A server without imports: tests of how it ends fork processes that don't need any.
 LIGHT = """
 import sys
 from lockstep_gpt.extras.warm import program
 program.PROCESSES.clear()
 program.main(*sys.argv[1:])
 """
-# A program that asks a server for a child, tells its id, and waits to be killed.
+# A program that requests a child from a server, prints its id, and waits to be killed.
 REQUESTER = """
 import os, sys, time
 from lockstep_gpt.extras.warm import server as servers
@@ -32,8 +32,8 @@ print(server.process.pid, child.pid, flush=True)
 time.sleep(600)
 """
 
-# A process with one thread that has imported everything, as an agent is; its server is stopped,
-# which stands for one that hangs.
+# A process with one thread that has imported everything, like an agent; its server is stopped to
+# simulate one that hangs.
 STOPPED = """
 import os, signal
 from lockstep_gpt.extras.warm import server
@@ -62,7 +62,7 @@ def server():
 
 @pytest.fixture
 def light(tmp_path, monkeypatch):
-    """Let a test's servers begin at once; return the environment that they need."""
+    """Let a test's servers start at once; return the environment that they need."""
     (tmp_path / "light.py").write_text(LIGHT)
     monkeypatch.setattr(servers, "PROGRAM", "light")
     path = filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")])
@@ -111,7 +111,7 @@ def test_child_has_the_environment_folder_streams_and_words_it_was_given(
 ):
     monkeypatch.chdir(tmp_path)
     line = "{os.getcwd()} {sys.argv} {os.environ['X']} {sys.path[:2]}"
-    program = f'import os, sys; sys.stdout.write(f"{line}\\n")'  # at once: they share the file
+    program = f'import os, sys; sys.stdout.write(f"{line}\\n")'  # one write: they share the file
     (tmp_path / "told.py").write_text(f"def tell():\n    {program}\n    return 3\n")
     with (tmp_path / "out").open("w+") as out, (tmp_path / "err").open("w+") as err:
         streams = [0, out.fileno(), err.fileno()]

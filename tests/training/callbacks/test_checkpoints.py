@@ -15,7 +15,7 @@ from lockstep_gpt.training.checkpoint import (
 
 
 class Losses(Callback):
-    """Notes the validation loss of each step, or dictates it, and what was saved before."""
+    """Records or sets the validation loss of each step, and records the checkpoints before it."""
 
     def __init__(self, folder, dictated):
         self.folder, self.dictated = folder, dict(dictated)
@@ -120,7 +120,7 @@ def test_a_best_checkpoint_that_is_gone_is_the_best_no_more(new_run, tmp_path):
 
 
 def test_what_is_best_is_the_same_on_a_rank_that_sees_other_files(on_ranks, new_run, tmp_path):
-    folders = [tmp_path / "seen", tmp_path / "not_yet"]  # as a network's folder may look for a time
+    folders = [tmp_path / "seen", tmp_path / "not_yet"]  # as a network folder may look for a while
     for step in (2, 3):
         checkpoint_path(folders[0], step).parent.mkdir(exist_ok=True)
         checkpoint_path(folders[0], step).touch()

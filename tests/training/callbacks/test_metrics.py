@@ -17,7 +17,7 @@ FEW = ["trainer/step", "train/loss", "val/loss"]
 
 
 class Recorder(Callback):
-    """Keeps every micro-batch, its loss, and the validation losses."""
+    """Records every micro-batch, its loss, and the validation losses."""
 
     def __init__(self):
         self.batches, self.losses, self.val_losses = [], [], {}

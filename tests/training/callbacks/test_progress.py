@@ -55,7 +55,7 @@ def test_lines_keep_their_distance_but_the_last_step_always_has_one(run, caplog)
 
 @contextlib.contextmanager
 def terminal(monkeypatch):
-    """Make standard error a terminal; give what reads its screen."""
+    """Make standard error a terminal; return a function that reads its screen."""
     screen, line = os.openpty()
     os.set_blocking(screen, False)
     termios.tcsetwinsize(line, (24, 120))
@@ -109,7 +109,7 @@ def test_speeds_are_written_with_three_digits_and_a_unit(value, text):
 
 @pytest.fixture
 def sampled(new_run, caplog):
-    """Fit a model of bytes and return the sample that it writes."""
+    """Fit a byte-level model and return its sample."""
 
     def fit(**changes):
         run = new_run(max_steps=2)

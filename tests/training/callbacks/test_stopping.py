@@ -21,7 +21,7 @@ from lockstep_gpt.training.checkpoint import checkpoints_in, newest_valid, step_
 
 @pytest.fixture(autouse=True)
 def handlers():
-    """Give the signals back to whom they belonged."""
+    """Restore the signal handlers."""
     before = {signum: signal.getsignal(signum) for signum in STOP_SIGNALS}
     yield
     for signum, handler in before.items():
@@ -100,7 +100,7 @@ def test_a_rank_that_is_alone_decides_at_once():
 
 
 class Spoil(Callback):
-    """Puts a NaN into one gradient of each of `steps`; notes the weights before each step."""
+    """Puts a NaN into one gradient in each of `steps`; records the weights before each step."""
 
     def __init__(self, *steps):
         self.steps = steps
@@ -145,9 +145,9 @@ def test_skipped_updates_count_over_a_resume(new_run, tmp_path):
 
 
 class SpoilScaled(Callback):
-    """Puts a NaN into a gradient of each step for which `broken(step, scale)` holds.
+    """Puts a NaN into a gradient of each step for which `broken(step, scale)` is true.
 
-    Notes the weights before each step, and the scale of the loss in it.
+    Records the weights before each step, and its loss scale.
     """
 
     def __init__(self, broken):
@@ -195,7 +195,7 @@ def test_with_a_loss_scale_too_the_weights_stay_once_too_many_were_skipped(new_r
 
 
 class Reads(TorchDispatchMode):
-    """Counts how often a host waits for a value of a device."""
+    """Counts how often the host waits for a value from a device."""
 
     def __init__(self):
         super().__init__()

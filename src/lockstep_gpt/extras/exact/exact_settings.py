@@ -14,7 +14,7 @@ class ExactBatch(BatchConfig):
     """Micro-batches of the same size on any number of devices."""
 
     exact_micro_size: int | None = setting(
-        "samples of a micro-batch, for equal bits on any number of devices; null: equal but for "
+        "samples of a micro-batch, for equal bits on any number of devices; null: equal up to "
         "rounding",
         None,
         on_resume="kept",
