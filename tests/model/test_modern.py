@@ -137,7 +137,7 @@ def test_parameters_are_counted_without_padding():
     [
         ({"bias": True}, r"model\.bias=true is not for modern models; set false"),
         ({"n_embd": 20}, r"gives heads of 5; .* to make them even"),
-        ({"n_kv_head": 3}, r"model\.n_kv_head=3 is not divisible model\.n_head=4"),
+        ({"n_kv_head": 3}, r"model\.n_kv_head=3 does not divide model\.n_head=4"),
         (
             {"architecture": "none_such"},
             r"model\.architecture=none_such is not gpt, modern, or another module of model/",

@@ -1,5 +1,6 @@
 import ast
 import importlib
+import importlib.util
 import json
 import os
 import platform
@@ -172,6 +173,8 @@ packages = pathlib.Path(sysconfig.get_path("purelib", vars={"base": folder}))
 @pytest.fixture
 def quick_venv(tmp_path):
     """Return environment variables with which Python creates virtual environments quickly."""
+    if importlib.util.find_spec("pip") is None:  # an environment that uv created, for example
+        return {}
     (tmp_path / "quick").mkdir()
     (tmp_path / "quick/venv.py").write_text(QUICK_VENV)
     return {"PYTHONPATH": str(tmp_path / "quick")}

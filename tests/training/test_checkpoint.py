@@ -243,7 +243,7 @@ def test_a_disk_without_room_or_not_to_be_written_to_is_refused(tmp_path):
     subprocess.run(mount, check=True)
     try:
         save(tmp_path / "step=000001.ckpt")
-        with pytest.raises(RunError, match=r"bytes left, a checkpoint takes 4,000,000; make room"):
+        with pytest.raises(RunError, match=r"bytes left, a checkpoint takes 4,000,000; free"):
             save(tmp_path / "step=000002.ckpt", state_dict={"w": torch.zeros(1_000_000)})
         assert checkpoints_in(tmp_path) == [tmp_path / "step=000001.ckpt"]
         assert newest_valid(tmp_path) == tmp_path / "step=000001.ckpt"

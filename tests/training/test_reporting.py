@@ -135,7 +135,7 @@ def test_the_arithmetic_of_the_batch_is_written_out():
 
 @pytest.mark.parametrize(
     ("windows", "epochs"),
-    [(480_000, "0.1"), (48_000, "1"), (12_000, "4"), (11_999, "4"), (231, "208")],
+    [(480_000, "0.1"), (48_000, "1"), (12_000, "4"), (11_999, "4"), (482, "100"), (231, "208")],
 )
 def test_the_budget_is_said_in_steps_tokens_and_epochs(windows, epochs):
     unit = "epoch" if epochs == "1" else "epochs"

@@ -133,7 +133,7 @@ def receipt(
 
 def times(epochs: float) -> str:
     """Return the number of epochs to two digits, or whole from 100 on."""
-    return f"{epochs:,.0f}" if epochs >= 100 else f"{epochs:.2g}"
+    return f"{epochs:,.0f}" if epochs >= 99.5 else f"{epochs:.2g}"
 
 
 def facts(
