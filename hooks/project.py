@@ -28,6 +28,7 @@ TEMPLATE_ONLY = (
     "README.md",
     "SECURITY.md",
     "cookiecutter.json",
+    "docs/first_run.png",
     "docs/lockstep.png",
     "docs/recipe.md",
     "docs/speedrun.md",

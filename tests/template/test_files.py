@@ -25,6 +25,7 @@ OURS = (
     "CONTRIBUTING.md",
     "SECURITY.md",
     "cookiecutter.json",
+    "docs/first_run.png",
     "docs/lockstep.png",
     "docs/recipe.md",
     "docs/speedrun.md",
