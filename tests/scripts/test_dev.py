@@ -1,6 +1,6 @@
 import ast
 import importlib
-import importlib.util
+import importlib.metadata
 import json
 import os
 import platform
@@ -173,7 +173,7 @@ packages = pathlib.Path(sysconfig.get_path("purelib", vars={"base": folder}))
 @pytest.fixture
 def quick_venv(tmp_path):
     """Return environment variables with which Python creates virtual environments quickly."""
-    if importlib.util.find_spec("pip") is None:  # an environment that uv created, for example
+    if not [*importlib.metadata.distributions(name="pip")]:  # uv creates such environments
         return {}
     (tmp_path / "quick").mkdir()
     (tmp_path / "quick/venv.py").write_text(QUICK_VENV)
