@@ -51,6 +51,7 @@ COMMAND = "lockstep_gpt.cli:main"
 FORKS = Path(__file__).with_name("forked_python.py")
 WARM = importlib.util.find_spec("lockstep_gpt.extras.warm") is not None
 TIMEOUT = 240  # seconds; on an idle machine, no command takes an eighth of it
+MINIATURE = Path(__file__).with_name("miniature.py")
 # Python's defaults: a command in this process should warn like one in a separate process.
 USUAL_FILTERS = (
     ("ignore", ResourceWarning),
@@ -313,6 +314,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         lead = list(itertools.chain.from_iterable(files[number::workers]))
         items += [*lead, *itertools.islice(rest, max(0, size - len(lead)))]
     items += rest
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Make the fixtures of miniature.py known to all tests."""
+    spec = importlib.util.spec_from_file_location("miniature", MINIATURE)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    config.pluginmanager.register(module)
 
 
 @pytest.fixture(scope="session")

@@ -19,6 +19,7 @@ LAYERS = [
     "processes",
     "model",
     "data",
+    "runtime",
     "training",
     "inference",
     "launch",

@@ -216,13 +216,13 @@ def test_every_rank_has_a_log_of_its_own(run):
 
 def test_a_run_of_an_earlier_version_finds_its_classes_where_they_are_now(run, monkeypatch):
     moved = {
-        "lockstep_gpt.training.ranks": "lockstep_gpt.training.strategies",
+        "lockstep_gpt.runtime.ranks": "lockstep_gpt.training.strategies",
         "lockstep_gpt.gone": "lockstep_gpt.extras.here",
         "lockstep_gpt.there.make": "lockstep_gpt.extras.here.make",
     }
     monkeypatch.setattr(run_directory, "merged", {"MOVED": moved}.get)
     targets = [
-        "lockstep_gpt.training.ranks.ddp",
+        "lockstep_gpt.runtime.ranks.ddp",
         "lockstep_gpt.gone.Thing",
         "elsewhere.gone.Thing",
         "lockstep_gpt.there.make",

@@ -1,30 +1,13 @@
-"""The miniature runs of tests/training and tests/inference, also for extras."""
+"""The command with mounts of its own."""
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
-
-
-def _fixtures(folder: str) -> dict[str, object]:
-    path = Path(__file__).parents[1] / folder / "conftest.py"
-    spec = importlib.util.spec_from_file_location(f"{folder}_conftest", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return vars(module)
-
-
-_TRAINING = _fixtures("training")
-folder, new_run, on_ranks = (_TRAINING[name] for name in ("folder", "new_run", "on_ranks"))
-records, read_offline = (_TRAINING[name] for name in ("records", "read_offline"))
-saved_run = _fixtures("inference")["saved_run"]
-
 
 # The command with its own mounts, as `unshare --mount` would start it, without a new Python.
 APART = """

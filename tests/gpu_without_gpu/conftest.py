@@ -1,11 +1,9 @@
-"""The miniature runs of tests/training, on real ranks or on simulated ones."""
+"""Miniature runs on real ranks or on simulated ones."""
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 import os
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,12 +11,6 @@ import torch.distributed as dist
 from lightning import Callback
 from torch._dynamo.backends.debugging import aot_eager
 from torch.testing._internal.distributed.fake_pg import FakeStore
-
-PATH = Path(__file__).parents[1] / "training/conftest.py"
-SPEC = importlib.util.spec_from_file_location("training_conftest", PATH)
-TRAINING = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(TRAINING)
-folder, new_run, on_ranks = TRAINING.folder, TRAINING.new_run, TRAINING.on_ranks
 
 
 def as_rank(rank: int, size: int) -> dict[str, str]:

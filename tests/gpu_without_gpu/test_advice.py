@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 
 from lockstep_gpt.config import Config
-from lockstep_gpt.training import ranks, train
+from lockstep_gpt.runtime import ranks
+from lockstep_gpt.training import train
 
 
 def test_a_rank_takes_its_gpu_and_connects_before_it_assembles_anything(monkeypatch):

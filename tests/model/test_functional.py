@@ -15,6 +15,7 @@ from lockstep_gpt.model.functional import (
     choose_matrix_products,
     linear_cross_entropy,
     most_whole_logits,
+    perplexity,
     product_error,
 )
 
@@ -162,3 +163,10 @@ def test_fast_products_are_exact_enough_and_said():
         assert product_error() < EXACT_ENOUGH
     finally:
         torch.set_float32_matmul_precision("highest")
+
+
+@pytest.mark.parametrize(
+    ("loss", "expected"), [(0.0, 1.0), (2.0, math.exp(2)), (1e9, math.exp(709))]
+)
+def test_the_perplexity_of_any_loss_is_finite(loss, expected):
+    assert perplexity(loss) == pytest.approx(expected)

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from lockstep_gpt.model.functional import IGNORE
-from lockstep_gpt.training.token_loss import TokenLoss, perplexity
+from lockstep_gpt.training.token_loss import TokenLoss
 
 
 def uneven_batches():
@@ -43,13 +43,6 @@ def test_a_reset_forgets():
     metric.reset()
     metric.update(torch.tensor(1.0), torch.zeros(1, 4, dtype=torch.int64))
     assert metric.compute().item() == 1.0
-
-
-@pytest.mark.parametrize(
-    ("loss", "expected"), [(0.0, 1.0), (2.0, math.exp(2)), (1e9, math.exp(709))]
-)
-def test_the_perplexity_of_any_loss_is_finite(loss, expected):
-    assert perplexity(loss) == pytest.approx(expected)
 
 
 def test_the_loss_is_the_same_to_the_bit_in_any_order_of_the_batches():

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from lockstep_gpt.config import PROGRAM, Config, UserError, from_container
 from lockstep_gpt.data import tokenizer
 from lockstep_gpt.run_directory import literal, readable
-from lockstep_gpt.training.checkpoint import read_checkpoint
+from lockstep_gpt.runtime.checkpoint import read_checkpoint
 
 if TYPE_CHECKING:
     from lockstep_gpt.model.gpt import GPT

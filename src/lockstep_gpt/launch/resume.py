@@ -17,7 +17,7 @@ from lockstep_gpt.config import UserError, as_typed
 from lockstep_gpt.launch import choices, compose, devices, start
 from lockstep_gpt.registry import asked
 from lockstep_gpt.run_directory import RunDirectory
-from lockstep_gpt.training.checkpoint import fault_of
+from lockstep_gpt.runtime.checkpoint import fault_of
 
 # Overrides that select the run, and don't change it.
 ADDRESS = ("run_dir", "resume", "trust_run_dir")

@@ -93,6 +93,11 @@ def linear_cross_entropy(
     return total / (targets != IGNORE).sum().clamp(min=1)
 
 
+def perplexity(loss: float) -> float:
+    """Return the exp of a loss in nats; at most that of 709, near the largest float."""
+    return math.exp(min(loss, 709.0))
+
+
 def most_whole_logits(device: torch.device) -> int:
     """Return how many logits may exist at once: a share of memory in compiled GPU code."""
     if device.type == "cuda" and torch.compiler.is_compiling():

@@ -16,15 +16,16 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from lockstep_gpt.config import Config, RunError, UserError, from_container
 from lockstep_gpt.data.tokenizer import Tokenizer, from_dict
+from lockstep_gpt.model.functional import perplexity
 from lockstep_gpt.model.gpt import build_gpt
 from lockstep_gpt.run_directory import literal, readable, refuse_another_identity
-from lockstep_gpt.training.checkpoint import find_checkpoint, read_checkpoint
+from lockstep_gpt.runtime.checkpoint import find_checkpoint, read_checkpoint
+from lockstep_gpt.runtime.ranks import tensors_of_ranks
+from lockstep_gpt.runtime.resuming import apply_settings, fitting_of, realign
 from lockstep_gpt.training.optim import build_optimizer
-from lockstep_gpt.training.ranks import tensors_of_ranks
-from lockstep_gpt.training.resuming import apply_settings, fitting_of, realign
 from lockstep_gpt.training.schedule import Schedule, plan_batch, plan_schedule
 from lockstep_gpt.training.seeds import leaf_seed, seed_device
-from lockstep_gpt.training.token_loss import TokenLoss, perplexity
+from lockstep_gpt.training.token_loss import TokenLoss
 
 
 class GPTModule(lightning.LightningModule):

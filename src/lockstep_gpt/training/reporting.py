@@ -20,9 +20,9 @@ from lockstep_gpt.model.gpt import GPT
 from lockstep_gpt.processes import invocation
 from lockstep_gpt.registry import additions, asked
 from lockstep_gpt.run_directory import RunDirectory
-from lockstep_gpt.training.ranks import Ranks, backend_of
+from lockstep_gpt.runtime.ranks import Ranks, backend_of
+from lockstep_gpt.runtime.tracking import offline_hint
 from lockstep_gpt.training.schedule import BatchPlan, Schedule
-from lockstep_gpt.training.tracking import offline_hint
 
 # Lightning prints these. They are true, but don't help a reader of our receipt.
 NOISE = [

@@ -37,8 +37,3 @@ class TokenLoss(Metric):
         totals: list[float] = [mean * count for mean, count in zip(means, counts, strict=True)]
         add = math.fsum if all(map(math.isfinite, totals)) else sum  # fsum rejects inf - inf
         return torch.tensor(add(totals) / sum(counts), dtype=torch.float64)
-
-
-def perplexity(loss: float) -> float:
-    """Return the exp of a loss in nats; at most that of 709, near the largest float."""
-    return math.exp(min(loss, 709.0))

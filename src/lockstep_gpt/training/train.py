@@ -20,18 +20,18 @@ from lockstep_gpt.model.functional import choose_matrix_products
 from lockstep_gpt.processes import LOST_PEERS, invocation
 from lockstep_gpt.registry import asked
 from lockstep_gpt.run_directory import RunDirectory
-from lockstep_gpt.training import ranks as meeting
-from lockstep_gpt.training import reporting, tracking
+from lockstep_gpt.runtime import ranks as meeting
+from lockstep_gpt.runtime import tracking
+from lockstep_gpt.runtime.callbacks import metrics as measuring
+from lockstep_gpt.runtime.callbacks.checkpoints import AtomicCheckpointIO, Checkpoints
+from lockstep_gpt.runtime.callbacks.stopping import GracefulStop, Stopped
+from lockstep_gpt.runtime.checkpoint import step_of
+from lockstep_gpt.runtime.metrics_file import MetricsFile
+from lockstep_gpt.runtime.resuming import state_to_resume
+from lockstep_gpt.training import reporting
 from lockstep_gpt.training import schedule as planning
 from lockstep_gpt.training.building import build, deferred, mistake
-from lockstep_gpt.training.callbacks import metrics as measuring
-from lockstep_gpt.training.callbacks.checkpoints import AtomicCheckpointIO, Checkpoints
-from lockstep_gpt.training.callbacks.stopping import GracefulStop, Stopped
-from lockstep_gpt.training.checkpoint import step_of
-from lockstep_gpt.training.loop_changes import LoopChanges
-from lockstep_gpt.training.metrics_file import MetricsFile
 from lockstep_gpt.training.module import GPTModule
-from lockstep_gpt.training.resuming import state_to_resume
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +68,7 @@ def _train(directory: RunDirectory, config: Config, ranks: meeting.Ranks, termin
     flops, peak = module.model.flops_per_token, measuring.peak_tflops(config, batch.world_size)
     metrics = measuring.Metrics(config.log_every, batch.tokens_per_step, flops, peak)
     content = {"config": directory.values(), "tokenizer": data.tokenizer}
-    checkpoints = Checkpoints(directory.checkpoints, config, content, batch, schedule.total_steps)
+    checkpoints = Checkpoints(directory.checkpoints, config, content, schedule.total_steps)
     disk = next(filter(None, asked("CHECKPOINT_IO", directory, config)), AtomicCheckpointIO())
     asked("RANKS_MET", directory)
     resume = state_to_resume(directory, config, module)
@@ -76,11 +76,11 @@ def _train(directory: RunDirectory, config: Config, ranks: meeting.Ranks, termin
         asked("INITIAL_WEIGHTS", module.model, module.tokenizer)
     loggers = _loggers(directory, batch, module) if ranks.rank == 0 else []
     metrics_file = MetricsFile(directory.metrics, measuring.COLUMNS)
-    changes, guards = LoopChanges(), asked("CALLBACK", config, directory, ranks.rank, terminal)
+    guards = asked("CALLBACK", config, directory, ranks.rank, terminal)
     trainer = _trainer(
         config,
         ranks,
-        callbacks=[metrics, *filter(None, guards), changes, GracefulStop(checkpoints), checkpoints],
+        callbacks=[metrics, *filter(None, guards), GracefulStop(checkpoints), checkpoints],
         logger=[metrics_file, *loggers],
         plugins=[disk],
         default_root_dir=directory.path,
@@ -103,11 +103,11 @@ def _train(directory: RunDirectory, config: Config, ranks: meeting.Ranks, termin
         status = "stopped"
         raise
     finally:
-        changes.on_train_end()  # also if a hook failed before its own
         if ranks.rank == 0:
             times = {"lr": schedule.peak_lr, "wall_seconds": time.perf_counter() - started}
+            sizes = {"world_size": batch.world_size, "global_batch_size": batch.global_size}
             with contextlib.suppress(OSError) if status == "failed" else directory.writing():
-                reporting.conclude(directory, status, trainer, times)
+                reporting.conclude(directory, status, trainer, {**times, **sizes})
             for each in tracking.tracked(loggers):
                 each.close(status)
     meeting.leave()

@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 
 from lockstep_gpt.extras.cluster.facts import Facts, collect, compare
-from lockstep_gpt.training.ranks import Ranks
+from lockstep_gpt.runtime.ranks import Ranks
 
 VALUES = {"seed": 1, "launch": {"node_rank": 0}}
 

@@ -2,6 +2,7 @@
 
 import shutil
 from pathlib import Path
+from pkgutil import resolve_name
 
 import pytest
 import torch
@@ -11,8 +12,9 @@ from lockstep_gpt import cli, extras
 from lockstep_gpt.config import UserError
 from lockstep_gpt.extras import compat
 from lockstep_gpt.extras.compat.former import FORMER
+from lockstep_gpt.registry import merged
 from lockstep_gpt.run_directory import RunDirectory, readable
-from lockstep_gpt.training.checkpoint import write_checkpoint
+from lockstep_gpt.runtime.checkpoint import write_checkpoint
 
 # The smoke experiment as these commits froze it, without the extras' settings.
 FROZEN = {
@@ -224,7 +226,8 @@ def test_weights_of_other_code_are_one_line_and_leave_the_run_as_it_was(earlier,
     name = next(iter(content["state_dict"]))
     content["state_dict"]["model.before"] = content["state_dict"].pop(name)
     write_checkpoint(content, path)
-    frozen = yaml.safe_load((command.folder / "run/config.yaml").read_text())
+    text = (command.folder / "run/config.yaml").read_text()
+    frozen = yaml.safe_load(text.replace("training.callbacks", "runtime.callbacks"))
     said = command(*RESUME, "launch.inline=true", status=2).stderr
     assert said.count("\n") == 1
     assert "the checkpoint has 28 weights, of which 27 fit the 28 of this model; use the" in said
@@ -237,3 +240,10 @@ def test_weights_of_other_code_are_one_line_and_leave_the_run_as_it_was(earlier,
         said = command(*words, status=2).stderr
         assert (said.count("\n"), "use the code that wrote it" in said) == (1, True)
     command(*RESUME, "launch.inline=true", "resume_force=true", "max_steps=6")
+
+
+def test_every_new_place_of_what_moved_exists():
+    for old, new in merged("MOVED").items():
+        assert resolve_name(new), old
+        with pytest.raises((ImportError, AttributeError)):
+            resolve_name(old)

@@ -12,7 +12,7 @@ from lockstep_gpt.extras.copies.copies_settings import CopiedCheckpoints
 from lockstep_gpt.extras.copies.remote import copies_of, fetch, fetch_newest
 from lockstep_gpt.extras.copies.writing import CopyingCheckpointIO, checkpoint_io
 from lockstep_gpt.run_directory import RunDirectory
-from lockstep_gpt.training.checkpoint import checkpoint_path, read_checkpoint
+from lockstep_gpt.runtime.checkpoint import checkpoint_path, read_checkpoint
 
 TOKENIZER = ByteTokenizer().to_dict()
 

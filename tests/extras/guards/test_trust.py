@@ -22,7 +22,7 @@ RESUME = ("train", "run_dir=run", "resume=auto", "launch.inline=true")
 @pytest.mark.parametrize(
     "target",
     [
-        "lockstep_gpt.training.callbacks.progress.Sample",
+        "lockstep_gpt.runtime.callbacks.progress.Sample",
         "lockstep_gpt.training.strategies.ddp",
         "lightning.pytorch.Trainer",
         "lightning.pytorch.callbacks.EarlyStopping",

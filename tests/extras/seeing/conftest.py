@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep_gpt.training.metrics_file import MetricsFile
+from lockstep_gpt.runtime.metrics_file import MetricsFile
 
 
 @pytest.fixture(scope="session")

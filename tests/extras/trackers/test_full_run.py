@@ -4,8 +4,8 @@ import pytest
 
 from lockstep_gpt.config import UserError
 from lockstep_gpt.run_directory import RunDirectory
-from lockstep_gpt.training import tracking
-from lockstep_gpt.training.checkpoint import sum_path
+from lockstep_gpt.runtime import tracking
+from lockstep_gpt.runtime.checkpoint import sum_path
 
 
 @pytest.mark.usefixtures("quick_ranks")

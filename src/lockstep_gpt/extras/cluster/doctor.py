@@ -72,7 +72,7 @@ def _examine(values: dict[str, Any], config: Config, given: Any) -> int:
     gc.disable()
     started = time.monotonic()
     from lockstep_gpt.extras.cluster.examination import Examination
-    from lockstep_gpt.training.ranks import Ranks
+    from lockstep_gpt.runtime.ranks import Ranks
 
     took = time.monotonic() - started
     gc.freeze()

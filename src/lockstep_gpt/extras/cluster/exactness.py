@@ -149,7 +149,7 @@ def _failure(ranks: int, status: int, said: str) -> str:
 
 def left_by(run: RunDirectory) -> Remains:
     """Return the results of a run that must not depend on the number of ranks."""
-    from lockstep_gpt.training.checkpoint import checkpoints_in, read_checkpoint
+    from lockstep_gpt.runtime.checkpoint import checkpoints_in, read_checkpoint
 
     content = read_checkpoint(checkpoints_in(run.checkpoints)[-1])
     with run.metrics.open(encoding="utf-8", newline="") as file:

@@ -45,7 +45,7 @@ from lockstep_gpt.extras.cluster.report import (
 )
 from lockstep_gpt.extras.cluster.speed import Speed
 from lockstep_gpt.launch import devices
-from lockstep_gpt.training.ranks import Ranks, backend_of
+from lockstep_gpt.runtime.ranks import Ranks, backend_of
 
 SEE = "see what rank 0 says, or why it ended"
 # If one of these checks fails, ranks that work together would hang or compute wrong results.

@@ -13,7 +13,7 @@ from lockstep_gpt.extras.cluster.collectives import Bandwidth
 from lockstep_gpt.extras.cluster.hardware import LINKS, Hardware, Link
 from lockstep_gpt.extras.cluster.peaks import FORMS
 from lockstep_gpt.extras.cluster.speed import Speed
-from lockstep_gpt.training.ranks import Ranks
+from lockstep_gpt.runtime.ranks import Ranks
 
 UNMEASURED = "not measured: assumed"
 

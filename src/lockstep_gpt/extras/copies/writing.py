@@ -16,8 +16,8 @@ from lockstep_gpt.config import Config, UserError
 from lockstep_gpt.extras.copies import remote
 from lockstep_gpt.extras.copies.copies_settings import CopiedCheckpoints
 from lockstep_gpt.run_directory import RunDirectory
-from lockstep_gpt.training.callbacks.checkpoints import AtomicCheckpointIO
-from lockstep_gpt.training.ranks import Ranks
+from lockstep_gpt.runtime.callbacks.checkpoints import AtomicCheckpointIO
+from lockstep_gpt.runtime.ranks import Ranks
 
 logger = logging.getLogger(__name__)
 

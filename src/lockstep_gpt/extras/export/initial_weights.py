@@ -20,7 +20,7 @@ from lockstep_gpt.data.tokenizer import Tokenizer, library
 from lockstep_gpt.extras.export.export_settings import ImportedModel
 from lockstep_gpt.extras.export.layouts import Layout, imported, layout_of
 from lockstep_gpt.model.gpt import GPT
-from lockstep_gpt.training.ranks import from_each_rank
+from lockstep_gpt.runtime.ranks import from_each_rank
 
 logger = logging.getLogger(__name__)
 

@@ -19,8 +19,8 @@ from lightning import Trainer
 from lockstep_gpt.config import Config, RunError
 from lockstep_gpt.extras.guards.guards_settings import HarmGuard
 from lockstep_gpt.run_directory import RunDirectory
-from lockstep_gpt.training.callbacks.step import StepCallback
-from lockstep_gpt.training.ranks import backend_of
+from lockstep_gpt.runtime.callbacks.step import StepCallback
+from lockstep_gpt.runtime.ranks import backend_of
 
 STALL_GRACE = 2  # seconds for the other ranks to show their stacks too
 WATCHDOG_MARGIN = 120  # seconds by which we end a stalled run before NCCL's watchdog does

@@ -13,7 +13,8 @@ from lockstep_gpt.launch import start
 from lockstep_gpt.processes import LOST_PEERS, end_process
 from lockstep_gpt.registry import asked
 from lockstep_gpt.run_directory import RunDirectory, differences
-from lockstep_gpt.training import ranks, train
+from lockstep_gpt.runtime import ranks
+from lockstep_gpt.training import train
 
 
 def join(

@@ -11,7 +11,7 @@ from lockstep_gpt.data import shards
 from lockstep_gpt.data.order import validation_rows
 from lockstep_gpt.data.prepare import prepare
 from lockstep_gpt.inference.source import load_model, parser_of
-from lockstep_gpt.training.checkpoint import find_checkpoint
+from lockstep_gpt.runtime.checkpoint import find_checkpoint
 
 if TYPE_CHECKING:
     from lockstep_gpt.model.gpt import GPT
@@ -46,7 +46,8 @@ def main(arguments: list[str]) -> int:
 def evaluate(model: GPT, config: Config, batch_size: int) -> dict[str, float]:
     """Return the means over all validation windows: loss in nats, perplexity, bits per byte."""
     from lockstep_gpt.data.windows import gather, open_windows, widen
-    from lockstep_gpt.training.token_loss import TokenLoss, perplexity
+    from lockstep_gpt.model.functional import perplexity
+    from lockstep_gpt.training.token_loss import TokenLoss
 
     folder = prepare(config.data)
     index = shards.load_index(folder)

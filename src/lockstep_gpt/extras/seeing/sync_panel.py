@@ -24,10 +24,10 @@ from lockstep_gpt.extras.seeing.recording import (
 )
 from lockstep_gpt.extras.seeing.recordings import describe, write_recording
 from lockstep_gpt.processes import invocation
-from lockstep_gpt.training.callbacks.step import StepCallback
-from lockstep_gpt.training.metrics_file import STEP, MetricsFile
+from lockstep_gpt.runtime.callbacks.step import StepCallback
+from lockstep_gpt.runtime.metrics_file import STEP, MetricsFile
+from lockstep_gpt.runtime.tracking import tracked
 from lockstep_gpt.training.strategies import DDPStrategy
-from lockstep_gpt.training.tracking import tracked
 
 logger = logging.getLogger(__name__)
 

@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
 from lockstep_gpt.model.gpt import GPT, build_gpt
-from lockstep_gpt.training.checkpoint import write_checkpoint
+from lockstep_gpt.runtime.checkpoint import write_checkpoint
 
 
 def fsdp2(

@@ -12,9 +12,9 @@ import torch
 from lightning import Trainer
 
 from lockstep_gpt.config import Config
+from lockstep_gpt.model.functional import perplexity
 from lockstep_gpt.registry import asked
-from lockstep_gpt.training.callbacks.step import StepCallback
-from lockstep_gpt.training.token_loss import perplexity
+from lockstep_gpt.runtime.callbacks.step import StepCallback
 
 logger = logging.getLogger(__name__)
 

@@ -5,18 +5,19 @@ import signal
 
 import pytest
 import torch
-from lightning import Callback
+import torch.distributed as dist
+from lightning import Callback, Trainer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lockstep_gpt.config import RunError
 from lockstep_gpt.processes import STOP_SIGNALS
-from lockstep_gpt.training.callbacks.metrics import Metrics
-from lockstep_gpt.training.callbacks.stopping import (
+from lockstep_gpt.runtime.callbacks.metrics import Metrics
+from lockstep_gpt.runtime.callbacks.stopping import (
     GracefulStop,
     Stopped,
     StopVote,
 )
-from lockstep_gpt.training.checkpoint import checkpoints_in, newest_valid, step_of
+from lockstep_gpt.runtime.checkpoint import checkpoints_in, newest_valid, step_of
 
 
 @pytest.fixture(autouse=True)
@@ -223,3 +224,58 @@ def test_no_step_but_a_logged_one_waits_for_the_device(new_run):
         run.fit(per_step, Metrics(4, 1))
     counts = [after - before for before, after in itertools.pairwise(per_step.after)]
     assert [step for step, count in enumerate(counts, 1) if count] == [4, 8]
+
+
+def broadcasts_of(run, *callbacks):
+    """Return a function that counts the broadcasts of a fit on one of two forked ranks."""
+
+    def count(_rank):
+        Trainer.world_size = property(lambda _: 2)
+        calls, broadcast = [], dist.broadcast
+        dist.broadcast = lambda *args, **options: (calls.append(args), broadcast(*args, **options))
+        run.fit(*callbacks)
+        return len(calls)
+
+    return count
+
+
+def stops(run, folder):
+    """Return a `GracefulStop` that has nothing to do."""
+    return GracefulStop(run.checkpoints(folder))
+
+
+def test_the_stock_loop_broadcasts_at_every_micro_batch_and_ours_never(new_run, on_ranks, tmp_path):
+    # If the first fails, Lightning no longer needs our change to its loop.
+    assert on_ranks(2, broadcasts_of(new_run(max_steps=3))) == [6, 6]
+    run = new_run(max_steps=3)
+    assert on_ranks(2, broadcasts_of(run, stops(run, tmp_path))) == [0, 0]
+
+
+class Raises(Callback):
+    """Ends a run in its third step and keeps its Trainer."""
+
+    def on_train_batch_end(self, trainer, *_):
+        self.trainer = trainer
+        if trainer.global_step == 3:
+            raise ZeroDivisionError
+
+
+def test_all_that_is_changed_in_the_loop_is_put_back_after_an_exception_too(new_run, tmp_path):
+    raises, run = Raises(), new_run(max_steps=6)
+    with pytest.raises(ZeroDivisionError):
+        run.fit(raises, stops(run, tmp_path))
+    assert "_broadcast_sigterm_tensor" not in vars(raises.trainer.fit_loop.epoch_loop)
+
+
+class Late(Callback):
+    """Gets a hook after the run has started."""
+
+    def on_train_start(self, *_):
+        self.calls = []
+        self.on_before_backward = lambda *_: self.calls.append(1)
+
+
+def test_a_hook_that_a_callback_gets_late_is_called(new_run, tmp_path):
+    late, run = Late(), new_run(max_steps=3)
+    run.fit(late, stops(run, tmp_path))
+    assert len(late.calls) == 6

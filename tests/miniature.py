@@ -1,4 +1,4 @@
-"""A miniature run: real data, a real module, and a real Trainer on the CPU."""
+"""Fixtures for all tests: miniature runs with real data, modules, and Trainers on the CPU."""
 
 import json
 import multiprocessing
@@ -33,7 +33,9 @@ from lockstep_gpt.data.datamodule import TokenDataModule
 from lockstep_gpt.data.prepare import prepare
 from lockstep_gpt.data.shards import load_index
 from lockstep_gpt.data.tokenizer import from_dict
-from lockstep_gpt.training.callbacks.checkpoints import AtomicCheckpointIO, Checkpoints
+from lockstep_gpt.model.gpt import GPT
+from lockstep_gpt.runtime.callbacks.checkpoints import AtomicCheckpointIO, Checkpoints
+from lockstep_gpt.runtime.checkpoint import checkpoint_path
 from lockstep_gpt.training.module import GPTModule
 from lockstep_gpt.training.schedule import (
     BatchPlan,
@@ -43,6 +45,7 @@ from lockstep_gpt.training.schedule import (
 )
 
 MODEL = {"block_size": 8, "n_layer": 1, "n_head": 2, "n_embd": 16}
+SAVED = {"block_size": 64, "n_layer": 1, "n_head": 2, "n_embd": 16}
 BATCH = {"micro_size": 2, "global_size": 4, "reference_size": 4}
 OPTIM = {"algorithm": "adamw", "lr": 1e-2}
 LIGHTNINGS_NOISE = [
@@ -66,7 +69,6 @@ class Run:
             folder,
             self.config,
             self.content,
-            self.batch,
             self.schedule.total_steps,
         )
 
@@ -235,3 +237,30 @@ def records():
 @pytest.fixture(scope="session")
 def read_offline():
     return read_offline_runs
+
+
+@pytest.fixture(scope="session")
+def saved_run(tmp_path_factory):
+    """Return a function that saves a model for `tokenizer` as if it was trained on `data`."""
+
+    def save(tokenizer, **data):
+        torch.manual_seed(0)
+        model = GPT(ModelConfig(**SAVED, dropout=0.5), tokenizer.vocab_size)
+        for parameter in model.parameters():
+            parameter.data.mul_(5)  # far from uniform, so choices differ
+        content = {
+            "config": {
+                "max_steps": 1,
+                "batch": {"global_size": 1},
+                "model": {**SAVED, "dropout": 0.5},
+                "data": data,
+                "optim": {"algorithm": "adamw"},
+            },
+            "tokenizer": tokenizer.to_dict(),
+            "state_dict": {f"model.{name}": each for name, each in model.state_dict().items()},
+        }
+        run = tmp_path_factory.mktemp("run")
+        AtomicCheckpointIO().save_checkpoint(content, checkpoint_path(run / "checkpoints", 1))
+        return run
+
+    return save

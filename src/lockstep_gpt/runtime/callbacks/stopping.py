@@ -10,8 +10,8 @@ import torch.distributed as dist
 from lightning import Trainer
 
 from lockstep_gpt.processes import STOP_SIGNALS
-from lockstep_gpt.training.callbacks.checkpoints import Checkpoints
-from lockstep_gpt.training.callbacks.step import StepCallback
+from lockstep_gpt.runtime.callbacks.checkpoints import Checkpoints
+from lockstep_gpt.runtime.callbacks.step import StepCallback
 
 
 class Stopped(BaseException):
@@ -56,10 +56,17 @@ class GracefulStop(StepCallback):
     checkpoints: Checkpoints
     received: int = field(default=0, init=False)  # signal; 0: none
     decided: int = field(default=0, init=False)
+    loop: Any = field(default_factory=dict, init=False)  # what Lightning's loop holds
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
-        """Replace Lightning's handlers, which it installs earlier."""
+        """Replace Lightning's handlers, which it installs earlier, and what they broadcast.
+
+        With several ranks, Lightning tells them in each micro-batch whether rank 0 got a SIGTERM,
+        and waits for the device to know (Lightning#21487).
+        """
         super().on_train_start(trainer, pl_module)
+        self.loop = vars(trainer.fit_loop.epoch_loop)
+        self.loop["_broadcast_sigterm_tensor"] = lambda: None
         self.vote = StopVote()
         for signum in STOP_SIGNALS:
             signal.signal(signum, self._note)
@@ -92,3 +99,8 @@ class GracefulStop(StepCallback):
     def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:  # noqa: ARG002
         """Read the last vote, or a rank could leave while another still needs it."""
         self.vote.close()
+        self.on_exception()
+
+    def on_exception(self, *_: Any) -> None:
+        """Give Lightning's loop its broadcast back."""
+        self.loop.pop("_broadcast_sigterm_tensor", None)

@@ -9,8 +9,8 @@ import torch
 from lockstep_gpt.config import Config, UserError, counted
 from lockstep_gpt.registry import asked
 from lockstep_gpt.run_directory import RunDirectory, refuse_another_identity
-from lockstep_gpt.training import checkpoint as files
-from lockstep_gpt.training.ranks import Ranks, from_rank_zero
+from lockstep_gpt.runtime import checkpoint as files
+from lockstep_gpt.runtime.ranks import Ranks, from_rank_zero
 
 logger = logging.getLogger(__name__)
 

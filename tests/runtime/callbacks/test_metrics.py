@@ -7,11 +7,11 @@ import pytest
 import torch
 from lightning import Callback
 
-from lockstep_gpt.training.callbacks.metrics import (
+from lockstep_gpt.runtime.callbacks.metrics import (
     COLUMNS,
     Metrics,
 )
-from lockstep_gpt.training.metrics_file import MetricsFile
+from lockstep_gpt.runtime.metrics_file import MetricsFile
 
 FEW = ["trainer/step", "train/loss", "val/loss"]
 

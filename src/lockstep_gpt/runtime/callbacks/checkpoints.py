@@ -9,10 +9,9 @@ from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.callbacks import Checkpoint
 
 from lockstep_gpt.config import Config
-from lockstep_gpt.training import checkpoint as files
-from lockstep_gpt.training.callbacks.step import StepCallback
-from lockstep_gpt.training.ranks import from_rank_zero
-from lockstep_gpt.training.schedule import BatchPlan
+from lockstep_gpt.runtime import checkpoint as files
+from lockstep_gpt.runtime.callbacks.step import StepCallback
+from lockstep_gpt.runtime.ranks import from_rank_zero
 
 
 @dataclass(eq=False, repr=False)
@@ -22,7 +21,6 @@ class Checkpoints(StepCallback, Checkpoint):
     folder: Path  # where they are saved
     config: Config  # when to save and to validate, and how many to keep
     content: dict[str, Any]  # saved in every checkpoint, next to the training state
-    batch: BatchPlan  # the batch of an optimizer step
     total_steps: int  # optimizer steps of the run
     urgent: bool = field(default=False, init=False)  # if set, save after the next validation
     # Step of a kept checkpoint -> its validation loss.
@@ -79,12 +77,10 @@ class Checkpoints(StepCallback, Checkpoint):
                 self.losses.pop(files.step_of(path), None)
 
     def in_summary(self, _step: int) -> dict[str, Any]:
-        """Return `summary.json`'s entries on checkpoints and batch."""
+        """Return `summary.json`'s entries on checkpoints."""
         best = sorted(self.losses, key=self.losses.__getitem__)[:1]
         last = next(reversed(files.checkpoints_in(self.folder)), None)
         return {
-            "world_size": self.batch.world_size,
-            "global_batch_size": self.batch.global_size,
             "best_checkpoint": str(files.checkpoint_path(self.folder, best[0])) if best else None,
             "last_checkpoint": str(last) if last else None,
         }
@@ -93,7 +89,8 @@ class Checkpoints(StepCallback, Checkpoint):
         """Add the configuration, the tokenizer, and the counts of samples and tokens."""
         data: Any = trainer.datamodule  # type: ignore[attr-defined]
         samples = data.samples_seen(trainer.global_step)
-        checkpoint.update(self.content, samples=samples, tokens=samples * self.batch.block_size)
+        tokens = samples * self.config.model.block_size
+        checkpoint.update(self.content, samples=samples, tokens=tokens)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the losses of the kept checkpoints, which decide which is best."""

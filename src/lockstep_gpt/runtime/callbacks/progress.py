@@ -12,9 +12,9 @@ from tqdm import tqdm
 
 from lockstep_gpt.data.tokenizer import printable
 from lockstep_gpt.model.gpt import check_sampling
-from lockstep_gpt.training.callbacks.metrics import Metrics
-from lockstep_gpt.training.callbacks.step import StepCallback
-from lockstep_gpt.training.tracking import tracked
+from lockstep_gpt.runtime.callbacks.metrics import Metrics
+from lockstep_gpt.runtime.callbacks.step import StepCallback
+from lockstep_gpt.runtime.tracking import tracked
 
 logger = logging.getLogger(__name__)
 

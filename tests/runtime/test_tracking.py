@@ -6,7 +6,7 @@ import yaml
 
 from lockstep_gpt.config import UserError
 from lockstep_gpt.run_directory import RunDirectory
-from lockstep_gpt.training import tracking
+from lockstep_gpt.runtime import tracking
 
 
 def read_csv(folder):
