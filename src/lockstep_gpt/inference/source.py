@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from lockstep_gpt.config import PROGRAM, Config, UserError, from_container
 from lockstep_gpt.data import tokenizer
+from lockstep_gpt.registry import asked
 from lockstep_gpt.run_directory import literal, readable
 from lockstep_gpt.runtime.checkpoint import read_checkpoint
 
@@ -35,6 +36,7 @@ def load_model(path: Path) -> tuple[GPT, Config, tokenizer.Tokenizer]:
     values = {name: each for name, each in content["config"].items() if name in NEEDED}
     config = from_container(readable(literal(values)), path)
     model = build_gpt(config.model, text.vocab_size)
+    asked("MODEL", model, text)
     saved, prefix = content["state_dict"], "model."
     own = {name: each for name, each in saved.items() if name.startswith(prefix)}
     try:

@@ -3,6 +3,7 @@
 import functools
 import importlib
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -75,22 +76,21 @@ class GPT(nn.Module):
 
     def features(self, tokens: Tensor) -> Tensor:
         """Return the head's input, (B, T, C), for `tokens`, (B, T)."""
-        T = self.checked_length(tokens)
         x = self.token_embedding(tokens.long())  # (B, T, C)
-        x = self.dropout(x + self.position_embedding.weight[:T])
+        x = self.dropout(x + self.position_embedding.weight[self.positions(tokens)])
         for block in self.blocks:
             x = block(x)
         return self.final_norm(x)
 
-    def checked_length(self, tokens: Tensor) -> int:
-        """Return T; raise a `UserError` if it is longer than `block_size`."""
+    def positions(self, tokens: Tensor) -> Any:
+        """Return the index of each token's position; a `UserError` if T exceeds `block_size`."""
         T = tokens.shape[1]
         if self.config.block_size < T:
             raise UserError(
                 f"{T} tokens are more than model.block_size={self.config.block_size}; "
                 "shorten the input or train with a larger block_size"
             )
-        return T
+        return slice(T)
 
     @torch.inference_mode()
     def generate(
@@ -175,6 +175,8 @@ class Block(nn.Module):
 class CausalSelfAttention(nn.Module):
     """The only layer in which tokens see other tokens."""
 
+    attend = staticmethod(functional.causal_attention)  # extras replace it
+
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.n_head = config.n_head
@@ -187,7 +189,7 @@ class CausalSelfAttention(nn.Module):
         B, T, C = x.shape
         qkv = self.qkv(x).view(B, T, 3, self.n_head, C // self.n_head)
         q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind()  # each (B, n_head, T, C / n_head)
-        y = functional.causal_attention(q, k, v, self.dropout if self.training else 0.0)
+        y = self.attend(q, k, v, self.dropout if self.training else 0.0)
         y = y.transpose(1, 2).reshape(B, T, C)  # concatenate the heads: (B, T, C)
         return self.projection(y)
 

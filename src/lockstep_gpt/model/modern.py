@@ -61,6 +61,10 @@ class GPT(gpt.GPT):
             if name.endswith("projection.weight") or name in BEGIN_AT_ZERO:
                 nn.init.zeros_(parameter)
 
+    def shifted(self, x: Tensor) -> Tensor:
+        """Return what each token's predecessor has in `x`, (B, T, ...); zeros for the first."""
+        return F.pad(x[:, :-1], (0, 0) * (x.ndim - 2) + (1, 0))
+
     @property
     def head(self) -> Tensor:
         """Weights that turn features into logits, (V padded, C)."""
@@ -68,21 +72,21 @@ class GPT(gpt.GPT):
 
     def features(self, tokens: Tensor) -> Tensor:
         """Return the head's input, (B, T, C), for `tokens`, (B, T)."""
-        T, tokens = self.checked_length(tokens), tokens.long()
+        positions, tokens = self.positions(tokens), tokens.long()
         x = self.token_embedding(tokens)  # (B, T, C)
         code, rows = tokens * HASH[1], self.config.ngram_rows
         for table in range(self.config.longest_ngram - 1) if rows else ():
-            code = F.pad(code[:, :-1], (1, 0)) * HASH[0] ^ tokens * HASH[1]
+            code = self.shifted(code) * HASH[0] ^ tokens * HASH[1]
             x = x + self.ngram_embedding(code % rows + table * rows)
         x = norm(x)
-        x = self.dropout(x + self.previous * F.pad(x[:, :-1], (0, 0, 1, 0)))
+        x = self.dropout(x + self.previous * self.shifted(x))
         device = tokens.device.type
         # bfloat16 has float32's range, so everything in between can use it, not only products.
         narrow = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == BF16
         x, cos, sin = (each.to(BF16 if narrow else x.dtype) for each in (x, self.cos, self.sin))
         with torch.autocast(device, enabled=False) if narrow else nullcontext():
             for block in self.blocks:
-                x = block(x, cos[:T], sin[:T])
+                x = block(x, cos[positions], sin[positions])
             return norm(x)
 
 
@@ -104,6 +108,8 @@ class Block(nn.Module):
 class CausalSelfAttention(nn.Module):
     """Attention of each token to itself and earlier ones, by content and by distance."""
 
+    attend = staticmethod(causal_attention)
+
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.n_head, self.n_kv_head = config.n_head, config.n_kv_head or config.n_head
@@ -124,7 +130,7 @@ class CausalSelfAttention(nn.Module):
         q, k, v = (each.transpose(1, 2) for each in (q, k, v))  # (B, heads, T, D)
         if shared < self.n_head:
             k, v = (each.repeat_interleave(self.n_head // shared, dim=1) for each in (k, v))
-        y = causal_attention(q, k, v, self.dropout if self.training else 0.0, ATTENTION_SCALE)
+        y = self.attend(q, k, v, self.dropout if self.training else 0.0, ATTENTION_SCALE)
         return linear(y.transpose(1, 2).reshape(B, T, C), self.projection)
 
 

@@ -18,6 +18,7 @@ from lockstep_gpt.config import Config, RunError, UserError, from_container
 from lockstep_gpt.data.tokenizer import Tokenizer, from_dict
 from lockstep_gpt.model.functional import perplexity
 from lockstep_gpt.model.gpt import build_gpt
+from lockstep_gpt.registry import asked
 from lockstep_gpt.run_directory import literal, readable, refuse_another_identity
 from lockstep_gpt.runtime.checkpoint import find_checkpoint, read_checkpoint
 from lockstep_gpt.runtime.ranks import tensors_of_ranks
@@ -37,6 +38,7 @@ class GPTModule(lightning.LightningModule):
         self.schedule = schedule
         self.tokenizer = tokenizer
         self.model = build_gpt(config.model, tokenizer.vocab_size)
+        asked("MODEL", self.model, tokenizer)
         self.token_loss = TokenLoss()
         self.val_loss: float | None = None
         self.grad_norm: Tensor | None = None  # of the last update, before clipping
