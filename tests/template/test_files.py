@@ -284,8 +284,10 @@ def code_lines(source: str) -> int:
     return len(code - words)
 
 
-# The goal is 4,150 and 6,100; lower these whenever the code allows.
-CODE_LINES, LINES = 4150, 5965
+# The goals are 4,150 and 6,100, and 2,000 code lines for the experiment; lower these whenever the
+# code allows.
+CODE_LINES, LINES, EXPERIMENT_LINES = 4150, 5965, 1950
+EXPERIMENT = ("model", "data", "training", "inference")
 
 
 def test_code_lines_are_counted_without_words():
@@ -300,6 +302,8 @@ def test_a_project_without_extras_is_small_enough_to_be_read(baked):
     lengths = [source.count("\n") for source in sources]
     assert sum(lengths) <= LINES
     assert sum(length > 250 for length in lengths) <= 1
+    half = [path for name in EXPERIMENT for path in project.glob(f"src/*/{name}/**/*.py")]
+    assert sum(code_lines(path.read_text("utf-8")) for path in half) <= EXPERIMENT_LINES
     functions = (ast.FunctionDef, ast.AsyncFunctionDef)
     nodes = (node for source in sources for node in ast.walk(ast.parse(source)))
     spans = [node.end_lineno - node.lineno + 1 for node in nodes if isinstance(node, functions)]
