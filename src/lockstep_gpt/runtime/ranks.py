@@ -2,16 +2,13 @@
 
 import os
 import re
-import socket
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from lockstep_gpt.config import Config
 from lockstep_gpt.registry import asked
@@ -78,27 +75,7 @@ def join(ranks: Ranks, config: Config) -> None:
         device = torch.device("cuda", ranks.local_rank)
         torch.cuda.set_device(device)
     timeout = timedelta(seconds=config.strategy.get("timeout_seconds", 1800))
-    store = _loopback_store(ranks, timeout)
-    rank, size = (ranks.rank, ranks.world_size) if store else (-1, -1)  # -1: from the environment
-    dist.init_process_group(
-        backend, timeout=timeout, store=store, rank=rank, world_size=size, device_id=device
-    )
-
-
-def _loopback_store(ranks: Ranks, timeout: timedelta) -> TCPStore | None:
-    """Connect at an address that no other machine reaches; torch's default listens on all.
-
-    None if the ranks are on several nodes, or if a launcher already uses the port.
-    """
-    held = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    if held or os.environ.get("MASTER_ADDR") not in ("127.0.0.1", "localhost"):
-        return None
-    address = ("127.0.0.1", int(os.environ["MASTER_PORT"]))
-    meet = partial(TCPStore, *address, ranks.world_size, timeout=timeout)
-    if ranks.rank:
-        return meet()
-    descriptor = socket.create_server(address).detach()  # torch owns it from now on
-    return meet(is_master=True, master_listen_fd=descriptor)
+    dist.init_process_group(backend, timeout=timeout, device_id=device)
 
 
 def leave() -> None:

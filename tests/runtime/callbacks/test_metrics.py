@@ -6,6 +6,8 @@ import time
 import pytest
 import torch
 from lightning import Callback
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
 
 from lockstep_gpt.runtime.callbacks.metrics import (
     COLUMNS,
@@ -125,3 +127,51 @@ def test_utilisation_is_the_model_s_operations_over_the_devices_peak(new_run, tm
     run.fit(metrics, logger=rows)
     speed = metrics.row["throughput/tokens_per_second"]
     assert metrics.row["throughput/mfu"] == pytest.approx(speed * 3e6 / 2e12)
+
+
+class Logs(Callback):
+    """Logs in each micro-batch, and ends a run in its third step if asked to."""
+
+    def __init__(self, fails=False):
+        self.fails = fails
+
+    def on_train_batch_end(self, trainer, pl_module, *_):
+        self.trainer = trainer
+        pl_module.log("mine/step", float(trainer.global_step))
+        if self.fails and trainer.global_step == 3:
+            raise ZeroDivisionError
+
+
+class Rows(Logger):
+    """Keeps what it gets to log."""
+
+    name, version = "rows", 0
+
+    def __init__(self):
+        super().__init__()
+        self.rows = []
+
+    def log_metrics(self, metrics, step):
+        if "mine/step" in metrics:
+            self.rows.append((step, metrics["mine/step"]))
+
+    def log_hyperparams(self, *_):
+        pass
+
+
+def test_what_is_logged_has_the_number_of_its_own_step(new_run):
+    def steps(*callbacks):
+        logger = Rows()
+        new_run(max_steps=4).fit(*callbacks, Logs(), logger=logger, log_every_n_steps=2)
+        return logger.rows
+
+    # If the first fails, Lightning no longer needs our change to its axis.
+    assert steps() == [(1, 2.0), (3, 4.0)]
+    assert steps(Metrics(2, 1)) == [(2, 2.0), (4, 4.0)]
+
+
+def test_the_axis_is_put_back_after_an_exception_too(new_run):
+    logs = Logs(fails=True)
+    with pytest.raises(ZeroDivisionError):
+        new_run(max_steps=6).fit(Metrics(2, 1), logs)
+    assert type(logs.trainer._logger_connector) is _LoggerConnector

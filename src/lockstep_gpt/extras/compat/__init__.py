@@ -4,7 +4,7 @@ CHECK = ".extras.compat.callbacks:refuse_what_cannot_work"
 WORDS = ".extras.compat.words:understood"
 EARLIER = ".extras.compat.former:drop_defaults"
 OTHER_NAME = ".extras.compat.other_names:here"
-CALLBACK = ".extras.compat.logged_steps:LoggedSteps"
+CALLBACK = ".extras.compat.time_limit:if_limited"
 CHECK_START = ".extras.compat.arguments:refuse_unknown_arguments"
 # Modules, or names in them, that have moved since an earlier version.
 _HERE = "lockstep_gpt.training"

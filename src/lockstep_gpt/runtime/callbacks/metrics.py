@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from lightning import Trainer
+from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
 
 from lockstep_gpt.config import Config
 from lockstep_gpt.model.functional import perplexity
@@ -47,6 +48,19 @@ def peak_tflops(config: Config, world_size: int) -> float | None:
     return peak and peak * world_size
 
 
+class StepAxis(_LoggerConnector):
+    """Logs what users log at the number of its step, counted from 1; Lightning counts from 0."""
+
+    @property
+    def should_update_logs(self) -> bool:
+        """Return whether values logged now reach the loggers."""
+        trainer: Any = self.trainer
+        if not trainer.training:
+            return super().should_update_logs
+        step = trainer.fit_loop.epoch_loop._batches_that_stepped
+        return bool(step % trainer.log_every_n_steps == 0 or trainer.should_stop)
+
+
 @dataclass(eq=False)
 class Metrics(StepCallback):
     """Reads the device only at logging steps; in between, the loss stays on it.
@@ -71,8 +85,17 @@ class Metrics(StepCallback):
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         """Start the clock."""
         super().on_train_start(trainer, pl_module)
+        trainer._logger_connector.__class__ = StepAxis
+        loop = trainer.fit_loop.epoch_loop
+        loop._batches_that_stepped = trainer.global_step + 1  # the next step, not those done
         pl_module.logs_losses = False
         self._times = [time.perf_counter()]
+
+    def on_train_end(self, trainer: Trainer, *_: Any) -> None:
+        """Restore Lightning's axis."""
+        trainer._logger_connector.__class__ = _LoggerConnector
+
+    on_exception = on_train_end  # type: ignore[assignment]
 
     def on_step_end(self, trainer: Trainer, pl_module: Any, step: int) -> None:
         """Log a row if one is due, and at the end."""

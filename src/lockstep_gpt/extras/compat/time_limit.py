@@ -1,0 +1,32 @@
+"""Reports that a time limit of Lightning ended the run; Lightning's own message is not shown."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from lightning import Callback
+from lightning.pytorch.callbacks import Timer
+
+from lockstep_gpt.config import Config
+
+logger = logging.getLogger(__name__)
+
+
+class SaysTimeIsUp(Callback):
+    """Reports at the end of training if the time limit was reached."""
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
+        """Check each `Timer`; the Trainer's `max_time` is one too."""
+        for timer in (each for each in trainer.callbacks if isinstance(each, Timer)):
+            left = timer.time_remaining("train")
+            if left is not None and left <= 0 and trainer.is_global_zero:
+                spent = timer.time_elapsed("train")
+                logger.info("the time limit was reached, after %.0f s of training", spent)
+
+
+def if_limited(config: Config, *_: Any) -> Callback | None:
+    """Return the callback if the run has a time limit."""
+    targets = (str(node.get("_target_", "")) for node in config.callbacks.values())
+    limited = config.trainer.get("max_time") or any(each.endswith(".Timer") for each in targets)
+    return SaysTimeIsUp() if limited else None

@@ -1,0 +1,85 @@
+"""Where the ranks of one machine meet."""
+
+import multiprocessing
+import os
+import socket
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lockstep_gpt.config import Config
+from lockstep_gpt.extras.guards.joining import AGENT_HAS_STORE
+from lockstep_gpt.runtime import ranks
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Linux lists open ports")
+LOOPBACK = "0100007F"  # 127.0.0.1 as /proc/net/tcp writes it
+LISTENS = "0A"
+
+
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+def listeners(port):
+    """Return the addresses at which a process of this machine listens on `port`."""
+    files = [Path("/proc/net/tcp"), Path("/proc/net/tcp6")]
+    rows = [line.split() for path in files for line in path.read_text().splitlines()]
+    return [row[1] for row in rows if row[3] == LISTENS and row[1].endswith(f":{port:04X}")]
+
+
+@pytest.fixture
+def joined(monkeypatch):
+    """Connect two ranks, forks of this process; return who listens, and a sum over the ranks."""
+
+    def connect(address, join):
+        port, context = free_port(), multiprocessing.get_context("fork")
+        place = {"MASTER_ADDR": address, "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
+        for name, value in place.items():
+            monkeypatch.setenv(name, value)
+        for name in (AGENT_HAS_STORE, "TORCHELASTIC_RESTART_COUNT"):
+            monkeypatch.delenv(name, raising=False)
+        found = context.Queue()
+
+        def run(rank):
+            os.environ["RANK"] = str(rank)
+            join(ranks.Ranks(rank, rank, 2, 2), Config(max_steps=1, trainer={"accelerator": "cpu"}))
+            total = torch.tensor(rank + 1)
+            dist.all_reduce(total)
+            found.put((listeners(port), int(total)))
+            dist.barrier()  # the listener must not end before the other rank has looked
+            found.close()
+            found.join_thread()
+            os._exit(0)  # the forked pytest must not continue
+
+        started = [context.Process(target=run, args=(rank,), daemon=True) for rank in range(2)]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # about forking with threads
+            for each in started:
+                each.start()
+        results = [found.get(timeout=240) for _ in started]
+        for each in started:
+            each.join(60)
+        return results
+
+    return connect
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "localhost"])
+def test_no_other_machine_can_connect_to_the_ranks_of_one(joined, address):
+    for where, total in joined(address, ranks.join):
+        assert total == 3
+        assert [place.partition(":")[0] for place in where] == [LOOPBACK]
+
+
+def test_torch_alone_would_listen_on_all_addresses(joined):
+    def join(_ranks, _config):  # if this fails, torch no longer needs our address
+        dist.init_process_group("gloo")
+
+    for where, total in joined("127.0.0.1", join):
+        assert total == 3
+        assert [place for place in where if set(place.partition(":")[0]) == {"0"}]
