@@ -38,14 +38,14 @@ def everything(shared, once, baked):
 
 @pytest.mark.parametrize("extra", FOLDERS)
 def test_without_any_one_a_project_collects_its_tests_and_trains(
-    extra, everything, tmp_path, environment, types, python_of_forks
+    extra, everything, tmp_path, environment, mypy, python_of_forks
 ):
     project = tmp_path / extra
     copy_without(everything, project, [extra])
     of_the_project = {"PYTHONPATH": str(project / "src"), "PYTHONDONTWRITEBYTECODE": "1"}
     for words, settings in (
         ([sys.executable, "-m", "ruff", "check", "--no-cache"], {}),
-        ([sys.executable, "-m", "mypy", "--cache-dir", str(types)], {}),
+        ([sys.executable, *mypy(project)], {}),
         ([python_of_forks, "-c", COLLECT_AND_TRAIN], {**of_the_project, "OMP_NUM_THREADS": "1"}),
     ):
         done = subprocess.run(

@@ -20,9 +20,9 @@ def project(request, name, baked):
 
 
 def check(project: Path, environment, *words: str) -> str:
-    """Run a tool on a project; return its findings, empty if there are none."""
+    """Run Python on a project; return its findings, empty if there are none."""
     done = subprocess.run(
-        [sys.executable, "-m", *words],
+        [sys.executable, *words],
         cwd=project,
         env=environment(),
         capture_output=True,
@@ -32,14 +32,14 @@ def check(project: Path, environment, *words: str) -> str:
 
 
 def test_lint_finds_nothing(project, environment):
-    assert (
-        check(project, environment, "ruff", "check", "--no-cache", "--output-format=concise") == ""
-    )
+    words = ["-m", "ruff", "check", "--no-cache", "--output-format=concise"]
+    assert check(project, environment, *words) == ""
 
 
 def test_every_line_is_formatted(project, environment):
-    assert check(project, environment, "ruff", "format", "--no-cache", "--check", "--diff") == ""
+    words = ["-m", "ruff", "format", "--no-cache", "--check", "--diff"]
+    assert check(project, environment, *words) == ""
 
 
-def test_types_are_right(project, environment, types):
-    assert check(project, environment, "mypy", "--cache-dir", str(types)) == ""
+def test_types_are_right(project, environment, mypy):
+    assert check(project, environment, *mypy(project)) == ""
