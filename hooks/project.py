@@ -41,6 +41,7 @@ TEMPLATE_ONLY = (
     "scripts/speedrun/",
     "scripts/time_to_loss.py",
     "tests/model/test_against_transformers.py",
+    "tests/scripts/test_environments.py",
     "tests/scripts/test_speedrun.py",
     "tests/template/",
     "tests/test_nodes.py",
