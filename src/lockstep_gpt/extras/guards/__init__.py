@@ -2,6 +2,6 @@
 
 # Group of settings -> its class with this extra.
 SETTINGS = {"guard": ".extras.guards.guards_settings:HarmGuard"}
-BEFORE_JOIN = ".extras.guards.joining:prepare"
+BEFORE_JOIN = ".extras.guards.local_store:prepare"
 PERMIT = ".extras.guards.trust:permit"
 CALLBACK = ".extras.guards.watching:Guards"

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep_gpt.config import Config
-from lockstep_gpt.extras.guards.joining import AGENT_HAS_STORE
+from lockstep_gpt.extras.guards.local_store import AGENT_HAS_STORE
 from lockstep_gpt.runtime import ranks
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Linux lists open ports")
