@@ -201,7 +201,7 @@ def test_a_silent_drop_ends_by_our_own_limit(training, nodes):
 @pytest.mark.parametrize(
     ("overrides", "line"),
     [
-        (["launch.node_rank=2"], "launch.node_rank=2 must be below 2"),
+        (["launch.node_rank=2"], "launch.node_rank=2 must be from 0 to 1"),
         (["launch.rdzv_endpoint=localhost:29511"], "is the loopback, which no other machine"),
         (["launch.rdzv_endpoint=nowhere.invalid:1"], "cannot be reached"),
         (["launch.rdzv_endpoint=null"], "launch.rdzv_endpoint=null with trainer.num_nodes=2"),
@@ -217,7 +217,7 @@ def test_a_first_node_that_is_late_is_told_and_may_come_yet(nodes, command):
     words = ("run_dir=run", "launch.node_rank=1", "launch.join_seconds=1")
     (status,), (said,) = ended(nodes.start(command, 0, *words))
     assert (status, said.count("\n")) == (1, 1)  # not 2, which a retry would not fix
-    assert "after 1 s it has no config.yaml; is it" in said
+    assert "after 1 s it lacks config.yaml; check" in said
 
 
 def test_a_node_that_never_comes_is_told(nodes, command):

@@ -112,7 +112,7 @@ def test_run_of_another_model_is_refused_unless_forced(finished, command):
     other, _ = finished
     words = [f"resume={other.folder}/runs/first", "model.n_layer=3", "run_dir=run"]
     line = command.train(*words, status=2).stderr
-    assert "here is model.n_layer=3 instead of 2; set them to the same, or set resume_force" in line
+    assert "but got model.n_layer=3 instead of 2; use the same, or set resume_force" in line
     assert not (command.folder / "run").exists()
     out = command.train(*words, "resume_force=true", "max_steps=6").stdout
     assert "resume_force: loaded 28 weights" in out
@@ -123,22 +123,22 @@ def test_run_of_another_model_is_refused_unless_forced(finished, command):
     [
         (
             "model.n_layer=3",
-            "run_dir=run keeps its values; here is model.n_layer=3",
+            "run_dir=run keeps its settings, but got model.n_layer=3",
         ),
-        ("data.val_fraction=0.5", "here is data.val_fraction=0.5 instead of 0.02; set them"),
+        ("data.val_fraction=0.5", "but got data.val_fraction=0.5 instead of 0.02; use"),
         (
             "seed=1",
-            "here is seed=1 instead of 1337; set them to the same, or set resume_force=true",
+            "but got seed=1 instead of 1337; use the same, or set resume_force=true",
         ),
-        ("batch.global_size=16", "here is batch.global_size=16 instead of 8"),
-        ("optim.algorithm=muon", "here is optim.algorithm=muon instead of adamw"),
+        ("batch.global_size=16", "but got batch.global_size=16 instead of 8"),
+        ("optim.algorithm=muon", "but got optim.algorithm=muon instead of adamw"),
         (
             "model=gpt2",
-            "run_dir=run was started with other choices; this command has batch.global_size=12",
+            "run_dir=run was started with other choices: this command has batch.global_size=12",
         ),
         (
             "logger=none max_steps=30",
-            "run_dir=run was started with other choices; this command has",
+            "run_dir=run was started with other choices: this command has",
         ),
         ("max_stepz=3", "unknown setting max_stepz; did you mean max_steps?"),
         ("max_steps=-3", "max_steps=-3 must be at least 1"),
@@ -180,9 +180,9 @@ def test_a_run_goes_on_with_the_data_that_it_began_with(command, corpus):
     (prepared,) = (command.folder / "data").glob("text-*")
     shutil.rmtree(prepared)
     said = command("train", "run_dir=run", "resume=auto", "max_steps=25", status=2).stderr
-    assert f"{prepared} is gone, and the corpus makes other tokens by now" in said
+    assert f"{prepared} is missing, and the corpus now gives other tokens" in said
     said = command.train(*words, "resume=run", "run_dir=new", status=2).stderr
-    assert "keeps its values; here is data.fingerprint=" in said
+    assert "keeps its settings, but got data.fingerprint=" in said
 
 
 def test_data_that_is_gone_is_prepared_again_from_the_same_corpus(command, corpus):
@@ -221,7 +221,7 @@ def test_a_forced_resume_takes_the_weights_that_fit_and_begins_with_the_rest_ane
     assert "took" not in said
     assert [row["trainer/step"] for row in rows(command.folder / "run")][2:] == ["12", "14"]
     changed = command("train", *FORCED[:2], "model.n_layer=4", status=2).stderr
-    assert "keeps its values; here is model.n_layer=4 instead of 3" in changed
+    assert "keeps its settings, but got model.n_layer=4 instead of 3" in changed
 
 
 @pytest.mark.parametrize(
@@ -310,7 +310,7 @@ def test_where_no_checkpoint_verifies_nothing_begins_anew(command, kept):
         flip(path)
     rows = (kept.parent / "metrics.csv").read_bytes()
     said = command("train", "run_dir=run", "resume=auto", "max_steps=30", status=2).stderr
-    assert "run/checkpoints holds 2 checkpoints, of which none verifies; put a sound copy" in said
+    assert "run/checkpoints has 2 checkpoints, but none is valid; put a valid copy" in said
     assert (kept.parent / "metrics.csv").read_bytes() == rows
     assert len(list(kept.glob("*.ckpt"))) == 2
 
@@ -398,7 +398,8 @@ def disk(command):
 LINES = {
     1000: "No space left on device: disk/run cannot be written; fix that, then resume=auto "
     "continues from disk/run/checkpoints/step=000050.ckpt",  # metrics.csv comes first
-    55: r"disk/run/checkpoints has 0 bytes left, a checkpoint takes [\d,]+; free some space there, "
+    55: r"disk/run/checkpoints has 0 bytes left, but a checkpoint needs [\d,]+; free some "
+    "space there, "
     "then continue with resume=auto from the newest checkpoint, which is intact",
 }
 FILLED = ("+callbacks.fill._target_=fill.Fill", "max_steps=100", "val_every=50", *SMALL)

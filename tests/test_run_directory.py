@@ -42,9 +42,9 @@ def test_a_run_keeps_what_it_was_made_with_and_says_what_differs():
     with pytest.raises(UserError) as refused:
         refuse_another_identity("the run", {**VALUES, "seed": 1}, other)
     assert str(refused.value) == (
-        "the run keeps its values; here is batch.global_size=8 instead of 4, "
-        "model.block_size=None instead of 8, model.n_layer=2 instead of 1 and 3 more; set them "
-        "to the same, or set resume_force=true"
+        "the run keeps its settings, but got batch.global_size=8 instead of 4, "
+        "model.block_size=None instead of 8, model.n_layer=2 instead of 1 and 3 more; use "
+        "the same, or set resume_force=true"
     )
 
 

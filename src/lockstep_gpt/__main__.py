@@ -8,7 +8,7 @@ except ModuleNotFoundError as error:
     if not error.name or error.name.startswith("lockstep_gpt"):
         raise
     where = "run .venv/bin/lockstep-gpt, or python3 scripts/dev.py, which makes .venv"
-    print(f"{sys.executable} has no {error.name}; {where}", file=sys.stderr)
+    print(f"{error.name} is not installed for {sys.executable}; {where}", file=sys.stderr)
     sys.exit(2)
 
 if __name__ == "__main__":

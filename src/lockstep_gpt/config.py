@@ -131,7 +131,7 @@ class BatchConfig(Checked):
         "samples per device and micro-step; null: a device's share of global_size", None, at_least=1
     )
     global_size: int | None = setting(
-        "samples per optimizer step on all devices; null: grows with those of the first start",
+        "samples per optimizer step on all devices; null: set by the devices of the first start",
         None,
         on_resume="kept",
         at_least=1,
@@ -142,7 +142,7 @@ class BatchConfig(Checked):
         """Also check that a setting gives the batch size."""
         super().__post_init__()
         if self.micro_size is None and self.global_size is None:
-            self.refuse("micro_size", "and batch.global_size=null give no size; set one of them")
+            self.refuse("micro_size", "and batch.global_size=null leave it open; set one of them")
 
 
 @dataclass
@@ -189,13 +189,13 @@ class DataConfig(Checked):
     node: ClassVar[str] = "data"
     on_resume: ClassVar[str] = "kept"  # what decides tokens; the machine decides where they are
     source: str = setting("where the text comes from")
-    root: str = setting("folder that prepared token files are kept in", "data", on_resume="machine")
+    root: str = setting("folder for prepared token files", "data", on_resume="machine")
     fingerprint: str | None = setting(
-        "that the prepared tokens must have; null: that of the corpus now", None
+        "hash that the prepared tokens must have; null: that of the current corpus", None
     )
     val_fraction: float = setting("fraction held out for validation", 0.02, above=0, below=1)
     val_tokens: int | None = setting(
-        "most held-out tokens to validate on; null: all", None, on_resume="free", at_least=1
+        "validation tokens to use at most; null: all", None, on_resume="free", at_least=1
     )
 
 
@@ -218,7 +218,7 @@ class TextData(DocumentsData):
     """Your own text."""
 
     source: str = setting("where the text comes from", "text", choices=("text",))
-    path: str = setting("a file, or a folder of them", "", on_resume="machine")
+    path: str = setting("a file, or a folder of files", "", on_resume="machine")
 
 
 DATA_SOURCES: dict[str, type[DataConfig]] = {"stdlib": StdlibData, "text": TextData}
@@ -242,9 +242,9 @@ class OptimConfig(Checked):
         "adamw, or a module of training/ that builds another", on_resume="kept"
     )
     lr: float = setting("peak learning rate at batch.reference_size", 1e-3, above=0)
-    head_lr_fraction: float = setting("that of the head as a fraction of it, if muon", 0.2, above=0)
+    head_lr_fraction: float = setting("muon: the head's rate, as a fraction of lr", 0.2, above=0)
     lr_scaling: str = setting(
-        "how the peak follows the global batch", "linear", choices=("linear", "sqrt", "none")
+        "how the peak scales with the global batch", "linear", choices=("linear", "sqrt", "none")
     )
     warmup_steps: int | None = setting("steps of linear warmup", None, at_least=0)
     warmup_tokens: int | None = setting("tokens of linear warmup", None, at_least=0)
@@ -259,7 +259,7 @@ class OptimConfig(Checked):
     beta2: float = setting("decay of the mean of their squares", 0.95, at_least=0, below=1)
     eps: float = setting("added to the denominator", 1e-8, above=0)
     weight_decay: float = setting("decay of matrices, decoupled", 0.1, at_least=0)
-    clip_norm: float | None = setting("largest norm of all gradients; null: any", 1.0, above=0)
+    clip_norm: float | None = setting("largest gradient norm; null: no clipping", 1.0, above=0)
 
     def __post_init__(self) -> None:
         """Also check that the warmup isn't set twice, and that the optimizer exists."""
@@ -278,8 +278,8 @@ class CheckpointConfig(Checked):
     every: int | None = setting(
         "optimizer steps between checkpoints; null: only at the end", 500, at_least=1
     )
-    keep_last: int = setting("how many of the newest to keep", 1, at_least=1)
-    keep_best: int = setting("how many of the lowest validation loss to keep", 1, at_least=0)
+    keep_last: int = setting("how many of the newest checkpoints to keep", 1, at_least=1)
+    keep_best: int = setting("how many with the lowest validation loss to keep", 1, at_least=0)
 
 
 @dataclass
@@ -288,7 +288,7 @@ class LaunchConfig(Checked):
 
     node: ClassVar[str] = "launch"
     on_resume: ClassVar[str] = "machine"
-    inline: bool = setting("run the only rank in the parent, for a debugger", False)
+    inline: bool = setting("run the only rank in the parent process, for a debugger", False)
     keep_memory: bool = setting(
         "keep freed memory for the next step: faster on CPUs, but uses more memory", True
     )
@@ -325,12 +325,12 @@ class Config(Checked):
     resume: str = setting(
         "auto: continue in run_dir if it exists; none; or a checkpoint or run to start from", "none"
     )
-    resume_force: bool = setting("resume even if settings differ that a run keeps", False)
-    trust_run_dir: bool = setting("let resume=auto build what only its config.yaml names", False)
-    precision: str = setting("arithmetic of forward and backward", "32-true", choices=PRECISIONS)
+    resume_force: bool = setting("resume even if settings that a run keeps differ", False)
+    trust_run_dir: bool = setting("let resume=auto build objects named only in config.yaml", False)
+    precision: str = setting("precision of forward and backward", "32-true", choices=PRECISIONS)
     compile: bool = setting("compile the GPT with torch.compile", False)
     peak_tflops: float | None = setting(
-        "dense peak of a device, for mfu; null: of a GPU that an extra knows", None, above=0
+        "dense peak of a device, for mfu; null: looked up by an extra", None, above=0
     )
     val_every: int = setting("optimizer steps between validations", 250, at_least=1)
     log_every: int = setting("optimizer steps between rows of metrics", 10, at_least=1)
@@ -358,7 +358,7 @@ class Config(Checked):
         _check_trainer(self.trainer)
         _check_strategy(self.strategy)
         cap = self.strategy.get("bucket_cap_mb", 1)  # torch can't split graphs by less
-        rule = "is less than compile=true takes; set 1 or more, or compile=false"
+        rule = "is too small for compile=true; set 1 or more, or compile=false"
         check("strategy.bucket_cap_mb", cap, not self.compile or cap >= 1, rule)
         asked("CHECK", self)
 
@@ -461,5 +461,5 @@ def from_container(values: dict[str, Any], file: Path | None = None) -> Config:
             raise
         raise UserError(
             f"{file} cannot be read ({error.full_key}: {str(error).splitlines()[0]}); delete that "
-            f"there, or use the version of {PROGRAM} that wrote it"
+            f"setting, or use the version of {PROGRAM} that wrote it"
         ) from None

@@ -75,7 +75,7 @@ class RunDirectory:
         except FileNotFoundError:
             raise UserError(f"{self.path} is not a run directory: it has no config.yaml") from None
         except (yaml.YAMLError, AttributeError, TypeError, ValueError):
-            raise UserError(f"{self.config} is damaged; restore what the run wrote") from None
+            raise UserError(f"{self.config} is damaged; restore the original") from None
 
     def load(self) -> Config:
         """Return the frozen configuration, checked and resolved, or raise a `UserError`."""
@@ -144,7 +144,7 @@ class RunDirectory:
                     line = f"run_dir={self.path} is in use by {who}; wait for it to end, or stop it"
                     raise UserError(line) from None
                 except OSError as error:  # a file system without locks
-                    print(f"run_dir={self.path} cannot be locked ({error.strerror}): use it once")
+                    print(f"run_dir={self.path} cannot be locked ({error.strerror}): run it once")
                 file.truncate(0)
                 file.write(f"process {os.getpid()} on {socket.gethostname()}".encode())
             after.callback(self.lock.unlink, missing_ok=True)  # `discard` may have removed it
@@ -198,8 +198,8 @@ def refuse_another_identity(where: str, saved: dict[str, Any], ours: dict[str, A
     was = {name: value for name, value in flat(saved) if name in kept and value is not None}
     if differing := differences(was, {name: now.get(name) for name in was}, free=()):
         raise UserError(
-            f"{where} keeps its values; here is {some_of(differing)}; set them to the same, "
-            "or set resume_force=true"
+            f"{where} keeps its settings, but got {some_of(differing)}; use the same, or set "
+            "resume_force=true"
         )
 
 

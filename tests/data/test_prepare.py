@@ -211,7 +211,7 @@ def test_a_damaged_folder_is_refused_and_left_alone(tmp_path, small):
     folder = prepare(small(tmp_path))
     with (folder / "train-00000.bin").open("ab") as file:
         file.truncate(100)
-    with pytest.raises(UserError, match=r"100 bytes where its index says 980; delete"):
+    with pytest.raises(UserError, match=r"100 bytes, but its index says 980; delete"):
         prepare(small(tmp_path))
     assert (folder / "index.json").exists()
 
@@ -262,7 +262,7 @@ def test_tokens_that_are_named_are_opened_without_their_corpus(corpus):
 
 def test_tokens_that_are_named_are_made_by_no_other_corpus(corpus):
     named = corpus(fingerprint="0" * 64)
-    with pytest.raises(UserError, match="text-00000000 is gone, and the corpus makes other tokens"):
+    with pytest.raises(UserError, match="text-00000000 is missing, and the corpus now gives"):
         prepare(named)
     assert not Path(named.root).exists()
     folder = prepare(corpus())

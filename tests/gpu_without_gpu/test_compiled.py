@@ -42,7 +42,7 @@ def test_two_compiled_ranks_have_the_losses_of_eager_ones(
 @pytest.mark.parametrize("megabytes", [0.5, 0.99])
 def test_parcels_that_a_compiled_ddp_cannot_split_by_are_refused(megabytes):
     strategy = {"bucket_cap_mb": megabytes}
-    rule = f"strategy.bucket_cap_mb={megabytes} is less than compile=true takes; set 1 or more"
+    rule = f"strategy.bucket_cap_mb={megabytes} is too small for compile=true; set 1 or more"
     with pytest.raises(UserError, match=rule):
         Config(max_steps=1, compile=True, strategy=strategy)
     Config(max_steps=1, strategy=strategy)

@@ -47,20 +47,20 @@ LOST = [
 ]
 # A restart would end the same way: message -> words of the cause.
 OWN = {
-    f"{USAGE}Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 1000": "two ranks have",
+    f"{USAGE}Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 1000": "two ranks use",
     f"{USAGE}ncclCommInitRankConfig: invalid rank 3 of 2": "NCCL was called with",
-    f"{CUDA}Cuda failure 2 'out of memory'": "no room for one micro-batch",
-    f"{CUDA}Cuda failure 999 'unknown error'": "a call of CUDA failed inside NCCL",
-    f"{CUDA}Cuda failure 700 'an illegal memory access was encountered'": "where it may not",
+    f"{CUDA}Cuda failure 2 'out of memory'": "one micro-batch needs more memory",
+    f"{CUDA}Cuda failure 999 'unknown error'": "a CUDA call failed inside NCCL",
+    f"{CUDA}Cuda failure 700 'an illegal memory access was encountered'": "outside its tensors",
     f"{SYSTEM}Error while creating shared memory segment /dev/shm/nccl-5gN8 (size 9637888)": (
-        "NCCL has no room in /dev/shm"
+        "/dev/shm is too small"
     ),
     f"{INTERNAL}Last error:\nProxy Call to rank 0 failed (Connect)": "could not set up or keep",
-    "ProcessGroupNCCL is only supported with GPUs, no GPUs found!": "in the host's memory",
-    "No backend type associated with device type cpu": "in the host's memory",
+    "ProcessGroupNCCL is only supported with GPUs, no GPUs found!": "given a CPU tensor",
+    "No backend type associated with device type cpu": "given a CPU tensor",
     "CUDA error: device-side assert triggered": "index out of range",
-    "CUDA error: an illegal memory access was encountered": "where it may not",
-    "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total": "no room",
+    "CUDA error: an illegal memory access was encountered": "outside its tensors",
+    "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total": "more memory",
     "Detected mismatch between collectives on ranks. Rank 0 is running": "different shapes",
 }
 

@@ -122,7 +122,7 @@ def test_a_setting_of_an_extra_is_refused_where_none_has_it(argument, monkeypatc
         ("models=nano", "unknown setting models; did you mean model?"),
         ("batch.x.y=3", f"unknown setting batch.x; there are {', '.join(OF_BATCH)}"),
         ("trainer.profiler=simple", "unknown setting trainer.profiler; "
-         "what the YAML does not list is added with +trainer.profiler=simple"),
+         "to add one that the YAML lacks, write +trainer.profiler=simple"),
         ("data.path=x", f"data.path is a setting of data={' or '.join(WITH_PATH)}, "
          "which is not chosen here"),
         ("max_steps=many", "max_steps=many must be a whole number"),

@@ -120,7 +120,7 @@ def test_more_devices_than_gpus_are_refused_with_what_is_there(gpus_here):
 def test_arithmetic_of_gpus_alone_is_refused_on_a_cpu(gpus_here):
     gpus_here(0)
     line = refusal({}, precision="16-mixed")
-    assert line.startswith("precision=16-mixed needs a GPU, this run takes cpu; set precision=")
+    assert line.startswith("precision=16-mixed needs a GPU, but this run uses cpu; set precision=")
 
 
 def test_nccl_is_refused_on_a_cpu(gpus_here):

@@ -218,7 +218,7 @@ def test_a_checkpoint_in_several_files_is_verified_and_removed_whole(tmp_path):
 def test_parts_without_the_extra_that_joins_them_are_refused(tmp_path, monkeypatch):
     path = save(checkpoint_path(tmp_path, 1), parts=["step=000001.part"])
     monkeypatch.setattr("lockstep_gpt.runtime.checkpoint.asked", lambda *_: [])
-    with pytest.raises(UserError, match=r"is in shards: that needs an extra, not installed"):
+    with pytest.raises(UserError, match=r"is in shards, which needs an extra to read"):
         read_checkpoint(path)
 
 
@@ -243,7 +243,7 @@ def test_a_disk_without_room_or_not_to_be_written_to_is_refused(tmp_path):
     subprocess.run(mount, check=True)
     try:
         save(tmp_path / "step=000001.ckpt")
-        with pytest.raises(RunError, match=r"bytes left, a checkpoint takes 4,000,000; free"):
+        with pytest.raises(RunError, match=r"bytes left, but a checkpoint needs 4,000,000; free"):
             save(tmp_path / "step=000002.ckpt", state_dict={"w": torch.zeros(1_000_000)})
         assert checkpoints_in(tmp_path) == [tmp_path / "step=000001.ckpt"]
         assert newest_valid(tmp_path) == tmp_path / "step=000001.ckpt"

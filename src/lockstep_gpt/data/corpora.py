@@ -167,8 +167,8 @@ class StandardLibrary(TextFiles):
         found = list(files_below(self.path, ".py", LEFT_OUT))
         if not found:
             raise UserError(
-                f"data.source=stdlib finds no .py file under {self.path}; use a Python that has "
-                "its library as files, or data=text"
+                f"data.source=stdlib finds no .py file under {self.path}; use a Python whose "
+                "library is in files, or data=text"
             )
         return found
 

@@ -67,7 +67,7 @@ def prepare(config: DataConfig, verify: bool = False) -> Path:
         recipe = recipe_of(config)
         if wanted not in (None, recipe.fingerprint):
             raise UserError(
-                f"{folder_of(config)} is gone, and the corpus makes other tokens by now; put the "
+                f"{folder_of(config)} is missing, and the corpus now gives other tokens; put the "
                 "folder back, or start a new run with data.fingerprint=null"
             )
         config = replace(config, fingerprint=recipe.fingerprint)
@@ -202,7 +202,7 @@ def finish(recipe: Recipe, folder: Path, index: Index, writers: Mapping[str, Spl
     if all(writer.tokens <= writer.documents for writer in writers.values()):  # only ends
         where = getattr(recipe.config, "path", None) or f"data.source={recipe.config.source}"
         raise UserError(f"{where} is empty; give it text to train on")
-    for name, remedy in (("val", "raise it or take a larger corpus"), ("train", "lower it")):
+    for name, remedy in (("val", "raise it or use a larger corpus"), ("train", "lower it")):
         if not writers[name].tokens:
             raise UserError(
                 f"data.val_fraction={recipe.config.val_fraction} leaves no tokens for the {name} "

@@ -129,7 +129,7 @@ def check_sizes(folder: Path, index: Index) -> None:
         except OSError as error:
             raise unusable(path, f"cannot be read ({error.strerror})") from error
         if size != expected:
-            raise unusable(path, f"holds {size:,} bytes where its index says {expected:,}")
+            raise unusable(path, f"has {size:,} bytes, but its index says {expected:,}")
 
 
 def check_content(folder: Path, index: Index) -> None:
@@ -163,8 +163,7 @@ def check_block_size(index: Index, block_size: int) -> None:
     for name, split in index.splits.items():
         if index.windows(name, block_size) < 1:
             raise UserError(
-                f"model.block_size={block_size} needs {block_size + 1:,} tokens in a row and the "
-                f"{name} split has {split.tokens:,}; set model.block_size to at most "
-                f"{split.tokens - 1} or give the split more data (data.val_fraction="
-                f"{index.settings['val_fraction']})"
+                f"model.block_size={block_size} needs {block_size + 1:,} tokens, but the {name} "
+                f"split has {split.tokens:,}; set at most {split.tokens - 1}, or give it more data "
+                f"(data.val_fraction={index.settings['val_fraction']})"
             )

@@ -12,9 +12,9 @@ def main(arguments: list[str]) -> int:
     """Print the prompt and its continuation."""
     parser = parser_of("generate", "Continue a prompt with a trained model.")
     add = parser.add_argument
-    add("--prompt", default="\n", help="what to continue (default: a new line)")
+    add("--prompt", default="\n", help="text to continue (default: a new line)")
     add("--length", type=int, default=300, help="tokens to add (default: 300)")
-    add("--temperature", type=float, default=0.8, help="0 takes the likeliest token (default: 0.8)")
+    add("--temperature", type=float, default=0.8, help="0: the likeliest token (default: 0.8)")
     add("--top-k", type=int, help="draw from the K likeliest tokens (default: all)")
     add("--seed", type=int, default=1337, help="same seed, same text")
     options = parser.parse_args(arguments)

@@ -183,6 +183,6 @@ def _unknown_setting(path: str, value: str) -> str:
     if near := choices.suggested_setting(path):
         return f"unknown setting {path}{near}"
     if parent.split(".")[0] in schema.OPEN_GROUPS:
-        return f"unknown setting {path}; what the YAML does not list is added with +{path}={value}"
+        return f"unknown setting {path}; to add one that the YAML lacks, write +{path}={value}"
     known = ", ".join(dict.fromkeys(each for names in settings.values() for each in names))
     return f"unknown setting {path}; there are {known}"

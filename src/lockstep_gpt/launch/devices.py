@@ -83,7 +83,7 @@ def _visible(count: int) -> str:
 def _refuse_impossible(config: Config, placement: Placement) -> None:
     """Raise a `UserError` for what these devices or installed extras can't do."""
     backend = config.strategy.get("process_group_backend")
-    gpus, takes = placement.accelerator == "cuda", f"this run takes {placement.accelerator}"
+    gpus, takes = placement.accelerator == "cuda", f"but this run uses {placement.accelerator}"
     rule = f"needs a GPU, {takes}; set precision=bf16-mixed or 32-true"
     check("precision", config.precision, gpus or config.precision != "16-mixed", rule)
     rule = f"needs GPUs, {takes}; set strategy.process_group_backend=gloo"
@@ -91,7 +91,7 @@ def _refuse_impossible(config: Config, placement: Placement) -> None:
     missing = "needs an extra that is not installed"
     # Other methods may belong to a user's strategy, which handles them itself.
     if config.strategy.get("start_method") == "spawn" and "spawn" not in merged("START_RANKS"):
-        raise UserError(f"strategy.start_method=spawn {missing}; leave it out")
+        raise UserError(f"strategy.start_method=spawn {missing}; remove it")
     fits = placement.nodes == 1 or is_inside_launcher() or any(additions("START_ON_NODES"))
     rule = f"{missing}: nodes, or launchers for torchrun or srun on the machines"
     check("trainer.num_nodes", placement.nodes, fits, rule)

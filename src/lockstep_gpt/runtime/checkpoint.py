@@ -98,7 +98,7 @@ def refuse_full_disk(folder: Path, needed: int) -> None:
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise RunError(
-            f"{folder} has {free:,} bytes left, a checkpoint takes {needed:,}; "
+            f"{folder} has {free:,} bytes left, but a checkpoint needs {needed:,}; "
             f"free some space there, {MEND}"
         )
 
@@ -149,7 +149,7 @@ def fault_of(path: Path) -> str | None:
     for name, digest in sums.items():
         part = path.with_name(name)
         if not part.is_file():
-            return f"misses {name}"
+            return f"lacks {name}"
         if _sha256(part) != digest:
             which = "" if part == path else f"has a {name} that "
             return f"{which}does not match its SHA-256"
@@ -183,7 +183,7 @@ def read_checkpoint(
     if not isinstance(content, dict) or not {"config", "tokenizer", "state_dict"} <= set(content):
         raise UserError(f"checkpoint {path} was not written by lockstep-gpt train")
     if "parts" in content and not asked("JOIN_PARTS", content, path):
-        raise UserError(f"checkpoint {path} is in shards: that needs an extra, not installed")
+        raise UserError(f"checkpoint {path} is in shards, which needs an extra to read")
     return content
 
 

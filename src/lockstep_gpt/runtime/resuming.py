@@ -55,8 +55,8 @@ def _own_newest(directory: RunDirectory, config: Config, module: torch.nn.Module
         newest = next(iter(asked("FETCH_CHECKPOINT", directory, config)), None)
     if newest is None and present:
         raise UserError(
-            f"{folder} holds {counted(len(present), 'checkpoint')}, of which none verifies; "
-            "put a sound copy of one there, or start a new run"
+            f"{folder} has {counted(len(present), 'checkpoint')}, but none is valid; "
+            "put a valid copy of one there, or start a new run"
         )
     for path in present:
         if newest and files.step_of(path) > files.step_of(newest):

@@ -184,8 +184,8 @@ class GPTModule(lightning.LightningModule):
         saved, places = checkpoint["state_dict"], self.state_dict()
         if not len(fitting := fitting_of(saved, places)) == len(saved) == len(places):
             raise UserError(
-                f"the checkpoint has {len(saved)} weights, of which {len(fitting)} fit the "
-                f"{len(places)} of this model; use the code that wrote it, or set resume_force=true"
+                f"only {len(fitting)} of the checkpoint's {len(saved)} weights fit this model's "
+                f"{len(places)}; use the code that wrote it, or set resume_force=true"
             )
         if data := getattr(self.trainer, "datamodule", None):
             data.resume_at(checkpoint["global_step"], checkpoint["samples"])
@@ -229,5 +229,5 @@ class GPTModule(lightning.LightningModule):
             first = step - (skipped - allowed) + 1  # all from here on were skipped
             raise RunError(
                 f"step {first}: the gradient is not finite, and guard.max_skipped={allowed}; the "
-                f"weights stayed as step {first - 1} left them; lower optim.lr, or allow more"
+                f"weights are those of step {first - 1}; lower optim.lr, or allow more"
             )

@@ -37,7 +37,7 @@ def test_half_precision_is_advised_as_the_gpu_has_it(monkeypatch, caplog, bf16, 
     )
     with caplog.at_level(logging.WARNING):
         warn_of_slow_attention(config)
-    assert f"set precision={advised}, or a model.n_embd" in caplog.text
+    assert f"set precision={advised}, or make model.n_embd" in caplog.text
 
 
 @pytest.mark.parametrize(

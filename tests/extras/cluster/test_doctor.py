@@ -106,7 +106,7 @@ def test_plan_reads_what_the_doctor_measured(sound, capsys):
     assert plan["hardware"]["measured"]
     assert plan["rows"][1]["time"]["all_reduce"] > 0
     assert profile.intra.bandwidth > 1e6
-    with pytest.raises(UserError, match="is only known to have fp32"):
+    with pytest.raises(UserError, match="is only known for fp32"):
         profile.flops("bf16-mixed")
 
 
@@ -193,7 +193,7 @@ def test_two_machines_meet_where_training_would(command, python_of_forks):
     assert {row["link"] for row in report["tables"]["all-reduce, slowest rank"]} == {
         "between nodes"
     }
-    assert wrong(report)["devices"]["line"] == "ranks 0-1 count as nodes but are one machine"
+    assert wrong(report)["devices"]["line"] == "ranks 0-1 count as nodes but share one machine"
 
 
 def test_machines_that_know_no_meeting_point_are_told(capsys):

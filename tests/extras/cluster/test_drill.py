@@ -7,7 +7,7 @@ import pytest
 from lockstep_gpt.extras.cluster.drill import shocks
 
 DRILLS = [
-    "a run that is left alone",
+    "a run without faults",
     "2 kills and stops of ranks",
     "a second command on a run",
     "kill -9, and a corpus that grows",

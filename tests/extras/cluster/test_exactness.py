@@ -85,10 +85,10 @@ def test_differences_end_with_status_one(monkeypatch, capsys):
         (
             ["--ranks", "1,3,8,16"],
             "batch.exact_micro_size=2 of batch.global_size=16 gives equal bits on "
-            "1, 2, 4, or 8 devices, not on 3; take one of these",
+            "1, 2, 4, or 8 devices, not on 3; use one of these",
         ),
         (["--ranks", "2"], "--ranks 2 compares nothing; give several, as in 1,2"),
-        (["trainer.devices=2"], "trainer.devices=2 is for the drill to set; give --ranks"),
+        (["trainer.devices=2"], "trainer.devices=2 is set by the drill; use --ranks"),
         (
             ["batch.exact_micro_size=null"],
             "batch.exact_micro_size=null is equal only up to rounding",

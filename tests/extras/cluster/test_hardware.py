@@ -42,7 +42,7 @@ def test_each_generation_of_a_link_doubles_the_one_before():
 
 
 def test_a_device_without_an_arithmetic_says_what_it_has():
-    with pytest.raises(UserError, match=r"bf16.+t4 is only known to have fp32, fp16"):
+    with pytest.raises(UserError, match=r"bf16.+t4 is only known for fp32, fp16"):
         HARDWARE["t4"].flops("bf16-mixed")
 
 

@@ -40,7 +40,7 @@ class Kill(lightning.Callback):
 # Output of torch, NCCL, and Linux that can't be provoked here: many or broken GPUs, long waits.
 RECORDED = {
     "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total": (
-        "no room for one micro-batch"
+        "one micro-batch needs more memory"
     ),
     "DataLoader worker (pid 4242) is killed by signal: Bus error. It is possible that": "/dev/shm",
     "[Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=8, OpType=ALLREDUCE,": (
@@ -50,12 +50,12 @@ RECORDED = {
         "joined an all-reduce late"
     ),
     "Error while creating shared memory segment /dev/shm/nccl-5gN8 (size 9637888)": (
-        "NCCL has no room in /dev/shm"
+        "/dev/shm is too small"
     ),
-    "Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 1000": "have taken one GPU",
-    "CUDA error: an illegal memory access was encountered": "written where it may not",
+    "Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 1000": "use the same GPU",
+    "CUDA error: an illegal memory access was encountered": "wrote memory outside its tensors",
     "ncclUnhandledCudaError: Call to CUDA function failed.": "failed inside NCCL",
-    "ProcessGroupNCCL is only supported with GPUs, no GPUs found!": "in the host's memory",
+    "ProcessGroupNCCL is only supported with GPUs, no GPUs found!": "given a CPU tensor",
     "ncclSystemError: System call (e.g. socket, malloc) or external library call failed": (
         "could not set up or keep a connection"
     ),
@@ -65,7 +65,7 @@ RECORDED = {
     "RuntimeError: Detected mismatch between collectives on ranks. Rank 0 is running": (
         "different shapes"
     ),
-    "CUDA error: no kernel image is available for execution on the device": "does not fit the GPU",
+    "CUDA error: no kernel image is available for execution on the device": "not support the GPU",
     "CUDA error: device-side assert triggered": "index out of range",
     "CUDA error: uncorrectable ECC error encountered": "is broken",
     "OSError: [Errno 24] Too many open files": "may not open more files",
@@ -87,7 +87,7 @@ def broken(command):
 
 def test_memory_that_is_not_there_names_the_next_micro_batch(broken):
     said = broken("Allocate", "batch.global_size=8")
-    assert said.startswith("cause   a device has no room for one micro-batch\n")
+    assert said.startswith("cause   one micro-batch needs more memory than a device has\n")
     assert "batch.micro_size=4, which makes 2 micro-batches of a step" in said
     assert said.index("remedy") < said.index("Traceback")
 

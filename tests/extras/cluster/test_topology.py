@@ -58,7 +58,7 @@ def test_nvlink_pairs_suit_tensor_parallel_within_and_data_parallel_between():
     closeness, advice = examine(parse(PAIRS))
     assert "NV12 (NVLink): 0-1 2-3; PXB (several PCIe switches): 0-2 0-3 1-2 1-3" in closeness.line
     assert (advice.status, "{0, 1} {2, 3}" in advice.line) == ("warning", True)
-    assert advice.fix == "tensor parallel and sharding within 2, data parallel between"
+    assert advice.fix == "use tensor parallelism and sharding within 2, data parallelism between"
 
 
 def test_a_switch_of_nvlinks_suits_everything():

@@ -193,7 +193,7 @@ def test_a_setting_that_is_no_more_is_one_line_with_the_file(earlier, command, g
         said = command(*words, status=2).stderr
         assert said.count("\n") == 1
         assert f"run/config.yaml cannot be read ({name}: Key 'gone' not in" in said
-        assert "delete that there, or use the version of" in said
+        assert "delete that setting, or use the version of" in said
     assert (command.folder / "run/config.yaml").read_bytes() == frozen
 
 
@@ -230,7 +230,7 @@ def test_weights_of_other_code_are_one_line_and_leave_the_run_as_it_was(earlier,
     frozen = yaml.safe_load(text.replace("training.callbacks", "runtime.callbacks"))
     said = command(*RESUME, "launch.inline=true", status=2).stderr
     assert said.count("\n") == 1
-    assert "the checkpoint has 28 weights, of which 27 fit the 28 of this model; use the" in said
+    assert "only 27 of the checkpoint's 28 weights fit this model's 28; use the" in said
     builder = "lockstep_gpt.training.strategies.auto"
     assert yaml.safe_load((command.folder / "run/config.yaml").read_text()) == {
         **readable(frozen),

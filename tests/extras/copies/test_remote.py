@@ -92,7 +92,7 @@ def test_a_new_run_never_takes_the_place_of_another_s_copies(tmp_path):
     saved(disk, first, 5)
     checkpoint_io(first, config)  # its ranks may be restarted
     other, config = run_in(tmp_path / "there", "runs/0", far)
-    with pytest.raises(UserError, match="runs/0 holds the copies of another run; go on with"):
+    with pytest.raises(UserError, match="runs/0 contains copies of another run; continue it with"):
         checkpoint_io(other, config)
     assert not other.checkpoints.exists()
 
@@ -160,7 +160,7 @@ def test_a_command_goes_on_from_copies_and_spares_those_of_another_run(command):
     command.train(*words)
     shutil.rmtree(command.folder / "runs")
     said = command.train(*words, status=2).stderr
-    assert "far/runs/0 holds the copies of another run" in said
+    assert "far/runs/0 contains copies of another run" in said
     assert said.count("\n") == 1
     assert not (command.folder / "runs/0").exists()
     command.train(*words, "resume=auto", "max_steps=25")

@@ -17,7 +17,7 @@ def said(devices=2, **batch):
 def test_it_is_said_on_which_devices_bits_are_equal():
     line = said(exact_micro_size=4, devices=3)
     assert line.startswith("equal bits on 1, 3, 6, or 12 devices: 12 micro-batches in one order")
-    assert line.endswith("with room for 2 more gradients of all weights")
+    assert line.endswith("plus memory for 2 more gradients of all weights")
     assert f"torch {torch.__version__}, {counted(torch.get_num_threads(), 'thread')}" in line
 
 

@@ -176,7 +176,7 @@ def test_a_layer_that_gpt_2_has_not_is_refused(shaped, saved, tmp_path, monkeypa
     model.extra_norm = torch.nn.LayerNorm(4)
     source = saved(shaped(), ByteTokenizer())
     monkeypatch.setattr(module, "load_model", lambda _: (model, None, ByteTokenizer()))
-    with pytest.raises(UserError, match=r"extra_norm.weight has no place in GPT-2; describe"):
+    with pytest.raises(UserError, match=r"extra_norm.weight does not exist in GPT-2; describe"):
         export(source, tmp_path / "new")
     assert not list(tmp_path.iterdir())
 

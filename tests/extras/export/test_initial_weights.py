@@ -156,7 +156,7 @@ def claims(folder, **settings):
 BROKEN = {
     "another model": (
         lambda folder: edited(folder, model_type="llama"),
-        "holds a llama, and model.architecture=gpt takes gpt2; give such a folder",
+        "is a llama, but model.architecture=gpt needs a gpt2; give such a folder",
     ),
     "no folder": (shutil.rmtree, r"config.json cannot be read \(No such file or directory\); give"),
     "no settings": (
@@ -178,7 +178,7 @@ BROKEN = {
     ),
     "a layer less": (
         lambda folder: claims(folder, n_layer=(1, 2)),
-        "has no weight transformer.h.1.ln_1.weight; choose a complete folder",
+        "lacks the weight transformer.h.1.ln_1.weight; choose a complete folder",
     ),
     "an untied head": (
         lambda folder: claims(folder, tie_word_embeddings=(False, True)),
@@ -186,7 +186,7 @@ BROKEN = {
     ),
     "another vocabulary": (
         lambda folder: edited(folder, vocab_size=257),
-        "has a vocabulary of 257, the data's tokenizer one of 256; set data.tokenizer=",
+        "has a vocabulary of 257, but the data's tokenizer has 256; set data.tokenizer=",
     ),
 }
 
@@ -240,7 +240,7 @@ def test_bytes_of_an_export_are_the_data_s_bytes(folder_of, shaped, bpe, numbers
 def test_weights_that_differ_between_ranks_are_refused(begun, tmp_path, monkeypatch):
     gpt2(tmp_path)
     monkeypatch.setattr(module, "from_each_rank", lambda mine: [mine, "other", mine])
-    with pytest.raises(UserError, match="holds other weights for rank 1 than for rank 0"):
+    with pytest.raises(UserError, match="has other weights for rank 1 than for rank 0"):
         begun(tmp_path)
 
 

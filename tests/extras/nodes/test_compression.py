@@ -44,7 +44,7 @@ def test_restarts_that_would_lose_an_error_memory_are_refused(of_two_ranks):
     with pytest.raises(UserError) as refused:
         of_two_ranks("powersgd")
     assert str(refused.value) == (
-        "strategy.comm_hook=powersgd keeps an error memory, which no checkpoint has; "
+        "strategy.comm_hook=powersgd keeps an error memory that no checkpoint contains; "
         "set launch.max_restarts=0"
     )
     assert of_two_ranks("powersgd", max_restarts=0) == Placement("cpu", 2, 1)

@@ -60,7 +60,7 @@ def config(node_rank=1, join_seconds=0.3, **settings):
             "run_dir=null with trainer.num_nodes=2; set it to the same value on all",
         ),
         ({"rdzv_endpoint": None}, "launch.rdzv_endpoint=null with trainer.num_nodes=2; set it"),
-        ({"node_rank": 2}, "launch.node_rank=2 must be below 2, from 0 on"),
+        ({"node_rank": 2}, "launch.node_rank=2 must be from 0 to 1"),
     ],
 )
 def test_what_all_machines_need_is_asked_for(run, settings, line):

@@ -93,12 +93,12 @@ def test_twice_the_batch_saves_half_the_steps_where_noise_rules_and_none_where_i
 
 @pytest.mark.parametrize(
     ("scale", "said"),
-    [(1234.5, "more devices still pay"), (10, "near the best trade"), (2, "hardly pay")],
+    [(1234.5, "More devices still pay"), (10, "near the best trade-off"), (2, "hardly pay")],
 )
 def test_the_advice_follows_from_noise_scale_and_batch(scale, said):
     sentence = advice(scale, 12, 64)
     assert said in sentence
-    assert "a step takes 12" in sentence
+    assert "a step has 12" in sentence
 
 
 def test_the_advice_has_as_many_digits_as_an_estimate_carries():

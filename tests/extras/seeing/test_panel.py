@@ -57,7 +57,7 @@ def test_the_page_names_no_address_elsewhere(recorded):
     ("words", "said"),
     [
         (["nowhere"], "nowhere is not a run directory"),
-        (["two"], "two has no recorded steps; train with callbacks=[default,sync_panel]"),
+        (["two"], "two contains no recorded steps; record some"),
         (["recorded", "--output", "no/such/folder.html"], "cannot be written (No such file"),
     ],
 )

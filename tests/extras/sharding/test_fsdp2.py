@@ -257,13 +257,13 @@ def test_blocks_in_bfloat16_come_close(command, finished):
 
 
 BAD = {
-    "precision=64-true": "precision=64-true has no strategy=fsdp2; set 32-true or bf16-mixed",
+    "precision=64-true": "precision=64-true does not work with strategy=fsdp2; set 32",
     "strategy.reduce_each=3": "strategy.reduce_each=3 must be true or false",
-    "trainer.sync_batchnorm=true": "trainer.sync_batchnorm=true has no strategy=fsdp2",
+    "trainer.sync_batchnorm=true": "trainer.sync_batchnorm=true does not work with fsdp2",
     "strategy.param_dtype=bfloat16": "param_dtype=bfloat16 with precision=32-true; set",
-    "optim.algorithm=optim": "optim.algorithm=optim has no strategy=fsdp2; set optim=adamw",
+    "optim.algorithm=optim": "optim.algorithm=optim does not work with strategy=fsdp2; set",
     "strategy.reduce_dtype=int8": "reduce_dtype=int8 is not one of float32, bfloat16",
-    "strategy.save_parts=true checkpoint.background=true": "has no checkpoint.background=true; set",
+    "strategy.save_parts=true checkpoint.background=true": "background=true conflict",
     "strategy.bucket_cap_mb=5": "strategy.bucket_cap_mb is a setting of strategy=ddp",
 }
 

@@ -70,11 +70,11 @@ def test_the_rules_follow_the_context(composed):
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        (["model=auto", "model.size=1X"], "model.size=1X is no number of weights from 10k to"),
-        (["model.size=2M"], "model.size=2M is of model=auto; add that"),
-        (["model=gpt2", "model.size=2M"], "model.size=2M is of model=auto; add that"),
+        (["model=auto", "model.size=1X"], "model.size=1X is not a number of weights from 10k to"),
+        (["model.size=2M"], "model.size=2M needs model=auto; add that"),
+        (["model=gpt2", "model.size=2M"], "model.size=2M needs model=auto; add that"),
         (["model=auto", "model.block_size=none"], "model.block_size=none must be a whole number"),
-        (["model=auto", "-m", "model.size=1M,2M", "resume=auto"], "is a sweep, of which resume="),
+        (["model=auto", "-m", "model.size=1M,2M", "resume=auto"], "is a sweep, which resume="),
     ],
 )
 def test_what_cannot_be_is_one_line(words, line, capsys):

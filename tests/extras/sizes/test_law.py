@@ -86,7 +86,7 @@ def test_the_receipt_names_what_is_not_by_the_rules():
     config = config_of("model=auto", "optim.lr=0.01", "max_steps=100")
     assert departures(config, config.model) == ["max_tokens=null", "max_steps=100", "optim.lr=0.01"]
     assert lines(config, None)["size"] == (
-        "1M: 995,328 weights in blocks of width 144; not by its rules are max_tokens=null, "
+        "1M: 995,328 weights in blocks of width 144; not set by its rules: max_tokens=null, "
         "max_steps=100, optim.lr=0.01"
     )
 

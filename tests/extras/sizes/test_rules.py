@@ -28,7 +28,7 @@ def test_a_size_is_read_as_people_write_it(text, size):
 
 @pytest.mark.parametrize("text", ["", "M", "1X", "-1M", "9k", "2000B", "1M,2M", "nan", "1.2.3"])
 def test_other_words_are_refused_in_one_line(text):
-    with pytest.raises(UserError, match=r"is no number of weights from 10k to 1000B; write one"):
+    with pytest.raises(UserError, match=r"is not a number of weights from 10k to 1000B; write"):
         parsed(text)
 
 

@@ -345,7 +345,7 @@ def test_on_a_disk_that_was_full_a_build_goes_on(tiny_disk, tmp_path, caplog):
     disk, resize = tiny_disk
     resize("6m")
     settings = {"vocab_size": 50_257, "tokens": 4_000_000, "shard_mb": 1}
-    with pytest.raises(UserError, match="what is done stays"):
+    with pytest.raises(UserError, match="finished work is kept"):
         prepare(small(disk, **settings))
     resize("20m")
     with caplog.at_level(logging.INFO):

@@ -102,7 +102,7 @@ def test_a_tokenizer_that_loses_something_is_refused(tmp_path, bpe):
     values = json.loads(bpe.to_dict()["json"])
     values["normalizer"] = {"type": "Lowercase"}
     (tmp_path / "tokenizer.json").write_text(json.dumps({**values, "pre_tokenizer": None}))
-    with pytest.raises(UserError, match=r"data\.tokenizer=.* does not give back every text"):
+    with pytest.raises(UserError, match=r"data\.tokenizer=.* does not restore every text"):
         make_tokenizer(str(tmp_path), None, ())
 
 

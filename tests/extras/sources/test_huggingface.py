@@ -114,7 +114,7 @@ def test_identity_of_a_name_is_what_was_asked_for(tmp_path):
 
 def test_a_missing_field_is_refused_with_those_there_are(tmp_path):
     saved(tmp_path / "rows")
-    with pytest.raises(UserError, match=r"no field data\.field=body; there are id, text"):
+    with pytest.raises(UserError, match=r"lacks the field data\.field=body; it has id, text"):
         texts(settings(tmp_path / "rows", field="body"))
 
 

@@ -80,7 +80,7 @@ def test_a_url_is_read_like_a_local_path(tmp_path):
 
 def test_a_missing_column_is_refused_with_those_there_are(tmp_path):
     write(tmp_path / "a.parquet", {"id": [1], "body": ["b"]})
-    with pytest.raises(UserError, match=r"no column data\.column=text; there are id, body"):
+    with pytest.raises(UserError, match=r"lacks the column data\.column=text; it has id, body"):
         texts(settings(tmp_path))
 
 

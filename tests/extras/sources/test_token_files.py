@@ -81,13 +81,13 @@ def test_reading_goes_on_at_any_block(tmp_path, monkeypatch, val):
 def test_a_truncated_file_is_one_clear_line(tmp_path, header):
     path = write(tmp_path / "t.bin", IDS, header=header)
     path.write_bytes(path.read_bytes()[:-3])
-    with pytest.raises(UserError, match=r"t\.bin of the corpus holds [\d,]+ bytes where"):
+    with pytest.raises(UserError, match=r"t\.bin of the corpus has [\d,]+ bytes, but"):
         blocks(settings(path))
 
 
 def test_a_token_above_the_vocabulary_is_refused_by_name(tmp_path):
     path = write(tmp_path / "t.bin", [1, 2, 300])
-    with pytest.raises(UserError, match=r"t\.bin of the corpus holds the token 300, and data\.voc"):
+    with pytest.raises(UserError, match=r"t\.bin of the corpus has the token 300, but data\.voc"):
         blocks(settings(path, vocab_size=300))
 
 

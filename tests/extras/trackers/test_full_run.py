@@ -86,7 +86,7 @@ def test_the_best_and_the_last_checkpoint_become_an_artifact_with_aliases(comman
     ("settings", "line"),
     [
         ({"watch": "weights"}, r"logger\.wandb\.watch=weights is not one of null, gradients"),
-        ({"log_model": True}, r"log_model=true goes to wandb's server, and this run is offline"),
+        ({"log_model": True}, r"log_model=true uploads to wandb, but this run is offline"),
     ],
 )
 def test_what_cannot_be_is_refused(tmp_path, settings, line):

@@ -51,7 +51,7 @@ def test_warm_ranks_have_the_variables_and_the_bits_of_cold_ones(command):
     [
         (
             "+strategy.start_method=spawn",
-            "launch.warm=true needs Linux, the extra `warm`, and another strategy",
+            "launch.warm=true needs Linux, the extra `warm`, and a strategy other",
         )
     ],
 )

@@ -177,7 +177,7 @@ def test_a_loss_scale_that_finds_its_place_ends_no_run(new_run):
 
 def test_a_gradient_that_no_scale_makes_finite_ends_the_run(new_run, tmp_path):
     run, spoil = new_run(**HALF, max_steps=60), SpoilScaled(lambda step, _: step > 8)
-    first = r"^step (\d+): the gradient is not finite, and guard.max_skipped=0; the weights stayed"
+    first = r"^step (\d+): the gradient is not finite, and guard.max_skipped=0; the weights are"
     with pytest.raises(RunError, match=first) as told:
         run.fit(spoil, Metrics(4, 1), run.checkpoints(tmp_path))
     step = int(re.match(first, str(told.value))[1])

@@ -35,6 +35,6 @@ class AppleGPU(Callback):
         if not bool(norm.isfinite()):
             step = trainer.global_step
             raise RunError(
-                f"step {step + 1}: the gradient is not finite; the weights stayed as step {step} "
-                "left them; lower optim.lr"
+                f"step {step + 1}: the gradient is not finite; the weights are those of step "
+                f"{step}; lower optim.lr"
             )

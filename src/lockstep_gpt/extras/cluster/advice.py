@@ -23,8 +23,8 @@ def advise(config: Config, module: LightningModule, epochs: float) -> None:
     warn_of_slow_attention(config)
     if epochs > EPOCHS:
         logger.warning(
-            "the budget takes the same data %s times; beyond %d epochs the same tokens teach less "
-            "and less (Muennighoff et al. 2023): take more data, or fewer steps",
+            "the budget repeats the same data %s times; beyond %d epochs, repeats teach less and "
+            "less (Muennighoff et al. 2023): use more data, or fewer steps",
             times(epochs),
             EPOCHS,
         )
@@ -54,8 +54,8 @@ def warn_of_slow_attention(config: Config) -> None:
         # Before compute capability 8.0 (a T4, a V100), neither attention nor Inductor has bfloat16.
         half = "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "16"
         logger.warning(
-            "attention has no fused kernel here, and is slow: set precision=%s-mixed, or a "
-            "model.n_embd / model.n_head that divides by 8 and is at most 256",
+            "attention is slow here, without a fused kernel: set precision=%s-mixed, or make "
+            "model.n_embd / model.n_head divisible by 8 and at most 256",
             half,
         )
 

@@ -22,7 +22,7 @@ def draw(plan: Plan, path: Path) -> None:
             f'--chart needs matplotlib, which is not installed: pip install "{PROGRAM}[cluster]"'
         ) from None
     if not plan.rows:
-        raise UserError(f"--chart {path} has no row to draw; change --devices")
+        raise UserError(f"--chart {path} would be empty; change --devices")
     figure = Figure(figsize=(11, 4.5), layout="constrained")
     speed, efficiency = figure.subplots(1, 2)
     _speed(speed, plan)

@@ -68,7 +68,7 @@ def examine_step(ranks: Ranks, device: torch.device) -> list[Finding]:
     averaging(share, share.flip(1)).backward()
     pairs = zip(joined, model.parameters(), strict=True)
     error = max(float((_gradient(weight) - whole).abs().max()) for whole, weight in pairs)
-    line = f"averaged gradients differ from the joined batch's by at most {error:.1e}"
+    line = f"averaged gradients differ from the whole batch's by at most {error:.1e}"
     if error <= TOLERANCE:
         return [ok("ddp step", line)]
     return [failure("ddp step", line, "do not train here: update driver, NCCL and torch")]
@@ -174,10 +174,10 @@ def examine_bandwidth(
         line = f"{link.link} {link.best / GB:.3g} GB/s, {link.latency * 1e6:.3g} us a step"
         should = expected.get(link.link)
         if should is None:
-            found.append(ok("bandwidth", f"{line} (nothing tells what it should be)"))
+            found.append(ok("bandwidth", f"{line} (no expected value is known)"))
         elif link.best < POOR * should:
-            fix = "see topology, NCCL_DEBUG=INFO for the path it took, and the link's errors"
-            found.append(warning("bandwidth", f"{line}, of {should / GB:.3g} GB/s", fix))
+            fix = "check topology, the path (see NCCL_DEBUG=INFO), and the link's errors"
+            found.append(warning("bandwidth", f"{line}, expected {should / GB:.3g} GB/s", fix))
         else:
-            found.append(ok("bandwidth", f"{line}, of {should / GB:.3g} GB/s"))
+            found.append(ok("bandwidth", f"{line}, expected {should / GB:.3g} GB/s"))
     return found

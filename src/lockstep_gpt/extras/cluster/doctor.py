@@ -29,10 +29,10 @@ WAITS, WORK = 4, 60.0  # at most this many waits in a row, and seconds of measur
 MARGIN = 5.0  # the parent waits this many seconds longer than its ranks
 HELP = f"""usage: {PROGRAM} doctor [flags] [GROUP=CHOICE ...] [SETTING=VALUE ...]
 
-Examine the machines that a run would use: versions, devices, variables, names, rendezvous, shared
-memory, disks, the run directory, clocks and topology; then whether collectives are right and how
-fast, which ranks are slow, and a DDP step against the joined batch. It takes the settings of
-{PROGRAM} train and starts as many ranks; under a launcher it is a rank of it:
+Check the machines that a run would use: versions, devices, variables, names, rendezvous, shared
+memory, disks, the run directory, clocks, and topology. Then check that collectives are correct,
+how fast they are, which ranks are slow, and a DDP step against the whole batch. The settings are
+those of {PROGRAM} train. doctor starts as many ranks; under a launcher, it is one of them:
 
   {PROGRAM} doctor trainer=cpu trainer.devices=2
   {PROGRAM} doctor trainer.num_nodes=2 launch.rdzv_endpoint=HOST:PORT launch.node_rank=0
@@ -42,7 +42,7 @@ fast, which ranks are slow, and a DDP step against the joined batch. It takes th
   --save-profile FILE.json  keep what was measured for {PROGRAM} plan --hardware FILE.json
   --json                    print everything as JSON
 
-One line for each check: ok, warning or failure, with the fix. Exit status 1 after a failure."""
+Each check prints one line: ok, warning, or failure, with the fix. Exit status 1 after a failure."""
 
 
 def main(arguments: list[str]) -> int:
@@ -99,7 +99,7 @@ def _start(config: Config, given: Any, arguments: list[str]) -> int:
         placement = devices.place(config)
         common = _environment(config, placement)
     except UserError as error:
-        wrong.append(failure("launcher", str(error), "set what is there"))
+        wrong.append(failure("launcher", str(error), "change that setting"))
     if wrong:
         return _show(Report(1, wrong), given)
     first = getattr(config.launch, "node_rank", 0) * placement.devices

@@ -52,7 +52,7 @@ def main(arguments: list[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="drill-") as folder:
         drill = Drill(Path(folder), options, overrides)
         size = f"{counted(options.ranks, 'rank')}, {counted(options.steps, 'step')} each"
-        print(f"drills on {size}; the first tells how long the others take", flush=True)
+        print(f"drills with {size}; the first shows how long the others take", flush=True)
         passed = drill.run()
     return 0 if passed else 1
 
@@ -89,7 +89,7 @@ class Drill(SmallRuns):
 
     def run(self) -> bool:
         """Run the drills in order; report when each begins and ends. Return False if one failed."""
-        passed = self._told("a run that is left alone", self.undisturbed)
+        passed = self._told("a run without faults", self.undisturbed)
         if not passed:  # there is nothing to compare with
             return False
         left = SHARES_LEFT * self.seconds + RESTART_SECONDS * self.faults
@@ -146,7 +146,7 @@ class Drill(SmallRuns):
         process.communicate()
         self.gone("orphan")
         shutil.rmtree(self.folder / "orphan")
-        detail = f"exit {status} while it goes on, {again} when it is done"
+        detail = f"exit {status} while it runs, {again} when it is done"
         return Outcome(kept and status == 2 and "is in use by process" in said, detail)
 
     def killed_parent(self) -> Outcome:
@@ -207,7 +207,7 @@ class Drill(SmallRuns):
     def hanging_rank(self) -> Outcome:
         """One rank hangs: the run prints its stack and ends."""
         if not hasattr(groups()["guard"], "stall_after"):
-            return Outcome(True, "left out: needs the extra `guards`")
+            return Outcome(True, "skipped: needs the extra `guards`")
         plan = self._faults("hang", [f"{self.steps // 2}:{self.ranks - 1}:hang"])
         started = time.monotonic()
         status, said = self.train("hang", *plan, "guard.stall_after=5")

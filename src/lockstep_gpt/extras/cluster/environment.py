@@ -27,9 +27,9 @@ REQUIRED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 WHOLE_NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
 # Variables that slow down every run: name -> (the value that does so, its effect).
 SLOW = {
-    "NCCL_P2P_DISABLE": ("1", "GPUs exchange through the memory of the host"),
-    "NCCL_SHM_DISABLE": ("1", "GPUs of a node exchange over the network"),
-    "NCCL_IB_DISABLE": ("1", "nodes exchange over TCP instead of InfiniBand"),
+    "NCCL_P2P_DISABLE": ("1", "GPUs exchange data through host memory"),
+    "NCCL_SHM_DISABLE": ("1", "GPUs of a node use the network"),
+    "NCCL_IB_DISABLE": ("1", "nodes use TCP instead of InfiniBand"),
     "CUDA_LAUNCH_BLOCKING": ("1", "the host waits for every kernel"),
     "TORCH_DISTRIBUTED_DEBUG": ("DETAIL", "every collective is checked twice"),
 }
@@ -48,8 +48,8 @@ def examine_launcher(variables: Mapping[str, str]) -> list[Finding]:
         return [
             failure(
                 "launcher",
-                f"{', '.join(missing)} not set beside RANK and WORLD_SIZE",
-                "start the ranks by torchrun, or export what it would",
+                f"RANK and WORLD_SIZE are set, but not {', '.join(missing)}",
+                "start the ranks with torchrun, or export it yourself",
             )
         ]
     wrong = [name for name in WHOLE_NUMBERS if not variables.get(name, "0").isdigit()]
@@ -78,7 +78,7 @@ def examine_nodes(world_size: int, local_world_size: int) -> list[Finding]:
     if world_size % local_world_size == 0:
         return []
     line = f"WORLD_SIZE={world_size} is not a multiple of LOCAL_WORLD_SIZE={local_world_size}"
-    return [failure("launcher", line, "start as many ranks on each node, and count them right")]
+    return [failure("launcher", line, "start equally many ranks on each node; check both")]
 
 
 def examine_tasks(variables: Mapping[str, str]) -> list[Finding]:
@@ -89,7 +89,7 @@ def examine_tasks(variables: Mapping[str, str]) -> list[Finding]:
             return [
                 failure(
                     "launcher",
-                    f"{name}={count}, but RANK and WORLD_SIZE are not set: each would be alone",
+                    f"{name}={count}, but RANK and WORLD_SIZE are not set: each task is alone",
                     f"export {export} MASTER_ADDR=... MASTER_PORT=..., or start torchrun",
                 )
             ]
@@ -108,7 +108,7 @@ def examine_variables(variables: Mapping[str, str]) -> list[Finding]:
         wanted = variables.get(name, "")
         if wanted and not _interfaces(wanted, present):
             fix = f"set one of {', '.join(sorted(present))}"
-            found.append(failure("variables", f"{name}={wanted}, but there is none", fix))
+            found.append(failure("variables", f"{name}={wanted} matches no interface", fix))
     tuned = sorted(name for name in variables if re.match("NCCL_|GLOO_", name))
     return found or [
         ok(
@@ -140,7 +140,7 @@ def examine_names(variables: Mapping[str, str], nodes: int) -> list[Finding]:
             failure(
                 "names",
                 f"MASTER_ADDR={master} cannot be resolved",
-                "give the address of the node of rank 0, or name it in /etc/hosts",
+                "give the address of the node of rank 0, or add it to /etc/hosts",
             )
         ]
     own = _resolve(host)
@@ -149,7 +149,7 @@ def examine_names(variables: Mapping[str, str], nodes: int) -> list[Finding]:
         return [
             failure(
                 "names",
-                f"MASTER_ADDR={master} is {address}, this machine itself, on {nodes} nodes",
+                f"MASTER_ADDR={master} is {address}, only this machine, with {nodes} nodes",
                 "give the address by which the other nodes reach it",
             )
         ]
@@ -158,7 +158,7 @@ def examine_names(variables: Mapping[str, str], nodes: int) -> list[Finding]:
         return [
             failure(
                 "names",
-                f"{host} {where}, where other nodes cannot reach gloo",
+                f"{host} {where}: other nodes cannot reach gloo",
                 f"set GLOO_SOCKET_IFNAME={default_interface() or '...'}, or fix /etc/hosts",
             )
         ]
@@ -210,7 +210,7 @@ def examine_disks(config: Config) -> list[Finding]:
     for name, place in places.items():
         folder = nearest_folder(Path(place))
         room = shutil.disk_usage(folder).free
-        line, fix = f"{_size(room)} free for {name} in {folder}", f"free room, or set {name}"
+        line, fix = f"{_size(room)} free for {name} in {folder}", f"free space, or set {name}"
         if not os.access(folder, os.W_OK):
             found.append(failure("disk", f"{name}: {folder} cannot be written", f"set {name}"))
         elif room < GOOD_DISK:
@@ -250,7 +250,7 @@ def examine_imports(seconds: float) -> Finding:
     line = f"torch and Lightning in {seconds:.0f} s"
     if seconds < SLOW_IMPORTS:
         return ok("imports", line)
-    return warning("imports", line, "keep the Python environment on a disk of each node")
+    return warning("imports", line, "put the Python environment on a local disk")
 
 
 def _size(count: float) -> str:

@@ -30,9 +30,9 @@ from lockstep_gpt.training import schedule
 
 HELP = f"""usage: {PROGRAM} drill exact [flags] [GROUP=CHOICE ...] [SETTING=VALUE ...]
 
-Train a small experiment with batch.exact_micro_size on several numbers of ranks, and once more
-from the most of them to the fewest, killed by SIGKILL in between. Each run gets a line with a hash
-of its final weights. Exit status 1 if weights, optimizer state or metrics.csv differ in a bit.
+Train a small experiment with batch.exact_micro_size on several numbers of ranks. Then train it
+once more from the most ranks to the fewest, with a SIGKILL before each change. Each run prints a
+hash of its final weights. Exit status 1 if weights, optimizer state, or metrics.csv differ.
 
   --ranks LIST   numbers of ranks (default: 1,2,4)
   --steps N      of each run (default: 150)
@@ -68,14 +68,14 @@ def main(arguments: list[str]) -> int:
         raise UserError(f"--ranks {given.ranks[0]} compares nothing; give several, as in 1,2")
     for word in overrides:
         if flag := OWN.get(word.partition("=")[0]):
-            raise UserError(f"{word} is for the drill to set; give {flag}")
+            raise UserError(f"{word} is set by the drill; use {flag}")
     with tempfile.TemporaryDirectory(prefix="drill-") as folder:
         left = dict(_trained(Path(folder), given.ranks, given.steps, overrides))
     differing = differences(left)
     rows = counted(len(next(iter(left.values())).rows), "row")
     equal = f"equal bit for bit: weights, optimizer state, {rows} of metrics.csv (all but times)"
     print(*(differing or [equal]), sep="\n")
-    print(f"by {_conditions()}; others may round otherwise, and give another hash")
+    print(f"with {_conditions()}; others may round differently, and give another hash")
     return int(bool(differing))
 
 
@@ -116,7 +116,7 @@ def _leaves(batch: BatchConfig, ranks: tuple[int, ...]) -> int:
     whole = batch.global_size
     size: int | None = getattr(batch, "exact_micro_size", None)
     if not size or not whole:
-        raise UserError("batch.exact_micro_size=null is equal only up to rounding; give a size")
+        raise UserError("batch.exact_micro_size=null is equal only up to rounding; set a size")
     for count in ranks:
         schedule.plan_batch(batch, 1, count, 1)
     return whole // size
@@ -143,7 +143,7 @@ def _train(runs: SmallRuns, name: str, legs: tuple[int, ...], steps: int) -> lis
 
 def _failure(ranks: int, status: int, said: str) -> str:
     if status == 0:
-        return f"{counted(ranks, 'rank')}: done before it could be killed; give more --steps"
+        return f"{counted(ranks, 'rank')}: done before it could be killed; raise --steps"
     return f"{counted(ranks, 'rank')}: exit {status}: {said.strip()}"
 
 

@@ -47,7 +47,7 @@ from lockstep_gpt.extras.cluster.speed import Speed
 from lockstep_gpt.launch import devices
 from lockstep_gpt.runtime.ranks import Ranks, backend_of
 
-SEE = "see what rank 0 says, or why it ended"
+SEE = "see the output of rank 0"
 # If one of these checks fails, ranks that work together would hang or compute wrong results.
 NEEDED = {"launcher", "device", "devices", "names", "versions"}
 
@@ -112,7 +112,7 @@ class Examination:
                 self.ranks.local_rank, self.ranks.local_world_size, self.accelerator
             )
         except UserError as error:
-            found.append(failure("device", str(error), "set what is there"))
+            found.append(failure("device", str(error), "change that setting"))
         if self.accelerator == "cuda" and self.ranks.local_rank == 0:
             here = gpus.topology(range(self.ranks.local_world_size))
             found += topology.examine(here) if here else []
@@ -182,7 +182,7 @@ class Examination:
             words = {"findings": found, "links": measured, "speed": own}
         except (RuntimeError, ValueError) as error:
             line = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-            fix = "NCCL_DEBUG=INFO or TORCH_CPP_LOG_LEVEL=INFO says more"
+            fix = "NCCL_DEBUG=INFO or TORCH_CPP_LOG_LEVEL=INFO shows more"
             words = {"findings": [failure("collectives", line, fix)], "links": [], "speed": None}
         said = meeting.gather("work", _plain(words))
         if self.ranks.rank == 0:

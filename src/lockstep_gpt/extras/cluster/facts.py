@@ -172,8 +172,8 @@ def _devices(ranks: Sequence[Facts]) -> list[Finding]:
 def _shared(facts: Facts, device: str, who: list[int]) -> Finding:
     line = f"{named(who)} of {facts.host} share one device, {device}"
     if device.startswith("cpu") and facts.local_world_size == 1:
-        fix = "fine for a trial; else LOCAL_WORLD_SIZE must be the ranks of this machine"
-        return warning("devices", f"{named(who)} count as nodes but are one machine", fix)
+        fix = "fine for a trial; else set LOCAL_WORLD_SIZE to the ranks of this machine"
+        return warning("devices", f"{named(who)} count as nodes but share one machine", fix)
     fix = "give each rank of a machine its own LOCAL_RANK, and the same CUDA_VISIBLE_DEVICES"
     return failure("devices", line, fix)
 
@@ -185,5 +185,5 @@ def _variables(ranks: Sequence[Facts]) -> list[Finding]:
         groups = _grouped(facts.variables.get(variable, "") for facts in ranks)
         if len(groups) > 1:
             line = f"{variable} is {_said(groups)}"
-            found.append(warning("variables", line, "export the same everywhere"))
+            found.append(warning("variables", line, "export the same value everywhere"))
     return found

@@ -93,8 +93,8 @@ def _occupied(index: int) -> list[Finding]:
         return []
     if used <= BUSY * total:
         return []
-    line = f"{_described(index)}: {used:.0f} of {total:.0f} MiB are taken already"
-    return [warning("device", line, "see nvidia-smi for whose they are")]
+    line = f"{_described(index)}: {used:.0f} of {total:.0f} MiB are already in use"
+    return [warning("device", line, "nvidia-smi shows by which processes")]
 
 
 def identity(index: int) -> tuple[str, str, str] | None:

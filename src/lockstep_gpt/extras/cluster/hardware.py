@@ -107,7 +107,7 @@ class Hardware:
         if peak is None:
             known = ", ".join(self.peak)
             raise UserError(
-                f"precision={precision} computes in {form}, and {self.name} is only known to have "
+                f"precision={precision} computes in {form}, but {self.name} is only known for "
                 f"{known}; set another precision"
             )
         return peak

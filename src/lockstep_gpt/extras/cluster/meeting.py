@@ -79,7 +79,7 @@ class Meeting:
         limit = self.limit + MARGIN
         if self._missing([f"{name}/told"], limit):
             if self.store.check([STOP]):
-                raise Absent(failure("doctor", "rank 0 has stopped", "see what it says"))
+                raise Absent(failure("doctor", "rank 0 has stopped", "see its output"))
             raise Absent(_absent([0], name, limit))
         return json.loads(self.store.get(f"{name}/told"))
 
@@ -133,7 +133,7 @@ def examine_clocks(offsets: list[tuple[float, float]]) -> Finding:
     """Check the clock offsets in seconds; the second number of each pair is its uncertainty."""
     late = [rank for rank, (offset, _) in enumerate(offsets) if abs(offset) > CLOCK_LIMIT]
     worst, doubt = max(offsets, key=lambda each: abs(each[0]))
-    line = f"{abs(worst) * 1e3:.1f} ms apart at most, known to {doubt * 1e3:.1f} ms"
+    line = f"{abs(worst) * 1e3:.1f} ms apart at most, measured to {doubt * 1e3:.1f} ms"
     if late:
         return warning("clocks", f"{named(late)} up to {abs(worst):.1f} s off", "run NTP there")
     return ok("clocks", line)
@@ -141,7 +141,7 @@ def examine_clocks(offsets: list[tuple[float, float]]) -> Finding:
 
 def _absent(ranks: Iterable[int], name: str, limit: float) -> Finding:
     who = named(ranks)
-    what = "did not come" if name == "facts" else f"did not answer ({name})"
+    what = "did not arrive" if name == "facts" else f"did not answer ({name})"
     return failure(
         "rendezvous",
         f"{who} {what} within {limit:.0f} s",
@@ -161,13 +161,13 @@ def open_meeting(ranks: Ranks, limit: float) -> Meeting:
     if hosts:
         _refuse_taken(port)
     elif error := _unanswered(host, port, end):
-        line = f"nothing answers at {host}:{port} within {limit:.0f} s ({error})"
+        line = f"nothing answered at {host}:{port} within {limit:.0f} s ({error})"
         fix = "start rank 0, and check address, port and firewall"
         raise Absent(failure("rendezvous", line, fix))
     store = _store(host, port, hosts, end)
     if store is None:
-        line = f"what answers at {host}:{port} is not a torch store"
-        fix = "set a MASTER_PORT that no other program has, and the same torch everywhere"
+        line = f"{host}:{port} answers, but is not a torch store"
+        fix = "set a MASTER_PORT that no other program uses; use the same torch everywhere"
         raise Absent(failure("rendezvous", line, fix))
     restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return Meeting(PrefixStore(f"doctor/{restart}", store), ranks, limit)
@@ -180,7 +180,7 @@ def _refuse_taken(port: int) -> None:
             probe.bind(("", port))
         except OSError as error:
             line = f"MASTER_PORT={port} cannot be opened on this machine ({error.strerror})"
-            fix = "set another port, or end the program that has it (ss -ltnp)"
+            fix = "set another port, or end the program that uses it (ss -ltnp)"
             raise Absent(failure("rendezvous", line, fix)) from None
 
 

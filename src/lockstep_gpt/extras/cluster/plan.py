@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 WORLD_SIZES = tuple(2**power for power in range(11))  # 1 to 1024
 HELP = f"""usage: {PROGRAM} plan [flags] [GROUP=CHOICE ...] [SETTING=VALUE ...]
 
-Predict memory, step time, scaling, time and cost of a run, for several numbers of devices.
+Predict memory, step time, scaling, time, and cost of a run, for several numbers of devices.
 It accepts the settings of {PROGRAM} train, and these flags:
 
   --hardware NAME   {", ".join(HARDWARE)}
@@ -41,9 +41,9 @@ It accepts the settings of {PROGRAM} train, and these flags:
   --devices LIST    numbers of devices, 1,2,4,...,1024 by default
   --scaling KIND    strong: batch.global_size stays; weak: it grows with the devices;
                     by default strong where every number of devices divides it
-  --tokens N        time and cost of so many tokens; by default those of max_steps or max_tokens
-                    if given, here or by the experiment, and 20 per parameter if not
-  --price X         of one device for an hour, in any currency
+  --tokens N        time and cost of N tokens; by default those of max_steps or max_tokens, if
+                    set here or by the experiment, otherwise 20 per parameter
+  --price X         price of one device per hour, in any currency
   --utilisation X   share of the dense peak that forward and backward reach
   --per-node N      devices of a node          --adapters N    network adapters of a node
   --intra LINK      within a node              --inter LINK    each adapter, between nodes
@@ -90,8 +90,8 @@ def _plan(config: Config, chosen: Chosen, hardware: Hardware, given: Any) -> Pla
     size, whose = chosen.vocabulary(), f"that of data.source={config.data.source}"
     if size:
         whose = (
-            f"GPT-2's, which model={chosen.model} is named after, as no data are chosen; data=... "
-            f"plans for yours ({vocabulary(config.data)} with data={config.data.source})"
+            f"GPT-2's, because model={chosen.model} is, and no data is chosen; data=... plans "
+            f"for yours ({vocabulary(config.data)} with data={config.data.source})"
         )
     tokens, source = None, ""
     if given.tokens:

@@ -143,11 +143,11 @@ def _notes(room: Room) -> list[str]:
     """Return notes on what the prediction leaves out, and on a faster precision."""
     config, hardware, notes = room.config, room.hardware, []
     if not room.sharing and config.strategy.get("_target_") not in OUR_STRATEGIES:
-        notes.append("this strategy is planned as ddp: every rank holds the whole model")
+        notes.append("this strategy is planned as ddp: every rank has the whole model")
     if config.strategy.get("comm_hook") == "powersgd":
         notes.append("strategy.comm_hook=powersgd is planned without its compression")
     if config.compile:
-        notes.append("compile=true keeps fewer activations than planned, which are eager's")
+        notes.append("compile=true keeps fewer activations than planned (for eager mode)")
     if config.precision == "32-true" and "bf16" in hardware.peak:
         gain = hardware.peak["bf16"] / hardware.flops("32-true")
         notes.append(f"precision=bf16-mixed has {gain:.1f} times the peak of 32-true here")
@@ -160,8 +160,8 @@ def _lr_note(config: Config, rows: Sequence[Row]) -> list[str]:
     if config.optim.lr_scaling != "linear" or growth <= LINEAR_RANGE:
         return []
     return [
-        f"optim.lr_scaling=linear multiplies the rate by up to {growth:,.0f}; it was found good up "
-        f"to {LINEAR_RANGE} (Goyal et al. 2017, figure 1): sqrt, or a fixed batch.global_size"
+        f"optim.lr_scaling=linear multiplies the rate by up to {growth:,.0f}; it was shown to work "
+        f"up to {LINEAR_RANGE} (Goyal et al. 2017, figure 1): use sqrt, or fix batch.global_size"
     ]
 
 
@@ -184,7 +184,7 @@ class _Planner:
         fitting = filter(None, map(self.room.largest_micro_size, several or [1]))
         size = batch.micro_size or min(batch.global_size, next(fitting, 1))
         note = (
-            f"batch.global_size={batch.global_size} does not spread over all of these: planned "
+            f"batch.global_size={batch.global_size} does not divide among all of these: planned "
             f"with batch.global_size=null batch.micro_size={size}"
         )
         return "weak", replace(batch, micro_size=size, global_size=None), [note][: not scaling]

@@ -60,8 +60,8 @@ def smaller_batch(_text: str, scene: Scene) -> str:
     if share and (fitting := [each for each in range(1, micro) if share % each == 0]):
         accumulation = share // fitting[-1]
         ways.append(
-            f"batch.micro_size={fitting[-1]}, which makes {accumulation} micro-batches of a step "
-            "and changes nothing else"
+            f"batch.micro_size={fitting[-1]} ({accumulation} micro-batches per step; nothing else "
+            "changes)"
         )
     elif not share and micro > 1:
         ways.append(f"batch.micro_size={micro // 2}")
@@ -90,20 +90,20 @@ def unused_names(_text: str, scene: Scene) -> str:
 ENTRIES = [
     Entry(
         r"CUDA out of memory|can't allocate memory|CUBLAS_STATUS_ALLOC_FAILED|out of memory",
-        "a device has no room for one micro-batch",
+        "one micro-batch needs more memory than a device has",
         smaller_batch,
     ),
     Entry(
         r"/dev/shm/nccl",
-        "NCCL has no room in /dev/shm, through which the GPUs of a machine communicate",
-        "more of it: docker run --ipc=host or --shm-size=8g; on Kubernetes an emptyDir with medium "
-        "Memory at /dev/shm. NCCL_SHM_DISABLE=1 does without, more slowly",
+        "/dev/shm is too small: the GPUs of a machine communicate through it",
+        "enlarge it: docker run --ipc=host or --shm-size=8g; on Kubernetes, an emptyDir with "
+        "medium Memory at /dev/shm. NCCL_SHM_DISABLE=1 avoids it, but is slower",
     ),
     Entry(
         r"Bus error|SemLock|DataLoader timed out|out of shared memory|"
         r"unable to (?:open|allocate) shared memory|/dev/shm",
         "workers of the data loader cannot hand over batches, most often because /dev/shm is full",
-        "data.num_workers=0, or more of it: docker run --ipc=host or --shm-size=8g; on Kubernetes "
+        "data.num_workers=0, or enlarge it: docker run --ipc=host or --shm-size=8g; on Kubernetes, "
         "an emptyDir with medium Memory at /dev/shm",
     ),
     Entry(
@@ -114,63 +114,63 @@ ENTRIES = [
     ),
     Entry(
         r"did not receive grad|not used in producing the loss|Expected to have finished reduction",
-        "parts of the model take no part in the loss, so DDP waits for their gradients",
+        "parts of the model do not affect the loss, so DDP waits for their gradients",
         unused_names,
     ),
     Entry(
         r"appears not to match sizes of the same param|expects same model across all ranks|"
         r"Detected mismatch between collectives|op\.preamble\.length <= op\.nbytes",
-        "ranks hold models, or send tensors, of different shapes",
-        "the same code, settings and packages on every machine; `doctor` on all of them compares "
-        "versions",
+        "ranks have models, or send tensors, of different shapes",
+        "use the same code, settings, and packages on every machine; `doctor` on all of them "
+        "compares versions",
     ),
     Entry(
         r"RendezvousTimeoutError|waiting for clients|client socket has timed out|"
         r"client socket has failed to connect",
         "not all ranks reached the rendezvous in time",
-        "start the same command on every machine; `doctor` there tries names, ports and links. "
-        "launch.join_seconds is how long they wait",
+        "start the same command on every machine; `doctor` checks names, ports, and links. "
+        "launch.join_seconds sets how long they wait",
     ),
     Entry(
         r"Duplicate GPU detected|ncclInvalidUsage",
-        "two ranks have taken one GPU, or NCCL was called with what it does not take",
-        "one GPU for each rank: trainer.devices at most as many as CUDA_VISIBLE_DEVICES leaves, "
-        "and LOCAL_RANK counted from 0 on each machine; NCCL_DEBUG=WARN says more",
+        "two ranks use the same GPU, or NCCL was called with invalid arguments",
+        "one GPU for each rank: at most as many trainer.devices as CUDA_VISIBLE_DEVICES lists, "
+        "and LOCAL_RANK from 0 on each machine; NCCL_DEBUG=WARN shows more",
     ),
     Entry(
         r"an illegal memory access was encountered",
-        "a kernel has read or written where it may not",
-        "CUDA_LAUNCH_BLOCKING=1 shows where; compile=false tells whether it was a compiled one",
+        "a kernel read or wrote memory outside its tensors",
+        "CUDA_LAUNCH_BLOCKING=1 shows where; compile=false shows whether a compiled one did it",
     ),
     Entry(
         r"ncclUnhandledCudaError|unhandled cuda error",
-        "a call of CUDA failed inside NCCL: most often the driver, or a GPU in a bad state",
-        "NCCL_DEBUG=WARN shows which call, `nvidia-smi` and `dmesg` the state of the GPUs; "
-        "NCCL_P2P_DISABLE=1 leaves out direct access between them",
+        "a CUDA call failed inside NCCL, most often because of the driver or a GPU in a bad state",
+        "NCCL_DEBUG=WARN shows which call; `nvidia-smi` and `dmesg` show the GPUs' state; "
+        "NCCL_P2P_DISABLE=1 turns off direct access between them",
     ),
     Entry(
         r"only supported with GPUs|[Nn]o backend type associated with device type cpu|"
         r"Tensors must be CUDA and dense",
-        "NCCL was given a tensor in the host's memory",
+        "NCCL was given a CPU tensor",
         "move it to the module's device before it is sent, or set "
         "strategy.process_group_backend=gloo",
     ),
     Entry(
         r"ncclSystemError|ncclRemoteError|unhandled system error|ncclInternalError|socketStart",
         "NCCL could not set up or keep a connection",
-        "NCCL_DEBUG=INFO shows which; NCCL_SOCKET_IFNAME names the interface, NCCL_IB_DISABLE=1 "
-        "leaves InfiniBand out; `doctor` measures each link",
+        "NCCL_DEBUG=INFO shows which; NCCL_SOCKET_IFNAME sets the interface; NCCL_IB_DISABLE=1 "
+        "turns off InfiniBand; `doctor` measures each link",
     ),
     Entry(
         r"collective operation timeout|Timed out waiting \d+ ?ms|NCCL watchdog",
         "a rank joined an all-reduce late or never: it hung, or died on another machine",
-        "look at the other ranks' files in ranks/, the one without this text is the slow one; "
-        "guard.stall_after=60 shows where each rank stands; strategy.timeout_seconds waits longer",
+        "see the other ranks' files in ranks/: the rank without this error is the slow one. "
+        "guard.stall_after=60 shows where each rank is; strategy.timeout_seconds sets the wait",
     ),
     Entry(
         r"no kernel image is available|CUDA driver version is insufficient|driver .* too old",
-        "this build of torch does not fit the GPU or its driver",
-        "a build for the driver's CUDA version, which `nvidia-smi` shows: https://pytorch.org",
+        "this build of torch does not support the GPU or its driver",
+        "install a build for the CUDA version that `nvidia-smi` shows: https://pytorch.org",
     ),
     Entry(
         r"device-side assert triggered",
@@ -179,33 +179,33 @@ ENTRIES = [
     ),
     Entry(
         r"uncorrectable ECC|fallen off the bus|Xid|unspecified launch failure",
-        "a GPU, its memory or its link is broken",
-        "leave that machine out; `dmesg` and `nvidia-smi -q` there say more. resume=auto goes on",
+        "a GPU, its memory, or its link is broken",
+        "continue without that machine (resume=auto); `dmesg` and `nvidia-smi -q` there show more",
     ),
     Entry(
         r"Too many open files",
         "the process may not open more files",
-        "`ulimit -n 65536` before the command, or fewer data.num_workers",
+        "run `ulimit -n 65536` before the command, or lower data.num_workers",
     ),
 ]
 # The most common causes of signals that nobody sent on purpose.
 SIGNALS: dict[int, Entry] = {
     signal.SIGKILL: Entry(
         "",
-        "killed from outside: most often the system, out of memory",
-        "`dmesg | grep -i oom` tells; then fewer ranks, or a smaller batch.micro_size",
+        "killed from outside, most often by the system when memory ran out",
+        "`dmesg | grep -i oom` shows it; then use fewer ranks, or a smaller batch.micro_size",
     ),
     signal.SIGBUS: next(entry for entry in ENTRIES if "Bus error" in entry.pattern),
     signal.SIGABRT: Entry(
         "",
-        "it ended itself: most often NCCL's watchdog did, after an error of NCCL or a timeout",
+        "it aborted: most often NCCL's watchdog did it, after an NCCL error or a timeout",
         "its last lines, on the terminal or in ranks/, say why; guard.stall_after=60 shows where "
-        "each rank stands before a timeout",
+        "each rank is before a timeout",
     ),
     signal.SIGSEGV: Entry(
         "",
         "a crash in compiled code",
-        "PYTHONFAULTHANDLER=1 shows where in Python; it is most often two builds that do not fit",
+        "PYTHONFAULTHANDLER=1 shows where in Python; most often, two installed builds do not match",
     ),
 }
 

@@ -159,5 +159,5 @@ def _straggler(what: str, shares: Sequence[float], ill: float) -> Finding:
     worst = min(slow, key=lambda rank: shares[rank])
     which = f", rank {worst}" if len(slow) > 1 else ""
     line = f"{named(slow)} too slow{which} at {shares[worst]:.0%} of the median"
-    fix = "look there for another program, heat, a power limit or another build; or leave it out"
+    fix = "check it for other programs, heat, a power limit, or another build; or remove it"
     return (failure if shares[worst] < ill else warning)(f"{what} speed", line, fix)

@@ -91,23 +91,23 @@ def _tokens(plan: Plan) -> str:
             f"{source}"
         )
     return (
-        f"{amount(plan.tokens)}, {point} {source}, as neither the command nor an experiment that "
-        "it names gives max_steps or max_tokens"
+        f"{amount(plan.tokens)}, {point} {source}, because neither the command nor its experiment "
+        "sets max_steps or max_tokens"
     )
 
 
 def _exchange(plan: Plan) -> Iterator[tuple[str, str]]:
     size, device = plan.gradient_bytes, plan.hardware
     narrowest = (
-        f"data flow through all devices at the rate of the narrowest place, a device's "
-        f"{device.intra.name} or all {device.adapters} x {device.inter.name} of a node"
+        f"the narrowest link limits all devices: a device's {device.intra.name}, or all "
+        f"{device.adapters} x {device.inter.name} of a node"
     )
     if not plan.buckets:
         yield (
             "fsdp2",
-            "each block is gathered while the one before computes, its gradients scattered while "
+            "gathers each block while the one before computes, and scatters its gradients while "
             "the next does; the rest of the model, and the ends, are exposed. Ranks share the "
-            "update too, hence what is above 100%",
+            "update, so efficiency can be above 100%",
         )
         yield "algorithm", f"NCCL's ring, (N - 1) / N of the bytes each time; {narrowest}"
         return
@@ -121,17 +121,17 @@ def _exchange(plan: Plan) -> Iterator[tuple[str, str]]:
     )
     yield (
         "algorithm",
-        "for each bucket the faster, as NCCL chooses: a ring, 2 (N - 1) / N of the bytes in "
-        f"2 (N - 1) steps, or a double tree, 2 of them in fewer steps; {narrowest}",
+        "the faster for each bucket, as NCCL chooses: a ring, 2 (N - 1) / N of the bytes in "
+        "2 (N - 1) steps, or a double tree, 2 times the bytes in fewer steps",
     )
+    yield "bottleneck", narrowest
 
 
 _NOT_MODELLED = [
-    "Efficiency counts what ranks wait for links, and nothing else: not ranks that are slow or "
-    "disturbed, networks",
-    "that are shared or narrower than their adapters, kernels that slow down beside NCCL's, "
-    "validation, checkpoints,",
-    "restarts. These grow with the devices, so measure before you trust a share near 100% of many.",
+    "Efficiency counts only the time that ranks wait for links. It leaves out slow ranks, networks",
+    "that are shared or narrower than their adapters, kernels slowed down by NCCL's, validation,",
+    "checkpoints, and restarts. These grow with the number of devices: measure before you trust",
+    "a value near 100% for many.",
 ]
 
 
@@ -169,12 +169,12 @@ def _remedies(plan: Plan, unit: float, name: str) -> Iterator[str]:
     """Yield what would fit, for each group of successive misfits with the same remedies."""
     misfits = [row for row in plan.rows if not row.fits]
     if misfits:
-        yield f"does not fit; what would, {name} of one device"
+        yield f"does not fit; what would fit, in {name} per device"
     for _, group in groupby(misfits, key=lambda row: row.remedies):
         rows = list(group)
         devices = _range([row.batch.world_size for row in rows])
         found = [f"{each.words} {each.memory / unit:.2f}" for each in rows[0].remedies]
-        none = "nothing that plan knows of: more devices, larger ones, or a smaller model"
+        none = "nothing that plan knows: use more devices, larger ones, or a smaller model"
         yield f"{devices:>7}  {'; or '.join(found) or none}"
 
 

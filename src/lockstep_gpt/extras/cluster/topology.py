@@ -136,20 +136,20 @@ def _listed(pairs: list[Pair]) -> str:
 def _advice(topology: Topology) -> Finding:
     islands, farthest = topology.islands(), kind(topology.farthest())
     if len(islands) == 1:
-        return ok("parallelism", "NVLink everywhere: ddp, sharding and tensor parallel all suit")
+        return ok("parallelism", "NVLink everywhere: suits ddp, sharding, and tensor parallelism")
     groups = " ".join(f"{{{', '.join(map(str, island))}}}" for island in islands)
     largest = max(map(len, islands))
     if largest > 1:
         return warning(
             "parallelism",
-            f"NVLink only within {groups}, between them {farthest} ({PATHS[farthest]}), at whose "
-            "speed an all-reduce over all of them goes",
-            f"tensor parallel and sharding within {largest}, data parallel between",
+            f"NVLink only within {groups}; between them {farthest} ({PATHS[farthest]}), which "
+            "limits an all-reduce over all of them",
+            f"use tensor parallelism and sharding within {largest}, data parallelism between",
         )
     if farthest in ("PIX", "PXB"):
-        return ok("parallelism", "PCIe switches: ddp suits, tensor parallel is slow")
+        return ok("parallelism", "PCIe switches: ddp is fine, tensor parallelism is slow")
     return warning(
         "parallelism",
         f"GPUs reach each other through {PATHS[farthest]}: ddp is slow for large models",
-        "fewer all-reduces by batch.micro_size and accumulation, or strategy.comm_hook=bf16",
+        "make all-reduces rarer with accumulation, or set strategy.comm_hook=bf16",
     )

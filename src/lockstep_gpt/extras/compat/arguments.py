@@ -22,6 +22,6 @@ def refuse_unknown_arguments(config: Config) -> None:
     made = next(each for each in functions if each.name == "__init__")
     known = [argument.arg for argument in made.args.kwonlyargs]
     for name in added:
-        hint = suggestion(name, known, "trainer.") or "; leave it out"
+        hint = suggestion(name, known, "trainer.") or "; remove it"
         rule = f"is not an argument of Lightning's Trainer{hint}"
         check(f"trainer.{name}", trainer[name], name in known, rule)

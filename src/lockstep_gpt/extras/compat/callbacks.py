@@ -6,9 +6,9 @@ PACKAGE = "lightning.pytorch.callbacks."
 # Class -> why not, and what to do instead.
 REFUSED = {
     "BackboneFinetuning": "needs a module with a backbone; freeze weights in model/ instead",
-    "BaseFinetuning": "decides nothing by itself; name a subclass of your own",
-    "BasePredictionWriter": "writes predictions, which training makes none of; use evaluate",
-    "BatchSizeFinder": "would change the batch; set batch.micro_size=null or what fits",
+    "BaseFinetuning": "does nothing by itself; name your own subclass",
+    "BasePredictionWriter": "writes predictions, but training makes none; use evaluate",
+    "BatchSizeFinder": "would change the batch; set batch.micro_size=null or a size that fits",
     "GradientAccumulationScheduler": "would change the batch; set batch.micro_size instead",
     "LearningRateFinder": "would train outside the schedule; sweep optim.lr with --multirun",
     "ModelPruning": "renames weights, so no checkpoint fits; prune the trained model instead",

@@ -39,7 +39,7 @@ NAMES = {
     "paths.output_dir": "run_dir",
     "task_name": "run_name",
     "test": "the command evaluate",
-    "train": "the command evaluate, where nothing is to be trained",
+    "train": "the command evaluate, to measure without training",
     # nanoGPT
     "always_save_checkpoint": "checkpoint.keep_last",
     "backend": "strategy.process_group_backend",

@@ -17,7 +17,7 @@ FLAGS = {  # of Hydra
 }
 # For Hydra's launcher plugins: jobs run, but their parent exits with 0 even if all jobs failed.
 LAUNCHER = (
-    "would lose the exit status of its jobs; leave it out: jobs run one after the other, each on "
+    "would lose the exit status of its jobs; remove it: jobs run one after the other, each on "
     "all devices"
 )
 
@@ -30,7 +30,7 @@ def understood(words: list[str]) -> list[str]:
             rule = f"{name[1:]} already has a choice; write {word[1:]}, without +"
             raise UserError(f"{word}: {rule}")
         if name.lstrip("+") == "hydra/launcher" and value != "basic":
-            slurm = "; on SLURM, docs/sweeps.md has arrays" if "submitit" in value else ""
+            slurm = "; for SLURM, see docs/sweeps.md" if "submitit" in value else ""
             raise UserError(f"{word} {LAUNCHER}{slurm}")
         if "=" in word and name.lstrip("+") in choices.groups() and not _is_choice(value):
             raise UserError(f"{word} is not a choice; {PROGRAM} train --help lists them")
@@ -64,5 +64,5 @@ def _first_job(words: list[str]) -> list[str]:
         word = cast(str, override.input_line)
         first[word] = f"{word.partition('=')[0]}={next(values)}"
     if first:
-        print(f"of this sweep, the first job: {' '.join(first.values())}", file=sys.stderr)
+        print(f"the first job of this sweep: {' '.join(first.values())}", file=sys.stderr)
     return [first.get(word, word) for word in compose.quoted(kept)]

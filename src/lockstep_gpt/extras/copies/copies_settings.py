@@ -9,7 +9,5 @@ from lockstep_gpt.config import CheckpointConfig, setting
 class CopiedCheckpoints(CheckpointConfig):
     """Checkpoints written in the background, or to a second location."""
 
-    background: bool = setting(
-        "write from a copy while training continues; needs memory for it", False
-    )
-    copy_to: str | None = setting("also keep them in this folder or fsspec URL", None)
+    background: bool = setting("train on while writing from a copy, which needs memory", False)
+    copy_to: str | None = setting("also keep checkpoints in this folder or fsspec URL", None)

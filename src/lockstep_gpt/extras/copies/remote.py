@@ -52,8 +52,8 @@ def claim(directory: RunDirectory, config: Config) -> None:
     goes_on = config.resume == "auto" or directory.metrics.exists()
     if copies and (theirs not in ("", ours) if ours else not goes_on):
         raise UserError(
-            f"checkpoint.copy_to: {url} holds the copies of another run; go on with that one by "
-            "resume=auto, or name another run_dir or copy_to"
+            f"checkpoint.copy_to: {url} contains copies of another run; continue it with "
+            "resume=auto, or set another run_dir or copy_to"
         )
     ours = ours or theirs or secrets.token_hex(8)
     own.write_text(ours, encoding="ascii")
@@ -109,7 +109,7 @@ def _refuse_another_run(name: str, path: Path, directory: RunDirectory, config: 
     saved = checkpoint.read_checkpoint(path)["config"]
     if saved["run_dir"] != config.run_dir:
         raise UserError(
-            f"{name} is a copy of run_dir={saved['run_dir']}, not of {config.run_dir}; name "
+            f"{name} is a copy of run_dir={saved['run_dir']}, not of {config.run_dir}; set "
             "another checkpoint.copy_to, or start a new run from that file with resume="
         )
     if not config.resume_force:

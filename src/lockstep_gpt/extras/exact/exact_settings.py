@@ -22,7 +22,7 @@ class ExactBatch(BatchConfig):
     )
 
     exact_threads: int = setting(
-        "CPU threads per rank then, because they split matrix products",
+        "CPU threads per rank then; another number rounds differently",
         1,
         on_resume="kept",
         at_least=1,

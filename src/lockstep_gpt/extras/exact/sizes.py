@@ -33,7 +33,7 @@ def refuse_others(batch: BatchConfig, world_size: int) -> None:
         remedy = f"batch.exact_micro_size={nearest}"
     raise UserError(
         f"batch.exact_micro_size={exact} of batch.global_size={total} gives equal bits on "
-        f"{either(fits)} devices, not on {world_size}; take one of these, or set {remedy}"
+        f"{either(fits)} devices, not on {world_size}; use one of these, or set {remedy}"
     )
 
 
@@ -55,8 +55,8 @@ def sums_line(config: Config, batch: BatchPlan) -> dict[str, str]:
         line = (
             f"equal bits on {either(sizes)} devices: {counted(leaves, 'micro-batch', 'es')} in "
             f"one order ({kind}, torch {torch.__version__}, "
-            f"{counted(torch.get_num_threads(), 'thread')}), with room for {copies} more "
-            f"gradient{'s' * (copies != 1)} of all weights"
+            f"{counted(torch.get_num_threads(), 'thread')}), plus memory for {copies} "
+            f"more gradient{'s' * (copies != 1)} of all weights"
         )
         return {"sums": line}
     line = "in rank order: equal up to rounding on any number of devices"

@@ -29,7 +29,7 @@ def main(arguments: list[str]) -> int:
     source = find_checkpoint(options.source)
     target = options.to or _beside(source)
     export(source, target, options.force)
-    print(f"{target}: load it with transformers, {target / 'README.md'} says how")
+    print(f"{target}: load it with transformers; see {target / 'README.md'}")
     return 0
 
 

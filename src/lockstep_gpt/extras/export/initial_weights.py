@@ -62,7 +62,7 @@ def _refuse_other_folder(model: GPT, source: str) -> None:
     others = [str(rank) for rank, each in enumerate(digests) if each != digests[0]]
     if others:
         raise UserError(
-            f"{source} holds other weights for rank {', '.join(others)} than for rank 0; name a "
+            f"{source} has other weights for rank {', '.join(others)} than for rank 0; name a "
             "folder that is the same on all nodes"
         )
 
@@ -87,8 +87,8 @@ def _check_settings(saved: dict[str, Any], model: GPT, layout: Layout, source: s
     """Reject a model that the weights don't fit; each error names the remedy."""
     if saved.get("model_type") != layout.model_type:
         raise UserError(
-            f"{source} holds a {saved.get('model_type')}, and model.architecture="
-            f"{model.config.architecture} takes {layout.model_type}; give such a folder"
+            f"{source} is a {saved.get('model_type')}, but model.architecture="
+            f"{model.config.architecture} needs a {layout.model_type}; give such a folder"
         )
     for theirs, ours in layout.names.items():
         theirs_is, ours_is = saved.get(theirs), getattr(model.config, ours)
@@ -100,7 +100,7 @@ def _check_settings(saved: dict[str, Any], model: GPT, layout: Layout, source: s
         if theirs_is != ours_is and not longer:
             wanted = f"model.{ours}={as_typed(theirs_is)}"
             raise UserError(
-                f"{source} has {theirs}={as_typed(theirs_is)}, and model.{ours}="
+                f"{source} has {theirs}={as_typed(theirs_is)}, but model.{ours}="
                 f"{as_typed(ours_is)}; set {wanted}"
             )
     about = layout.about(model)
@@ -108,8 +108,8 @@ def _check_settings(saved: dict[str, Any], model: GPT, layout: Layout, source: s
         value = saved.get(name, about[name])
         if SAME.get(value, value) != about[name]:
             raise UserError(
-                f"{source} has {name}={as_typed(value)}, and the model computes with "
-                f"{as_typed(about[name])}; choose weights that were trained with that"
+                f"{source} has {name}={as_typed(value)}, but the model computes with "
+                f"{as_typed(about[name])}; choose weights that were trained with it"
             )
 
 
@@ -117,10 +117,10 @@ def _check_tokenizer(
     folder: Path, saved: dict[str, Any], tokenizer: Tokenizer, source: str
 ) -> None:
     """Reject weights that were trained with another tokenizer than the data's."""
-    remedy = f"set data.tokenizer={folder}, or bytes where that trained it"
+    remedy = f"set data.tokenizer={folder}, or bytes if it was trained on bytes"
     if (size := saved.get("vocab_size")) != tokenizer.vocab_size:
         raise UserError(
-            f"{source} has a vocabulary of {size}, the data's tokenizer one of "
+            f"{source} has a vocabulary of {size}, but the data's tokenizer has "
             f"{tokenizer.vocab_size}; {remedy}"
         )
     text = tokenizer.end_of_text is not None  # otherwise the tokens never were text
@@ -153,7 +153,7 @@ def _weights(folder: Path, source: str) -> Iterator[tuple[str, Tensor]]:
     for name in names:
         if not (folder / name).is_file():
             raise UserError(
-                f"{source} has no {name}; load it with transformers and save it again by "
+                f"{source} lacks {name}; load it with transformers and save it again with "
                 "save_pretrained, which writes safetensors"
             )
         content = _loaded(folder / name)

@@ -96,7 +96,7 @@ def imported(saved: Mapping[str, Tensor], model: GPT, layout: Layout, source: st
     for ours, place in model.state_dict().items():
         theirs, turned = layout.place(ours)
         if theirs not in left:
-            raise UserError(f"{source} has no weight {theirs}; choose a complete folder")
+            raise UserError(f"{source} lacks the weight {theirs}; choose a complete folder")
         weight = left.pop(theirs)
         weight = weight.T if turned else weight
         if ours == POSITIONS:
@@ -104,8 +104,8 @@ def imported(saved: Mapping[str, Tensor], model: GPT, layout: Layout, source: st
         weights[ours] = _padded(weight, place, model.vocab_size) if ours in PADDED else weight
         if weights[ours].shape != place.shape:
             raise UserError(
-                f"{source} has {theirs} of shape {tuple(weight.shape)}, the model "
-                f"{tuple(place.shape)}; set model.* to what its config.json says"
+                f"{source} has {theirs} of shape {tuple(weight.shape)}, not "
+                f"{tuple(place.shape)}; set model.* as in its config.json"
             )
     _refuse_left_over(left, source)
     return weights
@@ -136,7 +136,7 @@ def _refuse_left_over(left: Weights, source: str) -> None:
         if not name.endswith(".bias"):
             raise UserError(f"{source} has {name}, which the model does not have; choose another")
         if weight.any():
-            raise UserError(f"{source} has biases, {name} for one; set model.bias=true")
+            raise UserError(f"{source} has biases, such as {name}; set model.bias=true")
 
 
 GPT2_OUTER = {
@@ -169,7 +169,7 @@ def _gpt2_place(ours: str) -> tuple[str, bool]:
         return f"{GPT2_OUTER[module]}.{kind}", False
     *_, block, module = ("", *module.split(".", 2))[-3:]
     if module not in GPT2_BLOCK:
-        raise UserError(f"{ours} has no place in GPT-2; describe the model in export/layouts.py")
+        raise UserError(f"{ours} does not exist in GPT-2; describe the model in export/layouts.py")
     turned = kind == "weight" and not module.endswith("norm")  # its matrices are (inputs, outputs)
     return f"transformer.h.{block}.{GPT2_BLOCK[module]}.{kind}", turned
 

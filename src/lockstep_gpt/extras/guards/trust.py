@@ -38,7 +38,7 @@ def permit(run: RunDirectory, trusted: bool, composed: dict[str, Any] | None = N
     if not (trusted or {*settings} <= {*foreign(composed or {})} or os.access(record, os.F_OK)):
         raise UserError(
             f"run_dir={run.path}: its config.yaml has {some_of(settings)}, which no run that you "
-            "started here has built; if you trust who wrote it, set trust_run_dir=true"
+            "started here has used; if you trust its author, set trust_run_dir=true"
         )
     if settings:
         with contextlib.suppress(OSError):  # without a record, commands need trust_run_dir again

@@ -159,8 +159,8 @@ def refuse_differing_replicas(model: torch.nn.Module, step: int) -> None:
     odd = differs[:, first].nonzero().flatten().tolist() if len(table) > 2 else [0, 1]
     raise RunError(
         f"step {step}: the weights of ranks differ, first in {named[first][0]}, on rank "
-        f"{' and '.join(map(str, odd))}; check the memory of that device, then go on with "
-        "resume=auto from the last checkpoint, which is still valid"
+        f"{' and '.join(map(str, odd))}; check that device's memory, then continue from the last "
+        "checkpoint, which is valid, with resume=auto"
     )
 
 

@@ -38,7 +38,7 @@ def join(
         place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         raise RunError(  # not necessarily a mistake: another try may succeed
             f"the launcher's ranks cannot meet at {place} ({str(error).splitlines()[0]}); start "
-            "all of them, with a free MASTER_PORT of a machine that all reach"
+            "all of them, with a free MASTER_PORT on a machine that all can reach"
         ) from None
     run = agree(values, create, undo)
     if isinstance(run, int):

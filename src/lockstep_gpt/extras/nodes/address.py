@@ -23,8 +23,8 @@ def own_address(endpoint: str) -> tuple[str, str]:
             address = str(probe.getsockname()[0])
     except (OSError, ValueError) as error:
         raise UserError(
-            f"launch.rdzv_endpoint={endpoint} cannot be reached ({error}); give HOST:PORT of "
-            "machine 0, as this one can resolve it"
+            f"launch.rdzv_endpoint={endpoint} cannot be reached ({error}); give a HOST:PORT of "
+            "machine 0 that this machine can resolve"
         ) from None
     if address.startswith("127."):
         raise UserError(

@@ -12,5 +12,5 @@ def refuse_impossible(config: Config) -> None:
     rule = "needs GPUs and NCCL; set strategy.comm_hook=fp16 or none"
     check("strategy.comm_hook", hook, fits, rule)
     fits = hook != "powersgd" or not config.launch.max_restarts
-    rule = "keeps an error memory, which no checkpoint has; set launch.max_restarts=0"
+    rule = "keeps an error memory that no checkpoint contains; set launch.max_restarts=0"
     check("strategy.comm_hook", hook, fits, rule)

@@ -32,4 +32,4 @@ def powersgd(**settings: Any) -> CompressedDDP:
 def refuse_without_memory(config: Config, own: Path) -> None:
     """Raise a `UserError` for a run that would resume without its error memory."""
     if config.strategy.get("comm_hook") == "powersgd":
-        raise UserError(f"{own} has no error memory of powersgd; resume_force=true resets it")
+        raise UserError(f"{own} lacks the error memory of powersgd; resume_force=true resets it")

@@ -43,7 +43,7 @@ def start_on_nodes(
                 f"{name}=null with trainer.num_nodes={nodes}; set it to the same value on all"
             )
     if launch.node_rank >= nodes:
-        raise UserError(f"launch.node_rank={launch.node_rank} must be below {nodes}, from 0 on")
+        raise UserError(f"launch.node_rank={launch.node_rank} must be from 0 to {nodes - 1}")
     assert launch.rdzv_endpoint is not None
     own_address(launch.rdzv_endpoint)
     # Fewer machines must be able to run the same experiment; otherwise, fail now, not mid-run.
@@ -62,7 +62,7 @@ def start_on_nodes(
 def _wait_for_first_node(run: RunDirectory, settled: dict[str, Any], seconds: float) -> None:
     """Wait until the shared run directory contains the same configuration as this machine's."""
     end = time.monotonic() + seconds
-    fault = "has no config.yaml; is it a folder that all machines share, and machine 0 started?"
+    fault = "lacks config.yaml; check that all machines share it, and that machine 0 has started"
     kind: type[Exception] = RunError  # it may still come
     while time.monotonic() < end:
         if run.config.is_file():

@@ -22,7 +22,7 @@ def main(arguments: list[str]) -> int:
     parser = parser_of("evaluate", "Measure a model on all held-out text.")
     batch = "samples at a time (default: 32)"
     parser.add_argument("--batch-size", type=int, default=32, help=batch)
-    parser.add_argument("--json", action="store_true", help="one line for programs")
+    parser.add_argument("--json", action="store_true", help="print one line of JSON")
     options = parser.parse_args(arguments)
     if options.batch_size < 1:
         raise UserError(f"--batch-size={options.batch_size} must be at least 1")

@@ -98,22 +98,21 @@ def advice(scale: float | None, batch: int, block_size: int) -> str:
     """
     if scale is None:
         return (
-            f"gradient noise scale: cannot be measured at {batch} samples per step, the noise "
-            "hides "
-            "the signal; a larger batch will not hurt"
+            f"gradient noise scale: not measurable at {batch} samples per step, as noise hides the "
+            "signal; a larger batch does not hurt"
         )
     size = max(1, _two_digits(scale))
     tokens = _two_digits(size * block_size)
     suggestion = (
         f"gradient noise scale: averaging pays up to about {size:,} sample{'s' * (size > 1)} "
-        f"({tokens:,} tokens) per step, and a step takes {batch:,}"
+        f"({tokens:,} tokens) per step; a step has {batch:,}"
     )
-    left = f"twice the batch on twice the devices would need {steps_left(scale, batch):.0%} of"
+    left = f"twice the batch would need {steps_left(scale, batch):.0%} of the steps"
     if scale > 2 * batch:
-        return f"{suggestion}: more devices still pay, {left} the steps"
+        return f"{suggestion}. More devices still pay: {left}"
     if scale > batch / 2:
-        return f"{suggestion}: near the best trade, {left} the steps"
-    return f"{suggestion}: more devices hardly pay, {left} the steps"
+        return f"{suggestion}, near the best trade-off: {left}"
+    return f"{suggestion}. More devices hardly pay: {left}"
 
 
 def _two_digits(value: float) -> int:
@@ -122,6 +121,6 @@ def _two_digits(value: float) -> int:
 
 
 UNMEASURED = (
-    "gradient noise scale: not measured: one rank with one micro-batch per step has nothing to "
-    "compare its gradient with; use two ranks, or a smaller batch.micro_size"
+    "gradient noise scale: not measured, because one rank with one micro-batch per step gives only "
+    "one gradient; use two ranks, or a smaller batch.micro_size"
 )

@@ -40,7 +40,7 @@ def read_recordings(run: Path) -> list[dict[str, Any]]:
     recordings = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
     if not recordings:
         raise UserError(
-            f"{run} has no recorded steps; train with callbacks=[default,sync_panel] to record some"
+            f"{run} contains no recorded steps; record some with callbacks=[default,sync_panel]"
         )
     return sorted(recordings, key=lambda recording: int(recording["step"]))
 

@@ -84,12 +84,12 @@ class SyncPanel(StepCallback):
             raise UserError(f"callbacks=sync_panel records under ddp, not under {kind}; remove it")
         if getattr(pl_module.config.batch, "exact_micro_size", None):
             raise UserError(
-                "callbacks=sync_panel averages recorded steps as ddp does, batch.exact_micro_size "
-                "adds in another order; remove one of them"
+                "callbacks=sync_panel averages in the order of ddp, but batch.exact_micro_size "
+                "adds in another; remove one of them"
             )
         if pl_module.config.strategy.get("comm_hook") == "powersgd":
             raise UserError(
-                "callbacks=sync_panel records averages, strategy.comm_hook=powersgd makes "
+                "callbacks=sync_panel records averages, but strategy.comm_hook=powersgd makes "
                 "approximations that depend on every step before; remove one of them"
             )
 

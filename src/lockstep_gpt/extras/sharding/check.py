@@ -17,11 +17,15 @@ def refuse_impossible(config: Config) -> None:
     check_switch("strategy.reshard_after_forward", strategy["reshard_after_forward"])
     check_switch("strategy.reduce_each", strategy.get("reduce_each", False))
     if config.precision not in ("32-true", "bf16-mixed"):
-        config.refuse("precision", "has no strategy=fsdp2; set 32-true or bf16-mixed, or ddp")
+        config.refuse(
+            "precision", "does not work with strategy=fsdp2; set 32-true or bf16-mixed, or ddp"
+        )
     if config.optim.algorithm != "adamw":
-        config.optim.refuse("algorithm", "has no strategy=fsdp2; set optim=adamw, or ddp")
+        config.optim.refuse(
+            "algorithm", "does not work with strategy=fsdp2; set optim=adamw, or ddp"
+        )
     if config.trainer.get("sync_batchnorm"):
-        raise UserError("trainer.sync_batchnorm=true has no strategy=fsdp2; set strategy=ddp")
+        raise UserError("trainer.sync_batchnorm=true does not work with fsdp2; set strategy=ddp")
     if strategy["param_dtype"] == "bfloat16" and config.precision != "bf16-mixed":
         raise UserError(
             f"strategy.param_dtype=bfloat16 with precision={config.precision}; "
@@ -29,5 +33,5 @@ def refuse_impossible(config: Config) -> None:
         )
     if strategy["save_parts"] and getattr(config.checkpoint, "background", False):
         raise UserError(
-            "strategy.save_parts=true has no checkpoint.background=true; set one to false"
+            "strategy.save_parts=true and checkpoint.background=true conflict; set one to false"
         )

@@ -24,7 +24,7 @@ def with_rules(words: list[str]) -> list[str]:
     values = [word.partition("=")[2].strip("'\"") for word in words]
     given = dict(zip(names, values, strict=True))
     is_auto, size = given.get("model") == "auto", given.get("model.size", SIZE)
-    check("model.size", size, is_auto or "model.size" not in given, "is of model=auto; add that")
+    check("model.size", size, is_auto or "model.size" not in given, "needs model=auto; add that")
     if not is_auto:
         return words
     ruled = {"optim": "muon", "model.block_size": LENGTH, **_values(given)}
@@ -41,8 +41,8 @@ def _values(given: dict[str, str]) -> dict[str, str]:
     swept = re.search(r"[,(]", size + length) is not None
     if swept and given.get("resume") == "auto":
         raise UserError(
-            f"model.size={size} is a sweep, of which resume=auto takes no run up; go on with each "
-            "by its own folder: run_dir=SWEEP/0 resume=auto"
+            f"model.size={size} is a sweep, which resume=auto cannot continue; continue each run "
+            "in its own folder: run_dir=SWEEP/0 resume=auto"
         )
     found = rules(SIZE, int(LENGTH)) if swept else _by_words(size, length)
     for name, other in EITHER.items():

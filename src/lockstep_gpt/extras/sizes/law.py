@@ -77,7 +77,7 @@ def lines(config: Config, _batch: Any) -> dict[str, str]:
         return {}
     size = f"{model.size}: {_weights(model):,} weights in blocks of width {model.n_embd}"
     if others := departures(config, model):
-        return {"size": f"{size}; not by its rules are {some_of(others)}"}
+        return {"size": f"{size}; not set by its rules: {some_of(others)}"}
     if (found := expected(config)) is None:
         return {"size": size}
     loss = f"validation loss {found['val_loss']:.4f} nats per token, {found['basis']}"
@@ -104,5 +104,5 @@ def _read(path: Path) -> dict[str, Any]:
         return dict(json.loads(path.read_text("utf-8")))
     except (OSError, ValueError) as error:
         raise UserError(
-            f"model.size_law={path} cannot be read ({error}); name a file of scripts/size_law.py"
+            f"model.size_law={path} cannot be read ({error}); use a file of scripts/size_law.py"
         ) from None

@@ -27,7 +27,7 @@ def parsed(text: str) -> float:
     """Return the number of weights in a text such as 1.5M, or raise a `UserError`."""
     found = re.fullmatch(r"(\d+(?:\.\d*)?(?:e\d+)?)([kmb]?)", text.replace("_", "").lower())
     size = float(found[1]) * UNITS[found[2]] if found else 0.0
-    rule = "is no number of weights from 10k to 1000B; write one such as 300k, 1M or 1.5B"
+    rule = "is not a number of weights from 10k to 1000B; write, for example, 300k or 1.5B"
     check("model.size", text, SMALLEST <= size <= LARGEST, rule)
     return size
 

@@ -16,7 +16,7 @@ class SizedModel(ModelConfig):
         None,
     )
     size_law: str | None = setting(
-        "file of scripts/size_law.py by which a loss is expected; null: the project's own fit",
+        "file of scripts/size_law.py that predicts the loss; null: the project's own fit",
         None,
         on_resume="free",
     )

@@ -37,11 +37,11 @@ class DocumentsData(schema.DocumentsData, InShards):
     """Settings of text corpora in extra `sources`."""
 
     tokenizer: str = setting(
-        "bytes; bpe: learnt from the corpus; or a byte-level BPE's file, folder or name on the hub",
+        "bytes; bpe: learned from the corpus; or a byte-level BPE's file, folder or hub name",
         "bytes",
     )
     vocab_size: int | None = setting("ids that bpe learns; null: 8192", None, at_least=257)
-    tokenizer_mb: int = setting("MiB of training text, the first, bpe learns from", 32, at_least=1)
+    tokenizer_mb: int = setting("MiB of training text that bpe learns from", 32, at_least=1)
     invalid_utf8: str = setting(
         "what to do with text that is not UTF-8", "replace", choices=("replace", "skip", "fail")
     )

@@ -81,7 +81,7 @@ def write(recipe: Recipe, folder: Path) -> None:
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise UserError(
                 f"data.root={recipe.config.root} has no space left for the prepared tokens; free "
-                "some, and what is done stays, or set data.root to a folder on a larger disk"
+                "some (finished work is kept), or set data.root to a folder on a larger disk"
             ) from error
         raise
 
@@ -174,8 +174,8 @@ def _encoded(
                 path.unlink()
         except BrokenProcessPool as error:
             raise UserError(
-                f"data.num_proc={processes}: a process was killed, for want of memory perhaps; "
-                "set it lower"
+                f"data.num_proc={processes}: a process was killed, perhaps for lack of memory; "
+                "lower it"
             ) from error
 
 

@@ -99,8 +99,8 @@ def make_tokenizer(name: str, vocab_size: int | None, texts: Iterable[str]) -> T
     made = BytePairTokenizer({**values, "end_of_text": [*ends, 0][0], "json": tokenizer.to_str()})
     if not ends or made.decode(made.encode(PROBE)) != PROBE:
         raise UserError(
-            f"data.tokenizer={name} has no {END_OF_TEXT} or does not give back every text; take "
-            "a byte-level one, GPT-2's for example"
+            f"data.tokenizer={name} lacks {END_OF_TEXT} or does not restore every text; use "
+            "a byte-level one, such as GPT-2's"
         )
     return made
 

@@ -93,4 +93,4 @@ def _unpacked(raw: Any) -> Iterator[bytes]:
         yield frame.decompress(data)
         data = frame.unused_data or raw.read(BLOCK)
     if frame and not frame.eof:
-        raise EOFError("it ends in the middle")
+        raise EOFError("it is truncated")

@@ -31,9 +31,9 @@ class HuggingfaceData(DocumentsData):
 
     source: str = setting("where the text comes from", "huggingface", choices=("huggingface",))
     path: str = setting("name on the hub, or a local folder", "", on_resume="machine")
-    subset: str | None = setting("configuration of the data set", None)
-    revision: str | None = setting("branch, tag or commit on the hub; null: what is there", None)
-    split: str = setting("the part of the data set that is read", "train")
+    subset: str | None = setting("configuration of the dataset", None)
+    revision: str | None = setting("branch, tag, or commit on the hub; null: newest", None)
+    split: str = setting("the split of the dataset to read", "train")
     field: str = setting("the field with the text", "text")
     streaming: bool = setting("read while it is prepared, and keep no copy", False)
 
@@ -82,7 +82,7 @@ class HuggingfaceRows(Documents):
             rows = self._load(library("datasets", "huggingface"))
             if config.field not in (names := rows.column_names or [config.field]):
                 raise UserError(
-                    f"data.path={config.path} has no field data.field={config.field}; there are "
+                    f"data.path={config.path} lacks the field data.field={config.field}; it has "
                     f"{', '.join(names)}"
                 )
             return rows.select_columns(config.field)

@@ -55,7 +55,7 @@ class ParquetFiles(TextFiles):
         names = file.schema_arrow.names
         if self.column not in names:
             raise UserError(
-                f"{path} of the corpus has no column data.column={self.column}; there are "
+                f"{path} of the corpus lacks the column data.column={self.column}; it has "
                 f"{', '.join(names)}"
             )
         for group in range(file.metadata.num_row_groups):

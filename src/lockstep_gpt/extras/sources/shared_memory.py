@@ -28,6 +28,6 @@ def refuse_missing(config: Config) -> None:
             os.posix_fallocate(file.fileno(), 0, needed)
     except OSError as error:
         raise UserError(
-            f"data.num_workers={workers} takes {needed:,} bytes of {SHARED_MEMORY} "
+            f"data.num_workers={workers} needs {needed:,} bytes of {SHARED_MEMORY} "
             f"({error.strerror}); set data.num_workers=0, or start the container with --shm-size=8g"
         ) from None

@@ -143,6 +143,6 @@ class JsonLines(TextFiles):
             return text.encode("utf-8", "replace")  # JSON can contain half a surrogate pair
         except (ValueError, LookupError, TypeError, AttributeError):
             raise UserError(
-                f"{path} of the corpus has the line {line[:60]!r}, no JSON object with text under "
-                f"data.field={self.field}; name another field or fix the line"
+                f"{path} of the corpus has the line {line[:60]!r}, not a JSON object with text "
+                f"under data.field={self.field}; name another field or fix the line"
             ) from None

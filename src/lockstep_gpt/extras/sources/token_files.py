@@ -38,9 +38,9 @@ class ShardsData(InShards):
 
     source: str = setting("where the tokens come from", "shards", choices=("shards",))
     path: str = setting("a file, a folder, a glob or a URL", "", on_resume="machine")
-    val_path: str | None = setting("the same for validation; null: ends of stretches", None)
+    val_path: str | None = setting("validation files; null: hold out ends of stretches", None)
     dtype: str = setting(
-        "of files without a header, little-endian", "uint16", choices=tuple(DTYPES)
+        "token type of files without a header, little-endian", "uint16", choices=tuple(DTYPES)
     )
     vocab_size: int = setting("size of the vocabulary", 50257, at_least=2)
     tokenizer: str = setting(
@@ -78,7 +78,7 @@ class TokenFiles(Blocks):
         if made.vocab_size != config.vocab_size:
             raise UserError(
                 f"data.vocab_size={config.vocab_size} is not that of data.tokenizer="
-                f"{config.tokenizer}, {made.vocab_size}; set it to that"
+                f"{config.tokenizer}; set data.vocab_size={made.vocab_size}"
             )
         return made
 
@@ -132,14 +132,14 @@ class TokenFiles(Blocks):
             expected = HEADER + int(words[2]) * dtype.itemsize
         if file.size != expected:
             raise UserError(
-                f"{file.path} of the corpus holds {file.size:,} bytes where whole tokens make "
-                f"{expected:,}; fetch it again, or set data.dtype"
+                f"{file.path} of the corpus has {file.size:,} bytes, but whole tokens are "
+                f"{expected:,}; download it again, or set data.dtype"
             )
         return dtype, skip
 
     def _check(self, ids: npt.NDArray[Any], part: int) -> None:
         if ids.max() >= self.config.vocab_size:
             raise UserError(
-                f"{self.files[part].path} of the corpus holds the token {ids.max()}, and "
-                f"data.vocab_size={self.config.vocab_size}; set it higher, or data.dtype otherwise"
+                f"{self.files[part].path} of the corpus has the token {ids.max()}, but "
+                f"data.vocab_size={self.config.vocab_size}; raise it, or change data.dtype"
             )

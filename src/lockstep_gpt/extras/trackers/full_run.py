@@ -50,7 +50,7 @@ def tracked_run(
     check_choice("logger.wandb.watch", watch, WATCHED)
     if log_model and mode != "online":
         raise UserError(
-            f"logger.wandb.log_model=true goes to wandb's server, and this run is {mode}; log in "
+            f"logger.wandb.log_model=true uploads to wandb, but this run is {mode}; log in "
             "with `wandb login`, or keep copies with checkpoint.copy_to"
         )
 

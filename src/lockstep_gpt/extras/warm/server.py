@@ -243,8 +243,8 @@ def refuse_impossible(config: Config) -> None:
     """Raise a `UserError` if a run's ranks must be forks but cannot be."""
     if _wanted(config) and not is_possible(config):
         raise UserError(
-            "launch.warm=true needs Linux, the extra `warm`, and another strategy than ddp_spawn; "
-            "leave it out, or set false"
+            "launch.warm=true needs Linux, the extra `warm`, and a strategy other than ddp_spawn; "
+            "remove it, or set false"
         )
 
 
