@@ -101,7 +101,7 @@ def test_the_help_of_train_fits_a_screen_and_names_every_group_with_its_choices(
         assert f"{folder.name}: {', '.join(choices)}" in lines
 
 
-def test_an_unknown_command_is_refused_with_the_known_ones(answers):
+def test_an_unknown_command_is_rejected_with_the_known_ones(answers):
     line = f"{PROGRAM}: trian is not one of {', '.join(cli.COMMANDS)}\n"
     assert answers["trian"][2] == line
 
@@ -122,7 +122,7 @@ def test_a_command_s_end_is_the_exit_status(monkeypatch, capsys, function, statu
     assert capsys.readouterr().err in ("", f"{PROGRAM} try: value, rule and remedy\n")
 
 
-def test_a_python_without_our_libraries_is_told_what_to_run():
+def test_a_python_without_our_libraries_names_the_command_to_run():
     # Without site: the system's Python, which doesn't have them.
     source = str(Path(cli.__file__).parents[1])
     command = [sys.executable, "-S", "-m", "lockstep_gpt", "train"]

@@ -47,7 +47,7 @@ def numbers_in(section):
 FLOATS = sorted(set().union(*map(numbers_in, SECTIONS)))
 
 
-def test_text_is_bytes_where_no_extra_has_more(monkeypatch):
+def test_text_is_bytes_without_extras(monkeypatch):
     monkeypatch.setattr(extras, "__path__", [])
     with pytest.raises(UserError, match=r"^data\.tokenizer=bpe is not one of bytes$"):
         schema.TextData(tokenizer="bpe")
@@ -104,14 +104,14 @@ def test_extras_add_settings_to_a_group_of_the_core_s(added):
 
 
 @pytest.mark.parametrize("section", SECTIONS, ids=lambda section: section.__name__)
-def test_every_setting_says_what_it_means(section):
+def test_every_setting_has_a_description(section):
     hints = get_type_hints(section)
     for item in dataclasses.fields(section):
         group = dataclasses.is_dataclass(hints[item.name]) or "dict" in str(hints[item.name])
         assert group or item.metadata["meaning"], item.name
 
 
-def test_what_a_resume_makes_of_each_setting_is_declared_with_it():
+def test_each_setting_declares_its_treatment_on_resume():
     kept, machine = settings_on_resume("kept"), settings_on_resume("machine")
     assert {"seed", "batch.global_size", "optim.algorithm", "data.fingerprint"} < kept
     assert {"model.n_layer", "model.bias", "data.val_fraction", "data.tokenizer"} < kept
@@ -188,7 +188,7 @@ def test_the_frozen_values_of_a_config_give_the_same_config():
         ("trainer.sync_batchnorm=1", "must be true or false"),
     ],
 )
-def test_a_refusal_is_the_setting_as_typed_and_its_rule_in_one_line(setting, rule):
+def test_an_error_is_the_setting_as_typed_and_its_rule_in_one_line(setting, rule):
     path, _, value = setting.partition("=")
     with pytest.raises(UserError) as refusal:
         from_container(with_setting(path, yaml.safe_load(value)))
@@ -197,29 +197,29 @@ def test_a_refusal_is_the_setting_as_typed_and_its_rule_in_one_line(setting, rul
 
 @pytest.mark.parametrize("path", FLOATS)
 @pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
-def test_numbers_that_are_none_are_refused(path, value):
+def test_nan_and_infinity_are_rejected(path, value):
     with pytest.raises(UserError, match=rf"^{re.escape(path)}={value} must be a finite number$"):
         from_container(with_setting(path, float(value)))
 
 
-def test_a_seed_that_torch_would_not_take_is_refused():
+def test_a_seed_outside_torch_s_range_is_rejected():
     with pytest.raises(UserError, match=r"^seed=18446744073709551616 must be at most"):
         from_container(with_setting("seed", 2**64))
 
 
-def test_a_batch_of_no_size_is_refused():
+def test_a_batch_without_a_size_is_rejected():
     with pytest.raises(
         UserError, match=r"^batch\.micro_size=null and batch\.global_size=null give"
     ):
         from_container(with_setting("batch.global_size", None))
 
 
-def test_a_budget_in_steps_and_in_tokens_is_refused():
+def test_a_budget_in_steps_and_in_tokens_is_rejected():
     with pytest.raises(UserError, match=r"^max_steps=10 and max_tokens=99: give one"):
         from_container(with_setting("max_tokens", 99))
 
 
-def test_a_warmup_in_steps_and_in_tokens_is_refused():
+def test_a_warmup_in_steps_and_in_tokens_is_rejected():
     values = with_setting("optim.warmup_steps", 5)
     values["optim"]["warmup_tokens"] = 50
     with pytest.raises(UserError, match=r"^optim\.warmup_steps=5 and optim\.warmup_tokens are"):
@@ -227,7 +227,7 @@ def test_a_warmup_in_steps_and_in_tokens_is_refused():
 
 
 @pytest.mark.parametrize(("key", "door"), OWNED_TRAINER_KEYS.items())
-def test_a_trainer_argument_with_a_door_of_ours_is_refused_by_the_door_s_name(key, door):
+def test_a_trainer_argument_that_a_setting_replaces_is_rejected_with_its_name(key, door):
     with pytest.raises(UserError) as refusal:
         from_container(with_setting(f"trainer.{key}", 7))
     assert str(refusal.value) == f"trainer.{key}=7 cannot be set there; set {door} instead"
@@ -254,7 +254,7 @@ def test_the_owned_keys_are_the_trainer_s_and_their_doors_are_ours():
         ("batch", 3),
     ],
 )
-def test_what_the_schema_does_not_know_is_refused(path, value):
+def test_unknown_settings_are_rejected(path, value):
     with pytest.raises(OmegaConfBaseException):
         from_container(with_setting(path, value))
 

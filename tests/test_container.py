@@ -35,7 +35,7 @@ def words_of(steps, name):
     return [words for each, words in steps if each == name]
 
 
-def test_a_line_that_goes_on_and_a_comment_are_read_as_docker_does():
+def test_continued_lines_and_comments_are_read_like_docker():
     text = "# one\nFROM a:1\n\nRUN b \\\n  && c\n# two\nUSER d\n"
     assert instructions(text) == [("FROM", "a:1"), ("RUN", "b && c"), ("USER", "d")]
 
@@ -85,7 +85,7 @@ def copied(steps) -> set[str]:
     return {name for words in words_of(steps, "COPY") for name in shlex.split(words)[1:-1]}
 
 
-def test_what_is_copied_is_there_and_the_command_works_on_it_alone(steps, tmp_path):
+def test_copied_files_exist_and_suffice_for_the_command(steps, tmp_path):
     for name in sorted(copied(steps)):
         found = list(ROOT.glob(name))
         assert found or name.endswith("*"), name

@@ -165,7 +165,7 @@ def test_a_rank_that_hangs_under_nccl_is_shown_by_the_guard(command):
 @two_gpus
 @has_fsdp2
 @pytest.mark.parametrize("compiled", ["false", "true"])
-def test_shares_of_a_model_survive_a_kill(command, compiled):
+def test_shards_of_a_model_survive_a_kill(command, compiled):
     words = ("trainer=gpu", "trainer.devices=2", "strategy=fsdp2", f"compile={compiled}")
     whole, killed, _ = killed_and_whole(command, *words, "batch.micro_size=2")
     assert same(whole, killed)

@@ -49,7 +49,7 @@ def rows_of(command, run="run"):
 
 
 @pytest.mark.usefixtures("quick_ranks")
-def test_a_stop_by_a_metric_ends_two_ranks_well_and_goes_on(command, users_code):
+def test_a_stop_by_a_metric_ends_two_ranks_and_can_be_resumed(command, users_code):
     stop = f"+callbacks.stop._target_={CALLBACKS}.EarlyStopping"
     monitor = ["+callbacks.stop.monitor=val/loss", "+callbacks.stop.stopping_threshold=5.2"]
     logs = ["+callbacks.logs._target_=users.Logs", f"+callbacks.lr._target_={CALLBACKS}.{LR}"]
@@ -119,7 +119,7 @@ def test_pytorch_s_profiler_leaves_a_trace(command):
     assert all(json.loads(trace.read_text())["traceEvents"] for trace in traces)
 
 
-def test_plugins_of_the_user_s_come_beside_ours(command, monkeypatch):
+def test_user_plugins_are_added_to_ours(command, monkeypatch):
     made, make = [], lightning.Trainer.__init__
     monkeypatch.setattr(
         lightning.Trainer,
@@ -133,7 +133,7 @@ def test_plugins_of_the_user_s_come_beside_ours(command, monkeypatch):
     assert len(kinds) == 2
 
 
-def test_what_is_set_to_null_is_dropped(command):
+def test_callbacks_set_to_null_are_dropped(command):
     command.train("callbacks.sample=null", "logger=wandb", "logger.wandb=null", "run_dir=run")
     assert "\nsample\n" not in (command.folder / "run/train.log").read_text()
     assert not (command.folder / "run/wandb").exists()
@@ -199,7 +199,7 @@ def test_a_checkpoint_s_module_trains_saves_and_logs_under_any_trainer(trained, 
     assert trainer.global_step == 6
 
 
-def test_a_file_that_is_no_checkpoint_of_ours_is_one_line(tmp_path):
+def test_a_foreign_checkpoint_fails_in_one_line(tmp_path):
     (tmp_path / "x.ckpt").write_bytes(b"no")
     with pytest.raises(UserError, match=r"x\.ckpt"):
         GPTModule.load_from_checkpoint(tmp_path / "x.ckpt")

@@ -213,14 +213,14 @@ def test_a_mistake_about_nodes_is_one_line(nodes, command, overrides, line):
     assert line in said
 
 
-def test_a_first_node_that_is_late_is_told_and_may_come_yet(nodes, command):
+def test_a_late_first_node_is_reported_as_a_temporary_failure(nodes, command):
     words = ("run_dir=run", "launch.node_rank=1", "launch.join_seconds=1")
     (status,), (said,) = ended(nodes.start(command, 0, *words))
     assert (status, said.count("\n")) == (1, 1)  # not 2, which a retry would not fix
     assert "after 1 s it lacks config.yaml; check" in said
 
 
-def test_a_node_that_never_comes_is_told(nodes, command):
+def test_a_missing_node_is_reported(nodes, command):
     (status,), (said,) = ended(nodes.start(command, 0, "run_dir=run", "launch.join_seconds=5"))
     assert status == 1
     assert "not all of 2 machines met at 10.77." in said

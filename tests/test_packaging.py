@@ -50,14 +50,14 @@ def test_an_sdist_gives_the_same_wheel(wheel, sdist, tmp_path):
     assert content(build(sdist, "wheel", tmp_path)) == content(wheel)
 
 
-def test_an_sdist_holds_what_its_user_needs_to_set_up_and_test(sdist):
+def test_an_sdist_contains_all_files_for_setup_and_tests(sdist):
     needed = {"README.md", "pyproject.toml", "constraints.txt", "scripts/dev.py"}
     needed |= {path.name for path in ROOT.glob("LICENSE")}
     assert all((sdist / name).is_file() for name in needed)
     assert files(sdist / "tests") == files(ROOT / "tests")
 
 
-def test_an_sdist_holds_no_junk(sdist):
+def test_an_sdist_contains_no_junk(sdist):
     folders = {path.name for path in sdist.iterdir() if path.is_dir()}
     assert folders == {"src", "configs", "docs", "tests", "scripts"}
     assert not list(sdist.rglob("__pycache__"))

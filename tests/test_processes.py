@@ -28,7 +28,7 @@ def test_a_command_starts_this_python_on_the_run(role, tmp_path):
     assert importlib.util.find_spec(processes.MODULES[role])
 
 
-def test_a_user_is_told_to_type_what_reaches_this_installation(tmp_path, monkeypatch):
+def test_the_next_command_shown_reaches_this_installation(tmp_path, monkeypatch):
     script = tmp_path / "bin" / PROGRAM
     monkeypatch.setattr(sys, "executable", str(tmp_path / "bin" / "python"))
     monkeypatch.setenv("PATH", str(script.parent))

@@ -214,7 +214,7 @@ def test_bad_setting_of_ranks_gets_one_line(command, override, line):
     assert not (command.folder / "runs").is_dir() or not list((command.folder / "runs").iterdir())
 
 
-def test_more_devices_than_there_are_is_refused(command):
+def test_more_devices_than_available_are_rejected(command):
     if shutil.which("nvidia-smi"):
         pytest.skip("this machine has GPUs")
     assert "no GPU" in command.train("trainer=gpu", "trainer.devices=9", status=2).stderr

@@ -14,19 +14,19 @@ def two(tmp_path, monkeypatch):
     monkeypatch.setattr(extras, "__path__", [str(tmp_path)])
 
 
-def test_an_extra_that_is_there_adds_what_it_states(two):  # noqa: ARG001
+def test_an_installed_extra_adds_its_constants(two):  # noqa: ARG001
     assert list(additions("NUMBERS")) == [{"one": 1}]
     assert merged("NUMBERS") == {"one": 1}
     assert asked("ADD", 2, 3) == [5]
     assert addition("PLACE").sep == "/"
 
 
-def test_what_no_extra_states_is_missing_and_no_error(two):  # noqa: ARG001
+def test_a_constant_without_an_extra_is_missing_without_error(two):  # noqa: ARG001
     assert list(additions("COLORS")) == asked("COLORS") == []
     assert addition("COLORS") is None
 
 
-def test_a_target_is_a_module_or_what_is_in_one():
+def test_a_target_is_a_module_or_an_attribute():
     assert resolved("operator:add")(1, 2) == 3
     assert resolved("operator").__name__ == "operator"
     assert resolved(".registry:resolved") is resolved

@@ -55,7 +55,7 @@ def test_killed_and_resumed_run_ends_with_the_same_bits(resumed, finished):
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
-def test_metrics_go_on_without_a_gap_or_a_double_step(resumed, finished):
+def test_resumed_metrics_have_no_gap_and_no_double_step(resumed, finished):
     (command, _), (other, _) = resumed, finished
     assert rows(command.folder / "run")[2:] == rows(other.folder / "runs/first")[2:]
     assert [row["trainer/step"] for row in rows(command.folder / "run")] == ["5", "10", "15", "20"]
@@ -71,7 +71,7 @@ def test_run_killed_between_validation_and_save_loses_no_validation(finished, co
     assert rows(command.folder / "run") == rows(finished[0].folder / "runs/first")
 
 
-def test_what_a_resume_changes_is_shown_and_kept(resumed):
+def test_changed_settings_of_a_resume_are_shown_and_kept(resumed):
     command, screen = resumed
     assert "  launch.max_restarts: 0 -> 1" in screen
     log = (command.folder / "run/overrides.log").read_text()
@@ -98,7 +98,7 @@ def test_resume_at_another_world_size_gives_the_same_losses(finished, command, b
     assert ours["val_loss"] == pytest.approx(theirs["val_loss"], abs=1e-5)
 
 
-def test_new_run_from_a_checkpoint_takes_its_state_and_its_own_settings(finished, command):
+def test_a_new_run_from_a_checkpoint_uses_its_state_but_new_settings(finished, command):
     other, _ = finished
     source = other.folder / "runs/first/checkpoints/step=000020.ckpt"
     command.train(f"resume={source}", "max_steps=30", "optim.lr=0.01", "run_dir=run")
@@ -108,7 +108,7 @@ def test_new_run_from_a_checkpoint_takes_its_state_and_its_own_settings(finished
     assert float(steps[-1]["val/loss"]) < other.summary("runs/first")["val_loss"]
 
 
-def test_run_of_another_model_is_refused_unless_forced(finished, command):
+def test_run_of_another_model_is_rejected_unless_forced(finished, command):
     other, _ = finished
     words = [f"resume={other.folder}/runs/first", "model.n_layer=3", "run_dir=run"]
     line = command.train(*words, status=2).stderr
@@ -144,7 +144,7 @@ def test_run_of_another_model_is_refused_unless_forced(finished, command):
         ("max_steps=-3", "max_steps=-3 must be at least 1"),
     ],
 )
-def test_change_that_cannot_be_is_refused_and_leaves_the_run_alone(
+def test_an_invalid_change_is_rejected_and_leaves_the_run_unchanged(
     finished, tmp_path, command, override, line
 ):
     other, _ = finished
@@ -167,7 +167,7 @@ def corpus(command):
     return folder, ("data=text", *own, "optim.decay=constant")
 
 
-def test_a_run_goes_on_with_the_data_that_it_began_with(command, corpus):
+def test_a_resumed_run_keeps_its_data(command, corpus):
     folder, words = corpus
     command.train(*words, "run_dir=whole")
     command.train(*words, "run_dir=run", "max_steps=12")
@@ -205,9 +205,7 @@ def test_samples_are_counted_not_computed_from_the_batch_of_today(command):
 FORCED = ("run_dir=run", "resume=auto", "resume_force=true", "model.n_layer=3")
 
 
-def test_a_forced_resume_takes_the_weights_that_fit_and_begins_with_the_rest_anew(
-    finished, command
-):
+def test_a_forced_resume_loads_fitting_weights_and_initializes_the_others(finished, command):
     shutil.copytree(finished[0].folder / "runs/first", command.folder / "run")
     words = ("launch.inline=true", "max_steps=12")
     said = command("train", *FORCED, *words).stdout
@@ -266,7 +264,7 @@ def test_a_finished_run_is_done_and_stays_as_it_is(finished, command, again):
 
 
 @pytest.mark.usefixtures("quick_ranks")
-def test_a_run_killed_after_its_last_save_ends_with_what_it_had(finished, command):
+def test_a_run_killed_after_its_last_save_keeps_its_result(finished, command):
     shutil.copytree(finished[0].folder / "runs/first", command.folder / "run")
     before = command.summary("run")
     (command.folder / "run/summary.json").unlink()
@@ -305,7 +303,7 @@ def test_a_damaged_checkpoint_is_set_aside_and_later_saves_stay(command, kept):
     assert "moved run/checkpoints/step=000020.ckpt to" in (kept.parent / "train.log").read_text()
 
 
-def test_where_no_checkpoint_verifies_nothing_begins_anew(command, kept):
+def test_without_a_valid_checkpoint_no_run_starts_over(command, kept):
     for path in kept.glob("*.ckpt"):
         flip(path)
     rows = (kept.parent / "metrics.csv").read_bytes()
@@ -315,7 +313,7 @@ def test_where_no_checkpoint_verifies_nothing_begins_anew(command, kept):
     assert len(list(kept.glob("*.ckpt"))) == 2
 
 
-def test_the_same_command_goes_on_with_what_it_has_started(command):
+def test_the_same_command_resumes_the_run_it_started(command):
     words = ("experiment=smoke", f"data.root={command.data_root}", "logger=none", "run_dir=run")
     command("train", *words, "resume=auto", "launch.inline=true")
     said = command("train", *words, "resume=auto", "launch.inline=true", "max_steps=25").stdout
@@ -325,7 +323,7 @@ def test_the_same_command_goes_on_with_what_it_has_started(command):
     assert said.startswith("run is done")  # with its later number of steps
 
 
-def test_a_sweep_goes_on_where_it_was(command):
+def test_a_sweep_resumes_its_jobs(command):
     words = ("--multirun", "optim.lr=1e-3,2e-3", "run_dir=sweep", "resume=auto")
     command.train(*words)
     shutil.rmtree(command.folder / "sweep/1")
@@ -347,7 +345,7 @@ def test_a_run_that_was_killed_before_it_had_saved_begins_as_frozen(finished, co
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
-def test_resume_where_a_start_was_killed_starts_the_run(command):
+def test_resume_after_a_killed_start_starts_the_run(command):
     (command.folder / "run").mkdir()
     (command.folder / "run/.config.yaml.tmp").write_text("max_st")
     command.train("run_dir=run", "resume=auto", "max_steps=6")
@@ -355,7 +353,7 @@ def test_resume_where_a_start_was_killed_starts_the_run(command):
     assert not list((command.folder / "run").glob(".*"))
 
 
-def test_resume_in_a_folder_of_other_things_is_refused(command):
+def test_resume_in_a_folder_of_other_files_is_rejected(command):
     (command.folder / "run").mkdir()
     (command.folder / "run/mine.txt").write_text("mine")
     said = command.train("run_dir=run", "resume=auto", status=2).stderr
@@ -408,7 +406,7 @@ FILLED = ("+callbacks.fill._target_=fill.Fill", "max_steps=100", "val_every=50",
 @pytest.mark.usefixtures("disk")
 @pytest.mark.parametrize("ranks", [["launch.inline=true"], ["trainer=cpu", "trainer.devices=2"]])
 @pytest.mark.parametrize("every", LINES)
-def test_a_disk_that_fills_ends_a_run_in_one_line_and_what_was_saved_stays(command, every, ranks):
+def test_a_full_disk_ends_a_run_in_one_line_and_keeps_checkpoints(command, every, ranks):
     words = (*FILLED, f"checkpoint.every={every}", *ranks)
     said = command.train(*words, status=1, PYTHONPATH=str(command.folder)).stderr
     assert re.fullmatch(f"rank 0 failed: {LINES[every]}\n", said)
@@ -427,7 +425,7 @@ def stopped(disk, command):
     return disk / "run"
 
 
-def test_a_resume_on_a_full_disk_is_refused_in_one_line_and_goes_on_later(command, stopped):
+def test_a_resume_on_a_full_disk_fails_in_one_line_and_works_later(command, stopped):
     with contextlib.suppress(OSError), (stopped.parent / "filler").open("wb") as file:
         while True:
             file.write(bytes(4096))
@@ -444,7 +442,7 @@ def test_a_resume_on_a_full_disk_is_refused_in_one_line_and_goes_on_later(comman
     assert command.summary("disk/run")["step"] == 20
 
 
-def test_a_resume_on_a_disk_that_is_read_only_is_refused_in_one_line(command, stopped):
+def test_a_resume_on_a_read_only_disk_is_rejected_in_one_line(command, stopped):
     subprocess.run(["mount", "-o", "remount,ro", str(stopped.parent)], check=True)
     words = ("train", "run_dir=disk/run", "resume=auto", "max_steps=20")
     assert command(*words, status=2).stderr == (

@@ -27,14 +27,14 @@ def run(tmp_path):
     return RunDirectory(tmp_path / "runs" / "first")
 
 
-def test_what_is_frozen_is_read_back_as_it_was(run):
+def test_a_frozen_configuration_is_read_back_unchanged(run):
     run.create(VALUES)
     assert run.values() == VALUES
     config = run.load()
     assert (config.run_name, config.optim.lr, config.batch.global_size) == ("größer", 1e-8, 4)
 
 
-def test_a_run_keeps_what_it_was_made_with_and_says_what_differs():
+def test_a_run_keeps_its_settings_and_lists_differences():
     refuse_another_identity("the run", VALUES, VALUES)
     free = {**VALUES, "max_steps": 99, "optim": {"algorithm": "adamw", "lr": 1.0}}
     refuse_another_identity("the run", VALUES, {**free, "data": {**VALUES["data"], "root": "x"}})
@@ -48,7 +48,7 @@ def test_a_run_keeps_what_it_was_made_with_and_says_what_differs():
     )
 
 
-def test_what_a_run_had_left_open_may_be_decided_later():
+def test_settings_that_were_null_may_be_set_later():
     decided = {**VALUES, "data": {"source": "stdlib", "fingerprint": "ab" * 32}}
     refuse_another_identity("the run", VALUES, decided)
     left_open = {**VALUES, "data": {"source": "stdlib", "fingerprint": None}}
@@ -77,7 +77,7 @@ def test_a_reference_to_the_environment_is_kept_in_the_file_and_resolved_by_who_
     assert run.load().run_name == "canary"
 
 
-def test_the_hash_tells_other_values_apart(run, tmp_path):
+def test_the_hash_depends_on_the_values(run, tmp_path):
     run.create(VALUES)
     same, other = RunDirectory(tmp_path / "same"), RunDirectory(tmp_path / "other")
     same.create(VALUES)
@@ -93,13 +93,13 @@ def test_a_new_path_and_an_empty_folder_may_be_used(run):
     assert run.config.is_file()
 
 
-def test_a_folder_that_holds_something_is_refused(run):
+def test_a_folder_that_is_not_empty_is_rejected(run):
     run.checkpoints.mkdir(parents=True)
     with pytest.raises(UserError, match=r"^run_dir=\S+first already exists and is not empty; name"):
         run.refuse_if_used()
 
 
-def test_another_run_or_a_file_is_refused_and_left_as_it_is(run, tmp_path):
+def test_another_run_or_a_file_is_rejected_and_unchanged(run, tmp_path):
     file = tmp_path / "file"
     file.write_text("mine")
     run.create({**VALUES, "seed": 7})
@@ -133,7 +133,7 @@ def test_of_several_launches_at_once_one_gets_the_directory(run):
     assert run.values() == VALUES
 
 
-def test_what_a_killed_start_has_left_is_no_obstacle(run):
+def test_leftovers_of_a_killed_start_do_not_matter(run):
     run.path.mkdir(parents=True)
     for name in (".lock", ".config.yaml.tmp"):
         (run.path / name).write_text("half of it")
@@ -141,7 +141,7 @@ def test_what_a_killed_start_has_left_is_no_obstacle(run):
     assert run.values() == VALUES
 
 
-def test_a_place_that_cannot_be_written_is_refused_in_one_line(tmp_path):
+def test_a_place_that_cannot_be_written_is_rejected_in_one_line(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match=r"^Not a directory: \S+ cannot be written; name another"):
         RunDirectory(tmp_path / "file" / "run").create(VALUES)
@@ -160,7 +160,7 @@ def test_a_directory_that_could_not_be_made_may_be_used_later(run, monkeypatch):
     assert run.values() == VALUES
 
 
-def test_a_folder_without_a_frozen_configuration_is_no_run_directory(run):
+def test_a_folder_without_a_frozen_configuration_is_not_a_run_directory(run):
     with pytest.raises(UserError, match=r"is not a run directory: it has no config\.yaml"):
         run.values()
 
@@ -209,12 +209,12 @@ def test_a_run_that_never_began_is_discarded_but_never_one_that_saved(run):
     assert yaml.safe_load(run.config.read_text()) == VALUES
 
 
-def test_every_rank_has_a_log_of_its_own(run):
+def test_every_rank_has_its_own_log(run):
     assert len({run.rank_log(rank) for rank in range(3)} | {run.log}) == 4
     assert run.rank_log(2).parent.parent == run.path
 
 
-def test_a_run_of_an_earlier_version_finds_its_classes_where_they_are_now(run, monkeypatch):
+def test_a_run_of_an_earlier_version_finds_moved_classes(run, monkeypatch):
     moved = {
         "lockstep_gpt.runtime.ranks": "lockstep_gpt.training.strategies",
         "lockstep_gpt.gone": "lockstep_gpt.extras.here",

@@ -76,7 +76,7 @@ def test_dependabot_follows_the_actions_and_the_image():
     assert followed == {"github-actions", *image}
 
 
-def test_what_is_declined_of_scientific_python_has_its_reason():
+def test_every_declined_check_of_scientific_python_has_a_reason():
     text = (ROOT / "pyproject.toml").read_text("utf-8")
     for check in PROJECT["tool"]["repo-review"]["ignore"]:
         assert re.search(rf'^    "{check}", # \w.+$', text, re.MULTILINE), check

@@ -13,7 +13,7 @@ import yaml
 OF_EXTRAS = {"environment.json", "report.html"}  # their own tests check when they exist
 
 
-def test_run_directory_holds_what_the_contract_says(finished):
+def test_the_run_directory_contains_the_documented_files(finished):
     command, _ = finished
     present = {
         str(path.relative_to(command.folder / "runs/first"))
@@ -53,7 +53,7 @@ def test_metrics_have_one_row_for_each_logged_step(finished):
     assert float(rows[-1]["val/loss"]) == command.summary("runs/first")["val_loss"]
 
 
-def test_frozen_configuration_has_nothing_left_to_decide(finished):
+def test_a_frozen_configuration_is_complete(finished):
     command, _ = finished
     frozen = yaml.safe_load((command.folder / "runs/first/config.yaml").read_text())
     assert frozen["trainer"]["accelerator"] in ("cpu", "cuda")
@@ -62,7 +62,7 @@ def test_frozen_configuration_has_nothing_left_to_decide(finished):
     assert frozen["run_name"].startswith("nano-stdlib-1-")
 
 
-def test_screen_shows_receipt_sample_and_what_to_type_next(finished):
+def test_the_screen_shows_receipt_sample_and_next_command(finished):
     command, screen = finished
     for line in (
         "1 device x 1 node x 8 samples x 1 accumulation = 8 samples = 256 tokens per step",
@@ -117,7 +117,7 @@ class Hangs(lightning.Callback):
 """
 
 
-def test_a_stop_that_could_not_save_in_time_says_so_and_what_remains(command, wait_for):
+def test_a_stop_that_could_not_save_in_time_names_the_last_checkpoint(command, wait_for):
     (command.folder / "hangs.py").write_text(HANGS)
     callback = "+callbacks.hangs._target_=hangs.Hangs"
     words = command.smoke("max_steps=100000", "run_dir=run", callback, "launch.grace_seconds=2")
@@ -144,7 +144,7 @@ def test_a_stop_that_could_not_save_in_time_says_so_and_what_remains(command, wa
     assert out.splitlines()[-1] == line.replace(str(run), "run")
 
 
-def test_a_stop_before_anything_was_saved_says_so(command, wait_for):
+def test_a_stop_before_the_first_save_is_reported(command, wait_for):
     (command.folder / "hangs.py").write_text(HANGS)
     (command.folder / "hang").touch()
     callback = ("+callbacks.hangs._target_=hangs.Hangs", "launch.grace_seconds=1")
@@ -173,7 +173,7 @@ def test_a_signal_ends_the_whole_sweep(command, wait_for):
     assert not (command.folder / "sweep/1").exists()
 
 
-def test_a_second_command_on_a_live_run_is_told_who_has_it(command, wait_for):
+def test_a_second_command_on_a_live_run_names_the_first_process(command, wait_for):
     words = command.smoke("max_steps=100000", "run_dir=run")
     process = command.start(*words)
     wait_for((command.folder / "run/checkpoints/step=000010.ckpt").exists)
@@ -187,7 +187,7 @@ def test_a_second_command_on_a_live_run_is_told_who_has_it(command, wait_for):
 
 
 @pytest.mark.parametrize("setting", ["temperature=-1", "prompt=''"])
-def test_a_sample_that_cannot_be_drawn_is_refused_before_training(command, setting):
+def test_invalid_sampling_settings_are_rejected_before_training(command, setting):
     said = command.train(f"callbacks.sample.{setting}", "run_dir=run", status=2).stderr
     assert "must be at least 0" in said or "prompt is empty" in said
     assert not (command.folder / "run").exists()
@@ -263,7 +263,7 @@ def test_rank_that_raises_is_shown_and_recorded(command):
     assert command.summary("runs/broken")["status"] == "failed"
 
 
-def test_the_debug_preset_takes_five_steps_with_profile_and_anomaly_detection(command):
+def test_the_debug_preset_trains_five_steps_with_profile_and_anomaly_detection(command):
     words = ["train", "experiment=[smoke,debug]", f"data.root={command.data_root}", "run_dir=run"]
     said = command(*words).stdout
     summary = command.summary("run")

@@ -67,12 +67,12 @@ def test_documents_of_the_library_come_sorted_by_relative_path(tmp_path):
         "a/readme.txt",
     ],
 )
-def test_what_is_not_the_library_is_left_out(tmp_path, left_out):
+def test_files_outside_the_library_are_left_out(tmp_path, left_out):
     found = library(tmp_path, {left_out: b"x", "kept.py": b"y"})
     assert [file.name for file in found.files] == ["kept.py"]
 
 
-def test_an_empty_library_is_refused_with_a_remedy(tmp_path):
+def test_an_empty_library_is_rejected_with_a_remedy(tmp_path):
     with pytest.raises(UserError, match=re.escape(str(tmp_path)) + ".*data=text"):
         StandardLibrary(StdlibData(), tmp_path)
 
@@ -113,7 +113,7 @@ def test_identity_follows_changes_but_not_the_place(tmp_path):
 
 
 @pytest.mark.parametrize("path", ["nothing", "*.txt", "empty"])
-def test_a_path_that_leads_nowhere_is_one_clear_line(tmp_path, path):
+def test_a_missing_path_fails_in_one_clear_line(tmp_path, path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match=r"data\.path=.* matches no file; give a file or a folder"):
         corpus(tmp_path / path)
@@ -150,7 +150,7 @@ def test_of_one_file_the_end_is_held_out(tmp_path):
     assert len(val) == pytest.approx(0.1 * len(text), abs=10)
 
 
-def test_what_is_not_utf8_is_replaced_and_counted(tmp_path):
+def test_invalid_utf8_is_replaced_and_counted(tmp_path):
     files = {f"{n:02}": b"x" for n in range(30)} | {"99": b"caf\xe9"}
     found = corpus(write(tmp_path, files), val_fraction=BY_NAME)
     assert texts(found) == {b"x", b"caf\xef\xbf\xbd"}
@@ -183,7 +183,7 @@ print({"torch", "tokenizers", "datasets", "pyarrow", "zstandard", "fsspec"} & {*
     assert result.stdout == "set()\n"
 
 
-def test_a_packed_file_is_refused_and_not_read_as_text(tmp_path):
+def test_a_compressed_file_is_rejected_and_not_read_as_text(tmp_path):
     write(tmp_path, {"a.txt": "text", "b.txt.gz": "bytes"})
     with pytest.raises(
         UserError, match=r"data\.path=.*: b\.txt\.gz is compressed; unpack it first"

@@ -160,7 +160,7 @@ def test_a_stream_travels_to_a_worker_without_its_data(folder):
     ("steps", "accumulation", "workers"),
     [(5, 2, 0), (40, 1, 0), pytest.param(4, 2, 2, marks=needs_workers)],
 )
-def test_a_resumed_run_sees_what_an_undisturbed_one_sees(
+def test_a_resumed_run_sees_the_samples_of_an_uninterrupted_one(
     folder, tmp_path, steps, accumulation, workers
 ):
     data = {"accumulation": accumulation, "num_workers": workers}
@@ -223,12 +223,12 @@ def test_a_feed_is_one_batch_ahead_and_knows_how_long_it_was_waited_for(wait_for
     assert 0.09 < feed.waited < spent + time.perf_counter() - started
 
 
-def test_what_fails_in_the_feed_s_thread_fails_in_the_training():
+def test_an_error_in_the_feed_s_thread_stops_the_training():
     with pytest.raises(ZeroDivisionError):
         list(Feed(1 // (1 - number) for number in range(3)))
 
 
-def test_a_block_longer_than_the_data_is_refused(folder):
+def test_a_block_longer_than_the_data_is_rejected(folder):
     with pytest.raises(UserError, match=r"val split has 200.*model\.block_size to at most 199"):
         datamodule(folder, block_size=200)
 

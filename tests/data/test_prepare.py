@@ -136,7 +136,7 @@ def test_a_second_time_nothing_is_written_or_said(tmp_path, caplog, small):
     assert not caplog.records
 
 
-def test_a_build_reports_what_it_made_in_one_line(tmp_path, caplog):
+def test_a_build_reports_its_result_in_one_line(tmp_path, caplog):
     with caplog.at_level(logging.INFO):
         folder = prepare(StdlibData(root=str(tmp_path)))
     (line,) = caplog.messages
@@ -144,7 +144,7 @@ def test_a_build_reports_what_it_made_in_one_line(tmp_path, caplog):
     assert re.match(pattern, line)[1] == str(folder)
 
 
-def test_what_was_not_utf8_is_counted_and_reported(corpus, tmp_path, caplog):
+def test_invalid_utf8_is_counted_and_reported(corpus, tmp_path, caplog):
     (tmp_path / "texts" / "z").write_bytes(b"caf\xe9")
     with caplog.at_level(logging.INFO):
         folder = prepare(corpus())
@@ -166,7 +166,7 @@ def test_other_settings_give_the_same_folder(corpus):
 
 
 @pytest.mark.parametrize("change", ["longer", "as long", "another file", "one less"])
-def test_a_changed_corpus_is_prepared_again_beside_the_old(corpus, tmp_path, change):
+def test_a_changed_corpus_is_prepared_in_another_folder(corpus, tmp_path, change):
     before = prepare(corpus())
     old = content(before)
     if change == "one less":
@@ -180,7 +180,7 @@ def test_a_changed_corpus_is_prepared_again_beside_the_old(corpus, tmp_path, cha
     assert after == prepare(corpus())
 
 
-def test_a_corpus_that_changes_while_it_is_read_is_refused(corpus, tmp_path, monkeypatch):
+def test_a_corpus_that_changes_while_it_is_read_is_rejected(corpus, tmp_path, monkeypatch):
     read = corpora._pieces
 
     def meddle(*arguments):
@@ -199,7 +199,7 @@ def test_the_folder_is_named_for_its_source_under_the_root(tmp_path, small):
     assert re.fullmatch("text-[0-9a-f]{8}", folder.name)
 
 
-def test_others_may_read_what_was_prepared(tmp_path, small):
+def test_other_users_may_read_prepared_files(tmp_path, small):
     umask = os.umask(0o022)
     try:
         assert prepare(small(tmp_path)).stat().st_mode & 0o777 == 0o755
@@ -207,7 +207,7 @@ def test_others_may_read_what_was_prepared(tmp_path, small):
         os.umask(umask)
 
 
-def test_a_damaged_folder_is_refused_and_left_alone(tmp_path, small):
+def test_a_damaged_folder_is_rejected_and_left_alone(tmp_path, small):
     folder = prepare(small(tmp_path))
     with (folder / "train-00000.bin").open("ab") as file:
         file.truncate(100)
@@ -228,7 +228,7 @@ def test_verifying_finds_a_byte_that_changed(tmp_path, caplog, small):
         prepare(small(tmp_path), verify=True)
 
 
-def test_the_command_verifies_what_lies_there(command, tmp_path):
+def test_the_command_verifies_existing_files(command, tmp_path):
     (tmp_path / "text").write_text("some words " * 1000)
     words = ["prepare", "data=text", "data.path=text", f"data.root={tmp_path / 'data'}"]
     command(*words)
@@ -309,7 +309,7 @@ def test_a_folder_without_write_permission_is_one_clear_line(tmp_path, small):
         prepare(small(tmp_path))
 
 
-def test_a_binary_file_is_refused_by_its_name(tmp_path):
+def test_a_binary_file_is_rejected_by_its_name(tmp_path):
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "logo.png").write_bytes(b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR" * 9)
     with pytest.raises(UserError, match=r"texts/logo.png is not text: it has NUL bytes; remove it"):
@@ -324,7 +324,7 @@ def test_an_empty_file_is_called_empty(tmp_path):
 
 
 @pytest.mark.parametrize(("files", "said"), [(3, "the end of each file"), (30, "whole documents")])
-def test_what_is_held_out_is_told(tmp_path, caplog, files, said):
+def test_the_receipt_names_the_held_out_text(tmp_path, caplog, files, said):
     (tmp_path / "texts").mkdir()
     for number in range(files):
         (tmp_path / "texts" / f"{number}.txt").write_text("some words " * 20)
@@ -339,7 +339,7 @@ def test_what_is_held_out_is_told(tmp_path, caplog, files, said):
 
 
 @pytest.mark.parametrize(("fraction", "split"), [(1e-9, "val"), (1 - 1e-9, "train")])
-def test_an_empty_split_is_refused_and_leaves_nothing(tmp_path, fraction, split):
+def test_an_empty_split_is_rejected_and_leaves_nothing(tmp_path, fraction, split):
     config = StdlibData(root=str(tmp_path), val_fraction=fraction)
     with pytest.raises(UserError, match=f"no tokens for the {split} split of stdlib"):
         prepare(config)

@@ -49,7 +49,7 @@ def shards(folder, train, val, vocab_size):
 
 
 @pytest.mark.parametrize(("vocab_size", "dtype"), [(256, "u1"), (257, "<u2"), (65_537, "<u4")])
-def test_what_was_appended_is_read_back(tmp_path, vocab_size, dtype):
+def test_appended_tokens_are_read_back(tmp_path, vocab_size, dtype):
     train, val = np.arange(vocab_size)[: LIMIT // 4], np.arange(vocab_size)[:99][::-1]
     shards(tmp_path, train, val, vocab_size)
     np.testing.assert_array_equal(open_split(tmp_path, "train"), train)
@@ -66,7 +66,7 @@ def test_windows_are_cut_from_one_file_however_large(tmp_path):
     np.testing.assert_array_equal(open_windows(tmp_path, "train", 999)[rows], whole[rows])
 
 
-def test_several_files_are_refused_where_no_extra_reads_them(tmp_path, monkeypatch):
+def test_several_files_are_rejected_without_an_extra_that_reads_them(tmp_path, monkeypatch):
     first = written(tmp_path, "train", range(9), "u1")
     (tmp_path / "train-00001.bin").write_bytes(bytes(range(9, 12)))
     second = Shard("train-00001.bin", 3, "f" * 64)
@@ -86,7 +86,7 @@ def test_a_split_is_read_only(tmp_path, tokens):
         mapped[0] = 1
 
 
-def test_the_index_says_what_the_files_hold(tmp_path):
+def test_the_index_describes_the_files(tmp_path):
     index = load_index(shards(tmp_path, range(LIMIT), range(7), LIMIT))
     assert index.tokenizer["vocab_size"] == LIMIT
     assert (index.splits["train"].tokens, index.splits["val"].tokens) == (LIMIT, 7)
@@ -116,14 +116,14 @@ def test_a_changed_byte_is_found_by_its_sum_alone(tmp_path):
 
 
 @pytest.mark.parametrize("change", [b"", b"\0" * 9, b"\0" * 11])
-def test_a_file_of_another_size_is_refused_with_a_remedy(tmp_path, change):
+def test_a_file_of_another_size_is_rejected_with_a_remedy(tmp_path, change):
     shards(tmp_path, range(10), range(5), 100)
     (tmp_path / "train-00000.bin").write_bytes(change)
     with pytest.raises(UserError, match=f"{len(change)} bytes where.* 10; delete the folder"):
         open_split(tmp_path, "train")
 
 
-def test_a_missing_file_is_refused(tmp_path):
+def test_a_missing_file_is_rejected(tmp_path):
     shards(tmp_path, range(10), range(5), 100)
     (tmp_path / "val-00000.bin").unlink()
     with pytest.raises(UserError, match=r"val-00000\.bin cannot be read"):
@@ -131,18 +131,18 @@ def test_a_missing_file_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"{}", b'{"format": 2}', b"\xff", b"3"])
-def test_a_damaged_index_is_refused(tmp_path, content):
+def test_a_damaged_index_is_rejected(tmp_path, content):
     (tmp_path / "index.json").write_bytes(content)
     with pytest.raises(UserError, match=r"index\.json is damaged; delete the folder"):
         load_index(tmp_path)
 
 
-def test_a_folder_without_index_is_refused(tmp_path):
+def test_a_folder_without_index_is_rejected(tmp_path):
     with pytest.raises(UserError, match=r"index\.json cannot be read"):
         load_index(tmp_path)
 
 
-def test_another_format_is_refused_by_number(tmp_path):
+def test_another_format_is_rejected_by_number(tmp_path):
     (tmp_path / "index.json").write_text(json.dumps({"format": 99}))
     with pytest.raises(UserError, match=f"format 99, this version reads {FORMAT}"):
         load_index(tmp_path)
@@ -162,6 +162,6 @@ def test_a_block_that_just_fits_passes():
 
 
 @pytest.mark.parametrize(("train", "val", "split"), [(1000, 8, "val"), (8, 1000, "train")])
-def test_a_block_longer_than_a_split_is_refused_with_what_fits(train, val, split):
+def test_a_block_longer_than_a_split_is_rejected_with_the_longest_that_fits(train, val, split):
     with pytest.raises(UserError, match=f"{split} split has 8.*block_size to at most 7"):
         check_block_size(of_sizes(train, val), 8)

@@ -29,7 +29,7 @@ def test_bytes_decode_inverts_encode(text):
 
 
 @given(st.text() | st.binary())
-def test_an_encoded_text_never_holds_the_end_of_text(text):
+def test_encoded_text_never_contains_the_end_of_text(text):
     if "\0" in text if isinstance(text, str) else b"\0" in text:
         with pytest.raises(
             UserError, match="contains a NUL byte, which marks the end of a document"
@@ -39,7 +39,7 @@ def test_an_encoded_text_never_holds_the_end_of_text(text):
         assert ByteTokenizer.end_of_text not in ByteTokenizer().encode(text)
 
 
-def test_bytes_and_text_encode_alike():
+def test_bytes_and_text_have_the_same_encoding():
     text = "naïve 漢字"
     np.testing.assert_array_equal(
         ByteTokenizer().encode(text), ByteTokenizer().encode(text.encode())
@@ -50,7 +50,7 @@ def test_decode_shows_ends_and_replaces_invalid_utf8():
     assert ByteTokenizer().decode([97, 0, 0xC3, 98]) == "a<|endoftext|>\ufffdb"
 
 
-def test_decode_takes_numpy_ids():
+def test_decode_accepts_numpy_ids():
     assert ByteTokenizer().decode(np.array([104, 105])) == "hi"
 
 
@@ -66,7 +66,7 @@ def test_documents_are_encoded_one_by_one_with_an_end_after_each(texts):
     assert ids.tolist() == [token for ids in expected for token in ids]
 
 
-def test_a_nul_in_a_document_of_bytes_is_refused_with_the_text_that_has_it():
+def test_a_nul_in_a_document_is_rejected_with_its_text():
     with pytest.raises(UserError, match=r"a text contains a NUL byte.* remove it from b'a.x00'$"):
         ByteTokenizer().encode_documents([b"b", b"a\0", b""])
 
@@ -95,7 +95,7 @@ def test_a_tokenizer_survives_json():
 
 
 @pytest.mark.parametrize("kind", ["words", "bpe", "numbers"])
-def test_a_kind_that_nothing_here_knows_is_refused_by_name(monkeypatch, kind):
+def test_an_unknown_kind_is_rejected_by_name(monkeypatch, kind):
     monkeypatch.setattr(extras, "__path__", [])
     with pytest.raises(UserError, match=f"'{kind}' is not one of bytes; use the version"):
         from_dict({"kind": kind})
@@ -113,7 +113,7 @@ def test_ids_take_the_smallest_type(vocab_size, size):
 
 
 @given(st.text())
-def test_printable_text_has_no_control_character_and_other_text_stays_as_it_is(text):
+def test_printable_text_replaces_only_control_characters(text):
     shown = printable(text)
     found = [each for each in text if unicodedata.category(each) == "Cc" and each not in "\t\n"]
     assert not any(each in shown for each in found)

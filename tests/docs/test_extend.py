@@ -48,7 +48,7 @@ def copy(tmp_path_factory):
     return root
 
 
-def test_the_page_s_commands_do_what_it_says(copy, command, python_of_forks):
+def test_the_page_s_commands_do_what_the_page_says(copy, command, python_of_forks):
     assert (len(FILES), len(CHANGES), len(COMMANDS)) == (5, 2, 5)
     own = f" data.root={command.data_root} logger=none launch.inline=true callbacks.sample.length=9"
     alone = f"{own} trainer.accelerator=cpu trainer.devices=1"

@@ -50,7 +50,7 @@ def test_a_message_that_is_quoted_is_one_of_the_source(line):
 
 
 @pytest.mark.usefixtures("quick_ranks")
-def test_refusals_are_shown_as_they_are_spoken(story):
+def test_errors_are_quoted_exactly(story):
     shown = CONSOLE.findall("\n".join(blocks(TROUBLES, "console")))
     assert len(shown) > 12
     told = story([line for line, _ in shown], inline=False)
@@ -89,7 +89,7 @@ def test_links_have_the_bandwidths_that_plan_counts_with():
         assert float(shown) == pytest.approx(ring / bandwidth, rel=0.03)
 
 
-def test_a_step_names_files_that_are_there_and_what_they_define():
+def test_a_step_names_existing_files_and_their_definitions():
     page = (ROOT / "docs/a_step.md").read_text("utf-8")
     rows = re.findall(r"^\| (.+) \| (.*`.+) \|$", page, re.MULTILINE)
     assert len(rows) > 15

@@ -13,7 +13,7 @@ from lockstep_gpt.runtime import ranks
 from lockstep_gpt.training import train
 
 
-def test_a_rank_takes_its_gpu_and_connects_before_it_assembles_anything(monkeypatch):
+def test_a_rank_selects_its_gpu_and_connects_first(monkeypatch):
     done = []
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: done.append(("set", device)))
 

@@ -40,7 +40,7 @@ def test_two_compiled_ranks_have_the_losses_of_eager_ones(
 
 
 @pytest.mark.parametrize("megabytes", [0.5, 0.99])
-def test_parcels_that_a_compiled_ddp_cannot_split_by_are_refused(megabytes):
+def test_buckets_too_small_for_a_compiled_ddp_are_rejected(megabytes):
     strategy = {"bucket_cap_mb": megabytes}
     rule = f"strategy.bucket_cap_mb={megabytes} is too small for compile=true; set 1 or more"
     with pytest.raises(UserError, match=rule):

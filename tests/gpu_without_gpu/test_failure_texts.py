@@ -66,19 +66,19 @@ OWN = {
 
 
 @pytest.mark.parametrize("error", LOST, ids=lambda error: str(error).split("\n")[-1][:30])
-def test_a_lost_rank_is_known_by_what_the_others_say(error):
+def test_a_lost_rank_is_recognized_by_errors_of_the_others(error):
     assert lost_peers(error)
 
 
 @pytest.mark.parametrize("kind", [RuntimeError, dist.DistBackendError])
 @pytest.mark.parametrize("text", OWN, ids=lambda text: text.split("\n")[-1][:30])
-def test_an_error_of_settings_of_cuda_or_of_memory_is_no_lost_rank(text, kind):
+def test_errors_of_settings_cuda_or_memory_are_not_lost_ranks(text, kind):
     assert not lost_peers(kind(text))
 
 
 @pytest.mark.skipif(not any(additions("EXPLAIN_ERROR")), reason="no such extra")
 @pytest.mark.parametrize("text", OWN, ids=lambda text: text.split("\n")[-1][:30])
-def test_it_is_told_with_its_cause_and_a_remedy(text):
+def test_it_is_reported_with_its_cause_and_a_remedy(text):
     shape = ModelConfig(block_size=8, n_layer=1, n_head=2, n_embd=16)
     config = Config(max_steps=1, batch=BatchConfig(micro_size=2), model=shape)
     (told,) = asked("EXPLAIN_ERROR", text, config, 2)

@@ -58,7 +58,7 @@ def test_ddp_sends_each_gradient_once_a_step_in_its_last_micro_batch(new_run, mo
 
 
 @pytest.mark.parametrize("state", [False, True], ids=["constants", "batchnorm"])
-def test_ddp_broadcasts_buffers_only_where_there_is_state_to_share(new_run, monkeypatch, state):
+def test_ddp_broadcasts_buffers_only_if_they_are_state(new_run, monkeypatch, state):
     shape = {"architecture": "modern", "bias": False}
     run, sent = new_run(max_steps=STEPS, model=shape), Sent(monkeypatch)
     assert [*run.module.model.buffers()]  # cosines and sines

@@ -33,7 +33,7 @@ def unfinished(state, bucket):
 
 @has_guards
 @pytest.mark.usefixtures("quick_ranks")
-def test_an_all_reduce_that_never_ends_shows_every_stack_and_what_was_sent(command):
+def test_a_hanging_all_reduce_shows_stacks_and_collectives(command):
     (command.folder / "hanging.py").write_text(UNFINISHED)
     words = ("+callbacks.hanging._target_=hanging.Unfinished", "guard.stall_after=3", "run_dir=run")
     started = time.monotonic()
@@ -99,7 +99,7 @@ def test_a_rank_that_aborts_as_nccl_s_watchdog_has_it_is_restarted_once(command)
     assert "(2 of 3)" not in said
 
 
-def test_ranks_that_a_loss_elsewhere_restarts_get_seconds_not_the_time_to_save():
+def test_ranks_restarted_after_a_loss_do_not_get_the_time_to_save():
     closed = []
     context = SimpleNamespace(close=lambda *given: closed.append(given))
     agent = RankAgent.__new__(RankAgent)

@@ -63,19 +63,19 @@ def recorded(work, compiled=False) -> list:
     return [*recorder.kernels([kept])]
 
 
-def test_a_product_reads_both_matrices_and_takes_two_operations_per_pair():
+def test_a_product_reads_both_matrices_with_two_operations_per_pair():
     (kernel,) = recorded(lambda x: x @ x.T)
     assert (kernel.read, kernel.written) == (100 * 50 * 4, 100 * 100 * 4)  # one matrix, read once
     assert (kernel.flops, kernel.form) == (2 * 100 * 50 * 100, "tf32")
 
 
 @pytest.mark.parametrize(("compiled", "moved"), [(False, [2, 2, 2]), (True, [2])])
-def test_operations_in_a_row_are_one_kernel_where_they_are_compiled(compiled, moved):
+def test_consecutive_operations_are_one_compiled_kernel(compiled, moved):
     kernels = recorded(lambda x: (x * 2 + 1).relu(), compiled)
     assert [(each.read + each.written) / (100 * 50 * 4) for each in kernels] == moved
 
 
-def test_what_only_fused_kernels_read_is_made_again_instead_of_kept():
+def test_inputs_of_fused_kernels_are_recomputed_not_kept():
     def work(x):
         turned = x.bfloat16() @ x.bfloat16().T  # (100, 100)
         wide = turned.float()
@@ -85,7 +85,7 @@ def test_what_only_fused_kernels_read_is_made_again_instead_of_kept():
     assert last.read == pytest.approx(2 * 100 * 100 * 2, abs=8)  # not the copy in float32
 
 
-def test_what_the_host_asks_of_the_device_is_counted():
+def test_synchronizations_of_the_host_are_counted():
     recorder = Recorder()
     with recorder:
         given = torch.ones(3, device="meta")
@@ -138,7 +138,7 @@ def test_logits_that_would_take_too_much_memory_come_in_chunks(recipe):
     assert functional.GPU_CHUNK_LOGITS // PADDED >= 4096
 
 
-def test_the_chunks_of_earlier_versions_moved_what_an_expert_had_counted(recipe, monkeypatch):
+def test_chunks_of_earlier_versions_move_the_counted_bytes(recipe, monkeypatch):
     monkeypatch.setattr(functional, "GPU_CHUNK_LOGITS", 333 * PADDED)
     eager = replace(recipe, compile=False)
     assert ledger(eager, VOCAB, 16).of(LOSS).moved == pytest.approx(66 * GB, rel=0.05)

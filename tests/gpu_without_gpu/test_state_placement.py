@@ -43,9 +43,7 @@ def restored(saved, optimizer):
 
 @pytest.mark.parametrize("earlier", [False, True], ids=["now", "of an earlier version"])
 @pytest.mark.parametrize("algorithm", ["adamw", "muon"])
-def test_each_entry_of_an_optimizer_s_state_is_where_its_kernel_reads_it(
-    algorithm, earlier, monkeypatch
-):
+def test_optimizer_state_is_on_the_device_of_its_kernel(algorithm, earlier, monkeypatch):
     saved = saved_state(algorithm, monkeypatch)
     if earlier:  # with Muon, such groups had no `fused`
         for group in saved["param_groups"]:
@@ -72,14 +70,14 @@ def test_without_the_fused_kernel_the_count_of_steps_stays_on_the_host(monkeypat
     assert steps == {"cpu"}
 
 
-def test_16_mixed_takes_one_kernel_for_all_tensors_of_a_group(new_run):
+def test_16_mixed_uses_one_kernel_for_all_tensors_of_a_group(new_run):
     optimizer = new_run(precision="16-mixed").module.configure_optimizers()["optimizer"]
     # Both None: torch then uses `foreach` on a GPU; False would mean tensor by tensor.
     kernels = [(each["fused"], each["foreach"]) for each in optimizer.param_groups]
     assert set(kernels) == {(None, None)}
 
 
-def test_muon_s_states_are_new_where_restored_ones_are(monkeypatch):
+def test_muon_s_new_states_are_on_the_device_of_restored_ones(monkeypatch):
     _, began = optimizer_on("meta", "muon", monkeypatch)
     _, resumed = optimizer_on("meta", "muon", monkeypatch)
     restored(saved_state("muon", monkeypatch), resumed)
@@ -92,7 +90,7 @@ def test_muon_s_states_are_new_where_restored_ones_are(monkeypatch):
             }
 
 
-def test_a_scaler_takes_up_its_scale_and_makes_its_tensors_where_losses_are():
+def test_a_scaler_restores_its_scale_on_the_device_of_the_loss():
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=3)
     saved = scaler.state_dict()
     assert not any(isinstance(value, torch.Tensor) for value in saved.values())

@@ -39,7 +39,7 @@ def test_it_comes_closer_to_the_best_learning_rate_than_chance():
     assert late < sum(map(distance, tried[:10])) / 10 / 2
 
 
-def test_choices_ranges_and_whole_intervals_stay_what_they_are():
+def test_choices_ranges_and_intervals_keep_their_kinds():
     space = ["optim.decay=cosine,wsd", "model.n_head=1,2,4", "max_steps=int(interval(10,20))"]
     tried = search(*space, job=lambda config: float(config.max_steps))
     assert {config.optim.decay for config in tried} == {"cosine", "wsd"}
@@ -53,12 +53,12 @@ def test_failed_jobs_do_not_end_the_search(capsys):
     assert "best of 10 jobs: 1.0000" in capsys.readouterr().out
 
 
-def test_nothing_to_search_in_is_refused():
+def test_a_sweep_without_a_setting_is_rejected():
     with pytest.raises(UserError, match="needs a setting to search in"):
         search("seed=1", job=distance)
 
 
-def test_the_preset_searches_where_it_says_and_the_command_line_on_top_of_it():
+def test_the_preset_s_search_space_can_be_extended_on_the_command_line():
     words = ["--multirun", "experiment=search", "run_dir=sweep", "hydra.sweeper.n_trials=6"]
     tried = []
 

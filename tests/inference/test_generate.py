@@ -58,7 +58,7 @@ def test_a_checkpoint_s_path_means_the_same_as_its_run(run, text, capsys):
         ("seed", str(2**70)),
     ],
 )
-def test_a_value_that_cannot_be_is_refused_by_its_flag(run, capsys, flag, value):
+def test_an_invalid_value_is_rejected_with_its_flag(run, capsys, flag, value):
     try:
         status = cli.main(["generate", str(run), f"--{flag}={value}"])
     except SystemExit as end:  # errors of the parser itself
@@ -67,6 +67,6 @@ def test_a_value_that_cannot_be_is_refused_by_its_flag(run, capsys, flag, value)
     assert flag.replace("-", "") in capsys.readouterr().err.replace("-", "").replace("_", "")
 
 
-def test_a_run_that_is_not_there_is_refused(tmp_path):
+def test_a_missing_run_is_rejected(tmp_path):
     with pytest.raises(UserError, match="nowhere does not exist"):
         main([str(tmp_path / "nowhere")])

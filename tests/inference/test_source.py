@@ -40,7 +40,7 @@ def test_a_model_read_back_gives_the_same_logits_without_dropout(tmp_path):
     assert isinstance(tokenizer, ByteTokenizer)
 
 
-def test_a_model_can_be_read_where_the_environment_of_its_run_is_gone(tmp_path):
+def test_a_model_is_readable_without_the_run_s_environment(tmp_path):
     logger = {"wandb": {"entity": "${oc.env:GONE_WITH_THE_RUN}"}}
     saved_model(tmp_path / "step=000001.ckpt", logger=logger)
     load_model(tmp_path / "step=000001.ckpt")

@@ -5,7 +5,7 @@ import re
 LINE = "python scripts/ladder/collectives.py"
 
 
-def test_each_collective_moves_what_its_definition_says(shown):
+def test_each_collective_moves_the_bytes_of_its_definition(shown):
     rows = re.findall(r"^(\w+): .+\n((?:  rank .+\n)+)", shown(LINE), re.MULTILINE)
     cells = {name: [row[9:].split("->") for row in text.splitlines()] for name, text in rows}
     before, after = (

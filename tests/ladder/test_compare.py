@@ -21,7 +21,7 @@ def test_all_rungs_have_one_curve_on_one_and_two_ranks(shown):
     assert out.endswith("equal: 64-true to 1e-10, 32-true to 1e-05\n")
 
 
-def test_validation_weighs_samples_and_says_what_batches_would_weigh(shown):
+def test_validation_weighs_samples_and_prints_the_error_of_weighing_batches(shown):
     out = shown(LINE)
     validations = re.findall(r"^\S.* [12]  +\d.* (\d\.\d{6})  +\S+$", out, flags=re.MULTILINE)
     assert len(validations) == 14

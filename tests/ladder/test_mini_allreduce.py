@@ -39,7 +39,7 @@ def test_all_ways_end_with_the_sum_on_every_rank(shown):
     assert "equal to gloo's: True" in shown(LINE)
 
 
-def test_links_carry_what_the_formulas_say(shown):
+def test_links_carry_the_bytes_of_the_formulas(shown):
     lines = re.findall(r" (\d[\d,]*)   \S.* = ([\d,]+)$", shown(LINE), flags=re.MULTILINE)
     assert len(lines) == 8
     assert all(carried == formula for carried, formula in lines)
@@ -64,7 +64,7 @@ def test_a_link_waits_until_all_bytes_are_there(link, connected):
     thread.join()
 
 
-def test_a_silent_and_a_vanished_peer_are_told_apart(link, connected):
+def test_a_silent_and_a_vanished_peer_are_distinguished(link, connected):
     from mini_allreduce import LostPeer
 
     with pytest.raises(LostPeer, match="rank 1 has sent nothing in time"):

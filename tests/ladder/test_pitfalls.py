@@ -26,7 +26,7 @@ def test_without_set_epoch_every_epoch_is_the_same(numbers):
     assert cured < 0.02 * size
 
 
-def test_ranks_without_a_sampler_of_their_own_do_the_same_work(numbers):
+def test_ranks_without_a_sampler_repeat_the_same_work(numbers):
     (distinct, samples), cured = numbers("same data on every rank")
     assert distinct == samples / 2
     assert cured == [samples, samples]

@@ -23,7 +23,7 @@ def outline(text):
 
 
 @pytest.mark.parametrize("line", RUN)
-def test_a_command_shows_what_stands_below_it(line, shown):
+def test_a_command_prints_the_output_quoted_below_it(line, shown):
     out = shown(line)
     if any(name in line for name in SAME_EVERYWHERE):
         assert out.split() == SHOWN[line].split()

@@ -23,7 +23,7 @@ def straight(python, ladder, words, tmp_path_factory):
     return losses(path)
 
 
-def test_what_one_device_saved_goes_on_on_two_ranks_by_hand(
+def test_a_checkpoint_of_one_device_resumes_on_two_manual_ranks(
     python, ladder, words, straight, tmp_path
 ):
     words = [*SHORT, *words, f"--checkpoint={tmp_path}/state.pt"]
@@ -40,7 +40,7 @@ def test_what_one_device_saved_goes_on_on_two_ranks_by_hand(
     assert not any(name.startswith("module.") for name in ended["model"])
 
 
-def test_accelerate_goes_on_where_it_saved_its_state(python, ladder, words, straight, tmp_path):
+def test_accelerate_resumes_from_its_saved_state(python, ladder, words, straight, tmp_path):
     words = [*SHORT, *words, f"--checkpoint={tmp_path}/state"]
     found = []
     for until in ("--until=3", "--until=6"):
@@ -79,7 +79,7 @@ def test_the_sampler_deals_as_the_order_does_and_reshuffles_each_epoch(words):
         assert len(sampler) == 4
 
 
-def test_an_address_of_its_own_is_refused_under_a_launcher(python, ladder, words):
+def test_a_custom_address_is_rejected_under_a_launcher(python, ladder, words):
     launch = ["-m", "torch.distributed.run", "--nproc_per_node=2", "--master_port=0"]
     script = [ladder / "ddp_by_hand.py", "--init-method=tcp://127.0.0.1:29511"]
     done = python(*launch, *script, *words, status=1)

@@ -23,7 +23,7 @@ def sampler_class():
 
 @settings(deadline=None)
 @given(st.integers(1, 9000), st.integers(1, 5), st.integers(1, 9), st.integers(0, 3), st.booleans())
-def test_the_sampler_shares_an_epoch_among_ranks_alike(
+def test_the_sampler_divides_an_epoch_equally_among_ranks(
     sampler_of, size, world, micro, epoch, drop_last
 ):
     samplers = [sampler_of(size, 3, rank, world, micro, drop_last) for rank in range(world)]

@@ -17,7 +17,7 @@ def test_both_ways_have_the_losses_of_one_process(shown):
 
 
 @pytest.mark.usefixtures("modules")
-def test_micro_batches_that_do_not_divide_are_refused_in_one_line(words, monkeypatch, capsys):
+def test_micro_batches_that_do_not_divide_are_rejected_in_one_line(words, monkeypatch, capsys):
     import two_stages
 
     monkeypatch.setattr("sys.argv", ["two_stages.py", "--micro-batches=3", *words])

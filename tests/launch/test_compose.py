@@ -107,7 +107,7 @@ def test_an_experiment_overrides_groups_and_the_command_line_beats_it():
 @pytest.mark.parametrize(
     "argument", ["launch.warm=true", "launch.node_rank=1", "data.tokenizer_mb=3", "data.shard_mb=1"]
 )
-def test_a_setting_of_an_extra_is_refused_where_none_has_it(argument, monkeypatch):
+def test_a_setting_of_a_missing_extra_is_rejected(argument, monkeypatch):
     monkeypatch.setattr(extras, "__path__", [])
     assert refusal(argument).startswith(f"unknown setting {argument.partition('=')[0]}; ")
 
@@ -145,7 +145,7 @@ def test_a_setting_of_an_extra_is_refused_where_none_has_it(argument, monkeypatc
         ("run_name=${nope}", "run_name=${nope}: Interpolation key 'nope' not found"),
     ],
 )  # fmt: skip
-def test_a_wrong_override_is_refused_in_one_line(argument, line):
+def test_a_wrong_override_is_rejected_in_one_line(argument, line):
     assert refusal(argument) == line
 
 
@@ -161,7 +161,7 @@ def test_a_wrong_override_is_refused_in_one_line(argument, line):
         ("seed=1,2", "add --multirun"),
     ],
 )
-def test_a_wrong_use_of_the_grammar_is_refused_with_what_was_typed(argument, part):
+def test_a_wrong_use_of_the_grammar_is_rejected_with_what_was_typed(argument, part):
     assert part in refusal(argument)
 
 
@@ -176,16 +176,14 @@ def test_a_wrong_use_of_the_grammar_is_refused_with_what_was_typed(argument, par
         ("model:\n  heads: 2", "unknown setting model.heads; did you mean model.n_head?"),
     ],
 )
-def test_a_mistake_in_a_user_s_own_file_is_refused_like_one_on_the_command_line(
-    tmp_path, written, line
-):
+def test_mistakes_in_files_and_on_the_command_line_give_the_same_error(tmp_path, written, line):
     (tmp_path / "experiment").mkdir()
     (tmp_path / "experiment" / "mine.yaml").write_text(f"# @package _global_\n{written}\n")
     refused = refusal("experiment=mine", "--config-dir", str(tmp_path))
     assert refused == f"experiment/mine.yaml: {line}"
 
 
-def test_broken_yaml_is_refused_by_its_file(tmp_path):
+def test_broken_yaml_is_rejected_by_its_file(tmp_path):
     (tmp_path / "experiment").mkdir()
     (tmp_path / "experiment" / "mine.yaml").write_text("max_steps: [1\n")
     assert "mine.yaml" in refusal("experiment=mine", "--config-dir", str(tmp_path))
@@ -200,7 +198,7 @@ def test_a_user_s_own_experiment_is_found_through_config_dir(tmp_path):
     assert (config.seed, config.max_steps) == (5, 20)
 
 
-def test_what_the_environment_holds_stays_a_reference(monkeypatch):
+def test_environment_variables_stay_references(monkeypatch):
     monkeypatch.setenv("SECRET_KEY", SECRET)
     values, config = composed(
         "run_name=${oc.env:SECRET_KEY}",

@@ -99,12 +99,12 @@ def test_a_gpu_is_taken_to_multiply_in_bfloat16(gpus_here, tmp_path, monkeypatch
         (0, {"accelerator": "cpu", "devices": 64}, Placement("cpu", 64, 1)),
     ],
 )
-def test_auto_takes_what_is_there_and_the_rest_is_as_asked(gpus_here, gpus, trainer, placement):
+def test_auto_uses_available_devices_and_other_values_are_kept(gpus_here, gpus, trainer, placement):
     gpus_here(gpus)
     assert place(config(trainer)) == placement
 
 
-def test_a_gpu_that_is_not_there_is_refused_with_the_mask_that_hides_it(gpus_here):
+def test_a_missing_gpu_is_rejected_with_the_mask_that_hides_it(gpus_here):
     gpus_here(0)
     without = "trainer.accelerator=gpu but no GPUs visible; set trainer=cpu to run without one"
     assert refusal({"accelerator": "gpu"}) == without
@@ -112,18 +112,18 @@ def test_a_gpu_that_is_not_there_is_refused_with_the_mask_that_hides_it(gpus_her
     assert "no GPUs visible with CUDA_VISIBLE_DEVICES=-1" in refusal({"accelerator": "gpu"})
 
 
-def test_more_devices_than_gpus_are_refused_with_what_is_there(gpus_here):
+def test_more_devices_than_gpus_are_rejected_with_the_number_found(gpus_here):
     gpus_here(1)
     assert refusal({"devices": 2}) == "trainer.devices=2 is more than there are: 1 GPU visible"
 
 
-def test_arithmetic_of_gpus_alone_is_refused_on_a_cpu(gpus_here):
+def test_a_precision_for_gpus_is_rejected_on_a_cpu(gpus_here):
     gpus_here(0)
     line = refusal({}, precision="16-mixed")
     assert line.startswith("precision=16-mixed needs a GPU, but this run uses cpu; set precision=")
 
 
-def test_nccl_is_refused_on_a_cpu(gpus_here):
+def test_nccl_is_rejected_on_a_cpu(gpus_here):
     gpus_here(2)
     backend = {"process_group_backend": "nccl"}
     line = refusal({"accelerator": "cpu", "devices": 2}, strategy=backend)
@@ -131,14 +131,14 @@ def test_nccl_is_refused_on_a_cpu(gpus_here):
     assert place(config({"devices": 2}, strategy=backend)) == Placement("cuda", 2, 1)
 
 
-def test_several_machines_without_what_starts_them_are_refused(gpus_here, monkeypatch):
+def test_several_machines_without_an_extra_for_them_are_rejected(gpus_here, monkeypatch):
     gpus_here(0)
     monkeypatch.setattr(devices, "additions", lambda _: [])
     missing = "trainer.num_nodes=2 needs an extra that is not installed: nodes, or launchers"
     assert refusal({"num_nodes": 2}).startswith(missing)
 
 
-def test_ranks_that_nothing_here_can_start_are_refused(gpus_here, monkeypatch):
+def test_a_start_method_without_its_extra_is_rejected(gpus_here, monkeypatch):
     gpus_here(0)
     monkeypatch.setattr(devices, "additions", lambda _: [])
     monkeypatch.setattr(devices, "asked", lambda *_: [])

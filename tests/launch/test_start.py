@@ -9,7 +9,7 @@ from lockstep_gpt.launch import start
 from lockstep_gpt.run_directory import RunDirectory
 
 
-def test_a_launcher_that_nothing_here_joins_is_refused_in_a_line(monkeypatch):
+def test_a_launcher_without_its_extra_is_rejected_in_one_line(monkeypatch):
     for name, value in {"RANK": "0", "WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(start, "additions", lambda _: [])

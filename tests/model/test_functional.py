@@ -102,7 +102,7 @@ def test_under_autocast_the_products_are_bfloat16_and_the_gradients_float32():
 
 
 @pytest.mark.usefixtures("rows")
-def test_where_no_gradient_is_wanted_none_is_computed():
+def test_without_grad_no_gradient_is_computed():
     features, head, targets = batch()
     head = torch.nn.Parameter(head.detach())
     products = 0

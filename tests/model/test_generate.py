@@ -36,7 +36,7 @@ def test_the_prompt_is_kept_and_may_outgrow_the_block_size(model: GPT) -> None:
 
 
 @torch.inference_mode()
-def test_greedy_takes_the_argmax_of_the_logits_over_the_last_block(model: GPT) -> None:
+def test_greedy_sampling_is_the_argmax_over_the_last_block(model: GPT) -> None:
     text = model.generate(PROMPT, 12, temperature=0)
     model.eval()
     for end in range(3, 15):
@@ -97,7 +97,7 @@ def test_a_small_model_generates_on_one_thread(model: GPT, monkeypatch, few, thr
         (PROMPT, {"top_k": 0}, "top_k=0"),
     ],
 )
-def test_what_cannot_be_sampled_is_refused(
+def test_invalid_sampling_arguments_are_rejected(
     model: GPT, prompt: torch.Tensor, settings: dict[str, float], message: str
 ) -> None:
     with pytest.raises(UserError, match=message):

@@ -82,7 +82,7 @@ def test_padding_rows_are_zero_and_receive_no_gradient(model: GPT, tokens: torch
     assert (weight.grad[:VOCAB].abs().sum(dim=1) > 0).all()
 
 
-def test_every_parameter_takes_part_in_the_loss(model: GPT, tokens: torch.Tensor) -> None:
+def test_every_parameter_affects_the_loss(model: GPT, tokens: torch.Tensor) -> None:
     model(tokens, tokens.roll(-1, 1)).backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
 
@@ -110,7 +110,7 @@ def test_ignored_targets_do_not_count(model: GPT, tokens: torch.Tensor) -> None:
     torch.testing.assert_close(model(tokens, targets), expected)
 
 
-def test_more_tokens_than_the_block_size_are_refused(model: GPT) -> None:
+def test_more_tokens_than_the_block_size_are_rejected(model: GPT) -> None:
     with pytest.raises(UserError, match=r"17 tokens are more than model\.block_size=16"):
         model(torch.zeros(1, 17, dtype=torch.long))
 
@@ -158,7 +158,7 @@ def test_activation_checkpointing_changes_neither_gradients_nor_names(tokens):
     assert all(torch.equal(gradients[0][name], gradients[1][name]) for name in gradients[0])
 
 
-def test_heads_of_keys_that_it_does_not_have_are_refused() -> None:
+def test_heads_of_keys_are_rejected_for_gpt() -> None:
     shape = ModelConfig(block_size=8, n_layer=1, n_head=4, n_embd=16, n_kv_head=2)
     with pytest.raises(UserError, match=r"^model.n_kv_head=2 is only for modern models; remove it"):
         GPT(shape, 64)

@@ -19,7 +19,7 @@ def modern(**changes):
     return model
 
 
-def test_a_new_model_predicts_every_token_alike():
+def test_a_new_model_predicts_all_tokens_equally():
     model = build_gpt(ModelConfig(**SHAPE, architecture="modern"), VOCAB)
     tokens = torch.randint(VOCAB, (2, 16))
     logits = model(tokens)
@@ -57,7 +57,7 @@ def test_a_norm_leaves_mean_0_and_variance_1():
     torch.testing.assert_close(x.var(-1, correction=0), torch.ones(4), atol=1e-4, rtol=0)
 
 
-def test_heads_that_share_keys_see_what_repeated_ones_would():
+def test_shared_keys_equal_repeated_keys():
     attention = modern(n_kv_head=2).blocks[0].attention
     x = torch.randn(2, 16, 32)
     cos, sin = rotations(16, 8)
@@ -144,6 +144,6 @@ def test_parameters_are_counted_without_padding():
         ),
     ],
 )
-def test_what_there_is_not_is_refused(change, line):
+def test_unsupported_settings_are_rejected(change, line):
     with pytest.raises(UserError, match=line):
         modern(**change)

@@ -69,7 +69,7 @@ class Payload:
         return Path.touch, (self.target,)
 
 
-def test_what_is_saved_is_read_back(tmp_path):
+def test_a_saved_checkpoint_is_read_back(tmp_path):
     weights = {"w": torch.arange(6.0).reshape(2, 3)}
     path = save(checkpoint_path(tmp_path / "new" / "folder", 500), state_dict=weights, step=7)
     read = read_checkpoint(path)
@@ -87,7 +87,7 @@ def test_sha256sum_accepts_the_sum(tmp_path):
 
 
 @pytest.mark.parametrize("old", [True, False])
-def test_a_save_that_fails_leaves_what_was_there(tmp_path, old):
+def test_a_failed_save_keeps_the_old_file(tmp_path, old):
     path = checkpoint_path(tmp_path, 1)
     if old:
         save(path, step=1)
@@ -159,7 +159,7 @@ def test_a_checkpoint_without_a_readable_sum_is_skipped(tmp_path, sum_text):
 
 
 @pytest.mark.parametrize("writer", ["torch", "pickle"])
-def test_code_in_a_checkpoint_is_refused_and_does_not_run(tmp_path, writer):
+def test_code_in_a_checkpoint_is_rejected_and_does_not_run(tmp_path, writer):
     path, target = checkpoint_path(tmp_path, 1), tmp_path / "touched"
     evil = content(state_dict={"w": Payload(target)})
     if writer == "torch":
@@ -177,26 +177,26 @@ def test_code_in_a_checkpoint_is_refused_and_does_not_run(tmp_path, writer):
 @pytest.mark.parametrize(
     "data", [b"", b"just text\n", b"PK\3\4 cut off", pickle.dumps({"a": object}, protocol=2)]
 )
-def test_a_file_of_another_kind_is_refused_in_one_line(tmp_path, data):
+def test_another_kind_of_file_is_rejected_in_one_line(tmp_path, data):
     path = put(checkpoint_path(tmp_path, 1), data)
     with pytest.raises(UserError, match=r"^checkpoint \S+step=000001\.ckpt [^\n]+$"):
         read_checkpoint(path)
 
 
 @pytest.mark.parametrize("foreign", [[1, 2], {"state_dict": {}}, torch.zeros(3)])
-def test_a_checkpoint_of_another_program_is_refused(tmp_path, foreign):
+def test_a_checkpoint_of_another_program_is_rejected(tmp_path, foreign):
     path = checkpoint_path(tmp_path, 1)
     AtomicCheckpointIO().save_checkpoint(foreign, path)
     with pytest.raises(UserError, match="was not written by"):
         read_checkpoint(path)
 
 
-def test_a_missing_checkpoint_is_refused(tmp_path):
+def test_a_missing_checkpoint_is_rejected(tmp_path):
     with pytest.raises(UserError, match=r"step=000009\.ckpt is missing"):
         read_checkpoint(checkpoint_path(tmp_path, 9))
 
 
-def test_removing_takes_the_sum_along_and_can_be_repeated(tmp_path):
+def test_removing_also_removes_the_checksum_and_can_be_repeated(tmp_path):
     path = save(checkpoint_path(tmp_path, 1))
     for _ in range(2):
         AtomicCheckpointIO().remove_checkpoint(path)
@@ -215,7 +215,7 @@ def test_a_checkpoint_in_several_files_is_verified_and_removed_whole(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_parts_without_the_extra_that_joins_them_are_refused(tmp_path, monkeypatch):
+def test_shards_without_their_extra_are_rejected(tmp_path, monkeypatch):
     path = save(checkpoint_path(tmp_path, 1), parts=["step=000001.part"])
     monkeypatch.setattr("lockstep_gpt.runtime.checkpoint.asked", lambda *_: [])
     with pytest.raises(UserError, match=r"is in shards, which needs an extra to read"):
@@ -230,7 +230,7 @@ def test_a_run_directory_means_its_newest_checkpoint_and_a_file_itself(tmp_path)
     assert find_checkpoint(tmp_path) == old
 
 
-def test_a_path_without_a_checkpoint_is_refused(tmp_path):
+def test_a_path_without_a_checkpoint_is_rejected(tmp_path):
     with pytest.raises(UserError, match=r"nowhere does not exist; give a run directory, a"):
         find_checkpoint(tmp_path / "nowhere")
     with pytest.raises(UserError, match=r"contains no valid checkpoint"):
@@ -238,7 +238,7 @@ def test_a_path_without_a_checkpoint_is_refused(tmp_path):
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount a small disk")
-def test_a_disk_without_room_or_not_to_be_written_to_is_refused(tmp_path):
+def test_a_full_or_read_only_disk_is_rejected(tmp_path):
     mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(tmp_path)]
     subprocess.run(mount, check=True)
     try:

@@ -75,7 +75,7 @@ def test_values_are_read_back_exactly(start, path, value):
     assert float(rows_of(path)[0]["train/loss"]) == value
 
 
-def test_values_that_are_no_numbers_are_read_back_as_such(start, path):
+def test_values_that_are_not_numbers_are_read_back(start, path):
     start().log_metrics({"train/loss": math.nan, "val/loss": math.inf}, 1)
     row = rows_of(path)[0]
     assert math.isnan(float(row["train/loss"]))
@@ -120,6 +120,6 @@ def test_a_new_run_begins_with_nothing_of_an_old_one(start, path):
     assert rows_of(path) == []
 
 
-def test_there_is_no_other_file(start, path):
+def test_no_other_file_is_written(start, path):
     start().log_metrics({"new": 1.0}, 1)
     assert list(path.parent.iterdir()) == [path]

@@ -30,7 +30,7 @@ def test_without_a_launcher_a_rank_is_alone(launched):
     assert launched() == Ranks(0, 0, 1, 1)
 
 
-def test_a_rank_is_what_the_launcher_says(launched):
+def test_ranks_come_from_the_launcher_s_variables(launched):
     ranks = launched(RANK=5, LOCAL_RANK=1, WORLD_SIZE=8, LOCAL_WORLD_SIZE=4)
     assert ranks == Ranks(5, 1, 8, 4)
     assert ranks.num_nodes == 2

@@ -34,7 +34,7 @@ def test_two_ranks_make_one_offline_run_with_every_metric_of_the_csv(two, read_o
     assert by_step(rows) == read_csv(folder)
 
 
-def test_configuration_is_whole_and_says_what_was_derived(two, read_offline):
+def test_the_logged_configuration_is_complete_with_derived_values(two, read_offline):
     folder = two[0].folder / "runs/two"
     _, config, _ = read_offline(folder)
     frozen = yaml.safe_load((folder / "config.yaml").read_text())
@@ -92,7 +92,7 @@ def test_command_of_the_sweep_file_trains_two_ranks_under_the_agent_s_run_id(com
     assert sweep["metric"]["name"] in read_csv(command.folder / "run")[-1]
 
 
-def test_an_unknown_mode_is_refused(tmp_path):
+def test_an_unknown_mode_is_rejected(tmp_path):
     with pytest.raises(UserError, match=r"logger\.wandb\.mode=maybe is not one of auto"):
         tracking.wandb_logger(
             directory=RunDirectory(tmp_path), config={}, model=None, mode="maybe", project="p"
@@ -100,7 +100,7 @@ def test_an_unknown_mode_is_refused(tmp_path):
 
 
 @pytest.mark.usefixtures("quick_ranks")
-def test_what_is_off_does_not_need_the_extra_that_it_is_of(command):
+def test_a_setting_that_is_off_does_not_need_its_extra(command):
     own = ("logger=wandb", "trainer=cpu", "+logger.wandb.of_an_extra=null")
     command.train(*own, "run_dir=run", "max_steps=10")
     assert len(list((command.folder / "run/wandb").glob("offline-run-*"))) == 1

@@ -135,7 +135,7 @@ def project(set_up):
     return set_up[0]
 
 
-def test_two_calls_at_once_repair_once_what_a_killed_one_left(set_up):
+def test_two_calls_at_once_repair_a_killed_install_only_once(set_up):
     _, ends, installed = set_up
     assert [status for _, status in ends] == [0, 0], ends
     assert installed == 1
@@ -180,7 +180,7 @@ def quick_venv(tmp_path):
     return {"PYTHONPATH": str(tmp_path / "quick")}
 
 
-def test_what_tests_need_is_installed_with_the_first_test(tmp_path, quick_venv):
+def test_the_tests_packages_are_installed_with_the_first_test(tmp_path, quick_venv):
     root = plant(tmp_path / "project")
     stamps = []
     for command in ("train", "test", "train", "test"):
@@ -197,7 +197,7 @@ def load(root: Path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["pyproject.toml", "constraints.txt"])
-def test_a_change_of_what_is_needed_installs_once_more(project, name):
+def test_changed_requirements_are_installed_again(project, name):
     before = installations(project)
     with (project / name).open("a") as file:
         file.write("# changed\n")
@@ -232,7 +232,7 @@ def test_test_runs_lint_types_and_tests_in_the_root(project, tmp_path):
 
 
 @pytest.mark.parametrize("words", [["--versions", "oldest"], ["--versions=oldest"]])
-def test_other_versions_have_an_environment_of_their_own_and_run_the_tests_alone(project, words):
+def test_other_versions_have_a_separate_environment_for_tests(project, words):
     before = (project / ".venv/set-up.sha256").read_bytes()
     status, out, err = dev(project, "test", "tests/model", *words, "-k", "a")
     assert (status, out) == (0, "pytest -n auto --durations=10 tests/model -k a\n")
@@ -241,12 +241,12 @@ def test_other_versions_have_an_environment_of_their_own_and_run_the_tests_alone
     assert (project / ".venv/set-up.sha256").read_bytes() == before
 
 
-def test_the_versions_of_the_pins_are_told_before_the_tests(project):
+def test_the_pinned_versions_are_printed_before_the_tests(project):
     told = [dev(project, "test", "-k", "a", *words)[2] for words in ([], ["--versions", "pinned"])]
     assert all(f"pinned versions: Python {platform.python_version()}\n" in err for err in told)
 
 
-def test_a_set_of_versions_that_is_none_is_refused_in_one_line(project):
+def test_an_unknown_set_of_versions_is_rejected_in_one_line(project):
     status, _, err = dev(project, "test", "--versions", "latest")
     assert (status, err) == (2, "dev.py: --versions=latest is not one of oldest, pinned, newest\n")
 
@@ -278,7 +278,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize(("changed", "tests"), CHANGES.items())
-def test_changed_means_the_tests_of_what_differs_from_the_last_commit(
+def test_changed_runs_the_tests_of_files_changed_since_the_last_commit(
     tmp_path, monkeypatch, changed, tests
 ):
     root = plant(tmp_path / "project")
@@ -319,7 +319,7 @@ def test_without_a_command_it_shows_its_usage(tmp_path):
     assert not (root / ".venv").exists()
 
 
-def test_a_python_without_venv_is_told_the_package(tmp_path):
+def test_a_python_without_venv_names_the_missing_package(tmp_path):
     root = plant(tmp_path / "project")
     (tmp_path / "venv.py").write_text("raise ImportError('taken out')")
     status, _, err = dev(root, "train", PYTHONPATH=str(tmp_path))

@@ -95,7 +95,7 @@ def test_a_group_is_read_with_the_groups_that_it_includes():
     assert load().requirements("dev", DEMO) == [".[tests,types]", "pytest>=8", ".[more]"]
 
 
-def test_the_oldest_versions_are_the_lower_bounds_of_what_the_project_needs():
+def test_the_oldest_versions_are_the_project_s_lower_bounds():
     assert load().limits("oldest", DEMO) == [
         "torch==2.11",
         "hydra-core==1.3.7; python_version < '3.14'",
@@ -130,7 +130,7 @@ def test_each_python_that_is_supported_has_one_requirement_of_each_name():
         assert len(found) == len(set(found)), minor
 
 
-def test_of_what_is_newest_every_day_has_its_own(root, monkeypatch):
+def test_the_newest_versions_have_an_environment_per_day(root, monkeypatch):
     module = load(root)
     days = iter(["2026-11-01", "2026-11-02", "2026-11-02"])
     monkeypatch.setattr(module.time, "strftime", lambda _: next(days))
@@ -140,7 +140,7 @@ def test_of_what_is_newest_every_day_has_its_own(root, monkeypatch):
 
 
 @pytest.mark.parametrize("fails", [False, True], ids=["uv", "uv fails, pip does it"])
-def test_uv_installs_where_it_is(root, tmp_path, monkeypatch, fails):
+def test_uv_installs_if_it_is_available(root, tmp_path, monkeypatch, fails):
     log = tmp_path / "uv-calls"
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin/uv").write_text(UV.format(python=sys.executable, log=log))

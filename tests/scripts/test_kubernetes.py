@@ -85,14 +85,14 @@ def test_the_api_s_types_know_every_field_of_the_train_job():
     assert TrainJob.from_dict(document).to_dict() == document
 
 
-def test_train_job_trains_what_the_job_does(job):
+def test_the_train_job_runs_the_documented_command(job):
     *_, document = documents("trainjob.yaml")
     trainer, container = TrainJob.from_dict(document).spec.trainer, job.job.spec.template.spec
     assert trainer.command == container.containers[0].command
     assert trainer.args[3:] == container.containers[0].args[3:]
 
 
-def test_a_replaced_pod_goes_on_where_the_first_was(command, wait_for, python_of_forks):
+def test_a_replaced_pod_resumes_the_first_one_s_run(command, wait_for, python_of_forks):
     pod = [str(SCRIPT), "1", "0", "localhost:29500", "run"]
     words = command.smoke("trainer=cpu", "max_steps=100000")[1:]
     program = f"{python_of_forks} -m lockstep_gpt"

@@ -28,6 +28,6 @@ def test_other_pins_are_written_and_nothing_else():
     assert text == f"a = 1\nconstraint-dependencies = [\n{listed}]\nb = [2]\n"
 
 
-def test_no_file_holds_the_address_of_an_index():
+def test_no_file_contains_the_address_of_an_index():
     for name in ("pyproject.toml", "constraints.txt"):
         assert "://" not in (ROOT / name).read_text("utf-8"), name

@@ -129,7 +129,7 @@ def slip(folder: Path, **answers) -> Path:
 
 
 @pytest.mark.parametrize(("name", "value", "rule"), REFUSED)
-def test_refused_in_one_line_before_anything_is_written(name, value, rule, generate, tmp_path):
+def test_rejected_in_one_line_before_files_are_written(name, value, rule, generate, tmp_path):
     with pytest.raises(SystemExit) as refusal:
         cookiecutter(
             generate.template,
@@ -147,7 +147,7 @@ def test_refused_in_one_line_before_anything_is_written(name, value, rule, gener
 @pytest.mark.parametrize(
     ("name", "value"), [("package_name", "class"), ("project_slug", ""), ("author", "two\nlines")]
 )
-def test_command_refuses_with_nothing_but_that_line(name, value, generate, template, tmp_path, git):
+def test_the_command_prints_only_that_error_line(name, value, generate, template, tmp_path, git):
     done = generate(tmp_path / "out", f"{name}={value}", status=1)
     assert done.stdout == ""
     assert re.fullmatch(f"Error: {name}=.*\n", done.stderr)
@@ -224,7 +224,7 @@ MISTAKES = {
 }
 
 
-def test_what_is_refused_is_asked_again_at_once(generate, tmp_path):
+def test_a_rejected_answer_is_asked_again(generate, tmp_path):
     right = ["3D GPT", "", "", "A line", "", "", "3", "its-runs", "", "warm", "no"]
     again = {"project_slug": "its-slug", "package_name": "its_package", "author": "Its author"}
     typed = []
@@ -310,7 +310,7 @@ def test_a_project_of_any_name_has_a_folder_a_command_and_a_package(name, slug, 
     assert (tmp_path / slug / "src" / package / "cli.py").is_file()
 
 
-def test_an_extra_brings_what_it_needs_and_those_of_former_versions_are_taken(defaults):
+def test_an_extra_adds_its_requirements_and_old_names_are_accepted(defaults):
     from hooks.answers import checked
 
     assert checked({**defaults, "extras": "slurm"}).extras == ("nodes", "slurm")

@@ -108,7 +108,7 @@ def test_files_are_those_that_git_has_less_the_template_s_own(chosen, baked, tem
     assert files == {*expected, ".template.json"}
 
 
-def test_without_extras_nothing_else_stands_at_the_root(baked, tree):
+def test_without_extras_the_root_has_no_other_files(baked, tree):
     folders = ("configs/", "src/my_gpt/", "tests/")
     files = {name for name in tree(baked(extras="none")) if not name.startswith(folders)}
     assert files == AT_THE_ROOT
@@ -134,7 +134,7 @@ def test_nothing_is_left_of_our_names_or_of_the_mechanism(chosen, baked, tree, t
             assert not re.search(r"(?<!\$)\{\{", text), name
 
 
-def test_markers_in_the_living_sources_are_pairs_and_name_what_exists(template, tree):
+def test_markers_in_the_sources_are_pairs_with_existing_names(template, tree):
     marker = re.compile(r"(template-only|extra (\w+)): (begin|end)$")
     for name, (_, content) in tree(template).items():
         if name.startswith(("hooks/", "tests/template/")):
@@ -183,7 +183,7 @@ def test_without_a_license_nothing_speaks_of_one(baked):
 
 
 @pytest.mark.parametrize("answers", [{"license": "none"}, {"extras": "none"}, {"extras": "all"}])
-def test_its_own_tests_of_packaging_and_readme_pass_whatever_was_chosen(
+def test_its_tests_of_packaging_and_readme_pass_for_all_choices(
     answers, baked, environment, python_of_forks
 ):
     project = baked(**answers)
@@ -202,7 +202,7 @@ def test_its_own_tests_of_packaging_and_readme_pass_whatever_was_chosen(
 @pytest.mark.parametrize(
     "answers", [{"extras": "none"}, {"extras": "all"}, {"wandb_project": "w", "wandb_entity": "e"}]
 )
-def test_its_reference_of_settings_is_what_its_own_script_writes(answers, baked, environment):
+def test_its_settings_page_is_its_script_s_output(answers, baked, environment):
     project = baked(**answers)
     done = subprocess.run(
         [sys.executable, "-c", "import settings; print(settings.page(), end='')"],
@@ -228,9 +228,7 @@ def test_its_reference_of_settings_is_what_its_own_script_writes(answers, baked,
         ("none", "trainer.num_nodes=2", "trainer.num_nodes=2 needs an extra that is not installed"),
     ],
 )
-def test_a_setting_of_an_extra_is_refused_where_the_extra_is_not(
-    baked, environment, chosen, setting, line
-):
+def test_a_setting_of_a_missing_extra_is_rejected(baked, environment, chosen, setting, line):
     done = subprocess.run(
         [sys.executable, "-m", "my_gpt", "train", "trainer=cpu", setting],
         cwd=baked(extras=chosen),
@@ -252,7 +250,7 @@ def test_wandb_s_project_and_team_are_in_the_logger_s_settings(entity, value, ba
 
 
 @pytest.mark.parametrize("slug", ["null", "on", "1e3", "123", "0x1f", "1-2"])
-def test_a_slug_that_yaml_takes_for_something_else_stays_a_word(slug, made, tmp_path):
+def test_a_slug_that_yaml_would_convert_stays_text(slug, made, tmp_path):
     project = made(tmp_path / slug, project_slug=slug, wandb_project=slug, wandb_entity=slug)
     logger = yaml.safe_load((project / "configs/logger/wandb.yaml").read_text("utf-8"))["wandb"]
     sweep = yaml.safe_load((project / "configs/sweep.yaml").read_text("utf-8"))
@@ -262,7 +260,7 @@ def test_a_slug_that_yaml_takes_for_something_else_stays_a_word(slug, made, tmp_
     assert (about["name"], list(about["scripts"])) == (slug, [slug])
 
 
-def test_exactly_what_starts_with_a_shebang_may_be_run(baked, tree):
+def test_exactly_the_files_with_a_shebang_are_executable(baked, tree):
     files = tree(baked(extras="all"))
     runnable = {name for name, (may_run, _) in files.items() if may_run}
     assert runnable == {name for name, (_, text) in files.items() if text.startswith(b"#!")}

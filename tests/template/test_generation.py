@@ -73,7 +73,7 @@ def as_zip(template: Path, path: Path) -> Path:
     return path
 
 
-def test_the_screen_says_what_was_made_and_what_comes_next(generate, tmp_path, tree):
+def test_the_screen_shows_the_result_and_the_next_commands(generate, tmp_path, tree):
     done = generate(tmp_path)
     assert done.stdout == SCREEN.format(len(tree(tmp_path / "my-gpt")))
     assert done.stderr == ""
@@ -99,7 +99,7 @@ def test_a_clone_a_zip_and_another_call_give_the_same_bytes(
         assert files == expected, name
 
 
-def test_a_zip_without_a_folder_in_it_is_refused_and_generates_once_it_is_unpacked(
+def test_a_zip_without_a_folder_is_rejected_but_works_unpacked(
     generate, baked, template, tmp_path, tree
 ):
     flat, unpacked = tmp_path / "flat.zip", tmp_path / "unpacked"
@@ -148,14 +148,14 @@ def test_the_record_names_no_password(template):
     assert origin_of(template)["template"] == str(template)
 
 
-def test_what_lies_at_the_root_is_known(template, git):
+def test_every_file_at_the_root_is_known(template, git):
     from hooks.project import OURS
 
     assert {name.split("/")[0] for name in git(template, "ls-files").splitlines()} == OURS
 
 
 @pytest.mark.parametrize("kept", [True, False], ids=["repository", "plain folder"])
-def test_what_git_does_not_know_is_left_behind_and_new_files_are_taken(
+def test_untracked_files_are_left_out_and_added_ones_copied(
     kept, generate, littered, tmp_path, tree
 ):
     if not kept:
@@ -191,7 +191,7 @@ def test_a_project_can_be_made_in_the_template_s_own_folder(kept, generate, litt
     assert files == expected
 
 
-def test_a_second_call_refuses_and_a_forced_one_keeps_what_is_the_user_s(generate, tmp_path, tree):
+def test_a_second_call_fails_and_a_forced_one_keeps_user_files(generate, tmp_path, tree):
     generate(tmp_path, "git_init=no")
     project = tmp_path / "my-gpt"
     before = tree(project)
@@ -204,7 +204,7 @@ def test_a_second_call_refuses_and_a_forced_one_keeps_what_is_the_user_s(generat
     assert tree(project) == {**before, **dict.fromkeys(own, (False, b"x\n"))}
 
 
-def test_what_is_there_stays_where_it_is_asked_to(generate, tmp_path, tree):
+def test_existing_files_are_kept_on_request(generate, tmp_path, tree):
     generate(tmp_path, "git_init=no")
     project = tmp_path / "my-gpt"
     before = tree(project)
@@ -322,7 +322,7 @@ def test_without_git_a_project_is_made_and_the_screen_says_so(generate, tmp_path
     assert files == expected
 
 
-def test_what_was_asked_is_kept_for_a_replay_as_it_was_answered(generate, tmp_path):
+def test_answers_are_stored_for_a_replay_unchanged(generate, tmp_path):
     generate(tmp_path, "git_init=no", 'author=O\'Reilly "net"')
     kept = json.loads((generate.home / "replay/template.json").read_text("utf-8"))
     assert kept["cookiecutter"]["author"] == 'O\'Reilly "net"'

@@ -42,14 +42,14 @@ def pinned(baked) -> set[str]:
     return set(map(normal, re.findall(r"^([\w.-]+)==", pins, flags=re.MULTILINE)))
 
 
-def test_every_module_of_the_pinned_dependencies_is_refused_as_package(defaults, pinned):
+def test_module_names_of_dependencies_are_rejected_as_package(defaults, pinned):
     owners = importlib.metadata.packages_distributions()
     modules = {name for name in owners if pinned & set(map(normal, owners[name]))}
     assert {"torch", "yaml", "PIL", "hydra", "pytest"} <= modules
     assert [name for name in modules if is_taken(defaults, package_name=name.lower())] == []
 
 
-def test_every_command_of_the_pinned_dependencies_is_refused_as_slug(defaults, pinned):
+def test_command_names_of_dependencies_are_rejected_as_slug(defaults, pinned):
     found = (each for each in importlib.metadata.distributions() if normal(each.name) in pinned)
     files = [Path(file) for each in found for file in each.files or []]
     names = {file.name for file in files if file.parts[0] == ".."}  # next to the packages
@@ -92,7 +92,9 @@ def test_names_of_24_characters_and_of_one_are_taken(defaults):
 
 @settings(max_examples=25)
 @given(package=PACKAGES, slug=SLUGS, author=LINES.map(lambda line: line.strip() or "x"))
-def test_whatever_is_taken_can_be_imported(made, defaults, environment, package, slug, author):
+def test_every_accepted_package_name_can_be_imported(
+    made, defaults, environment, package, slug, author
+):
     answers = {"package_name": package, "project_slug": slug, "author": author}
     assume(is_taken(defaults, **answers))
     with tempfile.TemporaryDirectory() as folder:

@@ -61,9 +61,7 @@ CHANGED = [
 ]
 
 
-def test_what_changed_comes_in_and_what_is_the_user_s_stays(
-    project, upstream, update, committed, git
-):
+def test_an_update_brings_changes_and_keeps_user_edits(project, upstream, update, committed, git):
     change(upstream, committed)
     said = update(project)
     assert "all applied and staged" in said
@@ -81,7 +79,7 @@ def test_what_changed_comes_in_and_what_is_the_user_s_stays(
     assert git(project, "status", "--porcelain") == ""
 
 
-def test_a_second_update_goes_on_from_the_first(project, upstream, update, committed, git):
+def test_a_second_update_starts_from_the_first(project, upstream, update, committed, git):
     change(upstream, committed)
     update(project)
     committed(project)
@@ -91,9 +89,7 @@ def test_a_second_update_goes_on_from_the_first(project, upstream, update, commi
     assert changes(project, git) == ["M\t.template.json", "M\tsrc/my_gpt/model/new.py"]
 
 
-def test_a_file_that_the_user_renamed_is_updated_where_it_is(
-    project, upstream, update, committed, git
-):
+def test_a_renamed_file_is_updated_under_its_new_name(project, upstream, update, committed, git):
     git(project, "mv", "src/my_gpt/model/gpt.py", "src/my_gpt/model/mine.py")
     committed(project)
     change(upstream, committed)
@@ -102,9 +98,7 @@ def test_a_file_that_the_user_renamed_is_updated_where_it_is(
     assert not (project / "src/my_gpt/model/gpt.py").exists()
 
 
-def test_where_both_changed_the_same_there_are_conflict_markers(
-    project, upstream, update, committed
-):
+def test_conflicting_changes_get_conflict_markers(project, upstream, update, committed):
     edit(project / "src/my_gpt/model/gpt.py", before="# the user's first line\n")
     edit(project / "src/my_gpt/inference/generate.py", after=LAST)
     committed(project)
@@ -150,7 +144,7 @@ def test_a_project_in_a_folder_of_a_repository_is_updated_there(
     assert changes(outer, git) == sorted(expected)
 
 
-def test_it_takes_another_template_and_a_commit_of_it(project, upstream, update, committed, git):
+def test_another_template_and_commit_can_be_given(project, upstream, update, committed, git):
     last = git(upstream, "rev-parse", "HEAD").strip()
     change(upstream, committed)
     moved = upstream.rename(upstream.with_name("moved"))
@@ -171,7 +165,7 @@ def test_it_takes_another_template_and_a_commit_of_it(project, upstream, update,
     ],
     ids=["dirty", "no record", "no repository"],
 )
-def test_what_cannot_be_updated_is_left_alone(spoil, said, project, update, tree):
+def test_projects_that_cannot_be_updated_stay_unchanged(spoil, said, project, update, tree):
     spoil(project)
     before = tree(project)
     refused = update(project, status=2)
@@ -187,7 +181,7 @@ def test_what_cannot_be_updated_is_left_alone(spoil, said, project, update, tree
         (["--extras", "wram"], "did you mean warm?"),
     ],
 )
-def test_what_the_template_does_not_have_is_refused_in_one_line(words, said, project, update, tree):
+def test_unknown_extras_are_rejected_in_one_line(words, said, project, update, tree):
     before = tree(project)
     refused = update(project, *words, status=2)
     assert said in refused

@@ -176,7 +176,7 @@ def test_two_ranks_train_into_one_run_directory_with_one_wandb_run(project, run,
     assert git(project, "status", "--porcelain") == ""
 
 
-def test_its_wheel_and_its_sdist_hold_its_configs(project, packed):
+def test_its_wheel_and_sdist_contain_its_configs(project, packed):
     configs = {path.relative_to(project).as_posix() for path in project.glob("configs/**/*.yaml")}
     assert "configs/train.yaml" in configs
     with zipfile.ZipFile(next(packed.glob("my_gpt-*.whl"))) as wheel:

@@ -22,7 +22,7 @@ def test_scientific_python_finds_nothing(repository, environment):
     assert "error" not in done.stderr.lower()
 
 
-def test_the_review_sees_what_is_missing(environment, tmp_path):
+def test_the_review_finds_missing_files(environment, tmp_path):
     (tmp_path / "README.md").touch()
     words = [sys.executable, "-m", "repo_review", str(tmp_path)]
     done = subprocess.run(words, env=environment(), capture_output=True, encoding="utf-8")
@@ -37,7 +37,7 @@ def test_the_citation_has_the_version_and_the_license_of_the_project(template):
     assert cited["cff-version"] == "1.2.0"
 
 
-def test_forms_of_issues_ask_and_each_question_has_a_name_of_its_own(template):
+def test_issue_forms_have_questions_with_unique_names(template):
     forms = sorted((template / ".github/ISSUE_TEMPLATE").glob("[!c]*.yml"))
     assert [form.stem for form in forms] == ["fault", "wish"]
     for form in forms:
@@ -48,7 +48,7 @@ def test_forms_of_issues_ask_and_each_question_has_a_name_of_its_own(template):
         assert all(question["attributes"]["label"] for question in asked["body"])
 
 
-def test_zizmor_finds_nothing_in_what_runs_on_github(repository, environment):
+def test_zizmor_finds_nothing_in_the_workflows(repository, environment):
     zizmor = Path(sysconfig.get_path("scripts")) / "zizmor"
     words = [zizmor, "--offline", "--strict-collection", "--quiet"]
     done = subprocess.run(

@@ -44,7 +44,7 @@ def assert_updated(project: Path, order: str) -> None:
     assert list(project.rglob("*.rej")) == []
 
 
-def test_update_changes_what_changed_and_nothing_else(project, upstream, generate, committed, git):
+def test_an_update_changes_only_changed_files(project, upstream, generate, committed, git):
     order = (project / "src/my_gpt/data/order.py").read_text("utf-8")
     change(upstream, committed)
     generate.run("cruft", "update", "-y", cwd=project)
@@ -85,7 +85,7 @@ def test_the_update_that_brings_an_extra_can_take_it(project, upstream, generate
     assert (project / "configs/brand/new.yaml").read_text() == "_target_: my_gpt.cli\n"
 
 
-def test_cruft_refuses_in_the_same_one_line(upstream, generate, tmp_path):
+def test_cruft_fails_with_the_same_line(upstream, generate, tmp_path):
     answers = json.dumps({"package_name": "class"})
     words = ["create", f"file://{upstream}", "--no-input", "--extra-context", answers]
     done = generate.run("cruft", *words, cwd=tmp_path / "out", status=1)

@@ -12,7 +12,7 @@ TIMER = "lightning.pytorch.callbacks.Timer"
 DURATION = {"_target_": "datetime.timedelta", "seconds": 3}
 
 
-def test_a_node_is_built_with_the_nodes_in_it_and_what_it_takes_of_the_known():
+def test_a_node_is_built_with_its_children_and_known_arguments():
     timer = build(
         {"_target_": TIMER, "duration": DURATION},
         {"interval": "epoch", "nothing": 1},
@@ -28,6 +28,6 @@ def test_a_node_is_built_with_the_nodes_in_it_and_what_it_takes_of_the_known():
         {"_target_": TIMER, "duration": {"_target_": "subprocess.run", "args": ["true"]}},
     ],
 )
-def test_what_runs_anything_that_it_is_given_is_refused(node):
+def test_functions_that_run_any_code_are_rejected(node):
     with pytest.raises(UserError, match=r"os\.system|subprocess\.run"):
         build(node, {})

@@ -104,7 +104,7 @@ def test_an_update_that_is_not_finite_changes_nothing():
             assert torch.equal(state[name], states[number][name])
 
 
-def test_a_saved_state_goes_on_to_the_bit():
+def test_a_saved_state_resumes_bit_for_bit():
     gpt = model()
     optimizer = optimizer_of(gpt)
     step(gpt, optimizer)

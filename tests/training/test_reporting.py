@@ -41,7 +41,7 @@ def config(verbosity="normal"):
     return Config(max_steps=1, verbosity=verbosity)
 
 
-def test_rank_zero_speaks_to_the_screen_and_the_log_alike(run, capsys):
+def test_rank_zero_writes_the_same_to_screen_and_log(run, capsys):
     with reporting(run, Ranks(), config()) as terminal:
         logger.info("a line of %d words", 5)
         assert terminal is sys.stderr
@@ -52,7 +52,7 @@ def test_rank_zero_speaks_to_the_screen_and_the_log_alike(run, capsys):
     ("verbosity", "heard"),
     [("quiet", "warning"), ("normal", "info warning"), ("debug", "debug info warning")],
 )
-def test_verbosity_decides_what_is_heard(run, capsys, verbosity, heard):
+def test_verbosity_selects_the_messages_shown(run, capsys, verbosity, heard):
     with reporting(run, Ranks(), config(verbosity)):
         for level in ("debug", "info", "warning"):
             getattr(logger, level)(level)
@@ -78,7 +78,7 @@ def test_logging_is_as_before_when_a_rank_has_ended(run):
     assert logging.getLogger().handlers == before
 
 
-def test_other_ranks_speak_to_a_file_of_their_own(run, capfd):
+def test_other_ranks_write_to_their_own_files(run, capfd):
     ranks = Ranks(rank=2, world_size=4)
     with reporting(run, ranks, config()) as terminal:
         logger.info("logged")
@@ -94,7 +94,7 @@ def test_other_ranks_speak_to_a_file_of_their_own(run, capfd):
     assert err == "the failure\n"
 
 
-def test_the_file_of_a_rank_that_ended_well_goes_and_the_last_takes_the_folder(run):
+def test_files_of_successful_ranks_and_then_their_folder_are_removed(run):
     for rank in (1, 2):
         run.rank_log(rank).parent.mkdir(exist_ok=True)
         run.rank_log(rank).touch()
@@ -122,7 +122,7 @@ def lines(devices=2, nodes=1, compiled=False, epochs=0.5, micro_size=4, **optim)
     return receipt(config, batch, plan_schedule(config, batch), epochs, FACTS)
 
 
-def test_one_of_a_thing_has_no_plural():
+def test_a_count_of_one_is_singular():
     assert " x 1 sample x " in lines(devices=48, micro_size=1)["batch"]
 
 
@@ -151,7 +151,7 @@ def test_the_budget_is_said_in_steps_tokens_and_epochs(windows, epochs):
         ("none", "0.001 x 1 = 0.001 (not scaled: 48 samples, tuned for 12)"),
     ],
 )
-def test_the_learning_rate_is_said_with_what_made_it(rule, line):
+def test_the_receipt_shows_the_factors_of_the_learning_rate(rule, line):
     assert lines(lr_scaling=rule)["lr"] == line
 
 

@@ -59,7 +59,7 @@ def test_a_global_size_that_divides_is_reached_exactly(
 
 
 @given(micro=SIZES, devices=SIZES, nodes=SIZES, size=st.integers(1, 10_000))
-def test_sizes_named_in_a_refusal_are_the_nearest_that_work(
+def test_sizes_named_in_an_error_are_the_nearest_valid_ones(
     micro: int, devices: int, nodes: int, size: int
 ) -> None:
     step = micro * devices * nodes
@@ -77,7 +77,7 @@ def test_sizes_named_in_a_refusal_are_the_nearest_that_work(
     assert offered == ([str(max(smaller))] if smaller else [])
 
 
-def test_a_refusal_is_one_line_with_value_rule_and_remedies() -> None:
+def test_an_error_is_one_line_with_value_rule_and_remedies() -> None:
     with pytest.raises(UserError) as refusal:
         plan_batch(BatchConfig(micro_size=12, global_size=100), 128, devices=2, nodes=2)
     assert str(refusal.value) == (
@@ -128,7 +128,7 @@ def test_without_a_warmup_the_first_step_is_at_the_peak() -> None:
 
 
 @pytest.mark.parametrize("warmup", [{"warmup_steps": 100}, {"warmup_tokens": 76_800}])
-def test_a_warmup_as_long_as_the_run_is_refused(warmup: dict[str, int]) -> None:
+def test_a_warmup_as_long_as_the_run_is_rejected(warmup: dict[str, int]) -> None:
     ((name, value),) = warmup.items()
     with pytest.raises(UserError, match=rf"^optim\.{name}={value} makes 100 steps .*max_steps=100"):
         schedule(**warmup)
@@ -159,7 +159,7 @@ def test_last_step_is_exactly_at_the_final_rate_and_it_stays_there(plan: Schedul
 
 
 @given(schedules())
-def test_rate_has_no_jump_steeper_than_its_decay(plan: Schedule) -> None:
+def test_the_rate_never_jumps_more_than_its_decay(plan: Schedule) -> None:
     steepest = math.pi / 2 / max(1, plan.decay_steps)
     for step in range(max(0, plan.warmup_steps - 1), plan.total_steps - 1):
         assert plan.factor(step) - plan.factor(step + 1) <= steepest + 1e-12

@@ -19,13 +19,13 @@ def test_auto_wraps_nothing_around_one_rank():
     assert (cpu.root_device, gpu.root_device) == (torch.device("cpu"), torch.device("cuda", 0))
 
 
-def test_auto_takes_ddp_for_more_than_one_rank():
+def test_auto_chooses_ddp_for_more_than_one_rank():
     strategy = auto(accelerator="cpu", world_size=2, **SETTINGS)
     assert isinstance(strategy, DDPStrategy)
     assert strategy._timeout == timedelta(seconds=90)
 
 
-def test_ddp_wraps_even_one_rank_and_takes_the_backend_that_is_asked_for():
+def test_ddp_wraps_one_rank_too_and_uses_the_requested_backend():
     settings = {**SETTINGS, "process_group_backend": "mpi"}
     strategy = ddp(**settings, bucket_cap_mb=7)
     assert isinstance(strategy, DDPStrategy)

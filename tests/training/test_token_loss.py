@@ -62,7 +62,7 @@ def test_the_loss_is_the_same_to_the_bit_in_any_order_of_the_batches():
 
 
 @pytest.mark.parametrize("loss", [math.inf, math.nan])
-def test_a_loss_that_is_not_finite_is_told_as_it_is(loss):
+def test_a_loss_that_is_not_finite_is_reported(loss):
     metric = TokenLoss()
     for each in (1.0, loss):
         metric.update(torch.tensor(each), torch.zeros(1, 4, dtype=torch.int64))

@@ -66,7 +66,7 @@ def test_there_is_none_elsewhere(monkeypatch, system, machine, disabled):
     ],
 )
 @MAC
-def test_what_it_cannot_compute_is_refused(settings, line):
+def test_unsupported_settings_are_rejected(settings, line):
     with pytest.raises(UserError, match=f"^{line}"):
         place(of(**settings))
 
@@ -89,7 +89,7 @@ def test_a_launcher_s_ranks_do_not_share_it(monkeypatch):
 
 
 @MAC
-def test_a_strategy_for_several_devices_is_refused():
+def test_a_strategy_for_several_devices_is_rejected():
     with pytest.raises(UserError, match=r"^strategy._target_=\S+ is for several devices, and"):
         place(replace(of(), strategy={"_target_": AUTO["_target_"].replace("auto", "ddp")}))
 
@@ -98,7 +98,7 @@ def test_the_one_rank_computes_there():
     assert str(auto(accelerator="mps", world_size=1).root_device) == "mps:0"
 
 
-def test_elsewhere_it_is_refused_in_one_line(command):
+def test_on_other_machines_it_is_rejected_in_one_line(command):
     said = command.train("trainer=mps", status=2).stderr
     rule = "but there is no Apple GPU, or DISABLE_MPS=1 is set; set trainer=cpu"
     assert said == f"lockstep-gpt train: trainer.accelerator=mps {rule}\n"

@@ -42,7 +42,7 @@ def on_apple(value, **settings):
     return torch.tensor(value, **settings).as_subclass(OnApple)
 
 
-def test_the_stand_in_refuses_what_the_gpu_refuses():
+def test_the_stand_in_rejects_the_same_settings_as_the_gpu():
     with pytest.raises(TypeError, match="float64"):
         on_apple(1.0).double()
     assert on_apple(1.0).cpu().double().dtype == torch.float64
@@ -92,7 +92,7 @@ def test_only_such_ranks_have_that_callback(device, there):
 
 
 @pytest.mark.parametrize("stored", ["uint8", "uint16", "uint32"])
-def test_tokens_travel_as_int32_and_nothing_goes_on_meanwhile(stored):
+def test_tokens_are_copied_as_int32_and_block(stored):
     windows = torch.from_numpy(np.ones((2, 9), dtype=stored))
     transfer = TokenDataModule.transfer_batch_to_device
     with FakeTensorMode(allow_non_fake_inputs=True):

@@ -10,7 +10,7 @@ from lockstep_gpt.extras.cluster.collectives import (
 LINK = Bandwidth("within a node", 4, (4096, 10**9), (6e-6, 0.01))
 
 
-def test_the_bus_carries_what_the_ring_sends():
+def test_bus_bandwidth_counts_the_bytes_of_a_ring():
     assert LINK.bus(1) == pytest.approx(1.5 * 10**9 / 0.01)
     assert LINK.best == LINK.bus(1)
     assert LINK.latency == pytest.approx(1e-6)
@@ -23,12 +23,12 @@ def test_a_link_is_as_fast_as_its_slowest_rank_saw_it():
 
 
 @pytest.mark.parametrize(("share", "status"), [(0.9, "ok"), (0.3, "warning")])
-def test_a_link_is_held_against_what_it_should_give(share, status):
+def test_a_link_is_compared_with_its_expected_bandwidth(share, status):
     (found,) = examine_bandwidth([LINK], {"within a node": LINK.best / share})
     assert (found.check, found.status) == ("bandwidth", status)
 
 
-def test_where_nothing_is_expected_nothing_is_wrong():
+def test_without_an_expected_value_no_link_is_wrong():
     assert examine_bandwidth([LINK], {})[0].status == "ok"
 
 

@@ -60,7 +60,7 @@ def sound(tmp_path_factory, python_of_forks):
     return json.loads(done.stdout), folder / "p.json", folder
 
 
-def test_a_sound_machine_has_no_failure_and_all_checks(sound):
+def test_a_healthy_machine_passes_all_checks(sound):
     report = sound[0]
     assert report["status"] in ("ok", "warning")  # the machine may be busy
     assert {found["check"] for found in report["findings"]} > {
@@ -98,7 +98,7 @@ def test_the_folder_of_runs_is_left_as_it_was(sound):
     assert [path.name for path in sound[2].iterdir()] == ["p.json"]
 
 
-def test_plan_reads_what_the_doctor_measured(sound, capsys):
+def test_plan_reads_the_doctor_s_profile(sound, capsys):
     profile = Hardware.load(sound[1])
     words = ["--hardware", str(sound[1]), "--devices", "1,2", "--json"]
     assert cli.main(["plan", "experiment=smoke", *words]) == 0
@@ -182,7 +182,7 @@ def outside_address():
 
 
 @pytest.mark.skipif(outside_address() is None, reason="no interface but the loopback")
-def test_two_machines_meet_where_training_would(command, python_of_forks):
+def test_two_machines_meet_at_the_endpoint_of_training(command, python_of_forks):
     endpoint = f"launch.rdzv_endpoint={outside_address()}:{free_port()}"
     words = ["doctor", "trainer=cpu", "trainer.devices=1", "trainer.num_nodes=2", endpoint]
     doctor = [python_of_forks, "-m", "lockstep_gpt", *words, "--json"]
@@ -196,7 +196,7 @@ def test_two_machines_meet_where_training_would(command, python_of_forks):
     assert wrong(report)["devices"]["line"] == "ranks 0-1 count as nodes but share one machine"
 
 
-def test_machines_that_know_no_meeting_point_are_told(capsys):
+def test_machines_without_an_endpoint_get_an_error(capsys):
     assert cli.main(["doctor", "trainer=cpu", "trainer.num_nodes=2"]) == 1
     assert "launch.rdzv_endpoint=null with trainer.num_nodes=2" in capsys.readouterr().out
 
@@ -209,7 +209,7 @@ def test_devices_that_are_not_there_are_a_finding(capsys, monkeypatch):
 
 
 @pytest.mark.gpu
-def test_one_gpu_is_examined_and_two_ranks_on_it_are_refused(command):
+def test_one_gpu_is_examined_and_two_ranks_on_it_are_rejected(command):
     assert "cuda:0" in command("doctor", "trainer=gpu", "trainer.devices=1").stdout
     port = {"MASTER_PORT": str(free_port())}
     gloo = "strategy.process_group_backend=gloo"

@@ -59,6 +59,6 @@ def test_a_wrong_setting_is_said_and_nothing_else_is_tried(wrong, drill):
     assert len(done.stdout.splitlines()) == 3
 
 
-def test_one_fault_is_told_in_the_singular():
+def test_one_fault_is_reported_in_the_singular():
     assert shocks(1) == "1 kill or stop of a rank"
     assert shocks(2) == "2 kills and stops of ranks"

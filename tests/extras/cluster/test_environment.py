@@ -30,7 +30,7 @@ def statuses(findings):
     return [found.status for found in findings]
 
 
-def test_what_torchrun_sets_is_good():
+def test_variables_from_torchrun_pass():
     assert statuses(examine_launcher(GOOD)) == ["ok"]
     assert examine_nodes(4, 2) == []
 
@@ -60,7 +60,7 @@ def test_ranks_must_spread_evenly_over_nodes():
 
 
 @pytest.mark.parametrize("name", ["SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE"])
-def test_a_task_among_many_that_was_told_no_rank_would_train_alone(name):
+def test_a_task_without_a_rank_is_reported(name):
     assert statuses(examine_tasks({name: "4"})) == ["failure"]
     assert examine_tasks({name: "1"}) == examine_tasks({name: "4", "RANK": "0"}) == []
 

@@ -43,7 +43,7 @@ def three_steps(command):
     return train
 
 
-def test_every_difference_is_told_but_that_of_times(three_steps, command):
+def test_every_difference_except_times_is_reported(three_steps, command):
     first = three_steps("first", "seed=1")
     assert first.weights == command.summary("first")["weights"]["3"]  # from the report
     changed = RunDirectory(command.folder / "changed")
@@ -96,7 +96,7 @@ def test_differences_end_with_status_one(monkeypatch, capsys):
         (["optim.lr=-1"], "optim.lr=-1.0 must be above 0"),
     ],
 )
-def test_what_cannot_be_equal_is_refused_before_anything_runs(words, told, capsys):
+def test_settings_that_cannot_give_equal_bits_are_rejected_first(words, told, capsys):
     assert cli.main(["drill", "exact", *words]) == 2
     out, err = capsys.readouterr()
     assert (out, len(err.splitlines())) == ("", 1)

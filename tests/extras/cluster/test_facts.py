@@ -29,7 +29,7 @@ def worst(ranks):
     return {(found.check, found.status) for found in compare(ranks) if found.status != "ok"}
 
 
-def test_equal_ranks_on_devices_of_their_own_are_good():
+def test_equal_ranks_on_separate_devices_pass():
     assert worst([gpu(0), gpu(1)]) == set()
 
 

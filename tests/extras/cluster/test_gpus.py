@@ -28,12 +28,12 @@ def nvidia_smi(tmp_path, monkeypatch):
     return record
 
 
-def test_gpus_are_told_apart_by_their_uuid(nvidia_smi):
+def test_gpus_are_distinguished_by_uuid(nvidia_smi):
     nvidia_smi("GPU-1, 570.86, 10\nGPU-2, 570.86, 81559\n")
     assert gpus.table("driver_version", "memory.used")["GPU-2"]["memory.used"] == "81559"
 
 
-def test_a_driver_that_fails_tells_nothing(nvidia_smi):
+def test_a_failing_driver_gives_no_finding(nvidia_smi):
     nvidia_smi("NVIDIA-SMI has failed because it couldn't communicate", status=9)
     assert gpus.ask("topo", "-m") == ""
     assert gpus.table("driver_version") == {}
@@ -44,7 +44,7 @@ def test_the_nvlinks_of_a_gpu_add_up():
     assert nvlink("") is None
 
 
-def test_pcie_gives_what_generation_and_lanes_allow():
+def test_pcie_bandwidth_follows_from_generation_and_lanes():
     row = {"pcie.link.gen.max": "4", "pcie.link.width.max": "16"}
     assert pcie(row) == pytest.approx(31.5e9, rel=0.001)
     assert pcie({"pcie.link.gen.max": "[N/A]"}) is None
@@ -73,7 +73,7 @@ def test_cores_that_are_too_few_for_all_threads_are_noticed():
 
 
 @pytest.mark.gpu
-def test_a_rank_without_a_gpu_of_its_own_is_told():
+def test_a_rank_without_its_own_gpu_is_reported():
     (found,) = gpus.examine_device(torch.cuda.device_count(), 1, "cuda")
     assert (found.status, "sees" in found.line) == ("failure", True)
     assert gpus.identity(0)[0].startswith(("GPU-", "MIG-"))

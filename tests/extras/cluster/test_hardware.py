@@ -41,7 +41,7 @@ def test_each_generation_of_a_link_doubles_the_one_before():
         assert LINKS[second].bandwidth == 2 * LINKS[first].bandwidth
 
 
-def test_a_device_without_an_arithmetic_says_what_it_has():
+def test_a_device_without_a_number_format_names_those_it_has():
     with pytest.raises(UserError, match=r"bf16.+t4 is only known for fp32, fp16"):
         HARDWARE["t4"].flops("bf16-mixed")
 
@@ -63,13 +63,13 @@ def test_a_profile_comes_back_as_it_was_saved(tmp_path):
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", json.dumps({"host_link": 1})])
-def test_a_file_that_is_no_profile_is_refused_by_name(tmp_path, content):
+def test_an_invalid_profile_is_rejected_by_name(tmp_path, content):
     (tmp_path / "wrong.json").write_text(content)
     with pytest.raises(UserError, match=r"wrong.json is not a profile"):
         Hardware.load(tmp_path / "wrong.json")
 
 
-def test_unknown_hardware_is_refused_with_the_known():
+def test_unknown_hardware_is_rejected_with_the_known():
     with pytest.raises(UserError, match=r"v100 is not one of a100-40, a100-80, h100"):
         find_hardware("v100")
 

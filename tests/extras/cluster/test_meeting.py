@@ -30,7 +30,7 @@ def test_a_rank_that_never_comes_is_named_in_time():
     assert time.monotonic() - started < LIMIT + 20  # torch itself waits minutes
 
 
-def test_a_dead_port_is_told_apart_from_one_of_another_program(port):
+def test_a_closed_port_is_distinguished_from_another_program_s(port):
     with pytest.raises(Absent, match=rf"nothing answers at 127.0.0.1:{port} within 1 s"):
         open_meeting(SECOND, LIMIT)
     silent = socket.create_server(("127.0.0.1", port))

@@ -69,9 +69,7 @@ def test_seven_billion_parameters_with_adam_take_28_28_and_56_gigabytes():
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "64-true"])
 @pytest.mark.parametrize(("shape", "vocab_size"), [(WIDE, 1000), (LONG, 256)])
-def test_peak_is_within_a_tenth_of_what_the_allocator_measures(
-    composed, shape, vocab_size, precision
-):
+def test_peak_memory_is_within_a_tenth_of_the_allocator_s(composed, shape, vocab_size, precision):
     line = predicted(composed, shape, vocab_size, precision)
     whole = line.memory(6, context=0, bucket_copies=False)
     beside_states = whole.copies + whole.activations + whole.logits
@@ -87,7 +85,7 @@ def test_small_shapes_give_the_line_of_deep_ones(composed, precision):
     assert whole.copies + whole.activations + whole.logits == pytest.approx(traced, rel=0.01)
 
 
-def test_logits_are_what_grows_with_the_vocabulary(composed):
+def test_only_logits_grow_with_the_vocabulary(composed):
     narrow = predicted(composed, WIDE, 1024, "32-true")
     broad = predicted(composed, WIDE, 8 * 1024, "32-true")
     assert broad.logits == pytest.approx(8 * narrow.logits, rel=0.01)
@@ -115,7 +113,7 @@ def test_the_largest_micro_batch_fits_and_the_next_does_not(composed):
     assert line.largest_micro_size(1e6, context=0, bucket_copies=False) == 0
 
 
-def test_buckets_that_are_no_views_are_a_second_copy_of_the_gradients(composed):
+def test_buckets_without_views_are_a_second_copy_of_the_gradients(composed):
     line = predicted(composed, WIDE, 1000, "32-true")
     more = line.memory(1, 0, bucket_copies=True).total - line.memory(1, 0, False).total
     assert more == line.states.gradients
@@ -189,7 +187,7 @@ def test_a_large_vocabulary_does_not_bend_the_line(composed, precision, n_layer)
 @pytest.mark.parametrize(
     ("precision", "gathered"), [("32-true", 4), ("bf16-mixed", 4), ("bf16-mixed", 2)]
 )
-def test_what_fsdp2_gathers_is_no_less_and_little_more_than_the_allocator_measures(
+def test_predicted_gathers_of_fsdp2_are_at_least_those_measured(
     eight_ranks, precision, gathered, reshards
 ):
     shape = replace(WIDE, n_layer=8)

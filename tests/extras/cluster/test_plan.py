@@ -29,7 +29,7 @@ def screen(capsys, traced_once):  # noqa: ARG001 (in what the command calls)
     return run
 
 
-def test_gpt2_xl_over_eleven_numbers_of_devices_takes_less_than_a_second(composed):
+def test_a_plan_of_gpt2_xl_takes_less_than_a_second(composed):
     config = composed("model=gpt2_xl")
     times = []
     while len(times) < 6 and min(times, default=1) >= 1:  # busy cores also share their caches
@@ -49,7 +49,7 @@ def test_the_table_has_a_line_for_each_number_of_devices(screen):
     assert len({len(line) for line in steps}) == 1
 
 
-def test_the_output_says_what_is_assumed_and_where_figures_are_from(screen):
+def test_the_output_names_assumptions_and_sources(screen):
     _, out, _ = screen(*SMALL, "--hardware", "a100-80", "--utilisation", "0.55")
     facts = dict(line.split(maxsplit=1) for line in out.split("\n\n")[0].splitlines())
     assert facts["assumed"].startswith("0.55 of the peak")
@@ -66,7 +66,7 @@ def test_json_and_table_tell_the_same(screen):
 
 
 @pytest.mark.skipif(not any(additions("EXPECTED_LOSS")), reason="no such extra")
-def test_the_loss_that_another_extra_expects_stands_beside_time_and_cost(screen):
+def test_the_expected_loss_of_another_extra_is_shown(screen):
     words = ("plan", "model=auto", "--devices", "1")
     expected = json.loads(screen(*words, "--json")[1])["expected"]
     facts = screen(*words, "--price", "2")[1].split("\n\n")[0]
@@ -251,11 +251,11 @@ def test_a_recipe_is_planned_with_its_own_tokens(screen):
         (400 * 86_400, "400 days"),
     ],
 )
-def test_lengths_of_time_are_told_as_people_tell_them(seconds, told):
+def test_durations_have_readable_units(seconds, told):
     assert span(seconds) == told
 
 
-def test_numbers_are_told_as_people_tell_them():
+def test_numbers_have_readable_units():
     assert [amount(5120), amount(2.5e9), amount(1.1e12)] == ["5,120", "2.5 billion", "1.1 trillion"]
 
 
@@ -284,7 +284,7 @@ def test_the_strategy_that_is_asked_for_is_planned(screen):
     assert "planned as ddp" not in out
 
 
-def test_what_is_assumed_of_nccl_is_said_and_what_is_not_modelled(screen):
+def test_assumptions_on_nccl_and_omissions_are_printed(screen):
     _, out, _ = screen(*SMALL)
     facts = facts_of(out)
     assert "a ring" in facts["algorithm"]

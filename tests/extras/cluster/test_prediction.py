@@ -86,7 +86,7 @@ def test_slow_links_cost_efficiency(composed):
     assert lame.efficiency < 0.5 * fast.efficiency
 
 
-def test_what_does_not_fit_says_so_and_what_would(composed):
+def test_a_misfit_is_printed_with_settings_that_fit(composed):
     config = composed("model=gpt2_xl", "precision=32-true", "batch.global_size=64")
     row = predict(config, HARDWARE["a100-40"], (1,)).rows[0]
     assert not row.fits
@@ -106,11 +106,11 @@ def test_what_does_not_fit_says_so_and_what_would(composed):
         (["precision=32-true"], "bf16-mixed has 2.0 times the peak"),
     ],
 )
-def test_what_is_left_out_is_noted(composed, words, note):
+def test_omissions_are_noted(composed, words, note):
     assert any(note in each for each in predict(composed(*words), H100, (1,)).notes)
 
 
-def test_the_linear_rule_is_doubted_where_nobody_has_seen_it_hold(composed):
+def test_linear_scaling_beyond_its_tested_range_is_noted(composed):
     noted = [
         any("Goyal" in note for note in predict(composed(), H100, (1, devices)).notes)
         for devices in (8, 1024)
@@ -118,7 +118,7 @@ def test_the_linear_rule_is_doubted_where_nobody_has_seen_it_hold(composed):
     assert noted == [False, True]
 
 
-def test_a_precision_that_the_device_lacks_is_refused(composed):
+def test_a_precision_that_the_device_lacks_is_rejected(composed):
     with pytest.raises(UserError, match="precision=bf16-mixed"):
         predict(composed("precision=bf16-mixed"), HARDWARE["t4"], (1,))
 
@@ -151,7 +151,7 @@ def test_fsdp2_divides_the_states_by_the_ranks(composed):
 
 
 @has_fsdp2
-def test_what_fsdp2_keeps_gathered_is_in_the_memory(composed):
+def test_gathered_weights_of_fsdp2_count_as_memory(composed):
     settings = ([], ["strategy.reshard_after_forward=false"], ["strategy.param_dtype=bfloat16"])
     again, kept, half = (
         predict(composed(*LARGE, "strategy=fsdp2", *words), H100, (8,)).rows[0]
@@ -164,7 +164,7 @@ def test_what_fsdp2_keeps_gathered_is_in_the_memory(composed):
     assert half.time.all_reduce < again.time.all_reduce
 
 
-def test_what_does_not_fit_has_its_remedies(composed):
+def test_a_misfit_has_remedies(composed):
     config = composed(*LARGE)
     one, four = predict(config, HARDWARE["rtx4090"], (1, 4), vocab_size=50257).rows
     assert [one.fits, four.fits] == [False, False]
@@ -182,14 +182,14 @@ def test_what_does_not_fit_has_its_remedies(composed):
 
 
 @has_fsdp2
-def test_a_model_that_no_device_holds_is_told_to_share(composed):
+def test_a_model_larger_than_a_device_is_advised_to_shard(composed):
     config = composed("model=gpt2_xl", "optim=adamw", "precision=bf16-mixed", "batch.micro_size=1")
     one, eight = predict(config, HARDWARE["rtx4090"], (1, 8), vocab_size=50257).rows
     assert one.remedies == []
     assert [remedy.words for remedy in eight.remedies] == ["strategy=fsdp2"]
 
 
-def test_what_fits_needs_no_remedy(gpt2):
+def test_a_fit_has_no_remedy(gpt2):
     assert all(row.fits and row.remedies == [] for row in gpt2[1].rows)
 
 

@@ -135,7 +135,7 @@ def test_a_dev_shm_that_fills_is_explained(command, with_shared_memory):
 
 
 @pytest.mark.parametrize(("text", "cause"), RECORDED.items())
-def test_what_cannot_be_provoked_is_known_by_its_text(composed, text, cause):
+def test_recorded_failures_are_recognized_by_their_text(composed, text, cause):
     assert cause in explain(f"some lines\n{text}\nmore", Scene(composed(), 2))
 
 
@@ -146,11 +146,11 @@ def test_every_failure_of_the_table_is_among_the_tested():
     assert all(known)
 
 
-def test_what_is_not_known_stays_unexplained(composed):
+def test_an_unknown_failure_has_no_explanation(composed):
     assert explain("ValueError: something else", Scene(composed(), 1)) == ""
 
 
-def test_a_death_is_explained_by_what_the_process_said_last_else_by_its_signal(composed):
+def test_a_death_is_explained_by_its_log_or_its_signal(composed):
     scene = Scene(composed(), 2)
     assert "joined an all-reduce late" in explain_death(
         6, "Watchdog caught collective operation timeout", scene

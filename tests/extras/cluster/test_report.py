@@ -11,17 +11,17 @@ from lockstep_gpt.extras.cluster.report import (
 )
 
 
-def test_what_is_ok_everywhere_is_said_once():
+def test_findings_that_are_ok_on_all_ranks_are_merged():
     assert merged([[ok("disk", "5 GiB")], [ok("disk", "6 GiB")]]) == [ok("disk", "5 GiB")]
 
 
-def test_what_is_wrong_names_whom_it_concerns():
+def test_a_failure_names_its_ranks():
     bad = failure("disk", "full", "free room")
     (found,) = merged([[ok("disk", "5 GiB")], [bad], [bad]])
     assert found.as_text(4) == "failure  disk  ranks 1-2: full; fix: free room"
 
 
-def test_what_is_wrong_everywhere_names_nobody():
+def test_a_failure_on_all_ranks_names_none():
     bad = failure("disk", "full", "free room")
     assert merged([[bad], [bad]]) == [bad]
 
@@ -50,7 +50,7 @@ def test_ranks_are_written_as_spans():
     ]
 
 
-def test_the_sum_counts_in_the_plural_where_there_are_several():
+def test_the_summary_uses_plurals():
     findings = [ok("a", "x"), ok("b", "x"), warning("c", "y", "z"), failure("d", "y", "z")]
     assert Report(1, findings).as_text().splitlines()[-1].startswith("1 rank, 2 ok, 1 warning, 1 f")
     findings += [warning("e", "y", "z"), failure("f", "y", "z")]

@@ -23,7 +23,7 @@ def test_slow_memory_is_worth_a_warning():
     assert (memory.status, "rank 2" in memory.line) == ("warning", True)
 
 
-def test_the_table_has_every_rank_beside_the_median():
+def test_the_table_compares_every_rank_with_the_median():
     rows = table([rank(100e9), rank(50e9), rank(200e9)], ["a", "a", "b"])
     assert [row["of median"] for row in rows] == [1, 0.5, 2]
     assert [(row["rank"], row["host"]) for row in rows] == [(0, "a"), (1, "a"), (2, "b")]

@@ -78,7 +78,7 @@ def test_between_nodes_data_flow_through_at_the_rate_of_the_narrowest_link():
     )
 
 
-def test_a_tree_takes_over_where_a_ring_has_too_many_steps():
+def test_a_tree_is_chosen_when_a_ring_has_too_many_steps():
     ring, tree = (all_reduce_seconds(25 * MIB, spread(8, nodes), IDEAL) for nodes in (1, 64))
     assert (ring[1], tree[1]) == ("ring", "tree")
     hops = 2 * (7 * LINKS["nvlink3"].tree_latency + 6 * LINKS["hdr"].tree_latency)
@@ -111,7 +111,7 @@ def exchange_of(shape, devices, hardware):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_all_reduces_take_what_one_calculates_by_hand(name):
+def test_times_of_all_reduces_match_calculations_by_hand(name):
     shape, parameters, count = MODELS[name]
     ways = [(8, 360e9, HOPS_8), (32, 320e9, HOPS_32), (64, 320e9, HOPS_64), (512, 320e9, HOPS_512)]
     for devices, bandwidth, hops in ways:
@@ -189,7 +189,7 @@ def test_the_last_bucket_cannot_hide_behind_backward():
     assert exposed_seconds([10, 10], [0.1, 0.1], backward=10.0) == pytest.approx(0.1)
 
 
-def test_what_does_not_fit_beside_backward_is_exposed():
+def test_communication_longer_than_backward_is_exposed():
     assert exposed_seconds([10, 10], [3.0, 3.0], backward=2.0) == pytest.approx(5.0)
 
 

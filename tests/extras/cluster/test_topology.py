@@ -86,7 +86,7 @@ def test_a_matrix_without_affinity_is_read_too():
     assert examine(two)[1].status == "ok"
 
 
-def test_adapters_are_no_gpus():
+def test_adapters_are_not_counted_as_gpus():
     assert parse(SOCKETS).gpus == (0, 1, 2, 3)
     assert parse(SOCKETS).affinity[1] == "16-31"
 
@@ -95,12 +95,12 @@ def test_blanks_instead_of_tabs_do_not_matter():
     assert parse(PAIRS.expandtabs(8)) == parse(PAIRS)
 
 
-def test_the_visible_gpus_have_a_topology_of_their_own():
+def test_visible_gpus_have_their_own_topology():
     assert parse(PAIRS).among([1, 0]).islands() == [(0, 1)]
     assert examine(parse(PAIRS).among([2]))[0].line == "one GPU"
 
 
 @pytest.mark.parametrize("text", ["", "NVIDIA-SMI has failed", PAIRS.replace("PXB", "ABC")])
-def test_what_is_no_matrix_is_refused(text):
+def test_output_without_a_matrix_is_rejected(text):
     with pytest.raises(ValueError, match=r"no matrix|not among NV"):
         parse(text)

@@ -34,7 +34,7 @@ def test_the_known_arguments_of_the_trainer_are_its_own(monkeypatch):
         ("zzz", "leave it out"),
     ],
 )
-def test_what_the_trainer_does_not_take_is_refused(name, hint):
+def test_unknown_trainer_arguments_are_rejected(name, hint):
     with pytest.raises(UserError) as refusal:
         refuse({"_target_": TRAINER, name: 3})
     line = f"trainer.{name}=3 is not an argument of Lightning's Trainer; {hint}"
@@ -42,7 +42,7 @@ def test_what_the_trainer_does_not_take_is_refused(name, hint):
     refuse({"_target_": "mine.Trainer", name: 3})  # unknown everywhere
 
 
-def test_it_is_refused_before_there_are_ranks(command):
+def test_it_is_rejected_before_ranks_start(command):
     said = command("train", "experiment=smoke", "+trainer.profile=simple", status=2).stderr
     assert said.count("\n") == 1
     assert "did you mean trainer.profiler?" in said

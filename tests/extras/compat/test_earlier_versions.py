@@ -137,7 +137,7 @@ def earlier(finished, command):
 
 
 @pytest.mark.parametrize("version", FROZEN)
-def test_a_run_of_an_earlier_version_goes_on_and_its_model_is_read(earlier, command, version):
+def test_a_run_of_an_earlier_version_can_be_resumed_and_its_model_read(earlier, command, version):
     earlier(version)
     if "evaluate" in cli.COMMANDS:
         assert '"loss": 4.' in command("evaluate", "run", "--json").stdout
@@ -147,9 +147,7 @@ def test_a_run_of_an_earlier_version_goes_on_and_its_model_is_read(earlier, comm
 
 
 @pytest.mark.parametrize("version", FROZEN)
-def test_a_run_is_read_where_the_extras_are_not_that_have_its_settings_now(
-    version, monkeypatch, tmp_path
-):
+def test_a_run_is_readable_without_the_extras_of_its_settings(version, monkeypatch, tmp_path):
     (tmp_path / "extras").mkdir()
     (tmp_path / "extras/compat").symlink_to(Path(compat.__file__).parent)
     monkeypatch.setattr(extras, "__path__", [str(tmp_path / "extras")])
@@ -163,9 +161,7 @@ def test_a_run_is_read_where_the_extras_are_not_that_have_its_settings_now(
 
 
 @pytest.mark.parametrize(("group", "name"), [("checkpoint", "copy_to"), ("guard", "stall_after")])
-def test_what_was_asked_of_an_extra_that_is_not_here_is_refused_by_its_name(
-    group, name, monkeypatch, tmp_path
-):
+def test_a_setting_of_a_missing_extra_is_rejected_by_name(group, name, monkeypatch, tmp_path):
     (tmp_path / "extras").mkdir()
     monkeypatch.setattr(extras, "__path__", [str(tmp_path / "extras")])
     run, values = RunDirectory(tmp_path), yaml.safe_load(FROZEN["709b8e7"])
@@ -184,7 +180,7 @@ def with_gone(group):
 
 
 @pytest.mark.parametrize("group", ["model", "launch", ""])
-def test_a_setting_that_is_no_more_is_one_line_with_the_file(earlier, command, group):
+def test_a_removed_setting_fails_in_one_line_with_the_file(earlier, command, group):
     earlier("45dabce", with_gone(group))
     name = f"{group}.gone".lstrip(".")
     frozen = (command.folder / "run/config.yaml").read_bytes()
@@ -207,7 +203,7 @@ def test_a_model_is_read_without_settings_that_decide_nothing_of_it(earlier, com
         assert (f"step=000020.ckpt cannot be read ({group}.gone: Key 'gone' not" in said) == needed
 
 
-def test_a_class_that_is_no_more_is_one_line_on_every_rank(earlier, command):
+def test_a_removed_class_fails_in_one_line_on_every_rank(earlier, command):
     def change(values):
         values["callbacks"]["report"] = {"_target_": "lockstep_gpt.gone.Report"}
         return values
@@ -242,7 +238,7 @@ def test_weights_of_other_code_are_one_line_and_leave_the_run_as_it_was(earlier,
     command(*RESUME, "launch.inline=true", "resume_force=true", "max_steps=6")
 
 
-def test_every_new_place_of_what_moved_exists():
+def test_every_new_place_of_a_moved_class_exists():
     for old, new in merged("MOVED").items():
         assert resolve_name(new), old
         with pytest.raises((ImportError, AttributeError)):

@@ -34,7 +34,7 @@ def test_the_page_names_all_that_lightning_has():
 
 
 @pytest.mark.parametrize("name", [name for name, said in CALLBACKS.items() if "refused" in said])
-def test_a_callback_that_cannot_work_is_refused_as_the_page_says(name):
+def test_a_callback_that_cannot_work_is_rejected_as_the_page_says(name):
     node = {"_target_": f"lightning.pytorch.callbacks.{name}"}
     with pytest.raises(UserError) as refusal:
         refuse_what_cannot_work(SimpleNamespace(callbacks={"mine": node}))
@@ -44,7 +44,7 @@ def test_a_callback_that_cannot_work_is_refused_as_the_page_says(name):
 
 
 @pytest.mark.parametrize("name", ARGUMENTS)
-def test_an_argument_of_the_trainer_is_refused_as_the_page_says_or_not_at_all(name):
+def test_trainer_arguments_are_rejected_exactly_as_the_page_says(name):
     said = re.match(r"refused: set (.+?) instead", ARGUMENTS[name])
     assert OWNED_TRAINER_KEYS.get(name) == (said and said[1])
 

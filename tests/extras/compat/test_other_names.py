@@ -111,7 +111,7 @@ def test_a_setting_of_an_extra_that_is_not_here_is_known_as_one(
         ),
     ],
 )
-def test_a_name_of_elsewhere_is_refused_in_one_line_with_ours(word, line, capsys):
+def test_another_project_s_name_is_rejected_in_one_line_with_ours(word, line, capsys):
     assert cli.main(["train", word]) == 2
     assert capsys.readouterr().err == f"lockstep-gpt train: {line}\n"
 

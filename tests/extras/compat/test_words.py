@@ -37,13 +37,13 @@ def test_an_interval_begins_at_its_start(capsys):
         ("model=3", f"model=3 is not a choice; {PROGRAM} train --help lists them"),
     ],
 )
-def test_what_hydra_would_answer_at_length_is_refused_in_one_line(word, line, capsys):
+def test_long_errors_of_hydra_become_one_line(word, line, capsys):
     assert cli.main(["train", "logger=none", word]) == 2
     assert capsys.readouterr().err == f"{PROGRAM} train: {line}\n"
 
 
 @pytest.mark.parametrize("launcher", ["joblib", "submitit_slurm", "submitit_local"])
-def test_a_launcher_that_loses_what_becomes_of_jobs_is_refused(launcher, capsys):
+def test_a_launcher_that_loses_exit_statuses_is_rejected(launcher, capsys):
     assert cli.main(["train", "--multirun", f"hydra/launcher={launcher}", "seed=1,2"]) == 2
     line = capsys.readouterr().err
     assert f"hydra/launcher={launcher} would lose the exit status of its jobs" in line

@@ -28,7 +28,7 @@ def copies(folder):
 
 
 @pytest.mark.parametrize("place", ["memory://{}", "file://{}", "{}"])
-def test_a_copy_elsewhere_follows_every_save_and_brings_a_lost_run_back(tmp_path, place):
+def test_every_save_is_copied_and_a_lost_run_is_restored_from_copies(tmp_path, place):
     url = place.format(tmp_path / "far")
     io = CopyingCheckpointIO(copy_to=url)
     for step in (1, 2, 3):
@@ -74,7 +74,7 @@ def saved(disk, directory, step, **model):
     disk.save_checkpoint({**content(step), "config": identity(run_dir, **model)}, path)
 
 
-def test_runs_of_two_sweeps_have_folders_of_their_own(tmp_path):
+def test_runs_of_two_sweeps_have_separate_folders(tmp_path):
     places = [
         copies_of(*run_in(tmp_path, run_dir, "s3://far/"))
         for run_dir in ("runs/one/0", "runs/two/0")
@@ -85,7 +85,7 @@ def test_runs_of_two_sweeps_have_folders_of_their_own(tmp_path):
     assert copies_of(directory, config) == "s3://far/scratch/runs/0"
 
 
-def test_a_new_run_never_takes_the_place_of_another_s_copies(tmp_path):
+def test_a_new_run_never_replaces_another_run_s_copies(tmp_path):
     far = tmp_path / "far"
     first, config = run_in(tmp_path / "here", "runs/0", far)
     disk = checkpoint_io(first, config)
@@ -97,7 +97,7 @@ def test_a_new_run_never_takes_the_place_of_another_s_copies(tmp_path):
     assert not other.checkpoints.exists()
 
 
-def test_a_run_that_lost_its_disk_takes_its_own_copies_up_again(tmp_path):
+def test_a_run_that_lost_its_disk_resumes_from_its_own_copies(tmp_path):
     far = tmp_path / "far"
     first, config = run_in(tmp_path / "here", "runs/0", far)
     saved(checkpoint_io(first, config), first, 5)
@@ -111,7 +111,7 @@ def test_a_run_that_lost_its_disk_takes_its_own_copies_up_again(tmp_path):
     saved(checkpoint_io(first, config), first, 9)  # the same run, after any loss of its disk
 
 
-def test_a_copy_of_another_model_is_refused_and_none_of_it_stays(tmp_path):
+def test_a_copy_of_another_model_is_rejected_and_removed(tmp_path):
     far = tmp_path / "far"
     first, config = run_in(tmp_path / "here", "runs/0", far)
     saved(checkpoint_io(first, config), first, 5, n_layer=2)
@@ -134,7 +134,7 @@ def test_copies_of_an_earlier_version_are_found_by_their_own_run_alone(tmp_path,
     assert fetch(own, config) == checkpoint_path(own.checkpoints, 5)
 
 
-def test_what_fails_elsewhere_is_said_and_ends_no_run(tmp_path, caplog, monkeypatch):
+def test_a_failed_copy_is_reported_and_does_not_end_the_run(tmp_path, caplog, monkeypatch):
     directory, config = run_in(tmp_path / "here", "runs/0", tmp_path / "far")
     (tmp_path / "far").touch()  # no folder can exist there
     disk = checkpoint_io(directory, config)
@@ -155,7 +155,7 @@ def test_what_fails_elsewhere_is_said_and_ends_no_run(tmp_path, caplog, monkeypa
     assert not list(directory.checkpoints.iterdir())
 
 
-def test_a_command_goes_on_from_copies_and_spares_those_of_another_run(command):
+def test_a_command_resumes_from_copies_and_keeps_those_of_another_run(command):
     words = ("checkpoint.copy_to=far", "run_dir=runs/0")
     command.train(*words)
     shutil.rmtree(command.folder / "runs")
@@ -168,7 +168,7 @@ def test_a_command_goes_on_from_copies_and_spares_those_of_another_run(command):
     assert [row.split(",")[0] for row in rows[1:]] == ["25"]
 
 
-def test_a_reference_that_leads_nowhere_is_one_line(command):
+def test_a_wrong_reference_fails_in_one_line(command):
     source = "wandb://nobody/nothing/none:latest"
     offline = {"WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_API_KEY": "0" * 40}
     err = command("generate", source, "--prompt", "a", status=2, **offline).stderr

@@ -38,7 +38,7 @@ class Slow(CopyingCheckpointIO):
         super()._write(*arguments)
 
 
-def test_what_is_written_later_is_the_state_when_it_was_saved(tmp_path):
+def test_a_background_save_writes_the_state_at_the_save(tmp_path):
     io, weight = Slow(), torch.zeros(4)
     io.save_checkpoint({"w": weight, "n": (1, [weight])}, tmp_path / "step=000001.ckpt")
     weight += 1
@@ -49,7 +49,7 @@ def test_what_is_written_later_is_the_state_when_it_was_saved(tmp_path):
     assert torch.equal(content["n"][1][0], torch.zeros(4))
 
 
-def test_an_old_checkpoint_goes_only_after_the_new_one_stands(tmp_path):
+def test_an_old_checkpoint_is_removed_only_after_the_new_one_is_written(tmp_path):
     io = Slow()
     old, new = tmp_path / "step=000001.ckpt", tmp_path / "step=000002.ckpt"
     AtomicCheckpointIO().save_checkpoint({}, old)
@@ -61,7 +61,7 @@ def test_an_old_checkpoint_goes_only_after_the_new_one_stands(tmp_path):
     assert (old.exists(), new.exists()) == (False, True)
 
 
-def test_a_save_that_failed_in_the_background_is_told_and_removes_nothing(tmp_path):
+def test_a_failed_background_save_is_reported_and_removes_nothing(tmp_path):
     io, old = CopyingCheckpointIO(background=True), tmp_path / "step=000001.ckpt"
     io.save_checkpoint({}, old)
     (tmp_path / "file").touch()

@@ -50,7 +50,7 @@ def test_gradients_that_come_one_by_one_add_up_to_the_tree_s_sum(count):
 
 @settings(deadline=None, max_examples=60)
 @given(st.integers(1, 200), st.integers(0, 10), st.integers(1, 40), st.integers(0, 1000))
-def test_any_rank_s_part_is_a_subtree_whatever_the_slices(count, choice, size, seed):
+def test_any_rank_s_part_is_a_subtree_for_all_slices(count, choice, size, seed):
     sizes = exact_world_sizes(count, 1)
     world = sizes[choice % len(sizes)]
     values = leaves(count, size, seed)
@@ -90,7 +90,7 @@ def test_the_error_of_the_tree_is_far_below_that_of_a_sum_one_by_one():
     assert error(one_by_one) > 3 * error(summed(values))
 
 
-def test_the_numbers_of_devices_that_add_up_alike():
+def test_numbers_of_devices_with_equal_sums_are_listed():
     assert exact_world_sizes(12, 1) == [1, 3, 6, 12]
     assert exact_world_sizes(8, 1) == exact_world_sizes(16, 2) == [1, 2, 4, 8]
     assert exact_world_sizes(7, 1) == [1, 7]
@@ -104,7 +104,7 @@ def test_the_numbers_of_devices_that_add_up_alike():
         (5, "not on 5; .* set batch.global_size=10"),
     ],
 )
-def test_other_numbers_of_devices_are_refused_with_the_nearest_size(world, said):
+def test_other_numbers_of_devices_are_rejected_with_the_nearest_size(world, said):
     with pytest.raises(UserError, match=said):
         plan_batch(ExactBatch(global_size=12, exact_micro_size=1), 8, world, 1)
 
@@ -122,7 +122,7 @@ def test_other_numbers_of_devices_are_refused_with_the_nearest_size(world, said)
         ({"global_size": 12, "micro_size": 4, "exact_micro_size": 2}, "are two sizes"),
     ],
 )
-def test_sizes_that_contradict_each_other_are_refused(batch, said):
+def test_contradicting_sizes_are_rejected(batch, said):
     with pytest.raises(UserError, match=said):
         ExactBatch(**batch)
 
@@ -144,7 +144,7 @@ EXACT = {"global_size": 8, "exact_micro_size": 2, "micro_size": None}
 
 
 @pytest.mark.parametrize("micro", [1, 2, 8])
-def test_one_rank_takes_the_mean_of_its_micro_batches_in_the_tree_s_order(new_run, micro):
+def test_one_rank_averages_its_micro_batches_in_the_tree_s_order(new_run, micro):
     run = new_run(max_steps=1, batch={**EXACT, "exact_micro_size": micro})
     model, step = copy.deepcopy(run.module.model), Step()
     run.fit(GradientSums(), step)
@@ -168,14 +168,14 @@ def test_a_mean_of_twelve_is_that_of_the_tree(new_run):
         torch.testing.assert_close(found, reference, rtol=1e-4, atol=1e-6)
 
 
-def test_a_model_with_a_batchnorm_is_refused(new_run):
+def test_a_model_with_a_batchnorm_is_rejected(new_run):
     run = new_run(max_steps=1, batch=EXACT)
     run.module.norm = nn.BatchNorm1d(3)
     with pytest.raises(UserError, match="has a BatchNorm"):
         run.fit(GradientSums())
 
 
-def test_a_parameter_without_a_gradient_is_refused(new_run):
+def test_a_parameter_without_a_gradient_is_rejected(new_run):
     run = new_run(max_steps=1, batch=EXACT)
     run.module.model.unused = nn.Parameter(torch.zeros(3))
     with pytest.raises(UserError, match=r"1 of .* parameters got no gradient"):

@@ -8,7 +8,7 @@ TWO = pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")
 FOUR = pytest.mark.skipif(GPUS < 4, reason="needs four GPUs")
 
 
-def test_a_run_goes_on_with_its_threads_on_numbers_of_devices_that_fit(command):
+def test_a_resumed_run_keeps_its_threads_on_other_numbers_of_devices(command):
     words = ["batch.exact_micro_size=2", "optim.decay=constant", "optim.warmup_steps=0"]
     every = ["checkpoint.every=2", "val_every=2", "model.dropout=0.1"]
     command.train(*words, *every, "run_dir=whole", "max_steps=6")

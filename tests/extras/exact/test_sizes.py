@@ -21,7 +21,7 @@ def test_it_is_said_on_which_devices_bits_are_equal():
     assert f"torch {torch.__version__}, {counted(torch.get_num_threads(), 'thread')}" in line
 
 
-def test_it_is_said_what_would_make_them_equal():
+def test_the_receipt_names_a_size_for_equal_bits():
     assert said(micro_size=4).endswith(
         "equal up to rounding on any number of devices; set batch.exact_micro_size=4 for equal "
         "bits on 1, 3, 6, or 12, with 12 micro-batches per step"

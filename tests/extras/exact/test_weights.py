@@ -3,7 +3,7 @@ import torch
 from lockstep_gpt.extras.exact.weights import digest
 
 
-def test_the_sum_of_weights_tells_names_types_shapes_and_bits_apart():
+def test_the_checksum_of_weights_depends_on_names_types_shapes_and_bits():
     weight = torch.arange(6.0)
     models = [
         {"a": weight},
@@ -19,5 +19,5 @@ def test_the_sum_of_weights_tells_names_types_shapes_and_bits_apart():
     assert digest({"a": torch.arange(12.0)[::2] / 2}) == sums[0]  # in any memory layout
 
 
-def test_shares_of_a_model_have_no_sum_of_their_own():
+def test_shards_of_a_model_have_no_checksum():
     assert digest({"a": torch.nn.Parameter(torch.ones(2))}) is None

@@ -36,14 +36,14 @@ def test_logits_and_loss_are_those_of_the_model(pair):
     torch.testing.assert_close(expected.loss, loss, rtol=1e-5, atol=1e-5)
 
 
-def test_what_transformers_saves_again_is_the_same_model(pair, tmp_path):
+def test_a_model_saved_again_by_transformers_is_unchanged(pair, tmp_path):
     model, folder = pair
     load(folder).save_pretrained(tmp_path)
     tokens = torch.randint(256, (1, 9))
     torch.testing.assert_close(load(tmp_path)(tokens).logits, model(tokens), rtol=1e-5, atol=1e-5)
 
 
-def test_a_prompt_is_continued_alike(pair):
+def test_transformers_continues_a_prompt_with_the_same_tokens(pair):
     model, folder = pair
     tokens = torch.randint(1, 256, (2, 5))
     ours = model.generate(tokens, 12, temperature=0)
@@ -87,7 +87,7 @@ def test_the_card_is_the_receipt_and_its_code_runs(pair, capsys, monkeypatch):
     assert capsys.readouterr().out.startswith("def f(x, y):")
 
 
-def test_a_checkpoint_that_tells_nothing_is_exported_all_the_same(shaped, saved, tmp_path):
+def test_a_checkpoint_without_metrics_can_be_exported(shaped, saved, tmp_path):
     more = {"callbacks": {}, "tokens": None}
     export(saved(shaped(), ByteTokenizer(), **more), tmp_path / "new")
     card = (tmp_path / "new/README.md").read_text(encoding="utf-8")
@@ -95,7 +95,7 @@ def test_a_checkpoint_that_tells_nothing_is_exported_all_the_same(shaped, saved,
     assert "| validation loss | not measured |" in card
 
 
-def test_the_revision_is_that_of_the_run_where_it_is_noted(shaped, saved, tmp_path):
+def test_the_card_names_the_run_s_revision_if_it_is_known(shaped, saved, tmp_path):
     source = saved(shaped(), ByteTokenizer())
     noted = {"git_revision": "abc123", "git_dirty": True}
     (source.parents[1] / "environment.json").write_text(json.dumps(noted), encoding="utf-8")
@@ -104,7 +104,7 @@ def test_the_revision_is_that_of_the_run_where_it_is_noted(shaped, saved, tmp_pa
     assert "| code | revision `abc123` when trained, with changes that are not in it |" in card
 
 
-def test_the_command_takes_a_run_and_puts_the_export_into_it(gpt, capsys):
+def test_the_command_exports_a_run_into_its_folder(gpt, capsys):
     run = gpt.parents[1]
     assert main([str(run)]) == 0
     assert capsys.readouterr().out.startswith(f"{run / 'export'}: ")
@@ -146,7 +146,7 @@ def test_an_export_is_replaced_only_by_force(gpt, tmp_path, capsys):
     assert [path.name for path in tmp_path.iterdir()] == ["new"]
 
 
-def test_what_is_no_export_is_never_replaced(gpt, tmp_path, capsys):
+def test_a_folder_that_is_not_an_export_is_never_replaced(gpt, tmp_path, capsys):
     for name in ("config.json", "README.md"):  # as in any model of the hub
         (tmp_path / name).write_text("{}")
     line = refused(capsys, gpt, "--to", tmp_path, "--force")
@@ -154,7 +154,7 @@ def test_what_is_no_export_is_never_replaced(gpt, tmp_path, capsys):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["README.md", "config.json"]
 
 
-def test_a_file_in_the_way_is_refused(gpt, tmp_path, capsys):
+def test_a_file_in_the_way_is_rejected(gpt, tmp_path, capsys):
     (tmp_path / "new").touch()
     assert "not an export" in refused(capsys, gpt, "--to", tmp_path / "new")
 
@@ -164,14 +164,14 @@ def test_an_empty_folder_is_filled(gpt, tmp_path):
     assert (tmp_path / "model.safetensors").is_file()
 
 
-def test_an_architecture_that_transformers_has_not_is_refused(shaped, saved, tmp_path, monkeypatch):
+def test_an_architecture_unknown_to_transformers_is_rejected(shaped, saved, tmp_path, monkeypatch):
     monkeypatch.setattr("lockstep_gpt.extras.export.layouts.LAYOUTS", {"other": None})
     with pytest.raises(UserError, match=r"model\.architecture=gpt is not one of other"):
         export(saved(shaped(), ByteTokenizer()), tmp_path / "new")
     assert not list(tmp_path.iterdir())
 
 
-def test_a_layer_that_gpt_2_has_not_is_refused(shaped, saved, tmp_path, monkeypatch):
+def test_a_layer_missing_in_gpt_2_is_rejected(shaped, saved, tmp_path, monkeypatch):
     model = shaped()
     model.extra_norm = torch.nn.LayerNorm(4)
     source = saved(shaped(), ByteTokenizer())

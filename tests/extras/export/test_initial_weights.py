@@ -84,7 +84,7 @@ def test_names_without_prefix_and_causal_masks_are_those_of_the_first_gpt_2(begu
     torch.testing.assert_close(begun(tmp_path)(tokens), theirs(tokens).logits, rtol=1e-5, atol=1e-5)
 
 
-def test_a_shorter_context_takes_the_first_positions(begun, tmp_path):
+def test_a_shorter_context_uses_the_first_positions(begun, tmp_path):
     theirs = gpt2(tmp_path)
     tokens = torch.randint(256, (1, 16))
     ours = begun(tmp_path, block_size=16)
@@ -115,7 +115,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_another_shape_is_refused_by_its_setting(begun, tmp_path, case):
+def test_another_shape_is_rejected_by_its_setting(begun, tmp_path, case):
     gpt2(tmp_path)
     model, line = CASES[case]
     with pytest.raises(UserError, match=f"^model.init_from={re.escape(str(tmp_path))} {line}$"):
@@ -131,7 +131,7 @@ COMPUTED = {
 
 
 @pytest.mark.parametrize("name", COMPUTED)
-def test_another_arithmetic_is_refused(begun, tmp_path, name):
+def test_other_computations_are_rejected(begun, tmp_path, name):
     gpt2(tmp_path, **{name: COMPUTED[name]})
     with pytest.raises(UserError, match=f"has {name}=.+, and the model computes with"):
         begun(tmp_path)
@@ -192,7 +192,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("case", BROKEN)
-def test_a_folder_that_does_not_fit_is_refused_in_one_line(begun, tmp_path, case):
+def test_an_unsuitable_folder_is_rejected_in_one_line(begun, tmp_path, case):
     gpt2(tmp_path)
     damage, line = BROKEN[case]
     damage(tmp_path)
@@ -201,7 +201,7 @@ def test_a_folder_that_does_not_fit_is_refused_in_one_line(begun, tmp_path, case
     assert "\n" not in str(refusal.value)
 
 
-def test_a_tokenizer_that_reads_text_otherwise_is_refused(begun, tmp_path, bpe):
+def test_a_tokenizer_with_other_tokens_is_rejected(begun, tmp_path, bpe):
     gpt2(tmp_path, bpe)
     values = bpe.to_dict()
     words = json.loads(values["json"])
@@ -237,7 +237,7 @@ def test_bytes_of_an_export_are_the_data_s_bytes(folder_of, shaped, bpe, numbers
     initialize(model, numbers(256))  # the meaning of numbers is unknown
 
 
-def test_weights_that_differ_between_ranks_are_refused(begun, tmp_path, monkeypatch):
+def test_weights_that_differ_between_ranks_are_rejected(begun, tmp_path, monkeypatch):
     gpt2(tmp_path)
     monkeypatch.setattr(module, "from_each_rank", lambda mine: [mine, "other", mine])
     with pytest.raises(UserError, match="has other weights for rank 1 than for rank 0"):
@@ -266,7 +266,7 @@ def test_a_run_begins_with_the_weights_and_a_resumed_one_does_not_repeat_it(comm
     torch.testing.assert_close(onward["model.token_embedding.weight"][:256], expected)
 
 
-def test_two_ranks_begin_and_go_on_like_one(command, tmp_path):
+def test_two_ranks_start_and_resume_like_one(command, tmp_path):
     gpt2(tmp_path / "theirs")
     words = [f"model.init_from={tmp_path / 'theirs'}", "max_steps=7", "precision=64-true"]
     ranks = ["trainer=cpu", "trainer.devices=2", "strategy=ddp"]
@@ -277,7 +277,7 @@ def test_two_ranks_begin_and_go_on_like_one(command, tmp_path):
     assert not np.isclose(one, np.log(256), atol=0.1)  # it did not start with random weights
 
 
-def test_what_does_not_fit_ends_the_command_in_one_line_and_leaves_no_run(command, tmp_path):
+def test_unsuitable_weights_fail_in_one_line_and_leave_no_run(command, tmp_path):
     gpt2(tmp_path / "theirs", n_layer=1)
     words = [f"model.init_from={tmp_path / 'theirs'}", "run_dir=runs/tuned"]
     done = command.train(*words, status=2)

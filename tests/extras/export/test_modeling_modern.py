@@ -31,7 +31,7 @@ def test_padding_changes_no_logits(theirs, left):
     torch.testing.assert_close(logits[:, place], theirs(tokens).logits, rtol=1e-5, atol=1e-5)
 
 
-def test_more_than_the_context_is_refused(theirs):
+def test_more_than_the_context_is_rejected(theirs):
     with pytest.raises(ValueError, match="33 tokens are more than block_size=32"):
         theirs(torch.zeros(1, 33, dtype=torch.int64))
 

@@ -59,7 +59,7 @@ def test_a_text_longer_than_a_piece_is_the_same(both):
     assert theirs(text, verbose=False).input_ids == ours.encode(text).tolist()
 
 
-def test_another_kind_is_refused():
+def test_another_kind_is_rejected():
     class Words(ByteTokenizer):
         kind = "words"
 

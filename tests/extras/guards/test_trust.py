@@ -29,7 +29,7 @@ RESUME = ("train", "run_dir=run", "resume=auto", "launch.inline=true")
         "lightning.pytorch.loggers.CSVLogger",
     ],
 )
-def test_what_the_projects_own_choices_name_and_lightnings_classes_need_no_permission(target):
+def test_classes_of_the_project_and_of_lightning_need_no_permission(target):
     assert not trust.foreign({"callbacks": {"one": {"_target_": target, "every": 3}}})
 
 
@@ -79,7 +79,7 @@ def foreign_run(finished, command):
     return run
 
 
-def test_a_run_directory_from_elsewhere_builds_nothing_that_only_it_names(foreign_run, command):
+def test_a_foreign_run_directory_cannot_build_classes(foreign_run, command):
     frozen = (foreign_run / "config.yaml").read_bytes()
     said = command(*RESUME, "max_steps=25", status=2).stderr
     assert said.count("\n") == 1
@@ -108,7 +108,7 @@ def test_no_data_is_read_for_a_reference_before_permission(finished, command, la
 
 
 @joins
-def test_ranks_that_a_launcher_starts_refuse_it_too(foreign_run, command):
+def test_ranks_of_a_launcher_reject_it_too(foreign_run, command):
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
     said = command(*RESUME[:3], "max_steps=25", status=2, **alone).stderr
     assert "trust_run_dir=true" in said
@@ -116,7 +116,7 @@ def test_ranks_that_a_launcher_starts_refuse_it_too(foreign_run, command):
     assert not (command.folder / "imported").exists()
 
 
-def test_a_users_own_run_goes_on_and_elsewhere_by_the_command_that_made_it(command):
+def test_a_user_s_own_run_resumes_and_elsewhere_with_its_command(command):
     (command.folder / "mine.py").write_text(WATCHED)
     mine = ("+callbacks.mine._target_=mine.Watched", "run_dir=run")
     command.train(*mine, "max_steps=12")

@@ -38,7 +38,7 @@ def test_one_flipped_bit_in_a_replica_is_found_by_all(on_ranks, ranks, named):
     assert named in said[0]
 
 
-def test_replicas_that_are_alike_pass(on_ranks):
+def test_equal_replicas_pass(on_ranks):
     assert on_ranks(2, flipped(None)) == [None, None]
 
 

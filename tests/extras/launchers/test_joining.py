@@ -104,14 +104,14 @@ def test_a_folder_that_only_looks_shared_is_named(on_ranks, tmp_path):
     assert (first, last) == tuple(f"run_dir={tmp_path}/machine{n} {rule}" for n in (0, 1))
 
 
-def test_devices_that_disagree_with_a_launcher_are_refused(command):
+def test_devices_that_disagree_with_a_launcher_are_rejected(command):
     environment = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     result = command.train("trainer=cpu", "trainer.devices=4", status=2, **environment)
     assert "trainer.devices=4 but the launcher started 2" in result.stderr
 
 
 @pytest.mark.parametrize(("error", "status"), [(UserError, 2), (RunError, 1)])
-def test_what_may_pass_by_itself_has_another_status_than_a_mistake(capsys, error, status):
+def test_temporary_failures_and_mistakes_have_different_statuses(capsys, error, status):
     def create():
         raise error("no room for it")
 
@@ -131,7 +131,7 @@ def test_a_rank_that_failed_leaves_without_waiting_for_the_others(monkeypatch, s
     assert ended == [status] * (status in (1, 75))  # a mistake, status 2, leaves the run unchanged
 
 
-def test_what_nccl_refuses_is_told_as_it_is_not_as_a_meeting_that_failed(monkeypatch):
+def test_an_nccl_error_is_not_reported_as_a_failed_rendezvous(monkeypatch):
     def refuse(*_):
         raise DistBackendError("NCCL error: invalid usage\nDuplicate GPU detected : rank 1 and")
 

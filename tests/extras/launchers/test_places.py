@@ -27,7 +27,7 @@ def test_inside_a_launcher_its_ranks_are_taken(launched, trainer):
     assert place(Config(max_steps=1, trainer=trainer)) == Placement("cpu", 4, 2)
 
 
-def test_ranks_that_a_launcher_did_not_start_are_refused(launched):
+def test_ranks_that_a_launcher_did_not_start_are_rejected(launched):
     launched(ranks=4, nodes=2)
     for trainer, line in (
         ({"devices": 8}, "trainer.devices=8 but the launcher started 4 ranks"),

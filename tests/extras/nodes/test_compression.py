@@ -40,7 +40,7 @@ def of_two_ranks(monkeypatch, tmp_path):
     return placed
 
 
-def test_restarts_that_would_lose_an_error_memory_are_refused(of_two_ranks):
+def test_restarts_with_an_error_memory_are_rejected(of_two_ranks):
     with pytest.raises(UserError) as refused:
         of_two_ranks("powersgd")
     assert str(refused.value) == (
@@ -50,13 +50,13 @@ def test_restarts_that_would_lose_an_error_memory_are_refused(of_two_ranks):
     assert of_two_ranks("powersgd", max_restarts=0) == Placement("cpu", 2, 1)
 
 
-def test_a_format_that_only_nccl_adds_is_refused_on_a_cpu(of_two_ranks):
+def test_bf16_compression_is_rejected_on_a_cpu(of_two_ranks):
     with pytest.raises(UserError, match=r"comm_hook=bf16 needs GPUs and NCCL; set .*=fp16 or none"):
         of_two_ranks("bf16")
     assert of_two_ranks("fp16") == Placement("cpu", 2, 1)
 
 
-def test_another_compression_is_refused_with_those_that_there_are():
+def test_an_unknown_compression_is_rejected_with_the_known_ones():
     with pytest.raises(
         UserError, match=r"comm_hook=int8 is not one of none, fp16, bf16, powersgd$"
     ):

@@ -63,18 +63,18 @@ def config(node_rank=1, join_seconds=0.3, **settings):
         ({"node_rank": 2}, "launch.node_rank=2 must be from 0 to 1"),
     ],
 )
-def test_what_all_machines_need_is_asked_for(run, settings, line):
+def test_settings_that_all_machines_need_are_required(run, settings, line):
     with pytest.raises(UserError, match=line):
         start_on_nodes(run, VALUES, config(**settings), lambda: run)
 
 
-def test_a_batch_that_fewer_machines_could_not_share_is_refused_at_the_start(run):
+def test_a_batch_that_fewer_machines_cannot_divide_is_rejected_at_the_start(run):
     odd = {**VALUES, "batch": {"global_size": 2 * 3}}
     with pytest.raises(UserError, match=r"global_size=6 is not divisible by batch\.micro"):
         start_on_nodes(run, odd, config(node_rank=0), lambda: run)
 
 
-def test_the_first_machine_freezes_and_the_others_go_on_what_they_find(run):
+def test_the_first_machine_freezes_the_run_and_the_others_read_it(run):
     def create():
         run.create(VALUES)
         return run
@@ -85,7 +85,7 @@ def test_the_first_machine_freezes_and_the_others_go_on_what_they_find(run):
     assert start_on_nodes(run, other, config(), create) == 41
 
 
-def test_a_machine_that_waits_in_vain_or_has_other_settings_is_told_why(run):
+def test_a_machine_that_times_out_or_has_other_settings_gets_the_reason(run):
     with pytest.raises(RunError, match=r"after 0\.3 s it has no config\.yaml"):
         start_on_nodes(run, VALUES, config(), lambda: run)
     run.create(VALUES)
@@ -97,7 +97,7 @@ def frozen_with(endpoint):
     return {**VALUES, "launch": {"node_rank": 0, "rdzv_endpoint": endpoint}}
 
 
-def test_a_machine_waits_until_the_first_has_frozen_where_they_meet_now(run):
+def test_a_machine_waits_for_the_first_machine_s_current_endpoint(run):
     run.create(frozen_with("10.0.0.9:29500"))  # by a start with another first machine
     now = frozen_with(PLACE)
     now["launch"]["node_rank"] = 1
@@ -111,7 +111,7 @@ def test_a_machine_waits_until_the_first_has_frozen_where_they_meet_now(run):
 
 @pytest.mark.usefixtures("run")
 @pytest.mark.parametrize("node_rank", [0, 1])
-def test_agents_meet_where_the_first_machine_listens(node_rank):
+def test_agents_meet_at_the_first_machine_s_address(node_rank):
     interface, where = meeting(config(node_rank), node_rank)
     assert interface == "eth7"
     assert where == {

@@ -99,7 +99,7 @@ def test_the_screen_and_the_line_for_programs_say_the_same(small_run, capsys):
     assert f"perplexity    {result['perplexity']:.4f}" in screen
 
 
-def test_a_checkpoint_that_does_not_verify_is_refused(small_run, tmp_path):
+def test_a_corrupt_checkpoint_is_rejected(small_run, tmp_path):
     path = tmp_path / "step=000001.ckpt"
     path.write_bytes(find_checkpoint(small_run).read_bytes())
     with pytest.raises(UserError, match="has no SHA-256 file next to it"):
@@ -107,7 +107,7 @@ def test_a_checkpoint_that_does_not_verify_is_refused(small_run, tmp_path):
 
 
 @pytest.mark.parametrize("size", ["0", "-3", "many"])
-def test_a_batch_size_that_cannot_be_is_refused(small_run, capsys, size):
+def test_an_invalid_batch_size_is_rejected(small_run, capsys, size):
     try:
         status = cli.main(["evaluate", str(small_run), f"--batch-size={size}"])
     except SystemExit as end:  # errors of the parser itself

@@ -43,7 +43,7 @@ def test_signal_and_noise_are_averaged_before_they_are_divided():
     assert noise.scale == pytest.approx(8 / ((1 * 0.25 + 3 * 0.5) / 0.75))
 
 
-def test_one_measurement_counts_fully_whatever_the_smoothing():
+def test_one_measurement_counts_fully_at_any_smoothing():
     noise = NoiseScale(smoothing=0.999)
     noise.add(Measurement(1, 2, 9, 5))
     assert noise.scale == pytest.approx(8)
@@ -71,7 +71,7 @@ def test_a_signal_that_noise_hides_gives_no_scale():
     assert noise.scale is None
 
 
-def test_averages_go_on_after_a_save():
+def test_averages_continue_after_a_save():
     one, other = NoiseScale(0.9), NoiseScale(0.9)
     draw = random.Random(1)
     measurements = [Measurement(1, 2, 9 + draw.random(), 5 + draw.random()) for _ in range(6)]
@@ -85,9 +85,7 @@ def test_averages_go_on_after_a_save():
 
 
 @pytest.mark.parametrize(("scale", "batch", "share"), [(1e12, 1, 0.5), (1e-9, 1, 1), (8, 8, 0.75)])
-def test_twice_the_batch_saves_half_the_steps_where_noise_rules_and_none_where_it_does_not(
-    scale, batch, share
-):
+def test_twice_the_batch_saves_half_the_steps_only_if_noise_dominates(scale, batch, share):
     assert steps_left(scale, batch) == pytest.approx(share)
 
 

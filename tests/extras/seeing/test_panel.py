@@ -12,7 +12,7 @@ DATA = re.compile(r'<script type="application/json" id="data">(.*?)</script>', r
 NASTY = ["</script><script>alert(1)</script>", "<!--", "]]>", "\u2028", "\\", '"', "{}", "größer"]
 
 
-def test_the_command_writes_the_page_beside_the_recordings(recorded, recordings, capsys):
+def test_the_command_writes_the_page_next_to_the_recordings(recorded, recordings, capsys):
     assert cli.main(["panel", str(recorded[0])]) == 0
     path = recorded[0] / "panel.html"
     assert capsys.readouterr().out.startswith(f"{path}: ")
@@ -20,7 +20,7 @@ def test_the_command_writes_the_page_beside_the_recordings(recorded, recordings,
     assert data == {"name": "recorded", "recordings": recordings}
 
 
-def test_the_page_goes_where_it_is_told_to(recorded, tmp_path):
+def test_the_page_is_written_to_output(recorded, tmp_path):
     assert cli.main(["panel", str(recorded[0]), "--output", str(tmp_path / "see.html")]) == 0
     assert (tmp_path / "see.html").read_text(encoding="utf-8") == panel(recorded[0])
 
@@ -61,7 +61,7 @@ def test_the_page_names_no_address_elsewhere(recorded):
         (["recorded", "--output", "no/such/folder.html"], "cannot be written (No such file"),
     ],
 )
-def test_what_cannot_be_shown_is_one_line(words, said, recorded, monkeypatch, capsys):
+def test_unusable_runs_fail_in_one_line(words, said, recorded, monkeypatch, capsys):
     monkeypatch.chdir(recorded[0].parent)
     assert cli.main(["panel", *words]) == 2
     error = capsys.readouterr().err

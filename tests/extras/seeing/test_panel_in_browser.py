@@ -50,7 +50,7 @@ def test_gradients_differ_before_and_are_the_recorded_mean_after(view, recording
     assert after[0] == pytest.approx(before.mean(axis=0), rel=1e-6)
 
 
-def test_the_update_is_the_same_everywhere_and_that_of_the_run(view, recordings):
+def test_the_panel_s_update_equals_the_run_s_on_all_ranks(view, recordings):
     act(view, 3)
     assert numbers(view).tolist() == 2 * [recordings[0]["parameters"][0]["updated"]]
 
@@ -213,7 +213,7 @@ def test_markup_in_samples_is_shown_as_text(recordings, tmp_path, show):
     assert view.locator("#ranks img, #ranks b").count() == 0
 
 
-def test_what_did_not_get_finite_is_said_to_be_so(recordings, tmp_path, show):
+def test_values_that_are_not_finite_are_marked(recordings, tmp_path, show):
     first = json.loads(json.dumps(recordings[0]))
     first["parameters"][0]["before"][1][0] = first["parameters"][0]["after"][0] = None
     write_page(tmp_path / "page.html", page("panel", {"name": "bad", "recordings": [first]}))

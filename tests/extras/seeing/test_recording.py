@@ -79,7 +79,7 @@ class PartlyUsed(torch.nn.Module):
         return self.layers[dist.get_rank()](inputs)
 
 
-def test_parameters_that_no_rank_used_have_no_gradient_and_others_their_share(on_ranks):
+def test_unused_parameters_have_no_gradient_and_others_an_average(on_ranks):
     def averaged(recorded):
         def on_rank(rank):
             torch.manual_seed(1)
@@ -113,7 +113,7 @@ def test_micro_batches_add_up_to_the_bits_of_autograd_and_their_norms_are_their_
     assert [float(each) for each in norms.squares] == pytest.approx(expected, rel=1e-5)
 
 
-def test_a_probe_reads_what_stands_at_its_positions():
+def test_a_probe_reads_the_values_at_its_positions():
     model = network()
     model(torch.randn(4, 8)).sum().backward()
     probe = Probe(model, values=4)

@@ -40,7 +40,7 @@ def test_a_run_leaves_its_report_and_says_where(reported):
     assert "report  runs/first/report.html" in (reported / "train.log").read_text()
 
 
-def test_what_it_ran_on_is_noted(reported):
+def test_the_report_names_devices_and_versions(reported):
     noted = json.loads((reported / "environment.json").read_text())
     assert noted["torch"] == torch.__version__
     assert noted["python"] == ".".join(map(str, sys.version_info[:3]))
@@ -62,7 +62,7 @@ class Talkative(lightning.Callback):
 """
 
 
-def test_metrics_that_are_no_numbers_are_left_out(command):
+def test_metrics_that_are_not_numbers_are_left_out(command):
     (command.folder / "talkative.py").write_text(TALKATIVE)
     words = ("run_dir=run", "+callbacks.talkative._target_=talkative.Talkative")
     command.train(*words, PYTHONPATH=str(command.folder))
@@ -79,7 +79,7 @@ def test_a_report_that_fails_changes_nothing_of_how_the_run_ends(command, monkey
     assert "no report: KeyError: 'no such column'" in (command.folder / "run/train.log").read_text()
 
 
-def test_one_run_s_report_lies_in_it_and_that_of_several_beside_them(two, capsys):
+def test_a_report_is_in_its_run_or_in_the_folder_of_several(two, capsys):
     runs = [two[0].folder / "runs" / name for name in ("first", "two")]
     assert cli.main(["report", str(runs[0])]) == 0
     assert cli.main(["report", *map(str, runs)]) == 0
@@ -96,7 +96,7 @@ def test_one_run_s_report_lies_in_it_and_that_of_several_beside_them(two, capsys
         (["first", "--output", "no/such/folder.html"], "cannot be written (No such file"),
     ],
 )
-def test_what_cannot_be_reported_is_one_line(words, said, finished, monkeypatch, capsys):
+def test_runs_that_cannot_be_reported_fail_in_one_line(words, said, finished, monkeypatch, capsys):
     monkeypatch.chdir(finished[0].folder / "runs")
     assert cli.main(["report", *words]) == 2
     error = capsys.readouterr().err

@@ -86,7 +86,7 @@ def test_curves_go_over_tokens_and_on_a_logarithmic_scale(view):
     assert view.locator("#curves path.series").first.get_attribute("d") != before
 
 
-def test_runs_are_compared_and_what_differs_stands_out(both):
+def test_a_comparison_marks_the_differing_settings(both):
     assert both.locator("h1").inner_text() == "2 runs"
     assert both.locator("#legend li").all_inner_texts() == ["two", "recorded"]
     assert both.locator("#curves figure").first.locator("path.series").count() == 2

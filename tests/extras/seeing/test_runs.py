@@ -15,7 +15,7 @@ def run(recorded, tmp_path):
     return shutil.copytree(recorded[0], tmp_path / "run")
 
 
-def test_a_finished_run_tells_how_it_ended(recorded):
+def test_a_finished_run_shows_how_it_ended(recorded):
     told = read_run(recorded[0])
     assert (told["status"], told["starts"], told["changes"]) == ("done", 1, [])
     assert told["summary"] == json.loads((recorded[0] / "summary.json").read_text())
@@ -31,7 +31,7 @@ def test_the_sample_is_the_one_on_the_screen(recorded):
     assert [f"  | {line}" for line in sample["text"].split("\n")] == shown
 
 
-def test_a_run_that_goes_on_is_read_up_to_its_last_whole_row(run):
+def test_a_live_run_is_read_up_to_its_last_complete_row(run):
     (run / "summary.json").unlink()
     with (run / "metrics.csv").open("a") as file:
         file.write("25,640")
@@ -52,14 +52,14 @@ def test_a_failed_run_says_where_and_why(run):
     assert read_run(run)["status"] == "failed on rank 1: RunError: too hot"
 
 
-def test_a_run_that_has_only_been_frozen_has_nothing_to_show(run, tmp_path):
+def test_a_run_without_steps_shows_no_curves(run, tmp_path):
     (tmp_path / "new").mkdir()
     shutil.copy(run / "config.yaml", tmp_path / "new")
     told = read_run(tmp_path / "new")
     assert (told["curves"], told["starts"], told["receipt"], told["samples"]) == ({}, 0, {}, [])
 
 
-def test_values_are_read_beside_their_step_and_tokens_and_gaps_are_left_out(tmp_path):
+def test_values_are_read_with_step_and_tokens_and_without_gaps(tmp_path):
     path = tmp_path / "metrics.csv"
     path.write_text(HEADER + "1,10,3.5,\n2,20,,2.5\n3,30,nan,\n")
     curves = read_curves(path)
@@ -68,12 +68,12 @@ def test_values_are_read_beside_their_step_and_tokens_and_gaps_are_left_out(tmp_
     assert curves["val/loss"] == [[2, 20, 2.5]]
 
 
-def test_a_column_without_values_is_no_curve(tmp_path):
+def test_an_empty_column_gives_no_curve(tmp_path):
     (tmp_path / "metrics.csv").write_text(HEADER + "1,10,3.5,\n")
     assert list(read_curves(tmp_path / "metrics.csv")) == ["train/loss"]
 
 
-def test_tokens_that_are_missing_are_no_number(tmp_path):
+def test_missing_tokens_are_not_a_number(tmp_path):
     (tmp_path / "metrics.csv").write_text(HEADER + "1,,3.5,\n")
     assert str(read_curves(tmp_path / "metrics.csv")["train/loss"]) == "[[1.0, nan, 3.5]]"
 

@@ -51,7 +51,7 @@ def test_a_recorded_run_ends_with_the_bits_of_one_that_was_not(two, recorded):
     assert same(weights(two[0].folder / "runs/two"), weights(recorded[0]))
 
 
-def test_the_recorded_average_is_the_mean_of_what_the_ranks_had(recordings):
+def test_the_recorded_average_is_the_mean_over_ranks(recordings):
     parameters = [each for recording in recordings for each in recording["parameters"]]
     assert all(map(is_mean_of_ranks, parameters))
     gradients = [each["before"] for each in parameters]
@@ -77,7 +77,7 @@ class StandIn(lightning.Callback):
 """
 
 
-def test_bf16_compiled_and_accumulated_steps_are_recorded_alike(command):
+def test_bf16_compiled_and_accumulated_steps_are_recorded(command):
     (command.folder / "stand_in.py").write_text(STAND_IN)
     words = [*ON_TWO, *COMPILED, "+callbacks.stand_in._target_=stand_in.StandIn", "run_dir=run"]
     said = command.train(*words, PYTHONPATH=str(command.folder)).stdout
@@ -87,7 +87,7 @@ def test_bf16_compiled_and_accumulated_steps_are_recorded_alike(command):
     assert all(is_mean_of_ranks(each) for each in recordings[-1]["parameters"])
 
 
-def test_what_inductor_compiles_is_recorded_alike_on_one_rank(command, monkeypatch):
+def test_steps_compiled_by_inductor_are_recorded_on_one_rank(command, monkeypatch):
     monkeypatch.setattr(inductor, "compile_threads", 1)  # each further process imports torch
     monkeypatch.setattr(inductor.cpp, "simdlen", 1)  # vectors take the compiler twice as long
     one = ["batch.global_size=4", "+trainer.limit_val_batches=0"]  # a second graph, as on two ranks
@@ -97,7 +97,7 @@ def test_what_inductor_compiles_is_recorded_alike_on_one_rank(command, monkeypat
     assert [(each["accumulation"], each["spread"]) for each in recordings] == 3 * [(2, 0.0)]
 
 
-def test_ranks_are_compared_and_hold_the_same_afterwards(recordings):
+def test_ranks_are_compared_and_are_equal_afterwards(recordings):
     assert {each["spread"] for each in recordings} == {0.0}
 
 
@@ -110,7 +110,7 @@ def test_recorded_norms_are_those_of_the_log(recorded, recordings):
     assert logged == [each["noise_scale"] for each in recordings[1:]]
 
 
-def test_each_rank_s_samples_are_text_of_its_own(recordings):
+def test_each_rank_records_its_own_samples(recordings):
     texts = [text for each in recordings for rank in each["samples"] for text in rank]
     assert len(texts) == len(set(texts)) == 7 * 2 * 2
     assert all(len(text.encode()) >= 32 for text in texts)  # the smoke experiment's context
@@ -143,7 +143,7 @@ def test_one_rank_s_micro_batches_stand_for_ranks_and_its_weights_stay(fitted, t
     assert all(each["advice"].startswith("gradient noise scale: ") for each in recordings)
 
 
-def test_samples_come_from_as_many_micro_batches_as_it_takes(fitted, tmp_path):
+def test_samples_come_from_several_micro_batches_if_needed(fitted, tmp_path):
     fitted(SyncPanel(every=6, samples=3, sample_tokens=5))
     texts = recorded_in(tmp_path)[0]["samples"][0]
     assert [len(text) for text in texts] == [5, 5, 5]
@@ -173,24 +173,24 @@ def test_the_update_is_that_of_the_weights(fitted, tmp_path):
         ({"smoothing": 1.0}, "callbacks.sync_panel.smoothing=1.0 must be from 0 to below 1"),
     ],
 )
-def test_a_wrong_setting_is_refused_by_its_name(settings, said):
+def test_a_wrong_setting_is_rejected_by_its_name(settings, said):
     with pytest.raises(UserError, match=re.escape(said)):
         SyncPanel(**settings)
 
 
 @pytest.mark.skipif(not merged("COMM_HOOKS"), reason="no such extra")
-def test_compression_that_remembers_is_refused(fitted):
+def test_compression_with_memory_is_rejected(fitted):
     with pytest.raises(UserError, match="comm_hook=powersgd makes approximations"):
         fitted(SyncPanel(), strategy={"comm_hook": "powersgd"})
 
 
 @pytest.mark.skipif(not hasattr(groups()["batch"], "exact_micro_size"), reason="no such extra")
-def test_sums_in_another_order_are_refused(fitted):
+def test_sums_in_another_order_are_rejected(fitted):
     with pytest.raises(UserError, match=r"batch\.exact_micro_size adds in another order"):
         fitted(SyncPanel(), batch={"exact_micro_size": 2})
 
 
-def test_strategies_that_shard_gradients_are_refused(new_run):
+def test_strategies_that_shard_gradients_are_rejected(new_run):
     trainer = lightning.Trainer(accelerator="cpu", strategy=ModelParallelStrategy(), devices=1)
     with pytest.raises(UserError, match="not under ModelParallelStrategy; remove it"):
         SyncPanel().setup(trainer, new_run().module, "fit")

@@ -59,7 +59,7 @@ def test_shards_give_the_losses_of_one_process(sharded, finished):
         assert ours[name] == pytest.approx(one[name], abs=1e-5)
 
 
-def test_a_rank_holds_half_of_weights_and_optimizer_state(sharded, finished):
+def test_each_of_two_ranks_has_half_of_weights_and_optimizer_state(sharded, finished):
     whole = content(finished[0].folder / "runs/first")
     one = size_of([whole["state_dict"], whole["optimizer_states"]])
     for rank in (0, 1):
@@ -105,7 +105,7 @@ def continued(finished, tmp_path_factory):
     ],
     ids=["one to fsdp2", "fsdp2 to ddp", "fsdp2 to one"],
 )
-def test_a_run_goes_on_under_another_strategy(command, sharded, continued, sharded_source, place):
+def test_a_run_resumes_under_another_strategy(command, sharded, continued, sharded_source, place):
     one, expected = continued
     source = sharded[0].folder / "run" if sharded_source else one
     command.train(f"resume={source}", "max_steps=30", *place, "run_dir=run")
@@ -174,7 +174,7 @@ TOLERANCE = {1: 2e-5, 3: 0.1}
 
 
 @pytest.mark.parametrize("devices", [1, 3])
-def test_parts_of_two_ranks_go_on_anywhere(in_parts, command, continued, devices):
+def test_shards_of_two_ranks_resume_on_any_number(in_parts, command, continued, devices):
     place = ("trainer=cpu", f"trainer.devices={devices}", f"strategy={STRATEGY[devices]}")
     source = in_parts / "run"
     forced = ("resume_force=true", BATCH[devices])
@@ -269,7 +269,7 @@ BAD = {
 
 
 @pytest.mark.parametrize(("override", "line"), BAD.items())
-def test_what_shards_cannot_do_is_refused_in_one_line(command, override, line):
+def test_settings_that_sharding_lacks_are_rejected_in_one_line(command, override, line):
     said = command.train(*SHARDED, *override.split(), status=2).stderr
     assert line in said
     assert said.count("\n") == 1

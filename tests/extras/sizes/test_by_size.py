@@ -37,7 +37,7 @@ def test_the_rules_stand_above_every_experiment(words, composed):
     assert config["model"]["ngram_rows"] == 4096
 
 
-def test_what_the_command_says_itself_stays(composed):
+def test_settings_on_the_command_line_override_the_rules(composed):
     config = composed("optim.lr=0.01", "model=auto", "batch.global_size=64", "model.n_layer=7")
     assert (config["optim"]["lr"], config["batch"]["global_size"]) == (0.01, 64)
     assert config["model"]["n_layer"] == 7
@@ -54,7 +54,7 @@ def test_the_rates_of_another_optimizer_are_its_own(composed):
     ("word", "other"),
     [("max_steps=9", "max_tokens"), ("optim.warmup_steps=3", "optim.warmup_tokens")],
 )
-def test_a_budget_in_steps_takes_the_place_of_one_in_tokens(word, other, composed):
+def test_a_budget_in_steps_replaces_one_in_tokens(word, other, composed):
     assert values_of(composed("model=auto", word), [other]) == {other: None}
     assert values_of(composed("model=auto", "max_tokens=4096"), ["max_steps"]) == {
         "max_steps": None
@@ -77,7 +77,7 @@ def test_the_rules_follow_the_context(composed):
         (["model=auto", "-m", "model.size=1M,2M", "resume=auto"], "is a sweep, which resume="),
     ],
 )
-def test_what_cannot_be_is_one_line(words, line, capsys):
+def test_impossible_settings_fail_in_one_line(words, line, capsys):
     assert cli.main(["train", *words]) == 2
     screen = capsys.readouterr()
     assert (screen.out, screen.err.count("\n")) == ("", 1)
@@ -104,7 +104,7 @@ def test_each_job_of_a_sweep_over_sizes_has_its_own_rules(command):
         assert values_of(frozen, wanted) == wanted, as_typed(frozen)
 
 
-def test_the_same_command_goes_on_with_its_run(command):
+def test_the_same_command_resumes_its_run(command):
     words = ["model=auto", "model.size=10k", "run_dir=runs/sized", "resume=auto"]
     first = command.train(*words).stdout
     assert "10k: 9,408 weights in blocks of width 28" in first

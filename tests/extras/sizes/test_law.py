@@ -57,7 +57,7 @@ def test_a_size_beyond_those_that_were_run_is_extrapolated(size, outside):
     assert found["basis"].endswith("from 5 runs of 98,304 to 995,328 weights")
 
 
-def test_our_own_law_is_what_its_runs_give():
+def test_the_built_in_law_is_the_fit_of_its_runs():
     content = json.loads(law.OURS.read_text("utf-8"))
     counts, losses = ([run[name] for run in content["runs"]] for name in ("weights", "val_loss"))
     found = fitted(counts, losses)
@@ -82,7 +82,7 @@ def test_of_another_run_no_loss_is_expected(words):
     assert "expected" not in lines(config, None)
 
 
-def test_the_receipt_names_what_is_not_by_the_rules():
+def test_the_receipt_names_settings_outside_the_rules():
     config = config_of("model=auto", "optim.lr=0.01", "max_steps=100")
     assert departures(config, config.model) == ["max_tokens=null", "max_steps=100", "optim.lr=0.01"]
     assert lines(config, None)["size"] == (
@@ -104,7 +104,7 @@ def test_a_law_of_one_s_own_is_read(tmp_path):
     assert expected(config_of(*words)) is None
 
 
-def test_a_law_that_cannot_be_read_is_refused(tmp_path):
+def test_an_unreadable_law_is_rejected(tmp_path):
     (tmp_path / "law.json").write_text("no law")
     for file in (tmp_path / "law.json", Path("nowhere")):
         with pytest.raises(UserError, match=r"cannot be read .*; name a file of scripts/size_law"):

@@ -27,7 +27,7 @@ def test_a_size_is_read_as_people_write_it(text, size):
 
 
 @pytest.mark.parametrize("text", ["", "M", "1X", "-1M", "9k", "2000B", "1M,2M", "nan", "1.2.3"])
-def test_other_words_are_refused_in_one_line(text):
+def test_other_sizes_are_rejected_in_one_line(text):
     with pytest.raises(UserError, match=r"is not a number of weights from 10k to 1000B; write"):
         parsed(text)
 
@@ -82,7 +82,7 @@ def change_of_logits(width, fraction):
     return (features @ gpt.head.T).abs().mean().item()
 
 
-def test_a_step_of_the_head_moves_logits_alike_at_any_width():
+def test_a_step_of_the_head_moves_logits_equally_at_any_width():
     ruled = [change_of_logits(width, 0.2 * 128 / width) for width in (64, 256)]
     fixed = [change_of_logits(width, 0.2) for width in (64, 256)]
     assert ruled[1] / ruled[0] == pytest.approx(1, abs=0.35)

@@ -23,7 +23,7 @@ def size_law(command):
     return run
 
 
-def test_it_fits_predicts_and_tells_of_it(size_law, command):
+def test_it_fits_predicts_and_prints_the_result(size_law, command):
     status, out, err = size_law("--sizes", "10k,16k,28k")
     assert status in (0, 1), err
     found = json.loads((command.folder / "size_law.json").read_text())

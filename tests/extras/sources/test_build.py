@@ -120,7 +120,7 @@ def test_bpe_learns_from_no_more_than_the_first_training_text(corpus, tmp_path, 
 
 
 @pytest.mark.parametrize("goes_on", [True, False])
-def test_files_are_no_larger_than_asked_for_and_hold_the_same(corpus, goes_on):
+def test_files_stay_below_the_limit_and_contain_the_same_tokens(corpus, goes_on):
     def settings(**changes):
         if goes_on:
             return corpus(**changes)
@@ -154,7 +154,7 @@ def test_the_number_of_processes_changes_no_byte(corpus, tmp_path, tokenizer):
     assert content(folders[0]) == content(folders[1]) == content(folders[2])
 
 
-def test_what_was_not_utf8_is_counted_and_reported(corpus, tmp_path, caplog):
+def test_invalid_utf8_is_counted_and_reported(corpus, tmp_path, caplog):
     (tmp_path / "texts" / "z").write_bytes(b"caf\xe9")
     with caplog.at_level(logging.INFO):
         folder = prepare(corpus(invalid_utf8="skip"))
@@ -181,7 +181,7 @@ def test_other_settings_give_the_same_folder(corpus):
     assert len({prepare(corpus(**change)) for change in changes}) == 1
 
 
-def test_a_corpus_that_changes_while_it_is_read_is_refused(corpus, tmp_path, monkeypatch):
+def test_a_corpus_that_changes_while_it_is_read_is_rejected(corpus, tmp_path, monkeypatch):
     read = module.content
 
     def meddle(*arguments):
@@ -205,7 +205,7 @@ def killed_when(config, condition):
     assert build.returncode == -signal.SIGKILL
 
 
-def test_a_killed_build_goes_on_and_ends_with_the_same_bytes(tmp_path, caplog):
+def test_a_killed_build_resumes_and_gives_the_same_bytes(tmp_path, caplog):
     config = small(tmp_path, vocab_size=50_257, tokens=30_000_000, shard_mb=1)
     killed_when(config, lambda: len([*tmp_path.glob(".*/train*")]) > 12)
     assert not prepared(tmp_path)
@@ -220,7 +220,7 @@ def test_a_killed_build_goes_on_and_ends_with_the_same_bytes(tmp_path, caplog):
     assert content(folder) == content(prepare(other))
 
 
-def test_what_a_killed_build_left_is_not_trusted(tmp_path, caplog):
+def test_leftovers_of_a_killed_build_are_verified(tmp_path, caplog):
     config = small(tmp_path, vocab_size=50_257, tokens=30_000_000, shard_mb=1)
     killed_when(config, lambda: len([*tmp_path.glob(".*/train*")]) > 12)
     (file,) = tmp_path.glob(".*/train-00003.bin")
@@ -233,7 +233,7 @@ def test_what_a_killed_build_left_is_not_trusted(tmp_path, caplog):
     assert content(folder) == content(prepare(other))
 
 
-def test_a_killed_build_of_text_goes_on_with_its_tokenizer(corpus, tmp_path):
+def test_a_killed_build_of_text_resumes_with_its_tokenizer(corpus, tmp_path):
     for number in range(40):
         (tmp_path / "texts" / f"b{number}").write_text(f"{number} " * 20_000)
     settings = {"tokenizer": "bpe", "vocab_size": 258, "shard_mb": 1, "num_proc": 2}
@@ -278,7 +278,7 @@ def test_a_process_that_is_killed_is_one_clear_line(in_processes, tmp_path, kill
     assert [*(tmp_path / "data").glob(".*/index.json")]  # to resume from
 
 
-def test_what_processes_send_is_sent_whole_or_not_at_all(corpus, tmp_path, monkeypatch):
+def test_processes_send_whole_messages_or_none(corpus, tmp_path, monkeypatch):
     """POSIX doesn't split a write of up to PIPE_BUF bytes to a pipe, so a kill can't either."""
     for number in range(5):
         (tmp_path / "texts" / f"b{number}").write_text(f"{number} " * 300_000)
@@ -308,7 +308,7 @@ def test_two_builds_at_once_make_one_folder(tmp_path):
 
 
 @pytest.mark.parametrize(("days", "stays"), [(8, False), (6, True)])
-def test_what_nobody_went_on_with_for_a_week_is_removed(tmp_path, days, stays):
+def test_unfinished_builds_are_removed_after_a_week(tmp_path, days, stays):
     (leftover := tmp_path / ".text-0123abcd.unfinished").mkdir()
     (foreign := tmp_path / ".mine.unfinished").mkdir()
     for path in (leftover, foreign):
@@ -341,7 +341,7 @@ def test_a_full_disk_is_one_clear_line_and_leaves_nothing(tiny_disk):
     prepare(small(disk))
 
 
-def test_on_a_disk_that_was_full_a_build_goes_on(tiny_disk, tmp_path, caplog):
+def test_a_build_resumes_after_a_full_disk(tiny_disk, tmp_path, caplog):
     disk, resize = tiny_disk
     resize("6m")
     settings = {"vocab_size": 50_257, "tokens": 4_000_000, "shard_mb": 1}
@@ -355,13 +355,13 @@ def test_on_a_disk_that_was_full_a_build_goes_on(tiny_disk, tmp_path, caplog):
 
 
 @pytest.mark.parametrize(("fraction", "split"), [(1e-9, "val"), (1 - 1e-9, "train")])
-def test_an_empty_split_is_refused_and_leaves_nothing(tmp_path, fraction, split):
+def test_an_empty_split_is_rejected_and_leaves_nothing(tmp_path, fraction, split):
     with pytest.raises(UserError, match=f"no tokens for the {split} split of synthetic"):
         prepare(small(tmp_path, val_fraction=fraction))
     assert not [path for path in tmp_path.iterdir() if path.suffix != ".lock"]
 
 
-def test_a_corpus_without_text_is_refused(tmp_path):
+def test_a_corpus_without_text_is_rejected(tmp_path):
     (tmp_path / "empty.txt").write_text("\n\n")
     config = TextData(root=str(tmp_path), path=str(tmp_path / "empty.txt"), documents="line")
     with pytest.raises(UserError, match=r"data\.source=text contains no text"):
@@ -393,7 +393,7 @@ def written(folder, name, ids, dtype, split=None):
 
 
 @pytest.mark.parametrize("done", [1, LIMIT // 2 - 1, LIMIT // 2, LIMIT // 2 + 1, 2 * LIMIT])
-def test_a_writer_goes_on_where_the_index_says(tmp_path, done):
+def test_a_writer_continues_at_the_index_s_position(tmp_path, done):
     ids = np.random.default_rng(0).integers(1000, size=2 * LIMIT + 9)
     (whole := tmp_path / "whole").mkdir()
     (killed := tmp_path / "killed").mkdir()
@@ -405,7 +405,7 @@ def test_a_writer_goes_on_where_the_index_says(tmp_path, done):
         assert (killed / shard.file).read_bytes() == (whole / shard.file).read_bytes()
 
 
-def test_what_a_killed_build_wrote_after_its_index_is_cut_off(tmp_path):
+def test_bytes_after_the_last_index_are_cut_off(tmp_path):
     folder = prepare(small(tmp_path))
     with (folder / "train-00000.bin").open("ab") as file:
         file.write(b"more")

@@ -48,7 +48,7 @@ def test_decode_of_bpe_shows_ends(bpe):
     assert bpe.decode([*bpe.encode("a"), bpe.end_of_text]) == f"a{END_OF_TEXT}"
 
 
-def test_bpe_is_the_same_whatever_process_learns_it(bpe):
+def test_bpe_is_the_same_in_any_process(bpe):
     code = f"""from lockstep_gpt.extras.sources.byte_pairs import make_tokenizer
 print(make_tokenizer("bpe", 400, {TEXTS!r}).to_dict()["json"], end="")"""
     environment = {"RAYON_NUM_THREADS": "1", "PYTHONHASHSEED": "7"}
@@ -98,7 +98,7 @@ def test_a_loaded_tokenizer_agrees_with_the_librarys_own(gpt2_files):
         assert loaded.encode(text).tolist() == reference.encode(text).ids
 
 
-def test_a_tokenizer_that_loses_something_is_refused(tmp_path, bpe):
+def test_a_lossy_tokenizer_is_rejected(tmp_path, bpe):
     values = json.loads(bpe.to_dict()["json"])
     values["normalizer"] = {"type": "Lowercase"}
     (tmp_path / "tokenizer.json").write_text(json.dumps({**values, "pre_tokenizer": None}))
@@ -127,6 +127,6 @@ def test_a_tokenizer_survives_json(bpe):
     assert again.encode("1 2").tolist() == bpe.encode("1 2").tolist()
 
 
-def test_an_unknown_kind_is_refused_by_name():
+def test_an_unknown_kind_is_rejected_by_name():
     with pytest.raises(UserError, match="'words' is not one of bytes, bpe, numbers"):
         from_dict({"kind": "words"})

@@ -75,7 +75,7 @@ def test_rows_are_held_out_by_their_text(tmp_path):
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_reading_goes_on_at_any_block(tmp_path, streaming):
+def test_reading_resumes_at_any_block(tmp_path, streaming):
     in_parquet(tmp_path / "rows")
     config = settings(tmp_path / "rows", streaming=streaming)
     whole = blocks(config)
@@ -104,7 +104,7 @@ def test_identity_follows_the_files_of_a_folder(tmp_path):
     assert corpus_of(config).identity() != before
 
 
-def test_identity_of_a_name_is_what_was_asked_for(tmp_path):
+def test_the_identity_of_a_hub_name_is_its_settings(tmp_path):
     folders = set()
     for change in ({}, {"revision": "v2"}, {"subset": "en"}, {"split": "test"}):
         config = settings("someone/texts", root=str(tmp_path), **change)
@@ -112,7 +112,7 @@ def test_identity_of_a_name_is_what_was_asked_for(tmp_path):
     assert len(folders) == 4
 
 
-def test_a_missing_field_is_refused_with_those_there_are(tmp_path):
+def test_a_missing_field_is_rejected_with_the_existing_ones(tmp_path):
     saved(tmp_path / "rows")
     with pytest.raises(UserError, match=r"lacks the field data\.field=body; it has id, text"):
         texts(settings(tmp_path / "rows", field="body"))

@@ -74,7 +74,7 @@ def test_a_split_is_read_only(tmp_path, tokens):
         mapped[0] = 1
 
 
-def test_the_index_says_what_the_files_hold(tmp_path):
+def test_the_index_describes_the_files(tmp_path):
     index = load_index(shards(tmp_path, range(LIMIT), range(7), LIMIT))
     assert (index.splits["train"].tokens, index.splits["val"].tokens) == (LIMIT, 7)
     assert {shard.file for shard in index.shards} == {path.name for path in tmp_path.glob("*.bin")}

@@ -28,7 +28,7 @@ from lockstep_gpt.runtime.checkpoint import find_checkpoint
         ("tokens", 0, "must be at least 1"),
     ],
 )
-def test_a_refusal_is_the_setting_as_typed_and_its_rule_in_one_line(name, value, rule):
+def test_an_error_is_the_setting_as_typed_and_its_rule_in_one_line(name, value, rule):
     with pytest.raises(UserError, match=f"^data\\.{name}={value} {rule}$"):
         SyntheticData(**{name: value})
 
@@ -62,7 +62,7 @@ def test_random_tokens_are_uniform(vocab_size):
     assert abs(chi_square - freedom) < 4 * (2 * freedom) ** 0.5
 
 
-def test_random_tokens_go_on_at_any_block():
+def test_random_tokens_resume_at_any_block():
     found = RandomTokens(SyntheticData(tokens=900_001, val_fraction=0.25))
     whole = list(found.blocks(Position()))
     for number, block in enumerate(whole):
@@ -80,7 +80,7 @@ def test_random_tokens_lie_below_the_vocabulary_in_both_splits(tmp_path):
     assert 250 < max(train.max(), val.max()) < 300
 
 
-def test_the_command_says_that_random_tokens_are_no_documents(command, tmp_path):
+def test_the_command_says_that_random_tokens_are_not_documents(command, tmp_path):
     words = ["prepare", "data=synthetic", f"data.root={tmp_path / 'data'}"]
     assert command(*words).stdout.startswith("prepared synthetic -> ")
     assert command(*words).stdout == ""
@@ -94,7 +94,7 @@ def test_numbers_encode_inverts_decode(ids):
 
 
 @pytest.mark.parametrize("word", ["10", "-1", "x", "1.0", "²", "٣"])
-def test_numbers_refuse_what_is_no_token(word):
+def test_numbers_reject_invalid_tokens(word):
     with pytest.raises(UserError, match="0 to 9"):
         NumberTokenizer(10).encode(f"3 {word}")
 
@@ -125,7 +125,7 @@ def test_a_model_of_numbers_continues_numbers(number_run, capsys):
         generate.main([str(run), "--prompt", "def"])
 
 
-def test_numbers_have_no_bytes(number_run):
+def test_numbers_are_not_counted_as_bytes(number_run):
     name = "lockstep_gpt.extras.seeing.evaluate"
     seeing = pytest.importorskip(name, reason="no such extra")
     model, config, _ = load_model(find_checkpoint(number_run))

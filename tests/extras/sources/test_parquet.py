@@ -55,7 +55,7 @@ def test_rows_are_held_out_by_their_text(tmp_path):
     assert held == held_out([text.encode() for text in TEXTS], 0.3)
 
 
-def test_reading_goes_on_at_any_block(tmp_path, monkeypatch):
+def test_reading_resumes_at_any_block(tmp_path, monkeypatch):
     write(tmp_path / "a.parquet", {"text": TEXTS}, row_group_size=300)
     write(tmp_path / "b.parquet", {"text": TEXTS[:100]})
     monkeypatch.setattr("lockstep_gpt.extras.sources.parquet.BLOCK", 500)
@@ -66,7 +66,7 @@ def test_reading_goes_on_at_any_block(tmp_path, monkeypatch):
         assert blocks(settings(tmp_path), whole[number].after) == whole[number + 1 :]
 
 
-def test_what_is_not_utf8_is_mended(tmp_path):
+def test_invalid_utf8_is_repaired(tmp_path):
     write(tmp_path / "a.parquet", {"text": pyarrow.array([b"caf\xe9", b"x"], "binary")})
     (block,) = blocks(settings(tmp_path))
     assert (block.texts, block.invalid) == (["caf\ufffd".encode(), b"x"], 1)
@@ -78,7 +78,7 @@ def test_a_url_is_read_like_a_local_path(tmp_path):
     assert texts(settings("memory://far")) == TEXTS
 
 
-def test_a_missing_column_is_refused_with_those_there_are(tmp_path):
+def test_a_missing_column_is_rejected_with_the_existing_ones(tmp_path):
     write(tmp_path / "a.parquet", {"id": [1], "body": ["b"]})
     with pytest.raises(UserError, match=r"lacks the column data\.column=text; it has id, body"):
         texts(settings(tmp_path))

@@ -12,7 +12,7 @@ from lockstep_gpt.extras.sources.text import StdlibData
 @pytest.mark.parametrize(
     ("mount", "cause"), [("size=16k", "No space left on device"), ("ro", "Read-only file system")]
 )
-def test_loader_processes_without_shared_memory_are_refused_in_one_line(
+def test_loader_processes_without_shared_memory_are_rejected_in_one_line(
     command, with_shared_memory, mount, cause
 ):
     assert with_shared_memory(mount, "data.num_workers=2") == (
@@ -34,6 +34,6 @@ def test_without_loader_processes_no_shared_memory_is_asked_for(monkeypatch):
         shared_memory.refuse_missing(config)
 
 
-def test_less_than_none_is_refused():
+def test_a_negative_number_of_workers_is_rejected():
     with pytest.raises(UserError, match=r"data\.num_workers=-1 must be at least 0"):
         StdlibData(num_workers=-1)

@@ -105,7 +105,7 @@ def test_identity_follows_changes_but_not_the_place(tmp_path):
 
 
 @pytest.mark.parametrize("path", ["nothing", "*.txt", "empty"])
-def test_a_path_that_leads_nowhere_is_one_clear_line(tmp_path, path):
+def test_a_missing_path_fails_in_one_clear_line(tmp_path, path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match=r"data\.path=.* matches no file; give"):
         corpus(tmp_path / path)
@@ -141,7 +141,7 @@ def test_a_file_that_vanished_is_one_clear_line(tmp_path):
         texts(found)
 
 
-def test_lines_are_documents_whatever_ends_them(tmp_path):
+def test_lines_are_documents_with_any_line_ending(tmp_path):
     write(tmp_path, {"a": "one\r\n\r\n two \n\nthree", "b": "", "c": "\n"})
     assert texts(lines(tmp_path)) == [b"one", b" two ", b"three"]
 
@@ -164,7 +164,7 @@ def test_lines_are_the_same_however_the_files_are_read(tmp_path_factory, files, 
 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("by_line", [False, True])
-def test_reading_goes_on_at_any_block(tmp_path, monkeypatch, packed, by_line):
+def test_reading_resumes_at_any_block(tmp_path, monkeypatch, packed, by_line):
     monkeypatch.setattr(module, "BLOCK", 50)
     monkeypatch.setattr(module, "LONGEST", 100)
     pack, ending = (gzip.compress, ".gz") if packed else (bytes, "")
@@ -230,7 +230,7 @@ BAD = b"caf\xe9"
 
 @pytest.mark.parametrize("by_line", [False, True])
 @pytest.mark.parametrize(("policy", "kept"), [("replace", [b"caf\xef\xbf\xbd"]), ("skip", [])])
-def test_what_is_not_utf8_is_replaced_or_skipped_and_counted(tmp_path, by_line, policy, kept):
+def test_invalid_utf8_is_replaced_or_skipped_and_counted(tmp_path, by_line, policy, kept):
     files = {"a": b"x\n" + BAD} if by_line else {f"{n:02}": b"x" for n in range(30)} | {"99": BAD}
     settings = {"invalid_utf8": policy, "val_fraction": BY_NAME}
     found = (lines if by_line else corpus)(write(tmp_path, files), **settings)
@@ -239,7 +239,7 @@ def test_what_is_not_utf8_is_replaced_or_skipped_and_counted(tmp_path, by_line, 
 
 
 @pytest.mark.parametrize("by_line", [False, True])
-def test_what_is_not_utf8_fails_by_its_name_if_it_shall(tmp_path, by_line):
+def test_invalid_utf8_fails_with_the_file_s_name_if_set(tmp_path, by_line):
     found = (lines if by_line else corpus)(write(tmp_path, {"a": BAD}), invalid_utf8="fail")
     with pytest.raises(UserError, match=r"/a of the corpus is not UTF-8; .*data\.invalid_utf8"):
         texts(found)

@@ -62,7 +62,7 @@ def test_without_one_the_end_of_each_stretch_is(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("val", [None, "v.bin"])
-def test_reading_goes_on_at_any_block(tmp_path, monkeypatch, val):
+def test_reading_resumes_at_any_block(tmp_path, monkeypatch, val):
     monkeypatch.setattr(token_files, "STRETCH", 1000)
     for name in ("a.bin", "b.bin", "v.bin"):
         write(tmp_path / name, IDS)
@@ -85,7 +85,7 @@ def test_a_truncated_file_is_one_clear_line(tmp_path, header):
         blocks(settings(path))
 
 
-def test_a_token_above_the_vocabulary_is_refused_by_name(tmp_path):
+def test_a_token_above_the_vocabulary_is_rejected_by_name(tmp_path):
     path = write(tmp_path / "t.bin", [1, 2, 300])
     with pytest.raises(UserError, match=r"t\.bin of the corpus has the token 300, but data\.voc"):
         blocks(settings(path, vocab_size=300))
@@ -124,7 +124,7 @@ def test_the_tokenizer_that_made_them_goes_with_them(tmp_path, tokenizer):
     assert known.decode(open_split(folder, "train")[: len(ids)]) == "some more words"
 
 
-def test_a_tokenizer_of_another_size_is_refused(tmp_path, tokenizer):
+def test_a_tokenizer_of_another_size_is_rejected(tmp_path, tokenizer):
     config = settings(write(tmp_path / "t.bin", IDS), tokenizer=str(tmp_path / "tokenizer.json"))
     line = rf"data\.vocab_size=50257 is not that of .*, {tokenizer.vocab_size}; set"
     with pytest.raises(UserError, match=line):

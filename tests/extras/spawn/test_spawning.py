@@ -21,7 +21,7 @@ def test_spawned_ranks_give_the_same_losses(two):
     assert command.summary("runs/spawned")["val_loss"] == command.summary("runs/two")["val_loss"]
 
 
-def test_spawning_inside_a_launcher_is_refused(monkeypatch):
+def test_spawning_inside_a_launcher_is_rejected(monkeypatch):
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
     config = Config(max_steps=1, trainer={"accelerator": "cpu"}, strategy={"start_method": "spawn"})
@@ -30,7 +30,7 @@ def test_spawning_inside_a_launcher_is_refused(monkeypatch):
         place(config)
 
 
-def test_a_command_that_spawns_inside_a_launcher_is_refused(command):
+def test_a_command_that_spawns_inside_a_launcher_is_rejected(command):
     environment = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     result = command.train("trainer=cpu", "strategy=ddp_spawn", status=2, **environment)
     assert "cannot run inside a launcher" in result.stderr

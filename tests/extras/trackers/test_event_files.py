@@ -3,7 +3,7 @@ import csv
 import pytest
 
 
-def test_tensorboard_holds_the_same_names(command):
+def test_tensorboard_has_the_same_names(command):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     command.train("logger=tensorboard", "run_dir=run")

@@ -20,7 +20,7 @@ def test_the_table_of_samples_grows_with_each_validation(command, read_offline):
 
 
 @pytest.mark.usefixtures("quick_ranks")
-def test_histograms_and_code_are_kept_where_they_are_asked_for(command, read_offline, records):
+def test_histograms_and_code_are_logged_on_request(command, read_offline, records):
     store = command.folder / "store"
     asked = ("logger.wandb.watch=gradients", "logger.wandb.log_code=true")
     own = ("logger=wandb", "trainer=cpu")  # WANDB_DATA_DIR is read once per process
@@ -89,7 +89,7 @@ def test_the_best_and_the_last_checkpoint_become_an_artifact_with_aliases(comman
         ({"log_model": True}, r"log_model=true uploads to wandb, but this run is offline"),
     ],
 )
-def test_what_cannot_be_is_refused(tmp_path, settings, line):
+def test_impossible_settings_are_rejected(tmp_path, settings, line):
     usual = {"entity": None, "group": None, "tags": [], "job_type": "train", "notes": None}
     with pytest.raises(UserError, match=line):
         tracking.wandb_logger(

@@ -25,7 +25,7 @@ def history(client, run, name):
     return [(each.step, each.value) for each in client.get_metric_history(run.info.run_id, name)]
 
 
-def test_mlflow_holds_settings_and_metrics_of_a_run_that_a_resume_goes_on_with(command, client):
+def test_mlflow_has_the_settings_and_metrics_of_a_resumed_run(command, client):
     command.train("logger=mlflow", "+logger.mlflow.tags.team=a", "run_dir=run", "run_name=mine")
     run = the_run(client)
     assert (run.info.run_name, run.info.status, run.data.tags["team"]) == ("mine", "FINISHED", "a")
@@ -47,7 +47,7 @@ def test_a_run_that_fails_is_failed_there(command, client):
     assert the_run(client).info.status == "FAILED"
 
 
-def test_a_store_that_mlflow_refuses_is_one_line(command):
+def test_an_error_of_mlflow_becomes_one_line(command):
     refused = command.train("logger=mlflow", "logger.mlflow.tracking_uri=nope://x", status=2)
     assert "logger.mlflow.tracking_uri=nope://x is rejected by MLflow: " in refused.stderr
     assert "Traceback" not in refused.stderr

@@ -55,7 +55,7 @@ def test_warm_ranks_have_the_variables_and_the_bits_of_cold_ones(command):
         )
     ],
 )
-def test_warm_where_it_cannot_be_is_refused_before_anything_is_made(command, override, line):
+def test_an_impossible_warm_start_is_rejected_before_the_run_is_created(command, override, line):
     result = command.train(*TWO[:2], override, "launch.warm=true", "run_dir=run", status=2)
     assert line in result.stderr
     assert not (command.folder / "run").exists()
@@ -91,7 +91,7 @@ def words_of(pid):
         return ""
 
 
-def test_ranks_restart_cold_where_the_server_was_killed(command, processes_of, wait_for, kill):
+def test_ranks_restart_cold_after_the_server_was_killed(command, processes_of, wait_for, kill):
     process, find = started(command, processes_of, wait_for, "max_steps=200", "checkpoint.every=10")
     kill(find("lockstep_gpt.extras.warm")[0])
     before = set(find("processes rank"))

@@ -143,7 +143,7 @@ def test_children_draw_different_numbers(server, tmp_path):
     assert len({*drawn[0], *drawn[1]}) == 4
 
 
-def test_server_that_was_killed_is_told_and_leaves_its_children_alone(light):
+def test_a_killed_server_is_reported_and_its_children_keep_running(light):
     server = Server.started(light)
     (child,) = server.fork(*SLEEP, ["words"], [os.environ])
     server.process.kill()
@@ -171,7 +171,7 @@ def test_nothing_outlives_a_requester_that_was_killed(light, wait_for):
     wait_for(lambda: not any(map(is_alive, pids)), 60)
 
 
-def test_closed_standard_input_is_no_obstacle(server):
+def test_a_closed_standard_input_does_not_matter(server):
     kept_input = os.dup(0)
     os.close(0)
     try:
@@ -182,7 +182,7 @@ def test_closed_standard_input_is_no_obstacle(server):
         os.close(kept_input)
 
 
-def test_what_a_server_s_modules_made_goes_with_the_server_and_not_with_a_child(light, tmp_path):
+def test_resources_of_a_server_s_modules_end_with_the_server_only(light, tmp_path):
     environment = {**light, "TMPDIR": str(tmp_path)}
     (tmp_path / "makes.py").write_text(MAKES)
     server = Server.started(environment, ["makes"])
@@ -194,7 +194,7 @@ def test_what_a_server_s_modules_made_goes_with_the_server_and_not_with_a_child(
     assert not [*tmp_path.glob("*-made"), *tmp_path.glob("*-kept")]
 
 
-def test_only_what_libraries_read_on_import_tells_servers_apart():
+def test_servers_differ_only_in_variables_that_imports_read():
     same = {"OMP_NUM_THREADS": "2", "CUDA_VISIBLE_DEVICES": "0"}
     assert mattering_of({**same, "HOME": "/", "RANK": "3"}) == same
 

@@ -73,14 +73,14 @@ def test_the_newest_and_the_best_are_kept(new_run, tmp_path, keep_last, keep_bes
     assert checkpoints.in_summary(0)["last_checkpoint"].endswith("step=000006.ckpt")
 
 
-def test_there_are_no_names_but_checkpoints_and_their_sums(new_run, tmp_path):
+def test_the_folder_contains_only_checkpoints_and_checksums(new_run, tmp_path):
     fitted(new_run(checkpoint={"every": 2, "keep_last": 9}), tmp_path)
     names = [f"step=00000{step}.ckpt{end}" for step in (2, 3, 4, 6) for end in ("", ".sha256")]
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(names)
     assert all(fault_of(path) is None for path in checkpoints_in(tmp_path))
 
 
-def test_what_is_due_is_saved_after_the_validation_of_its_step(new_run, tmp_path):
+def test_a_checkpoint_is_saved_after_its_step_s_validation(new_run, tmp_path):
     run = new_run(max_steps=4, val_every=2, checkpoint={"every": 2, "keep_last": 9})
     _, validation = fitted(run, tmp_path)
     assert validation.saved_before == {2: [], 4: [2]}
@@ -90,7 +90,7 @@ def test_what_is_due_is_saved_after_the_validation_of_its_step(new_run, tmp_path
         assert state["losses"][step] == loss
 
 
-def test_a_checkpoint_holds_plain_values_and_all_that_a_reader_needs(new_run, tmp_path):
+def test_a_checkpoint_has_only_plain_values_and_all_that_readers_need(new_run, tmp_path):
     run = new_run(max_steps=3)
     fitted(run, tmp_path)
     content = torch.load(tmp_path / "step=000003.ckpt", weights_only=True)
@@ -101,7 +101,7 @@ def test_a_checkpoint_holds_plain_values_and_all_that_a_reader_needs(new_run, tm
     assert all(torch.equal(content["state_dict"][f"model.{n}"], w) for n, w in weights.items())
 
 
-def test_a_resumed_run_keeps_what_it_knew_of_the_best(new_run, tmp_path):
+def test_a_resumed_run_remembers_its_best_checkpoint(new_run, tmp_path):
     settings = {"every": 1, "keep_last": 1, "keep_best": 1}
     fitted(new_run(max_steps=2, val_every=1, checkpoint=settings), tmp_path, {1: 1.0, 2: 2.0})
     run = new_run(max_steps=4, val_every=1, checkpoint=settings)
@@ -119,7 +119,7 @@ def test_a_best_checkpoint_that_is_gone_is_the_best_no_more(new_run, tmp_path):
     assert checkpoints.in_summary(0)["best_checkpoint"] == str(tmp_path / "step=000002.ckpt")
 
 
-def test_what_is_best_is_the_same_on_a_rank_that_sees_other_files(on_ranks, new_run, tmp_path):
+def test_all_ranks_agree_on_the_best_checkpoint(on_ranks, new_run, tmp_path):
     folders = [tmp_path / "seen", tmp_path / "not_yet"]  # as a network folder may look for a while
     for step in (2, 3):
         checkpoint_path(folders[0], step).parent.mkdir(exist_ok=True)
@@ -143,7 +143,7 @@ def test_a_run_that_is_resumed_ends_with_the_bits_of_one_that_is_not(new_run, tm
         assert torch.equal(rest.module.state_dict()[name], weight), name
 
 
-def test_a_removed_checkpoint_takes_its_sum_along(new_run, tmp_path):
+def test_removing_a_checkpoint_removes_its_checksum(new_run, tmp_path):
     fitted(new_run(checkpoint={"every": 1, "keep_best": 0}), tmp_path)
     (path,) = checkpoints_in(tmp_path)
     digest = hashlib.sha256(path.read_bytes()).hexdigest()

@@ -49,7 +49,7 @@ def rows(new_run, tmp_path):
     return measured(run, tmp_path / "metrics.csv")
 
 
-def test_rows_stand_where_a_step_is_logged_or_validated_and_nowhere_else(rows):
+def test_only_logged_or_validated_steps_have_rows(rows):
     training = [step for step, row in rows[0].items() if "train/loss" in row]
     validation = [step for step, row in rows[0].items() if "val/loss" in row]
     assert (training, validation) == ([2, 4, 6, 7], [3, 6])
@@ -104,7 +104,7 @@ class SlowValidation(Callback):
         time.sleep(0.3)
 
 
-def test_validation_takes_no_time_of_training(new_run, tmp_path):
+def test_validation_does_not_count_as_training_time(new_run, tmp_path):
     run = new_run(max_steps=3, val_every=1, log_every=1)
     table, _, _ = measured(run, tmp_path / "metrics.csv", SlowValidation())
     assert all(row["throughput/step_seconds"] < 0.3 for row in table.values())

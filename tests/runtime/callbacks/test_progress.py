@@ -137,7 +137,7 @@ class Numbers(ByteTokenizer):
     end_of_text = None
 
 
-def test_a_model_of_mere_numbers_has_nothing_to_show(new_run, caplog):
+def test_a_model_trained_on_numbers_prints_no_sample(new_run, caplog):
     run = new_run(max_steps=2)
     run.module = GPTModule(run.config, run.schedule, Numbers())
     caplog.set_level(logging.INFO, "lockstep_gpt")

@@ -19,7 +19,7 @@ def test_a_step_ends_once_for_all_its_micro_batches(new_run):
     assert steps.steps == [(1, 2), (2, 4), (3, 6), (4, 8)]
 
 
-def test_a_resumed_run_goes_on_with_the_next_step(new_run, tmp_path):
+def test_a_resumed_run_continues_with_the_next_step(new_run, tmp_path):
     run = new_run(max_steps=3)
     run.fit(run.checkpoints(tmp_path))
     run, steps = new_run(max_steps=5), Steps()

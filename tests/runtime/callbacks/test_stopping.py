@@ -62,7 +62,7 @@ def test_a_signal_ends_the_run_after_its_step_is_done_and_saved(new_run, tmp_pat
     assert [step_of(path) for path in checkpoints_in(tmp_path)] == [4]
 
 
-def test_a_stopped_run_goes_on_to_the_bits_of_one_that_was_left_alone(new_run, tmp_path):
+def test_a_stopped_run_resumes_to_the_bits_of_an_uninterrupted_one(new_run, tmp_path):
     settings = {"max_steps": 6, "val_every": 2, "model": {"dropout": 0.5}}
     whole, first, rest = (new_run(**settings) for _ in range(3))
     fit(whole, tmp_path / "whole")
@@ -73,7 +73,7 @@ def test_a_stopped_run_goes_on_to_the_bits_of_one_that_was_left_alone(new_run, t
         assert torch.equal(rest.module.state_dict()[name], weight), name
 
 
-def test_a_stop_where_a_validation_is_due_does_not_lose_it(new_run, tmp_path):
+def test_a_stop_does_not_lose_a_due_validation(new_run, tmp_path):
     settings = {"max_steps": 6, "val_every": 3}
     alone, before, after = Validations(), Validations(), Validations()
     fit(new_run(**settings), tmp_path / "whole", alone)
@@ -90,7 +90,7 @@ def test_a_signal_in_the_last_step_lets_the_run_end(new_run, tmp_path):
     assert step_of(checkpoints_in(tmp_path)[-1]) == 3
 
 
-def test_nothing_that_catches_exceptions_takes_a_stop_for_a_failure():
+def test_a_stop_is_not_caught_as_an_exception():
     assert not issubclass(Stopped, Exception)
 
 
