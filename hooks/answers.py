@@ -193,7 +193,7 @@ def check(name: str, value: Any) -> Any:
     if name == "package_name":
         _check_package(text)
     if name == "email" and text and not re.fullmatch(f"{ATOMS}@{ATOMS}", text, re.ASCII):
-        _refuse(name, text, "is no address; write name@host, or leave it empty")
+        _refuse(name, text, "is not an email address; write name@host, or leave it empty")
     if name == "license" and text not in LICENSES:
         _refuse(name, text, f"is not one of {', '.join(LICENSES)}")
     if name in ("wandb_project", "wandb_entity"):
@@ -233,47 +233,47 @@ def _line(name: str, value: Any) -> str:
     if not text.strip() and name not in OPTIONAL:
         _refuse(name, value, "is empty; every project needs one")
     if text != text.strip():
-        _refuse(name, value, "has space around it; leave that out")
+        _refuse(name, value, "has spaces around it; remove them")
     if MARKS.search(text):
-        _refuse(name, value, "holds one of the marks that the template reads; write it otherwise")
+        _refuse(name, value, "contains a mark that the template reads; write it differently")
     return text
 
 
 def _check_slug(slug: str) -> None:
     if not re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", slug):
-        _refuse("project_slug", slug, "must be lower-case letters, digits and single dashes")
+        _refuse("project_slug", slug, "must be lowercase letters, digits, and single dashes")
     _check_length("project_slug", slug)
     if COMMANDS.fullmatch(slug) or _module(slug) in _dependencies():
-        _refuse("project_slug", slug, "is the name of a dependency or its command; take another")
+        _refuse("project_slug", slug, "is the name of a dependency or its command; choose another")
     if slug in SYSTEM.read_text("utf-8").split():
-        _refuse("project_slug", slug, "is a command of the system or a shell; take another")
+        _refuse("project_slug", slug, "is a command of the system or a shell; choose another")
 
 
 def _check_package(name: str) -> None:
     if keyword.iskeyword(name) or name in SOFT_KEYWORDS:
-        _refuse("package_name", name, "is a keyword of Python; take another name")
+        _refuse("package_name", name, "is a keyword of Python; choose another name")
     if not re.fullmatch(r"[a-z][a-z0-9_]*", name):
         _refuse(
-            "package_name", name, "must be lower-case letters, digits and _, a letter coming first"
+            "package_name", name, "must be lowercase letters, digits, and _, starting with a letter"
         )
     _check_length("package_name", name)
     if hasattr(builtins, name):
-        _refuse("package_name", name, "is a built-in of Python; take another name")
+        _refuse("package_name", name, "is a built-in of Python; choose another name")
     if name in LIBRARY:
-        _refuse("package_name", name, "is a module of Python's own library; take another name")
+        _refuse("package_name", name, "is a module of Python's own library; choose another name")
     if MODULES.fullmatch(name) or name in _dependencies():
-        _refuse("package_name", name, "is a module of a dependency; take another name")
+        _refuse("package_name", name, "is a module of a dependency; choose another name")
     if name in FOLDERS:
-        _refuse("package_name", name, "is a folder of every project; take another name")
+        _refuse("package_name", name, "is a folder of every project; choose another name")
     if name in {path.stem for path in (ROOT / "scripts").rglob("*.py")}:
-        _refuse("package_name", name, "is a script, which would hide it; take another name")
+        _refuse("package_name", name, "is a script, which would hide it; choose another name")
 
 
 def _check_length(answer: str, name: str) -> None:
     if len(name) > LONGEST:
-        _refuse(answer, name, f"has {len(name)} characters; {LONGEST} are the most")
+        _refuse(answer, name, f"has {len(name)} characters; {LONGEST} are allowed")
     if DEVICES.fullmatch(name):
-        _refuse(answer, name, "is the name of a device on Windows; take another name")
+        _refuse(answer, name, "is the name of a device on Windows; choose another name")
 
 
 def _dependencies() -> set[str]:

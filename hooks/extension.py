@@ -63,7 +63,7 @@ def _asked_again(name: str) -> str:
     try:
         return Prompt.ask(f"  {question.splitlines()[-1].strip()}", default="", show_default=False)
     except EOFError:
-        raise SystemExit(f"Error: {name} has no answer that can be taken") from None
+        raise SystemExit(f"Error: {name} has no valid answer") from None
 
 
 def check_answers(answers: dict[str, Any]) -> str:

@@ -125,7 +125,9 @@ def refuse_links(root: Path, target: Path, answers: Answers) -> None:
     for name in [*names, "README.md", "LICENSE", RECORD]:
         for path in (PurePosixPath(name), *PurePosixPath(name).parents[:-1]):
             if (target / path).is_symlink():
-                raise Refused(f"{path} is a link, and nothing is written through it; remove it")
+                raise Refused(
+                    f"{path} is a link, and files are not written through links; remove it"
+                )
 
 
 def _is_of_the_user(path: Path) -> bool:
@@ -329,9 +331,9 @@ def _write(path: Path, content: bytes) -> None:
 def _first_commit(target: Path, answers: Answers) -> str:
     """Make `target` a repository with one commit; return the outcome as text."""
     if not shutil.which("git"):
-        return "; no git here, so no repository"
+        return "; git is not installed, so there is no repository"
     if _git(target, "rev-parse", "--is-inside-work-tree").returncode == 0:
-        return "; in the git repository that is there"
+        return "; in the existing git repository"
     message = f"Start {answers.project_name} from its template"
     name = answers.author if re.search(r"\w", answers.author) else answers.project_slug
     who = {"user.name": name, "user.email": answers.email or answers.project_slug}

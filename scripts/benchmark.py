@@ -66,9 +66,9 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--loops", **listed, default=LOOPS)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=12, help="counted steps of a process")
-    parser.add_argument("--compile", action="store_true", help="torch.compile, where a loop can")
+    parser.add_argument("--compile", action="store_true", help="use torch.compile, if a loop can")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--nanogpt", type=Path, help="a checkout of it")
+    parser.add_argument("--nanogpt", type=Path, help="a checkout of nanoGPT")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--chart", type=Path)
     options = parser.parse_args()
@@ -112,7 +112,7 @@ def measured(task: Task, options: argparse.Namespace) -> dict[str, list[dict[str
 def run(loop: str, task: Task, nanogpt: Path | None) -> dict[str, Any] | None:
     """Run one loop in its own process; if it cannot run, print the reason and return None."""
     if task.model == "quickstart" and loop not in ("ours", "pair"):
-        print(f"{loop} does not know the model of the quickstart: not run", flush=True)
+        print(f"{loop} does not support the quickstart's model: not run", flush=True)
         return None
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "result.json"

@@ -95,7 +95,9 @@ def main() -> int:
     """Print one row for each deletion, and the output of failures; return 1 if any failed."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("names", nargs="*", metavar="NAME", help="delete these (default: all)")
-    parser.add_argument("--pairs", action="store_true", help="every two; they only collect")
+    parser.add_argument(
+        "--pairs", action="store_true", help="delete every pair, and only collect the tests"
+    )
     parser.add_argument("--jobs", type=int, default=1, help="projects at a time (default: 1)")
     parser.add_argument("--of", default="all", help="the extras of the project (default: all)")
     options = parser.parse_args()
@@ -119,7 +121,7 @@ def main() -> int:
                 print(f"{without:<24}{status:>4}{seconds:>9.0f}  {last}", flush=True)
                 if status:
                     print(said[-SHOWN:], flush=True)
-    print(f"{len(chosen) - failed} of {len(chosen)} hold")
+    print(f"{len(chosen) - failed} of {len(chosen)} passed")
     return 1 if failed else 0
 
 

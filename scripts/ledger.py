@@ -2,7 +2,7 @@
 """Print what a training step asks of a GPU, part by part, and its predicted speed; without a GPU.
 
 usage: python scripts/ledger.py [--hardware h100,h200,a100-80,rtx4090]
-           [words of lockstep-gpt train]
+           [settings of lockstep-gpt train]
 
 Example: python scripts/ledger.py experiment=gpt2_124m
 

@@ -64,7 +64,7 @@ def main() -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     numbers = {"type": lambda text: [*map(int, text.split(","))]}
-    parser.add_argument("--devices", **numbers, default=[1, 2], help="the first is the base")
+    parser.add_argument("--devices", **numbers, default=[1, 2], help="the first is the baseline")
     parser.add_argument("--kinds", type=lambda text: text.split(","), default=["strong"])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=12, help=f"per run, {WARMUP} not counted")

@@ -37,19 +37,19 @@ HEAD = """\
 # Every setting
 
 Written by `python scripts/settings.py` from `configs/` and
-`src/lockstep_gpt/config.py`: after a change of these, run it again.
+`src/lockstep_gpt/config.py`: run it again after you change these.
 
-A setting is a word on the command line (`optim.lr=1e-3`) or a line of a file in `configs/`.
-Presets set some to other values than the defaults below;
-`lockstep-gpt train --cfg job` prints what a command line comes to.
-What has no default must be given, which the presets do.
+A setting is an argument of the command (`optim.lr=1e-3`) or a line of a file in `configs/`.
+Presets set some of them to other values than the defaults below.
+`lockstep-gpt train --cfg job` prints all values that a command would use.
+Settings without a default are required; the presets set them.
 """
 OPEN = """\
 
 ## Lightning's and other classes
 
-The files of these groups name a class and list its settings, which are set by name; other arguments
-of the same class are added with a plus, as in `+trainer.profiler=simple`.
+The files of these groups name a class and list its settings, which you set by name. Other arguments
+of the same class need a plus, as in `+trainer.profiler=simple`.
 """
 
 
@@ -177,7 +177,7 @@ def data_sections() -> Iterator[Part]:
                 shown.add(schema)
                 base = schema.__base__
                 also = f" Also accepts {about(base).lower()}." if base is not Checked else ""
-                yield section(names.get(schema, "### Of several sources"), schema, also)
+                yield section(names.get(schema, "### Settings of several sources"), schema, also)
 
 
 def about(schema: type[Any] | None) -> str:
@@ -216,7 +216,7 @@ def open_choices(group: str) -> Iterator[Part]:
     for file in sorted((CONFIGS / group).glob("*.yaml")):
         known = yaml.safe_load(file.read_text("utf-8")).get("defaults", ["_self_"])
         base = f" Also accepts all of `{group}={known[0]}`." if known[0] != "_self_" else ""
-        about = f"{header(file)}{base}".strip() or "The choice where none is made."
+        about = f"{header(file)}{base}".strip() or "The default choice."
         yield Part(file, f"### `{group}={file.stem}`\n\n{about}\n{table_in(file, group)}")
         added = file.parent / "added" / file.name
         if added.exists():

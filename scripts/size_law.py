@@ -55,7 +55,9 @@ def _options() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--sizes", default=SIZES, help="from small to large")
     parser.add_argument("--json", type=Path, default=Path("size_law.json"))
     parser.add_argument("--plot", type=Path, default=Path("size_law.svg"))
-    parser.add_argument("--check", metavar="SIZE", help="predict it by the file, then train it")
+    parser.add_argument(
+        "--check", metavar="SIZE", help="predict its loss by the file, then train it"
+    )
     parser.add_argument("--rates", action="store_true", help="sweep the learning rate instead")
     return parser.parse_known_args()
 
@@ -69,7 +71,7 @@ def fit(options: argparse.Namespace, overrides: list[str]) -> None:
     if abs(tested - losses[-1]) > CLOSE * losses[-1]:
         faults.append(f"the law of the smaller sizes misses the largest by more than {CLOSE:.0%}")
     if max(run["passes"] for run in runs) > PASSES:
-        faults.append(f"the largest takes the text more than {PASSES} times; take more text")
+        faults.append(f"the largest repeats the text more than {PASSES} times; use more text")
     values = {"source": runs[0]["source"], **asdict(law), "is_valid": not faults}
     _write(options, {**values, "runs": runs, "checked": []})
     print(table(runs, law, tested))
@@ -82,7 +84,7 @@ def check(options: argparse.Namespace, overrides: list[str]) -> None:
     try:
         content = json.loads(options.json.read_text("utf-8"))
     except FileNotFoundError:
-        sys.exit(f"{options.json} is not there; make it by this script without --check")
+        sys.exit(f"{options.json} does not exist; write it by this script without --check")
     law = law_of(content)
     found = shape(parsed(options.check))
     expected = law.loss(weights(found["n_layer"], found["n_embd"]))

@@ -78,7 +78,7 @@ def _found(name: str) -> Path:
     path = Path(name) if Path(name).is_file() else RECIPES / name
     if not path.is_file():
         known = ", ".join(sorted(each.name for each in RECIPES.iterdir() if each.is_file()))
-        sys.exit(f"{name} is no file, and none of {known}; give one of them or a path")
+        sys.exit(f"{name} is neither a file nor one of {known}; give one of them or a path")
     return path
 
 
@@ -96,7 +96,7 @@ def standard_text(path: Path) -> Path:
     if found != SHA256:
         sys.exit(
             f"the library of Python {sys.version.split()[0]} gives a text of SHA-256 {found[:12]}; "
-            f"records are on {SHA256[:12]}, of CPython 3.11.7: take that, or give --text"
+            f"records use {SHA256[:12]}, of CPython 3.11.7: use that, or set --text"
         )
     path.write_bytes(content[:SIZE])
     return path

@@ -40,7 +40,9 @@ def main(arguments: "list[str]", project: Path) -> int:
     parser = argparse.ArgumentParser(prog="dev.py update", description=__doc__.split("\n")[0])
     parser.add_argument("template", nargs="?", metavar="TEMPLATE", help="its path or URL")
     parser.add_argument("--to", default="HEAD", metavar="COMMIT", help="a commit, branch or tag")
-    parser.add_argument("--extras", metavar="NAMES", help="all, none, or names, instead of before")
+    parser.add_argument(
+        "--extras", metavar="NAMES", help="all, none, or names; replaces the earlier ones"
+    )
     options = parser.parse_args(arguments)
     try:
         with tempfile.TemporaryDirectory(prefix="update-") as folder:
@@ -54,9 +56,7 @@ def update(project: Path, folder: Path, template: str, to: str, extras: str) -> 
     """Apply the changes of the template; return 1 if conflicts remain."""
     record = _recorded(project)
     if _git(project, "status", "--porcelain").strip():
-        raise Refused(
-            "the working tree is not clean; commit your changes or stash them, then again"
-        )
+        raise Refused("the working tree is not clean; commit or stash your changes, then try again")
     source = template or record["template"]
     clone = folder / "template"
     if Path(source).exists():
@@ -100,14 +100,14 @@ def update(project: Path, folder: Path, template: str, to: str, extras: str) -> 
 def _recorded(project: Path) -> dict:
     """Return the project's record of its template, or raise `Refused`."""
     if not (project / RECORD).is_file():
-        raise Refused(f"{RECORD} is not here: only projects of the template can be updated")
+        raise Refused(f"{RECORD} is missing: only projects of the template can be updated")
     record = json.loads((project / RECORD).read_text("utf-8"))
     if not shutil.which("git") or _status(project, "rev-parse", "HEAD"):
-        raise Refused("needs the project in a git repository with a commit; git init, then commit")
-    if not record["commit"]:
         raise Refused(
-            f"the project came from a copy without git; write the commit of it into {RECORD}"
+            "needs the project in a git repository with a commit; run git init and commit"
         )
+    if not record["commit"]:
+        raise Refused(f"the template was a copy without git; write its commit into {RECORD}")
     return record
 
 

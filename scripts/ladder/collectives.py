@@ -23,40 +23,40 @@ Collective = Callable[[Tensor], Tensor]  # from what a rank has to what it gets
 
 
 def broadcast(held: Tensor) -> Tensor:
-    """Rank 0's goes to all. DDP does it to the weights, once."""
+    """Every rank gets rank 0's tensor. DDP does this to the weights, once."""
     dist.broadcast(held, src=0)
     return held
 
 
 def all_reduce(held: Tensor) -> Tensor:
-    """The sum goes to all. DDP does it to the gradients, each step."""
+    """Every rank gets the sum. DDP does this to the gradients, each step."""
     dist.all_reduce(held)
     return held
 
 
 def scatter(held: Tensor) -> Tensor:
-    """Rank 0 deals its parts out."""
+    """Rank 0 sends each rank one part."""
     part = torch.empty_like(held[:1])
     dist.scatter(part, list(held.split(1)) if dist.get_rank() == 0 else None, src=0)
     return part
 
 
 def gather(held: Tensor) -> Tensor:
-    """Rank 0 collects everyone's."""
+    """Rank 0 gets the parts of all ranks."""
     parts = [torch.empty_like(held) for _ in range(dist.get_world_size())]
     dist.gather(held, parts if dist.get_rank() == 0 else None, dst=0)
     return torch.cat(parts) if dist.get_rank() == 0 else held[:0]
 
 
 def reduce_scatter(held: Tensor) -> Tensor:
-    """Each rank gets its part of the sum. FSDP does it to the gradients."""
+    """Each rank gets its part of the sum. FSDP does this to the gradients."""
     part = torch.empty_like(held[:1])
     dist.reduce_scatter(part, list(held.split(1)))
     return part
 
 
 def all_gather(held: Tensor) -> Tensor:
-    """Everyone's goes to all. FSDP does it to the weights, before each layer."""
+    """Every rank gets all parts. FSDP does this to the weights, before each layer."""
     parts = [torch.empty_like(held) for _ in range(dist.get_world_size())]
     dist.all_gather(parts, held)
     return torch.cat(parts)

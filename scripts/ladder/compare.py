@@ -175,10 +175,11 @@ def remarks(runs: list[Run]) -> str:
     numbers = " and ".join(str(each.ranks) for each in by_hand)
     return (
         f"lines: of the rung's own script; {PROGRAM} is a command. MB: the largest process.\n"
-        "Losses differ by rounding alone: other batch shapes are added up in another order.\n"
-        "val loss is the mean over samples. The mean of the batches' means, which one gets by\n"
-        f"averaging what each batch or rank reports, is {' and '.join(means)} on {numbers} ranks:\n"
-        "the last batches are smaller, and weigh as much as the others."
+        "Losses differ only by rounding: other batch shapes are added in another order.\n"
+        "val loss is the mean over samples. The mean of the batches' means, which you get by\n"
+        "averaging the values that batches or ranks report, is "
+        f"{' and '.join(means)} on {numbers} ranks:\n"
+        "the last batches are smaller, but count as much as the others."
     )
 
 
@@ -213,9 +214,11 @@ def draw(results: dict[str, list[Run]], path: Path) -> None:
 def compare() -> None:
     """Run the rungs, print the tables, draw the chart, and check the differences."""
     flags = argparse.ArgumentParser(description=__doc__)
-    flags.add_argument("--ranks", default="1,2", help="numbers of ranks, 1 among them")
+    flags.add_argument("--ranks", default="1,2", help="numbers of ranks, including 1")
     flags.add_argument("--precisions", default=",".join(BARS))
-    flags.add_argument("--at-once", type=int, default=1, help="so many runs; spoils their times")
+    flags.add_argument(
+        "--at-once", type=int, default=1, help="runs at a time; distorts their times"
+    )
     flags.add_argument("--chart", type=Path, default=Path("runs/ladder.png"))
     options, words = flags.parse_known_args()
     precisions, worlds = _precisions(options.precisions), _worlds(options.ranks)
@@ -250,7 +253,7 @@ def _precisions(text: str) -> list[str]:
 def _worlds(text: str) -> list[int]:
     numbers = sorted({int(number) for number in text.split(",") if number.isdecimal()})
     if not text.replace(",", "").isdecimal() or numbers[0] != 1:
-        raise UserError(f"--ranks {text} must be whole numbers, 1 among them: 1,2")
+        raise UserError(f"--ranks {text} must be whole numbers, including 1: 1,2")
     return numbers
 
 

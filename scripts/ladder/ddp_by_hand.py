@@ -58,8 +58,8 @@ def be_rank(options: argparse.Namespace, words: list[str]) -> None:
     """Join the other ranks, train, and leave the group even after an error."""
     if options.init_method != "env://" and "TORCHELASTIC_USE_AGENT_STORE" in os.environ:
         raise UserError(
-            f"--init-method={options.init_method}: torchrun's ranks meet at its store, and wait "
-            "in vain at another address, where nobody listens; leave it out"
+            f"--init-method={options.init_method}: torchrun's ranks meet at its own store, and "
+            "nobody listens at another address; remove it"
         )
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     experiment = load(words, world_size)

@@ -186,7 +186,7 @@ def load(words: Sequence[str], world_size: int) -> Experiment:
     asked = config.trainer["accelerator"]
     device_type = "cuda" if asked != "cpu" and torch.cuda.is_available() else "cpu"
     if device_type == "cpu" and asked in ("gpu", "cuda"):
-        raise UserError("trainer=gpu and torch finds no CUDA device; set trainer=cpu")
+        raise UserError("trainer=gpu but torch finds no CUDA device; set trainer=cpu")
     choose_matrix_products(device_type)
     batch = plan_batch(config.batch, config.model.block_size, world_size, 1)
     return Experiment(
@@ -211,9 +211,11 @@ def _composed(words: list[str]) -> Config:
 
 def parser(description: str | None) -> argparse.ArgumentParser:
     """Return the parser of every rung's flags; arguments that it does not know are settings."""
-    flags = argparse.ArgumentParser(description=description, epilog="other words are settings")
+    flags = argparse.ArgumentParser(description=description, epilog="other arguments are settings")
     flags.add_argument("--metrics", type=Path, help="write the loss of each step to this CSV file")
-    flags.add_argument("--checkpoint", type=Path, help="go on from it, if there; save at the end")
+    flags.add_argument(
+        "--checkpoint", type=Path, help="resume from it, if it exists; save at the end"
+    )
     flags.add_argument("--until", type=int, help="end after this step, as if interrupted")
     return flags
 

@@ -47,7 +47,7 @@ class Link:
         try:
             self.connection.sendall(data)
         except OSError as error:
-            raise LostPeer(f"rank {self.peer} takes nothing any more ({error})") from None
+            raise LostPeer(f"rank {self.peer} stopped reading ({error})") from None
 
     def receive(self, size: int) -> bytes:
         """Receive exactly `size` bytes: TCP is a stream without message boundaries."""
@@ -56,7 +56,7 @@ class Link:
             try:
                 part = self.connection.recv(size - len(data))
             except TimeoutError:
-                raise LostPeer(f"rank {self.peer} has sent nothing in time") from None
+                raise LostPeer(f"rank {self.peer} sent nothing in time") from None
             if not part:
                 raise LostPeer(f"rank {self.peer} closed the connection")
             data += part
@@ -119,7 +119,7 @@ def _accept(server: socket.socket, missing: set[int], timeout: float) -> tuple[L
         connection, _ = server.accept()
     except TimeoutError:
         names = ", ".join(map(str, sorted(missing)))
-        raise LostPeer(f"rank {names} did not come within {timeout:g} s") from None
+        raise LostPeer(f"rank {names} did not connect within {timeout:g} s") from None
     connection.settimeout(timeout)
     link = Link(connection, peer=-1)
     link.peer, peer_port = HELLO.unpack(link.receive(HELLO.size))
@@ -233,7 +233,7 @@ def start_ranks(options: argparse.Namespace, folder: str) -> list[dict[str, Any]
 def report(ranks: list[dict[str, Any]], size: int) -> str:
     """Format each rank's values and results, and the long vector's bytes next to the formula."""
     N, S = len(ranks), size * NUMBER
-    lines = [f"{'rank':4}  {'holds':15}  {'by server':15}  {'by ring':15}  by gloo"]
+    lines = [f"{'rank':4}  {'has':15}  {'by server':15}  {'by ring':15}  by gloo"]
     for rank, found in enumerate(ranks):
         cells = [found["held"], *(found["sums"][name] for name in ("server", "ring", "gloo"))]
         lines.append(f"{rank:4}  " + "  ".join(f"{_numbers(cell):15}" for cell in cells).rstrip())
@@ -266,7 +266,7 @@ def main() -> None:
     flags.add_argument("--size", type=int, default=40_000, help="numbers in the long vector")
     flags.add_argument("--timeout", type=float, default=10, help="seconds to wait for a peer")
     flags.add_argument("--missing", type=int, metavar="RANK", help="leave this rank out")
-    flags.add_argument("--rank", type=int, help="be this rank of several started by hand")
+    flags.add_argument("--rank", type=int, help="run as this rank of several started by hand")
     flags.add_argument("--port", type=int, help="with --rank: where rank 0 listens")
     flags.add_argument("--meeting", help="with --rank: the file in which gloo's ranks meet")
     options = flags.parse_args()

@@ -41,7 +41,7 @@ WAY_OUT = 60.0  # longest time in seconds that rank 1 waits while rank 0 hangs
 
 
 def no_set_epoch(words: list[str], _folder: Path) -> Finding:
-    """A sampler whose `set_epoch` nobody calls."""
+    """A sampler whose `set_epoch` is never called."""
     experiment = load(words, 1)
     size = 1000
     sampler = experiment.sampler(size)
@@ -56,7 +56,7 @@ def no_set_epoch(words: list[str], _folder: Path) -> Finding:
 
 
 def same_data_on_every_rank(words: list[str], _folder: Path) -> Finding:
-    """Loaders without a sampler that knows the rank."""
+    """A data loader that does not divide the samples among ranks."""
     experiment = load(words, 2)
     micro = experiment.batch.micro_size
 
@@ -67,12 +67,12 @@ def same_data_on_every_rank(words: list[str], _folder: Path) -> Finding:
     shared = [experiment.sampler(1000, rank, 2) for rank in range(2)]
     return (
         f"{distinct(alone)} different samples in a step of {2 * micro}: two ranks, the work of one",
-        f"a sampler that is told rank and world size: {distinct(shared)} of {2 * micro}",
+        f"a sampler that knows rank and world size: {distinct(shared)} of {2 * micro}",
     )
 
 
 def unscaled_learning_rate(words: list[str], _folder: Path) -> Finding:
-    """Four devices make the batch four times as large, and the learning rate stays."""
+    """Four devices make the batch four times as large, but the learning rate stays the same."""
     one = ["max_steps=100", "batch.global_size=4", "batch.reference_size=4", "optim.decay=constant"]
     four = [*one, "max_steps=25", "batch.global_size=16"]
     before = _validation_loss([*words, *one])
@@ -80,8 +80,8 @@ def unscaled_learning_rate(words: list[str], _folder: Path) -> Finding:
     scaled = _validation_loss([*words, *four, "optim.lr_scaling=sqrt"])
     return (
         f"after the same samples the validation loss is {unscaled:.3f}, on one device {before:.3f}",
-        f"scale the rate with the batch (Adam: by its root): {scaled:.3f}; or keep the batch, "
-        "batch.global_size, and the loss is the same to rounding",
+        f"scale the rate with the batch (Adam: by its square root): {scaled:.3f}; or keep "
+        "batch.global_size, and the loss is the same up to rounding",
     )
 
 
@@ -95,7 +95,7 @@ def _validation_loss(words: list[str]) -> float:
 
 
 def module_prefixes(_words: list[str], folder: Path) -> Finding:
-    """The wrapper's state saved instead of the model's."""
+    """The state of the DDP wrapper is saved instead of the model's."""
     model = nn.Linear(4, 4)
     wrapped, fresh = DistributedDataParallel(model), nn.Linear(4, 4)
     torch.save(wrapped.state_dict(), folder / f"{dist.get_rank()}.pt")
@@ -103,8 +103,8 @@ def module_prefixes(_words: list[str], folder: Path) -> Finding:
     loaded = len(state) - len(fresh.load_state_dict(state, strict=False).unexpected_keys)
     cured = fresh.load_state_dict(wrapped.module.state_dict())
     return (
-        f"keys like {next(iter(state))!r}: strict loading fails, and strict=False loads {loaded} "
-        f"of {len(state)} tensors without a word",
+        f"keys like {next(iter(state))!r}: strict loading fails, and strict=False silently loads "
+        f"{loaded} of {len(state)} tensors",
         f"save model.module.state_dict(): {len(cured.unexpected_keys)} unexpected keys",
     )
 
@@ -139,13 +139,13 @@ def saving_from_all_ranks(_words: list[str], folder: Path) -> Finding:
         torch.load(path, weights_only=True)
     dist.barrier()
     return (
-        f"rank 0 reads back what it has saved: {broken}, as rank 1 is writing; a kill leaves it so",
-        "rank 0 alone writes, beside the file, and renames it: it loads at every moment",
+        f"rank 0 reads its file back: {broken}, as rank 1 is writing; a kill leaves it like that",
+        "only rank 0 writes a temporary file, and renames it: the file can be loaded at any time",
     )
 
 
 def collective_on_rank_zero_only(_words: list[str], folder: Path) -> Finding:
-    """An all-reduce below `if rank == 0`."""
+    """An all-reduce inside `if rank == 0`."""
     rank = dist.get_rank()
     group = dist.new_group(timeout=timedelta(seconds=HANG_SECONDS))
     over = folder / "over"
@@ -164,12 +164,12 @@ def collective_on_rank_zero_only(_words: list[str], folder: Path) -> Finding:
     return (
         f"rank 0 hangs; the group's timeout of {HANG_SECONDS:g} s ended it after {seconds:.1f} s "
         f"({ended}); the default is 30 minutes",
-        f"all ranks call it, and only the printing is rank 0's: the sum is {total.item():g}",
+        f"all ranks call it, and only rank 0 prints: the sum is {total.item():g}",
     )
 
 
 def average_over_padding(_words: list[str], _folder: Path) -> Finding:
-    """A validation set that does not divide, filled up by the sampler, and the mean of means."""
+    """The sampler pads a validation set that does not divide evenly; batch means are averaged."""
     values = torch.arange(5, dtype=torch.float64)  # the "losses" of five samples
     rank, ranks = dist.get_rank(), dist.get_world_size()
     sampler = DistributedSampler(range(5), ranks, rank, shuffle=False)  # type: ignore[arg-type]
@@ -181,12 +181,12 @@ def average_over_padding(_words: list[str], _folder: Path) -> Finding:
     dist.all_reduce(sums)
     return (
         f"the mean of 0, 1, 2, 3, 4 on two ranks is {mean / ranks:.3f}: sample 0 counts twice",
-        f"add up sums and counts, of each sample once: {sums[0] / sums[1]:.3f}",
+        f"add up sums and counts, with each sample once: {sums[0] / sums[1]:.3f}",
     )
 
 
 def batchnorm_of_tiny_batches(_words: list[str], _folder: Path) -> Finding:
-    """BatchNorm sees the samples of its rank alone."""
+    """BatchNorm sees only the samples of its own rank."""
     torch.manual_seed(0)
     batch = torch.randn(4, 8, dtype=torch.float64)  # over all ranks: two samples each
     own = batch.chunk(2)[dist.get_rank()]
@@ -217,7 +217,7 @@ class _TwoHeads(nn.Module):
 
 
 def sums_in_another_order(_words: list[str], _folder: Path) -> Finding:
-    """Why one GPU and two differ in the eighth digit: each adds in an order of its own."""
+    """One GPU and two differ in the eighth digit, because they add in different orders."""
     apart, largest, size = _differing(_one_by_one)
     cured, _, _ = _differing(_in_the_tree)
     return (
@@ -266,7 +266,7 @@ def _weights(add: Callable[[list[Tensors]], Tensors], ranks: int) -> torch.Tenso
 
 
 def unused_parameters(_words: list[str], _folder: Path) -> Finding:
-    """A layer that takes no part in a step, and DDP waits for its gradient."""
+    """A step does not use a layer, but DDP waits for its gradient."""
 
     def steps(**options: Any) -> tuple[int, str]:
         model = DistributedDataParallel(_TwoHeads(), **options)
@@ -281,12 +281,12 @@ def unused_parameters(_words: list[str], _folder: Path) -> Finding:
     cured, _ = steps(find_unused_parameters=True)
     return (
         f"after {done} step of 3: {error}",
-        f"find_unused_parameters=True: {cured} steps of 3; better, leave no layer out",
+        f"find_unused_parameters=True: {cured} steps of 3; better: use every layer",
     )
 
 
 def rate_that_rises_again(words: list[str], _folder: Path) -> Finding:
-    """CosineAnnealingLR beyond its `T_max`, as after raising the number of steps."""
+    """CosineAnnealingLR runs beyond its `T_max`, as after raising the number of steps."""
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=50)
     rates = []
@@ -298,7 +298,7 @@ def rate_that_rises_again(words: list[str], _folder: Path) -> Finding:
     ends = [schedule.factor(step) for step in (schedule.total_steps - 1, schedule.total_steps + 25)]
     return (
         f"its share of the peak is {rates[50]:.2f} at step 50 = T_max, and {rates[75]:.2f} at 75",
-        f"a schedule that stays where it ended: {ends[0]:.2f}, and {ends[1]:.2f} beyond",
+        f"a schedule that stays at its last value: {ends[0]:.2f}, and {ends[1]:.2f} beyond",
     )
 
 
@@ -333,9 +333,9 @@ def address_under_a_launcher(_words: list[str], _folder: Path) -> Finding:
     met = dist.get_world_size()
     dist.destroy_process_group()
     return (
-        f"every rank waits for a store that torchrun's agent is to have opened there; a timeout of "
+        f"every rank waits there for a store that torchrun's agent never opens; a timeout of "
         f"{HANG_SECONDS:g} s ended it after {seconds:.1f} s ({ended}); the default is 30 minutes",
-        f"env://, the default, under a launcher; without one the address works: {met} rank meets",
+        f"env://, the default, under a launcher; without one, the address works: {met} rank meets",
     )
 
 

@@ -171,7 +171,7 @@ def two_stages() -> None:
     if experiment.batch.micro_size % options.micro_batches or options.steps < 1:
         raise UserError(
             f"--micro-batches {options.micro_batches} must divide the batch of "
-            f"{experiment.batch.micro_size} samples, and --steps {options.steps} be at least 1"
+            f"{experiment.batch.micro_size} samples, and --steps {options.steps} must be at least 1"
         )
     if "lo" in {name for _, name in socket.if_nameindex()}:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")

@@ -48,7 +48,7 @@ def test_links_carry_the_bytes_of_the_formulas(shown):
 def test_a_missing_rank_is_named_in_time(python, ladder):
     words = ["--ranks=3", "--missing=2", "--timeout=1", "--size=10"]
     error = python(ladder / "mini_allreduce.py", *words, status=1).stderr
-    assert "rank 0: rank 2 did not come within 1 s" in error
+    assert "rank 0: rank 2 did not connect within 1 s" in error
     assert "Traceback" not in error
 
 
@@ -67,7 +67,7 @@ def test_a_link_waits_until_all_bytes_are_there(link, connected):
 def test_a_silent_and_a_vanished_peer_are_distinguished(link, connected):
     from mini_allreduce import LostPeer
 
-    with pytest.raises(LostPeer, match="rank 1 has sent nothing in time"):
+    with pytest.raises(LostPeer, match="rank 1 sent nothing in time"):
         link.receive(1)
     connected[1].close()
     with pytest.raises(LostPeer, match="rank 1 closed the connection"):

@@ -75,7 +75,7 @@ def test_the_text_of_all_records_is_that_of_one_python(speedrun, tmp_path):
 def test_a_recipe_that_is_not_there_is_named_with_those_that_are():
     done = subprocess.run([sys.executable, SCRIPT, "none.py"], capture_output=True, text=True)
     assert done.returncode == 1
-    assert done.stderr.startswith("none.py is no file, and none of classic.yaml, modern.yaml")
+    assert done.stderr.startswith("none.py is neither a file nor one of classic.yaml, modern.yaml")
 
 
 @pytest.mark.parametrize("path", [each for each in RECIPES if each.suffix == ".yaml"], ids=str)

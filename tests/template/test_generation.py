@@ -297,7 +297,7 @@ def test_inside_a_repository_no_second_one_is_made(generate, tmp_path, committed
     write(tmp_path, "outer/x")
     committed(tmp_path / "outer")
     done = generate(tmp_path / "outer")
-    assert done.stdout.splitlines()[0].endswith("; in the git repository that is there")
+    assert done.stdout.splitlines()[0].endswith("; in the existing git repository")
     assert not (tmp_path / "outer/my-gpt/.git").exists()
     assert git(tmp_path / "outer", "log", "--format=%s") == "All of it\n"
 
@@ -315,7 +315,7 @@ def test_without_git_a_project_is_made_and_the_screen_says_so(generate, tmp_path
     write(tmp_path, "without.py", script.encode())
     words = [generate.template, "--no-input", "-o", tmp_path]
     done = generate.run("without", *words, cwd=tmp_path)
-    assert done.stdout.splitlines()[0].endswith("; no git here, so no repository")
+    assert done.stdout.splitlines()[0].endswith("; git is not installed, so there is no repository")
     files, expected = tree(tmp_path / "my-gpt"), tree(baked())
     assert json.loads(files.pop(".template.json")[1])["commit"] is None
     del expected[".template.json"]

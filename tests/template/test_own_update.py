@@ -160,7 +160,7 @@ def test_another_template_and_commit_can_be_given(project, upstream, update, com
     ("spoil", "said"),
     [
         (lambda project: (project / "new").touch(), "the working tree is not clean"),
-        (lambda project: (project / ".template.json").unlink(), ".template.json is not here"),
+        (lambda project: (project / ".template.json").unlink(), ".template.json is missing"),
         (lambda project: (project / ".git").rename(project / "git"), "in a git repository"),
     ],
     ids=["dirty", "no record", "no repository"],

@@ -167,7 +167,7 @@ def test_a_loopback_name_a_full_shared_memory_and_a_missing_rank_are_named(comma
     found = wrong(report)
     assert "resolves to 127.0.1.1" in found["names"]["line"]
     assert found["shared memory"]["line"].startswith("1 MiB free in /dev/shm")
-    assert found["rendezvous"]["line"] == "rank 1 did not come within 2 s"
+    assert found["rendezvous"]["line"] == "rank 1 did not arrive within 2 s"
     assert report["seconds"] < 60
 
 

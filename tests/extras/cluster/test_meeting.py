@@ -25,7 +25,7 @@ def port(monkeypatch):
 def test_a_rank_that_never_comes_is_named_in_time():
     meeting = open_meeting(FIRST, LIMIT)
     started = time.monotonic()
-    with pytest.raises(Absent, match=r"rank 1 did not come within 1 s"):
+    with pytest.raises(Absent, match=r"rank 1 did not arrive within 1 s"):
         meeting.gather("facts", {})
     assert time.monotonic() - started < LIMIT + 20  # torch itself waits minutes
 

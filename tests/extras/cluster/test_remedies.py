@@ -95,7 +95,11 @@ def test_memory_that_is_not_there_names_the_next_micro_batch(broken):
 @pytest.mark.parametrize(
     ("name", "cause", "remedy"),
     [
-        ("Unused", "no part in the loss", r"\(spare\.weight, spare\.bias\), or set strategy\.find"),
+        (
+            "Unused",
+            "do not affect the loss",
+            r"\(spare\.weight, spare\.bias\), or set strategy\.find",
+        ),
         ("Differ", "different shapes", "the same code, settings and packages"),
     ],
 )

@@ -55,5 +55,5 @@ def test_a_check_needs_a_fit(size_law):
     status, _, err = size_law("--check", "2M")
     assert (status, err) == (
         1,
-        "size_law.json is not there; make it by this script without --check\n",
+        "size_law.json does not exist; write it by this script without --check\n",
     )
