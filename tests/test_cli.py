@@ -79,7 +79,7 @@ def test_help_and_mistakes_need_no_torch_and_leave_no_file(answers, arguments):
 
 
 @pytest.mark.parametrize("arguments", [given for given in LIGHT if given and LIGHT[given]])
-def test_a_mistake_is_one_line_on_stderr(answers, arguments):
+def test_a_mistake_fails_in_one_line_on_stderr(answers, arguments):
     _, out, err, _ = answers[arguments]
     assert out == ""
     assert err.count("\n") == 1
@@ -127,6 +127,6 @@ def test_a_python_without_our_libraries_names_the_command_to_run():
     source = str(Path(cli.__file__).parents[1])
     command = [sys.executable, "-S", "-m", "lockstep_gpt", "train"]
     done = subprocess.run(command, env={"PYTHONPATH": source}, capture_output=True, text=True)
-    line = f"{sys.executable} has no omegaconf; run .venv/bin/{PROGRAM}, or python3 scripts/dev.py"
+    line = f"omegaconf is not installed for {sys.executable}; run .venv/bin/{PROGRAM}"
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == f"{line}, which makes .venv\n"
+    assert done.stderr == f"{line}, or python3 scripts/dev.py, which makes .venv\n"

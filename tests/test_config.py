@@ -122,7 +122,7 @@ def test_each_setting_declares_its_treatment_on_resume():
     assert not free & (kept | machine)
 
 
-def test_values_that_keep_the_rules_are_taken_as_they_are():
+def test_valid_values_are_kept_unchanged():
     config = from_container(with_setting("optim.lr", 0.5))
     assert (config.max_steps, config.batch.global_size, config.optim.lr) == (10, 4, 0.5)
     assert config.data == data_sources()["stdlib"]()
@@ -265,7 +265,7 @@ def test_a_reference_to_the_environment_is_resolved_when_the_values_are_read(mon
     assert config.run_name == "here"
 
 
-def test_a_config_made_in_code_is_checked_like_one_from_yaml():
+def test_a_config_from_code_is_checked_like_one_from_yaml():
     with pytest.raises(UserError, match=r"^optim\.lr=-1 must be above 0$"):
         schema.OptimConfig(algorithm="adamw", lr=-1)
     with pytest.raises(UserError, match=r"^max_steps=null and max_tokens=null"):

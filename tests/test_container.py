@@ -57,14 +57,14 @@ def pyproject():
     return (ROOT / "pyproject.toml").read_text("utf-8")
 
 
-def test_packages_of_the_system_bring_no_others_and_leave_no_lists(steps):
+def test_system_packages_are_installed_without_recommendations_and_lists(steps):
     first = words_of(steps, "RUN")[0]
     assert "apt-get install -y --no-install-recommends" in first
     assert "rm -rf /var/lib/apt/lists/*" in first
     assert "sudo" not in FILE.read_text("utf-8")
 
 
-def test_all_that_is_the_project_s_belongs_to_a_user_without_rights(steps):
+def test_all_project_files_belong_to_an_unprivileged_user(steps):
     names = [name for name, _ in steps]
     (user,) = words_of(steps, "USER")
     made = re.search(rf"useradd --create-home --uid (\d+) {user}\b", words_of(steps, "RUN")[0])

@@ -11,7 +11,7 @@ import pytest
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks are for Linux alone")
 
 
-def test_who_is_killed_while_it_asks_for_a_fork_leaves_others_theirs(python_of_forks):
+def test_a_requester_killed_during_a_fork_does_not_affect_others(python_of_forks):
     address = Path(python_of_forks).with_name("socket")
     environment = json.loads(address.with_name("socket.json").read_text())
 

@@ -53,7 +53,7 @@ def state():
 @pytest.mark.parametrize(
     ("end", "status"), [(None, 0), ("Raises", 1), ("Stops", 128 + signal.SIGTERM), ("Late", 1)]
 )
-def test_a_run_leaves_everything_as_it_was(command, monkeypatch, capfd, end, status):
+def test_an_inline_run_leaves_the_process_unchanged(command, monkeypatch, capfd, end, status):
     command.train("max_steps=6", "run_dir=first")  # imports what a run imports
     (command.folder / "ends.py").write_text(ENDS)
     monkeypatch.chdir(command.folder)

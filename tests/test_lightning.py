@@ -96,7 +96,7 @@ def test_a_time_limit_saves_and_a_resume_beyond_it_ends_at_once(command):
     assert command.summary("run")["step"] == first["step"]
 
 
-def test_without_validation_all_is_saved_and_no_loss_is_claimed(command):
+def test_without_validation_checkpoints_are_saved_without_a_loss(command):
     words = ["checkpoint.keep_last=9", "checkpoint.every=5", "+trainer.limit_val_batches=0"]
     said = command.train("run_dir=run", *words).stdout
     found = sorted(path.name for path in (command.folder / "run/checkpoints").glob("*.ckpt"))

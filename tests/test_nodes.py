@@ -170,7 +170,7 @@ def test_after_a_longer_cut_the_nodes_meet_again(training, nodes, wait_for):
     wait_for(lambda: steps(run) > before + 30)
 
 
-def test_a_node_that_is_lost_for_good_is_done_without(training, nodes, command, wait_for):
+def test_the_run_continues_without_a_lost_node(training, nodes, command, wait_for):
     late = "strategy.timeout_seconds=8"  # the rendezvous notices after 3 s
     run, processes = training("launch.min_nodes=1", late, *EXACT)
     nodes.link(1, "down")
@@ -207,7 +207,7 @@ def test_a_silent_drop_ends_by_our_own_limit(training, nodes):
         (["launch.rdzv_endpoint=null"], "launch.rdzv_endpoint=null with trainer.num_nodes=2"),
     ],
 )
-def test_a_mistake_about_nodes_is_one_line(nodes, command, overrides, line):
+def test_a_mistake_about_nodes_fails_in_one_line(nodes, command, overrides, line):
     (status,), (said,) = ended(nodes.start(command, 0, "run_dir=run", *overrides))
     assert (status, said.count("\n")) == (2, 1)
     assert line in said

@@ -143,7 +143,7 @@ class Normed(lightning.Callback):
 
 @pytest.mark.usefixtures("quick_ranks")
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_statistics_of_batchnorm_count_the_batches_of_training_alone(command, ranks):
+def test_statistics_of_batchnorm_count_only_training_batches(command, ranks):
     (command.folder / "normed.py").write_text(NORMED)
     words = ("trainer=cpu", f"trainer.devices={ranks}", "+callbacks.normed._target_=normed.Normed")
     size = ("batch.global_size=6", "batch.micro_size=2", "val_every=100", "max_steps=6")
@@ -170,7 +170,7 @@ def test_signal_stops_all_ranks_at_one_step(command, wait_for, processes_of):
 
 
 @pytest.mark.usefixtures("quick_ranks")
-def test_multirun_makes_a_run_of_two_ranks_for_each_job(command):
+def test_multirun_starts_a_run_of_two_ranks_for_each_job(command):
     words = [
         "--multirun",
         "optim.lr=1e-3,-1,3e-3",

@@ -19,7 +19,7 @@ def test_readme_is_short_enough_to_be_read():
     assert len(shown) <= 250
 
 
-def test_every_constant_by_which_an_extra_attaches_is_explained_and_no_other():
+def test_the_page_explains_exactly_the_constants_of_extras():
     core = [path for path in (ROOT / "src").rglob("*.py") if "extras" not in path.parts]
     asking = re.compile(r'\b(?:additions|addition|asked|merged)\(\s*"(\w+)"')
     kinds = {kind for path in core for kind in asking.findall(path.read_text("utf-8"))}

@@ -185,7 +185,7 @@ def test_a_resumed_run_keeps_its_data(command, corpus):
     assert "keeps its settings, but got data.fingerprint=" in said
 
 
-def test_data_that_is_gone_is_prepared_again_from_the_same_corpus(command, corpus):
+def test_missing_data_is_prepared_again_from_the_same_corpus(command, corpus):
     _, words = corpus
     command.train(*words, "run_dir=run", "max_steps=12")
     (prepared,) = (command.folder / "data").glob("text-*")
@@ -235,7 +235,7 @@ def test_a_forced_resume_has_another_optimizer_or_other_data(finished, command, 
     assert (after == before) == ("optim" in changed)
 
 
-def test_a_forced_resume_with_a_mistake_leaves_the_run_as_it_was(finished, command):
+def test_a_forced_resume_with_a_mistake_leaves_the_run_unchanged(finished, command):
     shutil.copytree(finished[0].folder / "runs/first", command.folder / "run")
     frozen = (command.folder / "run/config.yaml").read_bytes()
     mistake = ("max_steps=30", "+callbacks.bad._target_=nowhere.Bad", "launch.inline=true")
@@ -254,7 +254,7 @@ def content(folder):
 
 
 @pytest.mark.parametrize("again", [(), ("experiment=smoke",)])
-def test_a_finished_run_is_done_and_stays_as_it_is(finished, command, again):
+def test_a_finished_run_is_not_changed_by_a_resume(finished, command, again):
     shutil.copytree(finished[0].folder / "runs/first", command.folder / "run")
     before = content(command.folder / "run")
     own = (f"data.root={command.data_root}",) if again else ()
@@ -336,7 +336,7 @@ def test_a_sweep_resumes_its_jobs(command):
     assert [f"{loss:.4f}" in said.rpartition("job  exit")[2] for loss in losses] == [True, True]
 
 
-def test_a_run_that_was_killed_before_it_had_saved_begins_as_frozen(finished, command):
+def test_a_run_killed_before_its_first_save_restarts_as_frozen(finished, command):
     (command.folder / "run").mkdir()
     frozen = finished[0].folder / "runs/first/config.yaml"
     shutil.copy(frozen, command.folder / "run")
@@ -361,7 +361,7 @@ def test_resume_in_a_folder_of_other_files_is_rejected(command):
     assert [each.name for each in (command.folder / "run").iterdir()] == ["mine.txt"]
 
 
-def test_resume_of_a_run_that_is_not_there_starts_one(command):
+def test_resume_of_a_missing_run_starts_it(command):
     command.train("run_dir=run", "resume=auto", "max_steps=6")
     assert command.summary("run")["status"] == "done"
 

@@ -109,7 +109,7 @@ def test_another_run_or_a_file_is_rejected_and_unchanged(run, tmp_path):
     assert (run.load().seed, file.read_text()) == (7, "mine")
 
 
-def test_of_several_launches_at_once_one_gets_the_directory(run):
+def test_only_one_of_several_simultaneous_launches_gets_the_directory(run):
     context = multiprocessing.get_context("fork")
     together, ends = context.Barrier(8), context.Queue()
 
@@ -147,7 +147,7 @@ def test_a_place_that_cannot_be_written_is_rejected_in_one_line(tmp_path):
         RunDirectory(tmp_path / "file" / "run").create(VALUES)
 
 
-def test_a_directory_that_could_not_be_made_may_be_used_later(run, monkeypatch):
+def test_a_directory_that_could_not_be_created_can_be_used_later(run, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
@@ -166,10 +166,10 @@ def test_a_folder_without_a_frozen_configuration_is_not_a_run_directory(run):
 
 
 @pytest.mark.parametrize("text", ["", "a: [", "just words"])
-def test_a_frozen_file_that_is_none_any_more_is_one_line(run, text):
+def test_a_damaged_frozen_file_fails_in_one_line(run, text):
     run.create(VALUES)
     run.config.write_text(text)
-    with pytest.raises(UserError, match=r"config\.yaml is damaged; restore what the run wrote"):
+    with pytest.raises(UserError, match=r"config\.yaml is damaged; restore the original"):
         run.values()
 
 

@@ -59,7 +59,7 @@ def test_github_tests_every_python_with_the_pins_and_the_oldest_and_newest_versi
 
 
 @pytest.mark.parametrize("path", sorted(ROOT.glob(".github/workflows/*.yml")), ids=lambda p: p.name)
-def test_workflows_may_read_alone_and_take_actions_by_their_hash(path):
+def test_workflows_are_read_only_and_pin_actions_by_hash(path):
     workflow = yaml.safe_load(path.read_text("utf-8"))
     assert workflow["permissions"] == {"contents": "read"}
     steps = [step for job in workflow["jobs"].values() for step in job["steps"]]

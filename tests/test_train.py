@@ -33,7 +33,7 @@ def test_the_run_directory_contains_the_documented_files(finished):
     assert [path.name for path in command.folder.iterdir()] == ["runs"]  # data is elsewhere
 
 
-def test_summary_says_how_the_run_ended(finished):
+def test_the_summary_records_how_the_run_ended(finished):
     command, _ = finished
     summary = command.summary("runs/first")
     assert summary["status"] == "done"
@@ -220,7 +220,7 @@ BAD_SETTINGS = {
 
 
 @pytest.mark.parametrize(("override", "line"), BAD_SETTINGS.items())
-def test_bad_setting_gets_one_line_and_makes_nothing(command, override, line):
+def test_a_bad_setting_fails_in_one_line_and_creates_nothing(command, override, line):
     result = command.train(override, status=2, CUDA_VISIBLE_DEVICES="")
     assert result.stdout == "" or result.stdout.startswith("prepared")
     assert line in result.stderr
@@ -236,7 +236,7 @@ def test_existing_run_directory_is_never_overwritten(finished):
     assert (command.folder / "runs/first/config.yaml").read_bytes() == before
 
 
-def test_mistake_that_only_a_rank_can_see_leaves_nothing(command):
+def test_a_mistake_found_by_a_rank_leaves_no_run(command):
     result = command.train("+trainer.profilr=simple", "run_dir=runs/typo", status=2)
     assert "profilr" in result.stderr
     assert result.stderr.count("\n") == 1

@@ -3,7 +3,7 @@ import pytest
 from lockstep_gpt.whole_files import replace_text, replacing
 
 
-def test_a_file_is_replaced_as_a_whole_and_nothing_else_is_left(tmp_path):
+def test_a_file_is_replaced_atomically_without_leftovers(tmp_path):
     path = tmp_path / "a.json"
     replace_text(path, "old")
     with replacing(path) as file:
@@ -22,6 +22,6 @@ def test_after_an_error_everything_is_as_before(tmp_path):
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_folder_that_is_not_there_is_the_system_s_error(tmp_path):
+def test_a_missing_folder_gives_the_system_s_error(tmp_path):
     with pytest.raises(FileNotFoundError), replacing(tmp_path / "nowhere/a"):
         pass

@@ -203,7 +203,7 @@ def test_loaders_leave_the_random_state_of_the_run_alone(folder):
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_a_feed_is_one_batch_ahead_and_knows_how_long_it_was_waited_for(wait_for):
+def test_a_feed_loads_one_batch_ahead_and_measures_waiting(wait_for):
     made = []
 
     def slow():
@@ -229,7 +229,7 @@ def test_an_error_in_the_feed_s_thread_stops_the_training():
 
 
 def test_a_block_longer_than_the_data_is_rejected(folder):
-    with pytest.raises(UserError, match=r"val split has 200.*model\.block_size to at most 199"):
+    with pytest.raises(UserError, match=r"val split has 200; set at most 199"):
         datamodule(folder, block_size=200)
 
 

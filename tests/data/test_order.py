@@ -126,7 +126,7 @@ def global_batch(step, micro, accumulation, world):
 
 
 @pytest.mark.parametrize(("micro", "accumulation", "world"), FACTORS_OF_24)
-def test_the_global_batch_is_the_same_however_it_is_divided(micro, accumulation, world):
+def test_the_global_batch_is_the_same_for_all_divisions(micro, accumulation, world):
     for step in (0, 41, 42):  # step 41 straddles the epochs of 1000 windows
         divided = np.concatenate(global_batch(step, micro, accumulation, world))
         np.testing.assert_array_equal(divided, windows(np.arange(24) + 24 * step, 1000, 7))

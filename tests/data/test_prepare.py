@@ -127,7 +127,7 @@ def test_the_index_describes_the_standard_library(tmp_path):
         assert split.tokens == split.text_bytes + split.documents > 50_000
 
 
-def test_a_second_time_nothing_is_written_or_said(tmp_path, caplog, small):
+def test_a_second_call_writes_and_prints_nothing(tmp_path, caplog, small):
     folder = prepare(small(tmp_path))
     before = [path.stat() for path in sorted(folder.iterdir())]
     with caplog.at_level(logging.INFO):
@@ -207,7 +207,7 @@ def test_other_users_may_read_prepared_files(tmp_path, small):
         os.umask(umask)
 
 
-def test_a_damaged_folder_is_rejected_and_left_alone(tmp_path, small):
+def test_a_damaged_folder_is_rejected_and_unchanged(tmp_path, small):
     folder = prepare(small(tmp_path))
     with (folder / "train-00000.bin").open("ab") as file:
         file.truncate(100)
@@ -251,7 +251,7 @@ def test_two_builds_at_once_make_one_folder(tmp_path, small):
     assert not [*tmp_path.glob(".*.unfinished")]
 
 
-def test_tokens_that_are_named_are_opened_without_their_corpus(corpus):
+def test_named_tokens_are_opened_without_their_corpus(corpus):
     folder = prepare(corpus())
     named = corpus(fingerprint=load_index(folder).fingerprint)
     shutil.rmtree(named.path)
@@ -260,7 +260,7 @@ def test_tokens_that_are_named_are_opened_without_their_corpus(corpus):
         prepare(corpus())
 
 
-def test_tokens_that_are_named_are_made_by_no_other_corpus(corpus):
+def test_named_tokens_are_not_rebuilt_from_another_corpus(corpus):
     named = corpus(fingerprint="0" * 64)
     with pytest.raises(UserError, match="text-00000000 is missing, and the corpus now gives"):
         prepare(named)
@@ -283,7 +283,7 @@ def tiny_disk(tmp_path):
 
 
 @pytest.mark.usefixtures("alone")
-def test_a_full_disk_is_one_clear_line_and_leaves_nothing(tiny_disk, small):
+def test_a_full_disk_fails_in_one_clear_line_without_leftovers(tiny_disk, small):
     disk = tiny_disk
     with pytest.raises(UserError, match=r"data\.root=.* \(No space left.* with space") as caught:
         prepare(small(disk, 100_000))
@@ -301,7 +301,7 @@ def test_a_root_that_cannot_be_written_is_one_clear_line(tmp_path, part, small):
         prepare(small(tmp_path / part))
 
 
-def test_a_folder_without_write_permission_is_one_clear_line(tmp_path, small):
+def test_a_folder_without_write_permission_fails_in_one_clear_line(tmp_path, small):
     if os.geteuid() == 0:
         pytest.skip("root may write anywhere")
     tmp_path.chmod(0o500)
@@ -346,7 +346,7 @@ def test_an_empty_split_is_rejected_and_leaves_nothing(tmp_path, fraction, split
     assert not [path for path in tmp_path.iterdir() if path.suffix != ".lock"]
 
 
-def test_a_corpus_without_a_path_is_one_clear_line(tmp_path):
+def test_a_corpus_without_a_path_fails_in_one_clear_line(tmp_path):
     with pytest.raises(UserError, match=r"data\.path is empty; set it to what data\.source=text"):
         prepare(TextData(root=str(tmp_path)))
 

@@ -105,7 +105,7 @@ def test_documents_are_counted_with_their_text(tmp_path):
     assert (split.tokens, split.documents, split.text_bytes) == (7, 3, 4)
 
 
-def test_a_changed_byte_is_found_by_its_sum_alone(tmp_path):
+def test_a_changed_byte_is_found_by_the_checksum(tmp_path):
     index = load_index(shards(tmp_path, range(10), range(5), 100))
     check_content(tmp_path, index)
     with (tmp_path / "val-00000.bin").open("r+b") as file:
@@ -163,5 +163,5 @@ def test_a_block_that_just_fits_passes():
 
 @pytest.mark.parametrize(("train", "val", "split"), [(1000, 8, "val"), (8, 1000, "train")])
 def test_a_block_longer_than_a_split_is_rejected_with_the_longest_that_fits(train, val, split):
-    with pytest.raises(UserError, match=f"{split} split has 8.*block_size to at most 7"):
+    with pytest.raises(UserError, match=f"{split} split has 8; set at most 7"):
         check_block_size(of_sizes(train, val), 8)

@@ -72,7 +72,7 @@ def test_a_nul_in_a_document_is_rejected_with_its_text():
 
 
 @given(UTF8_TEXT.filter(bool))
-def test_a_cut_leaves_two_valid_texts_and_the_first_has_something(text):
+def test_a_cut_gives_two_valid_texts_and_the_first_is_not_empty(text):
     data = (text + "x").encode()
     end = cut(data)
     assert 0 < end <= len(data)

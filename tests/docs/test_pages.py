@@ -43,7 +43,7 @@ def _sayings():
 
 
 @pytest.mark.parametrize("line", blocks(TROUBLES, "text"))
-def test_a_message_that_is_quoted_is_one_of_the_source(line):
+def test_every_quoted_message_is_in_the_source(line):
     spoken = [match for each in sayings() for match in each.finditer(line)]
     covered = {place for match in spoken for place in range(*match.span())}
     assert len(covered) > 0.6 * len(line), line
@@ -60,7 +60,7 @@ def test_errors_are_quoted_exactly(story):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_lead_to_files_that_are_there(page):
+def test_links_lead_to_existing_files(page):
     links = re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text("utf-8"))
     files = [link for link in links if "://" not in link]
     assert [link for link in files if not (page.parent / link).exists()] == []

@@ -40,6 +40,6 @@ def test_joining_is_the_first_that_a_rank_does_within_its_own_error_handling(mon
     assert train.main(directory) == "DistBackendError"
 
 
-def test_the_setting_that_makes_equal_bits_on_gpus_is_taken(command):
+def test_the_setting_for_equal_bits_on_gpus_is_accepted(command):
     command.train("+trainer.deterministic=true", "run_dir=run")
     assert command.summary("run")["status"] == "done"

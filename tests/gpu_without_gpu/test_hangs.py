@@ -63,7 +63,7 @@ class Blocked(Callback):
         pl_module.cpu = lambda: time.sleep(600)
 
 
-def test_after_a_lost_rank_nothing_is_copied_from_the_device(on_ranks, new_run, rank_environment):
+def test_nothing_is_copied_from_the_device_after_a_lost_rank(on_ranks, new_run, rank_environment):
     def rank(number):
         os.environ.update(rank_environment(number, 2))
         try:
@@ -87,7 +87,7 @@ class Aborting(lightning.Callback):
 
 
 @pytest.mark.usefixtures("quick_ranks")
-def test_a_rank_that_aborts_as_nccl_s_watchdog_has_it_is_restarted_once(command):
+def test_a_rank_aborted_by_nccl_s_watchdog_is_restarted_once(command):
     (command.folder / "aborting.py").write_text(ABORTING)
     words = ("trainer=cpu", "trainer.devices=1", "run_dir=run", "checkpoint.every=100")
     abort = "+callbacks.aborting._target_=aborting.Aborting"

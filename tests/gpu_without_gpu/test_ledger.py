@@ -129,7 +129,7 @@ def test_the_loss_moves_little_more_than_its_logits(recipe, samples):
     assert book.kernels.total() < 10  # in one piece
 
 
-def test_logits_that_would_take_too_much_memory_come_in_chunks(recipe):
+def test_logits_that_need_too_much_memory_are_chunked(recipe):
     """4,096 rows and more at a time, compiled: less than half of what eager chunks move."""
     chunked, eager = (
         ledger(each, VOCAB, 32, 24e9).of(LOSS) for each in (recipe, replace(recipe, compile=False))

@@ -63,7 +63,7 @@ def test_optimizer_state_is_on_the_device_of_its_kernel(algorithm, earlier, monk
     assert seen >= 2 * sum(len(group["params"]) for group in optimizer.param_groups)
 
 
-def test_without_the_fused_kernel_the_count_of_steps_stays_on_the_host(monkeypatch):
+def test_without_the_fused_kernel_the_step_count_is_on_the_host(monkeypatch):
     _, optimizer = optimizer_on("meta", "adamw", monkeypatch, fused=False)
     restored(saved_state("adamw", monkeypatch), optimizer)
     steps = {state["step"].device.type for state in optimizer.state.values()}

@@ -46,7 +46,7 @@ def test_a_model_is_readable_without_the_run_s_environment(tmp_path):
     load_model(tmp_path / "step=000001.ckpt")
 
 
-def test_a_model_with_the_tokenizer_of_an_extra_that_is_gone_is_one_line(tmp_path, monkeypatch):
+def test_a_model_with_the_tokenizer_of_a_deleted_extra_fails_in_one_line(tmp_path, monkeypatch):
     content = {"config": CONFIG, "tokenizer": {"kind": "bpe"}, "state_dict": {}}
     write_checkpoint(content, tmp_path / "step=000001.ckpt")
     monkeypatch.setattr(extras, "__path__", [])

@@ -58,7 +58,7 @@ def test_a_loss_beyond_its_bar_is_named(tmp_path, capsys):
 
 @pytest.mark.parametrize("flag", ["--ranks=2", "--ranks=1,x", "--precisions=16-true"])
 @pytest.mark.usefixtures("modules")
-def test_a_wrong_flag_is_one_line(flag, monkeypatch, capsys):
+def test_a_wrong_flag_fails_in_one_line(flag, monkeypatch, capsys):
     import compare
 
     monkeypatch.setattr("sys.argv", ["compare.py", flag])
@@ -69,7 +69,9 @@ def test_a_wrong_flag_is_one_line(flag, monkeypatch, capsys):
     assert error.count("\n") == 1
 
 
-def test_rows_come_as_runs_end_and_a_signal_leaves_nothing(start, tmp_path, processes_of):
+def test_rows_are_printed_as_runs_end_and_a_signal_leaves_no_processes(
+    start, tmp_path, processes_of
+):
     process = start(f"TMPDIR={tmp_path} {LINE}", tmp_path)
     told = [process.stdout.readline() for _ in range(3)]  # before other rungs have run
     assert [line.split()[0] for line in told] == ["precision=64-true", "rung", "single_device"]

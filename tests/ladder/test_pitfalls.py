@@ -44,7 +44,7 @@ def test_cosine_annealing_rises_again_and_our_schedule_does_not(numbers):
     assert last == later == 0.1
 
 
-def test_a_wrapper_s_weights_are_not_loaded_without_a_word(numbers):
+def test_weights_of_a_wrapper_are_not_silently_ignored(numbers):
     assert numbers("module prefixes") == [[0, 2], [0]]
 
 
@@ -78,11 +78,11 @@ def test_sums_of_one_rank_and_two_differ_unless_both_add_in_the_tree(numbers):
     assert (differing, all_of_them) == (0, size)
 
 
-def test_a_layer_left_out_stops_ddp_at_its_second_step(numbers):
+def test_an_unused_layer_stops_ddp_at_its_second_step(numbers):
     assert numbers("unused parameters") == [[1, 3], [3, 3]]
 
 
-def test_an_address_under_a_launcher_waits_for_nobody_until_the_time_limit(numbers):
+def test_an_address_under_a_launcher_waits_until_the_time_limit(numbers):
     (limit, seconds, default), (ranks,) = numbers("address under a launcher")
     assert limit <= seconds < 10 * limit < default * 60
     assert ranks == 1

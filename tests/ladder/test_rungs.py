@@ -52,7 +52,7 @@ def test_accelerate_resumes_from_its_saved_state(python, ladder, words, straight
 
 
 @pytest.mark.usefixtures("modules")
-def test_a_wrong_setting_is_one_line(monkeypatch, capsys):
+def test_a_wrong_setting_fails_in_one_line(monkeypatch, capsys):
     import single_device
 
     monkeypatch.setattr("sys.argv", ["single_device.py", "optim.lrr=1"])
@@ -83,5 +83,5 @@ def test_a_custom_address_is_rejected_under_a_launcher(python, ladder, words):
     launch = ["-m", "torch.distributed.run", "--nproc_per_node=2", "--master_port=0"]
     script = [ladder / "ddp_by_hand.py", "--init-method=tcp://127.0.0.1:29511"]
     done = python(*launch, *script, *words, status=1)
-    line = "ddp_by_hand.py: --init-method=tcp://127.0.0.1:29511: torchrun's ranks meet at its store"
+    line = "ddp_by_hand.py: --init-method=tcp://127.0.0.1:29511: torchrun's ranks meet at its own"
     assert line in done.stderr

@@ -37,7 +37,7 @@ def test_the_sampler_divides_an_epoch_equally_among_ranks(
     np.testing.assert_array_equal(together, np.resize(order, turns * micro * world))
 
 
-def test_the_sampler_begins_an_epoch_of_a_trillion_windows_at_once(sampler_of):
+def test_the_sampler_starts_an_epoch_of_a_trillion_windows_immediately(sampler_of):
     sampler = sampler_of(10**12, 0, rank=7, world_size=1000)
     expected = permute(np.array([7, 1007]), 10**12, 0, 0)
     assert (len(sampler), [*islice(sampler, 2)]) == (10**9, expected.tolist())

@@ -30,7 +30,7 @@ def test_of_ranks_that_ended_those_that_were_killed_are_named_first():
     assert causes({0: 75, 1: 255}) == "rank 0 lost its peers, rank 1 ended with status 255"
 
 
-def test_torch_gets_the_names_of_its_callers_without_reading_their_sources(monkeypatch):
+def test_torch_names_its_callers_without_reading_sources(monkeypatch):
     assert "get_method_name()" in inspect.getsource(dynamic_rendezvous)
     monkeypatch.delattr(inspect, "stack")
 
@@ -43,7 +43,7 @@ def test_torch_gets_the_names_of_its_callers_without_reading_their_sources(monke
     assert close() == "close"
 
 
-def test_a_signal_that_comes_as_torch_begins_to_time_a_method_stays_that_signal(monkeypatch):
+def test_a_signal_during_torch_s_timing_is_kept(monkeypatch):
     def stop():
         raise SignalException("stop", signal.SIGTERM)
 

@@ -57,7 +57,7 @@ def test_padding_rows_never_change_the_loss_nor_receive_gradient() -> None:
 
 
 @pytest.mark.usefixtures("rows")
-def test_a_batch_with_nothing_that_counts_gives_zero_and_zero_gradient() -> None:
+def test_a_batch_of_only_ignored_targets_gives_zero_loss_and_gradient() -> None:
     features, head, targets = batch()
     loss = linear_cross_entropy(features, head, VOCAB, torch.full_like(targets, IGNORE))
     loss.backward()
@@ -78,7 +78,7 @@ def test_half_precision_features_are_summed_in_float32() -> None:
 
 @pytest.mark.parametrize(("dtype", "error"), [(torch.float32, 1e-5), (torch.float64, 1e-12)])
 @pytest.mark.usefixtures("rows")
-def test_gradients_are_torch_s_own(dtype, error):
+def test_gradients_equal_torch_s(dtype, error):
     features, head, targets = batch()
     mine, theirs = [
         [each.detach().to(dtype).requires_grad_() for each in (features, head)] for _ in range(2)
@@ -121,7 +121,7 @@ def test_without_grad_no_gradient_is_computed():
     assert torch.equal(loss, linear_cross_entropy(features, head, VOCAB, targets))
 
 
-def test_a_compiled_loss_on_a_gpu_has_its_logits_whole_while_they_fit(monkeypatch):
+def test_a_compiled_loss_on_a_gpu_is_not_chunked_while_logits_fit(monkeypatch):
     memory = SimpleNamespace(total_memory=80e9)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: memory)
     gpu = torch.device("cuda")
@@ -151,13 +151,13 @@ def test_chunks_compile_in_one_graph(monkeypatch):
 
 
 @pytest.mark.parametrize("length", [1, 7, SHORT, SHORT + 1])
-def test_attention_of_every_length_is_torch_s_own(length):
+def test_attention_of_every_length_equals_torch_s(length):
     q, k, v = torch.randn(3, 2, 4, length, 8)
     expected = F.scaled_dot_product_attention(q, k, v, is_causal=True)
     assert torch.allclose(causal_attention(q, k, v, 0.0), expected, atol=1e-6)
 
 
-def test_fast_products_are_exact_enough_and_said():
+def test_fast_products_are_accurate_and_reported():
     try:
         assert choose_matrix_products("cpu") in ("oneDNN", "MKL")
         assert product_error() < EXACT_ENOUGH

@@ -37,7 +37,7 @@ def test_no_token_sees_a_later_one():
     assert (before[:, 9:] - after[:, 9:]).abs().amax(-1).min() > 1e-4
 
 
-def test_rotated_products_depend_on_the_distance_alone():
+def test_rotated_products_depend_only_on_the_distance():
     cos, sin = rotations(12, 8)
     q, k = (torch.randn(8).expand(1, 12, 1, 8) for _ in range(2))
     products = (rotate(q, cos, sin) * rotate(k, cos, sin).roll(-3, dims=1)).sum(-1)[0, :9, 0]
@@ -86,7 +86,7 @@ def test_ngrams_that_differ_in_one_token_have_different_rows(place):
     assert sorted(rows.tolist()) == list(range(64, 128))  # after the table of bigrams
 
 
-def test_the_row_of_an_ngram_depends_on_its_tokens_alone():
+def test_the_row_of_an_ngram_depends_only_on_its_tokens():
     tokens = torch.randint(VOCAB, (2, 12))
     for n, rows in enumerate(rows_of(tokens, longest=4, rows=32), start=2):
         for end in range(n - 1, 12):

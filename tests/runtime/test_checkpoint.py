@@ -148,7 +148,7 @@ def test_a_flipped_bit_is_seen_and_skipped_by_name(tmp_path, caplog):
 
 
 @pytest.mark.parametrize("sum_text", [None, "", "\xff", "0a  step=000001.ckpt\n0b  metrics.csv\n"])
-def test_a_checkpoint_without_a_readable_sum_is_skipped(tmp_path, sum_text):
+def test_a_checkpoint_without_a_readable_checksum_is_skipped(tmp_path, sum_text):
     path = save(checkpoint_path(tmp_path, 1))
     if sum_text is None:
         sum_path(path).unlink()
@@ -255,7 +255,7 @@ def test_a_full_or_read_only_disk_is_rejected(tmp_path):
         subprocess.run(["umount", str(tmp_path)], check=True)
 
 
-def test_leftovers_of_dead_processes_are_removed_and_nothing_else(tmp_path):
+def test_only_leftovers_of_dead_processes_are_removed(tmp_path):
     path = save(tmp_path / "step=000001.ckpt")
     before = {*tmp_path.iterdir()}
     for name in (".step=000002.ckpt.tmp", ".step=000002.ckpt.sha256.tmp"):

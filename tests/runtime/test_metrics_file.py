@@ -97,7 +97,7 @@ def test_a_resumed_run_may_add_to_the_row_where_it_starts(start, path):
     assert [list(row.values()) for row in rows_of(path)] == [["10", "1.0", "2.0"]]
 
 
-def test_a_resumed_run_keeps_columns_that_it_does_not_know(start, path):
+def test_a_resumed_run_keeps_unknown_columns(start, path):
     start().log_metrics({"more": 1.0}, 1)
     start(1).log_metrics({"train/loss": 2.0}, 2)
     assert [row["more"] for row in rows_of(path)] == ["1.0", ""]
@@ -114,7 +114,7 @@ def test_a_last_line_that_was_cut_off_is_dropped(start, path, cut):
     assert kept == ([("1", "1.5"), ("3", "3.5")])
 
 
-def test_a_new_run_begins_with_nothing_of_an_old_one(start, path):
+def test_a_new_run_inherits_nothing_from_an_old_one(start, path):
     start().log_metrics({"train/loss": 1.0}, 3)
     start(0)
     assert rows_of(path) == []

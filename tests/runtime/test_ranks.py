@@ -65,11 +65,11 @@ def test_the_backend_is_the_one_asked_for_or_the_accelerator_s(accelerator, back
         (ValueError("Connection closed by peer"), False),
     ],
 )
-def test_an_error_that_comes_of_another_rank_s_end_is_known(error, lost):
+def test_an_error_caused_by_another_rank_s_end_is_recognized(error, lost):
     assert lost_peers(error) is lost
 
 
-def test_a_rank_alone_agrees_with_itself():
+def test_one_rank_agrees_with_itself():
     join(Ranks(), Config(max_steps=1))
     assert not dist.is_initialized()
     assert from_rank_zero("größer") == "größer"

@@ -44,7 +44,7 @@ def test_the_logged_configuration_is_complete_with_derived_values(two, read_offl
     assert config["parameters"] == 34688
 
 
-def test_screen_says_how_to_look_at_an_offline_run(two):
+def test_the_screen_shows_the_command_to_view_an_offline_run(two):
     (run,) = (two[0].folder / "runs/two/wandb").glob("offline-run-*")
     assert f"wandb sync runs/two/wandb/{run.name}" in two[1]
     assert f"wandb leet runs/two/wandb/{run.name}" in two[1]

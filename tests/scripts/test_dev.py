@@ -141,7 +141,7 @@ def test_two_calls_at_once_repair_a_killed_install_only_once(set_up):
     assert installed == 1
 
 
-def test_later_calls_install_nothing_and_say_nothing(project):
+def test_later_calls_install_and_print_nothing(project):
     before = installations(project)
     status, _, err = dev(project, "train")
     assert (status, err, installations(project)) == (0, "", before)
@@ -301,7 +301,7 @@ def test_test_stops_at_the_first_failure(project):
 @pytest.mark.parametrize(
     ("signum", "status"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGINT, 130)]
 )
-def test_a_signal_to_it_alone_leaves_nothing_of_the_tests_alive(project, wait_for, signum, status):
+def test_a_signal_to_the_parent_ends_all_tests(project, wait_for, signum, status):
     process = start(project, "test", LASTING="pytest")
     told = iter(process.stdout.readline, "")
     ids = next(line for line in told if line[0].isdigit()).split()

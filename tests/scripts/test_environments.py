@@ -104,7 +104,7 @@ def test_the_oldest_versions_are_the_project_s_lower_bounds():
     ]
 
 
-def test_the_newest_versions_are_bound_by_nothing_but_take_candidates_that_are_named():
+def test_the_newest_versions_are_unpinned_with_named_candidates():
     assert load().limits("newest", DEMO) == ["hydra-core>=1.4.0rc3"]
 
 

@@ -54,7 +54,7 @@ def test_only_the_run_s_own_pods_reach_its_ports(name, label):
     assert spec.policy_types == ["Ingress"]
 
 
-def test_a_field_that_the_api_does_not_have_would_be_seen():
+def test_an_unknown_api_field_is_detected():
     *_, job = documents("job.yaml")
     *_, train = documents("trainjob.yaml")
     job["spec"]["completionsMode"] = train["spec"]["nodes"] = "Indexed"
@@ -85,7 +85,7 @@ def test_the_api_s_types_know_every_field_of_the_train_job():
     assert TrainJob.from_dict(document).to_dict() == document
 
 
-def test_the_train_job_runs_the_documented_command(job):
+def test_the_train_job_runs_the_job_s_command(job):
     *_, document = documents("trainjob.yaml")
     trainer, container = TrainJob.from_dict(document).spec.trainer, job.job.spec.template.spec
     assert trainer.command == container.containers[0].command

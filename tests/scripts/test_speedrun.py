@@ -35,7 +35,7 @@ def speedrun():
     return module
 
 
-def test_the_loss_is_that_of_each_window_by_itself(speedrun):
+def test_the_loss_is_computed_per_window(speedrun):
     held_out = np.random.default_rng(0).integers(0, 256, 1000).astype(np.uint8)
     weights = torch.randn(256, 256)
     expected, count = 0.0, 0
@@ -68,11 +68,11 @@ def test_the_text_of_all_records_is_that_of_one_python(speedrun, tmp_path):
     if sys.version_info[:3] == (3, 11, 7):
         assert speedrun.standard_text(tmp_path / "text").stat().st_size == speedrun.SIZE
     else:
-        with pytest.raises(SystemExit, match=r"records are on .* of CPython 3\.11\.7"):
+        with pytest.raises(SystemExit, match=r"records use .* of CPython 3\.11\.7"):
             speedrun.standard_text(tmp_path / "text")
 
 
-def test_a_recipe_that_is_not_there_is_named_with_those_that_are():
+def test_a_missing_recipe_is_reported_with_the_existing_ones():
     done = subprocess.run([sys.executable, SCRIPT, "none.py"], capture_output=True, text=True)
     assert done.returncode == 1
     assert done.stderr.startswith("none.py is neither a file nor one of classic.yaml, modern.yaml")

@@ -55,7 +55,7 @@ TEXTS = texts()
 
 
 @pytest.mark.parametrize("extra", EXTRAS)
-def test_an_extra_that_is_absent_is_spoken_of_nowhere(extra, defaults):
+def test_an_absent_extra_is_mentioned_nowhere(extra, defaults):
     gone = {extra, *(name for name, needs in NEEDS.items() if extra in needs)}
     taken = " ".join(name for name in EXTRAS if name not in gone)
     answers = checked({**defaults, "extras": taken})
@@ -87,7 +87,7 @@ IN_PYTHON = {
 
 
 @pytest.mark.parametrize("extra", EXTRAS)
-def test_python_without_an_extra_does_not_speak_of_it(extra):
+def test_python_code_does_not_mention_absent_extras(extra):
     """Tests that need the extra skip with the reason `no such extra`, and may name it."""
     others = [path for paths in (TEMPLATE_ONLY, *EXTRAS.values()) for path in paths]
     spoken = []

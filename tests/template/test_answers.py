@@ -48,7 +48,7 @@ REFUSED = [
     ("package_name", "..", "lowercase letters, digits, and _"),
     ("package_name", "a/b", "lowercase letters, digits, and _"),
     ("package_name", "a\\b", "lowercase letters, digits, and _"),
-    ("package_name", "x" * 25, "25 characters; 24 are the most"),
+    ("package_name", "x" * 25, "25 characters; 24 are allowed"),
     ("package_name", "con", "device on Windows"),
     ("package_name", "com1", "device on Windows"),
     ("package_name", "", "is empty"),
@@ -61,7 +61,7 @@ REFUSED = [
     ("project_slug", "my--gpt", "lowercase letters, digits, and single dashes"),
     ("project_slug", "../my-gpt", "lowercase letters, digits, and single dashes"),
     ("project_slug", "/tmp/my-gpt", "lowercase letters, digits, and single dashes"),
-    ("project_slug", "x" * 25, "25 characters; 24 are the most"),
+    ("project_slug", "x" * 25, "25 characters; 24 are allowed"),
     ("project_slug", "nul", "device on Windows"),
     ("project_slug", "lpt9", "device on Windows"),
     ("project_slug", "torchrun", "dependency or its command"),
@@ -156,7 +156,7 @@ def test_the_command_prints_only_that_error_line(name, value, generate, template
 
 
 @pytest.mark.parametrize(("name", "value"), [("license", "GPL"), ("git_init", "maybe")])
-def test_no_choice_of_cookiecutter_s_own_leaves_anything(name, value, generate, tmp_path):
+def test_cookiecutter_s_own_choices_leave_no_files(name, value, generate, tmp_path):
     done = generate(tmp_path / "out", f"{name}={value}", status=1)
     assert re.search(rf"^ValueError: {value} provided for .*{name}", done.stderr, re.MULTILINE)
     assert list(tmp_path.iterdir()) == []
@@ -172,7 +172,7 @@ def test_answers_of_a_replay_are_checked_too(generate, defaults, tmp_path):
 
 
 @pytest.mark.parametrize("text", ODD_TEXTS)
-def test_odd_text_arrives_as_it_is_and_runs_nothing(text, generate, defaults, tmp_path):
+def test_odd_text_is_shown_unchanged_and_not_executed(text, generate, defaults, tmp_path):
     texts = dict.fromkeys(("project_name", "description", "author"), text)
     answers = {**defaults, **texts, "email": "o'me+x@here.org"}
     replay = slip(tmp_path, **answers)
@@ -200,7 +200,7 @@ def test_odd_text_is_metadata_that_a_wheel_can_have(text, made, tmp_path):
     assert json.loads(done.stdout)["description"] == text
 
 
-def test_typed_answers_arrive_as_they_are(generate, tmp_path):
+def test_typed_answers_are_kept_unchanged(generate, tmp_path):
     description, author = '{{ 7 * 7 }} "quoted"', "O'Reilly {% \\"
     typed = ["Größe Δ", "", "", description, author, "", "2", "", "team", "none", "no"]
     options = [generate.template, "-o", tmp_path]

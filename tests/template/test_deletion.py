@@ -37,7 +37,7 @@ def everything(shared, once, baked):
 
 
 @pytest.mark.parametrize("extra", FOLDERS)
-def test_without_any_one_a_project_collects_its_tests_and_trains(
+def test_without_any_one_extra_a_project_collects_its_tests_and_trains(
     extra, everything, tmp_path, environment, mypy, python_of_forks
 ):
     project = tmp_path / extra

@@ -98,7 +98,7 @@ def paths_of(extras: list[str]) -> tuple[str, ...]:
 
 
 @pytest.mark.parametrize("chosen", CHOICES)
-def test_files_are_those_that_git_has_less_the_template_s_own(chosen, baked, template, git, tree):
+def test_generated_files_are_git_s_without_the_template_s(chosen, baked, template, git, tree):
     wanted = EXTRAS if chosen == "all" else {chosen, *NEEDS.get(chosen, ())}
     left_out = paths_of([extra for extra in EXTRAS if extra not in wanted])
     names = git(template, "ls-files", "-z").rstrip("\0").split("\0")
@@ -174,7 +174,7 @@ def test_license_has_year_and_author_and_no_gap_to_fill(name, baked):
     assert readme.endswith(f"\n\n## License\n\n{name}, see [LICENSE](LICENSE).\n")
 
 
-def test_without_a_license_nothing_speaks_of_one(baked):
+def test_without_a_license_none_is_mentioned(baked):
     project = baked(license="none")
     about = tomllib.loads((project / "pyproject.toml").read_text("utf-8"))["project"]
     assert not (project / "LICENSE").exists()

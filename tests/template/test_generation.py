@@ -119,7 +119,7 @@ def test_a_zip_without_a_folder_is_rejected_but_works_unpacked(
     assert files == expected
 
 
-def test_a_template_may_lie_in_a_folder_of_a_repository(
+def test_a_template_may_be_in_a_folder_of_a_repository(
     generate, baked, template, tmp_path, tree, git, committed
 ):
     mono = tmp_path / "mono"
@@ -228,12 +228,15 @@ def test_nothing_is_written_through_a_link(name, generate, tmp_path, tree):
     write(elsewhere if elsewhere.is_dir() else tmp_path, "gpt.py", b"mine\n")
     before = tree(tmp_path)
     done = generate(tmp_path, "-f", "git_init=no", status=1)
-    assert f"Error: {name} is a link, and nothing is written through it; remove it\n" in done.stderr
+    assert (
+        f"Error: {name} is a link, and files are not written through links; remove it\n"
+        in done.stderr
+    )
     assert tree(tmp_path) == before
 
 
 @pytest.mark.parametrize("screen", [">&-", "> /dev/full", "| true"])
-def test_a_project_is_made_though_nobody_reads_the_screen(screen, generate, tmp_path, environment):
+def test_a_project_is_generated_with_a_closed_screen(screen, generate, tmp_path, environment):
     words = [sys.executable, "-m", "cookiecutter", generate.template, "--no-input", "-o", tmp_path]
     line = f"sleep 0.1; {shlex.join(map(str, words))} {screen}"
     settings = environment(HOME=str(generate.home), COOKIECUTTER_CONFIG=str(generate.config))
@@ -242,7 +245,7 @@ def test_a_project_is_made_though_nobody_reads_the_screen(screen, generate, tmp_
 
 
 @pytest.mark.parametrize("replayed", [False, True])
-def test_without_its_hooks_nothing_is_made_and_one_line_says_why(replayed, generate, tmp_path):
+def test_without_hooks_generation_fails_in_one_line(replayed, generate, tmp_path):
     generate(tmp_path / "first", "git_init=no")
     words = ["--replay"] if replayed else ["--no-input"]
     words += ["--accept-hooks", "no", "-o", tmp_path / "second"]
@@ -308,7 +311,7 @@ def test_without_git_init_there_is_no_repository(generate, tmp_path):
     assert not (tmp_path / "my-gpt/.git").exists()
 
 
-def test_without_git_a_project_is_made_and_the_screen_says_so(generate, tmp_path, tree, baked):
+def test_without_git_a_project_is_generated_with_a_message(generate, tmp_path, tree, baked):
     write(tmp_path, "bin/x")
     script = f"import os, runpy; os.environ['PATH'] = {str(tmp_path / 'bin')!r}; "
     script += "runpy.run_module('cookiecutter', run_name='__main__', alter_sys=True)"

@@ -79,7 +79,7 @@ def test_an_update_is_the_optimizer_s_on_the_mean_gradient_clipped(new_run):
         torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-7)
 
 
-def test_the_loss_taken_is_the_mean_since_it_was_taken_last(new_run):
+def test_the_loss_read_is_the_mean_since_the_last_reading(new_run):
     module = new_run().module
     module.logs_losses = False  # because there is no Trainer
     losses = [module.training_step(batch(seed), 0) for seed in range(3)]
@@ -89,7 +89,7 @@ def test_the_loss_taken_is_the_mean_since_it_was_taken_last(new_run):
     assert module.take_losses().item() == last.item()
 
 
-def test_a_loss_cannot_be_taken_before_there_is_one(new_run):
+def test_reading_the_loss_before_a_step_fails(new_run):
     with pytest.raises(AssertionError, match="before a training step"):
         new_run().module.take_losses()
 

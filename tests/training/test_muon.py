@@ -48,7 +48,7 @@ def test_the_directions_are_those_of_the_nearest_orthogonal_matrix():
     assert cosine / nearest.norm() > 0.97
 
 
-def test_matrices_updated_together_move_as_each_alone():
+def test_matrices_updated_together_equal_separate_updates():
     torch.manual_seed(0)
     weights = [torch.randn(6, 10), torch.randn(10, 6), torch.randn(6, 10), torch.randn(6, 6)]
     together = [torch.nn.Parameter(each.clone()) for each in weights]

@@ -79,6 +79,6 @@ def test_any_module_gets_both_groups_and_can_step(model: nn.Module) -> None:
     assert len(restored.param_groups) == 2
 
 
-def test_parameters_on_a_device_without_the_fused_kernel_take_the_plain_one() -> None:
+def test_devices_without_the_fused_kernel_use_the_plain_one() -> None:
     optimizer = build_optimizer(gpt().to("meta"), CONFIG, lr=1e-3)
     assert optimizer.defaults["fused"] is None

@@ -137,7 +137,7 @@ def test_the_arithmetic_of_the_batch_is_written_out():
     ("windows", "epochs"),
     [(480_000, "0.1"), (48_000, "1"), (12_000, "4"), (11_999, "4"), (482, "100"), (231, "208")],
 )
-def test_the_budget_is_said_in_steps_tokens_and_epochs(windows, epochs):
+def test_the_receipt_shows_the_budget_in_steps_tokens_and_epochs(windows, epochs):
     unit = "epoch" if epochs == "1" else "epochs"
     budget = lines(epochs=48_000 / windows)["budget"]
     assert budget == f"1,000 steps = 3,072,000 tokens = {epochs} {unit}"
@@ -163,7 +163,7 @@ def test_the_receipt_shows_the_factors_of_the_learning_rate(rule, line):
         ("constant", ", then constant"),
     ],
 )
-def test_the_course_of_the_rate_is_said_in_steps_and_tokens(decay, end):
+def test_the_receipt_shows_the_schedule_in_steps_and_tokens(decay, end):
     assert lines(decay=decay)["schedule"] == f"100 steps = 307,200 tokens of warmup{end}"
 
 

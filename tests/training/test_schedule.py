@@ -152,7 +152,7 @@ def test_rate_stays_between_its_bounds_and_never_rises_after_the_warmup(plan: Sc
 
 
 @given(schedules())
-def test_last_step_is_exactly_at_the_final_rate_and_it_stays_there(plan: Schedule) -> None:
+def test_the_last_step_has_the_final_rate_and_keeps_it(plan: Schedule) -> None:
     fraction = 1.0 if plan.decay == "constant" else plan.final_lr_fraction
     for step in (plan.total_steps - 1, plan.total_steps, 10 * plan.total_steps):
         assert plan.lr(step) == plan.peak_lr * fraction

@@ -12,7 +12,7 @@ PRESETS = config_folder() / "strategy"
 SETTINGS = {"process_group_backend": None, "timeout_seconds": 90, "comm_hook": "none"}
 
 
-def test_auto_wraps_nothing_around_one_rank():
+def test_auto_does_not_wrap_one_rank():
     cpu = auto(accelerator="cpu", world_size=1, **SETTINGS)
     gpu = auto(accelerator="cuda", world_size=1, **SETTINGS)
     assert type(cpu) is type(gpu) is SingleDeviceStrategy

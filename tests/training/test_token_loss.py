@@ -30,7 +30,7 @@ def test_the_loss_over_uneven_batches_is_the_mean_over_all_tokens_that_count():
     assert metric.compute().dtype == torch.float64
 
 
-def test_a_batch_of_padding_alone_changes_nothing():
+def test_a_batch_of_only_padding_changes_nothing():
     metric = TokenLoss()
     metric.update(torch.tensor(2.0), torch.zeros(3, 4, dtype=torch.int64))
     metric.update(torch.tensor(0.0), torch.full((3, 4), IGNORE))

@@ -21,7 +21,7 @@ def test_trainers_option_converts_batchnorm_and_keeps_its_state():
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")  # torch's own
-def test_compiling_in_place_leaves_the_names_of_weights_alone():
+def test_compiling_in_place_keeps_the_names_of_weights():
     model = torch.nn.Sequential(torch.nn.Linear(2, 2))
     before = list(model.state_dict())
     model.compile(dynamic=False)

@@ -47,7 +47,7 @@ def test_a_mac_also_trains_on_its_processor():
     ids=["no Mac", "Intel or Rosetta", "DISABLE_MPS"],
 )
 @MAC
-def test_there_is_none_elsewhere(monkeypatch, system, machine, disabled):
+def test_other_machines_have_no_apple_gpu(monkeypatch, system, machine, disabled):
     monkeypatch.setattr(platform, "system", lambda: system)
     monkeypatch.setattr(platform, "machine", lambda: machine)
     monkeypatch.setenv("DISABLE_MPS", disabled)
@@ -94,7 +94,7 @@ def test_a_strategy_for_several_devices_is_rejected():
         place(replace(of(), strategy={"_target_": AUTO["_target_"].replace("auto", "ddp")}))
 
 
-def test_the_one_rank_computes_there():
+def test_the_only_rank_computes_on_the_apple_gpu():
     assert str(auto(accelerator="mps", world_size=1).root_device) == "mps:0"
 
 

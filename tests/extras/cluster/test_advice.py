@@ -25,7 +25,7 @@ def test_more_than_four_epochs_warn(caplog, epochs, said):
     config = Config(max_steps=1, model=MODEL, trainer={"accelerator": "cpu"})
     advise(config, torch.nn.Linear(2, 2), epochs)
     assert len(caplog.messages) == (said is not None)
-    assert f"takes the same data {said} times" in "".join(caplog.messages) or said is None
+    assert f"repeats the same data {said} times" in "".join(caplog.messages) or said is None
 
 
 @pytest.mark.parametrize(("bf16", "advised"), [(False, "16-mixed"), (True, "bf16-mixed")])
@@ -50,7 +50,7 @@ def test_the_receipt_names_the_kernel_of_attention(accelerator, tokens, kernel):
     assert advice.attention_line(config, None) == {"attention": kernel}
 
 
-def test_sync_batchnorm_without_a_batchnorm_is_said_once(caplog):
+def test_sync_batchnorm_without_a_batchnorm_warns_once(caplog):
     with caplog.at_level(logging.WARNING):
         warn_without_batchnorm(torch.nn.Linear(4, 3))
         warn_without_batchnorm(torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3)))

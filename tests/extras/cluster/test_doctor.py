@@ -94,7 +94,7 @@ def test_links_and_ranks_are_measured(sound):
     assert all(row["ms"] > 0 for row in sizes)
 
 
-def test_the_folder_of_runs_is_left_as_it_was(sound):
+def test_the_folder_of_runs_is_unchanged(sound):
     assert [path.name for path in sound[2].iterdir()] == ["p.json"]
 
 
@@ -201,7 +201,7 @@ def test_machines_without_an_endpoint_get_an_error(capsys):
     assert "launch.rdzv_endpoint=null with trainer.num_nodes=2" in capsys.readouterr().out
 
 
-def test_devices_that_are_not_there_are_a_finding(capsys, monkeypatch):
+def test_missing_devices_are_a_finding(capsys, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert cli.main(["doctor", "trainer=gpu", "--json"]) == 1
     (found,) = json.loads(capsys.readouterr().out)["findings"]

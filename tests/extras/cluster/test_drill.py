@@ -40,7 +40,7 @@ def drill(python_of_forks):
 
 
 @pytest.mark.long
-def test_every_fault_is_survived_or_ends_the_run_as_it_should(drill):
+def test_every_fault_is_survived_or_ends_the_run_as_specified(drill):
     done = drill("--steps", "60", "--faults", "2", *SHORT)
     assert (done.returncode, re.findall("FAILED", done.stdout)) == (0, []), done.stdout
     told = [line for line in done.stdout.splitlines() if line.startswith(("  begins", "  ok"))]
@@ -52,7 +52,7 @@ def test_every_fault_is_survived_or_ends_the_run_as_it_should(drill):
 
 
 @pytest.mark.parametrize("wrong", ["optim.lr=-1", "model.n_layers=3"])
-def test_a_wrong_setting_is_said_and_nothing_else_is_tried(wrong, drill):
+def test_a_wrong_setting_is_reported_before_anything_else(wrong, drill):
     done = drill(wrong, limit=60)
     assert done.returncode == 1
     assert wrong.partition("=")[0] in done.stdout

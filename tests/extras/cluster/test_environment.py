@@ -50,7 +50,7 @@ def test_a_wrong_number_of_the_launcher_is_named(change, words):
     assert (found.status, words in found.line) == ("failure", True)
 
 
-def test_a_variable_that_is_missing_is_named():
+def test_a_missing_variable_is_named():
     (found,) = examine_launcher({"RANK": "0", "WORLD_SIZE": "1"})
     assert found.line.startswith("LOCAL_RANK, MASTER_ADDR, MASTER_PORT not set")
 
@@ -82,7 +82,7 @@ def test_an_interface_must_exist_by_name_prefix_or_exclusion():
     assert (found.status, first in found.fix) == ("failure", True)
 
 
-def test_a_master_nobody_can_resolve_is_named():
+def test_an_unresolvable_master_is_reported():
     (found,) = examine_names({"MASTER_ADDR": "no-such-host.invalid"}, nodes=1)
     assert found.line == "MASTER_ADDR=no-such-host.invalid cannot be resolved"
 
@@ -118,7 +118,7 @@ def test_room_in_shared_memory_is_needed_most_by_loader_workers(composed, monkey
     assert statuses(examine_shared_memory(composed("data.num_workers=2"))) == ["warning"]
 
 
-def test_the_nearest_folder_is_the_one_a_run_would_be_made_in(tmp_path):
+def test_the_nearest_existing_folder_is_checked(tmp_path):
     assert nearest_folder(tmp_path / "runs" / "first") == tmp_path
 
 

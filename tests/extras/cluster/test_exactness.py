@@ -28,7 +28,7 @@ def test_two_ranks_one_and_both_in_turn_give_one_hash(capsys):
     assert len({match[2] for match in found}) == 1
     assert re.fullmatch(r"  killed at step [23]\d", found[2][3])
     assert equal.startswith("equal bit for bit: weights, optimizer state, 40 rows of metrics.csv")
-    assert conditions.startswith("by torch ")
+    assert conditions.startswith("with torch ")
 
 
 @pytest.fixture

@@ -63,7 +63,7 @@ def test_a_machine_may_play_several_nodes_for_a_trial():
     assert worst(ranks) == {("devices", "warning")}
 
 
-def test_machines_may_differ_in_their_number_alone():
+def test_machines_may_differ_only_in_their_number():
     first, second, other = (
         collect(Ranks(), "cpu", values).config_hash
         for values in (VALUES, {**VALUES, "launch": {"node_rank": 1}}, {**VALUES, "seed": 2})

@@ -56,7 +56,7 @@ def test_a_link_is_a_name_or_a_number_of_gigabytes():
             find_link(wrong, like)
 
 
-def test_a_profile_comes_back_as_it_was_saved(tmp_path):
+def test_a_profile_is_loaded_as_saved(tmp_path):
     saved = replace(HARDWARE["l4"], name="mine", utilisation=0.31, measured=True)
     saved.save(tmp_path / "mine.json")
     assert find_hardware(str(tmp_path / "mine.json")) == saved

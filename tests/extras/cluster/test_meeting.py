@@ -22,7 +22,7 @@ def port(monkeypatch):
 
 
 @pytest.mark.usefixtures("port")
-def test_a_rank_that_never_comes_is_named_in_time():
+def test_a_missing_rank_is_reported_in_time():
     meeting = open_meeting(FIRST, LIMIT)
     started = time.monotonic()
     with pytest.raises(Absent, match=r"rank 1 did not arrive within 1 s"):
@@ -38,7 +38,7 @@ def test_a_closed_port_is_distinguished_from_another_program_s(port):
         open_meeting(SECOND, LIMIT)
 
 
-def test_a_port_that_is_taken_is_named(port):
+def test_a_used_port_is_reported(port):
     with socket.create_server(("", port)), pytest.raises(Absent, match=f"MASTER_PORT={port}"):
         open_meeting(FIRST, LIMIT)
 
@@ -56,7 +56,7 @@ def test_rank_zero_has_the_words_of_all_in_order(both):
     assert first.gather("words", "one") == ["one", "two"]
 
 
-def test_others_hear_rank_zero_and_know_when_it_has_stopped(both):
+def test_other_ranks_receive_rank_zero_s_values_and_its_stop(both):
     first, second = both
     first.tell("go", True)
     assert second.hear("go") is True
@@ -79,7 +79,7 @@ def test_the_clocks_of_one_machine_agree(both):
     assert all(abs(offset) <= doubt for offset, doubt in offsets)
 
 
-def test_a_clock_that_is_off_is_named():
+def test_a_wrong_clock_is_reported():
     found = examine_clocks([(0.0, 0.0), (0.01, 0.02), (-90.0, 0.02)])
     assert (found.status, found.line) == ("warning", "rank 2 up to 90.0 s off")
     assert examine_clocks([(0.0, 0.0), (0.01, 0.02)]).status == "ok"

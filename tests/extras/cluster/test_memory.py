@@ -120,7 +120,7 @@ def test_buckets_without_views_are_a_second_copy_of_the_gradients(composed):
 
 
 @pytest.mark.parametrize("compiled", [True, False])
-def test_logits_of_a_gpu_are_whole_while_they_fit_and_in_chunks_from_there(composed, compiled):
+def test_logits_of_a_gpu_are_chunked_only_if_they_do_not_fit(composed, compiled):
     config = composed("model=gpt2", "precision=bf16-mixed", f"compile={compiled}")
     each, chunks = 1024 * 50_304, Chunks.of(config, 50_304, 80e9)
     limit = 0.15 * 80e9 / 4 if compiled else functional.GPU_CHUNK_LOGITS
@@ -136,7 +136,7 @@ def test_logits_of_a_gpu_are_whole_while_they_fit_and_in_chunks_from_there(compo
 
 
 @pytest.mark.parametrize("accelerator", ["cpu", "cuda"])
-def test_recomputed_blocks_keep_their_inputs_alone(accelerator):
+def test_recomputed_blocks_keep_only_their_inputs(accelerator):
     shape = replace(LONG, dropout=0.1, activation_checkpointing=True)
     shallow, deep = (
         trace_peak(replace(shape, n_layer=layers), 256, 2, "32-true", accelerator)

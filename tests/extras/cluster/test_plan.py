@@ -92,7 +92,7 @@ def test_the_chart_is_a_picture_of_all_numbers_of_devices(screen, tmp_path):
     assert width > height > 400
 
 
-def test_a_chart_without_matplotlib_says_how_to_get_it(screen, tmp_path, monkeypatch):
+def test_a_chart_without_matplotlib_names_the_install_command(screen, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     status, _, err = screen(*SMALL, "--chart", str(tmp_path / "scaling.png"))
     assert status == 2
@@ -116,7 +116,7 @@ def test_a_chart_without_matplotlib_says_how_to_get_it(screen, tmp_path, monkeyp
         "precision=bf16-mixed --hardware t4",
     ],
 )
-def test_a_mistake_is_one_line(screen, wrong):
+def test_a_mistake_fails_in_one_line(screen, wrong):
     status, out, err = screen("plan", "experiment=smoke", *wrong.split())
     assert (status, out, err.count("\n")) == (2, "", 1)
     assert err.startswith(f"{PROGRAM} plan: ")
@@ -216,9 +216,7 @@ def test_presets_have_the_size_of_their_name_with_that_vocabulary(composed):
         ([], None, ""),
     ],
 )
-def test_a_budget_that_is_given_is_the_one_that_is_planned(
-    screen, small_experiments, words, tokens, source
-):
+def test_a_given_budget_is_planned(screen, small_experiments, words, tokens, source):
     words = ("plan", *words, small_experiments, "--devices", "1", "--price", "1")
     _, out, _ = screen(*words)
     plan = json.loads(screen(*words, "--json")[1])
@@ -274,7 +272,7 @@ def test_a_reader_who_has_seen_enough_ends_the_command_quietly(capfd, monkeypatc
     assert capfd.readouterr().err == ""
 
 
-def test_the_strategy_that_is_asked_for_is_planned(screen):
+def test_the_requested_strategy_is_planned(screen):
     pytest.importorskip(f"{cli.__package__}.extras.sharding", exc_type=ImportError)
     _, out, _ = screen(*SMALL, "strategy=fsdp2")
     facts = facts_of(out)

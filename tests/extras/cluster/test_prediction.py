@@ -65,7 +65,7 @@ def test_a_batch_that_does_not_spread_grows_with_the_devices(composed):
     assert plan.rows[1].lr == pytest.approx(8 * plan.rows[0].lr)
 
 
-def test_a_row_that_no_run_can_have_says_why(composed):
+def test_an_impossible_row_has_its_reason(composed):
     plan = predict(composed(), H100, (1, 5, 12), scaling="strong")
     assert [row.batch.world_size for row in plan.rows] == [1]
     assert "is not divisible" in plan.refused[5]

@@ -85,10 +85,10 @@ def broken(command):
     return train
 
 
-def test_memory_that_is_not_there_names_the_next_micro_batch(broken):
+def test_an_out_of_memory_error_names_the_next_micro_batch(broken):
     said = broken("Allocate", "batch.global_size=8")
     assert said.startswith("cause   one micro-batch needs more memory than a device has\n")
-    assert "batch.micro_size=4, which makes 2 micro-batches of a step" in said
+    assert "batch.micro_size=4 (2 micro-batches per step; nothing else" in said
     assert said.index("remedy") < said.index("Traceback")
 
 
@@ -110,13 +110,13 @@ def test_models_that_ddp_cannot_average_are_explained(broken, name, cause, remed
     assert re.search(remedy, second)
 
 
-def test_a_kill_from_outside_is_explained_once_no_restart_is_left(broken):
+def test_a_kill_from_outside_is_explained_after_the_last_restart(broken):
     said = broken("Kill", "launch.max_restarts=0")
     assert "rank 0 was killed by SIGKILL; no restarts are left\ncause   killed from outside" in said
     assert "dmesg" in said
 
 
-def test_a_port_that_is_taken_is_explained(command):
+def test_a_used_port_is_explained(command):
     with socket.socket(type=socket.SOCK_DGRAM) as probe:
         probe.connect(("192.0.2.1", 9))  # sends nothing, but reveals our own address
         address = probe.getsockname()[0]
@@ -164,7 +164,7 @@ def test_a_death_is_explained_by_its_log_or_its_signal(composed):
     assert all(explain_death(signum, "", scene) for signum in remedies.SIGNALS)
 
 
-def test_a_batch_of_one_sample_is_not_made_smaller(composed):
+def test_no_smaller_batch_is_suggested_for_one_sample(composed):
     config = composed("batch.global_size=2", "precision=bf16-mixed")
     config.model = replace(config.model, activation_checkpointing=True)
     assert "more memory" in explain("CUDA out of memory", Scene(config, 2))

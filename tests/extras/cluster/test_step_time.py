@@ -193,7 +193,7 @@ def test_communication_longer_than_backward_is_exposed():
     assert exposed_seconds([10, 10], [3.0, 3.0], backward=2.0) == pytest.approx(5.0)
 
 
-def test_one_device_waits_for_nobody():
+def test_one_device_has_no_exposed_communication():
     alone = step_time(WORK, spread(1), IDEAL)
     assert (alone.all_reduce, alone.exposed) == (0, 0)
     assert step_time(replace(WORK, sharing=SHARING), spread(1), IDEAL) == alone
@@ -220,7 +220,7 @@ def test_half_precision_on_the_way_halves_the_exchange():
     assert half.all_reduce == pytest.approx(whole.all_reduce / 2)
 
 
-def test_compute_that_nobody_has_measured_is_that_of_the_kernels():
+def test_unmeasured_compute_is_estimated_from_the_kernels():
     kernels = Counter([Kernel(BLOCKS, MEMORY, 3e9, 1e9), Kernel(SUMS, MEMORY, 1e9, 1e9)])
     work = replace(WORK, ledger=lambda _: Ledger(kernels))
     hardware = replace(IDEAL, utilisation=None, memory_share=1.0, memory_bandwidth=1e9)

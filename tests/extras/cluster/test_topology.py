@@ -61,7 +61,7 @@ def test_nvlink_pairs_suit_tensor_parallel_within_and_data_parallel_between():
     assert advice.fix == "use tensor parallelism and sharding within 2, data parallelism between"
 
 
-def test_a_switch_of_nvlinks_suits_everything():
+def test_an_nvlink_switch_suits_all_strategies():
     eight = parse(SWITCH)
     closeness, advice = examine(eight)
     assert closeness.line == "all pairs NV18 (NVLink)"

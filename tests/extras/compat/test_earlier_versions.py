@@ -194,7 +194,7 @@ def test_a_removed_setting_fails_in_one_line_with_the_file(earlier, command, gro
 
 
 @pytest.mark.parametrize("group", ["model", "data", "launch", ""])
-def test_a_model_is_read_without_settings_that_decide_nothing_of_it(earlier, command, group):
+def test_a_model_is_readable_without_settings_that_do_not_affect_it(earlier, command, group):
     earlier("45dabce", with_gone(group))
     needed = group in ("model", "data")
     for words in READERS:
@@ -215,7 +215,7 @@ def test_a_removed_class_fails_in_one_line_on_every_rank(earlier, command):
     assert said.count("lockstep_gpt.gone.Report") == 1
 
 
-def test_weights_of_other_code_are_one_line_and_leave_the_run_as_it_was(earlier, command):
+def test_weights_of_other_code_fail_in_one_line_and_leave_the_run_unchanged(earlier, command):
     earlier("45dabce")
     path = command.folder / "run/checkpoints/step=000020.ckpt"
     content = torch.load(path)

@@ -60,9 +60,7 @@ def test_page_and_messages_agree():
 @pytest.mark.parametrize(
     "argument", ["launch.warm=true", "launch.node_rank=1", "data.tokenizer_mb=3", "data.shard_mb=1"]
 )
-def test_a_setting_of_an_extra_that_is_not_here_is_known_as_one(
-    argument, monkeypatch, tmp_path, capsys
-):
+def test_a_setting_of_a_missing_extra_is_recognized(argument, monkeypatch, tmp_path, capsys):
     (tmp_path / "compat").symlink_to(Path(compat.__file__).parent)
     monkeypatch.setattr(extras, "__path__", [str(tmp_path)])
     assert cli.main(["train", argument]) == 2
@@ -116,5 +114,5 @@ def test_another_project_s_name_is_rejected_in_one_line_with_ours(word, line, ca
     assert capsys.readouterr().err == f"lockstep-gpt train: {line}\n"
 
 
-def test_a_name_that_nobody_has_is_none_of_theirs():
+def test_an_unknown_name_is_not_another_project_s():
     assert here("zzz") == here("") == ""

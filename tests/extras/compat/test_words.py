@@ -16,7 +16,7 @@ def test_the_configuration_of_a_sweep_is_that_of_its_first_job(flags, capsys):
     shown = yaml.safe_load(out)
     assert (shown["optim"]["lr"], shown["seed"], shown["max_steps"]) == (1e-3, 4, 30)
     assert shown["run_dir"].startswith("runs/sweep-") or "run_dir" not in flags
-    assert err == "of this sweep, the first job: optim.lr=0.001 seed=4\n"
+    assert err == "the first job of this sweep: optim.lr=0.001 seed=4\n"
 
 
 def test_an_interval_begins_at_its_start(capsys):

@@ -123,7 +123,7 @@ def test_a_copy_of_another_model_is_rejected_and_removed(tmp_path):
     assert fetch(*forced) is not None
 
 
-def test_copies_of_an_earlier_version_are_found_by_their_own_run_alone(tmp_path, caplog):
+def test_copies_of_an_earlier_version_are_found_only_by_their_run(tmp_path, caplog):
     far = tmp_path / "far"
     first, _ = run_in(tmp_path / "here", "runs/one/0", far)
     saved(CopyingCheckpointIO(copy_to=str(far / "0")), first, 5)

@@ -43,7 +43,7 @@ def leaves(count, size=5, seed=0):
 
 
 @pytest.mark.parametrize("count", [*range(1, 40), 63, 64, 65, 1000])
-def test_gradients_that_come_one_by_one_add_up_to_the_tree_s_sum(count):
+def test_gradients_added_one_by_one_give_the_tree_s_sum(count):
     values = leaves(count)
     assert torch.equal(summed(values), tree(values))
 

@@ -14,7 +14,7 @@ def said(devices=2, **batch):
     return sums_line(config, plan_batch(batch, 64, devices, 1))["sums"]
 
 
-def test_it_is_said_on_which_devices_bits_are_equal():
+def test_the_receipt_names_devices_with_equal_bits():
     line = said(exact_micro_size=4, devices=3)
     assert line.startswith("equal bits on 1, 3, 6, or 12 devices: 12 micro-batches in one order")
     assert line.endswith("plus memory for 2 more gradients of all weights")

@@ -188,7 +188,7 @@ def test_a_checkpoint_without_a_run_needs_a_name(gpt, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("force", [False, True])
-def test_a_write_that_fails_leaves_everything_as_it_was(gpt, tmp_path, monkeypatch, force):
+def test_a_failed_write_changes_nothing(gpt, tmp_path, monkeypatch, force):
     target = tmp_path / "new"
     if force:
         export(gpt, target)
@@ -205,7 +205,7 @@ def test_a_write_that_fails_leaves_everything_as_it_was(gpt, tmp_path, monkeypat
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-def test_a_folder_that_cannot_be_made_is_said(gpt, tmp_path):
+def test_a_folder_that_cannot_be_created_is_reported(gpt, tmp_path):
     tmp_path.chmod(0o500)
     with pytest.raises(UserError, match="cannot be written"):
         export(gpt, tmp_path / "new")

@@ -71,7 +71,7 @@ def test_half_precision_is_taken(begun, tmp_path):
     torch.testing.assert_close(begun(tmp_path)(tokens), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_names_without_prefix_and_causal_masks_are_those_of_the_first_gpt_2(begun, tmp_path):
+def test_the_first_gpt_2_s_names_and_masks_are_accepted(begun, tmp_path):
     from safetensors.torch import load_file, save_file
 
     theirs = gpt2(tmp_path)
@@ -91,7 +91,7 @@ def test_a_shorter_context_uses_the_first_positions(begun, tmp_path):
     torch.testing.assert_close(ours(tokens), theirs(tokens).logits, rtol=1e-5, atol=1e-5)
 
 
-def test_an_export_comes_back_to_the_bit(pair, shaped):
+def test_an_export_is_loaded_bit_for_bit(pair, shaped):
     model, folder = pair
     settings = {**vars(model.config), "init_from": str(folder)}
     again = shaped(seed=3, **settings)
@@ -110,7 +110,7 @@ CASES = {
         {"block_size": 41},
         "has n_positions=40, and model.block_size=41; set model.block_size=40",
     ),
-    "biases": ({"bias": False}, r"has biases, .+ for one; set model.bias=true"),
+    "biases": ({"bias": False}, r"has biases, such as .+; set model.bias=true"),
 }
 
 
@@ -133,7 +133,7 @@ COMPUTED = {
 @pytest.mark.parametrize("name", COMPUTED)
 def test_other_computations_are_rejected(begun, tmp_path, name):
     gpt2(tmp_path, **{name: COMPUTED[name]})
-    with pytest.raises(UserError, match=f"has {name}=.+, and the model computes with"):
+    with pytest.raises(UserError, match=f"has {name}=.+, but the model computes with"):
         begun(tmp_path)
 
 

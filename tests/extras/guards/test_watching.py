@@ -53,7 +53,7 @@ class Flipping(lightning.Callback):
 
 @pytest.mark.usefixtures("quick_ranks")
 @pytest.mark.parametrize(("every", "step"), [("4", 4), ("null", 5)])
-def test_replicas_are_compared_when_it_is_due_and_before_each_save(command, every, step):
+def test_replicas_are_compared_periodically_and_before_each_save(command, every, step):
     (command.folder / "flipping.py").write_text(FLIPPING)
     words = (f"guard.replicas_every={every}", "checkpoint.every=5", "val_every=50", "run_dir=run")
     flipping = "+callbacks.flipping._target_=flipping.Flipping"

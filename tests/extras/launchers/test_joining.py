@@ -76,9 +76,7 @@ def test_joined_rank_with_another_configuration_is_named(command, joined, word, 
 
 
 @pytest.mark.usefixtures("quick_ranks")
-def test_joined_ranks_that_a_resume_s_mistake_ends_leave_the_run_as_it_was(
-    finished, command, joined
-):
+def test_a_mistake_in_a_resume_of_joined_ranks_leaves_the_run_unchanged(finished, command, joined):
     shutil.copytree(finished[0].folder / "runs/first", command.folder / "run")
     frozen = (command.folder / "run/config.yaml").read_bytes()
     words = ("train", "run_dir=run", "resume=auto", "resume_force=true", "model.n_layer=3")

@@ -64,13 +64,13 @@ def test_an_unknown_compression_is_rejected_with_the_known_ones():
 
 
 @pytest.mark.usefixtures("quick_ranks")
-def test_a_run_with_an_error_memory_is_not_gone_on_with_unless_forced(command):
+def test_a_run_with_an_error_memory_resumes_only_if_forced(command):
     words = ("trainer=cpu", "trainer.devices=2", "strategy.comm_hook=powersgd", "run_dir=run")
     command.train(*words, "max_steps=6", "launch.max_restarts=0")
     frozen = (command.folder / "run/config.yaml").read_bytes()
     go_on = ("train", "run_dir=run", "resume=auto", "max_steps=8")
     assert command(*go_on, status=2).stderr == (
-        "lockstep-gpt train: run/checkpoints/step=000006.ckpt has no error memory "
+        "lockstep-gpt train: run/checkpoints/step=000006.ckpt lacks the error memory "
         "of powersgd; resume_force=true resets it\n"
     )
     assert (command.folder / "run/config.yaml").read_bytes() == frozen

@@ -55,7 +55,7 @@ def mean_by_hand(model, tokens):
     return math.fsum(losses) / (len(starts) * T), len(starts) * T
 
 
-def test_a_corpus_that_has_changed_since_changes_no_result(saved_run, tmp_path):
+def test_a_changed_corpus_does_not_change_a_resumed_run(saved_run, tmp_path):
     (corpus := tmp_path / "corpus.txt").write_text("some text to learn from. " * 200)
     data = {"source": "text", "root": str(tmp_path / "data"), "path": str(corpus)}
     folder = prepare(TextData(**data, val_fraction=0.4))

@@ -57,14 +57,14 @@ def test_the_average_forgets():
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_gradients_that_are_not_finite_leave_the_average_alone(bad):
+def test_non_finite_gradients_do_not_change_the_average(bad):
     noise = NoiseScale(smoothing=0.5)
     noise.add(Measurement(1, 2, 9, 5))
     noise.add(Measurement(1, 2, bad, 5))
     assert noise.scale == pytest.approx(8)
 
 
-def test_a_signal_that_noise_hides_gives_no_scale():
+def test_a_signal_hidden_by_noise_gives_no_scale():
     noise = NoiseScale(smoothing=0.5)
     assert noise.scale is None
     noise.add(Measurement(1, 2, 9, 4))
@@ -102,7 +102,7 @@ def test_the_advice_follows_from_noise_scale_and_batch(scale, said):
 def test_the_advice_has_as_many_digits_as_an_estimate_carries():
     assert "about 1,200 samples (77,000 tokens)" in advice(1234.5, 12, 64)
     assert "about 1 sample (64 tokens)" in advice(0.37, 12, 64)
-    assert "cannot be measured" in advice(None, 12, 64)
+    assert "not measurable" in advice(None, 12, 64)
 
 
 class Scattered(torch.nn.Module):

@@ -69,7 +69,7 @@ def test_unusable_runs_fail_in_one_line(words, said, recorded, monkeypatch, caps
     assert error.count("\n") == 1
 
 
-def test_a_recording_that_is_half_written_is_not_read(recorded, recordings, tmp_path):
+def test_an_incomplete_recording_is_not_read(recorded, recordings, tmp_path):
     shutil.copytree(recorded[0], tmp_path / "run")
     (tmp_path / "run/sync/step=000021.json.tmp").write_text('{"step":')
     data = json.loads(DATA.findall(panel(tmp_path / "run"))[0])

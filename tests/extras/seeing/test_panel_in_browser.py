@@ -86,7 +86,7 @@ def test_one_walks_through_the_recorded_steps_and_back(view, recordings):
     assert view.locator("#earlier").is_disabled()
 
 
-def test_all_of_it_can_be_done_by_keys_alone(view, recordings):
+def test_the_page_works_with_the_keyboard_only(view, recordings):
     keyboard = view.keyboard
     keyboard.press("ArrowRight")
     assert numbers(view).tolist() == recordings[0]["parameters"][0]["before"]
@@ -136,7 +136,7 @@ def test_the_step_covers_micro_batch_times_ranks(view):
     assert view.inner_text("#coverage") == "4 samples × 8 ranks = 32 samples"
 
 
-def test_the_noise_scale_is_drawn_and_its_advice_said(view, recordings):
+def test_the_noise_scale_is_drawn_with_its_advice(view, recordings):
     advice = recordings[-1]["advice"]
     assert view.inner_text("#advice") == f"{advice[0].upper()}{advice[1:]}."
     label = view.locator("#noise svg").get_attribute("aria-label")
@@ -151,7 +151,7 @@ def test_each_change_is_announced(view):
     assert len(said) == 4
 
 
-def test_everything_that_acts_has_a_name(view):
+def test_every_control_has_an_accessible_name(view):
     names = (
         "all => all.map(each => each.ariaLabel || each.labels?.[0]?.innerText || each.innerText)"
     )

@@ -63,7 +63,7 @@ def test_two_ranks_average_to_the_bits_of_ddp_whichever_steps_are_recorded(
     assert stock[0] == stock[1]
 
 
-def test_three_ranks_average_to_the_bits_of_ddp_once_its_buckets_stand(on_ranks):
+def test_three_ranks_average_to_the_bits_of_ddp_with_final_buckets(on_ranks):
     stock = on_ranks(3, gradients_of_three_steps((), "32", gradient_as_bucket_view=True))
     assert (
         on_ranks(3, gradients_of_three_steps((2, 3), "32", gradient_as_bucket_view=True)) == stock
@@ -96,7 +96,7 @@ def test_unused_parameters_have_no_gradient_and_others_an_average(on_ranks):
     assert on_ranks(2, averaged(True)) == on_ranks(2, averaged(False))
 
 
-def test_micro_batches_add_up_to_the_bits_of_autograd_and_their_norms_are_their_own():
+def test_summed_micro_batches_equal_autograd_with_separate_norms():
     model, other = network(), network()
     norms = MicroBatchNorms(list(model.parameters()))
     expected = []

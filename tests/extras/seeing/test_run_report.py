@@ -30,7 +30,7 @@ def reported(finished):
     return finished[0].folder / "runs/first"
 
 
-def test_a_run_leaves_its_report_and_says_where(reported):
+def test_a_run_writes_its_report_and_prints_the_path(reported):
     (told,) = data(reported / "report.html")
     assert told["status"] == "done"
     assert told["curves"] == read_run(reported)["curves"]
@@ -46,7 +46,7 @@ def test_the_report_names_devices_and_versions(reported):
     assert noted["python"] == ".".join(map(str, sys.version_info[:3]))
 
 
-def test_a_run_that_is_stopped_or_fails_leaves_a_report_too(command):
+def test_a_stopped_or_failed_run_writes_a_report_too(command):
     words = ["run_dir=run", "optim.lr=1e30", "optim.clip_norm=null"]
     command.train(*words, status=1)
     (told,) = data(command.folder / "run/report.html")
@@ -72,7 +72,7 @@ def test_metrics_that_are_not_numbers_are_left_out(command):
     assert not {"my/word", "my/flag"} & set(told["curves"])
 
 
-def test_a_report_that_fails_changes_nothing_of_how_the_run_ends(command, monkeypatch):
+def test_a_failing_report_does_not_change_how_the_run_ends(command, monkeypatch):
     monkeypatch.setattr(at_end, "report", lambda *_, **__: {}["no such column"])
     command.train("run_dir=run")
     assert command.summary("run")["status"] == "done"

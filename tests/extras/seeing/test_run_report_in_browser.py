@@ -97,7 +97,7 @@ def test_a_comparison_marks_the_differing_settings(both):
     assert receipt["batch"][0] == receipt["batch"][1]
 
 
-def test_a_run_without_anything_yet_still_has_a_page(recorded, tmp_path, show):
+def test_a_run_without_steps_still_has_a_page(recorded, tmp_path, show):
     new = tmp_path / "new"
     new.mkdir()
     (new / "config.yaml").write_bytes((recorded[0] / "config.yaml").read_bytes())

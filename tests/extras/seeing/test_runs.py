@@ -47,7 +47,7 @@ def test_a_summary_of_an_earlier_part_is_not_the_status(run):
     assert read_run(run)["status"].startswith("still running")
 
 
-def test_a_failed_run_says_where_and_why(run):
+def test_a_failed_run_shows_rank_and_error(run):
     (run / "failed.json").write_text('{"rank": 1, "status": 1, "error": "RunError: too hot"}')
     assert read_run(run)["status"] == "failed on rank 1: RunError: too hot"
 
@@ -78,7 +78,7 @@ def test_missing_tokens_are_not_a_number(tmp_path):
     assert str(read_curves(tmp_path / "metrics.csv")["train/loss"]) == "[[1.0, nan, 3.5]]"
 
 
-def test_short_curves_stay_as_they_are():
+def test_short_curves_are_not_thinned():
     assert thinned(np.ones(600)) == list(range(600))
     assert thinned(np.ones(0)) == []
 

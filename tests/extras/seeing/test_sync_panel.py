@@ -231,7 +231,7 @@ def operations(command, *words):
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
 
 
-def test_steps_that_are_not_recorded_do_nothing_more_on_any_rank(command):
+def test_unrecorded_steps_do_no_extra_work_on_any_rank(command):
     counts = operations(command, "callbacks=[default,sync_panel]")  # records only step 1
     assert counts == operations(command, "callbacks=default")
     assert counts[0]["aten::empty"] > 0

@@ -184,7 +184,7 @@ def test_shards_of_two_ranks_resume_on_any_number(in_parts, command, continued, 
         assert command.summary("run")[name] == pytest.approx(expected, abs=TOLERANCE[devices])
 
 
-def test_a_part_that_cannot_be_written_ends_the_run_and_leaves_no_checkpoint(command):
+def test_an_unwritable_shard_ends_the_run_without_a_checkpoint(command):
     (command.folder / "blocker.py").write_text(BLOCK)
     words = (*SHARDED, "strategy.save_parts=true", "run_dir=run", "checkpoint.every=10")
     block = "+callbacks.block._target_=blocker.Block"

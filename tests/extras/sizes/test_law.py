@@ -36,7 +36,7 @@ def test_the_fit_finds_the_law_that_losses_follow(known):
     assert left_out(COUNTS, losses) == pytest.approx(losses[-1], rel=1e-6)
 
 
-def test_noise_of_half_a_percent_leaves_a_size_twice_as_large_within_three():
+def test_a_noise_of_half_a_percent_changes_a_twofold_prediction_by_less_than_three():
     known, generator = Law(0.6, 8.0, 0.2), np.random.default_rng(0)
     for _ in range(20):
         losses = [known.loss(count) * (1 + generator.normal(0, 0.005)) for count in COUNTS]
@@ -107,5 +107,5 @@ def test_a_law_of_one_s_own_is_read(tmp_path):
 def test_an_unreadable_law_is_rejected(tmp_path):
     (tmp_path / "law.json").write_text("no law")
     for file in (tmp_path / "law.json", Path("nowhere")):
-        with pytest.raises(UserError, match=r"cannot be read .*; name a file of scripts/size_law"):
+        with pytest.raises(UserError, match=r"cannot be read .*; use a file of scripts/size_law"):
             expected(config_of("model=auto", f"model.size_law={file}"))

@@ -13,7 +13,7 @@ def run(weights):
     return {"size": f"{weights:,}", "weights": weights, "val_loss": LAW.loss(weights)}
 
 
-def test_runs_are_on_the_line_of_a_law_that_they_follow():
+def test_runs_that_follow_a_law_are_on_its_line():
     picture = ElementTree.fromstring(as_svg(LAW, [*map(run, (10**5, 10**6))], [run(2 * 10**6)]))
     circles = picture.findall(f"{SPACE}circle")
     assert [circle.get("fill") for circle in circles] == ["#c30", "#c30", "#fff"]

@@ -61,7 +61,7 @@ def test_larger_sizes_take_more_tokens_in_larger_steps():
     assert all(each["batch.global_size"] % 8 == 0 for each in found)
 
 
-def test_longer_windows_leave_the_tokens_of_a_step_as_they_are():
+def test_longer_windows_keep_the_tokens_per_step():
     short, long = rules("10M", 64), rules("10M", 256)
     ratio = short["batch.global_size"] / long["batch.global_size"]
     assert ratio == pytest.approx(4, rel=0.2)

@@ -146,7 +146,7 @@ def test_a_tokenizer_file_counts_by_its_content(corpus, tmp_path):
 
 
 @pytest.mark.parametrize("tokenizer", ["bytes", "bpe"])
-def test_the_number_of_processes_changes_no_byte(corpus, tmp_path, tokenizer):
+def test_the_number_of_processes_does_not_change_the_bytes(corpus, tmp_path, tokenizer):
     folders = []
     for number in (1, 2, 3):
         root = str(tmp_path / f"{number}")
@@ -271,7 +271,7 @@ def test_killing_a_build_ends_its_processes(in_processes, wait_for):
     wait_for(lambda: not any(map(is_alive, workers)))
 
 
-def test_a_process_that_is_killed_is_one_clear_line(in_processes, tmp_path, kill):
+def test_a_killed_process_fails_in_one_clear_line(in_processes, tmp_path, kill):
     build, workers = in_processes
     kill(workers[0])
     assert "UserError: data.num_proc=2: a process was killed" in build.communicate()[1]
@@ -332,7 +332,7 @@ def tiny_disk(tmp_path):
     subprocess.run(["umount", str(disk)], check=True)
 
 
-def test_a_full_disk_is_one_clear_line_and_leaves_nothing(tiny_disk):
+def test_a_full_disk_fails_in_one_clear_line_without_leftovers(tiny_disk):
     disk, _ = tiny_disk
     with pytest.raises(UserError, match=r"data\.root=.* has no space left") as caught:
         prepare(small(disk, tokens=100_000))

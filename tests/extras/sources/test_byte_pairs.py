@@ -76,7 +76,7 @@ def gpt2_files(tmp_path, bpe):
     return tmp_path
 
 
-def test_a_vocabulary_and_its_merges_make_the_tokenizer_they_are_of(gpt2_files, bpe):
+def test_a_vocabulary_and_merges_give_their_tokenizer(gpt2_files, bpe):
     loaded = make_tokenizer(str(gpt2_files), None, ())
     assert loaded.end_of_text == bpe.end_of_text
     for text in TEXTS:

@@ -72,7 +72,7 @@ def test_random_tokens_resume_at_any_block():
             np.testing.assert_array_equal(each.ids, expected.ids)
 
 
-def test_random_tokens_lie_below_the_vocabulary_in_both_splits(tmp_path):
+def test_random_tokens_are_below_the_vocabulary_in_both_splits(tmp_path):
     config = SyntheticData(root=str(tmp_path), vocab_size=300, tokens=1000, val_fraction=0.1)
     folder = prepare(config)
     train, val = open_split(folder, "train"), open_split(folder, "val")

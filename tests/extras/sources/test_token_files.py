@@ -51,7 +51,7 @@ def test_a_file_for_validation_is_held_out(tmp_path):
     np.testing.assert_array_equal(split(config, "val"), IDS[:77])
 
 
-def test_without_one_the_end_of_each_stretch_is(tmp_path, monkeypatch):
+def test_without_a_validation_file_stretch_ends_are_held_out(tmp_path, monkeypatch):
     monkeypatch.setattr(token_files, "STRETCH", 1000)
     config = settings(write(tmp_path / "t.bin", IDS[:4500]), val_fraction=0.1)
     stretches = np.split(IDS[:4500], [1000, 2000, 3000, 4000])
@@ -111,7 +111,7 @@ def tokenizer(tmp_path):
     return made
 
 
-def test_the_tokenizer_that_made_them_goes_with_them(tmp_path, tokenizer):
+def test_the_tokenizer_is_saved_with_the_tokens(tmp_path, tokenizer):
     ids = tokenizer.encode("some more words")
     config = settings(
         write(tmp_path / "t.bin", np.tile(ids, 99)),

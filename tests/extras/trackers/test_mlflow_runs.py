@@ -42,7 +42,7 @@ def test_mlflow_has_the_settings_and_metrics_of_a_resumed_run(command, client):
         assert logged[-1][0] == 30
 
 
-def test_a_run_that_fails_is_failed_there(command, client):
+def test_a_failed_run_is_marked_as_failed(command, client):
     command.train("logger=mlflow", "run_dir=run", "optim.lr=1e30", "optim.clip_norm=null", status=1)
     assert the_run(client).info.status == "FAILED"
 

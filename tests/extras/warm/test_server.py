@@ -160,7 +160,7 @@ def test_server_that_answers_no_more_is_ended_within_its_limit():
     assert done.stdout.split() == [str(-signal.SIGKILL), "timed", "out"]
 
 
-def test_nothing_outlives_a_requester_that_was_killed(light, wait_for):
+def test_nothing_outlives_a_killed_requester(light, wait_for):
     requester = subprocess.Popen(
         [sys.executable, "-c", REQUESTER], env=light, stdout=subprocess.PIPE, text=True
     )

@@ -40,7 +40,7 @@ def fitted(run, folder, losses=(), ckpt_path=None):
     return checkpoints, validation
 
 
-def test_the_last_step_is_validated_and_saved_though_nothing_divides_it(new_run, tmp_path):
+def test_the_last_step_is_always_validated_and_saved(new_run, tmp_path):
     run = new_run(max_steps=5, val_every=3, checkpoint={"every": 4})
     checkpoints, validation = fitted(run, tmp_path)
     assert list(validation.seen) == [3, 5]
@@ -110,7 +110,7 @@ def test_a_resumed_run_remembers_its_best_checkpoint(new_run, tmp_path):
     assert checkpoints.in_summary(0)["best_checkpoint"] == str(tmp_path / "step=000001.ckpt")
 
 
-def test_a_best_checkpoint_that_is_gone_is_the_best_no_more(new_run, tmp_path):
+def test_a_deleted_checkpoint_is_no_longer_the_best(new_run, tmp_path):
     settings = {"every": 1, "keep_last": 9, "keep_best": 1}
     fitted(new_run(max_steps=3, val_every=1, checkpoint=settings), tmp_path, {1: 1, 2: 3, 3: 4})
     (tmp_path / "step=000001.ckpt").unlink()
@@ -133,7 +133,7 @@ def test_all_ranks_agree_on_the_best_checkpoint(on_ranks, new_run, tmp_path):
     assert on_ranks(2, restored) == [{2: 1.0, 3: 2.0}] * 2
 
 
-def test_a_run_that_is_resumed_ends_with_the_bits_of_one_that_is_not(new_run, tmp_path):
+def test_a_resumed_run_ends_with_the_bits_of_an_uninterrupted_one(new_run, tmp_path):
     settings = {"model": {"dropout": 0.5}, "checkpoint": {"every": 1, "keep_last": 9}}
     whole = new_run(max_steps=6, **settings)
     fitted(whole, tmp_path)

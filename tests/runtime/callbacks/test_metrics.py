@@ -89,7 +89,7 @@ def test_the_gradient_norm_is_that_of_the_whole_step_before_clipping(new_run, tm
     assert table[1]["optim/grad_norm"] == pytest.approx(float(gradients.double().norm()), rel=1e-5)
 
 
-def test_the_throughput_counts_tokens_of_training_time_alone(rows):
+def test_the_throughput_counts_only_training_time(rows):
     table, _, metrics = rows
     row = table[2]
     speed = row["throughput/tokens_per_second"]
@@ -110,7 +110,7 @@ def test_validation_does_not_count_as_training_time(new_run, tmp_path):
     assert all(row["throughput/step_seconds"] < 0.3 for row in table.values())
 
 
-def test_typical_and_slow_steps_lie_around_the_mean(rows):
+def test_typical_and_slow_steps_are_around_the_mean(rows):
     logged = [row for row in rows[0].values() if "train/loss" in row]
     assert len(logged) == 4
     for row in logged:
@@ -159,7 +159,7 @@ class Rows(Logger):
         pass
 
 
-def test_what_is_logged_has_the_number_of_its_own_step(new_run):
+def test_logged_values_have_their_own_step(new_run):
     def steps(*callbacks):
         logger = Rows()
         new_run(max_steps=4).fit(*callbacks, Logs(), logger=logger, log_every_n_steps=2)
@@ -170,7 +170,7 @@ def test_what_is_logged_has_the_number_of_its_own_step(new_run):
     assert steps(Metrics(2, 1)) == [(2, 2.0), (4, 4.0)]
 
 
-def test_the_axis_is_put_back_after_an_exception_too(new_run):
+def test_the_axis_is_restored_after_an_exception_too(new_run):
     logs = Logs(fails=True)
     with pytest.raises(ZeroDivisionError):
         new_run(max_steps=6).fit(Metrics(2, 1), logs)

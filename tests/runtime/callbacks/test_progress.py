@@ -129,7 +129,7 @@ def test_a_sample_continues_the_prompt_when_training_ends(sampled):
     assert len(text) > 30
 
 
-def test_a_sample_follows_from_the_weights_alone(sampled):
+def test_a_sample_depends_only_on_the_weights(sampled):
     assert sampled() == sampled() != sampled(temperature=2.0)
 
 

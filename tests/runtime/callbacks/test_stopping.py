@@ -94,7 +94,7 @@ def test_a_stop_is_not_caught_as_an_exception():
     assert not issubclass(Stopped, Exception)
 
 
-def test_a_rank_that_is_alone_decides_at_once():
+def test_a_single_rank_decides_without_communication():
     vote = StopVote()
     assert [vote.cast(signum) for signum in (0, 15, 0)] == [0, 15, 0]
     vote.close()
@@ -122,7 +122,7 @@ def test_a_broken_gradient_ends_the_run_before_it_touches_the_weights(new_run, t
     assert not checkpoints_in(tmp_path)
 
 
-def test_as_many_updates_as_allowed_are_skipped_and_no_more(new_run):
+def test_exactly_the_allowed_updates_are_skipped(new_run):
     settings = {"max_steps": 9, "val_every": 9, "log_every": 4}
     allowed = new_run(**settings, guard={"max_skipped": 2})
     spoil, metrics = Spoil(2, 5), Metrics(4, 1)
@@ -166,7 +166,7 @@ class SpoilScaled(Callback):
 HALF = {"precision": "16-mixed", "val_every": 99, "log_every": 4}
 
 
-def test_a_loss_scale_that_finds_its_place_ends_no_run(new_run):
+def test_a_falling_loss_scale_does_not_end_the_run(new_run):
     run, metrics = new_run(**HALF, max_steps=20), Metrics(4, 1)
     spoil = SpoilScaled(lambda step, scale: step > 1 and scale > 1024)
     run.fit(spoil, metrics)
@@ -186,7 +186,7 @@ def test_a_gradient_that_no_scale_makes_finite_ends_the_run(new_run, tmp_path):
     assert not checkpoints_in(tmp_path)
 
 
-def test_with_a_loss_scale_too_the_weights_stay_once_too_many_were_skipped(new_run):
+def test_with_a_loss_scale_weights_stay_after_too_many_skips(new_run):
     run = new_run(**{**HALF, "log_every": 40}, max_steps=60, guard={"max_skipped": 1})
     spoil = SpoilScaled(lambda step, scale: step in (30, 33) or (step > 1 and scale > 1))
     with pytest.raises(RunError, match=r"^step 33: "):
@@ -260,7 +260,7 @@ class Raises(Callback):
             raise ZeroDivisionError
 
 
-def test_all_that_is_changed_in_the_loop_is_put_back_after_an_exception_too(new_run, tmp_path):
+def test_changes_of_the_loop_are_undone_even_after_an_exception(new_run, tmp_path):
     raises, run = Raises(), new_run(max_steps=6)
     with pytest.raises(ZeroDivisionError):
         run.fit(raises, stops(run, tmp_path))
