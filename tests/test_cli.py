@@ -2,6 +2,7 @@ import json
 import os
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from lockstep_gpt.launch.choices import config_folder
 
 LIGHT = {  # commands that must work without torch and leave no file: exit status
     "--help": 0,
+    "--version": 0,
     "train --help": 0,
     "": 2,
     "trian": 2,
@@ -90,6 +92,11 @@ def test_help_lists_every_command(answers):
     listed = [line.split()[0] for line in answers["--help"][1].splitlines() if line.startswith(" ")]
     assert listed == list(cli.COMMANDS)
     assert answers[""][2] == answers["--help"][1]
+
+
+def test_the_version_is_that_of_the_project(answers):
+    about = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text("utf-8"))
+    assert answers["--version"][1] == f"{PROGRAM} {about['project']['version']}\n"
 
 
 def test_the_help_of_train_fits_a_screen_and_names_every_group_with_its_choices(answers):

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Sequence
 from typing import NamedTuple, NoReturn
 
+from lockstep_gpt import __version__
 from lockstep_gpt.config import PROGRAM, RunError, UserError
 from lockstep_gpt.processes import end_process
 from lockstep_gpt.registry import merged, resolved
@@ -37,11 +38,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if name in COMMANDS:
             return int(resolved(COMMANDS[name].target)(words))
+        if name == "--version":
+            print(PROGRAM, __version__)
+            return 0
         if name not in ("", "-h", "--help", "help"):
             print(f"{PROGRAM}: {name} is not one of {', '.join(COMMANDS)}", file=sys.stderr)
             return 2
         lines = [f"  {each:<10}{command.meaning}" for each, command in COMMANDS.items()]
-        usage = [f"usage: {PROGRAM} COMMAND ...", "", *lines, "", "Options: COMMAND --help"]
+        usage = [f"usage: {PROGRAM} COMMAND ...", "", *lines, "", "Also: COMMAND --help, --version"]
         print(*usage, sep="\n", file=sys.stdout if name else sys.stderr)
         return 0 if name else 2
     except (UserError, RunError) as error:
