@@ -209,7 +209,7 @@ def test_a_seed_outside_torch_s_range_is_rejected():
 
 def test_a_batch_without_a_size_is_rejected():
     with pytest.raises(
-        UserError, match=r"^batch\.micro_size=null and batch\.global_size=null give"
+        UserError, match=r"^batch\.micro_size=null and batch\.global_size=null leave"
     ):
         from_container(with_setting("batch.global_size", None))
 

@@ -119,7 +119,7 @@ def test_a_changed_byte_is_found_by_the_checksum(tmp_path):
 def test_a_file_of_another_size_is_rejected_with_a_remedy(tmp_path, change):
     shards(tmp_path, range(10), range(5), 100)
     (tmp_path / "train-00000.bin").write_bytes(change)
-    with pytest.raises(UserError, match=f"{len(change)} bytes where.* 10; delete the folder"):
+    with pytest.raises(UserError, match=f"{len(change)} bytes, but.* 10; delete the folder"):
         open_split(tmp_path, "train")
 
 

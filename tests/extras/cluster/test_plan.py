@@ -276,7 +276,7 @@ def test_the_requested_strategy_is_planned(screen):
     pytest.importorskip(f"{cli.__package__}.extras.sharding", exc_type=ImportError)
     _, out, _ = screen(*SMALL, "strategy=fsdp2")
     facts = facts_of(out)
-    assert "each block is gathered" in facts["fsdp2"]
+    assert "gathers each block" in facts["fsdp2"]
     assert "all-reduce" not in out.split("one optimizer step, ms\n")[1]
     assert "gather+scatter" in out
     assert "planned as ddp" not in out
@@ -287,6 +287,6 @@ def test_assumptions_on_nccl_and_omissions_are_printed(screen):
     facts = facts_of(out)
     assert "a ring" in facts["algorithm"]
     assert "double tree" in facts["algorithm"]
-    assert "a device's nvlink4, or all 8 x ndr of a node" in facts["algorithm"]
+    assert "a device's nvlink4, or all 8 x ndr of a node" in facts["bottleneck"]
     above = out.split("one optimizer step, ms\n")[0]
     assert "Efficiency counts only the time that ranks wait for links" in above

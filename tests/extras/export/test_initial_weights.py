@@ -103,12 +103,12 @@ def test_an_export_is_loaded_bit_for_bit(pair, shaped):
 
 
 CASES = {
-    "layers": ({"n_layer": 3}, "has n_layer=2, and model.n_layer=3; set model.n_layer=2"),
-    "heads": ({"n_head": 4}, "has n_head=2, and model.n_head=4; set model.n_head=2"),
-    "width": ({"n_embd": 64}, "has n_embd=32, and model.n_embd=64; set model.n_embd=32"),
+    "layers": ({"n_layer": 3}, "has n_layer=2, but model.n_layer=3; set model.n_layer=2"),
+    "heads": ({"n_head": 4}, "has n_head=2, but model.n_head=4; set model.n_head=2"),
+    "width": ({"n_embd": 64}, "has n_embd=32, but model.n_embd=64; set model.n_embd=32"),
     "context": (
         {"block_size": 41},
-        "has n_positions=40, and model.block_size=41; set model.block_size=40",
+        "has n_positions=40, but model.block_size=41; set model.block_size=40",
     ),
     "biases": ({"bias": False}, r"has biases, such as .+; set model.bias=true"),
 }
@@ -165,7 +165,7 @@ BROKEN = {
     ),
     "no weights": (
         lambda folder: (folder / "model.safetensors").unlink(),
-        "has no model.safetensors; load it with transformers and save it again",
+        "lacks model.safetensors; load it with transformers and save it again",
     ),
     "half the weights": (
         lambda folder: (folder / "model.safetensors").write_bytes(b"\0" * 20),
@@ -281,6 +281,6 @@ def test_unsuitable_weights_fail_in_one_line_and_leave_no_run(command, tmp_path)
     gpt2(tmp_path / "theirs", n_layer=1)
     words = [f"model.init_from={tmp_path / 'theirs'}", "run_dir=runs/tuned"]
     done = command.train(*words, status=2)
-    assert "has n_layer=1, and model.n_layer=2; set model.n_layer=1" in done.stdout + done.stderr
+    assert "has n_layer=1, but model.n_layer=2; set model.n_layer=1" in done.stdout + done.stderr
     assert "Traceback" not in done.stdout + done.stderr
     assert not (command.folder / "runs/tuned").exists()
