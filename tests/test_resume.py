@@ -132,14 +132,8 @@ def test_run_of_another_model_is_rejected_unless_forced(finished, command):
         ),
         ("batch.global_size=16", "but got batch.global_size=16 instead of 8"),
         ("optim.algorithm=muon", "but got optim.algorithm=muon instead of adamw"),
-        (
-            "model=gpt2",
-            "run_dir=run was started with other choices: this command has batch.global_size=12",
-        ),
-        (
-            "logger=none max_steps=30",
-            "run_dir=run was started with other choices: this command has",
-        ),
+        ("model=gpt2", "run_dir=run keeps its choices, but got batch.global_size=12"),
+        ("logger=none max_steps=30", "run_dir=run keeps its choices, but got"),
         ("max_stepz=3", "unknown setting max_stepz; did you mean max_steps?"),
         ("max_steps=-3", "max_steps=-3 must be at least 1"),
     ],
@@ -397,8 +391,7 @@ LINES = {
     1000: "No space left on device: disk/run cannot be written; fix that, then resume=auto "
     "continues from disk/run/checkpoints/step=000050.ckpt",  # metrics.csv comes first
     55: r"disk/run/checkpoints has 0 bytes left, but a checkpoint needs [\d,]+; free some "
-    "space there, "
-    "then continue with resume=auto from the newest checkpoint, which is intact",
+    "space there, then continue with resume=auto; the newest checkpoint is intact",
 }
 FILLED = ("+callbacks.fill._target_=fill.Fill", "max_steps=100", "val_every=50", *SMALL)
 

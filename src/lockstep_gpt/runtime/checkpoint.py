@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 # The errors that torch raises for a file it cannot read.
 UNREADABLE = (pickle.UnpicklingError, RuntimeError, EOFError, LookupError, ValueError, struct.error)
-MEND = "then continue with resume=auto from the newest checkpoint, which is intact"
+MEND = "then continue with resume=auto; the newest checkpoint is intact"
 NAME = re.compile(r"step=(\d{6,})\.ckpt")
 
 
@@ -89,7 +89,7 @@ def write_checkpoint(
         reason = getattr(error, "strerror", None) or error
         raise RunError(
             f"checkpoint {path} cannot be written: {reason}; "
-            f"make the folder writable, with free space in it, {MEND}"
+            f"free space there or make it writable, {MEND}"
         ) from error
 
 
