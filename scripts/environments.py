@@ -90,11 +90,11 @@ class Environment:
 
     def _install(self, wanted: "list[str]") -> None:
         found, folder = self._stamped(), str(self.folder)
-        anew = found[:1] != wanted[:1]  # another folder or Python, or incomplete
+        rebuild = found[:1] != wanted[:1]  # another folder or Python, or incomplete
         if self.versions != "pinned":  # remove what an earlier resolution left
-            anew = anew or found[:2] != wanted[:2]
+            rebuild = rebuild or found[:2] != wanted[:2]
         self.stamp.unlink(missing_ok=True)
-        if anew and subprocess.call([sys.executable, "-m", "venv", "--clear", folder], cwd=ROOT):
+        if rebuild and subprocess.call([sys.executable, "-m", "venv", "--clear", folder], cwd=ROOT):
             refuse("cannot make .venv, see above; on Debian and Ubuntu: apt install python3-venv")
         with tempfile.TemporaryDirectory() as elsewhere:
             # uv reads the pins of the pyproject.toml in the folder where it is started.
@@ -112,7 +112,7 @@ class Environment:
                     break
             else:
                 sys.stderr.write(done.stdout + done.stderr)
-                if not anew:
+                if not rebuild:
                     self.stamp.write_text(" ".join(found))  # the previous content is still valid
                 refuse("pip failed, see above; it needs the network, or PIP_FIND_LINKS=FOLDER")
         self.stamp.write_text(" ".join(wanted))

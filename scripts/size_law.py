@@ -6,7 +6,7 @@ usage: python scripts/size_law.py [--sizes 0.1M,0.18M,0.32M,0.56M,1M] [overrides
        python scripts/size_law.py --rates [overrides]
        with --json size_law.json and --plot size_law.svg for what is written
 
-Every run is the real command, `train model=auto model.size=SIZE`; overrides hold for all, such as
+Every run is the real command, `train model=auto model.size=SIZE`; overrides apply to all, such as
 `data=text data.path=FILE`. `--check` writes down what an earlier fit expects of a size, then trains
 it. `--rates` sweeps the learning rate at three widths: the best should be the same at all of them.
 """

@@ -71,7 +71,7 @@ def main() -> None:
         print(
             f"  {name:<8}{median * 1e3:8.3f} ms per batch  {medians['stock'] / median:6.1f} x stock"
         )
-    print(f"  first batch after {first:.3f} s, memory beside the map +{grown / 2**20:.1f} MiB")
+    print(f"  first batch after {first:.3f} s, memory next to the map +{grown / 2**20:.1f} MiB")
     index = _permutation_seconds()
     print(f"  a window's place among 10^12: {index * 1e6:.3f} us")
     result = {"seconds": seconds, "first": first, "memory": grown, "permutation": index}

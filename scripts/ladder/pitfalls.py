@@ -133,9 +133,9 @@ def saving_from_all_ranks(_words: list[str], folder: Path) -> Finding:
     if rank == 1:
         file.close()
     else:
-        beside = path.with_suffix(".tmp")
-        beside.write_bytes(data)
-        beside.replace(path)
+        temporary = path.with_suffix(".tmp")
+        temporary.write_bytes(data)
+        temporary.replace(path)
         torch.load(path, weights_only=True)
     dist.barrier()
     return (

@@ -10,17 +10,17 @@ from typing import BinaryIO
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
     """Yield a file that replaces `path` at the end; after an error, `path` is unchanged."""
-    beside = path.with_name(f".{path.name}.tmp")
+    temporary = path.with_name(f".{path.name}.tmp")
     try:
-        with beside.open("wb") as file:
+        with temporary.open("wb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        beside.replace(path)
+        temporary.replace(path)
         sync_folder(path.parent)
     finally:
         with contextlib.suppress(OSError):
-            beside.unlink()
+            temporary.unlink()
 
 
 def replace_text(path: Path, text: str) -> None:

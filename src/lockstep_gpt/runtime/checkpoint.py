@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 # The errors that torch raises for a file it cannot read.
 UNREADABLE = (pickle.UnpicklingError, RuntimeError, EOFError, LookupError, ValueError, struct.error)
-MEND = "then continue with resume=auto; the newest checkpoint is intact"
+REMEDY = "then continue with resume=auto; the newest checkpoint is intact"
 NAME = re.compile(r"step=(\d{6,})\.ckpt")
 
 
@@ -89,7 +89,7 @@ def write_checkpoint(
         reason = getattr(error, "strerror", None) or error
         raise RunError(
             f"checkpoint {path} cannot be written: {reason}; "
-            f"free space there or make it writable, {MEND}"
+            f"free space there or make it writable, {REMEDY}"
         ) from error
 
 
@@ -99,7 +99,7 @@ def refuse_full_disk(folder: Path, needed: int) -> None:
     if free < needed:
         raise RunError(
             f"{folder} has {free:,} bytes left, but a checkpoint needs {needed:,}; "
-            f"free some space there, {MEND}"
+            f"free some space there, {REMEDY}"
         )
 
 

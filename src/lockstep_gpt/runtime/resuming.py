@@ -36,8 +36,8 @@ def state_to_resume(directory: RunDirectory, config: Config, module: torch.nn.Mo
         return str(path)
     places, saved = module.state_dict(), content["state_dict"]
     fitting = fitting_of(saved, places)
-    alike = content["config"]["optim"]["algorithm"] == config.optim.algorithm
-    if alike and len(fitting) == len(saved) == len(places):
+    same = content["config"]["optim"]["algorithm"] == config.optim.algorithm
+    if same and len(fitting) == len(saved) == len(places):
         return str(path)
     module.load_state_dict(fitting, strict=False)
     logger.warning("resume_force: loaded %d weights of %s; the others are new", len(fitting), path)

@@ -86,7 +86,7 @@ def test_the_first_machine_freezes_the_run_and_the_others_read_it(run):
 
 
 def test_a_machine_that_times_out_or_has_other_settings_gets_the_reason(run):
-    with pytest.raises(RunError, match=r"after 0\.3 s it has no config\.yaml"):
+    with pytest.raises(RunError, match=r"after 0\.3 s it lacks config\.yaml"):
         start_on_nodes(run, VALUES, config(), lambda: run)
     run.create(VALUES)
     with pytest.raises(UserError, match=r"a different configuration.*: max_steps=4 instead of 3"):

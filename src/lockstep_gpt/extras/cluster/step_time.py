@@ -214,9 +214,9 @@ def _sharded(
 
     def micro(scatter: float, scattered_rest: float) -> tuple[float, float]:
         ends = 2 * rest + gather + again + scatter + scattered_rest
-        beside = max(0.0, gather - forward) + max(0.0, again + scatter - backward)
+        not_hidden = max(0.0, gather - forward) + max(0.0, again + scatter - backward)
         exchange = 2 * rest + scattered_rest + count * (gather + again + scatter)
-        return exchange, ends + (count - 1) * beside
+        return exchange, ends + (count - 1) * not_hidden
 
     scatters = (seconds(size, sharing.reduced_size) for size in (sharing.block, sharing.rest))
     last = micro(*scatters)

@@ -66,9 +66,9 @@ def copy_out(path: Path, url: str) -> None:
     files, folder = fsspec.core.url_to_fs(url)
     files.makedirs(folder, exist_ok=True)
     for source in checkpoint.files_of(path):
-        beside = f"{folder}/.{source.name}.tmp"
-        files.put_file(str(source), beside)
-        files.mv(beside, f"{folder}/{source.name}")
+        temporary = f"{folder}/.{source.name}.tmp"
+        files.put_file(str(source), temporary)
+        files.mv(temporary, f"{folder}/{source.name}")
 
 
 def remove_copy(name: str, url: str) -> None:

@@ -63,7 +63,7 @@ class CopyingCheckpointIO(AtomicCheckpointIO):
         self.copy_to, self._claim, self._is_ours = copy_to, claim, False
         self._writer = ThreadPoolExecutor(1) if background else None  # one: in the order of calls
         self._pending: list[Future[None]] = []
-        self._stands = True  # whether the last save succeeded
+        self._succeeded = True  # whether the last save succeeded
         self._buffers: dict[str, Tensor] = {}  # reused: new memory costs more than copying
 
     def save_checkpoint(
@@ -92,9 +92,9 @@ class CopyingCheckpointIO(AtomicCheckpointIO):
             self._pending.append(self._writer.submit(action, *arguments))
 
     def _write(self, checkpoint: dict[str, Any], path: Path, others: dict[str, str] | None) -> None:
-        self._stands = False
+        self._succeeded = False
         super().save_checkpoint(checkpoint, path, others)
-        self._stands = True
+        self._succeeded = True
         if self.copy_to:
             self._elsewhere(f"no copy of {path.name}", lambda url: remote.copy_out(path, url))
 
@@ -118,7 +118,7 @@ class CopyingCheckpointIO(AtomicCheckpointIO):
         self._do(self._remove, Path(path))
 
     def _remove(self, path: Path) -> None:
-        if not self._stands:
+        if not self._succeeded:
             return
         super().remove_checkpoint(path)
         if self.copy_to:

@@ -27,13 +27,13 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--force", action="store_true", help="replace an earlier export")
     options = parser.parse_args(arguments)
     source = find_checkpoint(options.source)
-    target = options.to or _beside(source)
+    target = options.to or _next_to(source)
     export(source, target, options.force)
     print(f"{target}: load it with transformers; see {target / 'README.md'}")
     return 0
 
 
-def _beside(source: Path) -> Path:
+def _next_to(source: Path) -> Path:
     run = source.parent.parent
     if source.parent.name != "checkpoints":
         raise UserError(f"{source} is not in a run directory; add --to FOLDER")
@@ -123,17 +123,17 @@ def _whole(target: Path) -> Iterator[Path]:
         UserError: it can't be written; `target` still has its old content.
     """
     mark = secrets.token_hex(4)
-    beside, old = (target.with_name(f".{target.name}.{mark}.{kind}") for kind in ("tmp", "old"))
+    temporary, old = (target.with_name(f".{target.name}.{mark}.{kind}") for kind in ("tmp", "old"))
     try:
-        beside.mkdir(parents=True)
-        yield beside
+        temporary.mkdir(parents=True)
+        yield temporary
         if target.exists():
             target.rename(old)  # a folder can only replace an empty one
-        beside.rename(target)
+        temporary.rename(target)
     except OSError as error:
         raise UserError(f"{target} cannot be written ({error.strerror}); name another") from error
     finally:
-        shutil.rmtree(beside, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
         if old.exists() and not target.exists():
             old.rename(target)
         shutil.rmtree(old, ignore_errors=True)

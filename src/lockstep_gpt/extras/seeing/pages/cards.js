@@ -65,7 +65,7 @@ function cardOf(rank) {
     make("small", { textContent: known ? `loss ${loss}` : "simulated" }),
   ]);
   const strip = make("canvas", { role: "img", className: "strip" });
-  strip.setAttribute("aria-label", `All recorded values of rank ${rank}, as colours`);
+  strip.setAttribute("aria-label", `All recorded values of rank ${rank}, as colors`);
   const rows = parameter.after.map((_, index) => valueRow(parameter, index, rank));
   const caption = make("caption", { className: "hidden", textContent: parameter.name });
   const table = make("table", {}, [caption, make("tbody", {}, rows)]);

@@ -14,17 +14,17 @@ let view = null;
 function statusText() {
   const parameter = view.parameters[state.parameter];
   const count = view.parameters.reduce((sum, each) => sum + each.after.length, 0);
-  const ranks = view.total === 1 ? "The one rank has" : `Each of ${view.total} ranks has`;
+  const ranks = view.total === 1 ? "The only rank has" : `Each of ${view.total} ranks has`;
   return [
-    `${ranks} read samples of its own. No gradient exists yet.`,
+    `${ranks} read its own samples. There is no gradient yet.`,
     view.total === 1
-      ? "One rank: its gradient is the average already."
-      : `Each rank has a gradient of its own. Shown: ${parameter.after.length} values of ` +
-        `${parameter.name}; coloured: ${count} values of all parameters.`,
+      ? "One rank: its gradient is already the average."
+      : `Each rank has its own gradient. Shown: ${parameter.after.length} values of ` +
+        `${parameter.name}; colored: ${count} values of all parameters.`,
     view.total === 1
       ? "Nothing to exchange: the average of one gradient is that gradient."
       : `The gradients were added up over ${view.total} ranks and divided by ${view.total}: ` +
-        "now every rank holds the same numbers.",
+        "now every rank has the same numbers.",
     "The same gradient on the same weights gives the same new weights on every rank: " +
       "they stay in step.",
   ][state.stage];
@@ -75,7 +75,7 @@ function drawNoise() {
     return element("noise").replaceChildren();
   const { micro_size: micro, accumulation, ranks, step, noise_scale: now } = view.recording;
   const batch = micro * accumulation * ranks;
-  const limit = { value: batch, label: `a step takes ${batch}` };
+  const limit = { value: batch, label: `a step has ${batch}` };
   const said = (value) => (value === null ? "unknown" : shortNumber(value));
   const values = points.map(([at, value]) => `step ${at}: ${said(value)}`);
   const label = `Gradient noise scale in samples over the steps: ${values.join(", ")}`;
@@ -128,7 +128,7 @@ function draw() {
   view = viewOf(recording, state.ranks ?? keptRanks(recording));
   element("lead").textContent =
     `${run.name}, a step on ${recording.ranks} rank${recording.ranks > 1 ? "s" : ""}: each computes ` +
-    "a gradient from samples of its own, and one average later all hold the same.";
+    "a gradient from its own samples, and after averaging, all have the same one.";
   element("step").value = state.index;
   element("step-name").textContent =
     `step ${recording.step} (${state.index + 1} of ${run.recordings.length})`;

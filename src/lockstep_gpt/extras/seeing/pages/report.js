@@ -233,7 +233,7 @@ function start() {
   element("title").textContent = runs.length > 1 ? `${runs.length} runs` : runs[0].name;
   element("lead").textContent =
     runs.length > 1
-      ? `${names}; rows in which they differ stand out.`
+      ? `${names}; rows that differ are highlighted.`
       : `This run: ${runs[0].status}.`;
   element("outcome").replaceChildren(outcome());
   element("advice").textContent =

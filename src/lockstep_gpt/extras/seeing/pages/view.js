@@ -58,7 +58,7 @@ function simulationNote(recording, ranks) {
   const drawn = ranks > kept ? ", the others are drawn at random around what was recorded" : "";
   return (
     `Simulation: this step ran on ${recording.ranks} rank${recording.ranks > 1 ? "s" : ""}, ` +
-    `not on ${ranks}. Here ${recorded}${drawn}; average and update are worked out by this page.`
+    `not on ${ranks}. Here ${recorded}${drawn}; this page computed average and update.`
   );
 }
 
