@@ -5,8 +5,7 @@ import sys
 from collections.abc import Sequence
 from typing import NamedTuple, NoReturn
 
-from lockstep_gpt import __version__
-from lockstep_gpt.config import PROGRAM, RunError, UserError
+from lockstep_gpt.config import PROGRAM, VERSION, RunError, UserError
 from lockstep_gpt.processes import end_process
 from lockstep_gpt.registry import merged, resolved
 
@@ -39,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if name in COMMANDS:
             return int(resolved(COMMANDS[name].target)(words))
         if name == "--version":
-            print(PROGRAM, __version__)
+            print(PROGRAM, VERSION)
             return 0
         if name not in ("", "-h", "--help", "help"):
             print(f"{PROGRAM}: {name} is not one of {', '.join(COMMANDS)}", file=sys.stderr)

@@ -20,6 +20,7 @@ from omegaconf.errors import OmegaConfBaseException
 from lockstep_gpt.registry import additions, asked, merged, resolved
 
 PROGRAM = "lockstep-gpt"
+VERSION = "0.1.0"  # as in pyproject.toml
 LEVELS = {"quiet": logging.WARNING, "normal": logging.INFO, "debug": logging.DEBUG}
 OPEN_GROUPS = ("trainer", "strategy", "callbacks", "logger")  # Lightning's own settings
 
