@@ -106,7 +106,7 @@ class RunDirectory:
         except OSError as error:
             kind = RunError if error.errno in (errno.ENOSPC, errno.EDQUOT) else mistake
             go_on = f"fix that, then {self.way_on()}"
-            remedy = go_on if self.config.exists() else "name another one, or fix that"
+            remedy = go_on if self.config.exists() else "set another run_dir, or fix that"
             raise kind(f"{error.strerror}: {self.path} cannot be written; {remedy}") from error
 
     def record_failure(self, failure: dict[str, Any]) -> bool:

@@ -110,7 +110,7 @@ def recipe_of(config: DataConfig) -> Recipe:
     """Open the corpus of `config` and digest what decides its tokens, or raise a `UserError`."""
     if getattr(config, "path", None) == "":
         raise UserError(
-            f"data.path is empty; set it to what data.source={config.source} should read"
+            f"data.path is empty; set it to the data that data.source={config.source} should read"
         )
     corpus = corpora.corpus_of(config)
     settings = {name: getattr(config, name) for name in config.names("kept") if name not in APART}
