@@ -347,7 +347,7 @@ def test_an_empty_split_is_rejected_and_leaves_nothing(tmp_path, fraction, split
 
 
 def test_a_corpus_without_a_path_fails_in_one_clear_line(tmp_path):
-    with pytest.raises(UserError, match=r"data\.path is empty; set it to the data that data\.source=text"):
+    with pytest.raises(UserError, match=r"data\.path is empty; set it to the data"):
         prepare(TextData(root=str(tmp_path)))
 
 
