@@ -215,7 +215,7 @@ BAD_SETTINGS = {
     "trainer=gpu": "no GPU",
     "precision=16-mixed": "precision=16-mixed needs a GPU",
     "model.block_size=10000000": "model.block_size=10000000",
-    "run_dir=/proc/run": "/proc/run cannot be written; name another one",
+    "run_dir=/proc/run": "/proc/run cannot be written; set another run_dir",
 }
 
 
