@@ -49,7 +49,7 @@ def test_weights_of_a_wrapper_are_not_silently_ignored(numbers):
 
 
 def test_a_file_that_two_ranks_write_cannot_be_read(shown):
-    assert re.search(r"reads its file back: (OSError|RuntimeError),  ", shown(LINE))
+    assert re.search(r"reads its file back: (OSError|RuntimeError), ", shown(LINE))
 
 
 def test_a_collective_of_one_rank_hangs_until_the_time_limit(numbers):

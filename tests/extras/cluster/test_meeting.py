@@ -31,7 +31,7 @@ def test_a_missing_rank_is_reported_in_time():
 
 
 def test_a_closed_port_is_distinguished_from_another_program_s(port):
-    with pytest.raises(Absent, match=rf"nothing answers at 127.0.0.1:{port} within 1 s"):
+    with pytest.raises(Absent, match=rf"nothing answered at 127.0.0.1:{port} within 1 s"):
         open_meeting(SECOND, LIMIT)
     silent = socket.create_server(("127.0.0.1", port))
     with silent, pytest.raises(Absent, match="is not a torch store"):
