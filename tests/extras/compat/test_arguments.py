@@ -31,7 +31,7 @@ def test_the_known_arguments_of_the_trainer_are_its_own(monkeypatch):
     ("name", "hint"),
     [
         ("profile", "did you mean trainer.profiler?"),
-        ("zzz", "leave it out"),
+        ("zzz", "remove it"),
     ],
 )
 def test_unknown_trainer_arguments_are_rejected(name, hint):
