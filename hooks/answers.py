@@ -85,6 +85,12 @@ EXTRAS = {
         "src/lockstep_gpt/extras/seeing/",
         "tests/extras/seeing/",
     ),
+    "tasks": (
+        "configs/callbacks/tasks.yaml",
+        "docs/tasks.md",
+        "src/lockstep_gpt/extras/tasks/",
+        "tests/extras/tasks/",
+    ),
     "fsdp2": (
         "configs/strategy/fsdp2.yaml",
         "src/lockstep_gpt/extras/sharding/",

@@ -40,7 +40,7 @@ ELSEWHERE = {
     "wandb": "needs an account; test_tracking.py runs the command of the sweep's file",
 }
 # Commands of extras: a page still has them after an extra was deleted by hand.
-OF_EXTRAS = {"doctor", "drill", "evaluate", "export", "panel", "plan", "report"}
+OF_EXTRAS = {"doctor", "drill", "evaluate", "export", "panel", "plan", "report", "score"}
 
 
 def commands_of(text):

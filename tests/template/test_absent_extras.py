@@ -28,6 +28,7 @@ WORDS = {
     "apple": r"trainer=mps|Apple GPU",
     "container": r"docker build|devcontainer",
     "seeing": r"sync_panel|lockstep-gpt (panel|report|evaluate)|report\.html|playwright",
+    "tasks": r"lockstep-gpt score|default,tasks|tasks\.md|callbacks\.tasks|core_metric",
     "fsdp2": "fsdp2|reshard_after_forward|save_parts|reduce_each",
     "spawn": "ddp_spawn",
     "export": "init_from|lockstep-gpt export|safetensors|transformers",

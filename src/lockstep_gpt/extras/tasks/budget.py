@@ -1,0 +1,53 @@
+"""How many examples a measurement may use: arithmetic on tokens, so no clock changes a result."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+# Forward and backward take three times the operations of forward alone (Kaplan et al. 2020).
+FORWARD = 3  # tokens that a model reads in the time in which it trains on one, at least
+FEWEST = 4  # examples of a task; with fewer, it isn't measured
+
+
+def tokens_to_read(share: float, trained: int) -> int:
+    """Return how many tokens cost `share` of training on `trained` tokens."""
+    return int(share * trained * FORWARD)
+
+
+def affordable(costs: Sequence[Sequence[int]], budget: int | None) -> list[int]:
+    """Return how many examples of each task to use, from its first.
+
+    The variance of a mean is inverse to the number of examples, so the sum of the variances is
+    smallest if this number is proportional to 1 / sqrt(cost of an example) (Neyman 1934).
+
+    Args:
+        costs: tokens of each example of each task, which has at least one.
+        budget: tokens for all tasks together; None: no limit.
+    """
+    counts, totals = [*map(len, costs)], [*map(sum, costs)]
+    if budget is None or sum(totals) <= budget:
+        return counts
+    roots = [math.sqrt(total / count) for total, count in zip(totals, counts, strict=True)]
+    chosen, left, others = [*counts], float(budget), {*range(len(costs))}
+    while others:
+        scale = left / sum(roots[at] for at in others)
+        whole = {at for at in others if totals[at] <= scale * roots[at]}
+        if not whole:
+            break
+        left -= sum(totals[at] for at in whole)
+        others -= whole
+    for at in others:
+        chosen[at] = _first(costs[at], scale * roots[at])
+    pairs = zip(chosen, counts, strict=True)
+    return [count if count >= min(FEWEST, total) else 0 for count, total in pairs]
+
+
+def _first(costs: Sequence[int], budget: float) -> int:
+    """Return how many of `costs`, from the first, add up to at most `budget`."""
+    spent = 0
+    for count, cost in enumerate(costs):
+        spent += cost
+        if spent > budget:
+            return count
+    return len(costs)

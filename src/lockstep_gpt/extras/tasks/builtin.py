@@ -1,0 +1,169 @@
+"""Five small tasks that need no download: from arithmetic, and from code that is held out."""
+
+from __future__ import annotations
+
+import ast
+import keyword
+import random
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from lockstep_gpt.config import Config, StdlibData, UserError
+from lockstep_gpt.data.corpora import StandardLibrary, split_of
+from lockstep_gpt.extras.tasks.examples import CHOICE, CLOZE, EXACT, Example, Task
+
+COUNT = 200  # examples of a task, at most
+CHOICES = 4
+SEED = 20  # of everything that is drawn
+LINES_BEFORE = 2  # that the task `lines` shows
+LONGEST = 30  # characters of a line that is a choice; `experiment=smoke` has a context of 32
+SHORTEST = 6  # characters of such a line, or of a called name: shorter ones are too much alike
+CLOSE = 3  # choices differ in length by less than this
+CLOSERS = {"(": ")", "[": "]", "{": "}"}
+
+
+def builtin_tasks(config: Config) -> list[Task]:
+    """Return the shipped tasks, the same for the same Python and held-out files.
+
+    Raises:
+        UserError: no file of the standard library is held out.
+    """
+    texts = held_out(config)
+    words = {word for text in texts for word in re.findall(r"\b[a-z]{3,9}\b", text)}
+    names = sorted(word for word in words if not keyword.iskeyword(word))
+    made = {
+        "add": (EXACT, _sums()),
+        "brackets": (CHOICE, _brackets(names)),
+        "calls": (CLOZE, _calls(texts)),
+        "copy": (CHOICE, _copies(names)),
+        "lines": (CHOICE, _next_lines(texts)),
+    }
+    return [
+        Task(name, kind, tuple(examples), reports_cuts=False)
+        for name, (kind, examples) in made.items()
+    ]
+
+
+def held_out(config: Config) -> list[str]:
+    """Return the standard library's files that a run on it validates on, as text.
+
+    Whether a file is held out depends on its name alone, so a model that was trained on another
+    machine hasn't seen them either. Runs on other data use the default fraction.
+    """
+    data = config.data if config.data.source == "stdlib" else StdlibData()
+    fraction = data.val_fraction
+    files = StandardLibrary(StdlibData(val_fraction=fraction)).files
+    paths = [Path(file.path) for file in files if split_of(file.name, fraction) == "val"]
+    texts = [path.read_text(encoding="utf-8", errors="replace") for path in paths]
+    texts = [text for text in texts if len([*_lines(text)]) > CHOICES]
+    if not texts:
+        raise UserError(
+            f"data.val_fraction={fraction} holds out no file to make the builtin tasks from; "
+            "name task files instead"
+        )
+    return texts
+
+
+def _sums() -> list[Example]:
+    """Add two digits, after two examples."""
+    pairs = [(a, b) for a in range(10) for b in range(10)]
+    random.Random(SEED).shuffle(pairs)
+    return [
+        Example(((f"2 + 3 = 5\n9 + 4 = 13\n{a} + {b} = ", str(a + b)),), 0, ("\n",))
+        for a, b in pairs
+    ]
+
+
+def _copies(names: list[str]) -> list[Example]:
+    """Assign the argument of the same name, as constructors do; all choices are equally long."""
+    draw = random.Random(SEED)
+    examples: list[Example] = []
+    while len(examples) < COUNT:
+        first, name = draw.sample(names, 2)
+        alike = [each for each in names if len(each) == len(name) and each not in (first, name)]
+        if len(alike) >= CHOICES - 1:
+            context = f"        self.{first} = {first}\n        self.{name} = "
+            wrong = [f"{each}\n" for each in draw.sample(alike, CHOICES - 1)]
+            examples.append(_shuffled(draw, context, f"{name}\n", wrong))
+    return examples
+
+
+def _brackets(names: list[str]) -> list[Example]:
+    """Close two or three nested brackets; all choices have the same length."""
+    draw = random.Random(SEED)
+    examples = []
+    for number in range(COUNT):
+        openers = [draw.choice("([{") for _ in range(2 + number % 2)]
+        words = draw.sample(names, len(openers) + 1)
+        inside = "".join(f"{opener}{word}" for opener, word in zip(openers, words[1:], strict=True))
+        right = "".join(CLOSERS[each] for each in reversed(openers))
+        wrong: set[str] = set()
+        while len(wrong) < CHOICES - 1:
+            wrong.add("".join(draw.choice(")]}") for _ in openers))
+            wrong.discard(right)
+        ends = [f"{each}\n" for each in sorted(wrong)]
+        examples.append(_shuffled(draw, f"{words[0]} = {inside}", f"{right}\n", ends))
+    return examples
+
+
+def _calls(texts: list[str]) -> list[Example]:
+    """Complete the name of what is called, of which half is given, up to the parenthesis."""
+    calls = [call for text in texts for call in _calls_of(text)]
+    random.Random(SEED).shuffle(calls)
+    return [Example((call,)) for call in calls[:COUNT]]
+
+
+def _calls_of(text: str) -> Iterator[tuple[str, str]]:
+    """Yield each call in two parts: its line up to half of the name, and the rest with `(`."""
+    try:
+        tree = ast.parse(text)
+    except (SyntaxError, ValueError):  # code for another Python
+        return
+    lines = text.splitlines()
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call) or not lines[node.lineno - 1].isascii():
+            continue  # the tree counts bytes
+        name = getattr(node.func, "attr", getattr(node.func, "id", ""))
+        line, end = lines[(node.func.end_lineno or 1) - 1], node.func.end_col_offset or 0
+        if len(name) > SHORTEST and line[end : end + 1] == "(":
+            cut = end - len(name) // 2
+            yield line[:cut], line[cut : end + 1]
+
+
+def _next_lines(texts: list[str]) -> list[Example]:
+    """Choose which line follows two lines of a file; the others are from elsewhere, as long."""
+    draw = random.Random(SEED)
+    files = [[*_lines(text)] for text in texts]
+    places = [(file, at) for file in files for at in range(LINES_BEFORE, len(file))]
+    draw.shuffle(places)
+    everything = sorted({line for file in files for line in file if _is_choice(line)})
+    examples: list[Example] = []
+    for file, at in places:
+        shown, right = file[at - LINES_BEFORE : at], file[at]
+        if len(examples) == COUNT or not _is_choice(right):
+            continue
+        known = {*shown, right}
+        alike = [each for each in everything if abs(len(each) - len(right)) < CLOSE]
+        alike = [each for each in alike if each not in known]
+        if len(alike) >= CHOICES - 1:
+            wrong = [f"{line}\n" for line in draw.sample(alike, CHOICES - 1)]
+            context = "".join(f"{line}\n" for line in shown)
+            examples.append(_shuffled(draw, context, f"{right}\n", wrong))
+    return examples
+
+
+def _lines(text: str) -> Iterator[str]:
+    return (line.rstrip() for line in text.splitlines() if line.strip())
+
+
+def _is_choice(line: str) -> bool:
+    return len(line.strip()) >= SHORTEST and len(line) <= LONGEST
+
+
+def _shuffled(draw: random.Random, context: str, right: str, wrong: list[str]) -> Example:
+    """Return an example with the right choice at a random place."""
+    choices = [*wrong]
+    answer = draw.randrange(len(wrong) + 1)
+    choices.insert(answer, right)
+    return Example(tuple((context, choice) for choice in choices), answer)

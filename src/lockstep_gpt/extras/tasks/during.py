@@ -1,0 +1,171 @@
+"""The callback that measures tasks during training and at its end."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any
+
+import torch
+from lightning import Trainer
+from torch import Tensor
+
+from lockstep_gpt.config import as_typed, counted
+from lockstep_gpt.extras.tasks.budget import affordable, tokens_to_read
+from lockstep_gpt.extras.tasks.builtin import builtin_tasks
+from lockstep_gpt.extras.tasks.examples import BUILTIN, read_tasks, refuse_repeated
+from lockstep_gpt.extras.tasks.results import numbers_of
+from lockstep_gpt.extras.tasks.rows import Tokenized, batches, cut_line, tokenized
+from lockstep_gpt.extras.tasks.scoring import evaluating, scored
+from lockstep_gpt.extras.tasks.settings import check_settings
+from lockstep_gpt.extras.tasks.tables import columns_of, header, lines_of
+from lockstep_gpt.runtime.callbacks.metrics import Metrics
+from lockstep_gpt.runtime.callbacks.step import StepCallback
+from lockstep_gpt.runtime.ranks import tensors_of_ranks
+
+logger = logging.getLogger(__name__)
+
+AT_END = 0.5  # part of the share that the last measurement may use
+
+
+class Tasks(StepCallback):
+    """Measures tasks every `every` steps and at the end, in the precision of training.
+
+    Which examples a measurement uses depends only on files and settings, never on the clock: the
+    first ones in a fixed order, as many as `share` affords. The run's weights are the same bits
+    with and without this callback.
+
+    Args:
+        every: optimizer steps between measurements.
+        share: largest part of the training time, from the number of tokens that the model reads;
+            half of it is for the end. None: every measurement uses all examples.
+        files: JSON Lines files, or `builtin` for the shipped tasks, which are the default.
+    """
+
+    def __init__(
+        self, every: int = 250, share: float | None = 0.02, files: list[str] | None = None
+    ) -> None:
+        self.every, self.share, self.files = every, share, [BUILTIN] if files is None else files
+        check_settings("callbacks.tasks", every, share, self.files)
+        self.seconds = 0.0  # that this process spent on measurements
+        self.row: dict[str, float] = {}  # newest value of each column
+        self._tasks: list[Tokenized] = []
+        self._measured = 0  # step of the last measurement
+
+    def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:  # noqa: ARG002
+        """Read and tokenize the tasks; a `UserError` rejects them before training."""
+        tasks = read_tasks(self.files)
+        if BUILTIN in self.files:
+            tasks = [*builtin_tasks(pl_module.config), *tasks]
+        refuse_repeated([task.name for task in tasks])
+        size = pl_module.config.model.block_size
+        self._tasks = [
+            tokenized(task.in_fixed_order(), pl_module.tokenizer, size) for task in tasks
+        ]
+        for line in (cut_line(each, size) for each in self._tasks):
+            if line and trainer.is_global_zero:
+                logger.warning("%s", line)
+
+    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
+        """Find the callback that times training; say what will be measured."""
+        super().on_train_start(trainer, pl_module)
+        self._timer: Any = next(each for each in trainer.callbacks if isinstance(each, Metrics))  # type: ignore[attr-defined]
+        self._started = time.perf_counter()
+        during, end = (sum(self._counts(step, step > 0)) for step in (0, trainer.max_steps))
+        if trainer.is_global_zero:
+            self._announce(during, end)
+
+    def _announce(self, during: int, end: int) -> None:
+        total = sum(len(each.rows) for each in self._tasks)
+        tasks, steps = counted(len(self._tasks), "task"), counted(self.every, "step")
+        found = f"{tasks} with {counted(total, 'example')}"
+        logger.info("  %s: %s every %s, %s at the end", found, f"{during:,}", steps, f"{end:,}")
+        if not end:
+            share = as_typed(self.share)
+            raise_it = "raise it, or set it to null for all"
+            logger.warning("callbacks.tasks.share=%s affords no example; %s", share, raise_it)
+
+    def on_step_end(self, trainer: Trainer, pl_module: Any, step: int) -> None:
+        """Measure if that is due."""
+        if step % self.every == 0 or step == trainer.max_steps:
+            row = self._measure(trainer, pl_module, step, step == trainer.max_steps)
+            pl_module.log_dict(row, logger=False)  # for callbacks that monitor a column
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: Any) -> None:
+        """Measure a run that a callback stops early; reports are written later."""
+        if trainer.should_stop and self._measured < trainer.global_step:
+            self._measure(trainer, pl_module, trainer.global_step, True)
+
+    def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:  # noqa: ARG002
+        """Say how much of the time the tasks took."""
+        total = time.perf_counter() - self._started
+        if self.row and trainer.is_global_zero:
+            logger.info("tasks took %.1f s of %.0f s", self.seconds, total)
+
+    def in_summary(self, step: int) -> dict[str, Any]:  # noqa: ARG002
+        """Return `summary.json`'s entries: the newest values, and what they cost."""
+        return {**self.row, "tasks_seconds": self.seconds}
+
+    def _counts(self, step: int, is_end: bool) -> list[int]:
+        """Return how many examples of each task to use after `step`."""
+        costs = [[sum(row.cost for row in rows) for rows in each.rows] for each in self._tasks]
+        if self.share is None:
+            return affordable(costs, None)
+        part, steps = (AT_END, step) if is_end else (1 - AT_END, self.every)
+        tokens = steps * self._timer.tokens_per_step
+        return affordable(costs, tokens_to_read(part * self.share, tokens))
+
+    def _measure(self, trainer: Any, pl_module: Any, step: int, is_end: bool) -> dict[str, float]:
+        """Measure, log a row, and return it."""
+        began = time.perf_counter()
+        self._measured = step
+        counts = self._counts(step, is_end)
+        tables = measured(trainer, pl_module, self._tasks, counts)
+        row: dict[str, float] = {}
+        lines = []
+        width = max(len(each.task.name) for each in self._tasks)
+        for each, count, table in zip(self._tasks, counts, tables, strict=True):
+            if count:
+                numbers = numbers_of(each, count, table)
+                row.update(columns_of(each.task.name, numbers))
+                lines.append(lines_of(each.task.name, width, count, numbers))
+        for file in trainer.loggers if row else ():
+            file.log_metrics(row, step)
+        if lines and is_end and trainer.is_global_zero:
+            logger.info("%s", "\n".join(["", header(width), *lines]))
+        self.row.update(row)
+        pause = time.perf_counter() - began
+        self.seconds += pause
+        # As with validation, throughput is for training only.
+        self._timer._times = [clock + pause for clock in self._timer._times]
+        return row
+
+
+def measured(
+    trainer: Any, pl_module: Any, tasks: list[Tokenized], counts: list[int]
+) -> list[Tensor]:
+    """Return each task's table, (rows, 2), of its first `counts` examples, on every rank.
+
+    Ranks take turns with the batches. A row is nonzero on one rank at most, so the sum of the
+    ranks' tables rounds nothing. If the strategy shards the model, rank 0 measures a whole copy.
+    """
+    whole = getattr(trainer.strategy, "whole_model", None)  # every rank takes part
+    model = whole(pl_module.model) if whole else pl_module.model
+    rows = [
+        [row for example in each.rows[:count] for row in example]
+        for each, count in zip(tasks, counts, strict=True)
+    ]
+    if model is None:
+        tables = [torch.zeros(len(each), 2, dtype=torch.float64) for each in rows]
+    else:
+        tables, number, ranks = [], 0, 1 if whole else trainer.world_size
+        with evaluating(model), trainer.precision_plugin.forward_context():
+            for each in rows:
+                size = sum(1 for _ in batches(each))
+                mine = [at for at in range(size) if (number + at) % ranks == trainer.global_rank]
+                tables.append(scored(model, each, pl_module.tokenizer, mine))
+                number += size
+    if trainer.world_size > 1:  # without ranks, it stays on the host: Apple's GPUs lack float64
+        together = tensors_of_ranks(torch.cat(tables).to(pl_module.device)).sum(dim=0).cpu()
+        tables = [*torch.split(together, [*map(len, rows)])]
+    return tables

@@ -1,0 +1,37 @@
+"""A task's numbers as columns of metrics.csv, and as lines of a table."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from lockstep_gpt.extras.tasks.results import Number
+
+# The task's first number has its name as column; these have a column of their own after it.
+PLOTTED = ("acc_norm", "perplexity")
+
+
+def columns_of(name: str, numbers: Mapping[str, Number]) -> dict[str, float]:
+    """Return column -> value: `tasks/NAME`, and `tasks/NAME_perplexity` and the like."""
+    first, *others = numbers
+    more = {f"tasks/{name}_{each}": numbers[each].value for each in others if each in PLOTTED}
+    return {f"tasks/{name}": numbers[first].value, **more}
+
+
+def header(width: int) -> str:
+    """Return the first line of a table, for names of at most `width` characters."""
+    return f"{'task':<{width}}  {'examples':>8}  {'number':<11}  {'value':>10}"
+
+
+def lines_of(name: str, width: int, count: int, numbers: Mapping[str, Number]) -> str:
+    """Return a line for each of a task's numbers, with its standard error."""
+    lines = []
+    for place, (number, each) in enumerate(numbers.items()):
+        first = f"{'' if place else name:<{width}}  {'' if place else f'{count:,}':>8}"
+        error = "" if each.error is None else f" ± {shown(each.error)}"
+        lines.append(f"{first}  {number:<11}  {shown(each.value):>10}{error}")
+    return "\n".join(lines)
+
+
+def shown(value: float) -> str:
+    """Return four decimals, or five digits of a large number."""
+    return f"{value:.4f}" if not abs(value) >= 1000 else f"{value:.4g}"

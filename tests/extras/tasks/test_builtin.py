@@ -1,0 +1,106 @@
+"""The shipped tasks: the same everywhere, with right answers, from text that is held out."""
+
+import ast
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from lockstep_gpt.config import StdlibData, TextData, UserError
+from lockstep_gpt.data.corpora import StandardLibrary, split_of
+from lockstep_gpt.data.tokenizer import ByteTokenizer
+from lockstep_gpt.extras.tasks.builtin import builtin_tasks, held_out
+from lockstep_gpt.extras.tasks.rows import tokenized
+
+SMOKE = 32  # its context
+PAIRS = {")": "(", "]": "[", "}": "{"}
+
+
+def made(data=None):
+    return {task.name: task for task in builtin_tasks(SimpleNamespace(data=data or StdlibData()))}
+
+
+@pytest.fixture(scope="module")
+def tasks():
+    return made()
+
+
+def right(example):
+    return example.prompts[example.answer]
+
+
+def balanced(text):
+    opened = []
+    for sign in text:
+        if sign in PAIRS.values():
+            opened.append(sign)
+        if sign in PAIRS and (not opened or opened.pop() != PAIRS[sign]):
+            return False
+    return not opened
+
+
+def test_they_are_the_same_each_time_and_enough_to_tell_models_apart(tasks):
+    assert made() == tasks
+    assert [*tasks] == ["add", "brackets", "calls", "copy", "lines"]
+    assert all(len(task.examples) >= 100 for task in tasks.values())
+
+
+def test_sums_are_right(tasks):
+    for example in tasks["add"].examples:
+        ((context, target),) = example.prompts
+        for line in f"{context}{target}".splitlines():
+            left, _, total = line.partition(" = ")
+            assert sum(map(int, left.split(" + "))) == int(total)
+
+
+def test_only_the_right_brackets_balance(tasks):
+    for example in tasks["brackets"].examples:
+        fits = [balanced(context + choice) for context, choice in example.prompts]
+        assert fits == [place == example.answer for place in range(4)]
+
+
+def test_only_the_right_copy_is_the_name_on_the_left(tasks):
+    for example in tasks["copy"].examples:
+        names = [f"self.{choice.strip()} = " in context for context, choice in example.prompts]
+        assert names == [place == example.answer for place in range(4)]
+        assert len({len(choice) for _, choice in example.prompts}) == 1
+
+
+def test_lines_and_calls_are_in_held_out_files_and_continue_them(tasks):
+    texts = held_out(SimpleNamespace(data=StdlibData()))
+    bare = [
+        "".join(f"{line.rstrip()}\n" for line in text.splitlines() if line.strip())
+        for text in texts
+    ]
+    for example in tasks["lines"].examples:
+        assert any("".join(right(example)) in text for text in bare)
+        assert all(any(f"{choice}" in text for text in bare) for _, choice in example.prompts)
+    for example in tasks["calls"].examples:
+        assert any("".join(right(example)) in text for text in texts)
+
+
+def test_no_text_is_from_a_file_that_a_run_trains_on():
+    for fraction in (0.02, 0.05):
+        data = StdlibData(val_fraction=fraction)
+        texts = held_out(SimpleNamespace(data=data))
+        for file in StandardLibrary(data).files:
+            if split_of(file.name, fraction) == "train" and file.size > 2000:
+                text = Path(file.path).read_text(encoding="utf-8", errors="replace")
+                assert text not in texts, file.name
+        ast.parse(texts[0])
+
+
+def test_a_run_on_other_data_uses_the_default_fraction():
+    own = held_out(SimpleNamespace(data=TextData(val_fraction=0.5)))
+    assert own == held_out(SimpleNamespace(data=StdlibData()))
+
+
+def test_a_fraction_that_holds_out_no_file_is_refused():
+    with pytest.raises(UserError, match=r"data.val_fraction=1e-09 holds out no file .* name task"):
+        held_out(SimpleNamespace(data=StdlibData(val_fraction=1e-9)))
+
+
+def test_every_answer_fits_the_smallest_context_of_our_experiments(tasks):
+    for task in tasks.values():
+        rows = tokenized(task, ByteTokenizer(), SMOKE).rows
+        assert max(len(row.ids) for each in rows for row in each) <= SMOKE + 1
