@@ -1,6 +1,7 @@
 """The callback: same training, same numbers on any number of ranks, a share of the time."""
 
 import csv
+import itertools
 import json
 import random
 import re
@@ -11,6 +12,7 @@ import torch
 from lightning import Callback
 
 from lockstep_gpt.config import UserError
+from lockstep_gpt.data.tokenizer import ByteTokenizer
 from lockstep_gpt.extras.tasks import during
 from lockstep_gpt.extras.tasks import rows as of_rows
 from lockstep_gpt.extras.tasks.during import Tasks, measured
@@ -137,12 +139,13 @@ def test_the_share_decides_how_many_examples_and_no_clock_does(fit, short, monke
     fit(Tasks(**settings))
     first = [*used]
     used.clear()
-    monkeypatch.setattr(during.time, "perf_counter", lambda: 0.0)
+    hours = itertools.count(0, 3600.0)
+    monkeypatch.setattr(during.time, "perf_counter", lambda: next(hours))
     fit(Tasks(**settings))
     assert used == first
     assert 0 < sum(first[0]) <= sum(first[-1]) == 10
     costs = [2 * 32 * 3 * 0.25, 6 * 32 * 3 * 0.25]  # tokens that half of the share affords
-    task = [tokenized(each.in_fixed_order(), ByteSized(), 8) for each in read_tasks(short)]
+    task = [tokenized(each.in_fixed_order(), ByteTokenizer(), 8) for each in read_tasks(short)]
     for counts, most in zip((first[0], first[-1]), costs, strict=True):
         assert sum(each.cost(count) for each, count in zip(task, counts, strict=True)) <= most
 
@@ -163,16 +166,10 @@ def test_the_clock_of_training_leaves_out_the_tasks(fit, short, monkeypatch):
     )
 
 
-def ByteSized():
-    from lockstep_gpt.data.tokenizer import ByteTokenizer
-
-    return ByteTokenizer()
-
-
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_every_rank_has_the_bits_of_one(on_ranks, model, files, monkeypatch, ranks):
     monkeypatch.setattr(of_rows, "BATCH_TOKENS", 150)  # several batches for each rank
-    tasks = [tokenized(task, ByteSized(), 64) for task in read_tasks(files)]
+    tasks = [tokenized(task, ByteTokenizer(), 64) for task in read_tasks(files)]
     counts = [len(each.rows) for each in tasks]
 
     class Trainer:
@@ -186,7 +183,7 @@ def test_every_rank_has_the_bits_of_one(on_ranks, model, files, monkeypatch, ran
             return torch.autocast("cpu", torch.bfloat16)
 
     class Module:
-        tokenizer, device = ByteSized(), torch.device("cpu")
+        tokenizer, device = ByteTokenizer(), torch.device("cpu")
 
     Module.model = model
 
@@ -222,7 +219,7 @@ def test_a_bad_setting_is_one_line_before_anything_is_created(command, setting, 
 
 
 def test_the_constructor_refuses_the_same():
-    with pytest.raises(UserError, match="callbacks.tasks.every=0 must be a whole number"):
+    with pytest.raises(UserError, match=r"callbacks.tasks.every=0 must be a whole number"):
         Tasks(every=0)
 
 
@@ -251,7 +248,7 @@ def test_a_run_with_tasks_shows_them_everywhere(command, write, read_offline):
     assert summary["tasks/lines"] == float(rows[20]["tasks/lines"])
     assert summary["tasks_seconds"] > 0
     _, _, logged = read_offline(command.folder / "run")
-    shown = {row["_step"]: row["tasks/own"] for row in logged if "tasks/own" in row}
+    shown = {row["trainer/step"]: row["tasks/own"] for row in logged if "tasks/own" in row}
     assert shown == {step: float(rows[step]["tasks/own"]) for step in (10, 20)}
     scores = json.loads(command("score", "run", "--json", "--tasks", str(path)).stdout)
     assert scores["tasks"]["own"]["acc"] == pytest.approx(float(rows[20]["tasks/own"]))
