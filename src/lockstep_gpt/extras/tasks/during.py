@@ -120,6 +120,8 @@ class Tasks(StepCallback):
         began = time.perf_counter()
         self._measured = step
         counts = self._counts(step, is_end)
+        if not any(counts):
+            return {}
         tables = measured(trainer, pl_module, self._tasks, counts)
         row: dict[str, float] = {}
         lines = []
@@ -129,9 +131,9 @@ class Tasks(StepCallback):
                 numbers = numbers_of(each, count, table)
                 row.update(columns_of(each.task.name, numbers))
                 lines.append(lines_of(each.task.name, width, count, numbers))
-        for file in trainer.loggers if row else ():
+        for file in trainer.loggers:
             file.log_metrics(row, step)
-        if lines and is_end and trainer.is_global_zero:
+        if is_end and trainer.is_global_zero:
             logger.info("%s", "\n".join(["", header(width), *lines]))
         self.row.update(row)
         pause = time.perf_counter() - began
