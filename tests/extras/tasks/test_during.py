@@ -278,3 +278,34 @@ def test_two_ranks_write_the_numbers_of_one(command, write):
             )
     assert tables[0] == tables[1]
     assert any(any(row) for row in tables[0])
+
+
+@pytest.mark.long
+def test_sharded_weights_are_measured_as_a_whole(command, files):
+    if find_spec("lockstep_gpt.extras.sharding") is None:
+        pytest.skip("no such extra: fsdp2")
+    own = ("callbacks=[default,tasks]", f"callbacks.tasks.files=[{files[1]}]")
+    words = (*own, "callbacks.tasks.share=null", "trainer=cpu", "trainer.devices=2")
+    command(*command.smoke(*words, "strategy=fsdp2", "run_dir=run"))
+    summary = command.summary("run")
+    scores = json.loads(command("score", "run", "--json", "--tasks", files[1]).stdout)
+    assert summary["tasks/fill"] == scores["tasks"]["fill"]["acc"]
+    likelihood = scores["tasks"]["fill"]["perplexity"]
+    assert summary["tasks/fill_perplexity"] == pytest.approx(likelihood, rel=1e-4)
+
+
+@pytest.mark.long
+def test_a_resumed_run_has_the_rows_of_an_uninterrupted_one(command, files):
+    own = ("callbacks=[default,tasks]", f"callbacks.tasks.files=[{files[1]}]")
+    words = (*own, "callbacks.tasks.every=5", "callbacks.tasks.share=0.5", "trainer=cpu")
+    command(*command.smoke(*words, "optim.decay=constant", "run_dir=once"))
+    command(*command.smoke(*words, "optim.decay=constant", "run_dir=other", "max_steps=10"))
+    command("train", "run_dir=other", "resume=auto", "max_steps=20")
+    tables = []
+    for run in ("once", "other"):
+        with (command.folder / run / "metrics.csv").open() as lines:
+            rows = {
+                row["trainer/step"]: row["tasks/fill_perplexity"] for row in csv.DictReader(lines)
+            }
+        tables.append({step: rows[step] for step in ("5", "15", "20")})
+    assert tables[0] == tables[1]
