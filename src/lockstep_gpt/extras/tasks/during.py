@@ -17,8 +17,8 @@ from lockstep_gpt.extras.tasks.examples import BUILTIN, read_tasks, refuse_repea
 from lockstep_gpt.extras.tasks.results import numbers_of
 from lockstep_gpt.extras.tasks.rows import Tokenized, batches, cut_line, tokenized
 from lockstep_gpt.extras.tasks.scoring import evaluating, scored
-from lockstep_gpt.extras.tasks.settings import check_settings
 from lockstep_gpt.extras.tasks.tables import columns_of, header, lines_of
+from lockstep_gpt.extras.tasks.task_settings import check_settings
 from lockstep_gpt.runtime.callbacks.metrics import Metrics
 from lockstep_gpt.runtime.callbacks.step import StepCallback
 from lockstep_gpt.runtime.ranks import tensors_of_ranks
@@ -78,8 +78,8 @@ class Tasks(StepCallback):
     def _announce(self, during: int, end: int) -> None:
         total = sum(len(each.rows) for each in self._tasks)
         tasks, steps = counted(len(self._tasks), "task"), counted(self.every, "step")
-        found = f"{tasks} with {counted(total, 'example')}"
-        logger.info("  %s: %s every %s, %s at the end", found, f"{during:,}", steps, f"{end:,}")
+        found = f"{tasks} with {counted(total, 'example')}, of which {during:,} every {steps}"
+        logger.info("  %-9s  %s, %s at the end", "tasks", found, f"{end:,}")  # as in the receipt
         if not end:
             share = as_typed(self.share)
             raise_it = "raise it, or set it to null for all"
