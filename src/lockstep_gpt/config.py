@@ -228,7 +228,7 @@ DATA_SOURCES: dict[str, type[DataConfig]] = {"stdlib": StdlibData, "text": TextD
 def data_sources() -> dict[str, type[DataConfig]]:
     """Return the settings of every source; an extra's replace ours of the same name."""
     added = {name: resolved(settings) for name, (settings, _) in merged("SOURCES").items()}
-    return {**DATA_SOURCES, **added}
+    return {name: extended(own) for name, own in {**DATA_SOURCES, **added}.items()}
 
 
 DECAYS = ("cosine", "linear", "constant", "wsd")

@@ -24,7 +24,7 @@ from lockstep_gpt.config import DataConfig, UserError, counted
 from lockstep_gpt.data import corpora, shards
 from lockstep_gpt.data.shards import Index, SplitWriter
 from lockstep_gpt.data.tokenizer import Tokenizer, token_dtype
-from lockstep_gpt.registry import addition
+from lockstep_gpt.registry import addition, additions
 from lockstep_gpt.whole_files import sync_folder
 
 logger = logging.getLogger(__name__)
@@ -113,7 +113,8 @@ def recipe_of(config: DataConfig) -> Recipe:
             f"data.path is empty; set it to the data that data.source={config.source} should read"
         )
     corpus = corpora.corpus_of(config)
-    settings = {name: getattr(config, name) for name in config.names("kept") if name not in APART}
+    apart = APART.union(*additions("NOT_TOKENS"))
+    settings = {name: getattr(config, name) for name in config.names("kept") if name not in apart}
     parts = {"source": corpus.identity(), "tokenizer": corpus.tokenizer_identity}
     digests = {name: _digest(each) for name, each in {**parts, "settings": settings}.items()}
     return Recipe(config, corpus, settings, digests)

@@ -99,8 +99,10 @@ def placed(config: Config) -> tuple[devices.Placement, int]:
 
 def prepared(config: Config, verify: bool = False) -> shards.Index:
     """Prepare the data before any rank starts: its errors are reported here, once."""
-    index = shards.load_index(data_prepare.prepare(config.data, verify))
+    folder = data_prepare.prepare(config.data, verify)
+    index = shards.load_index(folder)
     shards.check_block_size(index, config.model.block_size)
+    asked("PREPARED", folder, config)
     return index
 
 

@@ -83,10 +83,11 @@ class GPT(gpt.GPT):
         device = tokens.device.type
         # bfloat16 has float32's range, so everything in between can use it, not only products.
         narrow = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == BF16
-        x, cos, sin = (each.to(BF16 if narrow else x.dtype) for each in (x, self.cos, self.sin))
+        turns = self.cos[positions], self.sin[positions]
+        x, cos, sin = (each.to(BF16 if narrow else x.dtype) for each in (x, *turns))
         with torch.autocast(device, enabled=False) if narrow else nullcontext():
             for block in self.blocks:
-                x = block(x, cos[positions], sin[positions])
+                x = block(x, cos, sin)
             return norm(x)
 
 

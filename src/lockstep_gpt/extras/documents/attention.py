@@ -1,0 +1,186 @@
+"""Attention within documents: plain products and fused kernels on a CPU, FlexAttention on a GPU."""
+
+import functools
+import math
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lockstep_gpt.model.functional import SHORT, causal_attention
+
+# Of a CPU: short documents that follow one another share a product of at most this many tokens,
+SPAN = 192
+# and up to this length, plain products of one document's heads beat the fused kernel.
+PLAIN = 512
+BLOCK = 128  # tokens of a block of FlexAttention, its default
+
+
+@dataclass
+class Seen:
+    """Where the documents of a batch begin; what attention needs of it is computed once."""
+
+    begins: Tensor  # (B, T): the first token of a document, except the first of a row
+    starts: Tensor  # (B, T): the place in its row where a token's document begins
+    kept: dict[Any, Any] = field(default_factory=dict)  # of all layers: masks
+
+    def mask(self) -> Tensor:
+        """Return whether a query sees a key, (B, 1, T, T)."""
+        if "mask" not in self.kept:
+            places = torch.arange(self.starts.shape[1], device=self.starts.device)
+            later = places > places[:, None]  # (queries, keys)
+            self.kept["mask"] = ((places >= self.starts[:, :, None]) & ~later)[:, None]
+        return cast(Tensor, self.kept["mask"])
+
+    def added(self, heads: int, dtype: torch.dtype) -> Tensor:
+        """Return what to add to the scores of `heads`, (B heads, T, T): 0, or -inf if unseen."""
+        if (heads, dtype) not in self.kept:
+            unseen = _unseen(self.mask(), dtype).expand(-1, heads, -1, -1)
+            self.kept[heads, dtype] = unseen.flatten(0, 1)
+        return cast(Tensor, self.kept[heads, dtype])
+
+    def spans(self, dtype: torch.dtype) -> tuple[list[int], list[Tensor | None]]:
+        """Return the lengths of spans, which together are all rows, and what to add to each.
+
+        A span is one document, or several short neighbors. None: the fused kernel is faster.
+        """
+        if dtype not in self.kept:
+            T = self.starts.shape[1]
+            firsts = self.begins.clone()
+            firsts[:, 0] = True
+            places = firsts.flatten().nonzero()[:, 0].tolist()
+            sizes = joined([*places, firsts.numel()], T)
+            ends = torch.tensor(sizes).cumsum(0).tolist()
+            starts = self.starts.flatten()
+            later = torch.full((PLAIN, PLAIN), -math.inf, dtype=dtype).triu(1)
+            added: list[Tensor | None] = []
+            for size, end in zip(sizes, ends, strict=True):
+                own = starts[end - size : end] - (end - size) % T  # in the span; <= 0: its first
+                if size > PLAIN:
+                    added.append(None)
+                elif int(own[-1]) <= 0:
+                    added.append(later[:size, :size])
+                else:
+                    before = torch.arange(size) < own[:, None]
+                    added.append(later[:size, :size].masked_fill(before, -math.inf))
+            self.kept[dtype] = sizes, added
+        return cast(tuple[list[int], list[Tensor | None]], self.kept[dtype])
+
+    def blocks(self) -> Any:
+        """Return the `BlockMask` of FlexAttention; T must be a multiple of `BLOCK`."""
+        if "blocks" not in self.kept:
+            self.kept["blocks"] = block_mask(self.starts)
+        return self.kept["blocks"]
+
+
+def joined(edges: list[int], row: int) -> list[int]:
+    """Return the lengths of spans between `edges` of documents; no span crosses a row of tokens."""
+    sizes: list[int] = []
+    begin = edges[0]
+    for edge, after in zip(edges[1:], [*edges[2:], math.inf], strict=True):
+        if edge % row == 0 or after - begin > SPAN:
+            sizes.append(edge - begin)
+            begin = edge
+    return sizes
+
+
+def block_mask(starts: Tensor) -> Any:
+    """Return the `BlockMask` for documents at `starts`, (B, T), without comparing all tokens.
+
+    A query block sees the blocks from its first token's document on. Those that begin at or after
+    its last token's document, and before itself, it sees whole.
+    """
+    from torch.nn.attention.flex_attention import BlockMask
+
+    count = starts.shape[1] // BLOCK
+    place = torch.arange(count, device=starts.device)
+    earliest = starts[:, ::BLOCK, None]  # (B, query blocks, 1)
+    latest = starts[:, BLOCK - 1 :: BLOCK, None]
+    earlier = place < place[:, None]
+    whole = earlier & (place * BLOCK >= latest)
+    part = (place <= place[:, None]) & ((place + 1) * BLOCK > earliest) & ~whole
+
+    def visible(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:  # noqa: ARG001
+        return (key <= query) & (key >= starts[b, query])
+
+    def listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the number of blocks per query block, and their numbers first."""
+        order = blocks.int().argsort(dim=-1, descending=True, stable=True).int()
+        return blocks.sum(dim=-1, dtype=torch.int32)[:, None], order[:, None]
+
+    return BlockMask.from_kv_blocks(
+        *listed(part), *listed(whole), BLOCK_SIZE=BLOCK, mask_mod=visible
+    )
+
+
+def attention_within(
+    seen: Seen | None, q: Tensor, k: Tensor, v: Tensor, dropout: float, scale: float | None
+) -> Tensor:
+    """Attend to earlier tokens of the same document; shapes as in `functional.causal_attention`."""
+    if q.is_cpu:
+        return _on_cpu(seen, q, k, v, dropout, scale)
+    assert seen is not None, "only a CPU looks whether there are several documents"
+    if q.is_cuda and not dropout and q.shape[-2] % BLOCK == 0:
+        return flexible(seen, q, k, v, scale)
+    settings: Any = {"attn_mask": seen.mask(), "scale": scale}
+    return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, **settings)
+
+
+def flexible(seen: Seen, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
+    """Attend with FlexAttention, which skips blocks of tokens that don't see each other."""
+    return cast(Tensor, _flex(q.is_cuda)(q, k, v, block_mask=seen.blocks(), scale=scale))
+
+
+def _flex(compiled: bool) -> Any:
+    """Return FlexAttention; outside of compiled models, it must be compiled to be fast."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return _compiled_flex() if compiled and not torch.compiler.is_compiling() else flex_attention
+
+
+@functools.cache
+def _compiled_flex() -> Any:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention, dynamic=False)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _on_cpu(
+    seen: Seen | None, q: Tensor, k: Tensor, v: Tensor, dropout: float, scale: float | None
+) -> Tensor:
+    """Multiply only what sees each other: one document, or a few short ones, at a time."""
+    if seen is None:
+        return causal_attention(q, k, v, dropout, scale)
+    B, H, T, D = q.shape
+    scale = D**-0.5 if scale is None else scale
+    if T <= SHORT:
+        queries, keys, values = (each.reshape(-1, T, D) for each in (q, k, v))
+        y = _plain(seen.added(H, q.dtype), queries, keys, values, dropout, scale)
+        return y.view(q.shape)
+    sizes, added = seen.spans(q.dtype)
+    # Splitting once: the gradient of each slice by itself would be as large as the whole.
+    parts = (each.transpose(1, 2).flatten(0, 1).split(sizes) for each in (q, k, v))
+    results = []
+    for mask, *part in zip(added, *parts, strict=True):
+        heads = [each.transpose(0, 1) for each in part]  # (H, tokens, D)
+        if mask is None:
+            settings: Any = {"dropout_p": dropout, "is_causal": True, "scale": scale}
+            fused = [each[None] for each in heads]
+            y = F.scaled_dot_product_attention(*fused, **settings)[0]
+        else:
+            y = _plain(mask, *heads, dropout, scale)
+        results.append(y.transpose(0, 1))
+    return torch.cat(results).view(B, T, H, D).transpose(1, 2)
+
+
+def _plain(added: Tensor, q: Tensor, k: Tensor, v: Tensor, dropout: float, scale: float) -> Tensor:
+    """Attend with products of (N, T, D), and `added` to the scores before the softmax."""
+    scores = torch.baddbmm(added, q, k.mT, alpha=scale)
+    return F.dropout(scores.softmax(dim=-1), dropout) @ v
+
+
+def _unseen(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.zeros(mask.shape, dtype=dtype).masked_fill_(~mask, -math.inf)

@@ -1,0 +1,90 @@
+"""Normalizes the loss of a step by its number of targets, over all ranks and micro-batches.
+
+A model returns the mean over a micro-batch's targets that are not `IGNORE`. Each mean counts here
+as often as it has targets. Where all targets count, the mean of means is the same.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning import Callback, Trainer
+from torch import Tensor
+
+from lockstep_gpt.config import Config
+from lockstep_gpt.data.datamodule import TokenDataModule
+from lockstep_gpt.model.functional import IGNORE
+
+
+class CountedTargets(Callback):
+    """Weighs each micro-batch by its targets, and divides the gradients by those of the step."""
+
+    def __init__(self, tokens: int) -> None:
+        # Weights are counts divided by this. A power of two doesn't round, so the bits of a step
+        # don't depend on how its micro-batches are spread over ranks.
+        self.unit = 1 << (tokens - 1).bit_length()
+        self.counts: list[Tensor] = []  # of each micro-batch of the step on this rank
+        self.total = torch.zeros(())  # of the step, over all ranks after `pending`
+        self.pending: Any = None
+        self.earlier: dict[int, Tensor] = {}  # the module's losses of earlier steps
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:  # noqa: ARG002
+        """Leave a run in which each target counts: it must not wait for the ranks' counts."""
+        if not may_ignore(trainer.datamodule):
+            trainer.callbacks = [each for each in trainer.callbacks if each is not self]
+
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Count the targets; in the last micro-batch, start to add the counts of all ranks."""
+        leaf = batch_idx % trainer.accumulate_grad_batches
+        if leaf == 0:
+            self.counts = []
+            self.earlier, pl_module.losses = pl_module.losses, {}
+        self.counts.append((batch[1] != IGNORE).sum())
+        if leaf == trainer.accumulate_grad_batches - 1:
+            self.total = torch.stack(self.counts).sum()
+            if trainer.world_size > 1:
+                self.pending = dist.all_reduce(self.total, async_op=True)
+
+    def on_before_backward(self, trainer: Trainer, pl_module: Any, loss: Tensor) -> None:  # noqa: ARG002
+        """Multiply the gradient of the mean by the count: an integer, which rounds nothing."""
+        weight = self.counts[-1] / self.unit
+        loss.register_hook(lambda gradient: gradient * weight)
+
+    def on_before_optimizer_step(
+        self,
+        trainer: Trainer,
+        pl_module: Any,
+        optimizer: Any,  # noqa: ARG002
+    ) -> None:
+        """Divide the gradients, and the losses for the log, by the count of the step."""
+        if self.pending is not None:
+            self.pending.wait()
+            self.pending = None
+        batches = trainer.world_size * trainer.accumulate_grad_batches  # whose mean is taken
+        share = batches / self.total.clamp(min=1)
+        grads = [each.grad for each in pl_module.trained if each.grad is not None]
+        local = [getattr(each, "to_local", lambda each=each: each)() for each in grads]  # of shards
+        torch._foreach_mul_(local, share * self.unit)
+        losses = pl_module.losses
+        for (leaf, loss), count in zip(losses.items(), self.counts, strict=True):
+            counted = loss * (count * share)
+            before = self.earlier.get(leaf)
+            losses[leaf] = counted if before is None else before + counted
+
+
+def may_ignore(data: Any) -> bool:
+    """Return whether batches may have targets that are `IGNORE`: the core makes none in training.
+
+    True for every data module that makes its batches from windows in another way, or isn't ours.
+    """
+    own = TokenDataModule.on_after_batch_transfer
+    return getattr(type(data), "on_after_batch_transfer", None) is not own
+
+
+def counted_targets(config: Config, _directory: Path | None = None, *_known: Any) -> Callback:
+    """Return the callback, which leaves runs that don't need it."""
+    samples = config.batch.micro_size or config.batch.global_size or 1
+    return CountedTargets(samples * config.model.block_size)

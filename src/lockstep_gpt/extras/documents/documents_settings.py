@@ -1,0 +1,42 @@
+"""Settings that this extra adds to `data` and `model`."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from lockstep_gpt.config import Config, ModelConfig, check, setting
+
+
+@dataclass
+class PackedData:
+    """How documents are placed in windows."""
+
+    # No subclass of `DataConfig`: its defaults would replace those of each source.
+    node: ClassVar[str] = "data"
+    on_resume: ClassVar[str] = "kept"
+    packing: str = setting(
+        "stream: windows follow one another through the tokens; documents: best-fit packing of "
+        "whole documents",
+        "stream",
+        choices=("stream", "documents"),
+    )
+
+
+@dataclass
+class MaskedModel(ModelConfig):
+    """Documents that don't see each other."""
+
+    mask_documents: bool = setting(
+        "attention, positions, and n-grams end at the end of a document", False
+    )
+
+
+def is_packed(data: object) -> bool:
+    """Return whether the settings of `data` ask for windows of whole documents."""
+    return getattr(data, "packing", "stream") == "documents"
+
+
+def refuse_workers(config: Config) -> None:
+    """Raise a `UserError` for loader processes, which only read windows in file order."""
+    workers = getattr(config.data, "num_workers", 0)
+    rule = "has no data.packing=documents; set data.num_workers=0, or data.packing=stream"
+    check("data.num_workers", workers, not (workers and is_packed(config.data)), rule)
