@@ -109,6 +109,7 @@ def test_checkpointed_blocks_see_the_documents_of_their_own_forward_pass(name):
         torch.testing.assert_close(gradient, expected[each], msg=each)
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch asks, and hides its own warning
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_compiled_models_see_the_same_documents(name, checkpointing):
@@ -189,6 +190,7 @@ def test_the_blocks_for_gpus_are_those_of_comparing_all_tokens(seed):
     assert torch.equal(whole, every)
 
 
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
 def test_flex_attention_with_these_blocks_is_attention_within_documents():
     """Eager here; on a GPU the same function and blocks are compiled to one kernel."""
     seen = seen_of(LONG_ROWS[0], LONG_ROWS[2], LONG_ROWS[3])

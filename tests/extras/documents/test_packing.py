@@ -94,9 +94,7 @@ def prepared(tmp_path):
     for number in range(40):
         words = draw.choice([*"abcdefgh \n"], 0 if number in (3, 9) else 5 + 3 * number)
         (tmp_path / "text" / f"{number}.txt").write_text("".join(words))
-    return prepare(
-        TextData(root=str(tmp_path), path=str(tmp_path / "text"), val_fraction=0.3)
-    )
+    return prepare(TextData(root=str(tmp_path), path=str(tmp_path / "text"), val_fraction=0.3))
 
 
 def test_the_windows_of_a_split_are_written_once_and_read_by_all(prepared, caplog):

@@ -110,9 +110,8 @@ def block_mask(starts: Tensor) -> Any:
         order = blocks.int().argsort(dim=-1, descending=True, stable=True).int()
         return blocks.sum(dim=-1, dtype=torch.int32)[:, None], order[:, None]
 
-    return BlockMask.from_kv_blocks(
-        *listed(part), *listed(whole), BLOCK_SIZE=BLOCK, mask_mod=visible
-    )
+    lists = *listed(part), *listed(whole)
+    return BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=BLOCK, mask_mod=visible)
 
 
 def attention_within(
@@ -120,12 +119,12 @@ def attention_within(
 ) -> Tensor:
     """Attend to earlier tokens of the same document; shapes as in `functional.causal_attention`."""
     if q.is_cpu:
-        return _on_cpu(seen, q, k, v, dropout, scale)
+        return cast(Tensor, _on_cpu(seen, q, k, v, dropout, scale))
     assert seen is not None, "only a CPU looks whether there are several documents"
     if q.is_cuda and not dropout and q.shape[-2] % BLOCK == 0:
         return flexible(seen, q, k, v, scale)
-    settings: Any = {"attn_mask": seen.mask(), "scale": scale}
-    return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, **settings)
+    settings: Any = {"attn_mask": seen.mask(), "dropout_p": dropout, "scale": scale}
+    return F.scaled_dot_product_attention(q, k, v, **settings)
 
 
 def flexible(seen: Seen, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
@@ -162,16 +161,15 @@ def _on_cpu(
         return y.view(q.shape)
     sizes, added = seen.spans(q.dtype)
     # Splitting once: the gradient of each slice by itself would be as large as the whole.
-    parts = (each.transpose(1, 2).flatten(0, 1).split(sizes) for each in (q, k, v))
+    split = (torch.split(each.transpose(1, 2).flatten(0, 1), sizes) for each in (q, k, v))
+    settings: Any = {"dropout_p": dropout, "is_causal": True, "scale": scale}
     results = []
-    for mask, *part in zip(added, *parts, strict=True):
-        heads = [each.transpose(0, 1) for each in part]  # (H, tokens, D)
+    for mask, *parts in zip(added, *split, strict=True):
+        q, k, v = (each.transpose(0, 1) for each in parts)  # (H, tokens of the span, D)
         if mask is None:
-            settings: Any = {"dropout_p": dropout, "is_causal": True, "scale": scale}
-            fused = [each[None] for each in heads]
-            y = F.scaled_dot_product_attention(*fused, **settings)[0]
+            y = F.scaled_dot_product_attention(q[None], k[None], v[None], **settings)[0]
         else:
-            y = _plain(mask, *heads, dropout, scale)
+            y = _plain(mask, q, k, v, dropout, scale)
         results.append(y.transpose(0, 1))
     return torch.cat(results).view(B, T, H, D).transpose(1, 2)
 

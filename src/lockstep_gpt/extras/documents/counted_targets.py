@@ -51,7 +51,7 @@ class CountedTargets(Callback):
     def on_before_backward(self, trainer: Trainer, pl_module: Any, loss: Tensor) -> None:  # noqa: ARG002
         """Multiply the gradient of the mean by the count: an integer, which rounds nothing."""
         weight = self.counts[-1] / self.unit
-        loss.register_hook(lambda gradient: gradient * weight)
+        loss.register_hook(lambda gradient: gradient * weight)  # type: ignore[no-untyped-call]
 
     def on_before_optimizer_step(
         self,

@@ -22,7 +22,7 @@ class Documents:
         self.end = end
         self.seen: Seen | None = None  # None: each row is one document
         self.own_positions = model.positions
-        self.own_shifted = getattr(model, "shifted", None)
+        self.own_shifted: Any = getattr(model, "shifted", None)
 
     def positions(self, tokens: Tensor) -> Any:
         """Return each token's position in its document, (B, T); a slice if all rows are whole.

@@ -19,7 +19,7 @@ from lockstep_gpt.extras.documents import packing
 from lockstep_gpt.extras.documents.documents_settings import is_packed
 from lockstep_gpt.model.functional import IGNORE
 
-# Tokens and targets, (B, 2, T), in their narrow stored type, and how many of each row are real, (B).
+# Tokens and targets, (B, 2, T), in their narrow stored type; how many of each row are real, (B).
 Packed = tuple[Tensor, Tensor]
 
 

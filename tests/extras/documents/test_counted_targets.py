@@ -1,0 +1,174 @@
+"""The gradient of a step is that of one mean over all its targets, however they are spread."""
+
+import lightning
+import pytest
+import torch
+
+from lockstep_gpt.data.datamodule import TokenDataModule
+from lockstep_gpt.extras.documents.counted_targets import counted_targets, may_ignore
+from lockstep_gpt.extras.documents.packed_windows import PackedDataModule
+from lockstep_gpt.model.functional import IGNORE
+from lockstep_gpt.registry import addition
+
+STEPS = 3
+
+
+class SomeTargets(TokenDataModule):
+    """Batches of which some targets are `IGNORE`: a share that differs from sample to sample."""
+
+    none = False
+
+    def on_after_batch_transfer(self, batch, *arguments):
+        tokens, targets = super().on_after_batch_transfer(batch, *arguments)
+        place = torch.arange(targets.shape[1])
+        targets = targets.masked_fill(place < tokens[:, :1] % targets.shape[1], IGNORE)
+        targets[tokens[:, 0] % 3 == 0] = IGNORE  # some samples, and so some micro-batches, none
+        return tokens, targets.fill_(IGNORE) if self.none else targets
+
+
+class Gradients(lightning.Callback):
+    """Keeps the gradients of each step, as the optimizer gets them, and the loss."""
+
+    def __init__(self):
+        self.steps, self.losses = [], []
+
+    def on_before_optimizer_step(self, _trainer, pl_module, _optimizer):
+        self.steps.append([each.grad.clone() for each in pl_module.model.parameters()])
+
+    def on_train_batch_end(self, trainer, pl_module, *_):
+        if pl_module.leaf == trainer.accumulate_grad_batches - 1:
+            self.losses.append(float(pl_module.take_losses().mean()))
+
+
+class Expected(Gradients):
+    """Keeps the gradients of the mean over all targets of each step; needs the whole step."""
+
+    def on_train_batch_start(self, _trainer, pl_module, batch, _batch_idx):
+        model = pl_module.model
+        loss = model(*batch)
+        self.steps.append(torch.autograd.grad(loss, [*model.parameters()]))
+        self.losses.append(loss.item())
+
+    def on_before_optimizer_step(self, *_):
+        pass
+
+    def on_train_batch_end(self, *_):
+        pass
+
+
+def run_of(new_run, micro_size, world_size=1, **settings):
+    """Return one rank's run of a few steps; those of all ranks have 12 samples."""
+    batch = {"micro_size": micro_size, "global_size": 12 // world_size}
+    batch = {**batch, "reference_size": 12 // world_size, **settings.pop("batch", {})}
+    run = new_run(batch=batch, max_steps=STEPS, val_every=100, **settings)
+    run.data.__class__ = SomeTargets
+    return run
+
+
+def fitted(run, *callbacks, **settings):
+    counts = counted_targets(run.config)
+    found = Gradients()
+    torch.manual_seed(0)
+    run.fit(*callbacks, counts, found, **settings)
+    return found
+
+
+@pytest.fixture
+def expected(new_run):
+    """Return the gradients and losses of whole batches."""
+    whole = Expected()
+    fitted(run_of(new_run, 12), whole)
+    return whole
+
+
+def assert_same(found, expected, **close):
+    assert len(found.steps) == len(expected.steps) == STEPS
+    for step, wanted in zip(found.steps, expected.steps, strict=True):
+        for each, gradient in zip(step, wanted, strict=True):
+            torch.testing.assert_close(each, gradient, **close)
+    torch.testing.assert_close(found.losses, expected.losses, rtol=1e-4, atol=1e-5)
+
+
+CLOSE = {"rtol": 1e-3, "atol": 1e-5}
+
+
+@pytest.mark.parametrize("micro_size", [12, 6, 4, 1])
+def test_accumulation_normalizes_by_the_targets_of_the_step(new_run, expected, micro_size):
+    assert_same(fitted(run_of(new_run, micro_size)), expected, **CLOSE)
+
+
+@pytest.mark.parametrize(("world_size", "micro_size"), [(2, 6), (2, 3), (3, 4), (3, 1)])
+def test_ranks_normalize_by_the_targets_of_all_ranks(
+    new_run, expected, on_ranks, world_size, micro_size
+):
+    def train(_rank):
+        run = run_of(new_run, micro_size, world_size)
+        found = fitted(run, strategy="ddp", devices=world_size, num_nodes=1)
+        steps = [[each.tolist() for each in step] for step in found.steps]
+        return steps, found.losses
+
+    results = on_ranks(world_size, train)
+    assert all(isinstance(each, tuple) for each in results), results
+    assert results[0] == results[-1]
+    found = Gradients()
+    steps, found.losses = results[0]
+    found.steps = [[*map(torch.tensor, step)] for step in steps]
+    assert_same(found, expected, **CLOSE)
+
+
+def test_without_the_callback_micro_batches_weigh_differently(new_run, expected):
+    found, run = Gradients(), run_of(new_run, 1)
+    run.fit(found)
+    with pytest.raises(AssertionError):
+        assert_same(found, expected, **CLOSE)
+
+
+def test_half_precision_normalizes_too(new_run, expected):
+    found = fitted(run_of(new_run, 4, precision="16-mixed"))
+    assert_same_direction(found, expected)
+
+
+def assert_same_direction(found, expected):
+    for step, wanted in zip(found.steps, expected.steps, strict=True):
+        one, other = (torch.cat([each.flatten() for each in all_]) for all_ in (step, wanted))
+        torch.testing.assert_close(one.norm(), other.norm(), rtol=2e-2, atol=0)
+        assert torch.cosine_similarity(one, other, dim=0) > 0.99
+
+
+def test_a_step_without_any_target_has_a_gradient_of_zero(new_run):
+    run = run_of(new_run, 4)
+    run.data.none = True
+    found = fitted(run)
+    assert not any(each.any() for step in found.steps for each in step)
+    assert found.losses == [0.0] * STEPS
+
+
+def test_runs_in_which_every_target_counts_lose_the_callback(new_run):
+    run = new_run()
+    trainer = run.fit(counted_targets(run.config))
+    assert not any(type(each).__name__ == "CountedTargets" for each in trainer.callbacks)
+    assert not may_ignore(run.data)
+    assert may_ignore(None)
+    assert may_ignore(PackedDataModule.__new__(PackedDataModule))
+
+
+def test_sums_in_one_order_have_equal_bits_however_micro_batches_are_spread(new_run, on_ranks):
+    settings = addition("CHECK_BATCH") and {"exact_micro_size": 2, "micro_size": 2}
+    if not settings:
+        pytest.skip("no such extra")
+    from lockstep_gpt.registry import additions, resolved
+
+    make = next(each for each in additions("CALLBACK") if "gradient_sums" in each)
+
+    def train(world_size, **strategy):
+        run = run_of(new_run, 2, world_size, batch=settings, trainer={"accelerator": "cpu"})
+        found = fitted(run, resolved(make)(run.config), **strategy)
+        return [[each.tolist() for each in step] for step in found.steps], found.losses
+
+    alone = train(1)
+
+    def on_rank(_rank):
+        return train(3, strategy="ddp", devices=3, num_nodes=1)
+
+    results = on_ranks(3, on_rank)
+    assert all(each == alone for each in results), results
