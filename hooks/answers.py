@@ -52,6 +52,11 @@ EXTRAS = {
         "src/lockstep_gpt/extras/sizes/",
         "tests/extras/sizes/",
     ),
+    "documents": (
+        "docs/documents.md",
+        "src/lockstep_gpt/extras/documents/",
+        "tests/extras/documents/",
+    ),
     "cluster": (
         "scripts/ledger.py",
         "src/lockstep_gpt/extras/cluster/",

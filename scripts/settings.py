@@ -22,9 +22,8 @@ from lockstep_gpt.config import (
     Config,
     DataConfig,
     as_typed,
-    data_sources,
 )
-from lockstep_gpt.registry import additions, resolved
+from lockstep_gpt.registry import additions, merged, resolved
 from lockstep_gpt.run_directory import flat
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -72,7 +71,7 @@ def page() -> str:
     own = [each for each in Checked.__subclasses__() if each.node]
     parts = [Part(ROOT, HEAD), section("## The run", Config)]
     parts += [part for each in own if each is not DataConfig for part in own_sections(each)]
-    parts += [Part(ROOT, "## `data`\n"), *data_sections()]
+    parts += [Part(ROOT, "## `data`\n"), *data_sections(), *[*own_sections(DataConfig)][1:]]
     parts += [Part(ROOT, "## Choices\n"), *(part for group in GROUPS for part in choices(group))]
     parts += [
         Part(ROOT, OPEN),
@@ -167,9 +166,9 @@ def table_of(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
 def data_sections() -> Iterator[Part]:
     """Yield a section for each data source, after those for what several have in common."""
     names = {schema: f"### `data={name}`" for name, schema in DATA_SOURCES.items()}
-    for name, schema in data_sources().items():  # an extra may add settings to a source
+    for name, (settings, _) in merged("SOURCES").items():  # may add settings to a source
         more = "More of " * (name in DATA_SOURCES)
-        names.setdefault(schema, f"### {more}`data={name}`")
+        names.setdefault(resolved(settings), f"### {more}`data={name}`")
     shown: set[type[Any]] = set()
     for source in names:
         for schema in reversed(source.__mro__):

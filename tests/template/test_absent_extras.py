@@ -22,6 +22,7 @@ WORDS = {
     "compat": r"lightning\.md",
     "completion": "install=bash",
     "sizes": r"model=auto|model\.size|size_law|scaling_law",
+    "documents": r"mask_documents|data\.packing|documents\.md",
     "cluster": "lockstep-gpt (plan|doctor|drill)",
     "sources": "data.num_workers|datasets|pyarrow|parquet|data=jsonl|tokenizer=bpe|zstandard",
     "ladder": "scripts/ladder|pitfalls.py",
