@@ -54,6 +54,7 @@ EXTRAS = {
     ),
     "documents": (
         "docs/documents.md",
+        "scripts/documents_speed.py",
         "src/lockstep_gpt/extras/documents/",
         "tests/extras/documents/",
     ),

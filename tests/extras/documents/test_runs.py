@@ -1,0 +1,116 @@
+"""Real runs with packed windows and documents that don't see each other."""
+
+import csv
+import json
+
+import pytest
+
+from lockstep_gpt.extras.documents.packing import folder_within
+from lockstep_gpt.registry import additions
+
+PACKED = ["data.packing=documents", "model.mask_documents=true"]
+
+
+def losses(command, run):
+    with (command.folder / run / "metrics.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    return {
+        name: [float(row[name]) for row in rows if row[name]] for name in ("train/loss", "val/loss")
+    }
+
+
+@pytest.fixture
+def lines(tmp_path):
+    """Return a folder of 300 documents; with T = 32, some are shorter and some are longer."""
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    for number in range(300):
+        (folder / f"{number}.txt").write_text(f"{number} squared is {number**2}\n" * (number % 4))
+    return folder
+
+
+def words_for(lines):
+    source = ["data=text", f"data.path={lines}", "data.val_fraction=0.2"]
+    return [*source, *PACKED, "optim.warmup_steps=0"]
+
+
+def test_ranks_accumulation_and_resume_train_the_same_run(command, lines):
+    words = [*words_for(lines), "max_steps=12", "val_every=4", "checkpoint.every=4"]
+    out = command.train(*words, "log_every=4", "run_dir=one").stdout
+    assert "documents in " in out
+    assert "padding, no token lost" in out
+    assert "have no text, only their end, which is kept" in out
+    two = ["trainer=cpu", "trainer.devices=2", "batch.micro_size=2", "batch.global_size=8"]
+    command.train(*words, "log_every=4", *two, "run_dir=two")
+    one, other = losses(command, "one"), losses(command, "two")
+    for name, values in one.items():
+        assert values == pytest.approx(other[name], rel=1e-3)
+    command("train", "run_dir=two", "resume=auto", "max_steps=14", "optim.decay=constant")
+    assert command.summary("two")["step"] == 14
+
+
+def test_sums_in_one_order_have_equal_bits_with_padding(command, lines):
+    if not any("exact" in each for each in additions("CHECK_BATCH")):
+        pytest.skip("no such extra")
+    words = [*words_for(lines), "max_steps=4", "batch.exact_micro_size=2", "checkpoint.every=2"]
+    command.train(*words, "run_dir=one")
+    command.train(*words, "trainer=cpu", "trainer.devices=2", "run_dir=two")
+    one, two = (command.summary(run)["weights"] for run in ("one", "two"))
+    assert one == two
+
+
+def test_the_windows_are_packed_before_ranks_start_and_only_once(command, lines):
+    out = command("prepare", *words_for(lines)).stdout
+    assert out.count("packed ") == 1
+    out = command("prepare", *words_for(lines)).stdout
+    assert "packed " not in out
+
+
+def test_a_kept_packing_cannot_change_on_resume(command, lines):
+    command.train(*words_for(lines), "max_steps=4", "run_dir=run")
+    change = ["train", "run_dir=run", "resume=auto", "max_steps=6"]
+    assert "data.packing=stream" in command(*change, "data.packing=stream", status=2).stderr
+    said = command(*change, "model.mask_documents=false", status=2).stderr
+    assert "model.mask_documents=" in said
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["data.packing=best"], "data.packing=best is not one of stream, documents"),
+        (["model.mask_documents=maybe"], "model.mask_documents=maybe must be true or false"),
+    ],
+)
+def test_wrong_values_are_refused_in_one_line(command, words, said):
+    assert said in command("train", "experiment=smoke", *words, status=2).stderr
+
+
+def test_data_without_documents_is_refused_before_ranks_start(command):
+    if not any("synthetic" in each for each in additions("SOURCES")):
+        pytest.skip("no such extra")
+    words = ["experiment=smoke", "data=synthetic", "data.tokens=20000", "run_dir=none"]
+    for setting in PACKED:
+        said = command("train", *words, setting, status=2).stderr
+        assert said.splitlines()[-1].endswith("have no end of text; leave it out")
+        assert f"{setting} needs documents" in said
+    assert not (command.folder / "none").exists()
+
+
+def test_loader_processes_are_refused(command, lines):
+    if not any("text" in each for each in additions("SOURCES")):
+        pytest.skip("no such extra")
+    said = command("train", *words_for(lines), "data.num_workers=2", status=2).stderr
+    assert "data.num_workers=2 has no data.packing=documents; set data.num_workers=0" in said
+
+
+def test_a_damaged_packing_ends_the_run_in_one_line(command, lines):
+    command.train(*words_for(lines), "max_steps=4", "run_dir=run")
+    (packed,) = command.data_root.glob("text-*/packed-32")
+    assert packed == folder_within(packed.parent, 32)
+    index = packed / "index.json"
+    values = json.loads(index.read_text())
+    index.write_text("{")
+    words = [*words_for(lines), "max_steps=4", "run_dir=again"]
+    said = command("train", "experiment=smoke", *words, status=2).stderr
+    assert "packed-32 is damaged; delete that folder" in said
+    index.write_text(json.dumps(values))
