@@ -5,8 +5,10 @@ import json
 
 import pytest
 
+from lockstep_gpt.data.prepare import folder_of
 from lockstep_gpt.extras.documents.packing import folder_within
 from lockstep_gpt.registry import additions
+from lockstep_gpt.run_directory import RunDirectory
 
 PACKED = ["data.packing=documents", "model.mask_documents=true"]
 
@@ -105,9 +107,8 @@ def test_loader_processes_are_refused(command, lines):
 
 def test_a_damaged_packing_ends_the_run_in_one_line(command, lines):
     command.train(*words_for(lines), "max_steps=4", "run_dir=run")
-    (packed,) = command.data_root.glob("text-*/packed-32")
-    assert packed == folder_within(packed.parent, 32)
-    index = packed / "index.json"
+    config = RunDirectory(command.folder / "run").load()
+    index = folder_within(folder_of(config.data), 32) / "index.json"
     values = json.loads(index.read_text())
     index.write_text("{")
     words = [*words_for(lines), "max_steps=4", "run_dir=again"]

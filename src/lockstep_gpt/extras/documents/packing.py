@@ -113,19 +113,12 @@ def _write(folder: Path, packed: Path, block_size: int) -> None:
     started, unfinished = time.perf_counter(), packed.with_name(f".{packed.name}.unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)  # left by a killed process
     unfinished.mkdir()
-    end, found = end_of_text(folder, "data.packing=documents"), {}
-    for split in shards.load_index(folder).splits:
-        tokens = np.asarray(shards.open_split(folder, split))
-        ends = ends_of_documents(tokens, end)
-        _refuse_endless_ones(ends, folder, split, end)
-        starts, lengths, first, facts = windows_of(ends, block_size)
-        found[split] = facts
-        for name, values in (("starts", starts), ("lengths", lengths), ("first", first)):
-            with replacing(unfinished / f"{split}-{name}.npy") as file:
-                np.save(file, values)
-    index = {"format": FORMAT, "splits": {name: asdict(each) for name, each in found.items()}}
-    replace_text(unfinished / INDEX, json.dumps(index, indent=1))
-    unfinished.rename(packed)
+    try:
+        found = _write_splits(folder, unfinished, block_size)
+        unfinished.rename(packed)
+    except BaseException:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise
     sync_folder(folder)
     for split, facts in found.items():
         if facts.empty:
@@ -133,6 +126,20 @@ def _write(folder: Path, packed: Path, block_size: int) -> None:
             logger.info("%s: %s have no text, only their end, which is kept", split, empty)
     seconds = time.perf_counter() - started
     logger.info("packed %s in %.1f s: %s", packed, seconds, found["train"])
+
+
+def _write_splits(folder: Path, unfinished: Path, block_size: int) -> dict[str, Packed]:
+    end, found = end_of_text(folder, "data.packing=documents"), {}
+    for split in shards.load_index(folder).splits:
+        ends = ends_of_documents(np.asarray(shards.open_split(folder, split)), end)
+        _refuse_endless_ones(ends, folder, split, end)
+        starts, lengths, first, found[split] = windows_of(ends, block_size)
+        for name, values in (("starts", starts), ("lengths", lengths), ("first", first)):
+            with replacing(unfinished / f"{split}-{name}.npy") as file:
+                np.save(file, values)
+    index = {"format": FORMAT, "splits": {name: asdict(each) for name, each in found.items()}}
+    replace_text(unfinished / INDEX, json.dumps(index, indent=1))
+    return found
 
 
 def load(packed: Path) -> dict[str, Packed]:
