@@ -81,6 +81,8 @@ class TokenDataModule(lightning.LightningDataModule):
         val_tokens: most tokens to validate on, in whole windows, at least one; None: all.
     """
 
+    order_of: Callable[..., Order] = Order
+
     def __init__(
         self,
         folder: Path,
@@ -117,7 +119,7 @@ class TokenDataModule(lightning.LightningDataModule):
     def train_dataloader(self) -> Feed:
         """Return endless batches, starting at the Trainer's current step."""
         trainer = self._attached_trainer()
-        order = Order(
+        order = self.order_of(
             seed=self.seed,
             size=self.train_windows,
             micro_size=self.micro_size,
@@ -132,9 +134,8 @@ class TokenDataModule(lightning.LightningDataModule):
     def val_dataloader(self) -> Feed:
         """Return batches that contain every validation window once across all ranks."""
         trainer = self._attached_trainer()
-        count, size = self.val_windows, self.micro_size
-        ranks = trainer.global_rank, trainer.world_size
-        rows = validation_rows(self.val_windows_held_out, count, size, *ranks)
+        sizes = self.val_windows_held_out, self.val_windows, self.micro_size
+        rows = validation_rows(*sizes, trainer.global_rank, trainer.world_size)
         return self.feed("val", partial(_share, rows))
 
     def transfer_batch_to_device(self, batch: Stored, device: torch.device, *_: Any) -> Stored:

@@ -5,7 +5,7 @@ end. Position p is in epoch p // size, and a keyed permutation of that epoch map
 So one integer is enough to resume a run at the exact sample, at any world size.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -42,14 +42,14 @@ def permute(indices: Positions, size: int, seed: int, epoch: int) -> Positions:
     return result.astype(np.int64)
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=256)
 def _shuffled(size: int, seed: int, epoch: int) -> Positions:
     """Sort random draws; NumPy guarantees that raw draws stay the same in later versions."""
     draws = np.random.Philox(np.random.SeedSequence(seed, spawn_key=(epoch,))).random_raw(size)
     return np.argsort(draws, kind="stable")
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=256)
 def _round_keys(seed: int, epoch: int) -> Words:
     """Draw one key per round; `spawn_key` keeps (seed, epoch) pairs distinct for any seed."""
     sequence = np.random.SeedSequence(seed, spawn_key=(epoch,))
@@ -101,6 +101,7 @@ class Order:
     world_size: int
     accumulation: int = 1  # micro-steps per optimizer step, A
     start: int = 0  # samples that the run has already seen
+    rule: Callable[[Positions, int, int], Positions] = windows  # positions, size, seed -> windows
 
     def stream(self, first: int, stride: int = 1) -> Iterator[Positions]:
         """Yield micro-batches `first`, `first + stride`, ... without end, each (B,)."""
@@ -111,7 +112,7 @@ class Order:
             blocks = (steps * self.world_size + self.rank) * self.accumulation
             starts = self.start + (blocks + leaves) * self.micro_size
             positions = starts[:, None] + np.arange(self.micro_size)  # (count, B)
-            yield from windows(positions, self.size, self.seed)
+            yield from self.rule(positions, self.size, self.seed)
             first += stride * count
 
 

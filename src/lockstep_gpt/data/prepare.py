@@ -131,7 +131,7 @@ def _build(recipe: Recipe, folder: Path) -> bool:
     with _lock(folder.with_name(f".{folder.name}.lock")):
         if folder.is_dir():
             return False
-        (addition("BUILD") or write)(recipe, unfinished)
+        (getattr(recipe.corpus, "build", None) or addition("BUILD") or write)(recipe, unfinished)
         if recipe_of(recipe.config).fingerprint != recipe.fingerprint:
             shutil.rmtree(unfinished)
             raise UserError(f"{folder.name}: the corpus changed meanwhile; prepare it again")

@@ -32,7 +32,7 @@ def settings_below(parent: str) -> dict[str, list[str]]:
         files = (config_folder() / group).glob("*.yaml")
         return {file.stem: [str(key) for key in OmegaConf.load(file)] for file in files}
     one: Any = {"": schema.groups().get(parent) if parent else Config}
-    found = (schema.data_sources() if parent == "data" else one).items()
+    found = (schema.data_sources() if group == "data" else one).items()
     return {name: [item.name for item in fields(each)] for name, each in found if each}
 
 

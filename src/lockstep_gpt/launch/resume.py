@@ -152,4 +152,4 @@ def _parse(arguments: list[str]) -> list[Override]:
 
 def _names_group(word: str) -> bool:
     """Return whether an override, or its name, is a group's choice."""
-    return word.partition("=")[0].lstrip("+~") in choices.groups()
+    return word.partition("=")[0].partition("@")[0].lstrip("+~") in choices.groups()

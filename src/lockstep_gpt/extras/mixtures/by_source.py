@@ -1,0 +1,146 @@
+"""What a run shows of each source: its loss, its tokens, its epochs, and its state."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torchmetrics.utilities import dim_zero_cat
+
+from lockstep_gpt.config import Config
+from lockstep_gpt.data import shards
+from lockstep_gpt.data.prepare import folder_of
+from lockstep_gpt.extras.mixtures.mixed_data import MixedDataModule
+from lockstep_gpt.extras.mixtures.mixture_settings import MixtureData
+from lockstep_gpt.extras.mixtures.past import keep_past, order_of, samples_of
+from lockstep_gpt.run_directory import RunDirectory
+from lockstep_gpt.runtime.callbacks.step import StepCallback
+from lockstep_gpt.training.reporting import times
+from lockstep_gpt.training.schedule import BatchPlan
+from lockstep_gpt.training.token_loss import TokenLoss
+
+logger = logging.getLogger(__name__)
+EPOCHS = 4  # up to which repeated tokens are nearly as good as new ones (Muennighoff et al. 2023)
+
+
+class LossBySource(TokenLoss):
+    """The validation loss of each source, exact; their mean by the weights of the last phase.
+
+    Args:
+        shares: of each source, by name; sum to 1.
+        batches: how many validation batches each source has on each rank, in order.
+    """
+
+    def __init__(self, shares: dict[str, float], batches: Sequence[int]) -> None:
+        super().__init__()
+        self.shares, self.batches = shares, [*batches]
+        self.by_source: dict[str, float] = {}
+
+    def compute(self) -> Tensor:
+        """Return the mean over the sources, in nats."""
+        each = sum(self.batches)  # on a rank; after one another, the ranks' are rows
+        means, counts = (
+            torch.split(dim_zero_cat(part).double().cpu().reshape(-1, each), self.batches, dim=1)
+            for part in (self.means, self.counts)
+        )
+        losses = [_mean(*pair) for pair in zip(means, counts, strict=True)]
+        self.by_source = dict(zip(self.shares, losses, strict=True))
+        used = [(share, self.by_source[name]) for name, share in self.shares.items() if share]
+        return torch.tensor(sum(share * loss for share, loss in used), dtype=torch.float64)
+
+
+def _mean(means: Tensor, counts: Tensor) -> float:
+    totals = (means * counts).flatten().tolist()
+    add = math.fsum if all(map(math.isfinite, totals)) else sum  # fsum rejects inf - inf
+    return float(add(totals) / counts.sum())
+
+
+class Sources(StepCallback):
+    """Logs each source's validation loss and tokens; checks that a resumed run keeps its past."""
+
+    def __init__(self, config: Config, directory: RunDirectory) -> None:
+        self.every, self.directory = config.log_every, directory
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:  # noqa: ARG002
+        """Replace the module's validation loss."""
+        data: MixedDataModule = trainer.datamodule
+        shares = dict(zip(data.held_out, map(float, data.order.phases[-1].shares), strict=True))
+        pl_module.token_loss = LossBySource(shares, [*map(len, data.rows_by_source().values())])
+
+    def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        """Raise a `UserError` if a run in its own directory has settings with another past."""
+        own = Path(trainer.ckpt_path).parent == self.directory.checkpoints
+        if own and not pl_module.config.resume_force:
+            keep_past(checkpoint, pl_module.config, trainer.datamodule.folder)
+
+    def on_step_end(self, trainer: Any, pl_module: Any, step: int) -> None:  # noqa: ARG002
+        """Log each source's tokens so far."""
+        if step % self.every == 0 or step == trainer.max_steps:
+            data: MixedDataModule = trainer.datamodule
+            counts = data.order.counts(data.samples_seen(step)).items()
+            _log(trainer, {f"data/tokens/{name}": each * data.block_size for name, each in counts})
+
+    def on_validation_epoch_end(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
+        """Compute each source's loss, also for callbacks that monitor one."""
+        pl_module.token_loss.compute()  # the module asks for it next, and gets the same
+        pl_module.log_dict(_losses(pl_module), logger=False, sync_dist=True, reduce_fx="max")
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        """Log each source's loss."""
+        _log(trainer, _losses(pl_module))
+
+
+def _losses(module: Any) -> dict[str, float]:
+    return {f"val/loss/{name}": loss for name, loss in module.token_loss.by_source.items()}
+
+
+def _log(trainer: Any, row: dict[str, float]) -> None:
+    for each in trainer.loggers:
+        each.log_metrics(row, trainer.global_step)
+
+
+def callback(config: Config, directory: RunDirectory, _rank: int, _terminal: Any) -> Any:
+    """Return the callback of a mixture."""
+    return Sources(config, directory) if isinstance(config.data, MixtureData) else None
+
+
+def lines(config: Config, _batch: BatchPlan) -> dict[str, str]:
+    """Return the receipt's lines: the share, epochs, and state of each source."""
+    if not isinstance(config.data, MixtureData):
+        return {}
+    order, total = order_of(config, folder_of(config.data)), samples_of(config)
+    places = shards.load_index(folder_of(config.data)).settings["sources"]
+    epochs = order.epochs(total)
+    first, *later = order.phases
+    said = [
+        f"{name} {float(share):.4g} = {times(epochs[name])} epochs of {places[name]}"
+        for name, share in zip(order.sizes, first.shares, strict=True)
+    ]
+    found = {"mixture": ", ".join(said)}
+    changes = []
+    for phase in later:
+        shares = zip(order.sizes, phase.shares, strict=True)
+        known = ", ".join(f"{name} {float(share):.4g}" for name, share in shares)
+        changes.append(f"from sample {phase.start:,}: {known}")
+    return {**found, **({"later": "; ".join(changes)} if changes else {})}
+
+
+def advise(config: Config, _module: Any, _epochs: float) -> None:
+    """Warn of sources that are repeated often."""
+    if not isinstance(config.data, MixtureData):
+        return
+    order, total = order_of(config, folder_of(config.data)), samples_of(config)
+    for name, epochs in order.epochs(total).items():
+        if epochs > EPOCHS:
+            logger.warning(
+                "the run takes data.sources.%s %s times; beyond %d epochs the same tokens teach "
+                "less and less (Muennighoff et al. 2023): lower its share, or add text to it",
+                name,
+                times(epochs),
+                EPOCHS,
+            )

@@ -1,0 +1,123 @@
+"""Which source and window each position of a run takes, and the batches of a mixture."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lockstep_gpt.config import DataConfig
+from lockstep_gpt.data import shards
+from lockstep_gpt.data.datamodule import Feed, TokenDataModule
+from lockstep_gpt.data.order import Order, Positions, validation_rows, windows
+from lockstep_gpt.extras.mixtures.mixed_windows import windows_by_source
+from lockstep_gpt.extras.mixtures.mixture_settings import MixtureData
+from lockstep_gpt.extras.mixtures.shares import phases
+from lockstep_gpt.extras.mixtures.turns import Turns
+
+
+class MixedOrder:
+    """The window of each position: whose turn it is, and which of its windows comes next.
+
+    A pure function of seed, shares, sizes, and position. Each source has its own permutation in
+    each of its epochs; its name, not the other sources, decides it.
+    """
+
+    def __init__(self, data: MixtureData, sizes: Mapping[str, int], planned: int) -> None:
+        """Take settings, each source's training windows, and the windows of the run."""
+        self.sizes, self.phases = dict(sizes), phases(data, sizes, planned)
+        self.turns = Turns(self.phases)
+
+    def windows(self, positions: Positions, _size: int, seed: int) -> Positions:
+        """Return the window at each of `positions`, any shape, numbered over all sources."""
+        sources, numbers = self.turns.at(positions.ravel())
+        result = np.empty_like(numbers)
+        first = 0
+        for place, (name, size) in enumerate(self.sizes.items()):
+            here = np.flatnonzero(sources == place)
+            if here.size:
+                result[here] = first + windows(numbers[here], size, seed_of(seed, name))
+            first += size
+        return result.reshape(positions.shape)
+
+    def counts(self, position: int) -> dict[str, int]:
+        """Return how many windows of each source come before `position`."""
+        return dict(zip(self.sizes, self.turns.counts(position).tolist(), strict=True))
+
+    def epochs(self, position: int) -> dict[str, float]:
+        """Return how often each source was taken before `position`."""
+        return {name: each / self.sizes[name] for name, each in self.counts(position).items()}
+
+
+def seed_of(seed: int, name: str) -> int:
+    """Return the seed of a source's permutations."""
+    return int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:8])
+
+
+def mixed_order(data: MixtureData, folder: Path, block_size: int, samples: int) -> MixedOrder:
+    """Return the order of a run of so many `samples` on a prepared mixture."""
+    planned = samples
+    if data.planned_tokens is not None:
+        planned = max(1, data.planned_tokens // block_size)
+    sizes = windows_by_source(shards.load_index(folder), "train", block_size)
+    return MixedOrder(data, sizes, planned)
+
+
+class MixedDataModule(TokenDataModule):
+    """Batches of a mixture; each validation batch is of one source."""
+
+    def __init__(self, data: MixtureData, folder: Path, **settings: Any) -> None:
+        super().__init__(folder, **settings)
+        index, limit = shards.load_index(folder), settings.get("val_tokens")
+        self.data = data
+        self._orders: dict[int, MixedOrder] = {}  # by the samples of the run
+        self.train_windows = sum(windows_by_source(index, "train", self.block_size).values())
+        self.held_out = windows_by_source(index, "val", self.block_size)
+        self.validated = dict(self.held_out)
+        if limit is not None:
+            most = max(1, limit // len(self.held_out) // self.block_size)
+            self.validated = {name: min(most, each) for name, each in self.held_out.items()}
+        self.val_windows_held_out = sum(self.held_out.values())
+        self.val_windows = sum(self.validated.values())
+
+    @property
+    def order(self) -> MixedOrder:
+        """The order of the attached Trainer's run."""
+        total = self.samples_seen(self._attached_trainer().max_steps)
+        if total not in self._orders:
+            self._orders[total] = mixed_order(self.data, self.folder, self.block_size, total)
+        return self._orders[total]
+
+    def train_dataloader(self) -> Feed:
+        """Return endless batches, starting at the Trainer's current step."""
+        vars(self)["order_of"] = partial(Order, rule=self.order.windows)
+        return super().train_dataloader()
+
+    def val_dataloader(self) -> Feed:
+        """Return batches that contain every validation window once across all ranks."""
+        rows = self.rows_by_source()
+        return self.feed("val", partial(_share, np.concatenate([*rows.values()])))
+
+    def rows_by_source(self) -> dict[str, Positions]:
+        """Return this rank's validation windows of each source, (batches, B) with -1 as padding."""
+        trainer, found = self._attached_trainer(), {}
+        starts = accumulate(self.held_out.values(), initial=0)
+        for (name, size), start in zip(self.held_out.items(), starts, strict=False):
+            ranks = trainer.global_rank, trainer.world_size
+            rows = validation_rows(size, self.validated[name], self.micro_size, *ranks)
+            found[name] = np.where(rows < 0, rows, rows + start)
+        return found
+
+
+def _share(rows: Positions, worker: int, workers: int) -> Iterable[Positions]:
+    return rows[worker::workers]
+
+
+def data_module(data: DataConfig) -> Callable[..., TokenDataModule] | None:
+    """Return what makes the data module of a mixture."""
+    return partial(MixedDataModule, data) if isinstance(data, MixtureData) else None

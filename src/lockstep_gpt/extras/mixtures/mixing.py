@@ -1,0 +1,136 @@
+"""A mixture's prepared folder: links to the token files of its sources, and their index.
+
+The files stay when a source's own folder is deleted or its corpus grows: a run that uses the
+mixture keeps the state of every corpus that it started with.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+from collections.abc import Iterable, Iterator
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any, cast
+
+from lockstep_gpt.config import DataConfig, UserError
+from lockstep_gpt.data import shards
+from lockstep_gpt.data.corpora import Stretch
+from lockstep_gpt.data.prepare import SPLITS, Recipe, begin, prepare
+from lockstep_gpt.data.shards import Index, Split
+from lockstep_gpt.data.tokenizer import Tokenizer, from_dict
+from lockstep_gpt.extras.mixtures.mixture_settings import MixtureData, renamed
+from lockstep_gpt.whole_files import replace_text
+
+
+class Mixture:
+    """The sources of a mixture, prepared; `UserError` if one can't be, or they don't fit."""
+
+    size: int | None = None
+    tokenizer_identity: Any = None  # part of each source's fingerprint
+
+    def __init__(self, config: MixtureData) -> None:
+        self.config, each = config, config.each()
+        first = config.tokenizer_from
+        given = None
+        if first is not None:
+            given = shards.load_index(_prepared(first, each[first])).tokenizer
+            each = {
+                name: own if name == first else _with_tokenizer(own, given)
+                for name, own in each.items()
+            }
+        self.folders = {name: _prepared(name, own) for name, own in each.items()}
+        self.indexes = {name: shards.load_index(path) for name, path in self.folders.items()}
+        self._check_folders()
+        self._check_tokenizers()
+
+    def identity(self) -> Any:
+        """Return each source's name and fingerprint."""
+        return [[name, index.fingerprint] for name, index in self.indexes.items()]
+
+    def make_tokenizer(self) -> Tokenizer:
+        """Return the tokenizer of all sources."""
+        return from_dict(next(iter(self.indexes.values())).tokenizer)
+
+    def stretches(self) -> Iterator[Stretch]:
+        """Yield nothing: the sources are token files already."""
+        yield from ()
+
+    def build(self, recipe: Recipe, folder: Path) -> None:
+        """Link the token files of all sources into a folder, and write their index.
+
+        Each source's tokens are splits of their own, such as `code/train`; `train` and `val` count
+        those of all sources.
+        """
+        shutil.rmtree(folder, ignore_errors=True)  # left by a killed build
+        index = begin(recipe, folder)
+        index = replace(index, tokenizer=next(iter(self.indexes.values())).tokenizer)
+        splits = {name: _sum(self.indexes.values(), name) for name in SPLITS}
+        for name, own in self.indexes.items():
+            for split, content in own.splits.items():
+                files = [replace(each, file=f"{name}-{each.file}") for each in content.shards]
+                splits[f"{name}/{split}"] = Split(content.tokens, shards=files)
+                for old, new in zip(content.shards, files, strict=True):
+                    _link(self.folders[name] / old.file, folder / new.file)
+        places = {name: folder.name for name, folder in self.folders.items()}
+        index = replace(index, settings={**index.settings, "sources": places}, splits=splits)
+        shards.write_index(folder, index)
+
+    def _check_folders(self) -> None:
+        seen: dict[Path, str] = {}
+        for name, folder in self.folders.items():
+            if (other := seen.setdefault(folder, name)) != name:
+                raise UserError(
+                    f"data.sources.{other} and data.sources.{name} are the same tokens ({folder}); "
+                    "remove one of them"
+                )
+
+    def _check_tokenizers(self) -> None:
+        (first, expected), *others = self.indexes.items()
+        for name, index in others:
+            if index.tokenizer != expected.tokenizer:
+                raise UserError(
+                    f"data.sources.{first} and data.sources.{name} have different tokenizers "
+                    f"({_kind(expected)} and {_kind(index)}), and a model has one; set the same "
+                    f"data.sources.NAME.tokenizer, or data.tokenizer_from={first}"
+                )
+
+
+def _prepared(name: str, config: DataConfig) -> Path:
+    with renamed(name):
+        return prepare(config)
+
+
+def _kind(index: Index) -> str:
+    return f"{index.tokenizer['kind']} of {index.tokenizer['vocab_size']:,} ids"
+
+
+def _with_tokenizer(config: Any, values: dict[str, Any]) -> DataConfig:
+    """Return a source's settings with the tokenizer of another, if they can name one."""
+    changed: dict[str, Any] = {"tokenizer": values["kind"]}
+    if "json" in values:
+        digest = hashlib.sha256(values["json"].encode()).hexdigest()[:8]
+        path = Path(config.root).expanduser() / "tokenizers" / f"{digest}.json"
+        if not path.is_file():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            replace_text(path, values["json"])
+        # Only sources without text need to know its size.
+        is_given = any(item.name == "vocab_size" and item.default for item in fields(config))
+        changed = {"tokenizer": str(path), "vocab_size": values["vocab_size"] if is_given else None}
+    known = {item.name for item in fields(config)}
+    return cast(DataConfig, replace(config, **{k: v for k, v in changed.items() if k in known}))
+
+
+def _sum(indexes: Iterable[Index], name: str) -> Split:
+    parts = [index.splits[name] for index in indexes]
+    of = ("tokens", "documents", "text_bytes")
+    return Split(*(sum(getattr(each, which) for each in parts) for which in of))
+
+
+def _link(old: Path, new: Path) -> None:
+    """Link a file, or link it by name, where the file system has no hard links."""
+    try:
+        os.link(old, new)
+    except OSError:
+        new.symlink_to(Path("..", old.parent.name, old.name))

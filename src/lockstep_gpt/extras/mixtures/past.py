@@ -1,0 +1,81 @@
+"""The windows that a run has taken stay what they were, whatever a resume changes."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lockstep_gpt.config import Config, UserError, from_container
+from lockstep_gpt.extras.mixtures.mixed_data import MixedOrder, mixed_order
+from lockstep_gpt.extras.mixtures.turns import PERIOD
+from lockstep_gpt.run_directory import differences, readable, some_of
+from lockstep_gpt.training.schedule import BatchPlan, plan_schedule
+
+DECIDING = ("weights", "epochs", "schedule", "planned_tokens")
+LENGTH = ("max_steps", "max_tokens")
+
+
+def samples_of(config: Config) -> int:
+    """Return the training windows of a whole run whose global batch is decided."""
+    size = config.batch.global_size
+    assert size is not None, "frozen"
+    batch = BatchPlan(size, 1, 1, 1, config.model.block_size)
+    return plan_schedule(config, batch).total_steps * size
+
+
+def order_of(config: Config, folder: Path) -> MixedOrder:
+    """Return the order of a run with frozen settings on a prepared mixture."""
+    data: Any = config.data
+    return mixed_order(data, folder, config.model.block_size, samples_of(config))
+
+
+def keep_past(checkpoint: dict[str, Any], config: Config, folder: Path) -> None:
+    """Raise a `UserError` if a run with `config` would have come to its checkpoint otherwise."""
+    saved = readable(checkpoint["config"])
+    before: Any = from_container(saved)
+    changed = differences(_sources(before.data), _sources(config.data), free=())
+    if changed:
+        raise UserError(
+            f"a run keeps its sources; here is {some_of(changed)}; set them to the same, or start "
+            "a new run"
+        )
+    if not _agree(order_of(before, folder), order_of(config, folder), checkpoint["samples"]):
+        planned = before.data.planned_tokens or samples_of(before) * before.model.block_size
+        changed = differences(_deciding(before), _deciding(config), free=())
+        raise UserError(
+            f"with {some_of(changed)}, the run would have taken other windows so far; set them to "
+            f"the same, data.planned_tokens={planned} to train longer, or data.schedule for later "
+            "weights"
+        )
+
+
+def _sources(data: Any) -> dict[str, Any]:
+    """Return the settings of each source that decide its tokens."""
+    return {
+        f"data.sources.{name}.{item.name}": getattr(own, item.name)
+        for name, own in data.each().items()
+        for item in fields(own)
+        if item.name in own.names("kept")
+    }
+
+
+def _deciding(config: Config) -> dict[str, Any]:
+    own = {f"data.{name}": getattr(config.data, name) for name in DECIDING}
+    return {**{name: getattr(config, name) for name in LENGTH}, **own}
+
+
+def _agree(one: MixedOrder, other: MixedOrder, samples: int) -> bool:
+    """Return whether two orders take the same turns up to position `samples`.
+
+    Turns repeat after at most `PERIOD`. Two such sequences that agree for twice as long agree
+    forever (Fine and Wilf 1965).
+    """
+    starts = {0, *one.turns.starts.tolist(), *other.turns.starts.tolist()}
+    for start in starts:
+        here = np.arange(start, min(start + 2 * PERIOD, samples))
+        if not np.array_equal(one.turns.at(here), other.turns.at(here)):
+            return False
+    return True
