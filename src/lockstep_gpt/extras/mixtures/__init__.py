@@ -4,7 +4,7 @@ SOURCES = {
     "mixture": (".extras.mixtures.mixture_settings:MixtureData", ".extras.mixtures.mixing:Mixture")
 }
 WORDS = ".extras.mixtures.mixture_settings:with_sources"
-OTHER_NAME = ".extras.mixtures.mixture_settings:place_of_weight"
+OTHER_NAME = ".extras.mixtures.mixture_settings:right_name"
 WINDOWS = ".extras.mixtures.mixed_windows:opened"
 DATA_MODULE = ".extras.mixtures.mixed_data:data_module"
 CALLBACK = ".extras.mixtures.by_source:callback"

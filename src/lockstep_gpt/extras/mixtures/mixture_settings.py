@@ -174,12 +174,23 @@ def with_sources(words: list[str]) -> list[str]:
     `data.sources.code=stdlib` takes the choice `stdlib` of the group `data` there; weights and
     epochs of new names need no plus.
     """
-    chosen = re.compile(rf"data\.sources\.({NAME})=(?![{{'\"\[])(.+)")
-    made = (chosen.sub(r"+data@data.sources.\1=\2", word) for word in words)
-    return [re.sub(r"^(data\.(weights|epochs)[.=])", r"++\1", word) for word in made]
+    made, chosen = [], dict[str, str]()
+    for word in words:
+        if found := re.fullmatch(rf"data\.sources\.({NAME})=([^{{'\"\[].*)", word):
+            name, choice = found.groups()
+            if name in chosen:
+                raise UserError(
+                    f"{word}: data.sources.{name} is {chosen[name]} already; give each source a "
+                    "name of its own"
+                )
+            chosen[name], word = choice, f"+data@data.sources.{name}={choice}"
+        made.append(re.sub(r"^(data\.(weights|epochs)[.=])", r"++\1", word))
+    return made
 
 
-def place_of_weight(word: str) -> str:
-    """Return our name for a weight or epochs given inside a source."""
+def right_name(word: str) -> str:
+    """Say how to choose a source that is not chosen, or where the weight of one belongs."""
+    if re.fullmatch(rf"data\.sources\.{NAME}", word):
+        return f"; choose what it is first, as in {word}=text"
     found = re.fullmatch(rf"data\.sources\.({NAME})\.(weight|epoch)s?", word)
     return f"; use data.{found[2]}s.{found[1]}" if found else ""

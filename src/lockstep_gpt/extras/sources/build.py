@@ -44,7 +44,7 @@ from lockstep_gpt.data.shards import (
     Split,
     SplitWriter,
 )
-from lockstep_gpt.data.tokenizer import Tokenizer, Tokens, from_dict
+from lockstep_gpt.data.tokenizer import Tokens, from_dict
 from lockstep_gpt.extras.sources.blocks import (
     Block,
     Blocks,
@@ -53,6 +53,13 @@ from lockstep_gpt.extras.sources.blocks import (
     TokenBlock,
     stretches_of,
 )
+from lockstep_gpt.extras.sources.growing import (
+    Documents,
+    Encoder,
+    HashWriter,
+    earlier_state,
+    remember,
+)
 from lockstep_gpt.processes import end_with_parent
 
 logger = logging.getLogger(__name__)
@@ -60,6 +67,7 @@ Result = TypeVar("Result")
 
 WEEK = 604_800.0  # seconds
 BLOCKS = ".blocks-"  # a folder for blocks from other processes
+KNOWN = f"{BLOCKS}known"  # for documents of an earlier state
 
 
 def write(recipe: Recipe, folder: Path) -> None:
@@ -102,19 +110,38 @@ def _write(recipe: Recipe, corpus: Blocks, folder: Path) -> None:
             for name, split in index.splits.items()
         }
         bar = stack.enter_context(progress(recipe, index.position[2]))
+        hashes = stack.enter_context(closing(HashWriter(folder, index)))
         full = [len(writer.full) for writer in writers.values()]
+        earlier, known = _remembered(recipe, folder, index), 0
         for after, invalid, splits in _encoded(recipe, corpus, folder, index.position):
-            for split, ids, documents, size in splits:
-                writers[split].append(ids, documents, size)
+            for split, documents, count, size in splits:
+                writers[split].append(documents.ids, count, size)
+                hashes.append(split, documents.hashes)
+                known += documents.known
             invalid += index.invalid_documents
             index = replace(index, position=[*after], invalid_documents=invalid)
             if full != (full := [len(writer.full) for writer in writers.values()]):
+                hashes.sync()
                 _save(folder, index, writers)
             _show(bar, after.read, writers)
         if not any(writer.tokens for writer in writers.values()):
             source = recipe.config.source
             raise UserError(f"data.source={source} contains no text; choose a corpus that does")
+        hashes.sync()
+        shutil.rmtree(folder / KNOWN, ignore_errors=True)
+        if known:
+            done = sum(writer.documents for writer in writers.values())
+            logger.info("%s of %s documents are those of %s", f"{known:,}", f"{done:,}", earlier)
         finish(recipe, folder, index, writers)
+
+
+def _remembered(recipe: Recipe, folder: Path, index: Index) -> Path | None:
+    """Look for an earlier state of the corpus, and write down where its documents are."""
+    end = recipe.tokenizer.end_of_text
+    earlier = earlier_state(folder.parent, recipe.config.source, index)
+    if earlier is None or end is None or not remember(earlier, end, folder / KNOWN):
+        return None
+    return earlier
 
 
 def _save(folder: Path, index: Index, writers: dict[str, ResumedWriter]) -> None:
@@ -148,7 +175,7 @@ class Encoded(NamedTuple):
 
     after: Position
     invalid: int
-    splits: list[tuple[str, Tokens, int, int]]  # name, ids, documents, bytes of text
+    splits: list[tuple[str, Documents, int, int]]  # name, tokens, documents, bytes of text
 
 
 def _encoded(
@@ -196,7 +223,7 @@ def _in_turn(
         yield waiting.popleft().result()
 
 
-_tokenizer: Tokenizer
+_encoder: Encoder
 
 
 def _begin_process(folder: Path) -> None:
@@ -207,15 +234,15 @@ def _begin_process(folder: Path) -> None:
 
 
 def _begin(folder: Path) -> None:
-    global _tokenizer  # per process: made once, not sent with every block
-    _tokenizer = from_dict(shards.load_index(folder).tokenizer)
+    global _encoder  # per process: made once, not sent with every block
+    _encoder = Encoder(from_dict(shards.load_index(folder).tokenizer), folder / KNOWN)
 
 
 def _encode(block: Block | TokenBlock) -> Encoded:
     if isinstance(block, TokenBlock):
-        return Encoded(block.after, 0, [(block.split, block.ids, 0, 0)])
+        return Encoded(block.after, 0, [(block.split, Documents(block.ids, b"", 0), 0, 0)])
     splits = [
-        (split, _tokenizer.encode_documents(texts), len(texts), sum(map(len, texts)))
+        (split, _encoder.encode(texts), len(texts), sum(map(len, texts)))
         for split, texts, _ in stretches_of(block)
     ]
     return Encoded(block.after, block.invalid, splits)

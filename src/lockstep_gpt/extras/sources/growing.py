@@ -1,0 +1,164 @@
+"""Copies the tokens of documents that an earlier state of a corpus has, and tokenizes the others.
+
+Next to its token files, a prepared folder has a hash of each document's text. A build looks up its
+documents in the newest folder with the same tokenizer, and copies their tokens. The result is bit
+for bit that of a build from nothing, and the earlier folder stays as it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from lockstep_gpt.config import UserError
+from lockstep_gpt.data import shards
+from lockstep_gpt.data.prepare import SPLITS
+from lockstep_gpt.data.shards import Index
+from lockstep_gpt.data.tokenizer import Tokenizer, Tokens
+
+SIZE = 16  # bytes of a hash: no two of 2**40 documents share one, with a chance of 1 - 2**-49
+KEYS, PLACES, FOLDER = "keys.npy", "places.npy", "folder"  # of what `remember` writes
+
+
+def hashes_of(folder: Path, split: str) -> Path:
+    """Return the file with the hashes of a split's documents."""
+    return folder / f"{split}.hashes"
+
+
+class HashWriter:
+    """Appends documents' hashes to the files of a folder, from where its index ends."""
+
+    def __init__(self, folder: Path, index: Index) -> None:
+        self.folder = folder
+        self._files: dict[str, Any] = {}
+        for name, split in index.splits.items():
+            if hashes_of(folder, name).exists():
+                os.truncate(hashes_of(folder, name), split.documents * SIZE)
+
+    def append(self, split: str, hashes: bytes) -> None:
+        """Append the hashes of documents, if there are any: tokens without documents have none."""
+        if hashes and split not in self._files:
+            self._files[split] = hashes_of(self.folder, split).open("ab")
+        if hashes:
+            self._files[split].write(hashes)
+
+    def sync(self) -> None:
+        """Flush everything to disk, before an index says that it is there."""
+        for file in self._files.values():
+            file.flush()
+            os.fsync(file.fileno())
+
+    def close(self) -> None:
+        """Close the files."""
+        for file in self._files.values():
+            file.close()
+
+
+def earlier_state(root: Path, source: str, index: Index) -> Path | None:
+    """Return the newest prepared folder of a source whose tokens `index`'s tokenizer made."""
+    found = [path for path in root.glob(f"{source}-????????") if hashes_of(path, "train").exists()]
+    for folder in sorted(found, key=lambda path: path.stat().st_mtime, reverse=True):
+        with contextlib.suppress(UserError):  # a damaged one is not usable
+            other = shards.load_index(folder)
+            shards.check_sizes(folder, other)
+            if other.tokenizer == index.tokenizer and _is_whole(folder, other):
+                return folder
+    return None
+
+
+def _is_whole(folder: Path, index: Index) -> bool:
+    paths = {name: hashes_of(folder, name) for name in SPLITS}
+    sizes = {name: path.stat().st_size if path.exists() else 0 for name, path in paths.items()}
+    return all(sizes[name] == index.splits[name].documents * SIZE for name in SPLITS)
+
+
+def remember(folder: Path, end_of_text: int, place: Path) -> bool:
+    """Write to `place` where the tokens of each document of `folder` are, sorted by hash.
+
+    Return whether the folder's tokens have as many ends as it has documents.
+    """
+    keys, places, before = [], [], 0
+    for split in SPLITS:
+        if not hashes_of(folder, split).exists():
+            continue
+        hashes = np.fromfile(hashes_of(folder, split), "<u8").reshape(-1, SIZE // 8)
+        tokens = shards.open_split(folder, split)
+        ends = np.flatnonzero(tokens == end_of_text) + 1
+        if len(ends) != len(hashes):
+            return False
+        starts = np.concatenate([[0], ends[:-1]])
+        keys.append(hashes)
+        places.append(np.stack([starts + before, ends + before], 1))
+        before += len(tokens)
+    joined = np.concatenate(keys)
+    order = np.argsort(joined[:, 0], kind="stable")
+    place.mkdir()
+    np.save(place / KEYS, np.ascontiguousarray(joined[order].T))  # each half is contiguous
+    np.save(place / PLACES, np.concatenate(places)[order])
+    (place / FOLDER).write_text(str(folder.absolute()))
+    return True
+
+
+class Documents(NamedTuple):
+    """Encoded documents: their ids, their hashes, and how many weren't tokenized again."""
+
+    ids: Tokens
+    hashes: bytes
+    known: int
+
+
+class Encoder:
+    """Encodes documents; copies the tokens of those that are known.
+
+    Args:
+        tokenizer: for the others.
+        place: what `remember` wrote, or nothing yet.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, place: Path) -> None:
+        self.tokenizer = tokenizer
+        self.keys: npt.NDArray[np.uint64] | None = None
+        if place.exists():
+            folder = Path((place / FOLDER).read_text())
+            self.keys = np.load(place / KEYS, mmap_mode="r")
+            self.places = np.load(place / PLACES, mmap_mode="r")
+            present = [split for split in SPLITS if hashes_of(folder, split).exists()]
+            self.tokens = [shards.open_split(folder, split) for split in present]
+
+    def encode(self, texts: Sequence[bytes]) -> Documents:
+        """Return the ids of valid texts one after another, each followed by the end of text."""
+        hashes = b"".join(hashlib.blake2b(text, digest_size=SIZE).digest() for text in texts)
+        if self.keys is None:
+            return Documents(self.tokenizer.encode_documents(texts), hashes, 0)
+        wanted = np.frombuffer(hashes, "<u8").reshape(-1, SIZE // 8).T
+        rows = np.minimum(np.searchsorted(self.keys[0], wanted[0]), self.keys.shape[1] - 1)
+        known = (self.keys[:, rows] == wanted).all(axis=0)
+        if not known.any():
+            return Documents(self.tokenizer.encode_documents(texts), hashes, 0)
+        new = [text for text, is_known in zip(texts, known, strict=True) if not is_known]
+        made = iter(self._apart(new))
+        parts = [
+            self._copied(*self.places[row]) if is_known else next(made)
+            for row, is_known in zip(rows, known, strict=True)
+        ]
+        return Documents(np.concatenate(parts), hashes, int(known.sum()))
+
+    def _apart(self, texts: Sequence[bytes]) -> Sequence[Tokens]:
+        if not texts:
+            return []
+        ids = self.tokenizer.encode_documents(texts)
+        return np.split(ids, np.flatnonzero(ids == self.tokenizer.end_of_text)[:-1] + 1)
+
+    def _copied(self, start: int, end: int) -> Tokens:
+        for tokens in self.tokens:
+            if start < len(tokens):
+                return tokens[start:end]
+            start, end = start - len(tokens), end - len(tokens)
+        raise AssertionError("every place is in one of the splits")
