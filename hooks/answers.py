@@ -74,6 +74,12 @@ EXTRAS = {
         "src/lockstep_gpt/extras/sources/",
         "tests/extras/sources/",
     ),
+    "mixtures": (
+        "configs/data/mixture.yaml",
+        "docs/mixtures.md",
+        "src/lockstep_gpt/extras/mixtures/",
+        "tests/extras/mixtures/",
+    ),
     "ladder": ("scripts/ladder/", "tests/ladder/"),
     "apple": (
         "configs/trainer/mps.yaml",

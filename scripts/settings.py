@@ -30,6 +30,7 @@ ROOT = Path(__file__).resolve().parents[1]
 CONFIGS, PAGE = ROOT / "configs", ROOT / "docs/settings.md"
 GROUPS = ("experiment", "model", "data", "optim")  # their choices set what the schema declares
 TYPES = {"int": "whole number", "float": "number", "str": "text", "bool": "true or false"}
+TYPES |= {"dict": "values by name", "list": "list"}
 # Indentation, name, value, and comment of a line in our YAML files.
 LINE = re.compile(r"( *)(\w+):(?: +([^#]+?))?(?: +# (.+))?")
 HEAD = """\
@@ -138,7 +139,10 @@ def meaning_of(item: dataclasses.Field[Any]) -> tuple[str, str]:
 def setting_row(schema: type[Any], item: dataclasses.Field[Any]) -> tuple[str, ...]:
     """Return the cells of a setting's row."""
     name = f"{schema.node}.{item.name}" if schema.node else item.name
-    default = "" if item.default is MISSING else f"`{as_typed(item.default)}`"
+    given = item.default
+    if item.default_factory is not dataclasses.MISSING:
+        given = item.default_factory()
+    default = "" if given is MISSING else f"`{as_typed(given)}`"
     means = item.metadata["meaning"]
     means += "; kept on resume" * ((item.metadata["on_resume"] or schema.on_resume) == "kept")
     return f"`{name}`", values_of(schema, item), default.replace("``", ""), means
@@ -152,7 +156,7 @@ def values_of(schema: type[Any], item: dataclasses.Field[Any]) -> str:
         f"{rule.replace('_', ' ')} {limit}" for rule, limit in item.metadata["limits"].items()
     )
     chosen = ", ".join(f"`{choice}`" for choice in item.metadata["choices"] or ())
-    values = chosen or f"{TYPES[kind]} {limits}".rstrip()
+    values = chosen or f"{TYPES[kind.partition('[')[0]]} {limits}".rstrip()
     return f"{values}; or null" if null else values
 
 

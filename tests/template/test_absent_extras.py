@@ -25,6 +25,7 @@ WORDS = {
     "documents": r"mask_documents|data\.packing|documents\.md",
     "cluster": "lockstep-gpt (plan|doctor|drill)",
     "sources": "data.num_workers|datasets|pyarrow|parquet|data=jsonl|tokenizer=bpe|zstandard",
+    "mixtures": r"data=mixture|data\.weights|mixtures\.md|tokenizer_from",
     "ladder": "scripts/ladder|pitfalls.py",
     "apple": r"trainer=mps|Apple GPU",
     "container": r"docker build|devcontainer",

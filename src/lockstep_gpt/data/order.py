@@ -32,11 +32,11 @@ def permute(indices: Positions, size: int, seed: int, epoch: int) -> Positions:
     if size < FEW:
         return _shuffled(size, seed, epoch)[indices]
     bits = max(2, (size - 1).bit_length())
-    keys = _round_keys(seed, epoch)
-    result = _feistel(indices.astype(np.uint64), bits, keys)
+    keys = round_keys(seed, epoch)
+    result = feistel(indices.astype(np.uint64), bits, keys)
     outside = np.flatnonzero(result >= size)
     while outside.size:
-        again = _feistel(result[outside], bits, keys)
+        again = feistel(result[outside], bits, keys)
         result[outside] = again
         outside = outside[again >= size]
     return result.astype(np.int64)
@@ -50,19 +50,19 @@ def _shuffled(size: int, seed: int, epoch: int) -> Positions:
 
 
 @lru_cache(maxsize=256)
-def _round_keys(seed: int, epoch: int) -> Words:
+def round_keys(seed: int, epoch: int) -> Words:
     """Draw one key per round; `spawn_key` keeps (seed, epoch) pairs distinct for any seed."""
     sequence = np.random.SeedSequence(seed, spawn_key=(epoch,))
     return sequence.generate_state(ROUNDS, np.uint64).astype(np.uint64)
 
 
-def _feistel(values: Words, bits: int, keys: Words) -> Words:
+def feistel(values: Words, bits: int | Positions, keys: Words) -> Words:
     """Permute range(2**bits); the halves change alternately, as they may differ by one bit."""
     low_bits = bits // 2
     low_mask = np.uint64((1 << low_bits) - 1)
     high_mask = np.uint64((1 << (bits - low_bits)) - 1)
     high, low = values >> np.uint64(low_bits), values & low_mask
-    for even, odd in keys.reshape(-1, 2):
+    for even, odd in zip(keys[::2], keys[1::2], strict=True):
         high = high ^ (_mix(low + even) & high_mask)
         low = low ^ (_mix(high + odd) & low_mask)
     return (high << np.uint64(low_bits)) | low

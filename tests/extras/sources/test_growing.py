@@ -134,7 +134,7 @@ def test_tokens_of_another_tokenizer_are_not_copied(tmp_path, tokenized, bpe):
     prepare(settings(tmp_path))
     tokenized.clear()
     prepare(settings(tmp_path, tokenizer=bpe))
-    assert len(tokenized) == 80
+    assert len([text for text in tokenized if text[:1].isdigit()]) == 80
 
 
 @pytest.mark.parametrize("damage", ["hashes", "tokens", "index"])

@@ -4,17 +4,27 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
+from functools import cache, partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from lockstep_gpt.config import DataConfig
 from lockstep_gpt.data import shards
 from lockstep_gpt.data.datamodule import Feed, TokenDataModule
-from lockstep_gpt.data.order import Order, Positions, validation_rows, windows
+from lockstep_gpt.data.order import (
+    FEW,
+    Order,
+    Positions,
+    Words,
+    feistel,
+    round_keys,
+    validation_rows,
+    windows,
+)
 from lockstep_gpt.extras.mixtures.mixed_windows import windows_by_source
 from lockstep_gpt.extras.mixtures.mixture_settings import MixtureData
 from lockstep_gpt.extras.mixtures.shares import phases
@@ -32,18 +42,41 @@ class MixedOrder:
         """Take settings, each source's training windows, and the windows of the run."""
         self.sizes, self.phases = dict(sizes), phases(data, sizes, planned)
         self.turns = Turns(self.phases)
+        self._sizes = np.array([*sizes.values()])
+        self._bits = np.array([(size - 1).bit_length() for size in sizes.values()])
+        self._first = np.cumsum(self._sizes) - self._sizes
 
     def windows(self, positions: Positions, _size: int, seed: int) -> Positions:
         """Return the window at each of `positions`, any shape, numbered over all sources."""
         sources, numbers = self.turns.at(positions.ravel())
-        result = np.empty_like(numbers)
-        first = 0
-        for place, (name, size) in enumerate(self.sizes.items()):
-            here = np.flatnonzero(sources == place)
-            if here.size:
-                result[here] = first + windows(numbers[here], size, seed_of(seed, name))
-            first += size
-        return result.reshape(positions.shape)
+        seeds = [seed_of(seed, name) for name in self.sizes]
+        sizes, result = self._sizes[sources], np.empty_like(numbers)
+        for place in np.flatnonzero(self._sizes < FEW):
+            here = sources == place
+            result[here] = windows(numbers[here], int(self._sizes[place]), seeds[place])
+        large = np.flatnonzero(sizes >= FEW)
+        epochs = numbers[large] // sizes[large]
+        for epoch in np.unique(epochs).tolist():
+            here = large[epochs == epoch]
+            keys = np.stack([round_keys(each, epoch) for each in seeds], axis=1)
+            result[here] = self._permuted(numbers[here] - epoch * sizes[here], sources[here], keys)
+        total: Positions = result + self._first[sources]
+        return total.reshape(positions.shape)
+
+    def _permuted(
+        self, offsets: Positions, sources: npt.NDArray[np.uint8], keys: Words
+    ) -> Positions:
+        """Return `order.permute` of the sources' offsets, all (N,), by their keys, (8, sources).
+
+        A call of it for each source would cost more than the rest of the order.
+        """
+        sizes, bits, own = self._sizes[sources], self._bits[sources], keys[:, sources]
+        result, outside = offsets.astype(np.uint64), np.arange(len(offsets))
+        while outside.size:
+            again = feistel(result[outside], bits[outside], own[:, outside])
+            result[outside] = again
+            outside = outside[again >= sizes[outside]]
+        return result.astype(np.int64)
 
     def counts(self, position: int) -> dict[str, int]:
         """Return how many windows of each source come before `position`."""
@@ -54,6 +87,7 @@ class MixedOrder:
         return {name: each / self.sizes[name] for name, each in self.counts(position).items()}
 
 
+@cache
 def seed_of(seed: int, name: str) -> int:
     """Return the seed of a source's permutations."""
     return int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:8])

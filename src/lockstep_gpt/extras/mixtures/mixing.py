@@ -108,18 +108,19 @@ def _kind(index: Index) -> str:
 
 def _with_tokenizer(config: Any, values: dict[str, Any]) -> DataConfig:
     """Return a source's settings with the tokenizer of another, if they can name one."""
-    changed: dict[str, Any] = {"tokenizer": values["kind"]}
+    name = values["kind"]
     if "json" in values:
         digest = hashlib.sha256(values["json"].encode()).hexdigest()[:8]
         path = Path(config.root).expanduser() / "tokenizers" / f"{digest}.json"
         if not path.is_file():
             path.parent.mkdir(parents=True, exist_ok=True)
             replace_text(path, values["json"])
-        # Only sources without text need to know its size.
-        is_given = any(item.name == "vocab_size" and item.default for item in fields(config))
-        changed = {"tokenizer": str(path), "vocab_size": values["vocab_size"] if is_given else None}
-    known = {item.name for item in fields(config)}
-    return cast(DataConfig, replace(config, **{k: v for k, v in changed.items() if k in known}))
+        name = str(path)
+    defaults = {item.name: item.default for item in fields(config)}
+    # Only token files say how many ids there are; text has as many as its tokenizer.
+    size = values["vocab_size"] if defaults.get("vocab_size") else None
+    changed = {"tokenizer": name, "vocab_size": size}
+    return cast(DataConfig, replace(config, **{k: changed[k] for k in changed if k in defaults}))
 
 
 def _sum(indexes: Iterable[Index], name: str) -> Split:

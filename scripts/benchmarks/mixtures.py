@@ -1,0 +1,161 @@
+"""What a mixture costs beside a single corpus of as many tokens: startup, batches, memory.
+
+usage: python scripts/benchmarks/mixtures.py [--sources 10] [--tokens 1_000_000_000] [--rounds 9]
+
+The token files are sparse: zeros that take no space on disk. Startup is what a rank does from the
+frozen settings to the windows of its first batch, in a new process that has imported everything.
+Batches are of 16 x 1024 tokens in random windows of pages that were read before, including the
+opening of the files for every 200; rounds of both kinds alternate.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from itertools import islice
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from lockstep_gpt.data import prepare as preparing
+from lockstep_gpt.data.datamodule import TokenDataModule
+from lockstep_gpt.data.prepare import folder_of, opened, recipe_of
+from lockstep_gpt.data.shards import FORMAT, Index, Shard, Split, write_index
+from lockstep_gpt.data.windows import widen
+from lockstep_gpt.extras.mixtures.mixed_data import MixedDataModule
+from lockstep_gpt.extras.mixtures.mixture_settings import MixtureData
+from lockstep_gpt.extras.sources.numbers import SyntheticData
+
+B, T, VOCABULARY = 16, 1024, 50257
+BATCHES = 200  # in a round
+
+
+def main() -> None:
+    """Measure, and print one table; with `--one`, be the process that is measured."""
+    options = _options()
+    if options.one:
+        print(json.dumps(_one(Path(options.folder), options.one, options.weights)))
+        return
+    with tempfile.TemporaryDirectory(dir=options.folder) as root:
+        _make(Path(root), options.sources, options.tokens)
+        for weights in ("round", "odd"):
+            found = {kind: [] for kind in ("single", "mixture")}
+            for _ in range(options.rounds):
+                for kind, rows in found.items():
+                    rows.append(_measured(root, kind, weights))
+            print(f"{options.sources} sources of {options.tokens:,} tokens, {weights} weights")
+            for name in found["single"][0]:
+                one, other = (statistics.median(row[name] for row in found[k]) for k in found)
+                print(f"  {name:<28}{one:12.4f} single{other:12.4f} mixture {other / one:8.3f} x")
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--sources", type=int, default=10)
+    parser.add_argument("--tokens", type=int, default=1_000_000_000, help="of each source")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--folder", help="where the tokens go (default: the system's)")
+    parser.add_argument("--weights", default="round")
+    parser.add_argument("--one", choices=("single", "mixture"), help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def _data(root: Path, sources: int, tokens: int, weights: str) -> MixtureData:
+    each = {
+        f"s{number}": {"source": "synthetic", "tokens": tokens + number}
+        for number in range(sources)
+    }
+    shares = [number + 1 for number in range(sources)]
+    if weights == "odd":
+        shares = [1.2345678 ** (number + 1) for number in range(sources)]
+    return MixtureData(root=str(root), sources=each, weights=dict(zip(each, shares, strict=True)))
+
+
+def _make(root: Path, sources: int, tokens: int) -> None:
+    """Write sparse prepared folders of each source, of the mixture, and of one large corpus."""
+    data = _data(root, sources, tokens, "round")
+    for own in [*data.each().values(), SyntheticData(root=str(root), tokens=sources * tokens)]:
+        _make_sparse(own)
+    folder = preparing.prepare(data)
+    fingerprint = preparing.shards.load_index(folder).fingerprint
+    (root / "measured.json").write_text(json.dumps([sources, tokens, fingerprint]))
+
+
+def _make_sparse(data: Any) -> None:
+    recipe = recipe_of(data)
+    data.fingerprint = recipe.fingerprint
+    folder, splits = folder_of(data), {}
+    folder.mkdir(parents=True)
+    for name, tokens in (("train", data.tokens - 100_000), ("val", 100_000)):
+        with (folder / f"{name}-00000.bin").open("wb") as file:
+            file.truncate(2 * tokens)
+        splits[name] = Split(tokens, shards=[Shard(f"{name}-00000.bin", tokens, "")])
+    tokenizer = recipe.tokenizer.to_dict()
+    own = {**recipe.settings, "held_out": None}
+    of = (recipe.fingerprint, recipe.fingerprints, own, splits)
+    write_index(folder, Index(FORMAT, "<u2", tokenizer, *of))
+
+
+def _measured(root: str, kind: str, weights: str) -> dict[str, float]:
+    words = [sys.executable, __file__, "--folder", root, "--one", kind, "--weights", weights]
+    done = subprocess.run(words, check=True, capture_output=True, text=True)
+    return dict(json.loads(done.stdout))
+
+
+def _one(root: Path, kind: str, weights: str) -> dict[str, float]:
+    sources, tokens, fingerprint = json.loads((root / "measured.json").read_text())
+    mixture = _data(root, sources, tokens, weights)
+    mixture.fingerprint = fingerprint
+    single = SyntheticData(root=str(root), tokens=sources * tokens)
+    single.fingerprint = recipe_of(single).fingerprint
+    before, memory = time.perf_counter(), _memory()
+    begun = time.process_time()
+    shape = {"block_size": T, "micro_size": B, "accumulation": 1, "seed": 1}
+    if kind == "single":
+        module: Any = TokenDataModule(opened(single), **shape)
+    else:
+        module = MixedDataModule(mixture, opened(mixture), **shape)
+    device = SimpleNamespace(root_device=SimpleNamespace(type="cpu"))
+    places = {"global_rank": 0, "world_size": 1, "global_step": 0, "max_steps": 10**6}
+    module.trainer = SimpleNamespace(strategy=device, **places)
+    stream = module.train_dataloader().batches
+    rows = next(iter(stream.rows(0, 1)))
+    startup, cpu = time.perf_counter() - before, time.process_time() - begun
+    assert len(rows) == B
+    passes = []
+    for _ in range(6):  # the first maps the pages of these batches
+        started = time.process_time()
+        for _ in islice(map(widen, stream), BATCHES):
+            pass
+        passes.append((time.process_time() - started) / BATCHES)
+    each = statistics.median(passes[1:])
+    again = time.process_time()
+    order = module.order_of(seed=1, size=module.train_windows, micro_size=B, rank=0, world_size=1)
+    for _ in islice(order.stream(0), 10 * BATCHES):
+        pass
+    chosen = (time.process_time() - again) / 10 / BATCHES
+    return {
+        "startup, seconds": startup,
+        "startup, CPU seconds": cpu,
+        "batch, CPU ms": each * 1e3,
+        "of which choosing, CPU ms": chosen * 1e3,
+        "own memory, MiB": (_memory() - memory) / 2**20,
+        "peak of the process, MiB": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+    }
+
+
+def _memory() -> int:
+    """Return the bytes of this process that are not backed by a file."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    (kilobytes,) = (line.split()[1] for line in lines if line.startswith("RssAnon"))
+    return int(kilobytes) << 10
+
+
+if __name__ == "__main__":
+    main()

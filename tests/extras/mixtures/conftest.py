@@ -1,0 +1,40 @@
+"""Small corpora for mixtures."""
+
+import numpy as np
+import pytest
+
+from lockstep_gpt.config import data_sources
+from lockstep_gpt.extras.mixtures.mixture_settings import MixtureData
+
+LETTERS = {"code": "xyz", "poems": "aeiou", "prose": "klmnop"}
+
+
+@pytest.fixture
+def corpora(tmp_path):
+    """Write three corpora of random letters; return a function that mixes some of them."""
+    sizes = {"code": 30_000, "poems": 2_000, "prose": 9_000}
+    for name, letters in LETTERS.items():
+        text = np.random.default_rng(len(letters)).choice([*letters, " "], sizes[name])
+        (tmp_path / name).write_text("".join(text))
+
+    def mixed(names="code poems prose", sources=None, **changes):
+        own = {
+            name: {"source": "text", "path": str(tmp_path / name), "val_fraction": 0.2}
+            for name in names.split()
+        }
+        weights = dict.fromkeys(own, 1.0) if not {"weights", "epochs"} & {*changes} else {}
+        settings = {"root": str(tmp_path / "data"), "weights": weights, **changes}
+        return MixtureData(sources={**own, **(sources or {})}, **settings)
+
+    return mixed
+
+
+@pytest.fixture
+def single(tmp_path):
+    """Return the settings of one of the corpora alone."""
+
+    def settings(name):
+        own = {"path": str(tmp_path / name), "val_fraction": 0.2}
+        return data_sources()["text"](root=str(tmp_path / "data"), **own)
+
+    return settings
