@@ -1,0 +1,133 @@
+"""The order of a mixture is a function of the position alone."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lockstep_gpt.data.order import Order, windows
+from lockstep_gpt.data.prepare import prepare
+from lockstep_gpt.data.windows import widen
+from lockstep_gpt.extras.mixtures.mixed_data import MixedDataModule, MixedOrder, seed_of
+from lockstep_gpt.registry import asked
+
+SIZES = {"a": 1, "b": 7, "c": 130, "d": 5000}
+T, B = 16, 4
+
+
+def order_of(weights, sizes=SIZES, **changes):
+    own = {"epochs": {}, "weights": weights, "schedule": [], **changes}
+    return MixedOrder(SimpleNamespace(**own), sizes, planned=10_000)
+
+
+@given(
+    st.lists(st.floats(0.01, 1), min_size=4, max_size=4), st.integers(0, 10**9), st.integers(0, 9)
+)
+def test_each_source_goes_through_its_own_epochs(weights, start, seed):
+    order = order_of(dict(zip(SIZES, weights, strict=True)))
+    positions = np.arange(start, start + 600)
+    found = order.windows(positions, 0, seed)
+    sources, numbers = order.turns.at(positions)
+    first = 0
+    for place, (name, size) in enumerate(SIZES.items()):
+        here = sources == place
+        expected = first + windows(numbers[here], size, seed_of(seed, name))
+        assert found[here].tolist() == expected.tolist()
+        first += size
+
+
+def test_an_epoch_of_a_source_has_each_window_once_and_the_next_another_order():
+    order = order_of({"c": 1.0, "d": 2.0}, {"c": 130, "d": 5000})
+    found = order.windows(np.arange(3 * 390), 0, 1)
+    own = found[found < 130].reshape(3, 130)
+    assert all(sorted(epoch) == [*range(130)] for epoch in own.tolist())
+    assert len({tuple(epoch) for epoch in own.tolist()}) == 3
+
+
+def test_another_source_does_not_change_the_order_within_one():
+    one = order_of({"c": 1.0, "d": 1.0}, {"c": 130, "d": 5000}).windows(np.arange(500), 0, 1)
+    other = order_of({"b": 1.0, "c": 1.0}, {"b": 400, "c": 130}).windows(np.arange(500), 0, 1)
+    assert one[one < 130].tolist() == (other[other >= 400] - 400).tolist()
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 6])
+def test_a_step_has_the_same_windows_on_any_number_of_ranks(world):
+    order = order_of(dict.fromkeys(SIZES, 1.0))
+    per_rank = 12 // world
+    streams = [
+        Order(7, 0, 2, rank, world, per_rank // 2, rule=order.windows).stream(0)
+        for rank in range(world)
+    ]
+    steps = [
+        np.concatenate([next(stream) for stream in streams for _ in range(per_rank // 2)])
+        for _ in range(50)
+    ]
+    assert np.array_equal(np.concatenate(steps), order.windows(np.arange(600), 0, 7))
+
+
+def module_of(data, rank=0, world=1, samples=0, **changes):
+    shape = {"block_size": T, "micro_size": B, "accumulation": 1, "seed": 5, **changes}
+    (make,) = filter(None, asked("DATA_MODULE", data))
+    module = make(prepare(data), **shape)
+    device = SimpleNamespace(root_device=SimpleNamespace(type="cpu"))
+    places = {"global_rank": rank, "world_size": world, "global_step": 0, "max_steps": 100}
+    module.trainer = SimpleNamespace(strategy=device, **places)
+    module.resume_at(0, samples)
+    return module
+
+
+def test_batches_are_of_the_mixture_and_a_resume_continues_at_the_sample(corpora):
+    data = corpora(weights={"code": 0.5, "poems": 0.2, "prose": 0.3})
+    batches = iter(module_of(data).train_dataloader())
+    all_of_them = [next(batches)[0].numpy() for _ in range(25)]
+    letters = {"code": b"xyz", "poems": b"aeiou", "prose": b"klmnop"}
+    taken = dict.fromkeys(letters, 0)
+    for window in np.concatenate(all_of_them):
+        (name,) = [name for name in letters if {*window.tolist()} <= {*letters[name], 32}]
+        taken[name] += 1
+    assert taken == {"code": 50, "poems": 20, "prose": 30}
+    resumed = iter(module_of(data, samples=10 * B).train_dataloader())
+    for expected in all_of_them[10:]:
+        assert np.array_equal(next(resumed)[0].numpy(), expected)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_each_validation_batch_is_of_one_source_and_each_window_comes_once(world, corpora):
+    modules = [module_of(corpora(), rank, world) for rank in range(world)]
+    each = [module.rows_by_source() for module in modules]
+    first = 0
+    for name, size in modules[0].held_out.items():
+        rows = np.concatenate([own[name].ravel() for own in each])
+        assert sorted(rows[rows >= 0].tolist()) == [*range(first, first + size)]
+        assert len({own[name].shape for own in each}) == 1
+        first += size
+    assert first == modules[0].val_windows
+    assert len([*modules[0].val_dataloader()]) == sum(map(len, each[0].values()))
+
+
+def test_val_tokens_are_divided_equally_and_each_source_has_a_window(corpora):
+    module = module_of(corpora(), val_tokens=30 * T)
+    assert module.validated == {"code": 10, "poems": 10, "prose": 10}
+    assert module_of(corpora(), val_tokens=1).val_windows == 3
+    assert module_of(corpora(), val_tokens=300 * T).validated["poems"] < 100
+
+
+def test_a_source_without_a_whole_window_is_named(corpora, tmp_path):
+    (tmp_path / "poems").write_text("a e i o u" * 8)
+    with pytest.raises(
+        ValueError, match=r"model.block_size=16 needs 17 .* the poems/val split has"
+    ):
+        module_of(corpora())
+
+
+def test_other_sources_have_their_usual_data_module(single):
+    assert not any(
+        isinstance(made, MixedDataModule) for made in asked("DATA_MODULE", single("code"))
+    )
+
+
+def test_targets_follow_tokens(corpora):
+    tokens, targets = widen(next(iter(module_of(corpora()).train_dataloader())))
+    assert tokens[:, 1:].tolist() == targets[:, :-1].tolist()

@@ -1,0 +1,158 @@
+"""Real runs on a mixture: killed and resumed, reported, and continued with other settings."""
+
+import csv
+import json
+import re
+import shutil
+
+import numpy as np
+import pytest
+import torch
+import yaml
+
+from lockstep_gpt.registry import merged
+
+KILL = """
+import os, signal, lightning
+class Kill(lightning.Callback):
+    def on_train_batch_start(self, trainer, *_):
+        last = trainer.global_rank == trainer.world_size - 1
+        if trainer.global_step == 13 and last and not os.path.exists("killed"):
+            open("killed", "w").close()
+            os.kill(os.getpid(), signal.SIGKILL)
+"""
+RANKS = ("trainer=cpu", "strategy=ddp", "strategy.process_group_backend=gloo")
+ROW = (
+    "trainer/step",
+    "train/loss",
+    "val/loss",
+    "val/loss/code",
+    "val/loss/prose",
+    "data/tokens/prose",
+)
+
+
+def words(command):
+    """Return the settings of a mixture of two small corpora."""
+    for name, letters in (("code", "xyz "), ("prose", "klmnop ")):
+        text = np.random.default_rng(len(letters)).choice([*letters], 20_000)
+        (command.folder / f"{name}.txt").write_text("".join(text))
+    sources = [f"data.sources.{name}=text" for name in ("code", "prose")]
+    paths = [f"data.sources.{name}.path={command.folder}/{name}.txt" for name in ("code", "prose")]
+    weights = ["data.weights.code=0.7", "data.weights.prose=0.3"]
+    root = f"data.root={command.folder}/data"
+    sizes = ["batch.global_size=6", "batch.micro_size=1", "checkpoint.every=5"]
+    return ["data=mixture", root, *sources, *paths, *weights, *sizes]
+
+
+def rows(run):
+    with (run / "metrics.csv").open() as file:
+        return list(csv.DictReader(file))
+
+
+def weights_of(run):
+    return torch.load(run / "checkpoints/step=000020.ckpt")["state_dict"]
+
+
+@pytest.fixture(scope="module")
+def mixed(finished, tmp_path_factory):
+    """A finished run on a mixture, and its command."""
+    command = type(finished[0])(tmp_path_factory.mktemp("mixed"), finished[0].data_root)
+    schedule = "data.schedule=[{from: 0.5, weights: {prose: 1}}]"
+    said = command.train(*words(command), schedule, "run_dir=run").stdout
+    return command, said
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_a_killed_run_restarts_to_the_same_bits(world, command):
+    own = [*words(command), *RANKS, f"trainer.devices={world}"]
+    command.train(*own, "run_dir=whole")
+    (command.folder / "killer.py").write_text(KILL)
+    kill = "+callbacks.kill._target_=killer.Kill"
+    said = command.train(*own, kill, "run_dir=killed", PYTHONPATH=str(command.folder))
+    assert f"rank {world - 1} was killed by SIGKILL; restarting" in said.stderr
+    runs = [command.folder / "whole", command.folder / "killed"]
+    whole, killed = map(weights_of, runs)
+    assert all(torch.equal(whole[name], killed[name]) for name in whole)
+    one, other = ([{name: row[name] for name in ROW} for row in rows(run)] for run in runs)
+    assert one[2:] == other[2:]
+
+
+def test_metrics_have_each_source_s_loss_and_tokens(mixed):
+    table = rows(mixed[0].folder / "run")
+    tokens = [(int(row["data/tokens/code"]), int(row["data/tokens/prose"])) for row in table]
+    assert [sum(each) for each in tokens] == [int(row["trainer/tokens"]) for row in table]
+    total = tokens[-1][0] + tokens[-1][1]
+    assert tokens[1] == (0.35 * total, 0.15 * total)
+    assert tokens[-1] == (0.35 * total, 0.65 * total)
+    last = table[-1]
+    assert float(last["val/loss"]) == float(last["val/loss/prose"])  # the last phase's only source
+    assert float(last["val/loss/code"]) > 0
+
+
+def test_the_receipt_says_shares_epochs_and_states(mixed):
+    command, said = mixed
+    places = sorted(path.name for path in (command.folder / "data").glob("text-*"))
+    assert re.search(r"  mixture    code 0.7 = 0.069 epochs of text-\w+, prose 0.3 = 0.13 ep", said)
+    assert all(place in said for place in places)
+    assert "  later      from sample 60: code 0, prose 1" in said
+
+
+def test_the_frozen_configuration_names_sources_and_one_fingerprint_of_all(mixed):
+    folder = mixed[0].folder
+    data = yaml.safe_load((folder / "run/config.yaml").read_text())["data"]
+    assert {name: own["source"] for name, own in data["sources"].items()} == {
+        "code": "text",
+        "prose": "text",
+    }
+    (place,) = (folder / "data").glob("mixture-*")
+    index = json.loads((place / "index.json").read_text())
+    assert data["fingerprint"] == index["fingerprint"]
+    assert sorted(index["settings"]["sources"]) == ["code", "prose"]
+
+
+def test_a_frozen_run_goes_on_after_a_corpus_changed(mixed, command):
+    shutil.copytree(mixed[0].folder, command.folder, dirs_exist_ok=True)
+    (command.folder / "prose.txt").write_text("other text " * 2000)
+    longer = ("max_steps=24", "data.planned_tokens=3840", f"data.root={command.folder}/data")
+    said = command("train", "run_dir=run", "resume=auto", *longer).stdout
+    assert "done in" in said
+    assert int(rows(command.folder / "run")[-1]["data/tokens/prose"]) == 2496 + 4 * 6 * 32
+
+
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        ("data.weights.code=0.5", "with data.weights.code=0.5 instead of 0.7, the run would have"),
+        (
+            "data.sources.code.documents=line",
+            "a run keeps its sources; here is data.sources.code.doc",
+        ),
+        ("max_steps=30", "data.planned_tokens=3840 to train longer"),
+    ],
+)
+def test_a_resume_may_not_change_the_past(change, line, mixed, command):
+    if change.startswith("data.sources") and "jsonl" not in merged("SOURCES"):
+        pytest.skip("no such extra")
+    shutil.copytree(mixed[0].folder, command.folder, dirs_exist_ok=True)
+    steps = () if change.startswith("max_steps") else ("max_steps=24", "data.planned_tokens=3840")
+    told = command("train", "run_dir=run", "resume=auto", change, *steps, status=2)
+    assert line in told.stderr
+
+
+def test_a_source_that_is_repeated_often_is_warned_of(command):
+    (command.folder / "tiny.txt").write_text("abc " * 60)
+    tiny = ["data.sources.tiny=text", f"data.sources.tiny.path={command.folder}/tiny.txt"]
+    tiny += ["data.weights.tiny=1", "data.sources.tiny.val_fraction=0.2"]
+    said = command.train(*words(command), *tiny, "run_dir=run").stdout
+    assert "the run takes data.sources.tiny 12 times; beyond 4 epochs the same tokens teach" in said
+    assert "the run takes data.sources.code" not in said
+
+
+def test_epochs_that_the_run_has_no_room_for_are_one_line(command):
+    own = [*words(command)[:-4], "data.epochs.prose=9", "run_dir=run"]
+    told = command.train(*own, status=2)
+    assert "data.epochs takes 5,5" in told.stderr
+    assert told.stderr.count("\n") == 1
+    assert not (command.folder / "run").exists()
