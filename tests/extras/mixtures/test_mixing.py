@@ -1,6 +1,7 @@
 """A mixture's prepared folder holds the state of every source."""
 
 import json
+import logging
 import os
 import shutil
 from dataclasses import replace
@@ -30,9 +31,15 @@ def test_its_index_counts_all_sources(corpora, single):
     index = load_index(prepare(corpora()))
     parts = [load_index(prepare(single(name))) for name in ("code", "poems", "prose")]
     for split in ("train", "val"):
-        for of in ("tokens", "documents", "text_bytes"):
+        for of in ("tokens", "text_bytes"):
             wanted = sum(getattr(part.splits[split], of) for part in parts)
             assert getattr(index.splits[split], of) == wanted
+
+
+def test_a_file_with_an_end_held_out_is_one_document(corpora, caplog):
+    caplog.set_level(logging.INFO)
+    prepare(corpora())
+    assert "prepared mixture: 3 documents, 0.0 MB -> " in caplog.text
 
 
 def test_weights_and_the_order_of_sources_make_no_other_tokens(corpora):

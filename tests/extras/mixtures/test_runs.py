@@ -70,9 +70,9 @@ def test_a_killed_run_restarts_to_the_same_bits(world, command):
     command.train(*own, "run_dir=whole")
     (command.folder / "killer.py").write_text(KILL)
     kill = "+callbacks.kill._target_=killer.Kill"
-    said = command.train(*own, kill, "run_dir=killed", PYTHONPATH=str(command.folder))
+    said = command.train(*own, kill, "run_dir=hit", PYTHONPATH=str(command.folder))
     assert f"rank {world - 1} was killed by SIGKILL; restarting" in said.stderr
-    runs = [command.folder / "whole", command.folder / "killed"]
+    runs = [command.folder / "whole", command.folder / "hit"]
     whole, killed = map(weights_of, runs)
     assert all(torch.equal(whole[name], killed[name]) for name in whole)
     one, other = ([{name: row[name] for name in ROW} for row in rows(run)] for run in runs)
@@ -124,7 +124,7 @@ def test_a_frozen_run_goes_on_after_a_corpus_changed(mixed, command):
 @pytest.mark.parametrize(
     ("change", "line"),
     [
-        ("data.weights.code=0.5", "with data.weights.code=0.5 instead of 0.7, the run would have"),
+        ("data.weights.code=0.5", "data.weights.code=0.5 instead of 0.7"),
         (
             "data.sources.code.documents=line",
             "a run keeps its sources; here is data.sources.code.doc",

@@ -9,14 +9,14 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, cast
 
 from lockstep_gpt.config import DataConfig, UserError
 from lockstep_gpt.data import shards
-from lockstep_gpt.data.corpora import Stretch
+from lockstep_gpt.data.corpora import ENDS, Stretch
 from lockstep_gpt.data.prepare import SPLITS, Recipe, begin, prepare
 from lockstep_gpt.data.shards import Index, Split
 from lockstep_gpt.data.tokenizer import Tokenizer, from_dict
@@ -123,10 +123,13 @@ def _with_tokenizer(config: Any, values: dict[str, Any]) -> DataConfig:
     return cast(DataConfig, replace(config, **{k: changed[k] for k in changed if k in defaults}))
 
 
-def _sum(indexes: Iterable[Index], name: str) -> Split:
+def _sum(indexes: Collection[Index], name: str) -> Split:
+    """Add up a split of all sources; a file with an end held out is a document of `train` only."""
     parts = [index.splits[name] for index in indexes]
-    of = ("tokens", "documents", "text_bytes")
-    return Split(*(sum(getattr(each, which) for each in parts) for which in of))
+    whole = [name == "train" or index.settings.get("held_out") != ENDS for index in indexes]
+    documents = sum(part.documents for part, counts in zip(parts, whole, strict=True) if counts)
+    tokens, text_bytes = (sum(getattr(p, of) for p in parts) for of in ("tokens", "text_bytes"))
+    return Split(tokens, documents, text_bytes)
 
 
 def _link(old: Path, new: Path) -> None:

@@ -8,7 +8,14 @@ from typing import Any, cast
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from lockstep_gpt.config import DataConfig, UserError, as_typed, check, data_sources, setting
+from lockstep_gpt.config import (
+    DataConfig,
+    UserError,
+    as_typed,
+    check,
+    data_sources,
+    setting,
+)
 
 NAME = r"[A-Za-z0-9_-]+"
 MOST = 255  # sources, so that a byte names one
