@@ -143,7 +143,7 @@ def test_leftovers_of_a_killed_start_do_not_matter(run):
 
 def test_a_place_that_cannot_be_written_is_rejected_in_one_line(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(UserError, match=r"^Not a directory: \S+ cannot be written; name another"):
+    with pytest.raises(UserError, match=r"^Not a directory: \S+ cannot be written; set another"):
         RunDirectory(tmp_path / "file" / "run").create(VALUES)
 
 
