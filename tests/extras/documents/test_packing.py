@@ -11,7 +11,11 @@ from lockstep_gpt.config import TextData, UserError, data_sources
 from lockstep_gpt.data.prepare import prepare, recipe_of
 from lockstep_gpt.data.shards import load_index, open_split
 from lockstep_gpt.extras.documents import packing
-from lockstep_gpt.extras.documents.packed_windows import PackedDataModule, PackedWindows, widened
+from lockstep_gpt.extras.documents.packed_windows import (
+    PackedDataModule,
+    PackedWindows,
+    widened,
+)
 from lockstep_gpt.extras.documents.packing import (
     best_fit,
     ends_of_documents,

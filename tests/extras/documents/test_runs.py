@@ -112,6 +112,6 @@ def test_a_damaged_packing_ends_the_run_in_one_line(command, lines):
     values = json.loads(index.read_text())
     index.write_text("{")
     words = [*words_for(lines), "max_steps=4", "run_dir=again"]
-    said = command("train", "experiment=smoke", *words, status=2).stderr
+    said = command.train(*words, status=2).stderr
     assert "packed-32 is damaged; delete that folder" in said
     index.write_text(json.dumps(values))
