@@ -45,5 +45,5 @@ def test_what_a_small_task_leaves_is_for_the_others():
     assert affordable([[10] * 5, [10] * 10_000], 1050) == [5, 100]
 
 
-def test_two_percent_of_training_reads_three_tokens_for_each_trained_one():
-    assert tokens_to_read(0.02, 100_000) == 6000
+def test_two_percent_of_training_reads_fewer_tokens_than_three_for_each_trained_one():
+    assert tokens_to_read(0.02, 100_000) == 5000

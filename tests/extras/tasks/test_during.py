@@ -140,7 +140,7 @@ def test_the_share_decides_how_many_examples_and_no_clock_does(fit, short, monke
     fit(Tasks(**settings))
     assert used == first
     assert 0 < sum(first[0]) <= sum(first[-1]) == 10
-    costs = [2 * 32 * 3 * 0.25, 6 * 32 * 3 * 0.25]  # tokens that half of the share affords
+    costs = [2 * 32 * 2.5 * 0.25, 6 * 32 * 2.5 * 0.25]  # tokens that half of the share affords
     task = [tokenized(each.in_fixed_order(), ByteTokenizer(), 8) for each in read_tasks(short)]
     for counts, most in zip((first[0], first[-1]), costs, strict=True):
         assert sum(each.cost(count) for each, count in zip(task, counts, strict=True)) <= most
