@@ -79,7 +79,7 @@ class GPTModule(lightning.LightningModule):
         reduction over three or more ranks: a restarted run would sum in another order.
         """
         self.skipped = self.skipped.to(self.device)
-        self.trained = [*self.model.parameters()]
+        self.trained = [each for each in self.model.parameters() if each.requires_grad]
         is_ddp = isinstance(self.trainer.strategy, DDPStrategy)
         data: Any = getattr(self.trainer, "datamodule", None)  # ours; a user may pass loaders
         if self.trainer.world_size > 2 and is_ddp and data:

@@ -1,1 +1,15 @@
 """Conversations: fine-tunes a model on them, talks to it, and serves it."""
+
+# data.source -> its settings, its corpus.
+SOURCES = {
+    "chat": (".extras.chat.chat_settings:ChatData", ".extras.chat.conversations:Conversations"),
+}
+SETTINGS = {"model": ".extras.chat.chat_settings:AdaptedModel"}
+# Only the assistant's tokens are targets.
+DATA_MODULE = ".extras.chat.answers_only:data_module"
+# `${initial:NAME}` in configurations.
+WORDS = ".extras.chat.initial:with_initial"
+# Adapters, if `model.lora_rank` is set; the plain model with the same weights.
+MODEL = ".extras.chat.lora:adapt"
+MERGE = ".extras.chat.lora:merge"
+CHECK = ".extras.chat.lora:refuse"

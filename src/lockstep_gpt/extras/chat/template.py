@@ -41,7 +41,8 @@ class Template:
     @property
     def stop(self) -> frozenset[int]:
         """The ids that end an answer: of a message, and of a document."""
-        return frozenset({self.end, self.tokenizer.end_of_text} - {None})
+        last = self.tokenizer.end_of_text
+        return frozenset({self.end} if last is None else {self.end, last})
 
     def plain(self, text: str) -> list[int]:
         """Return the ids of `text`; special tokens in it stay text."""

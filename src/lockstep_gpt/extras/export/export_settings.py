@@ -7,8 +7,8 @@ from lockstep_gpt.config import ModelConfig, setting
 
 @dataclass
 class ImportedModel(ModelConfig):
-    """Initial weights from a folder."""
+    """Initial weights from a run or a folder."""
 
     init_from: str | None = setting(
-        "folder with initial weights; null: random", None, on_resume="free"
+        "run, checkpoint, or folder with initial weights; null: random", None, on_resume="free"
     )

@@ -1,4 +1,4 @@
-"""`model.init_from=FOLDER`: starts a run from weights that transformers or an export wrote.
+"""`model.init_from`: starts a run from another's weights, or from those that transformers wrote.
 
 Every rank reads the folder; a resumed run doesn't.
 """
@@ -18,7 +18,14 @@ from torch import Tensor
 from lockstep_gpt.config import UserError, as_typed
 from lockstep_gpt.data.tokenizer import Tokenizer, library
 from lockstep_gpt.extras.export.export_settings import ImportedModel
-from lockstep_gpt.extras.export.layouts import Layout, imported, layout_of
+from lockstep_gpt.extras.export.initial_run import is_run, weights_of_run
+from lockstep_gpt.extras.export.layouts import (
+    POSITIONS,
+    Layout,
+    imported,
+    layout_of,
+    vocab_before,
+)
 from lockstep_gpt.model.gpt import GPT
 from lockstep_gpt.runtime.ranks import from_each_rank
 
@@ -31,9 +38,10 @@ PROBE = "def f(x):\n    return 12345 + x  # naïve, isn't it?\n\tTokens tokenize
 
 
 def initialize(model: GPT, tokenizer: Tokenizer) -> None:
-    """Load the weights from the folder that `model.init_from` names, if it is set.
+    """Load the weights from the run or folder that `model.init_from` names, if it is set.
 
-    A context that is shorter than the saved one uses its first positions.
+    A context that is shorter than the saved one uses its first positions. It may be longer only
+    if positions aren't learned.
 
     Raises:
         UserError: there is no such folder, its architecture, shape, or vocabulary differs, or the
@@ -44,13 +52,19 @@ def initialize(model: GPT, tokenizer: Tokenizer) -> None:
         return
     folder = Path(init_from).expanduser()
     source = f"model.init_from={folder}"
-    layout = layout_of(model.config, source)
-    saved = _settings(folder, source)
-    _check_settings(saved, model, layout, source)
-    _check_tokenizer(folder, saved, tokenizer, source)
-    model.load_state_dict(imported(dict(_weights(folder, source)), model, layout, source))
+    if is_run(folder):
+        weights, longest = weights_of_run(folder, model, tokenizer, source)
+    else:
+        layout = layout_of(model.config, source)
+        saved = _settings(folder, source)
+        _check_settings(saved, model, layout, source)
+        _check_tokenizer(folder, saved, tokenizer, source)
+        weights = imported(dict(_weights(folder, source)), model, layout, source, tokenizer)
+        (longest,) = (saved[name] for name, ours in layout.names.items() if ours == "block_size")
+    model.load_state_dict(weights)
     _refuse_other_folder(model, source)
-    logger.info("weights of %s, %s", folder, _of_positions(saved, model, layout))
+    context = model.config.block_size
+    logger.info("weights of %s, %s of %s positions", folder, f"{context:,}", f"{longest:,}")
 
 
 def _refuse_other_folder(model: GPT, source: str) -> None:
@@ -65,11 +79,6 @@ def _refuse_other_folder(model: GPT, source: str) -> None:
             f"{source} has other weights for rank {', '.join(others)} than for rank 0; name a "
             "folder that is the same on all nodes"
         )
-
-
-def _of_positions(saved: dict[str, Any], model: GPT, layout: Layout) -> str:
-    (longest,) = (saved[name] for name, ours in layout.names.items() if ours == "block_size")
-    return f"{model.config.block_size:,} of {longest:,} positions"
 
 
 def _settings(folder: Path, source: str) -> dict[str, Any]:
@@ -90,6 +99,7 @@ def _check_settings(saved: dict[str, Any], model: GPT, layout: Layout, source: s
             f"{source} is a {saved.get('model_type')}, but model.architecture="
             f"{model.config.architecture} needs a {layout.model_type}; give such a folder"
         )
+    learned = POSITIONS in model.state_dict()
     for theirs, ours in layout.names.items():
         theirs_is, ours_is = saved.get(theirs), getattr(model.config, ours)
         if ours == "n_kv_head":
@@ -97,7 +107,7 @@ def _check_settings(saved: dict[str, Any], model: GPT, layout: Layout, source: s
         if theirs_is is None and "ngram" in ours:  # an earlier export, without it
             theirs_is = 0 if ours == "ngram_rows" else ours_is
         longer = ours == "block_size" and isinstance(theirs_is, int) and theirs_is > ours_is
-        if theirs_is != ours_is and not longer:
+        if theirs_is != ours_is and not longer and (ours != "block_size" or learned):
             wanted = f"model.{ours}={as_typed(theirs_is)}"
             raise UserError(
                 f"{source} has {theirs}={as_typed(theirs_is)}, but model.{ours}="
@@ -118,10 +128,10 @@ def _check_tokenizer(
 ) -> None:
     """Reject weights that were trained with another tokenizer than the data's."""
     remedy = f"set data.tokenizer={folder}, or bytes if it was trained on bytes"
-    if (size := saved.get("vocab_size")) != tokenizer.vocab_size:
+    size, ours = saved.get("vocab_size"), vocab_before(tokenizer)
+    if size not in (ours, tokenizer.vocab_size):
         raise UserError(
-            f"{source} has a vocabulary of {size}, but the data's tokenizer has "
-            f"{tokenizer.vocab_size}; {remedy}"
+            f"{source} has a vocabulary of {size}, but the data's tokenizer has {ours}; {remedy}"
         )
     text = tokenizer.end_of_text is not None  # otherwise the tokens never were text
     ids = _ids_of_probe(folder, source) if text else None

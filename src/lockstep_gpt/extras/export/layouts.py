@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lockstep_gpt.config import ModelConfig, UserError
+from lockstep_gpt.data.tokenizer import Tokenizer
 from lockstep_gpt.model.gpt import GPT
 
 Weights = dict[str, Tensor]
@@ -75,6 +76,11 @@ def exported(model: GPT, layout: Layout) -> Weights:
     return weights
 
 
+def vocab_before(tokenizer: Tokenizer) -> int:
+    """Return the size of the tokenizer's vocabulary before special tokens were added to it."""
+    return int(tokenizer.to_dict().get("vocab_before", tokenizer.vocab_size))
+
+
 def _without_effect(weights: Weights) -> Weights:
     """Return zeros for the biases that GPT-2 always has."""
     return {
@@ -84,10 +90,13 @@ def _without_effect(weights: Weights) -> Weights:
     }
 
 
-def imported(saved: Mapping[str, Tensor], model: GPT, layout: Layout, source: str) -> Weights:
+def imported(
+    saved: Mapping[str, Tensor], model: GPT, layout: Layout, source: str, tokenizer: Tokenizer
+) -> Weights:
     """Return weights from transformers with our names and the shapes of `model`.
 
-    Positions beyond the context are dropped; rows that pad the vocabulary are zero.
+    Positions beyond the context are dropped; rows that pad the vocabulary are zero. Special tokens
+    that were added to the tokenizer begin as its end of text.
 
     Raises:
         UserError: one is missing, left over, or misshapen; the message starts with `source`.
@@ -101,7 +110,9 @@ def imported(saved: Mapping[str, Tensor], model: GPT, layout: Layout, source: st
         weight = weight.T if turned else weight
         if ours == POSITIONS:
             weight = weight[: len(place)]
-        weights[ours] = _padded(weight, place, model.vocab_size) if ours in PADDED else weight
+        if ours in PADDED and len(weight) == vocab_before(tokenizer):
+            weight = grown(weight, place, model.vocab_size, tokenizer.end_of_text)
+        weights[ours] = weight
         if weights[ours].shape != place.shape:
             raise UserError(
                 f"{source} has {theirs} of shape {tuple(weight.shape)}, not "
@@ -124,11 +135,13 @@ def _named_alike(saved: Mapping[str, Tensor]) -> Weights:
     return {name: weight for name, weight in named.items() if not name.endswith(masks)}
 
 
-def _padded(weight: Tensor, place: Tensor, vocab_size: int) -> Tensor:
-    """Pad `weight`, (V, C), to the rows of `place`; another number of rows stays as it is."""
-    if len(weight) != vocab_size:
-        return weight
-    return torch.cat([weight, weight.new_zeros(len(place) - vocab_size, weight.shape[1])])
+def grown(weight: Tensor, place: Tensor, vocab_size: int, like: int | None = None) -> Tensor:
+    """Pad `weight`, whose rows are tokens, to the rows of `place` with zeros.
+
+    Tokens up to `vocab_size` that it lacks begin as copies of the token `like`.
+    """
+    new = weight[[0 if like is None else like]].expand(vocab_size - len(weight), -1)
+    return torch.cat([weight, new, weight.new_zeros(len(place) - vocab_size, weight.shape[1])])
 
 
 def _refuse_left_over(left: Weights, source: str) -> None:

@@ -1,0 +1,36 @@
+"""Settings of `data=chat`, and of adapters in `model`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lockstep_gpt.config import DataConfig, ModelConfig, setting
+
+
+@dataclass
+class ChatData(DataConfig):
+    """Conversations, of which the assistant's part is learned."""
+
+    source: str = setting("where the text comes from", "chat", choices=("chat",))
+    path: str = setting(
+        "a file with a JSON object per line, or a folder of them", "", on_resume="machine"
+    )
+    tokenizer: str = setting(
+        "bytes; or the tokenizer of a run, of a checkpoint, or of a folder with tokenizer.json",
+        "bytes",
+    )
+    longest: int | None = setting(
+        "most tokens of a conversation, which is cut at the end; null: any", None, at_least=16
+    )
+
+
+@dataclass
+class AdaptedModel(ModelConfig):
+    """Adapters of low rank, which are trained instead of the weights."""
+
+    lora_rank: int | None = setting(
+        "rank of the adapters that are trained; null: all weights are", None, at_least=1
+    )
+    lora_alpha: float | None = setting(
+        "the adapters are multiplied by this / lora_rank; null: twice the rank", None, above=0
+    )

@@ -1,0 +1,78 @@
+"""Questions about the standard library: `python -m lockstep_gpt.extras.chat.docstrings FILE`.
+
+Each question is the name and signature of a function or a class, its answer the first sentence of
+its docstring. The modules are read, not imported.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import sys
+import sysconfig
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+from lockstep_gpt.config import UserError
+from lockstep_gpt.data.corpora import LEFT_OUT, files_below
+
+SENTENCE = re.compile(r".+?[.!?](?=\s|$)", re.DOTALL)
+SIGNATURE, ANSWER = 100, 160  # characters of a question and of an answer at most
+Documented = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+
+
+def questions() -> Iterator[tuple[str, str]]:
+    """Yield name and signature, and the first sentence about it, sorted by module."""
+    root = sysconfig.get_path("stdlib")
+    seen = set()
+    for file in sorted(files_below(root, ".py", LEFT_OUT)):
+        module = file.name.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+        if module.startswith("_"):
+            continue
+        with warnings.catch_warnings(action="ignore"):  # about the code that is read
+            tree = ast.parse(Path(file.path).read_bytes())
+        for name, node in _documented(tree, module):
+            question, answer = _signature(name, node), _first_sentence(node)
+            if question and answer and question not in seen:
+                seen.add(question)
+                yield question, answer
+
+
+def _documented(parent: ast.AST, path: str) -> Iterator[tuple[str, Documented]]:
+    """Yield the public functions and classes in a module or class, with their full names."""
+    for node in ast.iter_child_nodes(parent):
+        if isinstance(node, Documented) and not node.name.startswith("_"):
+            yield f"{path}.{node.name}", node
+            if isinstance(node, ast.ClassDef):
+                yield from _documented(node, f"{path}.{node.name}")
+
+
+def _signature(name: str, node: Documented) -> str:
+    text = f"{name}({'' if isinstance(node, ast.ClassDef) else ast.unparse(node.args)})"
+    return text if len(text) <= SIGNATURE else ""
+
+
+def _first_sentence(node: Documented) -> str:
+    first = (ast.get_docstring(node) or "").partition("\n\n")[0]
+    found = SENTENCE.match(" ".join(first.split()))
+    return found[0] if found and len(found[0]) <= ANSWER else ""
+
+
+def main(arguments: list[str]) -> int:
+    """Write the corpus to the file that is given: `{"prompt": ..., "completion": ...}` per line."""
+    if len(arguments) != 1 or arguments[0].startswith("-"):
+        raise UserError("give one file to write the questions to, such as questions.jsonl")
+    pairs = [{"prompt": asked, "completion": answer} for asked, answer in questions()]
+    lines = "".join(f"{json.dumps(pair, ensure_ascii=False)}\n" for pair in pairs)
+    Path(arguments[0]).write_text(lines, encoding="utf-8")
+    print(f"{arguments[0]}: {len(pairs):,} questions about the standard library")
+    return 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except (UserError, OSError) as error:
+        sys.exit(f"docstrings: {error}")

@@ -1,0 +1,78 @@
+"""`${initial:NAME}`: settings that a fine-tuned model must share with its initial weights."""
+
+from __future__ import annotations
+
+import json
+from itertools import compress
+from pathlib import Path
+from typing import Any
+
+from lockstep_gpt.config import ModelConfig, UserError, data_sources, extended
+from lockstep_gpt.launch.compose import register_resolver
+from lockstep_gpt.run_directory import RunDirectory
+
+EXPERIMENT = "experiment=chat"
+APART = ("model.mask_documents=true", "data.packing=documents")
+CONTEXT = 256  # tokens of a conversation, if the positions aren't learned
+LEARNED = "gpt"  # the architecture with learned positions: it has no others
+DEFAULTS = {"n_kv_head": None, "ngram_rows": 0, "longest_ngram": 2}
+# In config.json: its model_type -> our architecture, and its name of the context.
+KNOWN = {"gpt2": (LEARNED, "n_positions"), "modern_gpt": ("modern", "block_size")}
+
+
+def with_initial(words: list[str]) -> list[str]:
+    """Return a command's overrides; a fine-tune on conversations also gets what it can use.
+
+    These are settings of another extra, if it is installed: conversations don't see each other.
+    """
+    register_resolver("initial", _resolved, replace=True)
+    names = {word.lstrip("+").partition("=")[0] for word in words}
+    if EXPERIMENT not in words or "resume=auto" in words:
+        return words
+    if not names & {"model.init_from", "model"}:
+        raise _not_given(f"{EXPERIMENT} needs")
+    classes = {"model": extended(ModelConfig), "data": data_sources()["chat"]}
+    wanted = [each for each in APART if each.partition("=")[0] not in names]
+    groups = [each.partition("=")[0].split(".") for each in wanted]
+    has = [hasattr(classes[group], name) for group, name in groups]
+    place = words.index(EXPERIMENT) + 1  # Hydra needs all overrides in sequence
+    return [*words[:place], *compress(wanted, has), *words[place:]]
+
+
+def _not_given(why: str) -> UserError:
+    return UserError(f"{why} model.init_from; set it to a run, or to a folder for transformers")
+
+
+def _resolved(name: str, *, _root_: Any) -> Any:
+    source = _root_.model.get("init_from")
+    if source is None:
+        raise _not_given("model=initial needs")
+    if name == "tokenizer":
+        return source
+    shape = shape_of(source)
+    if name == "context":
+        size = shape["block_size"]
+        return size if shape["architecture"] == LEARNED else max(CONTEXT, size)
+    return shape.get(name, DEFAULTS.get(name))
+
+
+def shape_of(source: str) -> dict[str, Any]:
+    """Return the settings of the model whose weights `model.init_from` names.
+
+    Raises:
+        UserError: it is neither a run, a checkpoint in one, nor a folder for transformers.
+    """
+    path = Path(source).expanduser()
+    run = path.parent.parent if path.is_file() else path
+    if (run / "config.yaml").is_file():
+        return dict(RunDirectory(run).values()["model"])
+    try:
+        saved = json.loads((path / "config.json").read_text(encoding="utf-8"))
+        architecture, context = KNOWN[saved["model_type"]]
+        biased = {"bias": architecture == LEARNED, "block_size": saved[context]}
+        return {**saved, "architecture": architecture, **biased}
+    except OSError:
+        reason = "is neither a run, a checkpoint in one, nor a folder with config.json"
+    except (ValueError, LookupError, TypeError):
+        reason = f"has a config.json of none of {', '.join(KNOWN)}"
+    raise UserError(f"model.init_from={source} {reason}; give one")
