@@ -13,3 +13,5 @@ WORDS = ".extras.chat.initial:with_initial"
 MODEL = ".extras.chat.lora:adapt"
 MERGE = ".extras.chat.lora:merge"
 CHECK = ".extras.chat.lora:refuse"
+# Its template in an export.
+EXPORT_FILES = ".extras.chat.export_files:chat_files"

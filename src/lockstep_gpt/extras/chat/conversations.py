@@ -126,12 +126,14 @@ def messages_of(line: bytes, where: str) -> Messages:
         UserError: the line isn't a conversation; the message starts with `where`.
     """
     try:
-        value = json.loads(line.decode())
+        value = json.loads(line.decode().strip())
     except UnicodeDecodeError:
         raise UserError(f"{where} is not UTF-8; save the file as UTF-8") from None
     except (ValueError, RecursionError) as error:
+        found = getattr(error, "msg", str(error)), getattr(error, "colno", 1)
         raise UserError(
-            f"{where} is not JSON ({error}); write one object per line, or remove the line"
+            f"{where} is not JSON ({found[0]} at column {found[1]}); write one object per line, or "
+            "remove the line"
         ) from None
     try:
         messages = [*_messages(value)]

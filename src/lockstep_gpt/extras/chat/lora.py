@@ -41,12 +41,18 @@ class Adapted(nn.Module):
         if torch.is_grad_enabled() or self.training or torch.compiler.is_compiling():
             self._kept = None
             return self.added()
-        key = [(each.data_ptr(), each._version, each.dtype) for each in self.parameters(False)]
+        key = [_state(each) for each in self.parameters(recurse=False)]
         if self._kept is None or self._kept[0] != key:
             self._kept = key, self.added()
         return self._kept[1]
 
     weight: Any = property(current)
+
+
+def _state(weight: Tensor) -> tuple[Any, ...]:
+    """Return what differs once a weight was changed or moved."""
+    changes = 0 if weight.is_inference() else weight._version  # which it doesn't count
+    return weight.data_ptr(), weight.dtype, changes
 
 
 class AdaptedLinear(Adapted, nn.Linear):
@@ -143,7 +149,9 @@ def merge(model: GPT) -> None:
         layer._non_persistent_buffers_set.discard("tokens")
         layer.__class__ = nn.Embedding if isinstance(layer, nn.Embedding) else nn.Linear
         layer.weight = nn.Parameter(weight)
-    model._buffers.pop(DIGEST, None)
+    if adapted:
+        del model._buffers[DIGEST]
+        model.requires_grad_()  # so the hooks leave nothing out
 
 
 def _digest(model: GPT) -> Tensor:

@@ -15,6 +15,7 @@ from lockstep_gpt.config import UserError
 from lockstep_gpt.data.tokenizer import Tokenizer, library
 from lockstep_gpt.extras.export.tokenizer_files import as_files
 from lockstep_gpt.inference.source import load_model, parser_of
+from lockstep_gpt.registry import asked
 from lockstep_gpt.runtime.checkpoint import find_checkpoint, read_checkpoint
 
 
@@ -56,7 +57,8 @@ def export(source: Path, target: Path, force: bool = False) -> None:
 
     target = target.resolve()  # gives `.` a name and a parent, and follows links
     _refuse_occupied(target, force)
-    model, _, tokenizer = load_model(source)
+    model, config, tokenizer = load_model(source)
+    asked("MERGE", model)
     layout = layout_of(model.config, f"{source} cannot be exported")
     card = model_card(read_checkpoint(source), model, source, layout.code)
     files = {
@@ -64,6 +66,8 @@ def export(source: Path, target: Path, force: bool = False) -> None:
         "generation_config.json": _special(tokenizer) | _generation(layout.code),
         **as_files(tokenizer, model.config.block_size),
     }
+    for more in asked("EXPORT_FILES", config, tokenizer, files):
+        files |= more
     with _whole(target) as folder:
         for name, content in files.items():
             _write(folder / name, json.dumps(content, indent=2, ensure_ascii=False) + "\n")

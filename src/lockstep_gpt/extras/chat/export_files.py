@@ -1,0 +1,62 @@
+"""The template of a chat in an export: transformers' `apply_chat_template` gives our ids."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from lockstep_gpt.config import Config
+from lockstep_gpt.data.tokenizer import END_OF_TEXT, ByteTokenizer, Tokenizer
+from lockstep_gpt.extras.chat.template import OURS, ROLES, Template, markers_of, template_of
+
+Files = dict[str, dict[str, Any]]  # name -> content, as JSON
+FLAGS = ("single_word", "lstrip", "rstrip", "normalized")
+
+
+def chat_files(config: Config, tokenizer: Tokenizer, files: Files) -> Files:
+    """Return the files that differ for a model of conversations; `files` are those without it."""
+    if config.data.source != "chat":
+        return {}
+    template = template_of(tokenizer)
+    changed: Files = {
+        # In a conversation, the template rejects special tokens in texts.
+        "tokenizer_config.json": {"chat_template": jinja(template), "split_special_tokens": False},
+        "generation_config.json": {"eos_token_id": sorted(template.stop, reverse=True)},
+    }
+    if tokenizer.to_dict()["kind"] == ByteTokenizer.kind:
+        changed["tokenizer.json"] = _named(files["tokenizer.json"], markers_of(tokenizer))
+    return {name: {**files[name], **each} for name, each in changed.items()}
+
+
+def jinja(template: Template) -> str:
+    """Return the template in the language of transformers."""
+    markers = [*markers_of(template.tokenizer), END_OF_TEXT]
+    found = {each: word for word, each in markers_of(template.tokenizer).items()}
+    own = "message['content'] | trim" if template.strips else "message['content']"
+    opening = f"'{found[template.openings['user'][0]]}' + message['role'] + '\\n'"
+    closing = f"'{found[template.end]}\\n'"
+    reply = f"'{found[template.openings['user'][0]]}assistant\\n'"
+    if not template.between:
+        opening, closing = "'<|' + message['role'] + '|>'", f"'{found[template.end]}'"
+        reply = f"'{found[template.openings['assistant'][0]]}'"
+    return (
+        "{% for message in messages %}"
+        f"{{% if message['role'] not in {json.dumps(ROLES)} %}}"
+        f"{{{{ raise_exception('a role is not one of {', '.join(ROLES)}') }}}}{{% endif %}}"
+        f"{{% for marker in {json.dumps(sorted({*markers}))} %}}{{% if marker in "
+        "message['content'] %}{{ raise_exception('a message has the special token ' + marker) }}"
+        "{% endif %}{% endfor %}"
+        f"{{{{ {opening} + ({own}) + {closing} }}}}"
+        "{% endfor %}"
+        f"{{% if add_generation_prompt %}}{{{{ {reply} }}}}{{% endif %}}"
+    )
+
+
+def _named(content: dict[str, Any], markers: dict[str, int]) -> dict[str, Any]:
+    """Return tokenizer.json with the bytes that mark messages as special tokens."""
+    vocabulary = {place: word for word, place in content["model"]["vocab"].items()}
+    vocabulary |= {place: word for word, place in markers.items()}
+    form = {**dict.fromkeys(FLAGS, False), "special": True}
+    added = [{"id": markers[each], "content": each, **form} for each in OURS]
+    model = {**content["model"], "vocab": {word: place for place, word in vocabulary.items()}}
+    return {**content, "model": model, "added_tokens": [*content["added_tokens"], *added]}

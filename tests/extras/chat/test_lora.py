@@ -1,0 +1,220 @@
+"""Adapters: the formula, what is trained and saved, and what they belong to."""
+
+import pytest
+import torch
+
+from lockstep_gpt.config import ModelConfig, OptimConfig, UserError, extended, is_module
+from lockstep_gpt.data.tokenizer import ByteTokenizer, from_dict
+from lockstep_gpt.extras.chat.lora import Adapted, adapt, merge
+from lockstep_gpt.extras.chat.tokenizers import chat_tokenizer
+from lockstep_gpt.model.gpt import build_gpt
+from lockstep_gpt.training.optim import build_optimizer
+
+SHAPE = {"block_size": 16, "n_layer": 2, "n_head": 2, "n_embd": 32}
+MODERN = {"architecture": "modern", "bias": False, "ngram_rows": 64, "n_kv_head": 1}
+WITH_MODERN = pytest.mark.skipif(
+    not is_module("model", "modern"), reason="this project was made without the extra modern"
+)
+MODELS = ["gpt", pytest.param("modern", marks=WITH_MODERN)]
+# Names in transformers -> ours.
+PARTS = {"attn": "attention", "mlp": "mlp", "c_attn": "qkv", "c_fc": "expansion"} | {
+    "c_proj": "projection"
+}
+TOKENS = torch.randint(256, (3, 16), generator=torch.Generator().manual_seed(5))
+
+
+def built(kind, seed=1, tokenizer=None, **settings):
+    """Build a model with random weights, and adapters if the settings say so."""
+    torch.manual_seed(seed)
+    shape = {**SHAPE, **(MODERN if kind == "modern" else {})}
+    model = build_gpt(extended(ModelConfig)(**shape, **settings), 256)
+    for weight in model.parameters():
+        weight.data.normal_(std=0.1)
+    adapt(model, tokenizer or ByteTokenizer())
+    return model
+
+
+def moved(model):
+    """Change everything that is trained."""
+    torch.manual_seed(7)
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.requires_grad:
+                weight.add_(torch.randn_like(weight) * 0.1)
+    return model
+
+
+def by_formula(adapted, plain):
+    """Set the weights of a plain model to W + alpha / rank * up @ down, and its marked rows."""
+    layers = dict(plain.named_modules())
+    for name, layer in adapted.named_modules():
+        if hasattr(layer, "up"):
+            product = layer.up.double() @ layer.down.double()
+            layers[name].weight.data += (layer.scale * product).float()
+        if hasattr(layer, "rows"):
+            layers[name].weight.data[0xF8:0xFC] += layer.rows
+    return plain
+
+
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("mode", ["train", "eval"])
+def test_logits_are_those_of_the_formula(kind, mode):
+    ours = moved(built(kind, lora_rank=4, lora_alpha=3.0))
+    plain = by_formula(ours, built(kind))
+    getattr(ours, mode)()
+    expected = plain(TOKENS)
+    assert not torch.allclose(built(kind)(TOKENS), expected, atol=1e-3)
+    torch.testing.assert_close(ours(TOKENS), expected, rtol=1e-5, atol=1e-5)
+    with torch.no_grad():
+        torch.testing.assert_close(ours(TOKENS), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_adapters_begin_without_effect(kind):
+    assert torch.equal(built(kind, lora_rank=4)(TOKENS), built(kind)(TOKENS))
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_only_adapters_get_gradients_and_are_saved(kind):
+    model = built(kind, lora_rank=4)
+    model(TOKENS, TOKENS).backward()
+    trained = {name for name, each in model.named_parameters() if each.grad is not None}
+    assert {name.rpartition(".")[2] for name in trained} == {"up", "down", "rows"}
+    assert {*model.state_dict()} == trained | {"base_sha256"}
+    assert sum(name.endswith(".up") for name in trained) == 2 * (4 if kind == "gpt" else 6)
+
+
+@pytest.mark.parametrize("algorithm", ["adamw", "muon"])
+@pytest.mark.parametrize("kind", MODELS)
+def test_optimizers_see_only_adapters(kind, algorithm):
+    if not is_module("training", algorithm) and algorithm != "adamw":
+        pytest.skip("this project was made without the extra modern")
+    model = built(kind, lora_rank=4)
+    settings = OptimConfig(algorithm=algorithm, weight_decay=0.1)
+    optimizer = build_optimizer(model, settings, 0.01)
+    seen = {id(each) for group in optimizer.param_groups for each in group["params"]}
+    assert seen == {id(each) for each in model.parameters() if each.requires_grad}
+    frozen = {n: each.clone() for n, each in model.named_parameters() if not each.requires_grad}
+    model(TOKENS, TOKENS).backward()
+    optimizer.step()
+    assert all(torch.equal(each, model.get_parameter(name)) for name, each in frozen.items())
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_saved_state_gives_the_same_model_on_the_same_weights(kind):
+    saved = moved(built(kind, lora_rank=4))
+    again = built(kind, lora_rank=4)
+    again.load_state_dict(saved.state_dict())
+    assert torch.equal(again(TOKENS), saved(TOKENS))
+
+
+def test_a_saved_state_on_other_weights_is_refused():
+    state = built("gpt", lora_rank=4).state_dict()
+    with pytest.raises(UserError, match=r"belong to other weights than model\.init_from has now"):
+        built("gpt", seed=2, lora_rank=4).load_state_dict(state)
+
+
+def test_a_state_that_lacks_an_adapter_is_refused():
+    state = built("gpt", lora_rank=4).state_dict()
+    del state["blocks.0.mlp.expansion.up"]
+    with pytest.raises(
+        RuntimeError, match=r"Missing key.+: \"blocks\.0\.mlp\.expansion\.up\"\.\s*$"
+    ):
+        built("gpt", lora_rank=4).load_state_dict(state)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_merged_weights_are_a_plain_model(kind):
+    model = moved(built(kind, lora_rank=4)).eval()
+    expected = model(TOKENS)
+    merge(model)
+    plain = built(kind)
+    plain.load_state_dict(model.state_dict())
+    assert not any(isinstance(layer, Adapted) for layer in model.modules())
+    torch.testing.assert_close(plain.eval()(TOKENS), expected, rtol=1e-6, atol=1e-6)
+    assert all(each.requires_grad for each in model.parameters())
+
+
+def test_merging_a_plain_model_changes_nothing():
+    model = built("gpt")
+    before = model.state_dict()
+    merge(model)
+    assert {*model.state_dict()} == {*before}
+
+
+def test_kept_sums_follow_the_adapters():
+    model = built("gpt", lora_rank=4).eval()
+    with torch.no_grad():
+        before = model(TOKENS)
+        moved(model)
+        after = model(TOKENS)
+    assert not torch.equal(before, after)
+    torch.testing.assert_close(after, model(TOKENS), rtol=1e-6, atol=1e-6)
+
+
+def test_a_model_moved_in_inference_mode_keeps_its_sums():
+    model = moved(built("gpt", lora_rank=4)).eval()
+    expected = model(TOKENS).detach()
+    with torch.inference_mode():
+        found = model.to(torch.float64)(TOKENS)
+    torch.testing.assert_close(found.float(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_special_tokens_that_were_added_are_trained(folder):
+    tokenizer = chat_tokenizer(str(folder))
+    torch.manual_seed(1)
+    model = build_gpt(extended(ModelConfig)(**SHAPE, lora_rank=2), tokenizer.vocab_size)
+    adapt(model, from_dict(tokenizer.to_dict()))
+    last = range(tokenizer.vocab_size - 4, tokenizer.vocab_size)
+    assert model.token_embedding.tokens.tolist() == [*last]
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_compiled_adapters_compute_the_same(kind):
+    model = moved(built(kind, lora_rank=4))
+    expected = model(TOKENS, TOKENS)
+    expected.backward()
+    grads = {
+        name: each.grad.clone() for name, each in model.named_parameters() if each.grad is not None
+    }
+    model.zero_grad()
+    model.compile(dynamic=False, backend="aot_eager")
+    found = model(TOKENS, TOKENS)
+    found.backward()
+    torch.testing.assert_close(found, expected)
+    for name, grad in grads.items():
+        torch.testing.assert_close(model.get_parameter(name).grad, grad)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # by PEFT, of transformers
+def test_logits_are_those_of_peft():
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    layouts = pytest.importorskip("lockstep_gpt.extras.export.layouts", reason="no such extra")
+    ours = built("gpt", lora_rank=4, lora_alpha=12.0)
+    plain = built("gpt")
+    layout = layouts.layout_of(plain.config, "test")
+    theirs = transformers.GPT2LMHeadModel(transformers.GPT2Config(**layout.settings(plain)))
+    theirs.load_state_dict({**layouts.exported(plain, layout)}, strict=False)
+    config = peft.LoraConfig(
+        r=4,
+        lora_alpha=12,
+        target_modules=["c_attn", "c_proj", "c_fc"],
+        fan_in_fan_out=True,
+        trainable_token_indices={"wte": [*range(0xF8, 0xFC)]},
+    )
+    adapted = peft.get_peft_model(theirs, config).eval()
+    moved(ours)
+    with torch.no_grad():
+        for name, layer in adapted.named_modules():
+            if not hasattr(layer, "lora_A"):
+                continue
+            *_, block, part, last = name.split(".")
+            mine = ours.blocks[int(block)].get_submodule(f"{PARTS[part]}.{PARTS[last]}")
+            layer.lora_A["default"].weight.copy_(mine.down)
+            layer.lora_B["default"].weight.copy_(mine.up)
+        for name, each in adapted.named_parameters():
+            if "token_adapter" in name and "delta" in name:
+                each.copy_(ours.token_embedding.base[0xF8:0xFC] + ours.token_embedding.rows)
+        expected = adapted(TOKENS).logits
+        torch.testing.assert_close(ours.eval()(TOKENS), expected, rtol=1e-5, atol=1e-5)
