@@ -60,6 +60,7 @@ def export(source: Path, target: Path, force: bool = False) -> None:
     model, config, tokenizer = load_model(source)
     asked("MERGE", model)
     layout = layout_of(model.config, f"{source} cannot be exported")
+    weights = exported(model, layout)
     card = model_card(read_checkpoint(source), model, source, layout.code)
     files = {
         "config.json": {**layout.settings(model), **_special(tokenizer)},
@@ -75,7 +76,7 @@ def export(source: Path, target: Path, force: bool = False) -> None:
         if layout.code:
             code = Path(__file__).with_name(layout.code).read_text(encoding="utf-8")
             _write(folder / layout.code, code)
-        _save_weights(exported(model, layout), folder / "model.safetensors")
+        _save_weights(weights, folder / "model.safetensors")
 
 
 def _special(tokenizer: Tokenizer) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from lockstep_gpt.data import shards
 from lockstep_gpt.data.order import validation_rows
 from lockstep_gpt.data.prepare import prepare
 from lockstep_gpt.inference.source import load_model, parser_of
+from lockstep_gpt.registry import asked
 from lockstep_gpt.runtime.checkpoint import find_checkpoint
 
 if TYPE_CHECKING:
@@ -45,24 +46,30 @@ def main(arguments: list[str]) -> int:
 
 def evaluate(model: GPT, config: Config, batch_size: int) -> dict[str, float]:
     """Return the means over all validation windows: loss in nats, perplexity, bits per byte."""
-    from lockstep_gpt.data.windows import gather, open_windows, widen
+    import torch
+
+    from lockstep_gpt.data.datamodule import TokenDataModule
+    from lockstep_gpt.data.windows import gather, open_windows
     from lockstep_gpt.model.functional import perplexity
     from lockstep_gpt.training.token_loss import TokenLoss
 
     folder = prepare(config.data)
     index = shards.load_index(folder)
     block_size = config.model.block_size
-    shards.check_block_size(index, block_size)
+    kind = next(filter(None, asked("DATA_MODULE", config.data)), TokenDataModule)
+    sizes = {"block_size": block_size, "micro_size": batch_size, "accumulation": 1}
+    data = kind(folder, **sizes, seed=config.seed)
     windows = open_windows(folder, "val", block_size)
     count = index.windows("val", block_size)
     device = next(model.parameters()).device
     token_loss = TokenLoss().to(device)
     for rows in validation_rows(count, count, batch_size, rank=0, world_size=1):
         ((stored, real),) = gather(windows, [rows])
-        tokens, targets = widen((stored.to(device), real))
+        tokens, targets = data.on_after_batch_transfer((stored.to(device), real), 0)
         token_loss.update(model(tokens, targets), targets)
     loss, split = float(token_loss.compute()), index.splits["val"]
-    result = {"loss": loss, "perplexity": perplexity(loss), "tokens": count * block_size}
-    if split.text_bytes:
+    tokens_counted = int(torch.stack(token_loss.counts).sum())
+    result = {"loss": loss, "perplexity": perplexity(loss), "tokens": tokens_counted}
+    if split.text_bytes and tokens_counted == count * block_size:
         result["bits_per_byte"] = loss / math.log(2) * split.tokens / split.text_bytes
     return result
