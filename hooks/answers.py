@@ -58,6 +58,14 @@ EXTRAS = {
         "src/lockstep_gpt/extras/documents/",
         "tests/extras/documents/",
     ),
+    "chat": (
+        "configs/data/chat.yaml",
+        "configs/experiment/chat.yaml",
+        "configs/model/initial.yaml",
+        "docs/chat.md",
+        "src/lockstep_gpt/extras/chat/",
+        "tests/extras/chat/",
+    ),
     "cluster": (
         "scripts/ledger.py",
         "src/lockstep_gpt/extras/cluster/",
@@ -120,7 +128,7 @@ EXTRAS = {
 }
 IN_ALL = {"modern"}  # former extras that every project has now
 # Extras that an extra needs.
-NEEDS = {"slurm": {"nodes"}, "kubernetes": {"nodes"}}
+NEEDS = {"chat": {"export"}, "slurm": {"nodes"}, "kubernetes": {"nodes"}}
 LICENSES = ("MIT", "Apache-2.0", "BSD-3-Clause", "none")
 LONGEST = 24  # characters of package and slug; longer ones make lines of code too long
 ROOT = Path(__file__).parents[1]

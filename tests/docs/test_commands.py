@@ -18,6 +18,7 @@ PAGES = {
 }
 # Pages whose own tests run all of their commands.
 TESTED = (
+    "docs/chat.md",
     "docs/export.md",
     "docs/extend.md",
     "docs/own_model.md",

@@ -14,6 +14,7 @@ from lockstep_gpt.extras.chat.chat_settings import ChatData
 from lockstep_gpt.extras.chat.template import ROLES, template_of
 from lockstep_gpt.model.functional import IGNORE
 
+ABSENT = "no such extra: sources"
 BYTES = template_of(ByteTokenizer())
 TEXTS = st.text("ab", max_size=5)
 MESSAGES = st.lists(st.tuples(st.sampled_from(ROLES), TEXTS), min_size=1, max_size=5)
@@ -86,7 +87,7 @@ def test_other_kinds_of_data_stay_what_they_are(questions, tmp_path, workers):
 
     assert data_module(TextData(path=str(questions))) is None
     if workers:
-        pytest.importorskip("lockstep_gpt.extras.sources", reason="no such extra: sources")
+        pytest.importorskip("lockstep_gpt.extras.sources", reason=ABSENT)
     data = ChatData(path=str(questions), root=str(tmp_path / "data"))
     vars(data)["num_workers"] = workers  # as a source with loader processes has it
     sizes = {"block_size": 64, "micro_size": 4, "accumulation": 1, "seed": 1}

@@ -7,7 +7,14 @@ from dataclasses import asdict
 import pytest
 import torch
 
-from lockstep_gpt.config import BatchConfig, Config, ModelConfig, OptimConfig, TextData, extended
+from lockstep_gpt.config import (
+    BatchConfig,
+    Config,
+    ModelConfig,
+    OptimConfig,
+    TextData,
+    extended,
+)
 from lockstep_gpt.data.tokenizer import ByteTokenizer
 from lockstep_gpt.extras.chat.chat_settings import ChatData
 from lockstep_gpt.extras.chat.export_files import chat_files
@@ -18,7 +25,8 @@ from lockstep_gpt.runtime.checkpoint import checkpoint_path, write_checkpoint
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-folder_module = pytest.importorskip("lockstep_gpt.extras.export.folder", reason="no such extra")
+ABSENT = "no such extra"
+folder_module = pytest.importorskip("lockstep_gpt.extras.export.folder", reason=ABSENT)
 
 TALKS = {
     "question": [("user", "add 1 and 2")],

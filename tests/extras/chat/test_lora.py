@@ -16,6 +16,7 @@ WITH_MODERN = pytest.mark.skipif(
     not is_module("model", "modern"), reason="this project was made without the extra modern"
 )
 MODELS = ["gpt", pytest.param("modern", marks=WITH_MODERN)]
+ABSENT = "no such extra"
 # Names in transformers -> ours.
 PARTS = {"attn": "attention", "mlp": "mlp", "c_attn": "qkv", "c_fc": "expansion"} | {
     "c_proj": "projection"
@@ -190,7 +191,7 @@ def test_compiled_adapters_compute_the_same(kind):
 def test_logits_are_those_of_peft():
     peft = pytest.importorskip("peft", reason="peft is not installed")
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-    layouts = pytest.importorskip("lockstep_gpt.extras.export.layouts", reason="no such extra")
+    layouts = pytest.importorskip("lockstep_gpt.extras.export.layouts", reason=ABSENT)
     ours = built("gpt", lora_rank=4, lora_alpha=12.0)
     plain = built("gpt")
     layout = layouts.layout_of(plain.config, "test")

@@ -9,6 +9,9 @@ from lockstep_gpt.data.tokenizer import ByteTokenizer
 from lockstep_gpt.extras.chat.template import OURS, markers_of, template_of
 from lockstep_gpt.extras.chat.tokenizers import chat_tokenizer
 
+ABSENT = "no such extra"
+EXPORTED = "lockstep_gpt.extras.export.tokenizer_files"
+
 
 def test_markers_are_the_last_ids_and_all_others_stay(folder, learned):
     made, size = chat_tokenizer(str(folder)), learned["vocab_size"]
@@ -59,7 +62,7 @@ def test_a_name_without_a_tokenizer_is_refused(tmp_path):
 
 
 def test_numbers_are_no_chat(tmp_path, monkeypatch):
-    pytest.importorskip("lockstep_gpt.extras.sources", reason="no such extra: sources")
+    pytest.importorskip("lockstep_gpt.extras.sources", reason=ABSENT)
     monkeypatch.setattr(
         "lockstep_gpt.extras.chat.tokenizers._values",
         lambda *_: {"kind": "numbers", "vocab_size": 9},
@@ -69,9 +72,7 @@ def test_numbers_are_no_chat(tmp_path, monkeypatch):
 
 
 def test_an_exported_tokenizer_of_bytes_is_that(tmp_path):
-    files = pytest.importorskip(
-        "lockstep_gpt.extras.export.tokenizer_files", reason="no such extra: export"
-    )
+    files = pytest.importorskip(EXPORTED, reason=ABSENT)
     content = files.as_files(ByteTokenizer(), 64)["tokenizer.json"]
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
     assert chat_tokenizer(str(tmp_path)).to_dict() == ByteTokenizer().to_dict()

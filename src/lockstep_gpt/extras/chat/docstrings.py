@@ -1,4 +1,4 @@
-"""Questions about the standard library: `python -m lockstep_gpt.extras.chat.docstrings FILE`.
+"""`python -m lockstep_gpt.extras.chat.docstrings FILE`: questions about the library.
 
 Each question is the name and signature of a function or a class, its answer the first sentence of
 its docstring. The modules are read, not imported.

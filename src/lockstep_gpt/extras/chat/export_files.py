@@ -7,7 +7,13 @@ from typing import Any
 
 from lockstep_gpt.config import Config
 from lockstep_gpt.data.tokenizer import END_OF_TEXT, ByteTokenizer, Tokenizer
-from lockstep_gpt.extras.chat.template import OURS, ROLES, Template, markers_of, template_of
+from lockstep_gpt.extras.chat.template import (
+    OURS,
+    ROLES,
+    Template,
+    markers_of,
+    template_of,
+)
 
 Files = dict[str, dict[str, Any]]  # name -> content, as JSON
 FLAGS = ("single_word", "lstrip", "rstrip", "normalized")
@@ -32,24 +38,38 @@ def jinja(template: Template) -> str:
     """Return the template in the language of transformers."""
     markers = [*markers_of(template.tokenizer), END_OF_TEXT]
     found = {each: word for word, each in markers_of(template.tokenizer).items()}
-    own = "message['content'] | trim" if template.strips else "message['content']"
     opening = f"'{found[template.openings['user'][0]]}' + message['role'] + '\\n'"
     closing = f"'{found[template.end]}\\n'"
     reply = f"'{found[template.openings['user'][0]]}assistant\\n'"
     if not template.between:
         opening, closing = "'<|' + message['role'] + '|>'", f"'{found[template.end]}'"
         reply = f"'{found[template.openings['assistant'][0]]}'"
-    return (
-        "{% for message in messages %}"
-        f"{{% if message['role'] not in {json.dumps(ROLES)} %}}"
-        f"{{{{ raise_exception('a role is not one of {', '.join(ROLES)}') }}}}{{% endif %}}"
-        f"{{% for marker in {json.dumps(sorted({*markers}))} %}}{{% if marker in "
-        "message['content'] %}{{ raise_exception('a message has the special token ' + marker) }}"
-        "{% endif %}{% endfor %}"
-        f"{{{{ {opening} + ({own}) + {closing} }}}}"
-        "{% endfor %}"
-        f"{{% if add_generation_prompt %}}{{{{ {reply} }}}}{{% endif %}}"
-    )
+    text, role = "message['content']", "message['role']"
+    steps = [
+        _tag("for message in messages"),
+        _tag(f"if {role} not in {json.dumps(ROLES)}"),
+        _put(f"raise_exception('a role is not one of {', '.join(ROLES)}')"),
+        _tag("endif"),
+        _tag(f"for marker in {json.dumps(sorted({*markers}))}"),
+        _tag(f"if marker in {text}"),
+        _put("raise_exception('a message has the special token ' + marker)"),
+        _tag("endif"),
+        _tag("endfor"),
+        _put(f"{opening} + ({text}{' | trim' if template.strips else ''}) + {closing}"),
+        _tag("endfor"),
+        _tag("if add_generation_prompt"),
+        _put(reply),
+        _tag("endif"),
+    ]
+    return "".join(steps)
+
+
+def _tag(statement: str) -> str:
+    return "{" + f"% {statement} %" + "}"
+
+
+def _put(expression: str) -> str:
+    return "{" * 2 + f" {expression} " + "}" * 2
 
 
 def _named(content: dict[str, Any], markers: dict[str, int]) -> dict[str, Any]:
