@@ -23,20 +23,24 @@ from lockstep_gpt.registry import additions, resolved
 OWN = ".extras.chat.answers_only:data_module"
 
 
-def answers(ids: Tensor, template: Template) -> Tensor:
-    """Return which of `ids`, (B, T), belong to an answer or are its end, also (B, T).
+def answers(tokens: Tensor, targets: Tensor, template: Template) -> Tensor:
+    """Return which of `targets` belong to an answer or are its end; all are (B, T).
 
     Before the first opening in a row, it is unknown whose message continues: nothing counts there.
     """
-    place = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
-    ends = {template.end, template.tokenizer.end_of_text}
+    place = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+    end_of_text = template.tokenizer.end_of_text
     starts = {opening[0] for opening in template.openings.values()}
-    begun = _last(_ends_of(ids, template.openings["assistant"]), place)
-    ended = _last(_any(ids, ends | starts), place)
-    inside = (begun >= ended) & (begun >= 0)  # after this id
-    after = torch.zeros_like(inside)
-    after[:, 1:] = inside[:, :-1]
-    return after & ~_any(ids, (ends | starts) - {template.end})
+    begun = _last(_ends_of(tokens, template.openings["assistant"]), place)
+    ended = _last(_any(tokens, {template.end, end_of_text, *starts}), place)
+    inside = (begun >= ended) & (begun >= 0)
+    return inside & ~_any(targets, {end_of_text, *starts})
+
+
+def is_chat(tokens: Tensor, template: Template) -> Tensor:
+    """Return which rows of `tokens`, (B, T), have a marker, (B, 1): text never has one."""
+    starts = {opening[0] for opening in template.openings.values()}
+    return _any(tokens, {template.end, *starts}).any(dim=1, keepdim=True)
 
 
 def _any(ids: Tensor, wanted: set[int | None]) -> Tensor:
@@ -61,29 +65,38 @@ def _last(found: Tensor, place: Tensor) -> Tensor:
 
 
 class AnswersOnly(TokenDataModule):
-    """Batches in which only the assistant's tokens are targets."""
+    """Batches in which only the assistant's tokens are targets; in a mixture, texts count too."""
 
     template: Template
+    mixed = False
 
     def on_after_batch_transfer(self, batch: Any, *arguments: Any) -> Batch:
         """Return `(tokens, targets)`, with `IGNORE` for targets that don't count."""
         tokens, targets = super().on_after_batch_transfer(batch, *arguments)
-        ids = torch.cat([tokens[:, :1], targets], dim=1)
-        counts = answers(ids, self.template)[:, 1:]
+        counts = answers(tokens, targets, self.template)
+        if self.mixed:
+            counts |= ~is_chat(tokens, self.template)
         return tokens, targets.masked_fill(~counts, IGNORE)
 
 
-def _of(kind: Callable[..., TokenDataModule], *arguments: Any, **settings: Any) -> TokenDataModule:
+def _of(
+    kind: Callable[..., TokenDataModule], mixed: bool, *arguments: Any, **settings: Any
+) -> TokenDataModule:
     """Build a data module of this kind whose batches have only answers as targets."""
     module: Any = kind(*arguments, **settings)
     module.template = template_of(from_dict(module.tokenizer))
-    module.__class__ = type("Answers", (AnswersOnly, type(module)), {})
+    module.__class__ = type("Answers", (AnswersOnly, type(module)), {"mixed": mixed})
     return module  # type: ignore[no-any-return]
 
 
 def data_module(data: DataConfig) -> Callable[..., TokenDataModule] | None:
-    """Return what makes the data module of a chat; other extras' kinds stay what they are."""
-    if data.source != "chat":
+    """Return what makes the data module of a chat, or of a mixture with one.
+
+    It is of the kind that another extra makes for these settings, if any.
+    """
+    parts = getattr(data, "sources", {}).values()  # of a mixture
+    mixed = any(each.get("source") == "chat" for each in parts)
+    if data.source != "chat" and not mixed:
         return None
     others = (resolved(each)(data) for each in additions("DATA_MODULE") if each != OWN)
-    return partial(_of, next(filter(None, others), TokenDataModule))
+    return partial(_of, next(filter(None, others), TokenDataModule), mixed)

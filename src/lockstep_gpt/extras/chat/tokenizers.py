@@ -8,7 +8,7 @@ from typing import Any
 
 from lockstep_gpt.config import UserError
 from lockstep_gpt.data import prepare, shards
-from lockstep_gpt.data.tokenizer import END_OF_TEXT, ByteTokenizer, Tokenizer, from_dict
+from lockstep_gpt.data.tokenizer import END_OF_TEXT, ByteTokenizer, Tokenizer, from_dict, library
 from lockstep_gpt.extras.chat.template import (
     BEGIN_OF_MESSAGE,
     END_OF_MESSAGE,
@@ -44,8 +44,9 @@ def chat_tokenizer(name: str) -> Tokenizer:
 
 def _values(path: Path, setting: str) -> dict[str, Any]:
     """Return the plain values of the tokenizer of a run, of a checkpoint, or of a folder."""
-    if (path / "tokenizer.json").is_file():
-        return _from_folder(path / "tokenizer.json", setting)
+    file = path if path.suffix == ".json" else path / "tokenizer.json"
+    if file.is_file():
+        return _from_file(file, setting)
     if (path / "config.yaml").is_file():
         try:  # without torch, which this process would load only for this
             folder = prepare.opened(RunDirectory(path).load().data)
@@ -59,7 +60,7 @@ def _values(path: Path, setting: str) -> dict[str, Any]:
     )
 
 
-def _from_folder(path: Path, setting: str) -> dict[str, Any]:
+def _from_file(path: Path, setting: str) -> dict[str, Any]:
     """Return the values of a byte-level BPE; one without merges is our tokenizer of bytes."""
     try:
         text = path.read_text(encoding="utf-8")
@@ -74,7 +75,13 @@ def _from_folder(path: Path, setting: str) -> dict[str, Any]:
     ends = [words[end] for end in ENDS if end in words]
     if not ends:
         raise UserError(f"{setting} has no {END_OF_TEXT}; choose a tokenizer with an end of text")
-    return {"kind": "bpe", "vocab_size": size, "end_of_text": ends[0], "json": text}
+    return {"kind": "bpe", "vocab_size": size, "end_of_text": ends[0], "json": _as_saved(text)}
+
+
+def _as_saved(text: str) -> str:
+    """Return a tokenizer as its library writes it: the same for every source of data."""
+    saved: str = library("tokenizers", "bpe").Tokenizer.from_str(text).to_str()
+    return saved
 
 
 def _with_markers(values: dict[str, Any]) -> dict[str, Any]:
@@ -85,5 +92,5 @@ def _with_markers(values: dict[str, Any]) -> dict[str, Any]:
         {"id": size + place, "content": marker, **form, "special": True}
         for place, marker in enumerate(OURS)
     ]
-    grown = {"vocab_size": size + len(OURS), "json": json.dumps(content, ensure_ascii=False)}
-    return {**values, **grown, "vocab_before": size}
+    text = _as_saved(json.dumps(content, ensure_ascii=False))
+    return {**values, "vocab_size": size + len(OURS), "json": text}

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lockstep_gpt.config import UserError, as_typed
 from lockstep_gpt.data.tokenizer import Tokenizer
-from lockstep_gpt.extras.export.layouts import PADDED, POSITIONS, grown, vocab_before
+from lockstep_gpt.extras.export.layouts import PADDED, POSITIONS, grown, may_have
 from lockstep_gpt.inference.source import load_model
 from lockstep_gpt.model.gpt import GPT
 from lockstep_gpt.registry import asked
@@ -47,7 +47,7 @@ def weights_of_run(
             f"{source} has learned positions for {longest} tokens, and model.block_size="
             f"{ours.block_size}; set model.block_size={longest}"
         )
-    if theirs.vocab_size != vocab_before(tokenizer) or not _alike(theirs, tokenizer):
+    if not may_have(theirs.vocab_size, tokenizer) or not _alike(theirs, tokenizer):
         raise UserError(
             f"{source} has another tokenizer than the data; prepare the data with its own, "
             f"data.tokenizer={path} where the source of data has that"

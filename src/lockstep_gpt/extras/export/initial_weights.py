@@ -24,7 +24,7 @@ from lockstep_gpt.extras.export.layouts import (
     Layout,
     imported,
     layout_of,
-    vocab_before,
+    may_have,
 )
 from lockstep_gpt.model.gpt import GPT
 from lockstep_gpt.runtime.ranks import from_each_rank
@@ -128,8 +128,8 @@ def _check_tokenizer(
 ) -> None:
     """Reject weights that were trained with another tokenizer than the data's."""
     remedy = f"set data.tokenizer={folder}, or bytes if it was trained on bytes"
-    size, ours = saved.get("vocab_size"), vocab_before(tokenizer)
-    if size not in (ours, tokenizer.vocab_size):
+    size, ours = saved.get("vocab_size"), tokenizer.vocab_size
+    if not isinstance(size, int) or not may_have(size, tokenizer):
         raise UserError(
             f"{source} has a vocabulary of {size}, but the data's tokenizer has {ours}; {remedy}"
         )

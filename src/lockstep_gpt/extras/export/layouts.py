@@ -6,6 +6,7 @@ Letters in shapes: V vocabulary size, C width.
 from __future__ import annotations
 
 import importlib
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -76,9 +77,11 @@ def exported(model: GPT, layout: Layout) -> Weights:
     return weights
 
 
-def vocab_before(tokenizer: Tokenizer) -> int:
-    """Return the size of the tokenizer's vocabulary before special tokens were added to it."""
-    return int(tokenizer.to_dict().get("vocab_before", tokenizer.vocab_size))
+def may_have(size: int, tokenizer: Tokenizer) -> bool:
+    """Return whether the tokenizer has so many tokens, or that many and special ones after them."""
+    ours, added = tokenizer.vocab_size, json.loads(tokenizer.to_dict().get("json", "{}"))
+    special = {each["id"] for each in added.get("added_tokens", ()) if each["special"]}
+    return size == ours or (size < ours and special.issuperset(range(size, ours)))
 
 
 def _without_effect(weights: Weights) -> Weights:
@@ -110,7 +113,7 @@ def imported(
         weight = weight.T if turned else weight
         if ours == POSITIONS:
             weight = weight[: len(place)]
-        if ours in PADDED and len(weight) == vocab_before(tokenizer):
+        if ours in PADDED and may_have(len(weight), tokenizer):
             weight = grown(weight, place, model.vocab_size, tokenizer.end_of_text)
         weights[ours] = weight
         if weights[ours].shape != place.shape:
