@@ -141,6 +141,7 @@ MISTAKES = {
 def test_a_mistake_is_one_line(tuned, words):
     err = tuned("run_dir=run", *words, status=2).stderr
     assert MISTAKES[words] in err
+    assert "interpolation" not in err
     assert "\n" not in err.strip()
 
 

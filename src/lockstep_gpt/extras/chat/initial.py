@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from itertools import compress
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from lockstep_gpt.run_directory import RunDirectory
 
 EXPERIMENT = "experiment=chat"
 APART = ("model.mask_documents=true", "data.packing=documents")
+SWEPT = re.compile("[,'\"$]")  # not one plain path
 CONTEXT = 256  # tokens of a conversation, if the positions aren't learned
 LEARNED = "gpt"  # the architecture with learned positions: it has no others
 DEFAULTS = {"n_kv_head": None, "ngram_rows": 0, "longest_ngram": 2}
@@ -26,11 +28,14 @@ def with_initial(words: list[str]) -> list[str]:
     These are settings of another extra, if it is installed: conversations don't see each other.
     """
     register_resolver("initial", _resolved, replace=True)
-    names = {word.lstrip("+").partition("=")[0] for word in words}
+    names = {word.lstrip("+").partition("=")[0]: word.partition("=")[2] for word in words}
     if EXPERIMENT not in words or "resume=auto" in words:
         return words
-    if not names & {"model.init_from", "model"}:
+    if not names.keys() & {"model.init_from", "model"}:
         raise _not_given(f"{EXPERIMENT} needs")
+    source = names.get("model.init_from", "null")
+    if source != "null" and not SWEPT.search(source):
+        shape_of(source)  # a reference to it would hide the error in Hydra's own
     classes = {"model": extended(ModelConfig), "data": data_sources()["chat"]}
     wanted = [each for each in APART if each.partition("=")[0] not in names]
     groups = [each.partition("=")[0].split(".") for each in wanted]

@@ -8,7 +8,13 @@ from typing import Any
 
 from lockstep_gpt.config import UserError
 from lockstep_gpt.data import prepare, shards
-from lockstep_gpt.data.tokenizer import END_OF_TEXT, ByteTokenizer, Tokenizer, from_dict, library
+from lockstep_gpt.data.tokenizer import (
+    END_OF_TEXT,
+    ByteTokenizer,
+    Tokenizer,
+    from_dict,
+    library,
+)
 from lockstep_gpt.extras.chat.template import (
     BEGIN_OF_MESSAGE,
     END_OF_MESSAGE,

@@ -38,8 +38,7 @@ def weights_of_run(
         if (was := getattr(config.model, name)) != getattr(ours, name):
             is_now = f"model.{name}={as_typed(getattr(ours, name))}"
             raise UserError(
-                f"{source} has {name}={as_typed(was)}, and {is_now}; set model.{name}="
-                f"{as_typed(was)}, or model=initial, which takes all from the run"
+                f"{source} has {name}={as_typed(was)}, and {is_now}; set model.{name}={as_typed(was)}"
             )
     longest = config.model.block_size
     if POSITIONS in found.state_dict() and longest < ours.block_size:
