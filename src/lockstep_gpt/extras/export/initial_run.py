@@ -36,9 +36,9 @@ def weights_of_run(
     ours, names = model.config, (*SHAPE, *((LONGEST,) if model.config.ngram_rows else ()))
     for name in names:
         if (was := getattr(config.model, name)) != getattr(ours, name):
-            is_now = f"model.{name}={as_typed(getattr(ours, name))}"
+            is_now, right = (as_typed(each) for each in (getattr(ours, name), was))
             raise UserError(
-                f"{source} has {name}={as_typed(was)}, and {is_now}; set model.{name}={as_typed(was)}"
+                f"{source} has {name}={right}, and model.{name}={is_now}; set model.{name}={right}"
             )
     longest = config.model.block_size
     if POSITIONS in found.state_dict() and longest < ours.block_size:
