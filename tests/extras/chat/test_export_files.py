@@ -33,7 +33,7 @@ TALKS = {
     "turns": [("system", "Be brief."), ("user", "a"), ("assistant", "b"), ("user", "c")],
     "spaces": [("user", "  naïve 漢字 😀\n\n"), ("assistant", "\n\tx  \n")],
     "empty": [("user", ""), ("assistant", "")],
-    "signs": [("user", "{{ x }} {% raw %} '\" \\n <| |> øùúû ÿ <b>&amp;")],
+    "signs": [("user", "{{ x }} {" + "% raw %} '\" \\n <| |> øùúû ÿ <b>&amp;")],
 }
 
 
