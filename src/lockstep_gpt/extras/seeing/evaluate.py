@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-from typing import TYPE_CHECKING
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
 
 from lockstep_gpt.config import Config, UserError
 from lockstep_gpt.data import shards
-from lockstep_gpt.data.order import validation_rows
 from lockstep_gpt.data.prepare import prepare
 from lockstep_gpt.inference.source import load_model, parser_of
 from lockstep_gpt.registry import asked
@@ -49,7 +49,6 @@ def evaluate(model: GPT, config: Config, batch_size: int) -> dict[str, float]:
     import torch
 
     from lockstep_gpt.data.datamodule import TokenDataModule
-    from lockstep_gpt.data.windows import gather, open_windows
     from lockstep_gpt.model.functional import perplexity
     from lockstep_gpt.training.token_loss import TokenLoss
 
@@ -59,17 +58,18 @@ def evaluate(model: GPT, config: Config, batch_size: int) -> dict[str, float]:
     kind = next(filter(None, asked("DATA_MODULE", config.data)), TokenDataModule)
     sizes = {"block_size": block_size, "micro_size": batch_size, "accumulation": 1}
     data = kind(folder, **sizes, seed=config.seed)
-    windows = open_windows(folder, "val", block_size)
-    count = index.windows("val", block_size)
     device = next(model.parameters()).device
+    place = SimpleNamespace(root_device=device)  # all that batches need of a Trainer
+    data.trainer = cast(Any, SimpleNamespace(strategy=place, global_rank=0, world_size=1))
     token_loss = TokenLoss().to(device)
-    for rows in validation_rows(count, count, batch_size, rank=0, world_size=1):
-        ((stored, real),) = gather(windows, [rows])
-        tokens, targets = data.on_after_batch_transfer((stored.to(device), real), 0)
+    for stored in data.val_dataloader():
+        moved = data.transfer_batch_to_device(stored, device)
+        tokens, targets = data.on_after_batch_transfer(moved, 0)
         token_loss.update(model(tokens, targets), targets)
+    data.teardown("validate")  # ends its processes, if it has some
     loss, split = float(token_loss.compute()), index.splits["val"]
     tokens_counted = int(torch.stack(token_loss.counts).sum())
     result = {"loss": loss, "perplexity": perplexity(loss), "tokens": tokens_counted}
-    if split.text_bytes and tokens_counted == count * block_size:
+    if split.text_bytes and tokens_counted == data.val_windows * block_size:
         result["bits_per_byte"] = loss / math.log(2) * split.tokens / split.text_bytes
     return result
