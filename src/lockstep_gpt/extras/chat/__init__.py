@@ -1,5 +1,10 @@
 """Conversations: fine-tunes a model on them, talks to it, and serves it."""
 
+# name -> target, help line, whether it accepts Hydra overrides; `cli.py` collects them.
+COMMANDS = {
+    "chat": (".extras.chat.terminal:main", "talk to a model in the terminal", False),
+    "serve": (".extras.chat.serving:main", "answer over HTTP, like OpenAI's API", False),
+}
 # data.source -> its settings, its corpus.
 SOURCES = {
     "chat": (".extras.chat.chat_settings:ChatData", ".extras.chat.conversations:Conversations"),
