@@ -7,14 +7,9 @@ import torch
 
 from lockstep_gpt.config import ModelConfig, RunError, UserError
 from lockstep_gpt.data.tokenizer import ByteTokenizer
-from lockstep_gpt.extras.chat.answering import (
-    CHUNK,
-    Answer,
-    Answering,
-    Sampling,
-    Speech,
-    stream,
-)
+from lockstep_gpt.extras.chat.answering import CHUNK, Answer, Answering, stream
+from lockstep_gpt.extras.chat.sampling import Sampling
+from lockstep_gpt.extras.chat.speech import Speech
 from lockstep_gpt.model.gpt import build_gpt
 
 GREEDY = Sampling(temperature=0)
@@ -23,7 +18,9 @@ MODERN = {"architecture": "modern", "bias": False, "ngram_rows": 64, "longest_ng
 
 def new_model(block_size=48, **shape):
     torch.manual_seed(0)
-    model = build_gpt(ModelConfig(block_size=block_size, n_layer=2, n_head=2, n_embd=32, **shape), 256)
+    model = build_gpt(
+        ModelConfig(block_size=block_size, n_layer=2, n_head=2, n_embd=32, **shape), 256
+    )
     for parameter in model.parameters():
         parameter.data.normal_(std=0.3)
     return model.eval()
@@ -214,7 +211,9 @@ def test_text_comes_in_whole_characters(text):
     assert all(piece in ("", *text) for piece in pieces)
 
 
-@pytest.mark.parametrize("text", [b"a\x80b", b"\xf0\x9f\x92", b"\xff\xfe", b"\xe2\x82a", b"\x80" * 9])
+@pytest.mark.parametrize(
+    "text", [b"a\x80b", b"\xf0\x9f\x92", b"\xff\xfe", b"\xe2\x82a", b"\x80" * 9]
+)
 def test_bytes_that_are_no_text_come_as_the_tokenizer_decodes_them(text):
     assert "".join(spoken(text)) == ByteTokenizer().decode(text)
 

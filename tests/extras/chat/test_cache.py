@@ -98,13 +98,13 @@ def test_the_model_is_exactly_as_before_afterward_also_after_an_error(model):
         return [dict(vars(module)) for module in model.modules()]
 
     first = next(module for module in model.modules() if hasattr(module, "attend"))
-    first.attend = lambda q, k, v, dropout, scale=None: v  # as another extra would
+    first.attend = lambda *_: torch.zeros(2, 4, 9, 8)  # as another extra would
     before, tokens = own(), texts(2, 9)
     expected = model(tokens)
-    with pytest.raises(UserError, match="25 tokens are more than model.block_size=24"):
-        with Cache(model) as cache:
-            assert own() != before
-            cache.read(texts(1, 25))
+    with Cache(model) as cache, pytest.raises(UserError, match="25 tokens are more than model"):
+        cache.read(texts(1, 25))
+    with Cache(model):
+        assert own() != before
     assert own() == before
     assert torch.equal(model(tokens), expected)
 

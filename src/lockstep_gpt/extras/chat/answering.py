@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from types import TracebackType
 
@@ -11,103 +10,14 @@ import torch
 from torch import Tensor
 
 from lockstep_gpt.config import RunError, UserError
-from lockstep_gpt.data.tokenizer import Tokenizer
 from lockstep_gpt.extras.chat.cache import Cache
+from lockstep_gpt.extras.chat.sampling import Sampling
+from lockstep_gpt.extras.chat.speech import Speech
 from lockstep_gpt.model.gpt import GPT
 
 CHUNK = 256  # tokens of a prompt that are read at a time, so that other answers go on meanwhile
 SLIDE = 4  # a full row forgets its oldest 1 / SLIDE of the tokens
-COLD = 1e-6  # a lower temperature picks the likeliest token: a quotient would overflow
 LARGE = 1 << 24  # weights; with fewer, threads mostly wait for each other
-INCOMPLETE = "\ufffd"  # how a character of which bytes are missing is decoded
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How the next token is drawn.
-
-    Args:
-        temperature: divides the logits; 0 picks the likeliest token.
-        top_k: draws from the k likeliest tokens; None: from all.
-        top_p: of these, draws from the likeliest whose probabilities add up to this (Holtzman et
-            al. 2020).
-        seed: of the random numbers; the same seed draws as `GPT.generate` does.
-    """
-
-    temperature: float = 0.8
-    top_k: int | None = None
-    top_p: float = 1.0
-    seed: int = 1337
-
-    def __post_init__(self) -> None:
-        for name, value, fits, rule in (
-            ("temperature", self.temperature, self.temperature >= 0, "at least 0"),
-            ("top_k", self.top_k, self.top_k is None or self.top_k >= 1, "at least 1"),
-            ("top_p", self.top_p, 0 < self.top_p <= 1, "above 0 and at most 1"),
-            ("seed", self.seed, 0 <= self.seed < 2**63, f"from 0 to {2**63 - 1}"),
-        ):
-            if not fits or not math.isfinite(value or 0):
-                raise UserError(f"{name}={value} must be {rule}")
-
-    def draw(self, logits: Tensor, source: torch.Generator) -> int:
-        """Return a token, drawn from `logits`, (1, V)."""
-        if bool(logits.isnan().any()):
-            raise RunError("the model's logits are not numbers; use another checkpoint")
-        logits = logits.float().cpu()
-        if self.temperature < COLD:
-            return int(logits.argmax())
-        if self.top_k is not None:
-            weakest = logits.topk(min(self.top_k, logits.shape[-1])).values[:, -1:]
-            logits = logits.masked_fill(logits < weakest, -math.inf)
-        likely = ((logits - logits.max()) / self.temperature).softmax(dim=-1)
-        if self.top_p < 1:
-            falling, order = likely.sort(descending=True)
-            needless = falling.cumsum(dim=-1) - falling >= self.top_p  # never the first
-            likely = likely.scatter(-1, order, falling.masked_fill(needless, 0))
-        return int(torch.multinomial(likely, 1, generator=source))
-
-
-class Speech:
-    """Turns tokens into text as they come: whole characters, up to the first stop sequence."""
-
-    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str] = ()) -> None:
-        self.tokenizer, self.stops = tokenizer, stops
-        self.stopped = False
-        self._ids: list[int] = []  # since the last whole character
-        self._told = 0  # characters of these that were already taken
-        self._held = ""  # may be the beginning of a stop sequence
-
-    def add(self, token: int) -> str:
-        """Return the text that is certain after one more token."""
-        self._ids.append(token)
-        text = self.tokenizer.decode(self._ids)
-        whole = text.removesuffix(INCOMPLETE)
-        new, self._told = whole[self._told :], len(whole)
-        if whole == text:
-            self._ids, self._told = [], 0
-        return self._until_stop(new, last=False)
-
-    def end(self) -> str:
-        """Return the rest, in which a character that was not completed is U+FFFD."""
-        return self._until_stop(self.tokenizer.decode(self._ids)[self._told :], last=True)
-
-    def _until_stop(self, new: str, last: bool) -> str:
-        if self.stopped:
-            return ""
-        text = self._held + new
-        places = [place for stop in self.stops if (place := text.find(stop)) >= 0]
-        if places:
-            self.stopped = True
-            return text[: min(places)]
-        begun = 0 if last else max((_begun(text, stop) for stop in self.stops), default=0)
-        self._held = text[len(text) - begun :]
-        return text[: len(text) - begun]
-
-
-def _begun(text: str, stop: str) -> int:
-    """Return how many characters at the end of `text` may be the beginning of `stop`."""
-    sizes = range(min(len(stop) - 1, len(text)), 0, -1)
-    return next((size for size in sizes if text.endswith(stop[:size])), 0)
 
 
 @dataclass(eq=False)
@@ -267,7 +177,7 @@ class Answering:
         return reading
 
     def _draw(self, answers: list[Answer], logits: Tensor) -> None:
-        for answer, row in zip(answers, logits.split(1), strict=True):
+        for answer, row in zip(answers, logits[:, None], strict=True):
             answer.unread = []
             answer.draw(row)
 

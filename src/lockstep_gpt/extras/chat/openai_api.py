@@ -1,0 +1,84 @@
+"""Responses and errors in the form of OpenAI's API."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+from lockstep_gpt.extras.chat.answering import Answer
+
+
+class ApiError(Exception):
+    """An error in OpenAI's form."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        param: str | None = None,
+        code: str | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.headers = status, headers
+        kind = "server_error" if status >= 500 else "invalid_request_error"
+        kind = {429: "rate_limit_error"}.get(status, kind)
+        self.content = {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def refuse(param: str, rule: str, code: str | None = None) -> NoReturn:
+    """Raise the error for an invalid parameter."""
+    raise ApiError(400, f"{param} {rule}", param, code)
+
+
+@dataclass
+class Request:
+    """A checked request, and the form of its response."""
+
+    answer: Answer
+    kind: str  # "chat.completion" or "text_completion"
+    model: str
+    stream: bool
+    include_usage: bool
+    left_out: int | None = None  # messages; None if none may be
+    id: str = field(default_factory=lambda: secrets.token_hex(12))
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def is_chat(self) -> bool:
+        """Whether it continues a conversation."""
+        return self.kind == "chat.completion"
+
+    def _about(self, kind: str) -> dict[str, Any]:
+        name = f"{'chatcmpl' if self.is_chat else 'cmpl'}-{self.id}"
+        about = {"id": name, "object": kind, "created": self.created, "model": self.model}
+        return about if self.left_out is None else {**about, "left_out": self.left_out}
+
+    def usage(self) -> dict[str, int]:
+        """Return the numbers of tokens."""
+        prompt, answer = len(self.answer.prompt), len(self.answer.ids)
+        numbers = {"prompt_tokens": prompt, "completion_tokens": answer}
+        return {**numbers, "total_tokens": prompt + answer}
+
+    def whole(self, text: str) -> dict[str, Any]:
+        """Return the response with all of the answer."""
+        said = (
+            {"message": {"role": "assistant", "content": text}} if self.is_chat else {"text": text}
+        )
+        choice = {"index": 0, **said, "logprobs": None, "finish_reason": self.answer.reason}
+        return {**self._about(self.kind), "choices": [choice], "usage": self.usage()}
+
+    def chunk(self, text: str, first: bool = False, last: bool = False) -> dict[str, Any]:
+        """Return one event of a streamed response."""
+        role = {"role": "assistant"} if first else {}
+        said = {"delta": {**role, "content": text} if text or first else {}}
+        choice = {"index": 0, **(said if self.is_chat else {"text": text}), "logprobs": None}
+        choice["finish_reason"] = self.answer.reason if last else None
+        kind = "chat.completion.chunk" if self.is_chat else self.kind
+        return {**self._about(kind), "choices": [choice]}
+
+    def last_chunk(self) -> dict[str, Any]:
+        """Return the event with the numbers of tokens."""
+        return {**self._about("chat.completion.chunk"), "choices": [], "usage": self.usage()}

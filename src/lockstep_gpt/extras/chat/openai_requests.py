@@ -1,0 +1,213 @@
+"""Requests in the form of OpenAI's API: what is supported, and the check of each parameter."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from typing import Any, NoReturn
+
+from lockstep_gpt.config import UserError
+from lockstep_gpt.data.tokenizer import Tokenizer
+from lockstep_gpt.extras.chat.answering import Answer
+from lockstep_gpt.extras.chat.history import fitted
+from lockstep_gpt.extras.chat.openai_api import ApiError, Request, refuse
+from lockstep_gpt.extras.chat.sampling import Sampling
+from lockstep_gpt.extras.chat.speech import Speech
+from lockstep_gpt.extras.chat.template import Template
+
+DEFAULT_LENGTH = 16  # tokens of a completion without max_tokens, as in OpenAI's API
+MOST_STOPS = 4  # stop sequences of a request, as in OpenAI's API
+LONGEST_STOP = 1000  # characters
+# Parameters that we don't have, with the values that mean nothing.
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "n": (1,),
+    "best_of": (1,),
+    "echo": (False,),
+    "logprobs": (False,),
+    "top_logprobs": (0,),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "logit_bias": ({},),
+    "suffix": ("",),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+}
+# Parameters about the caller, which don't change an answer.
+ABOUT_CALLER = ("user", "metadata", "store", "safety_identifier", "prompt_cache_key")
+ROLE_NAMES = {"developer": "system"}  # OpenAI's newer name
+
+
+def parsed(body: bytes) -> dict[str, Any]:
+    """Return the JSON object of a request."""
+    try:
+        values = json.loads(body, parse_constant=_no_number)
+    except (ValueError, RecursionError) as error:
+        raise ApiError(400, f"the body is not JSON ({error}); send a JSON object") from None
+    if not isinstance(values, dict):
+        raise ApiError(400, "the body is not a JSON object; send one")
+    return {name: each for name, each in values.items() if each is not None}
+
+
+def _no_number(text: str) -> NoReturn:
+    raise ValueError(f"{text} is not a number of JSON")
+
+
+class Reader:
+    """Turns bodies into requests to one model.
+
+    Args:
+        name: of the model.
+        tokenizer: of the model.
+        template: of its conversations; or why it has none.
+        block_size: tokens of its context.
+        longest: most tokens of an answer.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        tokenizer: Tokenizer,
+        template: Template | UserError,
+        block_size: int,
+        longest: int,
+    ) -> None:
+        self.name, self.tokenizer, self.template = name, tokenizer, template
+        self.block_size, self.longest = block_size, longest
+
+    def chat(self, values: dict[str, Any]) -> Request:
+        """Return the request of a body of /v1/chat/completions."""
+        if isinstance(self.template, UserError):
+            raise ApiError(400, f"{self.template}; /v1/completions works", code="no_chat_template")
+        messages = _messages(values.pop("messages", None))
+        truncation = _choice(values, "truncation", ("disabled", "auto"))
+        left_out = None
+        if truncation == "auto":
+            prompt, left_out = fitted(messages, self.template, self.block_size)
+        else:
+            prompt = self.template.render(messages, reply=True)
+            self._check_length(prompt, "messages", "; send fewer, or set truncation to auto")
+        request = self._request(values, prompt, "chat.completion", self.template.stop, self.longest)
+        request.left_out = left_out
+        return request
+
+    def completion(self, values: dict[str, Any]) -> Request:
+        """Return the request of a body of /v1/completions."""
+        prompt = self._prompt(values.pop("prompt", None))
+        self._check_length(prompt, "prompt", "; shorten it")
+        end = self.tokenizer.end_of_text
+        stops = frozenset(() if end is None else [end])
+        return self._request(values, prompt, "text_completion", stops, DEFAULT_LENGTH)
+
+    def _prompt(self, given: Any) -> list[int]:
+        if isinstance(given, list) and len(given) == 1 and isinstance(given[0], (str, list)):
+            given = given[0]
+        if isinstance(given, str):
+            ids: list[int] = self.tokenizer.encode(given).tolist()
+        elif isinstance(given, list) and all(type(each) is int for each in given):
+            ids = given
+            if not all(0 <= each < self.tokenizer.vocab_size for each in ids):
+                refuse("prompt", f"has ids that are not from 0 to {self.tokenizer.vocab_size - 1}")
+        else:
+            refuse("prompt", "must be one text, or one list of token ids")
+        if not ids:
+            refuse("prompt", "is empty; give at least one token")
+        return ids
+
+    def _check_length(self, prompt: list[int], param: str, remedy: str) -> None:
+        if len(prompt) >= self.block_size:
+            rule = (
+                f"has {len(prompt)} tokens, and the context is {self.block_size}, with the answer"
+            )
+            refuse(param, f"{rule}{remedy}", "context_length_exceeded")
+
+    def _request(
+        self,
+        values: dict[str, Any],
+        prompt: list[int],
+        kind: str,
+        stops: frozenset[int],
+        length: int,
+    ) -> Request:
+        """Read all other parameters; unknown ones are refused."""
+        if (model := values.pop("model", self.name)) != self.name:
+            raise ApiError(404, f"model {model!r} is not {self.name}", "model", "model_not_found")
+        names = [name for name in ("max_completion_tokens", "max_tokens") if name in values]
+        limits = [_number(values, name, int, 1, self.longest) for name in names]
+        sampling = Sampling(
+            temperature=_number(values, "temperature", float, 0, 2, 1.0),
+            top_k=_number(values, "top_k", int, 1, 2**31),
+            top_p=_number(values, "top_p", float, 0, 1, 1.0),
+            seed=_number(values, "seed", int, 0, 2**63 - 1, secrets.randbelow(2**63)),
+        )
+        speech = Speech(self.tokenizer, _stops(values))
+        stream = _choice(values, "stream", (False, True))
+        options = values.pop("stream_options", {})
+        if not isinstance(options, dict) or (options and not stream):
+            refuse("stream_options", "must be an object, and needs stream=true")
+        usage = _choice(options, "include_usage", (False, True))
+        _refuse_rest(values)
+        limit = min(limits or [length, self.longest])
+        answer = Answer(prompt, limit, speech, sampling, stops)
+        return Request(answer, kind, self.name, bool(stream), bool(usage))
+
+
+def _messages(given: Any) -> list[dict[str, str]]:
+    if not isinstance(given, list) or not given:
+        refuse("messages", "must be a list of at least one message")
+    return [_message(each, f"messages[{place}]") for place, each in enumerate(given)]
+
+
+def _message(given: Any, name: str) -> dict[str, str]:
+    if not isinstance(given, dict):
+        refuse(name, "must be an object with role and content")
+    content = given.get("content")
+    if isinstance(content, list):  # parts, of which we know text
+        parts = [part.get("text") for part in content if isinstance(part, dict)]
+        known = len(parts) == len(content) and all(isinstance(each, str) for each in parts)
+        content = "".join(map(str, parts)) if known else None
+    role = given.get("role")
+    if not isinstance(content, str) or not isinstance(role, str):
+        refuse(name, "must have a role, and a content that is text")
+    for key, value in given.items():
+        if key not in ("role", "content") and value:
+            refuse(f"{name}.{key}", "is not supported; leave it out")
+    return {"role": ROLE_NAMES.get(role, role), "content": content}
+
+
+def _number(
+    values: dict[str, Any], name: str, kind: type, least: float, most: float, default: Any = None
+) -> Any:
+    value = values.pop(name, default)
+    numbers = (int, float) if kind is float else (int,)
+    if value is not None and (type(value) not in numbers or not least <= value <= most):
+        noun = "a number" if kind is float else "an integer"
+        refuse(name, f"must be {noun} from {least} to {most}")
+    return value
+
+
+def _choice(values: dict[str, Any], name: str, choices: tuple[Any, ...]) -> Any:
+    """Return one of `choices`, of which the first is the default."""
+    value = values.pop(name, choices[0])
+    if not any(value is each or (value == each and type(value) is str) for each in choices):
+        refuse(name, f"must be {' or '.join(map(json.dumps, choices))}")
+    return value
+
+
+def _stops(values: dict[str, Any]) -> list[str]:
+    stops = values.pop("stop", [])
+    stops = [stops] if isinstance(stops, str) else stops
+    right = isinstance(stops, list) and len(stops) <= MOST_STOPS
+    if not right or not all(isinstance(e, str) and 0 < len(e) <= LONGEST_STOP for e in stops):
+        rule = f"must be up to {MOST_STOPS} texts of 1 to {LONGEST_STOP} characters"
+        refuse("stop", rule)
+    return list(stops)
+
+
+def _refuse_rest(values: dict[str, Any]) -> None:
+    for name, value in values.items():
+        if name in NEUTRAL and value not in NEUTRAL[name]:
+            refuse(name, "is not supported; leave it out")
+        if name not in NEUTRAL and name not in ABOUT_CALLER:
+            refuse(name[:80], "is not a parameter that this server knows; leave it out")

@@ -1,0 +1,168 @@
+"""`lockstep-gpt serve RUN|CHECKPOINT`: a model behind an API like OpenAI's, and a page for it."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import errno
+import ipaddress
+import os
+import signal
+import socket
+from typing import TYPE_CHECKING, Any
+
+from lockstep_gpt.config import UserError
+from lockstep_gpt.data.tokenizer import library
+from lockstep_gpt.extras.chat.history import chat_template
+from lockstep_gpt.inference.source import load_model, parser_of
+from lockstep_gpt.runtime.checkpoint import find_checkpoint
+
+if TYPE_CHECKING:
+    from lockstep_gpt.extras.chat.queueing import AnsweringThread
+
+CLOSING = 5  # seconds that connections have to close after the last answer
+
+
+def main(arguments: list[str]) -> int:
+    """Serve until a signal; return 0."""
+    options = checked(_parser().parse_args(arguments))
+    for name in ("uvicorn", "starlette"):
+        library(name, "chat")
+    with listening(options.host, options.port) as listener:  # before the model, which takes a while
+        model, config, tokenizer = load_model(find_checkpoint(options.source))
+        import torch  # late, so that mistakes are reported at once
+
+        from lockstep_gpt.extras.chat.openai_requests import Reader
+        from lockstep_gpt.extras.chat.queueing import AnsweringThread
+        from lockstep_gpt.extras.chat.web_app import Limits, web_app
+
+        model.to(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+        try:
+            template: Any = chat_template(tokenizer, config)
+        except UserError as error:
+            template = error
+        size = config.model.block_size
+        name = options.name or options.source.resolve().name
+        reader = Reader(name, tokenizer, template, size, options.longest or size)
+        thread = AnsweringThread(model, options.parallel, options.waiting, options.seconds)
+        names = tuple(options.allow_host)
+        limits = Limits(options.body, options.seconds, (options.host, *names))
+        if isinstance(template, UserError):
+            print(f"only /v1/completions: {template}")
+        _serve(web_app(reader, thread, limits), thread, listener, options.grace)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = parser_of("serve", "Answer over HTTP, like OpenAI's API, with a page to try it.")
+    add = parser.add_argument
+    add("--host", default="127.0.0.1", help="the address to listen on (default: only this machine)")
+    add("--port", type=int, default=8000, help="0 chooses a free one (default: 8000)")
+    add("--name", help="the model's name in the API (default: the name of RUN)")
+    add("--parallel", type=int, default=16, help="requests answered at once (default: 16)")
+    add("--waiting", type=int, default=64, help="requests that may wait (default: 64)")
+    add("--longest", type=int, help="most tokens of an answer (default: the context's)")
+    add("--seconds", type=float, default=120, help="most time of a request (default: 120)")
+    add("--grace", type=float, default=10, help="time to end answers after a signal (default: 10)")
+    add("--body", type=int, default=1 << 20, help="most bytes of a request (default: 1 MiB)")
+    add(
+        "--allow-host",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="also accept requests to this host name, for example a proxy's",
+    )
+    return parser
+
+
+def checked(options: argparse.Namespace) -> argparse.Namespace:
+    """Return the options; raise a `UserError` for one that can't be."""
+    rules = [
+        ("port", 0 <= options.port < 2**16, "must be from 0 to 65535"),
+        ("parallel", 1 <= options.parallel <= 1024, "must be from 1 to 1024"),
+        ("waiting", options.waiting >= 0, "must be at least 0"),
+        ("longest", options.longest is None or options.longest >= 1, "must be at least 1"),
+        ("seconds", 0 < options.seconds < 1e6, "must be above 0, and below 1000000"),
+        ("grace", 0 <= options.grace < 1e6, "must be at least 0, and below 1000000"),
+        ("body", options.body >= 1, "must be at least 1"),
+    ]
+    for name, fits, rule in rules:
+        if not fits:
+            raise UserError(f"--{name}={getattr(options, name)} {rule}")
+    return options
+
+
+def listening(host: str, port: int) -> socket.socket:
+    """Return a socket that listens there.
+
+    Raises:
+        UserError: the port is in use or not allowed, or the address is not this machine's.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise UserError(f"--host={host} is not an address ({error.strerror}); give one") from None
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(1024)
+    except OSError as error:
+        listener.close()
+        if error.errno == errno.EADDRINUSE:
+            remedy = f"another program uses {host}:{port}; stop it, or choose --port 0"
+        else:
+            remedy = f"{host}:{port} can't be used ({os.strerror(error.errno or 0)}); choose others"
+        raise UserError(remedy) from None
+    return listener
+
+
+def _serve(app: Any, thread: AnsweringThread, listener: socket.socket, grace: float) -> None:
+    """Serve until SIGTERM or SIGINT; then answers have `grace` seconds to end."""
+    import uvicorn
+
+    class Server(uvicorn.Server):
+        """Tells its address; ends what is still computed before it closes connections."""
+
+        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+            await super().startup(sockets)
+            address, port = listener.getsockname()[:2]
+            shown = f"[{address}]" if ":" in address else address
+            open_to = "" if _is_local(address) else "; anyone who can reach this machine can use it"
+            print(f"ready: http://{shown}:{port} (Ctrl-C ends it){open_to}", flush=True)
+
+        async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+            loop = asyncio.get_running_loop()
+            ending = loop.call_later(grace, loop.run_in_executor, None, thread.stop)
+            await super().shutdown(sockets)
+            ending.cancel()
+
+    settings: Any = {"http": "h11", "loop": "asyncio", "ws": "none", "lifespan": "off"}
+    config = uvicorn.Config(
+        app,
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=int(grace) + CLOSING,
+        **settings,
+    )
+    # uvicorn raises the signal again after it has ended: then it only ends this function.
+    before = {each: signal.signal(each, _ignore) for each in (signal.SIGTERM, signal.SIGINT)}
+    thread.start()
+    try:
+        Server(config).run(sockets=[listener])
+    finally:
+        thread.stop()
+        for each, handler in before.items():
+            signal.signal(each, handler)
+    print("stopped")
+
+
+def _ignore(*_: object) -> None:
+    """Return to where the signal came, instead of ending the process there."""
+
+
+def _is_local(address: str) -> bool:
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback

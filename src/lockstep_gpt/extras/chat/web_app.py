@@ -1,0 +1,287 @@
+"""The web application: routes, limits, streams, and the page."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import hashlib
+import ipaddress
+import json
+import logging
+import re
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from lockstep_gpt.config import RunError, UserError
+from lockstep_gpt.extras.chat.openai_api import ApiError, Request
+from lockstep_gpt.extras.chat.openai_requests import Reader, parsed
+from lockstep_gpt.extras.chat.queueing import AnsweringThread, Busy, Stopping
+
+PAGE = Path(__file__).with_name("chat.html")
+BODY_SECONDS = 30  # to send a body
+SENDING_SECONDS = 30  # in which a client must have read what was computed
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a request may cost.
+
+    Args:
+        body: bytes of a request.
+        seconds: from a request to the end of its answer.
+        hosts: names under which the server may be reached, besides IP addresses and `localhost`.
+    """
+
+    body: int
+    seconds: float
+    hosts: tuple[str, ...]
+
+
+class Guard:
+    """Refuses requests that come by way of someone else's web page.
+
+    A page whose name suddenly resolves to 127.0.0.1 (DNS rebinding) sends its own name as `Host`;
+    other pages send their `Origin`.
+    """
+
+    def __init__(self, app: ASGIApp, hosts: tuple[str, ...]) -> None:
+        self.app, self.hosts = app, {"localhost", *(name.lower() for name in hosts)}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on, or answer 403."""
+        headers = {
+            name.decode("latin-1"): each.decode("latin-1") for name, each in scope["headers"]
+        }
+        host, origin = headers.get("host", ""), headers.get("origin", "")
+        error = None
+        if not self._is_ours(host):
+            error = f"the host {host[:80]!r} is not this server's; add it with --allow-host"
+        elif origin and urlsplit(origin).netloc.lower() != host.lower():
+            error = f"pages of {origin[:80]!r} may not use this server; use its own page"
+        if error:
+            await _json(ApiError(403, error).content, 403)(scope, receive, send)
+        else:
+            await self.app(scope, receive, send)
+
+    def _is_ours(self, host: str) -> bool:
+        try:
+            name = urlsplit(f"//{host}").hostname or ""
+            if name in self.hosts:
+                return True
+            ipaddress.ip_address(name)
+        except ValueError:  # not an address
+            return False
+        return True
+
+
+class Events(StreamingResponse):
+    """A streamed answer, whose job ends with the connection."""
+
+    def __init__(
+        self, events: AsyncIterator[str], left: Callable[[], None], seconds: float
+    ) -> None:
+        headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no", **HEADERS}
+        super().__init__(events, headers=headers, media_type="text/event-stream")
+        self.left, self.seconds = left, seconds
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the events; give up on a client that doesn't read them."""
+        try:
+            async with asyncio.timeout(self.seconds):
+                await super().__call__(scope, receive, send)
+        except TimeoutError:
+            logging.getLogger(__name__).warning("a client did not read its answer in time")
+        finally:
+            self.left()
+
+
+def web_app(reader: Reader, thread: AnsweringThread, limits: Limits) -> ASGIApp:
+    """Return the application that answers with `thread` what `reader` accepts."""
+    page, policy = _page()
+    model = {"id": reader.name, "object": "model", "created": 0, "owned_by": "lockstep-gpt"}
+    model |= {"context": reader.block_size, "longest": reader.longest}
+
+    async def show(_: HttpRequest) -> Response:
+        headers = {"Content-Security-Policy": policy, "Cache-Control": "no-store", **HEADERS}
+        return Response(page, headers=headers, media_type="text/html")
+
+    async def health(_: HttpRequest) -> Response:
+        chats = not isinstance(reader.template, UserError)
+        return _json({"status": "ok", "model": reader.name, "chat": chats, **thread.counts()})
+
+    async def models(_: HttpRequest) -> Response:
+        return _json({"object": "list", "data": [model]})
+
+    async def one_model(request: HttpRequest) -> Response:
+        if (name := request.path_params["name"]) != reader.name:
+            raise ApiError(404, f"model {name!r} is not {reader.name}", code="model_not_found")
+        return _json(model)
+
+    async def chat(request: HttpRequest) -> Response:
+        return await respond(request, reader.chat)
+
+    async def completion(request: HttpRequest) -> Response:
+        return await respond(request, reader.completion)
+
+    async def respond(request: HttpRequest, read: Callable[[dict[str, Any]], Request]) -> Response:
+        values = parsed(await _body(request, limits.body))
+        wanted = await asyncio.to_thread(read, values)  # tokenizing a long text takes a while
+        job = thread.submit(wanted.answer)
+        pieces = aiter(job)
+        try:
+            first = await _unless_gone(request, anext(pieces, None))
+            if wanted.stream:
+                events = _events(wanted, first, pieces)
+                left = limits.seconds + SENDING_SECONDS
+                return Events(events, lambda: thread.leave(job), left)
+            rest = await _unless_gone(request, _joined(pieces)) if first is not None else ""
+        except BaseException:
+            thread.leave(job)
+            raise
+        return _json(wanted.whole((first or "") + rest))
+
+    routes = [
+        Route("/", show),
+        Route("/health", health),
+        Route("/v1/models", models),
+        Route("/v1/models/{name:path}", one_model),
+        Route("/v1/chat/completions", chat, methods=["POST"]),
+        Route("/v1/completions", completion, methods=["POST"]),
+    ]
+    handlers: Any = dict.fromkeys((Exception, *STATUS), _failed)
+    return Guard(Starlette(routes=routes, exception_handlers=handlers), limits.hosts)
+
+
+async def _events(
+    wanted: Request, first: str | None, rest: AsyncIterator[str]
+) -> AsyncIterator[str]:
+    """Yield an answer as server-sent events."""
+    try:
+        if wanted.is_chat:
+            yield _event(wanted.chunk("", first=True))
+        if first is not None:
+            yield _event(wanted.chunk(first))
+            async for text in rest:
+                yield _event(wanted.chunk(text))
+        yield _event(wanted.chunk("", last=True))
+        if wanted.include_usage:
+            yield _event(wanted.last_chunk())
+    except (Stopping, RunError) as error:  # the status was sent already
+        yield _event(_as_api_error(error).content)
+    yield "data: [DONE]\n\n"
+
+
+def _event(content: Any) -> str:
+    return f"data: {json.dumps(content, separators=(',', ':'))}\n\n"
+
+
+async def _joined(pieces: AsyncIterator[str]) -> str:
+    return "".join([text async for text in pieces])
+
+
+async def _unless_gone(request: HttpRequest, result: Any) -> Any:
+    """Return an awaitable's result; end it if the client disconnects before."""
+
+    async def gone() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    work, leaving = asyncio.ensure_future(result), asyncio.ensure_future(gone())
+    try:
+        await asyncio.wait({work, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if work.done():
+            return work.result()
+        raise ApiError(499, "the client is gone")
+    finally:
+        for task in (work, leaving):
+            task.cancel()
+            with contextlib.suppress(BaseException):
+                await task
+
+
+async def _body(request: HttpRequest, limit: int) -> bytes:
+    body, too_large = bytearray(), f"the body has more than {limit} bytes; shorten it"
+    length = request.headers.get("content-length", "0")
+    if length.isdecimal() and int(length[:20]) > limit:
+        raise ApiError(413, too_large, headers={"Connection": "close"})
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            async for part in request.stream():
+                body += part
+                if len(body) > limit:
+                    raise ApiError(413, too_large, headers={"Connection": "close"})
+    except TimeoutError:
+        close = {"Connection": "close"}
+        raise ApiError(408, f"no body within {BODY_SECONDS} s", headers=close) from None
+    return bytes(body)
+
+
+HEADERS = {"X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer"}
+STATUS: dict[type[Exception], int] = {
+    UserError: 400,
+    RunError: 500,
+    Stopping: 503,
+    Busy: 429,
+    ApiError: 0,
+    HTTPException: 0,
+}
+
+
+def _as_api_error(error: Exception) -> ApiError:
+    """Return an error in OpenAI's form, with the status of its kind."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, HTTPException):
+        headers = dict(error.headers or {})
+        rule = "GET / is the page; POST /v1/chat/completions and /v1/completions answer"
+        return ApiError(error.status_code, f"{error.detail}; {rule}", headers=headers)
+    status = next((each for kind, each in STATUS.items() if isinstance(error, kind)), 500)
+    if isinstance(error, Busy):
+        after = {"Retry-After": str(error.retry)}
+        return ApiError(status, str(error), code="rate_limit_exceeded", headers=after)
+    known = isinstance(error, tuple(STATUS))
+    return ApiError(status, str(error) if known else "the server failed; its log has the cause")
+
+
+async def _failed(_: HttpRequest, error: Exception) -> Response:
+    found = _as_api_error(error)
+    return _json(found.content, found.status, found.headers)
+
+
+def _json(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    """Return a response in ASCII, which any text from a request can be written in."""
+    text = json.dumps(content)
+    return Response(text, status, {**HEADERS, **(headers or {})}, "application/json")
+
+
+def _page() -> tuple[str, str]:
+    """Return the page and the policy that allows only its own style, script, and server."""
+    text = PAGE.read_text(encoding="utf-8")
+    (style,) = re.findall(r"<style>(.*?)</style>", text, re.DOTALL)
+    (script,) = re.findall(r'<script type="module">(.*?)</script>', text, re.DOTALL)
+    rules = [
+        "default-src 'none'",
+        "base-uri 'none'",
+        "form-action 'none'",
+        "frame-ancestors 'none'",
+        "img-src data:",
+        "connect-src 'self'",
+        f"style-src {_hash(style)}",
+        f"script-src {_hash(script)}",
+    ]
+    return text, "; ".join(rules)
+
+
+def _hash(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
