@@ -63,6 +63,8 @@ EXTRAS = {
         "configs/experiment/chat.yaml",
         "configs/model/initial.yaml",
         "docs/chat.md",
+        "docs/serving.md",
+        "scripts/load_test.py",
         "src/lockstep_gpt/extras/chat/",
         "tests/extras/chat/",
     ),

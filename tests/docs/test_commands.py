@@ -41,7 +41,18 @@ ELSEWHERE = {
     "wandb": "needs an account; test_tracking.py runs the command of the sweep's file",
 }
 # Commands of extras: a page still has them after an extra was deleted by hand.
-OF_EXTRAS = {"doctor", "drill", "evaluate", "export", "panel", "plan", "report", "score"}
+OF_EXTRAS = {
+    "chat",
+    "doctor",
+    "drill",
+    "evaluate",
+    "export",
+    "panel",
+    "plan",
+    "report",
+    "score",
+    "serve",
+}
 
 
 def commands_of(text):

@@ -23,7 +23,8 @@ WORDS = {
     "completion": "install=bash",
     "sizes": r"model=auto|model\.size|size_law|scaling_law",
     "documents": r"mask_documents|data\.packing|documents\.md",
-    "chat": r"data=chat|experiment=chat|model=initial|lora_rank|chat\.md",
+    "chat": r"data=chat|experiment=chat|model=initial|lora_rank|chat\.md|lockstep-gpt (chat|serve)\b"
+    r"|serving\.md|load_test|openai|starlette|uvicorn",
     "cluster": "lockstep-gpt (plan|doctor|drill)",
     "sources": "data.num_workers|datasets|pyarrow|parquet|data=jsonl|tokenizer=bpe|zstandard",
     "mixtures": r"data=mixture|data\.weights|mixtures\.md|tokenizer_from",
@@ -40,8 +41,9 @@ WORDS = {
 }
 # Lines with such names that belong to other distributions, or to any machine.
 OTHERS = {
-    "constraints.txt": "^safetensors==",  # also accelerate's
-    "pyproject.toml": '^    "safetensors==',
+    # safetensors is also accelerate's, the others are also mlflow's.
+    "constraints.txt": "^(safetensors|starlette|uvicorn)==",
+    "pyproject.toml": '^    "(safetensors|starlette|uvicorn)==',
     "docs/coming_from.md": r"^\| `init_from`",  # nanoGPT's setting
     "docs/lightning.md": "`(TensorBoard|MLFlow)Logger`",
 }

@@ -3,7 +3,6 @@
 import os
 import re
 import select
-import signal
 import subprocess
 import sys
 import time
@@ -14,7 +13,7 @@ from lockstep_gpt import cli
 from lockstep_gpt.data.tokenizer import ByteTokenizer
 from lockstep_gpt.extras.chat.template import template_of
 
-pty = pytest.importorskip("pty")  # not on Windows
+fcntl, pty, termios = map(pytest.importorskip, ("fcntl", "pty", "termios"))  # not on Windows
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +37,12 @@ class Terminal:
         self.line, there = pty.openpty()
         command = [sys.executable, "-m", "lockstep_gpt", "chat", *words]
         self.process = subprocess.Popen(
-            command, stdin=there, stdout=there, stderr=there, start_new_session=True
+            command,
+            stdin=there,
+            stdout=there,
+            stderr=there,
+            start_new_session=True,
+            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # Ctrl-C then is a signal
         )
         os.close(there)
 
@@ -83,13 +87,13 @@ def test_a_conversation_in_a_real_terminal(terminal, endless_run):
     at = talk.until(r"Ctrl-C  stop an answer\r\n> ", ready)
     talk.type("hi\n")
     at = talk.until(r"hi\r\n(?s:.{20})", at)  # an answer of 9,000 tokens has begun
-    os.killpg(talk.process.pid, signal.SIGINT)
+    talk.type("\x03")
     at = talk.until(r" \(stopped\)\r\n> ", at)
     talk.type("/reset\n")
     at = talk.until(r"the conversation is forgotten\r\n> ", at)
     talk.type("half a line")
     talk.until("half a line", at)
-    os.killpg(talk.process.pid, signal.SIGINT)
+    talk.type("\x03")
     at = talk.until(r"\n> ", at + len("half a line"))
     talk.type("/nonsense\n")
     at = talk.until(r"/nonsense is not a command; /help shows them\r\n> ", at)

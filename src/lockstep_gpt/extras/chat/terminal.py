@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import signal
 import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -41,6 +42,7 @@ def main(arguments: list[str]) -> int:
     model.to(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     conversation = Conversation(model, template, options)
     if sys.stdin.isatty():
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's `&` ignores it
         print("/help shows the commands, Ctrl-D leaves")
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401 (lines can then be edited, and called back)

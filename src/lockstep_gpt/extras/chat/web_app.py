@@ -23,7 +23,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from lockstep_gpt.config import RunError, UserError
+from lockstep_gpt.config import PROGRAM, RunError, UserError
 from lockstep_gpt.extras.chat.openai_api import ApiError, Request
 from lockstep_gpt.extras.chat.openai_requests import Reader, parsed
 from lockstep_gpt.extras.chat.queueing import AnsweringThread, Busy, Stopping
@@ -109,7 +109,7 @@ class Events(StreamingResponse):
 def web_app(reader: Reader, thread: AnsweringThread, limits: Limits) -> ASGIApp:
     """Return the application that answers with `thread` what `reader` accepts."""
     page, policy = _page()
-    model = {"id": reader.name, "object": "model", "created": 0, "owned_by": "lockstep-gpt"}
+    model = {"id": reader.name, "object": "model", "created": 0, "owned_by": PROGRAM}
     model |= {"context": reader.block_size, "longest": reader.longest}
 
     async def show(_: HttpRequest) -> Response:
