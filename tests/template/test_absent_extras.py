@@ -25,6 +25,7 @@ WORDS = {
     "documents": r"mask_documents|data\.packing|documents\.md",
     "chat": r"data=chat|experiment=chat|model=initial|lora_rank|chat\.md|lockstep-gpt (chat|serve)\b"
     r"|serving\.md|load_test|openai|starlette|uvicorn",
+    "chat": r"lockstep-gpt (chat|serve)\b|serving\.md|load_test|openai[=>]|starlette|uvicorn",
     "cluster": "lockstep-gpt (plan|doctor|drill)",
     "sources": "data.num_workers|datasets|pyarrow|parquet|data=jsonl|tokenizer=bpe|zstandard",
     "mixtures": r"data=mixture|data\.weights|mixtures\.md|tokenizer_from",
@@ -41,9 +42,9 @@ WORDS = {
 }
 # Lines with such names that belong to other distributions, or to any machine.
 OTHERS = {
-    # safetensors is also accelerate's, the others are also mlflow's.
-    "constraints.txt": "^(safetensors|starlette|uvicorn)==",
-    "pyproject.toml": '^    "(safetensors|starlette|uvicorn)==',
+    # Several extras need these.
+    "constraints.txt": "^(playwright|safetensors|starlette|uvicorn)==",
+    "pyproject.toml": '^    "(playwright|safetensors|starlette|uvicorn)(==|>=)',
     "docs/coming_from.md": r"^\| `init_from`",  # nanoGPT's setting
     "docs/lightning.md": "`(TensorBoard|MLFlow)Logger`",
 }

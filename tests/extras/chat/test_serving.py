@@ -3,6 +3,7 @@
 import http.client
 import importlib.util
 import json
+import re
 import signal
 import socket
 import subprocess
@@ -384,6 +385,14 @@ def test_the_official_client_chats_completes_and_streams(server, expected):
         with pytest.raises(BadRequestError, match="max_tokens must be") as caught:
             client.chat.completions.create(model=model.id, messages=history, max_tokens=999)
         assert caught.value.param == "max_tokens"
+
+
+@needs_openai
+def test_the_code_of_the_page_of_documentation_runs(server, capsys):
+    page = (ROOT / "docs/serving.md").read_text("utf-8")
+    (code,) = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    exec(compile(code.replace("http://127.0.0.1:8000", server.url), "serving.md", "exec"), {})
+    assert capsys.readouterr().out
 
 
 def test_a_base_model_only_completes_and_says_why(started, base_run):
