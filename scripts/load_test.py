@@ -1,4 +1,4 @@
-"""Send requests to `lockstep-gpt serve` from many clients at once, and count what comes back.
+"""Send requests to the command `serve` from many clients at once; count what comes back.
 
 usage: python scripts/load_test.py RUN [--clients 100] [--seconds 60] [--serve="--parallel 8"]
 
@@ -35,10 +35,9 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=60)
     parser.add_argument("--serve", default="", help="options of the server")
     options = parser.parse_args()
-    words = [str(options.run), "--port", "0", *shlex.split(options.serve)]
-    with subprocess.Popen(
-        [sys.executable, "-m", "lockstep_gpt", "serve", *words], stdout=subprocess.PIPE, text=True
-    ) as server:
+    start = [sys.executable, "-m", "lockstep_gpt", "serve"]
+    words = [*start, str(options.run), "--port", "0", *shlex.split(options.serve)]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as server:
         try:
             result = asyncio.run(measured(server, options.clients, options.seconds))
         finally:

@@ -39,10 +39,9 @@ class Server:
     """A running server, in a process of its own."""
 
     def __init__(self, python, run, *words):
-        command = [python, "-m", "lockstep_gpt", "serve", str(run), "--port", "0", *words]
-        self.process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
+        start = [python, "-m", "lockstep_gpt", "serve", str(run), "--port", "0"]
+        both = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        self.process = subprocess.Popen([*start, *words], text=True, **both)
         self.printed = []
         while not (self.printed and self.printed[-1].startswith("ready: ")):
             self.printed.append(self.process.stdout.readline())
@@ -457,6 +456,15 @@ def test_a_client_that_leaves_frees_its_place(started, base_run):
         connection.close()
         wait_until(lambda: server.counts() == (0, 0))
     assert server.complete()[0] == 200
+
+
+def test_a_client_that_leaves_within_its_body_leaves_no_trace(started, base_run):
+    server = started(base_run)
+    with socket.create_connection(("127.0.0.1", server.port)) as line:
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99\r\n\r\n"
+        line.sendall(head + b'{"prompt": ')
+    assert server.complete()[0] == 200
+    assert server.end() == (0, "stopped\n")
 
 
 def test_time_ends_an_answer_and_a_wait(started, base_run):

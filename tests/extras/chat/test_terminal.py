@@ -103,6 +103,12 @@ def test_a_conversation_in_a_real_terminal(terminal, endless_run):
     assert "Traceback" not in talk.screen
 
 
+def test_a_pipe_may_hold_bytes_that_are_no_text(chat_run, python_of_forks):
+    words = [python_of_forks, "-m", "lockstep_gpt", "chat", chat_run, "--longest", "5"]
+    done = subprocess.run(words, input=b"hi\xff\n", capture_output=True, check=True)
+    assert (done.stdout.count(b"\n") > 0, done.stderr) == (True, b"")
+
+
 @pytest.fixture
 def talk(chat_run, monkeypatch, capsys):
     """Say lines to the program without a terminal; return what it printed."""

@@ -17,8 +17,10 @@ def url_of(python_of_forks):
     processes = []
 
     def start(run, *words):
-        command = [python_of_forks, "-m", "lockstep_gpt", "serve", str(run), "--port", "0", *words]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        begin = [python_of_forks, "-m", "lockstep_gpt", "serve", str(run)]
+        process = subprocess.Popen(
+            [*begin, "--port", "0", *words], stdout=subprocess.PIPE, text=True
+        )
         processes.append(process)
         return next(line.split()[1] for line in process.stdout if line.startswith("ready: "))
 

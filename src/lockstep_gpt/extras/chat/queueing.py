@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import threading
 import time
@@ -58,7 +59,8 @@ class Job:
 
     def tell_now(self, *pieces: str | Exception | None) -> None:
         """Deliver pieces from another thread than the reader's."""
-        self._loop.call_soon_threadsafe(self.tell(*pieces))
+        with contextlib.suppress(RuntimeError):  # the loop is closed: there is no reader anymore
+            self._loop.call_soon_threadsafe(self.tell(*pieces))
 
     async def __aiter__(self) -> AsyncIterator[str]:
         while (piece := await self._pieces.get()) is not None:

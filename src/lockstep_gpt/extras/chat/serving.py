@@ -1,4 +1,4 @@
-"""`lockstep-gpt serve RUN|CHECKPOINT`: a model behind an API like OpenAI's, and a page for it."""
+"""`lockstep-gpt serve RUN|CHECKPOINT`: an API like OpenAI's, and a page for it."""
 
 from __future__ import annotations
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import io
 import signal
 import sys
 from collections.abc import Iterator
@@ -41,6 +42,8 @@ def main(arguments: list[str]) -> int:
 
     model.to(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     conversation = Conversation(model, template, options)
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="replace")  # bytes that are no text, from a file or a pipe
     if sys.stdin.isatty():
         signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's `&` ignores it
         print("/help shows the commands, Ctrl-D leaves")

@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
@@ -221,6 +222,8 @@ async def _body(request: HttpRequest, limit: int) -> bytes:
                 body += part
                 if len(body) > limit:
                     raise ApiError(413, too_large, headers={"Connection": "close"})
+    except ClientDisconnect:
+        raise ApiError(499, "the client is gone") from None
     except TimeoutError:
         close = {"Connection": "close"}
         raise ApiError(408, f"no body within {BODY_SECONDS} s", headers=close) from None
