@@ -60,6 +60,8 @@ def every_choice():
     for line in lines:
         if "strategy=fsdp2" in line:  # it rejects other optimizers
             line[:] = ["optim=adamw" if word.startswith("optim=") else word for word in line]
+        if "data=mixture" in line:  # it has no sources of its own
+            line += ["data.sources.code=stdlib", "data.weights.code=1"]
     return lines
 
 

@@ -24,6 +24,7 @@ from lockstep_gpt.data.shards import Index
 from lockstep_gpt.data.tokenizer import Tokenizer, Tokens
 
 SIZE = 16  # bytes of a hash: no two of 2**40 documents share one, with a chance of 1 - 2**-49
+PIECE = 1 << 20  # tokens that are searched at once
 KEYS, PLACES, FOLDER = "keys.npy", "places.npy", "folder"  # of what `remember` writes
 
 
@@ -89,14 +90,13 @@ def remember(folder: Path, end_of_text: int, place: Path) -> bool:
         if not hashes_of(folder, split).exists():
             continue
         hashes = np.fromfile(hashes_of(folder, split), "<u8").reshape(-1, SIZE // 8)
-        tokens = shards.open_split(folder, split)
-        ends = np.flatnonzero(tokens == end_of_text) + 1
+        ends, count = _ends(folder, split, end_of_text)
         if len(ends) != len(hashes):
             return False
         starts = np.concatenate([[0], ends[:-1]])
         keys.append(hashes)
         places.append(np.stack([starts + before, ends + before], 1))
-        before += len(tokens)
+        before += count
     joined = np.concatenate(keys)
     order = np.argsort(joined[:, 0], kind="stable")
     place.mkdir()
@@ -104,6 +104,17 @@ def remember(folder: Path, end_of_text: int, place: Path) -> bool:
     np.save(place / PLACES, np.concatenate(places)[order])
     (place / FOLDER).write_text(str(folder.absolute()))
     return True
+
+
+def _ends(folder: Path, split: str, end_of_text: int) -> tuple[npt.NDArray[np.int64], int]:
+    """Return where the documents of a split end, and how many tokens it has; read in pieces."""
+    index, found, count = shards.load_index(folder), [np.empty(0, np.int64)], 0
+    for shard in index.splits[split].shards:
+        with (folder / shard.file).open("rb") as file:
+            while (piece := np.fromfile(file, index.dtype, PIECE)).size:
+                found.append(np.flatnonzero(piece == end_of_text) + count + 1)
+                count += piece.size
+    return np.concatenate(found), count
 
 
 class Documents(NamedTuple):
