@@ -1,20 +1,14 @@
-"""The web application: routes, limits, streams, and the page."""
+"""The web application: routes, limits, and streams."""
 
 from __future__ import annotations
 
 import asyncio
-import base64
 import contextlib
-import hashlib
-import ipaddress
 import json
 import logging
-import re
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -28,8 +22,8 @@ from lockstep_gpt.config import PROGRAM, RunError, UserError
 from lockstep_gpt.extras.chat.openai_api import ApiError, Request
 from lockstep_gpt.extras.chat.openai_requests import Reader, parsed
 from lockstep_gpt.extras.chat.queueing import AnsweringThread, Busy, Stopping
+from lockstep_gpt.extras.chat.web_guard import HEADERS, Guard, as_json, page_and_policy
 
-PAGE = Path(__file__).with_name("chat.html")
 BODY_SECONDS = 30  # to send a body
 SENDING_SECONDS = 30  # in which a client must have read what was computed
 
@@ -47,43 +41,6 @@ class Limits:
     body: int
     seconds: float
     hosts: tuple[str, ...]
-
-
-class Guard:
-    """Refuses requests that come by way of someone else's web page.
-
-    A page whose name suddenly resolves to 127.0.0.1 (DNS rebinding) sends its own name as `Host`;
-    other pages send their `Origin`.
-    """
-
-    def __init__(self, app: ASGIApp, hosts: tuple[str, ...]) -> None:
-        self.app, self.hosts = app, {"localhost", *(name.lower() for name in hosts)}
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on, or answer 403."""
-        headers = {
-            name.decode("latin-1"): each.decode("latin-1") for name, each in scope["headers"]
-        }
-        host, origin = headers.get("host", ""), headers.get("origin", "")
-        error = None
-        if not self._is_ours(host):
-            error = f"the host {host[:80]!r} is not this server's; add it with --allow-host"
-        elif origin and urlsplit(origin).netloc.lower() != host.lower():
-            error = f"pages of {origin[:80]!r} may not use this server; use its own page"
-        if error:
-            await _json(ApiError(403, error).content, 403)(scope, receive, send)
-        else:
-            await self.app(scope, receive, send)
-
-    def _is_ours(self, host: str) -> bool:
-        try:
-            name = urlsplit(f"//{host}").hostname or ""
-            if name in self.hosts:
-                return True
-            ipaddress.ip_address(name)
-        except ValueError:  # not an address
-            return False
-        return True
 
 
 class Events(StreamingResponse):
@@ -109,7 +66,7 @@ class Events(StreamingResponse):
 
 def web_app(reader: Reader, thread: AnsweringThread, limits: Limits) -> ASGIApp:
     """Return the application that answers with `thread` what `reader` accepts."""
-    page, policy = _page()
+    page, policy = page_and_policy()
     model = {"id": reader.name, "object": "model", "created": 0, "owned_by": PROGRAM}
     model |= {"context": reader.block_size, "longest": reader.longest}
 
@@ -119,15 +76,15 @@ def web_app(reader: Reader, thread: AnsweringThread, limits: Limits) -> ASGIApp:
 
     async def health(_: HttpRequest) -> Response:
         chats = not isinstance(reader.template, UserError)
-        return _json({"status": "ok", "model": reader.name, "chat": chats, **thread.counts()})
+        return as_json({"status": "ok", "model": reader.name, "chat": chats, **thread.counts()})
 
     async def models(_: HttpRequest) -> Response:
-        return _json({"object": "list", "data": [model]})
+        return as_json({"object": "list", "data": [model]})
 
     async def one_model(request: HttpRequest) -> Response:
         if (name := request.path_params["name"]) != reader.name:
             raise ApiError(404, f"model {name!r} is not {reader.name}", code="model_not_found")
-        return _json(model)
+        return as_json(model)
 
     async def chat(request: HttpRequest) -> Response:
         return await respond(request, reader.chat)
@@ -150,7 +107,7 @@ def web_app(reader: Reader, thread: AnsweringThread, limits: Limits) -> ASGIApp:
         except BaseException:
             thread.leave(job)
             raise
-        return _json(wanted.whole((first or "") + rest))
+        return as_json(wanted.whole((first or "") + rest))
 
     routes = [
         Route("/", show),
@@ -230,7 +187,6 @@ async def _body(request: HttpRequest, limit: int) -> bytes:
     return bytes(body)
 
 
-HEADERS = {"X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer"}
 STATUS: dict[type[Exception], int] = {
     UserError: 400,
     RunError: 500,
@@ -259,32 +215,4 @@ def _as_api_error(error: Exception) -> ApiError:
 
 async def _failed(_: HttpRequest, error: Exception) -> Response:
     found = _as_api_error(error)
-    return _json(found.content, found.status, found.headers)
-
-
-def _json(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    """Return a response in ASCII, which any text from a request can be written in."""
-    text = json.dumps(content)
-    return Response(text, status, {**HEADERS, **(headers or {})}, "application/json")
-
-
-def _page() -> tuple[str, str]:
-    """Return the page and the policy that allows only its own style, script, and server."""
-    text = PAGE.read_text(encoding="utf-8")
-    (style,) = re.findall(r"<style>(.*?)</style>", text, re.DOTALL)
-    (script,) = re.findall(r'<script type="module">(.*?)</script>', text, re.DOTALL)
-    rules = [
-        "default-src 'none'",
-        "base-uri 'none'",
-        "form-action 'none'",
-        "frame-ancestors 'none'",
-        "img-src data:",
-        "connect-src 'self'",
-        f"style-src {_hash(style)}",
-        f"script-src {_hash(script)}",
-    ]
-    return text, "; ".join(rules)
-
-
-def _hash(text: str) -> str:
-    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+    return as_json(found.content, found.status, found.headers)
