@@ -130,7 +130,7 @@ EXTRAS = {
 }
 IN_ALL = {"modern"}  # former extras that every project has now
 # Extras that an extra needs.
-NEEDS = {"chat": {"export"}, "slurm": {"nodes"}, "kubernetes": {"nodes"}}
+NEEDS = {"chat": {"documents", "export"}, "slurm": {"nodes"}, "kubernetes": {"nodes"}}
 LICENSES = ("MIT", "Apache-2.0", "BSD-3-Clause", "none")
 LONGEST = 24  # characters of package and slug; longer ones make lines of code too long
 ROOT = Path(__file__).parents[1]

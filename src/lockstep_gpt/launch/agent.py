@@ -40,7 +40,7 @@ def main(
     """Run the ranks of `run` on this node with an agent of class `kind`; return the exit status."""
     config = run.load()
     nodes = addition("MEETING") if config.trainer["num_nodes"] > 1 else None
-    with tempfile.TemporaryDirectory(prefix=f"{PROGRAM}-") as folder:
+    with tempfile.TemporaryDirectory(prefix=f"{PROGRAM}-", ignore_cleanup_errors=True) as folder:
         try:
             refuse_missing(config)
             interface, place = nodes.meeting(config, node_rank) if nodes else _alone(folder)

@@ -7,7 +7,7 @@ SETTINGS = {
 }
 # Settings of `data` that do not change the prepared tokens.
 NOT_TOKENS = ("packing",)
-CHECK = ".extras.documents.documents_settings:refuse_workers"
+CHECK = ".extras.documents.documents_settings:refuse_others"
 PREPARED = ".extras.documents.packing:pack_if_asked"
 DATA_MODULE = ".extras.documents.packed_windows:data_module"
 RECEIPT = ".extras.documents.packing:receipt_line"
