@@ -106,7 +106,7 @@ def test_loader_processes_are_refused(command, lines):
     assert "data.num_workers=2 has no data.packing=documents; set data.num_workers=0" in said
 
 
-def test_several_sources_are_not_packed(command, lines):
+def test_several_sources_are_not_packed(command):
     if "mixture" not in data_sources():
         pytest.skip("no such extra")
     sources = ["data=mixture", "data.sources.code=stdlib", "data.weights.code=1"]
