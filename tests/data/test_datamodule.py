@@ -72,7 +72,7 @@ class Recorder(lightning.LightningModule):
 
 def datamodule(folder, num_workers=0, **changes):
     sizes = {"block_size": T, "micro_size": B, "accumulation": 1, "seed": SEED}
-    made = asked("DATA_MODULE", SimpleNamespace(num_workers=num_workers))
+    made = asked("DATA_MODULE", SimpleNamespace(source="text", num_workers=num_workers))
     kind = next(filter(None, made), TokenDataModule)
     return kind(folder, **{**sizes, **changes})
 

@@ -25,5 +25,5 @@ def test_micro_batches_that_do_not_divide_are_rejected_in_one_line(words, monkey
         two_stages.main(two_stages.two_stages)
     assert capsys.readouterr().err == (
         "two_stages.py: --micro-batches 3 must divide the batch of 8 samples, "
-        "and --steps 5 be at least 1\n"
+        "and --steps 5 must be at least 1\n"
     )

@@ -47,7 +47,13 @@ def refusal(*arguments):
 
 
 def choices(group):
-    return sorted(path.stem for path in (config_folder() / group).glob("*.yaml"))
+    """Return the choices that need no other settings; tests of their extras compose the others."""
+    files = (config_folder() / group).glob("*.yaml")
+    return sorted(
+        path.stem
+        for path in files
+        if not any(each in path.read_text("utf-8") for each in ("${initial:", "/data/mixture"))
+    )
 
 
 def every_choice():
@@ -60,8 +66,6 @@ def every_choice():
     for line in lines:
         if "strategy=fsdp2" in line:  # it rejects other optimizers
             line[:] = ["optim=adamw" if word.startswith("optim=") else word for word in line]
-        if "data=mixture" in line:  # it has no sources of its own
-            line += ["data.sources.code=stdlib", "data.weights.code=1"]
     return lines
 
 

@@ -179,6 +179,6 @@ def test_a_folder_for_transformers_grows_by_the_special_tokens(tuned, command, f
     assert tokenizer.vocab_size == learned["vocab_size"] + 4
     rows = model.token_embedding.weight[learned["vocab_size"] : tokenizer.vocab_size]
     torch.testing.assert_close(rows, theirs.transformer.wte.weight[[0] * 4], rtol=0, atol=1e-6)
-    tokens = torch.arange(64)[None]
+    tokens = torch.arange(1, 65)[None]  # 0 ends a document, which a mask would notice
     ours = model(tokens)[..., : learned["vocab_size"]]
     torch.testing.assert_close(ours, theirs(tokens).logits, rtol=1e-4, atol=1e-5)

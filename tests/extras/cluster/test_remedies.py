@@ -100,7 +100,7 @@ def test_an_out_of_memory_error_names_the_next_micro_batch(broken):
             "do not affect the loss",
             r"\(spare\.weight, spare\.bias\), or set strategy\.find",
         ),
-        ("Differ", "different shapes", "the same code, settings and packages"),
+        ("Differ", "different shapes", "the same code, settings, and packages"),
     ],
 )
 def test_models_that_ddp_cannot_average_are_explained(broken, name, cause, remedy):

@@ -129,7 +129,7 @@ def test_copies_of_an_earlier_version_are_found_only_by_their_run(tmp_path, capl
     saved(CopyingCheckpointIO(copy_to=str(far / "0")), first, 5)
     other, config = run_in(tmp_path / "there", "runs/two/0", far, resume="auto")
     assert fetch(other, config) is None
-    assert "is a copy of run_dir=runs/one/0, not of runs/two/0; name another" in caplog.text
+    assert "is a copy of run_dir=runs/one/0, not of runs/two/0; set another" in caplog.text
     own, config = run_in(tmp_path / "there", "runs/one/0", far, resume="auto")
     assert fetch(own, config) == checkpoint_path(own.checkpoints, 5)
 

@@ -45,5 +45,5 @@ def test_a_file_of_another_size_is_rejected(corpora):
     folder = prepare(corpora("code prose"))
     with (folder / "code-train-00000.bin").open("ab") as file:
         file.write(b"x")
-    with pytest.raises(UserError, match=r"holds 24,00[0-9] bytes where its index says"):
+    with pytest.raises(UserError, match=r"has 24,00[0-9] bytes, but its index says"):
         open_windows(folder, "train", T)

@@ -186,7 +186,7 @@ def test_compression_with_memory_is_rejected(fitted):
 
 @pytest.mark.skipif(not hasattr(groups()["batch"], "exact_micro_size"), reason="no such extra")
 def test_sums_in_another_order_are_rejected(fitted):
-    with pytest.raises(UserError, match=r"batch\.exact_micro_size adds in another order"):
+    with pytest.raises(UserError, match=r"but batch\.exact_micro_size adds in another"):
         fitted(SyncPanel(), batch={"exact_micro_size": 2})
 
 

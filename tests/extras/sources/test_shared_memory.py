@@ -18,7 +18,7 @@ def test_loader_processes_without_shared_memory_are_rejected_in_one_line(
     assert with_shared_memory(mount, "data.num_workers=2") == (
         2,
         "lockstep-gpt train: "
-        f"data.num_workers=2 takes 133,184 bytes of /dev/shm ({cause}); "
+        f"data.num_workers=2 needs 133,184 bytes of /dev/shm ({cause}); "
         "set data.num_workers=0, or start the container with --shm-size=8g\n",
     )
     assert not (command.folder / "run").exists()

@@ -126,6 +126,6 @@ def test_the_tokenizer_is_saved_with_the_tokens(tmp_path, tokenizer):
 
 def test_a_tokenizer_of_another_size_is_rejected(tmp_path, tokenizer):
     config = settings(write(tmp_path / "t.bin", IDS), tokenizer=str(tmp_path / "tokenizer.json"))
-    line = rf"data\.vocab_size=50257 is not that of .*, {tokenizer.vocab_size}; set"
+    line = rf"data\.vocab_size=50257 is not that of .*; set data\.vocab_size={tokenizer.vocab_size}"
     with pytest.raises(UserError, match=line):
         corpus_of(config).make_tokenizer()

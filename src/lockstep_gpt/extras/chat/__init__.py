@@ -17,6 +17,6 @@ WORDS = ".extras.chat.initial:with_initial"
 # Adapters, if `model.lora_rank` is set; the plain model with the same weights.
 MODEL = ".extras.chat.lora:adapt"
 MERGE = ".extras.chat.lora:merge"
-CHECK = ".extras.chat.lora:refuse"
+CHECK = ".extras.chat.chat_settings:refuse"
 # Its template in an export.
 EXPORT_FILES = ".extras.chat.export_files:chat_files"

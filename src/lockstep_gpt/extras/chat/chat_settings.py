@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lockstep_gpt.config import DataConfig, ModelConfig, setting
+from lockstep_gpt.config import Config, DataConfig, ModelConfig, check, setting
 
 
 @dataclass
@@ -34,3 +34,16 @@ class AdaptedModel(ModelConfig):
     lora_alpha: float | None = setting(
         "the adapters are multiplied by this / lora_rank; null: twice the rank", None, above=0
     )
+
+
+def refuse(config: Config) -> None:
+    """Raise a `UserError` for settings that adapters can't work with."""
+    model: ModelConfig = config.model
+    rank = getattr(model, "lora_rank", None)
+    if rank is not None:
+        given = getattr(model, "init_from", None) is not None
+        check("model.lora_rank", rank, given, "needs model.init_from, the weights it adapts")
+        whole = "fsdp" not in str(config.strategy.get("_target_", "")).lower()
+        check("model.lora_rank", rank, whole, "needs a strategy with whole models, such as ddp")
+    elif getattr(model, "lora_alpha", None) is not None:
+        check("model.lora_alpha", getattr(model, "lora_alpha", None), False, "needs lora_rank")

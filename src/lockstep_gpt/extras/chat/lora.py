@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lockstep_gpt.config import Config, ModelConfig, UserError, check
+from lockstep_gpt.config import UserError
 from lockstep_gpt.data.tokenizer import Tokenizer
 from lockstep_gpt.extras.chat.template import OURS, markers_of
 from lockstep_gpt.model.gpt import GPT
@@ -186,16 +186,3 @@ def _check_base(
             "the adapters belong to other weights than model.init_from has now; put those back, or "
             "export the model before they change"
         )
-
-
-def refuse(config: Config) -> None:
-    """Raise a `UserError` for settings that adapters can't work with."""
-    model: ModelConfig = config.model
-    rank = getattr(model, "lora_rank", None)
-    if rank is not None:
-        given = getattr(model, "init_from", None) is not None
-        check("model.lora_rank", rank, given, "needs model.init_from, the weights it adapts")
-        whole = "fsdp" not in str(config.strategy.get("_target_", "")).lower()
-        check("model.lora_rank", rank, whole, "needs a strategy with whole models, such as ddp")
-    elif getattr(model, "lora_alpha", None) is not None:
-        check("model.lora_alpha", getattr(model, "lora_alpha", None), False, "needs lora_rank")
