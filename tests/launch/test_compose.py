@@ -47,21 +47,24 @@ def refusal(*arguments):
 
 
 def choices(group):
+    return sorted(path.stem for path in (config_folder() / group).glob("*.yaml"))
+
+
+def complete(group):
     """Return the choices that need no other settings; tests of their extras compose the others."""
-    files = (config_folder() / group).glob("*.yaml")
-    return sorted(
-        path.stem
-        for path in files
-        if not any(each in path.read_text("utf-8") for each in ("${initial:", "/data/mixture"))
-    )
+    texts = {
+        name: (config_folder() / group / f"{name}.yaml").read_text() for name in choices(group)
+    }
+    needs = ("${initial:", "/data/mixture")
+    return [name for name, text in texts.items() if not any(each in text for each in needs)]
 
 
 def every_choice():
     """Command lines that together use every choice of every group."""
-    groups = {group: itertools.cycle(choices(group)) for group in GROUPS}
+    groups = {group: itertools.cycle(complete(group)) for group in GROUPS}
     lines = [
         [f"{group}={next(names)}" for group, names in groups.items()]
-        for _ in range(max(len(choices(group)) for group in GROUPS))
+        for _ in range(max(len(complete(group)) for group in GROUPS))
     ]
     for line in lines:
         if "strategy=fsdp2" in line:  # it rejects other optimizers
@@ -77,7 +80,7 @@ def test_every_choice_of_every_group_composes(arguments):
     assert from_container(values) == config
 
 
-@pytest.mark.parametrize("name", choices("experiment"))
+@pytest.mark.parametrize("name", complete("experiment"))
 def test_every_experiment_composes_and_names_its_settings(name):
     values, _ = composed(f"experiment={name}")
     preset = yaml.safe_load((config_folder() / "experiment" / f"{name}.yaml").read_text())
