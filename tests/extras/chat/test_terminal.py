@@ -49,11 +49,19 @@ class Terminal:
     def type(self, text):
         os.write(self.line, text.encode())
 
-    def until(self, pattern, begin=0):
-        """Return where the text that matches ends on the screen, once it is there."""
-        end = time.monotonic() + 120
+    def until(self, pattern, begin=0, again=""):
+        """Return where the text that matches ends on the screen, once it is there.
+
+        `again` is typed once more every ten seconds: Python notices a signal that comes just before
+        it waits for a key only with the next one.
+        """
+        start = typed = time.monotonic()
         while not (found := re.compile(pattern).search(self.screen, begin)):
-            assert time.monotonic() < end, self.screen
+            now = time.monotonic()
+            assert now < start + 120, self.screen
+            if again and now > typed + 10:
+                typed = now
+                self.type(again)
             if select.select([self.line], [], [], 0.1)[0]:
                 try:
                     self.screen += os.read(self.line, 65536).decode(errors="replace")
@@ -94,7 +102,7 @@ def test_a_conversation_in_a_real_terminal(terminal, endless_run):
     talk.type("half a line")
     talk.until("half a line", at)
     talk.type("\x03")
-    at = talk.until(r"\n> ", at + len("half a line"))
+    at = talk.until(r"\n> ", at + len("half a line"), again="\x03")
     talk.type("/nonsense\n")
     at = talk.until(r"/nonsense is not a command; /help shows them\r\n> ", at)
     assert talk.process.poll() is None
