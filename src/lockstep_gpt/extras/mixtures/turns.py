@@ -126,7 +126,7 @@ def _assigned(phases: Sequence[Phase], count: int) -> npt.NDArray[np.uint8]:
 def _due(phases: Sequence[Phase], count: int) -> tuple[Positions, int]:
     """Return what is due to each source after 0 to `count` positions, (sources, count + 1).
 
-    In units of which a window has as many as the second result says.
+    The second result is the number of units in a window; amounts are counted in these units.
     """
     unit = math.lcm(*(share.denominator for phase in phases for share in phase.shares))
     unit = min(unit, FINEST)
