@@ -23,7 +23,7 @@ WORDS = {
     "completion": "install=bash",
     "sizes": r"model=auto|model\.size|size_law|scaling_law",
     "documents": r"mask_documents|data\.packing|documents\.md",
-    "chat": r"data=chat|experiment=chat|model=initial|lora_rank|chat\.md"
+    "chat": r"data=chat|experiment=chat|from_weights|lora_rank|chat\.md"
     r"|lockstep-gpt (chat|serve)\b|serving\.md|load_test|openai[=>]|starlette|uvicorn",
     "cluster": "lockstep-gpt (plan|doctor|drill)",
     "sources": "data.num_workers|datasets|pyarrow|parquet|data=jsonl|tokenizer=bpe|zstandard",

@@ -117,7 +117,7 @@ def run_of(config: Config) -> RunDirectory:
 def new_name(*parts: str) -> str:
     """Name a directory after the time; two launches in one second must not collide."""
     date = time.strftime("%Y%m%d-%H%M%S")
-    return "/".join(["runs", "-".join([date, *parts, secrets.token_hex(2)])])
+    return f"runs/{'-'.join([date, *parts, secrets.token_hex(2)]).replace('/', '-')}"
 
 
 def is_sweep() -> bool:
@@ -141,7 +141,7 @@ def settle(
     return {
         **values,
         "run_dir": str(run.path),
-        "run_name": values["run_name"] or name,
+        "run_name": values["run_name"] or name.replace("/", "-"),
         "batch": {**batch, "global_size": size},
         "trainer": trainer_settled(values, placement),
         "logger": loggers,

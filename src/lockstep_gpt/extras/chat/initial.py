@@ -51,7 +51,7 @@ def _not_given(why: str) -> UserError:
 def _resolved(name: str, *, _root_: Any) -> Any:
     source = _root_.model.get("init_from")
     if source is None:
-        raise _not_given("model=initial needs")
+        raise _not_given("model=from_weights/initial needs")
     if name == "tokenizer":
         return source
     shape = shape_of(source)
