@@ -77,7 +77,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=30, help="of each kind (default: 30)")
     options = parser.parse_args()
     os.environ |= {"OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1"}
-    print(f"{'':26}{'in order':>9}{'as ever':>9}{'ratio':>8}   ms, medians of {options.steps}")
+    print(f"{'':26}{'in order':>9}{'torch':>9}{'ratio':>8}   ms, medians of {options.steps}")
     for model in options.models.split(","):
         for ranks, leaves in CASES:
             with socket.create_server(("127.0.0.1", 0)) as free:

@@ -106,15 +106,15 @@ def test_auto_uses_available_devices_and_other_values_are_kept(gpus_here, gpus, 
 
 def test_a_missing_gpu_is_rejected_with_the_mask_that_hides_it(gpus_here):
     gpus_here(0)
-    without = "trainer.accelerator=gpu but no GPUs visible; set trainer=cpu to run without one"
-    assert refusal({"accelerator": "gpu"}) == without
+    without = "needs a GPU, but no GPUs were found; set trainer=cpu to run without one"
+    assert refusal({"accelerator": "gpu"}) == f"trainer.accelerator=gpu {without}"
     gpus_here(2, mask="-1")
-    assert "no GPUs visible with CUDA_VISIBLE_DEVICES=-1" in refusal({"accelerator": "gpu"})
+    assert "no GPUs were found with CUDA_VISIBLE_DEVICES=-1" in refusal({"accelerator": "gpu"})
 
 
 def test_more_devices_than_gpus_are_rejected_with_the_number_found(gpus_here):
     gpus_here(1)
-    assert refusal({"devices": 2}) == "trainer.devices=2 is more than there are: 1 GPU visible"
+    assert refusal({"devices": 2}) == "trainer.devices=2, but 1 GPU was found; set at most 1"
 
 
 def test_a_precision_for_gpus_is_rejected_on_a_cpu(gpus_here):

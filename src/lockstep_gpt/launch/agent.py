@@ -76,7 +76,7 @@ def refuse_missing(config: Config) -> None:
     if config.trainer["accelerator"] == "cuda" and torch.cuda.device_count() < devices:
         raise UserError(
             f"trainer.devices={devices} but torch {torch.__version__} finds "
-            f"{torch.cuda.device_count()} CUDA devices; install a build of torch for the "
+            f"{torch.cuda.device_count()} CUDA devices; install a build of torch for your "
             "driver, or set trainer=cpu"
         )
     backend = config.strategy.get("process_group_backend")

@@ -34,7 +34,7 @@ def train(arguments: list[str]) -> int:
         # To the front: Hydra's parser needs all overrides in one sequence.
         arguments = [*flags, *(word for word in arguments if word not in flags)]
         if devices.is_inside_launcher():
-            raise UserError("--multirun inside a launcher would sweep on every rank; drop torchrun")
+            raise UserError("--multirun would start a sweep on every rank; run it without torchrun")
         if not any(word.startswith("run_dir=") for word in arguments):
             arguments = [*arguments, f"run_dir={start.new_name('sweep')}"]
     return _each_job("train", arguments, resume.train_or_resume)

@@ -32,7 +32,7 @@ def place(config: Config) -> Placement:
     elif devices == "auto":
         devices = found or 1
     if found is not None and devices > found:
-        raise UserError(f"trainer.devices={devices} is more than there are: {_visible(found)}")
+        raise UserError(f"trainer.devices={devices}, but {_found(found)}; set at most {found}")
     placement = Placement(accelerator, devices, nodes)
     asked("CHECK_START", config)
     _refuse_impossible(config, placement)
@@ -49,7 +49,7 @@ def accelerator_of(wanted: str) -> str:
     if other := next(filter(None, asked("ACCELERATOR", wanted)), ""):
         return str(other)
     gpus = wanted not in ("cpu", "mps") and gpu_count() > 0
-    rule = f"but {_visible(0)}; set trainer=cpu to run without one"
+    rule = f"needs a GPU, but {_found(0)}; set trainer=cpu to run without one"
     check("trainer.accelerator", wanted, gpus or wanted in ("cpu", "auto"), rule)
     return "cuda" if gpus else "cpu"
 
@@ -74,10 +74,10 @@ def precision_here(accelerator: str) -> str:
     return "bf16-mixed" if native or (accelerator != "cpu" and gpu_count()) else "32-true"
 
 
-def _visible(count: int) -> str:
+def _found(count: int) -> str:
     mask = os.environ.get("CUDA_VISIBLE_DEVICES")
     note = "" if mask is None else f" with CUDA_VISIBLE_DEVICES={mask}"
-    return f"{count or 'no'} GPU{'' if count == 1 else 's'} visible{note}"
+    return f"{count or 'no'} GPU{' was' if count == 1 else 's were'} found{note}"
 
 
 def _refuse_impossible(config: Config, placement: Placement) -> None:

@@ -68,8 +68,8 @@ def _refuse_other_choices(run: RunDirectory, settled: dict[str, Any], singles: l
     if differing:
         run.load()  # raises if this version can't read it
         raise UserError(
-            f"run_dir={run.path} keeps its choices, but got {runs.some_of(differing)}; repeat its "
-            f"own, or start a new run with resume={run.path}"
+            f"run_dir={run.path} keeps its choices, but got {runs.some_of(differing)}; use the "
+            f"same, or start a new run with resume={run.path}"
         )
 
 

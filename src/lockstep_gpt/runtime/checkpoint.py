@@ -192,8 +192,8 @@ def find_checkpoint(path: Path, folder: Path | None = None) -> Path:
     path = next(filter(None, asked("DOWNLOAD", path, folder)), path)
     if not path.exists():
         raise UserError(
-            f"{path} does not exist; give a run directory, a checkpoint in one, or, with the extra "
-            "for it, wandb://ENTITY/PROJECT/NAME:ALIAS"
+            f"{path} does not exist; give a run directory, a checkpoint in one, or "
+            "wandb://ENTITY/PROJECT/NAME:ALIAS, which needs an extra"
         )
     newest = path if path.is_file() else newest_valid(path / "checkpoints")
     if newest is None:

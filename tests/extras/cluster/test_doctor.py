@@ -205,7 +205,7 @@ def test_missing_devices_are_a_finding(capsys, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert cli.main(["doctor", "trainer=gpu", "--json"]) == 1
     (found,) = json.loads(capsys.readouterr().out)["findings"]
-    assert found["line"].startswith("trainer.accelerator=gpu but no GPUs visible")
+    assert found["line"].startswith("trainer.accelerator=gpu needs a GPU, but no GPUs were found")
 
 
 @pytest.mark.gpu

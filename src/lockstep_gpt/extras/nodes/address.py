@@ -14,7 +14,7 @@ def own_address(endpoint: str) -> tuple[str, str]:
     """Return this machine's address as seen from `endpoint`, HOST:PORT, and its interface.
 
     Raises:
-        UserError: the endpoint is not an address, cannot be resolved, or is the loopback.
+        UserError: the endpoint is not an address, cannot be resolved, or is a loopback address.
     """
     host, _, port = endpoint.rpartition(":")
     try:
@@ -28,8 +28,8 @@ def own_address(endpoint: str) -> tuple[str, str]:
         ) from None
     if address.startswith("127."):
         raise UserError(
-            f"launch.rdzv_endpoint={endpoint} is the loopback, which no other machine reaches; "
-            "give an address of machine 0's network"
+            f"launch.rdzv_endpoint={endpoint} is a loopback address, which other machines "
+            "can't reach; give the address of machine 0 in the network"
         )
     names = [name for _, name in socket.if_nameindex()]
     return address, next(filter(lambda name: _has(name, address), names), "")

@@ -98,10 +98,11 @@ def meeting(config: Config, node_rank: int) -> tuple[str, dict[str, Any]]:
 def missed(config: Config, cause: str) -> str:
     """Return the message that not all machines came to the meeting."""
     launch = cast(NodesLaunch, config.launch)
+    why = f" ({cause})" if cause else ""
     return (
         f"not all of {config.trainer['num_nodes']} machines met at {launch.rdzv_endpoint} within "
-        f"launch.join_seconds={launch.join_seconds:g} ({cause}); start the same command on each, "
-        "with its launch.node_rank"
+        f"launch.join_seconds={launch.join_seconds:g}{why}; start the same command on each, with "
+        "its own launch.node_rank"
     )
 
 
