@@ -40,16 +40,21 @@ Written by `python scripts/settings.py` from `configs/` and
 `src/lockstep_gpt/config.py`: run it again after you change these.
 
 A setting is an argument of the command (`optim.lr=1e-3`) or a line of a file in `configs/`.
-Presets set some of them to other values than the defaults below.
-`lockstep-gpt train --cfg job` prints all values that a command would use.
+Presets change some of the defaults below. "Kept on resume": a resumed run must have the same value.
 Settings without a default are required; the presets set them.
+`lockstep-gpt train --cfg job` prints all values that a command would use.
+"""
+CHOICES = """\
+## Choices
+
+Each choice of a group, and the settings that it changes.
 """
 OPEN = """\
 
 ## Lightning's and other classes
 
-The files of these groups name a class and list its settings, which you set by name. Other arguments
-of the same class need a plus, as in `+trainer.profiler=simple`.
+Each file of these groups names a class and lists some of its arguments. Others need a plus, as in
+`+trainer.profiler=simple`.
 """
 
 
@@ -73,7 +78,7 @@ def page() -> str:
     parts = [Part(ROOT, HEAD), section("## The run", Config)]
     parts += [part for each in own if each is not DataConfig for part in own_sections(each)]
     parts += [Part(ROOT, "## `data`\n"), *data_sections(), *[*own_sections(DataConfig)][1:]]
-    parts += [Part(ROOT, "## Choices\n"), *(part for group in GROUPS for part in choices(group))]
+    parts += [Part(ROOT, CHOICES), *(part for group in GROUPS for part in choices(group))]
     parts += [
         Part(ROOT, OPEN),
         *(part for group in sorted(OPEN_GROUPS) for part in open_choices(group)),
@@ -115,11 +120,12 @@ def own_sections(schema: type[Checked]) -> Iterator[Part]:
 
 def section(heading: str, schema: type[Checked], bases: str = "") -> Part:
     """Return a heading, what a class is for, and the settings that it adds to its bases."""
-    about = f"{(schema.__doc__ or '').splitlines()[0]}{bases}"
+    own = "" if about(schema) in heading else f"{about(schema)}."
+    text = "".join(f"\n{line}\n" for line in [f"{own} {bases}".strip()] if line)
     rows = [setting_row(schema, item) for item in own_fields(schema)]
-    table = table_of(("setting", "is", "default", "means"), rows) if rows else ""
+    table = table_of(("setting", "type", "default", "meaning"), rows) if rows else ""
     file = ROOT / "src" / Path(*schema.__module__.split(".")).with_suffix(".py")
-    return Part(file, f"{heading}\n\n{about}\n{table}")
+    return Part(file, f"{heading}\n{text}{table}")
 
 
 def own_fields(schema: type[Any]) -> Iterator[dataclasses.Field[Any]]:
@@ -178,9 +184,9 @@ def data_sections() -> Iterator[Part]:
         for schema in reversed(source.__mro__):
             if issubclass(schema, DataConfig) and schema not in shown:
                 shown.add(schema)
-                base = schema.__base__
-                also = f" Also accepts {about(base).lower()}." if base is not Checked else ""
-                yield section(names.get(schema, "### Settings of several sources"), schema, also)
+                base, shared = schema.__base__, f"### {about(schema)}"
+                also = f"Also accepts {about(base).lower()}." if base is not Checked else ""
+                yield section(names.get(schema, shared), schema, also)
 
 
 def about(schema: type[Any] | None) -> str:
@@ -230,7 +236,7 @@ def open_choices(group: str) -> Iterator[Part]:
 def table_in(file: Path, group: str) -> str:
     """Format the settings in a YAML file as a table; an empty string if there are none."""
     rows = list(listed(file, group))
-    return table_of(("setting", "default", "means"), rows) if rows else ""
+    return table_of(("setting", "default", "meaning"), rows) if rows else ""
 
 
 def listed(file: Path, group: str) -> Iterator[tuple[str, ...]]:

@@ -129,10 +129,10 @@ class BatchConfig(Checked):
 
     node: ClassVar[str] = "batch"
     micro_size: int | None = setting(
-        "samples per device and micro-step; null: a device's share of global_size", None, at_least=1
+        "samples per device and micro-batch; null: a device's part of global_size", None, at_least=1
     )
     global_size: int | None = setting(
-        "samples per optimizer step on all devices; null: set by the devices of the first start",
+        "samples per optimizer step on all devices; null: micro_size x devices at the first start",
         None,
         on_resume="kept",
         at_least=1,
@@ -167,8 +167,8 @@ class ModelConfig(Checked):
     n_kv_head: int | None = setting(
         "heads of keys and values, if the architecture shares them; null: n_head", None, at_least=1
     )
-    ngram_rows: int = setting("rows for n-grams of each n, if modern; 0: none", 0, at_least=0)
-    longest_ngram: int = setting("largest n of these tables; the smallest is 2", 2, at_least=2)
+    ngram_rows: int = setting("modern: table rows for each n of n-grams; 0: none", 0, at_least=0)
+    longest_ngram: int = setting("largest n of the n-grams; the smallest is 2", 2, at_least=2)
 
     def __post_init__(self) -> None:
         """Also check that the heads divide the width evenly, and that the architecture exists."""
@@ -240,12 +240,12 @@ class OptimConfig(Checked):
 
     node: ClassVar[str] = "optim"
     algorithm: str = setting(
-        "adamw, or a module of training/ that builds another", on_resume="kept"
+        "adamw, or a module of training/ for another optimizer", on_resume="kept"
     )
     lr: float = setting("peak learning rate at batch.reference_size", 1e-3, above=0)
-    head_lr_fraction: float = setting("muon: the head's rate, as a fraction of lr", 0.2, above=0)
+    head_lr_fraction: float = setting("muon: the head's learning rate / lr", 0.2, above=0)
     lr_scaling: str = setting(
-        "how the peak scales with the global batch", "linear", choices=("linear", "sqrt", "none")
+        "how the peak grows with the global batch", "linear", choices=("linear", "sqrt", "none")
     )
     warmup_steps: int | None = setting("steps of linear warmup", None, at_least=0)
     warmup_tokens: int | None = setting("tokens of linear warmup", None, at_least=0)
@@ -259,7 +259,7 @@ class OptimConfig(Checked):
     beta1: float = setting("decay of the mean of gradients", 0.9, at_least=0, below=1)
     beta2: float = setting("decay of the mean of their squares", 0.95, at_least=0, below=1)
     eps: float = setting("added to the denominator", 1e-8, above=0)
-    weight_decay: float = setting("decay of matrices, decoupled", 0.1, at_least=0)
+    weight_decay: float = setting("decoupled weight decay, of matrices only", 0.1, at_least=0)
     clip_norm: float | None = setting("largest gradient norm; null: no clipping", 1.0, above=0)
 
     def __post_init__(self) -> None:
@@ -293,7 +293,7 @@ class LaunchConfig(Checked):
     keep_memory: bool = setting(
         "keep freed memory for the next step: faster on CPUs, but uses more memory", True
     )
-    max_restarts: int = setting("restarts after a rank was killed", 3, at_least=0)
+    max_restarts: int = setting("how often the ranks restart after a kill", 3, at_least=0)
     grace_seconds: float = setting(
         "time for ranks to save and end after a signal, before they are killed", 60.0, above=0
     )
@@ -301,11 +301,11 @@ class LaunchConfig(Checked):
 
 @dataclass
 class GuardConfig(Checked):
-    """What stops a run before it does harm."""
+    """When a run stops because something is wrong."""
 
     node: ClassVar[str] = "guard"
     max_skipped: int = setting(
-        "updates to skip if a gradient is not finite (16-mixed: at loss scale 1)", 0, at_least=0
+        "non-finite updates to skip (16-mixed: at loss scale 1) before failing", 0, at_least=0
     )
 
 
@@ -317,21 +317,21 @@ class Config(Checked):
     """The settings of the whole run."""
 
     seed: int = setting(  # torch uses 63 bits
-        "seed of weights, order, and dropout", 1337, on_resume="kept", at_least=0, at_most=2**63 - 1
+        "seed: weights, data order, dropout", 1337, on_resume="kept", at_least=0, at_most=2**63 - 1
     )
     max_steps: int | None = setting("optimizer steps of the run", None, at_least=1)
     max_tokens: int | None = setting("tokens of the run, instead of steps", None, at_least=1)
     run_name: str | None = setting("name of the run; null: model-data-world-date", None)
     run_dir: str | None = setting("folder of the run; null: a new one under runs/", None)
     resume: str = setting(
-        "auto: continue in run_dir if it exists; none; or a checkpoint or run to start from", "none"
+        "auto: continue in run_dir if it exists; none; or a run or checkpoint to start from", "none"
     )
-    resume_force: bool = setting("resume even if settings that a run keeps differ", False)
-    trust_run_dir: bool = setting("let resume=auto build objects named only in config.yaml", False)
+    resume_force: bool = setting("resume even if settings kept on resume differ", False)
+    trust_run_dir: bool = setting("let resume=auto build classes named only in config.yaml", False)
     precision: str = setting("precision of forward and backward", "32-true", choices=PRECISIONS)
     compile: bool = setting("compile the GPT with torch.compile", False)
     peak_tflops: float | None = setting(
-        "dense peak of a device, for mfu; null: looked up by an extra", None, above=0
+        "dense peak of a device, for mfu; null: an extra looks it up", None, above=0
     )
     val_every: int = setting("optimizer steps between validations", 250, at_least=1)
     log_every: int = setting("optimizer steps between rows of metrics", 10, at_least=1)

@@ -9,7 +9,7 @@ from lockstep_gpt.config import Config, DataConfig, ModelConfig, check, setting
 
 @dataclass
 class ChatData(DataConfig):
-    """Conversations, of which the assistant's part is learned."""
+    """Conversations; only the assistant's messages are learned."""
 
     source: str = setting("where the text comes from", "chat", choices=("chat",))
     path: str = setting(
@@ -20,16 +20,18 @@ class ChatData(DataConfig):
         "bytes",
     )
     longest: int | None = setting(
-        "most tokens of a conversation, which is cut at the end; null: any", None, at_least=16
+        "most tokens per conversation; longer ones lose their end; null: no limit",
+        None,
+        at_least=16,
     )
 
 
 @dataclass
 class AdaptedModel(ModelConfig):
-    """Adapters of low rank, which are trained instead of the weights."""
+    """LoRA adapters, which are trained instead of the weights."""
 
     lora_rank: int | None = setting(
-        "rank of the adapters that are trained; null: all weights are", None, at_least=1
+        "rank of the LoRA adapters to train; null: train all weights", None, at_least=1
     )
     lora_alpha: float | None = setting(
         "the adapters are multiplied by this / lora_rank; null: twice the rank", None, above=0

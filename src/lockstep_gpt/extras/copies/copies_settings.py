@@ -9,5 +9,7 @@ from lockstep_gpt.config import CheckpointConfig, setting
 class CopiedCheckpoints(CheckpointConfig):
     """Checkpoints written in the background, or to a second location."""
 
-    background: bool = setting("train on while writing from a copy, which needs memory", False)
+    background: bool = setting(
+        "write a copy while training continues; needs memory for the copy", False
+    )
     copy_to: str | None = setting("also keep checkpoints in this folder or fsspec URL", None)

@@ -23,7 +23,7 @@ class PackedData:
 
 @dataclass
 class MaskedModel(ModelConfig):
-    """Documents that don't see each other."""
+    """Attention within documents."""
 
     mask_documents: bool = setting(
         "attention, positions, and n-grams end at the end of a document", False

@@ -22,7 +22,7 @@ class ExactBatch(BatchConfig):
     )
 
     exact_threads: int = setting(
-        "CPU threads per rank then; another number rounds differently",
+        "CPU threads per rank with exact_micro_size; other numbers round differently",
         1,
         on_resume="kept",
         at_least=1,

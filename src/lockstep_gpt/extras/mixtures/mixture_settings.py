@@ -40,20 +40,22 @@ class MixtureData(DataConfig):
         default_factory=dict, metadata=about("by name: share of the tokens, relative to others")
     )
     epochs: dict[str, float] = field(
-        default_factory=dict, metadata=about("by name: how often the run takes it, not a weight")
+        default_factory=dict, metadata=about("by name: epochs in the run, instead of a weight")
     )
     schedule: list[Any] = field(
         default_factory=list,
-        metadata=about("later weights, as in `[{from: 0.8, weights: {code: 1}}]`"),
+        metadata=about(
+            "weights from a fraction of the run on: `[{from: 0.8, weights: {code: 1}}]`"
+        ),
     )
     planned_tokens: int | None = setting(
-        "tokens that epochs and schedule are fractions of; null: those of the run",
+        "run length in tokens for epochs and schedule; null: this run's",
         None,
         on_resume="free",
         at_least=1,
     )
     tokenizer_from: str | None = setting(
-        "source whose tokenizer all sources use; null: each its own, which must be equal", None
+        "source whose tokenizer all sources use; null: their own, which must be equal", None
     )
 
     def __post_init__(self) -> None:

@@ -29,7 +29,7 @@ def own_address(endpoint: str) -> tuple[str, str]:
     if address.startswith("127."):
         raise UserError(
             f"launch.rdzv_endpoint={endpoint} is a loopback address, which other machines "
-            "can't reach; give the address of machine 0 in the network"
+            "can't reach; give machine 0's network address"
         )
     names = [name for _, name in socket.if_nameindex()]
     return address, next(filter(lambda name: _has(name, address), names), "")

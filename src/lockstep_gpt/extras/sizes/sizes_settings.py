@@ -8,7 +8,7 @@ from lockstep_gpt.extras.sizes.rules import parsed
 
 @dataclass
 class SizedModel(ModelConfig):
-    """A model whose size decides the rest."""
+    """A recipe that follows from the model's size."""
 
     size: str | None = setting(
         "weights of the blocks, such as 300k or 1M, from which model=auto derives the rest; null: "

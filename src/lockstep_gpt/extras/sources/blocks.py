@@ -29,7 +29,7 @@ class InShards(DataConfig):
     num_workers: int = setting(
         "loader processes per rank; 0: the rank itself", 0, on_resume="free", at_least=0
     )
-    shard_mb: int = setting("MiB of a token file", 256, at_least=1)
+    shard_mb: int = setting("size of a token file in MiB", 256, at_least=1)
 
 
 @dataclass
@@ -40,7 +40,9 @@ class DocumentsData(schema.DocumentsData, InShards):
         "bytes; bpe: learned from the corpus; or a byte-level BPE's file, folder or hub name",
         "bytes",
     )
-    vocab_size: int | None = setting("ids that bpe learns; null: 8192", None, at_least=257)
+    vocab_size: int | None = setting(
+        "vocabulary size that bpe learns; null: 8192", None, at_least=257
+    )
     tokenizer_mb: int = setting("MiB of training text that bpe learns from", 32, at_least=1)
     invalid_utf8: str = setting(
         "what to do with text that is not UTF-8", "replace", choices=("replace", "skip", "fail")

@@ -38,13 +38,15 @@ class ShardsData(InShards):
 
     source: str = setting("where the tokens come from", "shards", choices=("shards",))
     path: str = setting("a file, a folder, a glob or a URL", "", on_resume="machine")
-    val_path: str | None = setting("validation files; null: hold out ends of stretches", None)
+    val_path: str | None = setting(
+        "validation files; null: the end of each stretch of tokens", None
+    )
     dtype: str = setting(
         "token type of files without a header, little-endian", "uint16", choices=tuple(DTYPES)
     )
     vocab_size: int = setting("size of the vocabulary", 50257, at_least=2)
     tokenizer: str = setting(
-        "their tokenizer: a byte-level BPE's file, folder, or name on the hub; numbers: none",
+        "their tokenizer: file, folder, or hub name of a byte-level BPE; numbers: none",
         "numbers",
     )
 

@@ -7,6 +7,6 @@ from lockstep_gpt.config import LaunchConfig, setting
 
 @dataclass
 class WarmLaunch(LaunchConfig):
-    """Ranks that are forks."""
+    """Ranks forked from one process."""
 
     warm: bool | None = setting("import once and fork all ranks; null: where possible", None)
