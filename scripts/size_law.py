@@ -152,7 +152,7 @@ def table(runs: list[dict[str, Any]], law: Law, tested: float) -> str:
         [
             *lines,
             f"\nloss = {law.floor:.4f} + {law.factor:.4g} x weights ^ -{law.exponent:.3f}",
-            f"the law of all others expects {tested:.4f} of {runs[-1]['size']}: {off:+.1%} off",
+            f"fitted without {runs[-1]['size']}, the law predicts {tested:.4f}: {off:+.1%} off",
         ]
     )
 
