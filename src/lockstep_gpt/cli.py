@@ -40,10 +40,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if name == "--version":
             print(PROGRAM, VERSION)
             return 0
+        shown = [each for each in COMMANDS if each[0] != "-"]  # shells call the others
         if name not in ("", "-h", "--help", "help"):
-            print(f"{PROGRAM}: {name} is not one of {', '.join(COMMANDS)}", file=sys.stderr)
+            print(f"{PROGRAM}: {name} is not one of {', '.join(shown)}", file=sys.stderr)
             return 2
-        lines = [f"  {each:<10}{command.meaning}" for each, command in COMMANDS.items()]
+        lines = [f"  {each:<10}{COMMANDS[each].meaning}" for each in shown]
         usage = [f"usage: {PROGRAM} COMMAND ...", "", *lines, "", "Also: COMMAND --help, --version"]
         print(*usage, sep="\n", file=sys.stdout if name else sys.stderr)
         return 0 if name else 2

@@ -332,10 +332,10 @@ def test_the_receipt_names_the_held_out_text(tmp_path, caplog, files, said):
     data = TextData(root=str(tmp_path / "data"), path=str(tmp_path / "texts"), val_fraction=0.4)
     prepare(data)
     assert f": {files} documents, " in caplog.text
-    assert f" val tokens; val: {said})" in caplog.text
+    assert f" val tokens; val has {said})" in caplog.text
     caplog.clear()
     prepare(data, verify=True)
-    assert f" val tokens; val: {said})" in caplog.text
+    assert f" val tokens; val has {said})" in caplog.text
 
 
 @pytest.mark.parametrize(("fraction", "split"), [(1e-9, "val"), (1 - 1e-9, "train")])

@@ -222,5 +222,5 @@ def contents(folder: Path, index: Index) -> str:
     invalid = f" ({index.invalid_documents} not UTF-8: {done})" * bool(index.invalid_documents)
     text = f": {counted(documents, 'document')}{invalid}, {size:.1f} MB" if documents else ""
     counts = " and ".join(f"{split.tokens:,} {name}" for name, split in index.splits.items())
-    counts += f" tokens; val: {held}" if held else " tokens"
+    counts += f" tokens; val has {held}" if held else " tokens"
     return f"{index.settings['source']}{text} -> {folder} ({counts})"

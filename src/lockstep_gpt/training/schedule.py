@@ -152,6 +152,6 @@ def _warmup_line(config: Config, warmup_steps: int, total_steps: int) -> str:
     budget = "max_steps" if config.max_steps is not None else "max_tokens"
     return (
         f"optim.warmup_{unit}={warmup} makes {counted(warmup_steps, 'step')} of warmup, "
-        f"which must be fewer than the run's {total_steps}; lower it or raise "
+        f"but the run has only {total_steps}; lower it or raise "
         f"{budget}={getattr(config, budget)}"
     )

@@ -147,7 +147,7 @@ def test_a_mistake_is_one_line(tuned, words):
 
 def test_an_experiment_without_initial_weights_says_what_it_needs(command):
     err = command("train", "experiment=chat", "run_dir=run", status=2).stderr
-    assert "experiment=chat needs model.init_from; set it to a run, or to a folder for" in err
+    assert "experiment=chat needs model.init_from; set it to a run, or to a transformers" in err
 
 
 def test_adapters_without_initial_weights_are_refused(command):

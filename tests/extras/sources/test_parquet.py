@@ -120,4 +120,4 @@ def test_the_command_knows_the_choice(command, tmp_path):
     words = ["data=parquet", f"data.path={tmp_path / 'a.parquet'}", "model.block_size=8"]
     shown = command("prepare", *words, f"data.root={tmp_path / 'data'}").stdout
     assert shown.startswith("prepared parquet: 1,000 documents")
-    assert " val tokens; val: whole documents) in " in shown
+    assert " val tokens; val has whole documents) in " in shown

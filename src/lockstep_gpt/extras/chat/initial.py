@@ -45,7 +45,7 @@ def with_initial(words: list[str]) -> list[str]:
 
 
 def _not_given(why: str) -> UserError:
-    return UserError(f"{why} model.init_from; set it to a run, or to a folder for transformers")
+    return UserError(f"{why} model.init_from; set it to a run, or to a transformers folder")
 
 
 def _resolved(name: str, *, _root_: Any) -> Any:

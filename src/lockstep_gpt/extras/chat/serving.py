@@ -58,13 +58,18 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--host", default="127.0.0.1", help="the address to listen on (default: only this machine)")
     add("--port", type=int, default=8000, help="0 chooses a free one (default: 8000)")
-    add("--name", help="the model's name in the API (default: the name of RUN)")
+    add("--name", help="the model's name in the API (default: the run's name)")
     add("--parallel", type=int, default=16, help="requests answered at once (default: 16)")
-    add("--waiting", type=int, default=64, help="requests that may wait (default: 64)")
-    add("--longest", type=int, help="most tokens of an answer (default: the context's)")
-    add("--seconds", type=float, default=120, help="most time of a request (default: 120)")
-    add("--grace", type=float, default=10, help="time to end answers after a signal (default: 10)")
-    add("--body", type=int, default=1 << 20, help="most bytes of a request (default: 1 MiB)")
+    add("--waiting", type=int, default=64, help="most requests in the queue (default: 64)")
+    add("--longest", type=int, help="most tokens per answer (default: the context)")
+    add("--seconds", type=float, default=120, help="most seconds per request (default: 120)")
+    add(
+        "--grace",
+        type=float,
+        default=10,
+        help="seconds to end answers after a signal (default: 10)",
+    )
+    add("--body", type=int, default=1 << 20, help="most bytes per request (default: 1 MiB)")
     add(
         "--allow-host",
         action="append",

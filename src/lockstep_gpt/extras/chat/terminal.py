@@ -59,11 +59,16 @@ def main(arguments: list[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = parser_of("chat", "Talk to a model that was trained on conversations.")
     add = parser.add_argument
-    add("--system", help="a message that comes before the conversation")
-    add("--longest", type=int, help="most tokens of an answer (default: the context's)")
+    add("--system", help="system message, which comes before the conversation")
+    add("--longest", type=int, help="most tokens per answer (default: the context)")
     add("--temperature", type=float, default=0.8, help="0 takes the likeliest token (default: 0.8)")
     add("--top-k", type=int, help="draw from the K likeliest tokens (default: all)")
-    add("--top-p", type=float, default=1.0, help="draw from the likeliest with this probability")
+    add(
+        "--top-p",
+        type=float,
+        default=1.0,
+        help="draw from the likeliest tokens with this total probability",
+    )
     add("--seed", type=int, default=1337, help="same seed, same answers")
     return parser
 

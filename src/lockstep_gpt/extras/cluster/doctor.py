@@ -31,8 +31,9 @@ HELP = f"""usage: {PROGRAM} doctor [flags] [GROUP=CHOICE ...] [SETTING=VALUE ...
 
 Check the machines that a run would use: versions, devices, variables, names, rendezvous, shared
 memory, disks, the run directory, clocks, and topology. Then check that collectives are correct,
-how fast they are, which ranks are slow, and a DDP step against the whole batch. The settings are
-those of {PROGRAM} train. doctor starts as many ranks; under a launcher, it is one of them:
+how fast they are, which ranks are slow, and that a DDP step equals one on the whole batch. The
+settings are those of {PROGRAM} train. doctor starts as many ranks as that; in a launcher, it is
+one of its ranks:
 
   {PROGRAM} doctor trainer=cpu trainer.devices=2
   {PROGRAM} doctor trainer.num_nodes=2 launch.rdzv_endpoint=HOST:PORT launch.node_rank=0

@@ -44,7 +44,7 @@ It accepts the settings of {PROGRAM} train, and these flags:
   --tokens N        time and cost of N tokens; by default those of max_steps or max_tokens, if
                     set here or by the experiment, otherwise 20 per parameter
   --price X         price of one device per hour, in any currency
-  --utilisation X   share of the dense peak that forward and backward reach
+  --utilisation X   fraction of the dense peak that forward and backward reach
   --per-node N      devices of a node          --adapters N    network adapters of a node
   --intra LINK      within a node              --inter LINK    each adapter, between nodes
                     a number of GB/s in one direction, or one of

@@ -59,7 +59,7 @@ def sums_line(config: Config, batch: BatchPlan) -> dict[str, str]:
             f"more gradient{'s' * (copies != 1)} of all weights"
         )
         return {"sums": line}
-    line = "in rank order: equal up to rounding on any number of devices"
+    line = "added in rank order: equal up to rounding on any number of devices"
     size = batch.micro_size if leaves > 1 else max(1, batch.global_size // 4)
     if config.batch.global_size is not None and batch.global_size % size == 0:
         sizes = exact_world_sizes(batch.global_size, size)

@@ -130,5 +130,5 @@ def _parser() -> argparse.ArgumentParser:
     add("--tasks", nargs="+", metavar="FILE", help=files)
     add("--core", type=Path, metavar="FOLDER", help="a folder with the tasks of the metric CORE")
     add("--limit", type=int, metavar="N", help="only the first N examples of each task")
-    add("--json", action="store_true", help="one line for programs")
+    add("--json", action="store_true", help="print one line of JSON")
     return parser
