@@ -2,9 +2,7 @@ import contextlib
 import errno
 import logging
 import os
-import pickle
 import re
-import select
 import signal
 import subprocess
 import sys
@@ -26,7 +24,6 @@ from lockstep_gpt.data.shards import (
     open_split,
 )
 from lockstep_gpt.data.tokenizer import ByteTokenizer, from_dict
-from lockstep_gpt.extras.sources import build as build_module
 from lockstep_gpt.extras.sources import text as module
 from lockstep_gpt.extras.sources.blocks import InShards
 from lockstep_gpt.extras.sources.build import ResumedWriter, cut_to_index
@@ -74,23 +71,6 @@ def content(folder):
 
 def prepared(root):
     return [path for path in root.iterdir() if not path.name.startswith(".")]
-
-
-@pytest.fixture
-def corpus(tmp_path):
-    """A folder of text files; returns a function that creates the settings for it."""
-    words = [f"{word} " for word in re.findall(r"\w+", ByteTokenizer.__doc__)]
-    random = np.random.default_rng(0)
-    for number in range(25):
-        text = "".join(random.choice(words, size=15_000))
-        (tmp_path / "texts").mkdir(exist_ok=True)
-        (tmp_path / "texts" / f"{number}.txt").write_text(text)
-
-    def settings(**changes):
-        root, path = str(tmp_path / "data"), str(tmp_path / "texts")
-        return TextData(**{"root": root, "path": path, "val_fraction": 0.4, **changes})
-
-    return settings
 
 
 def test_bpe_is_learnt_from_the_corpus_and_kept_with_it(corpus):
@@ -143,15 +123,6 @@ def test_a_tokenizer_file_counts_by_its_content(corpus, tmp_path):
     assert load_index(first).splits == index.splits
     (tmp_path / "b.json").write_text(index.tokenizer["json"] + " ")
     assert prepare(corpus(tokenizer=str(tmp_path / "b.json"))) != first
-
-
-@pytest.mark.parametrize("tokenizer", ["bytes", "bpe"])
-def test_the_number_of_processes_does_not_change_the_bytes(corpus, tmp_path, tokenizer):
-    folders = []
-    for number in (1, 2, 3):
-        root = str(tmp_path / f"{number}")
-        folders.append(finish(corpus(tokenizer=tokenizer, num_proc=number, root=root)))
-    assert content(folders[0]) == content(folders[1]) == content(folders[2])
 
 
 def test_invalid_utf8_is_counted_and_reported(corpus, tmp_path, caplog):
@@ -276,26 +247,6 @@ def test_a_killed_process_fails_in_one_clear_line(in_processes, tmp_path, kill):
     kill(workers[0])
     assert "UserError: data.num_proc=2: a process was killed" in build.communicate()[1]
     assert [*(tmp_path / "data").glob(".*/index.json")]  # to resume from
-
-
-def test_processes_send_whole_messages_or_none(corpus, tmp_path, monkeypatch):
-    """POSIX doesn't split a write of up to PIPE_BUF bytes to a pipe, so a kill can't either."""
-    for number in range(5):
-        (tmp_path / "texts" / f"b{number}").write_text(f"{number} " * 300_000)
-    sent, in_turn = [], build_module._in_turn
-
-    def watched(*arguments):
-        for result in in_turn(*arguments):
-            sent.append((len(pickle.dumps(result)), result.stat().st_size))
-            yield result
-
-    monkeypatch.setattr(build_module, "_in_turn", watched)
-    folder = prepare(corpus(num_proc=2))
-    assert max(file for _, file in sent) > select.PIPE_BUF
-    assert max(message for message, _ in sent) < select.PIPE_BUF - 256  # the pool's own bytes
-    assert sorted(path.name for path in folder.iterdir()) == [
-        *("index.json", "train-00000.bin", "train.hashes", "val-00000.bin", "val.hashes"),
-    ]
 
 
 def test_two_builds_at_once_make_one_folder(tmp_path):

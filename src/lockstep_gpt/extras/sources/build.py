@@ -1,4 +1,4 @@
-"""Builds a prepared folder in several processes, and resumes a build that was killed.
+"""Builds a prepared folder block by block, and resumes a build that was killed.
 
 Each time a token file is full, the index in the folder records the progress.
 """
@@ -9,22 +9,14 @@ import contextlib
 import errno
 import hashlib
 import logging
-import multiprocessing
 import os
-import pickle
 import shutil
-import signal
-import tempfile
 import time
-from collections import deque
-from collections.abc import Callable, Iterator
-from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any
 
 import numpy as np
 from tqdm import tqdm
@@ -44,30 +36,14 @@ from lockstep_gpt.data.shards import (
     Split,
     SplitWriter,
 )
-from lockstep_gpt.data.tokenizer import Tokens, from_dict
-from lockstep_gpt.extras.sources.blocks import (
-    Block,
-    Blocks,
-    InShards,
-    Position,
-    TokenBlock,
-    stretches_of,
-)
-from lockstep_gpt.extras.sources.growing import (
-    Documents,
-    Encoder,
-    HashWriter,
-    earlier_state,
-    remember,
-)
-from lockstep_gpt.processes import end_with_parent
+from lockstep_gpt.data.tokenizer import Tokens
+from lockstep_gpt.extras.sources.blocks import Blocks, InShards, Position
+from lockstep_gpt.extras.sources.encoding import BLOCKS, KNOWN, encoded
+from lockstep_gpt.extras.sources.growing import HashWriter, earlier_state, remember
 
 logger = logging.getLogger(__name__)
-Result = TypeVar("Result")
 
 WEEK = 604_800.0  # seconds
-BLOCKS = ".blocks-"  # a folder for blocks from other processes
-KNOWN = f"{BLOCKS}known"  # for documents of an earlier state
 
 
 def write(recipe: Recipe, folder: Path) -> None:
@@ -113,7 +89,7 @@ def _write(recipe: Recipe, corpus: Blocks, folder: Path) -> None:
         hashes = stack.enter_context(closing(HashWriter(folder, index)))
         full = [len(writer.full) for writer in writers.values()]
         earlier, known = _remembered(recipe, folder, index), 0
-        for after, invalid, splits in _encoded(recipe, corpus, folder, index.position):
+        for after, invalid, splits in encoded(recipe, corpus, folder, index.position):
             for split, documents, count, size in splits:
                 writers[split].append(documents.ids, count, size)
                 hashes.append(split, documents.hashes)
@@ -168,90 +144,6 @@ def _begun(recipe: Recipe, folder: Path) -> Index:
     index = replace(begin(recipe, folder), position=[*Position()])
     shards.write_index(folder, index)
     return index
-
-
-class Encoded(NamedTuple):
-    """The tokens of a block of a corpus."""
-
-    after: Position
-    invalid: int
-    splits: list[tuple[str, Documents, int, int]]  # name, tokens, documents, bytes of text
-
-
-def _encoded(
-    recipe: Recipe, corpus: Blocks, folder: Path, position: list[int]
-) -> Iterator[Encoded]:
-    """Tokenize in other processes, or in a thread while the next block is read; keep the order."""
-    processes = getattr(recipe.config, "num_proc", 1)
-    if processes == 1:
-        with ThreadPoolExecutor(1, initializer=_begin, initargs=(folder,)) as thread:
-            yield from _in_turn(thread, _encode, corpus, position, 1)
-        return
-    spawn = multiprocessing.get_context("spawn")
-    # The tokenizer and the blocks are sent as files. A process that is killed while it sends more
-    # than fits into a pipe would block the pool forever.
-    with (
-        tempfile.TemporaryDirectory(dir=folder, prefix=BLOCKS) as blocks,
-        ProcessPoolExecutor(processes, spawn, _begin_process, (folder,)) as executor,
-    ):
-        encode = partial(_encode_to_file, blocks)
-        try:
-            for path in _in_turn(executor, encode, corpus, position, processes):
-                yield pickle.loads(path.read_bytes())
-                path.unlink()
-        except BrokenProcessPool as error:
-            raise UserError(
-                f"data.num_proc={processes}: a process was killed, perhaps for lack of memory; "
-                "lower it"
-            ) from error
-
-
-def _in_turn(
-    executor: Executor,
-    encode: Callable[[Any], Result],
-    corpus: Blocks,
-    position: list[int],
-    processes: int,
-) -> Iterator[Result]:
-    """Yield the result for each block, in order; a few blocks are read ahead."""
-    waiting: deque[Future[Result]] = deque()
-    for block in corpus.blocks(Position(*position)):
-        waiting.append(executor.submit(encode, block))
-        if len(waiting) > processes:
-            yield waiting.popleft().result()
-    while waiting:
-        yield waiting.popleft().result()
-
-
-_encoder: Encoder
-
-
-def _begin_process(folder: Path) -> None:
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # each core already has a process
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles it
-    end_with_parent()  # if the parent is killed, this would wait for it forever
-    _begin(folder)
-
-
-def _begin(folder: Path) -> None:
-    global _encoder  # per process: made once, not sent with every block
-    _encoder = Encoder(from_dict(shards.load_index(folder).tokenizer), folder / KNOWN)
-
-
-def _encode(block: Block | TokenBlock) -> Encoded:
-    if isinstance(block, TokenBlock):
-        return Encoded(block.after, 0, [(block.split, Documents(block.ids, b"", 0), 0, 0)])
-    splits = [
-        (split, _encoder.encode(texts), len(texts), sum(map(len, texts)))
-        for split, texts, _ in stretches_of(block)
-    ]
-    return Encoded(block.after, block.invalid, splits)
-
-
-def _encode_to_file(folder: str, block: Block | TokenBlock) -> Path:
-    with tempfile.NamedTemporaryFile(dir=folder, delete=False) as file:
-        pickle.dump(_encode(block), file)
-    return Path(file.name)
 
 
 def _show(bar: tqdm[Any], read: int, writers: dict[str, ResumedWriter]) -> None:

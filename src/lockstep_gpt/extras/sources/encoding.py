@@ -1,0 +1,121 @@
+"""Tokenizes a corpus in other processes, or in a thread while the next block is read, in order."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import signal
+import tempfile
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+from lockstep_gpt.config import UserError
+from lockstep_gpt.data import shards
+from lockstep_gpt.data.prepare import Recipe
+from lockstep_gpt.data.tokenizer import from_dict
+from lockstep_gpt.extras.sources.blocks import (
+    Block,
+    Blocks,
+    Position,
+    TokenBlock,
+    stretches_of,
+)
+from lockstep_gpt.extras.sources.growing import Documents, Encoder
+from lockstep_gpt.processes import end_with_parent
+
+Result = TypeVar("Result")
+
+BLOCKS = ".blocks-"  # a folder for blocks from other processes
+KNOWN = f"{BLOCKS}known"  # for documents of an earlier state
+
+
+class Encoded(NamedTuple):
+    """The tokens of a block of a corpus."""
+
+    after: Position
+    invalid: int
+    splits: list[tuple[str, Documents, int, int]]  # name, tokens, documents, bytes of text
+
+
+def encoded(recipe: Recipe, corpus: Blocks, folder: Path, position: list[int]) -> Iterator[Encoded]:
+    """Tokenize a corpus from a position on, block by block; `folder` has the index of the build.
+
+    Raises:
+        UserError: a block can't be read, or a process was killed.
+    """
+    processes = getattr(recipe.config, "num_proc", 1)
+    if processes == 1:
+        with ThreadPoolExecutor(1, initializer=_begin, initargs=(folder,)) as thread:
+            yield from _in_turn(thread, _encode, corpus, position, 1)
+        return
+    spawn = multiprocessing.get_context("spawn")
+    # The tokenizer and the blocks are sent as files. A process that is killed while it sends more
+    # than fits into a pipe would block the pool forever.
+    with (
+        tempfile.TemporaryDirectory(dir=folder, prefix=BLOCKS) as blocks,
+        ProcessPoolExecutor(processes, spawn, _begin_process, (folder,)) as executor,
+    ):
+        encode = partial(_encode_to_file, blocks)
+        try:
+            for path in _in_turn(executor, encode, corpus, position, processes):
+                yield pickle.loads(path.read_bytes())
+                path.unlink()
+        except BrokenProcessPool as error:
+            raise UserError(
+                f"data.num_proc={processes}: a process was killed, perhaps for lack of memory; "
+                "lower it"
+            ) from error
+
+
+def _in_turn(
+    executor: Executor,
+    encode: Callable[[Any], Result],
+    corpus: Blocks,
+    position: list[int],
+    processes: int,
+) -> Iterator[Result]:
+    """Yield the result for each block, in order; a few blocks are read ahead."""
+    waiting: deque[Future[Result]] = deque()
+    for block in corpus.blocks(Position(*position)):
+        waiting.append(executor.submit(encode, block))
+        if len(waiting) > processes:
+            yield waiting.popleft().result()
+    while waiting:
+        yield waiting.popleft().result()
+
+
+_encoder: Encoder
+
+
+def _begin_process(folder: Path) -> None:
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # each core already has a process
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles it
+    end_with_parent()  # if the parent is killed, this would wait for it forever
+    _begin(folder)
+
+
+def _begin(folder: Path) -> None:
+    global _encoder  # per process: made once, not sent with every block
+    _encoder = Encoder(from_dict(shards.load_index(folder).tokenizer), folder / KNOWN)
+
+
+def _encode(block: Block | TokenBlock) -> Encoded:
+    if isinstance(block, TokenBlock):
+        return Encoded(block.after, 0, [(block.split, Documents(block.ids, b"", 0), 0, 0)])
+    splits = [
+        (split, _encoder.encode(texts), len(texts), sum(map(len, texts)))
+        for split, texts, _ in stretches_of(block)
+    ]
+    return Encoded(block.after, block.invalid, splits)
+
+
+def _encode_to_file(folder: str, block: Block | TokenBlock) -> Path:
+    with tempfile.NamedTemporaryFile(dir=folder, delete=False) as file:
+        pickle.dump(_encode(block), file)
+    return Path(file.name)

@@ -1,0 +1,43 @@
+"""Blocks are tokenized in any number of processes, and come in order."""
+
+import pickle
+import select
+
+import pytest
+
+from lockstep_gpt.data.prepare import prepare
+from lockstep_gpt.extras.sources import encoding
+
+
+def content(folder):
+    """Return the content of a prepared folder, by file name."""
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("tokenizer", ["bytes", "bpe"])
+def test_the_number_of_processes_does_not_change_the_bytes(corpus, tmp_path, tokenizer):
+    folders = []
+    for number in (1, 2, 3):
+        root = str(tmp_path / f"{number}")
+        folders.append(prepare(corpus(tokenizer=tokenizer, num_proc=number, root=root)))
+    assert content(folders[0]) == content(folders[1]) == content(folders[2])
+
+
+def test_processes_send_whole_messages_or_none(corpus, tmp_path, monkeypatch):
+    """POSIX doesn't split a write of up to PIPE_BUF bytes to a pipe, so a kill can't either."""
+    for number in range(5):
+        (tmp_path / "texts" / f"b{number}").write_text(f"{number} " * 300_000)
+    sent, in_turn = [], encoding._in_turn
+
+    def watched(*arguments):
+        for result in in_turn(*arguments):
+            sent.append((len(pickle.dumps(result)), result.stat().st_size))
+            yield result
+
+    monkeypatch.setattr(encoding, "_in_turn", watched)
+    folder = prepare(corpus(num_proc=2))
+    assert max(file for _, file in sent) > select.PIPE_BUF
+    assert max(message for message, _ in sent) < select.PIPE_BUF - 256  # the pool's own bytes
+    assert sorted(path.name for path in folder.iterdir()) == [
+        *("index.json", "train-00000.bin", "train.hashes", "val-00000.bin", "val.hashes"),
+    ]
