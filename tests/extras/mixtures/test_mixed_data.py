@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from lockstep_gpt.data.order import Order, windows
 from lockstep_gpt.data.prepare import prepare
 from lockstep_gpt.data.windows import widen
-from lockstep_gpt.extras.mixtures.mixed_data import MixedDataModule, MixedOrder, seed_of
+from lockstep_gpt.extras.mixtures.mixed_data import MixedOrder, seed_of
 from lockstep_gpt.registry import asked
 
 SIZES = {"a": 1, "b": 7, "c": 130, "d": 5000}
@@ -122,10 +122,9 @@ def test_a_source_without_a_whole_window_is_named(corpora, tmp_path):
         module_of(corpora())
 
 
-def test_other_sources_have_their_usual_data_module(single):
-    assert not any(
-        isinstance(made, MixedDataModule) for made in asked("DATA_MODULE", single("code"))
-    )
+def test_other_sources_have_their_usual_data_module(corpora, single):
+    assert any(asked("DATA_MODULE", corpora()))
+    assert not any(asked("DATA_MODULE", single("code")))
 
 
 def test_targets_follow_tokens(corpora):

@@ -63,7 +63,10 @@ from lockstep_gpt.extras.mixtures.mixture_settings import right_name, with_sourc
             {"sources": {"more": {"source": "text", "val_fraction": 2}}},
             r"data.sources.more.val_fraction=2.0 must be below 1",
         ),
-        ({"sources": {"more": {"source": "text", "pth": "x"}}}, r"data.pth: Key 'pth' not in"),
+        (
+            {"sources": {"more": {"source": "text", "pth": "x"}}},
+            r"^data.sources.more.pth: Key 'pth' not in",
+        ),
     ],
 )
 def test_a_mistake_is_one_line(changes, line, corpora):

@@ -20,7 +20,13 @@ from lockstep_gpt.config import (
 NAME = r"[A-Za-z0-9_-]+"
 MOST = 255  # sources, so that a byte names one
 # Settings of a source that only the mixture has, and the value that leaves them to it.
-MIXTURES = {"root": "data", "val_tokens": None, "fingerprint": None, "num_workers": 0}
+MIXTURES = {
+    "root": "data",
+    "val_tokens": None,
+    "fingerprint": None,
+    "num_workers": 0,
+    "packing": "stream",
+}
 
 
 def about(meaning: str) -> dict[str, Any]:
@@ -110,13 +116,13 @@ class MixtureData(DataConfig):
         if kind not in kinds:
             rule = f"names no source: choose one of {', '.join(kinds)}, as in {place}=text"
             raise UserError(f"{place} {rule}")
-        with renamed(name):
-            try:
+        try:
+            with renamed(name):
                 merged = OmegaConf.merge(OmegaConf.structured(kinds[kind]), values)
                 found: Any = OmegaConf.to_object(merged)
-            except OmegaConfBaseException as error:
-                line = str(error).splitlines()[0]
-                raise UserError(f"data.{error.full_key}: {line}") from None
+        except OmegaConfBaseException as error:
+            line = str(error).splitlines()[0]
+            raise UserError(f"{place}.{error.full_key}: {line}") from None
         for own, left in MIXTURES.items():
             if getattr(found, own, left) != left:
                 value = as_typed(getattr(found, own))
