@@ -6,6 +6,15 @@ import pytest
 from lockstep_gpt.config import data_sources
 from lockstep_gpt.extras.mixtures.mixture_settings import MixtureData
 
+KILL = """
+import os, signal, lightning
+class Kill(lightning.Callback):
+    def on_train_batch_start(self, trainer, *_):
+        last = trainer.global_rank == trainer.world_size - 1
+        if trainer.global_step == 13 and last and not os.path.exists("killed"):
+            open("killed", "w").close()
+            os.kill(os.getpid(), signal.SIGKILL)
+"""
 LETTERS = {"code": "xyz", "poems": "aeiou", "prose": "klmnop"}
 
 
@@ -38,3 +47,15 @@ def single(tmp_path):
         return data_sources()["text"](root=str(tmp_path / "data"), **own)
 
     return settings
+
+
+@pytest.fixture
+def train_and_kill(command):
+    """Return a function that trains, and kills the last rank once, in step 13."""
+    (command.folder / "killer.py").write_text(KILL)
+
+    def run(*words):
+        kill = "+callbacks.kill._target_=killer.Kill"
+        return command.train(*words, kill, PYTHONPATH=str(command.folder))
+
+    return run

@@ -12,15 +12,6 @@ import yaml
 
 from lockstep_gpt.registry import merged
 
-KILL = """
-import os, signal, lightning
-class Kill(lightning.Callback):
-    def on_train_batch_start(self, trainer, *_):
-        last = trainer.global_rank == trainer.world_size - 1
-        if trainer.global_step == 13 and last and not os.path.exists("killed"):
-            open("killed", "w").close()
-            os.kill(os.getpid(), signal.SIGKILL)
-"""
 RANKS = ("trainer=cpu", "strategy=ddp", "strategy.process_group_backend=gloo")
 ROW = (
     "trainer/step",
@@ -65,12 +56,10 @@ def mixed(finished, tmp_path_factory):
 
 @pytest.mark.long
 @pytest.mark.parametrize("world", [1, 2, 3])
-def test_a_killed_run_restarts_to_the_same_bits(world, command):
+def test_a_killed_run_restarts_to_the_same_bits(world, command, train_and_kill):
     own = [*words(command), *RANKS, f"trainer.devices={world}"]
     command.train(*own, "run_dir=whole")
-    (command.folder / "killer.py").write_text(KILL)
-    kill = "+callbacks.kill._target_=killer.Kill"
-    said = command.train(*own, kill, "run_dir=hit", PYTHONPATH=str(command.folder))
+    said = train_and_kill(*own, "run_dir=hit")
     assert f"rank {world - 1} was killed by SIGKILL; restarting" in said.stderr
     runs = [command.folder / "whole", command.folder / "hit"]
     whole, killed = map(weights_of, runs)

@@ -7,9 +7,11 @@ SETTINGS = {
 }
 # Settings of `data` that do not change the prepared tokens.
 NOT_TOKENS = ("packing",)
-CHECK = ".extras.documents.documents_settings:refuse_others"
+CHECK = ".extras.documents.documents_settings:refuse_processes"
 PREPARED = ".extras.documents.packing:pack_if_asked"
 DATA_MODULE = ".extras.documents.packed_windows:data_module"
+# Of the sources of a mixture, each packed by itself.
+WINDOWS_OF_SOURCES = ".extras.documents.packed_windows:windows_of_sources"
 RECEIPT = ".extras.documents.packing:receipt_line"
 MODEL = ".extras.documents.mask:mask_documents"
 # Normalizes the loss by the number of targets that count.

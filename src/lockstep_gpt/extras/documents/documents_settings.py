@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from lockstep_gpt.config import Config, ModelConfig, UserError, check, setting
+from lockstep_gpt.config import Config, ModelConfig, check, setting
 
 
 @dataclass
@@ -35,15 +35,10 @@ def is_packed(data: object) -> bool:
     return getattr(data, "packing", "stream") == "documents"
 
 
-def refuse_others(config: Config) -> None:
-    """Raise a `UserError` for data that only windows in file order can have."""
+def refuse_processes(config: Config) -> None:
+    """Raise a `UserError` for loader processes, which only read windows in file order."""
     if not is_packed(config.data):
         return
     workers = getattr(config.data, "num_workers", 0)
     rule = "has no data.packing=documents; set data.num_workers=0, or data.packing=stream"
     check("data.num_workers", workers, not workers, rule)
-    if getattr(config.data, "sources", None):
-        raise UserError(
-            f"data.packing=documents can't pack the several sources of data={config.data.source}; "
-            "set data.packing=stream"
-        )

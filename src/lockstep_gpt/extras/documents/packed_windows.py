@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterator
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from torch import Tensor
 from lockstep_gpt.config import DataConfig
 from lockstep_gpt.data.datamodule import Feed, Rows, TokenDataModule, TokenStream
 from lockstep_gpt.data.order import Positions
+from lockstep_gpt.data.prepare import SPLITS
 from lockstep_gpt.data.shards import open_split
 from lockstep_gpt.data.windows import Batch
 from lockstep_gpt.extras.documents import packing
@@ -24,30 +27,37 @@ Packed = tuple[Tensor, Tensor]
 
 
 class PackedWindows:
-    """The windows of one split, memory-mapped."""
+    """The windows of one split, memory-mapped; of a mixture, each source's after one another."""
 
     def __init__(self, folder: Path, split: str, block_size: int) -> None:
         packed = packing.folder_within(folder, block_size)
-        self.tokens = np.asarray(open_split(folder, split))
-        self.starts, self.lengths, self.first = packing.opened(packed, split)
+        names = packing.parts(packing.load(packed), split)
+        self.parts = [
+            (np.asarray(open_split(folder, name)), *packing.opened(packed, name)) for name in names
+        ]
+        self.begins = [0, *accumulate(len(first) - 1 for *_, first in self.parts)]
+        self.dtype = self.parts[0][0].dtype
         self.block_size = block_size
         end = packing.end_of_text(folder, "data.packing=documents")
         self.filler = 0 if end else 1  # padding is no document for each token
 
     def gather(self, rows: Positions) -> Packed:
         """Copy the windows with these numbers, (B,); -1 is padding."""
-        stored = np.full((len(rows), 2, self.block_size), self.filler, self.tokens.dtype)
+        stored = np.full((len(rows), 2, self.block_size), self.filler, self.dtype)
         real = np.zeros(len(rows), np.int64)
         for row, window in enumerate(rows.tolist()):
             if window < 0:
                 continue
-            pieces = slice(*self.first[window : window + 2].tolist())
-            begin = 0
-            starts, lengths = self.starts[pieces].tolist(), self.lengths[pieces].tolist()
-            for start, length in zip(starts, lengths, strict=True):
+            part = bisect_right(self.begins, window) - 1
+            tokens, starts, lengths, first = self.parts[part]
+            own, begin = window - self.begins[part], 0
+            pieces = slice(*first[own : own + 2].tolist())
+            for start, length in zip(
+                starts[pieces].tolist(), lengths[pieces].tolist(), strict=True
+            ):
                 end = begin + length
-                stored[row, 0, begin:end] = self.tokens[start : start + length]
-                stored[row, 1, begin:end] = self.tokens[start + 1 : start + length + 1]
+                stored[row, 0, begin:end] = tokens[start : start + length]
+                stored[row, 1, begin:end] = tokens[start + 1 : start + length + 1]
                 begin = end
             real[row] = begin
         return torch.from_numpy(stored), torch.from_numpy(real)
@@ -71,11 +81,20 @@ class PackedDataModule(TokenDataModule):
 
     def __init__(self, folder: Path, **settings: Any) -> None:
         super().__init__(folder, **settings)
-        held = packing.load(packing.pack(folder, self.block_size))
-        self.train_windows = held["train"].windows
-        self.val_windows = self.val_windows_held_out = held["val"].windows
+        packing.pack(folder, self.block_size)
+        counts = self.counts(folder, self.block_size)
+        self.train_windows, self.val_windows_held_out = (
+            sum(counts[name] for name in packing.parts(counts, split)) for split in SPLITS
+        )
+        self.val_windows = self.val_windows_held_out
         if (val_tokens := settings.get("val_tokens")) is not None:
             self.val_windows = min(self.val_windows, max(1, val_tokens // self.block_size))
+
+    @staticmethod
+    def counts(folder: Path, block_size: int) -> dict[str, int]:
+        """Return how many windows each packed split of a folder has; raise a `UserError`."""
+        packed = packing.load(packing.folder_within(folder, block_size))
+        return {name: each.windows for name, each in packed.items()}
 
     def feed(self, split: str, rows: Rows) -> Feed:
         """Return a `Feed` that loads the batches of a split ahead."""
@@ -104,5 +123,10 @@ def widened(packed: Packed) -> Batch:
 
 
 def data_module(data: DataConfig) -> Callable[..., TokenDataModule] | None:
-    """Return the data module's class of a run with `data.packing=documents`."""
+    """Return the data module's class of a run on one source with `data.packing=documents`."""
+    return None if getattr(data, "sources", None) else windows_of_sources(data)
+
+
+def windows_of_sources(data: DataConfig) -> type[PackedDataModule] | None:
+    """Return the class that makes a mixture's batches, if it has `data.packing=documents`."""
     return PackedDataModule if is_packed(data) else None

@@ -1,5 +1,7 @@
 """Places documents in windows: best fit, once for a prepared folder and a context length.
 
+A mixture's folder has splits such as `code/train`; each is packed by itself.
+
 A window has T tokens. A longer document first fills whole windows; what remains of it, and every
 shorter document, goes where the least space stays free, the longest first (best-fit decreasing:
 Johnson 1974; for language models Ding et al. 2024, "Fewer Truncations Improve Language Modeling").
@@ -14,7 +16,7 @@ import logging
 import shutil
 import time
 from bisect import bisect_left, insort
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -125,21 +127,27 @@ def _write(folder: Path, packed: Path, block_size: int) -> None:
             empty = f"{facts.empty:,} of {counted(facts.documents, 'document')}"
             logger.info("%s: %s have no text, only their end, which is kept", split, empty)
     seconds = time.perf_counter() - started
-    logger.info("packed %s in %.1f s: %s", packed, seconds, found["train"])
+    logger.info("packed %s in %.1f s: %s", packed, seconds, described(found))
 
 
 def _write_splits(folder: Path, unfinished: Path, block_size: int) -> dict[str, Packed]:
     end, found = end_of_text(folder, "data.packing=documents"), {}
-    for split in shards.load_index(folder).splits:
+    for split, content in shards.load_index(folder).splits.items():
+        if not content.shards:  # of a mixture: the sum over its sources
+            continue
         ends = ends_of_documents(np.asarray(shards.open_split(folder, split)), end)
         _refuse_endless_ones(ends, folder, split, end)
         starts, lengths, first, found[split] = windows_of(ends, block_size)
         for name, values in (("starts", starts), ("lengths", lengths), ("first", first)):
-            with replacing(unfinished / f"{split}-{name}.npy") as file:
+            with replacing(_file(unfinished, split, name)) as file:
                 np.save(file, values)
     index = {"format": FORMAT, "splits": {name: asdict(each) for name, each in found.items()}}
     replace_text(unfinished / INDEX, json.dumps(index, indent=1))
     return found
+
+
+def _file(packed: Path, split: str, name: str) -> Path:
+    return packed / f"{split.replace('/', '-')}-{name}.npy"
 
 
 def load(packed: Path) -> dict[str, Packed]:
@@ -153,6 +161,19 @@ def load(packed: Path) -> dict[str, Packed]:
     raise _unusable(packed, f"has format {values['format']}, this version reads {FORMAT}")
 
 
+def parts(packed: Iterable[str], split: str) -> list[str]:
+    """Return which of the packed splits together are train or val: in a mixture, each source's."""
+    return [name for name in packed if name.rpartition("/")[2] == split]
+
+
+def described(packed: dict[str, Packed]) -> str:
+    """Describe the training windows in one line, those of a mixture by source."""
+    sources = {name: name.rpartition("/")[0] for name in parts(packed, "train")}
+    return "; ".join(
+        f"{own}: {packed[name]}" if own else str(packed[name]) for name, own in sources.items()
+    )
+
+
 def opened(packed: Path, split: str) -> tuple[Numbers, npt.NDArray[np.int32], Numbers]:
     """Memory-map a split's pieces: where each begins in the tokens, its length, and `first`.
 
@@ -161,7 +182,7 @@ def opened(packed: Path, split: str) -> tuple[Numbers, npt.NDArray[np.int32], Nu
     facts = load(packed)[split]
     try:
         names = ("starts", "lengths", "first")
-        arrays = [np.load(packed / f"{split}-{name}.npy", mmap_mode="r") for name in names]
+        arrays = [np.load(_file(packed, split, name), mmap_mode="r") for name in names]
     except (OSError, ValueError, EOFError) as error:
         raise _unusable(packed, "is damaged") from error
     if [len(each) for each in arrays] != [facts.pieces, facts.pieces, facts.windows + 1]:
@@ -279,4 +300,4 @@ def receipt_line(config: Config, _batch: Any) -> dict[str, str]:
     if not is_packed(config.data):
         return {}
     packed = folder_within(folder_of(config.data), config.model.block_size)
-    return {"packing": str(load(packed)["train"])}
+    return {"packing": described(load(packed))}

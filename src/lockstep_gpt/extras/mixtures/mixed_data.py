@@ -25,10 +25,12 @@ from lockstep_gpt.data.order import (
     validation_rows,
     windows,
 )
+from lockstep_gpt.data.prepare import SPLITS
 from lockstep_gpt.extras.mixtures.mixed_windows import windows_by_source
 from lockstep_gpt.extras.mixtures.mixture_settings import MixtureData
 from lockstep_gpt.extras.mixtures.shares import phases
 from lockstep_gpt.extras.mixtures.turns import Turns
+from lockstep_gpt.registry import asked
 
 
 class MixedOrder:
@@ -98,8 +100,22 @@ def mixed_order(data: MixtureData, folder: Path, block_size: int, samples: int) 
     planned = samples
     if data.planned_tokens is not None:
         planned = max(1, data.planned_tokens // block_size)
-    sizes = windows_by_source(shards.load_index(folder), "train", block_size)
-    return MixedOrder(data, sizes, planned)
+    return MixedOrder(data, sizes_of(data, folder, "train", block_size), planned)
+
+
+def own_windows(data: MixtureData) -> Any:
+    """Return another extra's class of data modules that makes these sources' windows, or None."""
+    return next(filter(None, asked("WINDOWS_OF_SOURCES", data)), None)
+
+
+def sizes_of(data: MixtureData, folder: Path, split: str, block_size: int) -> dict[str, int]:
+    """Return how many windows of a split each source has, in the order that numbers them."""
+    index = shards.load_index(folder)
+    sizes = windows_by_source(index, split, block_size)
+    if (other := own_windows(data)) is None:
+        return sizes
+    counts = other.counts(folder, block_size)
+    return {name: counts[f"{name}/{split}"] for name in sizes}
 
 
 class MixedDataModule(TokenDataModule):
@@ -107,14 +123,14 @@ class MixedDataModule(TokenDataModule):
 
     def __init__(self, data: MixtureData, folder: Path, **settings: Any) -> None:
         super().__init__(folder, **settings)
-        index, limit = shards.load_index(folder), settings.get("val_tokens")
+        limit, block_size = settings.get("val_tokens"), self.block_size
         self.data = data
         self._orders: dict[int, MixedOrder] = {}  # by the samples of the run
-        self.train_windows = sum(windows_by_source(index, "train", self.block_size).values())
-        self.held_out = windows_by_source(index, "val", self.block_size)
+        self.sizes = {name: sizes_of(data, folder, name, block_size) for name in SPLITS}
+        self.train_windows, self.held_out = sum(self.sizes["train"].values()), self.sizes["val"]
         self.validated = dict(self.held_out)
         if limit is not None:
-            most = max(1, limit // len(self.held_out) // self.block_size)
+            most = max(1, limit // len(self.held_out) // block_size)
             self.validated = {name: min(most, each) for name, each in self.held_out.items()}
         self.val_windows_held_out = sum(self.held_out.values())
         self.val_windows = sum(self.validated.values())
@@ -137,6 +153,11 @@ class MixedDataModule(TokenDataModule):
         rows = self.rows_by_source()
         return self.feed("val", partial(_share, np.concatenate([*rows.values()])))
 
+    def sources_of(self, split: str, rows: Positions) -> list[str]:
+        """Return the name of each window's source; of padding, -1, any."""
+        names, ends = [*self.sizes[split]], np.cumsum([*self.sizes[split].values()])
+        return [names[place] for place in np.searchsorted(ends, rows, "right")]
+
     def rows_by_source(self) -> dict[str, Positions]:
         """Return this rank's validation windows of each source, (batches, B) with -1 as padding."""
         trainer, found = self._attached_trainer(), {}
@@ -153,5 +174,9 @@ def _share(rows: Positions, worker: int, workers: int) -> Iterable[Positions]:
 
 
 def data_module(data: DataConfig) -> Callable[..., TokenDataModule] | None:
-    """Return what makes the data module of a mixture."""
-    return partial(MixedDataModule, data) if isinstance(data, MixtureData) else None
+    """Return what makes the data module of a mixture; another extra may make its windows."""
+    if not isinstance(data, MixtureData):
+        return None
+    other = own_windows(data)
+    kind = MixedDataModule if other is None else type("Mixed", (MixedDataModule, other), {})
+    return partial(kind, data)
