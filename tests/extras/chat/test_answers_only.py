@@ -1,10 +1,15 @@
 """Which targets count: the assistant's texts and the ends of its messages."""
 
+import json
+import random
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lockstep_gpt.config import data_sources
 from lockstep_gpt.data.datamodule import TokenDataModule
 from lockstep_gpt.data.prepare import prepare
 from lockstep_gpt.data.tokenizer import ByteTokenizer
@@ -13,6 +18,7 @@ from lockstep_gpt.extras.chat.answers_only import answers, data_module
 from lockstep_gpt.extras.chat.chat_settings import ChatData
 from lockstep_gpt.extras.chat.template import ROLES, template_of
 from lockstep_gpt.model.functional import IGNORE
+from lockstep_gpt.registry import asked
 
 ABSENT = "no such extra: sources"
 BYTES = template_of(ByteTokenizer())
@@ -101,18 +107,60 @@ def test_other_kinds_of_data_stay_what_they_are(questions, tmp_path, workers):
     assert getattr(module, "workers", 0) == workers
 
 
-def test_texts_of_a_mixture_count_in_full(questions, tmp_path):
-    data = ChatData(path=str(questions), root=str(tmp_path / "data"))
+@pytest.fixture
+def talk_and_prose(tmp_path):
+    """Return the settings of a source of conversations, some of them long, and of one of texts."""
+    draw = random.Random(0)
+    lines = []
+    for _ in range(60):
+        asked, answer = ("".join(draw.choices("abcd ", k=draw.choice([3, 90]))) for _ in range(2))
+        lines.append(json.dumps({"prompt": asked, "completion": answer}))
+    (tmp_path / "talk.jsonl").write_text("\n".join(lines))
+    (tmp_path / "prose").mkdir()
+    for number in range(60):
+        text = "".join(draw.choices("klmn ", k=number))
+        (tmp_path / "prose" / f"{number}.txt").write_text(text)
+    held = {"val_fraction": 0.2}
+    return {
+        "prose": {"source": "text", "path": str(tmp_path / "prose"), **held},
+        "talk": {"source": "chat", "path": str(tmp_path / "talk.jsonl"), **held},
+    }
+
+
+def all_windows(data):
+    """Return tokens and targets of all windows of train, through the data module."""
     folder = prepare(data)
-    data.source = "mixture"
-    vars(data)["sources"] = {"talk": {"source": "chat"}, "code": {"source": "stdlib"}}
-    sizes = {"block_size": 64, "micro_size": 4, "accumulation": 1, "seed": 1}
-    module = data_module(data)(folder, **sizes)
-    ((stored, real),) = gather(open_windows(folder, "train", 64), [torch.arange(2).numpy()])
-    text = torch.full((1, 65), ord("a"), dtype=stored.dtype)
-    _, targets = module.on_after_batch_transfer((torch.cat([stored, text]), real + 1), 0)
-    assert (targets[2] == ord("a")).all()
-    assert (targets[:2] == IGNORE).any(dim=1).all()
+    config = SimpleNamespace(data=data, model=SimpleNamespace(block_size=16))
+    asked("PREPARED", folder, config)
+    kind = next(filter(None, asked("DATA_MODULE", data)), TokenDataModule)
+    module = kind(folder, block_size=16, micro_size=4, accumulation=1, seed=1)
+    cpu = torch.device("cpu")
+    module.trainer = SimpleNamespace(strategy=SimpleNamespace(root_device=cpu))
+    rows = torch.arange(module.train_windows).split(7)
+    feed = module.feed("train", lambda *_: [each.numpy() for each in rows])
+    moved = (module.transfer_batch_to_device(each, cpu, 0) for each in feed)
+    batches = [module.on_after_batch_transfer(each, 0) for each in moved]
+    return torch.cat([torch.stack(each, 1) for each in batches])
+
+
+@pytest.mark.parametrize("packing", ["stream", "documents"])
+def test_a_mixture_counts_what_each_source_counts_alone(packing, talk_and_prose, tmp_path):
+    kinds, own = data_sources(), {"root": str(tmp_path / "data")}
+    if "mixture" not in kinds:
+        pytest.skip("no such extra: mixtures")
+    if packing == "documents":
+        if "packing" not in kinds["text"].names("kept"):
+            pytest.skip("no such extra: documents")
+        own["packing"] = packing
+    each = [all_windows(kinds[one["source"]](**one, **own)) for one in talk_and_prose.values()]
+    weights = dict.fromkeys(talk_and_prose, 1.0)
+    mixed = all_windows(kinds["mixture"](sources=talk_and_prose, weights=weights, **own))
+    assert torch.equal(mixed, torch.cat(each))
+    tokens, targets = each[1].unbind(1)
+    unmarked = (tokens < 0xF8).all(dim=1)
+    assert unmarked.any(), "the middle of a long message"
+    assert (targets[unmarked] == IGNORE).all()
+    assert (targets != IGNORE).any()
 
 
 def test_packed_documents_keep_their_own_messages():

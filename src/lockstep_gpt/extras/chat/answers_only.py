@@ -1,19 +1,22 @@
 """Which targets of a conversation count: the assistant's texts and the ends of its messages.
 
-This depends only on the tokens of a window, so a batch needs no additional data.
+This depends only on the tokens of a window. In a mixture, texts count in full, so a batch also says
+which of its windows are conversations: the middle of a long message has no marker either.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from itertools import tee
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lockstep_gpt.config import DataConfig
-from lockstep_gpt.data.datamodule import TokenDataModule
+from lockstep_gpt.data.datamodule import Feed, Rows, TokenDataModule
+from lockstep_gpt.data.order import Positions
 from lockstep_gpt.data.tokenizer import from_dict
 from lockstep_gpt.data.windows import Batch
 from lockstep_gpt.extras.chat.template import Template, template_of
@@ -35,12 +38,6 @@ def answers(tokens: Tensor, targets: Tensor, template: Template) -> Tensor:
     ended = _last(_any(tokens, {template.end, end_of_text, *starts}), place)
     inside = (begun >= ended) & (begun >= 0)
     return inside & ~_any(targets, {end_of_text, *starts})
-
-
-def is_chat(tokens: Tensor, template: Template) -> Tensor:
-    """Return which rows of `tokens`, (B, T), have a marker, (B, 1): text never has one."""
-    starts = {opening[0] for opening in template.openings.values()}
-    return _any(tokens, {template.end, *starts}).any(dim=1, keepdim=True)
 
 
 def _any(ids: Tensor, wanted: set[int | None]) -> Tensor:
@@ -65,27 +62,70 @@ def _last(found: Tensor, place: Tensor) -> Tensor:
 
 
 class AnswersOnly(TokenDataModule):
-    """Batches in which only the assistant's tokens are targets; in a mixture, texts count too."""
+    """Batches in which only the assistant's tokens are targets."""
 
     template: Template
-    mixed = False
 
     def on_after_batch_transfer(self, batch: Any, *arguments: Any) -> Batch:
         """Return `(tokens, targets)`, with `IGNORE` for targets that don't count."""
         tokens, targets = super().on_after_batch_transfer(batch, *arguments)
         counts = answers(tokens, targets, self.template)
-        if self.mixed:
-            counts |= ~is_chat(tokens, self.template)
         return tokens, targets.masked_fill(~counts, IGNORE)
 
 
+class AnswersAndTexts(TokenDataModule):
+    """Batches of a mixture, in which only the assistant's tokens and those of texts are targets."""
+
+    template: Template
+    chats: frozenset[str]  # names of the sources with conversations
+
+    def feed(self, split: str, rows: Rows) -> Feed:
+        """Return a `Feed` whose batches say which of their windows are conversations."""
+        feed = super().feed(split, rows)
+        feed.batches = Told(feed.batches, partial(self._are_chats, split))
+        return feed
+
+    def _are_chats(self, split: str, windows: Positions) -> Tensor:
+        """Return which `windows` of a split are conversations, (B,)."""
+        mixture: Any = self
+        sources = mixture.sources_of(split, windows)
+        return torch.tensor([each in self.chats for each in sources])
+
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, *arguments: Any) -> Any:
+        """Move all of a batch."""
+        stored, chats = batch
+        moved = super().transfer_batch_to_device(stored, device, *arguments)
+        return moved, chats.to(device, non_blocking=device.type == "cuda")
+
+    def on_after_batch_transfer(self, batch: Any, *arguments: Any) -> Batch:
+        """Return `(tokens, targets)`, with `IGNORE` for targets that don't count."""
+        stored, chats = batch
+        tokens, targets = super().on_after_batch_transfer(stored, *arguments)
+        counts = answers(tokens, targets, self.template) | ~chats[:, None]
+        return tokens, targets.masked_fill(~counts, IGNORE)
+
+
+class Told(Iterable[Any]):
+    """Batches, each with what `of` says of its windows' numbers, (B,)."""
+
+    def __init__(self, stream: Any, of: Callable[[Positions], Tensor]) -> None:
+        self.stream, self.of, self.rows = stream, of, stream.rows
+
+    def __iter__(self) -> Iterator[tuple[Any, Tensor]]:
+        read, again = tee(self.rows(*self.stream.share))
+        self.stream.rows = lambda *_: read
+        for batch, windows in zip(self.stream, again, strict=True):
+            yield batch, self.of(windows)
+
+
 def _of(
-    kind: Callable[..., TokenDataModule], mixed: bool, *arguments: Any, **settings: Any
+    kind: Callable[..., TokenDataModule], chats: frozenset[str], *arguments: Any, **settings: Any
 ) -> TokenDataModule:
-    """Build a data module of this kind whose batches have only answers as targets."""
+    """Build a data module of this kind in whose batches only answers, and texts, are targets."""
     module: Any = kind(*arguments, **settings)
-    module.template = template_of(from_dict(module.tokenizer))
-    module.__class__ = type("Answers", (AnswersOnly, type(module)), {"mixed": mixed})
+    module.template, module.chats = template_of(from_dict(module.tokenizer)), chats
+    own = AnswersAndTexts if chats else AnswersOnly
+    module.__class__ = type("Answers", (own, type(module)), {})
     return module  # type: ignore[no-any-return]
 
 
@@ -94,9 +134,9 @@ def data_module(data: DataConfig) -> Callable[..., TokenDataModule] | None:
 
     It is of the kind that another extra makes for these settings, if any.
     """
-    parts = getattr(data, "sources", {}).values()  # of a mixture
-    mixed = any(each.get("source") == "chat" for each in parts)
-    if data.source != "chat" and not mixed:
+    sources = getattr(data, "sources", {})  # of a mixture
+    chats = frozenset(name for name, each in sources.items() if each.get("source") == "chat")
+    if data.source != "chat" and not chats:
         return None
     others = (resolved(each)(data) for each in additions("DATA_MODULE") if each != OWN)
-    return partial(_of, next(filter(None, others), TokenDataModule), mixed)
+    return partial(_of, next(filter(None, others), TokenDataModule), chats)
