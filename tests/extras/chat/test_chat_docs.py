@@ -12,6 +12,7 @@ SMALL = ("max_steps=4", "val_every=4", "optim.warmup_steps=1", "logger=none", "l
 # What a command needs in small.
 OTHERS = {
     "experiment=chat": ("batch.global_size=2", "data.val_tokens=512", "model.block_size=32"),
+    "data=mixture": ("batch.global_size=2", "data.val_tokens=512", "model.block_size=32"),
     "run_dir=runs/base": ("experiment=smoke", "callbacks.sample.length=9"),
 }
 

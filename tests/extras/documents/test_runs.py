@@ -5,7 +5,6 @@ import json
 
 import pytest
 
-from lockstep_gpt.config import data_sources
 from lockstep_gpt.data.prepare import folder_of
 from lockstep_gpt.extras.documents.packing import folder_within
 from lockstep_gpt.registry import additions
@@ -104,14 +103,6 @@ def test_loader_processes_are_refused(command, lines):
         pytest.skip("no such extra")
     said = command("train", *words_for(lines), "data.num_workers=2", status=2).stderr
     assert "data.num_workers=2 has no data.packing=documents; set data.num_workers=0" in said
-
-
-def test_several_sources_are_not_packed(command):
-    if "mixture" not in data_sources():
-        pytest.skip("no such extra")
-    sources = ["data=mixture", "data.sources.code=stdlib", "data.weights.code=1"]
-    said = command("train", *sources, "data.packing=documents", "run_dir=none", status=2).stderr
-    assert "data.packing=documents can't pack the several sources of data=mixture; set" in said
 
 
 def test_a_damaged_packing_ends_the_run_in_one_line(command, lines):

@@ -88,6 +88,18 @@ def test_text_is_evaluated_whole_and_in_bits_per_byte(text_run, root):
     assert result["bits_per_byte"] == pytest.approx(bits, rel=1e-12)
 
 
+def test_packed_windows_have_each_held_out_target_and_bits_per_byte(small_run):
+    model, config, _ = model_of(small_run)
+    if not hasattr(config.data, "packing"):
+        pytest.skip("no such extra: documents")
+    config.data.packing = "documents"
+    result = evaluate(model, config, 64)
+    split = load_index(prepare(config.data)).splits["val"]
+    assert result["tokens"] == split.tokens - 1
+    bits = result["loss"] * split.tokens / (math.log(2) * split.text_bytes)
+    assert result["bits_per_byte"] == pytest.approx(bits, rel=1e-12)
+
+
 def test_the_screen_and_the_line_for_programs_say_the_same(small_run, capsys):
     assert main([str(small_run), "--json"]) == 0
     result = json.loads(capsys.readouterr().out)

@@ -70,6 +70,8 @@ def evaluate(model: GPT, config: Config, batch_size: int) -> dict[str, float]:
     loss, split = float(token_loss.compute()), index.splits["val"]
     tokens_counted = int(torch.stack(token_loss.counts).sum())
     result = {"loss": loss, "perplexity": perplexity(loss), "tokens": tokens_counted}
-    if split.text_bytes and tokens_counted == data.val_windows * block_size:
+    parts = [each for name, each in index.splits.items() if name.rpartition("/")[2] == "val"]
+    every = sum(each.tokens - 1 for each in parts if each.shards)  # the first is no target
+    if split.text_bytes and tokens_counted in (data.val_windows * block_size, every):
         result["bits_per_byte"] = loss / math.log(2) * split.tokens / split.text_bytes
     return result
