@@ -332,9 +332,15 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def one_thread() -> None:
-    """Run tests of tiny tensors on one thread; a second core may be busy with other work."""
+def one_thread() -> Iterator[None]:
+    """Run tests of tiny tensors on one thread; a second core may be busy with other work.
+
+    So do the processes that tests start; `forked_python.py` has forks only for these.
+    """
     torch.set_num_threads(1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", QUIET["OMP_NUM_THREADS"])
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -424,6 +430,12 @@ def forks_of(shared: Path) -> Iterator[Callable[..., str]]:
 def python_of_forks(forks_of: Callable[..., str]) -> str:
     """A `python` whose processes are forks with the imports of commands and ranks."""
     return forks_of("python")
+
+
+@pytest.fixture
+def cold() -> list[str]:
+    """Return overrides of runs whose processes are forks of our server: they need no other one."""
+    return ["launch.warm=false"] if WARM else []
 
 
 @pytest.fixture

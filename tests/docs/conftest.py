@@ -38,8 +38,8 @@ INLINE = ["launch.inline=true", "trainer.accelerator=cpu", "trainer.devices=1"]
 class Story:
     """Runs the lines of a page in one folder, which has the run of all pages, runs/first."""
 
-    def __init__(self, command, finished, python: str) -> None:
-        self.command, self.python = command, python
+    def __init__(self, command, finished, python: str, cold: list[str]) -> None:
+        self.command, self.python, self.cold = command, python, cold
         shutil.copytree(finished[0].folder / "runs/first", command.folder / "runs/first")
         text = "\n".join(path.read_text("utf-8") for path in (ROOT / "docs").glob("*.md"))
         (books,) = re.findall(r"^python3 (-c .+)$", text, flags=re.MULTILINE)  # the tutorial's
@@ -73,9 +73,9 @@ class Story:
         shown = any(word.startswith("callbacks") for word in words)  # else short samples are enough
         words += [] if shown or goes_on else ["callbacks.sample.length=9"]
         alone = not any(word.startswith("trainer.devices=") for word in words)
-        return [*words, *(INLINE if alone else [])]
+        return [*words, *(INLINE if alone else self.cold)]
 
 
 @pytest.fixture
-def story(command, finished, python_of_forks):
-    return Story(command, finished, python_of_forks)
+def story(command, finished, python_of_forks, cold):
+    return Story(command, finished, python_of_forks, cold)

@@ -50,12 +50,12 @@ def test_the_loss_is_computed_per_window(speedrun):
     assert flat == pytest.approx(math.log(256))
 
 
-def test_a_recipe_in_a_file_is_stopped_at_the_target(tmp_path):
+def test_a_recipe_in_a_file_is_stopped_at_the_target(tmp_path, python_of_forks):
     (tmp_path / "known.py").write_text(RECIPE)
     (tmp_path / "text").write_bytes(bytes(range(0, 256, 2)) * 16)
     words = ["--seeds", "7,8", "--text", tmp_path / "text", "--json", tmp_path / "runs.json"]
     done = subprocess.run(
-        [sys.executable, SCRIPT, tmp_path / "known.py", *words], capture_output=True, text=True
+        [python_of_forks, SCRIPT, tmp_path / "known.py", *words], capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
     runs = json.loads((tmp_path / "runs.json").read_text())["runs"]
@@ -72,8 +72,8 @@ def test_the_text_of_all_records_is_that_of_one_python(speedrun, tmp_path):
             speedrun.standard_text(tmp_path / "text")
 
 
-def test_a_missing_recipe_is_reported_with_the_existing_ones():
-    done = subprocess.run([sys.executable, SCRIPT, "none.py"], capture_output=True, text=True)
+def test_a_missing_recipe_is_reported_with_the_existing_ones(python_of_forks):
+    done = subprocess.run([python_of_forks, SCRIPT, "none.py"], capture_output=True, text=True)
     assert done.returncode == 1
     assert done.stderr.startswith("none.py is neither a file nor one of classic.yaml, modern.yaml")
 

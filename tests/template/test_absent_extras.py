@@ -85,6 +85,7 @@ IN_PYTHON = {
     "tests/data/test_corpora.py": "sys.modules",  # what must not be imported
     "tests/docs/test_commands.py": '^    "',  # which test runs a page's commands
     "tests/forked_python.py": '^    "',  # libraries that are imported if installed
+    "tests/conftest.py": "launch.warm",  # turned off if installed
     "tests/launch/test_compose.py": "launch.warm|fsdp2",  # rejected by name; chosen if installed
     "tests/test_config.py": "bpe is not one of bytes",  # also rejected
     "tests/test_run_directory.py": "node_rank|rdzv_endpoint",  # what another machine may change

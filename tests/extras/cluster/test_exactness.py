@@ -16,8 +16,8 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.mark.usefixtures("quick_ranks")
-def test_two_ranks_one_and_both_in_turn_give_one_hash(capsys):
-    short = ["data.val_tokens=512", "callbacks.sample.length=1"]  # 8 batches of validation
+def test_two_ranks_one_and_both_in_turn_give_one_hash(capsys, cold):
+    short = ["data.val_tokens=512", "callbacks.sample.length=1", *cold]  # 8 validation batches
     status = cli.main(["drill", "exact", "--ranks", "1,2", "--steps", "40", *short])
     told = capsys.readouterr()
     assert status == 0, told

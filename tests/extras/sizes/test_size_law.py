@@ -1,7 +1,6 @@
 """The script that repeats the fit: real runs, its table, its files."""
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,12 +12,12 @@ SCRIPT = Path(__file__).parents[3] / "scripts" / "size_law.py"
 
 
 @pytest.fixture
-def size_law(command):
+def size_law(command, python_of_forks, cold):
     """Run the script in the test's folder; return its exit status and output."""
 
     def run(*words):
-        own = [f"data.root={command.data_root}", "data.val_tokens=1024"]
-        return command.run_words([sys.executable, str(SCRIPT), *words, *own])
+        own = [f"data.root={command.data_root}", "data.val_tokens=1024", *cold]
+        return command.run_words([python_of_forks, str(SCRIPT), *words, *own])
 
     return run
 
