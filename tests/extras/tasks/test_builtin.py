@@ -63,7 +63,8 @@ def test_only_the_right_copy_is_the_name_on_the_left(tasks):
     for example in tasks["copy"].examples:
         names = [f"self.{choice.strip()} = " in context for context, choice in example.prompts]
         assert names == [place == example.answer for place in range(4)]
-        assert len({len(choice) for _, choice in example.prompts}) == 1
+        assert len({len(context) for context, _ in example.prompts}) == 1
+        assert len({choice for _, choice in example.prompts}) == 1
 
 
 def test_lines_and_calls_are_in_held_out_files_and_continue_them(tasks):

@@ -118,6 +118,14 @@ def test_the_table_ends_with_core(core, trained, files, capsys):
     ]
 
 
+def test_all_files_of_core_are_read_before_the_first_is_scored(core, trained, capsys):
+    (core / "eval_data/sub/next.jsonl").write_text("{")
+    assert cli.main(["score", str(trained), "--core", str(core)]) == 2
+    captured = capsys.readouterr()
+    assert "next.jsonl:1: is not JSON" in captured.err
+    assert captured.out == ""
+
+
 def test_guessing_is_zero_and_perfection_one(core):
     asked = core_tasks(core)[0]
     assert asked.centered(0.333) == pytest.approx(0)

@@ -55,10 +55,8 @@ def fit(new_run, tmp_path):
 
 def test_training_is_the_same_to_the_bit_with_and_without_tasks(fit, short):
     plain, _ = fit()
-    after = random.random(), torch.rand(1)
     tasks = Tasks(every=1, share=None, files=short)
     module, rows = fit(tasks)
-    assert (random.random(), torch.rand(1)) != after  # both drew from the same state before
     for name, weight in plain.state_dict().items():
         assert torch.equal(module.state_dict()[name], weight), name
     assert all(part.training for part in module.model.modules())
@@ -108,6 +106,26 @@ def test_a_run_that_ends_early_is_measured_before_it_ends(fit, short):
 
     _, rows = fit(Tasks(every=100, share=None, files=short), Stop())
     assert [step for step, row in rows.items() if row["tasks/fill"]] == [3]
+
+
+def test_a_run_that_ends_early_at_a_measured_step_is_measured_as_at_the_end(
+    fit, short, monkeypatch
+):
+    used = []
+
+    def noted(trainer, module, tasks, counts):
+        used.append(sum(counts))
+        return measured(trainer, module, tasks, counts)
+
+    class Stop(Callback):
+        def on_train_batch_end(self, trainer, *_arguments):
+            trainer.should_stop = trainer.global_step == 4
+
+    monkeypatch.setattr(during, "measured", noted)
+    _, rows = fit(Tasks(every=2, share=0.5, files=short), Stop())
+    assert [step for step, row in rows.items() if row["tasks/fill"]] == [2, 4]
+    assert len(used) == 3  # at 2, at 4, and with more examples again at 4
+    assert used[0] == used[1] < used[2]
 
 
 def test_other_callbacks_can_monitor_a_task(fit, short):

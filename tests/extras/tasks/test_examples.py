@@ -13,6 +13,8 @@ BAD = [
     ([b'{"context"'], "1: is not JSON (Expecting ':' delimiter at character 11); write one"),
     ([GOOD, b"", b"{"], "3: is not JSON"),
     ([b"[" * 100_000], "1: is nested too deeply; write one flat object per line"),
+    ([b'{"answer": ' + b"1" * 5000 + b"}"], "1: has a number with too many digits; write a"),
+    ([{**ASKED, "choices": ["\ud800", "b"]}], "1: choices[0] has half of a surrogate pair"),
     ([b"\xff"], "1: is not UTF-8; save the file as UTF-8"),
     ([[1]], "1: is [1], not an object; write {...} on each line"),
     ([{}], "1: has the keys of nothing; give context, choices, answer; or context, target, until"),

@@ -56,6 +56,16 @@ def test_spaces_between_context_and_answer_are_scored_as_in_lm_eval():
     assert shown(one) == (b"x =", b"\x01")
 
 
+def test_an_answer_that_a_tokenizer_merges_with_its_context_is_still_scored():
+    class Joins(ByteTokenizer):
+        def encode(self, text):
+            return super().encode(text.replace("append", "\x01"))
+
+    task = Task("task", CLOZE, (Example((("x.app", "end"),)),))
+    ((row,),) = tokenized(task, Joins(), 16).rows
+    assert shown(row) == (b"x.", b"\x01")
+
+
 def test_an_empty_context_is_the_start_of_a_document():
     assert shown(*rows_of(("", "a"))) == (b"\0", b"a")
     (row,) = rows_of(("", "a"), kind=EXACT)

@@ -19,6 +19,7 @@ SEED = 20  # of everything that is drawn
 LINES_BEFORE = 2  # that the task `lines` shows
 LONGEST = 30  # characters of a line that is a choice; `experiment=smoke` has a context of 32
 SHORTEST = 6  # characters of such a line, or of a called name: shorter ones are too much alike
+FEWEST_LETTERS = 5  # of a name to copy
 CLOSE = 3  # choices differ in length by less than this
 CLOSERS = {"(": ")", "[": "]", "{": "}"}
 
@@ -76,16 +77,21 @@ def _sums() -> list[Example]:
 
 
 def _copies(names: list[str]) -> list[Example]:
-    """Assign the argument of the same name, as constructors do; all choices are equally long."""
+    """Choose after which of four names, all equally long, a constructor assigns this one.
+
+    The text to score is the same for all choices, so how common a name is doesn't matter.
+    """
     draw = random.Random(SEED)
+    longer = [name for name in names if len(name) >= FEWEST_LETTERS]
     examples: list[Example] = []
     while len(examples) < COUNT:
-        first, name = draw.sample(names, 2)
-        alike = [each for each in names if len(each) == len(name) and each not in (first, name)]
+        name = draw.choice(longer)
+        alike = [each for each in longer if len(each) == len(name) and each != name]
         if len(alike) >= CHOICES - 1:
-            context = f"        self.{first} = {first}\n        self.{name} = "
-            wrong = [f"{each}\n" for each in draw.sample(alike, CHOICES - 1)]
-            examples.append(_shuffled(draw, context, f"{name}\n", wrong))
+            answer, choices = draw.randrange(CHOICES), draw.sample(alike, CHOICES - 1)
+            choices.insert(answer, name)
+            prompts = tuple((f"        self.{each} = ", f"{name}\n") for each in choices)
+            examples.append(Example(prompts, answer))
     return examples
 
 

@@ -50,7 +50,7 @@ class Tasks(StepCallback):
         self.seconds = 0.0  # that this process spent on measurements
         self.row: dict[str, float] = {}  # newest value of each column
         self._tasks: list[Tokenized] = []
-        self._measured = 0  # step of the last measurement
+        self._ended = False  # whether the last measurement was made
 
     def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:  # noqa: ARG002
         """Read and tokenize the tasks; a `UserError` rejects them before training."""
@@ -93,7 +93,7 @@ class Tasks(StepCallback):
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: Any) -> None:
         """Measure a run that a callback stops early; reports are written later."""
-        if trainer.should_stop and self._measured < trainer.global_step:
+        if trainer.should_stop and not self._ended:
             self._measure(trainer, pl_module, trainer.global_step, True)
 
     def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:  # noqa: ARG002
@@ -118,7 +118,7 @@ class Tasks(StepCallback):
     def _measure(self, trainer: Any, pl_module: Any, step: int, is_end: bool) -> dict[str, float]:
         """Measure, log a row, and return it."""
         began = time.perf_counter()
-        self._measured = step
+        self._ended = is_end
         counts = self._counts(step, is_end)
         if not any(counts):
             return {}
@@ -138,8 +138,7 @@ class Tasks(StepCallback):
         self.row.update(row)
         pause = time.perf_counter() - began
         self.seconds += pause
-        # As with validation, throughput is for training only.
-        self._timer._times = [clock + pause for clock in self._timer._times]
+        self._timer.leave_out(pause)  # as with validation
         return row
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -117,6 +118,8 @@ def _values(line: bytes, where: str) -> dict[str, Any]:
     except json.JSONDecodeError as error:
         said = f"{error.msg} at character {error.colno}"
         _refuse(where, f"is not JSON ({said}); write one object per line")
+    except ValueError:
+        _refuse(where, "has a number with too many digits; write a shorter one")
     if not isinstance(values, dict):
         _refuse(where, f"is {_shown(values)}, not an object; write {{...}} on each line")
     return values
@@ -160,6 +163,8 @@ def _choice(values: dict[str, Any], where: str) -> Example:
 def _check_text(name: str, value: Any, where: str) -> None:
     if not isinstance(value, str) or not value:
         _refuse(where, f"{name}={_shown(value)} must be a text that is not empty; write one")
+    if re.search(r"[\ud800-\udfff]", value):
+        _refuse(where, f"{name} has half of a surrogate pair, which is no text; remove it")
 
 
 def _shown(value: Any) -> str:

@@ -111,7 +111,7 @@ def _pair(tokenizer: Tokenizer, context: str, text: str) -> tuple[list[int], lis
     """Return the tokens of both parts; spaces between them belong to the second, as in lm-eval."""
     stripped = context.rstrip()
     whole = _encode(tokenizer, context + text)
-    count = len(_encode(tokenizer, stripped))
+    count = min(len(_encode(tokenizer, stripped)), len(whole) - 1)  # a tokenizer may merge all
     return whole[:count], whole[count:]
 
 

@@ -151,11 +151,14 @@ class Metrics(StepCallback):
 
     def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
         """Log the validation loss and restart the clock."""
-        pause = time.perf_counter() - self._paused_at
-        self._times = [clock + pause for clock in self._times]
+        self.leave_out(time.perf_counter() - self._paused_at)
         loss = pl_module.val_loss
         metrics = {"val/loss": loss, "val/perplexity": perplexity(loss)}
         self._log(trainer, trainer.global_step, metrics)
+
+    def leave_out(self, pause: float) -> None:
+        """Don't count the last `pause` seconds as training."""
+        self._times = [clock + pause for clock in self._times]
 
     def _log(self, trainer: Trainer, step: int, metrics: dict[str, float]) -> None:
         row = {"trainer/tokens": step * self.tokens_per_step, **metrics}
