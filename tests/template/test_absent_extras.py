@@ -81,11 +81,10 @@ def test_an_absent_extra_is_mentioned_nowhere(extra, defaults):
 IN_PYTHON = {
     "src/lockstep_gpt/launch/agent.py": "min_nodes",  # torch's own name
     "src/lockstep_gpt/run_directory.py": ".",  # names of settings that runs were frozen with
-    "tests/conftest.py": "^RANKS",  # settings of runs that need separate processes
+    "tests/conftest.py": "^RANKS|launch.warm=false",  # settings of runs with separate processes
     "tests/data/test_corpora.py": "sys.modules",  # what must not be imported
     "tests/docs/test_commands.py": '^    "',  # which test runs a page's commands
     "tests/forked_python.py": '^    "',  # libraries that are imported if installed
-    "tests/conftest.py": "launch.warm",  # turned off if installed
     "tests/launch/test_compose.py": "launch.warm|fsdp2",  # rejected by name; chosen if installed
     "tests/test_config.py": "bpe is not one of bytes",  # also rejected
     "tests/test_run_directory.py": "node_rank|rdzv_endpoint",  # what another machine may change
