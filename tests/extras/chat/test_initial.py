@@ -4,10 +4,11 @@ import json
 import re
 
 import pytest
+import yaml
 
-from lockstep_gpt.config import ModelConfig, UserError
+from lockstep_gpt.config import UserError
 from lockstep_gpt.extras.chat import initial
-from lockstep_gpt.extras.chat.chat_settings import ChatData
+from lockstep_gpt.registry import additions
 
 GPT2 = {"model_type": "gpt2", "n_positions": 48, "n_layer": 2, "n_head": 2, "n_embd": 8}
 MODERN = {**GPT2, "model_type": "modern_gpt", "block_size": 32, "ngram_rows": 64}
@@ -47,19 +48,30 @@ def test_another_folder_is_one_line(content, line, tmp_path):
         initial.shape_of(str(tmp_path))
 
 
-@pytest.mark.parametrize("given", [[], ["data.packing=stream"]])
-def test_a_chat_keeps_conversations_apart_where_settings_for_it_exist(given, finished, monkeypatch):
-    packed = type("Packed", (ChatData,), {"packing": "stream"})
-    masked = type("Masked", (ModelConfig,), {"mask_documents": False})
+@pytest.mark.parametrize("experiment", ["chat", "[chat,mine]", "[mine,chat]"])
+def test_an_experiment_keeps_conversations_apart_alone_and_in_a_list(
+    experiment, finished, command, questions
+):
+    if not [*additions("PREPARED")]:
+        pytest.skip("no such extra: documents")
+    folder = command.folder / "own/experiment"
+    folder.mkdir(parents=True)
+    (folder / "mine.yaml").write_text("# @package _global_\nlog_every: 7\n")
     source = f"model.init_from={finished[0].folder / 'runs/first'}"
-    words = ["experiment=chat", source, *given]
-    monkeypatch.setattr(initial, "data_sources", lambda: {"chat": packed})
-    monkeypatch.setattr(initial, "extended", lambda _: masked)
-    added = [word for word in initial.with_initial(words) if word not in words]
-    assert added == ["model.mask_documents=true", *([] if given else ["data.packing=documents"])]
-    monkeypatch.setattr(initial, "data_sources", lambda: {"chat": ChatData})
-    monkeypatch.setattr(initial, "extended", lambda own: own)
-    assert initial.with_initial(words) == words
+    words = ["train", f"experiment={experiment}", source, f"data.path={questions}"]
+    places = ["--config-dir", str(command.folder / "own"), "--cfg", "job"]
+    found = yaml.safe_load(command(*words, *places).stdout)
+    assert found["data"]["packing"] == "documents"
+    assert found["model"]["mask_documents"] is True
+    assert found["log_every"] == (10 if experiment in ("chat", "[mine,chat]") else 7)
+
+
+@pytest.mark.parametrize("experiment", ["[chat,debug]", "['chat','debug']"])
+def test_a_list_with_weights_that_are_not_there_is_one_line(experiment, command):
+    words = ["train", f"experiment={experiment}", "model.init_from=nowhere"]
+    err = command(*words, status=2).stderr
+    assert err.startswith("lockstep-gpt train: model.init_from=nowhere is neither a run, a check")
+    assert err.count("\n") == 1
 
 
 @pytest.mark.parametrize("words", [["experiment=smoke"], ["run_dir=a", "resume=auto"]])

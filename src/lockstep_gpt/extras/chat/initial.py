@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-from itertools import compress
 from pathlib import Path
 from typing import Any
 
-from lockstep_gpt.config import ModelConfig, UserError, data_sources, extended
+from lockstep_gpt.config import UserError
 from lockstep_gpt.launch.compose import register_resolver
 from lockstep_gpt.run_directory import RunDirectory
 
-EXPERIMENT = "experiment=chat"
-APART = ("model.mask_documents=true", "data.packing=documents")
+NEEDY = ("experiment=chat", "model=from_weights/initial")
 SWEPT = re.compile("[,'\"$]")  # not one plain path
 CONTEXT = 256  # tokens of a conversation, if the positions aren't learned
 LEARNED = "gpt"  # the architecture with learned positions: it has no others
@@ -23,25 +21,25 @@ KNOWN = {"gpt2": (LEARNED, "n_positions"), "modern_gpt": ("modern", "block_size"
 
 
 def with_initial(words: list[str]) -> list[str]:
-    """Return a command's overrides; a fine-tune on conversations also gets what it can use.
+    """Return a command's overrides; raise a `UserError` for initial weights that are not there.
 
-    These are settings of another extra, if it is installed: conversations don't see each other.
+    A reference to these would hide the error in Hydra's own.
     """
     register_resolver("initial", _resolved, replace=True)
     names = {word.lstrip("+").partition("=")[0]: word.partition("=")[2] for word in words}
-    if EXPERIMENT not in words or "resume=auto" in words:
+    source, chosen = names.get("model.init_from"), [word for word in NEEDY if word in words]
+    if "resume=auto" in words:
         return words
-    if not names.keys() & {"model.init_from", "model"}:
-        raise _not_given(f"{EXPERIMENT} needs")
-    source = names.get("model.init_from", "null")
-    if source != "null" and not SWEPT.search(source):
-        shape_of(source)  # a reference to it would hide the error in Hydra's own
-    classes = {"model": extended(ModelConfig), "data": data_sources()["chat"]}
-    wanted = [each for each in APART if each.partition("=")[0] not in names]
-    groups = [each.partition("=")[0].split(".") for each in wanted]
-    has = [hasattr(classes[group], name) for group, name in groups]
-    place = words.index(EXPERIMENT) + 1  # Hydra needs all overrides in sequence
-    return [*words[:place], *compress(wanted, has), *words[place:]]
+    if chosen and source is None and names.get("model") in (None, "from_weights/initial"):
+        raise _not_given(f"{chosen[0]} needs")
+    if source not in (None, "null") and not SWEPT.search(source) and _is_asked(names):
+        shape_of(source)
+    return words
+
+
+def _is_asked(names: dict[str, str]) -> bool:
+    """Tell whether a reference to the initial weights may be chosen, also in a list."""
+    return "chat" in names.get("experiment", "") or "initial" in names.get("model", "")
 
 
 def _not_given(why: str) -> UserError:
