@@ -124,13 +124,12 @@ class CausalSelfAttention(nn.Module):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Mix `x`, (B, T, C), across its tokens; the shape stays the same."""
         B, T, C = x.shape
-        shared = self.n_kv_head
         qkv = linear(x, self.query, self.key, self.value).view(B, T, -1, self.width)
-        qk, v = torch.split(qkv, [self.n_head + shared, shared], 2)
-        q, k = torch.split(rotate(norm(qk), cos, sin), [self.n_head, shared], 2)
+        qk, v = torch.split(qkv, [self.n_head + self.n_kv_head, self.n_kv_head], 2)
+        q, k = torch.split(rotate(norm(qk), cos, sin), [self.n_head, self.n_kv_head], 2)
         q, k, v = (each.transpose(1, 2) for each in (q, k, v))  # (B, heads, T, D)
-        if shared < self.n_head:
-            k, v = (each.repeat_interleave(self.n_head // shared, dim=1) for each in (k, v))
+        if self.n_kv_head < self.n_head:
+            k, v = (each.repeat_interleave(self.n_head // self.n_kv_head, dim=1) for each in (k, v))
         y = self.attend(q, k, v, self.dropout if self.training else 0.0, ATTENTION_SCALE)
         return linear(y.transpose(1, 2).reshape(B, T, C), self.projection)
 
@@ -155,6 +154,8 @@ def norm(x: Tensor) -> Tensor:
 
 def linear(x: Tensor, *layers: nn.Linear) -> Tensor:
     """Return the layers' outputs for `x`, (..., C), concatenated, from one matrix product."""
+    if own := getattr(layers[0], "together", None):  # an extra's layers
+        return own(x, layers)
     weights = [layer.weight for layer in layers]
     return F.linear(x, (torch.cat(weights) if layers[1:] else weights[0]).to(x.dtype))
 

@@ -70,7 +70,7 @@ def test_an_experiment_keeps_conversations_apart_alone_and_in_a_list(
 def test_a_list_with_weights_that_are_not_there_is_one_line(experiment, command):
     words = ["train", f"experiment={experiment}", "model.init_from=nowhere"]
     err = command(*words, status=2).stderr
-    assert err.startswith("lockstep-gpt train: model.init_from=nowhere is neither a run, a check")
+    assert ": model.init_from=nowhere is neither a run, a checkpoint in one," in err
     assert err.count("\n") == 1
 
 

@@ -1,80 +1,76 @@
 """Adapters of low rank (Hu et al. 2021): only they are trained and saved, not the weights.
 
-A layer's weight W becomes W + alpha / rank * up @ down, of which `down` begins as noise and `up` as
-zero. It stays a weight, so each model computes with it in its own way. The special tokens of a chat
-also get their own rows, added to the embedding and to the head: the initial weights hardly know
-these tokens.
+A layer's weight W acts as W + alpha / rank * up @ down, of which `down` begins as noise and `up` as
+zero. The special tokens of a chat also get their own rows, added to the embedding and to the head:
+the initial weights hardly know these tokens.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lockstep_gpt.config import UserError
 from lockstep_gpt.data.tokenizer import Tokenizer
-from lockstep_gpt.extras.chat.template import OURS, markers_of
+from lockstep_gpt.extras.chat.template import (
+    BEGIN_OF_MESSAGE,
+    END_OF_MESSAGE,
+    OURS,
+    markers_of,
+)
 from lockstep_gpt.model.gpt import GPT
 from lockstep_gpt.registry import asked
 
 DIGEST = "base_sha256"  # in checkpoints: which weights the adapters belong to
 
 
-class Adapted(nn.Module):
-    """A layer whose `weight` is its frozen `base` plus what is trained."""
-
-    base: Tensor
-    _kept: tuple[Any, Tensor] | None = None
-
-    def added(self) -> Tensor:
-        """Return `base` with what is trained, of the same shape."""
-        raise NotImplementedError
-
-    def current(self) -> Tensor:
-        """Return the sum; without gradients, it is computed only once for the same adapters."""
-        if torch.is_grad_enabled() or self.training or torch.compiler.is_compiling():
-            self._kept = None
-            return self.added()
-        key = [_state(each) for each in self.parameters(recurse=False)]
-        if self._kept is None or self._kept[0] != key:
-            self._kept = key, self.added()
-        return self._kept[1]
-
-    weight: Any = property(current)
-
-
-def _state(weight: Tensor) -> tuple[Any, ...]:
-    """Return what differs once a weight was changed or moved."""
-    changes = 0 if weight.is_inference() else weight._version  # which it doesn't count
-    return weight.data_ptr(), weight.dtype, changes
-
-
-class AdaptedLinear(Adapted, nn.Linear):
-    """A linear layer with an adapter."""
+class AdaptedLinear(nn.Linear):
+    """A linear layer with a frozen weight and an adapter."""
 
     up: Tensor  # (outputs, rank)
     down: Tensor  # (rank, inputs)
     scale: float
 
-    def added(self) -> Tensor:
-        """Return `base` + scale * up @ down, (outputs, inputs)."""
-        return torch.addmm(self.base, self.up, self.down, alpha=self.scale)
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the outputs, (..., outputs), for `x`, (..., inputs)."""
+        return self.together(x, [self])
+
+    @staticmethod
+    def together(x: Tensor, layers: Sequence[AdaptedLinear]) -> Tensor:
+        """Return all layers' outputs for `x`, (..., inputs), concatenated: few large products.
+
+        Each is x W^T + scale * (x down^T) up^T. Added to W, an adapter would need the gradient of
+        all of W. Only one layer alone may have a bias.
+        """
+        weights = [layer.weight for layer in layers]
+        weight = torch.cat(weights) if weights[1:] else weights[0]
+        down = torch.cat([layer.down for layer in layers])
+        up: Tensor = torch.block_diag(*(each.up for each in layers))  # type: ignore[no-untyped-call]
+        flat = x.flatten(0, -2)
+        y = F.linear(flat, weight.to(x.dtype), layers[0].bias)
+        low = F.linear(flat, down.to(x.dtype))  # (..., rank of all)
+        y = torch.addmm(y, low, up.to(low.dtype).T, alpha=layers[0].scale)
+        return y.view(*x.shape[:-1], -1)
 
 
-class _WithRows(Adapted):
-    """A table whose rows of some tokens are trained."""
+class _WithRows(nn.Module):
+    """A table whose rows of some tokens are trained; its `weight` is the sum."""
 
+    base: Tensor
     rows: Tensor  # what is added to them
     tokens: Tensor  # which
 
-    def added(self) -> Tensor:
+    def _sum(self) -> Tensor:
         return self.base.index_add(0, self.tokens, self.rows)
+
+    weight: Any = property(_sum)
 
 
 class EmbeddingWithRows(_WithRows, nn.Embedding):
@@ -108,20 +104,11 @@ def _layers(model: GPT) -> Iterator[nn.Linear]:
     return (each for each in model.blocks.modules() if isinstance(each, nn.Linear))
 
 
-def _freeze(layer: nn.Module, kind: Any) -> Tensor:
-    """Make a layer one of `kind` whose base is its weight; return that."""
-    base = layer._parameters.pop("weight")
-    assert base is not None
-    layer.__class__ = kind
-    layer.register_parameter("base", base)
-    return base
-
-
-def _add_adapter(layer: nn.Linear, config: Any) -> None:
-    rank = config.lora_rank
-    base = _freeze(layer, AdaptedLinear)
-    down, up = base.new_empty(rank, layer.in_features), base.new_zeros(layer.out_features, rank)
+def _add_adapter(layer: Any, config: Any) -> None:
+    rank, weight = config.lora_rank, layer.weight
+    down, up = weight.new_empty(rank, layer.in_features), weight.new_zeros(layer.out_features, rank)
     nn.init.kaiming_uniform_(down, a=math.sqrt(5))  # as PEFT does
+    layer.__class__ = AdaptedLinear
     layer.down, layer.up = nn.Parameter(down), nn.Parameter(up)
     layer.scale = (config.lora_alpha or 2 * rank) / rank
 
@@ -129,29 +116,35 @@ def _add_adapter(layer: nn.Linear, config: Any) -> None:
 def _add_rows(model: GPT, tokenizer: Tokenizer) -> None:
     """Train the special tokens' rows of the embedding, and of a separate head."""
     found = markers_of(tokenizer)
-    tokens = [found[marker] for marker in OURS if marker in found]
-    for layer in filter(None, (model.token_embedding, getattr(model, "output", None))):
-        if tokens:
-            is_head = isinstance(layer, nn.Linear)
-            base = _freeze(layer, HeadWithRows if is_head else EmbeddingWithRows)
-            layer.register_buffer("tokens", torch.tensor(tokens), persistent=False)
-            layer.rows = nn.Parameter(base.new_zeros(len(tokens), base.shape[1]))
+    markers = (*OURS, BEGIN_OF_MESSAGE, END_OF_MESSAGE)
+    tokens = [found[marker] for marker in markers if marker in found]
+    tables: list[Any] = [model.token_embedding, getattr(model, "output", None)]
+    for layer in filter(None, tables if tokens else ()):
+        base = layer._parameters.pop("weight")
+        layer.__class__ = HeadWithRows if isinstance(layer, nn.Linear) else EmbeddingWithRows
+        layer.register_parameter("base", base)
+        layer.register_buffer("tokens", torch.tensor(tokens), persistent=False)
+        layer.rows = nn.Parameter(base.new_zeros(len(tokens), base.shape[1]))
 
 
+@torch.no_grad()
 def merge(model: GPT) -> None:
     """Turn a model with adapters into a plain one with the same weights."""
-    adapted: list[Any] = [each for each in model.modules() if isinstance(each, Adapted)]
-    for layer in adapted:
-        weight = layer.added().detach()
-        for name in ("base", "up", "down", "rows"):
-            layer._parameters.pop(name, None)
-        layer._buffers.pop("tokens", None)
-        layer._non_persistent_buffers_set.discard("tokens")
-        layer.__class__ = nn.Embedding if isinstance(layer, nn.Embedding) else nn.Linear
-        layer.weight = nn.Parameter(weight)
-    if adapted:
-        del model._buffers[DIGEST]
-        model.requires_grad_()  # so the hooks leave nothing out
+    if DIGEST not in model._buffers:
+        return
+    layer: Any
+    for layer in [*model.modules()]:
+        if hasattr(layer, "up"):
+            layer.weight.addmm_(layer.up, layer.down, alpha=layer.scale)
+            del layer.up, layer.down
+            layer.__class__ = nn.Linear
+        elif hasattr(layer, "rows"):
+            weight = layer.weight
+            del layer.base, layer.rows, layer.tokens
+            layer.__class__ = nn.Embedding if isinstance(layer, nn.Embedding) else nn.Linear
+            layer.weight = nn.Parameter(weight)
+    del model._buffers[DIGEST]
+    model.requires_grad_()  # so the hooks leave nothing out
 
 
 def _digest(model: GPT) -> Tensor:
