@@ -42,8 +42,8 @@ def main(arguments: list[str]) -> int:
     names = options.tasks or ([] if options.core else [BUILTIN])
     tasks = read_tasks(names)  # now, so that mistakes are answered before torch is imported
     listed = core_tasks(options.core) if options.core else []
-    for each in listed:
-        read_core_task(each, options.limit)  # mistakes in any of them too; read again when scored
+    for about in listed:
+        read_core_task(about, options.limit)  # for mistakes; each is read again when it is scored
     checkpoint = find_checkpoint(options.source)
     model, config, tokenizer = load_model(checkpoint)
     if BUILTIN in names:
