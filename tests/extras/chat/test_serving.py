@@ -38,8 +38,8 @@ ASK = {"messages": [{"role": "user", "content": "hi"}], "seed": 3, "max_tokens":
 class Server:
     """A running server, in a process of its own."""
 
-    def __init__(self, python, run, *words):
-        start = [python, "-m", "lockstep_gpt", "serve", str(run), "--port", "0"]
+    def __init__(self, python, run, *words, begin=("-m", "lockstep_gpt")):
+        start = [python, *begin, "serve", str(run), "--port", "0"]
         both = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
         self.process = subprocess.Popen([*start, *words], text=True, **both)
         self.printed = []
@@ -87,6 +87,14 @@ def chat_run(saved_run):
 
 
 @pytest.fixture(scope="module")
+def endless_chat_run(saved_run):
+    """A model whose answers hardly ever end by themselves."""
+    tokenizer = ByteTokenizer()
+    stops = template_of(tokenizer).stop
+    return saved_run(tokenizer, never=stops, source="chat", path="conversations.jsonl")
+
+
+@pytest.fixture(scope="module")
 def base_run(saved_run):
     return saved_run(ByteTokenizer(), never=[0], source="stdlib")
 
@@ -96,8 +104,8 @@ def started(python_of_forks):
     """Start servers, and end them."""
     servers = []
 
-    def start(run, *words):
-        servers.append(Server(python_of_forks, run, *words))
+    def start(run, *words, **settings):
+        servers.append(Server(python_of_forks, run, *words, **settings))
         return servers[-1]
 
     yield start
@@ -180,8 +188,9 @@ def test_a_prompt_is_completed_as_text_or_as_ids(server, expected):
     text, _ = expected([*b"def f("], 16, {0})
     for prompt in ("def f(", ["def f("], [*b"def f("], [[*b"def f("]]):
         assert server.complete(prompt=prompt)[2]["choices"][0]["text"] == text
-    events = server.complete(stream=True)[2]
+    *events, usage = server.complete(stream=True, stream_options={"include_usage": True})[2]
     assert "".join(each["choices"][0]["text"] for each in events) == text
+    assert {each["object"] for each in (*events, usage)} == {"text_completion"}
 
 
 def test_sampling_and_stop_sequences_are_obeyed(server, expected):
@@ -355,7 +364,13 @@ def test_its_own_names_and_addresses_are_accepted(server, host):
 
 
 def test_other_pages_may_neither_ask_nor_read(server):
-    for origin in ("http://evil.example", "null", f"http://127.0.0.1:{server.port + 1}"):
+    for origin in (
+        "http://evil.example",
+        "null",
+        "http://[",
+        "x",
+        f"http://127.0.0.1:{server.port + 1}",
+    ):
         assert "may not use" in error_of(server.ask("/health", Origin=origin), 403)
     status, headers, _ = server.ask("/health", Origin=server.url)
     assert status == 200
@@ -387,7 +402,8 @@ def test_the_official_client_chats_completes_and_streams(server, expected):
 
 
 @needs_openai
-def test_the_code_of_the_page_of_documentation_runs(server, capsys):
+def test_the_code_of_the_page_of_documentation_runs(started, endless_chat_run, capsys):
+    server = started(endless_chat_run, "--longest", "20")
     page = (ROOT / "docs/serving.md").read_text("utf-8")
     (code,) = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
     exec(compile(code.replace("http://127.0.0.1:8000", server.url), "serving.md", "exec"), {})
@@ -467,6 +483,104 @@ def test_a_client_that_leaves_within_its_body_leaves_no_trace(started, base_run)
     assert server.end() == (0, "stopped\n")
 
 
+# Limits on clients are a second, and the system holds little of what they don't read.
+HURRIED = """
+import socket, sys
+from lockstep_gpt import cli
+from lockstep_gpt.extras.chat import connections, serving
+connections.CLIENT_SECONDS = 1
+def listening(*place, own=serving.listening):
+    listener = own(*place)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    return listener
+serving.listening = listening
+sys.exit(cli.main(sys.argv[1:]))
+"""
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+
+
+@pytest.fixture
+def hurried(started, base_run):
+    def start(*words):
+        return started(base_run, *words, begin=("-c", HURRIED))
+
+    return start
+
+
+def ended(line):
+    """Return what a connection received, once the server has ended it."""
+    line.settimeout(60)
+    received = bytearray()
+    try:
+        while part := line.recv(65536):
+            received += part
+    except ConnectionError:
+        pass
+    return bytes(received)
+
+
+def drip(lines, seconds):
+    """Send a byte on each connection every so often; return how many still accept one."""
+    end, lines = time.monotonic() + seconds, set(lines)
+    while lines and time.monotonic() < end:
+        for line in list(lines):
+            try:
+                line.send(b"x")
+            except OSError:
+                lines.discard(line)
+        time.sleep(0.1)
+    return len(lines)
+
+
+def test_two_hundred_clients_that_never_finish_a_request_neither_block_nor_stay(hurried):
+    server = hurried()
+    lines = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(200)]
+    for number, line in enumerate(lines):
+        line.sendall((b"GET /health HTTP/1.1\r\nX-Slow: ", HEAD + b"X-Slow: ")[number % 2])
+    started_at = time.monotonic()
+    assert server.complete()[0] == 200
+    assert time.monotonic() - started_at < 10
+    assert drip(lines, 60) == 0
+    for line in lines:
+        line.close()
+    assert server.complete()[0] == 200
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/health"])
+def test_a_body_that_takes_too_long_ends_its_connection(hurried, path):
+    server = hurried("--seconds", "1")
+    with socket.create_connection(("127.0.0.1", server.port)) as line:
+        head = HEAD.replace(b"/v1/completions", path.encode())
+        line.sendall(head + b"Content-Length: 99999\r\n\r\n")
+        assert drip([line], 60) == 0
+        found = ended(line)
+    if found:  # unless a late byte made the system discard it
+        assert found.startswith((b"HTTP/1.1 408 ", b"HTTP/1.1 405 "))
+    assert server.complete()[0] == 200
+
+
+def test_a_second_request_on_a_connection_has_the_same_limit(hurried):
+    server = hurried()
+    with socket.create_connection(("127.0.0.1", server.port)) as line:
+        line.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert line.recv(65536).startswith(b"HTTP/1.1 200 ")
+        line.sendall(b"GET /health HTTP/1.1\r\nX-Slow: ")
+        assert drip([line], 60) == 0
+
+
+def test_a_client_that_never_reads_its_answer_is_left(hurried):
+    server = hurried("--longest", "1000000", "--seconds", "3", "--parallel", "1")
+    body = json.dumps({"prompt": "x", **ENDLESS, "max_tokens": 1000000, "stream": True}).encode()
+    with socket.socket() as line:
+        line.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)  # the system holds little of it
+        line.connect(("127.0.0.1", server.port))
+        line.sendall(HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+        wait_until(lambda: server.counts() == (1, 0))
+        wait_until(lambda: server.counts() == (0, 0))
+        time.sleep(3)  # past the limit of 3 + 2 s
+        assert b"[DONE]" not in ended(line)
+
+
 def test_time_ends_an_answer_and_a_wait(started, base_run):
     server = started(base_run, "--parallel", "1", "--longest", "100000", "--seconds", "1.5")
     with ThreadPoolExecutor(2) as pool:
@@ -517,6 +631,7 @@ def test_a_port_that_is_in_use_is_one_line_with_the_remedy(server, base_run, cap
     ("flag", "value"),
     [
         ("host", "nowhere.invalid"),
+        ("host", 70 * "a"),
         ("host", "192.0.2.1"),
         ("port", "65536"),
         ("port", "-1"),

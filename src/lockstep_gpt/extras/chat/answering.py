@@ -4,20 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import TracebackType
 
 import torch
 from torch import Tensor
 
-from lockstep_gpt.config import RunError, UserError
+from lockstep_gpt.config import Config, RunError, UserError
+from lockstep_gpt.data.tokenizer import Tokenizer
 from lockstep_gpt.extras.chat.cache import Cache
+from lockstep_gpt.extras.chat.lora import merge
 from lockstep_gpt.extras.chat.sampling import Sampling
 from lockstep_gpt.extras.chat.speech import Speech
+from lockstep_gpt.inference.source import load_model
 from lockstep_gpt.model.gpt import GPT
 
 CHUNK = 256  # tokens of a prompt that are read at a time, so that other answers go on meanwhile
 SLIDE = 4  # a full row forgets its oldest 1 / SLIDE of the tokens
 LARGE = 1 << 24  # weights; with fewer, threads mostly wait for each other
+
+
+def model_of(checkpoint: Path) -> tuple[GPT, Config, Tokenizer]:
+    """Return a model that is ready to answer: without adapters, and on a GPU if there is one."""
+    model, config, tokenizer = load_model(checkpoint)
+    merge(model)
+    return model.to("cuda" if torch.cuda.is_available() else "cpu"), config, tokenizer
 
 
 @dataclass(eq=False)
@@ -120,11 +131,15 @@ class Answering:
     def begin(self, answer: Answer) -> None:
         """Add an answer; there must be a free row."""
         assert self.free
-        prompt = answer.prompt[-self.block_size :]
-        if getattr(self.model.config, "mask_documents", False):
-            prompt = _last_document(prompt, answer.speech.tokenizer.end_of_text)
-        answer.unread = prompt
+        answer.unread = self._seen(answer)
         self.answers.append(answer)
+
+    def _seen(self, answer: Answer) -> list[int]:
+        """Return the tokens that an answer may see, as far back as the context reaches."""
+        seen = [*answer.prompt[-self.block_size :], *answer.ids]
+        if not getattr(self.model.config, "mask_documents", False):
+            return seen
+        return _last_document(seen, answer.speech.tokenizer.end_of_text)
 
     def step(self) -> list[Answer]:
         """Add a token to each answer that grows, and read a part of a prompt; return the changed.
@@ -185,8 +200,7 @@ class Answering:
         """Let a full row be read again from the newest tokens, after those that can grow."""
         self._growing -= 1
         answer = self.answers[row]
-        recent = [*answer.prompt[-self.block_size :], *answer.ids]
-        answer.unread = recent[-self.kept :]
+        answer.unread = self._seen(answer)[-self.kept :]
         self.cache.clear(row)
         self._move(self._growing, row)
         self.answers[self._growing] = answer

@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import tee
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lockstep_gpt.config import DataConfig
+from lockstep_gpt.config import DataConfig, UserError, counted
 from lockstep_gpt.data.datamodule import Feed, Rows, TokenDataModule
 from lockstep_gpt.data.order import Positions
 from lockstep_gpt.data.tokenizer import from_dict
@@ -126,7 +127,24 @@ def _of(
     module.template, module.chats = template_of(from_dict(module.tokenizer)), chats
     own = AnswersAndTexts if chats else AnswersOnly
     module.__class__ = type("Answers", (own, type(module)), {})
+    _check_validation(module)
     return module  # type: ignore[no-any-return]
+
+
+def _check_validation(module: Any) -> None:
+    """Raise a `UserError` if no target of the validation counts: its loss would be 0 / 0."""
+    place = SimpleNamespace(root_device=torch.device("cpu"))  # all that batches need of a Trainer
+    module.trainer = SimpleNamespace(strategy=place, global_rank=0, world_size=1)
+    batches = (module.on_after_batch_transfer(each) for each in module.val_dataloader())
+    found = any(bool((targets != IGNORE).any()) for _, targets in batches)
+    module.teardown("validate")  # ends its processes, if it has some
+    module.trainer = None
+    if not found:
+        windows = counted(module.val_windows, "validation window")
+        raise UserError(
+            f"{module.folder}: the {windows} used have no token of an answer; raise "
+            "data.val_tokens or data.val_fraction, or a context in which answers aren't cut off"
+        )
 
 
 def data_module(data: DataConfig) -> Callable[..., TokenDataModule] | None:

@@ -11,6 +11,7 @@ from lockstep_gpt.extras.chat.template import (
     OURS,
     ROLES,
     Template,
+    has_chat,
     markers_of,
     template_of,
 )
@@ -21,7 +22,7 @@ FLAGS = ("single_word", "lstrip", "rstrip", "normalized")
 
 def chat_files(config: Config, tokenizer: Tokenizer, files: Files) -> Files:
     """Return the files that differ for a model of conversations; `files` are those without it."""
-    if config.data.source != "chat":
+    if not has_chat(config.data):
         return {}
     template = template_of(tokenizer)
     changed: Files = {

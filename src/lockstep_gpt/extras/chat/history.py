@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 from lockstep_gpt.config import Config, UserError
 from lockstep_gpt.data.tokenizer import ByteTokenizer, Tokenizer
-from lockstep_gpt.extras.chat.template import Template, template_of
+from lockstep_gpt.extras.chat.template import Template, has_chat, template_of
 
 ANSWER_SHARE = 4  # a conversation is cut so that 1 / ANSWER_SHARE of the context is for the answer
 Message = dict[str, str]
@@ -21,19 +19,12 @@ def chat_template(tokenizer: Tokenizer, config: Config) -> Template:
         UserError: it was not.
     """
     template = template_of(tokenizer)
-    if isinstance(tokenizer, ByteTokenizer) and not _mentions(dataclasses.asdict(config.data)):
+    if isinstance(tokenizer, ByteTokenizer) and not has_chat(config.data):
         raise UserError(
             f"this model was trained on data={config.data.source}, not on conversations; use "
             "generate, or fine-tune it with experiment=chat"
         )
     return template
-
-
-def _mentions(values: Any) -> bool:
-    """Tell whether some of the data is conversations, also if it is a part of a mixture."""
-    if isinstance(values, dict):
-        return values.get("source") == "chat" or any(map(_mentions, values.values()))
-    return isinstance(values, list) and any(map(_mentions, values))
 
 
 def fitted(messages: Sequence[Message], template: Template, size: int) -> tuple[list[int], int]:

@@ -56,6 +56,10 @@ class Request:
         about = {"id": name, "object": kind, "created": self.created, "model": self.model}
         return about if self.left_out is None else {**about, "left_out": self.left_out}
 
+    @property
+    def _chunk_kind(self) -> str:
+        return "chat.completion.chunk" if self.is_chat else self.kind
+
     def usage(self) -> dict[str, int]:
         """Return the numbers of tokens."""
         prompt, answer = len(self.answer.prompt), len(self.answer.ids)
@@ -76,9 +80,8 @@ class Request:
         said = {"delta": {**role, "content": text} if text or first else {}}
         choice = {"index": 0, **(said if self.is_chat else {"text": text}), "logprobs": None}
         choice["finish_reason"] = self.answer.reason if last else None
-        kind = "chat.completion.chunk" if self.is_chat else self.kind
-        return {**self._about(kind), "choices": [choice]}
+        return {**self._about(self._chunk_kind), "choices": [choice]}
 
     def last_chunk(self) -> dict[str, Any]:
         """Return the event with the numbers of tokens."""
-        return {**self._about("chat.completion.chunk"), "choices": [], "usage": self.usage()}
+        return {**self._about(self._chunk_kind), "choices": [], "usage": self.usage()}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import errno
+import functools
 import ipaddress
 import os
 import signal
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from lockstep_gpt.config import UserError
 from lockstep_gpt.data.tokenizer import library
 from lockstep_gpt.extras.chat.history import chat_template
-from lockstep_gpt.inference.source import load_model, parser_of
+from lockstep_gpt.inference.source import parser_of
 from lockstep_gpt.runtime.checkpoint import find_checkpoint
 
 if TYPE_CHECKING:
@@ -29,14 +30,14 @@ def main(arguments: list[str]) -> int:
     for name in ("uvicorn", "starlette"):
         library(name, "chat")
     with listening(options.host, options.port) as listener:  # before the model, which takes a while
-        model, config, tokenizer = load_model(find_checkpoint(options.source))
-        import torch  # late, so that mistakes are reported at once
-
+        checkpoint = find_checkpoint(options.source)
+        # Late, so that mistakes are reported at once.
+        from lockstep_gpt.extras.chat.answering import model_of
         from lockstep_gpt.extras.chat.openai_requests import Reader
         from lockstep_gpt.extras.chat.queueing import AnsweringThread
         from lockstep_gpt.extras.chat.web_app import Limits, web_app
 
-        model.to(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+        model, config, tokenizer = model_of(checkpoint)
         try:
             template: Any = chat_template(tokenizer, config)
         except UserError as error:
@@ -45,11 +46,10 @@ def main(arguments: list[str]) -> int:
         name = options.name or options.source.resolve().name
         reader = Reader(name, tokenizer, template, size, options.longest or size)
         thread = AnsweringThread(model, options.parallel, options.waiting, options.seconds)
-        names = tuple(options.allow_host)
-        limits = Limits(options.body, options.seconds, (options.host, *names))
+        limits = Limits(options.body, (options.host, *options.allow_host))
         if isinstance(template, UserError):
             print(f"only /v1/completions: {template}")
-        _serve(web_app(reader, thread, limits), thread, listener, options.grace)
+        _serve(web_app(reader, thread, limits), thread, listener, options)
     return 0
 
 
@@ -108,8 +108,9 @@ def listening(host: str, port: int) -> socket.socket:
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
         listener = socket.socket(family, kind, protocol)
-    except OSError as error:
-        raise UserError(f"--host={host} is not an address ({error.strerror}); give one") from None
+    except (OSError, UnicodeError) as error:
+        reason = getattr(error, "strerror", None) or "it can't be a name"
+        raise UserError(f"--host={host} is not an address ({reason}); give one") from None
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
@@ -124,9 +125,13 @@ def listening(host: str, port: int) -> socket.socket:
     return listener
 
 
-def _serve(app: Any, thread: AnsweringThread, listener: socket.socket, grace: float) -> None:
+def _serve(
+    app: Any, thread: AnsweringThread, listener: socket.socket, options: argparse.Namespace
+) -> None:
     """Serve until SIGTERM or SIGINT; then answers have `grace` seconds to end."""
     import uvicorn
+
+    from lockstep_gpt.extras.chat.connections import CLIENT_SECONDS, Connection
 
     class Server(uvicorn.Server):
         """Tells its address; ends what is still computed before it closes connections."""
@@ -140,17 +145,19 @@ def _serve(app: Any, thread: AnsweringThread, listener: socket.socket, grace: fl
 
         async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
             loop = asyncio.get_running_loop()
-            ending = loop.call_later(grace, loop.run_in_executor, None, thread.stop)
+            ending = loop.call_later(options.grace, loop.run_in_executor, None, thread.stop)
             await super().shutdown(sockets)
             ending.cancel()
 
-    settings: Any = {"http": "h11", "loop": "asyncio", "ws": "none", "lifespan": "off"}
+    longest = options.seconds + 2 * CLIENT_SECONDS  # sending and reading come on top
+    http: Any = functools.partial(Connection, seconds=longest)
+    settings: Any = {"http": http, "loop": "asyncio", "ws": "none", "lifespan": "off"}
     config = uvicorn.Config(
         app,
         log_level="warning",
         access_log=False,
         server_header=False,
-        timeout_graceful_shutdown=int(grace) + CLOSING,
+        timeout_graceful_shutdown=int(options.grace) + CLOSING,
         **settings,
     )
     # uvicorn raises the signal again after it has ended: then it only ends this function.

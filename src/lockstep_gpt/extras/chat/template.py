@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from lockstep_gpt.config import UserError
+from lockstep_gpt.config import DataConfig, UserError
 from lockstep_gpt.data.tokenizer import ByteTokenizer, Tokenizer
 
 ROLES = ("system", "user", "assistant")
@@ -62,6 +62,12 @@ class Template:
             opening = self.openings[check_role(message["role"])]
             ids += [*opening, *self.plain(message["content"]), self.end, *self.between]
         return [*ids, *self.openings["assistant"]] if reply else ids
+
+
+def has_chat(data: DataConfig) -> bool:
+    """Tell whether some of the data is conversations, also if it is a part of a mixture."""
+    parts = getattr(data, "sources", {}).values()  # of a mixture
+    return data.source == "chat" or any(each.get("source") == "chat" for each in parts)
 
 
 def check_role(role: Any) -> str:

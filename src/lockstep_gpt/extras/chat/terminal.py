@@ -14,7 +14,7 @@ from lockstep_gpt.config import UserError
 from lockstep_gpt.data.tokenizer import printable
 from lockstep_gpt.extras.chat.history import Message, chat_template, fitted
 from lockstep_gpt.extras.chat.template import Template
-from lockstep_gpt.inference.source import load_model, parser_of
+from lockstep_gpt.inference.source import parser_of
 from lockstep_gpt.runtime.checkpoint import find_checkpoint
 
 if TYPE_CHECKING:
@@ -36,12 +36,11 @@ def main(arguments: list[str]) -> int:
     if not 0 <= options.seed < 2**63:
         raise UserError(f"--seed={options.seed} must be from 0 to {2**63 - 1}")
     sampling_of(options, options.seed)
-    model, config, tokenizer = load_model(find_checkpoint(options.source))
-    template = chat_template(tokenizer, config)
-    import torch  # late, so that mistakes are reported at once
+    checkpoint = find_checkpoint(options.source)
+    from lockstep_gpt.extras.chat.answering import model_of  # late: mistakes are reported at once
 
-    model.to(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-    conversation = Conversation(model, template, options)
+    model, config, tokenizer = model_of(checkpoint)
+    conversation = Conversation(model, chat_template(tokenizer, config), options)
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="replace")  # bytes that are no text, from a file or a pipe
     if sys.stdin.isatty():

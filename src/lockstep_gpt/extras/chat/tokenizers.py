@@ -73,15 +73,19 @@ def _from_file(path: Path, setting: str) -> dict[str, Any]:
         content = json.loads(text)
         model, added = content["model"], content["added_tokens"]
         words = model["vocab"] | {each["content"]: each["id"] for each in added}
+        size = max(words.values()) + 1
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise UserError(f"{setting}: {path} cannot be read ({error}); copy it again") from None
-    size = max(words.values()) + 1
     if size == ByteTokenizer.vocab_size and not model.get("merges"):
         return ByteTokenizer().to_dict()
     ends = [words[end] for end in ENDS if end in words]
     if not ends:
         raise UserError(f"{setting} has no {END_OF_TEXT}; choose a tokenizer with an end of text")
-    return {"kind": "bpe", "vocab_size": size, "end_of_text": ends[0], "json": _as_saved(text)}
+    try:
+        saved = _as_saved(text)
+    except Exception as error:  # the library doesn't have its own error class
+        raise UserError(f"{setting}: {path} is damaged ({error}); copy it again") from None
+    return {"kind": "bpe", "vocab_size": size, "end_of_text": ends[0], "json": saved}
 
 
 def _as_saved(text: str) -> str:

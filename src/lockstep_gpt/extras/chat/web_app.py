@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
-import logging
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Any
@@ -19,13 +17,11 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from lockstep_gpt.config import PROGRAM, RunError, UserError
+from lockstep_gpt.extras.chat.connections import CLIENT_SECONDS
 from lockstep_gpt.extras.chat.openai_api import ApiError, Request
 from lockstep_gpt.extras.chat.openai_requests import Reader, parsed
 from lockstep_gpt.extras.chat.queueing import AnsweringThread, Busy, Stopping
 from lockstep_gpt.extras.chat.web_guard import HEADERS, Guard, as_json, page_and_policy
-
-BODY_SECONDS = 30  # to send a body
-SENDING_SECONDS = 30  # in which a client must have read what was computed
 
 
 @dataclass(frozen=True)
@@ -34,32 +30,25 @@ class Limits:
 
     Args:
         body: bytes of a request.
-        seconds: from a request to the end of its answer.
         hosts: names under which the server may be reached, besides IP addresses and `localhost`.
     """
 
     body: int
-    seconds: float
     hosts: tuple[str, ...]
 
 
 class Events(StreamingResponse):
     """A streamed answer, whose job ends with the connection."""
 
-    def __init__(
-        self, events: AsyncIterator[str], left: Callable[[], None], seconds: float
-    ) -> None:
+    def __init__(self, events: AsyncIterator[str], left: Callable[[], None]) -> None:
         headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no", **HEADERS}
         super().__init__(events, headers=headers, media_type="text/event-stream")
-        self.left, self.seconds = left, seconds
+        self.left = left
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the events; give up on a client that doesn't read them."""
+        """Send the events until their end, or until the client is gone."""
         try:
-            async with asyncio.timeout(self.seconds):
-                await super().__call__(scope, receive, send)
-        except TimeoutError:
-            logging.getLogger(__name__).warning("a client did not read its answer in time")
+            await super().__call__(scope, receive, send)
         finally:
             self.left()
 
@@ -101,8 +90,7 @@ def web_app(reader: Reader, thread: AnsweringThread, limits: Limits) -> ASGIApp:
             first = await _unless_gone(request, anext(pieces, None))
             if wanted.stream:
                 events = _events(wanted, first, pieces)
-                left = limits.seconds + SENDING_SECONDS
-                return Events(events, lambda: thread.leave(job), left)
+                return Events(events, lambda: thread.leave(job))
             rest = await _unless_gone(request, _joined(pieces)) if first is not None else ""
         except BaseException:
             thread.leave(job)
@@ -162,10 +150,9 @@ async def _unless_gone(request: HttpRequest, result: Any) -> Any:
             return work.result()
         raise ApiError(499, "the client is gone")
     finally:
-        for task in (work, leaving):
-            task.cancel()
-            with contextlib.suppress(BaseException):
-                await task
+        work.cancel()
+        leaving.cancel()
+        await asyncio.gather(work, leaving, return_exceptions=True)
 
 
 async def _body(request: HttpRequest, limit: int) -> bytes:
@@ -174,7 +161,7 @@ async def _body(request: HttpRequest, limit: int) -> bytes:
     if length.isdecimal() and int(length[:20]) > limit:
         raise ApiError(413, too_large, headers={"Connection": "close"})
     try:
-        async with asyncio.timeout(BODY_SECONDS):
+        async with asyncio.timeout(CLIENT_SECONDS):
             async for part in request.stream():
                 body += part
                 if len(body) > limit:
@@ -183,7 +170,8 @@ async def _body(request: HttpRequest, limit: int) -> bytes:
         raise ApiError(499, "the client is gone") from None
     except TimeoutError:
         close = {"Connection": "close"}
-        raise ApiError(408, f"no body within {BODY_SECONDS} s", headers=close) from None
+        late = f"the body took more than {CLIENT_SECONDS} s; send it faster"
+        raise ApiError(408, late, headers=close) from None
     return bytes(body)
 
 

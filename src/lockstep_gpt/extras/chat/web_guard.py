@@ -39,7 +39,7 @@ class Guard:
         error = None
         if not self._is_ours(host):
             error = f"the host {host[:80]!r} is not this server's; add it with --allow-host"
-        elif origin and urlsplit(origin).netloc.lower() != host.lower():
+        elif origin and origin.partition("://")[2].lower() != host.lower():
             error = f"pages of {origin[:80]!r} may not use this server; use its own page"
         if error:
             await as_json(ApiError(403, error).content, 403)(scope, receive, send)

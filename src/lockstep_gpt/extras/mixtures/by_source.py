@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torchmetrics.utilities import dim_zero_cat
 
-from lockstep_gpt.config import Config
+from lockstep_gpt.config import Config, UserError
 from lockstep_gpt.data import shards
 from lockstep_gpt.data.prepare import folder_of
 from lockstep_gpt.extras.mixtures.mixed_data import MixedDataModule
@@ -48,6 +48,12 @@ class LossBySource(TokenLoss):
             torch.split(dim_zero_cat(part).double().cpu().reshape(-1, each), self.batches, dim=1)
             for part in (self.means, self.counts)
         )
+        for name, count in zip(self.shares, counts, strict=True):
+            if not count.any():
+                raise UserError(
+                    f"data.sources.{name}: no target of its validation windows counts, so it has "
+                    "no loss; raise data.val_tokens, or its val_fraction"
+                )
         losses = [_mean(*pair) for pair in zip(means, counts, strict=True)]
         self.by_source = dict(zip(self.shares, losses, strict=True))
         used = [(share, self.by_source[name]) for name, share in self.shares.items() if share]
