@@ -104,8 +104,8 @@ def started(python_of_forks):
     """Start servers, and end them."""
     servers = []
 
-    def start(run, *words, **settings):
-        servers.append(Server(python_of_forks, run, *words, **settings))
+    def start(run, *words):
+        servers.append(Server(python_of_forks, run, *words))
         return servers[-1]
 
     yield start
@@ -499,12 +499,13 @@ sys.exit(cli.main(sys.argv[1:]))
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
 
 
-@pytest.fixture
-def hurried(started, base_run):
-    def start(*words):
-        return started(base_run, *words, begin=("-c", HURRIED))
-
-    return start
+@pytest.fixture(scope="module")
+def hurried(base_run, python_of_forks):
+    words = ("--longest", "1000000", "--seconds", "3")
+    server = Server(python_of_forks, base_run, *words, begin=("-c", HURRIED))
+    yield server
+    assert server.counts() == (0, 0)
+    assert server.end() == (0, "stopped\n")
 
 
 def ended(line):
@@ -533,35 +534,32 @@ def drip(lines, seconds):
 
 
 def test_two_hundred_clients_that_never_finish_a_request_neither_block_nor_stay(hurried):
-    server = hurried()
-    lines = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(200)]
+    lines = [socket.create_connection(("127.0.0.1", hurried.port)) for _ in range(200)]
     for number, line in enumerate(lines):
         line.sendall((b"GET /health HTTP/1.1\r\nX-Slow: ", HEAD + b"X-Slow: ")[number % 2])
     started_at = time.monotonic()
-    assert server.complete()[0] == 200
+    assert hurried.complete()[0] == 200
     assert time.monotonic() - started_at < 10
     assert drip(lines, 60) == 0
     for line in lines:
         line.close()
-    assert server.complete()[0] == 200
+    assert hurried.complete()[0] == 200
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/health"])
 def test_a_body_that_takes_too_long_ends_its_connection(hurried, path):
-    server = hurried("--seconds", "1")
-    with socket.create_connection(("127.0.0.1", server.port)) as line:
+    with socket.create_connection(("127.0.0.1", hurried.port)) as line:
         head = HEAD.replace(b"/v1/completions", path.encode())
         line.sendall(head + b"Content-Length: 99999\r\n\r\n")
         assert drip([line], 60) == 0
         found = ended(line)
     if found:  # unless a late byte made the system discard it
         assert found.startswith((b"HTTP/1.1 408 ", b"HTTP/1.1 405 "))
-    assert server.complete()[0] == 200
+    assert hurried.complete()[0] == 200
 
 
 def test_a_second_request_on_a_connection_has_the_same_limit(hurried):
-    server = hurried()
-    with socket.create_connection(("127.0.0.1", server.port)) as line:
+    with socket.create_connection(("127.0.0.1", hurried.port)) as line:
         line.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert line.recv(65536).startswith(b"HTTP/1.1 200 ")
         line.sendall(b"GET /health HTTP/1.1\r\nX-Slow: ")
@@ -569,14 +567,13 @@ def test_a_second_request_on_a_connection_has_the_same_limit(hurried):
 
 
 def test_a_client_that_never_reads_its_answer_is_left(hurried):
-    server = hurried("--longest", "1000000", "--seconds", "3", "--parallel", "1")
     body = json.dumps({"prompt": "x", **ENDLESS, "max_tokens": 1000000, "stream": True}).encode()
     with socket.socket() as line:
         line.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)  # the system holds little of it
-        line.connect(("127.0.0.1", server.port))
+        line.connect(("127.0.0.1", hurried.port))
         line.sendall(HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body)
-        wait_until(lambda: server.counts() == (1, 0))
-        wait_until(lambda: server.counts() == (0, 0))
+        wait_until(lambda: hurried.counts() == (1, 0))
+        wait_until(lambda: hurried.counts() == (0, 0))
         time.sleep(3)  # past the limit of 3 + 2 s
         assert b"[DONE]" not in ended(line)
 
