@@ -2,6 +2,7 @@
 
 import json
 import random
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep_gpt.config import data_sources
+from lockstep_gpt.config import UserError, data_sources
 from lockstep_gpt.data.datamodule import TokenDataModule
 from lockstep_gpt.data.prepare import prepare
 from lockstep_gpt.data.tokenizer import ByteTokenizer
@@ -161,6 +162,22 @@ def test_a_mixture_counts_what_each_source_counts_alone(packing, talk_and_prose,
     assert unmarked.any(), "the middle of a long message"
     assert (targets[unmarked] == IGNORE).all()
     assert (targets != IGNORE).any()
+
+
+@pytest.mark.parametrize("val_tokens", [None, 1])
+def test_a_validation_without_answers_is_one_line(val_tokens, tmp_path):
+    path = tmp_path / "a.jsonl"
+    pairs = [{"prompt": f"{number} " * 20, "completion": "yes"} for number in range(200)]
+    path.write_text("\n".join(map(json.dumps, pairs)))
+    data = ChatData(path=str(path), root=str(tmp_path / "data"), longest=32, val_fraction=0.2)
+    folder = prepare(data)
+    sizes = {"block_size": 32, "micro_size": 4, "accumulation": 1, "seed": 1}
+    with pytest.raises(UserError, match=r"validation windows? used have no token of an ans") as e:
+        data_module(data)(folder, **sizes, val_tokens=val_tokens)
+    assert "\n" not in str(e.value)
+    data = replace(data, longest=None)
+    module = data_module(data)(prepare(data), **sizes)
+    assert module.trainer is None
 
 
 def test_packed_documents_keep_their_own_messages():

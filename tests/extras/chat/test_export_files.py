@@ -109,7 +109,7 @@ def test_a_model_of_text_is_exported_without_a_template(exported):
     assert settings["split_special_tokens"]
 
 
-def test_other_files_stay_as_they_are(tmp_path):
+def test_other_files_stay_as_they_are_also_for_a_mixture(tmp_path):
     files = {"tokenizer_config.json": {"a": 1}, "generation_config.json": {"b": 2}}
     files["tokenizer.json"] = {"model": {"vocab": {"x": 1}}, "added_tokens": []}
     config = Config.__new__(Config)
@@ -117,3 +117,8 @@ def test_other_files_stay_as_they_are(tmp_path):
     found = chat_files(config, ByteTokenizer(), files)
     assert found["tokenizer_config.json"]["a"] == 1
     assert found["generation_config.json"] == {"b": 2, "eos_token_id": [0xFB, 0]}
+    config.data.source = "mixture"
+    vars(config.data)["sources"] = {"code": {"source": "stdlib"}}
+    assert chat_files(config, ByteTokenizer(), files) == {}
+    vars(config.data)["sources"]["talk"] = {"source": "chat"}
+    assert chat_files(config, ByteTokenizer(), files) == found

@@ -46,9 +46,13 @@ def test_a_run_gives_its_own_tokenizer_even_without_its_data(finished, tmp_path)
     [
         ("{", "tokenizer.json cannot be read"),
         ('{"model": {"vocab": {"a": 0}}, "added_tokens": []}', "has no <|endoftext|>; choose"),
+        ('{"model": {"vocab": {}}, "added_tokens": []}', "tokenizer.json cannot be read (max()"),
+        ('{"model": {"vocab": {"</s>": 0}}, "added_tokens": []}', "tokenizer.json is damaged ("),
     ],
 )
 def test_a_folder_without_a_usable_tokenizer_is_refused(tmp_path, content, line):
+    if "damaged" in line:
+        pytest.importorskip("tokenizers")
     (tmp_path / "tokenizer.json").write_text(content)
     with pytest.raises(UserError) as found:
         chat_tokenizer(str(tmp_path))

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from lockstep_gpt.config import UserError
 from lockstep_gpt.extras.mixtures.by_source import LossBySource
 from lockstep_gpt.model.functional import IGNORE
 
@@ -21,6 +22,14 @@ def test_a_source_s_loss_is_the_mean_over_its_tokens():
         loss.update(torch.tensor(mean), targets(count))
     assert float(loss.compute()) == 0.75 * 2.0 + 0.25 * 3.0
     assert loss.by_source == {"code": 2.0, "prose": 3.0, "old": math.inf}
+
+
+def test_a_source_without_a_target_that_counts_is_one_line():
+    loss = LossBySource(SHARES, [1, 1, 1])
+    for count in (4, 0, 4):
+        loss.update(torch.tensor(0.0), targets(count))
+    with pytest.raises(UserError, match=r"^data\.sources\.prose: no target of its validation"):
+        loss.compute()
 
 
 def test_a_reset_begins_the_next_validation():

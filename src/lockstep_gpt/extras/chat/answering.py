@@ -131,15 +131,11 @@ class Answering:
     def begin(self, answer: Answer) -> None:
         """Add an answer; there must be a free row."""
         assert self.free
-        answer.unread = self._seen(answer)
+        prompt = answer.prompt[-self.block_size :]
+        if getattr(self.model.config, "mask_documents", False):
+            prompt = _last_document(prompt, answer.speech.tokenizer.end_of_text)
+        answer.unread = prompt
         self.answers.append(answer)
-
-    def _seen(self, answer: Answer) -> list[int]:
-        """Return the tokens that an answer may see, as far back as the context reaches."""
-        seen = [*answer.prompt[-self.block_size :], *answer.ids]
-        if not getattr(self.model.config, "mask_documents", False):
-            return seen
-        return _last_document(seen, answer.speech.tokenizer.end_of_text)
 
     def step(self) -> list[Answer]:
         """Add a token to each answer that grows, and read a part of a prompt; return the changed.
@@ -200,7 +196,8 @@ class Answering:
         """Let a full row be read again from the newest tokens, after those that can grow."""
         self._growing -= 1
         answer = self.answers[row]
-        answer.unread = self._seen(answer)[-self.kept :]
+        recent = [*answer.prompt[-self.block_size :], *answer.ids]
+        answer.unread = recent[-self.kept :]
         self.cache.clear(row)
         self._move(self._growing, row)
         self.answers[self._growing] = answer

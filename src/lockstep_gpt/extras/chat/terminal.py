@@ -37,7 +37,8 @@ def main(arguments: list[str]) -> int:
         raise UserError(f"--seed={options.seed} must be from 0 to {2**63 - 1}")
     sampling_of(options, options.seed)
     checkpoint = find_checkpoint(options.source)
-    from lockstep_gpt.extras.chat.answering import model_of  # late: mistakes are reported at once
+    # Late, so that mistakes are reported at once.
+    from lockstep_gpt.extras.chat.answering import model_of
 
     model, config, tokenizer = model_of(checkpoint)
     conversation = Conversation(model, chat_template(tokenizer, config), options)
