@@ -42,7 +42,7 @@ def endless_url(saved_run, url_of):
     tokenizer = ByteTokenizer()
     stops = template_of(tokenizer).stop
     run = saved_run(tokenizer, never=stops, source="chat", path="conversations.jsonl")
-    return url_of(run, "--longest", "5000")
+    return url_of(run, "--longest", "90000")
 
 
 @pytest.fixture(scope="module")
@@ -130,11 +130,15 @@ def test_one_talks_and_the_history_is_sent(chat_url, show):
 
 def test_an_answer_grows_and_can_be_stopped(endless_url, show, wait_for):
     page = show(endless_url)
-    page.locator("#longest").fill("5000")
+    page.locator("#longest").fill("90000")
     page.locator("#temperature").fill("0")
     send(page, "go on")
     answer = page.locator(".assistant")
     wait_for(lambda: len(answer.text_content()) > 20)
+    in_sight = "all => all.scrollHeight - all.scrollTop - all.clientHeight < 2"
+    wait_for(lambda: len(answer.text_content()) > 3000)
+    assert page.locator("#messages").evaluate(in_sight)
+    assert page.evaluate("document.documentElement.scrollHeight <= innerHeight")
     early = len(answer.text_content())
     wait_for(lambda: len(answer.text_content()) > early)
     page.locator("#stop").click()
@@ -156,8 +160,18 @@ def test_what_was_left_out_and_errors_are_shown(chat_url, show):
     send(page, 90 * "x")
     page.wait_for_selector(".error")
     assert "shorten it" in page.locator(".error").inner_text()
-    assert page.locator(".assistant").count() == 4
     settled(page)
+    assert page.locator(".assistant").count() == page.locator(".user").count() == 4
+    assert page.locator("#text").input_value() == 90 * "x"
+
+
+def test_an_answer_at_its_limit_says_so(endless_url, show):
+    page = show(endless_url)
+    page.locator("#longest").fill("9")
+    page.locator("#temperature").fill("0")
+    send(page, "go on")
+    settled(page)
+    assert page.locator(".note").inner_text() == "The answer was cut off at the limit."
 
 
 def test_a_base_model_continues_the_text(base_url, show):
