@@ -53,6 +53,7 @@ class Sampling:
         likely = ((logits - logits.max()) / self.temperature).softmax(dim=-1)
         if self.top_p < 1:
             falling, order = likely.sort(descending=True)
-            needless = falling.cumsum(dim=-1) - falling >= self.top_p  # never the first
+            needless = falling.cumsum(dim=-1) - falling >= self.top_p
+            needless[:, 0] = False  # also if `top_p` is 0 in float32
             likely = likely.scatter(-1, order, falling.masked_fill(needless, 0))
         return int(torch.multinomial(likely, 1, generator=source))
