@@ -137,7 +137,13 @@ def test_a_seed_decides_and_top_p_keeps_the_likeliest(model):
         return answer_ids(model, Sampling(**settings))
 
     assert drawn(temperature=2, seed=1) == drawn(temperature=2, seed=1) != drawn(temperature=2)
-    assert drawn(top_p=1e-320) == drawn(top_p=1e-9) == drawn(temperature=0) == drawn(top_k=1) == drawn(temperature=1e-300)
+    assert (
+        drawn(top_p=1e-320)
+        == drawn(top_p=1e-9)
+        == drawn(temperature=0)
+        == drawn(top_k=1)
+        == drawn(temperature=1e-300)
+    )
 
 
 def answer_ids(model, sampling):
