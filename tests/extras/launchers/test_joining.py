@@ -87,10 +87,13 @@ def test_a_mistake_in_a_resume_of_joined_ranks_leaves_the_run_unchanged(finished
 
 
 def test_a_folder_that_only_looks_shared_is_named(on_ranks, tmp_path):
+    runs = [RunDirectory(tmp_path / f"machine{number}") for number in range(2)]
+    for number, run in enumerate(runs):  # before any rank reads them
+        run.path.mkdir()
+        run.config.write_text(f"seed: {number}\n")
+
     def compare(rank):
-        run = RunDirectory(tmp_path / f"machine{rank // 2}")
-        run.path.mkdir(exist_ok=True)
-        run.config.write_text(f"seed: {rank // 2}\n")
+        run = runs[rank // 2]
         try:
             return joining.refuse_other_directory(run)
         except UserError as error:
