@@ -3,6 +3,7 @@
 import json
 import multiprocessing
 import os
+import re
 import struct
 import time
 import traceback
@@ -32,7 +33,7 @@ from lockstep_gpt.config import (
 from lockstep_gpt.data.datamodule import TokenDataModule
 from lockstep_gpt.data.prepare import prepare
 from lockstep_gpt.data.shards import load_index
-from lockstep_gpt.data.tokenizer import from_dict
+from lockstep_gpt.data.tokenizer import ByteTokenizer, from_dict
 from lockstep_gpt.model.gpt import GPT
 from lockstep_gpt.runtime.callbacks.checkpoints import AtomicCheckpointIO, Checkpoints
 from lockstep_gpt.runtime.checkpoint import checkpoint_path
@@ -106,6 +107,18 @@ def folder(tmp_path_factory):
     text = np.random.default_rng(0).choice([*map(chr, range(48, 98))], 998)
     (root / "text").write_text("".join(text))
     return prepare(TextData(root=str(root), path=str(root / "text"), val_fraction=0.198))
+
+
+@pytest.fixture
+def texts(tmp_path):
+    """A folder of 25 text files of random words."""
+    words = [f"{word} " for word in re.findall(r"\w+", ByteTokenizer.__doc__)]
+    random = np.random.default_rng(0)
+    (tmp_path / "texts").mkdir()
+    for number in range(25):
+        text = "".join(random.choice(words, size=15_000))
+        (tmp_path / "texts" / f"{number}.txt").write_text(text)
+    return tmp_path / "texts"
 
 
 @pytest.fixture
