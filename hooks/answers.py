@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 # name -> the folders and files of the extra; a name that ends with a slash is a folder.
 # Its dependencies, README lines, and everything else in shared files are between
-# `extra NAME: begin` and `extra NAME: end`.
+# `extra NAME: begin` and `extra NAME: end`; a row of a table ends with `<!-- extra NAME --> |`.
 EXTRAS = {
     "sweep": (
         "configs/experiment/search.yaml",
@@ -169,7 +169,7 @@ QUESTIONS = (
 )
 OPTIONAL = {"email", "wandb_entity"}
 # Marks that hooks/project.py reads in the files that it copies.
-MARKS = re.compile(r"(template-only|extra \w+): (begin|end)\b|section of the living README:")
+MARKS = re.compile(r"(template-only|extra \w+)(: (begin|end)\b| -->)|section of the living README:")
 ATOMS = r"[\w!#$%&'*+/=?^`{|}~-]+(\.[\w!#$%&'*+/=?^`{|}~-]+)*"  # RFC 5322, 3.2.3
 
 

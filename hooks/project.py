@@ -63,6 +63,7 @@ OURS = {name.partition("/")[0] for name in TEMPLATE_ONLY} | {
     "src",
 }
 MARKER = re.compile(r"(template-only|extra (\w+)): (begin|end)\b")
+ROW_MARKER = re.compile(r" <!-- (template-only|extra (\w+)) -->")  # a line of it would end a table
 OWNER = re.compile(r"\d{4} The Lockstep GPT authors|\[yyyy\] \[name of copyright owner\]")
 README = "{{cookiecutter.project_slug}}/README.md"
 FIELD = re.compile(r"\{\{ cookiecutter\.(\w+) \}\}")
@@ -226,13 +227,15 @@ def _content(name: str, content: bytes, answers: Answers) -> bytes:
 
 
 def _kept(text: str, answers: Answers) -> str:
-    """Drop the template's own blocks, those of extras that weren't chosen, and all markers."""
+    """Drop the template's own lines, those of extras that weren't chosen, and all markers."""
     lines, dropping = [], False
     for line in text.splitlines(keepends=True):
         if marker := MARKER.search(line):
             dropping = marker[3] == "begin" and marker[2] not in answers.extras
         elif not dropping:
-            lines.append(line)
+            row = ROW_MARKER.search(line)
+            if row is None or row[2] in answers.extras:
+                lines.append(ROW_MARKER.sub("", line))
     return "".join(lines)
 
 

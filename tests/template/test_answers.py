@@ -93,6 +93,7 @@ REFUSED = [
     ("wandb_entity", ".", "a folder, not a name"),
     ("description", "extra warm: begin", "a mark that the template reads"),
     ("author", "template-only: end", "a mark that the template reads"),
+    ("description", "x <!-- extra warm --> |", "a mark that the template reads"),
     ("project_name", "<!-- section of the living README: x -->", "a mark that the template reads"),
     ("extras", "", "is empty"),
     ("extras", "nothing", "is not one of"),

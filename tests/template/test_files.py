@@ -11,6 +11,7 @@ import tomllib
 
 import pytest
 import yaml
+from markdown_it import MarkdownIt
 
 from hooks.answers import EXTRAS, LICENSES, NEEDS
 
@@ -126,7 +127,7 @@ def test_an_extra_adds_its_own_files_and_no_other(extra, baked, tree):
 
 @pytest.mark.parametrize("chosen", CHOICES)
 def test_nothing_is_left_of_our_names_or_of_the_mechanism(chosen, baked, tree, template):
-    ours = r"lockstep|cookiecutter\.|template-only|extra \w+: (begin|end)|\{%"
+    ours = r"lockstep|cookiecutter\.|template-only|extra \w+(: (begin|end)| -->)|\{%"
     for name, (_, content) in tree(baked(extras=chosen)).items():
         text = text_of(content).replace(str(template), "")  # the project's origin
         assert not re.search(ours, f"{name}\n{text}", re.IGNORECASE), name
@@ -144,6 +145,19 @@ def test_markers_in_the_sources_are_pairs_with_existing_names(template, tree):
         assert [match[3] for match in found] == ["begin", "end"] * (len(found) // 2), name
         assert [match[1] for match in found[::2]] == [match[1] for match in found[1::2]], name
         assert {match[2] for match in found} <= {None, *EXTRAS}, name
+        for line in text_of(content).splitlines():
+            if row := re.search(r"<!-- (template-only|extra (\w+)) -->", line):
+                assert row[2] in {None, *EXTRAS}, f"{name}: {line}"
+                assert line.endswith(f" {row[0]} |"), f"{name}: {line}"
+
+
+def test_every_table_is_shown_whole(template, tree):
+    rows = re.compile(r"\|.*\|")
+    for name, (_, content) in tree(template).items():
+        if name.endswith(".md"):
+            shown = MarkdownIt("gfm-like", {"linkify": False}).render(text_of(content))
+            paragraphs = re.findall(r"<p>(.*?)</p>", shown, flags=re.DOTALL)
+            assert not [each for each in paragraphs if rows.match(each)], name
 
 
 def test_pyproject_has_the_answers(baked):
