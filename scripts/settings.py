@@ -36,11 +36,11 @@ LINE = re.compile(r"( *)(\w+):(?: +([^#]+?))?(?: +# (.+))?")
 HEAD = """\
 # Every setting
 
-Written by `python scripts/settings.py` from `configs/` and
-`src/lockstep_gpt/config.py`: run it again after you change these.
+`python scripts/settings.py` writes this page from `configs/` and
+`src/lockstep_gpt/config.py`: run it again after changing these.
 
-A setting is an argument of the command (`optim.lr=1e-3`) or a line of a file in `configs/`.
-Presets change some of the defaults below. "Kept on resume": a resumed run must have the same value.
+A setting is an argument of the command (`optim.lr=1e-3`) or a line in `configs/`.
+Presets change some defaults. "Kept on resume": a resumed run must have the same value.
 Settings without a default are required; the presets set them.
 `lockstep-gpt train --cfg job` prints all values that a command would use.
 """

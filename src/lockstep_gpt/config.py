@@ -250,7 +250,9 @@ class OptimConfig(Checked):
     warmup_steps: int | None = setting("steps of linear warmup", None, at_least=0)
     warmup_tokens: int | None = setting("tokens of linear warmup", None, at_least=0)
     decay: str = setting(
-        "after the warmup; wsd stays at the peak, then falls linearly", "cosine", choices=DECAYS
+        "learning rate after the warmup; wsd stays at the peak, then falls linearly",
+        "cosine",
+        choices=DECAYS,
     )
     decay_fraction: float = setting("fraction of steps in which wsd falls", 0.2, above=0, at_most=1)
     final_lr_fraction: float = setting(
@@ -321,17 +323,20 @@ class Config(Checked):
     )
     max_steps: int | None = setting("optimizer steps of the run", None, at_least=1)
     max_tokens: int | None = setting("tokens of the run, instead of steps", None, at_least=1)
-    run_name: str | None = setting("name of the run; null: model-data-world-date", None)
+    run_name: str | None = setting("name of the run; null: model-data-ranks-date", None)
     run_dir: str | None = setting("folder of the run; null: a new one under runs/", None)
     resume: str = setting(
-        "auto: continue in run_dir if it exists; none; or a run or checkpoint to start from", "none"
+        "none: new run; auto: continue run_dir if it exists; or a run or checkpoint to start from",
+        "none",
     )
     resume_force: bool = setting("resume even if settings kept on resume differ", False)
-    trust_run_dir: bool = setting("let resume=auto build classes named only in config.yaml", False)
+    trust_run_dir: bool = setting(
+        "let resume=auto build classes that only the run's config.yaml names", False
+    )
     precision: str = setting("precision of forward and backward", "32-true", choices=PRECISIONS)
     compile: bool = setting("compile the GPT with torch.compile", False)
     peak_tflops: float | None = setting(
-        "dense peak of a device, for mfu; null: an extra looks it up", None, above=0
+        "dense peak TFLOPS of a device, for mfu; null: an extra looks it up", None, above=0
     )
     val_every: int = setting("optimizer steps between validations", 250, at_least=1)
     log_every: int = setting("optimizer steps between rows of metrics", 10, at_least=1)

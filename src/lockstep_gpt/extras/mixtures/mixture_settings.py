@@ -55,7 +55,7 @@ class MixtureData(DataConfig):
         ),
     )
     planned_tokens: int | None = setting(
-        "run length in tokens for epochs and schedule; null: this run's",
+        "tokens of the run meant by epochs and schedule; null: this run's",
         None,
         on_resume="free",
         at_least=1,
