@@ -250,9 +250,7 @@ class OptimConfig(Checked):
     warmup_steps: int | None = setting("steps of linear warmup", None, at_least=0)
     warmup_tokens: int | None = setting("tokens of linear warmup", None, at_least=0)
     decay: str = setting(
-        "learning rate after the warmup; wsd stays at the peak, then falls linearly",
-        "cosine",
-        choices=DECAYS,
+        "after the warmup; wsd keeps the peak, then falls linearly", "cosine", choices=DECAYS
     )
     decay_fraction: float = setting("fraction of steps in which wsd falls", 0.2, above=0, at_most=1)
     final_lr_fraction: float = setting(
@@ -326,13 +324,10 @@ class Config(Checked):
     run_name: str | None = setting("name of the run; null: model-data-ranks-date", None)
     run_dir: str | None = setting("folder of the run; null: a new one under runs/", None)
     resume: str = setting(
-        "none: new run; auto: continue run_dir if it exists; or a run or checkpoint to start from",
-        "none",
+        "none; auto: continue run_dir if it exists; or a run or checkpoint to start from", "none"
     )
     resume_force: bool = setting("resume even if settings kept on resume differ", False)
-    trust_run_dir: bool = setting(
-        "let resume=auto build classes that only the run's config.yaml names", False
-    )
+    trust_run_dir: bool = setting("let resume=auto build classes only config.yaml names", False)
     precision: str = setting("precision of forward and backward", "32-true", choices=PRECISIONS)
     compile: bool = setting("compile the GPT with torch.compile", False)
     peak_tflops: float | None = setting(
