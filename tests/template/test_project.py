@@ -186,15 +186,19 @@ def test_its_wheel_and_sdist_contain_its_configs(project, packed):
     assert configs <= names
 
 
-def test_from_the_wheel_alone_it_trains_in_an_empty_folder(project, packed, run, tmp_path):
+def test_from_the_wheel_alone_it_trains_in_an_empty_folder(packed, run, tmp_path):
     (tmp_path / "empty").mkdir()
     (wheel,) = packed.glob("*.whl")
     about = metadata.PathDistribution(zipfile.Path(wheel, "my_gpt-0.1.0.dist-info/"))
     run(tmp_path, sys.executable, "-m", "venv", "--without-pip", "fresh")
-    # Links to the packages that its metadata requires; pip accepts these, or downloads the rest.
-    link(required("my-gpt", lambda _: about.requires or [], ""), tmp_path / "fresh")
+    # Links to the packages that its metadata requires. pip may download others, but may not replace
+    # these: it would write to this environment.
+    linked = required("my-gpt", lambda _: about.requires or [], "")
+    link(linked, tmp_path / "fresh")
+    versions = (f"{each.name}=={each.version}\n" for each in linked)
+    (tmp_path / "versions.txt").write_text("".join(versions))
     pip = [*PIP, "fresh/bin/python", "install", "-q", "--no-compile"]  # the imported ones are
-    run(tmp_path, *pip, "-c", project / "constraints.txt", wheel)
+    run(tmp_path, *pip, "-c", "versions.txt", wheel)
     command = tmp_path / "fresh/bin/my-gpt"
     words = ["train", "experiment=smoke", "logger=none", "callbacks.sample.length=9"]
     out = run(tmp_path / "empty", command, *words)
