@@ -329,9 +329,17 @@ def address_under_a_launcher(_words: list[str], _folder: Path) -> Finding:
         ended = type(error).__name__
     seconds = time.perf_counter() - started
     del os.environ["TORCHELASTIC_USE_AGENT_STORE"]
+    if mended := dist.is_initialized():
+        dist.destroy_process_group()
     dist.init_process_group("gloo", address, limit, world_size=1, rank=0)
     met = dist.get_world_size()
     dist.destroy_process_group()
+    if mended:
+        return (
+            f"none: torch {torch.__version__} opens a store there, after {seconds:.1f} s; up to "
+            "torch 2.13, every rank waits for one that torchrun's agent never opens",
+            f"env://, the default, works under every launcher; without one: {met} rank meets",
+        )
     return (
         f"every rank waits there for a store that torchrun's agent never opens; a timeout of "
         f"{HANG_SECONDS:g} s ended it after {seconds:.1f} s ({ended}); the default is 30 minutes",

@@ -3,6 +3,7 @@
 import re
 
 import pytest
+import torch
 
 LINE = "python scripts/ladder/pitfalls.py"
 
@@ -82,7 +83,12 @@ def test_an_unused_layer_stops_ddp_at_its_second_step(numbers):
     assert numbers("unused parameters") == [[1, 3], [3, 3]]
 
 
-def test_an_address_under_a_launcher_waits_until_the_time_limit(numbers):
-    (limit, seconds, default), (ranks,) = numbers("address under a launcher")
-    assert limit <= seconds < 10 * limit < default * 60
+def test_an_address_under_a_launcher_waits_until_the_time_limit_up_to_torch_2_13(numbers):
+    symptom, (ranks,) = numbers("address under a launcher")
+    if torch.__version__ >= "2.14":  # compares versions, not texts
+        *_, seconds, fault = symptom
+        assert (seconds < 1, fault) == (True, 2.13)
+    else:
+        limit, seconds, default = symptom
+        assert limit <= seconds < 10 * limit < default * 60
     assert ranks == 1

@@ -6,6 +6,7 @@ import socket
 from pathlib import Path
 
 import pytest
+import torch
 
 TEXT = (Path(__file__).parents[2] / "scripts/ladder/README.md").read_text("utf-8")
 BLOCKS = re.findall(r"^```\n(\$ .*?)^```$", TEXT, flags=re.MULTILINE | re.DOTALL)
@@ -22,13 +23,20 @@ def outline(text):
     return re.sub(r"\d[\d,.]*(e[+-]\d+)?", "#", " ".join(text.split()))
 
 
+def known(text):
+    """Return the text without the pitfall that torch 2.14 mends, if it does so here."""
+    if torch.__version__ < "2.14":
+        return text
+    return re.sub(r"^address under a launcher:.*\n.*\n.*\n", "", text, flags=re.MULTILINE)
+
+
 @pytest.mark.parametrize("line", RUN)
 def test_a_command_prints_the_output_quoted_below_it(line, shown):
     out = shown(line)
     if any(name in line for name in SAME_EVERYWHERE):
         assert out.split() == SHOWN[line].split()
     elif SHOWN[line]:
-        assert outline(out) == outline(SHOWN[line])
+        assert outline(known(out)) == outline(known(SHOWN[line]))
 
 
 @pytest.mark.usefixtures("modules")

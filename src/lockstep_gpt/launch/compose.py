@@ -169,7 +169,7 @@ def one_line(error: Exception, arguments: list[str]) -> str:
     if found := re.search(r"Error parsing override '(.*?)' missing EQUAL", text):
         return f"{found[1]} has no value; write NAME=VALUE, without spaces"
     noise = r" (full_key|reference_type|object_type)[:=] ?\S*| (See https?://|Config search path).+"
-    text = re.sub(noise, "", text)
+    text = re.sub(r"^Error when parsing index: .+?\]\. ", "", re.sub(noise, "", text))
     return f"{path}={value}: {text}" if path else text
 
 

@@ -11,7 +11,7 @@ from lockstep_gpt.config import UserError
 from lockstep_gpt.launch.compose import register_resolver
 from lockstep_gpt.run_directory import RunDirectory
 
-NEEDY = ("experiment=chat", "model=from_weights/initial")
+NEEDY = ("experiment=chat", "model=from_weights")
 SWEPT = re.compile("[,'\"$]")  # not one plain path
 CONTEXT = 256  # tokens of a conversation, if the positions aren't learned
 LEARNED = "gpt"  # the architecture with learned positions: it has no others
@@ -30,7 +30,7 @@ def with_initial(words: list[str]) -> list[str]:
     source, chosen = names.get("model.init_from"), [word for word in NEEDY if word in words]
     if "resume=auto" in words:
         return words
-    if chosen and source is None and names.get("model") in (None, "from_weights/initial"):
+    if chosen and source is None and names.get("model") in (None, "from_weights"):
         raise _not_given(f"{chosen[0]} needs")
     if source not in (None, "null") and not SWEPT.search(source) and _is_asked(names):
         shape_of(source)
@@ -39,7 +39,7 @@ def with_initial(words: list[str]) -> list[str]:
 
 def _is_asked(names: dict[str, str]) -> bool:
     """Tell whether a reference to the initial weights may be chosen, also in a list."""
-    return "chat" in names.get("experiment", "") or "initial" in names.get("model", "")
+    return "chat" in names.get("experiment", "") or names.get("model") == "from_weights"
 
 
 def _not_given(why: str) -> UserError:
@@ -49,7 +49,7 @@ def _not_given(why: str) -> UserError:
 def _resolved(name: str, *, _root_: Any) -> Any:
     source = _root_.model.get("init_from")
     if source is None:
-        raise _not_given("model=from_weights/initial needs")
+        raise _not_given("model=from_weights needs")
     if name == "tokenizer":
         return source
     shape = shape_of(source)

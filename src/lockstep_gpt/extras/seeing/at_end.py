@@ -23,7 +23,7 @@ from lockstep_gpt.training.reporting import ending, found
 
 logger = logging.getLogger(__name__)
 
-LIBRARIES = ("torch", "lightning", "hydra-core", "numpy")
+LIBRARIES = ("lightning", "hydra-core", "numpy")
 
 
 class ReportAtEnd(Callback):
@@ -70,6 +70,7 @@ def environment(device: torch.device) -> dict[str, Any]:
         "processors": os.cpu_count(),
         "threads of rank 0": torch.get_num_threads(),
         "python": platform.python_version(),
+        "torch": str(torch.__version__),  # with its build, as in 2.13.0+cpu
         **libraries,
         **git_state(Path(__file__).parent),
     }

@@ -29,7 +29,7 @@ class StopVote:
     """
 
     def __init__(self) -> None:
-        self._group = dist.new_group(backend="gloo") if dist.is_initialized() else None
+        self._group: Any = dist.new_group(backend="gloo") if dist.is_initialized() else None
         self._ballot = torch.zeros(1, dtype=torch.int64)
         self._work: dist.Work | None = None
 
