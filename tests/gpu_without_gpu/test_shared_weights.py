@@ -29,6 +29,8 @@ SETTINGS = {
     "save_parts": False,
 }
 SHAPE = {"n_layer": LAYERS, "n_embd": 32}
+# Up to torch 2.12, the fake process group doesn't write the scattered gradients: they may be NaN.
+ANY_GRADIENT = {"max_skipped": 100}
 
 
 class Collectives(TorchDispatchMode):
@@ -61,7 +63,7 @@ class Batches(Callback):
 @pytest.mark.usefixtures("eight")
 @pytest.mark.parametrize("each", [False, True])
 def test_gradients_are_scattered_once_a_step_unless_memory_is_short(new_run, each):
-    run, sent = new_run(max_steps=STEPS, model=SHAPE), Collectives()
+    run, sent = new_run(max_steps=STEPS, model=SHAPE, guard=ANY_GRADIENT), Collectives()
     with sent:
         strategy = sharding.fsdp2(**SETTINGS, reduce_each=each)
         run.fit(Batches(sent), strategy=strategy, devices=WORLD)
@@ -96,13 +98,13 @@ def test_blocks_share_one_graph_and_nothing_is_compiled_again(
 ):
     shape = {**SHAPE, "activation_checkpointing": recomputed}
     strategy = {"strategy": sharding.fsdp2(**SETTINGS), "devices": WORLD}
-    run = new_run(max_steps=6, model=shape, compile=True)
+    run = new_run(max_steps=6, model=shape, compile=True, guard=ANY_GRADIENT)
     run.fit(graphs, run.checkpoints(tmp_path), **strategy)
     once = [("train", 0), ("validate", 0)]
     assert graphs.made == once
     counters.clear()
     strategy = {"strategy": sharding.fsdp2(**SETTINGS), "devices": WORLD}
-    resumed = new_run(max_steps=9, model=shape, compile=True)
+    resumed = new_run(max_steps=9, model=shape, compile=True, guard=ANY_GRADIENT)
     saves = resumed.checkpoints(tmp_path)
     resumed.fit(graphs, saves, ckpt_path=next(tmp_path.glob("*006.ckpt")), **strategy)
     assert graphs.made in (once, once * 2)  # another model may have others, but not more
