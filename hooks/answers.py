@@ -61,7 +61,7 @@ EXTRAS = {
     "chat": (
         "configs/data/chat.yaml",
         "configs/experiment/chat.yaml",
-        "configs/model/from_weights.yaml",
+        "configs/model/from_weights/",
         "docs/chat.md",
         "docs/serving.md",
         "scripts/load_test.py",

@@ -74,6 +74,22 @@ def test_a_list_with_weights_that_are_not_there_is_one_line(experiment, command)
     assert err.count("\n") == 1
 
 
-@pytest.mark.parametrize("words", [["experiment=smoke"], ["run_dir=a", "resume=auto"]])
+@pytest.mark.parametrize("chosen", ["chat", "[chat,mine]", "['mine', 'chat']"])
+def test_the_experiment_has_the_shape_of_the_initial_weights(chosen, finished):
+    source = f"model.init_from={finished[0].folder / 'runs/first'}"
+    words = ["--cfg", "job", f"+experiment={chosen}", source]
+    shape = "model=from_weights/initial"
+    assert initial.with_initial(words) == [*words[:2], shape, *words[2:]]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["experiment=smoke"],
+        ["run_dir=a", "resume=auto"],
+        ["experiment=chat", "model=gpt2", "model.init_from=anywhere"],
+        ["--multirun", "experiment=chat,smoke", "model.init_from=a,b"],
+    ],
+)
 def test_other_commands_stay_as_they_are(words):
     assert initial.with_initial(words) == words

@@ -11,7 +11,8 @@ from lockstep_gpt.config import UserError
 from lockstep_gpt.launch.compose import register_resolver
 from lockstep_gpt.run_directory import RunDirectory
 
-NEEDY = ("experiment=chat", "model=from_weights")
+INITIAL = "from_weights/initial"
+NEEDY = ("experiment=chat", f"model={INITIAL}")
 SWEPT = re.compile("[,'\"$]")  # not one plain path
 CONTEXT = 256  # tokens of a conversation, if the positions aren't learned
 LEARNED = "gpt"  # the architecture with learned positions: it has no others
@@ -21,25 +22,34 @@ KNOWN = {"gpt2": (LEARNED, "n_positions"), "modern_gpt": ("modern", "block_size"
 
 
 def with_initial(words: list[str]) -> list[str]:
-    """Return a command's overrides; raise a `UserError` for initial weights that are not there.
+    """Return a command's overrides, for `experiment=chat` with the shape of the initial weights.
 
-    A reference to these would hide the error in Hydra's own.
+    Raises a `UserError` if these are not there: a reference to them would hide the error in
+    Hydra's own.
     """
     register_resolver("initial", _resolved, replace=True)
-    names = {word.lstrip("+").partition("=")[0]: word.partition("=")[2] for word in words}
+    given = [word.lstrip("+").partition("=")[0] for word in words]
+    names = {name: word.partition("=")[2] for name, word in zip(given, words, strict=True)}
     source, chosen = names.get("model.init_from"), [word for word in NEEDY if word in words]
     if "resume=auto" in words:
         return words
-    if chosen and source is None and names.get("model") in (None, "from_weights"):
+    if chosen and source is None and names.get("model") in (None, INITIAL):
         raise _not_given(f"{chosen[0]} needs")
-    if source not in (None, "null") and not SWEPT.search(source) and _is_asked(names):
+    if "model" not in names and "chat" in _listed(names.get("experiment", "")):
+        # Here, and not in the experiment's file: Hydra 1.4 reads an override of a group within a
+        # group as one of a group that doesn't exist.
+        place = given.index("experiment")  # Hydra wants overrides next to each other
+        words = [*words[:place], f"model={INITIAL}", *words[place:]]
+        names["model"] = INITIAL
+    if source not in (None, "null") and not SWEPT.search(source) and names.get("model") == INITIAL:
         shape_of(source)
     return words
 
 
-def _is_asked(names: dict[str, str]) -> bool:
-    """Tell whether a reference to the initial weights may be chosen, also in a list."""
-    return "chat" in names.get("experiment", "") or names.get("model") == "from_weights"
+def _listed(choice: str) -> list[str]:
+    """Return the names in a choice such as `chat` or `[chat,mine]`; none of a sweep's."""
+    names = re.split(r"[\s'\",]+", choice.strip().removeprefix("[").removesuffix("]"))
+    return names if choice.startswith("[") or len(names) == 1 else []
 
 
 def _not_given(why: str) -> UserError:
@@ -49,7 +59,7 @@ def _not_given(why: str) -> UserError:
 def _resolved(name: str, *, _root_: Any) -> Any:
     source = _root_.model.get("init_from")
     if source is None:
-        raise _not_given("model=from_weights needs")
+        raise _not_given(f"model={INITIAL} needs")
     if name == "tokenizer":
         return source
     shape = shape_of(source)
