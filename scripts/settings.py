@@ -53,8 +53,8 @@ OPEN = """\
 
 ## Lightning's and other classes
 
-Each file of these groups names a class and lists some of its arguments. Others need a plus, as in
-`+trainer.profiler=simple`.
+Each file of these groups names a class and lists some of its arguments. Other arguments
+need a plus, as in `+trainer.profiler=simple`.
 """
 
 

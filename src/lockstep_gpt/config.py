@@ -167,7 +167,7 @@ class ModelConfig(Checked):
     n_kv_head: int | None = setting(
         "heads of keys and values, if the architecture shares them; null: n_head", None, at_least=1
     )
-    ngram_rows: int = setting("modern: table rows for each n of n-grams; 0: none", 0, at_least=0)
+    ngram_rows: int = setting("modern: embedding rows per n of n-grams; 0: none", 0, at_least=0)
     longest_ngram: int = setting("largest n of the n-grams; the smallest is 2", 2, at_least=2)
 
     def __post_init__(self) -> None:
@@ -192,11 +192,11 @@ class DataConfig(Checked):
     source: str = setting("where the text comes from")
     root: str = setting("folder for prepared token files", "data", on_resume="machine")
     fingerprint: str | None = setting(
-        "hash that the prepared tokens must have; null: that of the current corpus", None
+        "hash that the prepared tokens must have; null: the current corpus's", None
     )
     val_fraction: float = setting("fraction held out for validation", 0.02, above=0, below=1)
     val_tokens: int | None = setting(
-        "validation tokens to use at most; null: all", None, on_resume="free", at_least=1
+        "most validation tokens to use; null: all", None, on_resume="free", at_least=1
     )
 
 
@@ -250,15 +250,15 @@ class OptimConfig(Checked):
     warmup_steps: int | None = setting("steps of linear warmup", None, at_least=0)
     warmup_tokens: int | None = setting("tokens of linear warmup", None, at_least=0)
     decay: str = setting(
-        "after the warmup; wsd keeps the peak, then falls linearly", "cosine", choices=DECAYS
+        "the rate after warmup; wsd keeps the peak, then falls linearly", "cosine", choices=DECAYS
     )
     decay_fraction: float = setting("fraction of steps in which wsd falls", 0.2, above=0, at_most=1)
     final_lr_fraction: float = setting(
         "learning rate at the end, as a fraction of the peak", 0.1, at_least=0, at_most=1
     )
     beta1: float = setting("decay of the mean of gradients", 0.9, at_least=0, below=1)
-    beta2: float = setting("decay of the mean of their squares", 0.95, at_least=0, below=1)
-    eps: float = setting("added to the denominator", 1e-8, above=0)
+    beta2: float = setting("decay of the mean of squared gradients", 0.95, at_least=0, below=1)
+    eps: float = setting("added to Adam's denominator", 1e-8, above=0)
     weight_decay: float = setting("decoupled weight decay, of matrices only", 0.1, at_least=0)
     clip_norm: float | None = setting("largest gradient norm; null: no clipping", 1.0, above=0)
 
@@ -280,7 +280,7 @@ class CheckpointConfig(Checked):
         "optimizer steps between checkpoints; null: only at the end", 500, at_least=1
     )
     keep_last: int = setting("how many of the newest checkpoints to keep", 1, at_least=1)
-    keep_best: int = setting("how many with the lowest validation loss to keep", 1, at_least=0)
+    keep_best: int = setting("how many with the lowest validation losses to keep", 1, at_least=0)
 
 
 @dataclass
@@ -293,7 +293,7 @@ class LaunchConfig(Checked):
     keep_memory: bool = setting(
         "keep freed memory for the next step: faster on CPUs, but uses more memory", True
     )
-    max_restarts: int = setting("how often the ranks restart after a kill", 3, at_least=0)
+    max_restarts: int = setting("how many times ranks restart after a kill", 3, at_least=0)
     grace_seconds: float = setting(
         "time for ranks to save and end after a signal, before they are killed", 60.0, above=0
     )
@@ -327,7 +327,7 @@ class Config(Checked):
         "none; auto: continue run_dir if it exists; or a run or checkpoint to start from", "none"
     )
     resume_force: bool = setting("resume even if settings kept on resume differ", False)
-    trust_run_dir: bool = setting("let resume=auto build classes only config.yaml names", False)
+    trust_run_dir: bool = setting("let resume=auto build any class in config.yaml", False)
     precision: str = setting("precision of forward and backward", "32-true", choices=PRECISIONS)
     compile: bool = setting("compile the GPT with torch.compile", False)
     peak_tflops: float | None = setting(

@@ -26,7 +26,7 @@ class MaskedModel(ModelConfig):
     """Attention within documents."""
 
     mask_documents: bool = setting(
-        "attention, positions, and n-grams end at the end of a document", False
+        "attention, positions, and n-grams stay within one document", False
     )
 
 

@@ -51,11 +51,11 @@ class MixtureData(DataConfig):
     schedule: list[Any] = field(
         default_factory=list,
         metadata=about(
-            "weights from a fraction of the run on: `[{from: 0.8, weights: {code: 1}}]`"
+            "new weights after a fraction of the run: `[{from: 0.8, weights: {code: 1}}]`"
         ),
     )
     planned_tokens: int | None = setting(
-        "tokens of the run meant by epochs and schedule; null: this run's",
+        "tokens of the run that epochs and schedule refer to; null: this run's",
         None,
         on_resume="free",
         at_least=1,

@@ -37,7 +37,7 @@ class DocumentsData(schema.DocumentsData, InShards):
     """Settings of text corpora in extra `sources`."""
 
     tokenizer: str = setting(
-        "bytes; bpe: learned from the corpus; or a byte-level BPE's file, folder or hub name",
+        "bytes; bpe: learned from the corpus; or a byte-level BPE's file, folder, or hub name",
         "bytes",
     )
     vocab_size: int | None = setting(

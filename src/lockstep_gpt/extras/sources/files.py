@@ -21,7 +21,7 @@ class FilesData(DocumentsData):
     """Settings of corpora in files."""
 
     path: str = setting(
-        "a file, a folder, a glob or a URL; .gz and .zst are unpacked", "", on_resume="machine"
+        "a file, a folder, a glob, or a URL; .gz and .zst are unpacked", "", on_resume="machine"
     )
 
 

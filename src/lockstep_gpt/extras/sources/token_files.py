@@ -37,7 +37,7 @@ class ShardsData(InShards):
     """Token files from another program."""
 
     source: str = setting("where the tokens come from", "shards", choices=("shards",))
-    path: str = setting("a file, a folder, a glob or a URL", "", on_resume="machine")
+    path: str = setting("a file, a folder, a glob, or a URL", "", on_resume="machine")
     val_path: str | None = setting("validation files; null: the end of each 2^20 tokens", None)
     dtype: str = setting(
         "token type of files without a header, little-endian", "uint16", choices=tuple(DTYPES)
