@@ -196,7 +196,7 @@ class DataConfig(Checked):
     )
     val_fraction: float = setting("fraction held out for validation", 0.02, above=0, below=1)
     val_tokens: int | None = setting(
-        "most validation tokens to use; null: all", None, on_resume="free", at_least=1
+        "at most this many validation tokens; null: all", None, on_resume="free", at_least=1
     )
 
 

@@ -20,7 +20,7 @@ class ChatData(DataConfig):
         "bytes",
     )
     longest: int | None = setting(
-        "most tokens per conversation; longer ones are cut at the end; null: no limit",
+        "maximum tokens per conversation; longer ones are cut at the end; null: no limit",
         None,
         at_least=16,
     )

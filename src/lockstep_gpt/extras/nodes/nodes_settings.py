@@ -14,7 +14,7 @@ class NodesLaunch(LaunchConfig):
     )
     rdzv_endpoint: str | None = setting("HOST:PORT of machine 0, where all machines meet", None)
     min_nodes: int | None = setting(
-        "continue with at least this many machines; null: all trainer.num_nodes", None, at_least=1
+        "continue with at least this many machines; null: trainer.num_nodes", None, at_least=1
     )
     join_seconds: float = setting("longest wait for the other machines", 300.0, above=0)
     lost_seconds: float = setting("silence after which a machine counts as lost", 15.0, above=0)
