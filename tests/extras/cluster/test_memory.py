@@ -38,7 +38,8 @@ def measured(shape, vocab_size, micro_size, precision):
 
 
 def measured_peak(work):
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as report:
+    cpu = [ProfilerActivity.CPU]
+    with profile(activities=cpu, profile_memory=True, acc_events=True) as report:  # no warning
         work()
     events = [event for event in report.profiler.kineto_results.events() if event.nbytes()]
     live = peak = 0

@@ -145,11 +145,10 @@ def _ids_of_probe(folder: Path, source: str) -> list[int] | None:
     if not whole.is_file() and not all(file.is_file() for file in pair):
         return None
     lib = library("tokenizers", "export")
-    load, files = (
-        (lib.Tokenizer.from_file, [whole]) if whole.is_file() else (lib.ByteLevelBPETokenizer, pair)
-    )
+    kind, files = (lib.Tokenizer, [whole]) if whole.is_file() else (lib.ByteLevelBPETokenizer, pair)
     try:
-        return list(load(*map(str, files)).encode(PROBE, add_special_tokens=False).ids)
+        tokenizer = kind.from_file(*map(str, files))
+        return list(tokenizer.encode(PROBE, add_special_tokens=False).ids)
     except Exception as error:  # the library doesn't have its own error class
         raise UserError(f"{source} has a damaged tokenizer ({error}); copy it again") from error
 
