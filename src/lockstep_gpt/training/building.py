@@ -24,7 +24,7 @@ def build(node: dict[str, Any], known: dict[str, Any]) -> Any:
 def deferred(node: dict[str, Any]) -> Any:
     """Return a partial of a `_target_` node; Hydra would make configurations of its arguments."""
     # It may build what the configuration names. Hydra still rejects what runs arbitrary code.
-    targets = re.findall(r'"_target_": "(.+?)"', json.dumps(node))
+    targets = re.findall(r'"(?:_target_|path)": "(.+?)"', json.dumps(node))
     named: dict[str, Any] = {"_execution_whitelist_": targets}
     allowed = named if named.keys() <= inspect.signature(instantiate).parameters.keys() else {}
     return instantiate({**node, "_partial_": True}, _convert_="all", **allowed)
