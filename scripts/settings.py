@@ -36,25 +36,26 @@ LINE = re.compile(r"( *)(\w+):(?: +([^#]+?))?(?: +# (.+))?")
 HEAD = """\
 # Every setting
 
-`python scripts/settings.py` writes this page from `configs/` and
-`src/lockstep_gpt/config.py`: run it again after changing these.
+`python scripts/settings.py` writes this page from `configs/` and `src/`.
+Run the script again after you change a setting there.
 
 A setting is an argument of the command (`optim.lr=1e-3`) or a line in `configs/`.
-Presets change some defaults. "Kept on resume": a resumed run must have the same value.
-Settings without a default are required; the presets set them.
-`lockstep-gpt train --cfg job` prints all values that a command would use.
+Presets change some defaults: `model=gpt2` uses `gpt2.yaml` in `configs/model/`.
+They set all settings without a default except `data.path`; set that if your data source has it.
+"Kept on resume": a resumed run must have the same value.
+Add `--cfg job` to a command to print all its values.
 """
 CHOICES = """\
-## Choices
+## Presets
 
-Each choice of a group, and the settings that it changes.
+The presets of `experiment`, `model`, `data`, and `optim`, and what each sets.
 """
 OPEN = """\
 
-## Lightning's and other classes
+## `callbacks`, `logger`, `strategy`, and `trainer`
 
-Each file of these groups names a class and lists some of its arguments. Other arguments
-need a plus, as in `+trainer.profiler=simple`.
+These presets name classes and list some of their arguments. Other arguments need a plus,
+as in `+trainer.profiler=simple`.
 """
 
 
@@ -185,7 +186,7 @@ def data_sections() -> Iterator[Part]:
             if issubclass(schema, DataConfig) and schema not in shown:
                 shown.add(schema)
                 base, shared = schema.__base__, f"### {about(schema)}"
-                also = f"Also accepts {about(base).lower()}." if base is not Checked else ""
+                also = f"Also accepts the {about(base).lower()}." if base is not Checked else ""
                 yield section(names.get(schema, shared), schema, also)
 
 
@@ -213,7 +214,7 @@ def settings_in(file: Path) -> Iterator[str]:
     """Yield a YAML file's settings as overrides, with its choices of groups first."""
     content = yaml.safe_load(file.read_text("utf-8")) or {}
     for entry in content.pop("defaults", []):
-        if isinstance(entry, dict):
+        if isinstance(entry, dict) and "optional" not in str(entry):  # what an extra may add
             ((group, choice),) = entry.items()
             yield f"{group.removeprefix('override /')}={choice}"
     group = "" if file.parent.name == "experiment" else f"{file.parent.name}."
@@ -224,7 +225,7 @@ def open_choices(group: str) -> Iterator[Part]:
     """Yield a section for each choice of an open group, with the settings in its file."""
     for file in sorted((CONFIGS / group).glob("*.yaml")):
         known = yaml.safe_load(file.read_text("utf-8")).get("defaults", ["_self_"])
-        base = f" Also accepts all of `{group}={known[0]}`." if known[0] != "_self_" else ""
+        base = f" Also accepts settings of `{group}={known[0]}`." if known[0] != "_self_" else ""
         about = f"{header(file)}{base}".strip() or "The default choice."
         yield Part(file, f"### `{group}={file.stem}`\n\n{about}\n{table_in(file, group)}")
         added = file.parent / "added" / file.name

@@ -160,14 +160,14 @@ class ModelConfig(Checked):
         "fraction of activations dropped in training", 0.0, on_resume="free", at_least=0, below=1
     )
     bias: bool = setting("biases in linear layers and norms, as in GPT-2", True)
-    architecture: str = setting("module of model/ that defines the GPT", "gpt")
+    architecture: str = setting("gpt, modern, or another module of model/", "gpt")
     activation_checkpointing: bool = setting(
         "keep only inputs of blocks, recompute the rest in backward", False, on_resume="free"
     )
     n_kv_head: int | None = setting(
         "heads of keys and values, if the architecture shares them; null: n_head", None, at_least=1
     )
-    ngram_rows: int = setting("modern: embedding rows per n of n-grams; 0: none", 0, at_least=0)
+    ngram_rows: int = setting("modern: rows per n-gram embedding table; 0: none", 0, at_least=0)
     longest_ngram: int = setting("largest n of the n-grams; the smallest is 2", 2, at_least=2)
 
     def __post_init__(self) -> None:
@@ -185,14 +185,14 @@ class ModelConfig(Checked):
 
 @dataclass
 class DataConfig(Checked):
-    """The settings of every data source."""
+    """Shared settings of data sources."""
 
     node: ClassVar[str] = "data"
     on_resume: ClassVar[str] = "kept"  # what decides tokens; the machine decides where they are
     source: str = setting("where the text comes from")
     root: str = setting("folder for prepared token files", "data", on_resume="machine")
     fingerprint: str | None = setting(
-        "hash that the prepared tokens must have; null: the current corpus's", None
+        "hash that the prepared tokens must have; null: that of the current corpus", None
     )
     val_fraction: float = setting("fraction held out for validation", 0.02, above=0, below=1)
     val_tokens: int | None = setting(
@@ -202,7 +202,7 @@ class DataConfig(Checked):
 
 @dataclass
 class DocumentsData(DataConfig):
-    """The settings of every text source."""
+    """Shared settings of text sources."""
 
     tokenizer: str = setting("tokenizer of the text", "bytes", choices=("bytes",))
 
@@ -239,11 +239,9 @@ class OptimConfig(Checked):
     """The optimizer and its learning rate over the run."""
 
     node: ClassVar[str] = "optim"
-    algorithm: str = setting(
-        "adamw, or a module of training/ for another optimizer", on_resume="kept"
-    )
+    algorithm: str = setting("adamw, muon, or another module of training/", on_resume="kept")
     lr: float = setting("peak learning rate at batch.reference_size", 1e-3, above=0)
-    head_lr_fraction: float = setting("muon: the head's learning rate / lr", 0.2, above=0)
+    head_lr_fraction: float = setting("muon: the head's rate as a fraction of lr", 0.2, above=0)
     lr_scaling: str = setting(
         "how the peak grows with the global batch", "linear", choices=("linear", "sqrt", "none")
     )
@@ -280,7 +278,7 @@ class CheckpointConfig(Checked):
         "optimizer steps between checkpoints; null: only at the end", 500, at_least=1
     )
     keep_last: int = setting("how many of the newest checkpoints to keep", 1, at_least=1)
-    keep_best: int = setting("how many with the lowest validation losses to keep", 1, at_least=0)
+    keep_best: int = setting("how many of the best checkpoints to keep, by val/loss", 1, at_least=0)
 
 
 @dataclass
@@ -305,7 +303,9 @@ class GuardConfig(Checked):
 
     node: ClassVar[str] = "guard"
     max_skipped: int = setting(
-        "non-finite updates to skip (16-mixed: at loss scale 1) before failing", 0, at_least=0
+        "non-finite updates to skip before failing; 16-mixed counts only those at loss scale <= 1",
+        0,
+        at_least=0,
     )
 
 
@@ -324,14 +324,14 @@ class Config(Checked):
     run_name: str | None = setting("name of the run; null: model-data-ranks-date", None)
     run_dir: str | None = setting("folder of the run; null: a new one under runs/", None)
     resume: str = setting(
-        "none; auto: continue run_dir if it exists; or a run or checkpoint to start from", "none"
+        "none; auto: continue run_dir if it exists; a run or checkpoint: start from it", "none"
     )
     resume_force: bool = setting("resume even if settings kept on resume differ", False)
-    trust_run_dir: bool = setting("let resume=auto build any class in config.yaml", False)
+    trust_run_dir: bool = setting("let resume=auto use any class in run_dir/config.yaml", False)
     precision: str = setting("precision of forward and backward", "32-true", choices=PRECISIONS)
     compile: bool = setting("compile the GPT with torch.compile", False)
     peak_tflops: float | None = setting(
-        "dense peak TFLOPS of a device, for mfu; null: an extra looks it up", None, above=0
+        "device's dense peak TFLOPS, for throughput/mfu; null: from an extra's table", None, above=0
     )
     val_every: int = setting("optimizer steps between validations", 250, at_least=1)
     log_every: int = setting("optimizer steps between rows of metrics", 10, at_least=1)

@@ -13,10 +13,10 @@ class ChatData(DataConfig):
 
     source: str = setting("where the text comes from", "chat", choices=("chat",))
     path: str = setting(
-        "a file with a JSON object per line, or a folder of them", "", on_resume="machine"
+        "a file with a JSON object per line, or a folder of such files", "", on_resume="machine"
     )
     tokenizer: str = setting(
-        "bytes; or the tokenizer of a run, of a checkpoint, or of a folder with tokenizer.json",
+        "bytes; or a run, checkpoint, or folder with the tokenizer (tokenizer.json) to use",
         "bytes",
     )
     longest: int | None = setting(
@@ -34,7 +34,7 @@ class AdaptedModel(ModelConfig):
         "rank of the LoRA adapters to train; null: train all weights", None, at_least=1
     )
     lora_alpha: float | None = setting(
-        "the adapters are multiplied by this / lora_rank; null: twice the rank", None, above=0
+        "the adapters are multiplied by lora_alpha / lora_rank; null: twice the rank", None, above=0
     )
 
 

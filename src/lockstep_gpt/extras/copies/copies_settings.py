@@ -10,6 +10,6 @@ class CopiedCheckpoints(CheckpointConfig):
     """Checkpoints written in the background, or to a second location."""
 
     background: bool = setting(
-        "write a copy while training continues; needs memory for the copy", False
+        "copy the state in memory, and write the copy while training continues", False
     )
     copy_to: str | None = setting("also keep checkpoints in this folder or fsspec URL", None)

@@ -8,14 +8,13 @@ from lockstep_gpt.config import Config, ModelConfig, check, setting
 
 @dataclass
 class PackedData:
-    """How documents are placed in windows."""
+    """How documents fill windows (samples)."""
 
     # No subclass of `DataConfig`: its defaults would replace those of each source.
     node: ClassVar[str] = "data"
     on_resume: ClassVar[str] = "kept"
     packing: str = setting(
-        "stream: windows follow one another through the tokens; documents: best-fit packing of "
-        "whole documents",
+        "stream: the next block_size tokens; documents: best-fit packing of whole documents",
         "stream",
         choices=("stream", "documents"),
     )

@@ -14,8 +14,8 @@ class ExactBatch(BatchConfig):
     """Micro-batches of the same size on any number of devices."""
 
     exact_micro_size: int | None = setting(
-        "samples of a micro-batch, for equal bits on any number of devices; null: equal up to "
-        "rounding",
+        "samples of a micro-batch, for bitwise equal results on any number of devices; null: "
+        "equal up to rounding",
         None,
         on_resume="kept",
         at_least=1,

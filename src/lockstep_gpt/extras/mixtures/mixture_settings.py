@@ -40,7 +40,7 @@ class MixtureData(DataConfig):
 
     source: str = setting("where the text comes from", "mixture", choices=("mixture",))
     sources: dict[str, Any] = field(
-        default_factory=dict, metadata=about("by name: any other choice of `data` and its settings")
+        default_factory=dict, metadata=about("by name: another preset of `data`, and its settings")
     )
     weights: dict[str, float] = field(
         default_factory=dict, metadata=about("by name: share of the tokens, relative to others")
@@ -55,13 +55,13 @@ class MixtureData(DataConfig):
         ),
     )
     planned_tokens: int | None = setting(
-        "tokens of the run that epochs and schedule refer to; null: this run's",
+        "length in tokens to which epochs and schedule refer; null: this run's",
         None,
         on_resume="free",
         at_least=1,
     )
     tokenizer_from: str | None = setting(
-        "source whose tokenizer all sources use; null: their own, which must be equal", None
+        "source whose tokenizer all sources use; null: all must have equal tokenizers", None
     )
 
     def __post_init__(self) -> None:

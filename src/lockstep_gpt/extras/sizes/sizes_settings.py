@@ -8,15 +8,15 @@ from lockstep_gpt.extras.sizes.rules import parsed
 
 @dataclass
 class SizedModel(ModelConfig):
-    """A recipe that follows from the model's size."""
+    """The model's size, and what follows from it."""
 
     size: str | None = setting(
-        "weights of the blocks, such as 300k or 1M, from which model=auto derives the rest; null: "
-        "no rules",
+        "number of block weights, such as 300k or 1M, from which model=auto derives other "
+        "settings; null: none",
         None,
     )
     size_law: str | None = setting(
-        "file of scripts/size_law.py that predicts the loss; null: the project's own fit",
+        "file from scripts/size_law.py for predicting the loss; null: the project's own fit",
         None,
         on_resume="free",
     )

@@ -24,7 +24,7 @@ BLOCK = 1 << 20  # bytes that are processed together
 
 @dataclass
 class InShards(DataConfig):
-    """Settings of sources whose tokens can be in several files, read by several processes."""
+    """Settings for several token files and loader processes."""
 
     num_workers: int = setting(
         "loader processes per rank; 0: the rank itself", 0, on_resume="free", at_least=0
@@ -34,10 +34,10 @@ class InShards(DataConfig):
 
 @dataclass
 class DocumentsData(schema.DocumentsData, InShards):
-    """Settings of text corpora in extra `sources`."""
+    """Text settings of extra `sources`."""
 
     tokenizer: str = setting(
-        "bytes; bpe: learned from the corpus; or a byte-level BPE's file, folder, or hub name",
+        "bytes; bpe (learned from the corpus); or file, folder, or hub name of a byte-level BPE",
         "bytes",
     )
     vocab_size: int | None = setting(

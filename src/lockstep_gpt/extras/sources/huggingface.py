@@ -35,7 +35,7 @@ class HuggingfaceData(DocumentsData):
     revision: str | None = setting("branch, tag, or commit on the hub; null: newest", None)
     split: str = setting("the split of the dataset to read", "train")
     field: str = setting("the field with the text", "text")
-    streaming: bool = setting("prepare while reading, and keep no copy", False)
+    streaming: bool = setting("tokenize while reading, and don't store the dataset", False)
 
 
 class HuggingfaceRows(Documents):

@@ -38,13 +38,13 @@ class ShardsData(InShards):
 
     source: str = setting("where the tokens come from", "shards", choices=("shards",))
     path: str = setting("a file, a folder, a glob, or a URL", "", on_resume="machine")
-    val_path: str | None = setting("validation files; null: the end of each 2^20 tokens", None)
+    val_path: str | None = setting("validation files; null: held-out end of each 2^20 tokens", None)
     dtype: str = setting(
         "token type of files without a header, little-endian", "uint16", choices=tuple(DTYPES)
     )
     vocab_size: int = setting("size of the vocabulary", 50257, at_least=2)
     tokenizer: str = setting(
-        "their tokenizer: file, folder, or hub name of a byte-level BPE; numbers: none",
+        "the tokens' byte-level BPE: file, folder, or hub name; numbers: no tokenizer",
         "numbers",
     )
 
