@@ -16,7 +16,7 @@ class ChatData(DataConfig):
         "a file with a JSON object per line, or a folder of such files", "", on_resume="machine"
     )
     tokenizer: str = setting(
-        "bytes; or a run, checkpoint, or folder with the tokenizer (tokenizer.json) to use",
+        "bytes; or the run, checkpoint, or folder (with tokenizer.json) whose tokenizer to use",
         "bytes",
     )
     longest: int | None = setting(
