@@ -45,7 +45,7 @@ def prepare(arguments: list[str]) -> int:
     """Create the token files of a data choice, and check them against the model's context."""
     if "--help" in arguments:
         print(f"usage: {PROGRAM} prepare [--verify] [data=CHOICE] [data.SETTING=VALUE ...]")
-        print(f"Accepts the settings of {PROGRAM} train, which also prepares data if needed.")
+        print(f"Tokenize a dataset, as {PROGRAM} train does if needed, with the same settings.")
         print("--verify compares existing token files with their SHA-256.")
         return 0
 

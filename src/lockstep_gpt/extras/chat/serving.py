@@ -60,22 +60,22 @@ def _parser() -> argparse.ArgumentParser:
     add("--port", type=int, default=8000, help="0 chooses a free one (default: 8000)")
     add("--name", help="the model's name in the API (default: the run's name)")
     add("--parallel", type=int, default=16, help="requests answered at once (default: 16)")
-    add("--waiting", type=int, default=64, help="most requests in the queue (default: 64)")
-    add("--longest", type=int, help="most tokens per answer (default: the context)")
-    add("--seconds", type=float, default=120, help="most seconds per request (default: 120)")
+    add("--waiting", type=int, default=64, help="maximum requests in the queue (default: 64)")
+    add("--longest", type=int, help="maximum tokens per answer (default: the context)")
+    add("--seconds", type=float, default=120, help="maximum seconds per request (default: 120)")
     add(
         "--grace",
         type=float,
         default=10,
-        help="seconds to end answers after a signal (default: 10)",
+        help="seconds to finish answers after SIGTERM/SIGINT (default: 10)",
     )
-    add("--body", type=int, default=1 << 20, help="most bytes per request (default: 1 MiB)")
+    add("--body", type=int, default=1 << 20, help="maximum bytes per request (default: 1 MiB)")
     add(
         "--allow-host",
         action="append",
         default=[],
         metavar="NAME",
-        help="also accept requests to this host name, for example a proxy's",
+        help="also accept this host name, for example a proxy's",
     )
     return parser
 

@@ -59,8 +59,8 @@ def main(arguments: list[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = parser_of("chat", "Talk to a model that was trained on conversations.")
     add = parser.add_argument
-    add("--system", help="system message, which comes before the conversation")
-    add("--longest", type=int, help="most tokens per answer (default: the context)")
+    add("--system", help="system message before the conversation")
+    add("--longest", type=int, help="maximum tokens per answer (default: the context)")
     add("--temperature", type=float, default=0.8, help="0 takes the likeliest token (default: 0.8)")
     add("--top-k", type=int, help="draw from the K likeliest tokens (default: all)")
     add(

@@ -29,18 +29,18 @@ WAITS, WORK = 4, 60.0  # at most this many waits in a row, and seconds of measur
 MARGIN = 5.0  # the parent waits this many seconds longer than its ranks
 HELP = f"""usage: {PROGRAM} doctor [flags] [GROUP=CHOICE ...] [SETTING=VALUE ...]
 
-Check the machines that a run would use: versions, devices, variables, names, rendezvous, shared
-memory, disks, the run directory, clocks, and topology. Then check that collectives are correct,
-how fast they are, which ranks are slow, and that a DDP step equals one on the whole batch. The
-settings are those of {PROGRAM} train. doctor starts as many ranks as that; in a launcher, it is
-one of its ranks:
+Check the machines that a run would use: versions, devices, environment variables, host names,
+rendezvous, shared memory, disks, the run directory, clocks, and topology. Then check that
+collectives are correct, how fast they are, which ranks are slow, and that a DDP step equals a
+one-process step on the whole batch. Settings are those of {PROGRAM} train. doctor starts as
+many ranks as train, unless a launcher such as torchrun already has:
 
   {PROGRAM} doctor trainer=cpu trainer.devices=2
   {PROGRAM} doctor trainer.num_nodes=2 launch.rdzv_endpoint=HOST:PORT launch.node_rank=0
   torchrun --nnodes=2 --nproc_per_node=8 ... -m lockstep_gpt doctor
 
   --wait SECONDS            longest wait for another rank, {WAIT:.0f} by default
-  --save-profile FILE.json  keep what was measured for {PROGRAM} plan --hardware FILE.json
+  --save-profile FILE.json  save the measurements for {PROGRAM} plan --hardware FILE.json
   --json                    print everything as JSON
 
 Each check prints one line: ok, warning, or failure, with the fix. Exit status 1 after a failure."""

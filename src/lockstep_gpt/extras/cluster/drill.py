@@ -67,7 +67,7 @@ def _parser() -> argparse.ArgumentParser:
         prog=f"{PROGRAM} drill",
         description="Break small runs on this machine in many ways, and check that they recover. "
         f"Other arguments go to {PROGRAM} train, for example trainer=gpu.",
-        epilog=f"{PROGRAM} drill exact checks that every number of ranks gives equal bits.",
+        epilog=f"{PROGRAM} drill exact checks that any rank count gives bit-identical results.",
     )
     parser.add_argument("--ranks", type=count, default=2, help="devices of each run (default: 2)")
     parser.add_argument("--steps", type=count, default=300, help="steps of each run (default: 300)")

@@ -31,11 +31,11 @@ from lockstep_gpt.training import schedule
 HELP = f"""usage: {PROGRAM} drill exact [flags] [GROUP=CHOICE ...] [SETTING=VALUE ...]
 
 Train a small experiment with batch.exact_micro_size on several numbers of ranks. Then train it
-once more from the most ranks to the fewest, with a SIGKILL before each change. Each run prints a
+once more: start on the most ranks, and after each SIGKILL, resume on fewer. Each run prints a
 hash of its final weights. Exit status 1 if weights, optimizer state, or metrics.csv differ.
 
   --ranks LIST   numbers of ranks (default: 1,2,4)
-  --steps N      of each run (default: 150)
+  --steps N      steps of each run (default: 150)
 
 Settings go to {PROGRAM} train.
 Example: {PROGRAM} drill exact model=modern_nano optim=muon precision=bf16-mixed"""

@@ -39,15 +39,15 @@ It accepts the settings of {PROGRAM} train, and these flags:
   --hardware NAME   {", ".join(HARDWARE)}
                     or a profile that {PROGRAM} doctor --save-profile FILE.json wrote
   --devices LIST    numbers of devices, 1,2,4,...,1024 by default
-  --scaling KIND    strong: batch.global_size stays; weak: it grows with the devices;
-                    by default strong where every number of devices divides it
-  --tokens N        time and cost of N tokens; by default those of max_steps or max_tokens, if
-                    set here or by the experiment, otherwise 20 per parameter
+  --scaling KIND    strong keeps batch.global_size; weak lets it grow with the devices;
+                    by default strong if all numbers of devices divide it
+  --tokens N        tokens of the run; by default max_steps or max_tokens, if the command or an
+                    experiment in it sets one, otherwise 20 per parameter
   --price X         price of one device per hour, in any currency
-  --utilisation X   fraction of the dense peak that forward and backward reach
-  --per-node N      devices of a node          --adapters N    network adapters of a node
-  --intra LINK      within a node              --inter LINK    each adapter, between nodes
-                    a number of GB/s in one direction, or one of
+  --utilisation X   fraction of the dense peak FLOP/s that forward and backward reach
+  --per-node N      devices per node           --adapters N    network adapters per node
+  --intra LINK      link within a node         --inter LINK    between nodes, per adapter
+                    LINK: a number of GB/s in one direction, or one of
 {indent(fill(", ".join(LINKS), 70), " " * 20)}
   --chart FILE.png  draw the scaling           --json          print everything as JSON
 

@@ -2,7 +2,7 @@
 
 # name -> target, help line, whether it accepts Hydra overrides; `cli.py` collects them.
 COMMANDS = {
-    "panel": (".extras.seeing.panel:main", "make a page of a run's all-reduces", False),
+    "panel": (".extras.seeing.panel:main", "show a run's all-reduces on an HTML page", False),
     "report": (
         ".extras.seeing.run_report:main",
         "make a report of a run, or compare several",

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 def main(arguments: list[str]) -> int:
     """Print loss, perplexity and, for text, bits per byte."""
-    parser = parser_of("evaluate", "Measure a model on all held-out text.")
+    parser = parser_of("evaluate", "Measure loss and perplexity on all validation text.")
     batch = "samples at a time (default: 32)"
     parser.add_argument("--batch-size", type=int, default=32, help=batch)
     parser.add_argument("--json", action="store_true", help="print one line of JSON")

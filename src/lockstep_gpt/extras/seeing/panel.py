@@ -31,7 +31,7 @@ def panel(run: Path) -> str:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=f"{PROGRAM} panel",
-        description="Make a page of a run trained with callbacks=[default,sync_panel].",
+        description="Show the all-reduces of a run with callbacks=[default,sync_panel].",
     )
     parser.add_argument("run", type=Path, help="a run directory")
     parser.add_argument("--output", type=Path, help="the file (default: panel.html in the run)")

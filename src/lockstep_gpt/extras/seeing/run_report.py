@@ -38,12 +38,12 @@ def report(paths: list[Path], **known: Any) -> str:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=f"{PROGRAM} report",
-        description="Make a page of a run, even while it runs; compare several runs.",
+        description="Make an HTML report of one or several runs, finished or running.",
     )
     parser.add_argument("run", type=Path, nargs="+", help="a run directory")
     parser.add_argument(
         "--output",
         type=Path,
-        help="the file (default: report.html in the run, or in the folder of several)",
+        help="the file (default: report.html in the run; for several, next to the first)",
     )
     return parser

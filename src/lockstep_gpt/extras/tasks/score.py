@@ -130,7 +130,7 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     files = f"JSON Lines files, or {BUILTIN} for the shipped tasks (default: {BUILTIN})"
     add("--tasks", nargs="+", metavar="FILE", help=files)
-    add("--core", type=Path, metavar="FOLDER", help="a folder with the tasks of the metric CORE")
+    add("--core", type=Path, metavar="FOLDER", help="a folder with the tasks of the CORE metric")
     add("--limit", type=int, metavar="N", help="only the first N examples of each task")
     add("--json", action="store_true", help="print one line of JSON")
     return parser
