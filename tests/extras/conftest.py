@@ -1,10 +1,11 @@
-"""The command with mounts of its own."""
+"""The command with its own mounts, and a browser for pages."""
 
 from __future__ import annotations
 
 import os
+import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -47,3 +48,35 @@ def with_shared_memory(command, apart):
         return process.returncode, said
 
     return train
+
+
+@pytest.fixture(scope="session")
+def tab() -> Iterator[Any]:
+    """A page of a real browser, for all tests: each new page starts processes, which takes long."""
+    names = ("chromium", "chromium-browser", "google-chrome")
+    path = next(filter(None, map(shutil.which, names)), None)
+    if path is None:
+        pytest.skip("no chromium on this machine; Debian's package is `chromium`")
+    playwright = pytest.importorskip("playwright.sync_api")
+    with playwright.sync_playwright() as started:
+        browser = started.chromium.launch(executable_path=path)
+        yield browser.new_page()
+        browser.close()
+
+
+@pytest.fixture
+def watched(tab: Any) -> Iterator[tuple[Any, list[str], list[str]]]:
+    """The tab, the lines that it logs, and the URLs that it requests in a test."""
+    said: list[str] = []
+    asked: list[str] = []
+    listeners: dict[str, Callable[[Any], None]] = {
+        "console": lambda message: said.append(message.text),
+        "pageerror": lambda error: said.append(str(error)),
+        "request": lambda request: asked.append(request.url),
+    }
+    for event, listener in listeners.items():
+        tab.on(event, listener)
+    yield tab, said, asked
+    for event, listener in listeners.items():
+        tab.remove_listener(event, listener)
+    tab.goto("about:blank")

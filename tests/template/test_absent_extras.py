@@ -82,6 +82,7 @@ IN_PYTHON = {
     "src/lockstep_gpt/launch/agent.py": "min_nodes",  # torch's own name
     "src/lockstep_gpt/run_directory.py": ".",  # names of settings that runs were frozen with
     "tests/conftest.py": "^RANKS|launch.warm=false",  # settings of runs with separate processes
+    "tests/extras/conftest.py": "playwright",  # for the pages of several extras
     "tests/data/test_corpora.py": "sys.modules",  # what must not be imported
     "tests/docs/test_commands.py": '^    "',  # which test runs a page's commands
     "tests/forked_python.py": '^    "',  # libraries that are imported if installed

@@ -1,6 +1,5 @@
 """The page in a real browser: answers stream, and it sends no request to anywhere else."""
 
-import shutil
 import subprocess
 
 import pytest
@@ -50,38 +49,21 @@ def base_url(saved_run, url_of):
     return url_of(saved_run(ByteTokenizer(), source="stdlib"))
 
 
-@pytest.fixture(scope="module")
-def browser():
-    names = ("chromium", "chromium-browser", "google-chrome")
-    path = next(filter(None, map(shutil.which, names)), None)
-    if path is None:
-        pytest.skip("no chromium on this machine; Debian's package is `chromium`")
-    playwright = pytest.importorskip("playwright.sync_api")
-    with playwright.sync_playwright() as started:
-        browser = started.chromium.launch(executable_path=path)
-        yield browser
-        browser.close()
-
-
 @pytest.fixture
-def show(browser):
+def show(watched):
     """Open the page; check that it asked only its own server, and that no rule was broken."""
-    opened, said, asked, expected = [], [], [], []
+    tab, said, asked = watched
+    expected = []
 
-    def open_page(url, **context):
-        opened.append(browser.new_context(**context))
-        page = opened[-1].new_page()
-        page.on("console", lambda message: said.append(message.text))
-        page.on("pageerror", lambda error: said.append(str(error)))
-        page.on("request", lambda request: asked.append(request.url))
-        page.goto(url)
-        page.wait_for_selector("#send:not([disabled])")
-        return page
+    def open_page(url, width=1280, color_scheme="light"):
+        tab.set_viewport_size({"width": width, "height": 800})
+        tab.emulate_media(color_scheme=color_scheme)
+        tab.goto(url)
+        tab.wait_for_selector("#send:not([disabled])")
+        return tab
 
     open_page.expected = expected
     yield open_page
-    for context in opened:
-        context.close()
     assert [line for line in said if not any(each in line for each in expected)] == []
     assert asked
     assert all(url.startswith(("http://127.0.0.1:", "data:")) for url in asked)
@@ -203,7 +185,7 @@ def test_its_policy_allows_only_its_own_parts(base_url, show):
 @pytest.mark.parametrize("width", [320, 768, 1600])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_no_width_makes_the_page_scroll_sideways(chat_url, show, width, scheme):
-    page = show(chat_url, viewport={"width": width, "height": 800}, color_scheme=scheme)
+    page = show(chat_url, width=width, color_scheme=scheme)
     page.locator("#longest").fill("2")
     send(page, 40 * "x")
     settled(page)

@@ -1,9 +1,7 @@
-"""A recorded run on two ranks, and a browser for its pages."""
+"""A recorded run on two ranks, and its pages in a browser."""
 
 import fcntl
 import json
-import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -52,37 +50,17 @@ def recordings(recorded):
     return [json.loads(path.read_text(encoding="utf-8")) for path in paths]
 
 
-@pytest.fixture(scope="session")
-def browser() -> Iterator:
-    """A real browser, without a window."""
-    names = ("chromium", "chromium-browser", "google-chrome")
-    path = next(filter(None, map(shutil.which, names)), None)
-    if path is None:
-        pytest.skip("no chromium on this machine; Debian's package is `chromium`")
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=path)
-        yield browser
-        browser.close()
-
-
 @pytest.fixture
-def show(browser):
-    """Open a file as a page; check that it logged nothing and sent no network requests."""
-    opened, said, asked = [], [], []
+def show(watched):
+    """Show a file in the browser; check that it logged nothing and sent no network requests."""
+    tab, said, asked = watched
 
-    def open_page(path: Path, **context):
-        opened.append(browser.new_context(**{"reduced_motion": "reduce", **context}))
-        page = opened[-1].new_page()
-        page.on("console", lambda message: said.append(message.text))
-        page.on("pageerror", lambda error: said.append(str(error)))
-        page.on("request", lambda request: asked.append(request.url))
-        page.goto(path.as_uri())
-        return page
+    def open_file(path: Path, width: int = 1280, **media: str):
+        tab.set_viewport_size({"width": width, "height": 800})
+        tab.emulate_media(**{"reduced_motion": "reduce", "color_scheme": "light", **media})
+        tab.goto(path.as_uri())
+        return tab
 
-    yield open_page
-    for context in opened:
-        context.close()
+    yield open_file
     assert said == []
     assert all(url.startswith("file:") and url.endswith(".html") for url in asked)

@@ -127,5 +127,5 @@ def test_markup_in_samples_and_names_is_text(recorded, tmp_path, show):
 @pytest.mark.parametrize("width", [320, 1400])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_no_width_makes_the_page_scroll_sideways(path, show, width, scheme):
-    view = show(path, viewport={"width": width, "height": 800}, color_scheme=scheme)
+    view = show(path, width=width, color_scheme=scheme)
     assert view.evaluate("document.documentElement.scrollWidth") <= width
