@@ -109,7 +109,8 @@ def borrowing(run):
         def needs(extra: str) -> list[str]:
             return [*about["dependencies"], *extras.get(extra, [])]
 
-        link(required(about["name"], needs, "dev"), project / ".venv")
+        pip = metadata.distributions(name="pip")  # as in a virtual environment that has its own
+        link([*required(about["name"], needs, "dev"), *pip], project / ".venv")
         tools = project / ".venv/bin"
         for tool in Path(sysconfig.get_path("scripts")).iterdir():
             if not (tools / tool.name).exists():
