@@ -56,12 +56,12 @@ def main(arguments: list[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = parser_of("serve", "Answer over HTTP, like OpenAI's API, with a page to try it.")
     add = parser.add_argument
-    add("--host", default="127.0.0.1", help="the address to listen on (default: only this machine)")
+    add("--host", default="127.0.0.1", help="address to listen on (default: only this machine)")
     add("--port", type=int, default=8000, help="0 chooses a free one (default: 8000)")
     add("--name", help="the model's name in the API (default: the run's name)")
     add("--parallel", type=int, default=16, help="requests answered at once (default: 16)")
     add("--waiting", type=int, default=64, help="maximum requests in the queue (default: 64)")
-    add("--longest", type=int, help="maximum tokens per answer (default: the context)")
+    add("--longest", type=int, help="maximum tokens per answer (default: model.block_size)")
     add("--seconds", type=float, default=120, help="maximum seconds per request (default: 120)")
     add(
         "--grace",

@@ -60,7 +60,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = parser_of("chat", "Talk to a model that was trained on conversations.")
     add = parser.add_argument
     add("--system", help="system message before the conversation")
-    add("--longest", type=int, help="maximum tokens per answer (default: the context)")
+    add("--longest", type=int, help="maximum tokens per answer (default: model.block_size)")
     add("--temperature", type=float, default=0.8, help="0 takes the likeliest token (default: 0.8)")
     add("--top-k", type=int, help="draw from the K likeliest tokens (default: all)")
     add(

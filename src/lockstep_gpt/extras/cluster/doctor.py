@@ -33,7 +33,7 @@ Check the machines that a run would use: versions, devices, environment variable
 rendezvous, shared memory, disks, the run directory, clocks, and topology. Then check that
 collectives are correct, how fast they are, which ranks are slow, and that a DDP step equals a
 one-process step on the whole batch. Settings are those of {PROGRAM} train. doctor starts as
-many ranks as train, unless a launcher such as torchrun already has:
+many ranks as train if no launcher such as torchrun has started them. Examples:
 
   {PROGRAM} doctor trainer=cpu trainer.devices=2
   {PROGRAM} doctor trainer.num_nodes=2 launch.rdzv_endpoint=HOST:PORT launch.node_rank=0

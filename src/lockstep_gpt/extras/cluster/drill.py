@@ -65,9 +65,9 @@ def shocks(faults: int) -> str:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=f"{PROGRAM} drill",
-        description="Break small runs on this machine in many ways, and check that they recover. "
-        f"Other arguments go to {PROGRAM} train, for example trainer=gpu.",
-        epilog=f"{PROGRAM} drill exact checks that any rank count gives bit-identical results.",
+        description="Break small runs on this machine in many ways. Each must recover or fail "
+        f"cleanly. Other arguments go to {PROGRAM} train, for example trainer=gpu.",
+        epilog=f"`{PROGRAM} drill exact` compares 1, 2, and 4 ranks bit by bit.",
     )
     parser.add_argument("--ranks", type=count, default=2, help="devices of each run (default: 2)")
     parser.add_argument("--steps", type=count, default=300, help="steps of each run (default: 300)")
