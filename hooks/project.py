@@ -280,7 +280,7 @@ EDITS: dict[str, dict[str, Callable[[Answers], str]]] = {
         "  project: ": lambda answers: f"  project: {_quoted(answers.wandb_project)}",
         "  entity: ": lambda answers: (
             f"  entity: {_quoted(answers.wandb_entity) if answers.wandb_entity else 'null'}"
-            " # null: the account's own"
+            " # null: the account's default"
         ),
     },
     "docs/settings.md": {
@@ -289,7 +289,7 @@ EDITS: dict[str, dict[str, Callable[[Answers], str]]] = {
         ),
         r"\| `logger.wandb.entity` ": lambda answers: (
             f"| `logger.wandb.entity` | `{answers.wandb_entity or 'null'}` "
-            "| null: the account's own |"
+            "| null: the account's default |"
         ),
     },
     "configs/sweep.yaml": {

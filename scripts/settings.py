@@ -41,7 +41,7 @@ Run the script again after you change a setting there.
 
 A setting is an argument of the command (`optim.lr=1e-3`) or a line in `configs/`.
 Presets change some defaults: `model=gpt2` uses `gpt2.yaml` in `configs/model/`.
-They set all settings without a default except `data.path`; set that if your data source has it.
+They also set all settings without a default, except `data.path`: some sources need that from you.
 "Kept on resume": a resumed run must have the same value.
 Add `--cfg job` to a command to print all its values.
 """
@@ -186,7 +186,8 @@ def data_sections() -> Iterator[Part]:
             if issubclass(schema, DataConfig) and schema not in shown:
                 shown.add(schema)
                 base, shared = schema.__base__, f"### {about(schema)}"
-                also = f"Also accepts the {about(base).lower()}." if base is not Checked else ""
+                how = "Also accepts" if schema in names else "Used with"
+                also = f"{how} the {about(base).lower()}." if base is not Checked else ""
                 yield section(names.get(schema, shared), schema, also)
 
 

@@ -303,7 +303,7 @@ class GuardConfig(Checked):
 
     node: ClassVar[str] = "guard"
     max_skipped: int = setting(
-        "non-finite updates to skip before failing; 16-mixed counts only those at loss scale <= 1",
+        "non-finite updates to skip before failing (in 16-mixed: only those at loss scale <= 1)",
         0,
         at_least=0,
     )
@@ -327,11 +327,11 @@ class Config(Checked):
         "none; auto: continue run_dir if it exists; a run or checkpoint: start from it", "none"
     )
     resume_force: bool = setting("resume even if settings kept on resume differ", False)
-    trust_run_dir: bool = setting("let resume=auto use any class in run_dir/config.yaml", False)
+    trust_run_dir: bool = setting("resume=auto: use unknown classes in run_dir/config.yaml", False)
     precision: str = setting("precision of forward and backward", "32-true", choices=PRECISIONS)
     compile: bool = setting("compile the GPT with torch.compile", False)
     peak_tflops: float | None = setting(
-        "device's dense peak TFLOPS, for throughput/mfu; null: from an extra's table", None, above=0
+        "device's dense peak TFLOPS, for throughput/mfu; null: from extra `cluster`", None, above=0
     )
     val_every: int = setting("optimizer steps between validations", 250, at_least=1)
     log_every: int = setting("optimizer steps between rows of metrics", 10, at_least=1)

@@ -40,7 +40,7 @@ class MixtureData(DataConfig):
 
     source: str = setting("where the text comes from", "mixture", choices=("mixture",))
     sources: dict[str, Any] = field(
-        default_factory=dict, metadata=about("by name: another preset of `data`, and its settings")
+        default_factory=dict, metadata=about("name you choose: another `data` preset and settings")
     )
     weights: dict[str, float] = field(
         default_factory=dict, metadata=about("by name: share of the tokens, relative to others")
@@ -55,7 +55,7 @@ class MixtureData(DataConfig):
         ),
     )
     planned_tokens: int | None = setting(
-        "length in tokens to which epochs and schedule refer; null: this run's",
+        "tokens of the planned run, for epochs and schedule; null: this run's",
         None,
         on_resume="free",
         at_least=1,

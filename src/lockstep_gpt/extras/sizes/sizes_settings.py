@@ -12,7 +12,7 @@ class SizedModel(ModelConfig):
 
     size: str | None = setting(
         "number of block weights, such as 300k or 1M, from which model=auto derives other "
-        "settings; null: none",
+        "settings; null: derive none",
         None,
     )
     size_law: str | None = setting(

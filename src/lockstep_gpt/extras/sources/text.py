@@ -34,7 +34,7 @@ class TextData(FilesData):
 
 @dataclass
 class StdlibData(DocumentsData):
-    """The source code of the installed Python standard library."""
+    """Your Python standard library's source code."""
 
     source: str = setting("where the text comes from", "stdlib", choices=("stdlib",))
 

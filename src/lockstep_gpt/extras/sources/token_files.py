@@ -38,7 +38,7 @@ class ShardsData(InShards):
 
     source: str = setting("where the tokens come from", "shards", choices=("shards",))
     path: str = setting("a file, a folder, a glob, or a URL", "", on_resume="machine")
-    val_path: str | None = setting("validation files; null: held-out end of each 2^20 tokens", None)
+    val_path: str | None = setting("validation files; null: the end of each 2^20 tokens", None)
     dtype: str = setting(
         "token type of files without a header, little-endian", "uint16", choices=tuple(DTYPES)
     )
