@@ -123,6 +123,21 @@ def test_child_has_the_environment_folder_streams_and_words_it_was_given(
     assert (tmp_path / "err").read_text() == ""
 
 
+def test_a_server_works_on_after_its_folder_was_deleted(light, tmp_path, monkeypatch):
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / "first")
+    server = Server.started(light)
+    program = "import os, sys; sys.exit([os.getcwd(), sys.path[0]] != sys.argv and 1)"
+    (child,) = server.fork("time:sleep", [0], ["first"], [light])
+    assert child.wait(30) == 0
+    monkeypatch.chdir(tmp_path / "second")
+    (tmp_path / "first").rmdir()
+    (child,) = server.fork("builtins:exec", [program], 2 * [str(tmp_path / "second")], [light])
+    assert child.wait(30) == 0
+    server.close()
+
+
 def test_exception_of_the_function_is_shown_and_is_status_1(server, tmp_path):
     with (tmp_path / "err").open("w") as file:
         (child,) = server.fork("builtins:len", [3], ["w"], [os.environ], [0, 1, file.fileno()])

@@ -145,7 +145,7 @@ def _be(job: Job, environment: Mapping[str, str], descriptors: list[int]) -> NoR
 
 def _settle_in(job: Job, environment: Mapping[str, str]) -> None:
     """Set up what a separate program would have: folder, environment, arguments, random seed."""
-    before = str(Path.cwd())
+    before = str(Path("/proc/self/cwd").readlink()).removesuffix(" (deleted)")
     os.chdir(job.folder)
     ours = before_imports or {}
     set_by_imports = {name: text for name, text in os.environ.items() if name not in ours}
