@@ -574,8 +574,8 @@ def kill() -> Callable[[int], None]:
 
 
 def pytest_xdist_auto_num_workers() -> int:
-    """Use two more workers than there are cores: tests of limits and links mostly wait."""
-    return (os.cpu_count() or 1) + 2
+    """Use one more worker than there are cores: tests of limits and links mostly wait."""
+    return (os.cpu_count() or 1) + 1
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
