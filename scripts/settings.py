@@ -215,9 +215,10 @@ def settings_in(file: Path) -> Iterator[str]:
     """Yield a YAML file's settings as overrides, with its choices of groups first."""
     content = yaml.safe_load(file.read_text("utf-8")) or {}
     for entry in content.pop("defaults", []):
-        if isinstance(entry, dict) and "optional" not in str(entry):  # what an extra may add
+        if isinstance(entry, dict):
             ((group, choice),) = entry.items()
-            yield f"{group.removeprefix('override /')}={choice}"
+            if not group.startswith("optional "):  # what an extra may add
+                yield f"{group.removeprefix('override /')}={choice}"
     group = "" if file.parent.name == "experiment" else f"{file.parent.name}."
     yield from (f"{name}={as_typed(value)}" for name, value in flat(content, group))
 

@@ -1,5 +1,6 @@
 """A server of forks: forks belong to their requester, and nothing outlives its owner."""
 
+import contextlib
 import importlib.util
 import os
 import signal
@@ -127,15 +128,14 @@ def test_a_server_works_on_after_its_folder_was_deleted(light, tmp_path, monkeyp
     for name in ("first", "second"):
         (tmp_path / name).mkdir()
     monkeypatch.chdir(tmp_path / "first")
-    server = Server.started(light)
     program = "import os, sys; sys.exit([os.getcwd(), sys.path[0]] != sys.argv and 1)"
-    (child,) = server.fork("time:sleep", [0], ["first"], [light])
-    assert child.wait(30) == 0
-    monkeypatch.chdir(tmp_path / "second")
-    (tmp_path / "first").rmdir()
-    (child,) = server.fork("builtins:exec", [program], 2 * [str(tmp_path / "second")], [light])
-    assert child.wait(30) == 0
-    server.close()
+    with contextlib.closing(Server.started(light)) as server:
+        (child,) = server.fork("time:sleep", [0], ["first"], [light])
+        assert child.wait(30) == 0
+        monkeypatch.chdir(tmp_path / "second")
+        (tmp_path / "first").rmdir()
+        (child,) = server.fork("builtins:exec", [program], 2 * [str(tmp_path / "second")], [light])
+        assert child.wait(30) == 0
 
 
 def test_exception_of_the_function_is_shown_and_is_status_1(server, tmp_path):
