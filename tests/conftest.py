@@ -18,7 +18,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
@@ -77,6 +77,15 @@ class Command:
     folder: Path
     data_root: Path
     python: str | None = None  # starts processes; None: as users' commands do
+    _started: list[tuple[Any, list[IO[Any]]]] = field(default_factory=list)
+
+    def end(self) -> None:
+        """Kill the processes that a failed test left running, and close all files of output."""
+        for process, printed in self._started:
+            process.kill()  # without effect on a process that has ended
+            process.wait()
+            for file in printed:
+                file.close()
 
     def start(self, *arguments: str, target: str = COMMAND, **environment: str) -> Started:
         """Start the command and return its process, forked from one that imported everything.
@@ -98,7 +107,7 @@ class Command:
         from lockstep_gpt.extras.warm import server
 
         clean = {**_clean_environment(os.environ), **QUIET, **environment}
-        printed = [tempfile.TemporaryFile() for _ in range(2)]  # noqa: SIM115 (closed with the process)
+        printed = [tempfile.TemporaryFile() for _ in range(2)]  # noqa: SIM115 (closed by `end`)
         with contextlib.chdir(self.folder):
             process = server.start(
                 target,
@@ -109,11 +118,12 @@ class Command:
                 [0, *(file.fileno() for file in printed)],
             )
         assert process, "the server that forks commands has ended"
+        self._started.append((process, printed))
         return Started(process, *printed)
 
     def start_words(self, words: list[str], **environment: str) -> subprocess.Popen[str]:
         """Start any program."""
-        return subprocess.Popen(
+        process = subprocess.Popen(
             words,
             cwd=self.folder,
             env={**_clean_environment(os.environ), **QUIET, **environment},
@@ -121,6 +131,8 @@ class Command:
             stderr=subprocess.PIPE,
             text=True,
         )
+        self._started.append((process, [process.stdout, process.stderr]))
+        return process
 
     def __call__(
         self, *arguments: str, status: int = 0, **environment: str
@@ -492,10 +504,12 @@ def data_root(shared: Path) -> Path:
 
 
 @pytest.fixture
-def command(tmp_path: Path, data_root: Path, request: pytest.FixtureRequest) -> Command:
+def command(tmp_path: Path, data_root: Path, request: pytest.FixtureRequest) -> Iterator[Command]:
     """The command; its processes are forks, by the extra `warm` or, without it, by our server."""
     forks = None if WARM else request.getfixturevalue("python_of_forks")
-    return Command(tmp_path, data_root, forks)
+    command = Command(tmp_path, data_root, forks)
+    yield command
+    command.end()
 
 
 @pytest.fixture(scope="session")
@@ -565,6 +579,20 @@ def processes_of() -> Callable[[Path], list[int]]:
         return found
 
     return find
+
+
+@pytest.fixture
+def is_alive() -> Callable[[int], bool]:
+    """Return whether a process exists and has not ended."""
+
+    def is_one(pid: int) -> bool:
+        try:
+            stat = Path(f"/proc/{pid}/stat").read_text()
+        except (FileNotFoundError, ProcessLookupError):
+            return False
+        return stat.rpartition(")")[2].split()[0] != "Z"
+
+    return is_one
 
 
 @pytest.fixture

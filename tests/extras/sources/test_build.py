@@ -228,14 +228,7 @@ def in_processes(corpus, tmp_path, wait_for):
     build.communicate()
 
 
-def is_alive(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
-def test_killing_a_build_ends_its_processes(in_processes, wait_for):
+def test_killing_a_build_ends_its_processes(in_processes, wait_for, is_alive):
     build, workers = in_processes
     assert len(workers) == 2
     build.kill()

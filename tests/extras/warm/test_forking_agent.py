@@ -87,7 +87,7 @@ def started(command, processes_of, wait_for, *words):
 def words_of(pid):
     try:
         return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):
         return ""
 
 

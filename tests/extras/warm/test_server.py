@@ -70,14 +70,6 @@ def light(tmp_path, monkeypatch):
     return {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
 
 
-def is_alive(pid):
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
-        return False
-    return state != "Z"
-
-
 @pytest.mark.parametrize(("text", "status"), [("", 0), ("four", 4), ("x" * 200, 200)])
 def test_status_is_that_of_the_function(server, text, status):
     (child,) = server.fork("builtins:len", [text], ["words"], [os.environ])
@@ -175,7 +167,7 @@ def test_server_that_answers_no_more_is_ended_within_its_limit():
     assert done.stdout.split() == [str(-signal.SIGKILL), "timed", "out"]
 
 
-def test_nothing_outlives_a_killed_requester(light, wait_for):
+def test_nothing_outlives_a_killed_requester(light, wait_for, is_alive):
     requester = subprocess.Popen(
         [sys.executable, "-c", REQUESTER], env=light, stdout=subprocess.PIPE, text=True
     )
