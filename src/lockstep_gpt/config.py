@@ -156,9 +156,7 @@ class ModelConfig(Checked):
     n_layer: int = setting("transformer blocks", at_least=1)
     n_head: int = setting("attention heads per block", at_least=1)
     n_embd: int = setting("width of the residual stream, C", at_least=1)
-    dropout: float = setting(
-        "fraction of activations dropped in training", 0.0, on_resume="free", at_least=0, below=1
-    )
+    dropout: float = setting("dropout probability", 0.0, on_resume="free", at_least=0, below=1)
     bias: bool = setting("biases in linear layers and norms, as in GPT-2", True)
     architecture: str = setting("gpt, modern, or another module of model/", "gpt")
     activation_checkpointing: bool = setting(
@@ -446,6 +444,12 @@ def check_choice(setting: str, value: Any, choices: tuple[str | None, ...]) -> N
     check(setting, value, value in choices, f"is not one of {', '.join(map(as_typed, choices))}")
 
 
+@functools.cache  # it takes longer than merging the values
+def with_groups(*classes: tuple[str, Any]) -> Any:
+    """Return an empty configuration whose groups have the types of these `classes`."""
+    return OmegaConf.merge(OmegaConf.structured(Config), dict(classes))
+
+
 def from_container(values: dict[str, Any], file: Path | None = None) -> Config:
     """Check plain `values` against the schema and resolve references to the environment.
 
@@ -455,8 +459,8 @@ def from_container(values: dict[str, Any], file: Path | None = None) -> Config:
     if source is not None:
         check_choice("data.source", source, tuple(data_sources()))
     try:
-        merged_values = OmegaConf.merge(OmegaConf.structured(Config), groups(source), values)
-        return cast(Config, OmegaConf.to_object(merged_values))
+        typed = OmegaConf.merge(with_groups(*groups(source).items()), values)
+        return cast(Config, OmegaConf.to_object(typed))
     except OmegaConfBaseException as error:
         if file is None:
             raise

@@ -85,7 +85,7 @@ def _register_schema() -> None:
     # Also groups without a valid default: setting one of their settings sets no other.
     register_resolver("precision_here", devices.precision_here, replace=True)
     groups = {**schema.groups(), "data": MISSING}  # each data choice brings its own
-    config = OmegaConf.merge(OmegaConf.structured(Config), groups)
+    config = schema.with_groups(*groups.items())
     store.repo.get("hydra", {}).pop("schema", None)  # entries of an earlier call would stay
     store.store(group="hydra/schema", name="config", node=config)
     for source, settings in schema.data_sources().items():
@@ -126,15 +126,15 @@ def frozen(config: DictConfig) -> dict[str, Any]:
 
 
 def _plain(node: Any, reads: list[str]) -> Any:
+    if not isinstance(node, DictConfig | ListConfig):
+        return node
+    raw: Any = OmegaConf.to_container(node, resolve=False)
     if isinstance(node, ListConfig):
-        return [_plain_child(node, index, reads) for index in range(len(node))]
-    if isinstance(node, DictConfig):
-        return {key: _plain_child(node, key, reads) for key in node}
-    return node
+        return [_plain_child(node, index, raw[index], reads) for index in range(len(node))]
+    return {key: _plain_child(node, key, raw[key], reads) for key in node}
 
 
-def _plain_child(parent: Any, key: Any, reads: list[str]) -> Any:
-    raw = OmegaConf.to_container(parent, resolve=False)[key]  # type: ignore[index]
+def _plain_child(parent: Any, key: Any, raw: Any, reads: list[str]) -> Any:
     reads.clear()
     value = raw if OmegaConf.is_missing(parent, key) else parent[key]
     return raw if reads else _plain(value, reads)
