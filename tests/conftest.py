@@ -416,7 +416,8 @@ def servers() -> Iterator[None]:
 
             def fork_with_wandb(*given: Any) -> Any:
                 target, arguments, words, environment, _, *streams = given
-                return fork(target, arguments, words, environment, ["wandb"], *streams)
+                modules = ["wandb", "wandb.sdk.launch"]  # each run imports the latter
+                return fork(target, arguments, words, environment, modules, *streams)
 
             patch.setattr(server, "start", fork_with_wandb)
         yield

@@ -38,6 +38,7 @@ PRELOADED = (
     "datasets",
     "hypothesis",
     "kubeflow_trainer_api.models",
+    "kubernetes.config",
     f"{WARM}.forking_agent",
     "lockstep_gpt.cli",
     "lockstep_gpt.launch.agent",
@@ -46,9 +47,10 @@ PRELOADED = (
     "lockstep_gpt.training.train",
     "matplotlib.figure",
     "pytest",
+    "torch._dynamo.backends.debugging",
     "torch.distributed.run",
     "transformers.models.gpt2.modeling_gpt2",
-    "wandb",
+    "wandb.sdk.launch",
 )
 FLAGS = {"-B", "-u"}  # those that a fork can also have
 PR_SET_PDEATHSIG = 1  # of prctl(2)

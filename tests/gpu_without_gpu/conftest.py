@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 
@@ -88,6 +89,7 @@ class Graphs(Callback):
 @pytest.fixture
 def graphs(monkeypatch):
     """Everything compiled from now on, without the minutes that a compiler takes."""
+    importlib.import_module("torch._inductor.pattern_matcher")  # else in each rank, a fork
     seen = Graphs()
     compiler = torch.compile
     monkeypatch.setattr(

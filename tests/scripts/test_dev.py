@@ -1,6 +1,5 @@
 import ast
 import importlib
-import importlib.metadata
 import json
 import os
 import platform
@@ -157,29 +156,6 @@ def test_the_exit_status_is_the_command_s(project):
     assert dev(project, "fail")[0] == 7
 
 
-# Creates an environment with this one's pip: installing a separate pip takes four seconds.
-QUICK_VENV = """\
-import pathlib, pip, sys, sysconfig
-sys.path = [each for each in sys.path if each != str(pathlib.Path(__file__).parent)]
-from venv import EnvBuilder
-clear, folder = sys.argv[1:]
-assert clear == "--clear"
-EnvBuilder(clear=True, symlinks=True).create(folder)
-packages = pathlib.Path(sysconfig.get_path("purelib", vars={"base": folder}))
-(packages / "pip").symlink_to(pathlib.Path(pip.__file__).parent)
-"""
-
-
-@pytest.fixture
-def quick_venv(tmp_path):
-    """Return environment variables with which Python creates virtual environments quickly."""
-    if not [*importlib.metadata.distributions(name="pip")]:  # uv creates such environments
-        return {}
-    (tmp_path / "quick").mkdir()
-    (tmp_path / "quick/venv.py").write_text(QUICK_VENV)
-    return {"PYTHONPATH": str(tmp_path / "quick")}
-
-
 def test_the_tests_packages_are_installed_with_the_first_test(tmp_path, quick_venv):
     root = plant(tmp_path / "project")
     stamps = []
@@ -232,9 +208,9 @@ def test_test_runs_lint_types_and_tests_in_the_root(project, tmp_path):
 
 
 @pytest.mark.parametrize("words", [["--versions", "oldest"], ["--versions=oldest"]])
-def test_other_versions_have_a_separate_environment_for_tests(project, words):
+def test_other_versions_have_a_separate_environment_for_tests(project, words, quick_venv):
     before = (project / ".venv/set-up.sha256").read_bytes()
-    status, out, err = dev(project, "test", "tests/model", *words, "-k", "a")
+    status, out, err = dev(project, "test", "tests/model", *words, "-k", "a", **quick_venv)
     assert (status, out) == (0, "pytest -n auto --durations=10 tests/model -k a\n")
     assert f"dev.py: oldest versions: Python {platform.python_version()}\n" in err
     assert (project / ".venv-oldest/constraints.txt").read_text() == ""

@@ -140,7 +140,7 @@ def test_the_newest_versions_have_an_environment_per_day(root, monkeypatch):
 
 
 @pytest.mark.parametrize("fails", [False, True], ids=["uv", "uv fails, pip does it"])
-def test_uv_installs_if_it_is_available(root, tmp_path, monkeypatch, fails):
+def test_uv_installs_if_it_is_available(root, tmp_path, monkeypatch, quick_venv, fails):
     log = tmp_path / "uv-calls"
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin/uv").write_text(UV.format(python=sys.executable, log=log))
@@ -150,6 +150,8 @@ def test_uv_installs_if_it_is_available(root, tmp_path, monkeypatch, fails):
     links = str(tmp_path / "wheels")
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
     monkeypatch.setenv("PIP_FIND_LINKS", links)
+    for name, value in quick_venv.items():
+        monkeypatch.setenv(name, value)
     load(root).Environment().set_up()
     assert (root / "installed").read_text() == "once\n"
     python = root / ".venv/bin/python"
@@ -195,11 +197,12 @@ dependencies = [
 """
 
 
-def test_real_installers_take_the_versions_of_each_set(root, installer):
+def test_real_installers_take_the_versions_of_each_set(root, installer, quick_venv):
     text = PROJECT.replace('version = "1"\n', f'version = "1"{NEEDS}')
     pins = '[tool.uv]\nconstraint-dependencies = ["needed==2.0"]\n'
     (root / "pyproject.toml").write_text(text + pins)
     (root / "constraints.txt").write_text("needed==2.0\n")
+    path = os.pathsep.join([str(root / "scripts"), *quick_venv.values()])
     found = {}
     for versions in ("oldest", "pinned", "newest"):
         program = (
@@ -209,7 +212,7 @@ def test_real_installers_take_the_versions_of_each_set(root, installer):
         done = subprocess.run(
             [sys.executable, "-c", program],
             cwd=root,
-            env=os.environ | installer | {"PYTHONPATH": str(root / "scripts")},
+            env=os.environ | installer | {"PYTHONPATH": path},
             capture_output=True,
             encoding="utf-8",
         )

@@ -15,7 +15,8 @@ from scripts.deletions import FOLDERS, copy_without
 COLLECT_AND_TRAIN = """
 import gc, sys, pytest
 gc.disable()
-quiet = ["-qq", "--assert=plain", "-p", "no:cacheprovider", "-p", "no:hypothesispytest"]
+slow = ("cacheprovider", "hypothesispytest", "unraisableexception")
+quiet = ["-qq", "--assert=plain", *(f"-pno:{name}" for name in slow)]
 if status := pytest.main(["--collect-only", *quiet]):
     sys.exit(int(status))
 import my_gpt.cli

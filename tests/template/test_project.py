@@ -152,12 +152,16 @@ def packed(shared, once, project, run):
 @pytest.mark.timeout(LIMIT + 60)
 @pytest.mark.parametrize("extras", ["none"])
 def test_it_passes_its_own_tests_and_leaves_nothing_for_git(
-    extras, generate, borrowing, run, git, tmp_path, types, monkeypatch
+    extras, generate, borrowing, run, git, tmp_path, tmp_path_factory, types, monkeypatch
 ):
-    monkeypatch.setenv("MYPY_CACHE_DIR", str(types))  # otherwise, mypy reads torch for a minute
+    # A copy, because its environment lacks libraries of extras: with one cache for both, mypy would
+    # read torch again for each.
+    monkeypatch.setenv("MYPY_CACHE_DIR", str(shutil.copytree(types, tmp_path / "types")))
     generate(tmp_path, f"extras={extras}")
     project = borrowing(tmp_path / "my-gpt")
-    out = run(project, sys.executable, "scripts/dev.py", "test", "-n0")  # next to other tests
+    # pytest would otherwise delete files of earlier sessions now, which slows down all other tests.
+    files = f"--basetemp={tmp_path_factory.mktemp('own')}"
+    out = run(project, sys.executable, "scripts/dev.py", "test", "-n0", files)  # next to others
     assert " passed" in out.splitlines()[-1]
     assert git(project, "status", "--porcelain") == ""
 
