@@ -30,7 +30,7 @@ ELSEWHERE = {
     "python3 scripts/dev.py": "tests/scripts/test_dev.py runs it in a project of its own",
     "lockstep-gpt doctor": "tests/extras/cluster/test_doctor.py",
     "lockstep-gpt drill": "tests/extras/cluster/test_drill.py, and test_exactness.py",
-    "python3 -c": "the story of all pages begins with it",
+    "python3 -c": "the test of each page begins with it",
     "sbatch": "tests/scripts/test_slurm.py, on a SLURM of its own",
     "printf": "of the same page",
     "SWEEP=": "of the same page",
