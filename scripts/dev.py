@@ -65,7 +65,7 @@ def check(environment: Environment, options: "list[str]") -> int:
     """Run lint, types (both with the pins only), and tests; stop at the first failure."""
     whole = not options
     if "--changed" in options:
-        options = [each for each in options if each != "--changed"] + changed_tests()
+        options = changed_tests() + [each for each in options if each != "--changed"]
         say(f"of what has changed: {' '.join(options) or 'no tests, only lint and types'}")
     spread = [] if any(each.startswith(OWN_PROCESSES) for each in options) else ["-n", "auto"]
     pinned = environment.versions == "pinned"
@@ -108,19 +108,22 @@ def _estimate(seconds: Path) -> float:
 
 
 def changed_tests() -> "list[str]":
-    """Return the test files for all files that differ from the last commit.
+    """Return pytest's options for the tests of all files that differ from the last commit.
 
     The tree of tests mirrors the source tree. For a file without a mirror, these are the test files
-    that import it; if none does, the test folder that is named after the file's own folder.
+    that import it; if none does, the test folder that is named after the file's own folder. Of the
+    tests with `of_a_page` in their names, those of unchanged pages are left out.
     """
-    found = set()
+    found, pages = set(), []
     for listing in (["diff", "--name-only", "HEAD"], ["ls-files", "-o", "--exclude-standard"]):
         done = subprocess.run(["git", *listing], cwd=ROOT, stdout=subprocess.PIPE)
         if done.returncode:
             refuse("--changed asks git what differs from the last commit; see above")
         for name in done.stdout.decode().splitlines():
             found |= _tests_of(Path(name))
-    return sorted(found)
+            pages += [name] if re.match(r"docs/.+\.md$", name) else []
+    only = ["-k", " or ".join(["not of_a_page", *sorted(pages)])] if pages else []
+    return sorted(found) + only
 
 
 def _tests_of(path: Path) -> "set[str]":
