@@ -111,8 +111,9 @@ def changed_tests() -> "list[str]":
     """Return pytest's options for the tests of all files that differ from the last commit.
 
     The tree of tests mirrors the source tree. For a file without a mirror, these are the test files
-    that import it; if none does, the test folder that is named after the file's own folder. Of the
-    tests with `of_a_page` in their names, those of unchanged pages are left out.
+    that import it. If none does, they are those of the test folder named after the file's own
+    folder that name it or a pattern such as `*.md`, or the whole folder. Of the tests with
+    `of_a_page` in their names, those of unchanged pages are left out.
     """
     found, pages = set(), []
     for listing in (["diff", "--name-only", "HEAD"], ["ls-files", "-o", "--exclude-standard"]):
@@ -137,9 +138,13 @@ def _tests_of(path: Path) -> "set[str]":
     imports = re.compile(rf"(import|from) .*\b{re.escape(path.stem)}\b")
     tests = [each for each in ROOT.glob("tests/**/test_*.py") if path.suffix == ".py"]
     importers = {each for each in tests if imports.search(each.read_text("utf-8"))}
-    folder = ROOT / "tests" / inner[0]
-    folders = {folder} if folder.is_dir() and not importers else set()
-    return {each.relative_to(ROOT).as_posix() for each in importers | folders}
+    found, folder = importers, ROOT / "tests" / inner[0]
+    if not importers and folder.is_dir():
+        asked = rf"\b{re.escape(path.name)}" + rf"|\*{re.escape(path.suffix)}\b" * bool(path.suffix)
+        texts = {each: each.read_text("utf-8") for each in folder.glob("**/test_*.py")}
+        readers = {each for each, text in texts.items() if re.search(asked, text)}
+        found = readers or {folder}
+    return {each.relative_to(ROOT).as_posix() for each in found}
 
 
 if __name__ == "__main__":

@@ -248,7 +248,9 @@ CHANGES = {
     "src/lockstep_gpt/launch.py": {"tests/test_who.py"},  # any importer
     "tests/model/test_gpt.py": {"tests/model/test_gpt.py"},
     "tests/model/conftest.py": {"tests/model"},
-    "docs/page.md": {"tests/docs", "-k", "not of_a_page or docs/page.md"},
+    "docs/page.md": {"tests/docs/test_pages.py", "-k", "not of_a_page or docs/page.md"},
+    "scripts/job.sh": {"tests/scripts/test_jobs.py"},  # names it
+    "scripts/other.sh": {"tests/scripts"},  # any may use it
     "README.md": set(),
 }
 
@@ -258,10 +260,17 @@ def test_changed_runs_the_tests_of_files_changed_since_the_last_commit(
     tmp_path, monkeypatch, changed, tests
 ):
     root = plant(tmp_path / "project")
-    for name in (*CHANGES, "tests/docs/test_pages.py"):
+    for name in CHANGES:
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).touch()
-    (root / "tests/test_who.py").write_text("from lockstep_gpt import launch\n")
+    for name, text in {
+        "tests/test_who.py": "from lockstep_gpt import launch\n",
+        "tests/docs/test_pages.py": 'PAGES = Path("docs").glob("*.md")\n',
+        "tests/docs/test_other.py": 'PAGE = Path("docs/other.md")\n',
+        "tests/scripts/test_jobs.py": 'JOB = Path("scripts/job.sh")\n',
+    }.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
     git = ["git", "-c", "user.name=a", "-c", "user.email=a@b"]
     for words in (["init", "-q"], ["add", "-A"], ["commit", "-qm", "all"]):
         subprocess.run([*git, *words], cwd=root, check=True)
