@@ -264,6 +264,7 @@ def test_changed_runs_the_tests_of_files_changed_since_the_last_commit(
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).touch()
     for name, text in {
+        ".gitignore": "__pycache__/\n",
         "tests/test_who.py": "from lockstep_gpt import launch\n",
         "tests/docs/test_pages.py": 'PAGES = Path("docs").glob("*.md")\n',
         "tests/docs/test_other.py": 'PAGE = Path("docs/other.md")\n',

@@ -43,6 +43,7 @@ RECORDED = {
         "one micro-batch needs more memory"
     ),
     "DataLoader worker (pid 4242) is killed by signal: Bus error. It is possible that": "/dev/shm",
+    "RuntimeError: unable to write to file </torch_42_1>: No space left on device (28)": "/dev/shm",
     "[Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=8, OpType=ALLREDUCE,": (
         "joined an all-reduce late"
     ),
@@ -150,8 +151,12 @@ def test_every_failure_of_the_table_is_among_the_tested():
     assert all(known)
 
 
-def test_an_unknown_failure_has_no_explanation(composed):
-    assert explain("ValueError: something else", Scene(composed(), 1)) == ""
+@pytest.mark.parametrize(
+    "text",
+    ["ValueError: something else", 'File "/dev/shm/project/src/own.py", line 7\nZeroDivisionError'],
+)
+def test_an_unknown_failure_has_no_explanation(composed, text):
+    assert explain(text, Scene(composed(), 1)) == ""
 
 
 def test_a_death_is_explained_by_its_log_or_its_signal(composed):

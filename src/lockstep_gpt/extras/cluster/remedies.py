@@ -101,7 +101,7 @@ ENTRIES = [
     ),
     Entry(
         r"Bus error|SemLock|DataLoader timed out|out of shared memory|"
-        r"unable to (?:open|allocate) shared memory|/dev/shm",
+        r"unable to (?:open|allocate) shared memory|</torch_\d|/dev/shm/(?:torch_|sem\.|psm_)",
         "workers of the data loader cannot hand over batches, most often because /dev/shm is full",
         "data.num_workers=0, or enlarge it: docker run --ipc=host or --shm-size=8g; on Kubernetes, "
         "an emptyDir with medium Memory at /dev/shm",
