@@ -586,14 +586,14 @@ def processes_of() -> Callable[[Path], list[int]]:
 def is_alive() -> Callable[[int], bool]:
     """Return whether a process exists and has not ended."""
 
-    def is_one(pid: int) -> bool:
+    def is_running(pid: int) -> bool:
         try:
             stat = Path(f"/proc/{pid}/stat").read_text()
         except (FileNotFoundError, ProcessLookupError):
             return False
         return stat.rpartition(")")[2].split()[0] != "Z"
 
-    return is_one
+    return is_running
 
 
 @pytest.fixture

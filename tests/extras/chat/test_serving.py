@@ -9,9 +9,9 @@ import socket
 import subprocess
 import sys
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -454,8 +454,9 @@ def test_streams_advance_together(started, base_run):
 
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(read, "ab"))
-    switches = sum(one != other for one, other in pairwise(arrived))
-    assert switches > 50
+    # Not how often they alternate: on a loaded machine, a thread reads many lines at once.
+    half = Counter(arrived[: len(arrived) // 2])
+    assert min(half["a"], half["b"]) > 100
 
 
 def test_a_client_that_leaves_frees_its_place(started, base_run):
