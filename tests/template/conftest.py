@@ -227,14 +227,21 @@ def once_fixture() -> Callable[[Path, Callable[[Path], object]], Path]:
 
 
 @pytest.fixture(scope="session")
-def types(shared: Path) -> Path:
-    """mypy's cache of the dependencies: from this repository, or from the first test to ask."""
+def copy_types() -> Callable[[Path], Path]:
+    """Return a function that copies mypy's cache of this repository, if there is one."""
 
-    def start(folder: Path) -> None:
+    def copy(folder: Path) -> Path:
         if (ROOT / ".mypy_cache").is_dir():
             shutil.copytree(ROOT / ".mypy_cache", folder)
+        return folder
 
-    return once(shared / "types", start)
+    return copy
+
+
+@pytest.fixture(scope="session")
+def types(shared: Path, copy_types: Callable[[Path], Path]) -> Path:
+    """mypy's cache of the dependencies: from this repository, or from the first test to ask."""
+    return once(shared / "types", copy_types)
 
 
 @pytest.fixture
