@@ -24,13 +24,10 @@ from typing import IO, Any
 
 import pytest
 import torch
-import yaml
-from hydra._internal.hydra import Hydra
 from hypothesis import settings
 
-from lockstep_gpt import config as schema
-from lockstep_gpt import extras, processes
-from lockstep_gpt.launch import compose, start
+from lockstep_gpt import processes
+from lockstep_gpt.launch import start
 
 if os.environ.get("ENDS_WITH_PARENT"):  # tests of a project that other tests generated
     processes.end_with_parent()
@@ -51,7 +48,7 @@ COMMAND = "lockstep_gpt.cli:main"
 FORKS = Path(__file__).with_name("forked_python.py")
 WARM = importlib.util.find_spec("lockstep_gpt.extras.warm") is not None
 TIMEOUT = 240  # seconds; on an idle machine, no command takes an eighth of it
-MINIATURE = Path(__file__).with_name("miniature.py")
+PLUGINS = ("composition", "miniature")  # files of fixtures for all tests
 # Python's defaults: a command in this process should warn like one in a separate process.
 USUAL_FILTERS = (
     ("ignore", ResourceWarning),
@@ -329,11 +326,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Make the fixtures of miniature.py known to all tests."""
-    spec = importlib.util.spec_from_file_location("miniature", MINIATURE)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    config.pluginmanager.register(module)
+    """Make the fixtures of other files known to all tests."""
+    for name in PLUGINS:
+        path = Path(__file__).with_name(f"{name}.py")
+        spec = importlib.util.spec_from_file_location(name, path)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        config.pluginmanager.register(module)
 
 
 @pytest.fixture(scope="session")
@@ -370,28 +369,6 @@ def thawed() -> Iterator[None]:
     yield
     gc.collect()
     gc.freeze()
-
-
-@pytest.fixture(scope="session", autouse=True)
-def quick_composition() -> Iterator[None]:
-    """Save a third of the time of commands in this process, without changing their results.
-
-    Each command registers the same schema, reads YAML in Python, and has Hydra compose everything
-    one extra time, only for `hydra.mode`. Commands in separate Python processes still do so.
-    """
-    register, registered = compose._register_schema, []
-
-    def register_what_is_new() -> None:
-        wanted = [*extras.__path__], schema.groups(), schema.data_sources()
-        if wanted not in registered:
-            register()
-            registered[:] = [wanted]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compose, "_register_schema", register_what_is_new)
-        patch.setattr(yaml, "SafeLoader", getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-        patch.setattr(Hydra, "get_mode", lambda *_, **__: None)  # as if it is not set
-        yield
 
 
 @pytest.fixture(scope="session", autouse=True)

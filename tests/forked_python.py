@@ -208,7 +208,7 @@ def serve(listener: socket.socket, program: str, modules: Sequence[str] = ()) ->
 
 
 def _compose_once() -> None:
-    """Save the same time in commands as `quick_composition` of tests/conftest.py does."""
+    """Save the same time in commands as `quick_composition` of tests/composition.py does."""
     import yaml
     from hydra._internal.hydra import Hydra
 

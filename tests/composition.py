@@ -1,0 +1,102 @@
+"""Quicker composition of settings, with the same results, for commands in one process.
+
+Half of a command's time without training is Hydra's. Commands of tests mostly compose the same
+files with the same choices, so all that Hydra does before it sets the command line's values is
+remembered. Commands in separate Python processes still compose everything anew.
+"""
+
+import contextlib
+import copy
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import yaml
+from hydra._internal import defaults_list
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.hydra import Hydra
+
+from lockstep_gpt import config as schema
+from lockstep_gpt import extras
+from lockstep_gpt.launch import compose
+
+MOST = 100  # remembered results; more would take time in each garbage collection
+
+
+@pytest.fixture(scope="session", autouse=True)
+def quick_composition() -> Iterator[None]:
+    """Save most of the time of composing in this process.
+
+    Each command registers the same schema, reads YAML in Python, and has Hydra compose everything
+    one extra time, only for `hydra.mode`.
+    """
+    register, registered = compose._register_schema, []
+
+    with _remembered() as forget, pytest.MonkeyPatch.context() as patch:
+
+        def register_what_is_new() -> None:
+            wanted = [*extras.__path__], schema.groups(), schema.data_sources()
+            if wanted not in registered:
+                forget()
+                register()
+                registered[:] = [wanted]
+
+        patch.setattr(compose, "_register_schema", register_what_is_new)
+        patch.setattr(yaml, "SafeLoader", getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+        patch.setattr(Hydra, "get_mode", lambda *_, **__: None)  # as if it is not set
+        yield
+
+
+@contextlib.contextmanager
+def _remembered() -> Iterator[Any]:
+    """Make Hydra remember which files choices lead to, and what these files compose.
+
+    Yields:
+        a function that empties the memory.
+    """
+    choose = defaults_list._create_defaults_list
+    merge = ConfigLoaderImpl._compose_config_from_defaults_list
+    memory: dict[str, Any] = {}
+
+    def make_room() -> None:
+        if len(memory) >= MOST:
+            memory.clear()
+
+    def chosen(repo: Any, config_name: Any, overrides: Any, *flags: Any, **named: Any) -> Any:
+        values, overrides.config_overrides = overrides.config_overrides, []  # set later
+        try:
+            key = repr((config_name, overrides, flags, named, _files(repo)))
+            if key not in memory:
+                make_room()
+                made = choose(repo, config_name, overrides, *flags, **named)
+                memory[key] = made, copy.deepcopy(vars(overrides))
+            made, after = memory[key]
+            vars(overrides).update(copy.deepcopy(after))
+        finally:
+            overrides.config_overrides = values
+        return made
+
+    def merged(self: Any, defaults: Any, repo: Any) -> Any:
+        key = repr((defaults, _files(repo)))
+        if key not in memory:
+            make_room()
+            memory[key] = merge(self, defaults, repo)
+        return copy.deepcopy(memory[key])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(defaults_list, "_create_defaults_list", chosen)
+        patch.setattr(ConfigLoaderImpl, "_compose_config_from_defaults_list", merged)
+        yield memory.clear
+
+
+def _files(repo: Any) -> list[tuple[Any, ...]]:
+    """Return all sources of settings, and what changes if one of their files does."""
+    found: list[tuple[Any, ...]] = []
+    for source in repo.get_sources():
+        found.append((source.provider, source.scheme(), source.path))
+        for folder, _, names in os.walk(source.path):  # of other schemes, there is no such folder
+            stats = [os.stat(f"{folder}/{name}") for name in names]  # noqa: PTH116 (ten times a test)
+            found += [(each.st_ino, each.st_size, each.st_mtime_ns) for each in stats]
+            found += [(folder, *names)]
+    return found
