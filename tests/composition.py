@@ -2,7 +2,7 @@
 
 Half of a command's time without training is Hydra's. Commands of tests mostly compose the same
 files with the same choices, so all that Hydra does before it sets the command line's values is
-remembered. Commands in separate Python processes still compose everything anew.
+remembered. New Python processes still compose everything anew.
 """
 
 import contextlib
@@ -26,7 +26,14 @@ MOST = 100  # remembered results; more would take time in each garbage collectio
 
 @pytest.fixture(scope="session", autouse=True)
 def quick_composition() -> Iterator[None]:
-    """Save most of the time of composing in this process.
+    """Compose quickly in this process."""
+    with quick():
+        yield
+
+
+@contextlib.contextmanager
+def quick() -> Iterator[None]:
+    """Save most of the time of composing in this process and its forks.
 
     Each command registers the same schema, reads YAML in Python, and has Hydra compose everything
     one extra time, only for `hydra.mode`.
