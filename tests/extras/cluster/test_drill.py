@@ -18,8 +18,8 @@ DRILLS = [
 ]
 
 
-# Validations and samples are not part of the drill: short ones are enough.
-SHORT = ("data.val_tokens=256", "callbacks.sample.length=1")
+# Validations, samples, and the depth of the model are not part of the drill.
+SHORT = ("data.val_tokens=256", "callbacks.sample.length=1", "model.n_layer=1")
 
 
 @pytest.fixture
