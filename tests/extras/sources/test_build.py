@@ -176,6 +176,7 @@ def killed_when(config, condition):
     assert build.returncode == -signal.SIGKILL
 
 
+@pytest.mark.usefixtures("quick_ranks")
 def test_a_killed_build_resumes_and_gives_the_same_bytes(tmp_path, caplog):
     config = small(tmp_path, vocab_size=50_257, tokens=30_000_000, shard_mb=1)
     killed_when(config, lambda: len([*tmp_path.glob(".*/train*")]) > 12)
@@ -191,6 +192,7 @@ def test_a_killed_build_resumes_and_gives_the_same_bytes(tmp_path, caplog):
     assert content(folder) == content(prepare(other))
 
 
+@pytest.mark.usefixtures("quick_ranks")
 def test_leftovers_of_a_killed_build_are_verified(tmp_path, caplog):
     config = small(tmp_path, vocab_size=50_257, tokens=30_000_000, shard_mb=1)
     killed_when(config, lambda: len([*tmp_path.glob(".*/train*")]) > 12)
@@ -204,10 +206,12 @@ def test_leftovers_of_a_killed_build_are_verified(tmp_path, caplog):
     assert content(folder) == content(prepare(other))
 
 
+@pytest.mark.usefixtures("quick_ranks")
 def test_a_killed_build_of_text_resumes_with_its_tokenizer(corpus, tmp_path):
     for number in range(40):
         (tmp_path / "texts" / f"b{number}").write_text(f"{number} " * 20_000)
-    settings = {"tokenizer": "bpe", "vocab_size": 258, "shard_mb": 1, "num_proc": 2}
+    settings = {"tokenizer": "bpe", "vocab_size": 258, "tokenizer_mb": 1}  # which learns at once
+    settings |= {"shard_mb": 1, "num_proc": 2}
     config = corpus(**settings)
     killed_when(config, lambda: len([*(tmp_path / "data").glob(".*/train*")]) > 1)
     whole = finish(corpus(**settings | {"root": str(tmp_path / "whole"), "num_proc": 1}))
@@ -219,7 +223,8 @@ def in_processes(corpus, tmp_path, wait_for):
     """A long build in two processes, and the ids of the processes."""
     for number in range(300):
         (tmp_path / "texts" / f"b{number}").write_text(f"{number} " * 20_000)
-    build = start(corpus(tokenizer="bpe", vocab_size=258, shard_mb=1, num_proc=2))
+    settings = {"tokenizer": "bpe", "vocab_size": 258, "tokenizer_mb": 1}  # which learns at once
+    build = start(corpus(**settings, shard_mb=1, num_proc=2))
     wait_for(lambda: len([*(tmp_path / "data").glob(".*/train*")]) > 1)
     children = Path(f"/proc/{build.pid}/task/{build.pid}/children").read_text().split()
     lines = {int(pid): Path(f"/proc/{pid}/cmdline").read_bytes() for pid in children}
@@ -242,6 +247,7 @@ def test_a_killed_process_fails_in_one_clear_line(in_processes, tmp_path, kill):
     assert [*(tmp_path / "data").glob(".*/index.json")]  # to resume from
 
 
+@pytest.mark.usefixtures("quick_ranks")
 def test_two_builds_at_once_make_one_folder(tmp_path):
     builds = [start(small(tmp_path, tokens=3_000_000)) for _ in range(3)]
     outputs = {build.communicate()[0] for build in builds}

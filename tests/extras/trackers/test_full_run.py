@@ -1,5 +1,3 @@
-import sys
-
 import pytest
 
 from lockstep_gpt.config import UserError
@@ -67,12 +65,14 @@ def test_a_run_that_fails_sends_an_alert(command, records):
     assert [title.split()[-1] for title in alerts(records, log)] == ["failed"]
 
 
-def test_the_best_and_the_last_checkpoint_become_an_artifact_with_aliases(command, records):
+def test_the_best_and_the_last_checkpoint_become_an_artifact_with_aliases(
+    command, records, python_of_forks
+):
     path = command.folder / "step=000005.ckpt"
     path.write_bytes(b"weights")
     sum_path(path).write_text("sum")
     aliases = [path.stem, "best", "latest"]
-    words = [sys.executable, "-c", LOG_CHECKPOINT, str(path)]
+    words = [python_of_forks, "-c", LOG_CHECKPOINT, str(path)]
     status, _, err = command.run_words(words)
     assert status == 0, err
     (log,) = command.folder.glob("wandb/offline-run-*/*.wandb")
