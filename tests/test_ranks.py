@@ -13,7 +13,7 @@ import yaml
 
 TWO = ("trainer=cpu", "trainer.devices=2", "strategy=ddp")
 # 1,024 tokens of validation are 32 windows: 2 ranks of 6 pad the last batch, 3 ranks of 4 too
-EXACT = ("precision=64-true", "max_steps=50", "val_every=50", "batch.global_size=12")
+EXACT = ("precision=64-true", "max_steps=25", "val_every=25", "batch.global_size=12")
 BROKEN = """
 import os, time, lightning
 class Broken(lightning.Callback):
@@ -62,9 +62,9 @@ def test_ranks_change_double_precision_weights_by_rounding_only(command):
     for ranks in (1, 2, 3):
         place = ("trainer=cpu", f"trainer.devices={ranks}", f"launch.inline={ranks == 1}")
         command.train(*EXACT, *place, f"run_dir={ranks}", "verbosity=quiet")
-    one = weights(command.folder / "1", 50)
+    one = weights(command.folder / "1", 25)
     for ranks in ("2", "3"):
-        assert largest_difference(one, weights(command.folder / ranks, 50)) < 1e-10
+        assert largest_difference(one, weights(command.folder / ranks, 25)) < 1e-10
         losses = [command.summary(run)["val_loss"] for run in ("1", ranks)]
         assert losses[0] == pytest.approx(losses[1], abs=1e-6)
 
@@ -104,8 +104,10 @@ class Faults(lightning.Callback):
 @pytest.mark.usefixtures("quick_ranks")
 def test_faults_of_single_ranks_leave_no_trace_in_the_weights(command):
     (command.folder / "faults.py").write_text(FAULTS)
-    three = ("trainer=cpu", "trainer.devices=3", "strategy=ddp", "model.dropout=0.1")
-    words = (*three, "batch.global_size=12", "batch.micro_size=2", "max_steps=40", "val_every=20")
+    three = ("trainer=cpu", "trainer.devices=3", "strategy=ddp")
+    model = ("model.n_layer=1", "model.dropout=0.1")  # random numbers must also continue
+    sizes = ("batch.global_size=12", "batch.micro_size=2", "max_steps=30", "val_every=20")
+    words = (*three, *model, *sizes)
     command.train(*words, "run_dir=whole", "verbosity=quiet")
     fault = "+callbacks.faults._target_=faults.Faults"
     hit = command.train(*words, fault, "run_dir=hit", PYTHONPATH=str(command.folder))
@@ -114,11 +116,11 @@ def test_faults_of_single_ranks_leave_no_trace_in_the_weights(command):
         r"rank \d was stopped by SIGTERM.*; restarting all ranks \(2 of 3\)", hit.stderr
     )
     assert hit.stdout.count("done in") == 1
-    whole, after = weights(command.folder / "whole", 40), weights(command.folder / "hit", 40)
+    whole, after = weights(command.folder / "whole", 30), weights(command.folder / "hit", 30)
     assert all(torch.equal(whole[name], after[name]) for name in whole)
     rows = (command.folder / "hit/metrics.csv").read_text().splitlines()
     steps = [row.split(",")[0] for row in rows]
-    assert steps[1:] == [str(step) for step in range(5, 41, 5)]
+    assert steps[1:] == [str(step) for step in range(5, 31, 5)]
 
 
 NORMED = """
