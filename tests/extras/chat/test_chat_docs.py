@@ -2,7 +2,6 @@
 
 import re
 import shlex
-import sys
 from pathlib import Path
 
 import pytest
@@ -23,12 +22,12 @@ def blocks(language):
 
 
 @pytest.mark.filterwarnings("ignore")  # warnings of other libraries
-def test_commands_run_one_after_the_other(command, monkeypatch, capsys):
+def test_commands_run_one_after_the_other(command, monkeypatch, capsys, python_of_forks):
     pytest.importorskip("transformers", reason="transformers is not installed")
     for line in "".join(blocks("")).splitlines():
         program, *words = shlex.split(line)
         if program == "python":
-            status, _, err = command.run_words([sys.executable, *words])
+            status, _, err = command.run_words([python_of_forks, *words])
             assert status == 0, err
             continue
         if words[0] == "train":

@@ -1,7 +1,6 @@
 """Questions about the standard library, as a fine-tune reads them."""
 
 import json
-import sys
 
 import pytest
 
@@ -30,9 +29,9 @@ def test_another_number_of_files_is_refused(words):
         main(words)
 
 
-def test_a_file_that_cannot_be_written_is_one_line(command):
+def test_a_file_that_cannot_be_written_is_one_line(command, python_of_forks):
     module = "lockstep_gpt.extras.chat.docstrings"
-    status, _, err = command.run_words([sys.executable, "-m", module, "no/such/folder/a.jsonl"])
+    status, _, err = command.run_words([python_of_forks, "-m", module, "no/such/folder/a.jsonl"])
     assert status == 1
     assert err.startswith("docstrings: ")
     assert err.count("\n") == 1
