@@ -33,11 +33,10 @@ FOLDERS = [name for name in EXTRAS if any("/extras/" in path for path in EXTRAS[
 SHOWN = 3000  # characters of a failure's output
 
 
-def copy_without(project: Path, target: Path, extras: Iterable[str]) -> None:
-    """Copy a project that has all extras, then delete some as a person would: their own files."""
-    shutil.copytree(project, target)
+def delete(project: Path, extras: Iterable[str]) -> None:
+    """Delete extras of a project as a person would: their own files."""
     for name in itertools.chain.from_iterable(EXTRAS[extra] for extra in extras):
-        path = target / name.replace("lockstep_gpt", PACKAGE)
+        path = project / name.replace("lockstep_gpt", PACKAGE)
         shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
@@ -59,7 +58,8 @@ def set_up(project: Path) -> str:
 def examine(project: Path, suites: bool, extras: tuple[str, ...]) -> tuple[str, int, float, str]:
     """Test a copy without `extras`; return their names, exit status, seconds, and output."""
     started, copy = time.monotonic(), project.with_name("+".join(extras))
-    copy_without(project, copy, extras)
+    shutil.copytree(project, copy)
+    delete(copy, extras)
     log = copy.with_suffix(".log")
     if suites:
         words = [set_up(copy), "-m", "pytest", "-q", "-p", "no:cacheprovider"]

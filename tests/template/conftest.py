@@ -227,25 +227,36 @@ def once_fixture() -> Callable[[Path, Callable[[Path], object]], Path]:
 
 
 @pytest.fixture(scope="session")
-def copy_types() -> Callable[[Path], Path]:
-    """Return a function that copies mypy's cache of this repository, if there is one."""
+def types(shared: Path) -> Callable[[str], Path]:
+    """Return mypy's cache of projects in one kind of environment, by its name.
 
-    def copy(folder: Path) -> Path:
-        if (ROOT / ".mypy_cache").is_dir():
-            shutil.copytree(ROOT / ".mypy_cache", folder)
+    It is next to the one of this repository and begins as its copy: mypy needs half a minute for
+    the libraries, which it reads again in an environment that has others of them. It stays for
+    later sessions: mypy compares a file's content if its folder or its time differs.
+    """
+
+    def kept(environment: str) -> Path:
+        folder = ROOT / ".mypy_cache" / f"of_projects_{environment}"
+
+        def begin(_: Path) -> None:
+            if folder.is_dir() or not (ROOT / ".mypy_cache").is_dir():
+                return
+            new = folder.with_name(f"{folder.name}_{os.getpid()}")
+            ours = shutil.ignore_patterns("of_projects_*")
+            shutil.copytree(ROOT / ".mypy_cache", new, ignore=ours)
+            try:
+                new.rename(folder)
+            except OSError:  # another session was first
+                shutil.rmtree(new)
+
+        once(shared / f"types_{environment}", begin)
         return folder
 
-    return copy
-
-
-@pytest.fixture(scope="session")
-def types(shared: Path, copy_types: Callable[[Path], Path]) -> Path:
-    """mypy's cache of the dependencies: from this repository, or from the first test to ask."""
-    return once(shared / "types", copy_types)
+    return kept
 
 
 @pytest.fixture
-def mypy(types: Path, tmp_path: Path) -> Callable[[Path], list[str]]:
+def mypy(types: Callable[[str], Path], tmp_path: Path) -> Callable[[Path], list[str]]:
     """Return a function that returns the arguments with which Python checks a project's types.
 
     Libraries of extras that the project doesn't have are here all the same, and Lightning imports
@@ -258,7 +269,7 @@ def mypy(types: Path, tmp_path: Path) -> Callable[[Path], list[str]]:
         skip = f'module = {absent}\nfollow_imports = "skip"\nignore_missing_imports = true\n'
         settings = tmp_path / "mypy.toml"
         settings.write_text(text + f"\n[[tool.mypy.overrides]]\n{skip}" * bool(absent), "utf-8")
-        return ["-m", "mypy", "--config-file", str(settings), "--cache-dir", str(types)]
+        return ["-m", "mypy", "--config-file", str(settings), "--cache-dir", str(types("here"))]
 
     return words
 

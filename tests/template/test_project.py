@@ -152,11 +152,11 @@ def packed(shared, once, project, run):
 @pytest.mark.timeout(LIMIT + 60)
 @pytest.mark.parametrize("extras", ["none"])
 def test_it_passes_its_own_tests_and_leaves_nothing_for_git(
-    extras, generate, borrowing, run, git, tmp_path, tmp_path_factory, copy_types, monkeypatch
+    extras, generate, borrowing, run, git, tmp_path, tmp_path_factory, types, monkeypatch
 ):
     # Not the cache of other tests: this environment lacks libraries of extras, so mypy would read
     # torch again for each of the two.
-    monkeypatch.setenv("MYPY_CACHE_DIR", str(copy_types(tmp_path / "types")))
+    monkeypatch.setenv("MYPY_CACHE_DIR", str(types(extras)))
     generate(tmp_path, f"extras={extras}")
     project = borrowing(tmp_path / "my-gpt")
     # pytest would otherwise delete files of earlier sessions now, which slows down all other tests.
