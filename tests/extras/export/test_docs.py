@@ -37,9 +37,10 @@ def test_commands_run_one_after_the_other(command, capsys, monkeypatch, learnt):
     (command.folder / "books").mkdir()
     (command.folder / "books/one.txt").write_text(PAGE * 30, encoding="utf-8")
     for line in COMMANDS:
-        more = [f"data.root={command.data_root}"] if line.startswith("train") else []
+        short = [f"data.root={command.data_root}", "callbacks.sample.length=9"]
+        more = short if line.startswith("train") else []
         if "model=gpt2" in line:
-            more += [*IN_SMALL, "max_steps=10"]
+            more = [*more, *IN_SMALL, "max_steps=10"]
         command(*shlex.split(line), *more)
     assert command.summary(RUNS[-1])["status"] == "done"
     monkeypatch.chdir(command.folder)

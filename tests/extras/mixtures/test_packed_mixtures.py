@@ -157,7 +157,7 @@ def words_of(command):
         own = path if path.exists() else write(command.folder, name)
         words += [f"data.sources.{name}=text", f"data.sources.{name}.path={own}"]
         words += [f"data.sources.{name}.val_fraction=0.3", f"data.weights.{name}={weight}"]
-    sizes = ["batch.global_size=6", "batch.micro_size=1", "checkpoint.every=5"]
+    sizes = ["batch.global_size=6", "batch.micro_size=1", "checkpoint.every=5", "model.n_layer=1"]
     return [*words, *sizes, "model.mask_documents=true"]
 
 

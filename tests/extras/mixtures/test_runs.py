@@ -32,7 +32,7 @@ def words(command):
     paths = [f"data.sources.{name}.path={command.folder}/{name}.txt" for name in ("code", "prose")]
     weights = ["data.weights.code=0.7", "data.weights.prose=0.3"]
     root = f"data.root={command.folder}/data"
-    sizes = ["batch.global_size=6", "batch.micro_size=1", "checkpoint.every=5"]
+    sizes = ["batch.global_size=6", "batch.micro_size=1", "checkpoint.every=5", "model.n_layer=1"]
     return ["data=mixture", root, *sources, *paths, *weights, *sizes]
 
 
@@ -140,7 +140,7 @@ def test_a_source_that_is_repeated_often_is_warned_of(command):
 
 
 def test_epochs_that_the_run_has_no_room_for_are_one_line(command):
-    own = [*words(command)[:-4], "data.epochs.prose=9", "run_dir=run"]
+    own = [*words(command)[:-5], "data.epochs.prose=9", "run_dir=run"]
     told = command.train(*own, status=2)
     assert "data.epochs takes 5,5" in told.stderr
     assert told.stderr.count("\n") == 1
