@@ -105,7 +105,7 @@ def test_two_nodes_give_the_weights_of_one_with_two_ranks(nodes, two):
     assert command.summary("runs/nodes")["world_size"] == 2
 
 
-LONG = ("max_steps=4000", "log_every=1", "checkpoint.every=20", "val_every=4000", "model.n_layer=1")
+LONG = ("max_steps=4000", "log_every=1", "checkpoint.every=20", "val_every=4000")
 EXACT = (
     ("batch.exact_micro_size=2", "model.dropout=0.1", "optim.decay=constant")
     if hasattr(groups()["batch"], "exact_micro_size")
