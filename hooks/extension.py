@@ -6,6 +6,7 @@ path is only certain here.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import runpy
@@ -93,7 +94,14 @@ def _need_hooks() -> None:
 
 def _rules() -> dict[str, Any]:
     """Run, not import: `cruft update` checks out two states of the template in one process."""
-    return runpy.run_path(str(Path(__file__).with_name("answers.py")))
+    path = Path(__file__).with_name("answers.py")
+    return _run(path, path.read_bytes())
+
+
+@functools.cache
+def _run(path: Path, _content: bytes) -> dict[str, Any]:
+    """Run a file again only if its content has changed: each answer asks for the rules."""
+    return runpy.run_path(str(path))
 
 
 def _cookiecutter_s(function: str, variable: str) -> Any:

@@ -95,10 +95,9 @@ def make(
     Raises:
         Refused: a file would be written through a link.
     """
-    refuse_links(root, target, answers)
     contents = {
         _placed(name, answers): _content(name, (root / name).read_bytes(), answers)
-        for name in _names(root, target, answers)
+        for name in refuse_links(root, target, answers)
     }
     contents["README.md"] = _readme(root, answers).encode()
     if text := _license(root, answers):
@@ -112,23 +111,34 @@ def make(
 
 
 def _names(root: Path, target: Path, answers: Answers) -> list[str]:
-    found = (name for name in committed_files(root) if not (root / name).is_relative_to(target))
-    return [name for name in found if _is_wanted(name, answers)]
+    found = committed_files(root)
+    if target.is_relative_to(root):
+        found = [name for name in found if not (root / name).is_relative_to(target)]
+    without = [EXTRAS[extra] for extra in EXTRAS if extra not in answers.extras]
+    left_out = {path for paths in (TEMPLATE_ONLY, *without) for path in paths}
+    folders = tuple(path for path in left_out if path.endswith("/"))
+    return [name for name in found if name not in left_out and not name.startswith(folders)]
 
 
 def _placed(name: str, answers: Answers) -> str:
     return name.replace(PACKAGE, answers.package_name)
 
 
-def refuse_links(root: Path, target: Path, answers: Answers) -> None:
-    """Raise Refused if a file would be written through a link in `target`."""
-    names = [_placed(name, answers) for name in _names(root, target, answers)]
-    for name in [*names, "README.md", "LICENSE", RECORD]:
-        for path in (PurePosixPath(name), *PurePosixPath(name).parents[:-1]):
-            if (target / path).is_symlink():
-                raise Refused(
-                    f"{path} is a link, and files are not written through links; remove it"
-                )
+def refuse_links(root: Path, target: Path, answers: Answers) -> list[str]:
+    """Return the names of the template's files for a project in `target`.
+
+    Raises:
+        Refused: one of the project's files would be written through a link.
+    """
+    names = _names(root, target, answers)
+    paths: dict[PurePosixPath, None] = {}  # each once, in order
+    for name in [*(_placed(name, answers) for name in names), "README.md", "LICENSE", RECORD]:
+        path = PurePosixPath(name)
+        paths |= dict.fromkeys((path, *path.parents[:-1]))
+    for path in paths:
+        if (target / path).is_symlink():
+            raise Refused(f"{path} is a link, and files are not written through links; remove it")
+    return names
 
 
 def _is_of_the_user(path: Path) -> bool:
@@ -203,15 +213,6 @@ def _is_junk(path: PurePosixPath, ignored: Iterable[str]) -> bool:
         if fnmatch.fnmatchcase(tested, pattern.strip("/")):
             return True
     return False
-
-
-def _is_wanted(name: str, answers: Answers) -> bool:
-    left_out = [EXTRAS[extra] for extra in EXTRAS if extra not in answers.extras]
-    return not any(_holds(path, name) for paths in [TEMPLATE_ONLY, *left_out] for path in paths)
-
-
-def _holds(path: str, name: str) -> bool:
-    return name.startswith(path) if path.endswith("/") else name == path
 
 
 def _content(name: str, content: bytes, answers: Answers) -> bytes:

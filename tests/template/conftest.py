@@ -153,7 +153,9 @@ def generate(
     template: Path, tmp_path_factory: pytest.TempPathFactory, forks_of: Callable[..., str]
 ) -> Generator:
     # Not cruft itself: the template recognizes its caller by this import.
-    python = forks_of("tools", "cookiecutter.cli", "git", "typer")
+    python = forks_of(
+        "tools", "cookiecutter.cli", "cookiecutter.extensions", "git", "rich.prompt", "typer"
+    )
     return Generator(tmp_path_factory.mktemp("home"), str(template), python)
 
 
