@@ -8,6 +8,7 @@ remembered. New Python processes still compose everything anew.
 import contextlib
 import copy
 import os
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -26,8 +27,8 @@ MOST = 100  # remembered results; more would take time in each garbage collectio
 
 @pytest.fixture(scope="session", autouse=True)
 def quick_composition() -> Iterator[None]:
-    """Compose quickly in this process."""
-    with quick():
+    """Compose quickly in this process, unless it is a fork of one that does."""
+    with contextlib.nullcontext() if "composition" in sys.modules else quick():
         yield
 
 

@@ -9,6 +9,7 @@ import importlib.util
 import itertools
 import json
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -23,7 +24,6 @@ from pathlib import Path
 from typing import IO, Any
 
 import pytest
-import torch
 from hypothesis import settings
 
 from lockstep_gpt import processes
@@ -46,6 +46,7 @@ ON_TWO_RANKS = (
 )
 COMMAND = "lockstep_gpt.cli:main"
 FORKS = Path(__file__).with_name("forked_python.py")
+STAND_IN = [sys.executable, "-ISE", str(FORKS)]
 WARM = importlib.util.find_spec("lockstep_gpt.extras.warm") is not None
 TIMEOUT = 240  # seconds; on an idle machine, no command takes an eighth of it
 PLUGINS = ("composition", "miniature")  # files of fixtures for all tests
@@ -325,14 +326,33 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items += rest
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    """Make the fixtures of other files known to all tests."""
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Make the fixtures of other files known to all tests.
+
+    The controller of pytest-xdist runs no test, so it does without the imports of tests.
+    """
+    plugins = session.config.pluginmanager
+    if plugins.hasplugin("dsession"):
+        return
     for name in PLUGINS:
         path = Path(__file__).with_name(f"{name}.py")
         spec = importlib.util.spec_from_file_location(name, path)
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
-        config.pluginmanager.register(module)
+        plugins.register(module)
+
+
+def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
+    """Make the workers forks of the server of `python_of_forks`: one process imports for all."""
+    if sys.platform != "linux":
+        return
+    forks = contextlib.ExitStack()
+    config.add_cleanup(forks.close)
+    folder = config._tmp_path_factory.getbasetemp() / "python"  # where its fixture looks, too
+    forks.enter_context(_forks_of(folder, ()))
+    for spec in specs:
+        if spec.popen and not spec.python:
+            spec.python = shlex.join([*STAND_IN, "worker", f"{folder}/socket"])
 
 
 @pytest.fixture(scope="session")
@@ -348,6 +368,8 @@ def one_thread() -> Iterator[None]:
 
     So do the processes that tests start; `forked_python.py` has forks only for these.
     """
+    import torch
+
     torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", QUIET["OMP_NUM_THREADS"])
@@ -458,7 +480,7 @@ def _forks_of(folder: Path, modules: Sequence[str]) -> Iterator[Path]:
 
 
 def _serve(program: Path, address: Path, modules: Sequence[str]) -> subprocess.Popen[bytes]:
-    program.write_text(f'#!/bin/sh\nexec {sys.executable} -ISE {FORKS} as {address} "$@"\n')
+    program.write_text(f'#!/bin/sh\nexec {shlex.join(STAND_IN)} as {address} "$@"\n')
     program.chmod(0o755)
     environment = {**start.KEEP_MEMORY, **_clean_environment(os.environ), **QUIET}
     address.with_name(f"{address.name}.json").write_text(json.dumps(environment))

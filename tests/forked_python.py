@@ -6,6 +6,9 @@ The imports of each process take four seconds of a core. `python` accepts the ar
 one and represents a fork of a server. It gives the fork its arguments, environment, folder, and
 open files, and passes signals on. It ends as the fork ends, and if it is killed, the fork ends too.
 Processes started with `sys.executable`, by torchrun or multiprocessing, are forks as well.
+
+The workers of pytest-xdist are forks, too, but to tests they look like processes of the real
+Python. Each has a server of the extra `warm` from the start: a fork as well.
 """
 
 from __future__ import annotations
@@ -33,6 +36,7 @@ READ_ON_IMPORT = (
 PASSED = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGQUIT", "SIGABRT", "SIGCONT")
 PACKAGE = "lockstep_gpt"
 WARM = "lockstep_gpt.extras.warm"
+OF_COMMANDS = ("wandb", "wandb.sdk.launch")  # `servers` of conftest.py asks for these, in order
 PRELOADED = (
     "accelerate.commands.launch",
     "datasets",
@@ -50,18 +54,18 @@ PRELOADED = (
     "torch._dynamo.backends.debugging",
     "torch.distributed.run",
     "transformers.models.gpt2.modeling_gpt2",
-    "wandb.sdk.launch",
+    *OF_COMMANDS,
 )
 FLAGS = {"-B", "-u"}  # those that a fork can also have
 PR_SET_PDEATHSIG = 1  # of prctl(2)
 SERVER_ENDED = 70  # exit status of a `python` whose server ended (EX_SOFTWARE of sysexits.h)
 
 
-def stand_for(address: str, words: list[str]) -> NoReturn:
-    """Be the process that the starter sees."""
+def stand_for(address: str, words: list[str], worker: bool) -> NoReturn:
+    """Be the process that the starter sees, pytest-xdist in case of a `worker`."""
     with open(f"{address}.json") as file:  # noqa: PTH123 (pathlib is slow to import)
         served = json.load(file)
-    if _mattering(os.environ) != _mattering(served) or not _can_be(words):
+    if not worker and (_mattering(os.environ) != _mattering(served) or not _can_be(words)):
         os.execv(sys.executable, [sys.executable, *words])
     signals = [getattr(signal, name) for name in PASSED]
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)
@@ -74,6 +78,7 @@ def stand_for(address: str, words: list[str]) -> NoReturn:
         "folder": os.getcwd(),  # noqa: PTH109
         "files": open_files,
         "stands": os.getpid(),
+        "worker": worker,
     }
     text = json.dumps(job).encode()
     socket.send_fds(connection, [len(text).to_bytes(8)], open_files)
@@ -136,12 +141,19 @@ def serve(listener: socket.socket, program: str, modules: Sequence[str] = ()) ->
     import importlib
     import selectors
 
+    before = dict(os.environ)
+    if not modules:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(f"{WARM}.fork").show()  # before any change to the environment
+    # Make torch count GPUs through NVML: an initialized driver does not survive a fork.
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     gc.disable()
     for module in modules or PRELOADED:
         with contextlib.suppress(ImportError):  # a project may do without
             importlib.import_module(module)
     if not modules:
         _compose_once()
+        _leave_plugins()
     gc.enable()
     gc.freeze()
     keepers: set[socket.socket] = set()
@@ -169,7 +181,7 @@ def serve(listener: socket.socket, program: str, modules: Sequence[str] = ()) ->
             connection.close()
             listener.close()
             selector.close()
-            _be(job, files, program)
+            _be(job, files, program, before)
         for number in files:
             os.close(number)
         ended = os.pidfd_open(pid)
@@ -219,14 +231,49 @@ def _compose_once() -> None:
         cli.main(["train", "experiment=smoke", "--cfg", "job"])
 
 
-def _be(job: dict[str, Any], files: list[int], program: str) -> NoReturn:
+def _leave_plugins() -> None:
+    """Tell pytest not to rewrite its imported plugins, as it would warn that it cannot."""
+    from importlib.metadata import entry_points
+
+    for point in entry_points(group="pytest11"):
+        for name in {file.parts[0].removesuffix(".py") for file in point.dist.files}:
+            if name in sys.modules:
+                sys.modules[name].__doc__ = "PYTEST_DONT_REWRITE"
+
+
+def _keep_server(before: dict[str, str], files: Sequence[int]) -> None:
+    """Fork the server of this worker's commands, while there is one thread.
+
+    Args:
+        before: the environment before the imports.
+        files: the worker's open files, which the server must not keep open.
+    """
+    if not (servers := sys.modules.get(f"{WARM}.server")):
+        return
+    ours, theirs = socket.socketpair()
+    if not (pid := os.fork()):
+        for number in (ours.fileno(), *files):
+            os.close(number)
+        servers.fork._forget_exits()  # those of our server would delete what all forks share
+        servers.fork.before_imports = before
+        servers.show([servers.PROGRAM, *OF_COMMANDS])
+        servers.serve(theirs)
+    theirs.close()
+    ours.settimeout(servers.ANSWER_SECONDS)
+    key = json.dumps([*OF_COMMANDS, servers.mattering_of(before)], sort_keys=True)
+    servers._kept[key] = servers.Server(ours, servers.Child(pid))
+
+
+def _be(job: dict[str, Any], files: list[int], program: str, before: dict[str, str]) -> NoReturn:
     """Be the requested process until its end."""
     import atexit
     import threading
 
     status: object = 1
     try:
-        run = _settle_in(job, files, program)
+        if job["worker"]:
+            _keep_server(before, files)
+        run = _settle_in(job, files, sys.executable if job["worker"] else program)
         run()
         status = 0
     except SystemExit as error:
@@ -293,7 +340,8 @@ def _settle_in(job: dict[str, Any], files: list[int], program: str) -> Callable[
     os.environ.clear()
     os.environ.update(job["environment"])
     os.getppid = _parent_of(job["stands"])
-    if fork := sys.modules.get(f"{WARM}.fork"):  # then it forks its own server
+    fork = sys.modules.get(f"{WARM}.fork")
+    if fork and not job["worker"]:  # then it forks its own server
         vars(fork)["before_imports"] = {**os.environ, **memory}
     sys.executable = program
     multiprocessing.spawn.set_executable(program)
@@ -340,4 +388,4 @@ def _settle_in(job: dict[str, Any], files: list[int], program: str) -> Callable[
 if __name__ == "__main__":
     if sys.argv[1] == "serve":
         serve(socket.socket(fileno=int(sys.argv[2])), sys.argv[3], sys.argv[4:])
-    stand_for(sys.argv[2], sys.argv[3:])
+    stand_for(sys.argv[2], sys.argv[3:], sys.argv[1] == "worker")

@@ -1,6 +1,7 @@
 """The Python whose processes are forks, which tests use instead of the real one."""
 
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -9,6 +10,9 @@ from pathlib import Path
 import pytest
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks are for Linux alone")
+of_workers = pytest.mark.skipif(
+    "PYTEST_XDIST_WORKER" not in os.environ, reason="no worker of pytest-xdist runs this"
+)
 
 
 def test_a_requester_killed_during_a_fork_does_not_affect_others(python_of_forks):
@@ -26,3 +30,21 @@ def test_a_requester_killed_during_a_fork_does_not_affect_others(python_of_forks
             client.connect(str(address))
             client.sendall(sent)
     assert answer() == (0, "True\n")
+
+
+@of_workers
+def test_a_worker_is_a_fork_that_starts_the_real_python():
+    parent = Path("/proc/self/stat").read_text().rpartition(")")[2].split()[1]
+    line = Path("/proc", parent, "cmdline").read_text().replace("\0", " ")
+    assert "forked_python.py serve" in line
+    assert os.getppid() != int(parent)  # it tells its starter's id
+    words = [sys.executable, "-c", "import sys; print('torch' in sys.modules)"]
+    assert subprocess.run(words, capture_output=True, text=True, check=True).stdout == "False\n"
+
+
+@of_workers
+def test_a_worker_needs_no_further_server_for_commands(command, monkeypatch):
+    server = pytest.importorskip("lockstep_gpt.extras.warm.server")
+    monkeypatch.setattr(server.Server, "started", None)
+    process = command.start("--help")
+    assert "lockstep-gpt" in process.communicate(timeout=60)[0]
