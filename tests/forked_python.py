@@ -137,25 +137,10 @@ def serve(listener: socket.socket, program: str, modules: Sequence[str] = ()) ->
         program: the `python` of the forks.
         modules: imported before forking; if empty, the imports of commands and ranks.
     """
-    import gc
-    import importlib
     import selectors
 
     before = dict(os.environ)
-    if not modules:
-        with contextlib.suppress(ImportError):
-            importlib.import_module(f"{WARM}.fork").show()  # before any change to the environment
-    # Make torch count GPUs through NVML: an initialized driver does not survive a fork.
-    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
-    gc.disable()
-    for module in modules or PRELOADED:
-        with contextlib.suppress(ImportError):  # a project may do without
-            importlib.import_module(module)
-    if not modules:
-        _compose_once()
-        _leave_plugins()
-    gc.enable()
-    gc.freeze()
+    _load(modules)
     keepers: set[socket.socket] = set()
     selector = selectors.DefaultSelector()
 
@@ -217,6 +202,27 @@ def serve(listener: socket.socket, program: str, modules: Sequence[str] = ()) ->
         for key, _ in selector.select():
             if key.fileobj in selector.get_map():  # an earlier event has not ended it
                 key.data()
+
+
+def _load(modules: Sequence[str]) -> None:
+    """Import what the forks need; their collector leaves it alone."""
+    import gc
+    import importlib
+
+    if not modules:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(f"{WARM}.fork").show()  # before any change to the environment
+    # Make torch count GPUs through NVML: an initialized driver does not survive a fork.
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+    gc.disable()
+    for module in modules or PRELOADED:
+        with contextlib.suppress(ImportError):  # a project may do without
+            importlib.import_module(module)
+    if not modules:
+        _compose_once()
+        _leave_plugins()
+    gc.enable()
+    gc.freeze()
 
 
 def _compose_once() -> None:

@@ -14,7 +14,7 @@ import pytest
 from lockstep_gpt.extras.warm import server as servers
 from lockstep_gpt.extras.warm.server import Server, ServerGoneError, kept, mattering_of
 
-SLEEP = ("subprocess:call", [["sleep", "600"]])
+SLEEP = ("time:sleep", [600])
 # A server without imports: tests of how it ends fork processes that don't need any.
 LIGHT = """
 import sys
