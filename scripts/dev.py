@@ -27,7 +27,7 @@ from environments import POSIX, ROOT, SETS, Environment, refuse, say
 # Options of pytest that exclude our -n, among them `-m gpu`, because tests would share the GPUs.
 OWN_PROCESSES = ("-n", "--pdb", "--trace", "gpu")
 SECONDS = "test-seconds"  # the time of all tests when they last passed
-PER_TEST = 0.4  # seconds on one core, if they have never passed
+PER_TEST = 0.3  # seconds on one core, if they have never passed
 
 
 def main(arguments: "list[str]") -> int:
