@@ -210,7 +210,9 @@ class Counter(Callback):
             self.profile.start()
         if trainer.global_step == 5:
             self.profile.stop()
-            names = collections.Counter(event.name for event in self.profile.events())
+            names = (event.name for event in self.profile.events())
+            # gloo's thread may end the last collective later; c10d:: counts the same ones.
+            names = collections.Counter(name for name in names if not name.startswith("gloo:"))
             with open(f"{self.folder}/{trainer.global_rank}.json", "w") as file:
                 json.dump(names, file)
 """
