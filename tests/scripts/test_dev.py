@@ -237,7 +237,7 @@ def test_all_tests_are_announced_with_the_time_they_took_before(project):
     (project / "tests").mkdir()
     (project / "tests/test_many.py").write_text("\ndef test_it(): pass\n" * 3000)
     guessed = dev(project, "test")[2]
-    minutes = round(3000 * 0.4 * 2 / os.cpu_count() / 60)
+    minutes = round(3000 * 0.3 * 2 / os.cpu_count() / 60)
     assert f"lint, types and all tests: about {minutes} minutes\n" in guessed
     assert "all tests: about 0 minutes\n" in dev(project, "test")[2]
     assert "all tests" not in dev(project, "test", "-k", "one")[2]
