@@ -218,6 +218,8 @@ def _load(modules: Sequence[str]) -> None:
     for module in modules or PRELOADED:
         with contextlib.suppress(ImportError):  # a project may do without
             importlib.import_module(module)
+    # Only a fork with one thread can fork its own server, and each bar's monitor is a thread.
+    importlib.import_module("tqdm").tqdm.monitor_interval = 0
     if not modules:
         _compose_once()
         _leave_plugins()
