@@ -2,6 +2,7 @@ import copy
 import csv
 import math
 import time
+from resource import RUSAGE_SELF, getrusage
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from lockstep_gpt.runtime.callbacks import metrics as metrics_module
 from lockstep_gpt.runtime.callbacks.metrics import (
     COLUMNS,
     Metrics,
+    peak_memory,
 )
 from lockstep_gpt.runtime.metrics_file import MetricsFile
 
@@ -186,3 +188,11 @@ def test_the_axis_is_restored_after_an_exception_too(new_run):
     with pytest.raises(ZeroDivisionError):
         new_run(max_steps=6).fit(Metrics(2, 1), logs)
     assert type(logs.trainer._logger_connector) is _LoggerConnector
+
+
+@pytest.mark.parametrize(("system", "unit"), [("darwin", 1), ("linux", 1024)])
+def test_peak_memory_is_in_bytes_on_each_system(monkeypatch, system, unit):
+    monkeypatch.setattr("sys.platform", system)
+    monkeypatch.setattr("torch.cuda.is_initialized", lambda: False)
+    before = getrusage(RUSAGE_SELF).ru_maxrss  # getrusage(2): in bytes on macOS, else in KiB
+    assert before * unit <= peak_memory() <= getrusage(RUSAGE_SELF).ru_maxrss * unit

@@ -1,11 +1,12 @@
 """Measures the run: one row every `log_every` steps, to `metrics.csv` and every other logger."""
 
 import logging
-import resource
 import statistics
+import sys
 import time
 from dataclasses import dataclass, field
 from itertools import pairwise
+from resource import RUSAGE_SELF, getrusage
 from typing import Any
 
 import torch
@@ -86,8 +87,8 @@ class Metrics(StepCallback):
         """Start the clock."""
         super().on_train_start(trainer, pl_module)
         trainer._logger_connector.__class__ = StepAxis
-        loop = trainer.fit_loop.epoch_loop
-        loop._batches_that_stepped = trainer.global_step + 1  # the next step, not those done
+        # The next step, not those done.
+        trainer.fit_loop.epoch_loop._batches_that_stepped = trainer.global_step + 1
         pl_module.logs_losses = False
         self._times = [time.perf_counter()]
 
@@ -171,4 +172,4 @@ def peak_memory() -> int:
     """Return the peak bytes of tensors on this GPU, or, without one, of this process."""
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return torch.cuda.max_memory_allocated()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+    return getrusage(RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
