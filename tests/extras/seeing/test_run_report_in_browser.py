@@ -57,7 +57,10 @@ def test_a_curve_is_drawn_through_all_its_points(view, recorded):
 
 def test_outcome_receipt_and_commands_are_those_of_the_run(view, recorded):
     told = read_run(recorded[0])
-    assert outcome(view).items() >= {"status": "done", "steps": "20", "tokens": "5,120"}.items()
+    shown = outcome(view)
+    assert shown.items() >= {"status": "done", "steps": "20", "tokens": "5,120"}.items()
+    seconds = told["summary"]["wall_seconds"]
+    assert float(shown["wall seconds of the last start"]) == pytest.approx(seconds, abs=0.051)
     assert cells(view, "receipt") == {name: [line] for name, line in told["receipt"].items()}
     assert cells(view, "commands") == {name: [line] for name, line in told["commands"].items()}
     assert told["samples"][0]["text"].startswith("def")

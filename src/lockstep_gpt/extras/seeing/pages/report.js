@@ -36,9 +36,9 @@ function table(columns, cell = (value) => String(value ?? "")) {
   return make("table", {}, [...head, make("tbody", {}, rows)]);
 }
 
-function number(value) {
+function number(value, most = 4) {
   if (value === null || value === undefined) return "";
-  const digits = Math.abs(value) >= 1000 ? 0 : 4;
+  const digits = Math.abs(value) >= 1000 ? 0 : most;
   return value.toLocaleString("en", {
     maximumFractionDigits: digits,
     maximumSignificantDigits: Math.abs(value) < 0.1 ? 4 : undefined,
@@ -70,7 +70,7 @@ function outcomeOf(run) {
     "mean tokens per second": number(
       run.summary.tokens_per_second ?? lastOf(run, "throughput/tokens_per_second")?.[VALUE],
     ),
-    "seconds of the last part": number(run.summary.wall_seconds),
+    "wall seconds of the last start": number(run.summary.wall_seconds, 1),
     starts:
       run.starts > 1
         ? `${run.starts}: it was resumed or restarted ${run.starts === 2 ? "once" : `${run.starts - 1} times`}`
