@@ -28,6 +28,8 @@ from environments import POSIX, ROOT, SETS, Environment, refuse, say
 OWN_PROCESSES = ("-n", "--pdb", "--trace", "gpu")
 SECONDS = "test-seconds"  # the time of all tests when they last passed
 PER_TEST = 0.3  # seconds on one core, if they have never passed
+# Tests of what the tree of tests doesn't mirror, besides those that name it.
+OTHERS = {"configs": "tests/launch/test_compose.py", "README.md": "tests/test_readme.py"}
 
 
 def main(arguments: "list[str]") -> int:
@@ -112,8 +114,9 @@ def changed_tests() -> "list[str]":
 
     The tree of tests mirrors the source tree. For a file without a mirror, these are the test files
     that import it. If none does, they are those of the test folder named after the file's own
-    folder that name it or a pattern such as `*.md`, or the whole folder. Of the tests with
-    `of_a_page` in their names, those of unchanged pages are left out.
+    folder that name it or a pattern such as `*.md`, or the whole folder; a page's folder is `docs`,
+    the README's, too. Those in `OTHERS` are added. Of the tests with `of_a_page` in their names,
+    those of unchanged pages are left out.
     """
     found, pages = set(), []
     for listing in (["diff", "--name-only", "HEAD"], ["ls-files", "-o", "--exclude-standard"]):
@@ -122,7 +125,7 @@ def changed_tests() -> "list[str]":
             refuse("--changed asks git what differs from the last commit; see above")
         for name in done.stdout.decode().splitlines():
             found |= _tests_of(Path(name))
-            pages += [name] if re.match(r"docs/.+\.md$", name) else []
+            pages += [name] if re.fullmatch(r"(docs/)?\w+\.md", name) else []
     only = ["-k", " or ".join(["not of_a_page", *sorted(pages)])] if pages else []
     return sorted(found) + only
 
@@ -131,19 +134,22 @@ def _tests_of(path: Path) -> "set[str]":
     if path.parts[0] == "tests":
         tested = path if path.name.startswith("test_") else path.parent
         return {tested.as_posix()} if (ROOT / tested).exists() and path.suffix == ".py" else set()
-    inner = path.parts[2:] if path.parts[0] == "src" else path.parts
+    top = path.parts[0]
+    inner = path.parts[{"src": 2, "configs": 1}.get(top, 0) :]
     mirror = Path("tests", *inner[:-1], "test_" + inner[-1])
     if (ROOT / mirror).is_file():
         return {mirror.as_posix()}
     imports = re.compile(rf"(import|from) .*\b{re.escape(path.stem)}\b")
     tests = [each for each in ROOT.glob("tests/**/test_*.py") if path.suffix == ".py"]
     importers = {each for each in tests if imports.search(each.read_text("utf-8"))}
-    found, folder = importers, ROOT / "tests" / inner[0]
+    found, folder = importers, ROOT / "tests" / ("docs" if path.suffix == ".md" else inner[0])
     if not importers and folder.is_dir():
         asked = rf"\b{re.escape(path.name)}" + rf"|\*{re.escape(path.suffix)}\b" * bool(path.suffix)
         texts = {each: each.read_text("utf-8") for each in folder.glob("**/test_*.py")}
         readers = {each for each, text in texts.items() if re.search(asked, text)}
         found = readers or {folder}
+    others = ROOT / OTHERS.get(top, "tests")
+    found |= {others} if others.is_file() else set()
     return {each.relative_to(ROOT).as_posix() for each in found}
 
 
