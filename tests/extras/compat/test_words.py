@@ -19,6 +19,26 @@ def test_the_configuration_of_a_sweep_is_that_of_its_first_job(flags, capsys):
     assert err == "the first job of this sweep: optim.lr=0.001 seed=4\n"
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["seed=3", "--cfg", "job", "max_steps=4"],
+        ["--cfg=job", "seed=3", "--config-dir", "{}", "max_steps=4"],
+        ["seed=3", "--multirun", "max_steps=4,5", "-c", "job"],
+    ],
+)
+def test_flags_may_be_anywhere(words, tmp_path, capsys):
+    assert cli.main(["train", *(word.format(tmp_path) for word in words)]) == 0
+    shown = yaml.safe_load(capsys.readouterr().out)
+    assert (shown["seed"], shown["max_steps"]) == (3, 4)
+
+
+def test_callbacks_can_be_added_in_one_argument(capsys):
+    usual, own = {"progress", "sample"}, "own:{_target_:lightning.Callback}"
+    assert cli.main(["train", f"+callbacks={{{own}}}", "--cfg", "job"]) == 0
+    assert yaml.safe_load(capsys.readouterr().out)["callbacks"].keys() >= {*usual, "own"}
+
+
 def test_an_interval_begins_at_its_start(capsys):
     assert cli.main(["train", "--cfg", "job", "-m", "optim.lr=interval(1e-4,1e-2)"]) == 0
     assert yaml.safe_load(capsys.readouterr().out)["optim"]["lr"] == 1e-4

@@ -15,6 +15,10 @@ FLAGS = {  # of Hydra
     *("help", "hydra-help", "version", "cfg", "resolve", "package", "run", "multirun", "info"),
     *("shell-completion", "config-path", "config-name", "config-dir", "experimental-rerun"),
 }
+WITH_VALUE = {  # those that take the next word
+    *("-c", "--cfg", "-p", "--package", "-cp", "--config-path", "-cn", "--config-name"),
+    *("-cd", "--config-dir", "--experimental-rerun"),
+}
 # For Hydra's launcher plugins: jobs run, but their parent exits with 0 even if all jobs failed.
 LAUNCHER = (
     "would lose the exit status of its jobs; remove it: jobs run one after the other, each on "
@@ -26,7 +30,8 @@ def understood(words: list[str]) -> list[str]:
     """Return a command's arguments as Hydra accepts them, or raise a `UserError`."""
     for word in words:
         name, _, value = word.partition("=")
-        if name[:1] == "+" and name[1:] in choices.groups() and f"~{name[1:]}" not in words:
+        chooses = name[:1] == "+" and name[1:] in choices.groups() and value[:1] != "{"
+        if chooses and f"~{name[1:]}" not in words:
             rule = f"{name[1:]} already has a choice; write {word[1:]}, without +"
             raise UserError(f"{word}: {rule}")
         if name.lstrip("+") == "hydra/launcher" and value != "basic":
@@ -37,8 +42,19 @@ def understood(words: list[str]) -> list[str]:
         if word.startswith("--") and (flag := word[2:].partition("=")[0]) not in FLAGS:
             near = choices.suggested_setting(flag)
             raise UserError(f"{word} is not a flag; settings are NAME=VALUE, without dashes{near}")
+    words = _settings_first(words)
     shows = any(word in ("-c", "--cfg") or word.startswith("--cfg=") for word in words)
     return _first_job(words) if shows and any(word in MULTIRUN for word in words) else words
+
+
+def _settings_first(words: list[str]) -> list[str]:
+    """Return the arguments with all settings before the flags: argparse needs one sequence."""
+    settings: list[str] = []
+    flags: list[str] = []
+    for before, word in zip(["", *words], words, strict=False):
+        of_flag = before in WITH_VALUE or (before == "--info" and "=" not in word)
+        (flags if of_flag or word.startswith("-") else settings).append(word)
+    return [*settings, *flags]
 
 
 def _is_choice(value: str) -> bool:
