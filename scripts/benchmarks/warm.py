@@ -25,6 +25,19 @@ HERE = Path(__file__).parents[2]
 SMOKE = ["train", "experiment=smoke", "logger=none", "trainer=cpu", "callbacks=[]"]
 RANKS = ["strategy=ddp", "batch.global_size=8", "batch.micro_size=1"]
 LIMIT = 300.0  # seconds that anything may take
+STEPS = """\
+import time
+import lightning
+
+class FirstStep(lightning.Callback):
+    written = False
+
+    def on_train_batch_end(self, trainer, *_):
+        if not self.written and trainer.is_global_zero:
+            with open("{}", "a") as file:
+                print(time.time(), file=file)
+        self.written = True
+"""
 
 
 def main() -> int:
@@ -70,7 +83,8 @@ def start(place: Path, folder: Path, *words: str) -> subprocess.Popen[bytes]:
     command = [str(place / ".venv/bin/python"), "-m", "lockstep_gpt", *SMOKE, *words]
     run = [f"run_dir={folder / 'run'}", f"data.root={folder.parent / 'data'}"]
     quiet = subprocess.DEVNULL
-    return subprocess.Popen([*command, *run], cwd=place, stdout=quiet, stderr=quiet)
+    own = {**os.environ, "PYTHONPATH": str(folder)}
+    return subprocess.Popen([*command, *run], cwd=place, env=own, stdout=quiet, stderr=quiet)
 
 
 def cpu_seconds(words: list[str]) -> Callable[[Path, Path], float]:
@@ -88,10 +102,10 @@ def cpu_seconds(words: list[str]) -> Callable[[Path, Path], float]:
 
 def recovery(place: Path, folder: Path) -> float:
     """Return the seconds from a kill to the end of the next step."""
-    notes = "+callbacks={faults:{_target_:lockstep_gpt.extras.cluster.faults.Faults,"
-    words = [*RANKS, "trainer.devices=2", "max_steps=100000", "val_every=100000"]
-    process = start(place, folder, *words, f"{notes}folder:{folder},plan:[]}}}}")
     starts = folder / "starts"
+    (folder / "first_step.py").write_text(STEPS.format(starts))
+    words = [*RANKS, "trainer.devices=2", "max_steps=100000", "val_every=100000"]
+    process = start(place, folder, *words, "+callbacks.first._target_=first_step.FirstStep")
     try:
         wait_for(lambda: (folder / "run/checkpoints/step=000010.ckpt").exists())
         ranks = [pid for pid in tree(process.pid) if " rank " in words_of(pid)]
