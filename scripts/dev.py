@@ -28,7 +28,7 @@ from environments import POSIX, ROOT, SETS, Environment, refuse, say
 OWN_PROCESSES = ("-n", "--pdb", "--trace", "gpu")
 SECONDS = "test-seconds"  # the time of all tests when they last passed
 PER_TEST = 0.3  # seconds on one core, if they have never passed
-# Tests of what the tree of tests doesn't mirror, besides those that name it.
+# Tests of files without a mirror in the tree of tests, besides those that name them.
 OTHERS = {"configs": "tests/launch/test_compose.py", "README.md": "tests/test_readme.py"}
 
 
@@ -114,9 +114,9 @@ def changed_tests() -> "list[str]":
 
     The tree of tests mirrors the source tree. For a file without a mirror, these are the test files
     that import it. If none does, they are those of the test folder named after the file's own
-    folder that name it or a pattern such as `*.md`, or the whole folder; a page's folder is `docs`,
-    the README's, too. Those in `OTHERS` are added. Of the tests with `of_a_page` in their names,
-    those of unchanged pages are left out.
+    folder that name it or a pattern such as `*.md`, or the whole folder. All pages, including the
+    README, belong to `tests/docs`. `OTHERS` adds more. Of the tests with `of_a_page` in their
+    names, those of unchanged pages are left out.
     """
     found, pages = set(), []
     for listing in (["diff", "--name-only", "HEAD"], ["ls-files", "-o", "--exclude-standard"]):

@@ -25,6 +25,7 @@ HERE = Path(__file__).parents[2]
 SMOKE = ["train", "experiment=smoke", "logger=none", "trainer=cpu", "callbacks=[]"]
 RANKS = ["strategy=ddp", "batch.global_size=8", "batch.micro_size=1"]
 LIMIT = 300.0  # seconds that anything may take
+# A callback that records when the first step after each start ended; any checkout can load it.
 STEPS = """\
 import time
 import lightning
