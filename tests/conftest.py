@@ -563,6 +563,12 @@ def wait_for() -> Callable[[Callable[[], Any]], Any]:
 
 
 @pytest.fixture
+def wait_for_checkpoint(wait_for: Callable[..., Any]) -> Callable[[Path], Any]:
+    """Wait until a run has saved any checkpoint; each is soon deleted for a newer one."""
+    return lambda run: wait_for(lambda: any(run.glob("checkpoints/step=*.ckpt")))
+
+
+@pytest.fixture
 def processes_of() -> Callable[[Path], list[int]]:
     """Return the ids of all live processes whose command line contains a path."""
 

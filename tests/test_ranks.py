@@ -158,10 +158,10 @@ def test_statistics_of_batchnorm_count_only_training_batches(command, ranks):
     assert [count for count, _ in first + then] == [*range(8 * 3 // ranks)]
 
 
-def test_signal_stops_all_ranks_at_one_step(command, wait_for, processes_of):
+def test_signal_stops_all_ranks_at_one_step(command, wait_for_checkpoint, processes_of):
     run = command.folder / "long"
     process = command.start(*command.smoke(*TWO, "max_steps=100000", f"run_dir={run}"))
-    wait_for((run / "checkpoints/step=000010.ckpt").exists)
+    wait_for_checkpoint(run)
     process.send_signal(signal.SIGUSR1)
     process.communicate(timeout=240)
     assert process.returncode == 128 + signal.SIGUSR1

@@ -93,9 +93,9 @@ def test_growing_batch_scales_the_learning_rate(command):
     assert "8 steps = 4,096 tokens" in out
 
 
-def test_signal_saves_and_exits_with_its_number(command, wait_for, processes_of):
+def test_signal_saves_and_exits_with_its_number(command, wait_for_checkpoint, processes_of):
     process = command.start(*command.smoke("max_steps=100000", "run_dir=runs/long"))
-    wait_for((command.folder / "runs/long/checkpoints/step=000010.ckpt").exists)
+    wait_for_checkpoint(command.folder / "runs/long")
     process.send_signal(signal.SIGTERM)
     started = time.monotonic()
     process.communicate(timeout=240)
@@ -117,13 +117,15 @@ class Hangs(lightning.Callback):
 """
 
 
-def test_a_stop_that_could_not_save_in_time_names_the_last_checkpoint(command, wait_for):
+def test_a_stop_that_could_not_save_in_time_names_the_last_checkpoint(
+    command, wait_for, wait_for_checkpoint
+):
     (command.folder / "hangs.py").write_text(HANGS)
     callback = "+callbacks.hangs._target_=hangs.Hangs"
     words = command.smoke("max_steps=100000", "run_dir=run", callback, "launch.grace_seconds=2")
     run, path = command.folder / "run", {"PYTHONPATH": str(command.folder)}
     process = command.start(*words, **path)
-    wait_for((run / "checkpoints/step=000010.ckpt").exists)
+    wait_for_checkpoint(run)
     process.terminate()
     out, _ = process.communicate(timeout=240)
     assert (process.returncode, command.summary("run")["saved"]) == (143, True)
@@ -162,10 +164,10 @@ def test_a_stop_before_the_first_save_is_reported(command, wait_for):
 
 
 @pytest.mark.usefixtures("quick_ranks")
-def test_a_signal_ends_the_whole_sweep(command, wait_for):
+def test_a_signal_ends_the_whole_sweep(command, wait_for_checkpoint):
     words = ("--multirun", "seed=1,2,3", "max_steps=100000", "run_dir=sweep")
     process = command.start(*command.smoke(*words))
-    wait_for((command.folder / "sweep/0/checkpoints/step=000010.ckpt").exists)
+    wait_for_checkpoint(command.folder / "sweep/0")
     process.send_signal(signal.SIGTERM)
     out, err = process.communicate(timeout=240)
     assert process.returncode == 128 + signal.SIGTERM, err
@@ -173,10 +175,10 @@ def test_a_signal_ends_the_whole_sweep(command, wait_for):
     assert not (command.folder / "sweep/1").exists()
 
 
-def test_a_second_command_on_a_live_run_names_the_first_process(command, wait_for):
+def test_a_second_command_on_a_live_run_names_the_first_process(command, wait_for_checkpoint):
     words = command.smoke("max_steps=100000", "run_dir=run")
     process = command.start(*words)
-    wait_for((command.folder / "run/checkpoints/step=000010.ckpt").exists)
+    wait_for_checkpoint(command.folder / "run")
     frozen = (command.folder / "run/config.yaml").read_bytes()
     said = command("train", "run_dir=run", "resume=auto", "max_steps=7", status=2).stderr
     assert f"run_dir=run is in use by process {process.pid} on {socket.gethostname()}; " in said
@@ -193,10 +195,12 @@ def test_invalid_sampling_settings_are_rejected_before_training(command, setting
     assert not (command.folder / "run").exists()
 
 
-def test_killed_parent_leaves_no_process(command, wait_for, processes_of, kill):
+def test_killed_parent_leaves_no_process(
+    command, wait_for, wait_for_checkpoint, processes_of, kill
+):
     run = command.folder / "long"
     process = command.start(*command.smoke("max_steps=100000", f"run_dir={run}"))
-    wait_for((run / "checkpoints/step=000010.ckpt").exists)
+    wait_for_checkpoint(run)
     assert len(processes_of(run)) >= 3  # parent, agent, rank
     kill(process.pid)
     wait_for(lambda: not processes_of(run), 60)

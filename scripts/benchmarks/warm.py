@@ -108,7 +108,7 @@ def recovery(place: Path, folder: Path) -> float:
     words = [*RANKS, "trainer.devices=2", "max_steps=100000", "val_every=100000"]
     process = start(place, folder, *words, "+callbacks.first._target_=first_step.FirstStep")
     try:
-        wait_for(lambda: (folder / "run/checkpoints/step=000010.ckpt").exists())
+        wait_for(lambda: any(folder.glob("run/checkpoints/step=*.ckpt")))
         ranks = [pid for pid in tree(process.pid) if " rank " in words_of(pid)]
         struck = time.time()
         os.kill(ranks[-1], signal.SIGKILL)
@@ -124,7 +124,7 @@ def memory(place: Path, folder: Path) -> float:
     words = [*RANKS, "trainer.devices=8", "max_steps=100000", "val_every=100000"]
     process = start(place, folder, *words)
     try:
-        wait_for(lambda: (folder / "run/checkpoints/step=000010.ckpt").exists())
+        wait_for(lambda: any(folder.glob("run/checkpoints/step=*.ckpt")))
         return sum(map(shared_memory, tree(process.pid)))
     finally:
         process.kill()

@@ -80,7 +80,8 @@ def started(command, processes_of, wait_for, *words):
     def find(word):
         return [pid for pid in processes_of(run) if word in words_of(pid)]
 
-    wait_for(lambda: (run / "checkpoints/step=000010.ckpt").exists() or process.poll() is not None)
+    saved = (run / "checkpoints").glob
+    wait_for(lambda: any(saved("step=*.ckpt")) or process.poll() is not None)
     return process, find
 
 
