@@ -33,10 +33,6 @@ EXTRAS = {
         "src/lockstep_gpt/extras/trackers/",
         "tests/extras/trackers/",
     ),
-    "guards": ("src/lockstep_gpt/extras/guards/", "tests/extras/guards/"),
-    "exact": ("docs/sums.png", "src/lockstep_gpt/extras/exact/", "tests/extras/exact/"),
-    "nodes": ("src/lockstep_gpt/extras/nodes/", "tests/extras/nodes/"),
-    "launchers": ("src/lockstep_gpt/extras/launchers/", "tests/extras/launchers/"),
     "compat": (
         "docs/coming_from.md",
         "docs/lightning.md",
@@ -91,11 +87,6 @@ EXTRAS = {
         "tests/extras/mixtures/",
     ),
     "ladder": ("scripts/ladder/", "tests/ladder/"),
-    "apple": (
-        "configs/trainer/mps.yaml",
-        "src/lockstep_gpt/extras/apple/",
-        "tests/extras/apple/",
-    ),
     "container": (".devcontainer/", "Dockerfile", "tests/test_container.py"),
     "seeing": (
         "configs/callbacks/added/",
@@ -113,24 +104,14 @@ EXTRAS = {
         "src/lockstep_gpt/extras/tasks/",
         "tests/extras/tasks/",
     ),
-    "fsdp2": (
-        "configs/strategy/fsdp2.yaml",
-        "src/lockstep_gpt/extras/sharding/",
-        "tests/extras/sharding/",
-        "tests/gpu_without_gpu/test_shared_weights.py",
-    ),
-    "spawn": (
-        "configs/strategy/ddp_spawn.yaml",
-        "src/lockstep_gpt/extras/spawn/",
-        "tests/extras/spawn/",
-    ),
     "export": ("docs/export.md", "src/lockstep_gpt/extras/export/", "tests/extras/export/"),
     "slurm": ("docs/slurm.md", "scripts/slurm/", "tests/scripts/test_slurm.py"),
     "kubernetes": ("docs/kubernetes.md", "scripts/kubernetes/", "tests/scripts/test_kubernetes.py"),
 }
-IN_ALL = {"modern"}  # former extras that every project has now
+# Former extras that every project has now, and one that is gone.
+FORMER = {"modern", "apple", "exact", "fsdp2", "guards", "launchers", "nodes", "spawn"}
 # Extras that an extra needs.
-NEEDS = {"chat": {"documents", "export"}, "slurm": {"nodes"}, "kubernetes": {"nodes"}}
+NEEDS = {"chat": {"documents", "export"}}
 LICENSES = ("MIT", "Apache-2.0", "BSD-3-Clause", "none")
 LONGEST = 24  # characters of package and slug; longer ones make lines of code too long
 ROOT = Path(__file__).parents[1]
@@ -321,7 +302,7 @@ def _extras(text: str) -> tuple[str, ...]:
         return ()
     if words == {"all"}:
         return tuple(EXTRAS)
-    for word in sorted(words - set(EXTRAS) - IN_ALL):
+    for word in sorted(words - set(EXTRAS) - FORMER):
         near = difflib.get_close_matches(word, EXTRAS, n=1)
         hint = f"did you mean {near[0]}? Or answer" if near else "answer"
         _refuse("extras", word, f"is not one of {', '.join(EXTRAS)}; {hint} all or none")

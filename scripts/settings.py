@@ -24,7 +24,7 @@ from lockstep_gpt.config import (
     as_typed,
 )
 from lockstep_gpt.registry import additions, merged, resolved
-from lockstep_gpt.run_directory import flat
+from lockstep_gpt.run.directory import flat
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIGS, PAGE = ROOT / "configs", ROOT / "docs/settings.md"

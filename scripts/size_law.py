@@ -27,7 +27,7 @@ from lockstep_gpt.data.shards import load_index
 from lockstep_gpt.extras.sizes.law import Law, fitted, left_out
 from lockstep_gpt.extras.sizes.plot import as_svg
 from lockstep_gpt.extras.sizes.rules import parsed, shape, weights
-from lockstep_gpt.run_directory import RunDirectory
+from lockstep_gpt.run.directory import RunDirectory
 
 SIZES = "0.1M,0.18M,0.32M,0.56M,1M"
 CLOSE = 0.03  # acceptable error of a prediction, as a fraction of the loss

@@ -111,7 +111,7 @@ class Command:
                 target,
                 [arguments],
                 ["lockstep_gpt", *arguments],
-                {**start.KEEP_MEMORY, **clean},
+                {**supervise.KEEP_MEMORY, **clean},
                 [],
                 [0, *(file.fileno() for file in printed)],
             )
@@ -407,7 +407,7 @@ def servers() -> Iterator[None]:
 
     It imports wandb, even for commands without wandb: a second server would take five seconds.
     """
-    with start.sharing_servers(), pytest.MonkeyPatch.context() as patch:
+    with supervise.sharing_servers(), pytest.MonkeyPatch.context() as patch:
         if WARM:
             from lockstep_gpt.extras.warm import server
 
@@ -482,7 +482,7 @@ def _forks_of(folder: Path, modules: Sequence[str]) -> Iterator[Path]:
 def _serve(program: Path, address: Path, modules: Sequence[str]) -> subprocess.Popen[bytes]:
     program.write_text(f'#!/bin/sh\nexec {shlex.join(STAND_IN)} as {address} "$@"\n')
     program.chmod(0o755)
-    environment = {**start.KEEP_MEMORY, **_clean_environment(os.environ), **QUIET}
+    environment = {**supervise.KEEP_MEMORY, **_clean_environment(os.environ), **QUIET}
     address.with_name(f"{address.name}.json").write_text(json.dumps(environment))
     with socket.socket(socket.AF_UNIX) as listener, address.with_suffix(".log").open("w") as log:
         listener.bind(str(address))

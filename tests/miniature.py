@@ -35,8 +35,8 @@ from lockstep_gpt.data.prepare import prepare
 from lockstep_gpt.data.shards import load_index
 from lockstep_gpt.data.tokenizer import ByteTokenizer, from_dict
 from lockstep_gpt.model.gpt import GPT
-from lockstep_gpt.runtime.callbacks.checkpoints import AtomicCheckpointIO, Checkpoints
-from lockstep_gpt.runtime.checkpoint import checkpoint_path
+from lockstep_gpt.run.callbacks.checkpoints import AtomicCheckpointIO, Checkpoints
+from lockstep_gpt.run.checkpoint import checkpoint_path
 from lockstep_gpt.training.module import GPTModule
 from lockstep_gpt.training.schedule import (
     BatchPlan,

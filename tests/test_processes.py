@@ -8,7 +8,7 @@ import pytest
 
 from lockstep_gpt import processes
 from lockstep_gpt.config import PROGRAM
-from lockstep_gpt.run_directory import RunDirectory
+from lockstep_gpt.run.directory import RunDirectory
 
 CHILD = """
 import time

@@ -13,7 +13,7 @@ import pytest
 import torch
 import wandb
 
-from lockstep_gpt.run_directory import RunDirectory
+from lockstep_gpt.run.directory import RunDirectory
 
 KILL = """
 import os, signal, lightning

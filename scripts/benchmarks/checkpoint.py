@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from lockstep_gpt.extras.copies.writing import CopyingCheckpointIO
-from lockstep_gpt.runtime.callbacks.checkpoints import AtomicCheckpointIO
+from lockstep_gpt.run.callbacks.checkpoints import AtomicCheckpointIO
 
 
 def main() -> None:

@@ -28,8 +28,8 @@ from typing import Any
 import torch
 from warm import tree, wait_for, words_of
 
-from lockstep_gpt.run_directory import RunDirectory
-from lockstep_gpt.runtime.checkpoint import checkpoints_in, fault_of, step_of
+from lockstep_gpt.run.checkpoint import checkpoints_in, fault_of, step_of
+from lockstep_gpt.run.directory import RunDirectory
 
 LIMIT = 600.0  # seconds per run
 STEPS, KEEP = 400, 2

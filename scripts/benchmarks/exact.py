@@ -25,7 +25,7 @@ from loops import MODELS
 from torch.nn.parallel import DistributedDataParallel
 
 from lockstep_gpt.config import ModelConfig
-from lockstep_gpt.extras.exact.gradient_sums import GradientSums
+from lockstep_gpt.distributed.exact_sums import GradientSums
 from lockstep_gpt.model.gpt import build_gpt
 
 CASES = ((1, 2), (1, 4), (2, 2), (2, 4), (4, 4))  # ranks, K

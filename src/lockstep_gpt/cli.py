@@ -1,11 +1,13 @@
 """The commands, each with a line of help; a command's module is imported only when it runs."""
 
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from typing import NamedTuple, NoReturn
 
-from lockstep_gpt.config import PROGRAM, VERSION, RunError, UserError
+from lockstep_gpt.config import PROGRAM, VERSION, ReportedError, RunError, UserError
+from lockstep_gpt.exits import after_signal
 from lockstep_gpt.processes import end_process
 from lockstep_gpt.registry import merged, resolved
 
@@ -51,8 +53,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (UserError, RunError) as error:
         print(f"{PROGRAM} {name}: {error}", file=sys.stderr)
         return error.status
+    except ReportedError as error:
+        return error.status
     except KeyboardInterrupt:
-        return 130
+        return after_signal(signal.SIGINT)
     except BrokenPipeError:  # the reader, such as `head`, has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141  # 128 + SIGPIPE, the signal that ends other programs
+        return after_signal(signal.SIGPIPE)  # which ends other programs

@@ -17,7 +17,8 @@ from typing import Any, ClassVar, cast
 from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from lockstep_gpt.registry import additions, asked, merged, resolved
+from lockstep_gpt.exits import Exit
+from lockstep_gpt.registry import additions, merged, resolved
 
 PROGRAM = "lockstep-gpt"
 VERSION = "0.1.0"  # as in pyproject.toml
@@ -28,13 +29,21 @@ OPEN_GROUPS = ("trainer", "strategy", "callbacks", "logger")  # Lightning's own 
 class UserError(ValueError):
     """A mistake that the user can fix: one line, exit status 2, no traceback."""
 
-    status = 2
+    status = Exit.MISTAKE
 
 
 class RunError(Exception):
     """An event, not a mistake, that ends a run, such as a full disk: one line, exit status 1."""
 
-    status = 1
+    status = Exit.FAILED
+
+
+class ReportedError(Exception):
+    """Another process has reported why this one ends with `status`."""
+
+    def __init__(self, status: int) -> None:
+        super().__init__(f"reported elsewhere; exit status {status}")
+        self.status = status
 
 
 def setting(
@@ -138,12 +147,41 @@ class BatchConfig(Checked):
         at_least=1,
     )
     reference_size: int = setting("global batch for which optim.lr was tuned", 12, at_least=1)
+    exact_micro_size: int | None = setting(
+        "samples of a micro-batch, for bitwise equal results on any number of devices; null: "
+        "equal up to rounding",
+        None,
+        on_resume="kept",
+        at_least=1,
+    )
+    exact_threads: int = setting(
+        "CPU threads per rank with exact_micro_size; other numbers round differently",
+        1,
+        on_resume="kept",
+        at_least=1,
+    )
 
     def __post_init__(self) -> None:
-        """Also check that a setting gives the batch size."""
+        """Also check that the sizes fit together."""
         super().__post_init__()
+        if self.exact_micro_size is not None:
+            self._check_exact(self.exact_micro_size)
+            self.micro_size = self.exact_micro_size
         if self.micro_size is None and self.global_size is None:
             self.refuse("micro_size", "and batch.global_size=null leave it open; set one of them")
+
+    def _check_exact(self, exact: int) -> None:
+        """Check that all micro-batches can have this size, and that it divides the global size."""
+        total = self.global_size
+        if total is None:
+            self.refuse("exact_micro_size", "needs a batch.global_size, which is null; set it")
+        elif total % exact:
+            nearest = next(size for size in range(min(exact, total), 0, -1) if total % size == 0)
+            rule = f"must divide batch.global_size={total}; nearest: {nearest}"
+            self.refuse("exact_micro_size", rule)
+        if self.micro_size not in (None, exact):
+            rule = f"and batch.micro_size={self.micro_size} are two sizes; set one to null"
+            self.refuse("exact_micro_size", rule)
 
 
 @dataclass
@@ -293,6 +331,15 @@ class LaunchConfig(Checked):
     grace_seconds: float = setting(
         "time for ranks to save and end after a signal, before they are killed", 60.0, above=0
     )
+    node_rank: int = setting(
+        "number of this machine, from 0 to trainer.num_nodes - 1", 0, at_least=0
+    )
+    rdzv_endpoint: str | None = setting("HOST:PORT of machine 0, where all machines meet", None)
+    min_nodes: int | None = setting(
+        "continue with at least this many machines; null: trainer.num_nodes", None, at_least=1
+    )
+    join_seconds: float = setting("longest wait for the other machines", 300.0, above=0)
+    lost_seconds: float = setting("silence after which a machine counts as lost", 15.0, above=0)
 
 
 @dataclass
@@ -304,6 +351,12 @@ class GuardConfig(Checked):
         "non-finite updates to skip before failing (in 16-mixed: only those at loss scale <= 1)",
         0,
         at_least=0,
+    )
+    replicas_every: int | None = setting(
+        "steps between comparisons of the ranks' weights; each save compares too", 500, at_least=1
+    )
+    stall_after: float | None = setting(
+        "seconds without a step until every rank shows its stack and the run ends", 1800.0, above=0
     )
 
 
@@ -356,10 +409,6 @@ class Config(Checked):
             self.refuse("max_steps", f"and max_tokens={tokens}: give one and set the other to null")
         _check_trainer(self.trainer)
         _check_strategy(self.strategy)
-        cap = self.strategy.get("bucket_cap_mb", 1)  # torch can't split graphs by less
-        rule = "is too small for compile=true; set 1 or more, or compile=false"
-        check("strategy.bucket_cap_mb", cap, not self.compile or cap >= 1, rule)
-        asked("CHECK", self)
 
 
 def groups(source: str | None = None) -> dict[str, Any]:
@@ -395,6 +444,7 @@ _OWNED = {
 OWNED_TRAINER_KEYS = {key: door for door, keys in _OWNED.items() for key in keys.split()}
 ACCELERATORS = ("auto", "cpu", "gpu", "cuda", "mps")
 BACKENDS = (None, "nccl", "gloo", "mpi")
+COMM_HOOKS = ("none", "fp16", "bf16", "powersgd")
 SWITCHES = ("find_unused_parameters", "gradient_as_bucket_view", "static_graph")
 
 
@@ -424,8 +474,7 @@ def _is_count(value: Any) -> bool:
 def _check_strategy(strategy: dict[str, Any]) -> None:
     """Check the settings of our own strategies; others check their own."""
     check_choice("strategy.process_group_backend", strategy.get("process_group_backend"), BACKENDS)
-    hooks = ("none", *merged("COMM_HOOKS"))
-    check_choice("strategy.comm_hook", strategy.get("comm_hook", "none"), hooks)
+    check_choice("strategy.comm_hook", strategy.get("comm_hook", "none"), COMM_HOOKS)
     for name in ("timeout_seconds", "bucket_cap_mb"):
         value = strategy.get(name, 1)
         fits = not isinstance(value, bool) and isinstance(value, int | float) and value > 0

@@ -1,7 +1,8 @@
-"""How a process of a run starts, as an agent or a rank (`-m ...processes`), and how it ends."""
+"""How a process of a run starts and ends: with its parent, and without slow teardown."""
 
 import atexit
 import contextlib
+import ctypes
 import gc
 import importlib
 import os
@@ -14,17 +15,10 @@ from pathlib import Path
 from typing import NoReturn
 
 from lockstep_gpt.config import PROGRAM
-from lockstep_gpt.run_directory import RunDirectory
+from lockstep_gpt.exits import Exit
 
-MODULES = {"agent": f"{__package__}.launch.agent", "rank": f"{__package__}.training.train"}
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)  # save, then exit
-LOST_PEERS = 75  # exit status of a rank that lost other ranks (EX_TEMPFAIL of sysexits.h)
-
-
-def command(role: str, run: RunDirectory, node_rank: int = 0) -> list[str]:
-    """Return the command that starts an `agent` or a `rank` of `run` on this machine."""
-    words = [sys.executable, "-m", "lockstep_gpt.processes", role, str(run.path)]
-    return [*words, str(node_rank)] if node_rank else words
+PR_SET_PDEATHSIG = 1  # of prctl(2)
 
 
 def invocation() -> str:
@@ -34,14 +28,6 @@ def invocation() -> str:
     if Path("scripts/dev.py").is_file():
         return "python3 scripts/dev.py"
     return f"{sys.executable} -m lockstep_gpt"
-
-
-def main(role: str, path: str, *node_rank: str) -> NoReturn:
-    """Run an agent or a rank of the run in the directory `path`, then end the process."""
-    end_with_parent()
-    import_all([MODULES[role]])
-    module = importlib.import_module(MODULES[role])
-    end_process(module.main(RunDirectory(Path(path)), *map(int, node_rank)))
 
 
 def import_all(modules: list[str]) -> None:
@@ -63,7 +49,7 @@ def end_process(status: int) -> NoReturn:
     Teardown takes a second and a half in each rank. gloo would also close its connections in
     order, which takes forever if another machine has vanished silently.
     """
-    if status != LOST_PEERS:
+    if status != Exit.LOST_PEERS:
         threading._shutdown()  # type: ignore[attr-defined]  # waits for threads, as usual
         atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
@@ -72,17 +58,21 @@ def end_process(status: int) -> NoReturn:
     os._exit(status)
 
 
-def end_with_parent(parent: int | None = None) -> None:
-    """Kill this process once its `parent` (a process id; default: the current parent) is gone."""
-    expected = parent or os.getppid()
+def end_with_parent(parent: int) -> None:
+    """Kill this process when its `parent` (a process id) ends, or now if it has already ended.
 
-    def watch() -> None:
-        while os.getppid() == expected:
-            time.sleep(0.25)
+    The parent passes its own id: `os.getppid()` may already be that of another process, which
+    adopted this one while Python was starting.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    else:
+        threading.Thread(target=_watch, args=[parent], name="end_with_parent", daemon=True).start()
+    if os.getppid() != parent:
         os.kill(os.getpid(), signal.SIGKILL)
 
-    threading.Thread(target=watch, name="end_with_parent", daemon=True).start()
 
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+def _watch(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(0.25)
+    os.kill(os.getpid(), signal.SIGKILL)

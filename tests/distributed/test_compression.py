@@ -4,9 +4,9 @@ import pytest
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
 from lockstep_gpt.config import Config, LaunchConfig, UserError, extended
+from lockstep_gpt.distributed.strategies import ddp
 from lockstep_gpt.launch import devices
 from lockstep_gpt.launch.devices import Placement, place
-from lockstep_gpt.training.strategies import ddp
 
 SETTINGS = {"process_group_backend": None, "timeout_seconds": 90, "comm_hook": "none"}
 

@@ -1,15 +1,15 @@
 """Which numbers of devices add in the same order, and the receipt's line on it."""
 
 import torch
+from lockstep_gpt.config import BatchConfig
 
 from lockstep_gpt.config import Config, counted
-from lockstep_gpt.extras.exact.exact_settings import ExactBatch
-from lockstep_gpt.extras.exact.sizes import sums_line
+from lockstep_gpt.distributed.exact_sizes import sums_line
 from lockstep_gpt.training.schedule import plan_batch
 
 
 def said(devices=2, **batch):
-    batch = ExactBatch(global_size=48, **batch)
+    batch = BatchConfig(global_size=48, **batch)
     config = Config(max_steps=9, batch=batch, trainer={"accelerator": "cpu"})
     return sums_line(config, plan_batch(batch, 64, devices, 1))["sums"]
 

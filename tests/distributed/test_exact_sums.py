@@ -11,13 +11,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lightning import Callback
+from lockstep_gpt.config import BatchConfig
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lockstep_gpt.config import UserError
-from lockstep_gpt.extras.exact.exact_settings import ExactBatch
-from lockstep_gpt.extras.exact.gradient_sums import GradientSums, PairwiseSum
-from lockstep_gpt.extras.exact.sizes import exact_world_sizes, gradient_copies
+from lockstep_gpt.distributed.exact_sizes import exact_world_sizes, gradient_copies
+from lockstep_gpt.distributed.exact_sums import GradientSums, PairwiseSum
 from lockstep_gpt.training.schedule import plan_batch
 
 
@@ -69,9 +69,9 @@ def test_as_many_copies_of_the_gradients_are_kept_as_the_plan_says(count):
     for value in leaves(count):
         most = max(most, len(sums.partial()))
         sums.add([value])
-    batch = ExactBatch(global_size=count, exact_micro_size=1)
+    batch = BatchConfig(global_size=count, exact_micro_size=1)
     assert most == gradient_copies(batch, count) <= math.log2(count)
-    assert gradient_copies(ExactBatch(global_size=count), count) == 0
+    assert gradient_copies(BatchConfig(global_size=count), count) == 0
 
 
 def test_the_error_of_the_tree_is_far_below_that_of_a_sum_one_by_one():
@@ -106,7 +106,7 @@ def test_numbers_of_devices_with_equal_sums_are_listed():
 )
 def test_other_numbers_of_devices_are_rejected_with_the_nearest_size(world, said):
     with pytest.raises(UserError, match=said):
-        plan_batch(ExactBatch(global_size=12, exact_micro_size=1), 8, world, 1)
+        plan_batch(BatchConfig(global_size=12, exact_micro_size=1), 8, world, 1)
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ def test_other_numbers_of_devices_are_rejected_with_the_nearest_size(world, said
 )
 def test_contradicting_sizes_are_rejected(batch, said):
     with pytest.raises(UserError, match=said):
-        ExactBatch(**batch)
+        BatchConfig(**batch)
 
 
 class Step(Callback):
@@ -187,7 +187,7 @@ def gradients_on(rank, world, total, ddp=True):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(7, 301), nn.Tanh(), nn.Linear(301, 13), nn.Linear(13, 1))
     wrapped = DistributedDataParallel(model, bucket_cap_mb=0.005) if ddp else model
-    batch = plan_batch(ExactBatch(global_size=total, exact_micro_size=1), 7, world, 1)
+    batch = plan_batch(BatchConfig(global_size=total, exact_micro_size=1), 7, world, 1)
     sums = GradientSums()
     module = SimpleNamespace(model=model, modules=model.modules, device=torch.device("cpu"), leaf=0)
     strategy = SimpleNamespace(model=wrapped)

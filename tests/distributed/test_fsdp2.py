@@ -6,7 +6,7 @@ import shutil
 import pytest
 import torch
 
-from lockstep_gpt.runtime.checkpoint import (
+from lockstep_gpt.run.checkpoint import (
     checkpoint_path,
     fault_of,
     files_of,

@@ -2,7 +2,7 @@ import pytest
 import torch.distributed as dist
 
 from lockstep_gpt.config import Config
-from lockstep_gpt.runtime.ranks import (
+from lockstep_gpt.distributed.ranks import (
     Ranks,
     backend_of,
     from_each_rank,

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from lockstep_gpt.config import Config
-from lockstep_gpt.extras.guards.local_store import AGENT_HAS_STORE
-from lockstep_gpt.runtime import ranks
+from lockstep_gpt.distributed import ranks
+from lockstep_gpt.distributed.store import AGENT_HAS_STORE
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Linux lists open ports")
 LOOPBACK = "0100007F"  # 127.0.0.1 as /proc/net/tcp writes it

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep_gpt.config import Config
-from lockstep_gpt.runtime import ranks
+from lockstep_gpt.distributed import ranks
 from lockstep_gpt.training import train
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from lockstep_gpt.config import Config, UserError
+from lockstep_gpt.distributed import strategies
 from lockstep_gpt.model import functional
-from lockstep_gpt.training import strategies
 
 # torch hides its own warning; only pytest's filters turn it into an error.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")

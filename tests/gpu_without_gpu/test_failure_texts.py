@@ -6,8 +6,8 @@ import pytest
 import torch.distributed as dist
 
 from lockstep_gpt.config import BatchConfig, Config, ModelConfig
+from lockstep_gpt.distributed.ranks import lost_peers
 from lockstep_gpt.registry import additions, asked
-from lockstep_gpt.runtime.ranks import lost_peers
 
 NCCL = "NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.hpp:268, "
 REMOTE = (

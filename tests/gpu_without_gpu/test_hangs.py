@@ -13,8 +13,8 @@ import pytest
 from lightning import Callback
 
 from lockstep_gpt.config import Config, GuardConfig, extended, groups
+from lockstep_gpt.distributed import strategies
 from lockstep_gpt.launch.agent import FAILURE_GRACE, RankAgent
-from lockstep_gpt.training import strategies
 
 TWO = ("trainer=cpu", "trainer.devices=2", "strategy=ddp")
 DDP = {"process_group_backend": None, "timeout_seconds": 60, "comm_hook": "none"}
@@ -120,7 +120,7 @@ def test_ranks_restarted_after_a_loss_do_not_get_the_time_to_save():
     ],
 )
 def test_the_guard_comes_before_nccl_s_watchdog(accelerator, stall_after, timeout, limit):
-    from lockstep_gpt.extras.guards.watching import stall_limit
+    from lockstep_gpt.run.callbacks.guards import stall_limit
 
     strategy = {"timeout_seconds": timeout}
     config = Config(max_steps=1, trainer={"accelerator": accelerator}, strategy=strategy)
@@ -130,7 +130,7 @@ def test_the_guard_comes_before_nccl_s_watchdog(accelerator, stall_after, timeou
 
 @has_guards
 def test_nccl_s_flight_recorder_is_on_before_ranks_meet(monkeypatch, tmp_path):
-    from lockstep_gpt.extras.guards.watching import record_collectives
+    from lockstep_gpt.run.callbacks.guards import record_collectives
 
     names = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_DUMP_ON_TIMEOUT", "TORCH_FR_DUMP_TEMP_FILE")
     for name in names:

@@ -30,7 +30,7 @@ from lockstep_gpt.extras.cluster.memory import shaped
 from lockstep_gpt.extras.cluster.prediction import predict
 from lockstep_gpt.launch import compose
 from lockstep_gpt.model import functional
-from lockstep_gpt.runtime.callbacks.metrics import Metrics
+from lockstep_gpt.run.callbacks.metrics import Metrics
 from lockstep_gpt.training.module import GPTModule
 from lockstep_gpt.training.optim import build_optimizer
 from lockstep_gpt.training.schedule import plan_batch, plan_schedule

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lockstep_gpt.config import ModelConfig
-from lockstep_gpt.extras.sharding import fsdp2 as sharding
+from lockstep_gpt.distributed import fsdp2 as sharding
 from lockstep_gpt.model.gpt import build_gpt
 
 # torch hides its own warning; only pytest's filters turn it into an error.

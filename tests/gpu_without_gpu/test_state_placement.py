@@ -8,7 +8,7 @@ from torch.utils._pytree import tree_leaves
 
 from lockstep_gpt.config import ModelConfig, OptimConfig
 from lockstep_gpt.model.gpt import build_gpt
-from lockstep_gpt.runtime.resuming import apply_settings
+from lockstep_gpt.run.resuming import apply_settings
 from lockstep_gpt.training import optim
 
 SHAPE = {"block_size": 8, "n_layer": 2, "n_head": 2, "n_embd": 16}

@@ -9,8 +9,8 @@ import pytest
 from lightning import Callback
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
+from lockstep_gpt.distributed import strategies
 from lockstep_gpt.registry import merged
-from lockstep_gpt.training import strategies
 
 DDP = {"process_group_backend": None, "timeout_seconds": 60, "gradient_as_bucket_view": True}
 COUNTS = Path("/proc/self/io")

@@ -6,12 +6,12 @@ from dataclasses import replace
 import pytest
 
 from lockstep_gpt.config import Config, GuardConfig, UserError
-from lockstep_gpt.extras.apple.choosing import accelerator
+from lockstep_gpt.distributed.strategies import auto
+from lockstep_gpt.launch.apple import accelerator
 from lockstep_gpt.launch.devices import Placement, place
-from lockstep_gpt.training.strategies import auto
 
 MAC = pytest.mark.usefixtures("mac")
-AUTO = {"_target_": "lockstep_gpt.training.strategies.auto"}
+AUTO = {"_target_": "lockstep_gpt.distributed.strategies.auto"}
 
 
 @pytest.fixture

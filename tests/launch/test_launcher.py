@@ -8,9 +8,9 @@ import pytest
 from torch.distributed import DistBackendError
 
 from lockstep_gpt.config import RunError, UserError, groups
-from lockstep_gpt.extras.launchers import joining
-from lockstep_gpt.extras.launchers.joining import agree
-from lockstep_gpt.run_directory import RunDirectory
+from lockstep_gpt.launch import launcher as joining
+from lockstep_gpt.launch.launcher import agree
+from lockstep_gpt.run.directory import RunDirectory
 
 SKEWED = """
 import os, time

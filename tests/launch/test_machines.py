@@ -3,6 +3,7 @@
 import threading
 
 import pytest
+from lockstep_gpt.config import LaunchConfig
 
 from lockstep_gpt.config import (
     BatchConfig,
@@ -11,11 +12,9 @@ from lockstep_gpt.config import (
     RunError,
     UserError,
 )
-from lockstep_gpt.extras.nodes import machines
-from lockstep_gpt.extras.nodes.machines import meeting, start_on_nodes
-from lockstep_gpt.extras.nodes.nodes_settings import NodesLaunch
-from lockstep_gpt.launch import start
-from lockstep_gpt.run_directory import RunDirectory
+from lockstep_gpt.launch import machines, start
+from lockstep_gpt.launch.machines import meeting, start_on_nodes
+from lockstep_gpt.run.directory import RunDirectory
 
 VALUES = {
     "max_steps": 3,
@@ -40,7 +39,7 @@ def run(tmp_path, monkeypatch):
 
 def config(node_rank=1, join_seconds=0.3, **settings):
     place = {"run_dir": "run", "rdzv_endpoint": PLACE, **settings}
-    launch = NodesLaunch(
+    launch = LaunchConfig(
         node_rank=node_rank,
         rdzv_endpoint=place["rdzv_endpoint"],
         join_seconds=join_seconds,

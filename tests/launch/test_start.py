@@ -6,7 +6,7 @@ import pytest
 
 from lockstep_gpt.config import Config, UserError
 from lockstep_gpt.launch import start
-from lockstep_gpt.run_directory import RunDirectory
+from lockstep_gpt.run.directory import RunDirectory
 
 
 def test_a_launcher_without_its_extra_is_rejected_in_one_line(monkeypatch):

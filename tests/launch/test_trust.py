@@ -5,7 +5,7 @@ import shutil
 import pytest
 import yaml
 
-from lockstep_gpt.extras.guards import trust
+from lockstep_gpt.launch import trust
 from lockstep_gpt.registry import additions
 
 WATCHED = """
@@ -22,8 +22,8 @@ RESUME = ("train", "run_dir=run", "resume=auto", "launch.inline=true")
 @pytest.mark.parametrize(
     "target",
     [
-        "lockstep_gpt.runtime.callbacks.progress.Sample",
-        "lockstep_gpt.training.strategies.ddp",
+        "lockstep_gpt.run.callbacks.progress.Sample",
+        "lockstep_gpt.distributed.strategies.ddp",
         "lightning.pytorch.Trainer",
         "lightning.pytorch.callbacks.EarlyStopping",
         "lightning.pytorch.loggers.CSVLogger",

@@ -14,8 +14,8 @@ import torch
 from lockstep_gpt.config import RunError, UserError
 from lockstep_gpt.data.tokenizer import ByteTokenizer
 from lockstep_gpt.inference.source import load_model
-from lockstep_gpt.runtime.callbacks.checkpoints import AtomicCheckpointIO
-from lockstep_gpt.runtime.checkpoint import (
+from lockstep_gpt.run.callbacks.checkpoints import AtomicCheckpointIO
+from lockstep_gpt.run.checkpoint import (
     checkpoint_path,
     checkpoints_in,
     fault_of,
@@ -217,7 +217,7 @@ def test_a_checkpoint_in_several_files_is_verified_and_removed_whole(tmp_path):
 
 def test_shards_without_their_extra_are_rejected(tmp_path, monkeypatch):
     path = save(checkpoint_path(tmp_path, 1), parts=["step=000001.part"])
-    monkeypatch.setattr("lockstep_gpt.runtime.checkpoint.asked", lambda *_: [])
+    monkeypatch.setattr("lockstep_gpt.run.checkpoint.asked", lambda *_: [])
     with pytest.raises(UserError, match=r"is in shards, which needs an extra to read"):
         read_checkpoint(path)
 

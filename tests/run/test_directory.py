@@ -4,9 +4,9 @@ import multiprocessing
 import pytest
 import yaml
 
-from lockstep_gpt import run_directory
 from lockstep_gpt.config import RunError, UserError
-from lockstep_gpt.run_directory import (
+from lockstep_gpt.run import directory as run_directory
+from lockstep_gpt.run.directory import (
     RunDirectory,
     differences,
     refuse_another_identity,
@@ -62,7 +62,7 @@ def test_another_machine_never_reads_half_of_it(run, monkeypatch):
         assert not run.config.exists()
         return "max_steps: 10\n"
 
-    monkeypatch.setattr("lockstep_gpt.run_directory._as_yaml", written)
+    monkeypatch.setattr("lockstep_gpt.run.directory._as_yaml", written)
     run.create(VALUES)
     assert run.values() == {"max_steps": 10}
     assert [each.name for each in run.path.iterdir()] == ["config.yaml"]
@@ -216,13 +216,13 @@ def test_every_rank_has_its_own_log(run):
 
 def test_a_run_of_an_earlier_version_finds_moved_classes(run, monkeypatch):
     moved = {
-        "lockstep_gpt.runtime.ranks": "lockstep_gpt.training.strategies",
+        "lockstep_gpt.distributed.ranks": "lockstep_gpt.distributed.strategies",
         "lockstep_gpt.gone": "lockstep_gpt.extras.here",
         "lockstep_gpt.there.make": "lockstep_gpt.extras.here.make",
     }
     monkeypatch.setattr(run_directory, "merged", {"MOVED": moved}.get)
     targets = [
-        "lockstep_gpt.runtime.ranks.ddp",
+        "lockstep_gpt.distributed.ranks.ddp",
         "lockstep_gpt.gone.Thing",
         "elsewhere.gone.Thing",
         "lockstep_gpt.there.make",
@@ -231,7 +231,7 @@ def test_a_run_of_an_earlier_version_finds_moved_classes(run, monkeypatch):
     run.create({str(index): {"_target_": target} for index, target in enumerate(targets)})
     found = [run.values()[str(index)]["_target_"] for index in range(5)]
     assert found == [
-        "lockstep_gpt.training.strategies.ddp",
+        "lockstep_gpt.distributed.strategies.ddp",
         "lockstep_gpt.extras.here.Thing",
         "elsewhere.gone.Thing",
         "lockstep_gpt.extras.here.make",

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from lockstep_gpt.extras.cluster import remedies
-from lockstep_gpt.extras.cluster.remedies import Scene, explain, explain_death
 from lockstep_gpt.registry import additions
+from lockstep_gpt.run import remedies
+from lockstep_gpt.run.remedies import Scene, explain, explain_death
 
 BREAKER = """
 import os, signal

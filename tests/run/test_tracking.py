@@ -5,8 +5,8 @@ import pytest
 import yaml
 
 from lockstep_gpt.config import UserError
-from lockstep_gpt.run_directory import RunDirectory
-from lockstep_gpt.runtime import tracking
+from lockstep_gpt.run import tracking
+from lockstep_gpt.run.directory import RunDirectory
 
 
 def read_csv(folder):

@@ -85,7 +85,7 @@ def test_an_absent_extra_is_mentioned_nowhere(extra, defaults):
 # Python files of every project that may still mention an extra, and why.
 IN_PYTHON = {
     "src/lockstep_gpt/launch/agent.py": "min_nodes",  # torch's own name
-    "src/lockstep_gpt/run_directory.py": ".",  # names of settings that runs were frozen with
+    "src/lockstep_gpt/run/directory.py": ".",  # names of settings that runs were frozen with
     "tests/conftest.py": "^RANKS|launch.warm=false",  # settings of runs with separate processes
     "tests/extras/conftest.py": "playwright",  # for the pages of several extras
     "tests/data/test_corpora.py": "sys.modules",  # what must not be imported
@@ -93,7 +93,7 @@ IN_PYTHON = {
     "tests/forked_python.py": '^    "',  # libraries that are imported if installed
     "tests/launch/test_compose.py": "launch.warm|fsdp2",  # rejected by name; chosen if installed
     "tests/test_config.py": "bpe is not one of bytes",  # also rejected
-    "tests/test_run_directory.py": "node_rank|rdzv_endpoint",  # what another machine may change
+    "tests/run/test_directory.py": "node_rank|rdzv_endpoint",  # what another machine may change
     "tests/test_train.py": "^OF_EXTRAS",  # files that may be next to ours
 }
 

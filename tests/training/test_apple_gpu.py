@@ -13,8 +13,8 @@ from torch._subclasses import FakeTensorMode
 
 from lockstep_gpt.config import Config, RunError
 from lockstep_gpt.data.datamodule import TokenDataModule
-from lockstep_gpt.extras.apple import training
 from lockstep_gpt.model import functional
+from lockstep_gpt.training import apple_gpu as training
 from lockstep_gpt.training.seeds import leaf_seed
 from lockstep_gpt.training.token_loss import TokenLoss
 

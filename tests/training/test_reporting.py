@@ -6,8 +6,8 @@ import warnings
 import pytest
 
 from lockstep_gpt.config import BatchConfig, Config, ModelConfig, OptimConfig
-from lockstep_gpt.run_directory import RunDirectory
-from lockstep_gpt.runtime.ranks import Ranks
+from lockstep_gpt.distributed.ranks import Ranks
+from lockstep_gpt.run.directory import RunDirectory
 from lockstep_gpt.training.reporting import as_text, drop_rank_log, receipt, reporting
 from lockstep_gpt.training.schedule import plan_batch, plan_schedule
 

@@ -4,8 +4,6 @@ import math
 from typing import Any
 
 from lockstep_gpt.config import BatchConfig, Config, UserError, counted
-from lockstep_gpt.extras.exact.exact_settings import exact_size
-from lockstep_gpt.training.schedule import BatchPlan
 
 
 def exact_world_sizes(global_size: int, micro_size: int) -> list[int]:
@@ -19,15 +17,18 @@ def exact_world_sizes(global_size: int, micro_size: int) -> list[int]:
     return fits if odd == 1 else [1, *fits]
 
 
-def refuse_others(batch: BatchConfig, world_size: int) -> None:
+def refuse_other_world_sizes(batch: BatchConfig, world_size: int) -> None:
     """Raise a `UserError` for a number of ranks that don't each have a whole subtree."""
-    exact, total = exact_size(batch), batch.global_size or 0
-    if exact is None or world_size in (fits := exact_world_sizes(total, exact)):
+    exact, total = batch.exact_micro_size, batch.global_size
+    if exact is None or total is None:
         return
-    sizes = [size for size in range(1, total + 1) if total % size == 0]
-    possible = [size for size in sizes if world_size in exact_world_sizes(total, size)]
-    each = 1 << max(0, round(math.log2(total / exact / world_size)))  # micro-batches per rank
-    remedy = f"batch.global_size={exact * world_size * each}"
+    fits = exact_world_sizes(total, exact)
+    if world_size in fits:
+        return
+    micro_batches_per_rank = 1 << max(0, round(math.log2(total / exact / world_size)))
+    remedy = f"batch.global_size={exact * world_size * micro_batches_per_rank}"
+    divisors = [size for size in range(1, total + 1) if total % size == 0]
+    possible = [size for size in divisors if world_size in exact_world_sizes(total, size)]
     if possible:
         nearest = min(possible, key=lambda size: abs(size - exact))
         remedy = f"batch.exact_micro_size={nearest}"
@@ -39,36 +40,39 @@ def refuse_others(batch: BatchConfig, world_size: int) -> None:
 
 def gradient_copies(batch: BatchConfig, accumulation: int) -> int:
     """Return how many gradient sums a rank keeps to add `accumulation` micro-batches pairwise."""
-    return 0 if exact_size(batch) is None else accumulation.bit_length() - 1
+    if batch.exact_micro_size is None:
+        return 0
+    return accumulation.bit_length() - 1
 
 
-def sums_line(config: Config, batch: BatchPlan) -> dict[str, str]:
+def sums_line(config: Config, global_size: int, micro_size: int, accumulation: int) -> str:
     """Return the receipt's line: what is equal on other numbers of devices, and its cost."""
     import torch
 
-    leaves = batch.global_size // batch.micro_size
-    if exact_size(config.batch) is not None:
-        sizes = exact_world_sizes(batch.global_size, batch.micro_size)
-        gpus = config.trainer["accelerator"] == "cuda"
-        kind = torch.cuda.get_device_name() if gpus else torch.backends.cpu.get_cpu_capability()
-        copies = gradient_copies(config.batch, batch.accumulation)
-        line = (
+    leaves = global_size // micro_size
+    if config.batch.exact_micro_size is not None:
+        sizes = exact_world_sizes(global_size, micro_size)
+        if config.trainer["accelerator"] == "cuda":
+            kind = torch.cuda.get_device_name()
+        else:
+            kind = torch.backends.cpu.get_cpu_capability()
+        copies = gradient_copies(config.batch, accumulation)
+        return (
             f"equal bits on {either(sizes)} devices: {counted(leaves, 'micro-batch', 'es')} in "
             f"one order ({kind}, torch {torch.__version__}, "
             f"{counted(torch.get_num_threads(), 'thread')}), plus memory for {copies} "
             f"more gradient{'s' * (copies != 1)} of all weights"
         )
-        return {"sums": line}
     line = "added in rank order: equal up to rounding on any number of devices"
-    size = batch.micro_size if leaves > 1 else max(1, batch.global_size // 4)
-    if config.batch.global_size is not None and batch.global_size % size == 0:
-        sizes = exact_world_sizes(batch.global_size, size)
-        leaves = batch.global_size // size
+    size = micro_size if leaves > 1 else max(1, global_size // 4)
+    if config.batch.global_size is not None and global_size % size == 0:
+        sizes = exact_world_sizes(global_size, size)
+        leaves = global_size // size
         line += (
             f"; set batch.exact_micro_size={size} for equal bits on {either(sizes)}, with "
             f"{counted(leaves, 'micro-batch', 'es')} per step"
         )
-    return {"sums": line}
+    return line
 
 
 def either(choices: list[Any]) -> str:

@@ -12,15 +12,13 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from lightning import Trainer
+from lightning import Callback, Trainer
 from torch import Tensor
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from lockstep_gpt.config import Config, UserError
-from lockstep_gpt.extras.exact.exact_settings import ExactBatch
-from lockstep_gpt.extras.exact.weights import WeightHashes
 
 # Newer versions of torch use the first name, and warn about the second.
 ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -56,7 +54,7 @@ class PairwiseSum:
         return first
 
 
-class GradientSums(WeightHashes):
+class GradientSums(Callback):
     """Replaces DDP's sum of a step's gradients with one in the tree's order."""
 
     def __init__(self) -> None:
@@ -173,17 +171,16 @@ class GradientSums(WeightHashes):
         self._gathered.append((work, total, whole, result))
 
 
-def gradient_sums(config: Config, *_known: Any) -> WeightHashes:
-    """Return the callback that hashes the run's weights and, if set, adds gradients in one order.
+def gradient_sums(config: Config) -> list[GradientSums]:
+    """Return the callback that adds gradients in one order, if `batch.exact_micro_size` is set.
 
-    For that, it sets threads and kernels to round the same, until the run ends.
+    It sets threads and kernels to round the same, until the run ends.
     """
-    batch = config.batch
-    if not isinstance(batch, ExactBatch) or batch.exact_micro_size is None:
-        return WeightHashes()
+    if config.batch.exact_micro_size is None:
+        return []
     sums = GradientSums()
     sums.undo.callback(torch.set_num_threads, torch.get_num_threads())
-    torch.set_num_threads(batch.exact_threads)
+    torch.set_num_threads(config.batch.exact_threads)
     if config.compile:  # it would compile a part per DDP bucket, which one rank doesn't have
         sums.undo.enter_context(torch._dynamo.config.patch(optimize_ddp=False))
     if config.trainer["accelerator"] == "cuda":  # some kernels add in the order in which they end
@@ -192,4 +189,4 @@ def gradient_sums(config: Config, *_known: Any) -> WeightHashes:
         )
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # required by cuBLAS then
         torch.use_deterministic_algorithms(True)
-    return sums
+    return [sums]

@@ -7,7 +7,7 @@ or to save faster, each rank writes its own part, and the reader joins the parts
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, cast
@@ -17,22 +17,19 @@ import torch.distributed as dist
 from lightning.pytorch.strategies import (
     ModelParallelStrategy,
     ParallelStrategy,
-    SingleDeviceStrategy,
-    Strategy,
 )
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from lockstep_gpt.distributed.sharded_states import gathered, share_of, shares_in, without_shares
 from lockstep_gpt.model.gpt import GPT, build_gpt
-from lockstep_gpt.runtime.checkpoint import write_checkpoint
 
 
-def fsdp2(
-    *,
-    accelerator: str,
+def build_fsdp2(
     world_size: int,
+    *,
     process_group_backend: str | None,
     timeout_seconds: float,
     reshard_after_forward: bool,
@@ -40,11 +37,10 @@ def fsdp2(
     reduce_dtype: str,
     save_parts: bool,
     reduce_each: bool = False,  # missing in runs of earlier versions
-) -> Strategy:
-    """Return the strategy that shards over all ranks; with a single rank, nothing is sharded.
+) -> ShardedStrategy:
+    """Return the strategy that shards over `world_size` ranks.
 
     Args:
-        accelerator: cpu or cuda.
         world_size: total number of ranks.
         process_group_backend: nccl or gloo; None: nccl on GPUs, gloo elsewhere.
         timeout_seconds: longest wait for another rank.
@@ -55,10 +51,7 @@ def fsdp2(
         save_parts: each rank writes its shard of a checkpoint, all at the same time.
         reduce_each: scatter gradients in each micro-batch, instead of once a step.
     """
-    if world_size == 1:
-        device = torch.device("cuda", 0) if accelerator == "cuda" else torch.device("cpu")
-        return SingleDeviceStrategy(device)
-    return Sharded(
+    return ShardedStrategy(
         MixedPrecisionPolicy(
             param_dtype=getattr(torch, param_dtype),
             reduce_dtype=getattr(torch, reduce_dtype),
@@ -74,7 +67,7 @@ def fsdp2(
     )
 
 
-class Sharded(ModelParallelStrategy):
+class ShardedStrategy(ModelParallelStrategy):
     """Lightning's strategy, which saves and loads states in the form that a single device uses.
 
     Lightning's own version would number the optimizer state in the order of the model, not of the
@@ -89,6 +82,7 @@ class Sharded(ModelParallelStrategy):
     """
 
     lightning_restore_optimizer = True
+    has_replicas = False
 
     def __init__(
         self,
@@ -104,7 +98,7 @@ class Sharded(ModelParallelStrategy):
         self._save_parts = save_parts
         self._reduce_each = reduce_each
 
-    def shard(self, model: nn.Module, compiled: bool = False) -> None:
+    def place_model(self, model: nn.Module, compiled: bool) -> None:
         """Shard each of `model.blocks`, then the rest; a model without blocks is a single unit.
 
         If `compiled`, each block is compiled by itself, so weights are gathered between graphs.
@@ -129,14 +123,20 @@ class Sharded(ModelParallelStrategy):
         yield
         shared.set_requires_gradient_sync(True)
 
-    def whole_model(self, model: GPT) -> GPT | None:
+    def whole_model(self, model: nn.Module) -> GPT | None:
         """Return a whole copy of `model` in host memory on rank 0; every rank must call this."""
+        assert isinstance(model, GPT)
         weights = gathered(model.state_dict())
         if self.global_rank:
             return None
         copy = build_gpt(model.config, model.vocab_size)
         copy.load_state_dict(weights)
         return copy
+
+    def whole_norm(self, norm: Tensor) -> Tensor:
+        """Return the norm of all ranks' gradients; every rank must call this."""
+        assert isinstance(norm, DTensor)
+        return norm.full_tensor()
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return the weights, whole on rank 0 or as shards; every rank must call this."""
@@ -163,7 +163,8 @@ class Sharded(ModelParallelStrategy):
         if self._save_parts:
             names = [part_path(path, rank, self.world_size) for rank in range(self.world_size)]
             own = names[self.global_rank]
-            digest = bytes.fromhex(write_checkpoint(shares_in(checkpoint), own, alone=False))
+            writer: Any = self.checkpoint_io
+            digest = bytes.fromhex(writer.save_part(shares_in(checkpoint), own))
             mine = torch.tensor([*digest], dtype=torch.uint8, device=self.root_device)
             digests = [torch.empty_like(mine) for _ in names]
             dist.all_gather(digests, mine)
@@ -206,78 +207,6 @@ class Sharded(ModelParallelStrategy):
             optimizer.load_state_dict({**saved, "state": shares})
 
 
-def gathered(states: Any) -> Any:
-    """Make every shard in nested containers whole, in host memory and only on rank 0.
-
-    Every rank must call this; ranks other than 0 keep their shards.
-    """
-    if isinstance(states, dict):
-        return {name: gathered(each) for name, each in states.items()}
-    if isinstance(states, list):
-        return [gathered(each) for each in states]
-    if not isinstance(states, DTensor):
-        return states
-    whole = states.full_tensor()
-    return whole.cpu() if states.device_mesh.get_rank() == 0 else states
-
-
-def share_of(whole: Any, place: Tensor) -> Any:
-    """Return this rank's shard of `whole`, which all ranks have, sharded in the way of `place`.
-
-    Values whose shape is not `place`'s, such as a step count, stay whole.
-    """
-    if not isinstance(place, DTensor) or getattr(whole, "shape", None) != place.shape:
-        return whole
-    # Without a source rank nothing is sent: each rank cuts its shard from its own copy.
-    return distribute_tensor(whole, place.device_mesh, place.placements, src_data_rank=None)
-
-
 def part_path(path: Path, rank: int, world_size: int) -> Path:
     """Return the path to which `rank` writes its part of the checkpoint `path`."""
     return path.with_name(f"{path.stem}.{rank:05d}-of-{world_size:05d}.part")
-
-
-def shares_in(states: Any) -> dict[Any, Any]:
-    """Return the shards in nested containers, in host memory, by their keys and indices."""
-    found: dict[Any, Any] = {}
-    for key, each in _items(states):
-        if isinstance(each, DTensor):
-            # Copied, because a view's whole storage would be saved, which may be that of a block.
-            found[key] = each.to_local().detach().cpu().clone()
-        elif inner := shares_in(each):
-            found[key] = inner
-    return found
-
-
-def without_shares(states: Any) -> Any:
-    """Return nested containers in which each shard is replaced by None."""
-    if isinstance(states, dict):
-        return {name: without_shares(each) for name, each in states.items()}
-    if isinstance(states, list):
-        return [without_shares(each) for each in states]
-    return None if isinstance(states, DTensor) else states
-
-
-def _items(states: Any) -> Iterable[tuple[Any, Any]]:
-    if isinstance(states, dict):
-        return states.items()
-    return enumerate(states) if isinstance(states, list) else ()
-
-
-def join_parts(content: dict[str, Any], path: Path) -> None:
-    """Join the ranks' parts, which are next to the checkpoint `path`, and put them in `content`.
-
-    Shards are slices along the first dimension, in the order of the ranks.
-    """
-    names = content.pop("parts")
-    parts = [torch.load(path.with_name(name), weights_only=True, mmap=True) for name in names]
-    _fill(content, parts)
-
-
-def _fill(whole: Any, parts: list[dict[Any, Any]]) -> None:
-    for key, share in parts[0].items():
-        shares = [part[key] for part in parts]
-        if isinstance(share, Tensor):
-            whole[key] = torch.cat(shares)
-        else:
-            _fill(whole[key], shares)

@@ -1,7 +1,9 @@
 """How ranks work together: who this one is, how they connect, what they exchange."""
 
+import contextlib
 import os
 import re
+import socket
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Self
@@ -9,9 +11,12 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import Store  # type: ignore[attr-defined]
 
 from lockstep_gpt.config import Config
-from lockstep_gpt.registry import asked
+from lockstep_gpt.distributed.address import address_towards, interface_of, loopback_interface
+from lockstep_gpt.distributed.store import meet
+from lockstep_gpt.distributed.waiting import MeetingError
 
 
 @dataclass(frozen=True)
@@ -51,31 +56,70 @@ LOST_PEER_MESSAGES = re.compile(
 
 def lost_peers(error: BaseException) -> bool:
     """Return whether `error` only means that another rank went away, as far as torch shows."""
-    if isinstance(error, dist.DistNetworkError | dist.DistStoreError):
+    if isinstance(error, dist.DistNetworkError | dist.DistStoreError | MeetingError):
         return True
     return isinstance(error, RuntimeError) and bool(LOST_PEER_MESSAGES.search(str(error)))
 
 
 def backend_of(config: Config) -> str:
-    """Return the process group's backend: as set, else nccl for GPUs and gloo for the rest."""
+    """Return the process group's backend: as set, else nccl for GPUs and gloo for the rest.
+
+    `config` is a frozen one, in which the accelerator is decided: cpu, cuda, or mps.
+    """
     default = "nccl" if config.trainer["accelerator"] == "cuda" else "gloo"
     return str(config.strategy.get("process_group_backend") or default)
 
 
-def join(ranks: Ranks, config: Config) -> None:
+def backend_here() -> str:
+    """Return the backend of the process group that this rank has joined."""
+    return str(dist.get_backend())
+
+
+def join(ranks: Ranks, config: Config, store: Store | None = None) -> None:
     """Connect to the other ranks, if there are any, before Lightning would.
 
     Ranks can then agree on things (which checkpoint to resume from) before the Trainer runs.
+
+    Args:
+        ranks: this process among all.
+        config: the frozen configuration, the same on all ranks.
+        store: where the ranks have met; None: they meet now.
     """
     if ranks.world_size == 1 or dist.is_initialized():
         return
-    asked("BEFORE_JOIN", config)
+    choose_interfaces(ranks)
     backend, device = backend_of(config), None
     if backend == "nccl":  # with its device it connects now, not in the first collective
         device = torch.device("cuda", ranks.local_rank)
         torch.cuda.set_device(device)
-    timeout = timedelta(seconds=config.strategy.get("timeout_seconds", 1800))
-    dist.init_process_group(backend, timeout=timeout, device_id=device)
+    seconds = config.strategy.get("timeout_seconds", 1800)
+    dist.init_process_group(
+        backend,
+        store=store or meet(ranks.rank, ranks.world_size, seconds),
+        rank=ranks.rank,
+        world_size=ranks.world_size,
+        timeout=timedelta(seconds=seconds),
+        device_id=device,
+    )
+
+
+def choose_interfaces(ranks: Ranks) -> None:
+    """Choose the network interface towards rank 0; gloo would guess one from the host name.
+
+    gloo also carries the vote to stop when gradients travel over NCCL. NCCL uses several interfaces
+    to other machines, but needs to be told on a machine without any. What the user has set stays.
+    """
+    interface = ""
+    with contextlib.suppress(OSError):  # an IPv6 address, for example
+        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        interface = interface_of(address_towards(host, port))
+    if not interface and ranks.num_nodes == 1:
+        interface = loopback_interface()
+    if interface not in {name for _, name in socket.if_nameindex()}:
+        return
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    if ranks.num_nodes == 1:
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
 
 
 def leave() -> None:

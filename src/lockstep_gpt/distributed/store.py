@@ -1,38 +1,86 @@
-"""What a rank sets before it meets the others: NCCL's recorder, and an address that stays local."""
+"""The store at which ranks meet: a few keys and values, served by one process over TCP.
+
+A launcher's store may be older than its ranks. torchrun keeps its own when it restarts ranks, with
+the addresses that dead ranks have written there (pytorch#135712), so restarted ranks would connect
+to nobody. The number of restarts, which torchrun tells its ranks, can differ between nodes. So
+each start of ranks agrees on a name of its own, and uses only keys below that name.
+"""
 
 from __future__ import annotations
 
 import os
+import secrets
 import socket
+from datetime import timedelta
 from typing import Any
 
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
-from lockstep_gpt.config import Config
-from lockstep_gpt.extras.guards.watching import record_collectives
+from lockstep_gpt.distributed.waiting import MeetingError, Waiting
 
-AGENT_HAS_STORE = "TORCHELASTIC_USE_AGENT_STORE"  # then rank 0 connects like the others
-_stores: list[TCPStore] = []  # they listen for as long as they exist
+LOOPBACK = ("127.0.0.1", "localhost")
 
 
-def prepare(config: Config) -> None:
-    """Record NCCL's collectives, and meet where no other machine can connect."""
-    record_collectives(config)
-    stay_local()
+def meet(rank: int, world_size: int, seconds: float, hint: str = "") -> Store:
+    """Connect to the store of all ranks; return the part of it that belongs to this start.
 
+    Args:
+        rank: the number of this rank.
+        world_size: total number of ranks.
+        seconds: the longest wait for the other ranks.
+        hint: printed once if others are late.
 
-def stay_local() -> None:
-    """Listen at an address that no other machine reaches; torch's default listens on all.
-
-    Nothing changes if the ranks are on several nodes, or if a launcher already uses the port.
+    Raises:
+        MeetingError: not all ranks came in time.
     """
-    has_store = os.environ.get(AGENT_HAS_STORE) == "True"
-    if has_store or os.environ.get("MASTER_ADDR") not in ("127.0.0.1", "localhost"):
-        return
-    if os.environ["RANK"] == "0":
-        address = ("127.0.0.1", int(os.environ["MASTER_PORT"]))
-        descriptor = socket.create_server(address).detach()  # torch owns it from now on
-        there: Any = {"is_master": True, "wait_for_workers": False, "master_listen_fd": descriptor}
-        _stores.append(TCPStore(*address, **there))
-    os.environ[AGENT_HAS_STORE] = "True"
-    os.environ.setdefault("TORCHELASTIC_RESTART_COUNT", "0")  # torch then reads it
+    waiting = Waiting(seconds, hint)
+    try:
+        store = _connected(rank, seconds)
+        return PrefixStore(_name_of_start(store, rank, world_size, waiting), store)
+    except (OSError, RuntimeError) as error:  # torch raises RuntimeError for errors of its store
+        raise MeetingError(str(error).splitlines()[0]) from error
+
+
+def _connected(rank: int, seconds: float) -> TCPStore:
+    """Serve the store, if that is this rank's task, and connect to it."""
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    timeout = timedelta(seconds=seconds)
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun's agent serves it
+        with socket.create_connection((host, port), timeout=seconds):
+            pass  # refused at once if the agent is gone; torch would try again until the end
+        return TCPStore(host, port, is_master=False, timeout=timeout)
+    serving: dict[str, Any] = {"is_master": rank == 0, "wait_for_workers": False}
+    if rank == 0 and host in LOOPBACK:
+        # Where no other machine can connect; torch's default listens on all addresses.
+        listener = socket.create_server(("127.0.0.1", port))
+        serving["master_listen_fd"] = listener.detach()  # torch owns it from now on
+    return TCPStore(host, port, timeout=timeout, **serving)
+
+
+def _name_of_start(store: Store, rank: int, world_size: int, waiting: Waiting) -> str:
+    """Return a name that all ranks of this start know, and none of an earlier start.
+
+    Rank 0 draws the name. Each other rank asks for it with a word of its own; what rank 0 answers
+    to an earlier start's words, nobody reads. Rank 0 answers until all ranks have thanked it.
+    """
+    if rank != 0:
+        word = secrets.token_hex(8)
+        store.set(f"start/word of rank {rank}", word)
+        while not store.check([f"start/answer to {word}"]):
+            waiting.go_on([0])
+        name: str = store.get(f"start/answer to {word}").decode()
+        store.set(f"{name}/thanks of rank {rank}", "")
+        return name
+    name = secrets.token_hex(8)
+    missing = [*range(1, world_size)]
+    while missing:
+        for other in missing:
+            question = f"start/word of rank {other}"
+            if store.check([question]):
+                store.set(f"start/answer to {store.get(question).decode()}", name)
+        missing = [
+            other for other in missing if not store.check([f"{name}/thanks of rank {other}"])
+        ]
+        if missing:
+            waiting.go_on(missing)
+    return name

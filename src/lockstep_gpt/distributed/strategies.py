@@ -1,37 +1,65 @@
-"""Lightning's strategies as configured in `configs/strategy/`."""
+"""How ranks work together: the choices of configs/strategy/, and what callers ask of any strategy.
 
-from datetime import timedelta
-from typing import Any
+A strategy of your own is a function here or elsewhere that `_target_` names. If its ranks don't
+each have the whole model, its class has the methods of `ModelLayout`.
+"""
+
+from typing import Any, Protocol, runtime_checkable
 
 import torch
-from lightning.pytorch import strategies
 from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
-from torch import nn
+from torch import Tensor, nn
 
-from lockstep_gpt.registry import merged, resolved
+from lockstep_gpt.distributed.ddp import DDPStrategy, build_ddp
+
+
+@runtime_checkable
+class ModelLayout(Protocol):
+    """Where the ranks have the model's weights, gradients, and optimizer state."""
+
+    has_replicas: bool  # whether each rank has all weights, equal on all ranks
+
+    def place_model(self, model: nn.Module, compiled: bool) -> None:
+        """Distribute the model over the ranks, and compile it if `compiled`."""
+
+    def whole_model(self, model: nn.Module) -> nn.Module | None:
+        """Return all of the model on rank 0, None elsewhere; every rank must call this."""
+
+    def whole_norm(self, norm: Tensor) -> Tensor:
+        """Return the norm of all gradients, from that of this rank's."""
+
+
+class WholeModels:
+    """The layout of a single device, DDP, and Lightning's other strategies with replicas."""
+
+    has_replicas = True
+
+    def place_model(self, model: nn.Module, compiled: bool) -> None:
+        """Compile the model in place, if `compiled`, so that the keys of its state stay."""
+        if compiled:
+            model.compile(dynamic=False)
+
+    def whole_model(self, model: nn.Module) -> nn.Module:
+        """Return the model."""
+        return model
+
+    def whole_norm(self, norm: Tensor) -> Tensor:
+        """Return the norm."""
+        return norm
+
+
+def layout_of(strategy: Strategy) -> ModelLayout:
+    """Return the layout of the model under `strategy`, which is often the strategy itself."""
+    if isinstance(strategy, ModelLayout):
+        return strategy
+    return WholeModels()
 
 
 def auto(*, accelerator: str, world_size: int, **settings: Any) -> Strategy:
     """Return a single-device strategy for one rank, `ddp` for more."""
     if world_size == 1:
-        device = torch.device("cpu") if accelerator == "cpu" else torch.device(accelerator, 0)
-        return SingleDeviceStrategy(device)
+        return single_device(accelerator)
     return ddp(**settings)
-
-
-class DDPStrategy(strategies.DDPStrategy):
-    """Lightning's, without slow broadcasts or waiting for dead ranks."""
-
-    def _setup_model(self, model: nn.Module) -> nn.parallel.DistributedDataParallel:
-        """Broadcast buffers in each step only if some are saved state, like BatchNorm's."""
-        wrapped = super()._setup_model(model)
-        if model.state_dict().keys().isdisjoint(name for name, _ in model.named_buffers()):
-            wrapped.broadcast_buffers = False  # the argument has two names, by torch version
-        return wrapped
-
-    def on_exception(self, exception: BaseException) -> None:  # noqa: ARG002
-        """Skip teardown: its copy to the host waits for a kernel that waits for a peer."""
-        self.teardown = lambda: None  # type: ignore[method-assign]
 
 
 def ddp(
@@ -39,16 +67,29 @@ def ddp(
     process_group_backend: str | None,
     timeout_seconds: float,
     comm_hook: str,
-    start_method: str = "agent",  # noqa: ARG001 (read before ranks start)
     **arguments: Any,
-) -> strategies.DDPStrategy:
+) -> DDPStrategy:
     """Return Lightning's `DDPStrategy`; configs/strategy/ddp.yaml explains the settings.
 
     Other arguments go to torch's `DistributedDataParallel`.
     """
-    made = DDPStrategy if comm_hook == "none" else resolved(merged("COMM_HOOKS")[comm_hook])
-    return made(
-        process_group_backend=process_group_backend,
-        timeout=timedelta(seconds=timeout_seconds),
-        **arguments,
-    )
+    return build_ddp(process_group_backend, timeout_seconds, comm_hook, **arguments)
+
+
+def fsdp2(*, accelerator: str, world_size: int, **settings: Any) -> Strategy:
+    """Return the strategy that shards over all ranks; with a single rank, nothing is sharded.
+
+    configs/strategy/fsdp2.yaml explains the settings, `fsdp2.build_fsdp2` their types.
+    """
+    if world_size == 1:
+        return single_device(accelerator)
+    from lockstep_gpt.distributed.fsdp2 import build_fsdp2  # imports all of torch's DTensor
+
+    return build_fsdp2(world_size, **settings)
+
+
+def single_device(accelerator: str) -> SingleDeviceStrategy:
+    """Return the strategy of one rank on `accelerator`: cpu, cuda, or mps."""
+    if accelerator == "cpu":
+        return SingleDeviceStrategy(torch.device("cpu"))
+    return SingleDeviceStrategy(torch.device(accelerator, 0))

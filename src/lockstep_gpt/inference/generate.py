@@ -5,7 +5,7 @@ import sys
 from lockstep_gpt.config import UserError
 from lockstep_gpt.data.tokenizer import printable
 from lockstep_gpt.inference.source import load_model, parser_of
-from lockstep_gpt.runtime.checkpoint import find_checkpoint
+from lockstep_gpt.run.checkpoint import find_checkpoint
 
 
 def main(arguments: list[str]) -> int:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from lockstep_gpt.config import PROGRAM, Config, UserError, from_container
 from lockstep_gpt.data import tokenizer
 from lockstep_gpt.registry import asked
-from lockstep_gpt.run_directory import literal, readable
-from lockstep_gpt.runtime.checkpoint import read_checkpoint
+from lockstep_gpt.run.checkpoint import read_checkpoint
+from lockstep_gpt.run.directory import literal, readable
 
 if TYPE_CHECKING:
     from lockstep_gpt.model.gpt import GPT

@@ -9,7 +9,6 @@ import logging
 import math
 import os
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -26,8 +25,10 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from lockstep_gpt import processes
 from lockstep_gpt.config import PROGRAM, Config, UserError, check
-from lockstep_gpt.registry import addition, asked, merged, resolved
-from lockstep_gpt.run_directory import RunDirectory
+from lockstep_gpt.exits import Ending, Exit, after_signal
+from lockstep_gpt.launch import machines, rank_program
+from lockstep_gpt.run import remedies
+from lockstep_gpt.run.directory import RunDirectory
 
 FAILURE_GRACE = 5  # seconds that the other ranks have after one raises an error
 # To find this name, torch reads the source of all callers: half of an agent's time.
@@ -39,35 +40,40 @@ def main(
 ) -> int:
     """Run the ranks of `run` on this node with an agent of class `kind`; return the exit status."""
     config = run.load()
-    nodes = addition("MEETING") if config.trainer["num_nodes"] > 1 else None
+    has_peers = config.trainer["num_nodes"] > 1
     with tempfile.TemporaryDirectory(prefix=f"{PROGRAM}-", ignore_cleanup_errors=True) as folder:
         try:
             refuse_missing(config)
-            interface, place = nodes.meeting(config, node_rank) if nodes else _alone(folder)
-            _set_environment(config, interface)
-            if starter := merged("START_RANKS").get(config.strategy.get("start_method", "")):
-                return int(resolved(starter)(run, config))
+            if has_peers:
+                place = machines.meeting(config, node_rank)
+            else:
+                place = _alone(folder)
+            _set_environment(config)
             agent = (kind or RankAgent)(run, config, place, folder)
-            if nodes:
-                nodes.end_when_cut_off(agent, config)
+            if has_peers:
+                machines.end_when_cut_off(agent, config)
             return agent.status(agent.run())
         except UserError as error:
             print(f"{PROGRAM} train: {error}", file=sys.stderr)
-            return 2
+            return Exit.MISTAKE
         except SignalException as stop:
-            return 128 + stop.sigval
+            return after_signal(stop.sigval)
         except RendezvousError as error:
             cause = str(error.__cause__ or error)
-            line = nodes.missed(config, cause) if nodes else cause
-            told = filter(None, asked("EXPLAIN_ERROR", cause, config, 1))
-            print(f"{PROGRAM} train: {line}", *told, sep="\n", file=sys.stderr)
-            return 1
+            line = machines.missed(config, cause) if has_peers else cause
+            lines = [f"{PROGRAM} train: {line}", remedies.explain_error(cause, config, 1)]
+            print(*filter(None, lines), sep="\n", file=sys.stderr)
+            return Exit.FAILED
 
 
-def _alone(folder: str) -> tuple[str, dict[str, Any]]:
-    """Return the interface and the rendezvous of a single node's agent."""
-    place = {"endpoint": f"{folder}/store", "store_type": "file", "min_nodes": 1}
-    return "lo", {**place, "local_addr": "localhost"}
+def _alone(folder: str) -> dict[str, Any]:
+    """Return the rendezvous of a single node's agent, as `RendezvousParameters` takes it."""
+    return {
+        "endpoint": f"{folder}/store",
+        "store_type": "file",
+        "min_nodes": 1,
+        "local_addr": "localhost",
+    }
 
 
 def refuse_missing(config: Config) -> None:
@@ -85,13 +91,9 @@ def refuse_missing(config: Config) -> None:
     check("strategy.process_group_backend", backend, here, rule)
 
 
-def _set_environment(config: Config, interface: str) -> None:
+def _set_environment(config: Config) -> None:
     """Set variables that only agent and ranks need."""
-    # Use one interface; gloo and NCCL would guess, gloo from the hostname.
-    if interface in {name for _, name in socket.if_nameindex()}:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
-    # Without it, restarted ranks read the addresses of dead ones (pytorch#135712).
+    # Rank 0 serves the ranks' store, at an address that only this machine reaches if it is alone.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     signals = ",".join(each.name for each in processes.STOP_SIGNALS)
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = signals
@@ -114,7 +116,7 @@ class RankAgent(LocalElasticAgent):
             read_timeout=60,  # with less, a link down for seconds ends the run
             **place,
         )
-        program, *arguments = processes.command("rank", run)
+        program, *arguments = rank_program.command(run)
         spec = WorkerSpec(
             role="rank",
             local_world_size=config.trainer["devices"],
@@ -129,7 +131,7 @@ class RankAgent(LocalElasticAgent):
         super().__init__(spec, DefaultLogsSpecs(log_dir=folder), exit_barrier_timeout=barrier)
         self._run = run
         self._shutdown_timeout = math.ceil(config.launch.grace_seconds)  # torch's own: 30
-        self._ended: dict[int, int] = {}  # global rank -> the exit status that ended the attempt
+        self._ended: dict[int, Ending] = {}  # global rank -> how it ended the attempt
         self._aborted = False  # the previous attempt ended by SIGABRT alone
         self.looked = time.monotonic()  # when it last checked its ranks
 
@@ -150,14 +152,14 @@ class RankAgent(LocalElasticAgent):
         except UnboundLocalError as error:  # torch's timer, if a signal comes as it starts
             raise (error.__context__ or error) from None
 
-    def _failed_ranks(self, worker_group: WorkerGroup) -> dict[int, int]:
+    def _failed_ranks(self, worker_group: WorkerGroup) -> dict[int, Ending]:
         handlers = getattr(self._pcontext, "subprocess_handlers", {})
         codes = {
             worker.global_rank: handlers[worker.local_rank].proc.poll()
             for worker in worker_group.workers
             if worker.local_rank in handlers
         }
-        return {rank: code for rank, code in codes.items() if code}
+        return {rank: Ending(code) for rank, code in codes.items() if code}
 
     def _is_restartable(self) -> bool:
         """Return whether all ended ranks were killed, lost their peers, or were told to stop.
@@ -165,16 +167,21 @@ class RankAgent(LocalElasticAgent):
         A signal to the whole run never gets here: it ends the agent first. A rank that aborts twice
         in a row, as NCCL's watchdog makes it do, would abort again.
         """
-        codes = self._ended.values()
-        aborted = {code for code in codes if code < 0} == {-signal.SIGABRT}
-        again, self._aborted = aborted and self._aborted, aborted
-        ended = all(code < 0 or code == processes.LOST_PEERS or code > 128 for code in codes)
-        return ended and not again and not self._run.failed.exists()
+        endings = self._ended.values()
+        killers = {ending.killed_by for ending in endings if ending.killed_by}
+        has_aborted = killers == {signal.SIGABRT}
+        aborts_again = has_aborted and self._aborted
+        self._aborted = has_aborted
+        if aborts_again or self._run.failed.exists():
+            return False
+        return all(each.killed_by or each.lost_peers or each.stopped_by for each in endings)
 
     def _end_others(self, restartable: bool) -> None:
         """End the other ranks before torch's agent does, which would wait 30 s for each."""
-        if any(code > 128 for code in self._ended.values()):  # all stop together, after saving
-            self._shutdown(signal.SIGTERM, self._shutdown_timeout)
+        if any(ending.stopped_by for ending in self._ended.values()):
+            self._shutdown(
+                signal.SIGTERM, self._shutdown_timeout
+            )  # all stop together, after saving
         elif restartable:  # blocked in a collective with a dead rank, they miss signals
             self._shutdown(signal.SIGKILL, 1)
         else:
@@ -193,25 +200,18 @@ class RankAgent(LocalElasticAgent):
             return 0
         if failure := self._run.read_failure():
             return int(failure["status"])
-        chosen = [code for code in self._ended.values() if code == 2 or code > 128]
-        if not chosen and 1 not in self._ended.values():  # such a rank has printed why
-            told = filter(None, asked("EXPLAIN_DEATHS", self._run, self._ended))
-            print(f"{causes(self._ended)}; no restarts are left", *told, sep="\n", file=sys.stderr)
-        return chosen[0] if chosen else 1
+        endings = self._ended.values()
+        deliberate = [ending.code for ending in endings if ending.is_deliberate]
+        if deliberate:
+            return deliberate[0]
+        if Exit.FAILED not in [ending.code for ending in endings]:  # such a rank has printed why
+            lines = [f"{causes(self._ended)}; no restarts are left"]
+            lines.append(remedies.explain_deaths(self._run, self._ended))
+            print(*filter(None, lines), sep="\n", file=sys.stderr)
+        return Exit.FAILED
 
 
-def causes(ended: dict[int, int]) -> str:
-    """Return how ranks ended, from rank -> exit status; if some were killed, only those."""
-    killed = {rank: code for rank, code in ended.items() if code < 0}
-    return ", ".join(f"rank {rank} {_cause(code)}" for rank, code in (killed or ended).items())
-
-
-def _cause(code: int) -> str:
-    if code == processes.LOST_PEERS:
-        return "lost its peers"
-    names = {each.value: each.name for each in signal.Signals}
-    if name := names.get(-code):
-        return f"was killed by {name}"
-    if name := names.get(code - 128):
-        return f"was stopped by {name}"
-    return f"ended with status {code}"
+def causes(ended: dict[int, Ending]) -> str:
+    """Return how ranks ended, by rank; if some were killed, only those."""
+    killed = {rank: ending for rank, ending in ended.items() if ending.killed_by}
+    return ", ".join(f"rank {rank} {ending}" for rank, ending in (killed or ended).items())

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from omegaconf import DictConfig
 
 from lockstep_gpt.config import LEVELS, PROGRAM, RunError, UserError
-from lockstep_gpt.launch import compose, devices, resume, start
+from lockstep_gpt.launch import compose, launcher, resume, start, supervise
 
 
 @contextlib.contextmanager
@@ -33,7 +33,7 @@ def train(arguments: list[str]) -> int:
     if flags := [word for word in arguments if word in ("-m", "--multirun")]:
         # To the front: Hydra's parser needs all overrides in one sequence.
         arguments = [*flags, *(word for word in arguments if word not in flags)]
-        if devices.is_inside_launcher():
+        if launcher.is_inside_launcher():
             raise UserError("--multirun would start a sweep on every rank; run it without torchrun")
         if not any(word.startswith("run_dir=") for word in arguments):
             arguments = [*arguments, f"run_dir={start.new_name('sweep')}"]
@@ -52,7 +52,7 @@ def prepare(arguments: list[str]) -> int:
     def job(composed: DictConfig) -> tuple[int, float]:
         _, config = compose.checked(composed)
         logging.getLogger().setLevel(LEVELS[config.verbosity])
-        start.prepared(config, "--verify" in arguments)
+        start.prepare_data(config, "--verify" in arguments)
         return 0, math.nan
 
     return _each_job("prepare", [word for word in arguments if word != "--verify"], job)
@@ -82,7 +82,7 @@ def _each_job(
             raise _SweepStopped
         return metric
 
-    with start.sharing_servers(), contextlib.suppress(_SweepStopped):
+    with supervise.sharing_servers(), contextlib.suppress(_SweepStopped):
         compose.run(arguments, guarded)
     if len(results) > 1:
         print("\njob  exit  val_loss")

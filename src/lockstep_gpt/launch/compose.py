@@ -18,7 +18,7 @@ from yaml import YAMLError
 
 from lockstep_gpt import config as schema
 from lockstep_gpt.config import PROGRAM, Config, UserError
-from lockstep_gpt.launch import choices, devices
+from lockstep_gpt.launch import checks, choices, devices
 from lockstep_gpt.registry import additions, resolved
 
 KINDS = {"Integer": "a whole number", "Float": "a number", "bool": "true or false"}
@@ -64,7 +64,9 @@ def checked(config: DictConfig) -> tuple[dict[str, Any], Config]:
     """Return the values to freeze, and the same as a checked `Config`, or raise a `UserError`."""
     with told_in_one_line(overrides()):
         values = frozen(config)
-        return values, schema.from_container(values)
+        checked_config = schema.from_container(values)
+    checks.refuse_conflicts(checked_config)
+    return values, checked_config
 
 
 @contextlib.contextmanager

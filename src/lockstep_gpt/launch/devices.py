@@ -4,54 +4,39 @@ import os
 import re
 import shutil
 import subprocess
-from dataclasses import dataclass
 from pathlib import Path
 
 from lockstep_gpt.config import Config, UserError, check
-from lockstep_gpt.registry import addition, additions, asked, merged
+from lockstep_gpt.launch import apple, checks, launcher
+from lockstep_gpt.launch.placement import Placement
 
 DEVICE_FILES, CPU_FLAGS = Path("/dev"), Path("/proc/cpuinfo")
-
-
-@dataclass(frozen=True)
-class Placement:
-    """The ranks of a run: `devices` on each of `nodes` machines, one rank per device."""
-
-    accelerator: str  # cpu, cuda, or mps
-    devices: int
-    nodes: int
 
 
 def place(config: Config) -> Placement:
     """Resolve `auto` to devices present; raise a `UserError` for missing or impossible ones."""
     accelerator = accelerator_of(config.trainer.get("accelerator", "auto"))
-    found = gpu_count() if accelerator == "cuda" else None  # CPU ranks have no limit
+    gpus = gpu_count() if accelerator == "cuda" else None  # CPU ranks have no limit
     devices, nodes = config.trainer.get("devices", "auto"), config.trainer.get("num_nodes", 1)
-    if is_inside_launcher() and (as_launched := addition("LAUNCHED")):
-        devices, nodes = as_launched(devices, nodes)
+    if launcher.is_inside_launcher():
+        devices, nodes = launcher.launched_sizes(devices, nodes)
     elif devices == "auto":
-        devices = found or 1
-    if found is not None and devices > found:
-        raise UserError(f"trainer.devices={devices}, but {_found(found)}; set at most {found}")
+        devices = gpus or 1
+    if gpus is not None and devices > gpus:
+        raise UserError(f"trainer.devices={devices}, but {_found(gpus)}; set at most {gpus}")
     placement = Placement(accelerator, devices, nodes)
-    asked("CHECK_START", config)
-    _refuse_impossible(config, placement)
+    checks.refuse_impossible(config, placement)
     return placement
 
 
-def is_inside_launcher() -> bool:
-    """Return whether a launcher, such as torchrun, has already given this process its rank."""
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
-
-
 def accelerator_of(wanted: str) -> str:
-    """Return cpu, cuda, or an extra's accelerator for `wanted`, or raise a `UserError`."""
-    if other := next(filter(None, asked("ACCELERATOR", wanted)), ""):
-        return str(other)
-    gpus = wanted not in ("cpu", "mps") and gpu_count() > 0
+    """Return cpu, cuda, or mps for `wanted`, or raise a `UserError`."""
+    if apple.is_chosen(wanted):
+        return "mps"
+    has_gpus = wanted != "cpu" and gpu_count() > 0
     rule = f"needs a GPU, but {_found(0)}; set trainer=cpu to run without one"
-    check("trainer.accelerator", wanted, gpus or wanted in ("cpu", "auto"), rule)
-    return "cuda" if gpus else "cpu"
+    check("trainer.accelerator", wanted, has_gpus or wanted in ("cpu", "auto"), rule)
+    return "cuda" if has_gpus else "cpu"
 
 
 def gpu_count() -> int:
@@ -78,20 +63,3 @@ def _found(count: int) -> str:
     mask = os.environ.get("CUDA_VISIBLE_DEVICES")
     note = "" if mask is None else f" with CUDA_VISIBLE_DEVICES={mask}"
     return f"{count or 'no'} GPU{' was' if count == 1 else 's were'} found{note}"
-
-
-def _refuse_impossible(config: Config, placement: Placement) -> None:
-    """Raise a `UserError` for what these devices or installed extras can't do."""
-    backend = config.strategy.get("process_group_backend")
-    gpus, takes = placement.accelerator == "cuda", f"but this run uses {placement.accelerator}"
-    rule = f"needs a GPU, {takes}; set precision=bf16-mixed or 32-true"
-    check("precision", config.precision, gpus or config.precision != "16-mixed", rule)
-    rule = f"needs GPUs, {takes}; set strategy.process_group_backend=gloo"
-    check("strategy.process_group_backend", backend, gpus or backend != "nccl", rule)
-    missing = "needs an extra that is not installed"
-    # Other methods may belong to a user's strategy, which handles them itself.
-    if config.strategy.get("start_method") == "spawn" and "spawn" not in merged("START_RANKS"):
-        raise UserError(f"strategy.start_method=spawn {missing}; remove it")
-    fits = placement.nodes == 1 or is_inside_launcher() or any(additions("START_ON_NODES"))
-    rule = f"{missing}: nodes, or launchers for torchrun or srun on the machines"
-    check("trainer.num_nodes", placement.nodes, fits, rule)

@@ -1,94 +1,190 @@
-"""Run as a rank of a launcher: meet the other ranks, agree with them on one run, and train."""
+"""Run as a rank of torchrun, srun, or another launcher: meet the others, and agree on one run.
 
+Every rank has composed the configuration by itself. Rank 0 chooses the run directory and freezes
+its configuration there. The other ranks compare theirs, and then all use what is frozen.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
 import os
-import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch.distributed import DistBackendError
+from lockstep_gpt.config import Config, ReportedError, RunError, UserError, check, counted
+from lockstep_gpt.distributed.waiting import MeetingError, Waiting
+from lockstep_gpt.exits import Exit
+from lockstep_gpt.processes import end_process, end_with_parent
+from lockstep_gpt.run.directory import RunDirectory, differences
 
-from lockstep_gpt.config import PROGRAM, Config, RunError, UserError
-from lockstep_gpt.launch import start
-from lockstep_gpt.processes import LOST_PEERS, end_process
-from lockstep_gpt.registry import asked
-from lockstep_gpt.run_directory import RunDirectory, differences
-from lockstep_gpt.runtime import ranks
-from lockstep_gpt.training import train
+if TYPE_CHECKING:  # the parent of an agent never imports torch
+    from torch.distributed import Store  # type: ignore[attr-defined]
+
+ALIVE_SECONDS = 5.0  # between signs of life of rank 0 while it prepares the data
+UNSET = "if no launcher started this process, run: unset RANK WORLD_SIZE LOCAL_WORLD_SIZE"
 
 
-def join(
-    values: dict[str, Any],
-    config: Config,
-    create: Callable[[], RunDirectory],
-    undo: Callable[[], None],
-) -> int:
-    """Run as a rank of the launcher that started this process; return the exit status.
+def is_inside_launcher() -> bool:
+    """Return whether a launcher has given this process its rank, or raise a `UserError`.
+
+    A shell in a container or a notebook can have variables of a launcher that isn't there.
+    """
+    if not has_rank():
+        return False
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if missing:
+        raise UserError(
+            f"RANK={os.environ['RANK']} and WORLD_SIZE={os.environ['WORLD_SIZE']} are set, but "
+            f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not; {UNSET}"
+        )
+    return True
+
+
+def has_rank() -> bool:
+    """Return whether the environment says that this process is one rank of several."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def end_with_launcher() -> None:
+    """Let this process, if torchrun has started it, end with torchrun."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return  # srun ends its processes; others may be started from a shell that ends early
+    parent = os.getppid()
+    if parent == 1 and "python" not in _program_of(1):  # adopted: torchrun has already ended
+        end_process(Exit.FAILED)
+    end_with_parent(parent)
+
+
+def _program_of(pid: int) -> str:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/exe").readlink().name
+    return "python"  # not known
+
+
+def launched_sizes(devices: int | str, nodes: int) -> tuple[int, int]:
+    """Return devices per machine and machines; reject settings that do not match the launcher."""
+    world_size = int(os.environ["WORLD_SIZE"])
+    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    launched = world_size // local_world_size
+    here = f"but the launcher started {counted(local_world_size, 'rank')} on this machine"
+    rule = f"{here}; remove the setting, or start {devices}; {UNSET}"
+    check("trainer.devices", devices, devices in ("auto", local_world_size), rule)
+    rule = f"but the launcher started {launched}; remove the setting"
+    check("trainer.num_nodes", nodes, nodes in (1, launched), rule)
+    return local_world_size, launched
+
+
+def meet(config: Config) -> Store | None:
+    """Connect to the other ranks' store, which is None for a single rank.
 
     Raises:
-        RunError: the ranks do not meet.
+        RunError: the launcher or its other ranks are not there. Another try may succeed.
     """
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if world_size == 1:
+        return None
+    from lockstep_gpt.distributed import store
+
     try:
-        ranks.join(ranks.Ranks.from_environment(), config)
-    except DistBackendError as error:
-        told = asked("EXPLAIN_ERROR", str(error), config, ranks.Ranks.from_environment().world_size)
-        line = f"the launcher's ranks cannot connect ({'; '.join(str(error).splitlines())})"
-        raise RunError("\n".join([line, *filter(None, told)])) from None
-    except (OSError, RuntimeError) as error:  # torch raises RuntimeError for errors of its store
-        place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-        raise RunError(  # not necessarily a mistake: another try may succeed
-            f"the launcher's ranks cannot meet at {place} ({str(error).splitlines()[0]}); start "
-            "all of them, with a free MASTER_PORT on a machine that all can reach"
+        return store.meet(rank, world_size, config.launch.join_seconds, UNSET)
+    except MeetingError as error:
+        place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        raise RunError(
+            f"rank {rank} of {world_size} cannot meet the others at {place} ({error}); start all "
+            "of them within launch.join_seconds, with a free MASTER_PORT on a machine that all "
+            f"can reach; {UNSET}"
         ) from None
-    run = agree(values, create, undo)
-    if isinstance(run, int):
-        return run
-    start.prepared(run.load())  # on each machine
-    status = train.main(run)
-    if status in (1, LOST_PEERS):  # a normal exit waits for ranks that may be gone
-        end_process(status)
-    return status
 
 
 def agree(
-    values: dict[str, Any], create: Callable[[], RunDirectory], undo: Callable[[], None]
-) -> RunDirectory | int:
-    """Agree with the other ranks of an outer launcher on one run directory.
+    store: Store | None, values: dict[str, Any], freeze: Callable[[], RunDirectory]
+) -> RunDirectory:
+    """Agree with the other ranks on one run directory, which rank 0 freezes.
 
-    Every process has composed the configuration by itself, so the ranks compare: rank 0's counts,
-    and a rank with a different one is named. Only rank 0 calls `create`, and `undo` if they do not
-    agree. Rank 0 then reports the error for all ranks, and every rank returns the exit status.
+    Args:
+        store: where the ranks have met; None for a single rank.
+        values: the configuration that this rank has composed.
+        freeze: creates or continues the run; only rank 0 calls it.
+
+    Raises:
+        UserError: on rank 0, for a mistake, or a configuration that differs between ranks.
+        RunError: on rank 0, for another reason that prevents the run.
+        ReportedError: on the other ranks, when rank 0 raises one of these.
     """
-    first = ranks.Ranks.from_environment().rank == 0
-    run: dict[str, Any] = {"fault": "", "values": {}, "status": 2}
-    if first:
-        try:
-            made = create()  # at its current path: it may have moved since it was frozen
-            run |= {"values": made.values(), "path": str(made.path)}
-        except (UserError, RunError) as error:
-            run |= {"fault": str(error), "status": error.status}
-    run = ranks.from_rank_zero(run)
-    faults = [run["fault"]] if run["fault"] else []
-    differing = differences(run["values"], values) if not faults else []
-    for number, text in enumerate(ranks.from_each_rank(", ".join(differing))):
-        if text:
-            faults.append(f"rank {number} has a different configuration than rank 0: {text}")
-    if not faults:
-        return RunDirectory(Path(run["path"]))
-    if first and run["values"]:
-        undo()
-    if first:
-        print(f"{PROGRAM} train: {faults[0]}", file=sys.stderr)
-    ranks.leave()
-    return int(run["status"])
+    if store is None:
+        return freeze()
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    try:
+        if rank == 0:
+            return _agree_as_first(store, world_size, freeze)
+        return _agree_with_first(store, rank, values)
+    except (MeetingError, RuntimeError) as error:  # torch raises the latter for a lost store
+        raise RunError(f"rank {rank} lost the other ranks before training ({error})") from None
 
 
-def refuse_other_directory(directory: RunDirectory) -> None:
-    """Compare the frozen files that the ranks have read: a folder may only look shared."""
-    hashes = ranks.from_each_rank(directory.hash())
-    others = [str(rank) for rank, content in enumerate(hashes) if content != hashes[0]]
-    if others:
-        raise UserError(
-            f"run_dir={directory.path} of rank {', '.join(others)} is not rank 0's folder; "
-            "name one that all nodes share"
-        )
+def _agree_as_first(
+    store: Store, world_size: int, freeze: Callable[[], RunDirectory]
+) -> RunDirectory:
+    others = range(1, world_size)
+    try:
+        with _signs_of_life(store):
+            run = freeze()
+        # The run's current path: it may have moved since it was frozen.
+        offer = {"status": Exit.DONE, "path": str(run.path), "values": run.values()}
+        store.set("offer", json.dumps(offer))
+        for rank in others:
+            if differing := store.get(f"differences of rank {rank}").decode():
+                raise UserError(
+                    f"rank {rank} has a different configuration than rank 0: {differing}; use the "
+                    "same command on all ranks"
+                )
+    except (UserError, RunError) as error:
+        store.set("offer", json.dumps({"status": error.status}))  # for those still waiting for it
+        store.set("verdict", str(int(error.status)))
+        with contextlib.suppress(RuntimeError):  # some may have ended
+            for rank in others:  # this process may serve the store: it leaves last
+                store.get(f"rank {rank} leaves")
+        raise
+    store.set("verdict", str(int(Exit.DONE)))
+    return run
+
+
+def _agree_with_first(store: Store, rank: int, values: dict[str, Any]) -> RunDirectory:
+    waiting, last_sign = Waiting(10 * ALIVE_SECONDS), 0
+    while not store.check(["offer"]):
+        sign = store.add("signs of life", 0)
+        if sign != last_sign:
+            waiting.restart()
+        last_sign = sign
+        waiting.go_on([0])
+    offer = json.loads(store.get("offer"))
+    status = int(offer["status"])
+    if status == Exit.DONE:
+        differing = differences(offer["values"], values)
+        store.set(f"differences of rank {rank}", ", ".join(differing))
+        status = int(store.get("verdict"))
+    if status != Exit.DONE:
+        store.set(f"rank {rank} leaves", "")
+        raise ReportedError(status)
+    return RunDirectory(Path(offer["path"]))
+
+
+@contextlib.contextmanager
+def _signs_of_life(store: Store) -> Iterator[None]:
+    """Show the other ranks that this one is alive: it may tokenize a corpus for hours."""
+    over = threading.Event()
+
+    def show() -> None:
+        while not over.wait(ALIVE_SECONDS):
+            store.add("signs of life", 1)
+
+    thread = threading.Thread(target=show, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()

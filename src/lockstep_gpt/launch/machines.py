@@ -7,33 +7,28 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 from lockstep_gpt.config import Config, RunError, UserError
-from lockstep_gpt.extras.nodes.address import own_address
-from lockstep_gpt.extras.nodes.nodes_settings import NodesLaunch
-from lockstep_gpt.launch import start
-from lockstep_gpt.run_directory import RunDirectory, differences
+from lockstep_gpt.distributed.address import own_address
+from lockstep_gpt.run.directory import RunDirectory, differences
 from lockstep_gpt.training.schedule import plan_batch
 
 HEARTBEATS = 3  # missed in a row until a machine counts as lost
 
 
-def start_on_nodes(
-    run: RunDirectory,
-    settled: dict[str, Any],
-    config: Config,
-    create: Callable[[], RunDirectory],
-) -> int:
-    """Run as one of several machines: the first freezes the configuration, the others compare.
+def check_settings(config: Config, values: dict[str, Any]) -> None:
+    """Check what one of several machines needs.
+
+    Args:
+        config: the checked configuration.
+        values: the plain values that this machine would freeze.
 
     Raises:
-        UserError: a setting for several machines is missing, or the machines' settings differ.
-        RunError: the first machine did not come.
+        UserError: a setting for several machines is missing, or fewer machines couldn't go on.
     """
-    launch, nodes = cast(NodesLaunch, config.launch), config.trainer["num_nodes"]
+    launch, nodes = config.launch, config.trainer["num_nodes"]
     for name, value in (
         ("run_dir", config.run_dir),
         ("launch.rdzv_endpoint", launch.rdzv_endpoint),
@@ -47,26 +42,29 @@ def start_on_nodes(
     assert launch.rdzv_endpoint is not None
     own_address(launch.rdzv_endpoint)
     # Fewer machines must be able to run the same experiment; otherwise, fail now, not mid-run.
-    batch = replace(config.batch, global_size=settled["batch"]["global_size"])
+    batch = replace(config.batch, global_size=values["batch"]["global_size"])
     for count in range(launch.min_nodes or nodes, nodes):
-        plan_batch(batch, config.model.block_size, settled["trainer"]["devices"], count)
-    if launch.node_rank == 0:
-        create()
-    else:
-        start.prepared(config)  # at the same time as machine 0, if they do not share a folder
-        _wait_for_first_node(run, settled, launch.join_seconds)
-        start.prepared(run.load())  # from the configuration of machine 0
-    return start.supervise(run, launch.node_rank)
+        plan_batch(batch, config.model.block_size, values["trainer"]["devices"], count)
 
 
-def _wait_for_first_node(run: RunDirectory, settled: dict[str, Any], seconds: float) -> None:
-    """Wait until the shared run directory contains the same configuration as this machine's."""
+def wait_for_first_machine(run: RunDirectory, values: dict[str, Any], seconds: float) -> None:
+    """Wait until machine 0 has frozen the configuration that this machine has composed.
+
+    Args:
+        run: the run directory, which all machines share.
+        values: the plain values that this machine would freeze.
+        seconds: the longest wait.
+
+    Raises:
+        RunError: machine 0 did not come.
+        UserError: its settings differ.
+    """
     end = time.monotonic() + seconds
     fault = "lacks config.yaml; check that all machines share it, and that machine 0 has started"
     kind: type[Exception] = RunError  # it may still come
     while time.monotonic() < end:
         if run.config.is_file():
-            differing = differences(run.values(), settled)
+            differing = differences(run.values(), values)
             if not differing:
                 return
             fault = f"has a different configuration than this machine's: {', '.join(differing)}"
@@ -75,15 +73,12 @@ def _wait_for_first_node(run: RunDirectory, settled: dict[str, Any], seconds: fl
     raise kind(f"run_dir={run.path}: after {seconds:g} s it {fault}")
 
 
-def meeting(config: Config, node_rank: int) -> tuple[str, dict[str, Any]]:
-    """Return the interface to the other machines, and where and how their agents meet.
-
-    The second value contains arguments for torch's `RendezvousParameters`.
-    """
-    launch = cast(NodesLaunch, config.launch)
+def meeting(config: Config, node_rank: int) -> dict[str, Any]:
+    """Return where and how the machines' agents meet, as torch's `RendezvousParameters` take it."""
+    launch = config.launch
     assert launch.rdzv_endpoint is not None
-    address, interface = own_address(launch.rdzv_endpoint)
-    return interface, {
+    address, _ = own_address(launch.rdzv_endpoint)
+    return {
         "endpoint": launch.rdzv_endpoint,
         "min_nodes": launch.min_nodes or config.trainer["num_nodes"],
         "local_addr": address,
@@ -97,7 +92,7 @@ def meeting(config: Config, node_rank: int) -> tuple[str, dict[str, Any]]:
 
 def missed(config: Config, cause: str) -> str:
     """Return the message that not all machines came to the meeting."""
-    launch = cast(NodesLaunch, config.launch)
+    launch = config.launch
     why = f" ({cause})" if cause else ""
     return (
         f"not all of {config.trainer['num_nodes']} machines met at {launch.rdzv_endpoint} within "
@@ -111,7 +106,7 @@ def end_when_cut_off(agent: Any, config: Config) -> None:
 
     The agent's calls to machine 0 never return if that machine is lost.
     """
-    launch = cast(NodesLaunch, config.launch)
+    launch = config.launch
     limit = launch.join_seconds + launch.grace_seconds + 2 * launch.lost_seconds
 
     def watch() -> None:

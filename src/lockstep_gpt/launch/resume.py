@@ -3,6 +3,8 @@
 import logging
 import os
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -12,12 +14,11 @@ from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 
 from lockstep_gpt import config as schema
-from lockstep_gpt import run_directory as runs
-from lockstep_gpt.config import UserError, as_typed
-from lockstep_gpt.launch import choices, compose, devices, start
-from lockstep_gpt.registry import asked
-from lockstep_gpt.run_directory import RunDirectory
-from lockstep_gpt.runtime.checkpoint import fault_of
+from lockstep_gpt.config import Config, UserError, as_typed
+from lockstep_gpt.launch import checks, choices, compose, devices, launcher, start, trust
+from lockstep_gpt.run import directory as runs
+from lockstep_gpt.run.checkpoint import fault_of
+from lockstep_gpt.run.directory import RunDirectory
 
 # Overrides that select the run, and don't change it.
 ADDRESS = ("run_dir", "resume", "trust_run_dir")
@@ -43,15 +44,15 @@ def train_or_resume(composed: DictConfig) -> tuple[int, float]:
             logging.info("run_dir=%s does not exist yet: starting a new run", run.path)
         return start.train_once(values, config)
     singles = [word for word in compose.overrides() if not _names_group(word)]
-    settled = start.settle(values, devices.place(config), run)
+    resolved = start.resolved_values(values, devices.place(config), run)
     if config.batch.global_size is None:
-        settled["batch"] = {**settled["batch"], "global_size": run.load().batch.global_size}
-    _refuse_other_choices(run, settled, singles)
-    status = resume(run, singles, settled)
+        resolved["batch"] = {**resolved["batch"], "global_size": run.load().batch.global_size}
+    _refuse_other_choices(run, resolved, singles)
+    status = resume(run, singles, resolved)
     return status, float(run.read_summary().get("val_loss") or "nan")
 
 
-def _refuse_other_choices(run: RunDirectory, settled: dict[str, Any], singles: list[str]) -> None:
+def _refuse_other_choices(run: RunDirectory, resolved: dict[str, Any], singles: list[str]) -> None:
     """Reject composed settings that differ from the frozen ones; `singles` may, and come next."""
     free = {
         *ADDRESS,
@@ -62,8 +63,8 @@ def _refuse_other_choices(run: RunDirectory, settled: dict[str, Any], singles: l
     if run.overrides.is_file():  # changes of earlier resumes stay
         free |= {line.split()[2].rstrip(":") for line in run.overrides.read_text().splitlines()}
     # A setting that an earlier version lacked is not a difference.
-    known = cast(dict[str, Any], OmegaConf.to_container(OmegaConf.merge(settled, run.values())))
-    found = runs.differences(known, settled)
+    known = cast(dict[str, Any], OmegaConf.to_container(OmegaConf.merge(resolved, run.values())))
+    found = runs.differences(known, resolved)
     differing = sorted(line for line in found if line.partition("=")[0] not in free)
     if differing:
         run.load()  # raises if this version can't read it
@@ -75,33 +76,55 @@ def _refuse_other_choices(run: RunDirectory, settled: dict[str, Any], singles: l
 
 def resume(run: RunDirectory, arguments: list[str], composed: dict[str, Any] | None = None) -> int:
     """Resume a run in its own directory; settings `composed` by a command need no permission."""
-    before, logged = run.values(), run.overrides.stat().st_size if run.overrides.exists() else 0
+    before = run.values()
     values, changes = _revive(run, arguments)
     with compose.told_in_one_line(arguments, run.load):  # the frozen file may be wrong
         config = schema.from_container(values)
-    placement, steps = start.placed(config)
-    if not (_says(arguments, "resume_force") and changes) and _is_done(run, steps):
+    checks.refuse_conflicts(config)
+    placement, steps = start.place_run(config)
+    is_forced = _says(arguments, "resume_force") and bool(changes)
+    if not is_forced and _is_done(run, steps):
         if os.environ.get("RANK", "0") == "0":  # only one of a launcher's ranks prints
             print(f"{run.path} is done; raise max_steps to train it longer")
         return 0
-    settled = {**values, "trainer": start.trainer_settled(values, placement)}
-    permit = partial(asked, "PERMIT", run, _says(arguments, "trust_run_dir"), composed)
-
-    def refreeze(named: dict[str, Any]) -> None:
-        with run.writing(UserError):
-            with run.overrides.open("a", encoding="utf-8") as file:  # what changes, and when
-                now = time.strftime("%Y-%m-%d %H:%M:%S")
-                file.writelines(f"{now}  {change}\n" for change in changes)
-            run.refreeze(named)
-        print("\n".join([f"resuming {run.path}", *(f"  {change}" for change in changes)]))
-
-    def undo() -> None:
-        run.refreeze(before)
-        os.truncate(run.overrides, logged)
-
-    if not devices.is_inside_launcher():  # there rank 0 asks for all; here each node does
+    resolved = {**values, "trainer": start.resolved_trainer(values, placement)}
+    permit = partial(trust.permit, run, _says(arguments, "trust_run_dir"), composed)
+    if not launcher.is_inside_launcher():  # there rank 0 asks for all; here each node does
         permit()
-    return start.begin(run, settled, config, permit, refreeze, undo)
+    return start.start(ResumedRun(run, config, resolved, before, changes, permit))
+
+
+@dataclass
+class ResumedRun:
+    """The start of a run that continues in its own directory."""
+
+    run: RunDirectory
+    config: Config
+    values: dict[str, Any]
+    before: dict[str, Any]  # the values that are frozen now
+    changes: list[str]  # what the command changes of them, as lines
+    permit: Callable[[], None]
+
+    def check(self) -> None:
+        """Raise a `UserError` if the directory is somebody else's and not trusted."""
+        self._logged = 0
+        if self.run.overrides.exists():
+            self._logged = self.run.overrides.stat().st_size
+        self.permit()
+
+    def freeze(self, values: dict[str, Any]) -> None:
+        """Freeze the changed values, and add the changes to the log of overrides."""
+        now = time.strftime("%Y-%m-%d %H:%M:%S")
+        with self.run.writing(UserError):
+            with self.run.overrides.open("a", encoding="utf-8") as file:
+                file.writelines(f"{now}  {change}\n" for change in self.changes)
+            self.run.refreeze(values)
+        print("\n".join([f"resuming {self.run.path}", *(f"  {line}" for line in self.changes)]))
+
+    def undo(self) -> None:
+        """Freeze the earlier values again, and remove the changes from the log."""
+        self.run.refreeze(self.before)
+        os.truncate(self.run.overrides, self._logged)
 
 
 def _is_done(run: RunDirectory, steps: int) -> bool:

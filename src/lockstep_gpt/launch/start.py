@@ -1,4 +1,6 @@
-"""How ranks start, in order: find the devices, decide and freeze everything, start the agent.
+"""How ranks start, in the order in which it happens.
+
+    devices -> the run directory: data prepared, locked, frozen -> ranks
 
 This process stays light: it doesn't import torch, so it reports mistakes at once, and can set what
 the ranks need before torch starts (threads, allocator). Exceptions: launch.inline, launchers.
@@ -6,88 +8,177 @@ the ranks need before torch starts (threads, allocator). Exceptions: launch.inli
 
 import contextlib
 import logging
-import os
 import secrets
-import signal
-import subprocess
 import time
-from collections.abc import Callable
+from enum import Enum, auto
 from pathlib import Path
-from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 
-from lockstep_gpt import processes
 from lockstep_gpt.config import LEVELS, Config, UserError
 from lockstep_gpt.data import prepare as data_prepare
 from lockstep_gpt.data import shards
-from lockstep_gpt.launch import devices
-from lockstep_gpt.registry import addition, additions, asked
-from lockstep_gpt.run_directory import RunDirectory
+from lockstep_gpt.exits import Exit
+from lockstep_gpt.launch import devices, launcher, machines, trust
+from lockstep_gpt.launch.placement import Placement
+from lockstep_gpt.launch.supervise import supervise
+from lockstep_gpt.processes import end_process
+from lockstep_gpt.registry import asked
+from lockstep_gpt.run.directory import RunDirectory
 from lockstep_gpt.training import schedule
+
+
+class RunStart(Protocol):
+    """One start of a run; new and resumed runs differ in how their directory is checked."""
+
+    run: RunDirectory
+    config: Config
+    values: dict[str, Any]  # `config` as plain values, with all devices decided
+
+    def check(self) -> None:
+        """Raise a `UserError` before anything is read or written."""
+
+    def freeze(self, values: dict[str, Any]) -> None:
+        """Freeze `values` in the directory, which is locked."""
+
+    def undo(self) -> None:
+        """Restore what was there before `freeze`."""
+
+
+class NewRun:
+    """The start of a run whose directory doesn't exist yet."""
+
+    def __init__(self, run: RunDirectory, config: Config, values: dict[str, Any]) -> None:
+        self.run = run
+        self.config = config
+        self.values = values
+
+    def check(self) -> None:
+        """Raise a `UserError` if the directory is in use."""
+        self.run.refuse_if_used()
+
+    def freeze(self, values: dict[str, Any]) -> None:
+        """Create the directory."""
+        self.run.create(values)
+
+    def undo(self) -> None:
+        """Remove the directory."""
+        self.run.discard()
 
 
 def train_once(values: dict[str, Any], config: Config) -> tuple[int, float]:
     """Run one training to its end; return its exit status and its validation loss."""
     run = run_of(config)
-    settled = settle(values, placed(config)[0], run)
-    status = begin(run, settled, config, run.refuse_if_used, run.create, run.discard)
+    placement, _ = place_run(config)
+    status = start(NewRun(run, config, resolved_values(values, placement, run)))
     return status, float(run.read_summary().get("val_loss") or "nan")
 
 
-def begin(
-    run: RunDirectory,
-    settled: dict[str, Any],
-    config: Config,
-    check: Callable[[], Any],
-    freeze: Callable[[dict[str, Any]], None],
-    undo: Callable[[], None],
-) -> int:
-    """Start the ranks, or run as one of a launcher's; return the exit status.
+class StartMode(Enum):
+    """Where this machine's ranks come from."""
 
-    This machine would freeze `settled`, which is `config` as plain values. `check` may raise
-    before anything is read or written; `freeze` creates the directory, or freezes again; `undo`
-    reverts that.
-    """
-    inside = devices.is_inside_launcher()
-    if inside and not any(additions("JOIN_LAUNCHER")):
-        raise UserError(
-            "torchrun or another launcher started this process; joining it needs the extra "
-            "launchers, which is not installed; start the command without a launcher"
-        )
-    alone = not inside and config.trainer.get("num_nodes", 1) == 1
-    undoable = False
-    with contextlib.ExitStack() as held:
-
-        def owned() -> RunDirectory:
-            nonlocal undoable
-            check()
-            undoable = alone or run.config.exists()  # others may still write into a new one
-            # Fixed before ranks start: all of them, and every restart, open these tokens.
-            data = {**settled["data"], "fingerprint": prepared(config).fingerprint}
-            held.enter_context(run.locked())
-            freeze({**settled, "data": data})
-            asked("PERMIT", run, True)
-            return run
-
-        if inside:
-            status = int(addition("JOIN_LAUNCHER")(settled, config, owned, undo))
-        elif not alone:
-            status = int(addition("START_ON_NODES")(run, settled, config, owned))
-        elif owned() and config.launch.inline:  # type: ignore[truthy-bool]
-            from lockstep_gpt.training import train as rank  # for a debugger
-
-            status = rank.main(run)
-        else:
-            status = supervise(run)
-        if status == 2 and undoable:
-            undo()
-        return status
+    INLINE = auto()  # this process is the only rank, for a debugger
+    AGENT = auto()  # an agent starts them, and restarts them after a kill
+    MACHINES = auto()  # the same on several machines, on each of which this command runs
+    LAUNCHER = auto()  # torchrun, srun, or another launcher has started this process as a rank
 
 
-def placed(config: Config) -> tuple[devices.Placement, int]:
+def mode_of(config: Config) -> StartMode:
+    """Return how the ranks of this run start here."""
+    if launcher.is_inside_launcher():
+        return StartMode.LAUNCHER
+    if config.trainer.get("num_nodes", 1) > 1:
+        return StartMode.MACHINES
+    return StartMode.INLINE if config.launch.inline else StartMode.AGENT
+
+
+def start(this: RunStart) -> int:
+    """Prepare the run, start its ranks, or run as one of a launcher's; return the exit status."""
+    mode = mode_of(this.config)
+    with contextlib.ExitStack() as lock:
+        freezing = Freezing(this, lock)
+        try:
+            status = _start_ranks(this, mode, freezing)
+        except UserError:  # the other ranks' configurations differ, for example
+            freezing.undo()
+            raise
+        is_alone = mode in (StartMode.INLINE, StartMode.AGENT)
+        # In a new directory, others may still write.
+        if status == Exit.MISTAKE and (is_alone or freezing.run_existed):
+            freezing.undo()
+    return status
+
+
+def _start_ranks(this: RunStart, mode: StartMode, freezing: "Freezing") -> int:
+    match mode:
+        case StartMode.INLINE:
+            return _run_rank(freezing.freeze())
+        case StartMode.AGENT:
+            return supervise(freezing.freeze())
+        case StartMode.MACHINES:
+            machines.check_settings(this.config, this.values)
+            node_rank = this.config.launch.node_rank
+            if node_rank == 0:
+                freezing.freeze()
+            else:
+                _follow_first_machine(this)
+            return supervise(this.run, node_rank)
+        case StartMode.LAUNCHER:
+            launcher.end_with_launcher()
+            store = launcher.meet(this.config)
+            run = launcher.agree(store, this.values, freezing.freeze)
+            prepare_data(run.load())  # on each machine
+            status = _run_rank(run, store)
+            if status in (Exit.FAILED, Exit.LOST_PEERS):
+                end_process(status)  # a normal exit waits for ranks that may be gone
+            return status
+
+
+class Freezing:
+    """The step from settings to a run directory: data prepared, locked, and frozen."""
+
+    def __init__(self, this: RunStart, lock: contextlib.ExitStack) -> None:
+        self._this = this
+        self._lock = lock
+        self._is_done = False
+        self.run_existed = False  # before it was frozen here
+
+    def freeze(self) -> RunDirectory:
+        """Return the run directory, which stays locked until this command ends."""
+        this = self._this
+        this.check()
+        self.run_existed = this.run.config.exists()
+        # Fixed before ranks start: all of them, and every restart, open these tokens.
+        fingerprint = prepare_data(this.config).fingerprint
+        self._lock.enter_context(this.run.locked())
+        this.freeze({**this.values, "data": {**this.values["data"], "fingerprint": fingerprint}})
+        self._is_done = True
+        trust.permit(this.run, trusted=True)
+        return this.run
+
+    def undo(self) -> None:
+        """Restore the directory, if this process has frozen it."""
+        if self._is_done:
+            self._this.undo()
+
+
+def _run_rank(run: RunDirectory, store: Any = None) -> int:
+    """Run as a rank in this process, which has no agent; return the exit status."""
+    from lockstep_gpt.training import train
+
+    return train.main(run, store)
+
+
+def _follow_first_machine(this: RunStart) -> None:
+    """Prepare the data as machine 0 does, and use the configuration that it has frozen."""
+    prepare_data(this.config)  # at the same time as machine 0, if they do not share a folder
+    machines.wait_for_first_machine(this.run, this.values, this.config.launch.join_seconds)
+    prepare_data(this.run.load())
+
+
+def place_run(config: Config) -> tuple[Placement, int]:
     """Find the devices, reject what their number makes impossible; return them and the steps."""
     logging.getLogger().setLevel(LEVELS[config.verbosity])
     placement = devices.place(config)
@@ -97,7 +188,7 @@ def placed(config: Config) -> tuple[devices.Placement, int]:
     return placement, schedule.plan_schedule(config, batch).total_steps
 
 
-def prepared(config: Config, verify: bool = False) -> shards.Index:
+def prepare_data(config: Config, verify: bool = False) -> shards.Index:
     """Prepare the data before any rank starts: its errors are reported here, once."""
     folder = data_prepare.prepare(config.data, verify)
     index = shards.load_index(folder)
@@ -125,15 +216,15 @@ def is_sweep() -> bool:
     return bool(HydraConfig.get().mode == RunMode.MULTIRUN)
 
 
-def settle(
-    values: dict[str, Any], placement: devices.Placement, run: RunDirectory
+def resolved_values(
+    values: dict[str, Any], placement: Placement, run: RunDirectory
 ) -> dict[str, Any]:
     """Return `values` with everything decided that ranks could otherwise decide differently."""
     choices = HydraConfig.get().runtime.choices
-    world = placement.devices * placement.nodes
-    name = f"{choices['model']}-{choices['data']}-{world}-{time.strftime('%Y%m%d-%H%M%S')}"
+    world_size = placement.world_size
+    name = f"{choices['model']}-{choices['data']}-{world_size}-{time.strftime('%Y%m%d-%H%M%S')}"
     batch = values["batch"]
-    size = batch["global_size"] or batch["micro_size"] * world
+    global_size = batch["global_size"] or batch["micro_size"] * world_size
     loggers = dict(values["logger"])
     if is_sweep() and "wandb" in loggers:  # one group there, unless set
         group = loggers["wandb"].get("group") or run.path.parent.name
@@ -142,83 +233,12 @@ def settle(
         **values,
         "run_dir": str(run.path),
         "run_name": values["run_name"] or name.replace("/", "-"),
-        "batch": {**batch, "global_size": size},
-        "trainer": trainer_settled(values, placement),
+        "batch": {**batch, "global_size": global_size},
+        "trainer": resolved_trainer(values, placement),
         "logger": loggers,
     }
 
 
-def trainer_settled(values: dict[str, Any], placement: devices.Placement) -> dict[str, Any]:
+def resolved_trainer(values: dict[str, Any], placement: Placement) -> dict[str, Any]:
     """Return the settings of the Trainer with the devices that were found."""
     return {**values["trainer"], "accelerator": placement.accelerator, "devices": placement.devices}
-
-
-# For glibc: else each step maps its large tensors again, and the system clears their pages.
-KEEP_MEMORY = {
-    "MALLOC_MMAP_MAX_": "0",
-    "MALLOC_TRIM_THRESHOLD_": str(1 << 34),
-    "MALLOC_TOP_PAD_": str(1 << 28),
-}
-
-
-def supervise(run: RunDirectory, node_rank: int = 0) -> int:
-    """Start the ranks' agent, pass our signals on to it, and return the run's exit status."""
-    before = run.read_summary()
-    passed: list[signal.Signals] = []
-    agent: Any = None  # like `subprocess.Popen`
-
-    def forward(signum: int, _frame: FrameType | None) -> None:
-        impatient = signum == signal.SIGINT and signal.SIGINT in passed
-        passed.append(signal.Signals(signum))
-        if agent is None:  # there is no agent yet to pass it on to
-            raise KeyboardInterrupt
-        agent.send_signal(signal.SIGKILL if impatient else signum)
-        if signum == signal.SIGINT and not impatient:
-            print("\nsaving after this step; press Ctrl-C again to stop at once", flush=True)
-
-    handlers = {signum: signal.signal(signum, forward) for signum in processes.STOP_SIGNALS}
-    try:
-        with sharing_servers():  # kept alive: it created what its forks share
-            agent = _start_agent(run, node_rank)
-            status: int = agent.wait()
-    except KeyboardInterrupt:
-        status = -passed[0]
-    finally:
-        for signum, handler in handlers.items():
-            signal.signal(signum, handler)
-    if status < 0:  # the agent itself was killed, by us or by others
-        status = 128 + passed[0] if passed else 1
-    unsaved = passed and status > 128 and run.read_summary() == before
-    if (status == 1 or unsaved) and not node_rank:  # also if no rank was left to report it
-        told = {"status": "stopped" if unsaved else "failed", "saved": False}
-        with contextlib.suppress(OSError):  # a full disk, already reported
-            run.write_summary({**run.read_summary(), **told})
-    if unsaved and not node_rank:
-        logging.warning("stopped by %s before all ranks saved; %s", passed[0].name, run.way_on())
-    return status
-
-
-def _start_agent(run: RunDirectory, node_rank: int) -> Any:
-    """Start the agent: a fork of a process that has imported everything, or a new process."""
-    config, warm = run.load(), addition("SERVERS")
-    environment = rank_environment(config)
-    if warm and (agent := warm.start_agent(run, node_rank, config, environment)):
-        return agent
-    # In its own session: a Ctrl-C reaches the ranks once, through us.
-    words = processes.command("agent", run, node_rank)
-    return subprocess.Popen(words, env=environment, start_new_session=True)
-
-
-def sharing_servers() -> contextlib.AbstractContextManager[None]:
-    """Let runs started meanwhile, the jobs of a sweep, be forks of the same process."""
-    warm = addition("SERVERS")
-    return warm.kept() if warm else contextlib.nullcontext()
-
-
-def rank_environment(config: Config) -> dict[str, str]:
-    """Return variables that libraries of agent and ranks read at load; the user's values stay."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    threads = max(1, (cores or 1) // config.trainer["devices"])
-    keeps = config.launch.keep_memory and config.trainer["accelerator"] == "cpu"
-    ours = {"OMP_NUM_THREADS": str(threads), **(KEEP_MEMORY if keeps else {})}
-    return {**ours, **os.environ}

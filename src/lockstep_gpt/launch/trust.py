@@ -9,7 +9,7 @@ from typing import Any
 
 from lockstep_gpt.config import PROGRAM, UserError
 from lockstep_gpt.launch.choices import config_folder
-from lockstep_gpt.run_directory import RunDirectory, flat, some_of
+from lockstep_gpt.run.directory import RunDirectory, flat, some_of
 
 # Only classes, not all that is reachable: `torch.serialization.os.system` isn't part of torch.
 PUBLIC = r"lightning\.pytorch\.(callbacks|loggers|plugins|profilers|strategies)\.[A-Z]\w*"

@@ -182,8 +182,8 @@ def read_checkpoint(
         raise UserError(f"checkpoint {path} has more than tensors and values: {reason}") from None
     if not isinstance(content, dict) or not {"config", "tokenizer", "state_dict"} <= set(content):
         raise UserError(f"checkpoint {path} was not written by lockstep-gpt train")
-    if "parts" in content and not asked("JOIN_PARTS", content, path):
-        raise UserError(f"checkpoint {path} is in shards, which needs an extra to read")
+    if "parts" in content:
+        _join_parts(content, path)
     return content
 
 
@@ -199,3 +199,26 @@ def find_checkpoint(path: Path, folder: Path | None = None) -> Path:
     if newest is None:
         raise UserError(f"{path} contains no valid checkpoint; give a run that has saved one")
     return newest
+
+
+def _join_parts(content: dict[str, Any], path: Path) -> None:
+    """Join the ranks' parts, which are next to the checkpoint `path`, and put them in `content`.
+
+    Shards are slices along the first dimension, in the order of the ranks.
+    """
+    import torch
+
+    names = content.pop("parts")
+    parts = [torch.load(path.with_name(name), weights_only=True, mmap=True) for name in names]
+    _fill(content, parts)
+
+
+def _fill(whole: Any, parts: list[dict[Any, Any]]) -> None:
+    import torch
+
+    for key, share in parts[0].items():
+        shares = [part[key] for part in parts]
+        if isinstance(share, torch.Tensor):
+            whole[key] = torch.cat(shares)
+        else:
+            _fill(whole[key], shares)

@@ -9,9 +9,10 @@ import os
 import re
 import shutil
 import socket
+import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import yaml
 
@@ -20,6 +21,8 @@ from lockstep_gpt.config import Config, RunError, UserError
 from lockstep_gpt.registry import asked, merged
 from lockstep_gpt.whole_files import replace_text
 
+COMMAND_BYTE, WRITER_BYTE = 0, 1  # of the lock's file
+WRITER_SECONDS = 5.0  # how long rank 0 may outlive its command
 # What rank 0 decides for all ranks, and what may differ between machines.
 MAY_DIFFER = ("run_dir", "run_name", "launch.node_rank", "data.fingerprint")
 
@@ -38,10 +41,11 @@ class RunDirectory:
         self.wandb_id = path / "wandb/run_id"  # so that a resumed run continues the same W&B run
         self.overrides = path / "overrides.log"  # what each resume changed
         self.checkpoints = path / "checkpoints"  # files such as `step=000500.ckpt`
+        self.rank_logs = path / "ranks"  # what ranks other than 0 printed, if they failed
 
     def rank_log(self, rank: int) -> Path:
         """What a rank other than 0 printed; kept if the rank failed."""
-        return self.path / "ranks" / f"{rank}.log"
+        return self.rank_logs / f"{rank}.log"
 
     def refuse_if_used(self) -> None:
         """Raise a `UserError` if it contains more than a process that was killed early leaves."""
@@ -93,7 +97,7 @@ class RunDirectory:
         """Return `summary.json`; empty if the run didn't get that far."""
         return _read_json(self.summary)
 
-    def way_on(self) -> str:
+    def resume_hint(self) -> str:
         """Say what `resume=auto` continues from."""
         newest = max(self.checkpoints.glob("step=*.ckpt"), key=os.path.getmtime, default=None)
         return f"resume=auto {f'continues from {newest}' if newest else 'starts over'}"
@@ -105,7 +109,7 @@ class RunDirectory:
             yield
         except OSError as error:
             kind = RunError if error.errno in (errno.ENOSPC, errno.EDQUOT) else mistake
-            go_on = f"fix that, then {self.way_on()}"
+            go_on = f"fix that, then {self.resume_hint()}"
             remedy = go_on if self.config.exists() else "set another run_dir, or fix that"
             raise kind(f"{error.strerror}: {self.path} cannot be written; {remedy}") from error
 
@@ -131,24 +135,47 @@ class RunDirectory:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Be the only writer, at most until this process ends, or raise a `UserError`."""
+        """Be the only command of this run, at most until this process ends, or raise a `UserError`.
+
+        The lock has two bytes: one for the command, and one for rank 0, which writes to the
+        directory and may outlive a killed command by a moment.
+        """
         with contextlib.ExitStack() as after:
             with self.writing(UserError):
                 self.path.mkdir(parents=True, exist_ok=True)
                 file = after.enter_context(self.lock.open("ab+", buffering=0))
-                try:
-                    fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except (BlockingIOError, PermissionError):
-                    file.seek(0)
-                    who = file.read().decode() or "another process"
-                    line = f"run_dir={self.path} is in use by {who}; wait for it to end, or stop it"
-                    raise UserError(line) from None
-                except OSError as error:  # a file system without locks
-                    print(f"run_dir={self.path} cannot be locked ({error.strerror}): run it once")
+                self._lock_byte(file, COMMAND_BYTE)
+                self._lock_byte(file, WRITER_BYTE, WRITER_SECONDS)
+                with contextlib.suppress(OSError):  # a file system without locks
+                    fcntl.lockf(file, fcntl.LOCK_UN, 1, WRITER_BYTE)  # for rank 0
                 file.truncate(0)
                 file.write(f"process {os.getpid()} on {socket.gethostname()}".encode())
             after.callback(self.lock.unlink, missing_ok=True)  # `discard` may have removed it
             yield
+
+    @contextlib.contextmanager
+    def writer_locked(self) -> Iterator[None]:
+        """Be the only process that writes to the run, as rank 0, or raise a `UserError`."""
+        with self.lock.open("ab", buffering=0) as file:
+            self._lock_byte(file, WRITER_BYTE, WRITER_SECONDS)
+            yield
+
+    def _lock_byte(self, file: BinaryIO, byte: int, seconds: float = 0.0) -> None:
+        """Lock one byte of the lock's file; wait for `seconds` while another process has it."""
+        end = time.monotonic() + seconds
+        while True:
+            try:
+                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, byte)
+            except (BlockingIOError, PermissionError):
+                if time.monotonic() < end:
+                    time.sleep(0.05)
+                    continue
+                who = self.lock.read_text() or "another process"
+                line = f"run_dir={self.path} is in use by {who}; wait for it to end, or stop it"
+                raise UserError(line) from None
+            except OSError as error:  # a file system without locks
+                print(f"run_dir={self.path} cannot be locked ({error.strerror}): run it once")
+            return
 
 
 def readable(values: dict[str, Any]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any
 from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.utilities import rank_zero_only
 
-from lockstep_gpt.run_directory import RunDirectory
+from lockstep_gpt.run.directory import RunDirectory
 from lockstep_gpt.whole_files import replace_text
 
 STEP = "trainer/step"

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from torch import nn
 
 from lockstep_gpt.config import Config
-from lockstep_gpt.run_directory import RunDirectory
+from lockstep_gpt.exits import Ending
+from lockstep_gpt.run.directory import RunDirectory
 
 MOST_NAMES = 8
 TAIL = 20_000  # characters at the end of a log that may say why a process died
@@ -233,15 +234,15 @@ def explain_error(
     return explain(text, Scene(config, world_size, unused))
 
 
-def explain_deaths(run: RunDirectory, ended: dict[int, int]) -> str:
+def explain_deaths(run: RunDirectory, ended: dict[int, Ending]) -> str:
     """Return cause and remedy from the ended ranks' logs, or from the signals that ended them."""
     config = run.load()
     scene = Scene(config, config.trainer["devices"] * config.trainer["num_nodes"])
-    for rank, code in ended.items():
+    for rank, ending in ended.items():
         path = run.rank_log(rank) if rank else run.log
         log = path.read_text(errors="replace") if path.is_file() else ""
-        if found := explain_death(max(0, -code), log, scene):
-            return found
+        if explanation := explain_death(ending.killed_by, log, scene):
+            return explanation
     return ""
 
 

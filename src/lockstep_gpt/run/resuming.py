@@ -7,10 +7,10 @@ from typing import Any
 import torch
 
 from lockstep_gpt.config import Config, UserError, counted
+from lockstep_gpt.distributed.ranks import Ranks, from_each_rank, from_rank_zero
 from lockstep_gpt.registry import asked
-from lockstep_gpt.run_directory import RunDirectory, refuse_another_identity
-from lockstep_gpt.runtime import checkpoint as files
-from lockstep_gpt.runtime.ranks import Ranks, from_rank_zero
+from lockstep_gpt.run import checkpoint as files
+from lockstep_gpt.run.directory import RunDirectory, refuse_another_identity
 
 logger = logging.getLogger(__name__)
 
@@ -24,7 +24,7 @@ def state_to_resume(directory: RunDirectory, config: Config, module: torch.nn.Mo
     first = Ranks.from_environment().rank == 0
     own = from_rank_zero(_own_newest(directory, config, module) if first else None)
     if own and not config.resume_force:
-        asked("CHECK_RESUME", config, own)
+        _refuse_lost_memory(config, own)
     if not config.resume_force if own else config.resume in ("none", "auto"):
         return own and str(own)
     asked_for = own or Path(config.resume)
@@ -42,6 +42,17 @@ def state_to_resume(directory: RunDirectory, config: Config, module: torch.nn.Mo
     module.load_state_dict(fitting, strict=False)
     logger.warning("resume_force: loaded %d weights of %s; the others are new", len(fitting), path)
     return None
+
+
+def refuse_other_directory(directory: RunDirectory) -> None:
+    """Compare the frozen files that the ranks have read: a folder may only look shared."""
+    hashes = from_each_rank(directory.hash())
+    others = [str(rank) for rank, content in enumerate(hashes) if content != hashes[0]]
+    if others:
+        raise UserError(
+            f"run_dir={directory.path} of rank {', '.join(others)} is not rank 0's folder; "
+            "name one that all nodes share"
+        )
 
 
 def _own_newest(directory: RunDirectory, config: Config, module: torch.nn.Module) -> Path | None:
@@ -62,6 +73,12 @@ def _own_newest(directory: RunDirectory, config: Config, module: torch.nn.Module
         if newest and files.step_of(path) > files.step_of(newest):
             files.set_aside(path)
     return newest
+
+
+def _refuse_lost_memory(config: Config, own: Path) -> None:
+    """Raise a `UserError` for a run that would resume without its error memory."""
+    if config.strategy.get("comm_hook") == "powersgd":
+        raise UserError(f"{own} lacks the error memory of powersgd; resume_force=true resets it")
 
 
 def fitting_of(saved: dict[str, Any], places: dict[str, Any]) -> dict[str, Any]:

@@ -15,8 +15,8 @@ from lightning.pytorch.loggers import Logger, WandbLogger
 
 from lockstep_gpt.config import UserError, check_choice
 from lockstep_gpt.registry import addition
-from lockstep_gpt.run_directory import RunDirectory
-from lockstep_gpt.runtime.metrics_file import STEP
+from lockstep_gpt.run.directory import RunDirectory
+from lockstep_gpt.run.metrics_file import STEP
 
 if TYPE_CHECKING:
     from torch.nn import Module

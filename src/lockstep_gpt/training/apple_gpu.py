@@ -6,13 +6,8 @@ import torch
 from lightning import Callback, Trainer
 from torch.nn.utils import get_total_norm
 
-from lockstep_gpt.config import Config, RunError
+from lockstep_gpt.config import RunError
 from lockstep_gpt.training.seeds import leaf_seed
-
-
-def callback(config: Config, *_: Any) -> "AppleGPU | None":
-    """Return the callback for such a rank; None on other devices."""
-    return AppleGPU() if config.trainer["accelerator"] == "mps" else None
 
 
 class AppleGPU(Callback):

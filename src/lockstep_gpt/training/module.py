@@ -16,13 +16,14 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from lockstep_gpt.config import Config, RunError, UserError, from_container
 from lockstep_gpt.data.tokenizer import Tokenizer, from_dict
+from lockstep_gpt.distributed.ranks import tensors_of_ranks
+from lockstep_gpt.distributed.strategies import ModelLayout, WholeModels, layout_of
 from lockstep_gpt.model.functional import perplexity
 from lockstep_gpt.model.gpt import build_gpt
 from lockstep_gpt.registry import asked
-from lockstep_gpt.run_directory import literal, readable, refuse_another_identity
-from lockstep_gpt.runtime.checkpoint import find_checkpoint, read_checkpoint
-from lockstep_gpt.runtime.ranks import tensors_of_ranks
-from lockstep_gpt.runtime.resuming import apply_settings, fitting_of, realign
+from lockstep_gpt.run.checkpoint import find_checkpoint, read_checkpoint
+from lockstep_gpt.run.directory import literal, readable, refuse_another_identity
+from lockstep_gpt.run.resuming import apply_settings, fitting_of, realign
 from lockstep_gpt.training.optim import build_optimizer
 from lockstep_gpt.training.schedule import Schedule, plan_batch, plan_schedule
 from lockstep_gpt.training.seeds import leaf_seed, seed_device
@@ -47,6 +48,7 @@ class GPTModule(lightning.LightningModule):
         self.loss_steps = 0
         self.loss_factor = 1.0  # scales the loss in backward, in addition to Lightning's own
         self.skipped = torch.zeros((), dtype=torch.int64)  # updates with non-finite gradients
+        self.layout: ModelLayout = WholeModels()  # until the strategy is known
         self.trained: list[nn.Parameter] = []  # cached: walking all modules costs time in each step
         self.logs_losses = True  # to any Trainer's loggers; in our runs `Metrics` does this
 
@@ -66,11 +68,8 @@ class GPTModule(lightning.LightningModule):
         return module
 
     def configure_model(self) -> None:
-        """Compile the model, and shard it if the strategy does; there is no optimizer yet."""
-        if shard := getattr(self.trainer.strategy, "shard", None):
-            shard(self.model, self.config.compile)
-        elif self.config.compile:
-            self.model.compile(dynamic=False)
+        """Place the model on the ranks, and compile it; there is no optimizer yet."""
+        layout_of(self.trainer.strategy).place_model(self.model, self.config.compile)
 
     def on_train_start(self) -> None:
         """Make DDP arrange its buckets before the first step instead of after it.
@@ -78,6 +77,7 @@ class GPTModule(lightning.LightningModule):
         DDP does so once, in the order in which gradients arrived. This decides the order of
         reduction over three or more ranks: a restarted run would sum in another order.
         """
+        self.layout = layout_of(self.trainer.strategy)
         self.skipped = self.skipped.to(self.device)
         self.trained = [each for each in self.model.parameters() if each.requires_grad]
         is_ddp = isinstance(self.trainer.strategy, DDPStrategy)
@@ -203,7 +203,7 @@ class GPTModule(lightning.LightningModule):
         norm, limit = get_total_norm(grads), self.config.optim.clip_norm
         if limit is not None:
             clip_grads_with_norm_(self.trained, limit, norm)
-        self.grad_norm = getattr(norm, "full_tensor", lambda: norm)()  # the full norm of shards
+        self.grad_norm = self.layout.whole_norm(norm)
         self._skip_unless_finite(optimizer, self.grad_norm)
 
     def _skip_unless_finite(self, optimizer: Optimizer, norm: Tensor) -> None:

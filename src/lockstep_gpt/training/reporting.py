@@ -16,12 +16,13 @@ from tqdm import tqdm
 
 from lockstep_gpt.config import LEVELS, Config, counted
 from lockstep_gpt.data.datamodule import TokenDataModule
+from lockstep_gpt.distributed.exact_sizes import sums_line
+from lockstep_gpt.distributed.ranks import Ranks, backend_here
 from lockstep_gpt.model.gpt import GPT
 from lockstep_gpt.processes import invocation
 from lockstep_gpt.registry import additions, asked
-from lockstep_gpt.run_directory import RunDirectory
-from lockstep_gpt.runtime.ranks import Ranks, backend_of
-from lockstep_gpt.runtime.tracking import offline_hint
+from lockstep_gpt.run.directory import RunDirectory
+from lockstep_gpt.run.tracking import offline_hint
 from lockstep_gpt.training.schedule import BatchPlan, Schedule
 
 # Lightning prints these. They are true, but don't help a reader of our receipt.
@@ -123,6 +124,7 @@ def receipt(
         f"{counted(batch.micro_size, 'sample')} x {batch.accumulation} accumulation = "
         f"{counted(batch.global_size, 'sample')} = "
         f"{batch.tokens_per_step:,} tokens per step",
+        "sums": sums_line(config, batch.global_size, batch.micro_size, batch.accumulation),
         **dict(each for added in asked("RECEIPT", config, batch) for each in added.items()),
         "budget": f"{steps(schedule.total_steps)} = {said} epoch{'s' * (said != '1')}",
         "lr": f"{schedule.base_lr:g} x {schedule.scale:g} = {schedule.peak_lr:g} "
@@ -140,7 +142,7 @@ def facts(
     config: Config, model: GPT, data: TokenDataModule, trainer: Trainer, products: str
 ) -> dict[str, str]:
     """Return the lines of the receipt that only the running rank knows."""
-    group = f" over {backend_of(config)}" if trainer.world_size > 1 else ""
+    group = f" over {backend_here()}" if trainer.world_size > 1 else ""
     return {
         "model": f"{model.num_parameters:,} parameters, vocabulary of {model.vocab_size:,} "
         f"tokens, context of {config.model.block_size}",

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 
 from lockstep_gpt.config import BatchConfig, Config, UserError, counted
-from lockstep_gpt.registry import asked
+from lockstep_gpt.distributed.exact_sizes import refuse_other_world_sizes
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ def plan_batch(batch: BatchConfig, block_size: int, devices: int, nodes: int) ->
     micro_size = batch.micro_size or max(1, (batch.global_size or 0) // world_size)
     micro_step = micro_size * world_size
     accumulation, rest = divmod(batch.global_size or micro_step, micro_step)
-    asked("CHECK_BATCH", batch, world_size)
+    refuse_other_world_sizes(batch, world_size)
     if rest or not accumulation:
         raise UserError(_indivisible_line(batch, devices, nodes))
     return BatchPlan(micro_size, devices, nodes, accumulation, block_size)

@@ -11,52 +11,71 @@ import torch
 from lightning import Trainer
 from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.loggers import Logger
+from torch.distributed import Store  # type: ignore[attr-defined]
 
 from lockstep_gpt.config import PROGRAM, Config, RunError, UserError
 from lockstep_gpt.data.datamodule import TokenDataModule
 from lockstep_gpt.data.prepare import opened
 from lockstep_gpt.data.tokenizer import from_dict
+from lockstep_gpt.distributed import flight_recorder
+from lockstep_gpt.distributed import ranks as meeting
+from lockstep_gpt.distributed.exact_sums import gradient_sums
+from lockstep_gpt.exits import Exit, after_signal
 from lockstep_gpt.model.functional import choose_matrix_products
-from lockstep_gpt.processes import LOST_PEERS, invocation
+from lockstep_gpt.processes import invocation
 from lockstep_gpt.registry import asked
-from lockstep_gpt.run_directory import RunDirectory
-from lockstep_gpt.runtime import ranks as meeting
-from lockstep_gpt.runtime import tracking
-from lockstep_gpt.runtime.callbacks import metrics as measuring
-from lockstep_gpt.runtime.callbacks.checkpoints import AtomicCheckpointIO, Checkpoints
-from lockstep_gpt.runtime.callbacks.stopping import GracefulStop, Stopped
-from lockstep_gpt.runtime.checkpoint import step_of
-from lockstep_gpt.runtime.metrics_file import MetricsFile
-from lockstep_gpt.runtime.resuming import state_to_resume
+from lockstep_gpt.run import remedies, tracking
+from lockstep_gpt.run.callbacks import metrics as measuring
+from lockstep_gpt.run.callbacks.checkpoints import AtomicCheckpointIO, Checkpoints
+from lockstep_gpt.run.callbacks.guards import Guards
+from lockstep_gpt.run.callbacks.stopping import GracefulStop, Stopped
+from lockstep_gpt.run.callbacks.weight_hashes import WeightHashes
+from lockstep_gpt.run.checkpoint import step_of
+from lockstep_gpt.run.directory import RunDirectory
+from lockstep_gpt.run.metrics_file import MetricsFile
+from lockstep_gpt.run.resuming import refuse_other_directory, state_to_resume
 from lockstep_gpt.training import reporting
 from lockstep_gpt.training import schedule as planning
+from lockstep_gpt.training.apple_gpu import AppleGPU
 from lockstep_gpt.training.building import build, deferred, mistake
 from lockstep_gpt.training.module import GPTModule
 
 logger = logging.getLogger(__name__)
 
 
-def main(directory: RunDirectory) -> int:
-    """Train as one rank: 0 done, 1 failed, 2 user's mistake, 128 + n stopped by signal n."""
+def main(directory: RunDirectory, store: Store | None = None) -> int:
+    """Train as one rank, and return its exit status.
+
+    Args:
+        directory: the run, whose configuration is frozen.
+        store: where the ranks of a launcher have met; None: they meet now, or there is only one.
+    """
     config, ranks = directory.load(), meeting.Ranks.from_environment()
     with reporting.reporting(directory, ranks, config) as terminal, contextlib.ExitStack() as after:
         after.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
         try:
-            _train(directory, config, ranks, terminal)
+            _train(directory, config, ranks, terminal, store)
         except Stopped as stopped:
             go_on = f"{invocation()} train run_dir={directory.path} resume=auto"
             logger.info("%s after saving; to continue it:\n  %s", stopped, go_on)
-            return 128 + stopped.signum
+            return after_signal(stopped.signum)
         except Exception as error:
             return _fail(directory, config, ranks, error, terminal)
     reporting.drop_rank_log(directory, ranks)
-    return 0
+    return Exit.DONE
 
 
-def _train(directory: RunDirectory, config: Config, ranks: meeting.Ranks, terminal: TextIO) -> None:
+def _train(
+    directory: RunDirectory,
+    config: Config,
+    ranks: meeting.Ranks,
+    terminal: TextIO,
+    store: Store | None,
+) -> None:
     """Assemble everything, from the batch to the Trainer, then fit."""
     started = time.perf_counter()
-    meeting.join(ranks, config)  # before anything else: it also selects this rank's GPU
+    flight_recorder.record_collectives(meeting.backend_of(config), directory.rank_logs)
+    meeting.join(ranks, config, store)  # before anything else: it also selects this rank's GPU
     products = choose_matrix_products(config.trainer["accelerator"])
     torch.manual_seed(config.seed)
     batch = planning.plan_batch(
@@ -70,17 +89,27 @@ def _train(directory: RunDirectory, config: Config, ranks: meeting.Ranks, termin
     content = {"config": directory.values(), "tokenizer": data.tokenizer}
     checkpoints = Checkpoints(directory.checkpoints, config, content, schedule.total_steps)
     disk = next(filter(None, asked("CHECKPOINT_IO", directory, config)), AtomicCheckpointIO())
-    asked("RANKS_MET", directory)
+    refuse_other_directory(directory)
     resume = state_to_resume(directory, config, module)
     if not resume and config.resume in ("none", "auto"):
         asked("INITIAL_WEIGHTS", module.model, module.tokenizer)
     loggers = _loggers(directory, batch, module) if ranks.rank == 0 else []
     metrics_file = MetricsFile(directory.metrics, measuring.COLUMNS)
-    guards = asked("CALLBACK", config, directory, ranks.rank, terminal)
+    added = asked("CALLBACK", config, directory, ranks.rank, terminal)
+    guards = Guards(config, directory, ranks.rank, terminal)
+    ours = [*gradient_sums(config), WeightHashes(), guards]
+    if config.trainer["accelerator"] == "mps":
+        ours.append(AppleGPU())
     trainer = _trainer(
         config,
         ranks,
-        callbacks=[metrics, *filter(None, guards), GracefulStop(checkpoints), checkpoints],
+        callbacks=[
+            metrics,
+            *filter(None, added),
+            *ours,
+            GracefulStop(checkpoints),
+            checkpoints,
+        ],
         logger=[metrics_file, *loggers],
         plugins=[disk],
         default_root_dir=directory.path,
@@ -198,18 +227,18 @@ def _fail(
     terminal: TextIO,
 ) -> int:
     """Record a failure, return the exit status; print the run's first one, log the others."""
-    shown, status = f"{PROGRAM} train: {error}", 2
+    shown, status = f"{PROGRAM} train: {error}", Exit.MISTAKE
     if not isinstance(error, UserError):
         text, model = traceback.format_exc(), getattr(error, "model", None)
-        causes = asked("EXPLAIN_ERROR", text, config, ranks.world_size, model)
-        trace = "\n\n".join(filter(None, [*causes, text]))
+        cause = remedies.explain_error(text, config, ranks.world_size, model)
+        trace = "\n\n".join(filter(None, [cause, text]))
         path = directory.rank_log(ranks.rank) if ranks.rank else directory.log
         with contextlib.suppress(OSError), path.open("a") as log:
             log.write(trace)
         if meeting.lost_peers(error):
-            return LOST_PEERS
+            return Exit.LOST_PEERS
         before = "" if isinstance(error, RunError) else f"{trace}\n"
-        shown, status = f"{before}rank {ranks.rank} failed: {error}", 1
+        shown, status = f"{before}rank {ranks.rank} failed: {error}", Exit.FAILED
     said = f"{type(error).__name__}: {error}"
     if directory.record_failure({"rank": ranks.rank, "status": status, "error": said}):
         print(shown, file=terminal, flush=True)

@@ -11,7 +11,7 @@ from lockstep_gpt.data.shards import load_index
 from lockstep_gpt.extras.chat.template import template_of
 from lockstep_gpt.inference.source import load_model
 from lockstep_gpt.registry import additions, merged
-from lockstep_gpt.run_directory import RunDirectory
+from lockstep_gpt.run.directory import RunDirectory
 
 pytestmark = pytest.mark.skipif(
     not [*additions("INITIAL_WEIGHTS")],

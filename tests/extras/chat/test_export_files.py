@@ -21,7 +21,7 @@ from lockstep_gpt.extras.chat.export_files import chat_files
 from lockstep_gpt.extras.chat.template import template_of
 from lockstep_gpt.extras.chat.tokenizers import chat_tokenizer
 from lockstep_gpt.model.gpt import build_gpt
-from lockstep_gpt.runtime.checkpoint import checkpoint_path, write_checkpoint
+from lockstep_gpt.run.checkpoint import checkpoint_path, write_checkpoint
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")

@@ -174,7 +174,7 @@ def test_a_loopback_name_a_full_shared_memory_and_a_missing_rank_are_named(comma
 def outside_address():
     """An address of this machine other than loopback; None without a network or `nodes`."""
     try:
-        from lockstep_gpt.extras.nodes.address import own_address
+        from lockstep_gpt.launch.address import own_address
 
         return own_address("192.0.2.1:9")[0]  # in a documentation network; nothing is sent
     except (ImportError, UserError):

@@ -2,8 +2,8 @@ from dataclasses import replace
 
 import pytest
 
+from lockstep_gpt.distributed.ranks import Ranks
 from lockstep_gpt.extras.cluster.facts import Facts, collect, compare
-from lockstep_gpt.runtime.ranks import Ranks
 
 VALUES = {"seed": 1, "launch": {"node_rank": 0}}
 

@@ -13,8 +13,8 @@ from lockstep_gpt.config import UserError
 from lockstep_gpt.extras import compat
 from lockstep_gpt.extras.compat.former import FORMER
 from lockstep_gpt.registry import merged
-from lockstep_gpt.run_directory import RunDirectory, readable
-from lockstep_gpt.runtime.checkpoint import write_checkpoint
+from lockstep_gpt.run.checkpoint import write_checkpoint
+from lockstep_gpt.run.directory import RunDirectory, readable
 
 # The smoke experiment as these commits froze it, without the extras' settings.
 FROZEN = {
@@ -227,7 +227,7 @@ def test_weights_of_other_code_fail_in_one_line_and_leave_the_run_unchanged(earl
     said = command(*RESUME, "launch.inline=true", status=2).stderr
     assert said.count("\n") == 1
     assert "only 27 of the checkpoint's 28 weights fit this model's 28; use the" in said
-    builder = "lockstep_gpt.training.strategies.auto"
+    builder = "lockstep_gpt.distributed.strategies.auto"
     assert yaml.safe_load((command.folder / "run/config.yaml").read_text()) == {
         **readable(frozen),
         "strategy": {**frozen["strategy"], "_target_": builder},

@@ -11,8 +11,8 @@ from lockstep_gpt.extras.copies import remote
 from lockstep_gpt.extras.copies.copies_settings import CopiedCheckpoints
 from lockstep_gpt.extras.copies.remote import copies_of, fetch, fetch_newest
 from lockstep_gpt.extras.copies.writing import CopyingCheckpointIO, checkpoint_io
-from lockstep_gpt.run_directory import RunDirectory
-from lockstep_gpt.runtime.checkpoint import checkpoint_path, read_checkpoint
+from lockstep_gpt.run.checkpoint import checkpoint_path, read_checkpoint
+from lockstep_gpt.run.directory import RunDirectory
 
 TOKENIZER = ByteTokenizer().to_dict()
 

@@ -5,8 +5,8 @@ import torch
 
 from lockstep_gpt.config import RunError
 from lockstep_gpt.extras.copies.writing import CopyingCheckpointIO
-from lockstep_gpt.runtime.callbacks.checkpoints import AtomicCheckpointIO
-from lockstep_gpt.runtime.checkpoint import (
+from lockstep_gpt.run.callbacks.checkpoints import AtomicCheckpointIO
+from lockstep_gpt.run.checkpoint import (
     checkpoints_in,
     fault_of,
 )

@@ -8,7 +8,7 @@ import pytest
 from lockstep_gpt.data.prepare import folder_of
 from lockstep_gpt.extras.documents.packing import folder_within
 from lockstep_gpt.registry import additions
-from lockstep_gpt.run_directory import RunDirectory
+from lockstep_gpt.run.directory import RunDirectory
 
 PACKED = ["data.packing=documents", "model.mask_documents=true"]
 

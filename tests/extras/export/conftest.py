@@ -10,7 +10,7 @@ from lockstep_gpt.extras.export.export_settings import ImportedModel
 from lockstep_gpt.extras.export.folder import export
 from lockstep_gpt.model.gpt import build_gpt
 from lockstep_gpt.registry import additions
-from lockstep_gpt.runtime.checkpoint import checkpoint_path, write_checkpoint
+from lockstep_gpt.run.checkpoint import checkpoint_path, write_checkpoint
 
 SHAPE = {"block_size": 32, "n_layer": 3, "n_head": 4, "n_embd": 48}
 WITH_MODERN = pytest.mark.skipif(

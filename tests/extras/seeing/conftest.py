@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep_gpt.runtime.metrics_file import MetricsFile
+from lockstep_gpt.run.metrics_file import MetricsFile
 
 
 @pytest.fixture(scope="session")

@@ -12,7 +12,7 @@ from lockstep_gpt.data.shards import load_index, open_split
 from lockstep_gpt.data.tokenizer import ByteTokenizer
 from lockstep_gpt.extras.seeing.evaluate import evaluate, main
 from lockstep_gpt.inference.source import load_model
-from lockstep_gpt.runtime.checkpoint import find_checkpoint
+from lockstep_gpt.run.checkpoint import find_checkpoint
 
 T = 64
 

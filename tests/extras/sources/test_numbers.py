@@ -17,7 +17,7 @@ from lockstep_gpt.extras.sources.numbers import (
 )
 from lockstep_gpt.inference import generate
 from lockstep_gpt.inference.source import load_model
-from lockstep_gpt.runtime.checkpoint import find_checkpoint
+from lockstep_gpt.run.checkpoint import find_checkpoint
 
 
 @pytest.mark.parametrize(

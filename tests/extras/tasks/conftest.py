@@ -6,7 +6,7 @@ import pytest
 
 from lockstep_gpt.data.tokenizer import ByteTokenizer
 from lockstep_gpt.inference.source import load_model
-from lockstep_gpt.runtime.checkpoint import find_checkpoint
+from lockstep_gpt.run.checkpoint import find_checkpoint
 
 CHOICES = [
     {"context": "def f(x):", "choices": [" return", " café", "\n    pass"], "answer": 2},

@@ -16,8 +16,8 @@ from lockstep_gpt.extras.tasks.examples import read_tasks
 from lockstep_gpt.extras.tasks.results import numbers_of
 from lockstep_gpt.extras.tasks.rows import tokenized
 from lockstep_gpt.extras.tasks.scoring import evaluating, scored
-from lockstep_gpt.runtime.callbacks.metrics import Metrics
-from lockstep_gpt.runtime.metrics_file import MetricsFile
+from lockstep_gpt.run.callbacks.metrics import Metrics
+from lockstep_gpt.run.metrics_file import MetricsFile
 
 SHORT = [{"context": text, "target": text[0]} for text in ("abab", "0101", "xyzx")]
 STOPPED = [

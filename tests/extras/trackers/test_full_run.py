@@ -1,9 +1,9 @@
 import pytest
 
 from lockstep_gpt.config import UserError
-from lockstep_gpt.run_directory import RunDirectory
-from lockstep_gpt.runtime import tracking
-from lockstep_gpt.runtime.checkpoint import sum_path
+from lockstep_gpt.run import tracking
+from lockstep_gpt.run.checkpoint import sum_path
+from lockstep_gpt.run.directory import RunDirectory
 
 
 @pytest.mark.usefixtures("quick_ranks")
@@ -39,7 +39,7 @@ import sys
 from pathlib import Path
 import wandb
 from lockstep_gpt.extras.trackers.full_run import FullRun
-from lockstep_gpt.run_directory import RunDirectory
+from lockstep_gpt.run.directory import RunDirectory
 run = wandb.init(mode="offline", dir=".", settings=wandb.Settings(silent=True))
 directory = RunDirectory(Path.cwd())
 directory.write_summary(dict.fromkeys(["best_checkpoint", "last_checkpoint"], sys.argv[1]))

@@ -5,7 +5,7 @@ import pytest
 import torch
 from lightning import Callback
 
-from lockstep_gpt.runtime.checkpoint import (
+from lockstep_gpt.run.checkpoint import (
     checkpoint_path,
     checkpoints_in,
     fault_of,

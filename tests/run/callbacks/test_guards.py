@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lockstep_gpt.config import RunError
-from lockstep_gpt.extras.guards.watching import refuse_differing_replicas
+from lockstep_gpt.run.callbacks.guards import refuse_differing_replicas
 
 TWO = ("trainer=cpu", "trainer.devices=2", "strategy=ddp")
 

@@ -10,13 +10,13 @@ from lightning import Callback
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
 
-from lockstep_gpt.runtime.callbacks import metrics as metrics_module
-from lockstep_gpt.runtime.callbacks.metrics import (
+from lockstep_gpt.run.callbacks import metrics as metrics_module
+from lockstep_gpt.run.callbacks.metrics import (
     COLUMNS,
     Metrics,
     peak_memory,
 )
-from lockstep_gpt.runtime.metrics_file import MetricsFile
+from lockstep_gpt.run.metrics_file import MetricsFile
 
 FEW = ["trainer/step", "train/loss", "val/loss"]
 

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 
 from lockstep_gpt.data.tokenizer import ByteTokenizer
-from lockstep_gpt.runtime.callbacks.metrics import Metrics
-from lockstep_gpt.runtime.callbacks.progress import Progress, Sample
+from lockstep_gpt.run.callbacks.metrics import Metrics
+from lockstep_gpt.run.callbacks.progress import Progress, Sample
 from lockstep_gpt.training.module import GPTModule
 
 LINE = (

@@ -1,4 +1,4 @@
-from lockstep_gpt.runtime.callbacks.step import StepCallback
+from lockstep_gpt.run.callbacks.step import StepCallback
 
 
 class Steps(StepCallback):

@@ -11,13 +11,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lockstep_gpt.config import RunError
 from lockstep_gpt.processes import STOP_SIGNALS
-from lockstep_gpt.runtime.callbacks.metrics import Metrics
-from lockstep_gpt.runtime.callbacks.stopping import (
+from lockstep_gpt.run.callbacks.metrics import Metrics
+from lockstep_gpt.run.callbacks.stopping import (
     GracefulStop,
     Stopped,
     StopVote,
 )
-from lockstep_gpt.runtime.checkpoint import checkpoints_in, newest_valid, step_of
+from lockstep_gpt.run.checkpoint import checkpoints_in, newest_valid, step_of
 
 
 @pytest.fixture(autouse=True)

@@ -1,6 +1,6 @@
 import torch
 
-from lockstep_gpt.extras.exact.weights import digest
+from lockstep_gpt.run.callbacks.weight_hashes import digest
 
 
 def test_the_checksum_of_weights_depends_on_names_types_shapes_and_bits():

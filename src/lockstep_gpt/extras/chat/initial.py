@@ -9,7 +9,7 @@ from typing import Any
 
 from lockstep_gpt.config import UserError
 from lockstep_gpt.launch.compose import register_resolver
-from lockstep_gpt.run_directory import RunDirectory
+from lockstep_gpt.run.directory import RunDirectory
 
 INITIAL = "from_weights/initial"
 NEEDY = ("experiment=chat", f"model={INITIAL}")

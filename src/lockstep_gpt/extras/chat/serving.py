@@ -16,7 +16,7 @@ from lockstep_gpt.config import UserError
 from lockstep_gpt.data.tokenizer import library
 from lockstep_gpt.extras.chat.history import chat_template
 from lockstep_gpt.inference.source import parser_of
-from lockstep_gpt.runtime.checkpoint import find_checkpoint
+from lockstep_gpt.run.checkpoint import find_checkpoint
 
 if TYPE_CHECKING:
     from lockstep_gpt.extras.chat.queueing import AnsweringThread

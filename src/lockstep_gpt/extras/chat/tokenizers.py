@@ -21,8 +21,8 @@ from lockstep_gpt.extras.chat.template import (
     OURS,
     markers_of,
 )
-from lockstep_gpt.run_directory import RunDirectory
-from lockstep_gpt.runtime.checkpoint import find_checkpoint, read_checkpoint
+from lockstep_gpt.run.checkpoint import find_checkpoint, read_checkpoint
+from lockstep_gpt.run.directory import RunDirectory
 
 ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>")
 

@@ -6,9 +6,6 @@ COMMANDS = {
     "doctor": (".extras.cluster.doctor:main", "check whether these machines can train", True),
     "drill": (".extras.cluster.drill:main", "break small runs on purpose to test recovery", True),
 }
-# Return what a failure means and what to do about it, or an empty string.
-EXPLAIN_ERROR = ".extras.cluster.remedies:explain_error"
-EXPLAIN_DEATHS = ".extras.cluster.remedies:explain_deaths"
 RECEIPT = ".extras.cluster.advice:attention_line"
 ADVISE = ".extras.cluster.advice:advise"
 PEAK_TFLOPS = ".extras.cluster.peaks:peak_of"

@@ -19,10 +19,11 @@ from typing import Any
 
 from lockstep_gpt import processes
 from lockstep_gpt.config import PROGRAM, Config, UserError
+from lockstep_gpt.distributed.address import own_address
 from lockstep_gpt.extras.cluster import environment, flags
 from lockstep_gpt.extras.cluster.report import FAILURE, Report, failure
-from lockstep_gpt.launch import compose, devices
-from lockstep_gpt.registry import addition
+from lockstep_gpt.launch import compose, devices, launcher
+from lockstep_gpt.launch.placement import Placement
 
 WAIT = 45.0  # seconds: including the startup, a missing rank is reported within a minute
 WAITS, WORK = 4, 60.0  # at most this many waits in a row, and seconds of measuring
@@ -53,7 +54,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--save-profile", type=Path)
     parser.add_argument("--json", action="store_true")
     given, overrides = parser.split(arguments)
-    inside = devices.is_inside_launcher()
+    inside = launcher.has_rank()
     return max(
         _examine(values, config, given) if inside else _start(config, given, arguments)
         for values, config in flags.each_job(overrides, compose.checked)
@@ -65,15 +66,15 @@ def _examine(values: dict[str, Any], config: Config, given: Any) -> int:
     wrong = environment.examine_launcher(os.environ)
     if any(found.status == FAILURE for found in wrong):
         return _show(Report(1, wrong), given)
-    processes.end_with_parent()
+    processes.end_with_parent(os.getppid())
     faulthandler.dump_traceback_later(_longest(given), exit=True)
     # Set before torch is imported: no messages about retries, and NCCL raises instead of aborting.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")
     gc.disable()
     started = time.monotonic()
+    from lockstep_gpt.distributed.ranks import Ranks
     from lockstep_gpt.extras.cluster.examination import Examination
-    from lockstep_gpt.runtime.ranks import Ranks
 
     took = time.monotonic() - started
     gc.freeze()
@@ -103,7 +104,7 @@ def _start(config: Config, given: Any, arguments: list[str]) -> int:
         wrong.append(failure("launcher", str(error), "change that setting"))
     if wrong:
         return _show(Report(1, wrong), given)
-    first = getattr(config.launch, "node_rank", 0) * placement.devices
+    first = config.launch.node_rank * placement.devices
     ranks = [
         subprocess.Popen(
             [sys.executable, "-m", "lockstep_gpt", "doctor", *arguments],
@@ -114,7 +115,7 @@ def _start(config: Config, given: Any, arguments: list[str]) -> int:
     return _wait(ranks, first, given)
 
 
-def _environment(config: Config, placement: devices.Placement) -> dict[str, str]:
+def _environment(config: Config, placement: Placement) -> dict[str, str]:
     """Return the variables that torchrun would set, and training's thread count and interface.
 
     Raises:
@@ -123,15 +124,14 @@ def _environment(config: Config, placement: devices.Placement) -> dict[str, str]
     nodes = placement.nodes
     endpoint, interface = f"127.0.0.1:{_free_port()}", "lo"
     if nodes > 1:
-        launch: Any = config.launch  # includes the settings of the extra that `place` requires
-        endpoint = launch.rdzv_endpoint or ""
+        endpoint = config.launch.rdzv_endpoint or ""
         if not endpoint:
             raise UserError(
                 f"launch.rdzv_endpoint=null with trainer.num_nodes={nodes}; set it to the same "
                 "value on all, "
                 "and launch.node_rank on each"
             )
-        interface, _ = addition("MEETING").meeting(config, launch.node_rank)
+        _, interface = own_address(endpoint)
     host, _, port = endpoint.rpartition(":")
     usual = {
         "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // placement.devices)),

@@ -179,7 +179,7 @@ class Drill(SmallRuns):
 
     def flipped_bit(self) -> Outcome:
         """Damage the newest checkpoint: the run must resume from the one before it."""
-        from lockstep_gpt.runtime.checkpoint import checkpoints_in
+        from lockstep_gpt.run.checkpoint import checkpoints_in
 
         process, folder = self.start("flipped"), self.directory("flipped").checkpoints
         self.wait_until(lambda: len(checkpoints_in(folder)) > 1, process)
@@ -258,7 +258,7 @@ class Drill(SmallRuns):
         return dict(torch.load(path, weights_only=True)["state_dict"])
 
     def _sound(self, name: str) -> bool:
-        from lockstep_gpt.runtime.checkpoint import checkpoints_in, fault_of
+        from lockstep_gpt.run.checkpoint import checkpoints_in, fault_of
 
         found = checkpoints_in(self.directory(name).checkpoints)
         return bool(found) and all(fault_of(path) is None for path in found)

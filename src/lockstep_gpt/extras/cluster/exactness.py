@@ -25,7 +25,7 @@ from lockstep_gpt.config import (
 from lockstep_gpt.extras.cluster import flags
 from lockstep_gpt.extras.cluster.small_runs import SmallRuns
 from lockstep_gpt.launch import compose
-from lockstep_gpt.run_directory import RunDirectory
+from lockstep_gpt.run.directory import RunDirectory
 from lockstep_gpt.training import schedule
 
 HELP = f"""usage: {PROGRAM} drill exact [flags] [GROUP=CHOICE ...] [SETTING=VALUE ...]
@@ -149,7 +149,7 @@ def _failure(ranks: int, status: int, said: str) -> str:
 
 def left_by(run: RunDirectory) -> Remains:
     """Return the results of a run that must not depend on the number of ranks."""
-    from lockstep_gpt.runtime.checkpoint import checkpoints_in, read_checkpoint
+    from lockstep_gpt.run.checkpoint import checkpoints_in, read_checkpoint
 
     content = read_checkpoint(checkpoints_in(run.checkpoints)[-1])
     with run.metrics.open(encoding="utf-8", newline="") as file:

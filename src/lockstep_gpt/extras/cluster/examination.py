@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
 from lockstep_gpt.config import Config, UserError, counted
+from lockstep_gpt.distributed.ranks import Ranks, backend_of
 from lockstep_gpt.extras.cluster import (
     collectives,
     environment,
@@ -45,7 +46,6 @@ from lockstep_gpt.extras.cluster.report import (
 )
 from lockstep_gpt.extras.cluster.speed import Speed
 from lockstep_gpt.launch import devices
-from lockstep_gpt.runtime.ranks import Ranks, backend_of
 
 SEE = "see the output of rank 0"
 # If one of these checks fails, ranks that work together would hang or compute wrong results.

@@ -17,9 +17,9 @@ from typing import Any
 
 import lockstep_gpt
 from lockstep_gpt.config import counted
+from lockstep_gpt.distributed.ranks import Ranks
 from lockstep_gpt.extras.cluster import gpus
 from lockstep_gpt.extras.cluster.report import Finding, failure, named, ok, warning
-from lockstep_gpt.runtime.ranks import Ranks
 
 PACKAGES = ("torch", "lightning", "numpy", "hydra-core", "omegaconf")
 SHARED_VARIABLES = re.compile("NCCL_|TORCH_NCCL_|GLOO_(?!SOCKET_IFNAME)")

@@ -10,13 +10,13 @@ from typing import Any, cast
 from omegaconf import OmegaConf
 
 from lockstep_gpt.config import BatchConfig, Config, UserError
+from lockstep_gpt.distributed.exact_sizes import gradient_copies
 from lockstep_gpt.extras.cluster import memory
 from lockstep_gpt.extras.cluster.hardware import Hardware
 from lockstep_gpt.extras.cluster.memory import Footprint, Memory
 from lockstep_gpt.extras.cluster.sharing import SIZES, Sharing
 from lockstep_gpt.launch import choices
 from lockstep_gpt.model.gpt import GPT
-from lockstep_gpt.registry import asked
 from lockstep_gpt.training.schedule import BatchPlan, plan_batch
 
 CHECKPOINTING = "model.activation_checkpointing=true"
@@ -115,7 +115,7 @@ class Room:
         accumulation = (batch.global_size or 0) // (micro_size * world_size)
         if self.sharing and world_size > 1:
             return self.alone.states.gradients * (self.sharing.adds_whole and accumulation > 1)
-        copies: int = sum(asked("GRADIENT_COPIES", batch, accumulation))
+        copies = gradient_copies(batch, accumulation)
         return copies * self.alone.states.gradients
 
     def _copies(self, world_size: int) -> bool:

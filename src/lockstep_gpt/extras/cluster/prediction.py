@@ -21,8 +21,8 @@ TOKENS_PER_PARAMETER = 20  # compute-optimal (Hoffmann et al. 2022, table 3)
 LINEAR_RANGE = 32  # from a batch of 256 to 8,192 images (Goyal et al. 2017, figure 1)
 COMPRESSION = {"fp16": 0.5, "bf16": 0.5}  # strategy.comm_hook
 OUR_STRATEGIES = (
-    "lockstep_gpt.training.strategies.auto",
-    "lockstep_gpt.training.strategies.ddp",
+    "lockstep_gpt.distributed.strategies.auto",
+    "lockstep_gpt.distributed.strategies.ddp",
 )
 
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from lockstep_gpt.run_directory import RunDirectory
+from lockstep_gpt.run.directory import RunDirectory
 
 EXPERIMENT = ["experiment=smoke", "logger=none", "model.dropout=0.1", "log_every=1"]
 LIMIT = 600  # longest time for any one run, in seconds

@@ -12,8 +12,8 @@ import fsspec
 
 from lockstep_gpt.config import Config, UserError
 from lockstep_gpt.extras.copies.copies_settings import CopiedCheckpoints
-from lockstep_gpt.run_directory import RunDirectory, refuse_another_identity
-from lockstep_gpt.runtime import checkpoint
+from lockstep_gpt.run import checkpoint
+from lockstep_gpt.run.directory import RunDirectory, refuse_another_identity
 
 logger = logging.getLogger(__name__)
 

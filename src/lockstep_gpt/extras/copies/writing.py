@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from lockstep_gpt.config import Config, UserError
+from lockstep_gpt.distributed.ranks import Ranks
 from lockstep_gpt.extras.copies import remote
 from lockstep_gpt.extras.copies.copies_settings import CopiedCheckpoints
-from lockstep_gpt.run_directory import RunDirectory
-from lockstep_gpt.runtime.callbacks.checkpoints import AtomicCheckpointIO
-from lockstep_gpt.runtime.ranks import Ranks
+from lockstep_gpt.run.callbacks.checkpoints import AtomicCheckpointIO
+from lockstep_gpt.run.directory import RunDirectory
 
 logger = logging.getLogger(__name__)
 

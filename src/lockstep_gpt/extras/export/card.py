@@ -10,7 +10,7 @@ import yaml
 
 from lockstep_gpt.config import PROGRAM
 from lockstep_gpt.model.gpt import GPT
-from lockstep_gpt.runtime.tracking import git_state
+from lockstep_gpt.run.tracking import git_state
 
 GROUPS = ("model", "data", "optim", "batch")  # settings that determine the weights
 MARK = f"Trained and exported by `{PROGRAM}`."  # identifies a folder as an export

@@ -16,7 +16,7 @@ from lockstep_gpt.data.tokenizer import Tokenizer, library
 from lockstep_gpt.extras.export.tokenizer_files import as_files
 from lockstep_gpt.inference.source import load_model, parser_of
 from lockstep_gpt.registry import asked
-from lockstep_gpt.runtime.checkpoint import find_checkpoint, read_checkpoint
+from lockstep_gpt.run.checkpoint import find_checkpoint, read_checkpoint
 
 
 def main(arguments: list[str]) -> int:

@@ -12,7 +12,7 @@ from lockstep_gpt.extras.export.layouts import PADDED, POSITIONS, grown, may_hav
 from lockstep_gpt.inference.source import load_model
 from lockstep_gpt.model.gpt import GPT
 from lockstep_gpt.registry import asked
-from lockstep_gpt.runtime.checkpoint import find_checkpoint
+from lockstep_gpt.run.checkpoint import find_checkpoint
 
 SHAPE = ("architecture", "n_layer", "n_head", "n_kv_head", "n_embd", "bias", "ngram_rows")
 LONGEST = "longest_ngram"

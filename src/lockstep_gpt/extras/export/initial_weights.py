@@ -17,6 +17,7 @@ from torch import Tensor
 
 from lockstep_gpt.config import UserError, as_typed
 from lockstep_gpt.data.tokenizer import Tokenizer, library
+from lockstep_gpt.distributed.ranks import from_each_rank
 from lockstep_gpt.extras.export.export_settings import ImportedModel
 from lockstep_gpt.extras.export.initial_run import is_run, weights_of_run
 from lockstep_gpt.extras.export.layouts import (
@@ -27,7 +28,6 @@ from lockstep_gpt.extras.export.layouts import (
     may_have,
 )
 from lockstep_gpt.model.gpt import GPT
-from lockstep_gpt.runtime.ranks import from_each_rank
 
 logger = logging.getLogger(__name__)
 

@@ -18,8 +18,8 @@ from lockstep_gpt.data.prepare import folder_of
 from lockstep_gpt.extras.mixtures.mixed_data import MixedDataModule
 from lockstep_gpt.extras.mixtures.mixture_settings import MixtureData
 from lockstep_gpt.extras.mixtures.past import keep_past, order_of, samples_of
-from lockstep_gpt.run_directory import RunDirectory
-from lockstep_gpt.runtime.callbacks.step import StepCallback
+from lockstep_gpt.run.callbacks.step import StepCallback
+from lockstep_gpt.run.directory import RunDirectory
 from lockstep_gpt.training.reporting import times
 from lockstep_gpt.training.schedule import BatchPlan
 from lockstep_gpt.training.token_loss import TokenLoss

@@ -11,7 +11,7 @@ import numpy as np
 from lockstep_gpt.config import Config, UserError, from_container
 from lockstep_gpt.extras.mixtures.mixed_data import MixedOrder, mixed_order
 from lockstep_gpt.extras.mixtures.turns import PERIOD
-from lockstep_gpt.run_directory import differences, readable, some_of
+from lockstep_gpt.run.directory import differences, readable, some_of
 from lockstep_gpt.training.schedule import BatchPlan, plan_schedule
 
 DECIDING = ("weights", "epochs", "schedule", "planned_tokens")

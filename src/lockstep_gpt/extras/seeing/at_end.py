@@ -16,9 +16,9 @@ from lightning import Callback, Trainer
 from lockstep_gpt.extras.seeing.page import write_page
 from lockstep_gpt.extras.seeing.recordings import as_json
 from lockstep_gpt.extras.seeing.run_report import report
-from lockstep_gpt.runtime.callbacks.stopping import Stopped
-from lockstep_gpt.runtime.metrics_file import MetricsFile
-from lockstep_gpt.runtime.tracking import git_state
+from lockstep_gpt.run.callbacks.stopping import Stopped
+from lockstep_gpt.run.metrics_file import MetricsFile
+from lockstep_gpt.run.tracking import git_state
 from lockstep_gpt.training.reporting import ending, found
 
 logger = logging.getLogger(__name__)

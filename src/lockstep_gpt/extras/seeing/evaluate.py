@@ -12,7 +12,7 @@ from lockstep_gpt.data import shards
 from lockstep_gpt.data.prepare import prepare
 from lockstep_gpt.inference.source import load_model, parser_of
 from lockstep_gpt.registry import asked
-from lockstep_gpt.runtime.checkpoint import find_checkpoint
+from lockstep_gpt.run.checkpoint import find_checkpoint
 
 if TYPE_CHECKING:
     from lockstep_gpt.model.gpt import GPT

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lockstep_gpt.config import PROGRAM
-from lockstep_gpt.run_directory import RunDirectory
+from lockstep_gpt.run.directory import RunDirectory
 
 POINTS = 600  # per curve; few screens have more columns
 STEP, TOKENS = "trainer/step", "trainer/tokens"

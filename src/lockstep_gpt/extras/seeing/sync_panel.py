@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from lockstep_gpt.config import UserError
+from lockstep_gpt.distributed.ddp import DDPStrategy
 from lockstep_gpt.extras.seeing.noise import UNMEASURED, NoiseScale, advice
 from lockstep_gpt.extras.seeing.panel import panel
 from lockstep_gpt.extras.seeing.recording import (
@@ -24,10 +25,9 @@ from lockstep_gpt.extras.seeing.recording import (
 )
 from lockstep_gpt.extras.seeing.recordings import describe, write_recording
 from lockstep_gpt.processes import invocation
-from lockstep_gpt.runtime.callbacks.step import StepCallback
-from lockstep_gpt.runtime.metrics_file import STEP, MetricsFile
-from lockstep_gpt.runtime.tracking import tracked
-from lockstep_gpt.training.strategies import DDPStrategy
+from lockstep_gpt.run.callbacks.step import StepCallback
+from lockstep_gpt.run.metrics_file import STEP, MetricsFile
+from lockstep_gpt.run.tracking import tracked
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ import numpy as np
 from lockstep_gpt.config import Config, UserError, as_typed, counted
 from lockstep_gpt.extras.sizes.rules import rules, weights
 from lockstep_gpt.extras.sizes.sizes_settings import SizedModel
-from lockstep_gpt.run_directory import some_of
+from lockstep_gpt.run.directory import some_of
 
 OURS = Path(__file__).with_name("law.json")
 EXPONENTS = np.arange(0.02, 1.0, 0.002)

@@ -15,7 +15,7 @@ SOURCES = {
 }
 # Loader processes.
 DATA_MODULE = ".extras.sources.workers:data_module"
-CHECK_START = ".extras.sources.shared_memory:refuse_missing"
+CHECK = ".extras.sources.shared_memory:refuse_missing"
 TOKENIZERS = {
     "bpe": ".extras.sources.byte_pairs:BytePairTokenizer",
     "numbers": ".extras.sources.numbers:from_dict",

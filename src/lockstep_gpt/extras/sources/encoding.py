@@ -59,7 +59,7 @@ def encoded(recipe: Recipe, corpus: Blocks, folder: Path, position: list[int]) -
     # than fits into a pipe would block the pool forever.
     with (
         tempfile.TemporaryDirectory(dir=folder, prefix=BLOCKS) as blocks,
-        ProcessPoolExecutor(processes, spawn, _begin_process, (folder,)) as executor,
+        ProcessPoolExecutor(processes, spawn, _begin_process, (folder, os.getpid())) as executor,
     ):
         encode = partial(_encode_to_file, blocks)
         try:
@@ -93,10 +93,10 @@ def _in_turn(
 _encoder: Encoder
 
 
-def _begin_process(folder: Path) -> None:
+def _begin_process(folder: Path, parent: int) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # each core already has a process
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles it
-    end_with_parent()  # if the parent is killed, this would wait for it forever
+    end_with_parent(parent)  # if the parent is killed, this would wait for it forever
     _begin(folder)
 
 

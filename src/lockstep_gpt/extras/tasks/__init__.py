@@ -2,4 +2,4 @@
 
 # name -> target, help line, whether it accepts Hydra overrides; `cli.py` collects them.
 COMMANDS = {"score": (".extras.tasks.score:main", "measure a model on tasks", False)}
-CHECK_START = ".extras.tasks.task_settings:refuse_bad_tasks"
+CHECK = ".extras.tasks.task_settings:refuse_bad_tasks"

@@ -11,6 +11,8 @@ from lightning import Trainer
 from torch import Tensor
 
 from lockstep_gpt.config import as_typed, counted
+from lockstep_gpt.distributed.ranks import tensors_of_ranks
+from lockstep_gpt.distributed.strategies import layout_of
 from lockstep_gpt.extras.tasks.budget import affordable, tokens_to_read
 from lockstep_gpt.extras.tasks.builtin import builtin_tasks
 from lockstep_gpt.extras.tasks.examples import BUILTIN, read_tasks, refuse_repeated
@@ -19,9 +21,8 @@ from lockstep_gpt.extras.tasks.rows import Tokenized, batches, cut_line, tokeniz
 from lockstep_gpt.extras.tasks.scoring import evaluating, scored
 from lockstep_gpt.extras.tasks.tables import columns_of, header, lines_of
 from lockstep_gpt.extras.tasks.task_settings import check_settings
-from lockstep_gpt.runtime.callbacks.metrics import Metrics
-from lockstep_gpt.runtime.callbacks.step import StepCallback
-from lockstep_gpt.runtime.ranks import tensors_of_ranks
+from lockstep_gpt.run.callbacks.metrics import Metrics
+from lockstep_gpt.run.callbacks.step import StepCallback
 
 logger = logging.getLogger(__name__)
 
@@ -150,8 +151,8 @@ def measured(
     Ranks take turns with the batches. A row is nonzero on one rank at most, so the sum of the
     ranks' tables rounds nothing. If the strategy shards the model, rank 0 measures a whole copy.
     """
-    whole = getattr(trainer.strategy, "whole_model", None)  # every rank takes part
-    model = whole(pl_module.model) if whole else pl_module.model
+    layout = layout_of(trainer.strategy)
+    model = layout.whole_model(pl_module.model)  # every rank takes part
     rows = [
         [row for example in each.rows[:count] for row in example]
         for each, count in zip(tasks, counts, strict=True)
@@ -159,7 +160,7 @@ def measured(
     if model is None:
         tables = [torch.zeros(len(each), 2, dtype=torch.float64) for each in rows]
     else:
-        tables, number, ranks = [], 0, 1 if whole else trainer.world_size
+        tables, number, ranks = [], 0, trainer.world_size if layout.has_replicas else 1
         with evaluating(model), trainer.precision_plugin.forward_context():
             for each in rows:
                 size = sum(1 for _ in batches(each))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lightning.pytorch.loggers import TensorBoardLogger
 
-from lockstep_gpt.run_directory import RunDirectory
+from lockstep_gpt.run.directory import RunDirectory
 
 
 def tensorboard_logger(*, directory: RunDirectory) -> TensorBoardLogger:

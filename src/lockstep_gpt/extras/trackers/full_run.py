@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 import wandb
 
 from lockstep_gpt.config import UserError, check_choice
-from lockstep_gpt.run_directory import RunDirectory
-from lockstep_gpt.runtime import tracking
-from lockstep_gpt.runtime.checkpoint import files_of
-from lockstep_gpt.runtime.metrics_file import STEP
+from lockstep_gpt.run import tracking
+from lockstep_gpt.run.checkpoint import files_of
+from lockstep_gpt.run.directory import RunDirectory
+from lockstep_gpt.run.metrics_file import STEP
 
 if TYPE_CHECKING:
     from torch.nn import Module

@@ -11,7 +11,7 @@ from lightning.fabric.utilities.logger import _convert_params, _flatten_dict
 from lightning.pytorch.loggers import MLFlowLogger
 
 from lockstep_gpt.config import UserError
-from lockstep_gpt.run_directory import RunDirectory
+from lockstep_gpt.run.directory import RunDirectory
 
 
 class MLflowRun(MLFlowLogger):

@@ -3,4 +3,4 @@
 # Group of settings -> its settings with this extra.
 SETTINGS = {"launch": ".extras.warm.warm_settings:WarmLaunch"}
 SERVERS = ".extras.warm.server"  # `launch/start.py` starts agents with it
-CHECK_START = ".extras.warm.server:refuse_impossible"
+CHECK = ".extras.warm.server:refuse_impossible"

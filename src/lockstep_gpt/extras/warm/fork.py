@@ -30,7 +30,6 @@ from typing import Any, NoReturn
 from lockstep_gpt import processes
 
 GO = b"!"  # tells a new process that its requester knows of it
-PR_SET_PDEATHSIG = 1  # of prctl(2)
 
 # Environment before the imports, of this process or of the one that it was forked from.
 before_imports: dict[str, str] | None = None
@@ -130,7 +129,9 @@ def _be(job: Job, environment: Mapping[str, str], descriptors: list[int]) -> NoR
         go = os.read(wait, 1)
         for descriptor in {*descriptors} - {0, 1, 2}:
             os.close(descriptor)
-        libc().prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # a thread would hinder forks
+        libc().prctl(
+            processes.PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0
+        )  # a thread would hinder forks
         if go != GO or os.getppid() != job.requester:
             os._exit(1)
         _settle_in(job, environment)

@@ -12,9 +12,9 @@ from torch.distributed.elastic.agent.server.api import WorkerGroup
 from torch.distributed.elastic.multiprocessing import SubprocessContext
 
 from lockstep_gpt.extras.warm.server import Child, Server, ServerGoneError
-from lockstep_gpt.launch import agent
+from lockstep_gpt.launch import agent, rank_program
 from lockstep_gpt.launch.agent import RankAgent
-from lockstep_gpt.run_directory import RunDirectory
+from lockstep_gpt.run.directory import RunDirectory
 
 
 def main(path: str, node_rank: int) -> int:
@@ -88,9 +88,10 @@ class ForkedRanks(SubprocessContext):
 
     def _start(self) -> None:
         """Fork all ranks at once."""
-        words = [*self.args[0]][1:]  # without `-m`
+        _, *words = self.args[0]  # without `-m`
+        _, path, _ = words
         environments = [self.envs[rank] for rank in range(self.nprocs)]
-        children = self._server.fork(f"{__name__}:rank", words[-1:], words, environments)
+        children = self._server.fork(f"{__name__}:rank", [path], words, environments)
         handlers: dict[int, Any] = {
             rank: Handler(child, rank) for rank, child in enumerate(children)
         }
@@ -111,6 +112,4 @@ class Handler:
 
 def rank(path: str) -> int:
     """Run as a rank of the run at `path`, in a fork of a server; return its exit status."""
-    from lockstep_gpt.training import train
-
-    return train.main(RunDirectory(Path(path)))
+    return rank_program.run_rank(RunDirectory(Path(path)))

@@ -22,12 +22,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
 
-from lockstep_gpt import processes
 from lockstep_gpt.config import Config, UserError
 from lockstep_gpt.extras.warm import fork
 from lockstep_gpt.extras.warm.fork import GO, Job, libc, received, serve, show
 from lockstep_gpt.extras.warm.warm_settings import WarmLaunch
-from lockstep_gpt.run_directory import RunDirectory
+from lockstep_gpt.launch import agent_program
+from lockstep_gpt.run.directory import RunDirectory
 
 AGENT = "lockstep_gpt.extras.warm.forking_agent:main"
 PROGRAM = "lockstep_gpt.extras.warm.program"  # a server, as the argument of `python -m`
@@ -235,17 +235,13 @@ def _wanted(config: Config) -> bool | None:
 
 def is_possible(config: Config) -> bool:
     """Return whether a run's ranks can be forks here, and may be."""
-    spawns = config.strategy.get("start_method") == "spawn"
-    return sys.platform == "linux" and not spawns and _wanted(config) is not False
+    return sys.platform == "linux" and _wanted(config) is not False
 
 
 def refuse_impossible(config: Config) -> None:
     """Raise a `UserError` if a run's ranks must be forks but cannot be."""
     if _wanted(config) and not is_possible(config):
-        raise UserError(
-            "launch.warm=true needs Linux, the extra `warm`, and a strategy other than ddp_spawn; "
-            "remove it, or set false"
-        )
+        raise UserError("launch.warm=true needs Linux; remove it, or set false")
 
 
 def start_agent(
@@ -254,7 +250,7 @@ def start_agent(
     """Fork the agent of `run` on this machine, inside `kept`; None if that is impossible."""
     if not is_possible(config):
         return None
-    words = processes.command("agent", run, node_rank)[2:]
+    words = agent_program.command(run, node_rank)[2:]
     target, arguments = AGENT, [str(run.path), node_rank]
     modules = ["wandb"] if "wandb" in config.logger else []
     return start(target, arguments, words, environment, modules)

@@ -9,9 +9,9 @@ from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.callbacks import Checkpoint
 
 from lockstep_gpt.config import Config
-from lockstep_gpt.runtime import checkpoint as files
-from lockstep_gpt.runtime.callbacks.step import StepCallback
-from lockstep_gpt.runtime.ranks import from_rank_zero
+from lockstep_gpt.distributed.ranks import from_rank_zero
+from lockstep_gpt.run import checkpoint as files
+from lockstep_gpt.run.callbacks.step import StepCallback
 
 
 @dataclass(eq=False, repr=False)
@@ -110,6 +110,10 @@ class AtomicCheckpointIO(CheckpointIO):
     ) -> None:
         """Write a checkpoint and its SHA-256; `storage_options` has those of its other files."""
         files.write_checkpoint(checkpoint, Path(path), storage_options)
+
+    def save_part(self, part: dict[str, Any], path: Path) -> str:
+        """Write one rank's part of a checkpoint; return its SHA-256, which the checkpoint has."""
+        return files.write_checkpoint(part, path, alone=False)
 
     def remove_checkpoint(self, path: Any) -> None:
         """Delete a checkpoint."""

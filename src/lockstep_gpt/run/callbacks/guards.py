@@ -4,28 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import importlib
 import os
 import threading
 import time
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, TextIO, cast
+from typing import Any, TextIO
 
 import torch
 import torch.distributed as dist
 from lightning import Trainer
 
 from lockstep_gpt.config import Config, RunError
-from lockstep_gpt.extras.guards.guards_settings import HarmGuard
-from lockstep_gpt.run_directory import RunDirectory
-from lockstep_gpt.runtime.callbacks.step import StepCallback
-from lockstep_gpt.runtime.ranks import backend_of
+from lockstep_gpt.distributed.flight_recorder import TRACE, write_trace
+from lockstep_gpt.distributed.ranks import backend_of
+from lockstep_gpt.distributed.strategies import layout_of
+from lockstep_gpt.run.callbacks.step import StepCallback
+from lockstep_gpt.run.directory import RunDirectory
 
 STALL_GRACE = 2  # seconds for the other ranks to show their stacks too
 WATCHDOG_MARGIN = 120  # seconds by which we end a stalled run before NCCL's watchdog does
-TRACE = "nccl_trace_rank_"  # prefix of the flight recorder's files; the rank follows
-RECORDED = 2000  # collectives that it keeps
 
 
 @dataclass(eq=False)
@@ -40,17 +37,12 @@ class Guards(StepCallback):
     _over: threading.Event = field(default_factory=threading.Event, init=False)
     _watcher: threading.Thread | None = field(default=None, init=False)
 
-    @property
-    def settings(self) -> HarmGuard:
-        """The settings of this extra."""
-        return cast(HarmGuard, self.config.guard)
-
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         """Start a thread that only watches the clock."""
         super().on_train_start(trainer, pl_module)
         self._alive = time.monotonic()
-        if self.settings.stall_after is not None:
-            limits = [stall_limit(self.config, self.settings.stall_after)]
+        if self.config.guard.stall_after is not None:
+            limits = [stall_limit(self.config, self.config.guard.stall_after)]
             self._watcher = threading.Thread(target=self._watch, args=limits, daemon=True)
             self._watcher.start()
 
@@ -63,14 +55,18 @@ class Guards(StepCallback):
         """Note the progress."""
         self._alive = time.monotonic()
 
-    def on_step_end(self, trainer: Trainer, pl_module: Any, step: int) -> None:  # noqa: ARG002
+    def on_step_end(self, trainer: Trainer, pl_module: Any, step: int) -> None:
         """Compare the replicas if that is due."""
-        if self.settings.replicas_every and step % self.settings.replicas_every == 0:
-            refuse_differing_replicas(pl_module.model, step)
+        if self.config.guard.replicas_every and step % self.config.guard.replicas_every == 0:
+            self._compare_replicas(trainer, pl_module.model, step)
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: Any, checkpoint: Any) -> None:  # noqa: ARG002
         """Compare the replicas before anything is written."""
-        refuse_differing_replicas(pl_module.model, trainer.global_step)
+        self._compare_replicas(trainer, pl_module.model, trainer.global_step)
+
+    def _compare_replicas(self, trainer: Trainer, model: torch.nn.Module, step: int) -> None:
+        if layout_of(trainer.strategy).has_replicas:
+            refuse_differing_replicas(model, step)
 
     def on_train_end(self, *_arguments: Any) -> None:
         """Stop watching."""
@@ -94,9 +90,14 @@ class Guards(StepCallback):
         faulthandler.dump_traceback(self.terminal)
         self.directory.record_failure({"rank": self.rank, "status": 1, "error": line})
         with contextlib.suppress(OSError, RuntimeError):  # the run ends anyway
-            if path := write_trace(self.config, self.directory, self.rank):
-                said = f"its last collectives: {path} (torchfrtrace --prefix {TRACE} {path.parent})"
-                print(f"rank {self.rank}: {said}", file=self.terminal, flush=True)
+            folder = self.directory.rank_logs
+            if path := write_trace(backend_of(self.config), folder, self.rank):
+                where = f"{path} (torchfrtrace --prefix {TRACE} {folder})"
+                print(
+                    f"rank {self.rank}: its last collectives: {where}",
+                    file=self.terminal,
+                    flush=True,
+                )
         time.sleep(STALL_GRACE)
         os._exit(1)
 
@@ -113,40 +114,13 @@ def stall_limit(config: Config, stall_after: float) -> float:
     return min(stall_after, max(timeout - WATCHDOG_MARGIN, timeout / 2))
 
 
-def record_collectives(config: Config) -> None:
-    """Turn on NCCL's flight recorder; variables that the user has set stay."""
-    if backend_of(config) != "nccl":
-        return
-    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(RECORDED))
-    os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
-    if config.run_dir:
-        place = RunDirectory(Path(config.run_dir)).rank_log(0).with_name(TRACE)
-        os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(place.resolve()))
-
-
-def write_trace(config: Config, directory: RunDirectory, rank: int) -> Path | None:
-    """Write the flight recorder's trace of this rank; return the file, or None if it is off.
-
-    The watchdog would write the same file, but the process ends before that.
-    """
-    kind = "_dump_nccl_trace" if backend_of(config) == "nccl" else "_dump_fr_trace"
-    dump = getattr(importlib.import_module("torch._C._distributed_c10d"), kind, None)
-    if dump is None or not os.environ.get("TORCH_FR_BUFFER_SIZE"):
-        return None
-    path = directory.rank_log(rank).with_name(f"{TRACE}{rank}")
-    path.parent.mkdir(exist_ok=True)
-    path.write_bytes(dump())
-    return path
-
-
 def refuse_differing_replicas(model: torch.nn.Module, step: int) -> None:
     """Compare a checksum of every parameter across all ranks: DDP never notices a flipped bit.
 
     A `RunError` on every rank names the first parameter that differs, and the ranks.
     """
     named = list(model.named_parameters())
-    shared = any(hasattr(parameter, "full_tensor") for _, parameter in named)  # no replicas
-    if not dist.is_initialized() or shared:
+    if not dist.is_initialized():
         return
     sums = torch.stack([_checksum(parameter.detach()) for _, parameter in named])  # (P)
     gathered = [torch.empty_like(sums) for _ in range(dist.get_world_size())]

@@ -16,7 +16,7 @@ from lightning.pytorch.trainer.connectors.logger_connector.logger_connector impo
 from lockstep_gpt.config import Config
 from lockstep_gpt.model.functional import perplexity
 from lockstep_gpt.registry import asked
-from lockstep_gpt.runtime.callbacks.step import StepCallback
+from lockstep_gpt.run.callbacks.step import StepCallback
 
 logger = logging.getLogger(__name__)
 

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from lightning import Trainer
 
 from lockstep_gpt.processes import STOP_SIGNALS
-from lockstep_gpt.runtime.callbacks.checkpoints import Checkpoints
-from lockstep_gpt.runtime.callbacks.step import StepCallback
+from lockstep_gpt.run.callbacks.checkpoints import Checkpoints
+from lockstep_gpt.run.callbacks.step import StepCallback
 
 
 class Stopped(BaseException):

@@ -16,7 +16,10 @@ class WeightHashes(Callback):
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: Any, checkpoint: Any) -> None:  # noqa: ARG002
         """Add the hash of this checkpoint, if it contains the whole model."""
-        if trainer.is_global_zero and (found := digest(checkpoint["state_dict"])):
+        if not trainer.is_global_zero:
+            return
+        found = digest(checkpoint["state_dict"])
+        if found is not None:
             self.weights[trainer.global_step] = found
             checkpoint["weights"] = dict(self.weights)
 

@@ -10,7 +10,7 @@ from lockstep_gpt.launch.choices import suggestion
 OURS = {"_target_", "accelerator", "devices", "num_nodes", "sync_batchnorm"}  # in configs/trainer/
 
 
-def refuse_unknown_arguments(config: Config) -> None:
+def refuse_unknown(config: Config) -> None:
     """Raise a `UserError` for an argument that Lightning's Trainer lacks, without importing it."""
     trainer, package = config.trainer, find_spec("lightning")
     added = sorted(trainer.keys() - OURS)

@@ -1,9 +1,11 @@
-"""Find the address at which other machines reach this one."""
+"""The address and the network interface at which other machines reach this one."""
 
 from __future__ import annotations
 
+import fcntl
 import socket
 import struct
+import sys
 
 from lockstep_gpt.config import UserError
 
@@ -18,9 +20,7 @@ def own_address(endpoint: str) -> tuple[str, str]:
     """
     host, _, port = endpoint.rpartition(":")
     try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # sends nothing
-            probe.connect((host, int(port)))
-            address = str(probe.getsockname()[0])
+        address = address_towards(host, int(port))
     except (OSError, ValueError) as error:
         raise UserError(
             f"launch.rdzv_endpoint={endpoint} cannot be reached ({error}); give a HOST:PORT of "
@@ -31,13 +31,32 @@ def own_address(endpoint: str) -> tuple[str, str]:
             f"launch.rdzv_endpoint={endpoint} is a loopback address, which other machines "
             "can't reach; give machine 0's network address"
         )
-    names = [name for _, name in socket.if_nameindex()]
-    return address, next(filter(lambda name: _has(name, address), names), "")
+    return address, interface_of(address)
+
+
+def address_towards(host: str, port: int) -> str:
+    """Return the address from which this machine would send to `host`; raise an `OSError`."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # sends nothing
+        probe.connect((host, port))
+        return str(probe.getsockname()[0])
+
+
+def interface_of(address: str) -> str:
+    """Return the name of the interface with an IPv4 `address`; empty if none has it."""
+    if sys.platform != "linux":
+        return ""
+    for _, name in socket.if_nameindex():
+        if _has(name, address):
+            return name
+    return ""
+
+
+def loopback_interface() -> str:
+    """Return the name of the interface that stays on this machine."""
+    return "lo0" if sys.platform == "darwin" else "lo"
 
 
 def _has(interface: str, address: str) -> bool:
-    import fcntl
-
     request = struct.pack("256s", interface.encode())
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:

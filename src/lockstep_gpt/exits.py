@@ -1,0 +1,72 @@
+"""Exit statuses: what a process of a run tells the process that started it, in one place."""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import dataclass
+from enum import IntEnum
+
+SIGNALED = 128  # a process that stopped by signal n, after saving, ends with 128 + n
+
+
+class Exit(IntEnum):
+    """The statuses that a command, an agent, or a rank chooses."""
+
+    DONE = 0
+    FAILED = 1  # an event or an error ended the run
+    MISTAKE = 2  # the user can fix it: a wrong setting or command line
+    LOST_PEERS = 75  # a rank lost other ranks, for no fault of its own (EX_TEMPFAIL, sysexits.h)
+
+
+def after_signal(signum: int) -> int:
+    """Return the exit status of a process that a signal stopped: 128 + `signum`, as in shells."""
+    return SIGNALED + signum
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a process ended, from its exit status as `subprocess` reports it (-n: by signal n)."""
+
+    code: int
+
+    @property
+    def is_done(self) -> bool:
+        """Whether it did its work."""
+        return self.code == Exit.DONE
+
+    @property
+    def killed_by(self) -> int:
+        """The signal that killed it; 0 if none did."""
+        return max(0, -self.code)
+
+    @property
+    def stopped_by(self) -> int:
+        """The signal after which it saved and ended by itself; 0 if there was none."""
+        return max(0, self.code - SIGNALED)
+
+    @property
+    def lost_peers(self) -> bool:
+        """Whether it ended because other ranks had."""
+        return self.code == Exit.LOST_PEERS
+
+    @property
+    def is_deliberate(self) -> bool:
+        """Whether it chose a status that the whole run should end with."""
+        return self.code == Exit.MISTAKE or self.stopped_by > 0
+
+    def __str__(self) -> str:
+        """Say it as the end of a sentence about the process."""
+        if self.lost_peers:
+            return "lost its peers"
+        if self.killed_by:
+            return f"was killed by {_signal_name(self.killed_by)}"
+        if self.stopped_by:
+            return f"was stopped by {_signal_name(self.stopped_by)}"
+        return f"ended with status {self.code}"
+
+
+def _signal_name(signum: int) -> str:
+    try:
+        return signal.Signals(signum).name
+    except ValueError:
+        return f"signal {signum}"

@@ -1,0 +1,27 @@
+"""An agent as a program: `python -m lockstep_gpt.launch.agent_program RUN PARENT NODE_RANK`."""
+
+import os
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+from lockstep_gpt import processes
+from lockstep_gpt.run.directory import RunDirectory
+
+
+def command(run: RunDirectory, node_rank: int) -> list[str]:
+    """Return the command with which this process starts the agent of machine `node_rank`."""
+    return [sys.executable, "-m", __name__, str(run.path), str(os.getpid()), str(node_rank)]
+
+
+def main(path: str, parent: str, node_rank: str) -> NoReturn:
+    """Run the agent of the run in the directory `path`, then end the process."""
+    processes.end_with_parent(int(parent))  # before the imports, which take seconds
+    processes.import_all(["lockstep_gpt.launch.agent"])
+    from lockstep_gpt.launch import agent
+
+    processes.end_process(agent.main(RunDirectory(Path(path)), int(node_rank)))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

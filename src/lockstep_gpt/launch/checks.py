@@ -1,0 +1,91 @@
+"""Settings that exclude each other, and settings that these devices can't do.
+
+Both are checked once, in the parent, before anything is created or torch is imported.
+"""
+
+from lockstep_gpt.config import Config, UserError, as_typed, check, check_choice, check_switch
+from lockstep_gpt.launch import apple, trainer_arguments
+from lockstep_gpt.launch.placement import Placement
+from lockstep_gpt.registry import asked
+
+STRATEGIES = "lockstep_gpt.distributed.strategies"
+ADDING_IN_ORDER = (f"{STRATEGIES}.auto", f"{STRATEGIES}.ddp")  # with exact sums
+SHARD_DTYPES = ("float32", "bfloat16")
+
+
+def refuse_conflicts(config: Config) -> None:
+    """Raise a `UserError` for settings that can't be combined on any device."""
+    bucket_mb = config.strategy.get("bucket_cap_mb", 1)  # torch can't split graphs by less
+    rule = "is too small for compile=true; set 1 or more, or compile=false"
+    check("strategy.bucket_cap_mb", bucket_mb, not config.compile or bucket_mb >= 1, rule)
+    fits = config.strategy.get("comm_hook") != "powersgd" or not config.launch.max_restarts
+    rule = "keeps an error memory that no checkpoint contains; set launch.max_restarts=0"
+    check("strategy.comm_hook", "powersgd", fits, rule)
+    if config.batch.exact_micro_size is not None:
+        _refuse_other_sums(config)
+    if config.strategy.get("_target_") == f"{STRATEGIES}.fsdp2":
+        _refuse_unshardable(config)
+    trainer_arguments.refuse_unknown(config)
+    asked("CHECK", config)
+
+
+def _refuse_other_sums(config: Config) -> None:
+    """Raise a `UserError` for settings that would add gradients in another order."""
+    remedy = "adds gradients in rank order; set batch.exact_micro_size=null, or"
+    for name, needed in (("comm_hook", "none"), ("find_unused_parameters", False)):
+        value = config.strategy.get(name, needed)
+        rule = f"{remedy} strategy.{name}={as_typed(needed)}"
+        check(f"strategy.{name}", value, value == needed, rule)
+    target = config.strategy.get("_target_", ADDING_IN_ORDER[0])
+    check("strategy._target_", target, target in ADDING_IN_ORDER, f"{remedy} strategy=ddp")
+    synchronized = config.trainer.get("sync_batchnorm", False)
+    rule = f"{remedy} trainer.sync_batchnorm=false"
+    check("trainer.sync_batchnorm", synchronized, not synchronized, rule)
+
+
+def _refuse_unshardable(config: Config) -> None:
+    """Raise a `UserError` for settings that `strategy=fsdp2` does not support."""
+    strategy = config.strategy
+    check_choice("strategy.param_dtype", strategy["param_dtype"], SHARD_DTYPES)
+    check_choice("strategy.reduce_dtype", strategy["reduce_dtype"], SHARD_DTYPES)
+    check_switch("strategy.reshard_after_forward", strategy["reshard_after_forward"])
+    check_switch("strategy.reduce_each", strategy.get("reduce_each", False))
+    fits = config.precision in ("32-true", "bf16-mixed")
+    rule = "does not work with strategy=fsdp2; set 32-true or bf16-mixed, or ddp"
+    check("precision", config.precision, fits, rule)
+    fits = config.optim.algorithm == "adamw"
+    rule = "does not work with strategy=fsdp2; set optim=adamw, or ddp"
+    check("optim.algorithm", config.optim.algorithm, fits, rule)
+    synchronized = config.trainer.get("sync_batchnorm", False)
+    rule = "does not work with fsdp2; set strategy=ddp"
+    check("trainer.sync_batchnorm", synchronized, not synchronized, rule)
+    if strategy["param_dtype"] == "bfloat16" and config.precision != "bf16-mixed":
+        raise UserError(
+            f"strategy.param_dtype=bfloat16 with precision={config.precision}; "
+            "set precision=bf16-mixed, or param_dtype=float32"
+        )
+    if strategy["save_parts"] and getattr(config.checkpoint, "background", False):
+        raise UserError(
+            "strategy.save_parts=true and checkpoint.background=true conflict; set one to false"
+        )
+
+
+def refuse_impossible(config: Config, placement: Placement) -> None:
+    """Raise a `UserError` for what these devices can't do."""
+    if placement.accelerator == "mps":
+        apple.refuse_impossible(config, placement)
+    backend = config.strategy.get("process_group_backend")
+    has_gpus = placement.accelerator == "cuda"
+    uses = f"but this run uses {placement.accelerator}"
+    rule = f"needs a GPU, {uses}; set precision=bf16-mixed or 32-true"
+    check("precision", config.precision, has_gpus or config.precision != "16-mixed", rule)
+    rule = f"needs GPUs, {uses}; set strategy.process_group_backend=gloo"
+    check("strategy.process_group_backend", backend, has_gpus or backend != "nccl", rule)
+    hook = config.strategy.get("comm_hook")
+    fits = hook != "bf16" or (has_gpus and backend in (None, "nccl"))
+    rule = "needs GPUs and NCCL; set strategy.comm_hook=fp16 or none"
+    check("strategy.comm_hook", hook, fits, rule)
+    synchronized = config.trainer.get("sync_batchnorm", False)
+    fits = not synchronized or has_gpus or placement.world_size == 1
+    rule = f"needs GPUs, {uses}: torch synchronizes BatchNorm only there; set it to false"
+    check("trainer.sync_batchnorm", synchronized, fits, rule)

@@ -1,0 +1,35 @@
+"""A rank as a program: `python -m lockstep_gpt.launch.rank_program RUN PARENT`."""
+
+import os
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+from lockstep_gpt import processes
+from lockstep_gpt.run.directory import RunDirectory
+
+
+def command(run: RunDirectory) -> list[str]:
+    """Return the command with which this process starts a rank of `run`."""
+    return [sys.executable, "-m", __name__, str(run.path), str(os.getpid())]
+
+
+def main(path: str, parent: str) -> NoReturn:
+    """Run as a rank of the run in the directory `path`, then end the process."""
+    processes.end_with_parent(int(parent))  # before the imports, which take seconds
+    processes.import_all(["lockstep_gpt.training.train"])
+    processes.end_process(run_rank(RunDirectory(Path(path))))
+
+
+def run_rank(run: RunDirectory) -> int:
+    """Run as a rank of `run`, whose lock the command holds; return the exit status."""
+    from lockstep_gpt.training import train
+
+    if os.environ["RANK"] != "0":
+        return train.main(run)
+    with run.writer_locked():
+        return train.main(run)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

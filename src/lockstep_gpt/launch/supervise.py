@@ -1,0 +1,98 @@
+"""The parent of an agent: starts it, passes signals on to it, and reports how the run ended."""
+
+import contextlib
+import logging
+import os
+import signal
+import subprocess
+from types import FrameType
+from typing import Any
+
+from lockstep_gpt import processes
+from lockstep_gpt.config import Config
+from lockstep_gpt.exits import Ending, Exit, after_signal
+from lockstep_gpt.launch import agent_program
+from lockstep_gpt.registry import addition
+from lockstep_gpt.run.directory import RunDirectory
+
+# For glibc: else each step maps its large tensors again, and the system clears their pages.
+KEEP_MEMORY = {
+    "MALLOC_MMAP_MAX_": "0",
+    "MALLOC_TRIM_THRESHOLD_": str(1 << 34),
+    "MALLOC_TOP_PAD_": str(1 << 28),
+}
+
+
+def supervise(run: RunDirectory, node_rank: int = 0) -> int:
+    """Start the agent of this machine's ranks, and return the run's exit status."""
+    summary_before = run.read_summary()
+    received: list[signal.Signals] = []
+    agent: Any = None  # like `subprocess.Popen`
+
+    def pass_on(signum: int, _frame: FrameType | None) -> None:
+        impatient = signum == signal.SIGINT and signal.SIGINT in received
+        received.append(signal.Signals(signum))
+        if agent is None:  # there is no agent yet to pass it on to
+            raise KeyboardInterrupt
+        agent.send_signal(signal.SIGKILL if impatient else signum)
+        if signum == signal.SIGINT and not impatient:
+            print("\nsaving after this step; press Ctrl-C again to stop at once", flush=True)
+
+    handlers = {signum: signal.signal(signum, pass_on) for signum in processes.STOP_SIGNALS}
+    try:
+        with sharing_servers():  # kept alive: it created what its forks share
+            agent = _start_agent(run, node_rank)
+            ending = Ending(agent.wait())
+    except KeyboardInterrupt:
+        ending = Ending(-received[0])
+    finally:
+        for signum, handler in handlers.items():
+            signal.signal(signum, handler)
+    status = ending.code
+    if ending.killed_by:  # the agent itself, by us or by others
+        status = after_signal(received[0]) if received else Exit.FAILED
+    if node_rank == 0:
+        _report_unsaved(run, status, received, run.read_summary() == summary_before)
+    return status
+
+
+def _report_unsaved(
+    run: RunDirectory, status: int, received: list[signal.Signals], summary_is_old: bool
+) -> None:
+    """Record a failure, or a stop before all ranks saved, also if no rank was left to do it."""
+    unsaved = bool(received) and Ending(status).stopped_by > 0 and summary_is_old
+    if status == Exit.FAILED or unsaved:
+        news = {"status": "stopped" if unsaved else "failed", "saved": False}
+        with contextlib.suppress(OSError):  # a full disk, already reported
+            run.write_summary({**run.read_summary(), **news})
+    if unsaved:
+        hint = run.resume_hint()
+        logging.warning("stopped by %s before all ranks saved; %s", received[0].name, hint)
+
+
+def _start_agent(run: RunDirectory, node_rank: int) -> Any:
+    """Start the agent: a fork of a process that has imported everything, or a new process."""
+    config = run.load()
+    environment = rank_environment(config)
+    servers = addition("SERVERS")
+    if servers and (agent := servers.start_agent(run, node_rank, config, environment)):
+        return agent
+    # In its own session: a Ctrl-C reaches the ranks once, through us.
+    words = agent_program.command(run, node_rank)
+    return subprocess.Popen(words, env=environment, start_new_session=True)
+
+
+def sharing_servers() -> contextlib.AbstractContextManager[None]:
+    """Let runs started meanwhile, the jobs of a sweep, be forks of the same process."""
+    servers = addition("SERVERS")
+    return servers.kept() if servers else contextlib.nullcontext()
+
+
+def rank_environment(config: Config) -> dict[str, str]:
+    """Return variables that libraries of agent and ranks read at load; the user's values stay."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    threads = max(1, (cores or 1) // config.trainer["devices"])
+    environment = {"OMP_NUM_THREADS": str(threads)}
+    if config.launch.keep_memory and config.trainer["accelerator"] == "cpu":
+        environment |= KEEP_MEMORY
+    return {**environment, **os.environ}
