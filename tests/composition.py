@@ -9,7 +9,7 @@ import contextlib
 import copy
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -17,6 +17,7 @@ import yaml
 from hydra._internal import defaults_list
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.hydra import Hydra
+from omegaconf import DictConfig
 
 from lockstep_gpt import config as schema
 from lockstep_gpt import extras
@@ -108,3 +109,19 @@ def _files(repo: Any) -> list[tuple[Any, ...]]:
             found += [(each.st_ino, each.st_size, each.st_mtime_ns) for each in stats]
             found += [(folder, *names)]
     return found
+
+
+@pytest.fixture(scope="session")
+def composed() -> Callable[..., schema.Config]:
+    """Return the configuration that command-line arguments produce."""
+
+    def compose_words(*words: str) -> schema.Config:
+        made: list[schema.Config] = []
+
+        def job(config: DictConfig) -> None:
+            made.append(compose.checked(config)[1])
+
+        compose.run(list(words), job)
+        return made[0]
+
+    return compose_words

@@ -27,10 +27,10 @@ import pytest
 from hypothesis import settings
 
 from lockstep_gpt import processes
-from lockstep_gpt.launch import start
+from lockstep_gpt.launch import supervise
 
 if os.environ.get("ENDS_WITH_PARENT"):  # tests of a project that other tests generated
-    processes.end_with_parent()
+    processes.end_with_parent(os.getppid())
 # The default limit of 200 ms per example fails on a busy machine.
 settings.register_profile("patient", deadline=None)
 settings.load_profile("patient")

@@ -15,10 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from lockstep_gpt.config import groups
-from lockstep_gpt.launch import choices
 from lockstep_gpt.model import functional
-from lockstep_gpt.registry import merged
 
 pytestmark = pytest.mark.gpu
 ONE = ("trainer=gpu", "trainer.devices=1")
@@ -26,12 +23,6 @@ TWO = ("trainer=gpu", "trainer.devices=2", "strategy=ddp")
 EXACT = "+trainer.deterministic=true"  # otherwise, atomics in backward may round in another order
 BENCHMARK = Path(__file__).parents[1] / "scripts/benchmark.py"
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two GPUs")
-has_fsdp2 = pytest.mark.skipif(
-    not (choices.config_folder() / "strategy/fsdp2.yaml").is_file(), reason="no such extra"
-)
-has_guards = pytest.mark.skipif(
-    not hasattr(groups()["guard"], "stall_after"), reason="no such extra"
-)
 OPTIMIZERS = {
     "adamw": (),
     "muon": ("optim=muon", "model.architecture=modern", "model.bias=false"),
@@ -140,7 +131,6 @@ def test_after_a_killed_nccl_rank_all_restart_soon(command, record_property, opt
 
 
 @two_gpus
-@pytest.mark.skipif(not merged("COMM_HOOKS"), reason="no such extra")
 @pytest.mark.parametrize("hook", ["fp16", "bf16"])
 def test_compressed_gradients_come_close(command, hook):
     command.train(*TWO, "run_dir=plain")
@@ -150,7 +140,6 @@ def test_compressed_gradients_come_close(command, hook):
 
 
 @two_gpus
-@has_guards
 def test_a_rank_that_hangs_under_nccl_is_shown_by_the_guard(command):
     (command.folder / "sleeper.py").write_text(SLEEPER)
     words = ("+callbacks.sleeper._target_=sleeper.Sleeper", "guard.stall_after=20", "run_dir=run")
@@ -163,7 +152,6 @@ def test_a_rank_that_hangs_under_nccl_is_shown_by_the_guard(command):
 
 
 @two_gpus
-@has_fsdp2
 @pytest.mark.parametrize("compiled", ["false", "true"])
 def test_shards_of_a_model_survive_a_kill(command, compiled):
     words = ("trainer=gpu", "trainer.devices=2", "strategy=fsdp2", f"compile={compiled}")

@@ -1,31 +1,22 @@
-import importlib.util
 import signal
 import subprocess
 import sys
 import time
 
-import pytest
-
 from lockstep_gpt import processes
 from lockstep_gpt.config import PROGRAM
-from lockstep_gpt.run.directory import RunDirectory
 
 CHILD = """
-import time
+import sys, time
 from lockstep_gpt.processes import end_with_parent
-end_with_parent()
+end_with_parent(int(sys.argv[1]))
 print("ready", flush=True)
 time.sleep(60)
 """
-PARENT = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1]])"
-
-
-@pytest.mark.parametrize("role", ["agent", "rank"])
-def test_a_command_starts_this_python_on_the_run(role, tmp_path):
-    run = RunDirectory(tmp_path / "a run")
-    start = [sys.executable, "-m", "lockstep_gpt.processes"]
-    assert processes.command(role, run) == [*start, role, str(run.path)]
-    assert importlib.util.find_spec(processes.MODULES[role])
+PARENT = (
+    "import os, subprocess, sys; subprocess.run([sys.executable, '-c', *sys.argv[1:], "
+    "str(os.getpid())])"
+)
 
 
 def test_the_next_command_shown_reaches_this_installation(tmp_path, monkeypatch):
@@ -51,3 +42,12 @@ def test_a_process_ends_soon_after_its_parent_was_killed():
     killed = time.monotonic()
     parent.communicate(timeout=240)  # the pipe ends when the child, which shares it, has ended
     assert time.monotonic() - killed < 30  # it would sleep for a minute
+
+
+def test_a_process_whose_parent_has_ended_already_ends_at_once():
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    child = subprocess.run(
+        [sys.executable, "-c", CHILD, str(gone.pid)], stdout=subprocess.PIPE, timeout=240
+    )
+    assert (child.returncode, child.stdout) == (-signal.SIGKILL, b"")

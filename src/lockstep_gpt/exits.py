@@ -6,6 +6,7 @@ import signal
 from dataclasses import dataclass
 from enum import IntEnum
 
+SIGNALS = {signum.value: signum.name for signum in signal.Signals}
 SIGNALED = 128  # a process that stopped by signal n, after saving, ends with 128 + n
 
 
@@ -42,7 +43,8 @@ class Ending:
     @property
     def stopped_by(self) -> int:
         """The signal after which it saved and ended by itself; 0 if there was none."""
-        return max(0, self.code - SIGNALED)
+        signum = self.code - SIGNALED
+        return signum if signum in SIGNALS else 0
 
     @property
     def lost_peers(self) -> bool:
@@ -58,15 +60,8 @@ class Ending:
         """Say it as the end of a sentence about the process."""
         if self.lost_peers:
             return "lost its peers"
-        if self.killed_by:
-            return f"was killed by {_signal_name(self.killed_by)}"
+        if self.killed_by in SIGNALS:
+            return f"was killed by {SIGNALS[self.killed_by]}"
         if self.stopped_by:
-            return f"was stopped by {_signal_name(self.stopped_by)}"
+            return f"was stopped by {SIGNALS[self.stopped_by]}"
         return f"ended with status {self.code}"
-
-
-def _signal_name(signum: int) -> str:
-    try:
-        return signal.Signals(signum).name
-    except ValueError:
-        return f"signal {signum}"

@@ -3,9 +3,9 @@
 import pytest
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
-from lockstep_gpt.config import Config, LaunchConfig, UserError, extended
+from lockstep_gpt.config import BatchConfig, Config, LaunchConfig, UserError
 from lockstep_gpt.distributed.strategies import ddp
-from lockstep_gpt.launch import devices
+from lockstep_gpt.launch import checks, devices
 from lockstep_gpt.launch.devices import Placement, place
 
 SETTINGS = {"process_group_backend": None, "timeout_seconds": 90, "comm_hook": "none"}
@@ -32,10 +32,12 @@ def of_two_ranks(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))  # without nvidia-smi
 
     def placed(hook, **launch):
-        settings = {"comm_hook": hook, "start_method": "agent"}
-        limits = extended(LaunchConfig)(**launch)
-        trainer = {"accelerator": "cpu", "devices": 2}
-        return place(Config(max_steps=1, trainer=trainer, strategy=settings, launch=limits))
+        trainer, strategy = {"accelerator": "cpu", "devices": 2}, {"comm_hook": hook}
+        limits = LaunchConfig(**launch)
+        parts = {"trainer": trainer, "strategy": strategy, "batch": BatchConfig(micro_size=1)}
+        config = Config(max_steps=1, launch=limits, **parts)
+        checks.refuse_conflicts(config)
+        return place(config)
 
     return placed
 

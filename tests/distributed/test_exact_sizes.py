@@ -1,9 +1,8 @@
 """Which numbers of devices add in the same order, and the receipt's line on it."""
 
 import torch
-from lockstep_gpt.config import BatchConfig
 
-from lockstep_gpt.config import Config, counted
+from lockstep_gpt.config import BatchConfig, Config, counted
 from lockstep_gpt.distributed.exact_sizes import sums_line
 from lockstep_gpt.training.schedule import plan_batch
 
@@ -11,7 +10,8 @@ from lockstep_gpt.training.schedule import plan_batch
 def said(devices=2, **batch):
     batch = BatchConfig(global_size=48, **batch)
     config = Config(max_steps=9, batch=batch, trainer={"accelerator": "cpu"})
-    return sums_line(config, plan_batch(batch, 64, devices, 1))["sums"]
+    plan = plan_batch(batch, 64, devices, 1)
+    return sums_line(config, plan.global_size, plan.micro_size, plan.accumulation)
 
 
 def test_the_receipt_names_devices_with_equal_bits():

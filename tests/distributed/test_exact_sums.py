@@ -11,11 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lightning import Callback
-from lockstep_gpt.config import BatchConfig
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lockstep_gpt.config import UserError
+from lockstep_gpt.config import BatchConfig, UserError
 from lockstep_gpt.distributed.exact_sizes import exact_world_sizes, gradient_copies
 from lockstep_gpt.distributed.exact_sums import GradientSums, PairwiseSum
 from lockstep_gpt.training.schedule import plan_batch

@@ -4,7 +4,9 @@ import multiprocessing
 import os
 import socket
 import sys
+import time
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,8 @@ import torch.distributed as dist
 
 from lockstep_gpt.config import Config
 from lockstep_gpt.distributed import ranks
-from lockstep_gpt.distributed.store import AGENT_HAS_STORE
+from lockstep_gpt.distributed.store import _name_of_start
+from lockstep_gpt.distributed.waiting import MeetingError, Waiting
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Linux lists open ports")
 LOOPBACK = "0100007F"  # 127.0.0.1 as /proc/net/tcp writes it
@@ -41,8 +44,7 @@ def joined(monkeypatch):
         place = {"MASTER_ADDR": address, "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
         for name, value in place.items():
             monkeypatch.setenv(name, value)
-        for name in (AGENT_HAS_STORE, "TORCHELASTIC_RESTART_COUNT"):
-            monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
         found = context.Queue()
 
         def run(rank):
@@ -83,3 +85,42 @@ def test_torch_alone_would_listen_on_all_addresses(joined):
     for where, total in joined("127.0.0.1", join):
         assert total == 3
         assert [place for place in where if set(place.partition(":")[0]) == {"0"}]
+
+
+def names_of_start(store, world_size):
+    """Let all ranks of a new start agree on a name; return each rank's."""
+    with ThreadPoolExecutor(world_size) as pool:
+        agree = [
+            pool.submit(_name_of_start, store(), rank, world_size, Waiting(60))
+            for rank in reversed(range(world_size))
+        ]
+        return [each.result() for each in agree]
+
+
+def test_each_start_at_one_store_has_a_name_of_its_own():
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+    def store():
+        return dist.TCPStore("127.0.0.1", server.port, is_master=False)
+
+    starts = [names_of_start(store, world_size) for world_size in (3, 3, 2)]
+    assert [len(set(names)) for names in starts] == [1, 1, 1]
+    assert len({names[0] for names in starts}) == 3
+
+
+def test_a_rank_that_asks_again_after_a_kill_is_answered_again():
+    store = dist.HashStore()
+    store.set("start/word of rank 1", "the word of a rank that was killed before it read")
+    assert len(set(names_of_start(lambda: store, 2))) == 1
+
+
+def test_waiting_ends_with_the_names_of_the_missing_ranks_and_hints_once(capsys, monkeypatch):
+    monkeypatch.setattr("lockstep_gpt.distributed.waiting.HINT_SECONDS", 0.0)
+    waiting = Waiting(0.05, "what to do")
+    end = time.monotonic() + 0.04
+    while time.monotonic() < end:
+        waiting.go_on([1, 3])
+    time.sleep(0.02)
+    with pytest.raises(MeetingError, match=r"^rank 1, 3 did not come within 0\.05 s$"):
+        waiting.go_on([1, 3])
+    assert capsys.readouterr().out == "waiting for rank 1, 3; what to do\n"

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 import torch.distributed as dist
 
 from lockstep_gpt.config import Config
 from lockstep_gpt.distributed import ranks
+from lockstep_gpt.run.directory import RunDirectory
 from lockstep_gpt.training import train
 
 
@@ -22,6 +21,8 @@ def test_a_rank_selects_its_gpu_and_connects_first(monkeypatch):
         raise dist.DistBackendError("NCCL error in: here, invalid usage")
 
     monkeypatch.setattr(dist, "init_process_group", connect)
+    monkeypatch.setattr(ranks, "choose_interfaces", lambda _: None)
+    monkeypatch.setattr(ranks, "meet", lambda *_: None)
     here = ranks.Ranks(rank=5, local_rank=1, world_size=8, local_world_size=4)
     config = Config(max_steps=1, trainer={"accelerator": "cuda"})
     with pytest.raises(dist.DistBackendError):
@@ -36,7 +37,8 @@ def test_joining_is_the_first_that_a_rank_does_within_its_own_error_handling(mon
     monkeypatch.setattr(train.meeting, "join", join)
     monkeypatch.setattr(train, "_fail", lambda *given: type(given[3]).__name__)
     config = Config(max_steps=1, trainer={"accelerator": "cpu"})
-    directory = SimpleNamespace(path=tmp_path, log=tmp_path / "log", load=lambda: config)
+    directory = RunDirectory(tmp_path)
+    monkeypatch.setattr(directory, "load", lambda: config)
     assert train.main(directory) == "DistBackendError"
 
 

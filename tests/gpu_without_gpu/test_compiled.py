@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from lockstep_gpt.config import Config, UserError
+from lockstep_gpt.config import BatchConfig, Config, UserError
 from lockstep_gpt.distributed import strategies
+from lockstep_gpt.launch.checks import refuse_conflicts
 from lockstep_gpt.model import functional
 
 # torch hides its own warning; only pytest's filters turn it into an error.
@@ -43,7 +44,9 @@ def test_two_compiled_ranks_have_the_losses_of_eager_ones(
 def test_buckets_too_small_for_a_compiled_ddp_are_rejected(megabytes):
     strategy = {"bucket_cap_mb": megabytes}
     rule = f"strategy.bucket_cap_mb={megabytes} is too small for compile=true; set 1 or more"
+    batch = BatchConfig(micro_size=1)
     with pytest.raises(UserError, match=rule):
-        Config(max_steps=1, compile=True, strategy=strategy)
-    Config(max_steps=1, strategy=strategy)
-    Config(max_steps=1, compile=True, strategy={"bucket_cap_mb": 1})
+        refuse_conflicts(Config(max_steps=1, compile=True, strategy=strategy, batch=batch))
+    refuse_conflicts(Config(max_steps=1, strategy=strategy, batch=batch))
+    fitting = {"bucket_cap_mb": 1}
+    refuse_conflicts(Config(max_steps=1, compile=True, strategy=fitting, batch=batch))

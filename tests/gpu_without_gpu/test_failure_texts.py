@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from lockstep_gpt.config import BatchConfig, Config, ModelConfig
 from lockstep_gpt.distributed.ranks import lost_peers
-from lockstep_gpt.registry import additions, asked
+from lockstep_gpt.run.remedies import explain_error
 
 NCCL = "NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.hpp:268, "
 REMOTE = (
@@ -76,11 +76,10 @@ def test_errors_of_settings_cuda_or_memory_are_not_lost_ranks(text, kind):
     assert not lost_peers(kind(text))
 
 
-@pytest.mark.skipif(not any(additions("EXPLAIN_ERROR")), reason="no such extra")
 @pytest.mark.parametrize("text", OWN, ids=lambda text: text.split("\n")[-1][:30])
 def test_it_is_reported_with_its_cause_and_a_remedy(text):
     shape = ModelConfig(block_size=8, n_layer=1, n_head=2, n_embd=16)
     config = Config(max_steps=1, batch=BatchConfig(micro_size=2), model=shape)
-    (told,) = asked("EXPLAIN_ERROR", text, config, 2)
-    assert OWN[text] in told
-    assert "\nremedy " in told
+    explanation = explain_error(text, config, 2)
+    assert OWN[text] in explanation
+    assert "\nremedy " in explanation

@@ -12,15 +12,14 @@ from types import SimpleNamespace
 import pytest
 from lightning import Callback
 
-from lockstep_gpt.config import Config, GuardConfig, extended, groups
+from lockstep_gpt.config import Config, GuardConfig
 from lockstep_gpt.distributed import strategies
+from lockstep_gpt.distributed.flight_recorder import record_collectives
 from lockstep_gpt.launch.agent import FAILURE_GRACE, RankAgent
+from lockstep_gpt.run.callbacks.guards import stall_limit
 
 TWO = ("trainer=cpu", "trainer.devices=2", "strategy=ddp")
 DDP = {"process_group_backend": None, "timeout_seconds": 60, "comm_hook": "none"}
-has_guards = pytest.mark.skipif(
-    not hasattr(groups()["guard"], "stall_after"), reason="no such extra"
-)
 UNFINISHED = """
 import lightning, torch
 class Unfinished(lightning.Callback):
@@ -31,7 +30,6 @@ def unfinished(state, bucket):
 """
 
 
-@has_guards
 @pytest.mark.usefixtures("quick_ranks")
 def test_a_hanging_all_reduce_shows_stacks_and_collectives(command, cold):
     (command.folder / "hanging.py").write_text(UNFINISHED)
@@ -109,7 +107,6 @@ def test_ranks_restarted_after_a_loss_do_not_get_the_time_to_save():
     assert FAILURE_GRACE <= 5
 
 
-@has_guards
 @pytest.mark.parametrize(
     ("accelerator", "stall_after", "timeout", "limit"),
     [
@@ -120,26 +117,19 @@ def test_ranks_restarted_after_a_loss_do_not_get_the_time_to_save():
     ],
 )
 def test_the_guard_comes_before_nccl_s_watchdog(accelerator, stall_after, timeout, limit):
-    from lockstep_gpt.run.callbacks.guards import stall_limit
-
     strategy = {"timeout_seconds": timeout}
     config = Config(max_steps=1, trainer={"accelerator": accelerator}, strategy=strategy)
     assert stall_limit(config, stall_after) == limit
-    assert extended(GuardConfig)().stall_after == 1800.0
+    assert GuardConfig().stall_after == 1800.0
 
 
-@has_guards
 def test_nccl_s_flight_recorder_is_on_before_ranks_meet(monkeypatch, tmp_path):
-    from lockstep_gpt.run.callbacks.guards import record_collectives
-
     names = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_DUMP_ON_TIMEOUT", "TORCH_FR_DUMP_TEMP_FILE")
     for name in names:
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
-    on_cpu = Config(max_steps=1, trainer={"accelerator": "cpu"}, run_dir=str(tmp_path))
-    record_collectives(on_cpu)
+    record_collectives("gloo", tmp_path)
     assert not any(name in os.environ for name in names)
-    on_gpu = Config(max_steps=1, trainer={"accelerator": "cuda"}, run_dir=str(tmp_path))
-    record_collectives(on_gpu)
-    place = str(tmp_path / "ranks/nccl_trace_rank_")
+    record_collectives("nccl", tmp_path)
+    place = str(tmp_path / "nccl_trace_rank_")
     assert [os.environ[name] for name in names] == ["2000", "1", place]

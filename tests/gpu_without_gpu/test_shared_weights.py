@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lockstep_gpt.config import ModelConfig
-from lockstep_gpt.distributed import fsdp2 as sharding
+from lockstep_gpt.distributed import fsdp2, strategies
 from lockstep_gpt.model.gpt import build_gpt
 
 # torch hides its own warning; only pytest's filters turn it into an error.
@@ -65,7 +65,7 @@ class Batches(Callback):
 def test_gradients_are_scattered_once_a_step_unless_memory_is_short(new_run, each):
     run, sent = new_run(max_steps=STEPS, model=SHAPE, guard=ANY_GRADIENT), Collectives()
     with sent:
-        strategy = sharding.fsdp2(**SETTINGS, reduce_each=each)
+        strategy = strategies.fsdp2(**SETTINGS, reduce_each=each)
         run.fit(Batches(sent), strategy=strategy, devices=WORLD)
     batches = range(STEPS * ACCUMULATION)
     scattered = {batch: sent.calls["reduce_scatter_base", batch] for batch in batches}
@@ -81,10 +81,10 @@ def test_gradients_are_scattered_once_a_step_unless_memory_is_short(new_run, eac
 @pytest.mark.parametrize("rank", [0, 1])
 def test_only_rank_zero_builds_the_whole_model(rank, monkeypatch):
     model = build_gpt(ModelConfig(block_size=8, n_layer=1, n_head=2, n_embd=16), 70)
-    strategy = sharding.Sharded.__new__(sharding.Sharded)
-    monkeypatch.setattr(sharding.Sharded, "global_rank", rank)
+    strategy = fsdp2.ShardedStrategy.__new__(fsdp2.ShardedStrategy)
+    monkeypatch.setattr(fsdp2.ShardedStrategy, "global_rank", rank)
     built = []
-    monkeypatch.setattr(sharding, "build_gpt", lambda *_: built.append(1) or build_gpt(*_))
+    monkeypatch.setattr(fsdp2, "build_gpt", lambda *_: built.append(1) or build_gpt(*_))
     whole = strategy.whole_model(model)
     assert (whole is not None) == bool(built) == (rank == 0)
     if whole:
@@ -97,13 +97,13 @@ def test_blocks_share_one_graph_and_nothing_is_compiled_again(
     new_run, graphs, tmp_path, recomputed
 ):
     shape = {**SHAPE, "activation_checkpointing": recomputed}
-    strategy = {"strategy": sharding.fsdp2(**SETTINGS), "devices": WORLD}
+    strategy = {"strategy": strategies.fsdp2(**SETTINGS), "devices": WORLD}
     run = new_run(max_steps=6, model=shape, compile=True, guard=ANY_GRADIENT)
     run.fit(graphs, run.checkpoints(tmp_path), **strategy)
     once = [("train", 0), ("validate", 0)]
     assert graphs.made == once
     counters.clear()
-    strategy = {"strategy": sharding.fsdp2(**SETTINGS), "devices": WORLD}
+    strategy = {"strategy": strategies.fsdp2(**SETTINGS), "devices": WORLD}
     resumed = new_run(max_steps=9, model=shape, compile=True, guard=ANY_GRADIENT)
     saves = resumed.checkpoints(tmp_path)
     resumed.fit(graphs, saves, ckpt_path=next(tmp_path.glob("*006.ckpt")), **strategy)

@@ -7,7 +7,7 @@ import pytest
 
 from lockstep_gpt.config import Config, GuardConfig, UserError
 from lockstep_gpt.distributed.strategies import auto
-from lockstep_gpt.launch.apple import accelerator
+from lockstep_gpt.launch.apple import is_chosen
 from lockstep_gpt.launch.devices import Placement, place
 
 MAC = pytest.mark.usefixtures("mac")
@@ -51,7 +51,7 @@ def test_other_machines_have_no_apple_gpu(monkeypatch, system, machine, disabled
     monkeypatch.setattr(platform, "system", lambda: system)
     monkeypatch.setattr(platform, "machine", lambda: machine)
     monkeypatch.setenv("DISABLE_MPS", disabled)
-    assert accelerator("auto") is None
+    assert not is_chosen("auto")
     with pytest.raises(UserError, match=r"^trainer.accelerator=mps but there is no Apple GPU"):
         place(of("mps"))
 
@@ -84,6 +84,8 @@ def test_a_launcher_s_ranks_do_not_share_it(monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.setenv("MASTER_PORT", "29500")
     with pytest.raises(UserError, match="one device"):
         place(of())
 

@@ -13,7 +13,6 @@ def gpus_here(tmp_path, monkeypatch):
         for name in ["nvidiactl", "nvidia-uvm", *(f"nvidia{index}" for index in range(count))]:
             (tmp_path / name).touch()
         monkeypatch.setattr(devices, "DEVICE_FILES", tmp_path)
-        monkeypatch.setattr(devices, "additions", lambda _: ["there is an extra for it"])
         monkeypatch.setenv("PATH", str(tmp_path))  # without nvidia-smi
         for name in ("CUDA_VISIBLE_DEVICES", "RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
             monkeypatch.delenv(name, raising=False)
@@ -129,19 +128,3 @@ def test_nccl_is_rejected_on_a_cpu(gpus_here):
     line = refusal({"accelerator": "cpu", "devices": 2}, strategy=backend)
     assert line.startswith("strategy.process_group_backend=nccl needs GPUs")
     assert place(config({"devices": 2}, strategy=backend)) == Placement("cuda", 2, 1)
-
-
-def test_several_machines_without_an_extra_for_them_are_rejected(gpus_here, monkeypatch):
-    gpus_here(0)
-    monkeypatch.setattr(devices, "additions", lambda _: [])
-    missing = "trainer.num_nodes=2 needs an extra that is not installed: nodes, or launchers"
-    assert refusal({"num_nodes": 2}).startswith(missing)
-
-
-def test_a_start_method_without_its_extra_is_rejected(gpus_here, monkeypatch):
-    gpus_here(0)
-    monkeypatch.setattr(devices, "additions", lambda _: [])
-    monkeypatch.setattr(devices, "asked", lambda *_: [])
-    monkeypatch.setattr(devices, "merged", lambda _: {})
-    line = refusal({}, strategy={"start_method": "spawn"})
-    assert line.startswith("strategy.start_method=spawn needs an extra that is not installed")

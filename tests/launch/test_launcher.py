@@ -5,12 +5,10 @@ import socket
 from types import SimpleNamespace
 
 import pytest
-from torch.distributed import DistBackendError
 
-from lockstep_gpt.config import RunError, UserError, groups
-from lockstep_gpt.launch import launcher as joining
-from lockstep_gpt.launch.launcher import agree
-from lockstep_gpt.run.directory import RunDirectory
+from lockstep_gpt.config import Config, LaunchConfig, ReportedError, RunError, UserError
+from lockstep_gpt.launch import launcher, start
+from lockstep_gpt.launch.start import NewRun
 
 SKEWED = """
 import os, time
@@ -51,7 +49,6 @@ def test_joined_ranks_share_a_run_directory_that_rank_zero_names(command, joined
 
 
 @pytest.mark.usefixtures("quick_ranks")
-@pytest.mark.skipif(not hasattr(groups()["batch"], "exact_micro_size"), reason="no such extra")
 def test_joined_ranks_give_the_bits_of_one_rank(command, joined):
     words = command.smoke("batch.exact_micro_size=2", "model.dropout=0.1", "run_dir=joined")
     statuses, _, err = joined(*[[*words, "trainer=cpu"]] * 2)
@@ -86,61 +83,151 @@ def test_a_mistake_in_a_resume_of_joined_ranks_leaves_the_run_unchanged(finished
     assert (command.folder / "run/config.yaml").read_bytes() == frozen
 
 
-def test_a_folder_that_only_looks_shared_is_named(on_ranks, tmp_path):
-    runs = [RunDirectory(tmp_path / f"machine{number}") for number in range(2)]
-    for number, run in enumerate(runs):  # before any rank reads them
-        run.path.mkdir()
-        run.config.write_text(f"seed: {number}\n")
-
-    def compare(rank):
-        run = runs[rank // 2]
-        try:
-            return joining.refuse_other_directory(run)
-        except UserError as error:
-            return str(error)
-
-    assert on_ranks(2, compare) == [None, None]
-    rule = "of rank 2, 3 is not rank 0's folder; name one that all nodes share"
-    first, *_, last = on_ranks(4, compare)
-    assert (first, last) == tuple(f"run_dir={tmp_path}/machine{n} {rule}" for n in (0, 1))
-
-
 def test_devices_that_disagree_with_a_launcher_are_rejected(command):
     environment = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-    result = command.train("trainer=cpu", "trainer.devices=4", status=2, **environment)
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    result = command.train("trainer=cpu", "trainer.devices=4", status=2, **environment, **place)
     assert "trainer.devices=4 but the launcher started 2" in result.stderr
 
 
-@pytest.mark.parametrize(("error", "status"), [(UserError, 2), (RunError, 1)])
-def test_temporary_failures_and_mistakes_have_different_statuses(capsys, error, status):
-    def create():
+def test_variables_of_a_launcher_that_is_not_there_are_named(command):
+    result = command.train("trainer=cpu", status=2, RANK="0", WORLD_SIZE="2")
+    assert result.stderr == (
+        "lockstep-gpt train: RANK=0 and WORLD_SIZE=2 are set, but MASTER_ADDR and MASTER_PORT are "
+        "not; if no launcher started this process, run: unset RANK WORLD_SIZE LOCAL_WORLD_SIZE\n"
+    )
+    assert not (command.folder / "runs").exists()
+
+
+@pytest.mark.parametrize(("rank", "agent"), [("0", False), ("1", False), ("1", True)])
+def test_a_rank_without_the_others_ends_in_one_line(command, rank, agent):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": rank, "LOCAL_RANK": rank}
+    sizes = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    torchrun = {"TORCHELASTIC_USE_AGENT_STORE": "True"} if agent else {}
+    words = ("trainer=cpu", "launch.join_seconds=1", "run_dir=run")
+    result = command.train(*words, status=1, **place, **sizes, **torchrun)
+    assert result.stderr.startswith(
+        f"lockstep-gpt train: rank {rank} of 2 cannot meet the others at 127.0.0.1:{port} ("
+    )
+    assert "unset RANK WORLD_SIZE" in result.stderr
+    assert result.stderr.count("\n") == 1
+    assert not (command.folder / "run").exists()
+
+
+class Store:
+    """The store of two ranks, without waiting: the other rank has set its values before."""
+
+    def __init__(self, **values):
+        self.values = values
+
+    def set(self, key, value):
+        self.values[key] = value.encode()
+
+    def get(self, key):
+        return self.values[key]
+
+    def check(self, keys):
+        return all(key in self.values for key in keys)
+
+    def add(self, key, amount):
+        self.values[key] = self.values.get(key, 0) + amount
+        return self.values[key]
+
+
+@pytest.mark.parametrize("error", [UserError, RunError])
+def test_mistakes_and_events_of_rank_zero_end_the_others_with_its_status(monkeypatch, error):
+    def freeze():
         raise error("no room for it")
 
-    assert agree({}, create, lambda: None) == status
-    assert "no room for it" in capsys.readouterr().err
+    store = Store(**{"rank 1 leaves": b""})
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(error, match="no room for it"):
+        launcher.agree(store, {}, freeze)
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(ReportedError) as reported:
+        launcher.agree(store, {}, None)
+    assert reported.value.status == error.status
+
+
+def test_a_lost_store_is_an_event_not_a_mistake(monkeypatch):
+    class Lost(Store):
+        def check(self, _keys):
+            raise RuntimeError("Connection reset by peer")
+
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(RunError, match="rank 1 lost the other ranks before training"):
+        launcher.agree(Lost(), {}, None)
+
+
+def test_the_other_ranks_wait_while_rank_zero_shows_signs_of_life(monkeypatch):
+    class Busy(Store):
+        """Shows a sign of life at each of the first looks, then fails."""
+
+        looks = 0
+
+        def add(self, _key, _amount):
+            self.looks += 1
+            return min(self.looks, 5)
+
+    monkeypatch.setattr(launcher, "ALIVE_SECONDS", 0.03)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    store = Busy()
+    with pytest.raises(RunError, match="rank 0 did not come within"):
+        launcher.agree(store, {}, None)
+    assert store.looks > 5
+
+
+def test_rank_zero_shows_signs_of_life_while_it_prepares(monkeypatch, wait_for):
+    store = Store()
+    monkeypatch.setattr(launcher, "ALIVE_SECONDS", 0.01)
+    with launcher._signs_of_life(store):
+        wait_for(lambda: store.values.get("signs of life", 0) >= 2)
 
 
 @pytest.mark.parametrize("status", [0, 1, 2, 75, 130])
-def test_a_rank_that_failed_leaves_without_waiting_for_the_others(monkeypatch, status):
-    monkeypatch.setattr(joining.ranks, "join", lambda *_: None)
-    monkeypatch.setattr(joining, "agree", lambda *_: SimpleNamespace(load=lambda: None))
-    monkeypatch.setattr(joining.start, "prepared", lambda _: None)
-    monkeypatch.setattr(joining.train, "main", lambda _: status)
+def test_a_rank_that_failed_leaves_without_waiting_for_the_others(monkeypatch, status, tmp_path):
+    run = SimpleNamespace(load=lambda: None, config=tmp_path / "none")
+    monkeypatch.setattr(start, "mode_of", lambda _: start.StartMode.LAUNCHER)
+    monkeypatch.setattr(launcher, "meet", lambda _: None)
+    monkeypatch.setattr(launcher, "agree", lambda *_: run)
+    monkeypatch.setattr(start, "prepare_data", lambda _: None)
+    monkeypatch.setattr(start, "_run_rank", lambda *_: status)
     ended = []
-    monkeypatch.setattr(joining, "end_process", ended.append)
-    assert joining.join({}, None, None, None) == status
+    monkeypatch.setattr(start, "end_process", ended.append)
+    assert start.start(NewRun(run, None, {})) == status
     assert ended == [status] * (status in (1, 75))  # a mistake, status 2, leaves the run unchanged
 
 
-def test_an_nccl_error_is_not_reported_as_a_failed_rendezvous(monkeypatch):
-    def refuse(*_):
-        raise DistBackendError("NCCL error: invalid usage\nDuplicate GPU detected : rank 1 and")
+@pytest.mark.parametrize(
+    ("parent", "program", "ends"), [(1, "systemd", True), (1, "python3.12", False), (7, "", False)]
+)
+def test_a_rank_of_torchrun_ends_with_it(monkeypatch, parent, program, ends):
+    watched, ended = [], []
+    monkeypatch.setattr(launcher.os, "getppid", lambda: parent)
+    monkeypatch.setattr(launcher, "_program_of", lambda _: program)
+    monkeypatch.setattr(launcher, "end_with_parent", watched.append)
+    monkeypatch.setattr(launcher, "end_process", ended.append)
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    launcher.end_with_launcher()
+    assert watched == ended == []  # srun ends its own processes
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    launcher.end_with_launcher()
+    assert (watched, ended) == ([parent], [1] * ends)
 
-    monkeypatch.setattr(joining.ranks, "join", refuse)
-    monkeypatch.setattr(joining, "asked", lambda *_: ["cause   two ranks", ""])
-    with pytest.raises(RunError) as refused:
-        joining.join({}, None, None, None)
-    assert str(refused.value) == (
-        "the launcher's ranks cannot connect (NCCL error: invalid usage; Duplicate GPU detected : "
-        "rank 1 and)\ncause   two ranks"
-    )
+
+def test_the_limit_of_the_meeting_is_the_run_s_setting(monkeypatch):
+    from lockstep_gpt.distributed import store
+
+    asked = []
+    monkeypatch.setattr(store, "meet", lambda *given: asked.append(given))
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    launcher.meet(Config(max_steps=1, launch=LaunchConfig(join_seconds=7)))
+    assert asked == [(3, 4, 7, launcher.UNSET)]
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert launcher.meet(Config(max_steps=1)) is None

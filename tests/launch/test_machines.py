@@ -1,19 +1,21 @@
 """One of several machines: what it needs and waits for; tests of two are elsewhere."""
 
 import threading
+from types import SimpleNamespace
 
 import pytest
-from lockstep_gpt.config import LaunchConfig
 
 from lockstep_gpt.config import (
     BatchConfig,
     Config,
+    LaunchConfig,
     ModelConfig,
     RunError,
     UserError,
 )
 from lockstep_gpt.launch import machines, start
-from lockstep_gpt.launch.machines import meeting, start_on_nodes
+from lockstep_gpt.launch.machines import meeting
+from lockstep_gpt.launch.start import NewRun
 from lockstep_gpt.run.directory import RunDirectory
 
 VALUES = {
@@ -32,9 +34,15 @@ PLACE = "10.0.0.1:29500"
 def run(tmp_path, monkeypatch):
     """A run directory that this machine, number 1 of 2, shares with the first."""
     monkeypatch.setattr(machines, "own_address", lambda _: ("10.0.0.2", "eth7"))
-    monkeypatch.setattr(start, "prepared", lambda _: None)
+    monkeypatch.setattr(start, "prepare_data", lambda _: SimpleNamespace(fingerprint="tokens"))
     monkeypatch.setattr(start, "supervise", lambda _, node_rank: 40 + node_rank)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     return RunDirectory(tmp_path / "run")
+
+
+def start_here(run, values, config):
+    """Start this machine's part of the run; return its exit status."""
+    return start.start(NewRun(run, config, values))
 
 
 def config(node_rank=1, join_seconds=0.3, **settings):
@@ -64,32 +72,28 @@ def config(node_rank=1, join_seconds=0.3, **settings):
 )
 def test_settings_that_all_machines_need_are_required(run, settings, line):
     with pytest.raises(UserError, match=line):
-        start_on_nodes(run, VALUES, config(**settings), lambda: run)
+        start_here(run, VALUES, config(**settings))
 
 
 def test_a_batch_that_fewer_machines_cannot_divide_is_rejected_at_the_start(run):
     odd = {**VALUES, "batch": {"global_size": 2 * 3}}
     with pytest.raises(UserError, match=r"global_size=6 is not divisible by batch\.micro"):
-        start_on_nodes(run, odd, config(node_rank=0), lambda: run)
+        start_here(run, odd, config(node_rank=0))
 
 
 def test_the_first_machine_freezes_the_run_and_the_others_read_it(run):
-    def create():
-        run.create(VALUES)
-        return run
-
-    assert start_on_nodes(run, VALUES, config(node_rank=0), create) == 40
-    assert run.values() == VALUES
+    assert start_here(run, VALUES, config(node_rank=0)) == 40
+    assert run.values() == {**VALUES, "data": {**VALUES["data"], "fingerprint": "tokens"}}
     other = {**VALUES, "launch": {"node_rank": 0}}  # settings of one machine may differ
-    assert start_on_nodes(run, other, config(), create) == 41
+    assert start_here(run, other, config()) == 41
 
 
 def test_a_machine_that_times_out_or_has_other_settings_gets_the_reason(run):
     with pytest.raises(RunError, match=r"after 0\.3 s it lacks config\.yaml"):
-        start_on_nodes(run, VALUES, config(), lambda: run)
+        start_here(run, VALUES, config())
     run.create(VALUES)
     with pytest.raises(UserError, match=r"a different configuration.*: max_steps=4 instead of 3"):
-        start_on_nodes(run, {**VALUES, "max_steps": 4}, config(), lambda: run)
+        start_here(run, {**VALUES, "max_steps": 4}, config())
 
 
 def frozen_with(endpoint):
@@ -101,19 +105,17 @@ def test_a_machine_waits_for_the_first_machine_s_current_endpoint(run):
     now = frozen_with(PLACE)
     now["launch"]["node_rank"] = 1
     with pytest.raises(UserError, match=f"launch.rdzv_endpoint={PLACE} instead of 10.0.0.9:29500"):
-        start_on_nodes(run, now, config(), lambda: run)
+        start_here(run, now, config())
     late = threading.Timer(0.1, run.refreeze, [frozen_with(PLACE)])
     late.start()
-    assert start_on_nodes(run, now, config(join_seconds=60), lambda: run) == 41
+    assert start_here(run, now, config(join_seconds=60)) == 41
     late.join()
 
 
 @pytest.mark.usefixtures("run")
 @pytest.mark.parametrize("node_rank", [0, 1])
 def test_agents_meet_at_the_first_machine_s_address(node_rank):
-    interface, where = meeting(config(node_rank), node_rank)
-    assert interface == "eth7"
-    assert where == {
+    assert meeting(config(node_rank), node_rank) == {
         "endpoint": PLACE,
         "min_nodes": 1,
         "local_addr": "10.0.0.2",

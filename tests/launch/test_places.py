@@ -15,6 +15,7 @@ def launched(tmp_path, monkeypatch):
 
     def by_a_launcher(ranks, nodes=1):
         sizes = {"RANK": 0, "WORLD_SIZE": ranks * nodes, "LOCAL_WORLD_SIZE": ranks}
+        sizes |= {"MASTER_ADDR": "localhost", "MASTER_PORT": 29500}
         for name, value in sizes.items():
             monkeypatch.setenv(name, str(value))
 

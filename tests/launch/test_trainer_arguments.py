@@ -7,13 +7,13 @@ import lightning
 import pytest
 
 from lockstep_gpt.config import UserError
-from lockstep_gpt.extras.compat import arguments
+from lockstep_gpt.launch import trainer_arguments as arguments
 
 TRAINER = "lightning.pytorch.Trainer"
 
 
 def refuse(trainer):
-    arguments.refuse_unknown_arguments(SimpleNamespace(trainer=trainer))
+    arguments.refuse_unknown(SimpleNamespace(trainer=trainer))
 
 
 def test_the_known_arguments_of_the_trainer_are_its_own(monkeypatch):

@@ -6,7 +6,6 @@ import pytest
 import yaml
 
 from lockstep_gpt.launch import trust
-from lockstep_gpt.registry import additions
 
 WATCHED = """
 import pathlib, lightning
@@ -15,7 +14,15 @@ class Watched(lightning.Callback):
     def __init__(self, word=""):
         pathlib.Path("built").write_text(word)
 """
-joins = pytest.mark.skipif(not any(additions("JOIN_LAUNCHER")), reason="no such extra")
+# The only rank of a launcher.
+ALONE = {
+    "RANK": "0",
+    "LOCAL_RANK": "0",
+    "WORLD_SIZE": "1",
+    "LOCAL_WORLD_SIZE": "1",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "29500",
+}
 RESUME = ("train", "run_dir=run", "resume=auto", "launch.inline=true")
 
 
@@ -92,7 +99,7 @@ def test_a_foreign_run_directory_cannot_build_classes(foreign_run, command):
     command(*RESUME, "max_steps=26")  # once permitted, it is known
 
 
-@pytest.mark.parametrize("launched", [False, pytest.param(True, marks=joins)])
+@pytest.mark.parametrize("launched", [False, True])
 def test_no_data_is_read_for_a_reference_before_permission(finished, command, launched):
     shutil.copytree(finished[0].folder / "runs/first", command.folder / "run")
     (command.folder / "corpus.txt").write_text("some text to learn from. " * 400)
@@ -100,17 +107,15 @@ def test_no_data_is_read_for_a_reference_before_permission(finished, command, la
     values = yaml.safe_load(config.read_text())
     values["data"] = {"source": "text", "path": "${oc.env:WHERE}", "root": "prepared"}
     config.write_text(yaml.safe_dump({**values, "model": {**values["model"], "block_size": 8}}))
-    ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    ranks = ALONE
     words = (*RESUME[:3], "max_steps=25", *(() if launched else RESUME[3:]))
     said = command(*words, status=2, WHERE="corpus.txt", **(ranks if launched else {})).stderr
     assert "its config.yaml has data.path=${oc.env:WHERE}, which no run that you" in said
     assert not (command.folder / "prepared").exists()
 
 
-@joins
 def test_ranks_of_a_launcher_reject_it_too(foreign_run, command):
-    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-    said = command(*RESUME[:3], "max_steps=25", status=2, **alone).stderr
+    said = command(*RESUME[:3], "max_steps=25", status=2, **ALONE).stderr
     assert "trust_run_dir=true" in said
     assert "trust_run_dir: true" in (foreign_run / "config.yaml").read_text()
     assert not (command.folder / "imported").exists()

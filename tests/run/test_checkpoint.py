@@ -215,13 +215,6 @@ def test_a_checkpoint_in_several_files_is_verified_and_removed_whole(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_shards_without_their_extra_are_rejected(tmp_path, monkeypatch):
-    path = save(checkpoint_path(tmp_path, 1), parts=["step=000001.part"])
-    monkeypatch.setattr("lockstep_gpt.run.checkpoint.asked", lambda *_: [])
-    with pytest.raises(UserError, match=r"is in shards, which needs an extra to read"):
-        read_checkpoint(path)
-
-
 def test_a_run_directory_means_its_newest_checkpoint_and_a_file_itself(tmp_path):
     old, new = (save(checkpoint_path(tmp_path / "checkpoints", step)) for step in (1, 2))
     assert find_checkpoint(tmp_path) == new

@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import pytest
 
-from lockstep_gpt.registry import additions
 from lockstep_gpt.run import remedies
 from lockstep_gpt.run.remedies import Scene, explain, explain_death
 
@@ -23,15 +22,6 @@ class Unused(lightning.Callback):
 class Differ(lightning.Callback):
     def setup(self, trainer, module, stage):
         module.model.spare = torch.nn.Linear(3, 3 + trainer.global_rank)
-
-class FillSharedMemory(lightning.Callback):
-    def setup(self, *_, **__):
-        with open("/dev/shm/filler", "wb", buffering=0) as file:
-            try:
-                while file.write(bytes(4096)):
-                    pass
-            except OSError:
-                pass
 
 class Kill(lightning.Callback):
     def on_train_batch_start(self, trainer, *_):
@@ -128,15 +118,6 @@ def test_a_used_port_is_explained(command):
         said = command.train(*words, status=1).stderr
     assert "address already in use" in said
     assert "cause   another process" in said
-
-
-@pytest.mark.skipif(not any(additions("DATA_MODULE")), reason="no such extra")
-def test_a_dev_shm_that_fills_is_explained(command, with_shared_memory):
-    (command.folder / "breaker.py").write_text(BREAKER)
-    fill = "+callbacks.breaker._target_=breaker.FillSharedMemory"
-    status, said = with_shared_memory("size=1m", "data.num_workers=2", fill)
-    assert status == 1
-    assert said.startswith("cause   workers of the data loader cannot hand over batches")
 
 
 @pytest.mark.parametrize(("text", "cause"), RECORDED.items())

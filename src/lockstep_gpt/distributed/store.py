@@ -8,6 +8,7 @@ each start of ranks agrees on a name of its own, and uses only keys below that n
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import socket
@@ -35,13 +36,13 @@ def meet(rank: int, world_size: int, seconds: float, hint: str = "") -> Store:
     """
     waiting = Waiting(seconds, hint)
     try:
-        store = _connected(rank, seconds)
+        store = _connected(rank, seconds, waiting)
         return PrefixStore(_name_of_start(store, rank, world_size, waiting), store)
     except (OSError, RuntimeError) as error:  # torch raises RuntimeError for errors of its store
         raise MeetingError(str(error).splitlines()[0]) from error
 
 
-def _connected(rank: int, seconds: float) -> TCPStore:
+def _connected(rank: int, seconds: float, waiting: Waiting) -> TCPStore:
     """Serve the store, if that is this rank's task, and connect to it."""
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     timeout = timedelta(seconds=seconds)
@@ -49,12 +50,23 @@ def _connected(rank: int, seconds: float) -> TCPStore:
         with socket.create_connection((host, port), timeout=seconds):
             pass  # refused at once if the agent is gone; torch would try again until the end
         return TCPStore(host, port, is_master=False, timeout=timeout)
-    serving: dict[str, Any] = {"is_master": rank == 0, "wait_for_workers": False}
-    if rank == 0 and host in LOOPBACK:
+    if rank != 0:
+        _wait_for_server(host, port, waiting)
+        return TCPStore(host, port, is_master=False, timeout=timeout)
+    serving: dict[str, Any] = {"is_master": True, "wait_for_workers": False}
+    if host in LOOPBACK:
         # Where no other machine can connect; torch's default listens on all addresses.
         listener = socket.create_server(("127.0.0.1", port))
         serving["master_listen_fd"] = listener.detach()  # torch owns it from now on
     return TCPStore(host, port, timeout=timeout, **serving)
+
+
+def _wait_for_server(host: str, port: int, waiting: Waiting) -> None:
+    """Wait until rank 0 serves the store; torch would print a stack if it never does."""
+    while True:
+        with contextlib.suppress(OSError), socket.create_connection((host, port), timeout=10):
+            return
+        waiting.go_on([0])
 
 
 def _name_of_start(store: Store, rank: int, world_size: int, waiting: Waiting) -> str:

@@ -5,22 +5,9 @@ from functools import partial
 from typing import Any
 
 import pytest
-from omegaconf import DictConfig
 
 from lockstep_gpt.config import Config
 from lockstep_gpt.extras.cluster import ledger, memory
-from lockstep_gpt.launch import compose
-
-
-def compose_words(*words: str) -> Config:
-    """Return the configuration that command-line arguments produce."""
-    made: list[Config] = []
-
-    def job(config: DictConfig) -> None:
-        made.append(compose.checked(config)[1])
-
-    compose.run(list(words), job)
-    return made[0]
 
 
 @pytest.fixture(scope="session")
@@ -45,8 +32,3 @@ def _once(known: dict[str, Any], trace: Callable[..., Any], *given: Any) -> Any:
     if key not in known:
         known[key] = trace(*given)
     return known[key]
-
-
-@pytest.fixture(scope="session")
-def composed() -> Callable[..., Config]:
-    return compose_words

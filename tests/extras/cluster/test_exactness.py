@@ -5,14 +5,9 @@ import shutil
 import pytest
 
 from lockstep_gpt import cli
-from lockstep_gpt.config import groups
 from lockstep_gpt.extras.cluster import exactness
 from lockstep_gpt.extras.cluster.exactness import Remains, differences, left_by
 from lockstep_gpt.run.directory import RunDirectory
-
-pytestmark = pytest.mark.skipif(
-    not hasattr(groups()["batch"], "exact_micro_size"), reason="no such extra"
-)
 
 
 @pytest.mark.usefixtures("quick_ranks")

@@ -2,11 +2,9 @@ from dataclasses import replace
 
 import pytest
 
-from lockstep_gpt.config import UserError, groups
+from lockstep_gpt.config import UserError
 from lockstep_gpt.extras.cluster.hardware import HARDWARE, LINKS
 from lockstep_gpt.extras.cluster.prediction import predict, vocabulary
-from lockstep_gpt.launch import choices
-from lockstep_gpt.registry import merged
 from lockstep_gpt.training.schedule import plan_batch, plan_schedule
 
 pytestmark = pytest.mark.usefixtures("traced_once")
@@ -97,11 +95,7 @@ def test_a_misfit_is_printed_with_settings_that_fit(composed):
 @pytest.mark.parametrize(
     ("words", "note"),
     [
-        pytest.param(
-            ["strategy.comm_hook=powersgd"],
-            "powersgd is planned without",
-            marks=pytest.mark.skipif(not merged("COMM_HOOKS"), reason="no such extra"),
-        ),
+        (["strategy.comm_hook=powersgd"], "powersgd is planned without"),
         (["compile=true"], "compile=true keeps fewer"),
         (["precision=32-true"], "bf16-mixed has 2.0 times the peak"),
     ],
@@ -130,16 +124,9 @@ def test_the_vocabulary_is_that_of_the_data(composed):
     assert vocabulary(data) == 999
 
 
-has_fsdp2 = pytest.mark.skipif(
-    not (choices.config_folder() / "strategy/fsdp2.yaml").is_file(), reason="no such extra"
-)
-has_exact = pytest.mark.skipif(
-    not hasattr(groups()["batch"], "exact_micro_size"), reason="no such extra"
-)
 LARGE = ("model=gpt2_large", "optim=adamw", "precision=bf16-mixed", "batch.global_size=64")
 
 
-@has_fsdp2
 def test_fsdp2_divides_the_states_by_the_ranks(composed):
     one, eight = predict(composed(*LARGE, "strategy=fsdp2"), H100, (1, 8)).rows
     for part in ("weights", "gradients", "optimizer"):
@@ -150,7 +137,6 @@ def test_fsdp2_divides_the_states_by_the_ranks(composed):
     assert eight.time.algorithm == "ring"
 
 
-@has_fsdp2
 def test_gathered_weights_of_fsdp2_count_as_memory(composed):
     settings = ([], ["strategy.reshard_after_forward=false"], ["strategy.param_dtype=bfloat16"])
     again, kept, half = (
@@ -182,7 +168,6 @@ def test_a_misfit_has_remedies(composed):
     assert any("model.activation_checkpointing=true" in each for each in words)
 
 
-@has_fsdp2
 def test_a_model_larger_than_a_device_is_advised_to_shard(composed):
     config = composed("model=gpt2_xl", "optim=adamw", "precision=bf16-mixed", "batch.micro_size=1")
     one, eight = predict(config, HARDWARE["rtx4090"], (1, 8), vocab_size=50257).rows
@@ -194,7 +179,6 @@ def test_a_fit_has_no_remedy(gpt2):
     assert all(row.fits and row.remedies == [] for row in gpt2[1].rows)
 
 
-@has_exact
 def test_sums_in_one_order_take_room_and_only_some_numbers_of_devices(composed):
     words = ("model=gpt2", "batch.global_size=96", "batch.reference_size=96")
     exact = predict(composed(*words, "batch.exact_micro_size=2"), H100, (1, 2, 3, 24, 48))

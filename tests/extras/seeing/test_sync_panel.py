@@ -11,9 +11,8 @@ import torch
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch._inductor import config as inductor
 
-from lockstep_gpt.config import UserError, groups
+from lockstep_gpt.config import UserError
 from lockstep_gpt.extras.seeing.sync_panel import SyncPanel
-from lockstep_gpt.registry import merged
 
 ON_TWO = [
     "trainer=cpu",
@@ -178,13 +177,11 @@ def test_a_wrong_setting_is_rejected_by_its_name(settings, said):
         SyncPanel(**settings)
 
 
-@pytest.mark.skipif(not merged("COMM_HOOKS"), reason="no such extra")
 def test_compression_with_memory_is_rejected(fitted):
     with pytest.raises(UserError, match="comm_hook=powersgd makes approximations"):
         fitted(SyncPanel(), strategy={"comm_hook": "powersgd"})
 
 
-@pytest.mark.skipif(not hasattr(groups()["batch"], "exact_micro_size"), reason="no such extra")
 def test_sums_in_another_order_are_rejected(fitted):
     with pytest.raises(UserError, match=r"but batch\.exact_micro_size adds in another"):
         fitted(SyncPanel(), batch={"exact_micro_size": 2})

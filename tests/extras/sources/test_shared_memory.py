@@ -8,6 +8,18 @@ from lockstep_gpt.config import UserError
 from lockstep_gpt.extras.sources import shared_memory
 from lockstep_gpt.extras.sources.text import StdlibData
 
+FILLER = """
+import lightning
+class FillSharedMemory(lightning.Callback):
+    def setup(self, *_, **__):
+        with open("/dev/shm/filler", "wb", buffering=0) as file:
+            try:
+                while file.write(bytes(4096)):
+                    pass
+            except OSError:
+                pass
+"""
+
 
 @pytest.mark.parametrize(
     ("mount", "cause"), [("size=16k", "No space left on device"), ("ro", "Read-only file system")]
@@ -37,3 +49,11 @@ def test_without_loader_processes_no_shared_memory_is_asked_for(monkeypatch):
 def test_a_negative_number_of_workers_is_rejected():
     with pytest.raises(UserError, match=r"data\.num_workers=-1 must be at least 0"):
         StdlibData(num_workers=-1)
+
+
+def test_a_dev_shm_that_fills_is_explained(command, with_shared_memory):
+    (command.folder / "filler.py").write_text(FILLER)
+    fill = "+callbacks.filler._target_=filler.FillSharedMemory"
+    status, said = with_shared_memory("size=1m", "data.num_workers=2", fill)
+    assert status == 1
+    assert said.startswith("cause   workers of the data loader cannot hand over batches")

@@ -46,8 +46,6 @@ def test_a_run_with_tasks_shows_them_everywhere(command, write, read_offline):
 
 @pytest.mark.long
 def test_two_ranks_write_the_numbers_of_one(command, write):
-    if find_spec("lockstep_gpt.extras.exact") is None:
-        pytest.skip("no such extra: exact")
     path = write("own.jsonl", [{"context": f"{n}", "target": f"{n}"[0]} for n in range(40)])
     own = (
         "callbacks=[default,tasks]",
@@ -69,8 +67,6 @@ def test_two_ranks_write_the_numbers_of_one(command, write):
 
 @pytest.mark.long
 def test_sharded_weights_are_measured_as_a_whole(command, files):
-    if find_spec("lockstep_gpt.extras.sharding") is None:
-        pytest.skip("no such extra: fsdp2")
     own = ("callbacks=[default,tasks]", f"callbacks.tasks.files=[{files[1]}]")
     words = (*own, "callbacks.tasks.share=null", "trainer=cpu", "trainer.devices=2")
     command(*command.smoke(*words, "strategy=fsdp2", "run_dir=run"))

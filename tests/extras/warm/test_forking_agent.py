@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from lockstep_gpt.config import Config, LaunchConfig, UserError, extended
 from lockstep_gpt.extras.warm import server
 
 TWO = ("trainer=cpu", "trainer.devices=2", "strategy=ddp", "model.dropout=0.1")
@@ -46,19 +47,12 @@ def test_warm_ranks_have_the_variables_and_the_bits_of_cold_ones(command):
     assert all(torch.equal(warm[name], cold[name]) for name in cold)
 
 
-@pytest.mark.parametrize(
-    ("override", "line"),
-    [
-        (
-            "+strategy.start_method=spawn",
-            "launch.warm=true needs Linux, the extra `warm`, and a strategy other",
-        )
-    ],
-)
-def test_an_impossible_warm_start_is_rejected_before_the_run_is_created(command, override, line):
-    result = command.train(*TWO[:2], override, "launch.warm=true", "run_dir=run", status=2)
-    assert line in result.stderr
-    assert not (command.folder / "run").exists()
+def test_forks_that_must_be_but_cannot_are_rejected(monkeypatch):
+    config = Config(max_steps=1, launch=extended(LaunchConfig)(warm=True))
+    server.refuse_impossible(config)
+    monkeypatch.setattr(server.sys, "platform", "darwin")
+    with pytest.raises(UserError, match=r"^launch.warm=true needs Linux; remove it, or set false"):
+        server.refuse_impossible(config)
 
 
 def test_jobs_of_a_sweep_are_forks_of_one_process(command):
