@@ -46,7 +46,9 @@ PRELOADED = (
     f"{WARM}.forking_agent",
     "lockstep_gpt.cli",
     "lockstep_gpt.launch.agent",
+    "lockstep_gpt.launch.agent_program",
     "lockstep_gpt.launch.compose",
+    "lockstep_gpt.launch.rank_program",
     "lockstep_gpt.launch.start",
     "lockstep_gpt.training.train",
     "matplotlib.figure",
@@ -348,6 +350,8 @@ def _settle_in(job: dict[str, Any], files: list[int], program: str) -> Callable[
     os.environ.clear()
     os.environ.update(job["environment"])
     os.getppid = _parent_of(job["stands"])
+    if processes := sys.modules.get(f"{PACKAGE}.processes"):  # the kernel would watch the server
+        vars(processes)["_let_kernel_watch"] = processes._let_thread_watch
     fork = sys.modules.get(f"{WARM}.fork")
     if fork and not job["worker"]:  # then it forks its own server
         vars(fork)["before_imports"] = {**os.environ, **memory}

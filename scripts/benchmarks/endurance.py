@@ -49,7 +49,7 @@ EXPERIMENT = [
     "launch.max_restarts=99",
     "resume=auto",
 ]
-VICTIMS = {"rank": " rank ", "agent": " agent ", "command": "lockstep_gpt train"}
+VICTIMS = {"rank": "rank_program", "agent": "agent_program", "command": "lockstep_gpt train"}
 MOMENTS = ("any", "saving", "deleting")
 
 

@@ -109,7 +109,7 @@ def recovery(place: Path, folder: Path) -> float:
     process = start(place, folder, *words, "+callbacks.first._target_=first_step.FirstStep")
     try:
         wait_for(lambda: any(folder.glob("run/checkpoints/step=*.ckpt")))
-        ranks = [pid for pid in tree(process.pid) if " rank " in words_of(pid)]
+        ranks = [pid for pid in tree(process.pid) if "rank_program" in words_of(pid)]
         struck = time.time()
         os.kill(ranks[-1], signal.SIGKILL)
         wait_for(lambda: len(starts.read_text().split()) > 1)
@@ -166,9 +166,9 @@ def wait_for(condition: Callable[[], object], seconds: float = LIMIT) -> None:
 
 VICTIMS = {
     "the server": "lockstep_gpt.extras.warm",
-    "the agent": " agent ",
+    "the agent": "agent_program",
     "the command": "lockstep_gpt train",
-    "a rank": " rank ",
+    "a rank": "rank_program",
 }
 
 

@@ -65,14 +65,24 @@ def end_with_parent(parent: int) -> None:
     adopted this one while Python was starting.
     """
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        _let_kernel_watch(parent)
     else:
-        threading.Thread(target=_watch, args=[parent], name="end_with_parent", daemon=True).start()
+        _let_thread_watch(parent)
+
+
+def _let_kernel_watch(parent: int) -> None:
+    """Be killed at once, also while the interpreter is busy in a library."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _watch(parent: int) -> None:
-    while os.getppid() == parent:
-        time.sleep(0.25)
-    os.kill(os.getpid(), signal.SIGKILL)
+def _let_thread_watch(parent: int) -> None:
+    """Look for the parent four times a second."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(0.25)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, name="end_with_parent", daemon=True).start()

@@ -3,9 +3,9 @@
 import pytest
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
-from lockstep_gpt.config import BatchConfig, Config, LaunchConfig, UserError
+from lockstep_gpt.config import Config, UserError
 from lockstep_gpt.distributed.strategies import ddp
-from lockstep_gpt.launch import checks, devices
+from lockstep_gpt.launch import devices
 from lockstep_gpt.launch.devices import Placement, place
 
 SETTINGS = {"process_group_backend": None, "timeout_seconds": 90, "comm_hook": "none"}
@@ -26,18 +26,14 @@ def test_gradients_are_compressed_as_the_comm_hook_says(name, hook):
 
 
 @pytest.fixture
-def of_two_ranks(monkeypatch, tmp_path):
+def of_two_ranks(monkeypatch, tmp_path, composed):
     """Place two CPU ranks with compressed gradients."""
     monkeypatch.setattr(devices, "DEVICE_FILES", tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path))  # without nvidia-smi
 
-    def placed(hook, **launch):
-        trainer, strategy = {"accelerator": "cpu", "devices": 2}, {"comm_hook": hook}
-        limits = LaunchConfig(**launch)
-        parts = {"trainer": trainer, "strategy": strategy, "batch": BatchConfig(micro_size=1)}
-        config = Config(max_steps=1, launch=limits, **parts)
-        checks.refuse_conflicts(config)
-        return place(config)
+    def placed(hook, *words):
+        ranks = ("trainer=cpu", "trainer.devices=2", "strategy=ddp")
+        return place(composed(*ranks, f"strategy.comm_hook={hook}", *words))
 
     return placed
 
@@ -49,7 +45,7 @@ def test_restarts_with_an_error_memory_are_rejected(of_two_ranks):
         "strategy.comm_hook=powersgd keeps an error memory that no checkpoint contains; "
         "set launch.max_restarts=0"
     )
-    assert of_two_ranks("powersgd", max_restarts=0) == Placement("cpu", 2, 1)
+    assert of_two_ranks("powersgd", "launch.max_restarts=0") == Placement("cpu", 2, 1)
 
 
 def test_bf16_compression_is_rejected_on_a_cpu(of_two_ranks):

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from lockstep_gpt.config import BatchConfig, Config, UserError
+from lockstep_gpt.config import UserError
 from lockstep_gpt.distributed import strategies
-from lockstep_gpt.launch.checks import refuse_conflicts
 from lockstep_gpt.model import functional
 
 # torch hides its own warning; only pytest's filters turn it into an error.
@@ -41,12 +40,10 @@ def test_two_compiled_ranks_have_the_losses_of_eager_ones(
 
 
 @pytest.mark.parametrize("megabytes", [0.5, 0.99])
-def test_buckets_too_small_for_a_compiled_ddp_are_rejected(megabytes):
-    strategy = {"bucket_cap_mb": megabytes}
+def test_buckets_too_small_for_a_compiled_ddp_are_rejected(composed, megabytes):
+    ranks = ("trainer=cpu", "strategy=ddp", f"strategy.bucket_cap_mb={megabytes}")
     rule = f"strategy.bucket_cap_mb={megabytes} is too small for compile=true; set 1 or more"
-    batch = BatchConfig(micro_size=1)
     with pytest.raises(UserError, match=rule):
-        refuse_conflicts(Config(max_steps=1, compile=True, strategy=strategy, batch=batch))
-    refuse_conflicts(Config(max_steps=1, strategy=strategy, batch=batch))
-    fitting = {"bucket_cap_mb": 1}
-    refuse_conflicts(Config(max_steps=1, compile=True, strategy=fitting, batch=batch))
+        composed(*ranks, "compile=true")
+    composed(*ranks)
+    composed(*ranks[:2], "strategy.bucket_cap_mb=1", "compile=true")

@@ -203,7 +203,7 @@ def ranks_of(run):
             words = (entry / "cmdline").read_text().replace("\0", " ").split()
         except (FileNotFoundError, ProcessLookupError):
             continue
-        if words[-2:] == ["rank", str(run)]:
+        if "lockstep_gpt.launch.rank_program" in words and str(run) in words:
             found.append(int(entry.name))
     return found
 

@@ -4,11 +4,19 @@ import sys
 import warnings
 
 import pytest
+import torch
 
 from lockstep_gpt.config import BatchConfig, Config, ModelConfig, OptimConfig
 from lockstep_gpt.distributed.ranks import Ranks
 from lockstep_gpt.run.directory import RunDirectory
-from lockstep_gpt.training.reporting import as_text, drop_rank_log, receipt, reporting
+from lockstep_gpt.training.reporting import (
+    as_text,
+    batchnorm_line,
+    drop_rank_log,
+    receipt,
+    reporting,
+    warn_of_sudden_rate,
+)
 from lockstep_gpt.training.schedule import plan_batch, plan_schedule
 
 logger = logging.getLogger("lockstep_gpt.training.anything")
@@ -178,3 +186,42 @@ def test_the_facts_of_the_rank_stand_between_ours():
 def test_the_text_is_two_columns():
     text = as_text({"lr": "1", "schedule": "2"})
     assert text.splitlines() == ["  lr        1", "  schedule  2"]
+
+
+@pytest.mark.parametrize(
+    ("layers", "line"),
+    [
+        (0, "trainer.sync_batchnorm=true changes nothing: the model has none"),
+        (1, "1 layer synchronized over all ranks"),
+        (2, "2 layers synchronized over all ranks"),
+    ],
+)
+def test_the_receipt_says_what_sync_batchnorm_does(layers, line):
+    norms = [torch.nn.BatchNorm1d(3) for _ in range(layers)]
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), *norms)
+    asked = Config(max_steps=1, trainer={"sync_batchnorm": True})
+    assert batchnorm_line(asked, model) == {"batchnorm": line}
+    assert batchnorm_line(Config(max_steps=1), model) == {}
+
+
+@pytest.mark.parametrize(
+    ("devices", "warmup", "rule", "times"),
+    [
+        (8, 0, "linear", "8"),
+        (4, 0, "linear", "4"),
+        (16, 0, "sqrt", "4"),
+        (2, 0, "linear", ""),
+        (8, 1, "linear", ""),
+        (8, 0, "none", ""),
+    ],
+)
+def test_a_rate_far_above_the_tuned_one_from_the_first_step_warns(
+    caplog, devices, warmup, rule, times
+):
+    batch = BatchConfig(micro_size=2, reference_size=2)
+    optim = OptimConfig(algorithm="adamw", warmup_steps=warmup, lr_scaling=rule)
+    model = ModelConfig(block_size=8, n_layer=1, n_head=1, n_embd=8)
+    config = Config(max_steps=9, batch=batch, optim=optim, model=model)
+    warn_of_sudden_rate(plan_schedule(config, plan_batch(batch, 8, devices, 1)))
+    warned = [line for line in caplog.messages if f"has {times} times the tuned" in line]
+    assert (len(caplog.messages), len(warned)) == (bool(times), bool(times))

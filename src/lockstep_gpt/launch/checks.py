@@ -8,8 +8,10 @@ from lockstep_gpt.launch import apple, trainer_arguments
 from lockstep_gpt.launch.placement import Placement
 from lockstep_gpt.registry import asked
 
-STRATEGIES = "lockstep_gpt.distributed.strategies"
-ADDING_IN_ORDER = (f"{STRATEGIES}.auto", f"{STRATEGIES}.ddp")  # with exact sums
+# `strategy._target_` of our choices. The module itself imports torch.
+AUTO = "lockstep_gpt.distributed.strategies.auto"
+DDP = "lockstep_gpt.distributed.strategies.ddp"
+FSDP2 = "lockstep_gpt.distributed.strategies.fsdp2"
 SHARD_DTYPES = ("float32", "bfloat16")
 
 
@@ -23,7 +25,7 @@ def refuse_conflicts(config: Config) -> None:
     check("strategy.comm_hook", "powersgd", fits, rule)
     if config.batch.exact_micro_size is not None:
         _refuse_other_sums(config)
-    if config.strategy.get("_target_") == f"{STRATEGIES}.fsdp2":
+    if config.strategy.get("_target_") == FSDP2:
         _refuse_unshardable(config)
     trainer_arguments.refuse_unknown(config)
     asked("CHECK", config)
@@ -36,8 +38,8 @@ def _refuse_other_sums(config: Config) -> None:
         value = config.strategy.get(name, needed)
         rule = f"{remedy} strategy.{name}={as_typed(needed)}"
         check(f"strategy.{name}", value, value == needed, rule)
-    target = config.strategy.get("_target_", ADDING_IN_ORDER[0])
-    check("strategy._target_", target, target in ADDING_IN_ORDER, f"{remedy} strategy=ddp")
+    target = config.strategy.get("_target_", AUTO)
+    check("strategy._target_", target, target in (AUTO, DDP), f"{remedy} strategy=ddp")
     synchronized = config.trainer.get("sync_batchnorm", False)
     rule = f"{remedy} trainer.sync_batchnorm=false"
     check("trainer.sync_batchnorm", synchronized, not synchronized, rule)

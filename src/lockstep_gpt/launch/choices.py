@@ -12,6 +12,14 @@ from lockstep_gpt import config as schema
 from lockstep_gpt.config import Config
 from lockstep_gpt.registry import asked
 
+# Choices of earlier versions -> what to do instead.
+GONE = {
+    ("strategy", "ddp_spawn"): (
+        "in a debugger, set launch.inline=true; in a notebook, call "
+        'lockstep_gpt.cli.main(["train", ...]), which starts ranks as processes'
+    ),
+}
+
 
 def config_folder() -> Path:
     """Return the folder of the YAML files: in the installed package, else in the source tree."""

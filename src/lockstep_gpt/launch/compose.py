@@ -157,6 +157,8 @@ def one_line(error: Exception, arguments: list[str]) -> str:
         listed = re.search(r"Available options in .+?: (.+?)( Config s.+)?$", text)
         files = (choices.config_folder() / found[1]).glob("*.yaml")
         names = listed[1].split() if listed else sorted(path.stem for path in files)
+        if instead := choices.GONE.get((found[1], found[2])):
+            return f"{found[1]}={found[2]} is gone; {instead}"
         near = choices.suggestion(found[2], names)
         return f"{found[1]}={found[2]} is not one of {', '.join(names)}{near}"
     if path and re.search("not in|Could not override|Could not append", text):

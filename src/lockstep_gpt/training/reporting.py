@@ -12,6 +12,7 @@ from typing import Any, TextIO
 
 import torch
 from lightning import Trainer
+from torch import nn
 from tqdm import tqdm
 
 from lockstep_gpt.config import LEVELS, Config, counted
@@ -25,6 +26,10 @@ from lockstep_gpt.run.directory import RunDirectory
 from lockstep_gpt.run.tracking import offline_hint
 from lockstep_gpt.training.schedule import BatchPlan, Schedule
 
+logger = logging.getLogger(__name__)
+
+# The base class of all BatchNorm layers: torch has no public one.
+BatchNorm = torch.nn.modules.batchnorm._BatchNorm
 # Lightning prints these. They are true, but don't help a reader of our receipt.
 NOISE = [
     r".*does not have many workers which may be a bottleneck.*",
@@ -133,6 +138,20 @@ def receipt(
     }
 
 
+HIGH_SCALE = 4  # times the tuned rate; without warmup, it often diverges (Goyal et al. 2017)
+
+
+def warn_of_sudden_rate(schedule: Schedule) -> None:
+    """Warn if the first update already has a rate far above the one that was tuned."""
+    if schedule.warmup_steps == 0 and schedule.scale >= HIGH_SCALE:
+        logger.warning(
+            "the first step has %g times the tuned learning rate, because the batch is larger, and "
+            "there is no warmup: set optim.warmup_steps, optim.lr_scaling=none, or a fixed "
+            "batch.global_size",
+            schedule.scale,
+        )
+
+
 def times(epochs: float) -> str:
     """Return the number of epochs to two digits, or whole from 100 on."""
     return f"{epochs:,.0f}" if epochs >= 99.5 else f"{epochs:.2g}"
@@ -152,7 +171,18 @@ def facts(
         f"{counted(torch.get_num_threads(), 'thread')} each",
         "kernels": f"matrix products by {products}",
         "strategy": type(trainer.strategy).__name__ + group,
+        **batchnorm_line(config, model),
     }
+
+
+def batchnorm_line(config: Config, model: nn.Module) -> dict[str, str]:
+    """Return the receipt's line on SyncBatchNorm; empty if it is not set."""
+    if not config.trainer.get("sync_batchnorm"):
+        return {}
+    count = sum(isinstance(module, BatchNorm) for module in model.modules())
+    if count == 0:
+        return {"batchnorm": "trainer.sync_batchnorm=true changes nothing: the model has none"}
+    return {"batchnorm": f"{counted(count, 'layer')} synchronized over all ranks"}
 
 
 def as_text(lines: dict[str, str]) -> str:

@@ -123,6 +123,7 @@ def _train(
         facts = reporting.facts(config, module.model, data, trainer, products)
         receipt = reporting.receipt(config, batch, schedule, epochs, facts)
         logger.info("%s", reporting.as_text(receipt))
+        reporting.warn_of_sudden_rate(schedule)
         earlier = metrics_file.begin(step_of(Path(resume)) if resume else 0)
         metrics.row = {name: float(earlier[name]) for name in measuring.COLUMNS if name in earlier}
     status = "failed"

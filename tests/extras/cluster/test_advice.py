@@ -12,7 +12,6 @@ from lockstep_gpt.extras.cluster import advice
 from lockstep_gpt.extras.cluster.advice import (
     advise,
     warn_of_slow_attention,
-    warn_without_batchnorm,
 )
 
 MODEL = ModelConfig(block_size=256, n_layer=1, n_head=2, n_embd=16)
@@ -48,12 +47,3 @@ def test_the_receipt_names_the_kernel_of_attention(accelerator, tokens, kernel):
     model = ModelConfig(block_size=tokens, n_layer=1, n_head=4, n_embd=128)
     config = Config(max_steps=1, model=model, trainer={"accelerator": accelerator})
     assert advice.attention_line(config, None) == {"attention": kernel}
-
-
-def test_sync_batchnorm_without_a_batchnorm_warns_once(caplog):
-    with caplog.at_level(logging.WARNING):
-        warn_without_batchnorm(torch.nn.Linear(4, 3))
-        warn_without_batchnorm(torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3)))
-    assert caplog.messages == [
-        "trainer.sync_batchnorm=true changes nothing: the model has no BatchNorm"
-    ]

@@ -160,7 +160,7 @@ def test_a_run_is_readable_without_the_extras_of_its_settings(version, monkeypat
         assert left == frozen.get(group, {}).keys() - set(former)
 
 
-@pytest.mark.parametrize(("group", "name"), [("checkpoint", "copy_to"), ("guard", "stall_after")])
+@pytest.mark.parametrize(("group", "name"), [("checkpoint", "copy_to"), ("launch", "warm")])
 def test_a_setting_of_a_missing_extra_is_rejected_by_name(group, name, monkeypatch, tmp_path):
     (tmp_path / "extras").mkdir()
     monkeypatch.setattr(extras, "__path__", [str(tmp_path / "extras")])
@@ -223,7 +223,7 @@ def test_weights_of_other_code_fail_in_one_line_and_leave_the_run_unchanged(earl
     content["state_dict"]["model.before"] = content["state_dict"].pop(name)
     write_checkpoint(content, path)
     text = (command.folder / "run/config.yaml").read_text()
-    frozen = yaml.safe_load(text.replace("training.callbacks", "runtime.callbacks"))
+    frozen = yaml.safe_load(text.replace("training.callbacks", "run.callbacks"))
     said = command(*RESUME, "launch.inline=true", status=2).stderr
     assert said.count("\n") == 1
     assert "only 27 of the checkpoint's 28 weights fit this model's 28; use the" in said

@@ -89,16 +89,16 @@ def words_of(pid):
 def test_ranks_restart_cold_after_the_server_was_killed(command, processes_of, wait_for, kill):
     process, find = started(command, processes_of, wait_for, "max_steps=200", "checkpoint.every=10")
     kill(find("lockstep_gpt.extras.warm")[0])
-    before = set(find("processes rank"))
+    before = set(find("rank_program"))
     kill(max(before))
-    wait_for(lambda: len(set(find("processes rank")) - before) == 2)
-    assert all("python" in words_of(pid).split()[0] for pid in find("processes rank"))
+    wait_for(lambda: len(set(find("rank_program")) - before) == 2)
+    assert all("python" in words_of(pid).split()[0] for pid in find("rank_program"))
     _, said = process.communicate(timeout=240)
     assert process.returncode == 0, said
     assert "was killed by SIGKILL; restarting all ranks (1 of 3)" in said
 
 
-@pytest.mark.parametrize("victim", ["lockstep_gpt train", "processes agent"])
+@pytest.mark.parametrize("victim", ["lockstep_gpt train", "agent_program"])
 def test_nothing_outlives_a_killed_parent_or_agent(command, processes_of, wait_for, kill, victim):
     process, find = started(command, processes_of, wait_for, "max_steps=100000")
     kill(find(victim)[0])

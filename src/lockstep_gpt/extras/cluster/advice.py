@@ -16,10 +16,8 @@ logger = logging.getLogger(__name__)
 EPOCHS = 4  # teach as much as the same number of new tokens (Muennighoff et al. 2023, section 1)
 
 
-def advise(config: Config, module: LightningModule, epochs: float) -> None:
-    """Warn of slow attention, of data that are repeated often, and of missing BatchNorm."""
-    if config.trainer.get("sync_batchnorm"):
-        warn_without_batchnorm(module)
+def advise(config: Config, _module: LightningModule, epochs: float) -> None:
+    """Warn of slow attention, and of data that are repeated often."""
     warn_of_slow_attention(config)
     if epochs > EPOCHS:
         logger.warning(
@@ -58,10 +56,3 @@ def warn_of_slow_attention(config: Config) -> None:
             "model.n_embd / model.n_head divisible by 8 and at most 256",
             half,
         )
-
-
-def warn_without_batchnorm(module: LightningModule) -> None:
-    """Warn if `trainer.sync_batchnorm` does not have anything to synchronize."""
-    batchnorm = torch.nn.modules.batchnorm._BatchNorm
-    if not any(isinstance(each, batchnorm) for each in module.modules()):
-        logger.warning("trainer.sync_batchnorm=true changes nothing: the model has no BatchNorm")

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from lockstep_gpt.config import PROGRAM, counted, groups
+from lockstep_gpt.config import PROGRAM, counted
 from lockstep_gpt.extras.cluster import exactness
 from lockstep_gpt.extras.cluster.flags import count
 from lockstep_gpt.extras.cluster.small_runs import LIMIT, SmallRuns
@@ -206,8 +206,6 @@ class Drill(SmallRuns):
 
     def hanging_rank(self) -> Outcome:
         """One rank hangs: the run prints its stack and ends."""
-        if not hasattr(groups()["guard"], "stall_after"):
-            return Outcome(True, "skipped: needs the extra `guards`")
         plan = self._faults("hang", [f"{self.steps // 2}:{self.ranks - 1}:hang"])
         started = time.monotonic()
         status, said = self.train("hang", *plan, "guard.stall_after=5")

@@ -20,7 +20,6 @@ from lockstep_gpt.config import (
     RunError,
     UserError,
     counted,
-    groups,
 )
 from lockstep_gpt.extras.cluster import flags
 from lockstep_gpt.extras.cluster.small_runs import SmallRuns
@@ -62,8 +61,6 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--ranks", type=flags.counts, default=(1, 2, 4))
     parser.add_argument("--steps", type=flags.count, default=150)
     given, overrides = parser.split(arguments)
-    if not hasattr(groups()["batch"], "exact_micro_size"):
-        raise UserError("drill exact needs the extra `exact`, which is not installed")
     if len(given.ranks) == 1:
         raise UserError(f"--ranks {given.ranks[0]} compares nothing; give several, as in 1,2")
     for word in overrides:

@@ -15,15 +15,12 @@ from lockstep_gpt.extras.cluster.hardware import Hardware
 from lockstep_gpt.extras.cluster.ledger import ledger
 from lockstep_gpt.extras.cluster.memory import Memory
 from lockstep_gpt.extras.cluster.step_time import StepTime, Work, buckets, step_time
+from lockstep_gpt.launch.checks import AUTO, DDP
 from lockstep_gpt.training.schedule import BatchPlan, plan_batch, plan_schedule
 
 TOKENS_PER_PARAMETER = 20  # compute-optimal (Hoffmann et al. 2022, table 3)
 LINEAR_RANGE = 32  # from a batch of 256 to 8,192 images (Goyal et al. 2017, figure 1)
 COMPRESSION = {"fp16": 0.5, "bf16": 0.5}  # strategy.comm_hook
-OUR_STRATEGIES = (
-    "lockstep_gpt.distributed.strategies.auto",
-    "lockstep_gpt.distributed.strategies.ddp",
-)
 
 
 @dataclass(frozen=True)
@@ -142,7 +139,7 @@ def _work(room: Room) -> Work:
 def _notes(room: Room) -> list[str]:
     """Return notes on what the prediction leaves out, and on a faster precision."""
     config, hardware, notes = room.config, room.hardware, []
-    if not room.sharing and config.strategy.get("_target_") not in OUR_STRATEGIES:
+    if not room.sharing and config.strategy.get("_target_") not in (AUTO, DDP):
         notes.append("this strategy is planned as ddp: every rank has the whole model")
     if config.strategy.get("comm_hook") == "powersgd":
         notes.append("strategy.comm_hook=powersgd is planned without its compression")
@@ -177,7 +174,7 @@ class _Planner:
         batch = self.room.config.batch
         if batch.global_size is None:
             return "weak", batch, []
-        exact = getattr(batch, "exact_micro_size", None)  # other numbers are rejected one by one
+        exact = batch.exact_micro_size  # other numbers are rejected one by one
         if scaling == "strong" or exact or (scaling is None and self._all_divide(world_sizes)):
             return "strong", batch, []
         several = [world_size for world_size in sorted(world_sizes) if world_size > 1]

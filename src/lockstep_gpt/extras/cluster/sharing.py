@@ -1,7 +1,4 @@
-"""How `strategy=fsdp2` changes a plan: what each rank stores, and what ranks gather and scatter.
-
-The extra that implements it may be gone, so this reads only the settings of its strategy.
-"""
+"""How `strategy=fsdp2` changes a plan: what each rank stores, and what ranks gather and scatter."""
 
 from __future__ import annotations
 
@@ -10,8 +7,8 @@ from dataclasses import dataclass
 from torch import nn
 
 from lockstep_gpt.config import Config
+from lockstep_gpt.launch.checks import FSDP2
 
-TARGET = ".sharding.fsdp2.fsdp2"  # how its `strategy._target_` ends
 SIZES = {"float32": 4, "bfloat16": 2}  # bytes
 
 
@@ -31,7 +28,7 @@ class Sharing:
     def of(cls, config: Config, model: nn.Module) -> Sharing | None:
         """Return how `config` shards `model`; None if every rank stores the whole model."""
         strategy = config.strategy
-        if not str(strategy.get("_target_")).endswith(TARGET):
+        if strategy.get("_target_") != FSDP2:
             return None
         blocks = [_elements(block) for block in getattr(model, "blocks", ())]
         return cls(

@@ -4,18 +4,9 @@ from typing import Any
 
 # Group -> setting -> what it was by default.
 FORMER: dict[str, dict[str, Any]] = {
-    "batch": {"exact_micro_size": None, "exact_threads": 1},
     "checkpoint": {"background": False, "copy_to": None},
     "data": {"num_workers": 0, "shard_mb": 256, "tokenizer_mb": 32, "vocab_size": None},
-    "guard": {"replicas_every": 500, "stall_after": 1800.0},
-    "launch": {
-        "join_seconds": 300.0,
-        "lost_seconds": 15.0,
-        "min_nodes": None,
-        "node_rank": 0,
-        "rdzv_endpoint": None,
-        "warm": None,
-    },
+    "launch": {"warm": None},
     "model": {"init_from": None},
 }
 

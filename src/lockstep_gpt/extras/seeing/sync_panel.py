@@ -82,7 +82,7 @@ class SyncPanel(StepCallback):
         if type(trainer.strategy) not in (DDPStrategy, SingleDeviceStrategy):
             kind = type(trainer.strategy).__name__
             raise UserError(f"callbacks=sync_panel records under ddp, not under {kind}; remove it")
-        if getattr(pl_module.config.batch, "exact_micro_size", None):
+        if pl_module.config.batch.exact_micro_size:
             raise UserError(
                 "callbacks=sync_panel averages in the order of ddp, but batch.exact_micro_size "
                 "adds in another; remove one of them"

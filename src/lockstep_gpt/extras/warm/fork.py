@@ -29,6 +29,8 @@ from typing import Any, NoReturn
 
 from lockstep_gpt import processes
 
+PR_SET_NAME = 15  # of prctl(2)
+LONGEST_NAME = 15  # bytes that the kernel keeps
 GO = b"!"  # tells a new process that its requester knows of it
 
 # Environment before the imports, of this process or of the one that it was forked from.
@@ -176,13 +178,24 @@ def _forget_exits() -> None:
 
 
 def show(words: Sequence[str] = ()) -> None:
-    """Make `ps` show another command line, if setproctitle is installed.
+    """Make `ps` show another command line after a short name, such as `rank 3`.
 
-    The first call finds the command line in memory with the help of the environment that the
-    process was started with, so call it before any change to the environment.
+    Without setproctitle, only the name changes. The first call finds the command line in memory
+    with the help of the environment that the process was started with, so call it before any change
+    to the environment.
     """
+    if words:
+        libc().prctl(PR_SET_NAME, name_of(words).encode()[:LONGEST_NAME], 0, 0, 0)
     with contextlib.suppress(ImportError):
         import setproctitle
 
-        line = " ".join(["python -m", *words]) if words else setproctitle.getproctitle()
+        line = setproctitle.getproctitle()
+        if words:
+            line = f"{name_of(words)}: {' '.join(['python -m', *words])}"
         setproctitle.setproctitle(line)
+
+
+def name_of(words: Sequence[str]) -> str:
+    """Return a short name of the process that runs `python -m WORDS`."""
+    role = words[0].rpartition(".")[-1].removesuffix("_program")
+    return f"{role} {os.environ['RANK']}" if role == "rank" else role

@@ -1,0 +1,93 @@
+"""Ranks under the real torchrun: restarts after a kill, and the end of torchrun itself."""
+
+import os
+import signal
+import sys
+import time
+
+import pytest
+
+from lockstep_gpt.launch import launcher
+
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
+LONG = ("trainer=cpu", "max_steps=60", "checkpoint.every=4", "log_every=5", "model.dropout=0.1")
+
+
+@pytest.fixture
+def torchrun(command):
+    """Start the smoke experiment on two ranks of torchrun."""
+
+    def start(*overrides, options=()):
+        words = command.smoke(*LONG, *overrides)
+        launch = [*TORCHRUN, "--nproc_per_node=2", *options, "-m", "lockstep_gpt"]
+        return command.start_words([*launch, *words])
+
+    return start
+
+
+@pytest.fixture
+def ranks_of(wait_for):
+    """Return the processes of a launcher's ranks, once all are there."""
+
+    def children(pid):
+        listing = f"/proc/{pid}/task/{pid}/children"
+        with open(listing) as file:  # noqa: PTH123 (not a file on a disk)
+            return [int(word) for word in file.read().split()]
+
+    return lambda pid: wait_for(lambda: len(children(pid)) == 2 and children(pid))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("options", [(), ("--standalone",)], ids=["default", "standalone"])
+def test_a_killed_rank_restarts_and_ends_with_the_bits_of_an_undisturbed_run(
+    command, torchrun, ranks_of, wait_for_checkpoint, kill, options
+):
+    command.train(*LONG, "trainer.devices=2", "strategy=ddp", "run_dir=whole")
+    hurt = ("run_dir=hurt", "resume=auto")
+    process = torchrun(*hurt, options=(*options, "--max-restarts=2"))
+    for _ in range(2):
+        wait_for_checkpoint(command.folder / "hurt")
+        kill(ranks_of(process.pid)[1])
+        time.sleep(1)
+    out, err = process.communicate(timeout=240)
+    assert process.returncode == 0, f"{out}\n{err}"
+    whole, ended = command.summary("whole"), command.summary("hurt")
+    assert ended["status"] == "done"
+    assert ended["weights"]["60"] == whole["weights"]["60"]
+
+
+@pytest.mark.parametrize("early", [False, True], ids=["in training", "while ranks import"])
+def test_no_rank_outlives_a_killed_torchrun(
+    command, torchrun, ranks_of, wait_for_checkpoint, kill, is_alive, wait_for, early
+):
+    process = torchrun("max_steps=99999", "run_dir=run")
+    if not early:
+        wait_for_checkpoint(command.folder / "run")
+    ranks = ranks_of(process.pid)
+    time.sleep(0.5 * early)
+    kill(process.pid)
+    wait_for(lambda: not any(map(is_alive, ranks)), seconds=5 if not early else 60)
+    process.wait()
+
+
+def test_a_rank_that_torchrun_left_before_it_could_know_ends_at_once(monkeypatch):
+    ended = []
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    monkeypatch.setattr(os, "getppid", lambda: 1)
+    monkeypatch.setattr(launcher, "_program_of", lambda _: "init")
+    monkeypatch.setattr(launcher, "end_with_parent", lambda _: None)
+    monkeypatch.setattr(launcher, "end_process", ended.append)
+    launcher.end_with_launcher()
+    assert ended == [1]
+
+
+def test_a_signal_to_torchrun_saves_and_the_run_continues(command, torchrun, wait_for_checkpoint):
+    process = torchrun("max_steps=99999", "run_dir=run")
+    wait_for_checkpoint(command.folder / "run")
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=240)
+    summary = command.summary("run")
+    assert (summary["status"], summary["saved"]) == ("stopped", True)
+    step = summary["step"]
+    command("train", "run_dir=run", "resume=auto", f"max_steps={step + 4}", "launch.inline=true")
+    assert command.summary("run")["step"] == step + 4
