@@ -15,10 +15,6 @@ WORDS = {
     "warm": r"launch\.warm|setproctitle",
     "copies": "copy_to|checkpoint.background|s3fs",
     "trackers": "logger=tensorboard|tensorboard --logdir|mlflow",
-    "guards": "replicas_every|stall_after",
-    "exact": "exact_micro_size|exact_threads",
-    "nodes": r"rdzv_endpoint|min_nodes|launch\.node_rank|join_seconds",
-    "launchers": "torchrun --nproc",
     "compat": r"lightning\.md",
     "completion": "install=bash",
     "sizes": r"model=auto|model\.size|size_law|scaling_law",
@@ -29,12 +25,9 @@ WORDS = {
     "sources": "data.num_workers|datasets|pyarrow|parquet|data=jsonl|tokenizer=bpe|zstandard",
     "mixtures": r"data=mixture|data\.weights|mixtures\.md|tokenizer_from",
     "ladder": "scripts/ladder|pitfalls.py",
-    "apple": r"trainer=mps|Apple GPU",
     "container": r"docker build|devcontainer",
     "seeing": r"sync_panel|lockstep-gpt (panel|report|evaluate)|report\.html|playwright",
     "tasks": r"lockstep-gpt score|default,tasks|tasks\.md|callbacks\.tasks|core_metric",
-    "fsdp2": "fsdp2|reshard_after_forward|save_parts|reduce_each",
-    "spawn": "ddp_spawn",
     "export": "init_from|lockstep-gpt export|safetensors|transformers",
     "slurm": r"sbatch|docs/slurm|slurm\.md",
     "kubernetes": r"kubectl|kubeflow|kubernetes\.md",
@@ -84,16 +77,15 @@ def test_an_absent_extra_is_mentioned_nowhere(extra, defaults):
 
 # Python files of every project that may still mention an extra, and why.
 IN_PYTHON = {
-    "src/lockstep_gpt/launch/agent.py": "min_nodes",  # torch's own name
-    "src/lockstep_gpt/run/directory.py": ".",  # names of settings that runs were frozen with
+    "src/lockstep_gpt/launch/checks.py": "checkpoint.background=true conflict",  # with ours
+    "src/lockstep_gpt/run/remedies.py": "num_workers",  # of processes that only an extra starts
     "tests/conftest.py": "^RANKS|launch.warm=false",  # settings of runs with separate processes
     "tests/extras/conftest.py": "playwright",  # for the pages of several extras
     "tests/data/test_corpora.py": "sys.modules",  # what must not be imported
     "tests/docs/test_commands.py": '^    "',  # which test runs a page's commands
     "tests/forked_python.py": '^    "',  # libraries that are imported if installed
-    "tests/launch/test_compose.py": "launch.warm|fsdp2",  # rejected by name; chosen if installed
+    "tests/launch/test_compose.py": "launch.warm",  # rejected by name
     "tests/test_config.py": "bpe is not one of bytes",  # also rejected
-    "tests/run/test_directory.py": "node_rank|rdzv_endpoint",  # what another machine may change
     "tests/test_train.py": "^OF_EXTRAS",  # files that may be next to ours
 }
 

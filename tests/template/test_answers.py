@@ -314,8 +314,9 @@ def test_a_project_of_any_name_has_a_folder_a_command_and_a_package(name, slug, 
 def test_an_extra_adds_its_requirements_and_old_names_are_accepted(defaults):
     from hooks.answers import checked
 
-    assert checked({**defaults, "extras": "slurm"}).extras == ("nodes", "slurm")
-    assert checked({**defaults, "extras": "modern"}).extras == ()
+    chosen = checked({**defaults, "extras": "chat"}).extras
+    assert sorted(chosen) == ["chat", "documents", "export"]
+    assert checked({**defaults, "extras": "modern nodes launchers"}).extras == ()
 
 
 def test_every_question_has_a_prompt_and_the_one_on_extras_names_them_all():
