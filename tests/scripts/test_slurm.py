@@ -249,3 +249,16 @@ def test_array_runs_a_line_of_the_sweep_in_each_task(slurm, command, wait_for):
     said = "".join(path.read_text() for path in command.folder.glob("slurm-*.log"))
     assert "optim.lr=-1.0 must be above 0" in said
     assert "start 1 of 3" not in said
+
+
+def test_tasks_of_plain_srun_are_ranks_of_one_run(slurm, command):
+    words = command.smoke("trainer=cpu", "max_steps=10", "run_dir=run")
+    program = [sys.executable, "-m", "lockstep_gpt", *words]
+    job = ["srun", "--nodes=1", "--ntasks=2", "--time=5", "--overcommit", *program]
+    environment = {**os.environ, **slurm.environment, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        job, cwd=command.folder, env=environment, capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert command.summary("run")["world_size"] == 2
+    assert done.stdout.count("val_loss") == 1

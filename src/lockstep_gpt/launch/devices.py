@@ -7,7 +7,7 @@ import subprocess
 from pathlib import Path
 
 from lockstep_gpt.config import Config, UserError, check
-from lockstep_gpt.launch import apple, checks, launcher
+from lockstep_gpt.launch import apple, checks, launcher, slurm
 from lockstep_gpt.launch.placement import Placement
 
 DEVICE_FILES, CPU_FLAGS = Path("/dev"), Path("/proc/cpuinfo")
@@ -15,6 +15,7 @@ DEVICE_FILES, CPU_FLAGS = Path("/dev"), Path("/proc/cpuinfo")
 
 def place(config: Config) -> Placement:
     """Resolve `auto` to devices present; raise a `UserError` for missing or impossible ones."""
+    slurm.become_rank(config)
     accelerator = accelerator_of(config.trainer.get("accelerator", "auto"))
     gpus = gpu_count() if accelerator == "cuda" else None  # CPU ranks have no limit
     devices, nodes = config.trainer.get("devices", "auto"), config.trainer.get("num_nodes", 1)

@@ -4,11 +4,13 @@ import contextlib
 import logging
 import time
 import traceback
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, TextIO
 
 import torch
 from lightning import Trainer
+from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.loggers import Logger
 from torch.distributed import Store  # type: ignore[attr-defined]
@@ -19,6 +21,7 @@ from lockstep_gpt.data.prepare import opened
 from lockstep_gpt.data.tokenizer import from_dict
 from lockstep_gpt.distributed import flight_recorder
 from lockstep_gpt.distributed import ranks as meeting
+from lockstep_gpt.distributed.cluster_environment import RanksEnvironment
 from lockstep_gpt.distributed.exact_sums import gradient_sums
 from lockstep_gpt.exits import Exit, after_signal
 from lockstep_gpt.model.functional import choose_matrix_products
@@ -210,7 +213,7 @@ def _trainer(
             enable_progress_bar=any(isinstance(each, ProgressBar) for each in chosen),
             enable_model_summary=False,
             log_every_n_steps=config.log_every,
-            plugins=[*arguments.pop("plugins"), *make.keywords.get("plugins", ())],
+            plugins=_plugins(arguments.pop("plugins"), make.keywords.get("plugins", ()), ranks),
             **arguments,
         )
     except Exception as error:
@@ -218,6 +221,15 @@ def _trainer(
             each.close("failed")
         raise mistake(error) from error
     return trainer
+
+
+def _plugins(ours: list[Any], users: Iterable[Any], ranks: meeting.Ranks) -> list[Any]:
+    """Return the Trainer's plugins, with what tells Lightning this rank if the user's don't."""
+    plugins = [*ours, *users]
+    is_told = any(isinstance(plugin, ClusterEnvironment) for plugin in plugins)
+    if ranks.world_size > 1 and not is_told:
+        plugins.append(RanksEnvironment(ranks))
+    return plugins
 
 
 def _fail(

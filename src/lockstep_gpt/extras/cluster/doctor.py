@@ -22,7 +22,7 @@ from lockstep_gpt.config import PROGRAM, Config, UserError
 from lockstep_gpt.distributed.address import own_address
 from lockstep_gpt.extras.cluster import environment, flags
 from lockstep_gpt.extras.cluster.report import FAILURE, Report, failure
-from lockstep_gpt.launch import compose, devices, launcher
+from lockstep_gpt.launch import compose, devices, launcher, slurm
 from lockstep_gpt.launch.placement import Placement
 
 WAIT = 45.0  # seconds: including the startup, a missing rank is reported within a minute
@@ -54,11 +54,14 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--save-profile", type=Path)
     parser.add_argument("--json", action="store_true")
     given, overrides = parser.split(arguments)
-    inside = launcher.has_rank()
-    return max(
-        _examine(values, config, given) if inside else _start(config, given, arguments)
-        for values, config in flags.each_job(overrides, compose.checked)
-    )
+    statuses = []
+    for values, config in flags.each_job(overrides, compose.checked):
+        slurm.become_rank(config)
+        if launcher.has_rank():
+            statuses.append(_examine(values, config, given))
+        else:
+            statuses.append(_start(config, given, arguments))
+    return max(statuses)
 
 
 def _examine(values: dict[str, Any], config: Config, given: Any) -> int:

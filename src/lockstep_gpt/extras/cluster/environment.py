@@ -35,7 +35,6 @@ SLOW = {
 }
 # Variables that contain a launcher's number of tasks -> how to set the variables that torch reads.
 TASKS = {
-    "SLURM_NTASKS": "RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_NTASKS LOCAL_RANK=$SLURM_LOCALID",
     "OMPI_COMM_WORLD_SIZE": "RANK=$OMPI_COMM_WORLD_RANK WORLD_SIZE=$OMPI_COMM_WORLD_SIZE "
     "LOCAL_RANK=$OMPI_COMM_WORLD_LOCAL_RANK",
 }
