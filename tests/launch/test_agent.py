@@ -7,12 +7,14 @@ from torch.distributed.elastic.metrics import api
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
+from lockstep_gpt.exits import Ending
 from lockstep_gpt.launch.agent import RankAgent, causes
 
 
 def test_of_ranks_that_ended_those_that_were_killed_are_named_first():
-    assert causes({0: 75, 1: -9}) == "rank 1 was killed by SIGKILL"
-    assert causes({0: 75, 1: 255}) == "rank 0 lost its peers, rank 1 ended with status 255"
+    lost, killed, other = Ending(75), Ending(-9), Ending(255)
+    assert causes({0: lost, 1: killed}) == "rank 1 was killed by SIGKILL"
+    assert causes({0: lost, 1: other}) == "rank 0 lost its peers, rank 1 ended with status 255"
 
 
 def test_torch_names_its_callers_without_reading_sources(monkeypatch):

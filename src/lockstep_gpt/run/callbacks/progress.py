@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 from lockstep_gpt.data.tokenizer import printable
 from lockstep_gpt.distributed.strategies import layout_of
-from lockstep_gpt.model.gpt import GPT, check_sampling
+from lockstep_gpt.model.gpt import check_sampling
 from lockstep_gpt.run.callbacks.metrics import Metrics
 from lockstep_gpt.run.callbacks.step import StepCallback
 from lockstep_gpt.run.tracking import tracked
@@ -117,10 +117,10 @@ class Sample(Callback):
         tokenizer = pl_module.tokenizer
         if tokenizer.end_of_text is None:
             return
-        model = layout_of(trainer.strategy).whole_model(pl_module.model)  # every rank takes part
+        layout = layout_of(trainer.strategy)
+        model: Any = layout.whole_model(pl_module.model)  # every rank takes part
         if not trainer.is_global_zero:
             return
-        assert isinstance(model, GPT)
         device = next(model.parameters()).device
         prompt = torch.tensor(tokenizer.encode(self.prompt).astype("int64"), device=device)
         generator = torch.Generator(device).manual_seed(pl_module.config.seed)
