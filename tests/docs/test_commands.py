@@ -32,6 +32,7 @@ ELSEWHERE = {
     "lockstep-gpt drill": "tests/extras/cluster/test_drill.py, and test_exactness.py",
     "python3 -c": "the test of each page begins with it",
     "sbatch": "tests/scripts/test_slurm.py, on a SLURM of its own",
+    "srun": "tests/scripts/test_slurm.py, on a SLURM of its own",
     "printf": "of the same page",
     "SWEEP=": "of the same page",
     "kubectl": "needs a cluster; tests/scripts/test_kubernetes.py reads the manifests",

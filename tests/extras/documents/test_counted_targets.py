@@ -5,10 +5,10 @@ import pytest
 import torch
 
 from lockstep_gpt.data.datamodule import TokenDataModule
+from lockstep_gpt.distributed.exact_sums import gradient_sums
 from lockstep_gpt.extras.documents.counted_targets import counted_targets, may_ignore
 from lockstep_gpt.extras.documents.packed_windows import PackedDataModule
 from lockstep_gpt.model.functional import IGNORE
-from lockstep_gpt.registry import addition
 
 STEPS = 3
 
@@ -153,16 +153,11 @@ def test_runs_in_which_every_target_counts_lose_the_callback(new_run):
 
 
 def test_sums_in_one_order_have_equal_bits_however_micro_batches_are_spread(new_run, on_ranks):
-    settings = addition("CHECK_BATCH") and {"exact_micro_size": 2, "micro_size": 2}
-    if not settings:
-        pytest.skip("no such extra")
-    from lockstep_gpt.registry import additions, resolved
-
-    make = next(each for each in additions("CALLBACK") if "gradient_sums" in each)
+    settings = {"exact_micro_size": 2, "micro_size": 2}
 
     def train(world_size, **strategy):
         run = run_of(new_run, 2, world_size, batch=settings, trainer={"accelerator": "cpu"})
-        found = fitted(run, resolved(make)(run.config), **strategy)
+        found = fitted(run, *gradient_sums(run.config), **strategy)
         return [[each.tolist() for each in step] for step in found.steps], found.losses
 
     alone = train(1)
