@@ -1,6 +1,8 @@
 """The files of a new project: which files there are, and what they contain."""
 
+import json
 import re
+import shlex
 import subprocess
 import sys
 import time
@@ -247,6 +249,39 @@ def test_a_setting_of_a_missing_extra_is_rejected(baked, environment, chosen, se
     )
     assert (done.returncode, len(done.stderr.splitlines())) == (2, 1), done.stderr
     assert line in done.stderr
+
+
+# Composes commands one after another; prints their exit statuses.
+COMPOSE = """
+import json, sys
+from my_gpt import cli
+statuses = [cli.main(words) for words in json.loads(sys.argv[1])]
+print("=", *statuses)
+"""
+
+
+@pytest.mark.parametrize("extras", ["none", "all"])
+def test_a_new_readme_has_only_commands_that_the_project_understands(
+    extras, baked, environment, python_of_forks
+):
+    project = baked(extras=extras)
+    readme = (project / "README.md").read_text("utf-8")
+    blocks = re.findall(r"^```(\w*)\n(.*?)^```$", readme, re.MULTILINE | re.DOTALL)
+    lines = [line for language, block in blocks if not language for line in block.splitlines()]
+    assert {line.split()[0] for line in lines} <= {"my-gpt", "python3", "torchrun"}
+    # Neither a sweep nor a resume composes alone; of both, tests run the living README's.
+    alone = re.compile(r"(my-gpt|.* my_gpt) train (?!.*(resume=|--multirun))")
+    trains = [line for line in lines if alone.match(line)]
+    words = [[*shlex.split(line[line.index("train") :]), "--cfg", "job"] for line in trains]
+    assert len(words) > 5
+    done = subprocess.run(
+        [python_of_forks, "-c", COMPOSE, json.dumps(words)],
+        cwd=project,
+        env=environment(PYTHONPATH="src", PYTHONDONTWRITEBYTECODE="1", OMP_NUM_THREADS="1"),
+        capture_output=True,
+        encoding="utf-8",
+    )
+    assert done.stdout.splitlines()[-1] == " ".join(["=", *["0"] * len(words)]), done.stderr
 
 
 @pytest.mark.parametrize(("entity", "value"), [("", None), ("its-team", "its-team")])
