@@ -29,7 +29,7 @@ OWN_PROCESSES = ("-n", "--pdb", "--trace", "gpu")
 SECONDS = "test-seconds"  # the time of all tests when they last passed
 PER_TEST = 0.3  # seconds on one core, if they have never passed
 # Tests of files without a mirror in the tree of tests, besides those that name them.
-OTHERS = {"configs": "tests/launch/test_compose.py", "README.md": "tests/test_readme.py"}
+OTHERS = {"configs": "tests/launch/test_compose.py"}
 
 
 def main(arguments: "list[str]") -> int:

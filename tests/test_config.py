@@ -45,6 +45,15 @@ def numbers_in(section):
 
 
 FLOATS = sorted(set().union(*map(numbers_in, SECTIONS)))
+SCALINGS = schema.OptimConfig.__dataclass_fields__["lr_scaling"].metadata["choices"]
+
+
+def test_the_choices_of_settings_have_ours():
+    assert {"32-true", "bf16-mixed", "16-mixed", "64-true"} <= {*schema.PRECISIONS}
+    assert {"quiet", "normal", "debug"} <= {*schema.LEVELS}
+    assert {"linear", "sqrt", "none"} <= {*SCALINGS}
+    assert {"cosine", "linear", "constant", "wsd"} <= {*schema.DECAYS}
+    assert {"auto", "cpu", "gpu", "cuda", "mps"} <= {*schema.ACCELERATORS}
 
 
 def test_text_is_bytes_without_extras(monkeypatch):
@@ -170,11 +179,12 @@ def test_the_frozen_values_of_a_config_give_the_same_config():
         ("checkpoint.keep_best=-1", "must be at least 0"),
         ("launch.max_restarts=-1", "must be at least 0"),
         ("launch.grace_seconds=0.0", "must be above 0"),
-        ("precision=fp8", "is not one of 32-true, bf16-mixed, 16-mixed, 64-true"),
-        ("verbosity=loud", "is not one of quiet, normal, debug"),
-        ("optim.algorithm=sgd", "is not adamw, muon, or another module of training/"),
-        ("optim.lr_scaling=cubic", "is not one of linear, sqrt, none"),
-        ("optim.decay=step", "is not one of cosine, linear, constant, wsd"),
+        ("precision=no_such", f"is not one of {', '.join(schema.PRECISIONS)}"),
+        ("verbosity=no_such", f"is not one of {', '.join(schema.LEVELS)}"),
+        ("optim.algorithm=no_such", "is not adamw, muon, or another module of training/"),
+        ("model.architecture=no_such", "is not gpt, modern, or another module of model/"),
+        ("optim.lr_scaling=no_such", f"is not one of {', '.join(SCALINGS)}"),
+        ("optim.decay=no_such", f"is not one of {', '.join(schema.DECAYS)}"),
         ("model.n_embd=9", "is not divisible by model.n_head=4; nearest: model.n_embd=8"),
         ("model.n_embd=3", "is not divisible by model.n_head=4; nearest: model.n_embd=4"),
         ("max_steps=null", "and max_tokens=null: give one and set the other to null"),
@@ -184,7 +194,7 @@ def test_the_frozen_values_of_a_config_give_the_same_config():
         ("trainer.devices=1.5", "must be auto or a whole number of at least 1"),
         ("trainer.num_nodes=0", "must be a whole number of at least 1"),
         ("trainer.num_nodes=auto", "must be a whole number of at least 1"),
-        ("trainer.accelerator=tpu", "is not one of auto, cpu, gpu, cuda, mps"),
+        ("trainer.accelerator=no_such", f"is not one of {', '.join(schema.ACCELERATORS)}"),
         ("trainer.sync_batchnorm=1", "must be true or false"),
     ],
 )

@@ -201,8 +201,8 @@ BAD = {
     "strategy.process_group_backend=mpi": "process_group_backend=mpi is not in torch",
     "trainer.devices=3": "batch.global_size=8 is not divisible by 3 devices x 1 node = 3; "
     "nearest: batch.global_size=6 or 9",
-    "strategy.comm_hook=int8": "comm_hook=int8 is not one of none",
-    "strategy.process_group_backend=ucc": "ucc is not one of null, nccl, gloo, mpi",
+    "strategy.comm_hook=no_such": "comm_hook=no_such is not one of none",
+    "strategy.process_group_backend=no_such": "no_such is not one of null, nccl, gloo, mpi",
     "strategy.timeout_seconds=soon": "timeout_seconds=soon must be a number above 0",
     "strategy=ddp_spawn": "strategy=ddp_spawn is gone; in a debugger, set launch.inline=true; in a "
     'notebook, call lockstep_gpt.cli.main(["train", ...]), which starts ranks as processes',

@@ -210,11 +210,11 @@ def test_killed_parent_leaves_no_process(
 BAD_SETTINGS = {
     "model.n_layers=3": "unknown setting model.n_layers; did you mean model.n_layer?",
     "model.n_layer=many": "model.n_layer=many must be a whole number",
-    "model=gpt5": "model=gpt5 is not one of ",
+    "model=no_such": "model=no_such is not one of ",
     "trainer.max_steps=7": "trainer.max_steps=7 cannot be set there; set max_steps instead",
     "model.n_embd=33": "model.n_embd=33 is not divisible by model.n_head=2; nearest: model.n_embd",
     "max_steps=-1": "max_steps=-1 must be at least 1",
-    "optim.lr_scaling=cubic": "optim.lr_scaling=cubic is not one of linear, sqrt, none",
+    "optim.lr_scaling=no_such": "optim.lr_scaling=no_such is not one of linear, sqrt, none",
     "batch.micro_size=3": "batch.global_size=8 is not divisible by batch.micro_size=3",
     "trainer=gpu": "no GPU",
     "precision=16-mixed": "precision=16-mixed needs a GPU",

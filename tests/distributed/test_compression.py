@@ -55,10 +55,9 @@ def test_bf16_compression_is_rejected_on_a_cpu(of_two_ranks):
 
 
 def test_an_unknown_compression_is_rejected_with_the_known_ones():
-    with pytest.raises(
-        UserError, match=r"comm_hook=int8 is not one of none, fp16, bf16, powersgd$"
-    ):
-        Config(max_steps=1, strategy={"comm_hook": "int8"})
+    line = "comm_hook=no_such is not one of none, fp16, bf16, powersgd"
+    with pytest.raises(UserError, match=line):
+        Config(max_steps=1, strategy={"comm_hook": "no_such"})
 
 
 @pytest.mark.usefixtures("quick_ranks")

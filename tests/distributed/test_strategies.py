@@ -33,8 +33,8 @@ def test_ddp_wraps_one_rank_too_and_uses_the_requested_backend():
     assert strategy._ddp_kwargs == {"bucket_cap_mb": 7}
 
 
-@pytest.mark.parametrize("name", sorted(path.stem for path in PRESETS.glob("*.yaml")))
-def test_every_setting_of_the_presets_is_taken(name):
+@pytest.mark.parametrize("name", ["auto", "ddp", "fsdp2"])
+def test_every_setting_of_our_presets_is_taken(name):
     preset = OmegaConf.merge(
         OmegaConf.load(PRESETS / "ddp.yaml"), OmegaConf.load(PRESETS / f"{name}.yaml")
     )

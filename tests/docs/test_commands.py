@@ -1,4 +1,4 @@
-"""README and documentation: tests run or compose each command in a block without a language."""
+"""Pages of commands: tests run or compose each command in a block without a language."""
 
 import re
 import shlex
@@ -12,19 +12,29 @@ from lockstep_gpt.config import from_container
 from lockstep_gpt.training.schedule import plan_batch, plan_schedule
 
 ROOT = Path(__file__).parents[2]
-PAGES = {
-    path.relative_to(ROOT).as_posix(): path.read_text("utf-8")
-    for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-}
-# Pages whose own tests run all of their commands.
-TESTED = (
-    "docs/chat.md",
-    "docs/export.md",
-    "docs/extend.md",
-    "docs/own_model.md",
-    "docs/report.md",
-    "docs/sync_panel.md",
+# Not your own pages: they may show any commands.
+NAMES = (
+    # template-only: begin
+    "README.md",
+    # template-only: end
+    "docs/communication.md",
+    "docs/documents.md",
+    "docs/kubernetes.md",
+    "docs/mixtures.md",
+    "docs/own_data.md",
+    "docs/parallelism.md",
+    "docs/ranks.md",
+    "docs/resume.md",
+    "docs/scaling.md",
+    "docs/slurm.md",
+    "docs/sweeps.md",
+    "docs/tasks.md",
+    "docs/torch_builds.md",
+    "docs/tutorial.md",
+    "docs/update.md",
+    "docs/wandb.md",
 )
+PAGES = {name: (ROOT / name).read_text("utf-8") for name in NAMES if (ROOT / name).is_file()}
 # Run by other tests, or never: these need a server, a cluster, or the user's own paths.
 ELSEWHERE = {
     "python3 scripts/dev.py": "tests/scripts/test_dev.py runs it in a project of its own",
@@ -67,12 +77,12 @@ def is_composed(line):
     return bool(re.search(r"trainer=gpu|gpt2_124m|num_nodes=|=/\w", line))
 
 
+MISSING = OF_EXTRAS - {*cli.COMMANDS}
 OURS = [
     (page, line)
     for page, text in PAGES.items()
-    if page not in TESTED
     for line in commands_of(text)
-    if not line.startswith(tuple(ELSEWHERE)) and line.split()[1] not in OF_EXTRAS - {*cli.COMMANDS}
+    if not line.startswith(tuple(ELSEWHERE)) and not MISSING.intersection(line.split()[1:2])
 ]
 COMPOSED = sorted({line for _, line in OURS if is_composed(line) and " train " in line})
 LAUNCHED = [line for _, line in OURS if line.startswith("torchrun ") and line not in COMPOSED]
@@ -83,13 +93,21 @@ HERE = [
     if line.startswith("lockstep-gpt ") and line not in COMPOSED
 ]
 STARTS = ("lockstep-gpt ", "torchrun ")
-RECEIPT_PAGES = ("docs/tutorial.md", "docs/scaling.md")
+RECEIPT_PAGES = [page for page in ("docs/tutorial.md", "docs/scaling.md") if page in PAGES]
 # The page whose test runs a command: its first one, but those with receipts come before others.
 RUN_FOR: dict[str, str] = {}
 for page, line in sorted(HERE, key=lambda each: each[0] not in RECEIPT_PAGES):
     RUN_FOR.setdefault(line, page)
 RECEIPT = re.compile(r"^  (?:strategy|precision|batch|budget|lr|schedule)  +.+$", re.MULTILINE)
 RECEIPTS = {page: RECEIPT.findall(PAGES[page]) for page in RECEIPT_PAGES}
+
+
+# template-only: begin
+def test_every_page_of_commands_is_tested_here_or_by_its_own_test():
+    own = ("chat", "export", "extend", "own_model", "report", "sync_panel")
+    names = ["README.md", *(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
+    pages = {name for name in names if commands_of((ROOT / name).read_text("utf-8"))}
+    assert pages == {*NAMES, *(f"docs/{name}.md" for name in own)}
 
 
 def test_every_line_of_a_block_is_a_command_of_a_kind_that_is_tested():
@@ -100,6 +118,12 @@ def test_every_line_of_a_block_is_a_command_of_a_kind_that_is_tested():
     assert sum(map(len, RECEIPTS.values())) > 8
 
 
+def test_commands_that_fixtures_run_are_still_the_readme_s(finished, two, shown_elsewhere):
+    assert shown_elsewhere < {line for page, line in HERE if page == "README.md"}
+    assert all(screen.count("done in") == 1 for _, screen in (finished, two))
+
+
+# template-only: end
 def rank_words(line):
     """Return the command's arguments and the number of ranks that its launcher starts."""
     words = shlex.split(line)
@@ -125,11 +149,6 @@ def test_launcher_is_joined(command, line, python_of_forks):
     words += ["callbacks.sample.length=9"]  # 300 take a quarter of the time
     status, out, err = command.run_words(words)
     assert (status, out.count("step 20/20  val_loss")) == (0, 1), err
-
-
-def test_commands_that_fixtures_run_are_still_the_readme_s(finished, two, shown_elsewhere):
-    assert shown_elsewhere < {line for page, line in HERE if page == "README.md"}
-    assert all(screen.count("done in") == 1 for _, screen in (finished, two))
 
 
 @pytest.mark.parametrize("page", dict.fromkeys(RUN_FOR.values()))

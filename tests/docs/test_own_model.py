@@ -14,7 +14,10 @@ from lockstep_gpt import cli
 from lockstep_gpt.config import ModelConfig
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs/own_model.md").read_text(encoding="utf-8")
+FILE = ROOT / "docs/own_model.md"
+if not FILE.is_file():
+    pytest.skip("no docs/own_model.md here", allow_module_level=True)
+PAGE = FILE.read_text(encoding="utf-8")
 ((PLACE, CODE),) = re.findall(
     r"^`(\S+)`:\n\n```python\n(.*?)^```", PAGE, flags=re.MULTILINE | re.DOTALL
 )

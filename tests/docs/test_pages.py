@@ -1,4 +1,4 @@
-"""Pages quote the program's messages exactly, and all links lead to existing files."""
+"""Pages quote the program's messages exactly, and numbers that it counts with."""
 
 import ast
 import functools
@@ -9,9 +9,17 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 CONSOLE = re.compile(r"^\$ \S+ (.+)\n(.+)$", re.MULTILINE)  # a command, and the line that it prints
-TROUBLES = (ROOT / "docs/troubleshooting.md").read_text("utf-8")
+
+
+def read(name):
+    """Return the text of a page; an empty one if you have deleted it."""
+    path = ROOT / "docs" / name
+    return path.read_text("utf-8") if path.is_file() else ""
+
+
+TROUBLES = read("troubleshooting.md")
+COMMUNICATION = read("communication.md")
 
 
 def blocks(text, language):
@@ -49,6 +57,7 @@ def test_every_quoted_message_is_in_the_source(line):
     assert len(covered) > 0.6 * len(line), line
 
 
+@pytest.mark.skipif(not TROUBLES, reason="no docs/troubleshooting.md here")
 @pytest.mark.usefixtures("quick_ranks")
 def test_errors_are_quoted_exactly(story):
     shown = CONSOLE.findall("\n".join(blocks(TROUBLES, "console")))
@@ -59,19 +68,7 @@ def test_errors_are_quoted_exactly(story):
         assert screen.splitlines()[-1] == expected
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_lead_to_existing_files(page):
-    links = re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text("utf-8"))
-    files = [link for link in links if "://" not in link]
-    assert [link for link in files if not (page.parent / link).exists()] == []
-
-
-def test_every_page_is_in_the_index():
-    index = (ROOT / "docs/README.md").read_text("utf-8")
-    names = {path.name for path in (ROOT / "docs").glob("*.md")} - {"README.md"}
-    assert {name for name in names if f"]({name})" not in index} == set()
-
-
+@pytest.mark.skipif(not COMMUNICATION, reason="no docs/communication.md here")
 @pytest.mark.skipif(
     importlib.util.find_spec("lockstep_gpt.extras.cluster") is None,
     reason="the table of links is of an extra",
@@ -79,23 +76,11 @@ def test_every_page_is_in_the_index():
 def test_links_have_the_bandwidths_that_plan_counts_with():
     from lockstep_gpt.extras.cluster.hardware import LINKS
 
-    text = (ROOT / "docs/communication.md").read_text("utf-8")
-    rows = re.findall(r"^\| [^|]+ \| ([\d.]+) \| ([\d.]+) ms \| [^|]+ \|$", text, re.MULTILINE)
+    row = re.compile(r"^\| [^|]+ \| ([\d.]+) \| ([\d.]+) ms \| [^|]+ \|$", re.MULTILINE)
+    rows = row.findall(COMMUNICATION)
     names = ["pcie3", "pcie4", "pcie5", "nvlink3", "nvlink4", "nvlink5", "10gbe", "100gbe", "ndr"]
     expected = [LINKS[name].bandwidth / 1e9 for name in names]
     assert [float(bandwidth) for bandwidth, _ in rows] == expected
     ring = 2 * 7 / 8 * 4 * 124.4e6 / 1e6  # MB for 8 ranks and float32 gradients of GPT-2
     for (_, shown), bandwidth in zip(rows, expected, strict=True):
         assert float(shown) == pytest.approx(ring / bandwidth, rel=0.03)
-
-
-def test_a_step_names_existing_files_and_their_definitions():
-    page = (ROOT / "docs/a_step.md").read_text("utf-8")
-    rows = re.findall(r"^\| (.+) \| (.*`.+) \|$", page, re.MULTILINE)
-    assert len(rows) > 15
-    for about, place in rows:
-        names = re.findall(r"`(\S+\.py)`", place)
-        files = [ROOT / "src/lockstep_gpt" / name for name in names]
-        text = "".join(file.read_text("utf-8") for file in files)
-        defined = re.findall(r"(?:class|def) (\w+)", text) + [file.stem for file in files]
-        assert set(re.findall(r"^`(\w+)`", about)) <= set(defined), about

@@ -17,8 +17,9 @@ def test_uv_has_the_pins_of_pip():
     project = (ROOT / "pyproject.toml").read_text("utf-8")
     pins = (ROOT / "constraints.txt").read_text("utf-8")
     listed = tomllib.loads(project)["tool"]["uv"]["constraint-dependencies"]
-    assert listed == [line for line in pins.splitlines() if "==" in line]
-    assert load().agreeing(project, pins) == project, "python3 scripts/pins.py writes them"
+    remedy = "python3 scripts/pins.py writes them"
+    assert listed == [line for line in pins.splitlines() if "==" in line], remedy
+    assert load().agreeing(project, pins) == project, remedy
 
 
 def test_other_pins_are_written_and_nothing_else():
@@ -26,8 +27,3 @@ def test_other_pins_are_written_and_nothing_else():
     text = load().agreeing(project, f"# Words.\nnew==2\n# {MARK}\nmore==3\n")
     listed = f'    "new==2",\n    # {MARK}\n    "more==3",\n'
     assert text == f"a = 1\nconstraint-dependencies = [\n{listed}]\nb = [2]\n"
-
-
-def test_no_file_contains_the_address_of_an_index():
-    for name in ("pyproject.toml", "constraints.txt"):
-        assert "://" not in (ROOT / name).read_text("utf-8"), name

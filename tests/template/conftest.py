@@ -172,6 +172,12 @@ def baked(shared: Path, generate: Generator) -> Callable[..., Path]:
     return bake
 
 
+@pytest.fixture(params=["ours", "none", "all"])
+def repository(request: pytest.FixtureRequest, template: Path, baked: Callable[..., Path]) -> Path:
+    """The template, or a project without extras, or one with all of them. Read only."""
+    return template if request.param == "ours" else baked(extras=request.param)
+
+
 @pytest.fixture(scope="session")
 def defaults() -> dict[str, object]:
     return dict(DEFAULTS)

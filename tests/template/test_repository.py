@@ -6,13 +6,7 @@ import sysconfig
 import tomllib
 from pathlib import Path
 
-import pytest
 import yaml
-
-
-@pytest.fixture(params=["ours", "none", "all"])
-def repository(request, template, baked):
-    return template if request.param == "ours" else baked(extras=request.param)
 
 
 def test_scientific_python_finds_nothing(repository, environment):

@@ -6,7 +6,10 @@ from pathlib import Path
 
 import pytest
 
-PAGE = (Path(__file__).parents[3] / "docs/chat.md").read_text(encoding="utf-8")
+FILE = Path(__file__).parents[3] / "docs/chat.md"
+if not FILE.is_file():
+    pytest.skip("no docs/chat.md here", allow_module_level=True)
+PAGE = FILE.read_text(encoding="utf-8")
 SMALL = ("max_steps=4", "val_every=4", "optim.warmup_steps=1", "logger=none", "launch.inline=true")
 # What a command needs in small.
 OTHERS = {

@@ -403,9 +403,12 @@ def test_the_official_client_chats_completes_and_streams(server, expected):
 
 @needs_openai
 def test_the_code_of_the_page_of_documentation_runs(started, endless_chat_run, capsys):
+    page = ROOT / "docs/serving.md"
+    if not page.is_file():
+        pytest.skip("no docs/serving.md here")
     server = started(endless_chat_run, "--longest", "20")
-    page = (ROOT / "docs/serving.md").read_text("utf-8")
-    (code,) = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    text = page.read_text("utf-8")
+    (code,) = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     exec(compile(code.replace("http://127.0.0.1:8000", server.url), "serving.md", "exec"), {})
     assert capsys.readouterr().out
 

@@ -12,7 +12,10 @@ from lightning.pytorch import callbacks, loggers, profilers
 from lockstep_gpt.config import OWNED_TRAINER_KEYS, UserError
 from lockstep_gpt.extras.compat.callbacks import REFUSED, refuse_what_cannot_work
 
-PAGE = (Path(__file__).parents[3] / "docs/lightning.md").read_text(encoding="utf-8")
+FILE = Path(__file__).parents[3] / "docs/lightning.md"
+if not FILE.is_file():
+    pytest.skip("no docs/lightning.md here", allow_module_level=True)
+PAGE = FILE.read_text(encoding="utf-8")
 SECTIONS = dict(re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", PAGE, flags=re.MULTILINE | re.DOTALL))
 
 

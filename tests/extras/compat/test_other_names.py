@@ -13,7 +13,8 @@ from lockstep_gpt.extras import compat
 from lockstep_gpt.extras.compat.other_names import NAMES, here
 from lockstep_gpt.launch.choices import config_folder
 
-PAGE = (Path(__file__).parents[3] / "docs/coming_from.md").read_text(encoding="utf-8")
+FILE = Path(__file__).parents[3] / "docs/coming_from.md"
+PAGE = FILE.read_text(encoding="utf-8") if FILE.is_file() else ""
 TRAINERS = ", ".join(sorted(path.stem for path in (config_folder() / "trainer").glob("*.yaml")))
 ROWS = re.findall(r"^\| (`.+?) \| (.+) \|$", PAGE, flags=re.MULTILINE)
 
@@ -46,6 +47,7 @@ def test_each_of_our_names_on_the_page_exists(ours):
             assert name in KNOWN | {*cli.COMMANDS, "evaluate"}, word  # of an extra
 
 
+@pytest.mark.skipif(not PAGE, reason="no docs/coming_from.md here")
 def test_page_and_messages_agree():
     named = ((re.findall(r"`(?:\w+=)?([^`]+)`", names), ours) for names, ours in ROWS)
     told = {name: ours for names, ours in named for name in names}

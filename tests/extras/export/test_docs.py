@@ -10,7 +10,10 @@ import pytest
 from transformers import GPT2Config, GPT2LMHeadModel
 
 ROOT = Path(__file__).parents[3]
-PAGE = (ROOT / "docs/export.md").read_text(encoding="utf-8")
+FILE = ROOT / "docs/export.md"
+if not FILE.is_file():
+    pytest.skip("no docs/export.md here", allow_module_level=True)
+PAGE = FILE.read_text(encoding="utf-8")
 COMMANDS = re.findall(r"^lockstep-gpt (.+)$", PAGE, flags=re.MULTILINE)
 RUNS = re.findall(r"run_dir=(\S+)", PAGE)
 # The shape of a GPT-2 that takes a second to create and has what the page relies on.

@@ -1,0 +1,189 @@
+"""A project's owner adds, changes, and deletes files, and the tests of the project still pass."""
+
+import re
+import shutil
+import subprocess
+
+import pytest
+
+# A new file of each kind.
+FILES = {
+    "configs/data/books.yaml": "# Ours.\ndefaults:\n  - text\n  - _self_\n\npath: /data/books\n",
+    "configs/logger/csv.yaml": """\
+# Ours.
+csv:
+  _target_: lightning.pytorch.loggers.CSVLogger
+  save_dir: ${run_dir}
+""",
+    "configs/model/gpt3.yaml": "# Ours.\ndefaults:\n  - nano\n  - _self_\n\nn_layer: 3\n",
+    "configs/optim/sgd.yaml": "# Ours.\nalgorithm: sgd\nlr: 0.1\n",
+    "configs/strategy/deepspeed.yaml": """\
+# Ours.
+_target_: lightning.pytorch.strategies.DeepSpeedStrategy
+stage: 2
+""",
+    "configs/trainer/tpu.yaml": "# Ours.\ndefaults:\n  - auto\n  - _self_\n\ndevices: 1\n",
+    "docs/results.md": """\
+# Results
+
+```
+make plots
+my-gpt train experiment=a_year_of_training
+
+ls
+```
+
+![a plot](plots/not_in_git.png)
+""",
+    "notebooks/plots.ipynb": "{}",
+    "README.md": "# My own GPT\n\n```\nmake\nmy-gpt train experiment=a_year_of_training\n```\n",
+    "src/my_gpt/data/words.txt": "some words\n",
+    "src/my_gpt/own.py": '"""Ours."""\n\n\ndef number(config):\n    return config.own_number\n',
+    "src/my_gpt/training/sgd.py": '"""Ours."""\n\nfrom my_gpt import own as own\n',
+    "tests/test_own.py": "def test_own():\n    pass\n",
+}
+EXPERIMENTS = {  # more than fit a line of the help
+    f"configs/experiment/an_experiment_of_ours_{number}.yaml": f"""\
+# @package _global_
+# Ours.
+defaults:
+  - smoke
+  - override /logger: csv
+
+own_number: {number}
+optim:
+  lr: 1e-3
+"""
+    for number in range(1, 7)
+}
+# file -> a line, and what replaces it
+CHANGES = {
+    "configs/callbacks/default.yaml": (
+        "progress:\n",
+        "rate:\n  _target_: lightning.pytorch.callbacks.LearningRateMonitor\nprogress:\n",
+    ),
+    "pyproject.toml": (
+        "[project.scripts]\n",
+        '[project.urls]\nHomepage = "https://example.org"\n\n[project.scripts]\n',
+    ),
+    "src/my_gpt/cli.py": (
+        "    **{name: Command(",
+        '    "own": Command(".own:main", "do something", False),\n    **{name: Command(',
+    ),
+}
+SETTINGS = {
+    '"constant", "wsd")': '"constant", "wsd", "step")',
+    'PRECISIONS = ("32-true"': 'PRECISIONS = ("fp8", "32-true"',
+    "    seed: int = setting(": '    own_number: int = setting("ours", 1, at_least=1)\n'
+    "    seed: int = setting(",
+}
+# The inherited tests that know files, choices, or settings of all kinds.
+CONCERNED = [
+    "tests/docs/test_extend.py",
+    "tests/docs/test_settings.py",
+    "tests/distributed/test_strategies.py",
+    "tests/launch/test_compose.py",
+    "tests/scripts/test_pins.py",
+    "tests/test_cli.py",
+    "tests/test_config.py",
+    "tests/test_own.py",
+    "tests/test_packaging.py",
+    "tests/test_train.py::test_a_bad_setting_fails_in_one_line_and_creates_nothing",
+]
+
+
+@pytest.fixture
+def project(baked, tmp_path):
+    """A default project that a test may change."""
+    return shutil.copytree(baked(extras="none"), tmp_path / "my-gpt")
+
+
+@pytest.fixture
+def python(project, environment, python_of_forks):
+    """Return a function that runs Python in the project; it returns the status and the output."""
+    settings = {"PYTHONPATH": str(project / "src"), "PYTHONDONTWRITEBYTECODE": "1"}
+
+    def run(*words):
+        done = subprocess.run(
+            [python_of_forks, *words],
+            cwd=project,
+            env=environment(**settings, OMP_NUM_THREADS="1", ENDS_WITH_PARENT="1"),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            encoding="utf-8",
+        )
+        return done.returncode, done.stdout
+
+    return run
+
+
+@pytest.fixture
+def tests(python, tmp_path):
+    """Return a function that runs tests of the project."""
+    options = ["-m", "pytest", "-q", "-n0", "--assert=plain", "-p", "no:cacheprovider"]
+    return lambda *words: python(*options, f"--basetemp={tmp_path / 'own'}", *words)
+
+
+def write(project, files):
+    for name, text in files.items():
+        (project / name).parent.mkdir(exist_ok=True)
+        (project / name).write_text(text, "utf-8")
+
+
+def change(path, old, new):
+    text = path.read_text("utf-8")
+    assert text.count(old) == 1, old
+    path.write_text(text.replace(old, new), "utf-8")
+
+
+def follow(project):
+    """Do what the pages on extensions and on models tell."""
+    page = (project / "docs/extend.md").read_text("utf-8")
+    files = re.findall(r"^`(\S+)`:\n\n```\w+\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    of_models = (project / "docs/own_model.md").read_text("utf-8")
+    files += re.findall(r"^`(\S+)`:\n\n```\w+\n(.*?)^```", of_models, re.MULTILINE | re.DOTALL)
+    write(project, dict(files))
+    changes = re.findall(r"^In `(\S+)`.+?```diff\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    for name, difference in changes:
+        lines = difference.splitlines(keepends=True)
+        old, new = ("".join(each[1:] for each in lines if each[0] != sign) for sign in "+-")
+        change(project / name, old, new)
+    assert (len(files), len(changes)) == (6, 2)
+
+
+@pytest.mark.long
+def test_additions_of_every_kind_break_no_test(project, python, tests):
+    follow(project)
+    write(project, FILES | EXPERIMENTS)
+    for name, (old, new) in CHANGES.items():
+        change(project / name, old, new)
+    for old, new in SETTINGS.items():
+        change(project / "src/my_gpt/config.py", old, new)
+    status, said = tests("tests/docs/test_settings.py")
+    assert (status, "1 failed" in said) == (1, True), said
+    assert "AssertionError: python scripts/settings.py writes docs/settings.md" in said
+    assert python("scripts/settings.py") == (0, "docs/settings.md\n")
+    # It expects the name of a Python that isn't a fork.
+    own_python = "tests/test_cli.py::test_a_python_without_our_libraries_names_the_command_to_run"
+    status, said = tests(*CONCERNED, "--deselect", own_python)
+    assert status == 0, said
+    status, said = tests("--collect-only")
+    assert status == 0, said
+
+
+def test_without_docs_all_tests_are_collected_and_those_of_pages_are_skipped(project, tests):
+    shutil.rmtree(project / "docs")
+    status, said = tests("--collect-only")
+    assert status == 0, said
+    status, said = tests("tests/docs", "tests/test_packaging.py")
+    assert status == 0, said
+    reasons = re.findall(r"^SKIPPED \[\d+\] \S+: (.+)$", said, re.MULTILINE)
+    for page in ("extend", "own_model", "settings", "troubleshooting"):
+        assert f"no docs/{page}.md here" in reasons, said
+
+
+@pytest.mark.parametrize("page", ["extend", "tutorial"])
+def test_any_page_can_be_deleted(page, project, tests):
+    (project / f"docs/{page}.md").unlink()
+    status, said = tests("tests/docs", "--collect-only")
+    assert status == 0, said
