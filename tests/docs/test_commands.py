@@ -28,6 +28,7 @@ NAMES = (
     "docs/scaling.md",
     "docs/slurm.md",
     "docs/sweeps.md",
+    "docs/troubleshooting.md",
     "docs/tasks.md",
     "docs/torch_builds.md",
     "docs/tutorial.md",

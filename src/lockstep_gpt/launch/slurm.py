@@ -13,7 +13,7 @@ def become_rank(config: Config) -> None:
     """Set this task's rank in the environment, if it is one of several of one `srun`.
 
     Nothing changes if the launcher has set it already, or if each task starts the ranks of its
-    machine (`launch.rdzv_endpoint`), as in scripts/slurm/train.sbatch.
+    machine (`launch.rdzv_endpoint`).
     """
     tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "1")
     if tasks != "1" and "RANK" not in os.environ and config.launch.rdzv_endpoint is None:

@@ -197,5 +197,5 @@ def show(words: Sequence[str] = ()) -> None:
 
 def name_of(words: Sequence[str]) -> str:
     """Return a short name of the process that runs `python -m WORDS`."""
-    role = words[0].rpartition(".")[-1].removesuffix("_program")
+    role = words[0].rpartition(".")[-1].partition("_")[0]  # of `rank_program`, for example
     return f"{role} {os.environ['RANK']}" if role == "rank" else role
