@@ -338,7 +338,9 @@ class LaunchConfig(Checked):
     min_nodes: int | None = setting(
         "continue with at least this many machines; null: trainer.num_nodes", None, at_least=1
     )
-    join_seconds: float = setting("longest wait for the other machines", 300.0, above=0)
+    join_seconds: float = setting(
+        "longest wait for the other machines, or for the other ranks of a launcher", 300.0, above=0
+    )
     lost_seconds: float = setting("silence after which a machine counts as lost", 15.0, above=0)
 
 

@@ -89,7 +89,7 @@ def join(ranks: Ranks, config: Config, store: Store | None = None) -> None:
         return
     choose_interfaces(ranks)
     backend, device = backend_of(config), None
-    if backend == "nccl":  # with its device it connects now, not in the first collective
+    if config.trainer["accelerator"] == "cuda":  # else it would also use memory of the first GPU
         device = torch.device("cuda", ranks.local_rank)
         torch.cuda.set_device(device)
     seconds = config.strategy.get("timeout_seconds", 1800)
@@ -99,7 +99,7 @@ def join(ranks: Ranks, config: Config, store: Store | None = None) -> None:
         rank=ranks.rank,
         world_size=ranks.world_size,
         timeout=timedelta(seconds=seconds),
-        device_id=device,
+        device_id=device if backend == "nccl" else None,  # connects now, not when first used
     )
 
 

@@ -28,6 +28,7 @@ def _speaking() -> Iterator[None]:
 @_speaking()
 def train(arguments: list[str]) -> int:
     """Train once, or once for each job of a sweep; return the worst exit status."""
+    launcher.end_with_launcher()
     if run := resume.run_to_resume(arguments):
         return resume.resume(run, arguments)
     if flags := [word for word in arguments if word in ("-m", "--multirun")]:

@@ -126,7 +126,6 @@ def _start_ranks(this: RunStart, mode: StartMode, freezing: "Freezing") -> int:
                 _follow_first_machine(this)
             return supervise(this.run, node_rank)
         case StartMode.LAUNCHER:
-            launcher.end_with_launcher()
             store = launcher.meet(this.config)
             run = launcher.agree(store, this.values, freezing.freeze)
             prepare_data(run.load())  # on each machine

@@ -174,7 +174,8 @@ class RunDirectory:
                 line = f"run_dir={self.path} is in use by {who}; wait for it to end, or stop it"
                 raise UserError(line) from None
             except OSError as error:  # a file system without locks
-                print(f"run_dir={self.path} cannot be locked ({error.strerror}): run it once")
+                if byte == COMMAND_BYTE:
+                    print(f"run_dir={self.path} cannot be locked ({error.strerror}): run it once")
             return
 
 

@@ -122,15 +122,15 @@ ENTRIES = [
         r"appears not to match sizes of the same param|expects same model across all ranks|"
         r"Detected mismatch between collectives|op\.preamble\.length <= op\.nbytes",
         "ranks have models, or send tensors, of different shapes",
-        "use the same code, settings, and packages on every machine; `doctor` on all of them "
-        "compares versions",
+        "use the same code, settings, and packages on every machine; `python -m "
+        "torch.utils.collect_env` on each shows versions",
     ),
     Entry(
         r"RendezvousTimeoutError|waiting for clients|client socket has timed out|"
         r"client socket has failed to connect",
         "not all ranks reached the rendezvous in time",
-        "start the same command on every machine; `doctor` checks names, ports, and links. "
-        "launch.join_seconds sets how long they wait",
+        "start the same command on every machine, and check that each can resolve the first "
+        "one's name and reach its port. launch.join_seconds sets how long they wait",
     ),
     Entry(
         r"Duplicate GPU detected|ncclInvalidUsage",
@@ -160,7 +160,7 @@ ENTRIES = [
         r"ncclSystemError|ncclRemoteError|unhandled system error|ncclInternalError|socketStart",
         "NCCL could not set up or keep a connection",
         "NCCL_DEBUG=INFO shows which; NCCL_SOCKET_IFNAME sets the interface; NCCL_IB_DISABLE=1 "
-        "turns off InfiniBand; `doctor` measures each link",
+        "turns off InfiniBand. All ranks need the same GPU model, driver, and NCCL",
     ),
     Entry(
         r"collective operation timeout|Timed out waiting \d+ ?ms|NCCL watchdog",
