@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import torch
-from lightning import Trainer
+from lightning import Callback, Trainer
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.loggers import Logger
@@ -98,21 +98,11 @@ def _train(
         asked("INITIAL_WEIGHTS", module.model, module.tokenizer)
     loggers = _loggers(directory, batch, module) if ranks.rank == 0 else []
     metrics_file = MetricsFile(directory.metrics, measuring.COLUMNS)
-    added = asked("CALLBACK", config, directory, ranks.rank, terminal)
-    guards = Guards(config, directory, ranks.rank, terminal)
-    ours = [*gradient_sums(config), WeightHashes(), guards]
-    if config.trainer["accelerator"] == "mps":
-        ours.append(AppleGPU())
+    guards = _guards(directory, config, ranks, terminal)
     trainer = _trainer(
         config,
         ranks,
-        callbacks=[
-            metrics,
-            *filter(None, added),
-            *ours,
-            GracefulStop(checkpoints),
-            checkpoints,
-        ],
+        callbacks=[metrics, *guards, GracefulStop(checkpoints), checkpoints],
         logger=[metrics_file, *loggers],
         plugins=[disk],
         default_root_dir=directory.path,
@@ -146,6 +136,20 @@ def _train(
     meeting.leave()
     if ranks.rank == 0:
         logger.info("%s", reporting.closing(directory, trainer, metrics.row, started))
+
+
+def _guards(
+    directory: RunDirectory, config: Config, ranks: meeting.Ranks, terminal: TextIO
+) -> list[Callback]:
+    """Return the callbacks that keep the weights right, or that extras add."""
+    added = asked("CALLBACK", config, directory, ranks.rank, terminal)
+    guards: list[Callback] = [callback for callback in added if callback is not None]
+    guards += gradient_sums(config)
+    guards.append(WeightHashes())
+    guards.append(Guards(config, directory, ranks.rank, terminal))
+    if config.trainer["accelerator"] == "mps":
+        guards.append(AppleGPU())
+    return guards
 
 
 def _data(config: Config, batch: planning.BatchPlan) -> TokenDataModule:
