@@ -404,6 +404,8 @@ def test_no_class_is_made_or_changed_at_run_time():
 
 PRIVATE = re.compile(r"_[A-Za-z]\w*")
 DOCUMENTED = {"_exit"}  # of `os`
+# Methods of strings whose arguments are parts of names.
+CUTS = ("endswith", "partition", "removeprefix", "removesuffix", "rpartition", "startswith")
 
 
 def own_names(source: str) -> set[str]:
@@ -430,10 +432,18 @@ def names_in(text: str) -> set[str]:
     return {*names} if is_path and (len(names) > 1 or text.islower()) else set()
 
 
+def parts_of_names(node: ast.AST) -> list[ast.expr]:
+    """Return the strings in a node that are only parts of others."""
+    if isinstance(node, ast.JoinedStr):
+        return node.values
+    is_cut = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+    return node.args if is_cut and node.func.attr in CUTS else []
+
+
 def private_names(source: str, own: set[str]) -> set[str]:
     """Return the private names in a file that aren't `own`: attributes, imports, and strings."""
     nodes = [*ast.walk(parsed(source))]
-    parts = {id(part) for node in nodes if isinstance(node, ast.JoinedStr) for part in node.values}
+    parts = {id(part) for node in nodes for part in parts_of_names(node)}
     found: set[str] = set()
     for node in nodes:
         if isinstance(node, ast.Attribute):
@@ -474,6 +484,7 @@ def test_a_private_name_of_others_is_found_however_it_is_used(line, name):
         'settings["_target_"]',
         'f"{task}_stderr"',
         'name.removesuffix("_ATTENTION")',
+        'name.removesuffix("_program")',
         '"a text with _words of a name"',
         "model.__class__.__name__",
         "os._exit(1)",
