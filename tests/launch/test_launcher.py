@@ -93,8 +93,8 @@ def test_devices_that_disagree_with_a_launcher_are_rejected(command):
 def test_variables_of_a_launcher_that_is_not_there_are_named(command):
     result = command.train("trainer=cpu", status=2, RANK="0", WORLD_SIZE="2")
     assert result.stderr == (
-        "lockstep-gpt train: RANK=0 and WORLD_SIZE=2 are set, but MASTER_ADDR and MASTER_PORT are "
-        "not; if no launcher started this process, run: unset RANK WORLD_SIZE LOCAL_WORLD_SIZE\n"
+        "lockstep-gpt train: RANK=0 and WORLD_SIZE=2 are set, but MASTER_ADDR and "
+        f"MASTER_PORT are not; {launcher.UNSET}\n"
     )
     assert not (command.folder / "runs").exists()
 
@@ -108,9 +108,8 @@ def test_a_rank_without_the_others_ends_in_one_line(command, rank, agent):
     torchrun = {"TORCHELASTIC_USE_AGENT_STORE": "True"} if agent else {}
     words = ("trainer=cpu", "launch.join_seconds=1", "run_dir=run")
     result = command.train(*words, status=1, **place, **sizes, **torchrun)
-    assert result.stderr.startswith(
-        f"lockstep-gpt train: rank {rank} of 2 cannot meet the others at 127.0.0.1:{port} ("
-    )
+    place = f"rank {rank} of 2 cannot meet the others at 127.0.0.1:{port} ("
+    assert result.stderr.startswith(f"lockstep-gpt train: {place}")
     assert "unset RANK WORLD_SIZE" in result.stderr
     assert result.stderr.count("\n") == 1
     assert not (command.folder / "run").exists()

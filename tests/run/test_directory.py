@@ -219,13 +219,13 @@ def test_every_rank_has_its_own_log(run):
 
 def test_a_run_of_an_earlier_version_finds_moved_classes(run, monkeypatch):
     moved = {
-        "lockstep_gpt.distributed.ranks": "lockstep_gpt.distributed.strategies",
+        "lockstep_gpt.old": "lockstep_gpt.distributed.strategies",
         "lockstep_gpt.gone": "lockstep_gpt.extras.here",
         "lockstep_gpt.there.make": "lockstep_gpt.extras.here.make",
     }
     monkeypatch.setattr(run_directory, "merged", {"MOVED": moved}.get)
     targets = [
-        "lockstep_gpt.distributed.ranks.ddp",
+        "lockstep_gpt.old.ddp",
         "lockstep_gpt.gone.Thing",
         "elsewhere.gone.Thing",
         "lockstep_gpt.there.make",

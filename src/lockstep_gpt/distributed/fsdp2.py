@@ -23,7 +23,12 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lockstep_gpt.distributed.sharded_states import gathered, share_of, shares_in, without_shares
+from lockstep_gpt.distributed.sharded_states import (
+    gathered,
+    share_of,
+    shares_in,
+    without_shares,
+)
 from lockstep_gpt.model.gpt import GPT, build_gpt
 
 

@@ -14,7 +14,11 @@ from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from lockstep_gpt.config import Config
-from lockstep_gpt.distributed.address import address_towards, interface_of, loopback_interface
+from lockstep_gpt.distributed.address import (
+    address_towards,
+    interface_of,
+    loopback_interface,
+)
 from lockstep_gpt.distributed.store import meet
 from lockstep_gpt.distributed.waiting import MeetingError
 

@@ -83,7 +83,8 @@ def fsdp2(*, accelerator: str, world_size: int, **settings: Any) -> Strategy:
     """
     if world_size == 1:
         return single_device(accelerator)
-    from lockstep_gpt.distributed.fsdp2 import build_fsdp2  # imports all of torch's DTensor
+    # Only here: it imports all of torch's DTensor.
+    from lockstep_gpt.distributed.fsdp2 import build_fsdp2
 
     return build_fsdp2(world_size, **settings)
 

@@ -1,4 +1,4 @@
-"""An agent as a program: `python -m lockstep_gpt.launch.agent_program RUN PARENT NODE_RANK`."""
+"""An agent as a program: `command` returns how to start it."""
 
 import os
 import sys

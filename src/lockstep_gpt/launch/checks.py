@@ -3,7 +3,14 @@
 Both are checked once, in the parent, before anything is created or torch is imported.
 """
 
-from lockstep_gpt.config import Config, UserError, as_typed, check, check_choice, check_switch
+from lockstep_gpt.config import (
+    Config,
+    UserError,
+    as_typed,
+    check,
+    check_choice,
+    check_switch,
+)
 from lockstep_gpt.launch import apple, trainer_arguments
 from lockstep_gpt.launch.placement import Placement
 from lockstep_gpt.registry import asked

@@ -14,7 +14,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lockstep_gpt.config import Config, ReportedError, RunError, UserError, check, counted
+from lockstep_gpt.config import (
+    Config,
+    ReportedError,
+    RunError,
+    UserError,
+    check,
+    counted,
+)
 from lockstep_gpt.distributed.waiting import MeetingError, Waiting
 from lockstep_gpt.exits import Exit
 from lockstep_gpt.processes import end_process, end_with_parent

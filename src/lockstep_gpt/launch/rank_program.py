@@ -1,4 +1,4 @@
-"""A rank as a program: `python -m lockstep_gpt.launch.rank_program RUN PARENT`."""
+"""A rank as a program: `command` returns how to start it."""
 
 import os
 import sys

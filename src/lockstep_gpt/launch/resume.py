@@ -15,7 +15,15 @@ from omegaconf import DictConfig, OmegaConf
 
 from lockstep_gpt import config as schema
 from lockstep_gpt.config import Config, UserError, as_typed
-from lockstep_gpt.launch import checks, choices, compose, devices, launcher, start, trust
+from lockstep_gpt.launch import (
+    checks,
+    choices,
+    compose,
+    devices,
+    launcher,
+    start,
+    trust,
+)
 from lockstep_gpt.run import directory as runs
 from lockstep_gpt.run.checkpoint import fault_of
 from lockstep_gpt.run.directory import RunDirectory

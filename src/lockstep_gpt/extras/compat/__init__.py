@@ -7,13 +7,14 @@ OTHER_NAME = ".extras.compat.other_names:here"
 CALLBACK = ".extras.compat.time_limit:if_limited"
 # Modules, or names in them, that have moved since an earlier version.
 _HERE = "lockstep_gpt.training"
+_STRATEGIES = "lockstep_gpt.distributed.strategies"
 MOVED = {
-    "lockstep_gpt.extras.sharding.fsdp2": "lockstep_gpt.distributed.strategies",
-    "lockstep_gpt.training.sharding": "lockstep_gpt.distributed.strategies",
+    "lockstep_gpt.extras.sharding.fsdp2": _STRATEGIES,
+    f"{_HERE}.sharding": _STRATEGIES,
     "lockstep_gpt.runtime": "lockstep_gpt.run",
-    f"{_HERE}.strategies": "lockstep_gpt.distributed.strategies",
-    f"{_HERE}.ranks": "lockstep_gpt.distributed.strategies",
-    f"{_HERE}.strategy": "lockstep_gpt.distributed.strategies",
+    f"{_HERE}.strategies": _STRATEGIES,
+    f"{_HERE}.ranks": _STRATEGIES,
+    f"{_HERE}.strategy": _STRATEGIES,
     f"{_HERE}.callbacks.sample": "lockstep_gpt.run.callbacks.progress",
     f"{_HERE}.callbacks": "lockstep_gpt.run.callbacks",
     f"{_HERE}.tracking.wandb_logger": "lockstep_gpt.run.tracking.wandb_logger",
