@@ -185,8 +185,9 @@ def _signs_of_life(store: Store) -> Iterator[None]:
     over = threading.Event()
 
     def show() -> None:
-        while not over.wait(ALIVE_SECONDS):
-            store.add("signs of life", 1)
+        with contextlib.suppress(RuntimeError):  # of a lost store, which `agree` reports
+            while not over.wait(ALIVE_SECONDS):
+                store.add("signs of life", 1)
 
     thread = threading.Thread(target=show, daemon=True)
     thread.start()

@@ -273,7 +273,6 @@ def test_a_reader_who_has_seen_enough_ends_the_command_quietly(capfd, monkeypatc
 
 
 def test_the_requested_strategy_is_planned(screen):
-    pytest.importorskip(f"{cli.__package__}.extras.sharding", exc_type=ImportError)
     _, out, _ = screen(*SMALL, "strategy=fsdp2")
     facts = facts_of(out)
     assert "gathers each block" in facts["fsdp2"]

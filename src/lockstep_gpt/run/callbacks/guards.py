@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import os
+import tempfile
 import threading
 import time
 from dataclasses import dataclass, field
@@ -86,8 +87,8 @@ class Guards(StepCallback):
 
     def _end(self, stall_after: float) -> None:
         line = f"no step for {stall_after:g} s (guard.stall_after)"
-        print(f"rank {self.rank}: {line}; its stack:", file=self.terminal, flush=True)
-        faulthandler.dump_traceback(self.terminal)
+        # In one piece: all ranks print at the same time.
+        print(f"rank {self.rank}: {line}; its stack:\n{stacks()}", file=self.terminal, flush=True)
         self.directory.record_failure({"rank": self.rank, "status": 1, "error": line})
         with contextlib.suppress(OSError, RuntimeError):  # the run ends anyway
             folder = self.directory.rank_logs
@@ -100,6 +101,14 @@ class Guards(StepCallback):
                 )
         time.sleep(STALL_GRACE)
         os._exit(1)
+
+
+def stacks() -> str:
+    """Return the stacks of all threads of this process."""
+    with tempfile.TemporaryFile() as file:
+        faulthandler.dump_traceback(file)
+        file.seek(0)
+        return file.read().decode(errors="replace")
 
 
 def stall_limit(config: Config, stall_after: float) -> float:
