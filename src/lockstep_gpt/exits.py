@@ -31,11 +31,6 @@ class Ending:
     code: int
 
     @property
-    def is_done(self) -> bool:
-        """Whether it did its work."""
-        return self.code == Exit.DONE
-
-    @property
     def killed_by(self) -> int:
         """The signal that killed it; 0 if none did."""
         return max(0, -self.code)

@@ -1,3 +1,4 @@
+import errno
 import json
 import multiprocessing
 import subprocess
@@ -299,3 +300,14 @@ def test_a_run_whose_rank_zero_still_writes_has_no_second_writer(run, writing, m
 def test_rank_zero_can_write_while_its_command_has_the_lock(run, writing):
     with run.locked():
         writing(0)
+
+
+def test_a_file_system_without_locks_is_reported_once(run, monkeypatch, capsys):
+    def refuse(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(run_directory.fcntl, "lockf", refuse)
+    with run.locked(), run.writer_locked():
+        pass
+    said = f"run_dir={run.path} cannot be locked (No locks available): run it once\n"
+    assert capsys.readouterr().out == said

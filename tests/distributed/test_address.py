@@ -1,0 +1,61 @@
+"""The interface that gloo and NCCL use."""
+
+import os
+import sys
+
+import pytest
+
+from lockstep_gpt.distributed import address, ranks
+from lockstep_gpt.distributed.ranks import Ranks, choose_interfaces
+
+NAMES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+
+
+@pytest.fixture
+def chosen(monkeypatch):
+    """Choose interfaces for ranks that meet at an address; return gloo's and NCCL's."""
+
+    def choose(host, nodes=1):
+        for name in NAMES:
+            monkeypatch.setenv(name, "")
+            monkeypatch.delenv(name)
+        monkeypatch.setenv("MASTER_ADDR", host)
+        monkeypatch.setenv("MASTER_PORT", "29500")
+        choose_interfaces(Ranks(0, 0, world_size=2 * nodes, local_world_size=2))
+        return [os.environ.get(name) for name in NAMES]
+
+    return choose
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="its names are Linux's")
+def test_the_interface_towards_rank_zero_is_chosen(chosen, monkeypatch):
+    assert chosen("127.0.0.1") == ["lo", "lo"]
+    monkeypatch.setattr(ranks, "address_towards", lambda *_: "127.0.0.1")
+    assert chosen("another.machine", nodes=2) == ["lo", None]  # NCCL may use several
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="its names are Linux's")
+def test_a_name_that_cannot_be_resolved_means_this_machine_or_nothing(chosen):
+    assert chosen("no-such-host.invalid") == ["lo", "lo"]
+    assert chosen("no-such-host.invalid", nodes=2) == [None, None]
+
+
+def test_what_the_user_has_set_stays(monkeypatch):
+    for name in NAMES:
+        monkeypatch.setenv(name, "mine")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    choose_interfaces(Ranks(0, 0, world_size=2, local_world_size=2))
+    assert [os.environ[name] for name in NAMES] == ["mine", "mine"]
+
+
+def test_an_address_of_no_interface_has_no_name(monkeypatch):
+    assert address.interface_of("192.0.2.77") == ""
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert address.interface_of("127.0.0.1") == ""
+    assert address.loopback_interface() == "lo0"
+
+
+def test_a_loopback_address_is_rejected_for_several_machines():
+    with pytest.raises(address.UserError, match=r"127\.0\.0\.1:29500 is a loopback address"):
+        address.own_address("127.0.0.1:29500")
