@@ -21,8 +21,8 @@ from torch import Tensor
 
 from lockstep_gpt.config import ModelConfig, extended
 from lockstep_gpt.data.tokenizer import ByteTokenizer
-from lockstep_gpt.extras.documents.attention import attention_within
-from lockstep_gpt.extras.documents.mask import mask_documents
+from lockstep_gpt.extras.datasets.attention import attention_within
+from lockstep_gpt.extras.datasets.mask import mask_documents
 from lockstep_gpt.model.functional import causal_attention, choose_matrix_products
 from lockstep_gpt.model.gpt import build_gpt
 

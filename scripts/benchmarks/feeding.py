@@ -32,7 +32,7 @@ from lockstep_gpt.data.order import Order, permute
 from lockstep_gpt.data.prepare import prepare
 from lockstep_gpt.data.shards import load_index
 from lockstep_gpt.data.windows import open_windows, widen
-from lockstep_gpt.extras.sources.numbers import SyntheticData
+from lockstep_gpt.data.sources.synthetic import SyntheticData
 
 B, T = 16, 1024
 

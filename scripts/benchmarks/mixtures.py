@@ -28,9 +28,9 @@ from lockstep_gpt.data.datamodule import TokenDataModule
 from lockstep_gpt.data.prepare import folder_of, opened, recipe_of
 from lockstep_gpt.data.shards import FORMAT, Index, Shard, Split, write_index
 from lockstep_gpt.data.windows import widen
-from lockstep_gpt.extras.mixtures.mixed_data import MixedDataModule
-from lockstep_gpt.extras.mixtures.mixture_settings import MixtureData
-from lockstep_gpt.extras.sources.numbers import SyntheticData
+from lockstep_gpt.extras.datasets.mixed_order import MixedDataModule
+from lockstep_gpt.extras.datasets.mixture import MixtureData
+from lockstep_gpt.data.sources.synthetic import SyntheticData
 
 B, T, VOCABULARY = 16, 1024, 50257
 BATCHES = 200  # in a round

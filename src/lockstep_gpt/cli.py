@@ -23,6 +23,7 @@ class Command(NamedTuple):
 COMMANDS = {
     "train": Command(".launch.commands:train", "train a GPT; by default the quickstart", True),
     "prepare": Command(".launch.commands:prepare", "tokenize a dataset", True),
+    "evaluate": Command(".inference.evaluate:main", "measure the loss on held-out text", False),
     "generate": Command(".inference.generate:main", "continue a prompt", False),
     **{name: Command(*command) for name, command in merged("COMMANDS").items()},
 }

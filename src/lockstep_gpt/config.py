@@ -8,17 +8,19 @@ are Lightning's, so any name is allowed there. This module never imports torch.
 import functools
 import logging
 import math
+import re
 from dataclasses import Field, dataclass, field, fields
 from importlib.util import find_spec
 from operator import ge, gt, le, lt
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any, ClassVar, cast
 
 from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from lockstep_gpt.exits import Exit
-from lockstep_gpt.registry import additions, merged, resolved
+from lockstep_gpt.registry import additions, resolved
 
 PROGRAM = "lockstep-gpt"
 VERSION = "0.1.0"  # as in pyproject.toml
@@ -221,11 +223,12 @@ class ModelConfig(Checked):
 
 @dataclass
 class DataConfig(Checked):
-    """Shared settings of data sources."""
+    """Shared settings of all data; `_target_` names the class that has the others."""
 
     node: ClassVar[str] = "data"
+    kind: ClassVar[str] = "own"  # of data: begins the names of prepared folders
     on_resume: ClassVar[str] = "kept"  # what decides tokens; the machine decides where they are
-    source: str = setting("where the text comes from")
+    _target_: str = setting("class of the source, or of a LightningDataModule", "")
     root: str = setting("folder for prepared token files", "data", on_resume="machine")
     fingerprint: str | None = setting(
         "hash that the prepared tokens must have; null: that of the current corpus", None
@@ -234,37 +237,82 @@ class DataConfig(Checked):
     val_tokens: int | None = setting(
         "at most this many validation tokens; null: all", None, on_resume="free", at_least=1
     )
+    test_fraction: float = setting("fraction held out for tests", 0.0, at_least=0, below=1)
+
+    def __post_init__(self) -> None:
+        """Also check that something is left to train on."""
+        super().__post_init__()
+        if self.val_fraction + self.test_fraction >= 1:
+            self.refuse("test_fraction", f"and data.val_fraction={self.val_fraction} leave nothing")
+        if not self._target_:  # made in code
+            self._target_ = f"{type(self).__module__}.{type(self).__name__}"
 
 
 @dataclass
-class DocumentsData(DataConfig):
-    """Shared settings of text sources."""
+class DataModuleConfig(DataConfig):
+    """A LightningDataModule of your own, which makes the batches; its arguments are free."""
 
-    tokenizer: str = setting("tokenizer of the text", "bytes", choices=("bytes",))
+    arguments: dict[str, Any] = field(
+        default_factory=dict, metadata={"meaning": "what it is called with"}
+    )
+
+    @classmethod
+    def values_of(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """Return frozen `values` of `data` with the arguments apart."""
+        known = {item.name for item in fields(cls)}
+        others = {name: value for name, value in values.items() if name not in known}
+        ours = {name: value for name, value in values.items() if name in known}
+        return {**ours, "arguments": {**ours.get("arguments", {}), **others}}
+
+
+def data_class(target: str) -> type[DataConfig]:
+    """Return the settings class of `data._target_`, or raise a `UserError` if there is no such.
+
+    Only classes of this package are imported: the name may be from a file of someone else.
+    """
+    if not target.startswith(f"{__package__}."):
+        return DataModuleConfig
+    try:
+        found = resolve_name(target)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise UserError(
+            f"data._target_={target} cannot be imported ({error}); name a class as "
+            f"{__package__}.module.Class"
+        ) from error
+    is_settings = isinstance(found, type) and issubclass(found, DataConfig)
+    return found if is_settings else DataModuleConfig
+
+
+def config_folder() -> Path:
+    """Return the folder of the YAML files: in the installed package, else in the source tree."""
+    package = Path(__file__).resolve().parent
+    installed = package / "configs"
+    return installed if installed.is_dir() else package.parents[1] / "configs"
+
+
+def data_choices(*more: Path) -> dict[str, type[DataConfig]]:
+    """Return the settings class of each YAML file that takes its settings from one.
+
+    Args:
+        more: other folders of configurations.
+    """
+    found = {}
+    for folder in (config_folder(), *more):
+        for path in sorted((folder / "data").glob("*.yaml")):
+            text = path.read_text(encoding="utf-8")
+            target = re.search(r"^_target_: *(\S+)", text, re.MULTILINE)
+            if target and f"/hydra/schema/data/{path.stem}@" in text:
+                found[path.stem] = data_class(target[1])
+    return found
 
 
 @dataclass
-class StdlibData(DocumentsData):
-    """The source code of your Python's standard library."""
+class PackingConfig(Checked):
+    """How tokens fill windows, the samples; `_target_` names the class."""
 
-    source: str = setting("where the text comes from", "stdlib", choices=("stdlib",))
-
-
-@dataclass
-class TextData(DocumentsData):
-    """Your own text."""
-
-    source: str = setting("where the text comes from", "text", choices=("text",))
-    path: str = setting("a file, or a folder of files", "", on_resume="machine")
-
-
-DATA_SOURCES: dict[str, type[DataConfig]] = {"stdlib": StdlibData, "text": TextData}
-
-
-def data_sources() -> dict[str, type[DataConfig]]:
-    """Return the settings of every source; an extra's replace ours of the same name."""
-    added = {name: resolved(settings) for name, (settings, _) in merged("SOURCES").items()}
-    return {name: extended(own) for name, own in {**DATA_SOURCES, **added}.items()}
+    node: ClassVar[str] = "packing"
+    on_resume: ClassVar[str] = "kept"
+    _target_: str = setting("class that makes the windows", "lockstep_gpt.data.packing.Stream")
 
 
 DECAYS = ("cosine", "linear", "constant", "wsd")
@@ -379,6 +427,7 @@ class Config(Checked):
     resume: str = setting(
         "none; auto: continue run_dir if it exists; a run or checkpoint: start from it", "none"
     )
+    test: bool = setting("test the trained model on the test split", False)
     resume_force: bool = setting("resume even if settings kept on resume differ", False)
     trust_run_dir: bool = setting("resume=auto: use unknown classes in run_dir/config.yaml", False)
     precision: str = setting("precision of forward and backward", "32-true", choices=PRECISIONS)
@@ -392,6 +441,7 @@ class Config(Checked):
     batch: BatchConfig = MISSING
     model: ModelConfig = MISSING
     data: DataConfig = MISSING
+    packing: PackingConfig = field(default_factory=PackingConfig)
     optim: OptimConfig = MISSING
     checkpoint: CheckpointConfig = field(default_factory=lambda: extended(CheckpointConfig)())
     guard: GuardConfig = field(default_factory=lambda: extended(GuardConfig)())
@@ -413,15 +463,22 @@ class Config(Checked):
         _check_strategy(self.strategy)
 
 
-def groups(source: str | None = None) -> dict[str, Any]:
-    """Return each group's settings class; for `data`, the class of `source` if it exists."""
+def groups(target: str | None = None) -> dict[str, Any]:
+    """Return each group's settings class; for `data`, the class of its `_target_`."""
     found = {own.node: extended(own) for own in Checked.__subclasses__() if own.node}
-    return {**found, "data": data_sources().get(source or "", DataConfig)}
+    return {**found, "data": data_class(target) if target else DataConfig}
 
 
-def settings_on_resume(treated: str) -> set[str]:
-    """Return all settings that a resume treats this way: `kept`, `machine`, or `free`."""
-    classes = {Config, *groups().values(), *data_sources().values()}
+def settings_on_resume(treated: str, target: str | None = None) -> set[str]:
+    """Return all settings that a resume treats this way: `kept`, `machine`, or `free`.
+
+    Args:
+        treated: how.
+        target: `data._target_`; None: the settings of all choices of `data`.
+    """
+    classes = {Config, *groups(target).values()}
+    if target is None:
+        classes |= {*data_choices().values()}
     return {f"{each.node}.{name}".lstrip(".") for each in classes for name in each.names(treated)}
 
 
@@ -506,11 +563,11 @@ def from_container(values: dict[str, Any], file: Path | None = None) -> Config:
 
     Raises a `UserError` that names the `file` and the problem; without a `file`, OmegaConf's error.
     """
-    source = values.get("data", {}).get("source")
-    if source is not None:
-        check_choice("data.source", source, tuple(data_sources()))
+    target = values.get("data", {}).get("_target_")
     try:
-        typed = OmegaConf.merge(with_groups(*groups(source).items()), values)
+        if target and data_class(target) is DataModuleConfig:
+            values = {**values, "data": DataModuleConfig.values_of(values["data"])}
+        typed = OmegaConf.merge(with_groups(*groups(target).items()), values)
         return cast(Config, OmegaConf.to_object(typed))
     except OmegaConfBaseException as error:
         if file is None:

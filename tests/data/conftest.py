@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 
-from lockstep_gpt.extras.sources.text import TextData
+from lockstep_gpt.data.sources.text import TextData
 
 
 @pytest.fixture

@@ -24,18 +24,18 @@ from lockstep_gpt.data.shards import (
     open_split,
 )
 from lockstep_gpt.data.tokenizer import ByteTokenizer, from_dict
-from lockstep_gpt.extras.sources import text as module
-from lockstep_gpt.extras.sources.blocks import InShards
-from lockstep_gpt.extras.sources.build import ResumedWriter, cut_to_index
-from lockstep_gpt.extras.sources.byte_pairs import BytePairTokenizer
-from lockstep_gpt.extras.sources.numbers import SyntheticData
-from lockstep_gpt.extras.sources.text import TextData
+from lockstep_gpt.data.sources import text as module
+from lockstep_gpt.data.sources.source import InShards
+from lockstep_gpt.data.build import ResumedWriter, cut_to_index
+from lockstep_gpt.data.byte_pairs import BytePairTokenizer
+from lockstep_gpt.data.sources.synthetic import SyntheticData
+from lockstep_gpt.data.sources.text import TextData
 
 PREPARE = """
 import sys
 from lockstep_gpt.data.prepare import prepare
-from lockstep_gpt.extras.sources.numbers import SyntheticData
-from lockstep_gpt.extras.sources.text import *
+from lockstep_gpt.data.sources.synthetic import SyntheticData
+from lockstep_gpt.data.sources.text import *
 if __name__ == "__main__":
     print(prepare(eval(sys.argv[1])))
 """
@@ -89,7 +89,7 @@ def test_bpe_is_learnt_from_the_corpus_and_kept_with_it(corpus):
 def test_bpe_learns_from_no_more_than_the_first_training_text(corpus, tmp_path, monkeypatch):
     learnt = []
     monkeypatch.setattr(
-        "lockstep_gpt.extras.sources.byte_pairs.make_tokenizer",
+        "lockstep_gpt.data.byte_pairs.make_tokenizer",
         lambda _name, _size, texts: learnt.append("".join(texts)) or ByteTokenizer(),
     )
     for number in range(80):

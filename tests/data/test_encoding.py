@@ -6,7 +6,7 @@ import select
 import pytest
 
 from lockstep_gpt.data.prepare import prepare
-from lockstep_gpt.extras.sources import encoding
+from lockstep_gpt.data import encoding
 
 
 def content(folder):

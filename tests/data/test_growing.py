@@ -10,10 +10,10 @@ import pytest
 from lockstep_gpt.data.prepare import prepare
 from lockstep_gpt.data.shards import load_index
 from lockstep_gpt.data.tokenizer import ByteTokenizer
-from lockstep_gpt.extras.sources import build
-from lockstep_gpt.extras.sources.byte_pairs import BytePairTokenizer
-from lockstep_gpt.extras.sources.growing import hashes_of
-from lockstep_gpt.extras.sources.text import JsonlData, TextData
+from lockstep_gpt.data import build
+from lockstep_gpt.data.byte_pairs import BytePairTokenizer
+from lockstep_gpt.data.growing import hashes_of
+from lockstep_gpt.data.sources.text import JsonlData, TextData
 
 WORDS = ("a", "few", "words", "of", "text", "that", "come", "again")
 

@@ -15,7 +15,7 @@ from lockstep_gpt.data.shards import (
 )
 from lockstep_gpt.data.tokenizer import token_dtype
 from lockstep_gpt.data.windows import open_windows
-from lockstep_gpt.extras.sources.build import ResumedWriter
+from lockstep_gpt.data.build import ResumedWriter
 
 LIMIT = 65_536  # bytes of a file
 

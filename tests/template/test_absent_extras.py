@@ -81,7 +81,7 @@ IN_PYTHON = {
     "src/lockstep_gpt/run/remedies.py": "num_workers",  # of processes that only an extra starts
     "tests/conftest.py": "^RANKS|launch.warm=false",  # settings of runs with separate processes
     "tests/extras/conftest.py": "playwright",  # for the pages of several extras
-    "tests/data/test_corpora.py": "sys.modules",  # what must not be imported
+    "tests/data/sources/test_stdlib.py": "sys.modules",  # what must not be imported
     "tests/docs/test_commands.py": '^    "',  # which test runs a page's commands
     "tests/forked_python.py": '^    "',  # libraries that are imported if installed
     "tests/launch/test_compose.py": "launch.warm",  # rejected by name

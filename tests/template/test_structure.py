@@ -393,7 +393,7 @@ def test_no_class_is_made_or_changed_at_run_time():
         "lockstep_gpt/config.py": {"_joined"},  # a group's settings with those of extras
         "lockstep_gpt/extras/chat/answers_only.py": {"_of"},  # any data module, with fewer targets
         "lockstep_gpt/extras/chat/lora.py": {"_add_adapter", "_add_rows", "merge"},  # of layers
-        "lockstep_gpt/extras/mixtures/mixed_data.py": {"data_module"},  # any one, with shares
+        "lockstep_gpt/extras/datasets/mixed_order.py": {"data_module"},  # any one, with shares
         # Lightning's connector, with our step numbers.
         "lockstep_gpt/run/callbacks/metrics.py": {"on_train_end", "on_train_start"},
     }
@@ -530,7 +530,7 @@ def test_private_names_of_others_are_only_in_patches():
             "_pytree",
             "_subclasses",
         },
-        "lockstep_gpt/extras/documents/counted_targets.py": {"_foreach_mul_"},
+        "lockstep_gpt/training/counted_targets.py": {"_foreach_mul_"},
         "lockstep_gpt/extras/seeing/recording.py": {
             "_foreach_norm",
             "_get_zeros_like_grad_buckets",

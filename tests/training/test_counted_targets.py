@@ -6,8 +6,8 @@ import torch
 
 from lockstep_gpt.data.datamodule import TokenDataModule
 from lockstep_gpt.distributed.exact_sums import gradient_sums
-from lockstep_gpt.extras.documents.counted_targets import counted_targets, may_ignore
-from lockstep_gpt.extras.documents.packed_windows import PackedDataModule
+from lockstep_gpt.training.counted_targets import counted_targets, may_ignore
+from lockstep_gpt.extras.datasets.packed_windows import PackedDataModule
 from lockstep_gpt.model.functional import IGNORE
 
 STEPS = 3

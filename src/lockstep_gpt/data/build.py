@@ -14,32 +14,20 @@ import shutil
 import time
 from contextlib import ExitStack, closing
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from tqdm import tqdm
 
-from lockstep_gpt.config import DataConfig, UserError
-from lockstep_gpt.data import prepare, shards
-from lockstep_gpt.data.prepare import (
-    SPLITS,
-    Recipe,
-    begin,
-    finish,
-    progress,
-)
-from lockstep_gpt.data.shards import (
-    INDEX,
-    Index,
-    Split,
-    SplitWriter,
-)
+from lockstep_gpt.config import UserError
+from lockstep_gpt.data import shards
+from lockstep_gpt.data.encoding import BLOCKS, KNOWN, encoded
+from lockstep_gpt.data.growing import HashWriter, earlier_state, remember
+from lockstep_gpt.data.recipe import Recipe, begin, finish, progress, splits_of
+from lockstep_gpt.data.shards import INDEX, Index, Split, SplitWriter
+from lockstep_gpt.data.sources.source import Position
 from lockstep_gpt.data.tokenizer import Tokens
-from lockstep_gpt.extras.sources.blocks import Blocks, InShards, Position
-from lockstep_gpt.extras.sources.encoding import BLOCKS, KNOWN, encoded
-from lockstep_gpt.extras.sources.growing import HashWriter, earlier_state, remember
 
 logger = logging.getLogger(__name__)
 
@@ -52,32 +40,25 @@ def write(recipe: Recipe, folder: Path) -> None:
     Raises:
         UserError: the disk is full, a process was killed, or a split is empty.
     """
-    if not isinstance(recipe.corpus, Blocks):
-        limit = _largest(recipe.config)
-        prepare.write(recipe, folder, partial(ResumedWriter, limit=limit, split=Split()))
-        return
     _remove_abandoned(folder.parent)
     try:
-        _write(recipe, recipe.corpus, folder)
+        _write(recipe, folder)
     except BaseException as error:
-        if len([*folder.glob("*.bin")]) <= len(SPLITS):  # no token file is full yet
+        splits = splits_of(recipe.source)
+        if len([*folder.glob("*.bin")]) <= len(splits):  # no token file is full yet
             shutil.rmtree(folder, ignore_errors=True)
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise UserError(
-                f"data.root={recipe.config.root} has no space left for the prepared tokens; free "
+                f"data.root={recipe.source.root} has no space left for the prepared tokens; free "
                 "some (finished work is kept), or set data.root to a folder on a larger disk"
             ) from error
         raise
 
 
-def _largest(config: DataConfig) -> int:
-    """Return the maximum size of a token file in bytes; a source doesn't need to set it."""
-    return int(getattr(config, "shard_mb", InShards.shard_mb)) << 20
-
-
-def _write(recipe: Recipe, corpus: Blocks, folder: Path) -> None:
+def _write(recipe: Recipe, folder: Path) -> None:
     """Write the rest of the token files, then the final index."""
-    index, limit = _begun(recipe, folder), _largest(recipe.config)
+    index = _begun(recipe, folder)
+    limit = recipe.source.shard_mb << 20
     with ExitStack() as stack:
         writers = {
             name: stack.enter_context(
@@ -88,8 +69,9 @@ def _write(recipe: Recipe, corpus: Blocks, folder: Path) -> None:
         bar = stack.enter_context(progress(recipe, index.position[2]))
         hashes = stack.enter_context(closing(HashWriter(folder, index)))
         full = [len(writer.full) for writer in writers.values()]
-        earlier, known = _remembered(recipe, folder, index), 0
-        for after, invalid, splits in encoded(recipe, corpus, folder, index.position):
+        earlier = _remembered(recipe, folder, index)
+        known = 0
+        for after, invalid, splits in encoded(recipe.source, folder, index.position):
             for split, documents, count, size in splits:
                 writers[split].append(documents.ids, count, size)
                 hashes.append(split, documents.hashes)
@@ -101,8 +83,8 @@ def _write(recipe: Recipe, corpus: Blocks, folder: Path) -> None:
                 _save(folder, index, writers)
             _show(bar, after.read, writers)
         if not any(writer.tokens for writer in writers.values()):
-            source = recipe.config.source
-            raise UserError(f"data.source={source} contains no text; choose a corpus that does")
+            kind = recipe.source.kind
+            raise UserError(f"data={kind} contains no text; choose a corpus that does")
         hashes.sync()
         shutil.rmtree(folder / KNOWN, ignore_errors=True)
         if known:
@@ -114,7 +96,7 @@ def _write(recipe: Recipe, corpus: Blocks, folder: Path) -> None:
 def _remembered(recipe: Recipe, folder: Path, index: Index) -> Path | None:
     """Look for an earlier state of the corpus, and write down where its documents are."""
     end = recipe.tokenizer.end_of_text
-    earlier = earlier_state(folder.parent, recipe.config.source, index)
+    earlier = earlier_state(folder.parent, recipe.source.kind, index)
     if earlier is None or end is None or not remember(earlier, end, folder / KNOWN):
         return None
     return earlier

@@ -1,62 +1,48 @@
 """Turns token files into the batches of one rank."""
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import lightning
+import numpy as np
 import torch
 
-from lockstep_gpt.data import shards
+from lockstep_gpt.config import UserError, counted
+from lockstep_gpt.data import order, shards
 from lockstep_gpt.data.order import Order, Positions, validation_rows
-from lockstep_gpt.data.windows import Batch, Stored, gather, open_windows, widen
+from lockstep_gpt.data.packing import Packing, Stream
+from lockstep_gpt.data.sources.source import TargetMask
+from lockstep_gpt.data.windows import (
+    Batch,
+    Stored,
+    Windows,
+    first_windows,
+    parts_of_rows,
+)
+from lockstep_gpt.model.functional import IGNORE
 
 GROUP = 8  # micro-batches to gather and hand over at once, because each call costs microseconds
-Rows = Callable[[int, int], Iterable[Positions]]
-
-
-class TokenStream(Iterable[Stored]):
-    """Micro-batches of one rank from one split.
-
-    With n workers, worker w makes micro-batches w, w + n, .... `rows`, called with w and n,
-    returns the windows of these micro-batches, each (B,).
-    """
-
-    pinned = False  # whether batches are in page-locked memory, for copies to a GPU
-    share = (0, 1)  # w and n
-
-    def __init__(self, folder: Path, split: str, block_size: int, rows: Rows) -> None:
-        self.folder, self.split, self.block_size, self.rows = folder, split, block_size, rows
-
-    def __iter__(self) -> Iterator[Stored]:
-        windows = open_windows(self.folder, self.split, self.block_size)
-        batches = iter(self.rows(*self.share))
-        while group := [*islice(batches, GROUP)]:
-            yield from gather(windows, group, self.pinned)
-
-
-def _share(rows: Positions, worker: int, workers: int) -> Iterable[Positions]:
-    return rows[worker::workers]
+# Training windows of each part, windows of the whole run, tokens of a window -> rule of the order.
+OrderRule = Callable[[Mapping[str, int], int, int], order.Rule]
 
 
 class Feed(Iterable[Stored]):
     """Loads batches ahead in a thread, `group` at a time; training `waited` this many seconds."""
 
     def __init__(self, batches: Iterable[Stored], group: int = GROUP) -> None:
-        self.batches, self.group = batches, group
+        self.batches = batches
+        self.group = group
         self.waited = 0.0
-        self.ahead: Future[list[Stored]] | None = None
 
     def __iter__(self) -> Iterator[Stored]:
         batches = iter(self.batches)
         with ThreadPoolExecutor(1, "feed") as thread:
-            self.ahead = thread.submit(list, islice(batches, 1))  # one alone comes sooner
-            while group := self._await(self.ahead):
-                self.ahead = thread.submit(list, islice(batches, self.group))
+            ahead = thread.submit(list, islice(batches, 1))  # one alone comes sooner
+            while group := self._await(ahead):
+                ahead = thread.submit(list, islice(batches, self.group))
                 yield from group
 
     def _await(self, ahead: Future[list[Stored]]) -> list[Stored]:
@@ -64,6 +50,40 @@ class Feed(Iterable[Stored]):
         group = ahead.result()
         self.waited += time.perf_counter() - started
         return group
+
+
+class TokenStream(Iterable[Stored]):
+    """Micro-batches of the windows whose numbers `rows` yields, each (B,).
+
+    Args:
+        windows: of one split.
+        rows: called for each iteration.
+        pinned: whether to use page-locked memory, for copies to a GPU.
+        with_parts: whether batches say which part of the corpus each row is from.
+    """
+
+    def __init__(
+        self,
+        windows: Windows,
+        rows: Callable[[], Iterable[Positions]],
+        pinned: bool = False,
+        with_parts: bool = False,
+    ) -> None:
+        self.windows = windows
+        self.rows = rows
+        self.pinned = pinned
+        self.with_parts = with_parts
+
+    def __iter__(self) -> Iterator[Stored]:
+        numbers = iter(self.rows())
+        while group := [*islice(numbers, GROUP)]:
+            batches = self.windows.gather(group, self.pinned)
+            if not self.with_parts:
+                yield from batches
+                continue
+            for stored, rows in zip(batches, group, strict=True):
+                parts = torch.from_numpy(parts_of_rows(self.windows.counts, rows))
+                yield stored._replace(parts=parts)
 
 
 class TokenDataModule(lightning.LightningDataModule):
@@ -79,9 +99,10 @@ class TokenDataModule(lightning.LightningDataModule):
         accumulation: micro-steps per optimizer step.
         seed: decides the order of the training windows.
         val_tokens: most tokens to validate on, in whole windows, at least one; None: all.
+        packing: makes the windows.
+        order_rule: returns the rule of the order.
+        target_masks: which targets count in a part of the corpus; all do in other parts.
     """
-
-    order_of: Callable[..., Order] = Order
 
     def __init__(
         self,
@@ -92,19 +113,40 @@ class TokenDataModule(lightning.LightningDataModule):
         accumulation: int,
         seed: int,
         val_tokens: int | None = None,
+        packing: Packing | None = None,
+        order_rule: OrderRule = lambda *_: order.windows,
+        target_masks: Mapping[str, TargetMask] | None = None,
     ) -> None:
         super().__init__()
         index = shards.load_index(folder)
         shards.check_block_size(index, block_size)
-        self.folder, self.block_size, self.micro_size = folder, block_size, micro_size
-        self.tokenizer = index.tokenizer  # in the form that `tokenizer.from_dict` accepts
-        self.accumulation, self.seed = accumulation, seed
+        self.folder = folder
+        self.block_size = block_size
+        self.micro_size = micro_size
+        self.accumulation = accumulation
+        self.seed = seed
+        self.order_rule = order_rule
+        self.target_masks = target_masks or {}
+        self.tokenizer = index.tokenizer  # in the form that `tokenizer_choice.from_dict` accepts
         self._saved = (0, 0)  # optimizer step of the checkpoint, and samples seen by then
-        self.train_windows = index.windows("train", block_size)
-        self.val_windows_held_out = index.windows("val", block_size)
-        self.val_windows = self.val_windows_held_out
+        packing = packing or Stream()
+        packing.prepare(folder, block_size)
+        splits = [name for name in index.splits if "/" not in name]
+        self.windows = {name: packing.open(folder, name, block_size) for name in splits}
+        self.train_windows = sum(self.windows["train"].counts.values())
+        # How many windows of each part to validate on.
+        self.validated = dict(self.windows["val"].counts)
         if val_tokens is not None:
-            self.val_windows = min(self.val_windows, max(1, val_tokens // block_size))
+            most = max(1, val_tokens // len(self.validated) // block_size)
+            self.validated = {name: min(most, size) for name, size in self.validated.items()}
+        self.val_windows = sum(self.validated.values())
+        if self.target_masks:
+            self._refuse_no_targets()
+
+    @property
+    def may_ignore(self) -> bool:
+        """Whether batches of training may have targets that don't count."""
+        return bool(self.target_masks) or self.windows["train"].has_padding
 
     def resume_at(self, step: int, samples: int) -> None:
         """Continue after optimizer step `step`, by which the run has seen `samples` samples."""
@@ -119,7 +161,8 @@ class TokenDataModule(lightning.LightningDataModule):
     def train_dataloader(self) -> Feed:
         """Return endless batches, starting at the Trainer's current step."""
         trainer = self._attached_trainer()
-        order = self.order_of(
+        planned = self.samples_seen(trainer.max_steps)
+        rows = Order(
             seed=self.seed,
             size=self.train_windows,
             micro_size=self.micro_size,
@@ -127,33 +170,126 @@ class TokenDataModule(lightning.LightningDataModule):
             world_size=trainer.world_size,
             accumulation=self.accumulation,
             start=self.samples_seen(trainer.global_step),
+            rule=self.order_rule(self.windows["train"].counts, planned, self.block_size),
         )
-        self.training_feed = self.feed("train", order.stream)
+        self.training_feed = self._feed("train", rows.stream)
         return self.training_feed
 
     def val_dataloader(self) -> Feed:
         """Return batches that contain every validation window once across all ranks."""
         trainer = self._attached_trainer()
-        sizes = self.val_windows_held_out, self.val_windows, self.micro_size
-        rows = validation_rows(*sizes, trainer.global_rank, trainer.world_size)
-        return self.feed("val", partial(_share, rows))
+        ranks = trainer.global_rank, trainer.world_size
+        rows = np.concatenate([*self.rows_by_part("val", self.validated, *ranks).values()])
+        return self._feed("val", lambda: rows)
 
-    def transfer_batch_to_device(self, batch: Stored, device: torch.device, *_: Any) -> Stored:
-        """Move the windows; Lightning's default would search the batch for what it can move."""
-        windows, real = batch
-        windows = windows.int() if device.type == "mps" else windows  # MPS lacks uint16
-        return windows.to(device, non_blocking=device.type == "cuda"), real
+    def test_dataloader(self) -> Feed:
+        """Return batches that contain every test window once across all ranks."""
+        trainer = self._attached_trainer()
+        rows = self.rows_of("test", trainer.global_rank, trainer.world_size)
+        return self._feed("test", lambda: rows)
 
-    def on_after_batch_transfer(self, batch: Stored, *_: Any) -> Batch:
+    def rows_of(self, split: str, rank: int = 0, world_size: int = 1) -> Positions:
+        """Return one rank's windows of a whole split, (batches, B) with -1 as padding."""
+        if split not in self.windows:
+            raise UserError(
+                f"{self.folder} has no test split; prepare one with data.test_fraction or "
+                "data.test_path"
+            )
+        parts = self.rows_by_part(split, self.windows[split].counts, rank, world_size)
+        return np.concatenate([*parts.values()])
+
+    def rows_by_part(
+        self, split: str, used: Mapping[str, int], rank: int, world_size: int
+    ) -> dict[str, Positions]:
+        """Return one rank's windows of each part, (batches, B) with -1 as padding.
+
+        Args:
+            split: val or test.
+            used: how many windows of each part to use.
+            rank: the rank.
+            world_size: the number of ranks.
+        """
+        counts = self.windows[split].counts
+        found = {}
+        for (name, size), first in zip(counts.items(), first_windows(counts), strict=True):
+            rows = validation_rows(size, used[name], self.micro_size, rank, world_size)
+            found[name] = np.where(rows < 0, rows, rows + first)
+        return found
+
+    def batches(
+        self, split: str, rows: Iterable[Positions], device: torch.device
+    ) -> Iterator[Batch]:
+        """Yield the batches of these windows of a split on a device, without a Trainer."""
+        for stored in self._stream(split, lambda: rows):
+            yield self._batch(split, _moved(stored, device))
+
+    def transfer_batch_to_device(
+        self,
+        batch: Stored,
+        device: torch.device,
+        dataloader_idx: int = 0,  # noqa: ARG002
+    ) -> Stored:
+        """Move the ids; Lightning's default would search the batch for what it can move."""
+        return _moved(batch, device)
+
+    def on_after_batch_transfer(self, batch: Stored, dataloader_idx: int) -> Batch:  # noqa: ARG002
         """Return `(tokens, targets)`; ids travel to the device in their narrow stored type."""
-        return widen(batch)
+        trainer = self._attached_trainer()
+        split = "val" if trainer.validating or trainer.sanity_checking else "train"
+        return self._batch("test" if trainer.testing else split, batch)
 
-    def feed(self, split: str, rows: Rows) -> Feed:
+    def _batch(self, split: str, stored: Stored) -> Batch:
+        """Return tokens and targets; targets that don't count are `IGNORE`."""
+        windows = self.windows[split]
+        tokens, targets = windows.widen(stored)
+        for place, name in enumerate(windows.counts):
+            mask = self.target_masks.get(name)
+            if mask is None:
+                continue
+            counts = mask(tokens, targets)
+            if stored.parts is not None:
+                counts |= (stored.parts != place)[:, None]
+            targets = targets.masked_fill(~counts, IGNORE)
+        return tokens, targets
+
+    def _feed(self, split: str, rows: Callable[[], Iterable[Positions]]) -> Feed:
         """Return a `Feed` that loads the batches of a split ahead."""
-        stream = TokenStream(self.folder, split, self.block_size, rows)
-        stream.pinned = self._attached_trainer().strategy.root_device.type == "cuda"
-        return Feed(stream)
+        device = self._attached_trainer().strategy.root_device
+        return Feed(self._stream(split, rows, device.type == "cuda"))
+
+    def _stream(
+        self, split: str, rows: Callable[[], Iterable[Positions]], pinned: bool = False
+    ) -> TokenStream:
+        windows = self.windows[split]
+        with_parts = bool(self.target_masks) and len(windows.counts) > 1
+        return TokenStream(windows, rows, pinned, with_parts)
+
+    def _refuse_no_targets(self) -> None:
+        """Raise a `UserError` if no target of the validation counts: its loss would be 0 / 0."""
+        rows = np.concatenate([*self.rows_by_part("val", self.validated, 0, 1).values()])
+        batches = self.batches("val", rows, torch.device("cpu"))
+        if not any(bool((targets != IGNORE).any()) for _, targets in batches):
+            windows = counted(self.val_windows, "validation window")
+            raise UserError(
+                f"{self.folder}: the {windows} used have no token of an answer; raise "
+                "data.val_tokens or data.val_fraction, or a context in which answers aren't cut off"
+            )
 
     def _attached_trainer(self) -> lightning.Trainer:
         assert self.trainer is not None, "the Trainer makes the loaders: it knows rank and step"
         return self.trainer
+
+
+def _moved(stored: Stored, device: torch.device) -> Stored:
+    """Return a batch on a device."""
+    ids = stored.ids
+    if device.type == "mps":
+        ids = ids.int()  # MPS lacks uint16
+    copies = device.type == "cuda"  # while the host continues
+    real = stored.real
+    if isinstance(real, torch.Tensor):
+        real = real.to(device, non_blocking=copies)
+    parts = stored.parts
+    if parts is not None:
+        parts = parts.to(device, non_blocking=copies)
+    return Stored(ids.to(device, non_blocking=copies), real, parts)

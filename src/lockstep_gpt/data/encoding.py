@@ -17,16 +17,9 @@ from typing import Any, NamedTuple, TypeVar
 
 from lockstep_gpt.config import UserError
 from lockstep_gpt.data import shards
-from lockstep_gpt.data.prepare import Recipe
-from lockstep_gpt.data.tokenizer import from_dict
-from lockstep_gpt.extras.sources.blocks import (
-    Block,
-    Blocks,
-    Position,
-    TokenBlock,
-    stretches_of,
-)
-from lockstep_gpt.extras.sources.growing import Documents, Encoder
+from lockstep_gpt.data.growing import Encoder, Tokenized
+from lockstep_gpt.data.sources.source import Block, Position, Source, TokenBlock, by_split
+from lockstep_gpt.data.tokenizer_choice import from_dict
 from lockstep_gpt.processes import end_with_parent
 
 Result = TypeVar("Result")
@@ -40,19 +33,19 @@ class Encoded(NamedTuple):
 
     after: Position
     invalid: int
-    splits: list[tuple[str, Documents, int, int]]  # name, tokens, documents, bytes of text
+    splits: list[tuple[str, Tokenized, int, int]]  # name, tokens, documents, bytes of text
 
 
-def encoded(recipe: Recipe, corpus: Blocks, folder: Path, position: list[int]) -> Iterator[Encoded]:
+def encoded(source: Source, folder: Path, position: list[int]) -> Iterator[Encoded]:
     """Tokenize a corpus from a position on, block by block; `folder` has the index of the build.
 
     Raises:
         UserError: a block can't be read, or a process was killed.
     """
-    processes = getattr(recipe.config, "num_proc", 1)
+    processes = getattr(source, "num_proc", 1)
     if processes == 1:
         with ThreadPoolExecutor(1, initializer=_begin, initargs=(folder,)) as thread:
-            yield from _in_turn(thread, _encode, corpus, position, 1)
+            yield from _in_turn(thread, _encode, source, position, 1)
         return
     spawn = multiprocessing.get_context("spawn")
     # The tokenizer and the blocks are sent as files. A process that is killed while it sends more
@@ -63,7 +56,7 @@ def encoded(recipe: Recipe, corpus: Blocks, folder: Path, position: list[int]) -
     ):
         encode = partial(_encode_to_file, blocks)
         try:
-            for path in _in_turn(executor, encode, corpus, position, processes):
+            for path in _in_turn(executor, encode, source, position, processes):
                 yield pickle.loads(path.read_bytes())
                 path.unlink()
         except BrokenProcessPool as error:
@@ -76,13 +69,13 @@ def encoded(recipe: Recipe, corpus: Blocks, folder: Path, position: list[int]) -
 def _in_turn(
     executor: Executor,
     encode: Callable[[Any], Result],
-    corpus: Blocks,
+    source: Source,
     position: list[int],
     processes: int,
 ) -> Iterator[Result]:
     """Yield the result for each block, in order; a few blocks are read ahead."""
     waiting: deque[Future[Result]] = deque()
-    for block in corpus.blocks(Position(*position)):
+    for block in source.blocks(Position(*position)):
         waiting.append(executor.submit(encode, block))
         if len(waiting) > processes:
             yield waiting.popleft().result()
@@ -107,10 +100,11 @@ def _begin(folder: Path) -> None:
 
 def _encode(block: Block | TokenBlock) -> Encoded:
     if isinstance(block, TokenBlock):
-        return Encoded(block.after, 0, [(block.split, Documents(block.ids, b"", 0), 0, 0)])
+        tokens = Tokenized(block.ids, b"", 0)
+        return Encoded(block.after, 0, [(block.split, tokens, block.documents, block.text_bytes)])
     splits = [
         (split, _encoder.encode(texts), len(texts), sum(map(len, texts)))
-        for split, texts, _ in stretches_of(block)
+        for split, texts in by_split(block)
     ]
     return Encoded(block.after, block.invalid, splits)
 

@@ -19,8 +19,8 @@ import numpy.typing as npt
 
 from lockstep_gpt.config import UserError
 from lockstep_gpt.data import shards
-from lockstep_gpt.data.prepare import SPLITS
 from lockstep_gpt.data.shards import Index
+from lockstep_gpt.data.sources.source import SPLITS
 from lockstep_gpt.data.tokenizer import Tokenizer, Tokens
 
 SIZE = 16  # bytes of a hash: no two of 2**40 documents share one, with a chance of 1 - 2**-49
@@ -117,7 +117,7 @@ def _ends(folder: Path, split: str, end_of_text: int) -> tuple[npt.NDArray[np.in
     return np.concatenate(found), count
 
 
-class Documents(NamedTuple):
+class Tokenized(NamedTuple):
     """Encoded documents: their ids, their hashes, and how many weren't tokenized again."""
 
     ids: Tokens
@@ -143,23 +143,23 @@ class Encoder:
             present = [split for split in SPLITS if hashes_of(folder, split).exists()]
             self.tokens = [shards.open_split(folder, split) for split in present]
 
-    def encode(self, texts: Sequence[bytes]) -> Documents:
+    def encode(self, texts: Sequence[bytes]) -> Tokenized:
         """Return the ids of valid texts one after another, each followed by the end of text."""
         hashes = b"".join(hashlib.blake2b(text, digest_size=SIZE).digest() for text in texts)
         if self.keys is None:
-            return Documents(self.tokenizer.encode_documents(texts), hashes, 0)
+            return Tokenized(self.tokenizer.encode_documents(texts), hashes, 0)
         wanted = np.frombuffer(hashes, "<u8").reshape(-1, SIZE // 8).T
         rows = np.minimum(np.searchsorted(self.keys[0], wanted[0]), self.keys.shape[1] - 1)
         known = (self.keys[:, rows] == wanted).all(axis=0)
         if not known.any():
-            return Documents(self.tokenizer.encode_documents(texts), hashes, 0)
+            return Tokenized(self.tokenizer.encode_documents(texts), hashes, 0)
         new = [text for text, is_known in zip(texts, known, strict=True) if not is_known]
         made = iter(self._apart(new))
         parts = [
             self._copied(*self.places[row]) if is_known else next(made)
             for row, is_known in zip(rows, known, strict=True)
         ]
-        return Documents(np.concatenate(parts), hashes, int(known.sum()))
+        return Tokenized(np.concatenate(parts), hashes, int(known.sum()))
 
     def _apart(self, texts: Sequence[bytes]) -> Sequence[Tokens]:
         if not texts:

@@ -1,6 +1,7 @@
-"""Maps the token files of a split one after another into what looks like one array.
+"""Maps groups of files one after another into what looks like one array of bytes.
 
-All files but the last consist of whole memory pages, so they fit together.
+Each group begins on a memory page. A group's files but the last consist of whole memory pages, so
+they fit together.
 """
 
 from __future__ import annotations
@@ -8,29 +9,41 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+from collections.abc import Sequence
+from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
-from lockstep_gpt.data.shards import unusable
-
 MAP_FIXED = 0x10  # on Linux and macOS; Python's mmap doesn't define it
 
 
-def joined(files: list[Path]) -> npt.NDArray[np.uint8]:
-    """Map files one after another into one address range, which is released as a whole."""
-    sizes = [file.stat().st_size for file in files]
+def map_files(groups: Sequence[Sequence[Path]]) -> tuple[npt.NDArray[np.uint8], list[int]]:
+    """Map files into one address range, which is released as a whole.
+
+    Returns the bytes, and where each group begins in them.
+
+    Raises:
+        OSError: a file can't be mapped; its `filename` says which.
+    """
+    sizes = [sum(path.stat().st_size for path in group) for group in groups]
+    page = mmap.PAGESIZE
+    bounds = [0, *accumulate(-(-size // page) * page for size in sizes)]
     anonymous = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    place = np.frombuffer(mmap.mmap(-1, sum(sizes), anonymous, mmap.PROT_READ), np.uint8)
+    place = np.frombuffer(mmap.mmap(-1, bounds[-1], anonymous, mmap.PROT_READ), np.uint8)
     system = ctypes.CDLL(None, use_errno=True)
     system.mmap.restype = ctypes.c_void_p
     whole, number = ctypes.c_size_t, ctypes.c_int
     system.mmap.argtypes = [ctypes.c_void_p, whole, number, number, number, ctypes.c_int64]
-    address, flags = place.ctypes.data, mmap.MAP_SHARED | MAP_FIXED
-    for path, size in zip(files, sizes, strict=True):
-        with path.open("rb") as file:
-            if system.mmap(address, size, mmap.PROT_READ, flags, file.fileno(), 0) != address:
-                raise unusable(path, f"cannot be mapped ({os.strerror(ctypes.get_errno())})")
-        address += size
-    return place
+    flags = mmap.MAP_SHARED | MAP_FIXED
+    for group, start in zip(groups, bounds, strict=False):
+        address = place.ctypes.data + start
+        for path in group:
+            size = path.stat().st_size
+            with path.open("rb") as file:
+                if system.mmap(address, size, mmap.PROT_READ, flags, file.fileno(), 0) != address:
+                    code = ctypes.get_errno()
+                    raise OSError(code, os.strerror(code), str(path))
+            address += size
+    return place, bounds[:-1]

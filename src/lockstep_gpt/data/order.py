@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 Positions = npt.NDArray[np.int64]
 Words = npt.NDArray[np.uint64]
+Rule = Callable[[Positions, int, int], Positions]  # positions, size, seed -> windows
 
 ROUNDS = 8  # even, so that each half is changed equally often
 FEW = 128  # for fewer windows, halves of so few bits reach only some of all orders
@@ -101,19 +102,19 @@ class Order:
     world_size: int
     accumulation: int = 1  # micro-steps per optimizer step, A
     start: int = 0  # samples that the run has already seen
-    rule: Callable[[Positions, int, int], Positions] = windows  # positions, size, seed -> windows
+    rule: Rule = windows
 
-    def stream(self, first: int, stride: int = 1) -> Iterator[Positions]:
-        """Yield micro-batches `first`, `first + stride`, ... without end, each (B,)."""
+    def stream(self) -> Iterator[Positions]:
+        """Yield micro-batches without end, each (B,)."""
         count = max(1, CHUNK // self.micro_size)
+        first = 0
         while True:
-            numbers = first + stride * np.arange(count)
-            steps, leaves = np.divmod(numbers, self.accumulation)
+            steps, leaves = np.divmod(first + np.arange(count), self.accumulation)
             blocks = (steps * self.world_size + self.rank) * self.accumulation
             starts = self.start + (blocks + leaves) * self.micro_size
             positions = starts[:, None] + np.arange(self.micro_size)  # (count, B)
             yield from self.rule(positions, self.size, self.seed)
-            first += stride * count
+            first += count
 
 
 def validation_rows(

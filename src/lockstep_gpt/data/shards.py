@@ -2,22 +2,23 @@
 
 A token file contains only little-endian unsigned integers of the smallest type that fits the
 vocabulary (one byte up to 256 tokens, two up to 65,536), so it can be memory-mapped directly.
-If an extra writes several files per split, all but the last have one size, in whole memory pages.
+A large split has several files; all but the last have one size, in whole memory pages.
 """
 
 import hashlib
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from lockstep_gpt.config import UserError
+from lockstep_gpt.data.mapped_files import map_files
 from lockstep_gpt.data.tokenizer import Tokens
-from lockstep_gpt.registry import addition
 from lockstep_gpt.whole_files import replace_text
 
 FORMAT = 2  # increase it with every change that an older reader would misread
@@ -61,6 +62,14 @@ class Index:
     def shards(self) -> list[Shard]:
         """All token files."""
         return [shard for split in self.splits.values() for shard in split.shards]
+
+    def parts(self, split: str) -> dict[str, str]:
+        """Return each part of a split, and its entry in `splits`, in the order that numbers them.
+
+        A mixture has an entry such as `code/train` for each source; others are one part, "".
+        """
+        names = [name for name in self.splits if name.endswith(f"/{split}")]
+        return {name.rpartition("/")[0]: name for name in names} or {"": split}
 
     def windows(self, split: str, block_size: int) -> int:
         """Count the whole windows of `block_size` inputs; two neighbors share one token."""
@@ -150,12 +159,27 @@ def open_split(folder: Path, split: str) -> npt.NDArray[Any]:
     """Memory-map one split's tokens read-only, shape (tokens,), or raise a `UserError`."""
     index = load_index(folder)
     check_sizes(folder, index)
-    file, *more = [folder / shard.file for shard in index.splits[split].shards]
-    if not more:
-        return np.memmap(file, index.dtype, mode="r")
-    if (joined := addition("JOINED_FILES")) is None:
-        raise unusable(more[0], "is a second file, which needs an extra that is not installed")
-    return cast(npt.NDArray[Any], joined([file, *more]).view(index.dtype))
+    if len(index.splits[split].shards) > 1:
+        return open_splits(folder, index, [split])[0]
+    return np.memmap(folder / index.splits[split].shards[0].file, index.dtype, mode="r")
+
+
+def open_splits(
+    folder: Path, index: Index, splits: Sequence[str]
+) -> tuple[npt.NDArray[Any], list[int]]:
+    """Memory-map the tokens of several splits as one array, (tokens,); return where each begins.
+
+    Raises:
+        UserError: a file can't be mapped.
+    """
+    files = [[folder / shard.file for shard in index.splits[name].shards] for name in splits]
+    dtype = np.dtype(index.dtype)
+    try:
+        content, starts = map_files(files)
+    except OSError as error:
+        reason = f"cannot be mapped ({error.strerror})"
+        raise unusable(Path(error.filename), reason) from None
+    return content.view(dtype), [start // dtype.itemsize for start in starts]
 
 
 def check_block_size(index: Index, block_size: int) -> None:

@@ -3,13 +3,12 @@
 import importlib
 import re
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from lockstep_gpt.config import PROGRAM, UserError
-from lockstep_gpt.registry import merged, resolved
 
 Tokens = npt.NDArray[np.unsignedinteger[Any]]
 
@@ -77,6 +76,39 @@ class ByteTokenizer:
         return {"kind": self.kind, "vocab_size": self.vocab_size}
 
 
+class NumberTokenizer:
+    """Writes ids as decimal numbers separated by spaces, for data that never was text."""
+
+    kind = "numbers"
+    end_of_text: int | None = None
+
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+
+    def encode(self, text: str | bytes) -> Tokens:
+        """Return the ids in `text`, shape (numbers,), or raise a `UserError`."""
+        words = text.split()
+        for word in words:
+            if not (word.isdigit() and word.isascii() and int(word) < self.vocab_size):
+                raise UserError(
+                    f"{word!r} is not a token of this model, which was trained on numbers; "
+                    f"write whole numbers from 0 to {self.vocab_size - 1} with spaces between"
+                )
+        return np.array([int(word) for word in words], dtype=token_dtype(self.vocab_size))
+
+    def encode_documents(self, texts: Sequence[bytes]) -> Tokens:
+        """Return the ids in `texts` one after another, with nothing between them."""
+        return self.encode(b" ".join(texts))
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Return the numbers, separated by spaces."""
+        return " ".join(str(int(token)) for token in ids)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the kind and the vocabulary size."""
+        return {"kind": self.kind, "vocab_size": self.vocab_size}
+
+
 def printable(text: str) -> str:
     """Return `text` with its control characters escaped, because a terminal would obey them."""
     return re.sub(r"[^\t\n\x20-\x7e\xa0-\U0010ffff]", lambda found: f"\\x{ord(found[0]):02x}", text)
@@ -97,17 +129,3 @@ def library(name: str, extra: str) -> Any:
         return importlib.import_module(name)
     except ImportError as error:
         raise UserError(f"{name} is missing; pip install '{PROGRAM}[{extra}]'") from error
-
-
-def from_dict(values: dict[str, Any]) -> Tokenizer:
-    """Rebuild the tokenizer that `to_dict` described; raise a `UserError` for an unknown kind."""
-    kind = values.get("kind")
-    if kind == ByteTokenizer.kind:
-        return ByteTokenizer()
-    if kind not in (added := merged("TOKENIZERS")):
-        known = ", ".join([ByteTokenizer.kind, *added])
-        raise UserError(
-            f"tokenizer kind {kind!r} is not one of {known}; use the version of "
-            "lockstep-gpt that wrote it, with its extras"
-        )
-    return cast(Tokenizer, resolved(added[kind])(values))

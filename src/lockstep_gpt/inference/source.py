@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lockstep_gpt.config import PROGRAM, Config, UserError, from_container
-from lockstep_gpt.data import tokenizer
+from lockstep_gpt.data.tokenizer import Tokenizer
+from lockstep_gpt.data.tokenizer_choice import from_dict
 from lockstep_gpt.registry import asked
 from lockstep_gpt.run.checkpoint import read_checkpoint
 from lockstep_gpt.run.directory import literal, readable
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from lockstep_gpt.model.gpt import GPT
 
 # What a model needs, and what a configuration requires.
-NEEDED = ("max_steps", "max_tokens", "batch", "model", "data", "optim")
+NEEDED = ("max_steps", "max_tokens", "batch", "model", "data", "packing", "optim")
 
 
 def parser_of(command: str, description: str) -> argparse.ArgumentParser:
@@ -27,12 +28,12 @@ def parser_of(command: str, description: str) -> argparse.ArgumentParser:
     return parser
 
 
-def load_model(path: Path) -> tuple[GPT, Config, tokenizer.Tokenizer]:
+def load_model(path: Path) -> tuple[GPT, Config, Tokenizer]:
     """Return a checkpoint's model in evaluation mode, its configuration, and its tokenizer."""
     from lockstep_gpt.model.gpt import build_gpt
 
     content = read_checkpoint(path)
-    text = tokenizer.from_dict(content["tokenizer"])
+    text = from_dict(content["tokenizer"])
     values = {name: each for name, each in content["config"].items() if name in NEEDED}
     config = from_container(readable(literal(values)), path)
     model = build_gpt(config.model, text.vocab_size)

@@ -3,13 +3,12 @@
 import difflib
 from collections.abc import Iterable
 from dataclasses import fields
-from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
 
 from lockstep_gpt import config as schema
-from lockstep_gpt.config import Config
+from lockstep_gpt.config import Config, config_folder
 from lockstep_gpt.registry import asked
 
 # Choices of earlier versions -> what to do instead.
@@ -19,13 +18,6 @@ GONE = {
         'lockstep_gpt.cli.main(["train", ...]), which starts ranks as processes'
     ),
 }
-
-
-def config_folder() -> Path:
-    """Return the folder of the YAML files: in the installed package, else in the source tree."""
-    package = Path(__file__).resolve().parents[1]
-    installed = package / "configs"
-    return installed if installed.is_dir() else package.parents[1] / "configs"
 
 
 def groups() -> set[str]:
@@ -40,7 +32,7 @@ def settings_below(parent: str) -> dict[str, list[str]]:
         files = (config_folder() / group).glob("*.yaml")
         return {file.stem: [str(key) for key in OmegaConf.load(file)] for file in files}
     one: Any = {"": schema.groups().get(parent) if parent else Config}
-    found = (schema.data_sources() if group == "data" else one).items()
+    found = (schema.data_choices() if group == "data" else one).items()
     return {name: [item.name for item in fields(each)] for name, each in found if each}
 
 

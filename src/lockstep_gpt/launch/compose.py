@@ -1,10 +1,12 @@
 """Composes the configuration with Hydra, once, in the parent; reports a mistake in one line."""
 
+import argparse
 import contextlib
 import os
 import re
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, cast
 
 import hydra
@@ -28,12 +30,12 @@ register_resolver: Any = getattr(OmegaConf, "register_new_resolver" if OLD else 
 
 def run(arguments: list[str], job: Callable[[DictConfig], Any]) -> None:
     """Call `job` with the composed config, for each job of a sweep, or raise a `UserError`."""
-    _register_schema()
+    _register_schema(arguments)
     for understood in map(resolved, additions("WORDS")):
         arguments[:] = understood(arguments)  # in place: a sweep's jobs show only other words
     started = []
 
-    @hydra.main(str(choices.config_folder()), "train", **({"version_base": "1.3"} if OLD else {}))
+    @hydra.main(str(schema.config_folder()), "train", **({"version_base": "1.3"} if OLD else {}))
     def task(config: DictConfig) -> Any:
         started.append(config)
         return job(config)
@@ -79,7 +81,7 @@ def told_in_one_line(arguments: list[str], first: Callable[[], Any] = list) -> I
         raise UserError(one_line(error, arguments)) from None
 
 
-def _register_schema() -> None:
+def _register_schema(arguments: list[str]) -> None:
     # Below hydra/, so that --help does not list them as groups to choose from.
     store = ConfigStore.instance()
     # It returns copies anyway; Hydra also copies the store, a hundred times for --help.
@@ -90,8 +92,15 @@ def _register_schema() -> None:
     config = schema.with_groups(*groups.items())
     store.repo.get("hydra", {}).pop("schema", None)  # entries of an earlier call would stay
     store.store(group="hydra/schema", name="config", node=config)
-    for source, settings in schema.data_sources().items():
-        store.store(group="hydra/schema/data", name=source, node=settings)
+    for name, settings in schema.data_choices(*_config_dirs(arguments)).items():
+        store.store(group="hydra/schema/data", name=name, node=settings)
+
+
+def _config_dirs(arguments: list[str]) -> list[Path]:
+    """Return the folders that Hydra's --config-dir names."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--config-dir", "-cd", action="append", type=Path, default=[])
+    return list(parser.parse_known_args(arguments)[0].config_dir)
 
 
 @contextlib.contextmanager
@@ -155,7 +164,7 @@ def one_line(error: Exception, arguments: list[str]) -> str:
     found = re.search(r"Could not (?:find|load) '(.+)/(.+?)'", text)
     if found and found[1] in choices.groups():
         listed = re.search(r"Available options in .+?: (.+?)( Config s.+)?$", text)
-        files = (choices.config_folder() / found[1]).glob("*.yaml")
+        files = (schema.config_folder() / found[1]).glob("*.yaml")
         names = listed[1].split() if listed else sorted(path.stem for path in files)
         if instead := choices.GONE.get((found[1], found[2])):
             return f"{found[1]}={found[2]} is gone; {instead}"

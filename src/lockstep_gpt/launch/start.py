@@ -10,6 +10,7 @@ import contextlib
 import logging
 import secrets
 import time
+from dataclasses import asdict
 from enum import Enum, auto
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,7 +18,7 @@ from typing import Any, Protocol
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 
-from lockstep_gpt.config import LEVELS, Config, UserError
+from lockstep_gpt.config import LEVELS, Config, DataModuleConfig, UserError
 from lockstep_gpt.data import prepare as data_prepare
 from lockstep_gpt.data import shards
 from lockstep_gpt.exits import Exit
@@ -25,9 +26,9 @@ from lockstep_gpt.launch import devices, launcher, machines, trust
 from lockstep_gpt.launch.placement import Placement
 from lockstep_gpt.launch.supervise import supervise
 from lockstep_gpt.processes import end_process
-from lockstep_gpt.registry import asked
 from lockstep_gpt.run.directory import RunDirectory
 from lockstep_gpt.training import schedule
+from lockstep_gpt.training.building import build
 
 
 class RunStart(Protocol):
@@ -150,7 +151,7 @@ class Freezing:
         this.check()
         self.run_existed = this.run.config.exists()
         # Fixed before ranks start: all of them, and every restart, open these tokens.
-        fingerprint = prepare_data(this.config).fingerprint
+        fingerprint = prepare_data(this.config)
         self._lock.enter_context(this.run.locked())
         this.freeze({**this.values, "data": {**this.values["data"], "fingerprint": fingerprint}})
         self._is_done = True
@@ -187,13 +188,20 @@ def place_run(config: Config) -> tuple[Placement, int]:
     return placement, schedule.plan_schedule(config, batch).total_steps
 
 
-def prepare_data(config: Config, verify: bool = False) -> shards.Index:
-    """Prepare the data before any rank starts: its errors are reported here, once."""
+def prepare_data(config: Config, verify: bool = False) -> str | None:
+    """Prepare the data before any rank starts: its errors are reported here, once.
+
+    Returns the fingerprint of its tokens; None if a LightningDataModule makes the batches.
+    """
+    if isinstance(config.data, DataModuleConfig):
+        return None
     folder = data_prepare.prepare(config.data, verify)
     index = shards.load_index(folder)
     shards.check_block_size(index, config.model.block_size)
-    asked("PREPARED", folder, config)
-    return index
+    if config.test and "test" not in index.splits:
+        raise UserError("test=true needs a test split; set data.test_fraction or data.test_path")
+    build(asdict(config.packing), {}).prepare(folder, config.model.block_size)
+    return index.fingerprint
 
 
 def run_of(config: Config) -> RunDirectory:

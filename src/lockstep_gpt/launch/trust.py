@@ -7,8 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from lockstep_gpt.config import PROGRAM, UserError
-from lockstep_gpt.launch.choices import config_folder
+from lockstep_gpt.config import PROGRAM, UserError, config_folder
 from lockstep_gpt.run.directory import RunDirectory, flat, some_of
 
 # Only classes, not all that is reachable: `torch.serialization.os.system` isn't part of torch.

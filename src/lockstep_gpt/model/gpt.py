@@ -58,16 +58,27 @@ class GPT(nn.Module):
                 nn.init.ones_(parameter)  # the scale of a norm
         self.token_embedding.weight[self.vocab_size :].zero_()
 
-    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
+    def forward(
+        self, tokens: Tensor, targets: Tensor | None = None, with_features: bool = False
+    ) -> Any:
         """Predict the token after each of `tokens`, (B, T) of any integer type.
 
         Returns the logits, (B, T, V). With `targets`, (B, T), returns the mean cross-entropy in
-        nats over targets that are not `IGNORE`, at least float32. `UserError` if T > `block_size`.
+        nats over targets that are not `IGNORE`, at least float32; `with_features`, it returns the
+        loss and the features, (B, T, C), of which `logits` makes logits.
+
+        Raises:
+            UserError: T is larger than `block_size`.
         """
         features = self.features(tokens)
         if targets is None:
-            return functional.project_to_vocabulary(features, self.head, self.vocab_size)
-        return functional.linear_cross_entropy(features, self.head, self.vocab_size, targets)
+            return self.logits(features)
+        loss = functional.linear_cross_entropy(features, self.head, self.vocab_size, targets)
+        return (loss, features) if with_features else loss
+
+    def logits(self, features: Tensor) -> Tensor:
+        """Turn features, (..., C), into logits, (..., V)."""
+        return functional.project_to_vocabulary(features, self.head, self.vocab_size)
 
     @property
     def head(self) -> Tensor:

@@ -181,7 +181,7 @@ class RunDirectory:
 
 def readable(values: dict[str, Any]) -> dict[str, Any]:
     """Return frozen `values` without settings of removed extras, if those settings are off."""
-    known = schema.groups(dict(flat(values)).get("data.source"))
+    known = schema.groups(dict(flat(values)).get("data._target_"))
     asked("EARLIER", values, known)
     for group, own in known.items():
         for name in {name for name, value in values.get(group, {}).items() if not value}:

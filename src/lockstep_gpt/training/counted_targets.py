@@ -4,7 +4,6 @@ A model returns the mean over a micro-batch's targets that are not `IGNORE`. Eac
 as often as it has targets. Where all targets count, the mean of means is the same.
 """
 
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,14 +12,18 @@ from lightning import Callback, Trainer
 from torch import Tensor
 
 from lockstep_gpt.config import Config
-from lockstep_gpt.data.datamodule import TokenDataModule
 from lockstep_gpt.model.functional import IGNORE
 
 
 class CountedTargets(Callback):
-    """Weighs each micro-batch by its targets, and divides the gradients by those of the step."""
+    """Weighs each micro-batch by its targets, and divides the gradients by those of the step.
 
-    def __init__(self, tokens: int) -> None:
+    It leaves runs in which every target counts.
+    """
+
+    def __init__(self, config: Config) -> None:
+        samples = config.batch.micro_size or config.batch.global_size or 1
+        tokens = samples * config.model.block_size
         # Weights are counts divided by this. A power of two doesn't round, so the bits of a step
         # don't depend on how its micro-batches are spread over ranks.
         self.unit = 1 << (tokens - 1).bit_length()
@@ -31,7 +34,7 @@ class CountedTargets(Callback):
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:  # noqa: ARG002
         """Leave a run in which each target counts: it must not wait for the ranks' counts."""
-        if not may_ignore(trainer.datamodule):
+        if not getattr(trainer.datamodule, "may_ignore", True):
             trainer.callbacks = [each for each in trainer.callbacks if each is not self]
 
     def on_train_batch_start(
@@ -73,18 +76,3 @@ class CountedTargets(Callback):
             counted = loss * (count * share)
             before = self.earlier.get(leaf)
             losses[leaf] = counted if before is None else before + counted
-
-
-def may_ignore(data: Any) -> bool:
-    """Return whether batches may have targets that are `IGNORE`: the core makes none in training.
-
-    True for every data module that makes its batches from windows in another way, or isn't ours.
-    """
-    own = TokenDataModule.on_after_batch_transfer
-    return getattr(type(data), "on_after_batch_transfer", None) is not own
-
-
-def counted_targets(config: Config, _directory: Path | None = None, *_known: Any) -> Callback:
-    """Return the callback, which leaves runs that don't need it."""
-    samples = config.batch.micro_size or config.batch.global_size or 1
-    return CountedTargets(samples * config.model.block_size)

@@ -15,7 +15,10 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from lockstep_gpt.config import Config, RunError, UserError, from_container
-from lockstep_gpt.data.tokenizer import Tokenizer, from_dict
+from lockstep_gpt.data.datamodule import TokenDataModule
+from lockstep_gpt.data.tokenizer import Tokenizer
+from lockstep_gpt.data.tokenizer_choice import from_dict
+from lockstep_gpt.data.windows import Batch
 from lockstep_gpt.distributed.ranks import tensors_of_ranks
 from lockstep_gpt.distributed.strategies import ModelLayout, WholeModels, layout_of
 from lockstep_gpt.model.functional import perplexity
@@ -41,6 +44,7 @@ class GPTModule(lightning.LightningModule):
         self.model = build_gpt(config.model, tokenizer.vocab_size)
         asked("MODEL", self.model, tokenizer)
         self.token_loss = TokenLoss()
+        self.test_loss = TokenLoss()
         self.val_loss: float | None = None
         self.grad_norm: Tensor | None = None  # of the last update, before clipping
         self.leaf = 0  # index of the micro-batch among those of a step on this rank
@@ -50,6 +54,7 @@ class GPTModule(lightning.LightningModule):
         self.skipped = torch.zeros((), dtype=torch.int64)  # updates with non-finite gradients
         self.layout: ModelLayout = WholeModels()  # until the strategy is known
         self.trained: list[nn.Parameter] = []  # cached: walking all modules costs time in each step
+        self._is_placed = False
         self.logs_losses = True  # to any Trainer's loggers; in our runs `Metrics` does this
 
     @classmethod
@@ -69,6 +74,9 @@ class GPTModule(lightning.LightningModule):
 
     def configure_model(self) -> None:
         """Place the model on the ranks, and compile it; there is no optimizer yet."""
+        if self._is_placed:  # a test after training uses the same ranks
+            return
+        self._is_placed = True
         layout_of(self.trainer.strategy).place_model(self.model, self.config.compile)
 
     def on_train_start(self) -> None:
@@ -83,7 +91,7 @@ class GPTModule(lightning.LightningModule):
         is_ddp = isinstance(self.trainer.strategy, DDPStrategy)
         data: Any = getattr(self.trainer, "datamodule", None)  # ours; a user may pass loaders
         if self.trainer.world_size > 2 and is_ddp and data:
-            shape = (data.micro_size, self.config.model.block_size)
+            shape = (getattr(data, "micro_size", 1), self.config.model.block_size)
             tokens = torch.zeros(shape, dtype=torch.int64, device=self.device)
             kept = [buffer.clone() for buffer in self.model.buffers()]  # BatchNorm's statistics
             loss = cast(Tensor, self.trainer.strategy.training_step((tokens, tokens), 0))
@@ -100,7 +108,7 @@ class GPTModule(lightning.LightningModule):
         leaf = self.trainer.global_rank * accumulation + self.leaf
         seed_device(leaf_seed(self.config.seed, self.trainer.global_step, leaf), self.device)
 
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:  # noqa: ARG002
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:  # noqa: ARG002
         """Return the mean loss of one micro-batch of tokens and targets, each (B, T)."""
         loss: Tensor = self.model(*batch)
         if self.logs_losses:
@@ -128,15 +136,38 @@ class GPTModule(lightning.LightningModule):
         self.losses, self.loss_steps = {}, 0
         return means
 
-    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:  # noqa: ARG002
-        """Add one micro-batch to the loss; targets in padding rows don't count."""
-        self.token_loss.update(self.model(*batch), batch[1])
+    def validation_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:  # noqa: ARG002
+        """Add one micro-batch to the validation loss; targets in padding rows don't count.
+
+        Returns what metrics need without another forward pass: `loss`, `targets`, (B, T), and
+        `features`, (B, T, C), of which `model.logits` makes logits.
+        """
+        return self._measure(batch, self.token_loss)
+
+    def test_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:  # noqa: ARG002
+        """Add one micro-batch to the test loss; returns the same as `validation_step`."""
+        return self._measure(batch, self.test_loss)
+
+    def _measure(self, batch: Batch, token_loss: TokenLoss) -> dict[str, Tensor]:
+        tokens, targets = batch
+        loss, features = self.model(tokens, targets, with_features=True)
+        token_loss.update(loss, targets)
+        return {"loss": loss, "targets": targets, "features": features}
 
     def on_validation_epoch_end(self) -> None:
         """Reduce the validation loss over all ranks, also for callbacks that monitor it."""
         self.val_loss = float(self.token_loss.compute())
         self.token_loss.reset()
-        found = {"val/loss": self.val_loss, "val/perplexity": perplexity(self.val_loss)}
+        self._log_loss("val", self.val_loss)
+
+    def on_test_epoch_end(self) -> None:
+        """Reduce the test loss over all ranks."""
+        loss = float(self.test_loss.compute())
+        self.test_loss.reset()
+        self._log_loss("test", loss)
+
+    def _log_loss(self, split: str, loss: float) -> None:
+        found = {f"{split}/loss": loss, f"{split}/perplexity": perplexity(loss)}
         # All ranks have the same values, and their maximum is this value without rounding.
         logger = None if self.logs_losses else False
         self.log_dict(found, logger=logger, sync_dist=True, reduce_fx="max")
@@ -187,7 +218,8 @@ class GPTModule(lightning.LightningModule):
                 f"only {len(fitting)} of the checkpoint's {len(saved)} weights fit this model's "
                 f"{len(places)}; use the code that wrote it, or set resume_force=true"
             )
-        if data := getattr(self.trainer, "datamodule", None):
+        data = getattr(self.trainer, "datamodule", None)
+        if isinstance(data, TokenDataModule):
             data.resume_at(checkpoint["global_step"], checkpoint["samples"])
         self.skipped.fill_(checkpoint.get("skipped", 0))
         realign(checkpoint, self.trainer.accumulate_grad_batches)

@@ -8,10 +8,11 @@ import sys
 import time
 import warnings
 from collections.abc import Iterator
+from dataclasses import asdict
 from typing import Any, TextIO
 
 import torch
-from lightning import Trainer
+from lightning import LightningDataModule, Trainer
 from torch import nn
 from tqdm import tqdm
 
@@ -21,9 +22,10 @@ from lockstep_gpt.distributed.exact_sizes import sums_line
 from lockstep_gpt.distributed.ranks import Ranks, backend_here
 from lockstep_gpt.model.gpt import GPT
 from lockstep_gpt.processes import invocation
-from lockstep_gpt.registry import additions, asked
+from lockstep_gpt.registry import asked
 from lockstep_gpt.run.directory import RunDirectory
 from lockstep_gpt.run.tracking import offline_hint
+from lockstep_gpt.training.building import build
 from lockstep_gpt.training.schedule import BatchPlan, Schedule
 
 logger = logging.getLogger(__name__)
@@ -108,14 +110,18 @@ RULES = {"linear": "linear in the batch", "sqrt": "square root of the batch", "n
 
 
 def receipt(
-    config: Config, batch: BatchPlan, schedule: Schedule, epochs: float, facts: dict[str, str]
+    config: Config,
+    batch: BatchPlan,
+    schedule: Schedule,
+    epochs: float | None,
+    facts: dict[str, str],
 ) -> dict[str, str]:
     """Return label -> line, including the rank's `facts`."""
 
     def steps(count: int) -> str:
         return f"{counted(count, 'step')} = {counted(count * batch.tokens_per_step, 'token')}"
 
-    said, decay = times(epochs), ", then constant"
+    decay = ", then constant"
     if config.optim.decay != "constant":
         final = schedule.lr(schedule.total_steps - 1)
         last = f"over the last {steps(schedule.decay_steps)} to {final:g}"
@@ -131,7 +137,7 @@ def receipt(
         f"{batch.tokens_per_step:,} tokens per step",
         "sums": sums_line(config, batch.global_size, batch.micro_size, batch.accumulation),
         **dict(each for added in asked("RECEIPT", config, batch) for each in added.items()),
-        "budget": f"{steps(schedule.total_steps)} = {said} epoch{'s' * (said != '1')}",
+        "budget": steps(schedule.total_steps) + _in_epochs(epochs),
         "lr": f"{schedule.base_lr:g} x {schedule.scale:g} = {schedule.peak_lr:g} "
         f"({RULES[config.optim.lr_scaling]}: {found})",
         "schedule": f"{steps(schedule.warmup_steps)} of warmup{decay}",
@@ -152,27 +158,45 @@ def warn_of_sudden_rate(schedule: Schedule) -> None:
         )
 
 
+def _in_epochs(epochs: float | None) -> str:
+    """Return the length of a run in epochs; empty if the data module doesn't say."""
+    if epochs is None:
+        return ""
+    count = times(epochs)
+    return f" = {count} epoch{'s' * (count != '1')}"
+
+
 def times(epochs: float) -> str:
     """Return the number of epochs to two digits, or whole from 100 on."""
     return f"{epochs:,.0f}" if epochs >= 99.5 else f"{epochs:.2g}"
 
 
 def facts(
-    config: Config, model: GPT, data: TokenDataModule, trainer: Trainer, products: str
+    config: Config, model: GPT, data: LightningDataModule, trainer: Trainer, products: str
 ) -> dict[str, str]:
     """Return the lines of the receipt that only the running rank knows."""
     group = f" over {backend_here()}" if trainer.world_size > 1 else ""
     return {
         "model": f"{model.num_parameters:,} parameters, vocabulary of {model.vocab_size:,} "
         f"tokens, context of {config.model.block_size}",
-        "data": f"{data.folder}, {data.train_windows:,} windows to train on, "
-        f"{data.val_windows:,} to validate on",
+        **data_lines(config, data),
         "devices": f"{trainer.world_size} x {config.trainer['accelerator']}, "
         f"{counted(torch.get_num_threads(), 'thread')} each",
         "kernels": f"matrix products by {products}",
         "strategy": type(trainer.strategy).__name__ + group,
         **batchnorm_line(config, model),
     }
+
+
+def data_lines(config: Config, data: LightningDataModule) -> dict[str, str]:
+    """Return the receipt's lines on the data and the windows."""
+    if not isinstance(data, TokenDataModule):
+        own = f"{type(data).__name__}, a data module of your own: order, resume, and equal results "
+        return {"data": own + "on any number of devices are up to it"}
+    line = f"{data.folder}, {data.train_windows:,} windows to train on, "
+    lines = {"data": f"{line}{data.val_windows:,} to validate on"}
+    packing = build(asdict(config.packing), {}).describe(data.folder, data.block_size)
+    return {**lines, "packing": packing} if packing else lines
 
 
 def batchnorm_line(config: Config, model: nn.Module) -> dict[str, str]:
@@ -217,12 +241,14 @@ def closing(
     if "val/loss" in row:
         perplexity = f"perplexity {row['val/perplexity']:.2f}"
         found = f"validation loss {row['val/loss']:.4f} nats per token, {perplexity}"
+    if "test/loss" in row:
+        found += f", test loss {row['test/loss']:.4f}"
     if ended != "done":
         ended += f", after step {trainer.global_step:,} of {trainer.max_steps:,},"
-    added = "".join(f"\n  {invocation()} {name} {directory.path}" for name in additions("NEXT"))
     return f"""
 {ended} in {time.perf_counter() - started:.0f} s: {found}
   metrics      {directory.metrics}
   checkpoints  {directory.checkpoints}
 next
-  {invocation()} generate {directory.path} --prompt "def "{added}{offline_hint(directory)}"""
+  {invocation()} generate {directory.path} --prompt "def "
+  {invocation()} evaluate {directory.path}{offline_hint(directory)}"""

@@ -23,6 +23,7 @@ class TokenLoss(Metric):
 
     def __init__(self) -> None:
         super().__init__()
+        self.targets = 0  # how many `compute` has counted
         self.add_state("means", [], dist_reduce_fx="cat")
         self.add_state("counts", [], dist_reduce_fx="cat")
 
@@ -35,5 +36,6 @@ class TokenLoss(Metric):
         """Return the mean over all tokens of all ranks, in nats; its exp is the perplexity."""
         means, counts = (dim_zero_cat(each).tolist() for each in (self.means, self.counts))
         totals: list[float] = [mean * count for mean, count in zip(means, counts, strict=True)]
+        self.targets = sum(counts)
         add = math.fsum if all(map(math.isfinite, totals)) else sum  # fsum rejects inf - inf
-        return torch.tensor(add(totals) / sum(counts), dtype=torch.float64)
+        return torch.tensor(add(totals) / self.targets, dtype=torch.float64)

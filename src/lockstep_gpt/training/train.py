@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import torch
-from lightning import Callback, Trainer
+from lightning import Callback, LightningDataModule, Trainer
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.loggers import Logger
@@ -17,8 +17,6 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from lockstep_gpt.config import PROGRAM, Config, RunError, UserError
 from lockstep_gpt.data.datamodule import TokenDataModule
-from lockstep_gpt.data.prepare import opened
-from lockstep_gpt.data.tokenizer import from_dict
 from lockstep_gpt.distributed import flight_recorder
 from lockstep_gpt.distributed import ranks as meeting
 from lockstep_gpt.distributed.cluster_environment import RanksEnvironment
@@ -40,7 +38,9 @@ from lockstep_gpt.run.resuming import refuse_other_directory, state_to_resume
 from lockstep_gpt.training import reporting
 from lockstep_gpt.training import schedule as planning
 from lockstep_gpt.training.apple_gpu import AppleGPU
+from lockstep_gpt.training.batches import build_data, tokenizer_of
 from lockstep_gpt.training.building import build, deferred, mistake
+from lockstep_gpt.training.counted_targets import CountedTargets
 from lockstep_gpt.training.module import GPTModule
 
 logger = logging.getLogger(__name__)
@@ -85,11 +85,12 @@ def _train(
         config.batch, config.model.block_size, ranks.local_world_size, ranks.num_nodes
     )
     schedule = planning.plan_schedule(config, batch)
-    data = _data(config, batch)
-    module = GPTModule(config, schedule, from_dict(data.tokenizer))
+    data = build_data(config, batch)
+    tokenizer = tokenizer_of(data)
+    module = GPTModule(config, schedule, tokenizer)
     flops, peak = module.model.flops_per_token, measuring.peak_tflops(config, batch.world_size)
     metrics = measuring.Metrics(config.log_every, batch.tokens_per_step, flops, peak)
-    content = {"config": directory.values(), "tokenizer": data.tokenizer}
+    content = {"config": directory.values(), "tokenizer": tokenizer.to_dict()}
     checkpoints = Checkpoints(directory.checkpoints, config, content, schedule.total_steps)
     disk = next(filter(None, asked("CHECKPOINT_IO", directory, config)), AtomicCheckpointIO())
     refuse_other_directory(directory)
@@ -109,9 +110,12 @@ def _train(
         max_steps=schedule.total_steps,
         accumulate_grad_batches=batch.accumulation,
         val_check_interval=config.val_every * batch.accumulation,
+        use_distributed_sampler=not isinstance(data, TokenDataModule),
     )
     if ranks.rank == 0:
-        epochs = schedule.total_steps * batch.global_size / data.train_windows
+        epochs = None
+        if isinstance(data, TokenDataModule):
+            epochs = schedule.total_steps * batch.global_size / data.train_windows
         asked("ADVISE", config, module, epochs)
         facts = reporting.facts(config, module.model, data, trainer, products)
         receipt = reporting.receipt(config, batch, schedule, epochs, facts)
@@ -122,13 +126,18 @@ def _train(
     status = "failed"
     try:
         status = _fit(trainer, module, data, resume)
+        if config.test and status == "done":
+            metrics.row |= _test(trainer, module, data)
     except Stopped:
         status = "stopped"
         raise
     finally:
         if ranks.rank == 0:
             times = {"lr": schedule.peak_lr, "wall_seconds": time.perf_counter() - started}
-            sizes = {"world_size": batch.world_size, "global_batch_size": batch.global_size}
+            sizes: dict[str, float] = {"world_size": batch.world_size}
+            sizes |= {"global_batch_size": batch.global_size}
+            if "test/loss" in metrics.row:
+                sizes["test_loss"] = metrics.row["test/loss"]
             with contextlib.suppress(OSError) if status == "failed" else directory.writing():
                 reporting.conclude(directory, status, trainer, {**times, **sizes})
             for each in tracking.tracked(loggers):
@@ -145,6 +154,7 @@ def _guards(
     added = asked("CALLBACK", config, directory, ranks.rank, terminal)
     guards: list[Callback] = [callback for callback in added if callback is not None]
     guards += gradient_sums(config)
+    guards.append(CountedTargets(config))
     guards.append(WeightHashes())
     guards.append(Guards(config, directory, ranks.rank, terminal))
     if config.trainer["accelerator"] == "mps":
@@ -152,19 +162,7 @@ def _guards(
     return guards
 
 
-def _data(config: Config, batch: planning.BatchPlan) -> TokenDataModule:
-    kind = next(filter(None, asked("DATA_MODULE", config.data)), TokenDataModule)
-    return kind(
-        opened(config.data),
-        block_size=config.model.block_size,
-        micro_size=batch.micro_size,
-        accumulation=batch.accumulation,
-        seed=config.seed,
-        val_tokens=config.data.val_tokens,
-    )
-
-
-def _fit(trainer: Trainer, module: GPTModule, data: TokenDataModule, resume: str | None) -> str:
+def _fit(trainer: Trainer, module: GPTModule, data: LightningDataModule, resume: str | None) -> str:
     """Train to the end and finish all writes; return the run's status."""
     disk: Any = trainer.strategy.checkpoint_io
     try:
@@ -175,6 +173,15 @@ def _fit(trainer: Trainer, module: GPTModule, data: TokenDataModule, resume: str
     finally:
         disk.wait()
     return reporting.ending(trainer)
+
+
+def _test(trainer: Trainer, module: GPTModule, data: LightningDataModule) -> dict[str, float]:
+    """Test the trained model, on all ranks; return the metrics, which every logger gets."""
+    (found,) = trainer.test(module, data, verbose=False)
+    for each in trainer.loggers:
+        if not isinstance(each, MetricsFile):  # its columns are those of training
+            each.log_metrics(dict(found), trainer.global_step)
+    return dict(found)
 
 
 def _loggers(directory: RunDirectory, batch: planning.BatchPlan, module: GPTModule) -> list[Logger]:
@@ -213,7 +220,6 @@ def _trainer(
             max_epochs=-1,
             check_val_every_n_epoch=None,
             num_sanity_val_steps=0,
-            use_distributed_sampler=False,
             enable_progress_bar=any(isinstance(each, ProgressBar) for each in chosen),
             enable_model_summary=False,
             log_every_n_steps=config.log_every,

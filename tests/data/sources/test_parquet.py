@@ -4,10 +4,10 @@ import pyarrow.parquet
 import pytest
 
 from lockstep_gpt.config import UserError, data_sources
-from lockstep_gpt.data.corpora import corpus_of
+from lockstep_gpt.data.sources.stdlib import corpus_of
 from lockstep_gpt.data.prepare import prepare
 from lockstep_gpt.data.shards import load_index, open_split
-from lockstep_gpt.extras.sources.blocks import Position, held_out
+from lockstep_gpt.data.sources.source import Position, held_out
 
 TEXTS = [f"row {number} é" for number in range(1000)]
 
@@ -58,7 +58,7 @@ def test_rows_are_held_out_by_their_text(tmp_path):
 def test_reading_resumes_at_any_block(tmp_path, monkeypatch):
     write(tmp_path / "a.parquet", {"text": TEXTS}, row_group_size=300)
     write(tmp_path / "b.parquet", {"text": TEXTS[:100]})
-    monkeypatch.setattr("lockstep_gpt.extras.sources.parquet.BLOCK", 500)
+    monkeypatch.setattr("lockstep_gpt.data.sources.parquet.BLOCK", 500)
     whole = blocks(settings(tmp_path))
     assert len(whole) > 10
     assert sum(len(block.texts) for block in whole) == 1100

@@ -1,6 +1,6 @@
 import pytest
 
-from lockstep_gpt.extras.sources.blocks import held_out
+from lockstep_gpt.data.sources.source import held_out
 
 
 @pytest.mark.parametrize("form", ["{}", "line {:05}", "{:09} of many equal lines"])

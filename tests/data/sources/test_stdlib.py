@@ -9,8 +9,8 @@ from lockstep_gpt.config import (
     TextData,
     UserError,
 )
-from lockstep_gpt.data import corpora
-from lockstep_gpt.data.corpora import (
+from lockstep_gpt.data.sources import stdlib as corpora
+from lockstep_gpt.data.sources.stdlib import (
     StandardLibrary,
     TextFiles,
     corpus_of,

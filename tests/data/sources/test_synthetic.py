@@ -9,8 +9,8 @@ from lockstep_gpt.config import UserError
 from lockstep_gpt.data.prepare import prepare
 from lockstep_gpt.data.shards import open_split
 from lockstep_gpt.data.tokenizer import from_dict
-from lockstep_gpt.extras.sources.blocks import Position
-from lockstep_gpt.extras.sources.numbers import (
+from lockstep_gpt.data.sources.source import Position
+from lockstep_gpt.data.sources.synthetic import (
     NumberTokenizer,
     RandomTokens,
     SyntheticData,

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep_gpt.config import UserError
-from lockstep_gpt.data.corpora import corpus_of, split_of
-from lockstep_gpt.extras.sources import text as module
-from lockstep_gpt.extras.sources.blocks import Position
-from lockstep_gpt.extras.sources.text import (
+from lockstep_gpt.data.sources.stdlib import corpus_of, split_of
+from lockstep_gpt.data.sources import text as module
+from lockstep_gpt.data.sources.source import Position
+from lockstep_gpt.data.sources.text import (
     JsonlData,
     JsonLines,
     StdlibData,

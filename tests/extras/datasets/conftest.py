@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from lockstep_gpt.config import data_sources
-from lockstep_gpt.extras.mixtures.mixture_settings import MixtureData
+from lockstep_gpt.extras.datasets.mixture import MixtureData
 
 KILL = """
 import os, signal, lightning

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lockstep_gpt.config import UserError
-from lockstep_gpt.extras.mixtures.by_source import LossBySource
+from lockstep_gpt.extras.datasets.by_source import LossBySource
 from lockstep_gpt.model.functional import IGNORE
 
 SHARES = {"code": 0.75, "prose": 0.25, "old": 0.0}

@@ -6,7 +6,7 @@ import json
 import pytest
 
 from lockstep_gpt.data.prepare import folder_of
-from lockstep_gpt.extras.documents.packing import folder_within
+from lockstep_gpt.extras.datasets.packing import folder_within
 from lockstep_gpt.registry import additions
 from lockstep_gpt.run.directory import RunDirectory
 

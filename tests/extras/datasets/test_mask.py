@@ -9,9 +9,9 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from lockstep_gpt.config import ModelConfig, UserError, extended
 from lockstep_gpt.data.tokenizer import ByteTokenizer
-from lockstep_gpt.extras.documents import attention
-from lockstep_gpt.extras.documents.attention import Seen, block_mask, joined
-from lockstep_gpt.extras.documents.mask import mask_documents
+from lockstep_gpt.extras.datasets import attention
+from lockstep_gpt.extras.datasets.attention import Seen, block_mask, joined
+from lockstep_gpt.extras.datasets.mask import mask_documents
 from lockstep_gpt.model.functional import IGNORE, causal_attention
 from lockstep_gpt.model.gpt import build_gpt
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from lockstep_gpt.data.order import Order, windows
 from lockstep_gpt.data.prepare import prepare
 from lockstep_gpt.data.windows import widen
-from lockstep_gpt.extras.mixtures.mixed_data import MixedOrder, seed_of
+from lockstep_gpt.extras.datasets.mixed_order import MixedOrder, seed_of
 from lockstep_gpt.registry import asked
 
 SIZES = {"a": 1, "b": 7, "c": 130, "d": 5000}

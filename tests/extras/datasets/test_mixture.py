@@ -3,7 +3,7 @@
 import pytest
 
 from lockstep_gpt.config import UserError
-from lockstep_gpt.extras.mixtures.mixture_settings import right_name, with_sources
+from lockstep_gpt.extras.datasets.mixture import right_name, with_sources
 
 
 @pytest.mark.parametrize(

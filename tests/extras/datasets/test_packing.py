@@ -10,13 +10,13 @@ import pytest
 from lockstep_gpt.config import TextData, UserError, data_sources
 from lockstep_gpt.data.prepare import prepare, recipe_of
 from lockstep_gpt.data.shards import load_index, open_split
-from lockstep_gpt.extras.documents import packing
-from lockstep_gpt.extras.documents.packed_windows import (
+from lockstep_gpt.extras.datasets import packing
+from lockstep_gpt.extras.datasets.packed_windows import (
     PackedDataModule,
     PackedWindows,
     widened,
 )
-from lockstep_gpt.extras.documents.packing import folder_within, load, pack
+from lockstep_gpt.extras.datasets.packing import folder_within, load, pack
 from lockstep_gpt.model.functional import IGNORE
 
 

@@ -5,7 +5,7 @@ from fractions import Fraction
 import pytest
 
 from lockstep_gpt.config import UserError
-from lockstep_gpt.extras.mixtures.shares import exact, phases
+from lockstep_gpt.extras.datasets.shares import exact, phases
 
 SIZES = {"code": 1000, "prose": 100}
 

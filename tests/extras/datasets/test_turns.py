@@ -6,8 +6,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep_gpt.extras.mixtures import turns as module
-from lockstep_gpt.extras.mixtures.turns import PERIOD, Phase, Turns, rounded
+from lockstep_gpt.extras.datasets import turns as module
+from lockstep_gpt.extras.datasets.turns import PERIOD, Phase, Turns, rounded
 
 PREFIX = 10_000
 

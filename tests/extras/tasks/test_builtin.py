@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from lockstep_gpt.config import StdlibData, TextData, UserError
-from lockstep_gpt.data.corpora import StandardLibrary, split_of
+from lockstep_gpt.data.sources.stdlib import StandardLibrary, split_of
 from lockstep_gpt.data.tokenizer import ByteTokenizer
 from lockstep_gpt.extras.tasks.builtin import builtin_tasks, held_out
 from lockstep_gpt.extras.tasks.rows import tokenized

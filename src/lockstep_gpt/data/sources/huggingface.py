@@ -6,96 +6,123 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from lockstep_gpt.config import UserError, setting
-from lockstep_gpt.data.tokenizer import library
-from lockstep_gpt.extras.sources.blocks import (
+from lockstep_gpt.data.sources.files import find_files
+from lockstep_gpt.data.sources.parquet import texts_in
+from lockstep_gpt.data.sources.source import (
     Block,
     Documents,
-    DocumentsData,
     Position,
-    held_out,
     reading,
+    splits_of_texts,
     valid,
 )
-from lockstep_gpt.extras.sources.files import Files
-from lockstep_gpt.extras.sources.parquet import documents_in
+from lockstep_gpt.data.tokenizer import library
 
 ROWS = 256  # that are processed together
 
 
 @dataclass
-class HuggingfaceData(DocumentsData):
+class HuggingFaceRows(Documents):
     """A dataset on the Hugging Face hub or in a folder."""
 
-    source: str = setting("where the text comes from", "huggingface", choices=("huggingface",))
+    kind: ClassVar[str] = "huggingface"
+    added_later: ClassVar[frozenset[str]] = Documents.added_later | {"val_split", "test_split"}
+
     path: str = setting("name on the hub, or a local folder", "", on_resume="machine")
     subset: str | None = setting("configuration of the dataset", None)
     revision: str | None = setting("branch, tag, or commit on the hub; null: newest", None)
     split: str = setting("the split of the dataset to read", "train")
     field: str = setting("the field with the text", "text")
     streaming: bool = setting("tokenize while reading, and don't store the dataset", False)
+    val_split: str | None = setting("its split to validate on; null: val_fraction of `split`", None)
+    test_split: str | None = setting("its split to test on; null: test_fraction of `split`", None)
 
+    @cached_property
+    def _tables(self) -> dict[int, Any]:
+        return {}  # the splits that were loaded, by their number in `parts`
 
-class HuggingfaceRows(Documents):
-    """The rows of one split."""
-
-    config: HuggingfaceData
-    held_out = "whole documents"  # by their text
-
-    def __init__(self, config: HuggingfaceData) -> None:
-        super().__init__(config)
-        self.folder = Path(config.path).expanduser()
-        self.local = self.folder.is_dir()
+    @property
+    def folder(self) -> Path:
+        """The local folder, if it is one."""
+        return Path(self.path).expanduser()
 
     def identity(self) -> Any:
         """Return the files of a folder; for the hub, which isn't queried, only the name.
 
         So a change of a branch there isn't noticed: name a commit in `data.revision`.
         """
-        return Files(str(self.folder)).identity() if self.local else self.config.path
+        if not self.path:
+            raise UserError("data.path is empty; set it to a name on the hub, or a folder")
+        return find_files(str(self.folder)).identity() if self.folder.is_dir() else self.path
 
     @property
-    def size(self) -> int | None:  # type: ignore[override] # known late
+    def parts(self) -> list[tuple[str, str | None]]:
+        """Each split of the dataset to read, and our split that it is; None: it is divided."""
+        more = [(self.val_split, "val"), (self.test_split, "test")]
+        return [(self.split, None), *((name, own) for name, own in more if name is not None)]
+
+    @property
+    def has_test(self) -> bool:
+        """Whether there is a split for tests."""
+        return self.test_split is not None or super().has_test
+
+    @property
+    def size(self) -> int | None:
         """Bytes of the field; None for a stream."""
-        return None if self.config.streaming else self._rows.data.nbytes
+        if self.streaming:
+            return None
+        sizes: list[int] = [self._rows(part).data.nbytes for part in range(len(self.parts))]
+        return sum(sizes)
 
     def blocks(self, start: Position) -> Iterator[Block]:
         """Yield the rows that aren't empty."""
-        config, after, rows = self.config, start, self._rows
-        if hasattr(rows, "__len__") and start.offset >= len(rows):
-            return  # `skip` doesn't accept skipping everything
-        with reading(f"data.path={config.path}"):
-            for table in rows.skip(start.offset).with_format("arrow").iter(ROWS):
-                column = table.column(config.field)
-                read = after.read + column.nbytes
-                after = Position(0, after.offset + len(table), read)
-                texts, invalid = valid(documents_in(column), config.invalid_utf8, config.path)
-                yield Block(after, texts, held_out(texts, config.val_fraction), invalid)
+        after = start
+        for part in range(start.part, len(self.parts)):
+            if part > start.part:
+                after = Position(part, 0, after.read)
+            rows = self._rows(part)
+            if hasattr(rows, "__len__") and after.offset >= len(rows):
+                continue  # `skip` doesn't accept skipping everything
+            with reading(f"data.path={self.path}"):
+                for table in rows.skip(after.offset).with_format("arrow").iter(ROWS):
+                    column = table.column(self.field)
+                    after = Position(part, after.offset + len(table), after.read + column.nbytes)
+                    texts, invalid = valid(texts_in(column), self.invalid_utf8, self.path)
+                    yield Block(after, texts, self._splits(part, texts), invalid)
 
-    @cached_property
-    def _rows(self) -> Any:
-        """Load the dataset, or a stream of it, with only this field."""
-        config = self.config
-        with reading(f"data.path={config.path}"):
-            rows = self._load(library("datasets", "huggingface"))
-            if config.field not in (names := rows.column_names or [config.field]):
-                raise UserError(
-                    f"data.path={config.path} lacks the field data.field={config.field}; it has "
-                    f"{', '.join(names)}"
-                )
-            return rows.select_columns(config.field)
+    def _splits(self, part: int, texts: list[bytes]) -> list[str]:
+        whole = self.parts[part][1]
+        if whole is not None:
+            return [whole] * len(texts)
+        val = self.val_fraction if self.val_split is None else 0.0
+        test = self.test_fraction if self.test_split is None else 0.0
+        return splits_of_texts(texts, val, test)
 
-    def _load(self, datasets: Any) -> Any:
-        config = self.config
+    def _rows(self, part: int) -> Any:
+        """Load a split of the dataset, or a stream of it, with only the field."""
+        if part not in self._tables:
+            with reading(f"data.path={self.path}"):
+                rows = self._load(library("datasets", "huggingface"), self.parts[part][0])
+                names = rows.column_names or [self.field]
+                if self.field not in names:
+                    raise UserError(
+                        f"data.path={self.path} lacks the field data.field={self.field}; it has "
+                        f"{', '.join(names)}"
+                    )
+                self._tables[part] = rows.select_columns(self.field)
+        return self._tables[part]
+
+    def _load(self, datasets: Any, split: str) -> Any:
         if any((self.folder / name).is_file() for name in ("state.json", "dataset_dict.json")):
             saved = datasets.load_from_disk(str(self.folder))  # memory-mapped: no second copy
-            return saved[config.split] if isinstance(saved, dict) else saved
+            return saved[split] if isinstance(saved, dict) else saved
         return datasets.load_dataset(
-            str(self.folder) if self.local else config.path,
-            config.subset,
-            split=config.split,
-            revision=config.revision,
-            streaming=config.streaming,
+            str(self.folder) if self.folder.is_dir() else self.path,
+            self.subset,
+            split=split,
+            revision=self.revision,
+            streaming=self.streaming,
         )

@@ -1,43 +1,143 @@
-"""A corpus as blocks from which a build can resume, and the common parts of text sources."""
+"""What every source of training data has in common; a YAML file in configs/data/ names its class.
+
+A source is a dataclass: its fields are its settings, its methods read it. `prepare` reads it block
+by block, so a build that was killed can continue after any block.
+"""
 
 from __future__ import annotations
 
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import compress
-from operator import not_
-from typing import Any, NamedTuple
+from hashlib import sha256
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
-from lockstep_gpt import config as schema
 from lockstep_gpt.config import DataConfig, UserError, setting
-from lockstep_gpt.data.corpora import Stretch
+from lockstep_gpt.data import order, tokenizer_choice
 from lockstep_gpt.data.tokenizer import Tokenizer, Tokens
-from lockstep_gpt.extras.sources import byte_pairs
 
-BLOCK = 1 << 20  # bytes that are processed together
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from lockstep_gpt.data.recipe import Recipe
+
+BLOCK = 1 << 20  # bytes of text that are processed together
+SPLITS = ("train", "val", "test")
+DOCUMENTS = "whole documents"  # what a split consists of
+
+# (tokens, targets) -> which targets count; all are (B, T).
+TargetMask = Callable[["Tensor", "Tensor"], "Tensor"]
+
+
+class Position(NamedTuple):
+    """Where reading a source resumes."""
+
+    part: int = 0  # the file, in the source's order
+    offset: int = 0  # bytes, rows, or tokens of it that come before
+    read: int = 0  # bytes of the source that come before, as its `size` counts them
+
+
+class Block(NamedTuple):
+    """A stretch of text."""
+
+    after: Position
+    texts: list[bytes]  # the documents, valid UTF-8
+    splits: list[str]  # the split of each document
+    invalid: int = 0  # how many weren't UTF-8
+
+
+class TokenBlock(NamedTuple):
+    """A stretch of one split that consists of tokens already."""
+
+    after: Position
+    split: str
+    ids: Tokens
+    documents: int = 0
+    text_bytes: int = 0
 
 
 @dataclass
-class InShards(DataConfig):
-    """Settings for several token files and loader processes."""
+class Source(DataConfig, ABC):
+    """A corpus, its settings, and how its tokens become samples."""
 
-    num_workers: int = setting(
-        "loader processes per rank; 0: the rank itself", 0, on_resume="free", at_least=0
-    )
+    # Settings that later versions added. They change a fingerprint only if they are in use, so
+    # folders that earlier versions prepared keep theirs.
+    added_later: ClassVar[frozenset[str]] = frozenset({"test_fraction"})
+    held_out: ClassVar[Any] = None  # what the validation split consists of, in words
+
     shard_mb: int = setting("size of a token file in MiB", 256, at_least=1)
 
+    @abstractmethod
+    def identity(self) -> Any:
+        """Return plain values that change with anything in the corpus that changes the tokens."""
+
+    @abstractmethod
+    def tokenizer_identity(self) -> Any:
+        """Return plain values that change with anything that changes the ids of a text."""
+
+    @abstractmethod
+    def make_tokenizer(self) -> Tokenizer:
+        """Return the tokenizer, which may be trained on the corpus."""
+
+    @property
+    @abstractmethod
+    def size(self) -> int | None:
+        """The bytes to read, for a progress bar; None if unknown before the end."""
+
+    @property
+    def has_test(self) -> bool:
+        """Whether there is a split for tests."""
+        return self.test_fraction > 0
+
+    @abstractmethod
+    def blocks(self, start: Position) -> Iterator[Block] | Iterator[TokenBlock]:
+        """Yield all blocks from `start`, the same ones each time, so that a build can resume.
+
+        Raises:
+            UserError: something can't be read.
+        """
+
+    def order_rule(self, sizes: Mapping[str, int], samples: int, block_size: int) -> order.Rule:  # noqa: ARG002
+        """Return which window each position of a run takes.
+
+        Args:
+            sizes: training windows of each part of the corpus, in the order that numbers them.
+            samples: training windows of the whole run.
+            block_size: tokens of a window.
+        """
+        return order.windows
+
+    def target_masks(self, tokenizer: Tokenizer) -> dict[str, TargetMask]:  # noqa: ARG002
+        """Return which targets count in each part of the corpus; in parts without mask, all do.
+
+        A corpus that is one part names it "".
+        """
+        return {}
+
+
+@runtime_checkable
+class BuildsItself(Protocol):
+    """A source that writes its prepared folder without reading blocks."""
+
+    def build(self, recipe: Recipe, folder: Path) -> None:
+        """Write the token files and their index into `folder`, which may have leftovers."""
+
 
 @dataclass
-class DocumentsData(schema.DocumentsData, InShards):
-    """Text settings of extra `sources`."""
+class Documents(Source):
+    """A corpus of text; a source of your own needs `read_documents` and `identity`."""
+
+    held_out: ClassVar[Any] = DOCUMENTS
 
     tokenizer: str = setting(
-        "bytes; bpe (learned from the corpus); or file, folder, or hub name of a byte-level BPE",
+        "bytes; bpe (learned from the corpus); gpt2; or file, folder, or hub name of a byte-level "
+        "BPE",
         "bytes",
     )
     vocab_size: int | None = setting(
@@ -59,92 +159,95 @@ class DocumentsData(schema.DocumentsData, InShards):
                 "vocab_size", f"has no effect with data.tokenizer={self.tokenizer}; remove it"
             )
 
+    def tokenizer_identity(self) -> Any:
+        """Return the identity of the tokenizer that `data.tokenizer` names."""
+        return tokenizer_choice.identity(self.tokenizer, self.vocab_size, self.tokenizer_mb)
 
-class Position(NamedTuple):
-    """Where reading a corpus resumes."""
-
-    part: int = 0  # the file, in the corpus's order
-    offset: int = 0  # bytes, rows, or tokens of it that come before
-    read: int = 0  # bytes of the corpus that come before, as its `size` counts them
-
-
-class Block(NamedTuple):
-    """A stretch of a corpus."""
-
-    after: Position
-    texts: list[bytes]  # the documents, valid UTF-8
-    val: list[bool]  # which of them are held out
-    invalid: int = 0  # how many weren't UTF-8
-
-
-class TokenBlock(NamedTuple):
-    """A stretch of one split of a corpus that isn't text."""
-
-    after: Position
-    split: str
-    ids: Tokens
-
-
-class Blocks(ABC):
-    """A corpus that is read block by block, starting at any block."""
-
-    size: int | None
-    tokenizer_identity: Any
-
-    @abstractmethod
-    def identity(self) -> Any:
-        """Return plain values that change with anything in the corpus that changes the tokens."""
-
-    @abstractmethod
     def make_tokenizer(self) -> Tokenizer:
-        """Return its tokenizer, which may be trained on it."""
+        """Return the tokenizer; `bpe` is trained on the first training documents."""
+        texts = training_texts(self, self.tokenizer_mb << 20)
+        return tokenizer_choice.make_tokenizer(self.tokenizer, self.vocab_size, texts)
 
-    @abstractmethod
-    def blocks(self, start: Position) -> Iterator[Block] | Iterator[TokenBlock]:
-        """Yield all blocks from `start`, the same ones each time, so that a build can resume.
+    @property
+    def size(self) -> int | None:
+        """None: unknown before the end."""
+        return None
+
+    def read_documents(self) -> Iterator[bytes | str]:
+        """Yield every document, always in the same order.
 
         Raises:
             UserError: something can't be read.
         """
+        raise NotImplementedError(f"{type(self).__name__} yields its documents here")
 
-    def stretches(self) -> Iterator[Stretch]:
-        """Yield all its text."""
-        for block in self.blocks(Position()):
-            if isinstance(block, Block):
-                yield from stretches_of(block)
+    def splits_of(self, texts: Sequence[bytes]) -> list[str]:
+        """Return the split of each document, by its text."""
+        return splits_of_texts(texts, self.val_fraction, self.test_fraction)
 
+    def blocks(self, start: Position) -> Iterator[Block]:
+        """Yield the documents that aren't empty, about `BLOCK` bytes at a time."""
+        after = start
+        waiting: list[bytes] = []
+        size = 0
+        for document in islice(self.read_documents(), start.offset, None):
+            text = document.encode("utf-8", "replace") if isinstance(document, str) else document
+            after = Position(0, after.offset + 1, after.read + len(text))
+            size += len(text)
+            waiting.append(text)
+            if size >= BLOCK:
+                yield self.block_of(after, waiting, self.kind)
+                waiting, size = [], 0
+        if waiting:
+            yield self.block_of(after, waiting, self.kind)
 
-def stretches_of(block: Block) -> Iterator[Stretch]:
-    """Yield the texts of a block, by split."""
-    for split, chosen in (("train", map(not_, block.val)), ("val", block.val)):
-        if texts := list(compress(block.texts, chosen)):
-            yield Stretch(split, texts)
-
-
-class Documents(Blocks):
-    """A corpus of text, and the tokenizer that its settings name."""
-
-    def __init__(self, config: DocumentsData) -> None:
-        self.config = config
-        sizes = config.vocab_size, config.tokenizer_mb
-        self.tokenizer_identity: Any = byte_pairs.identity(config.tokenizer, *sizes)
-
-    def make_tokenizer(self) -> Tokenizer:
-        """Return the tokenizer; `bpe` is trained on the first training documents."""
-        config = self.config
-        texts = byte_pairs.training_texts(self, config.tokenizer_mb << 20)
-        return byte_pairs.make_tokenizer(config.tokenizer, config.vocab_size, texts)
+    def block_of(self, after: Position, texts: list[bytes], place: str) -> Block:
+        """Return the block of these documents, of which `place` says where they are from."""
+        documents, invalid = valid([text for text in texts if text], self.invalid_utf8, place)
+        return Block(after, documents, self.splits_of(documents), invalid)
 
 
-def held_out(texts: list[bytes], val_fraction: float) -> list[bool]:
-    """Return which documents without names are held out, based only on their text.
+def by_split(block: Block) -> Iterator[tuple[str, list[bytes]]]:
+    """Yield each split in a block, with its texts."""
+    for split in sorted(set(block.splits), key=SPLITS.index):
+        pairs = zip(block.texts, block.splits, strict=True)
+        yield split, [text for text, own in pairs if own == split]
 
-    So equal documents are never in both splits. The factor is Knuth's multiplicative hash: the
+
+def training_texts(source: Source, size: int) -> Iterator[str]:
+    """Yield the first `size` bytes of the training documents, to train a tokenizer on."""
+    for block in source.blocks(Position()):
+        assert isinstance(block, Block), "tokens have a tokenizer already"
+        for text, split in zip(block.texts, block.splits, strict=True):
+            if split != "train":
+                continue
+            if size <= 0:
+                return
+            yield text[:size].decode("utf-8", "ignore")
+            size -= len(text)
+
+
+def split_of_name(name: str, val_fraction: float, test_fraction: float) -> str:
+    """Return a document's split by its name and the fractions alone: the same everywhere."""
+    digest = sha256(name.encode("utf-8", "surrogateescape")).digest()
+    place = int.from_bytes(digest[:8])
+    if place < val_fraction * 2**64:
+        return "val"
+    return "test" if place < (val_fraction + test_fraction) * 2**64 else "train"
+
+
+def splits_of_texts(texts: Sequence[bytes], val_fraction: float, test_fraction: float) -> list[str]:
+    """Return the split of each document without a name, based only on its text.
+
+    So equal documents are never in two splits. The factor is Knuth's multiplicative hash: the
     checksums of similar lines are similar.
     """
     sums = np.fromiter(map(zlib.crc32, texts), np.uint32, len(texts))
-    held: list[bool] = (sums * np.uint32(2_654_435_761) < val_fraction * 2**32).tolist()
-    return held
+    places = (sums * np.uint32(2_654_435_761)).astype(np.float64)
+    is_val = places < val_fraction * 2**32
+    is_test = ~is_val & (places < (val_fraction + test_fraction) * 2**32)
+    names: list[str] = np.where(is_val, "val", np.where(is_test, "test", "train")).tolist()
+    return names
 
 
 @contextmanager
@@ -186,3 +289,9 @@ def valid(texts: list[bytes], policy: str, path: str) -> tuple[list[bytes], int]
     if invalid and policy == "replace":
         return [text.decode("utf-8", "replace").encode() for text in texts], invalid
     return good, invalid
+
+
+def refuse_binary(piece: bytes, path: str) -> None:
+    """Raise a `UserError` if a piece of a file contains NUL bytes, as binary data and UTF-16 do."""
+    if b"\0" in piece:
+        raise UserError(f"{path} is not text: it has NUL bytes; remove it, or save it as UTF-8")

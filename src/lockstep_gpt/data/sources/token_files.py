@@ -8,23 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
 from lockstep_gpt.config import UserError, setting
-from lockstep_gpt.data.tokenizer import Tokenizer, token_dtype
-from lockstep_gpt.extras.sources import byte_pairs
-from lockstep_gpt.extras.sources.blocks import (
-    Blocks,
-    InShards,
-    Position,
-    TokenBlock,
-    reading,
-)
-from lockstep_gpt.extras.sources.files import Files
-from lockstep_gpt.extras.sources.numbers import NumberTokenizer
+from lockstep_gpt.data import tokenizer_choice
+from lockstep_gpt.data.sources.files import File, Files, find_splits
+from lockstep_gpt.data.sources.source import Position, Source, TokenBlock, reading
+from lockstep_gpt.data.tokenizer import NumberTokenizer, Tokenizer, token_dtype
 
 HEADER = 1024  # bytes
 DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
@@ -33,10 +27,12 @@ STRETCH = 1 << 20  # tokens, of which the last are held out if no file is
 
 
 @dataclass
-class ShardsData(InShards):
-    """Token files from another program."""
+class TokenFiles(Source):
+    """Token files from another program: first those to train on, then those held out."""
 
-    source: str = setting("where the tokens come from", "shards", choices=("shards",))
+    kind: ClassVar[str] = "shards"
+    added_later: ClassVar[frozenset[str]] = Source.added_later | {"test_path"}
+
     path: str = setting("a file, a folder, a glob, or a URL", "", on_resume="machine")
     val_path: str | None = setting("validation files; null: the end of each 2^20 tokens", None)
     dtype: str = setting(
@@ -44,26 +40,40 @@ class ShardsData(InShards):
     )
     vocab_size: int = setting("size of the vocabulary", 50257, at_least=2)
     tokenizer: str = setting(
-        "the tokens' byte-level BPE: file, folder, or hub name; numbers: no tokenizer",
+        "the tokens' byte-level BPE: gpt2, file, folder, or hub name; numbers: no tokenizer",
         "numbers",
     )
+    test_path: str | None = setting("test files; null: test_fraction of each 2^20 tokens", None)
 
+    @cached_property
+    def found(self) -> list[Files]:
+        """The files of `path`, of `val_path`, and of `test_path`."""
+        return find_splits(self.path, self.val_path, self.test_path)
 
-class TokenFiles(Blocks):
-    """The tokens of files, sorted by name: first the training files, then the validation files."""
+    @cached_property
+    def files(self) -> list[File]:
+        """All files, in the order in which they are read."""
+        return [file for part in self.found for file in part.files]
 
-    def __init__(self, config: ShardsData) -> None:
-        self.config = config
-        self.train = Files(config.path)
-        self.val = Files(config.val_path) if config.val_path else None
-        held_out = self.val.files if self.val else []
-        self.files = [*self.train.files, *held_out]
-        self.size: int | None = sum(file.size for file in self.files)
-        self.tokenizer_identity: Any = byte_pairs.identity(config.tokenizer)
+    @property
+    def size(self) -> int | None:
+        """The bytes of all files."""
+        return sum(file.size for file in self.files)
+
+    @property
+    def has_test(self) -> bool:
+        """Whether there is a split for tests."""
+        return self.test_path is not None or super().has_test
 
     def identity(self) -> Any:
-        """Return the identity of the files, and of those that are held out."""
-        return [self.train.identity(), self.val and self.val.identity()]
+        """Return the identity of the files, by split."""
+        by_split = {part.split: part.identity() for part in self.found}
+        parts = [by_split[None], by_split.get("val")]
+        return [*parts, by_split["test"]] if "test" in by_split else parts
+
+    def tokenizer_identity(self) -> Any:
+        """Return the identity of the tokenizer that `data.tokenizer` names."""
+        return tokenizer_choice.identity(self.tokenizer)
 
     def make_tokenizer(self) -> Tokenizer:
         """Return the tokenizer that made the tokens.
@@ -71,14 +81,13 @@ class TokenFiles(Blocks):
         Raises:
             UserError: its vocabulary has another size.
         """
-        config = self.config
-        if config.tokenizer == NumberTokenizer.kind:
-            return NumberTokenizer(config.vocab_size)
-        made = byte_pairs.make_tokenizer(config.tokenizer, config.vocab_size, ())
-        if made.vocab_size != config.vocab_size:
+        if self.tokenizer == NumberTokenizer.kind:
+            return NumberTokenizer(self.vocab_size)
+        made = tokenizer_choice.make_tokenizer(self.tokenizer, self.vocab_size, ())
+        if made.vocab_size != self.vocab_size:
             raise UserError(
-                f"data.vocab_size={config.vocab_size} is not that of data.tokenizer="
-                f"{config.tokenizer}; set data.vocab_size={made.vocab_size}"
+                f"data.vocab_size={self.vocab_size} is not that of data.tokenizer="
+                f"{self.tokenizer}; set data.vocab_size={made.vocab_size}"
             )
         return made
 
@@ -89,17 +98,17 @@ class TokenFiles(Blocks):
             offset = start.offset if part == start.part else 0
             for split, ids in self._stretches(part, offset):
                 offset, read = offset + len(ids), read + ids.nbytes
-                self._check(ids, part)
+                self._check_ids(ids, part)
                 yield TokenBlock(
                     Position(part, offset, read),
                     split,
-                    ids.astype(token_dtype(self.config.vocab_size)),
+                    ids.astype(token_dtype(self.vocab_size)),
                 )
 
     def _stretches(self, part: int, offset: int) -> Iterator[tuple[str, npt.NDArray[Any]]]:
         """Yield `(split, ids)` from token `offset` of a file; `offset` doesn't move the cuts."""
         path = self.files[part].path
-        with reading(path), self._files(part).open(path, "rb") as raw:
+        with reading(path), self._opener(part)(path, "rb") as raw:
             dtype, skip = self._layout(raw.read(HEADER), part)
             total = (self.files[part].size - skip) // dtype.itemsize
             while offset < total:
@@ -113,18 +122,28 @@ class TokenFiles(Blocks):
         """Return the split of token `offset`, and where the split changes or the stretch ends."""
         first = offset // STRETCH * STRETCH
         last = min(first + STRETCH, total)
-        if self.val:
-            return ("train" if part < len(self.train.files) else "val"), last
-        change = last - round((last - first) * self.config.val_fraction)
-        return ("train", change) if offset < change else ("val", last)
+        whole = self.files[part].split
+        if whole is not None:
+            return whole, last
+        test = 0.0 if self.test_path is not None else self.test_fraction
+        val = 0.0 if self.val_path is not None else self.val_fraction
+        test_from = last - round((last - first) * test)
+        val_from = test_from - round((last - first) * val)
+        if offset < val_from:
+            return "train", val_from
+        if offset < test_from:
+            return "val", test_from
+        return "test", last
 
-    def _files(self, part: int) -> Files:
-        return self.train if part < len(self.train.files) or not self.val else self.val
+    def _opener(self, part: int) -> Any:
+        """Return what opens the file of this number: those of a server aren't on this machine."""
+        return next(each.open for each in self.found if self.files[part] in each.files)
 
     def _layout(self, header: bytes, part: int) -> tuple[np.dtype[Any], int]:
         """Return the type of a file's tokens and the offset of the first."""
-        file, skip = self.files[part], 0
-        dtype = DTYPES[self.config.dtype]
+        file = self.files[part]
+        skip = 0
+        dtype = DTYPES[self.dtype]
         words = np.frombuffer(header[: len(header) // 4 * 4], "<i4")
         expected = file.size - file.size % dtype.itemsize
         if len(words) == HEADER // 4 and int(words[0]) in MAGIC:
@@ -137,9 +156,9 @@ class TokenFiles(Blocks):
             )
         return dtype, skip
 
-    def _check(self, ids: npt.NDArray[Any], part: int) -> None:
-        if ids.max() >= self.config.vocab_size:
+    def _check_ids(self, ids: npt.NDArray[Any], part: int) -> None:
+        if ids.max() >= self.vocab_size:
             raise UserError(
                 f"{self.files[part].path} of the corpus has the token {ids.max()}, but "
-                f"data.vocab_size={self.config.vocab_size}; raise it, or change data.dtype"
+                f"data.vocab_size={self.vocab_size}; raise it, or change data.dtype"
             )

@@ -5,13 +5,7 @@ COMMANDS = {
     "chat": (".extras.chat.terminal:main", "talk to a model in the terminal", False),
     "serve": (".extras.chat.serving:main", "answer over HTTP, like OpenAI's API", False),
 }
-# data.source -> its settings, its corpus.
-SOURCES = {
-    "chat": (".extras.chat.chat_settings:ChatData", ".extras.chat.conversations:Conversations"),
-}
 SETTINGS = {"model": ".extras.chat.chat_settings:AdaptedModel"}
-# Only the assistant's tokens are targets.
-DATA_MODULE = ".extras.chat.answers_only:data_module"
 # `${initial:NAME}` in configurations.
 WORDS = ".extras.chat.initial:with_initial"
 # Adapters, if `model.lora_rank` is set; the plain model with the same weights.

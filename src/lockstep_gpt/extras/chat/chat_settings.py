@@ -1,29 +1,10 @@
-"""Settings of `data=chat`, and of adapters in `model`."""
+"""Settings of adapters in `model`."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lockstep_gpt.config import Config, DataConfig, ModelConfig, check, setting
-
-
-@dataclass
-class ChatData(DataConfig):
-    """Conversations; only the assistant's messages are learned."""
-
-    source: str = setting("where the text comes from", "chat", choices=("chat",))
-    path: str = setting(
-        "a file with a JSON object per line, or a folder of such files", "", on_resume="machine"
-    )
-    tokenizer: str = setting(
-        "bytes; or the run, checkpoint, or folder (with tokenizer.json) whose tokenizer to use",
-        "bytes",
-    )
-    longest: int | None = setting(
-        "maximum tokens per conversation; longer ones are cut at the end; null: no limit",
-        None,
-        at_least=16,
-    )
+from lockstep_gpt.config import Config, ModelConfig, check, setting
 
 
 @dataclass

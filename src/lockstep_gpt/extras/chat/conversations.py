@@ -5,106 +5,130 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
-from lockstep_gpt.config import UserError, counted
-from lockstep_gpt.data.corpora import File, Stretch, TextFiles, split_of
+from lockstep_gpt.config import UserError, counted, setting
+from lockstep_gpt.data.sources.files import File, Files, find_files
+from lockstep_gpt.data.sources.source import (
+    Position,
+    Source,
+    TargetMask,
+    TokenBlock,
+    split_of_name,
+)
 from lockstep_gpt.data.tokenizer import Tokenizer, Tokens, token_dtype
-from lockstep_gpt.extras.chat.chat_settings import ChatData
 from lockstep_gpt.extras.chat.template import Template, check_role, template_of
 from lockstep_gpt.extras.chat.tokenizers import chat_tokenizer
 
 logger = logging.getLogger(__name__)
 
-ENDINGS = (".jsonl", ".ndjson", ".json")
+WANTED = r"\.(jsonl|ndjson|json)$"  # names of a folder's files
 TOGETHER = 1024  # conversations that are encoded at once
 NAMES = {"human": "user", "gpt": "assistant"}  # other names of roles
 FORMS = "messages, conversations, or prompt and completion"
 Messages = list[dict[str, str]]
 
 
-class Conversations(TextFiles):
-    """The conversations of a file or a folder; their text decides whether they are held out."""
+@dataclass
+class Conversations(Source):
+    """Conversations; only the assistant's messages are learned."""
 
-    def __init__(self, config: ChatData) -> None:
-        super().__init__(config, config.path, by_name=True)  # type: ignore[arg-type]
-        self.config = config
-        self.template = template_of(chat_tokenizer(config.tokenizer))
-        values = json.dumps(self.template.tokenizer.to_dict(), sort_keys=True)
-        self.tokenizer_identity = ["chat", hashlib.sha256(values.encode()).hexdigest()]
-        self.writer = ConversationWriter(self.template, config.longest)
+    kind: ClassVar[str] = "chat"
+    added_later: ClassVar[frozenset[str]] = Source.added_later | {"shard_mb"}
+    held_out: ClassVar[Any] = "whole conversations"  # their text decides
+
+    path: str = setting(
+        "a file with a JSON object per line, or a folder of such files", "", on_resume="machine"
+    )
+    tokenizer: str = setting(
+        "bytes; or the run, checkpoint, or folder (with tokenizer.json) whose tokenizer to use",
+        "bytes",
+    )
+    longest: int | None = setting(
+        "maximum tokens per conversation; longer ones are cut at the end; null: no limit",
+        None,
+        at_least=16,
+    )
+
+    @cached_property
+    def found(self) -> Files:
+        """The files; raises a `UserError` if none is usable."""
+        if Path(self.path).expanduser().is_file():
+            return find_files(self.path)
+        return find_files(self.path, WANTED)
 
     @property
-    def held_out(self) -> str:
-        """Say what the validation split consists of."""
-        return "whole conversations"
+    def files(self) -> list[File]:
+        """The files, in the order in which they are read."""
+        return self.found.files
 
-    def find(self) -> list[File]:
-        """Find the files, in no set order, or raise a `UserError` if none is usable."""
-        found = super().find()
-        if Path(self.path).expanduser().is_file():
-            return found
-        if wanted := [file for file in found if file.name.endswith(ENDINGS)]:
-            return wanted
-        raise UserError(f"data.path={self.path} has no file *{', *'.join(ENDINGS)}; give one")
+    @property
+    def size(self) -> int | None:
+        """The bytes of all files."""
+        return sum(file.size for file in self.files)
+
+    @cached_property
+    def template(self) -> Template:
+        """How conversations are written as tokens."""
+        return template_of(chat_tokenizer(self.tokenizer))
+
+    def identity(self) -> Any:
+        """Return the identity of the files."""
+        return self.found.identity()
+
+    def tokenizer_identity(self) -> Any:
+        """Return a digest of the whole tokenizer."""
+        values = json.dumps(self.template.tokenizer.to_dict(), sort_keys=True)
+        return ["chat", hashlib.sha256(values.encode()).hexdigest()]
 
     def make_tokenizer(self) -> Tokenizer:
-        """Return what writes conversations as tokens."""
-        return self.writer
+        """Return the tokenizer, which has special tokens for a chat."""
+        return self.template.tokenizer
 
-    def stretches(self) -> Iterator[Stretch]:
-        """Yield the conversations, each as JSON; then say how many were cut."""
-        self.writer.cut = 0
-        texts, count = chain.from_iterable(map(_read, self.files)), 0
+    def target_masks(self, tokenizer: Tokenizer) -> dict[str, TargetMask]:
+        """Return which targets count: those of answers."""
+        from lockstep_gpt.extras.chat.answers_only import answers  # needs torch
+
+        template = template_of(tokenizer)
+        return {"": lambda tokens, targets: answers(tokens, targets, template)}
+
+    def blocks(self, start: Position) -> Iterator[TokenBlock]:
+        """Yield the conversations as tokens; then say how many were cut."""
+        texts = islice(chain.from_iterable(map(_read, self.files)), start.offset, None)
+        after = start
+        cut = 0
         while together := [*islice(texts, TOGETHER)]:
-            count += len(together)
-            for split in ("train", "val"):
-                fraction = self.config.val_fraction
-                chosen = [text for text in together if split_of(text, fraction) == split]
-                if chosen:
-                    yield Stretch(split, [text.encode() for text in chosen])
-        if self.writer.cut:
-            longer = f"{self.writer.cut:,} of {counted(count, 'conversation')}"
+            after = Position(0, after.offset + len(together), after.read + sum(map(len, together)))
+            names = [
+                split_of_name(text, self.val_fraction, self.test_fraction) for text in together
+            ]
+            for split in sorted(set(names)):
+                chosen = [text for text, own in zip(together, names, strict=True) if own == split]
+                rows = [self.template.render(json.loads(text), reply=False) for text in chosen]
+                cut += sum(self.longest is not None and len(row) > self.longest for row in rows)
+                size = sum(len(text.encode()) for text in chosen)
+                yield TokenBlock(after, split, self._joined(rows), len(rows), size)
+        if cut:
+            longer = f"{cut:,} of {counted(after.offset - start.offset, 'conversation')}"
             logger.warning(
                 "%s: %s are cut at the end, after data.longest=%d tokens",
-                self.config.path,
+                self.path,
                 longer,
-                self.config.longest,
+                self.longest,
             )
 
-
-class ConversationWriter:
-    """Encodes conversations, given as JSON, with a template; is its tokenizer in all else."""
-
-    def __init__(self, template: Template, longest: int | None) -> None:
-        self.template, self.longest = template, longest
-        self.vocab_size = template.tokenizer.vocab_size
-        self.end_of_text = template.tokenizer.end_of_text
-        self.cut = 0  # conversations longer than `longest` so far
-
-    def encode(self, text: str | bytes) -> Tokens:
-        """Return the ids of plain text."""
-        return self.template.tokenizer.encode(text)
-
-    def encode_documents(self, texts: Sequence[bytes]) -> Tokens:
+    def _joined(self, rows: list[list[int]]) -> Tokens:
         """Return the ids of conversations one after another, each followed by the end of text."""
-        rows = [self.template.render(json.loads(text), reply=False) for text in texts]
-        self.cut += sum(self.longest is not None and len(row) > self.longest for row in rows)
-        ids = chain.from_iterable([*row[: self.longest], self.end_of_text] for row in rows)
-        return np.fromiter(ids, token_dtype(self.vocab_size))
-
-    def decode(self, ids: Iterable[int]) -> str:
-        """Return the text of `ids`."""
-        return self.template.tokenizer.decode(ids)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the values of the template's tokenizer, which a run uses."""
-        return self.template.tokenizer.to_dict()
+        end = self.template.tokenizer.end_of_text
+        ids = chain.from_iterable([*row[: self.longest], end] for row in rows)
+        return np.fromiter(ids, token_dtype(self.template.tokenizer.vocab_size))
 
 
 def _read(file: File) -> Iterator[str]:

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from lockstep_gpt.config import UserError
-from lockstep_gpt.data.corpora import LEFT_OUT, files_below
+from lockstep_gpt.data.sources.stdlib import LEFT_OUT, files_below
 
 SENTENCE = re.compile(r".+?[.!?](?=\s|$)", re.DOTALL)
 SIGNATURE, ANSWER = 100, 160  # characters of a question and of an answer at most

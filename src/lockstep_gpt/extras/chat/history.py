@@ -21,7 +21,7 @@ def chat_template(tokenizer: Tokenizer, config: Config) -> Template:
     template = template_of(tokenizer)
     if isinstance(tokenizer, ByteTokenizer) and not has_chat(config.data):
         raise UserError(
-            f"this model was trained on data={config.data.source}, not on conversations; use "
+            f"this model was trained on data={config.data.kind}, not on conversations; use "
             "generate, or fine-tune it with experiment=chat"
         )
     return template

@@ -67,7 +67,8 @@ class Template:
 def has_chat(data: DataConfig) -> bool:
     """Tell whether some of the data is conversations, also if it is a part of a mixture."""
     parts = getattr(data, "sources", {}).values()  # of a mixture
-    return data.source == "chat" or any(each.get("source") == "chat" for each in parts)
+    targets = [data._target_, *(each.get("_target_", "") for each in parts)]
+    return any(target.endswith(".Conversations") for target in targets)
 
 
 def check_role(role: Any) -> str:

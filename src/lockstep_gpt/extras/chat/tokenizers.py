@@ -12,9 +12,9 @@ from lockstep_gpt.data.tokenizer import (
     END_OF_TEXT,
     ByteTokenizer,
     Tokenizer,
-    from_dict,
     library,
 )
+from lockstep_gpt.data.tokenizer_choice import from_dict
 from lockstep_gpt.extras.chat.template import (
     BEGIN_OF_MESSAGE,
     END_OF_MESSAGE,

@@ -19,7 +19,6 @@ GIB, MIB = 2**30, 2**20
 SHARED_MEMORY = Path("/dev/shm")
 ROUTES = Path("/proc/net/route")
 LEAST_SHARED_MEMORY = 64 * MIB  # the default in containers, which NCCL soon fills
-GOOD_SHARED_MEMORY = 1 * GIB  # what NVIDIA's containers ask for
 LEAST_DISK, GOOD_DISK = 100 * MIB, 5 * GIB
 SLOW_IMPORTS = 60.0  # seconds
 FOLDER_PATIENCE = 5.0  # seconds to wait until a shared file system shows a file from another node
@@ -185,20 +184,15 @@ def default_interface() -> str:
     return next((row[0] for row in rows if row[1] == "00000000"), "")
 
 
-def examine_shared_memory(config: Config) -> list[Finding]:
-    """Check the free space in /dev/shm, where NCCL and data loader workers exchange data."""
+def examine_shared_memory() -> list[Finding]:
+    """Check the free space in /dev/shm, through which NCCL exchanges data."""
     if not SHARED_MEMORY.is_dir():
         return [ok("shared memory", "no /dev/shm on this system")]
     free = shutil.disk_usage(SHARED_MEMORY).free
     line = f"{_size(free)} free in /dev/shm"
     fix = "start the container with --shm-size=8g or --ipc=host, or mount a larger tmpfs"
     if free < LEAST_SHARED_MEMORY:
-        return [
-            failure("shared memory", f"{line}: NCCL and loader workers end with a bus error", fix)
-        ]
-    workers = getattr(config.data, "num_workers", 0)  # of an extra
-    if free < GOOD_SHARED_MEMORY and workers:
-        return [warning("shared memory", f"{line} for data.num_workers={workers}", fix)]
+        return [failure("shared memory", f"{line}: NCCL ends with a bus error", fix)]
     return [ok("shared memory", line)]
 
 

@@ -123,7 +123,7 @@ class Examination:
             *found,
             *environment.examine_variables(variables),
             *environment.examine_names(variables, self.ranks.num_nodes),
-            *environment.examine_shared_memory(self.config),
+            *environment.examine_shared_memory(),
             *environment.examine_disks(self.config),
         ]
 

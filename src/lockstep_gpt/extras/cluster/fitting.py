@@ -9,13 +9,12 @@ from typing import Any, cast
 
 from omegaconf import OmegaConf
 
-from lockstep_gpt.config import BatchConfig, Config, UserError
+from lockstep_gpt.config import BatchConfig, Config, UserError, config_folder
 from lockstep_gpt.distributed.exact_sizes import gradient_copies
 from lockstep_gpt.extras.cluster import memory
 from lockstep_gpt.extras.cluster.hardware import Hardware
 from lockstep_gpt.extras.cluster.memory import Footprint, Memory
 from lockstep_gpt.extras.cluster.sharing import SIZES, Sharing
-from lockstep_gpt.launch import choices
 from lockstep_gpt.model.gpt import GPT
 from lockstep_gpt.training.schedule import BatchPlan, plan_batch
 
@@ -89,7 +88,7 @@ class Room:
         changes: list[tuple[str, dict[str, Any]]] = []
         if not self.config.model.activation_checkpointing:
             changes.append((CHECKPOINTING, recomputed))
-        strategy = choices.config_folder() / "strategy/fsdp2.yaml"
+        strategy = config_folder() / "strategy/fsdp2.yaml"
         if not self.sharing and strategy.is_file():  # another extra's file, which may be gone
             settings = cast(dict[str, Any], OmegaConf.to_container(OmegaConf.load(strategy)))
             changes.append(("strategy=fsdp2", {"strategy": settings}))

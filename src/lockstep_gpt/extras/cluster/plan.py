@@ -87,11 +87,11 @@ def main(arguments: list[str]) -> int:
 def _plan(config: Config, chosen: Chosen, hardware: Hardware, given: Any) -> Plan:
     from lockstep_gpt.extras.cluster.prediction import predict, vocabulary
 
-    size, whose = chosen.vocabulary(), f"that of data.source={config.data.source}"
+    size, whose = chosen.vocabulary(), f"that of data={config.data.kind}"
     if size:
         whose = (
             f"GPT-2's, because model={chosen.model} is, and no data is chosen; data=... plans "
-            f"for yours ({vocabulary(config.data)} with data={config.data.source})"
+            f"for yours ({vocabulary(config.data)} with data={config.data.kind})"
         )
     tokens, source = None, ""
     if given.tokens:

@@ -8,7 +8,7 @@ from functools import cache
 from typing import Any
 
 from lockstep_gpt.config import BatchConfig, Config, DataConfig, UserError
-from lockstep_gpt.data.prepare import recipe_of
+from lockstep_gpt.data.recipe import recipe_of
 from lockstep_gpt.data.tokenizer import ByteTokenizer
 from lockstep_gpt.extras.cluster.fitting import Remedy, Room
 from lockstep_gpt.extras.cluster.hardware import Hardware

@@ -14,10 +14,10 @@ from torchmetrics.utilities import dim_zero_cat
 
 from lockstep_gpt.config import Config, UserError
 from lockstep_gpt.data import shards
-from lockstep_gpt.data.prepare import folder_of
-from lockstep_gpt.extras.mixtures.mixed_data import MixedDataModule
-from lockstep_gpt.extras.mixtures.mixture_settings import MixtureData
-from lockstep_gpt.extras.mixtures.past import keep_past, order_of, samples_of
+from lockstep_gpt.data.datamodule import TokenDataModule
+from lockstep_gpt.data.recipe import folder_of
+from lockstep_gpt.extras.datasets.mixture import Mixture
+from lockstep_gpt.extras.datasets.past import keep_past, order_of, samples_of
 from lockstep_gpt.run.callbacks.step import StepCallback
 from lockstep_gpt.run.directory import RunDirectory
 from lockstep_gpt.training.reporting import times
@@ -74,9 +74,14 @@ class Sources(StepCallback):
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:  # noqa: ARG002
         """Replace the module's validation loss."""
-        data: MixedDataModule = trainer.datamodule
-        shares = dict(zip(data.held_out, map(float, data.order.phases[-1].shares), strict=True))
-        pl_module.token_loss = LossBySource(shares, [*map(len, data.rows_by_source().values())])
+        data: TokenDataModule = trainer.datamodule
+        sizes = data.windows["train"].counts
+        planned = data.samples_seen(trainer.max_steps)
+        order = pl_module.config.data.mixed_order(sizes, planned, data.block_size)
+        shares = dict(zip(order.sizes, map(float, order.phases[-1].shares), strict=True))
+        ranks = trainer.global_rank, trainer.world_size
+        rows = data.rows_by_part("val", data.validated, *ranks)
+        pl_module.token_loss = LossBySource(shares, [*map(len, rows.values())])
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Raise a `UserError` if a run in its own directory has settings with another past."""
@@ -84,11 +89,14 @@ class Sources(StepCallback):
         if own and not pl_module.config.resume_force:
             keep_past(checkpoint, pl_module.config, trainer.datamodule.folder)
 
-    def on_step_end(self, trainer: Any, pl_module: Any, step: int) -> None:  # noqa: ARG002
+    def on_step_end(self, trainer: Any, pl_module: Any, step: int) -> None:
         """Log each source's tokens so far."""
         if step % self.every == 0 or step == trainer.max_steps:
-            data: MixedDataModule = trainer.datamodule
-            counts = data.order.counts(data.samples_seen(step)).items()
+            data: TokenDataModule = trainer.datamodule
+            sizes = data.windows["train"].counts
+            planned = data.samples_seen(trainer.max_steps)
+            order = pl_module.config.data.mixed_order(sizes, planned, data.block_size)
+            counts = order.counts(data.samples_seen(step)).items()
             _log(trainer, {f"data/tokens/{name}": each * data.block_size for name, each in counts})
 
     def on_validation_epoch_end(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
@@ -112,12 +120,12 @@ def _log(trainer: Any, row: dict[str, float]) -> None:
 
 def callback(config: Config, directory: RunDirectory, _rank: int, _terminal: Any) -> Any:
     """Return the callback of a mixture."""
-    return Sources(config, directory) if isinstance(config.data, MixtureData) else None
+    return Sources(config, directory) if isinstance(config.data, Mixture) else None
 
 
 def lines(config: Config, _batch: BatchPlan) -> dict[str, str]:
     """Return the receipt's lines: the share, epochs, and state of each source."""
-    if not isinstance(config.data, MixtureData):
+    if not isinstance(config.data, Mixture):
         return {}
     order, total = order_of(config, folder_of(config.data)), samples_of(config)
     places = shards.load_index(folder_of(config.data)).settings["sources"]
@@ -138,7 +146,7 @@ def lines(config: Config, _batch: BatchPlan) -> dict[str, str]:
 
 def advise(config: Config, _module: Any, _epochs: float) -> None:
     """Warn of sources that are repeated often."""
-    if not isinstance(config.data, MixtureData):
+    if not isinstance(config.data, Mixture):
         return
     order, total = order_of(config, folder_of(config.data)), samples_of(config)
     for name, epochs in order.epochs(total).items():

@@ -9,55 +9,50 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, cast
 
 from lockstep_gpt.config import DataConfig, UserError
 from lockstep_gpt.data import shards
-from lockstep_gpt.data.corpora import ENDS, Stretch
-from lockstep_gpt.data.prepare import SPLITS, Recipe, begin, prepare
+from lockstep_gpt.data.prepare import prepare
+from lockstep_gpt.data.recipe import Recipe, begin
 from lockstep_gpt.data.shards import Index, Split
-from lockstep_gpt.data.tokenizer import Tokenizer, from_dict
-from lockstep_gpt.extras.mixtures.mixture_settings import MixtureData, renamed
+from lockstep_gpt.data.sources.files import ENDS
+from lockstep_gpt.data.sources.source import Source
+from lockstep_gpt.data.tokenizer import Tokenizer
+from lockstep_gpt.data.tokenizer_choice import from_dict
+from lockstep_gpt.extras.datasets.renamed import renamed
 from lockstep_gpt.whole_files import replace_text
 
 
-class Mixture:
-    """The sources of a mixture, prepared; `UserError` if one can't be, or they don't fit."""
+class PreparedSources:
+    """The sources of a mixture, prepared; `UserError` if one can't be, or they don't fit.
 
-    size: int | None = None
-    tokenizer_identity: Any = None  # part of each source's fingerprint
+    Args:
+        each: the sources, by name.
+        tokenizer_from: the source whose tokenizer all use; None: they must have equal ones.
+    """
 
-    def __init__(self, config: MixtureData) -> None:
-        self.config, each = config, config.each()
-        first = config.tokenizer_from
-        given = None
-        if first is not None:
-            given = shards.load_index(_prepared(first, each[first])).tokenizer
-            each = {
-                name: own if name == first else _with_tokenizer(own, given)
-                for name, own in each.items()
-            }
-        self.folders = {name: _prepared(name, own) for name, own in each.items()}
+    def __init__(self, each: Mapping[str, Source], tokenizer_from: str | None) -> None:
+        sources: dict[str, DataConfig] = dict(each)
+        if tokenizer_from is not None:
+            first = _prepared(tokenizer_from, each[tokenizer_from])
+            values = shards.load_index(first).tokenizer
+            for name, source in each.items():
+                if name != tokenizer_from:
+                    sources[name] = _with_tokenizer(source, values)
+        self.folders = {name: _prepared(name, source) for name, source in sources.items()}
         self.indexes = {name: shards.load_index(path) for name, path in self.folders.items()}
         self._check_folders()
         self._check_tokenizers()
-
-    def identity(self) -> Any:
-        """Return each source's name and fingerprint."""
-        return [[name, index.fingerprint] for name, index in self.indexes.items()]
 
     def make_tokenizer(self) -> Tokenizer:
         """Return the tokenizer of all sources."""
         return from_dict(next(iter(self.indexes.values())).tokenizer)
 
-    def stretches(self) -> Iterator[Stretch]:
-        """Yield nothing: the sources are token files already."""
-        yield from ()
-
-    def build(self, recipe: Recipe, folder: Path) -> None:
+    def link(self, recipe: Recipe, folder: Path) -> None:
         """Link the token files of all sources into a folder, and write their index.
 
         Each source's tokens are splits of their own, such as `code/train`; `train` and `val` count
@@ -66,10 +61,10 @@ class Mixture:
         shutil.rmtree(folder, ignore_errors=True)  # left by a killed build
         index = begin(recipe, folder)
         index = replace(index, tokenizer=next(iter(self.indexes.values())).tokenizer)
-        splits = {name: _sum(self.indexes.values(), name) for name in SPLITS}
+        splits = {name: _sum(self.indexes.values(), name) for name in index.splits}
         for name, own in self.indexes.items():
             for split, content in own.splits.items():
-                files = [replace(each, file=f"{name}-{each.file}") for each in content.shards]
+                files = [replace(shard, file=f"{name}-{shard.file}") for shard in content.shards]
                 splits[f"{name}/{split}"] = Split(content.tokens, shards=files)
                 for old, new in zip(content.shards, files, strict=True):
                     _link(self.folders[name] / old.file, folder / new.file)
@@ -125,6 +120,7 @@ def _with_tokenizer(config: Any, values: dict[str, Any]) -> DataConfig:
 
 def _sum(indexes: Collection[Index], name: str) -> Split:
     """Add up a split of all sources; a file with an end held out is a document of `train` only."""
+    indexes = [index for index in indexes if name in index.splits]
     parts = [index.splits[name] for index in indexes]
     whole = [name == "train" or index.settings.get("held_out") != ENDS for index in indexes]
     documents = sum(part.documents for part, counts in zip(parts, whole, strict=True) if counts)

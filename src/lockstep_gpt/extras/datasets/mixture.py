@@ -1,32 +1,42 @@
-"""The settings of `data=mixture`, and their short forms on a command line."""
+"""`data=mixture`: several sources at once, and the short forms of its settings."""
+
+from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, cast
+from functools import cached_property
+from pathlib import Path
+from typing import Any, ClassVar
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from lockstep_gpt.config import (
     DataConfig,
+    DataModuleConfig,
     UserError,
     as_typed,
     check,
-    data_sources,
+    data_choices,
+    data_class,
     setting,
 )
+from lockstep_gpt.data import order
+from lockstep_gpt.data.recipe import Recipe
+from lockstep_gpt.data.sources.source import Position, Source, TargetMask, TokenBlock
+from lockstep_gpt.data.tokenizer import Tokenizer
+from lockstep_gpt.extras.datasets.mixed_order import MixedOrder
+from lockstep_gpt.extras.datasets.mixing import PreparedSources
+from lockstep_gpt.extras.datasets.renamed import renamed
+from lockstep_gpt.extras.datasets.shares import phases
 
 NAME = r"[A-Za-z0-9_-]+"
-MOST = 255  # sources, so that a byte names one
+MOST = 255  # sources
 # Settings of a source that only the mixture has, and the value that leaves them to it.
-MIXTURES = {
-    "root": "data",
-    "val_tokens": None,
-    "fingerprint": None,
-    "num_workers": 0,
-    "packing": "stream",
-}
+EACH = ("val_fraction", "test_fraction", "shard_mb")  # settings that each source has
+MIXTURES = {"root": "data", "val_tokens": None, "fingerprint": None}
 
 
 def about(meaning: str) -> dict[str, Any]:
@@ -35,10 +45,12 @@ def about(meaning: str) -> dict[str, Any]:
 
 
 @dataclass
-class MixtureData(DataConfig):
+class Mixture(Source):
     """Several sources at once, each with a share of the tokens or a number of epochs."""
 
-    source: str = setting("where the text comes from", "mixture", choices=("mixture",))
+    kind: ClassVar[str] = "mixture"
+    added_later: ClassVar[frozenset[str]] = Source.added_later | {"shard_mb"}
+
     sources: dict[str, Any] = field(
         default_factory=dict, metadata=about("name you choose: another `data` preset and settings")
     )
@@ -67,9 +79,10 @@ class MixtureData(DataConfig):
     def __post_init__(self) -> None:
         """Also check every source, and that it has one weight, at any time, or epochs."""
         super().__post_init__()
-        if self.val_fraction != DataConfig.__dataclass_fields__["val_fraction"].default:
-            rule = "has no effect in a mixture; set data.sources.NAME.val_fraction"
-            self.refuse("val_fraction", rule)
+        for item in fields(DataConfig) + fields(Source):
+            if item.name in EACH and getattr(self, item.name) != item.default:
+                rule = f"has no effect in a mixture; set data.sources.NAME.{item.name}"
+                self.refuse(item.name, rule)
         if not self.sources:
             raise UserError(
                 "data=mixture has no sources; add some, such as data.sources.code=stdlib "
@@ -102,34 +115,102 @@ class MixtureData(DataConfig):
         """Return the names in the order in which everything numbers them."""
         return sorted(self.sources)
 
-    def each(self) -> dict[str, DataConfig]:
-        """Return each source's settings, checked, by name; raise a `UserError` about one."""
+    def each(self) -> dict[str, Source]:
+        """Return each source with its settings, checked, by name; raise a `UserError` about one."""
         return {name: self._source(name) for name in sorted(self.sources, key=str)}
 
-    def _source(self, name: Any) -> DataConfig:
+    @property
+    def size(self) -> int | None:
+        """None: the sources are read one by one."""
+        return None
+
+    @property
+    def has_test(self) -> bool:
+        """Whether there is a split for tests."""
+        return any("test" in index.splits for index in self.prepared.indexes.values())
+
+    @cached_property
+    def prepared(self) -> PreparedSources:
+        """The sources, prepared; raises a `UserError` if one can't be, or they don't fit."""
+        return PreparedSources(self.each(), self.tokenizer_from)
+
+    def identity(self) -> Any:
+        """Return each source's name and fingerprint."""
+        return [[name, index.fingerprint] for name, index in self.prepared.indexes.items()]
+
+    def tokenizer_identity(self) -> Any:
+        """Return None: the tokenizer is a part of each source's fingerprint."""
+        return None
+
+    def make_tokenizer(self) -> Tokenizer:
+        """Return the tokenizer of all sources."""
+        return self.prepared.make_tokenizer()
+
+    def blocks(self, start: Position) -> Iterator[TokenBlock]:  # noqa: ARG002
+        """Yield nothing: the sources are token files already."""
+        yield from ()
+
+    def build(self, recipe: Recipe, folder: Path) -> None:
+        """Link the token files of all sources into a folder, and write their index."""
+        self.prepared.link(recipe, folder)
+
+    def order_rule(self, sizes: Mapping[str, int], samples: int, block_size: int) -> order.Rule:
+        """Return which window each position of a run takes."""
+        return self.mixed_order(sizes, samples, block_size).windows
+
+    def mixed_order(self, sizes: Mapping[str, int], samples: int, block_size: int) -> MixedOrder:
+        """Return the order of a run of so many `samples`.
+
+        Args:
+            sizes: training windows of each source.
+            samples: training windows of the whole run.
+            block_size: tokens of a window.
+        """
+        planned = samples
+        if self.planned_tokens is not None:
+            planned = max(1, self.planned_tokens // block_size)
+        key = (tuple(sizes.items()), planned)
+        if key not in self._orders:
+            shares = phases(self.weights, self.epochs, self.schedule, sizes, planned)
+            self._orders[key] = MixedOrder(sizes, shares)
+        return self._orders[key]
+
+    @cached_property
+    def _orders(self) -> dict[Any, MixedOrder]:
+        return {}
+
+    def target_masks(self, tokenizer: Tokenizer) -> dict[str, TargetMask]:
+        """Return which targets count in each source; in sources without mask, all do."""
+        masks = {name: source.target_masks(tokenizer) for name, source in self.each().items()}
+        return {name: own[""] for name, own in masks.items() if own}
+
+    def _source(self, name: Any) -> Source:
         if not isinstance(name, str) or not re.fullmatch(NAME, name):
             rule = "is not a name for a source; use letters, digits, hyphens, and underscores"
             raise UserError(f"data.sources: {name!r} {rule}")
-        values, place = self.sources[name], f"data.sources.{name}"
-        kinds = {kind: own for kind, own in data_sources().items() if kind != self.source}
-        kind = values.get("source") if isinstance(values, dict) else None
-        if kind not in kinds:
-            rule = f"names no source: choose one of {', '.join(kinds)}, as in {place}=text"
-            raise UserError(f"{place} {rule}")
+        values = self.sources[name]
+        place = f"data.sources.{name}"
+        target = values.get("_target_") if isinstance(values, dict) else None
+        own = data_class(target) if target else DataModuleConfig
+        if not issubclass(own, Source) or issubclass(own, Mixture):
+            kinds = ", ".join(kind for kind in data_choices() if kind != self.kind)
+            raise UserError(f"{place} names no source: choose one of {kinds}, as in {place}=text")
         try:
             with renamed(name):
-                merged = OmegaConf.merge(OmegaConf.structured(kinds[kind]), values)
-                found: Any = OmegaConf.to_object(merged)
+                merged = OmegaConf.merge(OmegaConf.structured(own), values)
+                source: Any = OmegaConf.to_object(merged)
         except OmegaConfBaseException as error:
             line = str(error).splitlines()[0]
             raise UserError(f"{place}.{error.full_key}: {line}") from None
-        for own, left in MIXTURES.items():
-            if getattr(found, own, left) != left:
-                value = as_typed(getattr(found, own))
-                where = "" if own == "num_workers" else f"; set data.{own}"
-                raise UserError(f"{place}.{own}={value} has no effect in a mixture{where}")
-        found.root = self.root
-        return cast(DataConfig, found)
+        for door, default in MIXTURES.items():
+            value = getattr(source, door)
+            if value != default:
+                raise UserError(
+                    f"{place}.{door}={as_typed(value)} has no effect in a mixture; set data.{door}"
+                )
+        source.root = self.root
+        assert isinstance(source, Source)
+        return source
 
     def _check_table(self, where: str, values: dict[Any, Any]) -> None:
         for name, value in values.items():
@@ -162,25 +243,6 @@ class MixtureData(DataConfig):
 
     def _refuse(self, where: str, value: Any, rule: str) -> None:
         check(f"data.{where}", value, False, rule)
-
-
-class renamed:  # noqa: N801 (a context manager)
-    """Raise a source's `UserError` with the names that its settings have in the mixture."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def __enter__(self) -> None:
-        """Do nothing."""
-
-    def __exit__(self, _kind: Any, error: BaseException | None, _trace: Any) -> None:
-        """Rename `data.SETTING` to `data.sources.NAME.SETTING`."""
-        if isinstance(error, UserError):
-            own = {item.name for each in data_sources().values() for item in fields(each)}
-            own -= {"root"}
-            known = "|".join(sorted(own, key=len, reverse=True))
-            text = re.sub(rf"\bdata\.({known})\b", rf"data.sources.{self.name}.\1", str(error))
-            raise UserError(text) from error
 
 
 def with_sources(words: list[str]) -> list[str]:

@@ -10,43 +10,51 @@ import json
 import logging
 import shutil
 import time
-from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
-from lockstep_gpt.config import Config, UserError, counted
+from lockstep_gpt.config import UserError, counted
 from lockstep_gpt.data import shards
-from lockstep_gpt.data.prepare import folder_of
-from lockstep_gpt.data.tokenizer import from_dict
-from lockstep_gpt.extras.documents.best_fit import (
+from lockstep_gpt.data.tokenizer_choice import from_dict
+from lockstep_gpt.extras.datasets.best_fit import (
     Numbers,
     Packed,
     ends_of_documents,
     windows_of,
 )
-from lockstep_gpt.extras.documents.documents_settings import is_packed
 from lockstep_gpt.whole_files import replace_text, replacing, sync_folder
+
+if TYPE_CHECKING:
+    from lockstep_gpt.data.windows import Windows
 
 logger = logging.getLogger(__name__)
 
 FORMAT = 1  # of the files below; increase it with every change that other windows result from
 INDEX = "index.json"
+DOOR = "packing=documents"
 LONGEST = 1 << 31  # tokens of a document
 
 
-def pack_if_asked(folder: Path, config: Config) -> None:
-    """Pack the documents of a prepared folder, before ranks start, if `data.packing` says so.
+class WholeDocuments:
+    """Packing of documents by best fit; `packing=documents` chooses it."""
 
-    Raises a `UserError` if a setting of this extra needs documents and the tokenizer has no end.
-    """
-    if getattr(config.model, "mask_documents", False):
-        end_of_text(folder, "model.mask_documents=true")
-    if is_packed(config.data):
-        pack(folder, config.model.block_size)
+    def prepare(self, folder: Path, block_size: int) -> None:
+        """Pack the documents of a prepared folder, unless that was done; raises a `UserError`."""
+        pack(folder, block_size)
+
+    def open(self, folder: Path, split: str, block_size: int) -> Windows:
+        """Return the windows of a split, or raise a `UserError`."""
+        from lockstep_gpt.extras.datasets.packed_windows import PackedWindows  # needs torch
+
+        return PackedWindows(folder, split, block_size)
+
+    def describe(self, folder: Path, block_size: int) -> str | None:
+        """Return what the windows of training consist of."""
+        return described(load(folder_within(folder, block_size)))
 
 
 def end_of_text(folder: Path, wanted: str) -> int:
@@ -79,7 +87,7 @@ def pack(folder: Path, block_size: int) -> Path:
                     _write(folder, packed, block_size)
         except OSError as error:
             raise UserError(
-                f"{folder} cannot be written ({error.strerror}); data.packing=documents keeps its "
+                f"{folder} cannot be written ({error.strerror}); packing=documents keeps its "
                 "windows there, so make room, or permit it"
             ) from error
     return packed
@@ -106,7 +114,7 @@ def _write(folder: Path, packed: Path, block_size: int) -> None:
 
 
 def _write_splits(folder: Path, unfinished: Path, block_size: int) -> dict[str, Packed]:
-    end, found = end_of_text(folder, "data.packing=documents"), {}
+    end, found = end_of_text(folder, DOOR), {}
     for split, content in shards.load_index(folder).splits.items():
         if not content.shards:  # of a mixture: the sum over its sources
             continue
@@ -136,17 +144,14 @@ def load(packed: Path) -> dict[str, Packed]:
     raise _unusable(packed, f"has format {values['format']}, this version reads {FORMAT}")
 
 
-def parts(packed: Iterable[str], split: str) -> list[str]:
-    """Return which of the packed splits together are train or val: in a mixture, each source's."""
-    return [name for name in packed if name.rpartition("/")[2] == split]
-
-
 def described(packed: dict[str, Packed]) -> str:
     """Describe the training windows in one line, those of a mixture by source."""
-    sources = {name: name.rpartition("/")[0] for name in parts(packed, "train")}
-    return "; ".join(
-        f"{own}: {packed[name]}" if own else str(packed[name]) for name, own in sources.items()
-    )
+    lines = []
+    for name, facts in packed.items():
+        source, _, split = name.rpartition("/")
+        if split == "train":
+            lines.append(f"{source}: {facts}" if source else str(facts))
+    return "; ".join(lines)
 
 
 def opened(packed: Path, split: str) -> tuple[Numbers, npt.NDArray[np.int32], Numbers]:
@@ -177,14 +182,6 @@ def _refuse_endless_ones(ends: Numbers, folder: Path, split: str, end: int) -> N
         begin = int(ends[longest] - lengths[longest])
         raise UserError(
             f"{folder}: a document of {lengths[longest]:,} tokens begins at token {begin:,} of "
-            f"{split}, and data.packing=documents takes at most {LONGEST:,}; check that token "
-            f"{end} ends documents there, or set data.packing=stream"
+            f"{split}, and packing=documents takes at most {LONGEST:,}; check that token "
+            f"{end} ends documents there, or set packing=stream"
         )
-
-
-def receipt_line(config: Config, _batch: Any) -> dict[str, str]:
-    """Return the receipt's line about the windows of a run with `data.packing=documents`."""
-    if not is_packed(config.data):
-        return {}
-    packed = folder_within(folder_of(config.data), config.model.block_size)
-    return {"packing": described(load(packed))}

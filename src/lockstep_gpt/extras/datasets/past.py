@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from lockstep_gpt.config import Config, UserError, from_container
-from lockstep_gpt.extras.mixtures.mixed_data import MixedOrder, mixed_order
-from lockstep_gpt.extras.mixtures.turns import PERIOD
+from lockstep_gpt.extras.datasets.mixed_order import MixedOrder
+from lockstep_gpt.extras.datasets.turns import PERIOD
 from lockstep_gpt.run.directory import differences, readable, some_of
+from lockstep_gpt.training.building import build
 from lockstep_gpt.training.schedule import BatchPlan, plan_schedule
 
 DECIDING = ("weights", "epochs", "schedule", "planned_tokens")
@@ -29,7 +30,11 @@ def samples_of(config: Config) -> int:
 def order_of(config: Config, folder: Path) -> MixedOrder:
     """Return the order of a run with frozen settings on a prepared mixture."""
     data: Any = config.data
-    return mixed_order(data, folder, config.model.block_size, samples_of(config))
+    block_size = config.model.block_size
+    packing = build(asdict(config.packing), {})
+    sizes = packing.open(folder, "train", block_size).counts
+    order: MixedOrder = data.mixed_order(sizes, samples_of(config), block_size)
+    return order
 
 
 def keep_past(checkpoint: dict[str, Any], config: Config, folder: Path) -> None:

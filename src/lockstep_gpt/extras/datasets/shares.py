@@ -2,28 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
+from typing import Any
 
 from lockstep_gpt.config import UserError
-from lockstep_gpt.extras.mixtures.mixture_settings import MixtureData
-from lockstep_gpt.extras.mixtures.turns import Phase
+from lockstep_gpt.extras.datasets.turns import Phase
 
 
-def phases(data: MixtureData, sizes: Mapping[str, int], planned: int) -> list[Phase]:
+def phases(
+    weights: Mapping[str, float],
+    epochs: Mapping[str, float],
+    schedule: Sequence[Mapping[str, Any]],
+    sizes: Mapping[str, int],
+    planned: int,
+) -> list[Phase]:
     """Return the shares of the sources, in the order of `sizes`, over a run.
 
     Args:
-        data: the settings.
+        weights: `data.weights`.
+        epochs: `data.epochs`.
+        schedule: `data.schedule`.
         sizes: training windows of each source, by name.
         planned: windows of the run, as far as epochs and schedule are concerned.
 
     Raises:
         UserError: the epochs take more windows than the run has.
     """
-    fixed = {name: exact(data.epochs[name]) * sizes[name] / planned for name in data.epochs}
+    fixed = {name: exact(epochs[name]) * sizes[name] / planned for name in epochs}
     rest = 1 - sum(fixed.values())
-    if not data.weights:
+    if not weights:
         total = sum(fixed.values())
         return [Phase(0, tuple(fixed[name] / total for name in sizes))]
     if fixed and rest <= 0:
@@ -32,11 +40,11 @@ def phases(data: MixtureData, sizes: Mapping[str, int], planned: int) -> list[Ph
             f"data.epochs takes {needed:,} windows, and the run has {planned:,}, some of them for "
             "sources with weights; lower the epochs, or train longer"
         )
-    later = [(round(exact(each["from"]) * planned), each["weights"]) for each in data.schedule]
+    later = [(round(exact(each["from"]) * planned), each["weights"]) for each in schedule]
     found = []
-    for start, weights in [(0, data.weights), *later]:
-        total = sum(map(exact, weights.values()))
-        share = {name: rest * exact(weight) / total for name, weight in weights.items()}
+    for start, own in [(0, weights), *later]:
+        total = sum(map(exact, own.values()))
+        share = {name: rest * exact(weight) / total for name, weight in own.items()}
         shares = {**dict.fromkeys(sizes, Fraction(0)), **fixed, **share}
         found.append(Phase(start, tuple(shares[name] for name in sizes)))
     return found

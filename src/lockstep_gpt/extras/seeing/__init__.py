@@ -8,7 +8,5 @@ COMMANDS = {
         "make a report of a run, or compare several",
         False,
     ),
-    "evaluate": (".extras.seeing.evaluate:main", "measure the loss on all validation text", False),
 }
-NEXT = "evaluate"  # of the commands, what to type when a run has ended
 MOVED = {"lockstep_gpt.seeing": "lockstep_gpt.extras.seeing"}

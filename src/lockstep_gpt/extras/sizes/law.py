@@ -61,7 +61,7 @@ def expected(config: Config) -> dict[str, Any] | None:
     if not isinstance(model, SizedModel) or model.size is None or departures(config, model):
         return None
     content = _read(Path(model.size_law) if model.size_law else OURS)
-    if not content["is_valid"] or content["source"] != config.data.source:
+    if not content["is_valid"] or content["source"] != config.data.kind:
         return None
     law = Law(content["floor"], content["factor"], content["exponent"])
     seen, count = [run["weights"] for run in content["runs"]], _weights(model)

@@ -9,8 +9,9 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from lockstep_gpt.config import Config, StdlibData, UserError
-from lockstep_gpt.data.corpora import StandardLibrary, split_of
+from lockstep_gpt.config import Config, UserError
+from lockstep_gpt.data.sources.source import split_of_name
+from lockstep_gpt.data.sources.stdlib import StandardLibrary
 from lockstep_gpt.extras.tasks.examples import CHOICE, CLOZE, EXACT, Example, Task
 
 COUNT = 200  # examples of a task, at most
@@ -52,16 +53,17 @@ def held_out(config: Config) -> list[str]:
     Whether a file is held out depends on its name alone, so a model that was trained on another
     machine hasn't seen them either. Runs on other data use the default fraction.
     """
-    data = config.data if config.data.source == "stdlib" else StdlibData()
-    fraction = data.val_fraction
-    files = StandardLibrary(StdlibData(val_fraction=fraction)).files
-    paths = [Path(file.path) for file in files if split_of(file.name, fraction) == "val"]
+    data = config.data if isinstance(config.data, StandardLibrary) else StandardLibrary()
+    fractions = data.val_fraction, data.test_fraction
+    paths = [
+        Path(file.path) for file in data.files if split_of_name(file.name, *fractions) == "val"
+    ]
     texts = [path.read_text(encoding="utf-8", errors="replace") for path in paths]
     texts = [text for text in texts if len([*_lines(text)]) > CHOICES]
     if not texts:
         raise UserError(
-            f"data.val_fraction={fraction} holds out no file to make the builtin tasks from; "
-            "name task files instead"
+            f"data.val_fraction={data.val_fraction} holds out no file to make the builtin tasks "
+            "from; name task files instead"
         )
     return texts
 

@@ -9,6 +9,7 @@ from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.callbacks import Checkpoint
 
 from lockstep_gpt.config import Config
+from lockstep_gpt.data.datamodule import TokenDataModule
 from lockstep_gpt.distributed.ranks import from_rank_zero
 from lockstep_gpt.run import checkpoint as files
 from lockstep_gpt.run.callbacks.step import StepCallback
@@ -87,8 +88,7 @@ class Checkpoints(StepCallback, Checkpoint):
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: Any, checkpoint: Any) -> None:  # noqa: ARG002
         """Add the configuration, the tokenizer, and the counts of samples and tokens."""
-        data: Any = trainer.datamodule  # type: ignore[attr-defined]
-        samples = data.samples_seen(trainer.global_step)
+        samples = samples_seen(trainer, self.config)
         tokens = samples * self.config.model.block_size
         checkpoint.update(self.content, samples=samples, tokens=tokens)
 
@@ -128,3 +128,13 @@ class AtomicCheckpointIO(CheckpointIO):
 
     def wait(self) -> None:
         """Do nothing: everything is already written."""
+
+
+def samples_seen(trainer: Any, config: Config) -> int:
+    """Return how many samples all ranks together have seen."""
+    data = trainer.datamodule
+    if isinstance(data, TokenDataModule):
+        return data.samples_seen(trainer.global_step)
+    size = config.batch.global_size
+    assert size is not None, "decided before there are ranks"
+    return int(trainer.global_step * size)

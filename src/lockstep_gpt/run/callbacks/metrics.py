@@ -1,6 +1,7 @@
 """Measures the run: one row every `log_every` steps, to `metrics.csv` and every other logger."""
 
 import logging
+import math
 import statistics
 import sys
 import time
@@ -14,6 +15,7 @@ from lightning import Trainer
 from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
 
 from lockstep_gpt.config import Config
+from lockstep_gpt.data.datamodule import TokenDataModule
 from lockstep_gpt.model.functional import perplexity
 from lockstep_gpt.registry import asked
 from lockstep_gpt.run.callbacks.step import StepCallback
@@ -115,7 +117,7 @@ class Metrics(StepCallback):
         seconds, steps, self._times = now - self._times[0], len(each), [now]
         self.training_seconds += seconds
         self.training_steps += steps
-        waited, self._waited = self._waited, trainer.datamodule.training_feed.waited  # type: ignore[attr-defined]
+        waited, self._waited = self._waited, _seconds_waited(trainer)
         tokens_per_second = steps * self.tokens_per_step / seconds
         tflops, peak = tokens_per_second * self.flops_per_token / 1e12, self.peak_tflops
         row = {
@@ -173,3 +175,9 @@ def peak_memory() -> int:
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return torch.cuda.max_memory_allocated()
     return getrusage(RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def _seconds_waited(trainer: Any) -> float:
+    """Return how long training has waited for batches; nan if the data module doesn't say."""
+    data = trainer.datamodule
+    return data.training_feed.waited if isinstance(data, TokenDataModule) else math.nan

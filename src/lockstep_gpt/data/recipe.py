@@ -1,0 +1,168 @@
+"""A recipe: everything that decides the tokens of a prepared folder, and that folder's index."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from lockstep_gpt.config import DataConfig, UserError, counted
+from lockstep_gpt.data import shards
+from lockstep_gpt.data.shards import Index, SplitWriter
+from lockstep_gpt.data.sources.files import ENDS
+from lockstep_gpt.data.sources.source import SPLITS, Source
+from lockstep_gpt.data.tokenizer import Tokenizer, token_dtype
+
+# Left out of the settings' digest: the tokenizer's identity replaces the first three; the others
+# are a result, and the class, whose `kind` stays when it moves.
+APART = {"tokenizer", "vocab_size", "tokenizer_mb", "fingerprint", "_target_"}
+# What 0.1.0 without its extra `sources` fingerprinted of its two sources; the rest was fixed.
+FORMER = ("source", "val_fraction")
+FIXED = {"shard_mb": 256, "invalid_utf8": "replace", "documents": "file"}
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Everything that decides the tokens of one prepared folder."""
+
+    source: Source
+    settings: dict[str, Any]  # those that decide tokens or files
+    fingerprints: dict[str, str]
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer, made only once because it may be learned."""
+        return self.source.make_tokenizer()
+
+    @property
+    def fingerprint(self) -> str:
+        """64 hex digits that change with anything that decides the tokens."""
+        return _digest([shards.FORMAT, self.fingerprints])
+
+    @property
+    def folder(self) -> Path:
+        """Where the tokens go."""
+        return folder_of(replace(self.source, fingerprint=self.fingerprint))
+
+
+def recipe_of(config: DataConfig) -> Recipe:
+    """Look at the corpus of `config` and digest what decides its tokens, or raise a `UserError`."""
+    source = source_of(config)
+    settings = _settings(source)
+    parts = {"source": source.identity(), "tokenizer": source.tokenizer_identity()}
+    digests = {name: _digest(part) for name, part in parts.items()}
+    recipe = Recipe(source, settings, {**digests, "settings": _digest(settings)})
+    former = _former_settings(settings)
+    if former is not None:
+        earlier = Recipe(source, settings, {**digests, "settings": _digest(former)})
+        if config.fingerprint == earlier.fingerprint:
+            return earlier
+        if config.fingerprint is None and not recipe.folder.is_dir() and earlier.folder.is_dir():
+            return earlier
+    return recipe
+
+
+def source_of(config: DataConfig) -> Source:
+    """Return the source of `config`, which takes a new look at its files."""
+    if not isinstance(config, Source):
+        raise UserError(
+            f"data._target_={config._target_} prepares no tokens; its batches are its own"
+        )
+    return replace(config)
+
+
+def _settings(source: Source) -> dict[str, Any]:
+    """Return the settings that decide tokens or files."""
+    defaults = {item.name: item.default for item in fields(source)}
+    found: dict[str, Any] = {"source": source.kind}
+    for name in source.names("kept"):
+        value = getattr(source, name)
+        is_unused = name in source.added_later and value == defaults[name]
+        if name not in APART and not is_unused:
+            found[name] = value
+    return found
+
+
+def _former_settings(settings: dict[str, Any]) -> dict[str, Any] | None:
+    """Return the settings as 0.1.0 without `sources` had them; None if it had no such source."""
+    later = {name: value for name, value in settings.items() if name not in FORMER}
+    is_possible = settings["source"] in ("text", "stdlib")
+    if is_possible and later.items() <= FIXED.items():
+        return {name: settings[name] for name in FORMER}
+    return None
+
+
+def folder_of(config: DataConfig) -> Path:
+    """Return the folder of the tokens that `data.fingerprint` names."""
+    assert config.fingerprint is not None, "decided before there are ranks"
+    return Path(config.root).expanduser() / f"{config.kind}-{config.fingerprint[:8]}"
+
+
+def _digest(values: Any) -> str:
+    return hashlib.sha256(json.dumps(values).encode()).hexdigest()
+
+
+def begin(recipe: Recipe, folder: Path) -> Index:
+    """Create the folder and return its index, still without tokens."""
+    folder.mkdir()
+    return Index(
+        format=shards.FORMAT,
+        dtype=token_dtype(recipe.tokenizer.vocab_size).newbyteorder("<").str,
+        tokenizer=recipe.tokenizer.to_dict(),
+        fingerprint=recipe.fingerprint,
+        fingerprints=recipe.fingerprints,
+        settings={**recipe.settings, "held_out": recipe.source.held_out},
+        splits=dict.fromkeys(splits_of(recipe.source), shards.Split()),
+    )
+
+
+def splits_of(source: Source) -> tuple[str, ...]:
+    """Return the names of a source's splits."""
+    return SPLITS if source.has_test else SPLITS[:2]
+
+
+def progress(recipe: Recipe, done: int = 0) -> tqdm[Any]:
+    """Return a progress bar that counts bytes and appears only in a terminal."""
+    total = recipe.source.size
+    return tqdm(
+        desc="preparing", total=total, initial=done, unit="B", unit_scale=True, disable=None
+    )
+
+
+def finish(recipe: Recipe, folder: Path, index: Index, writers: Mapping[str, SplitWriter]) -> None:
+    """Write the index; raise a `UserError` if a split is empty."""
+    source = recipe.source
+    if all(writer.tokens <= writer.documents for writer in writers.values()):  # only ends
+        where = getattr(source, "path", None) or f"data={source.kind}"
+        raise UserError(f"{where} is empty; give it text to train on")
+    for name in reversed(list(writers)):
+        if not writers[name].tokens:
+            door = "val" if name == "train" else name
+            fraction = getattr(source, f"{door}_fraction")
+            remedy = "lower it" if name == "train" else "raise it or use a larger corpus"
+            raise UserError(
+                f"data.{door}_fraction={fraction} leaves no tokens for the {name} split of "
+                f"{source.kind}; {remedy}"
+            )
+    splits = {name: writer.saved() for name, writer in writers.items()}
+    shards.write_index(folder, replace(index, splits=splits))
+
+
+def contents(folder: Path, index: Index) -> str:
+    """Describe the content of a prepared folder in one line."""
+    held = index.settings.get("held_out")
+    each = [split.documents for split in index.splits.values()]
+    documents = max(each) if held == ENDS else sum(each)
+    size = sum(split.text_bytes for split in index.splits.values()) / 1e6
+    done = index.settings.get("invalid_utf8", "replace")
+    invalid = f" ({index.invalid_documents} not UTF-8: {done})" * bool(index.invalid_documents)
+    text = f": {counted(documents, 'document')}{invalid}, {size:.1f} MB" if documents else ""
+    counts = " and ".join(f"{split.tokens:,} {name}" for name, split in index.splits.items())
+    counts += f" tokens; val has {held}" if held else " tokens"
+    return f"{index.settings['source']}{text} -> {folder} ({counts})"

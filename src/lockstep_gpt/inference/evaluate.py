@@ -1,0 +1,189 @@
+"""`lockstep-gpt evaluate RUN|CHECKPOINT`: the loss on text that is held out, or on any text."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from lockstep_gpt.config import Config, UserError
+from lockstep_gpt.data import shards
+from lockstep_gpt.data.prepare import prepare
+from lockstep_gpt.data.recipe import source_of
+from lockstep_gpt.data.sources.files import find_files
+from lockstep_gpt.data.sources.source import Block, Position
+from lockstep_gpt.data.sources.text import Text
+from lockstep_gpt.data.tokenizer import Tokenizer
+from lockstep_gpt.inference.source import load_model, parser_of
+from lockstep_gpt.run.checkpoint import find_checkpoint
+from lockstep_gpt.training.building import build
+
+if TYPE_CHECKING:
+    import torch
+
+    from lockstep_gpt.data.datamodule import TokenDataModule
+    from lockstep_gpt.data.windows import Batch
+    from lockstep_gpt.model.gpt import GPT
+
+
+def main(arguments: list[str]) -> int:
+    """Print loss, perplexity and, for text, bits per byte.
+
+    Started by torchrun, each rank evaluates its part, and rank 0 prints.
+    """
+    parser = parser_of("evaluate", "Measure loss and perplexity on held-out text, or any text.")
+    add = parser.add_argument
+    add("--split", choices=("val", "test"), default="val", help="of the run's data (default: val)")
+    add("--data", help="text instead: a file, a folder, a glob, or a URL")
+    add("--batch-size", type=int, default=32, help="samples at a time (default: 32)")
+    add("--json", action="store_true", help="print one line of JSON")
+    options = parser.parse_args(arguments)
+    if options.batch_size < 1:
+        raise UserError(f"--batch-size={options.batch_size} must be at least 1")
+    checkpoint = find_checkpoint(options.source)
+    import torch  # only now: mistakes are answered at once
+
+    device = _joined_device()
+    model, config, tokenizer = load_model(checkpoint)
+    model = model.to(device)
+    with torch.inference_mode():
+        if options.data is None:
+            result = evaluate(model, config, tokenizer, options.batch_size, options.split)
+            place = {"val": "validation", "test": "the test split"}[options.split]
+        else:
+            result = evaluate_text(model, tokenizer, options.data, options.batch_size)
+            place = options.data
+    if torch.distributed.is_initialized():
+        is_first = torch.distributed.get_rank() == 0
+        torch.distributed.destroy_process_group()
+        if not is_first:
+            return 0
+    if options.json:
+        print(json.dumps({"checkpoint": str(checkpoint), **result}))
+        return 0
+    print(f"{checkpoint} on {result['tokens']:,} tokens of {place}")
+    for name in ("loss", "perplexity", "bits_per_byte"):
+        if name in result:
+            print(f"  {name:<14}{result[name]:.4f}")
+    return 0
+
+
+def _joined_device() -> torch.device:
+    """Join the other ranks, if torchrun started this one; return this rank's device."""
+    import torch
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        if device.type == "cuda":
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+            device = torch.device("cuda", torch.cuda.current_device())
+        torch.distributed.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    return device
+
+
+def ranks() -> tuple[int, int]:
+    """Return this rank, and how many there are."""
+    import torch
+
+    if not torch.distributed.is_initialized():
+        return 0, 1
+    return torch.distributed.get_rank(), torch.distributed.get_world_size()
+
+
+def evaluate(
+    model: GPT, config: Config, tokenizer: Tokenizer, batch_size: int, split: str = "val"
+) -> dict[str, float]:
+    """Return the means over all windows of a split: loss in nats, perplexity, bits per byte."""
+    from lockstep_gpt.data.datamodule import TokenDataModule
+
+    source = source_of(config.data)
+    folder = prepare(config.data)
+    index = shards.load_index(folder)
+    data = TokenDataModule(
+        folder,
+        block_size=config.model.block_size,
+        micro_size=batch_size,
+        accumulation=1,
+        seed=config.seed,
+        packing=build(asdict(config.packing), {}),
+        target_masks=source.target_masks(tokenizer),
+    )
+    device = next(model.parameters()).device
+    batches = data.batches(split, data.rows_of(split, *ranks()), device)
+    result = _mean(model, batches)
+    text_bytes = index.splits[split].text_bytes
+    if text_bytes and result["tokens"] in _whole_counts(data, index, split):
+        share = index.splits[split].tokens / text_bytes
+        result["bits_per_byte"] = result["loss"] / math.log(2) * share
+    return result
+
+
+def _whole_counts(data: TokenDataModule, index: shards.Index, split: str) -> tuple[int, int]:
+    """Return how many targets a whole split has: in windows of a stream, and in packed ones."""
+    windows = sum(data.windows[split].counts.values())
+    parts = [index.splits[name] for name in index.parts(split).values()]
+    return windows * data.block_size, sum(part.tokens - 1 for part in parts)
+
+
+def evaluate_text(model: GPT, tokenizer: Tokenizer, path: str, batch_size: int) -> dict[str, float]:
+    """Return the means over all tokens of text files, but the first: nothing comes before it.
+
+    Raises:
+        UserError: there are no files, or they aren't text.
+    """
+    import numpy as np
+
+    source = Text(path=path)
+    source.found = [find_files(path, door="--data", split="test")]  # whole, not divided
+    pieces = []
+    text_bytes = 0
+    for block in source.blocks(Position()):
+        assert isinstance(block, Block)
+        pieces.append(tokenizer.encode_documents(block.texts))
+        text_bytes += sum(map(len, block.texts))
+    ids = np.concatenate(pieces)
+    if len(ids) < 2:
+        raise UserError(f"--data={path} has no text; give a file or a folder with some")
+    device = next(model.parameters()).device
+    result = _mean(model, _batches(ids, model.config.block_size, batch_size, device))
+    result["bits_per_byte"] = result["loss"] / math.log(2) * result["tokens"] / text_bytes
+    return result
+
+
+def _batches(ids: Any, block_size: int, batch_size: int, device: torch.device) -> Iterator[Batch]:
+    """Yield this rank's batches of all tokens, (N,); the last window is filled up."""
+    import numpy as np
+    import torch
+
+    from lockstep_gpt.model.functional import IGNORE
+
+    rank, world_size = ranks()
+    count = -(-(len(ids) - 1) // block_size)
+    for first in range(rank * batch_size, count, world_size * batch_size):
+        starts = range(first * block_size, min(first + batch_size, count) * block_size, block_size)
+        tokens = np.zeros((len(starts), block_size), np.int64)
+        targets = np.full((len(starts), block_size), IGNORE, np.int64)
+        for row, start in enumerate(starts):
+            window = ids[start : start + block_size + 1]
+            tokens[row, : len(window) - 1] = window[:-1]
+            targets[row, : len(window) - 1] = window[1:]
+        yield torch.from_numpy(tokens).to(device), torch.from_numpy(targets).to(device)
+
+
+def _mean(model: GPT, batches: Iterator[Batch]) -> dict[str, float]:
+    """Return loss, perplexity, and the number of targets, over the batches of all ranks."""
+    import torch
+
+    from lockstep_gpt.model.functional import perplexity
+    from lockstep_gpt.training.token_loss import TokenLoss
+
+    token_loss = TokenLoss().to(next(model.parameters()).device)
+    # A rank without a batch has a mean of nothing.
+    token_loss.update(torch.zeros(()), torch.zeros((1, 0), dtype=torch.int64))
+    for tokens, targets in batches:
+        token_loss.update(model(tokens, targets), targets)
+    loss = float(token_loss.compute())
+    return {"loss": loss, "perplexity": perplexity(loss), "tokens": token_loss.targets}

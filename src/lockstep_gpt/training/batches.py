@@ -1,0 +1,76 @@
+"""The data module of a run: ours for prepared tokens, or a LightningDataModule of the user's."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from lightning import LightningDataModule
+
+from lockstep_gpt.config import Config, DataModuleConfig, UserError
+from lockstep_gpt.data.datamodule import TokenDataModule
+from lockstep_gpt.data.prepare import opened
+from lockstep_gpt.data.recipe import source_of
+from lockstep_gpt.data.shards import load_index
+from lockstep_gpt.data.tokenizer import NumberTokenizer, Tokenizer
+from lockstep_gpt.data.tokenizer_choice import from_dict
+from lockstep_gpt.training.building import build
+from lockstep_gpt.training.schedule import BatchPlan
+
+
+def build_data(config: Config, batch: BatchPlan) -> LightningDataModule:
+    """Return the data module that makes the run's batches, or raise a `UserError`."""
+    if isinstance(config.data, DataModuleConfig):
+        return _own_data_module(config.data, config, batch)
+    source = source_of(config.data)
+    folder = opened(config.data)
+    tokenizer = from_dict(load_index(folder).tokenizer)
+    return TokenDataModule(
+        folder,
+        block_size=config.model.block_size,
+        micro_size=batch.micro_size,
+        accumulation=batch.accumulation,
+        seed=config.seed,
+        val_tokens=config.data.val_tokens,
+        packing=build(asdict(config.packing), {}),
+        order_rule=source.order_rule,
+        target_masks=source.target_masks(tokenizer),
+    )
+
+
+def _own_data_module(
+    data: DataModuleConfig, config: Config, batch: BatchPlan
+) -> LightningDataModule:
+    """Return the user's data module; it gets the sizes of a batch that it accepts."""
+    known = {
+        "block_size": config.model.block_size,
+        "micro_size": batch.micro_size,
+        "seed": config.seed,
+    }
+    known = {name: value for name, value in known.items() if name not in data.arguments}
+    module = build({"_target_": data._target_, **data.arguments}, known)
+    if not isinstance(module, LightningDataModule):
+        raise UserError(
+            f"data._target_={data._target_} is a {type(module).__name__}; name a source in this "
+            "package, or a LightningDataModule whose batches are (tokens, targets)"
+        )
+    return module
+
+
+def tokenizer_of(data: Any) -> Tokenizer:
+    """Return the tokenizer of a data module, or raise a `UserError` if it has none.
+
+    A user's own has a `tokenizer`, or at least a `vocab_size`.
+    """
+    tokenizer = getattr(data, "tokenizer", None)
+    if isinstance(tokenizer, dict):
+        return from_dict(tokenizer)
+    if tokenizer is not None:
+        return tokenizer  # type: ignore[no-any-return]
+    vocab_size = getattr(data, "vocab_size", None)
+    if isinstance(vocab_size, int):
+        return NumberTokenizer(vocab_size)
+    raise UserError(
+        f"{type(data).__name__} has neither a tokenizer nor a vocab_size; give it one, because the "
+        "model needs the number of token ids"
+    )
