@@ -75,9 +75,9 @@ def earlier_state(root: Path, source: str, index: Index) -> Path | None:
 
 
 def _is_whole(folder: Path, index: Index) -> bool:
-    paths = {name: hashes_of(folder, name) for name in SPLITS}
+    paths = {name: hashes_of(folder, name) for name in index.splits}
     sizes = {name: path.stat().st_size if path.exists() else 0 for name, path in paths.items()}
-    return all(sizes[name] == index.splits[name].documents * SIZE for name in SPLITS)
+    return all(sizes[name] == index.splits[name].documents * SIZE for name in index.splits)
 
 
 def remember(folder: Path, end_of_text: int, place: Path) -> bool:
