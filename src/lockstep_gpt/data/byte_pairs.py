@@ -75,11 +75,10 @@ class BytePairTokenizer:
 def _pieces(text: bytes) -> Iterator[bytes]:
     """Yield a valid text in pieces whose tokens, one after another, are the text's tokens."""
     start = 0
-    while len(text) - start > PIECE:
+    while start < len(text):
         end = start + _size_of_piece(text, start)
         yield text[start:end]
         start = end
-    yield text[start:]
 
 
 def _size_of_piece(text: bytes, start: int) -> int:

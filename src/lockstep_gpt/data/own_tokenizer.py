@@ -6,12 +6,12 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
 import json
 import re
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from pkgutil import resolve_name
 from typing import Any, cast
 
 from lockstep_gpt.config import UserError
@@ -44,9 +44,10 @@ def own_class(name: str) -> type[OwnTokenizer]:
     remedy = f"name a class as {ROOT}.module.Class"
     if not is_own(name):
         raise UserError(f"tokenizer {name} is outside of this package; {remedy}")
+    module, _, own = name.rpartition(".")
     try:
-        found = resolve_name(name)
-    except (ImportError, AttributeError, ValueError) as error:
+        found = getattr(importlib.import_module(module), own)
+    except (ImportError, AttributeError) as error:
         raise UserError(f"tokenizer {name} cannot be imported ({error}); {remedy}") from error
     if not isinstance(found, type) or not found.__module__.startswith(f"{ROOT}."):
         raise UserError(f"tokenizer {name} is not a class of this package; {remedy}")
