@@ -105,7 +105,10 @@ def saved(tmp_path_factory):
                 "seed": 1,
                 "batch": {"global_size": 8},
                 "model": shape,
-                "data": {"source": "stdlib", "root": "data"},
+                "data": {
+                    "_target_": "lockstep_gpt.data.sources.stdlib.StandardLibrary",
+                    "root": "data",
+                },
                 "optim": {"algorithm": "adamw", "lr": 0.003},
                 "logger": {"wandb": {"project": "nobody's business"}},
             },
