@@ -72,7 +72,8 @@ def source_of(config: DataConfig) -> Source:
     """Return the source of `config`, which takes a new look at its files."""
     if not isinstance(config, Source):
         raise UserError(
-            f"data._target_={config._target_} prepares no tokens; its batches are its own"
+            f"data._target_={config._target_} makes its own batches, so there are no prepared "
+            "tokens; set test=true for training, or give a text with `evaluate RUN --data PATH`"
         )
     return replace(config)
 

@@ -18,7 +18,7 @@ from lockstep_gpt.config import UserError, setting
 from lockstep_gpt.data import tokenizer_choice
 from lockstep_gpt.data.sources.files import File, Files, find_splits
 from lockstep_gpt.data.sources.source import Position, Source, TokenBlock, reading
-from lockstep_gpt.data.tokenizer import NumberTokenizer, Tokenizer, token_dtype
+from lockstep_gpt.data.tokenizer import Tokenizer, token_dtype
 
 HEADER = 1024  # bytes
 DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
@@ -81,15 +81,7 @@ class TokenFiles(Source):
         Raises:
             UserError: its vocabulary has another size.
         """
-        if self.tokenizer == NumberTokenizer.kind:
-            return NumberTokenizer(self.vocab_size)
-        made = tokenizer_choice.make_tokenizer(self.tokenizer, self.vocab_size, ())
-        if made.vocab_size != self.vocab_size:
-            raise UserError(
-                f"data.vocab_size={self.vocab_size} is not that of data.tokenizer="
-                f"{self.tokenizer}; set data.vocab_size={made.vocab_size}"
-            )
-        return made
+        return tokenizer_choice.of_size(self.tokenizer, self.vocab_size)
 
     def blocks(self, start: Position) -> Iterator[TokenBlock]:
         """Yield the tokens, file by file."""
