@@ -15,7 +15,7 @@ from lockstep_gpt.config import (
     OWNED_TRAINER_KEYS,
     Config,
     UserError,
-    data_sources,
+    data_choices,
     from_container,
     settings_on_resume,
 )
@@ -25,7 +25,7 @@ VALUES = {
     "max_steps": 10,
     "batch": {"global_size": 4},
     "model": {"block_size": 8, "n_layer": 1, "n_head": 4, "n_embd": 8},
-    "data": {"source": "stdlib"},
+    "data": {"_target_": "lockstep_gpt.data.sources.stdlib.StandardLibrary"},
     "optim": {"algorithm": "adamw"},
 }
 
@@ -134,7 +134,7 @@ def test_each_setting_declares_its_treatment_on_resume():
 def test_valid_values_are_kept_unchanged():
     config = from_container(with_setting("optim.lr", 0.5))
     assert (config.max_steps, config.batch.global_size, config.optim.lr) == (10, 4, 0.5)
-    assert config.data == data_sources()["stdlib"]()
+    assert config.data == data_choices()["stdlib"]()
 
 
 def test_the_frozen_values_of_a_config_give_the_same_config():

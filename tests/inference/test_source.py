@@ -13,7 +13,7 @@ CONFIG = {
     "max_steps": 10,
     "batch": {"global_size": 4},
     "model": SHAPE,
-    "data": {"source": "stdlib"},
+    "data": {"_target_": "lockstep_gpt.data.sources.stdlib.StandardLibrary"},
     "optim": {"algorithm": "adamw"},
 }
 
@@ -58,7 +58,8 @@ def test_a_model_with_the_tokenizer_of_a_deleted_extra_fails_in_one_line(tmp_pat
 def test_references_in_a_checkpoint_are_never_resolved(tmp_path, monkeypatch, escapes):
     monkeypatch.setenv("CANARY", "secret")
     named = f"x{escapes}${{oc.env:CANARY}}"
-    data = {"source": "text", "path": named, "root": f"{escapes}${{seed}}"}
+    target = "lockstep_gpt.data.sources.text.Text"
+    data = {"_target_": target, "path": named, "root": f"{escapes}${{seed}}"}
     saved_model(tmp_path / "step=000001.ckpt", data=data)
     _, config, _ = load_model(tmp_path / "step=000001.ckpt")
     assert (config.data.path, config.data.root) == (named, data["root"])

@@ -22,7 +22,7 @@ VALUES = {
     "max_steps": 3,
     "batch": {"global_size": 8},
     "model": {"block_size": 8, "n_layer": 1, "n_head": 1, "n_embd": 8},
-    "data": {"source": "stdlib"},
+    "data": {"_target_": "lockstep_gpt.data.sources.stdlib.StandardLibrary"},
     "optim": {"algorithm": "adamw"},
     "trainer": {"num_nodes": 2, "devices": 1},
     "launch": {"node_rank": 1},
