@@ -1,14 +1,15 @@
 """The gradient of a step is that of one mean over all its targets, however they are spread."""
 
+from types import SimpleNamespace
+
 import lightning
 import pytest
 import torch
 
 from lockstep_gpt.data.datamodule import TokenDataModule
 from lockstep_gpt.distributed.exact_sums import gradient_sums
-from lockstep_gpt.training.counted_targets import counted_targets, may_ignore
-from lockstep_gpt.extras.datasets.packed_windows import PackedDataModule
 from lockstep_gpt.model.functional import IGNORE
+from lockstep_gpt.training.counted_targets import CountedTargets
 
 STEPS = 3
 
@@ -17,6 +18,7 @@ class SomeTargets(TokenDataModule):
     """Batches of which some targets are `IGNORE`: a share that differs from sample to sample."""
 
     none = False
+    may_ignore = True
 
     def on_after_batch_transfer(self, batch, *arguments):
         tokens, targets = super().on_after_batch_transfer(batch, *arguments)
@@ -66,7 +68,7 @@ def run_of(new_run, micro_size, world_size=1, **settings):
 
 
 def fitted(run, *callbacks, **settings):
-    counts = counted_targets(run.config)
+    counts = CountedTargets(run.config)
     found = Gradients()
     torch.manual_seed(0)
     run.fit(*callbacks, counts, found, **settings)
@@ -145,11 +147,25 @@ def test_a_step_without_any_target_has_a_gradient_of_zero(new_run):
 
 def test_runs_in_which_every_target_counts_lose_the_callback(new_run):
     run = new_run()
-    trainer = run.fit(counted_targets(run.config))
+    trainer = run.fit(CountedTargets(run.config))
     assert not any(type(each).__name__ == "CountedTargets" for each in trainer.callbacks)
-    assert not may_ignore(run.data)
-    assert may_ignore(None)
-    assert may_ignore(PackedDataModule.__new__(PackedDataModule))
+    assert not run.data.may_ignore
+
+
+@pytest.mark.parametrize("reason", ["target masks", "padding", "loaders of your own"])
+def test_runs_in_which_targets_may_not_count_keep_the_callback(new_run, reason):
+    run = new_run()
+    data = run.data
+    if reason == "target masks":
+        data.target_masks = {"": lambda tokens, _: tokens > 0}
+    if reason == "padding":
+        data.windows["train"].has_padding = True
+    if reason == "loaders of your own":
+        data = None
+    counts = CountedTargets(run.config)
+    trainer = SimpleNamespace(datamodule=data, callbacks=[counts])
+    counts.setup(trainer, run.module, "fit")
+    assert trainer.callbacks == [counts]
 
 
 def test_sums_in_one_order_have_equal_bits_however_micro_batches_are_spread(new_run, on_ranks):
