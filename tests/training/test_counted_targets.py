@@ -152,20 +152,18 @@ def test_runs_in_which_every_target_counts_lose_the_callback(new_run):
     assert not run.data.may_ignore
 
 
-@pytest.mark.parametrize("reason", ["target masks", "padding", "loaders of your own"])
-def test_runs_in_which_targets_may_not_count_keep_the_callback(new_run, reason):
-    run = new_run()
-    data = run.data
-    if reason == "target masks":
-        data.target_masks = {"": lambda tokens, _: tokens > 0}
-    if reason == "padding":
-        data.windows["train"].has_padding = True
-    if reason == "loaders of your own":
-        data = None
-    counts = CountedTargets(run.config)
-    trainer = SimpleNamespace(datamodule=data, callbacks=[counts])
-    counts.setup(trainer, run.module, "fit")
-    assert trainer.callbacks == [counts]
+def test_a_mask_padding_and_data_of_the_user_s_keep_the_callback(new_run):
+    data = new_run().data
+    data.target_masks = {"": lambda tokens, _: tokens > 0}
+    assert data.may_ignore
+    data.target_masks = {}
+    data.windows["train"].has_padding = True
+    assert data.may_ignore
+    for module in (data, object()):
+        callback = CountedTargets(new_run().config)
+        trainer = SimpleNamespace(datamodule=module, callbacks=[callback])
+        callback.setup(trainer, None, "fit")
+        assert trainer.callbacks == [callback]
 
 
 def test_sums_in_one_order_have_equal_bits_however_micro_batches_are_spread(new_run, on_ranks):
