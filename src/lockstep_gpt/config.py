@@ -223,7 +223,7 @@ class ModelConfig(Checked):
 
 @dataclass
 class DataConfig(Checked):
-    """Shared settings of all data; `_target_` names the class that has the others."""
+    """`_target_` names the class that has the other settings."""
 
     node: ClassVar[str] = "data"
     kind: ClassVar[str] = "own"  # of data: begins the names of prepared folders
