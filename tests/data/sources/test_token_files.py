@@ -2,13 +2,13 @@ import numpy as np
 import pytest
 
 from lockstep_gpt.config import UserError, data_sources
-from lockstep_gpt.data.sources.stdlib import corpus_of
+from lockstep_gpt.data.byte_pairs import make_tokenizer
 from lockstep_gpt.data.prepare import prepare
 from lockstep_gpt.data.shards import load_index, open_split
-from lockstep_gpt.data.tokenizer import from_dict
 from lockstep_gpt.data.sources import token_files
 from lockstep_gpt.data.sources.source import Position
-from lockstep_gpt.data.byte_pairs import make_tokenizer
+from lockstep_gpt.data.sources.stdlib import corpus_of
+from lockstep_gpt.data.tokenizer import from_dict
 
 IDS = np.random.default_rng(0).integers(50_257, size=5000)
 MAGIC = {"<u2": 20240520, "<u4": 20240801}
