@@ -108,7 +108,7 @@ def _dtype(index: File, config: Mapping[str, Any]) -> np.dtype[Any]:
     """Return the type of the tokens."""
     for name in ("compression", "encryption"):
         if config.get(name):
-            _refuse(index, f"has chunks with {name}, which is not read", f"{AGAIN}, without it")
+            _refuse(index, f"has chunks with {name}, which is not read", f"{AGAIN} and no {name}")
     loader = config.get("item_loader", "TokensLoader")  # early versions don't record it
     if loader != "TokensLoader":
         _refuse(index, f"has items for {loader}, not tokens", AGAIN)
