@@ -154,10 +154,16 @@ class FileDocuments(Documents):
         """The bytes of all files."""
         return self.before[-1]
 
+    @cached_property
+    def divided(self) -> int:
+        """How many files are divided: those that don't have a split of their own."""
+        return sum(file.split is None for file in self.files)
+
     @property
     def by_name(self) -> bool:
         """Whether whole files are held out; with few files, their names may hold out none."""
-        return len(self.files) * self.val_fraction >= FEW
+        shares = [share for share in self.fractions if share]
+        return not shares or self.divided * min(shares) >= FEW
 
     @property
     def held_out(self) -> str:
