@@ -44,11 +44,12 @@ def quick() -> Iterator[None]:
 
     with _remembered() as forget, pytest.MonkeyPatch.context() as patch:
 
-        def register_what_is_new() -> None:
-            wanted = [*extras.__path__], schema.groups(), schema.data_sources()
+        def register_what_is_new(arguments: list[str]) -> None:
+            sources = schema.data_choices(*compose._config_dirs(arguments))
+            wanted = [*extras.__path__], schema.groups(), sources
             if wanted not in registered:
                 forget()
-                register()
+                register(arguments)
                 registered[:] = [wanted]
 
         patch.setattr(compose, "_register_schema", register_what_is_new)

@@ -27,13 +27,15 @@ from lockstep_gpt.config import (
     GuardConfig,
     ModelConfig,
     OptimConfig,
-    TextData,
+    data_choices,
     extended,
 )
 from lockstep_gpt.data.datamodule import TokenDataModule
 from lockstep_gpt.data.prepare import prepare
 from lockstep_gpt.data.shards import load_index
-from lockstep_gpt.data.tokenizer import ByteTokenizer, from_dict
+from lockstep_gpt.data.sources.text import Text
+from lockstep_gpt.data.tokenizer import ByteTokenizer
+from lockstep_gpt.data.tokenizer_choice import from_dict
 from lockstep_gpt.model.gpt import GPT
 from lockstep_gpt.run.callbacks.checkpoints import AtomicCheckpointIO, Checkpoints
 from lockstep_gpt.run.checkpoint import checkpoint_path
@@ -106,7 +108,7 @@ def folder(tmp_path_factory):
     root = tmp_path_factory.mktemp("data")
     text = np.random.default_rng(0).choice([*map(chr, range(48, 98))], 998)
     (root / "text").write_text("".join(text))
-    return prepare(TextData(root=str(root), path=str(root / "text"), val_fraction=0.198))
+    return prepare(Text(root=str(root), path=str(root / "text"), val_fraction=0.198))
 
 
 @pytest.fixture
@@ -254,12 +256,13 @@ def read_offline():
 
 @pytest.fixture(scope="session")
 def saved_run(tmp_path_factory):
-    """Return a function that saves a model for `tokenizer` as if it was trained on `data`.
+    """Return a function that saves a model for `tokenizer` as if it was trained on a source.
 
-    The likeliest token is never one of `never`.
+    The likeliest token is never one of `never`. `data` are settings of the source.
     """
 
-    def save(tokenizer, never=(), **data):
+    def save(tokenizer, never=(), source="stdlib", **data):
+        kind = data_choices()[source]
         torch.manual_seed(0)
         model = GPT(ModelConfig(**SAVED, dropout=0.5), tokenizer.vocab_size)
         for parameter in model.parameters():
@@ -270,7 +273,7 @@ def saved_run(tmp_path_factory):
                 "max_steps": 1,
                 "batch": {"global_size": 1},
                 "model": {**SAVED, "dropout": 0.5},
-                "data": data,
+                "data": {"_target_": f"{kind.__module__}.{kind.__qualname__}", **data},
                 "optim": {"algorithm": "adamw"},
             },
             "tokenizer": tokenizer.to_dict(),

@@ -6,9 +6,18 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+
+from lockstep_gpt.data.datamodule import TokenDataModule
+from lockstep_gpt.data.packing import Packing
+from lockstep_gpt.data.prepare import prepare
+from lockstep_gpt.data.shards import load_index
+from lockstep_gpt.data.sources.source import Source
+from lockstep_gpt.data.tokenizer_choice import from_dict
 
 # The command with its own mounts, as `unshare --mount` would start it, without a new Python.
 APART = """
@@ -48,6 +57,37 @@ def with_shared_memory(command, apart):
         return process.returncode, said
 
     return train
+
+
+@pytest.fixture
+def module_of() -> Callable[..., TokenDataModule]:
+    """Return one rank's data module of a source, as after a resume at so many samples."""
+
+    def make(
+        source: Source,
+        rank: int = 0,
+        world: int = 1,
+        samples: int = 0,
+        packing: Packing | None = None,
+        **changes: Any,
+    ) -> TokenDataModule:
+        shape = {"block_size": 16, "micro_size": 4, "accumulation": 1, "seed": 5, **changes}
+        folder = prepare(source)
+        module = TokenDataModule(
+            folder,
+            **shape,
+            packing=packing,
+            order_rule=source.order_rule,
+            target_masks=source.target_masks(from_dict(load_index(folder).tokenizer)),
+        )
+        device = SimpleNamespace(root_device=torch.device("cpu"))
+        places = {"global_rank": rank, "world_size": world, "global_step": 0, "max_steps": 100}
+        stages = dict.fromkeys(("validating", "sanity_checking", "testing"), False)
+        module.trainer = SimpleNamespace(strategy=device, **places, **stages)
+        module.resume_at(0, samples)
+        return module
+
+    return make
 
 
 @pytest.fixture(scope="session")

@@ -1,14 +1,15 @@
 """The gradient of a step is that of one mean over all its targets, however they are spread."""
 
+from types import SimpleNamespace
+
 import lightning
 import pytest
 import torch
 
 from lockstep_gpt.data.datamodule import TokenDataModule
 from lockstep_gpt.distributed.exact_sums import gradient_sums
-from lockstep_gpt.training.counted_targets import counted_targets, may_ignore
-from lockstep_gpt.extras.datasets.packed_windows import PackedDataModule
 from lockstep_gpt.model.functional import IGNORE
+from lockstep_gpt.training.counted_targets import CountedTargets
 
 STEPS = 3
 
@@ -17,6 +18,7 @@ class SomeTargets(TokenDataModule):
     """Batches of which some targets are `IGNORE`: a share that differs from sample to sample."""
 
     none = False
+    may_ignore = True
 
     def on_after_batch_transfer(self, batch, *arguments):
         tokens, targets = super().on_after_batch_transfer(batch, *arguments)
@@ -66,7 +68,7 @@ def run_of(new_run, micro_size, world_size=1, **settings):
 
 
 def fitted(run, *callbacks, **settings):
-    counts = counted_targets(run.config)
+    counts = CountedTargets(run.config)
     found = Gradients()
     torch.manual_seed(0)
     run.fit(*callbacks, counts, found, **settings)
@@ -145,11 +147,23 @@ def test_a_step_without_any_target_has_a_gradient_of_zero(new_run):
 
 def test_runs_in_which_every_target_counts_lose_the_callback(new_run):
     run = new_run()
-    trainer = run.fit(counted_targets(run.config))
+    trainer = run.fit(CountedTargets(run.config))
     assert not any(type(each).__name__ == "CountedTargets" for each in trainer.callbacks)
-    assert not may_ignore(run.data)
-    assert may_ignore(None)
-    assert may_ignore(PackedDataModule.__new__(PackedDataModule))
+    assert not run.data.may_ignore
+
+
+def test_a_mask_padding_and_data_of_the_user_s_keep_the_callback(new_run):
+    data = new_run().data
+    data.target_masks = {"": lambda tokens, _: tokens > 0}
+    assert data.may_ignore
+    data.target_masks = {}
+    data.windows["train"].has_padding = True
+    assert data.may_ignore
+    for module in (data, object()):
+        callback = CountedTargets(new_run().config)
+        trainer = SimpleNamespace(datamodule=module, callbacks=[callback])
+        callback.setup(trainer, None, "fit")
+        assert trainer.callbacks == [callback]
 
 
 def test_sums_in_one_order_have_equal_bits_however_micro_batches_are_spread(new_run, on_ranks):

@@ -54,6 +54,28 @@ def is_own(name: str) -> bool:
     return own_tokenizer.is_class(name) and not tokenizer_files(name)
 
 
+def of_size(name: str, vocab_size: int) -> Tokenizer:
+    """Return the tokenizer of data that are tokens already.
+
+    Raises:
+        UserError: its vocabulary has another size, or it is learned from text.
+    """
+    if name == NumberTokenizer.kind:
+        return NumberTokenizer(vocab_size)
+    if name == BytePairTokenizer.kind:
+        raise UserError(
+            f"data.tokenizer={name} is learned from text, but the data are tokens; give the "
+            "tokenizer.json with which they were made, gpt2, or numbers"
+        )
+    tokenizer = make_tokenizer(name, None, ())
+    if tokenizer.vocab_size != vocab_size:
+        raise UserError(
+            f"data.vocab_size={vocab_size} is not that of data.tokenizer={name}; set "
+            f"data.vocab_size={tokenizer.vocab_size}"
+        )
+    return tokenizer
+
+
 def _loaded(name: str) -> Any:
     """Load a file, a folder with files of the usual names, GPT-2's files, or a name on the hub."""
     import tokenizers

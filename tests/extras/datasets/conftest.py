@@ -3,8 +3,10 @@
 import numpy as np
 import pytest
 
-from lockstep_gpt.config import data_sources
-from lockstep_gpt.extras.datasets.mixture import MixtureData
+from lockstep_gpt.data.sources.text import Text
+from lockstep_gpt.extras.datasets.mixture import Mixture
+
+TEXT = f"{Text.__module__}.{Text.__name__}"
 
 KILL = """
 import os, signal, lightning
@@ -28,12 +30,12 @@ def corpora(tmp_path):
 
     def mixed(names="code poems prose", sources=None, **changes):
         own = {
-            name: {"source": "text", "path": str(tmp_path / name), "val_fraction": 0.2}
+            name: {"_target_": TEXT, "path": str(tmp_path / name), "val_fraction": 0.2}
             for name in names.split()
         }
         weights = dict.fromkeys(own, 1.0) if not {"weights", "epochs"} & {*changes} else {}
         settings = {"root": str(tmp_path / "data"), "weights": weights, **changes}
-        return MixtureData(sources={**own, **(sources or {})}, **settings)
+        return Mixture(sources={**own, **(sources or {})}, **settings)
 
     return mixed
 
@@ -44,7 +46,7 @@ def single(tmp_path):
 
     def settings(name):
         own = {"path": str(tmp_path / name), "val_fraction": 0.2}
-        return data_sources()["text"](root=str(tmp_path / "data"), **own)
+        return Text(root=str(tmp_path / "data"), **own)
 
     return settings
 

@@ -5,12 +5,11 @@ import json
 
 import pytest
 
-from lockstep_gpt.data.prepare import folder_of
+from lockstep_gpt.data.recipe import folder_of
 from lockstep_gpt.extras.datasets.packing import folder_within
-from lockstep_gpt.registry import additions
 from lockstep_gpt.run.directory import RunDirectory
 
-PACKED = ["data.packing=documents", "model.mask_documents=true"]
+PACKED = ["packing=documents", "model.mask_documents=true"]
 
 
 def losses(command, run):
@@ -69,7 +68,10 @@ def test_the_windows_are_packed_before_ranks_start_and_only_once(command, lines)
 def test_a_kept_packing_cannot_change_on_resume(command, lines):
     command.train(*words_for(lines), "max_steps=4", "run_dir=run")
     change = ["train", "run_dir=run", "resume=auto", "max_steps=6"]
-    assert "data.packing=stream" in command(*change, "data.packing=stream", status=2).stderr
+    stream = "packing._target_=lockstep_gpt.data.packing.Stream"
+    said = command.train(*words_for(lines), "packing=stream", *change[1:], status=2).stderr
+    assert f"{stream} instead of " in said
+    assert stream in command(*change, stream, status=2).stderr
     said = command(*change, "model.mask_documents=false", status=2).stderr
     assert "model.mask_documents=" in said
 
@@ -77,7 +79,7 @@ def test_a_kept_packing_cannot_change_on_resume(command, lines):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["data.packing=best"], "data.packing=best is not one of stream, documents"),
+        (["packing=best"], "packing=best is not one of documents, stream"),
         (["model.mask_documents=maybe"], "model.mask_documents=maybe must be true or false"),
     ],
 )
@@ -86,21 +88,12 @@ def test_wrong_values_are_refused_in_one_line(command, words, said):
 
 
 def test_data_without_documents_is_refused_before_ranks_start(command):
-    if not any("synthetic" in each for each in additions("SOURCES")):
-        pytest.skip("no such extra")
     words = ["experiment=smoke", "data=synthetic", "data.tokens=20000", "run_dir=none"]
     for setting in PACKED:
         said = command("train", *words, setting, status=2).stderr
         assert said.splitlines()[-1].endswith("have no end of text; leave it out")
         assert f"{setting} needs documents" in said
     assert not (command.folder / "none").exists()
-
-
-def test_loader_processes_are_refused(command, lines):
-    if not any("text" in each for each in additions("SOURCES")):
-        pytest.skip("no such extra")
-    said = command("train", *words_for(lines), "data.num_workers=2", status=2).stderr
-    assert "data.num_workers=2 has no data.packing=documents; set data.num_workers=0" in said
 
 
 def test_a_damaged_packing_ends_the_run_in_one_line(command, lines):

@@ -1,25 +1,22 @@
 """The order of a mixture is a function of the position alone."""
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lockstep_gpt.data import order as plain
 from lockstep_gpt.data.order import Order, windows
-from lockstep_gpt.data.prepare import prepare
-from lockstep_gpt.data.windows import widen
 from lockstep_gpt.extras.datasets.mixed_order import MixedOrder, seed_of
-from lockstep_gpt.registry import asked
+from lockstep_gpt.extras.datasets.shares import phases
 
 SIZES = {"a": 1, "b": 7, "c": 130, "d": 5000}
 T, B = 16, 4
 
 
 def order_of(weights, sizes=SIZES, **changes):
-    own = {"epochs": {}, "weights": weights, "schedule": [], **changes}
-    return MixedOrder(SimpleNamespace(**own), sizes, planned=10_000)
+    own = {"epochs": {}, "schedule": [], **changes}
+    return MixedOrder(sizes, phases(weights, sizes=sizes, planned=10_000, **own))
 
 
 @given(
@@ -57,7 +54,7 @@ def test_a_step_has_the_same_windows_on_any_number_of_ranks(world):
     order = order_of(dict.fromkeys(SIZES, 1.0))
     per_rank = 12 // world
     streams = [
-        Order(7, 0, 2, rank, world, per_rank // 2, rule=order.windows).stream(0)
+        Order(7, 0, 2, rank, world, per_rank // 2, rule=order.windows).stream()
         for rank in range(world)
     ]
     steps = [
@@ -67,18 +64,7 @@ def test_a_step_has_the_same_windows_on_any_number_of_ranks(world):
     assert np.array_equal(np.concatenate(steps), order.windows(np.arange(600), 0, 7))
 
 
-def module_of(data, rank=0, world=1, samples=0, **changes):
-    shape = {"block_size": T, "micro_size": B, "accumulation": 1, "seed": 5, **changes}
-    (make,) = filter(None, asked("DATA_MODULE", data))
-    module = make(prepare(data), **shape)
-    device = SimpleNamespace(root_device=SimpleNamespace(type="cpu"))
-    places = {"global_rank": rank, "world_size": world, "global_step": 0, "max_steps": 100}
-    module.trainer = SimpleNamespace(strategy=device, **places)
-    module.resume_at(0, samples)
-    return module
-
-
-def test_batches_are_of_the_mixture_and_a_resume_continues_at_the_sample(corpora):
+def test_batches_are_of_the_mixture_and_a_resume_continues_at_the_sample(corpora, module_of):
     data = corpora(weights={"code": 0.5, "poems": 0.2, "prose": 0.3})
     batches = iter(module_of(data).train_dataloader())
     all_of_them = [next(batches)[0].numpy() for _ in range(25)]
@@ -94,11 +80,16 @@ def test_batches_are_of_the_mixture_and_a_resume_continues_at_the_sample(corpora
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
-def test_each_validation_batch_is_of_one_source_and_each_window_comes_once(world, corpora):
+def test_each_validation_batch_is_of_one_source_and_each_window_comes_once(
+    world, corpora, module_of
+):
     modules = [module_of(corpora(), rank, world) for rank in range(world)]
-    each = [module.rows_by_source() for module in modules]
+    each = [
+        module.rows_by_part("val", module.validated, rank, world)
+        for rank, module in enumerate(modules)
+    ]
     first = 0
-    for name, size in modules[0].held_out.items():
+    for name, size in modules[0].windows["val"].counts.items():
         rows = np.concatenate([own[name].ravel() for own in each])
         assert sorted(rows[rows >= 0].tolist()) == [*range(first, first + size)]
         assert len({own[name].shape for own in each}) == 1
@@ -107,14 +98,14 @@ def test_each_validation_batch_is_of_one_source_and_each_window_comes_once(world
     assert len([*modules[0].val_dataloader()]) == sum(map(len, each[0].values()))
 
 
-def test_val_tokens_are_divided_equally_and_each_source_has_a_window(corpora):
+def test_val_tokens_are_divided_equally_and_each_source_has_a_window(corpora, module_of):
     module = module_of(corpora(), val_tokens=30 * T)
     assert module.validated == {"code": 10, "poems": 10, "prose": 10}
     assert module_of(corpora(), val_tokens=1).val_windows == 3
     assert module_of(corpora(), val_tokens=300 * T).validated["poems"] < 100
 
 
-def test_a_source_without_a_whole_window_is_named(corpora, tmp_path):
+def test_a_source_without_a_whole_window_is_named(corpora, module_of, tmp_path):
     (tmp_path / "poems").write_text("a e i o u" * 5)
     with pytest.raises(
         ValueError, match=r"model.block_size=16 needs 17 .* the poems/val split has"
@@ -122,11 +113,15 @@ def test_a_source_without_a_whole_window_is_named(corpora, tmp_path):
         module_of(corpora())
 
 
-def test_other_sources_have_their_usual_data_module(corpora, single):
-    assert any(asked("DATA_MODULE", corpora()))
-    assert not any(asked("DATA_MODULE", single("code")))
+def test_other_sources_have_the_usual_order(corpora, single):
+    assert single("code").order_rule({"": 100}, 1000, T) is plain.windows
+    rule = corpora("code").order_rule({"code": 100}, 1000, T)
+    assert rule is not plain.windows
+    assert sorted(rule(np.arange(100), 100, 1).tolist()) == [*range(100)]
 
 
-def test_targets_follow_tokens(corpora):
-    tokens, targets = widen(next(iter(module_of(corpora()).train_dataloader())))
+def test_targets_follow_tokens(corpora, module_of):
+    module = module_of(corpora())
+    batch = next(iter(module.train_dataloader()))
+    tokens, targets = module.on_after_batch_transfer(batch, 0)
     assert tokens[:, 1:].tolist() == targets[:, :-1].tolist()

@@ -5,39 +5,39 @@ import pytest
 
 from lockstep_gpt.config import UserError
 from lockstep_gpt.data.prepare import prepare
-from lockstep_gpt.data.windows import open_windows
-from lockstep_gpt.registry import addition
+from lockstep_gpt.data.sources.text import Text
+from lockstep_gpt.data.windows import StreamWindows
 
+TEXT = f"{Text.__module__}.{Text.__name__}"
 T = 16
 
 
 @pytest.mark.parametrize("split", ["train", "val"])
 def test_windows_are_those_of_the_sources_one_after_another(split, corpora, single):
-    windows = open_windows(prepare(corpora()), split, T)
-    each = [open_windows(prepare(single(name)), split, T) for name in ("code", "poems", "prose")]
-    expected = np.concatenate(each)
-    assert [*windows.parts.values()] == [*map(len, each)]
+    windows = StreamWindows(prepare(corpora()), split, T)
+    each = [StreamWindows(prepare(single(name)), split, T) for name in ("code", "poems", "prose")]
+    expected = np.concatenate([own[np.arange(*own.counts.values())] for own in each])
+    assert [*windows.counts.values()] == [own.counts[""] for own in each]
     rows = np.random.default_rng(0).permutation(len(expected))
     assert np.array_equal(windows[rows], expected[rows])
 
 
 def test_padding_is_some_window(corpora):
-    windows = open_windows(prepare(corpora()), "val", T)
+    windows = StreamWindows(prepare(corpora()), "val", T)
     assert windows[np.array([3, -1])].shape == (2, T + 1)
 
 
-@pytest.mark.skipif(addition("JOINED_FILES") is None, reason="no such extra")
 def test_sources_may_have_several_files(corpora, tmp_path, single):
     text = np.random.default_rng(0).choice([*"abcdef "], 3_000_000)
     (tmp_path / "long").write_text("".join(text))
-    long = {"source": "text", "path": str(tmp_path / "long"), "shard_mb": 1, "val_fraction": 0.2}
+    long = {"_target_": TEXT, "path": str(tmp_path / "long"), "shard_mb": 1, "val_fraction": 0.2}
     data = corpora("code", sources={"long": long}, weights={"code": 1.0, "long": 1.0})
     folder = prepare(data)
     assert len([*folder.glob("long-train-*.bin")]) == 3
-    windows, code = open_windows(folder, "train", T), prepare(single("code"))
-    own = open_windows(prepare(data.each()["long"]), "train", T)
-    first = len(open_windows(code, "train", T))
-    rows = np.arange(0, len(own), 97)
+    windows, code = StreamWindows(folder, "train", T), prepare(single("code"))
+    own = StreamWindows(prepare(data.each()["long"]), "train", T)
+    first = StreamWindows(code, "train", T).counts[""]
+    rows = np.arange(0, own.counts[""], 97)
     assert np.array_equal(windows[first + rows], own[rows])
 
 
@@ -46,4 +46,4 @@ def test_a_file_of_another_size_is_rejected(corpora):
     with (folder / "code-train-00000.bin").open("ab") as file:
         file.write(b"x")
     with pytest.raises(UserError, match=r"has 24,00[0-9] bytes, but its index says"):
-        open_windows(folder, "train", T)
+        StreamWindows(folder, "train", T)

@@ -12,9 +12,9 @@ import pytest
 from lockstep_gpt.config import UserError
 from lockstep_gpt.data.prepare import prepare
 from lockstep_gpt.data.shards import check_content, load_index
-from lockstep_gpt.registry import merged
+from lockstep_gpt.data.sources.text import Text
 
-needs_bpe = pytest.mark.skipif("bpe" not in merged("TOKENIZERS"), reason="no such extra")
+TEXT = f"{Text.__module__}.{Text.__name__}"
 
 
 def test_its_files_are_those_of_the_sources_without_a_copy(corpora, single):
@@ -83,7 +83,7 @@ def test_without_hard_links_the_files_are_linked_by_name(corpora, monkeypatch):
 
 
 def test_two_sources_of_the_same_tokens_are_rejected(corpora, tmp_path):
-    again = {"source": "text", "path": str(tmp_path / "code"), "val_fraction": 0.2}
+    again = {"_target_": TEXT, "path": str(tmp_path / "code"), "val_fraction": 0.2}
     data = corpora("code", sources={"again": again}, weights={"code": 1.0, "again": 1.0})
     with pytest.raises(UserError, match=r"data.sources.again and data.sources.code are the same"):
         prepare(data)
@@ -92,7 +92,7 @@ def test_two_sources_of_the_same_tokens_are_rejected(corpora, tmp_path):
 def test_a_missing_path_is_named_as_the_user_wrote_it(corpora):
     data = corpora(
         "code",
-        sources={"more": {"source": "text", "path": "nowhere"}},
+        sources={"more": {"_target_": TEXT, "path": "nowhere"}},
         epochs={"code": 1.0, "more": 1.0},
     )
     with pytest.raises(UserError, match=r"^data.sources.more.path=nowhere matches no file"):
@@ -100,11 +100,10 @@ def test_a_missing_path_is_named_as_the_user_wrote_it(corpora):
 
 
 def bpe(tmp_path, name):
-    own = {"source": "text", "path": str(tmp_path / name), "val_fraction": 0.2}
+    own = {"_target_": TEXT, "path": str(tmp_path / name), "val_fraction": 0.2}
     return {**own, "tokenizer": "bpe", "vocab_size": 300}
 
 
-@needs_bpe
 def test_different_tokenizers_are_rejected(corpora, tmp_path):
     pytest.importorskip("tokenizers")
     data = corpora("code prose", sources={"prose": bpe(tmp_path, "prose")})
@@ -117,7 +116,6 @@ def test_different_tokenizers_are_rejected(corpora, tmp_path):
         prepare(data)
 
 
-@needs_bpe
 @pytest.mark.parametrize("whose", ["code", "prose"])
 def test_all_sources_can_use_the_tokenizer_of_one(whose, corpora, tmp_path):
     pytest.importorskip("tokenizers")

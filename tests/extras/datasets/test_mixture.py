@@ -3,7 +3,10 @@
 import pytest
 
 from lockstep_gpt.config import UserError
-from lockstep_gpt.extras.datasets.mixture import right_name, with_sources
+from lockstep_gpt.data.sources.text import Text
+from lockstep_gpt.extras.datasets.mixture import Mixture, right_name, with_sources
+
+TEXT, MIXTURE = (f"{own.__module__}.{own.__name__}" for own in (Text, Mixture))
 
 
 @pytest.mark.parametrize(
@@ -42,29 +45,29 @@ from lockstep_gpt.extras.datasets.mixture import right_name, with_sources
             r"data.schedule\[1\].from=0.5 must be a fraction of the run, above 0.5 and below 1",
         ),
         (
-            {"sources": {"more": {"source": "mixture"}}},
+            {"sources": {"more": {"_target_": MIXTURE}}},
             r"data.sources.more names no source: choose",
         ),
-        ({"sources": {"more": {}}}, r"data.sources.more names no source: choose one of stdlib"),
+        ({"sources": {"more": {}}}, r"data.sources.more names no source: choose one of .*stdlib"),
         (
-            {"sources": {"a b": {"source": "text"}}},
+            {"sources": {"a b": {"_target_": TEXT}}},
             r"'a b' is not a name for a source; use letters",
         ),
-        ({"sources": {7: {"source": "text"}}}, r"7 is not a name for a source"),
+        ({"sources": {7: {"_target_": TEXT}}}, r"7 is not a name for a source"),
         (
-            {"sources": {"more": {"source": "text", "val_tokens": 5}}},
+            {"sources": {"more": {"_target_": TEXT, "val_tokens": 5}}},
             r"data.sources.more.val_tokens=5 has no effect in a mixture; set data.val_tokens",
         ),
         (
-            {"sources": {"more": {"source": "text", "root": "x"}}},
+            {"sources": {"more": {"_target_": TEXT, "root": "x"}}},
             r"data.sources.more.root=x has no effect in a mixture; set data.root",
         ),
         (
-            {"sources": {"more": {"source": "text", "val_fraction": 2}}},
+            {"sources": {"more": {"_target_": TEXT, "val_fraction": 2}}},
             r"data.sources.more.val_fraction=2.0 must be below 1",
         ),
         (
-            {"sources": {"more": {"source": "text", "pth": "x"}}},
+            {"sources": {"more": {"_target_": TEXT, "pth": "x"}}},
             r"^data.sources.more.pth: Key 'pth' not in",
         ),
     ],

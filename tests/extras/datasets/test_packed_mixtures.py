@@ -1,26 +1,27 @@
-"""In a mixture with `data.packing=documents`, each source is packed by itself."""
+"""In a mixture with `packing=documents`, each source is packed by itself."""
 
 import csv
 import re
-from types import SimpleNamespace
+from functools import partial
+from itertools import islice
 
 import numpy as np
 import pytest
 import torch
 
-from lockstep_gpt.config import UserError, data_sources
-from lockstep_gpt.data.prepare import prepare
+from lockstep_gpt.config import UserError
 from lockstep_gpt.data.shards import load_index
+from lockstep_gpt.data.sources.text import Text
+from lockstep_gpt.data.windows import parts_of_rows
+from lockstep_gpt.extras.datasets.mixture import Mixture
+from lockstep_gpt.extras.datasets.packing import WholeDocuments
 from lockstep_gpt.model.functional import IGNORE
-from lockstep_gpt.registry import additions, asked
 
-pytestmark = pytest.mark.skipif(
-    not [*additions("WINDOWS_OF_SOURCES")], reason="no such extra: documents"
-)
-T, B, SEED = 16, 4, 5
+TEXT = f"{Text.__module__}.{Text.__name__}"
+CPU = torch.device("cpu")
+B, SEED = 4, 5
 LETTERS = {"code": "xyz", "poems": "aeiou", "prose": "klmnop"}
 FILES = {"code": 150, "poems": 40, "prose": 90}
-PACKED = {"packing": "documents"}
 
 
 def write(folder, name):
@@ -37,121 +38,125 @@ def write(folder, name):
 def sources(tmp_path):
     """Return each source's settings."""
     return {
-        name: {"source": "text", "path": write(tmp_path, name), "val_fraction": 0.3}
+        name: {"_target_": TEXT, "path": write(tmp_path, name), "val_fraction": 0.3}
         for name in LETTERS
     }
 
 
 @pytest.fixture
 def mixed(sources, tmp_path):
-    """Return the settings of a packed mixture."""
+    """Return the settings of a mixture."""
     weights = {"code": 0.5, "poems": 0.2, "prose": 0.3}
-    own = {"root": str(tmp_path / "data"), "sources": sources, "weights": weights, **PACKED}
-    return data_sources()["mixture"](**own)
+    own = {"root": str(tmp_path / "data"), "sources": sources, "weights": weights}
+    return Mixture(**own)
 
 
 @pytest.fixture
 def alone(sources, tmp_path):
-    """Return the settings of each source by itself, packed."""
+    """Return each source by itself."""
     root = str(tmp_path / "data")
-    return {
-        name: data_sources()["text"](root=root, **own, **PACKED) for name, own in sources.items()
-    }
+    return {name: Text(**{**own, "root": root, "_target_": TEXT}) for name, own in sources.items()}
 
 
-def module_of(data, rank=0, world=1, samples=0, **changes):
-    """Return one rank's data module, as after a resume at so many samples."""
-    shape = {"block_size": T, "micro_size": B, "accumulation": 1, "seed": SEED, **changes}
-    folder = prepare(data)
-    config = SimpleNamespace(data=data, model=SimpleNamespace(block_size=T))
-    asked("PREPARED", folder, config)
-    (make,) = filter(None, asked("DATA_MODULE", data))
-    module = make(folder, **shape)
-    device = SimpleNamespace(root_device=SimpleNamespace(type="cpu"))
-    places = {"global_rank": rank, "world_size": world, "global_step": 0, "max_steps": 100}
-    module.trainer = SimpleNamespace(strategy=device, **places)
-    module.resume_at(0, samples)
-    return module
+@pytest.fixture
+def packed(module_of):
+    """Return the data module of a source on a rank, with windows of whole documents."""
+    return partial(module_of, packing=WholeDocuments())
 
 
 def batches_of(module, feed, count=None):
-    """Return tokens and targets of a feed's first batches, or of all, (N, T)."""
-    made = (each for each, _ in zip(feed, range(count or 10**6), strict=False))
-    pairs = [module.on_after_batch_transfer(each, 0) for each in made]
+    """Return tokens and targets of a feed's first batches, or of all, (N, 2, T)."""
+    module.trainer.validating = count is None
+    pairs = [module.on_after_batch_transfer(each, 0) for each in islice(feed, count)]
     tokens, targets = map(torch.cat, zip(*pairs, strict=True))
     return torch.stack([tokens, targets], 1)
 
 
 def windows_of(module, split):
     """Return all windows of a split, in the order of their numbers."""
-    count = module.train_windows if split == "train" else module.val_windows_held_out
-    return batches_of(module, module.feed(split, lambda *_: [np.arange(count)]))
+    rows = np.arange(sum(module.windows[split].counts.values()))
+    ((tokens, targets),) = module.batches(split, [rows], CPU)
+    return torch.stack([tokens, targets], 1)
+
+
+def numbers_of(module, data, count):
+    """Return the windows of a run's first positions."""
+    return data.order_rule(module.windows["train"].counts, 100 * B, 16)(np.arange(count), 0, SEED)
+
+
+def sources_of(module, split, numbers):
+    """Return the name of the source of each window."""
+    counts = module.windows[split].counts
+    return [[*counts][place] for place in parts_of_rows(counts, numbers)]
 
 
 @pytest.mark.parametrize("split", ["train", "val"])
-def test_the_windows_are_those_of_each_source_packed_alone(split, mixed, alone):
-    expected = [windows_of(module_of(own), split) for own in alone.values()]
-    module = module_of(mixed)
+def test_the_windows_are_those_of_each_source_packed_alone(split, mixed, alone, packed):
+    expected = [windows_of(packed(own), split) for own in alone.values()]
+    module = packed(mixed)
     assert torch.equal(windows_of(module, split), torch.cat(expected))
-    assert [*module.sizes[split].values()] == [*map(len, expected)]
+    assert [*module.windows[split].counts.values()] == [*map(len, expected)]
 
 
-def test_batches_interleave_them_by_the_exact_shares(mixed):
-    module = module_of(mixed)
-    numbers = module.order.windows(np.arange(25 * B), 0, SEED)
+def test_batches_interleave_them_by_the_exact_shares(mixed, packed):
+    module = packed(mixed)
+    numbers = numbers_of(module, mixed, 25 * B)
     batches = batches_of(module, module.train_dataloader(), 25)
     assert torch.equal(batches, windows_of(module, "train")[numbers])
-    names = module.sources_of("train", numbers)
+    names = sources_of(module, "train", numbers)
     assert {name: names.count(name) for name in LETTERS} == {"code": 50, "poems": 20, "prose": 30}
     for name, (tokens, _) in zip(names, batches, strict=True):
         assert {*map(chr, tokens.tolist())} <= {*LETTERS[name], "\0", "\1"}
 
 
-def test_an_epoch_has_each_packed_window_once(mixed):
-    module = module_of(mixed)
-    numbers = module.order.windows(np.arange(5 * sum(FILES.values())), 0, SEED)
+def test_an_epoch_has_each_packed_window_once(mixed, packed):
+    module = packed(mixed)
+    numbers = numbers_of(module, mixed, 5 * sum(FILES.values()))
     first = 0
-    for size in module.sizes["train"].values():
+    for size in module.windows["train"].counts.values():
         own = numbers[(numbers >= first) & (numbers < first + size)]
         assert sorted(own[:size].tolist()) == [*range(first, first + size)]
         first += size
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_ranks_and_a_resume_take_the_same_windows(world, mixed):
-    whole = batches_of(module := module_of(mixed), module.train_dataloader(), 8 * world)
-    ranks = [module_of(mixed, rank, world, samples=2 * world * B) for rank in range(world)]
+def test_ranks_and_a_resume_take_the_same_windows(world, mixed, packed):
+    whole = batches_of(module := packed(mixed), module.train_dataloader(), 8 * world)
+    ranks = [packed(mixed, rank, world, samples=2 * world * B) for rank in range(world)]
     each = [batches_of(own, own.train_dataloader(), 6).split(B) for own in ranks]
     steps = [batch for step in zip(*each, strict=True) for batch in step]
     assert torch.equal(torch.cat(steps), whole[2 * world * B :])
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_validation_counts_each_held_out_target_of_each_source_once(world, mixed):
-    modules = [module_of(mixed, rank, world) for rank in range(world)]
+def test_validation_counts_each_held_out_target_of_each_source_once(world, mixed, packed):
+    modules = [packed(mixed, rank, world) for rank in range(world)]
     index = load_index(modules[0].folder)
     found = torch.cat([batches_of(own, own.val_dataloader()) for own in modules])
     numbers = np.concatenate(
-        [np.concatenate([*own.rows_by_source().values()]).ravel() for own in modules]
+        [
+            rows.ravel()
+            for rank, own in enumerate(modules)
+            for rows in own.rows_by_part("val", own.validated, rank, world).values()
+        ]
     )
     counts = (found[:, 1] != IGNORE).sum(1)
     assert not counts[numbers < 0].any()
-    names = np.array(modules[0].sources_of("val", numbers))
+    names = np.array(sources_of(modules[0], "val", numbers))
     for name in LETTERS:
         here = (names == name) & (numbers >= 0)
         assert int(counts[here].sum()) == index.splits[f"{name}/val"].tokens - 1
 
 
 def test_packing_belongs_to_the_mixture_not_to_a_source(sources):
-    sources["code"] |= PACKED
-    line = r"data.sources.code.packing=documents has no effect in a mixture; set data.packing"
-    with pytest.raises(UserError, match=line):
-        data_sources()["mixture"](sources=sources, weights=dict.fromkeys(sources, 1.0))
+    sources["code"] |= {"packing": "documents"}
+    with pytest.raises(UserError, match=r"^data.sources.code.packing: Key 'packing' not in"):
+        Mixture(sources=sources, weights=dict.fromkeys(sources, 1.0))
 
 
 def words_of(command):
     """Return the settings of a run on a packed mixture of two sources."""
-    words = ["data=mixture", f"data.root={command.folder}/data", "data.packing=documents"]
+    words = ["data=mixture", f"data.root={command.folder}/data", "packing=documents"]
     for name, weight in (("code", 0.7), ("prose", 0.3)):
         path = command.folder / name
         own = path if path.exists() else write(command.folder, name)

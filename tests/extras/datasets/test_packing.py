@@ -2,21 +2,18 @@
 
 import json
 import threading
-from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from lockstep_gpt.config import TextData, UserError, data_sources
-from lockstep_gpt.data.prepare import prepare, recipe_of
+from lockstep_gpt.config import UserError, data_choices
+from lockstep_gpt.data.datamodule import TokenDataModule
+from lockstep_gpt.data.prepare import prepare
 from lockstep_gpt.data.shards import load_index, open_split
+from lockstep_gpt.data.sources.text import Text
 from lockstep_gpt.extras.datasets import packing
-from lockstep_gpt.extras.datasets.packed_windows import (
-    PackedDataModule,
-    PackedWindows,
-    widened,
-)
-from lockstep_gpt.extras.datasets.packing import folder_within, load, pack
+from lockstep_gpt.extras.datasets.packed_windows import PackedWindows
+from lockstep_gpt.extras.datasets.packing import WholeDocuments, folder_within, load, pack
 from lockstep_gpt.model.functional import IGNORE
 
 
@@ -28,7 +25,7 @@ def prepared(tmp_path):
     for number in range(40):
         words = draw.choice([*"abcdefgh \n"], 0 if number in (3, 9) else 5 + 3 * number)
         (tmp_path / "text" / f"{number}.txt").write_text("".join(words))
-    return prepare(TextData(root=str(tmp_path), path=str(tmp_path / "text"), val_fraction=0.3))
+    return prepare(Text(root=str(tmp_path), path=str(tmp_path / "text"), val_fraction=0.3))
 
 
 def test_the_windows_of_a_split_are_written_once_and_read_by_all(prepared, caplog):
@@ -52,7 +49,8 @@ def test_validation_has_each_held_out_target_once_and_none_in_padding(prepared):
     tokens = np.asarray(open_split(prepared, "val"))
     windows = PackedWindows(prepared, "val", 16)
     count = load(folder_within(prepared, 16))["val"].windows
-    inputs, targets = widened(windows.gather(np.arange(-1, count)))
+    rows = np.concatenate([np.arange(count), [-1]])
+    inputs, targets = (each.roll(1, 0) for each in windows.widen(*windows.gather([rows])))
     assert (targets[0] == IGNORE).all()
     counted = targets != IGNORE
     assert sorted(targets[counted].tolist()) == sorted(tokens[1:].tolist())
@@ -106,25 +104,29 @@ def test_a_folder_that_cannot_be_written_is_refused_in_one_line(prepared, monkey
         pack(prepared, 16)
 
 
-def test_packing_does_not_change_the_prepared_tokens(tmp_path):
-    (tmp_path / "text.txt").write_text("some words\n" * 50)
-    kind = data_sources()["text"]
-    stream = kind(root=str(tmp_path), path=str(tmp_path / "text.txt"))
-    assert stream.packing == "stream"
-    packed = replace(stream, packing="documents")
-    assert recipe_of(stream).fingerprint == recipe_of(packed).fingerprint
-    plain = TextData(root=str(tmp_path), path=str(tmp_path / "text.txt"))
-    names = {*kind.names("kept")} - {"packing"}
-    if names == {*TextData.names("kept")}:  # without an extra's settings of this source
-        assert recipe_of(plain).fingerprint == recipe_of(packed).fingerprint
+def test_packing_does_not_change_the_prepared_tokens(prepared):
+    """It is no setting of a source, so one prepared folder serves every packing."""
+    assert not any("packing" in own.names("kept") for own in data_choices().values())
+    before = {path.name: path.read_bytes() for path in prepared.iterdir()}
+    pack(prepared, 16)
+    assert {path.name: path.read_bytes() for path in prepared.iterdir() if path.is_file()} == {
+        **before,
+        ".packed-16.lock": b"",
+    }
 
 
 def test_the_data_module_counts_packed_windows(prepared):
-    sizes = {"block_size": 16, "micro_size": 2, "accumulation": 1, "seed": 1}
-    module = PackedDataModule(prepared, **sizes)
+    sizes = {
+        "block_size": 16,
+        "micro_size": 2,
+        "accumulation": 1,
+        "seed": 1,
+        "packing": WholeDocuments(),
+    }
+    module = TokenDataModule(prepared, **sizes)
     facts = load(folder_within(prepared, 16))
     assert module.train_windows == facts["train"].windows
-    assert module.val_windows == module.val_windows_held_out == facts["val"].windows
-    assert PackedDataModule(prepared, **sizes, val_tokens=33).val_windows == 2
+    assert module.val_windows == module.windows["val"].counts[""] == facts["val"].windows
+    assert TokenDataModule(prepared, **sizes, val_tokens=33).val_windows == 2
     stream = load_index(prepared).windows("train", 16)
     assert facts["train"].windows >= stream

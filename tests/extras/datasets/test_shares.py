@@ -10,8 +10,12 @@ from lockstep_gpt.extras.datasets.shares import exact, phases
 SIZES = {"code": 1000, "prose": 100}
 
 
+def phases_of(data, sizes=SIZES, planned=1000):
+    return phases(data.weights, data.epochs, data.schedule, sizes, planned)
+
+
 def shares(data, planned=1000):
-    return [(phase.start, [*map(str, phase.shares)]) for phase in phases(data, SIZES, planned)]
+    return [(phase.start, [*map(str, phase.shares)]) for phase in phases_of(data, planned=planned)]
 
 
 def test_weights_are_relative(corpora):
@@ -38,7 +42,7 @@ def test_a_phase_divides_what_epochs_leave(corpora):
     later = [{"from": 0.75, "weights": {"poems": 1}}]
     data = corpora(weights={"code": 1.0}, epochs={"prose": 2.0}, schedule=later)
     sizes = {"code": 1000, "poems": 50, "prose": 100}
-    first, second = phases(data, sizes, 1000)
+    first, second = phases_of(data, sizes)
     assert (first.start, *map(float, first.shares)) == (0, 0.8, 0, 0.2)
     assert (second.start, *map(float, second.shares)) == (750, 0, 0.8, 0.2)
 
@@ -46,4 +50,4 @@ def test_a_phase_divides_what_epochs_leave(corpora):
 def test_epochs_longer_than_the_run_are_rejected(corpora):
     data = corpora("code prose", weights={"code": 1.0}, epochs={"prose": 10.0})
     with pytest.raises(UserError, match="takes 1,000 windows, and the run has 1,000"):
-        phases(data, SIZES, 1000)
+        phases_of(data)
