@@ -65,7 +65,7 @@ def test_what_is_no_text_is_one_clear_line(tmp_path, model, files, line):
 
 
 @pytest.fixture(scope="module")
-def tested(tmp_path_factory, shared, data_root):
+def tested(tmp_path_factory):
     """A run that has a test split, and what it printed."""
     folder = tmp_path_factory.mktemp("tested")
     texts = folder / "texts"
