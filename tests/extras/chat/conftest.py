@@ -3,9 +3,10 @@
 import json
 
 import pytest
+from tokenizers import ByteLevelBPETokenizer
 
-from lockstep_gpt.data.tokenizer import END_OF_TEXT, from_dict
-from lockstep_gpt.registry import additions
+from lockstep_gpt.data.tokenizer import END_OF_TEXT
+from lockstep_gpt.data.tokenizer_choice import from_dict
 
 PAIRS = [(f"add {a} and {b}", f"{a} + {b} = {a + b}") for a in range(30) for b in range(30)]
 
@@ -22,10 +23,7 @@ def questions(tmp_path):
 @pytest.fixture(scope="session")
 def learned():
     """The values of a byte-level BPE without special tokens for a chat."""
-    if not any("bpe" in kinds for kinds in additions("TOKENIZERS")):
-        pytest.skip("no such extra: none here knows byte-pair tokenizers")
-    tokenizers = pytest.importorskip("tokenizers")
-    made = tokenizers.ByteLevelBPETokenizer()
+    made = ByteLevelBPETokenizer()
     texts = [" ".join(pair) for pair in PAIRS]
     made.train_from_iterator(texts, 300, special_tokens=[END_OF_TEXT], show_progress=False)
     return {"kind": "bpe", "vocab_size": made.get_vocab_size(), "end_of_text": 0} | {

@@ -51,8 +51,6 @@ def test_a_run_gives_its_own_tokenizer_even_without_its_data(finished, tmp_path)
     ],
 )
 def test_a_folder_without_a_usable_tokenizer_is_refused(tmp_path, content, line):
-    if "damaged" in line:
-        pytest.importorskip("tokenizers")
     (tmp_path / "tokenizer.json").write_text(content)
     with pytest.raises(UserError) as found:
         chat_tokenizer(str(tmp_path))
@@ -65,7 +63,6 @@ def test_a_name_without_a_tokenizer_is_refused(tmp_path):
 
 
 def test_numbers_are_no_chat(tmp_path, monkeypatch):
-    pytest.importorskip("lockstep_gpt.extras.sources", reason=ABSENT)
     monkeypatch.setattr(
         "lockstep_gpt.extras.chat.tokenizers._values",
         lambda *_: {"kind": "numbers", "vocab_size": 9},

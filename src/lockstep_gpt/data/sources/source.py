@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 BLOCK = 1 << 20  # bytes of text that are processed together
 SPLITS = ("train", "val", "test")
+SMALLEST_BPE = 257  # all bytes and the end of text
 DOCUMENTS = "whole documents"  # what a split consists of
 
 # (tokens, targets) -> which targets count; all are (B, T).
@@ -136,12 +137,12 @@ class Documents(Source):
     held_out: ClassVar[Any] = DOCUMENTS
 
     tokenizer: str = setting(
-        "bytes; bpe (learned from the corpus); gpt2; or file, folder, or hub name of a byte-level "
-        "BPE",
+        "bytes; bpe (learned from the corpus); gpt2; file, folder, or hub name of a byte-level "
+        "BPE; or a class of this package",
         "bytes",
     )
     vocab_size: int | None = setting(
-        "vocabulary size that bpe learns; null: 8192", None, at_least=257
+        "vocabulary size that bpe learns; null: 8192", None, at_least=2
     )
     tokenizer_mb: int = setting("MiB of training text that bpe learns from", 32, at_least=1)
     invalid_utf8: str = setting(
@@ -150,11 +151,13 @@ class Documents(Source):
     num_proc: int = setting("processes that tokenize", 1, on_resume="free", at_least=1)
 
     def __post_init__(self) -> None:
-        """Also check that `vocab_size` has an effect, and set its default for `bpe`."""
+        """Also check that `vocab_size` fits the tokenizer, and set its default for `bpe`."""
         super().__post_init__()
         if self.tokenizer == "bpe":
             self.vocab_size = self.vocab_size or 8192
-        elif self.vocab_size is not None:
+            if self.vocab_size < SMALLEST_BPE:
+                self.refuse("vocab_size", f"must be at least {SMALLEST_BPE} for bpe")
+        elif self.vocab_size is not None and not tokenizer_choice.is_own(self.tokenizer):
             self.refuse(
                 "vocab_size", f"has no effect with data.tokenizer={self.tokenizer}; remove it"
             )
@@ -164,7 +167,7 @@ class Documents(Source):
         return tokenizer_choice.identity(self.tokenizer, self.vocab_size, self.tokenizer_mb)
 
     def make_tokenizer(self) -> Tokenizer:
-        """Return the tokenizer; `bpe` is trained on the first training documents."""
+        """Return the tokenizer; one that learns does so from the first training documents."""
         texts = training_texts(self, self.tokenizer_mb << 20)
         return tokenizer_choice.make_tokenizer(self.tokenizer, self.vocab_size, texts)
 
