@@ -86,7 +86,9 @@ def test_the_index_describes_the_files(tmp_path):
         assert shard.sha256 == hashlib.sha256(content).hexdigest()
 
 
-@pytest.mark.parametrize("sizes", [[[5], [7]], [[LIMIT, 3], [9]], [[LIMIT, LIMIT], [1], [LIMIT, 2]]])
+@pytest.mark.parametrize(
+    "sizes", [[[5], [7]], [[LIMIT, 3], [9]], [[LIMIT, LIMIT], [1], [LIMIT, 2]]]
+)
 def test_each_group_of_files_begins_on_a_page_and_is_whole(tmp_path, sizes):
     groups, content = [], []
     for place, group in enumerate(sizes):
