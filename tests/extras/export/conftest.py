@@ -5,13 +5,15 @@ import torch
 from tokenizers import ByteLevelBPETokenizer
 
 from lockstep_gpt.config import is_module
-from lockstep_gpt.data.tokenizer import END_OF_TEXT, ByteTokenizer, from_dict
+from lockstep_gpt.data.sources.stdlib import StandardLibrary
+from lockstep_gpt.data.tokenizer import END_OF_TEXT, ByteTokenizer
+from lockstep_gpt.data.tokenizer_choice import from_dict
 from lockstep_gpt.extras.export.export_settings import ImportedModel
 from lockstep_gpt.extras.export.folder import export
 from lockstep_gpt.model.gpt import build_gpt
-from lockstep_gpt.registry import additions
 from lockstep_gpt.run.checkpoint import checkpoint_path, write_checkpoint
 
+STDLIB = StandardLibrary()._target_
 SHAPE = {"block_size": 32, "n_layer": 3, "n_head": 4, "n_embd": 48}
 WITH_MODERN = pytest.mark.skipif(
     not is_module("model", "modern"), reason="this project was made without the extra modern"
@@ -50,11 +52,9 @@ def alone(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def learnt():
-    """Return a function that trains a byte-level BPE, if an extra supports it."""
+    """Return a function that trains a byte-level BPE."""
 
     def learn(size, texts):
-        if not any("bpe" in kinds for kinds in additions("TOKENIZERS")):
-            pytest.skip("no extra here knows byte-pair tokenizers")
         made = ByteLevelBPETokenizer()
         special = {"special_tokens": [END_OF_TEXT], "show_progress": False}
         made.train_from_iterator(texts, size, **special)
@@ -71,11 +71,9 @@ def bpe(learnt):
 
 @pytest.fixture(scope="session")
 def numbers():
-    """Return a function that creates a tokenizer of numbers, if an extra supports it."""
+    """Return a function that creates a tokenizer of numbers."""
 
     def make(size):
-        if not any("numbers" in kinds for kinds in additions("TOKENIZERS")):
-            pytest.skip("no extra here knows data that never was text")
         return from_dict({"kind": "numbers", "vocab_size": size})
 
     return make
@@ -109,7 +107,7 @@ def saved(tmp_path_factory):
                 "seed": 1,
                 "batch": {"global_size": 8},
                 "model": shape,
-                "data": {"source": "stdlib", "root": "data"},
+                "data": {"_target_": STDLIB, "root": "data"},
                 "optim": {"algorithm": "adamw", "lr": 0.003},
                 "logger": {"wandb": {"project": "nobody's business"}},
             },

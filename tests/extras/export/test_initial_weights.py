@@ -10,7 +10,8 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from lockstep_gpt.config import UserError
-from lockstep_gpt.data.tokenizer import ByteTokenizer, from_dict
+from lockstep_gpt.data.tokenizer import ByteTokenizer
+from lockstep_gpt.data.tokenizer_choice import from_dict
 from lockstep_gpt.extras.export import initial_weights as module
 from lockstep_gpt.extras.export.initial_weights import initialize
 
