@@ -5,7 +5,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lockstep_gpt.config import ModelConfig, OptimConfig, UserError, extended, is_module
-from lockstep_gpt.data.tokenizer import ByteTokenizer, from_dict
+from lockstep_gpt.data.tokenizer import ByteTokenizer
+from lockstep_gpt.data.tokenizer_choice import from_dict
 from lockstep_gpt.extras.chat.lora import AdaptedLinear, adapt, merge
 from lockstep_gpt.extras.chat.tokenizers import chat_tokenizer
 from lockstep_gpt.model.gpt import build_gpt

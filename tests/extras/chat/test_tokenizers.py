@@ -65,7 +65,6 @@ def test_a_name_without_a_tokenizer_is_refused(tmp_path):
 
 
 def test_numbers_are_no_chat(tmp_path, monkeypatch):
-    pytest.importorskip("lockstep_gpt.extras.sources", reason=ABSENT)
     monkeypatch.setattr(
         "lockstep_gpt.extras.chat.tokenizers._values",
         lambda *_: {"kind": "numbers", "vocab_size": 9},
