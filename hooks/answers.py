@@ -48,11 +48,14 @@ EXTRAS = {
         "src/lockstep_gpt/extras/sizes/",
         "tests/extras/sizes/",
     ),
-    "documents": (
+    "datasets": (
+        "configs/data/mixture.yaml",
+        "configs/packing/documents.yaml",
         "docs/documents.md",
+        "docs/mixtures.md",
         "scripts/documents_speed.py",
-        "src/lockstep_gpt/extras/documents/",
-        "tests/extras/documents/",
+        "src/lockstep_gpt/extras/datasets/",
+        "tests/extras/datasets/",
     ),
     "chat": (
         "configs/data/chat.yaml",
@@ -69,22 +72,6 @@ EXTRAS = {
         "src/lockstep_gpt/extras/cluster/",
         "tests/extras/cluster/",
         "tests/gpu_without_gpu/test_ledger.py",
-    ),
-    "sources": (
-        "configs/data/huggingface.yaml",
-        "configs/data/jsonl.yaml",
-        "configs/data/parquet.yaml",
-        "configs/data/shards.yaml",
-        "configs/data/synthetic.yaml",
-        "configs/experiment/added/",
-        "src/lockstep_gpt/extras/sources/",
-        "tests/extras/sources/",
-    ),
-    "mixtures": (
-        "configs/data/mixture.yaml",
-        "docs/mixtures.md",
-        "src/lockstep_gpt/extras/mixtures/",
-        "tests/extras/mixtures/",
     ),
     "ladder": ("scripts/ladder/", "tests/ladder/"),
     "container": (".devcontainer/", "Dockerfile", "tests/test_container.py"),
@@ -109,9 +96,11 @@ EXTRAS = {
     "kubernetes": ("docs/kubernetes.md", "scripts/kubernetes/", "tests/scripts/test_kubernetes.py"),
 }
 # Former extras that every project has now, and one that is gone.
-FORMER = {"modern", "apple", "exact", "fsdp2", "guards", "launchers", "nodes", "spawn"}
+FORMER = {"modern", "apple", "exact", "fsdp2", "guards", "launchers", "nodes", "sources", "spawn"}
+# Former names of extras.
+RENAMED = {"documents": "datasets", "mixtures": "datasets"}
 # Extras that an extra needs.
-NEEDS = {"chat": {"documents", "export"}}
+NEEDS = {"chat": {"datasets", "export"}}
 LICENSES = ("MIT", "Apache-2.0", "BSD-3-Clause", "none")
 LONGEST = 24  # characters of package and slug; longer ones make lines of code too long
 ROOT = Path(__file__).parents[1]
@@ -297,7 +286,7 @@ def _module(distribution: str) -> str:
 
 def _extras(text: str) -> tuple[str, ...]:
     """Return the chosen extras in the order of `EXTRAS`."""
-    words = set(re.split(r"[\s,]+", text))
+    words = {RENAMED.get(word, word) for word in re.split(r"[\s,]+", text)}
     if words == {"none"}:
         return ()
     if words == {"all"}:

@@ -15,19 +15,26 @@ from typing import Any, NamedTuple, get_type_hints
 import yaml
 
 from lockstep_gpt.config import (
-    DATA_SOURCES,
     MISSING,
     OPEN_GROUPS,
     Checked,
     Config,
     DataConfig,
     as_typed,
+    data_choices,
 )
-from lockstep_gpt.registry import additions, merged, resolved
+from lockstep_gpt.registry import additions, resolved
 from lockstep_gpt.run.directory import flat
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIGS, PAGE = ROOT / "configs", ROOT / "docs/settings.md"
+# Classes whose settings several choices of `data` share, and what they are in words.
+SHARED = {
+    "DataConfig": "All data",
+    "Source": "Sources",
+    "Documents": "Sources of text",
+    "PathDocuments": "Text in files",
+}
 GROUPS = ("experiment", "model", "data", "optim")  # their choices set what the schema declares
 TYPES = {"int": "whole number", "float": "number", "str": "text", "bool": "true or false"}
 TYPES |= {"dict": "values by name", "list": "list"}
@@ -176,19 +183,23 @@ def table_of(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
 
 def data_sections() -> Iterator[Part]:
     """Yield a section for each data source, after those for what several have in common."""
-    names = {schema: f"### `data={name}`" for name, schema in DATA_SOURCES.items()}
-    for name, (settings, _) in merged("SOURCES").items():  # may add settings to a source
-        more = "More of " * (name in DATA_SOURCES)
-        names.setdefault(resolved(settings), f"### {more}`data={name}`")
+    names = {schema: f"### `data={name}`" for name, schema in data_choices().items()}
     shown: set[type[Any]] = set()
     for source in names:
         for schema in reversed(source.__mro__):
-            if issubclass(schema, DataConfig) and schema not in shown:
+            is_new = issubclass(schema, DataConfig) and schema not in shown
+            if is_new and (schema in names or any(own_fields(schema))):
                 shown.add(schema)
-                base, shared = schema.__base__, f"### {about(schema)}"
-                how = "Also accepts" if schema in names else "Used with"
-                also = f"{how} the {about(base).lower()}." if base is not Checked else ""
-                yield section(names.get(schema, shared), schema, also)
+                heading = names.get(schema) or f"### {SHARED[schema.__name__]}"
+                yield section(heading, schema, also(schema))
+
+
+def also(schema: type[Any]) -> str:
+    """Say which other settings a source accepts: those of the nearest class that has some."""
+    for base in schema.__mro__[1:]:
+        if base.__name__ in SHARED:
+            return f"Also accepts the settings of {SHARED[base.__name__].lower()}."
+    return ""
 
 
 def about(schema: type[Any] | None) -> str:

@@ -125,7 +125,7 @@ def _read(run: RunDirectory) -> dict[str, Any]:
         "size": model.size,
         "weights": weights(model.n_layer, model.n_embd),
         "width": model.n_embd,
-        "source": config.data.source,
+        "source": config.data.kind,
         "lr": config.optim.lr,
         "seed": config.seed,
         "steps": summary["step"],

@@ -26,7 +26,7 @@ LIGHT = {  # commands that must work without torch and leave no file: exit statu
     "train trainer=cpu trainer.devices=2 batch.global_size=3": 2,
     "train trainer=cpu precision=16-mixed": 2,
     "train run_dir=/": 2,
-    "prepare data.source=no_such": 2,
+    "prepare data=no_such": 2,
     **{f"{name} --help": 0 for name in COMMANDS},
     **{f"{name} nowhere": 2 for name in COMMANDS if name in ("generate", "evaluate", "export")},
 }

@@ -15,17 +15,18 @@ from lockstep_gpt.config import (
     OWNED_TRAINER_KEYS,
     Config,
     UserError,
-    data_sources,
+    data_choices,
     from_container,
     settings_on_resume,
 )
 
-SECTIONS = [*schema.Checked.__subclasses__(), *schema.DataConfig.__subclasses__()]
+SOURCES = [*data_choices().values()]
+SECTIONS = [*schema.Checked.__subclasses__(), schema.DataModuleConfig, *SOURCES]
 VALUES = {
     "max_steps": 10,
     "batch": {"global_size": 4},
     "model": {"block_size": 8, "n_layer": 1, "n_head": 4, "n_embd": 8},
-    "data": {"source": "stdlib"},
+    "data": {"_target_": "lockstep_gpt.data.sources.stdlib.StandardLibrary"},
     "optim": {"algorithm": "adamw"},
 }
 
@@ -54,13 +55,6 @@ def test_the_choices_of_settings_have_ours():
     assert {"linear", "sqrt", "none"} <= {*SCALINGS}
     assert {"cosine", "linear", "constant", "wsd"} <= {*schema.DECAYS}
     assert {"auto", "cpu", "gpu", "cuda", "mps"} <= {*schema.ACCELERATORS}
-
-
-def test_text_is_bytes_without_extras(monkeypatch):
-    monkeypatch.setattr(extras, "__path__", [])
-    with pytest.raises(UserError, match=r"^data\.tokenizer=bpe is not one of bytes$"):
-        schema.TextData(tokenizer="bpe")
-    assert schema.TextData(tokenizer="bytes").root == "data"
 
 
 ADDED = """
@@ -127,14 +121,19 @@ def test_each_setting_declares_its_treatment_on_resume():
     assert {"launch.max_restarts", "data.root", "data.path"} < machine
     free = settings_on_resume("free")
     assert {"max_steps", "optim.lr", "precision", "model.dropout", "data.val_tokens"} < free
-    assert not kept & machine
-    assert not free & (kept | machine)
+    for source in SOURCES:
+        target = f"{source.__module__}.{source.__qualname__}"
+        kept, machine, free = (
+            settings_on_resume(treated, target) for treated in ("kept", "machine", "free")
+        )
+        assert not kept & machine
+        assert not free & (kept | machine)
 
 
 def test_valid_values_are_kept_unchanged():
     config = from_container(with_setting("optim.lr", 0.5))
     assert (config.max_steps, config.batch.global_size, config.optim.lr) == (10, 4, 0.5)
-    assert config.data == data_sources()["stdlib"]()
+    assert config.data == data_choices()["stdlib"]()
 
 
 def test_the_frozen_values_of_a_config_give_the_same_config():

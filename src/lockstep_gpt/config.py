@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from operator import ge, gt, le, lt
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -223,7 +223,7 @@ class ModelConfig(Checked):
 
 @dataclass
 class DataConfig(Checked):
-    """Shared settings of all data; `_target_` names the class that has the others."""
+    """`_target_` names the class that has the other settings."""
 
     node: ClassVar[str] = "data"
     kind: ClassVar[str] = "own"  # of data: begins the names of prepared folders
@@ -410,6 +410,11 @@ class GuardConfig(Checked):
     )
 
 
+if TYPE_CHECKING:
+    AnyData = DataConfig
+else:
+    AnyData = Any  # to OmegaConf: a user's LightningDataModule has its own arguments
+
 PRECISIONS = ("32-true", "bf16-mixed", "16-mixed", "64-true")
 
 
@@ -440,7 +445,7 @@ class Config(Checked):
     verbosity: str = setting("what the terminal shows", "normal", choices=tuple(LEVELS))
     batch: BatchConfig = MISSING
     model: ModelConfig = MISSING
-    data: DataConfig = MISSING
+    data: AnyData = MISSING
     packing: PackingConfig = field(default_factory=PackingConfig)
     optim: OptimConfig = MISSING
     checkpoint: CheckpointConfig = field(default_factory=lambda: extended(CheckpointConfig)())

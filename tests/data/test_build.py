@@ -15,6 +15,8 @@ import pytest
 
 from lockstep_gpt import config as schema
 from lockstep_gpt.config import UserError
+from lockstep_gpt.data.build import ResumedWriter, cut_to_index
+from lockstep_gpt.data.byte_pairs import BytePairTokenizer
 from lockstep_gpt.data.prepare import prepare
 from lockstep_gpt.data.shards import (
     Split,
@@ -23,13 +25,11 @@ from lockstep_gpt.data.shards import (
     load_index,
     open_split,
 )
-from lockstep_gpt.data.tokenizer import ByteTokenizer, from_dict
 from lockstep_gpt.data.sources import text as module
 from lockstep_gpt.data.sources.source import InShards
-from lockstep_gpt.data.build import ResumedWriter, cut_to_index
-from lockstep_gpt.data.byte_pairs import BytePairTokenizer
 from lockstep_gpt.data.sources.synthetic import SyntheticData
 from lockstep_gpt.data.sources.text import TextData
+from lockstep_gpt.data.tokenizer import ByteTokenizer, from_dict
 
 PREPARE = """
 import sys

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from tokenizers import ByteLevelBPETokenizer
 
 from lockstep_gpt.config import UserError
-from lockstep_gpt.data.tokenizer import END_OF_TEXT, from_dict
 from lockstep_gpt.data import byte_pairs as module
 from lockstep_gpt.data.byte_pairs import make_tokenizer
+from lockstep_gpt.data.tokenizer import END_OF_TEXT, from_dict
 
 UTF8_TEXT = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]))
 WORDS = [

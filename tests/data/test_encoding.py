@@ -5,8 +5,8 @@ import select
 
 import pytest
 
-from lockstep_gpt.data.prepare import prepare
 from lockstep_gpt.data import encoding
+from lockstep_gpt.data.prepare import prepare
 
 
 def content(folder):

@@ -7,13 +7,13 @@ import shutil
 import numpy as np
 import pytest
 
-from lockstep_gpt.data.prepare import prepare
-from lockstep_gpt.data.shards import load_index
-from lockstep_gpt.data.tokenizer import ByteTokenizer
 from lockstep_gpt.data import build
 from lockstep_gpt.data.byte_pairs import BytePairTokenizer
 from lockstep_gpt.data.growing import hashes_of
+from lockstep_gpt.data.prepare import prepare
+from lockstep_gpt.data.shards import load_index
 from lockstep_gpt.data.sources.text import JsonlData, TextData
+from lockstep_gpt.data.tokenizer import ByteTokenizer
 
 WORDS = ("a", "few", "words", "of", "text", "that", "come", "again")
 

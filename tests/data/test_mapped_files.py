@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from lockstep_gpt.data.build import ResumedWriter
 from lockstep_gpt.data.shards import (
     FORMAT,
     Index,
@@ -15,7 +16,6 @@ from lockstep_gpt.data.shards import (
 )
 from lockstep_gpt.data.tokenizer import token_dtype
 from lockstep_gpt.data.windows import open_windows
-from lockstep_gpt.data.build import ResumedWriter
 
 LIMIT = 65_536  # bytes of a file
 

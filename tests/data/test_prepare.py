@@ -13,10 +13,10 @@ import pytest
 
 from lockstep_gpt import extras
 from lockstep_gpt.config import StdlibData, TextData, UserError
-from lockstep_gpt.data.sources import stdlib as corpora
-from lockstep_gpt.data.sources.stdlib import corpus_of, split_of
 from lockstep_gpt.data.prepare import prepare
 from lockstep_gpt.data.shards import load_index, open_split
+from lockstep_gpt.data.sources import stdlib as corpora
+from lockstep_gpt.data.sources.stdlib import corpus_of, split_of
 from lockstep_gpt.data.tokenizer import ByteTokenizer, from_dict
 
 PREPARE = """

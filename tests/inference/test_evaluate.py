@@ -4,13 +4,13 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from lockstep_gpt.extras.seeing.evaluate import evaluate, main
 
 from lockstep_gpt import cli
 from lockstep_gpt.config import StdlibData, TextData, UserError
 from lockstep_gpt.data.prepare import prepare
 from lockstep_gpt.data.shards import load_index, open_split
 from lockstep_gpt.data.tokenizer import ByteTokenizer
-from lockstep_gpt.extras.seeing.evaluate import evaluate, main
 from lockstep_gpt.inference.source import load_model
 from lockstep_gpt.run.checkpoint import find_checkpoint
 

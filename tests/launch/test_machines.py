@@ -1,7 +1,6 @@
 """One of several machines: what it needs and waits for; tests of two are elsewhere."""
 
 import threading
-from types import SimpleNamespace
 
 import pytest
 
@@ -22,7 +21,7 @@ VALUES = {
     "max_steps": 3,
     "batch": {"global_size": 8},
     "model": {"block_size": 8, "n_layer": 1, "n_head": 1, "n_embd": 8},
-    "data": {"source": "stdlib"},
+    "data": {"_target_": "lockstep_gpt.data.sources.stdlib.StandardLibrary"},
     "optim": {"algorithm": "adamw"},
     "trainer": {"num_nodes": 2, "devices": 1},
     "launch": {"node_rank": 1},
@@ -34,7 +33,7 @@ PLACE = "10.0.0.1:29500"
 def run(tmp_path, monkeypatch):
     """A run directory that this machine, number 1 of 2, shares with the first."""
     monkeypatch.setattr(machines, "own_address", lambda _: ("10.0.0.2", "eth7"))
-    monkeypatch.setattr(start, "prepare_data", lambda _: SimpleNamespace(fingerprint="tokens"))
+    monkeypatch.setattr(start, "prepare_data", lambda _: "tokens")
     monkeypatch.setattr(start, "supervise", lambda _, node_rank: 40 + node_rank)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     return RunDirectory(tmp_path / "run")

@@ -105,7 +105,8 @@ def test_no_data_is_read_for_a_reference_before_permission(finished, command, la
     (command.folder / "corpus.txt").write_text("some text to learn from. " * 400)
     config = command.folder / "run/config.yaml"
     values = yaml.safe_load(config.read_text())
-    values["data"] = {"source": "text", "path": "${oc.env:WHERE}", "root": "prepared"}
+    target = "lockstep_gpt.data.sources.text.Text"
+    values["data"] = {"_target_": target, "path": "${oc.env:WHERE}", "root": "prepared"}
     config.write_text(yaml.safe_dump({**values, "model": {**values["model"], "block_size": 8}}))
     ranks = ALONE
     words = (*RESUME[:3], "max_steps=25", *(() if launched else RESUME[3:]))

@@ -21,7 +21,7 @@ VALUES = {
     "run_name": "größer",
     "batch": {"global_size": 4},
     "model": {"block_size": 8, "n_layer": 1, "n_head": 1, "n_embd": 8},
-    "data": {"source": "stdlib"},
+    "data": {"_target_": "lockstep_gpt.data.sources.stdlib.StandardLibrary"},
     "optim": {"algorithm": "adamw", "lr": 1e-8},
 }
 
@@ -53,9 +53,9 @@ def test_a_run_keeps_its_settings_and_lists_differences():
 
 
 def test_settings_that_were_null_may_be_set_later():
-    decided = {**VALUES, "data": {"source": "stdlib", "fingerprint": "ab" * 32}}
+    decided = {**VALUES, "data": {**VALUES["data"], "fingerprint": "ab" * 32}}
     refuse_another_identity("the run", VALUES, decided)
-    left_open = {**VALUES, "data": {"source": "stdlib", "fingerprint": None}}
+    left_open = {**VALUES, "data": {**VALUES["data"], "fingerprint": None}}
     refuse_another_identity("the run", left_open, decided)
     with pytest.raises(UserError, match=r"data\.fingerprint=None instead of abab"):
         refuse_another_identity("the run", decided, left_open)

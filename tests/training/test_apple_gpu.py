@@ -13,6 +13,7 @@ from torch._subclasses import FakeTensorMode
 
 from lockstep_gpt.config import RunError
 from lockstep_gpt.data.datamodule import TokenDataModule
+from lockstep_gpt.data.windows import Stored
 from lockstep_gpt.model import functional
 from lockstep_gpt.training import apple_gpu as training
 from lockstep_gpt.training.seeds import leaf_seed
@@ -88,8 +89,8 @@ def test_tokens_are_copied_as_int32(stored):
     windows = torch.from_numpy(np.ones((2, 9), dtype=stored))
     transfer = TokenDataModule.transfer_batch_to_device
     with FakeTensorMode(allow_non_fake_inputs=True):
-        sent, real = transfer(None, (windows, 2), DEVICE)
-    assert (sent.dtype, sent.device, real) == (torch.int32, DEVICE, 2)
+        sent = transfer(None, Stored(windows, 2), DEVICE)
+    assert (sent.ids.dtype, sent.ids.device, sent.real) == (torch.int32, DEVICE, 2)
 
 
 def test_the_receipt_names_its_kernels():

@@ -5,7 +5,6 @@ import torch
 import torch.nn.functional as F
 from lightning import Callback
 
-from lockstep_gpt.data.windows import widen
 from lockstep_gpt.model.functional import IGNORE
 from lockstep_gpt.training.seeds import leaf_seed
 
@@ -25,6 +24,7 @@ def test_the_validation_loss_is_the_mean_over_every_window(new_run):
     trainer = run.fit()
     run.data.trainer = trainer
     losses = []
+    widen = run.data.windows["val"].widen
     for tokens, targets in map(widen, run.data.val_dataloader()):
         logits = run.module.model.eval()(tokens).double().flatten(0, 1)
         each = F.cross_entropy(logits, targets.flatten(), ignore_index=IGNORE, reduction="none")

@@ -72,7 +72,8 @@ def source_of(config: DataConfig) -> Source:
     """Return the source of `config`, which takes a new look at its files."""
     if not isinstance(config, Source):
         raise UserError(
-            f"data._target_={config._target_} prepares no tokens; its batches are its own"
+            f"data._target_={config._target_} makes its own batches, so there are no prepared "
+            "tokens; set test=true for training, or give a text with `evaluate RUN --data PATH`"
         )
     return replace(config)
 
@@ -162,7 +163,8 @@ def contents(folder: Path, index: Index) -> str:
     size = sum(split.text_bytes for split in index.splits.values()) / 1e6
     done = index.settings.get("invalid_utf8", "replace")
     invalid = f" ({index.invalid_documents} not UTF-8: {done})" * bool(index.invalid_documents)
-    text = f": {counted(documents, 'document')}{invalid}, {size:.1f} MB" if documents else ""
+    volume = f", {size:.1f} MB" if size else ""  # unknown of tokens made elsewhere
+    text = f": {counted(documents, 'document')}{invalid}{volume}" if documents else ""
     counts = " and ".join(f"{split.tokens:,} {name}" for name, split in index.splits.items())
     counts += f" tokens; val has {held}" if held else " tokens"
     return f"{index.settings['source']}{text} -> {folder} ({counts})"

@@ -42,6 +42,23 @@ def make_tokenizer(name: str, vocab_size: int | None, texts: Iterable[str]) -> T
     return made
 
 
+def of_size(name: str, vocab_size: int) -> Tokenizer:
+    """Return the tokenizer of data that are tokens already.
+
+    Raises:
+        UserError: its vocabulary has another size.
+    """
+    if name == NumberTokenizer.kind:
+        return NumberTokenizer(vocab_size)
+    tokenizer = make_tokenizer(name, None, ())
+    if tokenizer.vocab_size != vocab_size:
+        raise UserError(
+            f"data.vocab_size={vocab_size} is not that of data.tokenizer={name}; set "
+            f"data.vocab_size={tokenizer.vocab_size}"
+        )
+    return tokenizer
+
+
 def _loaded(name: str) -> Any:
     """Load a file, a folder with one or two files of the usual names, or a name on the hub."""
     lib = library("tokenizers", "bpe")

@@ -18,6 +18,12 @@ GONE = {
         'lockstep_gpt.cli.main(["train", ...]), which starts ranks as processes'
     ),
 }
+# Settings of earlier versions -> what to do instead.
+GONE_SETTINGS = {
+    "data.source": "choose the source as data=NAME",
+    "data.num_workers": "remove it: a thread reads batches ahead from files in memory",
+    "data.packing": "choose packing=documents or packing=stream",
+}
 
 
 def groups() -> set[str]:

@@ -190,6 +190,8 @@ def _unknown_setting(path: str, value: str) -> str:
     parent, _, name = path.rpartition(".")
     if parent == "trainer" and (door := schema.OWNED_TRAINER_KEYS.get(name)):
         return schema.owned_key_line(name, value, door)
+    if instead := choices.GONE_SETTINGS.get(path):
+        return f"{path} is gone; {instead}"
     settings = choices.settings_below(parent)
     if owners := sorted(choice for choice, names in settings.items() if name in names):
         return f"{path} is a setting of {parent}={' or '.join(owners)}, which is not chosen here"

@@ -65,7 +65,7 @@ def _refuse_other_choices(run: RunDirectory, resolved: dict[str, Any], singles: 
     free = {
         *ADDRESS,
         *OF_MACHINE,
-        *schema.settings_on_resume("machine"),
+        *schema.settings_on_resume("machine", resolved["data"].get("_target_")),
         *(each.get_key_element().lstrip("+~") for each in _parse(singles)),
     }
     if run.overrides.is_file():  # changes of earlier resumes stay
@@ -166,7 +166,8 @@ def _revive(run: RunDirectory, arguments: list[str]) -> tuple[dict[str, Any], li
     if not _says(arguments, "resume_force"):
         runs.refuse_another_identity(f"run_dir={run.path}", run.values(), values)
     data = [change.partition(":")[0] for change in changes if change.startswith("data.")]
-    if schema.settings_on_resume("kept").intersection(data):
+    kept = schema.settings_on_resume("kept", values["data"].get("_target_"))
+    if kept.intersection(data):
         values["data"]["fingerprint"] = None  # recomputed, as these settings change the data
     return values, changes
 

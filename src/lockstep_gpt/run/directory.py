@@ -19,6 +19,7 @@ import yaml
 from lockstep_gpt import config as schema
 from lockstep_gpt.config import Config, RunError, UserError
 from lockstep_gpt.registry import asked, merged
+from lockstep_gpt.run.migrations import migrate
 from lockstep_gpt.whole_files import replace_text
 
 COMMAND_BYTE, WRITER_BYTE = 0, 1  # of the lock's file
@@ -180,7 +181,8 @@ class RunDirectory:
 
 
 def readable(values: dict[str, Any]) -> dict[str, Any]:
-    """Return frozen `values` without settings of removed extras, if those settings are off."""
+    """Return frozen `values` of any version, without settings of removed extras that are off."""
+    values = migrate(values)
     known = schema.groups(dict(flat(values)).get("data._target_"))
     asked("EARLIER", values, known)
     for group, own in known.items():
@@ -221,7 +223,9 @@ def differences(
 
 def refuse_another_identity(where: str, saved: dict[str, Any], ours: dict[str, Any]) -> None:
     """Raise a `UserError` if settings that a run keeps differ between `saved` and `ours`."""
-    kept, now = schema.settings_on_resume("kept"), dict(flat(ours))
+    now = dict(flat(ours))
+    kept = schema.settings_on_resume("kept", now.get("data._target_"))
+    saved = migrate(saved)
     # Settings that were null, or that an earlier version didn't have, are still open.
     was = {name: value for name, value in flat(saved) if name in kept and value is not None}
     if differing := differences(was, {name: now.get(name) for name in was}, free=()):

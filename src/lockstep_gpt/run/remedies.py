@@ -104,7 +104,7 @@ ENTRIES = [
         r"Bus error|SemLock|DataLoader timed out|out of shared memory|"
         r"unable to (?:open|allocate) shared memory|</torch_\d|/dev/shm/(?:torch_|sem\.|psm_)",
         "workers of the data loader cannot hand over batches, most often because /dev/shm is full",
-        "data.num_workers=0, or enlarge it: docker run --ipc=host or --shm-size=8g; on Kubernetes, "
+        "use fewer workers, or enlarge it: docker run --ipc=host or --shm-size=8g; on Kubernetes, "
         "an emptyDir with medium Memory at /dev/shm",
     ),
     Entry(
@@ -186,7 +186,7 @@ ENTRIES = [
     Entry(
         r"Too many open files",
         "the process may not open more files",
-        "run `ulimit -n 65536` before the command, or lower data.num_workers",
+        "run `ulimit -n 65536` before the command, or use fewer workers",
     ),
 ]
 # The most common causes of signals that nobody sent on purpose.

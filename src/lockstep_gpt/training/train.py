@@ -45,6 +45,8 @@ from lockstep_gpt.training.module import GPTModule
 
 logger = logging.getLogger(__name__)
 
+TESTED = ("test/loss", "test/perplexity")
+
 
 def main(directory: RunDirectory, store: Store | None = None) -> int:
     """Train as one rank, and return its exit status.
@@ -177,11 +179,12 @@ def _fit(trainer: Trainer, module: GPTModule, data: LightningDataModule, resume:
 
 def _test(trainer: Trainer, module: GPTModule, data: LightningDataModule) -> dict[str, float]:
     """Test the trained model, on all ranks; return the metrics, which every logger gets."""
-    (found,) = trainer.test(module, data, verbose=False)
+    trainer.test(module, data, verbose=False)
+    metrics = {name: float(trainer.callback_metrics[name]) for name in TESTED}
     for each in trainer.loggers:
         if not isinstance(each, MetricsFile):  # its columns are those of training
-            each.log_metrics(dict(found), trainer.global_step)
-    return dict(found)
+            each.log_metrics(metrics, trainer.global_step)
+    return metrics
 
 
 def _loggers(directory: RunDirectory, batch: planning.BatchPlan, module: GPTModule) -> list[Logger]:

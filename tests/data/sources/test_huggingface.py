@@ -2,10 +2,10 @@ import datasets
 import pytest
 
 from lockstep_gpt.config import UserError, data_sources
-from lockstep_gpt.data.sources.stdlib import corpus_of
 from lockstep_gpt.data.prepare import prepare, recipe_of
 from lockstep_gpt.data.shards import load_index
 from lockstep_gpt.data.sources.source import Position, held_out
+from lockstep_gpt.data.sources.stdlib import corpus_of
 
 TEXTS = [f"row {number} é" for number in range(700)]
 

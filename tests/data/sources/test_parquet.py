@@ -4,10 +4,10 @@ import pyarrow.parquet
 import pytest
 
 from lockstep_gpt.config import UserError, data_sources
-from lockstep_gpt.data.sources.stdlib import corpus_of
 from lockstep_gpt.data.prepare import prepare
 from lockstep_gpt.data.shards import load_index, open_split
 from lockstep_gpt.data.sources.source import Position, held_out
+from lockstep_gpt.data.sources.stdlib import corpus_of
 
 TEXTS = [f"row {number} é" for number in range(1000)]
 

@@ -8,13 +8,13 @@ from hypothesis import strategies as st
 from lockstep_gpt.config import UserError
 from lockstep_gpt.data.prepare import prepare
 from lockstep_gpt.data.shards import open_split
-from lockstep_gpt.data.tokenizer import from_dict
 from lockstep_gpt.data.sources.source import Position
 from lockstep_gpt.data.sources.synthetic import (
     NumberTokenizer,
     RandomTokens,
     SyntheticData,
 )
+from lockstep_gpt.data.tokenizer import from_dict
 from lockstep_gpt.inference import generate
 from lockstep_gpt.inference.source import load_model
 from lockstep_gpt.run.checkpoint import find_checkpoint

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep_gpt.config import UserError
-from lockstep_gpt.data.sources.stdlib import corpus_of, split_of
 from lockstep_gpt.data.sources import text as module
 from lockstep_gpt.data.sources.source import Position
+from lockstep_gpt.data.sources.stdlib import corpus_of, split_of
 from lockstep_gpt.data.sources.text import (
     JsonlData,
     JsonLines,

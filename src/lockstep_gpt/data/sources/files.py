@@ -54,7 +54,11 @@ class Files:
 
 
 def find_files(
-    path: str, wanted: str = "", door: str = "data.path", split: str | None = None
+    path: str,
+    wanted: str = "",
+    door: str = "data.path",
+    split: str | None = None,
+    may_lack: bool = False,
 ) -> Files:
     """Return the files of a folder, a glob, or a URL.
 
@@ -63,9 +67,10 @@ def find_files(
         wanted: pattern that the names of a folder's files must match.
         door: the setting that the path is from.
         split: the split of all the files; None: their documents are divided.
+        may_lack: whether there may be none.
 
     Raises:
-        UserError: there are none, or the file system can't be read.
+        UserError: there are none, unless `may_lack`, or the file system can't be read.
     """
     import fsspec  # half of this module's import time, and not always needed
 
@@ -75,7 +80,9 @@ def find_files(
         system, place = fsspec.url_to_fs(path)  # expands ~ too
         is_folder = system.isdir(place)
         look = system.find if is_folder or system.exists(place) else system.glob
-        found = [info for info in look(place, detail=True).values() if info["type"] == "file"]
+        listed = look(place, detail=True)
+        infos = [info or system.info(name) for name, info in listed.items()]  # HTTP: empty
+    found = [info for info in infos if info["type"] == "file"]
     base = place if is_folder else re.split(r"[*?\[]", place)[0].rpartition("/")[0]
     pattern = re.compile(rf"(?!\.|.*/\.).*{wanted}" if is_folder else "")  # none hidden
     files = []
@@ -84,7 +91,7 @@ def find_files(
         if pattern.match(name):
             stamp = info.get("mtime") or sorted(map(str, info.items()))
             files.append(File(name, info["size"] or 0, stamp, info["name"], split))
-    if not files:
+    if not files and not may_lack:
         raise UserError(f"{door}={path} matches no file; give a file, folder or glob")
     files.sort(key=lambda file: file.name)
     return Files(files, open if "file" in system.protocol else system.open, split)

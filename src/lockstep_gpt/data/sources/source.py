@@ -131,7 +131,7 @@ class BuildsItself(Protocol):
 
 @dataclass
 class Documents(Source):
-    """A corpus of text; a source of your own needs `read_documents` and `identity`."""
+    """A corpus of text; a source of your own needs only `read_documents` and `identity`."""
 
     held_out: ClassVar[Any] = DOCUMENTS
 

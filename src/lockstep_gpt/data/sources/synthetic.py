@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from lockstep_gpt.config import setting
+from lockstep_gpt.data import tokenizer_choice
 from lockstep_gpt.data.sources.source import BLOCK, Position, Source, TokenBlock
 from lockstep_gpt.data.tokenizer import NumberTokenizer, Tokenizer, token_dtype
 
@@ -24,6 +25,11 @@ class RandomTokens(Source):
     vocab_size: int = setting("size of the vocabulary", 50257, at_least=2, at_most=65536)
     tokens: int = setting("tokens in all, validation included", 4_194_304, at_least=1)
 
+    tokenizer: str = setting(
+        "what texts are written with: gpt2, file, folder, or hub name; numbers: as numbers",
+        "numbers",
+    )
+
     @property
     def size(self) -> int | None:
         """Bytes of all tokens."""
@@ -34,12 +40,15 @@ class RandomTokens(Source):
         return SEED
 
     def tokenizer_identity(self) -> Any:
-        """Return the size of the vocabulary."""
-        return (None, self.vocab_size, None)
+        """Return the size of the vocabulary, and the tokenizer if it isn't that of numbers."""
+        name = None
+        if self.tokenizer != NumberTokenizer.kind:
+            name = tokenizer_choice.identity(self.tokenizer)
+        return (name, self.vocab_size, None)
 
     def make_tokenizer(self) -> Tokenizer:
-        """Return the tokenizer of numbers."""
-        return NumberTokenizer(self.vocab_size)
+        """Return the tokenizer that `data.tokenizer` names; raises a `UserError`."""
+        return tokenizer_choice.of_size(self.tokenizer, self.vocab_size)
 
     def blocks(self, start: Position) -> Iterator[TokenBlock]:
         """Yield all of train, then of val, then of test.

@@ -1,7 +1,7 @@
-"""`data=shards`: token files from another program, plain or with a header.
+"""`data=shards`: token files from another program, whose format is detected.
 
-The header is that of llm.c and modded-nanogpt: 256 integers of 32 bits. The first identifies the
-type of the tokens; the third is their number.
+These are plain tokens, tokens after the header of llm.c, Megatron-LM's pairs of files, and folders
+of litData.
 """
 
 from __future__ import annotations
@@ -11,18 +11,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar
 
-import numpy as np
-import numpy.typing as npt
-
 from lockstep_gpt.config import UserError, setting
 from lockstep_gpt.data import tokenizer_choice
-from lockstep_gpt.data.sources.files import File, Files, find_splits
+from lockstep_gpt.data.sources.files import Files
 from lockstep_gpt.data.sources.source import Position, Source, TokenBlock, reading
-from lockstep_gpt.data.tokenizer import NumberTokenizer, Tokenizer, token_dtype
+from lockstep_gpt.data.sources.token_detection import find_token_files, formats_of
+from lockstep_gpt.data.sources.token_formats import DTYPES, Ids, TokenFormat, TokenReader
+from lockstep_gpt.data.tokenizer import Tokenizer, token_dtype
 
-HEADER = 1024  # bytes
-DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
-MAGIC = {20240520: "uint16", 20240801: "uint32"}  # for GPT-2, for Llama 3
 STRETCH = 1 << 20  # tokens, of which the last are held out if no file is
 
 
@@ -47,18 +43,23 @@ class TokenFiles(Source):
 
     @cached_property
     def found(self) -> list[Files]:
-        """The files of `path`, of `val_path`, and of `test_path`."""
-        return find_splits(self.path, self.val_path, self.test_path)
+        """The files of `path`, of `val_path`, and of `test_path`, with their indices."""
+        found = [find_token_files(self.path, "data.path", None)]
+        if self.val_path is not None:
+            found.append(find_token_files(self.val_path, "data.val_path", "val"))
+        if self.test_path is not None:
+            found.append(find_token_files(self.test_path, "data.test_path", "test"))
+        return found
 
     @cached_property
-    def files(self) -> list[File]:
-        """All files, in the order in which they are read."""
-        return [file for part in self.found for file in part.files]
+    def parts(self) -> list[TokenFormat]:
+        """All files with tokens, in the order in which they are read."""
+        return [each for files in self.found for each in formats_of(files, self.dtype)]
 
     @property
     def size(self) -> int | None:
-        """The bytes of all files."""
-        return sum(file.size for file in self.files)
+        """The bytes of all files with tokens."""
+        return sum(part.file.size for part in self.parts)
 
     @property
     def has_test(self) -> bool:
@@ -81,48 +82,40 @@ class TokenFiles(Source):
         Raises:
             UserError: its vocabulary has another size.
         """
-        if self.tokenizer == NumberTokenizer.kind:
-            return NumberTokenizer(self.vocab_size)
-        made = tokenizer_choice.make_tokenizer(self.tokenizer, self.vocab_size, ())
-        if made.vocab_size != self.vocab_size:
-            raise UserError(
-                f"data.vocab_size={self.vocab_size} is not that of data.tokenizer="
-                f"{self.tokenizer}; set data.vocab_size={made.vocab_size}"
-            )
-        return made
+        return tokenizer_choice.of_size(self.tokenizer, self.vocab_size)
 
     def blocks(self, start: Position) -> Iterator[TokenBlock]:
-        """Yield the tokens, file by file."""
+        """Yield the tokens, file by file; where reading starts doesn't move the cuts.
+
+        Raises:
+            UserError: a file is damaged, or has tokens outside the vocabulary.
+        """
         read = start.read
-        for part in range(start.part, len(self.files)):
-            offset = start.offset if part == start.part else 0
-            for split, ids in self._stretches(part, offset):
-                offset, read = offset + len(ids), read + ids.nbytes
-                self._check_ids(ids, part)
-                yield TokenBlock(
-                    Position(part, offset, read),
-                    split,
-                    ids.astype(token_dtype(self.vocab_size)),
-                )
+        for number in range(start.part, len(self.parts)):
+            part = self.parts[number]
+            offset = start.offset if number == start.part else 0
+            path = part.file.path
+            with reading(path), part.open(path, "rb") as raw:
+                reader = TokenReader(raw, part.layout(raw))
+                while offset < reader.tokens:
+                    split, end = self._end(part, offset, reader.tokens)
+                    ids = reader.read(offset, end)
+                    self._check_ids(ids, part)
+                    documents = reader.documents(offset, end)
+                    offset = end
+                    read += ids.nbytes
+                    yield TokenBlock(
+                        Position(number, offset, read),
+                        split,
+                        ids.astype(token_dtype(self.vocab_size)),
+                        documents,
+                    )
 
-    def _stretches(self, part: int, offset: int) -> Iterator[tuple[str, npt.NDArray[Any]]]:
-        """Yield `(split, ids)` from token `offset` of a file; `offset` doesn't move the cuts."""
-        path = self.files[part].path
-        with reading(path), self._opener(part)(path, "rb") as raw:
-            dtype, skip = self._layout(raw.read(HEADER), part)
-            total = (self.files[part].size - skip) // dtype.itemsize
-            while offset < total:
-                split, end = self._end(part, offset, total)
-                raw.seek(skip + offset * dtype.itemsize)
-                ids = np.frombuffer(raw.read((end - offset) * dtype.itemsize), dtype)
-                offset = end
-                yield split, ids
-
-    def _end(self, part: int, offset: int, total: int) -> tuple[str, int]:
+    def _end(self, part: TokenFormat, offset: int, total: int) -> tuple[str, int]:
         """Return the split of token `offset`, and where the split changes or the stretch ends."""
         first = offset // STRETCH * STRETCH
         last = min(first + STRETCH, total)
-        whole = self.files[part].split
+        whole = part.file.split
         if whole is not None:
             return whole, last
         test = 0.0 if self.test_path is not None else self.test_fraction
@@ -135,30 +128,14 @@ class TokenFiles(Source):
             return "val", test_from
         return "test", last
 
-    def _opener(self, part: int) -> Any:
-        """Return what opens the file of this number: those of a server aren't on this machine."""
-        return next(each.open for each in self.found if self.files[part] in each.files)
-
-    def _layout(self, header: bytes, part: int) -> tuple[np.dtype[Any], int]:
-        """Return the type of a file's tokens and the offset of the first."""
-        file = self.files[part]
-        skip = 0
-        dtype = DTYPES[self.dtype]
-        words = np.frombuffer(header[: len(header) // 4 * 4], "<i4")
-        expected = file.size - file.size % dtype.itemsize
-        if len(words) == HEADER // 4 and int(words[0]) in MAGIC:
-            dtype, skip = DTYPES[MAGIC[int(words[0])]], HEADER
-            expected = HEADER + int(words[2]) * dtype.itemsize
-        if file.size != expected:
+    def _check_ids(self, ids: Ids, part: TokenFormat) -> None:
+        if ids.min() < 0:
             raise UserError(
-                f"{file.path} of the corpus has {file.size:,} bytes, but whole tokens are "
-                f"{expected:,}; download it again, or set data.dtype"
+                f"{part.file.path} of the corpus has the token {ids.min()}, but ids are at least "
+                "0; make the file again"
             )
-        return dtype, skip
-
-    def _check_ids(self, ids: npt.NDArray[Any], part: int) -> None:
         if ids.max() >= self.vocab_size:
             raise UserError(
-                f"{self.files[part].path} of the corpus has the token {ids.max()}, but "
-                f"data.vocab_size={self.vocab_size}; raise it, or change data.dtype"
+                f"{part.file.path} of the corpus has the token {ids.max()}, but "
+                f"data.vocab_size={self.vocab_size}; {part.remedy}"
             )

@@ -16,10 +16,10 @@ logger = logging.getLogger(__name__)
 EPOCHS = 4  # teach as much as the same number of new tokens (Muennighoff et al. 2023, section 1)
 
 
-def advise(config: Config, _module: LightningModule, epochs: float) -> None:
+def advise(config: Config, _module: LightningModule, epochs: float | None) -> None:
     """Warn of slow attention, and of data that are repeated often."""
     warn_of_slow_attention(config)
-    if epochs > EPOCHS:
+    if epochs is not None and epochs > EPOCHS:
         logger.warning(
             "the budget repeats the same data %s times; beyond %d epochs, repeats teach less and "
             "less (Muennighoff et al. 2023): use more data, or fewer steps",

@@ -144,7 +144,7 @@ def lines(config: Config, _batch: BatchPlan) -> dict[str, str]:
     return {**found, **({"later": "; ".join(changes)} if changes else {})}
 
 
-def advise(config: Config, _module: Any, _epochs: float) -> None:
+def advise(config: Config, _module: Any, _epochs: float | None) -> None:
     """Warn of sources that are repeated often."""
     if not isinstance(config.data, Mixture):
         return

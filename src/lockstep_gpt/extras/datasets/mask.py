@@ -3,7 +3,6 @@
 A document ends with the tokenizer's `end_of_text`, so the tokens alone say where documents begin.
 """
 
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -11,18 +10,9 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from lockstep_gpt.config import ModelConfig, UserError, setting
+from lockstep_gpt.config import UserError
 from lockstep_gpt.data.tokenizer import Tokenizer
 from lockstep_gpt.extras.datasets.attention import Seen, attention_within
-
-
-@dataclass
-class MaskedModel(ModelConfig):
-    """Attention within documents."""
-
-    mask_documents: bool = setting(
-        "attention, positions, and n-grams stay within one document", False
-    )
 
 
 class Documents:

@@ -72,6 +72,9 @@ class Mixture(Source):
         on_resume="free",
         at_least=1,
     )
+    tokenizer: str | None = setting(
+        "of all sources whose settings don't name one; null: the sources' own", None
+    )
     tokenizer_from: str | None = setting(
         "source whose tokenizer all sources use; null: all must have equal tokenizers", None
     )
@@ -209,8 +212,15 @@ class Mixture(Source):
                     f"{place}.{door}={as_typed(value)} has no effect in a mixture; set data.{door}"
                 )
         source.root = self.root
+        self._pass_tokenizer(source)
         assert isinstance(source, Source)
         return source
+
+    def _pass_tokenizer(self, source: Any) -> None:
+        """Set the tokenizer of a source that names none."""
+        for item in fields(source):
+            if item.name == "tokenizer" and source.tokenizer == item.default and self.tokenizer:
+                source.tokenizer = self.tokenizer
 
     def _check_table(self, where: str, values: dict[Any, Any]) -> None:
         for name, value in values.items():

@@ -1,7 +1,6 @@
 """Measures the run: one row every `log_every` steps, to `metrics.csv` and every other logger."""
 
 import logging
-import math
 import statistics
 import sys
 import time
@@ -117,7 +116,6 @@ class Metrics(StepCallback):
         seconds, steps, self._times = now - self._times[0], len(each), [now]
         self.training_seconds += seconds
         self.training_steps += steps
-        waited, self._waited = self._waited, _seconds_waited(trainer)
         tokens_per_second = steps * self.tokens_per_step / seconds
         tflops, peak = tokens_per_second * self.flops_per_token / 1e12, self.peak_tflops
         row = {
@@ -130,9 +128,13 @@ class Metrics(StepCallback):
             "throughput/step_seconds": seconds / steps,
             "throughput/step_seconds_p50": cuts[9],
             "throughput/step_seconds_p95": cuts[18],
-            "data/wait_share": (self._waited - waited) / seconds,
             "system/peak_memory_gb": peak_memory() / 1e9,
         }
+        data = trainer.datamodule  # type: ignore[attr-defined]
+        if isinstance(data, TokenDataModule):
+            waited = data.training_feed.waited
+            row["data/wait_share"] = (waited - self._waited) / seconds
+            self._waited = waited
         pl_module.log_dict(row, logger=False)
         self._log(trainer, step, row)
         pl_module.refuse_broken(step)
@@ -175,9 +177,3 @@ def peak_memory() -> int:
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return torch.cuda.max_memory_allocated()
     return getrusage(RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-
-
-def _seconds_waited(trainer: Any) -> float:
-    """Return how long training has waited for batches; nan if the data module doesn't say."""
-    data = trainer.datamodule
-    return data.training_feed.waited if isinstance(data, TokenDataModule) else math.nan

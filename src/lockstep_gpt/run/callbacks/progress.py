@@ -86,7 +86,9 @@ class Progress(StepCallback):
         text = f"loss {row['train/loss']:.4f}  lr {row['optim/lr']:.2e}  {speed} tok/s"
         if "throughput/mfu" in row:
             text += f"  mfu {row['throughput/mfu']:.0%}"
-        return f"{text}  data {row['data/wait_share']:.0%}"
+        if "data/wait_share" in row:
+            text += f"  data {row['data/wait_share']:.0%}"
+        return text
 
 
 @dataclass(eq=False)

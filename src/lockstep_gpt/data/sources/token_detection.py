@@ -1,0 +1,121 @@
+"""Which format each file of a corpus of tokens has, by the files beside it and its ending."""
+
+from __future__ import annotations
+
+from lockstep_gpt.config import UserError
+from lockstep_gpt.data.sources import litdata
+from lockstep_gpt.data.sources.files import Files, find_files
+from lockstep_gpt.data.sources.megatron import MegatronTokens
+from lockstep_gpt.data.sources.token_formats import PlainTokens, TokenFormat
+
+TOKENS, INDEX = ".bin", ".idx"
+ALONE = "remove it, or name the token files alone, as in data.path=FOLDER/*.bin"
+# Files that are surely not tokens; any other ending may be theirs.
+OTHERS = {
+    ".txt": "use data=text",
+    ".json": "use data=jsonl",
+    ".jsonl": "use data=jsonl",
+    ".parquet": "use data=parquet",
+    ".npy": "save its array with tofile(), which writes no header",
+    ".md": ALONE,
+    ".pkl": ALONE,
+    ".py": ALONE,
+}
+PACKED = (".gz", ".zst")
+
+
+def find_token_files(path: str, door: str, split: str | None) -> Files:
+    """Return the files that `path` names, and the indices beside them.
+
+    A folder has its indices; a file or a glob may name only the tokens.
+
+    Args:
+        path: the folder, glob, file, or URL.
+        door: the setting that the path is from.
+        split: the split of all the files; None: their tokens are divided.
+
+    Raises:
+        UserError: there are none, or the file system can't be read.
+    """
+    found = find_files(path, door=door, split=split)
+    if not path.endswith(TOKENS):
+        return found
+    names = {file.path for file in found.files}
+    beside = find_files(path.removesuffix(TOKENS) + INDEX, door=door, split=split, may_lack=True)
+    wanted = [file for file in beside.files if _tokens_of(file.path) in names]
+    folder, separator, name = path.rpartition("/")
+    if name.startswith(litdata.CHUNK):
+        index = f"{folder}{separator}{litdata.INDEX}"
+        wanted += find_files(index, door=door, split=split, may_lack=True).files
+    new = [file for file in wanted if file.path not in names]
+    found.files = sorted([*found.files, *new], key=lambda file: file.name)
+    return found
+
+
+def formats_of(found: Files, dtype: str) -> list[TokenFormat]:
+    """Return the files with tokens, in the order in which they are read.
+
+    Args:
+        found: all files of a split, with indices.
+        dtype: type of tokens in files that don't say it.
+
+    Raises:
+        UserError: a file isn't one of tokens, or a file is missing.
+    """
+    files = {file.path: file for file in found.files}
+    chunks = {
+        file.path.removesuffix(litdata.INDEX): litdata.read_index(file, files, found.open)
+        for file in found.files
+        if _name(file.path) == litdata.INDEX
+    }
+    listed = {chunk.file.path for each in chunks.values() for chunk in each}
+    formats: list[TokenFormat] = []
+    for path, file in files.items():
+        folder = path.removesuffix(_name(path))
+        if _name(path) == litdata.INDEX:
+            formats += chunks[folder]
+        elif path in listed:
+            continue
+        elif folder in chunks:
+            raise UserError(
+                f"{path} is not in {folder}{litdata.INDEX}; remove it, or copy the folder again"
+            )
+        elif path.endswith(INDEX):
+            if _tokens_of(path) not in files:
+                raise UserError(
+                    f"{path} has no {_name(_tokens_of(path))} with its tokens; put it there, or "
+                    "set data.path to it"
+                )
+        elif _index_of(path) in files:
+            formats.append(MegatronTokens(file, found.open, files[_index_of(path)]))
+        else:
+            _refuse_other(path)
+            formats.append(PlainTokens(file, found.open, dtype))
+    return formats
+
+
+def _name(path: str) -> str:
+    return path.rpartition("/")[2]
+
+
+def _tokens_of(index: str) -> str:
+    """Return the path of the tokens that Megatron-LM's index belongs to."""
+    return index.removesuffix(INDEX) + TOKENS
+
+
+def _index_of(tokens: str) -> str:
+    """Return the path that Megatron-LM's index of these tokens would have."""
+    return tokens.removesuffix(TOKENS) + INDEX
+
+
+def _refuse_other(path: str) -> None:
+    """Raise a `UserError` if the name of a file is not that of token files."""
+    name = _name(path).lower()
+    remedy = "unpack it" if name.endswith(PACKED) else None
+    for packed in PACKED:
+        name = name.removesuffix(packed)
+    for ending, better in OTHERS.items():
+        if name.endswith(ending):
+            remedy = better
+    if remedy:
+        raise UserError(f"{path} is not a token file; {remedy}")
