@@ -5,6 +5,7 @@ import torch
 from tokenizers import ByteLevelBPETokenizer
 
 from lockstep_gpt.config import is_module
+from lockstep_gpt.data.sources.stdlib import StandardLibrary
 from lockstep_gpt.data.tokenizer import END_OF_TEXT, ByteTokenizer
 from lockstep_gpt.data.tokenizer_choice import from_dict
 from lockstep_gpt.extras.export.export_settings import ImportedModel
@@ -12,6 +13,7 @@ from lockstep_gpt.extras.export.folder import export
 from lockstep_gpt.model.gpt import build_gpt
 from lockstep_gpt.run.checkpoint import checkpoint_path, write_checkpoint
 
+STDLIB = StandardLibrary()._target_
 SHAPE = {"block_size": 32, "n_layer": 3, "n_head": 4, "n_embd": 48}
 WITH_MODERN = pytest.mark.skipif(
     not is_module("model", "modern"), reason="this project was made without the extra modern"
@@ -105,10 +107,7 @@ def saved(tmp_path_factory):
                 "seed": 1,
                 "batch": {"global_size": 8},
                 "model": shape,
-                "data": {
-                    "_target_": "lockstep_gpt.data.sources.stdlib.StandardLibrary",
-                    "root": "data",
-                },
+                "data": {"_target_": STDLIB, "root": "data"},
                 "optim": {"algorithm": "adamw", "lr": 0.003},
                 "logger": {"wandb": {"project": "nobody's business"}},
             },
