@@ -24,9 +24,9 @@ import time
 from itertools import cycle
 from pathlib import Path
 
+from lockstep_gpt.data.byte_pairs import PIECE
 from lockstep_gpt.data.shards import load_index
 from lockstep_gpt.data.tokenizer import library
-from lockstep_gpt.data.byte_pairs import PIECE
 
 FILE = 8 << 20  # bytes
 # The system's peak for a child would start at this process's own peak, so the build prints its own.
