@@ -133,9 +133,7 @@ MISTAKES = {
     ("model.block_size=33",): "has learned positions for 32 tokens, and model.block_size=33; set",
     ("model.n_layer=3",): "has n_layer=2, and model.n_layer=3; set model.n_layer=2",
     ("data.longest=3",): "data.longest=3 must be at least 16",
-    (
-        "data.path=nowhere.jsonl",
-    ): "data.path=nowhere.jsonl matches no file; give a file,",
+    ("data.path=nowhere.jsonl",): "data.path=nowhere.jsonl matches no file; give a file,",
 }
 
 
