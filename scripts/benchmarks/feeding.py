@@ -26,13 +26,11 @@ import numpy as np
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler
 
-from lockstep_gpt.data import datamodule
 from lockstep_gpt.data.datamodule import Feed, TokenStream
 from lockstep_gpt.data.order import Order, permute
 from lockstep_gpt.data.prepare import prepare
-from lockstep_gpt.data.shards import load_index
-from lockstep_gpt.data.windows import open_windows, widen
-from lockstep_gpt.data.sources.synthetic import SyntheticData
+from lockstep_gpt.data.sources.synthetic import RandomTokens
+from lockstep_gpt.data.windows import StreamWindows
 
 B, T = 16, 1024
 
@@ -40,8 +38,8 @@ B, T = 16, 1024
 class Stock(Dataset[tuple[torch.Tensor, torch.Tensor]]):
     """The usual code: a window is two tensors, and a batch of windows is requested at once."""
 
-    def __init__(self, windows: Any) -> None:
-        self.windows = windows
+    def __init__(self, windows: StreamWindows) -> None:
+        self.windows = windows.view[::T]
 
     def __len__(self) -> int:
         return len(self.windows)
@@ -58,12 +56,12 @@ def main() -> None:
     """Measure, and print one table."""
     options = _options()
     with tempfile.TemporaryDirectory(dir=options.folder) as root:
-        data = SyntheticData(root=root, tokens=options.tokens, val_fraction=0.001)
+        data = RandomTokens(root=root, tokens=options.tokens, val_fraction=0.001)
         folder = prepare(data)
         first = _first_batch(folder)
         windows = _warm(folder)
         held = _own_memory()
-        seconds = _measured(folder, windows, options.rounds, options.batches)
+        seconds = _measured(windows, options.rounds, options.batches)
         grown = _own_memory() - held
     medians = {name: statistics.median(values) for name, values in seconds.items()}
     print(f"{options.tokens:,} tokens, {B} x {T}, median of {options.rounds} rounds")
@@ -89,20 +87,20 @@ def _options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _warm(folder: Path) -> Any:
-    """Read every page of the one map of all windows; return the map."""
-    windows = open_windows(folder, "train", T)
-    windows[:, :: mmap.PAGESIZE // windows.itemsize].max()
-    datamodule.open_windows = lambda *_: windows  # every stream calls this
+def _warm(folder: Path) -> StreamWindows:
+    """Read every page of the one map of all windows; return the windows."""
+    windows = StreamWindows(folder, "train", T)
+    view = windows.view[::T]
+    view[:, :: mmap.PAGESIZE // view.itemsize].max()
     return windows
 
 
-def _stream(folder: Path, first: int = 0) -> TokenStream:
-    order = Order(0, load_index(folder).windows("train", T), B, 0, 1, start=first * B)
-    return TokenStream(folder, "train", T, order.stream)
+def _stream(windows: StreamWindows, first: int = 0) -> TokenStream:
+    order = Order(0, windows.counts[""], B, 0, 1, start=first * B)
+    return TokenStream(windows, order.stream)
 
 
-def _stock(windows: Any) -> Iterator[Any]:
+def _stock(windows: StreamWindows) -> Iterator[Any]:
     data = Stock(windows)
     sampler = BatchSampler(RandomSampler(data, replacement=True), B, drop_last=True)
     return iter(DataLoader(data, batch_sampler=sampler))
@@ -110,14 +108,15 @@ def _stock(windows: Any) -> Iterator[Any]:
 
 def _first_batch(folder: Path) -> float:
     started = time.perf_counter()
-    widen(next(iter(Feed(_stream(folder)))))
+    windows = StreamWindows(folder, "train", T)
+    windows.widen(next(iter(Feed(_stream(windows)))))
     return time.perf_counter() - started
 
 
-def _measured(folder: Path, windows: Any, rounds: int, batches: int) -> dict[str, list[float]]:
+def _measured(windows: StreamWindows, rounds: int, batches: int) -> dict[str, list[float]]:
     ways: dict[str, Iterator[Any]] = {
-        "ours": map(widen, Feed(_stream(folder))),
-        "inline": map(widen, _stream(folder, first=10_000)),
+        "ours": map(windows.widen, Feed(_stream(windows))),
+        "inline": map(windows.widen, _stream(windows, first=10_000)),
         "stock": _stock(windows),
     }
     for way in ways.values():

@@ -4,8 +4,8 @@ usage: python scripts/benchmarks/mixtures.py [--sources 10] [--tokens 1_000_000_
 
 The token files are sparse: zeros that take no space on disk. Startup is what a rank does from the
 frozen settings to the windows of its first batch, in a new process that has imported everything.
-Batches are of 16 x 1024 tokens in random windows of pages that were read before, including the
-opening of the files for every 200; rounds of both kinds alternate.
+Batches are of 16 x 1024 tokens in random windows of pages that were read before; rounds of both
+kinds alternate.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from typing import Any
 
 from lockstep_gpt.data import prepare as preparing
 from lockstep_gpt.data.datamodule import TokenDataModule
-from lockstep_gpt.data.prepare import folder_of, opened, recipe_of
+from lockstep_gpt.data.prepare import opened
+from lockstep_gpt.data.recipe import folder_of, recipe_of
 from lockstep_gpt.data.shards import FORMAT, Index, Shard, Split, write_index
-from lockstep_gpt.data.windows import widen
-from lockstep_gpt.extras.datasets.mixed_order import MixedDataModule
-from lockstep_gpt.extras.datasets.mixture import MixtureData
-from lockstep_gpt.data.sources.synthetic import SyntheticData
+from lockstep_gpt.data.sources.synthetic import RandomTokens
+from lockstep_gpt.extras.datasets.mixture import Mixture
 
+RANDOM = f"{RandomTokens.__module__}.{RandomTokens.__name__}"
 B, T, VOCABULARY = 16, 1024, 50257
 BATCHES = 200  # in a round
 
@@ -66,21 +66,20 @@ def _options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _data(root: Path, sources: int, tokens: int, weights: str) -> MixtureData:
+def _data(root: Path, sources: int, tokens: int, weights: str) -> Mixture:
     each = {
-        f"s{number}": {"source": "synthetic", "tokens": tokens + number}
-        for number in range(sources)
+        f"s{number}": {"_target_": RANDOM, "tokens": tokens + number} for number in range(sources)
     }
     shares = [number + 1 for number in range(sources)]
     if weights == "odd":
         shares = [1.2345678 ** (number + 1) for number in range(sources)]
-    return MixtureData(root=str(root), sources=each, weights=dict(zip(each, shares, strict=True)))
+    return Mixture(root=str(root), sources=each, weights=dict(zip(each, shares, strict=True)))
 
 
 def _make(root: Path, sources: int, tokens: int) -> None:
     """Write sparse prepared folders of each source, of the mixture, and of one large corpus."""
     data = _data(root, sources, tokens, "round")
-    for own in [*data.each().values(), SyntheticData(root=str(root), tokens=sources * tokens)]:
+    for own in [*data.each().values(), RandomTokens(root=str(root), tokens=sources * tokens)]:
         _make_sparse(own)
     folder = preparing.prepare(data)
     fingerprint = preparing.shards.load_index(folder).fingerprint
@@ -112,7 +111,7 @@ def _one(root: Path, kind: str, weights: str) -> dict[str, float]:
     sources, tokens, fingerprint = json.loads((root / "measured.json").read_text())
     mixture = _data(root, sources, tokens, weights)
     mixture.fingerprint = fingerprint
-    single = SyntheticData(root=str(root), tokens=sources * tokens)
+    single = RandomTokens(root=str(root), tokens=sources * tokens)
     single.fingerprint = recipe_of(single).fingerprint
     before, memory = time.perf_counter(), _memory()
     begun = time.process_time()
@@ -120,24 +119,23 @@ def _one(root: Path, kind: str, weights: str) -> dict[str, float]:
     if kind == "single":
         module: Any = TokenDataModule(opened(single), **shape)
     else:
-        module = MixedDataModule(mixture, opened(mixture), **shape)
+        module = TokenDataModule(opened(mixture), **shape, order_rule=mixture.order_rule)
     device = SimpleNamespace(root_device=SimpleNamespace(type="cpu"))
     places = {"global_rank": 0, "world_size": 1, "global_step": 0, "max_steps": 10**6}
     module.trainer = SimpleNamespace(strategy=device, **places)
     stream = module.train_dataloader().batches
-    rows = next(iter(stream.rows(0, 1)))
+    rows = next(iter(stream.rows()))
     startup, cpu = time.perf_counter() - before, time.process_time() - begun
     assert len(rows) == B
     passes = []
     for _ in range(6):  # the first maps the pages of these batches
         started = time.process_time()
-        for _ in islice(map(widen, stream), BATCHES):
+        for _ in islice(map(stream.windows.widen, stream), BATCHES):
             pass
         passes.append((time.process_time() - started) / BATCHES)
     each = statistics.median(passes[1:])
     again = time.process_time()
-    order = module.order_of(seed=1, size=module.train_windows, micro_size=B, rank=0, world_size=1)
-    for _ in islice(order.stream(0), 10 * BATCHES):
+    for _ in islice(stream.rows(), 10 * BATCHES):
         pass
     chosen = (time.process_time() - again) / 10 / BATCHES
     return {

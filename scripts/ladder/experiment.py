@@ -27,7 +27,7 @@ from lockstep_gpt.config import Config, UserError
 from lockstep_gpt.data.order import validation_rows
 from lockstep_gpt.data.prepare import prepare
 from lockstep_gpt.data.shards import Index, load_index
-from lockstep_gpt.data.windows import Batch, gather, open_windows, widen
+from lockstep_gpt.data.windows import Batch, StreamWindows
 from lockstep_gpt.launch import compose
 from lockstep_gpt.model.functional import choose_matrix_products
 from lockstep_gpt.processes import end_process
@@ -114,14 +114,15 @@ class Windows(Dataset[Batch]):
     """The windows `rows` of a split; a whole batch is gathered at once."""
 
     def __init__(self, experiment: Experiment, split: str, rows: np.ndarray) -> None:
-        self.windows = open_windows(experiment.folder, split, experiment.config.model.block_size)
+        self.windows = StreamWindows(experiment.folder, split, experiment.config.model.block_size)
         self.rows = rows
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def __getitems__(self, numbers: list[int]) -> Batch:
-        return widen(*gather(self.windows, [self.rows[numbers]]))
+        (stored,) = self.windows.gather([self.rows[numbers]])
+        return self.windows.widen(stored)
 
     def batches(self, size: int, rank: int = 0, world_size: int = 1) -> Iterator[Batch]:
         """Yield batches of every `world_size`-th window from `rank`; the last may be smaller."""

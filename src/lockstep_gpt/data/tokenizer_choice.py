@@ -49,11 +49,6 @@ def make_tokenizer(name: str, vocab_size: int | None, texts: Iterable[str]) -> T
     return made
 
 
-def is_own(name: str) -> bool:
-    """Return whether `data.tokenizer` names a class, not a file."""
-    return own_tokenizer.is_class(name) and not tokenizer_files(name)
-
-
 def of_size(name: str, vocab_size: int) -> Tokenizer:
     """Return the tokenizer of data that are tokens already.
 
@@ -74,6 +69,11 @@ def of_size(name: str, vocab_size: int) -> Tokenizer:
             f"data.vocab_size={tokenizer.vocab_size}"
         )
     return tokenizer
+
+
+def is_own(name: str) -> bool:
+    """Return whether `data.tokenizer` names a class, not a file."""
+    return own_tokenizer.is_class(name) and not tokenizer_files(name)
 
 
 def _loaded(name: str) -> Any:

@@ -26,6 +26,7 @@ from lockstep_gpt.launch import devices, launcher, machines, trust
 from lockstep_gpt.launch.placement import Placement
 from lockstep_gpt.launch.supervise import supervise
 from lockstep_gpt.processes import end_process
+from lockstep_gpt.registry import asked
 from lockstep_gpt.run.directory import RunDirectory
 from lockstep_gpt.training import schedule
 from lockstep_gpt.training.building import build
@@ -200,6 +201,7 @@ def prepare_data(config: Config, verify: bool = False) -> str | None:
     shards.check_block_size(index, config.model.block_size)
     if config.test and "test" not in index.splits:
         raise UserError("test=true needs a test split; set data.test_fraction or data.test_path")
+    asked("PREPARED", folder, config)
     build(asdict(config.packing), {}).prepare(folder, config.model.block_size)
     return index.fingerprint
 

@@ -67,7 +67,10 @@ def test_the_split_of_a_name_is_the_same_everywhere():
 
 def test_the_split_of_a_text_is_the_same_everywhere():
     texts = [f"text {number}".encode() for number in range(12)]
-    assert "".join(split[:2] for split in splits_of_texts(texts, 0.3, 0.3)) == "trtrtrvavatrtrtetetetete"
+    assert (
+        "".join(split[:2] for split in splits_of_texts(texts, 0.3, 0.3))
+        == "trtrtrvavatrtrtetetetete"
+    )
 
 
 def test_the_share_of_validation_documents_is_kept():
@@ -161,7 +164,9 @@ def test_invalid_text_of_an_own_source_follows_the_policy():
 def test_a_tokenizer_learns_from_training_documents_alone():
     own = Own(val_fraction=0.3, test_fraction=0.2)
     (block,) = blocks(own)
-    train = [text for text, split in zip(block.texts, block.splits, strict=True) if split == "train"]
+    train = [
+        text for text, split in zip(block.texts, block.splits, strict=True) if split == "train"
+    ]
     assert [text.encode() for text in training_texts(own, 1 << 20)] == train
 
 

@@ -3,25 +3,23 @@
 import json
 import random
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep_gpt.config import UserError, data_sources
-from lockstep_gpt.data.datamodule import TokenDataModule
-from lockstep_gpt.data.prepare import prepare
+from lockstep_gpt.config import UserError
+from lockstep_gpt.data.sources.text import Text
 from lockstep_gpt.data.tokenizer import ByteTokenizer
-from lockstep_gpt.data.windows import gather, open_windows
-from lockstep_gpt.extras.chat.answers_only import answers, data_module
-from lockstep_gpt.extras.chat.chat_settings import ChatData
+from lockstep_gpt.extras.chat.answers_only import answers
+from lockstep_gpt.extras.chat.conversations import Conversations
 from lockstep_gpt.extras.chat.template import ROLES, template_of
 from lockstep_gpt.model.functional import IGNORE
-from lockstep_gpt.registry import asked
 
-ABSENT = "no such extra: sources"
+ABSENT = "no such extra"
+TEXT, TALK = (f"{own.__module__}.{own.__name__}" for own in (Text, Conversations))
+CPU = torch.device("cpu")
 BYTES = template_of(ByteTokenizer())
 TEXTS = st.text("ab", max_size=5)
 MESSAGES = st.lists(st.tuples(st.sampled_from(ROLES), TEXTS), min_size=1, max_size=5)
@@ -77,15 +75,14 @@ def test_a_cut_answer_does_not_learn_to_end():
     assert counted(ids, BYTES) == expected
 
 
-def test_batches_have_only_answers_as_targets(questions, tmp_path):
-    data = ChatData(path=str(questions), root=str(tmp_path / "data"))
-    sizes = {"block_size": 64, "micro_size": 4, "accumulation": 1, "seed": 1}
-    folder = prepare(data)
-    module = data_module(data)(folder, **sizes)
-    assert isinstance(module, TokenDataModule)
-    windows = open_windows(folder, "train", 64)
-    ((stored, real),) = gather(windows, [torch.arange(4).numpy()])
-    tokens, targets = module.on_after_batch_transfer((stored, real - 1), 0)
+def test_batches_have_only_answers_as_targets(questions, module_of, tmp_path):
+    module = module_of(
+        Conversations(path=str(questions), root=str(tmp_path / "data")), block_size=64
+    )
+    assert module.may_ignore
+    (batch,) = module.windows["train"].gather([torch.arange(4).numpy()])
+    stored = batch.ids
+    tokens, targets = module.on_after_batch_transfer(batch._replace(real=batch.real - 1), 0)
     assert torch.equal(tokens[:3], stored[:3, :-1].long())
     assert (targets[3] == IGNORE).all()
     counts = torch.tensor([counted(row, BYTES)[1:] for row in stored[:3].tolist()])
@@ -94,18 +91,8 @@ def test_batches_have_only_answers_as_targets(questions, tmp_path):
     assert 0.2 < counts.float().mean() < 0.6
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_other_kinds_of_data_stay_what_they_are(questions, tmp_path, workers):
-    from lockstep_gpt.config import TextData
-
-    assert data_module(TextData(path=str(questions))) is None
-    if workers:
-        pytest.importorskip("lockstep_gpt.extras.sources", reason=ABSENT)
-    data = ChatData(path=str(questions), root=str(tmp_path / "data"))
-    vars(data)["num_workers"] = workers  # as a source with loader processes has it
-    sizes = {"block_size": 64, "micro_size": 4, "accumulation": 1, "seed": 1}
-    module = data_module(data)(prepare(data), **sizes)
-    assert getattr(module, "workers", 0) == workers
+def test_in_other_sources_all_targets_count(questions):
+    assert Text(path=str(questions)).target_masks(ByteTokenizer()) == {}
 
 
 @pytest.fixture
@@ -123,40 +110,40 @@ def talk_and_prose(tmp_path):
         (tmp_path / "prose" / f"{number}.txt").write_text(text)
     held = {"val_fraction": 0.2}
     return {
-        "prose": {"source": "text", "path": str(tmp_path / "prose"), **held},
-        "talk": {"source": "chat", "path": str(tmp_path / "talk.jsonl"), **held},
+        "prose": {"_target_": TEXT, "path": str(tmp_path / "prose"), **held},
+        "talk": {"_target_": TALK, "path": str(tmp_path / "talk.jsonl"), **held},
     }
 
 
-def all_windows(data):
-    """Return tokens and targets of all windows of train, through the data module."""
-    folder = prepare(data)
-    config = SimpleNamespace(data=data, model=SimpleNamespace(block_size=16))
-    asked("PREPARED", folder, config)
-    kind = next(filter(None, asked("DATA_MODULE", data)), TokenDataModule)
-    module = kind(folder, block_size=16, micro_size=4, accumulation=1, seed=1)
-    cpu = torch.device("cpu")
-    module.trainer = SimpleNamespace(strategy=SimpleNamespace(root_device=cpu))
-    rows = torch.arange(module.train_windows).split(7)
-    feed = module.feed("train", lambda *_: [each.numpy() for each in rows])
-    moved = (module.transfer_batch_to_device(each, cpu, 0) for each in feed)
-    batches = [module.on_after_batch_transfer(each, 0) for each in moved]
-    return torch.cat([torch.stack(each, 1) for each in batches])
+@pytest.fixture
+def all_windows(module_of):
+    """Return tokens and targets of all windows of a split, (N, 2, T), through the data module."""
+
+    def read(source, packing=None, split="train"):
+        module = module_of(source, packing=packing)
+        rows = torch.arange(sum(module.windows[split].counts.values())).split(7)
+        batches = module.batches(split, [each.numpy() for each in rows], CPU)
+        return torch.cat([torch.stack(each, 1) for each in batches])
+
+    return read
 
 
 @pytest.mark.parametrize("packing", ["stream", "documents"])
-def test_a_mixture_counts_what_each_source_counts_alone(packing, talk_and_prose, tmp_path):
-    kinds, own = data_sources(), {"root": str(tmp_path / "data")}
-    if "mixture" not in kinds:
-        pytest.skip("no such extra: mixtures")
-    if packing == "documents":
-        if "packing" not in kinds["text"].names("kept"):
-            pytest.skip("no such extra: documents")
-        own["packing"] = packing
-    each = [all_windows(kinds[one["source"]](**one, **own)) for one in talk_and_prose.values()]
+def test_a_mixture_counts_what_each_source_counts_alone(
+    packing, talk_and_prose, all_windows, tmp_path
+):
+    mixture = pytest.importorskip("lockstep_gpt.extras.datasets.mixture", reason=ABSENT)
+    packings = pytest.importorskip("lockstep_gpt.extras.datasets.packing", reason=ABSENT)
+    packing = packings.WholeDocuments() if packing == "documents" else None
+    root = str(tmp_path / "data")
+    alone = [
+        kind(**{**talk_and_prose[name], "root": root})
+        for name, kind in (("prose", Text), ("talk", Conversations))
+    ]
+    each = [all_windows(own, packing) for own in alone]
     weights = dict.fromkeys(talk_and_prose, 1.0)
-    mixed = all_windows(kinds["mixture"](sources=talk_and_prose, weights=weights, **own))
-    assert torch.equal(mixed, torch.cat(each))
+    mixed = mixture.Mixture(sources=talk_and_prose, weights=weights, root=root)
+    assert torch.equal(all_windows(mixed, packing), torch.cat(each))
     tokens, targets = each[1].unbind(1)
     unmarked = (tokens < 0xF8).all(dim=1)
     assert unmarked.any(), "the middle of a long message"
@@ -165,19 +152,16 @@ def test_a_mixture_counts_what_each_source_counts_alone(packing, talk_and_prose,
 
 
 @pytest.mark.parametrize("val_tokens", [None, 1])
-def test_a_validation_without_answers_is_one_line(val_tokens, tmp_path):
+def test_a_validation_without_answers_is_one_line(val_tokens, module_of, tmp_path):
     path = tmp_path / "a.jsonl"
     pairs = [{"prompt": f"{number} " * 20, "completion": "yes"} for number in range(200)]
     path.write_text("\n".join(map(json.dumps, pairs)))
-    data = ChatData(path=str(path), root=str(tmp_path / "data"), longest=32, val_fraction=0.2)
-    folder = prepare(data)
-    sizes = {"block_size": 32, "micro_size": 4, "accumulation": 1, "seed": 1}
+    root = str(tmp_path / "data")
+    data = Conversations(path=str(path), root=root, longest=32, val_fraction=0.2)
     with pytest.raises(UserError, match=r"validation windows? used have no token of an ans") as e:
-        data_module(data)(folder, **sizes, val_tokens=val_tokens)
+        module_of(data, block_size=32, val_tokens=val_tokens)
     assert "\n" not in str(e.value)
-    data = replace(data, longest=None)
-    module = data_module(data)(prepare(data), **sizes)
-    assert module.trainer is None
+    assert module_of(replace(data, longest=None), block_size=32).val_windows
 
 
 def test_packed_documents_keep_their_own_messages():

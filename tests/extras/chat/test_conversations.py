@@ -10,8 +10,8 @@ from lockstep_gpt.config import UserError
 from lockstep_gpt.data import shards
 from lockstep_gpt.data.prepare import prepare
 from lockstep_gpt.data.shards import open_split
+from lockstep_gpt.data.sources.source import Position
 from lockstep_gpt.data.tokenizer import ByteTokenizer
-from lockstep_gpt.extras.chat.chat_settings import ChatData
 from lockstep_gpt.extras.chat.conversations import Conversations, messages_of
 from lockstep_gpt.extras.chat.template import template_of
 
@@ -52,30 +52,30 @@ MISTAKES = {
 def test_a_mistake_is_one_line_with_file_and_number(line, tmp_path):
     good = json.dumps(FORMS["prompt"])
     (tmp_path / "a.jsonl").write_text(f"{good}\n\n{line}\n{good}\n")
-    corpus = Conversations(ChatData(path=str(tmp_path)))
+    corpus = Conversations(path=str(tmp_path))
     with pytest.raises(UserError, match=re.escape(f"a.jsonl:3 {MISTAKES[line]}")) as found:
-        list(corpus.stretches())
+        list(corpus.blocks(Position()))
     assert "\n" not in str(found.value)
 
 
 def test_text_in_another_encoding_is_one_line(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"prompt": "é", "completion": ""}', encoding="latin-1")
     with pytest.raises(UserError, match=r"a\.jsonl:1 is not UTF-8; save the file as UTF-8"):
-        list(Conversations(ChatData(path=str(tmp_path))).stretches())
+        list(Conversations(path=str(tmp_path)).blocks(Position()))
 
 
 def test_a_folder_gives_its_files_of_conversations_only(tmp_path):
     (tmp_path / "README.md").write_text("about them")
     with pytest.raises(UserError, match=r"has no file \*\.jsonl, \*\.ndjson, \*\.json; give one"):
-        Conversations(ChatData(path=str(tmp_path)))
+        _ = Conversations(path=str(tmp_path)).files
     (tmp_path / "a.jsonl").write_text("")
     (tmp_path / "b.json").write_text("")
-    corpus = Conversations(ChatData(path=str(tmp_path)))
+    corpus = Conversations(path=str(tmp_path))
     assert [file.name for file in corpus.files] == ["a.jsonl", "b.json"]
 
 
 def prepared(path, tmp_path, **settings):
-    folder = prepare(ChatData(path=str(path), root=str(tmp_path / "data"), **settings))
+    folder = prepare(Conversations(path=str(path), root=str(tmp_path / "data"), **settings))
     return shards.load_index(folder), {
         split: open_split(folder, split).tolist() for split in ("train", "val")
     }

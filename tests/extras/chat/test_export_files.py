@@ -12,11 +12,12 @@ from lockstep_gpt.config import (
     Config,
     ModelConfig,
     OptimConfig,
-    TextData,
     extended,
 )
+from lockstep_gpt.data.sources.stdlib import StandardLibrary
+from lockstep_gpt.data.sources.text import Text
 from lockstep_gpt.data.tokenizer import ByteTokenizer
-from lockstep_gpt.extras.chat.chat_settings import ChatData
+from lockstep_gpt.extras.chat.conversations import Conversations
 from lockstep_gpt.extras.chat.export_files import chat_files
 from lockstep_gpt.extras.chat.template import template_of
 from lockstep_gpt.extras.chat.tokenizers import chat_tokenizer
@@ -50,7 +51,7 @@ def exported(tmp_path):
         shape = {"block_size": 64, "n_layer": 1, "n_head": 2, "n_embd": 16}
         model = extended(ModelConfig)(**shape)
         groups = {"batch": BatchConfig(global_size=1), "optim": OptimConfig(algorithm="adamw")}
-        config = Config(max_steps=1, model=model, data=data or ChatData(path="a"), **groups)
+        config = Config(max_steps=1, model=model, data=data or Conversations(path="a"), **groups)
         weights = build_gpt(model, tokenizer.vocab_size).state_dict()
         content = {
             "state_dict": {f"model.{name}": weight for name, weight in weights.items()},
@@ -103,7 +104,7 @@ def test_generation_ends_where_our_answers_do(exported, tokenizer):
 
 def test_a_model_of_text_is_exported_without_a_template(exported):
     settings = json.loads(
-        (exported(ByteTokenizer(), TextData(path="a")) / "tokenizer_config.json").read_text()
+        (exported(ByteTokenizer(), Text(path="a")) / "tokenizer_config.json").read_text()
     )
     assert "chat_template" not in settings
     assert settings["split_special_tokens"]
@@ -113,12 +114,14 @@ def test_other_files_stay_as_they_are_also_for_a_mixture(tmp_path):
     files = {"tokenizer_config.json": {"a": 1}, "generation_config.json": {"b": 2}}
     files["tokenizer.json"] = {"model": {"vocab": {"x": 1}}, "added_tokens": []}
     config = Config.__new__(Config)
-    config.data = ChatData(path=str(tmp_path))
+    config.data = Conversations(path=str(tmp_path))
     found = chat_files(config, ByteTokenizer(), files)
     assert found["tokenizer_config.json"]["a"] == 1
     assert found["generation_config.json"] == {"b": 2, "eos_token_id": [0xFB, 0]}
-    config.data.source = "mixture"
-    vars(config.data)["sources"] = {"code": {"source": "stdlib"}}
+    talk = config.data._target_
+    config.data = StandardLibrary()
+    code = config.data._target_
+    vars(config.data)["sources"] = {"code": {"_target_": code}}  # as a mixture has
     assert chat_files(config, ByteTokenizer(), files) == {}
-    vars(config.data)["sources"]["talk"] = {"source": "chat"}
+    vars(config.data)["sources"]["talk"] = {"_target_": talk}
     assert chat_files(config, ByteTokenizer(), files) == found

@@ -8,7 +8,6 @@ import yaml
 
 from lockstep_gpt.config import UserError
 from lockstep_gpt.extras.chat import initial
-from lockstep_gpt.registry import additions
 
 GPT2 = {"model_type": "gpt2", "n_positions": 48, "n_layer": 2, "n_head": 2, "n_embd": 8}
 MODERN = {**GPT2, "model_type": "modern_gpt", "block_size": 32, "ngram_rows": 64}
@@ -52,8 +51,7 @@ def test_another_folder_is_one_line(content, line, tmp_path):
 def test_an_experiment_keeps_conversations_apart_alone_and_in_a_list(
     experiment, finished, command, questions
 ):
-    if not [*additions("PREPARED")]:
-        pytest.skip("no such extra: documents")
+    pytest.importorskip("lockstep_gpt.extras.datasets", reason="no such extra")
     folder = command.folder / "own/experiment"
     folder.mkdir(parents=True)
     (folder / "mine.yaml").write_text("# @package _global_\nlog_every: 7\n")
@@ -61,7 +59,7 @@ def test_an_experiment_keeps_conversations_apart_alone_and_in_a_list(
     words = ["train", f"experiment={experiment}", source, f"data.path={questions}"]
     places = ["--config-dir", str(command.folder / "own"), "--cfg", "job"]
     found = yaml.safe_load(command(*words, *places).stdout)
-    assert found["data"]["packing"] == "documents"
+    assert found["packing"]["_target_"].endswith(".datasets.packing.WholeDocuments")
     assert found["model"]["mask_documents"] is True
     assert found["log_every"] == (10 if experiment in ("chat", "[mine,chat]") else 7)
 

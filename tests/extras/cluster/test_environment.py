@@ -14,7 +14,6 @@ from lockstep_gpt.extras.cluster.environment import (
     examine_variables,
     nearest_folder,
 )
-from lockstep_gpt.registry import additions
 
 GOOD = {
     "RANK": "1",
@@ -110,12 +109,12 @@ def test_a_full_disk_is_worse_than_a_filling_one(composed, monkeypatch):
     assert found == {status: {status} for status in found}
 
 
-@pytest.mark.skipif(not any(additions("DATA_MODULE")), reason="no such extra")
-def test_room_in_shared_memory_is_needed_most_by_loader_workers(composed, monkeypatch):
-    some = type("", (), {"free": 512 * 2**20})
-    monkeypatch.setattr(environment.shutil, "disk_usage", lambda _: some)
-    assert statuses(examine_shared_memory(composed())) == ["ok"]
-    assert statuses(examine_shared_memory(composed("data.num_workers=2"))) == ["warning"]
+@pytest.mark.skipif(not environment.SHARED_MEMORY.is_dir(), reason="no /dev/shm on this system")
+def test_shared_memory_needs_room_for_nccl(monkeypatch):
+    for room, status in ((2**20, "failure"), (512 * 2**20, "ok")):
+        some = type("", (), {"free": room})
+        monkeypatch.setattr(environment.shutil, "disk_usage", lambda _, some=some: some)
+        assert statuses(examine_shared_memory()) == [status]
 
 
 def test_the_nearest_existing_folder_is_checked(tmp_path):

@@ -158,6 +158,8 @@ def test_a_run_is_readable_without_the_extras_of_its_settings(version, monkeypat
     for group, former in FORMER.items():
         left = run.values().get(group, {}).keys()
         assert left == frozen.get(group, {}).keys() - set(former)
+    kept = frozen["data"].keys() - {"source", "num_workers"}
+    assert run.values()["data"].keys() == kept | {"_target_"}
 
 
 @pytest.mark.parametrize(("group", "name"), [("checkpoint", "copy_to"), ("launch", "warm")])

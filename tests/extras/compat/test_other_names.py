@@ -59,7 +59,7 @@ def test_page_and_messages_agree():
         assert settings <= set(re.findall(r"[\w./]+", told[name])), name
 
 
-@pytest.mark.parametrize("argument", ["launch.warm=true", "data.tokenizer_mb=3", "data.shard_mb=1"])
+@pytest.mark.parametrize("argument", ["launch.warm=true", "checkpoint.copy_to=there"])
 def test_a_setting_of_a_missing_extra_is_recognized(argument, monkeypatch, tmp_path, capsys):
     (tmp_path / "compat").symlink_to(Path(compat.__file__).parent)
     monkeypatch.setattr(extras, "__path__", [str(tmp_path)])

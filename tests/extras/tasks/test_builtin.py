@@ -6,8 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from lockstep_gpt.config import StdlibData, TextData, UserError
-from lockstep_gpt.data.sources.stdlib import StandardLibrary, split_of
+from lockstep_gpt.config import UserError
+from lockstep_gpt.data.sources.source import split_of_name
+from lockstep_gpt.data.sources.stdlib import StandardLibrary
+from lockstep_gpt.data.sources.text import Text
 from lockstep_gpt.data.tokenizer import ByteTokenizer
 from lockstep_gpt.extras.tasks.builtin import builtin_tasks, held_out
 from lockstep_gpt.extras.tasks.rows import tokenized
@@ -17,7 +19,9 @@ PAIRS = {")": "(", "]": "[", "}": "{"}
 
 
 def made(data=None):
-    return {task.name: task for task in builtin_tasks(SimpleNamespace(data=data or StdlibData()))}
+    return {
+        task.name: task for task in builtin_tasks(SimpleNamespace(data=data or StandardLibrary()))
+    }
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +72,7 @@ def test_only_the_right_copy_is_the_name_on_the_left(tasks):
 
 
 def test_lines_and_calls_are_in_held_out_files_and_continue_them(tasks):
-    texts = held_out(SimpleNamespace(data=StdlibData()))
+    texts = held_out(SimpleNamespace(data=StandardLibrary()))
     bare = [
         "".join(f"{line.rstrip()}\n" for line in text.splitlines() if line.strip())
         for text in texts
@@ -82,23 +86,23 @@ def test_lines_and_calls_are_in_held_out_files_and_continue_them(tasks):
 
 def test_no_text_is_from_a_file_that_a_run_trains_on():
     for fraction in (0.02, 0.05):
-        data = StdlibData(val_fraction=fraction)
+        data = StandardLibrary(val_fraction=fraction)
         texts = held_out(SimpleNamespace(data=data))
-        for file in StandardLibrary(data).files:
-            if split_of(file.name, fraction) == "train" and file.size > 2000:
+        for file in data.files:
+            if split_of_name(file.name, fraction, 0) == "train" and file.size > 2000:
                 text = Path(file.path).read_text(encoding="utf-8", errors="replace")
                 assert text not in texts, file.name
         ast.parse(texts[0])
 
 
 def test_a_run_on_other_data_uses_the_default_fraction():
-    own = held_out(SimpleNamespace(data=TextData(val_fraction=0.5)))
-    assert own == held_out(SimpleNamespace(data=StdlibData()))
+    own = held_out(SimpleNamespace(data=Text(val_fraction=0.5)))
+    assert own == held_out(SimpleNamespace(data=StandardLibrary()))
 
 
 def test_a_fraction_that_holds_out_no_file_is_refused():
     with pytest.raises(UserError, match=r"data.val_fraction=1e-09 holds out no file .* name task"):
-        held_out(SimpleNamespace(data=StdlibData(val_fraction=1e-9)))
+        held_out(SimpleNamespace(data=StandardLibrary(val_fraction=1e-9)))
 
 
 def test_every_answer_fits_the_smallest_context_of_our_experiments(tasks):

@@ -151,10 +151,10 @@ def test_exact_match_is_the_same(theirs, trained, write, model, capsys):
 def test_shipped_tasks_are_the_same(theirs, trained, write, capsys):
     from types import SimpleNamespace
 
-    from lockstep_gpt.config import StdlibData
+    from lockstep_gpt.data.sources.stdlib import StandardLibrary
     from lockstep_gpt.extras.tasks.builtin import builtin_tasks
 
-    tasks = {task.name: task for task in builtin_tasks(SimpleNamespace(data=StdlibData()))}
+    tasks = {task.name: task for task in builtin_tasks(SimpleNamespace(data=StandardLibrary()))}
     lines = [
         {
             "context": example.prompts[0][0],

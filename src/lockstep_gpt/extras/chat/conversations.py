@@ -60,9 +60,17 @@ class Conversations(Source):
     @cached_property
     def found(self) -> Files:
         """The files; raises a `UserError` if none is usable."""
-        if Path(self.path).expanduser().is_file():
+        place = Path(self.path).expanduser()
+        if place.is_file():
             return find_files(self.path)
-        return find_files(self.path, WANTED)
+        try:
+            return find_files(self.path, WANTED)
+        except UserError:
+            if self.path and place.is_dir():
+                raise UserError(
+                    f"data.path={self.path} has no file *.jsonl, *.ndjson, *.json; give one"
+                ) from None
+            raise
 
     @property
     def files(self) -> list[File]:
@@ -101,7 +109,7 @@ class Conversations(Source):
 
     def blocks(self, start: Position) -> Iterator[TokenBlock]:
         """Yield the conversations as tokens; then say how many were cut."""
-        texts = islice(chain.from_iterable(map(_read, self.files)), start.offset, None)
+        texts = islice(self._texts(), start.offset, None)
         after = start
         cut = 0
         while together := [*islice(texts, TOGETHER)]:
@@ -124,6 +132,11 @@ class Conversations(Source):
                 self.longest,
             )
 
+    def _texts(self) -> Iterator[str]:
+        """Yield the conversations of all files as JSON."""
+        for file in self.files:
+            yield from _read(file, self.found.open)
+
     def _joined(self, rows: list[list[int]]) -> Tokens:
         """Return the ids of conversations one after another, each followed by the end of text."""
         end = self.template.tokenizer.end_of_text
@@ -131,10 +144,10 @@ class Conversations(Source):
         return np.fromiter(ids, token_dtype(self.template.tokenizer.vocab_size))
 
 
-def _read(file: File) -> Iterator[str]:
+def _read(file: File, opened: Any) -> Iterator[str]:
     """Yield the conversations of a file as JSON; a `UserError` names the line with a mistake."""
     try:
-        with Path(file.path).open("rb") as lines:
+        with opened(file.path, "rb") as lines:
             for number, line in enumerate(lines, 1):
                 text = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
                 if text.strip():

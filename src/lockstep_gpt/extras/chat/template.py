@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from lockstep_gpt.config import DataConfig, UserError
+from lockstep_gpt.config import DataConfig, UserError, data_class
 from lockstep_gpt.data.tokenizer import ByteTokenizer, Tokenizer
 
 ROLES = ("system", "user", "assistant")
@@ -67,8 +67,8 @@ class Template:
 def has_chat(data: DataConfig) -> bool:
     """Tell whether some of the data is conversations, also if it is a part of a mixture."""
     parts = getattr(data, "sources", {}).values()  # of a mixture
-    targets = [data._target_, *(each.get("_target_", "") for each in parts)]
-    return any(target.endswith(".Conversations") for target in targets)
+    kinds = [data.kind, *(data_class(each.get("_target_", "")).kind for each in parts)]
+    return "chat" in kinds
 
 
 def check_role(role: Any) -> str:

@@ -5,7 +5,6 @@ from typing import Any
 # Group -> setting -> what it was by default.
 FORMER: dict[str, dict[str, Any]] = {
     "checkpoint": {"background": False, "copy_to": None},
-    "data": {"num_workers": 0, "shard_mb": 256, "tokenizer_mb": 32, "vocab_size": None},
     "launch": {"warm": None},
     "model": {"init_from": None},
 }

@@ -8,8 +8,9 @@ from typing import Any
 
 import yaml
 
-from lockstep_gpt.config import PROGRAM
+from lockstep_gpt.config import PROGRAM, data_class
 from lockstep_gpt.model.gpt import GPT
+from lockstep_gpt.run.directory import readable
 from lockstep_gpt.run.tracking import git_state
 
 GROUPS = ("model", "data", "optim", "batch")  # settings that determine the weights
@@ -71,7 +72,7 @@ def _facts(content: dict[str, Any], model: GPT, source: Path) -> list[tuple[str,
     size = f"{model.num_parameters:,} parameters, vocabulary of {model.vocab_size:,} tokens"
     return [
         ("model", f"{size}, context of {config.block_size}"),
-        ("data", _data(content["config"]["data"])),
+        ("data", _data(readable(content["config"])["data"])),
         ("tokens seen", f"{tokens:,} in {step:,} steps" if tokens is not None else "not known"),
         ("validation loss", f"{loss:.4f} nats per token" if loss is not None else "not measured"),
         ("checkpoint", f"`{source.name}`"),
@@ -88,8 +89,8 @@ def _validation_loss(content: dict[str, Any]) -> float | None:
 
 
 def _data(settings: dict[str, Any]) -> str:
-    told = [str(settings[name]) for name in ("source", "path", "tokenizer") if settings.get(name)]
-    return ", ".join(told)
+    kind = data_class(settings.get("_target_", "")).kind
+    return ", ".join([kind, *(str(settings[n]) for n in ("path", "tokenizer") if settings.get(n))])
 
 
 def _revision(source: Path) -> str:
