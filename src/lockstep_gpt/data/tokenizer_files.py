@@ -49,10 +49,10 @@ def hub_files(name: str) -> list[Path]:
     try:
         return _downloaded(REPOSITORY if name in GPT2 else name)
     except Exception as error:  # of the hub's library, of its HTTP client, or of the system
-        lines = str(error).split("\n")
+        reason = str(error).split("\n")[0].rstrip(".") or type(error).__name__
         raise UserError(
             f"data.tokenizer={name} is not on this machine, and not to be had from the hub "
-            f"({lines[0] or type(error).__name__}); {_remedy(name)}"
+            f"({reason}); {_remedy(name)}"
         ) from error
 
 
