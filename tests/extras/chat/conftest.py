@@ -3,7 +3,6 @@
 import json
 
 import pytest
-from tokenizers import ByteLevelBPETokenizer
 
 from lockstep_gpt.data.tokenizer import END_OF_TEXT
 from lockstep_gpt.data.tokenizer_choice import from_dict
@@ -23,7 +22,8 @@ def questions(tmp_path):
 @pytest.fixture(scope="session")
 def learned():
     """The values of a byte-level BPE without special tokens for a chat."""
-    made = ByteLevelBPETokenizer()
+    tokenizers = pytest.importorskip("tokenizers")
+    made = tokenizers.ByteLevelBPETokenizer()
     texts = [" ".join(pair) for pair in PAIRS]
     made.train_from_iterator(texts, 300, special_tokens=[END_OF_TEXT], show_progress=False)
     return {"kind": "bpe", "vocab_size": made.get_vocab_size(), "end_of_text": 0} | {

@@ -142,7 +142,9 @@ class Documents(Source):
         "bytes",
     )
     vocab_size: int | None = setting(
-        "vocabulary size that bpe learns; null: 8192", None, at_least=2
+        "vocabulary size to learn, for bpe at least 257; null: 8192, or as a class decides",
+        None,
+        at_least=2,
     )
     tokenizer_mb: int = setting("MiB of training text that bpe learns from", 32, at_least=1)
     invalid_utf8: str = setting(
