@@ -53,15 +53,10 @@ def of_size(name: str, vocab_size: int) -> Tokenizer:
     """Return the tokenizer of data that are tokens already.
 
     Raises:
-        UserError: its vocabulary has another size, or it is learned from text.
+        UserError: its vocabulary has another size.
     """
     if name == NumberTokenizer.kind:
         return NumberTokenizer(vocab_size)
-    if name == BytePairTokenizer.kind:
-        raise UserError(
-            f"data.tokenizer={name} is learned from text, but the data are tokens; give the "
-            "tokenizer.json with which they were made, gpt2, or numbers"
-        )
     tokenizer = make_tokenizer(name, None, ())
     if tokenizer.vocab_size != vocab_size:
         raise UserError(
