@@ -1,7 +1,6 @@
 """One of several machines: what it needs and waits for; tests of two are elsewhere."""
 
 import threading
-from types import SimpleNamespace
 
 import pytest
 
