@@ -112,7 +112,7 @@ def test_there_is_a_test_split_only_if_asked_for(tmp_path, settings, splits):
     index = load_index(folder)
     assert [*index.splits] == splits
     assert config.has_test == ("test" in splits)
-    held = {"test_path": "test", "val_path": "val"}.get(next(iter(settings), ""), None)
+    held = {"test_path": "test", "val_path": "val"}.get(next(iter(settings), ""))
     if held:
         assert open_split(folder, held).tobytes() == b"held out\0"
 
