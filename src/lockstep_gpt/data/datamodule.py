@@ -192,8 +192,8 @@ class TokenDataModule(lightning.LightningDataModule):
         """Return one rank's windows of a whole split, (batches, B) with -1 as padding."""
         if split not in self.windows:
             raise UserError(
-                f"{self.folder} has no test split; prepare one with data.test_fraction or "
-                "data.test_path"
+                f"{self.folder} has no {split} split; prepare one with "
+                f"{shards.load_index(self.folder).test_settings()}"
             )
         parts = self.rows_by_part(split, self.windows[split].counts, rank, world_size)
         return np.concatenate([*parts.values()])
@@ -242,6 +242,8 @@ class TokenDataModule(lightning.LightningDataModule):
         """Return tokens and targets; targets that don't count are `IGNORE`."""
         windows = self.windows[split]
         tokens, targets = windows.widen(stored)
+        if not self.target_masks:
+            return tokens, targets
         for place, name in enumerate(windows.counts):
             mask = self.target_masks.get(name)
             if mask is None:

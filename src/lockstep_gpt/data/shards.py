@@ -71,6 +71,11 @@ class Index:
         names = [name for name in self.splits if name.endswith(f"/{split}")]
         return {name.rpartition("/")[0]: name for name in names} or {"": split}
 
+    def test_settings(self) -> str:
+        """Name the settings that give the data a split for tests."""
+        place = "data" if "" in self.parts("train") else "data.sources.NAME"
+        return f"{place}.test_fraction or {place}.test_path"
+
     def windows(self, split: str, block_size: int) -> int:
         """Count the whole windows of `block_size` inputs; two neighbors share one token."""
         return (self.splits[split].tokens - 1) // block_size

@@ -200,7 +200,7 @@ def prepare_data(config: Config, verify: bool = False) -> str | None:
     index = shards.load_index(folder)
     shards.check_block_size(index, config.model.block_size)
     if config.test and "test" not in index.splits:
-        raise UserError("test=true needs a test split; set data.test_fraction or data.test_path")
+        raise UserError(f"test=true needs a test split; set {index.test_settings()}")
     asked("PREPARED", folder, config)
     build(asdict(config.packing), {}).prepare(folder, config.model.block_size)
     return index.fingerprint

@@ -3,17 +3,21 @@
 import json
 import random
 from dataclasses import replace
+from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep_gpt.config import UserError
+from lockstep_gpt.data.prepare import prepare
+from lockstep_gpt.data.shards import open_split
 from lockstep_gpt.data.sources.text import Text
 from lockstep_gpt.data.tokenizer import ByteTokenizer
 from lockstep_gpt.extras.chat.answers_only import answers
-from lockstep_gpt.extras.chat.conversations import Conversations
+from lockstep_gpt.extras.chat.conversations import Conversations, messages_of
 from lockstep_gpt.extras.chat.template import ROLES, template_of
 from lockstep_gpt.model.functional import IGNORE
 
@@ -149,6 +153,57 @@ def test_a_mixture_counts_what_each_source_counts_alone(
     assert unmarked.any(), "the middle of a long message"
     assert (targets[unmarked] == IGNORE).all()
     assert (targets != IGNORE).any()
+
+
+def counts_of_documents(path):
+    """Return, for the ids of each conversation with its end, which of them may be targets."""
+    found = {}
+    for line in path.read_bytes().splitlines():
+        talk = [(each["role"], each["content"]) for each in messages_of(line, "a")]
+        ids, counts = by_message(BYTES, [talk])
+        found[tuple(ids)] = counts
+    return found
+
+
+def pieces_of(ids, counts):
+    """Return a piece's tokens and targets; nothing counts before the first opening in it."""
+    opened = np.maximum.accumulate(ids >= 0xF8)
+    return ids[:-1], np.where(counts[1:] & opened[:-1], ids[1:], IGNORE)
+
+
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_a_packed_mixture_has_the_targets_of_its_unpacked_documents(
+    split, talk_and_prose, all_windows, tmp_path
+):
+    mixture = pytest.importorskip("lockstep_gpt.extras.datasets.mixture", reason=ABSENT)
+    packing = pytest.importorskip("lockstep_gpt.extras.datasets.packing", reason=ABSENT)
+    weights = dict.fromkeys(talk_and_prose, 1.0)
+    mixed = mixture.Mixture(sources=talk_and_prose, weights=weights, root=str(tmp_path / "data"))
+    found = all_windows(mixed, packing.WholeDocuments(), split)
+    folder = prepare(mixed)
+    known = counts_of_documents(tmp_path / "talk.jsonl")
+    rows, answered = [], 0
+    for name in ("prose", "talk"):
+        ids = np.asarray(open_split(folder, f"{name}/{split}")).astype(np.int64)
+        counts = np.ones(len(ids), bool)
+        if name == "talk":
+            documents = [(*each, 0) for each in bytes(ids.astype(np.uint8)).split(b"\0")[:-1]]
+            counts = np.concatenate([known[document] for document in documents])
+            answered = int(counts.sum())
+        starts, lengths, first = packing.opened(folder / "packed-16", f"{name}/{split}")
+        for begin, end in pairwise(first.tolist()):
+            tokens, targets = np.full(16, 1), np.full(16, IGNORE)
+            place = 0
+            for start, length in zip(starts[begin:end], lengths[begin:end], strict=True):
+                here, piece = slice(place, place + length), slice(start, start + length + 1)
+                tokens[here], targets[here] = ids[piece][:-1], ids[piece][1:]
+                if name == "talk":
+                    tokens[here], targets[here] = pieces_of(ids[piece], counts[piece])
+                place += length
+            rows.append([tokens, targets])
+    assert np.array_equal(found.numpy(), np.array(rows))
+    of_talk = found[[bool((row[0] >= 0xF8).any()) for row in found]]
+    assert 0 < int((of_talk[:, 1] != IGNORE).sum()) < answered, "some openings are cut off"
 
 
 @pytest.mark.parametrize("val_tokens", [None, 1])

@@ -11,6 +11,7 @@ import pytest
 
 from lockstep_gpt.config import UserError
 from lockstep_gpt.data.prepare import prepare
+from lockstep_gpt.data.recipe import recipe_of
 from lockstep_gpt.data.shards import check_content, load_index
 from lockstep_gpt.data.sources.text import Text
 
@@ -123,6 +124,15 @@ def test_all_sources_can_use_the_tokenizer_of_one(whose, corpora, tmp_path):
     folder = prepare(corpora("code prose poems", sources=sources, tokenizer_from=whose))
     kind = load_index(folder).tokenizer["kind"]
     assert kind == {"code": "bytes", "prose": "bpe"}[whose]
+
+
+def test_a_tokenizer_of_the_mixture_is_that_of_sources_that_name_none(corpora, single, tmp_path):
+    pytest.importorskip("tokenizers")
+    data = corpora("code prose", sources={"prose": bpe(tmp_path, "prose")}, tokenizer="bpe")
+    each = data.each()
+    assert {name: own.vocab_size for name, own in each.items()} == {"code": 8192, "prose": 300}
+    alone = replace(single("code"), tokenizer="bpe", vocab_size=None)
+    assert recipe_of(each["code"]).fingerprint == recipe_of(alone).fingerprint
 
 
 def test_the_index_names_the_state_of_every_source(corpora, single):

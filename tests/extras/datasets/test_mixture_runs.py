@@ -138,6 +138,31 @@ def test_a_source_that_is_repeated_often_is_warned_of(command):
     assert "the run takes data.sources.code" not in said
 
 
+def test_a_mixture_is_tested_as_the_command_evaluate_measures_it(command):
+    tests = [f"data.sources.{name}.test_fraction=0.1" for name in ("code", "prose")]
+    command.train(*words(command), *tests, "test=true", "run_dir=run")
+    found = json.loads(command("evaluate", "run", "--split", "test", "--json").stdout)
+    assert found["loss"] == pytest.approx(command.summary("run")["test_loss"], abs=1e-6)
+    (place,) = (command.folder / "data").glob("mixture-*")
+    splits = json.loads((place / "index.json").read_text())["splits"]
+    sizes = [(splits[f"{name}/test"]["tokens"] - 1) // 32 * 32 for name in ("code", "prose")]
+    assert found["tokens"] == sum(sizes)
+    assert found["bits_per_byte"] > 0
+
+
+def test_a_test_without_a_split_for_it_is_one_line_of_the_mixture(command):
+    told = command.train(*words(command), "test=true", "run_dir=run", status=2).stderr
+    assert "test=true needs a test split; set data.sources.NAME.test_fraction or" in told
+    assert told.count("\n") == 1
+
+
+def test_one_tokenizer_is_learned_or_named_for_all_sources(command):
+    own = [*words(command), "data.tokenizer=bpe", "data.tokenizer_from=code", "run_dir=run"]
+    command.train(*own)
+    (place,) = (command.folder / "data").glob("mixture-*")
+    assert json.loads((place / "index.json").read_text())["tokenizer"]["kind"] == "bpe"
+
+
 def test_epochs_that_the_run_has_no_room_for_are_one_line(command):
     own = [*words(command)[:-5], "data.epochs.prose=9", "run_dir=run"]
     told = command.train(*own, status=2)

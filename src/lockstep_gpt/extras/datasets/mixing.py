@@ -93,7 +93,7 @@ class PreparedSources:
 
 
 def _prepared(name: str, config: DataConfig) -> Path:
-    with renamed(name):
+    with renamed(name, type(config)):
         return prepare(config)
 
 

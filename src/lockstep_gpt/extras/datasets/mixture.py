@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
@@ -34,8 +34,8 @@ from lockstep_gpt.extras.datasets.shares import phases
 
 NAME = r"[A-Za-z0-9_-]+"
 MOST = 255  # sources
-# Settings of a source that only the mixture has, and the value that leaves them to it.
 EACH = ("val_fraction", "test_fraction", "shard_mb")  # settings that each source has
+# Settings of a source that only the mixture has, and the value that leaves them to it.
 MIXTURES = {"root": "data", "val_tokens": None, "fingerprint": None}
 
 
@@ -199,7 +199,7 @@ class Mixture(Source):
             kinds = ", ".join(kind for kind in data_choices() if kind != self.kind)
             raise UserError(f"{place} names no source: choose one of {kinds}, as in {place}=text")
         try:
-            with renamed(name):
+            with renamed(name, own):
                 merged = OmegaConf.merge(OmegaConf.structured(own), values)
                 source: Any = OmegaConf.to_object(merged)
         except OmegaConfBaseException as error:
@@ -211,16 +211,15 @@ class Mixture(Source):
                 raise UserError(
                     f"{place}.{door}={as_typed(value)} has no effect in a mixture; set data.{door}"
                 )
-        source.root = self.root
-        self._pass_tokenizer(source)
         assert isinstance(source, Source)
-        return source
+        with renamed(name, own):
+            return replace(source, root=self.root, **self._tokenizer_of(source))
 
-    def _pass_tokenizer(self, source: Any) -> None:
-        """Set the tokenizer of a source that names none."""
-        for item in fields(source):
-            if item.name == "tokenizer" and source.tokenizer == item.default and self.tokenizer:
-                source.tokenizer = self.tokenizer
+    def _tokenizer_of(self, source: Any) -> dict[str, Any]:
+        """Return the tokenizer of a source that names none, as its setting."""
+        defaults = {item.name: item.default for item in fields(source)}
+        is_open = "tokenizer" in defaults and source.tokenizer == defaults["tokenizer"]
+        return {"tokenizer": self.tokenizer} if is_open and self.tokenizer else {}
 
     def _check_table(self, where: str, values: dict[Any, Any]) -> None:
         for name, value in values.items():

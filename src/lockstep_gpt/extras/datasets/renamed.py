@@ -7,16 +7,21 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields
 
-from lockstep_gpt.config import UserError, data_choices
+from lockstep_gpt.config import DataConfig, UserError
 
 
 @contextmanager
-def renamed(name: str) -> Iterator[None]:
-    """Rename `data.SETTING` to `data.sources.NAME.SETTING` in a source's `UserError`."""
+def renamed(name: str, own: type[DataConfig]) -> Iterator[None]:
+    """Rename `data.SETTING` to `data.sources.NAME.SETTING` in a `UserError` of a source.
+
+    Args:
+        name: the source's name.
+        own: its class.
+    """
     try:
         yield
     except UserError as error:
-        settings = {item.name for own in data_choices().values() for item in fields(own)}
-        known = "|".join(sorted(settings - {"root"}, key=len, reverse=True))
+        settings = [item.name for item in fields(own) if item.name != "root"]
+        known = "|".join(sorted(settings, key=len, reverse=True))
         text = re.sub(rf"\bdata\.({known})\b", rf"data.sources.{name}.\1", str(error))
         raise UserError(text) from error

@@ -1,0 +1,199 @@
+"""Order, masks, and packing are values: any combination of them makes the batches of a run."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+import pytest
+import torch
+
+from lockstep_gpt.config import UserError, setting
+from lockstep_gpt.data.prepare import prepare
+from lockstep_gpt.data.recipe import splits_of
+from lockstep_gpt.data.shards import check_content, load_index, open_split
+from lockstep_gpt.data.sources.text import Text
+from lockstep_gpt.data.windows import Stored, StreamWindows
+from lockstep_gpt.extras.datasets.packing import WholeDocuments
+from lockstep_gpt.extras.datasets.renamed import renamed
+from lockstep_gpt.model.functional import IGNORE
+
+CPU = torch.device("cpu")
+T = 16
+
+
+class Numbered:
+    """A packing whose window n has n as each of its tokens, and targets of n + 1; also windows."""
+
+    has_padding = False
+    counts: ClassVar = {"code": 5, "poems": 130, "prose": 7}
+
+    def prepare(self, _folder, block_size):
+        self.block_size = block_size
+
+    def open(self, *_):
+        return self
+
+    def describe(self, *_):
+        return None
+
+    def gather(self, batches, _pinned):
+        for rows in batches:
+            yield Stored(torch.from_numpy(rows), int((rows >= 0).sum()))
+
+    def widen(self, stored):
+        tokens = stored.ids[:, None].expand(-1, self.block_size).clone()
+        targets = tokens + 1
+        targets[stored.real :] = IGNORE
+        return tokens, targets
+
+
+def batches_of(module, count):
+    feed = iter(module.train_dataloader())
+    pairs = [module.on_after_batch_transfer(next(feed), 0) for _ in range(count)]
+    return [torch.cat(each) for each in zip(*pairs, strict=True)]
+
+
+def is_even(tokens, _targets):
+    return tokens % 2 == 0
+
+
+def test_the_order_of_a_mixture_takes_the_windows_of_any_packing(corpora, module_of):
+    data = corpora(weights={"code": 0.5, "poems": 0.2, "prose": 0.3})
+    module = module_of(data, packing=Numbered())
+    tokens, targets = batches_of(module, 25)
+    expected = data.order_rule(Numbered.counts, 400, T)(np.arange(100), 0, 5)
+    assert tokens[:, 0].tolist() == expected.tolist()
+    assert torch.equal(targets, tokens + 1)
+    assert not module.may_ignore
+    places = np.searchsorted([5, 135], expected, "right")
+    assert np.bincount(places).tolist() == [50, 20, 30]
+
+
+@pytest.mark.parametrize("place", range(3))
+def test_a_mask_counts_the_targets_of_its_own_source_in_any_packing(place, corpora, module_of):
+    module = module_of(corpora(), packing=Numbered())
+    module.target_masks = {[*Numbered.counts][place]: is_even}
+    assert module.may_ignore
+    tokens, targets = batches_of(module, 60)
+    own = np.searchsorted([5, 135], tokens[:, 0].numpy(), "right") == place
+    ignored = torch.from_numpy(own) & (tokens[:, 0] % 2 == 1)
+    assert 0 < ignored.sum() < own.sum()
+    assert torch.equal(targets, (tokens + 1).masked_fill(ignored[:, None], IGNORE))
+
+
+def test_each_source_may_have_a_mask_of_its_own(corpora, module_of):
+    module = module_of(corpora(), packing=Numbered())
+    module.target_masks = {"code": is_even, "prose": lambda *both: ~is_even(*both)}
+    rows = [np.array([0, 1, 5, 6, 135, 136, -1])]
+    ((_, targets),) = module.batches("val", rows, CPU)
+    assert targets[:, 0].tolist() == [1, IGNORE, 6, 7, 136, IGNORE, IGNORE]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_one_epoch_of_three_packed_sources_has_each_window_once(world, corpora, module_of):
+    data = corpora(epochs={"code": 1.0, "poems": 1.0, "prose": 1.0})
+    packing = WholeDocuments()
+    modules = [module_of(data, rank, world, packing=packing, micro_size=1) for rank in range(world)]
+    total = modules[0].train_windows
+    steps = -(-total // world)
+    for module in modules:
+        module.trainer.max_steps = steps
+    rows = [iter(module.train_dataloader().batches.rows()) for module in modules]
+    taken = [int(next(own)[0]) for _ in range(steps) for own in rows]
+    assert sorted(taken[:total]) == [*range(total)]
+    tokens, _ = zip(*modules[0].batches("train", [np.array(taken[:total])], CPU), strict=True)
+    stream = prepare(data)
+    expected = np.concatenate(
+        [np.asarray(open_split(stream, f"{name}/train"))[:-1] for name in data.names_of_sources()]
+    )
+    found = torch.cat(tokens).flatten()
+    counts = np.bincount(found.numpy(), minlength=256)
+    counts[1] = 0  # padding
+    assert counts.tolist() == np.bincount(expected, minlength=256).tolist()
+
+
+@pytest.fixture
+def with_tests(corpora):
+    """A mixture of three sources, of which two hold out a test split."""
+
+    def mixed(**changes):
+        data = corpora(**changes)
+        for name in ("code", "prose"):
+            data.sources[name]["test_fraction"] = 0.1
+        return data
+
+    return mixed
+
+
+def test_a_mixture_has_the_test_splits_of_its_sources(with_tests):
+    data = with_tests()
+    folder = prepare(data)
+    index = load_index(folder)
+    check_content(folder, index)
+    assert splits_of(data) == ("train", "val", "test")
+    assert {name for name in index.splits if "test" in name} == {"test", "code/test", "prose/test"}
+    windows = StreamWindows(folder, "test", T)
+    assert windows.counts == {"code": 187, "prose": 56}
+    alone = [prepare(data.each()[name]) for name in windows.counts]
+    of_each = [load_index(own).splits["test"] for own in alone]
+    for of in ("tokens", "text_bytes"):
+        assert getattr(index.splits["test"], of) == sum(getattr(own, of) for own in of_each)
+    each = [StreamWindows(own, "test", T)[np.arange(10)] for own in alone]
+    assert np.array_equal(windows[np.r_[:10, 187:197]], np.concatenate(each))
+
+
+@pytest.mark.parametrize("packing", [None, WholeDocuments()])
+@pytest.mark.parametrize("world", [1, 3])
+def test_ranks_test_each_window_of_each_source_once(packing, world, with_tests, module_of):
+    data = with_tests()
+    modules = [module_of(data, rank, world, packing=packing) for rank in range(world)]
+    rows = np.concatenate([own.rows_of("test", rank, world) for rank, own in enumerate(modules)])
+    total = sum(modules[0].windows["test"].counts.values())
+    assert sorted(rows[rows >= 0].tolist()) == [*range(total)]
+    for rank, module in enumerate(modules):
+        module.trainer.testing = True
+        found = [module.on_after_batch_transfer(each, 0) for each in module.test_dataloader()]
+        expected = module.batches("test", module.rows_of("test", rank, world), CPU)
+        for (tokens, targets), own in zip(found, expected, strict=True):
+            assert torch.equal(tokens, own[0])
+            assert torch.equal(targets, own[1])
+
+
+def test_a_mixture_without_a_test_split_says_where_to_set_one(corpora, module_of):
+    with pytest.raises(UserError, match=r"with data\.sources\.NAME\.test_fraction or data\.sou"):
+        module_of(corpora()).rows_of("test")
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"path": ""}, r"^data\.sources\.code\.path is empty; set it"),
+        ({"tokenizer": "none"}, r"^data\.sources\.code\.tokenizer=none cannot be loaded"),
+        ({"vocab_size": 300}, r"^data\.sources\.code\.vocab_size=300 .* data\.sources\.code\.tok"),
+        ({"test_fraction": 0.9}, r"^data\.sources\.code\.test_fraction=0\.9 and data\.sources\.co"),
+        ({"documents": "page"}, r"^data\.sources\.code\.documents=page is not one of file, line"),
+        ({"shard_mb": 0}, r"^data\.sources\.code\.shard_mb=0 must be at least 1"),
+        ({"num_proc": "x"}, r"^data\.sources\.code\.num_proc: Value 'x'"),
+    ],
+)
+def test_an_error_names_the_setting_as_the_mixture_has_it(changes, line, corpora):
+    data = corpora("code prose")
+    data.sources["code"] |= changes
+    with pytest.raises(UserError, match=line) as caught:
+        prepare(data)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_setting_of_the_source_s_own_class_is_renamed_and_the_mixture_s_root_is_not():
+    @dataclass
+    class Mine(Text):
+        mine: int = setting("of this source", 0)
+
+    def fail():
+        with renamed("a", Mine):
+            raise UserError("data.mine=3 and data.path=x, but data.root=y and data.weights=z")
+
+    with pytest.raises(UserError) as caught:
+        fail()
+    expected = "data.sources.a.mine=3 and data.sources.a.path=x, but data.root=y and data.weights=z"
+    assert str(caught.value) == expected
