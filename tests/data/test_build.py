@@ -23,7 +23,7 @@ from lockstep_gpt.data.shards import (
     load_index,
     open_split,
 )
-from lockstep_gpt.data.sources import files as module
+from lockstep_gpt.data.sources import file_documents as module
 from lockstep_gpt.data.sources.synthetic import RandomTokens
 from lockstep_gpt.data.sources.text import Text
 from lockstep_gpt.data.tokenizer import ByteTokenizer

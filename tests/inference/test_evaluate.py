@@ -13,7 +13,7 @@ from lockstep_gpt.data.sources.stdlib import StandardLibrary
 from lockstep_gpt.data.sources.text import Text
 from lockstep_gpt.data.tokenizer import ByteTokenizer
 from lockstep_gpt.inference.evaluate import evaluate, main
-from lockstep_gpt.inference.source import load_model
+from lockstep_gpt.inference.trained_model import load_model
 from lockstep_gpt.run.checkpoint import find_checkpoint
 
 T = 64
@@ -86,9 +86,9 @@ def test_text_is_evaluated_whole_and_in_bits_per_byte(text_run, root):
 
 
 def test_packed_windows_have_each_held_out_target_and_bits_per_byte(small_run):
-    pytest.importorskip("lockstep_gpt.extras.datasets.packing", reason="no such extra")
+    pytest.importorskip("lockstep_gpt.extras.datasets.whole_documents", reason="no such extra")
     model, config, tokenizer = model_of(small_run)
-    config.packing._target_ = "lockstep_gpt.extras.datasets.packing.WholeDocuments"
+    config.packing._target_ = "lockstep_gpt.extras.datasets.whole_documents.WholeDocuments"
     result = evaluate(model, config, tokenizer, 64)
     split = load_index(prepare(config.data)).splits["val"]
     assert result["tokens"] == split.tokens - 1

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep_gpt.config import UserError
-from lockstep_gpt.data.sources import files as module
+from lockstep_gpt.data.sources import file_documents as module
 from lockstep_gpt.data.sources.source import Position, split_of_name
 from lockstep_gpt.data.sources.text import Text
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from lockstep_gpt.config import UserError, setting
-from lockstep_gpt.data.sources.files import File, PathDocuments
+from lockstep_gpt.data.sources.file_documents import PathDocuments
+from lockstep_gpt.data.sources.files import File
 from lockstep_gpt.data.sources.source import BLOCK, Block, Position, reading, valid
 from lockstep_gpt.data.tokenizer import library
 

@@ -13,8 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import sha256
 from itertools import islice
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -24,8 +23,6 @@ from lockstep_gpt.data.tokenizer import Tokenizer, Tokens
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from lockstep_gpt.data.recipe import Recipe
 
 BLOCK = 1 << 20  # bytes of text that are processed together
 SPLITS = ("train", "val", "test")
@@ -120,14 +117,6 @@ class Source(DataConfig, ABC):
         A corpus that is one part names it "".
         """
         return {}
-
-
-@runtime_checkable
-class BuildsItself(Protocol):
-    """A source that writes its prepared folder without reading blocks."""
-
-    def build(self, recipe: Recipe, folder: Path) -> None:
-        """Write the token files and their index into `folder`, which may have leftovers."""
 
 
 @dataclass
