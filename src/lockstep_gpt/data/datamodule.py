@@ -285,6 +285,8 @@ class TokenDataModule(lightning.LightningDataModule):
 def _moved(stored: Stored, device: torch.device) -> Stored:
     """Return a batch on a device."""
     ids = stored.ids
+    if ids.device == device:
+        return stored
     if device.type == "mps":
         ids = ids.int()  # MPS lacks uint16
     copies = device.type == "cuda"  # while the host continues
