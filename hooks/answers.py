@@ -117,9 +117,10 @@ MODULES = re.compile(
 LIBRARY = {*sys.stdlib_module_names, "annotationlib", "compression", "profiling", "test"}
 COMMANDS = re.compile(
     "accelerate-[a-z-]+|"
-    "activate|cffi-gen-src|dmypy|dotenv|f2py|fabric|hf|huggingface-cli|isympy|mako-render|"
-    "markdown-it|mlflow|mypyc|normalizer|numpy-config|pip3?|pygmentize|pygrun|python3?|sqlformat|"
-    "stubgen|stubtest|tiny-agents|torchfrtrace|torchrun|uv|wb"
+    "activate|cffi-gen-src|datasets-cli|dmypy|dotenv|f2py|fabric|futurize|hf|huggingface-cli|"
+    "isympy|mako-render|markdown-it|mlflow|mypyc|normalizer|numpy-config|pasteurize|pip3?|"
+    "pygmentize|pygrun|python3?|sqlformat|stubgen|stubtest|tiny-agents|torchfrtrace|torchrun|"
+    "undill|uv|wb"
 )
 SOFT_KEYWORDS = {*keyword.softkwlist, "type"}  # in softkwlist since Python 3.12
 FOLDERS = {"configs", "data", "docs", "runs", "scripts", "src", "tests"}  # in every project

@@ -21,10 +21,10 @@ from omegaconf import DictConfig
 
 from lockstep_gpt.config import Config, UserError, counted
 from lockstep_gpt.extras.cluster import flags
+from lockstep_gpt.extras.cluster.chosen import Chosen
 from lockstep_gpt.extras.cluster.hardware import GB, TERA, Hardware, find_hardware
 from lockstep_gpt.extras.cluster.ledger import PARTS, UPDATE, Ledger, ledger
 from lockstep_gpt.extras.cluster.prediction import vocabulary
-from lockstep_gpt.extras.cluster.recipe import Chosen
 from lockstep_gpt.extras.cluster.table import shares
 from lockstep_gpt.launch import compose
 from lockstep_gpt.training.schedule import BatchPlan, plan_batch

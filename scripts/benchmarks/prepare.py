@@ -24,9 +24,10 @@ import time
 from itertools import cycle
 from pathlib import Path
 
+from tokenizers import Tokenizer
+
 from lockstep_gpt.data.byte_pairs import PIECE
 from lockstep_gpt.data.shards import load_index
-from lockstep_gpt.data.tokenizer import library
 
 FILE = 8 << 20  # bytes
 # The system's peak for a child would start at this process's own peak, so the build prints its own.
@@ -129,7 +130,7 @@ def _learn(folder: Path, corpus: Path) -> None:
 def _encode_batch(folder: Path, corpus: Path) -> float:
     """Return the seconds of the library itself, with one thread like ours."""
     os.environ["RAYON_NUM_THREADS"] = "1"
-    tokenizer = library("tokenizers", "bpe").Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     seconds = 0.0
     for path in sorted(corpus.iterdir()):
         text = path.read_text("utf-8")

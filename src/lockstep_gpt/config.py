@@ -25,6 +25,7 @@ from lockstep_gpt.registry import additions, resolved
 PROGRAM = "lockstep-gpt"
 VERSION = "0.1.0"  # as in pyproject.toml
 LEVELS = {"quiet": logging.WARNING, "normal": logging.INFO, "debug": logging.DEBUG}
+TARGET = r"^_target_: *(\S+)"  # the line of a YAML file that names a class
 OPEN_GROUPS = ("trainer", "strategy", "callbacks", "logger")  # Lightning's own settings
 
 
@@ -290,6 +291,15 @@ def config_folder() -> Path:
     return installed if installed.is_dir() else package.parents[1] / "configs"
 
 
+def target_of(group: str, choice: str) -> str | None:
+    """Return the class that a choice of a group names; None if there is no such choice."""
+    path = config_folder() / group / f"{choice}.yaml"
+    if not path.is_file():
+        return None
+    target = re.search(TARGET, path.read_text(encoding="utf-8"), re.MULTILINE)
+    return target[1] if target else None
+
+
 def data_choices(*more: Path) -> dict[str, type[DataConfig]]:
     """Return the settings class of each YAML file that takes its settings from one.
 
@@ -300,7 +310,7 @@ def data_choices(*more: Path) -> dict[str, type[DataConfig]]:
     for folder in (config_folder(), *more):
         for path in sorted((folder / "data").glob("*.yaml")):
             text = path.read_text(encoding="utf-8")
-            target = re.search(r"^_target_: *(\S+)", text, re.MULTILINE)
+            target = re.search(TARGET, text, re.MULTILINE)
             if target and f"/hydra/schema/data/{path.stem}@" in text:
                 found[path.stem] = data_class(target[1])
     return found
@@ -312,7 +322,7 @@ class PackingConfig(Checked):
 
     node: ClassVar[str] = "packing"
     on_resume: ClassVar[str] = "kept"
-    _target_: str = setting("class that makes the windows", "lockstep_gpt.data.packing.Stream")
+    _target_: str = setting("class that makes the windows; empty: a stream", "")
 
 
 DECAYS = ("cosine", "linear", "constant", "wsd")

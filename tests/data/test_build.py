@@ -7,13 +7,11 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from lockstep_gpt import config as schema
 from lockstep_gpt.config import UserError
 from lockstep_gpt.data.build import ResumedWriter, cut_to_index
 from lockstep_gpt.data.byte_pairs import BytePairTokenizer
@@ -25,16 +23,16 @@ from lockstep_gpt.data.shards import (
     load_index,
     open_split,
 )
-from lockstep_gpt.data.sources import text as module
-from lockstep_gpt.data.sources.source import InShards
-from lockstep_gpt.data.sources.synthetic import SyntheticData
-from lockstep_gpt.data.sources.text import TextData
-from lockstep_gpt.data.tokenizer import ByteTokenizer, from_dict
+from lockstep_gpt.data.sources import file_documents as module
+from lockstep_gpt.data.sources.synthetic import RandomTokens
+from lockstep_gpt.data.sources.text import Text
+from lockstep_gpt.data.tokenizer import ByteTokenizer
+from lockstep_gpt.data.tokenizer_choice import from_dict
 
 PREPARE = """
 import sys
 from lockstep_gpt.data.prepare import prepare
-from lockstep_gpt.data.sources.synthetic import SyntheticData
+from lockstep_gpt.data.sources.synthetic import *
 from lockstep_gpt.data.sources.text import *
 if __name__ == "__main__":
     print(prepare(eval(sys.argv[1])))
@@ -42,13 +40,8 @@ if __name__ == "__main__":
 MIB = 1 << 20
 
 
-@dataclass
-class InOneGo(schema.TextData, InShards):
-    """Settings of the core's corpus, which isn't read block by block."""
-
-
 def small(root, **changes):
-    return SyntheticData(**{"root": str(root), "vocab_size": 300, "tokens": 1000, **changes})
+    return RandomTokens(**{"root": str(root), "vocab_size": 300, "tokens": 1000, **changes})
 
 
 def start(config):
@@ -89,7 +82,7 @@ def test_bpe_is_learnt_from_the_corpus_and_kept_with_it(corpus):
 def test_bpe_learns_from_no_more_than_the_first_training_text(corpus, tmp_path, monkeypatch):
     learnt = []
     monkeypatch.setattr(
-        "lockstep_gpt.data.byte_pairs.make_tokenizer",
+        "lockstep_gpt.data.tokenizer_choice.make_tokenizer",
         lambda _name, _size, texts: learnt.append("".join(texts)) or ByteTokenizer(),
     )
     for number in range(80):
@@ -99,15 +92,8 @@ def test_bpe_learns_from_no_more_than_the_first_training_text(corpus, tmp_path, 
     assert learnt == [train[:MIB].decode()]
 
 
-@pytest.mark.parametrize("goes_on", [True, False])
-def test_files_stay_below_the_limit_and_contain_the_same_tokens(corpus, goes_on):
-    def settings(**changes):
-        if goes_on:
-            return corpus(**changes)
-        own = corpus()
-        return InOneGo(root=own.root, path=own.path, val_fraction=0.4, **changes)
-
-    small, large = prepare(settings(shard_mb=1)), prepare(settings())
+def test_files_stay_below_the_limit_and_contain_the_same_tokens(corpus):
+    small, large = prepare(corpus(shard_mb=1)), prepare(corpus())
     assert max(path.stat().st_size for path in small.glob("*.bin")) == MIB
     assert len(load_index(small).shards) > len(load_index(large).shards) == 2
     for split in ("train", "val"):
@@ -143,12 +129,16 @@ def test_settings_that_decide_the_tokens_give_another_folder(corpus):
         {"tokenizer": "bpe"},
         {"tokenizer": "bpe", "vocab_size": 300},
         {"tokenizer": "bpe", "tokenizer_mb": 3},
+        {"test_fraction": 0.2},
+        {"test_fraction": 0.3},
+        {"val_path": corpus().path},
+        {"test_path": corpus().path},
     ]
     assert len({prepare(corpus(**change)) for change in changes}) == len(changes)
 
 
 def test_other_settings_give_the_same_folder(corpus):
-    changes = [{}, {"val_tokens": 5}, {"num_workers": 2}, {"num_proc": 2}, {"tokenizer_mb": 3}]
+    changes = [{}, {"val_tokens": 5}, {"num_proc": 2}, {"tokenizer_mb": 3}, {"test_fraction": 0.0}]
     assert len({prepare(corpus(**change)) for change in changes}) == 1
 
 
@@ -304,17 +294,26 @@ def test_a_build_resumes_after_a_full_disk(tiny_disk, tmp_path, caplog):
     assert content(folder) == content(prepare(small(tmp_path / "whole", **settings)))
 
 
-@pytest.mark.parametrize(("fraction", "split"), [(1e-9, "val"), (1 - 1e-9, "train")])
-def test_an_empty_split_is_rejected_and_leaves_nothing(tmp_path, fraction, split):
-    with pytest.raises(UserError, match=f"no tokens for the {split} split of synthetic"):
-        prepare(small(tmp_path, val_fraction=fraction))
+@pytest.mark.parametrize(
+    ("fractions", "line"),
+    [
+        ((1e-9, 0.0), r"val_fraction=1e-09 leaves no tokens for the val split of .*; raise it"),
+        ((1 - 1e-9, 0.0), r"train split of synthetic; lower it"),
+        ((0.1, 1e-9), r"test_fraction=1e-09 leaves no tokens for the test split of .*; raise it"),
+        ((0.5, 0.5 - 1e-9), r"train split of synthetic; lower it"),
+    ],
+)
+def test_an_empty_split_is_rejected_and_leaves_nothing(tmp_path, fractions, line):
+    val, test = fractions
+    with pytest.raises(UserError, match=line):
+        prepare(small(tmp_path, val_fraction=val, test_fraction=test))
     assert not [path for path in tmp_path.iterdir() if path.suffix != ".lock"]
 
 
 def test_a_corpus_without_text_is_rejected(tmp_path):
     (tmp_path / "empty.txt").write_text("\n\n")
-    config = TextData(root=str(tmp_path), path=str(tmp_path / "empty.txt"), documents="line")
-    with pytest.raises(UserError, match=r"data\.source=text contains no text"):
+    config = Text(root=str(tmp_path), path=str(tmp_path / "empty.txt"), documents="line")
+    with pytest.raises(UserError, match=r"data=text contains no text"):
         prepare(config)
 
 
@@ -324,7 +323,7 @@ def test_memory_does_not_grow_with_the_corpus(tmp_path):
     for size in (60, 180):
         with (tmp_path / "a.txt").open("wb") as file:
             file.writelines([b"many words " * 100_000] * size)
-        config = TextData(root=str(tmp_path / "data"), path=str(tmp_path / "a.txt"))
+        config = Text(root=str(tmp_path / "data"), path=str(tmp_path / "a.txt"))
         command = [sys.executable, "-c", code, repr(config)]
         peaks.append(int(subprocess.check_output(command).split()[1]))
     added = 120 * 1_100_000 / 1024

@@ -1,8 +1,7 @@
-import pickle
+import threading
 import time
 from contextlib import closing
 from itertools import islice
-from types import SimpleNamespace
 
 import lightning
 import numpy as np
@@ -23,26 +22,22 @@ from lockstep_gpt.data.shards import (
     open_split,
     write_index,
 )
-from lockstep_gpt.data.windows import gather, open_windows, widen
+from lockstep_gpt.data.windows import StreamWindows
 from lockstep_gpt.model.functional import IGNORE
-from lockstep_gpt.registry import additions, asked
 
 T, B, SEED = 8, 3, 5
-needs_workers = pytest.mark.skipif(not any(additions("DATA_MODULE")), reason="no such extra")
-pytestmark = [  # of Lightning, of torch on few cores, and of Python 3.12 on any forked worker
+pytestmark = [  # of Lightning
     pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated"),
     pytest.mark.filterwarnings("ignore:The '.*_dataloader' does not have many workers"),
-    pytest.mark.filterwarnings("ignore:This DataLoader will create .* worker processes"),
-    pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning"),
 ]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Random two-byte tokens: 800 for training and 200 for validation."""
+    """Random two-byte tokens: 800 for training, 200 for validation, and 240 for tests."""
     folder, splits = tmp_path_factory.mktemp("data"), {}
-    ids = np.random.default_rng(0).integers(1000, size=1000).astype("<u2")
-    for name, part in zip(("train", "val"), np.split(ids, [800]), strict=True):
+    ids = np.random.default_rng(0).integers(1000, size=1240).astype("<u2")
+    for name, part in zip(("train", "val", "test"), np.split(ids, [800, 1000]), strict=True):
         with closing(SplitWriter(folder, name, "<u2")) as writer:
             writer.append(part)
             splits[name] = writer.saved()
@@ -57,7 +52,7 @@ class Recorder(lightning.LightningModule):
     def __init__(self):
         super().__init__()
         self.weight = torch.nn.Parameter(torch.zeros(1))
-        self.trained, self.validated = [], []
+        self.trained, self.validated, self.tested = [], [], []
 
     def training_step(self, batch):
         self.trained.append(batch)
@@ -66,15 +61,16 @@ class Recorder(lightning.LightningModule):
     def validation_step(self, batch):
         self.validated.append(batch)
 
+    def test_step(self, batch):
+        self.tested.append(batch)
+
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def datamodule(folder, num_workers=0, **changes):
+def datamodule(folder, **changes):
     sizes = {"block_size": T, "micro_size": B, "accumulation": 1, "seed": SEED}
-    made = asked("DATA_MODULE", SimpleNamespace(source="text", num_workers=num_workers))
-    kind = next(filter(None, made), TokenDataModule)
-    return kind(folder, **{**sizes, **changes})
+    return TokenDataModule(folder, **{**sizes, **changes})
 
 
 def fit(data, max_steps, ckpt_path=None, **options):
@@ -102,27 +98,29 @@ def stacked(batches):
 
 
 def test_windows_are_whole_and_share_one_token(folder):
-    tokens, windows = open_split(folder, "train"), open_windows(folder, "train", T)
-    assert windows.shape == ((tokens.size - 1) // T, T + 1) == (99, 9)
+    tokens, windows = open_split(folder, "train"), StreamWindows(folder, "train", T)
+    assert windows.counts == {"": (tokens.size - 1) // T} == {"": 99}
+    assert not windows.has_padding
     for i in (0, 1, 98):
-        np.testing.assert_array_equal(windows[i], tokens[i * T : i * T + T + 1])
+        np.testing.assert_array_equal(windows[[i]], [tokens[i * T : i * T + T + 1]])
 
 
 def test_targets_are_tokens_one_further(folder):
-    windows = open_windows(folder, "train", T)
-    ((stored, real),) = gather(windows, [np.array([7, 0])])
-    assert (stored.dtype, real) == (torch.uint16, 2)
-    tokens, targets = widen((stored, real))
+    windows = StreamWindows(folder, "train", T)
+    (stored,) = windows.gather([np.array([7, 0])])
+    assert (stored.ids.dtype, stored.real, stored.parts) == (torch.uint16, 2, None)
+    tokens, targets = windows.widen(stored)
     assert tokens.shape == targets.shape == (2, T)
     assert tokens.dtype == targets.dtype == torch.int64
     assert tokens.is_contiguous()
     assert targets.is_contiguous()
-    assert tokens.tolist() == windows[[7, 0], :-1].tolist()
-    assert targets.tolist() == windows[[7, 0], 1:].tolist()
+    assert tokens.tolist() == windows[[7, 0]][:, :-1].tolist()
+    assert targets.tolist() == windows[[7, 0]][:, 1:].tolist()
 
 
 def test_padding_counts_nowhere(folder):
-    tokens, targets = widen(*gather(open_windows(folder, "val", T), [np.array([2, -1])]))
+    windows = StreamWindows(folder, "val", T)
+    tokens, targets = windows.widen(*windows.gather([np.array([2, -1])]))
     assert not tokens[1].any()
     assert (targets[1] == IGNORE).all()
     assert (targets[0] >= 0).all()
@@ -132,38 +130,30 @@ def test_padding_counts_nowhere(folder):
 def test_training_follows_the_order(folder, accumulation):
     module, _ = fit(datamodule(folder, accumulation=accumulation), max_steps=5)
     order = Order(SEED, 99, B, rank=0, world_size=1)
-    windows = open_windows(folder, "train", T)
-    steps = list(islice(order.stream(0), 5 * accumulation))
-    expected = [widen(stored) for stored in gather(windows, steps)]
+    windows = StreamWindows(folder, "train", T)
+    steps = list(islice(order.stream(), 5 * accumulation))
+    expected = [windows.widen(stored) for stored in windows.gather(steps)]
     assert isinstance(module.trained[0], tuple)
     assert torch.equal(stacked(module.trained), stacked(expected))
 
 
-@needs_workers
-@pytest.mark.parametrize("workers", [1, 2, 3])
-def test_workers_change_neither_stream(folder, workers):
-    alone, _ = fit(datamodule(folder), max_steps=8)
-    helped, _ = fit(datamodule(folder, num_workers=workers), max_steps=8)
-    assert torch.equal(stacked(helped.trained), stacked(alone.trained))
-    assert torch.equal(stacked(helped.validated), stacked(alone.validated))
-
-
-def test_a_stream_travels_to_a_worker_without_its_data(folder):
+@pytest.mark.parametrize("count", [1, 8, 20])
+def test_a_stream_gathers_the_windows_of_each_batch(folder, count):
     order = Order(SEED, 99, B, 0, 1, start=4 * B)
-    stream = pickle.loads(pickled := pickle.dumps(TokenStream(folder, "train", T, order.stream)))
-    assert len(pickled) < 1000
-    windows, _ = next(iter(stream))
-    assert windows.tolist() == open_windows(folder, "train", T)[next(order.stream(0))].tolist()
+    windows = StreamWindows(folder, "train", T)
+    stream = TokenStream(windows, order.stream)
+    for _ in range(2):  # each iteration begins again
+        found = islice(stream, count)
+        for stored, rows in zip(found, islice(order.stream(), count), strict=True):
+            assert stored.ids.tolist() == windows[rows].tolist()
+            assert stored.parts is None
 
 
-@pytest.mark.parametrize(
-    ("steps", "accumulation", "workers"),
-    [(5, 2, 0), (40, 1, 0), pytest.param(4, 2, 2, marks=needs_workers)],
-)
+@pytest.mark.parametrize(("steps", "accumulation"), [(5, 2), (40, 1), (4, 2)])
 def test_a_resumed_run_sees_the_samples_of_an_uninterrupted_one(
-    folder, tmp_path, steps, accumulation, workers
+    folder, tmp_path, steps, accumulation
 ):
-    data = {"accumulation": accumulation, "num_workers": workers}
+    data = {"accumulation": accumulation}
     whole, _ = fit(datamodule(folder, **data), max_steps=steps + 4)
     _, trainer = fit(datamodule(folder, **data), max_steps=steps)
     trainer.save_checkpoint(tmp_path / "run.ckpt")
@@ -177,7 +167,7 @@ def test_validation_sees_every_window_once(folder):
     tokens = torch.cat([tokens for tokens, _ in module.validated])
     targets = torch.cat([targets for _, targets in module.validated])
     real = (targets != IGNORE).all(dim=1)
-    expected = open_windows(folder, "val", T).astype(np.int64)
+    expected = StreamWindows(folder, "val", T)[np.arange(24)].astype(np.int64)
     assert len(tokens) % B == 0
     assert real.sum() == len(expected) == 24
     assert tokens[real].tolist() == expected[:, :-1].tolist()
@@ -191,7 +181,116 @@ def test_val_tokens_limit_whole_windows_spread_evenly(folder, val_tokens, count)
     targets = torch.cat([targets for _, targets in module.validated])
     real = targets[(targets != IGNORE).all(dim=1)]
     spread = [number * 24 // count for number in range(count)]
-    assert real.tolist() == open_windows(folder, "val", T)[spread, 1:].tolist()
+    assert real.tolist() == StreamWindows(folder, "val", T)[spread][:, 1:].tolist()
+
+
+@pytest.mark.parametrize("val_tokens", [None, 16])
+def test_a_test_sees_every_test_window_once(folder, val_tokens):
+    data = datamodule(folder, val_tokens=val_tokens)
+    module, trainer = fit(data, max_steps=1)
+    trainer.test(module, data, verbose=False)
+    tokens = torch.cat([tokens for tokens, _ in module.tested])
+    targets = torch.cat([targets for _, targets in module.tested])
+    real = (targets != IGNORE).all(dim=1)
+    expected = StreamWindows(folder, "test", T)[np.arange(29)].astype(np.int64)
+    assert real.sum() == len(expected)
+    assert tokens[real].tolist() == expected[:, :-1].tolist()
+    assert targets[real].tolist() == expected[:, 1:].tolist()
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 5])
+def test_ranks_share_all_windows_of_a_split(folder, world_size):
+    data = datamodule(folder)
+    rows = [data.rows_of("test", rank, world_size) for rank in range(world_size)]
+    assert len({each.shape for each in rows}) == 1
+    seen = np.concatenate(rows).ravel()
+    assert np.sort(seen[seen >= 0]).tolist() == [*range(29)]
+
+
+def test_a_split_that_was_not_prepared_is_rejected_with_a_remedy(folder):
+    data = datamodule(folder)
+    del data.windows["test"]
+    with pytest.raises(UserError, match=r"has no test split; .*data\.test_fraction or"):
+        data.rows_of("test")
+
+
+def test_batches_without_a_trainer_are_those_of_the_split(folder):
+    data = datamodule(folder)
+    rows = data.rows_of("val")
+    found = [*data.batches("val", rows, torch.device("cpu"))]
+    assert [tokens.shape for tokens, _ in found] == [(B, T)] * 8
+    module, _ = fit(datamodule(folder), max_steps=2)
+    assert torch.equal(stacked(found), stacked(module.validated))
+
+
+def is_even(_tokens, targets):
+    return targets % 2 == 0
+
+
+def test_a_target_mask_ignores_the_targets_that_do_not_count(folder):
+    plain, _ = fit(datamodule(folder), max_steps=2)
+    data = datamodule(folder, target_masks={"": is_even})
+    masked, _ = fit(data, max_steps=2)
+    assert data.may_ignore
+    assert not datamodule(folder).may_ignore
+    for name in ("trained", "validated"):
+        pairs = zip(getattr(plain, name), getattr(masked, name), strict=True)
+        for (tokens, targets), (same, counted) in pairs:
+            assert torch.equal(tokens, same)
+            assert torch.equal(counted, targets.masked_fill(targets % 2 != 0, IGNORE))
+
+
+def test_a_validation_without_any_counted_target_is_rejected(folder):
+    def none(_tokens, targets):
+        return torch.zeros_like(targets, dtype=torch.bool)
+
+    with pytest.raises(
+        UserError, match="the 24 validation windows used have no token of an answer"
+    ):
+        datamodule(folder, target_masks={"": none})
+
+
+class Reversed:
+    """Packing whose windows are those of a stream, from the last to the first."""
+
+    def __init__(self):
+        self.prepared = []
+
+    def prepare(self, folder, block_size):
+        self.prepared.append((folder, block_size))
+
+    def open(self, folder, split, block_size):
+        windows = StreamWindows(folder, split, block_size)
+        own = windows.gather
+        last = windows.counts[""] - 1
+        windows.gather = lambda batches, pinned=False: own(
+            [last - each for each in batches], pinned
+        )
+        return windows
+
+
+def test_packing_makes_the_windows_of_all_splits(folder):
+    packing = Reversed()
+    module, _ = fit(datamodule(folder, packing=packing), max_steps=2)
+    assert packing.prepared == [(folder, T)]
+    rows = list(islice(Order(SEED, 99, B, 0, 1).stream(), 2))
+    windows = StreamWindows(folder, "train", T)
+    for (tokens, _), each in zip(module.trained, rows, strict=True):
+        assert tokens.tolist() == windows[98 - each][:, :-1].tolist()
+
+
+def test_an_order_rule_decides_the_training_windows(folder):
+    asked = []
+
+    def in_sequence(counts, samples, block_size):
+        asked.append((counts, samples, block_size))
+        return lambda positions, size, _seed: positions % size
+
+    module, _ = fit(datamodule(folder, order_rule=in_sequence, accumulation=2), max_steps=3)
+    assert asked == [({"": 99}, 3 * 2 * B, T)]
+    found = torch.cat([tokens for tokens, _ in module.trained])
+    expected = StreamWindows(folder, "train", T)[np.arange(3 * 2 * B)][:, :-1]
+    assert found.tolist() == expected.tolist()
 
 
 def test_loaders_leave_the_random_state_of_the_run_alone(folder):
@@ -204,23 +303,26 @@ def test_loaders_leave_the_random_state_of_the_run_alone(folder):
 
 
 def test_a_feed_loads_one_batch_ahead_and_measures_waiting(wait_for):
-    made = []
+    made, threads = [], set()
 
     def slow():
         for number in range(3):
             time.sleep(0.05)
             made.append(number)
+            threads.add(threading.current_thread().name)
             yield number
 
     feed = Feed(slow(), group=1)
     batches, started = iter(feed), time.perf_counter()
     assert next(batches) == 0
     spent = time.perf_counter() - started
-    wait_for(feed.ahead.done)
+    wait_for(lambda: len(made) > 1)
+    time.sleep(0.1)  # long enough for another one
     assert made == [0, 1]
     started = time.perf_counter()
     assert list(batches) == [1, 2]
     assert 0.09 < feed.waited < spent + time.perf_counter() - started
+    assert all(name.startswith("feed") for name in threads)
 
 
 def test_an_error_in_the_feed_s_thread_stops_the_training():

@@ -12,7 +12,8 @@ from lockstep_gpt.data.byte_pairs import BytePairTokenizer
 from lockstep_gpt.data.growing import hashes_of
 from lockstep_gpt.data.prepare import prepare
 from lockstep_gpt.data.shards import load_index
-from lockstep_gpt.data.sources.text import JsonlData, TextData
+from lockstep_gpt.data.sources.jsonl import JsonLines
+from lockstep_gpt.data.sources.text import Text
 from lockstep_gpt.data.tokenizer import ByteTokenizer
 
 WORDS = ("a", "few", "words", "of", "text", "that", "come", "again")
@@ -28,7 +29,7 @@ def add(tmp_path, *numbers, lines=40):
 
 def settings(tmp_path, root="data", **changes):
     own = {"documents": "line", "val_fraction": 0.2, **changes}
-    return TextData(root=str(tmp_path / root), path=str(tmp_path / "texts"), **own)
+    return Text(root=str(tmp_path / root), path=str(tmp_path / "texts"), **own)
 
 
 def content(folder):
@@ -168,9 +169,9 @@ def test_objects_of_json_lines_are_documents_by_their_text(tmp_path, tokenized):
     path = tmp_path / "texts/a.jsonl"
     path.write_text("".join(f'{{"text": "line {number}"}}\n' for number in range(50)))
     own = {"root": str(tmp_path / "data"), "path": str(path), "val_fraction": 0.2}
-    prepare(JsonlData(**own))
+    prepare(JsonLines(**own))
     tokenized.clear()
     with path.open("a") as file:
         file.write('{"id": 7, "text": "line 50"}\n{"text": "line 3"}\n')
-    prepare(JsonlData(**own))
+    prepare(JsonLines(**own))
     assert tokenized == [b"line 50"]

@@ -1,11 +1,13 @@
 import contextlib
 import hashlib
+import mmap
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from lockstep_gpt.data.build import ResumedWriter
+from lockstep_gpt.data.mapped_files import map_files
 from lockstep_gpt.data.shards import (
     FORMAT,
     Index,
@@ -15,7 +17,7 @@ from lockstep_gpt.data.shards import (
     write_index,
 )
 from lockstep_gpt.data.tokenizer import token_dtype
-from lockstep_gpt.data.windows import open_windows
+from lockstep_gpt.data.windows import StreamWindows
 
 LIMIT = 65_536  # bytes of a file
 
@@ -54,8 +56,8 @@ def test_files_of_bounded_size_map_as_one_array(tmp_path, tokens):
     assert mapped[LIMIT // 2 - 3 : LIMIT // 2 + 3].tolist() == ids[LIMIT // 2 - 3 :][:6].tolist()
     whole = np.lib.stride_tricks.sliding_window_view(ids, 1000)[::999]
     rows = np.random.default_rng(1).permutation(len(whole))
-    np.testing.assert_array_equal(open_windows(tmp_path, "train", 999)[rows], whole[rows])
-    shown = open_windows(tmp_path, "train", 999)[np.array([3, -1])]
+    np.testing.assert_array_equal(StreamWindows(tmp_path, "train", 999)[rows], whole[rows])
+    shown = StreamWindows(tmp_path, "train", 999)[np.array([3, -1])]
     assert shown[0].tolist() == whole[3].tolist()
 
 
@@ -82,3 +84,27 @@ def test_the_index_describes_the_files(tmp_path):
         content = (tmp_path / shard.file).read_bytes()
         assert len(content) == 2 * shard.tokens
         assert shard.sha256 == hashlib.sha256(content).hexdigest()
+
+
+@pytest.mark.parametrize(
+    "sizes", [[[5], [7]], [[LIMIT, 3], [9]], [[LIMIT, LIMIT], [1], [LIMIT, 2]]]
+)
+def test_each_group_of_files_begins_on_a_page_and_is_whole(tmp_path, sizes):
+    groups, content = [], []
+    for place, group in enumerate(sizes):
+        groups.append([tmp_path / f"{place}-{number}" for number in range(len(group))])
+        pieces = [np.random.default_rng(size + place).bytes(size) for size in group]
+        for path, piece in zip(groups[-1], pieces, strict=True):
+            path.write_bytes(piece)
+        content.append(b"".join(pieces))
+    mapped, starts = map_files(groups)
+    assert all(start % mmap.PAGESIZE == 0 for start in starts)
+    for start, expected in zip(starts, content, strict=True):
+        assert mapped[start : start + len(expected)].tobytes() == expected
+
+
+def test_a_file_that_cannot_be_mapped_is_named(tmp_path):
+    (tmp_path / "a").write_bytes(b"content")
+    with pytest.raises(OSError, match="No such file") as caught:
+        map_files([[tmp_path / "a"], [tmp_path / "b"]])
+    assert caught.value.filename == str(tmp_path / "b")

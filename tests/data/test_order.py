@@ -121,8 +121,9 @@ def micro_batch(order, number):
 
 def global_batch(step, micro, accumulation, world):
     orders = [Order(7, 1000, micro, rank, world, accumulation) for rank in range(world)]
-    streams = [order.stream(step * accumulation) for order in orders]
-    return [next(stream) for stream in streams for _ in range(accumulation)]
+    skipped = step * accumulation
+    streams = [islice(order.stream(), skipped, skipped + accumulation) for order in orders]
+    return [batch for stream in streams for batch in stream]
 
 
 @pytest.mark.parametrize(("micro", "accumulation", "world"), FACTORS_OF_24)
@@ -141,7 +142,15 @@ def test_ranks_are_disjoint_and_complete_over_an_epoch():
 @given(*map(st.integers, (1, 0, 0, 0, 1), (9, 5000, 3, 500, 6)))
 def test_the_stream_is_the_sequence_of_micro_batches(micro, start, rank, first, accumulation):
     order = Order(11, 777, micro, rank, 4, accumulation, start)
-    for number, batch in enumerate(islice(order.stream(first), 20), start=first):
+    stream = islice(order.stream(), first, first + 20)
+    for number, batch in enumerate(stream, start=first):
+        np.testing.assert_array_equal(batch, micro_batch(order, number))
+
+
+def test_the_stream_continues_over_the_windows_that_it_draws_at_once():
+    order = Order(0, 50_000, 512, 0, 1)
+    count = CHUNK // 512
+    for number, batch in enumerate(islice(order.stream(), 3 * count)):
         np.testing.assert_array_equal(batch, micro_batch(order, number))
 
 
@@ -149,20 +158,10 @@ def test_the_stream_is_the_sequence_of_micro_batches(micro, start, rank, first, 
 def test_after_a_change_of_the_batch_no_sample_is_skipped_or_repeated(micro, accumulation, world):
     seen = 7 * 10  # by steps of another batch size, which 24 doesn't divide
     orders = [Order(7, 1000, micro, rank, world, accumulation, seen) for rank in range(world)]
-    streams = [order.stream(0) for order in orders]
+    streams = [order.stream() for order in orders]
     following = [next(stream) for stream in streams for _ in range(accumulation)]
     expected = windows(np.arange(seen, seen + 24), 1000, 7)
     np.testing.assert_array_equal(np.concatenate(following), expected)
-
-
-@pytest.mark.parametrize("workers", [1, 2, 3])
-def test_strided_streams_interleave_to_the_whole_stream(workers):
-    order = Order(0, 50_000, 512, 0, 1)
-    count = 4 * (CHUNK // 512)
-    whole = list(islice(order.stream(3), count * workers))
-    for worker in range(workers):
-        share = islice(order.stream(3 + worker, stride=workers), count)
-        np.testing.assert_array_equal(list(share), whole[worker::workers])
 
 
 @settings(deadline=None)

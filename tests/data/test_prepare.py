@@ -1,4 +1,3 @@
-import errno
 import json
 import logging
 import os
@@ -6,23 +5,23 @@ import re
 import shutil
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
 
 import pytest
 
-from lockstep_gpt import extras
-from lockstep_gpt.config import StdlibData, TextData, UserError
+from lockstep_gpt.config import DataModuleConfig, UserError
 from lockstep_gpt.data.prepare import prepare
 from lockstep_gpt.data.shards import load_index, open_split
-from lockstep_gpt.data.sources import stdlib as corpora
-from lockstep_gpt.data.sources.stdlib import corpus_of, split_of
-from lockstep_gpt.data.tokenizer import ByteTokenizer, from_dict
+from lockstep_gpt.data.sources.source import split_of_name
+from lockstep_gpt.data.sources.stdlib import StandardLibrary
+from lockstep_gpt.data.sources.text import Text
+from lockstep_gpt.data.tokenizer import ByteTokenizer
+from lockstep_gpt.data.tokenizer_choice import from_dict
 
 PREPARE = """
 import sys
-from lockstep_gpt.config import *
 from lockstep_gpt.data.prepare import prepare
+from lockstep_gpt.data.sources.text import *
 if __name__ == "__main__":
     print(prepare(eval(sys.argv[1])))
 """
@@ -59,24 +58,18 @@ def small(tmp_path_factory):
     def settings(root, size=1000, **changes):
         if not path.exists() or path.stat().st_size != size:
             path.write_bytes(b"a" * size)
-        return TextData(root=str(root), path=str(path), **changes)
+        return Text(root=str(root), path=str(path), **changes)
 
     return settings
 
 
-@pytest.fixture
-def alone(monkeypatch):
-    """Hide the extras."""
-    monkeypatch.setattr(extras, "__path__", [])
-
-
-def test_a_build_that_fails_or_was_killed_begins_again(alone, tmp_path, monkeypatch, small):  # noqa: ARG001
+def test_a_build_that_fails_or_was_killed_begins_again(tmp_path, monkeypatch, small):
     folder = prepare(small(tmp_path / "whole"))
     (leftover := tmp_path / f".{folder.name}.unfinished").mkdir()
     for name in ("train-00000.bin", "val-00003.bin"):
         (leftover / name).write_bytes(b"left")
     with monkeypatch.context() as patch:
-        patch.setattr("lockstep_gpt.data.prepare.finish", lambda *_: 1 // 0)
+        patch.setattr("lockstep_gpt.data.build.finish", lambda *_: 1 // 0)
         with pytest.raises(ZeroDivisionError):
             prepare(small(tmp_path))
     assert not leftover.exists()
@@ -89,28 +82,20 @@ def test_a_build_that_fails_or_was_killed_begins_again(alone, tmp_path, monkeypa
 @pytest.fixture
 def library():
     """The documents of the standard library, by name."""
-    corpus = corpus_of(StdlibData())
-    return {file.name: Path(file.path).read_bytes() for file in corpus.files}
-
-
-@pytest.fixture
-def corpus(tmp_path, texts):
-    """A function that creates the settings for a folder of text files."""
-    root = str(tmp_path / "data")
-    return partial(TextData, root=root, path=str(texts), val_fraction=0.4)
+    return {file.name: Path(file.path).read_bytes() for file in StandardLibrary().files}
 
 
 def test_the_standard_library_becomes_its_documents_one_after_another(tmp_path, library):
-    folder = prepare(StdlibData(root=str(tmp_path), val_fraction=0.1))
+    folder = prepare(StandardLibrary(root=str(tmp_path), val_fraction=0.1))
     expected = {"train": [], "val": []}
     for name, text in library.items():
-        expected[split_of(name, 0.1)].append(text + b"\0")
+        expected[split_of_name(name, 0.1, 0)].append(text + b"\0")
     for split, texts in expected.items():
         assert open_split(folder, split).tobytes() == b"".join(texts)
 
 
 def test_the_index_describes_the_standard_library(tmp_path):
-    index = load_index(prepare(StdlibData(root=str(tmp_path))))
+    index = load_index(prepare(StandardLibrary(root=str(tmp_path))))
     assert isinstance(from_dict(index.tokenizer), ByteTokenizer)
     assert index.fingerprints.keys() == {"source", "tokenizer", "settings"}
     for split in index.splits.values():
@@ -128,7 +113,7 @@ def test_a_second_call_writes_and_prints_nothing(tmp_path, caplog, small):
 
 def test_a_build_reports_its_result_in_one_line(tmp_path, caplog):
     with caplog.at_level(logging.INFO):
-        folder = prepare(StdlibData(root=str(tmp_path)))
+        folder = prepare(StandardLibrary(root=str(tmp_path)))
     (line,) = caplog.messages
     pattern = r"prepared stdlib: [\d,]+ documents, [\d.]+ MB -> (\S+) \([\d,]+ train and [\d,]+ val"
     assert re.match(pattern, line)[1] == str(folder)
@@ -140,19 +125,6 @@ def test_invalid_utf8_is_counted_and_reported(corpus, tmp_path, caplog):
         folder = prepare(corpus())
     assert load_index(folder).invalid_documents == 1
     assert "26 documents (1 not UTF-8: replace)" in caplog.text
-
-
-def test_settings_that_decide_the_tokens_give_another_folder(corpus):
-    changes = [
-        {},
-        {"val_fraction": 0.45},
-    ]
-    assert len({prepare(corpus(**change)) for change in changes}) == len(changes)
-
-
-def test_other_settings_give_the_same_folder(corpus):
-    changes = [{}, {"val_tokens": 5}]
-    assert len({prepare(corpus(**change)) for change in changes}) == 1
 
 
 @pytest.mark.parametrize("change", ["longer", "as long", "another file", "one less"])
@@ -168,19 +140,6 @@ def test_a_changed_corpus_is_prepared_in_another_folder(corpus, tmp_path, change
     assert after != before
     assert content(before) == old
     assert after == prepare(corpus())
-
-
-def test_a_corpus_that_changes_while_it_is_read_is_rejected(corpus, tmp_path, monkeypatch):
-    read = corpora._pieces
-
-    def meddle(*arguments):
-        (tmp_path / "texts" / "9.txt").write_text("changed meanwhile")
-        return read(*arguments)
-
-    monkeypatch.setattr(corpora, "_pieces", meddle)
-    with pytest.raises(UserError, match="the corpus changed meanwhile"):
-        prepare(corpus())
-    assert not prepared(tmp_path / "data")
 
 
 def test_the_folder_is_named_for_its_source_under_the_root(tmp_path, small):
@@ -261,27 +220,6 @@ def test_named_tokens_are_not_rebuilt_from_another_corpus(corpus):
         prepare(near)
 
 
-@pytest.fixture
-def tiny_disk(tmp_path):
-    """A small, separate disk."""
-    (disk := tmp_path / "disk").mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(disk)]
-    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode:
-        pytest.skip("mounting a small file system needs root")
-    yield disk
-    subprocess.run(["umount", str(disk)], check=True)
-
-
-@pytest.mark.usefixtures("alone")
-def test_a_full_disk_fails_in_one_clear_line_without_leftovers(tiny_disk, small):
-    disk = tiny_disk
-    with pytest.raises(UserError, match=r"data\.root=.* \(No space left.* with space") as caught:
-        prepare(small(disk, 100_000))
-    assert caught.value.__cause__.errno == errno.ENOSPC
-    assert not [path for path in disk.iterdir() if path.suffix != ".lock"]
-    prepare(small(disk))
-
-
 @pytest.mark.parametrize("part", ["file", "file/below"])
 def test_a_root_that_cannot_be_written_is_one_clear_line(tmp_path, part, small):
     (tmp_path / "file").write_text("in the way")
@@ -303,14 +241,14 @@ def test_a_binary_file_is_rejected_by_its_name(tmp_path):
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "logo.png").write_bytes(b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR" * 9)
     with pytest.raises(UserError, match=r"texts/logo.png is not text: it has NUL bytes; remove it"):
-        prepare(TextData(root=str(tmp_path / "data"), path=str(tmp_path / "texts")))
+        prepare(Text(root=str(tmp_path / "data"), path=str(tmp_path / "texts")))
     assert not [*tmp_path.glob("data/text-*")]
 
 
 def test_an_empty_file_is_called_empty(tmp_path):
     (tmp_path / "nothing.txt").touch()
     with pytest.raises(UserError, match=r"nothing.txt is empty; give it text to train on"):
-        prepare(TextData(root=str(tmp_path / "data"), path=str(tmp_path / "nothing.txt")))
+        prepare(Text(root=str(tmp_path / "data"), path=str(tmp_path / "nothing.txt")))
 
 
 @pytest.mark.parametrize(("files", "said"), [(3, "the end of each file"), (30, "whole documents")])
@@ -319,7 +257,7 @@ def test_the_receipt_names_the_held_out_text(tmp_path, caplog, files, said):
     for number in range(files):
         (tmp_path / "texts" / f"{number}.txt").write_text("some words " * 20)
     caplog.set_level("INFO")
-    data = TextData(root=str(tmp_path / "data"), path=str(tmp_path / "texts"), val_fraction=0.4)
+    data = Text(root=str(tmp_path / "data"), path=str(tmp_path / "texts"), val_fraction=0.4)
     prepare(data)
     assert f": {files} documents, " in caplog.text
     assert f" val tokens; val has {said})" in caplog.text
@@ -330,28 +268,15 @@ def test_the_receipt_names_the_held_out_text(tmp_path, caplog, files, said):
 
 @pytest.mark.parametrize(("fraction", "split"), [(1e-9, "val"), (1 - 1e-9, "train")])
 def test_an_empty_split_is_rejected_and_leaves_nothing(tmp_path, fraction, split):
-    config = StdlibData(root=str(tmp_path), val_fraction=fraction)
+    config = StandardLibrary(root=str(tmp_path), val_fraction=fraction)
     with pytest.raises(UserError, match=f"no tokens for the {split} split of stdlib"):
         prepare(config)
     assert not [path for path in tmp_path.iterdir() if path.suffix != ".lock"]
 
 
 def test_a_corpus_without_a_path_fails_in_one_clear_line(tmp_path):
-    with pytest.raises(UserError, match=r"data\.path is empty; set it to the data"):
-        prepare(TextData(root=str(tmp_path)))
-
-
-def test_memory_does_not_grow_with_the_corpus(tmp_path):
-    code = PREPARE + "    print(open('/proc/self/status').read().split('VmHWM:')[1].split()[0])"
-    peaks = []
-    for size in (20, 90):
-        with (tmp_path / "a.txt").open("wb") as file:
-            file.writelines([b"many words " * 100_000] * size)
-        config = TextData(root=str(tmp_path / "data"), path=str(tmp_path / "a.txt"))
-        command = [sys.executable, "-c", code, repr(config)]
-        peaks.append(int(subprocess.check_output(command).split()[1]))
-    added = 70 * 1_100_000 / 1024
-    assert peaks[1] - peaks[0] < added / 8  # the allocator keeps one or two extra pieces of 4 MB
+    with pytest.raises(UserError, match=r"data\.path is empty; set it to a file, a folder"):
+        prepare(Text(root=str(tmp_path)))
 
 
 def test_two_machines_prepare_the_same_bytes(tmp_path, small):
@@ -359,3 +284,20 @@ def test_two_machines_prepare_the_same_bytes(tmp_path, small):
     assert first.name == second.name
     assert content(first) == content(second)
     assert json.loads(content(first)["index.json"])["format"] == 2
+
+
+def test_a_data_module_of_your_own_prepares_nothing(tmp_path):
+    own = DataModuleConfig(_target_="mine.Batches", root=str(tmp_path))
+    with pytest.raises(UserError, match=r"data\._target_=mine\.Batches prepares no tokens"):
+        prepare(own)
+
+
+def test_three_splits_are_prepared_and_named_in_the_receipt(corpus, caplog):
+    caplog.set_level("INFO")
+    folder = prepare(corpus(val_fraction=0.2, test_fraction=0.2))
+    index = load_index(folder)
+    counts = [f"{split.tokens:,} {name}" for name, split in index.splits.items()]
+    assert f"({' and '.join(counts)} tokens; val has the end of each file)" in caplog.text
+    assert ": 25 documents, " in caplog.text
+    texts = [Path(corpus().path, f"{number}.txt").read_bytes() for number in range(25)]
+    assert sum(split.text_bytes for split in index.splits.values()) == sum(map(len, texts))

@@ -1,16 +1,15 @@
 import contextlib
 import hashlib
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from lockstep_gpt import extras
 from lockstep_gpt.config import UserError
 from lockstep_gpt.data.shards import (
     FORMAT,
     Index,
-    Shard,
     Split,
     SplitWriter,
     check_block_size,
@@ -21,7 +20,7 @@ from lockstep_gpt.data.shards import (
     write_index,
 )
 from lockstep_gpt.data.tokenizer import token_dtype
-from lockstep_gpt.data.windows import open_windows
+from lockstep_gpt.data.windows import StreamWindows
 
 LIMIT = 65_536  # number of different two-byte tokens
 
@@ -63,20 +62,7 @@ def test_windows_are_cut_from_one_file_however_large(tmp_path):
     assert [path.name for path in tmp_path.glob("train*")] == ["train-00000.bin"]
     whole = np.lib.stride_tricks.sliding_window_view(ids, 1000)[::999]
     rows = np.random.default_rng(1).permutation(len(whole))
-    np.testing.assert_array_equal(open_windows(tmp_path, "train", 999)[rows], whole[rows])
-
-
-def test_several_files_are_rejected_without_an_extra_that_reads_them(tmp_path, monkeypatch):
-    first = written(tmp_path, "train", range(9), "u1")
-    (tmp_path / "train-00001.bin").write_bytes(bytes(range(9, 12)))
-    second = Shard("train-00001.bin", 3, "f" * 64)
-    both = Split(12, shards=[*first.shards, second])
-    write_index(tmp_path, index_of(both, written(tmp_path, "val", range(5), "u1"), "u1"))
-    monkeypatch.setattr(extras, "__path__", [])
-    line = r"train-00001\.bin is a second file, which needs an extra that is not installed"
-    with pytest.raises(UserError, match=line):
-        open_split(tmp_path, "train")
-    assert open_split(tmp_path, "val").tolist() == [*range(5)]
+    np.testing.assert_array_equal(StreamWindows(tmp_path, "train", 999)[rows], whole[rows])
 
 
 @pytest.mark.parametrize("tokens", [10, LIMIT])
@@ -148,6 +134,15 @@ def test_another_format_is_rejected_by_number(tmp_path):
         load_index(tmp_path)
 
 
+def test_a_split_is_one_part_unless_a_mixture_names_several():
+    index = index_of(Split(9), Split(8))
+    assert index.parts("train") == {"": "train"}
+    splits = {"train": Split(9), "b/train": Split(4), "val": Split(8), "a/train": Split(5)}
+    mixed = replace(index, splits=splits)
+    assert mixed.parts("train") == {"b": "b/train", "a": "a/train"}
+    assert mixed.parts("val") == {"": "val"}
+
+
 def of_sizes(train, val):
     return index_of(Split(train), Split(val))
 
@@ -163,5 +158,18 @@ def test_a_block_that_just_fits_passes():
 
 @pytest.mark.parametrize(("train", "val", "split"), [(1000, 8, "val"), (8, 1000, "train")])
 def test_a_block_longer_than_a_split_is_rejected_with_the_longest_that_fits(train, val, split):
-    with pytest.raises(UserError, match=f"{split} split has 8; set at most 7"):
+    with pytest.raises(UserError, match=f"{split} split has 8; set at most 7") as caught:
         check_block_size(of_sizes(train, val), 8)
+    assert str(caught.value).endswith("give it more data (data.val_fraction=0.1)")
+
+
+@pytest.mark.parametrize(
+    ("share", "hint"), [({"test_fraction": 0.3}, " (data.test_fraction=0.3)"), ({}, "")]
+)
+def test_a_block_longer_than_the_test_split_names_its_own_setting(share, hint):
+    index = of_sizes(1000, 1000)
+    index.splits["test"] = Split(8)
+    index.settings.update(share)
+    with pytest.raises(UserError, match="the test split has 8; set at most 7") as caught:
+        check_block_size(index, 8)
+    assert str(caught.value).endswith(f"give it more data{hint}")

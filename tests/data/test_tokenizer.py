@@ -1,24 +1,25 @@
-import json
 import re
 import unicodedata
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep_gpt import extras
 from lockstep_gpt.config import PROGRAM, UserError
 from lockstep_gpt.data import tokenizer as module
 from lockstep_gpt.data.tokenizer import (
     ByteTokenizer,
     cut,
-    from_dict,
+    installing,
     library,
     printable,
+    sure_cut,
     token_dtype,
 )
 
+ROOT = Path(__file__).resolve().parents[2]
 UTF8_TEXT = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]))
 
 
@@ -79,32 +80,38 @@ def test_a_cut_gives_two_valid_texts_and_the_first_is_not_empty(text):
     assert data[:end].decode() + data[end:].decode() == text + "x"
 
 
-def test_a_missing_library_is_named_with_the_command_that_installs_it():
-    line = f"no_such is missing; pip install '{PROGRAM}[bpe]'"
+def test_a_missing_library_is_named_with_the_command_that_installs_it(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    line = "no_such is missing; pip install -e '.[zstd]'"
     with pytest.raises(UserError, match=re.escape(line)):
-        library("no_such", "bpe")
+        library("no_such", "zstd")
 
 
-def test_a_tokenizer_survives_json():
-    made = ByteTokenizer()
-    again = from_dict(json.loads(json.dumps(made.to_dict())))
-    assert type(again) is type(made)
-    assert again.to_dict() == made.to_dict()
-    assert (again.vocab_size, again.end_of_text) == (made.vocab_size, made.end_of_text)
-    assert again.encode("1 2").tolist() == made.encode("1 2").tolist()
+def test_the_command_that_installs_an_extra_works_in_any_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert installing("zstd") == f"pip install -e '{ROOT}[zstd]'"
+    monkeypatch.setattr(module, "__file__", str(tmp_path / "a/lockstep_gpt/data/tokenizer.py"))
+    assert installing("zstd") == f"pip install '{PROGRAM}[zstd]'"
 
 
-@pytest.mark.parametrize("kind", ["words", "bpe", "numbers"])
-def test_an_unknown_kind_is_rejected_by_name(monkeypatch, kind):
-    monkeypatch.setattr(extras, "__path__", [])
-    with pytest.raises(UserError, match=f"'{kind}' is not one of bytes; use the version"):
-        from_dict({"kind": kind})
+@given(text=st.text(st.sampled_from("a9. \n\t漢。é\u3000'"), max_size=40))
+def test_a_sure_cut_is_before_a_space_or_between_a_letter_and_punctuation(text):
+    data = text.encode()
+    end = sure_cut(data)
+    before, after = data[:end].decode(), data[end:].decode()
+    assert before + after == text
+    if end:
+        assert not before[-1].isspace()
+        assert after[0] == " " or (before[-1].isalnum() and after[0] in "\n。")
 
 
-def test_an_extra_may_know_another_kind(monkeypatch):
-    added = {"TOKENIZERS": {"words": "builtins:dict"}}
-    monkeypatch.setattr(module, "merged", added.__getitem__)
-    assert from_dict({"kind": "words", "size": 9}) == {"kind": "words", "size": 9}
+def test_there_is_no_sure_cut_within_a_word_numbers_or_white_space():
+    for text in ("漢字" * 9, "123456", " \n \n", "don't", "...", "a", ""):
+        assert sure_cut(text.encode()) == 0, text
+
+
+def test_a_sure_cut_ignores_an_incomplete_character():
+    assert sure_cut("漢。字".encode()[:-1]) == len("漢".encode())
 
 
 @pytest.mark.parametrize(("vocab_size", "size"), [(2, 1), (256, 1), (257, 2), (65_536, 2)])

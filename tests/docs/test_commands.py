@@ -78,6 +78,7 @@ def is_composed(line):
     return bool(re.search(r"trainer=gpu|gpt2_124m|num_nodes=|=/\w", line))
 
 
+STEP = re.compile(r" (train|prepare) ")
 MISSING = OF_EXTRAS - {*cli.COMMANDS}
 OURS = [
     (page, line)
@@ -85,7 +86,7 @@ OURS = [
     for line in commands_of(text)
     if not line.startswith(tuple(ELSEWHERE)) and not MISSING.intersection(line.split()[1:2])
 ]
-COMPOSED = sorted({line for _, line in OURS if is_composed(line) and " train " in line})
+COMPOSED = sorted({line for _, line in OURS if is_composed(line) and STEP.search(line)})
 LAUNCHED = [line for _, line in OURS if line.startswith("torchrun ") and line not in COMPOSED]
 # Commands that run here, as (page, command).
 HERE = [
@@ -139,7 +140,9 @@ def rank_words(line):
     """Return the command's arguments and the number of ranks that its launcher starts."""
     words = shlex.split(line)
     number = re.search(r"--nproc_per_node=(\d+)", line)
-    return words[words.index("train") :], int(number[1]) if number else None
+    first = words.index(STEP.search(line)[1])
+    # `prepare` composes what `train` does, and has no option to print it.
+    return ["train", *words[first + 1 :]], int(number[1]) if number else None
 
 
 @pytest.mark.parametrize("line", COMPOSED)

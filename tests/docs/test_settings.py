@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep_gpt.config import Config, data_sources, groups, setting
+from lockstep_gpt.config import Config, data_choices, groups, setting
 
 ROOT = Path(__file__).parents[2]
 
@@ -46,7 +46,7 @@ def test_the_page_is_current_else_run_its_script(settings):
 def test_every_setting_is_read_somewhere():
     files = [path for path in (ROOT / "src").rglob("*.py") if path.name != "config.py"]
     sources = "\n".join(path.read_text("utf-8") for path in files)
-    owners = {Config, *groups().values(), *data_sources().values()}
+    owners = {Config, *groups().values(), *data_choices().values()}
     names = {item.name for owner in owners for item in dataclasses.fields(owner)}
     read = {*re.findall(r"\.(\w+)", sources), *re.findall(r"\[?\"(\w+)\"", sources)}
     assert names - read == set()

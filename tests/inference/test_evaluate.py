@@ -4,14 +4,16 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from lockstep_gpt.extras.seeing.evaluate import evaluate, main
 
 from lockstep_gpt import cli
-from lockstep_gpt.config import StdlibData, TextData, UserError
+from lockstep_gpt.config import UserError
 from lockstep_gpt.data.prepare import prepare
 from lockstep_gpt.data.shards import load_index, open_split
+from lockstep_gpt.data.sources.stdlib import StandardLibrary
+from lockstep_gpt.data.sources.text import Text
 from lockstep_gpt.data.tokenizer import ByteTokenizer
-from lockstep_gpt.inference.source import load_model
+from lockstep_gpt.inference.evaluate import evaluate, main
+from lockstep_gpt.inference.trained_model import load_model
 from lockstep_gpt.run.checkpoint import find_checkpoint
 
 T = 64
@@ -32,10 +34,9 @@ def small_run(saved_run, tmp_path_factory):
     """A run on 2,000 held-out tokens of a file."""
     path = tmp_path_factory.mktemp("corpus") / "text"
     path.write_text("x" * 7999 + "ab" * 999 + "a")
-    data = {"source": "text", "root": str(path.parent / "data"), "path": str(path)}
-    data["val_fraction"] = 1999 / 9998
-    frozen = load_index(prepare(TextData(**data))).fingerprint
-    return saved_run(ByteTokenizer(), **data, fingerprint=frozen)
+    data = {"root": str(path.parent / "data"), "path": str(path), "val_fraction": 1999 / 9998}
+    frozen = load_index(prepare(Text(**data))).fingerprint
+    return saved_run(ByteTokenizer(), source="text", **data, fingerprint=frozen)
 
 
 def model_of(run):
@@ -57,31 +58,27 @@ def mean_by_hand(model, tokens):
 
 def test_a_changed_corpus_does_not_change_a_resumed_run(saved_run, tmp_path):
     (corpus := tmp_path / "corpus.txt").write_text("some text to learn from. " * 200)
-    data = {"source": "text", "root": str(tmp_path / "data"), "path": str(corpus)}
-    folder = prepare(TextData(**data, val_fraction=0.4))
-    frozen = load_index(folder).fingerprint
-    model, config, _ = model_of(
-        saved_run(ByteTokenizer(), **data, val_fraction=0.4, fingerprint=frozen)
-    )
-    before = evaluate(model, config, 8)
+    data = {"root": str(tmp_path / "data"), "path": str(corpus), "val_fraction": 0.4}
+    frozen = load_index(prepare(Text(**data))).fingerprint
+    run = saved_run(ByteTokenizer(), source="text", **data, fingerprint=frozen)
+    before = evaluate(*model_of(run), 8)
     corpus.write_text("another text. " * 300)
-    assert evaluate(model, config, 8) == before
+    assert evaluate(*model_of(run), 8) == before
 
 
 @pytest.mark.parametrize("batch_size", [1, 7, 1000])
 def test_the_loss_is_the_mean_over_every_whole_window(small_run, batch_size):
-    model, config, _ = model_of(small_run)
+    model, config, tokenizer = model_of(small_run)
     loss, count = mean_by_hand(model, open_split(prepare(config.data), "val"))
-    result = evaluate(model, config, batch_size)
+    result = evaluate(model, config, tokenizer, batch_size)
     assert result["loss"] == pytest.approx(loss, rel=1e-6)
     assert result["tokens"] == count == 1984
     assert result["perplexity"] == math.exp(result["loss"])
 
 
 def test_text_is_evaluated_whole_and_in_bits_per_byte(text_run, root):
-    model, config, _ = model_of(text_run)
-    folder = prepare(StdlibData(root=root, val_fraction=0.005))
-    result = evaluate(model, config, 64)
+    folder = prepare(StandardLibrary(root=root, val_fraction=0.005))
+    result = evaluate(*model_of(text_run), 64)
     split = load_index(folder).splits["val"]
     assert result["tokens"] == (split.tokens - 1) // T * T > T
     bits = result["loss"] * split.tokens / (math.log(2) * split.text_bytes)
@@ -89,11 +86,10 @@ def test_text_is_evaluated_whole_and_in_bits_per_byte(text_run, root):
 
 
 def test_packed_windows_have_each_held_out_target_and_bits_per_byte(small_run):
-    model, config, _ = model_of(small_run)
-    if not hasattr(config.data, "packing"):
-        pytest.skip("no such extra: documents")
-    config.data.packing = "documents"
-    result = evaluate(model, config, 64)
+    pytest.importorskip("lockstep_gpt.extras.datasets.whole_documents", reason="no such extra")
+    model, config, tokenizer = model_of(small_run)
+    config.packing._target_ = "lockstep_gpt.extras.datasets.whole_documents.WholeDocuments"
+    result = evaluate(model, config, tokenizer, 64)
     split = load_index(prepare(config.data)).splits["val"]
     assert result["tokens"] == split.tokens - 1
     bits = result["loss"] * split.tokens / (math.log(2) * split.text_bytes)

@@ -13,7 +13,7 @@ import torch
 
 from lockstep_gpt.config import RunError, UserError
 from lockstep_gpt.data.tokenizer import ByteTokenizer
-from lockstep_gpt.inference.source import load_model
+from lockstep_gpt.inference.trained_model import load_model
 from lockstep_gpt.run.callbacks.checkpoints import AtomicCheckpointIO
 from lockstep_gpt.run.checkpoint import (
     checkpoint_path,

@@ -52,6 +52,17 @@ def test_a_run_keeps_its_settings_and_lists_differences():
     )
 
 
+def test_a_setting_is_kept_or_not_as_its_own_source_says():
+    def with_path(source, path):
+        target = f"lockstep_gpt.data.sources.{source}"
+        return {**VALUES, "data": {"_target_": target, "val_path": path}}
+
+    text, shards = "text.Text", "token_files.TokenFiles"
+    refuse_another_identity("the run", with_path(text, "a"), with_path(text, "b"))
+    with pytest.raises(UserError, match=r"data\.val_path=b instead of a"):
+        refuse_another_identity("the run", with_path(shards, "a"), with_path(shards, "b"))
+
+
 def test_settings_that_were_null_may_be_set_later():
     decided = {**VALUES, "data": {**VALUES["data"], "fingerprint": "ab" * 32}}
     refuse_another_identity("the run", VALUES, decided)

@@ -1,18 +1,24 @@
 import pytest
 
-from lockstep_gpt.config import data_choices, from_container
+from lockstep_gpt.config import UserError, data_choices, from_container, target_of
 from lockstep_gpt.run.directory import refuse_another_identity
-from lockstep_gpt.run.migrations import PACKINGS, SOURCES, migrate
+from lockstep_gpt.run.migrations import migrate
+
+SOURCES = {name: f"{own.__module__}.{own.__name__}" for name, own in data_choices().items()}
+PACKINGS = {name: target_of("packing", name) for name in ("stream", "documents")}
+needs_datasets = pytest.mark.skipif("mixture" not in SOURCES, reason="no such extra: datasets")
 
 
-@pytest.mark.parametrize(("source", "target"), SOURCES.items())
-def test_a_source_of_0_1_0_is_the_class_that_its_preset_names_now(source, target):
-    choices = data_choices()
-    if source not in choices:
-        pytest.skip(f"no such extra: {source}")
-    own = choices[source]
-    assert target == f"{own.__module__}.{own.__name__}"
-    assert own.kind == source  # so it finds its prepared folders
+@pytest.mark.parametrize("source", SOURCES)
+def test_a_source_of_0_1_0_finds_its_prepared_folders_by_its_name(source):
+    assert data_choices()[source].kind == source
+    migrated = migrate({"data": {"source": source}})
+    assert migrated["data"] == {"_target_": SOURCES[source]}
+
+
+def test_a_source_of_an_absent_extra_is_one_clear_line():
+    with pytest.raises(UserError, match=r"this run has data=gone, which no file in configs/data/"):
+        migrate({"data": {"source": "gone"}})
 
 
 def test_values_of_this_version_stay_as_they_are():
@@ -46,6 +52,7 @@ def test_what_0_1_0_froze_is_read_and_its_other_settings_stay():
     assert frozen["data"]["source"] == "text"  # not changed in place
 
 
+@needs_datasets
 def test_each_source_of_a_mixture_of_0_1_0_gets_its_class():
     own = {"source": "jsonl", "path": "a.jsonl", "num_workers": 0, "packing": "stream"}
     sources = {"code": {"source": "stdlib"}, "notes": own}
@@ -60,6 +67,7 @@ def test_each_source_of_a_mixture_of_0_1_0_gets_its_class():
     }
 
 
+@needs_datasets
 def test_a_checkpoint_of_0_1_0_is_compared_by_what_its_settings_are_called_now():
     data = {"source": "text", "packing": "documents", "val_fraction": 0.1}
     saved = {"seed": 1, "data": data}

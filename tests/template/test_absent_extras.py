@@ -18,15 +18,14 @@ WORDS = {
     "compat": r"lightning\.md",
     "completion": "install=bash",
     "sizes": r"model=auto|model\.size|size_law|scaling_law",
-    "documents": r"mask_documents|data\.packing|documents\.md",
     "chat": r"data=chat|experiment=chat|from_weights|lora_rank|chat\.md"
     r"|lockstep-gpt (chat|serve)\b|serving\.md|load_test|openai[=>]|starlette|uvicorn",
     "cluster": "lockstep-gpt (plan|doctor|drill)",
-    "sources": "data.num_workers|datasets|pyarrow|parquet|data=jsonl|tokenizer=bpe|zstandard",
-    "mixtures": r"data=mixture|data\.weights|mixtures\.md|tokenizer_from",
+    "datasets": r"mask_documents|packing=documents|documents\.md|data=mixture|data\.weights"
+    r"|mixtures\.md|tokenizer_from",
     "ladder": "scripts/ladder|pitfalls.py",
     "container": r"docker build|devcontainer",
-    "seeing": r"sync_panel|lockstep-gpt (panel|report|evaluate)|report\.html|playwright",
+    "seeing": r"sync_panel|lockstep-gpt (panel|report)|report\.html|playwright",
     "tasks": r"lockstep-gpt score|default,tasks|tasks\.md|callbacks\.tasks|core_metric",
     "export": "init_from|lockstep-gpt export|safetensors|transformers",
     "slurm": r"sbatch|docs/slurm|slurm\.md",
@@ -77,10 +76,12 @@ def test_an_absent_extra_is_mentioned_nowhere(extra, defaults):
 
 # Python files of every project that may still mention an extra, and why.
 IN_PYTHON = {
+    "src/lockstep_gpt/data/tokenizer_files.py": "transformers writes it",  # such a folder
+    "src/lockstep_gpt/launch/choices.py": "data.packing",  # rejected by name
     "src/lockstep_gpt/launch/checks.py": "checkpoint.background=true conflict",  # with ours
-    "src/lockstep_gpt/run/remedies.py": "num_workers",  # of processes that only an extra starts
     "tests/conftest.py": "^RANKS|launch.warm=false",  # settings of runs with separate processes
     "tests/extras/conftest.py": "playwright",  # for the pages of several extras
+    "tests/data/test_tokenizer_choice.py": "transformers",  # a reference, if it is installed
     "tests/data/sources/test_stdlib.py": "sys.modules",  # what must not be imported
     "tests/docs/test_commands.py": '^    "',  # which test runs a page's commands
     "tests/forked_python.py": '^    "',  # libraries that are imported if installed

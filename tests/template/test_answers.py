@@ -315,8 +315,9 @@ def test_an_extra_adds_its_requirements_and_old_names_are_accepted(defaults):
     from hooks.answers import checked
 
     chosen = checked({**defaults, "extras": "chat"}).extras
-    assert sorted(chosen) == ["chat", "documents", "export"]
-    assert checked({**defaults, "extras": "modern nodes launchers"}).extras == ()
+    assert sorted(chosen) == ["chat", "datasets", "export"]
+    assert checked({**defaults, "extras": "modern nodes launchers sources"}).extras == ()
+    assert checked({**defaults, "extras": "mixtures documents"}).extras == ("datasets",)
 
 
 def test_every_question_has_a_prompt_and_the_one_on_extras_names_them_all():

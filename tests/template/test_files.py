@@ -315,4 +315,4 @@ def test_a_project_without_extras_has_a_short_readme_and_few_dependencies(baked)
     project = baked(extras="none")
     assert (project / "README.md").read_text("utf-8").count("\n") <= 200
     about = tomllib.loads((project / "pyproject.toml").read_text("utf-8"))["project"]
-    assert len(about["dependencies"]) <= 12
+    assert len(about["dependencies"]) <= 13

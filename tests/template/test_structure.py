@@ -391,9 +391,7 @@ def test_no_class_is_made_or_changed_at_run_time():
     changed = {file: changes_of_classes(source) for file, source in FILES.items()}
     assert without_empty(changed) == {
         "lockstep_gpt/config.py": {"_joined"},  # a group's settings with those of extras
-        "lockstep_gpt/extras/chat/answers_only.py": {"_of"},  # any data module, with fewer targets
         "lockstep_gpt/extras/chat/lora.py": {"_add_adapter", "_add_rows", "merge"},  # of layers
-        "lockstep_gpt/extras/datasets/mixed_order.py": {"data_module"},  # any one, with shares
         # Lightning's connector, with our step numbers.
         "lockstep_gpt/run/callbacks/metrics.py": {"on_train_end", "on_train_start"},
     }
@@ -536,7 +534,6 @@ def test_private_names_of_others_are_only_in_patches():
             "_get_zeros_like_grad_buckets",
         },
         "lockstep_gpt/extras/seeing/sync_panel.py": {"_should_accumulate"},
-        "lockstep_gpt/extras/sources/workers.py": {"_iterator", "_shutdown_workers"},
         "lockstep_gpt/extras/trackers/mlflow_runs.py": {"_convert_params", "_flatten_dict"},
         "lockstep_gpt/extras/warm/fork.py": {  # Python's own
             "_clear",

@@ -13,11 +13,13 @@ from lockstep_gpt.data.tokenizer import (
     END_OF_TEXT,
     Tokens,
     cut,
-    library,
+    sure_cut,
     token_dtype,
 )
 
 PIECE = 1 << 16  # bytes of a long text that one thread tokenizes at a time
+# A piece grows until it ends where a token does. One word of this size takes seconds and a GB.
+LONGEST_PIECE = 1 << 22
 
 
 class BytePairTokenizer:
@@ -38,7 +40,9 @@ class BytePairTokenizer:
 
     @cached_property
     def _tokenizer(self) -> Any:
-        tokenizer = library("tokenizers", "bpe").Tokenizer.from_str(self._values["json"])
+        import tokenizers
+
+        tokenizer = tokenizers.Tokenizer.from_str(self._values["json"])
         tokenizer.encode_special_tokens = True  # a literal "<|endoftext|>" is text
         return tokenizer
 
@@ -69,21 +73,37 @@ class BytePairTokenizer:
 
 
 def _pieces(text: bytes) -> Iterator[bytes]:
-    while len(text) > PIECE:
-        end = cut(text[:PIECE])
-        yield text[:end]
-        text = text[end:]
-    yield text
+    """Yield a valid text in pieces whose tokens, one after another, are the text's tokens."""
+    start = 0
+    while start < len(text):
+        end = start + _size_of_piece(text, start)
+        yield text[start:end]
+        start = end
 
 
-def learn(texts: Iterable[str], vocab_size: int | None) -> Any:
+def _size_of_piece(text: bytes, start: int) -> int:
+    """Return the bytes of the piece that begins at `start`."""
+    size = PIECE
+    while size < len(text) - start:
+        piece = text[start : start + size]
+        end = sure_cut(piece)
+        if end:
+            return end
+        if size >= LONGEST_PIECE:
+            return cut(piece)
+        size *= 2
+    return len(text) - start
+
+
+def learn(texts: Iterable[str], vocab_size: int) -> Any:
     """Return a tokenizer, of the library `tokenizers`, that is trained on `texts`."""
-    lib = library("tokenizers", "bpe")
-    tokenizer = byte_level(lib.models.BPE())
-    trainer = lib.trainers.BpeTrainer(
+    from tokenizers import models, pre_tokenizers, trainers
+
+    tokenizer = byte_level(models.BPE())
+    trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         special_tokens=[END_OF_TEXT],
-        initial_alphabet=lib.pre_tokenizers.ByteLevel.alphabet(),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
@@ -92,9 +112,18 @@ def learn(texts: Iterable[str], vocab_size: int | None) -> Any:
 
 def byte_level(model: Any) -> Any:
     """Return a tokenizer, of the library `tokenizers`, with GPT-2's way of splitting text."""
-    lib = library("tokenizers", "bpe")
-    tokenizer = lib.Tokenizer(model)
-    tokenizer.pre_tokenizer = lib.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = lib.decoders.ByteLevel()
+    import tokenizers
+
+    tokenizer = tokenizers.Tokenizer(model)
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
     tokenizer.add_special_tokens([END_OF_TEXT])
     return tokenizer
+
+
+def signs() -> dict[int, str]:
+    """Return byte -> its printable character in byte-level vocabularies (GPT-2's code)."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    shown = {byte: chr(256 + place) for place, byte in enumerate(others)}
+    return {byte: shown.get(byte, chr(byte)) for byte in range(256)}

@@ -22,7 +22,7 @@ MAP_FIXED = 0x10  # on Linux and macOS; Python's mmap doesn't define it
 def map_files(groups: Sequence[Sequence[Path]]) -> tuple[npt.NDArray[np.uint8], list[int]]:
     """Map files into one address range, which is released as a whole.
 
-    Returns the bytes, and where each group begins in them.
+    Returns the bytes, to the end of the last group, and where each group begins in them.
 
     Raises:
         OSError: a file can't be mapped; its `filename` says which.
@@ -46,4 +46,4 @@ def map_files(groups: Sequence[Sequence[Path]]) -> tuple[npt.NDArray[np.uint8], 
                     code = ctypes.get_errno()
                     raise OSError(code, os.strerror(code), str(path))
             address += size
-    return place, bounds[:-1]
+    return place[: bounds[-2] + sizes[-1]], bounds[:-1]

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Protocol
+
+from lockstep_gpt.config import UserError
 
 if TYPE_CHECKING:
     from lockstep_gpt.data.windows import Windows
@@ -20,6 +23,23 @@ class Packing(Protocol):
 
     def describe(self, folder: Path, block_size: int) -> str | None:
         """Return what the receipt of a run says of the windows, if anything."""
+
+
+def packing_of(target: str) -> Packing:
+    """Return the packing that `packing._target_` names; of an empty name, a stream's.
+
+    Raises:
+        UserError: there is no such class.
+    """
+    if not target:
+        return Stream()
+    try:
+        packing: Packing = resolve_name(target)()
+    except (ImportError, AttributeError, ValueError, TypeError) as error:
+        raise UserError(
+            f"packing._target_={target} cannot be made ({error}); choose packing=stream"
+        ) from error
+    return packing
 
 
 class Stream:

@@ -8,14 +8,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from tqdm import tqdm
 
 from lockstep_gpt.config import DataConfig, UserError, counted
 from lockstep_gpt.data import shards
 from lockstep_gpt.data.shards import Index, SplitWriter
-from lockstep_gpt.data.sources.files import ENDS
+from lockstep_gpt.data.sources.file_documents import ENDS
 from lockstep_gpt.data.sources.source import SPLITS, Source
 from lockstep_gpt.data.tokenizer import Tokenizer, token_dtype
 
@@ -49,6 +49,14 @@ class Recipe:
     def folder(self) -> Path:
         """Where the tokens go."""
         return folder_of(replace(self.source, fingerprint=self.fingerprint))
+
+
+@runtime_checkable
+class BuildsItself(Protocol):
+    """A source that writes its prepared folder itself, without blocks."""
+
+    def build(self, recipe: Recipe, folder: Path) -> None:
+        """Write the token files and their index into `folder`, which may have leftovers."""
 
 
 def recipe_of(config: DataConfig) -> Recipe:

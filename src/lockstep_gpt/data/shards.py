@@ -191,8 +191,10 @@ def check_block_size(index: Index, block_size: int) -> None:
     """Raise a `UserError` that names the longest context if a split is shorter than a window."""
     for name, split in index.splits.items():
         if index.windows(name, block_size) < 1:
+            door = "test_fraction" if name.endswith("test") else "val_fraction"
+            hint = f" (data.{door}={index.settings[door]})" if door in index.settings else ""
             raise UserError(
                 f"model.block_size={block_size} needs {block_size + 1:,} tokens, but the {name} "
-                f"split has {split.tokens:,}; set at most {split.tokens - 1}, or give it more data "
-                f"(data.val_fraction={index.settings['val_fraction']})"
+                f"split has {split.tokens:,}; set at most {split.tokens - 1}, or give it more data"
+                f"{hint}"
             )

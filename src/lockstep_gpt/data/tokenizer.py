@@ -2,8 +2,9 @@
 
 import importlib
 import re
-from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +17,13 @@ END_OF_TEXT = "<|endoftext|>"
 # With the usual patterns, a token always ends after a letter or digit that precedes a space. The
 # second is nearly as good, for texts that don't have such a place.
 CUTS = (re.compile(rb"[0-9A-Za-z](?=[ \n])"), re.compile(rb"[^ \n](?=[ \n])"))
+# More such places, for texts without Latin letters: before a space that begins white space, and
+# between a letter and punctuation. Not before an apostrophe: some patterns keep "don't" together.
+SURE = re.compile(
+    r"\S(?= )"
+    r"|[A-Za-z\u3041-\u3096\u30a1-\u30fa\u4e00-\u9fa5\uac00-\ud7a3]"
+    r"(?=[\n,;:()\u3001\u3002\u300c\u300d\uff01\uff08\uff09\uff0c\uff1a\uff1b\uff1f])"
+)
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
@@ -40,6 +48,26 @@ class Tokenizer(Protocol):
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON values from which `from_dict` rebuilds the tokenizer."""
+
+
+class OwnTokenizer(Tokenizer, Protocol):
+    """What a tokenizer of your own needs: `data.tokenizer` names its class.
+
+    The `kind` in the values of `to_dict` is the class's path, such as
+    `lockstep_gpt.data.characters.Characters`.
+    """
+
+    def __init__(self, values: dict[str, Any]) -> None:
+        """Rebuild the tokenizer from what `to_dict` returned."""
+
+    @classmethod
+    def train(cls, texts: Iterator[str], vocab_size: int | None) -> Self:
+        """Return a tokenizer that is made for `texts`.
+
+        Args:
+            texts: the beginning of the training documents.
+            vocab_size: the setting `data.vocab_size`; None if the user leaves it to the class.
+        """
 
 
 class ByteTokenizer:
@@ -123,9 +151,34 @@ def cut(text: bytes) -> int:
     return len(text) - last  # at the start of a character
 
 
+def sure_cut(text: bytes) -> int:
+    """Return the last place where a token of valid UTF-8 surely ends; 0 if there is none.
+
+    The text continues, so its end is no such place.
+    """
+    found = [each.end() for each in CUTS[0].finditer(text, max(0, len(text) - 512))]
+    if found:
+        return found[-1]
+    characters = text.decode("utf-8", "ignore")  # the last one may be incomplete
+    places = [each.end() for each in SURE.finditer(characters)]
+    return len(characters[: places[-1]].encode()) if places else 0
+
+
 def library(name: str, extra: str) -> Any:
     """Import a library that an extra needs; raise a `UserError` if it is not installed."""
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        raise UserError(f"{name} is missing; pip install '{PROGRAM}[{extra}]'") from error
+        raise UserError(f"{name} is missing; {installing(extra)}") from error
+
+
+def installing(extra: str) -> str:
+    """Return the command that installs an optional dependency of this project.
+
+    A checkout is the only place from which it can be installed, so its path is in the command.
+    """
+    checkout = Path(__file__).resolve().parents[3]
+    if not (checkout / "pyproject.toml").is_file():
+        return f"pip install '{PROGRAM}[{extra}]'"
+    place = "." if checkout == Path.cwd() else checkout
+    return f"pip install -e '{place}[{extra}]'"

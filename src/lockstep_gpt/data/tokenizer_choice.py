@@ -4,32 +4,39 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 from lockstep_gpt.config import UserError
+from lockstep_gpt.data import own_tokenizer
 from lockstep_gpt.data.byte_pairs import BytePairTokenizer, byte_level, learn
+from lockstep_gpt.data.rank_files import from_ranks
 from lockstep_gpt.data.tokenizer import (
     END_OF_TEXT,
     ByteTokenizer,
     NumberTokenizer,
     Tokenizer,
-    library,
 )
+from lockstep_gpt.data.tokenizer_files import RANKS, hub_files, tokenizer_files
 
 ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>")  # names of the end of text
 PROBE = f"\n\t a  é漢😀\0 {END_OF_TEXT}"  # a tokenizer that restores this restores any text
 
 
 def make_tokenizer(name: str, vocab_size: int | None, texts: Iterable[str]) -> Tokenizer:
-    """Return the tokenizer that `data.tokenizer` names; `bpe` is trained on `texts`.
+    """Return the tokenizer that `data.tokenizer` names; `bpe` and your own train on `texts`.
 
     Raises:
-        UserError: it can't be loaded, isn't byte-level, or a library is missing.
+        UserError: it can't be found or loaded, or isn't byte-level.
     """
     if name == ByteTokenizer.kind:
         return ByteTokenizer()
-    tokenizer = learn(texts, vocab_size) if name == BytePairTokenizer.kind else _loaded(name)
+    if is_own(name):
+        return own_tokenizer.trained(name, vocab_size, texts)
+    if name == BytePairTokenizer.kind:
+        assert vocab_size is not None, "the settings have a default"
+        tokenizer = learn(texts, vocab_size)
+    else:
+        tokenizer = _loaded(name)
     vocabulary = tokenizer.get_vocab()
     values = {"kind": BytePairTokenizer.kind, "vocab_size": max(vocabulary.values()) + 1}
     ends = [vocabulary[end] for end in ENDS if end in vocabulary]
@@ -59,35 +66,39 @@ def of_size(name: str, vocab_size: int) -> Tokenizer:
     return tokenizer
 
 
+def is_own(name: str) -> bool:
+    """Return whether `data.tokenizer` names a class, not a file."""
+    return own_tokenizer.is_class(name) and not tokenizer_files(name)
+
+
 def _loaded(name: str) -> Any:
-    """Load a file, a folder with one or two files of the usual names, or a name on the hub."""
-    lib = library("tokenizers", "bpe")
-    files = [str(path) for path in tokenizer_files(name)]
+    """Load a file, a folder with files of the usual names, GPT-2's files, or a name on the hub."""
+    import tokenizers
+
+    files = tokenizer_files(name) or hub_files(name)
     try:
+        if files[0].suffix == RANKS:
+            return from_ranks(files[0])
         if len(files) == 2:
-            return byte_level(lib.models.BPE.from_file(*files))
-        if files:
-            return lib.Tokenizer.from_file(*files)
-        return lib.Tokenizer.from_pretrained(name)
+            return byte_level(tokenizers.models.BPE.from_file(*map(str, files)))
+        return tokenizers.Tokenizer.from_file(str(files[0]))
+    except UserError:
+        raise
     except Exception as error:  # the library doesn't have its own error class
         raise UserError(
-            f"data.tokenizer={name} cannot be loaded ({error}); give bytes, bpe, a tokenizer.json, "
-            "a folder with one or with vocab.json and merges.txt, or a name on the hub"
+            f"data.tokenizer={name} cannot be loaded ({error}); copy {files[0].name} again, or "
+            "give bytes, bpe, gpt2, a tokenizer.json, a folder with one or with vocab.json and "
+            "merges.txt, or a name on the hub"
         ) from error
 
 
-def tokenizer_files(name: str) -> list[Path]:
-    """Return the files that `data.tokenizer` names, if any."""
-    path = Path(name).expanduser()
-    for names in ((), ("tokenizer.json",), ("vocab.json", "merges.txt")):
-        files = [path.joinpath(each) for each in names or ("",)]
-        if all(file.is_file() for file in files):
-            return files
-    return []
-
-
 def identity(name: str, *sizes: int | None) -> list[Any]:
-    """Return what determines the tokens: hashes of files or the name; for `bpe`, also its sizes."""
+    """Return what determines the tokens: hashes of files, or the name.
+
+    For `bpe` and for a class, which are trained, also the sizes; for a class, also its source.
+    """
+    if is_own(name):
+        return [name, own_tokenizer.source_hash(name), *sizes]
     files = [hashlib.sha256(path.read_bytes()).hexdigest() for path in tokenizer_files(name)]
     return [files or name, *(sizes if name == BytePairTokenizer.kind else ())]
 
@@ -101,6 +112,8 @@ def from_dict(values: dict[str, Any]) -> Tokenizer:
             return BytePairTokenizer(values)
         case NumberTokenizer.kind:
             return NumberTokenizer(int(values["vocab_size"]))
+        case str(kind) if own_tokenizer.is_own(kind):
+            return own_tokenizer.own_class(kind)(values)
         case kind:
             known = ", ".join(
                 each.kind for each in (ByteTokenizer, BytePairTokenizer, NumberTokenizer)

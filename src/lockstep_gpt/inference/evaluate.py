@@ -6,20 +6,19 @@ import json
 import math
 import os
 from collections.abc import Iterator
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from lockstep_gpt.config import Config, UserError
 from lockstep_gpt.data import shards
+from lockstep_gpt.data.packing import packing_of
 from lockstep_gpt.data.prepare import prepare
 from lockstep_gpt.data.recipe import source_of
 from lockstep_gpt.data.sources.files import find_files
 from lockstep_gpt.data.sources.source import Block, Position
 from lockstep_gpt.data.sources.text import Text
 from lockstep_gpt.data.tokenizer import Tokenizer
-from lockstep_gpt.inference.source import load_model, parser_of
+from lockstep_gpt.inference.trained_model import load_model, parser_of
 from lockstep_gpt.run.checkpoint import find_checkpoint
-from lockstep_gpt.training.building import build
 
 if TYPE_CHECKING:
     import torch
@@ -108,7 +107,7 @@ def evaluate(
         micro_size=batch_size,
         accumulation=1,
         seed=config.seed,
-        packing=build(asdict(config.packing), {}),
+        packing=packing_of(config.packing._target_),
         target_masks=source.target_masks(tokenizer),
     )
     device = next(model.parameters()).device

@@ -10,7 +10,6 @@ import contextlib
 import logging
 import secrets
 import time
-from dataclasses import asdict
 from enum import Enum, auto
 from pathlib import Path
 from typing import Any, Protocol
@@ -21,6 +20,7 @@ from hydra.types import RunMode
 from lockstep_gpt.config import LEVELS, Config, DataModuleConfig, UserError
 from lockstep_gpt.data import prepare as data_prepare
 from lockstep_gpt.data import shards
+from lockstep_gpt.data.packing import packing_of
 from lockstep_gpt.exits import Exit
 from lockstep_gpt.launch import devices, launcher, machines, trust
 from lockstep_gpt.launch.placement import Placement
@@ -29,7 +29,6 @@ from lockstep_gpt.processes import end_process
 from lockstep_gpt.registry import asked
 from lockstep_gpt.run.directory import RunDirectory
 from lockstep_gpt.training import schedule
-from lockstep_gpt.training.building import build
 
 
 class RunStart(Protocol):
@@ -202,7 +201,7 @@ def prepare_data(config: Config, verify: bool = False) -> str | None:
     if config.test and "test" not in index.splits:
         raise UserError(f"test=true needs a test split; set {index.test_settings()}")
     asked("PREPARED", folder, config)
-    build(asdict(config.packing), {}).prepare(folder, config.model.block_size)
+    packing_of(config.packing._target_).prepare(folder, config.model.block_size)
     return index.fingerprint
 
 

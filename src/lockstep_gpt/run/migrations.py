@@ -4,23 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-# `data.source` until 0.1.0 -> the class that `data._target_` names since.
-SOURCES = {
-    "stdlib": "lockstep_gpt.data.sources.stdlib.StandardLibrary",
-    "text": "lockstep_gpt.data.sources.text.Text",
-    "jsonl": "lockstep_gpt.data.sources.jsonl.JsonLines",
-    "parquet": "lockstep_gpt.data.sources.parquet.ParquetFiles",
-    "huggingface": "lockstep_gpt.data.sources.huggingface.HuggingFaceRows",
-    "shards": "lockstep_gpt.data.sources.token_files.TokenFiles",
-    "synthetic": "lockstep_gpt.data.sources.synthetic.RandomTokens",
-    "mixture": "lockstep_gpt.extras.datasets.mixture.Mixture",
-    "chat": "lockstep_gpt.extras.chat.conversations.Conversations",
-}
-# `data.packing` until 0.1.0 -> the class that `packing._target_` names since.
-PACKINGS = {
-    "stream": "lockstep_gpt.data.packing.Stream",
-    "documents": "lockstep_gpt.extras.datasets.packing.WholeDocuments",
-}
+from lockstep_gpt.config import UserError, target_of
 
 
 def migrate(values: dict[str, Any]) -> dict[str, Any]:
@@ -30,7 +14,7 @@ def migrate(values: dict[str, Any]) -> dict[str, Any]:
         return values
     migrated = {**values, "data": _with_target(data)}
     if "packing" in data:
-        migrated["packing"] = {"_target_": PACKINGS.get(data["packing"], data["packing"])}
+        migrated["packing"] = {"_target_": _class_of("packing", data["packing"])}
     return migrated
 
 
@@ -41,5 +25,19 @@ def _with_target(data: dict[str, Any]) -> dict[str, Any]:
     kept = {name: value for name, value in data.items() if name not in gone}
     if isinstance(kept.get("sources"), dict):
         kept["sources"] = {name: _with_target(own) for name, own in kept["sources"].items()}
-    source = data["source"]
-    return {"_target_": SOURCES.get(source, source), **kept}
+    return {"_target_": _class_of("data", data["source"]), **kept}
+
+
+def _class_of(group: str, choice: str) -> str:
+    """Return the class of a source or a packing, which had the name of its preset until 0.1.0.
+
+    Raises:
+        UserError: it is an extra's, which is not here.
+    """
+    target = target_of(group, choice)
+    if target is None:
+        raise UserError(
+            f"this run has {group}={choice}, which no file in configs/{group}/ provides; add the "
+            "extra that does, with python3 scripts/dev.py update --extras NAMES"
+        )
+    return target

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import Any
 
 from lightning import LightningDataModule
 
 from lockstep_gpt.config import Config, DataModuleConfig, UserError
 from lockstep_gpt.data.datamodule import TokenDataModule
+from lockstep_gpt.data.packing import packing_of
 from lockstep_gpt.data.prepare import opened
 from lockstep_gpt.data.recipe import source_of
 from lockstep_gpt.data.shards import load_index
@@ -32,7 +32,7 @@ def build_data(config: Config, batch: BatchPlan) -> LightningDataModule:
         accumulation=batch.accumulation,
         seed=config.seed,
         val_tokens=config.data.val_tokens,
-        packing=build(asdict(config.packing), {}),
+        packing=packing_of(config.packing._target_),
         order_rule=source.order_rule,
         target_masks=source.target_masks(tokenizer),
     )

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import asdict
+from inspect import signature
 from pathlib import Path
 from typing import Any, Self, cast
 
@@ -55,6 +56,7 @@ class GPTModule(lightning.LightningModule):
         self.layout: ModelLayout = WholeModels()  # until the strategy is known
         self.trained: list[nn.Parameter] = []  # cached: walking all modules costs time in each step
         self._is_placed = False
+        self._gives_features = "with_features" in signature(self.model.forward).parameters
         self.logs_losses = True  # to any Trainer's loggers; in our runs `Metrics` does this
 
     @classmethod
@@ -140,7 +142,7 @@ class GPTModule(lightning.LightningModule):
         """Add one micro-batch to the validation loss; targets in padding rows don't count.
 
         Returns what metrics need without another forward pass: `loss`, `targets`, (B, T), and
-        `features`, (B, T, C), of which `model.logits` makes logits.
+        `features`, (B, T, C), of which `model.logits` makes logits, if the model gives them.
         """
         return self._measure(batch, self.token_loss)
 
@@ -150,6 +152,10 @@ class GPTModule(lightning.LightningModule):
 
     def _measure(self, batch: Batch, token_loss: TokenLoss) -> dict[str, Tensor]:
         tokens, targets = batch
+        if not self._gives_features:  # a user's model with a `forward` of its own
+            loss = self.model(tokens, targets)
+            token_loss.update(loss, targets)
+            return {"loss": loss, "targets": targets}
         loss, features = self.model(tokens, targets, with_features=True)
         token_loss.update(loss, targets)
         return {"loss": loss, "targets": targets, "features": features}

@@ -8,7 +8,6 @@ import sys
 import time
 import warnings
 from collections.abc import Iterator
-from dataclasses import asdict
 from typing import Any, TextIO
 
 import torch
@@ -18,6 +17,7 @@ from tqdm import tqdm
 
 from lockstep_gpt.config import LEVELS, Config, counted
 from lockstep_gpt.data.datamodule import TokenDataModule
+from lockstep_gpt.data.packing import packing_of
 from lockstep_gpt.distributed.exact_sizes import sums_line
 from lockstep_gpt.distributed.ranks import Ranks, backend_here
 from lockstep_gpt.model.gpt import GPT
@@ -25,7 +25,6 @@ from lockstep_gpt.processes import invocation
 from lockstep_gpt.registry import asked
 from lockstep_gpt.run.directory import RunDirectory
 from lockstep_gpt.run.tracking import offline_hint
-from lockstep_gpt.training.building import build
 from lockstep_gpt.training.schedule import BatchPlan, Schedule
 
 logger = logging.getLogger(__name__)
@@ -195,7 +194,7 @@ def data_lines(config: Config, data: LightningDataModule) -> dict[str, str]:
         return {"data": own + "on any number of devices are up to it"}
     line = f"{data.folder}, {data.train_windows:,} windows to train on, "
     lines = {"data": f"{line}{data.val_windows:,} to validate on"}
-    packing = build(asdict(config.packing), {}).describe(data.folder, data.block_size)
+    packing = packing_of(config.packing._target_).describe(data.folder, data.block_size)
     return {**lines, "packing": packing} if packing else lines
 
 

@@ -1,11 +1,12 @@
 import datasets
 import pytest
 
-from lockstep_gpt.config import UserError, data_sources
-from lockstep_gpt.data.prepare import prepare, recipe_of
+from lockstep_gpt.config import UserError
+from lockstep_gpt.data.prepare import prepare
+from lockstep_gpt.data.recipe import recipe_of
 from lockstep_gpt.data.shards import load_index
-from lockstep_gpt.data.sources.source import Position, held_out
-from lockstep_gpt.data.sources.stdlib import corpus_of
+from lockstep_gpt.data.sources.huggingface import HuggingFaceRows
+from lockstep_gpt.data.sources.source import Position, splits_of_texts
 
 TEXTS = [f"row {number} é" for number in range(700)]
 
@@ -45,11 +46,11 @@ FORMS = [saved, saved_with_splits, in_parquet, in_json]
 
 
 def settings(folder, **changes):
-    return data_sources()["huggingface"](path=str(folder), **changes)
+    return HuggingFaceRows(path=str(folder), **changes)
 
 
 def blocks(config, start=None):
-    return list(corpus_of(config).blocks(start or Position()))
+    return list(config.blocks(start or Position()))
 
 
 def texts(config):
@@ -70,8 +71,73 @@ def test_another_split_can_be_named(tmp_path):
 
 def test_rows_are_held_out_by_their_text(tmp_path):
     saved(tmp_path / "rows")
-    held = [val for block in blocks(settings(tmp_path / "rows")) for val in block.val]
-    assert held == held_out([text.encode() for text in TEXTS], 0.02)
+    found = blocks(settings(tmp_path / "rows", test_fraction=0.1))
+    splits = [split for block in found for split in block.splits]
+    assert splits == splits_of_texts([text.encode() for text in TEXTS], 0.02, 0.1)
+    found = blocks(settings(tmp_path / "rows"))
+    splits = [split for block in found for split in block.splits]
+    assert splits == splits_of_texts([text.encode() for text in TEXTS], 0.02, 0)
+
+
+def with_splits(folder):
+    parts = {"train": TEXTS, "validation": ["v", "w"], "test": ["t"]}
+    tables = {name: datasets.Dataset.from_dict({"text": texts}) for name, texts in parts.items()}
+    datasets.DatasetDict(tables).save_to_disk(folder)
+
+
+def documents(config):
+    """Return all documents with their splits."""
+    found = blocks(config)
+    return [pair for each in found for pair in zip(each.texts, each.splits, strict=True)]
+
+
+def test_splits_of_a_dataset_are_validated_and_tested_on(tmp_path):
+    with_splits(tmp_path / "rows")
+    named = {"val_split": "validation", "test_split": "test", "val_fraction": 0.3}
+    config = settings(tmp_path / "rows", **named, test_fraction=0.3)
+    train = [(text.encode(), "train") for text in TEXTS]
+    assert documents(config) == [*train, (b"v", "val"), (b"w", "val"), (b"t", "test")]
+    assert config.has_test
+
+
+@pytest.mark.parametrize(("own", "name"), [("val", "validation"), ("test", "test")])
+def test_a_split_of_the_dataset_replaces_only_its_own_fraction(tmp_path, own, name):
+    with_splits(tmp_path / "rows")
+    fractions = {"val_fraction": 0.2, "test_fraction": 0.3}
+    found = documents(settings(tmp_path / "rows", **{f"{own}_split": name}, **fractions))
+    rest = {**fractions, f"{own}_fraction": 0.0}.values()
+    texts = [text.encode() for text in TEXTS]
+    expected = [*zip(texts, splits_of_texts(texts, *rest), strict=True)]
+    assert found[: len(texts)] == expected
+    assert {split for _, split in found[len(texts) :]} == {own}
+
+
+def test_reading_several_splits_resumes_at_any_block(tmp_path):
+    with_splits(tmp_path / "rows")
+    config = settings(tmp_path / "rows", val_split="validation", test_split="test")
+    whole = blocks(config)
+    assert len(whole) == 5
+    for number, block in enumerate(whole):
+        assert blocks(config, block.after) == whole[number + 1 :]
+
+
+def test_there_is_a_test_split_only_if_asked_for(tmp_path):
+    with_splits(tmp_path / "rows")
+    root = str(tmp_path / "data")
+    for changes, splits in (
+        ({"val_fraction": 0.2}, ["train", "val"]),
+        ({"val_split": "validation"}, ["train", "val"]),
+        ({"val_split": "validation", "test_split": "test"}, ["train", "val", "test"]),
+    ):
+        folder = prepare(settings(tmp_path / "rows", root=root, **changes))
+        assert [*load_index(folder).splits] == splits
+
+
+def test_an_unknown_split_is_one_clear_line(tmp_path):
+    with_splits(tmp_path / "rows")
+    with pytest.raises(UserError, match=r"data\.path=.* cannot be read: .*dev") as caught:
+        blocks(settings(tmp_path / "rows", val_split="dev"))
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("streaming", [False, True])
@@ -89,27 +155,27 @@ def test_reading_resumes_at_any_block(tmp_path, streaming):
 def test_a_size_is_known_before_the_end_except_of_a_stream(tmp_path):
     saved(tmp_path / "rows")
     in_json(tmp_path / "stream")
-    corpus = corpus_of(settings(tmp_path / "rows"))
-    assert corpus.size == pytest.approx(blocks(corpus.config)[-1].after.read, rel=0.1)
-    streaming = settings(tmp_path / "stream", streaming=True)
-    assert corpus_of(streaming).size is None
+    source = settings(tmp_path / "rows")
+    assert source.size == pytest.approx(blocks(source)[-1].after.read, rel=0.1)
+    assert settings(tmp_path / "stream", streaming=True).size is None
 
 
 def test_identity_follows_the_files_of_a_folder(tmp_path):
     in_json(tmp_path / "rows")
     config = settings(tmp_path / "rows")
-    before = corpus_of(config).identity()
+    before = config.identity()
     with (tmp_path / "rows/train.jsonl").open("a") as file:
         file.write('{"text": "more"}\n')
-    assert corpus_of(config).identity() != before
+    assert config.identity() != before
 
 
 def test_the_identity_of_a_hub_name_is_its_settings(tmp_path):
     folders = set()
-    for change in ({}, {"revision": "v2"}, {"subset": "en"}, {"split": "test"}):
+    changes = ({}, {"revision": "v2"}, {"subset": "en"}, {"split": "test"}, {"val_split": "val"})
+    for change in changes:
         config = settings("someone/texts", root=str(tmp_path), **change)
         folders.add(recipe_of(config).fingerprint)
-    assert len(folders) == 4
+    assert len(folders) == 5
 
 
 def test_a_missing_field_is_rejected_with_the_existing_ones(tmp_path):

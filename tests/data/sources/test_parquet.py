@@ -3,11 +3,11 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from lockstep_gpt.config import UserError, data_sources
+from lockstep_gpt.config import UserError
 from lockstep_gpt.data.prepare import prepare
 from lockstep_gpt.data.shards import load_index, open_split
-from lockstep_gpt.data.sources.source import Position, held_out
-from lockstep_gpt.data.sources.stdlib import corpus_of
+from lockstep_gpt.data.sources.parquet import ParquetFiles
+from lockstep_gpt.data.sources.source import Position, splits_of_texts
 
 TEXTS = [f"row {number} é" for number in range(1000)]
 
@@ -18,11 +18,11 @@ def write(path, columns, **options):
 
 
 def settings(path, **changes):
-    return data_sources()["parquet"](path=str(path), **changes)
+    return ParquetFiles(path=str(path), **changes)
 
 
 def blocks(config, start=None):
-    return list(corpus_of(config).blocks(start or Position()))
+    return list(config.blocks(start or Position()))
 
 
 def texts(config):
@@ -51,8 +51,19 @@ def test_another_column_can_be_named(tmp_path):
 
 def test_rows_are_held_out_by_their_text(tmp_path):
     write(tmp_path / "a.parquet", {"text": TEXTS})
-    held = [val for block in blocks(settings(tmp_path, val_fraction=0.3)) for val in block.val]
-    assert held == held_out([text.encode() for text in TEXTS], 0.3)
+    found = blocks(settings(tmp_path, val_fraction=0.3, test_fraction=0.2))
+    splits = [split for block in found for split in block.splits]
+    assert splits == splits_of_texts([text.encode() for text in TEXTS], 0.3, 0.2)
+
+
+def test_rows_of_held_out_files_are_in_their_split(tmp_path):
+    write(tmp_path / "texts/a.parquet", {"text": TEXTS})
+    write(tmp_path / "val/a.parquet", {"text": ["v", "w"]})
+    write(tmp_path / "test/a.parquet", {"text": ["t"]})
+    paths = {"val_path": str(tmp_path / "val"), "test_path": str(tmp_path / "test")}
+    found = blocks(settings(tmp_path / "texts", **paths, val_fraction=0.3))
+    splits = [split for block in found for split in block.splits]
+    assert splits == ["train"] * 1000 + ["val"] * 2 + ["test"]
 
 
 def test_reading_resumes_at_any_block(tmp_path, monkeypatch):
@@ -92,16 +103,22 @@ def test_a_damaged_file_is_one_clear_line(tmp_path, content):
     assert "\n" not in str(caught.value)
 
 
-def test_a_column_of_numbers_is_one_clear_line(tmp_path):
-    write(tmp_path / "a.parquet", {"text": [1, 2]})
-    with pytest.raises(UserError, match=r"a\.parquet cannot be read: .*int64"):
+@pytest.mark.parametrize(
+    ("rows", "kind"),
+    [([1, 2], "int64"), ([True], "bool"), ([["a"]], "list<.*>"), ([{"a": "b"}], "struct<.*>")],
+)
+def test_a_column_that_is_not_text_is_one_clear_line(tmp_path, rows, kind):
+    write(tmp_path / "a.parquet", {"id": rows, "text": rows})
+    line = rf"a\.parquet of the corpus has {kind} in the column data\.column=text, not text; it has"
+    with pytest.raises(UserError, match=f"{line} id, text") as caught:
         texts(settings(tmp_path))
+    assert "\n" not in str(caught.value)
 
 
 def test_a_missing_library_is_one_clear_line(tmp_path, monkeypatch):
     write(tmp_path / "a.parquet", {"text": TEXTS})
     monkeypatch.setitem(__import__("sys").modules, "pyarrow.parquet", None)
-    with pytest.raises(UserError, match=r"pip install 'lockstep-gpt\[parquet\]'"):
+    with pytest.raises(UserError, match=r"pip install -e '.+\[parquet\]'"):
         texts(settings(tmp_path))
 
 

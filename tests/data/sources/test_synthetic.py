@@ -9,14 +9,12 @@ from lockstep_gpt.config import UserError
 from lockstep_gpt.data.prepare import prepare
 from lockstep_gpt.data.shards import open_split
 from lockstep_gpt.data.sources.source import Position
-from lockstep_gpt.data.sources.synthetic import (
-    NumberTokenizer,
-    RandomTokens,
-    SyntheticData,
-)
-from lockstep_gpt.data.tokenizer import from_dict
+from lockstep_gpt.data.sources.synthetic import RandomTokens
+from lockstep_gpt.data.tokenizer import NumberTokenizer
+from lockstep_gpt.data.tokenizer_choice import from_dict
 from lockstep_gpt.inference import generate
-from lockstep_gpt.inference.source import load_model
+from lockstep_gpt.inference.evaluate import evaluate
+from lockstep_gpt.inference.trained_model import load_model
 from lockstep_gpt.run.checkpoint import find_checkpoint
 
 
@@ -30,20 +28,30 @@ from lockstep_gpt.run.checkpoint import find_checkpoint
 )
 def test_an_error_is_the_setting_as_typed_and_its_rule_in_one_line(name, value, rule):
     with pytest.raises(UserError, match=f"^data\\.{name}={value} {rule}$"):
-        SyntheticData(**{name: value})
+        RandomTokens(**{name: value})
 
 
 def random_tokens(**settings):
-    found = list(RandomTokens(SyntheticData(**settings)).blocks(Position()))
+    found = list(RandomTokens(**settings).blocks(Position()))
     return {
         name: np.concatenate([block.ids for block in found if block.split == name])
-        for name in ("train", "val")
+        for name in {block.split: None for block in found}
     }
 
 
 def test_random_tokens_fill_both_splits_exactly():
     splits = random_tokens(tokens=600_001, val_fraction=0.25)
     assert (splits["train"].size, splits["val"].size) == (450_001, 150_000)
+
+
+def test_a_test_split_is_the_end_of_the_same_tokens():
+    two = random_tokens(tokens=600_001, val_fraction=0.25)
+    three = random_tokens(tokens=600_001, val_fraction=0.25, test_fraction=0.1)
+    assert [ids.size for ids in three.values()] == [390_001, 150_000, 60_000]
+    assert [*three] == ["train", "val", "test"]
+    assert [*two] == ["train", "val"]
+    together = (np.concatenate([*splits.values()]) for splits in (two, three))
+    np.testing.assert_array_equal(*together)
 
 
 def test_random_tokens_are_the_same_everywhere():
@@ -63,7 +71,7 @@ def test_random_tokens_are_uniform(vocab_size):
 
 
 def test_random_tokens_resume_at_any_block():
-    found = RandomTokens(SyntheticData(tokens=900_001, val_fraction=0.25))
+    found = RandomTokens(tokens=900_001, val_fraction=0.25, test_fraction=0.1)
     whole = list(found.blocks(Position()))
     for number, block in enumerate(whole):
         rest = list(found.blocks(block.after))
@@ -73,7 +81,7 @@ def test_random_tokens_resume_at_any_block():
 
 
 def test_random_tokens_are_below_the_vocabulary_in_both_splits(tmp_path):
-    config = SyntheticData(root=str(tmp_path), vocab_size=300, tokens=1000, val_fraction=0.1)
+    config = RandomTokens(root=str(tmp_path), vocab_size=300, tokens=1000, val_fraction=0.1)
     folder = prepare(config)
     train, val = open_split(folder, "train"), open_split(folder, "val")
     assert (train.size, val.size) == (900, 100)
@@ -126,9 +134,6 @@ def test_a_model_of_numbers_continues_numbers(number_run, capsys):
 
 
 def test_numbers_are_not_counted_as_bytes(number_run):
-    name = "lockstep_gpt.extras.seeing.evaluate"
-    seeing = pytest.importorskip(name, reason="no such extra")
-    model, config, _ = load_model(find_checkpoint(number_run))
-    result = seeing.evaluate(model, config, 32)
+    result = evaluate(*load_model(find_checkpoint(number_run)), 32)
     assert result["tokens"] == 1984
     assert "bits_per_byte" not in result

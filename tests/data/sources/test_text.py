@@ -1,5 +1,4 @@
 import gzip
-import json
 import re
 import uuid
 
@@ -11,15 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep_gpt.config import UserError
-from lockstep_gpt.data.sources import text as module
-from lockstep_gpt.data.sources.source import Position
-from lockstep_gpt.data.sources.stdlib import corpus_of, split_of
-from lockstep_gpt.data.sources.text import (
-    JsonlData,
-    JsonLines,
-    StdlibData,
-    TextData,
-)
+from lockstep_gpt.data.sources import file_documents as module
+from lockstep_gpt.data.sources.source import Position, split_of_name
+from lockstep_gpt.data.sources.text import Text
 
 BY_NAME = 0.49  # held out of ten or more files, enough that only their names decide
 
@@ -33,7 +26,7 @@ def write(root, files):
 
 
 def corpus(path, **settings):
-    return corpus_of(TextData(path=str(path), **settings))
+    return Text(path=str(path), **settings)
 
 
 def lines(path, **settings):
@@ -51,12 +44,10 @@ def texts(corpus):
     return [text for block in blocks(corpus) for text in block.texts]
 
 
-def test_the_library_at_hand_is_found_and_split_by_name():
-    found = corpus_of(StdlibData(val_fraction=0.1))
-    names = [file.name for file in found.files]
-    assert {"argparse.py", "json/decoder.py", "asyncio/tasks.py"} <= set(names)
-    held = [val for block in found.blocks(START) for val in block.val]
-    assert held == [split_of(name, 0.1) == "val" for name in names]
+def documents(corpus):
+    """Return all documents, or parts of them, with their splits."""
+    found = blocks(corpus)
+    return [pair for each in found for pair in zip(each.texts, each.splits, strict=True)]
 
 
 FILES = {"b.txt": "bee", "a.txt": "ay", "c/d.md": "dee", ".git/x": "no", "c/.x": "no"}
@@ -108,12 +99,12 @@ def test_identity_follows_changes_but_not_the_place(tmp_path):
 def test_a_missing_path_fails_in_one_clear_line(tmp_path, path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match=r"data\.path=.* matches no file; give"):
-        corpus(tmp_path / path)
+        corpus(tmp_path / path).identity()
 
 
 def test_an_unknown_protocol_is_one_clear_line():
     with pytest.raises(UserError, match=r"data\.path=zz://a cannot be read: .*zz"):
-        corpus("zz://a")
+        corpus("zz://a").identity()
 
 
 PACKED = {"a.txt": bytes, "a.txt.gz": gzip.compress, "a.txt.zst": zstandard.compress}
@@ -136,6 +127,7 @@ def test_a_damaged_packed_file_is_one_clear_line(tmp_path, name, pack, damage):
 
 def test_a_file_that_vanished_is_one_clear_line(tmp_path):
     found = corpus(write(tmp_path, {"a.txt": "x"}))
+    assert [file.name for file in found.files] == ["a.txt"]
     (tmp_path / "a.txt").unlink()
     with pytest.raises(UserError, match=r"a\.txt cannot be read: No such file"):
         texts(found)
@@ -157,7 +149,8 @@ def test_lines_are_the_same_however_the_files_are_read(tmp_path_factory, files, 
     write(root, {f"{number}": b"\n".join(each) for number, each in enumerate(files)} | {"z": b"z"})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "BLOCK", size)
-        patch.setattr(module, "is_utf8", lambda _: True)
+        for name in ("text", "source"):
+            patch.setattr(f"lockstep_gpt.data.sources.{name}.is_utf8", lambda _: True)
         expected = [line for each in files for line in each if line]
         assert texts(lines(root)) == [*expected, b"z"]
 
@@ -174,7 +167,7 @@ def test_reading_resumes_at_any_block(tmp_path, monkeypatch, packed, by_line):
     whole = blocks(found)
     assert len(whole) > 9
     for number, block in enumerate(whole):
-        rest = whole[number + 1 :] or [whole[-1]._replace(texts=[], val=[])]
+        rest = whole[number + 1 :] or [whole[-1]._replace(texts=[], splits=[])]
         for again, expected in zip(blocks(found, block.after), rest, strict=True):
             assert again[1:] == expected[1:]
             assert again.after[:2] == expected.after[:2]
@@ -194,35 +187,32 @@ def test_a_long_file_is_cut_between_words_into_documents(tmp_path, monkeypatch):
     found = corpus(write(tmp_path, {f"{n}": text for n in range(30)}), val_fraction=BY_NAME)
     parts = texts(found)
     assert b"".join(parts) == 30 * text.encode()
-    assert max(map(len, parts)) <= 2000
+    assert max(map(len, parts)) <= 1000
     assert all(part[-1:].isalnum() for part in parts if not text.endswith(part.decode()))
 
 
 def test_many_files_are_held_out_whole_by_their_names(tmp_path):
     write(tmp_path, {f"{n}/x": f"text {n}" for n in range(40)})
-    held = {}
-    for block in corpus(tmp_path, val_fraction=BY_NAME).blocks(START):
-        held |= zip(block.texts, block.val, strict=True)
-    expected = {f"text {n}".encode(): split_of(f"{n}/x", BY_NAME) == "val" for n in range(40)}
-    assert held == expected
+    found = dict(documents(corpus(tmp_path, val_fraction=BY_NAME)))
+    expected = {f"text {n}".encode(): split_of_name(f"{n}/x", BY_NAME, 0) for n in range(40)}
+    assert found == expected
 
 
 def test_of_one_file_the_end_is_held_out(tmp_path):
     text = "to be or not to be " * 500
     (block,) = blocks(corpus(write(tmp_path, {"a": text}), val_fraction=0.1))
     assert b"".join(block.texts) == text.encode()
-    assert block.val == [False, True]
+    assert block.splits == ["train", "val"]
     assert len(block.texts[1]) == pytest.approx(0.1 * len(text), abs=10)
 
 
 def test_equal_documents_are_never_in_both_splits(tmp_path):
-    documents = [f"document {n % 50}" for n in range(500)]
-    found = lines(write(tmp_path, {"a": "\n".join(documents)}), val_fraction=0.5)
-    split = {text: set() for text in texts(found)}
-    for block in found.blocks(START):
-        for text, val in zip(block.texts, block.val, strict=True):
-            split[text].add(val)
-    assert {tuple(each) for each in split.values()} == {(False,), (True,)}
+    written = [f"document {n % 50}" for n in range(500)]
+    found = lines(write(tmp_path, {"a": "\n".join(written)}), val_fraction=0.5)
+    splits = {text: set() for text in texts(found)}
+    for text, split in documents(found):
+        splits[text].add(split)
+    assert {tuple(each) for each in splits.values()} == {("train",), ("val",)}
 
 
 BAD = b"caf\xe9"
@@ -243,35 +233,3 @@ def test_invalid_utf8_fails_with_the_file_s_name_if_set(tmp_path, by_line):
     found = (lines if by_line else corpus)(write(tmp_path, {"a": BAD}), invalid_utf8="fail")
     with pytest.raises(UserError, match=r"/a of the corpus is not UTF-8; .*data\.invalid_utf8"):
         texts(found)
-
-
-def json_lines(root, **settings):
-    return JsonLines(JsonlData(path=str(root), **settings))
-
-
-@pytest.mark.parametrize(("name", "pack"), PACKED.items())
-def test_json_lines_give_their_field(tmp_path, name, pack):
-    rows = [{"text": "é\n\0😀", "id": 1}, {"text": ""}, {"text": None}, {"id": 2, "text": "b"}]
-    content = "\n\n".join(json.dumps(row, ensure_ascii=row.get("id") == 1) for row in rows)
-    write(tmp_path, {name.replace("txt", "jsonl"): pack(content.encode()), "readme.txt": "no"})
-    assert texts(json_lines(tmp_path)) == ["é\n\0😀".encode(), b"b"]
-
-
-def test_another_field_can_be_named(tmp_path):
-    write(tmp_path, {"a.jsonl": '{"text": "t", "body": "b"}\n'})
-    assert texts(json_lines(tmp_path, field="body")) == [b"b"]
-
-
-def test_half_a_surrogate_pair_in_json_becomes_a_question_mark(tmp_path):
-    write(tmp_path, {"a.jsonl": '{"text": "a\\ud83d"}'})
-    assert texts(json_lines(tmp_path)) == [b"a?"]
-
-
-@pytest.mark.parametrize("line", ["{", "[1]", '"text"', '{"other": "x"}', '{"text": 3}', "word"])
-def test_a_line_without_the_field_is_shown_with_its_file(tmp_path, line):
-    write(tmp_path, {"a.jsonl": f'{{"text": "x"}}\n{line}\n'})
-    shown = re.escape(repr(line.encode()))
-    with pytest.raises(
-        UserError, match=rf"a\.jsonl of the corpus has the line {shown}.*field=text"
-    ):
-        texts(json_lines(tmp_path))

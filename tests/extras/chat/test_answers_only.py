@@ -137,7 +137,7 @@ def test_a_mixture_counts_what_each_source_counts_alone(
     packing, talk_and_prose, all_windows, tmp_path
 ):
     mixture = pytest.importorskip("lockstep_gpt.extras.datasets.mixture", reason=ABSENT)
-    packings = pytest.importorskip("lockstep_gpt.extras.datasets.packing", reason=ABSENT)
+    packings = pytest.importorskip("lockstep_gpt.extras.datasets.whole_documents", reason=ABSENT)
     packing = packings.WholeDocuments() if packing == "documents" else None
     root = str(tmp_path / "data")
     alone = [
@@ -176,7 +176,7 @@ def test_a_packed_mixture_has_the_targets_of_its_unpacked_documents(
     split, talk_and_prose, all_windows, tmp_path
 ):
     mixture = pytest.importorskip("lockstep_gpt.extras.datasets.mixture", reason=ABSENT)
-    packing = pytest.importorskip("lockstep_gpt.extras.datasets.packing", reason=ABSENT)
+    packing = pytest.importorskip("lockstep_gpt.extras.datasets.whole_documents", reason=ABSENT)
     weights = dict.fromkeys(talk_and_prose, 1.0)
     mixed = mixture.Mixture(sources=talk_and_prose, weights=weights, root=str(tmp_path / "data"))
     found = all_windows(mixed, packing.WholeDocuments(), split)

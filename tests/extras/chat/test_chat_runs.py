@@ -9,7 +9,7 @@ import torch
 from lockstep_gpt.data.prepare import prepare
 from lockstep_gpt.data.shards import load_index
 from lockstep_gpt.extras.chat.template import template_of
-from lockstep_gpt.inference.source import load_model
+from lockstep_gpt.inference.trained_model import load_model
 from lockstep_gpt.registry import additions
 from lockstep_gpt.run.directory import RunDirectory
 

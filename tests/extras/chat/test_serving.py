@@ -22,7 +22,7 @@ from lockstep_gpt.extras.chat.answering import Answer, stream
 from lockstep_gpt.extras.chat.sampling import Sampling
 from lockstep_gpt.extras.chat.speech import Speech
 from lockstep_gpt.extras.chat.template import template_of
-from lockstep_gpt.inference.source import load_model
+from lockstep_gpt.inference.trained_model import load_model
 from lockstep_gpt.run.checkpoint import find_checkpoint
 
 ROOT = Path(__file__).parents[3]

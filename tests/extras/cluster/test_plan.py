@@ -7,10 +7,10 @@ import pytest
 
 from lockstep_gpt import cli
 from lockstep_gpt.config import PROGRAM
+from lockstep_gpt.extras.cluster.chosen import OF_GPT2
 from lockstep_gpt.extras.cluster.hardware import HARDWARE
 from lockstep_gpt.extras.cluster.plan import WORLD_SIZES
 from lockstep_gpt.extras.cluster.prediction import predict
-from lockstep_gpt.extras.cluster.recipe import OF_GPT2
 from lockstep_gpt.extras.cluster.table import amount, span
 from lockstep_gpt.launch import choices
 from lockstep_gpt.registry import additions

@@ -13,8 +13,8 @@ from lockstep_gpt.data.recipe import splits_of
 from lockstep_gpt.data.shards import check_content, load_index, open_split
 from lockstep_gpt.data.sources.text import Text
 from lockstep_gpt.data.windows import Stored, StreamWindows
-from lockstep_gpt.extras.datasets.packing import WholeDocuments
 from lockstep_gpt.extras.datasets.renamed import renamed
+from lockstep_gpt.extras.datasets.whole_documents import WholeDocuments
 from lockstep_gpt.model.functional import IGNORE
 
 CPU = torch.device("cpu")

@@ -6,7 +6,7 @@ import json
 import pytest
 
 from lockstep_gpt.data.recipe import folder_of
-from lockstep_gpt.extras.datasets.packing import folder_within
+from lockstep_gpt.extras.datasets.whole_documents import folder_within
 from lockstep_gpt.run.directory import RunDirectory
 
 PACKED = ["packing=documents", "model.mask_documents=true"]

@@ -14,7 +14,7 @@ from lockstep_gpt.data.shards import load_index
 from lockstep_gpt.data.sources.text import Text
 from lockstep_gpt.data.windows import parts_of_rows
 from lockstep_gpt.extras.datasets.mixture import Mixture
-from lockstep_gpt.extras.datasets.packing import WholeDocuments
+from lockstep_gpt.extras.datasets.whole_documents import WholeDocuments
 from lockstep_gpt.model.functional import IGNORE
 
 TEXT = f"{Text.__module__}.{Text.__name__}"

@@ -213,6 +213,6 @@ def test_a_folder_that_cannot_be_created_is_reported(gpt, tmp_path):
 
 def test_a_missing_library_is_named(gpt, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "safetensors.torch", None)
-    with pytest.raises(UserError, match=r"torch is missing; pip install '.+\[export\]'"):
+    with pytest.raises(UserError, match=r"torch is missing; pip install -e '.+\[export\]'"):
         export(gpt, tmp_path / "new")
     assert not list(tmp_path.iterdir())

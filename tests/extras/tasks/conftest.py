@@ -5,7 +5,7 @@ import json
 import pytest
 
 from lockstep_gpt.data.tokenizer import ByteTokenizer
-from lockstep_gpt.inference.source import load_model
+from lockstep_gpt.inference.trained_model import load_model
 from lockstep_gpt.run.checkpoint import find_checkpoint
 
 CHOICES = [

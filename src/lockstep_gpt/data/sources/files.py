@@ -1,33 +1,17 @@
-"""The files of a folder, a glob, or a URL, plain or compressed, and documents in them."""
+"""The files of a folder, a glob, or a URL, plain or compressed."""
 
 from __future__ import annotations
 
 import gzip
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cached_property, partial
-from itertools import accumulate
-from typing import Any, ClassVar, NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
-from lockstep_gpt.config import UserError, setting
-from lockstep_gpt.data.sources.source import (
-    BLOCK,
-    DOCUMENTS,
-    Block,
-    Documents,
-    Position,
-    reading,
-    refuse_binary,
-    split_of_name,
-    splits_of_texts,
-    valid,
-)
-from lockstep_gpt.data.tokenizer import cut, library
-
-LONGEST = 1 << 22  # bytes per document at most; a longer file is cut
-FEW = 10  # if fewer held-out files are expected, a part of every file is held out instead
-ENDS = "the end of each file"  # that part; in a file over `LONGEST`, of each piece
+from lockstep_gpt.config import UserError
+from lockstep_gpt.data.sources.source import BLOCK, reading
+from lockstep_gpt.data.tokenizer import library
 
 
 class File(NamedTuple):
@@ -97,6 +81,26 @@ def find_files(
     return Files(files, open if "file" in system.protocol else system.open, split)
 
 
+def find_splits(
+    path: str, val_path: str | None, test_path: str | None, wanted: str = ""
+) -> list[Files]:
+    """Return the files of `path`, then those to validate and to test on, if there are any."""
+    found = [find_files(path, wanted)]
+    if val_path is not None:
+        found.append(find_files(val_path, wanted, "data.val_path", "val"))
+    if test_path is not None:
+        found.append(find_files(test_path, wanted, "data.test_path", "test"))
+    return found
+
+
+def identity_of(found: list[Files]) -> Any:
+    """Return the identity of files; of those that are divided, without a list around it."""
+    parts = [part.identity() for part in found]
+    if len(parts) == 1:
+        return parts[0]
+    return [[part.split, identity] for part, identity in zip(found, parts, strict=True)]
+
+
 def content(raw: Any, path: str, skip: int, size: int) -> Iterator[bytes]:
     """Yield a file's content, decompressed, without the first `skip` bytes, `size` at a time."""
     if path.endswith(".zst"):
@@ -123,192 +127,3 @@ def _unpacked(raw: Any) -> Iterator[bytes]:
         data = frame.unused_data or raw.read(BLOCK)
     if frame and not frame.eof:
         raise EOFError("it is truncated")
-
-
-@dataclass
-class FileDocuments(Documents):
-    """Documents in files; the classes below say in which files, and what one document is."""
-
-    @property
-    def by_line(self) -> bool:
-        """Whether a file has a document per line."""
-        return False
-
-    @cached_property
-    def found(self) -> list[Files]:
-        """The files to read, by split."""
-        raise NotImplementedError(f"{type(self).__name__} finds its files here")
-
-    @cached_property
-    def files(self) -> list[File]:
-        """All files, in the order in which they are read."""
-        return [file for part in self.found for file in part.files]
-
-    @cached_property
-    def before(self) -> list[int]:
-        """The bytes of all files before each."""
-        return [*accumulate((file.size for file in self.files), initial=0)]
-
-    @property
-    def size(self) -> int | None:
-        """The bytes of all files."""
-        return self.before[-1]
-
-    @property
-    def by_name(self) -> bool:
-        """Whether whole files are held out; with few files, their names may hold out none."""
-        return len(self.files) * self.val_fraction >= FEW
-
-    @property
-    def held_out(self) -> str:
-        """What the validation split consists of, in words."""
-        is_whole = self.by_line or self.by_name or not self.fractions[0]
-        return DOCUMENTS if is_whole else ENDS
-
-    @property
-    def fractions(self) -> tuple[float, float]:
-        """The fractions of divided files for validation and for tests."""
-        return self.val_fraction, self.test_fraction
-
-    def identity(self) -> Any:
-        """Return the identity of the files."""
-        return identity_of(self.found)
-
-    def blocks(self, start: Position) -> Iterator[Block]:
-        """Yield the documents, file by file; small ones come together."""
-        texts: list[bytes] = []
-        splits: list[str] = []
-        after = start
-        size = 0
-        invalid = 0
-        for number in range(start.part, len(self.files)):
-            file = self.files[number]
-            for piece, after in self._pieces(number, start):
-                refuse_binary(piece, file.path)
-                documents, faults = self.documents_in(piece, file.path)
-                divided, names = self._divided(documents, file)
-                texts += divided
-                splits += names
-                size += len(piece)
-                invalid += faults
-                if size >= BLOCK:
-                    yield Block(after, texts, splits, invalid)
-                    texts, splits, size, invalid = [], [], 0, 0
-        yield Block(after, texts, splits, invalid)
-
-    def documents_in(self, piece: bytes, path: str) -> tuple[list[bytes], int]:
-        """Return the documents in a piece of a file, and how many weren't UTF-8."""
-        return valid([piece], self.invalid_utf8, path)
-
-    def splits_of(self, texts: Sequence[bytes]) -> list[str]:
-        """Return the split of each document, by its text."""
-        return splits_of_texts(texts, *self.fractions)
-
-    def _divided(self, texts: list[bytes], file: File) -> tuple[list[bytes], list[str]]:
-        """Return documents, or parts of them, and the split of each."""
-        if file.split is not None:
-            return texts, [file.split] * len(texts)
-        if self.by_line:
-            return texts, self.splits_of(texts)
-        if self.by_name:
-            return texts, [split_of_name(file.name, *self.fractions)] * len(texts)
-        parts = [part for text in texts for part in self._with_end_apart(text, file.name)]
-        return [text for _, text in parts], [split for split, _ in parts]
-
-    def _with_end_apart(self, text: bytes, name: str) -> list[tuple[str, bytes]]:
-        """Return a document without its end, and the end, which is held out."""
-        val_fraction, test_fraction = self.fractions
-        if not text:
-            return [(split_of_name(name, val_fraction, test_fraction), text)]
-        train = cut(text[: int(len(text) * (1 - val_fraction - test_fraction))])
-        parts = [("train", text[:train])]
-        end = len(text)
-        if test_fraction:
-            end = max(train, cut(text[: int(len(text) * (1 - test_fraction))]))
-            parts.append(("test", text[end:]))
-        if val_fraction:
-            parts.append(("val", text[train:end]))
-        return parts
-
-    def _pieces(self, number: int, start: Position) -> Iterator[tuple[bytes, Position]]:
-        """Yield a file in pieces, cut where a text may be cut, from `start` if that is in it."""
-        file, before = self.files[number], self.before[number]
-        offset = start.offset if start.part == number else 0
-        longest = BLOCK if self.by_line else LONGEST
-        rest = b""
-        with reading(file.path), self.open(number)(file.path, "rb") as raw:
-            for data in content(raw, file.path, offset, longest):
-                rest += data
-                while len(rest) > longest and (end := self._end(rest, longest)):
-                    offset += end
-                    yield rest[:end], Position(number, offset, before + raw.tell())
-                    rest = rest[end:]
-        yield rest, Position(number + 1, 0, self.before[number + 1])
-
-    def open(self, number: int) -> Callable[..., Any]:
-        """Return what opens the file of this number: those of a server aren't on this machine."""
-        for part in self.found:
-            if number < len(part.files):
-                return part.open
-            number -= len(part.files)
-        raise IndexError(number)
-
-    def _end(self, text: bytes, longest: int) -> int:
-        """Return where a text may be cut, however much was read; 0: nowhere yet."""
-        if self.by_line:
-            return text.rfind(b"\n", 0, longest) + 1 or text.find(b"\n", longest) + 1
-        return cut(text[:longest])
-
-
-@dataclass
-class PathDocuments(FileDocuments):
-    """Documents in the files that the user names."""
-
-    wanted: ClassVar[str] = ""  # pattern that the names of a folder's files must match
-
-    path: str = setting(
-        "a file, a folder, a glob, or a URL; .gz and .zst are unpacked", "", on_resume="machine"
-    )
-    val_path: str | None = setting(
-        "files to validate on; null: val_fraction of `path`", None, on_resume="machine"
-    )
-    test_path: str | None = setting(
-        "files to test on; null: test_fraction of `path`", None, on_resume="machine"
-    )
-
-    @cached_property
-    def found(self) -> list[Files]:
-        """The files of `path`, of `val_path`, and of `test_path`."""
-        return find_splits(self.path, self.val_path, self.test_path, self.wanted)
-
-    @property
-    def has_test(self) -> bool:
-        """Whether there is a split for tests."""
-        return self.test_path is not None or super().has_test
-
-    @property
-    def fractions(self) -> tuple[float, float]:
-        """The fractions of `path` for validation and for tests."""
-        val = self.val_fraction if self.val_path is None else 0.0
-        test = self.test_fraction if self.test_path is None else 0.0
-        return val, test
-
-
-def find_splits(
-    path: str, val_path: str | None, test_path: str | None, wanted: str = ""
-) -> list[Files]:
-    """Return the files of `path`, then those to validate and to test on, if there are any."""
-    found = [find_files(path, wanted)]
-    if val_path is not None:
-        found.append(find_files(val_path, wanted, "data.val_path", "val"))
-    if test_path is not None:
-        found.append(find_files(test_path, wanted, "data.test_path", "test"))
-    return found
-
-
-def identity_of(found: list[Files]) -> Any:
-    """Return the identity of files; of those that are divided, without a list around it."""
-    parts = [part.identity() for part in found]
-    if len(parts) == 1:
-        return parts[0]
-    return [[part.split, identity] for part, identity in zip(found, parts, strict=True)]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from lockstep_gpt.config import UserError, setting
-from lockstep_gpt.data.sources.files import PathDocuments
+from lockstep_gpt.data.sources.file_documents import PathDocuments
 from lockstep_gpt.data.sources.text import lines_in
 
 

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from lockstep_gpt.config import UserError, setting
-from lockstep_gpt.data.sources.files import File, PathDocuments
+from lockstep_gpt.data.sources.file_documents import PathDocuments
+from lockstep_gpt.data.sources.files import File
 from lockstep_gpt.data.sources.source import BLOCK, Block, Position, reading, valid
 from lockstep_gpt.data.tokenizer import library
+
+# Types of columns, as pyarrow writes them, that `texts_in` can read.
+TEXT = re.compile(r"(dictionary<values=)?(large_|fixed_size_)?(string|binary)")
 
 
 @dataclass
@@ -75,7 +80,7 @@ def check_column(schema: Any, column: str, path: str) -> None:
             f"{', '.join(schema.names)}"
         )
     kind = str(schema.field(column).type)
-    if "string" not in kind and "binary" not in kind:
+    if not TEXT.match(kind):
         raise UserError(
             f"{path} of the corpus has {kind} in the column data.column={column}, not text; it has "
             f"{', '.join(schema.names)}"

@@ -13,8 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import sha256
 from itertools import islice
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -25,10 +24,9 @@ from lockstep_gpt.data.tokenizer import Tokenizer, Tokens
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from lockstep_gpt.data.recipe import Recipe
-
 BLOCK = 1 << 20  # bytes of text that are processed together
 SPLITS = ("train", "val", "test")
+SMALLEST_BPE = 257  # all bytes and the end of text
 DOCUMENTS = "whole documents"  # what a split consists of
 
 # (tokens, targets) -> which targets count; all are (B, T).
@@ -121,14 +119,6 @@ class Source(DataConfig, ABC):
         return {}
 
 
-@runtime_checkable
-class BuildsItself(Protocol):
-    """A source that writes its prepared folder without reading blocks."""
-
-    def build(self, recipe: Recipe, folder: Path) -> None:
-        """Write the token files and their index into `folder`, which may have leftovers."""
-
-
 @dataclass
 class Documents(Source):
     """A corpus of text; a source of your own needs only `read_documents` and `identity`."""
@@ -136,13 +126,11 @@ class Documents(Source):
     held_out: ClassVar[Any] = DOCUMENTS
 
     tokenizer: str = setting(
-        "bytes; bpe (learned from the corpus); gpt2; or file, folder, or hub name of a byte-level "
-        "BPE",
+        "bytes; bpe (learned from the corpus); gpt2; file, folder, or hub name of a byte-level "
+        "BPE; or a class of this package",
         "bytes",
     )
-    vocab_size: int | None = setting(
-        "vocabulary size that bpe learns; null: 8192", None, at_least=257
-    )
+    vocab_size: int | None = setting("size to learn; null: 8192 for bpe", None, at_least=2)
     tokenizer_mb: int = setting("MiB of training text that bpe learns from", 32, at_least=1)
     invalid_utf8: str = setting(
         "what to do with text that is not UTF-8", "replace", choices=("replace", "skip", "fail")
@@ -150,11 +138,13 @@ class Documents(Source):
     num_proc: int = setting("processes that tokenize", 1, on_resume="free", at_least=1)
 
     def __post_init__(self) -> None:
-        """Also check that `vocab_size` has an effect, and set its default for `bpe`."""
+        """Also check that `vocab_size` fits the tokenizer, and set its default for `bpe`."""
         super().__post_init__()
         if self.tokenizer == "bpe":
             self.vocab_size = self.vocab_size or 8192
-        elif self.vocab_size is not None:
+            if self.vocab_size < SMALLEST_BPE:
+                self.refuse("vocab_size", f"must be at least {SMALLEST_BPE} for bpe")
+        elif self.vocab_size is not None and not tokenizer_choice.is_own(self.tokenizer):
             self.refuse(
                 "vocab_size", f"has no effect with data.tokenizer={self.tokenizer}; remove it"
             )
@@ -164,7 +154,7 @@ class Documents(Source):
         return tokenizer_choice.identity(self.tokenizer, self.vocab_size, self.tokenizer_mb)
 
     def make_tokenizer(self) -> Tokenizer:
-        """Return the tokenizer; `bpe` is trained on the first training documents."""
+        """Return the tokenizer; one that learns does so from the first training documents."""
         texts = training_texts(self, self.tokenizer_mb << 20)
         return tokenizer_choice.make_tokenizer(self.tokenizer, self.vocab_size, texts)
 

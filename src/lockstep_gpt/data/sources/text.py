@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from lockstep_gpt.config import setting
-from lockstep_gpt.data.sources.files import PathDocuments
+from lockstep_gpt.data.sources.file_documents import PathDocuments
 from lockstep_gpt.data.sources.source import is_utf8, valid
 
 

@@ -16,7 +16,7 @@ from lockstep_gpt.extras.chat.cache import Cache
 from lockstep_gpt.extras.chat.lora import merge
 from lockstep_gpt.extras.chat.sampling import Sampling
 from lockstep_gpt.extras.chat.speech import Speech
-from lockstep_gpt.inference.source import load_model
+from lockstep_gpt.inference.trained_model import load_model
 from lockstep_gpt.model.gpt import GPT
 
 CHUNK = 256  # tokens of a prompt that are read at a time, so that other answers go on meanwhile

@@ -14,7 +14,7 @@ from lockstep_gpt.config import UserError
 from lockstep_gpt.data.tokenizer import printable
 from lockstep_gpt.extras.chat.history import Message, chat_template, fitted
 from lockstep_gpt.extras.chat.template import Template
-from lockstep_gpt.inference.source import parser_of
+from lockstep_gpt.inference.trained_model import parser_of
 from lockstep_gpt.run.checkpoint import find_checkpoint
 
 if TYPE_CHECKING:

@@ -8,12 +8,7 @@ from typing import Any
 
 from lockstep_gpt.config import UserError
 from lockstep_gpt.data import prepare, shards
-from lockstep_gpt.data.tokenizer import (
-    END_OF_TEXT,
-    ByteTokenizer,
-    Tokenizer,
-    library,
-)
+from lockstep_gpt.data.tokenizer import END_OF_TEXT, ByteTokenizer, Tokenizer
 from lockstep_gpt.data.tokenizer_choice import from_dict
 from lockstep_gpt.extras.chat.template import (
     BEGIN_OF_MESSAGE,
@@ -90,7 +85,9 @@ def _from_file(path: Path, setting: str) -> dict[str, Any]:
 
 def _as_saved(text: str) -> str:
     """Return a tokenizer as its library writes it: the same for every source of data."""
-    saved: str = library("tokenizers", "bpe").Tokenizer.from_str(text).to_str()
+    from tokenizers import Tokenizer as Library
+
+    saved: str = Library.from_str(text).to_str()
     return saved
 
 

@@ -16,6 +16,7 @@ from omegaconf import DictConfig
 
 from lockstep_gpt.config import PROGRAM, Config, UserError
 from lockstep_gpt.extras.cluster import flags
+from lockstep_gpt.extras.cluster.chosen import Chosen, budget
 from lockstep_gpt.extras.cluster.hardware import (
     HARDWARE,
     LINKS,
@@ -23,7 +24,6 @@ from lockstep_gpt.extras.cluster.hardware import (
     find_hardware,
     find_link,
 )
-from lockstep_gpt.extras.cluster.recipe import Chosen, budget
 from lockstep_gpt.launch import compose
 from lockstep_gpt.registry import asked
 

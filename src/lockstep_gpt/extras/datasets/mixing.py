@@ -19,7 +19,7 @@ from lockstep_gpt.data import shards
 from lockstep_gpt.data.prepare import prepare
 from lockstep_gpt.data.recipe import Recipe, begin
 from lockstep_gpt.data.shards import Index, Split
-from lockstep_gpt.data.sources.files import ENDS
+from lockstep_gpt.data.sources.file_documents import ENDS
 from lockstep_gpt.data.sources.source import Source
 from lockstep_gpt.data.tokenizer import Tokenizer
 from lockstep_gpt.data.tokenizer_choice import from_dict

@@ -1,4 +1,4 @@
-"""Windows that are packed from whole documents; see `packing` for their files."""
+"""Windows that are packed from whole documents; see `whole_documents` for their files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 from lockstep_gpt.data.order import Positions
 from lockstep_gpt.data.shards import load_index, open_split
 from lockstep_gpt.data.windows import Batch, Stored
-from lockstep_gpt.extras.datasets import packing
+from lockstep_gpt.extras.datasets import whole_documents
 from lockstep_gpt.model.functional import IGNORE
 
 
@@ -28,18 +28,21 @@ class PackedWindows:
     has_padding = True
 
     def __init__(self, folder: Path, split: str, block_size: int) -> None:
-        packed = packing.folder_within(folder, block_size)
+        packed = whole_documents.folder_within(folder, block_size)
         parts = load_index(folder).parts(split)
-        facts = packing.load(packed)
+        facts = whole_documents.load(packed)
         self.counts = {part: facts[name].windows for part, name in parts.items()}
         self.parts = [
-            (_with_next(np.asarray(open_split(folder, name))), *packing.opened(packed, name))
+            (
+                _with_next(np.asarray(open_split(folder, name))),
+                *whole_documents.opened(packed, name),
+            )
             for name in parts.values()
         ]
         self.begins = [0, *accumulate(self.counts.values())]
         self.dtype = self.parts[0][0].dtype
         self.block_size = block_size
-        end = packing.end_of_text(folder, packing.DOOR)
+        end = whole_documents.end_of_text(folder, whole_documents.DOOR)
         self.filler = 0 if end else 1  # padding is no document for each token
 
     def gather(self, batches: Sequence[Positions], pinned: bool = False) -> Iterator[Stored]:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from lockstep_gpt.config import Config, UserError, from_container
+from lockstep_gpt.data.packing import packing_of
 from lockstep_gpt.extras.datasets.mixed_order import MixedOrder
 from lockstep_gpt.extras.datasets.turns import PERIOD
 from lockstep_gpt.run.directory import differences, readable, some_of
-from lockstep_gpt.training.building import build
 from lockstep_gpt.training.schedule import BatchPlan, plan_schedule
 
 DECIDING = ("weights", "epochs", "schedule", "planned_tokens")
@@ -31,7 +31,7 @@ def order_of(config: Config, folder: Path) -> MixedOrder:
     """Return the order of a run with frozen settings on a prepared mixture."""
     data: Any = config.data
     block_size = config.model.block_size
-    packing = build(asdict(config.packing), {})
+    packing = packing_of(config.packing._target_)
     sizes = packing.open(folder, "train", block_size).counts
     order: MixedOrder = data.mixed_order(sizes, samples_of(config), block_size)
     return order

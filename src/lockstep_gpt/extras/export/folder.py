@@ -13,8 +13,8 @@ from typing import Any
 
 from lockstep_gpt.config import UserError
 from lockstep_gpt.data.tokenizer import Tokenizer, library
-from lockstep_gpt.extras.export.tokenizer_files import as_files
-from lockstep_gpt.inference.source import load_model, parser_of
+from lockstep_gpt.extras.export.exported_tokenizer import as_files
+from lockstep_gpt.inference.trained_model import load_model, parser_of
 from lockstep_gpt.registry import asked
 from lockstep_gpt.run.checkpoint import find_checkpoint, read_checkpoint
 

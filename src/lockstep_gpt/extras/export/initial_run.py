@@ -9,7 +9,7 @@ from torch import Tensor
 from lockstep_gpt.config import UserError, as_typed
 from lockstep_gpt.data.tokenizer import Tokenizer
 from lockstep_gpt.extras.export.layouts import PADDED, POSITIONS, grown, may_have
-from lockstep_gpt.inference.source import load_model
+from lockstep_gpt.inference.trained_model import load_model
 from lockstep_gpt.model.gpt import GPT
 from lockstep_gpt.registry import asked
 from lockstep_gpt.run.checkpoint import find_checkpoint

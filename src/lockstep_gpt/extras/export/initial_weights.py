@@ -144,7 +144,8 @@ def _ids_of_probe(folder: Path, source: str) -> list[int] | None:
     whole, *pair = [folder / name for name in ("tokenizer.json", "vocab.json", "merges.txt")]
     if not whole.is_file() and not all(file.is_file() for file in pair):
         return None
-    lib = library("tokenizers", "export")
+    import tokenizers as lib
+
     kind, files = (lib.Tokenizer, [whole]) if whole.is_file() else (lib.ByteLevelBPETokenizer, pair)
     try:
         tokenizer = kind.from_file(*map(str, files))

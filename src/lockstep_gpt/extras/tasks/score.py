@@ -27,7 +27,7 @@ from lockstep_gpt.extras.tasks.examples import (
 from lockstep_gpt.extras.tasks.results import Number, mean, numbers_of
 from lockstep_gpt.extras.tasks.rows import Tokenized, cut_line, tokenized
 from lockstep_gpt.extras.tasks.tables import header, lines_of
-from lockstep_gpt.inference.source import load_model, parser_of
+from lockstep_gpt.inference.trained_model import load_model, parser_of
 from lockstep_gpt.run.checkpoint import find_checkpoint
 
 Numbers = dict[str, Number]

@@ -6,7 +6,8 @@ import json
 from typing import Any
 
 from lockstep_gpt.config import UserError
-from lockstep_gpt.data.tokenizer import END_OF_TEXT, Tokenizer, library
+from lockstep_gpt.data.byte_pairs import signs
+from lockstep_gpt.data.tokenizer import END_OF_TEXT, Tokenizer
 
 Files = dict[str, dict[str, Any]]  # name -> content, as JSON
 
@@ -46,9 +47,10 @@ def end_of_text(content: dict[str, Any], token: int | None) -> str | None:
 
 def _bytes(_: dict[str, Any]) -> dict[str, Any]:
     """Return a byte-level BPE of the 256 bytes, without merges; id 0 ends a document."""
-    lib = library("tokenizers", "export")
-    words = {sign: byte for byte, sign in _signs().items()} | {END_OF_TEXT: 0}
-    del words[_signs()[0]]
+    import tokenizers as lib
+
+    words = {sign: byte for byte, sign in signs().items()} | {END_OF_TEXT: 0}
+    del words[signs()[0]]
     tokenizer = lib.Tokenizer(lib.models.BPE(vocab=words, merges=[]))
     # Ours rejects a NUL in a text, which would look like an end; this format can only replace it.
     tokenizer.normalizer = lib.normalizers.Replace("\0", " ")
@@ -58,17 +60,10 @@ def _bytes(_: dict[str, Any]) -> dict[str, Any]:
     return dict(json.loads(tokenizer.to_str()))
 
 
-def _signs() -> dict[int, str]:
-    """Return byte -> its printable character in byte-level vocabularies (GPT-2's code)."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in printable]
-    shown = {byte: chr(256 + place) for place, byte in enumerate(others)}
-    return {byte: shown.get(byte, chr(byte)) for byte in range(256)}
-
-
 def _numbers(values: dict[str, Any]) -> dict[str, Any]:
     """Return a tokenizer of decimal numbers that are separated by spaces."""
-    lib = library("tokenizers", "export")
+    import tokenizers as lib
+
     words = {str(number): number for number in range(values["vocab_size"])}
     tokenizer = lib.Tokenizer(lib.models.WordLevel(words))
     tokenizer.pre_tokenizer = lib.pre_tokenizers.WhitespaceSplit()

@@ -11,9 +11,9 @@ from lockstep_gpt.data.datamodule import TokenDataModule
 from lockstep_gpt.data.prepare import prepare
 from lockstep_gpt.data.shards import load_index, open_split
 from lockstep_gpt.data.sources.text import Text
-from lockstep_gpt.extras.datasets import packing
+from lockstep_gpt.extras.datasets import whole_documents
 from lockstep_gpt.extras.datasets.packed_windows import PackedWindows
-from lockstep_gpt.extras.datasets.packing import WholeDocuments, folder_within, load, pack
+from lockstep_gpt.extras.datasets.whole_documents import WholeDocuments, folder_within, load, pack
 from lockstep_gpt.model.functional import IGNORE
 
 
@@ -89,7 +89,7 @@ def test_files_of_another_format_are_refused(prepared):
 
 
 def test_a_document_that_never_ends_is_refused_in_one_line(prepared, monkeypatch):
-    monkeypatch.setattr(packing, "LONGEST", 50)
+    monkeypatch.setattr(whole_documents, "LONGEST", 50)
     with pytest.raises(UserError, match=r"a document of \d+ tokens begins at token [\d,]+ of t"):
         pack(prepared, 16)
     assert not [*prepared.glob("packed*"), *prepared.glob(".packed*.unfinished")]
@@ -99,7 +99,7 @@ def test_a_folder_that_cannot_be_written_is_refused_in_one_line(prepared, monkey
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(packing, "sync_folder", full)
+    monkeypatch.setattr(whole_documents, "sync_folder", full)
     with pytest.raises(UserError, match=r"cannot be written \(No space left on device\)"):
         pack(prepared, 16)
 

