@@ -168,7 +168,7 @@ def test_a_mixture_without_a_test_split_says_where_to_set_one(corpora, module_of
     ("changes", "line"),
     [
         ({"path": ""}, r"^data\.sources\.code\.path is empty; set it"),
-        ({"tokenizer": "none"}, r"^data\.sources\.code\.tokenizer=none cannot be loaded"),
+        ({"path": "/nowhere"}, r"^data\.sources\.code\.path=/nowhere matches no file"),
         ({"vocab_size": 300}, r"^data\.sources\.code\.vocab_size=300 .* data\.sources\.code\.tok"),
         ({"test_fraction": 0.9}, r"^data\.sources\.code\.test_fraction=0\.9 and data\.sources\.co"),
         ({"documents": "page"}, r"^data\.sources\.code\.documents=page is not one of file, line"),

@@ -113,10 +113,11 @@ class Scattered(torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.zeros(size))
         self.sigma = math.sqrt(scale / size)
 
-    def forward(self, tokens, _targets):
+    def forward(self, tokens, _targets, with_features=False):
         size = len(self.weight)
         draws = size**-0.5 + self.sigma * torch.randn(len(tokens), size)
-        return self.weight @ draws.mean(0)
+        loss = self.weight @ draws.mean(0)
+        return (loss, None) if with_features else loss
 
 
 def test_a_run_of_a_model_with_a_known_noise_scale_finds_it_to_5_percent(fitted):

@@ -6,8 +6,10 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from lockstep_gpt.data.order import Positions
@@ -31,7 +33,10 @@ class PackedWindows:
         facts = whole_documents.load(packed)
         self.counts = {part: facts[name].windows for part, name in parts.items()}
         self.parts = [
-            (np.asarray(open_split(folder, name)), *whole_documents.opened(packed, name))
+            (
+                _with_next(np.asarray(open_split(folder, name))),
+                *whole_documents.opened(packed, name),
+            )
             for name in parts.values()
         ]
         self.begins = [0, *accumulate(self.counts.values())]
@@ -51,17 +56,16 @@ class PackedWindows:
             ids = torch.from_numpy(stored)
             yield Stored(ids.pin_memory() if pinned else ids, torch.from_numpy(real))
 
-    def _fill(self, row: np.ndarray, window: int) -> int:
+    def _fill(self, row: npt.NDArray[Any], window: int) -> int:
         """Write a window's tokens and targets, (2, T); return how many there are."""
         part = bisect_right(self.begins, window) - 1
-        tokens, starts, lengths, first = self.parts[part]
+        pairs, starts, lengths, first = self.parts[part]
         number = window - self.begins[part]
         pieces = slice(*first[number : number + 2].tolist())
         begin = 0
         for start, length in zip(starts[pieces].tolist(), lengths[pieces].tolist(), strict=True):
             end = begin + length
-            row[0, begin:end] = tokens[start : start + length]
-            row[1, begin:end] = tokens[start + 1 : start + length + 1]
+            row[:, begin:end] = pairs[:, start : start + length]
             begin = end
         return begin
 
@@ -71,3 +75,8 @@ class PackedWindows:
         place = torch.arange(tokens.shape[-1], device=tokens.device)
         padding = place >= stored.real[:, None]
         return tokens.contiguous(), targets.masked_fill(padding, IGNORE)
+
+
+def _with_next(tokens: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Return a view of each token and the one after it, (2, tokens - 1): one copy for both."""
+    return np.lib.stride_tricks.sliding_window_view(tokens, len(tokens) - 1)
