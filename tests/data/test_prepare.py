@@ -288,7 +288,7 @@ def test_two_machines_prepare_the_same_bytes(tmp_path, small):
 
 def test_a_data_module_of_your_own_prepares_nothing(tmp_path):
     own = DataModuleConfig(_target_="mine.Batches", root=str(tmp_path))
-    with pytest.raises(UserError, match=r"data\._target_=mine\.Batches prepares no tokens"):
+    with pytest.raises(UserError, match=r"data\._target_=mine\.Batches makes its own batches"):
         prepare(own)
 
 

@@ -90,7 +90,8 @@ def test_a_missing_library_is_named_with_the_command_that_installs_it(monkeypatc
 def test_the_command_that_installs_an_extra_works_in_any_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert installing("zstd") == f"pip install -e '{ROOT}[zstd]'"
-    monkeypatch.setattr(module, "__file__", str(tmp_path / "a/lockstep_gpt/data/tokenizer.py"))
+    installed = tmp_path / "a/lockstep_gpt/data/tokenizer.py"
+    monkeypatch.setattr(module, "__file__", str(installed))
     assert installing("zstd") == f"pip install '{PROGRAM}[zstd]'"
 
 

@@ -192,13 +192,22 @@ def test_the_identity_is_the_name_its_sizes_or_the_hashes_of_files(gpt2_files):
         ("no.tiktoken", "does not exist; give"),
         ("a name", "does not exist; give"),
         ("someone/some-model", "run: hf download someone/some-model tokenizer.json --local-dir"),
-        ("collections.OrderedDict", "is outside of this package; name a class as lockstep_gpt."),
+        (
+            "collections.OrderedDict",
+            "is outside of this package; name a class as lockstep_gpt.",
+        ),
         ("lockstep_gpt.nothing.Here", "cannot be imported (No module"),
         ("lockstep_gpt.data.tokenizer.Nothing", "cannot be imported (module"),
         ("lockstep_gpt.data.tokenizer.np.ndarray", "cannot be imported (No module"),
         ("lockstep_gpt.data.tokenizer.Any", "is not a class of this package"),
-        ("lockstep_gpt.data.tokenizer.cut", "is not a class of this package; name a class as"),
-        ("lockstep_gpt.data.tokenizer.ByteTokenizer", "lacks train; define what OwnTokenizer in"),
+        (
+            "lockstep_gpt.data.tokenizer.cut",
+            "is not a class of this package; name a class as",
+        ),
+        (
+            "lockstep_gpt.data.tokenizer.ByteTokenizer",
+            "lacks train; define what OwnTokenizer in",
+        ),
     ],
 )
 def test_a_name_without_a_tokenizer_is_one_line_with_a_remedy(tmp_path, name, line):
@@ -385,12 +394,20 @@ def test_the_identity_of_a_class_changes_with_its_source_and_with_the_sizes(own)
 @pytest.mark.parametrize(
     ("before", "after", "line"),
     [
-        ("def encode(", "def encoded(", "lacks encode; define what OwnTokenizer in lockstep_gpt/"),
+        (
+            "def encode(",
+            "def encoded(",
+            "lacks encode; define what OwnTokenizer in lockstep_gpt/",
+        ),
         ("def decode(", "def decoded(", "lacks decode; define"),
         ("len(self.characters) + 1", "0", "has vocab_size=0; set it to its number of ids"),
         ("end_of_text = len(self.characters)", "end_of_text = None", "has end_of_text=None; set"),
         ("end_of_text = len(self.characters)", "end_of_text = 99", "from 0 to 3"),
-        ("own_characters.Characters", "other.Characters", "has kind=lockstep_gpt.data.other.Ch"),
+        (
+            "own_characters.Characters",
+            "other.Characters",
+            "has kind=lockstep_gpt.data.other.Ch",
+        ),
         ('"characters": self.characters}', '"characters": b""}', "cannot be saved (Object of"),
         ("import numpy as np", "import no_such_module", "cannot be imported (No module named"),
     ],

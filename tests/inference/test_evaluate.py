@@ -17,6 +17,7 @@ from lockstep_gpt.inference.trained_model import load_model
 from lockstep_gpt.run.checkpoint import find_checkpoint
 
 T = 64
+PACKING = "lockstep_gpt.extras.datasets.whole_documents"
 
 
 @pytest.fixture(scope="module")
@@ -86,9 +87,9 @@ def test_text_is_evaluated_whole_and_in_bits_per_byte(text_run, root):
 
 
 def test_packed_windows_have_each_held_out_target_and_bits_per_byte(small_run):
-    pytest.importorskip("lockstep_gpt.extras.datasets.whole_documents", reason="no such extra")
+    pytest.importorskip(PACKING, reason="no such extra")
     model, config, tokenizer = model_of(small_run)
-    config.packing._target_ = "lockstep_gpt.extras.datasets.whole_documents.WholeDocuments"
+    config.packing._target_ = f"{PACKING}.WholeDocuments"
     result = evaluate(model, config, tokenizer, 64)
     split = load_index(prepare(config.data)).splits["val"]
     assert result["tokens"] == split.tokens - 1

@@ -145,7 +145,7 @@ def follow(project):
         lines = difference.splitlines(keepends=True)
         old, new = ("".join(each[1:] for each in lines if each[0] != sign) for sign in "+-")
         change(project / name, old, new)
-    assert (len(files), len(changes)) == (6, 2)
+    assert (len(files), len(changes)) == (12, 2)
 
 
 @pytest.mark.long

@@ -18,7 +18,13 @@ from typing import Any, NamedTuple, TypeVar
 from lockstep_gpt.config import UserError
 from lockstep_gpt.data import shards
 from lockstep_gpt.data.growing import Encoder, Tokenized
-from lockstep_gpt.data.sources.source import Block, Position, Source, TokenBlock, by_split
+from lockstep_gpt.data.sources.source import (
+    Block,
+    Position,
+    Source,
+    TokenBlock,
+    by_split,
+)
 from lockstep_gpt.data.tokenizer_choice import from_dict
 from lockstep_gpt.processes import end_with_parent
 

@@ -16,7 +16,13 @@ from pathlib import Path
 
 from lockstep_gpt.config import DataConfig, UserError
 from lockstep_gpt.data import build, shards
-from lockstep_gpt.data.recipe import BuildsItself, Recipe, contents, folder_of, recipe_of
+from lockstep_gpt.data.recipe import (
+    BuildsItself,
+    Recipe,
+    contents,
+    folder_of,
+    recipe_of,
+)
 from lockstep_gpt.whole_files import sync_folder
 
 logger = logging.getLogger(__name__)

@@ -1,4 +1,4 @@
-"""`lockstep-gpt evaluate RUN|CHECKPOINT`: the loss on text that is held out, or on any text."""
+"""`lockstep-gpt evaluate RUN|CHECKPOINT`: the loss on held-out text, or on any text."""
 
 from __future__ import annotations
 

@@ -21,6 +21,7 @@ from lockstep_gpt.extras.chat.conversations import Conversations, messages_of
 from lockstep_gpt.extras.chat.template import ROLES, template_of
 from lockstep_gpt.model.functional import IGNORE
 
+PACKING = "lockstep_gpt.extras.datasets.whole_documents"
 ABSENT = "no such extra"
 TEXT, TALK = (f"{own.__module__}.{own.__name__}" for own in (Text, Conversations))
 CPU = torch.device("cpu")
@@ -137,7 +138,7 @@ def test_a_mixture_counts_what_each_source_counts_alone(
     packing, talk_and_prose, all_windows, tmp_path
 ):
     mixture = pytest.importorskip("lockstep_gpt.extras.datasets.mixture", reason=ABSENT)
-    packings = pytest.importorskip("lockstep_gpt.extras.datasets.whole_documents", reason=ABSENT)
+    packings = pytest.importorskip(PACKING, reason=ABSENT)
     packing = packings.WholeDocuments() if packing == "documents" else None
     root = str(tmp_path / "data")
     alone = [
@@ -176,7 +177,7 @@ def test_a_packed_mixture_has_the_targets_of_its_unpacked_documents(
     split, talk_and_prose, all_windows, tmp_path
 ):
     mixture = pytest.importorskip("lockstep_gpt.extras.datasets.mixture", reason=ABSENT)
-    packing = pytest.importorskip("lockstep_gpt.extras.datasets.whole_documents", reason=ABSENT)
+    packing = pytest.importorskip(PACKING, reason=ABSENT)
     weights = dict.fromkeys(talk_and_prose, 1.0)
     mixed = mixture.Mixture(sources=talk_and_prose, weights=weights, root=str(tmp_path / "data"))
     found = all_windows(mixed, packing.WholeDocuments(), split)

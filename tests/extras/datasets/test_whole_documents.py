@@ -13,7 +13,12 @@ from lockstep_gpt.data.shards import load_index, open_split
 from lockstep_gpt.data.sources.text import Text
 from lockstep_gpt.extras.datasets import whole_documents
 from lockstep_gpt.extras.datasets.packed_windows import PackedWindows
-from lockstep_gpt.extras.datasets.whole_documents import WholeDocuments, folder_within, load, pack
+from lockstep_gpt.extras.datasets.whole_documents import (
+    WholeDocuments,
+    folder_within,
+    load,
+    pack,
+)
 from lockstep_gpt.model.functional import IGNORE
 
 

@@ -9,7 +9,13 @@ from itertools import accumulate
 from typing import Any, ClassVar
 
 from lockstep_gpt.config import setting
-from lockstep_gpt.data.sources.files import File, Files, content, find_splits, identity_of
+from lockstep_gpt.data.sources.files import (
+    File,
+    Files,
+    content,
+    find_splits,
+    identity_of,
+)
 from lockstep_gpt.data.sources.source import (
     BLOCK,
     DOCUMENTS,

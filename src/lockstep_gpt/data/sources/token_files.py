@@ -16,7 +16,12 @@ from lockstep_gpt.data import tokenizer_choice
 from lockstep_gpt.data.sources.files import Files
 from lockstep_gpt.data.sources.source import Position, Source, TokenBlock, reading
 from lockstep_gpt.data.sources.token_detection import find_token_files, formats_of
-from lockstep_gpt.data.sources.token_formats import DTYPES, Ids, TokenFormat, TokenReader
+from lockstep_gpt.data.sources.token_formats import (
+    DTYPES,
+    Ids,
+    TokenFormat,
+    TokenReader,
+)
 from lockstep_gpt.data.tokenizer import Tokenizer, token_dtype
 
 STRETCH = 1 << 20  # tokens, of which the last are held out if no file is

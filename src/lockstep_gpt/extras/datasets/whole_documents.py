@@ -48,7 +48,9 @@ class WholeDocuments:
 
     def open(self, folder: Path, split: str, block_size: int) -> Windows:
         """Return the windows of a split, or raise a `UserError`."""
-        from lockstep_gpt.extras.datasets.packed_windows import PackedWindows  # needs torch
+        from lockstep_gpt.extras.datasets.packed_windows import (
+            PackedWindows,  # needs torch
+        )
 
         return PackedWindows(folder, split, block_size)
 
