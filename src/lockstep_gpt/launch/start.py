@@ -26,7 +26,6 @@ from lockstep_gpt.launch import devices, launcher, machines, trust
 from lockstep_gpt.launch.placement import Placement
 from lockstep_gpt.launch.supervise import supervise
 from lockstep_gpt.processes import end_process
-from lockstep_gpt.registry import asked
 from lockstep_gpt.run.directory import RunDirectory
 from lockstep_gpt.training import schedule
 
@@ -200,7 +199,6 @@ def prepare_data(config: Config, verify: bool = False) -> str | None:
     shards.check_block_size(index, config.model.block_size)
     if config.test and "test" not in index.splits:
         raise UserError(f"test=true needs a test split; set {index.test_settings()}")
-    asked("PREPARED", folder, config)
     packing_of(config.packing._target_).prepare(folder, config.model.block_size)
     return index.fingerprint
 

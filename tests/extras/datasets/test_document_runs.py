@@ -87,11 +87,11 @@ def test_wrong_values_are_refused_in_one_line(command, words, said):
     assert said in command("train", "experiment=smoke", *words, status=2).stderr
 
 
-def test_data_without_documents_is_refused_before_ranks_start(command):
+def test_data_without_documents_is_refused_and_leaves_no_run(command):
     words = ["experiment=smoke", "data=synthetic", "data.tokens=20000", "run_dir=none"]
     for setting in PACKED:
         said = command("train", *words, setting, status=2).stderr
-        assert said.splitlines()[-1].endswith("have no end of text; leave it out")
+        assert said.splitlines()[-1].endswith("no end of text; leave it out")
         assert f"{setting} needs documents" in said
     assert not (command.folder / "none").exists()
 

@@ -4,7 +4,6 @@
 SETTINGS = {"model": ".extras.datasets.mask_settings:MaskedModel"}
 WORDS = ".extras.datasets.mixture:with_sources"
 OTHER_NAME = ".extras.datasets.mixture:right_name"
-PREPARED = ".extras.datasets.whole_documents:refuse_endless"
 CALLBACK = ".extras.datasets.by_source:callback"
 RECEIPT = ".extras.datasets.by_source:lines"
 ADVISE = ".extras.datasets.by_source:advise"

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from lockstep_gpt.config import Config, UserError, counted
+from lockstep_gpt.config import UserError, counted
 from lockstep_gpt.data import shards
 from lockstep_gpt.data.tokenizer_choice import from_dict
 from lockstep_gpt.extras.datasets.best_fit import (
@@ -68,12 +68,6 @@ def end_of_text(folder: Path, wanted: str) -> int:
             "leave it out"
         )
     return end
-
-
-def refuse_endless(folder: Path, config: Config) -> None:
-    """Raise a `UserError` for a model that masks documents if no token ends one."""
-    if getattr(config.model, "mask_documents", False):
-        end_of_text(folder, "model.mask_documents=true")
 
 
 def folder_within(folder: Path, block_size: int) -> Path:
