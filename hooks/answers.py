@@ -109,8 +109,8 @@ SYSTEM = ROOT / "hooks" / "commands.txt"  # of the system and its shells
 # Modules and commands of dependencies whose names differ from their distribution's.
 MODULES = re.compile(
     "absl|antlr4|attr|coreweave_evaluations|databricks|dotenv|fabric|functorch|google|grpc|hydra|"
-    "hydra_plugins|isympy|lightning_fabric|markdown_it|mlflow|mypyc|opentelemetry|pil|pip|"
-    "pkg_resources|py|pydevd_plugins|torchgen|uv|wheel|xdist|yaml"
+    "hydra_plugins|isympy|libfuturize|libpasteurize|lightning_fabric|markdown_it|mlflow|mypyc|"
+    "opentelemetry|past|pil|pip|pkg_resources|py|pydevd_plugins|torchgen|uv|wheel|xdist|yaml"
 )
 # Modules of Python's own library. `sys.stdlib_module_names` lacks its tests, and modules that were
 # added after the oldest supported version.
