@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from lockstep_gpt.config import UserError
-from lockstep_gpt.data.build import ResumedWriter, cut_to_index
+from lockstep_gpt.data.build import cut_to_index
 from lockstep_gpt.data.byte_pairs import BytePairTokenizer
 from lockstep_gpt.data.prepare import prepare
 from lockstep_gpt.data.shards import (
@@ -26,6 +26,7 @@ from lockstep_gpt.data.shards import (
 from lockstep_gpt.data.sources import file_documents as module
 from lockstep_gpt.data.sources.synthetic import RandomTokens
 from lockstep_gpt.data.sources.text import Text
+from lockstep_gpt.data.split_writer import SplitWriter
 from lockstep_gpt.data.tokenizer import ByteTokenizer
 from lockstep_gpt.data.tokenizer_choice import from_dict
 
@@ -335,7 +336,7 @@ LIMIT = 65_536  # bytes of a file
 
 def written(folder, name, ids, dtype, split=None):
     """Write ids in pieces and return their index entry."""
-    with contextlib.closing(ResumedWriter(folder, name, dtype, LIMIT, split or Split())) as writer:
+    with contextlib.closing(SplitWriter(folder, name, dtype, LIMIT, split or Split())) as writer:
         for piece in np.array_split(np.asarray(ids).astype(dtype), 7):
             writer.append(piece)
         return writer.saved()

@@ -18,10 +18,10 @@ from lockstep_gpt.data.order import Order
 from lockstep_gpt.data.shards import (
     FORMAT,
     Index,
-    SplitWriter,
     open_split,
     write_index,
 )
+from lockstep_gpt.data.split_writer import SplitWriter
 from lockstep_gpt.data.windows import StreamWindows
 from lockstep_gpt.model.functional import IGNORE
 

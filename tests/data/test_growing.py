@@ -114,7 +114,7 @@ def test_a_build_that_stopped_continues_with_what_it_knew(tmp_path, monkeypatch)
     add(tmp_path, 1, 2, 3, lines=20_000)
     prepare(settings(tmp_path, shard_mb=1))
     add(tmp_path, 0, 4, lines=20_000)
-    append = build.ResumedWriter.append
+    append = build.SplitWriter.append
 
     def stops(self, *arguments):
         if self.full:
@@ -122,7 +122,7 @@ def test_a_build_that_stopped_continues_with_what_it_knew(tmp_path, monkeypatch)
         append(self, *arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(build.ResumedWriter, "append", stops)
+        patch.setattr(build.SplitWriter, "append", stops)
         with pytest.raises(KeyboardInterrupt):
             prepare(settings(tmp_path, shard_mb=1))
     assert [*(tmp_path / "data").glob(".*.unfinished/train-00001.bin")]

@@ -6,7 +6,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lockstep_gpt.data.build import ResumedWriter
 from lockstep_gpt.data.mapped_files import map_files
 from lockstep_gpt.data.shards import (
     FORMAT,
@@ -16,6 +15,7 @@ from lockstep_gpt.data.shards import (
     open_split,
     write_index,
 )
+from lockstep_gpt.data.split_writer import SplitWriter
 from lockstep_gpt.data.tokenizer import token_dtype
 from lockstep_gpt.data.windows import StreamWindows
 
@@ -31,7 +31,7 @@ def index_of(train, val, dtype="<u2", vocab_size=9):
 
 def written(folder, name, ids, dtype):
     """Write ids in pieces and return their index entry."""
-    with contextlib.closing(ResumedWriter(folder, name, dtype, LIMIT, Split())) as writer:
+    with contextlib.closing(SplitWriter(folder, name, dtype, LIMIT, Split())) as writer:
         for piece in np.array_split(np.asarray(ids).astype(dtype), 7):
             writer.append(piece)
         return writer.saved()

@@ -11,7 +11,6 @@ from lockstep_gpt.data.shards import (
     FORMAT,
     Index,
     Split,
-    SplitWriter,
     check_block_size,
     check_content,
     check_sizes,
@@ -19,6 +18,7 @@ from lockstep_gpt.data.shards import (
     open_split,
     write_index,
 )
+from lockstep_gpt.data.split_writer import SplitWriter
 from lockstep_gpt.data.tokenizer import token_dtype
 from lockstep_gpt.data.windows import StreamWindows
 

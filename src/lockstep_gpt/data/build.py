@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import hashlib
 import logging
 import os
 import shutil
@@ -25,9 +24,9 @@ from lockstep_gpt.data import shards
 from lockstep_gpt.data.encoding import BLOCKS, KNOWN, encoded
 from lockstep_gpt.data.growing import HashWriter, earlier_state, remember
 from lockstep_gpt.data.recipe import Recipe, begin, finish, progress, splits_of
-from lockstep_gpt.data.shards import INDEX, Index, Split, SplitWriter
+from lockstep_gpt.data.shards import INDEX, Index
 from lockstep_gpt.data.sources.source import Position
-from lockstep_gpt.data.tokenizer import Tokens
+from lockstep_gpt.data.split_writer import SplitWriter
 
 logger = logging.getLogger(__name__)
 
@@ -61,9 +60,7 @@ def _write(recipe: Recipe, folder: Path) -> None:
     limit = recipe.source.shard_mb << 20
     with ExitStack() as stack:
         writers = {
-            name: stack.enter_context(
-                closing(ResumedWriter(folder, name, index.dtype, limit, split))
-            )
+            name: stack.enter_context(closing(SplitWriter(folder, name, index.dtype, limit, split)))
             for name, split in index.splits.items()
         }
         bar = stack.enter_context(progress(recipe, index.position[2]))
@@ -102,7 +99,7 @@ def _remembered(recipe: Recipe, folder: Path, index: Index) -> Path | None:
     return earlier
 
 
-def _save(folder: Path, index: Index, writers: dict[str, ResumedWriter]) -> None:
+def _save(folder: Path, index: Index, writers: dict[str, SplitWriter]) -> None:
     splits = {name: writer.saved() for name, writer in writers.items()}
     shards.write_index(folder, replace(index, splits=splits))
 
@@ -128,7 +125,7 @@ def _begun(recipe: Recipe, folder: Path) -> Index:
     return index
 
 
-def _show(bar: tqdm[Any], read: int, writers: dict[str, ResumedWriter]) -> None:
+def _show(bar: tqdm[Any], read: int, writers: dict[str, SplitWriter]) -> None:
     documents = sum(writer.documents for writer in writers.values())
     tokens = sum(writer.tokens for writer in writers.values())
     bar.set_postfix_str(f"{documents:,} documents, {tokens:,} tokens", refresh=False)
@@ -140,53 +137,6 @@ def _remove_abandoned(root: Path) -> None:
     for path in root.glob(".*-????????.unfinished"):
         if time.time() - path.stat().st_mtime > WEEK:
             shutil.rmtree(path, ignore_errors=True)  # best effort: leftovers do no harm
-
-
-class ResumedWriter(SplitWriter):
-    """Continues where an index ends, cuts off anything after it, and starts a new file at a limit.
-
-    Args:
-        folder: where the files are.
-        name: name of the split.
-        dtype: type of the ids on disk.
-        limit: bytes of a file, a multiple of the memory page.
-        split: the split as the index has it.
-    """
-
-    def __init__(self, folder: Path, name: str, dtype: str, limit: int, split: Split) -> None:
-        self.folder, self.name, self.dtype, self.limit = folder, name, np.dtype(dtype), limit
-        self.tokens, self.documents = split.tokens, split.documents
-        self.text_bytes = split.text_bytes
-        files, self._size = divmod(split.tokens * self.dtype.itemsize, limit)
-        self.full = split.shards[:files]
-        self._open(files, "a+b")
-        self._file.truncate(self._size)
-        self._file.seek(0)
-        self._hash = hashlib.file_digest(self._file, "sha256")
-
-    def append(self, ids: Tokens, documents: int = 0, text_bytes: int = 0) -> None:
-        """Append ids, (tokens,), of `documents` documents with `text_bytes` bytes of text."""
-        while ids.size:
-            if self._size == self.limit:
-                self.full = self.saved().shards
-                self.close()
-                self._size = 0
-                self._open(len(self.full), "wb")
-            part, ids = np.split(ids, [(self.limit - self._size) // self.dtype.itemsize])
-            super().append(part)
-            self._size += part.size * self.dtype.itemsize
-        self.documents += documents
-        self.text_bytes += text_bytes
-
-    def _open(self, number: int, mode: str) -> None:
-        self._file = (self.folder / f"{self.name}-{number:05}.bin").open(mode)
-        self._hash = hashlib.sha256()
-
-    def saved(self) -> Split:
-        """Sync everything to disk and return its entry for the index."""
-        split, tokens = super().saved(), self._size // self.dtype.itemsize
-        last = [replace(shard, tokens=tokens) for shard in split.shards if tokens]
-        return replace(split, shards=[*self.full, *last])
 
 
 def cut_to_index(folder: Path, index: Index) -> None:

@@ -14,9 +14,10 @@ from tqdm import tqdm
 
 from lockstep_gpt.config import DataConfig, UserError, counted
 from lockstep_gpt.data import shards
-from lockstep_gpt.data.shards import Index, SplitWriter
+from lockstep_gpt.data.shards import Index
 from lockstep_gpt.data.sources.file_documents import ENDS
 from lockstep_gpt.data.sources.source import SPLITS, Source
+from lockstep_gpt.data.split_writer import SplitWriter
 from lockstep_gpt.data.tokenizer import Tokenizer, token_dtype
 
 # Left out of the settings' digest: the tokenizer's identity replaces the first three; the others

@@ -7,7 +7,6 @@ A large split has several files; all but the last have one size, in whole memory
 
 import hashlib
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -18,7 +17,6 @@ import numpy.typing as npt
 
 from lockstep_gpt.config import UserError
 from lockstep_gpt.data.mapped_files import map_files
-from lockstep_gpt.data.tokenizer import Tokens
 from lockstep_gpt.whole_files import replace_text
 
 FORMAT = 2  # increase it with every change that an older reader would misread
@@ -79,36 +77,6 @@ class Index:
     def windows(self, split: str, block_size: int) -> int:
         """Count the whole windows of `block_size` inputs; two neighbors share one token."""
         return (self.splits[split].tokens - 1) // block_size
-
-
-class SplitWriter:
-    """Appends ids of `dtype` to a split's token file in bounded memory, and hashes them."""
-
-    def __init__(self, folder: Path, name: str, dtype: str) -> None:
-        self.dtype = np.dtype(dtype)
-        self.tokens = self.documents = self.text_bytes = 0
-        self._file: Any = (folder / f"{name}-00000.bin").open("wb")
-        self._hash = hashlib.sha256()
-
-    def append(self, ids: Tokens, documents: int = 0, text_bytes: int = 0) -> None:
-        """Append ids of shape (tokens,) from `documents` documents with `text_bytes` bytes."""
-        stored = np.ascontiguousarray(ids.astype(self.dtype, casting="safe", copy=False))
-        self._file.write(stored.data)
-        self._hash.update(stored.data)
-        self.tokens += ids.size
-        self.documents += documents
-        self.text_bytes += text_bytes
-
-    def saved(self) -> Split:
-        """Flush everything to disk and return the split's index entry."""
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        shard = Shard(Path(self._file.name).name, self.tokens, self._hash.hexdigest())
-        return Split(self.tokens, self.documents, self.text_bytes, [shard] if self.tokens else [])
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
 
 
 def write_index(folder: Path, index: Index) -> None:
