@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -44,10 +45,10 @@ class FileDocuments(Documents):
         """Whether a file has a document per line."""
         return False
 
-    @cached_property
+    @property
+    @abstractmethod
     def found(self) -> list[Files]:
         """The files to read, by split."""
-        raise NotImplementedError(f"{type(self).__name__} finds its files here")
 
     @cached_property
     def files(self) -> list[File]:
