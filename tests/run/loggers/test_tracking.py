@@ -81,7 +81,7 @@ def test_failed_run_is_ended_as_failed_and_a_finished_one_as_finished(two, comma
 
 @pytest.mark.usefixtures("quick_ranks")
 def test_command_of_the_sweep_file_trains_two_ranks_under_the_agent_s_run_id(command, read_offline):
-    sweep = yaml.safe_load((Path(__file__).parents[2] / "configs/sweep.yaml").read_text())
+    sweep = yaml.safe_load((Path(__file__).parents[3] / "configs/sweep.yaml").read_text())
     drawn = [f"optim.lr={sweep['parameters']['optim.lr']['min']}", "optim.weight_decay=0.1"]
     assert sweep["command"][:3] == ["${env}", "lockstep-gpt", "train"]
     assert sweep["command"][-1] == "${args_no_hyphens}"
