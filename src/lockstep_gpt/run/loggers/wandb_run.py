@@ -8,10 +8,10 @@ import secrets
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import lockstep_gpt
 import wandb
 from lightning.pytorch.loggers import WandbLogger
 
+import lockstep_gpt
 from lockstep_gpt.config import UserError, check_choice
 from lockstep_gpt.run.checkpoint import files_of
 from lockstep_gpt.run.directory import RunDirectory
