@@ -2,12 +2,11 @@
 
 import json
 import os
-from dataclasses import asdict
 
 import pytest
 import torch
 
-from lockstep_gpt.config import BatchConfig, Config, ModelConfig, OptimConfig
+from lockstep_gpt.config import BatchConfig, Config, ModelConfig, OptimConfig, as_values
 from lockstep_gpt.data.sources.stdlib import StandardLibrary
 from lockstep_gpt.data.sources.text import Text
 from lockstep_gpt.data.tokenizer import ByteTokenizer
@@ -48,7 +47,7 @@ def exported(tmp_path):
         weights = build_gpt(model, tokenizer.vocab_size).state_dict()
         content = {
             "state_dict": {f"model.{name}": weight for name, weight in weights.items()},
-            "config": asdict(config),
+            "config": as_values(config),
             "tokenizer": tokenizer.to_dict(),
             "global_step": 1,
         }
@@ -110,7 +109,7 @@ def files_without_template(*names):
         "tokenizer_config.json": {"a": 1},
         "generation_config.json": {"b": 2},
         "tokenizer.json": {"model": {"vocab": vocabulary}, "added_tokens": [{"content": "c"}]},
-        **dict.fromkeys(names, {}),
+        **{name: {} for name in names},
     }
 
 

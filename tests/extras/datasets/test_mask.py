@@ -230,7 +230,7 @@ def test_a_tokenizer_without_an_end_and_a_model_without_places_are_refused():
     class Endless(ByteTokenizer):
         end_of_text = None
 
-    with pytest.raises(UserError, match=r"documents\.mask=true needs documents, and this tokenizer"):
+    with pytest.raises(UserError, match=r"documents\.mask=true needs documents, and this"):
         mask(build_gpt(config, 50), Endless())
     other = torch.nn.Linear(2, 2)
     other.config = config
