@@ -16,11 +16,11 @@ from typing import Any, NoReturn
 
 # Each extra is a folder of the package, its pages, and its tests: see `places`.
 EXTRAS = {
-    "chat": "fine-tuning on conversations, LoRA, a chat in the terminal, a server",
-    "cluster": "plan a run, check machines, rehearse faults, choose a model's size",
-    "datasets": "several corpora with shares, documents kept apart, packing",
-    "hub": "export to Hugging Face, and start from its models",
-    "pages": "all-reduce panel and report of a run, as web pages",
+    "chat": "fine-tuning on conversations, LoRA, talking to a model, a server",
+    "cluster": "plans of a run, checks of machines, drills, sizes of models",
+    "datasets": "several sources at once, documents kept apart, packing",
+    "hub": "export to and start from Hugging Face models",
+    "pages": "the report of a run, and a page that shows the all-reduce",
     "tasks": "accuracy on tasks, during training and afterward",
     "warm": "ranks start faster, as forks of one process",
 }
