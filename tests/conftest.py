@@ -447,7 +447,7 @@ def python_of_forks(forks_of: Callable[..., str]) -> str:
 @pytest.fixture
 def cold() -> list[str]:
     """Return overrides of runs whose processes are forks of our server: they need no other one."""
-    return ["launch.warm=false"] if WARM else []
+    return ["warm.enabled=false"] if WARM else []
 
 
 @pytest.fixture

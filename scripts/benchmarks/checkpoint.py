@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 
-from lockstep_gpt.extras.copies.writing import CopyingCheckpointIO
 from lockstep_gpt.run.callbacks.checkpoints import AtomicCheckpointIO
+from lockstep_gpt.run.checkpoint_writing import CopyingCheckpointIO
 
 
 def main() -> None:

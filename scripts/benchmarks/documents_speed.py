@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """Measure what documents that don't see each other cost: attention, and a whole training step.
 
-usage: python scripts/documents_speed.py [--mean 300] [--threads 1] [--pairs 9] [--context 1024]
+usage: python scripts/benchmarks/documents_speed.py
+           [--mean 300] [--threads 1] [--pairs 9] [--context 1024]
 
 Each pair runs one with the mask and one without on the same tokens, one after the other; the
 figures are medians of processor seconds (user and system), so other programs disturb them less.
@@ -19,10 +20,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lockstep_gpt.config import ModelConfig, extended
+from lockstep_gpt.config import ModelConfig
 from lockstep_gpt.data.tokenizer import ByteTokenizer
 from lockstep_gpt.extras.datasets.attention import attention_within
-from lockstep_gpt.extras.datasets.mask import mask_documents
+from lockstep_gpt.extras.datasets.mask import mask
 from lockstep_gpt.model.functional import causal_attention, choose_matrix_products
 from lockstep_gpt.model.gpt import build_gpt
 
@@ -72,12 +73,11 @@ def attended(attend: Callable[..., Tensor], qkv: Tensor, scale: float) -> None:
 def models(architecture: str, context: int) -> tuple[Any, Any]:
     """Return a masked model and one that is not."""
     grams = {"ngram_rows": 4096, "longest_ngram": 4} if architecture == "modern" else {}
-    kind: Any = extended(ModelConfig)
-    shape = {**SHAPE, **grams, "block_size": context, "architecture": architecture}
-    made = [build_gpt(kind(**shape, mask_documents=on), 256) for on in (True, False)]
-    for each in made:
-        mask_documents(each, ByteTokenizer())
-    return made[0], made[1]
+    shape: Any = {**SHAPE, **grams, "block_size": context, "architecture": architecture}
+    config = ModelConfig(**shape)
+    masked = build_gpt(config, 256)
+    mask(masked, ByteTokenizer())
+    return masked, build_gpt(config, 256)
 
 
 def main() -> int:

@@ -1,6 +1,7 @@
 """Send requests to the command `serve` from many clients at once; count what comes back.
 
-usage: python scripts/load_test.py RUN [--clients 100] [--seconds 60] [--serve="--parallel 8"]
+usage: python scripts/benchmarks/load_test.py
+           RUN [--clients 100] [--seconds 60] [--serve="--parallel 8"]
 
 Starts a server of its own. Each client sends one request after another; every second one is
 streamed. Prints JSON: complete answers, refusals with 429, faults (anything else), latencies in

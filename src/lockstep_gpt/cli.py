@@ -4,28 +4,23 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
-from typing import NamedTuple, NoReturn
+from typing import NoReturn
 
+from lockstep_gpt.catalog import extra_of_command, how_to_add
 from lockstep_gpt.config import PROGRAM, VERSION, ReportedError, RunError, UserError
 from lockstep_gpt.exits import after_signal
 from lockstep_gpt.processes import end_process
-from lockstep_gpt.registry import merged, resolved
-
-
-class Command(NamedTuple):
-    """A function `(arguments) -> exit status` as `module:name`, and its purpose."""
-
-    target: str
-    meaning: str
-    overrides: bool  # accepts Hydra overrides, which a shell can complete
-
+from lockstep_gpt.registry import COMMANDS as KIND
+from lockstep_gpt.registry import Command, additions, resolved
 
 COMMANDS = {
     "train": Command(".launch.commands:train", "train a GPT; by default the quickstart", True),
     "prepare": Command(".launch.commands:prepare", "tokenize a dataset", True),
     "evaluate": Command(".inference.evaluate:main", "measure the loss on held-out text", False),
     "generate": Command(".inference.generate:main", "continue a prompt", False),
-    **{name: Command(*command) for name, command in merged("COMMANDS").items()},
+    # Hydra's shell script, which `train -sc install=bash` prints, calls this one.
+    "-sc": Command(".cli:complete", "complete words in the shell", False),
+    **{name: command for table in additions(KIND) for name, command in table.items()},
 }
 
 
@@ -45,7 +40,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 0
         shown = [each for each in COMMANDS if each[0] != "-"]  # shells call the others
         if name not in ("", "-h", "--help", "help"):
-            print(f"{PROGRAM}: {name} is not one of {', '.join(shown)}", file=sys.stderr)
+            extra = extra_of_command(name)
+            rule = f"needs {how_to_add(extra)}" if extra else f"is not one of {', '.join(shown)}"
+            print(f"{PROGRAM}: {name} {rule}", file=sys.stderr)
             return 2
         lines = [f"  {each:<10}{COMMANDS[each].meaning}" for each in shown]
         usage = [f"usage: {PROGRAM} COMMAND ...", "", *lines, "", "Also: COMMAND --help, --version"]
@@ -61,3 +58,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader, such as `head`, has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return after_signal(signal.SIGPIPE)  # which ends other programs
+
+
+def complete(arguments: list[str]) -> int:
+    """Print the commands that a word in the shell may become; Hydra completes their overrides."""
+    line = os.environ.get("COMP_LINE", "").split(" ")
+    name = line[1] if len(line) > 1 else ""
+    if len(line) < 3:
+        print(" ".join(each for each in COMMANDS if each.startswith(name) and each[0] != "-"))
+        return 0
+    if name not in COMMANDS or not COMMANDS[name].overrides:
+        return 0
+    os.environ["COMP_LINE"] = " ".join([line[0], *line[2:]])
+    return main([name, "-sc", *arguments])

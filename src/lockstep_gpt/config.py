@@ -14,13 +14,14 @@ from importlib.util import find_spec
 from operator import ge, gt, le, lt
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Self, cast
 
 from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from lockstep_gpt.catalog import extra_of_group, extra_of_target, how_to_add
 from lockstep_gpt.exits import Exit
-from lockstep_gpt.registry import additions, resolved
+from lockstep_gpt.registry import config_folders_of_extras, settings_classes
 
 PROGRAM = "lockstep-gpt"
 VERSION = "0.1.0"  # as in pyproject.toml
@@ -101,15 +102,14 @@ class Checked:
         check(f"{self.node}.{name}".lstrip("."), getattr(self, name), False, rule)
 
 
-def extended(own: Any) -> Any:
-    """Return a group's settings class, with the settings that extras add to it."""
-    tables = (table for table in additions("SETTINGS") if own.node in table)
-    return _joined(*(resolved(table[own.node]) for table in tables), own)
+class ExtraSettings(Checked):
+    """A group of settings of its own that an extra adds; see `registry.SETTINGS`."""
 
-
-@functools.cache  # equal settings share one class
-def _joined(*classes: Any) -> Any:
-    return dataclass(type(classes[-1].__name__, classes, {}))
+    @classmethod
+    def of(cls, config: "Config") -> Self:
+        """Return these settings of a run; the defaults if the run doesn't set any."""
+        settings = config.of_extras.get(cls.node)
+        return settings if isinstance(settings, cls) else cls()
 
 
 def check(setting: str, value: Any, holds: bool, rule: str) -> None:
@@ -208,6 +208,11 @@ class ModelConfig(Checked):
     )
     ngram_rows: int = setting("modern: rows per n-gram embedding table; 0: none", 0, at_least=0)
     longest_ngram: int = setting("largest n of the n-grams; the smallest is 2", 2, at_least=2)
+    init_from: str | None = setting(
+        "run, checkpoint, or transformers folder with initial weights; null: random",
+        None,
+        on_resume="free",
+    )
 
     def __post_init__(self) -> None:
         """Also check that the heads divide the width evenly, and that the architecture exists."""
@@ -248,6 +253,20 @@ class DataConfig(Checked):
         if not self._target_:  # made in code
             self._target_ = f"{type(self).__module__}.{type(self).__name__}"
 
+    def files_of_export(self, tokenizer: Any, files: dict[str, Any]) -> dict[str, Any]:  # noqa: ARG002
+        """Return the JSON files that an export adds or changes for a model of these data.
+
+        Args:
+            tokenizer: the model's.
+            files: name -> content of those without them.
+        """
+        return {}
+
+    @classmethod
+    def suggestion(cls, name: str) -> str | None:  # noqa: ARG003
+        """Return what to use instead of an unknown setting, if this class knows it."""
+        return None
+
 
 @dataclass
 class DataModuleConfig(DataConfig):
@@ -273,6 +292,8 @@ def data_class(target: str) -> type[DataConfig]:
     """
     if not target.startswith(f"{__package__}."):
         return DataModuleConfig
+    if extra := extra_of_target(target):
+        raise UserError(f"data._target_={target} needs {how_to_add(extra)}")
     try:
         found = resolve_name(target)
     except (ImportError, AttributeError, ValueError) as error:
@@ -291,10 +312,27 @@ def config_folder() -> Path:
     return installed if installed.is_dir() else package.parents[1] / "configs"
 
 
+def config_folders() -> list[Path]:
+    """Return the project's folder of YAML files, and those of extras."""
+    return [config_folder(), *config_folders_of_extras().values()]
+
+
+def yaml_files(group: str, *more: Path) -> dict[str, Path]:
+    """Return the file of each choice of a group.
+
+    Args:
+        group: its name.
+        more: other folders of configurations.
+    """
+    folders = [*config_folders(), *more]
+    paths = [path for folder in folders for path in sorted((folder / group).glob("*.yaml"))]
+    return {path.stem: path for path in paths}
+
+
 def target_of(group: str, choice: str) -> str | None:
     """Return the class that a choice of a group names; None if there is no such choice."""
-    path = config_folder() / group / f"{choice}.yaml"
-    if not path.is_file():
+    path = yaml_files(group).get(choice)
+    if path is None:
         return None
     target = re.search(TARGET, path.read_text(encoding="utf-8"), re.MULTILINE)
     return target[1] if target else None
@@ -306,14 +344,13 @@ def data_choices(*more: Path) -> dict[str, type[DataConfig]]:
     Args:
         more: other folders of configurations.
     """
-    found = {}
-    for folder in (config_folder(), *more):
-        for path in sorted((folder / "data").glob("*.yaml")):
-            text = path.read_text(encoding="utf-8")
-            target = re.search(TARGET, text, re.MULTILINE)
-            if target and f"/hydra/schema/data/{path.stem}@" in text:
-                found[path.stem] = data_class(target[1])
-    return found
+    classes = {}
+    for choice, path in yaml_files("data", *more).items():
+        text = path.read_text(encoding="utf-8")
+        target = re.search(TARGET, text, re.MULTILINE)
+        if target and f"/hydra/schema/data/{choice}@" in text:
+            classes[choice] = data_class(target[1])
+    return classes
 
 
 @dataclass
@@ -373,6 +410,10 @@ class CheckpointConfig(Checked):
     )
     keep_last: int = setting("how many of the newest checkpoints to keep", 1, at_least=1)
     keep_best: int = setting("how many of the best checkpoints to keep, by val/loss", 1, at_least=0)
+    background: bool = setting(
+        "copy the state in memory, and write the copy while training continues", False
+    )
+    copy_to: str | None = setting("also keep checkpoints in this folder or fsspec URL", None)
 
 
 @dataclass
@@ -448,7 +489,7 @@ class Config(Checked):
     precision: str = setting("precision of forward and backward", "32-true", choices=PRECISIONS)
     compile: bool = setting("compile the GPT with torch.compile", False)
     peak_tflops: float | None = setting(
-        "device's dense peak TFLOPS, for throughput/mfu; null: from extra `cluster`", None, above=0
+        "device's dense peak TFLOPS, for throughput/mfu; null: from a table of GPUs", None, above=0
     )
     val_every: int = setting("optimizer steps between validations", 250, at_least=1)
     log_every: int = setting("optimizer steps between rows of metrics", 10, at_least=1)
@@ -458,13 +499,14 @@ class Config(Checked):
     data: AnyData = MISSING
     packing: PackingConfig = field(default_factory=PackingConfig)
     optim: OptimConfig = MISSING
-    checkpoint: CheckpointConfig = field(default_factory=lambda: extended(CheckpointConfig)())
-    guard: GuardConfig = field(default_factory=lambda: extended(GuardConfig)())
-    launch: LaunchConfig = field(default_factory=lambda: extended(LaunchConfig)())
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    guard: GuardConfig = field(default_factory=GuardConfig)
+    launch: LaunchConfig = field(default_factory=LaunchConfig)
     trainer: dict[str, Any] = field(default_factory=dict)
     strategy: dict[str, Any] = field(default_factory=dict)
     callbacks: dict[str, Any] = field(default_factory=dict)
     logger: dict[str, Any] = field(default_factory=dict)
+    of_extras: dict[str, Any] = field(default_factory=dict)  # group -> its `ExtraSettings`
 
     def __post_init__(self) -> None:
         """Also check combinations of settings; drop callbacks and loggers that are null."""
@@ -480,8 +522,9 @@ class Config(Checked):
 
 def groups(target: str | None = None) -> dict[str, Any]:
     """Return each group's settings class; for `data`, the class of its `_target_`."""
-    found = {own.node: extended(own) for own in Checked.__subclasses__() if own.node}
-    return {**found, "data": data_class(target) if target else DataConfig}
+    core = {kind.node: kind for kind in Checked.__subclasses__() if kind.node}
+    data = data_class(target) if target else DataConfig
+    return {**core, **settings_classes(), "data": data}
 
 
 def settings_on_resume(treated: str, target: str | None = None) -> set[str]:
@@ -570,7 +613,13 @@ def check_choice(setting: str, value: Any, choices: tuple[str | None, ...]) -> N
 @functools.cache  # it takes longer than merging the values
 def with_groups(*classes: tuple[str, Any]) -> Any:
     """Return an empty configuration whose groups have the types of these `classes`."""
-    return OmegaConf.merge(OmegaConf.structured(Config), dict(classes))
+    node = OmegaConf.structured(Config)
+    OmegaConf.set_struct(node, False)
+    del node["of_extras"]  # no setting: `from_container` fills it
+    for name, kind in classes:
+        node[name] = kind
+    OmegaConf.set_struct(node, None)  # its dataclass closes it again; its dictionaries are open
+    return node
 
 
 def from_container(values: dict[str, Any], file: Path | None = None) -> Config:
@@ -579,11 +628,12 @@ def from_container(values: dict[str, Any], file: Path | None = None) -> Config:
     Raises a `UserError` that names the `file` and the problem; without a `file`, OmegaConf's error.
     """
     target = values.get("data", {}).get("_target_")
+    _refuse_absent_groups(values, file)
     try:
         if target and data_class(target) is DataModuleConfig:
             values = {**values, "data": DataModuleConfig.values_of(values["data"])}
         typed = OmegaConf.merge(with_groups(*groups(target).items()), values)
-        return cast(Config, OmegaConf.to_object(typed))
+        config = cast(Config, OmegaConf.to_object(typed))
     except OmegaConfBaseException as error:
         if file is None:
             raise
@@ -591,3 +641,36 @@ def from_container(values: dict[str, Any], file: Path | None = None) -> Config:
             f"{file} cannot be read ({error.full_key}: {str(error).splitlines()[0]}); delete that "
             f"setting, or use the version of {PROGRAM} that wrote it"
         ) from None
+    # OmegaConf sets the groups of extras as attributes, which `dataclasses.replace` would drop.
+    config.of_extras = {name: vars(config).pop(name) for name in settings_classes()}
+    return config
+
+
+def with_defaults(values: dict[str, Any]) -> dict[str, Any]:
+    """Return frozen `values` with the groups of extras that `without_defaults` left out."""
+    defaults = {
+        name: OmegaConf.to_container(OmegaConf.structured(kind))
+        for name, kind in settings_classes().items()
+    }
+    return {**defaults, **values}
+
+
+def without_defaults(values: dict[str, Any]) -> dict[str, Any]:
+    """Return `values` to freeze without the groups of extras that have their default values.
+
+    A project without these extras can then continue the run.
+    """
+    kept = dict(values)
+    for name, kind in settings_classes().items():
+        if kept.get(name) == OmegaConf.to_container(OmegaConf.structured(kind)):
+            del kept[name]
+    return kept
+
+
+def _refuse_absent_groups(values: dict[str, Any], file: Path | None) -> None:
+    """Raise a `UserError` for settings of an extra that is not installed."""
+    for name, group in values.items():
+        if extra := extra_of_group(name):
+            settings = ", ".join(f"{name}.{key}={as_typed(value)}" for key, value in group.items())
+            where = f"{file}: " if file else ""
+            raise UserError(f"{where}{settings} needs {how_to_add(extra)}")

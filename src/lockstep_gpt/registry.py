@@ -1,42 +1,128 @@
-"""What extras add to the core; each package in `extras/` declares it in its `__init__`.
+"""What extras add to the core: six kinds of hooks, each with the type of its functions.
 
-The core looks up constants by kind and never names an extra. Most are `module:name`, imported
-on use, so a command doesn't pay for an extra that it doesn't need.
+An extra is a package in `extras/`. Its `__init__` declares a hook by assigning to the kind's name:
+`CHECK = ".extras.warm.server:refuse_impossible"`. Targets are `module:name` and imported on use,
+so a command doesn't pay for an extra that it doesn't need. The core never names an extra here.
 """
+
+from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Iterator
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from pkgutil import iter_modules, resolve_name
-from typing import Any
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TextIO, TypeVar
 
 from lockstep_gpt import extras
 
+if TYPE_CHECKING:
+    from lightning import Callback
+
+    from lockstep_gpt.config import Config, ExtraSettings
+    from lockstep_gpt.data.tokenizer import Tokenizer
+    from lockstep_gpt.model.gpt import GPT
+    from lockstep_gpt.run.directory import RunDirectory
+
+T = TypeVar("T")
+
+
+class Kind(NamedTuple, Generic[T]):
+    """A kind of hook: the name that extras assign to, and the type of what they assign."""
+
+    name: str
+
+
+class Command(NamedTuple):
+    """A function `(arguments) -> exit status` as `module:name`, and its purpose."""
+
+    target: str
+    meaning: str
+    overrides: bool  # accepts Hydra overrides, which a shell can complete
+
+
+class RewriteArguments(Protocol):
+    """Understands short forms on a command line."""
+
+    def __call__(self, words: list[str], /) -> list[str]:
+        """Return the command's arguments as Hydra accepts them, or raise a `UserError`."""
+
+
+class CheckConfig(Protocol):
+    """Refuses what can't work, before anything is created and before torch is imported."""
+
+    def __call__(self, config: Config, /) -> None:
+        """Raise a `UserError` for settings that exclude each other, or files that are missing."""
+
+
+class MakeCallbacks(Protocol):
+    """Makes Lightning callbacks; see `run/callbacks/step.py` for what else they may offer."""
+
+    def __call__(
+        self, config: Config, directory: RunDirectory, rank: int, terminal: TextIO, /
+    ) -> Sequence[Callback]:
+        """Return this rank's callbacks for a run; none if its settings ask for none."""
+
+
+class TransformModel(Protocol):
+    """Changes a new model, in training and wherever a checkpoint's model is loaded."""
+
+    def __call__(
+        self, model: GPT, config: Config, tokenizer: Tokenizer, /
+    ) -> Callable[[], None] | None:
+        """Change the model in place as the settings say, or raise a `UserError`.
+
+        Returns what turns it into a plain model with the same outputs; None if it is one.
+        """
+
+
+COMMANDS = Kind[dict[str, Command]]("COMMANDS")  # name -> command
+SETTINGS = Kind[dict[str, str]]("SETTINGS")  # group -> its class, as `module:name`
+ARGUMENTS = Kind[RewriteArguments]("ARGUMENTS")
+CHECK = Kind[CheckConfig]("CHECK")
+CALLBACKS = Kind[MakeCallbacks]("CALLBACKS")
+MODEL = Kind[TransformModel]("MODEL")
+
 # The names of extras in the given folders, cached: a command asks for them hundreds of times.
-_names = functools.cache(lambda *folders: sorted(each.name for each in iter_modules(folders)))
+_names = functools.cache(lambda *folders: sorted(module.name for module in iter_modules(folders)))
 
 
-def additions(kind: str) -> Iterator[Any]:
-    """Yield what each installed extra adds of one kind, in the order of the extras' names."""
-    for name in _names(*extras.__path__):
+def installed() -> list[str]:
+    """Return the names of the extras in this project."""
+    return _names(*extras.__path__)
+
+
+def additions(kind: Kind[T]) -> list[T]:
+    """Return what the extras add of one kind; targets are imported."""
+    added: list[Any] = []
+    for name in installed():
         package = importlib.import_module(f"{extras.__name__}.{name}")
-        if hasattr(package, kind):
-            yield getattr(package, kind)
+        if hasattr(package, kind.name):
+            value = getattr(package, kind.name)
+            added.append(resolved(value) if isinstance(value, str) else value)
+    return added
 
 
-def merged(kind: str) -> dict[str, Any]:
-    """Return all extras' tables of one kind, merged into one."""
-    return {name: each for table in additions(kind) for name, each in table.items()}
+def settings_classes() -> dict[str, type[ExtraSettings]]:
+    """Return the settings class of each group that an extra adds."""
+    return {
+        group: resolved(target) for table in additions(SETTINGS) for group, target in table.items()
+    }
 
 
-def asked(kind: str, *arguments: Any) -> list[Any]:
-    """Call the target of one kind in every extra that adds it; return the results."""
-    return [resolved(target)(*arguments) for target in additions(kind)]
+def config_folders_of_extras() -> dict[str, Path]:
+    """Return the folder of YAML files of each extra that has one, by the extra's name."""
+    places = {
+        name: Path(path) / name / "configs" for path in extras.__path__ for name in installed()
+    }
+    return {name: place for name, place in places.items() if place.is_dir()}
 
 
-def addition(kind: str) -> Any:
-    """Import and return the first extra's target of one kind; None if no extra adds it."""
-    return next(map(resolved, additions(kind)), None)
+def optional_part(extra: str, module: str) -> Any:
+    """Import and return a module of an extra; None if the extra is not installed."""
+    if extra not in installed():
+        return None
+    return importlib.import_module(f"{extras.__name__}.{extra}.{module}")
 
 
 def resolved(target: str) -> Any:

@@ -1,6 +1,6 @@
 import pytest
 
-from lockstep_gpt.extras.cluster.peaks import peak_of
+from lockstep_gpt.distributed.peaks import peak_of
 
 
 @pytest.mark.parametrize(

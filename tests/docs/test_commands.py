@@ -18,9 +18,9 @@ NAMES = (
     "README.md",
     # template-only: end
     "docs/communication.md",
-    "docs/documents.md",
+    "docs/datasets_documents.md",
     "docs/kubernetes.md",
-    "docs/mixtures.md",
+    "docs/datasets_mixtures.md",
     "docs/own_data.md",
     "docs/parallelism.md",
     "docs/ranks.md",
@@ -108,11 +108,11 @@ RECEIPTS = {page: RECEIPT.findall(PAGES[page]) for page in RECEIPT_PAGES}
 # Pages whose own tests run all of their commands.
 TESTED = (
     "docs/chat.md",
-    "docs/export.md",
+    "docs/hub.md",
     "docs/extend.md",
     "docs/own_model.md",
-    "docs/report.md",
-    "docs/sync_panel.md",
+    "docs/pages_report.md",
+    "docs/pages_panel.md",
 )
 
 

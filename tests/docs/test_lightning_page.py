@@ -10,7 +10,7 @@ import pytest
 from lightning.pytorch import callbacks, loggers, profilers
 
 from lockstep_gpt.config import OWNED_TRAINER_KEYS, UserError
-from lockstep_gpt.extras.compat.callbacks import REFUSED, refuse_what_cannot_work
+from lockstep_gpt.launch.refused_callbacks import REFUSED, refuse_what_cannot_work
 
 FILE = Path(__file__).parents[3] / "docs/lightning.md"
 if not FILE.is_file():

@@ -13,8 +13,8 @@ from lockstep_gpt.data.sources.stdlib import StandardLibrary
 from lockstep_gpt.data.sources.text import Text
 from lockstep_gpt.data.tokenizer import ByteTokenizer
 from lockstep_gpt.inference.evaluate import evaluate, main
-from lockstep_gpt.inference.trained_model import load_model
 from lockstep_gpt.run.checkpoint import find_checkpoint
+from lockstep_gpt.run.trained_model import load_model
 
 T = 64
 PACKING = "lockstep_gpt.extras.datasets.whole_documents"

@@ -10,8 +10,8 @@ import yaml
 from lockstep_gpt import cli, extras
 from lockstep_gpt.config import OPEN_GROUPS, Config, groups
 from lockstep_gpt.extras import compat
-from lockstep_gpt.extras.compat.other_names import NAMES, here
 from lockstep_gpt.launch.choices import config_folder
+from lockstep_gpt.launch.other_names import NAMES, here
 
 FILE = Path(__file__).parents[3] / "docs/coming_from.md"
 PAGE = FILE.read_text(encoding="utf-8") if FILE.is_file() else ""
@@ -59,7 +59,7 @@ def test_page_and_messages_agree():
         assert settings <= set(re.findall(r"[\w./]+", told[name])), name
 
 
-@pytest.mark.parametrize("argument", ["launch.warm=true", "checkpoint.copy_to=there"])
+@pytest.mark.parametrize("argument", ["warm.enabled=true", "checkpoint.copy_to=there"])
 def test_a_setting_of_a_missing_extra_is_recognized(argument, monkeypatch, tmp_path, capsys):
     (tmp_path / "compat").symlink_to(Path(compat.__file__).parent)
     monkeypatch.setattr(extras, "__path__", [str(tmp_path)])

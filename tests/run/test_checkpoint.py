@@ -13,7 +13,6 @@ import torch
 
 from lockstep_gpt.config import RunError, UserError
 from lockstep_gpt.data.tokenizer import ByteTokenizer
-from lockstep_gpt.inference.trained_model import load_model
 from lockstep_gpt.run.callbacks.checkpoints import AtomicCheckpointIO
 from lockstep_gpt.run.checkpoint import (
     checkpoint_path,
@@ -26,6 +25,7 @@ from lockstep_gpt.run.checkpoint import (
     step_of,
     sum_path,
 )
+from lockstep_gpt.run.trained_model import load_model
 
 CONFIG = {"max_steps": 10}
 

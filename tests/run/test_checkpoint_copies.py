@@ -4,14 +4,14 @@ from pathlib import Path
 import fsspec
 import pytest
 import yaml
+from lockstep_gpt.extras.copies.copies_settings import CopiedCheckpoints
 
 from lockstep_gpt.config import Config, UserError
 from lockstep_gpt.data.tokenizer import ByteTokenizer
-from lockstep_gpt.extras.copies import remote
-from lockstep_gpt.extras.copies.copies_settings import CopiedCheckpoints
-from lockstep_gpt.extras.copies.remote import copies_of, fetch, fetch_newest
-from lockstep_gpt.extras.copies.writing import CopyingCheckpointIO, checkpoint_io
+from lockstep_gpt.run import checkpoint_copies as remote
 from lockstep_gpt.run.checkpoint import checkpoint_path, read_checkpoint
+from lockstep_gpt.run.checkpoint_copies import copies_of, fetch, fetch_newest
+from lockstep_gpt.run.checkpoint_writing import CopyingCheckpointIO, checkpoint_io
 from lockstep_gpt.run.directory import RunDirectory
 
 TOKENIZER = ByteTokenizer().to_dict()

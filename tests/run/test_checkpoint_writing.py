@@ -4,12 +4,12 @@ import pytest
 import torch
 
 from lockstep_gpt.config import RunError
-from lockstep_gpt.extras.copies.writing import CopyingCheckpointIO
 from lockstep_gpt.run.callbacks.checkpoints import AtomicCheckpointIO
 from lockstep_gpt.run.checkpoint import (
     checkpoints_in,
     fault_of,
 )
+from lockstep_gpt.run.checkpoint_writing import CopyingCheckpointIO
 
 
 def test_writing_in_the_background_leaves_the_same_files(new_run, tmp_path):

@@ -7,11 +7,11 @@ from pkgutil import resolve_name
 import pytest
 import torch
 import yaml
+from lockstep_gpt.extras.compat.former import FORMER
 
 from lockstep_gpt import cli, extras
 from lockstep_gpt.config import UserError
 from lockstep_gpt.extras import compat
-from lockstep_gpt.extras.compat.former import FORMER
 from lockstep_gpt.registry import merged
 from lockstep_gpt.run.checkpoint import write_checkpoint
 from lockstep_gpt.run.directory import RunDirectory, readable

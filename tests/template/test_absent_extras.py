@@ -79,13 +79,13 @@ IN_PYTHON = {
     "src/lockstep_gpt/data/tokenizer_files.py": "transformers writes it",  # such a folder
     "src/lockstep_gpt/launch/choices.py": "data.packing",  # rejected by name
     "src/lockstep_gpt/launch/checks.py": "checkpoint.background=true conflict",  # with ours
-    "tests/conftest.py": "^RANKS|launch.warm=false",  # settings of runs with separate processes
+    "tests/conftest.py": "^RANKS|warm.enabled=false",  # settings of runs with separate processes
     "tests/extras/conftest.py": "playwright",  # for the pages of several extras
     "tests/data/test_tokenizer_choice.py": "transformers",  # a reference, if it is installed
     "tests/data/sources/test_stdlib.py": "sys.modules",  # what must not be imported
     "tests/docs/test_commands.py": '^    "',  # which test runs a page's commands
     "tests/forked_python.py": '^    "',  # libraries that are imported if installed
-    "tests/launch/test_compose.py": "launch.warm",  # rejected by name
+    "tests/launch/test_compose.py": "warm.enabled",  # rejected by name
     "tests/test_config.py": "bpe is not one of bytes",  # also rejected
     "tests/test_train.py": "^OF_EXTRAS",  # files that may be next to ours
 }

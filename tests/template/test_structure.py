@@ -510,7 +510,7 @@ def test_private_names_of_others_are_only_in_patches():
             "_dump_fr_trace",
             "_dump_nccl_trace",
         },
-        "lockstep_gpt/extras/cluster/advice.py": {"_fused_sdp_choice"},
+        "lockstep_gpt/training/advice.py": {"_fused_sdp_choice"},
         "lockstep_gpt/extras/cluster/examination.py": {"_C", "_distributed_c10d"},
         "lockstep_gpt/extras/cluster/ledger.py": {
             "_cdata",
@@ -529,12 +529,12 @@ def test_private_names_of_others_are_only_in_patches():
             "_subclasses",
         },
         "lockstep_gpt/training/counted_targets.py": {"_foreach_mul_"},
-        "lockstep_gpt/extras/seeing/recording.py": {
+        "lockstep_gpt/extras/pages/recording.py": {
             "_foreach_norm",
             "_get_zeros_like_grad_buckets",
         },
-        "lockstep_gpt/extras/seeing/sync_panel.py": {"_should_accumulate"},
-        "lockstep_gpt/extras/trackers/mlflow_runs.py": {"_convert_params", "_flatten_dict"},
+        "lockstep_gpt/extras/pages/sync_panel.py": {"_should_accumulate"},
+        "lockstep_gpt/run/loggers/mlflow_runs.py": {"_convert_params", "_flatten_dict"},
         "lockstep_gpt/extras/warm/fork.py": {  # Python's own
             "_clear",
             "_exit_function",

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from lockstep_gpt.config import Config, ModelConfig
-from lockstep_gpt.extras.cluster import advice
-from lockstep_gpt.extras.cluster.advice import (
+from lockstep_gpt.training import advice
+from lockstep_gpt.training.advice import (
     advise,
     warn_of_slow_attention,
 )

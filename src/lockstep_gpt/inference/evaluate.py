@@ -17,8 +17,8 @@ from lockstep_gpt.data.sources.files import find_files
 from lockstep_gpt.data.sources.source import Block, Position
 from lockstep_gpt.data.sources.text import Text
 from lockstep_gpt.data.tokenizer import Tokenizer
-from lockstep_gpt.inference.trained_model import load_model, parser_of
 from lockstep_gpt.run.checkpoint import find_checkpoint
+from lockstep_gpt.run.trained_model import load_model, parser_of
 
 if TYPE_CHECKING:
     import torch

@@ -1,5 +1,6 @@
 """Command-line arguments as users of other projects write them."""
 
+import re
 import sys
 from typing import cast
 
@@ -8,7 +9,8 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import IntervalSweep
 
 from lockstep_gpt.config import PROGRAM, UserError
-from lockstep_gpt.launch import choices, compose
+from lockstep_gpt.launch import choices
+from lockstep_gpt.launch.hydra_errors import told_in_one_line
 
 MULTIRUN = ("-m", "--multirun")
 FLAGS = {  # of Hydra
@@ -47,6 +49,11 @@ def understood(words: list[str]) -> list[str]:
     return _first_job(words) if shows and any(word in MULTIRUN for word in words) else words
 
 
+def quoted(arguments: list[str]) -> list[str]:
+    """Quote paths with an `=`, which Hydra could not parse, such as `step=000500.ckpt`."""
+    return [re.sub(r"^(resume|run_dir)=([^'\"].*=.*)$", r"\1='\2'", word) for word in arguments]
+
+
 def _settings_first(words: list[str]) -> list[str]:
     """Return the arguments with all settings before the flags: argparse needs one sequence."""
     settings: list[str] = []
@@ -68,8 +75,8 @@ def _is_choice(value: str) -> bool:
 def _first_job(words: list[str]) -> list[str]:
     """Return the arguments of a sweep's first job, the one that `--cfg` shows."""
     kept = [word for word in words if word not in MULTIRUN]
-    given = [word for word in compose.quoted(kept) if "=" in word and not word.startswith("-")]
-    with compose.told_in_one_line(given):
+    given = [word for word in quoted(kept) if "=" in word and not word.startswith("-")]
+    with told_in_one_line(given):
         parsed = OverridesParser.create().parse_overrides(given)
     swept = [override for override in parsed if override.is_sweep_override()]
     first = {}
@@ -81,4 +88,4 @@ def _first_job(words: list[str]) -> list[str]:
         first[word] = f"{word.partition('=')[0]}={next(values)}"
     if first:
         print(f"the first job of this sweep: {' '.join(first.values())}", file=sys.stderr)
-    return [first.get(word, word) for word in compose.quoted(kept)]
+    return [first.get(word, word) for word in quoted(kept)]

@@ -11,9 +11,9 @@ from lockstep_gpt.config import (
     check_choice,
     check_switch,
 )
-from lockstep_gpt.launch import apple, trainer_arguments
+from lockstep_gpt.launch import apple, refused_callbacks, trainer_arguments
 from lockstep_gpt.launch.placement import Placement
-from lockstep_gpt.registry import asked
+from lockstep_gpt.registry import CHECK, additions
 
 # `strategy._target_` of our choices. The module itself imports torch.
 AUTO = "lockstep_gpt.distributed.strategies.auto"
@@ -38,7 +38,9 @@ def refuse_conflicts(config: Config) -> None:
     if config.strategy.get("_target_") == FSDP2:
         _refuse_unshardable(config)
     trainer_arguments.refuse_unknown(config)
-    asked("CHECK", config)
+    refused_callbacks.refuse_what_cannot_work(config)
+    for check_config in additions(CHECK):
+        check_config(config)
 
 
 def _refuse_other_sums(config: Config) -> None:
@@ -76,7 +78,7 @@ def _refuse_unshardable(config: Config) -> None:
             f"strategy.param_dtype=bfloat16 with precision={config.precision}; "
             "set precision=bf16-mixed, or param_dtype=float32"
         )
-    if strategy["save_parts"] and getattr(config.checkpoint, "background", False):
+    if strategy["save_parts"] and config.checkpoint.background:
         raise UserError(
             "strategy.save_parts=true and checkpoint.background=true conflict; set one to false"
         )

@@ -8,8 +8,8 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from lockstep_gpt import config as schema
-from lockstep_gpt.config import Config, config_folder
-from lockstep_gpt.registry import asked
+from lockstep_gpt.config import Config, config_folders, data_choices, yaml_files
+from lockstep_gpt.launch.other_names import our_name
 
 # Choices of earlier versions -> what to do instead.
 GONE = {
@@ -23,30 +23,43 @@ GONE_SETTINGS = {
     "data.source": "choose the source as data=NAME",
     "data.num_workers": "remove it: a thread reads batches ahead from files in memory",
     "data.packing": "choose packing=documents or packing=stream",
+    "launch.warm": "set warm.enabled",
+    "model.lora_alpha": "set lora.alpha",
+    "model.lora_rank": "set lora.rank",
+    "model.mask_documents": "set documents.mask",
+    "model.size": "set size.weights",
+    "model.size_law": "set size.law",
 }
 
 
 def groups() -> set[str]:
     """Return the names of the config groups."""
-    return {path.name for path in config_folder().iterdir() if path.is_dir()}
+    return {path.name for folder in config_folders() for path in folder.iterdir() if path.is_dir()}
 
 
 def settings_below(parent: str) -> dict[str, list[str]]:
     """Return choice -> the settings directly below `parent`, from the schema or YAML files."""
     group = parent.partition(".")[0]
     if group in schema.OPEN_GROUPS:
-        files = (config_folder() / group).glob("*.yaml")
-        return {file.stem: [str(key) for key in OmegaConf.load(file)] for file in files}
+        files = yaml_files(group).items()
+        return {choice: [str(key) for key in OmegaConf.load(file)] for choice, file in files}
     one: Any = {"": schema.groups().get(parent) if parent else Config}
-    found = (schema.data_choices() if group == "data" else one).items()
+    found = (data_choices() if group == "data" else one).items()
     return {name: [item.name for item in fields(each)] for name, each in found if each}
 
 
 def suggestion(word: str, known: Iterable[str], prefix: str = "") -> str:
     """Suggest our name for other projects' `word`, or the nearest to it among `known`."""
+    name = (prefix + word).replace("-", "_")
+    if name in groups():  # a known group, so it was given as a flag
+        return f"; write {name}=CHOICE"
+    for kind in data_choices().values():
+        if hint := kind.suggestion(name):
+            return f"; {hint}"
+    if ours := our_name(name):
+        return f"; use {ours}"
     near = difflib.get_close_matches(word, known, n=1)
-    elsewhere = "".join(asked("OTHER_NAME", prefix + word))
-    return elsewhere or (f"; did you mean {prefix}{near[0]}?" if near else "")
+    return f"; did you mean {prefix}{near[0]}?" if near else ""
 
 
 def suggested_setting(path: str) -> str:

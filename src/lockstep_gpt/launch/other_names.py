@@ -1,8 +1,5 @@
 """Our names for other projects' settings; docs/coming_from.md shows them as tables."""
 
-from lockstep_gpt.extras.compat.former import FORMER
-from lockstep_gpt.launch import choices
-
 STEPS = "max_steps or max_tokens"
 # Of lightning-hydra-template, nanoGPT, and litgpt; names that a group of ours has are found anyway.
 NAMES = {
@@ -50,7 +47,7 @@ NAMES = {
     "eval_interval": "val_every",
     "eval_iters": "data.val_tokens",
     "eval_only": "the command evaluate",
-    "init_from": "resume",
+    "init_from": "model.init_from, or resume",
     "log_interval": "log_every",
     "lr_decay_iters": "max_steps, where the decay ends",
     "out_dir": "run_dir",
@@ -60,7 +57,7 @@ NAMES = {
     # litgpt
     "eval.interval": "val_every",
     "eval.max_iters": "data.val_tokens",
-    "initial_checkpoint_dir": "resume",
+    "initial_checkpoint_dir": "model.init_from",
     "logger_name": "logger",
     "model_name": "model",
     "optimizer": "optim",
@@ -79,16 +76,11 @@ NAMES = {
 }
 
 
-def here(word: str) -> str:
-    """Return our name for another project's setting as text; an empty text if it is unknown."""
+def our_name(word: str) -> str | None:
+    """Return our name for another project's setting; None if it is unknown."""
     name = word.replace("-", "_")
-    if name in choices.groups():  # a known group, so it was given as a flag
-        return f"; write {name}=CHOICE"
-    group, _, own = name.rpartition(".")
-    if own in FORMER.get(group, {}):  # else it would be known
-        return "; it needs an extra that is not installed"
     while name:
-        if ours := NAMES.get(name):
-            return f"; use {ours}"
+        if name in NAMES:
+            return NAMES[name]
         name = name.rpartition(".")[0]  # its parent
-    return ""
+    return None

@@ -24,6 +24,8 @@ from lockstep_gpt.launch import (
     start,
     trust,
 )
+from lockstep_gpt.launch.arguments import quoted
+from lockstep_gpt.launch.hydra_errors import told_in_one_line
 from lockstep_gpt.run import directory as runs
 from lockstep_gpt.run.checkpoint import fault_of
 from lockstep_gpt.run.directory import RunDirectory
@@ -86,7 +88,7 @@ def resume(run: RunDirectory, arguments: list[str], composed: dict[str, Any] | N
     """Resume a run in its own directory; settings `composed` by a command need no permission."""
     before = run.values()
     values, changes = _revive(run, arguments)
-    with compose.told_in_one_line(arguments, run.load):  # the frozen file may be wrong
+    with told_in_one_line(arguments, run.load):  # the frozen file may be wrong
         config = schema.from_container(values)
     checks.refuse_conflicts(config)
     placement, steps = start.place_run(config)
@@ -145,7 +147,7 @@ def _is_done(run: RunDirectory, steps: int) -> bool:
 
 def _revive(run: RunDirectory, arguments: list[str]) -> tuple[dict[str, Any], list[str]]:
     """Return the frozen values updated by the command, and the changes; or raise `UserError`."""
-    base = OmegaConf.create(run.values())
+    base = OmegaConf.create(schema.with_defaults(run.values()))
     changes = []
     for override in _parse(arguments):
         name = override.get_key_element().lstrip("+~")
@@ -178,8 +180,8 @@ def _says(arguments: list[str], switch: str) -> bool:
 
 
 def _parse(arguments: list[str]) -> list[Override]:
-    with compose.told_in_one_line(arguments):
-        return list(OverridesParser.create().parse_overrides(compose.quoted(arguments)))
+    with told_in_one_line(arguments):
+        return list(OverridesParser.create().parse_overrides(quoted(arguments)))
 
 
 def _names_group(word: str) -> bool:

@@ -12,7 +12,7 @@ from lockstep_gpt import processes
 from lockstep_gpt.config import Config
 from lockstep_gpt.exits import Ending, Exit, after_signal
 from lockstep_gpt.launch import agent_program
-from lockstep_gpt.registry import addition
+from lockstep_gpt.registry import optional_part
 from lockstep_gpt.run.directory import RunDirectory
 
 # For glibc: else each step maps its large tensors again, and the system clears their pages.
@@ -74,7 +74,7 @@ def _start_agent(run: RunDirectory, node_rank: int) -> Any:
     """Start the agent: a fork of a process that has imported everything, or a new process."""
     config = run.load()
     environment = rank_environment(config)
-    servers = addition("SERVERS")
+    servers = _servers()
     if servers and (agent := servers.start_agent(run, node_rank, config, environment)):
         return agent
     # In its own session: a Ctrl-C reaches the ranks once, through us.
@@ -84,8 +84,13 @@ def _start_agent(run: RunDirectory, node_rank: int) -> Any:
 
 def sharing_servers() -> contextlib.AbstractContextManager[None]:
     """Let runs started meanwhile, the jobs of a sweep, be forks of the same process."""
-    servers = addition("SERVERS")
+    servers = _servers()
     return servers.kept() if servers else contextlib.nullcontext()
+
+
+def _servers() -> Any:
+    """Return what forks agents from a process that has imported everything, if it is here."""
+    return optional_part("warm", "server")
 
 
 def rank_environment(config: Config) -> dict[str, str]:

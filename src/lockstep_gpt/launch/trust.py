@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from lockstep_gpt.config import PROGRAM, UserError, config_folder
+from lockstep_gpt.config import PROGRAM, UserError, config_folders
 from lockstep_gpt.run.directory import RunDirectory, flat, some_of
 
 # Only classes, not all that is reachable: `torch.serialization.os.system` isn't part of torch.
@@ -16,7 +16,8 @@ PUBLIC = r"lightning\.pytorch\.(callbacks|loggers|plugins|profilers|strategies)\
 
 def foreign(values: dict[str, Any]) -> list[str]:
     """Return settings of targets that neither configs/ nor Lightning has, and all references."""
-    texts = [path.read_text(encoding="utf-8") for path in config_folder().rglob("*.yaml")]
+    files = (path for folder in config_folders() for path in folder.rglob("*.yaml"))
+    texts = [path.read_text(encoding="utf-8") for path in files]
     ours, settings = re.findall(r"_target_: (\S+)", "".join(texts)), [*flat(values)]
     nodes = tuple(
         name.removesuffix("_target_")

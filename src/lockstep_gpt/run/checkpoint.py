@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep_gpt.config import RunError, UserError
-from lockstep_gpt.registry import asked
+from lockstep_gpt.run.checkpoint_downloads import download
 from lockstep_gpt.whole_files import replace_text, replacing
 
 logger = logging.getLogger(__name__)
@@ -189,11 +189,11 @@ def read_checkpoint(
 
 def find_checkpoint(path: Path, folder: Path | None = None) -> Path:
     """Return the checkpoint at `path`, a run's newest, or one downloaded to `folder`."""
-    path = next(filter(None, asked("DOWNLOAD", path, folder)), path)
+    path = download(path, folder) or path
     if not path.exists():
         raise UserError(
             f"{path} does not exist; give a run directory, a checkpoint in one, or "
-            "wandb://ENTITY/PROJECT/NAME:ALIAS, which needs an extra"
+            "wandb://ENTITY/PROJECT/NAME:ALIAS"
         )
     newest = path if path.is_file() else newest_valid(path / "checkpoints")
     if newest is None:

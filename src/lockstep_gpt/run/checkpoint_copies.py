@@ -1,24 +1,18 @@
-"""Copies of checkpoints in a folder or at an fsspec URL, and checkpoints in wandb."""
+"""Copies of checkpoints in a folder or at an fsspec URL."""
 
 from __future__ import annotations
 
 import logging
-import re
 import secrets
 from pathlib import Path
-from typing import cast
 
 import fsspec
 
 from lockstep_gpt.config import Config, UserError
-from lockstep_gpt.extras.copies.copies_settings import CopiedCheckpoints
 from lockstep_gpt.run import checkpoint
 from lockstep_gpt.run.directory import RunDirectory, refuse_another_identity
 
 logger = logging.getLogger(__name__)
-
-REFERENCE = re.compile(r"wandb:/{1,2}(.+)")  # a `Path` keeps only one slash
-
 
 # Suffix of a file next to the folder with its run's id; the file with that id in the run directory.
 STAMP, OWN = ".run", ".copies"
@@ -30,7 +24,7 @@ def copies_of(directory: RunDirectory, config: Config) -> str | None:
     The location contains the whole `run_dir`, as it was frozen: each sweep has a job 0. A run that
     lost its directory finds its copies only by this.
     """
-    url = cast(CopiedCheckpoints, config.checkpoint).copy_to
+    url = config.checkpoint.copy_to
     parts = Path(config.run_dir or directory.path).parts
     own = [part for part in parts if part not in ("/", "..")]
     return "/".join([url.rstrip("/"), *own]) if url else None
@@ -89,7 +83,7 @@ def fetch(directory: RunDirectory, config: Config) -> Path | None:
     url = copies_of(directory, config)
     if not url:
         return None
-    anywhere = f"{cast(CopiedCheckpoints, config.checkpoint).copy_to}".rstrip("/")
+    anywhere = f"{config.checkpoint.copy_to}".rstrip("/")
     former = f"{anywhere}/{directory.path.name}"  # of an earlier version, for every job 0
     for place in dict.fromkeys((url, former)):
         if path := fetch_newest(place, directory.checkpoints):
@@ -135,31 +129,3 @@ def fetch_newest(url: str, folder: Path) -> Path | None:
         logger.warning("skipped %s/%s: it %s", url, path.name, fault)
         checkpoint.remove_checkpoint(path)
     return None
-
-
-def download(source: Path, folder: Path | None) -> Path | None:
-    """Download a checkpoint that a run logged; return its file.
-
-    Args:
-        source: wandb://ENTITY/PROJECT/NAME:ALIAS; for anything else, None is returned.
-        folder: the target; None: wandb's own, `artifacts/`.
-
-    Raises:
-        UserError: there is none, or it can't be reached.
-    """
-    if not (found := REFERENCE.fullmatch(str(source))):
-        return None
-    import wandb
-
-    reference = found[1]
-    try:
-        artifact = wandb.Api().artifact(reference, type="model")
-        downloaded = Path(artifact.download(str(folder) if folder else None))
-    except Exception as error:  # wandb's own errors, the network's and the disk's
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise UserError(
-            f"wandb://{reference} cannot be downloaded: {reason}; give ENTITY/PROJECT/NAME:ALIAS "
-            "of a checkpoint, and log in with `wandb login`"
-        ) from error
-    (path,) = downloaded.glob("*.ckpt")
-    return path

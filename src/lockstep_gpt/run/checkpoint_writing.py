@@ -7,32 +7,31 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lockstep_gpt.config import Config, UserError
 from lockstep_gpt.distributed.ranks import Ranks
-from lockstep_gpt.extras.copies import remote
-from lockstep_gpt.extras.copies.copies_settings import CopiedCheckpoints
+from lockstep_gpt.run import checkpoint_copies
 from lockstep_gpt.run.callbacks.checkpoints import AtomicCheckpointIO
 from lockstep_gpt.run.directory import RunDirectory
 
 logger = logging.getLogger(__name__)
 
 
-def checkpoint_io(directory: RunDirectory, config: Config) -> CopyingCheckpointIO | None:
-    """Return what writes a run's checkpoints in the background or twice, or None if unset.
+def checkpoint_io(directory: RunDirectory, config: Config) -> AtomicCheckpointIO:
+    """Return what writes a run's checkpoints: now or in the background, once or twice.
 
     Raises:
         UserError: another run's copies are where this run's would go.
     """
-    background = cast(CopiedCheckpoints, config.checkpoint).background
-    url = remote.copies_of(directory, config)
+    background = config.checkpoint.background
+    url = checkpoint_copies.copies_of(directory, config)
     if not background and not url:
-        return None
-    disk = CopyingCheckpointIO(background, url, partial(remote.claim, directory, config))
+        return AtomicCheckpointIO()
+    disk = CopyingCheckpointIO(background, url, partial(checkpoint_copies.claim, directory, config))
     if url and Ranks.from_environment().rank == 0:
         try:
             disk.claim()
@@ -96,7 +95,9 @@ class CopyingCheckpointIO(AtomicCheckpointIO):
         super().save_checkpoint(checkpoint, path, others)
         self._succeeded = True
         if self.copy_to:
-            self._elsewhere(f"no copy of {path.name}", lambda url: remote.copy_out(path, url))
+            self._elsewhere(
+                f"no copy of {path.name}", lambda url: checkpoint_copies.copy_out(path, url)
+            )
 
     def _elsewhere(self, fault: str, action: Callable[[str], None]) -> None:
         """Run `action` on the copies; a failure there doesn't end the run."""
@@ -123,7 +124,7 @@ class CopyingCheckpointIO(AtomicCheckpointIO):
         super().remove_checkpoint(path)
         if self.copy_to:
             fault = f"the copy of {path.name} stays"
-            self._elsewhere(fault, lambda url: remote.remove_copy(path.name, url))
+            self._elsewhere(fault, lambda url: checkpoint_copies.remove_copy(path.name, url))
 
     def wait(self) -> None:
         """Wait until everything is written.

@@ -18,7 +18,6 @@ import yaml
 
 from lockstep_gpt import config as schema
 from lockstep_gpt.config import Config, RunError, UserError
-from lockstep_gpt.registry import asked, merged
 from lockstep_gpt.run.migrations import migrate
 from lockstep_gpt.whole_files import replace_text
 
@@ -63,20 +62,19 @@ class RunDirectory:
         self.refuse_if_used()
         with self.writing(UserError):
             self.path.mkdir(parents=True, exist_ok=True)
-            replace_text(self.config, _as_yaml(values))  # atomically: other machines wait for it
+            # Atomically: other machines wait for it.
+            replace_text(self.config, _as_yaml(schema.without_defaults(values)))
 
     def refreeze(self, values: dict[str, Any]) -> None:
         """Replace the frozen configuration for the next part of a resumed run."""
-        replace_text(self.config, _as_yaml(values))
+        replace_text(self.config, _as_yaml(schema.without_defaults(values)))
         self.failed.unlink(missing_ok=True)  # an earlier part's; train.log still reports it
 
     def values(self) -> dict[str, Any]:
         """Return the frozen configuration as plain values, or raise a `UserError`."""
         try:
             text = self.config.read_text(encoding="utf-8")
-            for old, new in merged("MOVED").items():  # frozen by an earlier version
-                text = re.sub(rf"(_target_: ){re.escape(old)}\b", rf"\1{new}", text)
-            return readable(dict(yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))))
+            return migrate(dict(yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))))
         except FileNotFoundError:
             raise UserError(f"{self.path} is not a run directory: it has no config.yaml") from None
         except (yaml.YAMLError, AttributeError, TypeError, ValueError):
@@ -180,18 +178,6 @@ class RunDirectory:
             return
 
 
-def readable(values: dict[str, Any]) -> dict[str, Any]:
-    """Return frozen `values` of any version, without settings of removed extras that are off."""
-    values = migrate(values)
-    known = schema.groups(dict(flat(values)).get("data._target_"))
-    asked("EARLIER", values, known)
-    for group, own in known.items():
-        for name in {name for name, value in values.get(group, {}).items() if not value}:
-            if not hasattr(own, name):
-                del values[group][name]
-    return values
-
-
 def literal(node: Any) -> Any:
     """Escape references, because a foreign file's could read this machine's environment."""
     if isinstance(node, dict):
@@ -223,9 +209,9 @@ def differences(
 
 def refuse_another_identity(where: str, saved: dict[str, Any], ours: dict[str, Any]) -> None:
     """Raise a `UserError` if settings that a run keeps differ between `saved` and `ours`."""
-    now = dict(flat(ours))
+    now = dict(flat(schema.with_defaults(ours)))
     kept = schema.settings_on_resume("kept", now.get("data._target_"))
-    saved = migrate(saved)
+    saved = schema.with_defaults(migrate(saved))
     # Settings that were null, or that an earlier version didn't have, are still open.
     was = {name: value for name, value in flat(saved) if name in kept and value is not None}
     if differing := differences(was, {name: now.get(name) for name in was}, free=()):

@@ -1,14 +1,35 @@
-"""What earlier versions froze, as this version reads it. Add a line when a setting changes."""
+"""What 0.1.0 froze, as this version reads it. When a setting or a class moves, add a row."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from lockstep_gpt.catalog import extra_of_choice, how_to_add
 from lockstep_gpt.config import UserError, target_of
+
+# Classes, by the beginning of their `_target_`.
+MOVED_TARGETS = {
+    "lockstep_gpt.run.tracking.": "lockstep_gpt.run.loggers.tracking.",
+    "lockstep_gpt.extras.trackers.": "lockstep_gpt.run.loggers.",
+    "lockstep_gpt.extras.seeing.": "lockstep_gpt.extras.pages.",
+}
+MOVED_SETTINGS = {
+    "launch.warm": "warm.enabled",
+    "model.lora_alpha": "lora.alpha",
+    "model.lora_rank": "lora.rank",
+    "model.mask_documents": "documents.mask",
+    "model.size": "size.weights",
+    "model.size_law": "size.law",
+}
+# Callbacks that a setting has replaced.
+GONE_CALLBACKS = ("lockstep_gpt.extras.seeing.at_end.ReportAtEnd",)
 
 
 def migrate(values: dict[str, Any]) -> dict[str, Any]:
-    """Return a frozen configuration of an earlier version as this version would have frozen it."""
+    """Return the frozen configuration of any version as this version would have frozen it."""
+    values = _without_gone_callbacks(values)
+    values = _with_moved_targets(values)
+    values = _with_moved_settings(values)
     data = values.get("data")
     if not isinstance(data, dict) or "source" not in data:
         return values
@@ -18,13 +39,56 @@ def migrate(values: dict[str, Any]) -> dict[str, Any]:
     return migrated
 
 
+def _without_gone_callbacks(values: dict[str, Any]) -> dict[str, Any]:
+    callbacks = values.get("callbacks")
+    if not isinstance(callbacks, dict):
+        return values
+    kept = {
+        name: node
+        for name, node in callbacks.items()
+        if not (isinstance(node, dict) and node.get("_target_") in GONE_CALLBACKS)
+    }
+    return {**values, "callbacks": kept}
+
+
+def _with_moved_targets(node: Any) -> Any:
+    """Return nested containers with the new names of classes."""
+    if isinstance(node, list):
+        return [_with_moved_targets(item) for item in node]
+    if not isinstance(node, dict):
+        return node
+    moved = {name: _with_moved_targets(value) for name, value in node.items()}
+    target = moved.get("_target_")
+    if isinstance(target, str):
+        for old, new in MOVED_TARGETS.items():
+            if target.startswith(old):
+                moved["_target_"] = new + target.removeprefix(old)
+    return moved
+
+
+def _with_moved_settings(values: dict[str, Any]) -> dict[str, Any]:
+    """Return `values` with settings in their new groups; those that were off are left out."""
+    moved = dict(values)
+    for old, new in MOVED_SETTINGS.items():
+        group, _, name = old.partition(".")
+        if not isinstance(moved.get(group), dict) or name not in moved[group]:
+            continue
+        moved[group] = {key: value for key, value in moved[group].items() if key != name}
+        value = values[group][name]
+        if value is None or value is False:
+            continue
+        new_group, _, new_name = new.partition(".")
+        moved[new_group] = {**moved.get(new_group, {}), new_name: value}
+    return moved
+
+
 def _with_target(data: dict[str, Any]) -> dict[str, Any]:
     """Return the settings of a source, which named itself by `source`, with its class."""
     # Loader processes gave the same batches in the same order.
     gone = ("source", "packing", "num_workers")
     kept = {name: value for name, value in data.items() if name not in gone}
     if isinstance(kept.get("sources"), dict):
-        kept["sources"] = {name: _with_target(own) for name, own in kept["sources"].items()}
+        kept["sources"] = {name: _with_target(source) for name, source in kept["sources"].items()}
     return {"_target_": _class_of("data", data["source"]), **kept}
 
 
@@ -36,8 +100,7 @@ def _class_of(group: str, choice: str) -> str:
     """
     target = target_of(group, choice)
     if target is None:
-        raise UserError(
-            f"this run has {group}={choice}, which no file in configs/{group}/ provides; add the "
-            "extra that does, with python3 scripts/dev.py update --extras NAMES"
-        )
+        extra = extra_of_choice(group, choice)
+        remedy = how_to_add(extra) if extra else f"a file {choice}.yaml in configs/{group}/"
+        raise UserError(f"this run has {group}={choice}, which needs {remedy}")
     return target

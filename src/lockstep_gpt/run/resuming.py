@@ -8,8 +8,8 @@ import torch
 
 from lockstep_gpt.config import Config, UserError, counted
 from lockstep_gpt.distributed.ranks import Ranks, from_each_rank, from_rank_zero
-from lockstep_gpt.registry import asked
 from lockstep_gpt.run import checkpoint as files
+from lockstep_gpt.run import checkpoint_copies
 from lockstep_gpt.run.directory import RunDirectory, refuse_another_identity
 
 logger = logging.getLogger(__name__)
@@ -63,7 +63,7 @@ def _own_newest(directory: RunDirectory, config: Config, module: torch.nn.Module
     files.refuse_full_disk(directory.path, 3 * weights)  # AdamW: two moments each
     newest, present = files.newest_valid(folder), files.checkpoints_in(folder)
     if newest is None and (config.resume == "auto" or directory.metrics.exists()):
-        newest = next(iter(asked("FETCH_CHECKPOINT", directory, config)), None)
+        newest = checkpoint_copies.fetch(directory, config)
     if newest is None and present:
         raise UserError(
             f"{folder} has {counted(len(present), 'checkpoint')}, but none is valid; "

@@ -1,10 +1,8 @@
 """Warnings before training about settings that will not have the intended effect."""
 
 import logging
-from typing import Any
 
 import torch
-from lightning import LightningModule
 from torch.nn.attention import SDPBackend
 
 from lockstep_gpt.config import Config
@@ -16,7 +14,7 @@ logger = logging.getLogger(__name__)
 EPOCHS = 4  # teach as much as the same number of new tokens (Muennighoff et al. 2023, section 1)
 
 
-def advise(config: Config, _module: LightningModule, epochs: float | None) -> None:
+def advise(config: Config, epochs: float | None) -> None:
     """Warn of slow attention, and of data that are repeated often."""
     warn_of_slow_attention(config)
     if epochs is not None and epochs > EPOCHS:
@@ -26,11 +24,6 @@ def advise(config: Config, _module: LightningModule, epochs: float | None) -> No
             times(epochs),
             EPOCHS,
         )
-
-
-def attention_line(config: Config, _batch: Any) -> dict[str, str]:
-    """Return the receipt's line about attention."""
-    return {"attention": attention(config)}
 
 
 def attention(config: Config) -> str:

@@ -24,9 +24,10 @@ from lockstep_gpt.distributed.ranks import tensors_of_ranks
 from lockstep_gpt.distributed.strategies import ModelLayout, WholeModels, layout_of
 from lockstep_gpt.model.functional import perplexity
 from lockstep_gpt.model.gpt import build_gpt
-from lockstep_gpt.registry import asked
+from lockstep_gpt.registry import MODEL, additions
 from lockstep_gpt.run.checkpoint import find_checkpoint, read_checkpoint
-from lockstep_gpt.run.directory import literal, readable, refuse_another_identity
+from lockstep_gpt.run.directory import literal, refuse_another_identity
+from lockstep_gpt.run.migrations import migrate
 from lockstep_gpt.run.resuming import apply_settings, fitting_of, realign
 from lockstep_gpt.training.optim import build_optimizer
 from lockstep_gpt.training.schedule import Schedule, plan_batch, plan_schedule
@@ -43,7 +44,8 @@ class GPTModule(lightning.LightningModule):
         self.schedule = schedule
         self.tokenizer = tokenizer
         self.model = build_gpt(config.model, tokenizer.vocab_size)
-        asked("MODEL", self.model, tokenizer)
+        for transform in additions(MODEL):
+            transform(self.model, config, tokenizer)  # the module keeps what it adds
         self.token_loss = TokenLoss()
         self.test_loss = TokenLoss()
         self.val_loss: float | None = None
@@ -68,7 +70,7 @@ class GPTModule(lightning.LightningModule):
         content = read_checkpoint(
             path, map_location, needs_sum=False
         )  # another Trainer writes no checksum
-        config = from_container(readable(literal(content["config"])), path)
+        config = from_container(migrate(literal(content["config"])), path)
         batch = plan_batch(config.batch, config.model.block_size, 1, 1)
         module = cls(config, plan_schedule(config, batch), from_dict(content["tokenizer"]))
         module.load_state_dict(content["state_dict"])

@@ -22,9 +22,9 @@ from lockstep_gpt.distributed.exact_sizes import sums_line
 from lockstep_gpt.distributed.ranks import Ranks, backend_here
 from lockstep_gpt.model.gpt import GPT
 from lockstep_gpt.processes import invocation
-from lockstep_gpt.registry import asked
+from lockstep_gpt.run.callbacks.step import InReceipt, InSummary
 from lockstep_gpt.run.directory import RunDirectory
-from lockstep_gpt.run.tracking import offline_hint
+from lockstep_gpt.run.loggers.tracking import offline_hint
 from lockstep_gpt.training.schedule import BatchPlan, Schedule
 
 logger = logging.getLogger(__name__)
@@ -114,8 +114,9 @@ def receipt(
     schedule: Schedule,
     epochs: float | None,
     facts: dict[str, str],
+    details: dict[str, str],
 ) -> dict[str, str]:
-    """Return label -> line, including the rank's `facts`."""
+    """Return label -> line, including the rank's `facts` and the `details` of callbacks."""
 
     def steps(count: int) -> str:
         return f"{counted(count, 'step')} = {counted(count * batch.tokens_per_step, 'token')}"
@@ -135,7 +136,7 @@ def receipt(
         f"{counted(batch.global_size, 'sample')} = "
         f"{batch.tokens_per_step:,} tokens per step",
         "sums": sums_line(config, batch.global_size, batch.micro_size, batch.accumulation),
-        **dict(each for added in asked("RECEIPT", config, batch) for each in added.items()),
+        **details,
         "budget": steps(schedule.total_steps) + _in_epochs(epochs),
         "lr": f"{schedule.base_lr:g} x {schedule.scale:g} = {schedule.peak_lr:g} "
         f"({RULES[config.optim.lr_scaling]}: {found})",
@@ -216,8 +217,20 @@ def as_text(lines: dict[str, str]) -> str:
 
 def found(trainer: Any) -> dict[str, Any]:
     """Return what callbacks add to a run's summary."""
-    tell = [each.in_summary for each in trainer.callbacks if hasattr(each, "in_summary")]
-    return {name: value for each in tell for name, value in each(trainer.global_step).items()}
+    entries: dict[str, Any] = {}
+    for callback in trainer.callbacks:
+        if isinstance(callback, InSummary):
+            entries |= callback.in_summary(trainer.global_step)
+    return entries
+
+
+def details(trainer: Any) -> dict[str, str]:
+    """Return what callbacks add to a run's receipt."""
+    lines: dict[str, str] = {}
+    for callback in trainer.callbacks:
+        if isinstance(callback, InReceipt):
+            lines |= callback.receipt_lines()
+    return lines
 
 
 def conclude(directory: RunDirectory, status: str, trainer: Trainer, more: dict[str, Any]) -> None:

@@ -24,23 +24,28 @@ from lockstep_gpt.distributed.exact_sums import gradient_sums
 from lockstep_gpt.exits import Exit, after_signal
 from lockstep_gpt.model.functional import choose_matrix_products
 from lockstep_gpt.processes import invocation
-from lockstep_gpt.registry import asked
-from lockstep_gpt.run import remedies, tracking
+from lockstep_gpt.registry import CALLBACKS, additions
+from lockstep_gpt.run import remedies
 from lockstep_gpt.run.callbacks import metrics as measuring
-from lockstep_gpt.run.callbacks.checkpoints import AtomicCheckpointIO, Checkpoints
+from lockstep_gpt.run.callbacks.checkpoints import Checkpoints
 from lockstep_gpt.run.callbacks.guards import Guards
 from lockstep_gpt.run.callbacks.stopping import GracefulStop, Stopped
+from lockstep_gpt.run.callbacks.time_limit import SaysTimeIsUp, has_time_limit
 from lockstep_gpt.run.callbacks.weight_hashes import WeightHashes
 from lockstep_gpt.run.checkpoint import step_of
+from lockstep_gpt.run.checkpoint_writing import checkpoint_io
 from lockstep_gpt.run.directory import RunDirectory
+from lockstep_gpt.run.loggers import tracking
 from lockstep_gpt.run.metrics_file import MetricsFile
 from lockstep_gpt.run.resuming import refuse_other_directory, state_to_resume
 from lockstep_gpt.training import reporting
 from lockstep_gpt.training import schedule as planning
+from lockstep_gpt.training.advice import advise, attention
 from lockstep_gpt.training.apple_gpu import AppleGPU
 from lockstep_gpt.training.batches import build_data, epochs_of, tokenizer_of
 from lockstep_gpt.training.building import build, deferred, mistake
 from lockstep_gpt.training.counted_targets import CountedTargets
+from lockstep_gpt.training.initial_weights import load_initial_weights
 from lockstep_gpt.training.module import GPTModule
 
 logger = logging.getLogger(__name__)
@@ -94,11 +99,11 @@ def _train(
     metrics = measuring.Metrics(config.log_every, batch.tokens_per_step, flops, peak)
     content = {"config": directory.values(), "tokenizer": tokenizer.to_dict()}
     checkpoints = Checkpoints(directory.checkpoints, config, content, schedule.total_steps)
-    disk = next(filter(None, asked("CHECKPOINT_IO", directory, config)), AtomicCheckpointIO())
+    disk = checkpoint_io(directory, config)
     refuse_other_directory(directory)
     resume = state_to_resume(directory, config, module)
     if not resume and config.resume in ("none", "auto"):
-        asked("INITIAL_WEIGHTS", module.model, module.tokenizer)
+        load_initial_weights(module.model, module.tokenizer)
     loggers = _loggers(directory, batch, module) if ranks.rank == 0 else []
     metrics_file = MetricsFile(directory.metrics, measuring.COLUMNS)
     guards = _guards(directory, config, ranks, terminal)
@@ -116,9 +121,10 @@ def _train(
     )
     if ranks.rank == 0:
         epochs = epochs_of(data, schedule.total_steps * batch.global_size)
-        asked("ADVISE", config, module, epochs)
+        advise(config, epochs)
         facts = reporting.facts(config, module.model, data, trainer, products)
-        receipt = reporting.receipt(config, batch, schedule, epochs, facts)
+        details = {"attention": attention(config), **reporting.details(trainer)}
+        receipt = reporting.receipt(config, batch, schedule, epochs, facts, details)
         logger.info("%s", reporting.as_text(receipt))
         reporting.warn_of_sudden_rate(schedule)
         earlier = metrics_file.begin(step_of(Path(resume)) if resume else 0)
@@ -165,8 +171,11 @@ def _guards(
     directory: RunDirectory, config: Config, ranks: meeting.Ranks, terminal: TextIO
 ) -> list[Callback]:
     """Return the callbacks that keep the weights right, or that extras add."""
-    added = asked("CALLBACK", config, directory, ranks.rank, terminal)
-    guards: list[Callback] = [callback for callback in added if callback is not None]
+    guards: list[Callback] = []
+    for make_callbacks in additions(CALLBACKS):
+        guards += make_callbacks(config, directory, ranks.rank, terminal)
+    if has_time_limit(config):
+        guards.append(SaysTimeIsUp())
     guards += gradient_sums(config)
     guards.append(CountedTargets(config))
     guards.append(WeightHashes())

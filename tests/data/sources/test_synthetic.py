@@ -14,8 +14,8 @@ from lockstep_gpt.data.tokenizer import NumberTokenizer
 from lockstep_gpt.data.tokenizer_choice import from_dict
 from lockstep_gpt.inference import generate
 from lockstep_gpt.inference.evaluate import evaluate
-from lockstep_gpt.inference.trained_model import load_model
 from lockstep_gpt.run.checkpoint import find_checkpoint
+from lockstep_gpt.run.trained_model import load_model
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,9 @@ import torch
 from lockstep_gpt.data.prepare import prepare
 from lockstep_gpt.data.shards import load_index
 from lockstep_gpt.extras.chat.template import template_of
-from lockstep_gpt.inference.trained_model import load_model
 from lockstep_gpt.registry import additions
 from lockstep_gpt.run.directory import RunDirectory
+from lockstep_gpt.run.trained_model import load_model
 
 pytestmark = pytest.mark.skipif(
     not [*additions("INITIAL_WEIGHTS")],
@@ -65,7 +65,7 @@ def test_a_fine_tune_learns_answers_from_the_weights_of_a_run(tuned, command):
     assert command.summary("run")["val_loss"] < float(first.rpartition(" ")[2]) < 5.5
 
 
-@pytest.mark.parametrize("rank", [(), ("model.lora_rank=4",)], ids=["all weights", "lora"])
+@pytest.mark.parametrize("rank", [(), ("lora.rank=4",)], ids=["all weights", "lora"])
 @pytest.mark.usefixtures("quick_ranks")
 def test_killed_and_resumed_fine_tune_ends_with_the_same_bits(tuned, command, rank):
     tuned("run_dir=whole", *rank)
@@ -78,7 +78,7 @@ def test_killed_and_resumed_fine_tune_ends_with_the_same_bits(tuned, command, ra
     assert all(torch.equal(whole[name], killed[name]) for name in whole)
 
 
-@pytest.mark.parametrize("rank", [(), ("model.lora_rank=4",)], ids=["all weights", "lora"])
+@pytest.mark.parametrize("rank", [(), ("lora.rank=4",)], ids=["all weights", "lora"])
 @pytest.mark.usefixtures("quick_ranks")
 def test_two_ranks_give_the_weights_of_one_up_to_rounding(tuned, command, rank):
     even = ("precision=64-true", "batch.micro_size=2", *rank)
@@ -91,7 +91,7 @@ def test_two_ranks_give_the_weights_of_one_up_to_rounding(tuned, command, rank):
 
 
 def test_adapters_alone_are_saved_and_every_command_takes_them(tuned, command):
-    tuned("run_dir=run", "model.lora_rank=4", "optim.lr=0.01")
+    tuned("run_dir=run", "lora.rank=4", "optim.lr=0.01")
     saved = state(command, "run")
     assert {name.rpartition(".")[2] for name in saved} == {"up", "down", "rows", "base_sha256"}
     assert sum(each.nbytes for each in saved.values()) < 30_000
@@ -105,7 +105,7 @@ def test_adapters_alone_are_saved_and_every_command_takes_them(tuned, command):
 
 
 def test_adapters_without_their_weights_are_refused_in_one_line(tuned, command):
-    tuned("run_dir=run", "model.lora_rank=4")
+    tuned("run_dir=run", "lora.rank=4")
     (command.folder / "base").rename(command.folder / "moved")
     err = command("generate", "run", status=2).stderr
     assert f"model.init_from={command.folder / 'base'}" in err
@@ -116,7 +116,7 @@ def test_adapters_without_their_weights_are_refused_in_one_line(tuned, command):
 
 
 def test_another_fine_tune_begins_with_merged_adapters(tuned, command):
-    tuned("run_dir=run", "model.lora_rank=4", "optim.lr=0.01")
+    tuned("run_dir=run", "lora.rank=4", "optim.lr=0.01")
     adapted = load_model(command.folder / "run/checkpoints/step=000008.ckpt")[0]
     run = command.folder / "run"
     words = (f"model.init_from={run}", "run_dir=again", "optim.lr=1e-12")
@@ -127,8 +127,8 @@ def test_another_fine_tune_begins_with_merged_adapters(tuned, command):
 
 
 MISTAKES = {
-    ("model.lora_alpha=4",): "model.lora_alpha=4.0 needs lora_rank",
-    ("model.lora_rank=0",): "model.lora_rank=0 must be at least 1",
+    ("lora.alpha=4",): "lora.alpha=4.0 needs lora_rank",
+    ("lora.rank=0",): "lora.rank=0 must be at least 1",
     ("model.init_from=nowhere",): "model.init_from=nowhere is neither a run, a checkpoint in one",
     ("model.block_size=33",): "has learned positions for 32 tokens, and model.block_size=33; set",
     ("model.n_layer=3",): "has n_layer=2, and model.n_layer=3; set model.n_layer=2",
@@ -151,8 +151,8 @@ def test_an_experiment_without_initial_weights_says_what_it_needs(command):
 
 
 def test_adapters_without_initial_weights_are_refused(command):
-    err = command.train("model.lora_rank=4", "run_dir=run", status=2).stderr
-    assert "model.lora_rank=4 needs model.init_from, the weights it adapts" in err
+    err = command.train("lora.rank=4", "run_dir=run", status=2).stderr
+    assert "lora.rank=4 needs model.init_from, the weights it adapts" in err
 
 
 def test_evaluation_and_validation_count_the_same_targets(tuned, command):

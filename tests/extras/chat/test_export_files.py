@@ -27,7 +27,7 @@ from lockstep_gpt.run.checkpoint import checkpoint_path, write_checkpoint
 os.environ["HF_HUB_OFFLINE"] = "1"
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 ABSENT = "no such extra"
-folder_module = pytest.importorskip("lockstep_gpt.extras.export.folder", reason=ABSENT)
+folder_module = pytest.importorskip("lockstep_gpt.extras.hub.folder", reason=ABSENT)
 
 TALKS = {
     "question": [("user", "add 1 and 2")],

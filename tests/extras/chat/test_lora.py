@@ -204,7 +204,7 @@ def test_compiled_adapters_compute_the_same(kind):
 def test_logits_are_those_of_peft():
     peft = pytest.importorskip("peft", reason="peft is not installed")
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-    layouts = pytest.importorskip("lockstep_gpt.extras.export.layouts", reason=ABSENT)
+    layouts = pytest.importorskip("lockstep_gpt.extras.hub.layouts", reason=ABSENT)
     ours = built("gpt", lora_rank=4, lora_alpha=12.0)
     plain = built("gpt")
     layout = layouts.layout_of(plain.config, "test")

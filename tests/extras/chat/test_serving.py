@@ -22,8 +22,8 @@ from lockstep_gpt.extras.chat.answering import Answer, stream
 from lockstep_gpt.extras.chat.sampling import Sampling
 from lockstep_gpt.extras.chat.speech import Speech
 from lockstep_gpt.extras.chat.template import template_of
-from lockstep_gpt.inference.trained_model import load_model
 from lockstep_gpt.run.checkpoint import find_checkpoint
+from lockstep_gpt.run.trained_model import load_model
 
 ROOT = Path(__file__).parents[3]
 for name in ("starlette", "uvicorn"):
@@ -403,9 +403,9 @@ def test_the_official_client_chats_completes_and_streams(server, expected):
 
 @needs_openai
 def test_the_code_of_the_page_of_documentation_runs(started, endless_chat_run, capsys):
-    page = ROOT / "docs/serving.md"
+    page = ROOT / "docs/chat_serving.md"
     if not page.is_file():
-        pytest.skip("no docs/serving.md here")
+        pytest.skip("no docs/chat_serving.md here")
     server = started(endless_chat_run, "--longest", "20")
     text = page.read_text("utf-8")
     (code,) = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
@@ -653,7 +653,7 @@ def test_an_option_that_cannot_be_is_refused(base_run, capsys, flag, value):
 
 def test_under_load_nothing_is_lost_and_memory_stays_flat(base_run):
     words = ["--clients", "40", "--seconds", "4", "--serve=--parallel 8 --waiting 16"]
-    script = [sys.executable, ROOT / "scripts/load_test.py", base_run, *words]
+    script = [sys.executable, ROOT / "scripts/benchmarks/load_test.py", base_run, *words]
     done = subprocess.run(script, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads(done.stdout)

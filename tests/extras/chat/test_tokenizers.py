@@ -10,7 +10,7 @@ from lockstep_gpt.extras.chat.template import OURS, markers_of, template_of
 from lockstep_gpt.extras.chat.tokenizers import chat_tokenizer
 
 ABSENT = "no such extra"
-EXPORTED = "lockstep_gpt.extras.export.exported_tokenizer"
+EXPORTED = "lockstep_gpt.extras.hub.exported_tokenizer"
 
 
 def test_markers_are_the_last_ids_and_all_others_stay(folder, learned):

@@ -7,7 +7,7 @@ import yaml
 
 from lockstep_gpt import cli
 from lockstep_gpt.config import as_typed
-from lockstep_gpt.extras.sizes.rules import rules
+from lockstep_gpt.extras.cluster.rules import rules
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def values_of(config, names):
 @pytest.mark.parametrize("words", [[], ["experiment=smoke"], ["experiment=gpt2_124m"]])
 def test_the_rules_stand_above_every_experiment(words, composed):
     wanted = rules("300k", 64)
-    config = composed("model=auto", *words, "model.size=300k")
+    config = composed("model=auto", *words, "size.weights=300k")
     assert values_of(config, wanted) == wanted
     assert config["model"]["ngram_rows"] == 4096
 
@@ -63,18 +63,18 @@ def test_a_budget_in_steps_replaces_one_in_tokens(word, other, composed):
 
 def test_the_rules_follow_the_context(composed):
     wanted = rules("10M", 256)
-    config = composed("model=auto", "model.size=10M", "model.block_size=256")
+    config = composed("model=auto", "size.weights=10M", "model.block_size=256")
     assert values_of(config, wanted) == wanted
 
 
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        (["model=auto", "model.size=1X"], "model.size=1X is not a number of weights from 10k to"),
-        (["model.size=2M"], "model.size=2M needs model=auto; add that"),
-        (["model=gpt2", "model.size=2M"], "model.size=2M needs model=auto; add that"),
+        (["model=auto", "size.weights=1X"], "size.weights=1X is not a number of weights from 10k to"),
+        (["size.weights=2M"], "size.weights=2M needs model=auto; add that"),
+        (["model=gpt2", "size.weights=2M"], "size.weights=2M needs model=auto; add that"),
         (["model=auto", "model.block_size=none"], "model.block_size=none must be a whole number"),
-        (["model=auto", "-m", "model.size=1M,2M", "resume=auto"], "is a sweep, which resume="),
+        (["model=auto", "-m", "size.weights=1M,2M", "resume=auto"], "is a sweep, which resume="),
     ],
 )
 def test_impossible_settings_fail_in_one_line(words, line, capsys):
@@ -88,7 +88,7 @@ def test_each_job_of_a_sweep_over_sizes_has_its_own_rules(command):
     told = command.train(
         "model=auto",
         "--multirun",
-        "model.size=10k,20k",
+        "size.weights=10k,20k",
         "max_steps=1",
         "optim.warmup_steps=0",
         "val_every=1",
@@ -105,7 +105,7 @@ def test_each_job_of_a_sweep_over_sizes_has_its_own_rules(command):
 
 
 def test_the_same_command_resumes_its_run(command):
-    words = ["model=auto", "model.size=10k", "run_dir=runs/sized", "resume=auto"]
+    words = ["model=auto", "size.weights=10k", "run_dir=runs/sized", "resume=auto"]
     first = command.train(*words).stdout
     assert "10k: 9,408 weights in blocks of width 28" in first
     assert "runs/sized is done; raise max_steps to" in command.train(*words).stdout

@@ -4,6 +4,7 @@ from dataclasses import replace
 import pytest
 
 from lockstep_gpt.config import UserError
+from lockstep_gpt.distributed.peaks import peak_of
 from lockstep_gpt.extras.cluster.hardware import (
     HARDWARE,
     LINKS,
@@ -11,7 +12,6 @@ from lockstep_gpt.extras.cluster.hardware import (
     find_hardware,
     find_link,
 )
-from lockstep_gpt.extras.cluster.peaks import peak_of
 
 
 @pytest.mark.parametrize("hardware", HARDWARE.values(), ids=HARDWARE)

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from lockstep_gpt.config import UserError
-from lockstep_gpt.extras.sizes import law
-from lockstep_gpt.extras.sizes.law import (
+from lockstep_gpt.extras.cluster import law
+from lockstep_gpt.extras.cluster.law import (
     Law,
     departures,
     expected,
@@ -52,7 +52,7 @@ def test_no_floor_is_below_zero():
     ("size", "outside"), [("300k", False), ("1M", False), ("50k", True), ("2M", True), ("1B", True)]
 )
 def test_a_size_beyond_those_that_were_run_is_extrapolated(size, outside):
-    found = expected(config_of("model=auto", f"model.size={size}"))
+    found = expected(config_of("model=auto", f"size.weights={size}"))
     assert found["basis"].startswith("extrapolated") == outside
     assert found["basis"].endswith("from 5 runs of 98,304 to 995,328 weights")
 
@@ -96,7 +96,7 @@ def test_a_law_of_one_s_own_is_read(tmp_path):
     runs = [{"weights": 100}, {"weights": 10**9}]
     values = {"source": "text", "floor": 1.0, "factor": 0.0, "exponent": 0.5, "is_valid": True}
     file.write_text(json.dumps({**values, "runs": runs}))
-    words = ["model=auto", "data=text", "data.path=there", f"model.size_law={file}"]
+    words = ["model=auto", "data=text", "data.path=there", f"size.law={file}"]
     basis = "interpolated from 2 runs of 100 to 1,000,000,000 weights"
     found = {"val_loss": 1.0, "basis": basis}
     assert expected(config_of(*words)) == found
@@ -108,4 +108,4 @@ def test_an_unreadable_law_is_rejected(tmp_path):
     (tmp_path / "law.json").write_text("no law")
     for file in (tmp_path / "law.json", Path("nowhere")):
         with pytest.raises(UserError, match=r"cannot be read .*; use a file of scripts/size_law"):
-            expected(config_of("model=auto", f"model.size_law={file}"))
+            expected(config_of("model=auto", f"size.law={file}"))

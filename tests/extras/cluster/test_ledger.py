@@ -221,7 +221,7 @@ def test_no_step_between_logged_ones_waits_for_the_device(algorithm):
 
 
 def test_the_script_prints_every_part_for_every_device(capsys):
-    script = Path(__file__).parents[2] / "scripts/ledger.py"
+    script = Path(__file__).parents[2] / "src/lockstep_gpt/extras/cluster/step_ledger.py"
     main = runpy.run_path(str(script))["main"]
     assert main(["experiment=smoke"]) == 0
     out = capsys.readouterr().out

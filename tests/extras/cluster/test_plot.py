@@ -2,8 +2,8 @@
 
 from xml.etree import ElementTree
 
-from lockstep_gpt.extras.sizes.law import Law
-from lockstep_gpt.extras.sizes.plot import as_svg
+from lockstep_gpt.extras.cluster.law import Law
+from lockstep_gpt.extras.cluster.plot import as_svg
 
 SPACE = "{http://www.w3.org/2000/svg}"
 LAW = Law(0.5, 8.0, 0.2)

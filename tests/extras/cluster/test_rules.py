@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lockstep_gpt.config import ModelConfig, OptimConfig, UserError
-from lockstep_gpt.extras.sizes.rules import parsed, rules, shape, weights
+from lockstep_gpt.extras.cluster.rules import parsed, rules, shape, weights
 from lockstep_gpt.model.gpt import build_gpt
 from lockstep_gpt.training.optim import build_optimizer
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep_gpt.extras.sizes.law import Law, expected
+from lockstep_gpt.extras.cluster.law import Law, expected
 from lockstep_gpt.launch import compose
 
 SCRIPT = Path(__file__).parents[3] / "scripts" / "size_law.py"
@@ -39,7 +39,7 @@ def test_it_fits_predicts_and_prints_the_result(size_law, command):
     assert checked["expected"] == law.loss(checked["weights"])
     assert "40k, " in (command.folder / "size_law.svg").read_text()
     made = []
-    words = ["model=auto", "model.size=16k", f"model.size_law={command.folder}/size_law.json"]
+    words = ["model=auto", "size.weights=16k", f"size.law={command.folder}/size_law.json"]
     compose.run(words, lambda composed: made.append(compose.checked(composed)[1]))
     assert (expected(made[0]) is None) == (not found["is_valid"])
 

@@ -9,7 +9,7 @@ from lockstep_gpt.data.recipe import folder_of
 from lockstep_gpt.extras.datasets.whole_documents import folder_within
 from lockstep_gpt.run.directory import RunDirectory
 
-PACKED = ["packing=documents", "model.mask_documents=true"]
+PACKED = ["packing=documents", "documents.mask=true"]
 
 
 def losses(command, run):
@@ -72,15 +72,15 @@ def test_a_kept_packing_cannot_change_on_resume(command, lines):
     said = command.train(*words_for(lines), "packing=stream", *change[1:], status=2).stderr
     assert f"{stream} instead of " in said
     assert stream in command(*change, stream, status=2).stderr
-    said = command(*change, "model.mask_documents=false", status=2).stderr
-    assert "model.mask_documents=" in said
+    said = command(*change, "documents.mask=false", status=2).stderr
+    assert "documents.mask=" in said
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
         (["packing=best"], "packing=best is not one of documents, stream"),
-        (["model.mask_documents=maybe"], "model.mask_documents=maybe must be true or false"),
+        (["documents.mask=maybe"], "documents.mask=maybe must be true or false"),
     ],
 )
 def test_wrong_values_are_refused_in_one_line(command, words, said):

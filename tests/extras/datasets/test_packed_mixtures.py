@@ -163,7 +163,7 @@ def words_of(command):
         words += [f"data.sources.{name}=text", f"data.sources.{name}.path={own}"]
         words += [f"data.sources.{name}.val_fraction=0.3", f"data.weights.{name}={weight}"]
     sizes = ["batch.global_size=6", "batch.micro_size=1", "checkpoint.every=5", "model.n_layer=1"]
-    return [*words, *sizes, "model.mask_documents=true"]
+    return [*words, *sizes, "documents.mask=true"]
 
 
 def rows(run):

@@ -2,14 +2,14 @@
 
 import pytest
 import torch
+from lockstep_gpt.extras.hub.export_settings import ImportedModel
 from tokenizers import ByteLevelBPETokenizer
 
 from lockstep_gpt.config import is_module
 from lockstep_gpt.data.sources.stdlib import StandardLibrary
 from lockstep_gpt.data.tokenizer import END_OF_TEXT, ByteTokenizer
 from lockstep_gpt.data.tokenizer_choice import from_dict
-from lockstep_gpt.extras.export.export_settings import ImportedModel
-from lockstep_gpt.extras.export.folder import export
+from lockstep_gpt.extras.hub.folder import export
 from lockstep_gpt.model.gpt import build_gpt
 from lockstep_gpt.run.checkpoint import checkpoint_path, write_checkpoint
 

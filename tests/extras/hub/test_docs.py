@@ -10,9 +10,9 @@ import pytest
 from transformers import GPT2Config, GPT2LMHeadModel
 
 ROOT = Path(__file__).parents[3]
-FILE = ROOT / "docs/export.md"
+FILE = ROOT / "docs/hub.md"
 if not FILE.is_file():
-    pytest.skip("no docs/export.md here", allow_module_level=True)
+    pytest.skip("no docs/hub.md here", allow_module_level=True)
 PAGE = FILE.read_text(encoding="utf-8")
 COMMANDS = re.findall(r"^lockstep-gpt (.+)$", PAGE, flags=re.MULTILINE)
 RUNS = re.findall(r"run_dir=(\S+)", PAGE)

@@ -7,7 +7,7 @@ from transformers import AutoTokenizer
 
 from lockstep_gpt.config import UserError
 from lockstep_gpt.data.tokenizer import END_OF_TEXT, ByteTokenizer
-from lockstep_gpt.extras.export.exported_tokenizer import as_files
+from lockstep_gpt.extras.hub.exported_tokenizer import as_files
 
 ENOUGH = 400  # examples
 UTF8_TEXT = st.text(st.characters(exclude_categories=["Cs"]))

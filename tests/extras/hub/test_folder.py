@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from lockstep_gpt import cli
 from lockstep_gpt.config import UserError
 from lockstep_gpt.data.tokenizer import ByteTokenizer
-from lockstep_gpt.extras.export import folder as module
-from lockstep_gpt.extras.export.folder import export, main
+from lockstep_gpt.extras.hub import folder as module
+from lockstep_gpt.extras.hub.folder import export, main
 
 
 @pytest.fixture(scope="session")
@@ -165,7 +165,7 @@ def test_an_empty_folder_is_filled(gpt, tmp_path):
 
 
 def test_an_architecture_unknown_to_transformers_is_rejected(shaped, saved, tmp_path, monkeypatch):
-    monkeypatch.setattr("lockstep_gpt.extras.export.layouts.LAYOUTS", {"other": None})
+    monkeypatch.setattr("lockstep_gpt.extras.hub.layouts.LAYOUTS", {"other": None})
     with pytest.raises(UserError, match=r"model\.architecture=gpt is not one of other"):
         export(saved(shaped(), ByteTokenizer()), tmp_path / "new")
     assert not list(tmp_path.iterdir())

@@ -7,13 +7,13 @@ import shutil
 import numpy as np
 import pytest
 import torch
+from lockstep_gpt.extras.hub.initial_weights import initialize
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from lockstep_gpt.config import UserError
 from lockstep_gpt.data.tokenizer import ByteTokenizer
 from lockstep_gpt.data.tokenizer_choice import from_dict
-from lockstep_gpt.extras.export import initial_weights as module
-from lockstep_gpt.extras.export.initial_weights import initialize
+from lockstep_gpt.extras.hub import initial_weights as module
 
 SMOKE = {"n_layer": 2, "n_head": 2, "n_embd": 32}  # the shape of experiment=smoke
 

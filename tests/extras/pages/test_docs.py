@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from lockstep_gpt.extras.seeing.page import write_page
-from lockstep_gpt.extras.seeing.panel import panel
-from lockstep_gpt.extras.seeing.sync_panel import SyncPanel
+from lockstep_gpt.extras.pages.page import write_page
+from lockstep_gpt.extras.pages.panel import panel
+from lockstep_gpt.extras.pages.sync_panel import SyncPanel
 
 ROOT = Path(__file__).parents[3]
 NAMES = ("report", "sync_panel")
 if lost := [name for name in NAMES if not (ROOT / f"docs/{name}.md").is_file()]:
     pytest.skip(f"no docs/{lost[0]}.md here", allow_module_level=True)
-PAGE = (ROOT / "docs/sync_panel.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs/pages_panel.md").read_text(encoding="utf-8")
 MADE = {"report": "comparison.html", "sync_panel": "runs/seen/panel.html"}
 
 

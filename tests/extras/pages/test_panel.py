@@ -5,8 +5,8 @@ import shutil
 import pytest
 
 from lockstep_gpt import cli
-from lockstep_gpt.extras.seeing.page import page
-from lockstep_gpt.extras.seeing.panel import panel
+from lockstep_gpt.extras.pages.page import page
+from lockstep_gpt.extras.pages.panel import panel
 
 DATA = re.compile(r'<script type="application/json" id="data">(.*?)</script>', re.DOTALL)
 NASTY = ["</script><script>alert(1)</script>", "<!--", "]]>", "\u2028", "\\", '"', "{}", "größer"]

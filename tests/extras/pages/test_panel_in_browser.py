@@ -5,8 +5,8 @@ import json
 import numpy as np
 import pytest
 
-from lockstep_gpt.extras.seeing.page import page, write_page
-from lockstep_gpt.extras.seeing.panel import panel
+from lockstep_gpt.extras.pages.page import page, write_page
+from lockstep_gpt.extras.pages.panel import panel
 
 NUMBERS = "rows => rows.map(row => [row.dataset.rank, row.dataset.value])"
 

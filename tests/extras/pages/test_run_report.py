@@ -8,9 +8,9 @@ import torch
 import yaml
 
 from lockstep_gpt import cli
-from lockstep_gpt.extras.seeing import at_end
-from lockstep_gpt.extras.seeing.run_report import report
-from lockstep_gpt.extras.seeing.runs import read_run
+from lockstep_gpt.extras.pages import at_end
+from lockstep_gpt.extras.pages.run_report import report
+from lockstep_gpt.extras.pages.runs import read_run
 
 DATA = re.compile(r'<script type="application/json" id="data">(.*?)</script>', re.DOTALL)
 

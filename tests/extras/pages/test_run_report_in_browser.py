@@ -3,9 +3,9 @@ import re
 
 import pytest
 
-from lockstep_gpt.extras.seeing.page import page, write_page
-from lockstep_gpt.extras.seeing.run_report import report
-from lockstep_gpt.extras.seeing.runs import read_run
+from lockstep_gpt.extras.pages.page import page, write_page
+from lockstep_gpt.extras.pages.run_report import report
+from lockstep_gpt.extras.pages.runs import read_run
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ import shutil
 import numpy as np
 import pytest
 
-from lockstep_gpt.extras.seeing.runs import read_curves, read_run, thinned
+from lockstep_gpt.extras.pages.runs import read_curves, read_run, thinned
 
 HEADER = "trainer/step,trainer/tokens,train/loss,val/loss\n"
 

@@ -12,7 +12,7 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from torch._inductor import config as inductor
 
 from lockstep_gpt.config import UserError
-from lockstep_gpt.extras.seeing.sync_panel import SyncPanel
+from lockstep_gpt.extras.pages.sync_panel import SyncPanel
 
 ON_TWO = [
     "trainer=cpu",

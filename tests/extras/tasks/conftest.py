@@ -5,8 +5,8 @@ import json
 import pytest
 
 from lockstep_gpt.data.tokenizer import ByteTokenizer
-from lockstep_gpt.inference.trained_model import load_model
 from lockstep_gpt.run.checkpoint import find_checkpoint
+from lockstep_gpt.run.trained_model import load_model
 
 CHOICES = [
     {"context": "def f(x):", "choices": [" return", " café", "\n    pass"], "answer": 2},

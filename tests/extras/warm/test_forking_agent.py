@@ -29,7 +29,7 @@ def test_warm_ranks_have_the_variables_and_the_bits_of_cold_ones(command):
     words = (*TWO, "+callbacks.tells._target_=tells.Tells")
     for warm in ("true", "false"):
         environment = {"PYTHONPATH": str(command.folder), "WARM": warm}
-        command.train(*words, f"launch.warm={warm}", f"run_dir=run-{warm}", **environment)
+        command.train(*words, f"warm.enabled={warm}", f"run_dir=run-{warm}", **environment)
     for rank in (0, 1):
         warm, cold = (
             json.loads((command.folder / f"{name}-{rank}.json").read_text())
@@ -51,7 +51,7 @@ def test_forks_that_must_be_but_cannot_are_rejected(monkeypatch):
     config = Config(max_steps=1, launch=extended(LaunchConfig)(warm=True))
     server.refuse_impossible(config)
     monkeypatch.setattr(server.sys, "platform", "darwin")
-    with pytest.raises(UserError, match=r"^launch.warm=true needs Linux; remove it, or set false"):
+    with pytest.raises(UserError, match=r"^warm.enabled=true needs Linux; remove it, or set false"):
         server.refuse_impossible(config)
 
 

@@ -1,9 +1,9 @@
 import pytest
 
 from lockstep_gpt.config import UserError
-from lockstep_gpt.run import tracking
 from lockstep_gpt.run.checkpoint import sum_path
 from lockstep_gpt.run.directory import RunDirectory
+from lockstep_gpt.run.loggers import tracking
 
 
 @pytest.mark.usefixtures("quick_ranks")
@@ -38,7 +38,7 @@ LOG_CHECKPOINT = """
 import sys
 from pathlib import Path
 import wandb
-from lockstep_gpt.extras.trackers.full_run import FullRun
+from lockstep_gpt.run.loggers.full_run import FullRun
 from lockstep_gpt.run.directory import RunDirectory
 run = wandb.init(mode="offline", dir=".", settings=wandb.Settings(silent=True))
 directory = RunDirectory(Path.cwd())

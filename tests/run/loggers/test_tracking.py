@@ -5,8 +5,8 @@ import pytest
 import yaml
 
 from lockstep_gpt.config import UserError
-from lockstep_gpt.run import tracking
 from lockstep_gpt.run.directory import RunDirectory
+from lockstep_gpt.run.loggers import tracking
 
 
 def read_csv(folder):

@@ -1,16 +1,12 @@
 """Conversations: fine-tunes a model on them, talks to it, and serves it."""
 
-# name -> target, help line, whether it accepts Hydra overrides; `cli.py` collects them.
+from lockstep_gpt.registry import Command
+
 COMMANDS = {
-    "chat": (".extras.chat.terminal:main", "talk to a model in the terminal", False),
-    "serve": (".extras.chat.serving:main", "answer over HTTP, like OpenAI's API", False),
+    "chat": Command(".extras.chat.terminal:main", "talk to a model in the terminal", False),
+    "serve": Command(".extras.chat.serving:main", "answer over HTTP, like OpenAI's API", False),
 }
-SETTINGS = {"model": ".extras.chat.chat_settings:AdaptedModel"}
-# `${initial:NAME}` in configurations.
-WORDS = ".extras.chat.initial:with_initial"
-# Adapters, if `model.lora_rank` is set; the plain model with the same weights.
+SETTINGS = {"lora": ".extras.chat.lora_settings:LoraSettings"}
+ARGUMENTS = ".extras.chat.initial:with_initial"
+CHECK = ".extras.chat.lora_settings:refuse_impossible"
 MODEL = ".extras.chat.lora:adapt"
-MERGE = ".extras.chat.lora:merge"
-CHECK = ".extras.chat.chat_settings:refuse"
-# Its template in an export.
-EXPORT_FILES = ".extras.chat.export_files:chat_files"

@@ -13,11 +13,11 @@ from torch import Tensor
 from lockstep_gpt.config import Config, RunError, UserError
 from lockstep_gpt.data.tokenizer import Tokenizer
 from lockstep_gpt.extras.chat.cache import Cache
-from lockstep_gpt.extras.chat.lora import merge
 from lockstep_gpt.extras.chat.sampling import Sampling
 from lockstep_gpt.extras.chat.speech import Speech
-from lockstep_gpt.inference.trained_model import load_model
+from lockstep_gpt.extras.datasets.mask import masks_documents
 from lockstep_gpt.model.gpt import GPT
+from lockstep_gpt.run.trained_model import load_model
 
 CHUNK = 256  # tokens of a prompt that are read at a time, so that other answers go on meanwhile
 SLIDE = 4  # a full row forgets its oldest 1 / SLIDE of the tokens
@@ -26,8 +26,7 @@ LARGE = 1 << 24  # weights; with fewer, threads mostly wait for each other
 
 def model_of(checkpoint: Path) -> tuple[GPT, Config, Tokenizer]:
     """Return a model that is ready to answer: without adapters, and on a GPU if there is one."""
-    model, config, tokenizer = load_model(checkpoint)
-    merge(model)
+    model, config, tokenizer = load_model(checkpoint, is_plain=True)
     return model.to("cuda" if torch.cuda.is_available() else "cpu"), config, tokenizer
 
 
@@ -132,7 +131,7 @@ class Answering:
         """Add an answer; there must be a free row."""
         assert self.free
         prompt = answer.prompt[-self.block_size :]
-        if getattr(self.model.config, "mask_documents", False):
+        if masks_documents(self.model):
             prompt = _last_document(prompt, answer.speech.tokenizer.end_of_text)
         answer.unread = prompt
         self.answers.append(answer)

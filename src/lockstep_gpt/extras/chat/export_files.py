@@ -5,13 +5,11 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from lockstep_gpt.config import Config
 from lockstep_gpt.data.tokenizer import END_OF_TEXT, ByteTokenizer, Tokenizer
 from lockstep_gpt.extras.chat.template import (
     OURS,
     ROLES,
     Template,
-    has_chat,
     markers_of,
     template_of,
 )
@@ -20,10 +18,8 @@ Files = dict[str, dict[str, Any]]  # name -> content, as JSON
 FLAGS = ("single_word", "lstrip", "rstrip", "normalized")
 
 
-def chat_files(config: Config, tokenizer: Tokenizer, files: Files) -> Files:
+def chat_files(tokenizer: Tokenizer, files: Files) -> Files:
     """Return the files that differ for a model of conversations; `files` are those without it."""
-    if not has_chat(config.data):
-        return {}
     template = template_of(tokenizer)
     changed: Files = {
         # In a conversation, the template rejects special tokens in texts.

@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lockstep_gpt.config import UserError
+from lockstep_gpt.config import Config, UserError
 from lockstep_gpt.data.tokenizer import Tokenizer
+from lockstep_gpt.extras.chat.lora_settings import LoraSettings
 from lockstep_gpt.extras.chat.template import (
     BEGIN_OF_MESSAGE,
     END_OF_MESSAGE,
@@ -26,21 +28,39 @@ from lockstep_gpt.extras.chat.template import (
     markers_of,
 )
 from lockstep_gpt.model.gpt import GPT
-from lockstep_gpt.registry import asked
+from lockstep_gpt.training.initial_weights import load_initial_weights
 
 DIGEST = "base_sha256"  # in checkpoints: which weights the adapters belong to
 
 
-class AdaptedLinear(nn.Linear):
-    """A linear layer with a frozen weight and an adapter."""
+class AdaptedLinear(nn.Module):
+    """A linear layer with a frozen weight and an adapter.
 
-    up: Tensor  # (outputs, rank)
-    down: Tensor  # (rank, inputs)
-    scale: float
+    Args:
+        layer: the layer, whose parameters it takes over.
+        rank: of the adapter.
+        scale: of the adapter's output.
+    """
+
+    def __init__(self, layer: nn.Linear, rank: int, scale: float) -> None:
+        super().__init__()
+        down = layer.weight.new_empty(rank, layer.in_features)
+        nn.init.kaiming_uniform_(down, a=math.sqrt(5))  # as PEFT does
+        self.weight = layer.weight
+        self.bias: nn.Parameter | None = layer.bias
+        self.down = nn.Parameter(down)  # (rank, inputs)
+        self.up = nn.Parameter(layer.weight.new_zeros(layer.out_features, rank))  # (outputs, rank)
+        self.scale = scale
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the outputs, (..., outputs), for `x`, (..., inputs)."""
         return self.together(x, [self])
+
+    def plain(self) -> nn.Module:
+        """Return an ordinary layer with the sum of weight and adapter."""
+        with torch.no_grad():
+            self.weight.addmm_(self.up, self.down, alpha=self.scale)
+        return plain_linear(self.weight, self.bias)
 
     @staticmethod
     def together(x: Tensor, layers: Sequence[AdaptedLinear]) -> Tensor:
@@ -60,57 +80,79 @@ class AdaptedLinear(nn.Linear):
         return y.view(*x.shape[:-1], -1)
 
 
-class _WithRows(nn.Module):
-    """A table whose rows of some tokens are trained; its `weight` is the sum."""
+class EmbeddingWithRows(nn.Module):
+    """An embedding of which some tokens' rows are trained; its `weight` is the sum."""
 
-    base: Tensor
-    rows: Tensor  # what is added to them
     tokens: Tensor  # which
 
-    def _sum(self) -> Tensor:
+    def __init__(self, base: nn.Parameter, tokens: list[int]) -> None:
+        super().__init__()
+        self.base = base
+        self.register_buffer("tokens", torch.tensor(tokens), persistent=False)
+        self.rows = nn.Parameter(base.new_zeros(len(tokens), base.shape[1]))
+
+    @property
+    def weight(self) -> Tensor:
+        """The whole table, (V, C)."""
         return self.base.index_add(0, self.tokens, self.rows)
 
-    weight: Any = property(_sum)
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Return the rows of `tokens`, (..., C)."""
+        return F.embedding(tokens, self.weight)
+
+    def plain(self) -> nn.Module:
+        """Return an ordinary embedding with the same weight."""
+        rows, width = self.weight.shape
+        embedding = nn.Embedding(rows, width, device="meta")  # draws no random numbers
+        embedding.weight = nn.Parameter(self.weight.detach())
+        return embedding
 
 
-class EmbeddingWithRows(_WithRows, nn.Embedding):
-    """An embedding of which some rows are trained."""
+class HeadWithRows(EmbeddingWithRows):
+    """A separate head of which some tokens' rows are trained."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the logits, (..., V), of features, (..., C)."""
+        return F.linear(x, self.weight)
+
+    def plain(self) -> nn.Module:
+        """Return an ordinary head with the same weight."""
+        return plain_linear(nn.Parameter(self.weight.detach()), None)
 
 
-class HeadWithRows(_WithRows, nn.Linear):
-    """A separate head of which some rows are trained."""
+def plain_linear(weight: Any, bias: nn.Parameter | None) -> nn.Linear:
+    """Return a linear layer with these parameters, without drawing random numbers."""
+    outputs, inputs = weight.shape
+    layer = nn.Linear(inputs, outputs, bias=bias is not None, device="meta")
+    layer.weight = weight
+    if bias is not None:
+        layer.bias = bias
+    return layer
 
 
-def adapt(model: GPT, tokenizer: Tokenizer) -> None:
-    """Load the initial weights of `model` and give it adapters, if `model.lora_rank` is set."""
-    config: Any = model.config
-    if not getattr(config, "lora_rank", None):
-        return
-    asked("INITIAL_WEIGHTS", model, tokenizer)
-    model.config = replace(config, init_from=None)  # they are loaded
+def adapt(model: GPT, config: Config, tokenizer: Tokenizer) -> Callable[[], None] | None:
+    """Load the initial weights of `model` and give it adapters, if `lora.rank` is set.
+
+    Returns what merges the adapters into the weights.
+    """
+    lora = LoraSettings.of(config)
+    if lora.rank is None:
+        return None
+    load_initial_weights(model, tokenizer)
+    model.config = replace(model.config, init_from=None)  # they are loaded
     model.requires_grad_(False)
     digest = _digest(model)
-    for layer in _layers(model):
-        _add_adapter(layer, config)
+    for parent in [*model.blocks.modules()]:
+        for name, layer in parent.named_children():
+            if isinstance(layer, nn.Linear):
+                setattr(parent, name, AdaptedLinear(layer, lora.rank, lora.scale))
     _add_rows(model, tokenizer)
     model.register_buffer(DIGEST, digest)
     hooks: Any = model  # torch declares no types for these
     hooks.register_state_dict_post_hook(_leave_out_base)
     hooks.register_load_state_dict_pre_hook(_check_base)
     hooks.register_load_state_dict_post_hook(_expect_no_base)
-
-
-def _layers(model: GPT) -> Iterator[nn.Linear]:
-    return (each for each in model.blocks.modules() if isinstance(each, nn.Linear))
-
-
-def _add_adapter(layer: Any, config: Any) -> None:
-    rank, weight = config.lora_rank, layer.weight
-    down, up = weight.new_empty(rank, layer.in_features), weight.new_zeros(layer.out_features, rank)
-    nn.init.kaiming_uniform_(down, a=math.sqrt(5))  # as PEFT does
-    layer.__class__ = AdaptedLinear
-    layer.down, layer.up = nn.Parameter(down), nn.Parameter(up)
-    layer.scale = (config.lora_alpha or 2 * rank) / rank
+    return partial(merge, model)
 
 
 def _add_rows(model: GPT, tokenizer: Tokenizer) -> None:
@@ -118,31 +160,21 @@ def _add_rows(model: GPT, tokenizer: Tokenizer) -> None:
     found = markers_of(tokenizer)
     markers = (*OURS, BEGIN_OF_MESSAGE, END_OF_MESSAGE)
     tokens = [found[marker] for marker in markers if marker in found]
-    tables: list[Any] = [model.token_embedding, getattr(model, "output", None)]
-    for layer in filter(None, tables if tokens else ()):
-        base = layer._parameters.pop("weight")
-        layer.__class__ = HeadWithRows if isinstance(layer, nn.Linear) else EmbeddingWithRows
-        layer.register_parameter("base", base)
-        layer.register_buffer("tokens", torch.tensor(tokens), persistent=False)
-        layer.rows = nn.Parameter(base.new_zeros(len(tokens), base.shape[1]))
+    if not tokens:
+        return
+    places: Any = model
+    places.token_embedding = EmbeddingWithRows(places.token_embedding.weight, tokens)
+    if hasattr(model, "output"):
+        places.output = HeadWithRows(places.output.weight, tokens)
 
 
 @torch.no_grad()
 def merge(model: GPT) -> None:
     """Turn a model with adapters into a plain one with the same weights."""
-    if DIGEST not in model._buffers:
-        return
-    layer: Any
-    for layer in [*model.modules()]:
-        if hasattr(layer, "up"):
-            layer.weight.addmm_(layer.up, layer.down, alpha=layer.scale)
-            del layer.up, layer.down
-            layer.__class__ = nn.Linear
-        elif hasattr(layer, "rows"):
-            weight = layer.weight
-            del layer.base, layer.rows, layer.tokens
-            layer.__class__ = nn.Embedding if isinstance(layer, nn.Embedding) else nn.Linear
-            layer.weight = nn.Parameter(weight)
+    for parent in [*model.modules()]:
+        for name, layer in parent.named_children():
+            if isinstance(layer, AdaptedLinear | EmbeddingWithRows):
+                setattr(parent, name, layer.plain())
     del model._buffers[DIGEST]
     model.requires_grad_()  # so the hooks leave nothing out
 

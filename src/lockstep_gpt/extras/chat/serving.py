@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 from lockstep_gpt.config import UserError
 from lockstep_gpt.data.tokenizer import library
 from lockstep_gpt.extras.chat.history import chat_template
-from lockstep_gpt.inference.trained_model import parser_of
 from lockstep_gpt.run.checkpoint import find_checkpoint
+from lockstep_gpt.run.trained_model import parser_of
 
 if TYPE_CHECKING:
     from lockstep_gpt.extras.chat.queueing import AnsweringThread

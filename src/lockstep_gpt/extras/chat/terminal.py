@@ -14,8 +14,8 @@ from lockstep_gpt.config import UserError
 from lockstep_gpt.data.tokenizer import printable
 from lockstep_gpt.extras.chat.history import Message, chat_template, fitted
 from lockstep_gpt.extras.chat.template import Template
-from lockstep_gpt.inference.trained_model import parser_of
 from lockstep_gpt.run.checkpoint import find_checkpoint
+from lockstep_gpt.run.trained_model import parser_of
 
 if TYPE_CHECKING:
     from lockstep_gpt.extras.chat.sampling import Sampling

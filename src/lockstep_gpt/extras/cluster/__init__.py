@@ -1,12 +1,14 @@
-"""`plan` predicts a run, `doctor` checks the machines, `drill` breaks small runs on purpose."""
+"""Predicts a run, checks the machines, breaks small runs on purpose, and sizes models."""
 
-# name -> target, description, whether it accepts Hydra overrides; `cli.py` collects them.
+from lockstep_gpt.registry import Command
+
 COMMANDS = {
-    "plan": (".extras.cluster.plan:main", "predict memory, time, and cost on any devices", True),
-    "doctor": (".extras.cluster.doctor:main", "check whether these machines can train", True),
-    "drill": (".extras.cluster.drill:main", "break small runs on purpose to test recovery", True),
+    "plan": Command(".extras.cluster.plan:main", "predict memory, time, and cost", True),
+    "doctor": Command(".extras.cluster.doctor:main", "check if these machines can train", True),
+    "drill": Command(".extras.cluster.drill:main", "break small runs to test recovery", True),
+    "ledger": Command(".extras.cluster.step_ledger:main", "print what a step asks of a GPU", True),
+    "size_law": Command(".extras.cluster.size_law:main", "fit the loss of model sizes", True),
 }
-RECEIPT = ".extras.cluster.advice:attention_line"
-ADVISE = ".extras.cluster.advice:advise"
-PEAK_TFLOPS = ".extras.cluster.peaks:peak_of"
-MOVED = {"lockstep_gpt.cluster": "lockstep_gpt.extras.cluster"}
+SETTINGS = {"size": ".extras.cluster.size_settings:SizeSettings"}
+ARGUMENTS = ".extras.cluster.by_size:with_rules"
+CALLBACKS = ".extras.cluster.size_lines:callbacks"

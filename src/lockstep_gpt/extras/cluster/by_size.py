@@ -4,10 +4,10 @@ import re
 from typing import Any
 
 from lockstep_gpt.config import UserError, as_typed, check
-from lockstep_gpt.extras.sizes.rules import rules
+from lockstep_gpt.extras.cluster.rules import rules
 from lockstep_gpt.launch.compose import register_resolver
 
-SIZE, LENGTH = "1M", "64"  # as in configs/model/auto.yaml
+SIZE, LENGTH = "1M", "64"  # as in src/lockstep_gpt/extras/cluster/configs/model/auto.yaml
 RESOLVER = "by_size"
 OF_MUON = ("optim.", "batch.reference_size")  # another optimizer's rates are not known
 # If a command sets one of a pair, the other is not added.
@@ -23,8 +23,10 @@ def with_rules(words: list[str]) -> list[str]:
     names = [word.lstrip("+").partition("=")[0] for word in words]
     values = [word.partition("=")[2].strip("'\"") for word in words]
     given = dict(zip(names, values, strict=True))
-    is_auto, size = given.get("model") == "auto", given.get("model.size", SIZE)
-    check("model.size", size, is_auto or "model.size" not in given, "needs model=auto; add that")
+    is_auto, size = given.get("model") == "auto", given.get("size.weights", SIZE)
+    check(
+        "size.weights", size, is_auto or "size.weights" not in given, "needs model=auto; add that"
+    )
     if not is_auto:
         return words
     ruled = {"optim": "muon", "model.block_size": LENGTH, **_values(given)}
@@ -37,11 +39,11 @@ def with_rules(words: list[str]) -> list[str]:
 
 def _values(given: dict[str, str]) -> dict[str, str]:
     """Return setting -> value as typed; in a sweep over sizes, each job resolves its own."""
-    size, length = given.get("model.size", SIZE), given.get("model.block_size", LENGTH)
+    size, length = given.get("size.weights", SIZE), given.get("model.block_size", LENGTH)
     swept = re.search(r"[,(]", size + length) is not None
     if swept and given.get("resume") == "auto":
         raise UserError(
-            f"model.size={size} is a sweep, which resume=auto cannot continue; continue each run "
+            f"size.weights={size} is a sweep, which resume=auto cannot continue; continue each run "
             "in its own folder: run_dir=SWEEP/0 resume=auto"
         )
     found = rules(SIZE, int(LENGTH)) if swept else _by_words(size, length)
@@ -60,4 +62,4 @@ def _by_words(size: str, length: str) -> dict[str, Any]:
 
 def _by_size(name: str, *, _root_: Any) -> Any:
     """Return the value of one setting, for a file or a sweep that asks for it."""
-    return rules(str(_root_.model.size), _root_.model.block_size)[name]
+    return rules(str(_root_.size.weights), _root_.model.block_size)[name]

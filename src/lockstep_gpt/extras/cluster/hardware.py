@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep_gpt.config import UserError
-from lockstep_gpt.extras.cluster.peaks import FORMS, PEAKS, in_form
+from lockstep_gpt.distributed.peaks import FORMS, PEAKS, in_form
 
 GB = 1e9
 TERA = 1e12
@@ -82,8 +82,8 @@ class Hardware:
     adapters: int  # network adapters per node
     devices_per_node: int
     source: str
-    # Assumed, but chosen so that scripts/ledger.py reproduces the known speeds of nanoGPT and llm.c
-    # for GPT-2 124M on an H100 (tests/gpu_without_gpu/test_ledger.py). `product_share` is at most
+    # Assumed, but chosen so that step_ledger.py reproduces the known speeds of nanoGPT and llm.c
+    # for GPT-2 124M on an H100 (tests/extras/cluster/test_ledger.py). `product_share` is at most
     # 0.8, which the largest matrices reach.
     product_share: float = 0.6  # fraction of the dense peak, in matrix products
     attention_share: float = 0.3  # fraction of the dense peak, in fused attention

@@ -11,9 +11,8 @@ from typing import Any
 import numpy as np
 
 from lockstep_gpt.config import Config, UserError, as_typed, counted
-from lockstep_gpt.extras.sizes.rules import rules, weights
-from lockstep_gpt.extras.sizes.sizes_settings import SizedModel
-from lockstep_gpt.run.directory import some_of
+from lockstep_gpt.extras.cluster.rules import rules, weights
+from lockstep_gpt.extras.cluster.size_settings import SizeSettings
 
 OURS = Path(__file__).with_name("law.json")
 EXPONENTS = np.arange(0.02, 1.0, 0.002)
@@ -55,39 +54,26 @@ def left_out(counts: Sequence[float], losses: Sequence[float]) -> float:
 def expected(config: Config) -> dict[str, Any] | None:
     """Return the expected final loss of a run by the rules, and its basis; None if unknown.
 
-    Raise a `UserError` if the file of `model.size_law` can't be read.
+    Raise a `UserError` if the file of `size.law` can't be read.
     """
-    model = config.model
-    if not isinstance(model, SizedModel) or model.size is None or departures(config, model):
+    size = SizeSettings.of(config)
+    if size.weights is None or departures(config):
         return None
-    content = _read(Path(model.size_law) if model.size_law else OURS)
+    content = _read(Path(size.law) if size.law else OURS)
     if not content["is_valid"] or content["source"] != config.data.kind:
         return None
     law = Law(content["floor"], content["factor"], content["exponent"])
-    seen, count = [run["weights"] for run in content["runs"]], _weights(model)
+    seen, count = [run["weights"] for run in content["runs"]], block_weights(config)
     verb = "interpolated" if min(seen) <= count <= max(seen) else "extrapolated"
     runs = f"{counted(len(seen), 'run')} of {min(seen):,} to {max(seen):,} weights"
     return {"val_loss": law.loss(count), "basis": f"{verb} from {runs}"}
 
 
-def lines(config: Config, _batch: Any) -> dict[str, str]:
-    """Return the receipt's lines for a model whose size is set."""
-    model = config.model
-    if not isinstance(model, SizedModel) or model.size is None:
-        return {}
-    size = f"{model.size}: {_weights(model):,} weights in blocks of width {model.n_embd}"
-    if others := departures(config, model):
-        return {"size": f"{size}; not set by its rules: {some_of(others)}"}
-    if (found := expected(config)) is None:
-        return {"size": size}
-    loss = f"validation loss {found['val_loss']:.4f} nats per token, {found['basis']}"
-    return {"size": size, "expected": loss}
-
-
-def departures(config: Config, model: SizedModel) -> list[str]:
+def departures(config: Config) -> list[str]:
     """Name the settings that differ from those that follow from the size."""
     found = []
-    for name, value in rules(str(model.size), model.block_size).items():
+    size = SizeSettings.of(config).weights
+    for name, value in rules(str(size), config.model.block_size).items():
         group, _, own = name.rpartition(".")
         given = getattr(getattr(config, group) if group else config, own)
         if given != value:
@@ -95,8 +81,9 @@ def departures(config: Config, model: SizedModel) -> list[str]:
     return found
 
 
-def _weights(model: SizedModel) -> int:
-    return weights(model.n_layer, model.n_embd)
+def block_weights(config: Config) -> int:
+    """Return the weights in the blocks of a run's model."""
+    return weights(config.model.n_layer, config.model.n_embd)
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -104,5 +91,5 @@ def _read(path: Path) -> dict[str, Any]:
         return dict(json.loads(path.read_text("utf-8")))
     except (OSError, ValueError) as error:
         raise UserError(
-            f"model.size_law={path} cannot be read ({error}); use a file of scripts/size_law.py"
+            f"size.law={path} cannot be read ({error}); use a file that size_law has written"
         ) from None

@@ -24,8 +24,8 @@ from lockstep_gpt.extras.cluster.hardware import (
     find_hardware,
     find_link,
 )
+from lockstep_gpt.extras.cluster.law import expected
 from lockstep_gpt.launch import compose
-from lockstep_gpt.registry import asked
 
 if TYPE_CHECKING:
     from lockstep_gpt.extras.cluster.prediction import Plan
@@ -100,8 +100,8 @@ def _plan(config: Config, chosen: Chosen, hardware: Hardware, given: Any) -> Pla
         tokens, source = budget(config)
     devices, price = given.devices, given.price
     plan = predict(config, hardware, devices, given.scaling, tokens, price, vocab_size=size)
-    found = [] if given.tokens else filter(None, asked("EXPECTED_LOSS", config))
-    return replace(plan, vocabulary=whose, budget=source, expected=next(iter(found), None))
+    loss = None if given.tokens else expected(config)
+    return replace(plan, vocabulary=whose, budget=source, expected=loss)
 
 
 def _hardware(given: Any) -> Hardware:

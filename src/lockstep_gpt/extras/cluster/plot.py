@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from lockstep_gpt.extras.sizes.law import Law
+from lockstep_gpt.extras.cluster.law import Law
 
 WIDE, HIGH, MARGIN = 640, 400, 56  # pixels
 TICKS = [digit * 10.0**power for power in range(4, 12) for digit in (1, 2, 5)]

@@ -9,10 +9,10 @@ from pathlib import Path
 import torch
 
 from lockstep_gpt.config import Config, counted
+from lockstep_gpt.distributed.peaks import FORMS
 from lockstep_gpt.distributed.ranks import Ranks
 from lockstep_gpt.extras.cluster.collectives import Bandwidth
 from lockstep_gpt.extras.cluster.hardware import LINKS, Hardware, Link
-from lockstep_gpt.extras.cluster.peaks import FORMS
 from lockstep_gpt.extras.cluster.speed import Speed
 
 UNMEASURED = "not measured: assumed"

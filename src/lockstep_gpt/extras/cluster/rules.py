@@ -2,7 +2,7 @@
 
 The size counts the weights of the blocks, by which every token is multiplied (Kaplan et al. 2020,
 section 2.1). The embeddings, most of all those of n-grams, have more weights, but a token reads
-only a few of their rows. docs/scaling_law.md gives the source of each number.
+only a few of their rows. docs/cluster_sizes.md gives the source of each number.
 """
 
 import math
@@ -28,7 +28,7 @@ def parsed(text: str) -> float:
     found = re.fullmatch(r"(\d+(?:\.\d*)?(?:e\d+)?)([kmb]?)", text.replace("_", "").lower())
     size = float(found[1]) * UNITS[found[2]] if found else 0.0
     rule = "is not a number of weights from 10k to 1000B; write, for example, 300k or 1.5B"
-    check("model.size", text, SMALLEST <= size <= LARGEST, rule)
+    check("size.weights", text, SMALLEST <= size <= LARGEST, rule)
     return size
 
 

@@ -1,12 +1,11 @@
-#!/usr/bin/env python3
 """Fit how the loss falls with the size of a model, on your own data.
 
-usage: python scripts/size_law.py [--sizes 0.1M,0.18M,0.32M,0.56M,1M] [overrides]
-       python scripts/size_law.py --check 2M [overrides]
-       python scripts/size_law.py --rates [overrides]
+usage: lockstep-gpt size_law [--sizes 0.1M,0.18M,0.32M,0.56M,1M] [overrides]
+       lockstep-gpt size_law --check 2M [overrides]
+       lockstep-gpt size_law --rates [overrides]
        with --json size_law.json and --plot size_law.svg for what is written
 
-Every run is the real command, `train model=auto model.size=SIZE`; overrides apply to all, such as
+Every run is the real command, `train model=auto size.weights=SIZE`; overrides apply to all, such as
 `data=text data.path=FILE`. `--check` writes down what an earlier fit expects of a size, then trains
 it. `--rates` sweeps the learning rate at three widths: the best should be the same at all of them.
 """
@@ -22,11 +21,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from lockstep_gpt.config import PROGRAM, RunError, UserError
 from lockstep_gpt.data.prepare import opened
 from lockstep_gpt.data.shards import load_index
-from lockstep_gpt.extras.sizes.law import Law, fitted, left_out
-from lockstep_gpt.extras.sizes.plot import as_svg
-from lockstep_gpt.extras.sizes.rules import parsed, shape, weights
+from lockstep_gpt.extras.cluster.law import Law, fitted, left_out
+from lockstep_gpt.extras.cluster.plot import as_svg
+from lockstep_gpt.extras.cluster.rules import parsed, shape, weights
+from lockstep_gpt.extras.cluster.size_settings import SizeSettings
 from lockstep_gpt.run.directory import RunDirectory
 
 SIZES = "0.1M,0.18M,0.32M,0.56M,1M"
@@ -39,19 +40,24 @@ SHORT = ["max_steps=150", "batch.global_size=16", "batch.reference_size=16"]
 SHORT += ["optim.warmup_steps=3", "optim.weight_decay=0"]
 
 
-def main() -> None:
+def main(arguments: list[str]) -> int:
     """Run one of the three modes, and print the result."""
-    options, overrides = _options()
+    options, overrides = _options(arguments)
     if options.rates:
         print(rates(overrides))
     elif options.check:
         check(options, overrides)
     else:
         fit(options, overrides)
+    return 0
 
 
-def _options() -> tuple[argparse.Namespace, list[str]]:
-    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
+def _options(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    parser = argparse.ArgumentParser(
+        prog=f"{PROGRAM} size_law",
+        description=str(__doc__),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--sizes", default=SIZES, help="from small to large")
     parser.add_argument("--json", type=Path, default=Path("size_law.json"))
     parser.add_argument("--plot", type=Path, default=Path("size_law.svg"))
@@ -59,12 +65,12 @@ def _options() -> tuple[argparse.Namespace, list[str]]:
         "--check", metavar="SIZE", help="predict its loss by the file, then train it"
     )
     parser.add_argument("--rates", action="store_true", help="sweep the learning rate instead")
-    return parser.parse_known_args()
+    return parser.parse_known_args(arguments)
 
 
 def fit(options: argparse.Namespace, overrides: list[str]) -> None:
     """Train all sizes; print and write their law, which is valid if it could be tested."""
-    runs = trained([f"model.size={options.sizes}", *overrides])
+    runs = trained([f"size.weights={options.sizes}", *overrides])
     counts, losses = ([run[name] for run in runs] for name in ("weights", "val_loss"))
     law, tested = fitted(counts, losses), left_out(counts, losses)
     faults = []
@@ -76,7 +82,7 @@ def fit(options: argparse.Namespace, overrides: list[str]) -> None:
     _write(options, {**values, "runs": runs, "checked": []})
     print(table(runs, law, tested))
     if faults:
-        sys.exit(f"no valid fit: {'; '.join(faults)}")
+        raise RunError(f"no valid fit: {'; '.join(faults)}")
 
 
 def check(options: argparse.Namespace, overrides: list[str]) -> None:
@@ -84,12 +90,14 @@ def check(options: argparse.Namespace, overrides: list[str]) -> None:
     try:
         content = json.loads(options.json.read_text("utf-8"))
     except FileNotFoundError:
-        sys.exit(f"{options.json} does not exist; write it by this script without --check")
+        raise UserError(
+            f"{options.json} does not exist; write it by this command without --check"
+        ) from None
     law = law_of(content)
     found = shape(parsed(options.check))
     expected = law.loss(weights(found["n_layer"], found["n_embd"]))
     print(f"{options.check} is expected to end at {expected:.4f}", flush=True)
-    (run,) = trained([f"model.size={options.check}", *overrides])
+    (run,) = trained([f"size.weights={options.check}", *overrides])
     content["checked"].append({**run, "expected": expected})
     _write(options, content)
     print(f"it ends at {run['val_loss']:.4f}: {expected / run['val_loss'] - 1:+.1%} off")
@@ -112,17 +120,17 @@ def trained(words: list[str]) -> list[dict[str, Any]]:
         command = [sys.executable, "-m", "lockstep_gpt", "train", "--multirun"]
         words = ["model=auto", *words, *QUIET, f"run_dir={folder}/runs"]
         if subprocess.run([*command, *words], check=False).returncode:
-            sys.exit("training failed; its own message is above")
+            raise RunError("training failed; its own message is above")
         runs = [path.parent for path in Path(folder, "runs").glob("*/summary.json")]
         return [_read(RunDirectory(run)) for run in sorted(runs, key=lambda run: int(run.name))]
 
 
 def _read(run: RunDirectory) -> dict[str, Any]:
     config, summary = run.load(), run.read_summary()
-    model: Any = config.model  # includes the settings of the extra
+    model = config.model
     text = load_index(opened(config.data)).splits["train"].tokens
     return {
-        "size": model.size,
+        "size": SizeSettings.of(config).weights,
         "weights": weights(model.n_layer, model.n_embd),
         "width": model.n_embd,
         "source": config.data.kind,
@@ -160,7 +168,7 @@ def table(runs: list[dict[str, Any]], law: Law, tested: float) -> str:
 def rates(overrides: list[str]) -> str:
     """Return the losses of three widths at several learning rates, with equal steps and batches."""
     swept = f"optim.lr={','.join(map(str, RATES))}"
-    runs = trained([f"model.size={WIDTHS}", swept, *SHORT, *overrides])
+    runs = trained([f"size.weights={WIDTHS}", swept, *SHORT, *overrides])
     lines = ["width" + "".join(f"{rate:9g}" for rate in RATES) + "     best"]
     for width in dict.fromkeys(run["width"] for run in runs):
         losses = {run["lr"]: run["val_loss"] for run in runs if run["width"] == width}
@@ -169,7 +177,3 @@ def rates(overrides: list[str]) -> str:
             f"{width:5}" + "".join(f"{losses[rate]:9.4f}" for rate in RATES) + f"{best:9g}"
         )
     return "\n".join(lines)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,10 +1,9 @@
-#!/usr/bin/env python3
 """Print what a training step asks of a GPU, part by part, and its predicted speed; without a GPU.
 
-usage: python scripts/ledger.py [--hardware h100,h200,a100-80,rtx4090]
+usage: lockstep-gpt ledger [--hardware h100,h200,a100-80,rtx4090]
            [settings of lockstep-gpt train]
 
-Example: python scripts/ledger.py experiment=gpt2_124m
+Example: lockstep-gpt ledger experiment=gpt2_124m
 
 Bytes and operations are those of a micro-batch, of the accumulation in each but the first, and of
 an update. Seconds come from the time model of `plan`; nothing is measured. Devices share a table
@@ -13,13 +12,12 @@ if they compute the loss in the same way.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 
 from omegaconf import DictConfig
 
-from lockstep_gpt.config import Config, UserError, counted
+from lockstep_gpt.config import Config, counted
 from lockstep_gpt.extras.cluster import flags
 from lockstep_gpt.extras.cluster.chosen import Chosen
 from lockstep_gpt.extras.cluster.hardware import GB, TERA, Hardware, find_hardware
@@ -34,16 +32,12 @@ DEVICES = "h100,h200,a100-80,rtx4090"
 
 def main(arguments: Sequence[str]) -> int:
     """Print the tables for each configuration in `arguments`."""
-    try:
-        parser = flags.Parser("ledger", str(__doc__))
-        parser.add_argument("--hardware", default=DEVICES)
-        given, overrides = parser.split(arguments)
-        devices = [find_hardware(name) for name in given.hardware.split(",")]
-        for config, vocab_size in flags.each_job(overrides, composed):
-            print("\n".join(report(config, vocab_size, devices)))
-    except UserError as error:
-        print(f"ledger: {error}", file=sys.stderr)
-        return 2
+    parser = flags.Parser("ledger", str(__doc__))
+    parser.add_argument("--hardware", default=DEVICES)
+    given, overrides = parser.split(arguments)
+    devices = [find_hardware(name) for name in given.hardware.split(",")]
+    for config, vocab_size in flags.each_job(overrides, composed):
+        print("\n".join(report(config, vocab_size, devices)))
     return 0
 
 
@@ -91,7 +85,3 @@ def table(book: Ledger, batch: BatchPlan, devices: Sequence[Hardware]) -> Iterat
     speeds = "".join(f"{batch.tokens_per_step / seconds:12,.0f}" for seconds in steps)
     yield f"{'tokens per second':<52}{speeds}"
     yield f"the host waits for the device {book.waits} times in a micro-batch and an update"
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -21,7 +21,6 @@ from lockstep_gpt.extras.datasets.past import keep_past, order_of, samples_of
 from lockstep_gpt.run.callbacks.step import StepCallback
 from lockstep_gpt.run.directory import RunDirectory
 from lockstep_gpt.training.reporting import times
-from lockstep_gpt.training.schedule import BatchPlan
 from lockstep_gpt.training.token_loss import TokenLoss
 
 logger = logging.getLogger(__name__)
@@ -70,7 +69,9 @@ class Sources(StepCallback):
     """Logs each source's validation loss and tokens; checks that a resumed run keeps its past."""
 
     def __init__(self, config: Config, directory: RunDirectory) -> None:
-        self.every, self.directory = config.log_every, directory
+        self.config: Any = config  # its data are a mixture
+        self.directory = directory
+        self.every = config.log_every
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:  # noqa: ARG002
         """Replace the module's validation loss."""
@@ -82,6 +83,43 @@ class Sources(StepCallback):
         ranks = trainer.global_rank, trainer.world_size
         rows = data.rows_by_part("val", data.validated, *ranks)
         pl_module.token_loss = LossBySource(shares, [*map(len, rows.values())])
+
+    def receipt_lines(self) -> dict[str, str]:
+        """Return the share, epochs, and state of each source."""
+        folder = folder_of(self.config.data)
+        order = order_of(self.config, folder)
+        epochs = order.epochs(samples_of(self.config))
+        states = shards.load_index(folder).settings["sources"]
+        first, *later = order.phases
+        shares = [
+            f"{name} {float(share):.4g} = {times(epochs[name])} epochs of {states[name]}"
+            for name, share in zip(order.sizes, first.shares, strict=True)
+        ]
+        lines = {"mixture": ", ".join(shares)}
+        changes = []
+        for phase in later:
+            pairs = zip(order.sizes, phase.shares, strict=True)
+            known = ", ".join(f"{name} {float(share):.4g}" for name, share in pairs)
+            changes.append(f"from sample {phase.start:,}: {known}")
+        if changes:
+            lines["later"] = "; ".join(changes)
+        return lines
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
+        """Warn of sources that are repeated often."""
+        if not trainer.is_global_zero:
+            return
+        order = order_of(self.config, folder_of(self.config.data))
+        for name, epochs in order.epochs(samples_of(self.config)).items():
+            if epochs > EPOCHS:
+                logger.warning(
+                    "the run takes data.sources.%s %s times; beyond %d epochs the same tokens "
+                    "teach less and less (Muennighoff et al. 2023): lower its share, or add text "
+                    "to it",
+                    name,
+                    times(epochs),
+                    EPOCHS,
+                )
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Raise a `UserError` if a run in its own directory has settings with another past."""
@@ -118,43 +156,6 @@ def _log(trainer: Any, row: dict[str, float]) -> None:
         each.log_metrics(row, trainer.global_step)
 
 
-def callback(config: Config, directory: RunDirectory, _rank: int, _terminal: Any) -> Any:
+def callbacks(config: Config, directory: RunDirectory, _rank: int, _terminal: Any) -> list[Sources]:
     """Return the callback of a mixture."""
-    return Sources(config, directory) if isinstance(config.data, Mixture) else None
-
-
-def lines(config: Config, _batch: BatchPlan) -> dict[str, str]:
-    """Return the receipt's lines: the share, epochs, and state of each source."""
-    if not isinstance(config.data, Mixture):
-        return {}
-    order, total = order_of(config, folder_of(config.data)), samples_of(config)
-    places = shards.load_index(folder_of(config.data)).settings["sources"]
-    epochs = order.epochs(total)
-    first, *later = order.phases
-    said = [
-        f"{name} {float(share):.4g} = {times(epochs[name])} epochs of {places[name]}"
-        for name, share in zip(order.sizes, first.shares, strict=True)
-    ]
-    found = {"mixture": ", ".join(said)}
-    changes = []
-    for phase in later:
-        shares = zip(order.sizes, phase.shares, strict=True)
-        known = ", ".join(f"{name} {float(share):.4g}" for name, share in shares)
-        changes.append(f"from sample {phase.start:,}: {known}")
-    return {**found, **({"later": "; ".join(changes)} if changes else {})}
-
-
-def advise(config: Config, _module: Any, _epochs: float | None) -> None:
-    """Warn of sources that are repeated often."""
-    if not isinstance(config.data, Mixture):
-        return
-    order, total = order_of(config, folder_of(config.data)), samples_of(config)
-    for name, epochs in order.epochs(total).items():
-        if epochs > EPOCHS:
-            logger.warning(
-                "the run takes data.sources.%s %s times; beyond %d epochs the same tokens teach "
-                "less and less (Muennighoff et al. 2023): lower its share, or add text to it",
-                name,
-                times(epochs),
-                EPOCHS,
-            )
+    return [Sources(config, directory)] if isinstance(config.data, Mixture) else []

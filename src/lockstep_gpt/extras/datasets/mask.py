@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from lockstep_gpt.config import UserError
+from lockstep_gpt.config import Config, UserError
 from lockstep_gpt.data.tokenizer import Tokenizer
 from lockstep_gpt.extras.datasets.attention import Seen, attention_within
+from lockstep_gpt.extras.datasets.mask_settings import DocumentSettings
 
 
 class Documents:
@@ -70,18 +71,27 @@ class Documents:
         return forward(*arguments)
 
 
-def mask_documents(model: Any, tokenizer: Tokenizer) -> None:
-    """Change a model with `model.mask_documents=true` so that documents don't see each other.
+def masks_documents(model: Any) -> bool:
+    """Return whether documents don't see each other in this model."""
+    return isinstance(getattr(model.positions, "__self__", None), Documents)
+
+
+def mask_documents(model: Any, config: Config, tokenizer: Tokenizer) -> None:
+    """Change a model so that documents don't see each other, if `documents.mask=true`."""
+    if DocumentSettings.of(config).mask:
+        mask(model, tokenizer)
+
+
+def mask(model: Any, tokenizer: Tokenizer) -> None:
+    """Change a model so that documents don't see each other.
 
     Raises a `UserError` if the tokenizer has no end of text, or the model not the places for this.
     """
-    if not getattr(model.config, "mask_documents", False):
-        return
-    refuse_endless("model.mask_documents=true", tokenizer)
+    refuse_endless("documents.mask=true", tokenizer)
     attentions = [each for each in model.modules() if hasattr(each, "attend")]
     if not attentions or not hasattr(model, "positions"):
         raise UserError(
-            f"model.mask_documents=true needs attention with `attend` and a model with `positions`;"
+            f"documents.mask=true needs attention with `attend` and a model with `positions`;"
             f" model.architecture={model.config.architecture} lacks them, so set it to false"
         )
     assert tokenizer.end_of_text is not None

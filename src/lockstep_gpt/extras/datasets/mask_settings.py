@@ -1,14 +1,15 @@
 """Settings of models that see one document at a time; commands read them without torch."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
-from lockstep_gpt.config import ModelConfig, setting
+from lockstep_gpt.config import ExtraSettings, setting
 
 
 @dataclass
-class MaskedModel(ModelConfig):
+class DocumentSettings(ExtraSettings):
     """Attention within documents."""
 
-    mask_documents: bool = setting(
-        "attention, positions, and n-grams stay within one document", False
-    )
+    node: ClassVar[str] = "documents"
+    on_resume: ClassVar[str] = "kept"
+    mask: bool = setting("attention, positions, and n-grams stay within one document", False)

@@ -114,6 +114,14 @@ class Mixture(Source):
                 "data.schedule changes weights, and data.weights has none to begin with"
             )
 
+    @classmethod
+    def suggestion(cls, name: str) -> str | None:
+        """Return how to choose a source that is not chosen, or where the weight of one belongs."""
+        if re.fullmatch(rf"data\.sources\.{NAME}", name):
+            return f"choose what it is first, as in {name}=text"
+        share = re.fullmatch(rf"data\.sources\.({NAME})\.(weight|epoch)s?", name)
+        return f"use data.{share[2]}s.{share[1]}" if share else None
+
     def names_of_sources(self) -> list[str]:
         """Return the names in the order in which everything numbers them."""
         return sorted(self.sources)
@@ -272,11 +280,3 @@ def with_sources(words: list[str]) -> list[str]:
             chosen[name], word = choice, f"+data@data.sources.{name}={choice}"
         made.append(re.sub(r"^(data\.(weights|epochs)[.=])", r"++\1", word))
     return made
-
-
-def right_name(word: str) -> str:
-    """Say how to choose a source that is not chosen, or where the weight of one belongs."""
-    if re.fullmatch(rf"data\.sources\.{NAME}", word):
-        return f"; choose what it is first, as in {word}=text"
-    found = re.fullmatch(rf"data\.sources\.({NAME})\.(weight|epoch)s?", word)
-    return f"; use data.{found[2]}s.{found[1]}" if found else ""

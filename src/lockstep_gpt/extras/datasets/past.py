@@ -12,7 +12,8 @@ from lockstep_gpt.config import Config, UserError, from_container
 from lockstep_gpt.data.packing import packing_of
 from lockstep_gpt.extras.datasets.mixed_order import MixedOrder
 from lockstep_gpt.extras.datasets.turns import PERIOD
-from lockstep_gpt.run.directory import differences, readable, some_of
+from lockstep_gpt.run.directory import differences, some_of
+from lockstep_gpt.run.migrations import migrate
 from lockstep_gpt.training.schedule import BatchPlan, plan_schedule
 
 DECIDING = ("weights", "epochs", "schedule", "planned_tokens")
@@ -39,7 +40,7 @@ def order_of(config: Config, folder: Path) -> MixedOrder:
 
 def keep_past(checkpoint: dict[str, Any], config: Config, folder: Path) -> None:
     """Raise a `UserError` if a run with `config` would have come to its checkpoint otherwise."""
-    saved = readable(checkpoint["config"])
+    saved = migrate(checkpoint["config"])
     before: Any = from_container(saved)
     changed = differences(_sources(before.data), _sources(config.data), free=())
     if changed:

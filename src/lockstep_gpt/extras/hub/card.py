@@ -10,8 +10,8 @@ import yaml
 
 from lockstep_gpt.config import PROGRAM, data_class
 from lockstep_gpt.model.gpt import GPT
-from lockstep_gpt.run.directory import readable
-from lockstep_gpt.run.tracking import git_state
+from lockstep_gpt.run.loggers.tracking import git_state
+from lockstep_gpt.run.migrations import migrate
 
 GROUPS = ("model", "data", "optim", "batch")  # settings that determine the weights
 MARK = f"Trained and exported by `{PROGRAM}`."  # identifies a folder as an export
@@ -72,7 +72,7 @@ def _facts(content: dict[str, Any], model: GPT, source: Path) -> list[tuple[str,
     size = f"{model.num_parameters:,} parameters, vocabulary of {model.vocab_size:,} tokens"
     return [
         ("model", f"{size}, context of {config.block_size}"),
-        ("data", _data(readable(content["config"])["data"])),
+        ("data", _data(migrate(content["config"])["data"])),
         ("tokens seen", f"{tokens:,} in {step:,} steps" if tokens is not None else "not known"),
         ("validation loss", f"{loss:.4f} nats per token" if loss is not None else "not measured"),
         ("checkpoint", f"`{source.name}`"),

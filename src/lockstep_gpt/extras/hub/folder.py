@@ -13,10 +13,9 @@ from typing import Any
 
 from lockstep_gpt.config import UserError
 from lockstep_gpt.data.tokenizer import Tokenizer, library
-from lockstep_gpt.extras.export.exported_tokenizer import as_files
-from lockstep_gpt.inference.trained_model import load_model, parser_of
-from lockstep_gpt.registry import asked
+from lockstep_gpt.extras.hub.exported_tokenizer import as_files
 from lockstep_gpt.run.checkpoint import find_checkpoint, read_checkpoint
+from lockstep_gpt.run.trained_model import load_model, parser_of
 
 
 def main(arguments: list[str]) -> int:
@@ -52,13 +51,12 @@ def export(source: Path, target: Path, force: bool = False) -> None:
     Raises:
         UserError: `target` contains something else, or transformers can't load such a model.
     """
-    from lockstep_gpt.extras.export.card import model_card
-    from lockstep_gpt.extras.export.layouts import exported, layout_of
+    from lockstep_gpt.extras.hub.card import model_card
+    from lockstep_gpt.extras.hub.layouts import exported, layout_of
 
     target = target.resolve()  # gives `.` a name and a parent, and follows links
     _refuse_occupied(target, force)
-    model, config, tokenizer = load_model(source)
-    asked("MERGE", model)
+    model, config, tokenizer = load_model(source, is_plain=True)
     layout = layout_of(model.config, f"{source} cannot be exported")
     weights = exported(model, layout)
     card = model_card(read_checkpoint(source), model, source, layout.code)
@@ -67,8 +65,7 @@ def export(source: Path, target: Path, force: bool = False) -> None:
         "generation_config.json": _special(tokenizer) | _generation(layout.code),
         **as_files(tokenizer, model.config.block_size),
     }
-    for more in asked("EXPORT_FILES", config, tokenizer, files):
-        files |= more
+    files |= config.data.files_of_export(tokenizer, files)
     with _whole(target) as folder:
         for name, content in files.items():
             _write(folder / name, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
@@ -105,7 +102,7 @@ def _save_weights(weights: dict[str, Any], path: Path) -> None:
 
 def _refuse_occupied(target: Path, force: bool) -> None:
     """Raise a `UserError` if `target` isn't empty; `force` allows an earlier export there."""
-    from lockstep_gpt.extras.export.card import MARK
+    from lockstep_gpt.extras.hub.card import MARK
 
     if not target.exists() or (target.is_dir() and not any(target.iterdir())):
         return

@@ -6,7 +6,6 @@ Letters in shapes: V vocabulary size, C width.
 from __future__ import annotations
 
 import importlib
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,10 +16,9 @@ from torch import Tensor
 from lockstep_gpt.config import ModelConfig, UserError
 from lockstep_gpt.data.tokenizer import Tokenizer
 from lockstep_gpt.model.gpt import GPT
+from lockstep_gpt.training.initial_weights import PADDED, POSITIONS, grown, may_have
 
 Weights = dict[str, Tensor]
-PADDED = ("token_embedding.weight", "output.weight")  # ours have more rows than V
-POSITIONS = "position_embedding.weight"  # a shorter context uses the first rows
 
 
 @dataclass(frozen=True)
@@ -59,7 +57,7 @@ def layout_of(config: ModelConfig, why: str) -> Layout:
     if config.architecture not in LAYOUTS:
         raise UserError(
             f"{why}: model.architecture={config.architecture} is not one of "
-            f"{', '.join(LAYOUTS)}, which transformers can load; describe it in export/layouts.py"
+            f"{', '.join(LAYOUTS)}, which transformers can load; describe it in hub/layouts.py"
         )
     return LAYOUTS[config.architecture]
 
@@ -75,13 +73,6 @@ def exported(model: GPT, layout: Layout) -> Weights:
     if layout is LAYOUTS["gpt"] and not model.config.bias:
         weights |= _without_effect(weights)
     return weights
-
-
-def may_have(size: int, tokenizer: Tokenizer) -> bool:
-    """Return whether the tokenizer has so many tokens, or that many and special ones after them."""
-    ours, added = tokenizer.vocab_size, json.loads(tokenizer.to_dict().get("json", "{}"))
-    special = {each["id"] for each in added.get("added_tokens", ()) if each["special"]}
-    return size == ours or (size < ours and special.issuperset(range(size, ours)))
 
 
 def _without_effect(weights: Weights) -> Weights:
@@ -138,15 +129,6 @@ def _named_alike(saved: Mapping[str, Tensor]) -> Weights:
     return {name: weight for name, weight in named.items() if not name.endswith(masks)}
 
 
-def grown(weight: Tensor, place: Tensor, vocab_size: int, like: int | None = None) -> Tensor:
-    """Pad `weight`, whose rows are tokens, to the rows of `place` with zeros.
-
-    Tokens up to `vocab_size` that it lacks begin as copies of the token `like`.
-    """
-    new = weight[[0 if like is None else like]].expand(vocab_size - len(weight), -1)
-    return torch.cat([weight, new, weight.new_zeros(len(place) - vocab_size, weight.shape[1])])
-
-
 def _refuse_left_over(left: Weights, source: str) -> None:
     for name, weight in sorted(left.items(), key=lambda item: item[0].endswith(".bias")):
         if not name.endswith(".bias"):
@@ -185,7 +167,9 @@ def _gpt2_place(ours: str) -> tuple[str, bool]:
         return f"{GPT2_OUTER[module]}.{kind}", False
     *_, block, module = ("", *module.split(".", 2))[-3:]
     if module not in GPT2_BLOCK:
-        raise UserError(f"{ours} does not exist in GPT-2; describe the model in export/layouts.py")
+        raise UserError(
+            f"{ours} does not exist in GPT-2; describe the model in extras/hub/layouts.py"
+        )
     turned = kind == "weight" and not module.endswith("norm")  # its matrices are (inputs, outputs)
     return f"transformer.h.{block}.{GPT2_BLOCK[module]}.{kind}", turned
 

@@ -1,12 +1,10 @@
-"""Shows a run: its gradients, what their average says about the batch, reports, evaluation."""
+"""Shows a run: a report of it, and its all-reduces, as pages that a browser opens."""
 
-# name -> target, help line, whether it accepts Hydra overrides; `cli.py` collects them.
+from lockstep_gpt.registry import Command
+
 COMMANDS = {
-    "panel": (".extras.seeing.panel:main", "show a run's all-reduces on an HTML page", False),
-    "report": (
-        ".extras.seeing.run_report:main",
-        "make a report of a run, or compare several",
-        False,
-    ),
+    "panel": Command(".extras.pages.panel:main", "show a run's all-reduces on an HTML page", False),
+    "report": Command(".extras.pages.run_report:main", "report a run, or compare several", False),
 }
-MOVED = {"lockstep_gpt.seeing": "lockstep_gpt.extras.seeing"}
+SETTINGS = {"pages": ".extras.pages.page_settings:PageSettings"}
+CALLBACKS = ".extras.pages.at_end:callbacks"

@@ -13,12 +13,15 @@ from typing import Any
 import torch
 from lightning import Callback, Trainer
 
-from lockstep_gpt.extras.seeing.page import write_page
-from lockstep_gpt.extras.seeing.recordings import as_json
-from lockstep_gpt.extras.seeing.run_report import report
+from lockstep_gpt.config import Config
+from lockstep_gpt.extras.pages.page import write_page
+from lockstep_gpt.extras.pages.page_settings import PageSettings
+from lockstep_gpt.extras.pages.recordings import as_json
+from lockstep_gpt.extras.pages.run_report import report
 from lockstep_gpt.run.callbacks.stopping import Stopped
+from lockstep_gpt.run.directory import RunDirectory
+from lockstep_gpt.run.loggers.tracking import git_state
 from lockstep_gpt.run.metrics_file import MetricsFile
-from lockstep_gpt.run.tracking import git_state
 from lockstep_gpt.training.reporting import ending, found
 
 logger = logging.getLogger(__name__)
@@ -74,3 +77,10 @@ def environment(device: torch.device) -> dict[str, Any]:
         **libraries,
         **git_state(Path(__file__).parent),
     }
+
+
+def callbacks(
+    config: Config, _directory: RunDirectory, _rank: int, _terminal: Any
+) -> list[Callback]:
+    """Return the callback that writes the report, unless the run wants none."""
+    return [ReportAtEnd()] if PageSettings.of(config).report else []

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from lockstep_gpt.config import UserError
-from lockstep_gpt.extras.seeing.recordings import as_json
+from lockstep_gpt.extras.pages.recordings import as_json
 
-PAGES = Path(__file__).with_name("pages")
+PAGES = Path(__file__).with_name("html")
 PLACE = re.compile(r"<!-- (policy|style|script|data)((?: [\w.]+)*) -->")
 
 

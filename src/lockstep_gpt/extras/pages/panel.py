@@ -6,8 +6,8 @@ import argparse
 from pathlib import Path
 
 from lockstep_gpt.config import PROGRAM
-from lockstep_gpt.extras.seeing.page import page, write_page
-from lockstep_gpt.extras.seeing.recordings import read_recordings
+from lockstep_gpt.extras.pages.page import page, write_page
+from lockstep_gpt.extras.pages.recordings import read_recordings
 
 
 def main(arguments: list[str]) -> int:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lockstep_gpt.extras.seeing.noise import Measurement
+from lockstep_gpt.extras.pages.noise import Measurement
 
 Numbers = npt.NDArray[Any]
 

@@ -11,7 +11,7 @@ from lockstep_gpt.config import UserError
 from lockstep_gpt.whole_files import replace_text
 
 if TYPE_CHECKING:  # commands that read recordings don't need torch
-    from lockstep_gpt.extras.seeing.recording import Numbers, Probe, Step
+    from lockstep_gpt.extras.pages.recording import Numbers, Probe, Step
 
 FOLDER = "sync"
 

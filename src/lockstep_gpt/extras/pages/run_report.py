@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from lockstep_gpt.config import PROGRAM
-from lockstep_gpt.extras.seeing.page import page, write_page
-from lockstep_gpt.extras.seeing.runs import read_run
+from lockstep_gpt.extras.pages.page import page, write_page
+from lockstep_gpt.extras.pages.runs import read_run
 
 
 def main(arguments: list[str]) -> int:

@@ -13,9 +13,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lockstep_gpt.config import UserError
 from lockstep_gpt.distributed.ddp import DDPStrategy
-from lockstep_gpt.extras.seeing.noise import UNMEASURED, NoiseScale, advice
-from lockstep_gpt.extras.seeing.panel import panel
-from lockstep_gpt.extras.seeing.recording import (
+from lockstep_gpt.extras.pages.noise import UNMEASURED, NoiseScale, advice
+from lockstep_gpt.extras.pages.panel import panel
+from lockstep_gpt.extras.pages.recording import (
     MicroBatchNorms,
     Probe,
     Step,
@@ -23,11 +23,11 @@ from lockstep_gpt.extras.seeing.recording import (
     average_like_ddp,
     from_all_ranks,
 )
-from lockstep_gpt.extras.seeing.recordings import describe, write_recording
+from lockstep_gpt.extras.pages.recordings import describe, write_recording
 from lockstep_gpt.processes import invocation
 from lockstep_gpt.run.callbacks.step import StepCallback
+from lockstep_gpt.run.loggers.tracking import tracked
 from lockstep_gpt.run.metrics_file import STEP, MetricsFile
-from lockstep_gpt.run.tracking import tracked
 
 logger = logging.getLogger(__name__)
 

@@ -27,8 +27,8 @@ from lockstep_gpt.extras.tasks.examples import (
 from lockstep_gpt.extras.tasks.results import Number, mean, numbers_of
 from lockstep_gpt.extras.tasks.rows import Tokenized, cut_line, tokenized
 from lockstep_gpt.extras.tasks.tables import header, lines_of
-from lockstep_gpt.inference.trained_model import load_model, parser_of
 from lockstep_gpt.run.checkpoint import find_checkpoint
+from lockstep_gpt.run.trained_model import load_model, parser_of
 
 Numbers = dict[str, Number]
 CORE = "CORE"  # its line in the table

@@ -1,6 +1,4 @@
 """Start agents and ranks as forks of a process that has imported everything."""
 
-# Group of settings -> its settings with this extra.
-SETTINGS = {"launch": ".extras.warm.warm_settings:WarmLaunch"}
-SERVERS = ".extras.warm.server"  # `launch/start.py` starts agents with it
+SETTINGS = {"warm": ".extras.warm.warm_settings:WarmSettings"}
 CHECK = ".extras.warm.server:refuse_impossible"

@@ -20,12 +20,12 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from lockstep_gpt.config import Config, UserError
 from lockstep_gpt.extras.warm import fork
 from lockstep_gpt.extras.warm.fork import GO, Job, libc, received, serve, show
-from lockstep_gpt.extras.warm.warm_settings import WarmLaunch
+from lockstep_gpt.extras.warm.warm_settings import WarmSettings
 from lockstep_gpt.launch import agent_program
 from lockstep_gpt.run.directory import RunDirectory
 
@@ -230,7 +230,7 @@ def kept() -> Iterator[None]:
 
 
 def _wanted(config: Config) -> bool | None:
-    return cast(WarmLaunch, config.launch).warm
+    return WarmSettings.of(config).enabled
 
 
 def is_possible(config: Config) -> bool:
@@ -241,7 +241,7 @@ def is_possible(config: Config) -> bool:
 def refuse_impossible(config: Config) -> None:
     """Raise a `UserError` if a run's ranks must be forks but cannot be."""
     if _wanted(config) and not is_possible(config):
-        raise UserError("launch.warm=true needs Linux; remove it, or set false")
+        raise UserError("warm.enabled=true needs Linux; remove it, or set false")
 
 
 def start_agent(

@@ -1,12 +1,15 @@
-"""Settings that this extra adds to `launch`."""
+"""Settings of warm starts."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
-from lockstep_gpt.config import LaunchConfig, setting
+from lockstep_gpt.config import ExtraSettings, setting
 
 
 @dataclass
-class WarmLaunch(LaunchConfig):
+class WarmSettings(ExtraSettings):
     """Ranks forked from one process."""
 
-    warm: bool | None = setting("import once and fork all ranks; null: where possible", None)
+    node: ClassVar[str] = "warm"
+    on_resume: ClassVar[str] = "machine"
+    enabled: bool | None = setting("import once and fork all ranks; null: where possible", None)

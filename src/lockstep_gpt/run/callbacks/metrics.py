@@ -15,8 +15,8 @@ from lightning.pytorch.trainer.connectors.logger_connector.logger_connector impo
 
 from lockstep_gpt.config import Config
 from lockstep_gpt.data.datamodule import TokenDataModule
+from lockstep_gpt.distributed.peaks import peak_of
 from lockstep_gpt.model.functional import perplexity
-from lockstep_gpt.registry import asked
 from lockstep_gpt.run.callbacks.step import StepCallback
 
 logger = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ def peak_tflops(config: Config, world_size: int) -> float | None:
     peak = config.peak_tflops
     if peak is None and config.trainer["accelerator"] == "cuda":
         name = torch.cuda.get_device_name()
-        peak = next(iter(asked("PEAK_TFLOPS", name, config.precision)), None)
+        peak = peak_of(name, config.precision)
     return peak and peak * world_size
 
 

@@ -15,7 +15,7 @@ from lockstep_gpt.distributed.strategies import layout_of
 from lockstep_gpt.model.gpt import check_sampling
 from lockstep_gpt.run.callbacks.metrics import Metrics
 from lockstep_gpt.run.callbacks.step import StepCallback
-from lockstep_gpt.run.tracking import tracked
+from lockstep_gpt.run.loggers.tracking import tracked
 
 logger = logging.getLogger(__name__)
 

@@ -1,9 +1,25 @@
-"""A callback once per optimizer step."""
+"""Callbacks of a run: once per optimizer step, and what they may tell."""
 
 from abc import ABC, abstractmethod
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from lightning import Callback, LightningModule, Trainer
+
+
+@runtime_checkable
+class InReceipt(Protocol):
+    """A callback with lines for the receipt, which rank 0 prints before the first step."""
+
+    def receipt_lines(self) -> dict[str, str]:
+        """Return label -> line."""
+
+
+@runtime_checkable
+class InSummary(Protocol):
+    """A callback with entries for `summary.json`."""
+
+    def in_summary(self, step: int) -> dict[str, Any]:
+        """Return name -> value for a run that ends after optimizer step `step`."""
 
 
 class StepCallback(Callback, ABC):

@@ -25,8 +25,7 @@ class SaysTimeIsUp(Callback):
                 logger.info("the time limit was reached, after %.0f s of training", spent)
 
 
-def if_limited(config: Config, *_: Any) -> Callback | None:
-    """Return the callback if the run has a time limit."""
-    targets = (str(node.get("_target_", "")) for node in config.callbacks.values())
-    limited = config.trainer.get("max_time") or any(each.endswith(".Timer") for each in targets)
-    return SaysTimeIsUp() if limited else None
+def has_time_limit(config: Config) -> bool:
+    """Return whether a setting of Lightning limits the run's time."""
+    targets = [str(node.get("_target_", "")) for node in config.callbacks.values()]
+    return bool(config.trainer.get("max_time")) or any(name.endswith(".Timer") for name in targets)

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import wandb
 
 from lockstep_gpt.config import UserError, check_choice
-from lockstep_gpt.run import tracking
 from lockstep_gpt.run.checkpoint import files_of
 from lockstep_gpt.run.directory import RunDirectory
+from lockstep_gpt.run.loggers import tracking
 from lockstep_gpt.run.metrics_file import STEP
 
 if TYPE_CHECKING:

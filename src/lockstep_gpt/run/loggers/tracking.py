@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 from lightning.pytorch.loggers import Logger, WandbLogger
 
 from lockstep_gpt.config import UserError, check_choice
-from lockstep_gpt.registry import addition
 from lockstep_gpt.run.directory import RunDirectory
 from lockstep_gpt.run.metrics_file import STEP
 
@@ -49,9 +48,10 @@ def wandb_logger(
     check_choice("logger.wandb.mode", mode, MODES)
     import wandb
 
-    chosen, added, made = _mode(mode), addition("TRACKED_RUN"), TrackedRun
-    if added:
-        made = added(directory, config, model, chosen, settings)
+    from lockstep_gpt.run.loggers.full_run import tracked_run
+
+    chosen = _mode(mode)
+    made = tracked_run(directory, config, model, chosen, settings)
     known = inspect.signature(wandb.init).parameters
     run = _start(
         chosen,
@@ -66,7 +66,7 @@ def wandb_logger(
     run.define_metric(STEP)
     for name in ("trainer/tokens", "*"):
         run.define_metric(name, step_metric=STEP)
-    return made(experiment=run)
+    return made(run)
 
 
 def _start(mode: Any, **arguments: Any) -> Run:

@@ -1,84 +1,43 @@
-"""`model.init_from`: starts a run from another's weights, or from those that transformers wrote.
-
-Every rank reads the folder; a resumed run doesn't.
-"""
+"""Weights that transformers wrote, for `model.init_from`."""
 
 from __future__ import annotations
 
-import hashlib
 import json
-import logging
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lockstep_gpt.config import UserError, as_typed
 from lockstep_gpt.data.tokenizer import Tokenizer, library
-from lockstep_gpt.distributed.ranks import from_each_rank
-from lockstep_gpt.extras.export.export_settings import ImportedModel
-from lockstep_gpt.extras.export.initial_run import is_run, weights_of_run
-from lockstep_gpt.extras.export.layouts import (
-    POSITIONS,
-    Layout,
-    imported,
-    layout_of,
-    may_have,
-)
+from lockstep_gpt.extras.hub.layouts import Layout, imported, layout_of
 from lockstep_gpt.model.gpt import GPT
-
-logger = logging.getLogger(__name__)
+from lockstep_gpt.training.initial_weights import POSITIONS, PROBE, may_have
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 SAME = {"gelu_pytorch_tanh": "gelu_new"}  # two names for one function
-# Two tokenizers that give the same ids for this text differ in the rarest words at most.
-PROBE = "def f(x):\n    return 12345 + x  # naïve, isn't it?\n\tTokens tokenized: 漢字 😀 theory\n"
 
 
-def initialize(model: GPT, tokenizer: Tokenizer) -> None:
-    """Load the weights from the run or folder that `model.init_from` names, if it is set.
+def weights_of_folder(
+    folder: Path, model: GPT, tokenizer: Tokenizer, source: str
+) -> tuple[dict[str, Tensor], int]:
+    """Return the weights of a folder with the names and shapes of `model`, and their context.
 
     A context that is shorter than the saved one uses its first positions. It may be longer only
     if positions aren't learned.
 
     Raises:
-        UserError: there is no such folder, its architecture, shape, or vocabulary differs, or the
-            ranks read different weights.
+        UserError: the architecture, shape, or vocabulary differs; the message starts with `source`.
     """
-    init_from = cast(ImportedModel, model.config).init_from
-    if init_from is None:
-        return
-    folder = Path(init_from).expanduser()
-    source = f"model.init_from={folder}"
-    if is_run(folder):
-        weights, longest = weights_of_run(folder, model, tokenizer, source)
-    else:
-        layout = layout_of(model.config, source)
-        saved = _settings(folder, source)
-        _check_settings(saved, model, layout, source)
-        _check_tokenizer(folder, saved, tokenizer, source)
-        weights = imported(dict(_weights(folder, source)), model, layout, source, tokenizer)
-        (longest,) = (saved[name] for name, ours in layout.names.items() if ours == "block_size")
-    model.load_state_dict(weights)
-    _refuse_other_folder(model, source)
-    context = model.config.block_size
-    logger.info("weights of %s, %s of %s positions", folder, f"{context:,}", f"{longest:,}")
-
-
-def _refuse_other_folder(model: GPT, source: str) -> None:
-    """Compare the weights that the ranks read: a folder can look shared without being shared."""
-    digest = hashlib.sha256()
-    for weight in model.state_dict().values():
-        digest.update(weight.contiguous().numpy())
-    digests = from_each_rank(digest.hexdigest())
-    others = [str(rank) for rank, each in enumerate(digests) if each != digests[0]]
-    if others:
-        raise UserError(
-            f"{source} has other weights for rank {', '.join(others)} than for rank 0; name a "
-            "folder that is the same on all nodes"
-        )
+    layout = layout_of(model.config, source)
+    saved = _settings(folder, source)
+    _check_settings(saved, model, layout, source)
+    _check_tokenizer(folder, saved, tokenizer, source)
+    weights = imported(dict(_weights(folder, source)), model, layout, source, tokenizer)
+    (longest,) = (saved[name] for name, ours in layout.names.items() if ours == "block_size")
+    return weights, longest
 
 
 def _settings(folder: Path, source: str) -> dict[str, Any]:

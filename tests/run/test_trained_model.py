@@ -3,9 +3,9 @@ import torch
 
 from lockstep_gpt.config import ModelConfig, UserError
 from lockstep_gpt.data.tokenizer import ByteTokenizer
-from lockstep_gpt.inference.trained_model import load_model
 from lockstep_gpt.model.gpt import GPT
 from lockstep_gpt.run.checkpoint import write_checkpoint
+from lockstep_gpt.run.trained_model import load_model
 
 SHAPE = {"block_size": 8, "n_layer": 1, "n_head": 2, "n_embd": 16}
 CONFIG = {

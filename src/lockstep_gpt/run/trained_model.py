@@ -6,12 +6,14 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lockstep_gpt import catalog
 from lockstep_gpt.config import PROGRAM, Config, UserError, from_container
 from lockstep_gpt.data.tokenizer import Tokenizer
 from lockstep_gpt.data.tokenizer_choice import from_dict
-from lockstep_gpt.registry import asked
+from lockstep_gpt.registry import MODEL, additions
 from lockstep_gpt.run.checkpoint import read_checkpoint
-from lockstep_gpt.run.directory import literal, readable
+from lockstep_gpt.run.directory import literal
+from lockstep_gpt.run.migrations import migrate
 
 if TYPE_CHECKING:
     from lockstep_gpt.model.gpt import GPT
@@ -28,16 +30,22 @@ def parser_of(command: str, description: str) -> argparse.ArgumentParser:
     return parser
 
 
-def load_model(path: Path) -> tuple[GPT, Config, Tokenizer]:
-    """Return a checkpoint's model in evaluation mode, its configuration, and its tokenizer."""
+def load_model(path: Path, is_plain: bool = False) -> tuple[GPT, Config, Tokenizer]:
+    """Return a checkpoint's model in evaluation mode, its configuration, and its tokenizer.
+
+    Args:
+        path: the checkpoint.
+        is_plain: with adapters merged into its weights.
+    """
     from lockstep_gpt.model.gpt import build_gpt
 
     content = read_checkpoint(path)
     text = from_dict(content["tokenizer"])
-    values = {name: each for name, each in content["config"].items() if name in NEEDED}
-    config = from_container(readable(literal(values)), path)
+    frozen = migrate(literal(content["config"]))
+    needed = (*NEEDED, *catalog.GROUPS)
+    config = from_container({name: frozen[name] for name in needed if name in frozen}, path)
     model = build_gpt(config.model, text.vocab_size)
-    asked("MODEL", model, text)
+    merges = [transform(model, config, text) for transform in additions(MODEL)]
     saved, prefix = content["state_dict"], "model."
     own = {name: each for name, each in saved.items() if name.startswith(prefix)}
     try:
@@ -45,4 +53,7 @@ def load_model(path: Path) -> tuple[GPT, Config, Tokenizer]:
     except RuntimeError as error:
         reason = " ".join(str(error).split())
         raise UserError(f"{path}: {reason}; use the code that wrote it") from None
+    for merge in merges if is_plain else ():
+        if merge is not None:
+            merge()
     return model.eval(), config, text

@@ -1,0 +1,88 @@
+"""What each extra offers, also where it is not installed: for the line that says how to add it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from lockstep_gpt import registry
+
+
+class Offer(NamedTuple):
+    """An extra's purpose, and the names by which people ask for it."""
+
+    purpose: str
+    commands: tuple[str, ...] = ()
+    groups: tuple[str, ...] = ()  # of settings
+    choices: tuple[str, ...] = ()  # of other groups, as GROUP=CHOICE
+
+
+CATALOG = {
+    "chat": Offer(
+        "fine-tuning on conversations, LoRA, talking to a model, a server",
+        commands=("chat", "serve"),
+        groups=("lora",),
+        choices=("data=chat", "experiment=chat", "model=from_weights/initial"),
+    ),
+    "cluster": Offer(
+        "predicting a run, checking machines, breaking runs on purpose, sizing models",
+        commands=("plan", "doctor", "drill", "ledger", "size_law"),
+        groups=("size",),
+        choices=("model=auto",),
+    ),
+    "datasets": Offer(
+        "several sources at once, documents that don't see each other, packing",
+        groups=("documents",),
+        choices=("data=mixture", "packing=documents"),
+    ),
+    "hub": Offer("export to and start from Hugging Face models", commands=("export",)),
+    "pages": Offer(
+        "the report of a run, and a page that shows the all-reduce",
+        commands=("panel", "report"),
+        groups=("pages",),
+        choices=("callbacks=sync_panel",),
+    ),
+    "tasks": Offer(
+        "accuracy on tasks, during training and afterward",
+        commands=("score",),
+        choices=("callbacks=tasks",),
+    ),
+    "warm": Offer("ranks start faster, as forks of one process", groups=("warm",)),
+}
+
+
+GROUPS = [group for offer in CATALOG.values() for group in offer.groups]
+
+
+def extra_of_command(name: str) -> str | None:
+    """Return the extra that adds a command and is not installed; None if there is none."""
+    return _absent(extra for extra, offer in CATALOG.items() if name in offer.commands)
+
+
+def extra_of_group(name: str) -> str | None:
+    """Return the extra that adds a group of settings and is not installed, or None."""
+    return _absent(extra for extra, offer in CATALOG.items() if name in offer.groups)
+
+
+def extra_of_choice(group: str, choice: str) -> str | None:
+    """Return the extra that adds a choice of a group and is not installed, or None."""
+    word = f"{group}={choice}"
+    return _absent(extra for extra, offer in CATALOG.items() if word in offer.choices)
+
+
+def extra_of_target(target: str) -> str | None:
+    """Return the extra that contains a `_target_` and is not installed, or None."""
+    prefix = f"{__package__}.extras."
+    name = target.removeprefix(prefix).partition(".")[0]
+    return _absent([name]) if target.startswith(prefix) and name in CATALOG else None
+
+
+def how_to_add(extra: str) -> str:
+    """Return what an extra is, and the command that adds it."""
+    purpose = CATALOG[extra].purpose
+    return f"the extra {extra} ({purpose}); add it: python3 scripts/dev.py update --add {extra}"
+
+
+def _absent(extras: Iterable[str]) -> str | None:
+    missing = [extra for extra in extras if extra not in registry.installed()]
+    return missing[0] if missing else None

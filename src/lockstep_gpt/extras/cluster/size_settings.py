@@ -1,0 +1,32 @@
+"""Settings of `model=auto`."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from lockstep_gpt.config import ExtraSettings, setting
+from lockstep_gpt.extras.cluster.rules import parsed
+
+
+@dataclass
+class SizeSettings(ExtraSettings):
+    """The model's size, and what follows from it."""
+
+    node: ClassVar[str] = "size"
+    on_resume: ClassVar[str] = "kept"
+    weights: str | None = setting(
+        "number of block weights, such as 300k or 1M, from which model=auto derives other "
+        "settings; null: derive none",
+        None,
+    )
+    law: str | None = setting(
+        "file that the command size_law has written, for predicting the loss; null: the project's "
+        "own fit",
+        None,
+        on_resume="free",
+    )
+
+    def __post_init__(self) -> None:
+        """Also check that the size is a number of weights."""
+        super().__post_init__()
+        if self.weights is not None:
+            parsed(self.weights)
