@@ -191,17 +191,13 @@ def test_what_an_extra_needs_is_installed_with_the_project(tmp_path, quick_venv)
 def test_what_was_installed_by_name_stays_when_requirements_change(tmp_path, quick_venv):
     root = plant(tmp_path / "project")
     optional(root, "more", "types")
-    assert dev(root, "install", "types", **quick_venv)[0] == 0
-    assert (installed(root), installations(root)) == (["types"], 1)
-    assert dev(root, "install", "types", **quick_venv)[0] == 0
-    assert installations(root) == 1
-    (root / "constraints.txt").write_text("# other pins\n")
-    assert dev(root, "install", "more", **quick_venv)[0] == 0
-    assert (installed(root), installations(root)) == (["more", "types"], 2)
+    for _ in range(2):
+        assert dev(root, "install", "types", "more", **quick_venv)[0] == 0
+        assert (installed(root), installations(root)) == (["more", "types"], 1)
     text = (root / "pyproject.toml").read_text()
     (root / "pyproject.toml").write_text(text.replace("types = []\n", ""))
     assert dev(root, "train", **quick_venv)[0] == 0
-    assert (installed(root), installations(root)) == (["more"], 3)
+    assert (installed(root), installations(root)) == (["more"], 2)
 
 
 def test_an_unknown_optional_dependency_is_rejected_in_one_line(project):
