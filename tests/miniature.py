@@ -28,7 +28,6 @@ from lockstep_gpt.config import (
     ModelConfig,
     OptimConfig,
     data_choices,
-    extended,
 )
 from lockstep_gpt.data.datamodule import TokenDataModule
 from lockstep_gpt.data.prepare import prepare
@@ -130,7 +129,7 @@ def new_run(folder):
     def make(*, model=None, optim=None, checkpoint=None, guard=None, batch=None, **settings):
         config = Config(
             **{"max_steps": 6, "val_every": 3, "log_every": 2, **settings},
-            batch=extended(BatchConfig)(**{**BATCH, **(batch or {})}),
+            batch=BatchConfig(**{**BATCH, **(batch or {})}),
             model=ModelConfig(**{**MODEL, **(model or {})}),
             optim=OptimConfig(**{**OPTIM, **(optim or {})}),
             checkpoint=CheckpointConfig(**(checkpoint or {})),
