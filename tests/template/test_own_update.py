@@ -19,8 +19,8 @@ def edit(path: Path, before: str = "", after: str = "") -> None:
 
 @pytest.fixture
 def project(upstream, generate, tmp_path, begun):
-    """A project that its user has started to change."""
-    generate.of(upstream)(tmp_path)
+    """A project without extras that its user has started to change."""
+    generate.of(upstream)(tmp_path, "extras=none")
     return begun(tmp_path / "my-gpt")
 
 
