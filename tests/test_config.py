@@ -284,6 +284,13 @@ def test_a_reference_to_the_environment_is_resolved_when_the_values_are_read(mon
     assert config.run_name == "here"
 
 
+def test_a_config_becomes_plain_values_and_back(composed):
+    config = composed("experiment=smoke")
+    values = schema.as_values(config)
+    assert from_container(values) == config
+    assert not {"of_extras", *schema.settings_classes()} & {*values}  # they have their defaults
+
+
 def test_a_config_from_code_is_checked_like_one_from_yaml():
     with pytest.raises(UserError, match=r"^optim\.lr=-1 must be above 0$"):
         schema.OptimConfig(algorithm="adamw", lr=-1)

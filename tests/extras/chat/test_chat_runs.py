@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 import torch
+import yaml
 
 from lockstep_gpt.data.prepare import prepare
 from lockstep_gpt.data.shards import load_index
@@ -76,6 +77,39 @@ def test_killed_and_resumed_fine_tune_ends_with_the_same_bits(tuned, command, ra
     whole, killed = state(command, "whole"), state(command, "again")
     assert whole.keys() == killed.keys()
     assert all(torch.equal(whole[name], killed[name]) for name in whole)
+
+
+ADAPTERS = {
+    "all weights": (),
+    "lora": ("lora.rank=4",),
+    "lora with alpha": ("lora.rank=4", "lora.alpha=2"),
+}
+
+
+@pytest.mark.parametrize("adapters", ADAPTERS)
+def test_a_fine_tune_that_0_1_0_froze_resumes_and_generates_the_same_bits(
+    adapters, tuned, command, freeze_as_0_1_0
+):
+    tuned("run_dir=run", *ADAPTERS[adapters], "checkpoint.keep_last=2", "optim.lr=0.01")
+    run = command.folder / "run"
+    whole, half = state(command, "run"), state(command, "run", step=4)
+    words = ("generate", "run", "--prompt", "add", "--length", "20")
+    said = command(*words).stdout
+    freeze_as_0_1_0(run, "chat", "documents")
+    frozen = yaml.safe_load((run / "config.yaml").read_text())
+    assert frozen["model"]["mask_documents"] is True
+    assert frozen["model"]["lora_rank"] == (4 if ADAPTERS[adapters] else None)
+    assert not {"lora", "documents", "packing"} & {*frozen}
+    assert command(*words).stdout == said
+    for path in run.glob("checkpoints/step=000008*"):
+        path.unlink()
+    (run / "summary.json").unlink()
+    command("train", "run_dir=run", "resume=auto")
+    again = state(command, "run")
+    assert whole.keys() == again.keys()
+    assert all(torch.equal(whole[name], again[name]) for name in whole)
+    assert not all(torch.equal(half[name], again[name]) for name in whole)
+    assert command(*words).stdout == said
 
 
 @pytest.mark.parametrize("rank", [(), ("lora.rank=4",)], ids=["all weights", "lora"])

@@ -12,10 +12,13 @@ from lockstep_gpt.config import (
     ModelConfig,
     OptimConfig,
     UserError,
+    as_values,
+    from_container,
     is_module,
 )
 from lockstep_gpt.data.tokenizer import ByteTokenizer
 from lockstep_gpt.data.tokenizer_choice import from_dict
+from lockstep_gpt.extras.chat.conversations import Conversations
 from lockstep_gpt.extras.chat.lora import AdaptedLinear, adapt
 from lockstep_gpt.extras.chat.lora_settings import LoraSettings
 from lockstep_gpt.extras.chat.tokenizers import chat_tokenizer
@@ -210,6 +213,20 @@ def test_no_gradient_of_a_whole_weight_is_computed(kind):
         loss.backward()
     assert made
     assert not {each for shape in weights for each in (shape, shape[::-1])} & made
+
+
+def test_settings_of_adapters_become_plain_values_and_back():
+    config = Config(
+        max_steps=1,
+        batch=BatchConfig(global_size=1),
+        model=ModelConfig(**SHAPE),
+        data=Conversations(path="a"),
+        optim=OptimConfig(algorithm="adamw"),
+        of_extras={"lora": LoraSettings(rank=4)},
+    )
+    values = as_values(config)
+    assert values["lora"] == {"rank": 4, "alpha": None}
+    assert LoraSettings.of(from_container(values)) == LoraSettings(rank=4)
 
 
 def test_markers_of_chatml_are_trained(chatml):

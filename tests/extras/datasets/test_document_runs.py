@@ -4,10 +4,13 @@ import csv
 import json
 
 import pytest
+import torch
 
 from lockstep_gpt.data.recipe import folder_of
+from lockstep_gpt.extras.datasets.mask import masks_documents
 from lockstep_gpt.extras.datasets.whole_documents import folder_within
 from lockstep_gpt.run.directory import RunDirectory
+from lockstep_gpt.run.trained_model import load_model
 
 PACKED = ["packing=documents", "documents.mask=true"]
 
@@ -48,6 +51,32 @@ def test_ranks_accumulation_and_resume_train_the_same_run(command, lines):
         assert values == pytest.approx(other[name], rel=1e-3)
     command("train", "run_dir=two", "resume=auto", "max_steps=14", "optim.decay=constant")
     assert command.summary("two")["step"] == 14
+
+
+def test_a_masked_run_that_0_1_0_froze_resumes_and_generates_the_same_bits(
+    command, lines, freeze_as_0_1_0
+):
+    words = [*words_for(lines), "max_steps=8", "val_every=4", "checkpoint.every=4"]
+    command.train(*words, "checkpoint.keep_last=2", "run_dir=run")
+    run = command.folder / "run"
+    weights = command.summary("run")["weights"]
+    prompt = ("generate", "run", "--prompt", "1 squared", "--length", "20")
+    said = command(*prompt).stdout
+    freeze_as_0_1_0(run, "text", "documents")
+    model = RunDirectory(run).load().model
+    assert "mask_documents: true" in (run / "config.yaml").read_text()
+    assert not hasattr(model, "mask_documents")
+    assert command(*prompt).stdout == said
+    ids = torch.tensor([[*b"a\0b\0c"]])
+    masked = load_model(run / "checkpoints/step=000008.ckpt")[0]
+    assert masks_documents(masked)
+    torch.testing.assert_close(masked(ids)[0, -1], masked(ids[:, -1:])[0, -1])
+    for path in run.glob("checkpoints/step=000008*"):
+        path.unlink()
+    (run / "summary.json").unlink()
+    command("train", "run_dir=run", "resume=auto")
+    assert command.summary("run")["weights"] == weights
+    assert command(*prompt).stdout == said
 
 
 def test_sums_in_one_order_have_equal_bits_with_padding(command, lines):
