@@ -113,6 +113,7 @@ def test_files_of_successful_ranks_and_then_their_folder_are_removed(run):
 
 
 FACTS = {"model": "many parameters", "devices": "2 x cpu, gloo"}
+DETAILS = {"attention": "flash", "size": "1M"}
 
 
 def lines(devices=2, nodes=1, compiled=False, epochs=0.5, micro_size=4, **optim):
@@ -127,7 +128,7 @@ def lines(devices=2, nodes=1, compiled=False, epochs=0.5, micro_size=4, **optim)
         optim=OptimConfig(algorithm="adamw", lr=1e-3, warmup_steps=100, **optim),
     )
     batch = plan_batch(config.batch, 64, devices, nodes)
-    return receipt(config, batch, plan_schedule(config, batch), epochs, FACTS)
+    return receipt(config, batch, plan_schedule(config, batch), epochs, FACTS, DETAILS)
 
 
 def test_a_count_of_one_is_singular():
@@ -175,10 +176,12 @@ def test_the_receipt_shows_the_schedule_in_steps_and_tokens(decay, end):
     assert lines(decay=decay)["schedule"] == f"100 steps = 307,200 tokens of warmup{end}"
 
 
-def test_the_facts_of_the_rank_stand_between_ours():
-    assert [name for name in lines() if name not in ("sums", "attention")] == [
-        "run", "model", "devices", "precision", "batch", "budget", "lr", "schedule"
+def test_the_facts_of_the_rank_and_of_callbacks_stand_between_ours():
+    assert list(lines()) == [
+        "run", "model", "devices", "precision", "batch", "sums", "attention", "size", "budget",
+        "lr", "schedule",
     ]  # fmt: skip
+    assert {**lines(), **FACTS, **DETAILS} == lines()
     assert lines()["run"] == "first in runs/first"
     assert lines(compiled=True)["precision"] == "32-true, compiled"
 
