@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 
 import pytest
 import torch
@@ -44,3 +45,22 @@ def test_the_receipt_names_the_kernel_of_attention(accelerator, tokens, kernel):
     model = ModelConfig(block_size=tokens, n_layer=1, n_head=4, n_embd=128)
     config = Config(max_steps=1, model=model, trainer={"accelerator": accelerator})
     assert attention(config) == kernel
+
+
+def test_every_run_names_the_kernel_and_warns_of_repeated_data(command):
+    (command.folder / "text").write_text("All work and no play. " * 60)
+    words = ("data=text", "data.path=text", "data.val_fraction=0.3", "data.root=data")
+    out = command.train(*words, "run_dir=run").stdout
+    assert re.search(r"^  attention +plain matrix products$", out, re.MULTILINE)
+    assert re.search(
+        r"^the budget repeats the same data \d+(\.\d)? times; beyond 4", out, re.MULTILINE
+    )
+    log = (command.folder / "run/train.log").read_text()
+    assert out.index("the budget repeats") < out.index("  run  ")  # seen before the receipt
+    assert "the budget repeats" in log
+
+
+def test_a_run_on_enough_data_warns_of_nothing(finished):
+    _, screen = finished
+    assert "  attention " in screen
+    assert "the budget repeats" not in screen

@@ -2,9 +2,12 @@ import logging
 import os
 import sys
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
+from lightning import Callback
+from lightning.pytorch.callbacks import ModelSummary
 
 from lockstep_gpt.config import BatchConfig, Config, ModelConfig, OptimConfig
 from lockstep_gpt.distributed.ranks import Ranks
@@ -12,7 +15,9 @@ from lockstep_gpt.run.directory import RunDirectory
 from lockstep_gpt.training.reporting import (
     as_text,
     batchnorm_line,
+    details,
     drop_rank_log,
+    found,
     receipt,
     reporting,
     warn_of_sudden_rate,
@@ -184,6 +189,22 @@ def test_the_facts_of_the_rank_and_of_callbacks_stand_between_ours():
     assert {**lines(), **FACTS, **DETAILS} == lines()
     assert lines()["run"] == "first in runs/first"
     assert lines(compiled=True)["precision"] == "32-true, compiled"
+
+
+class Told(Callback):
+    """A user's callback, which needs no base class of ours to be asked."""
+
+    def receipt_lines(self):
+        return {"mine": "3 things"}
+
+    def in_summary(self, step):
+        return {"my_steps": step}
+
+
+def test_any_callback_may_add_to_the_receipt_and_to_the_summary():
+    trainer = SimpleNamespace(callbacks=[Callback(), Told(), ModelSummary()], global_step=7)
+    assert details(trainer) == {"mine": "3 things"}
+    assert found(trainer) == {"my_steps": 7}
 
 
 def test_the_text_is_two_columns():
