@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from importlib.util import find_spec
 
 import pytest
 import torch
@@ -17,7 +16,6 @@ from lockstep_gpt.run.checkpoint import (
 )
 
 SHARDED = ("trainer=cpu", "trainer.devices=2", "strategy=fsdp2")
-HAS_COPIES = find_spec("lockstep_gpt.extras.copies") is not None
 MEASURE = """
 import json, lightning
 class Measure(lightning.Callback):
@@ -119,9 +117,9 @@ def test_a_run_resumes_under_another_strategy(command, sharded, continued, shard
 def in_parts(sharded, tmp_path_factory):
     """The sharded run again; each rank writes its own part of checkpoints."""
     command = type(sharded[0])(tmp_path_factory.mktemp("parts"), sharded[0].data_root)
-    copies = [f"checkpoint.copy_to={command.folder / 'copies'}"] if HAS_COPIES else []
+    copies = f"checkpoint.copy_to={command.folder / 'copies'}"
     keep = ("checkpoint.every=5", "checkpoint.keep_last=2", "checkpoint.keep_best=1")
-    command.train(*SHARDED, "strategy.save_parts=true", *keep, *copies, "run_dir=run")
+    command.train(*SHARDED, "strategy.save_parts=true", *keep, copies, "run_dir=run")
     return command.folder
 
 
@@ -147,8 +145,7 @@ def test_each_rank_writes_half(in_parts):
 
 
 def test_parts_go_with_their_checkpoint(in_parts):
-    copies = ["copies/run"] if HAS_COPIES else []
-    for folder in (in_parts / each for each in ("run/checkpoints", *copies)):
+    for folder in (in_parts / "run/checkpoints", in_parts / "copies/run"):
         kept = sorted(folder.glob("*.ckpt"))
         assert kept[-1].name == "step=000020.ckpt"
         assert 2 <= len(kept) <= 3
@@ -219,8 +216,7 @@ class Kill(lightning.Callback):
 def test_killed_rank_leaves_no_trace_in_shards(command):
     (command.folder / "killer.py").write_text(KILL)
     words = (*SHARDED, "model.dropout=0.1", "model.activation_checkpointing=true")
-    background = ["checkpoint.background=true"] if HAS_COPIES else []
-    words = (*words, "batch.micro_size=2", *background, "max_steps=15")
+    words = (*words, "batch.micro_size=2", "checkpoint.background=true", "max_steps=15")
     command.train(*words, "run_dir=whole", "verbosity=quiet")
     kill = ("+callbacks.kill._target_=killer.Kill", "run_dir=hit")
     hit = command.train(*words, *kill, PYTHONPATH=str(command.folder))
@@ -268,15 +264,11 @@ BAD = {
     "optim.algorithm=optim": "optim.algorithm=optim does not work with strategy=fsdp2; set",
     "strategy.reduce_dtype=int8": "reduce_dtype=int8 is not one of float32, bfloat16",
     "strategy.bucket_cap_mb=5": "strategy.bucket_cap_mb is a setting of strategy=ddp",
+    "strategy.save_parts=true checkpoint.background=true": "background=true conflict",
 }
-IN_BACKGROUND = pytest.param(
-    "strategy.save_parts=true checkpoint.background=true",
-    "background=true conflict",
-    marks=pytest.mark.skipif(not HAS_COPIES, reason="no such extra"),
-)
 
 
-@pytest.mark.parametrize(("override", "line"), [*BAD.items(), IN_BACKGROUND])
+@pytest.mark.parametrize(("override", "line"), BAD.items())
 def test_settings_that_sharding_lacks_are_rejected_in_one_line(command, override, line):
     said = command.train(*SHARDED, *override.split(), status=2).stderr
     assert line in said

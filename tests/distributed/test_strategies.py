@@ -5,8 +5,8 @@ import torch
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from omegaconf import OmegaConf
 
+from lockstep_gpt.config import config_folder
 from lockstep_gpt.distributed.strategies import auto, ddp
-from lockstep_gpt.launch.choices import config_folder
 
 PRESETS = config_folder() / "strategy"
 SETTINGS = {"process_group_backend": None, "timeout_seconds": 90, "comm_hook": "none"}

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import logging
+import re
 
 import pytest
 import torch
 
 from lockstep_gpt.config import Config, ModelConfig
 from lockstep_gpt.training import advice
-from lockstep_gpt.training.advice import (
-    advise,
-    warn_of_slow_attention,
-)
+from lockstep_gpt.training.advice import advise, attention, warn_of_slow_attention
 
 MODEL = ModelConfig(block_size=256, n_layer=1, n_head=2, n_embd=16)
 
@@ -22,7 +20,7 @@ MODEL = ModelConfig(block_size=256, n_layer=1, n_head=2, n_embd=16)
 )
 def test_more_than_four_epochs_warn(caplog, epochs, said):
     config = Config(max_steps=1, model=MODEL, trainer={"accelerator": "cpu"})
-    advise(config, torch.nn.Linear(2, 2), epochs)
+    advise(config, epochs)
     assert len(caplog.messages) == (said is not None)
     assert f"repeats the same data {said} times" in "".join(caplog.messages) or said is None
 
@@ -46,4 +44,23 @@ def test_half_precision_is_advised_as_the_gpu_has_it(monkeypatch, caplog, bf16, 
 def test_the_receipt_names_the_kernel_of_attention(accelerator, tokens, kernel):
     model = ModelConfig(block_size=tokens, n_layer=1, n_head=4, n_embd=128)
     config = Config(max_steps=1, model=model, trainer={"accelerator": accelerator})
-    assert advice.attention_line(config, None) == {"attention": kernel}
+    assert attention(config) == kernel
+
+
+def test_every_run_names_the_kernel_and_warns_of_repeated_data(command):
+    (command.folder / "text").write_text("All work and no play. " * 60)
+    words = ("data=text", "data.path=text", "data.val_fraction=0.3", "data.root=data")
+    out = command.train(*words, "run_dir=run").stdout
+    assert re.search(r"^  attention +plain matrix products$", out, re.MULTILINE)
+    assert re.search(
+        r"^the budget repeats the same data \d+(\.\d)? times; beyond 4", out, re.MULTILINE
+    )
+    log = (command.folder / "run/train.log").read_text()
+    assert out.index("the budget repeats") < out.index("  run  ")  # seen before the receipt
+    assert "the budget repeats" in log
+
+
+def test_a_run_on_enough_data_warns_of_nothing(finished):
+    _, screen = finished
+    assert "  attention " in screen
+    assert "the budget repeats" not in screen

@@ -2,9 +2,12 @@ import logging
 import os
 import sys
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
+from lightning import Callback
+from lightning.pytorch.callbacks import ModelSummary
 
 from lockstep_gpt.config import BatchConfig, Config, ModelConfig, OptimConfig
 from lockstep_gpt.distributed.ranks import Ranks
@@ -12,7 +15,9 @@ from lockstep_gpt.run.directory import RunDirectory
 from lockstep_gpt.training.reporting import (
     as_text,
     batchnorm_line,
+    details,
     drop_rank_log,
+    found,
     receipt,
     reporting,
     warn_of_sudden_rate,
@@ -113,6 +118,7 @@ def test_files_of_successful_ranks_and_then_their_folder_are_removed(run):
 
 
 FACTS = {"model": "many parameters", "devices": "2 x cpu, gloo"}
+DETAILS = {"attention": "flash", "size": "1M"}
 
 
 def lines(devices=2, nodes=1, compiled=False, epochs=0.5, micro_size=4, **optim):
@@ -127,7 +133,7 @@ def lines(devices=2, nodes=1, compiled=False, epochs=0.5, micro_size=4, **optim)
         optim=OptimConfig(algorithm="adamw", lr=1e-3, warmup_steps=100, **optim),
     )
     batch = plan_batch(config.batch, 64, devices, nodes)
-    return receipt(config, batch, plan_schedule(config, batch), epochs, FACTS)
+    return receipt(config, batch, plan_schedule(config, batch), epochs, FACTS, DETAILS)
 
 
 def test_a_count_of_one_is_singular():
@@ -175,12 +181,30 @@ def test_the_receipt_shows_the_schedule_in_steps_and_tokens(decay, end):
     assert lines(decay=decay)["schedule"] == f"100 steps = 307,200 tokens of warmup{end}"
 
 
-def test_the_facts_of_the_rank_stand_between_ours():
-    assert [name for name in lines() if name not in ("sums", "attention")] == [
-        "run", "model", "devices", "precision", "batch", "budget", "lr", "schedule"
+def test_the_facts_of_the_rank_and_of_callbacks_stand_between_ours():
+    assert list(lines()) == [
+        "run", "model", "devices", "precision", "batch", "sums", "attention", "size", "budget",
+        "lr", "schedule",
     ]  # fmt: skip
+    assert {**lines(), **FACTS, **DETAILS} == lines()
     assert lines()["run"] == "first in runs/first"
     assert lines(compiled=True)["precision"] == "32-true, compiled"
+
+
+class Told(Callback):
+    """A user's callback, which needs no base class of ours to be asked."""
+
+    def receipt_lines(self):
+        return {"mine": "3 things"}
+
+    def in_summary(self, step):
+        return {"my_steps": step}
+
+
+def test_any_callback_may_add_to_the_receipt_and_to_the_summary():
+    trainer = SimpleNamespace(callbacks=[Callback(), Told(), ModelSummary()], global_step=7)
+    assert details(trainer) == {"mine": "3 things"}
+    assert found(trainer) == {"my_steps": 7}
 
 
 def test_the_text_is_two_columns():

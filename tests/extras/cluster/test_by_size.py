@@ -70,7 +70,10 @@ def test_the_rules_follow_the_context(composed):
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        (["model=auto", "size.weights=1X"], "size.weights=1X is not a number of weights from 10k"),
+        (
+            ["model=auto", "size.weights=1X"],
+            "size.weights=1X is not a number of weights from 10k to",
+        ),
         (["size.weights=2M"], "size.weights=2M needs model=auto; add that"),
         (["model=gpt2", "size.weights=2M"], "size.weights=2M needs model=auto; add that"),
         (["model=auto", "model.block_size=none"], "model.block_size=none must be a whole number"),
@@ -96,7 +99,7 @@ def test_each_job_of_a_sweep_over_sizes_has_its_own_rules(command):
     )
     for job, size in enumerate(("10k", "20k")):
         assert re.search(
-            rf"^job {job}: (launch\.inline=True )?model\.size={size}$", told.stdout, re.MULTILINE
+            rf"^job {job}: (launch\.inline=True )?size\.weights={size}$", told.stdout, re.MULTILINE
         )
         frozen = yaml.safe_load((command.folder / f"runs/sizes/{job}/config.yaml").read_text())
         wanted = {**rules(size, 64), "max_tokens": None, "max_steps": 1}

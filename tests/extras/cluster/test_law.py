@@ -14,9 +14,10 @@ from lockstep_gpt.extras.cluster.law import (
     expected,
     fitted,
     left_out,
-    lines,
 )
+from lockstep_gpt.extras.cluster.size_lines import SizeLines, callbacks
 from lockstep_gpt.launch import compose
+from lockstep_gpt.run.callbacks.step import InReceipt
 
 COUNTS = [98_304, 185_856, 331_776, 602_112, 995_328]
 
@@ -25,6 +26,16 @@ def config_of(*words):
     made = []
     compose.run(list(words), lambda composed: made.append(compose.checked(composed)[1]))
     return made[0]
+
+
+def lines_of(config):
+    """Return what the receipt says of a run's size."""
+    lines = {}
+    for callback in callbacks(config, None, 0, None):
+        assert isinstance(callback, SizeLines)
+        assert isinstance(callback, InReceipt)  # else the receipt would not ask it
+        lines |= callback.receipt_lines()
+    return lines
 
 
 @pytest.mark.parametrize("known", [Law(0.7, 8.0, 0.22), Law(0.0, 5.0, 0.1), Law(1.0, 90.0, 0.5)])
@@ -79,13 +90,27 @@ def test_the_built_in_law_is_the_fit_of_its_runs():
 def test_of_another_run_no_loss_is_expected(words):
     config = config_of(*words)
     assert expected(config) is None
-    assert "expected" not in lines(config, None)
+    assert "expected" not in lines_of(config)
+
+
+def test_the_receipt_has_the_size_and_the_expected_loss():
+    config = config_of("model=auto", "size.weights=300k")
+    loss = expected(config)
+    assert lines_of(config) == {
+        "size": f"300k: {law.block_weights(config):,} weights in blocks of width "
+        f"{config.model.n_embd}",
+        "expected": f"validation loss {loss['val_loss']:.4f} nats per token, {loss['basis']}",
+    }
+
+
+def test_without_a_size_the_receipt_has_no_line_of_it():
+    assert callbacks(config_of("experiment=quickstart"), None, 0, None) == []
 
 
 def test_the_receipt_names_settings_outside_the_rules():
     config = config_of("model=auto", "optim.lr=0.01", "max_steps=100")
-    assert departures(config, config.model) == ["max_tokens=null", "max_steps=100", "optim.lr=0.01"]
-    assert lines(config, None)["size"] == (
+    assert departures(config) == ["max_tokens=null", "max_steps=100", "optim.lr=0.01"]
+    assert lines_of(config)["size"] == (
         "1M: 995,328 weights in blocks of width 144; not set by its rules: max_tokens=null, "
         "max_steps=100, optim.lr=0.01"
     )
@@ -106,6 +131,7 @@ def test_a_law_of_one_s_own_is_read(tmp_path):
 
 def test_an_unreadable_law_is_rejected(tmp_path):
     (tmp_path / "law.json").write_text("no law")
+    line = r"cannot be read .*; use a file that size_law has written"
     for file in (tmp_path / "law.json", Path("nowhere")):
-        with pytest.raises(UserError, match=r"cannot be read .*; use a file of scripts/size_law"):
+        with pytest.raises(UserError, match=line):
             expected(config_of("model=auto", f"size.law={file}"))

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import runpy
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from lockstep_gpt import cli
 from lockstep_gpt.config import Config, ModelConfig, is_module
 from lockstep_gpt.data.tokenizer import ByteTokenizer
 from lockstep_gpt.extras.cluster import flags
@@ -220,13 +219,15 @@ def test_no_step_between_logged_ones_waits_for_the_device(algorithm):
     assert recorder.waits == 1
 
 
-def test_the_script_prints_every_part_for_every_device(capsys):
-    script = Path(__file__).parents[2] / "src/lockstep_gpt/extras/cluster/step_ledger.py"
-    main = runpy.run_path(str(script))["main"]
-    assert main(["experiment=smoke"]) == 0
+def test_the_command_prints_every_part_for_every_device(capsys):
+    assert cli.main(["ledger", "experiment=smoke"]) == 0
     out = capsys.readouterr().out
     for name in ("h100", "h200", "a100-80", "rtx4090", *MODEL, SUMS, UPDATE):
         assert name in out
     assert "assumed: 0.6 of the peak in matrix products" in out
     assert "waits for the device 0 times" in out
-    assert main(["experiment=smoke", "--hardware", "v100"]) == 2
+    assert cli.main(["ledger", "experiment=smoke", "--hardware", "v100"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("lockstep-gpt ledger: ")
+    assert "v100" in error
+    assert error.count("\n") == 1

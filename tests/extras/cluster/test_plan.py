@@ -6,14 +6,12 @@ import time
 import pytest
 
 from lockstep_gpt import cli
-from lockstep_gpt.config import PROGRAM
+from lockstep_gpt.config import PROGRAM, config_folder
 from lockstep_gpt.extras.cluster.chosen import OF_GPT2
 from lockstep_gpt.extras.cluster.hardware import HARDWARE
 from lockstep_gpt.extras.cluster.plan import WORLD_SIZES
 from lockstep_gpt.extras.cluster.prediction import predict
 from lockstep_gpt.extras.cluster.table import amount, span
-from lockstep_gpt.launch import choices
-from lockstep_gpt.registry import additions
 
 SMALL = ["plan", "experiment=smoke", "--devices", "1,2,8"]
 
@@ -65,8 +63,7 @@ def test_json_and_table_tell_the_same(screen):
     assert f"{plan['parameters']:,} parameters" in out
 
 
-@pytest.mark.skipif(not any(additions("EXPECTED_LOSS")), reason="no such extra")
-def test_the_expected_loss_of_another_extra_is_shown(screen):
+def test_the_expected_loss_of_a_known_size_is_shown(screen):
     words = ("plan", "model=auto", "--devices", "1")
     expected = json.loads(screen(*words, "--json")[1])["expected"]
     facts = screen(*words, "--price", "2")[1].split("\n\n")[0]
@@ -195,7 +192,7 @@ def test_presets_have_the_size_of_their_name_with_that_vocabulary(composed):
             millions -= 50_257 * config.model.n_embd / 1e6
             size = {"modern_124m": 124, "modern_350m": 350, "modern_1b": 1200}[preset]
             assert millions == pytest.approx(size, rel=0.02), preset
-    presets = {path.stem for path in (choices.config_folder() / "model").glob("*.yaml")}
+    presets = {path.stem for path in (config_folder() / "model").glob("*.yaml")}
     assert presets > OF_GPT2
 
 

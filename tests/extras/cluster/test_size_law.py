@@ -1,23 +1,20 @@
-"""The script that repeats the fit: real runs, its table, its files."""
+"""The command `size_law`, which repeats the fit: real runs, its table, its files."""
 
 import json
-from pathlib import Path
 
 import pytest
 
 from lockstep_gpt.extras.cluster.law import Law, expected
 from lockstep_gpt.launch import compose
 
-SCRIPT = Path(__file__).parents[3] / "scripts" / "size_law.py"
-
 
 @pytest.fixture
 def size_law(command, python_of_forks, cold):
-    """Run the script in the test's folder; return its exit status and output."""
+    """Run the command in the test's folder; return its exit status and output."""
 
     def run(*words):
         own = [f"data.root={command.data_root}", "data.val_tokens=1024", *cold]
-        return command.run_words([python_of_forks, str(SCRIPT), *words, *own])
+        return command.run_words([python_of_forks, "-m", "lockstep_gpt", "size_law", *words, *own])
 
     return run
 
@@ -46,13 +43,17 @@ def test_it_fits_predicts_and_prints_the_result(size_law, command):
 
 def test_a_run_that_fails_ends_it(size_law, command):
     status, _, err = size_law("optim.lrr=1")
-    assert (status, err.splitlines()[-1]) == (1, "training failed; its own message is above")
+    assert (status, err.splitlines()[-1]) == (
+        1,
+        "lockstep-gpt size_law: training failed; its own message is above",
+    )
     assert not (command.folder / "size_law.json").exists()
 
 
 def test_a_check_needs_a_fit(size_law):
     status, _, err = size_law("--check", "2M")
     assert (status, err) == (
-        1,
-        "size_law.json does not exist; write it by this script without --check\n",
+        2,
+        "lockstep-gpt size_law: size_law.json does not exist; write it by this command without "
+        "--check\n",
     )

@@ -53,6 +53,19 @@ def test_a_stopped_or_failed_run_writes_a_report_too(command):
     assert told["status"].startswith("failed: step")
 
 
+def test_a_run_that_wants_no_report_writes_none(command):
+    command.train("pages.report=false", "run_dir=run")
+    assert command.summary("run")["status"] == "done"
+    written = {path.name for path in (command.folder / "run").iterdir()}
+    assert not written & {"report.html", "environment.json"}
+
+
+def test_a_run_without_callbacks_of_its_own_writes_a_report(command):
+    command.train("~callbacks", "run_dir=run")
+    (told,) = data(command.folder / "run/report.html")
+    assert told["status"] == "done"
+
+
 TALKATIVE = """
 import lightning
 class Talkative(lightning.Callback):

@@ -39,8 +39,8 @@ def test_a_run_with_tasks_shows_them_everywhere(command, write, read_offline):
     assert shown == {step: float(rows[step]["tasks/own"]) for step in (10, 20)}
     scores = json.loads(command("score", "run", "--json", "--tasks", str(path)).stdout)
     assert scores["tasks"]["own"]["acc"] == pytest.approx(float(rows[20]["tasks/own"]))
-    if find_spec("lockstep_gpt.extras.seeing") is None:
-        pytest.skip("no such extra: seeing")
+    if find_spec("lockstep_gpt.extras.pages") is None:
+        pytest.skip("no such extra: pages")
     assert '"tasks/lines"' in (command.folder / "run/report.html").read_text()
 
 

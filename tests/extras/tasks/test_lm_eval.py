@@ -9,8 +9,8 @@ import pytest
 from lockstep_gpt import cli
 
 lm_eval = pytest.importorskip("lm_eval", reason="lm_eval is not installed: pip install lm_eval")
-if find_spec("lockstep_gpt.extras.export") is None:
-    pytest.skip("no such extra: export", allow_module_level=True)
+if find_spec("lockstep_gpt.extras.hub") is None:
+    pytest.skip("no such extra: hub", allow_module_level=True)
 pytestmark = pytest.mark.filterwarnings("ignore")  # warnings of other libraries
 
 COMMON = """

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from lockstep_gpt.config import Config, LaunchConfig, UserError, extended
+from lockstep_gpt.config import Config, UserError
 from lockstep_gpt.extras.warm import server
+from lockstep_gpt.extras.warm.warm_settings import WarmSettings
 
 TWO = ("trainer=cpu", "trainer.devices=2", "strategy=ddp", "model.dropout=0.1")
 TELLS = """
@@ -48,7 +49,7 @@ def test_warm_ranks_have_the_variables_and_the_bits_of_cold_ones(command):
 
 
 def test_forks_that_must_be_but_cannot_are_rejected(monkeypatch):
-    config = Config(max_steps=1, launch=extended(LaunchConfig)(warm=True))
+    config = Config(max_steps=1, of_extras={"warm": WarmSettings(enabled=True)})
     server.refuse_impossible(config)
     monkeypatch.setattr(server.sys, "platform", "darwin")
     with pytest.raises(UserError, match=r"^warm.enabled=true needs Linux; remove it, or set false"):

@@ -10,11 +10,13 @@ from lightning import Callback
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
 
+from lockstep_gpt.config import Config
 from lockstep_gpt.run.callbacks import metrics as metrics_module
 from lockstep_gpt.run.callbacks.metrics import (
     COLUMNS,
     Metrics,
     peak_memory,
+    peak_tflops,
 )
 from lockstep_gpt.run.metrics_file import MetricsFile
 
@@ -140,6 +142,47 @@ def test_utilisation_is_the_model_s_operations_over_the_devices_peak(new_run, tm
     run.fit(metrics, logger=rows)
     speed = metrics.row["throughput/tokens_per_second"]
     assert metrics.row["throughput/mfu"] == pytest.approx(speed * 3e6 / 2e12)
+
+
+@pytest.mark.parametrize(
+    ("device", "settings", "peak"),
+    [
+        ("NVIDIA H100 80GB HBM3", {"precision": "bf16-mixed"}, 4 * 989.5),
+        ("NVIDIA H100 80GB HBM3", {"precision": "32-true"}, 4 * 494.5),
+        ("NVIDIA A100-SXM4-80GB", {"precision": "bf16-mixed"}, 4 * 312.0),
+        ("NVIDIA A100-SXM4-80GB", {"peak_tflops": 100.0}, 4 * 100.0),
+        ("A GPU of tomorrow", {"precision": "bf16-mixed"}, None),
+        ("A GPU of tomorrow", {"peak_tflops": 100.0}, 4 * 100.0),
+    ],
+)
+def test_the_peak_is_that_of_all_gpus_by_their_name_or_as_it_is_set(
+    monkeypatch, device, settings, peak
+):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: device)
+    config = Config(max_steps=1, trainer={"accelerator": "cuda"}, **settings)
+    assert peak_tflops(config, world_size=4) == peak
+
+
+@pytest.mark.parametrize("accelerator", ["cpu", "mps"])
+def test_other_devices_have_a_peak_only_if_it_is_set(monkeypatch, accelerator):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: pytest.fail("there is no GPU"))
+    config = Config(max_steps=1, trainer={"accelerator": accelerator})
+    assert peak_tflops(config, world_size=2) is None
+    config.peak_tflops = 3.0
+    assert peak_tflops(config, world_size=2) == 6.0
+
+
+@pytest.mark.parametrize(("device", "peak"), [("NVIDIA L4", 60e12), ("A GPU of tomorrow", None)])
+def test_utilisation_uses_the_peak_of_the_gpu_that_cuda_names(new_run, monkeypatch, device, peak):
+    run = new_run(max_steps=4, log_every=4)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: device)
+    on_a_gpu = Config(max_steps=4, trainer={"accelerator": "cuda"})
+    flops = run.module.model.flops_per_token
+    metrics = Metrics(4, run.batch.tokens_per_step, flops, peak_tflops(on_a_gpu, world_size=1))
+    run.fit(metrics)
+    speed = metrics.row["throughput/tokens_per_second"]
+    expected = None if peak is None else pytest.approx(speed * flops / peak)
+    assert metrics.row.get("throughput/mfu") == expected
 
 
 class Logs(Callback):

@@ -61,7 +61,7 @@ class Plan:
     notes: list[str]
     vocabulary: str = ""  # where it comes from
     budget: str = ""  # where the tokens come from
-    expected: dict[str, Any] | None = None  # loss at their end, if an extra knows such runs
+    expected: dict[str, Any] | None = None  # loss at their end, if such runs are known
 
 
 def predict(
