@@ -56,6 +56,7 @@ OURS = {name.partition("/")[0] for name in TEMPLATE_ONLY} | {
     ".gitignore",
     ".pre-commit-config.yaml",
     ".python-version",
+    "AGENTS.md",
     "Dockerfile",
     "configs",
     "constraints.txt",
