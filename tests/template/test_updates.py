@@ -75,14 +75,15 @@ def test_project_that_was_linked_later_is_updated_too(
 def test_the_update_that_brings_an_extra_can_take_it(project, upstream, generate, committed):
     answers = upstream / "hooks/answers.py"
     text = answers.read_text("utf-8")
-    new = 'EXTRAS = {\n    "brand": ("configs/brand/",),\n'
+    new = 'EXTRAS = {\n    "brand": "a new one",\n'
     answers.write_text(text.replace("EXTRAS = {\n", new), "utf-8")
-    (upstream / "configs/brand").mkdir()
-    (upstream / "configs/brand/new.yaml").write_text("_target_: lockstep_gpt.cli\n")
+    (upstream / "src/lockstep_gpt/extras/brand").mkdir()
+    (upstream / "src/lockstep_gpt/extras/brand/new.py").write_text("import lockstep_gpt\n")
     committed(upstream)
     taken = json.dumps({"extras": "brand"})
     generate.run("cruft", "update", "-y", "--variables-to-update", taken, cwd=project)
-    assert (project / "configs/brand/new.yaml").read_text() == "_target_: my_gpt.cli\n"
+    new = project / "src/my_gpt/extras/brand/new.py"
+    assert new.read_text() == "import my_gpt\n"
 
 
 def test_cruft_fails_with_the_same_line(upstream, generate, tmp_path):
