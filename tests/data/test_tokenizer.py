@@ -1,4 +1,3 @@
-import re
 import unicodedata
 from pathlib import Path
 
@@ -7,13 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep_gpt.config import PROGRAM, UserError
-from lockstep_gpt.data import tokenizer as module
+from lockstep_gpt.config import UserError
 from lockstep_gpt.data.tokenizer import (
     ByteTokenizer,
     cut,
-    installing,
-    library,
     printable,
     sure_cut,
     token_dtype,
@@ -78,21 +74,6 @@ def test_a_cut_gives_two_valid_texts_and_the_first_is_not_empty(text):
     end = cut(data)
     assert 0 < end <= len(data)
     assert data[:end].decode() + data[end:].decode() == text + "x"
-
-
-def test_a_missing_library_is_named_with_the_command_that_installs_it(monkeypatch):
-    monkeypatch.chdir(ROOT)
-    line = "no_such is missing; pip install -e '.[zstd]'"
-    with pytest.raises(UserError, match=re.escape(line)):
-        library("no_such", "zstd")
-
-
-def test_the_command_that_installs_an_extra_works_in_any_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert installing("zstd") == f"pip install -e '{ROOT}[zstd]'"
-    installed = tmp_path / "a/lockstep_gpt/data/tokenizer.py"
-    monkeypatch.setattr(module, "__file__", str(installed))
-    assert installing("zstd") == f"pip install '{PROGRAM}[zstd]'"
 
 
 @given(text=st.text(st.sampled_from("a9. \n\t漢。é\u3000'"), max_size=40))

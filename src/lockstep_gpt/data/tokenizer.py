@@ -1,15 +1,13 @@
 """Text to token ids and back; data and models store their tokenizer as plain values."""
 
-import importlib
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import Any, Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
 
-from lockstep_gpt.config import PROGRAM, UserError
+from lockstep_gpt.config import UserError
 
 Tokens = npt.NDArray[np.unsignedinteger[Any]]
 
@@ -162,23 +160,3 @@ def sure_cut(text: bytes) -> int:
     characters = text.decode("utf-8", "ignore")  # the last one may be incomplete
     places = [each.end() for each in SURE.finditer(characters)]
     return len(characters[: places[-1]].encode()) if places else 0
-
-
-def library(name: str, extra: str) -> Any:
-    """Import a library that an extra needs; raise a `UserError` if it is not installed."""
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise UserError(f"{name} is missing; {installing(extra)}") from error
-
-
-def installing(extra: str) -> str:
-    """Return the command that installs an optional dependency of this project.
-
-    A checkout is the only place from which it can be installed, so its path is in the command.
-    """
-    checkout = Path(__file__).resolve().parents[3]
-    if not (checkout / "pyproject.toml").is_file():
-        return f"pip install '{PROGRAM}[{extra}]'"
-    place = "." if checkout == Path.cwd() else checkout
-    return f"pip install -e '{place}[{extra}]'"

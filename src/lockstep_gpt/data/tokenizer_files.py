@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep_gpt.config import UserError
-from lockstep_gpt.data.tokenizer import installing
+from lockstep_gpt.optional import install_command
 
 # Names of models with the same tokenizer; a hub has it in the second one's repository.
 SIZES = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
@@ -85,7 +85,7 @@ def _refuse_path(name: str) -> None:
 def _remedy(name: str) -> str:
     """Return how to get the files of this name."""
     if name in GPT2:
-        return f"{installing('gpt2')}, or give a folder with its tokenizer.json"
+        return f"run: {install_command('gpt2')}, or give a folder with its tokenizer.json"
     return (
         f"where there is a network, run: hf download {name} tokenizer.json --local-dir tokenizer; "
         "then set data.tokenizer=tokenizer"

@@ -231,10 +231,9 @@ def resolved_values(
     name = f"{choices['model']}-{choices['data']}-{world_size}-{time.strftime('%Y%m%d-%H%M%S')}"
     batch = values["batch"]
     global_size = batch["global_size"] or batch["micro_size"] * world_size
-    loggers = dict(values["logger"])
-    if is_sweep() and "wandb" in loggers:  # one group there, unless set
-        group = loggers["wandb"].get("group") or run.path.parent.name
-        loggers["wandb"] = {**loggers["wandb"], "group": group}
+    loggers = values["logger"]
+    if is_sweep():
+        loggers = {name: grouped(node, run.path.parent.name) for name, node in loggers.items()}
     return {
         **values,
         "run_dir": str(run.path),
@@ -243,6 +242,13 @@ def resolved_values(
         "trainer": resolved_trainer(values, placement),
         "logger": loggers,
     }
+
+
+def grouped(logger: Any, sweep: str) -> Any:
+    """Return a logger's settings with the name of the sweep as its group, unless one is set."""
+    if isinstance(logger, dict) and "group" in logger and logger["group"] is None:
+        return {**logger, "group": sweep}
+    return logger
 
 
 def resolved_trainer(values: dict[str, Any], placement: Placement) -> dict[str, Any]:

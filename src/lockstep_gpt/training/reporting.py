@@ -24,7 +24,7 @@ from lockstep_gpt.model.gpt import GPT
 from lockstep_gpt.processes import invocation
 from lockstep_gpt.run.callbacks.step import InReceipt, InSummary
 from lockstep_gpt.run.directory import RunDirectory
-from lockstep_gpt.run.loggers.tracking import offline_hint
+from lockstep_gpt.run.loggers.tracking import tracked_runs
 from lockstep_gpt.training.schedule import BatchPlan, Schedule
 
 logger = logging.getLogger(__name__)
@@ -257,10 +257,12 @@ def closing(
         found += f", test loss {row['test/loss']:.4f}"
     if ended != "done":
         ended += f", after step {trainer.global_step:,} of {trainer.max_steps:,},"
+    commands = [command for run in tracked_runs(trainer.loggers) for command in run.next_commands()]
+    shown = "".join(f"\n  {command}" for command in commands)
     return f"""
 {ended} in {time.perf_counter() - started:.0f} s: {found}
   metrics      {directory.metrics}
   checkpoints  {directory.checkpoints}
 next
   {invocation()} generate {directory.path} --prompt "def "
-  {invocation()} evaluate {directory.path}{offline_hint(directory)}"""
+  {invocation()} evaluate {directory.path}{shown}"""

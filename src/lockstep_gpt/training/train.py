@@ -146,7 +146,7 @@ def _train(
                 "global_batch_size": batch.global_size,
             }
             _conclude(directory, status, trainer, totals, metrics.row)
-            for each in tracking.tracked(loggers):
+            for each in tracking.tracked_runs(loggers):
                 each.close(status)
     meeting.leave()
     if ranks.rank == 0:
@@ -251,7 +251,7 @@ def _trainer(
             **arguments,
         )
     except Exception as error:
-        for each in tracking.tracked(arguments["logger"]):
+        for each in tracking.tracked_runs(arguments["logger"]):
             each.close("failed")
         raise mistake(error) from error
     return trainer

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from lockstep_gpt.config import UserError
 from lockstep_gpt.data.sources.source import BLOCK, reading
-from lockstep_gpt.data.tokenizer import library
+from lockstep_gpt.optional import import_optional
 
 
 class File(NamedTuple):
@@ -117,7 +117,7 @@ def content(raw: Any, path: str, skip: int, size: int) -> Iterator[bytes]:
 
 def _unpacked(raw: Any) -> Iterator[bytes]:
     """Decompress all frames; zstandard's own reader accepts a truncated file."""
-    zstandard = library("zstandard", "zstd")
+    zstandard = import_optional("a .zst file", "zstandard", "zstd")
     frame = None
     data = raw.read(BLOCK)
     while data:

@@ -19,7 +19,7 @@ from lockstep_gpt.data.sources.source import (
     splits_of_texts,
     valid,
 )
-from lockstep_gpt.data.tokenizer import library
+from lockstep_gpt.optional import import_optional
 
 ROWS = 256  # that are processed together
 
@@ -105,7 +105,8 @@ class HuggingFaceRows(Documents):
         """Load a split of the dataset, or a stream of it, with only the field."""
         if part not in self._tables:
             with reading(f"data.path={self.path}"):
-                rows = self._load(library("datasets", "huggingface"), self.parts[part][0])
+                datasets = import_optional("data=huggingface", "datasets", "huggingface")
+                rows = self._load(datasets, self.parts[part][0])
                 names = rows.column_names or [self.field]
                 if self.field not in names:
                     raise UserError(

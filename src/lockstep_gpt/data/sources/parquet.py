@@ -11,7 +11,7 @@ from lockstep_gpt.config import UserError, setting
 from lockstep_gpt.data.sources.file_documents import PathDocuments
 from lockstep_gpt.data.sources.files import File
 from lockstep_gpt.data.sources.source import BLOCK, Block, Position, reading, valid
-from lockstep_gpt.data.tokenizer import library
+from lockstep_gpt.optional import import_optional
 
 # Types of columns, as pyarrow writes them, that `texts_in` can read.
 TEXT = re.compile(r"(dictionary<values=)?(large_|fixed_size_)?(string|binary)")
@@ -33,7 +33,7 @@ class ParquetFiles(PathDocuments):
 
     def blocks(self, start: Position) -> Iterator[Block]:
         """Yield the rows that aren't empty; skip whole batches of a file up to `start`."""
-        parquet = library("pyarrow.parquet", "parquet")
+        parquet = import_optional("data=parquet", "pyarrow.parquet", "parquet")
         for number in range(start.part, len(self.files)):
             file = self.files[number]
             done = 0

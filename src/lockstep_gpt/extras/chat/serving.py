@@ -13,8 +13,8 @@ import socket
 from typing import TYPE_CHECKING, Any
 
 from lockstep_gpt.config import UserError
-from lockstep_gpt.data.tokenizer import library
 from lockstep_gpt.extras.chat.history import chat_template
+from lockstep_gpt.optional import import_optional
 from lockstep_gpt.run.checkpoint import find_checkpoint
 from lockstep_gpt.run.trained_model import parser_of
 
@@ -28,7 +28,7 @@ def main(arguments: list[str]) -> int:
     """Serve until a signal; return 0."""
     options = checked(_parser().parse_args(arguments))
     for name in ("uvicorn", "starlette"):
-        library(name, "chat")
+        import_optional("serve", name, "chat")
     with listening(options.host, options.port) as listener:  # before the model, which takes a while
         checkpoint = find_checkpoint(options.source)
         # Late, so that mistakes are reported at once.

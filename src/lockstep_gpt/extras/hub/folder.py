@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from lockstep_gpt.config import UserError
-from lockstep_gpt.data.tokenizer import Tokenizer, library
+from lockstep_gpt.data.tokenizer import Tokenizer
 from lockstep_gpt.extras.hub.exported_tokenizer import as_files
+from lockstep_gpt.optional import import_optional
 from lockstep_gpt.run.checkpoint import find_checkpoint, read_checkpoint
 from lockstep_gpt.run.trained_model import load_model, parser_of
 
@@ -94,7 +95,8 @@ def _write(path: Path, text: str) -> None:
 
 def _save_weights(weights: dict[str, Any], path: Path) -> None:
     # Some versions of transformers reject a file without this format.
-    library("safetensors.torch", "export").save_file(weights, path, {"format": "pt"})
+    safetensors = import_optional("export", "safetensors.torch", "export")
+    safetensors.save_file(weights, path, {"format": "pt"})
     path.chmod(path.with_name("config.json").stat().st_mode)  # the library denies others access
     with path.open("rb") as file:
         os.fsync(file.fileno())

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from lockstep_gpt.config import UserError, as_typed
-from lockstep_gpt.data.tokenizer import Tokenizer, library
+from lockstep_gpt.data.tokenizer import Tokenizer
 from lockstep_gpt.extras.hub.layouts import Layout, imported, layout_of
 from lockstep_gpt.model.gpt import GPT
+from lockstep_gpt.optional import import_optional
 from lockstep_gpt.training.initial_weights import POSITIONS, PROBE, may_have
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -130,7 +131,7 @@ def _weights(folder: Path, source: str) -> Iterator[tuple[str, Tensor]]:
 
 
 def _loaded(path: Path) -> dict[str, Tensor]:
-    lib = library("safetensors.torch", "export")
+    lib = import_optional("a .safetensors file", "safetensors.torch", "export")
     try:
         return dict(lib.load_file(path))
     except Exception as error:  # the library raises its own error class and others

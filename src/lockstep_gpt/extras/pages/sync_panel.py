@@ -26,8 +26,8 @@ from lockstep_gpt.extras.pages.recording import (
 from lockstep_gpt.extras.pages.recordings import describe, write_recording
 from lockstep_gpt.processes import invocation
 from lockstep_gpt.run.callbacks.step import StepCallback
-from lockstep_gpt.run.loggers.tracking import tracked
-from lockstep_gpt.run.metrics_file import STEP, MetricsFile
+from lockstep_gpt.run.loggers.tracking import tracked_runs
+from lockstep_gpt.run.metrics_file import MetricsFile
 
 logger = logging.getLogger(__name__)
 
@@ -191,15 +191,12 @@ class SyncPanel(StepCallback):
                 each.log_metrics(row, step)
 
     def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:  # noqa: ARG002
-        """Log the advice on the batch size and the panel's command; send the panel to wandb."""
+        """Log the advice on the batch size and the panel's command; send the panel to trackers."""
         if trainer.is_global_zero:
             command = f"{invocation()} panel {self._run}"
             logger.info("\n%s\n  the all-reduce, step by step: %s", self._advice, command)
-            for each in tracked(trainer.loggers):
-                import wandb
-
-                page = wandb.Html(panel(self._run), inject=False)
-                each.experiment.log({STEP: trainer.global_step, "sync/panel": page})
+            for run in tracked_runs(trainer.loggers):
+                run.log_html("sync/panel", panel(self._run), trainer.global_step)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the averages of the noise scale, so that a resumed run continues with them."""

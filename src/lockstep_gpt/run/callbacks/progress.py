@@ -15,7 +15,7 @@ from lockstep_gpt.distributed.strategies import layout_of
 from lockstep_gpt.model.gpt import check_sampling
 from lockstep_gpt.run.callbacks.metrics import Metrics
 from lockstep_gpt.run.callbacks.step import StepCallback
-from lockstep_gpt.run.loggers.tracking import tracked
+from lockstep_gpt.run.loggers.tracking import tracked_runs
 
 logger = logging.getLogger(__name__)
 
@@ -129,7 +129,7 @@ class Sample(Callback):
         tokens = model.generate(prompt[None], self.length, self.temperature, generator=generator)
         text = tokenizer.decode(tokens[0].tolist())
         step, names = trainer.global_step, ["step", "prompt", "text"]
-        for each in tracked(trainer.loggers):
+        for each in tracked_runs(trainer.loggers):
             each.log_table("samples", names, [[step, self.prompt, text]], step=step)
         lines = printable(text).split("\n")
         logger.info("%s", "\n".join(["", "sample", *(f"  | {line}" for line in lines)]))

@@ -1,0 +1,63 @@
+"""Libraries that only some settings need: the optional dependencies of pyproject.toml."""
+
+import importlib
+import importlib.util
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+from lockstep_gpt.config import PROGRAM, UserError
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+
+
+def import_optional(needed_by: str, module: str, extra: str) -> Any:
+    """Import a library that is an optional dependency, and return the module.
+
+    Args:
+        needed_by: the setting or command that needs it, such as `logger=mlflow`.
+        module: what to import, such as `pyarrow.parquet`.
+        extra: the name in pyproject.toml's `optional-dependencies` that installs it.
+
+    Raises:
+        UserError: it is not installed, or it cannot be imported.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        library = module.partition(".")[0]
+        reason = "is not installed"
+        if importlib.util.find_spec(library) is not None:
+            reason = f"cannot be imported ({' '.join(str(error).split())})"
+        raise UserError(
+            f"{needed_by} needs {library}, which {reason}; run: {install_command(extra)}"
+        ) from error
+
+
+def install_command(extra: str) -> str:
+    """Return the command that adds an optional dependency to the environment of this process.
+
+    An editable installation can only be repeated from its checkout, so its path is in the command.
+    """
+    requirement = f'"{PROGRAM}[{extra}]"'
+    if (CHECKOUT / "pyproject.toml").is_file():
+        place = "." if Path.cwd() == CHECKOUT else CHECKOUT
+        requirement = f'-e "{place}[{extra}]"'
+    return f"{_installer()} {requirement}"
+
+
+def _installer() -> str:
+    """Return the start of a command that installs where this process imports from.
+
+    scripts/dev.py does not activate .venv, so a bare `pip` may be another Python's.
+    """
+    python = Path(sys.executable)
+    if python.is_relative_to(Path.cwd()):
+        python = python.relative_to(Path.cwd())
+    if importlib.util.find_spec("pip") is None:  # uv makes environments without it
+        return f"uv pip install --python {python}"
+    pip = shutil.which("pip")
+    if pip is not None and Path(pip).parent == Path(sys.executable).parent:
+        return "pip install"
+    return f"{python} -m pip install"

@@ -1,0 +1,203 @@
+"""`logger=wandb`: one wandb run per run directory, even after a resume."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import wandb
+from lightning.pytorch.loggers import WandbLogger
+
+import lockstep_gpt
+from lockstep_gpt.config import UserError, check_choice
+from lockstep_gpt.run.checkpoint import files_of
+from lockstep_gpt.run.directory import RunDirectory
+from lockstep_gpt.run.loggers.tracking import ENDED_WELL, TrackedRun
+from lockstep_gpt.run.metrics_file import STEP
+
+if TYPE_CHECKING:
+    from torch.nn import Module
+    from wandb.sdk.wandb_run import Run
+
+logger = logging.getLogger(__name__)
+
+MODES = ("auto", "online", "offline", "disabled")
+WATCHED = (None, "gradients", "parameters", "all")
+# What wandb shows for a metric in its table of runs, instead of the last value.
+SUMMARIES = {
+    "train/loss": "min",
+    "val/loss": "min",
+    "val/perplexity": "min",
+    "throughput/tokens_per_second": "max",
+    "optim/grad_norm": "max",
+}
+
+
+class WandbRun(WandbLogger, TrackedRun):
+    """Lightning's `WandbLogger` with our axes, tables that grow, alerts, and checkpoints.
+
+    Args:
+        directory: the run, which has the id of the wandb run.
+        config: its configuration, without secrets; the wandb run has the same name.
+        model: for the histograms of `watch`.
+        mode: auto, online, offline, or disabled.
+        log_model: upload the best and the last checkpoint at the end, as an artifact.
+        log_code: upload the package's source, as an artifact.
+        watch: log histograms every `log_every` steps: gradients, parameters, or all; None: none.
+        arguments: of `wandb.init`, such as `project`.
+
+    Raises:
+        UserError: a setting is unknown, wandb rejects the account, or `log_model` is set and the
+            run isn't online.
+    """
+
+    def __init__(
+        self,
+        *,
+        directory: RunDirectory,
+        config: dict[str, Any],
+        model: Module,
+        mode: str,
+        log_model: bool = False,
+        log_code: bool = False,
+        watch: str | None = None,
+        **arguments: Any,
+    ) -> None:
+        check_choice("logger.wandb.mode", mode, MODES)
+        check_choice("logger.wandb.watch", watch, WATCHED)
+        mode = decide_mode(mode)
+        if log_model and mode != "online":
+            raise UserError(
+                f"logger.wandb.log_model=true uploads to wandb, but this run is {mode}; log in "
+                "with `wandb login`, or keep copies with checkpoint.copy_to"
+            )
+        run = start_run(
+            mode,
+            dir=str(directory.path.absolute()),  # wandb's process may have another working folder
+            id=id_of(directory),
+            resume="allow",
+            name=config["run_name"],
+            config=config,
+            **arguments,
+        )
+        define_axes(run)
+        if log_code:
+            run.log_code(str(Path(lockstep_gpt.__file__).parent))
+        if watch is not None:
+            run.watch(model, log=watch, log_freq=config["log_every"], log_graph=False)  # type: ignore[arg-type]
+        super().__init__(experiment=run)
+        self.directory = directory
+        self.uploads_checkpoints = log_model
+        self.tables: dict[str, wandb.Table] = {}
+
+    def log_metrics(self, metrics: Any, step: int | None = None) -> None:
+        """Log one row under the names in metrics.csv."""
+        # Never `step=`: wandb drops rows whose step is below its own count.
+        self.experiment.log({STEP: step, **metrics})
+
+    def log_table(
+        self,
+        key: str,
+        columns: list[str] | None = None,
+        data: list[list[Any]] | None = None,
+        dataframe: Any = None,  # noqa: ARG002
+        step: int | None = None,
+    ) -> None:
+        """Add rows to the table `key`, which grows during the run."""
+        if key not in self.tables:
+            self.tables[key] = wandb.Table(columns=[*(columns or ())], log_mode="INCREMENTAL")
+        for row in data or ():
+            self.tables[key].add_data(*row)
+        self.log_metrics({key: self.tables[key]}, step)
+
+    def log_html(self, key: str, html: str, step: int) -> None:
+        """Log a page, without wandb's styles."""
+        self.log_metrics({key: wandb.Html(html, inject=False)}, step)
+
+    def close(self, status: str) -> None:
+        """Log the checkpoints, send an alert if the run ended early, then end it."""
+        run = self.experiment
+        if self.uploads_checkpoints:
+            log_checkpoints(run, self.directory)
+        if status not in ENDED_WELL:
+            run.alert(f"{run.name} {status}", f"the run {run.name} ended early: {status}")
+        if status == "stopped":
+            run.mark_preempting()
+        run.summary["status"] = status
+        run.finish(exit_code=0 if status in ENDED_WELL else 1)
+
+    def next_commands(self) -> list[str]:
+        """Return the commands to upload and to show an offline run; none if online."""
+        folders = sorted((self.directory.path / "wandb").glob("offline-run-*"))
+        if not folders:
+            return []
+        paths = " ".join(str(folder) for folder in folders)
+        return [f"wandb sync {paths}", f"wandb leet {folders[-1]}"]
+
+
+def decide_mode(mode: str) -> Any:
+    """Return online, offline, or disabled, without a prompt; `WANDB_MODE` decides for auto."""
+    if mode != "auto":
+        return mode
+    chosen = os.environ.get("WANDB_MODE")
+    if chosen:
+        return chosen
+    wandb.setup(wandb.Settings(silent=True))
+    try:
+        logged_in = wandb.login(prompt=False, verify=False)
+    except wandb.errors.AuthenticationError as error:
+        logger.warning("wandb rejects the API key (%s); logging offline", error)
+        return "offline"
+    return "online" if logged_in else "offline"
+
+
+def start_run(mode: Any, **arguments: Any) -> Run:
+    """Start or resume a wandb run; one that cannot reach the server logs offline."""
+    quiet = wandb.Settings(console="off", silent=True, init_timeout=30)
+    try:
+        return wandb.init(mode=mode, settings=quiet, **arguments)
+    except (wandb.errors.AuthenticationError, wandb.errors.UsageError) as error:
+        reason = " ".join(str(error).split())
+        raise UserError(
+            f"logger.wandb.mode={mode} is rejected by wandb: {reason}; run `wandb login`, or set "
+            "logger.wandb.mode=auto, which logs offline without an account"
+        ) from None
+    except wandb.errors.CommError as error:
+        logger.warning("wandb cannot be reached (%s); logging offline", error)
+        return wandb.init(mode="offline", settings=quiet, **arguments)
+
+
+def id_of(directory: RunDirectory) -> str:
+    """Return the id of the wandb run of `directory`; a sweep's agent sets it, or we draw it."""
+    path = directory.wandb_id
+    path.parent.mkdir(exist_ok=True)  # else wandb uses the system's temporary folder
+    if not path.exists():
+        path.write_text(os.environ.get("WANDB_RUN_ID") or secrets.token_hex(4))
+    return path.read_text()
+
+
+def define_axes(run: Run) -> None:
+    """Draw every metric over our steps, and choose what the table of runs shows."""
+    run.define_metric(STEP)
+    for name in ("trainer/tokens", "*"):
+        run.define_metric(name, step_metric=STEP)
+    for name, summary in SUMMARIES.items():
+        run.define_metric(name, step_metric=STEP, summary=summary)
+
+
+def log_checkpoints(run: Run, directory: RunDirectory) -> None:
+    """Log the best and the last checkpoint with their checksums, as versions of one artifact."""
+    summary = directory.read_summary()
+    aliases: dict[str, list[str]] = {}  # path -> aliases; one file may be both
+    for name, alias in (("best_checkpoint", "best"), ("last_checkpoint", "latest")):
+        path = summary.get(name)
+        if path:
+            aliases.setdefault(path, [Path(path).stem]).append(alias)
+    for path, names in aliases.items():
+        artifact = wandb.Artifact(f"{run.id}-checkpoint", type="model")
+        for file in files_of(Path(path)):
+            artifact.add_file(str(file))
+        run.log_artifact(artifact, aliases=names)

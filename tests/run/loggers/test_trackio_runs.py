@@ -1,0 +1,105 @@
+"""`logger=trackio` with a real trackio, which keeps its runs in the folder of the test.
+
+trackio chooses its folder when it is imported, so each of these runs has a process of its own.
+"""
+
+import contextlib
+import csv
+import json
+import sqlite3
+
+import pytest
+
+pytestmark = pytest.mark.usefixtures("quick_ranks")
+
+
+@pytest.fixture
+def train(command):
+    """Return a function that trains with trackio, without a network and in another process."""
+
+    def run(*overrides, **options):
+        place = {"TRACKIO_DIR": str(command.folder / "store"), "HF_HUB_OFFLINE": "1"}
+        return command.train("logger=trackio", "trainer=cpu", *overrides, **place, **options)
+
+    return run
+
+
+@pytest.fixture
+def read(command):
+    """Return a function that reads columns of a table of the project's database, row by row."""
+
+    def rows(columns, table):
+        file = command.folder / "store/lockstep-gpt.db"
+        with contextlib.closing(sqlite3.connect(file)) as database:
+            return database.execute(f"SELECT {columns} FROM {table} ORDER BY id").fetchall()
+
+    return rows
+
+
+def logged(read):
+    """Return (step, metrics) of each row that trackio has."""
+    return [(step, json.loads(metrics)) for step, metrics in read("step, metrics", "metrics")]
+
+
+def history(read, name):
+    return [(step, metrics[name]) for step, metrics in logged(read) if name in metrics]
+
+
+def test_trackio_has_the_settings_and_metrics_of_a_resumed_run(command, train, read):
+    ended = train("run_dir=run", "run_name=mine", "max_steps=10")
+    assert 'trackio show --project "lockstep-gpt"' in ended.stdout
+    assert "Trackio" not in ended.stdout  # it prints nothing itself
+    assert history(read, "status") == [(10, "done")]
+    train("run_dir=run", "resume=auto", "max_steps=20")
+    with (command.folder / "run/metrics.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    for name in ("train/loss", "val/loss"):
+        assert history(read, name) == [
+            (int(row["trainer/step"]), float(row[name])) for row in rows if row[name]
+        ]
+    assert history(read, "status") == [(10, "done"), (20, "done")]
+    assert [step for step, _ in history(read, "samples")] == [10, 20]
+    assert len(set(read("run_id", "metrics"))) == 1
+    assert set(read("run_name", "metrics")) == {("mine",)}
+    ((config,),) = read("config", "configs")
+    assert json.loads(config)["max_steps"] == 20
+    assert json.loads(config)["parameters"] == 34688
+    assert read("title", "alerts") == []
+
+
+def test_a_second_run_with_the_same_name_is_another_run(train, read):
+    for folder in ("a", "b"):
+        train(f"run_dir={folder}", "run_name=mine", "max_steps=10")
+    train("run_dir=a", "run_name=mine", "resume=auto", "max_steps=20")
+    first, second, third = (
+        (name, run_id)
+        for name, run_id, metrics in read("run_name, run_id, metrics", "metrics")
+        if "status" in json.loads(metrics)
+    )
+    assert first == third == ("mine", first[1])
+    assert second[0].startswith("mine-")
+    assert second[1] != first[1]
+
+
+def test_a_failed_run_is_marked_as_failed_and_sends_an_alert(command, train, read):
+    (command.folder / "broken.py").write_text(
+        "import lightning\n"
+        "class Broken(lightning.Callback):\n"
+        "    def on_train_start(self, *_): raise ZeroDivisionError('on purpose')\n"
+    )
+    broken = ("+callbacks.broken._target_=broken.Broken", "run_dir=run", "run_name=mine")
+    train(*broken, status=1, PYTHONPATH=str(command.folder))
+    assert history(read, "status") == [(0, "failed")]
+    assert read("title, level", "alerts") == [("mine failed", "error")]
+
+
+def test_the_runs_of_a_sweep_are_in_one_group(train, read):
+    train("--multirun", "run_dir=sweep", "max_steps=10", "seed=1,2")
+    groups = [json.loads(config)["_Group"] for (config,) in read("config", "configs")]
+    assert groups == ["sweep", "sweep"]
+
+
+def test_a_project_that_trackio_rejects_is_one_line(train):
+    refused = train("run_dir=run", "logger.trackio.project=registry-x", status=2)
+    assert "logger.trackio.project=registry-x is rejected by trackio: " in refused.stderr
+    assert "Traceback" not in refused.stderr
