@@ -13,6 +13,12 @@ from lockstep_gpt.optional import import_optional, install_command
 ROOT = Path(__file__).parents[1]
 
 
+@pytest.fixture(autouse=True)
+def _not_of_dev_py(monkeypatch, tmp_path):
+    """Pretend that scripts/dev.py has not made this environment."""
+    monkeypatch.setattr(optional, "STAMP", tmp_path / "no-stamp")
+
+
 @pytest.fixture
 def _active(monkeypatch):
     """Make `pip` the one of this Python, as in an activated environment."""
@@ -61,3 +67,13 @@ def test_an_environment_of_uv_has_no_pip(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     expected = 'uv pip install --python .venv/bin/python -e ".[zstd]"'
     assert install_command("zstd") == expected
+
+
+def test_an_environment_of_dev_py_is_extended_by_dev_py(monkeypatch, tmp_path):
+    (tmp_path / "set-up.sha256").touch()
+    monkeypatch.setattr(optional, "STAMP", tmp_path / "set-up.sha256")
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    monkeypatch.chdir(ROOT)
+    assert install_command("zstd") == "python3 scripts/dev.py install zstd"
+    monkeypatch.chdir(tmp_path)
+    assert install_command("zstd") == f"python3 {ROOT}/scripts/dev.py install zstd"

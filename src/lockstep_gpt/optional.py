@@ -10,6 +10,8 @@ from typing import Any
 from lockstep_gpt.config import PROGRAM, UserError
 
 CHECKOUT = Path(__file__).resolve().parents[2]
+# scripts/dev.py writes this file when it has set up .venv.
+STAMP = CHECKOUT / ".venv/set-up.sha256"
 
 
 def import_optional(needed_by: str, module: str, extra: str) -> Any:
@@ -39,7 +41,11 @@ def install_command(extra: str) -> str:
     """Return the command that adds an optional dependency to the environment of this process.
 
     An editable installation can only be repeated from its checkout, so its path is in the command.
+    An environment of scripts/dev.py gets the pinned versions, and keeps them.
     """
+    if Path(sys.prefix) == STAMP.parent and STAMP.is_file():
+        script = "scripts/dev.py" if Path.cwd() == CHECKOUT else CHECKOUT / "scripts/dev.py"
+        return f"python3 {script} install {extra}"
     requirement = f'"{PROGRAM}[{extra}]"'
     if (CHECKOUT / "pyproject.toml").is_file():
         place = "." if Path.cwd() == CHECKOUT else CHECKOUT

@@ -235,7 +235,8 @@ def test_all_edits_of_an_owner_survive_added_and_removed_extras(project, update,
         assert new in (project / name).read_text("utf-8"), name
     assert "all applied and staged" in update(project, "--remove", "all")
     committed(project)
-    assert git(project, "diff", edited, "HEAD") == ""
+    assert git(project, "diff", edited, "HEAD", "--", ".", ":!.template.json") == ""
+    assert extras_of(project) == "none"
 
 
 PAGE = "docs/settings.md"
