@@ -19,7 +19,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -85,7 +85,11 @@ class Command:
     data_root: Path
     forks: str  # a `python` whose processes are forks
     python: str | None = None  # starts agents and ranks; None: as users' commands do
-    _started: list[tuple[Any, list[IO[Any]]]] = field(default_factory=list)
+    _started: list[tuple[Any, list[IO[Any]]]] = field(default_factory=list, init=False)
+
+    def elsewhere(self, folder: Path) -> Command:
+        """Return the same command in another folder."""
+        return replace(self, folder=folder)
 
     def end(self) -> None:
         """Kill the processes that a failed test left running, and close all files of output."""
@@ -514,16 +518,18 @@ def command(tmp_path: Path, data_root: Path, python_of_forks: str) -> Iterator[C
 @pytest.fixture(scope="session")
 def finished(shared: Path, data_root: Path, python_of_forks: str) -> tuple[Command, str]:
     """A finished run of the smoke experiment in `runs/first`, and its output."""
+    folder = shared / "finished"
+    command = Command(folder, data_root, python_of_forks, None if WARM else python_of_forks)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "executable", python_of_forks)
-        command = Command(shared / "finished", data_root, python_of_forks)
         return _once(command, FIRST.split(), "first")
 
 
 @pytest.fixture(scope="session")
 def two(finished: tuple[Command, str]) -> tuple[Command, str]:
-    """The same on two ranks, in `runs/two` next to it; none of its processes is a fork."""
-    return _once(finished[0], [*ON_TWO_RANKS.split(), "run_dir=runs/two"], "two")
+    """The same on two ranks, in `runs/two` next to it; none of its processes is our fork."""
+    command = replace(finished[0], python=None)
+    return _once(command, [*ON_TWO_RANKS.split(), "run_dir=runs/two"], "two")
 
 
 def _once(command: Command, words: list[str], name: str) -> tuple[Command, str]:

@@ -20,9 +20,9 @@ def torchrun(command):
     def start(*overrides, options=(), forks=True):
         words = command.smoke(*LONG, *overrides)
         words = [*TORCHRUN, "--nproc_per_node=2", *options, "-m", "lockstep_gpt", *words]
-        return (
-            command.start_python(*words) if forks else command.start_words([sys.executable, *words])
-        )
+        if forks:
+            return command.start_python(*words)
+        return command.start_words([sys.executable, *words])
 
     return start
 
