@@ -43,12 +43,19 @@ def ranks_of(wait_for):
     return lambda pid, before=(): wait_for(lambda: new(pid, before))
 
 
+@pytest.fixture(scope="module")
+def whole(finished, tmp_path_factory):
+    """The summary of the undisturbed run."""
+    command = finished[0].elsewhere(tmp_path_factory.mktemp("whole"))
+    command.train(*LONG, "trainer.devices=2", "strategy=ddp", "run_dir=whole")
+    return command.summary("whole")
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("options", [(), ("--standalone",)], ids=["default", "standalone"])
 def test_a_killed_rank_restarts_and_ends_with_the_bits_of_an_undisturbed_run(
-    command, torchrun, ranks_of, wait_for_checkpoint, kill, options
+    whole, command, torchrun, ranks_of, wait_for_checkpoint, kill, options
 ):
-    command.train(*LONG, "trainer.devices=2", "strategy=ddp", "run_dir=whole")
     hurt = ("run_dir=hurt", "resume=auto")
     process = torchrun(*hurt, options=(*options, "--max-restarts=2"))
     ranks = []
@@ -58,7 +65,7 @@ def test_a_killed_rank_restarts_and_ends_with_the_bits_of_an_undisturbed_run(
         kill(ranks[1])
     out, err = process.communicate(timeout=240)
     assert process.returncode == 0, f"{out}\n{err}"
-    whole, ended = command.summary("whole"), command.summary("hurt")
+    ended = command.summary("hurt")
     assert ended["status"] == "done"
     assert ended["weights"]["60"] == whole["weights"]["60"]
 
