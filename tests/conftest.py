@@ -19,7 +19,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -59,6 +59,15 @@ USUAL_FILTERS = (
 )
 
 
+def _load(path: Path) -> Any:
+    """Import a file next to this one; pytest's importlib mode has no folder for such imports."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+forked_python = _load(FORKS)
 GPU_REPORT = Path(__file__).parents[1] / "runs/gpu_report.txt"
 # Settings of runs whose ranks are separate processes, one rank or more.
 RANKS = ("trainer", "strategy", "launch.", "guard.stall_after")
@@ -74,8 +83,13 @@ class Command:
 
     folder: Path
     data_root: Path
-    python: str | None = None  # starts processes; None: as users' commands do
-    _started: list[tuple[Any, list[IO[Any]]]] = field(default_factory=list)
+    forks: str  # a `python` whose processes are forks
+    python: str | None = None  # starts agents and ranks; None: as users' commands do
+    _started: list[tuple[Any, list[IO[Any]]]] = field(default_factory=list, init=False)
+
+    def elsewhere(self, folder: Path) -> Command:
+        """Return the same command in another folder."""
+        return replace(self, folder=folder)
 
     def end(self) -> None:
         """Kill the processes that a failed test left running, and close all files of output."""
@@ -93,29 +107,23 @@ class Command:
             target: a function to call with them instead, `module:function`.
             environment: environment variables of the process.
         """
-        if not WARM:
-            module, _, function = target.partition(":")
-            lines = (
-                f"import sys, {module} as module",
-                f"sys.executable = {self.python or sys.executable!r}",  # for its own processes
-                f"sys.exit(module.{function}(sys.argv[1:]))",
-            )
-            words = [sys.executable, "-c", "\n".join(lines), *arguments]
-            return Started(self.start_words(words, **environment))
-        from lockstep_gpt.extras.warm import server
+        module, _, function = target.partition(":")
+        lines = (
+            f"import sys, {module} as module",
+            f"sys.executable = {self.python or sys.executable!r}",  # for its own processes
+            f"sys.exit(module.{function}(sys.argv[1:]))",
+        )
+        return self.start_python("-c", "\n".join(lines), *arguments, **environment)
 
+    def start_python(self, *words: str, **environment: str) -> Started:
+        """Start `python WORDS`, forked from a process that imported everything."""
         clean = {**_clean_environment(os.environ), **QUIET, **environment}
+        address = str(Path(self.forks).with_name("socket"))
+        if sys.platform != "linux" or not forked_python.is_possible(address, words, clean):
+            return Started(self.start_words([sys.executable, *words], **environment))
         printed = [tempfile.TemporaryFile() for _ in range(2)]  # noqa: SIM115 (closed by `end`)
-        with contextlib.chdir(self.folder):
-            process = server.start(
-                target,
-                [arguments],
-                ["lockstep_gpt", *arguments],
-                {**supervise.KEEP_MEMORY, **clean},
-                [],
-                [0, *(file.fileno() for file in printed)],
-            )
-        assert process, "the server that forks commands has ended"
+        streams = [0, *(file.fileno() for file in printed)]
+        process = forked_python.Fork(address, words, clean, str(self.folder), streams)
         self._started.append((process, printed))
         return Started(process, *printed)
 
@@ -335,11 +343,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     if plugins.hasplugin("dsession"):
         return
     for name in PLUGINS:
-        path = Path(__file__).with_name(f"{name}.py")
-        spec = importlib.util.spec_from_file_location(name, path)
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        plugins.register(module)
+        plugins.register(_load(Path(__file__).with_name(f"{name}.py")))
 
 
 def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
@@ -504,10 +508,9 @@ def data_root(shared: Path) -> Path:
 
 
 @pytest.fixture
-def command(tmp_path: Path, data_root: Path, request: pytest.FixtureRequest) -> Iterator[Command]:
+def command(tmp_path: Path, data_root: Path, python_of_forks: str) -> Iterator[Command]:
     """The command; its processes are forks, by the extra `warm` or, without it, by our server."""
-    forks = None if WARM else request.getfixturevalue("python_of_forks")
-    command = Command(tmp_path, data_root, forks)
+    command = Command(tmp_path, data_root, python_of_forks, None if WARM else python_of_forks)
     yield command
     command.end()
 
@@ -515,15 +518,18 @@ def command(tmp_path: Path, data_root: Path, request: pytest.FixtureRequest) -> 
 @pytest.fixture(scope="session")
 def finished(shared: Path, data_root: Path, python_of_forks: str) -> tuple[Command, str]:
     """A finished run of the smoke experiment in `runs/first`, and its output."""
+    folder = shared / "finished"
+    command = Command(folder, data_root, python_of_forks, None if WARM else python_of_forks)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "executable", python_of_forks)
-        return _once(Command(shared / "finished", data_root), FIRST.split(), "first")
+        return _once(command, FIRST.split(), "first")
 
 
 @pytest.fixture(scope="session")
 def two(finished: tuple[Command, str]) -> tuple[Command, str]:
-    """The same on two ranks, in `runs/two` next to it; none of its processes is a fork."""
-    return _once(finished[0], [*ON_TWO_RANKS.split(), "run_dir=runs/two"], "two")
+    """The same on two ranks, in `runs/two` next to it; none of its processes is our fork."""
+    command = replace(finished[0], python=None)
+    return _once(command, [*ON_TWO_RANKS.split(), "run_dir=runs/two"], "two")
 
 
 def _once(command: Command, words: list[str], name: str) -> tuple[Command, str]:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import select
 import signal
 import socket
 import sys
@@ -65,15 +66,11 @@ SERVER_ENDED = 70  # exit status of a `python` whose server ended (EX_SOFTWARE o
 
 def stand_for(address: str, words: list[str], worker: bool) -> NoReturn:
     """Be the process that the starter sees, pytest-xdist in case of a `worker`."""
-    with open(f"{address}.json") as file:  # noqa: PTH123 (pathlib is slow to import)
-        served = json.load(file)
-    if not worker and (_mattering(os.environ) != _mattering(served) or not _can_be(words)):
+    if not worker and not is_possible(address, words, os.environ):
         os.execv(sys.executable, [sys.executable, *words])
     signals = [getattr(signal, name) for name in PASSED]
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     open_files = _open_files()
-    connection = socket.socket(socket.AF_UNIX)
-    connection.connect(address)
     job = {
         "words": words,
         "environment": dict(os.environ),
@@ -82,10 +79,7 @@ def stand_for(address: str, words: list[str], worker: bool) -> NoReturn:
         "stands": os.getpid(),
         "worker": worker,
     }
-    text = json.dumps(job).encode()
-    socket.send_fds(connection, [len(text).to_bytes(8)], open_files)
-    connection.sendall(text)
-    pid = int.from_bytes(_received(connection))
+    connection, pid = _request(address, job, open_files)
     for number in open_files:  # otherwise, they stay open after the fork closes them
         os.close(number)
     for signum in signals:
@@ -102,12 +96,88 @@ def stand_for(address: str, words: list[str], worker: bool) -> NoReturn:
     os._exit(status)
 
 
+def _request(
+    address: str, job: Mapping[str, Any], open_files: Sequence[int]
+) -> tuple[socket.socket, int]:
+    """Ask a server for a process; return the connection that tells its end, and its id."""
+    connection = socket.socket(socket.AF_UNIX)
+    connection.connect(address)
+    text = json.dumps(job).encode()
+    socket.send_fds(connection, [len(text).to_bytes(8)], open_files)
+    connection.sendall(text)
+    return connection, int.from_bytes(_received(connection))
+
+
+class Fork:
+    """A fork that this process asked a server for, with the methods of `Popen` that tests use.
+
+    Unlike a process that `python` represents, it has the id that `pid` tells.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        words: Sequence[str],
+        environment: Mapping[str, str],
+        folder: str,
+        streams: Sequence[int],
+    ) -> None:
+        job = {
+            "words": [*words],
+            "environment": {**environment},
+            "folder": folder,
+            "files": [*range(len(streams))],
+            "parent": os.getpid(),
+            "worker": False,
+        }
+        self._connection, self.pid = _request(address, job, streams)
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        """Return the exit status, -n after signal n; None while the process runs."""
+        return self._look(0)
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for the process to end; return its exit status.
+
+        Raises:
+            TimeoutExpired: it has not ended after `timeout` seconds.
+        """
+        if (status := self._look(timeout)) is None:
+            import subprocess  # slow, and of no use to `python`
+
+            raise subprocess.TimeoutExpired([f"process {self.pid}"], timeout or 0)
+        return status
+
+    def _look(self, timeout: float | None) -> int | None:
+        if self.returncode is None and select.select([self._connection], [], [], timeout)[0]:
+            with self._connection:
+                self.returncode = int.from_bytes(_received(self._connection), signed=True)
+        return self.returncode
+
+    def send_signal(self, signum: int) -> None:
+        """Send a signal, unless the process has ended."""
+        if self.poll() is None:
+            os.kill(self.pid, signum)
+
+    def kill(self) -> None:
+        """Send SIGKILL."""
+        self.send_signal(signal.SIGKILL)
+
+
+def is_possible(address: str, words: Sequence[str], environment: Mapping[str, str]) -> bool:
+    """Return whether a fork can be the process of `python WORDS` in an environment."""
+    with open(f"{address}.json") as file:  # noqa: PTH123 (pathlib is slow to import)
+        served = json.load(file)
+    return _mattering(environment) == _mattering(served) and _can_be(words)
+
+
 def _mattering(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: text for name, text in environment.items() if name.startswith(READ_ON_IMPORT)}
 
 
-def _can_be(words: list[str]) -> bool:
-    if words[:2] == ["-m", f"{WARM}.program"]:  # its forks become children of their starter
+def _can_be(words: Sequence[str]) -> bool:
+    if [*words[:2]] == ["-m", f"{WARM}.program"]:  # its forks become children of their starter
         return False
     first = next((word for word in words if word not in FLAGS), "-")
     return first in ("-c", "-m") or not first.startswith("-")
@@ -307,16 +377,18 @@ def _be(job: dict[str, Any], files: list[int], program: str, before: dict[str, s
     os._exit(int(status) & 0xFF)
 
 
-def _parent_of(stands: int) -> Callable[[], int]:
-    """Return an `os.getppid` for this process, with the parent of the process `stands`."""
+def _parent_of(job: Mapping[str, Any]) -> Callable[[], int]:
+    """Return an `os.getppid` for this process: the parent of its `python`, or who asked for it."""
     from pathlib import Path
 
     ours, real = os.getpid(), os.getppid
-    stat = Path(f"/proc/{stands}/stat")
 
     def getppid() -> int:
         if os.getpid() != ours:  # one of our forks
             return real()
+        if "parent" in job:  # we end with it
+            return int(job["parent"])
+        stat = Path(f"/proc/{job['stands']}/stat")
         return int(stat.read_text().rpartition(")")[2].split()[1])
 
     return getppid
@@ -349,7 +421,7 @@ def _settle_in(job: dict[str, Any], files: list[int], program: str) -> Callable[
     memory = {name: text for name, text in os.environ.items() if name.startswith("MALLOC_")}
     os.environ.clear()
     os.environ.update(job["environment"])
-    os.getppid = _parent_of(job["stands"])
+    os.getppid = _parent_of(job)
     if processes := sys.modules.get(f"{PACKAGE}.processes"):  # the kernel would watch the server
         vars(processes)["_let_kernel_watch"] = processes._let_thread_watch
     fork = sys.modules.get(f"{WARM}.fork")

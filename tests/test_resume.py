@@ -38,7 +38,7 @@ def weights(folder):
 @pytest.fixture(scope="module")
 def resumed(finished, tmp_path_factory, python_of_forks):
     """A run like the finished one that was killed in step 14 and resumed by hand."""
-    command = type(finished[0])(tmp_path_factory.mktemp("resumed"), finished[0].data_root)
+    command = finished[0].elsewhere(tmp_path_factory.mktemp("resumed"))
     (command.folder / "killer.py").write_text(KILL)
     kill = ("+callbacks.kill._target_=killer.Kill", "launch.max_restarts=0", "run_dir=run")
     words = ("train", "run_dir=run", "resume=auto", "launch.max_restarts=1")

@@ -9,18 +9,20 @@ import pytest
 
 from lockstep_gpt.launch import launcher
 
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
+TORCHRUN = ["-m", "torch.distributed.run"]
 LONG = ("trainer=cpu", "max_steps=60", "checkpoint.every=4", "log_every=5", "model.dropout=0.1")
 
 
 @pytest.fixture
 def torchrun(command):
-    """Start the smoke experiment on two ranks of torchrun."""
+    """Start the smoke experiment on two ranks of torchrun; all processes are forks, or none is."""
 
-    def start(*overrides, options=()):
+    def start(*overrides, options=(), forks=True):
         words = command.smoke(*LONG, *overrides)
-        launch = [*TORCHRUN, "--nproc_per_node=2", *options, "-m", "lockstep_gpt"]
-        return command.start_words([*launch, *words])
+        words = [*TORCHRUN, "--nproc_per_node=2", *options, "-m", "lockstep_gpt", *words]
+        if forks:
+            return command.start_python(*words)
+        return command.start_words([sys.executable, *words])
 
     return start
 
@@ -34,24 +36,36 @@ def ranks_of(wait_for):
         with open(listing) as file:  # noqa: PTH123 (not a file on a disk)
             return [int(word) for word in file.read().split()]
 
-    return lambda pid: wait_for(lambda: len(children(pid)) == 2 and children(pid))
+    def new(pid, before=()):
+        found = children(pid)
+        return len(found) == 2 and not {*found} & {*before} and found
+
+    return lambda pid, before=(): wait_for(lambda: new(pid, before))
+
+
+@pytest.fixture(scope="module")
+def whole(finished, tmp_path_factory):
+    """The summary of the undisturbed run."""
+    command = finished[0].elsewhere(tmp_path_factory.mktemp("whole"))
+    command.train(*LONG, "trainer.devices=2", "strategy=ddp", "run_dir=whole")
+    return command.summary("whole")
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("options", [(), ("--standalone",)], ids=["default", "standalone"])
 def test_a_killed_rank_restarts_and_ends_with_the_bits_of_an_undisturbed_run(
-    command, torchrun, ranks_of, wait_for_checkpoint, kill, options
+    whole, command, torchrun, ranks_of, wait_for_checkpoint, kill, options
 ):
-    command.train(*LONG, "trainer.devices=2", "strategy=ddp", "run_dir=whole")
     hurt = ("run_dir=hurt", "resume=auto")
     process = torchrun(*hurt, options=(*options, "--max-restarts=2"))
+    ranks = []
     for _ in range(2):
         wait_for_checkpoint(command.folder / "hurt")
-        kill(ranks_of(process.pid)[1])
-        time.sleep(1)
+        ranks = ranks_of(process.pid, ranks)
+        kill(ranks[1])
     out, err = process.communicate(timeout=240)
     assert process.returncode == 0, f"{out}\n{err}"
-    whole, ended = command.summary("whole"), command.summary("hurt")
+    ended = command.summary("hurt")
     assert ended["status"] == "done"
     assert ended["weights"]["60"] == whole["weights"]["60"]
 
@@ -60,14 +74,14 @@ def test_a_killed_rank_restarts_and_ends_with_the_bits_of_an_undisturbed_run(
 def test_no_rank_outlives_a_killed_torchrun(
     command, torchrun, ranks_of, wait_for_checkpoint, kill, is_alive, wait_for, early
 ):
-    process = torchrun("max_steps=99999", "run_dir=run")
+    process = torchrun("max_steps=99999", "run_dir=run", forks=not early)
     if not early:
         wait_for_checkpoint(command.folder / "run")
     ranks = ranks_of(process.pid)
     time.sleep(0.5 * early)
     kill(process.pid)
     wait_for(lambda: not any(map(is_alive, ranks)), seconds=5 if not early else 60)
-    process.wait()
+    process.communicate(timeout=240)
 
 
 def test_a_rank_that_torchrun_left_before_it_could_know_ends_at_once(monkeypatch):

@@ -45,7 +45,7 @@ def outline(value):
 @pytest.fixture(scope="module")
 def sharded(finished, tmp_path_factory):
     """The finished run again, on two ranks with shards."""
-    command = type(finished[0])(tmp_path_factory.mktemp("sharded"), finished[0].data_root)
+    command = finished[0].elsewhere(tmp_path_factory.mktemp("sharded"))
     (command.folder / "measure.py").write_text(MEASURE)
     measure = "+callbacks.measure._target_=measure.Measure"
     words = (*SHARDED, measure, "run_dir=run", "callbacks.sample.length=300")
@@ -90,7 +90,7 @@ def test_sample_of_shards_is_one_device_s(sharded, finished):
 @pytest.fixture(scope="module")
 def continued(finished, tmp_path_factory):
     """Losses of the finished run after ten more steps on one device, and its checkpoint."""
-    command = type(finished[0])(tmp_path_factory.mktemp("continued"), finished[0].data_root)
+    command = finished[0].elsewhere(tmp_path_factory.mktemp("continued"))
     source = finished[0].folder / "runs/first"
     command.train(f"resume={source}", "max_steps=30", "run_dir=run")
     return source, command.summary("run")
@@ -116,7 +116,7 @@ def test_a_run_resumes_under_another_strategy(command, sharded, continued, shard
 @pytest.fixture(scope="module")
 def in_parts(sharded, tmp_path_factory):
     """The sharded run again; each rank writes its own part of checkpoints."""
-    command = type(sharded[0])(tmp_path_factory.mktemp("parts"), sharded[0].data_root)
+    command = sharded[0].elsewhere(tmp_path_factory.mktemp("parts"))
     copies = f"checkpoint.copy_to={command.folder / 'copies'}"
     keep = ("checkpoint.every=5", "checkpoint.keep_last=2", "checkpoint.keep_best=1")
     command.train(*SHARDED, "strategy.save_parts=true", *keep, copies, "run_dir=run")

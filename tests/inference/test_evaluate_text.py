@@ -1,7 +1,6 @@
 import json
 import math
 import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -88,10 +87,10 @@ def test_the_test_loss_of_a_run_is_that_of_its_whole_test_split(tested, capsys):
     assert result["tokens"] > 0
 
 
-def test_ranks_of_torchrun_evaluate_together_and_the_first_prints(tested, capsys):
+def test_ranks_of_torchrun_evaluate_together_and_the_first_prints(tested, python_of_forks, capsys):
     assert cli.main(["evaluate", str(tested), "--split", "test", "--json"]) == 0
     alone = json.loads(capsys.readouterr().out)
-    words = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "-m"]
+    words = [python_of_forks, "-m", "torch.distributed.run", "--nproc_per_node=2", "-m"]
     words += ["lockstep_gpt", "evaluate", str(tested), "--split", "test", "--json"]
     ended = subprocess.run(words, capture_output=True, text=True, timeout=240, check=False)
     assert ended.returncode == 0, ended.stderr

@@ -48,7 +48,7 @@ def weights_of(run):
 @pytest.fixture(scope="module")
 def mixed(finished, tmp_path_factory):
     """A finished run on a mixture, and its command."""
-    command = type(finished[0])(tmp_path_factory.mktemp("mixed"), finished[0].data_root)
+    command = finished[0].elsewhere(tmp_path_factory.mktemp("mixed"))
     schedule = "data.schedule=[{from: 0.5, weights: {prose: 1}}]"
     said = command.train(*words(command), schedule, "run_dir=run").stdout
     return command, said

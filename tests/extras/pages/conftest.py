@@ -10,9 +10,9 @@ from lockstep_gpt.run.metrics_file import MetricsFile
 
 
 @pytest.fixture(scope="session")
-def recorded(two, shared):
+def recorded(finished, shared):
     """The two-rank run of the README again, in `runs/recorded`, with every third step recorded."""
-    command, _ = two
+    command, _ = finished
     screen = shared / "recorded.screen"
     with screen.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
