@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 
 from lockstep_gpt import cli
-from lockstep_gpt.config import PROGRAM, UserError
-from lockstep_gpt.launch.choices import config_folder
-from lockstep_gpt.registry import merged
+from lockstep_gpt.config import PROGRAM, UserError, config_folders
+from lockstep_gpt.registry import COMMANDS as KIND
+from lockstep_gpt.registry import additions
 
 # Not your own commands in `cli.py`: they may need torch for their help.
-COMMANDS = ("train", "prepare", "generate", *merged("COMMANDS"))
+OF_EXTRAS = [name for table in additions(KIND) for name in table]
+COMMANDS = ("train", "prepare", "generate", *OF_EXTRAS)
 LIGHT = {  # commands that must work without torch and leave no file: exit status
     "--help": 0,
     "--version": 0,
@@ -32,7 +33,11 @@ LIGHT = {  # commands that must work without torch and leave no file: exit statu
 }
 
 SHOWN = [name for name in cli.COMMANDS if name[0] != "-"]  # shells call the others
-GROUPS = [path for path in config_folder().iterdir() if list(path.glob("*.yaml"))]
+FILES = [path for folder in config_folders() for path in folder.glob("*/*.yaml")]
+GROUPS = {
+    group: sorted(path.stem for path in FILES if path.parent.name == group)
+    for group in {path.parent.name for path in FILES}
+}
 
 
 # Run each command in a separate folder, as a fork of a process with all of their imports.
@@ -113,9 +118,8 @@ def test_the_help_of_train_fits_a_screen(answers):
 # template-only: end
 def test_the_help_of_train_names_every_group_with_its_choices(answers):
     lines = answers["train --help"][1].splitlines()
-    for folder in GROUPS:
-        choices = sorted(path.stem for path in folder.glob("*.yaml"))
-        assert f"{folder.name}: {', '.join(choices)}" in lines
+    for group, choices in GROUPS.items():
+        assert f"{group}: {', '.join(choices)}" in lines
 
 
 def test_an_unknown_command_is_rejected_with_the_known_ones(answers):

@@ -17,11 +17,12 @@ from lockstep_gpt.config import (
     UserError,
     data_choices,
     from_container,
+    groups,
     settings_on_resume,
 )
 
 SOURCES = [*data_choices().values()]
-SECTIONS = [*schema.Checked.__subclasses__(), schema.DataModuleConfig, *SOURCES]
+SECTIONS = [schema.Config, schema.DataModuleConfig, *groups().values(), *SOURCES]
 VALUES = {
     "max_steps": 10,
     "batch": {"global_size": 4},
@@ -59,20 +60,18 @@ def test_the_choices_of_settings_have_ours():
 
 ADDED = """
 from dataclasses import dataclass
+from typing import ClassVar
 
-from lockstep_gpt.config import LaunchConfig, ModelConfig, setting
+from lockstep_gpt.config import ExtraSettings, setting
 
-SETTINGS = {"launch": ".extras.NAME:Launch", "model": ".extras.NAME:Model"}
-
-
-@dataclass
-class Launch(LaunchConfig):
-    NAME: int = setting("of an extra", 1, at_least=1)
+SETTINGS = {"NAME": ".extras.NAME:Settings"}
 
 
 @dataclass
-class Model(ModelConfig):
-    NAME: int = setting("of an extra", 1, on_resume="free")
+class Settings(ExtraSettings):
+    node: ClassVar[str] = "NAME"
+    size: int = setting("of an extra", 1, at_least=1)
+    place: str | None = setting("of an extra", None, on_resume="machine")
 """
 
 
@@ -91,19 +90,27 @@ def added(tmp_path, monkeypatch):
     return add
 
 
-def test_extras_add_settings_to_a_group_of_the_core_s(added):
-    added()
-    assert vars(Config(max_steps=1).launch) == vars(schema.LaunchConfig())
+def test_an_extra_adds_a_group_of_settings(added):
     added("one")
-    with pytest.raises(UserError, match=r"^launch\.one=0 must be at least 1$"):
-        from_container(with_setting("launch.one", 0))
-    added("one", "two")
-    config = from_container(with_setting("launch.two", 3))
-    assert (config.launch.one, config.launch.two, config.launch.max_restarts) == (1, 3, 3)
-    assert Config(max_steps=1).launch == from_container(VALUES).launch
-    assert {"launch.one", "launch.two", "launch.inline"} < settings_on_resume("machine")
-    assert {"model.one", "model.two"} < settings_on_resume("free")
-    assert from_container(with_setting("model.two", 3)).model.two == 3
+    kind = groups()["one"]
+    with pytest.raises(UserError, match=r"^one\.size=0 must be at least 1$"):
+        from_container(with_setting("one.size", 0))
+    config = from_container(with_setting("one.size", 3))
+    assert kind.of(config).size == kind.of(dataclasses.replace(config, seed=2)).size == 3
+    assert kind.of(from_container(VALUES)) == kind.of(Config(max_steps=1)) == kind()
+    assert "one.place" in settings_on_resume("machine")
+    assert "one.size" in settings_on_resume("free")
+    with pytest.raises(OmegaConfBaseException, match="Key 'two' not in 'Config'"):
+        from_container(with_setting("two.size", 3))
+
+
+def test_an_extra_s_settings_are_frozen_only_if_they_differ_from_the_defaults(added):
+    added("one")
+    values = {"seed": 1, "one": {"size": 1, "place": None}}
+    assert schema.without_defaults(values) == {"seed": 1}
+    assert schema.with_defaults({"seed": 1}) == values
+    changed = {"seed": 1, "one": {"size": 2, "place": None}}
+    assert schema.without_defaults(changed) == schema.with_defaults(changed) == changed
 
 
 @pytest.mark.parametrize("section", SECTIONS, ids=lambda section: section.__name__)
@@ -139,7 +146,9 @@ def test_valid_values_are_kept_unchanged():
 
 def test_the_frozen_values_of_a_config_give_the_same_config():
     config = from_container(with_setting("trainer.devices", 2))
-    assert from_container(dataclasses.asdict(config)) == config
+    values = dataclasses.asdict(config)
+    of_extras = values.pop("of_extras")
+    assert from_container({**values, **of_extras}) == config
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import functools
 import logging
 import math
 import re
-from dataclasses import Field, dataclass, field, fields
+from dataclasses import Field, asdict, dataclass, field, fields
 from importlib.util import find_spec
 from operator import ge, gt, le, lt
 from pathlib import Path
@@ -644,6 +644,16 @@ def from_container(values: dict[str, Any], file: Path | None = None) -> Config:
     # OmegaConf sets the groups of extras as attributes, which `dataclasses.replace` would drop.
     config.of_extras = {name: vars(config).pop(name) for name in settings_classes()}
     return config
+
+
+def as_values(config: Config) -> dict[str, Any]:
+    """Return a configuration as plain values, which `from_container` reads.
+
+    As in a frozen file, groups of extras that have their default values are left out.
+    """
+    values = asdict(config)
+    of_extras = values.pop("of_extras")
+    return without_defaults({**values, **of_extras})
 
 
 def with_defaults(values: dict[str, Any]) -> dict[str, Any]:

@@ -7,9 +7,8 @@ import yaml
 from omegaconf import OmegaConf
 
 from lockstep_gpt import extras
-from lockstep_gpt.config import UserError, data_choices, from_container, groups
+from lockstep_gpt.config import UserError, data_choices, from_container, groups, yaml_files
 from lockstep_gpt.launch import compose
-from lockstep_gpt.launch.choices import config_folder
 from lockstep_gpt.run.directory import flat
 from lockstep_gpt.training.schedule import plan_batch, plan_schedule
 
@@ -49,14 +48,12 @@ def refusal(*arguments):
 
 
 def choices(group):
-    return sorted(path.stem for path in (config_folder() / group).glob("*.yaml"))
+    return sorted(yaml_files(group))
 
 
 def complete(group):
     """Return the choices that need no other settings; tests of their extras compose the others."""
-    texts = {
-        name: (config_folder() / group / f"{name}.yaml").read_text() for name in choices(group)
-    }
+    texts = {name: path.read_text() for name, path in yaml_files(group).items()}
     needs = ("${initial:", "/data/mixture", "${oc.env:")
     return [name for name, text in texts.items() if not any(each in text for each in needs)]
 
@@ -86,7 +83,7 @@ def test_every_choice_of_every_group_composes(arguments):
 @pytest.mark.parametrize("name", complete("experiment"))
 def test_every_experiment_composes_to_the_settings_in_its_file(name):
     values, config = composed(f"experiment={name}")
-    file = OmegaConf.load(config_folder() / "experiment" / f"{name}.yaml")
+    file = OmegaConf.load(yaml_files("experiment")[name])
     settings = OmegaConf.to_container(file)
     settings = {key: settings[key] for key in settings if key not in ("defaults", "hydra")}
     plain = {path: value for path, value in flat(settings) if "${" not in str(value)}
@@ -123,7 +120,7 @@ def test_an_experiment_overrides_groups_and_the_command_line_beats_it():
 @pytest.mark.parametrize("argument", ["warm.enabled=true"])
 def test_a_setting_of_a_missing_extra_is_rejected(argument, monkeypatch):
     monkeypatch.setattr(extras, "__path__", [])
-    assert refusal(argument).startswith(f"unknown setting {argument.partition('=')[0]}; ")
+    assert refusal(argument).startswith(f"{argument} needs the extra warm (")
 
 
 @pytest.mark.parametrize(
@@ -265,7 +262,7 @@ def test_words_are_understood_by_one_extra_after_the_other(tmp_path, monkeypatch
         ("second", "[*words[:-1], words[-1] + '2']"),
     ):
         (tmp_path / f"words_{name}").mkdir()
-        target = f'WORDS = ".extras.words_{name}:understood"'
+        target = f'ARGUMENTS = ".extras.words_{name}:understood"'
         code = f"{target}\n\n\ndef understood(words):\n    return {line}\n"
         (tmp_path / f"words_{name}/__init__.py").write_text(code)
     monkeypatch.setattr(extras, "__path__", [str(tmp_path)])

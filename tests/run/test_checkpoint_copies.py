@@ -4,9 +4,8 @@ from pathlib import Path
 import fsspec
 import pytest
 import yaml
-from lockstep_gpt.extras.copies.copies_settings import CopiedCheckpoints
 
-from lockstep_gpt.config import Config, UserError
+from lockstep_gpt.config import CheckpointConfig, Config, UserError
 from lockstep_gpt.data.tokenizer import ByteTokenizer
 from lockstep_gpt.run import checkpoint_copies as remote
 from lockstep_gpt.run.checkpoint import checkpoint_path, read_checkpoint
@@ -55,7 +54,7 @@ def test_a_damaged_copy_is_skipped_for_the_one_before(tmp_path, caplog):
 def run_in(place, run_dir, far, **settings):
     """Return a run directory `run_dir` below `place`, and its configuration."""
     config = Config(
-        max_steps=1, run_dir=run_dir, checkpoint=CopiedCheckpoints(copy_to=str(far)), **settings
+        max_steps=1, run_dir=run_dir, checkpoint=CheckpointConfig(copy_to=str(far)), **settings
     )
     directory = RunDirectory(place / run_dir)
     directory.path.mkdir(parents=True)

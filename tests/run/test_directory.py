@@ -229,31 +229,6 @@ def test_every_rank_has_its_own_log(run):
     assert run.rank_log(2).parent.parent == run.path
 
 
-def test_a_run_of_an_earlier_version_finds_moved_classes(run, monkeypatch):
-    moved = {
-        "lockstep_gpt.old": "lockstep_gpt.distributed.strategies",
-        "lockstep_gpt.gone": "lockstep_gpt.extras.here",
-        "lockstep_gpt.there.make": "lockstep_gpt.extras.here.make",
-    }
-    monkeypatch.setattr(run_directory, "merged", {"MOVED": moved}.get)
-    targets = [
-        "lockstep_gpt.old.ddp",
-        "lockstep_gpt.gone.Thing",
-        "elsewhere.gone.Thing",
-        "lockstep_gpt.there.make",
-        "lockstep_gpt.there.maker",
-    ]
-    run.create({str(index): {"_target_": target} for index, target in enumerate(targets)})
-    found = [run.values()[str(index)]["_target_"] for index in range(5)]
-    assert found == [
-        "lockstep_gpt.distributed.strategies.ddp",
-        "lockstep_gpt.extras.here.Thing",
-        "elsewhere.gone.Thing",
-        "lockstep_gpt.extras.here.make",
-        "lockstep_gpt.there.maker",
-    ]
-
-
 @pytest.mark.parametrize(
     ("name", "value", "differs"),
     [("node_rank", 1, False), ("rdzv_endpoint", "b:1", True), ("max_restarts", 0, True)],

@@ -1,95 +1,65 @@
 """Run directories and checkpoints of earlier versions: read, or rejected with a remedy."""
 
 import shutil
-from pathlib import Path
-from pkgutil import resolve_name
 
 import pytest
 import torch
 import yaml
-from lockstep_gpt.extras.compat.former import FORMER
 
-from lockstep_gpt import cli, extras
+from lockstep_gpt import extras
 from lockstep_gpt.config import UserError
-from lockstep_gpt.extras import compat
-from lockstep_gpt.registry import merged
 from lockstep_gpt.run.checkpoint import write_checkpoint
-from lockstep_gpt.run.directory import RunDirectory, readable
+from lockstep_gpt.run.directory import RunDirectory
+from lockstep_gpt.run.migrations import migrate
 
-# The smoke experiment as these commits froze it, without the extras' settings.
-FROZEN = {
-    "709b8e7": """
+# The smoke experiment as 0.1.0 froze it, in a project with all extras.
+FROZEN = """
 seed: 1337
 max_steps: 20
 max_tokens: null
-run_name: nano-stdlib-1-20261122-095834
+run_name: nano-stdlib-1-20261124-185605
 run_dir: run
 resume: none
+test: false
 resume_force: false
-precision: 32-true
-compile: false
-val_every: 10
-log_every: 5
-verbosity: normal
-batch: {micro_size: null, global_size: 8, reference_size: 8}
-model: {block_size: 32, n_layer: 2, n_head: 2, n_embd: 32, dropout: 0.0, bias: true}
-data: {source: stdlib, root: data, val_fraction: 0.02, val_tokens: 4096, num_workers: 0}
-optim: {algorithm: adamw, lr: 0.003, lr_scaling: linear, warmup_steps: 5, warmup_tokens: null,
-  decay: cosine, decay_fraction: 0.2, final_lr_fraction: 0.1, beta1: 0.9, beta2: 0.95, eps: 1.0e-08,
-  weight_decay: 0.1, clip_norm: 1.0}
-checkpoint: {every: 10, keep_last: 1, keep_best: 1}
-launch: {inline: false, max_restarts: 3, grace_seconds: 60.0}
-trainer: {_target_: lightning.pytorch.Trainer, accelerator: cpu, devices: 1, num_nodes: 1,
-  sync_batchnorm: false}
-strategy:
-  _target_: lockstep_gpt.training.strategy.auto
-  process_group_backend: null
-  timeout_seconds: 1800
-  find_unused_parameters: false
-  gradient_as_bucket_view: true
-  bucket_cap_mb: 25
-  static_graph: false
-  comm_hook: none
-callbacks:
-  progress:
-    _target_: lockstep_gpt.training.callbacks.progress.Progress
-  sample:
-    _target_: lockstep_gpt.training.callbacks.sample.Sample
-    prompt: 'def '
-    length: 300
-    temperature: 0.8
-logger: {}
-""",
-    "45dabce": """
-seed: 1337
-max_steps: 20
-max_tokens: null
-run_name: nano-stdlib-1-20261122-090927
-run_dir: run
-resume: none
-resume_force: false
+trust_run_dir: false
 precision: 32-true
 compile: false
 peak_tflops: null
 val_every: 10
 log_every: 5
 verbosity: normal
-batch: {micro_size: null, global_size: 8, reference_size: 8}
-model: {block_size: 32, n_layer: 2, n_head: 2, n_embd: 32, dropout: 0.0, bias: true,
-  architecture: gpt, activation_checkpointing: false, n_kv_head: null, init_from: null}
-data: {source: stdlib, root: data, val_fraction: 0.02, val_tokens: 4096, num_workers: 0,
-  shard_mb: 256, tokenizer: bytes, vocab_size: null, tokenizer_mb: 32}
-optim: {algorithm: adamw, lr: 0.003, lr_scaling: linear, warmup_steps: 5, warmup_tokens: null,
-  decay: cosine, decay_fraction: 0.2, final_lr_fraction: 0.1, beta1: 0.9, beta2: 0.95, eps: 1.0e-08,
-  weight_decay: 0.1, clip_norm: 1.0}
+batch: {micro_size: null, global_size: 8, reference_size: 8, exact_micro_size: null, exact_threads: 1}
+model: {block_size: 32, n_layer: 2, n_head: 2, n_embd: 32, dropout: 0.0, bias: true, architecture: gpt,
+    activation_checkpointing: false, n_kv_head: null, ngram_rows: 0, longest_ngram: 2,
+    size: null, size_law: null, init_from: null, mask_documents: false, lora_rank: null,
+    lora_alpha: null}
+data:
+  _target_: lockstep_gpt.data.sources.stdlib.StandardLibrary
+  root: data
+  fingerprint: 40ba95eabf683adcf002568bbdf9b97435babf17b299b054bf11388349175072
+  val_fraction: 0.02
+  val_tokens: 1024
+  test_fraction: 0.0
+  shard_mb: 256
+  tokenizer: bytes
+  vocab_size: null
+  tokenizer_mb: 32
+  invalid_utf8: replace
+  num_proc: 1
+packing:
+  _target_: lockstep_gpt.data.packing.Stream
+optim: {algorithm: adamw, lr: 0.003, head_lr_fraction: 0.2, lr_scaling: linear, warmup_steps: 5,
+    warmup_tokens: null, decay: cosine, decay_fraction: 0.2, final_lr_fraction: 0.1,
+    beta1: 0.9, beta2: 0.95, eps: 1.0e-08, weight_decay: 0.1, clip_norm: 1.0}
 checkpoint: {every: 10, keep_last: 1, keep_best: 1, background: false, copy_to: null}
 guard: {max_skipped: 0, replicas_every: 500, stall_after: 1800.0}
-launch: {inline: true, keep_memory: true, max_restarts: 3, node_rank: 0, rdzv_endpoint: null,
-  min_nodes: null, join_seconds: 300.0, grace_seconds: 60.0}
+launch: {inline: true, keep_memory: true, max_restarts: 3, grace_seconds: 60.0, node_rank: 0,
+    rdzv_endpoint: null, min_nodes: null, join_seconds: 300.0, lost_seconds: 15.0, warm: null}
 trainer: {_target_: lightning.pytorch.Trainer, accelerator: cpu, devices: 1, num_nodes: 1,
-  sync_batchnorm: false}
+    sync_batchnorm: false}
 strategy:
-  _target_: lockstep_gpt.training.ranks.auto
+  _target_: lockstep_gpt.distributed.strategies.auto
   process_group_backend: null
   timeout_seconds: 1800
   find_unused_parameters: false
@@ -99,77 +69,73 @@ strategy:
   comm_hook: none
 callbacks:
   progress:
-    _target_: lockstep_gpt.training.callbacks.progress.Progress
+    _target_: lockstep_gpt.run.callbacks.progress.Progress
   sample:
-    _target_: lockstep_gpt.training.callbacks.progress.Sample
+    _target_: lockstep_gpt.run.callbacks.progress.Sample
     prompt: 'def '
     length: 300
     temperature: 0.8
     at_validation: false
+  report:
+    _target_: lockstep_gpt.extras.seeing.at_end.ReportAtEnd
 logger: {}
-""",
-}
-FROZEN["e665351"] = FROZEN["45dabce"].replace("min_nodes: null,", "min_nodes: null, warm: null,")
-READERS = [("generate", "run", "--length", "3")]  # of a model
-if "evaluate" in cli.COMMANDS:  # of another extra
-    READERS.append(("evaluate", "run"))
+"""
+READERS = [("generate", "run", "--length", "3"), ("evaluate", "run")]  # of a model
 RESUME = ("train", "run_dir=run", "resume=auto", "max_steps=22")
 
 
 @pytest.fixture
 def earlier(finished, command):
-    """Create a run directory as an earlier version left it, with its values changed by `change`."""
+    """Create a run directory as 0.1.0 left it, with its values changed by `change`."""
 
-    def make(version, change=lambda values: values):
+    def make(change=lambda values: values):
         source, run = finished[0].folder / "runs/first", command.folder / "run"
-        values = change(yaml.safe_load(FROZEN[version]))
+        values = change(yaml.safe_load(FROZEN))
         values["data"]["root"] = str(command.data_root)
         (run / "checkpoints").mkdir(parents=True)
         for name in ("metrics.csv", "summary.json"):
             shutil.copy(source / name, run)
         (run / "config.yaml").write_text(yaml.safe_dump(values, sort_keys=False))
         content = torch.load(source / "checkpoints/step=000020.ckpt")
-        if version == "709b8e7":  # its updates were never skipped
-            del content["skipped"]
         write_checkpoint({**content, "config": values}, run / "checkpoints/step=000020.ckpt")
 
     return make
 
 
-@pytest.mark.parametrize("version", FROZEN)
-def test_a_run_of_an_earlier_version_can_be_resumed_and_its_model_read(earlier, command, version):
-    earlier(version)
-    if "evaluate" in cli.COMMANDS:
-        assert '"loss": 4.' in command("evaluate", "run", "--json").stdout
+def test_a_run_of_an_earlier_version_can_be_resumed_and_its_model_read(earlier, command):
+    earlier()
+    assert '"loss": 4.' in command("evaluate", "run", "--json").stdout
     assert command("generate", "run", "--length", "3").stdout
     assert "max_steps: 20 -> 22" in command(*RESUME, "launch.inline=true").stdout
     assert command.summary("run")["step"] == 22
 
 
-@pytest.mark.parametrize("version", FROZEN)
-def test_a_run_is_readable_without_the_extras_of_its_settings(version, monkeypatch, tmp_path):
-    (tmp_path / "extras").mkdir()
-    (tmp_path / "extras/compat").symlink_to(Path(compat.__file__).parent)
-    monkeypatch.setattr(extras, "__path__", [str(tmp_path / "extras")])
+def test_a_run_is_readable_without_extras_whose_settings_have_their_defaults(monkeypatch, tmp_path):
+    monkeypatch.setattr(extras, "__path__", [str(tmp_path)])
     run = RunDirectory(tmp_path)
-    run.config.write_text(FROZEN[version])
-    frozen, config = yaml.safe_load(FROZEN[version]), run.load()
+    run.config.write_text(FROZEN)
+    config = run.load()
     assert config.model.n_embd == 32
-    for group, former in FORMER.items():
-        left = run.values().get(group, {}).keys()
-        assert left == frozen.get(group, {}).keys() - set(former)
-    kept = frozen["data"].keys() - {"source", "num_workers"}
-    assert run.values()["data"].keys() == kept | {"_target_"}
+    assert config.of_extras == {}
+    assert set(config.callbacks) == {"progress", "sample"}
 
 
-@pytest.mark.parametrize(("group", "name"), [("checkpoint", "copy_to"), ("launch", "warm")])
-def test_a_setting_of_a_missing_extra_is_rejected_by_name(group, name, monkeypatch, tmp_path):
-    (tmp_path / "extras").mkdir()
-    monkeypatch.setattr(extras, "__path__", [str(tmp_path / "extras")])
-    run, values = RunDirectory(tmp_path), yaml.safe_load(FROZEN["709b8e7"])
-    values.setdefault(group, {})[name] = 900
+@pytest.mark.parametrize(
+    ("group", "name", "value", "line"),
+    [
+        ("model", "lora_rank", 4, r"lora\.rank=4 needs the extra chat .+ --add chat$"),
+        ("model", "mask_documents", True, r"documents\.mask=true needs .+ --add datasets$"),
+        ("launch", "warm", True, r"warm\.enabled=true needs .+ --add warm$"),
+    ],
+)
+def test_a_setting_of_a_missing_extra_is_refused_with_the_command_that_adds_it(
+    group, name, value, line, monkeypatch, tmp_path
+):
+    monkeypatch.setattr(extras, "__path__", [str(tmp_path)])
+    run, values = RunDirectory(tmp_path), yaml.safe_load(FROZEN)
+    values[group][name] = value
     run.config.write_text(yaml.safe_dump(values))
-    with pytest.raises(UserError, match=rf"\({group}\.{name}: Key '{name}' not in .*; delete that"):
+    with pytest.raises(UserError, match=line):
         run.load()
 
 
@@ -183,7 +149,7 @@ def with_gone(group):
 
 @pytest.mark.parametrize("group", ["model", "launch", ""])
 def test_a_removed_setting_fails_in_one_line_with_the_file(earlier, command, group):
-    earlier("45dabce", with_gone(group))
+    earlier(with_gone(group))
     name = f"{group}.gone".lstrip(".")
     frozen = (command.folder / "run/config.yaml").read_bytes()
     smoke = command.smoke("launch.inline=true", *RESUME[1:])
@@ -197,7 +163,7 @@ def test_a_removed_setting_fails_in_one_line_with_the_file(earlier, command, gro
 
 @pytest.mark.parametrize("group", ["model", "data", "launch", ""])
 def test_a_model_is_readable_without_settings_that_do_not_affect_it(earlier, command, group):
-    earlier("45dabce", with_gone(group))
+    earlier(with_gone(group))
     needed = group in ("model", "data")
     for words in READERS:
         said = command(*words, status=2 if needed else 0).stderr
@@ -210,7 +176,7 @@ def test_a_removed_class_fails_in_one_line_on_every_rank(earlier, command):
         values["callbacks"]["report"] = {"_target_": "lockstep_gpt.gone.Report"}
         return values
 
-    earlier("45dabce", change)
+    earlier(change)
     ranks = ("trainer.devices=2", "launch.inline=false", "trust_run_dir=true")
     said = command(*RESUME, *ranks, status=2).stderr
     assert "Traceback" not in said
@@ -218,28 +184,18 @@ def test_a_removed_class_fails_in_one_line_on_every_rank(earlier, command):
 
 
 def test_weights_of_other_code_fail_in_one_line_and_leave_the_run_unchanged(earlier, command):
-    earlier("45dabce")
+    earlier()
     path = command.folder / "run/checkpoints/step=000020.ckpt"
     content = torch.load(path)
     name = next(iter(content["state_dict"]))
     content["state_dict"]["model.before"] = content["state_dict"].pop(name)
     write_checkpoint(content, path)
-    text = (command.folder / "run/config.yaml").read_text()
-    frozen = yaml.safe_load(text.replace("training.callbacks", "run.callbacks"))
+    frozen = yaml.safe_load((command.folder / "run/config.yaml").read_text())
     said = command(*RESUME, "launch.inline=true", status=2).stderr
     assert said.count("\n") == 1
     assert "only 27 of the checkpoint's 28 weights fit this model's 28; use the" in said
-    builder = "lockstep_gpt.distributed.strategies.auto"
-    assert yaml.safe_load((command.folder / "run/config.yaml").read_text()) == {
-        **readable(frozen),
-        "strategy": {**frozen["strategy"], "_target_": builder},
-    }
+    assert yaml.safe_load((command.folder / "run/config.yaml").read_text()) == migrate(frozen)
     for words in READERS:
         said = command(*words, status=2).stderr
         assert (said.count("\n"), "use the code that wrote it" in said) == (1, True)
     command(*RESUME, "launch.inline=true", "resume_force=true", "max_steps=6")
-
-
-def test_every_new_place_of_a_moved_class_exists():
-    for old, new in merged("MOVED").items():
-        assert resolve_name(new), old

@@ -1,8 +1,11 @@
+from importlib.util import find_spec
+
 import pytest
 
-from lockstep_gpt.config import UserError, data_choices, from_container, target_of
+from lockstep_gpt import catalog, extras
+from lockstep_gpt.config import UserError, data_choices, from_container, groups, target_of
 from lockstep_gpt.run.directory import refuse_another_identity
-from lockstep_gpt.run.migrations import migrate
+from lockstep_gpt.run.migrations import MOVED_SETTINGS, MOVED_TARGETS, migrate
 
 SOURCES = {name: f"{own.__module__}.{own.__name__}" for name, own in data_choices().items()}
 PACKINGS = {name: target_of("packing", name) for name in ("stream", "documents")}
@@ -17,8 +20,47 @@ def test_a_source_of_0_1_0_finds_its_prepared_folders_by_its_name(source):
 
 
 def test_a_source_of_an_absent_extra_is_one_clear_line():
-    with pytest.raises(UserError, match=r"this run has data=gone, which no file in configs/data/"):
+    line = r"data=gone, which needs a file gone\.yaml in configs/data/"
+    with pytest.raises(UserError, match=line):
         migrate({"data": {"source": "gone"}})
+
+
+def test_a_source_of_an_absent_extra_names_the_command_that_adds_it(monkeypatch, tmp_path):
+    monkeypatch.setattr(extras, "__path__", [str(tmp_path)])
+    line = "data=mixture, which needs the extra datasets .*--add datasets"
+    with pytest.raises(UserError, match=line):
+        migrate({"data": {"source": "mixture"}})
+
+
+def test_classes_and_settings_that_moved_are_found():
+    frozen = {
+        "callbacks": {
+            "report": {"_target_": "lockstep_gpt.extras.seeing.at_end.ReportAtEnd"},
+            "panel": {"_target_": "lockstep_gpt.extras.seeing.sync_panel.SyncPanel", "every": 3},
+            "mine": {"_target_": "elsewhere.lockstep_gpt.extras.seeing.Mine"},
+        },
+        "launch": {"warm": None, "inline": True},
+        "model": {"n_layer": 2, "lora_rank": 4, "lora_alpha": None, "mask_documents": False},
+    }
+    assert migrate(frozen) == {
+        "callbacks": {
+            "panel": {"_target_": "lockstep_gpt.extras.pages.sync_panel.SyncPanel", "every": 3},
+            "mine": {"_target_": "elsewhere.lockstep_gpt.extras.seeing.Mine"},
+        },
+        "launch": {"inline": True},
+        "model": {"n_layer": 2},
+        "lora": {"rank": 4},
+    }
+
+
+def test_each_new_place_of_a_class_or_a_setting_exists():
+    for place in MOVED_TARGETS.values():
+        if catalog.extra_of_target(place) is None:
+            assert find_spec(place.removesuffix(".")), place
+    known = groups()
+    for setting in MOVED_SETTINGS.values():
+        group, _, name = setting.partition(".")
+        assert catalog.extra_of_group(group) or hasattr(known[group], name), setting
 
 
 def test_values_of_this_version_stay_as_they_are():

@@ -47,7 +47,10 @@ def one_line(error: Exception, arguments: list[str]) -> str:
         near = choices.suggestion(found[2], names)
         return f"{found[1]}={found[2]} is not one of {', '.join(names)}{near}"
     if path and re.search("not in|Could not override|Could not append", text):
-        return _unknown_setting(path, value)
+        # Of a group that doesn't exist, the error only names the group.
+        below = [word for word in given if word.startswith(f"{path}.") and "." not in path]
+        name = below[0] if below else path
+        return _unknown_setting(name, given.get(name, value))
     if path and (found := re.search(r"Value '(.*?)' .*(converted to|not a valid) (\w+)", text)):
         wrong = found[1] if value == "..." else value
         return f"{path}={wrong} must be {KINDS.get(found[3], found[3])}"

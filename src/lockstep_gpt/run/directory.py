@@ -74,7 +74,8 @@ class RunDirectory:
         """Return the frozen configuration as plain values, or raise a `UserError`."""
         try:
             text = self.config.read_text(encoding="utf-8")
-            return migrate(dict(yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))))
+            frozen = dict(yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader)))
+            return migrate(frozen)
         except FileNotFoundError:
             raise UserError(f"{self.path} is not a run directory: it has no config.yaml") from None
         except (yaml.YAMLError, AttributeError, TypeError, ValueError):
@@ -199,7 +200,8 @@ def differences(
     theirs: dict[str, Any], ours: dict[str, Any], free: tuple[str, ...] = MAY_DIFFER
 ) -> list[str]:
     """List the settings that differ between two frozen configurations, with both values."""
-    left, right = dict(flat(theirs)), dict(flat(json.loads(json.dumps(ours))))
+    left = dict(flat(schema.with_defaults(theirs)))
+    right = dict(flat(schema.with_defaults(json.loads(json.dumps(ours)))))
     return [
         f"{name}={right.get(name)} instead of {left.get(name)}"
         for name in {**left, **right}

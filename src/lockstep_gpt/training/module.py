@@ -1,7 +1,6 @@
 """The LightningModule: what one micro-batch, one update, and one validation do."""
 
 from collections.abc import Callable
-from dataclasses import asdict
 from inspect import signature
 from pathlib import Path
 from typing import Any, Self, cast
@@ -15,7 +14,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from lockstep_gpt.config import Config, RunError, UserError, from_container
+from lockstep_gpt.config import Config, RunError, UserError, as_values, from_container
 from lockstep_gpt.data.datamodule import TokenDataModule
 from lockstep_gpt.data.tokenizer import Tokenizer
 from lockstep_gpt.data.tokenizer_choice import from_dict
@@ -210,7 +209,7 @@ class GPTModule(lightning.LightningModule):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Save the number of skipped updates, and config and tokenizer unless already there."""
         checkpoint["skipped"] = int(self.skipped)
-        checkpoint.setdefault("config", asdict(self.config))
+        checkpoint.setdefault("config", as_values(self.config))
         checkpoint.setdefault("tokenizer", self.tokenizer.to_dict())
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -219,7 +218,7 @@ class GPTModule(lightning.LightningModule):
         Raise a `UserError` if the checkpoint is from a run with other settings or code.
         """
         if not self.config.resume_force:
-            refuse_another_identity("the checkpoint", checkpoint["config"], asdict(self.config))
+            refuse_another_identity("the checkpoint", checkpoint["config"], as_values(self.config))
         saved, places = checkpoint["state_dict"], self.state_dict()
         if not len(fitting := fitting_of(saved, places)) == len(saved) == len(places):
             raise UserError(

@@ -9,13 +9,13 @@ import torch
 from lockstep_gpt.data.prepare import prepare
 from lockstep_gpt.data.shards import load_index
 from lockstep_gpt.extras.chat.template import template_of
-from lockstep_gpt.registry import additions
+from lockstep_gpt.registry import installed
 from lockstep_gpt.run.directory import RunDirectory
 from lockstep_gpt.run.trained_model import load_model
 
 pytestmark = pytest.mark.skipif(
-    not [*additions("INITIAL_WEIGHTS")],
-    reason="no such extra: export, which reads initial weights",
+    "datasets" not in installed(),
+    reason="no such extra: datasets, which keeps conversations apart",
 )
 KILL = """
 import os, signal, lightning
@@ -127,7 +127,7 @@ def test_another_fine_tune_begins_with_merged_adapters(tuned, command):
 
 
 MISTAKES = {
-    ("lora.alpha=4",): "lora.alpha=4.0 needs lora_rank",
+    ("lora.alpha=4",): "lora.alpha=4.0 needs lora.rank",
     ("lora.rank=0",): "lora.rank=0 must be at least 1",
     ("model.init_from=nowhere",): "model.init_from=nowhere is neither a run, a checkpoint in one",
     ("model.block_size=33",): "has learned positions for 32 tokens, and model.block_size=33; set",
@@ -166,6 +166,7 @@ def test_evaluation_and_validation_count_the_same_targets(tuned, command):
 
 def test_a_folder_for_transformers_grows_by_the_special_tokens(tuned, command, folder, learned):
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    pytest.importorskip("lockstep_gpt.extras.hub", reason="no such extra")
     torch.manual_seed(1)
     size = {"vocab_size": learned["vocab_size"], "n_positions": 64, "n_embd": 32}
     config = transformers.GPT2Config(**size, n_layer=2, n_head=2)

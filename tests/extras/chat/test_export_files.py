@@ -2,23 +2,15 @@
 
 import json
 import os
-from dataclasses import asdict
 
 import pytest
 import torch
 
-from lockstep_gpt.config import (
-    BatchConfig,
-    Config,
-    ModelConfig,
-    OptimConfig,
-    extended,
-)
+from lockstep_gpt.config import BatchConfig, Config, ModelConfig, OptimConfig, as_values
 from lockstep_gpt.data.sources.stdlib import StandardLibrary
 from lockstep_gpt.data.sources.text import Text
 from lockstep_gpt.data.tokenizer import ByteTokenizer
 from lockstep_gpt.extras.chat.conversations import Conversations
-from lockstep_gpt.extras.chat.export_files import chat_files
 from lockstep_gpt.extras.chat.template import template_of
 from lockstep_gpt.extras.chat.tokenizers import chat_tokenizer
 from lockstep_gpt.model.gpt import build_gpt
@@ -49,13 +41,13 @@ def exported(tmp_path):
     def export(tokenizer, data=None):
         torch.manual_seed(1)
         shape = {"block_size": 64, "n_layer": 1, "n_head": 2, "n_embd": 16}
-        model = extended(ModelConfig)(**shape)
+        model = ModelConfig(**shape)
         groups = {"batch": BatchConfig(global_size=1), "optim": OptimConfig(algorithm="adamw")}
         config = Config(max_steps=1, model=model, data=data or Conversations(path="a"), **groups)
         weights = build_gpt(model, tokenizer.vocab_size).state_dict()
         content = {
             "state_dict": {f"model.{name}": weight for name, weight in weights.items()},
-            "config": asdict(config),
+            "config": as_values(config),
             "tokenizer": tokenizer.to_dict(),
             "global_step": 1,
         }
@@ -110,18 +102,50 @@ def test_a_model_of_text_is_exported_without_a_template(exported):
     assert settings["split_special_tokens"]
 
 
-def test_other_files_stay_as_they_are_also_for_a_mixture(tmp_path):
-    files = {"tokenizer_config.json": {"a": 1}, "generation_config.json": {"b": 2}}
-    files["tokenizer.json"] = {"model": {"vocab": {"x": 1}}, "added_tokens": []}
-    config = Config.__new__(Config)
-    config.data = Conversations(path=str(tmp_path))
-    found = chat_files(config, ByteTokenizer(), files)
+def files_without_template(*names):
+    """Return the content of an export's files of a model of bytes, as far as a template matters."""
+    vocabulary = {f"b{byte}": byte for byte in range(256)}
+    return {
+        "tokenizer_config.json": {"a": 1},
+        "generation_config.json": {"b": 2},
+        "tokenizer.json": {"model": {"vocab": vocabulary}, "added_tokens": [{"content": "c"}]},
+        **{name: {} for name in names},
+    }
+
+
+def test_other_files_and_settings_stay_as_they_are():
+    files = files_without_template("config.json")
+    found = Conversations(path="a").files_of_export(ByteTokenizer(), files)
+    assert found.keys() == files.keys() - {"config.json"}
     assert found["tokenizer_config.json"]["a"] == 1
     assert found["generation_config.json"] == {"b": 2, "eos_token_id": [0xFB, 0]}
-    talk = config.data._target_
-    config.data = StandardLibrary()
-    code = config.data._target_
-    vars(config.data)["sources"] = {"code": {"_target_": code}}  # as a mixture has
-    assert chat_files(config, ByteTokenizer(), files) == {}
-    vars(config.data)["sources"]["talk"] = {"_target_": talk}
-    assert chat_files(config, ByteTokenizer(), files) == found
+    assert found["tokenizer.json"]["added_tokens"][0] == {"content": "c"}
+    assert files == files_without_template("config.json")  # not changed in place
+    assert StandardLibrary().files_of_export(ByteTokenizer(), files) == {}
+
+
+@pytest.mark.parametrize("talks", [0, 1, 2])
+def test_a_mixture_has_the_files_of_its_conversations_once(talks):
+    mixture = pytest.importorskip("lockstep_gpt.extras.datasets.mixture", reason=ABSENT)
+    talk = Conversations(path="a")
+    sources = {"code": {"_target_": StandardLibrary()._target_}}
+    for number in range(talks):
+        sources[f"talk{number}"] = {"_target_": talk._target_, "path": f"{number}"}
+    data = mixture.Mixture(sources=sources, weights=dict.fromkeys(sources, 1.0))
+    files = files_without_template()
+    found = data.files_of_export(ByteTokenizer(), files)
+    assert found == (talk.files_of_export(ByteTokenizer(), files) if talks else {})
+
+
+def test_a_mixture_with_conversations_is_exported_with_the_template(exported):
+    mixture = pytest.importorskip("lockstep_gpt.extras.datasets.mixture", reason=ABSENT)
+    sources = {
+        "code": {"_target_": StandardLibrary()._target_},
+        "talk": {"_target_": Conversations(path="a")._target_, "path": "a"},
+    }
+    data = mixture.Mixture(sources=sources, weights=dict.fromkeys(sources, 1.0))
+    theirs = transformers.AutoTokenizer.from_pretrained(exported(ByteTokenizer(), data))
+    template = template_of(ByteTokenizer())
+    for name in TALKS:
+        found = theirs.apply_chat_template(talk(name), return_dict=False)
+        assert list(found) == template.render(talk(name), False), name

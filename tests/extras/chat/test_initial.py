@@ -60,7 +60,7 @@ def test_an_experiment_keeps_conversations_apart_alone_and_in_a_list(
     places = ["--config-dir", str(command.folder / "own"), "--cfg", "job"]
     found = yaml.safe_load(command(*words, *places).stdout)
     assert found["packing"]["_target_"].endswith(".datasets.whole_documents.WholeDocuments")
-    assert found["model"]["mask_documents"] is True
+    assert found["documents"]["mask"] is True
     assert found["log_every"] == (10 if experiment in ("chat", "[mine,chat]") else 7)
 
 

@@ -1,13 +1,23 @@
 """Adapters: the formula, what is trained and saved, and what they belong to."""
 
+import sys
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lockstep_gpt.config import ModelConfig, OptimConfig, UserError, extended, is_module
+from lockstep_gpt.config import (
+    BatchConfig,
+    Config,
+    ModelConfig,
+    OptimConfig,
+    UserError,
+    is_module,
+)
 from lockstep_gpt.data.tokenizer import ByteTokenizer
 from lockstep_gpt.data.tokenizer_choice import from_dict
-from lockstep_gpt.extras.chat.lora import AdaptedLinear, adapt, merge
+from lockstep_gpt.extras.chat.lora import AdaptedLinear, adapt
+from lockstep_gpt.extras.chat.lora_settings import LoraSettings
 from lockstep_gpt.extras.chat.tokenizers import chat_tokenizer
 from lockstep_gpt.model.gpt import build_gpt
 from lockstep_gpt.training.optim import build_optimizer
@@ -26,14 +36,32 @@ PARTS = {"attn": "attention", "mlp": "mlp", "c_attn": "qkv", "c_fc": "expansion"
 TOKENS = torch.randint(256, (3, 16), generator=torch.Generator().manual_seed(5))
 
 
-def built(kind, seed=1, tokenizer=None, **settings):
-    """Build a model with random weights, and adapters if the settings say so."""
+def adapted(model, tokenizer=None, **lora):
+    """Give a model adapters if the settings of `lora` say so; return what merges them."""
+    config = Config(
+        max_steps=1,
+        batch=BatchConfig(global_size=1),
+        model=model.config,
+        optim=OptimConfig(algorithm="adamw"),
+        of_extras={"lora": LoraSettings(**lora)},
+    )
+    return adapt(model, config, tokenizer or ByteTokenizer())
+
+
+def random_model(kind, seed=1):
+    """Return a model with random weights."""
     torch.manual_seed(seed)
     shape = {**SHAPE, **(MODERN if kind == "modern" else {})}
-    model = build_gpt(extended(ModelConfig)(**shape, **settings), 256)
+    model = build_gpt(ModelConfig(**shape), 256)
     for weight in model.parameters():
         weight.data.normal_(std=0.1)
-    adapt(model, tokenizer or ByteTokenizer())
+    return model
+
+
+def built(kind, seed=1, **lora):
+    """Return a model with random weights, and with adapters if the settings of `lora` say so."""
+    model = random_model(kind, seed)
+    adapted(model, **lora)
     return model
 
 
@@ -47,10 +75,10 @@ def moved(model):
     return model
 
 
-def by_formula(adapted, plain):
+def by_formula(ours, plain):
     """Set the weights of a plain model to W + alpha / rank * up @ down, and its marked rows."""
     layers = dict(plain.named_modules())
-    for name, layer in adapted.named_modules():
+    for name, layer in ours.named_modules():
         if hasattr(layer, "up"):
             product = layer.up.double() @ layer.down.double()
             layers[name].weight.data += (layer.scale * product).float()
@@ -62,7 +90,7 @@ def by_formula(adapted, plain):
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("mode", ["train", "eval"])
 def test_logits_are_those_of_the_formula(kind, mode):
-    ours = moved(built(kind, lora_rank=4, lora_alpha=3.0))
+    ours = moved(built(kind, rank=4, alpha=3.0))
     plain = by_formula(ours, built(kind))
     getattr(ours, mode)()
     expected = plain(TOKENS)
@@ -74,12 +102,12 @@ def test_logits_are_those_of_the_formula(kind, mode):
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_adapters_begin_without_effect(kind):
-    assert torch.equal(built(kind, lora_rank=4)(TOKENS), built(kind)(TOKENS))
+    assert torch.equal(built(kind, rank=4)(TOKENS), built(kind)(TOKENS))
 
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_only_adapters_get_gradients_and_are_saved(kind):
-    model = built(kind, lora_rank=4)
+    model = built(kind, rank=4)
     model(TOKENS, TOKENS).backward()
     trained = {name for name, each in model.named_parameters() if each.grad is not None}
     assert {name.rpartition(".")[2] for name in trained} == {"up", "down", "rows"}
@@ -92,7 +120,7 @@ def test_only_adapters_get_gradients_and_are_saved(kind):
 def test_optimizers_see_only_adapters(kind, algorithm):
     if not is_module("training", algorithm) and algorithm != "adamw":
         pytest.skip("this project was made without the extra modern")
-    model = built(kind, lora_rank=4)
+    model = built(kind, rank=4)
     settings = OptimConfig(algorithm=algorithm, weight_decay=0.1)
     optimizer = build_optimizer(model, settings, 0.01)
     seen = {id(each) for group in optimizer.param_groups for each in group["params"]}
@@ -105,32 +133,34 @@ def test_optimizers_see_only_adapters(kind, algorithm):
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_a_saved_state_gives_the_same_model_on_the_same_weights(kind):
-    saved = moved(built(kind, lora_rank=4))
-    again = built(kind, lora_rank=4)
+    saved = moved(built(kind, rank=4))
+    again = built(kind, rank=4)
     again.load_state_dict(saved.state_dict())
     assert torch.equal(again(TOKENS), saved(TOKENS))
 
 
 def test_a_saved_state_on_other_weights_is_refused():
-    state = built("gpt", lora_rank=4).state_dict()
+    state = built("gpt", rank=4).state_dict()
     with pytest.raises(UserError, match=r"belong to other weights than model\.init_from has now"):
-        built("gpt", seed=2, lora_rank=4).load_state_dict(state)
+        built("gpt", seed=2, rank=4).load_state_dict(state)
 
 
 def test_a_state_that_lacks_an_adapter_is_refused():
-    state = built("gpt", lora_rank=4).state_dict()
+    state = built("gpt", rank=4).state_dict()
     del state["blocks.0.mlp.expansion.up"]
     with pytest.raises(
         RuntimeError, match=r"Missing key.+: \"blocks\.0\.mlp\.expansion\.up\"\.\s*$"
     ):
-        built("gpt", lora_rank=4).load_state_dict(state)
+        built("gpt", rank=4).load_state_dict(state)
 
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_merged_weights_are_a_plain_model(kind):
-    model = moved(built(kind, lora_rank=4)).eval()
+    model = random_model(kind)
+    merge = adapted(model, rank=4)
+    moved(model).eval()
     expected = model(TOKENS)
-    merge(model)
+    merge()
     plain = built(kind)
     plain.load_state_dict(model.state_dict())
     assert not any(hasattr(layer, "up") or hasattr(layer, "rows") for layer in model.modules())
@@ -138,17 +168,33 @@ def test_merged_weights_are_a_plain_model(kind):
     assert all(each.requires_grad for each in model.parameters())
 
 
-def test_merging_a_plain_model_changes_nothing():
-    model = built("gpt")
-    before = model.state_dict()
-    merge(model)
-    assert {*model.state_dict()} == {*before}
+def test_a_model_without_a_rank_stays_plain():
+    model = random_model("gpt")
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    assert adapted(model) is None
+    after = model.state_dict()
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], weight) for name, weight in after.items())
+    assert all(weight.requires_grad for weight in model.parameters())
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_adapters_and_merged_layers_are_ordinary_modules(kind):
+    """No class is made at run time, and merged layers have the classes of a plain model."""
+    model = random_model(kind)
+    classes = [type(module) for module in model.modules()]
+    merge = adapted(model, rank=4)
+    ours = {type(module) for module in model.modules()} - {*classes}
+    assert {AdaptedLinear.__name__, "EmbeddingWithRows"} <= {each.__name__ for each in ours}
+    assert all(vars(sys.modules[each.__module__])[each.__name__] is each for each in ours)
+    merge()
+    assert [type(module) for module in model.modules()] == classes
 
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_no_gradient_of_a_whole_weight_is_computed(kind):
     """Backward through a block makes no matrix of the shape of a frozen weight."""
-    model = moved(built(kind, lora_rank=4))
+    model = moved(built(kind, rank=4))
     weights = {each.weight.shape for each in model.modules() if isinstance(each, AdaptedLinear)}
     made = set()
 
@@ -168,8 +214,8 @@ def test_no_gradient_of_a_whole_weight_is_computed(kind):
 
 def test_markers_of_chatml_are_trained(chatml):
     torch.manual_seed(1)
-    model = build_gpt(extended(ModelConfig)(**SHAPE, lora_rank=2), chatml.vocab_size)
-    adapt(model, chatml)
+    model = build_gpt(ModelConfig(**SHAPE), chatml.vocab_size)
+    adapted(model, chatml, rank=2)
     size = chatml.vocab_size
     assert model.token_embedding.tokens.tolist() == [size - 2, size - 1]
 
@@ -177,15 +223,15 @@ def test_markers_of_chatml_are_trained(chatml):
 def test_special_tokens_that_were_added_are_trained(folder):
     tokenizer = chat_tokenizer(str(folder))
     torch.manual_seed(1)
-    model = build_gpt(extended(ModelConfig)(**SHAPE, lora_rank=2), tokenizer.vocab_size)
-    adapt(model, from_dict(tokenizer.to_dict()))
+    model = build_gpt(ModelConfig(**SHAPE), tokenizer.vocab_size)
+    adapted(model, from_dict(tokenizer.to_dict()), rank=2)
     last = range(tokenizer.vocab_size - 4, tokenizer.vocab_size)
     assert model.token_embedding.tokens.tolist() == [*last]
 
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_compiled_adapters_compute_the_same(kind):
-    model = moved(built(kind, lora_rank=4))
+    model = moved(built(kind, rank=4))
     expected = model(TOKENS, TOKENS)
     expected.backward()
     grads = {
@@ -205,7 +251,7 @@ def test_logits_are_those_of_peft():
     peft = pytest.importorskip("peft", reason="peft is not installed")
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     layouts = pytest.importorskip("lockstep_gpt.extras.hub.layouts", reason=ABSENT)
-    ours = built("gpt", lora_rank=4, lora_alpha=12.0)
+    ours = built("gpt", rank=4, alpha=12.0)
     plain = built("gpt")
     layout = layouts.layout_of(plain.config, "test")
     theirs = transformers.GPT2LMHeadModel(transformers.GPT2Config(**layout.settings(plain)))
@@ -217,18 +263,18 @@ def test_logits_are_those_of_peft():
         fan_in_fan_out=True,
         trainable_token_indices={"wte": [*range(0xF8, 0xFC)]},
     )
-    adapted = peft.get_peft_model(theirs, config).eval()
+    with_peft = peft.get_peft_model(theirs, config).eval()
     moved(ours)
     with torch.no_grad():
-        for name, layer in adapted.named_modules():
+        for name, layer in with_peft.named_modules():
             if not hasattr(layer, "lora_A"):
                 continue
             *_, block, part, last = name.split(".")
             mine = ours.blocks[int(block)].get_submodule(f"{PARTS[part]}.{PARTS[last]}")
             layer.lora_A["default"].weight.copy_(mine.down)
             layer.lora_B["default"].weight.copy_(mine.up)
-        for name, each in adapted.named_parameters():
+        for name, each in with_peft.named_parameters():
             if "token_adapter" in name and "delta" in name:
                 each.copy_(ours.token_embedding.base[0xF8:0xFC] + ours.token_embedding.rows)
-        expected = adapted(TOKENS).logits
+        expected = with_peft(TOKENS).logits
         torch.testing.assert_close(ours.eval()(TOKENS), expected, rtol=1e-5, atol=1e-5)

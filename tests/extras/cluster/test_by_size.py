@@ -70,7 +70,7 @@ def test_the_rules_follow_the_context(composed):
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        (["model=auto", "size.weights=1X"], "size.weights=1X is not a number of weights from 10k to"),
+        (["model=auto", "size.weights=1X"], "size.weights=1X is not a number of weights from 10k"),
         (["size.weights=2M"], "size.weights=2M needs model=auto; add that"),
         (["model=gpt2", "size.weights=2M"], "size.weights=2M needs model=auto; add that"),
         (["model=auto", "model.block_size=none"], "model.block_size=none must be a whole number"),

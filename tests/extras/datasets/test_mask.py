@@ -7,11 +7,12 @@ import pytest
 import torch
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from lockstep_gpt.config import ModelConfig, UserError, extended
+from lockstep_gpt.config import BatchConfig, Config, ModelConfig, OptimConfig, UserError
 from lockstep_gpt.data.tokenizer import ByteTokenizer
 from lockstep_gpt.extras.datasets import attention
 from lockstep_gpt.extras.datasets.attention import Seen, block_mask, joined
-from lockstep_gpt.extras.datasets.mask import mask_documents
+from lockstep_gpt.extras.datasets.mask import mask, mask_documents, masks_documents
+from lockstep_gpt.extras.datasets.mask_settings import DocumentSettings
 from lockstep_gpt.model.functional import IGNORE, causal_attention
 from lockstep_gpt.model.gpt import build_gpt
 
@@ -29,15 +30,14 @@ ARCHITECTURES = {
 
 
 def model_of(name, *, masked=True, **changes):
-    config = extended(ModelConfig)(
-        **{**SHAPE, **ARCHITECTURES[name], **changes}, mask_documents=masked
-    )
+    config = ModelConfig(**{**SHAPE, **ARCHITECTURES[name], **changes})
     torch.manual_seed(0)
     model = build_gpt(config, 50).double()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(std=0.3)
-    mask_documents(model, ByteTokenizer())
+    if masked:
+        mask(model, ByteTokenizer())
     return model
 
 
@@ -225,14 +225,28 @@ def test_without_documents_attention_is_the_models_own():
 
 
 def test_a_tokenizer_without_an_end_and_a_model_without_places_are_refused():
-    config = extended(ModelConfig)(**SHAPE, mask_documents=True)
+    config = ModelConfig(**SHAPE)
 
     class Endless(ByteTokenizer):
         end_of_text = None
 
-    with pytest.raises(UserError, match="mask_documents=true needs documents, and this tokenizer"):
-        mask_documents(build_gpt(config, 50), Endless())
+    with pytest.raises(UserError, match=r"documents\.mask=true needs documents, and this"):
+        mask(build_gpt(config, 50), Endless())
     other = torch.nn.Linear(2, 2)
     other.config = config
     with pytest.raises(UserError, match="needs attention with `attend`"):
-        mask_documents(other, ByteTokenizer())
+        mask(other, ByteTokenizer())
+
+
+@pytest.mark.parametrize("groups", [{}, {"mask": False}, {"mask": True}])
+def test_only_the_setting_masks_documents_and_there_is_nothing_to_merge(groups):
+    config = Config(
+        max_steps=1,
+        batch=BatchConfig(global_size=1),
+        model=ModelConfig(**SHAPE),
+        optim=OptimConfig(algorithm="adamw"),
+        of_extras={"documents": DocumentSettings(**groups)} if groups else {},
+    )
+    model = build_gpt(config.model, 50)
+    assert mask_documents(model, config, ByteTokenizer()) is None
+    assert masks_documents(model) is groups.get("mask", False)

@@ -2,10 +2,9 @@
 
 import pytest
 import torch
-from lockstep_gpt.extras.hub.export_settings import ImportedModel
 from tokenizers import ByteLevelBPETokenizer
 
-from lockstep_gpt.config import is_module
+from lockstep_gpt.config import ModelConfig, is_module
 from lockstep_gpt.data.sources.stdlib import StandardLibrary
 from lockstep_gpt.data.tokenizer import END_OF_TEXT, ByteTokenizer
 from lockstep_gpt.data.tokenizer_choice import from_dict
@@ -85,7 +84,7 @@ def shaped():
 
     def make(vocab_size=256, seed=0, **model):
         torch.manual_seed(seed)
-        made = build_gpt(ImportedModel(**{**SHAPE, **model}), vocab_size).eval()
+        made = build_gpt(ModelConfig(**{**SHAPE, **model}), vocab_size).eval()
         for name, weight in made.named_parameters():
             weight.data.add_(torch.randn_like(weight) * 0.1)
             if name in ("token_embedding.weight", "output.weight"):

@@ -175,7 +175,7 @@ def test_a_layer_missing_in_gpt_2_is_rejected(shaped, saved, tmp_path, monkeypat
     model = shaped()
     model.extra_norm = torch.nn.LayerNorm(4)
     source = saved(shaped(), ByteTokenizer())
-    monkeypatch.setattr(module, "load_model", lambda _: (model, None, ByteTokenizer()))
+    monkeypatch.setattr(module, "load_model", lambda *_, **__: (model, None, ByteTokenizer()))
     with pytest.raises(UserError, match=r"extra_norm.weight does not exist in GPT-2; describe"):
         export(source, tmp_path / "new")
     assert not list(tmp_path.iterdir())

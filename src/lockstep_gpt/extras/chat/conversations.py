@@ -24,6 +24,7 @@ from lockstep_gpt.data.sources.source import (
     split_of_name,
 )
 from lockstep_gpt.data.tokenizer import Tokenizer, Tokens, token_dtype
+from lockstep_gpt.extras.chat.export_files import chat_files
 from lockstep_gpt.extras.chat.template import Template, check_role, template_of
 from lockstep_gpt.extras.chat.tokenizers import chat_tokenizer
 
@@ -106,6 +107,10 @@ class Conversations(Source):
 
         template = template_of(tokenizer)
         return {"": lambda tokens, targets: answers(tokens, targets, template)}
+
+    def files_of_export(self, tokenizer: Tokenizer, files: dict[str, Any]) -> dict[str, Any]:
+        """Return the files that have the chat template."""
+        return chat_files(tokenizer, files)
 
     def blocks(self, start: Position) -> Iterator[TokenBlock]:
         """Yield the conversations as tokens; then say how many were cut."""

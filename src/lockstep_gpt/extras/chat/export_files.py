@@ -75,5 +75,7 @@ def _named(content: dict[str, Any], markers: dict[str, int]) -> dict[str, Any]:
     vocabulary |= {place: word for word, place in markers.items()}
     form = {**dict.fromkeys(FLAGS, False), "special": True}
     added = [{"id": markers[each], "content": each, **form} for each in OURS]
+    # Of several sources of conversations, an earlier one has added them.
+    added = [token for token in added if token not in content["added_tokens"]]
     model = {**content["model"], "vocab": {word: place for place, word in vocabulary.items()}}
     return {**content, "model": model, "added_tokens": [*content["added_tokens"], *added]}

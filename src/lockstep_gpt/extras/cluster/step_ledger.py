@@ -12,20 +12,10 @@ if they compute the loss in the same way.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import groupby
+from collections.abc import Sequence
 
-from omegaconf import DictConfig
-
-from lockstep_gpt.config import Config, counted
 from lockstep_gpt.extras.cluster import flags
-from lockstep_gpt.extras.cluster.chosen import Chosen
-from lockstep_gpt.extras.cluster.hardware import GB, TERA, Hardware, find_hardware
-from lockstep_gpt.extras.cluster.ledger import PARTS, UPDATE, Ledger, ledger
-from lockstep_gpt.extras.cluster.prediction import vocabulary
-from lockstep_gpt.extras.cluster.table import shares
-from lockstep_gpt.launch import compose
-from lockstep_gpt.training.schedule import BatchPlan, plan_batch
+from lockstep_gpt.extras.cluster.hardware import find_hardware
 
 DEVICES = "h100,h200,a100-80,rtx4090"
 
@@ -36,52 +26,8 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--hardware", default=DEVICES)
     given, overrides = parser.split(arguments)
     devices = [find_hardware(name) for name in given.hardware.split(",")]
+    from lockstep_gpt.extras.cluster.ledger_tables import composed, report  # they import torch
+
     for config, vocab_size in flags.each_job(overrides, composed):
         print("\n".join(report(config, vocab_size, devices)))
     return 0
-
-
-def composed(words: DictConfig) -> tuple[Config, int]:
-    """Return the configuration and its vocabulary size, which is GPT-2's if `plan` uses that."""
-    config = compose.checked(words)[1]
-    return config, Chosen.now().vocabulary() or vocabulary(config.data)
-
-
-def report(config: Config, vocab_size: int, devices: Sequence[Hardware]) -> Iterator[str]:
-    """Yield the lines for one configuration."""
-    batch = plan_batch(config.batch, config.model.block_size, 1, 1)
-    micro_batches = counted(batch.accumulation, "micro-batch", "es")
-    yield (
-        f"{micro_batches} of {batch.micro_size} x {batch.block_size} tokens, "
-        f"{config.precision}, compile={str(config.compile).lower()}, {vocab_size:,} ids\n"
-    )
-    books = [ledger(config, vocab_size, batch.micro_size, each.memory) for each in devices]
-    pairs = sorted(zip(books, devices, strict=True), key=lambda pair: pair[0].moved)
-    for _, same in groupby(pairs, key=lambda pair: pair[0].kernels):
-        group = [*same]
-        yield from [*table(group[0][0], batch, [device for _, device in group]), ""]
-    for device in devices:
-        yield f"{device.name}: {device.source}"
-    yield f"assumed: {shares(devices[0])}; {devices[0].launch * 1e6:.2g} us to launch a kernel"
-
-
-def table(book: Ledger, batch: BatchPlan, devices: Sequence[Hardware]) -> Iterator[str]:
-    """Yield a line for each part, then the speeds."""
-    names = "".join(f"{device.name + ' ms':>12}" for device in devices)
-    yield f"{'part':<14}{'kernels':>8}{'GB read':>10}{'GB written':>12}{'TFLOP':>8}{names}"
-    for part in PARTS:
-        own = book.of(part)
-        times = "".join(f"{own.seconds(device) * 1e3:12.2f}" for device in devices)
-        read, written = own.total("read") / GB, own.total("written") / GB
-        yield (
-            f"{part:<14}{own.kernels.total():8}{read:10.2f}{written:12.2f}"
-            f"{own.total('flops') / TERA:8.2f}{times}"
-        )
-    steps = [
-        book.compute(batch.accumulation, device) + book.of(UPDATE).seconds(device)
-        for device in devices
-    ]
-    yield f"{'a step':<52}" + "".join(f"{seconds * 1e3:12.1f}" for seconds in steps)
-    speeds = "".join(f"{batch.tokens_per_step / seconds:12,.0f}" for seconds in steps)
-    yield f"{'tokens per second':<52}{speeds}"
-    yield f"the host waits for the device {book.waits} times in a micro-batch and an update"

@@ -195,6 +195,13 @@ class Mixture(Source):
         masks = {name: source.target_masks(tokenizer) for name, source in self.each().items()}
         return {name: own[""] for name, own in masks.items() if own}
 
+    def files_of_export(self, tokenizer: Tokenizer, files: dict[str, Any]) -> dict[str, Any]:
+        """Return the files that any of the sources adds or changes."""
+        changed: dict[str, Any] = {}
+        for source in self.each().values():
+            changed |= source.files_of_export(tokenizer, {**files, **changed})
+        return changed
+
     def _source(self, name: Any) -> Source:
         if not isinstance(name, str) or not re.fullmatch(NAME, name):
             rule = "is not a name for a source; use letters, digits, hyphens, and underscores"

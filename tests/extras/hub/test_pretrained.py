@@ -1,4 +1,4 @@
-"""`model.init_from`: the weights of a folder, or a one-line reason why not."""
+"""`model.init_from`: the weights of a transformers folder, or a one-line reason why not."""
 
 import json
 import re
@@ -7,13 +7,12 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from lockstep_gpt.extras.hub.initial_weights import initialize
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from lockstep_gpt.config import UserError
 from lockstep_gpt.data.tokenizer import ByteTokenizer
 from lockstep_gpt.data.tokenizer_choice import from_dict
-from lockstep_gpt.extras.hub import initial_weights as module
+from lockstep_gpt.training.initial_weights import load_initial_weights
 
 SMOKE = {"n_layer": 2, "n_head": 2, "n_embd": 32}  # the shape of experiment=smoke
 
@@ -43,7 +42,7 @@ def begun(shaped):
             **{**SMOKE, "block_size": 40, **model},
             init_from=str(folder),
         )
-        initialize(made, tokenizer or ByteTokenizer())
+        load_initial_weights(made, tokenizer or ByteTokenizer())
         return made
 
     return begin
@@ -96,7 +95,7 @@ def test_an_export_is_loaded_bit_for_bit(pair, shaped):
     model, folder = pair
     settings = {**vars(model.config), "init_from": str(folder)}
     again = shaped(seed=3, **settings)
-    initialize(again, ByteTokenizer())
+    load_initial_weights(again, ByteTokenizer())
     tokens = torch.randint(256, (2, 32))
     assert torch.equal(again(tokens), model(tokens))
     before, after = model.state_dict(), again.state_dict()
@@ -232,17 +231,10 @@ def test_vocabulary_and_merges_are_a_tokenizer_too(begun, tmp_path, bpe):
 def test_bytes_of_an_export_are_the_data_s_bytes(folder_of, shaped, bpe, numbers):
     folder = folder_of(shaped(vocab_size=bpe.vocab_size), bpe)
     model = shaped(vocab_size=bpe.vocab_size, init_from=str(folder))
-    initialize(model, bpe)
+    load_initial_weights(model, bpe)
     model = shaped(vocab_size=256, init_from=str(folder_of(shaped(), ByteTokenizer())))
-    initialize(model, ByteTokenizer())
-    initialize(model, numbers(256))  # the meaning of numbers is unknown
-
-
-def test_weights_that_differ_between_ranks_are_rejected(begun, tmp_path, monkeypatch):
-    gpt2(tmp_path)
-    monkeypatch.setattr(module, "from_each_rank", lambda mine: [mine, "other", mine])
-    with pytest.raises(UserError, match="has other weights for rank 1 than for rank 0"):
-        begun(tmp_path)
+    load_initial_weights(model, ByteTokenizer())
+    load_initial_weights(model, numbers(256))  # the meaning of numbers is unknown
 
 
 def weights_of(command, run, step):
