@@ -50,7 +50,8 @@ ELSEWHERE = {
     "uvx": "downloads; the template's tests run what it would",
     "pipx": "downloads; the template's tests run what it would",
     "cruft": "the template's tests run it",
-    "wandb": "needs an account; test_tracking.py runs the command of the sweep's file",
+    "trackio show": "needs a browser; test_trackio_runs.py reads what it shows",
+    "wandb": "needs an account; test_wandb_run.py runs the command of the sweep's file",
 }
 # Commands of extras: a page still has them after an extra was deleted by hand.
 OF_EXTRAS = {

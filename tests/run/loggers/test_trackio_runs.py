@@ -1,7 +1,4 @@
-"""`logger=trackio` with a real trackio, which keeps its runs in the folder of the test.
-
-trackio chooses its folder when it is imported, so each of these runs has a process of its own.
-"""
+"""`logger=trackio` with a real trackio, which keeps its runs in the folder of the test."""
 
 import contextlib
 import csv
@@ -10,16 +7,13 @@ import sqlite3
 
 import pytest
 
-pytestmark = pytest.mark.usefixtures("quick_ranks")
-
 
 @pytest.fixture
 def train(command):
-    """Return a function that trains with trackio, without a network and in another process."""
+    """Return a function that trains with trackio, without a network."""
 
     def run(*overrides, **options):
-        place = {"TRACKIO_DIR": str(command.folder / "store"), "HF_HUB_OFFLINE": "1"}
-        return command.train("logger=trackio", "trainer=cpu", *overrides, **place, **options)
+        return command.train("logger=trackio", *overrides, HF_HUB_OFFLINE="1", **options)
 
     return run
 
@@ -29,7 +23,7 @@ def read(command):
     """Return a function that reads columns of a table of the project's database, row by row."""
 
     def rows(columns, table):
-        file = command.folder / "store/lockstep-gpt.db"
+        file = command.folder / "trackio/lockstep-gpt.db"
         with contextlib.closing(sqlite3.connect(file)) as database:
             return database.execute(f"SELECT {columns} FROM {table} ORDER BY id").fetchall()
 
