@@ -14,93 +14,47 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-# name -> the folders and files of the extra; a name that ends with a slash is a folder.
-# Its dependencies, README lines, and everything else in shared files are between
-# `extra NAME: begin` and `extra NAME: end`; a row of a table ends with `<!-- extra NAME --> |`.
+# Each extra is a folder of the package, its pages, and its tests: see `places`.
 EXTRAS = {
-    "sweep": (
-        "configs/experiment/search.yaml",
-        "configs/hydra/",
-        "src/hydra_plugins/",
-        "tests/hydra_plugins/",
-    ),
-    "warm": ("src/lockstep_gpt/extras/warm/", "tests/extras/warm/"),
-    "copies": ("src/lockstep_gpt/extras/copies/", "tests/extras/copies/"),
-    "trackers": (
-        "configs/logger/added/",
-        "configs/logger/mlflow.yaml",
-        "configs/logger/tensorboard.yaml",
-        "src/lockstep_gpt/extras/trackers/",
-        "tests/extras/trackers/",
-    ),
-    "compat": (
-        "docs/coming_from.md",
-        "docs/lightning.md",
-        "src/lockstep_gpt/extras/compat/",
-        "tests/extras/compat/",
-    ),
-    "completion": ("src/lockstep_gpt/extras/completion/", "tests/extras/completion/"),
-    "sizes": (
-        "src/lockstep_gpt/extras/cluster/configs/model/auto.yaml",
-        "docs/cluster_sizes.md",
-        "docs/cluster_sizes.svg",
-        "src/lockstep_gpt/extras/cluster/size_law.py",
-        "src/lockstep_gpt/extras/sizes/",
-        "tests/extras/sizes/",
-    ),
-    "datasets": (
-        "src/lockstep_gpt/extras/datasets/configs/data/mixture.yaml",
-        "src/lockstep_gpt/extras/datasets/configs/packing/documents.yaml",
-        "docs/datasets_documents.md",
-        "docs/datasets_mixtures.md",
-        "scripts/benchmarks/documents_speed.py",
-        "src/lockstep_gpt/extras/datasets/",
-        "tests/extras/datasets/",
-    ),
-    "chat": (
-        "src/lockstep_gpt/extras/chat/configs/data/chat.yaml",
-        "src/lockstep_gpt/extras/chat/configs/experiment/chat.yaml",
-        "configs/model/from_weights/",
-        "docs/chat.md",
-        "docs/chat_serving.md",
-        "scripts/benchmarks/load_test.py",
-        "src/lockstep_gpt/extras/chat/",
-        "tests/extras/chat/",
-    ),
-    "cluster": (
-        "src/lockstep_gpt/extras/cluster/step_ledger.py",
-        "src/lockstep_gpt/extras/cluster/",
-        "tests/extras/cluster/",
-        "tests/extras/cluster/test_ledger.py",
-    ),
-    "ladder": ("scripts/ladder/", "tests/ladder/"),
-    "container": (".devcontainer/", "Dockerfile", "tests/test_container.py"),
-    "seeing": (
-        "configs/callbacks/added/",
-        "src/lockstep_gpt/extras/pages/configs/callbacks/sync_panel.yaml",
-        "docs/pages_report.md",
-        "docs/pages_report.png",
-        "docs/pages_panel.md",
-        "docs/pages_panel.png",
-        "src/lockstep_gpt/extras/seeing/",
-        "tests/extras/seeing/",
-    ),
-    "tasks": (
-        "src/lockstep_gpt/extras/tasks/configs/callbacks/tasks.yaml",
-        "docs/tasks.md",
-        "src/lockstep_gpt/extras/tasks/",
-        "tests/extras/tasks/",
-    ),
-    "export": ("docs/hub.md", "src/lockstep_gpt/extras/export/", "tests/extras/export/"),
-    "slurm": ("docs/slurm.md", "scripts/slurm/", "tests/scripts/test_slurm.py"),
-    "kubernetes": ("docs/kubernetes.md", "scripts/kubernetes/", "tests/scripts/test_kubernetes.py"),
+    "chat": "fine-tuning on conversations, LoRA, talking to a model, a server",
+    "cluster": "plans of a run, checks of machines, drills, sizes of models",
+    "datasets": "several sources at once, documents kept apart, packing",
+    "hub": "export to and start from Hugging Face models",
+    "pages": "the report of a run, and a page that shows the all-reduce",
+    "tasks": "accuracy on tasks, during training and afterward",
+    "warm": "ranks start faster, as forks of one process",
 }
-# Former extras that every project has now, and one that is gone.
-FORMER = {"modern", "apple", "exact", "fsdp2", "guards", "launchers", "nodes", "sources", "spawn"}
-# Former names of extras.
-RENAMED = {"documents": "datasets", "mixtures": "datasets"}
 # Extras that an extra needs.
-NEEDS = {"chat": {"datasets", "export"}}
+NEEDS = {"chat": {"datasets", "hub"}}
+# Former names of extras.
+RENAMED = {
+    "documents": "datasets",
+    "export": "hub",
+    "mixtures": "datasets",
+    "seeing": "pages",
+    "sizes": "cluster",
+}
+# Former extras that every project has now, and one that is gone: accepted, and ignored.
+FORMER = {
+    "apple",
+    "compat",
+    "completion",
+    "container",
+    "copies",
+    "exact",
+    "fsdp2",
+    "guards",
+    "kubernetes",
+    "ladder",
+    "launchers",
+    "modern",
+    "nodes",
+    "slurm",
+    "sources",
+    "spawn",
+    "sweep",
+    "trackers",
+}
 LICENSES = ("MIT", "Apache-2.0", "BSD-3-Clause", "none")
 LONGEST = 24  # characters of package and slug; longer ones make lines of code too long
 ROOT = Path(__file__).parents[1]
@@ -142,6 +96,20 @@ OPTIONAL = {"email", "wandb_entity"}
 # Marks that hooks/project.py reads in the files that it copies.
 MARKS = re.compile(r"(template-only|extra \w+)(: (begin|end)\b| -->)|section of the living README:")
 ATOMS = r"[\w!#$%&'*+/=?^`{|}~-]+(\.[\w!#$%&'*+/=?^`{|}~-]+)*"  # RFC 5322, 3.2.3
+
+
+def places(extra: str) -> tuple[str, ...]:
+    """Return patterns of the files of an extra: its package, its pages, and its tests.
+
+    A `*` stands for any characters, also for slashes, as in `fnmatch`. An optional dependency may
+    have the extra's name in pyproject.toml, where it stays.
+    """
+    return (
+        f"src/lockstep_gpt/extras/{extra}/*",
+        f"docs/{extra}.md",
+        f"docs/{extra}_*",
+        f"tests/extras/{extra}/*",
+    )
 
 
 class Refused(Exception):  # noqa: N818 (a message to the user, not an error of ours)

@@ -62,7 +62,7 @@ def check_answer(answers: dict[str, Any], name: str) -> str:
 def _asked_again(name: str) -> str:
     question = json.loads(QUESTIONS.read_text("utf-8"))["__prompts__"][name]
     try:
-        return Prompt.ask(f"  {question.splitlines()[-1].strip()}", default="", show_default=False)
+        return Prompt.ask(f"  {question.splitlines()[0]}", default="", show_default=False)
     except EOFError:
         raise SystemExit(f"Error: {name} has no valid answer") from None
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from hooks.answers import EXTRAS, QUESTIONS, Answers, Refused
+from hooks.answers import EXTRAS, QUESTIONS, Answers, Refused, places
 
 PACKAGE, SLUG = "lockstep_gpt", "lockstep-gpt"  # ours; they mean nothing else anywhere
 # What belongs only to the template; a name that ends with a slash is a folder.
@@ -56,12 +56,15 @@ OURS = {name.partition("/")[0] for name in TEMPLATE_ONLY} | {
     ".gitignore",
     ".pre-commit-config.yaml",
     ".python-version",
+    "AGENTS.md",
     "Dockerfile",
     "configs",
     "constraints.txt",
     "pyproject.toml",
     "src",
 }
+# Files with lines for the template alone or for one extra; all other files are the same everywhere.
+MARKED = ("README.md", "docs/README.md", "pyproject.toml")
 MARKER = re.compile(r"(template-only|extra (\w+)): (begin|end)\b")
 ROW_MARKER = re.compile(r" <!-- (template-only|extra (\w+)) -->")  # a line of it would end a table
 OWNER = re.compile(r"\d{4} The Lockstep GPT authors|\[yyyy\] \[name of copyright owner\]")
@@ -114,10 +117,12 @@ def _names(root: Path, target: Path, answers: Answers) -> list[str]:
     found = committed_files(root)
     if target.is_relative_to(root):
         found = [name for name in found if not (root / name).is_relative_to(target)]
-    without = [EXTRAS[extra] for extra in EXTRAS if extra not in answers.extras]
-    left_out = {path for paths in (TEMPLATE_ONLY, *without) for path in paths}
-    folders = tuple(path for path in left_out if path.endswith("/"))
-    return [name for name in found if name not in left_out and not name.startswith(folders)]
+    patterns = [f"{name}*" if name.endswith("/") else name for name in TEMPLATE_ONLY]
+    for extra in EXTRAS:
+        if extra not in answers.extras:
+            patterns += places(extra)
+    left_out = re.compile("|".join(map(fnmatch.translate, patterns)))
+    return [name for name in found if not left_out.match(name)]
 
 
 def _placed(name: str, answers: Answers) -> str:
@@ -221,7 +226,9 @@ def _content(name: str, content: bytes, answers: Answers) -> bytes:
         text = content.decode("utf-8")
     except UnicodeDecodeError:
         return content
-    text = _renamed(_kept(text, answers), answers)
+    if name in MARKED:
+        text = _kept(text, answers)
+    text = _renamed(text, answers)
     for pattern, line in EDITS.get(name, {}).items():
         text = _replaced_once(name, text, pattern, line(answers))
     return text.encode()

@@ -1,9 +1,10 @@
 """Delete extras of a project by hand, one after another, and test the rest; takes long.
 
-usage: .venv/bin/python scripts/deletions.py [--pairs] [--jobs N] [--of NAMES] [NAME ...]
+usage: .venv/bin/python scripts/deletions.py [options] [NAME ...]
 
-This runs the project's whole test suite without each extra; with --pairs, it imports and collects
-the tests without each pair. NAMEs limit what is deleted. The exit status is 1 if anything failed.
+This runs the project's whole test suite without each extra. With --pairs, it imports and collects
+the tests without each pair; with --pairs --suites, it runs the suite without each. NAMEs limit
+what is deleted. The exit status is 1 if anything failed.
 """
 
 import argparse
@@ -26,18 +27,23 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT))
 
-from hooks.answers import EXTRAS  # noqa: E402
+from hooks.answers import EXTRAS, NEEDS, places  # noqa: E402
 
 PACKAGE = "my_gpt"  # the package of a project with the default answers
-FOLDERS = [name for name in EXTRAS if any("/extras/" in path for path in EXTRAS[name])]
 SHOWN = 3000  # characters of a failure's output
 
 
 def delete(project: Path, extras: Iterable[str]) -> None:
-    """Delete extras of a project as a person would: their own files."""
-    for name in itertools.chain.from_iterable(EXTRAS[extra] for extra in extras):
-        path = project / name.replace("lockstep_gpt", PACKAGE)
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    """Delete extras of a project as a person would: their own files, and extras that need them."""
+    gone = {*extras}
+    gone |= {extra for extra, needs in NEEDS.items() if needs & gone}
+    for pattern in [pattern for extra in gone for pattern in places(extra)]:
+        place = pattern.removesuffix("/*").replace("lockstep_gpt", PACKAGE)
+        for path in [*project.glob(place)]:
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
 
 
 def set_up(project: Path) -> str:
@@ -98,21 +104,26 @@ def main() -> int:
     parser.add_argument(
         "--pairs", action="store_true", help="delete every pair, and only collect the tests"
     )
+    parser.add_argument(
+        "--suites", action="store_true", help="with --pairs, run the suite without each pair"
+    )
     parser.add_argument("--jobs", type=int, default=1, help="projects at a time (default: 1)")
     parser.add_argument("--of", default="all", help="the extras of the project (default: all)")
     options = parser.parse_args()
-    names = [name for name in FOLDERS if name in (options.names or FOLDERS)]
-    if unknown := {*options.names} - {*FOLDERS}:
-        parser.error(f"{', '.join(sorted(unknown))} is not one of {', '.join(FOLDERS)}")
-    if options.pairs:
+    names = [name for name in EXTRAS if name in (options.names or EXTRAS)]
+    unknown = {*options.names} - {*EXTRAS}
+    if unknown:
+        parser.error(f"{', '.join(sorted(unknown))} is not one of {', '.join(EXTRAS)}")
+    suites = options.suites or not options.pairs
+    if not suites:
         importlib.import_module("lightning")  # once, for all forks
     failed = 0
     with tempfile.TemporaryDirectory(prefix="deletions-") as folder:
         answers = ["--no-input", "-o", folder, f"extras={options.of}", "git_init=no"]
         cookiecutter = [sys.executable, "-m", "cookiecutter", str(ROOT), *answers]
         subprocess.run(cookiecutter, check=True, capture_output=True)
-        work = partial(examine, Path(folder) / "my-gpt", not options.pairs)
-        chosen = list(itertools.combinations(names, 1 + options.pairs))
+        work = partial(examine, Path(folder) / "my-gpt", suites)
+        chosen = list(itertools.combinations(names, 2 if options.pairs else 1))
         print(f"{'without':<24}{'exit':>4}{'seconds':>9}  said", flush=True)
         with multiprocessing.get_context("fork").Pool(options.jobs, maxtasksperchild=1) as pool:
             for without, status, seconds, said in pool.imap(work, chosen, chunksize=1):

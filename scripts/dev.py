@@ -8,6 +8,8 @@ usage: python3 scripts/dev.py COMMAND [arguments]
   test --changed          the same, but only the tests of files that differ from the last commit
   test --versions SET     the tests with the oldest, the pinned, or the newest versions of what
                           the project needs; each set has its own environment
+  install [NAMES]         install optional dependencies of pyproject.toml, and keep them installed
+  docs                    write the pages that list all settings
   update [TEMPLATE]       apply a later state of the template; see update --help
 """
 # Python 3.6 must still be able to start this, so that an unsupported Python gets a clear message.
@@ -22,7 +24,26 @@ import sys
 import time
 from pathlib import Path
 
-from environments import POSIX, ROOT, SETS, Environment, refuse, say
+from environments import POSIX, ROOT, SETS, Environment, optional_dependencies, refuse, say
+
+TEST_HELP = """\
+usage: python3 scripts/dev.py test [--changed] [--versions SET] [pytest options]
+
+Run lint, types, and tests, and stop at the first failure. Without options, run all tests.
+
+  --changed               only the tests of files that differ from the last commit
+  --versions SET          oldest, pinned (the default), or newest versions of what the project
+                          needs; each set has its own environment; lint and types only with pinned
+  pytest options          paths of tests, -k WORDS, -x, -n PROCESSES, and so on; all of them:
+                          .venv/bin/python -m pytest --help
+"""
+INSTALL_HELP = """\
+usage: python3 scripts/dev.py install [NAMES]
+
+Install optional dependencies of pyproject.toml in .venv, and keep them installed. Without NAMES,
+only install what the project and its extras need, as every command of dev.py does.
+
+"""
 
 # Options of pytest that exclude our -n, among them `-m gpu`, because tests would share the GPUs.
 OWN_PROCESSES = ("-n", "--pdb", "--trace", "gpu")
@@ -43,7 +64,16 @@ def main(arguments: "list[str]") -> int:
         import update
 
         return update.main(arguments[1:], ROOT)
+    if arguments[0] == "install":
+        return install(arguments[1:])
+    if arguments[0] == "docs":
+        environment = Environment()
+        environment.set_up()
+        return subprocess.call([environment.python, "scripts/settings.py"], cwd=ROOT)
     if arguments[0] == "test":
+        if "-h" in arguments or "--help" in arguments:
+            sys.stdout.write(TEST_HELP)
+            return 0
         environment, options = _with_versions(arguments[1:])
         environment.set_up(everything=True)
         return check(environment, options)
@@ -51,6 +81,19 @@ def main(arguments: "list[str]") -> int:
     environment.set_up()
     command = [environment.python, "-m", "lockstep_gpt", *arguments]
     return os.execv(command[0], command) if POSIX else subprocess.call(command)
+
+
+def install(names: "list[str]") -> int:
+    """Install the project with these optional dependencies."""
+    known = optional_dependencies()
+    if "-h" in names or "--help" in names:
+        sys.stdout.write(f"{INSTALL_HELP}NAMES: {' '.join(known)}\n")
+        return 0
+    for name in names:
+        if name not in known:
+            refuse(f"install: {name} is not an optional dependency; there are {', '.join(known)}")
+    Environment().set_up(names=tuple(names))
+    return 0
 
 
 def _with_versions(options: "list[str]") -> "tuple[Environment, list[str]]":

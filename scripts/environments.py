@@ -27,7 +27,7 @@ UV_NAMES = {
     "PIP_FIND_LINKS": "UV_FIND_LINKS",
     "PIP_INDEX_URL": "UV_DEFAULT_INDEX",
 }
-ALL = "all"  # in the stamp: more than `train` needs is installed
+DEV = "+dev"  # in the stamp, next to optional dependencies: the dependency group is installed
 REQUIREMENT = re.compile(r"([\w.-]+)>=([\w.]+)[^;]*(;.*)?")
 TELL = """\
 import importlib.metadata as installed, platform, sys
@@ -49,23 +49,35 @@ class Environment:
         self.python = str(self.folder / ("bin/python" if POSIX else "Scripts/python.exe"))
         self.stamp = self.folder / "set-up.sha256"  # written last: without it, it is incomplete
 
-    def set_up(self, everything: bool = False) -> None:
+    def set_up(self, everything: bool = False, names: "tuple[str, ...]" = ()) -> None:
         """Install the project and its versions in the environment, unless they are there already.
 
+        This includes the optional dependencies of the project's extras, and those that an earlier
+        call named.
+
         Args:
-            everything: also the dependency group `dev`, and the extras that it names.
+            everything: also the dependency group `dev`, and the optional dependencies in it.
+            names: also these optional dependencies.
         """
-        wanted = self.fingerprints() + ([ALL] if everything else [])
-        if self._holds(wanted):
+        if self._holds(self._wanted(everything, names)):
             return
         say(f"setting up {self.folder.name} (a few minutes, once) ...")
         with PINS.open("r+b") as lock:
             if POSIX:
                 fcntl.flock(lock, fcntl.LOCK_EX)  # another call may be installing
             os.set_inheritable(lock.fileno(), True)  # a pip that outlives us keeps the lock
+            wanted = self._wanted(everything, names)  # what that call installed is kept
             if not self._holds(wanted):
                 self._install(wanted)
         say(f"{self.folder.name} is ready")
+
+    def _wanted(self, everything: bool, names: "tuple[str, ...]") -> "list[str]":
+        """Return the content of the stamp of an environment that has what is needed."""
+        declared = optional_dependencies()
+        kept = [name for name in self._stamped()[2:] if name in declared]
+        of_extras = [name for name in chosen_extras() if name in declared]
+        group = [DEV] if everything else []
+        return [*self.fingerprints(), *sorted({*kept, *of_extras, *names}), *group]
 
     def fingerprints(self) -> "list[str]":
         """Return hashes of what it depends on: this folder and Python; the requirements."""
@@ -86,7 +98,8 @@ class Environment:
         return self.stamp.read_text().split() if made else []
 
     def _holds(self, wanted: "list[str]") -> bool:
-        return self._stamped()[: len(wanted)] == wanted
+        stamped = self._stamped()
+        return stamped[:2] == wanted[:2] and set(wanted) <= set(stamped)
 
     def _install(self, wanted: "list[str]") -> None:
         found, folder = self._stamped(), str(self.folder)
@@ -101,7 +114,7 @@ class Environment:
             start = str(ROOT) if self.versions == "pinned" else elsewhere
             for installer, settings in self._installers():
                 done = subprocess.run(
-                    [*installer, *self._needs(ALL in wanted)],
+                    [*installer, *self._needs(wanted[2:])],
                     cwd=start,
                     env={**settings, **os.environ},
                     close_fds=False,
@@ -117,14 +130,19 @@ class Environment:
                 refuse("pip failed, see above; it needs the network, or PIP_FIND_LINKS=FOLDER")
         self.stamp.write_text(" ".join(wanted))
 
-    def _needs(self, everything: bool) -> "list[str]":
-        """Return the requirements to install, in the form that pip and uv accept."""
+    def _needs(self, names: "list[str]") -> "list[str]":
+        """Return the requirements to install, in the form that pip and uv accept.
+
+        Args:
+            names: optional dependencies, and `DEV` if the dependency group is needed.
+        """
         pins, place = PINS, "."
         if self.versions != "pinned":
             pins, place = self.folder / "constraints.txt", str(ROOT)
             pins.write_text("".join(f"{line}\n" for line in limits(self.versions, _about())))
-        asked = requirements("dev", _about()) if everything else []
+        asked = requirements("dev", _about()) if DEV in names else []
         extras = [name for each in asked if each[0] == "." for name in each[2:-1].split(",")]
+        extras += [name for name in names if name != DEV and name not in extras]
         own = f"{place}[{','.join(extras)}]" if extras else place
         others = [each for each in asked if each[0] != "."]
         return ["-c", str(pins if place != "." else pins.name), "-e", own, *others]
@@ -146,6 +164,16 @@ def _about() -> dict:
     import tomllib
 
     return tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
+
+
+def optional_dependencies() -> "list[str]":
+    """Return the names of the project's optional dependencies."""
+    return list(_about()["project"].get("optional-dependencies", ()))
+
+
+def chosen_extras() -> "list[str]":
+    """Return the names of the extras that the project has."""
+    return [path.parent.name for path in ROOT.glob("src/*/extras/*/__init__.py")]
 
 
 def requirements(group: str, about: dict) -> "list[str]":

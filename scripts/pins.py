@@ -14,8 +14,7 @@ SECTION = re.compile(r"^constraint-dependencies = \[.*?\]\n", flags=re.MULTILINE
 
 def agreeing(project: str, pins: str) -> str:
     """Return the text of pyproject.toml with the pins of constraints.txt."""
-    lines = [line for line in pins.splitlines() if "==" in line or ": " in line]
-    listed = [f"    {line}" if line.startswith("#") else f'    "{line}",' for line in lines]
+    listed = [f'    "{line}",' for line in pins.splitlines() if "==" in line]
     section = "\n".join(["constraint-dependencies = [", *listed, "]\n"])
     text, found = SECTION.subn(lambda _: section, project)
     assert found == 1, "pyproject.toml has no constraint-dependencies of [tool.uv]"

@@ -1,6 +1,8 @@
 #!/usr/bin/env python3
 """Write docs/settings.md from the schema in config.py and the choices in configs/.
 
+The settings of an extra are on a page of their own, docs/NAME_settings.md.
+
 usage: python scripts/settings.py
 """
 
@@ -22,12 +24,15 @@ from lockstep_gpt.config import (
     DataConfig,
     as_typed,
     data_choices,
+    groups,
+    yaml_files,
 )
-from lockstep_gpt.registry import additions, resolved
+from lockstep_gpt.registry import installed
 from lockstep_gpt.run.directory import flat
 
 ROOT = Path(__file__).resolve().parents[1]
-CONFIGS, PAGE = ROOT / "configs", ROOT / "docs/settings.md"
+DOCS = ROOT / "docs"
+EXTRAS = ROOT / "src/lockstep_gpt/extras"
 # Classes whose settings several choices of `data` share, and what they are in words.
 SHARED = {
     "DataConfig": "All data",
@@ -66,64 +71,67 @@ as in `+trainer.profiler=simple`.
 """
 
 
+EXTRA = """\
+# Settings of the extra `{name}`
+
+`python scripts/settings.py` writes this page, like that of [all other settings](settings.md).
+"""
+
+
 class Part(NamedTuple):
-    """A part of the page, and the file that it describes."""
+    """A part of a page, and the file that it describes."""
 
     file: Path
     text: str
 
+    @property
+    def extra(self) -> str | None:
+        """The extra that has the file; None if it is the core's."""
+        if not self.file.is_relative_to(EXTRAS):
+            return None
+        return self.file.relative_to(EXTRAS).parts[0]
+
 
 def main() -> int:
-    """Write the page."""
-    PAGE.write_text(page(), encoding="utf-8")
-    print(PAGE.relative_to(ROOT))
+    """Write the pages."""
+    for path, text in pages().items():
+        path.write_text(text, encoding="utf-8")
+        print(path.relative_to(ROOT))
     return 0
 
 
-def page() -> str:
-    """Return the whole reference as Markdown."""
-    own = [each for each in Checked.__subclasses__() if each.node]
-    parts = [Part(ROOT, HEAD), section("## The run", Config)]
-    parts += [part for each in own if each is not DataConfig for part in own_sections(each)]
-    parts += [Part(ROOT, "## `data`\n"), *data_sections(), *[*own_sections(DataConfig)][1:]]
-    parts += [Part(ROOT, CHOICES), *(part for group in GROUPS for part in choices(group))]
-    parts += [
-        Part(ROOT, OPEN),
-        *(part for group in sorted(OPEN_GROUPS) for part in open_choices(group)),
-    ]
-    # template-only: begin
-    parts = list(map(in_markers, parts))
-    if (last := parts[-1].text).startswith("<!--"):  # the empty line before it belongs to it
-        begin, _, rest = last.partition("\n")
-        moved = f"{begin}\n\n{rest}\n".replace("\n\n<!--", "\n<!--")
-        parts[-2:] = [Part(ROOT, parts[-2].text + moved)]
-    # template-only: end
-    return "\n".join(part.text for part in parts)
+def pages() -> dict[Path, str]:
+    """Return each page of the reference as Markdown, by its file."""
+    parts = list(all_parts())
+    core = [part.text for part in parts if part.extra is None]
+    written = {DOCS / "settings.md": "\n".join(core)}
+    for name in installed():
+        own = [part.text.rstrip() + "\n" for part in parts if part.extra == name]
+        presets = "".join(text for text in own if text.startswith("- "))
+        sections = [text for text in own if not text.startswith("- ")]
+        if presets:
+            sections.append(f"## Presets\n\n{presets}")
+        if own:
+            page = [EXTRA.format(name=name), *sections]
+            written[DOCS / f"{name}_settings.md"] = "\n".join(page)
+    return written
 
 
-# template-only: begin
-def in_markers(part: Part) -> Part:
-    """Put an extra's part in markers, so that a project without the extra does not mention it."""
-    if not (ROOT / "hooks").is_dir():  # a source distribution does not contain the template
-        return part
-    sys.path.append(str(ROOT))
-    from hooks.answers import EXTRAS
-
-    name = part.file.relative_to(ROOT).as_posix()
-    for extra, paths in EXTRAS.items():
-        if name.startswith(paths):
-            begin, end = (f"<!-- extra {extra}: {word} -->\n" for word in ("begin", "end"))
-            return Part(part.file, f"{begin}{part.text}\n{end.rstrip()}")
-    return part
-
-
-# template-only: end
-def own_sections(schema: type[Checked]) -> Iterator[Part]:
-    """Yield the section of a class with its own place in the tree, and the sections of extras."""
-    yield section(f"## `{schema.node}`", schema)
-    for table in additions("SETTINGS"):
-        if schema.node in table:
-            yield section(f"### More of `{schema.node}`", resolved(table[schema.node]))
+def all_parts() -> Iterator[Part]:
+    """Yield the parts of all pages, in their order."""
+    yield Part(ROOT, HEAD)
+    yield section("## The run", Config)
+    for schema in groups().values():
+        if schema is not DataConfig:
+            yield section(f"## `{schema.node}`", schema)
+    yield Part(ROOT, "## `data`\n")
+    yield from data_sections()
+    yield Part(ROOT, CHOICES)
+    for group in GROUPS:
+        yield from choices(group)
+    yield Part(ROOT, OPEN)
+    for group in sorted(OPEN_GROUPS):
+        yield from open_choices(group)
 
 
 def section(heading: str, schema: type[Checked], bases: str = "") -> Part:
@@ -209,7 +217,7 @@ def about(schema: type[Any] | None) -> str:
 
 def choices(group: str) -> Iterator[Part]:
     """Yield each choice of a group and the settings that it makes."""
-    for file in sorted((CONFIGS / group).glob("*.yaml")):
+    for file in yaml_files(group).values():
         sets = " ".join(f"`{word}`" for word in settings_in(file))
         text = f"`{group}={file.stem}`: {header(file)}"
         yield Part(file, f"- {text}\n  {sets}" if sets else f"- {text}")
@@ -230,21 +238,18 @@ def settings_in(file: Path) -> Iterator[str]:
             ((group, choice),) = entry.items()
             if not group.startswith("optional "):  # what an extra may add
                 yield f"{group.removeprefix('override /')}={choice}"
-    group = "" if file.parent.name == "experiment" else f"{file.parent.name}."
+    is_whole = "@package _global_" in file.read_text("utf-8")
+    group = "" if is_whole else f"{file.parent.name}."
     yield from (f"{name}={as_typed(value)}" for name, value in flat(content, group))
 
 
 def open_choices(group: str) -> Iterator[Part]:
     """Yield a section for each choice of an open group, with the settings in its file."""
-    for file in sorted((CONFIGS / group).glob("*.yaml")):
+    for file in yaml_files(group).values():
         known = yaml.safe_load(file.read_text("utf-8")).get("defaults", ["_self_"])
         base = f" Also accepts settings of `{group}={known[0]}`." if known[0] != "_self_" else ""
         about = f"{header(file)}{base}".strip() or "The default choice."
         yield Part(file, f"### `{group}={file.stem}`\n\n{about}\n{table_in(file, group)}")
-        added = file.parent / "added" / file.name
-        if added.exists():
-            more = f"### More of `{group}={file.stem}`\n\n{header(added)}"
-            yield Part(added, f"{more}\n{table_in(added, group)}")
 
 
 def table_in(file: Path, group: str) -> str:

@@ -1,10 +1,13 @@
 """Apply a later state of the template and keep the project's own changes: `dev.py update`.
 
-usage: python3 scripts/dev.py update [TEMPLATE] [--to COMMIT] [--extras NAMES]
+usage: python3 scripts/dev.py update [TEMPLATE] [--to COMMIT] [--add NAMES] [--remove NAMES]
 
 TEMPLATE is a path or URL; the default is the one in .template.json. The script generates the
 project twice with its own answers, at the commit of the last update and at the new one, and git
 applies the difference as a cherry-pick. The result is staged but not committed.
+
+An extra is added or removed only if it is named; the first line of the output says which are.
+Pages that scripts/settings.py writes never stay in conflict: it writes them again.
 Exit status: 0 all applied, 1 conflicts remain, 2 rejected, and nothing was changed.
 """
 
@@ -12,11 +15,14 @@ import argparse
 import contextlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
+
+from environments import Environment
 
 RECORD = ".template.json"
 # For our temporary commits, which serve only the merge; nobody sees them.
@@ -29,6 +35,9 @@ PLAIN = [
     "-c",
     "core.hooksPath=" + os.devnull,
 ]
+# Pages that a script writes.
+WRITTEN = re.compile(r"docs/(\w+_)?settings\.md")
+WRITER = "scripts/settings.py"
 
 
 class Refused(Exception):  # noqa: N818 (it is what the person is told, no error of ours)
@@ -37,36 +46,48 @@ class Refused(Exception):  # noqa: N818 (it is what the person is told, no error
 
 def main(arguments: "list[str]", project: Path) -> int:
     """Update the project in `project`; return the exit status."""
-    parser = argparse.ArgumentParser(prog="dev.py update", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="dev.py update",
+        description=__doc__.split("\n")[0],
+        epilog="NAMES are separated by spaces, or `all`. An extra is removed only with --remove.",
+    )
     parser.add_argument("template", nargs="?", metavar="TEMPLATE", help="its path or URL")
     parser.add_argument("--to", default="HEAD", metavar="COMMIT", help="a commit, branch or tag")
     parser.add_argument(
-        "--extras", metavar="NAMES", help="all, none, or names; replaces the earlier ones"
+        "--add", "--extras", default="", metavar="NAMES", help="add these extras, and keep others"
     )
+    parser.add_argument("--remove", default="", metavar="NAMES", help="remove these extras")
     options = parser.parse_args(arguments)
     try:
         with tempfile.TemporaryDirectory(prefix="update-") as folder:
-            return update(project, Path(folder), options.template, options.to, options.extras)
+            return update(project, Path(folder), options)
     except Refused as refused:
         sys.stderr.write(f"dev.py: update: {refused}\n")
         return 2
 
 
-def update(project: Path, folder: Path, template: str, to: str, extras: str) -> int:
+def update(project: Path, folder: Path, options: argparse.Namespace) -> int:
     """Apply the changes of the template; return 1 if conflicts remain."""
     record = _recorded(project)
     if _git(project, "status", "--porcelain").strip():
         raise Refused("the working tree is not clean; commit or stash your changes, then try again")
-    source = template or record["template"]
+    source = options.template or record["template"]
     clone = folder / "template"
     if Path(source).exists():
         source = str(Path(source).resolve())
     _run(project, ["git", "clone", "-q", "--no-checkout", source, str(clone)], "cannot be cloned")
-    last, new = (_commit(clone, name, source) for name in (record["commit"], to))
-    answers = {**record["answers"], **({"extras": extras} if extras else {})}
+    last = _commit(clone, record["commit"], source)
+    new = _commit(clone, options.to, source)
+    old_template = _checked_out(clone, folder / "old-template", last, record)
+    new_template = _checked_out(clone, folder / "new-template", new, record)
+    answers = record["answers"]
+    if options.add or options.remove:
+        choice = _chosen_extras(new_template, project, options)
+        print(choice["says"], flush=True)
+        answers = {**answers, "extras": choice["extras"]}
     later = {**record, "template": source, "commit": new, "answers": answers}
-    _make(clone, folder, record, "old")
-    _make(clone, folder, later, "new")
+    _make(old_template, record, folder / "old")
+    _make(new_template, later, folder / "new")
     shutil.copy(project / RECORD, folder / "old" / RECORD)  # every byte: it must not conflict
     place = _git(project, "rev-parse", "--show-prefix").strip()
     old = _state(project, folder, "old", place)
@@ -82,19 +103,80 @@ def update(project: Path, folder: Path, template: str, to: str, extras: str) -> 
         capture_output=True,
         text=True,
     )
-    conflicts = sorted(
-        {line.split("\t")[1] for line in _git(project, "ls-files", "-u").splitlines()}
-    )
-    if done.returncode and not conflicts:  # say, an ignored file in the way; git changed nothing
+    if done.returncode and not _conflicts(project):  # say, an ignored file in the way
         raise Refused(f"git could not apply the changes: {' '.join(done.stderr.split())}")
+    reminder = _settle_written_pages(project, folder / "new")
+    conflicts = _conflicts(project)
     print(_git(project, "diff", "--cached", "--stat=100", "HEAD"), end="")
     print(f"from {last[:12]} to {new[:12]} of {source}")
+    if reminder:
+        print(reminder)
     if conflicts:
         print("conflicts remain; resolve these, git add them, test, commit:")
         print("".join(f"  {name}\n" for name in conflicts), end="")
         return 1
     print("all applied and staged; next: python3 scripts/dev.py test, then git commit")
     return 0
+
+
+def _chosen_extras(template: Path, project: Path, options: argparse.Namespace) -> dict:
+    """Ask the template which extras the project gets: it knows their names, old and new."""
+    script = template / "hooks" / "extras.py"
+    if not script.is_file():
+        raise Refused("the template at this commit is too old for --add and --remove; update first")
+    words = [sys.executable, str(script), str(project / RECORD)]
+    words += ["--add", options.add, "--remove", options.remove]
+    done = subprocess.run(words, capture_output=True, encoding="utf-8")
+    if done.returncode:
+        raise Refused(" ".join(done.stderr.split()).removeprefix("Error: "))
+    return json.loads(done.stdout)
+
+
+def _conflicts(project: Path) -> "list[str]":
+    """Return the names of the files in conflict."""
+    unmerged = _git(project, "ls-files", "-u").splitlines()
+    return sorted({line.split("\t")[1] for line in unmerged})
+
+
+def _settle_written_pages(project: Path, new: Path) -> str:
+    """Write the pages again that a script writes; return what the person should do, if anything.
+
+    A page in conflict first gets the template's text, because the script may not be able to run.
+    A page that its owner has deleted stays deleted.
+    """
+    tracked = _git(project, "ls-files", "docs").splitlines()
+    pages = sorted({name for name in tracked if WRITTEN.fullmatch(name)})
+    conflicting = [name for name in pages if name in _conflicts(project)]
+    for name in conflicting:
+        _settle(project, new, name)
+    pages = [name for name in pages if (project / name).is_file()]
+    if pages and _write_pages(project):
+        _git(project, "add", "--", *pages)
+        return ""
+    outdated = [name for name in pages if name in conflicting]
+    if not outdated:
+        return ""
+    return f"write {' '.join(outdated)} again with: python3 scripts/dev.py docs"
+
+
+def _write_pages(project: Path) -> bool:
+    """Run the script that writes pages, if it and the environment are there; say if it worked."""
+    python = Environment().python
+    if not (project / WRITER).is_file() or not Path(python).exists() or _conflicts(project):
+        return False
+    return not subprocess.run([python, WRITER], cwd=project, capture_output=True).returncode
+
+
+def _settle(project: Path, new: Path, name: str) -> None:
+    """Resolve the conflict of a page: the template's text, unless one side deleted the page."""
+    of_the_project = "2"  # the number of its stage in the index
+    unmerged = _git(project, "ls-files", "-u", "--", name).splitlines()
+    stages = {line.split("\t")[0].split()[2] for line in unmerged}
+    if of_the_project in stages and (new / name).is_file():
+        shutil.copy(new / name, project / name)
+        _git(project, "add", "--", name)
+    else:
+        _git(project, "rm", "-q", "-f", "--", name)
 
 
 def _recorded(project: Path) -> dict:
@@ -119,16 +201,21 @@ def _commit(clone: Path, name: str, source: str) -> str:
     raise Refused(f"{source} has no commit {name}; name a template that has it, or another commit")
 
 
-def _make(clone: Path, folder: Path, record: dict, name: str) -> None:
-    """Generate the project from a state of the template, in `folder/name`."""
-    state = folder / f"{name}-template"
-    _git(clone, "worktree", "add", "-q", "--detach", str(state), record["commit"])
-    told = folder / f"{name}.json"
+def _checked_out(clone: Path, folder: Path, commit: str, record: dict) -> Path:
+    """Check a commit of the template out in `folder`; return the template's folder in it."""
+    _git(clone, "worktree", "add", "-q", "--detach", str(folder), commit)
+    template = folder / record["directory"]
+    if not (template / "hooks" / "generate.py").is_file():
+        raise Refused(f"the template at {commit[:12]} is too old for this; use cruft")
+    return template
+
+
+def _make(template: Path, record: dict, target: Path) -> None:
+    """Generate the project from a state of the template, in `target`."""
+    told = target.with_suffix(".json")
     told.write_text(json.dumps(record), "utf-8")
-    script = state / record["directory"] / "hooks" / "generate.py"
-    if not script.is_file():
-        raise Refused(f"the template at {record['commit'][:12]} is too old for this; use cruft")
-    _run(folder, [sys.executable, str(script), str(told), str(folder / name)], "makes no project")
+    script = str(template / "hooks" / "generate.py")
+    _run(target.parent, [sys.executable, script, str(told), str(target)], "makes no project")
 
 
 def _state(project: Path, folder: Path, name: str, place: str, *parent: str) -> str:

@@ -108,14 +108,6 @@ def test_the_version_is_that_of_the_project(answers):
     assert answers["--version"][1] == f"{PROGRAM} {about['project']['version']}\n"
 
 
-# template-only: begin
-def test_the_help_of_train_fits_a_screen(answers):
-    lines = answers["train --help"][1].splitlines()
-    assert len(lines) <= 50
-    assert max(map(len, lines)) <= 110
-
-
-# template-only: end
 def test_the_help_of_train_names_every_group_with_its_choices(answers):
     lines = answers["train --help"][1].splitlines()
     for group, choices in GROUPS.items():

@@ -40,11 +40,3 @@ def test_a_worker_is_a_fork_that_starts_the_real_python():
     assert os.getppid() != int(parent)  # it tells its starter's id
     words = [sys.executable, "-c", "import sys; print('torch' in sys.modules)"]
     assert subprocess.run(words, capture_output=True, text=True, check=True).stdout == "False\n"
-
-
-@of_workers
-def test_a_worker_needs_no_further_server_for_commands(command, monkeypatch):
-    server = pytest.importorskip("lockstep_gpt.extras.warm.server")
-    monkeypatch.setattr(server.Server, "started", None)
-    process = command.start("--help")
-    assert "lockstep-gpt" in process.communicate(timeout=60)[0]

@@ -51,9 +51,6 @@ def test_a_wheel_is_the_package_and_the_configs_and_nothing_else(wheel):
     assert packed(content(wheel)) == packed(sources)
     assert content(wheel) <= sources  # your own files may have other types
     assert not [name for name in content(wheel) if "__pycache__" in name]
-    # template-only: begin
-    assert content(wheel) == packed(sources)
-    # template-only: end
 
 
 def test_an_sdist_gives_the_same_wheel(wheel, sdist, tmp_path):

@@ -36,7 +36,7 @@ class OptunaSweeper(Sweeper):
 
     def __init__(
         self,
-        n_trials: int,
+        n_trials: Any,
         direction: str,
         seed: int,
         params: Mapping[str, Any] | None = None,

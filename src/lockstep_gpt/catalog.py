@@ -25,13 +25,13 @@ CATALOG = {
         choices=("data=chat", "experiment=chat", "model=from_weights/initial"),
     ),
     "cluster": Offer(
-        "predicting a run, checking machines, breaking runs on purpose, sizing models",
+        "plans of a run, checks of machines, drills, sizes of models",
         commands=("plan", "doctor", "drill", "ledger", "size_law"),
         groups=("size",),
         choices=("model=auto",),
     ),
     "datasets": Offer(
-        "several sources at once, documents that don't see each other, packing",
+        "several sources at once, documents kept apart, packing",
         groups=("documents",),
         choices=("data=mixture", "packing=documents"),
     ),

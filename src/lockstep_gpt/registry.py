@@ -1,7 +1,7 @@
 """What extras add to the core: six kinds of hooks, each with the type of its functions.
 
 An extra is a package in `extras/`. Its `__init__` declares a hook by assigning to the kind's name:
-`CHECK = ".extras.warm.server:refuse_impossible"`. Targets are `module:name` and imported on use,
+`CHECK = ".extras.NAME.module:refuse_impossible"`. Targets are `module:name` and imported on use,
 so a command doesn't pay for an extra that it doesn't need. The core never names an extra here.
 """
 

@@ -1,8 +1,7 @@
-"""Pages quote the program's messages exactly, and numbers that it counts with."""
+"""Pages quote the program's messages exactly."""
 
 import ast
 import functools
-import importlib.util
 import re
 from pathlib import Path
 
@@ -19,7 +18,6 @@ def read(name):
 
 
 TROUBLES = read("troubleshooting.md")
-COMMUNICATION = read("communication.md")
 
 
 def blocks(text, language):
@@ -66,21 +64,3 @@ def test_errors_are_quoted_exactly(story):
     for (line, expected), (status, screen) in zip(shown, told, strict=True):
         assert status in (1, 2), line
         assert screen.splitlines()[-1] == expected
-
-
-@pytest.mark.skipif(not COMMUNICATION, reason="no docs/communication.md here")
-@pytest.mark.skipif(
-    importlib.util.find_spec("lockstep_gpt.extras.cluster") is None,
-    reason="the table of links is of an extra",
-)
-def test_links_have_the_bandwidths_that_plan_counts_with():
-    from lockstep_gpt.extras.cluster.hardware import LINKS
-
-    row = re.compile(r"^\| [^|]+ \| ([\d.]+) \| ([\d.]+) ms \| [^|]+ \|$", re.MULTILINE)
-    rows = row.findall(COMMUNICATION)
-    names = ["pcie3", "pcie4", "pcie5", "nvlink3", "nvlink4", "nvlink5", "10gbe", "100gbe", "ndr"]
-    expected = [LINKS[name].bandwidth / 1e9 for name in names]
-    assert [float(bandwidth) for bandwidth, _ in rows] == expected
-    ring = 2 * 7 / 8 * 4 * 124.4e6 / 1e6  # MB for 8 ranks and float32 gradients of GPT-2
-    for (_, shown), bandwidth in zip(rows, expected, strict=True):
-        assert float(shown) == pytest.approx(ring / bandwidth, rel=0.03)

@@ -29,8 +29,10 @@ peak_tflops: null
 val_every: 10
 log_every: 5
 verbosity: normal
-batch: {micro_size: null, global_size: 8, reference_size: 8, exact_micro_size: null, exact_threads: 1}
-model: {block_size: 32, n_layer: 2, n_head: 2, n_embd: 32, dropout: 0.0, bias: true, architecture: gpt,
+batch: {micro_size: null, global_size: 8, reference_size: 8, exact_micro_size: null,
+    exact_threads: 1}
+model: {block_size: 32, n_layer: 2, n_head: 2, n_embd: 32, dropout: 0.0, bias: true,
+    architecture: gpt,
     activation_checkpointing: false, n_kv_head: null, ngram_rows: 0, longest_ngram: 2,
     size: null, size_law: null, init_from: null, mask_documents: false, lora_rank: null,
     lora_alpha: null}

@@ -162,7 +162,58 @@ def test_the_tests_packages_are_installed_with_the_first_test(tmp_path, quick_ve
     for command in ("train", "test", "train", "test"):
         assert dev(root, command, **quick_venv)[0] == 0
         stamps.append((installations(root), (root / ".venv/set-up.sha256").read_text().split()[2:]))
-    assert stamps == [(1, []), (2, ["all"]), (2, ["all"]), (2, ["all"])]
+    assert stamps == [(1, []), (2, ["+dev"]), (2, ["+dev"]), (2, ["+dev"])]
+
+
+def optional(root: Path, *names: str) -> None:
+    """Declare optional dependencies."""
+    lines = [f"{name} = []\n" for name in names]
+    with (root / "pyproject.toml").open("a") as file:
+        file.writelines(["\n[project.optional-dependencies]\n", *lines])
+
+
+def installed(root: Path) -> list[str]:
+    """Return the optional dependencies in an environment, from its stamp."""
+    return (root / ".venv/set-up.sha256").read_text().split()[2:]
+
+
+def test_what_an_extra_needs_is_installed_with_the_project(tmp_path, quick_venv):
+    root = plant(tmp_path / "project")
+    optional(root, "more", "types")
+    for extra in ("more", "tests"):
+        folder = root / "src/lockstep_gpt/extras" / extra
+        folder.mkdir(parents=True)
+        (folder / "__init__.py").touch()
+    assert dev(root, "train", **quick_venv)[0] == 0
+    assert installed(root) == ["more"]  # not `types`, no extra; nor `tests`, which needs nothing
+
+
+def test_what_was_installed_by_name_stays_when_requirements_change(tmp_path, quick_venv):
+    root = plant(tmp_path / "project")
+    optional(root, "more", "types")
+    for _ in range(2):
+        assert dev(root, "install", "types", "more", **quick_venv)[0] == 0
+        assert (installed(root), installations(root)) == (["more", "types"], 1)
+    text = (root / "pyproject.toml").read_text()
+    (root / "pyproject.toml").write_text(text.replace("types = []\n", ""))
+    assert dev(root, "train", **quick_venv)[0] == 0
+    assert (installed(root), installations(root)) == (["more"], 2)
+
+
+def test_an_unknown_optional_dependency_is_rejected_in_one_line(project):
+    before = installations(project)
+    optional(project, "more", "types")
+    status, _, err = dev(project, "install", "mroe")
+    told = "dev.py: install: mroe is not an optional dependency; there are more, types\n"
+    assert (status, err) == (2, told)
+    assert installations(project) == before
+
+
+def test_docs_runs_the_script_that_writes_pages(project):
+    script = "import pathlib, sys\nprint(pathlib.Path.cwd(), sys.prefix)\n"
+    (project / "scripts/settings.py").write_text(script)
+    status, out, _ = dev(project, "docs")
+    assert (status, out) == (0, f"{project} {project / '.venv'}\n")
 
 
 def load(root: Path, monkeypatch):
@@ -307,6 +358,17 @@ def test_without_a_command_it_shows_its_usage(tmp_path):
     status, _, usage = dev(root)
     assert (status, dev(root, "--help")[:2]) == (2, (0, usage))
     assert "python3 scripts/dev.py COMMAND" in usage
+    assert not (root / ".venv").exists()
+
+
+@pytest.mark.parametrize(
+    ("command", "option"), [("test", "--changed"), ("test", "--versions"), ("install", "NAMES")]
+)
+def test_a_command_s_help_shows_its_own_options_without_an_environment(tmp_path, command, option):
+    root = plant(tmp_path / "project")
+    status, out, _ = dev(root, command, "--help")
+    assert status == 0
+    assert option in out
     assert not (root / ".venv").exists()
 
 

@@ -3,7 +3,6 @@ import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-MARK = "extra own" + ": begin"  # in two parts: the template reads it in one
 
 
 def load():
@@ -24,6 +23,6 @@ def test_uv_has_the_pins_of_pip():
 
 def test_other_pins_are_written_and_nothing_else():
     project = 'a = 1\nconstraint-dependencies = [\n    "old==1",\n]\nb = [2]\n'
-    text = load().agreeing(project, f"# Words.\nnew==2\n# {MARK}\nmore==3\n")
-    listed = f'    "new==2",\n    # {MARK}\n    "more==3",\n'
+    text = load().agreeing(project, "# Words.\nnew==2\nmore==3\n")
+    listed = '    "new==2",\n    "more==3",\n'
     assert text == f"a = 1\nconstraint-dependencies = [\n{listed}]\nb = [2]\n"

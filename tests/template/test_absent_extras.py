@@ -1,130 +1,160 @@
-"""No text mentions an absent extra; a page says how to add or delete each."""
+"""An extra is three places: nothing else names it, and no page needs one that may be absent."""
 
+import fnmatch
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
 
-from hooks.answers import EXTRAS, NEEDS, checked
-from hooks.project import README, TEMPLATE_ONLY, _kept
+from hooks.answers import EXTRAS, NEEDS, places
+from hooks.project import MARKED, TEMPLATE_ONLY
 
 ROOT = Path(__file__).parents[2]
-# Names that users type or read: strategies, settings, commands, libraries.
-WORDS = {
-    "sweep": "optuna|hydra/sweeper",
-    "warm": r"launch\.warm|setproctitle",
-    "copies": "copy_to|checkpoint.background|s3fs",
-    "trackers": "logger=tensorboard|tensorboard --logdir|mlflow",
-    "compat": r"lightning\.md",
-    "completion": "install=bash",
-    "sizes": r"model=auto|model\.size|size_law|scaling_law",
-    "chat": r"data=chat|experiment=chat|from_weights|lora_rank|chat\.md"
-    r"|lockstep-gpt (chat|serve)\b|serving\.md|load_test|openai[=>]|starlette|uvicorn",
-    "cluster": "lockstep-gpt (plan|doctor|drill)",
-    "datasets": r"mask_documents|packing=documents|documents\.md|data=mixture|data\.weights"
-    r"|mixtures\.md|tokenizer_from",
-    "ladder": "scripts/ladder|pitfalls.py",
-    "container": r"docker build|devcontainer",
-    "seeing": r"sync_panel|lockstep-gpt (panel|report)|report\.html|playwright",
-    "tasks": r"lockstep-gpt score|default,tasks|tasks\.md|callbacks\.tasks|core_metric",
-    "export": "init_from|lockstep-gpt export|safetensors|transformers",
-    "slurm": r"sbatch|docs/slurm|slurm\.md",
-    "kubernetes": r"kubectl|kubeflow|kubernetes\.md",
-}
-# Lines with such names that belong to other distributions, or to any machine.
-OTHERS = {
-    # Several extras need these.
-    "constraints.txt": "^(playwright|safetensors|starlette|uvicorn)==",
-    "pyproject.toml": '^    "(playwright|safetensors|starlette|uvicorn)(==|>=)',
-    "docs/coming_from.md": r"^\| `init_from`",  # nanoGPT's setting
-    "docs/lightning.md": "`(TensorBoard|MLFlow)Logger`",
+MARKER = re.compile(r"(template-only|extra \w+)(: (begin|end)| -->)")
+# These are about all extras.
+ABOUT_ALL = (*MARKED, "docs/extras.md", "docs/house.md", "src/lockstep_gpt/catalog.py")
+# Other files of a project that name an extra, and why.
+NAMED_IN = {
+    "chat": {
+        "tests/test_registry.py": "an example of a command that is missing",
+    },
+    "cluster": {
+        "tests/docs/test_commands.py": "its own tests run these commands of pages",
+    },
+    "datasets": {
+        "tests/inference/test_evaluate.py": "one loss per source, if there are several",
+    },
+    "hub": {},
+    "pages": {
+        "src/lockstep_gpt/run/migrations.py": "its name in earlier versions",
+    },
+    "tasks": {
+        "tests/test_registry.py": "an example of a target that is missing",
+    },
+    "warm": {
+        "tests/conftest.py": "tests of processes use its forks, if they are there",
+        "tests/forked_python.py": "workers of pytest-xdist have a server of it",
+    },
 }
 
 
-def texts() -> dict[str, str]:
-    """Return a project's files other than Python: pages, configurations, requirements."""
-    names = [path.relative_to(ROOT).as_posix() for path in ROOT.glob("docs/*.md")]
-    names += [path.relative_to(ROOT).as_posix() for path in ROOT.glob("configs/**/*.yaml")]
-    names += ["README.md", README, "pyproject.toml", "constraints.txt", ".gitignore"]
-    return {name: (ROOT / name).read_text("utf-8") for name in names}
+def files() -> list[str]:
+    """Return the files of the template that projects can have."""
+    done = subprocess.run(
+        ["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True, encoding="utf-8"
+    )
+    names = [name for name in done.stdout.split("\0") if (ROOT / name).is_file()]
+    return [name for name in names if not name.startswith(TEMPLATE_ONLY)]
 
 
-TEXTS = texts()
+FILES = files()
 
 
-def holds(path: str, name: str) -> bool:
-    """Return whether `path` is a file of that name or, if it ends with a slash, its folder."""
-    return name.startswith(path) if path.endswith("/") else name == path
+def owner(name: str) -> str | None:
+    """Return the extra whose file this is; None for a file of every project."""
+    for extra in EXTRAS:
+        if any(fnmatch.fnmatchcase(name, pattern) for pattern in places(extra)):
+            return extra
+    return None
 
 
-@pytest.mark.parametrize("extra", EXTRAS)
-def test_an_absent_extra_is_mentioned_nowhere(extra, defaults):
-    gone = {extra, *(name for name, needs in NEEDS.items() if extra in needs)}
-    taken = " ".join(name for name in EXTRAS if name not in gone)
-    answers = checked({**defaults, "extras": taken})
-    assert extra not in answers.extras
-    files = [path for name in gone for path in EXTRAS[name]]
-    spoken = [
-        f"{name}: {line}"
-        for name, text in TEXTS.items()
-        if not any(holds(path, name) for path in files)
-        for line in _kept(text, answers).splitlines()
-        if re.search(WORDS[extra], line) and not re.search(OTHERS.get(name, "^$"), line)
-    ]
-    assert spoken == []
+def available(name: str) -> set[str]:
+    """Return the extras that are there wherever a file is."""
+    extra = owner(name)
+    return {extra, *NEEDS.get(extra, ())} if extra else set()
 
 
-# Python files of every project that may still mention an extra, and why.
-IN_PYTHON = {
-    "src/lockstep_gpt/data/tokenizer_files.py": "transformers writes it",  # such a folder
-    "src/lockstep_gpt/launch/choices.py": "data.packing",  # rejected by name
-    "src/lockstep_gpt/launch/checks.py": "checkpoint.background=true conflict",  # with ours
-    "tests/conftest.py": "^RANKS|warm.enabled=false",  # settings of runs with separate processes
-    "tests/extras/conftest.py": "playwright",  # for the pages of several extras
-    "tests/data/test_tokenizer_choice.py": "transformers",  # a reference, if it is installed
-    "tests/data/sources/test_stdlib.py": "sys.modules",  # what must not be imported
-    "tests/docs/test_commands.py": '^    "',  # which test runs a page's commands
-    "tests/forked_python.py": '^    "',  # libraries that are imported if installed
-    "tests/launch/test_compose.py": "warm.enabled",  # rejected by name
-    "tests/test_config.py": "bpe is not one of bytes",  # also rejected
-    "tests/test_train.py": "^OF_EXTRAS",  # files that may be next to ours
-}
+def text_of(name: str) -> str:
+    return (ROOT / name).read_text("utf-8", errors="ignore")
+
+
+def test_an_extra_s_file_is_in_one_of_its_three_places():
+    assert owner("src/lockstep_gpt/extras/chat/configs/data/chat.yaml") == "chat"
+    assert owner("docs/chat.md") == owner("docs/chat_serving.md") == "chat"
+    assert owner("tests/extras/warm/test_fork.py") == "warm"
+    assert owner("docs/chatting.md") is owner("src/lockstep_gpt/extras/__init__.py") is None
 
 
 @pytest.mark.parametrize("extra", EXTRAS)
-def test_python_code_does_not_mention_absent_extras(extra):
-    """Tests that need the extra skip with the reason `no such extra`, and may name it."""
-    others = [path for paths in (TEMPLATE_ONLY, *EXTRAS.values()) for path in paths]
-    spoken = []
-    for folder in ("src", "scripts", "tests"):
-        for path in (ROOT / folder).rglob("*.py"):
-            name, text = path.relative_to(ROOT).as_posix(), path.read_text("utf-8")
-            if any(holds(other, name) for other in others) or "no such extra" in text:
-                continue
-            spoken += [
-                f"{name}: {line}"
-                for line in text.splitlines()
-                if re.search(WORDS[extra], line) and not re.search(IN_PYTHON.get(name, "^$"), line)
-            ]
-    assert spoken == []
+def test_every_extra_has_a_package_and_tests(extra):
+    owned = [name for name in FILES if owner(name) == extra]
+    assert f"src/lockstep_gpt/extras/{extra}/__init__.py" in owned
+    assert any(name.startswith(f"tests/extras/{extra}/test_") for name in owned)
+
+
+def test_every_folder_of_extras_is_an_extra():
+    for place in ("src/lockstep_gpt/extras", "tests/extras"):
+        names = [name for name in FILES if name.startswith(f"{place}/")]
+        folders = {name.split("/")[len(place.split("/"))] for name in names}
+        assert {name for name in folders if not name.endswith(".py")} == {*EXTRAS}
 
 
 @pytest.mark.parametrize("extra", EXTRAS)
-def test_the_words_of_an_extra_are_those_that_its_own_lines_have(extra):
-    own = [path for path in EXTRAS[extra] if (ROOT / path).is_file()]
-    found = [path for folder in EXTRAS[extra] for path in (ROOT / folder).rglob("*.*")]
-    everything = [*(ROOT / path for path in own), *found]
-    read = "".join(path.read_text("utf-8", errors="replace") for path in everything)
-    blocks = f"extra {extra}: begin.*?extra {extra}: end"
-    read += "".join(part for text in TEXTS.values() for part in re.findall(blocks, text, re.DOTALL))
-    for word in WORDS[extra].split("|"):
-        if "(" not in word and ")" not in word:
-            assert re.search(word, read), word
+def test_code_outside_an_extra_names_it_in_two_files_at_most(extra):
+    named = re.compile(rf"extras[./]{extra}\b|extras import {extra}\b|\bextra `?{extra}\b")
+    found = {
+        name
+        for name in FILES
+        if not name.endswith(".md")
+        and name not in ABOUT_ALL
+        and extra not in available(name)
+        and named.search(text_of(name))
+    }
+    assert found == {*NAMED_IN[extra]}
+    assert len(found) <= 2
 
 
-@pytest.mark.parametrize("extra", EXTRAS)
-def test_the_page_on_extras_names_all_files_of_one(extra):
-    page = (ROOT / "docs/extras.md").read_text("utf-8")
-    sections = dict(re.findall(r"^## (\w+)\n.*?```text\n(.*?)```", page, re.DOTALL | re.MULTILINE))
-    assert list(sections) == list(EXTRAS)
-    assert tuple(sections[extra].splitlines()) == EXTRAS[extra]
+PAGES = [name for name in FILES if name.startswith("docs/") and name.endswith(".md")]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_a_page_links_to_no_page_that_may_be_absent(page):
+    links = re.findall(r"\]\(([\w./]+)(?:#[^)]*)?\)", text_of(page))
+    rows = [line for line in text_of(page).splitlines() if MARKER.search(line)]
+    linked = {f"docs/{link}" for link in links if not any(f"]({link})" in row for row in rows)}
+    absent = {name for name in linked if owner(name) not in {None, *available(page)}}
+    assert absent == set()
+
+
+@pytest.mark.parametrize("page", [name for name in PAGES if name not in ABOUT_ALL])
+def test_a_page_that_needs_an_extra_says_where_to_get_it(page):
+    names = set(re.findall(r"\bextra `(\w+)`", text_of(page)))
+    assert names <= {*EXTRAS}
+    if names - available(page):
+        assert "](extras.md)" in text_of(page)
+
+
+def test_markers_are_few_and_in_three_files():
+    marked = {}
+    for name in FILES:
+        lines = [line for line in text_of(name).splitlines() if MARKER.search(line)]
+        if lines and not name.startswith("tests/"):
+            marked[name] = len(lines)
+    marked["README.md"] = len(MARKER.findall(text_of("README.md")))  # projects get a part of it
+    assert {*marked} <= {*MARKED}
+    assert sum(marked.values()) < 60
+
+
+def test_the_page_on_extras_describes_each_with_its_command_and_its_pages():
+    sections = re.findall(r"^## (\w+)\n((?:(?!## ).*\n)*)", text_of("docs/extras.md"), re.MULTILINE)
+    described = dict(sections)
+    assert [name for name in described if name in EXTRAS] == [*EXTRAS]
+    for extra, description in EXTRAS.items():
+        assert f"| `{extra}` | {description} |" in text_of("docs/extras.md")
+        assert f"\npython3 scripts/dev.py update --add {extra}\n" in described[extra]
+        for page in PAGES:
+            if owner(page) == extra:
+                assert f"`{page}`" in described[extra]
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/extras.md"])
+def test_pages_about_all_extras_are_about_exactly_these(page):
+    named = set(re.findall(r"dev\.py update --add (\w+)", text_of(page)))
+    assert named == {*EXTRAS}
+
+
+def test_a_missing_extra_is_described_as_in_the_template_s_question():
+    from lockstep_gpt.catalog import CATALOG
+
+    assert {extra: offer.purpose for extra, offer in CATALOG.items()} == EXTRAS

@@ -312,16 +312,28 @@ def test_a_project_of_any_name_has_a_folder_a_command_and_a_package(name, slug, 
 
 
 def test_an_extra_adds_its_requirements_and_old_names_are_accepted(defaults):
-    from hooks.answers import checked
+    from hooks.answers import FORMER, checked
 
-    chosen = checked({**defaults, "extras": "chat"}).extras
-    assert sorted(chosen) == ["chat", "datasets", "export"]
-    assert checked({**defaults, "extras": "modern nodes launchers sources"}).extras == ()
-    assert checked({**defaults, "extras": "mixtures documents"}).extras == ("datasets",)
+    def chosen(names):
+        return checked({**defaults, "extras": names}).extras
+
+    assert chosen("chat") == ("chat", "datasets", "hub")
+    assert chosen(" ".join(FORMER)) == ()
+    assert chosen("mixtures documents") == ("datasets",)
+    assert chosen("seeing, sizes, export") == ("cluster", "hub", "pages")
 
 
-def test_every_question_has_a_prompt_and_the_one_on_extras_names_them_all():
+def test_every_question_has_a_prompt_and_the_one_on_extras_describes_each():
     questions = json.loads((ROOT / "cookiecutter.json").read_text("utf-8"))
     prompts = questions["__prompts__"]
     assert set(prompts) == {name for name in questions if not name.startswith("_")}
-    assert all(re.search(rf"\b{extra}\b", prompts["extras"]) for extra in EXTRAS)
+    _, *rows = prompts["extras"].splitlines()
+    assert [tuple(row.split(maxsplit=1)) for row in rows] == [*EXTRAS.items()]
+
+
+def test_the_question_on_extras_has_eight_short_lines_and_its_own_line_for_the_answer():
+    prompt = json.loads((ROOT / "cookiecutter.json").read_text("utf-8"))["__prompts__"]["extras"]
+    first, *rest = prompt.splitlines()
+    assert len(rest) < 8
+    assert max(map(len, (f"  [10/11] {first}", *rest))) < 80
+    assert prompt.endswith("\n")

@@ -1,4 +1,4 @@
-"""A folder of `extras/` can be deleted by hand: the rest lints, collects its tests, and trains.
+"""An extra can be deleted by hand: the rest lints, collects its tests, and trains.
 
 `scripts/deletions.py` runs the whole test suite of the rest, and also deletes every pair.
 """
@@ -11,7 +11,8 @@ import sys
 
 import pytest
 
-from scripts.deletions import FOLDERS, delete
+from hooks.answers import EXTRAS
+from scripts.deletions import delete
 
 COLLECT_AND_TRAIN = """
 import gc, sys, pytest
@@ -38,7 +39,7 @@ def everything(shared, once, baked):
     return once(shared / "compiled", make)
 
 
-@pytest.mark.parametrize("extra", FOLDERS)
+@pytest.mark.parametrize("extra", EXTRAS)
 def test_without_any_one_extra_a_project_collects_its_tests_and_trains(
     extra, everything, tmp_path, environment, mypy, python_of_forks
 ):

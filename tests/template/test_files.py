@@ -7,12 +7,15 @@ import subprocess
 import sys
 import time
 import tomllib
+from collections.abc import Iterable
+from fnmatch import fnmatchcase
 
 import pytest
 import yaml
 from markdown_it import MarkdownIt
 
-from hooks.answers import EXTRAS, LICENSES, NEEDS
+from hooks.answers import EXTRAS, LICENSES, NEEDS, places
+from hooks.project import MARKED
 
 CHOICES = ["none", *EXTRAS, "all"]
 # Parts of the living root that projects don't get; a name that ends with a slash is a folder.
@@ -45,6 +48,7 @@ OURS = (
     "{{cookiecutter.project_slug}}/",
 )
 AT_THE_ROOT = {
+    ".devcontainer/devcontainer.json",
     ".editorconfig",
     ".env.example",
     ".gitattributes",
@@ -54,15 +58,21 @@ AT_THE_ROOT = {
     ".pre-commit-config.yaml",
     ".python-version",
     ".template.json",
+    "AGENTS.md",
+    "Dockerfile",
     "LICENSE",
     "README.md",
     "constraints.txt",
     "docs/README.md",
     "docs/a_step.md",
+    "docs/coming_from.md",
+    "docs/coming_from_tutorials.md",
     "docs/communication.md",
     "docs/extend.md",
     "docs/extras.md",
     "docs/house.md",
+    "docs/kubernetes.md",
+    "docs/lightning.md",
     "docs/own_data.md",
     "docs/own_model.md",
     "docs/parallelism.md",
@@ -70,6 +80,7 @@ AT_THE_ROOT = {
     "docs/resume.md",
     "docs/scaling.md",
     "docs/settings.md",
+    "docs/slurm.md",
     "docs/sums.png",
     "docs/sweeps.md",
     "docs/torch_builds.md",
@@ -94,23 +105,32 @@ def text_of(content: bytes) -> str:
         return ""
 
 
-def paths_of(extras: list[str]) -> tuple[str, ...]:
-    return tuple(path for extra in extras for path in EXTRAS[extra])
+def in_places(name: str, extras: Iterable[str]) -> bool:
+    """Return whether a project's file belongs to one of these extras."""
+    patterns = [pattern for extra in extras for pattern in places(extra)]
+    return any(fnmatchcase(name.replace("my_gpt", "lockstep_gpt"), each) for each in patterns)
 
 
 @pytest.mark.parametrize("chosen", CHOICES)
 def test_generated_files_are_git_s_without_the_template_s(chosen, baked, template, git, tree):
     wanted = EXTRAS if chosen == "all" else {chosen, *NEEDS.get(chosen, ())}
-    left_out = paths_of([extra for extra in EXTRAS if extra not in wanted])
+    absent = {*EXTRAS} - {*wanted}
     names = git(template, "ls-files", "-z").rstrip("\0").split("\0")
-    expected = {name for name in names if not name.startswith((*OURS, *left_out))}
+    expected = {name for name in names if not name.startswith(OURS) and not in_places(name, absent)}
     files = set(tree(baked(extras=chosen)))
     expected = {name.replace("lockstep_gpt", "my_gpt") for name in expected}
     assert files == {*expected, ".template.json"}
 
 
 def test_without_extras_the_root_has_no_other_files(baked, tree):
-    folders = ("configs/", "src/my_gpt/", "tests/")
+    folders = (
+        "configs/",
+        "scripts/kubernetes/",
+        "scripts/ladder/",
+        "scripts/slurm/",
+        "src/",
+        "tests/",
+    )
     files = {name for name in tree(baked(extras="none")) if not name.startswith(folders)}
     assert files == AT_THE_ROOT
 
@@ -118,11 +138,10 @@ def test_without_extras_the_root_has_no_other_files(baked, tree):
 @pytest.mark.parametrize("extra", EXTRAS)
 def test_an_extra_adds_its_own_files_and_no_other(extra, baked, tree):
     added = set(tree(baked(extras=extra))) - set(tree(baked(extras="none")))
-    assert added
-    wanted = paths_of([extra, *NEEDS.get(extra, ())])
-    paths = [path.replace("lockstep_gpt", "my_gpt") for path in wanted]
-    assert all(name.startswith(tuple(paths)) for name in added)
-    assert all(any(name.startswith(path) for name in added) for path in paths)
+    wanted = [extra, *NEEDS.get(extra, ())]
+    assert all(in_places(name, wanted) for name in added)
+    for each in wanted:
+        assert f"src/my_gpt/extras/{each}/__init__.py" in added
 
 
 @pytest.mark.parametrize("chosen", CHOICES)
@@ -135,17 +154,16 @@ def test_nothing_is_left_of_our_names_or_of_the_mechanism(chosen, baked, tree, t
             assert not re.search(r"(?<!\$)\{\{", text), name
 
 
-def test_markers_in_the_sources_are_pairs_with_existing_names(template, tree):
+def test_markers_in_the_sources_are_pairs_with_existing_names(template):
     marker = re.compile(r"(template-only|extra (\w+)): (begin|end)$")
-    for name, (_, content) in tree(template).items():
-        if name.startswith(("hooks/", "tests/template/")):
-            continue
-        lines = (line.strip("#<!-> ") for line in text_of(content).splitlines())
+    for name in MARKED:
+        text = (template / name).read_text("utf-8")
+        lines = (line.strip("#<!-> ") for line in text.splitlines())
         found = [match for line in lines if (match := marker.fullmatch(line))]
         assert [match[3] for match in found] == ["begin", "end"] * (len(found) // 2), name
         assert [match[1] for match in found[::2]] == [match[1] for match in found[1::2]], name
         assert {match[2] for match in found} <= {None, *EXTRAS}, name
-        for line in text_of(content).splitlines():
+        for line in text.splitlines():
             if row := re.search(r"<!-- (template-only|extra (\w+)) -->", line):
                 assert row[2] in {None, *EXTRAS}, f"{name}: {line}"
                 assert line.endswith(f" {row[0]} |"), f"{name}: {line}"
@@ -227,28 +245,35 @@ def test_its_settings_page_is_its_script_s_output(answers, baked, environment):
 
 
 @pytest.mark.parametrize(
-    ("chosen", "setting", "line"),
+    ("words", "extra"),
     [
-        ("none", "model.init_from=there", "unknown setting model.init_from; there are "),
-        (
-            "compat",
-            "model.init_from=there",
-            "model.init_from; it needs an extra that is not installed",
-        ),
-        ("none", "checkpoint.copy_to=there", "unknown setting checkpoint.copy_to; there are "),
-        ("compat", "checkpoint.copy_to=there", "copy_to; it needs an extra that is not installed"),
+        (["train", "trainer=cpu", "lora.rank=4"], "chat"),
+        (["train", "data=mixture"], "datasets"),
+        (["train", "callbacks=[default,tasks]"], "tasks"),
+        (["plan"], "cluster"),
+        (["export", "runs/one"], "hub"),
     ],
 )
-def test_a_setting_of_a_missing_extra_is_rejected(baked, environment, chosen, setting, line):
+def test_what_needs_a_missing_extra_is_rejected_with_the_command_that_adds_it(
+    words, extra, baked, environment
+):
     done = subprocess.run(
-        [sys.executable, "-m", "my_gpt", "train", "trainer=cpu", setting],
-        cwd=baked(extras=chosen),
+        [sys.executable, "-m", "my_gpt", *words],
+        cwd=baked(extras="none"),
         env=environment(PYTHONPATH="src", PYTHONDONTWRITEBYTECODE="1"),
         capture_output=True,
         encoding="utf-8",
     )
     assert (done.returncode, len(done.stderr.splitlines())) == (2, 1), done.stderr
-    assert line in done.stderr
+    assert done.stderr.endswith(f"python3 scripts/dev.py update --add {extra}\n")
+
+
+def test_every_readme_says_how_to_add_each_extra(baked):
+    for chosen in ("none", "all"):
+        readme = (baked(extras=chosen) / "README.md").read_text("utf-8")
+        for extra, description in EXTRAS.items():
+            command = f"python3 scripts/dev.py update --add {extra}"
+            assert f"| `{extra}` | {description} | `{command}` |" in readme
 
 
 # Composes commands one after another; prints their exit statuses.
@@ -313,6 +338,6 @@ def test_exactly_the_files_with_a_shebang_are_executable(baked, tree):
 
 def test_a_project_without_extras_has_a_short_readme_and_few_dependencies(baked):
     project = baked(extras="none")
-    assert (project / "README.md").read_text("utf-8").count("\n") <= 200
+    assert (project / "README.md").read_text("utf-8").count("\n") <= 220
     about = tomllib.loads((project / "pyproject.toml").read_text("utf-8"))["project"]
     assert len(about["dependencies"]) <= 13

@@ -33,7 +33,7 @@ PRIVATE = (".DS_Store", ".idea/workspace.xml", "id_ed25519", "notes/todo.md", "s
 NEW = "src/lockstep_gpt/new.py"  # staged files aren't junk
 ENDS = b"\xff\xfe no text \r\n"
 SCREEN = """\
-my-gpt: {} files, package my_gpt, MIT license, extras: none; a git repository with its first commit
+my-gpt: {} files, package my_gpt, MIT license, extras: pages; a git repository with its first commit
 next:
   cd my-gpt
   python3 scripts/dev.py train
@@ -307,7 +307,7 @@ def test_inside_a_repository_no_second_one_is_made(generate, tmp_path, committed
 
 def test_without_git_init_there_is_no_repository(generate, tmp_path):
     done = generate(tmp_path, "git_init=no")
-    assert done.stdout.splitlines()[0].endswith("extras: none")
+    assert done.stdout.splitlines()[0].endswith("extras: pages")
     assert not (tmp_path / "my-gpt/.git").exists()
 
 

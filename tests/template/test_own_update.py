@@ -1,11 +1,14 @@
 """`scripts/dev.py update`: applies the template's changes to a project, with only git."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from hooks.answers import EXTRAS, NEEDS
 
 FIRST, LAST = "# the template's first line\n", "# the user's last line\n"
 
@@ -16,8 +19,8 @@ def edit(path: Path, before: str = "", after: str = "") -> None:
 
 @pytest.fixture
 def project(upstream, generate, tmp_path, begun):
-    """A project that its user has started to change."""
-    generate.of(upstream)(tmp_path)
+    """A project without extras that its user has started to change."""
+    generate.of(upstream)(tmp_path, "extras=none")
     return begun(tmp_path / "my-gpt")
 
 
@@ -113,20 +116,176 @@ def test_conflicting_changes_get_conflict_markers(project, upstream, update, com
     assert "the working tree is not clean" in refused
 
 
-def test_an_extra_is_added_and_removed_later(project, update, committed, git):
+def extras_of(project: Path) -> str:
+    """Return the project's answer to the question `extras`."""
+    return json.loads((project / ".template.json").read_text("utf-8"))["answers"]["extras"]
+
+
+def test_extras_are_added_to_those_that_are_there_and_removed_by_name(
+    project, update, committed, git
+):
     before = git(project, "ls-files").splitlines()
-    update(project, "--extras", "sweep warm")
+    assert update(project, "--add", "warm").startswith("adds warm, removes nothing\n")
+    committed(project)
     assert (project / "src/my_gpt/extras/warm/fork.py").is_file()
-    assert "optuna" in (project / "pyproject.toml").read_text("utf-8")
+    assert "setproctitle" in (project / "pyproject.toml").read_text("utf-8")
+    assert update(project, "--extras", "tasks").startswith("adds tasks, removes nothing\n")
     committed(project)
-    update(project, "--extras", "sweep")
+    assert set(extras_of(project).split()) == {"tasks", "warm"}
+    assert (project / "src/my_gpt/extras/warm/fork.py").is_file()
+    assert update(project, "--remove", "warm").startswith("adds nothing, removes warm\n")
+    committed(project)
+    assert extras_of(project) == "tasks"
     assert not (project / "src/my_gpt/extras/warm").exists()
-    assert (project / "src/hydra_plugins/optuna_sweeper.py").is_file()
+    assert (project / "src/my_gpt/extras/tasks").is_dir()
+    update(project, "--remove", "all")
     committed(project)
-    update(project, "--extras", "none")
-    committed(project)
+    assert extras_of(project) == "none"
     assert git(project, "ls-files").splitlines() == before
     assert (project / "README.md").read_text("utf-8").endswith(LAST)
+
+
+def test_an_extra_comes_with_those_that_it_needs_and_they_stay_with_it(project, update, committed):
+    first = update(project, "--add", "chat").splitlines()[0]
+    added = first.removeprefix("adds ").removesuffix(", removes nothing").split()
+    assert set(added) == {"chat", *NEEDS["chat"]}
+    committed(project)
+    refused = update(project, "--remove", "datasets", status=2)
+    (command,) = re.findall('update (--remove) "(.+)"$', refused.strip())
+    assert set(command[1].split()) == {"chat", "datasets"}
+    update(project, *command)
+    assert extras_of(project) == "hub"
+
+
+def test_former_names_in_a_record_and_on_the_command_line_are_understood(
+    upstream, generate, tmp_path, update
+):
+    generate.of(upstream)(tmp_path, "extras=fsdp2 documents")
+    project = tmp_path / "my-gpt"
+    assert extras_of(project) == "fsdp2 documents"
+    said = update(project, "--add", "trackers mixtures export warm")
+    assert said.startswith("adds hub warm, removes nothing\n")
+    assert set(extras_of(project).split()) == {"datasets", "hub", "warm"}
+
+
+def test_all_stays_all_until_one_is_removed(project, update, committed):
+    update(project, "--add", "all")
+    committed(project)
+    assert extras_of(project) == "all"
+    update(project, "--remove", "warm")
+    assert set(extras_of(project).split()) == {*EXTRAS} - {"warm"}
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--add", "wram"], "--add=wram is not one of .*; did you mean warm[?]"),
+        (["--remove", "wram"], "--remove=wram is not one of .*; did you mean warm[?]"),
+        (["--remove", "warm"], "--remove=warm is not in the project, whose extras are: tasks"),
+        (["--remove", "fsdp2"], "--remove=fsdp2 is no extra: every project has it, or none does"),
+        (["--extras", "none"], '--add=none adds nothing; .* update --remove "tasks"'),
+    ],
+)
+def test_extras_that_cannot_be_added_or_removed_are_rejected_in_one_line(
+    words, said, project, update, committed, tree
+):
+    update(project, "--add", "tasks")
+    committed(project)
+    before = tree(project)
+    refused = update(project, *words, status=2)
+    assert re.fullmatch(f"dev.py: update: {said}\n", refused)
+    assert tree(project) == before
+
+
+# What an owner writes: new files, and lines in files of the template.
+OWN_FILES = {
+    "configs/experiment/ours.yaml": "# @package _global_\n# Ours.\ndefaults:\n  - smoke\n",
+    "src/my_gpt/training/own.py": '"""Ours."""\n',
+    "tests/training/test_own.py": "def test_own():\n    pass\n",
+    "docs/results.md": "# Results\n",
+}
+OWN_LINES = {
+    "README.md": ("# My GPT\n", "# Our GPT, trained on our texts\n"),
+    "configs/model/nano.yaml": ("n_layer: ", "# ours\nn_layer: "),
+    "configs/train.yaml": ("defaults:\n", "# ours\ndefaults:\n"),
+    "docs/README.md": ("# Documentation\n", "# Our documentation\n"),
+    "pyproject.toml": ("\ndependencies = [\n", '\ndependencies = [\n    "einops>=0.8",\n'),
+    "src/my_gpt/config.py": (
+        "    seed: int = setting(",
+        '    own_number: int = setting("ours", 1, at_least=1)\n    seed: int = setting(',
+    ),
+    "docs/settings.md": ("# Every setting\n", "# Every setting, ours too\n"),
+}
+
+
+def test_all_edits_of_an_owner_survive_added_and_removed_extras(project, update, committed, git):
+    for name, text in OWN_FILES.items():
+        (project / name).write_text(text, "utf-8")
+    for name, (old, new) in OWN_LINES.items():
+        text = (project / name).read_text("utf-8")
+        assert text.count(old) == 1, name
+        (project / name).write_text(text.replace(old, new), "utf-8")
+    committed(project)
+    edited = git(project, "rev-parse", "HEAD").strip()
+    assert "all applied and staged" in update(project, "--add", "all")
+    committed(project)
+    for name, text in OWN_FILES.items():
+        assert (project / name).read_text("utf-8") == text
+    for name, (_, new) in OWN_LINES.items():
+        assert new in (project / name).read_text("utf-8"), name
+    assert "all applied and staged" in update(project, "--remove", "all")
+    committed(project)
+    assert git(project, "diff", edited, "HEAD") == ""
+
+
+PAGE = "docs/settings.md"
+
+
+@pytest.fixture
+def conflicting(project, upstream, committed):
+    """The project, in which its owner and the template changed the same line of a written page."""
+    edit(project / PAGE, before="ours\n")
+    committed(project)
+    edit(upstream / PAGE, before="theirs\n")
+    committed(upstream)
+    return project
+
+
+def write_with(project: Path, script: str) -> None:
+    """Give the project an environment, and another script that writes the page."""
+    (project / ".venv/bin").mkdir(parents=True)
+    (project / ".venv/bin/python").symlink_to(sys.executable)
+    (project / "scripts/settings.py").write_text(script)
+
+
+def test_a_written_page_in_conflict_is_written_again(conflicting, update, committed, git):
+    write_with(conflicting, f"import pathlib\npathlib.Path('{PAGE}').write_text('written')\n")
+    committed(conflicting)
+    said = update(conflicting)
+    assert "all applied and staged" in said
+    assert "dev.py docs" not in said
+    assert git(conflicting, "show", f":{PAGE}") == (conflicting / PAGE).read_text() == "written"
+
+
+@pytest.mark.parametrize("has_environment", [False, True], ids=["no .venv", "the script fails"])
+def test_a_page_that_cannot_be_written_gets_the_template_s_text(
+    has_environment, conflicting, update, committed, git
+):
+    if has_environment:
+        write_with(conflicting, "import no_such_module\n")
+        committed(conflicting)
+    said = update(conflicting)
+    assert f"write {PAGE} again with: python3 scripts/dev.py docs\n" in said
+    assert git(conflicting, "show", f":{PAGE}").startswith("theirs\n# Every setting\n")
+
+
+def test_a_written_page_that_its_owner_deleted_stays_deleted(project, upstream, update, committed):
+    (project / PAGE).unlink()
+    committed(project)
+    edit(upstream / PAGE, before="theirs\n")
+    committed(upstream)
+    assert "all applied and staged" in update(project)
+    assert not (project / PAGE).exists()
 
 
 def test_a_project_in_a_folder_of_a_repository_is_updated_there(
@@ -174,21 +333,14 @@ def test_projects_that_cannot_be_updated_stay_unchanged(spoil, said, project, up
     assert tree(project) == before
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["--to", "nowhere"], "has no commit nowhere"),
-        (["--extras", "wram"], "did you mean warm?"),
-    ],
-)
-def test_unknown_extras_are_rejected_in_one_line(words, said, project, update, tree):
+def test_an_unknown_commit_is_rejected_in_one_line(project, update, tree):
     before = tree(project)
-    refused = update(project, *words, status=2)
-    assert said in refused
+    refused = update(project, "--to", "nowhere", status=2)
+    assert "has no commit nowhere" in refused
     assert refused.count("\n") == 1
     assert tree(project) == before
 
 
 def test_help_is_shown_without_an_environment(project, update):
-    assert "--extras" in update(project, "--help")
+    assert {"--add", "--remove"} <= set(update(project, "--help").split())
     assert not (project / ".venv").exists()

@@ -4,14 +4,11 @@ A project's owner may write, change, and delete pages, so projects don't have th
 """
 
 import re
+import shlex
+import subprocess
 from pathlib import Path
 
 import yaml
-
-
-def texts(folder: Path) -> dict[str, str]:
-    """Return the text of each source file below a folder, by its name."""
-    return {path.name: path.read_text("utf-8") for path in folder.rglob("*.py")}
 
 
 def house_of(repository: Path) -> str:
@@ -19,23 +16,57 @@ def house_of(repository: Path) -> str:
 
 
 def pages_of(repository: Path) -> list[Path]:
-    return [repository / "README.md", *sorted((repository / "docs").glob("*.md"))]
+    pages = sorted((repository / "docs").glob("*.md"))
+    return [repository / "README.md", repository / "AGENTS.md", *pages]
 
 
-def test_the_house_s_tree_names_every_source_file_once(repository):
-    tree = "\n".join(
-        re.findall(r"^```text\n(.*?)^```", house_of(repository), re.MULTILINE | re.DOTALL)
-    )
-    files = {*texts(repository / "src")} - {"__init__.py"}
-    assert {name for name in files if len(re.findall(rf"\b{name}\b", tree)) != 1} == set()
+def test_the_house_s_map_names_every_folder_of_source_once(repository):
+    (tree,) = re.findall(r"^```text\n(.*?)^```", house_of(repository), re.MULTILINE | re.DOTALL)
+    listed = re.findall(r"^  ([\w/]+)/ ", tree, re.MULTILINE)
+    (package,) = (path.parent for path in repository.glob("src/*/config.py"))
+    folders = {path.parent.relative_to(package) for path in package.rglob("*.py")}
+    core = {path.as_posix() for path in folders if path.parts and path.parts[0] != "extras"}
+    assert sorted(listed) == sorted({*core, "extras"})
 
 
-def test_the_house_explains_exactly_the_constants_of_extras(repository):
-    core = [path for path in (repository / "src").rglob("*.py") if "extras" not in path.parts]
-    asking = re.compile(r'\b(?:additions|addition|asked|merged)\(\s*"(\w+)"')
-    kinds = {kind for path in core for kind in asking.findall(path.read_text("utf-8"))}
+def test_the_house_s_command_shows_what_every_file_of_source_is(repository):
+    (line,) = re.findall(r"^```bash\n(grep .+)\n```$", house_of(repository), re.MULTILINE)
+    program, *words, _ = shlex.split(line)
+    shown = subprocess.check_output([program, *words, "src"], cwd=repository, encoding="utf-8")
+    files = {path for path in (repository / "src").rglob("*.py") if path.stat().st_size}
+    lines = dict(line.split(":", 1) for line in shown.splitlines())
+    assert {repository / name for name in lines} == files
+    assert all(text.startswith('"""') and text.rstrip('"')[-1] in ".:" for text in lines.values())
+
+
+def test_the_house_explains_exactly_the_kinds_of_hooks(repository):
+    (registry,) = repository.glob("src/*/registry.py")
+    kinds = re.findall(r'^\w+ = Kind\[.+\]\("(\w+)"\)', registry.read_text("utf-8"), re.MULTILINE)
     explained = re.findall(r"^\| `([A-Z_]+)` \|", house_of(repository), re.MULTILINE)
-    assert set(explained) == kinds
+    assert sorted(explained) == sorted(kinds)
+
+
+def test_the_page_for_readers_of_tutorials_names_existing_files_and_settings(repository):
+    page = (repository / "docs/coming_from_tutorials.md").read_text("utf-8")
+    (package,) = (path.parent for path in repository.glob("src/*/config.py"))
+    rows = re.findall(r"^\| (`.+) \| (.+) \| (.+) \|$", page, re.MULTILINE)
+    assert len(rows) > 20
+    reference = (repository / "docs/settings.md").read_text("utf-8")
+    for _, ours, place in rows:
+        for name in re.findall(r"`(\S+\.(?:py|yaml))`", place):
+            assert (package / name).exists() or (repository / name).exists(), name
+        group = r"strategy|trainer|launch|batch|optim|checkpoint"
+        for name in re.findall(rf"`((?:{group})\.\w+)(?:=\S+)?`", ours):
+            if not name.startswith(("trainer.is_", "trainer.strategy")):  # Lightning's own
+                assert f"| `{name}` |" in reference, name
+
+
+def test_the_rules_for_colleagues_are_short_and_name_what_exists(repository):
+    text = (repository / "AGENTS.md").read_text("utf-8")
+    assert len(text.splitlines()) < 60
+    assert "template" not in text
+    for path in re.findall(r"`((?:configs|src|scripts|tests|docs)/[\w/.]*)`", text):
+        assert (repository / path).exists(), path
 
 
 def test_the_readme_is_short_enough_to_be_read(repository):
@@ -52,7 +83,7 @@ def test_links_lead_to_existing_files(repository):
 
 def test_every_page_is_in_the_index(repository):
     index = (repository / "docs/README.md").read_text("utf-8")
-    names = {path.name for path in pages_of(repository)} - {"README.md"}
+    names = {path.name for path in (repository / "docs").glob("*.md")} - {"README.md"}
     assert {name for name in names if f"]({name})" not in index} == set()
 
 

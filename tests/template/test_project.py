@@ -150,7 +150,7 @@ def packed(shared, once, project, run):
 
 @pytest.mark.long
 @pytest.mark.timeout(LIMIT + 60)
-@pytest.mark.parametrize("extras", ["none"])
+@pytest.mark.parametrize("extras", ["pages"])
 def test_it_passes_its_own_tests_and_leaves_nothing_for_git(
     extras, generate, borrowing, run, git, tmp_path, tmp_path_factory, types, monkeypatch
 ):

@@ -87,6 +87,24 @@ def test_a_failed_run_is_marked_as_failed_and_sends_an_alert(command, train, rea
     assert read("title, level", "alerts") == [("mine failed", "error")]
 
 
+def test_a_page_is_kept_with_the_run(command, train, read):
+    (command.folder / "page.py").write_text(
+        "import lightning\n"
+        "from lockstep_gpt.run.loggers.tracking import tracked_runs\n"
+        "class Page(lightning.Callback):\n"
+        "    def on_train_start(self, trainer, module):\n"
+        "        (run,) = tracked_runs(trainer.loggers)\n"
+        "        run.log_html('page', '<b>our own</b>', 3)\n"
+    )
+    words = ("+callbacks.page._target_=page.Page", "run_dir=run", "max_steps=10")
+    train(*words, PYTHONPATH=str(command.folder))
+    ((step, page),) = history(read, "page")
+    assert step == 3
+    (file,) = (command.folder / "trackio").rglob("*.html")
+    assert file.read_text() == "<b>our own</b>"
+    assert file.name in json.dumps(page)
+
+
 def test_the_runs_of_a_sweep_are_in_one_group(train, read):
     train("--multirun", "run_dir=sweep", "max_steps=10", "seed=1,2")
     groups = [json.loads(config)["_Group"] for (config,) in read("config", "configs")]

@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass, field
 from itertools import pairwise
 from resource import RUSAGE_SELF, getrusage
-from typing import Any
+from typing import Any, Self
 
 import torch
 from lightning import Trainer
@@ -53,6 +53,13 @@ def peak_tflops(config: Config, world_size: int) -> float | None:
 class StepAxis(_LoggerConnector):
     """Logs what users log at the number of its step, counted from 1; Lightning counts from 0."""
 
+    @classmethod
+    def with_state_of(cls, connector: _LoggerConnector) -> Self:
+        """Return one that continues with the metrics of Lightning's own."""
+        axis = cls(connector.trainer)
+        vars(axis).update(vars(connector))
+        return axis
+
     @property
     def should_update_logs(self) -> bool:
         """Return whether values logged now reach the loggers."""
@@ -83,11 +90,13 @@ class Metrics(StepCallback):
     _times: list[float] = field(default_factory=list, init=False)
     _waited: float = field(default=0.0, init=False)  # for data, up to the last row
     _paused_at: float = field(default=0.0, init=False)
+    _connector: _LoggerConnector | None = field(default=None, init=False)  # Lightning's own
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         """Start the clock."""
         super().on_train_start(trainer, pl_module)
-        trainer._logger_connector.__class__ = StepAxis
+        self._connector = trainer._logger_connector
+        trainer._logger_connector = StepAxis.with_state_of(self._connector)
         # The next step, not those done.
         trainer.fit_loop.epoch_loop._batches_that_stepped = trainer.global_step + 1
         pl_module.logs_losses = False
@@ -95,7 +104,10 @@ class Metrics(StepCallback):
 
     def on_train_end(self, trainer: Trainer, *_: Any) -> None:
         """Restore Lightning's axis."""
-        trainer._logger_connector.__class__ = _LoggerConnector
+        if self._connector is not None:
+            vars(self._connector).update(vars(trainer._logger_connector))
+            trainer._logger_connector = self._connector
+            self._connector = None
 
     on_exception = on_train_end  # type: ignore[assignment]
 
