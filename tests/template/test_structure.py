@@ -25,6 +25,7 @@ LAYERS = [
     "whole_files",
     "exits",
     "config",
+    "optional",
     "processes",
     "model",
     "data",
@@ -534,7 +535,6 @@ def test_private_names_of_others_are_only_in_patches():
             "_get_zeros_like_grad_buckets",
         },
         "lockstep_gpt/extras/pages/sync_panel.py": {"_should_accumulate"},
-        "lockstep_gpt/run/loggers/mlflow_runs.py": {"_convert_params", "_flatten_dict"},
         "lockstep_gpt/extras/warm/fork.py": {  # Python's own
             "_clear",
             "_exit_function",
