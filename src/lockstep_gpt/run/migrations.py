@@ -9,8 +9,11 @@ from lockstep_gpt.config import UserError, target_of
 
 # Classes, by the beginning of their `_target_`.
 MOVED_TARGETS = {
-    "lockstep_gpt.run.tracking.": "lockstep_gpt.run.loggers.tracking.",
-    "lockstep_gpt.extras.trackers.": "lockstep_gpt.run.loggers.",
+    "lockstep_gpt.run.tracking.wandb_logger": "lockstep_gpt.run.loggers.wandb_run.WandbRun",
+    "lockstep_gpt.extras.trackers.event_files.": "lockstep_gpt.run.loggers.tensorboard_files.",
+    "lockstep_gpt.extras.trackers.mlflow_runs.mlflow_logger": (
+        "lockstep_gpt.run.loggers.mlflow_runs.MLflowRun"
+    ),
     "lockstep_gpt.extras.seeing.": "lockstep_gpt.extras.pages.",
 }
 MOVED_SETTINGS = {
@@ -22,7 +25,7 @@ MOVED_SETTINGS = {
     "model.size_law": "size.law",
 }
 # Callbacks that a setting has replaced.
-GONE_CALLBACKS = ("lockstep_gpt.extras.seeing.at_end.ReportAtEnd",)
+GONE_CALLBACKS = {"lockstep_gpt.extras.seeing.at_end.ReportAtEnd": "pages.report"}
 
 
 def migrate(values: dict[str, Any]) -> dict[str, Any]:

@@ -95,7 +95,7 @@ def _write(path: Path, text: str) -> None:
 
 def _save_weights(weights: dict[str, Any], path: Path) -> None:
     # Some versions of transformers reject a file without this format.
-    safetensors = import_optional("export", "safetensors.torch", "export")
+    safetensors = import_optional("export", "safetensors.torch", "hub")
     safetensors.save_file(weights, path, {"format": "pt"})
     path.chmod(path.with_name("config.json").stat().st_mode)  # the library denies others access
     with path.open("rb") as file:

@@ -131,7 +131,7 @@ def _weights(folder: Path, source: str) -> Iterator[tuple[str, Tensor]]:
 
 
 def _loaded(path: Path) -> dict[str, Tensor]:
-    lib = import_optional("a .safetensors file", "safetensors.torch", "export")
+    lib = import_optional("a .safetensors file", "safetensors.torch", "hub")
     try:
         return dict(lib.load_file(path))
     except Exception as error:  # the library raises its own error class and others
