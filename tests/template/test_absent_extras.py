@@ -34,7 +34,6 @@ NAMED_IN = {
     "tasks": {},
     "warm": {
         "src/lockstep_gpt/launch/supervise.py": "it starts agents with it, if it is there",
-        "tests/conftest.py": "tests of processes use its forks, if they are there",
         "tests/forked_python.py": "workers of pytest-xdist have a server of it",
     },
 }

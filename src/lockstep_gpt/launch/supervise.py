@@ -40,7 +40,7 @@ def supervise(run: RunDirectory, node_rank: int = 0) -> int:
 
     handlers = {signum: signal.signal(signum, pass_on) for signum in processes.STOP_SIGNALS}
     try:
-        with sharing_servers():  # kept alive: it created what its forks share
+        with sharingforking_servers():  # kept alive: it created what its forks share
             agent = _start_agent(run, node_rank)
             ending = Ending(agent.wait())
     except KeyboardInterrupt:
@@ -74,7 +74,7 @@ def _start_agent(run: RunDirectory, node_rank: int) -> Any:
     """Start the agent: a fork of a process that has imported everything, or a new process."""
     config = run.load()
     environment = rank_environment(config)
-    servers = _servers()
+    servers = forking_servers()
     if servers and (agent := servers.start_agent(run, node_rank, config, environment)):
         return agent
     # In its own session: a Ctrl-C reaches the ranks once, through us.
@@ -82,13 +82,13 @@ def _start_agent(run: RunDirectory, node_rank: int) -> Any:
     return subprocess.Popen(words, env=environment, start_new_session=True)
 
 
-def sharing_servers() -> contextlib.AbstractContextManager[None]:
+def sharingforking_servers() -> contextlib.AbstractContextManager[None]:
     """Let runs started meanwhile, the jobs of a sweep, be forks of the same process."""
-    servers = _servers()
+    servers = forking_servers()
     return servers.kept() if servers else contextlib.nullcontext()
 
 
-def _servers() -> Any:
+def forking_servers() -> Any:
     """Return what forks agents from a process that has imported everything, if it is here."""
     return optional_part("warm", "server")
 
