@@ -40,7 +40,7 @@ def supervise(run: RunDirectory, node_rank: int = 0) -> int:
 
     handlers = {signum: signal.signal(signum, pass_on) for signum in processes.STOP_SIGNALS}
     try:
-        with sharingforking_servers():  # kept alive: it created what its forks share
+        with sharing_servers():  # kept alive: it created what its forks share
             agent = _start_agent(run, node_rank)
             ending = Ending(agent.wait())
     except KeyboardInterrupt:
@@ -82,7 +82,7 @@ def _start_agent(run: RunDirectory, node_rank: int) -> Any:
     return subprocess.Popen(words, env=environment, start_new_session=True)
 
 
-def sharingforking_servers() -> contextlib.AbstractContextManager[None]:
+def sharing_servers() -> contextlib.AbstractContextManager[None]:
     """Let runs started meanwhile, the jobs of a sweep, be forks of the same process."""
     servers = forking_servers()
     return servers.kept() if servers else contextlib.nullcontext()
