@@ -508,7 +508,7 @@ def data_root(shared: Path) -> Path:
 
 @pytest.fixture
 def command(tmp_path: Path, data_root: Path, python_of_forks: str) -> Iterator[Command]:
-    """The command; its processes are forks, by the project's own servers or, without them, by ours."""
+    """The command; its processes are forks, by servers of the project or, without them, ours."""
     command = Command(tmp_path, data_root, python_of_forks, None if WARM else python_of_forks)
     yield command
     command.end()

@@ -25,11 +25,9 @@ NAMED_IN = {
     },
     "hub": {
         "src/lockstep_gpt/training/initial_weights.py": "it reads folders for model.init_from",
-        "tests/training/test_initial_weights.py": "initial weights in a project without it",
     },
     "pages": {
         "src/lockstep_gpt/run/migrations.py": "its name in earlier versions",
-        "tests/run/test_migrations.py": "the same",
     },
     "tasks": {},
     "warm": {
