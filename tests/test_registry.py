@@ -3,7 +3,7 @@ import re
 import pytest
 
 from lockstep_gpt import catalog, config, extras, registry
-from lockstep_gpt.registry import ARGUMENTS, COMMANDS, Command, additions, optional_part, resolved
+from lockstep_gpt.registry import ARGUMENTS, COMMANDS, Command, additions, resolved
 
 KINDS = [kind for kind in vars(registry).values() if isinstance(kind, registry.Kind)]
 
@@ -31,7 +31,7 @@ def test_an_installed_extra_adds_to_its_kinds(two):  # noqa: ARG001
 def test_a_kind_without_an_extra_is_empty(two):  # noqa: ARG001
     assert additions(registry.CHECK) == []
     assert registry.settings_classes() == {}
-    assert all(optional_part(extra, "anything") is None for extra in catalog.CATALOG)
+    assert all(registry.optional_part(extra, "anything") is None for extra in catalog.CATALOG)
 
 
 def test_extras_declare_nothing_but_the_kinds():
