@@ -59,9 +59,14 @@ def test_the_catalog_says_what_an_extra_offers(extra):
     assert sorted(offer.choices) == sorted(place.replace("/", "=", 1) for place in places)
 
 
-def test_what_is_absent_is_named_with_the_command_that_adds_it(two, capsys):  # noqa: ARG001
+def test_what_is_absent_is_named_with_the_command_that_adds_it(
+    two,  # noqa: ARG001
+    capsys,
+    monkeypatch,
+):
     from lockstep_gpt import cli
 
+    monkeypatch.delitem(cli.COMMANDS, "chat", raising=False)  # if it was imported before
     assert cli.main(["chat"]) == 2
     assert f"chat needs {catalog.how_to_add('chat')}" in capsys.readouterr().err
     assert catalog.extra_of_group("lora") == "chat"
