@@ -253,7 +253,7 @@ def test_a_local_folder_comes_before_the_package(gpt2_files, bpe, monkeypatch):
 @WITH_GPT2
 def test_gpt2_has_the_ids_of_transformers(gpt2):
     """And of tiktoken: on 10 MB, and on every code point alone, before a space, and in words."""
-    transformers = pytest.importorskip("transformers", reason="no transformers: extra export")
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     files = [str(path) for path in tokenizer_files.tokenizer_files("gpt2")]
     reference = transformers.GPT2Tokenizer(*files)
     rng = np.random.default_rng(5)
