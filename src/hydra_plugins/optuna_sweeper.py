@@ -18,6 +18,7 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf
 
 from lockstep_gpt.config import UserError
+from lockstep_gpt.optional import import_optional
 
 
 class OptunaSweeper(Sweeper):
@@ -58,11 +59,7 @@ class OptunaSweeper(Sweeper):
         Raises:
             UserError: Optuna isn't installed, or there is no setting to search in.
         """
-        try:
-            import optuna
-        except ImportError:
-            remedy = 'pip install "lockstep-gpt[sweep]"'
-            raise UserError(f"hydra/sweeper=optuna needs Optuna; {remedy}") from None
+        optuna = import_optional("hydra/sweeper=optuna", "optuna", "sweep")
         parser = OverridesParser.create(config_loader=self.loader)
         given = {_name(each) for each in parser.parse_overrides(arguments)}
         preset = [f"{name}={place}" for name, place in self.params.items() if name not in given]

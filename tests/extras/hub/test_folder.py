@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import sys
 
 import pytest
@@ -13,6 +14,7 @@ from lockstep_gpt.config import UserError
 from lockstep_gpt.data.tokenizer import ByteTokenizer
 from lockstep_gpt.extras.hub import folder as module
 from lockstep_gpt.extras.hub.folder import export, main
+from lockstep_gpt.optional import install_command
 
 
 @pytest.fixture(scope="session")
@@ -213,6 +215,7 @@ def test_a_folder_that_cannot_be_created_is_reported(gpt, tmp_path):
 
 def test_a_missing_library_is_named(gpt, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "safetensors.torch", None)
-    with pytest.raises(UserError, match=r"torch is missing; pip install -e '.+\[export\]'"):
+    remedy = re.escape(f"run: {install_command('hub')}")
+    with pytest.raises(UserError, match=f"^export needs safetensors, .+; {remedy}$"):
         export(gpt, tmp_path / "new")
     assert not list(tmp_path.iterdir())
