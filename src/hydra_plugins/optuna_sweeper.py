@@ -1,13 +1,14 @@
 """A Hydra sweeper that lets Optuna choose the next settings; Hydra finds it by its folder.
 
-The published plugin requires an Optuna that is years old.
+Release 1.3 of the published plugin, `hydra-optuna-sweeper`, needs Optuna 2. Its 1.4.0rc3 supports
+Optuna 4 and 5, but only with Hydra 1.4, which has no release yet.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import ChoiceSweep, IntervalSweep, Override, RangeSweep
@@ -17,8 +18,10 @@ from hydra.plugins.sweeper import Sweeper
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf
 
-from lockstep_gpt.config import UserError
+from lockstep_gpt.config import UserError, check, check_choice
 from lockstep_gpt.optional import import_optional
+
+DIRECTIONS = ("minimize", "maximize")
 
 
 class OptunaSweeper(Sweeper):
@@ -33,8 +36,8 @@ class OptunaSweeper(Sweeper):
 
     def __init__(
         self,
-        n_trials: int,
-        direction: Literal["minimize", "maximize"],
+        n_trials: Any,
+        direction: str,
         seed: int,
         params: Mapping[str, Any] | None = None,
     ) -> None:
@@ -57,8 +60,12 @@ class OptunaSweeper(Sweeper):
         """Search; return the best value found.
 
         Raises:
-            UserError: Optuna isn't installed, or there is no setting to search in.
+            UserError: Optuna isn't installed, a setting of the sweeper is wrong, or there is no
+                setting to search in.
         """
+        is_count = isinstance(self.n_trials, int) and self.n_trials >= 1
+        check("hydra.sweeper.n_trials", self.n_trials, is_count, "must be a whole number above 0")
+        check_choice("hydra.sweeper.direction", self.direction, DIRECTIONS)
         optuna = import_optional("hydra/sweeper=optuna", "optuna", "sweep")
         parser = OverridesParser.create(config_loader=self.loader)
         given = {_name(each) for each in parser.parse_overrides(arguments)}

@@ -64,7 +64,8 @@ ELSEWHERE = {
     "uvx": "downloads; the template's tests run what it would",
     "pipx": "downloads; the template's tests run what it would",
     "cruft": "the template's tests run it",
-    "wandb": "needs an account; test_tracking.py runs the command of the sweep's file",
+    "trackio show": "needs a browser; test_trackio_runs.py reads what it shows",
+    "wandb": "needs an account; test_wandb_run.py runs the command of the sweep's file",
 }
 # Pages also show commands of extras that are not here.
 OF_EXTRAS = {command for offer in CATALOG.values() for command in offer.commands}

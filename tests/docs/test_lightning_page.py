@@ -12,7 +12,7 @@ from lightning.pytorch import callbacks, loggers, profilers
 from lockstep_gpt.config import OWNED_TRAINER_KEYS, UserError
 from lockstep_gpt.launch.refused_callbacks import REFUSED, refuse_what_cannot_work
 
-FILE = Path(__file__).parents[3] / "docs/lightning.md"
+FILE = Path(__file__).parents[2] / "docs/lightning.md"
 if not FILE.is_file():
     pytest.skip("no docs/lightning.md here", allow_module_level=True)
 PAGE = FILE.read_text(encoding="utf-8")

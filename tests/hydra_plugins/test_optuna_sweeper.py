@@ -1,6 +1,7 @@
 """The Optuna sweeper on a job whose best setting is known."""
 
 import math
+import sys
 
 import pytest
 
@@ -51,6 +52,32 @@ def test_failed_jobs_do_not_end_the_search(capsys):
     tried = search("seed=1,2,3", job=lambda config: math.nan if config.seed == 1 else 1.0)
     assert len(tried) == 10
     assert "best of 10 jobs: 1.0000" in capsys.readouterr().out
+
+
+def test_it_can_also_maximize(capsys):
+    words = ["hydra.sweeper.direction=maximize", "seed=1,2,3"]
+    search(*words, job=lambda config: float(config.seed))
+    assert "best of 10 jobs: 3.0000 with seed: '3'" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("setting", "line"),
+    [
+        ("direction=up", "hydra.sweeper.direction=up is not one of minimize, maximize"),
+        ("n_trials=0", "hydra.sweeper.n_trials=0 must be a whole number above 0"),
+        ("n_trials=few", "hydra.sweeper.n_trials=few must be a whole number above 0"),
+    ],
+)
+def test_a_wrong_setting_of_the_sweeper_is_one_line(setting, line):
+    with pytest.raises(UserError, match=f"^{line}$"):
+        search(f"hydra.sweeper.{setting}", "seed=1,2", job=distance)
+
+
+def test_without_optuna_a_search_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    line = r"hydra/sweeper=optuna needs optuna, which is not installed; run: .+ install .*\bsweep\b"
+    with pytest.raises(UserError, match=line):
+        compose.run(["--multirun", "experiment=search", "run_dir=sweep"], distance)
 
 
 def test_a_sweep_without_a_setting_is_rejected():

@@ -12,11 +12,11 @@ from lockstep_gpt.extras.pages.panel import panel
 from lockstep_gpt.extras.pages.sync_panel import SyncPanel
 
 ROOT = Path(__file__).parents[3]
-NAMES = ("report", "sync_panel")
+NAMES = ("pages_report", "pages_panel")
 if lost := [name for name in NAMES if not (ROOT / f"docs/{name}.md").is_file()]:
     pytest.skip(f"no docs/{lost[0]}.md here", allow_module_level=True)
 PAGE = (ROOT / "docs/pages_panel.md").read_text(encoding="utf-8")
-MADE = {"report": "comparison.html", "sync_panel": "runs/seen/panel.html"}
+MADE = {"pages_report": "comparison.html", "pages_panel": "runs/seen/panel.html"}
 
 
 def text_of(name):

@@ -1,5 +1,8 @@
+import re
 import subprocess
+import sys
 
+import pytest
 from lightning.pytorch.loggers import CSVLogger
 
 from lockstep_gpt.run.loggers.tracking import TrackedRun, git_state, tracked_runs
@@ -24,3 +27,22 @@ def test_the_state_of_git_names_the_commit_and_whether_files_differ(tmp_path):
     assert git_state(tmp_path) == {"git_revision": git("rev-parse", "HEAD"), "git_dirty": False}
     (tmp_path / "new").touch()
     assert git_state(tmp_path)["git_dirty"] is True
+
+
+@pytest.mark.parametrize(
+    ("choice", "module"),
+    [
+        ("mlflow", "mlflow.exceptions"),
+        ("tensorboard", "tensorboard"),
+        ("trackio", "trackio"),
+    ],
+)
+def test_a_tracker_that_is_not_installed_is_one_line_with_the_command(
+    command, monkeypatch, choice, module
+):
+    monkeypatch.setitem(sys.modules, choice, None)
+    monkeypatch.setitem(sys.modules, module, None)
+    refused = command.train(f"logger={choice}", "run_dir=run", status=2)
+    line = rf"logger={choice} needs {choice}, which is not installed; run: .+ install .*\b{choice}\b"
+    assert re.search(line, refused.stderr)
+    assert "Traceback" not in refused.stderr

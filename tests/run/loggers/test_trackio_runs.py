@@ -1,7 +1,4 @@
-"""`logger=trackio` with a real trackio, which keeps its runs in the folder of the test.
-
-trackio chooses its folder when it is imported, so each of these runs has a process of its own.
-"""
+"""`logger=trackio` with a real trackio, which keeps its runs in the folder of the test."""
 
 import contextlib
 import csv
@@ -10,16 +7,13 @@ import sqlite3
 
 import pytest
 
-pytestmark = pytest.mark.usefixtures("quick_ranks")
-
 
 @pytest.fixture
 def train(command):
-    """Return a function that trains with trackio, without a network and in another process."""
+    """Return a function that trains with trackio, without a network."""
 
     def run(*overrides, **options):
-        place = {"TRACKIO_DIR": str(command.folder / "store"), "HF_HUB_OFFLINE": "1"}
-        return command.train("logger=trackio", "trainer=cpu", *overrides, **place, **options)
+        return command.train("logger=trackio", *overrides, HF_HUB_OFFLINE="1", **options)
 
     return run
 
@@ -29,7 +23,7 @@ def read(command):
     """Return a function that reads columns of a table of the project's database, row by row."""
 
     def rows(columns, table):
-        file = command.folder / "store/lockstep-gpt.db"
+        file = command.folder / "trackio/lockstep-gpt.db"
         with contextlib.closing(sqlite3.connect(file)) as database:
             return database.execute(f"SELECT {columns} FROM {table} ORDER BY id").fetchall()
 
@@ -91,6 +85,24 @@ def test_a_failed_run_is_marked_as_failed_and_sends_an_alert(command, train, rea
     train(*broken, status=1, PYTHONPATH=str(command.folder))
     assert history(read, "status") == [(0, "failed")]
     assert read("title, level", "alerts") == [("mine failed", "error")]
+
+
+def test_a_page_is_kept_with_the_run(command, train, read):
+    (command.folder / "page.py").write_text(
+        "import lightning\n"
+        "from lockstep_gpt.run.loggers.tracking import tracked_runs\n"
+        "class Page(lightning.Callback):\n"
+        "    def on_train_start(self, trainer, module):\n"
+        "        (run,) = tracked_runs(trainer.loggers)\n"
+        "        run.log_html('page', '<b>our own</b>', 3)\n"
+    )
+    words = ("+callbacks.page._target_=page.Page", "run_dir=run", "max_steps=10")
+    train(*words, PYTHONPATH=str(command.folder))
+    ((step, page),) = history(read, "page")
+    assert step == 3
+    (file,) = (command.folder / "trackio").rglob("*.html")
+    assert file.read_text() == "<b>our own</b>"
+    assert file.name in json.dumps(page)
 
 
 def test_the_runs_of_a_sweep_are_in_one_group(train, read):

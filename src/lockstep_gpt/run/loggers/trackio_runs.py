@@ -97,8 +97,9 @@ class TrackioRun(Logger, TrackedRun):
         self.experiment.log({key: table}, step=step)
 
     def log_html(self, key: str, html: str, step: int) -> None:
-        """Log a page."""
-        self.experiment.log({key: self.trackio.Html(html)}, step=step)
+        """Log a page, without trackio's styles."""
+        page = self.trackio.Html(html, inject=False, data_is_not_path=True)
+        self.experiment.log({key: page}, step=step)
 
     def close(self, status: str) -> None:
         """Log the status, with an alert if the run ended early, then write what is left."""
