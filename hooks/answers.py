@@ -25,7 +25,7 @@ EXTRAS = {
     "warm": "ranks start faster, as forks of one process",
 }
 # Extras that an extra needs.
-NEEDS = {"chat": {"datasets"}}
+NEEDS = {"chat": {"datasets", "hub"}}
 # Former names of extras.
 RENAMED = {
     "documents": "datasets",

@@ -47,7 +47,7 @@ ON_TWO_RANKS = (
 COMMAND = "lockstep_gpt.cli:main"
 FORKS = Path(__file__).with_name("forked_python.py")
 STAND_IN = [sys.executable, "-ISE", str(FORKS)]
-WARM = importlib.util.find_spec("lockstep_gpt.extras.warm") is not None
+WARM = supervise.forking_servers() is not None
 TIMEOUT = 240  # seconds; on an idle machine, no command takes an eighth of it
 PLUGINS = ("composition", "miniature")  # files of fixtures for all tests
 # Python's defaults: a command in this process should warn like one in a separate process.
@@ -413,8 +413,7 @@ def servers() -> Iterator[None]:
     """
     with supervise.sharing_servers(), pytest.MonkeyPatch.context() as patch:
         if WARM:
-            from lockstep_gpt.extras.warm import server
-
+            server = supervise.forking_servers()
             fork = server.start
 
             def fork_with_wandb(*given: Any) -> Any:
@@ -509,7 +508,7 @@ def data_root(shared: Path) -> Path:
 
 @pytest.fixture
 def command(tmp_path: Path, data_root: Path, python_of_forks: str) -> Iterator[Command]:
-    """The command; its processes are forks, by the extra `warm` or, without it, by our server."""
+    """The command; its processes are forks, by servers of the project or, without them, ours."""
     command = Command(tmp_path, data_root, python_of_forks, None if WARM else python_of_forks)
     yield command
     command.end()

@@ -18,8 +18,8 @@ def torchrun(command):
     """Start the smoke experiment on two ranks of torchrun; all processes are forks, or none is."""
 
     def start(*overrides, options=(), forks=True):
-        words = command.smoke(*LONG, *overrides)
-        words = [*TORCHRUN, "--nproc_per_node=2", *options, "-m", "lockstep_gpt", *words]
+        words = [*TORCHRUN, "--nproc_per_node=2", *options, "-m", "lockstep_gpt"]
+        words += command.smoke(*LONG, *overrides)
         if forks:
             return command.start_python(*words)
         return command.start_words([sys.executable, *words])

@@ -73,6 +73,7 @@ def tested(tmp_path_factory):
         (texts / f"{number}.txt").write_text(f"{number} of forty texts, in words. " * 90)
     words = ["train", "experiment=smoke", "data=text", f"data.path={texts}", "test=true"]
     words += ["data.val_fraction=0.3", "data.test_fraction=0.3", "trainer=cpu", "logger=none"]
+    words += ["launch.inline=true", "callbacks.sample.length=9"]
     words += [f"data.root={folder / 'data'}", f"run_dir={folder / 'run'}"]
     assert cli.main(words) == 0
     return folder / "run"

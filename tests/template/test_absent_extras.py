@@ -25,16 +25,15 @@ NAMED_IN = {
     },
     "hub": {
         "src/lockstep_gpt/training/initial_weights.py": "it reads folders for model.init_from",
-        "tests/training/test_initial_weights.py": "initial weights in a project without it",
+        "tests/extras/tasks/test_lm_eval.py": "scores an export with another program",
     },
     "pages": {
         "src/lockstep_gpt/run/migrations.py": "its name in earlier versions",
-        "tests/run/test_migrations.py": "the same",
+        "tests/extras/tasks/test_during_runs.py": "a report shows the accuracy, if it is there",
     },
     "tasks": {},
     "warm": {
         "src/lockstep_gpt/launch/supervise.py": "it starts agents with it, if it is there",
-        "tests/conftest.py": "tests of processes use its forks, if they are there",
         "tests/forked_python.py": "workers of pytest-xdist have a server of it",
     },
 }

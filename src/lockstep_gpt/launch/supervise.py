@@ -74,7 +74,7 @@ def _start_agent(run: RunDirectory, node_rank: int) -> Any:
     """Start the agent: a fork of a process that has imported everything, or a new process."""
     config = run.load()
     environment = rank_environment(config)
-    servers = _servers()
+    servers = forking_servers()
     if servers and (agent := servers.start_agent(run, node_rank, config, environment)):
         return agent
     # In its own session: a Ctrl-C reaches the ranks once, through us.
@@ -84,11 +84,11 @@ def _start_agent(run: RunDirectory, node_rank: int) -> Any:
 
 def sharing_servers() -> contextlib.AbstractContextManager[None]:
     """Let runs started meanwhile, the jobs of a sweep, be forks of the same process."""
-    servers = _servers()
+    servers = forking_servers()
     return servers.kept() if servers else contextlib.nullcontext()
 
 
-def _servers() -> Any:
+def forking_servers() -> Any:
     """Return what forks agents from a process that has imported everything, if it is here."""
     return optional_part("warm", "server")
 

@@ -6,7 +6,7 @@ import time
 import pytest
 
 from lockstep_gpt import cli
-from lockstep_gpt.config import PROGRAM, config_folder
+from lockstep_gpt.config import PROGRAM, yaml_files
 from lockstep_gpt.extras.cluster.chosen import OF_GPT2
 from lockstep_gpt.extras.cluster.hardware import HARDWARE
 from lockstep_gpt.extras.cluster.plan import WORLD_SIZES
@@ -194,7 +194,7 @@ def test_presets_have_the_size_of_their_name_with_that_vocabulary(composed):
             millions -= 50_257 * config.model.n_embd / 1e6
             size = {"modern_124m": 124, "modern_350m": 350, "modern_1b": 1200}[preset]
             assert millions == pytest.approx(size, rel=0.02), preset
-    presets = {path.stem for path in (config_folder() / "model").glob("*.yaml")}
+    presets = {path.stem for path in yaml_files("model").values()}
     assert presets > OF_GPT2
 
 
