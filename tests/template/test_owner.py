@@ -86,7 +86,11 @@ OTHERS = [
 # These run many commands, of pages that no addition changes.
 SLOW = ("of_a_page", "launcher_is_joined", "errors_are_quoted", "train_generate_and_evaluate")
 # In these, Python must not be a fork, which has a library already.
-NO_FORKS = ("a_python_without_our_libraries", "libraries_that_not_everyone_has")
+NO_FORKS = (
+    "a_python_without_our_libraries",
+    "libraries_that_not_everyone_has",
+    "names_every_group",  # Hydra would also find this repository's plugin, and its extras
+)
 
 
 @pytest.fixture
