@@ -3,7 +3,7 @@ import re
 import pytest
 
 from lockstep_gpt import catalog, config, extras, registry
-from lockstep_gpt.registry import ARGUMENTS, COMMANDS, Command, additions, optional_part, resolved
+from lockstep_gpt.registry import ARGUMENTS, COMMANDS, Command, additions, resolved
 
 KINDS = [kind for kind in vars(registry).values() if isinstance(kind, registry.Kind)]
 
@@ -31,7 +31,7 @@ def test_an_installed_extra_adds_to_its_kinds(two):  # noqa: ARG001
 def test_a_kind_without_an_extra_is_empty(two):  # noqa: ARG001
     assert additions(registry.CHECK) == []
     assert registry.settings_classes() == {}
-    assert all(optional_part(extra, "anything") is None for extra in catalog.CATALOG)
+    assert all(registry.optional_part(extra, "anything") is None for extra in catalog.CATALOG)
 
 
 def test_extras_declare_nothing_but_the_kinds():
@@ -59,9 +59,14 @@ def test_the_catalog_says_what_an_extra_offers(extra):
     assert sorted(offer.choices) == sorted(place.replace("/", "=", 1) for place in places)
 
 
-def test_what_is_absent_is_named_with_the_command_that_adds_it(two, capsys):  # noqa: ARG001
+def test_what_is_absent_is_named_with_the_command_that_adds_it(
+    two,  # noqa: ARG001
+    capsys,
+    monkeypatch,
+):
     from lockstep_gpt import cli
 
+    monkeypatch.delitem(cli.COMMANDS, "chat", raising=False)  # if it was imported before
     assert cli.main(["chat"]) == 2
     assert f"chat needs {catalog.how_to_add('chat')}" in capsys.readouterr().err
     assert catalog.extra_of_group("lora") == "chat"

@@ -6,15 +6,16 @@ import pytest
 import yaml
 from omegaconf import OmegaConf
 
-from lockstep_gpt import extras
+from lockstep_gpt import config, extras
 from lockstep_gpt.catalog import how_to_add
-from lockstep_gpt.config import UserError, data_choices, from_container, groups, yaml_files
+from lockstep_gpt.config import UserError, from_container, groups, yaml_files
 from lockstep_gpt.launch import compose
 from lockstep_gpt.run.directory import flat
 from lockstep_gpt.training.schedule import plan_batch, plan_schedule
 
 SECRET = "canary-2f6c"
-WITH_PATH = sorted(name for name, each in data_choices().items() if hasattr(each, "path"))
+CHOICES = config.data_choices()
+WITH_PATH = sorted(name for name, each in CHOICES.items() if hasattr(each, "path"))
 OF_BATCH = [item.name for item in dataclasses.fields(groups()["batch"])]
 GROUPS = ("model", "data", "optim", "trainer", "strategy", "callbacks", "logger")
 
@@ -77,7 +78,7 @@ def test_every_choice_of_every_group_composes(arguments):
     values, config = composed(*arguments)
     taken = dict(argument.split("=") for argument in arguments)
     # A choice with another name, such as one of yours, may have any class.
-    assert data_choices().get(taken["data"], type(config.data)) is type(config.data)
+    assert CHOICES.get(taken["data"], type(config.data)) is type(config.data)
     assert from_container(values) == config
 
 

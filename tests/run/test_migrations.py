@@ -3,19 +3,20 @@ from pkgutil import resolve_name
 
 import pytest
 
-from lockstep_gpt import catalog, extras
-from lockstep_gpt.config import UserError, data_choices, from_container, groups, target_of
+from lockstep_gpt import catalog, config, extras
+from lockstep_gpt.config import UserError, from_container, groups, target_of
 from lockstep_gpt.run.directory import refuse_another_identity
 from lockstep_gpt.run.migrations import MOVED_SETTINGS, MOVED_TARGETS, migrate
 
-SOURCES = {name: f"{own.__module__}.{own.__name__}" for name, own in data_choices().items()}
+CHOICES = config.data_choices()
+SOURCES = {name: f"{own.__module__}.{own.__name__}" for name, own in CHOICES.items()}
 PACKINGS = {name: target_of("packing", name) for name in ("stream", "documents")}
 needs_datasets = pytest.mark.skipif("mixture" not in SOURCES, reason="no such extra: datasets")
 
 
 @pytest.mark.parametrize("source", SOURCES)
 def test_a_source_of_0_1_0_finds_its_prepared_folders_by_its_name(source):
-    assert data_choices()[source].kind == source
+    assert CHOICES[source].kind == source
     migrated = migrate({"data": {"source": source}})
     assert migrated["data"] == {"_target_": SOURCES[source]}
 
@@ -37,7 +38,7 @@ def test_classes_and_settings_that_moved_are_found():
     frozen = {
         "callbacks": {
             "report": {"_target_": "lockstep_gpt.extras.seeing.at_end.ReportAtEnd"},
-            "panel": {"_target_": "lockstep_gpt.extras.seeing.sync_panel.SyncPanel", "every": 3},
+            "panel": {"_target_": f"{extras.__name__}.seeing.sync_panel.SyncPanel", "every": 3},
             "mine": {"_target_": "elsewhere.lockstep_gpt.extras.seeing.Mine"},
         },
         "launch": {"warm": None, "inline": True},

@@ -28,7 +28,6 @@ NAMED_IN = {
         "tests/extras/tasks/test_lm_eval.py": "scores an export with another program",
     },
     "pages": {
-        "src/lockstep_gpt/run/migrations.py": "its name in earlier versions",
         "tests/extras/tasks/test_during_runs.py": "a report shows the accuracy, if it is there",
     },
     "tasks": {},

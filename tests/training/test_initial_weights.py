@@ -13,7 +13,7 @@ from lockstep_gpt.config import ModelConfig, UserError, is_module
 from lockstep_gpt.data.tokenizer import END_OF_TEXT, ByteTokenizer
 from lockstep_gpt.data.tokenizer_choice import from_dict
 from lockstep_gpt.model.gpt import build_gpt
-from lockstep_gpt.run.checkpoint import checkpoint_path, find_checkpoint, write_checkpoint
+from lockstep_gpt.run import checkpoint
 from lockstep_gpt.run.trained_model import load_model
 from lockstep_gpt.training import initial_weights as module
 from lockstep_gpt.training.initial_weights import load_initial_weights
@@ -65,7 +65,8 @@ def saved_as(tmp_path, model, tokenizer):
         "tokenizer": tokenizer.to_dict(),
         "state_dict": {f"model.{name}": each for name, each in model.state_dict().items()},
     }
-    write_checkpoint(content, checkpoint_path(tmp_path / "run/checkpoints", 1))
+    path = checkpoint.checkpoint_path(tmp_path / "run/checkpoints", 1)
+    checkpoint.write_checkpoint(content, path)
     return tmp_path / "run"
 
 
@@ -138,8 +139,8 @@ def test_unsuitable_weights_fail_in_one_line_and_leave_no_run(command, source, w
 
 def test_a_run_and_its_checkpoint_give_the_same_bits(saved_run):
     run = saved_run(ByteTokenizer())
-    expected = load_model(find_checkpoint(run))[0].state_dict()
-    for path in (run, find_checkpoint(run)):
+    expected = load_model(checkpoint.find_checkpoint(run))[0].state_dict()
+    for path in (run, checkpoint.find_checkpoint(run)):
         found = begun(path).state_dict()
         assert found.keys() == expected.keys()
         assert all(torch.equal(found[name], weight) for name, weight in expected.items())
@@ -148,7 +149,7 @@ def test_a_run_and_its_checkpoint_give_the_same_bits(saved_run):
 def test_a_shorter_context_uses_the_first_positions(saved_run):
     run = saved_run(ByteTokenizer())
     tokens = torch.randint(256, (2, 16))
-    model = load_model(find_checkpoint(run))[0]
+    model = load_model(checkpoint.find_checkpoint(run))[0]
     torch.testing.assert_close(begun(run, block_size=16)(tokens), model(tokens))
 
 
@@ -208,7 +209,7 @@ def learned_pairs(size, special=()):
 def test_special_tokens_that_were_added_begin_as_the_end_of_text(saved_run):
     former = learned_pairs(280)
     run = saved_run(former)
-    model = load_model(find_checkpoint(run))[0]
+    model = load_model(checkpoint.find_checkpoint(run))[0]
     more = learned_pairs(280, ["<|user|>", "<|end|>"])
     size = former.vocab_size
     assert more.vocab_size == size + 2

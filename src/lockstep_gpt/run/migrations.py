@@ -7,14 +7,14 @@ from typing import Any
 from lockstep_gpt.catalog import extra_of_choice, how_to_add
 from lockstep_gpt.config import UserError, target_of
 
+_EXTRAS = "lockstep_gpt.extras"
+_LOGGERS = "lockstep_gpt.run.loggers"
 # Classes, by the beginning of their `_target_`.
 MOVED_TARGETS = {
-    "lockstep_gpt.run.tracking.wandb_logger": "lockstep_gpt.run.loggers.wandb_run.WandbRun",
-    "lockstep_gpt.extras.trackers.event_files.": "lockstep_gpt.run.loggers.tensorboard_files.",
-    "lockstep_gpt.extras.trackers.mlflow_runs.mlflow_logger": (
-        "lockstep_gpt.run.loggers.mlflow_runs.MLflowRun"
-    ),
-    "lockstep_gpt.extras.seeing.": "lockstep_gpt.extras.pages.",
+    "lockstep_gpt.run.tracking.wandb_logger": f"{_LOGGERS}.wandb_run.WandbRun",
+    f"{_EXTRAS}.trackers.event_files.": f"{_LOGGERS}.tensorboard_files.",
+    f"{_EXTRAS}.trackers.mlflow_runs.mlflow_logger": f"{_LOGGERS}.mlflow_runs.MLflowRun",
+    f"{_EXTRAS}.seeing.": f"{_EXTRAS}.pages.",
 }
 MOVED_SETTINGS = {
     "launch.warm": "warm.enabled",
@@ -25,7 +25,7 @@ MOVED_SETTINGS = {
     "model.size_law": "size.law",
 }
 # Callbacks that a setting has replaced.
-GONE_CALLBACKS = {"lockstep_gpt.extras.seeing.at_end.ReportAtEnd": "pages.report"}
+GONE_CALLBACKS = {f"{_EXTRAS}.seeing.at_end.ReportAtEnd": "pages.report"}
 
 
 def migrate(values: dict[str, Any]) -> dict[str, Any]:

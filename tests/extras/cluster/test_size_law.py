@@ -14,7 +14,8 @@ def size_law(command, python_of_forks, cold):
 
     def run(*words):
         own = [f"data.root={command.data_root}", "data.val_tokens=1024", *cold]
-        return command.run_words([python_of_forks, "-m", "lockstep_gpt", "size_law", *words, *own])
+        line = ["-m", "lockstep_gpt", "size_law", *words, *own]
+        return command.run_words([python_of_forks, *line])
 
     return run
 
@@ -52,8 +53,5 @@ def test_a_run_that_fails_ends_it(size_law, command):
 
 def test_a_check_needs_a_fit(size_law):
     status, _, err = size_law("--check", "2M")
-    assert (status, err) == (
-        2,
-        "lockstep-gpt size_law: size_law.json does not exist; write it by this command without "
-        "--check\n",
-    )
+    line = "size_law.json does not exist; write it by this command without --check"
+    assert (status, err) == (2, f"lockstep-gpt size_law: {line}\n")

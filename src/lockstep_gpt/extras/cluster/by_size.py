@@ -7,7 +7,7 @@ from lockstep_gpt.config import UserError, as_typed, check
 from lockstep_gpt.extras.cluster.rules import rules
 from lockstep_gpt.launch.compose import register_resolver
 
-SIZE, LENGTH = "1M", "64"  # as in src/lockstep_gpt/extras/cluster/configs/model/auto.yaml
+SIZE, LENGTH = "1M", "64"  # as in configs/model/auto.yaml of this extra
 RESOLVER = "by_size"
 OF_MUON = ("optim.", "batch.reference_size")  # another optimizer's rates are not known
 # If a command sets one of a pair, the other is not added.

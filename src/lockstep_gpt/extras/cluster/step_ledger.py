@@ -26,7 +26,8 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--hardware", default=DEVICES)
     given, overrides = parser.split(arguments)
     devices = [find_hardware(name) for name in given.hardware.split(",")]
-    from lockstep_gpt.extras.cluster.ledger_tables import composed, report  # they import torch
+    # These import torch.
+    from lockstep_gpt.extras.cluster.ledger_tables import composed, report
 
     for config, vocab_size in flags.each_job(overrides, composed):
         print("\n".join(report(config, vocab_size, devices)))
