@@ -164,7 +164,17 @@ def _write_pages(project: Path) -> bool:
     python = Environment().python
     if not (project / WRITER).is_file() or not Path(python).exists() or _conflicts(project):
         return False
-    return not subprocess.run([python, WRITER], cwd=project, capture_output=True).returncode
+    before = _written_pages(project)
+    failed = subprocess.run([python, WRITER], cwd=project, capture_output=True).returncode
+    for page in _written_pages(project) - before:
+        page.unlink()  # its owner has deleted it
+    return not failed
+
+
+def _written_pages(project: Path) -> "set[Path]":
+    """Return the paths of the pages in a project that the script writes."""
+    found = (project / "docs").glob("*settings.md")
+    return {page for page in found if WRITTEN.fullmatch(f"docs/{page.name}")}
 
 
 def _settle(project: Path, new: Path, name: str) -> None:

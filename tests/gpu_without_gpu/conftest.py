@@ -13,6 +13,11 @@ from lightning import Callback
 from torch._dynamo.backends.debugging import aot_eager
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from lockstep_gpt.distributed import strategies
+from lockstep_gpt.model import functional
+
+SETTINGS = {"process_group_backend": None, "timeout_seconds": 60, "comm_hook": "none"}
+
 
 def as_rank(rank: int, size: int) -> dict[str, str]:
     """Return the environment that torchrun would give a rank."""
@@ -51,6 +56,32 @@ def losses_on_two(on_ranks, graphs):
         return zip(*on_ranks(2, rank), strict=True)
 
     return fit
+
+
+@pytest.fixture
+def compare_compiled(new_run, losses_on_two, monkeypatch):
+    """Check that two compiled ranks have the losses of eager ones, and build each graph once."""
+
+    def compare(architecture, chunked, recomputed):
+        monkeypatch.setattr(functional, "MANY_LOGITS", 0 if chunked else 1 << 60)
+        shape = {"architecture": architecture, "activation_checkpointing": recomputed}
+        shape |= {"bias": architecture == "gpt"}
+
+        def losses(compiled):
+            return losses_on_two(
+                lambda: new_run(max_steps=4, model=shape, compile=compiled),
+                lambda: strategies.ddp(**SETTINGS, bucket_cap_mb=25),
+            )
+
+        (eager, _), (compiled, made) = losses(False), losses(True)
+        # The loss in chunks is a separate Function, before which a graph ends; steps build no
+        # others.
+        once = [("train", 0)] * (1 + chunked) + [("validate", 0)] * (1 + chunked)
+        assert made == (once, once)
+        for ours, theirs in zip(compiled, eager, strict=True):
+            assert ours == pytest.approx(theirs, abs=1e-5)
+
+    return compare
 
 
 @pytest.fixture

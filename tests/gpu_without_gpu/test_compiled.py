@@ -5,38 +5,13 @@ from __future__ import annotations
 import pytest
 
 from lockstep_gpt.config import UserError
-from lockstep_gpt.distributed import strategies
-from lockstep_gpt.model import functional
 
 # torch hides its own warning; only pytest's filters turn it into an error.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-SETTINGS = {"process_group_backend": None, "timeout_seconds": 60, "comm_hook": "none"}
 
 
-@pytest.mark.parametrize(
-    ("architecture", "chunked", "recomputed"),
-    [("gpt", False, False), ("modern", True, True)],
-    ids=["whole loss", "chunked loss and recomputed blocks"],
-)
-def test_two_compiled_ranks_have_the_losses_of_eager_ones(
-    new_run, losses_on_two, monkeypatch, architecture, chunked, recomputed
-):
-    monkeypatch.setattr(functional, "MANY_LOGITS", 0 if chunked else 1 << 60)
-    shape = {"architecture": architecture, "activation_checkpointing": recomputed}
-    shape |= {"bias": architecture == "gpt"}
-
-    def losses(compiled):
-        return losses_on_two(
-            lambda: new_run(max_steps=4, model=shape, compile=compiled),
-            lambda: strategies.ddp(**SETTINGS, bucket_cap_mb=25),
-        )
-
-    (eager, _), (compiled, made) = losses(False), losses(True)
-    # The loss in chunks is a separate Function, before which a graph ends; steps build no others.
-    once = [("train", 0)] * (1 + chunked) + [("validate", 0)] * (1 + chunked)
-    assert made == (once, once)
-    for ours, theirs in zip(compiled, eager, strict=True):
-        assert ours == pytest.approx(theirs, abs=1e-5)
+def test_two_compiled_ranks_have_the_losses_of_eager_ones(compare_compiled):
+    compare_compiled("gpt", chunked=False, recomputed=False)
 
 
 @pytest.mark.parametrize("megabytes", [0.5, 0.99])

@@ -74,6 +74,16 @@ def test_the_readme_is_short_enough_to_be_read(repository):
     assert len([line for line in lines if not line.startswith("<!--")]) <= 250
 
 
+def test_every_readme_says_what_has_run_on_a_gpu(template, baked):
+    """Until something has, a project's README quotes ours."""
+    ours, theirs = (
+        " ".join((folder / "README.md").read_text("utf-8").split())
+        for folder in (template, baked(extras="none"))
+    )
+    (sentences,) = re.findall(r"Everything is tested on CPUs\..+?\)\)\.", ours)
+    assert sentences in theirs
+
+
 def test_links_lead_to_existing_files(repository):
     for page in pages_of(repository):
         links = re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text("utf-8"))

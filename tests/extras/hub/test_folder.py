@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import sys
 
 import pytest
@@ -13,6 +14,7 @@ from lockstep_gpt.config import UserError
 from lockstep_gpt.data.tokenizer import ByteTokenizer
 from lockstep_gpt.extras.hub import folder as module
 from lockstep_gpt.extras.hub.folder import export, main
+from lockstep_gpt.optional import install_command
 
 
 @pytest.fixture(scope="session")
@@ -214,7 +216,7 @@ def test_a_folder_that_cannot_be_created_is_reported(gpt, tmp_path):
 def test_a_missing_library_is_named(gpt, tmp_path, monkeypatch):
     for name in ("safetensors", "safetensors.torch"):
         monkeypatch.setitem(sys.modules, name, None)
-    line = "export needs safetensors, which is not installed; run: .*pip install"
-    with pytest.raises(UserError, match=line):
+    line = f"export needs safetensors, which is not installed; run: {install_command('hub')}"
+    with pytest.raises(UserError, match=re.escape(line)):
         export(gpt, tmp_path / "new")
     assert not list(tmp_path.iterdir())

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch.strategies import ModelParallelStrategy
-from torch._inductor import config as inductor
 
 from lockstep_gpt.config import UserError
 from lockstep_gpt.extras.pages.sync_panel import SyncPanel
@@ -84,16 +83,6 @@ def test_bf16_compiled_and_accumulated_steps_are_recorded(command):
     recordings = recorded_in(command.folder / "run")
     assert [(each["accumulation"], each["spread"]) for each in recordings] == 3 * [(2, 0.0)]
     assert all(is_mean_of_ranks(each) for each in recordings[-1]["parameters"])
-
-
-def test_steps_compiled_by_inductor_are_recorded_on_one_rank(command, monkeypatch):
-    monkeypatch.setattr(inductor, "compile_threads", 1)  # each further process imports torch
-    monkeypatch.setattr(inductor.cpp, "simdlen", 1)  # vectors take the compiler twice as long
-    one = ["batch.global_size=4", "+trainer.limit_val_batches=0"]  # a second graph, as on two ranks
-    said = command.train(*COMPILED, *one, "run_dir=run").stdout
-    assert said.count("compiled: the first step took") == 1
-    recordings = recorded_in(command.folder / "run")
-    assert [(each["accumulation"], each["spread"]) for each in recordings] == 3 * [(2, 0.0)]
 
 
 def test_ranks_are_compared_and_are_equal_afterwards(recordings):

@@ -1,3 +1,4 @@
+import re
 import subprocess
 import sys
 
@@ -42,8 +43,6 @@ def test_a_tracker_that_is_not_installed_is_one_line_with_the_command(
     monkeypatch.setitem(sys.modules, choice, None)
     monkeypatch.setitem(sys.modules, module, None)
     refused = command.train(f"logger={choice}", "run_dir=run", status=2)
-    line = f"logger={choice} needs {choice}, which is not installed; run: "
-    assert line in refused.stderr
-    assert "pip install -e " in refused.stderr
-    assert f"[{choice}]" in refused.stderr
+    line = rf"logger={choice} needs {choice}, which is not installed; run: .+ install .*{choice}"
+    assert re.search(line, refused.stderr)
     assert "Traceback" not in refused.stderr

@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from lockstep_gpt.config import PROGRAM, UserError
+from lockstep_gpt.config import UserError
 from lockstep_gpt.extras.cluster.prediction import Plan
+from lockstep_gpt.optional import import_optional
 
 
 def draw(plan: Plan, path: Path) -> None:
@@ -15,15 +16,10 @@ def draw(plan: Plan, path: Path) -> None:
     Raises:
         UserError: matplotlib is missing, the plan has no rows, or the file cannot be written.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError:
-        raise UserError(
-            f'--chart needs matplotlib, which is not installed: pip install "{PROGRAM}[cluster]"'
-        ) from None
+    matplotlib = import_optional("--chart", "matplotlib.figure", "cluster")
     if not plan.rows:
         raise UserError(f"--chart {path} would be empty; change --devices")
-    figure = Figure(figsize=(11, 4.5), layout="constrained")
+    figure = matplotlib.Figure(figsize=(11, 4.5), layout="constrained")
     speed, efficiency = figure.subplots(1, 2)
     _speed(speed, plan)
     _efficiency(efficiency, plan)
