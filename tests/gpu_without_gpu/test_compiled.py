@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from lockstep_gpt.config import UserError
 from lockstep_gpt.distributed import strategies
+from lockstep_gpt.errors import UserError
 from lockstep_gpt.model import functional
 
 # torch hides its own warning; only pytest's filters turn it into an error.

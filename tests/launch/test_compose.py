@@ -8,7 +8,10 @@ from omegaconf import OmegaConf
 
 from lockstep_gpt import extras
 from lockstep_gpt.catalog import how_to_add
-from lockstep_gpt.config import UserError, data_choices, from_container, groups, yaml_files
+from lockstep_gpt.config import from_container, groups
+from lockstep_gpt.config_files import yaml_files
+from lockstep_gpt.data.data_settings import data_choices
+from lockstep_gpt.errors import UserError
 from lockstep_gpt.launch import compose
 from lockstep_gpt.run.directory import flat
 from lockstep_gpt.training.schedule import plan_batch, plan_schedule

@@ -4,7 +4,10 @@ from pkgutil import resolve_name
 import pytest
 
 from lockstep_gpt import catalog, extras
-from lockstep_gpt.config import UserError, data_choices, from_container, groups, target_of
+from lockstep_gpt.config import from_container, groups
+from lockstep_gpt.config_files import target_of
+from lockstep_gpt.data.data_settings import data_choices
+from lockstep_gpt.errors import UserError
 from lockstep_gpt.run.directory import refuse_another_identity
 from lockstep_gpt.run.migrations import MOVED_SETTINGS, MOVED_TARGETS, migrate
 

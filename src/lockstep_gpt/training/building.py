@@ -8,7 +8,7 @@ from typing import Any
 from hydra.errors import InstantiationException
 from hydra.utils import get_method, instantiate
 
-from lockstep_gpt.config import UserError
+from lockstep_gpt.errors import UserError
 
 
 def build(node: dict[str, Any], known: dict[str, Any]) -> Any:

@@ -15,12 +15,14 @@ from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.loggers import Logger
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from lockstep_gpt.config import PROGRAM, Config, RunError, UserError
+from lockstep_gpt import PROGRAM
+from lockstep_gpt.config import Config
 from lockstep_gpt.data.datamodule import TokenDataModule
 from lockstep_gpt.distributed import flight_recorder
 from lockstep_gpt.distributed import ranks as meeting
 from lockstep_gpt.distributed.cluster_environment import RanksEnvironment
 from lockstep_gpt.distributed.exact_sums import gradient_sums
+from lockstep_gpt.errors import RunError, UserError
 from lockstep_gpt.exits import Exit, after_signal
 from lockstep_gpt.model.functional import choose_matrix_products
 from lockstep_gpt.processes import invocation

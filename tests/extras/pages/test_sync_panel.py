@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch._inductor import config as inductor
 
-from lockstep_gpt.config import UserError
+from lockstep_gpt.errors import UserError
 from lockstep_gpt.extras.pages.sync_panel import SyncPanel
 
 ON_TWO = [

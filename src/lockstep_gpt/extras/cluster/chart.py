@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from lockstep_gpt.config import PROGRAM, UserError
+from lockstep_gpt import PROGRAM
+from lockstep_gpt.errors import UserError
 from lockstep_gpt.extras.cluster.prediction import Plan
 
 
