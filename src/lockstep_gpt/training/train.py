@@ -4,15 +4,12 @@ import contextlib
 import logging
 import time
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TextIO
 
 import torch
-from lightning import Callback, LightningDataModule, Trainer
-from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
-from lightning.pytorch.callbacks import ProgressBar
+from lightning import LightningDataModule, Trainer
 from lightning.pytorch.loggers import Logger
 from torch.distributed import Store  # type: ignore[attr-defined]
 
@@ -20,32 +17,24 @@ from lockstep_gpt import PROGRAM
 from lockstep_gpt.config import Config
 from lockstep_gpt.data.datamodule import TokenDataModule
 from lockstep_gpt.distributed import flight_recorder, ranks
-from lockstep_gpt.distributed.cluster_environment import RanksEnvironment
-from lockstep_gpt.distributed.exact_sums import gradient_sums
 from lockstep_gpt.distributed.ranks import Ranks
 from lockstep_gpt.errors import RunError, UserError
 from lockstep_gpt.exits import Exit, after_signal
 from lockstep_gpt.model.functional import choose_matrix_products
 from lockstep_gpt.processes import invocation
-from lockstep_gpt.registry import CALLBACKS, additions
 from lockstep_gpt.run import remedies
 from lockstep_gpt.run.callbacks.checkpoints import Checkpoints
-from lockstep_gpt.run.callbacks.guards import Guards
 from lockstep_gpt.run.callbacks.metrics import COLUMNS, Metrics, peak_tflops
 from lockstep_gpt.run.callbacks.stopping import GracefulStop, Stopped
-from lockstep_gpt.run.callbacks.time_limit import SaysTimeIsUp, has_time_limit
-from lockstep_gpt.run.callbacks.weight_hashes import WeightHashes
 from lockstep_gpt.run.checkpoint_writing import checkpoint_io
 from lockstep_gpt.run.directory import RunDirectory
-from lockstep_gpt.run.loggers.tracking import TrackedRun, git_state, tracked_runs
+from lockstep_gpt.run.loggers.tracking import tracked_runs
 from lockstep_gpt.run.metrics_file import MetricsFile
 from lockstep_gpt.run.resuming import refuse_other_directory, state_to_resume
 from lockstep_gpt.training import reporting
 from lockstep_gpt.training.advice import advise, attention
-from lockstep_gpt.training.apple_gpu import AppleGPU
 from lockstep_gpt.training.batches import build_data, epochs_of, tokenizer_of
-from lockstep_gpt.training.building import build, deferred, mistake
-from lockstep_gpt.training.counted_targets import CountedTargets
+from lockstep_gpt.training.building import build_guards, build_loggers, build_trainer
 from lockstep_gpt.training.initial_weights import load_initial_weights
 from lockstep_gpt.training.module import GPTModule
 from lockstep_gpt.training.schedule import BatchPlan, Schedule, plan_batch, plan_schedule
@@ -109,10 +98,7 @@ def assemble(
     store: Store | None,
 ) -> Training:
     """Make everything that a run needs, from the ranks' connection to the Trainer."""
-    # The ranks meet first: this also selects a rank's GPU.
-    flight_recorder.record_collectives(ranks.backend_of(config), directory.rank_logs)
-    ranks.join(here, config, store)
-    kernels = choose_matrix_products(config.trainer["accelerator"])
+    kernels = connect(directory, config, here, store)
     torch.manual_seed(config.seed)
 
     batch = plan_batch(config.batch, config.model.block_size, here.local_world_size, here.num_nodes)
@@ -127,9 +113,7 @@ def assemble(
     if resume is None and config.resume in ("none", "auto"):
         load_initial_weights(module.model, tokenizer)
 
-    flops = module.model.flops_per_token
-    peak = peak_tflops(config, batch.world_size)
-    metrics = Metrics(config.log_every, batch.tokens_per_step, flops, peak)
+    metrics = measure(config, batch, module)
     content = {"config": directory.values(), "tokenizer": tokenizer.to_dict()}
     checkpoints = Checkpoints(directory.checkpoints, config, content, schedule.total_steps)
     guards = build_guards(directory, config, here.rank, terminal)
@@ -161,6 +145,20 @@ def assemble(
         loggers,
         trainer,
     )
+
+
+def measure(config: Config, batch: BatchPlan, module: GPTModule) -> Metrics:
+    """Return the callback that measures the run, also against the peak of the devices."""
+    flops = module.model.flops_per_token
+    peak = peak_tflops(config, batch.world_size)
+    return Metrics(config.log_every, batch.tokens_per_step, flops, peak)
+
+
+def connect(directory: RunDirectory, config: Config, here: Ranks, store: Store | None) -> str:
+    """Meet the other ranks, which also selects this rank's GPU; return what computes products."""
+    flight_recorder.record_collectives(ranks.backend_of(config), directory.rank_logs)
+    ranks.join(here, config, store)
+    return choose_matrix_products(config.trainer["accelerator"])
 
 
 def announce(training: Training) -> None:
@@ -243,100 +241,6 @@ def conclude(training: Training, status: str, seconds: float) -> None:
         reporting.conclude(directory, status, training.trainer, facts)
     for run in tracked_runs(training.loggers):
         run.close(status)
-
-
-def build_guards(
-    directory: RunDirectory, config: Config, rank: int, terminal: TextIO
-) -> list[Callback]:
-    """Return the callbacks that keep the weights right, or that extras add."""
-    guards: list[Callback] = []
-    for make_callbacks in additions(CALLBACKS):
-        guards += make_callbacks(config, directory, rank, terminal)
-    if has_time_limit(config):
-        guards.append(SaysTimeIsUp())
-    guards += gradient_sums(config)
-    guards.append(CountedTargets(config))
-    guards.append(WeightHashes())
-    guards.append(Guards(config, directory, rank, terminal))
-    if config.trainer["accelerator"] == "mps":
-        guards.append(AppleGPU())
-    return guards
-
-
-def build_loggers(directory: RunDirectory, batch: BatchPlan, module: GPTModule) -> list[Logger]:
-    """Build the chosen loggers; ours get the run and its derived values."""
-    derived = {
-        "world_size": batch.world_size,
-        "global_batch_size": batch.global_size,
-        "tokens_per_step": batch.tokens_per_step,
-        "scaled_lr": module.schedule.peak_lr,
-        "parameters": module.model.num_parameters,
-        **git_state(Path(__file__).parent),
-    }
-    shown = {**directory.values(), **derived}
-    known = {"directory": directory, "config": shown, "model": module.model}
-    loggers = [build(node, known) for node in module.config.logger.values()]
-    for each in loggers:
-        if not isinstance(each, TrackedRun):  # which got them at its start
-            each.log_hyperparams(shown)
-    return loggers
-
-
-def build_trainer(
-    config: Config,
-    here: Ranks,
-    *,
-    first: list[Callback],
-    last: list[Callback],
-    loggers: list[Logger],
-    plugins: list[Any],
-    **arguments: Any,
-) -> Trainer:
-    """Build the Trainer; the parts it always needs are not in groups that a user replaces.
-
-    Args:
-        config: names the Trainer, the strategy, and the user's callbacks.
-        here: this rank.
-        first: callbacks before the user's, which see what these have measured.
-        last: callbacks after the user's.
-        loggers: all loggers; a tracked run ends if the Trainer can't be built.
-        plugins: ours, in addition to the user's.
-        arguments: others of the Trainer.
-    """
-    known = {"accelerator": config.trainer["accelerator"], "world_size": here.world_size}
-    places = {"devices": here.local_world_size, "num_nodes": here.num_nodes}
-    try:
-        chosen = [build(node, {}) for node in config.callbacks.values()]
-        make_trainer = deferred({**config.trainer, **places})
-        users_plugins = make_trainer.keywords.get("plugins", ())
-        trainer: Trainer = make_trainer(
-            strategy=build(config.strategy, known),
-            callbacks=[*first, *chosen, *last],
-            logger=loggers,
-            plugins=with_environment([*plugins, *users_plugins], here),
-            precision=config.precision,
-            max_epochs=-1,
-            check_val_every_n_epoch=None,
-            num_sanity_val_steps=0,
-            enable_progress_bar=any(isinstance(each, ProgressBar) for each in chosen),
-            enable_model_summary=False,
-            log_every_n_steps=config.log_every,
-            **arguments,
-        )
-    except Exception as error:
-        for run in tracked_runs(loggers):
-            run.close("failed")
-        raise mistake(error) from error
-    return trainer
-
-
-def with_environment(plugins: Iterable[Any], here: Ranks) -> list[Any]:
-    """Return the Trainer's plugins, with what tells Lightning this rank if the user's don't."""
-    complete = list(plugins)
-    is_told = any(isinstance(plugin, ClusterEnvironment) for plugin in complete)
-    if here.world_size > 1 and not is_told:
-        complete.append(RanksEnvironment(here))
-    return complete
 
 
 @contextlib.contextmanager
