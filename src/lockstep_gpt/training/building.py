@@ -20,6 +20,7 @@ from lockstep_gpt.distributed.exact_sums import gradient_sums
 from lockstep_gpt.distributed.ranks import Ranks
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.registry import CALLBACKS, additions
+from lockstep_gpt.run.callbacks.checkpoints import Checkpoints
 from lockstep_gpt.run.callbacks.guards import Guards
 from lockstep_gpt.run.callbacks.time_limit import SaysTimeIsUp, has_time_limit
 from lockstep_gpt.run.callbacks.weight_hashes import WeightHashes
@@ -93,9 +94,17 @@ def build_loggers(directory: RunDirectory, batch: BatchPlan, module: GPTModule) 
     return loggers
 
 
+def build_checkpoints(directory: RunDirectory, module: GPTModule) -> Checkpoints:
+    """Return the callback that saves, with what every checkpoint needs to be read alone."""
+    content = {"config": directory.values(), "tokenizer": module.tokenizer.to_dict()}
+    steps = module.schedule.total_steps
+    return Checkpoints(directory.checkpoints, module.config, content, steps)
+
+
 def build_trainer(
     config: Config,
     here: Ranks,
+    batch: BatchPlan,
     *,
     first: list[Callback],
     last: list[Callback],
@@ -108,6 +117,7 @@ def build_trainer(
     Args:
         config: names the Trainer, the strategy, and the user's callbacks.
         here: this rank.
+        batch: decides how often the Trainer updates and validates.
         first: callbacks before the user's, which see what these have measured.
         last: callbacks after the user's.
         loggers: all loggers; a tracked run ends if the Trainer can't be built.
@@ -125,6 +135,8 @@ def build_trainer(
             callbacks=[*first, *chosen, *last],
             logger=loggers,
             plugins=with_environment([*plugins, *users_plugins], here),
+            accumulate_grad_batches=batch.accumulation,
+            val_check_interval=config.val_every * batch.accumulation,
             precision=config.precision,
             max_epochs=-1,
             check_val_every_n_epoch=None,

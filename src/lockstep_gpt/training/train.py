@@ -23,7 +23,6 @@ from lockstep_gpt.exits import Exit, after_signal
 from lockstep_gpt.model.functional import choose_matrix_products
 from lockstep_gpt.processes import invocation
 from lockstep_gpt.run import remedies
-from lockstep_gpt.run.callbacks.checkpoints import Checkpoints
 from lockstep_gpt.run.callbacks.metrics import COLUMNS, Metrics, peak_tflops
 from lockstep_gpt.run.callbacks.stopping import GracefulStop, Stopped
 from lockstep_gpt.run.checkpoint_writing import checkpoint_io
@@ -34,10 +33,15 @@ from lockstep_gpt.run.resuming import refuse_other_directory, state_to_resume
 from lockstep_gpt.training import reporting
 from lockstep_gpt.training.advice import advise, attention
 from lockstep_gpt.training.batches import build_data, epochs_of, tokenizer_of
-from lockstep_gpt.training.building import build_guards, build_loggers, build_trainer
+from lockstep_gpt.training.building import (
+    build_checkpoints,
+    build_guards,
+    build_loggers,
+    build_trainer,
+)
 from lockstep_gpt.training.initial_weights import load_initial_weights
 from lockstep_gpt.training.module import GPTModule
-from lockstep_gpt.training.schedule import BatchPlan, Schedule, plan_batch, plan_schedule
+from lockstep_gpt.training.schedule import BatchPlan, plan_batch, plan_schedule
 
 logger = logging.getLogger(__name__)
 
@@ -49,13 +53,11 @@ class Training:
     """The parts of one rank's training, in the order in which `assemble` makes them."""
 
     directory: RunDirectory
-    config: Config
     rank: int
     kernels: str  # what computes matrix products
     batch: BatchPlan
-    schedule: Schedule
     data: LightningDataModule
-    module: GPTModule
+    module: GPTModule  # has the configuration, the schedule, and the tokenizer
     resume: str | None  # the checkpoint to continue from; None: step 0
     metrics: Metrics
     loggers: list[Logger]  # those that the user chose; only rank 0 has some
@@ -104,40 +106,35 @@ def assemble(
     batch = plan_batch(config.batch, config.model.block_size, here.local_world_size, here.num_nodes)
     schedule = plan_schedule(config, batch)
     data = build_data(config, batch)
-    tokenizer = tokenizer_of(data)
-    module = GPTModule(config, schedule, tokenizer)
+    module = GPTModule(config, schedule, tokenizer_of(data))
 
     disk = checkpoint_io(directory, config)
     refuse_other_directory(directory)
     resume = state_to_resume(directory, config, module)
     if resume is None and config.resume in ("none", "auto"):
-        load_initial_weights(module.model, tokenizer)
+        load_initial_weights(module.model, module.tokenizer)
 
     metrics = measure(config, batch, module)
-    content = {"config": directory.values(), "tokenizer": tokenizer.to_dict()}
-    checkpoints = Checkpoints(directory.checkpoints, config, content, schedule.total_steps)
+    checkpoints = build_checkpoints(directory, module)
     guards = build_guards(directory, config, here.rank, terminal)
     loggers = build_loggers(directory, batch, module) if here.rank == 0 else []
     trainer = build_trainer(
         config,
         here,
+        batch,
         first=[metrics],
         last=[*guards, GracefulStop(checkpoints), checkpoints],
         loggers=[MetricsFile(directory.metrics, COLUMNS), *loggers],
         plugins=[disk],
         default_root_dir=directory.path,
         max_steps=schedule.total_steps,
-        accumulate_grad_batches=batch.accumulation,
-        val_check_interval=config.val_every * batch.accumulation,
         use_distributed_sampler=not isinstance(data, TokenDataModule),
     )
     return Training(
         directory,
-        config,
         here.rank,
         kernels,
         batch,
-        schedule,
         data,
         module,
         resume,
@@ -163,8 +160,8 @@ def connect(directory: RunDirectory, config: Config, here: Ranks, store: Store |
 
 def announce(training: Training) -> None:
     """Print the receipt, and warn of settings that will not have the intended effect."""
-    config = training.config
-    schedule = training.schedule
+    config = training.module.config
+    schedule = training.module.schedule
     samples = schedule.total_steps * training.batch.global_size
     epochs = epochs_of(training.data, samples)
     advise(config, epochs)
@@ -187,7 +184,7 @@ def fit(training: Training, started: float) -> None:
     status = "failed"
     try:
         status = _fit(training)
-        if training.config.test and status == "done":
+        if training.module.config.test and status == "done":
             training.metrics.row |= _test(training)
     except Stopped:
         status = "stopped"
@@ -226,7 +223,7 @@ def _test(training: Training) -> dict[str, float]:
 def conclude(training: Training, status: str, seconds: float) -> None:
     """Write `summary.json`, and end the runs of trackers."""
     facts: dict[str, float] = {
-        "lr": training.schedule.peak_lr,
+        "lr": training.module.schedule.peak_lr,
         "wall_seconds": seconds,
         "world_size": training.batch.world_size,
         "global_batch_size": training.batch.global_size,
