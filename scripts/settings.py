@@ -16,19 +16,12 @@ from typing import Any, NamedTuple, get_type_hints
 
 import yaml
 
-from lockstep_gpt.config import (
-    MISSING,
-    OPEN_GROUPS,
-    Checked,
-    Config,
-    DataConfig,
-    as_typed,
-    data_choices,
-    groups,
-    yaml_files,
-)
+from lockstep_gpt.config import MISSING, OPEN_GROUPS, Config, groups
+from lockstep_gpt.config_files import yaml_files
+from lockstep_gpt.data.data_settings import DataConfig, data_choices
 from lockstep_gpt.registry import installed
 from lockstep_gpt.run.directory import flat
+from lockstep_gpt.settings import Checked, as_typed
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"

@@ -19,8 +19,9 @@ from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.hydra import Hydra
 from omegaconf import DictConfig
 
-from lockstep_gpt import config as schema
 from lockstep_gpt import extras
+from lockstep_gpt.config import Config, groups
+from lockstep_gpt.data.data_settings import data_choices
 from lockstep_gpt.launch import compose
 
 MOST = 100  # remembered results; more would take time in each garbage collection
@@ -45,8 +46,8 @@ def quick() -> Iterator[None]:
     with _remembered() as forget, pytest.MonkeyPatch.context() as patch:
 
         def register_what_is_new(arguments: list[str]) -> None:
-            sources = schema.data_choices(*compose._config_dirs(arguments))
-            wanted = [*extras.__path__], schema.groups(), sources
+            sources = data_choices(*compose._config_dirs(arguments))
+            wanted = [*extras.__path__], groups(), sources
             if wanted not in registered:
                 forget()
                 register(arguments)
@@ -113,11 +114,11 @@ def _files(repo: Any) -> list[tuple[Any, ...]]:
 
 
 @pytest.fixture(scope="session")
-def composed() -> Callable[..., schema.Config]:
+def composed() -> Callable[..., Config]:
     """Return the configuration that command-line arguments produce."""
 
-    def compose_words(*words: str) -> schema.Config:
-        made: list[schema.Config] = []
+    def compose_words(*words: str) -> Config:
+        made: list[Config] = []
 
         def job(config: DictConfig) -> None:
             made.append(compose.checked(config)[1])

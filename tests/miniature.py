@@ -20,15 +20,8 @@ import torch.distributed as dist
 from lightning.pytorch.plugins import MixedPrecision
 from wandb.proto import wandb_internal_pb2
 
-from lockstep_gpt.config import (
-    BatchConfig,
-    CheckpointConfig,
-    Config,
-    GuardConfig,
-    ModelConfig,
-    OptimConfig,
-    data_choices,
-)
+from lockstep_gpt.config import Config
+from lockstep_gpt.data.data_settings import data_choices
 from lockstep_gpt.data.datamodule import TokenDataModule
 from lockstep_gpt.data.prepare import prepare
 from lockstep_gpt.data.shards import load_index
@@ -36,9 +29,13 @@ from lockstep_gpt.data.sources.text import Text
 from lockstep_gpt.data.tokenizer import ByteTokenizer
 from lockstep_gpt.data.tokenizer_choice import from_dict
 from lockstep_gpt.model.gpt import GPT
+from lockstep_gpt.model.model_settings import ModelConfig
 from lockstep_gpt.run.callbacks.checkpoints import AtomicCheckpointIO, Checkpoints
 from lockstep_gpt.run.checkpoint import checkpoint_path
+from lockstep_gpt.run.run_settings import CheckpointConfig, GuardConfig
+from lockstep_gpt.training.batch_settings import BatchConfig
 from lockstep_gpt.training.module import GPTModule
+from lockstep_gpt.training.optim_settings import OptimConfig
 from lockstep_gpt.training.schedule import (
     BatchPlan,
     Schedule,

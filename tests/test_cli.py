@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from lockstep_gpt import cli
-from lockstep_gpt.config import PROGRAM, UserError, config_folders
+from lockstep_gpt import PROGRAM, cli
+from lockstep_gpt.config_files import config_folders
+from lockstep_gpt.errors import UserError
 from lockstep_gpt.registry import COMMANDS as KIND
 from lockstep_gpt.registry import additions
 

@@ -7,8 +7,7 @@ import sys
 
 import pytest
 
-from lockstep_gpt import cli
-from lockstep_gpt.config import PROGRAM
+from lockstep_gpt import PROGRAM, cli
 
 COMPLETE = """
 eval "$({program} train -sc install=bash)"

@@ -9,20 +9,26 @@ import pytest
 import yaml
 from omegaconf.errors import OmegaConfBaseException
 
-from lockstep_gpt import config as schema
 from lockstep_gpt import extras
 from lockstep_gpt.config import (
-    OWNED_TRAINER_KEYS,
+    LEVELS,
+    PRECISIONS,
     Config,
-    UserError,
-    data_choices,
+    as_values,
     from_container,
     groups,
     settings_on_resume,
+    with_defaults,
+    without_defaults,
 )
+from lockstep_gpt.data.data_settings import DataModuleConfig, data_choices
+from lockstep_gpt.errors import UserError
+from lockstep_gpt.registry import settings_classes
+from lockstep_gpt.training.optim_settings import DECAYS, OptimConfig
+from lockstep_gpt.training.trainer_settings import ACCELERATORS, OWNED_TRAINER_KEYS
 
 SOURCES = [*data_choices().values()]
-SECTIONS = [schema.Config, schema.DataModuleConfig, *groups().values(), *SOURCES]
+SECTIONS = [Config, DataModuleConfig, *groups().values(), *SOURCES]
 VALUES = {
     "max_steps": 10,
     "batch": {"global_size": 4},
@@ -47,22 +53,22 @@ def numbers_in(section):
 
 
 FLOATS = sorted(set().union(*map(numbers_in, SECTIONS)))
-SCALINGS = schema.OptimConfig.__dataclass_fields__["lr_scaling"].metadata["choices"]
+SCALINGS = OptimConfig.__dataclass_fields__["lr_scaling"].metadata["choices"]
 
 
 def test_the_choices_of_settings_have_ours():
-    assert {"32-true", "bf16-mixed", "16-mixed", "64-true"} <= {*schema.PRECISIONS}
-    assert {"quiet", "normal", "debug"} <= {*schema.LEVELS}
+    assert {"32-true", "bf16-mixed", "16-mixed", "64-true"} <= {*PRECISIONS}
+    assert {"quiet", "normal", "debug"} <= {*LEVELS}
     assert {"linear", "sqrt", "none"} <= {*SCALINGS}
-    assert {"cosine", "linear", "constant", "wsd"} <= {*schema.DECAYS}
-    assert {"auto", "cpu", "gpu", "cuda", "mps"} <= {*schema.ACCELERATORS}
+    assert {"cosine", "linear", "constant", "wsd"} <= {*DECAYS}
+    assert {"auto", "cpu", "gpu", "cuda", "mps"} <= {*ACCELERATORS}
 
 
 ADDED = """
 from dataclasses import dataclass
 from typing import ClassVar
 
-from lockstep_gpt.config import ExtraSettings, setting
+from lockstep_gpt.settings import ExtraSettings, setting
 
 SETTINGS = {"NAME": ".extras.NAME:Settings"}
 
@@ -107,10 +113,10 @@ def test_an_extra_adds_a_group_of_settings(added):
 def test_an_extra_s_settings_are_frozen_only_if_they_differ_from_the_defaults(added):
     added("one")
     values = {"seed": 1, "one": {"size": 1, "place": None}}
-    assert schema.without_defaults(values) == {"seed": 1}
-    assert schema.with_defaults({"seed": 1}) == values
+    assert without_defaults(values) == {"seed": 1}
+    assert with_defaults({"seed": 1}) == values
     changed = {"seed": 1, "one": {"size": 2, "place": None}}
-    assert schema.without_defaults(changed) == schema.with_defaults(changed) == changed
+    assert without_defaults(changed) == with_defaults(changed) == changed
 
 
 @pytest.mark.parametrize("section", SECTIONS, ids=lambda section: section.__name__)
@@ -188,12 +194,12 @@ def test_the_frozen_values_of_a_config_give_the_same_config():
         ("checkpoint.keep_best=-1", "must be at least 0"),
         ("launch.max_restarts=-1", "must be at least 0"),
         ("launch.grace_seconds=0.0", "must be above 0"),
-        ("precision=no_such", f"is not one of {', '.join(schema.PRECISIONS)}"),
-        ("verbosity=no_such", f"is not one of {', '.join(schema.LEVELS)}"),
+        ("precision=no_such", f"is not one of {', '.join(PRECISIONS)}"),
+        ("verbosity=no_such", f"is not one of {', '.join(LEVELS)}"),
         ("optim.algorithm=no_such", "is not adamw, muon, or another module of training/"),
         ("model.architecture=no_such", "is not gpt, modern, or another module of model/"),
         ("optim.lr_scaling=no_such", f"is not one of {', '.join(SCALINGS)}"),
-        ("optim.decay=no_such", f"is not one of {', '.join(schema.DECAYS)}"),
+        ("optim.decay=no_such", f"is not one of {', '.join(DECAYS)}"),
         ("model.n_embd=9", "is not divisible by model.n_head=4; nearest: model.n_embd=8"),
         ("model.n_embd=3", "is not divisible by model.n_head=4; nearest: model.n_embd=4"),
         ("max_steps=null", "and max_tokens=null: give one and set the other to null"),
@@ -203,7 +209,7 @@ def test_the_frozen_values_of_a_config_give_the_same_config():
         ("trainer.devices=1.5", "must be auto or a whole number of at least 1"),
         ("trainer.num_nodes=0", "must be a whole number of at least 1"),
         ("trainer.num_nodes=auto", "must be a whole number of at least 1"),
-        ("trainer.accelerator=no_such", f"is not one of {', '.join(schema.ACCELERATORS)}"),
+        ("trainer.accelerator=no_such", f"is not one of {', '.join(ACCELERATORS)}"),
         ("trainer.sync_batchnorm=1", "must be true or false"),
     ],
 )
@@ -286,13 +292,13 @@ def test_a_reference_to_the_environment_is_resolved_when_the_values_are_read(mon
 
 def test_a_config_becomes_plain_values_and_back(composed):
     config = composed("experiment=smoke")
-    values = schema.as_values(config)
+    values = as_values(config)
     assert from_container(values) == config
-    assert not {"of_extras", *schema.settings_classes()} & {*values}  # they have their defaults
+    assert not {"of_extras", *settings_classes()} & {*values}  # they have their defaults
 
 
 def test_a_config_from_code_is_checked_like_one_from_yaml():
     with pytest.raises(UserError, match=r"^optim\.lr=-1 must be above 0$"):
-        schema.OptimConfig(algorithm="adamw", lr=-1)
+        OptimConfig(algorithm="adamw", lr=-1)
     with pytest.raises(UserError, match=r"^max_steps=null and max_tokens=null"):
         Config()

@@ -4,7 +4,7 @@ import signal
 
 import pytest
 
-from lockstep_gpt.config import RunError, UserError
+from lockstep_gpt.errors import RunError, UserError
 from lockstep_gpt.exits import Ending, Exit, after_signal
 
 CAUSES = {

@@ -10,7 +10,7 @@ import pytest
 import torch
 from lightning.pytorch.plugins.environments import LightningEnvironment
 
-from lockstep_gpt.config import UserError
+from lockstep_gpt.errors import UserError
 from lockstep_gpt.training.module import GPTModule
 
 CALLBACKS = "lightning.pytorch.callbacks"

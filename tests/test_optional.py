@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from lockstep_gpt import optional
-from lockstep_gpt.config import PROGRAM, UserError
+from lockstep_gpt import PROGRAM, optional
+from lockstep_gpt.errors import UserError
 from lockstep_gpt.optional import import_optional, install_command
 
 ROOT = Path(__file__).parents[1]

@@ -3,8 +3,7 @@ import subprocess
 import sys
 import time
 
-from lockstep_gpt import processes
-from lockstep_gpt.config import PROGRAM
+from lockstep_gpt import PROGRAM, processes
 
 CHILD = """
 import sys, time

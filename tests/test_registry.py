@@ -3,6 +3,7 @@ import re
 import pytest
 
 from lockstep_gpt import catalog, config, extras, registry
+from lockstep_gpt.errors import UserError
 from lockstep_gpt.registry import ARGUMENTS, COMMANDS, Command, additions, resolved
 
 KINDS = [kind for kind in vars(registry).values() if isinstance(kind, registry.Kind)]
@@ -78,5 +79,5 @@ def test_what_is_absent_is_named_with_the_command_that_adds_it(
 def test_a_run_with_settings_of_an_absent_extra_is_refused_in_one_line(composed, two):  # noqa: ARG001
     values = {"max_steps": 1, "lora": {"rank": 4}}
     line = f"lora.rank=4 needs {catalog.how_to_add('chat')}"
-    with pytest.raises(config.UserError, match=re.escape(line)):
+    with pytest.raises(UserError, match=re.escape(line)):
         config.from_container(values)

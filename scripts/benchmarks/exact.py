@@ -24,9 +24,9 @@ import torch.multiprocessing as mp
 from loops import MODELS
 from torch.nn.parallel import DistributedDataParallel
 
-from lockstep_gpt.config import ModelConfig
 from lockstep_gpt.distributed.exact_sums import GradientSums
 from lockstep_gpt.model.gpt import build_gpt
+from lockstep_gpt.model.model_settings import ModelConfig
 
 CASES = ((1, 2), (1, 4), (2, 2), (2, 4), (4, 4))  # ranks, K
 

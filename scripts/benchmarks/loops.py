@@ -300,8 +300,8 @@ def plain(task: Task) -> Callable[[], Any]:
 
 def our_model(task: Task) -> nn.Module:
     """Return our GPT in the task's shape, on its device."""
-    from lockstep_gpt.config import ModelConfig
     from lockstep_gpt.model.gpt import GPT
+    from lockstep_gpt.model.model_settings import ModelConfig
 
     shape = {name: task.shape[name] for name in ("n_layer", "n_head", "n_embd")}
     return GPT(ModelConfig(block_size=task.shape["T"], **shape), task.shape["vocab"]).to(

@@ -29,7 +29,8 @@ from pathlib import Path
 from experiment import SETTINGS, load, main
 from matplotlib.figure import Figure
 
-from lockstep_gpt.config import PROGRAM, UserError
+from lockstep_gpt import PROGRAM
+from lockstep_gpt.errors import UserError
 
 HERE = Path(__file__).parent
 BARS = {"64-true": 1e-10, "32-true": 1e-5}  # largest difference of a loss that rounding explains

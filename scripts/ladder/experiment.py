@@ -23,11 +23,12 @@ from sampler import EpochSampler
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from lockstep_gpt.config import Config, UserError
+from lockstep_gpt.config import Config
 from lockstep_gpt.data.order import validation_rows
 from lockstep_gpt.data.prepare import prepare
 from lockstep_gpt.data.shards import Index, load_index
 from lockstep_gpt.data.windows import Batch, StreamWindows
+from lockstep_gpt.errors import UserError
 from lockstep_gpt.launch import compose
 from lockstep_gpt.model.functional import choose_matrix_products
 from lockstep_gpt.processes import end_process

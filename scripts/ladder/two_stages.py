@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.utils.data import DataLoader
 
-from lockstep_gpt.config import UserError
 from lockstep_gpt.data.windows import Batch
+from lockstep_gpt.errors import UserError
 from lockstep_gpt.model.functional import linear_cross_entropy
 from lockstep_gpt.model.gpt import GPT
 from lockstep_gpt.training.optim import build_optimizer

@@ -18,8 +18,9 @@ from hydra.plugins.sweeper import Sweeper
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf
 
-from lockstep_gpt.config import UserError, check, check_choice
+from lockstep_gpt.errors import UserError
 from lockstep_gpt.optional import import_optional
+from lockstep_gpt.settings import check, check_choice
 
 DIRECTIONS = ("minimize", "maximize")
 

@@ -1,0 +1,2 @@
+PROGRAM = "lockstep-gpt"
+VERSION = "0.1.0"  # as in pyproject.toml

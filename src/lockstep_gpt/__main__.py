@@ -1,15 +1,21 @@
 """`python -m lockstep_gpt`, the same as the `lockstep-gpt` command."""
 
+import importlib.util
 import sys
 
-try:
-    from lockstep_gpt.cli import run
-except ModuleNotFoundError as error:
-    if not error.name or error.name.startswith("lockstep_gpt"):
-        raise
-    where = "run .venv/bin/lockstep-gpt, or python3 scripts/dev.py, which makes .venv"
-    print(f"{error.name} is not installed for {sys.executable}; {where}", file=sys.stderr)
-    sys.exit(2)
+from lockstep_gpt.cli import run
+
+NEEDED = "omegaconf"  # a Python without it has none of our libraries
+
+
+def refuse_bare_python() -> None:
+    """Exit with status 2 if this Python lacks the project's libraries."""
+    if importlib.util.find_spec(NEEDED) is None:
+        where = "run .venv/bin/lockstep-gpt, or python3 scripts/dev.py, which makes .venv"
+        print(f"{NEEDED} is not installed for {sys.executable}; {where}", file=sys.stderr)
+        sys.exit(2)
+
 
 if __name__ == "__main__":
+    refuse_bare_python()
     run()

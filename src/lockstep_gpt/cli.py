@@ -6,8 +6,9 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
+from lockstep_gpt import PROGRAM, VERSION
 from lockstep_gpt.catalog import extra_of_command, how_to_add
-from lockstep_gpt.config import PROGRAM, VERSION, ReportedError, RunError, UserError
+from lockstep_gpt.errors import ReportedError, RunError, UserError
 from lockstep_gpt.exits import after_signal
 from lockstep_gpt.processes import end_process
 from lockstep_gpt.registry import COMMANDS as KIND

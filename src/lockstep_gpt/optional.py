@@ -7,7 +7,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from lockstep_gpt.config import PROGRAM, UserError
+from lockstep_gpt import PROGRAM
+from lockstep_gpt.errors import UserError
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 # scripts/dev.py writes this file when it has set up .venv.

@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import NoReturn
 
-from lockstep_gpt.config import PROGRAM
+from lockstep_gpt import PROGRAM
 from lockstep_gpt.exits import Exit
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)  # save, then exit

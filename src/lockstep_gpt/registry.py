@@ -19,10 +19,11 @@ from lockstep_gpt import extras
 if TYPE_CHECKING:
     from lightning import Callback
 
-    from lockstep_gpt.config import Config, ExtraSettings
+    from lockstep_gpt.config import Config
     from lockstep_gpt.data.tokenizer import Tokenizer
     from lockstep_gpt.model.gpt import GPT
     from lockstep_gpt.run.directory import RunDirectory
+    from lockstep_gpt.settings import ExtraSettings
 
 T = TypeVar("T")
 

@@ -12,7 +12,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lockstep_gpt.config import UserError
 from lockstep_gpt.data.build import cut_to_index
 from lockstep_gpt.data.byte_pairs import BytePairTokenizer
 from lockstep_gpt.data.prepare import prepare
@@ -29,6 +28,7 @@ from lockstep_gpt.data.sources.text import Text
 from lockstep_gpt.data.split_writer import SplitWriter
 from lockstep_gpt.data.tokenizer import ByteTokenizer
 from lockstep_gpt.data.tokenizer_choice import from_dict
+from lockstep_gpt.errors import UserError
 
 PREPARE = """
 import sys

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from lockstep_gpt.config import UserError
 from lockstep_gpt.data.datamodule import (
     Feed,
     TokenDataModule,
@@ -23,6 +22,7 @@ from lockstep_gpt.data.shards import (
 )
 from lockstep_gpt.data.split_writer import SplitWriter
 from lockstep_gpt.data.windows import StreamWindows
+from lockstep_gpt.errors import UserError
 from lockstep_gpt.model.functional import IGNORE
 
 T, B, SEED = 8, 3, 5

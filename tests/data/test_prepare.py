@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep_gpt.config import DataModuleConfig, UserError
+from lockstep_gpt.data.data_settings import DataModuleConfig
 from lockstep_gpt.data.prepare import prepare
 from lockstep_gpt.data.shards import load_index, open_split
 from lockstep_gpt.data.sources.source import split_of_name
@@ -17,6 +17,7 @@ from lockstep_gpt.data.sources.stdlib import StandardLibrary
 from lockstep_gpt.data.sources.text import Text
 from lockstep_gpt.data.tokenizer import ByteTokenizer
 from lockstep_gpt.data.tokenizer_choice import from_dict
+from lockstep_gpt.errors import UserError
 
 PREPARE = """
 import sys

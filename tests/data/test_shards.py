@@ -6,7 +6,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from lockstep_gpt.config import UserError
 from lockstep_gpt.data.shards import (
     FORMAT,
     Index,
@@ -21,6 +20,7 @@ from lockstep_gpt.data.shards import (
 from lockstep_gpt.data.split_writer import SplitWriter
 from lockstep_gpt.data.tokenizer import token_dtype
 from lockstep_gpt.data.windows import StreamWindows
+from lockstep_gpt.errors import UserError
 
 LIMIT = 65_536  # number of different two-byte tokens
 

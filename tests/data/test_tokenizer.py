@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep_gpt.config import UserError
 from lockstep_gpt.data.tokenizer import (
     ByteTokenizer,
     cut,
@@ -14,6 +13,7 @@ from lockstep_gpt.data.tokenizer import (
     sure_cut,
     token_dtype,
 )
+from lockstep_gpt.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
 UTF8_TEXT = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]))

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 from tokenizers import ByteLevelBPETokenizer
 
-from lockstep_gpt.config import UserError
 from lockstep_gpt.data import rank_files, tokenizer_files
 from lockstep_gpt.data.byte_pairs import signs
 from lockstep_gpt.data.sources.text import Text
 from lockstep_gpt.data.tokenizer import END_OF_TEXT, ByteTokenizer, NumberTokenizer
 from lockstep_gpt.data.tokenizer_choice import from_dict, identity, make_tokenizer
+from lockstep_gpt.errors import UserError
 
 TEXTS = [
     "def f(x):\n    return x + 1\n" * 20,

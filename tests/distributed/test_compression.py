@@ -3,8 +3,9 @@
 import pytest
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
-from lockstep_gpt.config import Config, UserError
+from lockstep_gpt.config import Config
 from lockstep_gpt.distributed.strategies import ddp
+from lockstep_gpt.errors import UserError
 from lockstep_gpt.launch import devices
 from lockstep_gpt.launch.devices import Placement, place
 

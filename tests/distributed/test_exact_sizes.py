@@ -2,8 +2,10 @@
 
 import torch
 
-from lockstep_gpt.config import BatchConfig, Config, counted
+from lockstep_gpt.config import Config
 from lockstep_gpt.distributed.exact_sizes import sums_line
+from lockstep_gpt.settings import counted
+from lockstep_gpt.training.batch_settings import BatchConfig
 from lockstep_gpt.training.schedule import plan_batch
 
 

@@ -14,9 +14,10 @@ from lightning import Callback
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lockstep_gpt.config import BatchConfig, UserError
 from lockstep_gpt.distributed.exact_sizes import exact_world_sizes, gradient_copies
 from lockstep_gpt.distributed.exact_sums import GradientSums, PairwiseSum
+from lockstep_gpt.errors import UserError
+from lockstep_gpt.training.batch_settings import BatchConfig
 from lockstep_gpt.training.schedule import plan_batch
 
 

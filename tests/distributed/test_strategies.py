@@ -5,7 +5,7 @@ import torch
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from omegaconf import OmegaConf
 
-from lockstep_gpt.config import config_folder
+from lockstep_gpt.config_files import config_folder
 from lockstep_gpt.distributed.strategies import auto, ddp
 
 PRESETS = config_folder() / "strategy"

@@ -9,8 +9,9 @@ import lightning
 import pytest
 from lightning.pytorch import callbacks, loggers, profilers
 
-from lockstep_gpt.config import OWNED_TRAINER_KEYS, UserError
+from lockstep_gpt.errors import UserError
 from lockstep_gpt.launch.refused_callbacks import REFUSED, refuse_what_cannot_work
+from lockstep_gpt.training.trainer_settings import OWNED_TRAINER_KEYS
 
 FILE = Path(__file__).parents[2] / "docs/lightning.md"
 if not FILE.is_file():

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from lockstep_gpt import cli
-from lockstep_gpt.config import ModelConfig
+from lockstep_gpt.model.model_settings import ModelConfig
 
 ROOT = Path(__file__).parents[2]
 FILE = ROOT / "docs/own_model.md"

@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from lockstep_gpt.config import Config, data_choices, groups, setting
+from lockstep_gpt.config import Config, groups
+from lockstep_gpt.data.data_settings import data_choices
+from lockstep_gpt.settings import setting
 
 ROOT = Path(__file__).parents[2]
 PRINT = """

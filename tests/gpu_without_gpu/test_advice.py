@@ -34,7 +34,7 @@ def test_joining_is_the_first_that_a_rank_does_within_its_own_error_handling(mon
     def join(*_):
         raise dist.DistBackendError
 
-    monkeypatch.setattr(train.meeting, "join", join)
+    monkeypatch.setattr(train.ranks, "join", join)
     monkeypatch.setattr(train, "_fail", lambda *given: type(given[3]).__name__)
     config = Config(max_steps=1, trainer={"accelerator": "cpu"})
     directory = RunDirectory(tmp_path)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lockstep_gpt.config import UserError
+from lockstep_gpt.errors import UserError
 
 # torch hides its own warning; only pytest's filters turn it into an error.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")

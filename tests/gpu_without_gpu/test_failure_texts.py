@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 import torch.distributed as dist
 
-from lockstep_gpt.config import BatchConfig, Config, ModelConfig
+from lockstep_gpt.config import Config
 from lockstep_gpt.distributed.ranks import lost_peers
+from lockstep_gpt.model.model_settings import ModelConfig
 from lockstep_gpt.run.remedies import explain_error
+from lockstep_gpt.training.batch_settings import BatchConfig
 
 NCCL = "NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.hpp:268, "
 REMOTE = (

@@ -12,11 +12,12 @@ from types import SimpleNamespace
 import pytest
 from lightning import Callback
 
-from lockstep_gpt.config import Config, GuardConfig
+from lockstep_gpt.config import Config
 from lockstep_gpt.distributed import strategies
 from lockstep_gpt.distributed.flight_recorder import record_collectives
 from lockstep_gpt.launch.agent import FAILURE_GRACE, RankAgent
 from lockstep_gpt.run.callbacks.guards import stall_limit
+from lockstep_gpt.run.run_settings import GuardConfig
 
 TWO = ("trainer=cpu", "trainer.devices=2", "strategy=ddp")
 DDP = {"process_group_backend": None, "timeout_seconds": 60, "comm_hook": "none"}

@@ -11,9 +11,9 @@ from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lockstep_gpt.config import ModelConfig
 from lockstep_gpt.distributed import fsdp2, strategies
 from lockstep_gpt.model.gpt import build_gpt
+from lockstep_gpt.model.model_settings import ModelConfig
 
 # torch hides its own warning; only pytest's filters turn it into an error.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")

@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch.utils._pytree import tree_leaves
 
-from lockstep_gpt.config import ModelConfig, OptimConfig
 from lockstep_gpt.model.gpt import build_gpt
+from lockstep_gpt.model.model_settings import ModelConfig
 from lockstep_gpt.run.resuming import apply_settings
 from lockstep_gpt.training import optim
+from lockstep_gpt.training.optim_settings import OptimConfig
 
 SHAPE = {"block_size": 8, "n_layer": 2, "n_head": 2, "n_embd": 16}
 

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from lockstep_gpt.config import UserError
+from lockstep_gpt.errors import UserError
 from lockstep_gpt.launch import compose
 
 SEARCH = ["--multirun", "hydra/sweeper=optuna", "run_dir=sweep"]

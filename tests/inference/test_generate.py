@@ -1,8 +1,8 @@
 import pytest
 
 from lockstep_gpt import cli
-from lockstep_gpt.config import UserError
 from lockstep_gpt.data.tokenizer import ByteTokenizer
+from lockstep_gpt.errors import UserError
 from lockstep_gpt.inference.generate import main
 
 

@@ -5,10 +5,12 @@ from dataclasses import replace
 
 import pytest
 
-from lockstep_gpt.config import Config, GuardConfig, UserError
+from lockstep_gpt.config import Config
 from lockstep_gpt.distributed.strategies import auto
+from lockstep_gpt.errors import UserError
 from lockstep_gpt.launch.apple import is_chosen
 from lockstep_gpt.launch.devices import Placement, place
+from lockstep_gpt.run.run_settings import GuardConfig
 
 MAC = pytest.mark.usefixtures("mac")
 AUTO = {"_target_": "lockstep_gpt.distributed.strategies.auto"}

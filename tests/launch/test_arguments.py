@@ -3,8 +3,7 @@
 import pytest
 import yaml
 
-from lockstep_gpt import cli
-from lockstep_gpt.config import PROGRAM
+from lockstep_gpt import PROGRAM, cli
 
 SWEEP = ["optim.lr=1e-3,2e-3", "seed=range(4,6)", "max_steps=30"]
 

@@ -6,15 +6,18 @@ import pytest
 import yaml
 from omegaconf import OmegaConf
 
-from lockstep_gpt import config, extras
+from lockstep_gpt import extras
 from lockstep_gpt.catalog import how_to_add
-from lockstep_gpt.config import UserError, from_container, groups, yaml_files
+from lockstep_gpt.config import from_container, groups
+from lockstep_gpt.config_files import yaml_files
+from lockstep_gpt.data import data_settings
+from lockstep_gpt.errors import UserError
 from lockstep_gpt.launch import compose
 from lockstep_gpt.run.directory import flat
 from lockstep_gpt.training.schedule import plan_batch, plan_schedule
 
 SECRET = "canary-2f6c"
-CHOICES = config.data_choices()
+CHOICES = data_settings.data_choices()
 WITH_PATH = sorted(name for name, each in CHOICES.items() if hasattr(each, "path"))
 OF_BATCH = [item.name for item in dataclasses.fields(groups()["batch"])]
 GROUPS = ("model", "data", "optim", "trainer", "strategy", "callbacks", "logger")

@@ -6,8 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from lockstep_gpt.config import Config, LaunchConfig, ReportedError, RunError, UserError
+from lockstep_gpt.config import Config
+from lockstep_gpt.errors import ReportedError, RunError, UserError
 from lockstep_gpt.launch import launcher, start
+from lockstep_gpt.launch.launch_settings import LaunchConfig
 from lockstep_gpt.launch.start import NewRun
 
 SKEWED = """

@@ -4,18 +4,15 @@ import threading
 
 import pytest
 
-from lockstep_gpt.config import (
-    BatchConfig,
-    Config,
-    LaunchConfig,
-    ModelConfig,
-    RunError,
-    UserError,
-)
+from lockstep_gpt.config import Config
+from lockstep_gpt.errors import RunError, UserError
 from lockstep_gpt.launch import machines, start
+from lockstep_gpt.launch.launch_settings import LaunchConfig
 from lockstep_gpt.launch.machines import meeting
 from lockstep_gpt.launch.start import NewRun
+from lockstep_gpt.model.model_settings import ModelConfig
 from lockstep_gpt.run.directory import RunDirectory
+from lockstep_gpt.training.batch_settings import BatchConfig
 
 VALUES = {
     "max_steps": 3,

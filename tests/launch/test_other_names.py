@@ -8,7 +8,8 @@ import pytest
 import yaml
 
 from lockstep_gpt import cli
-from lockstep_gpt.config import OPEN_GROUPS, Config, groups, yaml_files
+from lockstep_gpt.config import OPEN_GROUPS, Config, groups
+from lockstep_gpt.config_files import yaml_files
 from lockstep_gpt.launch.other_names import NAMES, our_name
 
 FILE = Path(__file__).parents[2] / "docs/coming_from.md"

@@ -2,7 +2,8 @@
 
 import pytest
 
-from lockstep_gpt.config import Config, UserError
+from lockstep_gpt.config import Config
+from lockstep_gpt.errors import UserError
 from lockstep_gpt.launch import devices
 from lockstep_gpt.launch.devices import Placement, place
 

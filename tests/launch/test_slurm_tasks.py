@@ -5,8 +5,10 @@ from dataclasses import replace
 
 import pytest
 
-from lockstep_gpt.config import Config, LaunchConfig, UserError
+from lockstep_gpt.config import Config
+from lockstep_gpt.errors import UserError
 from lockstep_gpt.launch import slurm
+from lockstep_gpt.launch.launch_settings import LaunchConfig
 
 TASK = {
     "SLURM_JOB_ID": "812",

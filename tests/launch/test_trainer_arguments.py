@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import lightning
 import pytest
 
-from lockstep_gpt.config import UserError
+from lockstep_gpt.errors import UserError
 from lockstep_gpt.launch import trainer_arguments as arguments
 
 TRAINER = "lightning.pytorch.Trainer"

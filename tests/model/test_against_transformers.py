@@ -4,8 +4,8 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from lockstep_gpt.config import ModelConfig
 from lockstep_gpt.model.gpt import GPT
+from lockstep_gpt.model.model_settings import ModelConfig
 
 VOCAB = 101
 OUTER = {

@@ -1,8 +1,9 @@
 import pytest
 import torch
 
-from lockstep_gpt.config import ModelConfig, UserError
+from lockstep_gpt.errors import UserError
 from lockstep_gpt.model.gpt import GPT
+from lockstep_gpt.model.model_settings import ModelConfig
 
 VOCAB = 50
 PROMPT = torch.tensor([[1, 2, 3], [4, 5, 6]])

@@ -6,9 +6,10 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from lockstep_gpt.config import ModelConfig, UserError
+from lockstep_gpt.errors import UserError
 from lockstep_gpt.model.functional import IGNORE
 from lockstep_gpt.model.gpt import GPT, build_gpt
+from lockstep_gpt.model.model_settings import ModelConfig
 
 PRESETS = Path(__file__).parents[2] / "configs" / "model"
 SHAPE = ModelConfig(block_size=16, n_layer=2, n_head=2, n_embd=32)

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from lockstep_gpt.config import RunError, UserError
 from lockstep_gpt.data.tokenizer import ByteTokenizer
+from lockstep_gpt.errors import RunError, UserError
 from lockstep_gpt.run.callbacks.checkpoints import AtomicCheckpointIO
 from lockstep_gpt.run.checkpoint import (
     checkpoint_path,

@@ -5,13 +5,15 @@ import fsspec
 import pytest
 import yaml
 
-from lockstep_gpt.config import CheckpointConfig, Config, UserError
+from lockstep_gpt.config import Config
 from lockstep_gpt.data.tokenizer import ByteTokenizer
+from lockstep_gpt.errors import UserError
 from lockstep_gpt.run import checkpoint_copies as remote
 from lockstep_gpt.run.checkpoint import checkpoint_path, read_checkpoint
 from lockstep_gpt.run.checkpoint_copies import copies_of, fetch, fetch_newest
 from lockstep_gpt.run.checkpoint_writing import CopyingCheckpointIO, checkpoint_io
 from lockstep_gpt.run.directory import RunDirectory
+from lockstep_gpt.run.run_settings import CheckpointConfig
 
 TOKENIZER = ByteTokenizer().to_dict()
 

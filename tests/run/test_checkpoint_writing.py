@@ -3,7 +3,7 @@ import threading
 import pytest
 import torch
 
-from lockstep_gpt.config import RunError
+from lockstep_gpt.errors import RunError
 from lockstep_gpt.run.callbacks.checkpoints import AtomicCheckpointIO
 from lockstep_gpt.run.checkpoint import (
     checkpoints_in,

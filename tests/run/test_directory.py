@@ -8,7 +8,7 @@ import time
 import pytest
 import yaml
 
-from lockstep_gpt.config import RunError, UserError
+from lockstep_gpt.errors import RunError, UserError
 from lockstep_gpt.run import directory as run_directory
 from lockstep_gpt.run.directory import (
     RunDirectory,

@@ -9,7 +9,7 @@ import yaml
 
 from lockstep_gpt import extras
 from lockstep_gpt.catalog import how_to_add
-from lockstep_gpt.config import UserError
+from lockstep_gpt.errors import UserError
 from lockstep_gpt.run.checkpoint import write_checkpoint
 from lockstep_gpt.run.directory import RunDirectory
 from lockstep_gpt.run.migrations import migrate

@@ -3,12 +3,15 @@ from pkgutil import resolve_name
 
 import pytest
 
-from lockstep_gpt import catalog, config, extras
-from lockstep_gpt.config import UserError, from_container, groups, target_of
+from lockstep_gpt import catalog, extras
+from lockstep_gpt.config import from_container, groups
+from lockstep_gpt.config_files import target_of
+from lockstep_gpt.data import data_settings
+from lockstep_gpt.errors import UserError
 from lockstep_gpt.run.directory import refuse_another_identity
 from lockstep_gpt.run.migrations import MOVED_SETTINGS, MOVED_TARGETS, migrate
 
-CHOICES = config.data_choices()
+CHOICES = data_settings.data_choices()
 SOURCES = {name: f"{own.__module__}.{own.__name__}" for name, own in CHOICES.items()}
 PACKINGS = {name: target_of("packing", name) for name in ("stream", "documents")}
 needs_datasets = pytest.mark.skipif("mixture" not in SOURCES, reason="no such extra: datasets")

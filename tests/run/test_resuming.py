@@ -1,6 +1,6 @@
 """Ranks that resume read one run directory."""
 
-from lockstep_gpt.config import UserError
+from lockstep_gpt.errors import UserError
 from lockstep_gpt.run.directory import RunDirectory
 from lockstep_gpt.run.resuming import refuse_other_directory
 

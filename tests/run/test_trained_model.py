@@ -1,9 +1,10 @@
 import pytest
 import torch
 
-from lockstep_gpt.config import ModelConfig, UserError
 from lockstep_gpt.data.tokenizer import ByteTokenizer
+from lockstep_gpt.errors import UserError
 from lockstep_gpt.model.gpt import GPT
+from lockstep_gpt.model.model_settings import ModelConfig
 from lockstep_gpt.run.checkpoint import write_checkpoint
 from lockstep_gpt.run.trained_model import load_model
 

@@ -72,10 +72,12 @@ CHANGES = {
     ),
 }
 SETTINGS = {
-    '"constant", "wsd")': '"constant", "wsd", "step")',
-    'PRECISIONS = ("32-true"': 'PRECISIONS = ("fp8", "32-true"',
-    "    seed: int = setting(": '    own_number: int = setting("ours", 1, at_least=1)\n'
-    "    seed: int = setting(",
+    "training/optim_settings.py": ('"constant", "wsd")', '"constant", "wsd", "step")'),
+    "config.py": ('PRECISIONS = ("32-true"', 'PRECISIONS = ("fp8", "32-true"'),
+    "run/run_settings.py": (
+        "    keep_last: int = setting(",
+        '    own_number: int = setting("ours", 1, at_least=1)\n    keep_last: int = setting(',
+    ),
 }
 # Inherited tests that read the project's files or list its choices, and others that name some.
 READS = re.compile(r"\bROOT\b|config_folder|data_sources|__subclasses__")
@@ -158,8 +160,8 @@ def test_additions_of_every_kind_break_no_test(project, python, tests):
     write(project, FILES | EXPERIMENTS)
     for name, (old, new) in CHANGES.items():
         change(project / name, old, new)
-    for old, new in SETTINGS.items():
-        change(project / "src/my_gpt/config.py", old, new)
+    for name, (old, new) in SETTINGS.items():
+        change(project / "src/my_gpt" / name, old, new)
     status, said = tests("tests/docs/test_settings.py")
     assert (status, "1 failed" in said) == (1, True), said
     assert "AssertionError: python scripts/settings.py writes them" in said

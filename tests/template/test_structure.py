@@ -27,6 +27,9 @@ LAYERS = [
     "catalog",
     "whole_files",
     "exits",
+    "errors",
+    "config_files",
+    "settings",
     "config",
     "optional",
     "processes",
@@ -178,7 +181,9 @@ def for_types_only(tree: ast.Module) -> set[ast.AST]:
 
 
 def layer(module: str) -> int:
-    return LAYERS.index(module.split(".")[1])
+    """Return the place of a module's layer; settings are one layer, wherever they are."""
+    is_settings = module.endswith("_settings") and ".extras." not in module
+    return LAYERS.index("settings" if is_settings else module.split(".")[1])
 
 
 def upward(sources: dict[str, str]) -> list[str]:
@@ -353,16 +358,12 @@ def without_empty(found: dict[str, set[str]]) -> dict[str, set[str]]:
 
 def test_files_of_the_core_have_at_most_300_lines():
     long = {file for file, source in CORE.items() if source.count("\n") > 300}
-    assert long == {
-        "lockstep_gpt/config.py",  # nearly all of it declares settings
-    }
+    assert long == set()
 
 
 def test_functions_of_the_core_have_at_most_50_lines():
     long = {file: long_functions(source, 50) for file, source in CORE.items()}
-    assert without_empty(long) == {
-        "lockstep_gpt/training/train.py": {"_train"},  # the work of a rank, in order
-    }
+    assert without_empty(long) == {}
 
 
 # Classes stay as they are written

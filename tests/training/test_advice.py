@@ -8,7 +8,8 @@ import re
 import pytest
 import torch
 
-from lockstep_gpt.config import Config, ModelConfig
+from lockstep_gpt.config import Config
+from lockstep_gpt.model.model_settings import ModelConfig
 from lockstep_gpt.training import advice
 from lockstep_gpt.training.advice import advise, attention, warn_of_slow_attention
 

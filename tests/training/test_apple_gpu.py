@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
-from lockstep_gpt.config import RunError
 from lockstep_gpt.data.datamodule import TokenDataModule
 from lockstep_gpt.data.windows import Stored
+from lockstep_gpt.errors import RunError
 from lockstep_gpt.model import functional
 from lockstep_gpt.training import apple_gpu as training
 from lockstep_gpt.training.seeds import leaf_seed

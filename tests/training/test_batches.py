@@ -4,9 +4,10 @@ import lightning
 import pytest
 import torch
 
-from lockstep_gpt.config import DataModuleConfig, UserError
+from lockstep_gpt.data.data_settings import DataModuleConfig
 from lockstep_gpt.data.datamodule import TokenDataModule
 from lockstep_gpt.data.tokenizer import ByteTokenizer, NumberTokenizer
+from lockstep_gpt.errors import UserError
 from lockstep_gpt.training.batches import build_data, tokenizer_of
 from lockstep_gpt.training.schedule import BatchPlan
 

@@ -5,7 +5,7 @@ from datetime import timedelta
 import pytest
 from lightning.pytorch.callbacks import Timer
 
-from lockstep_gpt.config import UserError
+from lockstep_gpt.errors import UserError
 from lockstep_gpt.training.building import build
 
 TIMER = "lightning.pytorch.callbacks.Timer"

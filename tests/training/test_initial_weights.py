@@ -9,12 +9,14 @@ import pytest
 import torch
 
 from lockstep_gpt import extras, registry
-from lockstep_gpt.config import ModelConfig, UserError, is_module
 from lockstep_gpt.data.tokenizer import END_OF_TEXT, ByteTokenizer
 from lockstep_gpt.data.tokenizer_choice import from_dict
+from lockstep_gpt.errors import UserError
 from lockstep_gpt.model.gpt import build_gpt
+from lockstep_gpt.model.model_settings import ModelConfig
 from lockstep_gpt.run import checkpoint
 from lockstep_gpt.run.trained_model import load_model
+from lockstep_gpt.settings import is_module
 from lockstep_gpt.training import initial_weights as module
 from lockstep_gpt.training.initial_weights import load_initial_weights
 

@@ -3,10 +3,11 @@ import copy
 import pytest
 import torch
 
-from lockstep_gpt.config import ModelConfig, OptimConfig
 from lockstep_gpt.model.gpt import build_gpt
+from lockstep_gpt.model.model_settings import ModelConfig
 from lockstep_gpt.training import muon
 from lockstep_gpt.training.muon import Muon, build_optimizer, orthogonalised
+from lockstep_gpt.training.optim_settings import OptimConfig
 
 SHAPE = {"block_size": 8, "n_layer": 2, "n_head": 2, "n_embd": 16, "bias": False}
 

@@ -2,9 +2,10 @@ import pytest
 import torch
 from torch import nn
 
-from lockstep_gpt.config import ModelConfig, OptimConfig
 from lockstep_gpt.model.gpt import GPT
+from lockstep_gpt.model.model_settings import ModelConfig
 from lockstep_gpt.training.optim import build_optimizer
+from lockstep_gpt.training.optim_settings import OptimConfig
 
 CONFIG = OptimConfig(algorithm="adamw", weight_decay=0.3, beta1=0.8, beta2=0.9, eps=1e-6)
 

@@ -9,9 +9,12 @@ import torch
 from lightning import Callback
 from lightning.pytorch.callbacks import ModelSummary
 
-from lockstep_gpt.config import BatchConfig, Config, ModelConfig, OptimConfig
+from lockstep_gpt.config import Config
 from lockstep_gpt.distributed.ranks import Ranks
+from lockstep_gpt.model.model_settings import ModelConfig
 from lockstep_gpt.run.directory import RunDirectory
+from lockstep_gpt.training.batch_settings import BatchConfig
+from lockstep_gpt.training.optim_settings import OptimConfig
 from lockstep_gpt.training.reporting import (
     as_text,
     batchnorm_line,

@@ -9,7 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep_gpt.config import BatchConfig, Config, OptimConfig, UserError
+from lockstep_gpt.config import Config
+from lockstep_gpt.errors import UserError
+from lockstep_gpt.training.batch_settings import BatchConfig
+from lockstep_gpt.training.optim_settings import OptimConfig
 from lockstep_gpt.training.schedule import (
     BatchPlan,
     Schedule,

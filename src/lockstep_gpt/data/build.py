@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from lockstep_gpt.config import UserError
 from lockstep_gpt.data import shards
 from lockstep_gpt.data.encoding import BLOCKS, KNOWN, encoded
 from lockstep_gpt.data.growing import HashWriter, earlier_state, remember
@@ -27,6 +26,7 @@ from lockstep_gpt.data.recipe import Recipe, begin, finish, progress, splits_of
 from lockstep_gpt.data.shards import INDEX, Index
 from lockstep_gpt.data.sources.source import Position
 from lockstep_gpt.data.split_writer import SplitWriter
+from lockstep_gpt.errors import UserError
 
 logger = logging.getLogger(__name__)
 

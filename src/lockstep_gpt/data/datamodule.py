@@ -10,7 +10,6 @@ import lightning
 import numpy as np
 import torch
 
-from lockstep_gpt.config import UserError, counted
 from lockstep_gpt.data import order, shards
 from lockstep_gpt.data.order import Order, Positions, validation_rows
 from lockstep_gpt.data.packing import Packing, Stream
@@ -22,7 +21,9 @@ from lockstep_gpt.data.windows import (
     first_windows,
     parts_of_rows,
 )
+from lockstep_gpt.errors import UserError
 from lockstep_gpt.model.functional import IGNORE
+from lockstep_gpt.settings import counted
 
 GROUP = 8  # micro-batches to gather and hand over at once, because each call costs microseconds
 # Training windows of each part, windows of the whole run, tokens of a window -> rule of the order.

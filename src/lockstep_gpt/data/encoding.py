@@ -15,7 +15,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from lockstep_gpt.config import UserError
 from lockstep_gpt.data import shards
 from lockstep_gpt.data.growing import Encoder, Tokenized
 from lockstep_gpt.data.sources.source import (
@@ -26,6 +25,7 @@ from lockstep_gpt.data.sources.source import (
     by_split,
 )
 from lockstep_gpt.data.tokenizer_choice import from_dict
+from lockstep_gpt.errors import UserError
 from lockstep_gpt.processes import end_with_parent
 
 Result = TypeVar("Result")

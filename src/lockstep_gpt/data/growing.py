@@ -17,11 +17,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from lockstep_gpt.config import UserError
 from lockstep_gpt.data import shards
 from lockstep_gpt.data.shards import Index
 from lockstep_gpt.data.sources.source import SPLITS
 from lockstep_gpt.data.tokenizer import Tokenizer, Tokens
+from lockstep_gpt.errors import UserError
 
 SIZE = 16  # bytes of a hash: no two of 2**40 documents share one, with a chance of 1 - 2**-49
 PIECE = 1 << 20  # tokens that are searched at once

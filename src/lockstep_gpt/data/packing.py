@@ -6,7 +6,7 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Protocol
 
-from lockstep_gpt.config import UserError
+from lockstep_gpt.errors import UserError
 
 if TYPE_CHECKING:
     from lockstep_gpt.data.windows import Windows

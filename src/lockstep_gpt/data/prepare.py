@@ -14,8 +14,8 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from lockstep_gpt.config import DataConfig, UserError
 from lockstep_gpt.data import build, shards
+from lockstep_gpt.data.data_settings import DataConfig
 from lockstep_gpt.data.recipe import (
     BuildsItself,
     Recipe,
@@ -23,6 +23,7 @@ from lockstep_gpt.data.recipe import (
     folder_of,
     recipe_of,
 )
+from lockstep_gpt.errors import UserError
 from lockstep_gpt.whole_files import sync_folder
 
 logger = logging.getLogger(__name__)

@@ -10,9 +10,9 @@ from base64 import b64decode
 from pathlib import Path
 from typing import Any
 
-from lockstep_gpt.config import UserError
 from lockstep_gpt.data.byte_pairs import byte_level, signs
 from lockstep_gpt.data.tokenizer import END_OF_TEXT
+from lockstep_gpt.errors import UserError
 
 SIZE = 50_256  # of GPT-2, whose end of text has the next id
 

@@ -12,13 +12,15 @@ from typing import Any, Protocol, runtime_checkable
 
 from tqdm import tqdm
 
-from lockstep_gpt.config import DataConfig, UserError, counted
 from lockstep_gpt.data import shards
+from lockstep_gpt.data.data_settings import DataConfig
 from lockstep_gpt.data.shards import Index
 from lockstep_gpt.data.sources.file_documents import ENDS
 from lockstep_gpt.data.sources.source import SPLITS, Source
 from lockstep_gpt.data.split_writer import SplitWriter
 from lockstep_gpt.data.tokenizer import Tokenizer, token_dtype
+from lockstep_gpt.errors import UserError
+from lockstep_gpt.settings import counted
 
 # Left out of the settings' digest: the tokenizer's identity replaces the first three; the others
 # are a result, and the class, whose `kind` stays when it moves.

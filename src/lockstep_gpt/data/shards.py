@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from lockstep_gpt.config import UserError
 from lockstep_gpt.data.mapped_files import map_files
+from lockstep_gpt.errors import UserError
 from lockstep_gpt.whole_files import replace_text
 
 FORMAT = 2  # increase it with every change that an older reader would misread

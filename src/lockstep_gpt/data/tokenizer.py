@@ -7,7 +7,7 @@ from typing import Any, Protocol, Self
 import numpy as np
 import numpy.typing as npt
 
-from lockstep_gpt.config import UserError
+from lockstep_gpt.errors import UserError
 
 Tokens = npt.NDArray[np.unsignedinteger[Any]]
 

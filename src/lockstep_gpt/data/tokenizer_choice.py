@@ -6,7 +6,6 @@ import hashlib
 from collections.abc import Iterable
 from typing import Any
 
-from lockstep_gpt.config import UserError
 from lockstep_gpt.data import own_tokenizer
 from lockstep_gpt.data.byte_pairs import BytePairTokenizer, byte_level, learn
 from lockstep_gpt.data.rank_files import from_ranks
@@ -17,6 +16,7 @@ from lockstep_gpt.data.tokenizer import (
     Tokenizer,
 )
 from lockstep_gpt.data.tokenizer_files import RANKS, hub_files, tokenizer_files
+from lockstep_gpt.errors import UserError
 
 ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>")  # names of the end of text
 PROBE = f"\n\t a  é漢😀\0 {END_OF_TEXT}"  # a tokenizer that restores this restores any text

@@ -7,7 +7,7 @@ import socket
 import struct
 import sys
 
-from lockstep_gpt.config import UserError
+from lockstep_gpt.errors import UserError
 
 SIOCGIFADDR = 0x8915  # ioctl(2) request for the address of an interface
 

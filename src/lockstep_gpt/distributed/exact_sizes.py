@@ -3,7 +3,10 @@
 import math
 from typing import Any
 
-from lockstep_gpt.config import BatchConfig, Config, UserError, counted
+from lockstep_gpt.config import Config
+from lockstep_gpt.errors import UserError
+from lockstep_gpt.settings import counted
+from lockstep_gpt.training.batch_settings import BatchConfig
 
 
 def exact_world_sizes(global_size: int, micro_size: int) -> list[int]:

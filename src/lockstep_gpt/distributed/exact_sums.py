@@ -18,7 +18,8 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from lockstep_gpt.config import Config, UserError
+from lockstep_gpt.config import Config
+from lockstep_gpt.errors import UserError
 
 # Newer versions of torch use the first name, and warn about the second.
 ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

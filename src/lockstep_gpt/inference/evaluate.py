@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from lockstep_gpt.config import Config, UserError
+from lockstep_gpt.config import Config
 from lockstep_gpt.data import shards
 from lockstep_gpt.data.packing import packing_of
 from lockstep_gpt.data.prepare import prepare
@@ -17,6 +17,7 @@ from lockstep_gpt.data.sources.files import find_files
 from lockstep_gpt.data.sources.source import Block, Position
 from lockstep_gpt.data.sources.text import Text
 from lockstep_gpt.data.tokenizer import Tokenizer
+from lockstep_gpt.errors import UserError
 from lockstep_gpt.run.checkpoint import find_checkpoint
 from lockstep_gpt.run.trained_model import load_model, parser_of
 

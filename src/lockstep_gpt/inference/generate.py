@@ -2,8 +2,8 @@
 
 import sys
 
-from lockstep_gpt.config import UserError
 from lockstep_gpt.data.tokenizer import printable
+from lockstep_gpt.errors import UserError
 from lockstep_gpt.run.checkpoint import find_checkpoint
 from lockstep_gpt.run.trained_model import load_model, parser_of
 

@@ -23,12 +23,14 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
-from lockstep_gpt import processes
-from lockstep_gpt.config import PROGRAM, Config, UserError, check
+from lockstep_gpt import PROGRAM, processes
+from lockstep_gpt.config import Config
+from lockstep_gpt.errors import UserError
 from lockstep_gpt.exits import Ending, Exit, after_signal
 from lockstep_gpt.launch import machines, rank_program
 from lockstep_gpt.run import remedies
 from lockstep_gpt.run.directory import RunDirectory
+from lockstep_gpt.settings import check
 
 FAILURE_GRACE = 5  # seconds that the other ranks have after one raises an error
 # To find this name, torch reads the source of all callers: half of an agent's time.

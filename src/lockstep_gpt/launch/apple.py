@@ -3,8 +3,9 @@
 import os
 import platform
 
-from lockstep_gpt.config import Config, check
+from lockstep_gpt.config import Config
 from lockstep_gpt.launch.placement import Placement
+from lockstep_gpt.settings import check
 
 PRECISIONS = ("32-true", "bf16-mixed")
 

@@ -8,7 +8,8 @@ import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import IntervalSweep
 
-from lockstep_gpt.config import PROGRAM, UserError
+from lockstep_gpt import PROGRAM
+from lockstep_gpt.errors import UserError
 from lockstep_gpt.launch import choices
 from lockstep_gpt.launch.hydra_errors import told_in_one_line
 
@@ -32,14 +33,14 @@ def understood(words: list[str]) -> list[str]:
     """Return a command's arguments as Hydra accepts them, or raise a `UserError`."""
     for word in words:
         name, _, value = word.partition("=")
-        chooses = name[:1] == "+" and name[1:] in choices.groups() and value[:1] != "{"
+        chooses = name[:1] == "+" and name[1:] in choices.group_names() and value[:1] != "{"
         if chooses and f"~{name[1:]}" not in words:
             rule = f"{name[1:]} already has a choice; write {word[1:]}, without +"
             raise UserError(f"{word}: {rule}")
         if name.lstrip("+") == "hydra/launcher" and value != "basic":
             slurm = "; for SLURM, see docs/sweeps.md" if "submitit" in value else ""
             raise UserError(f"{word} {LAUNCHER}{slurm}")
-        if "=" in word and name.lstrip("+") in choices.groups() and not _is_choice(value):
+        if "=" in word and name.lstrip("+") in choices.group_names() and not _is_choice(value):
             raise UserError(f"{word} is not a choice; {PROGRAM} train --help lists them")
         if word.startswith("--") and (flag := word[2:].partition("=")[0]) not in FLAGS:
             near = choices.suggested_setting(flag)

@@ -3,17 +3,12 @@
 Both are checked once, in the parent, before anything is created or torch is imported.
 """
 
-from lockstep_gpt.config import (
-    Config,
-    UserError,
-    as_typed,
-    check,
-    check_choice,
-    check_switch,
-)
+from lockstep_gpt.config import Config
+from lockstep_gpt.errors import UserError
 from lockstep_gpt.launch import apple, refused_callbacks, trainer_arguments
 from lockstep_gpt.launch.placement import Placement
 from lockstep_gpt.registry import CHECK, additions
+from lockstep_gpt.settings import as_typed, check, check_choice, check_switch
 
 # `strategy._target_` of our choices. The module itself imports torch.
 AUTO = "lockstep_gpt.distributed.strategies.auto"

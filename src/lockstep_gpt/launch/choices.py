@@ -7,8 +7,9 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from lockstep_gpt import config as schema
-from lockstep_gpt.config import Config, config_folders, data_choices, yaml_files
+from lockstep_gpt.config import OPEN_GROUPS, Config, groups
+from lockstep_gpt.config_files import config_folders, yaml_files
+from lockstep_gpt.data.data_settings import data_choices
 from lockstep_gpt.launch.other_names import our_name
 
 # Choices of earlier versions -> what to do instead.
@@ -32,7 +33,7 @@ GONE_SETTINGS = {
 }
 
 
-def groups() -> set[str]:
+def group_names() -> set[str]:
     """Return the names of the config groups."""
     return {path.name for folder in config_folders() for path in folder.iterdir() if path.is_dir()}
 
@@ -40,10 +41,10 @@ def groups() -> set[str]:
 def settings_below(parent: str) -> dict[str, list[str]]:
     """Return choice -> the settings directly below `parent`, from the schema or YAML files."""
     group = parent.partition(".")[0]
-    if group in schema.OPEN_GROUPS:
+    if group in OPEN_GROUPS:
         files = yaml_files(group).items()
         return {choice: [str(key) for key in OmegaConf.load(file)] for choice, file in files}
-    one: Any = {"": schema.groups().get(parent) if parent else Config}
+    one: Any = {"": groups().get(parent) if parent else Config}
     found = (data_choices() if group == "data" else one).items()
     return {name: [item.name for item in fields(each)] for name, each in found if each}
 
@@ -51,7 +52,7 @@ def settings_below(parent: str) -> dict[str, list[str]]:
 def suggestion(word: str, known: Iterable[str], prefix: str = "") -> str:
     """Suggest our name for other projects' `word`, or the nearest to it among `known`."""
     name = (prefix + word).replace("-", "_")
-    if name in groups():  # a known group, so it was given as a flag
+    if name in group_names():  # a known group, so it was given as a flag
         return f"; write {name}=CHOICE"
     for kind in data_choices().values():
         if hint := kind.suggestion(name):

@@ -8,7 +8,9 @@ from collections.abc import Callable, Iterator
 
 from omegaconf import DictConfig
 
-from lockstep_gpt.config import LEVELS, PROGRAM, RunError, UserError
+from lockstep_gpt import PROGRAM
+from lockstep_gpt.config import LEVELS
+from lockstep_gpt.errors import RunError, UserError
 from lockstep_gpt.launch import compose, launcher, resume, start, supervise
 
 

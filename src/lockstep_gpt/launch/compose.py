@@ -21,8 +21,11 @@ from omegaconf.errors import OmegaConfBaseException
 from omegaconf.resolvers import oc
 from yaml import YAMLError
 
-from lockstep_gpt import config as schema
-from lockstep_gpt.config import PROGRAM, Config, UserError
+from lockstep_gpt import PROGRAM
+from lockstep_gpt.config import Config, from_container, groups, with_groups
+from lockstep_gpt.config_files import config_folder
+from lockstep_gpt.data.data_settings import data_choices
+from lockstep_gpt.errors import UserError
 from lockstep_gpt.launch import checks, devices
 from lockstep_gpt.launch.arguments import quoted, understood
 from lockstep_gpt.launch.hydra_errors import one_line, told_in_one_line
@@ -49,7 +52,7 @@ def run(arguments: list[str], job: Callable[[DictConfig], Any]) -> None:
         arguments[:] = rewrite(arguments)  # in place: a sweep's jobs show only other words
     started = []
 
-    @hydra.main(str(schema.config_folder()), "train", **({"version_base": "1.3"} if OLD else {}))
+    @hydra.main(str(config_folder()), "train", **({"version_base": "1.3"} if OLD else {}))
     def task(config: DictConfig) -> Any:
         started.append(config)
         return job(config)
@@ -75,7 +78,7 @@ def checked(config: DictConfig) -> tuple[dict[str, Any], Config]:
     """Return the values to freeze, and the same as a checked `Config`, or raise a `UserError`."""
     with told_in_one_line(overrides()):
         values = frozen(config)
-        checked_config = schema.from_container(values)
+        checked_config = from_container(values)
     checks.refuse_conflicts(checked_config)
     return values, checked_config
 
@@ -87,11 +90,11 @@ def _register_schema(arguments: list[str]) -> None:
     ConfigStore.__deepcopy__ = lambda self, _: self  # type: ignore[attr-defined]
     # Also groups without a valid default: setting one of their settings sets no other.
     register_resolver("precision_here", devices.precision_here, replace=True)
-    groups = {**schema.groups(), "data": MISSING}  # each data choice brings its own
-    config = schema.with_groups(*groups.items())
+    classes = {**groups(), "data": MISSING}  # each data choice brings its own
+    config = with_groups(*classes.items())
     store.repo.get("hydra", {}).pop("schema", None)  # entries of an earlier call would stay
     store.store(group="hydra/schema", name="config", node=config)
-    for name, settings in schema.data_choices(*_config_dirs(arguments)).items():
+    for name, settings in data_choices(*_config_dirs(arguments)).items():
         store.store(group="hydra/schema/data", name=name, node=settings)
 
 

@@ -6,9 +6,11 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from lockstep_gpt.config import Config, UserError, check
+from lockstep_gpt.config import Config
+from lockstep_gpt.errors import UserError
 from lockstep_gpt.launch import apple, checks, launcher, slurm
 from lockstep_gpt.launch.placement import Placement
+from lockstep_gpt.settings import check
 
 DEVICE_FILES, CPU_FLAGS = Path("/dev"), Path("/proc/cpuinfo")
 

@@ -8,10 +8,12 @@ from typing import Any
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
-from lockstep_gpt import config as schema
 from lockstep_gpt.catalog import extra_of_choice, extra_of_group, how_to_add
-from lockstep_gpt.config import UserError
+from lockstep_gpt.config import OPEN_GROUPS
+from lockstep_gpt.config_files import yaml_files
+from lockstep_gpt.errors import UserError
 from lockstep_gpt.launch import choices
+from lockstep_gpt.training.trainer_settings import OWNED_TRAINER_KEYS, owned_key_line
 
 KINDS = {"Integer": "a whole number", "Float": "a number", "bool": "true or false"}
 
@@ -37,9 +39,9 @@ def one_line(error: Exception, arguments: list[str]) -> str:
     value = given.get(path, "...") if path else ""
     text = re.sub(r"\s*\n\s*", " ", str(cause)).strip()
     found = re.search(r"Could not (?:find|load) '(.+)/(.+?)'", text)
-    if found and found[1] in choices.groups():
+    if found and found[1] in choices.group_names():
         listed = re.search(r"Available options in .+?: (.+?)( Config s.+)?$", text)
-        names = listed[1].split() if listed else sorted(schema.yaml_files(found[1]))
+        names = listed[1].split() if listed else sorted(yaml_files(found[1]))
         if extra := extra_of_choice(found[1], found[2]):
             return f"{found[1]}={found[2]} needs {how_to_add(extra)}"
         if instead := choices.GONE.get((found[1], found[2])):
@@ -67,8 +69,8 @@ def one_line(error: Exception, arguments: list[str]) -> str:
 
 def _unknown_setting(path: str, value: str) -> str:
     parent, _, name = path.rpartition(".")
-    if parent == "trainer" and (door := schema.OWNED_TRAINER_KEYS.get(name)):
-        return schema.owned_key_line(name, value, door)
+    if parent == "trainer" and (door := OWNED_TRAINER_KEYS.get(name)):
+        return owned_key_line(name, value, door)
     if instead := choices.GONE_SETTINGS.get(path):
         return f"{path} is gone; {instead}"
     settings = choices.settings_below(parent)
@@ -78,7 +80,7 @@ def _unknown_setting(path: str, value: str) -> str:
         return f"{path}={value} needs {how_to_add(extra)}"
     if near := choices.suggested_setting(path):
         return f"unknown setting {path}{near}"
-    if parent.split(".")[0] in schema.OPEN_GROUPS:
+    if parent.split(".")[0] in OPEN_GROUPS:
         return f"unknown setting {path}; to add one that the YAML lacks, write +{path}={value}"
     known = ", ".join(dict.fromkeys(each for names in settings.values() for each in names))
     return f"unknown setting {path}; there are {known}"

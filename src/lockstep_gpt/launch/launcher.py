@@ -14,18 +14,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lockstep_gpt.config import (
-    Config,
-    ReportedError,
-    RunError,
-    UserError,
-    check,
-    counted,
-)
+from lockstep_gpt.config import Config
 from lockstep_gpt.distributed.waiting import MeetingError, Waiting
+from lockstep_gpt.errors import ReportedError, RunError, UserError
 from lockstep_gpt.exits import Exit
 from lockstep_gpt.processes import end_process, end_with_parent
 from lockstep_gpt.run.directory import RunDirectory, differences
+from lockstep_gpt.settings import check, counted
 
 if TYPE_CHECKING:  # the parent of an agent never imports torch
     from torch.distributed import Store  # type: ignore[attr-defined]

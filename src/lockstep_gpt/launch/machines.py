@@ -10,8 +10,9 @@ import time
 from dataclasses import replace
 from typing import Any
 
-from lockstep_gpt.config import Config, RunError, UserError
+from lockstep_gpt.config import Config
 from lockstep_gpt.distributed.address import own_address
+from lockstep_gpt.errors import RunError, UserError
 from lockstep_gpt.run.directory import RunDirectory, differences
 from lockstep_gpt.training.schedule import plan_batch
 

@@ -1,6 +1,7 @@
 """Lightning callbacks that can't work here."""
 
-from lockstep_gpt.config import Config, UserError
+from lockstep_gpt.config import Config
+from lockstep_gpt.errors import UserError
 
 PACKAGE = "lightning.pytorch.callbacks."
 # Class -> why not, and what to do instead.

@@ -13,8 +13,8 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 
-from lockstep_gpt import config as schema
-from lockstep_gpt.config import Config, UserError, as_typed
+from lockstep_gpt.config import Config, from_container, settings_on_resume, with_defaults
+from lockstep_gpt.errors import UserError
 from lockstep_gpt.launch import (
     checks,
     choices,
@@ -29,6 +29,7 @@ from lockstep_gpt.launch.hydra_errors import told_in_one_line
 from lockstep_gpt.run import directory as runs
 from lockstep_gpt.run.checkpoint import fault_of
 from lockstep_gpt.run.directory import RunDirectory
+from lockstep_gpt.settings import as_typed
 
 # Overrides that select the run, and don't change it.
 ADDRESS = ("run_dir", "resume", "trust_run_dir")
@@ -67,7 +68,7 @@ def _refuse_other_choices(run: RunDirectory, resolved: dict[str, Any], singles: 
     free = {
         *ADDRESS,
         *OF_MACHINE,
-        *schema.settings_on_resume("machine", resolved["data"].get("_target_")),
+        *settings_on_resume("machine", resolved["data"].get("_target_")),
         *(each.get_key_element().lstrip("+~") for each in _parse(singles)),
     }
     if run.overrides.is_file():  # changes of earlier resumes stay
@@ -89,7 +90,7 @@ def resume(run: RunDirectory, arguments: list[str], composed: dict[str, Any] | N
     before = run.values()
     values, changes = _revive(run, arguments)
     with told_in_one_line(arguments, run.load):  # the frozen file may be wrong
-        config = schema.from_container(values)
+        config = from_container(values)
     checks.refuse_conflicts(config)
     placement, steps = start.place_run(config)
     is_forced = _says(arguments, "resume_force") and bool(changes)
@@ -147,7 +148,7 @@ def _is_done(run: RunDirectory, steps: int) -> bool:
 
 def _revive(run: RunDirectory, arguments: list[str]) -> tuple[dict[str, Any], list[str]]:
     """Return the frozen values updated by the command, and the changes; or raise `UserError`."""
-    base = OmegaConf.create(schema.with_defaults(run.values()))
+    base = OmegaConf.create(with_defaults(run.values()))
     changes = []
     for override in _parse(arguments):
         name = override.get_key_element().lstrip("+~")
@@ -168,7 +169,7 @@ def _revive(run: RunDirectory, arguments: list[str]) -> tuple[dict[str, Any], li
     if not _says(arguments, "resume_force"):
         runs.refuse_another_identity(f"run_dir={run.path}", run.values(), values)
     data = [change.partition(":")[0] for change in changes if change.startswith("data.")]
-    kept = schema.settings_on_resume("kept", values["data"].get("_target_"))
+    kept = settings_on_resume("kept", values["data"].get("_target_"))
     if kept.intersection(data):
         values["data"]["fingerprint"] = None  # recomputed, as these settings change the data
     return values, changes
@@ -186,4 +187,4 @@ def _parse(arguments: list[str]) -> list[Override]:
 
 def _names_group(word: str) -> bool:
     """Return whether an override, or its name, is a group's choice."""
-    return word.partition("=")[0].partition("@")[0].lstrip("+~") in choices.groups()
+    return word.partition("=")[0].partition("@")[0].lstrip("+~") in choices.group_names()

@@ -4,7 +4,8 @@ import os
 import re
 import socket
 
-from lockstep_gpt.config import Config, UserError
+from lockstep_gpt.config import Config
+from lockstep_gpt.errors import UserError
 
 FIRST_PORT, PORTS = 20_000, 20_000  # where rank 0 listens, by job and step
 

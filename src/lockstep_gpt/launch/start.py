@@ -17,10 +17,12 @@ from typing import Any, Protocol
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 
-from lockstep_gpt.config import LEVELS, Config, DataModuleConfig, UserError
+from lockstep_gpt.config import LEVELS, Config
 from lockstep_gpt.data import prepare as data_prepare
 from lockstep_gpt.data import shards
+from lockstep_gpt.data.data_settings import DataModuleConfig
 from lockstep_gpt.data.packing import packing_of
+from lockstep_gpt.errors import UserError
 from lockstep_gpt.exits import Exit
 from lockstep_gpt.launch import devices, launcher, machines, trust
 from lockstep_gpt.launch.placement import Placement

@@ -4,8 +4,9 @@ import ast
 from importlib.util import find_spec
 from pathlib import Path
 
-from lockstep_gpt.config import Config, check
+from lockstep_gpt.config import Config
 from lockstep_gpt.launch.choices import suggestion
+from lockstep_gpt.settings import check
 
 OURS = {"_target_", "accelerator", "devices", "num_nodes", "sync_batchnorm"}  # in configs/trainer/
 

@@ -7,7 +7,9 @@ import re
 from pathlib import Path
 from typing import Any
 
-from lockstep_gpt.config import PROGRAM, UserError, config_folders
+from lockstep_gpt import PROGRAM
+from lockstep_gpt.config_files import config_folders
+from lockstep_gpt.errors import UserError
 from lockstep_gpt.run.directory import RunDirectory, flat, some_of
 
 # Only classes, not all that is reachable: `torch.serialization.os.system` isn't part of torch.

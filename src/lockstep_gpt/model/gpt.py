@@ -10,8 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lockstep_gpt.config import ModelConfig, UserError, check
+from lockstep_gpt.errors import UserError
 from lockstep_gpt.model import functional
+from lockstep_gpt.model.model_settings import ModelConfig
+from lockstep_gpt.settings import check
 
 VOCAB_MULTIPLE = 64  # matrix products are fast at sizes that tensor cores divide evenly
 FEW_OPERATIONS = 1 << 30  # of a forward pass; with fewer, threads mostly wait for each other

@@ -14,9 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lockstep_gpt.config import ModelConfig, check
 from lockstep_gpt.model import gpt
 from lockstep_gpt.model.functional import causal_attention
+from lockstep_gpt.model.model_settings import ModelConfig
+from lockstep_gpt.settings import check
 
 BF16 = torch.bfloat16
 ROTARY_BASE = 10_000.0

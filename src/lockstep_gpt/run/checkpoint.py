@@ -9,7 +9,7 @@ import struct
 from pathlib import Path
 from typing import Any
 
-from lockstep_gpt.config import RunError, UserError
+from lockstep_gpt.errors import RunError, UserError
 from lockstep_gpt.run.checkpoint_downloads import download
 from lockstep_gpt.whole_files import replace_text, replacing
 

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import fsspec
 
-from lockstep_gpt.config import Config, UserError
+from lockstep_gpt.config import Config
+from lockstep_gpt.errors import UserError
 from lockstep_gpt.run import checkpoint
 from lockstep_gpt.run.directory import RunDirectory, refuse_another_identity
 

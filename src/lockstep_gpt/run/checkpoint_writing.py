@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep_gpt.config import Config, UserError
+from lockstep_gpt.config import Config
 from lockstep_gpt.distributed.ranks import Ranks
+from lockstep_gpt.errors import UserError
 from lockstep_gpt.run import checkpoint_copies
 from lockstep_gpt.run.callbacks.checkpoints import AtomicCheckpointIO
 from lockstep_gpt.run.directory import RunDirectory

@@ -16,8 +16,14 @@ from typing import Any, BinaryIO
 
 import yaml
 
-from lockstep_gpt import config as schema
-from lockstep_gpt.config import Config, RunError, UserError
+from lockstep_gpt.config import (
+    Config,
+    from_container,
+    settings_on_resume,
+    with_defaults,
+    without_defaults,
+)
+from lockstep_gpt.errors import RunError, UserError
 from lockstep_gpt.run.migrations import migrate
 from lockstep_gpt.whole_files import replace_text
 
@@ -63,11 +69,11 @@ class RunDirectory:
         with self.writing(UserError):
             self.path.mkdir(parents=True, exist_ok=True)
             # Atomically: other machines wait for it.
-            replace_text(self.config, _as_yaml(schema.without_defaults(values)))
+            replace_text(self.config, _as_yaml(without_defaults(values)))
 
     def refreeze(self, values: dict[str, Any]) -> None:
         """Replace the frozen configuration for the next part of a resumed run."""
-        replace_text(self.config, _as_yaml(schema.without_defaults(values)))
+        replace_text(self.config, _as_yaml(without_defaults(values)))
         self.failed.unlink(missing_ok=True)  # an earlier part's; train.log still reports it
 
     def values(self) -> dict[str, Any]:
@@ -83,7 +89,7 @@ class RunDirectory:
 
     def load(self) -> Config:
         """Return the frozen configuration, checked and resolved, or raise a `UserError`."""
-        return schema.from_container(self.values(), self.config)
+        return from_container(self.values(), self.config)
 
     def hash(self) -> str:
         """Return the SHA-256 of the frozen file, which ranks compare to see that they share it."""
@@ -200,8 +206,8 @@ def differences(
     theirs: dict[str, Any], ours: dict[str, Any], free: tuple[str, ...] = MAY_DIFFER
 ) -> list[str]:
     """List the settings that differ between two frozen configurations, with both values."""
-    left = dict(flat(schema.with_defaults(theirs)))
-    right = dict(flat(schema.with_defaults(json.loads(json.dumps(ours)))))
+    left = dict(flat(with_defaults(theirs)))
+    right = dict(flat(with_defaults(json.loads(json.dumps(ours)))))
     return [
         f"{name}={right.get(name)} instead of {left.get(name)}"
         for name in {**left, **right}
@@ -211,9 +217,9 @@ def differences(
 
 def refuse_another_identity(where: str, saved: dict[str, Any], ours: dict[str, Any]) -> None:
     """Raise a `UserError` if settings that a run keeps differ between `saved` and `ours`."""
-    now = dict(flat(schema.with_defaults(ours)))
-    kept = schema.settings_on_resume("kept", now.get("data._target_"))
-    saved = schema.with_defaults(migrate(saved))
+    now = dict(flat(with_defaults(ours)))
+    kept = settings_on_resume("kept", now.get("data._target_"))
+    saved = with_defaults(migrate(saved))
     # Settings that were null, or that an earlier version didn't have, are still open.
     was = {name: value for name, value in flat(saved) if name in kept and value is not None}
     if differing := differences(was, {name: now.get(name) for name in was}, free=()):

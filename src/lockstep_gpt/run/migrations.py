@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from lockstep_gpt.catalog import extra_of_choice, how_to_add
-from lockstep_gpt.config import UserError, target_of
+from lockstep_gpt.config_files import target_of
+from lockstep_gpt.errors import UserError
 
 _EXTRAS = "lockstep_gpt.extras"
 _LOGGERS = "lockstep_gpt.run.loggers"

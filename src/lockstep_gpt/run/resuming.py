@@ -6,11 +6,13 @@ from typing import Any
 
 import torch
 
-from lockstep_gpt.config import Config, UserError, counted
+from lockstep_gpt.config import Config
 from lockstep_gpt.distributed.ranks import Ranks, from_each_rank, from_rank_zero
+from lockstep_gpt.errors import UserError
 from lockstep_gpt.run import checkpoint as files
 from lockstep_gpt.run import checkpoint_copies
 from lockstep_gpt.run.directory import RunDirectory, refuse_another_identity
+from lockstep_gpt.settings import counted
 
 logger = logging.getLogger(__name__)
 

@@ -6,10 +6,11 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lockstep_gpt import catalog
-from lockstep_gpt.config import PROGRAM, Config, UserError, from_container
+from lockstep_gpt import PROGRAM, catalog
+from lockstep_gpt.config import Config, from_container
 from lockstep_gpt.data.tokenizer import Tokenizer
 from lockstep_gpt.data.tokenizer_choice import from_dict
+from lockstep_gpt.errors import UserError
 from lockstep_gpt.registry import MODEL, additions
 from lockstep_gpt.run.checkpoint import read_checkpoint
 from lockstep_gpt.run.directory import literal

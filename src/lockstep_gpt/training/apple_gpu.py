@@ -6,7 +6,7 @@ import torch
 from lightning import Callback, Trainer
 from torch.nn.utils import get_total_norm
 
-from lockstep_gpt.config import RunError
+from lockstep_gpt.errors import RunError
 from lockstep_gpt.training.seeds import leaf_seed
 
 

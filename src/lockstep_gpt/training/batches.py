@@ -6,7 +6,8 @@ from typing import Any
 
 from lightning import LightningDataModule
 
-from lockstep_gpt.config import Config, DataModuleConfig, UserError
+from lockstep_gpt.config import Config
+from lockstep_gpt.data.data_settings import DataModuleConfig
 from lockstep_gpt.data.datamodule import TokenDataModule
 from lockstep_gpt.data.packing import packing_of
 from lockstep_gpt.data.prepare import opened
@@ -14,6 +15,7 @@ from lockstep_gpt.data.recipe import source_of
 from lockstep_gpt.data.shards import load_index
 from lockstep_gpt.data.tokenizer import NumberTokenizer, Tokenizer
 from lockstep_gpt.data.tokenizer_choice import from_dict
+from lockstep_gpt.errors import UserError
 from lockstep_gpt.training.building import build
 from lockstep_gpt.training.schedule import BatchPlan
 

@@ -1,14 +1,35 @@
-"""Builds objects that the configuration names with `_target_`."""
+"""Builds what the configuration names with `_target_`: loggers, callbacks, and the Trainer."""
 
 import inspect
 import json
 import re
-from typing import Any
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, TextIO
 
 from hydra.errors import InstantiationException
 from hydra.utils import get_method, instantiate
+from lightning import Callback, Trainer
+from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
+from lightning.pytorch.callbacks import ProgressBar
+from lightning.pytorch.loggers import Logger
 
-from lockstep_gpt.config import UserError
+from lockstep_gpt.config import Config
+from lockstep_gpt.distributed.cluster_environment import RanksEnvironment
+from lockstep_gpt.distributed.exact_sums import gradient_sums
+from lockstep_gpt.distributed.ranks import Ranks
+from lockstep_gpt.errors import UserError
+from lockstep_gpt.registry import CALLBACKS, additions
+from lockstep_gpt.run.callbacks.checkpoints import Checkpoints
+from lockstep_gpt.run.callbacks.guards import Guards
+from lockstep_gpt.run.callbacks.time_limit import SaysTimeIsUp, has_time_limit
+from lockstep_gpt.run.callbacks.weight_hashes import WeightHashes
+from lockstep_gpt.run.directory import RunDirectory
+from lockstep_gpt.run.loggers.tracking import TrackedRun, git_state, tracked_runs
+from lockstep_gpt.training.apple_gpu import AppleGPU
+from lockstep_gpt.training.counted_targets import CountedTargets
+from lockstep_gpt.training.module import GPTModule
+from lockstep_gpt.training.schedule import BatchPlan
 
 
 def build(node: dict[str, Any], known: dict[str, Any]) -> Any:
@@ -34,3 +55,108 @@ def mistake(error: Exception) -> UserError:
     """Return the error in one line; Hydra's own errors have it as their cause."""
     cause = error.__cause__ if isinstance(error, InstantiationException) else None
     return UserError(" ".join(str(cause or error).split()))
+
+
+def build_guards(
+    directory: RunDirectory, config: Config, rank: int, terminal: TextIO
+) -> list[Callback]:
+    """Return the callbacks that keep the weights right, or that extras add."""
+    guards: list[Callback] = []
+    for make_callbacks in additions(CALLBACKS):
+        guards += make_callbacks(config, directory, rank, terminal)
+    if has_time_limit(config):
+        guards.append(SaysTimeIsUp())
+    guards += gradient_sums(config)
+    guards.append(CountedTargets(config))
+    guards.append(WeightHashes())
+    guards.append(Guards(config, directory, rank, terminal))
+    if config.trainer["accelerator"] == "mps":
+        guards.append(AppleGPU())
+    return guards
+
+
+def build_loggers(directory: RunDirectory, batch: BatchPlan, module: GPTModule) -> list[Logger]:
+    """Build the chosen loggers; ours get the run and its derived values."""
+    derived = {
+        "world_size": batch.world_size,
+        "global_batch_size": batch.global_size,
+        "tokens_per_step": batch.tokens_per_step,
+        "scaled_lr": module.schedule.peak_lr,
+        "parameters": module.model.num_parameters,
+        **git_state(Path(__file__).parent),
+    }
+    shown = {**directory.values(), **derived}
+    known = {"directory": directory, "config": shown, "model": module.model}
+    loggers = [build(node, known) for node in module.config.logger.values()]
+    for each in loggers:
+        if not isinstance(each, TrackedRun):  # which got them at its start
+            each.log_hyperparams(shown)
+    return loggers
+
+
+def build_checkpoints(directory: RunDirectory, module: GPTModule) -> Checkpoints:
+    """Return the callback that saves, with what every checkpoint needs to be read alone."""
+    content = {"config": directory.values(), "tokenizer": module.tokenizer.to_dict()}
+    steps = module.schedule.total_steps
+    return Checkpoints(directory.checkpoints, module.config, content, steps)
+
+
+def build_trainer(
+    config: Config,
+    here: Ranks,
+    batch: BatchPlan,
+    *,
+    first: list[Callback],
+    last: list[Callback],
+    loggers: list[Logger],
+    plugins: list[Any],
+    **arguments: Any,
+) -> Trainer:
+    """Build the Trainer; the parts it always needs are not in groups that a user replaces.
+
+    Args:
+        config: names the Trainer, the strategy, and the user's callbacks.
+        here: this rank.
+        batch: decides how often the Trainer updates and validates.
+        first: callbacks before the user's, which see what these have measured.
+        last: callbacks after the user's.
+        loggers: all loggers; a tracked run ends if the Trainer can't be built.
+        plugins: ours, in addition to the user's.
+        arguments: others of the Trainer.
+    """
+    known = {"accelerator": config.trainer["accelerator"], "world_size": here.world_size}
+    places = {"devices": here.local_world_size, "num_nodes": here.num_nodes}
+    try:
+        chosen = [build(node, {}) for node in config.callbacks.values()]
+        make_trainer = deferred({**config.trainer, **places})
+        users_plugins = make_trainer.keywords.get("plugins", ())
+        trainer: Trainer = make_trainer(
+            strategy=build(config.strategy, known),
+            callbacks=[*first, *chosen, *last],
+            logger=loggers,
+            plugins=with_environment([*plugins, *users_plugins], here),
+            accumulate_grad_batches=batch.accumulation,
+            val_check_interval=config.val_every * batch.accumulation,
+            precision=config.precision,
+            max_epochs=-1,
+            check_val_every_n_epoch=None,
+            num_sanity_val_steps=0,
+            enable_progress_bar=any(isinstance(each, ProgressBar) for each in chosen),
+            enable_model_summary=False,
+            log_every_n_steps=config.log_every,
+            **arguments,
+        )
+    except Exception as error:
+        for run in tracked_runs(loggers):
+            run.close("failed")
+        raise mistake(error) from error
+    return trainer
+
+
+def with_environment(plugins: Iterable[Any], here: Ranks) -> list[Any]:
+    """Return the Trainer's plugins, with what tells Lightning this rank if the user's don't."""
+    complete = list(plugins)
+    is_told = any(isinstance(plugin, ClusterEnvironment) for plugin in complete)
+    if here.world_size > 1 and not is_told:
+        complete.append(RanksEnvironment(here))
+    return complete

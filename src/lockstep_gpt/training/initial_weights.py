@@ -14,13 +14,14 @@ import torch
 from torch import Tensor
 
 from lockstep_gpt.catalog import how_to_add
-from lockstep_gpt.config import UserError, as_typed
 from lockstep_gpt.data.tokenizer import Tokenizer
 from lockstep_gpt.distributed.ranks import from_each_rank
+from lockstep_gpt.errors import UserError
 from lockstep_gpt.model.gpt import GPT
 from lockstep_gpt.registry import optional_part
 from lockstep_gpt.run.checkpoint import find_checkpoint
 from lockstep_gpt.run.trained_model import load_model
+from lockstep_gpt.settings import as_typed
 
 logger = logging.getLogger(__name__)
 

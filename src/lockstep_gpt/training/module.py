@@ -14,13 +14,14 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from lockstep_gpt.config import Config, RunError, UserError, as_values, from_container
+from lockstep_gpt.config import Config, as_values, from_container
 from lockstep_gpt.data.datamodule import TokenDataModule
 from lockstep_gpt.data.tokenizer import Tokenizer
 from lockstep_gpt.data.tokenizer_choice import from_dict
 from lockstep_gpt.data.windows import Batch
 from lockstep_gpt.distributed.ranks import tensors_of_ranks
 from lockstep_gpt.distributed.strategies import ModelLayout, WholeModels, layout_of
+from lockstep_gpt.errors import RunError, UserError
 from lockstep_gpt.model.functional import perplexity
 from lockstep_gpt.model.gpt import build_gpt
 from lockstep_gpt.registry import MODEL, additions

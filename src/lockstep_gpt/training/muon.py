@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
-from lockstep_gpt.config import OptimConfig
+from lockstep_gpt.training.optim_settings import OptimConfig
 
 # a, b, c of x -> a x + b x^3 + c x^5, which brings singular values from 0..1 to about 1 in a
 # few steps (Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks").

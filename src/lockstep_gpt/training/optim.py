@@ -6,7 +6,7 @@ from typing import cast
 import torch
 from torch import nn
 
-from lockstep_gpt.config import OptimConfig
+from lockstep_gpt.training.optim_settings import OptimConfig
 
 FUSED_DEVICES = {"cpu", "cuda", "mps"}  # with one kernel for a whole parameter group
 

@@ -15,7 +15,7 @@ from lightning import LightningDataModule, Trainer
 from torch import nn
 from tqdm import tqdm
 
-from lockstep_gpt.config import LEVELS, Config, counted
+from lockstep_gpt.config import LEVELS, Config
 from lockstep_gpt.data.datamodule import TokenDataModule
 from lockstep_gpt.data.packing import packing_of
 from lockstep_gpt.distributed.exact_sizes import sums_line
@@ -25,6 +25,7 @@ from lockstep_gpt.processes import invocation
 from lockstep_gpt.run.callbacks.step import InReceipt, InSummary
 from lockstep_gpt.run.directory import RunDirectory
 from lockstep_gpt.run.loggers.tracking import tracked_runs
+from lockstep_gpt.settings import counted
 from lockstep_gpt.training.schedule import BatchPlan, Schedule
 
 logger = logging.getLogger(__name__)

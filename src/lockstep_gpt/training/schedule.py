@@ -3,8 +3,11 @@
 import math
 from dataclasses import dataclass
 
-from lockstep_gpt.config import BatchConfig, Config, UserError, counted
+from lockstep_gpt.config import Config
 from lockstep_gpt.distributed.exact_sizes import refuse_other_world_sizes
+from lockstep_gpt.errors import UserError
+from lockstep_gpt.settings import counted
+from lockstep_gpt.training.batch_settings import BatchConfig
 
 
 @dataclass(frozen=True)

@@ -1,56 +1,67 @@
-"""What one rank does: assemble, fit, report."""
+"""What one rank does, from top to bottom: assemble, announce, fit, conclude."""
 
 import contextlib
 import logging
 import time
 import traceback
-from collections.abc import Iterable
-from pathlib import Path
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, TextIO
 
 import torch
-from lightning import Callback, LightningDataModule, Trainer
-from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
-from lightning.pytorch.callbacks import ProgressBar
+from lightning import LightningDataModule, Trainer
 from lightning.pytorch.loggers import Logger
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from lockstep_gpt.config import PROGRAM, Config, RunError, UserError
+from lockstep_gpt import PROGRAM
+from lockstep_gpt.config import Config
 from lockstep_gpt.data.datamodule import TokenDataModule
-from lockstep_gpt.distributed import flight_recorder
-from lockstep_gpt.distributed import ranks as meeting
-from lockstep_gpt.distributed.cluster_environment import RanksEnvironment
-from lockstep_gpt.distributed.exact_sums import gradient_sums
+from lockstep_gpt.distributed import flight_recorder, ranks
+from lockstep_gpt.distributed.ranks import Ranks
+from lockstep_gpt.errors import RunError, UserError
 from lockstep_gpt.exits import Exit, after_signal
 from lockstep_gpt.model.functional import choose_matrix_products
 from lockstep_gpt.processes import invocation
-from lockstep_gpt.registry import CALLBACKS, additions
 from lockstep_gpt.run import remedies
-from lockstep_gpt.run.callbacks import metrics as measuring
-from lockstep_gpt.run.callbacks.checkpoints import Checkpoints
-from lockstep_gpt.run.callbacks.guards import Guards
+from lockstep_gpt.run.callbacks.metrics import COLUMNS, Metrics, peak_tflops
 from lockstep_gpt.run.callbacks.stopping import GracefulStop, Stopped
-from lockstep_gpt.run.callbacks.time_limit import SaysTimeIsUp, has_time_limit
-from lockstep_gpt.run.callbacks.weight_hashes import WeightHashes
-from lockstep_gpt.run.checkpoint import step_of
 from lockstep_gpt.run.checkpoint_writing import checkpoint_io
 from lockstep_gpt.run.directory import RunDirectory
-from lockstep_gpt.run.loggers import tracking
+from lockstep_gpt.run.loggers.tracking import tracked_runs
 from lockstep_gpt.run.metrics_file import MetricsFile
 from lockstep_gpt.run.resuming import refuse_other_directory, state_to_resume
 from lockstep_gpt.training import reporting
-from lockstep_gpt.training import schedule as planning
 from lockstep_gpt.training.advice import advise, attention
-from lockstep_gpt.training.apple_gpu import AppleGPU
 from lockstep_gpt.training.batches import build_data, epochs_of, tokenizer_of
-from lockstep_gpt.training.building import build, deferred, mistake
-from lockstep_gpt.training.counted_targets import CountedTargets
+from lockstep_gpt.training.building import (
+    build_checkpoints,
+    build_guards,
+    build_loggers,
+    build_trainer,
+)
 from lockstep_gpt.training.initial_weights import load_initial_weights
 from lockstep_gpt.training.module import GPTModule
+from lockstep_gpt.training.schedule import BatchPlan, plan_batch, plan_schedule
 
 logger = logging.getLogger(__name__)
 
 TESTED = ("test/loss", "test/perplexity")
+
+
+@dataclass
+class Training:
+    """The parts of one rank's training, in the order in which `assemble` makes them."""
+
+    directory: RunDirectory
+    rank: int
+    kernels: str  # what computes matrix products
+    batch: BatchPlan
+    data: LightningDataModule
+    module: GPTModule  # has the configuration, the schedule, and the tokenizer
+    resume: str | None  # the checkpoint to continue from; None: step 0
+    metrics: Metrics
+    loggers: list[Logger]  # those that the user chose; only rank 0 has some
+    trainer: Trainer
 
 
 def main(directory: RunDirectory, store: Store | None = None) -> int:
@@ -60,147 +71,148 @@ def main(directory: RunDirectory, store: Store | None = None) -> int:
         directory: the run, whose configuration is frozen.
         store: where the ranks of a launcher have met; None: they meet now, or there is only one.
     """
-    config, ranks = directory.load(), meeting.Ranks.from_environment()
-    with reporting.reporting(directory, ranks, config) as terminal, contextlib.ExitStack() as after:
-        after.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
+    config = directory.load()
+    here = Ranks.from_environment()
+    with reporting.reporting(directory, here, config) as terminal, _same_precision_afterward():
+        training = None
         try:
-            _train(directory, config, ranks, terminal, store)
+            started = time.perf_counter()
+            training = assemble(directory, config, here, terminal, store)
+            if here.rank == 0:
+                announce(training)
+            fit(training, started)
         except Stopped as stopped:
-            go_on = f"{invocation()} train run_dir={directory.path} resume=auto"
-            logger.info("%s after saving; to continue it:\n  %s", stopped, go_on)
+            resume = f"{invocation()} train run_dir={directory.path} resume=auto"
+            logger.info("%s after saving; to continue it:\n  %s", stopped, resume)
             return after_signal(stopped.signum)
         except Exception as error:
-            return _fail(directory, config, ranks, error, terminal)
-    reporting.drop_rank_log(directory, ranks)
+            model = training.module.model if training else None
+            return _fail(directory, config, here, error, terminal, model)
+    reporting.drop_rank_log(directory, here)
     return Exit.DONE
 
 
-def _train(
+def assemble(
     directory: RunDirectory,
     config: Config,
-    ranks: meeting.Ranks,
+    here: Ranks,
     terminal: TextIO,
     store: Store | None,
-) -> None:
-    """Assemble everything, from the batch to the Trainer, then fit."""
-    started = time.perf_counter()
-    flight_recorder.record_collectives(meeting.backend_of(config), directory.rank_logs)
-    meeting.join(ranks, config, store)  # before anything else: it also selects this rank's GPU
-    products = choose_matrix_products(config.trainer["accelerator"])
+) -> Training:
+    """Make everything that a run needs, from the ranks' connection to the Trainer."""
+    kernels = connect(directory, config, here, store)
     torch.manual_seed(config.seed)
-    batch = planning.plan_batch(
-        config.batch, config.model.block_size, ranks.local_world_size, ranks.num_nodes
-    )
-    schedule = planning.plan_schedule(config, batch)
+
+    batch = plan_batch(config.batch, config.model.block_size, here.local_world_size, here.num_nodes)
+    schedule = plan_schedule(config, batch)
     data = build_data(config, batch)
-    tokenizer = tokenizer_of(data)
-    module = GPTModule(config, schedule, tokenizer)
-    flops, peak = module.model.flops_per_token, measuring.peak_tflops(config, batch.world_size)
-    metrics = measuring.Metrics(config.log_every, batch.tokens_per_step, flops, peak)
-    content = {"config": directory.values(), "tokenizer": tokenizer.to_dict()}
-    checkpoints = Checkpoints(directory.checkpoints, config, content, schedule.total_steps)
+    module = GPTModule(config, schedule, tokenizer_of(data))
+
     disk = checkpoint_io(directory, config)
     refuse_other_directory(directory)
     resume = state_to_resume(directory, config, module)
-    if not resume and config.resume in ("none", "auto"):
+    if resume is None and config.resume in ("none", "auto"):
         load_initial_weights(module.model, module.tokenizer)
-    loggers = _loggers(directory, batch, module) if ranks.rank == 0 else []
-    metrics_file = MetricsFile(directory.metrics, measuring.COLUMNS)
-    guards = _guards(directory, config, ranks, terminal)
-    trainer = _trainer(
+
+    metrics = measure(config, batch, module)
+    checkpoints = build_checkpoints(directory, module)
+    guards = build_guards(directory, config, here.rank, terminal)
+    loggers = build_loggers(directory, batch, module) if here.rank == 0 else []
+    trainer = build_trainer(
         config,
-        ranks,
-        callbacks=[metrics, *guards, GracefulStop(checkpoints), checkpoints],
-        logger=[metrics_file, *loggers],
+        here,
+        batch,
+        first=[metrics],
+        last=[*guards, GracefulStop(checkpoints), checkpoints],
+        loggers=[MetricsFile(directory.metrics, COLUMNS), *loggers],
         plugins=[disk],
         default_root_dir=directory.path,
         max_steps=schedule.total_steps,
-        accumulate_grad_batches=batch.accumulation,
-        val_check_interval=config.val_every * batch.accumulation,
         use_distributed_sampler=not isinstance(data, TokenDataModule),
     )
-    if ranks.rank == 0:
-        epochs = epochs_of(data, schedule.total_steps * batch.global_size)
-        advise(config, epochs)
-        facts = reporting.facts(config, module.model, data, trainer, products)
-        details = {"attention": attention(config), **reporting.details(trainer)}
-        receipt = reporting.receipt(config, batch, schedule, epochs, facts, details)
-        logger.info("%s", reporting.as_text(receipt))
-        reporting.warn_of_sudden_rate(schedule)
-        earlier = metrics_file.begin(step_of(Path(resume)) if resume else 0)
-        metrics.row = {name: float(earlier[name]) for name in measuring.COLUMNS if name in earlier}
+    return Training(
+        directory,
+        here.rank,
+        kernels,
+        batch,
+        data,
+        module,
+        resume,
+        metrics,
+        loggers,
+        trainer,
+    )
+
+
+def measure(config: Config, batch: BatchPlan, module: GPTModule) -> Metrics:
+    """Return the callback that measures the run, also against the peak of the devices."""
+    flops = module.model.flops_per_token
+    peak = peak_tflops(config, batch.world_size)
+    return Metrics(config.log_every, batch.tokens_per_step, flops, peak)
+
+
+def connect(directory: RunDirectory, config: Config, here: Ranks, store: Store | None) -> str:
+    """Meet the other ranks, which also selects this rank's GPU; return what computes products."""
+    flight_recorder.record_collectives(ranks.backend_of(config), directory.rank_logs)
+    ranks.join(here, config, store)
+    return choose_matrix_products(config.trainer["accelerator"])
+
+
+def announce(training: Training) -> None:
+    """Print the receipt, and warn of settings that will not have the intended effect."""
+    config = training.module.config
+    schedule = training.module.schedule
+    samples = schedule.total_steps * training.batch.global_size
+    epochs = epochs_of(training.data, samples)
+    advise(config, epochs)
+    facts = reporting.facts(
+        config, training.module.model, training.data, training.trainer, training.kernels
+    )
+    details = {"attention": attention(config), **reporting.details(training.trainer)}
+    receipt = reporting.receipt(config, training.batch, schedule, epochs, facts, details)
+    logger.info("%s", reporting.as_text(receipt))
+    reporting.warn_of_sudden_rate(schedule)
+
+
+def fit(training: Training, started: float) -> None:
+    """Train to the end, test if that is set, and conclude the run, however it ends.
+
+    Args:
+        training: the rank's parts.
+        started: the clock when this rank began.
+    """
     status = "failed"
     try:
-        status = _fit(trainer, module, data, resume)
-        if config.test and status == "done":
-            metrics.row |= _test(trainer, module, data)
+        status = _fit(training)
+        if training.module.config.test and status == "done":
+            training.metrics.row |= _test(training)
     except Stopped:
         status = "stopped"
         raise
     finally:
-        if ranks.rank == 0:
-            totals: dict[str, float] = {
-                "lr": schedule.peak_lr,
-                "wall_seconds": time.perf_counter() - started,
-                "world_size": batch.world_size,
-                "global_batch_size": batch.global_size,
-            }
-            _conclude(directory, status, trainer, totals, metrics.row)
-            for each in tracking.tracked_runs(loggers):
-                each.close(status)
-    meeting.leave()
-    if ranks.rank == 0:
-        logger.info("%s", reporting.closing(directory, trainer, metrics.row, started))
+        if training.rank == 0:
+            conclude(training, status, time.perf_counter() - started)
+    ranks.leave()
+    if training.rank == 0:
+        row = training.metrics.row
+        logger.info("%s", reporting.closing(training.directory, training.trainer, row, started))
 
 
-def _conclude(
-    directory: RunDirectory,
-    status: str,
-    trainer: Trainer,
-    facts: dict[str, float],
-    row: dict[str, float],
-) -> None:
-    """Write `summary.json`; after a failure, a disk that cannot be written is no second one."""
-    if "test/loss" in row:
-        facts["test_loss"] = row["test/loss"]
-    with contextlib.suppress(OSError) if status == "failed" else directory.writing():
-        reporting.conclude(directory, status, trainer, facts)
-
-
-def _guards(
-    directory: RunDirectory, config: Config, ranks: meeting.Ranks, terminal: TextIO
-) -> list[Callback]:
-    """Return the callbacks that keep the weights right, or that extras add."""
-    guards: list[Callback] = []
-    for make_callbacks in additions(CALLBACKS):
-        guards += make_callbacks(config, directory, ranks.rank, terminal)
-    if has_time_limit(config):
-        guards.append(SaysTimeIsUp())
-    guards += gradient_sums(config)
-    guards.append(CountedTargets(config))
-    guards.append(WeightHashes())
-    guards.append(Guards(config, directory, ranks.rank, terminal))
-    if config.trainer["accelerator"] == "mps":
-        guards.append(AppleGPU())
-    return guards
-
-
-def _fit(trainer: Trainer, module: GPTModule, data: LightningDataModule, resume: str | None) -> str:
+def _fit(training: Training) -> str:
     """Train to the end and finish all writes; return the run's status."""
+    trainer = training.trainer
     disk: Any = trainer.strategy.checkpoint_io
     try:
-        trainer.fit(module, data, ckpt_path=resume)
-    except RuntimeError as error:
-        vars(error)["model"] = module.model  # its parameters without a gradient explain it
-        raise
+        trainer.fit(training.module, training.data, ckpt_path=training.resume)
     finally:
         disk.wait()
     return reporting.ending(trainer)
 
 
-def _test(trainer: Trainer, module: GPTModule, data: LightningDataModule) -> dict[str, float]:
+def _test(training: Training) -> dict[str, float]:
     """Test the trained model, on all ranks; return the metrics, which every logger gets."""
-    trainer.test(module, data, verbose=False)
+    trainer = training.trainer
+    trainer.test(training.module, training.data, verbose=False)
     metrics = {name: float(trainer.callback_metrics[name]) for name in TESTED}
     for each in trainer.loggers:
         if not isinstance(each, MetricsFile):  # its columns are those of training
@@ -208,85 +220,61 @@ def _test(trainer: Trainer, module: GPTModule, data: LightningDataModule) -> dic
     return metrics
 
 
-def _loggers(directory: RunDirectory, batch: planning.BatchPlan, module: GPTModule) -> list[Logger]:
-    """Build the loggers other than metrics.csv; ours get the run and its derived values."""
-    derived = {
-        "world_size": batch.world_size,
-        "global_batch_size": batch.global_size,
-        "tokens_per_step": batch.tokens_per_step,
-        "scaled_lr": module.schedule.peak_lr,
-        "parameters": module.model.num_parameters,
-        **tracking.git_state(Path(__file__).parent),
+def conclude(training: Training, status: str, seconds: float) -> None:
+    """Write `summary.json`, and end the runs of trackers."""
+    facts: dict[str, float] = {
+        "lr": training.module.schedule.peak_lr,
+        "wall_seconds": seconds,
+        "world_size": training.batch.world_size,
+        "global_batch_size": training.batch.global_size,
     }
-    shown = {**directory.values(), **derived}
-    known = {"directory": directory, "config": shown, "model": module.model}
-    loggers = [build(node, known) for node in module.config.logger.values()]
-    for each in loggers:
-        if not isinstance(each, tracking.TrackedRun):  # which got them at its start
-            each.log_hyperparams(shown)
-    return loggers
+    row = training.metrics.row
+    if "test/loss" in row:
+        facts["test_loss"] = row["test/loss"]
+    directory = training.directory
+    # After a failure, a disk that cannot be written is no second one.
+    guarded = contextlib.suppress(OSError) if status == "failed" else directory.writing()
+    with guarded:
+        reporting.conclude(directory, status, training.trainer, facts)
+    for run in tracked_runs(training.loggers):
+        run.close(status)
 
 
-def _trainer(
-    config: Config, ranks: meeting.Ranks, callbacks: list[Any], **arguments: Any
-) -> Trainer:
-    """Build the Trainer; the parts it always needs are not in groups that a user replaces."""
-    known = {"accelerator": config.trainer["accelerator"], "world_size": ranks.world_size}
+@contextlib.contextmanager
+def _same_precision_afterward() -> Iterator[None]:
+    """Restore what torch computes float32 products with, for a caller that goes on."""
+    before = torch.get_float32_matmul_precision()
     try:
-        metrics, *ours = callbacks  # the user's go in between: they see the metrics
-        chosen = [build(node, {}) for node in config.callbacks.values()]
-        places = {"devices": ranks.local_world_size, "num_nodes": ranks.num_nodes}
-        make = deferred({**config.trainer, **places})
-        trainer: Trainer = make(
-            strategy=build(config.strategy, known),
-            callbacks=[metrics, *chosen, *ours],
-            precision=config.precision,
-            max_epochs=-1,
-            check_val_every_n_epoch=None,
-            num_sanity_val_steps=0,
-            enable_progress_bar=any(isinstance(each, ProgressBar) for each in chosen),
-            enable_model_summary=False,
-            log_every_n_steps=config.log_every,
-            plugins=_plugins(arguments.pop("plugins"), make.keywords.get("plugins", ()), ranks),
-            **arguments,
-        )
-    except Exception as error:
-        for each in tracking.tracked_runs(arguments["logger"]):
-            each.close("failed")
-        raise mistake(error) from error
-    return trainer
-
-
-def _plugins(ours: list[Any], users: Iterable[Any], ranks: meeting.Ranks) -> list[Any]:
-    """Return the Trainer's plugins, with what tells Lightning this rank if the user's don't."""
-    plugins = [*ours, *users]
-    is_told = any(isinstance(plugin, ClusterEnvironment) for plugin in plugins)
-    if ranks.world_size > 1 and not is_told:
-        plugins.append(RanksEnvironment(ranks))
-    return plugins
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def _fail(
     directory: RunDirectory,
     config: Config,
-    ranks: meeting.Ranks,
+    here: Ranks,
     error: Exception,
     terminal: TextIO,
+    model: torch.nn.Module | None,
 ) -> int:
-    """Record a failure, return the exit status; print the run's first one, log the others."""
-    shown, status = f"{PROGRAM} train: {error}", Exit.MISTAKE
-    if not isinstance(error, UserError):
-        text, model = traceback.format_exc(), getattr(error, "model", None)
-        cause = remedies.explain_error(text, config, ranks.world_size, model)
+    """Record a failure, and return the exit status; print the run's first one, log the others."""
+    if isinstance(error, UserError):
+        shown = f"{PROGRAM} train: {error}"
+        status = Exit.MISTAKE
+    else:
+        text = traceback.format_exc()
+        cause = remedies.explain_error(text, config, here.world_size, model)
         trace = "\n\n".join(filter(None, [cause, text]))
-        path = directory.rank_log(ranks.rank) if ranks.rank else directory.log
+        path = directory.rank_log(here.rank) if here.rank else directory.log
         with contextlib.suppress(OSError), path.open("a") as log:
             log.write(trace)
-        if meeting.lost_peers(error):
+        if ranks.lost_peers(error):
             return Exit.LOST_PEERS
         before = "" if isinstance(error, RunError) else f"{trace}\n"
-        shown, status = f"{before}rank {ranks.rank} failed: {error}", Exit.FAILED
+        shown = f"{before}rank {here.rank} failed: {error}"
+        status = Exit.FAILED
     said = f"{type(error).__name__}: {error}"
-    if directory.record_failure({"rank": ranks.rank, "status": status, "error": said}):
+    if directory.record_failure({"rank": here.rank, "status": status, "error": said}):
         print(shown, file=terminal, flush=True)
     return status

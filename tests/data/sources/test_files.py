@@ -7,12 +7,12 @@ from collections import Counter
 import fsspec
 import pytest
 
-from lockstep_gpt.config import UserError
 from lockstep_gpt.data.prepare import prepare
 from lockstep_gpt.data.shards import load_index, open_split
 from lockstep_gpt.data.sources import file_documents as module
 from lockstep_gpt.data.sources.source import Position, split_of_name, splits_of_texts
 from lockstep_gpt.data.sources.text import Text
+from lockstep_gpt.errors import UserError
 
 WORDS = "to be or not to be, that is the question " * 40
 

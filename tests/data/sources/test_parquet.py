@@ -3,11 +3,11 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from lockstep_gpt.config import UserError
 from lockstep_gpt.data.prepare import prepare
 from lockstep_gpt.data.shards import load_index, open_split
 from lockstep_gpt.data.sources.parquet import ParquetFiles
 from lockstep_gpt.data.sources.source import Position, splits_of_texts
+from lockstep_gpt.errors import UserError
 
 TEXTS = [f"row {number} é" for number in range(1000)]
 

@@ -5,7 +5,6 @@ from typing import ClassVar
 
 import pytest
 
-from lockstep_gpt.config import UserError, setting
 from lockstep_gpt.data.prepare import prepare
 from lockstep_gpt.data.shards import load_index, open_split
 from lockstep_gpt.data.sources import source as module
@@ -16,6 +15,8 @@ from lockstep_gpt.data.sources.source import (
     splits_of_texts,
     training_texts,
 )
+from lockstep_gpt.errors import UserError
+from lockstep_gpt.settings import setting
 
 FORMS = ["{}", "line {:05}", "{:09} of many equal lines"]
 

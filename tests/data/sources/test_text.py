@@ -9,10 +9,10 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep_gpt.config import UserError
 from lockstep_gpt.data.sources import file_documents as module
 from lockstep_gpt.data.sources.source import Position, split_of_name
 from lockstep_gpt.data.sources.text import Text
+from lockstep_gpt.errors import UserError
 
 BY_NAME = 0.49  # held out of ten or more files, enough that only their names decide
 

@@ -5,12 +5,13 @@ import random
 import pytest
 import torch
 
-from lockstep_gpt.config import ModelConfig, RunError, UserError
 from lockstep_gpt.data.tokenizer import ByteTokenizer
+from lockstep_gpt.errors import RunError, UserError
 from lockstep_gpt.extras.chat.answering import CHUNK, Answer, Answering, stream
 from lockstep_gpt.extras.chat.sampling import Sampling
 from lockstep_gpt.extras.chat.speech import Speech
 from lockstep_gpt.model.gpt import build_gpt
+from lockstep_gpt.model.model_settings import ModelConfig
 
 GREEDY = Sampling(temperature=0)
 MODERN = {"architecture": "modern", "bias": False, "ngram_rows": 64, "longest_ngram": 3}

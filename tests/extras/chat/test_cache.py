@@ -5,9 +5,10 @@ import time
 import pytest
 import torch
 
-from lockstep_gpt.config import ModelConfig, UserError
+from lockstep_gpt.errors import UserError
 from lockstep_gpt.extras.chat.cache import Cache
 from lockstep_gpt.model.gpt import build_gpt
+from lockstep_gpt.model.model_settings import ModelConfig
 
 VOCAB = 50
 MODELS = {

@@ -6,12 +6,12 @@ import re
 
 import pytest
 
-from lockstep_gpt.config import UserError
 from lockstep_gpt.data import shards
 from lockstep_gpt.data.prepare import prepare
 from lockstep_gpt.data.shards import open_split
 from lockstep_gpt.data.sources.source import Position
 from lockstep_gpt.data.tokenizer import ByteTokenizer
+from lockstep_gpt.errors import UserError
 from lockstep_gpt.extras.chat.conversations import Conversations, messages_of
 from lockstep_gpt.extras.chat.template import template_of
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from lockstep_gpt.config import UserError
+from lockstep_gpt.errors import UserError
 from lockstep_gpt.extras.chat.conversations import messages_of
 from lockstep_gpt.extras.chat.docstrings import main
 

@@ -6,7 +6,7 @@ import os
 import pytest
 import torch
 
-from lockstep_gpt.config import BatchConfig, Config, ModelConfig, OptimConfig, as_values
+from lockstep_gpt.config import Config, as_values
 from lockstep_gpt.data.sources.stdlib import StandardLibrary
 from lockstep_gpt.data.sources.text import Text
 from lockstep_gpt.data.tokenizer import ByteTokenizer
@@ -14,7 +14,10 @@ from lockstep_gpt.extras.chat.conversations import Conversations
 from lockstep_gpt.extras.chat.template import template_of
 from lockstep_gpt.extras.chat.tokenizers import chat_tokenizer
 from lockstep_gpt.model.gpt import build_gpt
+from lockstep_gpt.model.model_settings import ModelConfig
 from lockstep_gpt.run.checkpoint import checkpoint_path, write_checkpoint
+from lockstep_gpt.training.batch_settings import BatchConfig
+from lockstep_gpt.training.optim_settings import OptimConfig
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")

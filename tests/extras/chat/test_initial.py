@@ -6,7 +6,7 @@ import re
 import pytest
 import yaml
 
-from lockstep_gpt.config import UserError
+from lockstep_gpt.errors import UserError
 from lockstep_gpt.extras.chat import initial
 
 GPT2 = {"model_type": "gpt2", "n_positions": 48, "n_layer": 2, "n_head": 2, "n_embd": 8}

@@ -6,24 +6,20 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lockstep_gpt.config import (
-    BatchConfig,
-    Config,
-    ModelConfig,
-    OptimConfig,
-    UserError,
-    as_values,
-    from_container,
-    is_module,
-)
+from lockstep_gpt.config import Config, as_values, from_container
 from lockstep_gpt.data.tokenizer import ByteTokenizer
 from lockstep_gpt.data.tokenizer_choice import from_dict
+from lockstep_gpt.errors import UserError
 from lockstep_gpt.extras.chat.conversations import Conversations
 from lockstep_gpt.extras.chat.lora import AdaptedLinear, adapt
 from lockstep_gpt.extras.chat.lora_settings import LoraSettings
 from lockstep_gpt.extras.chat.tokenizers import chat_tokenizer
 from lockstep_gpt.model.gpt import build_gpt
+from lockstep_gpt.model.model_settings import ModelConfig
+from lockstep_gpt.settings import is_module
+from lockstep_gpt.training.batch_settings import BatchConfig
 from lockstep_gpt.training.optim import build_optimizer
+from lockstep_gpt.training.optim_settings import OptimConfig
 
 SHAPE = {"block_size": 16, "n_layer": 2, "n_head": 2, "n_embd": 32}
 MODERN = {"architecture": "modern", "bias": False, "ngram_rows": 64, "n_kv_head": 1}

@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep_gpt.config import UserError
 from lockstep_gpt.data.tokenizer import ByteTokenizer
 from lockstep_gpt.data.tokenizer_choice import from_dict
+from lockstep_gpt.errors import UserError
 from lockstep_gpt.extras.chat.template import ROLES, template_of
 from lockstep_gpt.extras.chat.tokenizers import chat_tokenizer
 

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from lockstep_gpt.config import UserError
 from lockstep_gpt.data.tokenizer import ByteTokenizer
+from lockstep_gpt.errors import UserError
 from lockstep_gpt.extras.chat.template import OURS, markers_of, template_of
 from lockstep_gpt.extras.chat.tokenizers import chat_tokenizer
 

@@ -6,8 +6,8 @@ import pytest
 import yaml
 
 from lockstep_gpt import cli
-from lockstep_gpt.config import as_typed
 from lockstep_gpt.extras.cluster.rules import rules
+from lockstep_gpt.settings import as_typed
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lockstep_gpt import cli
-from lockstep_gpt.config import UserError
+from lockstep_gpt.errors import UserError
 from lockstep_gpt.extras.cluster.hardware import Hardware
 
 TIMEOUT = 150  # seconds; on an idle machine, no launch takes a tenth of it

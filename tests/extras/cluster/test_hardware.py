@@ -3,8 +3,8 @@ from dataclasses import replace
 
 import pytest
 
-from lockstep_gpt.config import UserError
 from lockstep_gpt.distributed.peaks import peak_of
+from lockstep_gpt.errors import UserError
 from lockstep_gpt.extras.cluster.hardware import (
     HARDWARE,
     LINKS,

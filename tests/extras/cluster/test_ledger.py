@@ -11,7 +11,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lockstep_gpt import cli
-from lockstep_gpt.config import Config, ModelConfig, is_module
+from lockstep_gpt.config import Config
 from lockstep_gpt.data.tokenizer import ByteTokenizer
 from lockstep_gpt.extras.cluster import flags
 from lockstep_gpt.extras.cluster.hardware import GB, HARDWARE
@@ -29,7 +29,9 @@ from lockstep_gpt.extras.cluster.memory import shaped
 from lockstep_gpt.extras.cluster.prediction import predict
 from lockstep_gpt.launch import compose
 from lockstep_gpt.model import functional
+from lockstep_gpt.model.model_settings import ModelConfig
 from lockstep_gpt.run.callbacks.metrics import Metrics
+from lockstep_gpt.settings import is_module
 from lockstep_gpt.training.module import GPTModule
 from lockstep_gpt.training.optim import build_optimizer
 from lockstep_gpt.training.schedule import plan_batch, plan_schedule

@@ -9,7 +9,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.profiler import ProfilerActivity, profile
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from lockstep_gpt.config import ModelConfig, OptimConfig, is_module
 from lockstep_gpt.extras.cluster import memory
 from lockstep_gpt.extras.cluster.memory import (
     Chunks,
@@ -22,7 +21,10 @@ from lockstep_gpt.extras.cluster.memory import (
 )
 from lockstep_gpt.extras.cluster.sharing import Sharing
 from lockstep_gpt.model import functional
+from lockstep_gpt.model.model_settings import ModelConfig
+from lockstep_gpt.settings import is_module
 from lockstep_gpt.training.optim import build_optimizer
+from lockstep_gpt.training.optim_settings import OptimConfig
 
 pytestmark = pytest.mark.usefixtures("traced_once")
 WIDE = ModelConfig(block_size=64, n_layer=4, n_head=4, n_embd=128)

@@ -5,8 +5,8 @@ import time
 
 import pytest
 
-from lockstep_gpt import cli
-from lockstep_gpt.config import PROGRAM, yaml_files
+from lockstep_gpt import PROGRAM, cli
+from lockstep_gpt.config_files import yaml_files
 from lockstep_gpt.extras.cluster.chosen import OF_GPT2
 from lockstep_gpt.extras.cluster.hardware import HARDWARE
 from lockstep_gpt.extras.cluster.plan import WORLD_SIZES

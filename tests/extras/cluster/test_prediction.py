@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import pytest
 
-from lockstep_gpt.config import UserError
+from lockstep_gpt.errors import UserError
 from lockstep_gpt.extras.cluster.hardware import HARDWARE, LINKS
 from lockstep_gpt.extras.cluster.prediction import predict, vocabulary
 from lockstep_gpt.training.schedule import plan_batch, plan_schedule

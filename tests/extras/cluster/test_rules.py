@@ -3,10 +3,12 @@
 import pytest
 import torch
 
-from lockstep_gpt.config import ModelConfig, OptimConfig, UserError
+from lockstep_gpt.errors import UserError
 from lockstep_gpt.extras.cluster.rules import parsed, rules, shape, weights
 from lockstep_gpt.model.gpt import build_gpt
+from lockstep_gpt.model.model_settings import ModelConfig
 from lockstep_gpt.training.optim import build_optimizer
+from lockstep_gpt.training.optim_settings import OptimConfig
 
 SIZES = [10**4 * 2 ** (step / 4) for step in range(66)]  # to a billion
 

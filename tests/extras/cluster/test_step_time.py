@@ -5,7 +5,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lockstep_gpt.config import ModelConfig
 from lockstep_gpt.extras.cluster.hardware import GB, HARDWARE, LINKS
 from lockstep_gpt.extras.cluster.ledger import (
     BLOCKS,
@@ -27,6 +26,7 @@ from lockstep_gpt.extras.cluster.step_time import (
     simple_seconds,
     step_time,
 )
+from lockstep_gpt.model.model_settings import ModelConfig
 from lockstep_gpt.training.schedule import BatchPlan
 
 IDEAL = replace(HARDWARE["a100-80"], link_efficiency=1.0, utilisation=0.4)

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from lockstep_gpt.config import UserError
+from lockstep_gpt.errors import UserError
 from lockstep_gpt.extras.datasets.by_source import LossBySource
 from lockstep_gpt.model.functional import IGNORE
 

@@ -7,15 +7,16 @@ import numpy as np
 import pytest
 import torch
 
-from lockstep_gpt.config import UserError, setting
 from lockstep_gpt.data.prepare import prepare
 from lockstep_gpt.data.recipe import splits_of
 from lockstep_gpt.data.shards import check_content, load_index, open_split
 from lockstep_gpt.data.sources.text import Text
 from lockstep_gpt.data.windows import Stored, StreamWindows
+from lockstep_gpt.errors import UserError
 from lockstep_gpt.extras.datasets.renamed import renamed
 from lockstep_gpt.extras.datasets.whole_documents import WholeDocuments
 from lockstep_gpt.model.functional import IGNORE
+from lockstep_gpt.settings import setting
 
 CPU = torch.device("cpu")
 T = 16

@@ -7,14 +7,18 @@ import pytest
 import torch
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from lockstep_gpt.config import BatchConfig, Config, ModelConfig, OptimConfig, UserError
+from lockstep_gpt.config import Config
 from lockstep_gpt.data.tokenizer import ByteTokenizer
+from lockstep_gpt.errors import UserError
 from lockstep_gpt.extras.datasets import attention
 from lockstep_gpt.extras.datasets.attention import Seen, block_mask, joined
 from lockstep_gpt.extras.datasets.mask import mask, mask_documents, masks_documents
 from lockstep_gpt.extras.datasets.mask_settings import DocumentSettings
 from lockstep_gpt.model.functional import IGNORE, causal_attention
 from lockstep_gpt.model.gpt import build_gpt
+from lockstep_gpt.model.model_settings import ModelConfig
+from lockstep_gpt.training.batch_settings import BatchConfig
+from lockstep_gpt.training.optim_settings import OptimConfig
 
 SHAPE = {"n_layer": 2, "n_head": 2, "n_embd": 16, "block_size": 640}
 ARCHITECTURES = {

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from lockstep_gpt.config import UserError
 from lockstep_gpt.data.prepare import prepare
 from lockstep_gpt.data.recipe import recipe_of
 from lockstep_gpt.data.shards import check_content, load_index
 from lockstep_gpt.data.sources.text import Text
+from lockstep_gpt.errors import UserError
 
 TEXT = f"{Text.__module__}.{Text.__name__}"
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from lockstep_gpt.config import UserError
 from lockstep_gpt.data.sources.text import Text
+from lockstep_gpt.errors import UserError
 from lockstep_gpt.extras.datasets.mixture import Mixture, with_sources
 
 TEXT, MIXTURE = (f"{own.__module__}.{own.__name__}" for own in (Text, Mixture))

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from lockstep_gpt.config import UserError
 from lockstep_gpt.data.shards import load_index
 from lockstep_gpt.data.sources.text import Text
 from lockstep_gpt.data.windows import parts_of_rows
+from lockstep_gpt.errors import UserError
 from lockstep_gpt.extras.datasets.mixture import Mixture
 from lockstep_gpt.extras.datasets.whole_documents import WholeDocuments
 from lockstep_gpt.model.functional import IGNORE

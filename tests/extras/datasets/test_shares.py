@@ -4,7 +4,7 @@ from fractions import Fraction
 
 import pytest
 
-from lockstep_gpt.config import UserError
+from lockstep_gpt.errors import UserError
 from lockstep_gpt.extras.datasets.shares import exact, phases
 
 SIZES = {"code": 1000, "prose": 100}

@@ -10,8 +10,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lockstep_gpt import cli
-from lockstep_gpt.config import UserError
 from lockstep_gpt.data.tokenizer import ByteTokenizer
+from lockstep_gpt.errors import UserError
 from lockstep_gpt.extras.hub import folder as module
 from lockstep_gpt.extras.hub.folder import export, main
 from lockstep_gpt.optional import install_command

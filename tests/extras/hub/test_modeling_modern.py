@@ -4,8 +4,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from lockstep_gpt.config import is_module
 from lockstep_gpt.data.tokenizer import ByteTokenizer
+from lockstep_gpt.settings import is_module
 
 pytestmark = pytest.mark.skipif(
     not is_module("model", "modern"), reason="this project was made without the extra modern"

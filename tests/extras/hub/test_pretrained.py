@@ -9,9 +9,9 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from lockstep_gpt.config import UserError
 from lockstep_gpt.data.tokenizer import ByteTokenizer
 from lockstep_gpt.data.tokenizer_choice import from_dict
+from lockstep_gpt.errors import UserError
 from lockstep_gpt.training.initial_weights import load_initial_weights
 
 SMOKE = {"n_layer": 2, "n_head": 2, "n_embd": 32}  # the shape of experiment=smoke

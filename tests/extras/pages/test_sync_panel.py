@@ -10,7 +10,7 @@ import pytest
 import torch
 from lightning.pytorch.strategies import ModelParallelStrategy
 
-from lockstep_gpt.config import UserError
+from lockstep_gpt.errors import UserError
 from lockstep_gpt.extras.pages.sync_panel import SyncPanel
 
 ON_TWO = [

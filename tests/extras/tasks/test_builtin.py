@@ -6,11 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from lockstep_gpt.config import UserError
 from lockstep_gpt.data.sources.source import split_of_name
 from lockstep_gpt.data.sources.stdlib import StandardLibrary
 from lockstep_gpt.data.sources.text import Text
 from lockstep_gpt.data.tokenizer import ByteTokenizer
+from lockstep_gpt.errors import UserError
 from lockstep_gpt.extras.tasks.builtin import builtin_tasks, held_out
 from lockstep_gpt.extras.tasks.rows import tokenized
 

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 import yaml
 
 from lockstep_gpt import cli
-from lockstep_gpt.config import UserError
 from lockstep_gpt.data.tokenizer import ByteTokenizer
+from lockstep_gpt.errors import UserError
 from lockstep_gpt.extras.tasks.core_metric import core_tasks, read_core_task
 from lockstep_gpt.extras.tasks.rows import tokenized
 

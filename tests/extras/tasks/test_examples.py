@@ -2,7 +2,7 @@
 
 import pytest
 
-from lockstep_gpt.config import UserError
+from lockstep_gpt.errors import UserError
 from lockstep_gpt.extras.tasks.examples import read_task, read_tasks
 
 ASKED = {"context": "a", "choices": ["b", "c"], "answer": 0}

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep_gpt.config import UserError
 from lockstep_gpt.data.tokenizer import ByteTokenizer
+from lockstep_gpt.errors import UserError
 from lockstep_gpt.extras.tasks.examples import CHOICE, CLOZE, EXACT, Example, Task
 from lockstep_gpt.extras.tasks.rows import (
     BATCH_TOKENS,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lockstep_gpt.config import UserError
+from lockstep_gpt.errors import UserError
 from lockstep_gpt.extras.tasks.during import Tasks
 
 

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from lockstep_gpt.config import Config, UserError
+from lockstep_gpt.config import Config
+from lockstep_gpt.errors import UserError
 from lockstep_gpt.extras.warm import server
 from lockstep_gpt.extras.warm.warm_settings import WarmSettings
 

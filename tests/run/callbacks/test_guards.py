@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from lockstep_gpt.config import RunError
+from lockstep_gpt.errors import RunError
 from lockstep_gpt.run.callbacks.guards import refuse_differing_replicas
 
 TWO = ("trainer=cpu", "trainer.devices=2", "strategy=ddp")

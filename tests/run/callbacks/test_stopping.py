@@ -9,7 +9,7 @@ import torch.distributed as dist
 from lightning import Callback, Trainer
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lockstep_gpt.config import RunError
+from lockstep_gpt.errors import RunError
 from lockstep_gpt.processes import STOP_SIGNALS
 from lockstep_gpt.run.callbacks.metrics import Metrics
 from lockstep_gpt.run.callbacks.stopping import (

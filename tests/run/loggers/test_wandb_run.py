@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from lockstep_gpt.config import UserError
+from lockstep_gpt.errors import UserError
 from lockstep_gpt.run.checkpoint import sum_path
 from lockstep_gpt.run.directory import RunDirectory
 from lockstep_gpt.run.loggers.wandb_run import WandbRun

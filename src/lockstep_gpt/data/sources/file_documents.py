@@ -9,7 +9,6 @@ from functools import cached_property
 from itertools import accumulate
 from typing import Any, ClassVar
 
-from lockstep_gpt.config import setting
 from lockstep_gpt.data.sources.files import (
     File,
     Files,
@@ -30,6 +29,7 @@ from lockstep_gpt.data.sources.source import (
     valid,
 )
 from lockstep_gpt.data.tokenizer import cut
+from lockstep_gpt.settings import setting
 
 LONGEST = 1 << 22  # bytes per document at most; a longer file is cut
 FEW = 10  # if fewer held-out files are expected, a part of every file is held out instead

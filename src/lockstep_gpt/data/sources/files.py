@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
-from lockstep_gpt.config import UserError
 from lockstep_gpt.data.sources.source import BLOCK, reading
+from lockstep_gpt.errors import UserError
 from lockstep_gpt.optional import import_optional
 
 

@@ -8,7 +8,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
-from lockstep_gpt.config import UserError, setting
 from lockstep_gpt.data.sources.files import find_files
 from lockstep_gpt.data.sources.parquet import texts_in
 from lockstep_gpt.data.sources.source import (
@@ -19,7 +18,9 @@ from lockstep_gpt.data.sources.source import (
     splits_of_texts,
     valid,
 )
+from lockstep_gpt.errors import UserError
 from lockstep_gpt.optional import import_optional
+from lockstep_gpt.settings import setting
 
 ROWS = 256  # that are processed together
 

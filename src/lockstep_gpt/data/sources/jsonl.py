@@ -6,9 +6,10 @@ import json
 from dataclasses import dataclass
 from typing import ClassVar
 
-from lockstep_gpt.config import UserError, setting
 from lockstep_gpt.data.sources.file_documents import PathDocuments
 from lockstep_gpt.data.sources.text import lines_in
+from lockstep_gpt.errors import UserError
+from lockstep_gpt.settings import setting
 
 
 @dataclass

@@ -16,10 +16,10 @@ from typing import Any, BinaryIO, ClassVar, NoReturn
 
 import numpy as np
 
-from lockstep_gpt.config import UserError
 from lockstep_gpt.data.sources.files import File
 from lockstep_gpt.data.sources.source import reading
 from lockstep_gpt.data.sources.token_formats import Layout, Opener
+from lockstep_gpt.errors import UserError
 
 INDEX = "index.json"
 CHUNK = "chunk-"  # begins the names of chunks

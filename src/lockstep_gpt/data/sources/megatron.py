@@ -16,10 +16,10 @@ from typing import Any, BinaryIO, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from lockstep_gpt.config import UserError
 from lockstep_gpt.data.sources.files import File
 from lockstep_gpt.data.sources.source import reading
 from lockstep_gpt.data.sources.token_formats import Layout, Opener
+from lockstep_gpt.errors import UserError
 
 MAGIC = b"MMIDIDX\0\0"
 VERSION = 1

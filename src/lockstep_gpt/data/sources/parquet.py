@@ -7,11 +7,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from lockstep_gpt.config import UserError, setting
 from lockstep_gpt.data.sources.file_documents import PathDocuments
 from lockstep_gpt.data.sources.files import File
 from lockstep_gpt.data.sources.source import BLOCK, Block, Position, reading, valid
+from lockstep_gpt.errors import UserError
 from lockstep_gpt.optional import import_optional
+from lockstep_gpt.settings import setting
 
 # Types of columns, as pyarrow writes them, that `texts_in` can read.
 TEXT = re.compile(r"(dictionary<values=)?(large_|fixed_size_)?(string|binary)")

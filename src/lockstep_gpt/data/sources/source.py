@@ -17,9 +17,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from lockstep_gpt.config import DataConfig, UserError, setting
 from lockstep_gpt.data import order, tokenizer_choice
+from lockstep_gpt.data.data_settings import DataConfig
 from lockstep_gpt.data.tokenizer import Tokenizer, Tokens
+from lockstep_gpt.errors import UserError
+from lockstep_gpt.settings import setting
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from lockstep_gpt.config import setting
 from lockstep_gpt.data.sources.file_documents import PathDocuments
 from lockstep_gpt.data.sources.source import is_utf8, valid
+from lockstep_gpt.settings import setting
 
 
 @dataclass

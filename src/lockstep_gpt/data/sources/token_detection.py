@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from lockstep_gpt.config import UserError
 from lockstep_gpt.data.sources import litdata
 from lockstep_gpt.data.sources.files import Files, find_files
 from lockstep_gpt.data.sources.megatron import MegatronTokens
 from lockstep_gpt.data.sources.token_formats import PlainTokens, TokenFormat
+from lockstep_gpt.errors import UserError
 
 TOKENS, INDEX = ".bin", ".idx"
 ALONE = "remove it, or name the token files alone, as in data.path=FOLDER/*.bin"

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar
 
-from lockstep_gpt.config import UserError, setting
 from lockstep_gpt.data import tokenizer_choice
 from lockstep_gpt.data.sources.files import Files
 from lockstep_gpt.data.sources.source import Position, Source, TokenBlock, reading
@@ -23,6 +22,8 @@ from lockstep_gpt.data.sources.token_formats import (
     TokenReader,
 )
 from lockstep_gpt.data.tokenizer import Tokenizer, token_dtype
+from lockstep_gpt.errors import UserError
+from lockstep_gpt.settings import setting
 
 STRETCH = 1 << 20  # tokens, of which the last are held out if no file is
 

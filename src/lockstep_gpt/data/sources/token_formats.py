@@ -13,8 +13,8 @@ from typing import Any, BinaryIO, ClassVar, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from lockstep_gpt.config import UserError
 from lockstep_gpt.data.sources.files import File
+from lockstep_gpt.errors import UserError
 
 Opener = Callable[..., Any]
 Ids = npt.NDArray[np.integer[Any]]

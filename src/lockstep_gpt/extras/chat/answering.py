@@ -10,8 +10,9 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
-from lockstep_gpt.config import Config, RunError, UserError
+from lockstep_gpt.config import Config
 from lockstep_gpt.data.tokenizer import Tokenizer
+from lockstep_gpt.errors import RunError, UserError
 from lockstep_gpt.extras.chat.cache import Cache
 from lockstep_gpt.extras.chat.sampling import Sampling
 from lockstep_gpt.extras.chat.speech import Speech

@@ -14,7 +14,6 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from lockstep_gpt.config import UserError, counted, setting
 from lockstep_gpt.data.sources.files import File, Files, find_files
 from lockstep_gpt.data.sources.source import (
     Position,
@@ -24,9 +23,11 @@ from lockstep_gpt.data.sources.source import (
     split_of_name,
 )
 from lockstep_gpt.data.tokenizer import Tokenizer, Tokens, token_dtype
+from lockstep_gpt.errors import UserError
 from lockstep_gpt.extras.chat.export_files import chat_files
 from lockstep_gpt.extras.chat.template import Template, check_role, template_of
 from lockstep_gpt.extras.chat.tokenizers import chat_tokenizer
+from lockstep_gpt.settings import counted, setting
 
 logger = logging.getLogger(__name__)
 

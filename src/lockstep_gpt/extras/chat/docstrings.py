@@ -15,8 +15,8 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
-from lockstep_gpt.config import UserError
 from lockstep_gpt.data.sources.stdlib import LEFT_OUT, files_below
+from lockstep_gpt.errors import UserError
 
 SENTENCE = re.compile(r".+?[.!?](?=\s|$)", re.DOTALL)
 SIGNATURE, ANSWER = 100, 160  # characters of a question and of an answer at most

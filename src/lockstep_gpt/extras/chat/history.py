@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lockstep_gpt.config import Config, UserError
+from lockstep_gpt.config import Config
 from lockstep_gpt.data.tokenizer import ByteTokenizer, Tokenizer
+from lockstep_gpt.errors import UserError
 from lockstep_gpt.extras.chat.template import Template, has_chat, template_of
 
 ANSWER_SHARE = 4  # a conversation is cut so that 1 / ANSWER_SHARE of the context is for the answer

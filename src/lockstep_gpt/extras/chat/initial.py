@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from lockstep_gpt.config import UserError
+from lockstep_gpt.errors import UserError
 from lockstep_gpt.launch.compose import register_resolver
 from lockstep_gpt.run.directory import RunDirectory
 

@@ -18,8 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lockstep_gpt.config import Config, UserError
+from lockstep_gpt.config import Config
 from lockstep_gpt.data.tokenizer import Tokenizer
+from lockstep_gpt.errors import UserError
 from lockstep_gpt.extras.chat.lora_settings import LoraSettings
 from lockstep_gpt.extras.chat.template import (
     BEGIN_OF_MESSAGE,

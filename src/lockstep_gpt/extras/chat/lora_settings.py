@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from lockstep_gpt.config import Config, ExtraSettings, setting
+from lockstep_gpt.config import Config
+from lockstep_gpt.settings import ExtraSettings, setting
 
 
 @dataclass

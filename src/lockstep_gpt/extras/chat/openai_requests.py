@@ -6,8 +6,8 @@ import json
 import secrets
 from typing import Any, NoReturn
 
-from lockstep_gpt.config import UserError
 from lockstep_gpt.data.tokenizer import Tokenizer
+from lockstep_gpt.errors import UserError
 from lockstep_gpt.extras.chat.answering import Answer
 from lockstep_gpt.extras.chat.history import fitted
 from lockstep_gpt.extras.chat.openai_api import ApiError, Request, refuse

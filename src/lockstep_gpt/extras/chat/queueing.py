@@ -10,7 +10,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 
-from lockstep_gpt.config import RunError
+from lockstep_gpt.errors import RunError
 from lockstep_gpt.extras.chat.answering import Answer, Answering
 from lockstep_gpt.model.gpt import GPT
 

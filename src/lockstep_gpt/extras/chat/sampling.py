@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lockstep_gpt.config import RunError, UserError
+from lockstep_gpt.errors import RunError, UserError
 
 COLD = 1e-6  # a lower temperature picks the likeliest token: a quotient would overflow
 

@@ -12,7 +12,7 @@ import signal
 import socket
 from typing import TYPE_CHECKING, Any
 
-from lockstep_gpt.config import UserError
+from lockstep_gpt.errors import UserError
 from lockstep_gpt.extras.chat.history import chat_template
 from lockstep_gpt.optional import import_optional
 from lockstep_gpt.run.checkpoint import find_checkpoint

@@ -10,8 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from lockstep_gpt.config import DataConfig, UserError, data_class
+from lockstep_gpt.data.data_settings import DataConfig, data_class
 from lockstep_gpt.data.tokenizer import ByteTokenizer, Tokenizer
+from lockstep_gpt.errors import UserError
 
 ROLES = ("system", "user", "assistant")
 END = "<|end|>"

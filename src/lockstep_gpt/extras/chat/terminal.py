@@ -10,8 +10,8 @@ import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from lockstep_gpt.config import UserError
 from lockstep_gpt.data.tokenizer import printable
+from lockstep_gpt.errors import UserError
 from lockstep_gpt.extras.chat.history import Message, chat_template, fitted
 from lockstep_gpt.extras.chat.template import Template
 from lockstep_gpt.run.checkpoint import find_checkpoint

@@ -6,10 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from lockstep_gpt.config import UserError
 from lockstep_gpt.data import prepare, shards
 from lockstep_gpt.data.tokenizer import END_OF_TEXT, ByteTokenizer, Tokenizer
 from lockstep_gpt.data.tokenizer_choice import from_dict
+from lockstep_gpt.errors import UserError
 from lockstep_gpt.extras.chat.template import (
     BEGIN_OF_MESSAGE,
     END_OF_MESSAGE,

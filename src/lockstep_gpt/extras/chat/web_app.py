@@ -16,7 +16,8 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from lockstep_gpt.config import PROGRAM, RunError, UserError
+from lockstep_gpt import PROGRAM
+from lockstep_gpt.errors import RunError, UserError
 from lockstep_gpt.extras.chat.connections import CLIENT_SECONDS
 from lockstep_gpt.extras.chat.openai_api import ApiError, Request
 from lockstep_gpt.extras.chat.openai_requests import Reader, parsed

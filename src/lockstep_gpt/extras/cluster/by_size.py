@@ -3,9 +3,10 @@
 import re
 from typing import Any
 
-from lockstep_gpt.config import UserError, as_typed, check
+from lockstep_gpt.errors import UserError
 from lockstep_gpt.extras.cluster.rules import rules
 from lockstep_gpt.launch.compose import register_resolver
+from lockstep_gpt.settings import as_typed, check
 
 SIZE, LENGTH = "1M", "64"  # as in configs/model/auto.yaml of this extra
 RESOLVER = "by_size"

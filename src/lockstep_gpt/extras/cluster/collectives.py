@@ -11,11 +11,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from lockstep_gpt.config import ModelConfig
 from lockstep_gpt.distributed.ranks import Ranks
 from lockstep_gpt.extras.cluster.report import Finding, failure, ok, warning
 from lockstep_gpt.extras.cluster.speed import GB, best_seconds
 from lockstep_gpt.model.gpt import GPT
+from lockstep_gpt.model.model_settings import ModelConfig
 
 SIZES = {  # message sizes in bytes
     "cpu": (4 * 2**10, 256 * 2**10, 4 * 2**20, 32 * 2**20),

@@ -17,9 +17,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from lockstep_gpt import processes
-from lockstep_gpt.config import PROGRAM, Config, UserError
+from lockstep_gpt import PROGRAM, processes
+from lockstep_gpt.config import Config
 from lockstep_gpt.distributed.address import own_address
+from lockstep_gpt.errors import UserError
 from lockstep_gpt.extras.cluster import environment, flags
 from lockstep_gpt.extras.cluster.report import FAILURE, Report, failure
 from lockstep_gpt.launch import compose, devices, launcher, slurm

@@ -17,10 +17,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from lockstep_gpt.config import PROGRAM, counted
+from lockstep_gpt import PROGRAM
 from lockstep_gpt.extras.cluster import exactness
 from lockstep_gpt.extras.cluster.flags import count
 from lockstep_gpt.extras.cluster.small_runs import LIMIT, SmallRuns
+from lockstep_gpt.settings import counted
 
 if TYPE_CHECKING:
     import torch

@@ -14,18 +14,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lockstep_gpt.config import (
-    PROGRAM,
-    BatchConfig,
-    RunError,
-    UserError,
-    counted,
-)
+from lockstep_gpt import PROGRAM
+from lockstep_gpt.errors import RunError, UserError
 from lockstep_gpt.extras.cluster import flags
 from lockstep_gpt.extras.cluster.small_runs import SmallRuns
 from lockstep_gpt.launch import compose
 from lockstep_gpt.run.directory import RunDirectory
+from lockstep_gpt.settings import counted
 from lockstep_gpt.training import schedule
+from lockstep_gpt.training.batch_settings import BatchConfig
 
 HELP = f"""usage: {PROGRAM} drill exact [flags] [GROUP=CHOICE ...] [SETTING=VALUE ...]
 

@@ -15,8 +15,9 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
-from lockstep_gpt.config import Config, UserError, counted
+from lockstep_gpt.config import Config
 from lockstep_gpt.distributed.ranks import Ranks, backend_of
+from lockstep_gpt.errors import UserError
 from lockstep_gpt.extras.cluster import (
     collectives,
     environment,
@@ -46,6 +47,7 @@ from lockstep_gpt.extras.cluster.report import (
 )
 from lockstep_gpt.extras.cluster.speed import Speed
 from lockstep_gpt.launch import devices
+from lockstep_gpt.settings import counted
 
 SEE = "see the output of rank 0"
 # If one of these checks fails, ranks that work together would hang or compute wrong results.

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import lockstep_gpt
-from lockstep_gpt.config import counted
 from lockstep_gpt.distributed.ranks import Ranks
 from lockstep_gpt.extras.cluster import gpus
 from lockstep_gpt.extras.cluster.report import Finding, failure, named, ok, warning
+from lockstep_gpt.settings import counted
 
 PACKAGES = ("torch", "lightning", "numpy", "hydra-core", "omegaconf")
 SHARED_VARIABLES = re.compile("NCCL_|TORCH_NCCL_|GLOO_(?!SOCKET_IFNAME)")

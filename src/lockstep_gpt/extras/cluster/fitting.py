@@ -9,13 +9,16 @@ from typing import Any, cast
 
 from omegaconf import OmegaConf
 
-from lockstep_gpt.config import BatchConfig, Config, UserError, config_folder
+from lockstep_gpt.config import Config
+from lockstep_gpt.config_files import config_folder
 from lockstep_gpt.distributed.exact_sizes import gradient_copies
+from lockstep_gpt.errors import UserError
 from lockstep_gpt.extras.cluster import memory
 from lockstep_gpt.extras.cluster.hardware import Hardware
 from lockstep_gpt.extras.cluster.memory import Footprint, Memory
 from lockstep_gpt.extras.cluster.sharing import SIZES, Sharing
 from lockstep_gpt.model.gpt import GPT
+from lockstep_gpt.training.batch_settings import BatchConfig
 from lockstep_gpt.training.schedule import BatchPlan, plan_batch
 
 CHECKPOINTING = "model.activation_checkpointing=true"

@@ -10,7 +10,7 @@ from typing import NoReturn, TypeVar
 
 from omegaconf import DictConfig
 
-from lockstep_gpt.config import UserError
+from lockstep_gpt.errors import UserError
 from lockstep_gpt.launch import compose
 
 T = TypeVar("T")

@@ -12,8 +12,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from lockstep_gpt.config import UserError
 from lockstep_gpt.distributed.peaks import FORMS, PEAKS, in_form
+from lockstep_gpt.errors import UserError
 
 GB = 1e9
 TERA = 1e12

@@ -10,9 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from lockstep_gpt.config import Config, UserError, as_typed, counted
+from lockstep_gpt.config import Config
+from lockstep_gpt.errors import UserError
 from lockstep_gpt.extras.cluster.rules import rules, weights
 from lockstep_gpt.extras.cluster.size_settings import SizeSettings
+from lockstep_gpt.settings import as_typed, counted
 
 OURS = Path(__file__).with_name("law.json")
 EXPONENTS = np.arange(0.02, 1.0, 0.002)

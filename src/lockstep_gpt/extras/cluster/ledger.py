@@ -29,12 +29,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lockstep_gpt.config import Config, ModelConfig
+from lockstep_gpt.config import Config
 from lockstep_gpt.distributed.peaks import in_form
 from lockstep_gpt.extras.cluster.hardware import Hardware
 from lockstep_gpt.extras.cluster.memory import as_on_a_gpu, changed, shaped, step
 from lockstep_gpt.model import functional
 from lockstep_gpt.model.gpt import GPT
+from lockstep_gpt.model.model_settings import ModelConfig
 from lockstep_gpt.training.optim import build_optimizer
 
 EMBEDDING, BLOCKS, LOSS, SUMS, UPDATE = PARTS = (

@@ -7,13 +7,14 @@ from itertools import groupby
 
 from omegaconf import DictConfig
 
-from lockstep_gpt.config import Config, counted
+from lockstep_gpt.config import Config
 from lockstep_gpt.extras.cluster.chosen import Chosen
 from lockstep_gpt.extras.cluster.hardware import GB, TERA, Hardware
 from lockstep_gpt.extras.cluster.ledger import PARTS, UPDATE, Ledger, ledger
 from lockstep_gpt.extras.cluster.prediction import vocabulary
 from lockstep_gpt.extras.cluster.table import shares
 from lockstep_gpt.launch import compose
+from lockstep_gpt.settings import counted
 from lockstep_gpt.training.schedule import BatchPlan, plan_batch
 
 

@@ -24,11 +24,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lockstep_gpt.config import Config, ModelConfig, OptimConfig
+from lockstep_gpt.config import Config
 from lockstep_gpt.extras.cluster.sharing import Sharing
 from lockstep_gpt.model import functional
 from lockstep_gpt.model.gpt import GPT, build_gpt
+from lockstep_gpt.model.model_settings import ModelConfig
 from lockstep_gpt.training.optim import build_optimizer
+from lockstep_gpt.training.optim_settings import OptimConfig
 
 AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 WIDER = 64  # ids added to the vocabulary to measure their cost; models pad to multiples

@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig
 
-from lockstep_gpt.config import PROGRAM, Config, UserError
+from lockstep_gpt import PROGRAM
+from lockstep_gpt.config import Config
+from lockstep_gpt.errors import UserError
 from lockstep_gpt.extras.cluster import flags
 from lockstep_gpt.extras.cluster.chosen import Chosen, budget
 from lockstep_gpt.extras.cluster.hardware import (

@@ -7,16 +7,19 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
-from lockstep_gpt.config import BatchConfig, Config, DataConfig, UserError
+from lockstep_gpt.config import Config
+from lockstep_gpt.data.data_settings import DataConfig
 from lockstep_gpt.data.recipe import recipe_of
 from lockstep_gpt.data.tokenizer import ByteTokenizer
 from lockstep_gpt.data.tokenizer_files import GPT2, GPT2_SIZE
+from lockstep_gpt.errors import UserError
 from lockstep_gpt.extras.cluster.fitting import Remedy, Room
 from lockstep_gpt.extras.cluster.hardware import Hardware
 from lockstep_gpt.extras.cluster.ledger import ledger
 from lockstep_gpt.extras.cluster.memory import Memory
 from lockstep_gpt.extras.cluster.step_time import StepTime, Work, buckets, step_time
 from lockstep_gpt.launch.checks import AUTO, DDP
+from lockstep_gpt.training.batch_settings import BatchConfig
 from lockstep_gpt.training.schedule import BatchPlan, plan_batch, plan_schedule
 
 TOKENS_PER_PARAMETER = 20  # compute-optimal (Hoffmann et al. 2022, table 3)

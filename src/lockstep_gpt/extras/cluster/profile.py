@@ -8,12 +8,13 @@ from pathlib import Path
 
 import torch
 
-from lockstep_gpt.config import Config, counted
+from lockstep_gpt.config import Config
 from lockstep_gpt.distributed.peaks import FORMS
 from lockstep_gpt.distributed.ranks import Ranks
 from lockstep_gpt.extras.cluster.collectives import Bandwidth
 from lockstep_gpt.extras.cluster.hardware import LINKS, Hardware, Link
 from lockstep_gpt.extras.cluster.speed import Speed
+from lockstep_gpt.settings import counted
 
 UNMEASURED = "not measured: assumed"
 

@@ -9,7 +9,7 @@ import math
 import re
 from typing import Any
 
-from lockstep_gpt.config import check
+from lockstep_gpt.settings import check
 
 UNITS = {"": 1, "k": 1e3, "m": 1e6, "b": 1e9}
 SMALLEST, LARGEST = 1e4, 1e12

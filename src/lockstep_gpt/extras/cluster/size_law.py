@@ -21,9 +21,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from lockstep_gpt.config import PROGRAM, RunError, UserError
+from lockstep_gpt import PROGRAM
 from lockstep_gpt.data.prepare import opened
 from lockstep_gpt.data.shards import load_index
+from lockstep_gpt.errors import RunError, UserError
 from lockstep_gpt.extras.cluster.law import Law, fitted, left_out
 from lockstep_gpt.extras.cluster.plot import as_svg
 from lockstep_gpt.extras.cluster.rules import parsed, shape, weights

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from lockstep_gpt.config import ExtraSettings, setting
 from lockstep_gpt.extras.cluster.rules import parsed
+from lockstep_gpt.settings import ExtraSettings, setting
 
 
 @dataclass

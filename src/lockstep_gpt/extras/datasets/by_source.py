@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 from torchmetrics.utilities import dim_zero_cat
 
-from lockstep_gpt.config import Config, UserError
+from lockstep_gpt.config import Config
 from lockstep_gpt.data import shards
 from lockstep_gpt.data.datamodule import TokenDataModule
 from lockstep_gpt.data.recipe import folder_of
+from lockstep_gpt.errors import UserError
 from lockstep_gpt.extras.datasets.mixture import Mixture
 from lockstep_gpt.extras.datasets.past import keep_past, order_of, samples_of
 from lockstep_gpt.run.callbacks.step import StepCallback

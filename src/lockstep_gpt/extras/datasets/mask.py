@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from lockstep_gpt.config import Config, UserError
+from lockstep_gpt.config import Config
 from lockstep_gpt.data.tokenizer import Tokenizer
+from lockstep_gpt.errors import UserError
 from lockstep_gpt.extras.datasets.attention import Seen, attention_within
 from lockstep_gpt.extras.datasets.mask_settings import DocumentSettings
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from lockstep_gpt.config import ExtraSettings, setting
+from lockstep_gpt.settings import ExtraSettings, setting
 
 
 @dataclass

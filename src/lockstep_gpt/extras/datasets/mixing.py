@@ -14,8 +14,8 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, cast
 
-from lockstep_gpt.config import DataConfig, UserError
 from lockstep_gpt.data import shards
+from lockstep_gpt.data.data_settings import DataConfig
 from lockstep_gpt.data.prepare import prepare
 from lockstep_gpt.data.recipe import Recipe, begin
 from lockstep_gpt.data.shards import Index, Split
@@ -23,6 +23,7 @@ from lockstep_gpt.data.sources.file_documents import ENDS
 from lockstep_gpt.data.sources.source import Source
 from lockstep_gpt.data.tokenizer import Tokenizer
 from lockstep_gpt.data.tokenizer_choice import from_dict
+from lockstep_gpt.errors import UserError
 from lockstep_gpt.extras.datasets.renamed import renamed
 from lockstep_gpt.whole_files import replace_text
 

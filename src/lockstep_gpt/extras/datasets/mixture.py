@@ -13,24 +13,17 @@ from typing import Any, ClassVar
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from lockstep_gpt.config import (
-    DataConfig,
-    DataModuleConfig,
-    UserError,
-    as_typed,
-    check,
-    data_choices,
-    data_class,
-    setting,
-)
 from lockstep_gpt.data import order
+from lockstep_gpt.data.data_settings import DataConfig, DataModuleConfig, data_choices, data_class
 from lockstep_gpt.data.recipe import Recipe
 from lockstep_gpt.data.sources.source import Position, Source, TargetMask, TokenBlock
 from lockstep_gpt.data.tokenizer import Tokenizer
+from lockstep_gpt.errors import UserError
 from lockstep_gpt.extras.datasets.mixed_order import MixedOrder
 from lockstep_gpt.extras.datasets.mixing import PreparedSources
 from lockstep_gpt.extras.datasets.renamed import renamed
 from lockstep_gpt.extras.datasets.shares import phases
+from lockstep_gpt.settings import as_typed, check, setting
 
 NAME = r"[A-Za-z0-9_-]+"
 MOST = 255  # sources

@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from lockstep_gpt.config import Config, UserError, from_container
+from lockstep_gpt.config import Config, from_container
 from lockstep_gpt.data.packing import packing_of
+from lockstep_gpt.errors import UserError
 from lockstep_gpt.extras.datasets.mixed_order import MixedOrder
 from lockstep_gpt.extras.datasets.turns import PERIOD
 from lockstep_gpt.run.directory import differences, some_of

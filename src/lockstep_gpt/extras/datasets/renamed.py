@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields
 
-from lockstep_gpt.config import DataConfig, UserError
+from lockstep_gpt.data.data_settings import DataConfig
+from lockstep_gpt.errors import UserError
 
 
 @contextmanager

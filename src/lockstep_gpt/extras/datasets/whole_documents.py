@@ -17,15 +17,16 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from lockstep_gpt.config import UserError, counted
 from lockstep_gpt.data import shards
 from lockstep_gpt.data.tokenizer_choice import from_dict
+from lockstep_gpt.errors import UserError
 from lockstep_gpt.extras.datasets.best_fit import (
     Numbers,
     Packed,
     ends_of_documents,
     windows_of,
 )
+from lockstep_gpt.settings import counted
 from lockstep_gpt.whole_files import replace_text, replacing, sync_folder
 
 if TYPE_CHECKING:

@@ -8,7 +8,8 @@ from typing import Any
 
 import yaml
 
-from lockstep_gpt.config import PROGRAM, data_class
+from lockstep_gpt import PROGRAM
+from lockstep_gpt.data.data_settings import data_class
 from lockstep_gpt.model.gpt import GPT
 from lockstep_gpt.run.loggers.tracking import git_state
 from lockstep_gpt.run.migrations import migrate

@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep_gpt.config import ModelConfig, UserError
 from lockstep_gpt.data.tokenizer import Tokenizer
+from lockstep_gpt.errors import UserError
 from lockstep_gpt.model.gpt import GPT
+from lockstep_gpt.model.model_settings import ModelConfig
 from lockstep_gpt.training.initial_weights import PADDED, POSITIONS, grown, may_have
 
 Weights = dict[str, Tensor]

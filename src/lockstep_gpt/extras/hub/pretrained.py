@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep_gpt.config import UserError, as_typed
 from lockstep_gpt.data.tokenizer import Tokenizer
+from lockstep_gpt.errors import UserError
 from lockstep_gpt.extras.hub.layouts import Layout, imported, layout_of
 from lockstep_gpt.model.gpt import GPT
 from lockstep_gpt.optional import import_optional
+from lockstep_gpt.settings import as_typed
 from lockstep_gpt.training.initial_weights import POSITIONS, PROBE, may_have
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"

@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from lockstep_gpt.config import UserError
+from lockstep_gpt.errors import UserError
 from lockstep_gpt.extras.pages.recordings import as_json
 
 PAGES = Path(__file__).with_name("html")

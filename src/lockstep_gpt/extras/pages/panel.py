@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from lockstep_gpt.config import PROGRAM
+from lockstep_gpt import PROGRAM
 from lockstep_gpt.extras.pages.page import page, write_page
 from lockstep_gpt.extras.pages.recordings import read_recordings
 

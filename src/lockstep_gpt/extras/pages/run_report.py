@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from lockstep_gpt.config import PROGRAM
+from lockstep_gpt import PROGRAM
 from lockstep_gpt.extras.pages.page import page, write_page
 from lockstep_gpt.extras.pages.runs import read_run
 

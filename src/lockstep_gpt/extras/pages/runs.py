@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from lockstep_gpt.config import PROGRAM
+from lockstep_gpt import PROGRAM
 from lockstep_gpt.run.directory import RunDirectory
 
 POINTS = 600  # per curve; few screens have more columns

@@ -11,8 +11,8 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from lockstep_gpt.config import UserError
 from lockstep_gpt.distributed.ddp import DDPStrategy
+from lockstep_gpt.errors import UserError
 from lockstep_gpt.extras.pages.noise import UNMEASURED, NoiseScale, advice
 from lockstep_gpt.extras.pages.panel import panel
 from lockstep_gpt.extras.pages.recording import (

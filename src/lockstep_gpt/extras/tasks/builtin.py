@@ -9,9 +9,10 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from lockstep_gpt.config import Config, UserError
+from lockstep_gpt.config import Config
 from lockstep_gpt.data.sources.source import split_of_name
 from lockstep_gpt.data.sources.stdlib import StandardLibrary
+from lockstep_gpt.errors import UserError
 from lockstep_gpt.extras.tasks.examples import CHOICE, CLOZE, EXACT, Example, Task
 
 COUNT = 200  # examples of a task, at most

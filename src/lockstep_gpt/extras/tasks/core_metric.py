@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 import yaml
 
-from lockstep_gpt.config import UserError
+from lockstep_gpt.errors import UserError
 from lockstep_gpt.extras.tasks.examples import CHOICE, CLOZE, Example, Task
 
 # Kind of task -> keys of a line, and the number that is its accuracy.

@@ -10,7 +10,6 @@ import torch
 from lightning import Trainer
 from torch import Tensor
 
-from lockstep_gpt.config import as_typed, counted
 from lockstep_gpt.distributed.ranks import tensors_of_ranks
 from lockstep_gpt.distributed.strategies import layout_of
 from lockstep_gpt.extras.tasks.budget import affordable, tokens_to_read
@@ -23,6 +22,7 @@ from lockstep_gpt.extras.tasks.tables import columns_of, header, lines_of
 from lockstep_gpt.extras.tasks.task_settings import check_settings
 from lockstep_gpt.run.callbacks.metrics import Metrics
 from lockstep_gpt.run.callbacks.step import StepCallback
+from lockstep_gpt.settings import as_typed, counted
 
 logger = logging.getLogger(__name__)
 

@@ -11,8 +11,8 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from lockstep_gpt.config import UserError
 from lockstep_gpt.data.order import permute
+from lockstep_gpt.errors import UserError
 
 CHOICE, CLOZE, EXACT = "multiple choice", "cloze", "exact match"
 # The keys that a line of each kind must have; any line may also have an `id`.

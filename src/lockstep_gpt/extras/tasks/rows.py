@@ -6,9 +6,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
-from lockstep_gpt.config import UserError, counted
 from lockstep_gpt.data.tokenizer import Tokenizer
+from lockstep_gpt.errors import UserError
 from lockstep_gpt.extras.tasks.examples import EXACT, Example, Task
+from lockstep_gpt.settings import counted
 
 BATCH_TOKENS = 8192  # in a batch, with padding; the same for any number of ranks
 

@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from lockstep_gpt.config import Config, UserError
+from lockstep_gpt.config import Config
 from lockstep_gpt.data.tokenizer import Tokenizer
+from lockstep_gpt.errors import UserError
 from lockstep_gpt.extras.tasks.builtin import builtin_tasks
 from lockstep_gpt.extras.tasks.core_metric import (
     CoreTask,

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from lockstep_gpt.config import Config, UserError, as_typed
+from lockstep_gpt.config import Config
+from lockstep_gpt.errors import UserError
 from lockstep_gpt.extras.tasks.builtin import held_out
 from lockstep_gpt.extras.tasks.examples import BUILTIN, read_tasks
+from lockstep_gpt.settings import as_typed
 
 TARGET = "lockstep_gpt.extras.tasks.during.Tasks"
 

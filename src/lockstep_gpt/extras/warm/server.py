@@ -22,7 +22,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from lockstep_gpt.config import Config, UserError
+from lockstep_gpt.config import Config
+from lockstep_gpt.errors import UserError
 from lockstep_gpt.extras.warm import fork
 from lockstep_gpt.extras.warm.fork import GO, Job, libc, received, serve, show
 from lockstep_gpt.extras.warm.warm_settings import WarmSettings

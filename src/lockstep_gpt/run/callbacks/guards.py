@@ -15,10 +15,11 @@ import torch
 import torch.distributed as dist
 from lightning import Trainer
 
-from lockstep_gpt.config import Config, RunError
+from lockstep_gpt.config import Config
 from lockstep_gpt.distributed.flight_recorder import TRACE, write_trace
 from lockstep_gpt.distributed.ranks import backend_of
 from lockstep_gpt.distributed.strategies import layout_of
+from lockstep_gpt.errors import RunError
 from lockstep_gpt.run.callbacks.step import StepCallback
 from lockstep_gpt.run.directory import RunDirectory
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from lightning.pytorch.loggers import MLFlowLogger
 
-from lockstep_gpt.config import UserError
+from lockstep_gpt.errors import UserError
 from lockstep_gpt.optional import import_optional
 from lockstep_gpt.run.directory import RunDirectory
 

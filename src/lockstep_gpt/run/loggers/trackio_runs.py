@@ -10,7 +10,7 @@ from typing import Any
 
 from lightning.pytorch.loggers import Logger
 
-from lockstep_gpt.config import UserError
+from lockstep_gpt.errors import UserError
 from lockstep_gpt.optional import import_optional
 from lockstep_gpt.run.directory import RunDirectory
 from lockstep_gpt.run.loggers.tracking import ENDED_WELL, TrackedRun

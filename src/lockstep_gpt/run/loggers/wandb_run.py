@@ -12,11 +12,12 @@ import wandb
 from lightning.pytorch.loggers import WandbLogger
 
 import lockstep_gpt
-from lockstep_gpt.config import UserError, check_choice
+from lockstep_gpt.errors import UserError
 from lockstep_gpt.run.checkpoint import files_of
 from lockstep_gpt.run.directory import RunDirectory
 from lockstep_gpt.run.loggers.tracking import ENDED_WELL, TrackedRun
 from lockstep_gpt.run.metrics_file import STEP
+from lockstep_gpt.settings import check_choice
 
 if TYPE_CHECKING:
     from torch.nn import Module

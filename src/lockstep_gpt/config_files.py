@@ -1,0 +1,41 @@
+"""The YAML files of `configs/` and of extras, read without Hydra."""
+
+import re
+from pathlib import Path
+
+from lockstep_gpt.registry import config_folders_of_extras
+
+TARGET = r"^_target_: *(\S+)"  # the line of a YAML file that names a class
+
+
+def config_folder() -> Path:
+    """Return the folder of the YAML files: in the installed package, else in the source tree."""
+    package = Path(__file__).resolve().parent
+    installed = package / "configs"
+    return installed if installed.is_dir() else package.parents[1] / "configs"
+
+
+def config_folders() -> list[Path]:
+    """Return the project's folder of YAML files, and those of extras."""
+    return [config_folder(), *config_folders_of_extras().values()]
+
+
+def yaml_files(group: str, *more: Path) -> dict[str, Path]:
+    """Return the file of each choice of a group.
+
+    Args:
+        group: its name.
+        more: other folders of configurations.
+    """
+    folders = [*config_folders(), *more]
+    paths = [path for folder in folders for path in sorted((folder / group).glob("*.yaml"))]
+    return {path.stem: path for path in paths}
+
+
+def target_of(group: str, choice: str) -> str | None:
+    """Return the class that a choice of a group names; None if there is no such choice."""
+    path = yaml_files(group).get(choice)
+    if path is None:
+        return None
+    target = re.search(TARGET, path.read_text(encoding="utf-8"), re.MULTILINE)
+    return target[1] if target else None

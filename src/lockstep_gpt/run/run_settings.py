@@ -1,0 +1,40 @@
+"""Settings of checkpoints, and of the guards that end a run which does harm."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from lockstep_gpt.settings import Checked, setting
+
+
+@dataclass
+class CheckpointConfig(Checked):
+    """When a run saves its state, and what it keeps."""
+
+    node: ClassVar[str] = "checkpoint"
+    every: int | None = setting(
+        "optimizer steps between checkpoints; null: only at the end", 500, at_least=1
+    )
+    keep_last: int = setting("how many of the newest checkpoints to keep", 1, at_least=1)
+    keep_best: int = setting("how many of the best checkpoints to keep, by val/loss", 1, at_least=0)
+    background: bool = setting(
+        "copy the state in memory, and write the copy while training continues", False
+    )
+    copy_to: str | None = setting("also keep checkpoints in this folder or fsspec URL", None)
+
+
+@dataclass
+class GuardConfig(Checked):
+    """When a run stops because something is wrong."""
+
+    node: ClassVar[str] = "guard"
+    max_skipped: int = setting(
+        "non-finite updates to skip before failing (in 16-mixed: only those at loss scale <= 1)",
+        0,
+        at_least=0,
+    )
+    replicas_every: int | None = setting(
+        "steps between comparisons of the ranks' weights; each save compares too", 500, at_least=1
+    )
+    stall_after: float | None = setting(
+        "seconds without a step until every rank shows its stack and the run ends", 1800.0, above=0
+    )

@@ -1,0 +1,115 @@
+"""How a setting is declared and checked.
+
+Each group's class is beside the code that it configures, in a file that ends with `_settings.py`.
+"""
+
+import math
+from dataclasses import Field, field, fields
+from importlib.util import find_spec
+from operator import ge, gt, le, lt
+from typing import Any, ClassVar, Protocol, Self, cast
+
+from omegaconf import MISSING
+
+from lockstep_gpt.errors import UserError
+
+
+def setting(
+    meaning: str,
+    default: Any = MISSING,
+    *,
+    choices: tuple[str, ...] = (),
+    on_resume: str | None = None,
+    **limits: float,
+) -> Any:
+    """Declare a setting by its `meaning`; without a `default`, a preset or the user must set it.
+
+    On resume, it is `kept` by the run, decided by the `machine`, or `free`; None: as in its class.
+    The `limits` of a number are `at_least`, `above`, `at_most`, and `below`.
+    """
+    rules = {name.replace("_", " "): limit for name, limit in limits.items()}
+    about = {"meaning": meaning, "choices": choices, "limits": rules, "on_resume": on_resume}
+    return field(default=default, metadata=about)
+
+
+_HOLDS = {"at least": ge, "above": gt, "at most": le, "below": lt}
+
+
+class Checked:
+    """Checks every field against its own rules when an instance is created."""
+
+    node: ClassVar[str] = ""  # the class's place in the settings tree, as the user writes it
+    on_resume: ClassVar[str] = "free"  # for its settings that don't declare their own
+
+    def __post_init__(self) -> None:
+        for item in fields(cast(Any, self)):
+            self._check(item, getattr(self, item.name))
+
+    @classmethod
+    def names(cls, on_resume: str) -> list[str]:
+        """Return the settings that a resume treats this way: `kept`, `machine`, or `free`."""
+        own, items = cls.on_resume, fields(cast(Any, cls))
+        return [i.name for i in items if (i.metadata.get("on_resume") or own) == on_resume]
+
+    def _check(self, item: Field[Any], value: Any) -> None:
+        name, rules = item.name, item.metadata
+        if (choices := rules.get("choices")) and value not in choices:
+            self.refuse(name, f"is not one of {', '.join(choices)}")
+        if isinstance(value, float) and not math.isfinite(value):
+            self.refuse(name, "must be a finite number")
+        for rule, limit in rules.get("limits", {}).items():
+            if isinstance(value, int | float) and not _HOLDS[rule](value, limit):
+                self.refuse(name, f"must be {rule} {limit}")
+
+    def refuse(self, name: str, rule: str) -> None:
+        """Raise a `UserError` that names the setting and the rule that it breaks."""
+        check(f"{self.node}.{name}".lstrip("."), getattr(self, name), False, rule)
+
+
+class HasExtras(Protocol):
+    """A run's settings, as far as a group of an extra is concerned."""
+
+    of_extras: dict[str, Any]  # group -> its instance
+
+
+class ExtraSettings(Checked):
+    """A group of settings of its own that an extra adds; see `registry.SETTINGS`."""
+
+    @classmethod
+    def of(cls, config: HasExtras) -> Self:
+        """Return these settings of a run; the defaults if the run doesn't set any."""
+        settings = config.of_extras.get(cls.node)
+        return settings if isinstance(settings, cls) else cls()
+
+
+def check(setting: str, value: Any, holds: bool, rule: str) -> None:
+    """Raise a `UserError` if a setting's value breaks the `rule`, that is, unless it `holds`."""
+    if not holds:
+        raise UserError(f"{setting}={as_typed(value)} {rule}")
+
+
+def check_switch(setting: str, value: Any) -> None:
+    """Raise a `UserError` if a setting is neither true nor false."""
+    check(setting, value, isinstance(value, bool), "must be true or false")
+
+
+def check_choice(setting: str, value: Any, choices: tuple[str | None, ...]) -> None:
+    """Raise a `UserError` if a setting is not one of its choices."""
+    check(setting, value, value in choices, f"is not one of {', '.join(map(as_typed, choices))}")
+
+
+def as_typed(value: Any) -> str:
+    """Return `value` as you type it on a command line."""
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def counted(count: int, unit: str, plural: str = "s") -> str:
+    """Return a count with its unit: `1 step`, `2,000 steps`."""
+    return f"{count:,} {unit}{plural if count != 1 else ''}"
+
+
+def is_module(folder: str, name: str) -> bool:
+    """Return whether a folder of the package contains this module."""
+    return name.isidentifier() and bool(find_spec(f"{__package__}.{folder}.{name}"))

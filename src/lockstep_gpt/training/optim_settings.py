@@ -1,0 +1,43 @@
+"""Settings of the optimizer and of the learning rate."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from lockstep_gpt.settings import Checked, is_module, setting
+
+DECAYS = ("cosine", "linear", "constant", "wsd")
+
+
+@dataclass
+class OptimConfig(Checked):
+    """The optimizer and its learning rate over the run."""
+
+    node: ClassVar[str] = "optim"
+    algorithm: str = setting("adamw, muon, or another module of training/", on_resume="kept")
+    lr: float = setting("peak learning rate at batch.reference_size", 1e-3, above=0)
+    head_lr_fraction: float = setting("muon: the head's rate as a fraction of lr", 0.2, above=0)
+    lr_scaling: str = setting(
+        "how the peak grows with the global batch", "linear", choices=("linear", "sqrt", "none")
+    )
+    warmup_steps: int | None = setting("steps of linear warmup", None, at_least=0)
+    warmup_tokens: int | None = setting("tokens of linear warmup", None, at_least=0)
+    decay: str = setting(
+        "the rate after warmup; wsd keeps the peak, then falls linearly", "cosine", choices=DECAYS
+    )
+    decay_fraction: float = setting("fraction of steps in which wsd falls", 0.2, above=0, at_most=1)
+    final_lr_fraction: float = setting(
+        "learning rate at the end, as a fraction of the peak", 0.1, at_least=0, at_most=1
+    )
+    beta1: float = setting("decay of the mean of gradients", 0.9, at_least=0, below=1)
+    beta2: float = setting("decay of the mean of squared gradients", 0.95, at_least=0, below=1)
+    eps: float = setting("added to Adam's denominator", 1e-8, above=0)
+    weight_decay: float = setting("decoupled weight decay, of matrices only", 0.1, at_least=0)
+    clip_norm: float | None = setting("largest gradient norm; null: no clipping", 1.0, above=0)
+
+    def __post_init__(self) -> None:
+        """Also check that the warmup isn't set twice, and that the optimizer exists."""
+        super().__post_init__()
+        if self.algorithm != "adamw" and not is_module("training", self.algorithm):
+            self.refuse("algorithm", "is not adamw, muon, or another module of training/")
+        if self.warmup_steps is not None and self.warmup_tokens is not None:
+            self.refuse("warmup_steps", "and optim.warmup_tokens are both set; set one to null")
