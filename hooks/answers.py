@@ -64,7 +64,7 @@ SYSTEM = ROOT / "hooks" / "commands.txt"  # of the system and its shells
 MODULES = re.compile(
     "absl|antlr4|attr|coreweave_evaluations|databricks|dateutil|dotenv|fabric|functorch|git|"
     "google|grpc|hydra|hydra_plugins|isympy|libfuturize|libpasteurize|lightning_fabric|"
-    "markdown_it|mlflow|mpl_toolkits|mypyc|opentelemetry|past|pil|pip|pkg_resources|py|"
+    "markdown_it|mlflow|mpl_toolkits|multipart|mypyc|opentelemetry|past|pil|pip|pkg_resources|py|"
     "pydevd_plugins|pylab|slugify|torchgen|uv|websocket|wheel|xdist|yaml"
 )
 # Modules of Python's own library. `sys.stdlib_module_names` lacks its tests, and modules that were

@@ -11,7 +11,8 @@ NEEDED = "omegaconf"  # a Python without it has none of our libraries
 def refuse_bare_python() -> None:
     """Exit with status 2 if this Python lacks the project's libraries."""
     if importlib.util.find_spec(NEEDED) is None:
-        where = "run .venv/bin/lockstep-gpt, or python3 scripts/dev.py, which makes .venv"
+        command = ".venv/bin/lockstep-gpt"
+        where = f"run {command}, or python3 scripts/dev.py, which makes .venv"
         print(f"{NEEDED} is not installed for {sys.executable}; {where}", file=sys.stderr)
         sys.exit(2)
 

@@ -13,7 +13,12 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 
-from lockstep_gpt.config import Config, from_container, settings_on_resume, with_defaults
+from lockstep_gpt.config import (
+    Config,
+    from_container,
+    settings_on_resume,
+    with_defaults,
+)
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.launch import (
     checks,
