@@ -14,7 +14,12 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from lockstep_gpt.data import order
-from lockstep_gpt.data.data_settings import DataConfig, DataModuleConfig, data_choices, data_class
+from lockstep_gpt.data.data_settings import (
+    DataConfig,
+    DataModuleConfig,
+    data_choices,
+    data_class,
+)
 from lockstep_gpt.data.recipe import Recipe
 from lockstep_gpt.data.sources.source import Position, Source, TargetMask, TokenBlock
 from lockstep_gpt.data.tokenizer import Tokenizer
