@@ -6,6 +6,7 @@ import time
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TextIO
 
 import torch
@@ -25,6 +26,7 @@ from lockstep_gpt.processes import invocation
 from lockstep_gpt.run import remedies
 from lockstep_gpt.run.callbacks.metrics import COLUMNS, Metrics, peak_tflops
 from lockstep_gpt.run.callbacks.stopping import GracefulStop, Stopped
+from lockstep_gpt.run.checkpoint import step_of
 from lockstep_gpt.run.checkpoint_writing import checkpoint_io
 from lockstep_gpt.run.directory import RunDirectory
 from lockstep_gpt.run.loggers.tracking import tracked_runs
@@ -60,6 +62,7 @@ class Training:
     module: GPTModule  # has the configuration, the schedule, and the tokenizer
     resume: str | None  # the checkpoint to continue from; None: step 0
     metrics: Metrics
+    metrics_file: MetricsFile
     loggers: list[Logger]  # those that the user chose; only rank 0 has some
     trainer: Trainer
 
@@ -110,11 +113,10 @@ def assemble(
 
     disk = checkpoint_io(directory, config)
     refuse_other_directory(directory)
-    resume = state_to_resume(directory, config, module)
-    if resume is None and config.resume in ("none", "auto"):
-        load_initial_weights(module.model, module.tokenizer)
+    resume = load_weights(directory, config, module)
 
     metrics = measure(config, batch, module)
+    metrics_file = MetricsFile(directory.metrics, COLUMNS)
     checkpoints = build_checkpoints(directory, module)
     guards = build_guards(directory, config, here.rank, terminal)
     loggers = build_loggers(directory, batch, module) if here.rank == 0 else []
@@ -124,7 +126,7 @@ def assemble(
         batch,
         first=[metrics],
         last=[*guards, GracefulStop(checkpoints), checkpoints],
-        loggers=[MetricsFile(directory.metrics, COLUMNS), *loggers],
+        loggers=[metrics_file, *loggers],
         plugins=[disk],
         default_root_dir=directory.path,
         max_steps=schedule.total_steps,
@@ -139,9 +141,18 @@ def assemble(
         module,
         resume,
         metrics,
+        metrics_file,
         loggers,
         trainer,
     )
+
+
+def load_weights(directory: RunDirectory, config: Config, module: GPTModule) -> str | None:
+    """Return the checkpoint to continue from; without one, load the initial weights, if any."""
+    resume = state_to_resume(directory, config, module)
+    if resume is None and config.resume in ("none", "auto"):
+        load_initial_weights(module.model, module.tokenizer)
+    return resume
 
 
 def measure(config: Config, batch: BatchPlan, module: GPTModule) -> Metrics:
@@ -181,6 +192,9 @@ def fit(training: Training, started: float) -> None:
         training: the rank's parts.
         started: the clock when this rank began.
     """
+    if training.rank == 0:
+        step = step_of(Path(training.resume)) if training.resume else 0
+        training.metrics.continue_from(training.metrics_file.begin(step))
     status = "failed"
     try:
         status = _fit(training)

@@ -18,7 +18,6 @@ from lockstep_gpt.data.datamodule import TokenDataModule
 from lockstep_gpt.distributed.peaks import peak_of
 from lockstep_gpt.model.functional import perplexity
 from lockstep_gpt.run.callbacks.step import StepCallback
-from lockstep_gpt.run.metrics_file import MetricsFile
 
 logger = logging.getLogger(__name__)
 
@@ -93,13 +92,13 @@ class Metrics(StepCallback):
     _paused_at: float = field(default=0.0, init=False)
     _connector: _LoggerConnector | None = field(default=None, init=False)  # Lightning's own
 
+    def continue_from(self, earlier: dict[str, str]) -> None:
+        """Take over the newest values of an earlier part of the run."""
+        self.row = {name: float(earlier[name]) for name in COLUMNS if name in earlier}
+
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
-        """Continue from the rows of an earlier part of the run, and start the clock."""
+        """Start the clock."""
         super().on_train_start(trainer, pl_module)
-        for each in trainer.loggers:
-            if isinstance(each, MetricsFile) and trainer.is_global_zero:
-                earlier = each.begin(trainer.global_step)
-                self.row = {name: float(earlier[name]) for name in COLUMNS if name in earlier}
         self._connector = trainer._logger_connector
         trainer._logger_connector = StepAxis.with_state_of(self._connector)
         # The next step, not those done.
