@@ -9,6 +9,7 @@ from lockstep_gpt.config import Config
 from lockstep_gpt.data.tokenizer import ByteTokenizer
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.run import checkpoint_copies as remote
+from lockstep_gpt.run import checkpoint_downloads
 from lockstep_gpt.run.checkpoint import checkpoint_path, read_checkpoint
 from lockstep_gpt.run.checkpoint_copies import copies_of, fetch, fetch_newest
 from lockstep_gpt.run.checkpoint_writing import CopyingCheckpointIO, checkpoint_io
@@ -169,7 +170,8 @@ def test_a_command_resumes_from_copies_and_keeps_those_of_another_run(command):
     assert [row.split(",")[0] for row in rows[1:]] == ["25"]
 
 
-def test_a_wrong_reference_fails_in_one_line(command):
+def test_a_wrong_reference_fails_in_one_line(command, monkeypatch):
+    monkeypatch.setattr(checkpoint_downloads, "SECONDS", 1)
     source = "wandb://nobody/nothing/none:latest"
     offline = {"WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_API_KEY": "0" * 40}
     err = command("generate", source, "--prompt", "a", status=2, **offline).stderr

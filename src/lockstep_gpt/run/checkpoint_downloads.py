@@ -8,6 +8,7 @@ from pathlib import Path
 from lockstep_gpt.errors import UserError
 
 REFERENCE = re.compile(r"wandb:/{1,2}(.+)")  # a `Path` keeps only one slash
+SECONDS = 10  # for wandb to answer
 
 
 def download(source: Path, folder: Path | None) -> Path | None:
@@ -26,7 +27,7 @@ def download(source: Path, folder: Path | None) -> Path | None:
 
     reference = found[1]
     try:
-        artifact = wandb.Api().artifact(reference, type="model")
+        artifact = wandb.Api(timeout=SECONDS).artifact(reference, type="model")
         downloaded = Path(artifact.download(str(folder) if folder else None))
     except Exception as error:  # wandb's own errors, the network's and the disk's
         reason = " ".join(str(error).split()) or type(error).__name__

@@ -74,10 +74,10 @@ class Hanging(lightning.Callback):
 @pytest.mark.usefixtures("quick_ranks")
 def test_run_that_makes_no_step_shows_the_stack_of_every_rank_and_ends(command, processes_of):
     (command.folder / "hanging.py").write_text(HANGING)
-    words = ("+callbacks.hanging._target_=hanging.Hanging", "guard.stall_after=8", "run_dir=run")
+    words = ("+callbacks.hanging._target_=hanging.Hanging", "guard.stall_after=4", "run_dir=run")
     result = command.train(*TWO, *words, status=1, PYTHONPATH=str(command.folder))
     for rank in (0, 1):
-        assert f"rank {rank}: no step for 8 s (guard.stall_after); its stack:" in result.stderr
+        assert f"rank {rank}: no step for 4 s (guard.stall_after); its stack:" in result.stderr
     assert "in on_train_batch_start" in result.stderr
     assert json.loads((command.folder / "run/failed.json").read_text())["status"] == 1
     assert not processes_of(command.folder / "run")
