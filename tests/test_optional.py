@@ -1,4 +1,3 @@
-import importlib.util
 import re
 import shutil
 import sys
@@ -64,7 +63,7 @@ def test_the_command_installs_for_this_python_if_its_environment_is_not_active(
 def test_an_environment_of_uv_has_no_pip(monkeypatch):
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(sys, "executable", str(ROOT / ".venv/bin/python"))
-    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    monkeypatch.setattr(optional.metadata, "distributions", lambda **_: [])
     expected = 'uv pip install --python .venv/bin/python -e ".[zstd]"'
     assert install_command("zstd") == expected
 

@@ -4,6 +4,7 @@ import importlib
 import importlib.util
 import shutil
 import sys
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +63,8 @@ def _installer() -> str:
     python = Path(sys.executable)
     if python.is_relative_to(Path.cwd()):
         python = python.relative_to(Path.cwd())
-    if importlib.util.find_spec("pip") is None:  # uv makes environments without it
+    # Not `find_spec("pip")`: setuptools then takes its `distutils` away from this process.
+    if not any(metadata.distributions(name="pip")):  # uv makes environments without it
         return f"uv pip install --python {python}"
     pip = shutil.which("pip")
     if pip is not None and Path(pip).parent == Path(sys.executable).parent:

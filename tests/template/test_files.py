@@ -41,6 +41,8 @@ OURS = (
     "scripts/speedrun.py",
     "scripts/speedrun/",
     "scripts/time_to_loss.py",
+    "tests/extras/pages/test_inductor.py",
+    "tests/gpu_without_gpu/test_compiled_variants.py",
     "tests/model/test_against_transformers.py",
     "tests/scripts/test_environments.py",
     "tests/scripts/test_speedrun.py",

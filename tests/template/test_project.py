@@ -117,8 +117,8 @@ def borrowing(run):
                 (tools / tool.name).symlink_to(tool)
         run(project, *PIP, ".venv/bin/python", "install", "-q", "--no-deps", "-e", ".")
         stamp = (
-            "from environments import ALL, Environment; here = Environment();"
-            "here.stamp.write_text(' '.join([*here.fingerprints(), ALL]))"
+            "from environments import Environment; here = Environment();"
+            "here.stamp.write_text(' '.join(here._wanted(True, ())))"
         )
         run(project / "scripts", sys.executable, "-c", stamp)
         shutil.rmtree(project / "scripts/__pycache__", ignore_errors=True)
