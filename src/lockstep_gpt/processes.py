@@ -1,6 +1,5 @@
 """How a process of a run starts and ends: with its parent, and without slow teardown."""
 
-import atexit
 import contextlib
 import ctypes
 import gc
@@ -16,6 +15,7 @@ from typing import NoReturn
 
 from lockstep_gpt import PROGRAM
 from lockstep_gpt.exits import Exit
+from lockstep_gpt.python_patches import run_exit_handlers
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)  # save, then exit
 PR_SET_PDEATHSIG = 1  # of prctl(2)
@@ -50,8 +50,7 @@ def end_process(status: int) -> NoReturn:
     order, which takes forever if another machine has vanished silently.
     """
     if status != Exit.LOST_PEERS:
-        threading._shutdown()  # type: ignore[attr-defined]  # waits for threads, as usual
-        atexit._run_exitfuncs()
+        run_exit_handlers()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError, OSError, ValueError):  # missing, broken, or closed
             stream.flush()

@@ -6,6 +6,8 @@ from typing import Any
 from lightning.pytorch import strategies
 from torch import nn
 
+from lockstep_gpt.lightning_patches import register_communication_hook
+
 
 class DDPStrategy(strategies.DDPStrategy):
     """Lightning's, without slow broadcasts or waiting for dead ranks."""
@@ -23,11 +25,10 @@ class DDPStrategy(strategies.DDPStrategy):
 
 
 class CompressedDDP(DDPStrategy):
-    """DDP that sends gradients in fewer bytes, on CPUs too, where Lightning registers no hook."""
+    """DDP that sends gradients in fewer bytes, on CPUs too."""
 
     def _register_ddp_hooks(self) -> None:
-        wrapped: Any = self.model
-        wrapped.register_comm_hook(self._ddp_comm_state, self._ddp_comm_hook)
+        register_communication_hook(self)
 
 
 def build_ddp(

@@ -16,7 +16,6 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import torch
-import torch.distributed.elastic.rendezvous.dynamic_rendezvous as torch_rendezvous
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
@@ -31,16 +30,16 @@ from lockstep_gpt.launch import machines, rank_program
 from lockstep_gpt.run import remedies
 from lockstep_gpt.run.directory import RunDirectory
 from lockstep_gpt.settings import check
+from lockstep_gpt.torch_patches import name_callers_without_source
 
 FAILURE_GRACE = 5  # seconds that the other ranks have after one raises an error
-# To find this name, torch reads the source of all callers: half of an agent's time.
-torch_rendezvous.get_method_name = lambda depth=2: sys._getframe(depth).f_code.co_name
 
 
 def main(
     run: RunDirectory, node_rank: int = 0, kind: Callable[..., RankAgent] | None = None
 ) -> int:
     """Run the ranks of `run` on this node with an agent of class `kind`; return the exit status."""
+    name_callers_without_source()
     config = run.load()
     has_peers = config.trainer["num_nodes"] > 1
     with tempfile.TemporaryDirectory(prefix=f"{PROGRAM}-", ignore_cleanup_errors=True) as folder:

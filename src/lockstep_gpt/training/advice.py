@@ -3,10 +3,10 @@
 import logging
 
 import torch
-from torch.nn.attention import SDPBackend
 
 from lockstep_gpt.config import Config
 from lockstep_gpt.model.functional import SHORT
+from lockstep_gpt.torch_patches import causal_attention_kernel
 from lockstep_gpt.training.reporting import times
 
 logger = logging.getLogger(__name__)
@@ -35,8 +35,7 @@ def attention(config: Config) -> str:
     place = "meta" if device == "mps" else device  # Apple GPUs have only one
     shape = (1, model.n_head, model.block_size, model.n_embd // model.n_head)
     q = torch.empty(shape, device=place, dtype=dtypes.get(config.precision, torch.float32))
-    choice = torch._fused_sdp_choice(q, q, q, None, 0.0, True)
-    return SDPBackend(choice).name.removesuffix("_ATTENTION").lower()
+    return causal_attention_kernel(q).name.removesuffix("_ATTENTION").lower()
 
 
 def warn_of_slow_attention(config: Config) -> None:

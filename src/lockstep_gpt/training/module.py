@@ -29,6 +29,7 @@ from lockstep_gpt.run.checkpoint import find_checkpoint, read_checkpoint
 from lockstep_gpt.run.directory import literal, refuse_another_identity
 from lockstep_gpt.run.migrations import migrate
 from lockstep_gpt.run.resuming import apply_settings, fitting_of, realign
+from lockstep_gpt.torch_patches import mark_overflow
 from lockstep_gpt.training.optim import build_optimizer
 from lockstep_gpt.training.schedule import Schedule, plan_batch, plan_schedule
 from lockstep_gpt.training.seeds import leaf_seed, seed_device
@@ -258,9 +259,12 @@ class GPTModule(lightning.LightningModule):
         counts = scaler.scale(torch.ones_like(norm)) <= 1 if scaler else True
         skip = (~norm.isfinite() & counts) | (self.skipped > self.config.guard.max_skipped)
         self.skipped += skip
-        for found in scaler._found_inf_per_device(optimizer).values() if scaler else ():
-            found += skip
-        optimizer.found_inf = None if scaler else skip.float()  # type: ignore[attr-defined]
+        fused: Any = optimizer
+        if scaler:
+            mark_overflow(scaler, optimizer, skip)
+            fused.found_inf = None
+        else:
+            fused.found_inf = skip.float()
 
     def refuse_broken(self, step: int) -> None:
         """Raise a `RunError` if more updates than `guard.max_skipped` were skipped up to `step`."""

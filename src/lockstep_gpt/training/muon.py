@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
+from lockstep_gpt.torch_patches import has_fast_bfloat16
 from lockstep_gpt.training.optim_settings import OptimConfig
 
 # a, b, c of x -> a x + b x^3 + c x^5, which brings singular values from 0..1 to about 1 in a
@@ -117,7 +118,7 @@ def orthogonalised(matrices: Tensor) -> Tensor:
 
 def _product_type(device: torch.device) -> torch.dtype:
     """Return the narrowest dtype with fast products."""
-    slow = device.type == "cpu" and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    slow = device.type == "cpu" and not has_fast_bfloat16()
     return torch.float32 if slow else torch.bfloat16
 
 

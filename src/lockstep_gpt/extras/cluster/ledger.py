@@ -36,6 +36,7 @@ from lockstep_gpt.extras.cluster.memory import as_on_a_gpu, changed, shaped, ste
 from lockstep_gpt.model import functional
 from lockstep_gpt.model.gpt import GPT
 from lockstep_gpt.model.model_settings import ModelConfig
+from lockstep_gpt.torch_patches import declared_arguments
 from lockstep_gpt.training.optim import build_optimizer
 
 EMBEDDING, BLOCKS, LOSS, SUMS, UPDATE = PARTS = (
@@ -361,7 +362,7 @@ def _tensors(values: Any) -> list[Tensor]:
 def _changed(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     """Return the tensors that an operation writes."""
     found = []
-    for index, declared in enumerate(func._schema.arguments):
+    for index, declared in enumerate(declared_arguments(func)):
         written = declared.alias_info is not None and declared.alias_info.is_write
         if written and declared.name != "grads":  # fused updates write these only to unscale them
             found += _tensors(args[index] if index < len(args) else kwargs.get(declared.name))

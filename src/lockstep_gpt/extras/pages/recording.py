@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lockstep_gpt.extras.pages.noise import Measurement
+from lockstep_gpt.torch_patches import empty_buckets
 
 Numbers = npt.NDArray[Any]
 
@@ -25,7 +26,7 @@ def average_like_ddp(ddp: DistributedDataParallel) -> None:
     keeps its own buckets private, so these are copies: briefly one more copy of all gradients.
     """
     ranks = dist.get_world_size(ddp.process_group)
-    for bucket in ddp.reducer._get_zeros_like_grad_buckets():
+    for bucket in empty_buckets(ddp):
         slots = list(zip(bucket.parameters(), bucket.gradients(), strict=True))
         for parameter, slot in slots:
             if parameter.grad is not None:

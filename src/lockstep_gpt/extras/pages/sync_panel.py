@@ -24,6 +24,7 @@ from lockstep_gpt.extras.pages.recording import (
     from_all_ranks,
 )
 from lockstep_gpt.extras.pages.recordings import describe, write_recording
+from lockstep_gpt.lightning_patches import is_accumulating
 from lockstep_gpt.processes import invocation
 from lockstep_gpt.run.callbacks.step import StepCallback
 from lockstep_gpt.run.loggers.tracking import tracked_runs
@@ -151,7 +152,7 @@ class SyncPanel(StepCallback):
             return
         if self._parts is not None:
             self._parts.after_backward()
-        if trainer.fit_loop._should_accumulate():
+        if is_accumulating(trainer):
             return
         taken.before = taken.after = self._probe.gradients()
         if self._ddp is not None:

@@ -11,23 +11,21 @@ A server has one thread, and touches neither CUDA nor autograd, which do not sur
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import ctypes
 import importlib
 import json
-import multiprocessing.util
 import os
 import signal
 import socket
 import sys
-import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
 from lockstep_gpt import processes
+from lockstep_gpt.python_patches import forget_exit_handlers
 
 PR_SET_NAME = 15  # of prctl(2)
 LONGEST_NAME = 15  # bytes that the kernel keeps
@@ -159,22 +157,10 @@ def _settle_in(job: Job, environment: Mapping[str, str]) -> None:
     sys.path[:] = [job.folder, *theirs, *rest]
     importlib.invalidate_caches()
     sys.argv = [*job.words]
-    _forget_exits()
+    forget_exit_handlers()
     if numpy := sys.modules.get("numpy"):
         numpy.random.seed()  # else ranks draw the same numbers; `random` reseeds itself
     show(job.words)
-
-
-def _forget_exits() -> None:
-    """Leave the exit handlers to the server: its modules made temporary folders, for example.
-
-    multiprocessing does the same for its forks, using the same names.
-    """
-    atexit._clear()
-    atexit.register(multiprocessing.util._exit_function)  # type: ignore[attr-defined]
-    for each in weakref.finalize._registry:  # type: ignore[attr-defined]
-        each.atexit = False
-    weakref.finalize._registered_with_atexit = False  # type: ignore[attr-defined]
 
 
 def show(words: Sequence[str] = ()) -> None:

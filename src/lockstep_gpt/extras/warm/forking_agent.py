@@ -15,6 +15,7 @@ from lockstep_gpt.extras.warm.server import Child, Server, ServerGoneError
 from lockstep_gpt.launch import agent, rank_program
 from lockstep_gpt.launch.agent import RankAgent
 from lockstep_gpt.run.directory import RunDirectory
+from lockstep_gpt.torch_patches import logs_specs_of
 
 
 def main(path: str, node_rank: int) -> int:
@@ -39,7 +40,12 @@ class WarmAgent(RankAgent):
             environments = self._environments(worker_group)
             arguments = dict.fromkeys(environments, spec.args)
             ranks = ForkedRanks(
-                self._server, spec.role, spec.entrypoint, arguments, environments, self._logs_specs
+                self._server,
+                spec.role,
+                spec.entrypoint,
+                arguments,
+                environments,
+                logs_specs_of(self),
             )
             try:
                 ranks.start()

@@ -7,15 +7,15 @@ import time
 from dataclasses import dataclass, field
 from itertools import pairwise
 from resource import RUSAGE_SELF, getrusage
-from typing import Any, Self
+from typing import Any
 
 import torch
 from lightning import Trainer
-from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
 
 from lockstep_gpt.config import Config
 from lockstep_gpt.data.datamodule import TokenDataModule
 from lockstep_gpt.distributed.peaks import peak_of
+from lockstep_gpt.lightning_patches import count_logged_steps_from_one, restore_axis
 from lockstep_gpt.model.functional import perplexity
 from lockstep_gpt.run.callbacks.step import StepCallback
 
@@ -50,26 +50,6 @@ def peak_tflops(config: Config, world_size: int) -> float | None:
     return peak and peak * world_size
 
 
-class StepAxis(_LoggerConnector):
-    """Logs what users log at the number of its step, counted from 1; Lightning counts from 0."""
-
-    @classmethod
-    def with_state_of(cls, connector: _LoggerConnector) -> Self:
-        """Return one that continues with the metrics of Lightning's own."""
-        axis = cls(connector.trainer)
-        vars(axis).update(vars(connector))
-        return axis
-
-    @property
-    def should_update_logs(self) -> bool:
-        """Return whether values logged now reach the loggers."""
-        trainer: Any = self.trainer
-        if not trainer.training:
-            return super().should_update_logs
-        step = trainer.fit_loop.epoch_loop._batches_that_stepped
-        return bool(step % trainer.log_every_n_steps == 0 or trainer.should_stop)
-
-
 @dataclass(eq=False)
 class Metrics(StepCallback):
     """Reads the device only at logging steps; in between, the loss stays on it.
@@ -90,7 +70,7 @@ class Metrics(StepCallback):
     _times: list[float] = field(default_factory=list, init=False)
     _waited: float = field(default=0.0, init=False)  # for data, up to the last row
     _paused_at: float = field(default=0.0, init=False)
-    _connector: _LoggerConnector | None = field(default=None, init=False)  # Lightning's own
+    _connector: Any = field(default=None, init=False)  # Lightning's own
 
     def continue_from(self, earlier: dict[str, str]) -> None:
         """Take over the newest values of an earlier part of the run."""
@@ -99,18 +79,14 @@ class Metrics(StepCallback):
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         """Start the clock."""
         super().on_train_start(trainer, pl_module)
-        self._connector = trainer._logger_connector
-        trainer._logger_connector = StepAxis.with_state_of(self._connector)
-        # The next step, not those done.
-        trainer.fit_loop.epoch_loop._batches_that_stepped = trainer.global_step + 1
+        self._connector = count_logged_steps_from_one(trainer)
         pl_module.logs_losses = False
         self._times = [time.perf_counter()]
 
     def on_train_end(self, trainer: Trainer, *_: Any) -> None:
         """Restore Lightning's axis."""
         if self._connector is not None:
-            vars(self._connector).update(vars(trainer._logger_connector))
-            trainer._logger_connector = self._connector
+            restore_axis(trainer, self._connector)
             self._connector = None
 
     on_exception = on_train_end  # type: ignore[assignment]

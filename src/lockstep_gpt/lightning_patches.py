@@ -1,0 +1,84 @@
+"""Private names of Lightning, each with the reason. Versions: Lightning 2.6."""
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from lightning import Trainer
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
+
+
+class StepAxis(_LoggerConnector):
+    """Logs what users log at the number of its step, counted from 1; Lightning counts from 0."""
+
+    @property
+    def should_update_logs(self) -> bool:
+        """Return whether values logged now reach the loggers."""
+        trainer: Any = self.trainer
+        if not trainer.training:
+            return super().should_update_logs
+        step = trainer.fit_loop.epoch_loop._batches_that_stepped
+        return bool(step % trainer.log_every_n_steps == 0 or trainer.should_stop)
+
+
+def count_logged_steps_from_one(trainer: Trainer) -> _LoggerConnector:
+    """Give the Trainer our axis; return its own connector, for `restore_axis`."""
+    own = trainer._logger_connector
+    axis = StepAxis(trainer)
+    vars(axis).update(vars(own))
+    trainer._logger_connector = axis
+    # The next step, not those done.
+    trainer.fit_loop.epoch_loop._batches_that_stepped = trainer.global_step + 1
+    return own
+
+
+def restore_axis(trainer: Trainer, own: _LoggerConnector) -> None:
+    """Give the Trainer its own connector again, with what was logged meanwhile."""
+    vars(own).update(vars(trainer._logger_connector))
+    trainer._logger_connector = own
+
+
+def is_accumulating(trainer: Trainer) -> bool:
+    """Return whether more micro-batches come before the update; Lightning has no public answer."""
+    return bool(trainer.fit_loop._should_accumulate())
+
+
+def register_communication_hook(strategy: DDPStrategy) -> None:
+    """Register a strategy's communication hook; Lightning does so only for GPUs."""
+    wrapped: Any = strategy.model
+    wrapped.register_comm_hook(strategy._ddp_comm_state, strategy._ddp_comm_hook)
+
+
+@contextlib.contextmanager
+def without_transformers() -> Iterator[None]:
+    """Keep torchmetrics from importing transformers, if it is installed: that takes a second.
+
+    torchmetrics imports it for two metrics; these are left out of `torchmetrics.text`, as if it
+    were not installed. `from torchmetrics.text.bert import BERTScore` still imports it.
+    """
+    from lightning_utilities.core.imports import RequirementCache
+
+    check = RequirementCache._check_available
+    denied = []
+
+    def denying(cache: RequirementCache) -> None:
+        check(cache)
+        if str(cache.requirement).startswith("transformers") and cache.available:
+            cache.available = False
+            denied.append(cache)
+
+    RequirementCache._check_available = denying  # type: ignore[assignment, method-assign]
+    try:
+        yield
+    finally:
+        RequirementCache._check_available = check  # type: ignore[method-assign]
+        for cache in denied:
+            del cache.available  # looked up again at the next access
+        names = [name for name in sys.modules if name.startswith("torchmetrics.")]
+        for name in names:  # modules imported without it are imported again on demand
+            values = {id(value) for value in vars(sys.modules[name]).values()}
+            is_package = hasattr(sys.modules[name], "__path__")
+            if not is_package and values & {id(cache) for cache in denied}:
+                del sys.modules[name]

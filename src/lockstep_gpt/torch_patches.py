@@ -1,0 +1,66 @@
+"""Private names of torch, each with the reason. Versions: torch 2.12 to 2.15."""
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+
+def causal_attention_kernel(q: Tensor) -> SDPBackend:
+    """Return the kernel that scaled dot-product attention would take for queries like `q`.
+
+    Public functions only say which kernels are enabled, not which one is chosen.
+
+    Args:
+        q: of shape (B, heads, T, width of a head); keys and values have the same.
+    """
+    return SDPBackend(torch._fused_sdp_choice(q, q, q, None, 0.0, True))
+
+
+def has_fast_bfloat16() -> bool:
+    """Return whether this CPU's matrix products are fast in bfloat16; torch asks oneDNN itself."""
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def mark_overflow(scaler: Any, optimizer: Optimizer, skip: Tensor) -> None:
+    """Make a loss scaler skip an update, as if a gradient had overflowed.
+
+    `GradScaler` keeps one flag per device, and has no other way to be told.
+
+    Args:
+        scaler: a `torch.amp.GradScaler` that has unscaled the gradients.
+        optimizer: whose update it is.
+        skip: a scalar on the device, 1 to skip.
+    """
+    for flag in scaler._found_inf_per_device(optimizer).values():
+        flag += skip
+
+
+def empty_buckets(ddp: DistributedDataParallel) -> Sequence[Any]:
+    """Return copies of DDP's gradient buckets, which it keeps private, filled with zeros."""
+    return list(ddp.reducer._get_zeros_like_grad_buckets())
+
+
+def declared_arguments(operation: Any) -> Sequence[Any]:
+    """Return an operation's declared arguments, which say what it writes."""
+    return list(operation._schema.arguments)
+
+
+def logs_specs_of(agent: Any) -> Any:
+    """Return where an elastic agent's ranks write, which a subclass that starts them must know."""
+    return agent._logs_specs
+
+
+def name_callers_without_source() -> None:
+    """Let torch's rendezvous find the names of its callers without reading their source files.
+
+    It does so in every call for its log, which takes half of an agent's time.
+    """
+    import torch.distributed.elastic.rendezvous.dynamic_rendezvous as rendezvous
+
+    rendezvous.get_method_name = lambda depth=2: sys._getframe(depth).f_code.co_name
