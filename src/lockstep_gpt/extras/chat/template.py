@@ -13,6 +13,7 @@ from typing import Any
 from lockstep_gpt.data.data_settings import DataConfig, data_class
 from lockstep_gpt.data.tokenizer import ByteTokenizer, Tokenizer
 from lockstep_gpt.errors import UserError
+from lockstep_gpt.extras.datasets.mixture import Mixture
 
 ROLES = ("system", "user", "assistant")
 END = "<|end|>"
@@ -67,8 +68,10 @@ class Template:
 
 def has_chat(data: DataConfig) -> bool:
     """Tell whether some of the data is conversations, also if it is a part of a mixture."""
-    parts = getattr(data, "sources", {}).values()  # of a mixture
-    kinds = [data.kind, *(data_class(each.get("_target_", "")).kind for each in parts)]
+    kinds = [data.kind]
+    if isinstance(data, Mixture):
+        targets = [values.get("_target_", "") for values in data.sources.values()]
+        kinds += [data_class(target).kind for target in targets]
     return "chat" in kinds
 
 

@@ -86,7 +86,7 @@ def _trained(
     config = flags.each_job(runs.words, compose.checked)[0][1]
     leaves = _leaves(config.batch, ranks)
     size = counted(config.batch.micro_size or 1, "sample")
-    threads = counted(getattr(config.batch, "exact_threads", 1), "thread")
+    threads = counted(config.batch.exact_threads, "thread")
     print(f"{counted(steps, 'step')} of {leaves} micro-batches of {size}, {threads} per rank")
     for legs in [*((count,) for count in ranks), ranks[::-1]]:
         run = "-".join(map(str, legs))
@@ -108,7 +108,7 @@ def _trained(
 def _leaves(batch: BatchConfig, ranks: tuple[int, ...]) -> int:
     """Count the micro-batches; raise a `UserError` if a rank count would change the sum's order."""
     whole = batch.global_size
-    size: int | None = getattr(batch, "exact_micro_size", None)
+    size = batch.exact_micro_size
     if not size or not whole:
         raise UserError("batch.exact_micro_size=null is equal only up to rounding; set a size")
     for count in ranks:

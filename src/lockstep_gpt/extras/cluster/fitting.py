@@ -138,7 +138,7 @@ def _smaller(words: str, room: Room, batch: BatchPlan, config: BatchConfig) -> I
     samples = batch.micro_size * batch.accumulation
     fixed = config.global_size is not None
     sizes = [size for size in range(most, 0, -1) if not (fixed and samples % size)]
-    exact = getattr(config, "exact_micro_size", None) is not None
+    exact = config.exact_micro_size is not None
     name = "exact_micro_size" if exact else "micro_size"
     for size in sizes:
         total = room.memory(size, batch.world_size).total
