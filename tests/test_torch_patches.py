@@ -41,17 +41,16 @@ def test_an_operation_declares_which_arguments_it_writes():
     assert weight.alias_info is None
 
 
-def test_callers_have_the_names_that_torch_finds_by_reading_their_source(monkeypatch):
-    own = rendezvous.get_method_name
-    source = inspect.getsource(own)
-    monkeypatch.setattr(rendezvous, "get_method_name", own)  # restored afterward
+def test_callers_are_named_without_reading_their_source(monkeypatch):
+    assert "get_method_name()" in inspect.getsource(rendezvous)  # torch still asks for names
+    monkeypatch.setattr(rendezvous, "get_method_name", rendezvous.get_method_name)  # restored
     torch_patches.name_callers_without_source()
-    assert "inspect.stack" in source or rendezvous.get_method_name is not own
+    monkeypatch.delattr(inspect, "stack")  # what torch's own reads sources with
 
-    def caller(name_of):
-        return inner(name_of)
+    def record():
+        return rendezvous.get_method_name()
 
-    def inner(name_of):
-        return name_of()
+    def close():
+        return record()
 
-    assert caller(rendezvous.get_method_name) == "caller"
+    assert close() == "close"

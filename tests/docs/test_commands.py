@@ -14,9 +14,10 @@ from lockstep_gpt.registry import installed
 from lockstep_gpt.training.schedule import plan_batch, plan_schedule
 
 ROOT = Path(__file__).parents[2]
-# Not your own pages: they may show any commands. The README is yours, too, except in the template.
-NAMES = (
-    *(["README.md"] if (ROOT / "hooks").is_dir() else []),
+# In a project: the page that a newcomer follows. The template's tests run all others; not your own
+# pages: they may show any commands.
+OF_TEMPLATE = (
+    "README.md",
     "docs/communication.md",
     "docs/kubernetes.md",
     "docs/own_data.md",
@@ -28,10 +29,11 @@ NAMES = (
     "docs/sweeps.md",
     "docs/troubleshooting.md",
     "docs/torch_builds.md",
-    "docs/tutorial.md",
     "docs/update.md",
     "docs/wandb.md",
 )
+IS_TEMPLATE = (ROOT / "hooks").is_dir()
+NAMES = ("docs/tutorial.md", *(OF_TEMPLATE if IS_TEMPLATE else ()))
 
 
 def pages_of_extras() -> list[str]:

@@ -1,11 +1,9 @@
-import inspect
 import signal
 from types import SimpleNamespace
 
 import pytest
 from torch.distributed.elastic.metrics import api
 from torch.distributed.elastic.multiprocessing import SignalException
-from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
 from lockstep_gpt.exits import Ending
 from lockstep_gpt.launch.agent import RankAgent, causes
@@ -15,19 +13,6 @@ def test_of_ranks_that_ended_those_that_were_killed_are_named_first():
     lost, killed, other = Ending(75), Ending(-9), Ending(255)
     assert causes({0: lost, 1: killed}) == "rank 1 was killed by SIGKILL"
     assert causes({0: lost, 1: other}) == "rank 0 lost its peers, rank 1 ended with status 255"
-
-
-def test_torch_names_its_callers_without_reading_sources(monkeypatch):
-    assert "get_method_name()" in inspect.getsource(dynamic_rendezvous)
-    monkeypatch.delattr(inspect, "stack")
-
-    def record():
-        return dynamic_rendezvous.get_method_name()
-
-    def close():
-        return record()
-
-    assert close() == "close"
 
 
 def test_a_signal_during_torch_s_timing_is_kept(monkeypatch):
