@@ -339,7 +339,7 @@ def _keep_server(before: dict[str, str], files: Sequence[int]) -> None:
     if not (pid := os.fork()):
         for number in (ours.fileno(), *files):
             os.close(number)
-        servers.fork._forget_exits()  # those of our server would delete what all forks share
+        servers.fork.forget_exit_handlers()  # those of our server would delete what all forks share
         servers.fork.before_imports = before
         servers.show([servers.PROGRAM, *OF_COMMANDS])
         servers.serve(theirs)
