@@ -1,8 +1,5 @@
 """Private names of Lightning, each with the reason. Versions: Lightning 2.6."""
 
-import contextlib
-import sys
-from collections.abc import Iterator
 from typing import Any
 
 from lightning import Trainer
@@ -49,36 +46,3 @@ def register_communication_hook(strategy: DDPStrategy) -> None:
     """Register a strategy's communication hook; Lightning does so only for GPUs."""
     wrapped: Any = strategy.model
     wrapped.register_comm_hook(strategy._ddp_comm_state, strategy._ddp_comm_hook)
-
-
-@contextlib.contextmanager
-def without_transformers() -> Iterator[None]:
-    """Keep torchmetrics from importing transformers, if it is installed: that takes a second.
-
-    torchmetrics imports it for two metrics; these are left out of `torchmetrics.text`, as if it
-    were not installed. `from torchmetrics.text.bert import BERTScore` still imports it.
-    """
-    from lightning_utilities.core.imports import RequirementCache
-
-    check = RequirementCache._check_available
-    denied = []
-
-    def denying(cache: RequirementCache) -> None:
-        check(cache)
-        if str(cache.requirement).startswith("transformers") and cache.available:
-            cache.available = False
-            denied.append(cache)
-
-    RequirementCache._check_available = denying  # type: ignore[assignment, method-assign]
-    try:
-        yield
-    finally:
-        RequirementCache._check_available = check  # type: ignore[method-assign]
-        for cache in denied:
-            del cache.available  # looked up again at the next access
-        names = [name for name in sys.modules if name.startswith("torchmetrics.")]
-        for name in names:  # modules imported without it are imported again on demand
-            values = {id(value) for value in vars(sys.modules[name]).values()}
-            is_package = hasattr(sys.modules[name], "__path__")
-            if not is_package and values & {id(cache) for cache in denied}:
-                del sys.modules[name]

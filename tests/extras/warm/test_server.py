@@ -235,9 +235,9 @@ def test_server_has_one_thread_once_it_has_forked(server):
 
 WITHOUT = """
 import sys
-from lockstep_gpt import lightning_patches, processes
-from lockstep_gpt.extras.warm import program
-with lightning_patches.without_transformers():
+from lockstep_gpt import processes
+from lockstep_gpt.extras.warm import import_patches, program
+with import_patches.without_transformers():
     processes.import_all(program.PROCESSES)
 assert "transformers" not in sys.modules
 from torchmetrics.text.bert import BERTScore

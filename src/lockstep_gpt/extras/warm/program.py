@@ -9,7 +9,7 @@ from typing import NoReturn
 
 from lockstep_gpt import processes
 from lockstep_gpt.extras.warm import fork
-from lockstep_gpt.lightning_patches import without_transformers
+from lockstep_gpt.extras.warm.import_patches import without_transformers
 
 # The modules that our forks run.
 PROCESSES = [
