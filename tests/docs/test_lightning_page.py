@@ -82,6 +82,8 @@ def test_the_runs_below_have_every_callback_that_works():
 
 @pytest.mark.parametrize("chosen", TOGETHER, ids=["most", "others"])
 def test_callbacks_that_work_go_through_a_run(chosen, command):
+    if "RichProgressBar" in chosen:
+        pytest.importorskip("rich", reason="Lightning's Rich callbacks need rich, which we don't")
     words = [
         f"+callbacks.{name}={{_target_: lightning.pytorch.callbacks.{name}"
         + "".join(f", {key}: {value}" for key, value in settings.items()).replace("'", "")
