@@ -129,7 +129,9 @@ def test_unequal_versions_world_sizes_and_one_device_for_two_are_named(command):
 
 OTHERWISE = """
 import atexit, os, subprocess, sys
-import lockstep_gpt.training.train, lockstep_gpt.extras.cluster.speed  # while all cores are free
+# These imports are slow: they come while all cores are free.
+import lockstep_gpt.training.train
+import lockstep_gpt.extras.cluster.speed
 elsewhere = sys.argv.pop(1)
 first, *others = os.sched_getaffinity(0)
 if os.environ["RANK"] == "1":
