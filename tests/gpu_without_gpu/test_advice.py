@@ -34,8 +34,8 @@ def test_joining_is_the_first_that_a_rank_does_within_its_own_error_handling(mon
     def join(*_):
         raise dist.DistBackendError
 
-    monkeypatch.setattr(train.ranks, "join", join)
-    monkeypatch.setattr(train, "_fail", lambda *given: type(given[3]).__name__)
+    monkeypatch.setattr(train, "join", join)
+    monkeypatch.setattr(train, "report_failure", lambda *parts: type(parts[3]).__name__)
     config = Config(max_steps=1, trainer={"accelerator": "cpu"})
     directory = RunDirectory(tmp_path)
     monkeypatch.setattr(directory, "load", lambda: config)

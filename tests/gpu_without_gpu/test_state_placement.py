@@ -107,5 +107,5 @@ def test_callbacks_and_the_module_save_numbers_that_no_device_has(new_run, tmp_p
     states = [saved[name] for name in ("callbacks", "skipped", "loops", "lr_schedulers")]
     assert all(states[0].values())
     assert not any(isinstance(each, torch.Tensor) for each in tree_leaves(states))
-    assert run.module.skipped.device == run.module.device
+    assert run.module.skipped.count.device == run.module.device
     assert trainer.global_step == 2

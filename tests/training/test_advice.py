@@ -11,7 +11,15 @@ import torch
 from lockstep_gpt.config import Config
 from lockstep_gpt.model.model_settings import ModelConfig
 from lockstep_gpt.training import advice
-from lockstep_gpt.training.advice import advise, attention, warn_of_slow_attention
+from lockstep_gpt.training.advice import (
+    advise,
+    attention,
+    warn_of_slow_attention,
+    warn_of_sudden_rate,
+)
+from lockstep_gpt.training.batch_settings import BatchConfig
+from lockstep_gpt.training.optim_settings import OptimConfig
+from lockstep_gpt.training.schedule import plan_batch, plan_schedule
 
 MODEL = ModelConfig(block_size=256, n_layer=1, n_head=2, n_embd=16)
 
@@ -65,3 +73,26 @@ def test_a_run_on_enough_data_warns_of_nothing(finished):
     _, screen = finished
     assert "  attention " in screen
     assert "the budget repeats" not in screen
+
+
+@pytest.mark.parametrize(
+    ("devices", "warmup", "rule", "times"),
+    [
+        (8, 0, "linear", "8"),
+        (4, 0, "linear", "4"),
+        (16, 0, "sqrt", "4"),
+        (2, 0, "linear", ""),
+        (8, 1, "linear", ""),
+        (8, 0, "none", ""),
+    ],
+)
+def test_a_rate_far_above_the_tuned_one_from_the_first_step_warns(
+    caplog, devices, warmup, rule, times
+):
+    batch = BatchConfig(micro_size=2, reference_size=2)
+    optim = OptimConfig(algorithm="adamw", warmup_steps=warmup, lr_scaling=rule)
+    model = ModelConfig(block_size=8, n_layer=1, n_head=1, n_embd=8)
+    config = Config(max_steps=9, batch=batch, optim=optim, model=model)
+    warn_of_sudden_rate(plan_schedule(config, plan_batch(batch, 8, devices, 1)))
+    warned = [line for line in caplog.messages if f"has {times} times the tuned" in line]
+    assert (len(caplog.messages), len(warned)) == (bool(times), bool(times))

@@ -61,10 +61,10 @@ def test_the_validation_loss_is_summed_on_the_host_and_is_that_of_a_cpu():
 
 
 def test_logged_losses_are_averaged_on_the_host(new_run):
-    module, sums = new_run().module, (3.0, 4.5)
-    module.losses = {leaf: on_apple(each) for leaf, each in enumerate(sums)}
-    module.loss_steps = 3
-    means = module.take_losses()
+    losses, sums = new_run().module.losses, (3.0, 4.5)
+    losses.sums = {leaf: on_apple(total) for leaf, total in enumerate(sums)}
+    losses.steps = 3
+    means = losses.take()
     assert (type(means), means.dtype) == (torch.Tensor, torch.float64)
     assert means.flatten().tolist() == [each / 3 for each in sums]
 

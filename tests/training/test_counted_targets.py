@@ -39,7 +39,7 @@ class Gradients(lightning.Callback):
 
     def on_train_batch_end(self, trainer, pl_module, *_):
         if pl_module.leaf == trainer.accumulate_grad_batches - 1:
-            self.losses.append(float(pl_module.take_losses().mean()))
+            self.losses.append(float(pl_module.losses.take().mean()))
 
 
 class Expected(Gradients):

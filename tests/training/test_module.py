@@ -84,14 +84,14 @@ def test_the_loss_read_is_the_mean_since_the_last_reading(new_run):
     module.logs_losses = False  # because there is no Trainer
     losses = [module.training_step(batch(seed), 0) for seed in range(3)]
     mean = sum(loss.item() for loss in losses) / 3
-    assert module.take_losses().item() == pytest.approx(mean, rel=1e-6)
+    assert module.losses.take().item() == pytest.approx(mean, rel=1e-6)
     last = module.training_step(batch(7), 0)
-    assert module.take_losses().item() == last.item()
+    assert module.losses.take().item() == last.item()
 
 
 def test_reading_the_loss_before_a_step_fails(new_run):
     with pytest.raises(AssertionError, match="before a training step"):
-        new_run().module.take_losses()
+        new_run().module.losses.take()
 
 
 def batch(seed):

@@ -4,7 +4,7 @@ from datetime import timedelta
 from typing import Any
 
 from lightning.pytorch import strategies
-from torch import nn
+from torch import Tensor, nn
 
 from lockstep_gpt.lightning_patches import register_communication_hook
 
@@ -29,6 +29,29 @@ class CompressedDDP(DDPStrategy):
 
     def _register_ddp_hooks(self) -> None:
         register_communication_hook(self)
+
+
+def arrange_buckets(
+    strategy: strategies.Strategy, model: nn.Module, batch: tuple[Tensor, Tensor]
+) -> None:
+    """Make DDP arrange its buckets now instead of after the first step.
+
+    DDP does so once, in the order in which gradients arrived. This decides the order of reduction
+    over three or more ranks: a restarted run would sum in another order.
+
+    Args:
+        strategy: of the Trainer; one that isn't DDP has no buckets.
+        model: its gradients and buffers, such as BatchNorm's statistics, are as before afterward.
+        batch: tokens and targets, each (B, T); their values don't matter.
+    """
+    if not isinstance(strategy, strategies.DDPStrategy):
+        return
+    buffers = [buffer.clone() for buffer in model.buffers()]
+    loss: Any = strategy.training_step(batch, 0)
+    loss.backward()
+    model.zero_grad()
+    for buffer, before in zip(model.buffers(), buffers, strict=True):
+        buffer.copy_(before)
 
 
 def build_ddp(

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.model import functional
 from lockstep_gpt.model.model_settings import ModelConfig
+from lockstep_gpt.model.sampling import check_sampling, sample_tokens
 from lockstep_gpt.settings import check
 
 VOCAB_MULTIPLE = 64  # matrix products are fast at sizes that tensor cores divide evenly
@@ -122,7 +123,8 @@ class GPT(nn.Module):
         not finite, or `top_k` is below 1.
         """
         check_sampling(tokens, temperature, top_k)
-        was_training, threads = self.training, torch.get_num_threads()
+        was_training = self.training
+        threads = torch.get_num_threads()
         if len(tokens) * self.config.block_size * self.flops_per_token < 3 * FEW_OPERATIONS:
             torch.set_num_threads(1)
         self.eval()
@@ -130,8 +132,8 @@ class GPT(nn.Module):
         for _ in range(length):  # not `self(...)`, which would be recompiled for each T
             last = self.features(tokens[:, -self.config.block_size :])[:, -1]  # (B, C)
             logits = functional.project_to_vocabulary(last, self.head, self.vocab_size)
-            drawn = _draw(logits.float(), temperature, top_k, generator)
-            tokens = torch.cat([tokens, drawn], dim=1)
+            chosen = sample_tokens(logits.float(), temperature, top_k, generator)
+            tokens = torch.cat([tokens, chosen], dim=1)
         torch.set_num_threads(threads)
         self.train(was_training)
         return tokens
@@ -219,25 +221,3 @@ class MLP(nn.Module):
         """Map `x`, (B, T, C), to the same shape."""
         hidden = F.gelu(self.expansion(x), approximate="tanh")  # (B, T, 4 C)
         return self.projection(hidden)
-
-
-def check_sampling(tokens: Tensor, temperature: float, top_k: int | None) -> None:
-    """Raise a `UserError` for arguments that `generate` cannot use."""
-    if tokens.shape[1] == 0:
-        raise UserError("the prompt is empty; give at least one token")
-    if not (math.isfinite(temperature) and temperature >= 0):
-        raise UserError(f"temperature={temperature} must be at least 0; 0 is the likeliest token")
-    if top_k is not None and top_k < 1:
-        raise UserError(f"top_k={top_k} must be at least 1; omit it to sample from all tokens")
-
-
-def _draw(
-    logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator | None
-) -> Tensor:
-    """Sample one token, (B, 1), from each row of `logits`, (B, V)."""
-    if temperature == 0:
-        return logits.argmax(dim=-1, keepdim=True)
-    if top_k is not None:
-        weakest = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]  # (B, 1)
-        logits = logits.masked_fill(logits < weakest, -math.inf)
-    return torch.multinomial(F.softmax(logits / temperature, dim=-1), 1, generator=generator)

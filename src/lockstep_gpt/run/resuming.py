@@ -89,6 +89,16 @@ def fitting_of(saved: dict[str, Any], places: dict[str, Any]) -> dict[str, Any]:
     return {name: each for name, each in saved.items() if shapes.get(name) == each.shape}
 
 
+def refuse_other_weights(saved: dict[str, Any], places: dict[str, Any]) -> None:
+    """Raise a `UserError` unless all saved weights fit all `places`."""
+    fitting = fitting_of(saved, places)
+    if len(fitting) < len(saved) or len(fitting) < len(places):
+        raise UserError(
+            f"only {len(fitting)} of the checkpoint's {len(saved)} weights fit this model's "
+            f"{len(places)}; use the code that wrote it, or set resume_force=true"
+        )
+
+
 def realign(checkpoint: dict[str, Any], accumulation: int) -> None:
     """Set Lightning's count of micro-batches to this run's, which depends on its devices."""
     progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]

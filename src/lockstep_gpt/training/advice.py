@@ -7,11 +7,13 @@ import torch
 from lockstep_gpt.config import Config
 from lockstep_gpt.model.functional import SHORT
 from lockstep_gpt.torch_patches import causal_attention_kernel
-from lockstep_gpt.training.reporting import times
+from lockstep_gpt.training.receipt import times
+from lockstep_gpt.training.schedule import Schedule
 
 logger = logging.getLogger(__name__)
 
 EPOCHS = 4  # teach as much as the same number of new tokens (Muennighoff et al. 2023, section 1)
+HIGH_SCALE = 4  # times the tuned rate; without warmup, it often diverges (Goyal et al. 2017)
 
 
 def advise(config: Config, epochs: float | None) -> None:
@@ -29,12 +31,14 @@ def advise(config: Config, epochs: float | None) -> None:
 def attention(config: Config) -> str:
     """Return the kernel of `causal_attention` here; `math` is the slow one that always works."""
     dtypes = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16, "64-true": torch.float64}
-    model, device = config.model, config.trainer.get("accelerator", "cpu")
+    model = config.model
+    device = config.trainer.get("accelerator", "cpu")
     if device == "cpu" and model.block_size <= SHORT:
         return "plain matrix products"
-    place = "meta" if device == "mps" else device  # Apple GPUs have only one
+    if device == "mps":
+        device = "meta"  # Apple GPUs have only one kernel
     shape = (1, model.n_head, model.block_size, model.n_embd // model.n_head)
-    q = torch.empty(shape, device=place, dtype=dtypes.get(config.precision, torch.float32))
+    q = torch.empty(shape, device=device, dtype=dtypes.get(config.precision, torch.float32))
     return causal_attention_kernel(q).name.removesuffix("_ATTENTION").lower()
 
 
@@ -47,4 +51,15 @@ def warn_of_slow_attention(config: Config) -> None:
             "attention is slow here, without a fused kernel: set precision=%s-mixed, or make "
             "model.n_embd / model.n_head divisible by 8 and at most 256",
             half,
+        )
+
+
+def warn_of_sudden_rate(schedule: Schedule) -> None:
+    """Warn if the first update already has a rate far above the one that was tuned."""
+    if schedule.warmup_steps == 0 and schedule.scale >= HIGH_SCALE:
+        logger.warning(
+            "the first step has %g times the tuned learning rate, because the batch is larger, and "
+            "there is no warmup: set optim.warmup_steps, optim.lr_scaling=none, or a fixed "
+            "batch.global_size",
+            schedule.scale,
         )

@@ -26,7 +26,8 @@ class AppleGPU(Callback):
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: Any, optimizer: Any) -> None:  # noqa: ARG002
         """Raise a `RunError` if a gradient is not finite: fused kernels there would apply it."""
-        norm = get_total_norm([each.grad for each in pl_module.trained if each.grad is not None])
+        gradients = [weight.grad for weight in pl_module.trained if weight.grad is not None]
+        norm = get_total_norm(gradients)
         if not bool(norm.isfinite()):
             step = trainer.global_step
             raise RunError(

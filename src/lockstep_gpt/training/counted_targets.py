@@ -30,21 +30,25 @@ class CountedTargets(Callback):
         self.counts: list[Tensor] = []  # of each micro-batch of the step on this rank
         self.total = torch.zeros(())  # of the step, over all ranks after `pending`
         self.pending: Any = None
-        self.earlier: dict[int, Tensor] = {}  # the module's losses of earlier steps
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:  # noqa: ARG002
         """Leave a run in which each target counts: it must not wait for the ranks' counts."""
         if not getattr(trainer.datamodule, "may_ignore", True):
-            trainer.callbacks = [each for each in trainer.callbacks if each is not self]
+            # A new list: Lightning is iterating over the old one.
+            others = [callback for callback in trainer.callbacks if callback is not self]
+            trainer.callbacks = others
 
     def on_train_batch_start(
-        self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int
+        self,
+        trainer: Trainer,
+        pl_module: Any,  # noqa: ARG002
+        batch: Any,
+        batch_idx: int,
     ) -> None:
         """Count the targets; in the last micro-batch, start to add the counts of all ranks."""
         leaf = batch_idx % trainer.accumulate_grad_batches
         if leaf == 0:
             self.counts = []
-            self.earlier, pl_module.losses = pl_module.losses, {}
         self.counts.append((batch[1] != IGNORE).sum())
         if leaf == trainer.accumulate_grad_batches - 1:
             self.total = torch.stack(self.counts).sum()
@@ -68,11 +72,13 @@ class CountedTargets(Callback):
             self.pending = None
         batches = trainer.world_size * trainer.accumulate_grad_batches  # whose mean is taken
         share = batches / self.total.clamp(min=1)
-        grads = [each.grad for each in pl_module.trained if each.grad is not None]
-        local = [getattr(each, "to_local", lambda each=each: each)() for each in grads]  # of shards
-        torch._foreach_mul_(local, share * self.unit)
-        losses = pl_module.losses
-        for (leaf, loss), count in zip(losses.items(), self.counts, strict=True):
-            counted = loss * (count * share)
-            before = self.earlier.get(leaf)
-            losses[leaf] = counted if before is None else before + counted
+        gradients = [weight.grad for weight in pl_module.trained if weight.grad is not None]
+        torch._foreach_mul_([_local(gradient) for gradient in gradients], share * self.unit)
+        pl_module.losses.weigh([count * share for count in self.counts])
+
+
+def _local(gradient: Any) -> Tensor:
+    """Return this rank's part of a gradient: under FSDP2 its shard, otherwise all of it."""
+    if hasattr(gradient, "to_local"):  # a DTensor, whose import takes time
+        gradient = gradient.to_local()
+    return gradient  # type: ignore[no-any-return]

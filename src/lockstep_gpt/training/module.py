@@ -7,7 +7,6 @@ from typing import Any, Self, cast
 
 import lightning
 import torch
-from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
@@ -19,20 +18,20 @@ from lockstep_gpt.data.datamodule import TokenDataModule
 from lockstep_gpt.data.tokenizer import Tokenizer
 from lockstep_gpt.data.tokenizer_choice import from_dict
 from lockstep_gpt.data.windows import Batch
-from lockstep_gpt.distributed.ranks import tensors_of_ranks
+from lockstep_gpt.distributed.ddp import arrange_buckets
 from lockstep_gpt.distributed.strategies import ModelLayout, WholeModels, layout_of
-from lockstep_gpt.errors import RunError, UserError
 from lockstep_gpt.model.functional import perplexity
 from lockstep_gpt.model.gpt import build_gpt
 from lockstep_gpt.registry import MODEL, additions
 from lockstep_gpt.run.checkpoint import find_checkpoint, read_checkpoint
 from lockstep_gpt.run.directory import literal, refuse_another_identity
 from lockstep_gpt.run.migrations import migrate
-from lockstep_gpt.run.resuming import apply_settings, fitting_of, realign
-from lockstep_gpt.torch_patches import mark_overflow
+from lockstep_gpt.run.resuming import apply_settings, realign, refuse_other_weights
 from lockstep_gpt.training.optim import build_optimizer
 from lockstep_gpt.training.schedule import Schedule, plan_batch, plan_schedule
 from lockstep_gpt.training.seeds import leaf_seed, seed_device
+from lockstep_gpt.training.skipped_updates import SkippedUpdates
+from lockstep_gpt.training.step_losses import StepLosses
 from lockstep_gpt.training.token_loss import TokenLoss
 
 
@@ -47,15 +46,14 @@ class GPTModule(lightning.LightningModule):
         self.model = build_gpt(config.model, tokenizer.vocab_size)
         for transform in additions(MODEL):
             transform(self.model, config, tokenizer)  # the module keeps what it adds
+        self.losses = StepLosses()
         self.token_loss = TokenLoss()
         self.test_loss = TokenLoss()
         self.val_loss: float | None = None
         self.grad_norm: Tensor | None = None  # of the last update, before clipping
+        self.skipped = SkippedUpdates(config.guard.max_skipped)
         self.leaf = 0  # index of the micro-batch among those of a step on this rank
-        self.losses: dict[int, Tensor] = {}  # leaf -> sum over the steps since `take_losses`
-        self.loss_steps = 0
         self.loss_factor = 1.0  # scales the loss in backward, in addition to Lightning's own
-        self.skipped = torch.zeros((), dtype=torch.int64)  # updates with non-finite gradients
         self.layout: ModelLayout = WholeModels()  # until the strategy is known
         self.trained: list[nn.Parameter] = []  # cached: walking all modules costs time in each step
         self._is_placed = False
@@ -68,9 +66,8 @@ class GPTModule(lightning.LightningModule):
     ) -> Self:
         """Load the module from a checkpoint or run directory, or raise a `UserError`."""
         path = find_checkpoint(Path(checkpoint_path))
-        content = read_checkpoint(
-            path, map_location, needs_sum=False
-        )  # another Trainer writes no checksum
+        # Another Trainer writes no checksum.
+        content = read_checkpoint(path, map_location, needs_sum=False)
         config = from_container(migrate(literal(content["config"])), path)
         batch = plan_batch(config.batch, config.model.block_size, 1, 1)
         module = cls(config, plan_schedule(config, batch), from_dict(content["tokenizer"]))
@@ -85,26 +82,16 @@ class GPTModule(lightning.LightningModule):
         layout_of(self.trainer.strategy).place_model(self.model, self.config.compile)
 
     def on_train_start(self) -> None:
-        """Make DDP arrange its buckets before the first step instead of after it.
-
-        DDP does so once, in the order in which gradients arrived. This decides the order of
-        reduction over three or more ranks: a restarted run would sum in another order.
-        """
+        """Find where the strategy has put the model, and prepare it for the first step."""
         self.layout = layout_of(self.trainer.strategy)
-        self.skipped = self.skipped.to(self.device)
-        self.trained = [each for each in self.model.parameters() if each.requires_grad]
-        is_ddp = isinstance(self.trainer.strategy, DDPStrategy)
-        data: Any = getattr(self.trainer, "datamodule", None)  # ours; a user may pass loaders
-        if self.trainer.world_size > 2 and is_ddp and data:
+        self.skipped.count = self.skipped.count.to(self.device)
+        self.trained = [weight for weight in self.model.parameters() if weight.requires_grad]
+        data: Any = getattr(self.trainer, "datamodule", None)  # a user may pass loaders instead
+        if self.trainer.world_size > 2 and data:
             shape = (getattr(data, "micro_size", 1), self.config.model.block_size)
             tokens = torch.zeros(shape, dtype=torch.int64, device=self.device)
-            kept = [buffer.clone() for buffer in self.model.buffers()]  # BatchNorm's statistics
-            loss = cast(Tensor, self.trainer.strategy.training_step((tokens, tokens), 0))
-            loss.backward()  # type: ignore[no-untyped-call]
-            self.zero_grad()
-            self.losses, self.loss_steps = {}, 0
-            for buffer, before in zip(self.model.buffers(), kept, strict=True):
-                buffer.copy_(before)
+            arrange_buckets(self.trainer.strategy, self.model, (tokens, tokens))
+            self.losses.clear()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:  # noqa: ARG002
         """Make dropout depend only on seed, step, and micro-batch, not on the rank."""
@@ -118,9 +105,7 @@ class GPTModule(lightning.LightningModule):
         loss: Tensor = self.model(*batch)
         if self.logs_losses:
             self.log("train/loss", loss.detach(), prog_bar=True)
-        detached, before = loss.detach(), self.losses.get(self.leaf)
-        self.losses[self.leaf] = detached if before is None else before + detached
-        self.loss_steps += self.leaf == 0
+        self.losses.add(self.leaf, loss)
         return loss
 
     def backward(self, loss: Tensor, *arguments: Any, **settings: Any) -> None:
@@ -128,18 +113,6 @@ class GPTModule(lightning.LightningModule):
         if self.loss_factor != 1:
             loss = loss * self.loss_factor
         super().backward(loss, *arguments, **settings)
-
-    def take_losses(self) -> Tensor:
-        """Return the mean losses since the last call, float64 on the host, (ranks, micro-batches).
-
-        Each micro-batch of a step has its own sum, so their mean is bit-identical for any number
-        of ranks.
-        """
-        assert self.losses, "called before a training step"
-        sums = tensors_of_ranks(torch.stack([*self.losses.values()]))  # in leaf order
-        means = sums.cpu().double() / self.loss_steps
-        self.losses, self.loss_steps = {}, 0
-        return means
 
     def validation_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:  # noqa: ARG002
         """Add one micro-batch to the validation loss; targets in padding rows don't count.
@@ -176,10 +149,10 @@ class GPTModule(lightning.LightningModule):
         self._log_loss("test", loss)
 
     def _log_loss(self, split: str, loss: float) -> None:
-        found = {f"{split}/loss": loss, f"{split}/perplexity": perplexity(loss)}
+        metrics = {f"{split}/loss": loss, f"{split}/perplexity": perplexity(loss)}
         # All ranks have the same values, and their maximum is this value without rounding.
         logger = None if self.logs_losses else False
-        self.log_dict(found, logger=logger, sync_dist=True, reduce_fx="max")
+        self.log_dict(metrics, logger=logger, sync_dist=True, reduce_fx="max")
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """Build the optimizer, and its schedule as a function of the step."""
@@ -189,8 +162,11 @@ class GPTModule(lightning.LightningModule):
             self.schedule.peak_lr,
             fused=self.config.precision != "16-mixed",  # fused kernels unscale after our clipping
         )
-        rate = LambdaLR(optimizer, self.schedule.factor)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": rate, "interval": "step"}}
+        scheduler = LambdaLR(optimizer, self.schedule.factor)
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
+        }
 
     def optimizer_step(
         self,
@@ -210,7 +186,7 @@ class GPTModule(lightning.LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Save the number of skipped updates, and config and tokenizer unless already there."""
-        checkpoint["skipped"] = int(self.skipped)
+        checkpoint["skipped"] = int(self.skipped.count)
         checkpoint.setdefault("config", as_values(self.config))
         checkpoint.setdefault("tokenizer", self.tokenizer.to_dict())
 
@@ -221,16 +197,11 @@ class GPTModule(lightning.LightningModule):
         """
         if not self.config.resume_force:
             refuse_another_identity("the checkpoint", checkpoint["config"], as_values(self.config))
-        saved, places = checkpoint["state_dict"], self.state_dict()
-        if not len(fitting := fitting_of(saved, places)) == len(saved) == len(places):
-            raise UserError(
-                f"only {len(fitting)} of the checkpoint's {len(saved)} weights fit this model's "
-                f"{len(places)}; use the code that wrote it, or set resume_force=true"
-            )
+        refuse_other_weights(checkpoint["state_dict"], self.state_dict())
         data = getattr(self.trainer, "datamodule", None)
         if isinstance(data, TokenDataModule):
             data.resume_at(checkpoint["global_step"], checkpoint["samples"])
-        self.skipped.fill_(checkpoint.get("skipped", 0))
+        self.skipped.count.fill_(checkpoint.get("skipped", 0))
         realign(checkpoint, self.trainer.accumulate_grad_batches)
         optimizer = cast(dict[str, Any], self.configure_optimizers())["optimizer"]
         apply_settings(checkpoint, optimizer, self.schedule.factor(checkpoint["global_step"]))
@@ -240,38 +211,10 @@ class GPTModule(lightning.LightningModule):
 
         Lightning's own clipping doesn't keep it, and rejects fused optimizers in mixed precision.
         """
-        grads = [each.grad for each in self.trained if each.grad is not None]
-        norm, limit = get_total_norm(grads), self.config.optim.clip_norm
-        if limit is not None:
-            clip_grads_with_norm_(self.trained, limit, norm)
+        gradients = [weight.grad for weight in self.trained if weight.grad is not None]
+        norm = get_total_norm(gradients)
+        if self.config.optim.clip_norm is not None:
+            clip_grads_with_norm_(self.trained, self.config.optim.clip_norm, norm)
         self.grad_norm = self.layout.whole_norm(norm)
-        self._skip_unless_finite(optimizer, self.grad_norm)
-
-    def _skip_unless_finite(self, optimizer: Optimizer, norm: Tensor) -> None:
-        """Decide on the device whether to skip this update; the host doesn't wait for it.
-
-        The gradients are averages over ranks, so all ranks decide the same. Beyond the allowed
-        number every update is skipped: the weights stay until `refuse_broken` ends the run.
-        In 16-mixed, the loss scaler itself skips updates, and halves its scale, until none
-        overflows. Such updates count only at a scale of 1 or less: the gradient itself is at fault.
-        """
         scaler = getattr(self.trainer.precision_plugin, "scaler", None)
-        counts = scaler.scale(torch.ones_like(norm)) <= 1 if scaler else True
-        skip = (~norm.isfinite() & counts) | (self.skipped > self.config.guard.max_skipped)
-        self.skipped += skip
-        fused: Any = optimizer
-        if scaler:
-            mark_overflow(scaler, optimizer, skip)
-            fused.found_inf = None
-        else:
-            fused.found_inf = skip.float()
-
-    def refuse_broken(self, step: int) -> None:
-        """Raise a `RunError` if more updates than `guard.max_skipped` were skipped up to `step`."""
-        allowed, skipped = self.config.guard.max_skipped, int(self.skipped)
-        if skipped > allowed:
-            first = step - (skipped - allowed) + 1  # all from here on were skipped
-            raise RunError(
-                f"step {first}: the gradient is not finite, and guard.max_skipped={allowed}; the "
-                f"weights are those of step {first - 1}; lower optim.lr, or allow more"
-            )
+        self.skipped.skip_unless_finite(optimizer, self.grad_norm, scaler)

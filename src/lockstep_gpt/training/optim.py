@@ -26,6 +26,7 @@ def build_optimizer(
         module = importlib.import_module(f"{__package__}.{config.algorithm}")
         return cast(torch.optim.Optimizer, module.build_optimizer(model, config, lr))
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    has_kernels = all(parameter.device.type in FUSED_DEVICES for parameter in trained)
     matrices = [parameter for parameter in trained if parameter.ndim >= 2]
     vectors = [parameter for parameter in trained if parameter.ndim < 2]
     decays = {"params": matrices, "weight_decay": config.weight_decay}
@@ -35,5 +36,5 @@ def build_optimizer(
         betas=(config.beta1, config.beta2),
         eps=config.eps,
         # None: one kernel per operation for all tensors, if the device has such kernels.
-        fused=(fused and all(each.device.type in FUSED_DEVICES for each in trained)) or None,
+        fused=True if fused and has_kernels else None,
     )

@@ -34,8 +34,10 @@ class TokenLoss(Metric):
 
     def compute(self) -> Tensor:
         """Return the mean over all tokens of all ranks, in nats; its exp is the perplexity."""
-        means, counts = (dim_zero_cat(each).tolist() for each in (self.means, self.counts))
-        totals: list[float] = [mean * count for mean, count in zip(means, counts, strict=True)]
+        means: list[float] = dim_zero_cat(self.means).tolist()
+        counts: list[int] = dim_zero_cat(self.counts).tolist()
+        totals = [mean * count for mean, count in zip(means, counts, strict=True)]
+        is_finite = all(math.isfinite(total) for total in totals)
+        total = math.fsum(totals) if is_finite else sum(totals)  # fsum rejects inf - inf
         self.targets = sum(counts)
-        add = math.fsum if all(map(math.isfinite, totals)) else sum  # fsum rejects inf - inf
-        return torch.tensor(add(totals) / self.targets, dtype=torch.float64)
+        return torch.tensor(total / self.targets, dtype=torch.float64)

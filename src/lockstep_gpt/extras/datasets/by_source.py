@@ -21,7 +21,7 @@ from lockstep_gpt.extras.datasets.mixture import Mixture
 from lockstep_gpt.extras.datasets.past import keep_past, order_of, samples_of
 from lockstep_gpt.run.callbacks.step import StepCallback
 from lockstep_gpt.run.directory import RunDirectory
-from lockstep_gpt.training.reporting import times
+from lockstep_gpt.training.receipt import times
 from lockstep_gpt.training.token_loss import TokenLoss
 
 logger = logging.getLogger(__name__)

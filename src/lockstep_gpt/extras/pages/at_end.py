@@ -22,7 +22,7 @@ from lockstep_gpt.run.callbacks.stopping import Stopped
 from lockstep_gpt.run.directory import RunDirectory
 from lockstep_gpt.run.loggers.tracking import git_state
 from lockstep_gpt.run.metrics_file import MetricsFile
-from lockstep_gpt.training.reporting import ending, found
+from lockstep_gpt.training.ending import status_of, summary_of_callbacks
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ class ReportAtEnd(Callback):
 
     def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:  # noqa: ARG002
         """Write the report when training ends."""
-        self._write(trainer, ending(trainer))
+        self._write(trainer, status_of(trainer))
 
     def on_exception(self, trainer: Trainer, pl_module: Any, exception: BaseException) -> None:  # noqa: ARG002
         """Write the report when the run is stopped or fails."""
@@ -54,7 +54,7 @@ class ReportAtEnd(Callback):
             path = self._run / "report.html"
             try:
                 # summary.json, which later reports read, isn't written yet.
-                summary = found(trainer)
+                summary = summary_of_callbacks(trainer)
                 write_page(path, report([self._run], status=status, summary=summary))
             except Exception as error:  # a report must never change how a run ends
                 logger.warning("no report: %s: %s", type(error).__name__, error)

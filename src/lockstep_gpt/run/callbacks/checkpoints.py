@@ -58,7 +58,7 @@ class Checkpoints(StepCallback, Checkpoint):
     def save(self, trainer: Trainer) -> Path:
         """Save, on every rank, the state after the last optimizer step, or raise a `RunError`."""
         module: Any = trainer.lightning_module
-        module.refuse_broken(trainer.global_step)
+        module.skipped.refuse_broken(trainer.global_step)
         path = files.checkpoint_path(self.folder, trainer.global_step)
         trainer.save_checkpoint(path)
         if trainer.is_global_zero:

@@ -18,6 +18,7 @@ from lockstep_gpt.distributed.peaks import peak_of
 from lockstep_gpt.lightning_patches import count_logged_steps_from_one, restore_axis
 from lockstep_gpt.model.functional import perplexity
 from lockstep_gpt.run.callbacks.step import StepCallback
+from lockstep_gpt.run.metrics_file import MetricsFile
 
 logger = logging.getLogger(__name__)
 
@@ -100,8 +101,9 @@ class Metrics(StepCallback):
                 logger.info("compiled: the first step took %.1f s", self.first_step_seconds)
         if step % self.every and step != trainer.max_steps:
             return
-        values = (pl_module.take_losses().mean(), pl_module.grad_norm, pl_module.skipped)
-        loss, norm, skipped = map(float, values)
+        loss = float(pl_module.losses.take().mean())
+        norm = float(pl_module.grad_norm)
+        skipped = float(pl_module.skipped.count)
         each = [after - before for before, after in pairwise(self._times)]
         cuts = statistics.quantiles(each, n=20, method="inclusive") if each[1:] else each * 19
         now = time.perf_counter()
@@ -129,18 +131,21 @@ class Metrics(StepCallback):
             self._waited = waited
         pl_module.log_dict(row, logger=False)
         self._log(trainer, step, row)
-        pl_module.refuse_broken(step)
+        pl_module.skipped.refuse_broken(step)
 
     def in_summary(self, step: int) -> dict[str, Any]:
         """Return `summary.json`'s entries for a run that ends after optimizer step `step`."""
         # Of all ranks together, over all steps since this start, without validation.
         speed = self.training_steps * self.tokens_per_step / max(self.training_seconds, 1e-9)
-        return {
+        entries = {
             "tokens": step * self.tokens_per_step,
             "tokens_per_second": speed or None,  # None without any step
             "first_step_seconds": self.first_step_seconds,
             **{name: self.row.get(column) for column, name in COLUMNS.items() if name},
         }
+        if "test/loss" in self.row:
+            entries["test_loss"] = self.row["test/loss"]
+        return entries
 
     def on_validation_start(self, trainer: Trainer, pl_module: Any) -> None:  # noqa: ARG002
         """Stop the clock: throughput is for training only."""
@@ -152,6 +157,15 @@ class Metrics(StepCallback):
         loss = pl_module.val_loss
         metrics = {"val/loss": loss, "val/perplexity": perplexity(loss)}
         self._log(trainer, trainer.global_step, metrics)
+
+    def on_test_end(self, trainer: Trainer, pl_module: Any) -> None:  # noqa: ARG002
+        """Log the test loss, except to `metrics.csv`, whose columns are those of training."""
+        loss = float(trainer.callback_metrics["test/loss"])
+        metrics = {"test/loss": loss, "test/perplexity": perplexity(loss)}
+        self.row.update(metrics)
+        for logger in trainer.loggers:
+            if not isinstance(logger, MetricsFile):
+                logger.log_metrics(metrics, trainer.global_step)
 
     def leave_out(self, pause: float) -> None:
         """Don't count the last `pause` seconds as training."""

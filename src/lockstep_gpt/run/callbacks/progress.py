@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 from lockstep_gpt.data.tokenizer import printable
 from lockstep_gpt.distributed.strategies import layout_of
-from lockstep_gpt.model.gpt import check_sampling
+from lockstep_gpt.model.sampling import check_sampling
 from lockstep_gpt.run.callbacks.metrics import Metrics
 from lockstep_gpt.run.callbacks.step import StepCallback
 from lockstep_gpt.run.loggers.tracking import tracked_runs

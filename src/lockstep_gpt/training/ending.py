@@ -1,0 +1,69 @@
+"""How a run ends: `summary.json`, and the last lines on the terminal."""
+
+import time
+from typing import Any
+
+from lightning import Trainer
+
+from lockstep_gpt.processes import invocation
+from lockstep_gpt.run.callbacks.step import InSummary
+from lockstep_gpt.run.directory import RunDirectory
+from lockstep_gpt.run.loggers.tracking import tracked_runs
+
+
+def status_of(trainer: Trainer) -> str:
+    """Return the status of a run that reached its last step or was stopped by a callback."""
+    if trainer.global_step == trainer.max_steps:
+        return "done"
+    return "stopped early"
+
+
+def summary_of_callbacks(trainer: Any) -> dict[str, Any]:
+    """Return what callbacks add to a run's summary."""
+    entries: dict[str, Any] = {}
+    for callback in trainer.callbacks:
+        if isinstance(callback, InSummary):
+            entries |= callback.in_summary(trainer.global_step)
+    return entries
+
+
+def write_summary(
+    directory: RunDirectory, status: str, trainer: Trainer, more: dict[str, Any]
+) -> None:
+    """Write `summary.json`: how the run ended, what callbacks add, and `more`."""
+    wandb_id = directory.wandb_id.read_text() if directory.wandb_id.exists() else None
+    summary = {
+        "status": status,
+        "saved": status != "failed",
+        "step": trainer.global_step,
+        "wandb_run_id": wandb_id,
+    }
+    directory.write_summary({**summary, **summary_of_callbacks(trainer), **more})
+
+
+def last_lines(
+    directory: RunDirectory, trainer: Trainer, row: dict[str, float], started: float
+) -> str:
+    """Return how the run that began at `started` ended, where its files are, and what is next."""
+    status = status_of(trainer)
+    if status != "done":
+        status += f", after step {trainer.global_step:,} of {trainer.max_steps:,},"
+    result = "no validation"
+    if "val/loss" in row:
+        perplexity = f"perplexity {row['val/perplexity']:.2f}"
+        result = f"validation loss {row['val/loss']:.4f} nats per token, {perplexity}"
+    if "test/loss" in row:
+        result += f", test loss {row['test/loss']:.4f}"
+    commands = [
+        f'{invocation()} generate {directory.path} --prompt "def "',
+        f"{invocation()} evaluate {directory.path}",
+    ]
+    for run in tracked_runs(trainer.loggers):
+        commands += run.next_commands()
+    next_commands = "\n".join(f"  {command}" for command in commands)
+    return f"""
+{status} in {time.perf_counter() - started:.0f} s: {result}
+  metrics      {directory.metrics}
+  checkpoints  {directory.checkpoints}
+next
+{next_commands}"""

@@ -1,0 +1,137 @@
+"""The receipt: what a run will do, printed before its first step."""
+
+from typing import Any
+
+import torch
+from lightning import LightningDataModule, Trainer
+from torch import nn
+
+from lockstep_gpt.config import Config
+from lockstep_gpt.data.datamodule import TokenDataModule
+from lockstep_gpt.data.packing import packing_of
+from lockstep_gpt.distributed.exact_sizes import sums_line
+from lockstep_gpt.distributed.ranks import backend_here
+from lockstep_gpt.model.gpt import GPT
+from lockstep_gpt.run.callbacks.step import InReceipt
+from lockstep_gpt.settings import counted
+from lockstep_gpt.training.schedule import BatchPlan, Schedule
+
+# The base class of all BatchNorm layers: torch has no public one.
+BatchNorm = torch.nn.modules.batchnorm._BatchNorm
+
+RULES = {"linear": "linear in the batch", "sqrt": "square root of the batch", "none": "not scaled"}
+
+
+def receipt_lines(
+    config: Config,
+    batch: BatchPlan,
+    schedule: Schedule,
+    epochs: float | None,
+    facts: dict[str, str],
+    details: dict[str, str],
+) -> dict[str, str]:
+    """Return label -> line, including the rank's `facts` and the `details` of callbacks."""
+    compiled = ", compiled" if config.compile else ""
+    size = f"{counted(batch.global_size, 'sample')}, tuned for {config.batch.reference_size}"
+    return {
+        "run": f"{config.run_name} in {config.run_dir}",
+        **facts,
+        "precision": config.precision + compiled,
+        "batch": f"{counted(batch.devices, 'device')} x {counted(batch.nodes, 'node')} x "
+        f"{counted(batch.micro_size, 'sample')} x {batch.accumulation} accumulation = "
+        f"{counted(batch.global_size, 'sample')} = "
+        f"{batch.tokens_per_step:,} tokens per step",
+        "sums": sums_line(config, batch.global_size, batch.micro_size, batch.accumulation),
+        **details,
+        "budget": _steps(schedule.total_steps, batch) + _in_epochs(epochs),
+        "lr": f"{schedule.base_lr:g} x {schedule.scale:g} = {schedule.peak_lr:g} "
+        f"({RULES[config.optim.lr_scaling]}: {size})",
+        "schedule": f"{_steps(schedule.warmup_steps, batch)} of warmup, "
+        + _decay(config.optim.decay, schedule, batch),
+    }
+
+
+def _steps(count: int, batch: BatchPlan) -> str:
+    return f"{counted(count, 'step')} = {counted(count * batch.tokens_per_step, 'token')}"
+
+
+def _decay(decay: str, schedule: Schedule, batch: BatchPlan) -> str:
+    if decay == "constant":
+        return "then constant"
+    final = schedule.lr(schedule.total_steps - 1)
+    return f"{decay} decay over the last {_steps(schedule.decay_steps, batch)} to {final:g}"
+
+
+def _in_epochs(epochs: float | None) -> str:
+    """Return the length of a run in epochs; empty if the data module doesn't say."""
+    if epochs is None:
+        return ""
+    count = times(epochs)
+    unit = "epoch" if count == "1" else "epochs"
+    return f" = {count} {unit}"
+
+
+def times(epochs: float) -> str:
+    """Return the number of epochs to two digits, or whole from 100 on."""
+    return f"{epochs:,.0f}" if epochs >= 99.5 else f"{epochs:.2g}"
+
+
+def facts(
+    config: Config, model: GPT, data: LightningDataModule, trainer: Trainer, products: str
+) -> dict[str, str]:
+    """Return the lines of the receipt that only the running rank knows."""
+    strategy = type(trainer.strategy).__name__
+    if trainer.world_size > 1:
+        strategy += f" over {backend_here()}"
+    return {
+        "model": f"{model.num_parameters:,} parameters, vocabulary of {model.vocab_size:,} "
+        f"tokens, context of {config.model.block_size}",
+        **data_lines(config, data),
+        "devices": f"{trainer.world_size} x {config.trainer['accelerator']}, "
+        f"{counted(torch.get_num_threads(), 'thread')} each",
+        "kernels": f"matrix products by {products}",
+        "strategy": strategy,
+        **batchnorm_line(config, model),
+    }
+
+
+def data_lines(config: Config, data: LightningDataModule) -> dict[str, str]:
+    """Return the receipt's lines on the data and the windows."""
+    if not isinstance(data, TokenDataModule):
+        return {
+            "data": f"{type(data).__name__}, a data module of your own: order, resume, and equal "
+            "results on any number of devices are up to it"
+        }
+    lines = {
+        "data": f"{data.folder}, {data.train_windows:,} windows to train on, "
+        f"{data.val_windows:,} to validate on"
+    }
+    packing = packing_of(config.packing._target_).describe(data.folder, data.block_size)
+    if packing:
+        lines["packing"] = packing
+    return lines
+
+
+def batchnorm_line(config: Config, model: nn.Module) -> dict[str, str]:
+    """Return the receipt's line on SyncBatchNorm; empty if it is not set."""
+    if not config.trainer.get("sync_batchnorm"):
+        return {}
+    count = sum(isinstance(module, BatchNorm) for module in model.modules())
+    if count == 0:
+        return {"batchnorm": "trainer.sync_batchnorm=true changes nothing: the model has none"}
+    return {"batchnorm": f"{counted(count, 'layer')} synchronized over all ranks"}
+
+
+def as_text(lines: dict[str, str]) -> str:
+    """Lay the receipt out in two columns."""
+    width = max(map(len, lines))
+    return "\n".join(f"  {label:<{width}}  {line}" for label, line in lines.items())
+
+
+def details_of_callbacks(trainer: Any) -> dict[str, str]:
+    """Return what callbacks add to a run's receipt."""
+    lines: dict[str, str] = {}
+    for callback in trainer.callbacks:
+        if isinstance(callback, InReceipt):
+            lines |= callback.receipt_lines()
+    return lines
