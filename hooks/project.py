@@ -20,6 +20,7 @@ PACKAGE, SLUG = "lockstep_gpt", "lockstep-gpt"  # ours; they mean nothing else a
 TEMPLATE_ONLY = (
     ".ci/",
     ".github/ISSUE_TEMPLATE/",
+    ".github/workflows/projects.yml",
     "BENCHMARKS.md",
     "CHANGELOG.md",
     "CITATION.cff",

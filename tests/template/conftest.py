@@ -35,6 +35,15 @@ DEFAULTS = {
 FOREIGN = ("COOKIECUTTER", "GIT_", "LOCAL_", "MASTER_", "PYTEST_", "PYTHON", "RANK", "WORLD_")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """pytest knows this option if its arguments name tests in this folder."""
+    parser.addoption(
+        "--whole-projects",
+        action="store_true",
+        help="run all tests of generated projects, not only the fast ones",
+    )
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.is_relative_to(Path(__file__).parent):

@@ -23,6 +23,7 @@ CHOICES = ["none", *EXTRAS, "all"]
 OURS = (
     ".ci/",
     ".github/ISSUE_TEMPLATE/",
+    ".github/workflows/projects.yml",
     "BENCHMARKS.md",
     "CHANGELOG.md",
     "CITATION.cff",

@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import json
+import re
 import shutil
 import signal
 import subprocess
@@ -21,6 +22,13 @@ from packaging.utils import canonicalize_name
 from wandb.proto.wandb_internal_pb2 import RunRecord
 
 LIMIT = 20 * 60  # seconds, for each step
+FAST = (  # among a project's tests, most of which train
+    "tests/model",
+    "tests/data/test_order.py",
+    "tests/docs/test_pages.py",
+    "tests/test_config.py",
+)
+MANY = 1000  # tests of a project with the default answers
 ANSWERS = ("wandb_project=its-wandb", "wandb_entity=its-team")
 
 
@@ -152,8 +160,11 @@ def packed(shared, once, project, run):
 @pytest.mark.timeout(LIMIT + 60)
 @pytest.mark.parametrize("extras", ["pages"])
 def test_it_passes_its_own_tests_and_leaves_nothing_for_git(
-    extras, generate, borrowing, run, git, tmp_path, tmp_path_factory, types, monkeypatch
+    extras, generate, borrowing, run, git, tmp_path, tmp_path_factory, types, monkeypatch, request
 ):
+    """Without `--whole-projects`, only lint, types, and fast tests: all take minutes, as ours."""
+    all_tests = request.config.getoption("--whole-projects", default=False)
+    options = ["-n", "auto"] if all_tests else ["-n0", *FAST]  # next to other tests
     # Not the cache of other tests: this environment lacks libraries of extras, so mypy would read
     # torch again for each of the two.
     monkeypatch.setenv("MYPY_CACHE_DIR", str(types(extras)))
@@ -161,8 +172,10 @@ def test_it_passes_its_own_tests_and_leaves_nothing_for_git(
     project = borrowing(tmp_path / "my-gpt")
     # pytest would otherwise delete files of earlier sessions now, which slows down all other tests.
     files = f"--basetemp={tmp_path_factory.mktemp('own')}"
-    out = run(project, sys.executable, "scripts/dev.py", "test", "-n0", files)  # next to others
+    out = run(project, sys.executable, "scripts/dev.py", "test", *options, files)
     assert " passed" in out.splitlines()[-1]
+    collected = run(project, ".venv/bin/python", "-m", "pytest", "--collect-only", "-q")
+    assert int(re.search(r"^(\d+) tests collected", collected, re.MULTILINE)[1]) > MANY
     assert git(project, "status", "--porcelain") == ""
 
 
