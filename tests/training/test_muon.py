@@ -6,7 +6,7 @@ import torch
 from lockstep_gpt.model.gpt import build_gpt
 from lockstep_gpt.model.model_settings import ModelConfig
 from lockstep_gpt.training import muon
-from lockstep_gpt.training.muon import Muon, build_optimizer, orthogonalised
+from lockstep_gpt.training.muon import Muon, build_optimizer, orthogonalized
 from lockstep_gpt.training.optim_settings import OptimConfig
 
 SHAPE = {"block_size": 8, "n_layer": 2, "n_head": 2, "n_embd": 16, "bias": False}
@@ -36,7 +36,7 @@ def step(gpt, optimizer, seed=1):
 
 def test_singular_values_end_near_1():
     matrices = torch.randn(5, 16, 40)
-    values = torch.linalg.svdvals(orthogonalised(matrices))
+    values = torch.linalg.svdvals(orthogonalized(matrices))
     assert values.min() > 0.65
     assert values.max() < 1.25
 
@@ -45,7 +45,7 @@ def test_the_directions_are_those_of_the_nearest_orthogonal_matrix():
     matrix = torch.randn(1, 12, 12)
     u, _, v = torch.linalg.svd(matrix)
     nearest = u @ v
-    cosine = (orthogonalised(matrix) * nearest).sum() / orthogonalised(matrix).norm()
+    cosine = (orthogonalized(matrix) * nearest).sum() / orthogonalized(matrix).norm()
     assert cosine / nearest.norm() > 0.97
 
 

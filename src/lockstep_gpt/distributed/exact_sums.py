@@ -49,8 +49,8 @@ class PairwiseSum:
     def total(self) -> list[Tensor]:
         """Return the sum of all lists, in the memory of one of them, and start over."""
         first, *others = self.partial()
-        for each in others:
-            torch._foreach_add_(first, each)
+        for tensors in others:
+            torch._foreach_add_(first, tensors)
         self._sums.clear()
         return first
 
@@ -60,7 +60,8 @@ class GradientSums(Callback):
 
     def __init__(self) -> None:
         super().__init__()
-        self.world_size = self.accumulation = 1
+        self.world_size = 1
+        self.accumulation = 1
         self.undo = contextlib.ExitStack()  # restores what it changed in torch
         self._in_ddp = False
         self._rest = 1.0  # the mean's factor without its powers of two
@@ -73,7 +74,7 @@ class GradientSums(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         """Take over the sum from DDP, or raise a `UserError` if the model has a BatchNorm."""
         batchnorm = torch.nn.modules.batchnorm._BatchNorm
-        if any(isinstance(each, batchnorm) for each in pl_module.modules()):
+        if any(isinstance(layer, batchnorm) for layer in pl_module.modules()):
             raise UserError(
                 "batch.exact_micro_size is set, and the model has a BatchNorm, whose statistics "
                 "differ by rank; use a norm over channels, or set batch.exact_micro_size=null"
@@ -81,10 +82,12 @@ class GradientSums(Callback):
         self.world_size = trainer.world_size
         self.accumulation = trainer.accumulate_grad_batches
         leaves = self.world_size * self.accumulation
-        whole = 1 << (leaves.bit_length() - 1)  # a factor that is a power of two is exact
-        self._rest = whole / leaves
-        pl_module.loss_factor = self.accumulation / whole  # Lightning divides by the accumulation
-        self._parameters = [each for each in pl_module.model.parameters() if each.requires_grad]
+        power = 1 << (leaves.bit_length() - 1)  # a factor that is a power of two is exact
+        self._rest = power / leaves
+        pl_module.loss_factor = self.accumulation / power  # Lightning divides by the accumulation
+        self._parameters = [
+            parameter for parameter in pl_module.model.parameters() if parameter.requires_grad
+        ]
         wrapped: Any = trainer.strategy.model
         self._in_ddp = isinstance(wrapped, DistributedDataParallel)
         if self._in_ddp:
@@ -97,12 +100,13 @@ class GradientSums(Callback):
         is_last = pl_module.leaf == self.accumulation - 1
         if is_last and self._in_ddp:
             return  # `_exchange` added them
-        if missing := sum(each.grad is None for each in self._parameters):
+        missing = sum(parameter.grad is None for parameter in self._parameters)
+        if missing:
             raise UserError(
                 f"batch.exact_micro_size is set, and {missing} of {len(self._parameters)} "
                 "parameters got no gradient; freeze them, or set batch.exact_micro_size=null"
             )
-        self._sums.add([cast(Tensor, each.grad) for each in self._parameters])
+        self._sums.add([cast(Tensor, parameter.grad) for parameter in self._parameters])
         if not is_last:
             for parameter in self._parameters:
                 parameter.grad = None
@@ -127,7 +131,8 @@ class GradientSums(Callback):
         """
         for partial in self._sums.partial():
             sums = dict(zip(self._parameters, partial, strict=True))
-            torch._foreach_add_(bucket.gradients(), [sums[each] for each in bucket.parameters()])
+            in_bucket = [sums[parameter] for parameter in bucket.parameters()]
+            torch._foreach_add_(bucket.gradients(), in_bucket)
         if bucket.is_last():
             self._sums = PairwiseSum()
         buffer = bucket.buffer()
@@ -142,9 +147,9 @@ class GradientSums(Callback):
             self._scatter(buffer, result)
             if bucket.is_last():
                 self._gather()
-                for work, _, whole, future in self._gathered:
+                for work, _, gathered, future in self._gathered:
                     work.wait()
-                    future.set_result(whole)  # DDP uses as much of it as its bucket has
+                    future.set_result(gathered)  # DDP uses as much of it as its bucket has
                 self._gathered.clear()
         return result
 
@@ -152,7 +157,9 @@ class GradientSums(Callback):
         """Start sending each rank its slice of a bucket."""
         world = self.world_size
         rest = -len(buffer) % world
-        sent = torch.nn.functional.pad(buffer, (0, rest)) if rest else buffer
+        sent = buffer
+        if rest:
+            sent = torch.nn.functional.pad(buffer, (0, rest))
         received = torch.empty_like(sent)
         work = dist.all_to_all_single(received, sent, async_op=True)
         self._scattered = work, received.view(world, -1), sent, result
@@ -161,15 +168,15 @@ class GradientSums(Callback):
         """Add the ranks' parts of this rank's slice, and start sending the sum to all ranks."""
         if self._scattered is None:
             return
-        work, parts, whole, result = self._scattered
+        work, parts, bucket, result = self._scattered
         self._scattered = None
         work.wait()
         sums = PairwiseSum()
         for part in parts.unbind():
             sums.add([part])
         total = sums.total()[0] * self._rest  # not in place: frees the parts
-        work = ALL_GATHER(whole, total, async_op=True)
-        self._gathered.append((work, total, whole, result))
+        work = ALL_GATHER(bucket, total, async_op=True)
+        self._gathered.append((work, total, bucket, result))
 
 
 def gradient_sums(config: Config) -> list[GradientSums]:

@@ -166,15 +166,16 @@ class ShardedStrategy(ModelParallelStrategy):
         path = Path(filepath)
         if self._save_parts:
             names = [part_path(path, rank, self.world_size) for rank in range(self.world_size)]
-            own = names[self.global_rank]
             writer: Any = self.checkpoint_io
-            digest = bytes.fromhex(writer.save_part(shares_in(checkpoint), own))
-            mine = torch.tensor([*digest], dtype=torch.uint8, device=self.root_device)
-            digests = [torch.empty_like(mine) for _ in names]
-            dist.all_gather(digests, mine)
+            hexadecimal = writer.save_part(shares_in(checkpoint), names[self.global_rank])
+            local_digest = torch.tensor(
+                [*bytes.fromhex(hexadecimal)], dtype=torch.uint8, device=self.root_device
+            )
+            digests = [torch.empty_like(local_digest) for _ in names]
+            dist.all_gather(digests, local_digest)
             storage_options = {
-                part.name: bytes(each.tolist()).hex()
-                for part, each in zip(names, digests, strict=True)
+                part.name: bytes(digest.tolist()).hex()
+                for part, digest in zip(names, digests, strict=True)
             }
             checkpoint = {**without_shares(checkpoint), "parts": [*storage_options]}
         if self.is_global_zero:

@@ -92,7 +92,8 @@ def join(ranks: Ranks, config: Config, store: Store | None = None) -> None:
     if ranks.world_size == 1 or dist.is_initialized():
         return
     choose_interfaces(ranks)
-    backend, device = backend_of(config), None
+    backend = backend_of(config)
+    device = None
     if config.trainer["accelerator"] == "cuda":  # else it would also use memory of the first GPU
         device = torch.device("cuda", ranks.local_rank)
         torch.cuda.set_device(device)
@@ -146,10 +147,10 @@ def from_each_rank(value: Any) -> list[Any]:
     return values
 
 
-def tensors_of_ranks(own: Tensor) -> Tensor:
+def tensors_of_ranks(tensor: Tensor) -> Tensor:
     """Stack the tensors of all ranks, which have one shape, in a new first dimension."""
     if not dist.is_initialized():
-        return own[None]
-    tensors = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-    dist.all_gather(tensors, own)
+        return tensor[None]
+    tensors = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+    dist.all_gather(tensors, tensor)
     return torch.stack(tensors)

@@ -18,48 +18,56 @@ def gathered(states: Any) -> Any:
     Every rank must call this; ranks other than 0 keep their shards.
     """
     if isinstance(states, dict):
-        return {name: gathered(each) for name, each in states.items()}
+        return {name: gathered(state) for name, state in states.items()}
     if isinstance(states, list):
-        return [gathered(each) for each in states]
+        return [gathered(state) for state in states]
     if not isinstance(states, DTensor):
         return states
-    whole = states.full_tensor()
-    return whole.cpu() if states.device_mesh.get_rank() == 0 else states
+    tensor = states.full_tensor()
+    if states.device_mesh.get_rank() == 0:
+        return tensor.cpu()
+    return states
 
 
-def share_of(whole: Any, place: Tensor) -> Any:
-    """Return this rank's shard of `whole`, which all ranks have, sharded in the way of `place`.
+def share_of(value: Any, place: Tensor) -> Any:
+    """Return this rank's shard of `value`, which all ranks have, sharded in the way of `place`.
 
-    Values whose shape is not `place`'s, such as a step count, stay whole.
+    Values whose shape is not `place`'s, such as a step count, stay as they are.
     """
-    if not isinstance(place, DTensor) or getattr(whole, "shape", None) != place.shape:
-        return whole
+    if not isinstance(place, DTensor) or getattr(value, "shape", None) != place.shape:
+        return value
     # Without a source rank nothing is sent: each rank cuts its shard from its own copy.
-    return distribute_tensor(whole, place.device_mesh, place.placements, src_data_rank=None)
+    return distribute_tensor(value, place.device_mesh, place.placements, src_data_rank=None)
 
 
 def shares_in(states: Any) -> dict[Any, Any]:
     """Return the shards in nested containers, in host memory, by their keys and indices."""
-    found: dict[Any, Any] = {}
-    for key, each in _items(states):
-        if isinstance(each, DTensor):
+    shares: dict[Any, Any] = {}
+    for key, state in _items(states):
+        if isinstance(state, DTensor):
             # Copied, because a view's whole storage would be saved, which may be that of a block.
-            found[key] = each.to_local().detach().cpu().clone()
-        elif inner := shares_in(each):
-            found[key] = inner
-    return found
+            shares[key] = state.to_local().detach().cpu().clone()
+            continue
+        inner_shares = shares_in(state)
+        if inner_shares:
+            shares[key] = inner_shares
+    return shares
 
 
 def without_shares(states: Any) -> Any:
     """Return nested containers in which each shard is replaced by None."""
     if isinstance(states, dict):
-        return {name: without_shares(each) for name, each in states.items()}
+        return {name: without_shares(state) for name, state in states.items()}
     if isinstance(states, list):
-        return [without_shares(each) for each in states]
-    return None if isinstance(states, DTensor) else states
+        return [without_shares(state) for state in states]
+    if isinstance(states, DTensor):
+        return None
+    return states
 
 
 def _items(states: Any) -> Iterable[tuple[Any, Any]]:
     if isinstance(states, dict):
         return states.items()
-    return enumerate(states) if isinstance(states, list) else ()
+    if isinstance(states, list):
+        return enumerate(states)
+    return ()

@@ -28,9 +28,11 @@ def causal_attention(
     if q.device.type != "cpu" or T > SHORT:
         settings: Any = {"is_causal": True, "scale": scale}
         return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, **settings)
-    queries, keys, values = (each.reshape(-1, T, D) for each in (q, k, v))
+    if scale is None:
+        scale = D**-0.5
+    queries, keys, values = q.reshape(-1, T, D), k.reshape(-1, T, D), v.reshape(-1, T, D)
     later = torch.full((T, T), -math.inf, dtype=q.dtype).triu(1)
-    scores = torch.baddbmm(later, queries, keys.mT, alpha=D**-0.5 if scale is None else scale)
+    scores = torch.baddbmm(later, queries, keys.mT, alpha=scale)  # (B n_head, T, T)
     return (F.dropout(scores.softmax(dim=-1), dropout) @ values).view(q.shape)
 
 
@@ -53,7 +55,8 @@ def choose_matrix_products(device: str) -> str:
 def product_error() -> float:
     """Return the largest error of a float32 matrix product, relative to its largest element."""
     source = torch.Generator().manual_seed(0)
-    left, right = (torch.randn(512, 512, generator=source) for _ in range(2))
+    left = torch.randn(512, 512, generator=source)
+    right = torch.randn(512, 512, generator=source)
     exact = left.double() @ right.double()
     return float((left @ right - exact).abs().max() / exact.abs().max())
 
@@ -75,13 +78,16 @@ def linear_cross_entropy(
     Features are (B, T, C), head weights (V padded, C), and targets (B, T) of any integer type.
     Logarithms and sums use at least float32. If no target counts, the loss is 0, not NaN.
     """
-    features, targets = features.flatten(0, -2), targets.long().flatten()  # (N, C) and (N)
+    features = features.flatten(0, -2)  # (N, C)
+    targets = targets.long().flatten()  # (N)
     if features.shape[0] * head.shape[0] > most_whole_logits(features.device):
         device = features.device.type
         if torch.is_autocast_enabled(device):
             dtype = torch.get_autocast_dtype(device)
-            features, head = features.to(dtype), head.to(dtype)
-        head = head if torch.is_grad_enabled() else head.detach()  # avoids its gradient
+            features = features.to(dtype)
+            head = head.to(dtype)
+        if not torch.is_grad_enabled():
+            head = head.detach()  # avoids its gradient
         if features.dtype != torch.float16:  # gradients would underflow before the loss scale
             apply: Any = ChunkedCrossEntropy.apply
             if device == "cpu":  # chunks were measured in eager mode there
@@ -123,9 +129,11 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         weights = counted.to(wide) / counted.sum().clamp(min=1)  # (N)
         targets = targets.where(counted, 0)[:, None]  # (N, 1)
         loss = torch.zeros((), dtype=wide, device=features.device)
-        needed = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
-        grads = (torch.empty_like(features), torch.zeros_like(head, dtype=wide)) if needed else ()
-        rows = max(1, (GPU_CHUNK_LOGITS if features.is_cuda else CHUNK_LOGITS) // len(head))
+        grads: tuple[Tensor, ...] = ()
+        if ctx.needs_input_grad[0] or ctx.needs_input_grad[1]:
+            grads = torch.empty_like(features), torch.zeros_like(head, dtype=wide)
+        chunk_logits = GPU_CHUNK_LOGITS if features.is_cuda else CHUNK_LOGITS
+        rows = max(1, chunk_logits // len(head))
         for start in range(0, len(features), rows):
             chunk = slice(start, start + rows)
             logits = F.linear(features[chunk], head)

@@ -73,23 +73,34 @@ class GPT(gpt.GPT):
 
     def features(self, tokens: Tensor) -> Tensor:
         """Return the head's input, (B, T, C), for `tokens`, (B, T)."""
-        positions, tokens = self.positions(tokens), tokens.long()
+        positions = self.positions(tokens)
+        tokens = tokens.long()
         x = self.token_embedding(tokens)  # (B, T, C)
-        code, rows = tokens * HASH[1], self.config.ngram_rows
-        for table in range(self.config.longest_ngram - 1) if rows else ():
-            code = self.shifted(code) * HASH[0] ^ tokens * HASH[1]
-            x = x + self.ngram_embedding(code % rows + table * rows)
+        if self.config.ngram_rows:
+            x = self.add_ngrams(x, tokens)
         x = norm(x)
         x = self.dropout(x + self.previous * self.shifted(x))
-        device = tokens.device.type
+
         # bfloat16 has float32's range, so everything in between can use it, not only products.
-        narrow = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == BF16
-        turns = self.cos[positions], self.sin[positions]
-        x, cos, sin = (each.to(BF16 if narrow else x.dtype) for each in (x, *turns))
-        with torch.autocast(device, enabled=False) if narrow else nullcontext():
+        device = tokens.device.type
+        is_narrow = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == BF16
+        dtype = BF16 if is_narrow else x.dtype
+        x = x.to(dtype)
+        cos = self.cos[positions].to(dtype)
+        sin = self.sin[positions].to(dtype)
+        with torch.autocast(device, enabled=False) if is_narrow else nullcontext():
             for block in self.blocks:
                 x = block(x, cos, sin)
             return norm(x)
+
+    def add_ngrams(self, x: Tensor, tokens: Tensor) -> Tensor:
+        """Add the embeddings of the n-grams that end in each token, for n from 2 on, by hash."""
+        rows = self.config.ngram_rows
+        code = tokens * HASH[1]
+        for table in range(self.config.longest_ngram - 1):
+            code = self.shifted(code) * HASH[0] ^ tokens * HASH[1]
+            x = x + self.ngram_embedding(code % rows + table * rows)
+        return x
 
 
 class Block(nn.Module):
@@ -114,7 +125,8 @@ class CausalSelfAttention(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.n_head, self.n_kv_head = config.n_head, config.n_kv_head or config.n_head
+        self.n_head = config.n_head
+        self.n_kv_head = config.n_kv_head or config.n_head
         self.dropout = config.dropout
         self.width = config.n_embd // config.n_head  # D
         self.query = nn.Linear(config.n_embd, config.n_embd, bias=False)
@@ -128,9 +140,11 @@ class CausalSelfAttention(nn.Module):
         qkv = linear(x, self.query, self.key, self.value).view(B, T, -1, self.width)
         qk, v = torch.split(qkv, [self.n_head + self.n_kv_head, self.n_kv_head], 2)
         q, k = torch.split(rotate(norm(qk), cos, sin), [self.n_head, self.n_kv_head], 2)
-        q, k, v = (each.transpose(1, 2) for each in (q, k, v))  # (B, heads, T, D)
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, heads, T, D)
         if self.n_kv_head < self.n_head:
-            k, v = (each.repeat_interleave(self.n_head // self.n_kv_head, dim=1) for each in (k, v))
+            shares = self.n_head // self.n_kv_head  # query heads of one head of keys and values
+            k = k.repeat_interleave(shares, dim=1)
+            v = v.repeat_interleave(shares, dim=1)
         y = self.attend(q, k, v, self.dropout if self.training else 0.0, ATTENTION_SCALE)
         return linear(y.transpose(1, 2).reshape(B, T, C), self.projection)
 
@@ -155,10 +169,13 @@ def norm(x: Tensor) -> Tensor:
 
 def linear(x: Tensor, *layers: nn.Linear) -> Tensor:
     """Return the layers' outputs for `x`, (..., C), concatenated, from one matrix product."""
-    if own := getattr(layers[0], "together", None):  # an extra's layers
-        return own(x, layers)
-    weights = [layer.weight for layer in layers]
-    return F.linear(x, (torch.cat(weights) if layers[1:] else weights[0]).to(x.dtype))
+    multiply_together = getattr(layers[0], "together", None)
+    if multiply_together is not None:  # an extra's layers
+        return multiply_together(x, layers)  # type: ignore[no-any-return]
+    weight = layers[0].weight
+    if len(layers) > 1:
+        weight = torch.cat([layer.weight for layer in layers])
+    return F.linear(x, weight.to(x.dtype))
 
 
 def rotations(length: int, width: int) -> tuple[Tensor, Tensor]:

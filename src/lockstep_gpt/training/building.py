@@ -36,8 +36,9 @@ def build(node: dict[str, Any], known: dict[str, Any]) -> Any:
     """Build a `_target_` node with what it accepts of `known`, or raise a `UserError`."""
     try:
         target = get_method(node["_target_"])
-        told = {name: known[name] for name in inspect.signature(target).parameters if name in known}
-        return deferred(node)(**told)
+        accepted = inspect.signature(target).parameters
+        arguments = {name: known[name] for name in accepted if name in known}
+        return deferred(node)(**arguments)
     except (InstantiationException, TypeError, ImportError) as error:
         raise mistake(error) from error
 
@@ -46,8 +47,9 @@ def deferred(node: dict[str, Any]) -> Any:
     """Return a partial of a `_target_` node; Hydra would make configurations of its arguments."""
     # It may build what the configuration names. Hydra still rejects what runs arbitrary code.
     targets = re.findall(r'"(?:_target_|path)": "(.+?)"', json.dumps(node))
-    named: dict[str, Any] = {"_execution_whitelist_": targets}
-    allowed = named if named.keys() <= inspect.signature(instantiate).parameters.keys() else {}
+    allowed: dict[str, Any] = {}
+    if "_execution_whitelist_" in inspect.signature(instantiate).parameters:
+        allowed["_execution_whitelist_"] = targets
     return instantiate({**node, "_partial_": True}, _convert_="all", **allowed)
 
 
@@ -85,12 +87,12 @@ def build_loggers(directory: RunDirectory, batch: BatchPlan, module: GPTModule) 
         "parameters": module.model.num_parameters,
         **git_state(Path(__file__).parent),
     }
-    shown = {**directory.values(), **derived}
-    known = {"directory": directory, "config": shown, "model": module.model}
+    values = {**directory.values(), **derived}
+    known = {"directory": directory, "config": values, "model": module.model}
     loggers = [build(node, known) for node in module.config.logger.values()]
-    for each in loggers:
-        if not isinstance(each, TrackedRun):  # which got them at its start
-            each.log_hyperparams(shown)
+    for logger in loggers:
+        if not isinstance(logger, TrackedRun):  # which got them at its start
+            logger.log_hyperparams(values)
     return loggers
 
 
@@ -103,7 +105,7 @@ def build_checkpoints(directory: RunDirectory, module: GPTModule) -> Checkpoints
 
 def build_trainer(
     config: Config,
-    here: Ranks,
+    ranks: Ranks,
     batch: BatchPlan,
     *,
     first: list[Callback],
@@ -116,7 +118,7 @@ def build_trainer(
 
     Args:
         config: names the Trainer, the strategy, and the user's callbacks.
-        here: this rank.
+        ranks: this rank among all.
         batch: decides how often the Trainer updates and validates.
         first: callbacks before the user's, which see what these have measured.
         last: callbacks after the user's.
@@ -124,8 +126,8 @@ def build_trainer(
         plugins: ours, in addition to the user's.
         arguments: others of the Trainer.
     """
-    known = {"accelerator": config.trainer["accelerator"], "world_size": here.world_size}
-    places = {"devices": here.local_world_size, "num_nodes": here.num_nodes}
+    known = {"accelerator": config.trainer["accelerator"], "world_size": ranks.world_size}
+    places = {"devices": ranks.local_world_size, "num_nodes": ranks.num_nodes}
     try:
         chosen = [build(node, {}) for node in config.callbacks.values()]
         make_trainer = deferred({**config.trainer, **places})
@@ -134,14 +136,14 @@ def build_trainer(
             strategy=build(config.strategy, known),
             callbacks=[*first, *chosen, *last],
             logger=loggers,
-            plugins=with_environment([*plugins, *users_plugins], here),
+            plugins=with_environment([*plugins, *users_plugins], ranks),
             accumulate_grad_batches=batch.accumulation,
             val_check_interval=config.val_every * batch.accumulation,
             precision=config.precision,
             max_epochs=-1,
             check_val_every_n_epoch=None,
             num_sanity_val_steps=0,
-            enable_progress_bar=any(isinstance(each, ProgressBar) for each in chosen),
+            enable_progress_bar=any(isinstance(callback, ProgressBar) for callback in chosen),
             enable_model_summary=False,
             log_every_n_steps=config.log_every,
             **arguments,
@@ -153,10 +155,10 @@ def build_trainer(
     return trainer
 
 
-def with_environment(plugins: Iterable[Any], here: Ranks) -> list[Any]:
+def with_environment(plugins: Iterable[Any], ranks: Ranks) -> list[Any]:
     """Return the Trainer's plugins, with what tells Lightning this rank if the user's don't."""
     complete = list(plugins)
-    is_told = any(isinstance(plugin, ClusterEnvironment) for plugin in complete)
-    if here.world_size > 1 and not is_told:
-        complete.append(RanksEnvironment(here))
+    has_environment = any(isinstance(plugin, ClusterEnvironment) for plugin in complete)
+    if ranks.world_size > 1 and not has_environment:
+        complete.append(RanksEnvironment(ranks))
     return complete

@@ -18,6 +18,7 @@ from lockstep_gpt.data.tokenizer import Tokenizer
 from lockstep_gpt.distributed.ranks import from_each_rank
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.model.gpt import GPT
+from lockstep_gpt.model.model_settings import ModelConfig
 from lockstep_gpt.registry import optional_part
 from lockstep_gpt.run.checkpoint import find_checkpoint
 from lockstep_gpt.run.trained_model import load_model
@@ -45,7 +46,7 @@ def load_initial_weights(model: GPT, tokenizer: Tokenizer) -> None:
     path = Path(model.config.init_from).expanduser()
     source = f"model.init_from={path}"
     if is_run(path):
-        weights, longest = weights_of_run(path, model, tokenizer, source)
+        weights, saved_context = weights_of_run(path, model, tokenizer, source)
     else:
         pretrained = optional_part("hub", "pretrained")
         if pretrained is None:
@@ -53,11 +54,11 @@ def load_initial_weights(model: GPT, tokenizer: Tokenizer) -> None:
                 f"{source} is neither a run nor a checkpoint in one; name one. A transformers "
                 f"folder needs {how_to_add('hub')}"
             )
-        weights, longest = pretrained.weights_of_folder(path, model, tokenizer, source)
+        weights, saved_context = pretrained.weights_of_folder(path, model, tokenizer, source)
     model.load_state_dict(weights)
     _refuse_other_weights(model, source)
     context = model.config.block_size
-    logger.info("weights of %s, %s of %s positions", path, f"{context:,}", f"{longest:,}")
+    logger.info("weights of %s, %s of %s positions", path, f"{context:,}", f"{saved_context:,}")
 
 
 def _refuse_other_weights(model: GPT, source: str) -> None:
@@ -87,52 +88,68 @@ def weights_of_run(
     Raises:
         UserError: the run's shape or tokenizer differs; the message starts with `source`.
     """
-    found, config, theirs = load_model(find_checkpoint(path), is_plain=True)
-    ours, names = model.config, (*SHAPE, *((LONGEST,) if model.config.ngram_rows else ()))
-    for name in names:
-        if (was := getattr(config.model, name)) != getattr(ours, name):
-            is_now, right = (as_typed(each) for each in (getattr(ours, name), was))
+    saved_model, saved_config, saved_tokenizer = load_model(find_checkpoint(path), is_plain=True)
+    _refuse_other_shape(saved_config.model, model.config, source)
+    weights = saved_model.state_dict()
+    saved_context = saved_config.model.block_size
+    if POSITIONS in weights:
+        if saved_context < model.config.block_size:
             raise UserError(
-                f"{source} has {name}={right}, and model.{name}={is_now}; set model.{name}={right}"
+                f"{source} has learned positions for {saved_context} tokens, and model.block_size="
+                f"{model.config.block_size}; set model.block_size={saved_context}"
             )
-    longest = config.model.block_size
-    if POSITIONS in found.state_dict() and longest < ours.block_size:
-        raise UserError(
-            f"{source} has learned positions for {longest} tokens, and model.block_size="
-            f"{ours.block_size}; set model.block_size={longest}"
-        )
-    if not may_have(theirs.vocab_size, tokenizer) or not _alike(theirs, tokenizer):
+        weights[POSITIONS] = weights[POSITIONS][: model.config.block_size]
+    if not is_vocabulary_of(tokenizer, saved_tokenizer.vocab_size) or not _encode_alike(
+        saved_tokenizer, tokenizer
+    ):
         raise UserError(
             f"{source} has another tokenizer than the data; prepare the data with its own, "
             f"data.tokenizer={path} where the source of data has that"
         )
-    saved, places = found.state_dict(), model.state_dict()
-    for name in set(PADDED) & saved.keys():
-        rows = saved[name][: theirs.vocab_size]
-        saved[name] = grown(rows, places[name], model.vocab_size, tokenizer.end_of_text)
-    if POSITIONS in saved:
-        saved[POSITIONS] = saved[POSITIONS][: ours.block_size]
-    return saved, longest
+    places = model.state_dict()
+    for name in set(PADDED) & weights.keys():
+        rows = weights[name][: saved_tokenizer.vocab_size]
+        weights[name] = with_rows(rows, places[name], model.vocab_size, tokenizer.end_of_text)
+    return weights, saved_context
 
 
-def may_have(size: int, tokenizer: Tokenizer) -> bool:
-    """Return whether the tokenizer has so many tokens, or that many and special ones after them."""
-    ours, added = tokenizer.vocab_size, json.loads(tokenizer.to_dict().get("json", "{}"))
-    special = {each["id"] for each in added.get("added_tokens", ()) if each["special"]}
-    return size == ours or (size < ours and special.issuperset(range(size, ours)))
+def _refuse_other_shape(saved: ModelConfig, config: ModelConfig, source: str) -> None:
+    names = [*SHAPE]
+    if config.ngram_rows:
+        names.append(LONGEST)
+    for name in names:
+        saved_value = getattr(saved, name)
+        value = getattr(config, name)
+        if saved_value != value:
+            raise UserError(
+                f"{source} has {name}={as_typed(saved_value)}, and model.{name}={as_typed(value)}; "
+                f"set model.{name}={as_typed(saved_value)}"
+            )
 
 
-def grown(weight: Tensor, place: Tensor, vocab_size: int, like: int | None = None) -> Tensor:
-    """Pad `weight`, whose rows are tokens, to the rows of `place` with zeros.
+def is_vocabulary_of(tokenizer: Tokenizer, size: int) -> bool:
+    """Return whether `size` counts the tokenizer's tokens, or all but the last special ones."""
+    vocab_size = tokenizer.vocab_size
+    if size >= vocab_size:
+        return size == vocab_size
+    added_tokens = json.loads(tokenizer.to_dict().get("json", "{}")).get("added_tokens", ())
+    special_ids = {token["id"] for token in added_tokens if token["special"]}
+    return special_ids.issuperset(range(size, vocab_size))
 
-    Tokens up to `vocab_size` that it lacks begin as copies of the token `like`.
+
+def with_rows(weight: Tensor, place: Tensor, vocab_size: int, model_id: int | None) -> Tensor:
+    """Add rows to `weight`, (tokens, C), for tokens that it lacks, up to the rows of `place`.
+
+    Tokens up to `vocab_size` start as copies of the token `model_id`, or of the first one. The
+    rows of padding are zeros.
     """
-    new = weight[[0 if like is None else like]].expand(vocab_size - len(weight), -1)
-    return torch.cat([weight, new, weight.new_zeros(len(place) - vocab_size, weight.shape[1])])
+    copied = weight[[model_id or 0]].expand(vocab_size - len(weight), -1)
+    padding = weight.new_zeros(len(place) - vocab_size, weight.shape[1])
+    return torch.cat([weight, copied, padding])
 
 
-def _alike(theirs: Tokenizer, ours: Tokenizer) -> bool:
-    is_text = theirs.end_of_text is not None and ours.end_of_text is not None
-    if not is_text:
-        return theirs.to_dict() == ours.to_dict()
-    return bool(theirs.encode(PROBE).tolist() == ours.encode(PROBE).tolist())
+def _encode_alike(first: Tokenizer, second: Tokenizer) -> bool:
+    """Return whether two tokenizers give the same ids for text; without text, whether equal."""
+    if first.end_of_text is None or second.end_of_text is None:
+        return first.to_dict() == second.to_dict()
+    return bool(first.encode(PROBE).tolist() == second.encode(PROBE).tolist())

@@ -5,7 +5,7 @@ directions move equally. Matrices of one shape are orthogonalized together: one 
 does it, costs twice as much.
 """
 
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -38,43 +38,53 @@ class Muon(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         """Update all weights once."""
-        with torch.enable_grad():
-            loss = closure() if closure else None
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
         for group in self.param_groups:
-            update = self._orthogonal if group["muon"] else self._adamw
-            if parameters := [each for each in group["params"] if each.grad is not None]:
-                update(parameters, group)
+            parameters = [weight for weight in group["params"] if weight.grad is not None]
+            if not parameters:
+                continue
+            if not group["muon"]:
+                self._update_by_adamw(parameters, group)
+                continue
+            for shape in dict.fromkeys(weight.shape for weight in parameters):
+                same_shape = [weight for weight in parameters if weight.shape == shape]
+                self._update_by_muon(same_shape, group)
         return loss
 
-    def _orthogonal(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
-        for shape in dict.fromkeys(each.shape for each in parameters):
-            self._orthogonal_alike([each for each in parameters if each.shape == shape], group)
-
-    def _orthogonal_alike(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
-        states = [self._state(each, ("momentum",)) for each in parameters]
-        momenta = [state["momentum"] for state in states]
-        share = min(1.0, int(states[0]["step"]) / MOMENTUM_WARMUP)
-        momentum = MOMENTA[0] + share * (MOMENTA[1] - MOMENTA[0])
-        grads = torch.stack([each.grad for each in parameters if each.grad is not None])
-        moved, keep = torch.stack(momenta), cast(Any, 1.0)
+    def _update_by_muon(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
+        """Update matrices of one shape together, as a tensor of (N, rows, columns)."""
+        states = [self._state(weight, ("momentum",)) for weight in parameters]
+        gradients = torch.stack(_gradients(parameters))
+        keep: Any = 1.0
         if self.found_inf is not None:
             keep = 1 - self.found_inf  # 0: this step changes nothing
-            grads = grads.where(keep > 0, 0.0)
-        moved.lerp_(grads, (1 - momentum) * keep)
-        torch._foreach_copy_(momenta, moved.unbind())
+            gradients = gradients.where(keep > 0, 0.0)
+
+        # The moving average of gradients, and the step count.
+        warmed_up = min(1.0, int(states[0]["step"]) / MOMENTUM_WARMUP)
+        momentum = MOMENTA[0] + warmed_up * (MOMENTA[1] - MOMENTA[0])
+        averages = [state["momentum"] for state in states]
+        average = torch.stack(averages).lerp_(gradients, (1 - momentum) * keep)
+        torch._foreach_copy_(averages, average.unbind())
         torch._foreach_add_([state["step"] for state in states], 1)
-        updates = orthogonalised(grads.lerp_(moved, momentum))  # Nesterov momentum
+
+        # The update: its size doesn't depend on the gradients'.
+        updates = orthogonalized(gradients.lerp_(average, momentum))  # Nesterov momentum
         rows, columns = parameters[0].shape
         size = group["lr"] * max(1.0, rows / columns) ** 0.5
-        if decay := group["lr"] * group["weight_decay"]:
+        decay = group["lr"] * group["weight_decay"]
+        if decay != 0:
             torch._foreach_mul_(parameters, 1 - decay * keep)
         torch._foreach_add_(parameters, updates.mul_(-size * keep).unbind())
 
-    def _adamw(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
-        states = [self._state(each, ("exp_avg", "exp_avg_sq")) for each in parameters]
+    def _update_by_adamw(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
+        states = [self._state(weight, ("exp_avg", "exp_avg_sq")) for weight in parameters]
         adamw(
             parameters,
-            [each.grad for each in parameters if each.grad is not None],
+            _gradients(parameters),
             [state["exp_avg"] for state in states],
             [state["exp_avg_sq"] for state in states],
             [],
@@ -100,7 +110,11 @@ class Muon(torch.optim.Optimizer):
         return state
 
 
-def orthogonalised(matrices: Tensor) -> Tensor:
+def _gradients(parameters: list[Tensor]) -> list[Tensor]:
+    return [weight.grad for weight in parameters if weight.grad is not None]
+
+
+def orthogonalized(matrices: Tensor) -> Tensor:
     """Return roughly the nearest orthogonal matrices of (N, rows, columns), by Newton-Schulz.
 
     Low precision is enough: the singular values end up between 0.7 and 1.2 anyway.
@@ -108,26 +122,38 @@ def orthogonalised(matrices: Tensor) -> Tensor:
     a, b, c = COEFFICIENTS
     x = matrices.to(_product_type(matrices.device))
     x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)
-    wide = x.shape[1] <= x.shape[2]
+    is_wide = x.shape[1] <= x.shape[2]
     for _ in range(ITERATIONS):
-        gram = x @ x.mT if wide else x.mT @ x  # the smaller of the two
-        turn = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
-        x = torch.baddbmm(x, turn, x, beta=a) if wide else torch.baddbmm(x, x, turn, beta=a)
+        if is_wide:  # x @ x.mT is the smaller of the two products
+            gram = x @ x.mT
+            polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+            x = torch.baddbmm(x, polynomial, x, beta=a)
+        else:
+            gram = x.mT @ x
+            polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+            x = torch.baddbmm(x, x, polynomial, beta=a)
     return x.to(matrices.dtype)
 
 
 def _product_type(device: torch.device) -> torch.dtype:
     """Return the narrowest dtype with fast products."""
-    slow = device.type == "cpu" and not has_fast_bfloat16()
-    return torch.float32 if slow else torch.bfloat16
+    if device.type == "cpu" and not has_fast_bfloat16():
+        return torch.float32
+    return torch.bfloat16
 
 
 def build_optimizer(model: nn.Module, config: OptimConfig, lr: float) -> Muon:
     """Give matrices in `model.blocks` to Muon; the head and the rest are AdamW's two groups."""
-    named = [each for each in model.named_parameters() if each[1].requires_grad]
-    matrices = [weight for name, weight in named if name.startswith("blocks.") and weight.ndim == 2]
-    head = [weight for name, weight in named if name == "output.weight"]
-    rest = [each for _, each in named if all(each is not it for it in (*matrices, *head))]
+    matrices, head, rest = [], [], []
+    for name, weight in model.named_parameters():
+        if not weight.requires_grad:
+            continue
+        if name.startswith("blocks.") and weight.ndim == 2:
+            matrices.append(weight)
+        elif name == "output.weight":
+            head.append(weight)
+        else:
+            rest.append(weight)
     # Always three, in this order, so a saved state fits any later run of the same model.
     groups = [
         {"params": matrices, "lr": lr, "muon": True, "weight_decay": config.weight_decay},

@@ -17,7 +17,7 @@ from lockstep_gpt.data.tokenizer import Tokenizer
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.model.gpt import GPT
 from lockstep_gpt.model.model_settings import ModelConfig
-from lockstep_gpt.training.initial_weights import PADDED, POSITIONS, grown, may_have
+from lockstep_gpt.training.initial_weights import PADDED, POSITIONS, is_vocabulary_of, with_rows
 
 Weights = dict[str, Tensor]
 
@@ -105,8 +105,8 @@ def imported(
         weight = weight.T if turned else weight
         if ours == POSITIONS:
             weight = weight[: len(place)]
-        if ours in PADDED and may_have(len(weight), tokenizer):
-            weight = grown(weight, place, model.vocab_size, tokenizer.end_of_text)
+        if ours in PADDED and is_vocabulary_of(tokenizer, len(weight)):
+            weight = with_rows(weight, place, model.vocab_size, tokenizer.end_of_text)
         weights[ours] = weight
         if weights[ours].shape != place.shape:
             raise UserError(

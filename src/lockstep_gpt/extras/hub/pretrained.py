@@ -16,7 +16,7 @@ from lockstep_gpt.extras.hub.layouts import Layout, imported, layout_of
 from lockstep_gpt.model.gpt import GPT
 from lockstep_gpt.optional import import_optional
 from lockstep_gpt.settings import as_typed
-from lockstep_gpt.training.initial_weights import POSITIONS, PROBE, may_have
+from lockstep_gpt.training.initial_weights import POSITIONS, PROBE, is_vocabulary_of
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 SAME = {"gelu_pytorch_tanh": "gelu_new"}  # two names for one function
@@ -90,7 +90,7 @@ def _check_tokenizer(
     """Reject weights that were trained with another tokenizer than the data's."""
     remedy = f"set data.tokenizer={folder}, or bytes if it was trained on bytes"
     size, ours = saved.get("vocab_size"), tokenizer.vocab_size
-    if not isinstance(size, int) or not may_have(size, tokenizer):
+    if not isinstance(size, int) or not is_vocabulary_of(tokenizer, size):
         raise UserError(
             f"{source} has a vocabulary of {size}, but the data's tokenizer has {ours}; {remedy}"
         )
