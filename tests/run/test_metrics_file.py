@@ -17,7 +17,7 @@ def path(tmp_path):
 def start(path):
     def at(step=0):
         file = MetricsFile(path, FEW)
-        file.begin(step)
+        file.truncate_after(step)
         return file
 
     return at
