@@ -154,17 +154,17 @@ class RunDirectory:
         The lock has two bytes: one for the command, and one for rank 0, which writes to the
         directory and may outlive a killed command by a moment.
         """
-        with contextlib.ExitStack() as after:
+        with contextlib.ExitStack() as cleanup:
             with self.writing(UserError):
                 self.path.mkdir(parents=True, exist_ok=True)
-                file = after.enter_context(self.lock.open("ab+", buffering=0))
+                file = cleanup.enter_context(self.lock.open("ab+", buffering=0))
                 self._lock_byte(file, COMMAND_BYTE)
                 self._lock_byte(file, WRITER_BYTE, WRITER_SECONDS)
                 with contextlib.suppress(OSError):  # a file system without locks
                     fcntl.lockf(file, fcntl.LOCK_UN, 1, WRITER_BYTE)  # for rank 0
                 file.truncate(0)
                 file.write(f"process {os.getpid()} on {socket.gethostname()}".encode())
-            after.callback(self.lock.unlink, missing_ok=True)  # `discard` may have removed it
+            cleanup.callback(self.lock.unlink, missing_ok=True)  # `discard` may have removed it
             yield
 
     @contextlib.contextmanager

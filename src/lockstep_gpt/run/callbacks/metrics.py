@@ -170,8 +170,8 @@ class Metrics(StepCallback):
     def _log(self, trainer: Trainer, step: int, metrics: dict[str, float]) -> None:
         row = {"trainer/tokens": step * self.tokens_per_step, **metrics}
         self.row.update(row)
-        for logger in trainer.loggers:
-            logger.log_metrics(row, step)
+        for row_logger in trainer.loggers:
+            row_logger.log_metrics(row, step)
 
 
 def p50_and_p95(durations: list[float]) -> tuple[float, float]:
