@@ -91,10 +91,10 @@ def test_a_failed_save_keeps_the_old_file(tmp_path, old):
     path = checkpoint_path(tmp_path, 1)
     if old:
         save(path, step=1)
-    before = {each.name: each.read_bytes() for each in tmp_path.iterdir()}
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     with pytest.raises(RunError, match="No space left"):
         save(path, state_dict={"w": torch.zeros(1000), "broken": Unsaveable()})
-    assert {each.name: each.read_bytes() for each in tmp_path.iterdir()} == before
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
 def save_for_ever(folder):

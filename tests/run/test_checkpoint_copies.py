@@ -36,8 +36,8 @@ def test_every_save_is_copied_and_a_lost_run_is_restored_from_copies(tmp_path, p
     for step in (1, 2, 3):
         io.save_checkpoint(content(step=step), checkpoint_path(tmp_path / "here", step))
     io.remove_checkpoint(checkpoint_path(tmp_path / "here", 2))
-    kept = [f"step=00000{step}.ckpt{end}" for step in (1, 3) for end in ("", ".sha256")]
-    assert copies(url) == kept
+    expected = [f"step=00000{step}.ckpt{end}" for step in (1, 3) for end in ("", ".sha256")]
+    assert copies(url) == expected
     newest = fetch_newest(url, tmp_path / "anew")
     assert newest == tmp_path / "anew/step=000003.ckpt"
     assert read_checkpoint(newest)["step"] == 3
@@ -107,8 +107,8 @@ def test_a_run_that_lost_its_disk_resumes_from_its_own_copies(tmp_path):
     disk = checkpoint_io(anew, config)
     assert fetch(anew, config) == checkpoint_path(anew.checkpoints, 5)
     saved(disk, anew, 7)
-    kept = [f"step=00000{step}.ckpt{end}" for step in (5, 7) for end in ("", ".sha256")]
-    assert copies(str(far / "runs/0")) == kept
+    expected = [f"step=00000{step}.ckpt{end}" for step in (5, 7) for end in ("", ".sha256")]
+    assert copies(str(far / "runs/0")) == expected
     assert copies(str(far / "runs")) == ["0", "0.run"]
     saved(checkpoint_io(first, config), first, 9)  # the same run, after any loss of its disk
 
@@ -132,8 +132,8 @@ def test_copies_of_an_earlier_version_are_found_only_by_their_run(tmp_path, capl
     other, config = run_in(tmp_path / "there", "runs/two/0", far, resume="auto")
     assert fetch(other, config) is None
     assert "is a copy of run_dir=runs/one/0, not of runs/two/0; set another" in caplog.text
-    own, config = run_in(tmp_path / "there", "runs/one/0", far, resume="auto")
-    assert fetch(own, config) == checkpoint_path(own.checkpoints, 5)
+    directory, config = run_in(tmp_path / "there", "runs/one/0", far, resume="auto")
+    assert fetch(directory, config) == checkpoint_path(directory.checkpoints, 5)
 
 
 def test_a_failed_copy_is_reported_and_does_not_end_the_run(tmp_path, caplog, monkeypatch):
@@ -161,9 +161,9 @@ def test_a_command_resumes_from_copies_and_keeps_those_of_another_run(command):
     words = ("checkpoint.copy_to=far", "run_dir=runs/0")
     command.train(*words)
     shutil.rmtree(command.folder / "runs")
-    said = command.train(*words, status=2).stderr
-    assert "far/runs/0 contains copies of another run" in said
-    assert said.count("\n") == 1
+    errors = command.train(*words, status=2).stderr
+    assert "far/runs/0 contains copies of another run" in errors
+    assert errors.count("\n") == 1
     assert not (command.folder / "runs/0").exists()
     command.train(*words, "resume=auto", "max_steps=25")
     rows = (command.folder / "runs/0/metrics.csv").read_text().splitlines()

@@ -80,7 +80,7 @@ def test_another_machine_never_reads_half_of_it(run, monkeypatch):
     monkeypatch.setattr("lockstep_gpt.run.directory._as_yaml", written)
     run.create(VALUES)
     assert run.values() == {"max_steps": 10}
-    assert [each.name for each in run.path.iterdir()] == ["config.yaml"]
+    assert [path.name for path in run.path.iterdir()] == ["config.yaml"]
 
 
 def test_a_reference_to_the_environment_is_kept_in_the_file_and_resolved_by_who_reads(
@@ -141,10 +141,10 @@ def test_only_one_of_several_simultaneous_launches_gets_the_directory(run):
 
     processes = [context.Process(target=create) for _ in range(8)]
     [process.start() for process in processes]
-    said = [ends.get(timeout=240) for _ in processes]
+    results = [ends.get(timeout=240) for _ in processes]
     [process.join() for process in processes]
-    assert said.count("mine") == 1
-    assert all("in use by" in each or each == "mine" for each in said)
+    assert results.count("mine") == 1
+    assert all("in use by" in result or result == "mine" for result in results)
     assert run.values() == VALUES
 
 
@@ -235,9 +235,9 @@ def test_every_rank_has_its_own_log(run):
 )
 def test_of_how_ranks_start_only_the_machine_s_own_number_may_differ(name, value, differs):
     launch = {"node_rank": 0, "rdzv_endpoint": "a:1", "max_restarts": 3}
-    found = differences({"launch": launch}, {"launch": {**launch, name: value}})
+    lines = differences({"launch": launch}, {"launch": {**launch, name: value}})
     line = f"launch.{name}={value} instead of {launch[name]}"
-    assert found == ([line] if differs else [])
+    assert lines == ([line] if differs else [])
 
 
 WRITER = """
@@ -295,5 +295,5 @@ def test_a_file_system_without_locks_is_reported_once(run, monkeypatch, capsys):
     monkeypatch.setattr(run_directory.fcntl, "lockf", refuse)
     with run.locked(), run.writer_locked():
         pass
-    said = f"run_dir={run.path} cannot be locked (No locks available): run it once\n"
-    assert capsys.readouterr().out == said
+    line = f"run_dir={run.path} cannot be locked (No locks available): run it once\n"
+    assert capsys.readouterr().out == line

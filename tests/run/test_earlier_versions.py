@@ -158,10 +158,10 @@ def test_a_removed_setting_fails_in_one_line_with_the_file(earlier, command, gro
     frozen = (command.folder / "run/config.yaml").read_bytes()
     smoke = command.smoke("launch.inline=true", *RESUME[1:])
     for words in (RESUME, (*RESUME, "trainer.devices=2"), smoke):
-        said = command(*words, status=2).stderr
-        assert said.count("\n") == 1
-        assert f"run/config.yaml cannot be read ({name}: Key 'gone' not in" in said
-        assert "delete that setting, or use the version of" in said
+        errors = command(*words, status=2).stderr
+        assert errors.count("\n") == 1
+        assert f"run/config.yaml cannot be read ({name}: Key 'gone' not in" in errors
+        assert "delete that setting, or use the version of" in errors
     assert (command.folder / "run/config.yaml").read_bytes() == frozen
 
 
@@ -170,9 +170,11 @@ def test_a_model_is_readable_without_settings_that_do_not_affect_it(earlier, com
     earlier(with_gone(group))
     needed = group in ("model", "data")
     for words in READERS:
-        said = command(*words, status=2 if needed else 0).stderr
-        assert said.count("\n") == needed
-        assert (f"step=000020.ckpt cannot be read ({group}.gone: Key 'gone' not" in said) == needed
+        errors = command(*words, status=2 if needed else 0).stderr
+        assert errors.count("\n") == needed
+        assert (
+            f"step=000020.ckpt cannot be read ({group}.gone: Key 'gone' not" in errors
+        ) == needed
 
 
 def test_a_removed_class_fails_in_one_line_on_every_rank(earlier, command):
@@ -182,9 +184,9 @@ def test_a_removed_class_fails_in_one_line_on_every_rank(earlier, command):
 
     earlier(change)
     ranks = ("trainer.devices=2", "launch.inline=false", "trust_run_dir=true")
-    said = command(*RESUME, *ranks, status=2).stderr
-    assert "Traceback" not in said
-    assert said.count("lockstep_gpt.gone.Report") == 1
+    errors = command(*RESUME, *ranks, status=2).stderr
+    assert "Traceback" not in errors
+    assert errors.count("lockstep_gpt.gone.Report") == 1
 
 
 def test_weights_of_other_code_fail_in_one_line_and_leave_the_run_unchanged(earlier, command):
@@ -195,11 +197,11 @@ def test_weights_of_other_code_fail_in_one_line_and_leave_the_run_unchanged(earl
     content["state_dict"]["model.before"] = content["state_dict"].pop(name)
     write_checkpoint(content, path)
     frozen = yaml.safe_load((command.folder / "run/config.yaml").read_text())
-    said = command(*RESUME, "launch.inline=true", status=2).stderr
-    assert said.count("\n") == 1
-    assert "only 27 of the checkpoint's 28 weights fit this model's 28; use the" in said
+    errors = command(*RESUME, "launch.inline=true", status=2).stderr
+    assert errors.count("\n") == 1
+    assert "only 27 of the checkpoint's 28 weights fit this model's 28; use the" in errors
     assert yaml.safe_load((command.folder / "run/config.yaml").read_text()) == migrate(frozen)
     for words in READERS:
-        said = command(*words, status=2).stderr
-        assert (said.count("\n"), "use the code that wrote it" in said) == (1, True)
+        errors = command(*words, status=2).stderr
+        assert (errors.count("\n"), "use the code that wrote it" in errors) == (1, True)
     command(*RESUME, "launch.inline=true", "resume_force=true", "max_steps=6")

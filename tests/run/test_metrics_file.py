@@ -17,7 +17,7 @@ def path(tmp_path):
 def start(path):
     def at(step=0):
         file = MetricsFile(path, FEW)
-        file.begin(step)
+        file.truncate_after(step)
         return file
 
     return at
@@ -87,8 +87,8 @@ def test_a_resumed_run_drops_the_rows_that_it_repeats(start, path):
     for step in (5, 10, 15, 20):
         file.log_metrics({"train/loss": float(step)}, step)
     start(10).log_metrics({"train/loss": -15.0}, 15)
-    kept = [(row["trainer/step"], row["train/loss"]) for row in rows_of(path)]
-    assert kept == [("5", "5.0"), ("10", "10.0"), ("15", "-15.0")]
+    losses = [(row["trainer/step"], row["train/loss"]) for row in rows_of(path)]
+    assert losses == [("5", "5.0"), ("10", "10.0"), ("15", "-15.0")]
 
 
 def test_a_resumed_run_may_add_to_the_row_where_it_starts(start, path):
@@ -110,8 +110,8 @@ def test_a_last_line_that_was_cut_off_is_dropped(start, path, cut):
     file.log_metrics({"train/loss": 2.5}, 2)
     path.write_bytes(path.read_bytes()[:-cut])
     start(5).log_metrics({"train/loss": 3.5}, 3)
-    kept = [(row["trainer/step"], row["train/loss"]) for row in rows_of(path)]
-    assert kept == ([("1", "1.5"), ("3", "3.5")])
+    losses = [(row["trainer/step"], row["train/loss"]) for row in rows_of(path)]
+    assert losses == ([("1", "1.5"), ("3", "3.5")])
 
 
 def test_a_new_run_inherits_nothing_from_an_old_one(start, path):

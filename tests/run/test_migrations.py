@@ -12,7 +12,7 @@ from lockstep_gpt.run.directory import refuse_another_identity
 from lockstep_gpt.run.migrations import MOVED_SETTINGS, MOVED_TARGETS, migrate
 
 CHOICES = data_settings.data_choices()
-SOURCES = {name: f"{own.__module__}.{own.__name__}" for name, own in CHOICES.items()}
+SOURCES = {name: f"{choice.__module__}.{choice.__name__}" for name, choice in CHOICES.items()}
 PACKINGS = {name: target_of("packing", name) for name in ("stream", "documents")}
 needs_datasets = pytest.mark.skipif("mixture" not in SOURCES, reason="no such extra: datasets")
 
@@ -101,8 +101,8 @@ def test_what_0_1_0_froze_is_read_and_its_other_settings_stay():
 
 @needs_datasets
 def test_each_source_of_a_mixture_of_0_1_0_gets_its_class():
-    own = {"source": "jsonl", "path": "a.jsonl", "num_workers": 0, "packing": "stream"}
-    sources = {"code": {"source": "stdlib"}, "notes": own}
+    notes = {"source": "jsonl", "path": "a.jsonl", "num_workers": 0, "packing": "stream"}
+    sources = {"code": {"source": "stdlib"}, "notes": notes}
     migrated = migrate({"data": {"source": "mixture", "sources": sources, "packing": "documents"}})
     assert migrated["packing"] == {"_target_": PACKINGS["documents"]}
     assert migrated["data"] == {
@@ -135,7 +135,7 @@ def test_a_checkpoint_of_0_1_0_is_compared_by_what_its_settings_are_called_now()
 def test_a_run_that_0_1_0_froze_resumes_with_the_same_bits(command, weights_of):
     run = command.folder / "runs/first"
     command("train", "experiment=smoke", "run_dir=runs/first", "checkpoint.keep_last=2")
-    whole = weights_of(run / "checkpoints/step=000020.ckpt")
+    uninterrupted = weights_of(run / "checkpoints/step=000020.ckpt")
     text = (run / "config.yaml").read_text(encoding="utf-8")
     target = f"  _target_: {SOURCES['stdlib']}\n"
     assert target in text
@@ -148,7 +148,7 @@ def test_a_run_that_0_1_0_froze_resumes_with_the_same_bits(command, weights_of):
     (run / "summary.json").unlink()
     command("train", "run_dir=runs/first", "resume=auto")
     resumed = weights_of(run / "checkpoints/step=000020.ckpt")
-    assert resumed == whole
+    assert resumed == uninterrupted
 
 
 @pytest.fixture

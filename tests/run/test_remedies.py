@@ -77,10 +77,10 @@ def broken(command):
 
 
 def test_an_out_of_memory_error_names_the_next_micro_batch(broken):
-    said = broken("Allocate", "batch.global_size=8")
-    assert said.startswith("cause   one micro-batch needs more memory than a device has\n")
-    assert "batch.micro_size=4 (2 micro-batches per step; nothing else" in said
-    assert said.index("remedy") < said.index("Traceback")
+    output = broken("Allocate", "batch.global_size=8")
+    assert output.startswith("cause   one micro-batch needs more memory than a device has\n")
+    assert "batch.micro_size=4 (2 micro-batches per step; nothing else" in output
+    assert output.index("remedy") < output.index("Traceback")
 
 
 @pytest.mark.parametrize(
@@ -95,16 +95,18 @@ def test_an_out_of_memory_error_names_the_next_micro_batch(broken):
     ],
 )
 def test_models_that_ddp_cannot_average_are_explained(broken, name, cause, remedy):
-    said = broken(name, "trainer=cpu", "trainer.devices=2")
-    first, second = said.splitlines()[:2]
+    output = broken(name, "trainer=cpu", "trainer.devices=2")
+    first, second = output.splitlines()[:2]
     assert cause in first
     assert re.search(remedy, second)
 
 
 def test_a_kill_from_outside_is_explained_after_the_last_restart(broken):
-    said = broken("Kill", "launch.max_restarts=0")
-    assert "rank 0 was killed by SIGKILL; no restarts are left\ncause   killed from outside" in said
-    assert "dmesg" in said
+    output = broken("Kill", "launch.max_restarts=0")
+    assert (
+        "rank 0 was killed by SIGKILL; no restarts are left\ncause   killed from outside" in output
+    )
+    assert "dmesg" in output
 
 
 def test_a_used_port_is_explained(command):
@@ -115,9 +117,9 @@ def test_a_used_port_is_explained(command):
         place = f"{address}:{taken.getsockname()[1]}"
         nodes = ("trainer.num_nodes=2", "launch.node_rank=0", "launch.join_seconds=20")
         words = (*nodes, f"launch.rdzv_endpoint={place}", "run_dir=run", "trainer=cpu")
-        said = command.train(*words, status=1).stderr
-    assert "address already in use" in said
-    assert "cause   another process" in said
+        output = command.train(*words, status=1).stderr
+    assert "address already in use" in output
+    assert "cause   another process" in output
 
 
 @pytest.mark.parametrize(("text", "cause"), RECORDED.items())
@@ -128,7 +130,7 @@ def test_recorded_failures_are_recognized_by_their_text(composed, text, cause):
 def test_every_failure_of_the_table_is_among_the_tested():
     provoked = ["can't allocate memory", "SemLock", "did not receive grad", "EADDRINUSE"]
     tested = [*RECORDED, *provoked]
-    known = [any(re.search(each.pattern, text) for text in tested) for each in remedies.ENTRIES]
+    known = [any(re.search(entry.pattern, text) for text in tested) for entry in remedies.ENTRIES]
     assert all(known)
 
 

@@ -147,6 +147,12 @@ def from_each_rank(value: Any) -> list[Any]:
     return values
 
 
+def ranks_unlike_rank_zero(digest: str) -> str:
+    """Return the ranks, such as `2, 3`, whose `digest` is not rank 0's; all ranks must call it."""
+    digests = from_each_rank(digest)
+    return ", ".join(str(rank) for rank, other in enumerate(digests) if other != digests[0])
+
+
 def tensors_of_ranks(tensor: Tensor) -> Tensor:
     """Stack the tensors of all ranks, which have one shape, in a new first dimension."""
     if not dist.is_initialized():

@@ -171,7 +171,7 @@ def linear(x: Tensor, *layers: nn.Linear) -> Tensor:
     """Return the layers' outputs for `x`, (..., C), concatenated, from one matrix product."""
     multiply_together = getattr(layers[0], "together", None)
     if multiply_together is not None:  # an extra's layers
-        return multiply_together(x, layers)  # type: ignore[no-any-return]
+        return multiply_together(x, layers)
     weight = layers[0].weight
     if len(layers) > 1:
         weight = torch.cat([layer.weight for layer in layers])

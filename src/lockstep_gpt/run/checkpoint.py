@@ -52,8 +52,10 @@ def _sums(path: Path) -> dict[str, str]:
     except (OSError, ValueError):
         return {}
     # A checksum file can't cause files of other names to be read or deleted.
-    own = re.compile(rf"{re.escape(path.stem)}\.[\w.-]+")
-    return sums if all(map(own.fullmatch, sums)) else {}
+    allowed = re.compile(rf"{re.escape(path.stem)}\.[\w.-]+")
+    if not all(map(allowed.fullmatch, sums)):
+        return {}
+    return sums
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
@@ -63,13 +65,21 @@ def checkpoints_in(folder: Path) -> list[Path]:
 
 
 def write_checkpoint(
-    content: dict[str, Any], path: Path, others: dict[str, str] | None = None, alone: bool = True
+    content: dict[str, Any],
+    path: Path,
+    others: dict[str, str] | None = None,
+    checksum_file: bool = True,
 ) -> str:
-    """Write plain containers and tensors to `path`, never half a file, and their checksum file.
+    """Write plain containers and tensors to `path`, never half a file; return its SHA-256.
 
-    `others` has the SHA-256 of files that are already next to it and belong to it; these are not
-    `alone` and don't get their own checksum file. Return the SHA-256. Raise a `RunError` if the
-    disk is full or not writable; then the previous file stays.
+    Args:
+        content: what to save.
+        path: the file; a previous one stays if the new one can't be written.
+        others: name -> SHA-256 of the checkpoint's other files, which are next to it already.
+        checksum_file: also write the checksum file; only the checkpoint itself has one.
+
+    Raises:
+        RunError: the disk is full or not writable.
     """
     import torch
 
@@ -80,9 +90,10 @@ def write_checkpoint(
             torch.save(content, file)
             file.flush()
             digest = _sha256(Path(file.name))
-            if alone:
-                sums = {path.name: digest, **(others or {})}.items()
-                lines = (f"{each}  {name}\n" for name, each in sums)  # for sha256sum --check
+            if checksum_file:
+                sums = {path.name: digest, **(others or {})}
+                # `sha256sum --check` reads this format.
+                lines = (f"{hexdigest}  {name}\n" for name, hexdigest in sums.items())
                 replace_text(sum_path(path), "".join(lines))
         return digest
     except (OSError, RuntimeError) as error:  # torch's own writer raises the latter
@@ -105,23 +116,25 @@ def refuse_full_disk(folder: Path, needed: int) -> None:
 
 def size_of(content: Any) -> int:
     """Return the bytes of all tensors in nested containers."""
-    if isinstance(content, dict | list | tuple):
-        return sum(map(size_of, content.values() if isinstance(content, dict) else content))
+    if isinstance(content, dict):
+        return sum(map(size_of, content.values()))
+    if isinstance(content, list | tuple):
+        return sum(map(size_of, content))
     return int(getattr(content, "nbytes", 0))
 
 
 def remove_checkpoint(path: Path) -> None:
     """Delete a checkpoint's files; the checksum last, so no file is left unverified."""
-    for each in reversed(files_of(path)):
-        each.unlink(missing_ok=True)
+    for file in reversed(files_of(path)):
+        file.unlink(missing_ok=True)
 
 
 def set_aside(path: Path) -> None:
     """Move the files of a checkpoint to `damaged/`, or to `replaced/` if it is intact."""
     folder = path.with_name("damaged" if fault_of(path) else "replaced")
     folder.mkdir(exist_ok=True)
-    for each in filter(Path.exists, files_of(path)):
-        each.replace(folder / each.name)
+    for file in filter(Path.exists, files_of(path)):
+        file.replace(folder / file.name)
     logger.warning("moved %s to %s", path, folder)
 
 
@@ -151,8 +164,8 @@ def fault_of(path: Path) -> str | None:
         if not part.is_file():
             return f"lacks {name}"
         if _sha256(part) != digest:
-            which = "" if part == path else f"has a {name} that "
-            return f"{which}does not match its SHA-256"
+            fault = "does not match its SHA-256"
+            return fault if part == path else f"has a {name} that {fault}"
     return None
 
 
@@ -172,9 +185,10 @@ def read_checkpoint(
     """Load plain containers and tensors, never code, or raise a `UserError`."""
     import torch
 
-    summed = needs_sum or sum_path(path).exists() or not path.is_file()
-    if summed and (fault := fault_of(path)):
-        raise UserError(f"checkpoint {path} {fault}; use another one from the same folder")
+    if needs_sum or sum_path(path).exists() or not path.is_file():
+        fault = fault_of(path)
+        if fault is not None:
+            raise UserError(f"checkpoint {path} {fault}; use another one from the same folder")
     try:
         content = torch.load(path, map_location=map_location, weights_only=True)
     except UNREADABLE as error:
@@ -195,30 +209,33 @@ def find_checkpoint(path: Path, folder: Path | None = None) -> Path:
             f"{path} does not exist; give a run directory, a checkpoint in one, or "
             "wandb://ENTITY/PROJECT/NAME:ALIAS"
         )
-    newest = path if path.is_file() else newest_valid(path / "checkpoints")
+    if path.is_file():
+        return path
+    newest = newest_valid(path / "checkpoints")
     if newest is None:
         raise UserError(f"{path} contains no valid checkpoint; give a run that has saved one")
     return newest
 
 
 def _join_parts(content: dict[str, Any], path: Path) -> None:
-    """Join the ranks' parts, which are next to the checkpoint `path`, and put them in `content`.
+    """Join the ranks' parts, which are next to the checkpoint `path`, and put them in `content`."""
+    import torch
+
+    names = content.pop("parts")
+    parts = [torch.load(path.with_name(name), weights_only=True, mmap=True) for name in names]
+    _join_shards(content, parts)
+
+
+def _join_shards(content: Any, parts: list[dict[Any, Any]]) -> None:
+    """Put into nested containers the tensors whose shards are at the same place in `parts`.
 
     Shards are slices along the first dimension, in the order of the ranks.
     """
     import torch
 
-    names = content.pop("parts")
-    parts = [torch.load(path.with_name(name), weights_only=True, mmap=True) for name in names]
-    _fill(content, parts)
-
-
-def _fill(whole: Any, parts: list[dict[Any, Any]]) -> None:
-    import torch
-
-    for key, share in parts[0].items():
-        shares = [part[key] for part in parts]
-        if isinstance(share, torch.Tensor):
-            whole[key] = torch.cat(shares)
+    for key, first_shard in parts[0].items():
+        shards = [part[key] for part in parts]
+        if isinstance(first_shard, torch.Tensor):
+            content[key] = torch.cat(shards)
         else:
-            _fill(whole[key], shares)
+            _join_shards(content[key], shards)

@@ -15,8 +15,9 @@ from lockstep_gpt.run.directory import RunDirectory, refuse_another_identity
 
 logger = logging.getLogger(__name__)
 
-# Suffix of a file next to the folder with its run's id; the file with that id in the run directory.
-STAMP, OWN = ".run", ".copies"
+# A run draws an id for its copies. Two files have it:
+STAMP_SUFFIX = ".run"  # next to the folder of copies: its name with this suffix
+ID_FILE = ".copies"  # in the run directory
 
 
 def copies_of(directory: RunDirectory, config: Config) -> str | None:
@@ -26,9 +27,10 @@ def copies_of(directory: RunDirectory, config: Config) -> str | None:
     lost its directory finds its copies only by this.
     """
     url = config.checkpoint.copy_to
+    if not url:
+        return None
     parts = Path(config.run_dir or directory.path).parts
-    own = [part for part in parts if part not in ("/", "..")]
-    return "/".join([url.rstrip("/"), *own]) if url else None
+    return "/".join([url.rstrip("/"), *(part for part in parts if part not in ("/", ".."))])
 
 
 def claim(directory: RunDirectory, config: Config) -> None:
@@ -40,18 +42,26 @@ def claim(directory: RunDirectory, config: Config) -> None:
     """
     url = copies_of(directory, config)
     files, folder = fsspec.core.url_to_fs(url)
-    stamp, own = f"{folder}{STAMP}", directory.path / OWN
+    stamp = f"{folder}{STAMP_SUFFIX}"
+    id_file = directory.path / ID_FILE
     copies = files.exists(folder) and files.glob(f"{folder}/step=*.ckpt")
-    theirs = files.cat_file(stamp).decode() if copies and files.exists(stamp) else ""
-    ours = own.read_text(encoding="ascii") if own.exists() else ""
-    goes_on = config.resume == "auto" or directory.metrics.exists()
-    if copies and (theirs not in ("", ours) if ours else not goes_on):
+    theirs = ""
+    if copies and files.exists(stamp):
+        theirs = files.cat_file(stamp).decode()
+    ours = ""
+    if id_file.exists():
+        ours = id_file.read_text(encoding="ascii")
+    if ours:
+        is_ours = theirs in ("", ours)
+    else:  # only a run that continues has copies without knowing their id
+        is_ours = config.resume == "auto" or directory.metrics.exists()
+    if copies and not is_ours:
         raise UserError(
             f"checkpoint.copy_to: {url} contains copies of another run; continue it with "
             "resume=auto, or set another run_dir or copy_to"
         )
     ours = ours or theirs or secrets.token_hex(8)
-    own.write_text(ours, encoding="ascii")
+    id_file.write_text(ours, encoding="ascii")
     files.makedirs(folder, exist_ok=True)
     files.pipe_file(stamp, ours.encode())
 
@@ -70,9 +80,9 @@ def remove_copy(name: str, url: str) -> None:
     """Delete the copy of the checkpoint `name` in `url`, its checksum last."""
     files, folder = fsspec.core.url_to_fs(url)
     parts = [Path(str(part)).name for part in files.glob(f"{folder}/{Path(name).stem}.*.part")]
-    for each in (name, *parts, f"{name}.sha256"):
-        if files.exists(f"{folder}/{each}"):
-            files.rm_file(f"{folder}/{each}")
+    for file_name in (name, *parts, f"{name}.sha256"):
+        if files.exists(f"{folder}/{file_name}"):
+            files.rm_file(f"{folder}/{file_name}")
 
 
 def fetch(directory: RunDirectory, config: Config) -> Path | None:
@@ -84,19 +94,21 @@ def fetch(directory: RunDirectory, config: Config) -> Path | None:
     url = copies_of(directory, config)
     if not url:
         return None
-    anywhere = f"{config.checkpoint.copy_to}".rstrip("/")
-    former = f"{anywhere}/{directory.path.name}"  # of an earlier version, for every job 0
-    for place in dict.fromkeys((url, former)):
-        if path := fetch_newest(place, directory.checkpoints):
-            try:
-                _refuse_another_run(f"{place}/{path.name}", path, directory, config)
-            except UserError as error:
-                checkpoint.remove_checkpoint(path)
-                if place == url:
-                    raise
-                logger.warning("skipped a copy: %s", error)
-            else:
-                return path
+    # An earlier version used the last part of `run_dir` only: the same for every job 0.
+    former_url = f"{str(config.checkpoint.copy_to).rstrip('/')}/{directory.path.name}"
+    for location in dict.fromkeys((url, former_url)):
+        path = fetch_newest(location, directory.checkpoints)
+        if path is None:
+            continue
+        try:
+            _refuse_another_run(f"{location}/{path.name}", path, directory, config)
+        except UserError as error:
+            checkpoint.remove_checkpoint(path)
+            if location == url:
+                raise
+            logger.warning("skipped a copy: %s", error)
+        else:
+            return path
     return None
 
 
@@ -117,13 +129,12 @@ def fetch_newest(url: str, folder: Path) -> Path | None:
     folder.mkdir(parents=True, exist_ok=True)
     copies = [folder / Path(str(name)).name for name in files.glob(f"{remote}/step=*.ckpt")]
     for path in sorted(copies, key=checkpoint.step_of, reverse=True):
-        if files.exists(f"{remote}/{checkpoint.sum_path(path).name}"):
-            files.get_file(
-                f"{remote}/{checkpoint.sum_path(path).name}", str(checkpoint.sum_path(path))
-            )
-        for each in checkpoint.files_of(path)[1:]:
-            if files.exists(f"{remote}/{each.name}"):
-                files.get_file(f"{remote}/{each.name}", str(each))
+        sums = checkpoint.sum_path(path)  # first: it names the other files
+        if files.exists(f"{remote}/{sums.name}"):
+            files.get_file(f"{remote}/{sums.name}", str(sums))
+        for file in checkpoint.files_of(path)[1:]:
+            if files.exists(f"{remote}/{file.name}"):
+                files.get_file(f"{remote}/{file.name}", str(file))
         fault = checkpoint.fault_of(path)
         if fault is None:
             return path

@@ -21,14 +21,16 @@ def download(source: Path, folder: Path | None) -> Path | None:
     Raises:
         UserError: there is none, or it can't be reached.
     """
-    if not (found := REFERENCE.fullmatch(str(source))):
+    match = REFERENCE.fullmatch(str(source))
+    if match is None:
         return None
     import wandb
 
-    reference = found[1]
+    reference = match[1]
     try:
         artifact = wandb.Api(timeout=SECONDS).artifact(reference, type="model")
-        downloaded = Path(artifact.download(str(folder) if folder else None))
+        target = str(folder) if folder else None
+        downloaded = Path(artifact.download(target))
     except Exception as error:  # wandb's own errors, the network's and the disk's
         reason = " ".join(str(error).split()) or type(error).__name__
         raise UserError(

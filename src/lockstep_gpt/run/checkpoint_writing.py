@@ -32,15 +32,15 @@ def checkpoint_io(directory: RunDirectory, config: Config) -> AtomicCheckpointIO
     url = checkpoint_copies.copies_of(directory, config)
     if not background and not url:
         return AtomicCheckpointIO()
-    disk = CopyingCheckpointIO(background, url, partial(checkpoint_copies.claim, directory, config))
+    io = CopyingCheckpointIO(background, url, partial(checkpoint_copies.claim, directory, config))
     if url and Ranks.from_environment().rank == 0:
         try:
-            disk.claim()
+            io.claim()
         except UserError:
             raise
-        except Exception as error:  # as below; it may work for the first copy
+        except Exception as error:  # of a remote file system; the first copy claims it again
             logger.warning("%s cannot be reached: %s", url, error)
-    return disk
+    return io
 
 
 class CopyingCheckpointIO(AtomicCheckpointIO):
@@ -51,16 +51,17 @@ class CopyingCheckpointIO(AtomicCheckpointIO):
     Args:
         background: copy the state to host memory and let a thread write it.
         copy_to: folder or fsspec URL that gets a copy of each checkpoint.
-        claim: marks it as this run's before the first copy, or raises.
+        claim: is called before the first copy to mark `copy_to` as this run's, or raises.
     """
 
     def __init__(
         self,
         background: bool = False,
         copy_to: str | None = None,
-        claim: Callable[[], None] = lambda: None,
+        claim: Callable[[], None] | None = None,
     ) -> None:
-        self.copy_to, self._claim, self._is_ours = copy_to, claim, False
+        self.copy_to = copy_to
+        self._claim = claim  # None once `copy_to` is this run's
         self._writer = ThreadPoolExecutor(1) if background else None  # one: in the order of calls
         self._pending: list[Future[None]] = []
         self._succeeded = True  # whether the last save succeeded
@@ -82,9 +83,9 @@ class CopyingCheckpointIO(AtomicCheckpointIO):
         self.wait()
         if self._writer is not None:
             checkpoint = self._snapshot(checkpoint)
-        self._do(self._write, checkpoint, Path(path), storage_options)
+        self._run_in_order(self._write, checkpoint, Path(path), storage_options)
 
-    def _do(self, action: Callable[..., None], *arguments: Any) -> None:
+    def _run_in_order(self, action: Callable[..., None], *arguments: Any) -> None:
         """Run `action` now, or in the background after all earlier actions."""
         if self._writer is None:
             action(*arguments)
@@ -96,12 +97,11 @@ class CopyingCheckpointIO(AtomicCheckpointIO):
         super().save_checkpoint(checkpoint, path, others)
         self._succeeded = True
         if self.copy_to:
-            self._elsewhere(
-                f"no copy of {path.name}", lambda url: checkpoint_copies.copy_out(path, url)
-            )
+            fault = f"no copy of {path.name}"
+            self._update_copies(fault, partial(checkpoint_copies.copy_out, path))
 
-    def _elsewhere(self, fault: str, action: Callable[[str], None]) -> None:
-        """Run `action` on the copies; a failure there doesn't end the run."""
+    def _update_copies(self, fault: str, action: Callable[[str], None]) -> None:
+        """Run `action` on the location of the copies; a failure there doesn't end the run."""
         assert self.copy_to is not None
         try:
             self.claim()
@@ -111,13 +111,13 @@ class CopyingCheckpointIO(AtomicCheckpointIO):
 
     def claim(self) -> None:
         """Mark the location of the copies as this run's, once, or raise."""
-        if not self._is_ours:
+        if self._claim is not None:
             self._claim()
-        self._is_ours = True
+        self._claim = None
 
     def remove_checkpoint(self, path: Any) -> None:
         """Delete a checkpoint after the one saved before this call, unless saving that failed."""
-        self._do(self._remove, Path(path))
+        self._run_in_order(self._remove, Path(path))
 
     def _remove(self, path: Path) -> None:
         if not self._succeeded:
@@ -125,7 +125,7 @@ class CopyingCheckpointIO(AtomicCheckpointIO):
         super().remove_checkpoint(path)
         if self.copy_to:
             fault = f"the copy of {path.name} stays"
-            self._elsewhere(fault, lambda url: checkpoint_copies.remove_copy(path.name, url))
+            self._update_copies(fault, partial(checkpoint_copies.remove_copy, path.name))
 
     def wait(self) -> None:
         """Wait until everything is written.
@@ -133,31 +133,32 @@ class CopyingCheckpointIO(AtomicCheckpointIO):
         Raises:
             RunError: something couldn't be written.
         """
-        pending, self._pending = self._pending, []
-        for each in pending:
-            each.result()
+        pending = self._pending
+        self._pending = []  # an error is raised once
+        for action in pending:
+            action.result()
 
     def teardown(self) -> None:
         """Finish all files before the process ends."""
         self.wait()
 
     def _snapshot(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
-        copy: dict[str, Any] = self._copied(checkpoint, "")
+        copy: dict[str, Any] = self._copy(checkpoint, "")
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         return copy
 
-    def _copied(self, value: Any, place: str) -> Any:
+    def _copy(self, value: Any, position: str) -> Any:
         """Copy nested containers; tensors go into a buffer for each position."""
         if isinstance(value, dict):
-            return {name: self._copied(each, f"{place}.{name}") for name, each in value.items()}
+            return {name: self._copy(item, f"{position}.{name}") for name, item in value.items()}
         if isinstance(value, list | tuple):
-            parts = (self._copied(each, f"{place}.{index}") for index, each in enumerate(value))
-            return type(value)(parts)
+            copies = (self._copy(item, f"{position}.{index}") for index, item in enumerate(value))
+            return type(value)(copies)
         if not isinstance(value, Tensor):
             return value
-        buffer = self._buffers.get(place)
+        buffer = self._buffers.get(position)
         if buffer is None or (buffer.shape, buffer.dtype) != (value.shape, value.dtype):
             buffer = torch.empty_like(value, device="cpu", pin_memory=value.is_cuda)
-            self._buffers[place] = buffer
+            self._buffers[position] = buffer
         return buffer.copy_(value, non_blocking=True)

@@ -27,7 +27,9 @@ from lockstep_gpt.errors import RunError, UserError
 from lockstep_gpt.run.migrations import migrate
 from lockstep_gpt.whole_files import replace_text
 
-COMMAND_BYTE, WRITER_BYTE = 0, 1  # of the lock's file
+# Bytes of the lock's file.
+COMMAND_BYTE = 0
+WRITER_BYTE = 1
 WRITER_SECONDS = 5.0  # how long rank 0 may outlive its command
 # What rank 0 decides for all ranks, and what may differ between machines.
 MAY_DIFFER = ("run_dir", "run_name", "launch.node_rank", "data.fingerprint")
@@ -55,13 +57,15 @@ class RunDirectory:
 
     def refuse_if_used(self) -> None:
         """Raise a `UserError` if it contains more than a process that was killed early leaves."""
-        left = {self.lock.name, f".{self.config.name}.tmp"}
-        is_empty = self.path.is_dir() and {each.name for each in self.path.iterdir()} <= left
-        if self.path.exists() and not is_empty:
-            go_on = ", or continue it with resume=auto" if self.config.is_file() else ""
-            raise UserError(
-                f"run_dir={self.path} already exists and is not empty; name another one{go_on}"
-            )
+        leftovers = {self.lock.name, f".{self.config.name}.tmp"}
+        if not self.path.exists():
+            return
+        if self.path.is_dir() and {path.name for path in self.path.iterdir()} <= leftovers:
+            return
+        remedy = "name another one"
+        if self.config.is_file():
+            remedy += ", or continue it with resume=auto"
+        raise UserError(f"run_dir={self.path} already exists and is not empty; {remedy}")
 
     def create(self, values: dict[str, Any]) -> None:
         """Create the directory and freeze `values`, once; use `locked` if others may write too."""
@@ -106,7 +110,9 @@ class RunDirectory:
     def resume_hint(self) -> str:
         """Say what `resume=auto` continues from."""
         newest = max(self.checkpoints.glob("step=*.ckpt"), key=os.path.getmtime, default=None)
-        return f"resume=auto {f'continues from {newest}' if newest else 'starts over'}"
+        if newest is None:
+            return "resume=auto starts over"
+        return f"resume=auto continues from {newest}"
 
     @contextlib.contextmanager
     def writing(self, mistake: type[Exception] = RunError) -> Iterator[None]:
@@ -115,8 +121,10 @@ class RunDirectory:
             yield
         except OSError as error:
             kind = RunError if error.errno in (errno.ENOSPC, errno.EDQUOT) else mistake
-            go_on = f"fix that, then {self.resume_hint()}"
-            remedy = go_on if self.config.exists() else "set another run_dir, or fix that"
+            if self.config.exists():
+                remedy = f"fix that, then {self.resume_hint()}"
+            else:
+                remedy = "set another run_dir, or fix that"
             raise kind(f"{error.strerror}: {self.path} cannot be written; {remedy}") from error
 
     def record_failure(self, failure: dict[str, Any]) -> bool:
@@ -146,17 +154,17 @@ class RunDirectory:
         The lock has two bytes: one for the command, and one for rank 0, which writes to the
         directory and may outlive a killed command by a moment.
         """
-        with contextlib.ExitStack() as after:
+        with contextlib.ExitStack() as cleanup:
             with self.writing(UserError):
                 self.path.mkdir(parents=True, exist_ok=True)
-                file = after.enter_context(self.lock.open("ab+", buffering=0))
+                file = cleanup.enter_context(self.lock.open("ab+", buffering=0))
                 self._lock_byte(file, COMMAND_BYTE)
                 self._lock_byte(file, WRITER_BYTE, WRITER_SECONDS)
                 with contextlib.suppress(OSError):  # a file system without locks
                     fcntl.lockf(file, fcntl.LOCK_UN, 1, WRITER_BYTE)  # for rank 0
                 file.truncate(0)
                 file.write(f"process {os.getpid()} on {socket.gethostname()}".encode())
-            after.callback(self.lock.unlink, missing_ok=True)  # `discard` may have removed it
+            cleanup.callback(self.lock.unlink, missing_ok=True)  # `discard` may have removed it
             yield
 
     @contextlib.contextmanager
@@ -176,9 +184,10 @@ class RunDirectory:
                 if time.monotonic() < end:
                     time.sleep(0.05)
                     continue
-                who = self.lock.read_text() or "another process"
-                line = f"run_dir={self.path} is in use by {who}; wait for it to end, or stop it"
-                raise UserError(line) from None
+                user = self.lock.read_text() or "another process"
+                raise UserError(
+                    f"run_dir={self.path} is in use by {user}; wait for it to end, or stop it"
+                ) from None
             except OSError as error:  # a file system without locks
                 if byte == COMMAND_BYTE:
                     print(f"run_dir={self.path} cannot be locked ({error.strerror}): run it once")
@@ -191,7 +200,9 @@ def literal(node: Any) -> Any:
         return {name: literal(value) for name, value in node.items()}
     if isinstance(node, list):
         return [literal(value) for value in node]
-    return re.sub(r"(\\*)\$\{", r"\1\1\\${", node) if isinstance(node, str) else node
+    if isinstance(node, str):
+        return re.sub(r"(\\*)\$\{", r"\1\1\\${", node)
+    return node
 
 
 def _as_yaml(values: dict[str, Any]) -> str:
@@ -199,7 +210,9 @@ def _as_yaml(values: dict[str, Any]) -> str:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    return dict(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else {}
+    if not path.exists():
+        return {}
+    return dict(json.loads(path.read_text(encoding="utf-8")))
 
 
 def differences(
@@ -217,12 +230,16 @@ def differences(
 
 def refuse_another_identity(where: str, saved: dict[str, Any], ours: dict[str, Any]) -> None:
     """Raise a `UserError` if settings that a run keeps differ between `saved` and `ours`."""
-    now = dict(flat(with_defaults(ours)))
-    kept = settings_on_resume("kept", now.get("data._target_"))
-    saved = with_defaults(migrate(saved))
+    current = dict(flat(with_defaults(ours)))
+    identity = settings_on_resume("kept", current.get("data._target_"))
     # Settings that were null, or that an earlier version didn't have, are still open.
-    was = {name: value for name, value in flat(saved) if name in kept and value is not None}
-    if differing := differences(was, {name: now.get(name) for name in was}, free=()):
+    decided = {
+        name: value
+        for name, value in flat(with_defaults(migrate(saved)))
+        if name in identity and value is not None
+    }
+    differing = differences(decided, {name: current.get(name) for name in decided}, free=())
+    if differing:
         raise UserError(
             f"{where} keeps its settings, but got {some_of(differing)}; use the same, or set "
             "resume_force=true"
@@ -231,8 +248,10 @@ def refuse_another_identity(where: str, saved: dict[str, Any], ours: dict[str, A
 
 def some_of(differing: list[str]) -> str:
     """Name the first three and count the others."""
-    more = f" and {len(differing) - 3} more" if len(differing) > 3 else ""
-    return ", ".join(differing[:3]) + more
+    text = ", ".join(differing[:3])
+    if len(differing) > 3:
+        text += f" and {len(differing) - 3} more"
+    return text
 
 
 def flat(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

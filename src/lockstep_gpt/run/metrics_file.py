@@ -40,13 +40,16 @@ class MetricsFile(Logger):
         """The run directory, for profilers and other parts of Lightning that write files."""
         return str(self.path.parent)
 
-    def begin(self, step: int) -> dict[str, str]:
-        """Keep the rows up to optimizer step `step`; return the newest value of each column."""
-        kept = [row for row in _read(self.path) if int(row[STEP]) <= step]
-        self.columns = list(dict.fromkeys([*self.columns, *(name for row in kept for name in row)]))
+    def truncate_after(self, step: int) -> dict[str, str]:
+        """Keep the rows up to optimizer step `step`; return the newest value of each column.
+
+        It must be called before the first row is logged: it also creates the file.
+        """
+        rows = [row for row in _read(self.path) if int(row[STEP]) <= step]
+        self.columns = list(dict.fromkeys([*self.columns, *(name for row in rows for name in row)]))
         with RunDirectory(self.path.parent).writing():
-            self._rewrite(kept)
-        return {name: value for row in kept for name, value in row.items() if value}
+            self._rewrite(rows)
+        return {name: value for row in rows for name, value in row.items() if value}
 
     @rank_zero_only
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
@@ -59,8 +62,9 @@ class MetricsFile(Logger):
             self._end = self.path.stat().st_size
         self.last = row
         with RunDirectory(self.path.parent).writing():
-            if new := [name for name in row if name not in self.columns]:
-                self.columns += new
+            new_columns = [name for name in row if name not in self.columns]
+            if new_columns:
+                self.columns += new_columns
                 self._rewrite([*_read(self.path, self._end), row])
             else:
                 with self.path.open("r+", encoding="utf-8", newline="") as file:
@@ -75,8 +79,11 @@ class MetricsFile(Logger):
     def _rewrite(self, rows: list[dict[str, str]]) -> None:
         lines = [self._line({name: name for name in self.columns}), *map(self._line, rows)]
         replace_text(self.path, "".join(lines))
-        self.last = rows[-1] if rows else {}
-        self._end = self.path.stat().st_size - (len(lines[-1].encode()) if rows else 0)
+        self.last = {}
+        self._end = self.path.stat().st_size
+        if rows:
+            self.last = rows[-1]
+            self._end -= len(lines[-1].encode())
 
     def _line(self, row: dict[str, str]) -> str:
         line = io.StringIO()
@@ -89,5 +96,5 @@ def _read(path: Path, end: int | None = None) -> list[dict[str, str]]:
     if not path.exists():
         return []
     text = path.read_bytes()[:end].decode("utf-8")
-    whole = text[: text.rfind("\n") + 1]
-    return list(csv.DictReader(io.StringIO(whole)))
+    complete_lines = text[: text.rfind("\n") + 1]
+    return list(csv.DictReader(io.StringIO(complete_lines)))

@@ -47,12 +47,12 @@ def _without_gone_callbacks(values: dict[str, Any]) -> dict[str, Any]:
     callbacks = values.get("callbacks")
     if not isinstance(callbacks, dict):
         return values
-    kept = {
+    remaining = {
         name: node
         for name, node in callbacks.items()
         if not (isinstance(node, dict) and node.get("_target_") in GONE_CALLBACKS)
     }
-    return {**values, "callbacks": kept}
+    return {**values, "callbacks": remaining}
 
 
 def _with_moved_targets(node: Any) -> Any:
@@ -88,23 +88,27 @@ def _with_moved_settings(values: dict[str, Any]) -> dict[str, Any]:
 
 def _with_target(data: dict[str, Any]) -> dict[str, Any]:
     """Return the settings of a source, which named itself by `source`, with its class."""
-    # Loader processes gave the same batches in the same order.
-    gone = ("source", "packing", "num_workers")
-    kept = {name: value for name, value in data.items() if name not in gone}
-    if isinstance(kept.get("sources"), dict):
-        kept["sources"] = {name: _with_target(source) for name, source in kept["sources"].items()}
-    return {"_target_": _class_of("data", data["source"]), **kept}
+    # `num_workers` needs no successor: loader processes gave the same batches in the same order.
+    removed = ("source", "packing", "num_workers")
+    settings = {name: value for name, value in data.items() if name not in removed}
+    sources = settings.get("sources")
+    if isinstance(sources, dict):
+        settings["sources"] = {name: _with_target(source) for name, source in sources.items()}
+    return {"_target_": _class_of("data", data["source"]), **settings}
 
 
 def _class_of(group: str, choice: str) -> str:
     """Return the class of a source or a packing, which had the name of its preset until 0.1.0.
 
     Raises:
-        UserError: it is an extra's, which is not here.
+        UserError: it belongs to an extra that this checkout lacks.
     """
     target = target_of(group, choice)
     if target is None:
         extra = extra_of_choice(group, choice)
-        remedy = how_to_add(extra) if extra else f"a file {choice}.yaml in configs/{group}/"
+        if extra:
+            remedy = how_to_add(extra)
+        else:
+            remedy = f"a file {choice}.yaml in configs/{group}/"
         raise UserError(f"this run has {group}={choice}, which needs {remedy}")
     return target

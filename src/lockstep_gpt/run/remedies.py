@@ -16,7 +16,7 @@ from lockstep_gpt.config import Config
 from lockstep_gpt.exits import Ending
 from lockstep_gpt.run.directory import RunDirectory
 
-MOST_NAMES = 8
+MOST_NAMES = 8  # of unused parameters in a remedy
 TAIL = 20_000  # characters at the end of a log that may say why a process died
 
 
@@ -53,38 +53,43 @@ class Entry:
     remedy: Remedy
 
 
-def smaller_batch(_text: str, scene: Scene) -> str:
+def suggest_less_memory(_text: str, scene: Scene) -> str:
     """Suggest the next smaller micro-batch at the same global batch, and other memory savers."""
-    batch, ways = scene.config.batch, []
+    batch = scene.config.batch
+    suggestions = []
     share = (batch.global_size or 0) // scene.world_size  # samples of a device in one step
     micro = batch.micro_size or share
-    if share and (fitting := [each for each in range(1, micro) if share % each == 0]):
-        accumulation = share // fitting[-1]
-        ways.append(
-            f"batch.micro_size={fitting[-1]} ({accumulation} micro-batches per step; nothing else "
-            "changes)"
-        )
-    elif not share and micro > 1:
-        ways.append(f"batch.micro_size={micro // 2}")
+    if share:
+        divisors = [size for size in range(1, micro) if share % size == 0]
+        if divisors:
+            suggestions.append(
+                f"batch.micro_size={divisors[-1]} ({share // divisors[-1]} micro-batches per step; "
+                "nothing else changes)"
+            )
+    elif micro > 1:
+        suggestions.append(f"batch.micro_size={micro // 2}")
     if not scene.config.model.activation_checkpointing:
-        ways.append("model.activation_checkpointing=true")
+        suggestions.append("model.activation_checkpointing=true")
     if scene.config.precision == "32-true":
-        ways.append("precision=bf16-mixed")
-    return "; ".join(ways) or "a smaller model, or devices with more memory"
+        suggestions.append("precision=bf16-mixed")
+    return "; ".join(suggestions) or "a smaller model, or devices with more memory"
 
 
-def without_gradient(model: nn.Module) -> list[str]:
+def parameters_without_gradient(model: nn.Module) -> list[str]:
     """Return the names of trainable parameters without a gradient; [] if no parameter has one."""
-    trained = [(name, each) for name, each in model.named_parameters() if each.requires_grad]
-    found = [name for name, each in trained if each.grad is None]
-    return found if len(found) < len(trained) else []
+    grads = {name: weight.grad for name, weight in model.named_parameters() if weight.requires_grad}
+    missing = [name for name, grad in grads.items() if grad is None]
+    if len(missing) == len(grads):
+        return []
+    return missing
 
 
-def unused_names(_text: str, scene: Scene) -> str:
+def name_unused_parameters(_text: str, scene: Scene) -> str:
     """Name the parameters that are not used in the loss."""
     names = ", ".join(scene.unused[:MOST_NAMES])
-    more = f" and {len(scene.unused) - MOST_NAMES} more" if len(scene.unused) > MOST_NAMES else ""
-    which = f" ({names}{more})" if names else ""
+    if len(scene.unused) > MOST_NAMES:
+        names += f" and {len(scene.unused) - MOST_NAMES} more"
+    which = f" ({names})" if names else ""
     return f"use every parameter in the loss{which}, or set strategy.find_unused_parameters=true"
 
 
@@ -92,7 +97,7 @@ ENTRIES = [
     Entry(
         r"CUDA out of memory|can't allocate memory|CUBLAS_STATUS_ALLOC_FAILED|out of memory",
         "one micro-batch needs more memory than a device has",
-        smaller_batch,
+        suggest_less_memory,
     ),
     Entry(
         r"/dev/shm/nccl",
@@ -116,7 +121,7 @@ ENTRIES = [
     Entry(
         r"did not receive grad|not used in producing the loss|Expected to have finished reduction",
         "parts of the model do not affect the loss, so DDP waits for their gradients",
-        unused_names,
+        name_unused_parameters,
     ),
     Entry(
         r"appears not to match sizes of the same param|expects same model across all ranks|"
@@ -230,7 +235,7 @@ def explain_error(
         world_size: total number of ranks.
         model: the model as the failed step left it.
     """
-    unused = without_gradient(model) if model else []
+    unused = parameters_without_gradient(model) if model else []
     return explain(text, Scene(config, world_size, unused))
 
 
@@ -239,19 +244,20 @@ def explain_deaths(run: RunDirectory, ended: dict[int, Ending]) -> str:
     config = run.load()
     scene = Scene(config, config.trainer["devices"] * config.trainer["num_nodes"])
     for rank, ending in ended.items():
-        path = run.rank_log(rank) if rank else run.log
+        path = run.log if rank == 0 else run.rank_log(rank)
         log = path.read_text(errors="replace") if path.is_file() else ""
-        if explanation := explain_death(ending.killed_by, log, scene):
+        explanation = explain_death(ending.killed_by, log, scene)
+        if explanation:
             return explanation
     return ""
 
 
 def explain_death(signum: int, log: str, scene: Scene) -> str:
     """Return cause and remedy from the log, else from the signal (0 if there was none)."""
-    if found := explain(log[-TAIL:], scene):
-        return found
-    entry = SIGNALS.get(signum)
-    return _lines(entry, log, scene) if entry else ""
+    explanation = explain(log[-TAIL:], scene)
+    if not explanation and signum in SIGNALS:
+        return _lines(SIGNALS[signum], log, scene)
+    return explanation
 
 
 def _lines(entry: Entry, text: str, scene: Scene) -> str:

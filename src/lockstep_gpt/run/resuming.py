@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from lockstep_gpt.config import Config
-from lockstep_gpt.distributed.ranks import Ranks, from_each_rank, from_rank_zero
+from lockstep_gpt.distributed.ranks import Ranks, from_rank_zero, ranks_unlike_rank_zero
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.run import checkpoint as files
 from lockstep_gpt.run import checkpoint_copies
@@ -23,23 +23,26 @@ def state_to_resume(directory: RunDirectory, config: Config, module: torch.nn.Mo
     None means step 0; with `resume_force`, using its weights that fit. Every rank must call this:
     rank 0 searches and tells the others.
     """
-    first = Ranks.from_environment().rank == 0
-    own = from_rank_zero(_own_newest(directory, config, module) if first else None)
-    if own and not config.resume_force:
-        _refuse_lost_memory(config, own)
-    if not config.resume_force if own else config.resume in ("none", "auto"):
-        return own and str(own)
-    asked_for = own or Path(config.resume)
-    found = files.find_checkpoint(asked_for, directory.path / "artifacts") if first else None
-    path = from_rank_zero(found)
+    is_first = Ranks.from_environment().rank == 0
+    newest = _newest_of_run(directory, config, module) if is_first else None
+    newest = from_rank_zero(newest)
+    if newest is not None and not config.resume_force:
+        _refuse_lost_memory(config, newest)
+        return str(newest)
+    if newest is None and config.resume in ("none", "auto"):
+        return None
+    source = newest or Path(config.resume)
+    local_path = files.find_checkpoint(source, directory.path / "artifacts") if is_first else None
+    path = from_rank_zero(local_path)
     content = files.read_checkpoint(path)
     if not config.resume_force:
         refuse_another_identity(f"resume={path}", content["config"], directory.values())
         return str(path)
-    places, saved = module.state_dict(), content["state_dict"]
-    fitting = fitting_of(saved, places)
-    same = content["config"]["optim"]["algorithm"] == config.optim.algorithm
-    if same and len(fitting) == len(saved) == len(places):
+    saved = content["state_dict"]
+    current = module.state_dict()
+    fitting = fitting_of(saved, current)
+    same_algorithm = content["config"]["optim"]["algorithm"] == config.optim.algorithm
+    if same_algorithm and len(fitting) == len(saved) == len(current):
         return str(path)
     module.load_state_dict(fitting, strict=False)
     logger.warning("resume_force: loaded %d weights of %s; the others are new", len(fitting), path)
@@ -48,22 +51,22 @@ def state_to_resume(directory: RunDirectory, config: Config, module: torch.nn.Mo
 
 def refuse_other_directory(directory: RunDirectory) -> None:
     """Compare the frozen files that the ranks have read: a folder may only look shared."""
-    hashes = from_each_rank(directory.hash())
-    others = [str(rank) for rank, content in enumerate(hashes) if content != hashes[0]]
+    others = ranks_unlike_rank_zero(directory.hash())
     if others:
         raise UserError(
-            f"run_dir={directory.path} of rank {', '.join(others)} is not rank 0's folder; "
+            f"run_dir={directory.path} of rank {others} is not rank 0's folder; "
             "name one that all nodes share"
         )
 
 
-def _own_newest(directory: RunDirectory, config: Config, module: torch.nn.Module) -> Path | None:
+def _newest_of_run(directory: RunDirectory, config: Config, module: torch.nn.Module) -> Path | None:
     """Return the newest intact checkpoint; set newer ones aside, clean up after a kill."""
     folder = directory.checkpoints
     files.remove_leftovers(folder)
     weights = files.size_of(module.state_dict())
     files.refuse_full_disk(directory.path, 3 * weights)  # AdamW: two moments each
-    newest, present = files.newest_valid(folder), files.checkpoints_in(folder)
+    newest = files.newest_valid(folder)
+    present = files.checkpoints_in(folder)
     if newest is None and (config.resume == "auto" or directory.metrics.exists()):
         newest = checkpoint_copies.fetch(directory, config)
     if newest is None and present:
@@ -77,16 +80,16 @@ def _own_newest(directory: RunDirectory, config: Config, module: torch.nn.Module
     return newest
 
 
-def _refuse_lost_memory(config: Config, own: Path) -> None:
+def _refuse_lost_memory(config: Config, path: Path) -> None:
     """Raise a `UserError` for a run that would resume without its error memory."""
     if config.strategy.get("comm_hook") == "powersgd":
-        raise UserError(f"{own} lacks the error memory of powersgd; resume_force=true resets it")
+        raise UserError(f"{path} lacks the error memory of powersgd; resume_force=true resets it")
 
 
-def fitting_of(saved: dict[str, Any], places: dict[str, Any]) -> dict[str, Any]:
-    """Return the saved weights that match `places` in name and shape."""
-    shapes = {name: weight.shape for name, weight in places.items()}
-    return {name: each for name, each in saved.items() if shapes.get(name) == each.shape}
+def fitting_of(saved: dict[str, Any], current: dict[str, Any]) -> dict[str, Any]:
+    """Return the weights of `saved` that have the name and shape of one in `current`."""
+    shapes = {name: weight.shape for name, weight in current.items()}
+    return {name: weight for name, weight in saved.items() if shapes.get(name) == weight.shape}
 
 
 def refuse_other_weights(saved: dict[str, Any], places: dict[str, Any]) -> None:
@@ -99,18 +102,26 @@ def refuse_other_weights(saved: dict[str, Any], places: dict[str, Any]) -> None:
         )
 
 
-def realign(checkpoint: dict[str, Any], accumulation: int) -> None:
-    """Set Lightning's count of micro-batches to this run's, which depends on its devices."""
+def rescale_batch_progress(checkpoint: dict[str, Any], accumulation: int) -> None:
+    """Set Lightning's count of micro-batches to this run's, which depends on its devices.
+
+    Args:
+        checkpoint: of any number of devices; changed in place.
+        accumulation: micro-batches of a rank per optimizer step in this run.
+    """
     progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
     batches = checkpoint["global_step"] * accumulation
-    for part in ("total", "current"):
-        progress[part] = dict.fromkeys(progress[part], batches)
+    for scope in ("total", "current"):
+        progress[scope] = dict.fromkeys(progress[scope], batches)
 
 
 def apply_settings(
     checkpoint: dict[str, Any], optimizer: torch.optim.Optimizer, factor: float
 ) -> None:
-    """Replace the saved settings, which torch restores, with ours; `factor` scales the rates."""
+    """Replace the settings in `checkpoint`, which torch restores, with those of `optimizer`.
+
+    `factor` is the schedule's at the saved step: it scales the learning rates.
+    """
     for state in checkpoint["optimizer_states"]:
         for saved, ours in zip(state["param_groups"], optimizer.param_groups, strict=True):
             settings = {name: value for name, value in ours.items() if name != "params"}

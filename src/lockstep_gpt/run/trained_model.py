@@ -36,25 +36,33 @@ def load_model(path: Path, is_plain: bool = False) -> tuple[GPT, Config, Tokeniz
 
     Args:
         path: the checkpoint.
-        is_plain: with adapters merged into its weights.
+        is_plain: merge adapters into the weights.
+
+    Raises:
+        UserError: the file isn't a checkpoint, or its weights don't fit this version's model.
     """
     from lockstep_gpt.model.gpt import build_gpt
 
     content = read_checkpoint(path)
-    text = from_dict(content["tokenizer"])
+    tokenizer = from_dict(content["tokenizer"])
     frozen = migrate(literal(content["config"]))
     needed = (*NEEDED, *catalog.GROUPS)
     config = from_container({name: frozen[name] for name in needed if name in frozen}, path)
-    model = build_gpt(config.model, text.vocab_size)
-    merges = [transform(model, config, text) for transform in additions(MODEL)]
-    saved, prefix = content["state_dict"], "model."
-    own = {name: each for name, each in saved.items() if name.startswith(prefix)}
+    model = build_gpt(config.model, tokenizer.vocab_size)
+    merges = [transform(model, config, tokenizer) for transform in additions(MODEL)]
+    prefix = "model."  # Lightning saves them as weights of the module's attribute `model`
+    weights = {
+        name.removeprefix(prefix): weight
+        for name, weight in content["state_dict"].items()
+        if name.startswith(prefix)
+    }
     try:
-        model.load_state_dict({name.removeprefix(prefix): each for name, each in own.items()})
+        model.load_state_dict(weights)
     except RuntimeError as error:
         reason = " ".join(str(error).split())
         raise UserError(f"{path}: {reason}; use the code that wrote it") from None
-    for merge in merges if is_plain else ():
-        if merge is not None:
-            merge()
-    return model.eval(), config, text
+    if is_plain:
+        for merge in merges:
+            if merge is not None:
+                merge()
+    return model.eval(), config, tokenizer

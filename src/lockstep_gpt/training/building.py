@@ -22,7 +22,7 @@ from lockstep_gpt.errors import UserError
 from lockstep_gpt.registry import CALLBACKS, additions
 from lockstep_gpt.run.callbacks.checkpoints import Checkpoints
 from lockstep_gpt.run.callbacks.guards import Guards
-from lockstep_gpt.run.callbacks.time_limit import SaysTimeIsUp, has_time_limit
+from lockstep_gpt.run.callbacks.time_limit import TimeLimitReport, has_time_limit
 from lockstep_gpt.run.callbacks.weight_hashes import WeightHashes
 from lockstep_gpt.run.directory import RunDirectory
 from lockstep_gpt.run.loggers.tracking import TrackedRun, git_state, tracked_runs
@@ -67,7 +67,7 @@ def build_guards(
     for make_callbacks in additions(CALLBACKS):
         guards += make_callbacks(config, directory, rank, terminal)
     if has_time_limit(config):
-        guards.append(SaysTimeIsUp())
+        guards.append(TimeLimitReport())
     guards += gradient_sums(config)
     guards.append(CountedTargets(config))
     guards.append(WeightHashes())

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lockstep_gpt.catalog import how_to_add
 from lockstep_gpt.data.tokenizer import Tokenizer
-from lockstep_gpt.distributed.ranks import from_each_rank
+from lockstep_gpt.distributed.ranks import ranks_unlike_rank_zero
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.model.gpt import GPT
 from lockstep_gpt.model.model_settings import ModelConfig
@@ -66,11 +66,10 @@ def _refuse_other_weights(model: GPT, source: str) -> None:
     digest = hashlib.sha256()
     for weight in model.state_dict().values():
         digest.update(weight.contiguous().numpy())
-    digests = from_each_rank(digest.hexdigest())
-    others = [str(rank) for rank, each in enumerate(digests) if each != digests[0]]
+    others = ranks_unlike_rank_zero(digest.hexdigest())
     if others:
         raise UserError(
-            f"{source} has other weights for rank {', '.join(others)} than for rank 0; name a "
+            f"{source} has other weights for rank {others} than for rank 0; name a "
             "folder that is the same on all nodes"
         )
 

@@ -26,7 +26,11 @@ from lockstep_gpt.registry import MODEL, additions
 from lockstep_gpt.run.checkpoint import find_checkpoint, read_checkpoint
 from lockstep_gpt.run.directory import literal, refuse_another_identity
 from lockstep_gpt.run.migrations import migrate
-from lockstep_gpt.run.resuming import apply_settings, realign, refuse_other_weights
+from lockstep_gpt.run.resuming import (
+    apply_settings,
+    refuse_other_weights,
+    rescale_batch_progress,
+)
 from lockstep_gpt.training.optim import build_optimizer
 from lockstep_gpt.training.schedule import Schedule, plan_batch, plan_schedule
 from lockstep_gpt.training.seeds import leaf_seed, seed_device
@@ -202,7 +206,7 @@ class GPTModule(lightning.LightningModule):
         if isinstance(data, TokenDataModule):
             data.resume_at(checkpoint["global_step"], checkpoint["samples"])
         self.skipped.count.fill_(checkpoint.get("skipped", 0))
-        realign(checkpoint, self.trainer.accumulate_grad_batches)
+        rescale_batch_progress(checkpoint, self.trainer.accumulate_grad_batches)
         optimizer = cast(dict[str, Any], self.configure_optimizers())["optimizer"]
         apply_settings(checkpoint, optimizer, self.schedule.factor(checkpoint["global_step"]))
 

@@ -166,7 +166,7 @@ def fit(training: Training, started: float) -> None:
     trainer = training.trainer
     if training.rank == 0:
         step = step_of(Path(training.resume)) if training.resume else 0
-        training.metrics.continue_from(training.metrics_file.begin(step))
+        training.metrics.continue_from(training.metrics_file.truncate_after(step))
     status = "failed"
     try:
         disk: Any = trainer.strategy.checkpoint_io

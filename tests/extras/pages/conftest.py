@@ -37,7 +37,7 @@ def fitted(new_run, tmp_path):
     def fit(*callbacks, model=None, **settings):
         run, file = new_run(**settings), MetricsFile(tmp_path / "metrics.csv", [])
         run.module.model = model or run.module.model
-        file.begin(0)
+        file.truncate_after(0)
         run.fit(*callbacks, logger=file)
         return run.module.model
 

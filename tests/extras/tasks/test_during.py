@@ -43,7 +43,7 @@ def fit(new_run, tmp_path):
         path = tmp_path / "metrics.csv"
         path.unlink(missing_ok=True)
         file = MetricsFile(path, ["trainer/step"])
-        file.begin(0)
+        file.truncate_after(0)
         metrics = Metrics(run.config.log_every, run.batch.tokens_per_step)
         run.fit(metrics, *callbacks, logger=file)
         with path.open() as lines:

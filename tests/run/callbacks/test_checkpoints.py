@@ -54,7 +54,7 @@ def test_without_a_period_only_the_best_and_the_end_are_saved(new_run, tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("keep_last", "keep_best", "kept", "best"),
+    ("keep_last", "keep_best", "steps", "best"),
     [
         (1, 0, [6], 6),
         (3, 0, [4, 5, 6], 5),
@@ -64,11 +64,11 @@ def test_without_a_period_only_the_best_and_the_end_are_saved(new_run, tmp_path)
         (9, 9, [1, 2, 3, 4, 5, 6], 2),
     ],
 )
-def test_the_newest_and_the_best_are_kept(new_run, tmp_path, keep_last, keep_best, kept, best):
+def test_the_newest_and_the_best_are_kept(new_run, tmp_path, keep_last, keep_best, steps, best):
     settings = {"every": 1, "keep_last": keep_last, "keep_best": keep_best}
     run = new_run(max_steps=6, val_every=1, checkpoint=settings)
     checkpoints, _ = fitted(run, tmp_path, losses={1: 9, 2: 1, 3: 5, 4: 4, 5: 3, 6: 8})
-    assert steps_in(tmp_path) == kept
+    assert steps_in(tmp_path) == steps
     assert step_of(Path(checkpoints.in_summary(0)["best_checkpoint"])) == best
     assert checkpoints.in_summary(0)["last_checkpoint"].endswith("step=000006.ckpt")
 
@@ -86,7 +86,7 @@ def test_a_checkpoint_is_saved_after_its_step_s_validation(new_run, tmp_path):
     assert validation.saved_before == {2: [], 4: [2]}
     for step, loss in validation.seen.items():
         content = torch.load(tmp_path / f"step=00000{step}.ckpt", weights_only=True)
-        (state,) = (each for name, each in content["callbacks"].items() if "Checkpoints" in name)
+        (state,) = (state for name, state in content["callbacks"].items() if "Checkpoints" in name)
         assert state["losses"][step] == loss
 
 
@@ -135,11 +135,11 @@ def test_all_ranks_agree_on_the_best_checkpoint(on_ranks, new_run, tmp_path):
 
 def test_a_resumed_run_ends_with_the_bits_of_an_uninterrupted_one(new_run, tmp_path):
     settings = {"model": {"dropout": 0.5}, "checkpoint": {"every": 1, "keep_last": 9}}
-    whole = new_run(max_steps=6, **settings)
-    fitted(whole, tmp_path)
+    uninterrupted = new_run(max_steps=6, **settings)
+    fitted(uninterrupted, tmp_path)
     rest = new_run(max_steps=6, **settings)
     fitted(rest, tmp_path / "rest", ckpt_path=tmp_path / "step=000004.ckpt")
-    for name, weight in whole.module.state_dict().items():
+    for name, weight in uninterrupted.module.state_dict().items():
         assert torch.equal(rest.module.state_dict()[name], weight), name
 
 

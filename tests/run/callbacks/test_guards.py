@@ -32,10 +32,10 @@ def flipped(odd):
 
 @pytest.mark.parametrize(("ranks", "named"), [(3, "on rank 1;"), (2, "on rank 0 and 1;")])
 def test_one_flipped_bit_in_a_replica_is_found_by_all(on_ranks, ranks, named):
-    said = on_ranks(ranks, flipped(1))
-    assert len(set(said)) == 1
-    assert "step 7: the weights of ranks differ, first in 1.weight," in said[0]
-    assert named in said[0]
+    messages = on_ranks(ranks, flipped(1))
+    assert len(set(messages)) == 1
+    assert "step 7: the weights of ranks differ, first in 1.weight," in messages[0]
+    assert named in messages[0]
 
 
 def test_equal_replicas_pass(on_ranks):

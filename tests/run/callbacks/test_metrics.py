@@ -40,7 +40,7 @@ class Recorder(Callback):
 def measured(run, path, *callbacks):
     """Fit `run`; return its rows as numbers and what really happened."""
     recorder, file = Recorder(), MetricsFile(path, FEW)
-    file.begin(0)
+    file.truncate_after(0)
     metrics = Metrics(run.config.log_every, run.batch.tokens_per_step)
     run.fit(metrics, recorder, *callbacks, logger=file)
     with path.open() as lines:
@@ -138,7 +138,7 @@ def test_utilisation_is_the_model_s_operations_over_the_devices_peak(new_run, tm
     run = new_run(max_steps=2, log_every=1)
     metrics = Metrics(1, 32, flops_per_token=3e6, peak_tflops=2.0)
     rows = MetricsFile(tmp_path / "metrics.csv", COLUMNS)
-    rows.begin(0)
+    rows.truncate_after(0)
     run.fit(metrics, logger=rows)
     speed = metrics.row["throughput/tokens_per_second"]
     assert metrics.row["throughput/mfu"] == pytest.approx(speed * 3e6 / 2e12)

@@ -31,18 +31,18 @@ def run(new_run, caplog):
 
 
 def steps(pattern, messages):
-    found = [re.fullmatch(pattern, message) for message in messages]
-    return [int(match[1]) for match in found if match]
+    matches = [re.fullmatch(pattern, message) for message in messages]
+    return [int(match[1]) for match in matches if match]
 
 
-def said(caplog):
-    ours = (each for each in caplog.records if each.name.startswith("lockstep_gpt"))
-    return [record.message for record in ours]
+def our_messages(caplog):
+    package = "lockstep_gpt"
+    return [record.message for record in caplog.records if record.name.startswith(package)]
 
 
 def test_without_a_terminal_each_logged_step_and_validation_has_a_line(run, caplog):
     fit(run, Progress(line_seconds=0))
-    messages = said(caplog)
+    messages = our_messages(caplog)
     assert steps(LINE, messages) == [2, 4, 6, 7]
     assert steps(VALIDATION, messages) == [3, 6]
     assert len(messages) == 6
@@ -50,7 +50,7 @@ def test_without_a_terminal_each_logged_step_and_validation_has_a_line(run, capl
 
 def test_lines_keep_their_distance_but_the_last_step_always_has_one(run, caplog):
     fit(run, Progress(line_seconds=60))
-    assert steps(LINE, said(caplog)) == [7]
+    assert steps(LINE, our_messages(caplog)) == [7]
 
 
 @contextlib.contextmanager
@@ -61,11 +61,11 @@ def terminal(monkeypatch):
     termios.tcsetwinsize(line, (24, 120))
 
     def read():
-        shown = b""
+        screen_text = b""
         with contextlib.suppress(BlockingIOError):
             while True:
-                shown += os.read(screen, 4096)
-        return shown.decode()
+                screen_text += os.read(screen, 4096)
+        return screen_text.decode()
 
     with os.fdopen(line, "w") as stream:
         monkeypatch.setattr(sys, "stderr", stream)
@@ -76,10 +76,10 @@ def terminal(monkeypatch):
 def test_a_terminal_gets_a_bar_and_no_lines(run, caplog, monkeypatch):
     with terminal(monkeypatch) as read:
         fit(run, Progress())
-        shown = read()
-    assert "| 7/7 [" in shown
-    assert re.search(r"loss \d\.\d{4}", shown)
-    assert steps(LINE, said(caplog)) == []
+        screen_text = read()
+    assert "| 7/7 [" in screen_text
+    assert re.search(r"loss \d\.\d{4}", screen_text)
+    assert steps(LINE, our_messages(caplog)) == []
 
 
 def test_quiet_shows_no_bar(run, caplog, monkeypatch):
@@ -117,7 +117,7 @@ def sampled(new_run, caplog):
         caplog.clear()
         caplog.set_level(logging.INFO, "lockstep_gpt")
         run.fit(Sample(**{"prompt": "def f", "length": 20, "temperature": 0.8, **changes}))
-        (text,) = said(caplog)
+        (text,) = our_messages(caplog)
         return text
 
     return fit
@@ -142,4 +142,4 @@ def test_a_model_trained_on_numbers_prints_no_sample(new_run, caplog):
     run.module = GPTModule(run.config, run.schedule, Numbers())
     caplog.set_level(logging.INFO, "lockstep_gpt")
     run.fit(Sample("def f", 20, 0.8))
-    assert not [each for each in caplog.records if each.name.startswith("lockstep_gpt")]
+    assert our_messages(caplog) == []

@@ -64,12 +64,12 @@ def test_a_signal_ends_the_run_after_its_step_is_done_and_saved(new_run, tmp_pat
 
 def test_a_stopped_run_resumes_to_the_bits_of_an_uninterrupted_one(new_run, tmp_path):
     settings = {"max_steps": 6, "val_every": 2, "model": {"dropout": 0.5}}
-    whole, first, rest = (new_run(**settings) for _ in range(3))
-    fit(whole, tmp_path / "whole")
+    uninterrupted, first, rest = (new_run(**settings) for _ in range(3))
+    fit(uninterrupted, tmp_path / "whole")
     with pytest.raises(Stopped):
         fit(first, tmp_path / "stopped", SignalAt(3, signal.SIGTERM))
     fit(rest, tmp_path / "stopped", ckpt_path=newest_valid(tmp_path / "stopped"))
-    for name, weight in whole.module.state_dict().items():
+    for name, weight in uninterrupted.module.state_dict().items():
         assert torch.equal(rest.module.state_dict()[name], weight), name
 
 
@@ -178,9 +178,9 @@ def test_a_falling_loss_scale_does_not_end_the_run(new_run):
 def test_a_gradient_that_no_scale_makes_finite_ends_the_run(new_run, tmp_path):
     run, spoil = new_run(**HALF, max_steps=60), SpoilScaled(lambda step, _: step > 8)
     first = r"^step (\d+): the gradient is not finite, and guard.max_skipped=0; the weights are"
-    with pytest.raises(RunError, match=first) as told:
+    with pytest.raises(RunError, match=first) as raised:
         run.fit(spoil, Metrics(4, 1), run.checkpoints(tmp_path))
-    step = int(re.match(first, str(told.value))[1])
+    step = int(re.match(first, str(raised.value))[1])
     assert (spoil.scales[step - 1], spoil.scales[step]) == (2, 1)
     assert torch.equal(run.module.model.final_norm.weight, spoil.weights[9])
     assert not checkpoints_in(tmp_path)

@@ -22,7 +22,9 @@ def the_run(client):
 
 
 def history(client, run, name):
-    return [(each.step, each.value) for each in client.get_metric_history(run.info.run_id, name)]
+    return [
+        (metric.step, metric.value) for metric in client.get_metric_history(run.info.run_id, name)
+    ]
 
 
 def test_mlflow_has_the_settings_and_metrics_of_a_resumed_run(command, client):

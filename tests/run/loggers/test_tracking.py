@@ -18,8 +18,8 @@ def test_our_runs_are_tracked_runs_and_other_loggers_are_not(tmp_path):
 
 def test_the_state_of_git_names_the_commit_and_whether_files_differ(tmp_path):
     def git(*words):
-        own = ("-c", "user.name=a", "-c", "user.email=a@b.c")
-        return subprocess.check_output(["git", *own, *words], cwd=tmp_path, text=True).strip()
+        identity = ("-c", "user.name=a", "-c", "user.email=a@b.c")
+        return subprocess.check_output(["git", *identity, *words], cwd=tmp_path, text=True).strip()
 
     assert git_state(tmp_path) == {}
     git("init", "-q")

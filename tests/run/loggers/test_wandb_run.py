@@ -28,8 +28,10 @@ def by_step(rows):
     """Join the rows of a step; drop repeats, wandb's additions, and non-numbers."""
     joined = {}
     for row in rows:
-        kept = {name: value for name, value in row.items() if not name.startswith(("_", "samples"))}
-        joined.setdefault(kept["trainer/step"], {}).update(kept)
+        values = {
+            name: value for name, value in row.items() if not name.startswith(("_", "samples"))
+        }
+        joined.setdefault(values["trainer/step"], {}).update(values)
     return list(joined.values())
 
 
@@ -77,8 +79,8 @@ def test_a_failed_run_ends_as_failed_and_sends_an_alert(two, command, records):
         "class Broken(lightning.Callback):\n"
         "    def on_train_start(self, *_): raise ZeroDivisionError('on purpose')\n"
     )
-    own = ("logger=wandb", "trainer=cpu")  # wandb keeps state for the lifetime of a process
-    broken = ("+callbacks.broken._target_=broken.Broken", "run_dir=run", *own)
+    on_ranks = ("logger=wandb", "trainer=cpu")  # wandb keeps state for the lifetime of a process
+    broken = ("+callbacks.broken._target_=broken.Broken", "run_dir=run", *on_ranks)
     command.train(*broken, status=1, PYTHONPATH=str(command.folder))
     for folder, status in ((command.folder / "run", 1), (two[0].folder / "runs/two", 0)):
         (path,) = folder.glob("wandb/offline-run-*/*.wandb")
@@ -103,8 +105,8 @@ def test_command_of_the_sweep_file_trains_two_ranks_under_the_agent_s_run_id(com
 @pytest.mark.usefixtures("quick_ranks")
 def test_the_table_of_samples_grows_with_each_validation(command, read_offline):
     sampling = ("callbacks.sample.at_validation=true", "callbacks.sample.length=9", "val_every=5")
-    own = ("logger=wandb", "trainer=cpu")  # in a process that has logged no other table
-    command.train(*own, "run_dir=run", "max_steps=15", *sampling)
+    on_ranks = ("logger=wandb", "trainer=cpu")  # in a process that has logged no other table
+    command.train(*on_ranks, "run_dir=run", "max_steps=15", *sampling)
     _, _, rows = read_offline(command.folder / "run")
     tables = [row for row in rows if "samples.nrows" in row]
     assert [table["samples.increment_num"] for table in tables] == [0, 1, 2]
@@ -114,16 +116,18 @@ def test_the_table_of_samples_grows_with_each_validation(command, read_offline):
 @pytest.mark.usefixtures("quick_ranks")
 def test_histograms_and_code_are_logged_on_request(command, read_offline, records):
     store = command.folder / "store"
-    asked = ("logger.wandb.watch=gradients", "logger.wandb.log_code=true")
-    own = ("logger=wandb", "trainer=cpu")  # WANDB_DATA_DIR is read once per process
-    command.train(*own, "run_dir=run", *asked, WANDB_DATA_DIR=str(store))
+    requested = ("logger.wandb.watch=gradients", "logger.wandb.log_code=true")
+    on_ranks = ("logger=wandb", "trainer=cpu")  # WANDB_DATA_DIR is read once per process
+    command.train(*on_ranks, "run_dir=run", *requested, WANDB_DATA_DIR=str(store))
     _, _, rows = read_offline(command.folder / "run")
     names = {name for row in rows for name in row if name.startswith("gradients/")}
     assert any("blocks.0.attention" in name for name in names)
     (path,) = (command.folder / "run").glob("wandb/offline-run-*/*.wandb")
     kinds = {record.artifact.type for record in records(path) if record.HasField("artifact")}
     assert "code" in kinds
-    metrics = {each.metric.name: each.metric for each in records(path) if each.HasField("metric")}
+    metrics = {
+        record.metric.name: record.metric for record in records(path) if record.HasField("metric")
+    }
     assert metrics["val/loss"].summary.min
     assert metrics["optim/grad_norm"].summary.max
 

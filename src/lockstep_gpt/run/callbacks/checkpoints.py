@@ -40,7 +40,7 @@ class Checkpoints(StepCallback, Checkpoint):
         return step == self.total_steps or (every is not None and step % every == 0)
 
     def on_step_end(self, trainer: Trainer, pl_module: Any, step: int) -> None:  # noqa: ARG002
-        """Save here only if no validation follows; else the saved state would mark it as done."""
+        """Save now only if no validation follows; else the saved state would mark it as done."""
         if step == self.total_steps:
             trainer.should_stop = True  # Lightning then validates a last time, at any step
         if (self.is_due(step) or trainer.should_stop) and not self.validates(trainer):
@@ -48,7 +48,8 @@ class Checkpoints(StepCallback, Checkpoint):
 
     def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
         """Save if due, among the best so far, or the last because a callback stops the run."""
-        step, loss = trainer.global_step, pl_module.val_loss
+        step = trainer.global_step
+        loss = pl_module.val_loss
         assert loss is not None
         best = sorted([*self.losses.values(), loss])[: self.config.checkpoint.keep_best]
         if self.urgent or trainer.should_stop or self.is_due(step) or loss in best:
@@ -71,20 +72,24 @@ class Checkpoints(StepCallback, Checkpoint):
         while present[-1] != new:  # of a model that this run left with resume_force
             files.set_aside(present.pop())
         newest = present[-self.config.checkpoint.keep_last :]
-        best = sorted(self.losses, key=self.losses.__getitem__)[: self.config.checkpoint.keep_best]
+        best = self._best_steps()[: self.config.checkpoint.keep_best]
         for path in present:
             if path not in (new, *newest) and files.step_of(path) not in best:
                 trainer.strategy.checkpoint_io.remove_checkpoint(path)
                 self.losses.pop(files.step_of(path), None)
 
+    def _best_steps(self) -> list[int]:
+        """Return the steps of checkpoints with a loss, the best first."""
+        return sorted(self.losses, key=self.losses.__getitem__)
+
     def in_summary(self, _step: int) -> dict[str, Any]:
         """Return `summary.json`'s entries on checkpoints."""
-        best = sorted(self.losses, key=self.losses.__getitem__)[:1]
-        last = next(reversed(files.checkpoints_in(self.folder)), None)
-        return {
-            "best_checkpoint": str(files.checkpoint_path(self.folder, best[0])) if best else None,
-            "last_checkpoint": str(last) if last else None,
-        }
+        best_checkpoint = None
+        if self.losses:
+            best_checkpoint = str(files.checkpoint_path(self.folder, self._best_steps()[0]))
+        present = files.checkpoints_in(self.folder)
+        last_checkpoint = str(present[-1]) if present else None
+        return {"best_checkpoint": best_checkpoint, "last_checkpoint": last_checkpoint}
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: Any, checkpoint: Any) -> None:  # noqa: ARG002
         """Add the configuration, the tokenizer, and the counts of samples and tokens."""
@@ -99,7 +104,8 @@ class Checkpoints(StepCallback, Checkpoint):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the losses of checkpoints that still exist: rank 0 checks."""
         present = from_rank_zero([*map(files.step_of, files.checkpoints_in(self.folder))])
-        self.losses = {n: loss for n, loss in state_dict["losses"].items() if n in present}
+        losses = state_dict["losses"]
+        self.losses = {step: loss for step, loss in losses.items() if step in present}
 
 
 class AtomicCheckpointIO(CheckpointIO):
@@ -112,8 +118,8 @@ class AtomicCheckpointIO(CheckpointIO):
         files.write_checkpoint(checkpoint, Path(path), storage_options)
 
     def save_part(self, part: dict[str, Any], path: Path) -> str:
-        """Write one rank's part of a checkpoint; return its SHA-256, which the checkpoint has."""
-        return files.write_checkpoint(part, path, alone=False)
+        """Write one rank's part of a checkpoint; return its SHA-256, for the checksum file."""
+        return files.write_checkpoint(part, path, checksum_file=False)
 
     def remove_checkpoint(self, path: Any) -> None:
         """Delete a checkpoint."""

@@ -35,27 +35,27 @@ class Guards(StepCallback):
     directory: RunDirectory  # where the failure of a stalled run is recorded
     rank: int  # of this process
     terminal: TextIO  # where the stack of a stalled rank is shown
-    _alive: float = field(default=0.0, init=False)  # clock of the last sign of progress
-    _over: threading.Event = field(default_factory=threading.Event, init=False)
+    _last_progress: float = field(default=0.0, init=False)  # clock
+    _ended: threading.Event = field(default_factory=threading.Event, init=False)
     _watcher: threading.Thread | None = field(default=None, init=False)
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         """Start a thread that only watches the clock."""
         super().on_train_start(trainer, pl_module)
-        self._alive = time.monotonic()
+        self._last_progress = time.monotonic()
         if self.config.guard.stall_after is not None:
-            limits = [stall_limit(self.config, self.config.guard.stall_after)]
-            self._watcher = threading.Thread(target=self._watch, args=limits, daemon=True)
+            limit = stall_limit(self.config, self.config.guard.stall_after)
+            self._watcher = threading.Thread(target=self._watch, args=[limit], daemon=True)
             self._watcher.start()
 
     def on_train_batch_end(self, *arguments: Any) -> None:
         """Note the progress."""
-        self._alive = time.monotonic()
+        self._last_progress = time.monotonic()
         super().on_train_batch_end(*arguments)
 
     def on_validation_batch_end(self, *_arguments: Any) -> None:
         """Note the progress."""
-        self._alive = time.monotonic()
+        self._last_progress = time.monotonic()
 
     def on_step_end(self, trainer: Trainer, pl_module: Any, step: int) -> None:
         """Compare the replicas if that is due."""
@@ -72,7 +72,7 @@ class Guards(StepCallback):
 
     def on_train_end(self, *_arguments: Any) -> None:
         """Stop watching."""
-        self._over.set()
+        self._ended.set()
         if self._watcher:
             self._watcher.join()  # it may need to cancel faulthandler
 
@@ -80,26 +80,24 @@ class Guards(StepCallback):
 
     def _watch(self, stall_after: float) -> None:
         """End the process after a stall; if this thread hangs too, faulthandler's thread does."""
-        while not self._over.wait(min(1.0, stall_after / 10)):
+        while not self._ended.wait(min(1.0, stall_after / 10)):
             faulthandler.dump_traceback_later(stall_after + 10, exit=True, file=self.terminal)
-            if time.monotonic() - self._alive > stall_after:
-                self._end(stall_after)
+            if time.monotonic() - self._last_progress > stall_after:
+                self._end_process(stall_after)
         faulthandler.cancel_dump_traceback_later()
 
-    def _end(self, stall_after: float) -> None:
+    def _end_process(self, stall_after: float) -> None:
+        """Show this rank's stack, record the failure, and end the process."""
         line = f"no step for {stall_after:g} s (guard.stall_after)"
         # In one piece: all ranks print at the same time.
         print(f"rank {self.rank}: {line}; its stack:\n{stacks()}", file=self.terminal, flush=True)
         self.directory.record_failure({"rank": self.rank, "status": 1, "error": line})
         with contextlib.suppress(OSError, RuntimeError):  # the run ends anyway
             folder = self.directory.rank_logs
-            if path := write_trace(backend_of(self.config), folder, self.rank):
-                where = f"{path} (torchfrtrace --prefix {TRACE} {folder})"
-                print(
-                    f"rank {self.rank}: its last collectives: {where}",
-                    file=self.terminal,
-                    flush=True,
-                )
+            path = write_trace(backend_of(self.config), folder, self.rank)
+            if path:
+                text = f"its last collectives: {path} (torchfrtrace --prefix {TRACE} {folder})"
+                print(f"rank {self.rank}: {text}", file=self.terminal, flush=True)
         time.sleep(STALL_GRACE)
         os._exit(1)
 
@@ -127,23 +125,26 @@ def stall_limit(config: Config, stall_after: float) -> float:
 def refuse_differing_replicas(model: torch.nn.Module, step: int) -> None:
     """Compare a checksum of every parameter across all ranks: DDP never notices a flipped bit.
 
-    A `RunError` on every rank names the first parameter that differs, and the ranks.
+    Raises:
+        RunError: on every rank; it names the first parameter that differs, and the ranks.
     """
-    named = list(model.named_parameters())
+    named = list(model.named_parameters())  # P of them
     if not dist.is_initialized():
         return
     sums = torch.stack([_checksum(parameter.detach()) for _, parameter in named])  # (P)
     gathered = [torch.empty_like(sums) for _ in range(dist.get_world_size())]
     dist.all_gather(gathered, sums)
     table = torch.stack(gathered).cpu()  # (ranks, P)
-    differs = table != table.mode(dim=0).values
+    differs = table != table.mode(dim=0).values  # (ranks, P)
     if not differs.any():
         return
     first = int(differs.any(dim=0).nonzero()[0])
-    odd = differs[:, first].nonzero().flatten().tolist() if len(table) > 2 else [0, 1]
+    ranks = [0, 1]  # of two ranks, either may be wrong
+    if len(table) > 2:
+        ranks = differs[:, first].nonzero().flatten().tolist()
     raise RunError(
         f"step {step}: the weights of ranks differ, first in {named[first][0]}, on rank "
-        f"{' and '.join(map(str, odd))}; check that device's memory, then continue from the last "
+        f"{' and '.join(map(str, ranks))}; check that device's memory, then continue from the last "
         "checkpoint, which is valid, with resume=auto"
     )
 

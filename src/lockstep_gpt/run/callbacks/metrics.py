@@ -22,7 +22,7 @@ from lockstep_gpt.run.metrics_file import MetricsFile
 
 logger = logging.getLogger(__name__)
 
-# Columns of metrics.csv -> the last value's name in summary.json; None: not in there.
+# Columns of metrics.csv -> the last value's name in summary.json; None: not in the summary.
 COLUMNS = {
     "trainer/step": None,
     "trainer/tokens": None,
@@ -48,7 +48,9 @@ def peak_tflops(config: Config, world_size: int) -> float | None:
     if peak is None and config.trainer["accelerator"] == "cuda":
         name = torch.cuda.get_device_name()
         peak = peak_of(name, config.precision)
-    return peak and peak * world_size
+    if peak is None:
+        return None
+    return peak * world_size
 
 
 @dataclass(eq=False)
@@ -101,37 +103,44 @@ class Metrics(StepCallback):
                 logger.info("compiled: the first step took %.1f s", self.first_step_seconds)
         if step % self.every and step != trainer.max_steps:
             return
+        row = self._measure(trainer, pl_module, step)
+        pl_module.log_dict(row, logger=False)
+        self._log(trainer, step, row)
+        pl_module.skipped.refuse_broken(step)
+
+    def _measure(self, trainer: Trainer, pl_module: Any, step: int) -> dict[str, float]:
+        """Return the values since the last row, and restart the clock."""
+        # These wait for the device, so that the clock is read after the work that it measures.
         loss = float(pl_module.losses.take().mean())
-        norm = float(pl_module.grad_norm)
+        grad_norm = float(pl_module.grad_norm)
         skipped = float(pl_module.skipped.count)
-        each = [after - before for before, after in pairwise(self._times)]
-        cuts = statistics.quantiles(each, n=20, method="inclusive") if each[1:] else each * 19
+        durations = [after - before for before, after in pairwise(self._times)]
+        p50, p95 = p50_and_p95(durations)
         now = time.perf_counter()
-        seconds, steps, self._times = now - self._times[0], len(each), [now]
+        seconds = now - self._times[0]
+        self._times = [now]
         self.training_seconds += seconds
-        self.training_steps += steps
-        tokens_per_second = steps * self.tokens_per_step / seconds
-        tflops, peak = tokens_per_second * self.flops_per_token / 1e12, self.peak_tflops
-        row = {
-            **({"throughput/mfu": tflops / peak} if peak else {}),
-            "train/loss": loss,
-            "optim/lr": pl_module.schedule.lr(step - 1),
-            "optim/grad_norm": norm,
-            "optim/skipped": skipped,  # updates so far in the whole run
-            "throughput/tokens_per_second": tokens_per_second,
-            "throughput/step_seconds": seconds / steps,
-            "throughput/step_seconds_p50": cuts[9],
-            "throughput/step_seconds_p95": cuts[18],
-            "system/peak_memory_gb": peak_memory() / 1e9,
-        }
+        self.training_steps += len(durations)
+        tokens_per_second = len(durations) * self.tokens_per_step / seconds
+        row = {}
+        if self.peak_tflops:
+            tflops = tokens_per_second * self.flops_per_token / 1e12
+            row["throughput/mfu"] = tflops / self.peak_tflops
+        row["train/loss"] = loss
+        row["optim/lr"] = pl_module.schedule.lr(step - 1)
+        row["optim/grad_norm"] = grad_norm
+        row["optim/skipped"] = skipped  # updates so far in the whole run
+        row["throughput/tokens_per_second"] = tokens_per_second
+        row["throughput/step_seconds"] = seconds / len(durations)
+        row["throughput/step_seconds_p50"] = p50
+        row["throughput/step_seconds_p95"] = p95
+        row["system/peak_memory_gb"] = peak_memory() / 1e9
         data = trainer.datamodule  # type: ignore[attr-defined]
         if isinstance(data, TokenDataModule):
             waited = data.training_feed.waited
             row["data/wait_share"] = (waited - self._waited) / seconds
             self._waited = waited
-        pl_module.log_dict(row, logger=False)
-        self._log(trainer, step, row)
-        pl_module.skipped.refuse_broken(step)
+        return row
 
     def in_summary(self, step: int) -> dict[str, Any]:
         """Return `summary.json`'s entries for a run that ends after optimizer step `step`."""
@@ -174,12 +183,21 @@ class Metrics(StepCallback):
     def _log(self, trainer: Trainer, step: int, metrics: dict[str, float]) -> None:
         row = {"trainer/tokens": step * self.tokens_per_step, **metrics}
         self.row.update(row)
-        for logger in trainer.loggers:
-            logger.log_metrics(row, step)
+        for row_logger in trainer.loggers:
+            row_logger.log_metrics(row, step)
+
+
+def p50_and_p95(durations: list[float]) -> tuple[float, float]:
+    """Return the median and the 95th percentile; one duration is both."""
+    if len(durations) == 1:
+        return durations[0], durations[0]
+    cuts = statistics.quantiles(durations, n=20, method="inclusive")  # at 5%, 10%, ..., 95%
+    return cuts[9], cuts[18]
 
 
 def peak_memory() -> int:
     """Return the peak bytes of tensors on this GPU, or, without one, of this process."""
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return torch.cuda.max_memory_allocated()
-    return getrusage(RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    unit = 1 if sys.platform == "darwin" else 1024  # bytes; the other systems count KiB
+    return getrusage(RUSAGE_SELF).ru_maxrss * unit

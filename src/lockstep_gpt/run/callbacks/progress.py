@@ -29,15 +29,17 @@ class Progress(StepCallback):
     def __init__(self, line_seconds: float = 5.0) -> None:
         self.line_seconds = line_seconds
         self._bar: tqdm[Any] | None = None
-        self._started = (0, 0.0)  # step and clock
-        self._shown = 0.0  # clock of the last line
+        self._start_step = 0
+        self._start_time = 0.0
+        self._last_line_time = 0.0
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Open the bar at the step where the run starts or resumes."""
         super().on_train_start(trainer, pl_module)
-        self._metrics = next(each for each in trainer.callbacks if isinstance(each, Metrics))
-        self._started = (trainer.global_step, time.perf_counter())
-        self._shown = self._started[1]
+        self._metrics = next(item for item in trainer.callbacks if isinstance(item, Metrics))
+        self._start_step = trainer.global_step
+        self._start_time = time.perf_counter()
+        self._last_line_time = self._start_time
         if trainer.is_global_zero and sys.stderr.isatty() and logger.isEnabledFor(logging.INFO):
             self._bar = tqdm(
                 total=trainer.max_steps,
@@ -59,10 +61,9 @@ class Progress(StepCallback):
     def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
         """Print the validation loss on a permanent line."""
         if trainer.is_global_zero:
-            step, total = trainer.global_step, trainer.max_steps
-            logger.info(
-                "step %*d/%d  val_loss %.4f", len(str(total)), step, total, pl_module.val_loss
-            )
+            total = trainer.max_steps
+            step = f"step {trainer.global_step:{len(str(total))}}/{total}"
+            logger.info("%s  val_loss %.4f", step, pl_module.val_loss)
 
     def on_train_end(self, *_arguments: Any) -> None:
         """Leave the bar on the screen, and the next line free for an error."""
@@ -73,10 +74,10 @@ class Progress(StepCallback):
 
     def _line(self, step: int, total: int) -> None:
         now = time.perf_counter()
-        if now - self._shown < self.line_seconds and step < total:
+        if now - self._last_line_time < self.line_seconds and step < total:
             return
-        self._shown = now
-        left = (total - step) * (now - self._started[1]) / (step - self._started[0])
+        self._last_line_time = now
+        left = (total - step) * (now - self._start_time) / (step - self._start_step)
         text = f"step {step:{len(str(total))}}/{total}  {self._values()}  {left:.0f} s left"
         logger.info("%s", text)
 
@@ -128,8 +129,9 @@ class Sample(Callback):
         generator = torch.Generator(device).manual_seed(pl_module.config.seed)
         tokens = model.generate(prompt[None], self.length, self.temperature, generator=generator)
         text = tokenizer.decode(tokens[0].tolist())
-        step, names = trainer.global_step, ["step", "prompt", "text"]
-        for each in tracked_runs(trainer.loggers):
-            each.log_table("samples", names, [[step, self.prompt, text]], step=step)
+        step = trainer.global_step
+        for run in tracked_runs(trainer.loggers):
+            row = [step, self.prompt, text]
+            run.log_table("samples", ["step", "prompt", "text"], [row], step=step)
         lines = printable(text).split("\n")
         logger.info("%s", "\n".join(["", "sample", *(f"  | {line}" for line in lines)]))

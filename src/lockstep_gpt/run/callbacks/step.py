@@ -1,4 +1,4 @@
-"""Callbacks of a run: once per optimizer step, and what they may tell."""
+"""Callbacks that run after each optimizer step, and what a callback may add to reports."""
 
 from abc import ABC, abstractmethod
 from typing import Any, Protocol, runtime_checkable

@@ -29,7 +29,9 @@ class StopVote:
     """
 
     def __init__(self) -> None:
-        self._group: Any = dist.new_group(backend="gloo") if dist.is_initialized() else None
+        self._group: Any = None
+        if dist.is_initialized():
+            self._group = dist.new_group(backend="gloo")
         self._ballot = torch.zeros(1, dtype=torch.int64)
         self._work: dist.Work | None = None
 
@@ -55,14 +57,14 @@ class GracefulStop(StepCallback):
 
     checkpoints: Checkpoints
     received: int = field(default=0, init=False)  # signal; 0: none
-    decided: int = field(default=0, init=False)
-    loop: Any = field(default_factory=dict, init=False)  # what Lightning's loop holds
+    decided: int = field(default=0, init=False)  # signal on which all ranks stop; 0: none
+    loop: Any = field(default_factory=dict, init=False)  # the attributes of Lightning's loop
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
-        """Replace Lightning's handlers, which it installs earlier, and what they broadcast.
+        """Replace Lightning's handlers, which it installs earlier, and turn off its broadcast.
 
-        With several ranks, Lightning tells them in each micro-batch whether rank 0 got a SIGTERM,
-        and waits for the device to know (Lightning#21487).
+        With several ranks, Lightning broadcasts in each micro-batch whether rank 0 got a SIGTERM,
+        which waits for the device (Lightning#21487).
         """
         super().on_train_start(trainer, pl_module)
         self.loop = vars(trainer.fit_loop.epoch_loop)
@@ -79,11 +81,14 @@ class GracefulStop(StepCallback):
 
         If a validation follows, wait for it: else the saved state would mark it as done.
         """
-        decided = self.vote.cast(self.received)
-        self.decided = decided if step < self.checkpoints.total_steps else 0
-        if self.decided and self.checkpoints.validates(trainer):
+        self.decided = self.vote.cast(self.received)
+        if step >= self.checkpoints.total_steps:
+            self.decided = 0  # the run ends anyway
+        if not self.decided:
+            return
+        if self.checkpoints.validates(trainer):
             self.checkpoints.urgent = True
-        elif self.decided:
+        else:
             self.checkpoints.save(trainer)
             self._stop()
 
@@ -97,10 +102,10 @@ class GracefulStop(StepCallback):
         raise Stopped(self.decided)
 
     def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:  # noqa: ARG002
-        """Read the last vote, or a rank could leave while another still needs it."""
+        """Finish the last vote: a rank that leaves early would fail the others' vote."""
         self.vote.close()
         self.on_exception()
 
     def on_exception(self, *_: Any) -> None:
-        """Give Lightning's loop its broadcast back."""
+        """Restore the broadcast of Lightning's loop."""
         self.loop.pop("_broadcast_sigterm_tensor", None)

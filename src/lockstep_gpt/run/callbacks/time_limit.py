@@ -13,12 +13,14 @@ from lockstep_gpt.config import Config
 logger = logging.getLogger(__name__)
 
 
-class SaysTimeIsUp(Callback):
+class TimeLimitReport(Callback):
     """Reports at the end of training if the time limit was reached."""
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
         """Check each `Timer`; the Trainer's `max_time` is one too."""
-        for timer in (each for each in trainer.callbacks if isinstance(each, Timer)):
+        for timer in trainer.callbacks:
+            if not isinstance(timer, Timer):
+                continue
             left = timer.time_remaining("train")
             if left is not None and left <= 0 and trainer.is_global_zero:
                 spent = timer.time_elapsed("train")

@@ -18,9 +18,9 @@ class WeightHashes(Callback):
         """Add the hash of this checkpoint, if it contains the whole model."""
         if not trainer.is_global_zero:
             return
-        found = digest(checkpoint["state_dict"])
-        if found is not None:
-            self.weights[trainer.global_step] = found
+        sha256 = digest(checkpoint["state_dict"])
+        if sha256 is not None:
+            self.weights[trainer.global_step] = sha256
             checkpoint["weights"] = dict(self.weights)
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: Any) -> None:  # noqa: ARG002
@@ -34,10 +34,10 @@ class WeightHashes(Callback):
 
 def digest(weights: dict[str, Any]) -> str | None:
     """Return the SHA-256 of all names, types, shapes, and bits; None for a sharded model."""
-    found = hashlib.sha256()
+    sha256 = hashlib.sha256()
     for name, weight in weights.items():
         if type(weight) is not torch.Tensor:
             return None
-        found.update(f"{name} {weight.dtype} {[*weight.shape]} ".encode())
-        found.update(weight.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
-    return found.hexdigest()
+        sha256.update(f"{name} {weight.dtype} {[*weight.shape]} ".encode())
+        sha256.update(weight.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    return sha256.hexdigest()

@@ -38,8 +38,8 @@ class MLflowRun(MLFlowLogger):
         tags: dict[str, str],
     ) -> None:
         exceptions = import_optional("logger=mlflow", "mlflow.exceptions", "mlflow")
-        here = f"sqlite:///{Path('mlflow.db').absolute()}"
-        uri = tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or here
+        local_uri = f"sqlite:///{Path('mlflow.db').absolute()}"
+        uri = tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or local_uri
         id_file = directory.path / "mlflow_run_id"
         known_id = id_file.read_text(encoding="utf-8") if id_file.exists() else None
         try:
@@ -49,8 +49,9 @@ class MLflowRun(MLFlowLogger):
             id_file.write_text(str(self.run_id), encoding="utf-8")
         except exceptions.MlflowException as error:
             reason = str(error).partition(". ")[0]
-            rule = f"is rejected by MLflow: {reason}"
-            raise UserError(f"logger.mlflow.tracking_uri={uri} {rule}") from None
+            raise UserError(
+                f"logger.mlflow.tracking_uri={uri} is rejected by MLflow: {reason}"
+            ) from None
 
     def log_hyperparams(self, params: Any) -> None:
         """Log only new parameters: MLflow rejects another value for a known one."""
@@ -60,7 +61,7 @@ class MLflowRun(MLFlowLogger):
 
 
 def flat_parameters(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """Return nested values under names such as `optim/lr`, as text, the way MLflow keeps them."""
+    """Return nested values under names such as `optim/lr`, as text, like MLflow's."""
     flat: dict[str, str] = {}
     for name, value in values.items():
         if isinstance(value, Mapping):

@@ -20,15 +20,8 @@ class TrackedRun(Protocol):
     loggers.
     """
 
-    def log_table(
-        self,
-        key: str,
-        columns: list[str] | None = None,
-        data: list[list[Any]] | None = None,
-        dataframe: Any = None,
-        step: int | None = None,
-    ) -> None:
-        """Log rows of the table `key`."""
+    def log_table(self, key: str, columns: list[str], data: list[list[Any]], *, step: int) -> None:
+        """Log the rows `data` of the table `key`."""
 
     def log_html(self, key: str, html: str, step: int) -> None:
         """Log a page."""
@@ -42,7 +35,7 @@ class TrackedRun(Protocol):
 
 def tracked_runs(loggers: Iterable[Logger]) -> Iterator[TrackedRun]:
     """Yield the tracked runs among `loggers`."""
-    return (each for each in loggers if isinstance(each, TrackedRun))
+    return (logger for logger in loggers if isinstance(logger, TrackedRun))
 
 
 def git_state(folder: Path) -> dict[str, Any]:

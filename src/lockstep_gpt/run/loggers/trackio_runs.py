@@ -84,16 +84,9 @@ class TrackioRun(Logger, TrackedRun):
         if step is not None:
             self.last_step = step
 
-    def log_table(
-        self,
-        key: str,
-        columns: list[str] | None = None,
-        data: list[list[Any]] | None = None,
-        dataframe: Any = None,
-        step: int | None = None,
-    ) -> None:
+    def log_table(self, key: str, columns: list[str], data: list[list[Any]], *, step: int) -> None:
         """Log a table; trackio shows one per step."""
-        table = self.trackio.Table(columns=columns, data=data, dataframe=dataframe)
+        table = self.trackio.Table(columns=columns, data=data)
         self.experiment.log({key: table}, step=step)
 
     def log_html(self, key: str, html: str, step: int) -> None:
@@ -122,7 +115,9 @@ class TrackioRun(Logger, TrackedRun):
             taken = {run.name for run in self.trackio.Api().runs(project)}
         except ValueError:  # no such project yet
             return name
-        return f"{name}-{secrets.token_hex(2)}" if name in taken else name
+        if name not in taken:
+            return name
+        return f"{name}-{secrets.token_hex(2)}"
 
     @staticmethod
     @contextlib.contextmanager
