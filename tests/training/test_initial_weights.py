@@ -14,7 +14,7 @@ from lockstep_gpt.data.tokenizer_choice import from_dict
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.model.gpt import build_gpt
 from lockstep_gpt.model.model_settings import ModelConfig
-from lockstep_gpt.run import checkpoint, resuming
+from lockstep_gpt.run import checkpoint
 from lockstep_gpt.run.trained_model import load_model
 from lockstep_gpt.settings import is_module
 from lockstep_gpt.training import initial_weights as module
@@ -225,6 +225,6 @@ def test_special_tokens_that_were_added_begin_as_the_end_of_text(saved_run):
 
 def test_weights_that_differ_between_ranks_are_rejected(saved_run, monkeypatch):
     run = saved_run(ByteTokenizer())
-    monkeypatch.setattr(resuming, "from_each_rank", lambda digest: [digest, "other", digest])
+    monkeypatch.setattr(ranks, "from_each_rank", lambda digest: [digest, "other", digest])
     with pytest.raises(UserError, match="has other weights for rank 1 than for rank 0"):
         begun(run)
