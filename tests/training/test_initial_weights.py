@@ -11,6 +11,7 @@ import torch
 from lockstep_gpt import extras, registry
 from lockstep_gpt.data.tokenizer import END_OF_TEXT, ByteTokenizer
 from lockstep_gpt.data.tokenizer_choice import from_dict
+from lockstep_gpt.distributed import ranks
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.model.gpt import build_gpt
 from lockstep_gpt.model.model_settings import ModelConfig
