@@ -40,7 +40,19 @@ from lockstep_gpt.training.token_loss import TokenLoss
 
 
 class GPTModule(lightning.LightningModule):
-    """Trains `model`; keeps its metrics on the device until callbacks read them."""
+    """Trains `model`; keeps its metrics on the device until callbacks read them.
+
+    In a notebook, load the module of a run. Its `model` is a plain `nn.Module`:
+
+        module = GPTModule.load_from_checkpoint("runs/first")
+        tokens = torch.tensor([module.tokenizer.encode("def f(").tolist()])  # (1, T)
+        module.tokenizer.decode(module.model.generate(tokens, 100)[0].tolist())
+
+    Args:
+        config: the settings of a whole run.
+        schedule: the learning rate of each step; `plan_schedule` makes it from `config`.
+        tokenizer: decides the vocabulary, and is saved with the weights.
+    """
 
     def __init__(self, config: Config, schedule: Schedule, tokenizer: Tokenizer) -> None:
         super().__init__()
