@@ -1,4 +1,15 @@
-"""Checkpoints on disk: complete or absent, verified when read; torch is imported lazily."""
+"""Checkpoints on disk: complete or absent, verified when read; torch is imported lazily.
+
+A checkpoint is `step=000500.ckpt` and its SHA-256, `step=000500.ckpt.sha256`. With
+`strategy.save_parts`, each rank first writes `step=000500.RRRRR-of-WWWWW.part`. The keys:
+
+- from Lightning: `state_dict` (the weights), `optimizer_states`, `lr_schedulers`, `callbacks`,
+  `loops` (progress), `global_step`, `epoch`;
+- from `Checkpoints`: `config`, `tokenizer`, `samples` and `tokens` (consumed so far);
+- from `GPTModule`: `skipped` (updates);
+- from `WeightHashes`: `weights` (a hash of the weights for each step that was saved);
+- from `ShardedStrategy`: `parts`, their names; the file then has None for the shards in them.
+"""
 
 import hashlib
 import logging
