@@ -16,7 +16,7 @@ PLACE = re.compile(r"<!-- (policy|style|script|data)((?: [\w.]+)*) -->")
 
 
 def render_page(name: str, data: Any) -> str:
-    """Return `pages/NAME.html` with its placeholder comments replaced by what they name.
+    """Return `html/NAME.html` with its placeholder comments replaced by what they name.
 
     Args:
         name: name of the page.

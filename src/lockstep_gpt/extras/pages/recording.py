@@ -98,8 +98,8 @@ class Probe:
 def _spread(size: int, values: int) -> list[int]:
     """Return up to `values` distinct positions below `size`, spread evenly but irregularly."""
     share = 0.6180339887498949  # fraction of the golden ratio, never in step with a row's length
-    taken = {int((index + 1) * share % 1 * size) for index in range(values)}
-    return sorted(taken)
+    positions = {int((index + 1) * share % 1 * size) for index in range(values)}
+    return sorted(positions)
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:
@@ -140,7 +140,7 @@ class MicroBatchNorms:
 
 
 @dataclass
-class Taken:
+class LocalStep:
     """This rank's values of one step; the vectors are as `Probe` reads them."""
 
     step: int
@@ -177,7 +177,7 @@ class Step:
 
     Args:
         probe: the probe that read the values.
-        table: every rank's `Taken.as_vector`.
+        table: every rank's `LocalStep.as_vector`.
         micro_batches: samples per micro-batch, and micro-batches per rank in a step.
     """
 

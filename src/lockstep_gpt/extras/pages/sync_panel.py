@@ -16,10 +16,10 @@ from lockstep_gpt.errors import UserError
 from lockstep_gpt.extras.pages.noise import UNMEASURED, NoiseScale, advice
 from lockstep_gpt.extras.pages.panel import panel_page
 from lockstep_gpt.extras.pages.recording import (
+    LocalStep,
     MicroBatchNorms,
     Probe,
     Step,
-    Taken,
     average_like_ddp,
     from_all_ranks,
 )
@@ -81,7 +81,7 @@ class SyncPanel(StepCallback):
         self.ranks = ranks
         self.noise = NoiseScale(smoothing)
         self._advice = UNMEASURED
-        self._taken: Taken | None = None  # while a step is being recorded
+        self._local_step: LocalStep | None = None  # while a step is being recorded
         self._parts: MicroBatchNorms | None = None
 
     def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:  # noqa: ARG002
@@ -138,50 +138,50 @@ class SyncPanel(StepCallback):
         samples = batch[0][: self.samples, : self.sample_tokens]
         if batch_idx % accumulation == 0:
             zero = torch.zeros((), device=samples.device)
-            self._taken = Taken(step, _loss_scale(trainer), samples, zero)
+            self._local_step = LocalStep(step, _loss_scale(trainer), samples, zero)
             self._parts = None
             if self._ddp is None and accumulation > 1:
                 self._parts = MicroBatchNorms(self._probe.parameters)
-        elif self._taken is not None and len(self._taken.samples) < self.samples:
-            joined = torch.cat([self._taken.samples, samples])
-            self._taken.samples = joined[: self.samples]
+        elif self._local_step is not None and len(self._local_step.samples) < self.samples:
+            joined = torch.cat([self._local_step.samples, samples])
+            self._local_step.samples = joined[: self.samples]
         if self._ddp is not None and (batch_idx + 1) % accumulation == 0:
             self._ddp.require_backward_grad_sync = False
 
     def on_before_backward(self, trainer: Trainer, pl_module: Any, loss: Tensor) -> None:  # noqa: ARG002
         """Add the loss; separate the micro-batches' gradients if they take the place of ranks."""
-        if self._taken is None:
+        if self._local_step is None:
             return
-        self._taken.loss = self._taken.loss + loss.detach() / self._taken.scale
+        self._local_step.loss = self._local_step.loss + loss.detach() / self._local_step.scale
         if self._parts is not None:
             self._parts.before_backward()
 
     def on_after_backward(self, trainer: Trainer, pl_module: Any) -> None:  # noqa: ARG002
         """After the last micro-batch, read this rank's gradients, average, and read the average."""
-        taken = self._taken
-        if taken is None:
+        local_step = self._local_step
+        if local_step is None:
             return
         if self._parts is not None:
             self._parts.after_backward()
         if is_accumulating(trainer):
             return
-        taken.before = taken.after = self._probe.gradients()
+        local_step.before = local_step.after = self._probe.gradients()
         if self._ddp is not None:
             average_like_ddp(self._ddp)
-            taken.after = self._probe.gradients()
+            local_step.after = self._probe.gradients()
             self._ddp.require_backward_grad_sync = True
             self._ddp.require_forward_param_sync = True  # as after a backward that averages
-        taken.weights = self._probe.weights()
+        local_step.weights = self._probe.weights()
 
     def on_step_end(self, trainer: Trainer, pl_module: Any, step: int) -> None:
         """After the update, gather all ranks' values, measure, log, and write."""
-        taken = self._taken
-        self._taken = None
-        if taken is None:
+        local_step = self._local_step
+        self._local_step = None
+        if local_step is None:
             return
         squares = self._parts.squares if self._parts else []
-        table = from_all_ranks(taken.as_vector(self._probe.weights(), squares))
-        samples = from_all_ranks(taken.samples)
+        table = from_all_ranks(local_step.as_vector(self._probe.weights(), squares))
+        samples = from_all_ranks(local_step.samples)
         micro_size = trainer.datamodule.micro_size  # type: ignore[attr-defined]
         recorded = Step(self._probe, table, (micro_size, trainer.accumulate_grad_batches))
         self._measure(trainer, pl_module, recorded, step)

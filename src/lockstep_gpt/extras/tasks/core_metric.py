@@ -55,7 +55,7 @@ class CoreTask:
 def core_tasks(folder: Path) -> list[CoreTask]:
     """Read which tasks a folder has; raise a `UserError` if a file is missing or can't be used."""
     try:
-        listed = yaml.safe_load((folder / "core.yaml").read_text(encoding="utf-8"))
+        description = yaml.safe_load((folder / "core.yaml").read_text(encoding="utf-8"))
         table = (folder / "eval_meta_data.csv").read_text(encoding="utf-8")
     except OSError as error:
         _refuse(Path(error.filename), f"cannot be read: {error.strerror}; --core needs it")
@@ -65,7 +65,7 @@ def core_tasks(folder: Path) -> list[CoreTask]:
         row.get("Eval Task"): row.get("Random baseline")
         for row in csv.DictReader(table.splitlines())
     }
-    nodes = listed.get("icl_tasks") if isinstance(listed, dict) else None
+    nodes = description.get("icl_tasks") if isinstance(description, dict) else None
     if not isinstance(nodes, list) or not nodes:
         _refuse(folder / "core.yaml", "has no list `icl_tasks`; download it again")
     return [_core_task(folder, node, rows) for node in nodes]
@@ -138,8 +138,8 @@ def _item(core: CoreTask, line: bytes, where: str) -> dict[str, Any]:
     if core.kind != "language_modeling":
         choices = item["context_options" if core.kind == "schema" else "choices"]
         gold = item["gold"]
-        listed = isinstance(choices, list) and len(choices) > 1
-        if not listed or not all(isinstance(choice, str) for choice in choices):
+        is_list = isinstance(choices, list) and len(choices) > 1
+        if not is_list or not all(isinstance(choice, str) for choice in choices):
             _refuse(where, "has no list of at least 2 texts to choose from; add them")
         if isinstance(gold, bool) or not isinstance(gold, int) or not 0 <= gold < len(choices):
             _refuse(where, f"gold={gold} is no index of a choice; use 0 to {len(choices) - 1}")
