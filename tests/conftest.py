@@ -8,6 +8,7 @@ import gc
 import importlib.util
 import itertools
 import json
+import math
 import os
 import shlex
 import signal
@@ -540,6 +541,23 @@ def _once(command: Command, words: list[str], name: str) -> tuple[Command, str]:
         if not screen.exists():
             screen.write_text(command(*words, f"data.root={command.data_root}").stdout)
     return command, screen.read_text()
+
+
+@pytest.fixture
+def check_two_ranks_start_like_one(command: Command) -> Callable[[Path], None]:
+    """Train weights of bytes further on one rank and on two, and compare the losses."""
+
+    def check(source: Path) -> None:
+        words = [f"model.init_from={source}", "max_steps=7", "precision=64-true"]
+        command.train(*words, "run_dir=runs/one")
+        ranks = ["trainer=cpu", "trainer.devices=2", "strategy=ddp"]
+        command.train(*words, *ranks, "run_dir=runs/two")
+        one = command.summary("runs/one")["val_loss"]
+        two = command.summary("runs/two")["val_loss"]
+        assert one == pytest.approx(two, abs=1e-10)
+        assert one != pytest.approx(math.log(256), abs=0.1)  # as with random weights
+
+    return check
 
 
 @pytest.fixture(scope="session")

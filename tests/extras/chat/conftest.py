@@ -14,7 +14,7 @@ PAIRS = [(f"add {a} and {b}", f"{a} + {b} = {a + b}") for a in range(30) for b i
 def questions(tmp_path):
     """A file with 900 questions and answers."""
     path = tmp_path / "questions.jsonl"
-    lines = [json.dumps({"prompt": asked, "completion": answer}) for asked, answer in PAIRS]
+    lines = [json.dumps({"prompt": question, "completion": answer}) for question, answer in PAIRS]
     path.write_text("\n".join(lines), encoding="utf-8")
     return path
 

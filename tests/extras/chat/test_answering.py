@@ -62,7 +62,7 @@ def test_an_answer_is_that_of_generate_with_the_same_seed(model, sampling):
 def test_a_long_prompt_is_read_as_generate_reads_it(model):
     prompt = [random.Random(1).randrange(256) for _ in range(100)]
     with Answering(model) as answering:
-        answering.begin(answer := answer_to(prompt, 1))
+        answering.add(answer := answer_to(prompt, 1))
         finish(answering)
     assert answer.ids == generated(model, prompt, 1)
 
@@ -70,7 +70,7 @@ def test_a_long_prompt_is_read_as_generate_reads_it(model):
 def test_with_a_slide_of_one_token_the_whole_text_is_that_of_generate(model):
     prompt = [*range(60, 75)]
     with Answering(model, slide=48) as answering:
-        answering.begin(answer := answer_to(prompt, 90))
+        answering.add(answer := answer_to(prompt, 90))
         finish(answering)
     assert answer.ids == generated(model, prompt, 90)
 
@@ -101,31 +101,31 @@ def test_answers_that_begin_and_end_at_different_times_do_not_change_each_other(
     with Answering(model, rows=4) as answering:
         while waiting or answering.answers:
             while waiting and answering.free and source.random() < 0.7:
-                answering.begin(waiting.pop(0))
+                answering.add(waiting.pop(0))
             answering.step()
-    assert [each.ids for each in together] == [each.ids for each in alone]
+    assert [answer.ids for answer in together] == [answer.ids for answer in alone]
 
 
 def test_an_answer_that_is_taken_out_leaves_the_others_as_they_are(model):
     expected = generated(model, [70], 30)
     with Answering(model, rows=3) as answering:
-        given_up, kept, long = answer_to([60], 30), answer_to([70], 30), answer_to([80] * 40, 30)
-        for each in (given_up, kept, long):
-            answering.begin(each)
+        stopped, finished, long = answer_to([60], 30), answer_to([70], 30), answer_to([80] * 40, 30)
+        for answer in (stopped, finished, long):
+            answering.add(answer)
         answering.step()
-        answering.end(given_up)
+        answering.end(stopped)
         answering.step()
         answering.end(long)
         finish(answering)
-    assert kept.ids == expected
+    assert finished.ids == expected
 
 
 def test_answers_go_on_while_a_long_prompt_is_read():
     model = new_model(block_size=4 * CHUNK)
     with Answering(model, rows=2) as answering:
-        answering.begin(first := answer_to([60], 50))
+        answering.add(first := answer_to([60], 50))
         answering.step()
-        answering.begin(second := answer_to([61] * (3 * CHUNK + 1), 50))
+        answering.add(second := answer_to([61] * (3 * CHUNK + 1), 50))
         for tokens in (2, 3, 4):
             answering.step()
             assert (len(first.ids), second.ids) == (tokens, [])

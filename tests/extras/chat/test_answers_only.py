@@ -16,14 +16,14 @@ from lockstep_gpt.data.shards import open_split
 from lockstep_gpt.data.sources.text import Text
 from lockstep_gpt.data.tokenizer import ByteTokenizer
 from lockstep_gpt.errors import UserError
-from lockstep_gpt.extras.chat.answers_only import answers
+from lockstep_gpt.extras.chat.answers_only import answer_mask
 from lockstep_gpt.extras.chat.conversations import Conversations, messages_of
 from lockstep_gpt.extras.chat.template import ROLES, template_of
 from lockstep_gpt.model.functional import IGNORE
 
 PACKING = "lockstep_gpt.extras.datasets.whole_documents"
 ABSENT = "no such extra"
-TEXT, TALK = (f"{own.__module__}.{own.__name__}" for own in (Text, Conversations))
+TEXT, TALK = (f"{source.__module__}.{source.__name__}" for source in (Text, Conversations))
 CPU = torch.device("cpu")
 BYTES = template_of(ByteTokenizer())
 TEXTS = st.text("ab", max_size=5)
@@ -33,7 +33,7 @@ MESSAGES = st.lists(st.tuples(st.sampled_from(ROLES), TEXTS), min_size=1, max_si
 def counted(ids, template):
     """Return which ids of one row are targets that count; the first never is one."""
     row = torch.tensor([ids])
-    return [False, *answers(row[:, :-1], row[:, 1:], template)[0].tolist()]
+    return [False, *answer_mask(row[:, :-1], row[:, 1:], template)[0].tolist()]
 
 
 def by_message(template, conversations):
@@ -41,9 +41,9 @@ def by_message(template, conversations):
     ids, counts = [], []
     for messages in conversations:
         for role, text in messages:
-            own = [*template.plain(text), template.end]
-            ids += [*template.openings[role], *own, *template.between]
-            counts += [False] * len(template.openings[role]) + [role == "assistant"] * len(own)
+            source = [*template.plain(text), template.end]
+            ids += [*template.openings[role], *source, *template.between]
+            counts += [False] * len(template.openings[role]) + [role == "assistant"] * len(source)
             counts += [False] * len(template.between)
         ids.append(template.tokenizer.end_of_text)
         counts.append(False)
@@ -68,10 +68,10 @@ def test_the_same_holds_for_chatml(chatml):
 def test_a_window_loses_at_most_what_comes_before_its_first_opening(conversations, data):
     ids, counts = by_message(BYTES, conversations)
     start = data.draw(st.integers(0, len(ids) - 1))
-    found = counted(ids[start:], BYTES)
-    openings = [place for place, each in enumerate(ids) if 0xF8 <= each <= 0xFA]
+    result = counted(ids[start:], BYTES)
+    openings = [place for place, token in enumerate(ids) if 0xF8 <= token <= 0xFA]
     first = next((place for place in openings if place >= start), len(ids))
-    assert found == [False] * (first - start) + counts[first:]
+    assert result == [False] * (first - start) + counts[first:]
 
 
 def test_a_cut_answer_does_not_learn_to_end():
@@ -106,8 +106,10 @@ def talk_and_prose(tmp_path):
     draw = random.Random(0)
     lines = []
     for _ in range(60):
-        asked, answer = ("".join(draw.choices("abcd ", k=draw.choice([3, 90]))) for _ in range(2))
-        lines.append(json.dumps({"prompt": asked, "completion": answer}))
+        question, answer = (
+            "".join(draw.choices("abcd ", k=draw.choice([3, 90]))) for _ in range(2)
+        )
+        lines.append(json.dumps({"prompt": question, "completion": answer}))
     (tmp_path / "talk.jsonl").write_text("\n".join(lines))
     (tmp_path / "prose").mkdir()
     for number in range(60):
@@ -127,8 +129,8 @@ def all_windows(module_of):
     def read(source, packing=None, split="train"):
         module = module_of(source, packing=packing)
         rows = torch.arange(sum(module.windows[split].counts.values())).split(7)
-        batches = module.batches(split, [each.numpy() for each in rows], CPU)
-        return torch.cat([torch.stack(each, 1) for each in batches])
+        batches = module.batches(split, [row.numpy() for row in rows], CPU)
+        return torch.cat([torch.stack(batch, 1) for batch in batches])
 
     return read
 
@@ -145,11 +147,11 @@ def test_a_mixture_counts_what_each_source_counts_alone(
         kind(**{**talk_and_prose[name], "root": root})
         for name, kind in (("prose", Text), ("talk", Conversations))
     ]
-    each = [all_windows(own, packing) for own in alone]
+    parts = [all_windows(source, packing) for source in alone]
     weights = dict.fromkeys(talk_and_prose, 1.0)
     mixed = mixture.Mixture(sources=talk_and_prose, weights=weights, root=root)
-    assert torch.equal(all_windows(mixed, packing), torch.cat(each))
-    tokens, targets = each[1].unbind(1)
+    assert torch.equal(all_windows(mixed, packing), torch.cat(parts))
+    tokens, targets = parts[1].unbind(1)
     unmarked = (tokens < 0xF8).all(dim=1)
     assert unmarked.any(), "the middle of a long message"
     assert (targets[unmarked] == IGNORE).all()
@@ -158,12 +160,12 @@ def test_a_mixture_counts_what_each_source_counts_alone(
 
 def counts_of_documents(path):
     """Return, for the ids of each conversation with its end, which of them may be targets."""
-    found = {}
+    counts_of = {}
     for line in path.read_bytes().splitlines():
-        talk = [(each["role"], each["content"]) for each in messages_of(line, "a")]
+        talk = [(message["role"], message["content"]) for message in messages_of(line, "a")]
         ids, counts = by_message(BYTES, [talk])
-        found[tuple(ids)] = counts
-    return found
+        counts_of[tuple(ids)] = counts
+    return counts_of
 
 
 def pieces_of(ids, counts):
@@ -180,7 +182,7 @@ def test_a_packed_mixture_has_the_targets_of_its_unpacked_documents(
     packing = pytest.importorskip(PACKING, reason=ABSENT)
     weights = dict.fromkeys(talk_and_prose, 1.0)
     mixed = mixture.Mixture(sources=talk_and_prose, weights=weights, root=str(tmp_path / "data"))
-    found = all_windows(mixed, packing.WholeDocuments(), split)
+    result = all_windows(mixed, packing.WholeDocuments(), split)
     folder = prepare(mixed)
     known = counts_of_documents(tmp_path / "talk.jsonl")
     rows, answered = [], 0
@@ -188,22 +190,25 @@ def test_a_packed_mixture_has_the_targets_of_its_unpacked_documents(
         ids = np.asarray(open_split(folder, f"{name}/{split}")).astype(np.int64)
         counts = np.ones(len(ids), bool)
         if name == "talk":
-            documents = [(*each, 0) for each in bytes(ids.astype(np.uint8)).split(b"\0")[:-1]]
+            documents = [(*text, 0) for text in bytes(ids.astype(np.uint8)).split(b"\0")[:-1]]
             counts = np.concatenate([known[document] for document in documents])
             answered = int(counts.sum())
         starts, lengths, first = packing.opened(folder / "packed-16", f"{name}/{split}")
-        for begin, end in pairwise(first.tolist()):
+        for first_piece, last_piece in pairwise(first.tolist()):
             tokens, targets = np.full(16, 1), np.full(16, IGNORE)
             place = 0
-            for start, length in zip(starts[begin:end], lengths[begin:end], strict=True):
-                here, piece = slice(place, place + length), slice(start, start + length + 1)
-                tokens[here], targets[here] = ids[piece][:-1], ids[piece][1:]
+            for start, length in zip(
+                starts[first_piece:last_piece], lengths[first_piece:last_piece], strict=True
+            ):
+                span = slice(place, place + length)
+                piece = slice(start, start + length + 1)
+                tokens[span], targets[span] = ids[piece][:-1], ids[piece][1:]
                 if name == "talk":
-                    tokens[here], targets[here] = pieces_of(ids[piece], counts[piece])
+                    tokens[span], targets[span] = pieces_of(ids[piece], counts[piece])
                 place += length
             rows.append([tokens, targets])
-    assert np.array_equal(found.numpy(), np.array(rows))
-    of_talk = found[[bool((row[0] >= 0xF8).any()) for row in found]]
+    assert np.array_equal(result.numpy(), np.array(rows))
+    of_talk = result[[bool((row[0] >= 0xF8).any()) for row in result]]
     assert 0 < int((of_talk[:, 1] != IGNORE).sum()) < answered, "some openings are cut off"
 
 
@@ -222,7 +227,7 @@ def test_a_validation_without_answers_is_one_line(val_tokens, module_of, tmp_pat
 
 def test_packed_documents_keep_their_own_messages():
     """Packed windows have the first token of each document only as a token, not as a target."""
-    own = [*BYTES.render([{"role": "assistant", "content": "ab"}], False), 0]
-    tokens, targets = torch.tensor([own[:-1] * 2]), torch.tensor([own[1:] * 2])
+    source = [*BYTES.render([{"role": "assistant", "content": "ab"}], False), 0]
+    tokens, targets = torch.tensor([source[:-1] * 2]), torch.tensor([source[1:] * 2])
     expected = [True, True, True, False] * 2
-    assert answers(tokens, targets, BYTES)[0].tolist() == expected
+    assert answer_mask(tokens, targets, BYTES)[0].tolist() == expected

@@ -44,8 +44,8 @@ def texts(*shape):
     return torch.randint(VOCAB, shape, generator=torch.Generator().manual_seed(1))
 
 
-def check_close(cached, whole):
-    torch.testing.assert_close(cached, whole, rtol=1e-4, atol=1e-4)
+def check_close(cached, uncached):
+    torch.testing.assert_close(cached, uncached, rtol=1e-4, atol=1e-4)
 
 
 @torch.inference_mode()
@@ -53,35 +53,35 @@ def check_close(cached, whole):
 @pytest.mark.parametrize("rows", [1, 3])
 def test_logits_equal_those_of_the_whole_text_however_it_is_cut(model, sizes, rows):
     tokens = texts(rows, 24)
-    whole, end = model(tokens), 0
+    uncached, end = model(tokens), 0
     with Cache(model, rows) as cache:
         for size in sizes:
             logits = cache.read(tokens[:, end : end + size])
             end += size
-            check_close(logits, whole[:, end - 1])
+            check_close(logits, uncached[:, end - 1])
     assert end == 24
 
 
 @torch.inference_mode()
 def test_rows_of_different_lengths_grow_together(model):
     tokens, lengths = texts(4, 24), [1, 13, 5, 5]
-    whole = model(tokens)
+    uncached = model(tokens)
     with Cache(model, rows=4) as cache:
         for row, length in enumerate(lengths):
             logits = cache.read(tokens[row : row + 1, :length], row)
-            check_close(logits[0], whole[row, length - 1])
+            check_close(logits[0], uncached[row, length - 1])
         for _ in range(3):
             starts = list(cache.lengths)
             new = [tokens[row, starts[row] : starts[row] + 3] for row in range(4)]
             logits = cache.read(torch.stack(new))
-            check_close(logits, torch.stack([whole[row, starts[row] + 2] for row in range(4)]))
+            check_close(logits, torch.stack([uncached[row, starts[row] + 2] for row in range(4)]))
     assert starts == [7, 19, 11, 11]
 
 
 @torch.inference_mode()
 def test_a_row_that_is_cleared_or_moved_has_nothing_of_its_former_text(model):
     tokens = texts(3, 20)
-    whole = model(tokens)
+    uncached = model(tokens)
     with Cache(model, rows=2) as cache:
         cache.read(tokens[:2])
         cache.clear(0)
@@ -89,30 +89,30 @@ def test_a_row_that_is_cleared_or_moved_has_nothing_of_its_former_text(model):
         cache.move(1, 0)
         assert cache.lengths == [20, 0]
         cache.clear(0)
-        check_close(cache.read(tokens[2:, :6], first=1), whole[2:, 5])
+        check_close(cache.read(tokens[2:, :6], first=1), uncached[2:, 5])
         cache.move(1, 0)
-        check_close(cache.read(tokens[2:, 6:9]), whole[2:, 8])
+        check_close(cache.read(tokens[2:, 6:9]), uncached[2:, 8])
 
 
 def test_the_model_is_exactly_as_before_afterward_also_after_an_error(model):
-    def own():
+    def attributes():
         return [dict(vars(module)) for module in model.modules()]
 
     first = next(module for module in model.modules() if hasattr(module, "attend"))
     first.attend = lambda *_: torch.zeros(2, 4, 9, 8)  # as another extra would
-    before, tokens = own(), texts(2, 9)
+    before, tokens = attributes(), texts(2, 9)
     expected = model(tokens)
     with Cache(model) as cache, pytest.raises(UserError, match="25 tokens are more than model"):
         cache.read(texts(1, 25))
     with Cache(model):
-        assert own() != before
-    assert own() == before
+        assert attributes() != before
+    assert attributes() == before
     assert torch.equal(model(tokens), expected)
 
 
 def test_its_memory_does_not_grow_with_the_text(model):
     def stored(cache):
-        return sum(each.nbytes for pair in cache._stored.values() for each in pair)
+        return sum(tensor.nbytes for pair in cache._stored.values() for tensor in pair)
 
     with Cache(model, rows=2) as cache:
         cache.read(texts(2, 1))

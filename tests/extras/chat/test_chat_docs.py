@@ -20,8 +20,8 @@ OTHERS = {
 
 
 def blocks(language):
-    found = re.findall(r"^```(\w*)\n(.*?)^```", PAGE, flags=re.MULTILINE | re.DOTALL)
-    return [text for each, text in found if each == language]
+    code_blocks = re.findall(r"^```(\w*)\n(.*?)^```", PAGE, flags=re.MULTILINE | re.DOTALL)
+    return [text for word, text in code_blocks if word == language]
 
 
 @pytest.mark.filterwarnings("ignore")  # warnings of other libraries
@@ -35,13 +35,13 @@ def test_commands_run_one_after_the_other(command, monkeypatch, capsys, python_o
             continue
         if words[0] == "train":
             words += [*SMALL, f"data.root={command.data_root}"]
-            words += [each for word in words for each in OTHERS.get(word, ())]
+            words += [word for word in words for word in OTHERS.get(word, ())]
         command(*words)
     monkeypatch.chdir(command.folder)
     capsys.readouterr()
     exec(blocks("python")[0])
-    shown = capsys.readouterr().out
-    assert shown == "<|user|>textwrap.dedent(text)<|end|><|assistant|>\n"
+    output = capsys.readouterr().out
+    assert output == "<|user|>textwrap.dedent(text)<|end|><|assistant|>\n"
 
 
 def test_lines_of_json_are_conversations():

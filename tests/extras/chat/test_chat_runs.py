@@ -74,9 +74,9 @@ def test_killed_and_resumed_fine_tune_ends_with_the_same_bits(tuned, command, ra
     kill = ("+callbacks.kill._target_=killer.Kill", "trainer=cpu", "trainer.devices=1")
     out = tuned("run_dir=again", *kill, *rank, inline=False, PYTHONPATH=str(command.folder))
     assert "restarting all ranks (1 of 3)" in out.stderr
-    whole, killed = state(command, "whole"), state(command, "again")
-    assert whole.keys() == killed.keys()
-    assert all(torch.equal(whole[name], killed[name]) for name in whole)
+    uninterrupted, killed = state(command, "whole"), state(command, "again")
+    assert uninterrupted.keys() == killed.keys()
+    assert all(torch.equal(uninterrupted[name], killed[name]) for name in uninterrupted)
 
 
 ADAPTERS = {
@@ -92,24 +92,24 @@ def test_a_fine_tune_that_0_1_0_froze_resumes_and_generates_the_same_bits(
 ):
     tuned("run_dir=run", *ADAPTERS[adapters], "checkpoint.keep_last=2", "optim.lr=0.01")
     run = command.folder / "run"
-    whole, half = state(command, "run"), state(command, "run", step=4)
+    uninterrupted, half = state(command, "run"), state(command, "run", step=4)
     words = ("generate", "run", "--prompt", "add", "--length", "20")
-    said = command(*words).stdout
+    output = command(*words).stdout
     freeze_as_0_1_0(run, "chat", "documents")
     frozen = yaml.safe_load((run / "config.yaml").read_text())
     assert frozen["model"]["mask_documents"] is True
     assert frozen["model"]["lora_rank"] == (4 if ADAPTERS[adapters] else None)
     assert not {"lora", "documents", "packing"} & {*frozen}
-    assert command(*words).stdout == said
+    assert command(*words).stdout == output
     for path in run.glob("checkpoints/step=000008*"):
         path.unlink()
     (run / "summary.json").unlink()
     command("train", "run_dir=run", "resume=auto")
     again = state(command, "run")
-    assert whole.keys() == again.keys()
-    assert all(torch.equal(whole[name], again[name]) for name in whole)
-    assert not all(torch.equal(half[name], again[name]) for name in whole)
-    assert command(*words).stdout == said
+    assert uninterrupted.keys() == again.keys()
+    assert all(torch.equal(uninterrupted[name], again[name]) for name in uninterrupted)
+    assert not all(torch.equal(half[name], again[name]) for name in uninterrupted)
+    assert command(*words).stdout == output
 
 
 @pytest.mark.parametrize("rank", [(), ("lora.rank=4",)], ids=["all weights", "lora"])
@@ -128,7 +128,7 @@ def test_adapters_alone_are_saved_and_every_command_takes_them(tuned, command):
     tuned("run_dir=run", "lora.rank=4", "optim.lr=0.01")
     saved = state(command, "run")
     assert {name.rpartition(".")[2] for name in saved} == {"up", "down", "rows", "base_sha256"}
-    assert sum(each.nbytes for each in saved.values()) < 30_000
+    assert sum(weight.nbytes for weight in saved.values()) < 30_000
     assert command("generate", "run", "--prompt", "add", "--length", "5").stdout.startswith("add")
     path = command.folder / "run/checkpoints/step=000008.ckpt"
     model, _, tokenizer = load_model(path)
@@ -191,11 +191,11 @@ def test_adapters_without_initial_weights_are_refused(command):
 
 def test_evaluation_and_validation_count_the_same_targets(tuned, command):
     tuned("run_dir=run", "data.val_tokens=null")
-    found = json.loads(command("evaluate", "run", "--json").stdout)
-    assert found["loss"] == pytest.approx(command.summary("run")["val_loss"], abs=1e-5)
+    metrics = json.loads(command("evaluate", "run", "--json").stdout)
+    assert metrics["loss"] == pytest.approx(command.summary("run")["val_loss"], abs=1e-5)
     index = load_index(prepare(RunDirectory(command.folder / "run").load().data))
-    assert 0.2 < found["tokens"] / index.splits["val"].tokens < 0.5
-    assert "bits_per_byte" not in found
+    assert 0.2 < metrics["tokens"] / index.splits["val"].tokens < 0.5
+    assert "bits_per_byte" not in metrics
 
 
 def test_a_folder_for_transformers_grows_by_the_special_tokens(tuned, command, folder, learned):

@@ -53,9 +53,9 @@ def test_a_mistake_is_one_line_with_file_and_number(line, tmp_path):
     good = json.dumps(FORMS["prompt"])
     (tmp_path / "a.jsonl").write_text(f"{good}\n\n{line}\n{good}\n")
     corpus = Conversations(path=str(tmp_path))
-    with pytest.raises(UserError, match=re.escape(f"a.jsonl:3 {MISTAKES[line]}")) as found:
+    with pytest.raises(UserError, match=re.escape(f"a.jsonl:3 {MISTAKES[line]}")) as raised:
         list(corpus.blocks(Position()))
-    assert "\n" not in str(found.value)
+    assert "\n" not in str(raised.value)
 
 
 def test_text_in_another_encoding_is_one_line(tmp_path):
@@ -86,9 +86,11 @@ def test_nothing_is_lost_and_each_conversation_is_a_document(questions, tmp_path
     template = template_of(ByteTokenizer())
     lines = questions.read_bytes().splitlines()
     expected = {(*template.render(messages_of(line, "a"), False), 0) for line in lines}
-    found = [(*document, 0) for ids in tokens.values() for document in bytes(ids).split(b"\0")[:-1]]
-    assert len(found) == len(lines) == sum(each.documents for each in index.splits.values())
-    assert {*found} == expected
+    result = [
+        (*document, 0) for ids in tokens.values() for document in bytes(ids).split(b"\0")[:-1]
+    ]
+    assert len(result) == len(lines) == sum(split.documents for split in index.splits.values())
+    assert {*result} == expected
     assert index.tokenizer == ByteTokenizer().to_dict()
 
 
@@ -112,8 +114,8 @@ def test_half_a_surrogate_pair_does_not_end_the_build(tmp_path):
 
 
 def test_other_tokens_are_another_fingerprint(questions, tmp_path, folder):
-    found = {
+    result = {
         prepared(questions, tmp_path, **settings)[0].fingerprint
         for settings in ({}, {"longest": 30}, {"tokenizer": str(folder)})
     }
-    assert len(found) == 3
+    assert len(result) == 3

@@ -13,7 +13,7 @@ def test_questions_are_signatures_and_answers_first_sentences(tmp_path, capsys):
     path = tmp_path / "questions.jsonl"
     assert main([str(path)]) == 0
     lines = path.read_bytes().splitlines()
-    talks = dict([each["content"] for each in messages_of(line, "a")] for line in lines)
+    talks = dict([message["content"] for message in messages_of(line, "a")] for line in lines)
     assert len(talks) == len(lines) > 3000
     assert talks["textwrap.dedent(text)"] == (
         "Remove any common leading whitespace from every line in `text`."

@@ -76,10 +76,10 @@ def test_ids_are_those_of_our_template(exported, tokenizer):
     template = template_of(tokenizer)
     for name in TALKS:
         for reply in (False, True):
-            found = theirs.apply_chat_template(
+            result = theirs.apply_chat_template(
                 talk(name), add_generation_prompt=reply, return_dict=False
             )
-            assert list(found) == template.render(talk(name), reply), name
+            assert list(result) == template.render(talk(name), reply), name
 
 
 def test_a_message_with_a_special_token_is_rejected(exported, tokenizer):
@@ -118,11 +118,11 @@ def files_without_template(*names):
 
 def test_other_files_and_settings_stay_as_they_are():
     files = files_without_template("config.json")
-    found = Conversations(path="a").files_of_export(ByteTokenizer(), files)
-    assert found.keys() == files.keys() - {"config.json"}
-    assert found["tokenizer_config.json"]["a"] == 1
-    assert found["generation_config.json"] == {"b": 2, "eos_token_id": [0xFB, 0]}
-    assert found["tokenizer.json"]["added_tokens"][0] == {"content": "c"}
+    result = Conversations(path="a").files_of_export(ByteTokenizer(), files)
+    assert result.keys() == files.keys() - {"config.json"}
+    assert result["tokenizer_config.json"]["a"] == 1
+    assert result["generation_config.json"] == {"b": 2, "eos_token_id": [0xFB, 0]}
+    assert result["tokenizer.json"]["added_tokens"][0] == {"content": "c"}
     assert files == files_without_template("config.json")  # not changed in place
     assert StandardLibrary().files_of_export(ByteTokenizer(), files) == {}
 
@@ -136,8 +136,8 @@ def test_a_mixture_has_the_files_of_its_conversations_once(talks):
         sources[f"talk{number}"] = {"_target_": talk._target_, "path": f"{number}"}
     data = mixture.Mixture(sources=sources, weights=dict.fromkeys(sources, 1.0))
     files = files_without_template()
-    found = data.files_of_export(ByteTokenizer(), files)
-    assert found == (talk.files_of_export(ByteTokenizer(), files) if talks else {})
+    result = data.files_of_export(ByteTokenizer(), files)
+    assert result == (talk.files_of_export(ByteTokenizer(), files) if talks else {})
 
 
 def test_a_mixture_with_conversations_is_exported_with_the_template(exported):
@@ -150,5 +150,5 @@ def test_a_mixture_with_conversations_is_exported_with_the_template(exported):
     theirs = transformers.AutoTokenizer.from_pretrained(exported(ByteTokenizer(), data))
     template = template_of(ByteTokenizer())
     for name in TALKS:
-        found = theirs.apply_chat_template(talk(name), return_dict=False)
-        assert list(found) == template.render(talk(name), False), name
+        result = theirs.apply_chat_template(talk(name), return_dict=False)
+        assert list(result) == template.render(talk(name), False), name

@@ -58,10 +58,10 @@ def test_an_experiment_keeps_conversations_apart_alone_and_in_a_list(
     source = f"model.init_from={finished[0].folder / 'runs/first'}"
     words = ["train", f"experiment={experiment}", source, f"data.path={questions}"]
     places = ["--config-dir", str(command.folder / "own"), "--cfg", "job"]
-    found = yaml.safe_load(command(*words, *places).stdout)
-    assert found["packing"]["_target_"].endswith(".datasets.whole_documents.WholeDocuments")
-    assert found["documents"]["mask"] is True
-    assert found["log_every"] == (10 if experiment in ("chat", "[mine,chat]") else 7)
+    config = yaml.safe_load(command(*words, *places).stdout)
+    assert config["packing"]["_target_"].endswith(".datasets.whole_documents.WholeDocuments")
+    assert config["documents"]["mask"] is True
+    assert config["log_every"] == (10 if experiment in ("chat", "[mine,chat]") else 7)
 
 
 @pytest.mark.parametrize("experiment", ["[chat,debug]", "['chat','debug']"])

@@ -108,7 +108,7 @@ def test_adapters_begin_without_effect(kind):
 def test_only_adapters_get_gradients_and_are_saved(kind):
     model = built(kind, rank=4)
     model(TOKENS, TOKENS).backward()
-    trained = {name for name, each in model.named_parameters() if each.grad is not None}
+    trained = {name for name, parameter in model.named_parameters() if parameter.grad is not None}
     assert {name.rpartition(".")[2] for name in trained} == {"up", "down", "rows"}
     assert {*model.state_dict()} == trained | {"base_sha256"}
     assert sum(name.endswith(".up") for name in trained) == 2 * (4 if kind == "gpt" else 6)
@@ -122,12 +122,18 @@ def test_optimizers_see_only_adapters(kind, algorithm):
     model = built(kind, rank=4)
     settings = OptimConfig(algorithm=algorithm, weight_decay=0.1)
     optimizer = build_optimizer(model, settings, 0.01)
-    seen = {id(each) for group in optimizer.param_groups for each in group["params"]}
-    assert seen == {id(each) for each in model.parameters() if each.requires_grad}
-    frozen = {n: each.clone() for n, each in model.named_parameters() if not each.requires_grad}
+    seen = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    assert seen == {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
+    frozen = {
+        n: parameter.clone()
+        for n, parameter in model.named_parameters()
+        if not parameter.requires_grad
+    }
     model(TOKENS, TOKENS).backward()
     optimizer.step()
-    assert all(torch.equal(each, model.get_parameter(name)) for name, each in frozen.items())
+    assert all(
+        torch.equal(parameter, model.get_parameter(name)) for name, parameter in frozen.items()
+    )
 
 
 @pytest.mark.parametrize("kind", MODELS)
@@ -164,7 +170,7 @@ def test_merged_weights_are_a_plain_model(kind):
     plain.load_state_dict(model.state_dict())
     assert not any(hasattr(layer, "up") or hasattr(layer, "rows") for layer in model.modules())
     torch.testing.assert_close(plain.eval()(TOKENS), expected, rtol=1e-6, atol=1e-6)
-    assert all(each.requires_grad for each in model.parameters())
+    assert all(parameter.requires_grad for parameter in model.parameters())
 
 
 def test_a_model_without_a_rank_stays_plain():
@@ -184,8 +190,8 @@ def test_adapters_and_merged_layers_are_ordinary_modules(kind):
     classes = [type(module) for module in model.modules()]
     merge = adapted(model, rank=4)
     ours = {type(module) for module in model.modules()} - {*classes}
-    assert {AdaptedLinear.__name__, "EmbeddingWithRows"} <= {each.__name__ for each in ours}
-    assert all(vars(sys.modules[each.__module__])[each.__name__] is each for each in ours)
+    assert {AdaptedLinear.__name__, "EmbeddingWithRows"} <= {kind.__name__ for kind in ours}
+    assert all(vars(sys.modules[kind.__module__])[kind.__name__] is kind for kind in ours)
     merge()
     assert [type(module) for module in model.modules()] == classes
 
@@ -194,7 +200,8 @@ def test_adapters_and_merged_layers_are_ordinary_modules(kind):
 def test_no_gradient_of_a_whole_weight_is_computed(kind):
     """Backward through a block makes no matrix of the shape of a frozen weight."""
     model = moved(built(kind, rank=4))
-    weights = {each.weight.shape for each in model.modules() if isinstance(each, AdaptedLinear)}
+    layers = [module for module in model.modules() if isinstance(module, AdaptedLinear)]
+    weights = {layer.weight.shape for layer in layers}
     made = set()
 
     class Watch(TorchDispatchMode):
@@ -208,7 +215,7 @@ def test_no_gradient_of_a_whole_weight_is_computed(kind):
     with Watch():
         loss.backward()
     assert made
-    assert not {each for shape in weights for each in (shape, shape[::-1])} & made
+    assert not (weights | {shape[::-1] for shape in weights}) & made
 
 
 def test_settings_of_adapters_become_plain_values_and_back():
@@ -248,13 +255,15 @@ def test_compiled_adapters_compute_the_same(kind):
     expected = model(TOKENS, TOKENS)
     expected.backward()
     grads = {
-        name: each.grad.clone() for name, each in model.named_parameters() if each.grad is not None
+        name: parameter.grad.clone()
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
     }
     model.zero_grad()
     model.compile(dynamic=False, backend="aot_eager")
-    found = model(TOKENS, TOKENS)
-    found.backward()
-    torch.testing.assert_close(found, expected)
+    loss = model(TOKENS, TOKENS)
+    loss.backward()
+    torch.testing.assert_close(loss, expected)
     for name, grad in grads.items():
         torch.testing.assert_close(model.get_parameter(name).grad, grad)
 
@@ -268,7 +277,7 @@ def test_logits_are_those_of_peft():
     plain = built("gpt")
     layout = layouts.layout_of(plain.config, "test")
     theirs = transformers.GPT2LMHeadModel(transformers.GPT2Config(**layout.settings(plain)))
-    theirs.load_state_dict({**layouts.exported(plain, layout)}, strict=False)
+    theirs.load_state_dict({**layouts.export_weights(plain, layout)}, strict=False)
     config = peft.LoraConfig(
         r=4,
         lora_alpha=12,
@@ -286,8 +295,8 @@ def test_logits_are_those_of_peft():
             mine = ours.blocks[int(block)].get_submodule(f"{PARTS[part]}.{PARTS[last]}")
             layer.lora_A["default"].weight.copy_(mine.down)
             layer.lora_B["default"].weight.copy_(mine.up)
-        for name, each in with_peft.named_parameters():
+        for name, parameter in with_peft.named_parameters():
             if "token_adapter" in name and "delta" in name:
-                each.copy_(ours.token_embedding.base[0xF8:0xFC] + ours.token_embedding.rows)
+                parameter.copy_(ours.token_embedding.base[0xF8:0xFC] + ours.token_embedding.rows)
         expected = with_peft(TOKENS).logits
         torch.testing.assert_close(ours.eval()(TOKENS), expected, rtol=1e-5, atol=1e-5)

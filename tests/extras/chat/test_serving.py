@@ -38,8 +38,8 @@ ASK = {"messages": [{"role": "user", "content": "hi"}], "seed": 3, "max_tokens":
 class Server:
     """A running server, in a process of its own."""
 
-    def __init__(self, python, run, *words, begin=("-m", "lockstep_gpt")):
-        start = [python, *begin, "serve", str(run), "--port", "0"]
+    def __init__(self, python, run, *words, program=("-m", "lockstep_gpt")):
+        start = [python, *program, "serve", str(run), "--port", "0"]
         both = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
         self.process = subprocess.Popen([*start, *words], text=True, **both)
         self.printed = []
@@ -61,7 +61,7 @@ class Server:
         if response.headers["content-type"].startswith("text/event-stream"):
             *events, done, rest = text.split("\n\n")
             assert (done, rest) == ("data: [DONE]", "")
-            return response.status, response.headers, [json.loads(each[6:]) for each in events]
+            return response.status, response.headers, [json.loads(event[6:]) for event in events]
         is_json = response.headers["content-type"] == "application/json"
         return response.status, response.headers, json.loads(text) if is_json else text
 
@@ -140,8 +140,8 @@ def expected(chat_run):
 
 
 def error_of(answer, status, code=None):
-    found, headers, content = answer
-    assert (found, set(content)) == (status, {"error"})
+    actual_status, headers, content = answer
+    assert (actual_status, set(content)) == (status, {"error"})
     assert set(content["error"]) == {"message", "type", "param", "code"}
     assert content["error"]["code"] == code
     assert "\n" not in content["error"]["message"]
@@ -171,9 +171,9 @@ def test_a_stream_has_the_same_text_in_whole_characters_and_then_the_usage(serve
     _, headers, events = server.chat(stream=True, stream_options={"include_usage": True})
     assert headers["cache-control"] == "no-store"
     *parts, last, usage = events
-    deltas = [each["choices"][0]["delta"] for each in parts]
+    deltas = [event["choices"][0]["delta"] for event in parts]
     assert deltas[0] == {"role": "assistant", "content": ""}
-    assert "".join(each.get("content", "") for each in deltas) == text
+    assert "".join(event.get("content", "") for event in deltas) == text
     assert last["choices"][0] == {
         "index": 0,
         "delta": {},
@@ -181,7 +181,7 @@ def test_a_stream_has_the_same_text_in_whole_characters_and_then_the_usage(serve
         "finish_reason": answer.reason,
     }
     assert (usage["choices"], usage["usage"]["completion_tokens"]) == ([], len(answer.ids))
-    assert {each["id"] for each in events} == {usage["id"]}
+    assert {event["id"] for event in events} == {usage["id"]}
 
 
 def test_a_prompt_is_completed_as_text_or_as_ids(server, expected):
@@ -189,8 +189,8 @@ def test_a_prompt_is_completed_as_text_or_as_ids(server, expected):
     for prompt in ("def f(", ["def f("], [*b"def f("], [[*b"def f("]]):
         assert server.complete(prompt=prompt)[2]["choices"][0]["text"] == text
     *events, usage = server.complete(stream=True, stream_options={"include_usage": True})[2]
-    assert "".join(each["choices"][0]["text"] for each in events) == text
-    assert {each["object"] for each in (*events, usage)} == {"text_completion"}
+    assert "".join(event["choices"][0]["text"] for event in events) == text
+    assert {event["object"] for event in (*events, usage)} == {"text_completion"}
 
 
 def test_sampling_and_stop_sequences_are_obeyed(server, expected):
@@ -239,24 +239,24 @@ def test_a_conversation_beyond_the_context_is_refused_or_cut_and_says_so(server)
         ),
         {"role": "user", "content": "last"},
     ]
-    said = error_of(server.chat(messages=messages), 400, "context_length_exceeded")
-    assert "the context is 64" in said
-    assert "truncation to auto" in said
+    message = error_of(server.chat(messages=messages), 400, "context_length_exceeded")
+    assert "the context is 64" in message
+    assert "truncation to auto" in message
     status, _, content = server.chat(messages=messages, truncation="auto")
     assert status == 200
     assert 0 < content["left_out"] < 19
-    kept = [messages[0], *messages[1 + content["left_out"] :]]
-    assert kept[1]["role"] == "user"
-    whole = server.chat(messages=kept)[2]
-    assert whole["usage"] == content["usage"]
-    assert whole["choices"] == content["choices"]
+    shortened = [messages[0], *messages[1 + content["left_out"] :]]
+    assert shortened[1]["role"] == "user"
+    unstreamed = server.chat(messages=shortened)[2]
+    assert unstreamed["usage"] == content["usage"]
+    assert unstreamed["choices"] == content["choices"]
     alone = [{"role": "user", "content": 99 * "x"}]
-    said = error_of(server.chat(messages=alone, truncation="auto"), 400)
-    assert said.startswith("the newest message has 102 tokens")
+    message = error_of(server.chat(messages=alone, truncation="auto"), 400)
+    assert message.startswith("the newest message has 102 tokens")
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"messages": []}, "messages must be a list of at least one message"),
         ({"messages": None}, "messages must be a list"),
@@ -287,12 +287,12 @@ def test_a_conversation_beyond_the_context_is_refused_or_cut_and_says_so(server)
         ({"max_token": 5}, "max_token is not a parameter that this server knows"),
     ],
 )
-def test_a_parameter_that_cannot_be_is_refused_by_its_name(server, changes, said):
-    assert error_of(server.chat(**changes), 400).startswith(said)
+def test_a_parameter_that_cannot_be_is_refused_by_its_name(server, changes, message):
+    assert error_of(server.chat(**changes), 400).startswith(message)
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"prompt": ""}, "prompt is empty"),
         ({"prompt": []}, "prompt is empty"),
@@ -304,14 +304,14 @@ def test_a_parameter_that_cannot_be_is_refused_by_its_name(server, changes, said
         ({"echo": True}, "echo is not supported"),
     ],
 )
-def test_a_prompt_that_cannot_be_is_refused(server, changes, said):
-    assert error_of(server.complete(**changes), 400).startswith(said)
+def test_a_prompt_that_cannot_be_is_refused(server, changes, message):
+    assert error_of(server.complete(**changes), 400).startswith(message)
 
 
 def test_a_prompt_of_all_the_context_is_refused(server):
     assert server.complete(prompt=63 * "x", max_tokens=1)[0] == 200
-    said = error_of(server.complete(prompt=64 * "x"), 400, "context_length_exceeded")
-    assert said.startswith("prompt has 64 tokens, and the context is 64")
+    message = error_of(server.complete(prompt=64 * "x"), 400, "context_length_exceeded")
+    assert message.startswith("prompt has 64 tokens, and the context is 64")
 
 
 @pytest.mark.parametrize(
@@ -341,9 +341,9 @@ def test_a_body_beyond_the_limit_is_refused_however_it_is_sent(server):
 def test_unknown_paths_methods_and_models_are_named(server):
     assert "Not Found" in error_of(server.ask("/v2"), 404)
     assert "Method Not Allowed" in error_of(server.ask("/v1/completions"), 405)
-    said = error_of(server.chat(model="gpt-4"), 404, "model_not_found")
+    message = error_of(server.chat(model="gpt-4"), 404, "model_not_found")
     (model,) = server.ask("/v1/models")[2]["data"]
-    assert said == f"model 'gpt-4' is not {model['id']}"
+    assert message == f"model 'gpt-4' is not {model['id']}"
     assert server.ask(f"/v1/models/{model['id']}")[2] == model
     error_of(server.ask("/v1/models/other"), 404, "model_not_found")
     assert server.chat(model=model["id"])[0] == 200
@@ -390,12 +390,12 @@ def test_the_official_client_chats_completes_and_streams(server, expected):
         again = client.chat.completions.create(model=model.id, messages=history, max_tokens=3)
         assert again.usage.completion_tokens <= 3
         parts = list(client.chat.completions.create(model=model.id, stream=True, **ASK))
-        assert "".join(each.choices[0].delta.content or "" for each in parts) == text
+        assert "".join(event.choices[0].delta.content or "" for event in parts) == text
         assert parts[-1].choices[0].finish_reason == answer.choices[0].finish_reason
         rest = {"prompt": "def f(", "seed": 3, "max_tokens": 9}
-        whole = client.completions.create(model=model.id, **rest)
+        unstreamed = client.completions.create(model=model.id, **rest)
         parts = client.completions.create(model=model.id, stream=True, **rest)
-        assert "".join(each.choices[0].text for each in parts) == whole.choices[0].text
+        assert "".join(event.choices[0].text for event in parts) == unstreamed.choices[0].text
         with pytest.raises(BadRequestError, match="max_tokens must be") as caught:
             client.chat.completions.create(model=model.id, messages=history, max_tokens=999)
         assert caught.value.param == "max_tokens"
@@ -439,7 +439,7 @@ def test_beyond_the_limit_requests_wait_and_then_are_refused(started, base_run):
         )
         assert content["error"]["type"] == "rate_limit_error"
         assert 1 <= int(headers["retry-after"]) <= 60
-        answers = [each.result() for each in (first, second, third)]
+        answers = [future.result() for future in (first, second, third)]
     assert [answer[0] for answer in answers] == [200] * 3
     lengths = [answer[2]["usage"]["completion_tokens"] for answer in answers]
     assert lengths == [1500, 1500, 5]
@@ -493,11 +493,11 @@ import socket, sys
 from lockstep_gpt import cli
 from lockstep_gpt.extras.chat import connections, serving
 connections.CLIENT_SECONDS = 1
-def listening(*place, own=serving.listening):
-    listener = own(*place)
+def hurried_listener(*place, opened=serving.open_listener):
+    listener = opened(*place)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
     return listener
-serving.listening = listening
+serving.open_listener = hurried_listener
 sys.exit(cli.main(sys.argv[1:]))
 """
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
@@ -506,7 +506,7 @@ HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
 @pytest.fixture(scope="module")
 def hurried(base_run, python_of_forks):
     words = ("--longest", "1000000", "--seconds", "3")
-    server = Server(python_of_forks, base_run, *words, begin=("-c", HURRIED))
+    server = Server(python_of_forks, base_run, *words, program=("-c", HURRIED))
     yield server
     assert server.counts() == (0, 0)
     assert server.end() == (0, "stopped\n")
@@ -556,9 +556,9 @@ def test_a_body_that_takes_too_long_ends_its_connection(hurried, path):
         head = HEAD.replace(b"/v1/completions", path.encode())
         line.sendall(head + b"Content-Length: 99999\r\n\r\n")
         assert drip([line], 60) == 0
-        found = ended(line)
-    if found:  # unless a late byte made the system discard it
-        assert found.startswith((b"HTTP/1.1 408 ", b"HTTP/1.1 405 "))
+        response = ended(line)
+    if response:  # unless a late byte made the system discard it
+        assert response.startswith((b"HTTP/1.1 408 ", b"HTTP/1.1 405 "))
     assert hurried.complete()[0] == 200
 
 
@@ -611,11 +611,11 @@ def test_an_answer_that_takes_longer_than_the_grace_says_that_the_server_ends(st
     server = started(base_run, "--longest", "1000000", "--grace", "1")
     with ThreadPoolExecutor(2) as pool:
         body = {**ENDLESS, "max_tokens": 1000000}
-        whole = pool.submit(server.complete, **body)
+        unstreamed = pool.submit(server.complete, **body)
         streamed = pool.submit(server.complete, **body, stream=True)
         wait_until(lambda: server.counts() == (2, 0))
         server.process.send_signal(signal.SIGTERM)
-        assert "the server ends" in error_of(whole.result(), 503)
+        assert "the server ends" in error_of(unstreamed.result(), 503)
         assert "the server ends" in streamed.result()[2][-1]["error"]["message"]
     assert server.process.wait(timeout=60) == 0
 
@@ -623,9 +623,9 @@ def test_an_answer_that_takes_longer_than_the_grace_says_that_the_server_ends(st
 def test_a_port_that_is_in_use_is_one_line_with_the_remedy(server, base_run, capsys):
     words = ["serve", str(base_run), "--port", str(server.port)]
     assert cli.main(words) == 2
-    said = capsys.readouterr().err
+    message = capsys.readouterr().err
     rule = f"another program uses 127.0.0.1:{server.port}; stop it, or choose --port 0"
-    assert said == f"lockstep-gpt serve: {rule}\n"
+    assert message == f"lockstep-gpt serve: {rule}\n"
 
 
 @pytest.mark.parametrize(
@@ -646,9 +646,9 @@ def test_a_port_that_is_in_use_is_one_line_with_the_remedy(server, base_run, cap
 )
 def test_an_option_that_cannot_be_is_refused(base_run, capsys, flag, value):
     assert cli.main(["serve", str(base_run), "--port", "0", f"--{flag}={value}"]) == 2
-    said = capsys.readouterr().err
-    assert value in said
-    assert said.count("\n") == 1
+    message = capsys.readouterr().err
+    assert value in message
+    assert message.count("\n") == 1
 
 
 def test_under_load_nothing_is_lost_and_memory_stays_flat(base_run):
@@ -660,8 +660,8 @@ def test_under_load_nothing_is_lost_and_memory_stays_flat(base_run):
     assert (result["faults"], result["left"], result["exit_status"]) == ({}, 0, 0)
     assert result["complete"] > 20
     assert result["refused"] > 0
-    settled = result["memory"][2:]
-    assert max(settled) - min(settled) < 16  # MiB
+    later_memory = result["memory"][2:]
+    assert max(later_memory) - min(later_memory) < 16  # MiB
 
 
 def wait_until(condition):

@@ -24,8 +24,8 @@ def test_a_conversation_is_markers_texts_and_ends():
 @given(st.lists(st.tuples(st.sampled_from(ROLES), TEXTS)))
 def test_no_text_contains_a_marker(messages):
     ids = BYTES.render([{"role": role, "content": text} for role, text in messages], reply=False)
-    markers = [each for each in ids if each >= 0xF8]
-    expected = [each for role, _ in messages for each in (0xF8 + ROLES.index(role), 0xFB)]
+    markers = [token for token in ids if token >= 0xF8]
+    expected = [token for role, _ in messages for token in (0xF8 + ROLES.index(role), 0xFB)]
     assert markers == expected
 
 

@@ -49,14 +49,14 @@ class Terminal:
     def type(self, text):
         os.write(self.line, text.encode())
 
-    def until(self, pattern, begin=0, again=""):
+    def until(self, pattern, position=0, again=""):
         """Return where the text that matches ends on the screen, once it is there.
 
         `again` is typed once more every ten seconds: Python notices a signal that comes just before
         it waits for a key only with the next one.
         """
         start = typed = time.monotonic()
-        while not (found := re.compile(pattern).search(self.screen, begin)):
+        while not (match := re.compile(pattern).search(self.screen, position)):
             now = time.monotonic()
             assert now < start + 120, self.screen
             if again and now > typed + 10:
@@ -66,8 +66,8 @@ class Terminal:
                 try:
                     self.screen += os.read(self.line, 65536).decode(errors="replace")
                 except OSError:  # the program has ended
-                    assert re.compile(pattern).search(self.screen, begin), self.screen
-        return found.end()
+                    assert re.compile(pattern).search(self.screen, position), self.screen
+        return match.end()
 
     def close(self):
         self.process.kill()
@@ -84,8 +84,8 @@ def terminal():
         return terminals[-1]
 
     yield start
-    for each in terminals:
-        each.close()
+    for terminal in terminals:
+        terminal.close()
 
 
 def test_a_conversation_in_a_real_terminal(terminal, endless_run):
@@ -122,8 +122,8 @@ def talk(chat_run, monkeypatch, capsys):
     """Say lines to the program without a terminal; return what it printed."""
 
     def say(*lines, flags=()):
-        given = iter(lines)
-        monkeypatch.setattr("builtins.input", lambda _: _next(given))
+        inputs = iter(lines)
+        monkeypatch.setattr("builtins.input", lambda _: _next(inputs))
         assert cli.main(["chat", str(chat_run), "--longest", "12", *flags]) == 0
         return capsys.readouterr().out
 
@@ -146,12 +146,12 @@ def test_the_same_lines_have_the_same_answers_and_a_history(talk):
 
 
 def test_what_no_longer_fits_the_context_is_said(talk):
-    said = talk(*6 * ["0123456789"])
-    assert "(the oldest 2 messages left out: the context is 64 tokens)" in said
-    said = talk(70 * "x", "hi")
+    output = talk(*6 * ["0123456789"])
+    assert "(the oldest 2 messages left out: the context is 64 tokens)" in output
+    output = talk(70 * "x", "hi")
     rule = "the newest message has 73 tokens, and the context is model.block_size=64; shorten it"
-    assert said.splitlines()[0] == rule
-    assert len(said.splitlines()) > 1
+    assert output.splitlines()[0] == rule
+    assert len(output.splitlines()) > 1
 
 
 def test_blank_lines_are_not_answered_and_exit_leaves(talk):
@@ -162,8 +162,8 @@ def test_a_base_model_is_refused_in_one_line(saved_run, capsys):
     run = saved_run(ByteTokenizer(), source="stdlib")
     assert cli.main(["chat", str(run)]) == 2
     rule = "this model was trained on data=stdlib, not on conversations; use generate, or "
-    said = capsys.readouterr().err
-    assert said == f"lockstep-gpt chat: {rule}fine-tune it with experiment=chat\n"
+    output = capsys.readouterr().err
+    assert output == f"lockstep-gpt chat: {rule}fine-tune it with experiment=chat\n"
 
 
 @pytest.mark.parametrize(
@@ -172,6 +172,6 @@ def test_a_base_model_is_refused_in_one_line(saved_run, capsys):
 )
 def test_an_option_that_cannot_be_is_refused(chat_run, capsys, flag, value):
     assert cli.main(["chat", str(chat_run), f"--{flag}={value}"]) == 2
-    said = capsys.readouterr().err
-    assert flag.replace("-", "_") in said.replace("-", "_")
-    assert said.count("\n") == 1
+    output = capsys.readouterr().err
+    assert flag.replace("-", "_") in output.replace("-", "_")
+    assert output.count("\n") == 1

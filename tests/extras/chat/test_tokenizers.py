@@ -52,9 +52,9 @@ def test_a_run_gives_its_own_tokenizer_even_without_its_data(finished, tmp_path)
 )
 def test_a_folder_without_a_usable_tokenizer_is_refused(tmp_path, content, line):
     (tmp_path / "tokenizer.json").write_text(content)
-    with pytest.raises(UserError) as found:
+    with pytest.raises(UserError) as raised:
         chat_tokenizer(str(tmp_path))
-    assert line in str(found.value)
+    assert line in str(raised.value)
 
 
 def test_a_name_without_a_tokenizer_is_refused(tmp_path):

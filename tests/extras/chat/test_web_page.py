@@ -16,9 +16,9 @@ def url_of(python_of_forks):
     processes = []
 
     def start(run, *words):
-        begin = [python_of_forks, "-m", "lockstep_gpt", "serve", str(run)]
+        program = [python_of_forks, "-m", "lockstep_gpt", "serve", str(run)]
         process = subprocess.Popen(
-            [*begin, "--port", "0", *words], stdout=subprocess.PIPE, text=True
+            [*program, "--port", "0", *words], stdout=subprocess.PIPE, text=True
         )
         processes.append(process)
         return next(line.split()[1] for line in process.stdout if line.startswith("ready: "))
@@ -52,7 +52,7 @@ def base_url(saved_run, url_of):
 @pytest.fixture
 def show(watched):
     """Open the page; check that it asked only its own server, and that no rule was broken."""
-    tab, said, asked = watched
+    tab, messages, requests = watched
     expected = []
 
     def open_page(url, width=1280, color_scheme="light"):
@@ -64,10 +64,10 @@ def show(watched):
 
     open_page.expected = expected
     yield open_page
-    assert [line for line in said if not any(each in line for each in expected)] == []
-    assert asked
-    assert all(url.startswith(("http://127.0.0.1:", "data:")) for url in asked)
-    assert len({url.split("/")[2] for url in asked if url.startswith("http")}) == 1
+    assert [line for line in messages if not any(message in line for message in expected)] == []
+    assert requests
+    assert all(url.startswith(("http://127.0.0.1:", "data:")) for url in requests)
+    assert len({url.split("/")[2] for url in requests if url.startswith("http")}) == 1
 
 
 def send(page, text):
@@ -75,7 +75,7 @@ def send(page, text):
     page.locator("#text").press("Enter")
 
 
-def settled(page):
+def wait_until_settled(page):
     page.wait_for_selector("#stop[disabled]")
     return page
 
@@ -87,7 +87,7 @@ def test_one_talks_and_the_history_is_sent(chat_url, show):
     page.locator("#temperature").fill("0")
     with page.expect_request("**/v1/chat/completions") as first:
         send(page, "hi <b>there</b>")
-    settled(page)
+    wait_until_settled(page)
     assert first.value.post_data_json["max_tokens"] == 9
     assert first.value.post_data_json["temperature"] == 0
     assert page.locator(".user").inner_text() == "hi <b>there</b>"
@@ -96,7 +96,7 @@ def test_one_talks_and_the_history_is_sent(chat_url, show):
     assert answer
     with page.expect_request("**/v1/chat/completions") as second:
         send(page, "again")
-    settled(page)
+    wait_until_settled(page)
     assert second.value.post_data_json["messages"] == [
         {"role": "user", "content": "hi <b>there</b>"},
         {"role": "assistant", "content": answer},
@@ -106,7 +106,7 @@ def test_one_talks_and_the_history_is_sent(chat_url, show):
     assert page.locator(".message").count() == 0
     with page.expect_request("**/v1/chat/completions") as third:
         send(page, "new")
-    settled(page)
+    wait_until_settled(page)
     assert len(third.value.post_data_json["messages"]) == 1
 
 
@@ -124,7 +124,7 @@ def test_an_answer_grows_and_can_be_stopped(endless_url, show, wait_for):
     early = len(answer.text_content())
     wait_for(lambda: len(answer.text_content()) > early)
     page.locator("#stop").click()
-    settled(page)
+    wait_until_settled(page)
     assert page.locator(".note").inner_text() == "Stopped."
     length = len(answer.text_content())
     page.wait_for_timeout(200)
@@ -137,12 +137,12 @@ def test_what_was_left_out_and_errors_are_shown(chat_url, show):
     page.locator("#longest").fill("9")
     for _ in range(4):
         send(page, "0123456789")
-        settled(page)
+        wait_until_settled(page)
     assert "the oldest messages (" in page.locator(".note").last.inner_text()
     send(page, 90 * "x")
     page.wait_for_selector(".error")
     assert "shorten it" in page.locator(".error").inner_text()
-    settled(page)
+    wait_until_settled(page)
     assert page.locator(".assistant").count() == page.locator(".user").count() == 4
     assert page.locator("#text").input_value() == 90 * "x"
 
@@ -152,7 +152,7 @@ def test_an_answer_at_its_limit_says_so(endless_url, show):
     page.locator("#longest").fill("9")
     page.locator("#temperature").fill("0")
     send(page, "go on")
-    settled(page)
+    wait_until_settled(page)
     assert page.locator(".note").inner_text() == "The answer was cut off at the limit."
 
 
@@ -161,7 +161,7 @@ def test_a_base_model_continues_the_text(base_url, show):
     assert "was not trained on conversations" in page.locator("#about").inner_text()
     page.locator("#longest").fill("9")
     send(page, "def f(")
-    settled(page)
+    wait_until_settled(page)
     assert page.locator(".assistant").text_content().startswith("def f(")
     assert page.locator(".user").count() == 0
 
@@ -188,7 +188,7 @@ def test_no_width_makes_the_page_scroll_sideways(chat_url, show, width, scheme):
     page = show(chat_url, width=width, color_scheme=scheme)
     page.locator("#longest").fill("2")
     send(page, 40 * "x")
-    settled(page)
+    wait_until_settled(page)
     assert page.evaluate("document.documentElement.scrollWidth") <= width
     light = page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(253, 253, 252)"
     assert light == (scheme == "light")

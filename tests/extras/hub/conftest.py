@@ -112,7 +112,7 @@ def saved(tmp_path_factory):
                 "logger": {"wandb": {"project": "nobody's business"}},
             },
             "tokenizer": tokenizer.to_dict(),
-            "state_dict": {f"model.{name}": each for name, each in model.state_dict().items()},
+            "state_dict": {f"model.{name}": weight for name, weight in model.state_dict().items()},
             "global_step": 7,
             "tokens": 1344,
             "callbacks": {"Checkpoints": {"losses": {5: 4.0, 7: 3.21987}}},

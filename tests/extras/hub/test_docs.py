@@ -70,5 +70,5 @@ def _evaluate(command):
 
 def test_every_file_of_an_export_is_in_the_table(folder_of, shaped, bpe):
     folder = folder_of(shaped(vocab_size=bpe.vocab_size), bpe)
-    said = set(re.findall(r"`([\w.]+)`", PAGE.split("| file |")[1].split("## Load")[0]))
-    assert {path.name for path in folder.iterdir()} <= said
+    files = set(re.findall(r"`([\w.]+)`", PAGE.split("| file |")[1].split("## Load")[0]))
+    assert {path.name for path in folder.iterdir()} <= files

@@ -50,10 +50,10 @@ def test_likelihoods_are_ours(pair, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     file = tmp_path / "questions.jsonl"
-    file.write_text("".join(f"{json.dumps(each)}\n" for each in QUESTIONS), encoding="utf-8")
+    file.write_text("".join(f"{json.dumps(item)}\n" for item in QUESTIONS), encoding="utf-8")
     (tmp_path / "tasks").mkdir()
     (tmp_path / "tasks/told.yaml").write_text(TASK.format(file=file), encoding="utf-8")
-    found = lm_eval.simple_evaluate(
+    results = lm_eval.simple_evaluate(
         model="hf",
         model_args=f"pretrained={folder},trust_remote_code=True,dtype=float32",
         tasks=["told"],
@@ -63,10 +63,10 @@ def test_likelihoods_are_ours(pair, tmp_path, monkeypatch):
         bootstrap_iters=0,
     )
     right = 0
-    for sample in found["samples"]["told"]:
+    for sample in results["samples"]["told"]:
         question = sample["doc"]
-        ours = [likelihood(model, question["question"], each) for each in question["choices"]]
+        ours = [likelihood(model, question["question"], item) for item in question["choices"]]
         theirs = [float(response[0][0]) for response in sample["resps"]]
         assert theirs == pytest.approx(ours, abs=1e-4)
         right += ours.index(max(ours)) == question["answer"]
-    assert found["results"]["told"]["acc,none"] == right / len(QUESTIONS)
+    assert results["results"]["told"]["acc,none"] == right / len(QUESTIONS)

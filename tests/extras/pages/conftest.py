@@ -6,7 +6,18 @@ from pathlib import Path
 
 import pytest
 
+from lockstep_gpt.extras.pages.recordings import read_recordings
 from lockstep_gpt.run.metrics_file import MetricsFile
+
+COMPILED = [
+    "precision=bf16-mixed",
+    "compile=true",
+    "batch.micro_size=2",
+    "model.n_layer=1",
+    "callbacks=[default,sync_panel]",
+    "callbacks.sync_panel.every=10",
+    "callbacks.sample.length=1",
+]
 
 
 @pytest.fixture(scope="session")
@@ -35,13 +46,29 @@ def fitted(new_run, tmp_path):
     """Fit a run of one rank and two micro-batches per step, in `tmp_path`; return its model."""
 
     def fit(*callbacks, model=None, **settings):
-        run, file = new_run(**settings), MetricsFile(tmp_path / "metrics.csv", [])
+        run = new_run(**settings)
+        file = MetricsFile(tmp_path / "metrics.csv", [])
         run.module.model = model or run.module.model
         file.truncate_after(0)
         run.fit(*callbacks, logger=file)
         return run.module.model
 
     return fit
+
+
+@pytest.fixture
+def record_compiled(command):
+    """Record a compiled run in two micro-batches per step; return its recordings."""
+
+    def train(*words, **environment):
+        screen = command.train(*COMPILED, *words, "run_dir=run", **environment).stdout
+        assert screen.count("compiled: the first step took") == 1
+        recordings = read_recordings(command.folder / "run")
+        steps = [(recording["accumulation"], recording["spread"]) for recording in recordings]
+        assert steps == 3 * [(2, 0.0)]
+        return recordings
+
+    return train
 
 
 @pytest.fixture
@@ -53,7 +80,7 @@ def recordings(recorded):
 @pytest.fixture
 def show(watched):
     """Show a file in the browser; check that it logged nothing and sent no network requests."""
-    tab, said, asked = watched
+    tab, messages, requests = watched
 
     def open_file(path: Path, width: int = 1280, **media: str):
         tab.set_viewport_size({"width": width, "height": 800})
@@ -62,5 +89,5 @@ def show(watched):
         return tab
 
     yield open_file
-    assert said == []
-    assert all(url.startswith("file:") and url.endswith(".html") for url in asked)
+    assert messages == []
+    assert all(url.startswith("file:") and url.endswith(".html") for url in requests)

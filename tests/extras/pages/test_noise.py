@@ -75,12 +75,12 @@ def test_averages_continue_after_a_save():
     one, other = NoiseScale(0.9), NoiseScale(0.9)
     draw = random.Random(1)
     measurements = [Measurement(1, 2, 9 + draw.random(), 5 + draw.random()) for _ in range(6)]
-    for each in measurements[:3]:
-        one.add(each)
+    for measurement in measurements[:3]:
+        one.add(measurement)
     other.load_state_dict(one.state_dict())
-    for each in measurements[3:]:
-        one.add(each)
-        other.add(each)
+    for measurement in measurements[3:]:
+        one.add(measurement)
+        other.add(measurement)
     assert other.scale == one.scale
 
 
@@ -90,13 +90,13 @@ def test_twice_the_batch_saves_half_the_steps_only_if_noise_dominates(scale, bat
 
 
 @pytest.mark.parametrize(
-    ("scale", "said"),
+    ("scale", "sentence"),
     [(1234.5, "More devices still pay"), (10, "near the best trade-off"), (2, "hardly pay")],
 )
-def test_the_advice_follows_from_noise_scale_and_batch(scale, said):
-    sentence = advice(scale, 12, 64)
-    assert said in sentence
-    assert "a step has 12" in sentence
+def test_the_advice_follows_from_noise_scale_and_batch(scale, sentence):
+    text = advice(scale, 12, 64)
+    assert sentence in text
+    assert "a step has 12" in text
 
 
 def test_the_advice_has_as_many_digits_as_an_estimate_carries():

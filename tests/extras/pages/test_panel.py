@@ -5,8 +5,8 @@ import shutil
 import pytest
 
 from lockstep_gpt import cli
-from lockstep_gpt.extras.pages.page import page
-from lockstep_gpt.extras.pages.panel import panel
+from lockstep_gpt.extras.pages.page import render_page
+from lockstep_gpt.extras.pages.panel import panel_page
 
 DATA = re.compile(r'<script type="application/json" id="data">(.*?)</script>', re.DOTALL)
 NASTY = ["</script><script>alert(1)</script>", "<!--", "]]>", "\u2028", "\\", '"', "{}", "größer"]
@@ -22,55 +22,55 @@ def test_the_command_writes_the_page_next_to_the_recordings(recorded, recordings
 
 def test_the_page_is_written_to_output(recorded, tmp_path):
     assert cli.main(["panel", str(recorded[0]), "--output", str(tmp_path / "see.html")]) == 0
-    assert (tmp_path / "see.html").read_text(encoding="utf-8") == panel(recorded[0])
+    assert (tmp_path / "see.html").read_text(encoding="utf-8") == panel_page(recorded[0])
 
 
 def test_the_page_without_data_is_small(recorded):
-    text = panel(recorded[0])
+    text = panel_page(recorded[0])
     assert len(text.encode()) - len(DATA.findall(text)[0].encode()) < 300_000
 
 
 def test_text_of_samples_cannot_end_the_data(recorded):
-    text = page("panel", {"name": NASTY, "recordings": []})
+    text = render_page("panel", {"name": NASTY, "recordings": []})
     assert json.loads(DATA.findall(text)[0])["name"] == NASTY
-    assert text.count("</script>") == panel(recorded[0]).count("</script>") == 2
+    assert text.count("</script>") == panel_page(recorded[0]).count("</script>") == 2
     assert "<!--" not in text
 
 
 def test_placeholders_in_data_stay_text():
-    assert json.loads(DATA.findall(page("panel", "<!-- style page.css -->"))[0]) == (
+    assert json.loads(DATA.findall(render_page("panel", "<!-- style page.css -->"))[0]) == (
         "<!-- style page.css -->"
     )
 
 
 def test_numbers_that_are_not_finite_are_null():
-    text = page("panel", {"values": [float("nan"), [float("inf")], 1.5]})
+    text = render_page("panel", {"values": [float("nan"), [float("inf")], 1.5]})
     assert json.loads(DATA.findall(text)[0]) == {"values": [None, [None], 1.5]}
 
 
 def test_the_page_names_no_address_elsewhere(recorded):
-    text = DATA.sub("", panel(recorded[0])).replace("http://www.w3.org/2000/svg", "")
+    text = DATA.sub("", panel_page(recorded[0])).replace("http://www.w3.org/2000/svg", "")
     assert not re.search(r"https?:|//[\w.]+\.\w|@import|url\(|\bsrc=", text)
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["nowhere"], "nowhere is not a run directory"),
-        (["two"], "two contains no recorded steps; record some"),
+        (["first"], "first contains no recorded steps; record some"),
         (["recorded", "--output", "no/such/folder.html"], "cannot be written (No such file"),
     ],
 )
-def test_unusable_runs_fail_in_one_line(words, said, recorded, monkeypatch, capsys):
+def test_unusable_runs_fail_in_one_line(words, message, recorded, monkeypatch, capsys):
     monkeypatch.chdir(recorded[0].parent)
     assert cli.main(["panel", *words]) == 2
     error = capsys.readouterr().err
-    assert said in error
+    assert message in error
     assert error.count("\n") == 1
 
 
 def test_an_incomplete_recording_is_not_read(recorded, recordings, tmp_path):
     shutil.copytree(recorded[0], tmp_path / "run")
     (tmp_path / "run/sync/step=000021.json.tmp").write_text('{"step":')
-    data = json.loads(DATA.findall(panel(tmp_path / "run"))[0])
+    data = json.loads(DATA.findall(panel_page(tmp_path / "run"))[0])
     assert data["recordings"] == recordings

@@ -5,15 +5,15 @@ import json
 import numpy as np
 import pytest
 
-from lockstep_gpt.extras.pages.page import page, write_page
-from lockstep_gpt.extras.pages.panel import panel
+from lockstep_gpt.extras.pages.page import render_page, write_page
+from lockstep_gpt.extras.pages.panel import panel_page
 
 NUMBERS = "rows => rows.map(row => [row.dataset.rank, row.dataset.value])"
 
 
 @pytest.fixture
 def path(recorded, tmp_path):
-    write_page(tmp_path / "panel.html", panel(recorded[0]))
+    write_page(tmp_path / "panel.html", panel_page(recorded[0]))
     return tmp_path / "panel.html"
 
 
@@ -24,9 +24,9 @@ def view(path, show):
 
 def numbers(view):
     """Return the numbers on the page, (ranks, values)."""
-    found = view.locator("#ranks tr").evaluate_all(NUMBERS)
-    ranks = sorted({int(rank) for rank, _ in found})
-    return np.array([[float(value) for at, value in found if int(at) == rank] for rank in ranks])
+    numbers = view.locator("#ranks tr").evaluate_all(NUMBERS)
+    ranks = sorted({int(rank) for rank, _ in numbers})
+    return np.array([[float(value) for at, value in numbers if int(at) == rank] for rank in ranks])
 
 
 def act(view, times=1):
@@ -57,15 +57,15 @@ def test_the_panel_s_update_equals_the_run_s_on_all_ranks(view, recordings):
 
 def test_every_parameter_can_be_looked_at(view, recordings):
     act(view)
-    names = [each["name"] for each in recordings[0]["parameters"]]
+    names = [item["name"] for item in recordings[0]["parameters"]]
     assert view.locator("#parameter option").all_inner_texts() == names
     view.locator("#parameter").select_option(index=5)
     assert numbers(view).tolist() == recordings[0]["parameters"][5]["before"]
 
 
 def test_samples_are_those_that_each_rank_had(view, recordings):
-    shown = [each.get_attribute("title") for each in view.locator(".sample").all()]
-    assert shown == [text for rank in recordings[0]["samples"] for text in rank]
+    titles = [item.get_attribute("title") for item in view.locator(".sample").all()]
+    assert titles == [text for rank in recordings[0]["samples"] for text in rank]
     assert numbers_are_hidden(view)
 
 
@@ -140,15 +140,15 @@ def test_the_noise_scale_is_drawn_with_its_advice(view, recordings):
     advice = recordings[-1]["advice"]
     assert view.inner_text("#advice") == f"{advice[0].upper()}{advice[1:]}."
     label = view.locator("#noise svg").get_attribute("aria-label")
-    assert all(f"step {each['step']}: " in label for each in recordings)
+    assert all(f"step {item['step']}: " in label for item in recordings)
 
 
 def test_each_change_is_announced(view):
-    said = set()
+    labels = set()
     for _ in range(4):
-        said.add(view.locator("[role=status]").inner_text())
+        labels.add(view.locator("[role=status]").inner_text())
         act(view)
-    assert len(said) == 4
+    assert len(labels) == 4
 
 
 def test_every_control_has_an_accessible_name(view):
@@ -187,7 +187,7 @@ def test_text_can_be_read_in_both_schemes(path, show, scheme):
     view = show(path, color_scheme=scheme)
     act(view, 2)
     assert contrast(view, "h1") > 7
-    assert all(contrast(view, each) > 4.5 for each in (".lead", ".value", "footer", ".norm"))
+    assert all(contrast(view, item) > 4.5 for item in (".lead", ".value", "footer", ".norm"))
     body = view.evaluate("getComputedStyle(document.body).backgroundColor")
     assert (luminance(body) > 0.5) == (scheme == "light")
 
@@ -199,16 +199,16 @@ def test_numbers_move_to_the_mean_unless_motion_is_to_be_reduced(path, show):
     mean = still.locator("#ranks").inner_text()
     moving = show(path, reduced_motion="no-preference")
     act(moving, 2)
-    on_the_way = set(moving.locator("#ranks .value").all_inner_texts())
+    between = set(moving.locator("#ranks .value").all_inner_texts())
     moving.wait_for_timeout(900)
-    assert set(moving.locator("#ranks .value").all_inner_texts()) != on_the_way
+    assert set(moving.locator("#ranks .value").all_inner_texts()) != between
     assert moving.locator("#ranks").inner_text() == mean
 
 
 def test_markup_in_samples_is_shown_as_text(recordings, tmp_path, show):
     nasty = "</script><img src=x onerror=alert(1)><b>bold</b>"
     first = {**recordings[0], "samples": [[nasty], [nasty]]}
-    write_page(tmp_path / "page.html", page("panel", {"name": nasty, "recordings": [first]}))
+    write_page(tmp_path / "page.html", render_page("panel", {"name": nasty, "recordings": [first]}))
     view = show(tmp_path / "page.html")
     assert view.locator(".sample").first.inner_text() == nasty
     assert view.locator("#ranks img, #ranks b").count() == 0
@@ -217,7 +217,7 @@ def test_markup_in_samples_is_shown_as_text(recordings, tmp_path, show):
 def test_values_that_are_not_finite_are_marked(recordings, tmp_path, show):
     first = json.loads(json.dumps(recordings[0]))
     first["parameters"][0]["before"][1][0] = first["parameters"][0]["after"][0] = None
-    write_page(tmp_path / "page.html", page("panel", {"name": "bad", "recordings": [first]}))
+    write_page(tmp_path / "page.html", render_page("panel", {"name": "bad", "recordings": [first]}))
     view = show(tmp_path / "page.html")
     act(view)
     assert view.locator("#ranks .value").all_inner_texts().count("not finite") == 1
@@ -233,7 +233,7 @@ def test_the_page_answers_within_a_second_with_forty_steps_of_a_gpt2_on_eight_ra
     sizes = {"ranks": 8, "losses": 8 * [3.0], "samples": 8 * [["text"]]}
     step = {**recordings[0], **sizes, "parameters": 148 * [parameter]}
     steps = [{**step, "step": 50 * index} for index in range(1, 41)]
-    write_page(tmp_path / "page.html", page("panel", {"name": "gpt2", "recordings": steps}))
+    write_page(tmp_path / "page.html", render_page("panel", {"name": "gpt2", "recordings": steps}))
     view = show(tmp_path / "page.html")
     assert view.locator(".card").count() == 8
     assert view.evaluate("performance.getEntriesByType('navigation')[0].domComplete") < 1000  # ms

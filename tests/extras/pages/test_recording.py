@@ -34,19 +34,19 @@ def gradients_of_three_steps(recorded, precision, **settings):
 
     def on_rank(rank):
         model = DistributedDataParallel(network(), bucket_cap_mb=0.0004, **settings)
-        found = []
+        gradients = []
         for step in range(4):
             model.require_backward_grad_sync = step not in recorded
             backward(model, rank, step, precision)
             if step in recorded:
                 average_like_ddp(model)
                 model.require_backward_grad_sync = True
-            found += [parameter.grad.tolist() for parameter in model.parameters()]
+            gradients += [parameter.grad.tolist() for parameter in model.parameters()]
             with torch.no_grad():
                 for parameter in model.parameters():
                     parameter -= 0.1 * parameter.grad
             model.zero_grad()
-        return found
+        return gradients
 
     return on_rank
 
@@ -89,7 +89,7 @@ def test_unused_parameters_have_no_gradient_and_others_an_average(on_ranks):
             if recorded:
                 average_like_ddp(model)
             gradients = [parameter.grad for parameter in model.parameters()]
-            return [None if each is None else each.tolist() for each in gradients]
+            return [None if gradient is None else gradient.tolist() for gradient in gradients]
 
         return on_rank
 
@@ -103,14 +103,14 @@ def test_summed_micro_batches_equal_autograd_with_separate_norms():
     for _ in range(3):
         inputs = torch.randn(4, 8)
         alone = torch.autograd.grad(other(inputs).sum(), list(other.parameters()))
-        expected.append(sum(float(each.double().square().sum()) for each in alone))
+        expected.append(sum(float(gradient.double().square().sum()) for gradient in alone))
         other(inputs).sum().backward()
         norms.before_backward()
         model(inputs).sum().backward()
         norms.after_backward()
     pairs = zip(model.parameters(), other.parameters(), strict=True)
     assert all(torch.equal(one.grad, two.grad) for one, two in pairs)
-    assert [float(each) for each in norms.squares] == pytest.approx(expected, rel=1e-5)
+    assert [float(gradient) for gradient in norms.squares] == pytest.approx(expected, rel=1e-5)
 
 
 def test_a_probe_reads_the_values_at_its_positions():

@@ -9,7 +9,7 @@ import yaml
 
 from lockstep_gpt import cli
 from lockstep_gpt.extras.pages import at_end
-from lockstep_gpt.extras.pages.run_report import report
+from lockstep_gpt.extras.pages.run_report import report_page
 from lockstep_gpt.extras.pages.runs import read_run
 
 DATA = re.compile(r'<script type="application/json" id="data">(.*?)</script>', re.DOTALL)
@@ -31,12 +31,12 @@ def reported(finished):
 
 
 def test_a_run_writes_its_report_and_prints_the_path(reported):
-    (told,) = data(reported / "report.html")
-    assert told["status"] == "done"
-    assert told["curves"] == read_run(reported)["curves"]
+    (run,) = data(reported / "report.html")
+    assert run["status"] == "done"
+    assert run["curves"] == read_run(reported)["curves"]
     known = read_run(reported)["summary"]  # this is written only after the report
-    assert told["summary"]["tokens_per_second"] == known["tokens_per_second"]
-    assert told["summary"].items() <= known.items()
+    assert run["summary"]["tokens_per_second"] == known["tokens_per_second"]
+    assert run["summary"].items() <= known.items()
     assert "report  runs/first/report.html" in (reported / "train.log").read_text()
 
 
@@ -49,8 +49,8 @@ def test_the_report_names_devices_and_versions(reported):
 def test_a_stopped_or_failed_run_writes_a_report_too(command):
     words = ["run_dir=run", "optim.lr=1e30", "optim.clip_norm=null"]
     command.train(*words, status=1)
-    (told,) = data(command.folder / "run/report.html")
-    assert told["status"].startswith("failed: step")
+    (run,) = data(command.folder / "run/report.html")
+    assert run["status"].startswith("failed: step")
 
 
 def test_a_run_that_wants_no_report_writes_none(command):
@@ -62,8 +62,8 @@ def test_a_run_that_wants_no_report_writes_none(command):
 
 def test_a_run_without_callbacks_of_its_own_writes_a_report(command):
     command.train("~callbacks", "run_dir=run")
-    (told,) = data(command.folder / "run/report.html")
-    assert told["status"] == "done"
+    (run,) = data(command.folder / "run/report.html")
+    assert run["status"] == "done"
 
 
 TALKATIVE = """
@@ -79,14 +79,14 @@ def test_metrics_that_are_not_numbers_are_left_out(command):
     (command.folder / "talkative.py").write_text(TALKATIVE)
     words = ("run_dir=run", "+callbacks.talkative._target_=talkative.Talkative")
     command.train(*words, PYTHONPATH=str(command.folder))
-    (told,) = data(command.folder / "run/report.html")
-    assert told["status"] == "done"
-    assert "train/loss" in told["curves"]
-    assert not {"my/word", "my/flag"} & set(told["curves"])
+    (run,) = data(command.folder / "run/report.html")
+    assert run["status"] == "done"
+    assert "train/loss" in run["curves"]
+    assert not {"my/word", "my/flag"} & set(run["curves"])
 
 
 def test_a_failing_report_does_not_change_how_the_run_ends(command, monkeypatch):
-    monkeypatch.setattr(at_end, "report", lambda *_, **__: {}["no such column"])
+    monkeypatch.setattr(at_end, "report_page", lambda *_, **__: {}["no such column"])
     command.train("run_dir=run")
     assert command.summary("run")["status"] == "done"
     assert "no report: KeyError: 'no such column'" in (command.folder / "run/train.log").read_text()
@@ -96,24 +96,26 @@ def test_a_report_is_in_its_run_or_in_the_folder_of_several(two, capsys):
     runs = [two[0].folder / "runs" / name for name in ("first", "two")]
     assert cli.main(["report", str(runs[0])]) == 0
     assert cli.main(["report", *map(str, runs)]) == 0
-    assert [each["name"] for each in data(runs[0] / "report.html")] == ["first"]
-    assert [each["name"] for each in data(runs[0].parent / "report.html")] == ["first", "two"]
+    assert [run["name"] for run in data(runs[0] / "report.html")] == ["first"]
+    assert [run["name"] for run in data(runs[0].parent / "report.html")] == ["first", "two"]
     assert capsys.readouterr().out.count("open it in any browser") == 2
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["nowhere"], "nowhere is not a run directory"),
         (["first", "."], ". is not a run directory"),
         (["first", "--output", "no/such/folder.html"], "cannot be written (No such file"),
     ],
 )
-def test_runs_that_cannot_be_reported_fail_in_one_line(words, said, finished, monkeypatch, capsys):
+def test_runs_that_cannot_be_reported_fail_in_one_line(
+    words, message, finished, monkeypatch, capsys
+):
     monkeypatch.chdir(finished[0].folder / "runs")
     assert cli.main(["report", *words]) == 2
     error = capsys.readouterr().err
-    assert said in error
+    assert message in error
     assert error.count("\n") == 1
 
 
@@ -131,10 +133,10 @@ def test_its_commands_repeat_the_run_to_the_bit_and_train_on(reported, finished,
     before, after = weights(reported, 20), weights(again, 20)
     assert all(torch.equal(before[name], after[name]) for name in before)
     typed(command, read_run(again)["commands"]["train longer"], python_of_forks)
-    told = read_run(again)
-    assert told["summary"]["step"] == 40
-    assert told["starts"] == 2
-    assert any("max_steps" in change for change in told["changes"])
+    run = read_run(again)
+    assert run["summary"]["step"] == 40
+    assert run["starts"] == 2
+    assert any("max_steps" in change for change in run["changes"])
 
 
 def test_no_secret_of_the_configuration_is_in_it(finished):
@@ -159,6 +161,6 @@ def long_run(finished, tmp_path_factory):
 
 def test_a_report_of_100_000_steps_is_small_and_quick(long_run):
     started = time.process_time()
-    text = report([long_run])
+    text = report_page([long_run])
     assert time.process_time() - started < 2
     assert len(text.encode()) < 1_000_000

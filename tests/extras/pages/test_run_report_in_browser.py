@@ -3,14 +3,14 @@ import re
 
 import pytest
 
-from lockstep_gpt.extras.pages.page import page, write_page
-from lockstep_gpt.extras.pages.run_report import report
+from lockstep_gpt.extras.pages.page import render_page, write_page
+from lockstep_gpt.extras.pages.run_report import report_page
 from lockstep_gpt.extras.pages.runs import read_run
 
 
 @pytest.fixture
 def path(recorded, tmp_path):
-    write_page(tmp_path / "report.html", report([recorded[0]]))
+    write_page(tmp_path / "report.html", report_page([recorded[0]]))
     return tmp_path / "report.html"
 
 
@@ -23,7 +23,7 @@ def view(path, show):
 def both(recorded, two, tmp_path, show):
     """The report of two runs that differ only in callbacks."""
     runs = [two[0].folder / "runs/two", recorded[0]]
-    write_page(tmp_path / "both.html", report(runs))
+    write_page(tmp_path / "both.html", report_page(runs))
     return show(tmp_path / "both.html")
 
 
@@ -39,10 +39,10 @@ def outcome(view):
 
 def test_every_column_of_the_metrics_is_a_curve_with_its_last_value(view, recorded):
     curves = read_run(recorded[0])["curves"]
-    shown = view.locator("#curves figcaption b").all_inner_texts()
+    labels = view.locator("#curves figcaption b").all_inner_texts()
     curves.pop("optim/skipped")  # there are none
-    assert sorted(shown) == sorted(curves)
-    assert shown[:2] == ["train/loss", "val/loss"]
+    assert sorted(labels) == sorted(curves)
+    assert labels[:2] == ["train/loss", "val/loss"]
     last = curves["train/loss"][-1][2]
     assert view.locator("#curves figcaption span").first.inner_text() == f"{last:.4f} at 20"
 
@@ -56,35 +56,35 @@ def test_a_curve_is_drawn_through_all_its_points(view, recorded):
 
 
 def test_outcome_receipt_and_commands_are_those_of_the_run(view, recorded):
-    told = read_run(recorded[0])
-    shown = outcome(view)
-    assert shown.items() >= {"status": "done", "steps": "20", "tokens": "5,120"}.items()
-    seconds = told["summary"]["wall_seconds"]
-    assert float(shown["wall seconds of the last start"]) == pytest.approx(seconds, abs=0.051)
-    assert cells(view, "receipt") == {name: [line] for name, line in told["receipt"].items()}
-    assert cells(view, "commands") == {name: [line] for name, line in told["commands"].items()}
-    assert told["samples"][0]["text"].startswith("def")
+    run = read_run(recorded[0])
+    labels = outcome(view)
+    assert labels.items() >= {"status": "done", "steps": "20", "tokens": "5,120"}.items()
+    seconds = run["summary"]["wall_seconds"]
+    assert float(labels["wall seconds of the last start"]) == pytest.approx(seconds, abs=0.051)
+    assert cells(view, "receipt") == {name: [line] for name, line in run["receipt"].items()}
+    assert cells(view, "commands") == {name: [line] for name, line in run["commands"].items()}
+    assert run["samples"][0]["text"].startswith("def")
     assert view.locator("#samples pre").first.inner_text().startswith("def")
 
 
 def test_curves_can_be_read_by_keys_and_by_pointer(view, recorded):
     rows = read_run(recorded[0])["curves"]["train/loss"]
     figure = view.locator("#curves figure").first
-    said = figure.locator("figcaption span")
+    caption = figure.locator("figcaption span")
     figure.focus()
     figure.press("ArrowLeft")
-    assert said.inner_text() == f"{rows[-2][2]:.4f} at {rows[-2][0]:.0f}"
+    assert caption.inner_text() == f"{rows[-2][2]:.4f} at {rows[-2][0]:.0f}"
     figure.locator("svg").hover(position={"x": 53, "y": 60})
-    assert said.inner_text() == f"{rows[0][2]:.4f} at {rows[0][0]:.0f}"
+    assert caption.inner_text() == f"{rows[0][2]:.4f} at {rows[0][0]:.0f}"
     view.locator("h1").hover()
-    assert said.inner_text().endswith("at 20")
+    assert caption.inner_text().endswith("at 20")
 
 
 def test_curves_go_over_tokens_and_on_a_logarithmic_scale(view):
     before = view.locator("#curves path.series").first.get_attribute("d")
     view.locator("#axis").select_option("tokens")
-    said = view.locator("#curves figcaption span").first.inner_text()
-    assert said.endswith("at 5,120")
+    caption = view.locator("#curves figcaption span").first.inner_text()
+    assert caption.endswith("at 5,120")
     view.locator("#log").check()
     assert view.locator("#curves path.series").first.get_attribute("d") != before
 
@@ -104,24 +104,24 @@ def test_a_run_without_steps_still_has_a_page(recorded, tmp_path, show):
     new = tmp_path / "new"
     new.mkdir()
     (new / "config.yaml").write_bytes((recorded[0] / "config.yaml").read_bytes())
-    write_page(tmp_path / "new.html", report([new]))
+    write_page(tmp_path / "new.html", report_page([new]))
     view = show(tmp_path / "new.html")
     assert outcome(view)["status"].startswith("still running")
     assert view.locator("#samples-section").is_hidden()
 
 
 def test_values_that_are_not_finite_leave_a_gap(recorded, tmp_path, show):
-    told = json.loads(json.dumps(read_run(recorded[0])))
-    told["curves"]["train/loss"][1][2] = None
-    write_page(tmp_path / "gap.html", page("report", {"runs": [told]}))
+    run = json.loads(json.dumps(read_run(recorded[0])))
+    run["curves"]["train/loss"][1][2] = None
+    write_page(tmp_path / "gap.html", render_page("report", {"runs": [run]}))
     line = show(tmp_path / "gap.html").locator("#curves path.series").first.get_attribute("d")
     assert line.count("M") == 2
 
 
 def test_markup_in_samples_and_names_is_text(recorded, tmp_path, show):
     nasty = "</script><img src=x onerror=alert(1)>"
-    told = {**read_run(recorded[0]), "name": nasty, "samples": [{"step": 1, "text": nasty}]}
-    write_page(tmp_path / "page.html", page("report", {"runs": [told]}))
+    run = {**read_run(recorded[0]), "name": nasty, "samples": [{"step": 1, "text": nasty}]}
+    write_page(tmp_path / "page.html", render_page("report", {"runs": [run]}))
     view = show(tmp_path / "page.html")
     assert view.locator("h1").inner_text() == nasty
     assert view.locator("img").count() == 0

@@ -16,28 +16,28 @@ def run(recorded, tmp_path):
 
 
 def test_a_finished_run_shows_how_it_ended(recorded):
-    told = read_run(recorded[0])
-    assert (told["status"], told["starts"], told["changes"]) == ("done", 1, [])
-    assert told["summary"] == json.loads((recorded[0] / "summary.json").read_text())
-    assert told["receipt"]["devices"].startswith("2 x cpu")
-    assert told["receipt"]["schedule"].startswith("5 steps")
-    assert told["advice"].startswith("gradient noise scale: ")
+    content = read_run(recorded[0])
+    assert (content["status"], content["starts"], content["changes"]) == ("done", 1, [])
+    assert content["summary"] == json.loads((recorded[0] / "summary.json").read_text())
+    assert content["receipt"]["devices"].startswith("2 x cpu")
+    assert content["receipt"]["schedule"].startswith("5 steps")
+    assert content["advice"].startswith("gradient noise scale: ")
 
 
 def test_the_sample_is_the_one_on_the_screen(recorded):
     (sample,) = read_run(recorded[0])["samples"]
-    shown = [line for line in recorded[1].splitlines() if line.startswith("  | ")]
+    samples = [line for line in recorded[1].splitlines() if line.startswith("  | ")]
     assert sample["step"] == 20
-    assert [f"  | {line}" for line in sample["text"].split("\n")] == shown
+    assert [f"  | {line}" for line in sample["text"].split("\n")] == samples
 
 
 def test_a_live_run_is_read_up_to_its_last_complete_row(run):
     (run / "summary.json").unlink()
     with (run / "metrics.csv").open("a") as file:
         file.write("25,640")
-    told = read_run(run)
-    assert told["status"].startswith("still running")
-    assert told["curves"]["train/loss"][-1][0] == 20
+    content = read_run(run)
+    assert content["status"].startswith("still running")
+    assert content["curves"]["train/loss"][-1][0] == 20
 
 
 def test_a_summary_of_an_earlier_part_is_not_the_status(run):
@@ -55,8 +55,13 @@ def test_a_failed_run_shows_rank_and_error(run):
 def test_a_run_without_steps_shows_no_curves(run, tmp_path):
     (tmp_path / "new").mkdir()
     shutil.copy(run / "config.yaml", tmp_path / "new")
-    told = read_run(tmp_path / "new")
-    assert (told["curves"], told["starts"], told["receipt"], told["samples"]) == ({}, 0, {}, [])
+    content = read_run(tmp_path / "new")
+    assert (content["curves"], content["starts"], content["receipt"], content["samples"]) == (
+        {},
+        0,
+        {},
+        [],
+    )
 
 
 def test_values_are_read_with_step_and_tokens_and_without_gaps(tmp_path):
@@ -88,7 +93,7 @@ def test_long_curves_keep_their_ends_peaks_and_order(length):
     values = np.random.default_rng(length).random(length)
     high, low, bad = length // 3, length // 2, length - 2
     values[[high, low, bad]] = 99.0, -99.0, np.nan
-    kept = thinned(values)
-    assert 500 < len(kept) <= 600
-    assert {0, high, low, bad, length - 1} <= set(kept)
-    assert kept == sorted(kept)
+    indices = thinned(values)
+    assert 500 < len(indices) <= 600
+    assert {0, high, low, bad, length - 1} <= set(indices)
+    assert indices == sorted(indices)

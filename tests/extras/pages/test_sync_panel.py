@@ -11,6 +11,7 @@ import torch
 from lightning.pytorch.strategies import ModelParallelStrategy
 
 from lockstep_gpt.errors import UserError
+from lockstep_gpt.extras.pages.recordings import read_recordings
 from lockstep_gpt.extras.pages.sync_panel import SyncPanel
 
 ON_TWO = [
@@ -29,11 +30,6 @@ def same(one, other):
     return all(torch.equal(one[name], other[name]) for name in one)
 
 
-def recorded_in(folder):
-    paths = sorted((folder / "sync").iterdir())
-    return [json.loads(path.read_text(encoding="utf-8")) for path in paths]
-
-
 def is_mean_of_ranks(parameter):
     """Tell whether the average is the sum of two float32 halves."""
     before, after = (np.array(parameter[name], "float32") for name in ("before", "after"))
@@ -42,7 +38,7 @@ def is_mean_of_ranks(parameter):
 
 
 def test_the_first_step_and_every_so_many_are_recorded(recordings):
-    assert [each["step"] for each in recordings] == [1, 3, 6, 9, 12, 15, 18]
+    assert [recording["step"] for recording in recordings] == [1, 3, 6, 9, 12, 15, 18]
 
 
 def test_a_recorded_run_ends_with_the_bits_of_one_that_was_not(two, recorded):
@@ -50,21 +46,12 @@ def test_a_recorded_run_ends_with_the_bits_of_one_that_was_not(two, recorded):
 
 
 def test_the_recorded_average_is_the_mean_over_ranks(recordings):
-    parameters = [each for recording in recordings for each in recording["parameters"]]
+    parameters = [parameter for recording in recordings for parameter in recording["parameters"]]
     assert all(map(is_mean_of_ranks, parameters))
-    gradients = [each["before"] for each in parameters]
+    gradients = [parameter["before"] for parameter in parameters]
     assert sum(first != second for first, second in gradients) > 0.9 * len(gradients)
 
 
-COMPILED = [
-    "precision=bf16-mixed",
-    "compile=true",
-    "batch.micro_size=2",
-    "model.n_layer=1",
-    "callbacks=[default,sync_panel]",
-    "callbacks.sync_panel.every=10",
-    "callbacks.sample.length=1",
-]
 # Two ranks would compile the same code at once, for most of a minute.
 STAND_IN = """
 import functools, lightning
@@ -75,31 +62,28 @@ class StandIn(lightning.Callback):
 """
 
 
-def test_bf16_compiled_and_accumulated_steps_are_recorded(command):
+def test_bf16_compiled_and_accumulated_steps_are_recorded(command, record_compiled):
     (command.folder / "stand_in.py").write_text(STAND_IN)
-    words = [*ON_TWO, *COMPILED, "+callbacks.stand_in._target_=stand_in.StandIn", "run_dir=run"]
-    said = command.train(*words, PYTHONPATH=str(command.folder)).stdout
-    assert said.count("compiled: the first step took") == 1
-    recordings = recorded_in(command.folder / "run")
-    assert [(each["accumulation"], each["spread"]) for each in recordings] == 3 * [(2, 0.0)]
-    assert all(is_mean_of_ranks(each) for each in recordings[-1]["parameters"])
+    words = [*ON_TWO, "+callbacks.stand_in._target_=stand_in.StandIn"]
+    recordings = record_compiled(*words, PYTHONPATH=str(command.folder))
+    assert all(map(is_mean_of_ranks, recordings[-1]["parameters"]))
 
 
 def test_ranks_are_compared_and_are_equal_afterwards(recordings):
-    assert {each["spread"] for each in recordings} == {0.0}
+    assert {recording["spread"] for recording in recordings} == {0.0}
 
 
 def test_recorded_norms_are_those_of_the_log(recorded, recordings):
     with (recorded[0] / "metrics.csv").open() as file:
         rows = {int(row["trainer/step"]): row for row in csv.DictReader(file)}
-    norm = np.linalg.norm([each["mean_norm"] for each in recordings[5]["parameters"]])
+    norm = np.linalg.norm([recording["mean_norm"] for recording in recordings[5]["parameters"]])
     assert norm == pytest.approx(float(rows[15]["optim/grad_norm"]), rel=1e-5)
-    logged = [float(rows[each["step"]]["sync/noise_scale"]) for each in recordings[1:]]
-    assert logged == [each["noise_scale"] for each in recordings[1:]]
+    logged = [float(rows[recording["step"]]["sync/noise_scale"]) for recording in recordings[1:]]
+    assert logged == [recording["noise_scale"] for recording in recordings[1:]]
 
 
 def test_each_rank_records_its_own_samples(recordings):
-    texts = [text for each in recordings for rank in each["samples"] for text in rank]
+    texts = [text for recording in recordings for rank in recording["samples"] for text in rank]
     assert len(texts) == len(set(texts)) == 7 * 2 * 2
     assert all(len(text.encode()) >= 32 for text in texts)  # the smoke experiment's context
 
@@ -123,18 +107,21 @@ def test_a_resumed_run_repeats_recordings_and_noise_scale_to_the_bit(recorded, c
 
 
 def test_one_rank_s_micro_batches_stand_for_ranks_and_its_weights_stay(fitted, tmp_path):
-    plain, watched = fitted(), fitted(SyncPanel(every=2))
-    assert same(plain.state_dict(), watched.state_dict())
-    recordings = recorded_in(tmp_path)
-    assert [each["step"] for each in recordings] == [1, 2, 4, 6]
-    assert all(each["ranks"] == 1 and each["accumulation"] == 2 for each in recordings)
-    assert all(each["advice"].startswith("gradient noise scale: ") for each in recordings)
-
-
-def test_samples_come_from_several_micro_batches_if_needed(fitted, tmp_path):
-    fitted(SyncPanel(every=6, samples=3, sample_tokens=5))
-    texts = recorded_in(tmp_path)[0]["samples"][0]
-    assert [len(text) for text in texts] == [5, 5, 5]
+    plain = fitted().state_dict()
+    watched = fitted(SyncPanel(every=2, samples=3, sample_tokens=5)).state_dict()
+    assert same(plain, watched)
+    recordings = read_recordings(tmp_path)
+    assert [recording["step"] for recording in recordings] == [1, 2, 4, 6]
+    for recording in recordings:
+        assert recording["ranks"] == 1
+        assert recording["accumulation"] == 2
+        assert recording["advice"].startswith("gradient noise scale: ")
+    # They come from several micro-batches if needed.
+    assert [len(text) for text in recordings[0]["samples"][0]] == [5, 5, 5]
+    # What is recorded as updated by the last step are the weights at the end.
+    for parameter in recordings[-1]["parameters"]:
+        now = watched[parameter["name"]].flatten()[parameter["positions"]].tolist()
+        assert np.float32(parameter["updated"]).tolist() == now
 
 
 def test_files_of_a_long_run_are_few_and_the_last_step_may_be_one():
@@ -146,23 +133,16 @@ def test_files_of_a_long_run_are_few_and_the_last_step_may_be_one():
     assert files[-1] == 100_000
 
 
-def test_the_update_is_that_of_the_weights(fitted, tmp_path):
-    weights = fitted(SyncPanel(every=6)).state_dict()
-    for parameter in recorded_in(tmp_path)[-1]["parameters"]:
-        now = weights[parameter["name"]].flatten()[parameter["positions"]].tolist()
-        assert np.float32(parameter["updated"]).tolist() == now
-
-
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "message"),
     [
         ({"every": 0}, "callbacks.sync_panel.every=0 must be at least 1"),
         ({"values": 0}, "callbacks.sync_panel.values=0 must be at least 1"),
         ({"smoothing": 1.0}, "callbacks.sync_panel.smoothing=1.0 must be from 0 to below 1"),
     ],
 )
-def test_a_wrong_setting_is_rejected_by_its_name(settings, said):
-    with pytest.raises(UserError, match=re.escape(said)):
+def test_a_wrong_setting_is_rejected_by_its_name(settings, message):
+    with pytest.raises(UserError, match=re.escape(message)):
         SyncPanel(**settings)
 
 

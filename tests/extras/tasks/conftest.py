@@ -32,7 +32,7 @@ def write(tmp_path):
     """Write a JSON Lines file, of values or of raw bytes, and return its path."""
 
     def file(name, lines):
-        content = [each if isinstance(each, bytes) else json.dumps(each).encode() for each in lines]
+        content = [line if isinstance(line, bytes) else json.dumps(line).encode() for line in lines]
         (tmp_path / name).write_bytes(b"".join(line + b"\n" for line in content))
         return tmp_path / name
 

@@ -12,7 +12,7 @@ from lockstep_gpt.data.sources.text import Text
 from lockstep_gpt.data.tokenizer import ByteTokenizer
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.extras.tasks.builtin import builtin_tasks, held_out
-from lockstep_gpt.extras.tasks.rows import tokenized
+from lockstep_gpt.extras.tasks.rows import tokenize_task
 
 SMOKE = 32  # its context
 PAIRS = {")": "(", "]": "[", "}": "{"}
@@ -96,8 +96,8 @@ def test_no_text_is_from_a_file_that_a_run_trains_on():
 
 
 def test_a_run_on_other_data_uses_the_default_fraction():
-    own = held_out(SimpleNamespace(data=Text(val_fraction=0.5)))
-    assert own == held_out(SimpleNamespace(data=StandardLibrary()))
+    texts = held_out(SimpleNamespace(data=Text(val_fraction=0.5)))
+    assert texts == held_out(SimpleNamespace(data=StandardLibrary()))
 
 
 def test_a_fraction_that_holds_out_no_file_is_refused():
@@ -107,5 +107,5 @@ def test_a_fraction_that_holds_out_no_file_is_refused():
 
 def test_every_answer_fits_the_smallest_context_of_our_experiments(tasks):
     for task in tasks.values():
-        rows = tokenized(task, ByteTokenizer(), SMOKE).rows
-        assert max(len(row.ids) for each in rows for row in each) <= SMOKE + 1
+        rows = tokenize_task(task, ByteTokenizer(), SMOKE).rows
+        assert max(len(row.ids) for example in rows for row in example) <= SMOKE + 1

@@ -12,7 +12,7 @@ from lockstep_gpt import cli
 from lockstep_gpt.data.tokenizer import ByteTokenizer
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.extras.tasks.core_metric import core_tasks, read_core_task
-from lockstep_gpt.extras.tasks.rows import tokenized
+from lockstep_gpt.extras.tasks.rows import tokenize_task
 
 MC = [{"query": f"{n}?", "choices": ["yes", "no", "maybe"], "gold": n % 3} for n in range(6)]
 SCHEMA = [
@@ -35,7 +35,7 @@ def core(tmp_path):
     nodes, baselines = [], ["Eval Task,Random baseline"]
     for name, (kind, items, shots, delimiter, baseline) in TASKS.items():
         uri = f"sub/{name}.jsonl"
-        lines = [json.dumps(each) for each in items]
+        lines = [json.dumps(item) for item in items]
         (folder / "eval_data" / uri).write_text("\n".join(lines))
         about = {"num_fewshot": [shots], "continuation_delimiter": delimiter}
         nodes.append({"label": name, "icl_task_type": kind, "dataset_uri": uri, **about})
@@ -69,16 +69,16 @@ def by_hand(model):
         solved = [
             f"{items[n]['query']}\nA: {items[n]['choices'][items[n]['gold']]}\n\n" for n in drawn
         ]
-        asked = f"{''.join(solved)}{item['query']}\nA: "
-        means = [losses(model, asked + text, len(asked))[0].mean() for text in item["choices"]]
+        task = f"{''.join(solved)}{item['query']}\nA: "
+        means = [losses(model, task + text, len(task))[0].mean() for text in item["choices"]]
         right.append(int(torch.stack(means).argmin()) == item["gold"])
-    found = {"asked": sum(right) / len(right)}
+    results = {"asked": sum(right) / len(right)}
     right = []
     for item in shuffled(SCHEMA):  # what the prompts share begins with the digit
         texts = [f"{context} runs" for context in item["context_options"]]
         means = [losses(model, text, len(text) - 6)[0].mean() for text in texts]
         right.append(int(torch.stack(means).argmin()) == item["gold"])
-    found["who"] = sum(right) / len(right)
+    results["who"] = sum(right) / len(right)
     items, right = shuffled(LM), []
     for at, item in enumerate(items):
         others = [place for place in range(len(items)) if place != at]
@@ -87,8 +87,8 @@ def by_hand(model):
         text = f"{solved}{item['context'].strip()}"
         _, logits = losses(model, f"{text} {item['continuation']}", len(text))
         right.append(bytes(logits.argmax(dim=-1).tolist()) == f" {item['continuation']}".encode())
-    found["next"] = sum(right) / len(right)
-    return found
+    results["next"] = sum(right) / len(right)
+    return results
 
 
 def test_core_is_the_mean_of_centered_accuracies(core, trained, model, capsys):
@@ -127,19 +127,19 @@ def test_all_files_of_core_are_read_before_the_first_is_scored(core, trained, ca
 
 
 def test_guessing_is_zero_and_perfection_one(core):
-    asked = core_tasks(core)[0]
-    assert asked.centered(0.333) == pytest.approx(0)
-    assert asked.centered(1) == 1
+    task = core_tasks(core)[0]
+    assert task.centered(0.333) == pytest.approx(0)
+    assert task.centered(1) == 1
 
 
 def test_solved_examples_come_before_the_question_and_are_never_the_question_itself(core):
-    asked = read_core_task(core_tasks(core)[0])
-    for example, item in zip(asked.examples, shuffled(MC), strict=True):
+    task = read_core_task(core_tasks(core)[0])
+    for example, item in zip(task.examples, shuffled(MC), strict=True):
         context = example.prompts[0][0]
         assert context.count("\n\n") == 2
         assert context.endswith(f"\n\n{item['query']}\nA: ")
         assert context.count(item["query"]) == 1
-    row = tokenized(asked, ByteTokenizer(), 1000).rows[0][0]
+    row = tokenize_task(task, ByteTokenizer(), 1000).rows[0][0]
     assert row.ids[0] == 0  # each prompt is a document
 
 
@@ -181,13 +181,13 @@ BREAK = {
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "said"), [(n, *each) for n in BREAK for each in BREAK[n]]
+    ("name", "content", "message"), [(n, *item) for n in BREAK for item in BREAK[n]]
 )
-def test_a_broken_folder_is_one_line(core, name, content, said):
+def test_a_broken_folder_is_one_line(core, name, content, message):
     (core / name).unlink()
     if content is not None:
         (core / name).write_text(content)
     with pytest.raises(UserError) as error:
         read_core_task(core_tasks(core)[0])
-    assert said in str(error.value)
+    assert message in str(error.value)
     assert "\n" not in str(error.value)

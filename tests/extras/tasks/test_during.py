@@ -11,11 +11,11 @@ from lightning import Callback
 from lockstep_gpt.data.tokenizer import ByteTokenizer
 from lockstep_gpt.extras.tasks import during
 from lockstep_gpt.extras.tasks import rows as of_rows
-from lockstep_gpt.extras.tasks.during import Tasks, measured
+from lockstep_gpt.extras.tasks.during import Tasks, measure_tasks
 from lockstep_gpt.extras.tasks.examples import read_tasks
 from lockstep_gpt.extras.tasks.results import numbers_of
-from lockstep_gpt.extras.tasks.rows import tokenized
-from lockstep_gpt.extras.tasks.scoring import evaluating, scored
+from lockstep_gpt.extras.tasks.rows import tokenize_task
+from lockstep_gpt.extras.tasks.scoring import evaluating, score_rows
 from lockstep_gpt.run.callbacks.metrics import Metrics
 from lockstep_gpt.run.metrics_file import MetricsFile
 
@@ -81,8 +81,8 @@ def test_no_random_number_is_drawn(fit, short):
 
 def test_rows_have_the_numbers_of_all_examples_at_the_steps_that_are_due(fit, short):
     module, rows = fit(Tasks(every=4, share=None, files=short), max_steps=6)
-    own = [name for name in rows[6] if name.startswith("tasks/")]
-    assert sorted(own) == [
+    columns = [name for name in rows[6] if name.startswith("tasks/")]
+    assert sorted(columns) == [
         "tasks/fill",
         "tasks/fill_perplexity",
         "tasks/pick",
@@ -91,12 +91,12 @@ def test_rows_have_the_numbers_of_all_examples_at_the_steps_that_are_due(fit, sh
     ]
     assert [step for step, row in rows.items() if row["tasks/fill"]] == [4, 6]
     for task in read_tasks(short):
-        ready = tokenized(task.in_fixed_order(), module.tokenizer, 8)
-        flat = [row for each in ready.rows for row in each]
+        ready = tokenize_task(task.in_fixed_order(), module.tokenizer, 8)
+        flat = [row for example in ready.rows for row in example]
         with evaluating(module.model):
-            table = scored(module.model, flat, module.tokenizer)
-        found = [*numbers_of(ready, len(ready.rows), table).values()]
-        assert float(rows[6][f"tasks/{task.name}"]) == found[0].value
+            table = score_rows(module.model, flat, module.tokenizer)
+        numbers = [*numbers_of(ready, len(ready.rows), table).values()]
+        assert float(rows[6][f"tasks/{task.name}"]) == numbers[0].value
 
 
 def test_a_run_that_ends_early_is_measured_before_it_ends(fit, short):
@@ -115,13 +115,13 @@ def test_a_run_that_ends_early_at_a_measured_step_is_measured_as_at_the_end(
 
     def noted(trainer, module, tasks, counts):
         used.append(sum(counts))
-        return measured(trainer, module, tasks, counts)
+        return measure_tasks(trainer, module, tasks, counts)
 
     class Stop(Callback):
         def on_train_batch_end(self, trainer, *_arguments):
             trainer.should_stop = trainer.global_step == 4
 
-    monkeypatch.setattr(during, "measured", noted)
+    monkeypatch.setattr(during, "measure_tasks", noted)
     _, rows = fit(Tasks(every=2, share=0.5, files=short), Stop())
     assert [step for step, row in rows.items() if row["tasks/fill"]] == [2, 4]
     assert len(used) == 3  # at 2, at 4, and with more examples again at 4
@@ -146,9 +146,9 @@ def test_the_share_decides_how_many_examples_and_no_clock_does(fit, short, monke
 
     def noted(trainer, module, tasks, counts):
         used.append(counts)
-        return measured(trainer, module, tasks, counts)
+        return measure_tasks(trainer, module, tasks, counts)
 
-    monkeypatch.setattr(during, "measured", noted)
+    monkeypatch.setattr(during, "measure_tasks", noted)
     settings = {"every": 2, "share": 0.5, "files": short}
     fit(Tasks(**settings))
     first = [*used]
@@ -159,9 +159,9 @@ def test_the_share_decides_how_many_examples_and_no_clock_does(fit, short, monke
     assert used == first
     assert 0 < sum(first[0]) <= sum(first[-1]) == 10
     costs = [2 * 32 * 2.5 * 0.25, 6 * 32 * 2.5 * 0.25]  # tokens that half of the share affords
-    task = [tokenized(each.in_fixed_order(), ByteTokenizer(), 8) for each in read_tasks(short)]
+    tasks = [tokenize_task(task.in_fixed_order(), ByteTokenizer(), 8) for task in read_tasks(short)]
     for counts, most in zip((first[0], first[-1]), costs, strict=True):
-        assert sum(each.cost(count) for each, count in zip(task, counts, strict=True)) <= most
+        assert sum(task.cost(count) for task, count in zip(tasks, counts, strict=True)) <= most
 
 
 def test_the_clock_of_training_leaves_out_the_tasks(fit, short, monkeypatch):
@@ -169,9 +169,9 @@ def test_the_clock_of_training_leaves_out_the_tasks(fit, short, monkeypatch):
 
     def slowly(*arguments):
         during.time.sleep(slow)
-        return measured(*arguments)
+        return measure_tasks(*arguments)
 
-    monkeypatch.setattr(during, "measured", slowly)
+    monkeypatch.setattr(during, "measure_tasks", slowly)
     tasks = Tasks(every=1, share=None, files=short)
     _, rows = fit(tasks)
     assert tasks.seconds > 6 * slow
@@ -183,8 +183,8 @@ def test_the_clock_of_training_leaves_out_the_tasks(fit, short, monkeypatch):
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_every_rank_has_the_bits_of_one(on_ranks, model, files, monkeypatch, ranks):
     monkeypatch.setattr(of_rows, "BATCH_TOKENS", 150)  # several batches for each rank
-    tasks = [tokenized(task, ByteTokenizer(), 64) for task in read_tasks(files)]
-    counts = [len(each.rows) for each in tasks]
+    tasks = [tokenize_task(task, ByteTokenizer(), 64) for task in read_tasks(files)]
+    counts = [len(task.rows) for task in tasks]
 
     class Trainer:
         strategy = None
@@ -203,9 +203,9 @@ def test_every_rank_has_the_bits_of_one(on_ranks, model, files, monkeypatch, ran
 
     def numbers(rank, size):
         torch.set_num_threads(1)
-        tables = measured(Trainer(rank, size), Module, tasks, counts)
-        found = [numbers_of(*each) for each in zip(tasks, counts, tables, strict=True)]
-        return [table.tolist() for table in tables], [str(each) for each in found]
+        tables = measure_tasks(Trainer(rank, size), Module, tasks, counts)
+        results = [numbers_of(*task) for task in zip(tasks, counts, tables, strict=True)]
+        return [table.tolist() for table in tables], [str(result) for result in results]
 
     (alone,) = on_ranks(1, lambda rank: numbers(rank, 1))
     assert on_ranks(ranks, lambda rank: numbers(rank, ranks)) == [alone] * ranks

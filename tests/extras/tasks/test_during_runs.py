@@ -22,8 +22,8 @@ def test_a_text_too_long_for_the_model_ends_the_run_before_its_first_step(comman
 @pytest.mark.long
 def test_a_run_with_tasks_shows_them_everywhere(command, write, read_offline):
     path = write("own.jsonl", PICK)
-    own = (f"callbacks.tasks.files=[builtin,{path}]", "callbacks.tasks.every=10")
-    words = ("callbacks=[default,tasks]", *own, "callbacks.tasks.share=null", "run_dir=run")
+    settings = (f"callbacks.tasks.files=[builtin,{path}]", "callbacks.tasks.every=10")
+    words = ("callbacks=[default,tasks]", *settings, "callbacks.tasks.share=null", "run_dir=run")
     out = command(*command.smoke("logger=wandb", "trainer=cpu", *words)).stdout
     assert "6 tasks with 905 examples, of which 905 every 10 steps, 905 at the end" in out
     assert re.search(r"^own +5  acc", out, re.MULTILINE)
@@ -35,8 +35,8 @@ def test_a_run_with_tasks_shows_them_everywhere(command, write, read_offline):
     assert summary["tasks/lines"] == float(rows[20]["tasks/lines"])
     assert summary["tasks_seconds"] > 0
     _, _, logged = read_offline(command.folder / "run")
-    shown = {row["trainer/step"]: row["tasks/own"] for row in logged if "tasks/own" in row}
-    assert shown == {step: float(rows[step]["tasks/own"]) for step in (10, 20)}
+    values = {row["trainer/step"]: row["tasks/own"] for row in logged if "tasks/own" in row}
+    assert values == {step: float(rows[step]["tasks/own"]) for step in (10, 20)}
     scores = json.loads(command("score", "run", "--json", "--tasks", str(path)).stdout)
     assert scores["tasks"]["own"]["acc"] == pytest.approx(float(rows[20]["tasks/own"]))
     if find_spec("lockstep_gpt.extras.pages") is None:
@@ -47,12 +47,12 @@ def test_a_run_with_tasks_shows_them_everywhere(command, write, read_offline):
 @pytest.mark.long
 def test_two_ranks_write_the_numbers_of_one(command, write):
     path = write("own.jsonl", [{"context": f"{n}", "target": f"{n}"[0]} for n in range(40)])
-    own = (
+    settings = (
         "callbacks=[default,tasks]",
         f"callbacks.tasks.files=[{path}]",
         "callbacks.tasks.every=5",
     )
-    words = (*own, "callbacks.tasks.share=null", "batch.exact_micro_size=4", "trainer=cpu")
+    words = (*settings, "callbacks.tasks.share=null", "batch.exact_micro_size=4", "trainer=cpu")
     tables = []
     for ranks in (1, 2):
         strategy = ("strategy=ddp", f"trainer.devices={ranks}") if ranks > 1 else ()
@@ -67,8 +67,8 @@ def test_two_ranks_write_the_numbers_of_one(command, write):
 
 @pytest.mark.long
 def test_sharded_weights_are_measured_as_a_whole(command, files):
-    own = ("callbacks=[default,tasks]", f"callbacks.tasks.files=[{files[1]}]")
-    words = (*own, "callbacks.tasks.share=null", "trainer=cpu", "trainer.devices=2")
+    settings = ("callbacks=[default,tasks]", f"callbacks.tasks.files=[{files[1]}]")
+    words = (*settings, "callbacks.tasks.share=null", "trainer=cpu", "trainer.devices=2")
     command(*command.smoke(*words, "strategy=fsdp2", "run_dir=run"))
     summary = command.summary("run")
     scores = json.loads(command("score", "run", "--json", "--tasks", files[1]).stdout)
@@ -79,8 +79,8 @@ def test_sharded_weights_are_measured_as_a_whole(command, files):
 
 @pytest.mark.long
 def test_a_resumed_run_has_the_rows_of_an_uninterrupted_one(command, files):
-    own = ("callbacks=[default,tasks]", f"callbacks.tasks.files=[{files[1]}]")
-    words = (*own, "callbacks.tasks.every=5", "callbacks.tasks.share=0.5", "trainer=cpu")
+    settings = ("callbacks=[default,tasks]", f"callbacks.tasks.files=[{files[1]}]")
+    words = (*settings, "callbacks.tasks.every=5", "callbacks.tasks.share=0.5", "trainer=cpu")
     command(*command.smoke(*words, "optim.decay=constant", "run_dir=once"))
     command(*command.smoke(*words, "optim.decay=constant", "run_dir=other", "max_steps=10"))
     command("train", "run_dir=other", "resume=auto", "max_steps=20")

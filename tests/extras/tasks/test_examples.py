@@ -5,7 +5,7 @@ import pytest
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.extras.tasks.examples import read_task, read_tasks
 
-ASKED = {"context": "a", "choices": ["b", "c"], "answer": 0}
+QUESTION = {"context": "a", "choices": ["b", "c"], "answer": 0}
 GOOD = {"context": "a", "target": "b"}
 STOPPED = {**GOOD, "until": "\n"}
 
@@ -14,21 +14,21 @@ BAD = [
     ([GOOD, b"", b"{"], "3: is not JSON"),
     ([b"[" * 100_000], "1: is nested too deeply; write one flat object per line"),
     ([b'{"answer": ' + b"1" * 5000 + b"}"], "1: has a number with too many digits; write a"),
-    ([{**ASKED, "choices": ["\ud800", "b"]}], "1: choices[0] has half of a surrogate pair"),
+    ([{**QUESTION, "choices": ["\ud800", "b"]}], "1: choices[0] has half of a surrogate pair"),
     ([b"\xff"], "1: is not UTF-8; save the file as UTF-8"),
     ([[1]], "1: is [1], not an object; write {...} on each line"),
     ([{}], "1: has the keys of nothing; give context, choices, answer; or context, target, until"),
     ([{"contxt": "a", "target": "b"}], "1: has the keys contxt, target; give"),
     ([{"context": "a", "answer": 0}], "1: has the keys answer, context; give"),
-    ([{**ASKED, "choices": []}], "1: choices=[] must be a list of at least 2 texts; add them"),
-    ([{**ASKED, "choices": ["b"]}], '1: choices=["b"] must be a list of at least 2 texts'),
-    ([{**ASKED, "choices": "bc"}], '1: choices="bc" must be a list of at least 2 texts'),
-    ([{**ASKED, "choices": ["b", ""]}], '1: choices[1]="" must be a text that is not empty'),
-    ([{**ASKED, "choices": ["b", 2]}], "1: choices[1]=2 must be a text that is not empty"),
-    ([ASKED, {**ASKED, "answer": 2}], "2: answer=2 is no index of a choice; use 0 to 1"),
-    ([{**ASKED, "answer": -1}], "1: answer=-1 is no index of a choice; use 0 to 1"),
-    ([{**ASKED, "answer": True}], "1: answer=true is no index of a choice; use 0 to 1"),
-    ([{**ASKED, "answer": "b"}], '1: answer="b" is no index of a choice; use 0 to 1'),
+    ([{**QUESTION, "choices": []}], "1: choices=[] must be a list of at least 2 texts; add them"),
+    ([{**QUESTION, "choices": ["b"]}], '1: choices=["b"] must be a list of at least 2 texts'),
+    ([{**QUESTION, "choices": "bc"}], '1: choices="bc" must be a list of at least 2 texts'),
+    ([{**QUESTION, "choices": ["b", ""]}], '1: choices[1]="" must be a text that is not empty'),
+    ([{**QUESTION, "choices": ["b", 2]}], "1: choices[1]=2 must be a text that is not empty"),
+    ([QUESTION, {**QUESTION, "answer": 2}], "2: answer=2 is no index of a choice; use 0 to 1"),
+    ([{**QUESTION, "answer": -1}], "1: answer=-1 is no index of a choice; use 0 to 1"),
+    ([{**QUESTION, "answer": True}], "1: answer=true is no index of a choice; use 0 to 1"),
+    ([{**QUESTION, "answer": "b"}], '1: answer="b" is no index of a choice; use 0 to 1'),
     ([{**GOOD, "context": None}], "1: context=null is not text; put it in quotes"),
     ([{**GOOD, "target": ""}], '1: target="" must be a text that is not empty; write one'),
     ([{**STOPPED, "until": []}], '1: until=[] is no stop; give a text such as "\\n", or several'),
@@ -38,12 +38,12 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize(("lines", "said"), BAD)
-def test_a_bad_line_is_named_with_its_rule_and_remedy(write, lines, said):
+@pytest.mark.parametrize(("lines", "message"), BAD)
+def test_a_bad_line_is_named_with_its_rule_and_remedy(write, lines, message):
     path = write("task.jsonl", lines)
     with pytest.raises(UserError) as error:
         read_task(path)
-    assert str(error.value).startswith(f"{path}:{said}")
+    assert str(error.value).startswith(f"{path}:{message}")
     assert "\n" not in str(error.value)
 
 
@@ -62,7 +62,7 @@ def test_a_missing_file_and_a_folder_are_refused(tmp_path):
 
 def test_two_files_of_one_name_would_share_a_column(write, tmp_path):
     (tmp_path / "other").mkdir()
-    paths = [write("task.jsonl", [GOOD]), write("other/task.jsonl", [ASKED])]
+    paths = [write("task.jsonl", [GOOD]), write("other/task.jsonl", [QUESTION])]
     with pytest.raises(UserError, match="two tasks are named task; rename one of the files"):
         read_tasks(map(str, paths))
 
@@ -79,7 +79,7 @@ def test_keys_tell_the_kind_of_a_task(files):
 
 
 def test_the_fixed_order_has_each_example_once_and_is_always_the_same(write):
-    path = write("task.jsonl", [{"context": str(each), "target": "x"} for each in range(50)])
+    path = write("task.jsonl", [{"context": str(number), "target": "x"} for number in range(50)])
     task = read_task(path)
     ordered = task.in_fixed_order()
     assert ordered == task.in_fixed_order()

@@ -72,7 +72,7 @@ def theirs(exported, tmp_path, monkeypatch):
         folder.mkdir(exist_ok=True)
         task = (COMMON + KINDS[name]).format(name=name, file=file, **about)
         (folder / f"{name}.yaml").write_text(task, encoding="utf-8")
-        found = lm_eval.simple_evaluate(
+        expected = lm_eval.simple_evaluate(
             model="hf",
             model_args=f"pretrained={exported},trust_remote_code=True,dtype=float32",
             tasks=[name],
@@ -81,7 +81,7 @@ def theirs(exported, tmp_path, monkeypatch):
             batch_size=2,
             bootstrap_iters=0 if name == "fill" else 1,  # perplexity's error takes processes
         )
-        return found["results"][name]
+        return expected["results"][name]
 
     return score
 
@@ -107,12 +107,12 @@ def questions(count=80):
 
 def test_multiple_choice_is_the_same_with_errors(theirs, trained, write, capsys):
     file = write("pick.jsonl", questions())
-    found, own = theirs("pick", file), ours(capsys, trained, file)
+    expected, actual = theirs("pick", file), ours(capsys, trained, file)
     for name in ("acc", "acc_norm", "acc_bytes"):
-        assert own[name] == pytest.approx(found[f"{name},none"], abs=CLOSE)
-        assert own[f"{name}_stderr"] == pytest.approx(found[f"{name}_stderr,none"], abs=CLOSE)
-    assert 0 < own["acc"] < 1
-    assert len({own[name] for name in ("acc", "acc_norm", "acc_bytes")}) > 1
+        assert actual[name] == pytest.approx(expected[f"{name},none"], abs=CLOSE)
+        assert actual[f"{name}_stderr"] == pytest.approx(expected[f"{name}_stderr,none"], abs=CLOSE)
+    assert 0 < actual["acc"] < 1
+    assert len({actual[name] for name in ("acc", "acc_norm", "acc_bytes")}) > 1
 
 
 def test_cloze_is_the_same(theirs, trained, write, model, capsys):
@@ -120,16 +120,16 @@ def test_cloze_is_the_same(theirs, trained, write, model, capsys):
 
     likely = model.generate(torch.tensor([[*b"return "]]), 1, temperature=0)[0, -1].item()
     lines = [
-        {"context": each["context"] or "a", "target": choice}
-        for each in questions(20)
-        for choice in each["choices"]
+        {"context": item["context"] or "a", "target": choice}
+        for item in questions(20)
+        for choice in item["choices"]
     ]
     if likely < 128:
         lines.append({"context": "return ", "target": chr(likely)})
     file = write("fill.jsonl", lines)
-    found, own = theirs("fill", file), ours(capsys, trained, file)
-    assert own["acc"] == pytest.approx(found["acc,none"], abs=CLOSE)
-    assert own["perplexity"] == pytest.approx(found["perplexity,none"], rel=CLOSE)
+    expected, actual = theirs("fill", file), ours(capsys, trained, file)
+    assert actual["acc"] == pytest.approx(expected["acc,none"], abs=CLOSE)
+    assert actual["perplexity"] == pytest.approx(expected["perplexity,none"], rel=CLOSE)
 
 
 def test_exact_match_is_the_same(theirs, trained, write, model, capsys):
@@ -141,11 +141,11 @@ def test_exact_match_is_the_same(theirs, trained, write, model, capsys):
     text = ByteTokenizer().decode(model.generate(prompt, 6, temperature=0)[0, 3:].tolist())
     stop = text[-1]
     target = text[: text.index(stop)]
-    lines = [{"context": "abc", "target": each, "until": stop} for each in (target or "x", "no")]
+    lines = [{"context": "abc", "target": item, "until": stop} for item in (target or "x", "no")]
     file = write("sum.jsonl", lines)
-    found, own = theirs("sum", file, until=json.dumps(stop)), ours(capsys, trained, file)
-    assert own["exact_match"] == pytest.approx(found["exact_match,none"], abs=CLOSE)
-    assert own["exact_match"] == (0.5 if target else 0)
+    expected, actual = theirs("sum", file, until=json.dumps(stop)), ours(capsys, trained, file)
+    assert actual["exact_match"] == pytest.approx(expected["exact_match,none"], abs=CLOSE)
+    assert actual["exact_match"] == (0.5 if target else 0)
 
 
 def test_shipped_tasks_are_the_same(theirs, trained, write, capsys):
@@ -164,6 +164,6 @@ def test_shipped_tasks_are_the_same(theirs, trained, write, capsys):
         for example in tasks["lines"].examples[:60]
     ]
     file = write("pick.jsonl", lines)
-    found, own = theirs("pick", file), ours(capsys, trained, file)
+    expected, actual = theirs("pick", file), ours(capsys, trained, file)
     for name in ("acc", "acc_norm", "acc_bytes"):
-        assert own[name] == pytest.approx(found[f"{name},none"], abs=CLOSE)
+        assert actual[name] == pytest.approx(expected[f"{name},none"], abs=CLOSE)

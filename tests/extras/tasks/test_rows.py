@@ -12,7 +12,7 @@ from lockstep_gpt.extras.tasks.rows import (
     Row,
     batches,
     cut_line,
-    tokenized,
+    tokenize_task,
 )
 
 END = 0  # ends a document
@@ -20,10 +20,10 @@ END = 0  # ends a document
 
 def rows_of(*prompts, kind=CLOZE, size=16, **about):
     task = Task("task", kind, (Example(prompts, where="file:7"),), **about)
-    return tokenized(task, ByteTokenizer(), size).rows[0]
+    return tokenize_task(task, ByteTokenizer(), size).rows[0]
 
 
-def shown(row):
+def texts_of(row):
     return bytes(row.ids[: row.start]), bytes(row.ids[row.start :])
 
 
@@ -40,20 +40,20 @@ TEXTS = st.text(st.characters(codec="ascii", exclude_characters="\0"), min_size=
 @given(TEXTS, TEXTS, st.integers(9, 30))
 def test_a_row_ends_with_the_answer_and_fits_the_model(context, answer, size):
     (row,) = rows_of((context, answer), size=2 * size)
-    whole = (context + answer).encode()
-    before, scored = shown(row)
+    text = (context + answer).encode()
+    before, scored = texts_of(row)
     assert len(row.ids) - 1 <= 2 * size
-    assert before + scored in (whole, b"\0" + whole)  # all spaces: nothing is before the answer
+    assert before + scored in (text, b"\0" + text)  # all spaces: nothing is before the answer
     assert scored.endswith(answer.encode())
     assert scored[: -len(answer)].decode().strip() == ""  # the spaces before the answer
 
 
 def test_spaces_between_context_and_answer_are_scored_as_in_lm_eval():
-    assert shown(*rows_of(("x = ", "a"))) == (b"x =", b" a")
+    assert texts_of(*rows_of(("x = ", "a"))) == (b"x =", b" a")
     task = Task("task", CLOZE, (Example((("x =", " a"),)), Example((("x = ", "a"),))))
-    ((one,), (other,)) = tokenized(task, Merging(), 16).rows
+    ((one,), (other,)) = tokenize_task(task, Merging(), 16).rows
     assert one == other
-    assert shown(one) == (b"x =", b"\x01")
+    assert texts_of(one) == (b"x =", b"\x01")
 
 
 def test_an_answer_that_a_tokenizer_merges_with_its_context_is_still_scored():
@@ -62,12 +62,12 @@ def test_an_answer_that_a_tokenizer_merges_with_its_context_is_still_scored():
             return super().encode(text.replace("append", "\x01"))
 
     task = Task("task", CLOZE, (Example((("x.app", "end"),)),))
-    ((row,),) = tokenized(task, Joins(), 16).rows
-    assert shown(row) == (b"x.", b"\x01")
+    ((row,),) = tokenize_task(task, Joins(), 16).rows
+    assert texts_of(row) == (b"x.", b"\x01")
 
 
 def test_an_empty_context_is_the_start_of_a_document():
-    assert shown(*rows_of(("", "a"))) == (b"\0", b"a")
+    assert texts_of(*rows_of(("", "a"))) == (b"\0", b"a")
     (row,) = rows_of(("", "a"), kind=EXACT)
     assert row.ids == [END]
 
@@ -78,8 +78,8 @@ def test_the_beginning_of_a_long_context_is_cut_and_one_line_says_so():
         for n, text in enumerate(["ab", "abcd", "abcde"])
     )
     task = Task("task", CLOZE, examples)
-    ready = tokenized(task, ByteTokenizer(), 4)
-    assert [shown(row) for (row,) in ready.rows] == [
+    ready = tokenize_task(task, ByteTokenizer(), 4)
+    assert [texts_of(row) for (row,) in ready.rows] == [
         (b"ab", b"yz"),
         (b"bcd", b"yz"),
         (b"cde", b"yz"),
@@ -88,7 +88,7 @@ def test_the_beginning_of_a_long_context_is_cut_and_one_line_says_so():
         "file:1: the first 1 token of the context are cut to fit model.block_size=4; "
         "this concerns 2 of 3 examples"
     )
-    assert cut_line(tokenized(task, ByteTokenizer(), 6), 6) == ""
+    assert cut_line(tokenize_task(task, ByteTokenizer(), 6), 6) == ""
 
 
 def test_an_answer_that_the_model_cannot_read_is_refused():
@@ -111,29 +111,31 @@ def test_tokens_without_text_are_refused():
         end_of_text = None
 
     with pytest.raises(UserError, match="tasks need text, which these tokens are not; train on"):
-        tokenized(Task("task", CLOZE, ()), Numbers(), 16)
+        tokenize_task(Task("task", CLOZE, ()), Numbers(), 16)
 
 
 def test_core_scores_what_prompts_do_not_share_or_the_end_that_they_share():
     prompts = (("Q: ", "yes"), ("Q: ", "yesterday"), ("Q: ", "yell"))
     rows = rows_of(*prompts, kind=CHOICE, cut_at="prefix")
-    assert [shown(row) for row in rows] == [
+    assert [texts_of(row) for row in rows] == [
         (b"\0Q: ye", b"s"),
         (b"\0Q: ye", b"sterday"),
         (b"\0Q: ye", b"ll"),
     ]
     rows = rows_of(("he ", "ran"), ("she ", "ran"), kind=CHOICE, cut_at="suffix")
-    assert [shown(row) for row in rows] == [(b"\0", b"he ran"), (b"\0s", b"he ran")]
+    assert [texts_of(row) for row in rows] == [(b"\0", b"he ran"), (b"\0s", b"he ran")]
     rows = rows_of(("no", "a"), ("no", "a"), kind=CHOICE, cut_at="prefix")
-    assert {shown(row) for row in rows} == {(b"\0no", b"a")}  # equal prompts still have an answer
-    assert shown(*rows_of(("Q: ", "a"), cut_at="document")) == (b"\0Q:", b" a")
+    assert {texts_of(row) for row in rows} == {
+        (b"\0no", b"a")
+    }  # equal prompts still have an answer
+    assert texts_of(*rows_of(("Q: ", "a"), cut_at="document")) == (b"\0Q:", b" a")
 
 
 @given(st.lists(st.integers(1, 700), max_size=60))
 def test_each_row_is_in_one_batch_and_no_batch_is_too_large(lengths):
     rows = [Row([1] * (length + 1), 1) for length in lengths]
-    found = [*batches(rows)]
-    assert sorted(place for batch in found for place in batch) == [*range(len(rows))]
-    for batch in found:
+    groups = [*batches(rows)]
+    assert sorted(place for batch in groups for place in batch) == [*range(len(rows))]
+    for batch in groups:
         longest = max(len(rows[place].ids) for place in batch)
         assert len(batch) == 1 or len(batch) * longest <= BATCH_TOKENS

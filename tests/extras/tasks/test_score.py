@@ -8,17 +8,17 @@ import pytest
 from lockstep_gpt import cli
 from lockstep_gpt.extras.tasks.results import Number
 from lockstep_gpt.extras.tasks.score import as_values
-from lockstep_gpt.extras.tasks.tables import shown
+from lockstep_gpt.extras.tasks.tables import format_value
 
 
-def told(capsys, *words):
+def run_score(capsys, *words):
     assert cli.main(["score", *map(str, words)]) == 0
     return capsys.readouterr()
 
 
 def test_the_table_and_json_have_the_same_numbers(trained, files, capsys):
-    table = told(capsys, trained, "--tasks", *files)
-    result = json.loads(told(capsys, trained, "--json", "--tasks", *files).out)
+    table = run_score(capsys, trained, "--tasks", *files)
+    result = json.loads(run_score(capsys, trained, "--json", "--tasks", *files).out)
     assert result["checkpoint"] == table.out.splitlines()[0]
     assert [*result["tasks"]] == ["pick", "fill", "sum"]
     assert [result["tasks"][name]["examples"] for name in result["tasks"]] == [5, 3, 2]
@@ -26,36 +26,36 @@ def test_the_table_and_json_have_the_same_numbers(trained, files, capsys):
         for name, value in numbers.items():
             if name != "examples" and not name.endswith("_stderr"):
                 error = numbers[f"{name}_stderr"]
-                assert f"{name:<11}  {shown(value):>10} ± {shown(error)}" in table.out
+                assert f"{name:<11}  {format_value(value):>10} ± {format_value(error)}" in table.out
     assert "pick.jsonl:5: the first 38 tokens of the context are cut" in table.err
 
 
 def test_the_shipped_tasks_are_the_default(trained, capsys):
-    result = json.loads(told(capsys, trained, "--json", "--limit", 3).out)
+    result = json.loads(run_score(capsys, trained, "--json", "--limit", 3).out)
     assert [*result["tasks"]] == ["add", "brackets", "calls", "copy", "lines"]
-    assert {each["examples"] for each in result["tasks"].values()} == {3}
+    assert {task["examples"] for task in result["tasks"].values()} == {3}
 
 
 def test_shipped_tasks_and_files_can_be_scored_together(trained, files, capsys):
     result = json.loads(
-        told(capsys, trained, "--json", "--limit", 2, "--tasks", "builtin", files[0]).out
+        run_score(capsys, trained, "--json", "--limit", 2, "--tasks", "builtin", files[0]).out
     )
     assert [*result["tasks"]] == ["add", "brackets", "calls", "copy", "lines", "pick"]
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["--tasks", "none.jsonl"], "none.jsonl cannot be read: No such file or directory"),
         (["--limit", "0"], "--limit=0 must be at least 1"),
         (["--core", "none"], "none/core.yaml cannot be read: No such file or directory"),
     ],
 )
-def test_a_mistake_is_one_line(trained, capsys, words, said):
+def test_a_mistake_is_one_line(trained, capsys, words, message):
     assert cli.main(["score", str(trained), *words]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert captured.err.startswith(f"lockstep-gpt score: {said}")
+    assert captured.err.startswith(f"lockstep-gpt score: {message}")
     assert captured.err.count("\n") == 1
 
 

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from lockstep_gpt.data.tokenizer import ByteTokenizer
 from lockstep_gpt.extras.tasks import rows as of_rows
 from lockstep_gpt.extras.tasks.rows import Row, batches
-from lockstep_gpt.extras.tasks.scoring import evaluating, may_match, scored
+from lockstep_gpt.extras.tasks.scoring import evaluating, may_match, score_rows
 
 BYTES = ByteTokenizer()
 
@@ -37,7 +37,7 @@ def test_a_row_has_the_same_likelihood_in_any_batch(model, monkeypatch, most):
     rows = some_rows()
     with evaluating(model):
         expected = torch.tensor([alone(model, row) for row in rows])
-        table = scored(model, rows, BYTES)
+        table = score_rows(model, rows, BYTES)
     assert table.dtype == torch.float64
     torch.testing.assert_close(table.float(), expected, rtol=1e-5, atol=1e-4)
 
@@ -47,17 +47,17 @@ def test_the_likeliest_tokens_are_greedy(model):
     ids = model.generate(prompt, 5, temperature=0)[0].tolist()
     other = [*ids[:-1], (ids[-1] + 1) % 256]
     with evaluating(model):
-        table = scored(model, [Row(ids, 3), Row(other, 3), Row(ids[:4], 3)], BYTES)
+        table = score_rows(model, [Row(ids, 3), Row(other, 3), Row(ids[:4], 3)], BYTES)
     assert table[:, 1].tolist() == [1, 0, 1]
 
 
 def test_chunks_of_logits_change_nothing(model, monkeypatch):
     rows = some_rows()
     with evaluating(model):
-        whole = scored(model, rows, BYTES)
+        together = score_rows(model, rows, BYTES)
         monkeypatch.setattr("lockstep_gpt.extras.tasks.scoring.MANY_LOGITS", 1000)
-        parts = scored(model, rows, BYTES)
-    torch.testing.assert_close(whole, parts, rtol=1e-6, atol=1e-5)
+        parts = score_rows(model, rows, BYTES)
+    torch.testing.assert_close(together, parts, rtol=1e-6, atol=1e-5)
 
 
 def test_ranks_that_share_the_batches_have_all_rows_together(model, monkeypatch):
@@ -65,10 +65,12 @@ def test_ranks_that_share_the_batches_have_all_rows_together(model, monkeypatch)
     rows = some_rows()
     count = sum(1 for _ in batches(rows))
     with evaluating(model):
-        whole = scored(model, rows, BYTES)
+        together = score_rows(model, rows, BYTES)
         for ranks in (2, 3):
-            parts = [scored(model, rows, BYTES, range(rank, count, ranks)) for rank in range(ranks)]
-            assert torch.equal(sum(parts), whole)
+            parts = [
+                score_rows(model, rows, BYTES, range(rank, count, ranks)) for rank in range(ranks)
+            ]
+            assert torch.equal(sum(parts), together)
             assert all((part == 0).any() for part in parts)
 
 
@@ -104,7 +106,7 @@ class Writes(torch.nn.Module):
 def test_an_exact_match_ends_before_the_first_stop(written, target, until, hit, steps):
     model = Writes(written)
     row = Row([*b"0123456"], 1, target, tuple(until))
-    assert scored(model, [row], BYTES).tolist() == [[0, hit]]
+    assert score_rows(model, [row], BYTES).tolist() == [[0, hit]]
     assert len(model.reads) == steps
     assert max(shape[1] for shape in model.reads) <= 8  # a window of the context moves on
 
@@ -120,7 +122,7 @@ def test_an_exact_match_is_what_generate_writes(model):
         Row([*prompt], 1, target + "x", (stop,)),
     ]
     with evaluating(model):
-        hits = scored(model, rows, BYTES)[:, 1].tolist()
+        hits = score_rows(model, rows, BYTES)[:, 1].tolist()
     assert hits == [float(text.index(stop) > 0), 0]
 
 

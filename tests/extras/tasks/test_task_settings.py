@@ -7,7 +7,7 @@ from lockstep_gpt.extras.tasks.during import Tasks
 
 
 @pytest.mark.parametrize(
-    ("setting", "said"),
+    ("setting", "message"),
     [
         ("every=0", "callbacks.tasks.every=0 must be a whole number of at least 1"),
         ("every=x", "callbacks.tasks.every=x must be a whole number of at least 1"),
@@ -19,10 +19,10 @@ from lockstep_gpt.extras.tasks.during import Tasks
         ("evry=1", "evry"),
     ],
 )
-def test_a_bad_setting_is_one_line_before_anything_is_created(command, setting, said):
+def test_a_bad_setting_is_one_line_before_anything_is_created(command, setting, message):
     words = ("callbacks=[default,tasks]", f"callbacks.tasks.{setting}", "run_dir=run")
     err = command(*command.smoke(*words), status=2).stderr
-    assert said in err
+    assert message in err
     assert "Traceback" not in err
     assert not (command.folder / "run").exists()
 

@@ -28,7 +28,9 @@ LARGE = 1 << 24  # weights; with fewer, threads mostly wait for each other
 def model_of(checkpoint: Path) -> tuple[GPT, Config, Tokenizer]:
     """Return a model that is ready to answer: without adapters, and on a GPU if there is one."""
     model, config, tokenizer = load_model(checkpoint, is_plain=True)
-    return model.to("cuda" if torch.cuda.is_available() else "cpu"), config, tokenizer
+    if torch.cuda.is_available():
+        model.to("cuda")
+    return model, config, tokenizer
 
 
 @dataclass(eq=False)
@@ -61,7 +63,8 @@ class Answer:
 
     def take(self) -> str:
         """Return the new text, once."""
-        new, self.new = self.new, ""
+        new = self.new
+        self.new = ""
         return new
 
     def draw(self, logits: Tensor) -> None:
@@ -69,7 +72,8 @@ class Answer:
         try:
             token = self.sampling.draw(logits, self.source)
         except RunError as error:
-            self.reason, self.error = "error", error
+            self.reason = "error"
+            self.error = error
             return
         if token in self.stops:
             self.reason = "stop"
@@ -98,9 +102,11 @@ class Answering:
     """
 
     def __init__(self, model: GPT, rows: int = 1, slide: int = SLIDE) -> None:
-        self.model, self.cache = model, Cache(model, rows)
+        self.model = model
+        self.cache = Cache(model, rows)
         self.block_size = model.config.block_size
-        self.kept = self.block_size + 1 - max(1, self.block_size // slide)  # with the new token
+        forgotten = max(1, self.block_size // slide)
+        self.reread_size = self.block_size + 1 - forgotten  # with the new token
         self.answers: list[Answer] = []  # by row: those that grow, then those still to be read
         self._growing = 0
         self._threads = torch.get_num_threads()
@@ -128,7 +134,7 @@ class Answering:
         """How many more answers can begin."""
         return self.cache.rows - len(self.answers)
 
-    def begin(self, answer: Answer) -> None:
+    def add(self, answer: Answer) -> None:
         """Add an answer; there must be a free row."""
         assert self.free
         prompt = answer.prompt[-self.block_size :]
@@ -150,7 +156,8 @@ class Answering:
 
     def end(self, answer: Answer) -> None:
         """Remove an answer; the others stay in rows without gaps."""
-        row, last = self.answers.index(answer), len(self.answers) - 1
+        row = self.answers.index(answer)
+        last = len(self.answers) - 1
         if row < self._growing:
             self._growing -= 1
             self._move(self._growing, row)
@@ -170,15 +177,16 @@ class Answering:
                 self._forget(row)
         growing = self.answers[: self._growing]
         if growing:
-            device = self.model.head.device
-            logits = self.cache.read(torch.tensor([each.unread for each in growing], device=device))
-            self._draw(growing, logits)
+            unread = [answer.unread for answer in growing]
+            tokens = torch.tensor(unread, device=self.model.head.device)
+            self._draw(growing, self.cache.read(tokens))
         return growing
 
     def _read(self) -> list[Answer]:
         reading = self.answers[self._growing : self._growing + 1]
         for answer in reading:
-            part, answer.unread = answer.unread[:CHUNK], answer.unread[CHUNK:]
+            part = answer.unread[:CHUNK]
+            answer.unread = answer.unread[CHUNK:]
             tokens = torch.tensor([part], device=self.model.head.device)
             logits = self.cache.read(tokens, first=self._growing)
             if answer.unread:
@@ -197,7 +205,7 @@ class Answering:
         self._growing -= 1
         answer = self.answers[row]
         recent = [*answer.prompt[-self.block_size :], *answer.ids]
-        answer.unread = recent[-self.kept :]
+        answer.unread = recent[-self.reread_size :]
         self.cache.clear(row)
         self._move(self._growing, row)
         self.answers[self._growing] = answer
@@ -216,10 +224,11 @@ def stream(model: GPT, answer: Answer) -> Iterator[str]:
         RunError: the model's logits are not numbers.
     """
     with Answering(model) as answering:
-        answering.begin(answer)
+        answering.add(answer)
         while not answer.reason:
             answering.step()
-            if text := answer.take():
+            text = answer.take()
+            if text:
                 yield text
     if answer.error:
         raise answer.error

@@ -33,11 +33,12 @@ class Cache:
     """
 
     def __init__(self, model: GPT, rows: int = 1) -> None:
-        self.model, self.rows = model, rows
+        self.model = model
+        self.rows = rows
         self.lengths = [0] * rows  # tokens that each row contains
         self._stored: dict[nn.Module, tuple[Tensor, Tensor]] = {}  # (R, H, block_size, D) each
         self._before: list[Tensor] = []  # (R, ...): what `shifted` needs of each row's last token
-        self._own: list[tuple[nn.Module, str, bool, Any]] = []  # what was replaced
+        self._replaced: list[tuple[nn.Module, str, bool, Any]] = []  # what was replaced
         self._now = slice(0)  # the rows that are read now
         self._places: Any = slice(0)  # of the new tokens in their rows: a slice, or (B, T)
         self._length = 0  # L
@@ -55,8 +56,8 @@ class Cache:
         return self
 
     def __exit__(self, *_: object) -> None:
-        while self._own:
-            module, name, had, before = self._own.pop()
+        while self._replaced:
+            module, name, had, before = self._replaced.pop()
             delattr(module, name)
             if had:
                 setattr(module, name, before)
@@ -65,8 +66,8 @@ class Cache:
         self.lengths = [0] * self.rows
 
     def _replace(self, module: nn.Module, name: str, function: Callable[..., Any]) -> None:
-        own = vars(module)
-        self._own.append((module, name, name in own, own.get(name)))
+        attributes = vars(module)
+        self._replaced.append((module, name, name in attributes, attributes.get(name)))
         setattr(module, name, function)
 
     @torch.inference_mode()
@@ -79,7 +80,8 @@ class Cache:
         B, T = tokens.shape
         self._now = slice(first, first + B)
         lengths = self.lengths[self._now]
-        self._length, limit = max(lengths) + T, self.model.config.block_size
+        self._length = max(lengths) + T
+        limit = self.model.config.block_size
         if self._length > limit:
             raise UserError(
                 f"{self._length} tokens are more than model.block_size={limit}; clear the row, and "
@@ -94,14 +96,17 @@ class Cache:
     def _place(self, lengths: list[int], T: int, device: torch.device) -> None:  # noqa: N803
         """Decide where the new tokens are and what they see."""
         same = len(set(lengths)) == 1
-        self._mask, self._causal = None, same and T > 1 and lengths[0] == 0
+        self._mask = None
+        self._causal = same and T > 1 and lengths[0] == 0
         self._places = slice(lengths[0], lengths[0] + T)
         if not same or (T > 1 and not self._causal):
             new = torch.arange(T, device=device)
-            places = torch.tensor(lengths[: 1 if same else None], device=device)[:, None] + new
-            seen = torch.arange(self._length, device=device) <= places[..., None]  # (B, T, L)
+            distinct = lengths[:1] if same else lengths
+            places = torch.tensor(distinct, device=device)[:, None] + new  # (B or 1, T)
+            seen = torch.arange(self._length, device=device) <= places[..., None]  # (B or 1, T, L)
             self._mask = seen[:, None]
-            self._places = self._places if same else places
+            if not same:
+                self._places = places
 
     def _attend(
         self,
@@ -118,15 +123,17 @@ class Cache:
             shape = (self.rows, k.shape[1] // shared, self.model.config.block_size, k.shape[3])
             # Zeros, because values that no mask lets through are still multiplied by zero.
             self._stored[module] = k.new_zeros(shape), v.new_zeros(shape)
-        keys, values = (each[self._now] for each in self._stored[module])
+        keys, values = (stored[self._now] for stored in self._stored[module])
         if isinstance(self._places, slice):
-            keys[:, :, self._places], values[:, :, self._places] = k[:, ::shared], v[:, ::shared]
+            keys[:, :, self._places] = k[:, ::shared]
+            values[:, :, self._places] = v[:, ::shared]
         else:
             rows = torch.arange(len(q), device=q.device)[:, None]
             for stored, new in ((keys, k), (values, v)):
                 stored[rows, :, self._places] = new[:, ::shared].transpose(1, 2)
         settings: Any = {"is_causal": self._causal, "scale": scale, "enable_gqa": shared > 1}
-        keys, values = keys[:, :, : self._length], values[:, :, : self._length]
+        keys = keys[:, :, : self._length]
+        values = values[:, :, : self._length]
         return F.scaled_dot_product_attention(q, keys, values, self._mask, dropout, **settings)
 
     def _shifted(self, x: Tensor) -> Tensor:
@@ -143,16 +150,16 @@ class Cache:
     def clear(self, row: int) -> None:
         """Empty a row for another text."""
         self.lengths[row] = 0
-        for each in self._before:
-            each[row].zero_()
+        for before in self._before:
+            before[row].zero_()
 
     @torch.inference_mode()
     def move(self, source: int, target: int) -> None:
         """Replace the text of the row `target` by that of `source`, which becomes empty."""
         length = self.lengths[source]
-        for each in (part for pair in self._stored.values() for part in pair):
-            each[target, :, :length] = each[source, :, :length]
-        for each in self._before:
-            each[target] = each[source]
+        for stored in (part for pair in self._stored.values() for part in pair):
+            stored[target, :, :length] = stored[source, :, :length]
+        for stored in self._before:
+            stored[target] = stored[source]
         self.lengths[target] = length
         self.clear(source)

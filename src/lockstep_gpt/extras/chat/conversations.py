@@ -60,7 +60,7 @@ class Conversations(Source):
     )
 
     @cached_property
-    def found(self) -> Files:
+    def listing(self) -> Files:
         """The files; raises a `UserError` if none is usable."""
         place = Path(self.path).expanduser()
         if place.is_file():
@@ -77,7 +77,7 @@ class Conversations(Source):
     @property
     def files(self) -> list[File]:
         """The files, in the order in which they are read."""
-        return self.found.files
+        return self.listing.files
 
     @property
     def size(self) -> int | None:
@@ -91,7 +91,7 @@ class Conversations(Source):
 
     def identity(self) -> Any:
         """Return the identity of the files."""
-        return self.found.identity()
+        return self.listing.identity()
 
     def tokenizer_identity(self) -> Any:
         """Return a digest of the whole tokenizer."""
@@ -104,10 +104,10 @@ class Conversations(Source):
 
     def target_masks(self, tokenizer: Tokenizer) -> dict[str, TargetMask]:
         """Return which targets count: those of answers."""
-        from lockstep_gpt.extras.chat.answers_only import answers  # needs torch
+        from lockstep_gpt.extras.chat.answers_only import answer_mask  # needs torch
 
         template = template_of(tokenizer)
-        return {"": lambda tokens, targets: answers(tokens, targets, template)}
+        return {"": lambda tokens, targets: answer_mask(tokens, targets, template)}
 
     def files_of_export(self, tokenizer: Tokenizer, files: dict[str, Any]) -> dict[str, Any]:
         """Return the files that have the chat template."""
@@ -118,13 +118,12 @@ class Conversations(Source):
         texts = islice(self._texts(), start.offset, None)
         after = start
         cut = 0
-        while together := [*islice(texts, TOGETHER)]:
-            after = Position(0, after.offset + len(together), after.read + sum(map(len, together)))
-            names = [
-                split_of_name(text, self.val_fraction, self.test_fraction) for text in together
-            ]
+        while batch := [*islice(texts, TOGETHER)]:
+            read = after.read + sum(map(len, batch))
+            after = Position(0, after.offset + len(batch), read)
+            names = [split_of_name(text, self.val_fraction, self.test_fraction) for text in batch]
             for split in sorted(set(names)):
-                chosen = [text for text, own in zip(together, names, strict=True) if own == split]
+                chosen = [text for text, name in zip(batch, names, strict=True) if name == split]
                 rows = [self.template.render(json.loads(text), reply=False) for text in chosen]
                 cut += sum(self.longest is not None and len(row) > self.longest for row in rows)
                 size = sum(len(text.encode()) for text in chosen)
@@ -141,7 +140,7 @@ class Conversations(Source):
     def _texts(self) -> Iterator[str]:
         """Yield the conversations of all files as JSON."""
         for file in self.files:
-            yield from _read(file, self.found.open)
+            yield from _read(file, self.listing.open)
 
     def _joined(self, rows: list[list[int]]) -> Tokens:
         """Return the ids of conversations one after another, each followed by the end of text."""
@@ -173,16 +172,18 @@ def messages_of(line: bytes, where: str) -> Messages:
     except UnicodeDecodeError:
         raise UserError(f"{where} is not UTF-8; save the file as UTF-8") from None
     except (ValueError, RecursionError) as error:
-        found = getattr(error, "msg", str(error)), getattr(error, "colno", 1)
+        reason = getattr(error, "msg", str(error))
+        column = getattr(error, "colno", 1)
         raise UserError(
-            f"{where} is not JSON ({found[0]} at column {found[1]}); write one object per line, or "
+            f"{where} is not JSON ({reason} at column {column}); write one object per line, or "
             "remove the line"
         ) from None
     try:
         messages = [*_messages(value)]
-        if not any(each["role"] == "assistant" for each in messages):
-            reason = "has no answer by the assistant" if messages else "is an empty conversation"
-            raise UserError(f"{reason}; add one, or remove the line")
+        if not messages:
+            raise UserError("is an empty conversation; add one, or remove the line")
+        if not any(message["role"] == "assistant" for message in messages):
+            raise UserError("has no answer by the assistant; add one, or remove the line")
     except UserError as error:
         raise UserError(f"{where} {error}") from None
     return messages
@@ -190,28 +191,30 @@ def messages_of(line: bytes, where: str) -> Messages:
 
 def _messages(value: Any) -> Iterator[dict[str, str]]:
     """Yield the messages of a line's value in any of the `FORMS`."""
-    value = value if isinstance(value, dict) else {}
+    if not isinstance(value, dict):
+        value = {}  # which the last branch rejects
     if "messages" in value:
-        yield from _each(value["messages"], "role", "content")
+        yield from _messages_of_list(value["messages"], "role", "content")
     elif "conversations" in value:
-        yield from _each(value["conversations"], "from", "value")
+        yield from _messages_of_list(value["conversations"], "from", "value")
     elif "prompt" in value and "completion" in value:
         for role, name in (("user", "prompt"), ("assistant", "completion")):
             if isinstance(value[name], list):
-                yield from _each(value[name], "role", "content")
+                yield from _messages_of_list(value[name], "role", "content")
             else:
                 yield {"role": role, "content": _text(value[name], name)}
     else:
         raise UserError(f"is not an object with {FORMS}; name its fields so, or remove the line")
 
 
-def _each(messages: Any, role: str, content: str) -> Iterator[dict[str, str]]:
-    if not isinstance(messages, list) or not all(isinstance(each, dict) for each in messages):
+def _messages_of_list(messages: Any, role: str, content: str) -> Iterator[dict[str, str]]:
+    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
         raise UserError("has messages that are not a list of objects; write them so")
-    for each in messages:
-        name = each.get(role)
-        known = check_role(NAMES.get(name, name) if isinstance(name, str) else name)
-        yield {"role": known, "content": _text(each.get(content), content)}
+    for message in messages:
+        name = message.get(role)
+        if isinstance(name, str):
+            name = NAMES.get(name, name)
+        yield {"role": check_role(name), "content": _text(message.get(content), content)}
 
 
 def _text(value: Any, name: str) -> str:

@@ -19,7 +19,8 @@ from lockstep_gpt.data.sources.stdlib import LEFT_OUT, files_below
 from lockstep_gpt.errors import UserError
 
 SENTENCE = re.compile(r".+?[.!?](?=\s|$)", re.DOTALL)
-SIGNATURE, ANSWER = 100, 160  # characters of a question and of an answer at most
+SIGNATURE = 100  # characters of a question at most
+ANSWER = 160  # characters of an answer at most
 Documented = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 
@@ -34,7 +35,8 @@ def questions() -> Iterator[tuple[str, str]]:
         with warnings.catch_warnings(action="ignore"):  # about the code that is read
             tree = ast.parse(Path(file.path).read_bytes())
         for name, node in _documented(tree, module):
-            question, answer = _signature(name, node), _first_sentence(node)
+            question = _signature(name, node)
+            answer = _first_sentence(node)
             if question and answer and question not in seen:
                 seen.add(question)
                 yield question, answer
@@ -50,21 +52,26 @@ def _documented(parent: ast.AST, path: str) -> Iterator[tuple[str, Documented]]:
 
 
 def _signature(name: str, node: Documented) -> str:
-    text = f"{name}({'' if isinstance(node, ast.ClassDef) else ast.unparse(node.args)})"
-    return text if len(text) <= SIGNATURE else ""
+    """Return a question; empty if it would be too long."""
+    arguments = "" if isinstance(node, ast.ClassDef) else ast.unparse(node.args)
+    question = f"{name}({arguments})"
+    return question if len(question) <= SIGNATURE else ""
 
 
 def _first_sentence(node: Documented) -> str:
-    first = (ast.get_docstring(node) or "").partition("\n\n")[0]
-    found = SENTENCE.match(" ".join(first.split()))
-    return found[0] if found and len(found[0]) <= ANSWER else ""
+    """Return an answer; empty if there is none, or if it would be too long."""
+    paragraph = (ast.get_docstring(node) or "").partition("\n\n")[0]
+    sentence = SENTENCE.match(" ".join(paragraph.split()))
+    if sentence is None or len(sentence[0]) > ANSWER:
+        return ""
+    return sentence[0]
 
 
 def main(arguments: list[str]) -> int:
     """Write the corpus to the file that is given: `{"prompt": ..., "completion": ...}` per line."""
     if len(arguments) != 1 or arguments[0].startswith("-"):
         raise UserError("give one file to write the questions to, such as questions.jsonl")
-    pairs = [{"prompt": asked, "completion": answer} for asked, answer in questions()]
+    pairs = [{"prompt": question, "completion": answer} for question, answer in questions()]
     lines = "".join(f"{json.dumps(pair, ensure_ascii=False)}\n" for pair in pairs)
     Path(arguments[0]).write_text(lines, encoding="utf-8")
     print(f"{arguments[0]}: {len(pairs):,} questions about the standard library")

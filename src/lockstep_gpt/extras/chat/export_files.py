@@ -28,20 +28,24 @@ def chat_files(tokenizer: Tokenizer, files: Files) -> Files:
     }
     if tokenizer.to_dict()["kind"] == ByteTokenizer.kind:
         changed["tokenizer.json"] = _named(files["tokenizer.json"], markers_of(tokenizer))
-    return {name: {**files[name], **each} for name, each in changed.items()}
+    return {name: {**files[name], **changes} for name, changes in changed.items()}
 
 
 def jinja(template: Template) -> str:
     """Return the template in the language of transformers."""
     markers = [*markers_of(template.tokenizer), END_OF_TEXT]
-    found = {each: word for word, each in markers_of(template.tokenizer).items()}
-    opening = f"'{found[template.openings['user'][0]]}' + message['role'] + '\\n'"
-    closing = f"'{found[template.end]}\\n'"
-    reply = f"'{found[template.openings['user'][0]]}assistant\\n'"
-    if not template.between:
-        opening, closing = "'<|' + message['role'] + '|>'", f"'{found[template.end]}'"
-        reply = f"'{found[template.openings['assistant'][0]]}'"
-    text, role = "message['content']", "message['role']"
+    words = {token: word for word, token in markers_of(template.tokenizer).items()}
+    text = "message['content']"
+    role = "message['role']"
+    trimmed = f"{text} | trim" if template.strips else text
+    if template.between:  # ChatML
+        opening = f"'{words[template.openings['user'][0]]}' + {role} + '\\n'"
+        closing = f"'{words[template.end]}\\n'"
+        reply = f"'{words[template.openings['user'][0]]}assistant\\n'"
+    else:
+        opening = f"'<|' + {role} + '|>'"
+        closing = f"'{words[template.end]}'"
+        reply = f"'{words[template.openings['assistant'][0]]}'"
     steps = [
         _tag("for message in messages"),
         _tag(f"if {role} not in {json.dumps(ROLES)}"),
@@ -52,7 +56,7 @@ def jinja(template: Template) -> str:
         _put("raise_exception('a message has the special token ' + marker)"),
         _tag("endif"),
         _tag("endfor"),
-        _put(f"{opening} + ({text}{' | trim' if template.strips else ''}) + {closing}"),
+        _put(f"{opening} + ({trimmed}) + {closing}"),
         _tag("endfor"),
         _tag("if add_generation_prompt"),
         _put(reply),
@@ -74,7 +78,7 @@ def _named(content: dict[str, Any], markers: dict[str, int]) -> dict[str, Any]:
     vocabulary = {place: word for word, place in content["model"]["vocab"].items()}
     vocabulary |= {place: word for word, place in markers.items()}
     form = {**dict.fromkeys(FLAGS, False), "special": True}
-    added = [{"id": markers[each], "content": each, **form} for each in OURS]
+    added = [{"id": markers[marker], "content": marker, **form} for marker in OURS]
     # Of several sources of conversations, an earlier one has added them.
     added = [token for token in added if token not in content["added_tokens"]]
     model = {**content["model"], "vocab": {word: place for place, word in vocabulary.items()}}

@@ -28,7 +28,9 @@ def chat_template(tokenizer: Tokenizer, config: Config) -> Template:
     return template
 
 
-def fitted(messages: Sequence[Message], template: Template, size: int) -> tuple[list[int], int]:
+def fit_to_context(
+    messages: Sequence[Message], template: Template, size: int
+) -> tuple[list[int], int]:
     """Return the ids to answer, and how many of the oldest messages were left out to fit `size`.
 
     The first message stays if it is the system's. A quarter of `size` stays free for the answer;
@@ -37,23 +39,26 @@ def fitted(messages: Sequence[Message], template: Template, size: int) -> tuple[
     Raises:
         UserError: the newest message alone doesn't fit.
     """
-    begin = 1 if messages and messages[0]["role"] == "system" else 0
-    sizes = [len(template.render([each], reply=False)) for each in messages]
-    fixed = sum(sizes[:begin]) + len(template.render([], reply=True))
+    fixed_count = 0  # messages that stay in any case
+    if messages and messages[0]["role"] == "system":
+        fixed_count = 1
+    sizes = [len(template.render([message], reply=False)) for message in messages]
     room = size - max(1, size // ANSWER_SHARE)
-    first, last, needed = begin, len(messages) - 1, fixed + sum(sizes[begin:])
-    while first < last and (needed > room or (first > begin and _is_answer(messages[first]))):
+    needed = sum(sizes) + len(template.render([], reply=True))
+    first = fixed_count
+    last = len(messages) - 1
+    while first < last:
+        # An answer isn't left without the message before it.
+        lacks_question = first > fixed_count and messages[first]["role"] == "assistant"
+        if needed <= room and not lacks_question:
+            break
         needed -= sizes[first]
         first += 1
     if needed >= size:
-        with_system = " with the system's message" if begin else ""
+        with_system = " with the system's message" if fixed_count else ""
         raise UserError(
             f"the newest message{with_system} has {needed} tokens, and the context is "
             f"model.block_size={size}; shorten it"
         )
-    return template.render([*messages[:begin], *messages[first:]], reply=True), first - begin
-
-
-def _is_answer(message: Message) -> bool:
-    """Tell whether a message is left out with the one before, which it answers."""
-    return message["role"] == "assistant"
+    ids = template.render([*messages[:fixed_count], *messages[first:]], reply=True)
+    return ids, first - fixed_count

@@ -28,17 +28,18 @@ def with_initial(words: list[str]) -> list[str]:
     Hydra's own.
     """
     register_resolver("initial", _resolved, replace=True)
-    given = [word.lstrip("+").partition("=")[0] for word in words]
-    names = {name: word.partition("=")[2] for name, word in zip(given, words, strict=True)}
-    source, chosen = names.get("model.init_from"), [word for word in NEEDY if word in words]
+    settings = [word.lstrip("+").partition("=")[0] for word in words]
+    names = {name: word.partition("=")[2] for name, word in zip(settings, words, strict=True)}
+    source = names.get("model.init_from")
+    needy_words = [word for word in NEEDY if word in words]
     if "resume=auto" in words:
         return words
-    if chosen and source is None and names.get("model") in (None, INITIAL):
-        raise _not_given(f"{chosen[0]} needs")
+    if needy_words and source is None and names.get("model") in (None, INITIAL):
+        raise _missing_init_from(f"{needy_words[0]} needs")
     if "model" not in names and "chat" in _listed(names.get("experiment", "")):
         # Here, and not in the experiment's file: Hydra 1.4 reads an override of a group within a
         # group as one of a group that doesn't exist.
-        place = given.index("experiment")  # Hydra wants overrides next to each other
+        place = settings.index("experiment")  # Hydra wants overrides next to each other
         words = [*words[:place], f"model={INITIAL}", *words[place:]]
         names["model"] = INITIAL
     if source not in (None, "null") and not SWEPT.search(source) and names.get("model") == INITIAL:
@@ -52,14 +53,14 @@ def _listed(choice: str) -> list[str]:
     return names if choice.startswith("[") or len(names) == 1 else []
 
 
-def _not_given(why: str) -> UserError:
+def _missing_init_from(why: str) -> UserError:
     return UserError(f"{why} model.init_from; set it to a run, or to a transformers folder")
 
 
 def _resolved(name: str, *, _root_: Any) -> Any:
     source = _root_.model.get("init_from")
     if source is None:
-        raise _not_given(f"model={INITIAL} needs")
+        raise _missing_init_from(f"model={INITIAL} needs")
     if name == "tokenizer":
         return source
     shape = shape_of(source)

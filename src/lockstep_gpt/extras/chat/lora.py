@@ -70,10 +70,11 @@ class AdaptedLinear(nn.Module):
         Each is x W^T + scale * (x down^T) up^T. Added to W, an adapter would need the gradient of
         all of W. Only one layer alone may have a bias.
         """
-        weights = [layer.weight for layer in layers]
-        weight = torch.cat(weights) if weights[1:] else weights[0]
+        weight: Tensor = layers[0].weight
+        if len(layers) > 1:
+            weight = torch.cat([layer.weight for layer in layers])
         down = torch.cat([layer.down for layer in layers])
-        up: Tensor = torch.block_diag(*(each.up for each in layers))  # type: ignore[no-untyped-call]
+        up: Tensor = torch.block_diag(*(layer.up for layer in layers))  # type: ignore[no-untyped-call]
         flat = x.flatten(0, -2)
         y = F.linear(flat, weight.to(x.dtype), layers[0].bias)
         low = F.linear(flat, down.to(x.dtype))  # (..., rank of all)
@@ -158,9 +159,9 @@ def adapt(model: GPT, config: Config, tokenizer: Tokenizer) -> Callable[[], None
 
 def _add_rows(model: GPT, tokenizer: Tokenizer) -> None:
     """Train the special tokens' rows of the embedding, and of a separate head."""
-    found = markers_of(tokenizer)
+    ids = markers_of(tokenizer)
     markers = (*OURS, BEGIN_OF_MESSAGE, END_OF_MESSAGE)
-    tokens = [found[marker] for marker in markers if marker in found]
+    tokens = [ids[marker] for marker in markers if marker in ids]
     if not tokens:
         return
     places: Any = model
@@ -182,14 +183,14 @@ def merge(model: GPT) -> None:
 
 def _digest(model: GPT) -> Tensor:
     """Return the SHA-256 of all weights, as 32 bytes."""
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for weight in model.parameters():
-        found.update(weight.detach().cpu().contiguous().numpy().data)
-    return torch.tensor([*found.digest()], dtype=torch.uint8)
+        digest.update(weight.detach().cpu().contiguous().numpy().data)
+    return torch.tensor([*digest.digest()], dtype=torch.uint8)
 
 
 def _frozen(model: nn.Module) -> set[str]:
-    return {name for name, each in model.named_parameters() if not each.requires_grad}
+    return {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
 
 
 def _leave_out_base(model: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:

@@ -26,8 +26,9 @@ class LoraSettings(ExtraSettings):
     def scale(self) -> float:
         """What an adapter's output is multiplied by."""
         assert self.rank is not None
-        alpha = 2 * self.rank if self.alpha is None else self.alpha
-        return alpha / self.rank
+        if self.alpha is None:
+            return 2.0
+        return self.alpha / self.rank
 
 
 def refuse_impossible(config: Config) -> None:

@@ -22,7 +22,8 @@ class ApiError(Exception):
         headers: dict[str, str] | None = None,
     ) -> None:
         super().__init__(message)
-        self.status, self.headers = status, headers
+        self.status = status
+        self.headers = headers
         kind = "server_error" if status >= 500 else "invalid_request_error"
         kind = {429: "rate_limit_error"}.get(status, kind)
         self.content = {"error": {"message": message, "type": kind, "param": param, "code": code}}
@@ -52,9 +53,12 @@ class Request:
         return self.kind == "chat.completion"
 
     def _about(self, kind: str) -> dict[str, Any]:
-        name = f"{'chatcmpl' if self.is_chat else 'cmpl'}-{self.id}"
-        about = {"id": name, "object": kind, "created": self.created, "model": self.model}
-        return about if self.left_out is None else {**about, "left_out": self.left_out}
+        prefix = "chatcmpl" if self.is_chat else "cmpl"
+        about: dict[str, Any] = {"id": f"{prefix}-{self.id}", "object": kind}
+        about |= {"created": self.created, "model": self.model}
+        if self.left_out is not None:
+            about["left_out"] = self.left_out
+        return about
 
     @property
     def _chunk_kind(self) -> str:
@@ -62,24 +66,31 @@ class Request:
 
     def usage(self) -> dict[str, int]:
         """Return the numbers of tokens."""
-        prompt, answer = len(self.answer.prompt), len(self.answer.ids)
+        prompt = len(self.answer.prompt)
+        answer = len(self.answer.ids)
         numbers = {"prompt_tokens": prompt, "completion_tokens": answer}
         return {**numbers, "total_tokens": prompt + answer}
 
-    def whole(self, text: str) -> dict[str, Any]:
+    def full_response(self, text: str) -> dict[str, Any]:
         """Return the response with all of the answer."""
-        said = (
-            {"message": {"role": "assistant", "content": text}} if self.is_chat else {"text": text}
-        )
-        choice = {"index": 0, **said, "logprobs": None, "finish_reason": self.answer.reason}
+        content: dict[str, Any] = {"text": text}
+        if self.is_chat:
+            content = {"message": {"role": "assistant", "content": text}}
+        choice = {"index": 0, **content, "logprobs": None, "finish_reason": self.answer.reason}
         return {**self._about(self.kind), "choices": [choice], "usage": self.usage()}
 
     def chunk(self, text: str, first: bool = False, last: bool = False) -> dict[str, Any]:
         """Return one event of a streamed response."""
-        role = {"role": "assistant"} if first else {}
-        said = {"delta": {**role, "content": text} if text or first else {}}
-        choice = {"index": 0, **(said if self.is_chat else {"text": text}), "logprobs": None}
-        choice["finish_reason"] = self.answer.reason if last else None
+        content: dict[str, Any] = {"text": text}
+        if self.is_chat:
+            delta = {}
+            if first:
+                delta["role"] = "assistant"
+            if text or first:
+                delta["content"] = text
+            content = {"delta": delta}
+        reason = self.answer.reason if last else None
+        choice = {"index": 0, **content, "logprobs": None, "finish_reason": reason}
         return {**self._about(self._chunk_kind), "choices": [choice]}
 
     def last_chunk(self) -> dict[str, Any]:

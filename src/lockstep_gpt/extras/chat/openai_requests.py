@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 from lockstep_gpt.data.tokenizer import Tokenizer
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.extras.chat.answering import Answer
-from lockstep_gpt.extras.chat.history import fitted
+from lockstep_gpt.extras.chat.history import fit_to_context
 from lockstep_gpt.extras.chat.openai_api import ApiError, Request, refuse
 from lockstep_gpt.extras.chat.sampling import Sampling
 from lockstep_gpt.extras.chat.speech import Speech
@@ -39,7 +39,7 @@ ABOUT_CALLER = ("user", "metadata", "store", "safety_identifier", "prompt_cache_
 ROLE_NAMES = {"developer": "system"}  # OpenAI's newer name
 
 
-def parsed(body: bytes) -> dict[str, Any]:
+def parse_body(body: bytes) -> dict[str, Any]:
     """Return the JSON object of a request."""
     try:
         values = json.loads(body, parse_constant=_no_number)
@@ -47,7 +47,7 @@ def parsed(body: bytes) -> dict[str, Any]:
         raise ApiError(400, f"the body is not JSON ({error}); send a JSON object") from None
     if not isinstance(values, dict):
         raise ApiError(400, "the body is not a JSON object; send one")
-    return {name: each for name, each in values.items() if each is not None}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def _no_number(text: str) -> NoReturn:
@@ -73,8 +73,11 @@ class Reader:
         block_size: int,
         longest: int,
     ) -> None:
-        self.name, self.tokenizer, self.template = name, tokenizer, template
-        self.block_size, self.longest = block_size, longest
+        self.name = name
+        self.tokenizer = tokenizer
+        self.template = template
+        self.block_size = block_size
+        self.longest = longest
 
     def chat(self, values: dict[str, Any]) -> Request:
         """Return the request of a body of /v1/chat/completions."""
@@ -84,7 +87,7 @@ class Reader:
         truncation = _choice(values, "truncation", ("disabled", "auto"))
         left_out = None
         if truncation == "auto":
-            prompt, left_out = fitted(messages, self.template, self.block_size)
+            prompt, left_out = fit_to_context(messages, self.template, self.block_size)
         else:
             prompt = self.template.render(messages, reply=True)
             self._check_length(prompt, "messages", "; send fewer, or set truncation to auto")
@@ -97,17 +100,19 @@ class Reader:
         prompt = self._prompt(values.pop("prompt", None))
         self._check_length(prompt, "prompt", "; shorten it")
         end = self.tokenizer.end_of_text
-        stops = frozenset(() if end is None else [end])
+        stops: frozenset[int] = frozenset()
+        if end is not None:
+            stops = frozenset([end])
         return self._request(values, prompt, "text_completion", stops, DEFAULT_LENGTH)
 
-    def _prompt(self, given: Any) -> list[int]:
-        if isinstance(given, list) and len(given) == 1 and isinstance(given[0], (str, list)):
-            given = given[0]
-        if isinstance(given, str):
-            ids: list[int] = self.tokenizer.encode(given).tolist()
-        elif isinstance(given, list) and all(type(each) is int for each in given):
-            ids = given
-            if not all(0 <= each < self.tokenizer.vocab_size for each in ids):
+    def _prompt(self, prompt: Any) -> list[int]:
+        if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], (str, list)):
+            prompt = prompt[0]
+        if isinstance(prompt, str):
+            ids: list[int] = self.tokenizer.encode(prompt).tolist()
+        elif isinstance(prompt, list) and all(type(token) is int for token in prompt):
+            ids = prompt
+            if not all(0 <= token < self.tokenizer.vocab_size for token in ids):
                 refuse("prompt", f"has ids that are not from 0 to {self.tokenizer.vocab_size - 1}")
         else:
             refuse("prompt", "must be one text, or one list of token ids")
@@ -131,7 +136,8 @@ class Reader:
         length: int,
     ) -> Request:
         """Read all other parameters; unknown ones are refused."""
-        if (model := values.pop("model", self.name)) != self.name:
+        model = values.pop("model", self.name)
+        if model != self.name:
             raise ApiError(404, f"model {model!r} is not {self.name}", "model", "model_not_found")
         names = [name for name in ("max_completion_tokens", "max_tokens") if name in values]
         limits = [_number(values, name, int, 1, self.longest) for name in names]
@@ -153,24 +159,24 @@ class Reader:
         return Request(answer, kind, self.name, bool(stream), bool(usage))
 
 
-def _messages(given: Any) -> list[dict[str, str]]:
-    if not isinstance(given, list) or not given:
+def _messages(messages: Any) -> list[dict[str, str]]:
+    if not isinstance(messages, list) or not messages:
         refuse("messages", "must be a list of at least one message")
-    return [_message(each, f"messages[{place}]") for place, each in enumerate(given)]
+    return [_message(message, f"messages[{place}]") for place, message in enumerate(messages)]
 
 
-def _message(given: Any, name: str) -> dict[str, str]:
-    if not isinstance(given, dict):
+def _message(message: Any, name: str) -> dict[str, str]:
+    if not isinstance(message, dict):
         refuse(name, "must be an object with role and content")
-    content = given.get("content")
+    content = message.get("content")
     if isinstance(content, list):  # parts, of which we know text
         parts = [part.get("text") for part in content if isinstance(part, dict)]
-        known = len(parts) == len(content) and all(isinstance(each, str) for each in parts)
+        known = len(parts) == len(content) and all(isinstance(part, str) for part in parts)
         content = "".join(map(str, parts)) if known else None
-    role = given.get("role")
+    role = message.get("role")
     if not isinstance(content, str) or not isinstance(role, str):
         refuse(name, "must have a role, and a content that is text")
-    for key, value in given.items():
+    for key, value in message.items():
         if key not in ("role", "content") and value:
             refuse(f"{name}.{key}", "is not supported; leave it out")
     return {"role": ROLE_NAMES.get(role, role), "content": content}
@@ -180,9 +186,13 @@ def _number(
     values: dict[str, Any], name: str, kind: type, least: float, most: float, default: Any = None
 ) -> Any:
     value = values.pop(name, default)
-    numbers = (int, float) if kind is float else (int,)
-    if value is not None and (type(value) not in numbers or not least <= value <= most):
-        noun = "a number" if kind is float else "an integer"
+    types: tuple[type, ...] = (int,)
+    noun = "an integer"
+    if kind is float:
+        types = (int, float)
+        noun = "a number"
+    # Not isinstance: true is no number.
+    if value is not None and (type(value) not in types or not least <= value <= most):
         refuse(name, f"must be {noun} from {least} to {most}")
     return value
 
@@ -190,19 +200,24 @@ def _number(
 def _choice(values: dict[str, Any], name: str, choices: tuple[Any, ...]) -> Any:
     """Return one of `choices`, of which the first is the default."""
     value = values.pop(name, choices[0])
-    if not any(value is each or (value == each and type(value) is str) for each in choices):
+    if not any(value is choice or (value == choice and type(value) is str) for choice in choices):
         refuse(name, f"must be {' or '.join(map(json.dumps, choices))}")
     return value
 
 
 def _stops(values: dict[str, Any]) -> list[str]:
     stops = values.pop("stop", [])
-    stops = [stops] if isinstance(stops, str) else stops
-    right = isinstance(stops, list) and len(stops) <= MOST_STOPS
-    if not right or not all(isinstance(e, str) and 0 < len(e) <= LONGEST_STOP for e in stops):
+    if isinstance(stops, str):
+        stops = [stops]
+    fits = isinstance(stops, list) and len(stops) <= MOST_STOPS
+    if not fits or not all(map(_is_stop, stops)):
         rule = f"must be up to {MOST_STOPS} texts of 1 to {LONGEST_STOP} characters"
         refuse("stop", rule)
     return list(stops)
+
+
+def _is_stop(stop: Any) -> bool:
+    return isinstance(stop, str) and 0 < len(stop) <= LONGEST_STOP
 
 
 def _refuse_rest(values: dict[str, Any]) -> None:

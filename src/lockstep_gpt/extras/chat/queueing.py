@@ -8,7 +8,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 
 from lockstep_gpt.errors import RunError
 from lockstep_gpt.extras.chat.answering import Answer, Answering
@@ -48,19 +48,15 @@ class Job:
         self._loop = asyncio.get_running_loop()
         self._pieces: asyncio.Queue[str | Exception | None] = asyncio.Queue()
 
-    def tell(self, *pieces: str | Exception | None) -> Callable[[], None]:
-        """Return what delivers pieces to the reader; None is the end. Called by the thread."""
+    def deliver(self, *pieces: str | Exception | None) -> None:
+        """Deliver pieces from another thread than the reader's; None is the end."""
 
-        def deliver() -> None:
-            for each in pieces:
-                self._pieces.put_nowait(each)
+        def put() -> None:
+            for piece in pieces:
+                self._pieces.put_nowait(piece)
 
-        return deliver
-
-    def tell_now(self, *pieces: str | Exception | None) -> None:
-        """Deliver pieces from another thread than the reader's."""
         with contextlib.suppress(RuntimeError):  # the loop is closed: there is no reader anymore
-            self._loop.call_soon_threadsafe(self.tell(*pieces))
+            self._loop.call_soon_threadsafe(put)
 
     async def __aiter__(self) -> AsyncIterator[str]:
         while (piece := await self._pieces.get()) is not None:
@@ -80,7 +76,10 @@ class AnsweringThread:
     """
 
     def __init__(self, model: GPT, rows: int, waiting: int, seconds: float) -> None:
-        self.model, self.rows, self.waiting, self.seconds = model, rows, waiting, seconds
+        self.model = model
+        self.rows = rows
+        self.waiting = waiting
+        self.seconds = seconds
         self._queue: deque[Job] = deque()
         self._jobs: dict[Answer, Job] = {}  # being answered
         self._changed = threading.Condition()
@@ -136,7 +135,9 @@ class AnsweringThread:
                 with Answering(self.model, self.rows) as answering:
                     while self._admit(answering):
                         self._step(answering)
-            except Exception:  # such as too little memory; other requests may still fit
+            # Anything, such as too little memory: without this thread, all later requests would
+            # wait for nothing, while the next ones may still fit. The log has the cause.
+            except Exception:
                 logging.getLogger(__name__).exception("an answer failed")
                 self._fail(RunError("the computation failed; the server's log has the cause"))
         self._fail(Stopping("the server ends; try again later"))
@@ -150,15 +151,15 @@ class AnsweringThread:
             for job in [job for job in self._jobs.values() if job.is_gone or now > job.deadline]:
                 answering.end(job.answer)
                 job.answer.reason = "length"
-                job.tell_now(job.answer.speech.end(), None)
+                job.deliver(job.answer.speech.end(), None)
                 self._jobs.pop(job.answer)
             for job in [job for job in self._queue if job.is_gone or now > job.deadline]:
                 self._queue.remove(job)
                 wait = f"the request waited for {self.seconds:g} s, which is the limit"
-                job.tell_now(Busy(f"{wait}; try again later", self._retry()))
+                job.deliver(Busy(f"{wait}; try again later", self._retry()))
             while self._queue and answering.free:
                 job = self._queue.popleft()
-                answering.begin(job.answer)
+                answering.add(job.answer)
                 self._jobs[job.answer] = job
             return not self._stopped
 
@@ -169,7 +170,10 @@ class AnsweringThread:
         with self._changed:
             for answer in changed:
                 job = self._jobs[answer]
-                pieces: list[str | Exception | None] = [text] if (text := answer.take()) else []
+                pieces: list[str | Exception | None] = []
+                text = answer.take()
+                if text:
+                    pieces.append(text)
                 if answer.reason:
                     pieces.append(answer.error)  # None: the end
                     self._jobs.pop(answer)
@@ -177,14 +181,14 @@ class AnsweringThread:
                 deliveries.append((job, pieces))
         for job, pieces in deliveries:
             if pieces:
-                job.tell_now(*pieces)
+                job.deliver(*pieces)
 
     def _fail(self, error: Exception) -> None:
         with self._changed:
             for job in self._jobs.values():
-                job.tell_now(error)
+                job.deliver(error)
             self._jobs.clear()
             if self._stopped:
                 for job in self._queue:
-                    job.tell_now(error)
+                    job.deliver(error)
                 self._queue.clear()

@@ -26,10 +26,11 @@ CLOSING = 5  # seconds that connections have to close after the last answer
 
 def main(arguments: list[str]) -> int:
     """Serve until a signal; return 0."""
-    options = checked(_parser().parse_args(arguments))
+    options = check_options(_parser().parse_args(arguments))
     for name in ("uvicorn", "starlette"):
         import_optional("serve", name, "chat")
-    with listening(options.host, options.port) as listener:  # before the model, which takes a while
+    # Before the model is loaded, which takes a while.
+    with open_listener(options.host, options.port) as listener:
         checkpoint = find_checkpoint(options.source)
         # Late, so that mistakes are reported at once.
         from lockstep_gpt.extras.chat.answering import model_of
@@ -80,7 +81,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def checked(options: argparse.Namespace) -> argparse.Namespace:
+def check_options(options: argparse.Namespace) -> argparse.Namespace:
     """Return the options; raise a `UserError` for one that can't be."""
     rules = [
         ("port", 0 <= options.port < 2**16, "must be from 0 to 65535"),
@@ -97,7 +98,7 @@ def checked(options: argparse.Namespace) -> argparse.Namespace:
     return options
 
 
-def listening(host: str, port: int) -> socket.socket:
+def open_listener(host: str, port: int) -> socket.socket:
     """Return a socket that listens there.
 
     Raises:
@@ -139,9 +140,9 @@ def _serve(
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
             await super().startup(sockets)
             address, port = listener.getsockname()[:2]
-            shown = f"[{address}]" if ":" in address else address
+            host = f"[{address}]" if ":" in address else address
             open_to = "" if _is_local(address) else "; anyone who can reach this machine can use it"
-            print(f"ready: http://{shown}:{port} (Ctrl-C ends it){open_to}", flush=True)
+            print(f"ready: http://{host}:{port} (Ctrl-C ends it){open_to}", flush=True)
 
         async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
             loop = asyncio.get_running_loop()
@@ -161,14 +162,14 @@ def _serve(
         **settings,
     )
     # uvicorn raises the signal again after it has ended: then it only ends this function.
-    before = {each: signal.signal(each, _ignore) for each in (signal.SIGTERM, signal.SIGINT)}
+    before = {number: signal.signal(number, _ignore) for number in (signal.SIGTERM, signal.SIGINT)}
     thread.start()
     try:
         Server(config).run(sockets=[listener])
     finally:
         thread.stop()
-        for each, handler in before.items():
-            signal.signal(each, handler)
+        for number, handler in before.items():
+            signal.signal(number, handler)
     print("stopped")
 
 

@@ -13,37 +13,42 @@ class Speech:
     """Turns tokens into text as they come: whole characters, up to the first stop sequence."""
 
     def __init__(self, tokenizer: Tokenizer, stops: Sequence[str] = ()) -> None:
-        self.tokenizer, self.stops = tokenizer, stops
+        self.tokenizer = tokenizer
+        self.stops = stops
         self.stopped = False
         self._ids: list[int] = []  # since the last whole character
-        self._told = 0  # characters of these that were already taken
+        self._taken = 0  # characters of these that were already taken
         self._held = ""  # may be the beginning of a stop sequence
 
     def add(self, token: int) -> str:
         """Return the text that is certain after one more token."""
         self._ids.append(token)
         text = self.tokenizer.decode(self._ids)
-        whole = text.removesuffix(INCOMPLETE)
-        new, self._told = whole[self._told :], len(whole)
-        if whole == text:
-            self._ids, self._told = [], 0
+        complete = text.removesuffix(INCOMPLETE)
+        new = complete[self._taken :]
+        self._taken = len(complete)
+        if complete == text:
+            self._ids = []
+            self._taken = 0
         return self._until_stop(new, last=False)
 
     def end(self) -> str:
         """Return the rest, in which a character that was not completed is U+FFFD."""
-        return self._until_stop(self.tokenizer.decode(self._ids)[self._told :], last=True)
+        return self._until_stop(self.tokenizer.decode(self._ids)[self._taken :], last=True)
 
     def _until_stop(self, new: str, last: bool) -> str:
         if self.stopped:
             return ""
         text = self._held + new
-        places = [place for stop in self.stops if (place := text.find(stop)) >= 0]
+        places = [text.find(stop) for stop in self.stops if stop in text]
         if places:
             self.stopped = True
             return text[: min(places)]
-        begun = 0 if last else max((_begun(text, stop) for stop in self.stops), default=0)
-        self._held = text[len(text) - begun :]
-        return text[: len(text) - begun]
+        held = 0
+        if not last:
+            held = max((_begun(text, stop) for stop in self.stops), default=0)
+        self._held = text[len(text) - held :]
+        return text[: len(text) - held]
 
 
 def _begun(text: str, stop: str) -> int:

@@ -18,7 +18,8 @@ from lockstep_gpt.extras.datasets.mixture import Mixture
 ROLES = ("system", "user", "assistant")
 END = "<|end|>"
 OURS = (*(f"<|{role}|>" for role in ROLES), END)
-BEGIN_OF_MESSAGE, END_OF_MESSAGE = "<|im_start|>", "<|im_end|>"  # ChatML's
+BEGIN_OF_MESSAGE = "<|im_start|>"  # ChatML's
+END_OF_MESSAGE = "<|im_end|>"  # ChatML's
 FIRST_BYTE = 0xF8  # from here on, no byte is part of valid UTF-8
 
 
@@ -44,11 +45,15 @@ class Template:
     def stop(self) -> frozenset[int]:
         """The ids that end an answer: of a message, and of a document."""
         last = self.tokenizer.end_of_text
-        return frozenset({self.end} if last is None else {self.end, last})
+        if last is None:
+            return frozenset({self.end})
+        return frozenset({self.end, last})
 
     def plain(self, text: str) -> list[int]:
         """Return the ids of `text`; special tokens in it stay text."""
-        ids: list[int] = self.tokenizer.encode(text.strip() if self.strips else text).tolist()
+        if self.strips:
+            text = text.strip()
+        ids: list[int] = self.tokenizer.encode(text).tolist()
         return ids
 
     def render(self, messages: Sequence[Mapping[str, str]], reply: bool) -> list[int]:
@@ -63,7 +68,9 @@ class Template:
         for message in messages:
             opening = self.openings[check_role(message["role"])]
             ids += [*opening, *self.plain(message["content"]), self.end, *self.between]
-        return [*ids, *self.openings["assistant"]] if reply else ids
+        if reply:
+            ids += self.openings["assistant"]
+        return ids
 
 
 def has_chat(data: DataConfig) -> bool:
@@ -88,15 +95,15 @@ def template_of(tokenizer: Tokenizer) -> Template:
     Raises:
         UserError: the tokenizer has neither.
     """
-    found = markers_of(tokenizer)
-    if all(marker in found for marker in OURS):
-        openings = {role: [found[f"<|{role}|>"]] for role in ROLES}
-        return Template(tokenizer, openings, found[END])
-    if BEGIN_OF_MESSAGE in found and END_OF_MESSAGE in found:
-        begin = found[BEGIN_OF_MESSAGE]
-        heads = {role: [begin, *tokenizer.encode(f"{role}\n").tolist()] for role in ROLES}
+    ids = markers_of(tokenizer)
+    if all(marker in ids for marker in OURS):
+        openings = {role: [ids[f"<|{role}|>"]] for role in ROLES}
+        return Template(tokenizer, openings, ids[END])
+    if BEGIN_OF_MESSAGE in ids and END_OF_MESSAGE in ids:
+        start = ids[BEGIN_OF_MESSAGE]
+        heads = {role: [start, *tokenizer.encode(f"{role}\n").tolist()] for role in ROLES}
         newline = tokenizer.encode("\n").tolist()
-        return Template(tokenizer, heads, found[END_OF_MESSAGE], newline, strips=True)
+        return Template(tokenizer, heads, ids[END_OF_MESSAGE], newline, strips=True)
     raise UserError(
         f"the tokenizer has no special tokens for a chat, such as {OURS[0]}; give a model that was "
         "trained with data=chat"
@@ -109,4 +116,4 @@ def markers_of(tokenizer: Tokenizer) -> dict[str, int]:
     if values["kind"] == ByteTokenizer.kind:
         return {marker: FIRST_BYTE + place for place, marker in enumerate(OURS)}
     added = json.loads(values.get("json", "{}")).get("added_tokens", [])
-    return {each["content"]: each["id"] for each in added if each["special"]}
+    return {token["content"]: token["id"] for token in added if token["special"]}

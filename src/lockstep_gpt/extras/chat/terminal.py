@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from lockstep_gpt.data.tokenizer import printable
 from lockstep_gpt.errors import UserError
-from lockstep_gpt.extras.chat.history import Message, chat_template, fitted
+from lockstep_gpt.extras.chat.history import Message, chat_template, fit_to_context
 from lockstep_gpt.extras.chat.template import Template
 from lockstep_gpt.run.checkpoint import find_checkpoint
 from lockstep_gpt.run.trained_model import parser_of
@@ -75,9 +75,10 @@ def _parser() -> argparse.ArgumentParser:
 
 def _line() -> str | None:
     """Return the next line; None at the end. Ctrl-C only discards the line."""
+    prompt = PROMPT if sys.stdin.isatty() else ""
     while True:
         try:
-            return input(PROMPT if sys.stdin.isatty() else "")
+            return input(prompt)
         except EOFError:
             if sys.stdin.isatty():
                 print()
@@ -90,7 +91,9 @@ class Conversation:
     """The messages so far, and the model that answers them."""
 
     def __init__(self, model: GPT, template: Template, options: argparse.Namespace) -> None:
-        self.model, self.template, self.options = model, template, options
+        self.model = model
+        self.template = template
+        self.options = options
         self.longest = options.longest or model.config.block_size
         self.messages: list[Message] = []
         self.turns = 0
@@ -117,22 +120,24 @@ class Conversation:
         """Print the answer to a message as it grows; Ctrl-C ends it there."""
         messages = [*self.messages, {"role": "user", "content": line}]
         try:
-            prompt, left_out = fitted(messages, self.template, self.model.config.block_size)
+            prompt, left_out = fit_to_context(messages, self.template, self.model.config.block_size)
         except UserError as error:
             print(error)
             return
         if left_out:
-            size, noun = self.model.config.block_size, "message" if left_out == 1 else "messages"
+            size = self.model.config.block_size
+            noun = "message" + "s" * (left_out > 1)
             print(f"(the oldest {left_out} {noun} left out: the context is {size} tokens)")
         pieces: list[str] = []
         with _interruptible():
             for text in self._stream(prompt):
                 pieces.append(text)
-                print(printable(text) if sys.stdout.isatty() else text, end="", flush=True)
+                output = printable(text) if sys.stdout.isatty() else text
+                print(output, end="", flush=True)
         print()
-        kept = messages[: 1 if self.options.system else 0]
-        kept += messages[len(kept) + left_out :]
-        self.messages = [*kept, {"role": "assistant", "content": "".join(pieces)}]
+        first = int(bool(self.options.system))  # the system's message is never left out
+        history = [*messages[:first], *messages[first + left_out :]]
+        self.messages = [*history, {"role": "assistant", "content": "".join(pieces)}]
 
     def _stream(self, prompt: list[int]) -> Iterator[str]:
         from lockstep_gpt.extras.chat.answering import Answer, stream

@@ -31,9 +31,9 @@ def chat_tokenizer(name: str) -> Tokenizer:
     if name == ByteTokenizer.kind:
         return ByteTokenizer()
     values = _values(Path(name).expanduser(), f"data.tokenizer={name}")
-    found = markers_of(tokenizer := from_dict(values))
-    known = all(each in found for each in OURS) or {BEGIN_OF_MESSAGE, END_OF_MESSAGE} <= {*found}
-    if known:
+    tokenizer = from_dict(values)
+    markers = {*markers_of(tokenizer)}
+    if markers >= {*OURS} or markers >= {BEGIN_OF_MESSAGE, END_OF_MESSAGE}:
         return tokenizer
     if "json" not in values or tokenizer.end_of_text is None:
         raise UserError(
@@ -66,8 +66,9 @@ def _from_file(path: Path, setting: str) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
         content = json.loads(text)
-        model, added = content["model"], content["added_tokens"]
-        words = model["vocab"] | {each["content"]: each["id"] for each in added}
+        model = content["model"]
+        added = content["added_tokens"]
+        words = model["vocab"] | {token["content"]: token["id"] for token in added}
         size = max(words.values()) + 1
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise UserError(f"{setting}: {path} cannot be read ({error}); copy it again") from None
@@ -93,7 +94,8 @@ def _as_saved(text: str) -> str:
 
 def _with_markers(values: dict[str, Any]) -> dict[str, Any]:
     """Return the values of the tokenizer with our markers as its last ids."""
-    content, size = json.loads(values["json"]), values["vocab_size"]
+    content = json.loads(values["json"])
+    size = values["vocab_size"]
     form = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     content["added_tokens"] += [
         {"id": size + place, "content": marker, **form, "special": True}

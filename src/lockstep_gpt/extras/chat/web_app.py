@@ -20,7 +20,7 @@ from lockstep_gpt import PROGRAM
 from lockstep_gpt.errors import RunError, UserError
 from lockstep_gpt.extras.chat.connections import CLIENT_SECONDS
 from lockstep_gpt.extras.chat.openai_api import ApiError, Request
-from lockstep_gpt.extras.chat.openai_requests import Reader, parsed
+from lockstep_gpt.extras.chat.openai_requests import Reader, parse_body
 from lockstep_gpt.extras.chat.queueing import AnsweringThread, Busy, Stopping
 from lockstep_gpt.extras.chat.web_guard import HEADERS, Guard, as_json, page_and_policy
 
@@ -72,7 +72,8 @@ def web_app(reader: Reader, thread: AnsweringThread, limits: Limits) -> ASGIApp:
         return as_json({"object": "list", "data": [model]})
 
     async def one_model(request: HttpRequest) -> Response:
-        if (name := request.path_params["name"]) != reader.name:
+        name = request.path_params["name"]
+        if name != reader.name:
             raise ApiError(404, f"model {name!r} is not {reader.name}", code="model_not_found")
         return as_json(model)
 
@@ -83,7 +84,7 @@ def web_app(reader: Reader, thread: AnsweringThread, limits: Limits) -> ASGIApp:
         return await respond(request, reader.completion)
 
     async def respond(request: HttpRequest, read: Callable[[dict[str, Any]], Request]) -> Response:
-        values = parsed(await _body(request, limits.body))
+        values = parse_body(await _body(request, limits.body))
         wanted = await asyncio.to_thread(read, values)  # tokenizing a long text takes a while
         job = thread.submit(wanted.answer)
         pieces = aiter(job)
@@ -92,11 +93,13 @@ def web_app(reader: Reader, thread: AnsweringThread, limits: Limits) -> ASGIApp:
             if wanted.stream:
                 events = _events(wanted, first, pieces)
                 return Events(events, lambda: thread.leave(job))
-            rest = await _unless_gone(request, _joined(pieces)) if first is not None else ""
-        except BaseException:
+            text = ""
+            if first is not None:
+                text = first + await _unless_gone(request, _joined(pieces))
+        except BaseException:  # also if this request is cancelled
             thread.leave(job)
             raise
-        return as_json(wanted.whole((first or "") + rest))
+        return as_json(wanted.full_response(text))
 
     routes = [
         Route("/", show),
@@ -144,7 +147,8 @@ async def _unless_gone(request: HttpRequest, result: Any) -> Any:
         while (await request.receive())["type"] != "http.disconnect":
             pass
 
-    work, leaving = asyncio.ensure_future(result), asyncio.ensure_future(gone())
+    work = asyncio.ensure_future(result)
+    leaving = asyncio.ensure_future(gone())
     try:
         await asyncio.wait({work, leaving}, return_when=asyncio.FIRST_COMPLETED)
         if work.done():
@@ -157,7 +161,8 @@ async def _unless_gone(request: HttpRequest, result: Any) -> Any:
 
 
 async def _body(request: HttpRequest, limit: int) -> bytes:
-    body, too_large = bytearray(), f"the body has more than {limit} bytes; shorten it"
+    body = bytearray()
+    too_large = f"the body has more than {limit} bytes; shorten it"
     length = request.headers.get("content-length", "0")
     if length.isdecimal() and int(length[:20]) > limit:
         raise ApiError(413, too_large, headers={"Connection": "close"})
@@ -194,14 +199,15 @@ def _as_api_error(error: Exception) -> ApiError:
         headers = dict(error.headers or {})
         rule = "GET / is the page; POST /v1/chat/completions and /v1/completions answer"
         return ApiError(error.status_code, f"{error.detail}; {rule}", headers=headers)
-    status = next((each for kind, each in STATUS.items() if isinstance(error, kind)), 500)
+    status = next((code for kind, code in STATUS.items() if isinstance(error, kind)), 500)
     if isinstance(error, Busy):
         after = {"Retry-After": str(error.retry)}
         return ApiError(status, str(error), code="rate_limit_exceeded", headers=after)
-    known = isinstance(error, tuple(STATUS))
-    return ApiError(status, str(error) if known else "the server failed; its log has the cause")
+    if not isinstance(error, tuple(STATUS)):
+        return ApiError(status, "the server failed; its log has the cause")
+    return ApiError(status, str(error))
 
 
 async def _failed(_: HttpRequest, error: Exception) -> Response:
-    found = _as_api_error(error)
-    return as_json(found.content, found.status, found.headers)
+    api_error = _as_api_error(error)
+    return as_json(api_error.content, api_error.status, api_error.headers)

@@ -28,14 +28,16 @@ class Guard:
     """
 
     def __init__(self, app: ASGIApp, hosts: tuple[str, ...]) -> None:
-        self.app, self.hosts = app, {"localhost", *(name.lower() for name in hosts)}
+        self.app = app
+        self.hosts = {"localhost", *(name.lower() for name in hosts)}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, or answer 403."""
         headers = {
-            name.decode("latin-1"): each.decode("latin-1") for name, each in scope["headers"]
+            name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]
         }
-        host, origin = headers.get("host", ""), headers.get("origin", "")
+        host = headers.get("host", "")
+        origin = headers.get("origin", "")
         error = None
         if not self._is_ours(host):
             error = f"the host {host[:80]!r} is not this server's; add it with --allow-host"

@@ -28,7 +28,8 @@ def model_card(content: dict[str, Any], model: GPT, source: Path, code: str | No
         source: the checkpoint's file.
         code: the file that transformers needs to load it, if any.
     """
-    name, trust = _name(source), ", trust_remote_code=True" if code else ""
+    name = _name(source)
+    trust = ", trust_remote_code=True" if code else ""
     rows = "\n".join(f"| {fact} | {value} |" for fact, value in _facts(content, model, source))
     return f"""---
 library_name: transformers
@@ -64,18 +65,24 @@ print(tokenizer.decode(model.generate(**tokens, max_new_tokens=16)[0]))
 def _name(source: Path) -> str:
     """Return the name of the checkpoint's run, or else of its folder."""
     folder = source.resolve().parent
-    return (folder.parent if folder.name == "checkpoints" else folder).name
+    if folder.name == "checkpoints":
+        folder = folder.parent
+    return folder.name
 
 
 def _facts(content: dict[str, Any], model: GPT, source: Path) -> list[tuple[str, str]]:
-    config, loss = model.config, _validation_loss(content)
-    step, tokens = content.get("global_step"), content.get("tokens")
+    config = model.config
+    loss = _validation_loss(content)
+    step = content.get("global_step")
+    tokens = content.get("tokens")
     size = f"{model.num_parameters:,} parameters, vocabulary of {model.vocab_size:,} tokens"
+    seen = f"{tokens:,} in {step:,} steps" if tokens is not None else "not known"
+    measured = f"{loss:.4f} nats per token" if loss is not None else "not measured"
     return [
         ("model", f"{size}, context of {config.block_size}"),
         ("data", _data(migrate(content["config"])["data"])),
-        ("tokens seen", f"{tokens:,} in {step:,} steps" if tokens is not None else "not known"),
-        ("validation loss", f"{loss:.4f} nats per token" if loss is not None else "not measured"),
+        ("tokens seen", seen),
+        ("validation loss", measured),
         ("checkpoint", f"`{source.name}`"),
         ("code", _revision(source)),
     ]
@@ -84,7 +91,8 @@ def _facts(content: dict[str, Any], model: GPT, source: Path) -> list[tuple[str,
 def _validation_loss(content: dict[str, Any]) -> float | None:
     """Return the validation loss at the checkpoint's step, or None if it wasn't measured."""
     for state in content.get("callbacks", {}).values():
-        if (loss := state.get("losses", {}).get(content.get("global_step"))) is not None:
+        loss = state.get("losses", {}).get(content.get("global_step"))
+        if loss is not None:
             return float(loss)
     return None
 
@@ -96,10 +104,12 @@ def _data(settings: dict[str, Any]) -> str:
 
 def _revision(source: Path) -> str:
     """Return the revision that the run recorded, or else that of the exporting code."""
-    noted = source.resolve().parent.parent / "environment.json"
-    known = json.loads(noted.read_text(encoding="utf-8")) if noted.is_file() else {}
-    when = "trained" if "git_revision" in known else "exported"
-    state = known if "git_revision" in known else git_state(Path(__file__).parent)
+    path = source.resolve().parent.parent / "environment.json"
+    when = "trained"
+    state = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    if "git_revision" not in state:
+        when = "exported"
+        state = git_state(Path(__file__).parent)
     if not state:
         return "not in git"
     changed = ", with changes that are not in it" if state["git_dirty"] else ""

@@ -33,14 +33,15 @@ def as_files(tokenizer: Tokenizer, block_size: int) -> Files:
         "clean_up_tokenization_spaces": False,
         # A literal "<|endoftext|>" in a text stays text, as in training.
         "split_special_tokens": True,
-        **({"bos_token": end, "eos_token": end} if end else {}),
     }
+    if end:
+        config |= {"bos_token": end, "eos_token": end}
     return {"tokenizer.json": content, "tokenizer_config.json": config}
 
 
 def end_of_text(content: dict[str, Any], token: int | None) -> str | None:
     """Return the token in tokenizer.json whose id ends a document, or None."""
-    added = {each["id"]: each["content"] for each in content["added_tokens"]}
+    added = {entry["id"]: entry["content"] for entry in content["added_tokens"]}
     words = {place: word for word, place in content["model"]["vocab"].items()} | added
     return None if token is None else words[token]
 
@@ -72,8 +73,8 @@ def _numbers(values: dict[str, Any]) -> dict[str, Any]:
 
 def _pairs(values: dict[str, Any]) -> dict[str, Any]:
     """Return the tokenizer itself, without post-processing, truncation, and padding."""
-    own = dict(json.loads(values["json"]))
-    return {**own, "post_processor": None, "truncation": None, "padding": None}
+    content = dict(json.loads(values["json"]))
+    return {**content, "post_processor": None, "truncation": None, "padding": None}
 
 
 MAKERS = {"bytes": _bytes, "numbers": _numbers, "bpe": _pairs}

@@ -53,13 +53,13 @@ def export(source: Path, target: Path, force: bool = False) -> None:
         UserError: `target` contains something else, or transformers can't load such a model.
     """
     from lockstep_gpt.extras.hub.card import model_card
-    from lockstep_gpt.extras.hub.layouts import exported, layout_of
+    from lockstep_gpt.extras.hub.layouts import export_weights, layout_of
 
     target = target.resolve()  # gives `.` a name and a parent, and follows links
     _refuse_occupied(target, force)
     model, config, tokenizer = load_model(source, is_plain=True)
     layout = layout_of(model.config, f"{source} cannot be exported")
-    weights = exported(model, layout)
+    weights = export_weights(model, layout)
     card = model_card(read_checkpoint(source), model, source, layout.code)
     files = {
         "config.json": {**layout.settings(model), **_special(tokenizer)},
@@ -67,7 +67,7 @@ def export(source: Path, target: Path, force: bool = False) -> None:
         **as_files(tokenizer, model.config.block_size),
     }
     files |= config.data.files_of_export(tokenizer, files)
-    with _whole(target) as folder:
+    with _complete_folder(target) as folder:
         for name, content in files.items():
             _write(folder / name, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
         _write(folder / "README.md", card)
@@ -120,7 +120,7 @@ def _refuse_occupied(target: Path, force: bool) -> None:
 
 
 @contextlib.contextmanager
-def _whole(target: Path) -> Iterator[Path]:
+def _complete_folder(target: Path) -> Iterator[Path]:
     """Yield a folder next to `target` to write in, and rename it to `target` once it is complete.
 
     Raises:

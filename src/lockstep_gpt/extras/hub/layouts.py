@@ -63,14 +63,16 @@ def layout_of(config: ModelConfig, why: str) -> Layout:
     return LAYOUTS[config.architecture]
 
 
-def exported(model: GPT, layout: Layout) -> Weights:
+def export_weights(model: GPT, layout: Layout) -> Weights:
     """Return the weights of `model` with the names and shapes of transformers."""
     weights = {}
-    for ours, weight in model.state_dict().items():
+    for ours, padded in model.state_dict().items():
         theirs, turned = layout.place(ours)
-        rows = weight[: model.vocab_size] if ours in PADDED else weight
+        weight = padded[: model.vocab_size] if ours in PADDED else padded
+        if turned:
+            weight = weight.T
         # Cloned: safetensors rejects tensors that share memory.
-        weights[theirs] = (rows.T if turned else rows).clone(memory_format=torch.contiguous_format)
+        weights[theirs] = weight.clone(memory_format=torch.contiguous_format)
     if layout is LAYOUTS["gpt"] and not model.config.bias:
         weights |= _without_effect(weights)
     return weights
@@ -85,7 +87,7 @@ def _without_effect(weights: Weights) -> Weights:
     }
 
 
-def imported(
+def import_weights(
     saved: Mapping[str, Tensor], model: GPT, layout: Layout, source: str, tokenizer: Tokenizer
 ) -> Weights:
     """Return weights from transformers with our names and the shapes of `model`.
@@ -96,13 +98,15 @@ def imported(
     Raises:
         UserError: one is missing, left over, or misshapen; the message starts with `source`.
     """
-    left, weights = _named_alike(saved), {}
+    left = _named_alike(saved)
+    weights = {}
     for ours, place in model.state_dict().items():
         theirs, turned = layout.place(ours)
         if theirs not in left:
             raise UserError(f"{source} lacks the weight {theirs}; choose a complete folder")
         weight = left.pop(theirs)
-        weight = weight.T if turned else weight
+        if turned:
+            weight = weight.T
         if ours == POSITIONS:
             weight = weight[: len(place)]
         if ours in PADDED and is_vocabulary_of(tokenizer, len(weight)):
@@ -119,15 +123,18 @@ def imported(
 
 def _named_alike(saved: Mapping[str, Tensor]) -> Weights:
     """Add the prefix that some folders omit, and drop GPT-2's causal masks and tied head."""
-    bare = "wte.weight" in saved
-    named = {
-        f"transformer.{name}" if bare and name != "lm_head.weight" else name: weight
-        for name, weight in saved.items()
-    }
-    head, embedding = named.get("lm_head.weight"), named.get("transformer.wte.weight")
-    tied = head is not None and embedding is not None and torch.equal(head, embedding)
-    masks = (".attn.bias", ".attn.masked_bias", *(["lm_head.weight"] if tied else []))
-    return {name: weight for name, weight in named.items() if not name.endswith(masks)}
+    prefix = "transformer." if "wte.weight" in saved else ""
+    named = {}
+    for name, weight in saved.items():
+        is_head = name == "lm_head.weight"  # has no prefix in any folder
+        named[name if is_head else f"{prefix}{name}"] = weight
+    head = named.get("lm_head.weight")
+    embedding = named.get("transformer.wte.weight")
+    dropped = [".attn.bias", ".attn.masked_bias"]
+    if head is not None and embedding is not None and torch.equal(head, embedding):
+        dropped.append("lm_head.weight")
+    endings = tuple(dropped)
+    return {name: weight for name, weight in named.items() if not name.endswith(endings)}
 
 
 def _refuse_left_over(left: Weights, source: str) -> None:
@@ -186,7 +193,8 @@ def _about_gpt2(model: GPT) -> dict[str, Any]:
 
 def _about_modern(model: GPT) -> dict[str, Any]:
     module = importlib.import_module(type(model).__module__)
-    file, name = "modeling_modern", "ModernGPTForCausalLM"
+    file = "modeling_modern"
+    name = "ModernGPTForCausalLM"
     return {
         "architectures": [name],
         "auto_map": {

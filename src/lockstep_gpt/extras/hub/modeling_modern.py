@@ -113,7 +113,8 @@ class ModernGPTForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[mi
         Raises:
             ValueError: T is longer than `block_size`.
         """
-        T, limit = input_ids.shape[1], self.config.block_size
+        T = input_ids.shape[1]
+        limit = self.config.block_size
         if limit < T:
             raise ValueError(f"{T} tokens are more than block_size={limit}; shorten the input")
         seen = torch.ones_like(input_ids) if attention_mask is None else attention_mask
@@ -166,7 +167,8 @@ class CausalSelfAttention(nn.Module):
     def __init__(self, config: ModernGPTConfig) -> None:
         super().__init__()
         self.width = config.n_embd // config.n_head  # D
-        self.n_head, self.n_kv_head = config.n_head, config.n_kv_head
+        self.n_head = config.n_head
+        self.n_kv_head = config.n_kv_head
         self.scale = config.attention_scale
         self.query = nn.Linear(config.n_embd, config.n_embd, bias=False)
         self.key = nn.Linear(config.n_embd, self.n_kv_head * self.width, bias=False)
@@ -179,8 +181,8 @@ class CausalSelfAttention(nn.Module):
         q = rotate(norm(self.query(x).view(B, T, self.n_head, self.width)), cos, sin)
         k = rotate(norm(self.key(x).view(B, T, self.n_kv_head, self.width)), cos, sin)
         v = self.value(x).view(B, T, self.n_kv_head, self.width)
-        q, k, v = (each.transpose(1, 2) for each in (q, k, v))  # (B, heads, T, D)
-        k, v = (each.repeat_interleave(self.n_head // self.n_kv_head, dim=1) for each in (k, v))
+        q, k, v = (heads.transpose(1, 2) for heads in (q, k, v))  # (B, heads, T, D)
+        k, v = (heads.repeat_interleave(self.n_head // self.n_kv_head, dim=1) for heads in (k, v))
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=self.scale)
         mixed: Tensor = self.projection(y.transpose(1, 2).reshape(B, T, C))
         return mixed
@@ -208,7 +210,8 @@ def norm(x: Tensor) -> Tensor:
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate the pairs (d, d + D / 2) of `x`, (B, T, H, D), by the angles of their positions."""
     first, second = x.chunk(2, dim=-1)
-    cos, sin = cos.to(x.dtype), sin.to(x.dtype)
+    cos = cos.to(x.dtype)
+    sin = sin.to(x.dtype)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
 
@@ -218,6 +221,6 @@ def visible(seen: Tensor) -> Tensor:
     Padding sees itself, so that no row is empty; nothing reads its output.
     """
     T = seen.shape[1]
-    whole = torch.ones(T, T, dtype=torch.bool, device=seen.device)
+    everything = torch.ones(T, T, dtype=torch.bool, device=seen.device)
     itself = torch.eye(T, dtype=torch.bool, device=seen.device)
-    return ((whole.tril() & seen[:, None]) | itself)[:, None]
+    return ((everything.tril() & seen[:, None]) | itself)[:, None]

@@ -12,13 +12,14 @@ from torch import Tensor
 
 from lockstep_gpt.data.tokenizer import Tokenizer
 from lockstep_gpt.errors import UserError
-from lockstep_gpt.extras.hub.layouts import Layout, imported, layout_of
+from lockstep_gpt.extras.hub.layouts import Layout, import_weights, layout_of
 from lockstep_gpt.model.gpt import GPT
 from lockstep_gpt.optional import import_optional
 from lockstep_gpt.settings import as_typed
 from lockstep_gpt.training.initial_weights import POSITIONS, PROBE, is_vocabulary_of
 
-WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
 SAME = {"gelu_pytorch_tanh": "gelu_new"}  # two names for one function
 
 
@@ -37,7 +38,7 @@ def weights_of_folder(
     saved = _settings(folder, source)
     _check_settings(saved, model, layout, source)
     _check_tokenizer(folder, saved, tokenizer, source)
-    weights = imported(dict(_weights(folder, source)), model, layout, source, tokenizer)
+    weights = import_weights(dict(_weights(folder, source)), model, layout, source, tokenizer)
     (longest,) = (saved[name] for name, ours in layout.names.items() if ours == "block_size")
     return weights, longest
 
@@ -62,9 +63,11 @@ def _check_settings(saved: dict[str, Any], model: GPT, layout: Layout, source: s
         )
     learned = POSITIONS in model.state_dict()
     for theirs, ours in layout.names.items():
-        theirs_is, ours_is = saved.get(theirs), getattr(model.config, ours)
+        theirs_is = saved.get(theirs)
+        ours_is = getattr(model.config, ours)
         if ours == "n_kv_head":
-            theirs_is, ours_is = theirs_is or saved["n_head"], ours_is or model.config.n_head
+            theirs_is = theirs_is or saved["n_head"]
+            ours_is = ours_is or model.config.n_head
         if theirs_is is None and "ngram" in ours:  # an earlier export, without it
             theirs_is = 0 if ours == "ngram_rows" else ours_is
         longer = ours == "block_size" and isinstance(theirs_is, int) and theirs_is > ours_is
@@ -89,27 +92,32 @@ def _check_tokenizer(
 ) -> None:
     """Reject weights that were trained with another tokenizer than the data's."""
     remedy = f"set data.tokenizer={folder}, or bytes if it was trained on bytes"
-    size, ours = saved.get("vocab_size"), tokenizer.vocab_size
+    size = saved.get("vocab_size")
+    ours = tokenizer.vocab_size
     if not isinstance(size, int) or not is_vocabulary_of(tokenizer, size):
         raise UserError(
             f"{source} has a vocabulary of {size}, but the data's tokenizer has {ours}; {remedy}"
         )
-    text = tokenizer.end_of_text is not None  # otherwise the tokens never were text
-    ids = _ids_of_probe(folder, source) if text else None
+    if tokenizer.end_of_text is None:
+        return  # the tokens never were text
+    ids = _ids_of_probe(folder, source)
     if ids is not None and ids != tokenizer.encode(PROBE).tolist():
         raise UserError(f"{source} tokenizes text differently than the data; {remedy}")
 
 
 def _ids_of_probe(folder: Path, source: str) -> list[int] | None:
     """Return the probe's ids from the folder's own tokenizer, or None if there is none."""
-    whole, *pair = [folder / name for name in ("tokenizer.json", "vocab.json", "merges.txt")]
-    if not whole.is_file() and not all(file.is_file() for file in pair):
+    single = folder / "tokenizer.json"
+    pair = [folder / "vocab.json", folder / "merges.txt"]
+    if not single.is_file() and not all(file.is_file() for file in pair):
         return None
     import tokenizers as lib
 
-    kind, files = (lib.Tokenizer, [whole]) if whole.is_file() else (lib.ByteLevelBPETokenizer, pair)
     try:
-        tokenizer = kind.from_file(*map(str, files))
+        if single.is_file():
+            tokenizer = lib.Tokenizer.from_file(str(single))
+        else:
+            tokenizer = lib.ByteLevelBPETokenizer.from_file(*map(str, pair))
         return list(tokenizer.encode(PROBE, add_special_tokens=False).ids)
     except Exception as error:  # the library doesn't have its own error class
         raise UserError(f"{source} has a damaged tokenizer ({error}); copy it again") from error

@@ -17,7 +17,7 @@ from lockstep_gpt.config import Config
 from lockstep_gpt.extras.pages.page import write_page
 from lockstep_gpt.extras.pages.page_settings import PageSettings
 from lockstep_gpt.extras.pages.recordings import as_json
-from lockstep_gpt.extras.pages.run_report import report
+from lockstep_gpt.extras.pages.run_report import report_page
 from lockstep_gpt.run.callbacks.stopping import Stopped
 from lockstep_gpt.run.directory import RunDirectory
 from lockstep_gpt.run.loggers.tracking import git_state
@@ -34,8 +34,8 @@ class ReportAtEnd(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         """Find the run directory and write the environment to it."""
-        files = (each for each in trainer.loggers if isinstance(each, MetricsFile))
-        self._run = next(files).path.parent
+        metrics = next(logger for logger in trainer.loggers if isinstance(logger, MetricsFile))
+        self._run = metrics.path.parent
         if trainer.is_global_zero:
             content = as_json(environment(pl_module.device))
             (self._run / "environment.json").write_text(content, encoding="utf-8")
@@ -46,8 +46,8 @@ class ReportAtEnd(Callback):
 
     def on_exception(self, trainer: Trainer, pl_module: Any, exception: BaseException) -> None:  # noqa: ARG002
         """Write the report when the run is stopped or fails."""
-        said = str(exception) if isinstance(exception, Stopped) else f"failed: {exception}"
-        self._write(trainer, said.splitlines()[0])
+        status = str(exception) if isinstance(exception, Stopped) else f"failed: {exception}"
+        self._write(trainer, status.splitlines()[0])
 
     def _write(self, trainer: Trainer, status: str) -> None:
         if trainer.is_global_zero and hasattr(self, "_run"):
@@ -55,7 +55,7 @@ class ReportAtEnd(Callback):
             try:
                 # summary.json, which later reports read, isn't written yet.
                 summary = summary_of_callbacks(trainer)
-                write_page(path, report([self._run], status=status, summary=summary))
+                write_page(path, report_page([self._run], status=status, summary=summary))
             except Exception as error:  # a report must never change how a run ends
                 logger.warning("no report: %s: %s", type(error).__name__, error)
             else:
@@ -64,12 +64,14 @@ class ReportAtEnd(Callback):
 
 def environment(device: torch.device) -> dict[str, Any]:
     """Return this rank's host, device, library versions, and git state."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
+    name = platform.machine()
+    if device.type == "cuda":
+        name = f"{torch.cuda.get_device_name(device)}, CUDA {torch.version.cuda}"
     libraries = {library: version(library) for library in LIBRARIES}
     return {
         "host": socket.gethostname(),
         "system": f"{platform.system()} {platform.release()}",
-        "device": f"{name}, CUDA {torch.version.cuda}" if device.type == "cuda" else name,
+        "device": name,
         "processors": os.cpu_count(),
         "threads of rank 0": torch.get_num_threads(),
         "python": platform.python_version(),

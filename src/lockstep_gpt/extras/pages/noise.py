@@ -56,10 +56,12 @@ class NoiseScale:
 
     def add(self, measurement: Measurement) -> None:
         """Add the measurement of one step, unless it isn't finite."""
-        signal, noise = measurement.signal, measurement.noise
+        signal = measurement.signal
+        noise = measurement.noise
         if not math.isfinite(signal + noise):
             return
-        keep, add = self.smoothing, 1 - self.smoothing
+        keep = self.smoothing
+        add = 1 - self.smoothing
         self.signal = keep * self.signal + add * signal
         self.noise = keep * self.noise + add * noise
         self.weight = keep * self.weight + add
@@ -77,7 +79,9 @@ class NoiseScale:
 
     def load_state_dict(self, state: dict[str, float]) -> None:
         """Restore saved averages."""
-        self.signal, self.noise, self.weight = state["signal"], state["noise"], state["weight"]
+        self.signal = state["signal"]
+        self.noise = state["noise"]
+        self.weight = state["weight"]
 
 
 def steps_left(scale: float, batch: float) -> float:

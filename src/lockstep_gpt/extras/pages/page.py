@@ -15,8 +15,8 @@ PAGES = Path(__file__).with_name("html")
 PLACE = re.compile(r"<!-- (policy|style|script|data)((?: [\w.]+)*) -->")
 
 
-def page(name: str, data: Any) -> str:
-    """Return `pages/NAME.html` with its placeholder comments replaced by what they name.
+def render_page(name: str, data: Any) -> str:
+    """Return `html/NAME.html` with its placeholder comments replaced by what they name.
 
     Args:
         name: name of the page.

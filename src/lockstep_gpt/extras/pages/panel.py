@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from lockstep_gpt import PROGRAM
-from lockstep_gpt.extras.pages.page import page, write_page
+from lockstep_gpt.extras.pages.page import render_page, write_page
 from lockstep_gpt.extras.pages.recordings import read_recordings
 
 
@@ -14,18 +14,18 @@ def main(arguments: list[str]) -> int:
     """Write the page and print its path."""
     options = _parser().parse_args(arguments)
     output = options.output or options.run / "panel.html"
-    write_page(output, panel(options.run))
+    write_page(output, panel_page(options.run))
     print(f"{output}: open it in any browser; it needs no network")
     return 0
 
 
-def panel(run: Path) -> str:
+def panel_page(run: Path) -> str:
     """Return the page of the run directory `run`.
 
     Raises:
         UserError: there is no such run, or none of its steps was recorded.
     """
-    return page("panel", {"name": run.resolve().name, "recordings": read_recordings(run)})
+    return render_page("panel", {"name": run.resolve().name, "recordings": read_recordings(run)})
 
 
 def _parser() -> argparse.ArgumentParser:

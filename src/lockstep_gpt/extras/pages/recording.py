@@ -41,8 +41,8 @@ def _used_anywhere(parameters: Sequence[Tensor], ddp: DistributedDataParallel) -
     """Return which parameters have a gradient on any rank: all, unless DDP looks for unused."""
     if not ddp.find_unused_parameters:
         return [True] * len(parameters)
-    found = [parameter.grad is not None for parameter in parameters]
-    flags = torch.tensor(found, dtype=torch.int32, device=ddp.device)
+    has_gradient = [parameter.grad is not None for parameter in parameters]
+    flags = torch.tensor(has_gradient, dtype=torch.int32, device=ddp.device)
     dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=ddp.process_group)
     return [bool(flag) for flag in flags.tolist()]
 
@@ -56,9 +56,13 @@ class Probe:
     """
 
     def __init__(self, model: nn.Module, values: int) -> None:
-        named = [each for each in model.named_parameters() if each[1].requires_grad]
-        self.names = [name for name, _ in named]
-        self.parameters = [parameter for _, parameter in named]
+        trained = {
+            name: parameter
+            for name, parameter in model.named_parameters()
+            if parameter.requires_grad
+        }
+        self.names = [*trained]
+        self.parameters = [*trained.values()]
         self.positions = [_spread(parameter.numel(), values) for parameter in self.parameters]
         self._indices = [
             torch.tensor(spots, device=parameter.device)
@@ -94,12 +98,14 @@ class Probe:
 def _spread(size: int, values: int) -> list[int]:
     """Return up to `values` distinct positions below `size`, spread evenly but irregularly."""
     share = 0.6180339887498949  # fraction of the golden ratio, never in step with a row's length
-    taken = {int((index + 1) * share % 1 * size) for index in range(values)}
-    return sorted(taken)
+    positions = {int((index + 1) * share % 1 * size) for index in range(values)}
+    return sorted(positions)
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:
-    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.detach()
+    if parameter.grad is None:
+        return torch.zeros_like(parameter)
+    return parameter.grad.detach()
 
 
 class MicroBatchNorms:
@@ -121,17 +127,20 @@ class MicroBatchNorms:
 
     def after_backward(self) -> None:
         """Measure, then add as autograd would have: old sum + new gradient."""
-        gradients = [each.grad for each in self.parameters if each.grad is not None]
+        gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
         norms = torch.stack(torch._foreach_norm(gradients))
         self.squares.append(norms.double().square().sum())
         for parameter, total in zip(self.parameters, self._sums, strict=True):
-            if total is not None:
-                parameter.grad = total if parameter.grad is None else total.add_(parameter.grad)
+            if total is None:
+                continue
+            if parameter.grad is not None:
+                total.add_(parameter.grad)
+            parameter.grad = total
         self._sums = []
 
 
 @dataclass
-class Taken:
+class LocalStep:
     """This rank's values of one step; the vectors are as `Probe` reads them."""
 
     step: int
@@ -147,9 +156,11 @@ class Taken:
         assert self.before is not None
         assert self.after is not None
         assert self.weights is not None
-        own = [self.before / self.scale, self.after / self.scale, self.weights, weights]
-        squares = torch.stack(parts) / self.scale**2 if parts else self.before[:0]
-        return torch.cat([*own, self.loss.double().reshape(1), squares])
+        vectors = [self.before / self.scale, self.after / self.scale, self.weights, weights]
+        vectors.append(self.loss.double().reshape(1))
+        if parts:
+            vectors.append(torch.stack(parts) / self.scale**2)
+        return torch.cat(vectors)
 
 
 def from_all_ranks(tensor: Tensor) -> Numbers:
@@ -166,17 +177,19 @@ class Step:
 
     Args:
         probe: the probe that read the values.
-        table: every rank's `Taken.as_vector`.
+        table: every rank's `LocalStep.as_vector`.
         micro_batches: samples per micro-batch, and micro-batches per rank in a step.
     """
 
     def __init__(self, probe: Probe, table: Numbers, micro_batches: tuple[int, int]) -> None:
-        count, size = probe.count, len(probe.names)
+        count = probe.count
+        size = len(probe.names)
         lengths = [count, size, count, size, count, count, 1]
         pieces = np.split(table, np.cumsum(lengths), axis=1)
         self.before, self.norms, self.after, self.mean_norms = pieces[:4]  # (R, values), (R, P)
         self.weights, self.updated = pieces[4:6]  # (R, values)
-        self.losses, self.part_squares = pieces[6][:, 0], pieces[7]  # (R,), (R, micro-batches)
+        self.losses = pieces[6][:, 0]  # (R,)
+        self.part_squares = pieces[7]  # (R, micro-batches)
         self.micro_size, self.accumulation = micro_batches
         self.ranks = len(table)
 
@@ -189,12 +202,12 @@ class Step:
     @property
     def measurement(self) -> Measurement | None:
         """The step's noise measurement, or None if there is nothing to compare."""
-        own = self.micro_size * self.accumulation
+        rank_batch = self.micro_size * self.accumulation
         big = float(np.square(self.mean_norms[0]).sum())
         if self.ranks > 1:
             small = float(np.square(self.norms).sum(axis=1).mean())
-            return Measurement(own, own * self.ranks, small, big)
+            return Measurement(rank_batch, rank_batch * self.ranks, small, big)
         if self.accumulation > 1:  # each part of the step is 1 / accumulation of a gradient
             small = float(self.part_squares.mean()) * self.accumulation**2
-            return Measurement(self.micro_size, own, small, big)
+            return Measurement(self.micro_size, rank_batch, small, big)
         return None

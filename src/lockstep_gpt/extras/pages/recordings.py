@@ -51,11 +51,13 @@ def as_json(content: Any) -> str:
 
 
 def _finite(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
     if isinstance(value, dict):
-        return {name: _finite(each) for name, each in value.items()}
-    return [_finite(each) for each in value] if isinstance(value, list) else value
+        return {name: _finite(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_finite(item) for item in value]
+    return value
 
 
 def describe(step: Step, probe: Probe, module: Any, samples: Numbers, ranks: int) -> dict[str, Any]:
@@ -68,18 +70,22 @@ def describe(step: Step, probe: Probe, module: Any, samples: Numbers, ranks: int
         samples: token ids, (R, S, T).
         ranks: how many ranks to keep values for.
     """
-    own, mean = (probe.split(_short(each, probe)) for each in (step.before[:ranks], step.after[0]))
-    old, new = (probe.split(_short(each[0], probe)) for each in (step.weights, step.updated))
-    norms, mean_norms = _short(step.norms[:ranks], probe), _short(step.mean_norms[0], probe)
+    # One piece per parameter.
+    before = probe.split(_short(step.before[:ranks], probe))
+    after = probe.split(_short(step.after[0], probe))
+    weights = probe.split(_short(step.weights[0], probe))
+    updated = probe.split(_short(step.updated[0], probe))
+    norms = _short(step.norms[:ranks], probe)
+    mean_norms = _short(step.mean_norms[0], probe)
     parameters = [
         {
             "name": name,
             "shape": list(probe.parameters[index].shape),
             "positions": probe.positions[index],
-            "before": own[index].tolist(),  # by rank
-            "after": mean[index].tolist(),
-            "weights": old[index].tolist(),
-            "updated": new[index].tolist(),
+            "before": before[index].tolist(),  # by rank
+            "after": after[index].tolist(),
+            "weights": weights[index].tolist(),
+            "updated": updated[index].tolist(),
             "norms": norms[:, index].tolist(),  # by rank
             "mean_norm": float(mean_norms[index]),
         }
@@ -92,7 +98,9 @@ def describe(step: Step, probe: Probe, module: Any, samples: Numbers, ranks: int
         "block_size": module.config.model.block_size,
         "spread": step.spread,
         "losses": step.losses[:ranks].tolist(),
-        "samples": [[module.tokenizer.decode(row) for row in each] for each in samples[:ranks]],
+        "samples": [
+            [module.tokenizer.decode(ids) for ids in of_rank] for of_rank in samples[:ranks]
+        ],
         "parameters": parameters,
     }
 
@@ -102,4 +110,6 @@ def _short(values: Numbers, probe: Probe) -> Numbers:
 
     That is nine digits instead of seventeen, and they read back as the same float32.
     """
-    return values if probe.exact else values.astype("float32").astype(str).astype("float64")
+    if probe.exact:
+        return values
+    return values.astype("float32").astype(str).astype("float64")

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep_gpt import PROGRAM
-from lockstep_gpt.extras.pages.page import page, write_page
+from lockstep_gpt.extras.pages.page import render_page, write_page
 from lockstep_gpt.extras.pages.runs import read_run
 
 
@@ -17,12 +17,12 @@ def main(arguments: list[str]) -> int:
     first: Path = options.run[0]
     folder = first if len(options.run) == 1 else first.parent
     output = options.output or folder / "report.html"
-    write_page(output, report(options.run))
+    write_page(output, report_page(options.run))
     print(f"{output}: open it in any browser; it needs no network")
     return 0
 
 
-def report(paths: list[Path], **known: Any) -> str:
+def report_page(paths: list[Path], **known: Any) -> str:
     """Return the page of one or more runs.
 
     Args:
@@ -32,7 +32,7 @@ def report(paths: list[Path], **known: Any) -> str:
     Raises:
         UserError: one of them isn't a run directory.
     """
-    return page("report", {"runs": [{**read_run(path), **known} for path in paths]})
+    return render_page("report", {"runs": [{**read_run(path), **known} for path in paths]})
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -18,7 +18,8 @@ from lockstep_gpt import PROGRAM
 from lockstep_gpt.run.directory import RunDirectory
 
 POINTS = 600  # per curve; few screens have more columns
-STEP, TOKENS = "trainer/step", "trainer/tokens"
+STEP = "trainer/step"
+TOKENS = "trainer/tokens"
 RECEIPT_LINE = re.compile(r"  (\w+) +(\S.*)")
 AT_STEP = re.compile(r"step +(\d+)/")
 SAMPLE_LINE = re.compile(r"  \| ?(.*)")
@@ -53,9 +54,11 @@ def read_run(path: Path) -> dict[str, Any]:
 
 def _status(run: RunDirectory, curves: dict[str, list[Row]]) -> str:
     """Return the run's status; a summary from before the last row is of an earlier part."""
-    if failure := run.read_failure():
+    failure = run.read_failure()
+    if failure:
         return f"failed on rank {failure.get('rank')}: {failure.get('error')}"
-    summary, last = run.read_summary(), max((rows[-1][0] for rows in curves.values()), default=0)
+    summary = run.read_summary()
+    last = max((rows[-1][0] for rows in curves.values()), default=0)
     if summary and summary.get("step", 0) >= last:
         return str(summary["status"])
     return "still running, or killed: it has not recorded how it ended"
@@ -63,7 +66,8 @@ def _status(run: RunDirectory, curves: dict[str, list[Row]]) -> str:
 
 def _commands(path: Path, values: dict[str, Any]) -> dict[str, str]:
     """Return the commands that repeat the run bit for bit, resume it, and train it longer."""
-    run, again = shlex.quote(str(path)), shlex.quote(f"{path}-again")
+    run = shlex.quote(str(path))
+    again = shlex.quote(f"{path}-again")
     go_on = f"{PROGRAM} train run_dir={run} resume=auto"
     commands = {
         "repeat": f"mkdir {again} && cp {run}/config.yaml {again} && "
@@ -88,17 +92,17 @@ def read_curves(path: Path) -> dict[str, list[Row]]:
     tokens = columns.pop(TOKENS, steps)
     curves = {}
     for name, texts in columns.items():
-        gaps = "" in texts
-        filled = [row for row, text in enumerate(texts) if text] if gaps else range(len(texts))
+        filled = [row for row, text in enumerate(texts) if text]
         try:
-            values = np.array([*map(float, filter(None, texts))])
+            values = np.array([float(texts[row]) for row in filled])
         except ValueError:  # text that a callback logged
             continue
-        kept = [(filled[place], float(values[place])) for place in thinned(values)]
-        if kept:
-            curves[name] = [
-                [float(steps[at]), float(tokens[at] or "nan"), value] for at, value in kept
-            ]
+        points = []
+        for place in thinned(values):
+            row = filled[place]
+            points.append([float(steps[row]), float(tokens[row] or "nan"), float(values[place])])
+        if points:
+            curves[name] = points
     return curves
 
 
@@ -112,20 +116,20 @@ def thinned(values: npt.NDArray[np.float64], points: int = POINTS) -> list[int]:
     if last < points:
         return list(range(last + 1))
     ends = np.linspace(1, last, points // 2, dtype=int)  # one stretch fewer: room for both ends
-    kept = {0, last}
+    indices = {0, last}
     for start, end in pairwise(ends.tolist()):
         stretch = values[start:end]
-        kept |= {start + int(stretch.argmin()), start + int(stretch.argmax())}
-    return sorted(kept)
+        indices |= {start + int(stretch.argmin()), start + int(stretch.argmax())}
+    return sorted(indices)
 
 
 def _receipts(lines: Iterable[str]) -> Iterator[dict[str, str]]:
     """Yield the receipt of each start of the run, in order."""
     receipt: dict[str, str] = {}
     for line in [*lines, ""]:
-        found = RECEIPT_LINE.fullmatch(line)
-        if found and (receipt or found[1] == "run"):
-            receipt[found[1]] = found[2]
+        field = RECEIPT_LINE.fullmatch(line)
+        if field and (receipt or field[1] == "run"):
+            receipt[field[1]] = field[2]
         elif receipt:
             yield receipt
             receipt = {}
@@ -136,11 +140,12 @@ def _samples(lines: list[str]) -> Iterator[dict[str, Any]]:
     step = 0
     text: list[str] | None = None
     for line in [*lines, ""]:
-        if at := AT_STEP.match(line):
-            step = int(at[1])
-        found = SAMPLE_LINE.fullmatch(line)
-        if text is not None and found:
-            text.append(found[1])
+        progress = AT_STEP.match(line)
+        if progress:
+            step = int(progress[1])
+        sample_line = SAMPLE_LINE.fullmatch(line)
+        if text is not None and sample_line:
+            text.append(sample_line[1])
         elif text:
             yield {"step": step, "text": "\n".join(text)}
             text = None
@@ -149,8 +154,8 @@ def _samples(lines: list[str]) -> Iterator[dict[str, Any]]:
 
 
 def _last(pattern: str, log: str) -> str:
-    found = re.findall(pattern, log, flags=re.MULTILINE)
-    return str(found[-1]) if found else ""
+    matches = re.findall(pattern, log, flags=re.MULTILINE)
+    return str(matches[-1]) if matches else ""
 
 
 def _lines(path: Path) -> list[str]:

@@ -14,12 +14,12 @@ from torch.nn.parallel import DistributedDataParallel
 from lockstep_gpt.distributed.ddp import DDPStrategy
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.extras.pages.noise import UNMEASURED, NoiseScale, advice
-from lockstep_gpt.extras.pages.panel import panel
+from lockstep_gpt.extras.pages.panel import panel_page
 from lockstep_gpt.extras.pages.recording import (
+    LocalStep,
     MicroBatchNorms,
     Probe,
     Step,
-    Taken,
     average_like_ddp,
     from_all_ranks,
 )
@@ -62,16 +62,26 @@ class SyncPanel(StepCallback):
         files: int = 40,
         smoothing: float = 0.95,
     ) -> None:
-        for name, least in {"every": 1, "values": 1, "samples": 0, "ranks": 1, "files": 1}.items():
-            if (value := locals()[name]) < least:
+        for name, value, least in (
+            ("every", every, 1),
+            ("values", values, 1),
+            ("samples", samples, 0),
+            ("ranks", ranks, 1),
+            ("files", files, 1),
+        ):
+            if value < least:
                 raise UserError(f"callbacks.sync_panel.{name}={value} must be at least {least}")
         if not 0 <= smoothing < 1:
             raise UserError(f"callbacks.sync_panel.smoothing={smoothing} must be from 0 to below 1")
-        self.every, self.values, self.files = every, values, files
-        self.samples, self.sample_tokens, self.ranks = samples, sample_tokens, ranks
+        self.every = every
+        self.values = values
+        self.files = files
+        self.samples = samples
+        self.sample_tokens = sample_tokens
+        self.ranks = ranks
         self.noise = NoiseScale(smoothing)
         self._advice = UNMEASURED
-        self._taken: Taken | None = None  # while a step is being recorded
+        self._local_step: LocalStep | None = None  # while a step is being recorded
         self._parts: MicroBatchNorms | None = None
 
     def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:  # noqa: ARG002
@@ -97,8 +107,8 @@ class SyncPanel(StepCallback):
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         """Choose the values to read, and find the run directory, where metrics.csv is."""
         super().on_train_start(trainer, pl_module)
-        files = (each for each in trainer.loggers if isinstance(each, MetricsFile))
-        self._run = next(files).path.parent
+        metrics = next(logger for logger in trainer.loggers if isinstance(logger, MetricsFile))
+        self._run = metrics.path.parent
         self._probe = Probe(pl_module.model, self.values)
         self._ddp: Any = trainer.strategy.model
         if not isinstance(self._ddp, DistributedDataParallel):
@@ -128,55 +138,57 @@ class SyncPanel(StepCallback):
         samples = batch[0][: self.samples, : self.sample_tokens]
         if batch_idx % accumulation == 0:
             zero = torch.zeros((), device=samples.device)
-            self._taken = Taken(step, _loss_scale(trainer), samples, zero)
-            alone = self._ddp is None and accumulation > 1
-            self._parts = MicroBatchNorms(self._probe.parameters) if alone else None
-        elif self._taken is not None and len(self._taken.samples) < self.samples:
-            joined = torch.cat([self._taken.samples, samples])
-            self._taken.samples = joined[: self.samples]
+            self._local_step = LocalStep(step, _loss_scale(trainer), samples, zero)
+            self._parts = None
+            if self._ddp is None and accumulation > 1:
+                self._parts = MicroBatchNorms(self._probe.parameters)
+        elif self._local_step is not None and len(self._local_step.samples) < self.samples:
+            joined = torch.cat([self._local_step.samples, samples])
+            self._local_step.samples = joined[: self.samples]
         if self._ddp is not None and (batch_idx + 1) % accumulation == 0:
             self._ddp.require_backward_grad_sync = False
 
     def on_before_backward(self, trainer: Trainer, pl_module: Any, loss: Tensor) -> None:  # noqa: ARG002
         """Add the loss; separate the micro-batches' gradients if they take the place of ranks."""
-        if self._taken is None:
+        if self._local_step is None:
             return
-        self._taken.loss = self._taken.loss + loss.detach() / self._taken.scale
+        self._local_step.loss = self._local_step.loss + loss.detach() / self._local_step.scale
         if self._parts is not None:
             self._parts.before_backward()
 
     def on_after_backward(self, trainer: Trainer, pl_module: Any) -> None:  # noqa: ARG002
         """After the last micro-batch, read this rank's gradients, average, and read the average."""
-        taken = self._taken
-        if taken is None:
+        local_step = self._local_step
+        if local_step is None:
             return
         if self._parts is not None:
             self._parts.after_backward()
         if is_accumulating(trainer):
             return
-        taken.before = taken.after = self._probe.gradients()
+        local_step.before = local_step.after = self._probe.gradients()
         if self._ddp is not None:
             average_like_ddp(self._ddp)
-            taken.after = self._probe.gradients()
+            local_step.after = self._probe.gradients()
             self._ddp.require_backward_grad_sync = True
             self._ddp.require_forward_param_sync = True  # as after a backward that averages
-        taken.weights = self._probe.weights()
+        local_step.weights = self._probe.weights()
 
     def on_step_end(self, trainer: Trainer, pl_module: Any, step: int) -> None:
         """After the update, gather all ranks' values, measure, log, and write."""
-        taken, self._taken = self._taken, None
-        if taken is None:
+        local_step = self._local_step
+        self._local_step = None
+        if local_step is None:
             return
         squares = self._parts.squares if self._parts else []
-        table = from_all_ranks(taken.as_vector(self._probe.weights(), squares))
-        samples = from_all_ranks(taken.samples)
+        table = from_all_ranks(local_step.as_vector(self._probe.weights(), squares))
+        samples = from_all_ranks(local_step.samples)
         micro_size = trainer.datamodule.micro_size  # type: ignore[attr-defined]
         recorded = Step(self._probe, table, (micro_size, trainer.accumulate_grad_batches))
         self._measure(trainer, pl_module, recorded, step)
         if trainer.is_global_zero and self.has_file(step, trainer.max_steps):
-            said = {"noise_scale": self.noise.scale, "advice": self._advice}
+            noise = {"noise_scale": self.noise.scale, "advice": self._advice}
             content = describe(recorded, self._probe, pl_module, samples, self.ranks)
-            write_recording(self._run, {"step": step, **content, **said})
+            write_recording(self._run, {"step": step, **content, **noise})
 
     def _measure(self, trainer: Trainer, pl_module: Any, recorded: Step, step: int) -> None:
         measurement = recorded.measurement
@@ -188,8 +200,8 @@ class SyncPanel(StepCallback):
         if self.noise.scale is not None:
             tokens = step * measurement.big_batch * block_size
             row = {"trainer/tokens": tokens, NOISE_SCALE: self.noise.scale}
-            for each in trainer.loggers:
-                each.log_metrics(row, step)
+            for run_logger in trainer.loggers:
+                run_logger.log_metrics(row, step)
 
     def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:  # noqa: ARG002
         """Log the advice on the batch size and the panel's command; send the panel to trackers."""
@@ -197,7 +209,7 @@ class SyncPanel(StepCallback):
             command = f"{invocation()} panel {self._run}"
             logger.info("\n%s\n  the all-reduce, step by step: %s", self._advice, command)
             for run in tracked_runs(trainer.loggers):
-                run.log_html("sync/panel", panel(self._run), trainer.global_step)
+                run.log_html("sync/panel", panel_page(self._run), trainer.global_step)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the averages of the noise scale, so that a resumed run continues with them."""

@@ -16,7 +16,7 @@ def tokens_to_read(share: float, trained: int) -> int:
     return int(share * trained * FORWARD)
 
 
-def affordable(costs: Sequence[Sequence[int]], budget: int | None) -> list[int]:
+def affordable_counts(costs: Sequence[Sequence[int]], budget: int | None) -> list[int]:
     """Return how many examples of each task to use, from its first.
 
     The variance of a mean is inverse to the number of examples, so the sum of the variances is
@@ -26,25 +26,29 @@ def affordable(costs: Sequence[Sequence[int]], budget: int | None) -> list[int]:
         costs: tokens of each example of each task, which has at least one.
         budget: tokens for all tasks together; None: no limit.
     """
-    counts, totals = [*map(len, costs)], [*map(sum, costs)]
+    counts = [*map(len, costs)]
+    totals = [*map(sum, costs)]
     if budget is None or sum(totals) <= budget:
         return counts
     roots = [math.sqrt(total / count) for total, count in zip(totals, counts, strict=True)]
-    chosen, left, others = [*counts], float(budget), {*range(len(costs))}
-    while others:
-        scale = left / sum(roots[at] for at in others)
-        whole = {at for at in others if totals[at] <= scale * roots[at]}
-        if not whole:
+    chosen = [*counts]
+    left = float(budget)
+    limited = {*range(len(costs))}  # tasks that aren't affordable as a whole
+    while limited:
+        scale = left / sum(roots[task] for task in limited)
+        complete = {task for task in limited if totals[task] <= scale * roots[task]}
+        if not complete:
             break
-        left -= sum(totals[at] for at in whole)
-        others -= whole
-    for at in others:
-        chosen[at] = _first(costs[at], scale * roots[at])
-    pairs = zip(chosen, counts, strict=True)
-    return [count if count >= min(FEWEST, total) else 0 for count, total in pairs]
+        left -= sum(totals[task] for task in complete)
+        limited -= complete
+    for task in limited:
+        count = _affordable_prefix(costs[task], scale * roots[task])
+        too_few = count < min(FEWEST, counts[task])
+        chosen[task] = 0 if too_few else count
+    return chosen
 
 
-def _first(costs: Sequence[int], budget: float) -> int:
+def _affordable_prefix(costs: Sequence[int], budget: float) -> int:
     """Return how many of `costs`, from the first, add up to at most `budget`."""
     spent = 0
     for count, cost in enumerate(costs):

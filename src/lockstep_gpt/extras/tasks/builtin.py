@@ -54,7 +54,9 @@ def held_out(config: Config) -> list[str]:
     Whether a file is held out depends on its name alone, so a model that was trained on another
     machine hasn't seen them either. Runs on other data use the default fraction.
     """
-    data = config.data if isinstance(config.data, StandardLibrary) else StandardLibrary()
+    data = config.data
+    if not isinstance(data, StandardLibrary):
+        data = StandardLibrary()
     fractions = data.val_fraction, data.test_fraction
     paths = [
         Path(file.path) for file in data.files if split_of_name(file.name, *fractions) == "val"
@@ -89,11 +91,12 @@ def _copies(names: list[str]) -> list[Example]:
     examples: list[Example] = []
     while len(examples) < COUNT:
         name = draw.choice(longer)
-        alike = [each for each in longer if len(each) == len(name) and each != name]
+        alike = [other for other in longer if len(other) == len(name) and other != name]
         if len(alike) >= CHOICES - 1:
-            answer, choices = draw.randrange(CHOICES), draw.sample(alike, CHOICES - 1)
+            answer = draw.randrange(CHOICES)
+            choices = draw.sample(alike, CHOICES - 1)
             choices.insert(answer, name)
-            prompts = tuple((f"        self.{each} = ", f"{name}\n") for each in choices)
+            prompts = tuple((f"        self.{other} = ", f"{name}\n") for other in choices)
             examples.append(Example(prompts, answer))
     return examples
 
@@ -106,12 +109,12 @@ def _brackets(names: list[str]) -> list[Example]:
         openers = [draw.choice("([{") for _ in range(2 + number % 2)]
         words = draw.sample(names, len(openers) + 1)
         inside = "".join(f"{opener}{word}" for opener, word in zip(openers, words[1:], strict=True))
-        right = "".join(CLOSERS[each] for each in reversed(openers))
+        right = "".join(CLOSERS[closer] for closer in reversed(openers))
         wrong: set[str] = set()
         while len(wrong) < CHOICES - 1:
             wrong.add("".join(draw.choice(")]}") for _ in openers))
             wrong.discard(right)
-        ends = [f"{each}\n" for each in sorted(wrong)]
+        ends = [f"{closer}\n" for closer in sorted(wrong)]
         examples.append(_shuffled(draw, f"{words[0]} = {inside}", f"{right}\n", ends))
     return examples
 
@@ -134,7 +137,8 @@ def _calls_of(text: str) -> Iterator[tuple[str, str]]:
         if not isinstance(node, ast.Call) or not lines[node.lineno - 1].isascii():
             continue  # the tree counts bytes
         name = getattr(node.func, "attr", getattr(node.func, "id", ""))
-        line, end = lines[(node.func.end_lineno or 1) - 1], node.func.end_col_offset or 0
+        line = lines[(node.func.end_lineno or 1) - 1]
+        end = node.func.end_col_offset or 0
         if len(name) > SHORTEST and line[end : end + 1] == "(":
             cut = end - len(name) // 2
             yield line[:cut], line[cut : end + 1]
@@ -149,15 +153,16 @@ def _next_lines(texts: list[str]) -> list[Example]:
     everything = sorted({line for file in files for line in file if _is_choice(line)})
     examples: list[Example] = []
     for file, at in places:
-        shown, right = file[at - LINES_BEFORE : at], file[at]
+        before = file[at - LINES_BEFORE : at]
+        right = file[at]
         if len(examples) == COUNT or not _is_choice(right):
             continue
-        known = {*shown, right}
-        alike = [each for each in everything if abs(len(each) - len(right)) < CLOSE]
-        alike = [each for each in alike if each not in known]
+        known = {*before, right}
+        alike = [line for line in everything if abs(len(line) - len(right)) < CLOSE]
+        alike = [line for line in alike if line not in known]
         if len(alike) >= CHOICES - 1:
             wrong = [f"{line}\n" for line in draw.sample(alike, CHOICES - 1)]
-            context = "".join(f"{line}\n" for line in shown)
+            context = "".join(f"{line}\n" for line in before)
             examples.append(_shuffled(draw, context, f"{right}\n", wrong))
     return examples
 

@@ -55,7 +55,7 @@ class CoreTask:
 def core_tasks(folder: Path) -> list[CoreTask]:
     """Read which tasks a folder has; raise a `UserError` if a file is missing or can't be used."""
     try:
-        listed = yaml.safe_load((folder / "core.yaml").read_text(encoding="utf-8"))
+        description = yaml.safe_load((folder / "core.yaml").read_text(encoding="utf-8"))
         table = (folder / "eval_meta_data.csv").read_text(encoding="utf-8")
     except OSError as error:
         _refuse(Path(error.filename), f"cannot be read: {error.strerror}; --core needs it")
@@ -65,7 +65,7 @@ def core_tasks(folder: Path) -> list[CoreTask]:
         row.get("Eval Task"): row.get("Random baseline")
         for row in csv.DictReader(table.splitlines())
     }
-    nodes = listed.get("icl_tasks") if isinstance(listed, dict) else None
+    nodes = description.get("icl_tasks") if isinstance(description, dict) else None
     if not isinstance(nodes, list) or not nodes:
         _refuse(folder / "core.yaml", "has no list `icl_tasks`; download it again")
     return [_core_task(folder, node, rows) for node in nodes]
@@ -74,9 +74,14 @@ def core_tasks(folder: Path) -> list[CoreTask]:
 def _core_task(folder: Path, node: Any, guessing: Mapping[Any, Any]) -> CoreTask:
     where = folder / "core.yaml"
     try:
-        label, kind, uri = node["label"], node["icl_task_type"], node["dataset_uri"]
-        shots, delimiter = node["num_fewshot"], node.get("continuation_delimiter", " ")
-        shots = int(shots[0] if isinstance(shots, list) else shots)
+        label = node["label"]
+        kind = node["icl_task_type"]
+        uri = node["dataset_uri"]
+        shots = node["num_fewshot"]
+        delimiter = node.get("continuation_delimiter", " ")
+        if isinstance(shots, list):
+            shots = shots[0]
+        shots = int(shots)
     except (KeyError, TypeError, ValueError, IndexError) as error:
         _refuse(where, f"has a task without a usable {error}: {str(node)[:60]}; add it")
     if kind not in KINDS:
@@ -111,7 +116,7 @@ def read_core_task(core: CoreTask, limit: int | None = None) -> Task:
     random.Random(ORDER_SEED).shuffle(items)
     items = items[: max(limit or len(items), core.shots + 1)]
     examples = tuple(
-        _example(core, [each for _, each in items], at, where)
+        _example(core, [item for _, item in items], at, where)
         for at, (where, _) in enumerate(items)
     )
     kind = CLOZE if core.kind == "language_modeling" else CHOICE
@@ -131,9 +136,10 @@ def _item(core: CoreTask, line: bytes, where: str) -> dict[str, Any]:
         if not isinstance(item[key], str):
             _refuse(where, f"{key}={item[key]} is not text; put it in quotes")
     if core.kind != "language_modeling":
-        choices, gold = item[keys[0] if core.kind == "schema" else keys[1]], item["gold"]
-        listed = isinstance(choices, list) and len(choices) > 1
-        if not listed or not all(isinstance(each, str) for each in choices):
+        choices = item["context_options" if core.kind == "schema" else "choices"]
+        gold = item["gold"]
+        is_list = isinstance(choices, list) and len(choices) > 1
+        if not is_list or not all(isinstance(choice, str) for choice in choices):
             _refuse(where, "has no list of at least 2 texts to choose from; add them")
         if isinstance(gold, bool) or not isinstance(gold, int) or not 0 <= gold < len(choices):
             _refuse(where, f"gold={gold} is no index of a choice; use 0 to {len(choices) - 1}")
@@ -147,27 +153,34 @@ def _example(core: CoreTask, items: list[dict[str, Any]], at: int, where: str) -
     before = "".join(f"{_solved(core, items[place])}\n\n" for place in drawn)
     item = items[at]
     if core.kind == "multiple_choice":
-        asked = f"{before}{item['query']}{core.delimiter}"
-        return Example(tuple((asked, each) for each in item["choices"]), item["gold"], where=where)
+        prompt = f"{before}{item['query']}{core.delimiter}"
+        return Example(
+            tuple((prompt, choice) for choice in item["choices"]), item["gold"], where=where
+        )
     if core.kind == "schema":
         prompts = (
-            (f"{before}{each}{core.delimiter}", item["continuation"])
-            for each in item["context_options"]
+            (f"{before}{choice}{core.delimiter}", item["continuation"])
+            for choice in item["context_options"]
         )
         return Example(tuple(prompts), item["gold"], where=where)
-    asked = f"{before}{item['context'].strip()}{core.delimiter}"
-    return Example(((asked, item["continuation"]),), where=where)
+    prompt = f"{before}{item['context'].strip()}{core.delimiter}"
+    return Example(((prompt, item["continuation"]),), where=where)
 
 
 def _solved(core: CoreTask, item: dict[str, Any]) -> str:
     if core.kind == "multiple_choice":
-        question, answer = item["query"], item["choices"][item["gold"]]
+        question = item["query"]
+        answer = item["choices"][item["gold"]]
     elif core.kind == "schema":
-        question, answer = item["context_options"][item["gold"]], item["continuation"]
+        question = item["context_options"][item["gold"]]
+        answer = item["continuation"]
     else:
-        question, answer = item["context"].strip(), item["continuation"]
+        question = item["context"].strip()
+        answer = item["continuation"]
     return f"{question}{core.delimiter}{answer}"
 
 
-def _refuse(where: Any, rule: str) -> NoReturn:
-    raise UserError(f"{where}{'' if isinstance(where, Path) else ':'} {rule}")
+def _refuse(where: Path | str, rule: str) -> NoReturn:
+    """Raise a `UserError` about a file, or about FILE:LINE."""
+    colon = "" if isinstance(where, Path) else ":"
+    raise UserError(f"{where}{colon} {rule}")

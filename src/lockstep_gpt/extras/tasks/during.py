@@ -12,12 +12,12 @@ from torch import Tensor
 
 from lockstep_gpt.distributed.ranks import tensors_of_ranks
 from lockstep_gpt.distributed.strategies import layout_of
-from lockstep_gpt.extras.tasks.budget import affordable, tokens_to_read
+from lockstep_gpt.extras.tasks.budget import affordable_counts, tokens_to_read
 from lockstep_gpt.extras.tasks.builtin import builtin_tasks
 from lockstep_gpt.extras.tasks.examples import BUILTIN, read_tasks, refuse_repeated
 from lockstep_gpt.extras.tasks.results import numbers_of
-from lockstep_gpt.extras.tasks.rows import Tokenized, batches, cut_line, tokenized
-from lockstep_gpt.extras.tasks.scoring import evaluating, scored
+from lockstep_gpt.extras.tasks.rows import Tokenized, batches, cut_line, tokenize_task
+from lockstep_gpt.extras.tasks.scoring import evaluating, score_rows
 from lockstep_gpt.extras.tasks.tables import columns_of, header, lines_of
 from lockstep_gpt.extras.tasks.task_settings import check_settings
 from lockstep_gpt.run.callbacks.metrics import Metrics
@@ -46,7 +46,9 @@ class Tasks(StepCallback):
     def __init__(
         self, every: int = 250, share: float | None = 0.02, files: list[str] | None = None
     ) -> None:
-        self.every, self.share, self.files = every, share, [BUILTIN] if files is None else files
+        self.every = every
+        self.share = share
+        self.files = [BUILTIN] if files is None else files
         check_settings("callbacks.tasks", every, share, self.files)
         self.seconds = 0.0  # that this process spent on measurements
         self.row: dict[str, float] = {}  # newest value of each column
@@ -61,26 +63,29 @@ class Tasks(StepCallback):
         refuse_repeated([task.name for task in tasks])
         size = pl_module.config.model.block_size
         self._tasks = [
-            tokenized(task.in_fixed_order(), pl_module.tokenizer, size) for task in tasks
+            tokenize_task(task.in_fixed_order(), pl_module.tokenizer, size) for task in tasks
         ]
-        for line in (cut_line(each, size) for each in self._tasks):
+        for line in (cut_line(task, size) for task in self._tasks):
             if line and trainer.is_global_zero:
                 logger.warning("%s", line)
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         """Find the callback that times training; say what will be measured."""
         super().on_train_start(trainer, pl_module)
-        self._timer: Any = next(each for each in trainer.callbacks if isinstance(each, Metrics))  # type: ignore[attr-defined]
+        callbacks: Any = trainer.callbacks  # type: ignore[attr-defined]
+        self._timer = next(callback for callback in callbacks if isinstance(callback, Metrics))
         self._started = time.perf_counter()
-        during, end = (sum(self._counts(step, step > 0)) for step in (0, trainer.max_steps))
+        during = sum(self._counts(0, False))
+        end = sum(self._counts(trainer.max_steps, True))
         if trainer.is_global_zero:
             self._announce(during, end)
 
     def _announce(self, during: int, end: int) -> None:
-        total = sum(len(each.rows) for each in self._tasks)
-        tasks, steps = counted(len(self._tasks), "task"), counted(self.every, "step")
-        found = f"{tasks} with {counted(total, 'example')}, of which {during:,} every {steps}"
-        logger.info("  %-9s  %s, %s at the end", "tasks", found, f"{end:,}")  # as in the receipt
+        total = sum(len(task.rows) for task in self._tasks)
+        tasks = counted(len(self._tasks), "task")
+        steps = counted(self.every, "step")
+        plan = f"{tasks} with {counted(total, 'example')}, of which {during:,} every {steps}"
+        logger.info("  %-9s  %s, %s at the end", "tasks", plan, f"{end:,}")  # as in the receipt
         if not end:
             share = as_typed(self.share)
             raise_it = "raise it, or set it to null for all"
@@ -109,12 +114,17 @@ class Tasks(StepCallback):
 
     def _counts(self, step: int, is_end: bool) -> list[int]:
         """Return how many examples of each task to use after `step`."""
-        costs = [[sum(row.cost for row in rows) for rows in each.rows] for each in self._tasks]
+        costs = [[sum(row.cost for row in rows) for rows in task.rows] for task in self._tasks]
         if self.share is None:
-            return affordable(costs, None)
-        part, steps = (AT_END, step) if is_end else (1 - AT_END, self.every)
-        tokens = steps * self._timer.tokens_per_step
-        return affordable(costs, tokens_to_read(part * self.share, tokens))
+            return affordable_counts(costs, None)
+        if is_end:
+            share = AT_END * self.share
+            steps = step
+        else:
+            share = (1 - AT_END) * self.share
+            steps = self.every
+        trained = steps * self._timer.tokens_per_step
+        return affordable_counts(costs, tokens_to_read(share, trained))
 
     def _measure(self, trainer: Any, pl_module: Any, step: int, is_end: bool) -> dict[str, float]:
         """Measure, log a row, and return it."""
@@ -123,15 +133,15 @@ class Tasks(StepCallback):
         counts = self._counts(step, is_end)
         if not any(counts):
             return {}
-        tables = measured(trainer, pl_module, self._tasks, counts)
+        tables = measure_tasks(trainer, pl_module, self._tasks, counts)
         row: dict[str, float] = {}
         lines = []
-        width = max(len(each.task.name) for each in self._tasks)
-        for each, count, table in zip(self._tasks, counts, tables, strict=True):
+        width = max(len(task.task.name) for task in self._tasks)
+        for task, count, table in zip(self._tasks, counts, tables, strict=True):
             if count:
-                numbers = numbers_of(each, count, table)
-                row.update(columns_of(each.task.name, numbers))
-                lines.append(lines_of(each.task.name, width, count, numbers))
+                numbers = numbers_of(task, count, table)
+                row.update(columns_of(task.task.name, numbers))
+                lines.append(lines_of(task.task.name, width, count, numbers))
         for file in trainer.loggers:
             file.log_metrics(row, step)
         if is_end and trainer.is_global_zero:
@@ -143,7 +153,7 @@ class Tasks(StepCallback):
         return row
 
 
-def measured(
+def measure_tasks(
     trainer: Any, pl_module: Any, tasks: list[Tokenized], counts: list[int]
 ) -> list[Tensor]:
     """Return each task's table, (rows, 2), of its first `counts` examples, on every rank.
@@ -154,18 +164,20 @@ def measured(
     layout = layout_of(trainer.strategy)
     model = layout.whole_model(pl_module.model)  # every rank takes part
     rows = [
-        [row for example in each.rows[:count] for row in example]
-        for each, count in zip(tasks, counts, strict=True)
+        [row for example in task_rows.rows[:count] for row in example]
+        for task_rows, count in zip(tasks, counts, strict=True)
     ]
     if model is None:
-        tables = [torch.zeros(len(each), 2, dtype=torch.float64) for each in rows]
+        tables = [torch.zeros(len(task_rows), 2, dtype=torch.float64) for task_rows in rows]
     else:
-        tables, number, ranks = [], 0, trainer.world_size if layout.has_replicas else 1
+        tables = []
+        number = 0
+        ranks = trainer.world_size if layout.has_replicas else 1
         with evaluating(model), trainer.precision_plugin.forward_context():
-            for each in rows:
-                size = sum(1 for _ in batches(each))
+            for task_rows in rows:
+                size = sum(1 for _ in batches(task_rows))
                 mine = [at for at in range(size) if (number + at) % ranks == trainer.global_rank]
-                tables.append(scored(model, each, pl_module.tokenizer, mine))
+                tables.append(score_rows(model, task_rows, pl_module.tokenizer, mine))
                 number += size
     if trainer.world_size > 1:  # without ranks, it stays on the host: Apple's GPUs lack float64
         together = tensors_of_ranks(torch.cat(tables).to(pl_module.device)).sum(dim=0).cpu()

@@ -14,7 +14,9 @@ import numpy as np
 from lockstep_gpt.data.order import permute
 from lockstep_gpt.errors import UserError
 
-CHOICE, CLOZE, EXACT = "multiple choice", "cloze", "exact match"
+CHOICE = "multiple choice"
+CLOZE = "cloze"
+EXACT = "exact match"
 # The keys that a line of each kind must have; any line may also have an `id`.
 KEYS = {
     CHOICE: ("context", "choices", "answer"),
@@ -57,7 +59,9 @@ class Task:
 
     def first(self, count: int | None) -> Task:
         """Return the task with its first `count` examples; None: all."""
-        return self if count is None else replace(self, examples=self.examples[:count])
+        if count is None:
+            return self
+        return replace(self, examples=self.examples[:count])
 
     def in_fixed_order(self) -> Task:
         """Return the task with its examples in a random order that is always the same.
@@ -93,7 +97,8 @@ def read_task(path: Path) -> Task:
         lines = path.read_bytes().splitlines()
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}; name a task file") from None
-    examples, first = [], ""
+    examples = []
+    first = ""
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
@@ -116,12 +121,12 @@ def _values(line: bytes, where: str) -> dict[str, Any]:
     except RecursionError:
         _refuse(where, "is nested too deeply; write one flat object per line")
     except json.JSONDecodeError as error:
-        said = f"{error.msg} at character {error.colno}"
-        _refuse(where, f"is not JSON ({said}); write one object per line")
+        reason = f"{error.msg} at character {error.colno}"
+        _refuse(where, f"is not JSON ({reason}); write one object per line")
     except ValueError:
         _refuse(where, "has a number with too many digits; write a shorter one")
     if not isinstance(values, dict):
-        _refuse(where, f"is {_shown(values)}, not an object; write {{...}} on each line")
+        _refuse(where, f"is {_excerpt(values)}, not an object; write {{...}} on each line")
     return values
 
 
@@ -133,43 +138,47 @@ def _example(values: dict[str, Any], where: str) -> tuple[str, Example]:
         sets = "; or ".join(", ".join(needed) for needed in KEYS.values())
         _refuse(where, f"has the keys {', '.join(sorted(keys)) or 'of nothing'}; give {sets}")
     if not isinstance(values["context"], str):
-        _refuse(where, f"context={_shown(values['context'])} is not text; put it in quotes")
+        _refuse(where, f"context={_excerpt(values['context'])} is not text; put it in quotes")
     if kind == CHOICE:
         return kind, _choice(values, where)
     _check_text("target", values["target"], where)
     until = values.get("until", ())
-    until = (until,) if isinstance(until, str) else until
+    if isinstance(until, str):
+        until = (until,)
     if kind == EXACT and not (isinstance(until, list | tuple) and until):
-        _refuse(where, f'until={_shown(until)} is no stop; give a text such as "\\n", or several')
+        _refuse(where, f'until={_excerpt(until)} is no stop; give a text such as "\\n", or several')
     for stop in until:
         _check_text("until", stop, where)
         if stop in values["target"]:
-            _refuse(where, f"until={_shown(stop)} is in the target; remove it from one of them")
+            _refuse(where, f"until={_excerpt(stop)} is in the target; remove it from one of them")
     return kind, Example(((values["context"], values["target"]),), 0, tuple(until), where)
 
 
 def _choice(values: dict[str, Any], where: str) -> Example:
-    choices, answer = values["choices"], values["answer"]
+    choices = values["choices"]
+    answer = values["answer"]
     if not isinstance(choices, list) or len(choices) < 2:
-        _refuse(where, f"choices={_shown(choices)} must be a list of at least 2 texts; add them")
+        _refuse(where, f"choices={_excerpt(choices)} must be a list of at least 2 texts; add them")
     for number, choice in enumerate(choices):
         _check_text(f"choices[{number}]", choice, where)
     if isinstance(answer, bool) or not isinstance(answer, int) or not 0 <= answer < len(choices):
         last = len(choices) - 1
-        _refuse(where, f"answer={_shown(answer)} is no index of a choice; use 0 to {last}")
-    return Example(tuple((values["context"], each) for each in choices), answer, where=where)
+        _refuse(where, f"answer={_excerpt(answer)} is no index of a choice; use 0 to {last}")
+    return Example(tuple((values["context"], choice) for choice in choices), answer, where=where)
 
 
 def _check_text(name: str, value: Any, where: str) -> None:
     if not isinstance(value, str) or not value:
-        _refuse(where, f"{name}={_shown(value)} must be a text that is not empty; write one")
+        _refuse(where, f"{name}={_excerpt(value)} must be a text that is not empty; write one")
     if re.search(r"[\ud800-\udfff]", value):
         _refuse(where, f"{name} has half of a surrogate pair, which is no text; remove it")
 
 
-def _shown(value: Any) -> str:
+def _excerpt(value: Any) -> str:
     text = json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= 60 else f"{text[:57]}..."
+    if len(text) <= 60:
+        return text
+    return f"{text[:57]}..."
 
 
 def _refuse(where: str, rule: str) -> NoReturn:

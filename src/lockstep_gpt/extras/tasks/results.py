@@ -35,25 +35,27 @@ def numbers_of(tokenized: Tokenized, count: int, table: Tensor) -> dict[str, Num
     CORE) by tokens. For cloze tasks, `acc` is the share of targets that are the greedy
     continuation, and `perplexity` is exp of the mean negative log-likelihood of a target.
     """
-    task, values, at = tokenized.task, table.tolist(), 0
-    told: dict[str, list[float]] = {}
+    task = tokenized.task
+    values = table.tolist()
+    at = 0
+    values_of: dict[str, list[float]] = {}
     for example, rows in zip(task.examples[:count], tokenized.rows[:count], strict=True):
         of_rows = values[at : at + len(rows)]
         at += len(rows)
         if task.kind == CHOICE:
-            answers = _right_choices(example, rows, [each[0] for each in of_rows])
+            answers = _right_choices(example, rows, [scores[0] for scores in of_rows])
         elif task.kind == CLOZE:
             answers = {"acc": of_rows[0][1], "log_likelihood": of_rows[0][0]}
         else:
             answers = {"exact_match": of_rows[0][1]}
         for name, answer in answers.items():
-            told.setdefault(name, []).append(answer)
+            values_of.setdefault(name, []).append(answer)
     if task.cut_at == "pair":
-        told.pop("acc_tokens", None)  # CORE's
-    found = {name: mean(each) for name, each in told.items()}
-    if "log_likelihood" in found:
-        found["perplexity"] = _perplexity(found.pop("log_likelihood"))
-    return found
+        values_of.pop("acc_tokens", None)  # CORE's
+    numbers = {name: mean(scores) for name, scores in values_of.items()}
+    if "log_likelihood" in numbers:
+        numbers["perplexity"] = _perplexity(numbers.pop("log_likelihood"))
+    return numbers
 
 
 def _right_choices(
@@ -68,16 +70,18 @@ def _right_choices(
         "acc_tokens": [len(row.ids) - row.start for row in rows],
     }
     scores = {
-        name: [each / length for each, length in zip(likelihoods, lengths, strict=True)]
+        name: [score / length for score, length in zip(likelihoods, lengths, strict=True)]
         for name, lengths in sizes.items()
     }
-    return {name: float(_best(each) == example.answer) for name, each in scores.items()}
+    return {name: float(_best(score) == example.answer) for name, score in scores.items()}
 
 
 def _perplexity(likelihood: Number) -> Number:
     """Return exp of minus the mean, and its error to first order: the product with the mean's."""
     value = math.exp(min(-likelihood.value, 709.0))  # near the largest float
-    return Number(value, None if likelihood.error is None else value * likelihood.error)
+    if likelihood.error is None:
+        return Number(value, None)
+    return Number(value, value * likelihood.error)
 
 
 def mean(values: Sequence[float]) -> Number:
@@ -97,4 +101,6 @@ def mean(values: Sequence[float]) -> Number:
 
 def _best(scores: Sequence[float]) -> int:
     """Return the index of the first highest score; -1, no choice, if one isn't a number."""
-    return -1 if any(map(math.isnan, scores)) else scores.index(max(scores))
+    if any(map(math.isnan, scores)):
+        return -1
+    return scores.index(max(scores))

@@ -44,7 +44,7 @@ class Tokenized:
         return sum(row.cost for rows in self.rows[:count] for row in rows)
 
 
-def tokenized(task: Task, tokenizer: Tokenizer, block_size: int) -> Tokenized:
+def tokenize_task(task: Task, tokenizer: Tokenizer, block_size: int) -> Tokenized:
     """Tokenize a task.
 
     Raises:
@@ -89,12 +89,12 @@ def _rows(
         cut = max(0, len(ids) - block_size)
         return [Row(ids[cut:], 1, target, example.until, cut)]
     if task.cut_at in ("prefix", "suffix"):
-        whole = [_encode(tokenizer, context + text) for context, text in example.prompts]
-        pairs = _shared([[end, *ids] for ids in whole], task.cut_at)
+        sequences = [_encode(tokenizer, context + text) for context, text in example.prompts]
+        pairs = _cut_shared([[end, *ids] for ids in sequences], task.cut_at)
     else:
-        begin = [end] if task.cut_at == "document" else []
+        opening = [end] if task.cut_at == "document" else []
         split = [_pair(tokenizer, *prompt) for prompt in example.prompts]
-        pairs = [([*begin, *context], wanted) for context, wanted in split]
+        pairs = [([*opening, *context], wanted) for context, wanted in split]
     rows = []
     for context, wanted in pairs:
         before = context or [end]  # an empty context is the start of a document
@@ -111,18 +111,18 @@ def _rows(
 def _pair(tokenizer: Tokenizer, context: str, text: str) -> tuple[list[int], list[int]]:
     """Return the tokens of both parts; spaces between them belong to the second, as in lm-eval."""
     stripped = context.rstrip()
-    whole = _encode(tokenizer, context + text)
-    count = min(len(_encode(tokenizer, stripped)), len(whole) - 1)  # a tokenizer may merge all
-    return whole[:count], whole[count:]
+    ids = _encode(tokenizer, context + text)
+    count = min(len(_encode(tokenizer, stripped)), len(ids) - 1)  # a tokenizer may merge all
+    return ids[:count], ids[count:]
 
 
-def _shared(whole: list[list[int]], at: str) -> list[tuple[list[int], list[int]]]:
+def _cut_shared(sequences: list[list[int]], at: str) -> list[tuple[list[int], list[int]]]:
     """Cut each sequence where the prefix that all share ends, or where their suffix begins."""
     if at == "prefix":
-        count = _alike(whole)
-        return [(ids[:count], ids[count:]) for ids in whole]
-    count = max(1, _alike([ids[::-1] for ids in whole]))
-    return [(ids[:-count], ids[-count:]) for ids in whole]
+        count = _alike(sequences)
+        return [(ids[:count], ids[count:]) for ids in sequences]
+    count = max(1, _alike([ids[::-1] for ids in sequences]))
+    return [(ids[:-count], ids[-count:]) for ids in sequences]
 
 
 def _alike(sequences: list[list[int]]) -> int:

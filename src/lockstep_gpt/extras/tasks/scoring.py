@@ -30,7 +30,7 @@ def evaluating(model: Any) -> Iterator[None]:
             module.training = mode
 
 
-def scored(
+def score_rows(
     model: Any, rows: Sequence[Row], tokenizer: Tokenizer, mine: Iterable[int] | None = None
 ) -> Tensor:
     """Return what the model says about each row: (rows, 2), float64, on the host.
@@ -60,19 +60,22 @@ def _likelihoods(model: Any, rows: Sequence[Row]) -> Tensor:
     batch, position = torch.tensor(spots, device=device).T  # (N)
     targets = torch.tensor([rows[at].ids[spot] for at, spot in spots], device=device)
     features = features[batch, position - 1]  # (N, C)
-    found, size = [], max(1, MANY_LOGITS // model.vocab_size)
-    for begin in range(0, len(spots), size):
-        part = features[begin : begin + size]
+    parts = []
+    size = max(1, MANY_LOGITS // model.vocab_size)
+    for start in range(0, len(spots), size):
+        part = features[start : start + size]
         logits = project_to_vocabulary(part, model.head, model.vocab_size).float()
-        wanted = targets[begin : begin + size]
+        wanted = targets[start : start + size]
         log_p = logits.log_softmax(dim=-1).gather(1, wanted[:, None])[:, 0]
-        found.append(torch.stack([log_p, (logits.argmax(dim=-1) == wanted).float()]).cpu())
-    log_p, hits = torch.cat(found, dim=1).double()
-    result, end = torch.empty(len(rows), 2, dtype=torch.float64), 0
+        parts.append(torch.stack([log_p, (logits.argmax(dim=-1) == wanted).float()]).cpu())
+    log_p, hits = torch.cat(parts, dim=1).double()
+    result = torch.empty(len(rows), 2, dtype=torch.float64)
+    end = 0
     for at, row in enumerate(rows):
-        end, begin = end + len(row.ids) - row.start, end
-        result[at, 0] = _total(log_p[begin:end].tolist())
-        result[at, 1] = hits[begin:end].min()
+        start = end
+        end += len(row.ids) - row.start
+        result[at, 0] = _total(log_p[start:end].tolist())
+        result[at, 1] = hits[start:end].min()
     return result
 
 
@@ -81,7 +84,8 @@ def _continued(model: Any, rows: Sequence[Row], tokenizer: Tokenizer) -> list[bo
     device = next(model.parameters()).device
     size = model.config.block_size
     texts = [[*row.ids] for row in rows]
-    hits, active = [False] * len(rows), [*range(len(rows))]
+    hits = [False] * len(rows)
+    active = [*range(len(rows))]
     while active:
         windows = [texts[at][-size:] for at in active]
         features = model.features(_padded(windows).to(device))  # (B, T, C)
@@ -91,13 +95,15 @@ def _continued(model: Any, rows: Sequence[Row], tokenizer: Tokenizer) -> list[bo
         still = []
         for at, token in zip(active, logits.argmax(dim=-1).tolist(), strict=True):
             row = rows[at]
-            over = token == tokenizer.end_of_text
-            texts[at] += [] if over else [token]
+            is_over = token == tokenizer.end_of_text
+            if not is_over:
+                texts[at].append(token)
             new = texts[at][len(row.ids) :]
             text = tokenizer.decode(new)
-            found = [text.index(stop) for stop in row.until if stop in text]
-            if found or over:
-                hits[at] = (text[: min(found)] if found else text) == row.target
+            stops = [text.index(stop) for stop in row.until if stop in text]
+            if stops or is_over:
+                answer = text[: min(stops, default=len(text))]
+                hits[at] = answer == row.target
             elif may_match(text, row) and len(new) < _most(row):
                 still.append(at)
         active = still
@@ -126,4 +132,6 @@ def _padded(rows: Sequence[Sequence[int]]) -> Tensor:
 
 def _total(values: list[float]) -> float:
     """Return the sum, rounded once; NaN or infinite values stay what they are."""
-    return math.fsum(values) if all(map(math.isfinite, values)) else sum(values)
+    if all(map(math.isfinite, values)):
+        return math.fsum(values)
+    return sum(values)

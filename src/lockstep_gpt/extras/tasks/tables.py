@@ -13,7 +13,9 @@ PLOTTED = ("acc_norm", "perplexity")
 def columns_of(name: str, numbers: Mapping[str, Number]) -> dict[str, float]:
     """Return column -> value: `tasks/NAME`, and `tasks/NAME_perplexity` and the like."""
     first, *others = numbers
-    more = {f"tasks/{name}_{each}": numbers[each].value for each in others if each in PLOTTED}
+    more = {
+        f"tasks/{name}_{number}": numbers[number].value for number in others if number in PLOTTED
+    }
     return {f"tasks/{name}": numbers[first].value, **more}
 
 
@@ -25,13 +27,18 @@ def header(width: int) -> str:
 def lines_of(name: str, width: int, count: int, numbers: Mapping[str, Number]) -> str:
     """Return a line for each of a task's numbers, with its standard error."""
     lines = []
-    for place, (number, each) in enumerate(numbers.items()):
-        first = f"{'' if place else name:<{width}}  {'' if place else f'{count:,}':>8}"
-        error = "" if each.error is None else f" ± {shown(each.error)}"
-        lines.append(f"{first}  {number:<11}  {shown(each.value):>10}{error}")
+    for place, (number, value) in enumerate(numbers.items()):
+        if place == 0:
+            task = f"{name:<{width}}  {count:>8,}"
+        else:
+            task = " " * (width + 10)
+        error = "" if value.error is None else f" ± {format_value(value.error)}"
+        lines.append(f"{task}  {number:<11}  {format_value(value.value):>10}{error}")
     return "\n".join(lines)
 
 
-def shown(value: float) -> str:
+def format_value(value: float) -> str:
     """Return four decimals, or five digits of a large number."""
-    return f"{value:.4f}" if not abs(value) >= 1000 else f"{value:.4g}"
+    if abs(value) >= 1000:
+        return f"{value:.4g}"
+    return f"{value:.4f}"

@@ -32,5 +32,5 @@ def check_settings(name: str, every: Any, share: Any, files: Any) -> None:
     if share is not None and not (number and 0 < share <= 1):
         rule = "must be above 0 and at most 1, or null for no limit"
         raise UserError(f"{name}.share={as_typed(share)} {rule}")
-    if not isinstance(files, list) or not files or not all(isinstance(each, str) for each in files):
+    if not isinstance(files, list) or not files or not all(isinstance(file, str) for file in files):
         raise UserError(f"{name}.files={as_typed(files)} must be a list; for example [{BUILTIN}]")
