@@ -34,7 +34,7 @@ def package(tmp_path):
         "data/data_settings.py": '"""Settings."""\nfrom pkg.launch import start\n',
         "data/__init__.py": "",
         "own/one.py": "from pkg.data.data_settings import A, B\n",
-        "extras/chat/talk.py": "from pkg.launch import start\n",
+        "extras/mine/one.py": "from pkg.launch import start\n",
         "extras/__init__.py": "",
     }
     for name, text in files.items():
@@ -71,7 +71,7 @@ def test_the_picture_has_each_layer_once_and_nothing_of_a_single_extra(architect
     texts = [node.text for node in ElementTree.fromstring(drawn).iter() if node.get("class")]
     layers = ["launch", "own", "data", "floor", "extras"]
     assert [text for text in texts if text in architecture.ABOUT or text == "own"] == layers
-    (package / "extras/chat/talk.py").unlink()
+    (package / "extras/mine/one.py").unlink()
     assert architecture.picture(package) == drawn
     assert package.name not in drawn
 
