@@ -9,7 +9,7 @@ usage: python3 scripts/dev.py COMMAND [arguments]
   test --versions SET     the tests with the oldest, the pinned, or the newest versions of what
                           the project needs; each set has its own environment
   install [NAMES]         install optional dependencies of pyproject.toml, and keep them installed
-  docs                    write the pages that list all settings
+  docs                    write the pages that list all settings, and draw the layers of the code
   update [TEMPLATE]       apply a later state of the template; see update --help
 """
 # Python 3.6 must still be able to start this, so that an unsupported Python gets a clear message.
@@ -49,6 +49,7 @@ only install what the project and its extras need, as every command of dev.py do
 OWN_PROCESSES = ("-n", "--pdb", "--trace", "gpu")
 SECONDS = "test-seconds"  # the time of all tests when they last passed
 PER_TEST = 0.3  # seconds on one core, if they have never passed
+WRITERS = ("scripts/settings.py", "scripts/architecture.py")  # of what is generated in docs/
 # Tests of files without a mirror in the tree of tests, besides those that name them.
 OTHERS = {"configs": "tests/launch/test_compose.py"}
 
@@ -69,7 +70,11 @@ def main(arguments: "list[str]") -> int:
     if arguments[0] == "docs":
         environment = Environment()
         environment.set_up()
-        return subprocess.call([environment.python, "scripts/settings.py"], cwd=ROOT)
+        for script in WRITERS:
+            status = subprocess.call([environment.python, script], cwd=ROOT)
+            if status:
+                return status
+        return 0
     if arguments[0] == "test":
         if "-h" in arguments or "--help" in arguments:
             sys.stdout.write(TEST_HELP)

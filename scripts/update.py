@@ -7,7 +7,7 @@ project twice with its own answers, at the commit of the last update and at the 
 applies the difference as a cherry-pick. The result is staged but not committed.
 
 An extra is added or removed only if it is named; the first line of the output says which are.
-Pages that scripts/settings.py writes never stay in conflict: it writes them again.
+Pages that scripts write never stay in conflict: they are written again.
 Exit status: 0 all applied, 1 conflicts remain, 2 rejected, and nothing was changed.
 """
 
@@ -35,9 +35,9 @@ PLAIN = [
     "-c",
     "core.hooksPath=" + os.devnull,
 ]
-# Pages that a script writes.
-WRITTEN = re.compile(r"docs/(\w+_)?settings\.md")
-WRITER = "scripts/settings.py"
+# Pages that scripts write, and a picture.
+WRITTEN = re.compile(r"docs/((\w+_)?settings\.md|architecture\.svg)")
+WRITERS = ("scripts/settings.py", "scripts/architecture.py")
 
 
 class Refused(Exception):  # noqa: N818 (it is what the person is told, no error of ours)
@@ -139,9 +139,9 @@ def _conflicts(project: Path) -> "list[str]":
 
 
 def _settle_written_pages(project: Path, new: Path) -> str:
-    """Write the pages again that a script writes; return what the person should do, if anything.
+    """Write the pages again that scripts write; return what the person should do, if anything.
 
-    A page in conflict first gets the template's text, because the script may not be able to run.
+    A page in conflict first gets the template's text, because its script may not be able to run.
     A page that its owner has deleted stays deleted.
     """
     tracked = _git(project, "ls-files", "docs").splitlines()
@@ -160,20 +160,24 @@ def _settle_written_pages(project: Path, new: Path) -> str:
 
 
 def _write_pages(project: Path) -> bool:
-    """Run the script that writes pages, if it and the environment are there; say if it worked."""
+    """Run the scripts that write pages, if the environment is there; say if all worked."""
     python = Environment().python
-    if not (project / WRITER).is_file() or not Path(python).exists() or _conflicts(project):
+    scripts = [script for script in WRITERS if (project / script).is_file()]
+    if not scripts or not Path(python).exists() or _conflicts(project):
         return False
     before = _written_pages(project)
-    failed = subprocess.run([python, WRITER], cwd=project, capture_output=True).returncode
+    failed = False
+    for script in scripts:
+        done = subprocess.run([python, script], cwd=project, capture_output=True)
+        failed = failed or done.returncode != 0
     for page in _written_pages(project) - before:
         page.unlink()  # its owner has deleted it
     return not failed
 
 
 def _written_pages(project: Path) -> "set[Path]":
-    """Return the paths of the pages in a project that the script writes."""
-    found = (project / "docs").glob("*settings.md")
+    """Return the paths of the pages in a project that scripts write."""
+    found = (project / "docs").glob("*")
     return {page for page in found if WRITTEN.fullmatch(f"docs/{page.name}")}
 
 

@@ -209,11 +209,15 @@ def test_an_unknown_optional_dependency_is_rejected_in_one_line(project):
     assert installations(project) == before
 
 
-def test_docs_runs_the_script_that_writes_pages(project):
+def test_docs_runs_the_scripts_that_write_pages_until_one_fails(project):
     script = "import pathlib, sys\nprint(pathlib.Path.cwd(), sys.prefix)\n"
-    (project / "scripts/settings.py").write_text(script)
+    for name in ("settings", "architecture"):
+        (project / f"scripts/{name}.py").write_text(script)
     status, out, _ = dev(project, "docs")
-    assert (status, out) == (0, f"{project} {project / '.venv'}\n")
+    assert (status, out) == (0, 2 * f"{project} {project / '.venv'}\n")
+    (project / "scripts/settings.py").write_text("import sys\nsys.exit(3)\n")
+    status, out, _ = dev(project, "docs")
+    assert (status, out) == (3, "")
 
 
 def load(root: Path, monkeypatch):

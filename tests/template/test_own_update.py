@@ -268,6 +268,18 @@ def test_a_written_page_in_conflict_is_written_again(conflicting, update, commit
     assert git(conflicting, "show", f":{PAGE}") == (conflicting / PAGE).read_text() == "written"
 
 
+def test_a_picture_in_conflict_is_drawn_again(project, upstream, update, committed, git):
+    picture = "docs/architecture.svg"
+    drawn = (project / picture).read_text()
+    write_with(project, "")
+    edit(project / picture, before="ours\n")
+    committed(project)
+    edit(upstream / picture, before="theirs\n")
+    committed(upstream)
+    assert "all applied and staged" in update(project)
+    assert git(project, "show", f":{picture}") == (project / picture).read_text() == drawn
+
+
 @pytest.mark.parametrize("has_environment", [False, True], ids=["no .venv", "the script fails"])
 def test_a_page_that_cannot_be_written_gets_the_template_s_text(
     has_environment, conflicting, update, committed, git

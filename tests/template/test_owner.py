@@ -166,6 +166,7 @@ def test_additions_of_every_kind_break_no_test(project, python, tests):
     assert (status, "1 failed" in said) == (1, True), said
     assert "AssertionError: python scripts/settings.py writes them" in said
     assert python("scripts/settings.py") == (0, "docs/settings.md\n")
+    assert python("scripts/architecture.py") == (0, "docs/architecture.svg\n")
     inherited = sorted((project / "tests").rglob("test_*.py"))
     concerned = [str(each) for each in inherited if READS.search(each.read_text("utf-8"))]
     assert len(concerned) > 8

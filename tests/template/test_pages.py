@@ -3,9 +3,11 @@
 A project's owner may write, change, and delete pages, so projects don't have these tests.
 """
 
+import ast
 import re
 import shlex
 import subprocess
+import sys
 from pathlib import Path
 
 import yaml
@@ -20,23 +22,82 @@ def pages_of(repository: Path) -> list[Path]:
     return [repository / "README.md", repository / "AGENTS.md", *pages]
 
 
-def test_the_house_s_map_names_every_folder_of_source_once(repository):
-    (tree,) = re.findall(r"^```text\n(.*?)^```", house_of(repository), re.MULTILINE | re.DOTALL)
-    listed = re.findall(r"^  ([\w/]+)/ ", tree, re.MULTILINE)
+def package_of(repository: Path) -> Path:
     (package,) = (path.parent for path in repository.glob("src/*/config.py"))
+    return package
+
+
+def test_every_folder_of_source_is_in_the_house_s_picture_or_in_its_table(repository):
+    picture = (repository / "docs/architecture.svg").read_text("utf-8")
+    drawn = re.findall(r'<text class="name"[^>]*>(\w+)</text>', picture)
+    listed = re.findall(r"`([\w/]+)/`(?=[^|]*\| )", house_of(repository))
+    package = package_of(repository)
     folders = {path.parent.relative_to(package) for path in package.rglob("*.py")}
     core = {path.as_posix() for path in folders if path.parts and path.parts[0] != "extras"}
-    assert sorted(listed) == sorted({*core, "extras"})
+    assert core - {*listed} == {*drawn} - {"floor", "extras"}
+    for name in listed:
+        assert (package / name).is_dir() or (repository / name).is_dir(), name
 
 
 def test_the_house_s_command_shows_what_every_file_of_source_is(repository):
-    (line,) = re.findall(r"^```bash\n(grep .+)\n```$", house_of(repository), re.MULTILINE)
-    program, *words, _ = shlex.split(line)
-    shown = subprocess.check_output([program, *words, "src"], cwd=repository, encoding="utf-8")
+    (line,) = re.findall(r"^```bash\n(python3 .+)\n```$", house_of(repository), re.MULTILINE)
+    _, *words, folder = shlex.split(line)
+    assert (package_of(repository) / folder).is_dir()
+    shown = subprocess.check_output(
+        [sys.executable, *words, "src"], cwd=repository, encoding="utf-8"
+    )
     files = {path for path in (repository / "src").rglob("*.py") if path.stat().st_size}
-    lines = dict(line.split(":", 1) for line in shown.splitlines())
-    assert {repository / name for name in lines} == files
-    assert all(text.startswith('"""') and text.rstrip('"')[-1] in ".:" for text in lines.values())
+    lines = dict(line.split(maxsplit=1) for line in shown.splitlines())
+    assert {repository / "src" / name for name in lines} == files
+    assert all(text[-1] in ".:" for text in lines.values())
+
+
+STEP = re.compile(r"^(\d+)\. (?:`(\S+\.py)`, `([\w.]+)`: .+)?", re.MULTILINE)
+
+
+def definitions(path: Path) -> set[str]:
+    """Return the functions and classes that a file defines; methods as `Class.method`."""
+    kinds = (ast.FunctionDef, ast.ClassDef)
+    top = [node for node in ast.parse(path.read_text("utf-8")).body if isinstance(node, kinds)]
+    classes = [node for node in top if isinstance(node, ast.ClassDef)]
+    methods = {
+        f"{node.name}.{method.name}"
+        for node in classes
+        for method in node.body
+        if isinstance(method, ast.FunctionDef)
+    }
+    return {node.name for node in top} | methods
+
+
+def test_methods_are_defined_by_their_class(tmp_path):
+    path = tmp_path / "a.py"
+    path.write_text("class A:\n    def f(self): ...\n\n\ndef g():\n    def h(): ...\n")
+    assert definitions(path) == {"A", "A.f", "g"}
+
+
+def test_every_line_of_the_house_s_walks_names_a_file_and_what_it_defines(repository):
+    sections = re.split(r"^## ", house_of(repository), flags=re.MULTILINE)
+    walks = [section for section in sections if STEP.search(section)]
+    assert len(walks) == 4
+    gone = []
+    for walk in walks:
+        steps = STEP.findall(walk)
+        assert [int(number) for number, _, _ in steps] == [*range(1, len(steps) + 1)]
+        assert 8 <= len(steps) <= 12
+        for number, file, name in steps:
+            path = package_of(repository) / file
+            line = f"docs/house.md, {walk.splitlines()[0]}, line {number}:"
+            if not file:
+                gone.append(f"{line} does not begin with `FILE.py`, `NAME`:")
+            elif not path.is_file():
+                gone.append(f"{line} {file} is gone")
+            elif name not in definitions(path):
+                gone.append(f"{line} {file} no longer defines {name}")
+    assert gone == [], "\n".join(gone)
+
+
+def test_the_house_is_short_enough_to_be_read(repository):
+    assert len(house_of(repository).splitlines()) <= 120
 
 
 def test_the_house_explains_exactly_the_kinds_of_hooks(repository):
@@ -118,6 +179,20 @@ def test_the_page_on_extensions_adds_new_files_and_its_changes_fit_once(reposito
     for name, change in changes:
         old = "".join(line[1:] for line in change.splitlines(keepends=True) if line[0] != "+")
         assert (repository / name).read_text("utf-8").count(old) == 1, old
+
+
+def test_each_common_change_touches_at_most_two_files_in_existing_folders(repository):
+    page = (repository / "docs/extend.md").read_text("utf-8")
+    (table,) = re.findall(r"^\| to add \|.+\n\|---\|---\|\n((?:\|.+\n)+)", page, re.MULTILINE)
+    rows = re.findall(r"^\| (.+?) \| (.+) \|$", table, re.MULTILINE)
+    assert len(rows) > 10
+    for change, cell in rows:
+        files = re.findall(r"`([\w/]+\.\w+)`", cell.replace("like `muon.py`", ""))
+        assert 1 <= len(files) <= 2, change
+        for file in files:
+            place = file.partition("NAME")[0]  # the folder of a new file, or an existing file
+            roots = (repository, package_of(repository))
+            assert any((root / place).exists() for root in roots), f"{change}: {file}"
 
 
 def test_every_experiment_of_ours_names_its_budget_and_its_batch(repository):
