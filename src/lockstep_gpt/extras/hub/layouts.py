@@ -58,7 +58,8 @@ def layout_of(config: ModelConfig, why: str) -> Layout:
     if config.architecture not in LAYOUTS:
         raise UserError(
             f"{why}: model.architecture={config.architecture} is not one of "
-            f"{', '.join(LAYOUTS)}, which transformers can load; describe it in hub/layouts.py"
+            f"{', '.join(LAYOUTS)}, which transformers can load; describe it in "
+            "extras/hub/layouts.py"
         )
     return LAYOUTS[config.architecture]
 
