@@ -99,7 +99,7 @@ def test_one_epoch_of_three_packed_sources_has_each_window_once(world, corpora, 
     steps = -(-total // world)
     for module in modules:
         module.trainer.max_steps = steps
-    rows = [iter(module.train_dataloader().batches.rows()) for module in modules]
+    rows = [iter(module.train_dataloader().batches.rows) for module in modules]
     taken = [int(next(own)[0]) for _ in range(steps) for own in rows]
     assert sorted(taken[:total]) == [*range(total)]
     tokens, _ = zip(*modules[0].batches("train", [np.array(taken[:total])], CPU), strict=True)

@@ -54,7 +54,7 @@ def test_a_step_has_the_same_windows_on_any_number_of_ranks(world):
     order = order_of(dict.fromkeys(SIZES, 1.0))
     per_rank = 12 // world
     streams = [
-        Order(7, 0, 2, rank, world, per_rank // 2, rule=order.windows).stream()
+        iter(Order(7, 0, 2, rank, world, per_rank // 2, rule=order.windows))
         for rank in range(world)
     ]
     steps = [

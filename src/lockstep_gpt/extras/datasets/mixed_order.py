@@ -9,7 +9,8 @@ from functools import cache
 import numpy as np
 import numpy.typing as npt
 
-from lockstep_gpt.data.order import FEW, Positions, Words, feistel, round_keys, windows
+from lockstep_gpt.data.order import Positions, windows
+from lockstep_gpt.data.permutation import FEW, Words, feistel, round_keys
 from lockstep_gpt.extras.datasets.turns import Phase, Turns
 
 
@@ -49,7 +50,7 @@ class MixedOrder:
     def _permuted(
         self, offsets: Positions, sources: npt.NDArray[np.uint8], keys: Words
     ) -> Positions:
-        """Return `order.permute` of the sources' offsets, all (N,), by their keys, (8, sources).
+        """Return `permute` of the sources' offsets, all (N,), by their keys, (8, sources).
 
         A call of it for each source would cost more than the rest of the order.
         """
