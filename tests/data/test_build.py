@@ -144,13 +144,13 @@ def test_other_settings_give_the_same_folder(corpus):
 
 
 def test_a_corpus_that_changes_while_it_is_read_is_rejected(corpus, tmp_path, monkeypatch):
-    read = module.content
+    read = module.read_content
 
     def meddle(*arguments):
         (tmp_path / "texts" / "9.txt").write_text("changed meanwhile")
         return read(*arguments)
 
-    monkeypatch.setattr(module, "content", meddle)
+    monkeypatch.setattr(module, "read_content", meddle)
     with pytest.raises(UserError, match="the corpus changed meanwhile"):
         prepare(corpus())
     assert not prepared(tmp_path / "data")

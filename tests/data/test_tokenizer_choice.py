@@ -12,7 +12,7 @@ import pytest
 from tokenizers import ByteLevelBPETokenizer
 
 from lockstep_gpt.data import rank_files, tokenizer_files
-from lockstep_gpt.data.byte_pairs import signs
+from lockstep_gpt.data.byte_pairs import byte_characters
 from lockstep_gpt.data.sources.text import Text
 from lockstep_gpt.data.tokenizer import END_OF_TEXT, ByteTokenizer, NumberTokenizer
 from lockstep_gpt.data.tokenizer_choice import from_dict, identity, make_tokenizer
@@ -201,7 +201,7 @@ def test_the_identity_is_the_name_its_sizes_or_the_hashes_of_files(gpt2_files):
         ("lockstep_gpt.data.tokenizer.np.ndarray", "cannot be imported (No module"),
         ("lockstep_gpt.data.tokenizer.Any", "is not a class of this package"),
         (
-            "lockstep_gpt.data.tokenizer.cut",
+            "lockstep_gpt.data.tokenizer.find_cut",
             "is not a class of this package; name a class as",
         ),
         (
@@ -305,7 +305,7 @@ def test_a_damaged_rank_file_is_one_line(tmp_path, line):
 
 def _as_rank_file(path, content):
     """Write a tokenizer.json's vocabulary without the end of text, with ids from 0."""
-    byte_of = {sign: byte for byte, sign in signs().items()}
+    byte_of = {sign: byte for byte, sign in byte_characters().items()}
     words = dict(content["model"]["vocab"])
     del words[END_OF_TEXT]
     tokens = [bytes(byte_of[sign] for sign in word) for word in sorted(words, key=words.get)]

@@ -17,7 +17,7 @@ from typing import Any, cast
 from lockstep_gpt.data import shards
 from lockstep_gpt.data.data_settings import DataConfig
 from lockstep_gpt.data.prepare import prepare
-from lockstep_gpt.data.recipe import Recipe, begin
+from lockstep_gpt.data.recipe import Recipe, create_folder
 from lockstep_gpt.data.shards import Index, Split
 from lockstep_gpt.data.sources.file_documents import ENDS
 from lockstep_gpt.data.sources.source import Source
@@ -60,7 +60,7 @@ class PreparedSources:
         those of all sources.
         """
         shutil.rmtree(folder, ignore_errors=True)  # left by a killed build
-        index = begin(recipe, folder)
+        index = create_folder(recipe, folder)
         index = replace(index, tokenizer=next(iter(self.indexes.values())).tokenizer)
         splits = {name: _sum(self.indexes.values(), name) for name in index.splits}
         for name, own in self.indexes.items():
