@@ -79,7 +79,10 @@ def _data(root: Path, sources: int, tokens: int, weights: str) -> Mixture:
 def _make(root: Path, sources: int, tokens: int) -> None:
     """Write sparse prepared folders of each source, of the mixture, and of one large corpus."""
     data = _data(root, sources, tokens, "round")
-    for own in [*data.each().values(), RandomTokens(root=str(root), tokens=sources * tokens)]:
+    for own in [
+        *data.make_sources().values(),
+        RandomTokens(root=str(root), tokens=sources * tokens),
+    ]:
         _make_sparse(own)
     folder = preparing.prepare(data)
     fingerprint = preparing.shards.load_index(folder).fingerprint

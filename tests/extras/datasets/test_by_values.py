@@ -135,7 +135,7 @@ def test_a_mixture_has_the_test_splits_of_its_sources(with_tests):
     assert {name for name in index.splits if "test" in name} == {"test", "code/test", "prose/test"}
     windows = StreamWindows(folder, "test", T)
     assert windows.counts == {"code": 187, "prose": 56}
-    alone = [prepare(data.each()[name]) for name in windows.counts]
+    alone = [prepare(data.make_sources()[name]) for name in windows.counts]
     of_each = [load_index(own).splits["test"] for own in alone]
     for of in ("tokens", "text_bytes"):
         assert getattr(index.splits["test"], of) == sum(getattr(own, of) for own in of_each)

@@ -35,7 +35,7 @@ def test_sources_may_have_several_files(corpora, tmp_path, single):
     folder = prepare(data)
     assert len([*folder.glob("long-train-*.bin")]) == 3
     windows, code = StreamWindows(folder, "train", T), prepare(single("code"))
-    own = StreamWindows(prepare(data.each()["long"]), "train", T)
+    own = StreamWindows(prepare(data.make_sources()["long"]), "train", T)
     first = StreamWindows(code, "train", T).counts[""]
     rows = np.arange(0, own.counts[""], 97)
     assert np.array_equal(windows[first + rows], own[rows])

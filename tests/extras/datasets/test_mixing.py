@@ -129,7 +129,7 @@ def test_all_sources_can_use_the_tokenizer_of_one(whose, corpora, tmp_path):
 def test_a_tokenizer_of_the_mixture_is_that_of_sources_that_name_none(corpora, single, tmp_path):
     pytest.importorskip("tokenizers")
     data = corpora("code prose", sources={"prose": bpe(tmp_path, "prose")}, tokenizer="bpe")
-    each = data.each()
+    each = data.make_sources()
     assert {name: own.vocab_size for name, own in each.items()} == {"code": 8192, "prose": 300}
     alone = replace(single("code"), tokenizer="bpe", vocab_size=None)
     assert recipe_of(each["code"]).fingerprint == recipe_of(alone).fingerprint

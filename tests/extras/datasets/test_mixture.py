@@ -138,7 +138,7 @@ def test_an_export_has_what_each_source_adds_to_the_files(corpora, monkeypatch):
     assert mixture.files_of_export("t", files) == {}
     one, other = (WithFile(path=path) for path in ("one", "other"))
     plain = Text(path="plain")
-    monkeypatch.setattr(mixture, "each", lambda: {"a": one, "b": plain, "c": other})
+    monkeypatch.setattr(mixture, "make_sources", lambda: {"a": one, "b": plain, "c": other})
     expected = {"names": ["one", "t", "other", "t"]}
     assert mixture.files_of_export("t", files) == {"names.json": expected}
     assert files == {"config.json": {"a": 1}}
