@@ -125,11 +125,11 @@ def test_a_resumed_run_sees_the_samples_of_an_uninterrupted_one(
     folder, tmp_path, steps, accumulation
 ):
     data = {"accumulation": accumulation}
-    whole, _ = fit(datamodule(folder, **data), max_steps=steps + 4)
+    uninterrupted, _ = fit(datamodule(folder, **data), max_steps=steps + 4)
     _, trainer = fit(datamodule(folder, **data), max_steps=steps)
     trainer.save_checkpoint(tmp_path / "run.ckpt")
     rest, _ = fit(datamodule(folder, **data), steps + 4, ckpt_path=tmp_path / "run.ckpt")
-    expected = stacked(whole.trained)[steps * accumulation :]
+    expected = stacked(uninterrupted.trained)[steps * accumulation :]
     assert torch.equal(stacked(rest.trained), expected)
 
 
@@ -173,7 +173,7 @@ def test_a_test_sees_every_test_window_once(folder, val_tokens):
 def test_ranks_share_all_windows_of_a_split(folder, world_size):
     data = datamodule(folder)
     rows = [data.rows_of("test", rank, world_size) for rank in range(world_size)]
-    assert len({each.shape for each in rows}) == 1
+    assert len({rank_rows.shape for rank_rows in rows}) == 1
     seen = np.concatenate(rows).ravel()
     assert np.sort(seen[seen >= 0]).tolist() == [*range(29)]
 
@@ -188,10 +188,10 @@ def test_a_split_that_was_not_prepared_is_rejected_with_a_remedy(folder):
 def test_batches_without_a_trainer_are_those_of_the_split(folder):
     data = datamodule(folder)
     rows = data.rows_of("val")
-    found = [*data.batches("val", rows, torch.device("cpu"))]
-    assert [tokens.shape for tokens, _ in found] == [(B, T)] * 8
+    batches = [*data.batches("val", rows, torch.device("cpu"))]
+    assert [tokens.shape for tokens, _ in batches] == [(B, T)] * 8
     module, _ = fit(datamodule(folder), max_steps=2)
-    assert torch.equal(stacked(found), stacked(module.validated))
+    assert torch.equal(stacked(batches), stacked(module.validated))
 
 
 def is_even(_tokens, targets):
@@ -232,10 +232,10 @@ class Reversed:
 
     def open(self, folder, split, block_size):
         windows = StreamWindows(folder, split, block_size)
-        own = windows.gather
+        gather = windows.gather
         last = windows.counts[""] - 1
-        windows.gather = lambda batches, pinned=False: own(
-            [last - each for each in batches], pinned
+        windows.gather = lambda batches, pinned=False: gather(
+            [last - rows for rows in batches], pinned
         )
         return windows
 
@@ -246,22 +246,22 @@ def test_packing_makes_the_windows_of_all_splits(folder):
     assert packing.prepared == [(folder, T)]
     rows = list(islice(Order(SEED, 99, B, 0, 1), 2))
     windows = StreamWindows(folder, "train", T)
-    for (tokens, _), each in zip(module.trained, rows, strict=True):
-        assert tokens.tolist() == windows[98 - each][:, :-1].tolist()
+    for (tokens, _), numbers in zip(module.trained, rows, strict=True):
+        assert tokens.tolist() == windows[98 - numbers][:, :-1].tolist()
 
 
 def test_an_order_rule_decides_the_training_windows(folder):
-    asked = []
+    calls = []
 
     def in_sequence(counts, samples, block_size):
-        asked.append((counts, samples, block_size))
+        calls.append((counts, samples, block_size))
         return lambda positions, size, _seed: positions % size
 
     module, _ = fit(datamodule(folder, order_rule=in_sequence, accumulation=2), max_steps=3)
-    assert asked == [({"": 99}, 3 * 2 * B, T)]
-    found = torch.cat([tokens for tokens, _ in module.trained])
+    assert calls == [({"": 99}, 3 * 2 * B, T)]
+    tokens_seen = torch.cat([tokens for tokens, _ in module.trained])
     expected = StreamWindows(folder, "train", T)[np.arange(3 * 2 * B)][:, :-1]
-    assert found.tolist() == expected.tolist()
+    assert tokens_seen.tolist() == expected.tolist()
 
 
 def test_loaders_leave_the_random_state_of_the_run_alone(folder):

@@ -103,10 +103,14 @@ def test_ids_take_the_smallest_type(vocab_size, size):
 
 @given(st.text())
 def test_printable_text_replaces_only_control_characters(text):
-    shown = printable(text)
-    found = [each for each in text if unicodedata.category(each) == "Cc" and each not in "\t\n"]
-    assert not any(each in shown for each in found)
-    assert found or shown == text
+    escaped = printable(text)
+    controls = [
+        character
+        for character in text
+        if unicodedata.category(character) == "Cc" and character not in "\t\n"
+    ]
+    assert not any(character in escaped for character in controls)
+    assert controls or escaped == text
 
 
 def test_a_control_character_is_shown_by_its_number():

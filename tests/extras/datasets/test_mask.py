@@ -65,7 +65,7 @@ LONG_ROWS = ([30, 1, 200, 9, 100, 300], [640], [3] * 200 + [40], [560, 80])
 def gradients(model, loss):
     model.zero_grad()
     loss.backward()
-    return {name: each.grad for name, each in model.named_parameters()}
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
@@ -79,16 +79,16 @@ def test_each_document_gets_what_it_gets_by_itself(name, rows):
         place = 0
         for length in lengths:
             document = slice(place, place + length)
-            own = tokens[row : row + 1, document]
-            torch.testing.assert_close(logits[row : row + 1, document], alone(own))
+            document_tokens = tokens[row : row + 1, document]
+            torch.testing.assert_close(logits[row : row + 1, document], alone(document_tokens))
             own_targets = targets[row : row + 1, document]
-            parts.append(alone(own, own_targets) * (own_targets != IGNORE).sum())
+            parts.append(alone(document_tokens, own_targets) * (own_targets != IGNORE).sum())
             place += length
     expected = sum(parts) / (targets != IGNORE).sum()
     torch.testing.assert_close(loss, expected)
-    found = gradients(model, loss)
-    for each, gradient in gradients(alone, expected).items():
-        torch.testing.assert_close(found[each], gradient, msg=each)
+    actual = gradients(model, loss)
+    for name, gradient in gradients(alone, expected).items():
+        torch.testing.assert_close(actual[name], gradient, msg=name)
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
@@ -109,8 +109,8 @@ def test_checkpointed_blocks_see_the_documents_of_their_own_forward_pass(name):
         return which(*first) + which(*second)  # the second forward comes before both backwards
 
     expected = gradients(plain, both(plain))
-    for each, gradient in gradients(model, both(model)).items():
-        torch.testing.assert_close(gradient, expected[each], msg=each)
+    for name, gradient in gradients(model, both(model)).items():
+        torch.testing.assert_close(gradient, expected[name], msg=name)
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch asks, and hides its own warning
@@ -123,8 +123,8 @@ def test_compiled_models_see_the_same_documents(name, checkpointing):
     for rows in (LONG_ROWS, LONG_ROWS[::-1], ([640],) * 4):
         batch = batch_of(*rows)
         expected = gradients(plain, plain(*batch))
-        for each, gradient in gradients(model, model(*batch)).items():
-            torch.testing.assert_close(gradient, expected[each], msg=each)
+        for name, gradient in gradients(model, model(*batch)).items():
+            torch.testing.assert_close(gradient, expected[name], msg=name)
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
@@ -187,11 +187,11 @@ def test_the_blocks_for_gpus_are_those_of_comparing_all_tokens(seed):
     def visible(b, _h, query, key):
         return (key <= query) & (key >= starts[b, query])
 
-    found, wanted = block_mask(starts), create_block_mask(visible, 3, None, 640, 640, device="cpu")
-    assert torch.equal(found.to_dense(), wanted.to_dense())
-    whole, every = found.full_kv_num_blocks, wanted.full_kv_num_blocks
+    blocks, wanted = block_mask(starts), create_block_mask(visible, 3, None, 640, 640, device="cpu")
+    assert torch.equal(blocks.to_dense(), wanted.to_dense())
+    full, every = blocks.full_kv_num_blocks, wanted.full_kv_num_blocks
     # A diagonal block is never whole, and others are exactly where all tokens are visible.
-    assert torch.equal(whole, every)
+    assert torch.equal(full, every)
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without")
@@ -224,8 +224,8 @@ def test_other_devices_and_dropout_use_a_mask_of_all_tokens(monkeypatch):
 
 def test_without_documents_attention_is_the_models_own():
     q, k, v = (torch.randn(2, 2, 200, 8) for _ in range(3))
-    found = attention.attention_within(None, q, k, v, 0.0, None)
-    assert torch.equal(found, causal_attention(q, k, v, 0.0))
+    actual = attention.attention_within(None, q, k, v, 0.0, None)
+    assert torch.equal(actual, causal_attention(q, k, v, 0.0))
 
 
 def test_a_tokenizer_without_an_end_and_a_model_without_places_are_refused():

@@ -6,7 +6,9 @@ from lockstep_gpt.data.sources.text import Text
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.extras.datasets.mixture import Mixture, with_sources
 
-TEXT, MIXTURE = (f"{own.__module__}.{own.__name__}" for own in (Text, Mixture))
+TEXT, MIXTURE = (
+    f"{source_class.__module__}.{source_class.__name__}" for source_class in (Text, Mixture)
+)
 
 
 @pytest.mark.parametrize(
