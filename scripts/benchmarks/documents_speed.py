@@ -96,8 +96,8 @@ def main() -> int:
         masked, plain = models(architecture, options.context)
         if architecture == "gpt":
             masked.positions(batch[0])
-            seen = masked.positions.__self__.seen
-            within = partial(attention_within, seen)
+            bounds = masked.positions.__self__.bounds
+            within = partial(attention_within, bounds)
             ours = partial(attended, within, qkv, 0.2)
             compare("attention", ours, partial(attended, causal_attention, qkv, 0.2), options.pairs)
         several = partial(step, masked, batch), partial(step, plain, batch)

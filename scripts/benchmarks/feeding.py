@@ -26,8 +26,9 @@ import numpy as np
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler
 
-from lockstep_gpt.data.datamodule import Feed, TokenStream
-from lockstep_gpt.data.order import Order, permute
+from lockstep_gpt.data.feeding import Feed, TokenStream
+from lockstep_gpt.data.order import Order
+from lockstep_gpt.data.permutation import permute
 from lockstep_gpt.data.prepare import prepare
 from lockstep_gpt.data.sources.synthetic import RandomTokens
 from lockstep_gpt.data.windows import StreamWindows
@@ -97,7 +98,7 @@ def _warm(folder: Path) -> StreamWindows:
 
 def _stream(windows: StreamWindows, first: int = 0) -> TokenStream:
     order = Order(0, windows.counts[""], B, 0, 1, start=first * B)
-    return TokenStream(windows, order.stream)
+    return TokenStream(windows, order)
 
 
 def _stock(windows: StreamWindows) -> Iterator[Any]:

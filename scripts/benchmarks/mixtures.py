@@ -79,7 +79,10 @@ def _data(root: Path, sources: int, tokens: int, weights: str) -> Mixture:
 def _make(root: Path, sources: int, tokens: int) -> None:
     """Write sparse prepared folders of each source, of the mixture, and of one large corpus."""
     data = _data(root, sources, tokens, "round")
-    for own in [*data.each().values(), RandomTokens(root=str(root), tokens=sources * tokens)]:
+    for own in [
+        *data.make_sources().values(),
+        RandomTokens(root=str(root), tokens=sources * tokens),
+    ]:
         _make_sparse(own)
     folder = preparing.prepare(data)
     fingerprint = preparing.shards.load_index(folder).fingerprint
@@ -124,7 +127,7 @@ def _one(root: Path, kind: str, weights: str) -> dict[str, float]:
     places = {"global_rank": 0, "world_size": 1, "global_step": 0, "max_steps": 10**6}
     module.trainer = SimpleNamespace(strategy=device, **places)
     stream = module.train_dataloader().batches
-    rows = next(iter(stream.rows()))
+    rows = next(iter(stream.rows))
     startup, cpu = time.perf_counter() - before, time.process_time() - begun
     assert len(rows) == B
     passes = []
@@ -135,7 +138,7 @@ def _one(root: Path, kind: str, weights: str) -> dict[str, float]:
         passes.append((time.process_time() - started) / BATCHES)
     each = statistics.median(passes[1:])
     again = time.process_time()
-    for _ in islice(stream.rows(), 10 * BATCHES):
+    for _ in islice(stream.rows, 10 * BATCHES):
         pass
     chosen = (time.process_time() - again) / 10 / BATCHES
     return {

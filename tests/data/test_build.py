@@ -144,13 +144,13 @@ def test_other_settings_give_the_same_folder(corpus):
 
 
 def test_a_corpus_that_changes_while_it_is_read_is_rejected(corpus, tmp_path, monkeypatch):
-    read = module.content
+    read = module.read_content
 
     def meddle(*arguments):
         (tmp_path / "texts" / "9.txt").write_text("changed meanwhile")
         return read(*arguments)
 
-    monkeypatch.setattr(module, "content", meddle)
+    monkeypatch.setattr(module, "read_content", meddle)
     with pytest.raises(UserError, match="the corpus changed meanwhile"):
         prepare(corpus())
     assert not prepared(tmp_path / "data")
@@ -205,8 +205,8 @@ def test_a_killed_build_of_text_resumes_with_its_tokenizer(corpus, tmp_path):
     settings |= {"shard_mb": 1, "num_proc": 2}
     config = corpus(**settings)
     killed_when(config, lambda: len([*(tmp_path / "data").glob(".*/train*")]) > 1)
-    whole = finish(corpus(**settings | {"root": str(tmp_path / "whole"), "num_proc": 1}))
-    assert content(finish(config)) == content(whole)
+    unbroken = finish(corpus(**settings | {"root": str(tmp_path / "whole"), "num_proc": 1}))
+    assert content(finish(config)) == content(unbroken)
 
 
 @pytest.fixture
@@ -345,14 +345,14 @@ def written(folder, name, ids, dtype, split=None):
 @pytest.mark.parametrize("done", [1, LIMIT // 2 - 1, LIMIT // 2, LIMIT // 2 + 1, 2 * LIMIT])
 def test_a_writer_continues_at_the_index_s_position(tmp_path, done):
     ids = np.random.default_rng(0).integers(1000, size=2 * LIMIT + 9)
-    (whole := tmp_path / "whole").mkdir()
+    (unbroken := tmp_path / "whole").mkdir()
     (killed := tmp_path / "killed").mkdir()
     saved = written(killed, "train", ids[:done], "<u2")
     written(killed, "train", np.zeros(LIMIT), "<u2", saved)  # never in an index
-    expected = written(whole, "train", ids, "<u2")
+    expected = written(unbroken, "train", ids, "<u2")
     assert written(killed, "train", ids[done:], "<u2", saved) == expected
     for shard in expected.shards:
-        assert (killed / shard.file).read_bytes() == (whole / shard.file).read_bytes()
+        assert (killed / shard.file).read_bytes() == (unbroken / shard.file).read_bytes()
 
 
 def test_bytes_after_the_last_index_are_cut_off(tmp_path):

@@ -74,10 +74,10 @@ PARTS = [
 @given(st.lists(st.sampled_from(PARTS)), st.sampled_from(["", " go "]))
 def test_a_long_text_cut_in_pieces_keeps_its_tokens(bpe, words, between):
     text = between.join(words)
-    whole = bpe.encode(text).tolist()
+    expected = bpe.encode(text).tolist()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "PIECE", 30)
-        assert bpe.encode(text).tolist() == whole
+        assert bpe.encode(text).tolist() == expected
 
 
 @pytest.mark.parametrize("text", ["漢字" * 50, "9" * 100, " " * 100, "\t \n" * 30, "'s" * 50])

@@ -1,6 +1,4 @@
-import threading
-import time
-from contextlib import closing
+import doctest
 from itertools import islice
 
 import lightning
@@ -8,19 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from lockstep_gpt.data.datamodule import (
-    Feed,
-    TokenDataModule,
-    TokenStream,
-)
+from lockstep_gpt.data import datamodule as tested
+from lockstep_gpt.data.datamodule import TokenDataModule
 from lockstep_gpt.data.order import Order
-from lockstep_gpt.data.shards import (
-    FORMAT,
-    Index,
-    open_split,
-    write_index,
-)
-from lockstep_gpt.data.split_writer import SplitWriter
+from lockstep_gpt.data.shards import open_split
 from lockstep_gpt.data.windows import StreamWindows
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.model.functional import IGNORE
@@ -30,20 +19,6 @@ pytestmark = [  # of Lightning
     pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated"),
     pytest.mark.filterwarnings("ignore:The '.*_dataloader' does not have many workers"),
 ]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """Random two-byte tokens: 800 for training, 200 for validation, and 240 for tests."""
-    folder, splits = tmp_path_factory.mktemp("data"), {}
-    ids = np.random.default_rng(0).integers(1000, size=1240).astype("<u2")
-    for name, part in zip(("train", "val", "test"), np.split(ids, [800, 1000]), strict=True):
-        with closing(SplitWriter(folder, name, "<u2")) as writer:
-            writer.append(part)
-            splits[name] = writer.saved()
-    about = {"vocab_size": 1000}, "f" * 64, {}, {"val_fraction": 0.2}
-    write_index(folder, Index(FORMAT, "<u2", *about, splits))
-    return folder
 
 
 class Recorder(lightning.LightningModule):
@@ -97,6 +72,14 @@ def stacked(batches):
     return torch.stack([torch.stack(batch) for batch in batches])
 
 
+def test_the_example_of_the_docstring_runs(tmp_path, monkeypatch, texts):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "corpus.txt").write_text("\n".join(path.read_text() for path in texts.iterdir()))
+    result = doctest.testmod(tested)
+    assert result.attempted == 7
+    assert result.failed == 0
+
+
 def test_windows_are_whole_and_share_one_token(folder):
     tokens, windows = open_split(folder, "train"), StreamWindows(folder, "train", T)
     assert windows.counts == {"": (tokens.size - 1) // T} == {"": 99}
@@ -131,22 +114,10 @@ def test_training_follows_the_order(folder, accumulation):
     module, _ = fit(datamodule(folder, accumulation=accumulation), max_steps=5)
     order = Order(SEED, 99, B, rank=0, world_size=1)
     windows = StreamWindows(folder, "train", T)
-    steps = list(islice(order.stream(), 5 * accumulation))
+    steps = list(islice(order, 5 * accumulation))
     expected = [windows.widen(stored) for stored in windows.gather(steps)]
     assert isinstance(module.trained[0], tuple)
     assert torch.equal(stacked(module.trained), stacked(expected))
-
-
-@pytest.mark.parametrize("count", [1, 8, 20])
-def test_a_stream_gathers_the_windows_of_each_batch(folder, count):
-    order = Order(SEED, 99, B, 0, 1, start=4 * B)
-    windows = StreamWindows(folder, "train", T)
-    stream = TokenStream(windows, order.stream)
-    for _ in range(2):  # each iteration begins again
-        found = islice(stream, count)
-        for stored, rows in zip(found, islice(order.stream(), count), strict=True):
-            assert stored.ids.tolist() == windows[rows].tolist()
-            assert stored.parts is None
 
 
 @pytest.mark.parametrize(("steps", "accumulation"), [(5, 2), (40, 1), (4, 2)])
@@ -154,11 +125,11 @@ def test_a_resumed_run_sees_the_samples_of_an_uninterrupted_one(
     folder, tmp_path, steps, accumulation
 ):
     data = {"accumulation": accumulation}
-    whole, _ = fit(datamodule(folder, **data), max_steps=steps + 4)
+    uninterrupted, _ = fit(datamodule(folder, **data), max_steps=steps + 4)
     _, trainer = fit(datamodule(folder, **data), max_steps=steps)
     trainer.save_checkpoint(tmp_path / "run.ckpt")
     rest, _ = fit(datamodule(folder, **data), steps + 4, ckpt_path=tmp_path / "run.ckpt")
-    expected = stacked(whole.trained)[steps * accumulation :]
+    expected = stacked(uninterrupted.trained)[steps * accumulation :]
     assert torch.equal(stacked(rest.trained), expected)
 
 
@@ -202,7 +173,7 @@ def test_a_test_sees_every_test_window_once(folder, val_tokens):
 def test_ranks_share_all_windows_of_a_split(folder, world_size):
     data = datamodule(folder)
     rows = [data.rows_of("test", rank, world_size) for rank in range(world_size)]
-    assert len({each.shape for each in rows}) == 1
+    assert len({rank_rows.shape for rank_rows in rows}) == 1
     seen = np.concatenate(rows).ravel()
     assert np.sort(seen[seen >= 0]).tolist() == [*range(29)]
 
@@ -217,10 +188,10 @@ def test_a_split_that_was_not_prepared_is_rejected_with_a_remedy(folder):
 def test_batches_without_a_trainer_are_those_of_the_split(folder):
     data = datamodule(folder)
     rows = data.rows_of("val")
-    found = [*data.batches("val", rows, torch.device("cpu"))]
-    assert [tokens.shape for tokens, _ in found] == [(B, T)] * 8
+    batches = [*data.batches("val", rows, torch.device("cpu"))]
+    assert [tokens.shape for tokens, _ in batches] == [(B, T)] * 8
     module, _ = fit(datamodule(folder), max_steps=2)
-    assert torch.equal(stacked(found), stacked(module.validated))
+    assert torch.equal(stacked(batches), stacked(module.validated))
 
 
 def is_even(_tokens, targets):
@@ -261,10 +232,10 @@ class Reversed:
 
     def open(self, folder, split, block_size):
         windows = StreamWindows(folder, split, block_size)
-        own = windows.gather
+        gather = windows.gather
         last = windows.counts[""] - 1
-        windows.gather = lambda batches, pinned=False: own(
-            [last - each for each in batches], pinned
+        windows.gather = lambda batches, pinned=False: gather(
+            [last - rows for rows in batches], pinned
         )
         return windows
 
@@ -273,24 +244,24 @@ def test_packing_makes_the_windows_of_all_splits(folder):
     packing = Reversed()
     module, _ = fit(datamodule(folder, packing=packing), max_steps=2)
     assert packing.prepared == [(folder, T)]
-    rows = list(islice(Order(SEED, 99, B, 0, 1).stream(), 2))
+    rows = list(islice(Order(SEED, 99, B, 0, 1), 2))
     windows = StreamWindows(folder, "train", T)
-    for (tokens, _), each in zip(module.trained, rows, strict=True):
-        assert tokens.tolist() == windows[98 - each][:, :-1].tolist()
+    for (tokens, _), numbers in zip(module.trained, rows, strict=True):
+        assert tokens.tolist() == windows[98 - numbers][:, :-1].tolist()
 
 
 def test_an_order_rule_decides_the_training_windows(folder):
-    asked = []
+    calls = []
 
     def in_sequence(counts, samples, block_size):
-        asked.append((counts, samples, block_size))
+        calls.append((counts, samples, block_size))
         return lambda positions, size, _seed: positions % size
 
     module, _ = fit(datamodule(folder, order_rule=in_sequence, accumulation=2), max_steps=3)
-    assert asked == [({"": 99}, 3 * 2 * B, T)]
-    found = torch.cat([tokens for tokens, _ in module.trained])
+    assert calls == [({"": 99}, 3 * 2 * B, T)]
+    tokens_seen = torch.cat([tokens for tokens, _ in module.trained])
     expected = StreamWindows(folder, "train", T)[np.arange(3 * 2 * B)][:, :-1]
-    assert found.tolist() == expected.tolist()
+    assert tokens_seen.tolist() == expected.tolist()
 
 
 def test_loaders_leave_the_random_state_of_the_run_alone(folder):
@@ -300,34 +271,6 @@ def test_loaders_leave_the_random_state_of_the_run_alone(folder):
     list(islice(data.train_dataloader(), 2))
     list(data.val_dataloader())
     assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_a_feed_loads_one_batch_ahead_and_measures_waiting(wait_for):
-    made, threads = [], set()
-
-    def slow():
-        for number in range(3):
-            time.sleep(0.05)
-            made.append(number)
-            threads.add(threading.current_thread().name)
-            yield number
-
-    feed = Feed(slow(), group=1)
-    batches, started = iter(feed), time.perf_counter()
-    assert next(batches) == 0
-    spent = time.perf_counter() - started
-    wait_for(lambda: len(made) > 1)
-    time.sleep(0.1)  # long enough for another one
-    assert made == [0, 1]
-    started = time.perf_counter()
-    assert list(batches) == [1, 2]
-    assert 0.09 < feed.waited < spent + time.perf_counter() - started
-    assert all(name.startswith("feed") for name in threads)
-
-
-def test_an_error_in_the_feed_s_thread_stops_the_training():
-    with pytest.raises(ZeroDivisionError):
-        list(Feed(1 // (1 - number) for number in range(3)))
 
 
 def test_a_block_longer_than_the_data_is_rejected(folder):

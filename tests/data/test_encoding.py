@@ -27,14 +27,14 @@ def test_processes_send_whole_messages_or_none(corpus, tmp_path, monkeypatch):
     """POSIX doesn't split a write of up to PIPE_BUF bytes to a pipe, so a kill can't either."""
     for number in range(5):
         (tmp_path / "texts" / f"b{number}").write_text(f"{number} " * 300_000)
-    sent, in_turn = [], encoding._in_turn
+    sent, in_order = [], encoding._results_in_order
 
     def watched(*arguments):
-        for result in in_turn(*arguments):
+        for result in in_order(*arguments):
             sent.append((len(pickle.dumps(result)), result.stat().st_size))
             yield result
 
-    monkeypatch.setattr(encoding, "_in_turn", watched)
+    monkeypatch.setattr(encoding, "_results_in_order", watched)
     folder = prepare(corpus(num_proc=2))
     assert max(file for _, file in sent) > select.PIPE_BUF
     assert max(message for message, _ in sent) < select.PIPE_BUF - 256  # the pool's own bytes

@@ -28,8 +28,8 @@ def add(tmp_path, *numbers, lines=40):
 
 
 def settings(tmp_path, root="data", **changes):
-    own = {"documents": "line", "val_fraction": 0.2, **changes}
-    return Text(root=str(tmp_path / root), path=str(tmp_path / "texts"), **own)
+    settings = {"documents": "line", "val_fraction": 0.2, **changes}
+    return Text(root=str(tmp_path / root), path=str(tmp_path / "texts"), **settings)
 
 
 def content(folder):
@@ -70,13 +70,13 @@ def test_only_new_documents_are_tokenized(kind, documents, tmp_path, tokenized, 
     changes = {"tokenizer": tokenizer, "documents": documents}
     add(tmp_path, 1, 2, 3)
     before = prepare(settings(tmp_path, **changes))
-    kept = content(before)
+    expected = content(before)
     tokenized.clear()
     add(tmp_path, 0, 4)
     after = prepare(settings(tmp_path, **changes))
     assert set(re.findall(rb"\d", b"".join(tokenized))) == {b"0", b"4"}  # in front of each line
     assert before != after
-    assert content(before) == kept
+    assert content(before) == expected
     assert f"documents are those of {before}" in caplog.text
     assert content(after) == content(prepare(settings(tmp_path, root="fresh", **changes)))
 
@@ -168,10 +168,10 @@ def test_objects_of_json_lines_are_documents_by_their_text(tmp_path, tokenized):
     (tmp_path / "texts").mkdir()
     path = tmp_path / "texts/a.jsonl"
     path.write_text("".join(f'{{"text": "line {number}"}}\n' for number in range(50)))
-    own = {"root": str(tmp_path / "data"), "path": str(path), "val_fraction": 0.2}
-    prepare(JsonLines(**own))
+    settings = {"root": str(tmp_path / "data"), "path": str(path), "val_fraction": 0.2}
+    prepare(JsonLines(**settings))
     tokenized.clear()
     with path.open("a") as file:
         file.write('{"id": 7, "text": "line 50"}\n{"text": "line 3"}\n')
-    prepare(JsonLines(**own))
+    prepare(JsonLines(**settings))
     assert tokenized == [b"line 50"]

@@ -252,8 +252,10 @@ def test_an_empty_file_is_called_empty(tmp_path):
         prepare(Text(root=str(tmp_path / "data"), path=str(tmp_path / "nothing.txt")))
 
 
-@pytest.mark.parametrize(("files", "said"), [(3, "the end of each file"), (30, "whole documents")])
-def test_the_receipt_names_the_held_out_text(tmp_path, caplog, files, said):
+@pytest.mark.parametrize(
+    ("files", "held_out"), [(3, "the end of each file"), (30, "whole documents")]
+)
+def test_the_receipt_names_the_held_out_text(tmp_path, caplog, files, held_out):
     (tmp_path / "texts").mkdir()
     for number in range(files):
         (tmp_path / "texts" / f"{number}.txt").write_text("some words " * 20)
@@ -261,10 +263,10 @@ def test_the_receipt_names_the_held_out_text(tmp_path, caplog, files, said):
     data = Text(root=str(tmp_path / "data"), path=str(tmp_path / "texts"), val_fraction=0.4)
     prepare(data)
     assert f": {files} documents, " in caplog.text
-    assert f" val tokens; val has {said})" in caplog.text
+    assert f" val tokens; val has {held_out})" in caplog.text
     caplog.clear()
     prepare(data, verify=True)
-    assert f" val tokens; val has {said})" in caplog.text
+    assert f" val tokens; val has {held_out})" in caplog.text
 
 
 @pytest.mark.parametrize(("fraction", "split"), [(1e-9, "val"), (1 - 1e-9, "train")])
@@ -288,9 +290,9 @@ def test_two_machines_prepare_the_same_bytes(tmp_path, small):
 
 
 def test_a_data_module_of_your_own_prepares_nothing(tmp_path):
-    own = DataModuleConfig(_target_="mine.Batches", root=str(tmp_path))
+    data_module = DataModuleConfig(_target_="mine.Batches", root=str(tmp_path))
     with pytest.raises(UserError, match=r"data\._target_=mine\.Batches makes its own batches"):
-        prepare(own)
+        prepare(data_module)
 
 
 def test_three_splits_are_prepared_and_named_in_the_receipt(corpus, caplog):

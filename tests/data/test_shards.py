@@ -60,9 +60,9 @@ def test_windows_are_cut_from_one_file_however_large(tmp_path):
     ids = np.random.default_rng(0).integers(1000, size=2 * LIMIT + 5)
     shards(tmp_path, ids, range(5), 1000)
     assert [path.name for path in tmp_path.glob("train*")] == ["train-00000.bin"]
-    whole = np.lib.stride_tricks.sliding_window_view(ids, 1000)[::999]
-    rows = np.random.default_rng(1).permutation(len(whole))
-    np.testing.assert_array_equal(StreamWindows(tmp_path, "train", 999)[rows], whole[rows])
+    expected = np.lib.stride_tricks.sliding_window_view(ids, 1000)[::999]
+    rows = np.random.default_rng(1).permutation(len(expected))
+    np.testing.assert_array_equal(StreamWindows(tmp_path, "train", 999)[rows], expected[rows])
 
 
 @pytest.mark.parametrize("tokens", [10, LIMIT])

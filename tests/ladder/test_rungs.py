@@ -74,7 +74,7 @@ def test_the_sampler_deals_as_the_order_does_and_reshuffles_each_epoch(words):
     orders = [Order(seed, size, 2, rank, 2) for rank in range(2)]
     for epoch, (sampler, order) in itertools.product(range(3), zip(samplers, orders, strict=True)):
         sampler.set_epoch(epoch)
-        batches = itertools.islice(order.stream(), 2 * epoch, 2 * epoch + 2)
+        batches = itertools.islice(order, 2 * epoch, 2 * epoch + 2)
         steps = [rows.tolist() for rows in batches]
         assert list(sampler) == [*steps[0], *steps[1]]
         assert len(sampler) == 4

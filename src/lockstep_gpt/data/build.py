@@ -20,9 +20,9 @@ import numpy as np
 from tqdm import tqdm
 
 from lockstep_gpt.data import shards
-from lockstep_gpt.data.encoding import BLOCKS, KNOWN, encoded
+from lockstep_gpt.data.encoding import BLOCKS, KNOWN, encode_corpus
 from lockstep_gpt.data.growing import HashWriter, earlier_state, remember
-from lockstep_gpt.data.recipe import Recipe, begin, finish, progress, splits_of
+from lockstep_gpt.data.recipe import Recipe, create_folder, finish, progress, splits_of
 from lockstep_gpt.data.shards import INDEX, Index
 from lockstep_gpt.data.sources.source import Position
 from lockstep_gpt.data.split_writer import SplitWriter
@@ -56,7 +56,7 @@ def write(recipe: Recipe, folder: Path) -> None:
 
 def _write(recipe: Recipe, folder: Path) -> None:
     """Write the rest of the token files, then the final index."""
-    index = _begun(recipe, folder)
+    index = _resume_or_start(recipe, folder)
     limit = recipe.source.shard_mb << 20
     with ExitStack() as stack:
         writers = {
@@ -65,17 +65,19 @@ def _write(recipe: Recipe, folder: Path) -> None:
         }
         bar = stack.enter_context(progress(recipe, index.position[2]))
         hashes = stack.enter_context(closing(HashWriter(folder, index)))
-        full = [len(writer.full) for writer in writers.values()]
-        earlier = _remembered(recipe, folder, index)
+        full_at_save = [len(writer.full) for writer in writers.values()]
+        earlier = _find_earlier_state(recipe, folder, index)
         known = 0
-        for after, invalid, splits in encoded(recipe.source, folder, index.position):
+        for after, invalid, splits in encode_corpus(recipe.source, folder, index.position):
             for split, documents, count, size in splits:
                 writers[split].append(documents.ids, count, size)
                 hashes.append(split, documents.hashes)
                 known += documents.known
             invalid += index.invalid_documents
             index = replace(index, position=[*after], invalid_documents=invalid)
-            if full != (full := [len(writer.full) for writer in writers.values()]):
+            full = [len(writer.full) for writer in writers.values()]
+            if full != full_at_save:
+                full_at_save = full
                 hashes.sync()
                 _save(folder, index, writers)
             _show(bar, after.read, writers)
@@ -90,7 +92,7 @@ def _write(recipe: Recipe, folder: Path) -> None:
         finish(recipe, folder, index, writers)
 
 
-def _remembered(recipe: Recipe, folder: Path, index: Index) -> Path | None:
+def _find_earlier_state(recipe: Recipe, folder: Path, index: Index) -> Path | None:
     """Look for an earlier state of the corpus, and write down where its documents are."""
     end = recipe.tokenizer.end_of_text
     earlier = earlier_state(folder.parent, recipe.source.kind, index)
@@ -104,7 +106,7 @@ def _save(folder: Path, index: Index, writers: dict[str, SplitWriter]) -> None:
     shards.write_index(folder, replace(index, splits=splits))
 
 
-def _begun(recipe: Recipe, folder: Path) -> Index:
+def _resume_or_start(recipe: Recipe, folder: Path) -> Index:
     """Return the index of a killed build, or of a new one."""
     for path in folder.glob(f"{BLOCKS}*"):  # of killed processes
         shutil.rmtree(path, ignore_errors=True)
@@ -120,7 +122,7 @@ def _begun(recipe: Recipe, folder: Path) -> Index:
         except UserError as error:
             logger.warning("%s; starting over", str(error).split(";")[0])
     shutil.rmtree(folder, ignore_errors=True)
-    index = replace(begin(recipe, folder), position=[*Position()])
+    index = replace(create_folder(recipe, folder), position=[*Position()])
     shards.write_index(folder, index)
     return index
 

@@ -12,8 +12,8 @@ import numpy as np
 from lockstep_gpt.data.tokenizer import (
     END_OF_TEXT,
     Tokens,
-    cut,
-    sure_cut,
+    find_cut,
+    find_sure_cut,
     token_dtype,
 )
 
@@ -54,11 +54,12 @@ class BytePairTokenizer:
 
     def encode_documents(self, texts: Sequence[bytes]) -> Tokens:
         """Return the ids of valid texts one after another, each followed by the end of text."""
-        pieces = [[piece.decode() for piece in _pieces(text)] for text in texts]
+        documents = [[piece.decode() for piece in _pieces(text)] for text in texts]
         # The fast variant doesn't compute the tokens' positions in the text.
         encode = self._tokenizer.encode_batch_fast
-        encoded = iter(encode(list(chain.from_iterable(pieces)), add_special_tokens=False))
-        rows = [[*(next(encoded).ids for _ in each), [self.end_of_text]] for each in pieces]
+        all_pieces = list(chain.from_iterable(documents))
+        encoded = iter(encode(all_pieces, add_special_tokens=False))
+        rows = [[*(next(encoded).ids for _ in pieces), [self.end_of_text]] for pieces in documents]
         ids = chain.from_iterable(chain.from_iterable(rows))
         return np.fromiter(ids, token_dtype(self.vocab_size))
 
@@ -86,11 +87,11 @@ def _size_of_piece(text: bytes, start: int) -> int:
     size = PIECE
     while size < len(text) - start:
         piece = text[start : start + size]
-        end = sure_cut(piece)
+        end = find_sure_cut(piece)
         if end:
             return end
         if size >= LONGEST_PIECE:
-            return cut(piece)
+            return find_cut(piece)
         size *= 2
     return len(text) - start
 
@@ -121,9 +122,9 @@ def byte_level(model: Any) -> Any:
     return tokenizer
 
 
-def signs() -> dict[int, str]:
+def byte_characters() -> dict[int, str]:
     """Return byte -> its printable character in byte-level vocabularies (GPT-2's code)."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
-    shown = {byte: chr(256 + place) for place, byte in enumerate(others)}
-    return {byte: shown.get(byte, chr(byte)) for byte in range(256)}
+    substitutes = {byte: chr(256 + place) for place, byte in enumerate(others)}
+    return {byte: substitutes.get(byte, chr(byte)) for byte in range(256)}

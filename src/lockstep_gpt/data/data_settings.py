@@ -78,17 +78,19 @@ def data_class(target: str) -> type[DataConfig]:
     """
     if not target.startswith(f"{lockstep_gpt.__name__}."):
         return DataModuleConfig
-    if extra := extra_of_target(target):
+    extra = extra_of_target(target)
+    if extra:
         raise UserError(f"data._target_={target} needs {how_to_add(extra)}")
     try:
-        found = resolve_name(target)
+        named = resolve_name(target)
     except (ImportError, AttributeError, ValueError) as error:
         raise UserError(
             f"data._target_={target} cannot be imported ({error}); name a class as "
             f"{lockstep_gpt.__name__}.module.Class"
         ) from error
-    is_settings = isinstance(found, type) and issubclass(found, DataConfig)
-    return found if is_settings else DataModuleConfig
+    if isinstance(named, type) and issubclass(named, DataConfig):
+        return named
+    return DataModuleConfig
 
 
 def data_choices(*more: Path) -> dict[str, type[DataConfig]]:

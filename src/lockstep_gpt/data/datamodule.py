@@ -1,9 +1,6 @@
 """Turns token files into the batches of one rank."""
 
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
-from itertools import islice
 from pathlib import Path
 
 import lightning
@@ -11,80 +8,17 @@ import numpy as np
 import torch
 
 from lockstep_gpt.data import order, shards
-from lockstep_gpt.data.order import Order, Positions, validation_rows
+from lockstep_gpt.data.feeding import Feed, TokenStream, ignore_targets, move_to_device
+from lockstep_gpt.data.order import Order, Positions
 from lockstep_gpt.data.packing import Packing, Stream
 from lockstep_gpt.data.sources.source import TargetMask
-from lockstep_gpt.data.windows import (
-    Batch,
-    Stored,
-    Windows,
-    first_windows,
-    parts_of_rows,
-)
+from lockstep_gpt.data.windows import Batch, Stored
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.model.functional import IGNORE
 from lockstep_gpt.settings import counted
 
-GROUP = 8  # micro-batches to gather and hand over at once, because each call costs microseconds
 # Training windows of each part, windows of the whole run, tokens of a window -> rule of the order.
 OrderRule = Callable[[Mapping[str, int], int, int], order.Rule]
-
-
-class Feed(Iterable[Stored]):
-    """Loads batches ahead in a thread, `group` at a time; training `waited` this many seconds."""
-
-    def __init__(self, batches: Iterable[Stored], group: int = GROUP) -> None:
-        self.batches = batches
-        self.group = group
-        self.waited = 0.0
-
-    def __iter__(self) -> Iterator[Stored]:
-        batches = iter(self.batches)
-        with ThreadPoolExecutor(1, "feed") as thread:
-            ahead = thread.submit(list, islice(batches, 1))  # one alone comes sooner
-            while group := self._await(ahead):
-                ahead = thread.submit(list, islice(batches, self.group))
-                yield from group
-
-    def _await(self, ahead: Future[list[Stored]]) -> list[Stored]:
-        started = time.perf_counter()
-        group = ahead.result()
-        self.waited += time.perf_counter() - started
-        return group
-
-
-class TokenStream(Iterable[Stored]):
-    """Micro-batches of the windows whose numbers `rows` yields, each (B,).
-
-    Args:
-        windows: of one split.
-        rows: called for each iteration.
-        pinned: whether to use page-locked memory, for copies to a GPU.
-        with_parts: whether batches say which part of the corpus each row is from.
-    """
-
-    def __init__(
-        self,
-        windows: Windows,
-        rows: Callable[[], Iterable[Positions]],
-        pinned: bool = False,
-        with_parts: bool = False,
-    ) -> None:
-        self.windows = windows
-        self.rows = rows
-        self.pinned = pinned
-        self.with_parts = with_parts
-
-    def __iter__(self) -> Iterator[Stored]:
-        numbers = iter(self.rows())
-        while group := [*islice(numbers, GROUP)]:
-            batches = self.windows.gather(group, self.pinned)
-            if not self.with_parts:
-                yield from batches
-                continue
-            for stored, rows in zip(batches, group, strict=True):
-                parts = torch.from_numpy(parts_of_rows(self.windows.counts, rows))
-                yield stored._replace(parts=parts)
 
 
 class TokenDataModule(lightning.LightningDataModule):
@@ -103,6 +37,17 @@ class TokenDataModule(lightning.LightningDataModule):
         packing: makes the windows.
         order_rule: returns the rule of the order.
         target_masks: which targets count in a part of the corpus; all do in other parts.
+
+    Without a Trainer, for example in a notebook:
+
+        >>> from lockstep_gpt.data.prepare import prepare
+        >>> from lockstep_gpt.data.sources.text import Text
+        >>> folder = prepare(Text(path="corpus.txt"))  # into the folder `data`
+        >>> data = TokenDataModule(folder, block_size=64, micro_size=8, accumulation=1, seed=0)
+        >>> rows = data.rows_of("val")  # the numbers of windows, (batches, 8)
+        >>> tokens, targets = next(data.batches("val", rows, torch.device("cpu")))
+        >>> tokens.shape
+        torch.Size([8, 64])
     """
 
     def __init__(
@@ -173,21 +118,19 @@ class TokenDataModule(lightning.LightningDataModule):
             start=self.samples_seen(trainer.global_step),
             rule=self.order_rule(self.windows["train"].counts, planned, self.block_size),
         )
-        self.training_feed = self._feed("train", rows.stream)
+        self.training_feed = self._feed("train", rows)
         return self.training_feed
 
     def val_dataloader(self) -> Feed:
         """Return batches that contain every validation window once across all ranks."""
         trainer = self._attached_trainer()
-        ranks = trainer.global_rank, trainer.world_size
-        rows = np.concatenate([*self.rows_by_part("val", self.validated, *ranks).values()])
-        return self._feed("val", lambda: rows)
+        parts = self.rows_by_part("val", self.validated, trainer.global_rank, trainer.world_size)
+        return self._feed("val", np.concatenate([*parts.values()]))
 
     def test_dataloader(self) -> Feed:
         """Return batches that contain every test window once across all ranks."""
         trainer = self._attached_trainer()
-        rows = self.rows_of("test", trainer.global_rank, trainer.world_size)
-        return self._feed("test", lambda: rows)
+        return self._feed("test", self.rows_of("test", trainer.global_rank, trainer.world_size))
 
     def rows_of(self, split: str, rank: int = 0, world_size: int = 1) -> Positions:
         """Return one rank's windows of a whole split, (batches, B) with -1 as padding."""
@@ -202,27 +145,16 @@ class TokenDataModule(lightning.LightningDataModule):
     def rows_by_part(
         self, split: str, used: Mapping[str, int], rank: int, world_size: int
     ) -> dict[str, Positions]:
-        """Return one rank's windows of each part, (batches, B) with -1 as padding.
-
-        Args:
-            split: val or test.
-            used: how many windows of each part to use.
-            rank: the rank.
-            world_size: the number of ranks.
-        """
+        """Return one rank's windows of each part; see `order.rows_by_part`."""
         counts = self.windows[split].counts
-        found = {}
-        for (name, size), first in zip(counts.items(), first_windows(counts), strict=True):
-            rows = validation_rows(size, used[name], self.micro_size, rank, world_size)
-            found[name] = np.where(rows < 0, rows, rows + first)
-        return found
+        return order.rows_by_part(counts, used, self.micro_size, rank, world_size)
 
     def batches(
         self, split: str, rows: Iterable[Positions], device: torch.device
     ) -> Iterator[Batch]:
         """Yield the batches of these windows of a split on a device, without a Trainer."""
-        for stored in self._stream(split, lambda: rows):
-            yield self._batch(split, _moved(stored, device))
+        for stored in self._stream(split, rows):
+            yield self._batch(split, move_to_device(stored, device))
 
     def transfer_batch_to_device(
         self,
@@ -231,38 +163,30 @@ class TokenDataModule(lightning.LightningDataModule):
         dataloader_idx: int = 0,  # noqa: ARG002
     ) -> Stored:
         """Move the ids; Lightning's default would search the batch for what it can move."""
-        return _moved(batch, device)
+        return move_to_device(batch, device)
 
     def on_after_batch_transfer(self, batch: Stored, dataloader_idx: int) -> Batch:  # noqa: ARG002
         """Return `(tokens, targets)`; ids travel to the device in their narrow stored type."""
         trainer = self._attached_trainer()
-        split = "val" if trainer.validating or trainer.sanity_checking else "train"
-        return self._batch("test" if trainer.testing else split, batch)
+        split = "train"
+        if trainer.testing:
+            split = "test"
+        elif trainer.validating or trainer.sanity_checking:
+            split = "val"
+        return self._batch(split, batch)
 
     def _batch(self, split: str, stored: Stored) -> Batch:
         """Return tokens and targets; targets that don't count are `IGNORE`."""
         windows = self.windows[split]
-        tokens, targets = windows.widen(stored)
-        if not self.target_masks:
-            return tokens, targets
-        for place, name in enumerate(windows.counts):
-            mask = self.target_masks.get(name)
-            if mask is None:
-                continue
-            counts = mask(tokens, targets)
-            if stored.parts is not None:
-                counts |= (stored.parts != place)[:, None]
-            targets = targets.masked_fill(~counts, IGNORE)
-        return tokens, targets
+        batch = windows.widen(stored)
+        return ignore_targets(batch, stored.parts, windows.counts, self.target_masks)
 
-    def _feed(self, split: str, rows: Callable[[], Iterable[Positions]]) -> Feed:
+    def _feed(self, split: str, rows: Iterable[Positions]) -> Feed:
         """Return a `Feed` that loads the batches of a split ahead."""
         device = self._attached_trainer().strategy.root_device
-        return Feed(self._stream(split, rows, device.type == "cuda"))
+        return Feed(self._stream(split, rows, pinned=device.type == "cuda"))
 
-    def _stream(
-        self, split: str, rows: Callable[[], Iterable[Positions]], pinned: bool = False
-    ) -> TokenStream:
+    def _stream(self, split: str, rows: Iterable[Positions], pinned: bool = False) -> TokenStream:
         windows = self.windows[split]
         with_parts = bool(self.target_masks) and len(windows.counts) > 1
         return TokenStream(windows, rows, pinned, with_parts)
@@ -281,20 +205,3 @@ class TokenDataModule(lightning.LightningDataModule):
     def _attached_trainer(self) -> lightning.Trainer:
         assert self.trainer is not None, "the Trainer makes the loaders: it knows rank and step"
         return self.trainer
-
-
-def _moved(stored: Stored, device: torch.device) -> Stored:
-    """Return a batch on a device."""
-    ids = stored.ids
-    if ids.device == device:
-        return stored
-    if device.type == "mps":
-        ids = ids.int()  # MPS lacks uint16
-    copies = device.type == "cuda"  # while the host continues
-    real = stored.real
-    if isinstance(real, torch.Tensor):
-        real = real.to(device, non_blocking=copies)
-    parts = stored.parts
-    if parts is not None:
-        parts = parts.to(device, non_blocking=copies)
-    return Stored(ids.to(device, non_blocking=copies), real, parts)

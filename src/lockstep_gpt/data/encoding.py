@@ -22,7 +22,7 @@ from lockstep_gpt.data.sources.source import (
     Position,
     Source,
     TokenBlock,
-    by_split,
+    group_by_split,
 )
 from lockstep_gpt.data.tokenizer_choice import from_dict
 from lockstep_gpt.errors import UserError
@@ -42,7 +42,7 @@ class Encoded(NamedTuple):
     splits: list[tuple[str, Tokenized, int, int]]  # name, tokens, documents, bytes of text
 
 
-def encoded(source: Source, folder: Path, position: list[int]) -> Iterator[Encoded]:
+def encode_corpus(source: Source, folder: Path, position: list[int]) -> Iterator[Encoded]:
     """Tokenize a corpus from a position on, block by block; `folder` has the index of the build.
 
     Raises:
@@ -50,19 +50,19 @@ def encoded(source: Source, folder: Path, position: list[int]) -> Iterator[Encod
     """
     processes = getattr(source, "num_proc", 1)
     if processes == 1:
-        with ThreadPoolExecutor(1, initializer=_begin, initargs=(folder,)) as thread:
-            yield from _in_turn(thread, _encode, source, position, 1)
+        with ThreadPoolExecutor(1, initializer=_make_encoder, initargs=(folder,)) as thread:
+            yield from _results_in_order(thread, _encode, source, position, 1)
         return
     spawn = multiprocessing.get_context("spawn")
     # The tokenizer and the blocks are sent as files. A process that is killed while it sends more
     # than fits into a pipe would block the pool forever.
     with (
         tempfile.TemporaryDirectory(dir=folder, prefix=BLOCKS) as blocks,
-        ProcessPoolExecutor(processes, spawn, _begin_process, (folder, os.getpid())) as executor,
+        ProcessPoolExecutor(processes, spawn, _start_process, (folder, os.getpid())) as executor,
     ):
         encode = partial(_encode_to_file, blocks)
         try:
-            for path in _in_turn(executor, encode, source, position, processes):
+            for path in _results_in_order(executor, encode, source, position, processes):
                 yield pickle.loads(path.read_bytes())
                 path.unlink()
         except BrokenProcessPool as error:
@@ -72,7 +72,7 @@ def encoded(source: Source, folder: Path, position: list[int]) -> Iterator[Encod
             ) from error
 
 
-def _in_turn(
+def _results_in_order(
     executor: Executor,
     encode: Callable[[Any], Result],
     source: Source,
@@ -92,14 +92,14 @@ def _in_turn(
 _encoder: Encoder
 
 
-def _begin_process(folder: Path, parent: int) -> None:
+def _start_process(folder: Path, parent: int) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # each core already has a process
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles it
     end_with_parent(parent)  # if the parent is killed, this would wait for it forever
-    _begin(folder)
+    _make_encoder(folder)
 
 
-def _begin(folder: Path) -> None:
+def _make_encoder(folder: Path) -> None:
     global _encoder  # per process: made once, not sent with every block
     _encoder = Encoder(from_dict(shards.load_index(folder).tokenizer), folder / KNOWN)
 
@@ -110,7 +110,7 @@ def _encode(block: Block | TokenBlock) -> Encoded:
         return Encoded(block.after, 0, [(block.split, tokens, block.documents, block.text_bytes)])
     splits = [
         (split, _encoder.encode(texts), len(texts), sum(map(len, texts)))
-        for split, texts in by_split(block)
+        for split, texts in group_by_split(block)
     ]
     return Encoded(block.after, block.invalid, splits)
 

@@ -25,7 +25,10 @@ from lockstep_gpt.errors import UserError
 
 SIZE = 16  # bytes of a hash: no two of 2**40 documents share one, with a chance of 1 - 2**-49
 PIECE = 1 << 20  # tokens that are searched at once
-KEYS, PLACES, FOLDER = "keys.npy", "places.npy", "folder"  # of what `remember` writes
+# The files that `remember` writes.
+KEYS = "keys.npy"
+PLACES = "places.npy"
+FOLDER = "folder"
 
 
 def hashes_of(folder: Path, split: str) -> Path:
@@ -64,20 +67,25 @@ class HashWriter:
 
 def earlier_state(root: Path, source: str, index: Index) -> Path | None:
     """Return the newest prepared folder of a source whose tokens `index`'s tokenizer made."""
-    found = [path for path in root.glob(f"{source}-????????") if hashes_of(path, "train").exists()]
-    for folder in sorted(found, key=lambda path: path.stat().st_mtime, reverse=True):
+    folders = [
+        path for path in root.glob(f"{source}-????????") if hashes_of(path, "train").exists()
+    ]
+    for folder in sorted(folders, key=lambda path: path.stat().st_mtime, reverse=True):
         with contextlib.suppress(UserError):  # a damaged one is not usable
             other = shards.load_index(folder)
             shards.check_sizes(folder, other)
-            if other.tokenizer == index.tokenizer and _is_whole(folder, other):
+            if other.tokenizer == index.tokenizer and _has_all_hashes(folder, other):
                 return folder
     return None
 
 
-def _is_whole(folder: Path, index: Index) -> bool:
-    paths = {name: hashes_of(folder, name) for name in index.splits}
-    sizes = {name: path.stat().st_size if path.exists() else 0 for name, path in paths.items()}
-    return all(sizes[name] == index.splits[name].documents * SIZE for name in index.splits)
+def _has_all_hashes(folder: Path, index: Index) -> bool:
+    for name, split in index.splits.items():
+        path = hashes_of(folder, name)
+        size = path.stat().st_size if path.exists() else 0
+        if size != split.documents * SIZE:
+            return False
+    return True
 
 
 def remember(folder: Path, end_of_text: int, place: Path) -> bool:
@@ -85,7 +93,9 @@ def remember(folder: Path, end_of_text: int, place: Path) -> bool:
 
     Return whether the folder's tokens have as many ends as it has documents.
     """
-    keys, places, before = [], [], 0
+    keys = []
+    places = []
+    before = 0  # tokens of the splits before
     for split in SPLITS:
         if not hashes_of(folder, split).exists():
             continue
@@ -108,13 +118,17 @@ def remember(folder: Path, end_of_text: int, place: Path) -> bool:
 
 def _ends(folder: Path, split: str, end_of_text: int) -> tuple[npt.NDArray[np.int64], int]:
     """Return where the documents of a split end, and how many tokens it has; read in pieces."""
-    index, found, count = shards.load_index(folder), [np.empty(0, np.int64)], 0
+    index = shards.load_index(folder)
+    ends = [np.empty(0, np.int64)]
+    count = 0
     for shard in index.splits[split].shards:
         with (folder / shard.file).open("rb") as file:
-            while (piece := np.fromfile(file, index.dtype, PIECE)).size:
-                found.append(np.flatnonzero(piece == end_of_text) + count + 1)
+            piece = np.fromfile(file, index.dtype, PIECE)
+            while piece.size:
+                ends.append(np.flatnonzero(piece == end_of_text) + count + 1)
                 count += piece.size
-    return np.concatenate(found), count
+                piece = np.fromfile(file, index.dtype, PIECE)
+    return np.concatenate(ends), count
 
 
 class Tokenized(NamedTuple):
@@ -154,22 +168,25 @@ class Encoder:
         if not known.any():
             return Tokenized(self.tokenizer.encode_documents(texts), hashes, 0)
         new = [text for text, is_known in zip(texts, known, strict=True) if not is_known]
-        made = iter(self._apart(new))
-        parts = [
-            self._copied(*self.places[row]) if is_known else next(made)
-            for row, is_known in zip(rows, known, strict=True)
-        ]
+        tokens_of_new = iter(self._encode_apart(new))
+        parts = []
+        for row, is_known in zip(rows, known, strict=True):
+            if is_known:
+                parts.append(self._copy_tokens(*self.places[row]))
+            else:
+                parts.append(next(tokens_of_new))
         return Tokenized(np.concatenate(parts), hashes, int(known.sum()))
 
-    def _apart(self, texts: Sequence[bytes]) -> Sequence[Tokens]:
+    def _encode_apart(self, texts: Sequence[bytes]) -> Sequence[Tokens]:
         if not texts:
             return []
         ids = self.tokenizer.encode_documents(texts)
         return np.split(ids, np.flatnonzero(ids == self.tokenizer.end_of_text)[:-1] + 1)
 
-    def _copied(self, start: int, end: int) -> Tokens:
+    def _copy_tokens(self, start: int, end: int) -> Tokens:
         for tokens in self.tokens:
             if start < len(tokens):
                 return tokens[start:end]
-            start, end = start - len(tokens), end - len(tokens)
+            start -= len(tokens)
+            end -= len(tokens)
         raise AssertionError("every place is in one of the splits")

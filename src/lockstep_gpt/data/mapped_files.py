@@ -31,14 +31,21 @@ def map_files(groups: Sequence[Sequence[Path]]) -> tuple[npt.NDArray[np.uint8], 
     page = mmap.PAGESIZE
     bounds = [0, *accumulate(-(-size // page) * page for size in sizes)]
     anonymous = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    place = np.frombuffer(mmap.mmap(-1, bounds[-1], anonymous, mmap.PROT_READ), np.uint8)
+    memory = np.frombuffer(mmap.mmap(-1, bounds[-1], anonymous, mmap.PROT_READ), np.uint8)
     system = ctypes.CDLL(None, use_errno=True)
     system.mmap.restype = ctypes.c_void_p
-    whole, number = ctypes.c_size_t, ctypes.c_int
-    system.mmap.argtypes = [ctypes.c_void_p, whole, number, number, number, ctypes.c_int64]
+    integer = ctypes.c_int
+    system.mmap.argtypes = [
+        ctypes.c_void_p,  # address
+        ctypes.c_size_t,  # length
+        integer,  # protection
+        integer,  # flags
+        integer,  # file descriptor
+        ctypes.c_int64,  # offset
+    ]
     flags = mmap.MAP_SHARED | MAP_FIXED
     for group, start in zip(groups, bounds, strict=False):
-        address = place.ctypes.data + start
+        address = memory.ctypes.data + start
         for path in group:
             size = path.stat().st_size
             with path.open("rb") as file:
@@ -46,4 +53,4 @@ def map_files(groups: Sequence[Sequence[Path]]) -> tuple[npt.NDArray[np.uint8], 
                     code = ctypes.get_errno()
                     raise OSError(code, os.strerror(code), str(path))
             address += size
-    return place[: bounds[-2] + sizes[-1]], bounds[:-1]
+    return memory[: bounds[-2] + sizes[-1]], bounds[:-1]

@@ -19,7 +19,7 @@ from lockstep_gpt.data.data_settings import DataConfig
 from lockstep_gpt.data.recipe import (
     BuildsItself,
     Recipe,
-    contents,
+    describe,
     folder_of,
     recipe_of,
 )
@@ -58,9 +58,9 @@ def prepare(config: DataConfig, verify: bool = False) -> Path:
         index = shards.load_index(folder)
         if verify:
             shards.check_content(folder, index)
-        done = "prepared" if is_new else "verified"
+        verb = "prepared" if is_new else "verified"
         seconds = time.perf_counter() - started
-        logger.info("%s %s in %.1f s", done, contents(folder, index), seconds)
+        logger.info("%s %s in %.1f s", verb, describe(folder, index), seconds)
     return folder
 
 

@@ -10,7 +10,7 @@ from base64 import b64decode
 from pathlib import Path
 from typing import Any
 
-from lockstep_gpt.data.byte_pairs import byte_level, signs
+from lockstep_gpt.data.byte_pairs import byte_characters, byte_level
 from lockstep_gpt.data.tokenizer import END_OF_TEXT
 from lockstep_gpt.errors import UserError
 
@@ -33,8 +33,8 @@ def from_ranks(path: Path) -> Any:
             f"data.tokenizer={path} has {len(ranks):,} tokens; of rank files, only GPT-2's with "
             f"{SIZE:,} can be read; give this tokenizer's tokenizer.json"
         )
-    shown = signs()
-    words = {token: "".join(shown[byte] for byte in token) for token in ranks}
+    characters = byte_characters()
+    words = {token: "".join(characters[byte] for byte in token) for token in ranks}
     vocabulary = {words[token]: rank for token, rank in ranks.items()}
     vocabulary[END_OF_TEXT] = SIZE
     merges = []

@@ -92,13 +92,13 @@ def source_of(config: DataConfig) -> Source:
 def _settings(source: Source) -> dict[str, Any]:
     """Return the settings that decide tokens or files."""
     defaults = {item.name: item.default for item in fields(source)}
-    found: dict[str, Any] = {"source": source.kind}
+    settings: dict[str, Any] = {"source": source.kind}
     for name in source.names("kept"):
         value = getattr(source, name)
         is_unused = name in source.added_later and value == defaults[name]
         if name not in APART and not is_unused:
-            found[name] = value
-    return found
+            settings[name] = value
+    return settings
 
 
 def _former_settings(settings: dict[str, Any]) -> dict[str, Any] | None:
@@ -120,7 +120,7 @@ def _digest(values: Any) -> str:
     return hashlib.sha256(json.dumps(values).encode()).hexdigest()
 
 
-def begin(recipe: Recipe, folder: Path) -> Index:
+def create_folder(recipe: Recipe, folder: Path) -> Index:
     """Create the folder and return its index, still without tokens."""
     folder.mkdir()
     return Index(
@@ -154,28 +154,40 @@ def finish(recipe: Recipe, folder: Path, index: Index, writers: Mapping[str, Spl
         where = getattr(source, "path", None) or f"data={source.kind}"
         raise UserError(f"{where} is empty; give it text to train on")
     for name in reversed(list(writers)):
-        if not writers[name].tokens:
-            door = "val" if name == "train" else name
-            fraction = getattr(source, f"{door}_fraction")
-            remedy = "lower it" if name == "train" else "raise it or use a larger corpus"
-            raise UserError(
-                f"data.{door}_fraction={fraction} leaves no tokens for the {name} split of "
-                f"{source.kind}; {remedy}"
-            )
+        if writers[name].tokens:
+            continue
+        held_out = name
+        remedy = "raise it or use a larger corpus"
+        if name == "train":
+            held_out = "val"
+            remedy = "lower it"
+        fraction = getattr(source, f"{held_out}_fraction")
+        raise UserError(
+            f"data.{held_out}_fraction={fraction} leaves no tokens for the {name} split of "
+            f"{source.kind}; {remedy}"
+        )
     splits = {name: writer.saved() for name, writer in writers.items()}
     shards.write_index(folder, replace(index, splits=splits))
 
 
-def contents(folder: Path, index: Index) -> str:
+def describe(folder: Path, index: Index) -> str:
     """Describe the content of a prepared folder in one line."""
-    held = index.settings.get("held_out")
-    each = [split.documents for split in index.splits.values()]
-    documents = max(each) if held == ENDS else sum(each)
-    size = sum(split.text_bytes for split in index.splits.values()) / 1e6
-    done = index.settings.get("invalid_utf8", "replace")
-    invalid = f" ({index.invalid_documents} not UTF-8: {done})" * bool(index.invalid_documents)
-    volume = f", {size:.1f} MB" if size else ""  # unknown of tokens made elsewhere
-    text = f": {counted(documents, 'document')}{invalid}{volume}" if documents else ""
-    counts = " and ".join(f"{split.tokens:,} {name}" for name, split in index.splits.items())
-    counts += f" tokens; val has {held}" if held else " tokens"
-    return f"{index.settings['source']}{text} -> {folder} ({counts})"
+    held_out = index.settings.get("held_out")
+    documents = [split.documents for split in index.splits.values()]
+    count = sum(documents)
+    if held_out == ENDS:  # each document is in several splits
+        count = max(documents)
+    text = ""
+    if count:
+        text = f": {counted(count, 'document')}"
+        if index.invalid_documents:
+            policy = index.settings.get("invalid_utf8", "replace")
+            text += f" ({index.invalid_documents} not UTF-8: {policy})"
+        size = sum(split.text_bytes for split in index.splits.values()) / 1e6
+        if size:  # unknown of tokens made elsewhere
+            text += f", {size:.1f} MB"
+    tokens = " and ".join(f"{split.tokens:,} {name}" for name, split in index.splits.items())
+    tokens += " tokens"
+    if held_out:
+        tokens += f"; val has {held_out}"
+    return f"{index.settings['source']}{text} -> {folder} ({tokens})"

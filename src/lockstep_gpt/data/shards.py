@@ -90,7 +90,8 @@ def load_index(folder: Path) -> Index:
     try:
         values = json.loads(path.read_bytes())
         if values["format"] == FORMAT:
-            for split in (splits := values.pop("splits")).values():
+            splits = values.pop("splits")
+            for split in splits.values():
                 split["shards"] = [Shard(**shard) for shard in split["shards"]]
             splits = {name: Split(**split) for name, split in splits.items()}
             return Index(**values, splits=splits)
@@ -159,8 +160,10 @@ def check_block_size(index: Index, block_size: int) -> None:
     """Raise a `UserError` that names the longest context if a split is shorter than a window."""
     for name, split in index.splits.items():
         if index.windows(name, block_size) < 1:
-            door = "test_fraction" if name.endswith("test") else "val_fraction"
-            hint = f" (data.{door}={index.settings[door]})" if door in index.settings else ""
+            fraction = "test_fraction" if name.endswith("test") else "val_fraction"
+            hint = ""
+            if fraction in index.settings:
+                hint = f" (data.{fraction}={index.settings[fraction]})"
             raise UserError(
                 f"model.block_size={block_size} needs {block_size + 1:,} tokens, but the {name} "
                 f"split has {split.tokens:,}; set at most {split.tokens - 1}, or give it more data"

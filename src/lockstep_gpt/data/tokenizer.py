@@ -22,6 +22,7 @@ SURE = re.compile(
     r"|[A-Za-z\u3041-\u3096\u30a1-\u30fa\u4e00-\u9fa5\uac00-\ud7a3]"
     r"(?=[\n,;:()\u3001\u3002\u300c\u300d\uff01\uff08\uff09\uff0c\uff1a\uff1b\uff1f])"
 )
+CONTROL = re.compile(r"[^\t\n\x20-\x7e\xa0-\U0010ffff]")  # characters that a terminal may obey
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
@@ -137,26 +138,38 @@ class NumberTokenizer:
 
 def printable(text: str) -> str:
     """Return `text` with its control characters escaped, because a terminal would obey them."""
-    return re.sub(r"[^\t\n\x20-\x7e\xa0-\U0010ffff]", lambda found: f"\\x{ord(found[0]):02x}", text)
+    return CONTROL.sub(_escaped, text)
 
 
-def cut(text: bytes) -> int:
+def _escaped(match: re.Match[str]) -> str:
+    return f"\\x{ord(match[0]):02x}"
+
+
+def find_cut(text: bytes) -> int:
     """Return where to cut a text that continues, so that both parts keep its tokens."""
     for pattern in CUTS:
-        for found in reversed(list(pattern.finditer(text, max(0, len(text) - 512)))):
-            return found.end()
+        places = _ends_of_matches(pattern, text)
+        if places:
+            return places[-1]
     last = next((i for i in range(1, min(5, len(text))) if text[-i] & 0xC0 != 0x80), 0)
     return len(text) - last  # at the start of a character
 
 
-def sure_cut(text: bytes) -> int:
+def find_sure_cut(text: bytes) -> int:
     """Return the last place where a token of valid UTF-8 surely ends; 0 if there is none.
 
     The text continues, so its end is no such place.
     """
-    found = [each.end() for each in CUTS[0].finditer(text, max(0, len(text) - 512))]
-    if found:
-        return found[-1]
+    places = _ends_of_matches(CUTS[0], text)
+    if places:
+        return places[-1]
     characters = text.decode("utf-8", "ignore")  # the last one may be incomplete
-    places = [each.end() for each in SURE.finditer(characters)]
-    return len(characters[: places[-1]].encode()) if places else 0
+    places = [match.end() for match in SURE.finditer(characters)]
+    if not places:
+        return 0
+    return len(characters[: places[-1]].encode())
+
+
+def _ends_of_matches(pattern: re.Pattern[bytes], text: bytes) -> list[int]:
+    """Return where the matches in the last 512 bytes of a text end."""
+    return [match.end() for match in pattern.finditer(text, max(0, len(text) - 512))]

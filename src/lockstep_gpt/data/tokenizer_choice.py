@@ -30,8 +30,8 @@ def make_tokenizer(name: str, vocab_size: int | None, texts: Iterable[str]) -> T
     """
     if name == ByteTokenizer.kind:
         return ByteTokenizer()
-    if is_own(name):
-        return own_tokenizer.trained(name, vocab_size, texts)
+    if names_class(name):
+        return own_tokenizer.train_tokenizer(name, vocab_size, texts)
     if name == BytePairTokenizer.kind:
         assert vocab_size is not None, "the settings have a default"
         tokenizer = learn(texts, vocab_size)
@@ -40,13 +40,14 @@ def make_tokenizer(name: str, vocab_size: int | None, texts: Iterable[str]) -> T
     vocabulary = tokenizer.get_vocab()
     values = {"kind": BytePairTokenizer.kind, "vocab_size": max(vocabulary.values()) + 1}
     ends = [vocabulary[end] for end in ENDS if end in vocabulary]
-    made = BytePairTokenizer({**values, "end_of_text": [*ends, 0][0], "json": tokenizer.to_str()})
-    if not ends or made.decode(made.encode(PROBE)) != PROBE:
+    values |= {"end_of_text": [*ends, 0][0], "json": tokenizer.to_str()}
+    result = BytePairTokenizer(values)
+    if not ends or result.decode(result.encode(PROBE)) != PROBE:
         raise UserError(
             f"data.tokenizer={name} lacks {END_OF_TEXT} or does not restore every text; use "
             "a byte-level one, such as GPT-2's"
         )
-    return made
+    return result
 
 
 def of_size(name: str, vocab_size: int) -> Tokenizer:
@@ -66,9 +67,9 @@ def of_size(name: str, vocab_size: int) -> Tokenizer:
     return tokenizer
 
 
-def is_own(name: str) -> bool:
+def names_class(name: str) -> bool:
     """Return whether `data.tokenizer` names a class, not a file."""
-    return own_tokenizer.is_class(name) and not tokenizer_files(name)
+    return own_tokenizer.is_class_path(name) and not tokenizer_files(name)
 
 
 def _loaded(name: str) -> Any:
@@ -97,10 +98,13 @@ def identity(name: str, *sizes: int | None) -> list[Any]:
 
     For `bpe` and for a class, which are trained, also the sizes; for a class, also its source.
     """
-    if is_own(name):
+    if names_class(name):
         return [name, own_tokenizer.source_hash(name), *sizes]
     files = [hashlib.sha256(path.read_bytes()).hexdigest() for path in tokenizer_files(name)]
-    return [files or name, *(sizes if name == BytePairTokenizer.kind else ())]
+    parts: list[Any] = [files or name]
+    if name == BytePairTokenizer.kind:
+        parts += sizes
+    return parts
 
 
 def from_dict(values: dict[str, Any]) -> Tokenizer:
@@ -112,12 +116,11 @@ def from_dict(values: dict[str, Any]) -> Tokenizer:
             return BytePairTokenizer(values)
         case NumberTokenizer.kind:
             return NumberTokenizer(int(values["vocab_size"]))
-        case str(kind) if own_tokenizer.is_own(kind):
-            return own_tokenizer.own_class(kind)(values)
+        case str(kind) if own_tokenizer.is_class_of_package(kind):
+            return own_tokenizer.load_class(kind)(values)
         case kind:
-            known = ", ".join(
-                each.kind for each in (ByteTokenizer, BytePairTokenizer, NumberTokenizer)
-            )
+            classes = (ByteTokenizer, BytePairTokenizer, NumberTokenizer)
+            known = ", ".join(tokenizer.kind for tokenizer in classes)
             raise UserError(
                 f"tokenizer kind {kind!r} is not one of {known}; use the version of "
                 "lockstep-gpt that wrote it, with its extras"

@@ -27,7 +27,7 @@ def tokenizer_files(name: str) -> list[Path]:
     """Return the files on this machine that `data.tokenizer` names, if any, without a hub's."""
     path = Path(name).expanduser()
     for names in ((), *FORMS, PAIR):
-        files = [path.joinpath(each) for each in names or ("",)]
+        files = [path / file for file in names] or [path]
         if all(file.is_file() for file in files):
             return files
     ranks = sorted(path.glob(f"*{RANKS}")) if path.is_dir() else []
@@ -43,12 +43,17 @@ def hub_files(name: str) -> list[Path]:
         UserError: they are in neither place, or this name can't be a repository's.
     """
     _refuse_path(name)
-    for each in (name, *GPT2) if name in GPT2 else (name,):
-        files = _cached(each)
+    repository = name
+    repositories: tuple[str, ...] = (name,)
+    if name in GPT2:
+        repository = REPOSITORY
+        repositories = (name, *GPT2)
+    for cached in repositories:
+        files = _cached(cached)
         if files:
             return files
     try:
-        return _downloaded(REPOSITORY if name in GPT2 else name)
+        return _downloaded(repository)
     except Exception as error:  # of the hub's library, of its HTTP client, or of the system
         reason = str(error).split("\n")[0].rstrip(".") or type(error).__name__
         raise UserError(
@@ -59,9 +64,9 @@ def hub_files(name: str) -> list[Path]:
 
 def _installed() -> list[Path]:
     """Return GPT-2's files in the package that has them, if it is installed."""
-    found = find_spec(PACKAGE)
-    for folder in (found and found.submodule_search_locations) or ():
-        files = [Path(folder) / "data" / each for each in PAIR]
+    spec = find_spec(PACKAGE)
+    for folder in (spec and spec.submodule_search_locations) or ():
+        files = [Path(folder) / "data" / file for file in PAIR]
         if all(file.is_file() for file in files):
             return files
     return []
@@ -97,8 +102,8 @@ def _cached(name: str) -> list[Path]:
     from huggingface_hub import try_to_load_from_cache
 
     for names in FORMS:
-        found = [try_to_load_from_cache(name, each) for each in names]
-        files = [Path(each) for each in found if isinstance(each, str)]
+        paths = [try_to_load_from_cache(name, file) for file in names]
+        files = [Path(path) for path in paths if isinstance(path, str)]
         if len(files) == len(names):
             return files
     return []
@@ -113,10 +118,10 @@ def _downloaded(name: str) -> list[Path]:
     from huggingface_hub.errors import EntryNotFoundError
 
     try:
-        return [_download(name, each) for each in FORMS[0]]
+        return [_download(name, file) for file in FORMS[0]]
     except EntryNotFoundError as error:
         try:
-            return [_download(name, each) for each in FORMS[1]]
+            return [_download(name, file) for file in FORMS[1]]
         except EntryNotFoundError:
             raise error from None
 

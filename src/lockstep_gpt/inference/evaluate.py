@@ -137,7 +137,7 @@ def evaluate_text(model: GPT, tokenizer: Tokenizer, path: str, batch_size: int) 
     import numpy as np
 
     source = Text(path=path)
-    source.found = [find_files(path, door="--data", split="test")]  # whole, not divided
+    source.file_groups = [find_files(path, setting="--data", split="test")]  # whole, not divided
     pieces = []
     text_bytes = 0
     for block in source.blocks(Position()):

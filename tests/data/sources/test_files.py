@@ -31,14 +31,14 @@ def many(root, count=60):
 
 def documents(source, start=None):
     blocks = source.blocks(start or Position())
-    return [pair for each in blocks for pair in zip(each.texts, each.splits, strict=True)]
+    return [pair for block in blocks for pair in zip(block.texts, block.splits, strict=True)]
 
 
 def by_split(source):
-    found = {"train": [], "val": [], "test": []}
+    texts_of = {"train": [], "val": [], "test": []}
     for text, split in documents(source):
-        found[split].append(text)
-    return found
+        texts_of[split].append(text)
+    return texts_of
 
 
 FORMS = ("file", "line")
@@ -48,13 +48,13 @@ SHARES = {"val_fraction": 0.25, "test_fraction": 0.25}
 @pytest.mark.parametrize("form", FORMS)
 def test_each_document_is_in_exactly_one_of_three_splits(tmp_path, form):
     many(tmp_path)
-    found = by_split(Text(path=str(tmp_path), documents=form, **SHARES))
-    whole = [path.read_bytes() for path in sorted(tmp_path.iterdir())]
+    texts_of = by_split(Text(path=str(tmp_path), documents=form, **SHARES))
+    expected = [path.read_bytes() for path in sorted(tmp_path.iterdir())]
     if form == "line":
-        whole = [line for text in whole for line in text.split(b"\n")]
-    assert Counter(text for texts in found.values() for text in texts) == Counter(whole)
-    assert all(found.values())
-    together = [{*texts} for texts in found.values()]
+        expected = [line for text in expected for line in text.split(b"\n")]
+    assert Counter(text for texts in texts_of.values() for text in texts) == Counter(expected)
+    assert all(texts_of.values())
+    together = [{*texts} for texts in texts_of.values()]
     assert not any(one & other for one in together for other in together if one is not other)
 
 
@@ -85,12 +85,12 @@ def test_without_a_test_fraction_the_splits_are_as_before(tmp_path, form, count)
     many(tmp_path, count)
     write(tmp_path, {"long.txt": WORDS})
     settings = {"path": str(tmp_path), "documents": form, "val_fraction": 0.25}
-    found = documents(Text(**settings, test_fraction=0.0))
-    assert found == documents(Text(**settings))
-    assert {split for _, split in found} == {"train", "val"}
+    pairs = documents(Text(**settings, test_fraction=0.0))
+    assert pairs == documents(Text(**settings))
+    assert {split for _, split in pairs} == {"train", "val"}
     if form == "line":
-        texts = [text for text, _ in found]
-        assert [split for _, split in found] == splits_of_texts(texts, 0.25, 0)
+        texts = [text for text, _ in pairs]
+        assert [split for _, split in pairs] == splits_of_texts(texts, 0.25, 0)
 
 
 @pytest.mark.parametrize(
@@ -129,11 +129,13 @@ def test_with_a_val_path_all_of_path_is_trained_on(tmp_path, form):
             val_fraction=0.3,
             documents=form,
         )
-        found = by_split(config)
-        whole = b"".join(path.read_bytes() for path in sorted((tmp_path / folder).iterdir()))
-        assert b"".join(found["train"]) == whole.replace(b"\n", b"" if form == "line" else b"\n")
+        texts_of = by_split(config)
+        content = b"".join(path.read_bytes() for path in sorted((tmp_path / folder).iterdir()))
+        assert b"".join(texts_of["train"]) == content.replace(
+            b"\n", b"" if form == "line" else b"\n"
+        )
         held = [b"held out", b"lines"] if form == "line" else [b"held out\nlines"]
-        assert (found["val"], found["test"]) == (held, [])
+        assert (texts_of["val"], texts_of["test"]) == (held, [])
 
 
 def test_a_test_path_leaves_the_division_for_validation_as_it_is(tmp_path):
@@ -149,10 +151,10 @@ def test_a_long_held_out_file_is_whole_in_its_split(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "LONGEST", 300)
     write(tmp_path, {"a.txt": WORDS, "held/x.txt": WORDS.upper()})
     paths = {"path": str(tmp_path / "a.txt"), "val_path": str(tmp_path / "held")}
-    found = by_split(Text(**paths))
-    assert len(found["val"]) > 5
-    assert b"".join(found["val"]) == WORDS.upper().encode()
-    assert b"".join(found["train"]) == WORDS.encode()
+    texts_of = by_split(Text(**paths))
+    assert len(texts_of["val"]) > 5
+    assert b"".join(texts_of["val"]) == WORDS.upper().encode()
+    assert b"".join(texts_of["train"]) == WORDS.encode()
 
 
 def test_reading_resumes_at_any_block_of_any_path(tmp_path, monkeypatch):
@@ -161,11 +163,11 @@ def test_reading_resumes_at_any_block_of_any_path(tmp_path, monkeypatch):
         many(tmp_path / name, 20)
     paths = {"val_path": str(tmp_path / "val"), "test_path": str(tmp_path / "test")}
     source = Text(path=str(tmp_path / "texts"), **paths)
-    whole = [*source.blocks(Position())]
-    assert {split for block in whole for split in block.splits} == {"train", "val", "test"}
-    assert len(whole) > 9
-    for number, block in enumerate(whole[:-1]):
-        assert [*source.blocks(block.after)] == whole[number + 1 :]
+    all_blocks = [*source.blocks(Position())]
+    assert {split for block in all_blocks for split in block.splits} == {"train", "val", "test"}
+    assert len(all_blocks) > 9
+    for number, block in enumerate(all_blocks[:-1]):
+        assert [*source.blocks(block.after)] == all_blocks[number + 1 :]
 
 
 def test_a_path_on_a_server_and_one_here_are_read_together(tmp_path):
@@ -204,8 +206,8 @@ def test_files_with_a_split_of_their_own_do_not_make_few_files_many(tmp_path):
     write(tmp_path, {"a.txt": WORDS})
     many(tmp_path / "held")
     source = Text(path=str(tmp_path / "a.txt"), test_path=str(tmp_path / "held"), val_fraction=0.2)
-    found = by_split(source)
-    assert (len(found["train"]), len(found["val"]), len(found["test"])) == (1, 1, 60)
+    texts_of = by_split(source)
+    assert (len(texts_of["train"]), len(texts_of["val"]), len(texts_of["test"])) == (1, 1, 60)
     assert source.held_out == module.ENDS
 
 

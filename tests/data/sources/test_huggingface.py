@@ -71,11 +71,11 @@ def test_another_split_can_be_named(tmp_path):
 
 def test_rows_are_held_out_by_their_text(tmp_path):
     saved(tmp_path / "rows")
-    found = blocks(settings(tmp_path / "rows", test_fraction=0.1))
-    splits = [split for block in found for split in block.splits]
+    all_blocks = blocks(settings(tmp_path / "rows", test_fraction=0.1))
+    splits = [split for block in all_blocks for split in block.splits]
     assert splits == splits_of_texts([text.encode() for text in TEXTS], 0.02, 0.1)
-    found = blocks(settings(tmp_path / "rows"))
-    splits = [split for block in found for split in block.splits]
+    all_blocks = blocks(settings(tmp_path / "rows"))
+    splits = [split for block in all_blocks for split in block.splits]
     assert splits == splits_of_texts([text.encode() for text in TEXTS], 0.02, 0)
 
 
@@ -87,8 +87,8 @@ def with_splits(folder):
 
 def documents(config):
     """Return all documents with their splits."""
-    found = blocks(config)
-    return [pair for each in found for pair in zip(each.texts, each.splits, strict=True)]
+    all_blocks = blocks(config)
+    return [pair for block in all_blocks for pair in zip(block.texts, block.splits, strict=True)]
 
 
 def test_splits_of_a_dataset_are_validated_and_tested_on(tmp_path):
@@ -100,25 +100,25 @@ def test_splits_of_a_dataset_are_validated_and_tested_on(tmp_path):
     assert config.has_test
 
 
-@pytest.mark.parametrize(("own", "name"), [("val", "validation"), ("test", "test")])
-def test_a_split_of_the_dataset_replaces_only_its_own_fraction(tmp_path, own, name):
+@pytest.mark.parametrize(("split", "name"), [("val", "validation"), ("test", "test")])
+def test_a_split_of_the_dataset_replaces_only_its_own_fraction(tmp_path, split, name):
     with_splits(tmp_path / "rows")
     fractions = {"val_fraction": 0.2, "test_fraction": 0.3}
-    found = documents(settings(tmp_path / "rows", **{f"{own}_split": name}, **fractions))
-    rest = {**fractions, f"{own}_fraction": 0.0}.values()
+    pairs = documents(settings(tmp_path / "rows", **{f"{split}_split": name}, **fractions))
+    rest = {**fractions, f"{split}_fraction": 0.0}.values()
     texts = [text.encode() for text in TEXTS]
     expected = [*zip(texts, splits_of_texts(texts, *rest), strict=True)]
-    assert found[: len(texts)] == expected
-    assert {split for _, split in found[len(texts) :]} == {own}
+    assert pairs[: len(texts)] == expected
+    assert {split for _, split in pairs[len(texts) :]} == {split}
 
 
 def test_reading_several_splits_resumes_at_any_block(tmp_path):
     with_splits(tmp_path / "rows")
     config = settings(tmp_path / "rows", val_split="validation", test_split="test")
-    whole = blocks(config)
-    assert len(whole) == 5
-    for number, block in enumerate(whole):
-        assert blocks(config, block.after) == whole[number + 1 :]
+    all_blocks = blocks(config)
+    assert len(all_blocks) == 5
+    for number, block in enumerate(all_blocks):
+        assert blocks(config, block.after) == all_blocks[number + 1 :]
 
 
 def test_there_is_a_test_split_only_if_asked_for(tmp_path):
@@ -144,12 +144,16 @@ def test_an_unknown_split_is_one_clear_line(tmp_path):
 def test_reading_resumes_at_any_block(tmp_path, streaming):
     in_parquet(tmp_path / "rows")
     config = settings(tmp_path / "rows", streaming=streaming)
-    whole = blocks(config)
-    assert len(whole) == 3
-    for number, block in enumerate(whole):
+    all_blocks = blocks(config)
+    assert len(all_blocks) == 3
+    for number, block in enumerate(all_blocks):
         rest = blocks(config, block.after)
-        assert [each.texts for each in rest] == [each.texts for each in whole[number + 1 :]]
-        assert [each.after[:2] for each in rest] == [each.after[:2] for each in whole[number + 1 :]]
+        assert [block.texts for block in rest] == [
+            block.texts for block in all_blocks[number + 1 :]
+        ]
+        assert [block.after[:2] for block in rest] == [
+            block.after[:2] for block in all_blocks[number + 1 :]
+        ]
 
 
 def test_a_size_is_known_before_the_end_except_of_a_stream(tmp_path):

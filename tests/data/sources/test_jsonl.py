@@ -46,9 +46,9 @@ def test_half_a_surrogate_pair_in_json_becomes_a_question_mark(tmp_path):
 @pytest.mark.parametrize("line", ["{", "[1]", '"text"', '{"other": "x"}', '{"text": 3}', "word"])
 def test_a_line_without_the_field_is_shown_with_its_file(tmp_path, line):
     write(tmp_path, {"a.jsonl": f'{{"text": "x"}}\n{line}\n'})
-    shown = re.escape(repr(line.encode()))
+    quoted = re.escape(repr(line.encode()))
     with pytest.raises(
-        UserError, match=rf"a\.jsonl of the corpus has the line {shown}.*field=text"
+        UserError, match=rf"a\.jsonl of the corpus has the line {quoted}.*field=text"
     ):
         texts(json_lines(tmp_path))
 

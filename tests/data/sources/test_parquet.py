@@ -51,8 +51,8 @@ def test_another_column_can_be_named(tmp_path):
 
 def test_rows_are_held_out_by_their_text(tmp_path):
     write(tmp_path / "a.parquet", {"text": TEXTS})
-    found = blocks(settings(tmp_path, val_fraction=0.3, test_fraction=0.2))
-    splits = [split for block in found for split in block.splits]
+    all_blocks = blocks(settings(tmp_path, val_fraction=0.3, test_fraction=0.2))
+    splits = [split for block in all_blocks for split in block.splits]
     assert splits == splits_of_texts([text.encode() for text in TEXTS], 0.3, 0.2)
 
 
@@ -61,8 +61,8 @@ def test_rows_of_held_out_files_are_in_their_split(tmp_path):
     write(tmp_path / "val/a.parquet", {"text": ["v", "w"]})
     write(tmp_path / "test/a.parquet", {"text": ["t"]})
     paths = {"val_path": str(tmp_path / "val"), "test_path": str(tmp_path / "test")}
-    found = blocks(settings(tmp_path / "texts", **paths, val_fraction=0.3))
-    splits = [split for block in found for split in block.splits]
+    all_blocks = blocks(settings(tmp_path / "texts", **paths, val_fraction=0.3))
+    splits = [split for block in all_blocks for split in block.splits]
     assert splits == ["train"] * 1000 + ["val"] * 2 + ["test"]
 
 
@@ -70,11 +70,11 @@ def test_reading_resumes_at_any_block(tmp_path, monkeypatch):
     write(tmp_path / "a.parquet", {"text": TEXTS}, row_group_size=300)
     write(tmp_path / "b.parquet", {"text": TEXTS[:100]})
     monkeypatch.setattr("lockstep_gpt.data.sources.parquet.BLOCK", 500)
-    whole = blocks(settings(tmp_path))
-    assert len(whole) > 10
-    assert sum(len(block.texts) for block in whole) == 1100
-    for number in (0, 3, 7, len(whole) - 1):
-        assert blocks(settings(tmp_path), whole[number].after) == whole[number + 1 :]
+    all_blocks = blocks(settings(tmp_path))
+    assert len(all_blocks) > 10
+    assert sum(len(block.texts) for block in all_blocks) == 1100
+    for number in (0, 3, 7, len(all_blocks) - 1):
+        assert blocks(settings(tmp_path), all_blocks[number].after) == all_blocks[number + 1 :]
 
 
 def test_invalid_utf8_is_repaired(tmp_path):
@@ -135,6 +135,6 @@ def test_a_folder_is_prepared_whole(tmp_path):
 def test_the_command_knows_the_choice(command, tmp_path):
     write(tmp_path / "a.parquet", {"text": TEXTS})
     words = ["data=parquet", f"data.path={tmp_path / 'a.parquet'}", "model.block_size=8"]
-    shown = command("prepare", *words, f"data.root={tmp_path / 'data'}").stdout
-    assert shown.startswith("prepared parquet: 1,000 documents")
-    assert " val tokens; val has whole documents) in " in shown
+    output = command("prepare", *words, f"data.root={tmp_path / 'data'}").stdout
+    assert output.startswith("prepared parquet: 1,000 documents")
+    assert " val tokens; val has whole documents) in " in output

@@ -105,20 +105,20 @@ def blocks(source, start=None):
 
 
 def test_documents_of_an_own_source_are_read_in_order_and_split_by_their_text():
-    (block,) = blocks(own := Own(val_fraction=0.3, test_fraction=0.2))
+    (block,) = blocks(source := Own(val_fraction=0.3, test_fraction=0.2))
     assert block.texts == [text.encode() for text in TEXTS]
     assert block.splits == splits_of_texts(block.texts, 0.3, 0.2)
     assert {*block.splits} == {"train", "val", "test"}
-    assert (own.size, own.has_test, own.held_out) == (None, True, "whole documents")
+    assert (source.size, source.has_test, source.held_out) == (None, True, "whole documents")
 
 
 @pytest.mark.parametrize("size", [1, 20, 400])
 def test_reading_an_own_source_resumes_at_any_block(monkeypatch, size):
     monkeypatch.setattr(module, "BLOCK", size)
-    whole = blocks(Own())
-    assert len(whole) > 9
-    for number, block in enumerate(whole):
-        assert blocks(Own(), block.after) == whole[number + 1 :]
+    all_blocks = blocks(Own())
+    assert len(all_blocks) > 9
+    for number, block in enumerate(all_blocks):
+        assert blocks(Own(), block.after) == all_blocks[number + 1 :]
 
 
 def test_an_own_source_resumes_at_any_document():
@@ -135,10 +135,10 @@ def test_an_own_source_is_prepared_whole(tmp_path):
     assert [*splits] == ["train", "val", "test"]
     texts = []
     for name, split in splits.items():
-        found = open_split(folder, name).tobytes()[:-1].split(b"\0")
-        assert {*splits_of_texts(found, 0.3, 0.2)} == {name}
-        assert (len(found), sum(map(len, found))) == (split.documents, split.text_bytes)
-        texts += found
+        documents = open_split(folder, name).tobytes()[:-1].split(b"\0")
+        assert {*splits_of_texts(documents, 0.3, 0.2)} == {name}
+        assert (len(documents), sum(map(len, documents))) == (split.documents, split.text_bytes)
+        texts += documents
     assert sorted(texts) == sorted(text.encode() for text in TEXTS)
 
 
@@ -163,12 +163,12 @@ def test_invalid_text_of_an_own_source_follows_the_policy():
 
 
 def test_a_tokenizer_learns_from_training_documents_alone():
-    own = Own(val_fraction=0.3, test_fraction=0.2)
-    (block,) = blocks(own)
+    source = Own(val_fraction=0.3, test_fraction=0.2)
+    (block,) = blocks(source)
     train = [
         text for text, split in zip(block.texts, block.splits, strict=True) if split == "train"
     ]
-    assert [text.encode() for text in training_texts(own, 1 << 20)] == train
+    assert [text.encode() for text in training_texts(source, 1 << 20)] == train
 
 
 def test_a_source_without_documents_says_what_it_lacks():

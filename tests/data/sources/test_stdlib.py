@@ -27,15 +27,15 @@ def library(tmp_path, monkeypatch):
 def documents(source):
     """Return all documents with their splits."""
     blocks = source.blocks(Position())
-    return [pair for each in blocks for pair in zip(each.texts, each.splits, strict=True)]
+    return [pair for block in blocks for pair in zip(block.texts, block.splits, strict=True)]
 
 
 def test_documents_of_the_library_come_sorted_by_relative_path(library):
     files = {"b.py": b"B", "a/z.py": b"Z", "a.py": b"A", "a/b.py": b""}
-    found = library(files)
-    names = [file.name for file in found.files]
+    source = library(files)
+    names = [file.name for file in source.files]
     assert names == ["a.py", "a/b.py", "a/z.py", "b.py"]
-    assert documents(found) == [(files[name], split_of_name(name, 0.02, 0)) for name in names]
+    assert documents(source) == [(files[name], split_of_name(name, 0.02, 0)) for name in names]
 
 
 @pytest.mark.parametrize(
@@ -51,8 +51,8 @@ def test_documents_of_the_library_come_sorted_by_relative_path(library):
     ],
 )
 def test_files_outside_the_library_are_left_out(library, left_out):
-    found = library({left_out: b"x", "kept.py": b"y"})
-    assert [file.name for file in found.files] == ["kept.py"]
+    source = library({left_out: b"x", "kept.py": b"y"})
+    assert [file.name for file in source.files] == ["kept.py"]
 
 
 def test_an_empty_library_is_rejected_with_a_remedy(library, tmp_path):
@@ -70,12 +70,12 @@ def test_identity_of_the_library_changes_with_names_and_sizes_only(library):
 
 @pytest.mark.parametrize("test_fraction", [0.0, 0.2])
 def test_the_library_at_hand_is_found_and_split_by_name(test_fraction):
-    found = StandardLibrary(val_fraction=0.1, test_fraction=test_fraction)
-    names = [file.name for file in found.files]
+    source = StandardLibrary(val_fraction=0.1, test_fraction=test_fraction)
+    names = [file.name for file in source.files]
     assert {"argparse.py", "json/decoder.py", "asyncio/tasks.py"} <= set(names)
-    splits = [split for _, split in documents(found)]
+    splits = [split for _, split in documents(source)]
     assert splits == [split_of_name(name, 0.1, test_fraction) for name in names]
-    assert found.size == sum(file.size for file in found.files)
+    assert source.size == sum(file.size for file in source.files)
 
 
 def test_libraries_that_not_everyone_has_are_imported_when_used():

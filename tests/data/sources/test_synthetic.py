@@ -32,10 +32,10 @@ def test_an_error_is_the_setting_as_typed_and_its_rule_in_one_line(name, value, 
 
 
 def random_tokens(**settings):
-    found = list(RandomTokens(**settings).blocks(Position()))
+    blocks = list(RandomTokens(**settings).blocks(Position()))
     return {
-        name: np.concatenate([block.ids for block in found if block.split == name])
-        for name in {block.split: None for block in found}
+        name: np.concatenate([block.ids for block in blocks if block.split == name])
+        for name in {block.split: None for block in blocks}
     }
 
 
@@ -71,13 +71,15 @@ def test_random_tokens_are_uniform(vocab_size):
 
 
 def test_random_tokens_resume_at_any_block():
-    found = RandomTokens(tokens=900_001, val_fraction=0.25, test_fraction=0.1)
-    whole = list(found.blocks(Position()))
-    for number, block in enumerate(whole):
-        rest = list(found.blocks(block.after))
-        assert [each.after for each in rest] == [each.after for each in whole[number + 1 :]]
-        for each, expected in zip(rest, whole[number + 1 :], strict=True):
-            np.testing.assert_array_equal(each.ids, expected.ids)
+    source = RandomTokens(tokens=900_001, val_fraction=0.25, test_fraction=0.1)
+    all_blocks = list(source.blocks(Position()))
+    for number, block in enumerate(all_blocks):
+        rest = list(source.blocks(block.after))
+        assert [block.after for block in rest] == [
+            block.after for block in all_blocks[number + 1 :]
+        ]
+        for block, expected in zip(rest, all_blocks[number + 1 :], strict=True):
+            np.testing.assert_array_equal(block.ids, expected.ids)
 
 
 def test_random_tokens_are_below_the_vocabulary_in_both_splits(tmp_path):

@@ -46,15 +46,15 @@ def texts(corpus):
 
 def documents(corpus):
     """Return all documents, or parts of them, with their splits."""
-    found = blocks(corpus)
-    return [pair for each in found for pair in zip(each.texts, each.splits, strict=True)]
+    all_blocks = blocks(corpus)
+    return [pair for block in all_blocks for pair in zip(block.texts, block.splits, strict=True)]
 
 
 FILES = {"b.txt": "bee", "a.txt": "ay", "c/d.md": "dee", ".git/x": "no", "c/.x": "no"}
 
 
 @pytest.mark.parametrize(
-    ("path", "found"),
+    ("path", "names"),
     [
         ("", ["a.txt", "b.txt", "c/d.md"]),
         ("b.txt", ["b.txt"]),
@@ -63,8 +63,8 @@ FILES = {"b.txt": "bee", "a.txt": "ay", "c/d.md": "dee", ".git/x": "no", "c/.x":
         ("c/.x", [".x"]),
     ],
 )
-def test_a_path_is_a_folder_a_file_or_a_glob(tmp_path, path, found):
-    assert [file.name for file in corpus(write(tmp_path, FILES) / path).files] == found
+def test_a_path_is_a_folder_a_file_or_a_glob(tmp_path, path, names):
+    assert [file.name for file in corpus(write(tmp_path, FILES) / path).files] == names
 
 
 @pytest.mark.parametrize("protocol", ["memory", "file"])
@@ -126,11 +126,11 @@ def test_a_damaged_packed_file_is_one_clear_line(tmp_path, name, pack, damage):
 
 
 def test_a_file_that_vanished_is_one_clear_line(tmp_path):
-    found = corpus(write(tmp_path, {"a.txt": "x"}))
-    assert [file.name for file in found.files] == ["a.txt"]
+    source = corpus(write(tmp_path, {"a.txt": "x"}))
+    assert [file.name for file in source.files] == ["a.txt"]
     (tmp_path / "a.txt").unlink()
     with pytest.raises(UserError, match=r"a\.txt cannot be read: No such file"):
-        texts(found)
+        texts(source)
 
 
 def test_lines_are_documents_with_any_line_ending(tmp_path):
@@ -146,12 +146,15 @@ LINES = st.lists(
 @given(files=st.lists(LINES, max_size=4), size=st.integers(1, 20))
 def test_lines_are_the_same_however_the_files_are_read(tmp_path_factory, files, size):
     root = tmp_path_factory.mktemp("lines")
-    write(root, {f"{number}": b"\n".join(each) for number, each in enumerate(files)} | {"z": b"z"})
+    write(
+        root,
+        {f"{number}": b"\n".join(rows) for number, rows in enumerate(files)} | {"z": b"z"},
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "BLOCK", size)
         for name in ("text", "source"):
             patch.setattr(f"lockstep_gpt.data.sources.{name}.is_utf8", lambda _: True)
-        expected = [line for each in files for line in each if line]
+        expected = [line for rows in files for line in rows if line]
         assert texts(lines(root)) == [*expected, b"z"]
 
 
@@ -162,30 +165,30 @@ def test_reading_resumes_at_any_block(tmp_path, monkeypatch, packed, by_line):
     monkeypatch.setattr(module, "LONGEST", 100)
     pack, ending = (gzip.compress, ".gz") if packed else (bytes, "")
     text = [" ".join(map(str, range(n, n + 99))).encode().replace(b"7 ", b"\n") for n in range(5)]
-    write(tmp_path, {f"{n}{ending}": pack(each) for n, each in enumerate(text)})
-    found = lines(tmp_path) if by_line else corpus(tmp_path)
-    whole = blocks(found)
-    assert len(whole) > 9
-    for number, block in enumerate(whole):
-        rest = whole[number + 1 :] or [whole[-1]._replace(texts=[], splits=[])]
-        for again, expected in zip(blocks(found, block.after), rest, strict=True):
+    write(tmp_path, {f"{n}{ending}": pack(content) for n, content in enumerate(text)})
+    source = lines(tmp_path) if by_line else corpus(tmp_path)
+    all_blocks = blocks(source)
+    assert len(all_blocks) > 9
+    for number, block in enumerate(all_blocks):
+        rest = all_blocks[number + 1 :] or [all_blocks[-1]._replace(texts=[], splits=[])]
+        for again, expected in zip(blocks(source, block.after), rest, strict=True):
             assert again[1:] == expected[1:]
             assert again.after[:2] == expected.after[:2]
 
 
 def test_positions_rise_to_the_size_of_the_corpus(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "LONGEST", 100)
-    found = corpus(write(tmp_path, {"a": "word " * 99, "b.gz": gzip.compress(b"x" * 999)}))
-    read = [block.after.read for block in found.blocks(START)]
+    source = corpus(write(tmp_path, {"a": "word " * 99, "b.gz": gzip.compress(b"x" * 999)}))
+    read = [block.after.read for block in source.blocks(START)]
     assert read == sorted(read)
-    assert read[-1] == found.size == sum(path.stat().st_size for path in tmp_path.iterdir())
+    assert read[-1] == source.size == sum(path.stat().st_size for path in tmp_path.iterdir())
 
 
 def test_a_long_file_is_cut_between_words_into_documents(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "LONGEST", 1000)
     text = "naïve words, and more\n" * 200
-    found = corpus(write(tmp_path, {f"{n}": text for n in range(30)}), val_fraction=BY_NAME)
-    parts = texts(found)
+    source = corpus(write(tmp_path, {f"{n}": text for n in range(30)}), val_fraction=BY_NAME)
+    parts = texts(source)
     assert b"".join(parts) == 30 * text.encode()
     assert max(map(len, parts)) <= 1000
     assert all(part[-1:].isalnum() for part in parts if not text.endswith(part.decode()))
@@ -193,9 +196,9 @@ def test_a_long_file_is_cut_between_words_into_documents(tmp_path, monkeypatch):
 
 def test_many_files_are_held_out_whole_by_their_names(tmp_path):
     write(tmp_path, {f"{n}/x": f"text {n}" for n in range(40)})
-    found = dict(documents(corpus(tmp_path, val_fraction=BY_NAME)))
+    splits_by_text = dict(documents(corpus(tmp_path, val_fraction=BY_NAME)))
     expected = {f"text {n}".encode(): split_of_name(f"{n}/x", BY_NAME, 0) for n in range(40)}
-    assert found == expected
+    assert splits_by_text == expected
 
 
 def test_of_one_file_the_end_is_held_out(tmp_path):
@@ -208,28 +211,28 @@ def test_of_one_file_the_end_is_held_out(tmp_path):
 
 def test_equal_documents_are_never_in_both_splits(tmp_path):
     written = [f"document {n % 50}" for n in range(500)]
-    found = lines(write(tmp_path, {"a": "\n".join(written)}), val_fraction=0.5)
-    splits = {text: set() for text in texts(found)}
-    for text, split in documents(found):
+    source = lines(write(tmp_path, {"a": "\n".join(written)}), val_fraction=0.5)
+    splits = {text: set() for text in texts(source)}
+    for text, split in documents(source):
         splits[text].add(split)
-    assert {tuple(each) for each in splits.values()} == {("train",), ("val",)}
+    assert {tuple(names) for names in splits.values()} == {("train",), ("val",)}
 
 
 BAD = b"caf\xe9"
 
 
 @pytest.mark.parametrize("by_line", [False, True])
-@pytest.mark.parametrize(("policy", "kept"), [("replace", [b"caf\xef\xbf\xbd"]), ("skip", [])])
-def test_invalid_utf8_is_replaced_or_skipped_and_counted(tmp_path, by_line, policy, kept):
+@pytest.mark.parametrize(("policy", "expected"), [("replace", [b"caf\xef\xbf\xbd"]), ("skip", [])])
+def test_invalid_utf8_is_replaced_or_skipped_and_counted(tmp_path, by_line, policy, expected):
     files = {"a": b"x\n" + BAD} if by_line else {f"{n:02}": b"x" for n in range(30)} | {"99": BAD}
     settings = {"invalid_utf8": policy, "val_fraction": BY_NAME}
-    found = (lines if by_line else corpus)(write(tmp_path, files), **settings)
-    assert set(texts(found)) == {b"x", *kept}
-    assert sum(block.invalid for block in found.blocks(START)) == 1
+    source = (lines if by_line else corpus)(write(tmp_path, files), **settings)
+    assert set(texts(source)) == {b"x", *expected}
+    assert sum(block.invalid for block in source.blocks(START)) == 1
 
 
 @pytest.mark.parametrize("by_line", [False, True])
 def test_invalid_utf8_fails_with_the_file_s_name_if_set(tmp_path, by_line):
-    found = (lines if by_line else corpus)(write(tmp_path, {"a": BAD}), invalid_utf8="fail")
+    source = (lines if by_line else corpus)(write(tmp_path, {"a": BAD}), invalid_utf8="fail")
     with pytest.raises(UserError, match=r"/a of the corpus is not UTF-8; .*data\.invalid_utf8"):
-        texts(found)
+        texts(source)

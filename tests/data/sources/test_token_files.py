@@ -68,7 +68,9 @@ def index_of(lengths, dtype, ends=None, version=1, magic=b"MMIDIDX\0\0", modes=b
 def write_pair(path, documents, dtype="<u2", **changes):
     """Write a `.bin` file and Megatron-LM's index."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    together = np.concatenate([np.array(each, dtype) for each in [[], *documents]]).astype(dtype)
+    together = np.concatenate([np.array(document, dtype) for document in [[], *documents]]).astype(
+        dtype
+    )
     path.write_bytes(together.tobytes())
     path.with_suffix(".idx").write_bytes(index_of([*map(len, documents)], dtype, **changes))
     return path
@@ -138,15 +140,15 @@ def test_any_documents_are_read_back_and_reading_resumes_at_any_block(writer, do
     with TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         patch.setattr(token_files, "STRETCH", stretch)
         source = corpus(writer(Path(folder), documents), val_fraction=0.3, test_fraction=0.1)
-        whole = blocks(source)
+        all_blocks = blocks(source)
         assert tokens(source) == flat(documents)
-        for number, block in enumerate(whole):
+        for number, block in enumerate(all_blocks):
             rest = blocks(source, block.after)
             assert [
-                (each.after, each.split, each.documents, each.ids.tolist()) for each in rest
+                (block.after, block.split, block.documents, block.ids.tolist()) for block in rest
             ] == [
-                (each.after, each.split, each.documents, each.ids.tolist())
-                for each in whole[number + 1 :]
+                (block.after, block.split, block.documents, block.ids.tolist())
+                for block in all_blocks[number + 1 :]
             ]
 
 
@@ -168,9 +170,9 @@ def test_a_file_is_read_over_http(tmp_path, writer):
     handler = partial(Quiet, directory=str(tmp_path))
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        found = tokens(corpus(f"http://127.0.0.1:{server.server_port}/t.bin"))
+        ids = tokens(corpus(f"http://127.0.0.1:{server.server_port}/t.bin"))
         server.shutdown()
-    assert found == IDS.tolist()
+    assert ids == IDS.tolist()
 
 
 class Quiet(http.server.SimpleHTTPRequestHandler):
@@ -209,8 +211,8 @@ def test_without_a_validation_file_stretch_ends_are_held_out(tmp_path, monkeypat
     monkeypatch.setattr(token_files, "STRETCH", 1000)
     source = corpus(write(tmp_path / "t.bin", IDS[:4500]), val_fraction=0.1)
     stretches = np.split(IDS[:4500], [1000, 2000, 3000, 4000])
-    ends = [len(each) - len(each) // 10 for each in stretches]
-    expected = np.concatenate([each[end:] for each, end in zip(stretches, ends, strict=True)])
+    ends = [len(stretch) - len(stretch) // 10 for stretch in stretches]
+    expected = np.concatenate([stretch[end:] for stretch, end in zip(stretches, ends, strict=True)])
     np.testing.assert_array_equal(split(source, "val"), expected)
     assert split(source, "train").size == 4050
 
@@ -221,13 +223,15 @@ def test_reading_resumes_at_any_block_of_several_files(tmp_path, monkeypatch, va
     for name in ("a.bin", "b.bin", "v.bin"):
         write(tmp_path / name, IDS)
     source = corpus(tmp_path / "[ab].bin", val_path=val and str(tmp_path / val))
-    whole = blocks(source)
-    assert len(whole) >= 15
-    for number, block in enumerate(whole):
+    all_blocks = blocks(source)
+    assert len(all_blocks) >= 15
+    for number, block in enumerate(all_blocks):
         rest = blocks(source, block.after)
-        assert [each.after for each in rest] == [each.after for each in whole[number + 1 :]]
-        assert [each.ids.tolist() for each in rest] == [
-            each.ids.tolist() for each in whole[number + 1 :]
+        assert [block.after for block in rest] == [
+            block.after for block in all_blocks[number + 1 :]
+        ]
+        assert [block.ids.tolist() for block in rest] == [
+            block.ids.tolist() for block in all_blocks[number + 1 :]
         ]
 
 
@@ -302,7 +306,7 @@ def test_a_folder_without_files_is_refused(tmp_path):
 # Megatron-LM
 
 
-@pytest.mark.parametrize("dtype", [each for each in MEGATRON if "f" not in each])
+@pytest.mark.parametrize("dtype", [dtype for dtype in MEGATRON if "f" not in dtype])
 @pytest.mark.parametrize("place", ["", "p.bin", "*.bin", "p*"])
 def test_a_pair_has_the_type_of_its_index(tmp_path, dtype, place):
     write_pair(tmp_path / "p.bin", [[1, 2, 3], [], [4, 100]], dtype)
@@ -317,11 +321,11 @@ def test_each_document_counts_where_it_ends(lengths, stretch):
     with TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         patch.setattr(token_files, "STRETCH", stretch)
         path = write_pair(Path(folder) / "p.bin", [[7] * length for length in lengths])
-        found = blocks(corpus(path))
-    places = np.cumsum([0, *(len(block.ids) for block in found)]).tolist()
+        all_blocks = blocks(corpus(path))
+    places = np.cumsum([0, *(len(block.ids) for block in all_blocks)]).tolist()
     ends = np.cumsum(lengths).tolist()
     expected = [sum(first < end <= last for end in ends) for first, last in pairwise(places)]
-    assert [block.documents for block in found] == expected
+    assert [block.documents for block in all_blocks] == expected
 
 
 def test_a_document_may_have_several_sequences(tmp_path):
@@ -407,8 +411,8 @@ def test_a_negative_token_is_refused(tmp_path):
 
 @pytest.mark.parametrize(
     ("kind", "dtype"),
-    [("tensor", each) for each in TENSORS if "f" not in each]
-    + [("numpy", each) for each in ARRAYS],
+    [("tensor", dtype) for dtype in TENSORS if "f" not in dtype]
+    + [("numpy", dtype) for dtype in ARRAYS],
 )
 @pytest.mark.parametrize("place", ["", "chunk-*.bin", "*"])
 def test_a_folder_of_lit_data_has_the_type_of_its_index(tmp_path, kind, dtype, place):

@@ -193,7 +193,7 @@ def test_a_packed_mixture_has_the_targets_of_its_unpacked_documents(
             documents = [(*text, 0) for text in bytes(ids.astype(np.uint8)).split(b"\0")[:-1]]
             counts = np.concatenate([known[document] for document in documents])
             answered = int(counts.sum())
-        starts, lengths, first = packing.opened(folder / "packed-16", f"{name}/{split}")
+        starts, lengths, first = packing.open_pieces(folder / "packed-16", f"{name}/{split}")
         for first_piece, last_piece in pairwise(first.tolist()):
             tokens, targets = np.full(16, 1), np.full(16, IGNORE)
             place = 0

@@ -29,13 +29,13 @@ def corpora(tmp_path):
         (tmp_path / name).write_text("".join(text))
 
     def mixed(names="code poems prose", sources=None, **changes):
-        own = {
+        configs = {
             name: {"_target_": TEXT, "path": str(tmp_path / name), "val_fraction": 0.2}
             for name in names.split()
         }
-        weights = dict.fromkeys(own, 1.0) if not {"weights", "epochs"} & {*changes} else {}
+        weights = dict.fromkeys(configs, 1.0) if not {"weights", "epochs"} & {*changes} else {}
         settings = {"root": str(tmp_path / "data"), "weights": weights, **changes}
-        return Mixture(sources={**own, **(sources or {})}, **settings)
+        return Mixture(sources={**configs, **(sources or {})}, **settings)
 
     return mixed
 
@@ -45,8 +45,8 @@ def single(tmp_path):
     """Return the settings of one of the corpora alone."""
 
     def settings(name):
-        own = {"path": str(tmp_path / name), "val_fraction": 0.2}
-        return Text(root=str(tmp_path / "data"), **own)
+        options = {"path": str(tmp_path / name), "val_fraction": 0.2}
+        return Text(root=str(tmp_path / "data"), **options)
 
     return settings
 

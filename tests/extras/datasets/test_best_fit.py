@@ -52,7 +52,7 @@ def test_each_token_but_the_last_is_in_one_window_and_only_a_cut_splits_document
     seen = np.concatenate([np.arange(a, a + n) for a, n in zip(starts, sizes, strict=True)])
     assert sorted(seen) == [*range(len(tokens) - 1)]
     begins = {0, *(np.flatnonzero(tokens == 0) + 1).tolist()}
-    whole = 0
+    unbroken = 0
     for window in range(facts.windows):
         pieces = range(first[window], first[window + 1])
         assert 0 < sum(sizes[pieces.start : pieces.stop]) <= size
@@ -62,8 +62,8 @@ def test_each_token_but_the_last_is_in_one_window_and_only_a_cut_splits_document
         assert heads == sorted(heads, reverse=True) or starts[pieces[-1]] + sizes[pieces[-1]] == (
             len(tokens) - 1
         )
-        whole += heads[0]
-    assert facts.whole == whole
+        unbroken += heads[0]
+    assert facts.whole == unbroken
     assert facts.padding == facts.windows * size - len(tokens) + 1
 
 

@@ -51,7 +51,7 @@ class Numbered:
 def batches_of(module, count):
     feed = iter(module.train_dataloader())
     pairs = [module.on_after_batch_transfer(next(feed), 0) for _ in range(count)]
-    return [torch.cat(each) for each in zip(*pairs, strict=True)]
+    return [torch.cat(column) for column in zip(*pairs, strict=True)]
 
 
 def is_even(tokens, _targets):
@@ -76,9 +76,9 @@ def test_a_mask_counts_the_targets_of_its_own_source_in_any_packing(place, corpo
     module.target_masks = {[*Numbered.counts][place]: is_even}
     assert module.may_ignore
     tokens, targets = batches_of(module, 60)
-    own = np.searchsorted([5, 135], tokens[:, 0].numpy(), "right") == place
-    ignored = torch.from_numpy(own) & (tokens[:, 0] % 2 == 1)
-    assert 0 < ignored.sum() < own.sum()
+    of_source = np.searchsorted([5, 135], tokens[:, 0].numpy(), "right") == place
+    ignored = torch.from_numpy(of_source) & (tokens[:, 0] % 2 == 1)
+    assert 0 < ignored.sum() < of_source.sum()
     assert torch.equal(targets, (tokens + 1).masked_fill(ignored[:, None], IGNORE))
 
 
@@ -99,16 +99,16 @@ def test_one_epoch_of_three_packed_sources_has_each_window_once(world, corpora, 
     steps = -(-total // world)
     for module in modules:
         module.trainer.max_steps = steps
-    rows = [iter(module.train_dataloader().batches.rows()) for module in modules]
-    taken = [int(next(own)[0]) for _ in range(steps) for own in rows]
+    rows = [iter(module.train_dataloader().batches.rows) for module in modules]
+    taken = [int(next(numbers)[0]) for _ in range(steps) for numbers in rows]
     assert sorted(taken[:total]) == [*range(total)]
     tokens, _ = zip(*modules[0].batches("train", [np.array(taken[:total])], CPU), strict=True)
     stream = prepare(data)
     expected = np.concatenate(
         [np.asarray(open_split(stream, f"{name}/train"))[:-1] for name in data.names_of_sources()]
     )
-    found = torch.cat(tokens).flatten()
-    counts = np.bincount(found.numpy(), minlength=256)
+    values = torch.cat(tokens).flatten()
+    counts = np.bincount(values.numpy(), minlength=256)
     counts[1] = 0  # padding
     assert counts.tolist() == np.bincount(expected, minlength=256).tolist()
 
@@ -135,12 +135,12 @@ def test_a_mixture_has_the_test_splits_of_its_sources(with_tests):
     assert {name for name in index.splits if "test" in name} == {"test", "code/test", "prose/test"}
     windows = StreamWindows(folder, "test", T)
     assert windows.counts == {"code": 187, "prose": 56}
-    alone = [prepare(data.each()[name]) for name in windows.counts]
-    of_each = [load_index(own).splits["test"] for own in alone]
+    alone = [prepare(data.make_sources()[name]) for name in windows.counts]
+    of_each = [load_index(folder).splits["test"] for folder in alone]
     for of in ("tokens", "text_bytes"):
-        assert getattr(index.splits["test"], of) == sum(getattr(own, of) for own in of_each)
-    each = [StreamWindows(own, "test", T)[np.arange(10)] for own in alone]
-    assert np.array_equal(windows[np.r_[:10, 187:197]], np.concatenate(each))
+        assert getattr(index.splits["test"], of) == sum(getattr(split, of) for split in of_each)
+    expected = [StreamWindows(folder, "test", T)[np.arange(10)] for folder in alone]
+    assert np.array_equal(windows[np.r_[:10, 187:197]], np.concatenate(expected))
 
 
 @pytest.mark.parametrize("packing", [None, WholeDocuments()])
@@ -148,16 +148,18 @@ def test_a_mixture_has_the_test_splits_of_its_sources(with_tests):
 def test_ranks_test_each_window_of_each_source_once(packing, world, with_tests, module_of):
     data = with_tests()
     modules = [module_of(data, rank, world, packing=packing) for rank in range(world)]
-    rows = np.concatenate([own.rows_of("test", rank, world) for rank, own in enumerate(modules)])
+    rows = np.concatenate(
+        [module.rows_of("test", rank, world) for rank, module in enumerate(modules)]
+    )
     total = sum(modules[0].windows["test"].counts.values())
     assert sorted(rows[rows >= 0].tolist()) == [*range(total)]
     for rank, module in enumerate(modules):
         module.trainer.testing = True
-        found = [module.on_after_batch_transfer(each, 0) for each in module.test_dataloader()]
+        batches = [module.on_after_batch_transfer(stored, 0) for stored in module.test_dataloader()]
         expected = module.batches("test", module.rows_of("test", rank, world), CPU)
-        for (tokens, targets), own in zip(found, expected, strict=True):
-            assert torch.equal(tokens, own[0])
-            assert torch.equal(targets, own[1])
+        for (tokens, targets), batch in zip(batches, expected, strict=True):
+            assert torch.equal(tokens, batch[0])
+            assert torch.equal(targets, batch[1])
 
 
 def test_a_mixture_without_a_test_split_says_where_to_set_one(corpora, module_of):

@@ -61,12 +61,12 @@ def test_a_masked_run_that_0_1_0_froze_resumes_and_generates_the_same_bits(
     run = command.folder / "run"
     weights = command.summary("run")["weights"]
     prompt = ("generate", "run", "--prompt", "1 squared", "--length", "20")
-    said = command(*prompt).stdout
+    text = command(*prompt).stdout
     freeze_as_0_1_0(run, "text", "documents")
     model = RunDirectory(run).load().model
     assert "mask_documents: true" in (run / "config.yaml").read_text()
     assert not hasattr(model, "mask_documents")
-    assert command(*prompt).stdout == said
+    assert command(*prompt).stdout == text
     ids = torch.tensor([[*b"a\0b\0c"]])
     masked = load_model(run / "checkpoints/step=000008.ckpt")[0]
     assert masks_documents(masked)
@@ -76,7 +76,7 @@ def test_a_masked_run_that_0_1_0_froze_resumes_and_generates_the_same_bits(
     (run / "summary.json").unlink()
     command("train", "run_dir=run", "resume=auto")
     assert command.summary("run")["weights"] == weights
-    assert command(*prompt).stdout == said
+    assert command(*prompt).stdout == text
 
 
 def test_sums_in_one_order_have_equal_bits_with_padding(command, lines):
@@ -98,30 +98,30 @@ def test_a_kept_packing_cannot_change_on_resume(command, lines):
     command.train(*words_for(lines), "max_steps=4", "run_dir=run")
     change = ["train", "run_dir=run", "resume=auto", "max_steps=6"]
     stream = "packing._target_=lockstep_gpt.data.packing.Stream"
-    said = command.train(*words_for(lines), "packing=stream", *change[1:], status=2).stderr
-    assert f"{stream} instead of " in said
+    output = command.train(*words_for(lines), "packing=stream", *change[1:], status=2).stderr
+    assert f"{stream} instead of " in output
     assert stream in command(*change, stream, status=2).stderr
-    said = command(*change, "documents.mask=false", status=2).stderr
-    assert "documents.mask=" in said
+    output = command(*change, "documents.mask=false", status=2).stderr
+    assert "documents.mask=" in output
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "error"),
     [
         (["packing=best"], "packing=best is not one of documents, stream"),
         (["documents.mask=maybe"], "documents.mask=maybe must be true or false"),
     ],
 )
-def test_wrong_values_are_refused_in_one_line(command, words, said):
-    assert said in command("train", "experiment=smoke", *words, status=2).stderr
+def test_wrong_values_are_refused_in_one_line(command, words, error):
+    assert error in command("train", "experiment=smoke", *words, status=2).stderr
 
 
 def test_data_without_documents_is_refused_and_leaves_no_run(command):
     words = ["experiment=smoke", "data=synthetic", "data.tokens=20000", "run_dir=none"]
     for setting in PACKED:
-        said = command("train", *words, setting, status=2).stderr
-        assert said.splitlines()[-1].endswith("no end of text; leave it out")
-        assert f"{setting} needs documents" in said
+        output = command("train", *words, setting, status=2).stderr
+        assert output.splitlines()[-1].endswith("no end of text; leave it out")
+        assert f"{setting} needs documents" in output
     assert not (command.folder / "none").exists()
 
 
@@ -132,6 +132,6 @@ def test_a_damaged_packing_ends_the_run_in_one_line(command, lines):
     values = json.loads(index.read_text())
     index.write_text("{")
     words = [*words_for(lines), "max_steps=4", "run_dir=again"]
-    said = command.train(*words, status=2).stderr
-    assert "packed-32 is damaged; delete that folder" in said
+    output = command.train(*words, status=2).stderr
+    assert "packed-32 is damaged; delete that folder" in output
     index.write_text(json.dumps(values))

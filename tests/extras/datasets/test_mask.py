@@ -11,7 +11,7 @@ from lockstep_gpt.config import Config
 from lockstep_gpt.data.tokenizer import ByteTokenizer
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.extras.datasets import attention
-from lockstep_gpt.extras.datasets.attention import Seen, block_mask, joined
+from lockstep_gpt.extras.datasets.attention import DocumentBounds, block_mask, joined
 from lockstep_gpt.extras.datasets.mask import mask, mask_documents, masks_documents
 from lockstep_gpt.extras.datasets.mask_settings import DocumentSettings
 from lockstep_gpt.model.functional import IGNORE, causal_attention
@@ -65,7 +65,7 @@ LONG_ROWS = ([30, 1, 200, 9, 100, 300], [640], [3] * 200 + [40], [560, 80])
 def gradients(model, loss):
     model.zero_grad()
     loss.backward()
-    return {name: each.grad for name, each in model.named_parameters()}
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
@@ -79,16 +79,16 @@ def test_each_document_gets_what_it_gets_by_itself(name, rows):
         place = 0
         for length in lengths:
             document = slice(place, place + length)
-            own = tokens[row : row + 1, document]
-            torch.testing.assert_close(logits[row : row + 1, document], alone(own))
+            document_tokens = tokens[row : row + 1, document]
+            torch.testing.assert_close(logits[row : row + 1, document], alone(document_tokens))
             own_targets = targets[row : row + 1, document]
-            parts.append(alone(own, own_targets) * (own_targets != IGNORE).sum())
+            parts.append(alone(document_tokens, own_targets) * (own_targets != IGNORE).sum())
             place += length
     expected = sum(parts) / (targets != IGNORE).sum()
     torch.testing.assert_close(loss, expected)
-    found = gradients(model, loss)
-    for each, gradient in gradients(alone, expected).items():
-        torch.testing.assert_close(found[each], gradient, msg=each)
+    actual = gradients(model, loss)
+    for name, gradient in gradients(alone, expected).items():
+        torch.testing.assert_close(actual[name], gradient, msg=name)
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
@@ -109,8 +109,8 @@ def test_checkpointed_blocks_see_the_documents_of_their_own_forward_pass(name):
         return which(*first) + which(*second)  # the second forward comes before both backwards
 
     expected = gradients(plain, both(plain))
-    for each, gradient in gradients(model, both(model)).items():
-        torch.testing.assert_close(gradient, expected[each], msg=each)
+    for name, gradient in gradients(model, both(model)).items():
+        torch.testing.assert_close(gradient, expected[name], msg=name)
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch asks, and hides its own warning
@@ -123,8 +123,8 @@ def test_compiled_models_see_the_same_documents(name, checkpointing):
     for rows in (LONG_ROWS, LONG_ROWS[::-1], ([640],) * 4):
         batch = batch_of(*rows)
         expected = gradients(plain, plain(*batch))
-        for each, gradient in gradients(model, model(*batch)).items():
-            torch.testing.assert_close(gradient, expected[each], msg=each)
+        for name, gradient in gradients(model, model(*batch)).items():
+            torch.testing.assert_close(gradient, expected[name], msg=name)
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
@@ -167,12 +167,12 @@ def test_spans_join_short_neighbors_and_no_rows():
     assert joined([0, 190, 193], 193) == [190, 3]
 
 
-def seen_of(*rows):
+def bounds_of(*rows):
     tokens, _ = batch_of(*rows)
     begins = torch.zeros_like(tokens, dtype=torch.bool)
     begins[:, 1:] = tokens[:, :-1] == 0
     places = torch.arange(tokens.shape[1]).expand_as(tokens)
-    return Seen(begins, places.where(begins, 0).cummax(1).values)
+    return DocumentBounds(begins, places.where(begins, 0).cummax(1).values)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -182,34 +182,34 @@ def test_the_blocks_for_gpus_are_those_of_comparing_all_tokens(seed):
     for _ in range(3):
         cuts = np.sort(draw.choice(np.arange(1, 640), int(draw.integers(1, 12)), replace=False))
         rows.append(np.diff([0, *cuts, 640]).tolist())
-    starts = seen_of(*rows).starts
+    starts = bounds_of(*rows).starts
 
     def visible(b, _h, query, key):
         return (key <= query) & (key >= starts[b, query])
 
-    found, wanted = block_mask(starts), create_block_mask(visible, 3, None, 640, 640, device="cpu")
-    assert torch.equal(found.to_dense(), wanted.to_dense())
-    whole, every = found.full_kv_num_blocks, wanted.full_kv_num_blocks
+    blocks, wanted = block_mask(starts), create_block_mask(visible, 3, None, 640, 640, device="cpu")
+    assert torch.equal(blocks.to_dense(), wanted.to_dense())
+    full, every = blocks.full_kv_num_blocks, wanted.full_kv_num_blocks
     # A diagonal block is never whole, and others are exactly where all tokens are visible.
-    assert torch.equal(whole, every)
+    assert torch.equal(full, every)
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without")
 def test_flex_attention_with_these_blocks_is_attention_within_documents():
     """Eager here; on a GPU the same function and blocks are compiled to one kernel."""
-    seen = seen_of(LONG_ROWS[0], LONG_ROWS[2], LONG_ROWS[3])
+    bounds = bounds_of(LONG_ROWS[0], LONG_ROWS[2], LONG_ROWS[3])
     torch.manual_seed(0)
     q, k, v = (torch.randn(3, 2, 640, 16, dtype=torch.float64) for _ in range(3))
-    masked = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=seen.mask())
-    flexed = flex_attention(q, k, v, block_mask=seen.blocks())
+    masked = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=bounds.mask())
+    flexed = flex_attention(q, k, v, block_mask=bounds.blocks())
     torch.testing.assert_close(flexed, masked)
-    torch.testing.assert_close(attention.flexible(seen, q, k, v, None), masked)
-    on_cpu = attention.attention_within(seen, q, k, v, 0.0, None)
+    torch.testing.assert_close(attention.flexible(bounds, q, k, v, None), masked)
+    on_cpu = attention.attention_within(bounds, q, k, v, 0.0, None)
     torch.testing.assert_close(on_cpu, masked)
 
 
 def test_other_devices_and_dropout_use_a_mask_of_all_tokens(monkeypatch):
-    seen = seen_of(*SHORT_ROWS)
+    bounds = bounds_of(*SHORT_ROWS)
     q, k, v = (torch.empty(3, 2, 40, 8, device="meta") for _ in range(3))
     used = []
     monkeypatch.setattr(
@@ -217,15 +217,15 @@ def test_other_devices_and_dropout_use_a_mask_of_all_tokens(monkeypatch):
         "scaled_dot_product_attention",
         lambda q, _k, _v, **settings: used.append(settings) or q,
     )
-    attention.attention_within(seen, q, k, v, 0.1, 0.25)
+    attention.attention_within(bounds, q, k, v, 0.1, 0.25)
     assert used[0]["attn_mask"].shape == (3, 1, 40, 40)
     assert (used[0]["dropout_p"], used[0]["scale"]) == (0.1, 0.25)
 
 
 def test_without_documents_attention_is_the_models_own():
     q, k, v = (torch.randn(2, 2, 200, 8) for _ in range(3))
-    found = attention.attention_within(None, q, k, v, 0.0, None)
-    assert torch.equal(found, causal_attention(q, k, v, 0.0))
+    actual = attention.attention_within(None, q, k, v, 0.0, None)
+    assert torch.equal(actual, causal_attention(q, k, v, 0.0))
 
 
 def test_a_tokenizer_without_an_end_and_a_model_without_places_are_refused():

@@ -15,8 +15,8 @@ T, B = 16, 4
 
 
 def order_of(weights, sizes=SIZES, **changes):
-    own = {"epochs": {}, "schedule": [], **changes}
-    return MixedOrder(sizes, phases(weights, sizes=sizes, planned=10_000, **own))
+    settings = {"epochs": {}, "schedule": [], **changes}
+    return MixedOrder(sizes, phases(weights, sizes=sizes, planned=10_000, **settings))
 
 
 @given(
@@ -25,22 +25,22 @@ def order_of(weights, sizes=SIZES, **changes):
 def test_each_source_goes_through_its_own_epochs(weights, start, seed):
     order = order_of(dict(zip(SIZES, weights, strict=True)))
     positions = np.arange(start, start + 600)
-    found = order.windows(positions, 0, seed)
+    actual = order.windows(positions, 0, seed)
     sources, numbers = order.turns.at(positions)
     first = 0
     for place, (name, size) in enumerate(SIZES.items()):
-        here = sources == place
-        expected = first + windows(numbers[here], size, seed_of(seed, name))
-        assert found[here].tolist() == expected.tolist()
+        of_source = sources == place
+        expected = first + windows(numbers[of_source], size, seed_of(seed, name))
+        assert actual[of_source].tolist() == expected.tolist()
         first += size
 
 
 def test_an_epoch_of_a_source_has_each_window_once_and_the_next_another_order():
     order = order_of({"c": 1.0, "d": 2.0}, {"c": 130, "d": 5000})
-    found = order.windows(np.arange(3 * 390), 0, 1)
-    own = found[found < 130].reshape(3, 130)
-    assert all(sorted(epoch) == [*range(130)] for epoch in own.tolist())
-    assert len({tuple(epoch) for epoch in own.tolist()}) == 3
+    numbers = order.windows(np.arange(3 * 390), 0, 1)
+    epochs = numbers[numbers < 130].reshape(3, 130)
+    assert all(sorted(epoch) == [*range(130)] for epoch in epochs.tolist())
+    assert len({tuple(epoch) for epoch in epochs.tolist()}) == 3
 
 
 def test_another_source_does_not_change_the_order_within_one():
@@ -54,7 +54,7 @@ def test_a_step_has_the_same_windows_on_any_number_of_ranks(world):
     order = order_of(dict.fromkeys(SIZES, 1.0))
     per_rank = 12 // world
     streams = [
-        Order(7, 0, 2, rank, world, per_rank // 2, rule=order.windows).stream()
+        iter(Order(7, 0, 2, rank, world, per_rank // 2, rule=order.windows))
         for rank in range(world)
     ]
     steps = [
@@ -84,18 +84,18 @@ def test_each_validation_batch_is_of_one_source_and_each_window_comes_once(
     world, corpora, module_of
 ):
     modules = [module_of(corpora(), rank, world) for rank in range(world)]
-    each = [
+    parts_of_ranks = [
         module.rows_by_part("val", module.validated, rank, world)
         for rank, module in enumerate(modules)
     ]
     first = 0
     for name, size in modules[0].windows["val"].counts.items():
-        rows = np.concatenate([own[name].ravel() for own in each])
+        rows = np.concatenate([parts[name].ravel() for parts in parts_of_ranks])
         assert sorted(rows[rows >= 0].tolist()) == [*range(first, first + size)]
-        assert len({own[name].shape for own in each}) == 1
+        assert len({parts[name].shape for parts in parts_of_ranks}) == 1
         first += size
     assert first == modules[0].val_windows
-    assert len([*modules[0].val_dataloader()]) == sum(map(len, each[0].values()))
+    assert len([*modules[0].val_dataloader()]) == sum(map(len, parts_of_ranks[0].values()))
 
 
 def test_val_tokens_are_divided_equally_and_each_source_has_a_window(corpora, module_of):

@@ -15,9 +15,11 @@ T = 16
 @pytest.mark.parametrize("split", ["train", "val"])
 def test_windows_are_those_of_the_sources_one_after_another(split, corpora, single):
     windows = StreamWindows(prepare(corpora()), split, T)
-    each = [StreamWindows(prepare(single(name)), split, T) for name in ("code", "poems", "prose")]
-    expected = np.concatenate([own[np.arange(*own.counts.values())] for own in each])
-    assert [*windows.counts.values()] == [own.counts[""] for own in each]
+    of_sources = [
+        StreamWindows(prepare(single(name)), split, T) for name in ("code", "poems", "prose")
+    ]
+    expected = np.concatenate([source[np.arange(*source.counts.values())] for source in of_sources])
+    assert [*windows.counts.values()] == [source.counts[""] for source in of_sources]
     rows = np.random.default_rng(0).permutation(len(expected))
     assert np.array_equal(windows[rows], expected[rows])
 
@@ -35,10 +37,10 @@ def test_sources_may_have_several_files(corpora, tmp_path, single):
     folder = prepare(data)
     assert len([*folder.glob("long-train-*.bin")]) == 3
     windows, code = StreamWindows(folder, "train", T), prepare(single("code"))
-    own = StreamWindows(prepare(data.each()["long"]), "train", T)
+    alone = StreamWindows(prepare(data.make_sources()["long"]), "train", T)
     first = StreamWindows(code, "train", T).counts[""]
-    rows = np.arange(0, own.counts[""], 97)
-    assert np.array_equal(windows[first + rows], own[rows])
+    rows = np.arange(0, alone.counts[""], 97)
+    assert np.array_equal(windows[first + rows], alone[rows])
 
 
 def test_a_file_of_another_size_is_rejected(corpora):

@@ -22,9 +22,12 @@ def test_its_files_are_those_of_the_sources_without_a_copy(corpora, single):
     folder = prepare(corpora())
     check_content(folder, load_index(folder))
     for name in ("code", "poems", "prose"):
-        own = prepare(single(name))
+        source_folder = prepare(single(name))
         for split in ("train", "val"):
-            file, linked = own / f"{split}-00000.bin", folder / f"{name}-{split}-00000.bin"
+            file, linked = (
+                source_folder / f"{split}-00000.bin",
+                folder / f"{name}-{split}-00000.bin",
+            )
             assert file.samefile(linked)
 
 
@@ -53,13 +56,13 @@ def test_a_changed_source_makes_other_tokens_and_a_frozen_mixture_stays(corpora,
     data = corpora("code prose")
     folder = prepare(data)
     frozen = replace(data, fingerprint=load_index(folder).fingerprint)
-    kept = {path.name: path.read_bytes() for path in folder.iterdir()}
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
     (tmp_path / "prose").write_text("k l m n o p " * 500)
     assert prepare(data) != folder
-    for each in (tmp_path / "data").glob("text-*"):
-        shutil.rmtree(each)
+    for source_folder in (tmp_path / "data").glob("text-*"):
+        shutil.rmtree(source_folder)
     assert prepare(frozen) == folder
-    assert {path.name: path.read_bytes() for path in folder.iterdir()} == kept
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
 
 
 def test_a_mixture_that_is_gone_is_not_replaced_by_other_tokens(corpora, tmp_path):
@@ -101,8 +104,8 @@ def test_a_missing_path_is_named_as_the_user_wrote_it(corpora):
 
 
 def bpe(tmp_path, name):
-    own = {"_target_": TEXT, "path": str(tmp_path / name), "val_fraction": 0.2}
-    return {**own, "tokenizer": "bpe", "vocab_size": 300}
+    settings = {"_target_": TEXT, "path": str(tmp_path / name), "val_fraction": 0.2}
+    return {**settings, "tokenizer": "bpe", "vocab_size": 300}
 
 
 def test_different_tokenizers_are_rejected(corpora, tmp_path):
@@ -129,10 +132,13 @@ def test_all_sources_can_use_the_tokenizer_of_one(whose, corpora, tmp_path):
 def test_a_tokenizer_of_the_mixture_is_that_of_sources_that_name_none(corpora, single, tmp_path):
     pytest.importorskip("tokenizers")
     data = corpora("code prose", sources={"prose": bpe(tmp_path, "prose")}, tokenizer="bpe")
-    each = data.each()
-    assert {name: own.vocab_size for name, own in each.items()} == {"code": 8192, "prose": 300}
+    sources = data.make_sources()
+    assert {name: source.vocab_size for name, source in sources.items()} == {
+        "code": 8192,
+        "prose": 300,
+    }
     alone = replace(single("code"), tokenizer="bpe", vocab_size=None)
-    assert recipe_of(each["code"]).fingerprint == recipe_of(alone).fingerprint
+    assert recipe_of(sources["code"]).fingerprint == recipe_of(alone).fingerprint
 
 
 def test_the_index_names_the_state_of_every_source(corpora, single):

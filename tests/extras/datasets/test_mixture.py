@@ -6,7 +6,9 @@ from lockstep_gpt.data.sources.text import Text
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.extras.datasets.mixture import Mixture, with_sources
 
-TEXT, MIXTURE = (f"{own.__module__}.{own.__name__}" for own in (Text, Mixture))
+TEXT, MIXTURE = (
+    f"{source_class.__module__}.{source_class.__name__}" for source_class in (Text, Mixture)
+)
 
 
 @pytest.mark.parametrize(
@@ -138,7 +140,7 @@ def test_an_export_has_what_each_source_adds_to_the_files(corpora, monkeypatch):
     assert mixture.files_of_export("t", files) == {}
     one, other = (WithFile(path=path) for path in ("one", "other"))
     plain = Text(path="plain")
-    monkeypatch.setattr(mixture, "each", lambda: {"a": one, "b": plain, "c": other})
+    monkeypatch.setattr(mixture, "make_sources", lambda: {"a": one, "b": plain, "c": other})
     expected = {"names": ["one", "t", "other", "t"]}
     assert mixture.files_of_export("t", files) == {"names.json": expected}
     assert files == {"config.json": {"a": 1}}

@@ -50,20 +50,20 @@ def mixed(finished, tmp_path_factory):
     """A finished run on a mixture, and its command."""
     command = finished[0].elsewhere(tmp_path_factory.mktemp("mixed"))
     schedule = "data.schedule=[{from: 0.5, weights: {prose: 1}}]"
-    said = command.train(*words(command), schedule, "run_dir=run").stdout
-    return command, said
+    output = command.train(*words(command), schedule, "run_dir=run").stdout
+    return command, output
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_a_killed_run_restarts_to_the_same_bits(world, command, train_and_kill):
-    own = [*words(command), *RANKS, f"trainer.devices={world}"]
-    command.train(*own, "run_dir=whole")
-    said = train_and_kill(*own, "run_dir=hit")
-    assert f"rank {world - 1} was killed by SIGKILL; restarting" in said.stderr
+    run_words = [*words(command), *RANKS, f"trainer.devices={world}"]
+    command.train(*run_words, "run_dir=whole")
+    result = train_and_kill(*run_words, "run_dir=hit")
+    assert f"rank {world - 1} was killed by SIGKILL; restarting" in result.stderr
     runs = [command.folder / "whole", command.folder / "hit"]
-    whole, killed = map(weights_of, runs)
-    assert all(torch.equal(whole[name], killed[name]) for name in whole)
+    uninterrupted, killed = map(weights_of, runs)
+    assert all(torch.equal(uninterrupted[name], killed[name]) for name in uninterrupted)
     one, other = ([{name: row[name] for name in ROW} for row in rows(run)] for run in runs)
     assert one[2:] == other[2:]
 
@@ -71,7 +71,7 @@ def test_a_killed_run_restarts_to_the_same_bits(world, command, train_and_kill):
 def test_metrics_have_each_source_s_loss_and_tokens(mixed):
     table = rows(mixed[0].folder / "run")
     tokens = [(int(row["data/tokens/code"]), int(row["data/tokens/prose"])) for row in table]
-    assert [sum(each) for each in tokens] == [int(row["trainer/tokens"]) for row in table]
+    assert [sum(counts) for counts in tokens] == [int(row["trainer/tokens"]) for row in table]
     total = tokens[-1][0] + tokens[-1][1]
     assert tokens[1] == (0.35 * total, 0.15 * total)
     assert tokens[-1] == (0.35 * total, 0.65 * total)
@@ -81,18 +81,20 @@ def test_metrics_have_each_source_s_loss_and_tokens(mixed):
 
 
 def test_the_receipt_says_shares_epochs_and_states(mixed):
-    command, said = mixed
+    command, output = mixed
     places = sorted(path.name for path in (command.folder / "data").glob("text-*"))
-    assert re.search(r"  mixture    code 0.7 = 0.069 epochs of text-\w+, prose 0.3 = 0.13 ep", said)
-    assert all(place in said for place in places)
-    assert "  later      from sample 60: code 0, prose 1" in said
+    assert re.search(
+        r"  mixture    code 0.7 = 0.069 epochs of text-\w+, prose 0.3 = 0.13 ep", output
+    )
+    assert all(place in output for place in places)
+    assert "  later      from sample 60: code 0, prose 1" in output
 
 
 def test_the_frozen_configuration_names_sources_and_one_fingerprint_of_all(mixed):
     folder = mixed[0].folder
     data = yaml.safe_load((folder / "run/config.yaml").read_text())["data"]
     text = f"{Text.__module__}.{Text.__name__}"
-    assert {name: own["_target_"] for name, own in data["sources"].items()} == {
+    assert {name: source["_target_"] for name, source in data["sources"].items()} == {
         "code": text,
         "prose": text,
     }
@@ -106,8 +108,8 @@ def test_a_frozen_run_goes_on_after_a_corpus_changed(mixed, command):
     shutil.copytree(mixed[0].folder, command.folder, dirs_exist_ok=True)
     (command.folder / "prose.txt").write_text("other text " * 2000)
     longer = ("max_steps=24", "data.planned_tokens=3840", f"data.root={command.folder}/data")
-    said = command("train", "run_dir=run", "resume=auto", *longer).stdout
-    assert "done in" in said
+    output = command("train", "run_dir=run", "resume=auto", *longer).stdout
+    assert "done in" in output
     assert int(rows(command.folder / "run")[-1]["data/tokens/prose"]) == 2496 + 4 * 6 * 32
 
 
@@ -125,47 +127,49 @@ def test_a_frozen_run_goes_on_after_a_corpus_changed(mixed, command):
 def test_a_resume_may_not_change_the_past(change, line, mixed, command):
     shutil.copytree(mixed[0].folder, command.folder, dirs_exist_ok=True)
     steps = () if change.startswith("max_steps") else ("max_steps=24", "data.planned_tokens=3840")
-    told = command("train", "run_dir=run", "resume=auto", change, *steps, status=2)
-    assert line in told.stderr
+    result = command("train", "run_dir=run", "resume=auto", change, *steps, status=2)
+    assert line in result.stderr
 
 
 def test_a_source_that_is_repeated_often_is_warned_of(command):
     (command.folder / "tiny.txt").write_text("abc " * 60)
     tiny = ["data.sources.tiny=text", f"data.sources.tiny.path={command.folder}/tiny.txt"]
     tiny += ["data.weights.tiny=1", "data.sources.tiny.val_fraction=0.2"]
-    said = command.train(*words(command), *tiny, "run_dir=run").stdout
-    assert "the run takes data.sources.tiny 12 times; beyond 4 epochs the same tokens teach" in said
-    assert "the run takes data.sources.code" not in said
+    output = command.train(*words(command), *tiny, "run_dir=run").stdout
+    assert (
+        "the run takes data.sources.tiny 12 times; beyond 4 epochs the same tokens teach" in output
+    )
+    assert "the run takes data.sources.code" not in output
 
 
 def test_a_mixture_is_tested_as_the_command_evaluate_measures_it(command):
     tests = [f"data.sources.{name}.test_fraction=0.1" for name in ("code", "prose")]
     command.train(*words(command), *tests, "test=true", "run_dir=run")
-    found = json.loads(command("evaluate", "run", "--split", "test", "--json").stdout)
-    assert found["loss"] == pytest.approx(command.summary("run")["test_loss"], abs=1e-6)
+    result = json.loads(command("evaluate", "run", "--split", "test", "--json").stdout)
+    assert result["loss"] == pytest.approx(command.summary("run")["test_loss"], abs=1e-6)
     (place,) = (command.folder / "data").glob("mixture-*")
     splits = json.loads((place / "index.json").read_text())["splits"]
     sizes = [(splits[f"{name}/test"]["tokens"] - 1) // 32 * 32 for name in ("code", "prose")]
-    assert found["tokens"] == sum(sizes)
-    assert found["bits_per_byte"] > 0
+    assert result["tokens"] == sum(sizes)
+    assert result["bits_per_byte"] > 0
 
 
 def test_a_test_without_a_split_for_it_is_one_line_of_the_mixture(command):
-    told = command.train(*words(command), "test=true", "run_dir=run", status=2).stderr
-    assert "test=true needs a test split; set data.sources.NAME.test_fraction or" in told
-    assert told.count("\n") == 1
+    error = command.train(*words(command), "test=true", "run_dir=run", status=2).stderr
+    assert "test=true needs a test split; set data.sources.NAME.test_fraction or" in error
+    assert error.count("\n") == 1
 
 
 def test_one_tokenizer_is_learned_or_named_for_all_sources(command):
-    own = [*words(command), "data.tokenizer=bpe", "data.tokenizer_from=code", "run_dir=run"]
-    command.train(*own)
+    run_words = [*words(command), "data.tokenizer=bpe", "data.tokenizer_from=code", "run_dir=run"]
+    command.train(*run_words)
     (place,) = (command.folder / "data").glob("mixture-*")
     assert json.loads((place / "index.json").read_text())["tokenizer"]["kind"] == "bpe"
 
 
 def test_epochs_that_the_run_has_no_room_for_are_one_line(command):
-    own = [*words(command)[:-5], "data.epochs.prose=9", "run_dir=run"]
-    told = command.train(*own, status=2)
-    assert "data.epochs takes 5,5" in told.stderr
-    assert told.stderr.count("\n") == 1
+    run_words = [*words(command)[:-5], "data.epochs.prose=9", "run_dir=run"]
+    result = command.train(*run_words, status=2)
+    assert "data.epochs takes 5,5" in result.stderr
+    assert result.stderr.count("\n") == 1
     assert not (command.folder / "run").exists()

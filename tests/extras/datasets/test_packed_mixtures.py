@@ -47,15 +47,18 @@ def sources(tmp_path):
 def mixed(sources, tmp_path):
     """Return the settings of a mixture."""
     weights = {"code": 0.5, "poems": 0.2, "prose": 0.3}
-    own = {"root": str(tmp_path / "data"), "sources": sources, "weights": weights}
-    return Mixture(**own)
+    settings = {"root": str(tmp_path / "data"), "sources": sources, "weights": weights}
+    return Mixture(**settings)
 
 
 @pytest.fixture
 def alone(sources, tmp_path):
     """Return each source by itself."""
     root = str(tmp_path / "data")
-    return {name: Text(**{**own, "root": root, "_target_": TEXT}) for name, own in sources.items()}
+    return {
+        name: Text(**{**settings, "root": root, "_target_": TEXT})
+        for name, settings in sources.items()
+    }
 
 
 @pytest.fixture
@@ -67,7 +70,7 @@ def packed(module_of):
 def batches_of(module, feed, count=None):
     """Return tokens and targets of a feed's first batches, or of all, (N, 2, T)."""
     module.trainer.validating = count is None
-    pairs = [module.on_after_batch_transfer(each, 0) for each in islice(feed, count)]
+    pairs = [module.on_after_batch_transfer(stored, 0) for stored in islice(feed, count)]
     tokens, targets = map(torch.cat, zip(*pairs, strict=True))
     return torch.stack([tokens, targets], 1)
 
@@ -92,7 +95,7 @@ def sources_of(module, split, numbers):
 
 @pytest.mark.parametrize("split", ["train", "val"])
 def test_the_windows_are_those_of_each_source_packed_alone(split, mixed, alone, packed):
-    expected = [windows_of(packed(own), split) for own in alone.values()]
+    expected = [windows_of(packed(source), split) for source in alone.values()]
     module = packed(mixed)
     assert torch.equal(windows_of(module, split), torch.cat(expected))
     assert [*module.windows[split].counts.values()] == [*map(len, expected)]
@@ -114,38 +117,41 @@ def test_an_epoch_has_each_packed_window_once(mixed, packed):
     numbers = numbers_of(module, mixed, 5 * sum(FILES.values()))
     first = 0
     for size in module.windows["train"].counts.values():
-        own = numbers[(numbers >= first) & (numbers < first + size)]
-        assert sorted(own[:size].tolist()) == [*range(first, first + size)]
+        of_source = numbers[(numbers >= first) & (numbers < first + size)]
+        assert sorted(of_source[:size].tolist()) == [*range(first, first + size)]
         first += size
 
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_ranks_and_a_resume_take_the_same_windows(world, mixed, packed):
-    whole = batches_of(module := packed(mixed), module.train_dataloader(), 8 * world)
+    module = packed(mixed)
+    expected = batches_of(module, module.train_dataloader(), 8 * world)
     ranks = [packed(mixed, rank, world, samples=2 * world * B) for rank in range(world)]
-    each = [batches_of(own, own.train_dataloader(), 6).split(B) for own in ranks]
-    steps = [batch for step in zip(*each, strict=True) for batch in step]
-    assert torch.equal(torch.cat(steps), whole[2 * world * B :])
+    batches_of_ranks = [
+        batches_of(module, module.train_dataloader(), 6).split(B) for module in ranks
+    ]
+    steps = [batch for step in zip(*batches_of_ranks, strict=True) for batch in step]
+    assert torch.equal(torch.cat(steps), expected[2 * world * B :])
 
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_validation_counts_each_held_out_target_of_each_source_once(world, mixed, packed):
     modules = [packed(mixed, rank, world) for rank in range(world)]
     index = load_index(modules[0].folder)
-    found = torch.cat([batches_of(own, own.val_dataloader()) for own in modules])
+    pairs = torch.cat([batches_of(module, module.val_dataloader()) for module in modules])
     numbers = np.concatenate(
         [
             rows.ravel()
-            for rank, own in enumerate(modules)
-            for rows in own.rows_by_part("val", own.validated, rank, world).values()
+            for rank, module in enumerate(modules)
+            for rows in module.rows_by_part("val", module.validated, rank, world).values()
         ]
     )
-    counts = (found[:, 1] != IGNORE).sum(1)
+    counts = (pairs[:, 1] != IGNORE).sum(1)
     assert not counts[numbers < 0].any()
     names = np.array(sources_of(modules[0], "val", numbers))
     for name in LETTERS:
-        here = (names == name) & (numbers >= 0)
-        assert int(counts[here].sum()) == index.splits[f"{name}/val"].tokens - 1
+        is_real = (names == name) & (numbers >= 0)
+        assert int(counts[is_real].sum()) == index.splits[f"{name}/val"].tokens - 1
 
 
 def test_packing_belongs_to_the_mixture_not_to_a_source(sources):
@@ -159,8 +165,8 @@ def words_of(command):
     words = ["data=mixture", f"data.root={command.folder}/data", "packing=documents"]
     for name, weight in (("code", 0.7), ("prose", 0.3)):
         path = command.folder / name
-        own = path if path.exists() else write(command.folder, name)
-        words += [f"data.sources.{name}=text", f"data.sources.{name}.path={own}"]
+        source_path = path if path.exists() else write(command.folder, name)
+        words += [f"data.sources.{name}=text", f"data.sources.{name}.path={source_path}"]
         words += [f"data.sources.{name}.val_fraction=0.3", f"data.weights.{name}={weight}"]
     sizes = ["batch.global_size=6", "batch.micro_size=1", "checkpoint.every=5", "model.n_layer=1"]
     return [*words, *sizes, "documents.mask=true"]
@@ -178,14 +184,16 @@ def rows(run):
 def test_a_killed_run_on_ranks_restarts_to_the_same_bits(command, train_and_kill):
     ranks = ("trainer=cpu", "strategy=ddp", "strategy.process_group_backend=gloo")
     words = [*words_of(command), *ranks, "trainer.devices=2"]
-    said = command.train(*words, "run_dir=whole").stdout
+    output = command.train(*words, "run_dir=whole").stdout
     packing = r"packing    code: \d+ documents in \d+ windows, .* no token lost; prose: \d+ docu"
-    assert re.search(packing, said)
-    said = train_and_kill(*words, "run_dir=hit")
-    assert "rank 1 was killed by SIGKILL; restarting" in said.stderr
+    assert re.search(packing, output)
+    output = train_and_kill(*words, "run_dir=hit")
+    assert "rank 1 was killed by SIGKILL; restarting" in output.stderr
     runs = [command.folder / name for name in ("whole", "hit")]
-    whole, killed = (torch.load(run / "checkpoints/step=000020.ckpt")["state_dict"] for run in runs)
-    assert all(torch.equal(whole[name], killed[name]) for name in whole)
+    uninterrupted, killed = (
+        torch.load(run / "checkpoints/step=000020.ckpt")["state_dict"] for run in runs
+    )
+    assert all(torch.equal(uninterrupted[name], killed[name]) for name in uninterrupted)
     one, other = map(rows, runs)
     assert one[2:] == other[2:]
     assert float(one[-1]["val/loss/code"]) > 0

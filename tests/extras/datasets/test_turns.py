@@ -13,12 +13,12 @@ PREFIX = 10_000
 
 
 def phases_of(tables, starts=(0,)):
-    found = []
+    result = []
     for start, weights in zip(starts, tables, strict=True):
         total = sum(Fraction(str(weight)) for weight in weights)
         shares = tuple(Fraction(str(weight)) / total for weight in weights)
-        found.append(Phase(start, shares))
-    return found
+        result.append(Phase(start, shares))
+    return result
 
 
 def counted(turns, sources, count):
@@ -45,17 +45,17 @@ def test_a_prefix_of_10_000_windows_has_each_share_to_one_window(data):
     starts = [0, *sorted(changes)]
     table = st.lists(weight, min_size=sources, max_size=sources)
     phases = phases_of([data.draw(table) for _ in starts], starts)
-    found = counted(Turns(phases), sources, PREFIX)
+    counts = counted(Turns(phases), sources, PREFIX)
     bound = 1 - 1 / (2 * sources - 2)  # Tijdeman's, the best possible
-    assert np.abs(found - due(phases, PREFIX)).max() <= bound + 1e-6
+    assert np.abs(counts - due(phases, PREFIX)).max() <= bound + 1e-6
 
 
 def test_a_source_may_be_absent_for_a_while():
     phases = phases_of([(1, 1, 0), (0, 1, 3), (1, 0, 0)], (0, 500, 900))
-    found = counted(Turns(phases), 3, 2000)
-    assert found[2, 500] == 0
-    assert found[0, 900] - found[0, 500] <= 1
-    assert found[0, 2000] - found[0, 910] == 1090
+    counts = counted(Turns(phases), 3, 2000)
+    assert counts[2, 500] == 0
+    assert counts[0, 900] - counts[0, 500] <= 1
+    assert counts[0, 2000] - counts[0, 910] == 1090
 
 
 def test_shares_of_few_digits_never_drift():
@@ -65,10 +65,10 @@ def test_shares_of_few_digits_never_drift():
 
 def test_other_shares_drift_by_less_than_one_window_in_a_period():
     phases = phases_of([(np.pi, np.e, 1 / 3)])
-    found = Turns(phases).counts(10**9)
-    assert found.sum() == 10**9
+    counts = Turns(phases).counts(10**9)
+    assert counts.sum() == 10**9
     wanted = np.array([*map(float, phases[0].shares)]) * 10**9
-    assert np.abs(found - wanted).max() < 10**9 / PERIOD
+    assert np.abs(counts - wanted).max() < 10**9 / PERIOD
 
 
 @given(st.lists(weight, min_size=1, max_size=12), st.integers(0, 10**12))
@@ -86,9 +86,9 @@ def test_counts_continue_across_phases_and_stretches():
     starts = (0, 100, PERIOD - 1, PERIOD + 5, 3 * PERIOD)
     turns = Turns(phases_of([(1, 2), (3, 1), (1, 1), (5, 1), (1, 7)], starts))
     for start in (0, *starts, PERIOD, 4 * PERIOD):
-        begin = max(0, start - 50)
-        sources, numbers = turns.at(np.arange(begin, start + 50))
-        before = turns.counts(begin)
+        first = max(0, start - 50)
+        sources, numbers = turns.at(np.arange(first, start + 50))
+        before = turns.counts(first)
         for source, number in zip(sources, numbers, strict=True):
             assert number == before[source]
             before[source] += 1
@@ -102,7 +102,7 @@ def test_several_phases_may_start_at_one_position():
 def test_memory_does_not_depend_on_the_length_of_a_run():
     changes = [k * 10**9 for k in range(4)]
     turns = Turns(phases_of([(1.1, 2.3, 5.77)] * 4, changes))
-    held = sum(each.turns.nbytes + each.numbers.nbytes for each in turns.stretches)
+    held = sum(stretch.turns.nbytes + stretch.numbers.nbytes for stretch in turns.stretches)
     assert held <= 4 * 5 * PERIOD
 
 

@@ -37,16 +37,16 @@ def prepared(tmp_path):
 def test_the_windows_of_a_split_are_written_once_and_read_by_all(prepared, caplog):
     caplog.set_level("INFO")
     threads = [threading.Thread(target=pack, args=(prepared, 16)) for _ in range(4)]
-    for each in threads:
-        each.start()
-    for each in threads:
-        each.join()
-    assert [each.message.partition(" ")[0] for each in caplog.records].count("packed") == 1
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [record.message.partition(" ")[0] for record in caplog.records].count("packed") == 1
     assert "have no text, only their end, which is kept" in caplog.text
     packed = folder_within(prepared, 16)
-    before = {each.name: each.stat().st_mtime_ns for each in packed.iterdir()}
+    before = {path.name: path.stat().st_mtime_ns for path in packed.iterdir()}
     assert pack(prepared, 16) == packed
-    assert before == {each.name: each.stat().st_mtime_ns for each in packed.iterdir()}
+    assert before == {path.name: path.stat().st_mtime_ns for path in packed.iterdir()}
     assert pack(prepared, 24) != packed
 
 
@@ -56,7 +56,7 @@ def test_validation_has_each_held_out_target_once_and_none_in_padding(prepared):
     windows = PackedWindows(prepared, "val", 16)
     count = load(folder_within(prepared, 16))["val"].windows
     rows = np.concatenate([np.arange(count), [-1]])
-    inputs, targets = (each.roll(1, 0) for each in windows.widen(*windows.gather([rows])))
+    inputs, targets = (part.roll(1, 0) for part in windows.widen(*windows.gather([rows])))
     assert (targets[0] == IGNORE).all()
     counted = targets != IGNORE
     assert sorted(targets[counted].tolist()) == sorted(tokens[1:].tolist())
@@ -112,7 +112,7 @@ def test_a_folder_that_cannot_be_written_is_refused_in_one_line(prepared, monkey
 
 def test_packing_does_not_change_the_prepared_tokens(prepared):
     """It is no setting of a source, so one prepared folder serves every packing."""
-    assert not any("packing" in own.names("kept") for own in data_choices().values())
+    assert not any("packing" in data_class.names("kept") for data_class in data_choices().values())
     before = {path.name: path.read_bytes() for path in prepared.iterdir()}
     pack(prepared, 16)
     assert {path.name: path.read_bytes() for path in prepared.iterdir() if path.is_file()} == {

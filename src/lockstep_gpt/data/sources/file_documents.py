@@ -12,9 +12,9 @@ from typing import Any, ClassVar
 from lockstep_gpt.data.sources.files import (
     File,
     Files,
-    content,
     find_splits,
     identity_of,
+    read_content,
 )
 from lockstep_gpt.data.sources.source import (
     BLOCK,
@@ -26,9 +26,9 @@ from lockstep_gpt.data.sources.source import (
     refuse_binary,
     split_of_name,
     splits_of_texts,
-    valid,
+    to_utf8,
 )
-from lockstep_gpt.data.tokenizer import cut
+from lockstep_gpt.data.tokenizer import find_cut
 from lockstep_gpt.settings import setting
 
 LONGEST = 1 << 22  # bytes per document at most; a longer file is cut
@@ -47,13 +47,13 @@ class FileDocuments(Documents):
 
     @property
     @abstractmethod
-    def found(self) -> list[Files]:
+    def file_groups(self) -> list[Files]:
         """The files to read, by split."""
 
     @cached_property
     def files(self) -> list[File]:
         """All files, in the order in which they are read."""
-        return [file for part in self.found for file in part.files]
+        return [file for group in self.file_groups for file in group.files]
 
     @cached_property
     def before(self) -> list[int]:
@@ -79,8 +79,9 @@ class FileDocuments(Documents):
     @property
     def held_out(self) -> str:
         """What the validation split consists of, in words."""
-        is_whole = self.by_line or self.by_name or not self.fractions[0]
-        return DOCUMENTS if is_whole else ENDS
+        if self.by_line or self.by_name or not self.fractions[0]:
+            return DOCUMENTS
+        return ENDS
 
     @property
     def fractions(self) -> tuple[float, float]:
@@ -89,7 +90,7 @@ class FileDocuments(Documents):
 
     def identity(self) -> Any:
         """Return the identity of the files."""
-        return identity_of(self.found)
+        return identity_of(self.file_groups)
 
     def blocks(self, start: Position) -> Iterator[Block]:
         """Yield the documents, file by file; small ones come together."""
@@ -110,12 +111,15 @@ class FileDocuments(Documents):
                 invalid += faults
                 if size >= BLOCK:
                     yield Block(after, texts, splits, invalid)
-                    texts, splits, size, invalid = [], [], 0, 0
+                    texts = []
+                    splits = []
+                    size = 0
+                    invalid = 0
         yield Block(after, texts, splits, invalid)
 
     def documents_in(self, piece: bytes, path: str) -> tuple[list[bytes], int]:
         """Return the documents in a piece of a file, and how many weren't UTF-8."""
-        return valid([piece], self.invalid_utf8, path)
+        return to_utf8([piece], self.invalid_utf8, path)
 
     def splits_of(self, texts: Sequence[bytes]) -> list[str]:
         """Return the split of each document, by its text."""
@@ -137,11 +141,11 @@ class FileDocuments(Documents):
         val_fraction, test_fraction = self.fractions
         if not text:
             return [(split_of_name(name, val_fraction, test_fraction), text)]
-        train = cut(text[: int(len(text) * (1 - val_fraction - test_fraction))])
+        train = find_cut(text[: int(len(text) * (1 - val_fraction - test_fraction))])
         parts = [("train", text[:train])]
         end = len(text)
         if test_fraction:
-            end = max(train, cut(text[: int(len(text) * (1 - test_fraction))]))
+            end = max(train, find_cut(text[: int(len(text) * (1 - test_fraction))]))
             parts.append(("test", text[end:]))
         if val_fraction:
             parts.append(("val", text[train:end]))
@@ -149,14 +153,18 @@ class FileDocuments(Documents):
 
     def _pieces(self, number: int, start: Position) -> Iterator[tuple[bytes, Position]]:
         """Yield a file in pieces, cut where a text may be cut, from `start` if that is in it."""
-        file, before = self.files[number], self.before[number]
-        offset = start.offset if start.part == number else 0
+        file = self.files[number]
+        before = self.before[number]
+        offset = start.offset_in(number)
         longest = BLOCK if self.by_line else LONGEST
         rest = b""
         with reading(file.path), self.open(number)(file.path, "rb") as raw:
-            for data in content(raw, file.path, offset, longest):
+            for data in read_content(raw, file.path, offset, longest):
                 rest += data
-                while len(rest) > longest and (end := self._end(rest, longest)):
+                while len(rest) > longest:
+                    end = self._end(rest, longest)
+                    if not end:  # read on, until there is a place to cut
+                        break
                     offset += end
                     yield rest[:end], Position(number, offset, before + raw.tell())
                     rest = rest[end:]
@@ -164,17 +172,17 @@ class FileDocuments(Documents):
 
     def open(self, number: int) -> Callable[..., Any]:
         """Return what opens the file of this number: those of a server aren't on this machine."""
-        for part in self.found:
-            if number < len(part.files):
-                return part.open
-            number -= len(part.files)
+        for group in self.file_groups:
+            if number < len(group.files):
+                return group.open
+            number -= len(group.files)
         raise IndexError(number)
 
     def _end(self, text: bytes, longest: int) -> int:
         """Return where a text may be cut, however much was read; 0: nowhere yet."""
         if self.by_line:
             return text.rfind(b"\n", 0, longest) + 1 or text.find(b"\n", longest) + 1
-        return cut(text[:longest])
+        return find_cut(text[:longest])
 
 
 @dataclass
@@ -194,7 +202,7 @@ class PathDocuments(FileDocuments):
     )
 
     @cached_property
-    def found(self) -> list[Files]:
+    def file_groups(self) -> list[Files]:
         """The files of `path`, of `val_path`, and of `test_path`."""
         return find_splits(self.path, self.val_path, self.test_path, self.wanted)
 

@@ -40,7 +40,7 @@ class Files:
 def find_files(
     path: str,
     wanted: str = "",
-    door: str = "data.path",
+    setting: str = "data.path",
     split: str | None = None,
     may_lack: bool = False,
 ) -> Files:
@@ -49,7 +49,7 @@ def find_files(
     Args:
         path: the folder, glob, file, or URL.
         wanted: pattern that the names of a folder's files must match.
-        door: the setting that the path is from.
+        setting: the setting that the path is from.
         split: the split of all the files; None: their documents are divided.
         may_lack: whether there may be none.
 
@@ -59,63 +59,71 @@ def find_files(
     import fsspec  # half of this module's import time, and not always needed
 
     if not path:
-        raise UserError(f"{door} is empty; set it to a file, a folder, a glob, or a URL")
-    with reading(f"{door}={path}"):
+        raise UserError(f"{setting} is empty; set it to a file, a folder, a glob, or a URL")
+    with reading(f"{setting}={path}"):
         system, place = fsspec.url_to_fs(path)  # expands ~ too
         is_folder = system.isdir(place)
-        look = system.find if is_folder or system.exists(place) else system.glob
-        listed = look(place, detail=True)
+        if is_folder or system.exists(place):
+            listed = system.find(place, detail=True)
+        else:
+            listed = system.glob(place, detail=True)
         infos = [info or system.info(name) for name, info in listed.items()]  # HTTP: empty
-    found = [info for info in infos if info["type"] == "file"]
-    base = place if is_folder else re.split(r"[*?\[]", place)[0].rpartition("/")[0]
-    pattern = re.compile(rf"(?!\.|.*/\.).*{wanted}" if is_folder else "")  # none hidden
+    if is_folder:
+        base = place
+        pattern = re.compile(rf"(?!\.|.*/\.).*{wanted}")  # none hidden
+    else:
+        base = re.split(r"[*?\[]", place)[0].rpartition("/")[0]
+        pattern = re.compile("")
     files = []
-    for info in found:
+    for info in infos:
+        if info["type"] != "file":
+            continue
         name = info["name"].removeprefix(base).lstrip("/")
         if pattern.match(name):
             stamp = info.get("mtime") or sorted(map(str, info.items()))
             files.append(File(name, info["size"] or 0, stamp, info["name"], split))
     if not files and not may_lack:
-        raise UserError(f"{door}={path} matches no file; give a file, folder or glob")
+        raise UserError(f"{setting}={path} matches no file; give a file, folder or glob")
     files.sort(key=lambda file: file.name)
-    return Files(files, open if "file" in system.protocol else system.open, split)
+    opener = open if "file" in system.protocol else system.open
+    return Files(files, opener, split)
 
 
 def find_splits(
     path: str, val_path: str | None, test_path: str | None, wanted: str = ""
 ) -> list[Files]:
     """Return the files of `path`, then those to validate and to test on, if there are any."""
-    found = [find_files(path, wanted)]
+    groups = [find_files(path, wanted)]
     if val_path is not None:
-        found.append(find_files(val_path, wanted, "data.val_path", "val"))
+        groups.append(find_files(val_path, wanted, "data.val_path", "val"))
     if test_path is not None:
-        found.append(find_files(test_path, wanted, "data.test_path", "test"))
-    return found
+        groups.append(find_files(test_path, wanted, "data.test_path", "test"))
+    return groups
 
 
-def identity_of(found: list[Files]) -> Any:
+def identity_of(groups: list[Files]) -> Any:
     """Return the identity of files; of those that are divided, without a list around it."""
-    parts = [part.identity() for part in found]
-    if len(parts) == 1:
-        return parts[0]
-    return [[part.split, identity] for part, identity in zip(found, parts, strict=True)]
+    if len(groups) == 1:
+        return groups[0].identity()
+    return [[group.split, group.identity()] for group in groups]
 
 
-def content(raw: Any, path: str, skip: int, size: int) -> Iterator[bytes]:
+def read_content(raw: Any, path: str, skip: int, size: int) -> Iterator[bytes]:
     """Yield a file's content, decompressed, without the first `skip` bytes, `size` at a time."""
     if path.endswith(".zst"):
-        content = _unpacked(raw)
+        chunks = _decompressed(raw)
     elif path.endswith(".gz"):
-        content = iter(partial(gzip.GzipFile(fileobj=raw).read, size), b"")
+        chunks = iter(partial(gzip.GzipFile(fileobj=raw).read, size), b"")
     else:
         raw.seek(skip)
-        content, skip = iter(partial(raw.read, size), b""), 0
-    for data in content:
+        skip = 0
+        chunks = iter(partial(raw.read, size), b"")
+    for data in chunks:
         yield data[skip:]
         skip = max(0, skip - len(data))
 
 
-def _unpacked(raw: Any) -> Iterator[bytes]:
+def _decompressed(raw: Any) -> Iterator[bytes]:
     """Decompress all frames; zstandard's own reader accepts a truncated file."""
     zstandard = import_optional("a .zst file", "zstandard", "zstd")
     frame = None

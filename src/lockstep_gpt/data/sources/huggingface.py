@@ -16,7 +16,7 @@ from lockstep_gpt.data.sources.source import (
     Position,
     reading,
     splits_of_texts,
-    valid,
+    to_utf8,
 )
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.optional import import_optional
@@ -57,13 +57,19 @@ class HuggingFaceRows(Documents):
         """
         if not self.path:
             raise UserError("data.path is empty; set it to a name on the hub, or a folder")
-        return find_files(str(self.folder)).identity() if self.folder.is_dir() else self.path
+        if self.folder.is_dir():
+            return find_files(str(self.folder)).identity()
+        return self.path
 
     @property
     def parts(self) -> list[tuple[str, str | None]]:
         """Each split of the dataset to read, and our split that it is; None: it is divided."""
-        more = [(self.val_split, "val"), (self.test_split, "test")]
-        return [(self.split, None), *((name, own) for name, own in more if name is not None)]
+        parts: list[tuple[str, str | None]] = [(self.split, None)]
+        if self.val_split is not None:
+            parts.append((self.val_split, "val"))
+        if self.test_split is not None:
+            parts.append((self.test_split, "test"))
+        return parts
 
     @property
     def has_test(self) -> bool:
@@ -91,13 +97,13 @@ class HuggingFaceRows(Documents):
                 for table in rows.skip(after.offset).with_format("arrow").iter(ROWS):
                     column = table.column(self.field)
                     after = Position(part, after.offset + len(table), after.read + column.nbytes)
-                    texts, invalid = valid(texts_in(column), self.invalid_utf8, self.path)
+                    texts, invalid = to_utf8(texts_in(column), self.invalid_utf8, self.path)
                     yield Block(after, texts, self._splits(part, texts), invalid)
 
     def _splits(self, part: int, texts: list[bytes]) -> list[str]:
-        whole = self.parts[part][1]
-        if whole is not None:
-            return [whole] * len(texts)
+        _, split = self.parts[part]
+        if split is not None:
+            return [split] * len(texts)
         val = self.val_fraction if self.val_split is None else 0.0
         test = self.test_fraction if self.test_split is None else 0.0
         return splits_of_texts(texts, val, test)
@@ -121,8 +127,9 @@ class HuggingFaceRows(Documents):
         if any((self.folder / name).is_file() for name in ("state.json", "dataset_dict.json")):
             saved = datasets.load_from_disk(str(self.folder))  # memory-mapped: no second copy
             return saved[split] if isinstance(saved, dict) else saved
+        path = str(self.folder) if self.folder.is_dir() else self.path
         return datasets.load_dataset(
-            str(self.folder) if self.folder.is_dir() else self.path,
+            path,
             self.subset,
             split=split,
             revision=self.revision,

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from lockstep_gpt.data.sources.file_documents import PathDocuments
 from lockstep_gpt.data.sources.files import File
-from lockstep_gpt.data.sources.source import BLOCK, Block, Position, reading, valid
+from lockstep_gpt.data.sources.source import BLOCK, Block, Position, reading, to_utf8
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.optional import import_optional
 from lockstep_gpt.settings import setting
@@ -38,7 +38,7 @@ class ParquetFiles(PathDocuments):
         for number in range(start.part, len(self.files)):
             file = self.files[number]
             done = 0
-            skip = start.offset if number == start.part else 0
+            skip = start.offset_in(number)
             with (
                 reading(file.path),
                 self.open(number)(file.path, "rb") as raw,
@@ -68,9 +68,10 @@ class ParquetFiles(PathDocuments):
         return Position(number, done, read)
 
     def _block(self, after: Position, column: Any, file: File) -> Block:
-        texts, invalid = valid(texts_in(column), self.invalid_utf8, file.path)
-        splits = [file.split] * len(texts) if file.split else self.splits_of(texts)
-        return Block(after, texts, splits, invalid)
+        texts, invalid = to_utf8(texts_in(column), self.invalid_utf8, file.path)
+        if file.split:
+            return Block(after, texts, [file.split] * len(texts), invalid)
+        return Block(after, texts, self.splits_of(texts), invalid)
 
 
 def check_column(schema: Any, column: str, path: str) -> None:

@@ -42,6 +42,10 @@ class Position(NamedTuple):
     offset: int = 0  # bytes, rows, or tokens of it that come before
     read: int = 0  # bytes of the source that come before, as its `size` counts them
 
+    def offset_in(self, part: int) -> int:
+        """Return the offset in a part from which to read: 0 in all parts but the first."""
+        return self.offset if part == self.part else 0
+
 
 class Block(NamedTuple):
     """A stretch of text."""
@@ -146,7 +150,7 @@ class Documents(Source):
             self.vocab_size = self.vocab_size or 8192
             if self.vocab_size < SMALLEST_BPE:
                 self.refuse("vocab_size", f"must be at least {SMALLEST_BPE} for bpe")
-        elif self.vocab_size is not None and not tokenizer_choice.is_own(self.tokenizer):
+        elif self.vocab_size is not None and not tokenizer_choice.names_class(self.tokenizer):
             self.refuse(
                 "vocab_size", f"has no effect with data.tokenizer={self.tokenizer}; remove it"
             )
@@ -183,27 +187,31 @@ class Documents(Source):
         waiting: list[bytes] = []
         size = 0
         for document in islice(self.read_documents(), start.offset, None):
-            text = document.encode("utf-8", "replace") if isinstance(document, str) else document
+            if isinstance(document, str):
+                text = document.encode("utf-8", "replace")
+            else:
+                text = document
             after = Position(0, after.offset + 1, after.read + len(text))
             size += len(text)
             waiting.append(text)
             if size >= BLOCK:
                 yield self.block_of(after, waiting, self.kind)
-                waiting, size = [], 0
+                waiting = []
+                size = 0
         if waiting:
             yield self.block_of(after, waiting, self.kind)
 
     def block_of(self, after: Position, texts: list[bytes], place: str) -> Block:
         """Return the block of these documents, of which `place` says where they are from."""
-        documents, invalid = valid([text for text in texts if text], self.invalid_utf8, place)
+        documents, invalid = to_utf8([text for text in texts if text], self.invalid_utf8, place)
         return Block(after, documents, self.splits_of(documents), invalid)
 
 
-def by_split(block: Block) -> Iterator[tuple[str, list[bytes]]]:
+def group_by_split(block: Block) -> Iterator[tuple[str, list[bytes]]]:
     """Yield each split in a block, with its texts."""
     for split in sorted(set(block.splits), key=SPLITS.index):
         pairs = zip(block.texts, block.splits, strict=True)
-        yield split, [text for text, own in pairs if own == split]
+        yield split, [text for text, split_of_text in pairs if split_of_text == split]
 
 
 def training_texts(source: Source, size: int) -> Iterator[str]:
@@ -225,7 +233,9 @@ def split_of_name(name: str, val_fraction: float, test_fraction: float) -> str:
     place = int.from_bytes(digest[:8])
     if place < val_fraction * 2**64:
         return "val"
-    return "test" if place < (val_fraction + test_fraction) * 2**64 else "train"
+    if place < (val_fraction + test_fraction) * 2**64:
+        return "test"
+    return "train"
 
 
 def splits_of_texts(texts: Sequence[bytes], val_fraction: float, test_fraction: float) -> list[str]:
@@ -265,7 +275,7 @@ def is_utf8(text: bytes) -> bool:
         return False
 
 
-def valid(texts: list[bytes], policy: str, path: str) -> tuple[list[bytes], int]:
+def to_utf8(texts: list[bytes], policy: str, path: str) -> tuple[list[bytes], int]:
     """Return `texts` as UTF-8, following `data.invalid_utf8`, and how many weren't.
 
     Raises:

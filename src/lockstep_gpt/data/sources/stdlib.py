@@ -25,7 +25,7 @@ class StandardLibrary(FileDocuments):
     kind: ClassVar[str] = "stdlib"
 
     @cached_property
-    def found(self) -> list[Files]:
+    def file_groups(self) -> list[Files]:
         """The files; raises a `UserError` if there are none."""
         folder = sysconfig.get_path("stdlib")
         files = sorted(files_below(folder, ".py", LEFT_OUT), key=lambda file: file.name)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from lockstep_gpt.data.sources.file_documents import PathDocuments
-from lockstep_gpt.data.sources.source import is_utf8, valid
+from lockstep_gpt.data.sources.source import is_utf8, to_utf8
 from lockstep_gpt.settings import setting
 
 
@@ -32,8 +32,10 @@ class Text(PathDocuments):
 
 def lines_in(piece: bytes, policy: str, path: str) -> tuple[list[bytes], int]:
     """Return the lines in a piece of a file that aren't empty, and how many weren't UTF-8."""
-    text = piece.replace(b"\r\n", b"\n") if b"\r" in piece else piece
+    text = piece
+    if b"\r" in text:
+        text = text.replace(b"\r\n", b"\n")
     lines = list(filter(None, text.split(b"\n")))
     if is_utf8(piece):
         return lines, 0
-    return valid(lines, policy, path)
+    return to_utf8(lines, policy, path)

@@ -8,7 +8,8 @@ from lockstep_gpt.data.sources.megatron import MegatronTokens
 from lockstep_gpt.data.sources.token_formats import PlainTokens, TokenFormat
 from lockstep_gpt.errors import UserError
 
-TOKENS, INDEX = ".bin", ".idx"
+TOKENS = ".bin"
+INDEX = ".idx"
 ALONE = "remove it, or name the token files alone, as in data.path=FOLDER/*.bin"
 # Files that are surely not tokens; any other ending may be theirs.
 OTHERS = {
@@ -24,51 +25,53 @@ OTHERS = {
 PACKED = (".gz", ".zst")
 
 
-def find_token_files(path: str, door: str, split: str | None) -> Files:
+def find_token_files(path: str, setting: str, split: str | None) -> Files:
     """Return the files that `path` names, and the indices beside them.
 
     A folder has its indices; a file or a glob may name only the tokens.
 
     Args:
         path: the folder, glob, file, or URL.
-        door: the setting that the path is from.
+        setting: the setting that the path is from.
         split: the split of all the files; None: their tokens are divided.
 
     Raises:
         UserError: there are none, or the file system can't be read.
     """
-    found = find_files(path, door=door, split=split)
+    group = find_files(path, setting=setting, split=split)
     if not path.endswith(TOKENS):
-        return found
-    names = {file.path for file in found.files}
-    beside = find_files(path.removesuffix(TOKENS) + INDEX, door=door, split=split, may_lack=True)
+        return group
+    names = {file.path for file in group.files}
+    beside = find_files(
+        path.removesuffix(TOKENS) + INDEX, setting=setting, split=split, may_lack=True
+    )
     wanted = [file for file in beside.files if _tokens_of(file.path) in names]
     folder, separator, name = path.rpartition("/")
     if name.startswith(litdata.CHUNK):
         index = f"{folder}{separator}{litdata.INDEX}"
-        wanted += find_files(index, door=door, split=split, may_lack=True).files
+        wanted += find_files(index, setting=setting, split=split, may_lack=True).files
     new = [file for file in wanted if file.path not in names]
-    found.files = sorted([*found.files, *new], key=lambda file: file.name)
-    return found
+    group.files = sorted([*group.files, *new], key=lambda file: file.name)
+    return group
 
 
-def formats_of(found: Files, dtype: str) -> list[TokenFormat]:
+def formats_of(group: Files, dtype: str) -> list[TokenFormat]:
     """Return the files with tokens, in the order in which they are read.
 
     Args:
-        found: all files of a split, with indices.
+        group: all files of a split, with indices.
         dtype: type of tokens in files that don't say it.
 
     Raises:
         UserError: a file isn't one of tokens, or a file is missing.
     """
-    files = {file.path: file for file in found.files}
+    files = {file.path: file for file in group.files}
     chunks = {
-        file.path.removesuffix(litdata.INDEX): litdata.read_index(file, files, found.open)
-        for file in found.files
+        file.path.removesuffix(litdata.INDEX): litdata.read_index(file, files, group.open)
+        for file in group.files
         if _name(file.path) == litdata.INDEX
     }
-    listed = {chunk.file.path for each in chunks.values() for chunk in each}
+    listed = {chunk.file.path for of_folder in chunks.values() for chunk in of_folder}
     formats: list[TokenFormat] = []
     for path, file in files.items():
         folder = path.removesuffix(_name(path))
@@ -87,10 +90,10 @@ def formats_of(found: Files, dtype: str) -> list[TokenFormat]:
                     "set data.path to it"
                 )
         elif _index_of(path) in files:
-            formats.append(MegatronTokens(file, found.open, files[_index_of(path)]))
+            formats.append(MegatronTokens(file, group.open, files[_index_of(path)]))
         else:
             _refuse_other(path)
-            formats.append(PlainTokens(file, found.open, dtype))
+            formats.append(PlainTokens(file, group.open, dtype))
     return formats
 
 

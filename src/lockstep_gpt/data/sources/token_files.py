@@ -48,19 +48,19 @@ class TokenFiles(Source):
     test_path: str | None = setting("test files; null: test_fraction of each 2^20 tokens", None)
 
     @cached_property
-    def found(self) -> list[Files]:
+    def file_groups(self) -> list[Files]:
         """The files of `path`, of `val_path`, and of `test_path`, with their indices."""
-        found = [find_token_files(self.path, "data.path", None)]
+        groups = [find_token_files(self.path, "data.path", None)]
         if self.val_path is not None:
-            found.append(find_token_files(self.val_path, "data.val_path", "val"))
+            groups.append(find_token_files(self.val_path, "data.val_path", "val"))
         if self.test_path is not None:
-            found.append(find_token_files(self.test_path, "data.test_path", "test"))
-        return found
+            groups.append(find_token_files(self.test_path, "data.test_path", "test"))
+        return groups
 
     @cached_property
     def parts(self) -> list[TokenFormat]:
         """All files with tokens, in the order in which they are read."""
-        return [each for files in self.found for each in formats_of(files, self.dtype)]
+        return [part for group in self.file_groups for part in formats_of(group, self.dtype)]
 
     @property
     def size(self) -> int | None:
@@ -74,9 +74,11 @@ class TokenFiles(Source):
 
     def identity(self) -> Any:
         """Return the identity of the files, by split."""
-        by_split = {part.split: part.identity() for part in self.found}
-        parts = [by_split[None], by_split.get("val")]
-        return [*parts, by_split["test"]] if "test" in by_split else parts
+        by_split = {group.split: group.identity() for group in self.file_groups}
+        identities = [by_split[None], by_split.get("val")]
+        if "test" in by_split:
+            identities.append(by_split["test"])
+        return identities
 
     def tokenizer_identity(self) -> Any:
         """Return the identity of the tokenizer that `data.tokenizer` names."""
@@ -99,7 +101,7 @@ class TokenFiles(Source):
         read = start.read
         for number in range(start.part, len(self.parts)):
             part = self.parts[number]
-            offset = start.offset if number == start.part else 0
+            offset = start.offset_in(number)
             path = part.file.path
             with reading(path), part.open(path, "rb") as raw:
                 reader = TokenReader(raw, part.layout(raw))
@@ -121,9 +123,9 @@ class TokenFiles(Source):
         """Return the split of token `offset`, and where the split changes or the stretch ends."""
         first = offset // STRETCH * STRETCH
         last = min(first + STRETCH, total)
-        whole = part.file.split
-        if whole is not None:
-            return whole, last
+        split = part.file.split
+        if split is not None:
+            return split, last
         test = 0.0 if self.test_path is not None else self.test_fraction
         val = 0.0 if self.val_path is not None else self.val_fraction
         test_from = last - round((last - first) * test)

@@ -111,7 +111,7 @@ class PlainTokens:
         Raises:
             UserError: the size is not that of whole tokens, or not what the header says.
         """
-        words = np.frombuffer(_whole_words(raw.read(HEADER)), "<i4")
+        words = np.frombuffer(_complete_words(raw.read(HEADER)), "<i4")
         if len(words) == HEADER // 4 and int(words[0]) in MAGIC:
             return self._after_header(DTYPES[MAGIC[int(words[0])]], int(words[2]))
         dtype = DTYPES[self.dtype]
@@ -133,6 +133,6 @@ class PlainTokens:
         return Layout(dtype, tokens, HEADER)
 
 
-def _whole_words(header: bytes) -> bytes:
+def _complete_words(header: bytes) -> bytes:
     """Return a file's start without an incomplete integer at its end."""
     return header[: len(header) // 4 * 4]

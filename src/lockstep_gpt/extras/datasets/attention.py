@@ -19,34 +19,34 @@ BLOCK = 128  # tokens of a block of FlexAttention, its default
 
 
 @dataclass
-class Seen:
+class DocumentBounds:
     """Where the documents of a batch begin; what attention needs of it is computed once."""
 
     begins: Tensor  # (B, T): the first token of a document, except the first of a row
     starts: Tensor  # (B, T): the place in its row where a token's document begins
-    kept: dict[Any, Any] = field(default_factory=dict)  # of all layers: masks
+    cache: dict[Any, Any] = field(default_factory=dict)  # masks, which all layers use
 
     def mask(self) -> Tensor:
         """Return whether a query sees a key, (B, 1, T, T)."""
-        if "mask" not in self.kept:
+        if "mask" not in self.cache:
             places = torch.arange(self.starts.shape[1], device=self.starts.device)
             later = places > places[:, None]  # (queries, keys)
-            self.kept["mask"] = ((places >= self.starts[:, :, None]) & ~later)[:, None]
-        return cast(Tensor, self.kept["mask"])
+            self.cache["mask"] = ((places >= self.starts[:, :, None]) & ~later)[:, None]
+        return cast(Tensor, self.cache["mask"])
 
     def added(self, heads: int, dtype: torch.dtype) -> Tensor:
         """Return what to add to the scores of `heads`, (B heads, T, T): 0, or -inf if unseen."""
-        if (heads, dtype) not in self.kept:
+        if (heads, dtype) not in self.cache:
             unseen = _unseen(self.mask(), dtype).expand(-1, heads, -1, -1)
-            self.kept[heads, dtype] = unseen.flatten(0, 1)
-        return cast(Tensor, self.kept[heads, dtype])
+            self.cache[heads, dtype] = unseen.flatten(0, 1)
+        return cast(Tensor, self.cache[heads, dtype])
 
     def spans(self, dtype: torch.dtype) -> tuple[list[int], list[Tensor | None]]:
         """Return the lengths of spans, which together are all rows, and what to add to each.
 
         A span is one document, or several short neighbors. None: the fused kernel is faster.
         """
-        if dtype not in self.kept:
+        if dtype not in self.cache:
             T = self.starts.shape[1]
             firsts = self.begins.clone()
             firsts[:, 0] = True
@@ -57,32 +57,33 @@ class Seen:
             later = torch.full((PLAIN, PLAIN), -math.inf, dtype=dtype).triu(1)
             added: list[Tensor | None] = []
             for size, end in zip(sizes, ends, strict=True):
-                own = starts[end - size : end] - (end - size) % T  # in the span; <= 0: its first
+                # Where each token's document begins in the span; <= 0: at its first token.
+                begins = starts[end - size : end] - (end - size) % T
                 if size > PLAIN:
                     added.append(None)
-                elif int(own[-1]) <= 0:
+                elif int(begins[-1]) <= 0:
                     added.append(later[:size, :size])
                 else:
-                    before = torch.arange(size) < own[:, None]
+                    before = torch.arange(size) < begins[:, None]
                     added.append(later[:size, :size].masked_fill(before, -math.inf))
-            self.kept[dtype] = sizes, added
-        return cast(tuple[list[int], list[Tensor | None]], self.kept[dtype])
+            self.cache[dtype] = sizes, added
+        return cast(tuple[list[int], list[Tensor | None]], self.cache[dtype])
 
     def blocks(self) -> Any:
         """Return the `BlockMask` of FlexAttention; T must be a multiple of `BLOCK`."""
-        if "blocks" not in self.kept:
-            self.kept["blocks"] = block_mask(self.starts)
-        return self.kept["blocks"]
+        if "blocks" not in self.cache:
+            self.cache["blocks"] = block_mask(self.starts)
+        return self.cache["blocks"]
 
 
 def joined(edges: list[int], row: int) -> list[int]:
     """Return the lengths of spans between `edges` of documents; no span crosses a row of tokens."""
     sizes: list[int] = []
-    begin = edges[0]
+    start = edges[0]
     for edge, after in zip(edges[1:], [*edges[2:], math.inf], strict=True):
-        if edge % row == 0 or after - begin > SPAN:
-            sizes.append(edge - begin)
-            begin = edge
+        if edge % row == 0 or after - start > SPAN:
+            sizes.append(edge - start)
+            start = edge
     return sizes
 
 
@@ -99,8 +100,8 @@ def block_mask(starts: Tensor) -> Any:
     earliest = starts[:, ::BLOCK, None]  # (B, query blocks, 1)
     latest = starts[:, BLOCK - 1 :: BLOCK, None]
     earlier = place < place[:, None]
-    whole = earlier & (place * BLOCK >= latest)
-    part = (place <= place[:, None]) & ((place + 1) * BLOCK > earliest) & ~whole
+    fully_visible = earlier & (place * BLOCK >= latest)
+    part = (place <= place[:, None]) & ((place + 1) * BLOCK > earliest) & ~fully_visible
 
     def visible(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:  # noqa: ARG001
         return (key <= query) & (key >= starts[b, query])
@@ -110,33 +111,42 @@ def block_mask(starts: Tensor) -> Any:
         order = blocks.int().argsort(dim=-1, descending=True, stable=True).int()
         return blocks.sum(dim=-1, dtype=torch.int32)[:, None], order[:, None]
 
-    lists = *listed(part), *listed(whole)
+    lists = *listed(part), *listed(fully_visible)
     return BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=BLOCK, mask_mod=visible)
 
 
 def attention_within(
-    seen: Seen | None, q: Tensor, k: Tensor, v: Tensor, dropout: float, scale: float | None
+    bounds: DocumentBounds | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout: float,
+    scale: float | None,
 ) -> Tensor:
     """Attend to earlier tokens of the same document; shapes as in `functional.causal_attention`."""
     if q.is_cpu:
-        return cast(Tensor, _on_cpu(seen, q, k, v, dropout, scale))
-    assert seen is not None, "only a CPU looks whether there are several documents"
+        return cast(Tensor, _on_cpu(bounds, q, k, v, dropout, scale))
+    assert bounds is not None, "only a CPU looks whether there are several documents"
     if q.is_cuda and not dropout and q.shape[-2] % BLOCK == 0:
-        return flexible(seen, q, k, v, scale)
-    settings: Any = {"attn_mask": seen.mask(), "dropout_p": dropout, "scale": scale}
+        return flexible(bounds, q, k, v, scale)
+    settings: Any = {"attn_mask": bounds.mask(), "dropout_p": dropout, "scale": scale}
     return F.scaled_dot_product_attention(q, k, v, **settings)
 
 
-def flexible(seen: Seen, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
+def flexible(
+    bounds: DocumentBounds, q: Tensor, k: Tensor, v: Tensor, scale: float | None
+) -> Tensor:
     """Attend with FlexAttention, which skips blocks of tokens that don't see each other."""
-    return cast(Tensor, _flex(q.is_cuda)(q, k, v, block_mask=seen.blocks(), scale=scale))
+    return cast(Tensor, _flex(q.is_cuda)(q, k, v, block_mask=bounds.blocks(), scale=scale))
 
 
 def _flex(compiled: bool) -> Any:
     """Return FlexAttention; outside of compiled models, it must be compiled to be fast."""
     from torch.nn.attention.flex_attention import flex_attention
 
-    return _compiled_flex() if compiled and not torch.compiler.is_compiling() else flex_attention
+    if compiled and not torch.compiler.is_compiling():
+        return _compiled_flex()
+    return flex_attention
 
 
 @functools.cache
@@ -148,24 +158,30 @@ def _compiled_flex() -> Any:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _on_cpu(
-    seen: Seen | None, q: Tensor, k: Tensor, v: Tensor, dropout: float, scale: float | None
+    bounds: DocumentBounds | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout: float,
+    scale: float | None,
 ) -> Tensor:
     """Multiply only what sees each other: one document, or a few short ones, at a time."""
-    if seen is None:
+    if bounds is None:
         return causal_attention(q, k, v, dropout, scale)
     B, H, T, D = q.shape
-    scale = D**-0.5 if scale is None else scale
+    if scale is None:
+        scale = D**-0.5
     if T <= SHORT:
-        queries, keys, values = (each.reshape(-1, T, D) for each in (q, k, v))
-        y = _plain(seen.added(H, q.dtype), queries, keys, values, dropout, scale)
+        queries, keys, values = (x.reshape(-1, T, D) for x in (q, k, v))
+        y = _plain(bounds.added(H, q.dtype), queries, keys, values, dropout, scale)
         return y.view(q.shape)
-    sizes, added = seen.spans(q.dtype)
+    sizes, added = bounds.spans(q.dtype)
     # Splitting once: the gradient of each slice by itself would be as large as the whole.
-    split = (torch.split(each.transpose(1, 2).flatten(0, 1), sizes) for each in (q, k, v))
+    split = (torch.split(x.transpose(1, 2).flatten(0, 1), sizes) for x in (q, k, v))
     settings: Any = {"dropout_p": dropout, "is_causal": True, "scale": scale}
     results = []
     for mask, *parts in zip(added, *split, strict=True):
-        q, k, v = (each.transpose(0, 1) for each in parts)  # (H, tokens of the span, D)
+        q, k, v = (part.transpose(0, 1) for part in parts)  # (H, tokens of the span, D)
         if mask is None:
             y = F.scaled_dot_product_attention(q[None], k[None], v[None], **settings)[0]
         else:

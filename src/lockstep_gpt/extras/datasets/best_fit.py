@@ -38,21 +38,24 @@ class Packed:
 
     def __str__(self) -> str:
         """Describe the windows in one line."""
-        begin, padding = self.whole / self.windows, self.padding / (self.windows * self.size)
+        whole = self.whole / self.windows
+        padding = self.padding / (self.windows * self.size)
         return (
             f"{counted(self.documents, 'document')} in {counted(self.windows, 'window')}, of which "
-            f"{begin:.1%} begin with a document; {padding:.2%} padding, no token lost"
+            f"{whole:.1%} begin with a document; {padding:.2%} padding, no token lost"
         )
 
 
 def ends_of_documents(tokens: npt.NDArray[Any], end: int) -> Numbers:
     """Return the place after each document, (documents,); the last may lack its end of text."""
-    found = [
+    ends_in_stretches = [
         np.flatnonzero(tokens[place : place + SCANNED] == end) + place + 1
         for place in range(0, len(tokens), SCANNED)
     ]
-    ends = np.concatenate(found)
-    return ends if len(ends) and ends[-1] == len(tokens) else np.append(ends, len(tokens))
+    ends = np.concatenate(ends_in_stretches)
+    if len(ends) and ends[-1] == len(tokens):
+        return ends
+    return np.append(ends, len(tokens))
 
 
 def windows_of(ends: Numbers, size: int) -> tuple[Numbers, npt.NDArray[np.int32], Numbers, Packed]:
@@ -63,7 +66,8 @@ def windows_of(ends: Numbers, size: int) -> tuple[Numbers, npt.NDArray[np.int32]
     remains of long ones, and a document without its end of text is the last: it would continue.
     """
     documents = np.diff(ends, prepend=0)
-    begins, lengths = ends - documents, documents.copy()
+    begins = ends - documents
+    lengths = documents.copy()
     lengths[-1] -= 1  # the split's last token is only a target
     full, rest = np.divmod(lengths, size)
     number = np.arange(full.sum()) - np.repeat(full.cumsum() - full, full)  # in its document
@@ -78,10 +82,10 @@ def windows_of(ends: Numbers, size: int) -> tuple[Numbers, npt.NDArray[np.int32]
     counts = np.concatenate([np.ones(len(cut), np.int64), np.bincount(bins, minlength=more)])
     first = np.concatenate([[0], counts.cumsum()])
     firsts = starts[first[:-1]]
-    whole = np.isin(firsts, begins).sum()
+    unbroken = np.isin(firsts, begins).sum()  # windows that begin with a document
     padding = len(counts) * size - int(lengths.sum())
     empty = int((documents == 1).sum())
-    facts = Packed(size, len(counts), len(starts), padding, len(documents), empty, int(whole))
+    facts = Packed(size, len(counts), len(starts), padding, len(documents), empty, int(unbroken))
     return starts, pieces, first, facts
 
 
@@ -90,44 +94,49 @@ def best_fit(lengths: Numbers, size: int) -> tuple[Numbers, int]:
 
     Best-fit decreasing, for all pieces of one length and all bins with one free space at a time.
     """
-    bins, made = np.empty(len(lengths), np.int64), 0
+    bins = np.empty(len(lengths), np.int64)
+    made = 0  # bins
     order = np.argsort(-lengths, kind="stable")
     free: dict[int, list[Numbers]] = {}  # space -> bins with it
     spaces: list[int] = []  # its keys, ascending
 
-    def put(space: int, those: Numbers) -> None:
-        if space and len(those):
+    def put(space: int, bins_with_it: Numbers) -> None:
+        if space and len(bins_with_it):
             if space not in free:
                 insort(spaces, space)
-            free.setdefault(space, []).append(those)
+            free.setdefault(space, []).append(bins_with_it)
 
     for same in _equal(lengths[order]):
         items = order[same]
-        length, at = int(lengths[items[0]]), 0
-        while at < len(items):
+        length = int(lengths[items[0]])
+        placed = 0  # items that have a bin
+        while placed < len(items):
+            # All go into the fullest bins that have space, or into new ones.
             place = bisect_left(spaces, length)
-            space = spaces.pop(place) if place < len(spaces) else size
-            each = space // length  # all go into the fullest bin, until it has no space for more
-            wanted = -(-(len(items) - at) // each)
+            space = size
+            if place < len(spaces):
+                space = spaces.pop(place)
+            per_bin = space // length  # until it has no space for more
+            wanted = -(-(len(items) - placed) // per_bin)
             if space in free:
-                those = np.concatenate(free.pop(space))
-                put(space, those[wanted:])
+                candidates = np.concatenate(free.pop(space))
+                put(space, candidates[wanted:])
             else:
-                those = np.arange(made, made + wanted)
+                candidates = np.arange(made, made + wanted)
                 made += wanted
-            those = those[:wanted]
-            taken = items[at : at + wanted * each][: len(those) * each]
-            bins[taken] = np.repeat(those, each)[: len(taken)]
-            at += len(taken)
-            filled, rest = divmod(len(taken), each)
-            put(space - each * length, those[:filled])
-            put(space - rest * length, those[filled:])
+            chosen = candidates[:wanted]
+            taken = items[placed : placed + wanted * per_bin][: len(chosen) * per_bin]
+            bins[taken] = np.repeat(chosen, per_bin)[: len(taken)]
+            placed += len(taken)
+            filled, rest = divmod(len(taken), per_bin)
+            put(space - per_bin * length, chosen[:filled])
+            put(space - rest * length, chosen[filled:])
     return bins, made
 
 
 def _equal(ordered: Numbers) -> Iterator[slice]:
     """Yield a slice for each value of an ordered array."""
     edges = [0, *(np.flatnonzero(np.diff(ordered)) + 1).tolist(), len(ordered)]
-    for begin, end in pairwise(edges):
-        if begin < end:
-            yield slice(begin, end)
+    for start, end in pairwise(edges):
+        if start < end:
+            yield slice(start, end)

@@ -38,14 +38,17 @@ class LossBySource(TokenLoss):
 
     def __init__(self, shares: dict[str, float], batches: Sequence[int]) -> None:
         super().__init__()
-        self.shares, self.batches = shares, [*batches]
+        self.shares = shares
+        self.batches = [*batches]
         self.by_source: dict[str, float] = {}
 
     def compute(self) -> Tensor:
         """Return the mean over the sources, in nats."""
-        each = sum(self.batches)  # on a rank; after one another, the ranks' are rows
+        per_rank = sum(self.batches)  # the ranks' values are one after another: rows
         means, counts = (
-            torch.split(dim_zero_cat(part).double().cpu().reshape(-1, each), self.batches, dim=1)
+            torch.split(
+                dim_zero_cat(part).double().cpu().reshape(-1, per_rank), self.batches, dim=1
+            )
             for part in (self.means, self.counts)
         )
         for name, count in zip(self.shares, counts, strict=True):
@@ -124,8 +127,8 @@ class Sources(StepCallback):
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Raise a `UserError` if a run in its own directory has settings with another past."""
-        own = Path(trainer.ckpt_path).parent == self.directory.checkpoints
-        if own and not pl_module.config.resume_force:
+        is_of_this_run = Path(trainer.ckpt_path).parent == self.directory.checkpoints
+        if is_of_this_run and not pl_module.config.resume_force:
             keep_past(checkpoint, pl_module.config, trainer.datamodule.folder)
 
     def on_step_end(self, trainer: Any, pl_module: Any, step: int) -> None:
@@ -136,7 +139,8 @@ class Sources(StepCallback):
             planned = data.samples_seen(trainer.max_steps)
             order = pl_module.config.data.mixed_order(sizes, planned, data.block_size)
             counts = order.counts(data.samples_seen(step)).items()
-            _log(trainer, {f"data/tokens/{name}": each * data.block_size for name, each in counts})
+            tokens = {f"data/tokens/{name}": count * data.block_size for name, count in counts}
+            _log(trainer, tokens)
 
     def on_validation_epoch_end(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
         """Compute each source's loss, also for callbacks that monitor one."""
@@ -153,10 +157,12 @@ def _losses(module: Any) -> dict[str, float]:
 
 
 def _log(trainer: Any, row: dict[str, float]) -> None:
-    for each in trainer.loggers:
-        each.log_metrics(row, trainer.global_step)
+    for logger_of_run in trainer.loggers:
+        logger_of_run.log_metrics(row, trainer.global_step)
 
 
 def callbacks(config: Config, directory: RunDirectory, _rank: int, _terminal: Any) -> list[Sources]:
     """Return the callback of a mixture."""
-    return [Sources(config, directory)] if isinstance(config.data, Mixture) else []
+    if isinstance(config.data, Mixture):
+        return [Sources(config, directory)]
+    return []

@@ -13,62 +13,65 @@ from torch.utils.checkpoint import checkpoint
 from lockstep_gpt.config import Config
 from lockstep_gpt.data.tokenizer import Tokenizer
 from lockstep_gpt.errors import UserError
-from lockstep_gpt.extras.datasets.attention import Seen, attention_within
+from lockstep_gpt.extras.datasets.attention import DocumentBounds, attention_within
 from lockstep_gpt.extras.datasets.mask_settings import DocumentSettings
 
 
 class Documents:
-    """Replaces what a model's tokens see; `seen` is of the forward pass that runs now."""
+    """Replaces what a model's tokens see; `bounds` are of the forward pass that runs now."""
 
     def __init__(self, model: Any, end: int) -> None:
         self.end = end
-        self.seen: Seen | None = None  # None: each row is one document
-        self.own_positions = model.positions
-        self.own_shifted: Any = getattr(model, "shifted", None)
+        self.bounds: DocumentBounds | None = None  # None: each row is one document
+        self.model_positions = model.positions
+        self.model_shifted: Any = getattr(model, "shifted", None)
 
     def positions(self, tokens: Tensor) -> Any:
         """Return each token's position in its document, (B, T); a slice if all rows are whole.
 
         Called first in each forward pass of `tokens`, (B, T). Raises what the model's own raises.
         """
-        return self._positions_on_cpu(tokens) if tokens.is_cpu else self._positions(tokens)
+        if tokens.is_cpu:
+            return self._positions_on_cpu(tokens)
+        return self._positions(tokens)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _positions_on_cpu(self, tokens: Tensor) -> Any:
         """Return a slice if there is nothing to mask; a GPU would have to wait for the answer."""
-        self.seen = None
-        several = (tokens[:, :-1] == self.end).any()
-        return self._positions(tokens) if several else self.own_positions(tokens)
+        self.bounds = None
+        if (tokens[:, :-1] == self.end).any():
+            return self._positions(tokens)
+        return self.model_positions(tokens)
 
     def _positions(self, tokens: Tensor) -> Tensor:
-        self.own_positions(tokens)  # raises if there are too many
+        self.model_positions(tokens)  # raises if there are too many
         begins = torch.zeros_like(tokens, dtype=torch.bool)
         begins[:, 1:] = tokens[:, :-1] == self.end
         places = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
         starts = places.where(begins, 0).cummax(dim=1).values
-        self.seen = Seen(begins, starts)
+        self.bounds = DocumentBounds(begins, starts)
         return places - starts
 
     def shifted(self, x: Tensor) -> Tensor:
         """Return the model's own `shifted`, with zeros for the first token of each document."""
-        y: Tensor = self.own_shifted(x)
-        if self.seen is None:
+        y: Tensor = self.model_shifted(x)
+        if self.bounds is None:
             return y
-        return y.masked_fill(self.seen.begins.view(*y.shape[:2], *[1] * (y.ndim - 2)), 0)
+        return y.masked_fill(self.bounds.begins.view(*y.shape[:2], *[1] * (y.ndim - 2)), 0)
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, dropout: float, scale: float | None = None
     ) -> Tensor:
         """Let each token attend to itself and earlier tokens of its document; see `attention`."""
-        return attention_within(self.seen, q, k, v, dropout, scale)
+        return attention_within(self.bounds, q, k, v, dropout, scale)
 
     def block_forward(self, inner: Any, *arguments: Any) -> Any:
         """Run a checkpointed block; its second forward pass sees the documents of its first."""
-        return checkpoint(self._again, *inner.args, self.seen, *arguments, **inner.keywords)
+        return checkpoint(self._again, *inner.args, self.bounds, *arguments, **inner.keywords)
 
-    def _again(self, forward: Any, seen: Seen | None, *arguments: Any) -> Any:
+    def _again(self, forward: Any, bounds: DocumentBounds | None, *arguments: Any) -> Any:
         if not torch.compiler.is_compiling():  # then the graph itself has the right tensors
-            self.seen = seen
+            self.bounds = bounds
         return forward(*arguments)
 
 
@@ -89,7 +92,7 @@ def mask(model: Any, tokenizer: Tokenizer) -> None:
     Raises a `UserError` if the tokenizer has no end of text, or the model not the places for this.
     """
     refuse_endless("documents.mask=true", tokenizer)
-    attentions = [each for each in model.modules() if hasattr(each, "attend")]
+    attentions = [module for module in model.modules() if hasattr(module, "attend")]
     if not attentions or not hasattr(model, "positions"):
         raise UserError(
             f"documents.mask=true needs attention with `attend` and a model with `positions`;"
@@ -98,10 +101,10 @@ def mask(model: Any, tokenizer: Tokenizer) -> None:
     assert tokenizer.end_of_text is not None
     documents = Documents(model, tokenizer.end_of_text)
     model.positions = documents.positions
-    if documents.own_shifted is not None:
+    if documents.model_shifted is not None:
         model.shifted = documents.shifted
-    for each in attentions:
-        each.attend = documents.attend
+    for attention in attentions:
+        attention.attend = documents.attend
     for block in model.blocks:
         forward: Any = block.forward
         if isinstance(forward, partial) and forward.func is checkpoint:

@@ -9,7 +9,8 @@ from functools import cache
 import numpy as np
 import numpy.typing as npt
 
-from lockstep_gpt.data.order import FEW, Positions, Words, feistel, round_keys, windows
+from lockstep_gpt.data.order import Positions, windows
+from lockstep_gpt.data.permutation import FEW, Words, feistel, round_keys
 from lockstep_gpt.extras.datasets.turns import Phase, Turns
 
 
@@ -33,32 +34,38 @@ class MixedOrder:
         """Return the window at each of `positions`, any shape, numbered over all sources."""
         sources, numbers = self.turns.at(positions.ravel())
         seeds = [seed_of(seed, name) for name in self.sizes]
-        sizes, result = self._sizes[sources], np.empty_like(numbers)
+        sizes = self._sizes[sources]
+        result = np.empty_like(numbers)
         for place in np.flatnonzero(self._sizes < FEW):
-            here = sources == place
-            result[here] = windows(numbers[here], int(self._sizes[place]), seeds[place])
+            of_source = sources == place
+            size = int(self._sizes[place])
+            result[of_source] = windows(numbers[of_source], size, seeds[place])
         large = np.flatnonzero(sizes >= FEW)
         epochs = numbers[large] // sizes[large]
         for epoch in np.unique(epochs).tolist():
-            here = large[epochs == epoch]
-            keys = np.stack([round_keys(each, epoch) for each in seeds], axis=1)
-            result[here] = self._permuted(numbers[here] - epoch * sizes[here], sources[here], keys)
+            rows = large[epochs == epoch]
+            keys = np.stack([round_keys(source_seed, epoch) for source_seed in seeds], axis=1)
+            offsets = numbers[rows] - epoch * sizes[rows]
+            result[rows] = self._permute(offsets, sources[rows], keys)
         total: Positions = result + self._first[sources]
         return total.reshape(positions.shape)
 
-    def _permuted(
+    def _permute(
         self, offsets: Positions, sources: npt.NDArray[np.uint8], keys: Words
     ) -> Positions:
-        """Return `order.permute` of the sources' offsets, all (N,), by their keys, (8, sources).
+        """Return `permute` of the sources' offsets, all (N,), by their keys, (8, sources).
 
         A call of it for each source would cost more than the rest of the order.
         """
-        sizes, bits, own = self._sizes[sources], self._bits[sources], keys[:, sources]
-        result, outside = offsets.astype(np.uint64), np.arange(len(offsets))
+        sizes = self._sizes[sources]
+        bits = self._bits[sources]
+        keys_of_rows = keys[:, sources]
+        result = offsets.astype(np.uint64)
+        outside = np.arange(len(offsets))
         while outside.size:
-            again = feistel(result[outside], bits[outside], own[:, outside])
-            result[outside] = again
-            outside = outside[again >= sizes[outside]]
+            moved = feistel(result[outside], bits[outside], keys_of_rows[:, outside])
+            result[outside] = moved
+            outside = outside[moved >= sizes[outside]]
         return result.astype(np.int64)
 
     def counts(self, position: int) -> dict[str, int]:
@@ -67,7 +74,7 @@ class MixedOrder:
 
     def epochs(self, position: int) -> dict[str, float]:
         """Return how often each source was taken before `position`."""
-        return {name: each / self.sizes[name] for name, each in self.counts(position).items()}
+        return {name: count / self.sizes[name] for name, count in self.counts(position).items()}
 
 
 @cache

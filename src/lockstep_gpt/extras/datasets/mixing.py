@@ -17,7 +17,7 @@ from typing import Any, cast
 from lockstep_gpt.data import shards
 from lockstep_gpt.data.data_settings import DataConfig
 from lockstep_gpt.data.prepare import prepare
-from lockstep_gpt.data.recipe import Recipe, begin
+from lockstep_gpt.data.recipe import Recipe, create_folder
 from lockstep_gpt.data.shards import Index, Split
 from lockstep_gpt.data.sources.file_documents import ENDS
 from lockstep_gpt.data.sources.source import Source
@@ -32,19 +32,19 @@ class PreparedSources:
     """The sources of a mixture, prepared; `UserError` if one can't be, or they don't fit.
 
     Args:
-        each: the sources, by name.
+        sources: by name.
         tokenizer_from: the source whose tokenizer all use; None: they must have equal ones.
     """
 
-    def __init__(self, each: Mapping[str, Source], tokenizer_from: str | None) -> None:
-        sources: dict[str, DataConfig] = dict(each)
+    def __init__(self, sources: Mapping[str, Source], tokenizer_from: str | None) -> None:
+        configs: dict[str, DataConfig] = dict(sources)
         if tokenizer_from is not None:
-            first = _prepared(tokenizer_from, each[tokenizer_from])
+            first = _prepare(tokenizer_from, sources[tokenizer_from])
             values = shards.load_index(first).tokenizer
-            for name, source in each.items():
+            for name, source in sources.items():
                 if name != tokenizer_from:
-                    sources[name] = _with_tokenizer(source, values)
-        self.folders = {name: _prepared(name, source) for name, source in sources.items()}
+                    configs[name] = _with_tokenizer(source, values)
+        self.folders = {name: _prepare(name, config) for name, config in configs.items()}
         self.indexes = {name: shards.load_index(path) for name, path in self.folders.items()}
         self._check_folders()
         self._check_tokenizers()
@@ -60,11 +60,11 @@ class PreparedSources:
         those of all sources.
         """
         shutil.rmtree(folder, ignore_errors=True)  # left by a killed build
-        index = begin(recipe, folder)
+        index = create_folder(recipe, folder)
         index = replace(index, tokenizer=next(iter(self.indexes.values())).tokenizer)
         splits = {name: _sum(self.indexes.values(), name) for name in index.splits}
-        for name, own in self.indexes.items():
-            for split, content in own.splits.items():
+        for name, source_index in self.indexes.items():
+            for split, content in source_index.splits.items():
                 files = [replace(shard, file=f"{name}-{shard.file}") for shard in content.shards]
                 splits[f"{name}/{split}"] = Split(content.tokens, shards=files)
                 for old, new in zip(content.shards, files, strict=True):
@@ -76,7 +76,8 @@ class PreparedSources:
     def _check_folders(self) -> None:
         seen: dict[Path, str] = {}
         for name, folder in self.folders.items():
-            if (other := seen.setdefault(folder, name)) != name:
+            other = seen.setdefault(folder, name)
+            if other != name:
                 raise UserError(
                     f"data.sources.{other} and data.sources.{name} are the same tokens ({folder}); "
                     "remove one of them"
@@ -93,7 +94,7 @@ class PreparedSources:
                 )
 
 
-def _prepared(name: str, config: DataConfig) -> Path:
+def _prepare(name: str, config: DataConfig) -> Path:
     with renamed(name, type(config)):
         return prepare(config)
 
@@ -115,17 +116,24 @@ def _with_tokenizer(config: Any, values: dict[str, Any]) -> DataConfig:
     defaults = {item.name: item.default for item in fields(config)}
     # Only token files say how many ids there are; text has as many as its tokenizer.
     size = values["vocab_size"] if defaults.get("vocab_size") else None
-    changed = {"tokenizer": name, "vocab_size": size}
-    return cast(DataConfig, replace(config, **{k: changed[k] for k in changed if k in defaults}))
+    settings = {"tokenizer": name, "vocab_size": size}
+    changes = {name: value for name, value in settings.items() if name in defaults}
+    return cast(DataConfig, replace(config, **changes))
 
 
 def _sum(indexes: Collection[Index], name: str) -> Split:
     """Add up a split of all sources; a file with an end held out is a document of `train` only."""
-    indexes = [index for index in indexes if name in index.splits]
-    parts = [index.splits[name] for index in indexes]
-    whole = [name == "train" or index.settings.get("held_out") != ENDS for index in indexes]
-    documents = sum(part.documents for part, counts in zip(parts, whole, strict=True) if counts)
-    tokens, text_bytes = (sum(getattr(p, of) for p in parts) for of in ("tokens", "text_bytes"))
+    tokens = 0
+    documents = 0
+    text_bytes = 0
+    for index in indexes:
+        if name not in index.splits:
+            continue
+        split = index.splits[name]
+        tokens += split.tokens
+        text_bytes += split.text_bytes
+        if name == "train" or index.settings.get("held_out") != ENDS:
+            documents += split.documents
     return Split(tokens, documents, text_bytes)
 
 

@@ -91,7 +91,7 @@ class Mixture(Source):
             )
         if len(self.sources) > MOST:
             raise UserError(f"data.sources has {len(self.sources)}; the most are {MOST}")
-        self.each()
+        self.make_sources()
         self._check_table("weights", self.weights)
         self._check_table("epochs", self.epochs)
         self._check_schedule()
@@ -118,13 +118,15 @@ class Mixture(Source):
         if re.fullmatch(rf"data\.sources\.{NAME}", name):
             return f"choose what it is first, as in {name}=text"
         share = re.fullmatch(rf"data\.sources\.({NAME})\.(weight|epoch)s?", name)
-        return f"use data.{share[2]}s.{share[1]}" if share else None
+        if share:
+            return f"use data.{share[2]}s.{share[1]}"
+        return None
 
     def names_of_sources(self) -> list[str]:
         """Return the names in the order in which everything numbers them."""
         return sorted(self.sources)
 
-    def each(self) -> dict[str, Source]:
+    def make_sources(self) -> dict[str, Source]:
         """Return each source with its settings, checked, by name; raise a `UserError` about one."""
         return {name: self._source(name) for name in sorted(self.sources, key=str)}
 
@@ -141,7 +143,7 @@ class Mixture(Source):
     @cached_property
     def prepared(self) -> PreparedSources:
         """The sources, prepared; raises a `UserError` if one can't be, or they don't fit."""
-        return PreparedSources(self.each(), self.tokenizer_from)
+        return PreparedSources(self.make_sources(), self.tokenizer_from)
 
     def identity(self) -> Any:
         """Return each source's name and fingerprint."""
@@ -190,13 +192,15 @@ class Mixture(Source):
 
     def target_masks(self, tokenizer: Tokenizer) -> dict[str, TargetMask]:
         """Return which targets count in each source; in sources without mask, all do."""
-        masks = {name: source.target_masks(tokenizer) for name, source in self.each().items()}
-        return {name: own[""] for name, own in masks.items() if own}
+        masks = {
+            name: source.target_masks(tokenizer) for name, source in self.make_sources().items()
+        }
+        return {name: of_source[""] for name, of_source in masks.items() if of_source}
 
     def files_of_export(self, tokenizer: Tokenizer, files: dict[str, Any]) -> dict[str, Any]:
         """Return the files that any of the sources adds or changes."""
         changed: dict[str, Any] = {}
-        for source in self.each().values():
+        for source in self.make_sources().values():
             changed |= source.files_of_export(tokenizer, {**files, **changed})
         return changed
 
@@ -207,13 +211,13 @@ class Mixture(Source):
         values = self.sources[name]
         place = f"data.sources.{name}"
         target = values.get("_target_") if isinstance(values, dict) else None
-        own = data_class(target) if target else DataModuleConfig
-        if not issubclass(own, Source) or issubclass(own, Mixture):
+        source_class = data_class(target) if target else DataModuleConfig
+        if not issubclass(source_class, Source) or issubclass(source_class, Mixture):
             kinds = ", ".join(kind for kind in data_choices() if kind != self.kind)
             raise UserError(f"{place} names no source: choose one of {kinds}, as in {place}=text")
         try:
-            with renamed(name, own):
-                merged = OmegaConf.merge(OmegaConf.structured(own), values)
+            with renamed(name, source_class):
+                merged = OmegaConf.merge(OmegaConf.structured(source_class), values)
                 source: Any = OmegaConf.to_object(merged)
         except OmegaConfBaseException as error:
             line = str(error).splitlines()[0]
@@ -225,14 +229,16 @@ class Mixture(Source):
                     f"{place}.{door}={as_typed(value)} has no effect in a mixture; set data.{door}"
                 )
         assert isinstance(source, Source)
-        with renamed(name, own):
+        with renamed(name, source_class):
             return replace(source, root=self.root, **self._tokenizer_of(source))
 
     def _tokenizer_of(self, source: Any) -> dict[str, Any]:
         """Return the tokenizer of a source that names none, as its setting."""
         defaults = {item.name: item.default for item in fields(source)}
         is_open = "tokenizer" in defaults and source.tokenizer == defaults["tokenizer"]
-        return {"tokenizer": self.tokenizer} if is_open and self.tokenizer else {}
+        if is_open and self.tokenizer:
+            return {"tokenizer": self.tokenizer}
+        return {}
 
     def _check_table(self, where: str, values: dict[Any, Any]) -> None:
         for name, value in values.items():
@@ -254,7 +260,8 @@ class Mixture(Source):
             if not isinstance(phase, dict) or set(phase) != {"from", "weights"}:
                 rule = "must be of the form {from: 0.8, weights: {NAME: 1}}"
                 self._refuse(where, phase, rule)
-            start, weights = phase["from"], phase["weights"]
+            start = phase["from"]
+            weights = phase["weights"]
             if not isinstance(start, int | float) or not before < start < 1:
                 rule = f"must be a fraction of the run, above {before:g} and below 1"
                 self._refuse(f"{where}.from", start, rule)
@@ -273,15 +280,18 @@ def with_sources(words: list[str]) -> list[str]:
     `data.sources.code=stdlib` takes the choice `stdlib` of the group `data` there; weights and
     epochs of new names need no plus.
     """
-    made, chosen = [], dict[str, str]()
+    arguments = []
+    chosen: dict[str, str] = {}
     for word in words:
-        if found := re.fullmatch(rf"data\.sources\.({NAME})=([^{{'\"\[].*)", word):
-            name, choice = found.groups()
+        match = re.fullmatch(rf"data\.sources\.({NAME})=([^{{'\"\[].*)", word)
+        if match:
+            name, choice = match.groups()
             if name in chosen:
                 raise UserError(
                     f"{word}: data.sources.{name} is {chosen[name]} already; give each source a "
                     "name of its own"
                 )
-            chosen[name], word = choice, f"+data@data.sources.{name}={choice}"
-        made.append(re.sub(r"^(data\.(weights|epochs)[.=])", r"++\1", word))
-    return made
+            chosen[name] = choice
+            word = f"+data@data.sources.{name}={choice}"
+        arguments.append(re.sub(r"^(data\.(weights|epochs)[.=])", r"++\1", word))
+    return arguments

@@ -35,14 +35,14 @@ class PackedWindows:
         self.parts = [
             (
                 _with_next(np.asarray(open_split(folder, name))),
-                *whole_documents.opened(packed, name),
+                *whole_documents.open_pieces(packed, name),
             )
             for name in parts.values()
         ]
         self.begins = [0, *accumulate(self.counts.values())]
         self.dtype = self.parts[0][0].dtype
         self.block_size = block_size
-        end = whole_documents.end_of_text(folder, whole_documents.DOOR)
+        end = whole_documents.end_of_text(folder, whole_documents.SETTING)
         self.filler = 0 if end else 1  # padding is no document for each token
 
     def gather(self, batches: Sequence[Positions], pinned: bool = False) -> Iterator[Stored]:
@@ -62,12 +62,12 @@ class PackedWindows:
         pairs, starts, lengths, first = self.parts[part]
         number = window - self.begins[part]
         pieces = slice(*first[number : number + 2].tolist())
-        begin = 0
+        place = 0  # of the next piece in the window
         for start, length in zip(starts[pieces].tolist(), lengths[pieces].tolist(), strict=True):
-            end = begin + length
-            row[:, begin:end] = pairs[:, start : start + length]
-            begin = end
-        return begin
+            end = place + length
+            row[:, place:end] = pairs[:, start : start + length]
+            place = end
+        return place
 
     def widen(self, stored: Stored) -> Batch:
         """Return tokens and targets, (B, T) and int64; targets of padding are `IGNORE`."""

@@ -62,16 +62,17 @@ def keep_past(checkpoint: dict[str, Any], config: Config, folder: Path) -> None:
 def _sources(data: Any) -> dict[str, Any]:
     """Return the settings of each source that decide its tokens."""
     return {
-        f"data.sources.{name}.{item.name}": getattr(own, item.name)
-        for name, own in data.each().items()
-        for item in fields(own)
-        if item.name in own.names("kept")
+        f"data.sources.{name}.{item.name}": getattr(source, item.name)
+        for name, source in data.make_sources().items()
+        for item in fields(source)
+        if item.name in source.names("kept")
     }
 
 
 def _deciding(config: Config) -> dict[str, Any]:
-    own = {f"data.{name}": getattr(config.data, name) for name in DECIDING}
-    return {**{name: getattr(config, name) for name in LENGTH}, **own}
+    of_run = {name: getattr(config, name) for name in LENGTH}
+    of_mixture = {f"data.{name}": getattr(config.data, name) for name in DECIDING}
+    return {**of_run, **of_mixture}
 
 
 def _agree(one: MixedOrder, other: MixedOrder, samples: int) -> bool:
@@ -82,7 +83,7 @@ def _agree(one: MixedOrder, other: MixedOrder, samples: int) -> bool:
     """
     starts = {0, *one.turns.starts.tolist(), *other.turns.starts.tolist()}
     for start in starts:
-        here = np.arange(start, min(start + 2 * PERIOD, samples))
-        if not np.array_equal(one.turns.at(here), other.turns.at(here)):
+        positions = np.arange(start, min(start + 2 * PERIOD, samples))
+        if not np.array_equal(one.turns.at(positions), other.turns.at(positions)):
             return False
     return True

@@ -12,17 +12,17 @@ from lockstep_gpt.errors import UserError
 
 
 @contextmanager
-def renamed(name: str, own: type[DataConfig]) -> Iterator[None]:
+def renamed(name: str, source_class: type[DataConfig]) -> Iterator[None]:
     """Rename `data.SETTING` to `data.sources.NAME.SETTING` in a `UserError` of a source.
 
     Args:
         name: the source's name.
-        own: its class.
+        source_class: its class.
     """
     try:
         yield
     except UserError as error:
-        settings = [item.name for item in fields(own) if item.name != "root"]
+        settings = [item.name for item in fields(source_class) if item.name != "root"]
         known = "|".join(sorted(settings, key=len, reverse=True))
         text = re.sub(rf"\bdata\.({known})\b", rf"data.sources.{name}.\1", str(error))
         raise UserError(text) from error

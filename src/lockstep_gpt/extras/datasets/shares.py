@@ -40,14 +40,14 @@ def phases(
             f"data.epochs takes {needed:,} windows, and the run has {planned:,}, some of them for "
             "sources with weights; lower the epochs, or train longer"
         )
-    later = [(round(exact(each["from"]) * planned), each["weights"]) for each in schedule]
-    found = []
-    for start, own in [(0, weights), *later]:
-        total = sum(map(exact, own.values()))
-        share = {name: rest * exact(weight) / total for name, weight in own.items()}
-        shares = {**dict.fromkeys(sizes, Fraction(0)), **fixed, **share}
-        found.append(Phase(start, tuple(shares[name] for name in sizes)))
-    return found
+    later = [(round(exact(change["from"]) * planned), change["weights"]) for change in schedule]
+    result = []
+    for start, weights_of_phase in [(0, weights), *later]:
+        total = sum(map(exact, weights_of_phase.values()))
+        weighted = {name: rest * exact(weight) / total for name, weight in weights_of_phase.items()}
+        shares = {**dict.fromkeys(sizes, Fraction(0)), **fixed, **weighted}
+        result.append(Phase(start, tuple(shares[name] for name in sizes)))
+    return result
 
 
 def exact(number: float) -> Fraction:

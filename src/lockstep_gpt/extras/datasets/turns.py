@@ -38,23 +38,23 @@ class Stretch:
     before: Positions  # windows of each source before `start`, (sources,)
     turns: npt.NDArray[np.uint8]  # the source of each position, (period,)
     numbers: npt.NDArray[np.int32]  # how many of its windows the period has before, (period,)
-    each: Positions  # windows of each source in a period, (sources,)
+    per_period: Positions  # windows of each source in a period, (sources,)
 
     @classmethod
     def of(cls, start: int, before: Positions, turns: npt.NDArray[np.uint8]) -> Stretch:
         """Return a stretch that repeats `turns`."""
-        each = np.bincount(turns, minlength=len(before)).astype(np.int64)
+        per_period = np.bincount(turns, minlength=len(before)).astype(np.int64)
         order = np.argsort(turns, kind="stable")
         numbers = np.empty(len(turns), np.int32)
-        first = np.cumsum(each) - each
+        first = np.cumsum(per_period) - per_period
         numbers[order] = np.arange(len(turns)) - first[turns[order]]
-        return cls(start, before, turns, numbers, each)
+        return cls(start, before, turns, numbers, per_period)
 
     def counts(self, position: int) -> Positions:
         """Return how many windows of each source come before `position`, (sources,)."""
         periods, rest = divmod(position - self.start, len(self.turns))
         partial = np.bincount(self.turns[:rest], minlength=len(self.before))
-        return self.before + periods * self.each + partial
+        return self.before + periods * self.per_period + partial
 
 
 class Turns:
@@ -73,26 +73,31 @@ class Turns:
                 common = math.lcm(*(share.denominator for share in phase.shares))
                 steady = [Phase(0, phase.shares)]
                 self._add(start, _assigned(steady, min(common, PERIOD)))
-        self.starts = np.array([each.start for each in self.stretches])
+        self.starts = np.array([stretch.start for stretch in self.stretches])
 
     def _add(self, start: int, turns: npt.NDArray[np.uint8]) -> None:
         self.stretches.append(Stretch.of(start, self.counts(start), turns))
 
     def counts(self, position: int) -> Positions:
         """Return how many windows of each source come before `position`, (sources,)."""
-        last = [each for each in self.stretches if each.start <= position]
-        return last[-1].counts(position) if last else np.zeros(self.sources, np.int64)
+        begun = [stretch for stretch in self.stretches if stretch.start <= position]
+        if not begun:
+            return np.zeros(self.sources, np.int64)
+        return begun[-1].counts(position)
 
     def at(self, positions: Positions) -> tuple[npt.NDArray[np.uint8], Positions]:
         """Return each position's source, and how many of its windows come before, both (N,)."""
-        sources, numbers = np.empty(len(positions), np.uint8), np.empty_like(positions)
+        sources = np.empty(len(positions), np.uint8)
+        numbers = np.empty_like(positions)
         places = np.searchsorted(self.starts, positions, "right") - 1
         for place in np.unique(places):
-            here, stretch = places == place, self.stretches[place]
-            periods, index = np.divmod(positions[here] - stretch.start, len(stretch.turns))
-            sources[here] = turns = stretch.turns[index]
-            numbers[here] = stretch.before[turns] + periods * stretch.each[turns]
-            numbers[here] += stretch.numbers[index]
+            stretch = self.stretches[place]
+            inside = places == place
+            periods, index = np.divmod(positions[inside] - stretch.start, len(stretch.turns))
+            turns = stretch.turns[index]
+            sources[inside] = turns
+            numbers[inside] = stretch.before[turns] + periods * stretch.per_period[turns]
+            numbers[inside] += stretch.numbers[index]
         return sources, numbers
 
 
@@ -106,16 +111,19 @@ def _assigned(phases: Sequence[Phase], count: int) -> npt.NDArray[np.uint8]:
     if sources == 1:
         return np.zeros(count, np.uint8)
     due, unit = _due(phases, count)
-    due, unit, least = due * (2 * sources - 2), unit * (2 * sources - 2), unit
+    least = unit
+    due = due * (2 * sources - 2)
+    unit = unit * (2 * sources - 2)
     jobs = []
     for source, mine in enumerate(due):
         numbers = np.arange(int(mine[-1]) // unit + 1)
         first = np.searchsorted(mine, numbers * unit + least, "left")
         last = np.searchsorted(mine, (numbers + 1) * unit - least, "right")
-        known = zip(first.tolist(), last.tolist(), strict=True)
-        jobs += [(begin, end, source) for begin, end in known if begin <= count]
+        times = zip(first.tolist(), last.tolist(), strict=True)
+        jobs += [(earliest, latest, source) for earliest, latest in times if earliest <= count]
     jobs.sort(reverse=True)  # the next one is last
-    turns, waiting = bytearray(), list[tuple[int, int]]()
+    turns = bytearray()
+    waiting: list[tuple[int, int]] = []
     for position in range(1, count + 1):
         while jobs and jobs[-1][0] <= position:
             heapq.heappush(waiting, jobs.pop()[1:])
@@ -140,8 +148,8 @@ def _due(phases: Sequence[Phase], count: int) -> tuple[Positions, int]:
 def rounded(shares: Sequence[Fraction], unit: int) -> list[int]:
     """Return `shares` as whole parts of `unit`, which they sum to: the largest rests round up."""
     parts = [share * unit for share in shares]
-    whole = [math.floor(part) for part in parts]
-    rests = sorted(range(len(parts)), key=lambda place: whole[place] - parts[place])
-    for place in rests[: unit - sum(whole)]:
-        whole[place] += 1
-    return whole
+    integers = [math.floor(part) for part in parts]
+    rests = sorted(range(len(parts)), key=lambda place: integers[place] - parts[place])
+    for place in rests[: unit - sum(integers)]:
+        integers[place] += 1
+    return integers

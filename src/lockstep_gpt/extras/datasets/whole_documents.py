@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 FORMAT = 1  # of the files below; increase it with every change that other windows result from
 INDEX = "index.json"
-DOOR = "packing=documents"
+SETTING = "packing=documents"
 LONGEST = 1 << 31  # tokens of a document
 
 
@@ -57,7 +57,7 @@ class WholeDocuments:
 
     def describe(self, folder: Path, block_size: int) -> str | None:
         """Return what the windows of training consist of."""
-        return described(load(folder_within(folder, block_size)))
+        return describe_training_windows(load(folder_within(folder, block_size)))
 
 
 def end_of_text(folder: Path, wanted: str) -> int:
@@ -98,38 +98,44 @@ def pack(folder: Path, block_size: int) -> Path:
 
 def _write(folder: Path, packed: Path, block_size: int) -> None:
     """Write the windows of all splits; the folder appears when they are complete and on disk."""
-    started, unfinished = time.perf_counter(), packed.with_name(f".{packed.name}.unfinished")
+    started = time.perf_counter()
+    unfinished = packed.with_name(f".{packed.name}.unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)  # left by a killed process
     unfinished.mkdir()
     try:
-        found = _write_splits(folder, unfinished, block_size)
+        facts_of_splits = _write_splits(folder, unfinished, block_size)
         unfinished.rename(packed)
     except BaseException:
         shutil.rmtree(unfinished, ignore_errors=True)
         raise
     sync_folder(folder)
-    for split, facts in found.items():
+    for split, facts in facts_of_splits.items():
         if facts.empty:
             empty = f"{facts.empty:,} of {counted(facts.documents, 'document')}"
             logger.info("%s: %s have no text, only their end, which is kept", split, empty)
     seconds = time.perf_counter() - started
-    logger.info("packed %s in %.1f s: %s", packed, seconds, described(found))
+    logger.info(
+        "packed %s in %.1f s: %s", packed, seconds, describe_training_windows(facts_of_splits)
+    )
 
 
 def _write_splits(folder: Path, unfinished: Path, block_size: int) -> dict[str, Packed]:
-    end, found = end_of_text(folder, DOOR), {}
+    end = end_of_text(folder, SETTING)
+    facts_of_splits = {}
     for split, content in shards.load_index(folder).splits.items():
         if not content.shards:  # of a mixture: the sum over its sources
             continue
         ends = ends_of_documents(np.asarray(shards.open_split(folder, split)), end)
         _refuse_endless_ones(ends, folder, split, end)
-        starts, lengths, first, found[split] = windows_of(ends, block_size)
+        starts, lengths, first, facts = windows_of(ends, block_size)
+        facts_of_splits[split] = facts
         for name, values in (("starts", starts), ("lengths", lengths), ("first", first)):
             with replacing(_file(unfinished, split, name)) as file:
                 np.save(file, values)
-    index = {"format": FORMAT, "splits": {name: asdict(each) for name, each in found.items()}}
+    splits = {name: asdict(facts) for name, facts in facts_of_splits.items()}
+    index = {"format": FORMAT, "splits": splits}
     replace_text(unfinished / INDEX, json.dumps(index, indent=1))
-    return found
+    return facts_of_splits
 
 
 def _file(packed: Path, split: str, name: str) -> Path:
@@ -141,13 +147,13 @@ def load(packed: Path) -> dict[str, Packed]:
     try:
         values = json.loads((packed / INDEX).read_bytes())
         if values["format"] == FORMAT:
-            return {name: Packed(**each) for name, each in values["splits"].items()}
+            return {name: Packed(**facts) for name, facts in values["splits"].items()}
     except (OSError, KeyError, TypeError, AttributeError, ValueError) as error:
         raise _unusable(packed, "is damaged") from error
     raise _unusable(packed, f"has format {values['format']}, this version reads {FORMAT}")
 
 
-def described(packed: dict[str, Packed]) -> str:
+def describe_training_windows(packed: dict[str, Packed]) -> str:
     """Describe the training windows in one line, those of a mixture by source."""
     lines = []
     for name, facts in packed.items():
@@ -157,7 +163,7 @@ def described(packed: dict[str, Packed]) -> str:
     return "; ".join(lines)
 
 
-def opened(packed: Path, split: str) -> tuple[Numbers, npt.NDArray[np.int32], Numbers]:
+def open_pieces(packed: Path, split: str) -> tuple[Numbers, npt.NDArray[np.int32], Numbers]:
     """Memory-map a split's pieces: where each begins in the tokens, its length, and `first`.
 
     `first`, (windows + 1), is the number of each window's first piece. Raises a `UserError`.
@@ -168,7 +174,7 @@ def opened(packed: Path, split: str) -> tuple[Numbers, npt.NDArray[np.int32], Nu
         arrays = [np.load(_file(packed, split, name), mmap_mode="r") for name in names]
     except (OSError, ValueError, EOFError) as error:
         raise _unusable(packed, "is damaged") from error
-    if [len(each) for each in arrays] != [facts.pieces, facts.pieces, facts.windows + 1]:
+    if [len(array) for array in arrays] != [facts.pieces, facts.pieces, facts.windows + 1]:
         raise _unusable(packed, "is damaged")
     starts, lengths, first = arrays
     return starts, lengths, first
@@ -182,9 +188,9 @@ def _refuse_endless_ones(ends: Numbers, folder: Path, split: str, end: int) -> N
     lengths = np.diff(ends, prepend=0)
     longest = int(lengths.argmax())
     if lengths[longest] > LONGEST:
-        begin = int(ends[longest] - lengths[longest])
+        start = int(ends[longest] - lengths[longest])
         raise UserError(
-            f"{folder}: a document of {lengths[longest]:,} tokens begins at token {begin:,} of "
+            f"{folder}: a document of {lengths[longest]:,} tokens begins at token {start:,} of "
             f"{split}, and packing=documents takes at most {LONGEST:,}; check that token "
             f"{end} ends documents there, or set packing=stream"
         )

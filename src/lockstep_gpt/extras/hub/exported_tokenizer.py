@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from lockstep_gpt.data.byte_pairs import signs
+from lockstep_gpt.data.byte_pairs import byte_characters
 from lockstep_gpt.data.tokenizer import END_OF_TEXT, Tokenizer
 from lockstep_gpt.errors import UserError
 
@@ -50,8 +50,8 @@ def _bytes(_: dict[str, Any]) -> dict[str, Any]:
     """Return a byte-level BPE of the 256 bytes, without merges; id 0 ends a document."""
     import tokenizers as lib
 
-    words = {sign: byte for byte, sign in signs().items()} | {END_OF_TEXT: 0}
-    del words[signs()[0]]
+    words = {sign: byte for byte, sign in byte_characters().items()} | {END_OF_TEXT: 0}
+    del words[byte_characters()[0]]
     tokenizer = lib.Tokenizer(lib.models.BPE(vocab=words, merges=[]))
     # Ours rejects a NUL in a text, which would look like an end; this format can only replace it.
     tokenizer.normalizer = lib.normalizers.Replace("\0", " ")

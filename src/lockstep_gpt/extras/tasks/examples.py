@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from lockstep_gpt.data.order import permute
+from lockstep_gpt.data.permutation import permute
 from lockstep_gpt.errors import UserError
 
 CHOICE = "multiple choice"
