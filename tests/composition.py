@@ -121,7 +121,7 @@ def composed() -> Callable[..., Config]:
         made: list[Config] = []
 
         def job(config: DictConfig) -> None:
-            made.append(compose.checked(config)[1])
+            made.append(compose.resolve_config(config)[1])
 
         compose.run(list(words), job)
         return made[0]

@@ -29,7 +29,7 @@ def jobs(*arguments):
 
     def job(config):
         try:
-            ends.append(compose.checked(config))
+            ends.append(compose.resolve_config(config))
         except UserError as error:
             ends.append(error)
 

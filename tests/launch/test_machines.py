@@ -8,7 +8,7 @@ from lockstep_gpt.config import Config
 from lockstep_gpt.errors import RunError, UserError
 from lockstep_gpt.launch import machines, start
 from lockstep_gpt.launch.launch_settings import LaunchConfig
-from lockstep_gpt.launch.machines import meeting
+from lockstep_gpt.launch.machines import rendezvous_parameters
 from lockstep_gpt.launch.start import NewRun
 from lockstep_gpt.model.model_settings import ModelConfig
 from lockstep_gpt.run.directory import RunDirectory
@@ -111,7 +111,7 @@ def test_a_machine_waits_for_the_first_machine_s_current_endpoint(run):
 @pytest.mark.usefixtures("run")
 @pytest.mark.parametrize("node_rank", [0, 1])
 def test_agents_meet_at_the_first_machine_s_address(node_rank):
-    assert meeting(config(node_rank), node_rank) == {
+    assert rendezvous_parameters(config(node_rank), node_rank) == {
         "endpoint": PLACE,
         "min_nodes": 1,
         "local_addr": "10.0.0.2",

@@ -29,8 +29,8 @@ from lockstep_gpt.launch import (
     start,
     trust,
 )
-from lockstep_gpt.launch.arguments import quoted
-from lockstep_gpt.launch.hydra_errors import told_in_one_line
+from lockstep_gpt.launch.arguments import quote_paths
+from lockstep_gpt.launch.hydra_errors import as_user_error
 from lockstep_gpt.run import directory as runs
 from lockstep_gpt.run.checkpoint import fault_of
 from lockstep_gpt.run.directory import RunDirectory
@@ -53,7 +53,7 @@ def run_to_resume(arguments: list[str]) -> RunDirectory | None:
 
 def train_or_resume(composed: DictConfig) -> tuple[int, float]:
     """Resume the run that this same command, including group choices, started; or start it."""
-    values, config = compose.checked(composed)
+    values, config = compose.resolve_config(composed)
     run = start.run_of(config)
     if config.resume != "auto" or not run.config.is_file():
         if config.resume == "auto":
@@ -94,7 +94,7 @@ def resume(run: RunDirectory, arguments: list[str], composed: dict[str, Any] | N
     """Resume a run in its own directory; settings `composed` by a command need no permission."""
     before = run.values()
     values, changes = _revive(run, arguments)
-    with told_in_one_line(arguments, run.load):  # the frozen file may be wrong
+    with as_user_error(arguments, run.load):  # the frozen file may be wrong
         config = from_container(values)
     checks.refuse_conflicts(config)
     placement, steps = start.place_run(config)
@@ -186,8 +186,8 @@ def _says(arguments: list[str], switch: str) -> bool:
 
 
 def _parse(arguments: list[str]) -> list[Override]:
-    with told_in_one_line(arguments):
-        return list(OverridesParser.create().parse_overrides(quoted(arguments)))
+    with as_user_error(arguments):
+        return list(OverridesParser.create().parse_overrides(quote_paths(arguments)))
 
 
 def _names_group(word: str) -> bool:
