@@ -37,7 +37,7 @@ RESUME = ("train", "run_dir=run", "resume=auto", "launch.inline=true")
     ],
 )
 def test_classes_of_the_project_and_of_lightning_need_no_permission(target):
-    assert not trust.foreign({"callbacks": {"one": {"_target_": target, "every": 3}}})
+    assert not trust.foreign_settings({"callbacks": {"one": {"_target_": target, "every": 3}}})
 
 
 @pytest.mark.parametrize(
@@ -65,13 +65,13 @@ def test_classes_of_the_project_and_of_lightning_need_no_permission(target):
     ],
 )
 def test_other_code_and_references_need_permission(node):
-    assert trust.foreign({"callbacks": {"one": node}})
+    assert trust.foreign_settings({"callbacks": {"one": node}})
 
 
 def test_permission_for_a_class_is_for_its_arguments_too():
     one, other = ({"a": {"_target_": "mine.Run", "words": word}, "seed": 1} for word in "xy")
-    assert trust.foreign(one) != trust.foreign(other)
-    assert trust.foreign(one) == trust.foreign({**one, "seed": 2})
+    assert trust.foreign_settings(one) != trust.foreign_settings(other)
+    assert trust.foreign_settings(one) == trust.foreign_settings({**one, "seed": 2})
 
 
 @pytest.fixture
