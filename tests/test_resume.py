@@ -157,8 +157,8 @@ def corpus(command):
     folder.mkdir()
     for name in ("one.txt", "two.txt"):
         (folder / name).write_text(f"{name}: a text to learn from. " * 400)
-    own = (f"data.root={command.folder}/data", f"data.path={folder}", "data.val_fraction=0.3")
-    return folder, ("data=text", *own, "optim.decay=constant")
+    data = (f"data.root={command.folder}/data", f"data.path={folder}", "data.val_fraction=0.3")
+    return folder, ("data=text", *data, "optim.decay=constant")
 
 
 def test_a_resumed_run_keeps_its_data(command, corpus):
@@ -173,10 +173,10 @@ def test_a_resumed_run_keeps_its_data(command, corpus):
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
     (prepared,) = (command.folder / "data").glob("text-*")
     shutil.rmtree(prepared)
-    said = command("train", "run_dir=run", "resume=auto", "max_steps=25", status=2).stderr
-    assert f"{prepared} is missing, and the corpus now gives other tokens" in said
-    said = command.train(*words, "resume=run", "run_dir=new", status=2).stderr
-    assert "keeps its settings, but got data.fingerprint=" in said
+    stderr = command("train", "run_dir=run", "resume=auto", "max_steps=25", status=2).stderr
+    assert f"{prepared} is missing, and the corpus now gives other tokens" in stderr
+    stderr = command.train(*words, "resume=run", "run_dir=new", status=2).stderr
+    assert "keeps its settings, but got data.fingerprint=" in stderr
 
 
 def test_missing_data_is_prepared_again_from_the_same_corpus(command, corpus):
@@ -202,29 +202,29 @@ FORCED = ("run_dir=run", "resume=auto", "resume_force=true", "model.n_layer=3")
 def test_a_forced_resume_loads_fitting_weights_and_initializes_the_others(finished, command):
     shutil.copytree(finished[0].folder / "runs/first", command.folder / "run")
     words = ("launch.inline=true", "max_steps=12")
-    said = command("train", *FORCED, *words).stdout
-    assert "resume_force: loaded 28 weights of run/checkpoints/step=000020.ckpt" in said
+    stdout = command("train", *FORCED, *words).stdout
+    assert "resume_force: loaded 28 weights of run/checkpoints/step=000020.ckpt" in stdout
     assert [row["trainer/step"] for row in rows(command.folder / "run")] == ["5", "10", "12"]
     assert command.summary("run")["step"] == 12
     folder = command.folder / "run/checkpoints"
     assert (folder / "replaced/step=000020.ckpt").is_file()
     assert not (folder / "step=000020.ckpt").exists()
-    said = command("train", *FORCED[:2], "launch.inline=true", "max_steps=14").stdout
-    assert "took" not in said
+    stdout = command("train", *FORCED[:2], "launch.inline=true", "max_steps=14").stdout
+    assert "took" not in stdout
     assert [row["trainer/step"] for row in rows(command.folder / "run")][2:] == ["12", "14"]
     changed = command("train", *FORCED[:2], "model.n_layer=4", status=2).stderr
     assert "keeps its settings, but got model.n_layer=4 instead of 3" in changed
 
 
 @pytest.mark.parametrize(
-    ("changed", "told"),
+    ("changed", "line"),
     [("optim.algorithm=muon", "loaded 28 weights"), ("data.val_fraction=0.5", "")],
 )
-def test_a_forced_resume_has_another_optimizer_or_other_data(finished, command, changed, told):
+def test_a_forced_resume_has_another_optimizer_or_other_data(finished, command, changed, line):
     shutil.copytree(finished[0].folder / "runs/first", command.folder / "run")
     before = RunDirectory(command.folder / "run").values()["data"]["fingerprint"]
-    said = command("train", *FORCED[:3], changed, "launch.inline=true", "max_steps=23").stdout
-    assert (told in said, command.summary("run")["status"]) == (True, "done")
+    stdout = command("train", *FORCED[:3], changed, "launch.inline=true", "max_steps=23").stdout
+    assert (line in stdout, command.summary("run")["status"]) == (True, "done")
     after = RunDirectory(command.folder / "run").values()["data"]["fingerprint"]
     assert (after == before) == ("optim" in changed)
 
@@ -235,8 +235,8 @@ def test_a_forced_resume_with_a_mistake_leaves_the_run_unchanged(finished, comma
     mistake = ("max_steps=30", "+callbacks.bad._target_=nowhere.Bad", "launch.inline=true")
     for _ in range(2):
         assert wandb.run is None  # and the first leaves none to the second
-        said = command("train", *FORCED, *mistake, status=2).stderr
-        assert (said.count("\n"), "nowhere.Bad" in said) == (1, True)
+        stderr = command("train", *FORCED, *mistake, status=2).stderr
+        assert (stderr.count("\n"), "nowhere.Bad" in stderr) == (1, True)
         assert (command.folder / "run/config.yaml").read_bytes() == frozen
         assert not (command.folder / "run/overrides.log").read_text()
         assert (command.folder / "run/checkpoints/step=000020.ckpt").is_file()
@@ -251,9 +251,9 @@ def content(folder):
 def test_a_finished_run_is_not_changed_by_a_resume(finished, command, again):
     shutil.copytree(finished[0].folder / "runs/first", command.folder / "run")
     before = content(command.folder / "run")
-    own = (f"data.root={command.data_root}",) if again else ()
-    said = command("train", *again, *own, "run_dir=run", "resume=auto").stdout
-    assert said == "run is done; raise max_steps to train it longer\n"
+    data = (f"data.root={command.data_root}",) if again else ()
+    stdout = command("train", *again, *data, "run_dir=run", "resume=auto").stdout
+    assert stdout == "run is done; raise max_steps to train it longer\n"
     assert content(command.folder / "run") == before
 
 
@@ -263,8 +263,8 @@ def test_a_run_killed_after_its_last_save_keeps_its_result(finished, command):
     before = command.summary("run")
     (command.folder / "run/summary.json").unlink()
     rows_before = (command.folder / "run/metrics.csv").read_bytes()
-    said = command("train", "run_dir=run", "resume=auto").stdout
-    assert f"validation loss {before['val_loss']:.4f} nats per token" in said
+    stdout = command("train", "run_dir=run", "resume=auto").stdout
+    assert f"validation loss {before['val_loss']:.4f} nats per token" in stdout
     after = command.summary("run")
     same = ("status", "step", "tokens", "train_loss", "val_loss", "val_perplexity")
     assert {name: after[name] for name in same} == {name: before[name] for name in same}
@@ -280,41 +280,43 @@ def flip(path):
 
 
 @pytest.fixture
-def kept(command):
-    """A copy of a run that kept its checkpoints of steps 10 and 20."""
+def checkpoints(command):
+    """The folder of a run that kept its checkpoints of steps 10 and 20."""
     folder = command.folder / "run/checkpoints"
-    own = ("checkpoint.keep_last=2", "run_dir=run")
-    command.train(*own)
-    assert sorted(each.stem for each in folder.glob("*.ckpt")) == ["step=000010", "step=000020"]
+    words = ("checkpoint.keep_last=2", "run_dir=run")
+    command.train(*words)
+    assert sorted(path.stem for path in folder.glob("*.ckpt")) == ["step=000010", "step=000020"]
     return folder
 
 
-def test_a_damaged_checkpoint_is_set_aside_and_later_saves_stay(command, kept):
-    flip(kept / "step=000020.ckpt")
+def test_a_damaged_checkpoint_is_set_aside_and_later_saves_stay(command, checkpoints):
+    flip(checkpoints / "step=000020.ckpt")
     command("train", "run_dir=run", "resume=auto", "checkpoint.every=5", "max_steps=16")
-    assert sorted(each.stem for each in kept.glob("*.ckpt")) == ["step=000015", "step=000016"]
-    assert (kept / "damaged/step=000020.ckpt").is_file()
-    assert "moved run/checkpoints/step=000020.ckpt to" in (kept.parent / "train.log").read_text()
+    names = sorted(path.stem for path in checkpoints.glob("*.ckpt"))
+    assert names == ["step=000015", "step=000016"]
+    assert (checkpoints / "damaged/step=000020.ckpt").is_file()
+    log = (checkpoints.parent / "train.log").read_text()
+    assert "moved run/checkpoints/step=000020.ckpt to" in log
 
 
-def test_without_a_valid_checkpoint_no_run_starts_over(command, kept):
-    for path in kept.glob("*.ckpt"):
+def test_without_a_valid_checkpoint_no_run_starts_over(command, checkpoints):
+    for path in checkpoints.glob("*.ckpt"):
         flip(path)
-    rows = (kept.parent / "metrics.csv").read_bytes()
-    said = command("train", "run_dir=run", "resume=auto", "max_steps=30", status=2).stderr
-    assert "run/checkpoints has 2 checkpoints, but none is valid; put a valid copy" in said
-    assert (kept.parent / "metrics.csv").read_bytes() == rows
-    assert len(list(kept.glob("*.ckpt"))) == 2
+    rows = (checkpoints.parent / "metrics.csv").read_bytes()
+    stderr = command("train", "run_dir=run", "resume=auto", "max_steps=30", status=2).stderr
+    assert "run/checkpoints has 2 checkpoints, but none is valid; put a valid copy" in stderr
+    assert (checkpoints.parent / "metrics.csv").read_bytes() == rows
+    assert len(list(checkpoints.glob("*.ckpt"))) == 2
 
 
 def test_the_same_command_resumes_the_run_it_started(command):
     words = ("experiment=smoke", f"data.root={command.data_root}", "logger=none", "run_dir=run")
     command("train", *words, "resume=auto", "launch.inline=true")
-    said = command("train", *words, "resume=auto", "launch.inline=true", "max_steps=25").stdout
-    assert "resuming run\n  max_steps: 20 -> 25\n" in said
+    stdout = command("train", *words, "resume=auto", "launch.inline=true", "max_steps=25").stdout
+    assert "resuming run\n  max_steps: 20 -> 25\n" in stdout
     assert command.summary("run")["step"] == 25
-    said = command("train", *words, "resume=auto").stdout  # how ranks start is frozen
-    assert said.startswith("run is done")  # with its later number of steps
+    stdout = command("train", *words, "resume=auto").stdout  # how ranks start is frozen
+    assert stdout.startswith("run is done")  # with its later number of steps
 
 
 def test_a_sweep_resumes_its_jobs(command):
@@ -322,12 +324,12 @@ def test_a_sweep_resumes_its_jobs(command):
     command.train(*words)
     shutil.rmtree(command.folder / "sweep/1")
     before = content(command.folder / "sweep/0")
-    said = command.train(*words).stdout
+    stdout = command.train(*words).stdout
     assert content(command.folder / "sweep/0") == before
-    assert "sweep/0 is done" in said
+    assert "sweep/0 is done" in stdout
     assert command.summary("sweep/1")["status"] == "done"
     losses = [command.summary(f"sweep/{job}")["val_loss"] for job in (0, 1)]
-    assert [f"{loss:.4f}" in said.rpartition("job  exit")[2] for loss in losses] == [True, True]
+    assert [f"{loss:.4f}" in stdout.rpartition("job  exit")[2] for loss in losses] == [True, True]
 
 
 def test_a_run_killed_before_its_first_save_restarts_as_frozen(finished, command):
@@ -350,9 +352,9 @@ def test_resume_after_a_killed_start_starts_the_run(command):
 def test_resume_in_a_folder_of_other_files_is_rejected(command):
     (command.folder / "run").mkdir()
     (command.folder / "run/mine.txt").write_text("mine")
-    said = command.train("run_dir=run", "resume=auto", status=2).stderr
-    assert "run_dir=run already exists and is not empty; name another one" in said
-    assert [each.name for each in (command.folder / "run").iterdir()] == ["mine.txt"]
+    stderr = command.train("run_dir=run", "resume=auto", status=2).stderr
+    assert "run_dir=run already exists and is not empty; name another one" in stderr
+    assert [path.name for path in (command.folder / "run").iterdir()] == ["mine.txt"]
 
 
 def test_resume_of_a_missing_run_starts_it(command):
@@ -402,8 +404,8 @@ FILLED = ("+callbacks.fill._target_=fill.Fill", "max_steps=60", "val_every=30", 
 @pytest.mark.parametrize("every", LINES)
 def test_a_full_disk_ends_a_run_in_one_line_and_keeps_checkpoints(command, every, ranks):
     words = (*FILLED, f"checkpoint.every={every}", *ranks)
-    said = command.train(*words, status=1, PYTHONPATH=str(command.folder)).stderr
-    assert re.fullmatch(f"rank 0 failed: {LINES[every]}\n", said)
+    stderr = command.train(*words, status=1, PYTHONPATH=str(command.folder)).stderr
+    assert re.fullmatch(f"rank 0 failed: {LINES[every]}\n", stderr)
     failed = command.folder / "disk/run/failed.json"
     assert not failed.exists() or json.loads(failed.read_text())["status"] == 1
     (command.folder / "disk/filler").unlink()
