@@ -103,14 +103,14 @@ def _remembered() -> Iterator[Any]:
 
 def _files(repo: Any) -> list[tuple[Any, ...]]:
     """Return all sources of settings, and what changes if one of their files does."""
-    found: list[tuple[Any, ...]] = []
+    sources: list[tuple[Any, ...]] = []
     for source in repo.get_sources():
-        found.append((source.provider, source.scheme(), source.path))
+        sources.append((source.provider, source.scheme(), source.path))
         for folder, _, names in os.walk(source.path):  # of other schemes, there is no such folder
             stats = [os.stat(f"{folder}/{name}") for name in names]  # noqa: PTH116 (pathlib is slower)
-            found += [(each.st_ino, each.st_size, each.st_mtime_ns) for each in stats]
-            found += [(folder, *names)]
-    return found
+            sources += [(stat.st_ino, stat.st_size, stat.st_mtime_ns) for stat in stats]
+            sources += [(folder, *names)]
+    return sources
 
 
 @pytest.fixture(scope="session")
@@ -121,7 +121,7 @@ def composed() -> Callable[..., Config]:
         made: list[Config] = []
 
         def job(config: DictConfig) -> None:
-            made.append(compose.checked(config)[1])
+            made.append(compose.resolve_config(config)[1])
 
         compose.run(list(words), job)
         return made[0]

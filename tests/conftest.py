@@ -145,16 +145,16 @@ class Command:
         self, *arguments: str, status: int = 0, **environment: str
     ) -> subprocess.CompletedProcess[str]:
         """Run the command to its end and check its exit status."""
-        found, out, err = self.told(*arguments, **environment)
-        assert found == status, f"{arguments}\n{out}\n{err}"
+        actual_status, out, err = self.run(*arguments, **environment)
+        assert actual_status == status, f"{arguments}\n{out}\n{err}"
         return subprocess.CompletedProcess(arguments, status, out, err)
 
-    def told(self, *arguments: str, **environment: str) -> tuple[int, str, str]:
+    def run(self, *arguments: str, **environment: str) -> tuple[int, str, str]:
         """Run the command to its end; return its exit status and what it printed."""
         with _as_process(self.folder, environment, self.python) as streams:
-            found = _main(arguments)
+            status = _main(arguments)
         out, err = streams
-        return found, out, err
+        return status, out, err
 
     def run_words(self, words: list[str]) -> tuple[int, str, str]:
         """Run any program to its end; return its exit status and what it printed."""
@@ -173,10 +173,10 @@ class Command:
     def smoke(self, *overrides: str) -> list[str]:
         """Return the arguments of the smoke experiment's command on the shared data."""
         base = ["train", "experiment=smoke", f"data.root={self.data_root}"]
-        own = any(override.startswith(("logger=", "hydra/")) for override in overrides)
-        base += [] if own else ["logger=none"]
-        others = any(override.startswith(("callbacks=", "~callbacks")) for override in overrides)
-        base += [] if others else ["callbacks.sample.length=9"]  # 300 take a quarter of the time
+        if not any(override.startswith(("logger=", "hydra/")) for override in overrides):
+            base.append("logger=none")
+        if not any(override.startswith(("callbacks=", "~callbacks")) for override in overrides):
+            base.append("callbacks.sample.length=9")  # 300 take a quarter of the time
         return [*base, *overrides]
 
     def summary(self, run: str) -> dict[str, Any]:
@@ -272,7 +272,7 @@ def _as_process(
 def _descriptors(*files: IO[bytes]) -> Iterator[None]:
     """Redirect the output of this process and its children to `files`."""
     streams = sys.stdout, sys.stderr
-    kept = [os.dup(number) for number in (1, 2)]
+    descriptors = [os.dup(number) for number in (1, 2)]
     try:
         for number, file in enumerate(files, 1):
             os.dup2(file.fileno(), number)
@@ -284,7 +284,7 @@ def _descriptors(*files: IO[bytes]) -> Iterator[None]:
         for stream in (sys.stdout, sys.stderr):
             stream.close()
         sys.stdout, sys.stderr = streams
-        for number, descriptor in enumerate(kept, 1):
+        for number, descriptor in enumerate(descriptors, 1):
             os.dup2(descriptor, number)
             os.close(descriptor)
 
@@ -417,8 +417,8 @@ def servers() -> Iterator[None]:
             server = supervise.forking_servers()
             fork = server.start
 
-            def fork_with_wandb(*given: Any) -> Any:
-                target, arguments, words, environment, _, *streams = given
+            def fork_with_wandb(*positional: Any) -> Any:
+                target, arguments, words, environment, _, *streams = positional
                 modules = ["wandb", "wandb.sdk.launch"]  # each run imports the latter
                 return fork(target, arguments, words, environment, modules, *streams)
 
@@ -561,7 +561,7 @@ def check_two_ranks_start_like_one(command: Command) -> Callable[[Path], None]:
 
 
 @pytest.fixture(scope="session")
-def shown_elsewhere() -> set[str]:
+def commands_of_fixtures() -> set[str]:
     """The README's commands that fixtures run."""
     return {FIRST, ON_TWO_RANKS}
 
@@ -574,11 +574,11 @@ def wait_for() -> Callable[[Callable[[], Any]], Any]:
         condition: Callable[[], Any],
         seconds: float = 180,
         poll: float = 0.05,
-        said: Callable[[], str] = lambda: "",
+        describe: Callable[[], str] = lambda: "",
     ) -> Any:
-        end = time.monotonic() + seconds
+        deadline = time.monotonic() + seconds
         while not (value := condition()):
-            assert time.monotonic() < end, f"waited too long\n{said()}"
+            assert time.monotonic() < deadline, f"waited too long\n{describe()}"
             time.sleep(poll)
         return value
 
@@ -596,7 +596,7 @@ def processes_of() -> Callable[[Path], list[int]]:
     """Return the ids of all live processes whose command line contains a path."""
 
     def find(path: Path) -> list[int]:
-        found = []
+        pids = []
         for entry in Path("/proc").glob("[0-9]*"):
             try:
                 line = (entry / "cmdline").read_bytes()
@@ -604,8 +604,8 @@ def processes_of() -> Callable[[Path], list[int]]:
             except (FileNotFoundError, ProcessLookupError):
                 continue
             if str(path).encode() in line and state != "Z":
-                found.append(int(entry.name))
-        return found
+                pids.append(int(entry.name))
+        return pids
 
     return find
 

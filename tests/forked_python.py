@@ -189,12 +189,12 @@ def _can_be(words: Sequence[str]) -> bool:
 
 
 def _open_files() -> list[int]:
-    found = []
+    descriptors = []
     for number in map(int, os.listdir("/proc/self/fd")):  # noqa: PTH208
         with contextlib.suppress(OSError):  # of the listing itself
             os.fstat(number)
-            found.append(number)
-    return found
+            descriptors.append(number)
+    return descriptors
 
 
 def _received(connection: socket.socket, size: int = 8) -> bytes:
@@ -310,8 +310,9 @@ def _compose_once() -> None:
 
     from lockstep_gpt import cli
 
-    vars(composition)["kept"] = kept = contextlib.ExitStack()  # without it, this would be undone
-    kept.enter_context(composition.quick())
+    stack = contextlib.ExitStack()
+    stack.enter_context(composition.quick())
+    vars(composition)["stack"] = stack  # without a reference to it, this would be undone
     with open(os.devnull, "w") as nothing, contextlib.redirect_stdout(nothing):  # noqa: PTH123
         cli.main(["train", "experiment=smoke", "--cfg", "job"])
 
@@ -436,8 +437,8 @@ def _settle_in(job: dict[str, Any], files: list[int], program: str) -> Callable[
     multiprocessing.spawn.set_executable(program)
     atexit._clear()
     atexit.register(multiprocessing.util._exit_function)
-    for each in weakref.finalize._registry:
-        each.atexit = False
+    for finalizer in weakref.finalize._registry:
+        finalizer.atexit = False
     weakref.finalize._registered_with_atexit = False
     if numpy := sys.modules.get("numpy"):
         numpy.random.seed()

@@ -86,7 +86,7 @@ class Run:
             val_check_interval=self.config.val_every * self.batch.accumulation,
             check_val_every_n_epoch=None,
             num_sanity_val_steps=0,
-            enable_checkpointing=any(isinstance(each, Checkpoints) for each in callbacks),
+            enable_checkpointing=any(isinstance(callback, Checkpoints) for callback in callbacks),
             enable_progress_bar=False,
             enable_model_summary=False,
             **settings,
@@ -273,7 +273,7 @@ def saved_run(tmp_path_factory):
                 "optim": {"algorithm": "adamw"},
             },
             "tokenizer": tokenizer.to_dict(),
-            "state_dict": {f"model.{name}": each for name, each in model.state_dict().items()},
+            "state_dict": {f"model.{name}": weight for name, weight in model.state_dict().items()},
         }
         run = tmp_path_factory.mktemp("run")
         AtomicCheckpointIO().save_checkpoint(content, checkpoint_path(run / "checkpoints", 1))

@@ -90,7 +90,7 @@ def test_help_and_mistakes_need_no_torch_and_leave_no_file(answers, arguments):
     assert (status, files) == (LIGHT[arguments], [])
 
 
-@pytest.mark.parametrize("arguments", [given for given in LIGHT if given and LIGHT[given]])
+@pytest.mark.parametrize("arguments", [words for words in LIGHT if words and LIGHT[words]])
 def test_a_mistake_fails_in_one_line_on_stderr(answers, arguments):
     _, out, err, _ = answers[arguments]
     assert out == ""

@@ -138,7 +138,7 @@ def test_each_setting_declares_its_treatment_on_resume():
     for source in SOURCES:
         target = f"{source.__module__}.{source.__qualname__}"
         kept, machine, free = (
-            settings_on_resume(treated, target) for treated in ("kept", "machine", "free")
+            settings_on_resume(treatment, target) for treatment in ("kept", "machine", "free")
         )
         assert not kept & machine
         assert not free & (kept | machine)

@@ -32,7 +32,7 @@ def steps():
 
 
 def words_of(steps, name):
-    return [words for each, words in steps if each == name]
+    return [words for instruction, words in steps if instruction == name]
 
 
 def test_continued_lines_and_comments_are_read_like_docker():
@@ -87,9 +87,9 @@ def copied(steps) -> set[str]:
 
 def test_copied_files_exist_and_suffice_for_the_command(steps, tmp_path):
     for name in sorted(copied(steps)):
-        found = list(ROOT.glob(name))
-        assert found or name.endswith("*"), name
-        for path in found:
+        paths = list(ROOT.glob(name))
+        assert paths or name.endswith("*"), name
+        for path in paths:
             place = tmp_path / path.name
             shutil.copytree(path, place) if path.is_dir() else shutil.copy(path, place)
     words = ["train", "experiment=smoke", "--cfg", "job"]

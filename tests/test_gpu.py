@@ -50,14 +50,14 @@ def weights(command, run):
     return torch.load(path, weights_only=True)["state_dict"]
 
 
-def killed_and_whole(command, *words):
+def train_with_a_kill(command, *words):
     """Train undisturbed, then with a kill after step 13; return both runs' weights, and seconds."""
     (command.folder / "killer.py").write_text(KILLER)
     command.train(*words, EXACT, "run_dir=whole")
     kill = ("+callbacks.killer._target_=killer.Killer", "run_dir=killed")
     started = time.monotonic()
-    said = command.train(*words, EXACT, *kill, PYTHONPATH=str(command.folder)).stderr
-    assert "was killed by SIGKILL; restarting all ranks (1 of 3)" in said
+    stderr = command.train(*words, EXACT, *kill, PYTHONPATH=str(command.folder)).stderr
+    assert "was killed by SIGKILL; restarting all ranks (1 of 3)" in stderr
     return weights(command, "whole"), weights(command, "killed"), time.monotonic() - started
 
 
@@ -109,8 +109,8 @@ def test_a_compiled_run_gives_the_losses_of_an_eager_one(command, record_propert
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_a_resumed_run_ends_with_the_bits_of_one_that_was_not_killed(command, optimizer, precision):
     words = (*ONE, f"precision={precision}", *OPTIMIZERS[optimizer])
-    whole, killed, _ = killed_and_whole(command, *words)
-    assert same(whole, killed)
+    undisturbed, killed, _ = train_with_a_kill(command, *words)
+    assert same(undisturbed, killed)
 
 
 @two_gpus
@@ -124,10 +124,10 @@ def test_two_nccl_ranks_give_the_losses_of_one(command):
 @two_gpus
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_after_a_killed_nccl_rank_all_restart_soon(command, record_property, optimizer):
-    whole, killed, seconds = killed_and_whole(command, *TWO, *OPTIMIZERS[optimizer])
+    undisturbed, killed, seconds = train_with_a_kill(command, *TWO, *OPTIMIZERS[optimizer])
     record_property("seconds with a kill", f"{seconds:.0f}")
     assert seconds < 180  # not the minutes of a watchdog
-    assert same(whole, killed)
+    assert same(undisturbed, killed)
 
 
 @two_gpus
@@ -143,20 +143,20 @@ def test_compressed_gradients_come_close(command, hook):
 def test_a_rank_that_hangs_under_nccl_is_shown_by_the_guard(command):
     (command.folder / "sleeper.py").write_text(SLEEPER)
     words = ("+callbacks.sleeper._target_=sleeper.Sleeper", "guard.stall_after=20", "run_dir=run")
-    said = command.train(*TWO, *words, status=1, PYTHONPATH=str(command.folder)).stderr
+    stderr = command.train(*TWO, *words, status=1, PYTHONPATH=str(command.folder)).stderr
     for rank in (0, 1):
-        assert f"rank {rank}: no step for 20 s (guard.stall_after); its stack:" in said
+        assert f"rank {rank}: no step for 20 s (guard.stall_after); its stack:" in stderr
         trace = command.folder / f"run/ranks/nccl_trace_rank_{rank}"
         assert trace.stat().st_size > 0
-    assert "restarting" not in said
+    assert "restarting" not in stderr
 
 
 @two_gpus
 @pytest.mark.parametrize("compiled", ["false", "true"])
 def test_shards_of_a_model_survive_a_kill(command, compiled):
     words = ("trainer=gpu", "trainer.devices=2", "strategy=fsdp2", f"compile={compiled}")
-    whole, killed, _ = killed_and_whole(command, *words, "batch.micro_size=2")
-    assert same(whole, killed)
+    undisturbed, killed, _ = train_with_a_kill(command, *words, "batch.micro_size=2")
+    assert same(undisturbed, killed)
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-3), ("bfloat16", 2e-2)])
@@ -166,18 +166,18 @@ def test_the_loss_of_a_large_vocabulary_has_the_gradients_of_plain_logits(dtype,
     features = torch.randn(1, tokens, width, device="cuda", dtype=getattr(torch, dtype))
     head = torch.randn(padded, width, device="cuda", dtype=getattr(torch, dtype)) * 0.02
     targets = torch.randint(vocab_size, (1, tokens), device="cuda")
-    found = []
+    results = []
     for exact in (False, True):
-        ours = [(each.double() if exact else each).clone() for each in (features, head)]
-        leaves = [each.requires_grad_() for each in ours]
+        ours = [(tensor.double() if exact else tensor).clone() for tensor in (features, head)]
+        leaves = [tensor.requires_grad_() for tensor in ours]
         if exact:
             logits = leaves[0][0] @ leaves[1][:vocab_size].T
             loss = F.cross_entropy(logits, targets[0])
         else:
             loss = functional.linear_cross_entropy(*leaves, vocab_size, targets)
         loss.backward()
-        found.append([loss.detach(), *(each.grad for each in leaves)])
-    for ours, theirs in zip(*found, strict=True):
+        results.append([loss.detach(), *(leaf.grad for leaf in leaves)])
+    for ours, theirs in zip(*results, strict=True):
         difference = (ours.double() - theirs).norm() / theirs.norm()
         assert difference < tolerance
 

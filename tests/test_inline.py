@@ -38,12 +38,12 @@ def state():
     loggers = [logging.getLogger(name) for name in LIBRARIES]
     return {
         "environment": dict(os.environ),
-        "signals": {each: signal.getsignal(each) for each in signal.valid_signals()},
+        "signals": {signum: signal.getsignal(signum) for signum in signal.valid_signals()},
         "collector": (gc.isenabled(), gc.get_freeze_count(), gc.get_threshold()),
-        "loggers": [(each.handlers[:], each.level, each.propagate) for each in loggers],
+        "loggers": [(logger.handlers[:], logger.level, logger.propagate) for logger in loggers],
         "warnings": (warnings.showwarning, warnings.formatwarning, warnings.filters[:]),
         "products": torch.get_float32_matmul_precision(),
-        "threads": (torch.get_num_threads(), {each.name for each in threading.enumerate()}),
+        "threads": (torch.get_num_threads(), {thread.name for thread in threading.enumerate()}),
         "interpreter": (sys.argv[:], sys.path[:], Path.cwd(), sys.excepthook),
         "hooks": (vars(Callback).copy(), vars(PassThroughProfiler).copy()),
     }

@@ -54,17 +54,17 @@ def test_a_stop_by_a_metric_ends_two_ranks_and_can_be_resumed(command, users_cod
     monitor = ["+callbacks.stop.monitor=val/loss", "+callbacks.stop.stopping_threshold=5.2"]
     logs = ["+callbacks.logs._target_=users.Logs", f"+callbacks.lr._target_={CALLBACKS}.{LR}"]
     words = ["run_dir=run", "val_every=4", "log_every=2", "trainer=cpu", "trainer.devices=2"]
-    said = command.train(*words, "batch.micro_size=2", stop, *monitor, *logs, **users_code).stdout
+    stdout = command.train(*words, "batch.micro_size=2", stop, *monitor, *logs, **users_code).stdout
     summary = command.summary("run")
     step = summary["step"]
     assert (summary["status"], step % 4, step < 20) == ("stopped early", 0, True)
-    assert f"stopped early, after step {step} of 20, in" in said
+    assert f"stopped early, after step {step} of 20, in" in stdout
     assert summary["last_checkpoint"].endswith(f"step={step:06d}.ckpt")
     rows = rows_of(command)
     assert [int(row["trainer/step"]) for row in rows] == list(range(2, step + 1, 2))
     assert [float(row["mine/step"]) for row in rows] == list(range(2, step + 1, 2))
     assert [row["mine/validated"] for row in rows if row["val/loss"]] == [
-        str(float(each)) for each in range(4, step + 1, 4)
+        str(float(number)) for number in range(4, step + 1, 4)
     ]
     (rate,) = {name for name in rows[0] if name.startswith("lr-") and name.endswith("pg1")}
     assert [float(row[rate]) for row in rows] == [float(row["optim/lr"]) for row in rows]
@@ -87,27 +87,27 @@ def test_a_stop_within_a_step_keeps_the_step_before(command, users_code):
 
 def test_a_time_limit_saves_and_a_resume_beyond_it_ends_at_once(command):
     words = ["run_dir=run", "+trainer.max_time={seconds: 0.01}"]
-    said = command.train(*words, "val_every=1000", "max_steps=1000").stdout
+    stdout = command.train(*words, "val_every=1000", "max_steps=1000").stdout
     first = command.summary("run")
-    assert "stopped early" in said
+    assert "stopped early" in stdout
     assert first["last_checkpoint"].endswith(f"step={first['step']:06d}.ckpt")
-    said = command("train", "run_dir=run", "resume=auto", "launch.inline=true").stdout
-    assert "stopped early" in said
+    stdout = command("train", "run_dir=run", "resume=auto", "launch.inline=true").stdout
+    assert "stopped early" in stdout
     assert command.summary("run")["step"] == first["step"]
 
 
 def test_without_validation_checkpoints_are_saved_without_a_loss(command):
     words = ["checkpoint.keep_last=9", "checkpoint.every=5", "+trainer.limit_val_batches=0"]
-    said = command.train("run_dir=run", *words).stdout
-    found = sorted(path.name for path in (command.folder / "run/checkpoints").glob("*.ckpt"))
-    assert found == [f"step={step:06d}.ckpt" for step in (5, 10, 15, 20)]
-    assert re.search(r"done in \d+ s: no validation", said)
+    stdout = command.train("run_dir=run", *words).stdout
+    checkpoints = sorted(path.name for path in (command.folder / "run/checkpoints").glob("*.ckpt"))
+    assert checkpoints == [f"step={step:06d}.ckpt" for step in (5, 10, 15, 20)]
+    assert re.search(r"done in \d+ s: no validation", stdout)
     assert command.summary("run")["val_loss"] is None
 
 
 def test_a_profiler_reports_on_the_screen_and_in_the_run_directory(command):
-    said = command.train("run_dir=run", "+trainer.profiler=simple", "max_steps=6").stdout
-    for text in (said, (command.folder / "run/train.log").read_text()):
+    stdout = command.train("run_dir=run", "+trainer.profiler=simple", "max_steps=6").stdout
+    for text in (stdout, (command.folder / "run/train.log").read_text()):
         assert "FIT Profiler Report" in text
         assert "[LightningModule]GPTModule.optimizer_step" in text
 
@@ -128,7 +128,7 @@ def test_user_plugins_are_added_to_ours(command, monkeypatch):
     )
     target = f"{LightningEnvironment.__module__}.{LightningEnvironment.__name__}"
     command.train("run_dir=run", f"+trainer.plugins=[{{_target_: {target}}}]", "max_steps=6")
-    kinds = [type(each).__name__ for each in made[0]["plugins"]]
+    kinds = [type(plugin).__name__ for plugin in made[0]["plugins"]]
     assert kinds[1:] == ["LightningEnvironment"]
     assert len(kinds) == 2
 

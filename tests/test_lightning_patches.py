@@ -47,10 +47,10 @@ class FromOne(lightning.Callback):
     """Uses our axis while a Trainer fits."""
 
     def on_train_start(self, trainer, _module):
-        self.own = lightning_patches.count_logged_steps_from_one(trainer)
+        self.original = lightning_patches.count_logged_steps_from_one(trainer)
 
     def on_train_end(self, trainer, _module):
-        lightning_patches.restore_axis(trainer, self.own)
+        lightning_patches.restore_axis(trainer, self.original)
 
 
 @pytest.fixture
@@ -97,7 +97,7 @@ def test_micro_batches_before_the_last_accumulate(fit):
 def test_lightning_registers_no_communication_hook_on_cpus():
     strategy = DDPStrategy(ddp_comm_hook=print, ddp_comm_state="state")
     registered = []
-    strategy.model = SimpleNamespace(register_comm_hook=lambda *given: registered.append(given))
+    strategy.model = SimpleNamespace(register_comm_hook=lambda *pair: registered.append(pair))
     strategy.parallel_devices = [torch.device("cpu")]
     strategy._register_ddp_hooks()
     assert registered == []

@@ -87,8 +87,8 @@ def nodes(tmp_path_factory):
 
 def ended(*processes, limit=120):
     """Wait for all; return their exit statuses and their stderr output."""
-    said = [process.communicate(timeout=limit) for process in processes]
-    return [process.returncode for process in processes], [err for _, err in said]
+    outputs = [process.communicate(timeout=limit) for process in processes]
+    return [process.returncode for process in processes], [err for _, err in outputs]
 
 
 def weights(folder, step=20):
@@ -98,8 +98,8 @@ def weights(folder, step=20):
 def test_two_nodes_give_the_weights_of_one_with_two_ranks(nodes, two):
     command, _ = two
     run = command.folder / "runs/nodes"
-    statuses, said = ended(*(nodes.start(command, node, f"run_dir={run}") for node in (1, 0)))
-    assert statuses == [0, 0], said
+    statuses, errors = ended(*(nodes.start(command, node, f"run_dir={run}") for node in (1, 0)))
+    assert statuses == [0, 0], errors
     ours, theirs = weights(run), weights(command.folder / "runs/two")
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
     assert command.summary("runs/nodes")["world_size"] == 2
@@ -156,9 +156,9 @@ def test_a_link_that_is_down_for_seconds_heals_unseen(training, nodes, wait_for)
     wait_for(lambda: steps(run) > before + 30)
     for process in processes:
         process.terminate()
-    statuses, said = ended(*processes)
+    statuses, errors = ended(*processes)
     assert statuses == [143, 143]
-    assert not any("restarting" in each for each in said)
+    assert not any("restarting" in stderr for stderr in errors)
 
 
 def test_after_a_longer_cut_the_nodes_meet_again(training, nodes, wait_for):
@@ -178,9 +178,9 @@ def test_the_run_continues_without_a_lost_node(training, nodes, command, wait_fo
     before = steps(run)
     wait_for(lambda: steps(run) > before + 30, seconds=300)
     processes[0].terminate()
-    (status,), (said,) = ended(processes[0])
+    (status,), (stderr,) = ended(processes[0])
     assert status == 143
-    assert "restarting all ranks" in said
+    assert "restarting all ranks" in stderr
     if EXACT:  # then the bits equal those of an undisturbed run on one machine
         ours = torch.load(max((run / "checkpoints").glob("*.ckpt")))["weights"]
         last = f"max_steps={[*ours][-1]}"
@@ -208,19 +208,19 @@ def test_a_silent_drop_ends_by_our_own_limit(training, nodes):
     ],
 )
 def test_a_mistake_about_nodes_fails_in_one_line(nodes, command, overrides, line):
-    (status,), (said,) = ended(nodes.start(command, 0, "run_dir=run", *overrides))
-    assert (status, said.count("\n")) == (2, 1)
-    assert line in said
+    (status,), (stderr,) = ended(nodes.start(command, 0, "run_dir=run", *overrides))
+    assert (status, stderr.count("\n")) == (2, 1)
+    assert line in stderr
 
 
 def test_a_late_first_node_is_reported_as_a_temporary_failure(nodes, command):
     words = ("run_dir=run", "launch.node_rank=1", "launch.join_seconds=1")
-    (status,), (said,) = ended(nodes.start(command, 0, *words))
-    assert (status, said.count("\n")) == (1, 1)  # not 2, which a retry would not fix
-    assert "after 1 s it lacks config.yaml; check" in said
+    (status,), (stderr,) = ended(nodes.start(command, 0, *words))
+    assert (status, stderr.count("\n")) == (1, 1)  # not 2, which a retry would not fix
+    assert "after 1 s it lacks config.yaml; check" in stderr
 
 
 def test_a_missing_node_is_reported(nodes, command):
-    (status,), (said,) = ended(nodes.start(command, 0, "run_dir=run", "launch.join_seconds=5"))
+    (status,), (stderr,) = ended(nodes.start(command, 0, "run_dir=run", "launch.join_seconds=5"))
     assert status == 1
-    assert "not all of 2 machines met at 10.77." in said
+    assert "not all of 2 machines met at 10.77." in stderr

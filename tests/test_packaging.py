@@ -11,8 +11,8 @@ PACKED = {".py", ".yaml", ".json", ".html", ".css", ".js"}  # the package's file
 
 
 def files(folder: Path) -> set[str]:
-    found = (path for path in folder.rglob("*") if path.is_file())
-    return {path.relative_to(folder).as_posix() for path in found}
+    files = (path for path in folder.rglob("*") if path.is_file())
+    return {path.relative_to(folder).as_posix() for path in files}
 
 
 def packed(names: set[str]) -> set[str]:

@@ -17,18 +17,18 @@ atexit.register(print, "handled", flush=True)
 """
 
 
-def said(line):
+def printed_by(line):
     code = CODE.format(line=line)
     return subprocess.check_output([sys.executable, "-c", code], text=True).split()
 
 
 def test_a_normal_exit_runs_all_handlers():
-    assert sorted(said("pass")) == ["finalized", "handled"]
+    assert sorted(printed_by("pass")) == ["finalized", "handled"]
 
 
 def test_handlers_run_before_an_exit_without_teardown():
-    assert said("os._exit(0)") == []
-    assert sorted(said("python_patches.run_exit_handlers(); os._exit(0)")) == [
+    assert printed_by("os._exit(0)") == []
+    assert sorted(printed_by("python_patches.run_exit_handlers(); os._exit(0)")) == [
         "finalized",
         "handled",
     ]
@@ -36,4 +36,4 @@ def test_handlers_run_before_an_exit_without_teardown():
 
 def test_a_fork_that_forgets_handlers_runs_none_of_them():
     end = "python_patches.run_exit_handlers(); os._exit(0)"
-    assert said(f"python_patches.forget_exit_handlers(); {end}") == []
+    assert printed_by(f"python_patches.forget_exit_handlers(); {end}") == []

@@ -173,10 +173,10 @@ def test_a_resumed_run_keeps_its_data(command, corpus):
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
     (prepared,) = (command.folder / "data").glob("text-*")
     shutil.rmtree(prepared)
-    output = command("train", "run_dir=run", "resume=auto", "max_steps=25", status=2).stderr
-    assert f"{prepared} is missing, and the corpus now gives other tokens" in output
-    output = command.train(*words, "resume=run", "run_dir=new", status=2).stderr
-    assert "keeps its settings, but got data.fingerprint=" in output
+    stderr = command("train", "run_dir=run", "resume=auto", "max_steps=25", status=2).stderr
+    assert f"{prepared} is missing, and the corpus now gives other tokens" in stderr
+    stderr = command.train(*words, "resume=run", "run_dir=new", status=2).stderr
+    assert "keeps its settings, but got data.fingerprint=" in stderr
 
 
 def test_missing_data_is_prepared_again_from_the_same_corpus(command, corpus):
@@ -202,15 +202,15 @@ FORCED = ("run_dir=run", "resume=auto", "resume_force=true", "model.n_layer=3")
 def test_a_forced_resume_loads_fitting_weights_and_initializes_the_others(finished, command):
     shutil.copytree(finished[0].folder / "runs/first", command.folder / "run")
     words = ("launch.inline=true", "max_steps=12")
-    output = command("train", *FORCED, *words).stdout
-    assert "resume_force: loaded 28 weights of run/checkpoints/step=000020.ckpt" in output
+    stdout = command("train", *FORCED, *words).stdout
+    assert "resume_force: loaded 28 weights of run/checkpoints/step=000020.ckpt" in stdout
     assert [row["trainer/step"] for row in rows(command.folder / "run")] == ["5", "10", "12"]
     assert command.summary("run")["step"] == 12
     folder = command.folder / "run/checkpoints"
     assert (folder / "replaced/step=000020.ckpt").is_file()
     assert not (folder / "step=000020.ckpt").exists()
-    output = command("train", *FORCED[:2], "launch.inline=true", "max_steps=14").stdout
-    assert "took" not in output
+    stdout = command("train", *FORCED[:2], "launch.inline=true", "max_steps=14").stdout
+    assert "took" not in stdout
     assert [row["trainer/step"] for row in rows(command.folder / "run")][2:] == ["12", "14"]
     changed = command("train", *FORCED[:2], "model.n_layer=4", status=2).stderr
     assert "keeps its settings, but got model.n_layer=4 instead of 3" in changed
@@ -223,8 +223,8 @@ def test_a_forced_resume_loads_fitting_weights_and_initializes_the_others(finish
 def test_a_forced_resume_has_another_optimizer_or_other_data(finished, command, changed, line):
     shutil.copytree(finished[0].folder / "runs/first", command.folder / "run")
     before = RunDirectory(command.folder / "run").values()["data"]["fingerprint"]
-    output = command("train", *FORCED[:3], changed, "launch.inline=true", "max_steps=23").stdout
-    assert (line in output, command.summary("run")["status"]) == (True, "done")
+    stdout = command("train", *FORCED[:3], changed, "launch.inline=true", "max_steps=23").stdout
+    assert (line in stdout, command.summary("run")["status"]) == (True, "done")
     after = RunDirectory(command.folder / "run").values()["data"]["fingerprint"]
     assert (after == before) == ("optim" in changed)
 
@@ -235,8 +235,8 @@ def test_a_forced_resume_with_a_mistake_leaves_the_run_unchanged(finished, comma
     mistake = ("max_steps=30", "+callbacks.bad._target_=nowhere.Bad", "launch.inline=true")
     for _ in range(2):
         assert wandb.run is None  # and the first leaves none to the second
-        output = command("train", *FORCED, *mistake, status=2).stderr
-        assert (output.count("\n"), "nowhere.Bad" in output) == (1, True)
+        stderr = command("train", *FORCED, *mistake, status=2).stderr
+        assert (stderr.count("\n"), "nowhere.Bad" in stderr) == (1, True)
         assert (command.folder / "run/config.yaml").read_bytes() == frozen
         assert not (command.folder / "run/overrides.log").read_text()
         assert (command.folder / "run/checkpoints/step=000020.ckpt").is_file()
@@ -252,8 +252,8 @@ def test_a_finished_run_is_not_changed_by_a_resume(finished, command, again):
     shutil.copytree(finished[0].folder / "runs/first", command.folder / "run")
     before = content(command.folder / "run")
     data = (f"data.root={command.data_root}",) if again else ()
-    output = command("train", *again, *data, "run_dir=run", "resume=auto").stdout
-    assert output == "run is done; raise max_steps to train it longer\n"
+    stdout = command("train", *again, *data, "run_dir=run", "resume=auto").stdout
+    assert stdout == "run is done; raise max_steps to train it longer\n"
     assert content(command.folder / "run") == before
 
 
@@ -263,8 +263,8 @@ def test_a_run_killed_after_its_last_save_keeps_its_result(finished, command):
     before = command.summary("run")
     (command.folder / "run/summary.json").unlink()
     rows_before = (command.folder / "run/metrics.csv").read_bytes()
-    output = command("train", "run_dir=run", "resume=auto").stdout
-    assert f"validation loss {before['val_loss']:.4f} nats per token" in output
+    stdout = command("train", "run_dir=run", "resume=auto").stdout
+    assert f"validation loss {before['val_loss']:.4f} nats per token" in stdout
     after = command.summary("run")
     same = ("status", "step", "tokens", "train_loss", "val_loss", "val_perplexity")
     assert {name: after[name] for name in same} == {name: before[name] for name in same}
@@ -281,7 +281,7 @@ def flip(path):
 
 @pytest.fixture
 def checkpoints(command):
-    """A copy of a run that kept its checkpoints of steps 10 and 20."""
+    """The folder of a run that kept its checkpoints of steps 10 and 20."""
     folder = command.folder / "run/checkpoints"
     words = ("checkpoint.keep_last=2", "run_dir=run")
     command.train(*words)
@@ -292,23 +292,19 @@ def checkpoints(command):
 def test_a_damaged_checkpoint_is_set_aside_and_later_saves_stay(command, checkpoints):
     flip(checkpoints / "step=000020.ckpt")
     command("train", "run_dir=run", "resume=auto", "checkpoint.every=5", "max_steps=16")
-    assert sorted(path.stem for path in checkpoints.glob("*.ckpt")) == [
-        "step=000015",
-        "step=000016",
-    ]
+    names = sorted(path.stem for path in checkpoints.glob("*.ckpt"))
+    assert names == ["step=000015", "step=000016"]
     assert (checkpoints / "damaged/step=000020.ckpt").is_file()
-    assert (
-        "moved run/checkpoints/step=000020.ckpt to"
-        in (checkpoints.parent / "train.log").read_text()
-    )
+    log = (checkpoints.parent / "train.log").read_text()
+    assert "moved run/checkpoints/step=000020.ckpt to" in log
 
 
 def test_without_a_valid_checkpoint_no_run_starts_over(command, checkpoints):
     for path in checkpoints.glob("*.ckpt"):
         flip(path)
     rows = (checkpoints.parent / "metrics.csv").read_bytes()
-    output = command("train", "run_dir=run", "resume=auto", "max_steps=30", status=2).stderr
-    assert "run/checkpoints has 2 checkpoints, but none is valid; put a valid copy" in output
+    stderr = command("train", "run_dir=run", "resume=auto", "max_steps=30", status=2).stderr
+    assert "run/checkpoints has 2 checkpoints, but none is valid; put a valid copy" in stderr
     assert (checkpoints.parent / "metrics.csv").read_bytes() == rows
     assert len(list(checkpoints.glob("*.ckpt"))) == 2
 
@@ -316,11 +312,11 @@ def test_without_a_valid_checkpoint_no_run_starts_over(command, checkpoints):
 def test_the_same_command_resumes_the_run_it_started(command):
     words = ("experiment=smoke", f"data.root={command.data_root}", "logger=none", "run_dir=run")
     command("train", *words, "resume=auto", "launch.inline=true")
-    output = command("train", *words, "resume=auto", "launch.inline=true", "max_steps=25").stdout
-    assert "resuming run\n  max_steps: 20 -> 25\n" in output
+    stdout = command("train", *words, "resume=auto", "launch.inline=true", "max_steps=25").stdout
+    assert "resuming run\n  max_steps: 20 -> 25\n" in stdout
     assert command.summary("run")["step"] == 25
-    output = command("train", *words, "resume=auto").stdout  # how ranks start is frozen
-    assert output.startswith("run is done")  # with its later number of steps
+    stdout = command("train", *words, "resume=auto").stdout  # how ranks start is frozen
+    assert stdout.startswith("run is done")  # with its later number of steps
 
 
 def test_a_sweep_resumes_its_jobs(command):
@@ -328,12 +324,12 @@ def test_a_sweep_resumes_its_jobs(command):
     command.train(*words)
     shutil.rmtree(command.folder / "sweep/1")
     before = content(command.folder / "sweep/0")
-    output = command.train(*words).stdout
+    stdout = command.train(*words).stdout
     assert content(command.folder / "sweep/0") == before
-    assert "sweep/0 is done" in output
+    assert "sweep/0 is done" in stdout
     assert command.summary("sweep/1")["status"] == "done"
     losses = [command.summary(f"sweep/{job}")["val_loss"] for job in (0, 1)]
-    assert [f"{loss:.4f}" in output.rpartition("job  exit")[2] for loss in losses] == [True, True]
+    assert [f"{loss:.4f}" in stdout.rpartition("job  exit")[2] for loss in losses] == [True, True]
 
 
 def test_a_run_killed_before_its_first_save_restarts_as_frozen(finished, command):
@@ -356,8 +352,8 @@ def test_resume_after_a_killed_start_starts_the_run(command):
 def test_resume_in_a_folder_of_other_files_is_rejected(command):
     (command.folder / "run").mkdir()
     (command.folder / "run/mine.txt").write_text("mine")
-    output = command.train("run_dir=run", "resume=auto", status=2).stderr
-    assert "run_dir=run already exists and is not empty; name another one" in output
+    stderr = command.train("run_dir=run", "resume=auto", status=2).stderr
+    assert "run_dir=run already exists and is not empty; name another one" in stderr
     assert [path.name for path in (command.folder / "run").iterdir()] == ["mine.txt"]
 
 
@@ -408,8 +404,8 @@ FILLED = ("+callbacks.fill._target_=fill.Fill", "max_steps=60", "val_every=30", 
 @pytest.mark.parametrize("every", LINES)
 def test_a_full_disk_ends_a_run_in_one_line_and_keeps_checkpoints(command, every, ranks):
     words = (*FILLED, f"checkpoint.every={every}", *ranks)
-    output = command.train(*words, status=1, PYTHONPATH=str(command.folder)).stderr
-    assert re.fullmatch(f"rank 0 failed: {LINES[every]}\n", output)
+    stderr = command.train(*words, status=1, PYTHONPATH=str(command.folder)).stderr
+    assert re.fullmatch(f"rank 0 failed: {LINES[every]}\n", stderr)
     failed = command.folder / "disk/run/failed.json"
     assert not failed.exists() or json.loads(failed.read_text())["status"] == 1
     (command.folder / "disk/filler").unlink()

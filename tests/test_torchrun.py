@@ -37,14 +37,14 @@ def ranks_of(wait_for):
             return [int(word) for word in file.read().split()]
 
     def new(pid, before=()):
-        found = children(pid)
-        return len(found) == 2 and not {*found} & {*before} and found
+        pids = children(pid)
+        return len(pids) == 2 and not {*pids} & {*before} and pids
 
     return lambda pid, before=(): wait_for(lambda: new(pid, before))
 
 
 @pytest.fixture(scope="module")
-def whole(finished, tmp_path_factory):
+def undisturbed(finished, tmp_path_factory):
     """The summary of the undisturbed run."""
     command = finished[0].elsewhere(tmp_path_factory.mktemp("whole"))
     command.train(*LONG, "trainer.devices=2", "strategy=ddp", "run_dir=whole")
@@ -54,7 +54,7 @@ def whole(finished, tmp_path_factory):
 @pytest.mark.long
 @pytest.mark.parametrize("options", [(), ("--standalone",)], ids=["default", "standalone"])
 def test_a_killed_rank_restarts_and_ends_with_the_bits_of_an_undisturbed_run(
-    whole, command, torchrun, ranks_of, wait_for_checkpoint, kill, options
+    undisturbed, command, torchrun, ranks_of, wait_for_checkpoint, kill, options
 ):
     hurt = ("run_dir=hurt", "resume=auto")
     process = torchrun(*hurt, options=(*options, "--max-restarts=2"))
@@ -67,7 +67,7 @@ def test_a_killed_rank_restarts_and_ends_with_the_bits_of_an_undisturbed_run(
     assert process.returncode == 0, f"{out}\n{err}"
     ended = command.summary("hurt")
     assert ended["status"] == "done"
-    assert ended["weights"]["60"] == whole["weights"]["60"]
+    assert ended["weights"]["60"] == undisturbed["weights"]["60"]
 
 
 @pytest.mark.parametrize("early", [False, True], ids=["in training", "while ranks import"])

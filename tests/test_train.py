@@ -180,8 +180,8 @@ def test_a_second_command_on_a_live_run_names_the_first_process(command, wait_fo
     process = command.start(*words)
     wait_for_checkpoint(command.folder / "run")
     frozen = (command.folder / "run/config.yaml").read_bytes()
-    said = command("train", "run_dir=run", "resume=auto", "max_steps=7", status=2).stderr
-    assert f"run_dir=run is in use by process {process.pid} on {socket.gethostname()}; " in said
+    stderr = command("train", "run_dir=run", "resume=auto", "max_steps=7", status=2).stderr
+    assert f"run_dir=run is in use by process {process.pid} on {socket.gethostname()}; " in stderr
     assert (command.folder / "run/config.yaml").read_bytes() == frozen
     process.terminate()
     process.communicate(timeout=240)
@@ -190,8 +190,8 @@ def test_a_second_command_on_a_live_run_names_the_first_process(command, wait_fo
 
 @pytest.mark.parametrize("setting", ["temperature=-1", "prompt=''"])
 def test_invalid_sampling_settings_are_rejected_before_training(command, setting):
-    said = command.train(f"callbacks.sample.{setting}", "run_dir=run", status=2).stderr
-    assert "must be at least 0" in said or "prompt is empty" in said
+    stderr = command.train(f"callbacks.sample.{setting}", "run_dir=run", status=2).stderr
+    assert "must be at least 0" in stderr or "prompt is empty" in stderr
     assert not (command.folder / "run").exists()
 
 
@@ -269,9 +269,9 @@ def test_rank_that_raises_is_shown_and_recorded(command):
 
 def test_the_debug_preset_trains_five_steps_with_profile_and_anomaly_detection(command):
     words = ["train", "experiment=[smoke,debug]", f"data.root={command.data_root}", "run_dir=run"]
-    said = command(*words).stdout
+    stdout = command(*words).stdout
     summary = command.summary("run")
     assert (summary["status"], summary["step"], summary["world_size"]) == ("done", 5, 1)
-    assert "Profiler Report" in said
+    assert "Profiler Report" in stdout
     assert "detect_anomaly: true" in (command.folder / "run/config.yaml").read_text()
     assert not (command.folder / "run/wandb").exists()

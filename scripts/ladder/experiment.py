@@ -201,7 +201,7 @@ def _composed(words: list[str]) -> Config:
 
     def job(composed: DictConfig) -> None:
         try:
-            found.append(compose.checked(composed)[1])
+            found.append(compose.resolve_config(composed)[1])
         except UserError as error:  # Hydra would print its own line
             found.append(error)
 

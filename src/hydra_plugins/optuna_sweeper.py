@@ -68,25 +68,31 @@ class OptunaSweeper(Sweeper):
         check("hydra.sweeper.n_trials", self.n_trials, is_count, "must be a whole number above 0")
         check_choice("hydra.sweeper.direction", self.direction, DIRECTIONS)
         optuna = import_optional("hydra/sweeper=optuna", "optuna", "sweep")
-        parser = OverridesParser.create(config_loader=self.loader)
-        given = {_name(each) for each in parser.parse_overrides(arguments)}
-        preset = [f"{name}={place}" for name, place in self.params.items() if name not in given]
-        overrides = parser.parse_overrides([*preset, *arguments])
+        overrides = self._overrides(arguments)
         space = [override for override in overrides if override.is_sweep_override()]
+        fixed = [str(item.input_line) for item in overrides if not item.is_sweep_override()]
         if not space:
             raise UserError("a sweep needs a setting to search in, like optim.lr=1e-3,3e-3")
-        fixed = [str(each.input_line) for each in overrides if not each.is_sweep_override()]
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         sampler = optuna.samplers.TPESampler(seed=self.seed)
         study = optuna.create_study(direction=self.direction, sampler=sampler)
         for number in range(self.n_trials):
             trial = study.ask()
-            chosen = [f"{_name(each)}={_suggest(trial, each)}" for each in space]
+            chosen = [f"{_name(override)}={_suggest(trial, override)}" for override in space]
             (job,) = self.launcher.launch([[*fixed, *chosen]], initial_job_idx=number)
             value = float(job.return_value)
-            failed = optuna.trial.TrialState.FAIL if math.isnan(value) else None
-            study.tell(trial, None if failed else value, state=failed)
+            if math.isnan(value):
+                study.tell(trial, state=optuna.trial.TrialState.FAIL)
+            else:
+                study.tell(trial, value)
         return _report(study)
+
+    def _overrides(self, arguments: list[str]) -> list[Override]:
+        """Return the command line's overrides, after those presets that it doesn't replace."""
+        parser = OverridesParser.create(config_loader=self.loader)
+        replaced = {_name(override) for override in parser.parse_overrides(arguments)}
+        presets = [f"{name}={space}" for name, space in self.params.items() if name not in replaced]
+        return list(parser.parse_overrides([*presets, *arguments]))
 
 
 def _name(override: Override) -> str:
@@ -97,15 +103,13 @@ def _suggest(trial: Any, override: Override) -> Any:
     """Draw a value: one of those of a choice or range, or any number within an interval."""
     sweep = override.value()
     if isinstance(sweep, IntervalSweep):
-        suggest = trial.suggest_int if _is_whole(sweep) else trial.suggest_float
+        suggest = trial.suggest_float
+        if all(isinstance(bound, int) for bound in (sweep.start, sweep.end)):
+            suggest = trial.suggest_int
         return suggest(_name(override), sweep.start, sweep.end, log="log" in sweep.tags)
     assert isinstance(sweep, ChoiceSweep | RangeSweep), override
     values = [str(value) for value in override.sweep_string_iterator()]
     return trial.suggest_categorical(_name(override), values)
-
-
-def _is_whole(sweep: IntervalSweep) -> bool:
-    return all(isinstance(each, int) for each in (sweep.start, sweep.end))
 
 
 def _report(study: Any) -> float:

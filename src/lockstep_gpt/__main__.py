@@ -5,15 +5,15 @@ import sys
 
 from lockstep_gpt.cli import run
 
-NEEDED = "omegaconf"  # a Python without it has none of our libraries
+LIBRARY = "omegaconf"  # a Python without it has none of our libraries
 
 
 def refuse_bare_python() -> None:
     """Exit with status 2 if this Python lacks the project's libraries."""
-    if importlib.util.find_spec(NEEDED) is None:
+    if importlib.util.find_spec(LIBRARY) is None:
         command = ".venv/bin/lockstep-gpt"
-        where = f"run {command}, or python3 scripts/dev.py, which makes .venv"
-        print(f"{NEEDED} is not installed for {sys.executable}; {where}", file=sys.stderr)
+        remedy = f"run {command}, or python3 scripts/dev.py, which makes .venv"
+        print(f"{LIBRARY} is not installed for {sys.executable}; {remedy}", file=sys.stderr)
         sys.exit(2)
 
 

@@ -56,25 +56,27 @@ GROUPS = [group for offer in CATALOG.values() for group in offer.groups]
 
 def extra_of_command(name: str) -> str | None:
     """Return the extra that adds a command and is not installed; None if there is none."""
-    return _absent(extra for extra, offer in CATALOG.items() if name in offer.commands)
+    return _first_absent(extra for extra, offer in CATALOG.items() if name in offer.commands)
 
 
 def extra_of_group(name: str) -> str | None:
     """Return the extra that adds a group of settings and is not installed, or None."""
-    return _absent(extra for extra, offer in CATALOG.items() if name in offer.groups)
+    return _first_absent(extra for extra, offer in CATALOG.items() if name in offer.groups)
 
 
 def extra_of_choice(group: str, choice: str) -> str | None:
     """Return the extra that adds a choice of a group and is not installed, or None."""
-    word = f"{group}={choice}"
-    return _absent(extra for extra, offer in CATALOG.items() if word in offer.choices)
+    override = f"{group}={choice}"
+    return _first_absent(extra for extra, offer in CATALOG.items() if override in offer.choices)
 
 
 def extra_of_target(target: str) -> str | None:
     """Return the extra that contains a `_target_` and is not installed, or None."""
     prefix = f"{__package__}.extras."
+    if not target.startswith(prefix):
+        return None
     name = target.removeprefix(prefix).partition(".")[0]
-    return _absent([name]) if target.startswith(prefix) and name in CATALOG else None
+    return _first_absent(extra for extra in CATALOG if extra == name)
 
 
 def how_to_add(extra: str) -> str:
@@ -83,6 +85,6 @@ def how_to_add(extra: str) -> str:
     return f"the extra {extra} ({purpose}); add it: python3 scripts/dev.py update --add {extra}"
 
 
-def _absent(extras: Iterable[str]) -> str | None:
-    missing = [extra for extra in extras if extra not in registry.installed()]
-    return missing[0] if missing else None
+def _first_absent(extras: Iterable[str]) -> str | None:
+    """Return the first of some extras that is not installed; None if there is none."""
+    return next((extra for extra in extras if extra not in registry.installed()), None)

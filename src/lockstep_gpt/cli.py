@@ -32,23 +32,22 @@ def run() -> NoReturn:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status: 2 for an invalid setting or command line."""
-    name, *words = [*(sys.argv[1:] if arguments is None else arguments)] or [""]
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    name = words[0] if words else ""
     try:
         if name in COMMANDS:
-            return int(resolved(COMMANDS[name].target)(words))
+            return int(resolved(COMMANDS[name].target)(words[1:]))
         if name == "--version":
             print(PROGRAM, VERSION)
             return 0
-        shown = [each for each in COMMANDS if each[0] != "-"]  # shells call the others
-        if name not in ("", "-h", "--help", "help"):
-            extra = extra_of_command(name)
-            rule = f"needs {how_to_add(extra)}" if extra else f"is not one of {', '.join(shown)}"
-            print(f"{PROGRAM}: {name} {rule}", file=sys.stderr)
+        if name == "":
+            print(_usage(), file=sys.stderr)
             return 2
-        lines = [f"  {each:<10}{COMMANDS[each].meaning}" for each in shown]
-        usage = [f"usage: {PROGRAM} COMMAND ...", "", *lines, "", "Also: COMMAND --help, --version"]
-        print(*usage, sep="\n", file=sys.stdout if name else sys.stderr)
-        return 0 if name else 2
+        if name in ("-h", "--help", "help"):
+            print(_usage())
+            return 0
+        print(f"{PROGRAM}: {name} {_unknown_command(name)}", file=sys.stderr)
+        return 2
     except (UserError, RunError) as error:
         print(f"{PROGRAM} {name}: {error}", file=sys.stderr)
         return error.status
@@ -61,14 +60,35 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return after_signal(signal.SIGPIPE)  # which ends other programs
 
 
+def _public_commands() -> list[str]:
+    """Return the commands that people type; shells call those that begin with a dash."""
+    return [name for name in COMMANDS if not name.startswith("-")]
+
+
+def _usage() -> str:
+    """Return the help of the program, with a line for each command."""
+    lines = [f"  {name:<10}{COMMANDS[name].meaning}" for name in _public_commands()]
+    usage = [f"usage: {PROGRAM} COMMAND ...", "", *lines, "", "Also: COMMAND --help, --version"]
+    return "\n".join(usage)
+
+
+def _unknown_command(name: str) -> str:
+    """Return why a command is not available, as the end of a sentence about it."""
+    extra = extra_of_command(name)
+    if extra is not None:
+        return f"needs {how_to_add(extra)}"
+    return f"is not one of {', '.join(_public_commands())}"
+
+
 def complete(arguments: list[str]) -> int:
     """Print the commands that a word in the shell may become; Hydra completes their overrides."""
     line = os.environ.get("COMP_LINE", "").split(" ")
-    name = line[1] if len(line) > 1 else ""
-    if len(line) < 3:
-        print(" ".join(each for each in COMMANDS if each.startswith(name) and each[0] != "-"))
+    if len(line) < 3:  # the command itself is not complete
+        prefix = line[-1] if len(line) == 2 else ""
+        print(" ".join(name for name in _public_commands() if name.startswith(prefix)))
         return 0
+    program, name, *overrides = line
     if name not in COMMANDS or not COMMANDS[name].overrides:
         return 0
-    os.environ["COMP_LINE"] = " ".join([line[0], *line[2:]])
+    os.environ["COMP_LINE"] = " ".join([program, *overrides])
     return main([name, "-sc", *arguments])

@@ -34,18 +34,13 @@ from lockstep_gpt.training.optim_settings import OptimConfig
 from lockstep_gpt.training.trainer_settings import check_strategy, check_trainer
 
 LEVELS = {"quiet": logging.WARNING, "normal": logging.INFO, "debug": logging.DEBUG}
-
-
 OPEN_GROUPS = ("trainer", "strategy", "callbacks", "logger")  # Lightning's own settings
-
+PRECISIONS = ("32-true", "bf16-mixed", "16-mixed", "64-true")
 
 if TYPE_CHECKING:
     AnyData = DataConfig
 else:
     AnyData = Any  # to OmegaConf: a user's LightningDataModule has its own arguments
-
-
-PRECISIONS = ("32-true", "bf16-mixed", "16-mixed", "64-true")
 
 
 @dataclass
@@ -117,27 +112,29 @@ def groups(target: str | None = None) -> dict[str, Any]:
     return {**GROUPS, "data": data, **settings_classes()}
 
 
-def settings_on_resume(treated: str, target: str | None = None) -> set[str]:
-    """Return all settings that a resume treats this way: `kept`, `machine`, or `free`.
+def settings_on_resume(treatment: str, target: str | None = None) -> set[str]:
+    """Return all settings that a resume treats this way.
 
     Args:
-        treated: how.
+        treatment: `kept`, `machine`, or `free`; see `settings.setting`.
         target: `data._target_`; None: the settings of all choices of `data`.
     """
     classes = {Config, *groups(target).values()}
     if target is None:
         classes |= {*data_choices().values()}
-    return {f"{each.node}.{name}".lstrip(".") for each in classes for name in each.names(treated)}
+    return {
+        f"{group.node}.{name}".lstrip(".") for group in classes for name in group.names(treatment)
+    }
 
 
 @functools.cache  # it takes longer than merging the values
 def with_groups(*classes: tuple[str, Any]) -> Any:
-    """Return an empty configuration whose groups have the types of these `classes`."""
+    """Return an empty configuration whose groups have these types, as (group, class)."""
     node = OmegaConf.structured(Config)
     OmegaConf.set_struct(node, False)
     del node["of_extras"]  # no setting: `from_container` fills it
-    for name, kind in classes:
-        node[name] = kind
+    for group, settings in classes:
+        node[group] = settings
     OmegaConf.set_struct(node, None)  # its dataclass closes it again; its dictionaries are open
     return node
 
@@ -145,7 +142,14 @@ def with_groups(*classes: tuple[str, Any]) -> Any:
 def from_container(values: dict[str, Any], file: Path | None = None) -> Config:
     """Check plain `values` against the schema and resolve references to the environment.
 
-    Raises a `UserError` that names the `file` and the problem; without a `file`, OmegaConf's error.
+    Args:
+        values: a whole configuration.
+        file: where the values come from, for errors; None if a command line has just set them.
+
+    Raises:
+        UserError: a setting is invalid, or belongs to an extra that is not installed.
+        OmegaConfBaseException: a name or a type doesn't fit the schema; with a `file`, this is a
+            `UserError` too.
     """
     target = values.get("data", {}).get("_target_")
     _refuse_absent_groups(values, file)
@@ -178,11 +182,7 @@ def as_values(config: Config) -> dict[str, Any]:
 
 def with_defaults(values: dict[str, Any]) -> dict[str, Any]:
     """Return frozen `values` with the groups of extras that `without_defaults` left out."""
-    defaults = {
-        name: OmegaConf.to_container(OmegaConf.structured(kind))
-        for name, kind in settings_classes().items()
-    }
-    return {**defaults, **values}
+    return {**_defaults_of_extras(), **values}
 
 
 def without_defaults(values: dict[str, Any]) -> dict[str, Any]:
@@ -190,17 +190,27 @@ def without_defaults(values: dict[str, Any]) -> dict[str, Any]:
 
     A project without these extras can then continue the run.
     """
-    kept = dict(values)
-    for name, kind in settings_classes().items():
-        if kept.get(name) == OmegaConf.to_container(OmegaConf.structured(kind)):
-            del kept[name]
-    return kept
+    changed = dict(values)
+    for group, defaults in _defaults_of_extras().items():
+        if changed.get(group) == defaults:
+            del changed[group]
+    return changed
+
+
+def _defaults_of_extras() -> dict[str, Any]:
+    """Return the default values of each group that an extra adds."""
+    return {
+        group: OmegaConf.to_container(OmegaConf.structured(settings))
+        for group, settings in settings_classes().items()
+    }
 
 
 def _refuse_absent_groups(values: dict[str, Any], file: Path | None) -> None:
     """Raise a `UserError` for settings of an extra that is not installed."""
-    for name, group in values.items():
-        if extra := extra_of_group(name):
-            settings = ", ".join(f"{name}.{key}={as_typed(value)}" for key, value in group.items())
-            where = f"{file}: " if file else ""
-            raise UserError(f"{where}{settings} needs {how_to_add(extra)}")
+    for group, settings in values.items():
+        extra = extra_of_group(group)
+        if extra is None:
+            continue
+        listed = ", ".join(f"{group}.{name}={as_typed(value)}" for name, value in settings.items())
+        origin = f"{file}: " if file else ""
+        raise UserError(f"{origin}{listed} needs {how_to_add(extra)}")

@@ -12,7 +12,9 @@ def config_folder() -> Path:
     """Return the folder of the YAML files: in the installed package, else in the source tree."""
     package = Path(__file__).resolve().parent
     installed = package / "configs"
-    return installed if installed.is_dir() else package.parents[1] / "configs"
+    if installed.is_dir():
+        return installed
+    return package.parents[1] / "configs"
 
 
 def config_folders() -> list[Path]:
@@ -20,14 +22,14 @@ def config_folders() -> list[Path]:
     return [config_folder(), *config_folders_of_extras().values()]
 
 
-def yaml_files(group: str, *more: Path) -> dict[str, Path]:
+def yaml_files(group: str, *other_folders: Path) -> dict[str, Path]:
     """Return the file of each choice of a group.
 
     Args:
         group: its name.
-        more: other folders of configurations.
+        other_folders: also search these, such as those of `--config-dir`.
     """
-    folders = [*config_folders(), *more]
+    folders = [*config_folders(), *other_folders]
     paths = [path for folder in folders for path in sorted((folder / group).glob("*.yaml"))]
     return {path.stem: path for path in paths}
 
@@ -37,5 +39,7 @@ def target_of(group: str, choice: str) -> str | None:
     path = yaml_files(group).get(choice)
     if path is None:
         return None
-    target = re.search(TARGET, path.read_text(encoding="utf-8"), re.MULTILINE)
-    return target[1] if target else None
+    target_line = re.search(TARGET, path.read_text(encoding="utf-8"), re.MULTILINE)
+    if target_line is None:
+        return None
+    return target_line[1]

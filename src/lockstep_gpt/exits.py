@@ -39,7 +39,9 @@ class Ending:
     def stopped_by(self) -> int:
         """The signal after which it saved and ended by itself; 0 if there was none."""
         signum = self.code - SIGNALED
-        return signum if signum in SIGNALS else 0
+        if signum not in SIGNALS:
+            return 0
+        return signum
 
     @property
     def lost_peers(self) -> bool:
@@ -52,7 +54,7 @@ class Ending:
         return self.code == Exit.MISTAKE or self.stopped_by > 0
 
     def __str__(self) -> str:
-        """Say it as the end of a sentence about the process."""
+        """Return it as the end of a sentence about the process."""
         if self.lost_peers:
             return "lost its peers"
         if self.killed_by in SIGNALS:

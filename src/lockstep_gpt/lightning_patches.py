@@ -21,20 +21,20 @@ class StepAxis(_LoggerConnector):
 
 
 def count_logged_steps_from_one(trainer: Trainer) -> _LoggerConnector:
-    """Give the Trainer our axis; return its own connector, for `restore_axis`."""
-    own = trainer._logger_connector
+    """Give the Trainer our axis; return its original connector, for `restore_axis`."""
+    original = trainer._logger_connector
     axis = StepAxis(trainer)
-    vars(axis).update(vars(own))
+    vars(axis).update(vars(original))
     trainer._logger_connector = axis
     # The next step, not those done.
     trainer.fit_loop.epoch_loop._batches_that_stepped = trainer.global_step + 1
-    return own
+    return original
 
 
-def restore_axis(trainer: Trainer, own: _LoggerConnector) -> None:
-    """Give the Trainer its own connector again, with what was logged meanwhile."""
-    vars(own).update(vars(trainer._logger_connector))
-    trainer._logger_connector = own
+def restore_axis(trainer: Trainer, original: _LoggerConnector) -> None:
+    """Give the Trainer its original connector again, with what was logged meanwhile."""
+    vars(original).update(vars(trainer._logger_connector))
+    trainer._logger_connector = original
 
 
 def is_accumulating(trainer: Trainer) -> bool:

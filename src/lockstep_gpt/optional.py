@@ -45,14 +45,12 @@ def install_command(extra: str) -> str:
     An editable installation can only be repeated from its checkout, so its path is in the command.
     An environment of scripts/dev.py gets the pinned versions, and keeps them.
     """
+    checkout = Path() if Path.cwd() == CHECKOUT else CHECKOUT  # as the user can type it here
     if Path(sys.prefix) == STAMP.parent and STAMP.is_file():
-        script = "scripts/dev.py" if Path.cwd() == CHECKOUT else CHECKOUT / "scripts/dev.py"
-        return f"python3 {script} install {extra}"
-    requirement = f'"{PROGRAM}[{extra}]"'
+        return f"python3 {checkout / 'scripts/dev.py'} install {extra}"
     if (CHECKOUT / "pyproject.toml").is_file():
-        place = "." if Path.cwd() == CHECKOUT else CHECKOUT
-        requirement = f'-e "{place}[{extra}]"'
-    return f"{_installer()} {requirement}"
+        return f'{_installer()} -e "{checkout}[{extra}]"'
+    return f'{_installer()} "{PROGRAM}[{extra}]"'
 
 
 def _installer() -> str:

@@ -23,7 +23,8 @@ PR_SET_PDEATHSIG = 1  # of prctl(2)
 
 def invocation() -> str:
     """Return what to type in this folder to run this installation's command."""
-    if (found := shutil.which(PROGRAM)) and Path(found).parent == Path(sys.executable).parent:
+    command = shutil.which(PROGRAM)
+    if command is not None and Path(command).parent == Path(sys.executable).parent:
         return PROGRAM
     if Path("scripts/dev.py").is_file():
         return "python3 scripts/dev.py"
@@ -70,14 +71,14 @@ def end_with_parent(parent: int) -> None:
 
 
 def _let_kernel_watch(parent: int) -> None:
-    """Be killed at once, also while the interpreter is busy in a library."""
+    """Let the kernel kill this process at once, even while the interpreter is busy in a library."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _let_thread_watch(parent: int) -> None:
-    """Look for the parent four times a second."""
+    """Check in a thread, four times a second, whether the parent still exists."""
 
     def watch() -> None:
         while os.getppid() == parent:

@@ -84,24 +84,29 @@ CHECK = Kind[CheckConfig]("CHECK")
 CALLBACKS = Kind[MakeCallbacks]("CALLBACKS")
 MODEL = Kind[TransformModel]("MODEL")
 
-# The names of extras in the given folders, cached: a command asks for them hundreds of times.
-_names = functools.cache(lambda *folders: sorted(module.name for module in iter_modules(folders)))
-
 
 def installed() -> list[str]:
     """Return the names of the extras in this project."""
-    return _names(*extras.__path__)
+    return _packages(*extras.__path__)
+
+
+@functools.cache  # a command needs the names hundreds of times
+def _packages(*folders: str) -> list[str]:
+    return sorted(module.name for module in iter_modules(folders))
 
 
 def additions(kind: Kind[T]) -> list[T]:
     """Return what the extras add of one kind; targets are imported."""
-    added: list[Any] = []
+    values: list[Any] = []
     for name in installed():
         package = importlib.import_module(f"{extras.__name__}.{name}")
-        if hasattr(package, kind.name):
-            value = getattr(package, kind.name)
-            added.append(resolved(value) if isinstance(value, str) else value)
-    return added
+        if not hasattr(package, kind.name):
+            continue
+        value = getattr(package, kind.name)
+        if isinstance(value, str):
+            value = resolved(value)
+        values.append(value)
+    return values
 
 
 def settings_classes() -> dict[str, type[ExtraSettings]]:
@@ -113,10 +118,10 @@ def settings_classes() -> dict[str, type[ExtraSettings]]:
 
 def config_folders_of_extras() -> dict[str, Path]:
     """Return the folder of YAML files of each extra that has one, by the extra's name."""
-    places = {
+    folders = {
         name: Path(path) / name / "configs" for path in extras.__path__ for name in installed()
     }
-    return {name: place for name, place in places.items() if place.is_dir()}
+    return {name: folder for name, folder in folders.items() if folder.is_dir()}
 
 
 def optional_part(extra: str, module: str) -> Any:
@@ -128,4 +133,6 @@ def optional_part(extra: str, module: str) -> Any:
 
 def resolved(target: str) -> Any:
     """Import and return `module:name`, or `module` alone; `.module` is in this package."""
-    return resolve_name(f"{__package__}{target}" if target[0] == "." else target)
+    if target.startswith("."):
+        target = f"{__package__}{target}"
+    return resolve_name(target)

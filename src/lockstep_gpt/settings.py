@@ -28,8 +28,8 @@ def setting(
     The `limits` of a number are `at_least`, `above`, `at_most`, and `below`.
     """
     rules = {name.replace("_", " "): limit for name, limit in limits.items()}
-    about = {"meaning": meaning, "choices": choices, "limits": rules, "on_resume": on_resume}
-    return field(default=default, metadata=about)
+    metadata = {"meaning": meaning, "choices": choices, "limits": rules, "on_resume": on_resume}
+    return field(default=default, metadata=metadata)
 
 
 _HOLDS = {"at least": ge, "above": gt, "at most": le, "below": lt}
@@ -48,18 +48,22 @@ class Checked:
     @classmethod
     def names(cls, on_resume: str) -> list[str]:
         """Return the settings that a resume treats this way: `kept`, `machine`, or `free`."""
-        own, items = cls.on_resume, fields(cast(Any, cls))
-        return [i.name for i in items if (i.metadata.get("on_resume") or own) == on_resume]
+        names = []
+        for item in fields(cast(Any, cls)):
+            treatment = item.metadata.get("on_resume") or cls.on_resume
+            if treatment == on_resume:
+                names.append(item.name)
+        return names
 
     def _check(self, item: Field[Any], value: Any) -> None:
-        name, rules = item.name, item.metadata
-        if (choices := rules.get("choices")) and value not in choices:
-            self.refuse(name, f"is not one of {', '.join(choices)}")
+        choices = item.metadata.get("choices")
+        if choices and value not in choices:
+            self.refuse(item.name, f"is not one of {', '.join(choices)}")
         if isinstance(value, float) and not math.isfinite(value):
-            self.refuse(name, "must be a finite number")
-        for rule, limit in rules.get("limits", {}).items():
+            self.refuse(item.name, "must be a finite number")
+        for rule, limit in item.metadata.get("limits", {}).items():
             if isinstance(value, int | float) and not _HOLDS[rule](value, limit):
-                self.refuse(name, f"must be {rule} {limit}")
+                self.refuse(item.name, f"must be {rule} {limit}")
 
     def refuse(self, name: str, rule: str) -> None:
         """Raise a `UserError` that names the setting and the rule that it breaks."""
@@ -102,12 +106,15 @@ def as_typed(value: Any) -> str:
     """Return `value` as you type it on a command line."""
     if value is None:
         return "null"
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    if isinstance(value, bool):
+        return str(value).lower()
+    return str(value)
 
 
 def counted(count: int, unit: str, plural: str = "s") -> str:
     """Return a count with its unit: `1 step`, `2,000 steps`."""
-    return f"{count:,} {unit}{plural if count != 1 else ''}"
+    ending = "" if count == 1 else plural
+    return f"{count:,} {unit}{ending}"
 
 
 def is_module(folder: str, name: str) -> bool:

@@ -30,7 +30,7 @@ def has_fast_bfloat16() -> bool:
 def mark_overflow(scaler: Any, optimizer: Optimizer, skip: Tensor) -> None:
     """Make a loss scaler skip an update, as if a gradient had overflowed.
 
-    `GradScaler` keeps one flag per device, and has no other way to be told.
+    `GradScaler` keeps one flag per device, and has no public method that sets it.
 
     Args:
         scaler: a `torch.amp.GradScaler` that has unscaled the gradients.

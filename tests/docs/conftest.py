@@ -55,8 +55,8 @@ class Story:
         """
         words = [self._words(shlex.split(line), inline) for line in lines]
         if not inline:
-            told = [self.command.told(*each) for each in words]
-            return [(status, out + err) for status, out, err in told]
+            results = [self.command.run(*arguments) for arguments in words]
+            return [(status, out + err) for status, out, err in results]
         script = [self.python, "-c", TELL, json.dumps(words)]
         status, out, err = self.command.run_words(script)
         assert status == 0, err

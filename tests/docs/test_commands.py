@@ -141,9 +141,9 @@ def test_launcher_is_joined(command, line, python_of_forks):
 
 @pytest.mark.parametrize("page", dict.fromkeys(RUN_FOR.values()))
 def test_commands_of_a_page_run_in_order_and_print_the_receipts_shown(
-    page, story, finished, two, shown_elsewhere
+    page, story, finished, two, commands_of_fixtures
 ):
-    lines = [line for line in RUN_FOR if RUN_FOR[line] == page and line not in shown_elsewhere]
+    lines = [line for line in RUN_FOR if RUN_FOR[line] == page and line not in commands_of_fixtures]
     told = story(lines)
     for line, (status, screen) in zip(lines, told, strict=True):
         assert status == 0, f"{line}\n{screen}"

@@ -12,7 +12,7 @@ SEARCH = ["--multirun", "hydra/sweeper=optuna", "run_dir=sweep"]
 
 
 @pytest.fixture(autouse=True)
-def _in_a_folder_of_its_own(tmp_path, monkeypatch):
+def _in_a_new_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 

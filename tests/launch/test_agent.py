@@ -6,13 +6,14 @@ from torch.distributed.elastic.metrics import api
 from torch.distributed.elastic.multiprocessing import SignalException
 
 from lockstep_gpt.exits import Ending
-from lockstep_gpt.launch.agent import RankAgent, causes
+from lockstep_gpt.launch.agent import RankAgent, describe_endings
 
 
 def test_of_ranks_that_ended_those_that_were_killed_are_named_first():
     lost, killed, other = Ending(75), Ending(-9), Ending(255)
-    assert causes({0: lost, 1: killed}) == "rank 1 was killed by SIGKILL"
-    assert causes({0: lost, 1: other}) == "rank 0 lost its peers, rank 1 ended with status 255"
+    assert describe_endings({0: lost, 1: killed}) == "rank 1 was killed by SIGKILL"
+    line = "rank 0 lost its peers, rank 1 ended with status 255"
+    assert describe_endings({0: lost, 1: other}) == line
 
 
 def test_a_signal_during_torch_s_timing_is_kept(monkeypatch):

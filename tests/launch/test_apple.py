@@ -103,6 +103,6 @@ def test_the_only_rank_computes_on_the_apple_gpu():
 
 
 def test_on_other_machines_it_is_rejected_in_one_line(command):
-    said = command.train("trainer=mps", status=2).stderr
+    stderr = command.train("trainer=mps", status=2).stderr
     rule = "but there is no Apple GPU, or DISABLE_MPS=1 is set; set trainer=cpu"
-    assert said == f"lockstep-gpt train: trainer.accelerator=mps {rule}\n"
+    assert stderr == f"lockstep-gpt train: trainer.accelerator=mps {rule}\n"

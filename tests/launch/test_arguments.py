@@ -12,9 +12,9 @@ SWEEP = ["optim.lr=1e-3,2e-3", "seed=range(4,6)", "max_steps=30"]
 def test_the_configuration_of_a_sweep_is_that_of_its_first_job(flags, capsys):
     assert cli.main(["train", *flags, *SWEEP]) == 0
     out, err = capsys.readouterr()
-    shown = yaml.safe_load(out)
-    assert (shown["optim"]["lr"], shown["seed"], shown["max_steps"]) == (1e-3, 4, 30)
-    assert shown["run_dir"].startswith("runs/sweep-") or "run_dir" not in flags
+    config = yaml.safe_load(out)
+    assert (config["optim"]["lr"], config["seed"], config["max_steps"]) == (1e-3, 4, 30)
+    assert config["run_dir"].startswith("runs/sweep-") or "run_dir" not in flags
     assert err == "the first job of this sweep: optim.lr=0.001 seed=4\n"
 
 
@@ -28,14 +28,14 @@ def test_the_configuration_of_a_sweep_is_that_of_its_first_job(flags, capsys):
 )
 def test_flags_may_be_anywhere(words, tmp_path, capsys):
     assert cli.main(["train", *(word.format(tmp_path) for word in words)]) == 0
-    shown = yaml.safe_load(capsys.readouterr().out)
-    assert (shown["seed"], shown["max_steps"]) == (3, 4)
+    config = yaml.safe_load(capsys.readouterr().out)
+    assert (config["seed"], config["max_steps"]) == (3, 4)
 
 
 def test_callbacks_can_be_added_in_one_argument(capsys):
-    usual, own = {"progress", "sample"}, "own:{_target_:lightning.Callback}"
-    assert cli.main(["train", f"+callbacks={{{own}}}", "--cfg", "job"]) == 0
-    assert yaml.safe_load(capsys.readouterr().out)["callbacks"].keys() >= {*usual, "own"}
+    usual, mine = {"progress", "sample"}, "mine:{_target_:lightning.Callback}"
+    assert cli.main(["train", f"+callbacks={{{mine}}}", "--cfg", "job"]) == 0
+    assert yaml.safe_load(capsys.readouterr().out)["callbacks"].keys() >= {*usual, "mine"}
 
 
 def test_an_interval_begins_at_its_start(capsys):

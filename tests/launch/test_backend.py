@@ -21,10 +21,10 @@ LAUNCHERS = {
 @pytest.fixture
 def two_gpus(monkeypatch):
     """Pretend that there are two GPUs; return the backends that ranks ask for."""
-    asked = []
+    backends = []
 
     def connect(backend, **_settings):
-        asked.append(backend)
+        backends.append(backend)
         raise dist.DistBackendError("NCCL error in: here, invalid usage")
 
     monkeypatch.setattr(devices, "gpu_count", lambda: 2)
@@ -32,7 +32,7 @@ def two_gpus(monkeypatch):
     monkeypatch.setattr(dist, "init_process_group", connect)
     monkeypatch.setattr(ranks, "choose_interfaces", lambda _: None)
     monkeypatch.setattr(ranks, "meet", lambda *_: None)
-    return asked
+    return backends
 
 
 @pytest.mark.parametrize("accelerator", ["auto", "gpu"])

@@ -18,7 +18,7 @@ from lockstep_gpt.training.schedule import plan_batch, plan_schedule
 
 SECRET = "canary-2f6c"
 CHOICES = data_settings.data_choices()
-WITH_PATH = sorted(name for name, each in CHOICES.items() if hasattr(each, "path"))
+WITH_PATH = sorted(name for name, settings in CHOICES.items() if hasattr(settings, "path"))
 OF_BATCH = [item.name for item in dataclasses.fields(groups()["batch"])]
 GROUPS = ("model", "data", "optim", "trainer", "strategy", "callbacks", "logger")
 
@@ -29,7 +29,7 @@ def jobs(*arguments):
 
     def job(config):
         try:
-            ends.append(compose.checked(config))
+            ends.append(compose.resolve_config(config))
         except UserError as error:
             ends.append(error)
 
@@ -60,7 +60,7 @@ def complete(group):
     """Return the choices that need no other settings; tests of their extras compose the others."""
     texts = {name: path.read_text() for name, path in yaml_files(group).items()}
     needs = ("${initial:", "/data/mixture", "${oc.env:")
-    return [name for name, text in texts.items() if not any(each in text for each in needs)]
+    return [name for name, text in texts.items() if not any(word in text for word in needs)]
 
 
 def every_choice():
@@ -106,7 +106,7 @@ def test_the_classic_recipe_is_nanogpts_step_for_step():
             return 1e-3 * (step + 1) / 101
         return 1e-4 + 0.5 * (1 + math.cos(math.pi * (step - 100) / 1900)) * 9e-4
 
-    ours, theirs = ([*map(each, range(2000))] for each in (schedule.lr, rate))
+    ours, theirs = ([*map(function, range(2000))] for function in (schedule.lr, rate))
     assert ours == pytest.approx(theirs, rel=2e-3)  # it would come down one step later
     shape, optim = config.model, config.optim
     assert (shape.architecture, shape.bias, shape.dropout) == ("gpt", False, 0.0)

@@ -7,7 +7,7 @@ from lockstep_gpt.launch.devices import Placement, gpu_count, place, precision_h
 
 
 @pytest.fixture
-def gpus_here(tmp_path, monkeypatch):
+def fake_gpus(tmp_path, monkeypatch):
     """Make this machine look like one with `count` GPUs, some of which `mask` leaves visible."""
 
     def look_like(count, mask=None):
@@ -47,13 +47,13 @@ def refusal(trainer, **settings):
         (0, "0", 0),
     ],
 )
-def test_gpus_are_counted_as_cuda_counts_them(gpus_here, present, mask, visible):
-    gpus_here(present, mask)
+def test_gpus_are_counted_as_cuda_counts_them(fake_gpus, present, mask, visible):
+    fake_gpus(present, mask)
     assert gpu_count() == visible
 
 
-def test_without_device_files_nvidia_smi_is_asked(gpus_here, tmp_path):
-    gpus_here(0)
+def test_without_device_files_nvidia_smi_is_asked(fake_gpus, tmp_path):
+    fake_gpus(0)
     command = tmp_path / "nvidia-smi"
     command.write_text("#!/bin/sh\necho 'GPU 0: One (UUID: GPU-1)'\necho 'GPU 1: Two'\n")
     command.chmod(0o755)
@@ -71,17 +71,17 @@ def test_without_device_files_nvidia_smi_is_asked(gpus_here, tmp_path):
     ],
 )
 def test_a_cpu_multiplies_in_bfloat16_if_its_flags_say_so(
-    gpus_here, tmp_path, monkeypatch, flags, precision
+    fake_gpus, tmp_path, monkeypatch, flags, precision
 ):
-    gpus_here(0)
+    fake_gpus(0)
     monkeypatch.setattr(devices, "CPU_FLAGS", tmp_path / "cpuinfo")
     if flags:
         (tmp_path / "cpuinfo").write_text(f"processor : 0\n{flags}\n")
     assert precision_here("auto") == precision_here("cpu") == precision
 
 
-def test_a_gpu_is_taken_to_multiply_in_bfloat16(gpus_here, tmp_path, monkeypatch):
-    gpus_here(1)
+def test_a_gpu_is_taken_to_multiply_in_bfloat16(fake_gpus, tmp_path, monkeypatch):
+    fake_gpus(1)
     monkeypatch.setattr(devices, "CPU_FLAGS", tmp_path / "none")
     assert precision_here("auto") == precision_here("gpu") == "bf16-mixed"
     assert precision_here("cpu") == "32-true"
@@ -99,32 +99,32 @@ def test_a_gpu_is_taken_to_multiply_in_bfloat16(gpus_here, tmp_path, monkeypatch
         (0, {"accelerator": "cpu", "devices": 64}, Placement("cpu", 64, 1)),
     ],
 )
-def test_auto_uses_available_devices_and_other_values_are_kept(gpus_here, gpus, trainer, placement):
-    gpus_here(gpus)
+def test_auto_uses_available_devices_and_other_values_are_kept(fake_gpus, gpus, trainer, placement):
+    fake_gpus(gpus)
     assert place(config(trainer)) == placement
 
 
-def test_a_missing_gpu_is_rejected_with_the_mask_that_hides_it(gpus_here):
-    gpus_here(0)
+def test_a_missing_gpu_is_rejected_with_the_mask_that_hides_it(fake_gpus):
+    fake_gpus(0)
     without = "needs a GPU, but no GPUs were found; set trainer=cpu to run without one"
     assert refusal({"accelerator": "gpu"}) == f"trainer.accelerator=gpu {without}"
-    gpus_here(2, mask="-1")
+    fake_gpus(2, mask="-1")
     assert "no GPUs were found with CUDA_VISIBLE_DEVICES=-1" in refusal({"accelerator": "gpu"})
 
 
-def test_more_devices_than_gpus_are_rejected_with_the_number_found(gpus_here):
-    gpus_here(1)
+def test_more_devices_than_gpus_are_rejected_with_the_number_found(fake_gpus):
+    fake_gpus(1)
     assert refusal({"devices": 2}) == "trainer.devices=2, but 1 GPU was found; set at most 1"
 
 
-def test_a_precision_for_gpus_is_rejected_on_a_cpu(gpus_here):
-    gpus_here(0)
+def test_a_precision_for_gpus_is_rejected_on_a_cpu(fake_gpus):
+    fake_gpus(0)
     line = refusal({}, precision="16-mixed")
     assert line.startswith("precision=16-mixed needs a GPU, but this run uses cpu; set precision=")
 
 
-def test_nccl_is_rejected_on_a_cpu(gpus_here):
-    gpus_here(2)
+def test_nccl_is_rejected_on_a_cpu(fake_gpus):
+    fake_gpus(2)
     backend = {"process_group_backend": "nccl"}
     line = refusal({"accelerator": "cpu", "devices": 2}, strategy=backend)
     assert line.startswith("strategy.process_group_backend=nccl needs GPUs")

@@ -25,18 +25,18 @@ def main(words):
 def joined(command):
     """Run a command on two ranks of a launcher, one late; return status, out, and err."""
 
-    def launch(*words: list[str]) -> tuple[list[int], str, str]:
+    def launch(*commands: list[str]) -> tuple[list[int], str, str]:
         (command.folder / "skewed.py").write_text(SKEWED)
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = str(free.getsockname()[1])
         same = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "PYTHONPATH": str(command.folder)}
         sizes = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
         ranks = [
-            command.start(*each, target="skewed:main", RANK=rank, LOCAL_RANK=rank, **same, **sizes)
-            for rank, each in zip(("0", "1"), words, strict=True)
+            command.start(*words, target="skewed:main", RANK=rank, LOCAL_RANK=rank, **same, **sizes)
+            for rank, words in zip(("0", "1"), commands, strict=True)
         ]
-        said = [rank.communicate(timeout=240) for rank in ranks]
-        return [rank.returncode for rank in ranks], *map("".join, zip(*said, strict=True))
+        outputs = [rank.communicate(timeout=240) for rank in ranks]
+        return [rank.returncode for rank in ranks], *map("".join, zip(*outputs, strict=True))
 
     return launch
 
@@ -224,11 +224,11 @@ def test_a_rank_of_torchrun_ends_with_it(monkeypatch, parent, program, ends):
 def test_the_limit_of_the_meeting_is_the_run_s_setting(monkeypatch):
     from lockstep_gpt.distributed import store
 
-    asked = []
-    monkeypatch.setattr(store, "meet", lambda *given: asked.append(given))
+    meetings = []
+    monkeypatch.setattr(store, "meet", lambda *limits: meetings.append(limits))
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setenv("WORLD_SIZE", "4")
     launcher.meet(Config(max_steps=1, launch=LaunchConfig(join_seconds=7)))
-    assert asked == [(3, 4, 7, launcher.UNSET)]
+    assert meetings == [(3, 4, 7, launcher.UNSET)]
     monkeypatch.setenv("WORLD_SIZE", "1")
     assert launcher.meet(Config(max_steps=1)) is None

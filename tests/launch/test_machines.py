@@ -8,7 +8,7 @@ from lockstep_gpt.config import Config
 from lockstep_gpt.errors import RunError, UserError
 from lockstep_gpt.launch import machines, start
 from lockstep_gpt.launch.launch_settings import LaunchConfig
-from lockstep_gpt.launch.machines import meeting
+from lockstep_gpt.launch.machines import rendezvous_parameters
 from lockstep_gpt.launch.start import NewRun
 from lockstep_gpt.model.model_settings import ModelConfig
 from lockstep_gpt.run.directory import RunDirectory
@@ -36,7 +36,7 @@ def run(tmp_path, monkeypatch):
     return RunDirectory(tmp_path / "run")
 
 
-def start_here(run, values, config):
+def start_machine(run, values, config):
     """Start this machine's part of the run; return its exit status."""
     return start.start(NewRun(run, config, values))
 
@@ -68,28 +68,28 @@ def config(node_rank=1, join_seconds=0.3, **settings):
 )
 def test_settings_that_all_machines_need_are_required(run, settings, line):
     with pytest.raises(UserError, match=line):
-        start_here(run, VALUES, config(**settings))
+        start_machine(run, VALUES, config(**settings))
 
 
 def test_a_batch_that_fewer_machines_cannot_divide_is_rejected_at_the_start(run):
     odd = {**VALUES, "batch": {"global_size": 2 * 3}}
     with pytest.raises(UserError, match=r"global_size=6 is not divisible by batch\.micro"):
-        start_here(run, odd, config(node_rank=0))
+        start_machine(run, odd, config(node_rank=0))
 
 
 def test_the_first_machine_freezes_the_run_and_the_others_read_it(run):
-    assert start_here(run, VALUES, config(node_rank=0)) == 40
+    assert start_machine(run, VALUES, config(node_rank=0)) == 40
     assert run.values() == {**VALUES, "data": {**VALUES["data"], "fingerprint": "tokens"}}
     other = {**VALUES, "launch": {"node_rank": 0}}  # settings of one machine may differ
-    assert start_here(run, other, config()) == 41
+    assert start_machine(run, other, config()) == 41
 
 
 def test_a_machine_that_times_out_or_has_other_settings_gets_the_reason(run):
     with pytest.raises(RunError, match=r"after 0\.3 s it lacks config\.yaml"):
-        start_here(run, VALUES, config())
+        start_machine(run, VALUES, config())
     run.create(VALUES)
     with pytest.raises(UserError, match=r"a different configuration.*: max_steps=4 instead of 3"):
-        start_here(run, {**VALUES, "max_steps": 4}, config())
+        start_machine(run, {**VALUES, "max_steps": 4}, config())
 
 
 def frozen_with(endpoint):
@@ -101,17 +101,17 @@ def test_a_machine_waits_for_the_first_machine_s_current_endpoint(run):
     now = frozen_with(PLACE)
     now["launch"]["node_rank"] = 1
     with pytest.raises(UserError, match=f"launch.rdzv_endpoint={PLACE} instead of 10.0.0.9:29500"):
-        start_here(run, now, config())
+        start_machine(run, now, config())
     late = threading.Timer(0.1, run.refreeze, [frozen_with(PLACE)])
     late.start()
-    assert start_here(run, now, config(join_seconds=60)) == 41
+    assert start_machine(run, now, config(join_seconds=60)) == 41
     late.join()
 
 
 @pytest.mark.usefixtures("run")
 @pytest.mark.parametrize("node_rank", [0, 1])
 def test_agents_meet_at_the_first_machine_s_address(node_rank):
-    assert meeting(config(node_rank), node_rank) == {
+    assert rendezvous_parameters(config(node_rank), node_rank) == {
         "endpoint": PLACE,
         "min_nodes": 1,
         "local_addr": "10.0.0.2",

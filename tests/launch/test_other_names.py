@@ -27,7 +27,7 @@ def settings_of(groups_and_top):
         for file in yaml_files(group).values():
             for key, value in (yaml.safe_load(file.read_text("utf-8")) or {}).items():
                 below = value if isinstance(value, dict) else {}
-                names |= {f"{group}.{key}", *(f"{group}.{key}.{each}" for each in below)}
+                names |= {f"{group}.{key}", *(f"{group}.{key}.{child}" for child in below)}
     return names | {"data.tokenizer"}
 
 
@@ -47,13 +47,13 @@ def test_each_of_our_names_on_the_page_exists(ours):
 @pytest.mark.skipif(not PAGE, reason="no docs/coming_from.md here")
 def test_page_and_messages_agree():
     named = ((re.findall(r"`(?:\w+=)?([^`]+)`", names), ours) for names, ours in ROWS)
-    told = {name: ours for names, ours in named for name in names}
-    said = {name: set(re.findall(r"[\w./]+", NAMES[name])) for name in told if name in NAMES}
-    assert len(said) > 50
-    assert {*NAMES} - {*told} == {"paths"}  # the page contains its settings
-    for name, words in said.items():
+    on_page = {name: ours for names, ours in named for name in names}
+    known = {name: set(re.findall(r"[\w./]+", NAMES[name])) for name in on_page if name in NAMES}
+    assert len(known) > 50
+    assert {*NAMES} - {*on_page} == {"paths"}  # the page contains its settings
+    for name, words in known.items():
         settings = words & KNOWN
-        assert settings <= set(re.findall(r"[\w./]+", told[name])), name
+        assert settings <= set(re.findall(r"[\w./]+", on_page[name])), name
 
 
 @pytest.mark.parametrize(

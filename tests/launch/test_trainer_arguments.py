@@ -43,6 +43,6 @@ def test_unknown_trainer_arguments_are_rejected(name, hint):
 
 
 def test_it_is_rejected_before_ranks_start(command):
-    said = command("train", "experiment=smoke", "+trainer.profile=simple", status=2).stderr
-    assert said.count("\n") == 1
-    assert "did you mean trainer.profiler?" in said
+    stderr = command("train", "experiment=smoke", "+trainer.profile=simple", status=2).stderr
+    assert stderr.count("\n") == 1
+    assert "did you mean trainer.profiler?" in stderr

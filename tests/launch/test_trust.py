@@ -37,7 +37,7 @@ RESUME = ("train", "run_dir=run", "resume=auto", "launch.inline=true")
     ],
 )
 def test_classes_of_the_project_and_of_lightning_need_no_permission(target):
-    assert not trust.foreign({"callbacks": {"one": {"_target_": target, "every": 3}}})
+    assert not trust.foreign_settings({"callbacks": {"one": {"_target_": target, "every": 3}}})
 
 
 @pytest.mark.parametrize(
@@ -65,13 +65,13 @@ def test_classes_of_the_project_and_of_lightning_need_no_permission(target):
     ],
 )
 def test_other_code_and_references_need_permission(node):
-    assert trust.foreign({"callbacks": {"one": node}})
+    assert trust.foreign_settings({"callbacks": {"one": node}})
 
 
 def test_permission_for_a_class_is_for_its_arguments_too():
     one, other = ({"a": {"_target_": "mine.Run", "words": word}, "seed": 1} for word in "xy")
-    assert trust.foreign(one) != trust.foreign(other)
-    assert trust.foreign(one) == trust.foreign({**one, "seed": 2})
+    assert trust.foreign_settings(one) != trust.foreign_settings(other)
+    assert trust.foreign_settings(one) == trust.foreign_settings({**one, "seed": 2})
 
 
 @pytest.fixture
@@ -88,10 +88,10 @@ def foreign_run(finished, command):
 
 def test_a_foreign_run_directory_cannot_build_classes(foreign_run, command):
     frozen = (foreign_run / "config.yaml").read_bytes()
-    said = command(*RESUME, "max_steps=25", status=2).stderr
-    assert said.count("\n") == 1
-    assert "run_dir=run: its config.yaml has callbacks.watched._target_=theirs.Watched" in said
-    assert "trust_run_dir=true" in said
+    stderr = command(*RESUME, "max_steps=25", status=2).stderr
+    assert stderr.count("\n") == 1
+    assert "run_dir=run: its config.yaml has callbacks.watched._target_=theirs.Watched" in stderr
+    assert "trust_run_dir=true" in stderr
     assert not (command.folder / "imported").exists()
     assert (foreign_run / "config.yaml").read_bytes() == frozen
     command(*RESUME, "max_steps=25", "trust_run_dir=true")
@@ -110,14 +110,14 @@ def test_no_data_is_read_for_a_reference_before_permission(finished, command, la
     config.write_text(yaml.safe_dump({**values, "model": {**values["model"], "block_size": 8}}))
     ranks = ALONE
     words = (*RESUME[:3], "max_steps=25", *(() if launched else RESUME[3:]))
-    said = command(*words, status=2, WHERE="corpus.txt", **(ranks if launched else {})).stderr
-    assert "its config.yaml has data.path=${oc.env:WHERE}, which no run that you" in said
+    stderr = command(*words, status=2, WHERE="corpus.txt", **(ranks if launched else {})).stderr
+    assert "its config.yaml has data.path=${oc.env:WHERE}, which no run that you" in stderr
     assert not (command.folder / "prepared").exists()
 
 
 def test_ranks_of_a_launcher_reject_it_too(foreign_run, command):
-    said = command(*RESUME[:3], "max_steps=25", status=2, **ALONE).stderr
-    assert "trust_run_dir=true" in said
+    stderr = command(*RESUME[:3], "max_steps=25", status=2, **ALONE).stderr
+    assert "trust_run_dir=true" in stderr
     assert "trust_run_dir: true" in (foreign_run / "config.yaml").read_text()
     assert not (command.folder / "imported").exists()
 
@@ -131,7 +131,7 @@ def test_a_user_s_own_run_resumes_and_elsewhere_with_its_command(command):
     fresh = {"XDG_STATE_HOME": str(command.folder / "file")}  # nothing can be stored there
     assert "trust_run_dir" in command(*RESUME, "max_steps=16", status=2, **fresh).stderr
     command.train(*mine, "resume=auto", "max_steps=16", **fresh)
-    said = command(*RESUME, "max_steps=18", status=2, **fresh).stderr
-    assert "callbacks.mine._target_=mine.Watched" in said
+    stderr = command(*RESUME, "max_steps=18", status=2, **fresh).stderr
+    assert "callbacks.mine._target_=mine.Watched" in stderr
     command(*RESUME, "max_steps=18", "trust_run_dir=true", **fresh)
     assert command.summary("run")["step"] == 18

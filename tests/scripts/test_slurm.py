@@ -229,8 +229,8 @@ def test_job_that_was_hit_and_requeued_ends_with_the_same_bits(
     assert command.summary("run")["status"] == "stopped"
     wait_for(lambda: not ranks_of(run))
 
-    wait_for(lambda: slurm.is_started(job), said=lambda: slurm.said(job))
-    wait_for(lambda: slurm.state(job)[0] == "COMPLETED", said=lambda: slurm.said(job))
+    wait_for(lambda: slurm.is_started(job), describe=lambda: slurm.said(job))
+    wait_for(lambda: slurm.state(job)[0] == "COMPLETED", describe=lambda: slurm.said(job))
     command.train(*LONG, "trainer=cpu", "trainer.devices=2", "run_dir=whole", "verbosity=quiet")
     assert f"resuming {run}" in log.read_text()
     assert command.summary("run")["world_size"] == 2

@@ -85,6 +85,6 @@ def test_settings_of_this_version_compose(command, path):
         assert set(recipe) == {"commit", "settings"}
         return
     words = [f"{name}={value}" for name, value in recipe["settings"].items()]
-    status, out, _ = command.told("train", *words, "--cfg", "job")
+    status, out, _ = command.run("train", *words, "--cfg", "job")
     assert status == 0
     assert f"lr: {0.001 if path.stem == 'classic' else 0.03}" in out

@@ -68,7 +68,7 @@ def test_every_line_of_a_block_is_a_command_of_a_kind_that_is_tested(commands):
 
 
 def test_commands_that_fixtures_run_are_still_the_readme_s(
-    commands, finished, two, shown_elsewhere
+    commands, finished, two, commands_of_fixtures
 ):
-    assert shown_elsewhere < {line for page, line in commands.HERE if page == "README.md"}
+    assert commands_of_fixtures < {line for page, line in commands.HERE if page == "README.md"}
     assert all(screen.count("done in") == 1 for _, screen in (finished, two))

@@ -44,18 +44,18 @@ def main(arguments: list[str]) -> int:
     if options.batch_size < 1:
         raise UserError(f"--batch-size={options.batch_size} must be at least 1")
     checkpoint = find_checkpoint(options.source)
-    import torch  # only now: mistakes are answered at once
+    import torch  # late, so that mistakes are reported at once
 
-    device = _joined_device()
+    device = _join_ranks()
     model, config, tokenizer = load_model(checkpoint)
     model = model.to(device)
     with torch.inference_mode():
         if options.data is None:
             result = evaluate(model, config, tokenizer, options.batch_size, options.split)
-            place = {"val": "validation", "test": "the test split"}[options.split]
+            text = {"val": "validation", "test": "the test split"}[options.split]
         else:
             result = evaluate_text(model, tokenizer, options.data, options.batch_size)
-            place = options.data
+            text = options.data
     if torch.distributed.is_initialized():
         is_first = torch.distributed.get_rank() == 0
         torch.distributed.destroy_process_group()
@@ -64,27 +64,30 @@ def main(arguments: list[str]) -> int:
     if options.json:
         print(json.dumps({"checkpoint": str(checkpoint), **result}))
         return 0
-    print(f"{checkpoint} on {result['tokens']:,} tokens of {place}")
+    print(f"{checkpoint} on {result['tokens']:,} tokens of {text}")
     for name in ("loss", "perplexity", "bits_per_byte"):
         if name in result:
             print(f"  {name:<14}{result[name]:.4f}")
     return 0
 
 
-def _joined_device() -> torch.device:
+def _join_ranks() -> torch.device:
     """Join the other ranks, if torchrun started this one; return this rank's device."""
     import torch
 
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        if device.type == "cuda":
-            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-            device = torch.device("cuda", torch.cuda.current_device())
-        torch.distributed.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    return device
+    has_peers = int(os.environ.get("WORLD_SIZE", "1")) > 1
+    if not torch.cuda.is_available():
+        if has_peers:
+            torch.distributed.init_process_group("gloo")
+        return torch.device("cpu")
+    if not has_peers:
+        return torch.device("cuda")
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    torch.distributed.init_process_group("nccl")
+    return torch.device("cuda", torch.cuda.current_device())
 
 
-def ranks() -> tuple[int, int]:
+def rank_and_world_size() -> tuple[int, int]:
     """Return this rank, and how many there are."""
     import torch
 
@@ -96,7 +99,22 @@ def ranks() -> tuple[int, int]:
 def evaluate(
     model: GPT, config: Config, tokenizer: Tokenizer, batch_size: int, split: str = "val"
 ) -> dict[str, float]:
-    """Return the means over all windows of a split: loss in nats, perplexity, bits per byte."""
+    """Measure a model on a split of its run's data, which is prepared if it is missing.
+
+    Args:
+        model: on the device where it should run.
+        config: of the run; it names the data and the length of a window.
+        tokenizer: of the run.
+        batch_size: windows at a time; with several ranks, on each.
+        split: `val` or `test`.
+
+    Returns:
+        means over all windows: `loss` in nats per token, `perplexity`, and, if the split is text
+        whose tokens are all targets, `bits_per_byte`; and the number of targets, `tokens`.
+
+    Raises:
+        UserError: the data can't be prepared, or it has no such split.
+    """
     from lockstep_gpt.data.datamodule import TokenDataModule
 
     source = source_of(config.data)
@@ -112,24 +130,36 @@ def evaluate(
         target_masks=source.target_masks(tokenizer),
     )
     device = next(model.parameters()).device
-    batches = data.batches(split, data.rows_of(split, *ranks()), device)
-    result = _mean(model, batches)
+    batches = data.batches(split, data.rows_of(split, *rank_and_world_size()), device)
+    result = _measure(model, batches)
     text_bytes = index.splits[split].text_bytes
-    if text_bytes and result["tokens"] in _whole_counts(data, index, split):
-        share = index.splits[split].tokens / text_bytes
-        result["bits_per_byte"] = result["loss"] / math.log(2) * share
+    # The number of bytes is known only for all tokens together.
+    if text_bytes and result["tokens"] in _counts_of_all_targets(data, index, split):
+        tokens_per_byte = index.splits[split].tokens / text_bytes
+        result["bits_per_byte"] = result["loss"] / math.log(2) * tokens_per_byte
     return result
 
 
-def _whole_counts(data: TokenDataModule, index: shards.Index, split: str) -> tuple[int, int]:
-    """Return how many targets a whole split has: in windows of a stream, and in packed ones."""
+def _counts_of_all_targets(
+    data: TokenDataModule, index: shards.Index, split: str
+) -> tuple[int, int]:
+    """Return how many targets a split has in all, in windows of a stream and in packed ones."""
     windows = sum(data.windows[split].counts.values())
     parts = [index.splits[name] for name in index.parts(split).values()]
     return windows * data.block_size, sum(part.tokens - 1 for part in parts)
 
 
 def evaluate_text(model: GPT, tokenizer: Tokenizer, path: str, batch_size: int) -> dict[str, float]:
-    """Return the means over all tokens of text files, but the first: nothing comes before it.
+    """Measure a model on all tokens of text files but the first, which no token comes before.
+
+    Args:
+        model: on the device where it should run.
+        tokenizer: of the model.
+        path: a file, a folder, a glob, or a URL.
+        batch_size: windows at a time; with several ranks, on each.
+
+    Returns:
+        means, as `evaluate` returns them.
 
     Raises:
         UserError: there are no files, or they aren't text.
@@ -148,32 +178,40 @@ def evaluate_text(model: GPT, tokenizer: Tokenizer, path: str, batch_size: int) 
     if len(ids) < 2:
         raise UserError(f"--data={path} has no text; give a file or a folder with some")
     device = next(model.parameters()).device
-    result = _mean(model, _batches(ids, model.config.block_size, batch_size, device))
+    result = _measure(model, _batches(ids, model.config.block_size, batch_size, device))
     result["bits_per_byte"] = result["loss"] / math.log(2) * result["tokens"] / text_bytes
     return result
 
 
 def _batches(ids: Any, block_size: int, batch_size: int, device: torch.device) -> Iterator[Batch]:
-    """Yield this rank's batches of all tokens, (N,); the last window is filled up."""
+    """Yield this rank's batches of windows, each two tensors of shape (B, T): inputs and targets.
+
+    Args:
+        ids: all tokens, of shape (N,). The last window is padded, with targets that don't count.
+        block_size: T, the length of a window.
+        batch_size: B, the most windows at a time.
+        device: of the tensors.
+    """
     import numpy as np
     import torch
 
     from lockstep_gpt.model.functional import IGNORE
 
-    rank, world_size = ranks()
-    count = -(-(len(ids) - 1) // block_size)
+    rank, world_size = rank_and_world_size()
+    count = -(-(len(ids) - 1) // block_size)  # of windows, rounded up
     for first in range(rank * batch_size, count, world_size * batch_size):
-        starts = range(first * block_size, min(first + batch_size, count) * block_size, block_size)
-        tokens = np.zeros((len(starts), block_size), np.int64)
-        targets = np.full((len(starts), block_size), IGNORE, np.int64)
-        for row, start in enumerate(starts):
+        numbers = range(first, min(first + batch_size, count))
+        tokens = np.zeros((len(numbers), block_size), np.int64)
+        targets = np.full((len(numbers), block_size), IGNORE, np.int64)
+        for row, number in enumerate(numbers):
+            start = number * block_size
             window = ids[start : start + block_size + 1]
             tokens[row, : len(window) - 1] = window[:-1]
             targets[row, : len(window) - 1] = window[1:]
         yield torch.from_numpy(tokens).to(device), torch.from_numpy(targets).to(device)
 
 
-def _mean(model: GPT, batches: Iterator[Batch]) -> dict[str, float]:
+def _measure(model: GPT, batches: Iterator[Batch]) -> dict[str, float]:
     """Return loss, perplexity, and the number of targets, over the batches of all ranks."""
     import torch
 

@@ -29,5 +29,7 @@ def main(arguments: list[str]) -> int:
     source = torch.Generator().manual_seed(options.seed)
     tokens = model.generate(prompt, options.length, options.temperature, options.top_k, source)
     text = tokenizer.decode(tokens[0].tolist())
-    print(printable(text) if sys.stdout.isatty() else text)
+    if sys.stdout.isatty():
+        text = printable(text)
+    print(text)
     return 0

@@ -36,9 +36,9 @@ FAILURE_GRACE = 5  # seconds that the other ranks have after one raises an error
 
 
 def main(
-    run: RunDirectory, node_rank: int = 0, kind: Callable[..., RankAgent] | None = None
+    run: RunDirectory, node_rank: int = 0, agent_class: Callable[..., RankAgent] | None = None
 ) -> int:
-    """Run the ranks of `run` on this node with an agent of class `kind`; return the exit status."""
+    """Run the ranks of `run` on this node with an agent; return the exit status."""
     name_callers_without_source()
     config = run.load()
     has_peers = config.trainer["num_nodes"] > 1
@@ -46,11 +46,11 @@ def main(
         try:
             refuse_missing(config)
             if has_peers:
-                place = machines.meeting(config, node_rank)
+                rendezvous = machines.rendezvous_parameters(config, node_rank)
             else:
-                place = _alone(folder)
+                rendezvous = _rendezvous_of_one_node(folder)
             _set_environment(config)
-            agent = (kind or RankAgent)(run, config, place, folder)
+            agent = (agent_class or RankAgent)(run, config, rendezvous, folder)
             if has_peers:
                 machines.end_when_cut_off(agent, config)
             return agent.status(agent.run())
@@ -61,14 +61,16 @@ def main(
             return after_signal(stop.sigval)
         except RendezvousError as error:
             cause = str(error.__cause__ or error)
-            line = machines.missed(config, cause) if has_peers else cause
+            line = cause
+            if has_peers:
+                line = machines.explain_missed_rendezvous(config, cause)
             lines = [f"{PROGRAM} train: {line}", remedies.explain_error(cause, config, 1)]
             print(*filter(None, lines), sep="\n", file=sys.stderr)
             return Exit.FAILED
 
 
-def _alone(folder: str) -> dict[str, Any]:
-    """Return the rendezvous of a single node's agent, as `RendezvousParameters` takes it."""
+def _rendezvous_of_one_node(folder: str) -> dict[str, Any]:
+    """Return where a single node's agent meets itself, as `RendezvousParameters` takes it."""
     return {
         "endpoint": f"{folder}/store",
         "store_type": "file",
@@ -87,17 +89,17 @@ def refuse_missing(config: Config) -> None:
             "driver, or set trainer=cpu"
         )
     backend = config.strategy.get("process_group_backend")
-    here = not backend or torch.distributed.is_backend_available(backend)
+    is_available = not backend or torch.distributed.is_backend_available(backend)
     rule = f"is not in torch {torch.__version__}; set nccl for GPUs or gloo"
-    check("strategy.process_group_backend", backend, here, rule)
+    check("strategy.process_group_backend", backend, is_available, rule)
 
 
 def _set_environment(config: Config) -> None:
     """Set variables that only agent and ranks need."""
     # Rank 0 serves the ranks' store, at an address that only this machine reaches if it is alone.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    signals = ",".join(each.name for each in processes.STOP_SIGNALS)
-    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = signals
+    names = [signum.name for signum in processes.STOP_SIGNALS]
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(names)
     if config.verbosity != "debug":
         for name in logging.root.manager.loggerDict:  # each has its own level
             if name.startswith("torch.distributed.elastic"):
@@ -108,14 +110,14 @@ class RankAgent(LocalElasticAgent):
     """The elastic agent that restarts ranks only after a signal killed one."""
 
     def __init__(
-        self, run: RunDirectory, config: Config, place: dict[str, Any], folder: str
+        self, run: RunDirectory, config: Config, rendezvous: dict[str, Any], folder: str
     ) -> None:
-        meeting = RendezvousParameters(
+        parameters = RendezvousParameters(
             backend="c10d",
             run_id=run.hash(),
             max_nodes=config.trainer["num_nodes"],
             read_timeout=60,  # with less, a link down for seconds ends the run
-            **place,
+            **rendezvous,
         )
         program, *arguments = rank_program.command(run)
         spec = WorkerSpec(
@@ -123,31 +125,32 @@ class RankAgent(LocalElasticAgent):
             local_world_size=config.trainer["devices"],
             entrypoint=program,
             args=tuple(arguments),
-            rdzv_handler=get_rendezvous_handler(meeting),
+            rdzv_handler=get_rendezvous_handler(parameters),
             max_restarts=config.launch.max_restarts,
             monitor_interval=0.1,
-            local_addr=place["local_addr"],
+            local_addr=rendezvous["local_addr"],
         )
-        barrier = place.get("last_call_timeout", 30)  # the same as at the start; torch's own: 300
+        barrier = rendezvous.get("last_call_timeout", 30)  # as at the start; torch's own: 300
         super().__init__(spec, DefaultLogsSpecs(log_dir=folder), exit_barrier_timeout=barrier)
         self._run = run
         self._shutdown_timeout = math.ceil(config.launch.grace_seconds)  # torch's own: 30
         self._ended: dict[int, Ending] = {}  # global rank -> how it ended the attempt
         self._aborted = False  # the previous attempt ended by SIGABRT alone
-        self.looked = time.monotonic()  # when it last checked its ranks
+        self.last_check = time.monotonic()  # of its ranks
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        self.looked = time.monotonic()
+        self.last_check = time.monotonic()
         self._ended = self._failed_ranks(worker_group)
         if self._ended:
             restartable = self._is_restartable()
             self._end_others(restartable)
             if not restartable:
                 self._remaining_restarts = 0
-            elif left := self._remaining_restarts:
+            if self._remaining_restarts:
                 total = worker_group.spec.max_restarts
-                line = f"restarting all ranks ({total - left + 1} of {total})"
-                print(f"{causes(self._ended)}; {line}", file=sys.stderr)
+                number = total - self._remaining_restarts + 1
+                line = f"restarting all ranks ({number} of {total})"
+                print(f"{describe_endings(self._ended)}; {line}", file=sys.stderr)
         try:
             return cast(RunResult, super()._monitor_workers(worker_group))
         except UnboundLocalError as error:  # torch's timer, if a signal comes as it starts
@@ -175,15 +178,15 @@ class RankAgent(LocalElasticAgent):
         self._aborted = has_aborted
         if aborts_again or self._run.failed.exists():
             return False
-        return all(each.killed_by or each.lost_peers or each.stopped_by for each in endings)
+        return all(ending.killed_by or ending.lost_peers or ending.stopped_by for ending in endings)
 
     def _end_others(self, restartable: bool) -> None:
         """End the other ranks before torch's agent does, which would wait 30 s for each."""
         if any(ending.stopped_by for ending in self._ended.values()):
-            self._shutdown(
-                signal.SIGTERM, self._shutdown_timeout
-            )  # all stop together, after saving
-        elif restartable:  # blocked in a collective with a dead rank, they miss signals
+            # All stop together, after saving.
+            self._shutdown(signal.SIGTERM, self._shutdown_timeout)
+        elif restartable:
+            # Blocked in a collective with a dead rank, they miss other signals.
             self._shutdown(signal.SIGKILL, 1)
         else:
             self._shutdown()
@@ -199,20 +202,21 @@ class RankAgent(LocalElasticAgent):
         """Return the exit status of the run: a rank's own if it chose one."""
         if not result.is_failed():
             return 0
-        if failure := self._run.read_failure():
+        failure = self._run.read_failure()
+        if failure:
             return int(failure["status"])
         endings = self._ended.values()
         deliberate = [ending.code for ending in endings if ending.is_deliberate]
         if deliberate:
             return deliberate[0]
         if Exit.FAILED not in [ending.code for ending in endings]:  # such a rank has printed why
-            lines = [f"{causes(self._ended)}; no restarts are left"]
+            lines = [f"{describe_endings(self._ended)}; no restarts are left"]
             lines.append(remedies.explain_deaths(self._run, self._ended))
             print(*filter(None, lines), sep="\n", file=sys.stderr)
         return Exit.FAILED
 
 
-def causes(ended: dict[int, Ending]) -> str:
+def describe_endings(ended: dict[int, Ending]) -> str:
     """Return how ranks ended, by rank; if some were killed, only those."""
     killed = {rank: ending for rank, ending in ended.items() if ending.killed_by}
     return ", ".join(f"rank {rank} {ending}" for rank, ending in (killed or ended).items())

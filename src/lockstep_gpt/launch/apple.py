@@ -11,13 +11,13 @@ PRECISIONS = ("32-true", "bf16-mixed")
 
 
 def is_chosen(wanted: str) -> bool:
-    """Return whether a `trainer.accelerator` means an Apple GPU here; reject a missing one."""
+    """Return whether this `trainer.accelerator` selects an Apple GPU; reject a missing one."""
     # Lightning's rule; under Rosetta 2, the machine is x86_64.
     is_mac = platform.system() == "Darwin" and platform.machine() == "arm64"
-    is_here = is_mac and os.environ.get("DISABLE_MPS") != "1"
+    has_gpu = is_mac and os.environ.get("DISABLE_MPS") != "1"
     rule = "but there is no Apple GPU, or DISABLE_MPS=1 is set; set trainer=cpu"
-    check("trainer.accelerator", wanted, is_here or wanted != "mps", rule)
-    return is_here and wanted in ("auto", "gpu", "mps")
+    check("trainer.accelerator", wanted, has_gpu or wanted != "mps", rule)
+    return has_gpu and wanted in ("auto", "gpu", "mps")
 
 
 def refuse_impossible(config: Config, placement: Placement) -> None:

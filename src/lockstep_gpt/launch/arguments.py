@@ -6,12 +6,12 @@ from typing import cast
 
 import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import IntervalSweep
+from hydra.core.override_parser.types import IntervalSweep, Override
 
 from lockstep_gpt import PROGRAM
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.launch import choices
-from lockstep_gpt.launch.hydra_errors import told_in_one_line
+from lockstep_gpt.launch.hydra_errors import as_user_error
 
 MULTIRUN = ("-m", "--multirun")
 FLAGS = {  # of Hydra
@@ -29,28 +29,45 @@ LAUNCHER = (
 )
 
 
-def understood(words: list[str]) -> list[str]:
+def translate_arguments(words: list[str]) -> list[str]:
     """Return a command's arguments as Hydra accepts them, or raise a `UserError`."""
     for word in words:
-        name, _, value = word.partition("=")
-        chooses = name[:1] == "+" and name[1:] in choices.group_names() and value[:1] != "{"
-        if chooses and f"~{name[1:]}" not in words:
-            rule = f"{name[1:]} already has a choice; write {word[1:]}, without +"
-            raise UserError(f"{word}: {rule}")
-        if name.lstrip("+") == "hydra/launcher" and value != "basic":
-            slurm = "; for SLURM, see docs/sweeps.md" if "submitit" in value else ""
-            raise UserError(f"{word} {LAUNCHER}{slurm}")
-        if "=" in word and name.lstrip("+") in choices.group_names() and not _is_choice(value):
-            raise UserError(f"{word} is not a choice; {PROGRAM} train --help lists them")
-        if word.startswith("--") and (flag := word[2:].partition("=")[0]) not in FLAGS:
-            near = choices.suggested_setting(flag)
-            raise UserError(f"{word} is not a flag; settings are NAME=VALUE, without dashes{near}")
+        if word.startswith("--"):
+            _check_flag(word)
+        else:
+            _check_override(word, words)
     words = _settings_first(words)
-    shows = any(word in ("-c", "--cfg") or word.startswith("--cfg=") for word in words)
-    return _first_job(words) if shows and any(word in MULTIRUN for word in words) else words
+    shows_config = any(word in ("-c", "--cfg") or word.startswith("--cfg=") for word in words)
+    is_sweep = any(word in MULTIRUN for word in words)
+    if shows_config and is_sweep:
+        return _first_job(words)
+    return words
 
 
-def quoted(arguments: list[str]) -> list[str]:
+def _check_flag(word: str) -> None:
+    """Raise a `UserError` for a flag that Hydra doesn't have."""
+    flag = word[2:].partition("=")[0]
+    if flag not in FLAGS:
+        near = choices.suggested_setting(flag)
+        raise UserError(f"{word} is not a flag; settings are NAME=VALUE, without dashes{near}")
+
+
+def _check_override(word: str, words: list[str]) -> None:
+    """Raise a `UserError` for an override that Hydra would misunderstand or not explain."""
+    prefixed, equals, value = word.partition("=")
+    name = prefixed.lstrip("+")
+    is_group = name in choices.group_names()
+    adds_choice = is_group and prefixed == f"+{name}" and not value.startswith("{")
+    if adds_choice and f"~{name}" not in words:
+        raise UserError(f"{word}: {name} already has a choice; write {word[1:]}, without +")
+    if name == "hydra/launcher" and value != "basic":
+        slurm = "; for SLURM, see docs/sweeps.md" if "submitit" in value else ""
+        raise UserError(f"{word} {LAUNCHER}{slurm}")
+    if is_group and equals and not _is_choice(value):
+        raise UserError(f"{word} is not a choice; {PROGRAM} train --help lists them")
+
+
+def quote_paths(arguments: list[str]) -> list[str]:
     """Quote paths with an `=`, which Hydra could not parse, such as `step=000500.ckpt`."""
     return [re.sub(r"^(resume|run_dir)=([^'\"].*=.*)$", r"\1='\2'", word) for word in arguments]
 
@@ -60,13 +77,16 @@ def _settings_first(words: list[str]) -> list[str]:
     settings: list[str] = []
     flags: list[str] = []
     for before, word in zip(["", *words], words, strict=False):
-        of_flag = before in WITH_VALUE or (before == "--info" and "=" not in word)
-        (flags if of_flag or word.startswith("-") else settings).append(word)
+        is_value = before in WITH_VALUE or (before == "--info" and "=" not in word)
+        if is_value or word.startswith("-"):
+            flags.append(word)
+        else:
+            settings.append(word)
     return [*settings, *flags]
 
 
 def _is_choice(value: str) -> bool:
-    """Tell whether Hydra takes it for a choice of a group, several, or what is set in it."""
+    """Return whether Hydra takes it for one choice of a group, for several, or for settings."""
     try:
         return isinstance(yaml.safe_load(value), str | list | dict)
     except yaml.YAMLError:  # Hydra says what is wrong with it
@@ -75,18 +95,22 @@ def _is_choice(value: str) -> bool:
 
 def _first_job(words: list[str]) -> list[str]:
     """Return the arguments of a sweep's first job, the one that `--cfg` shows."""
-    kept = [word for word in words if word not in MULTIRUN]
-    given = [word for word in quoted(kept) if "=" in word and not word.startswith("-")]
-    with told_in_one_line(given):
-        parsed = OverridesParser.create().parse_overrides(given)
-    swept = [override for override in parsed if override.is_sweep_override()]
-    first = {}
-    for override in swept:
-        sweep = override.value()
-        interval = [str(sweep.start)] if isinstance(sweep, IntervalSweep) else []
-        values = iter(interval or override.sweep_string_iterator())
-        word = cast(str, override.input_line)
-        first[word] = f"{word.partition('=')[0]}={next(values)}"
-    if first:
-        print(f"the first job of this sweep: {' '.join(first.values())}", file=sys.stderr)
-    return [first.get(word, word) for word in quoted(kept)]
+    words = quote_paths([word for word in words if word not in MULTIRUN])
+    settings = [word for word in words if "=" in word and not word.startswith("-")]
+    with as_user_error(settings):
+        overrides = OverridesParser.create().parse_overrides(settings)
+    of_first_job = {}  # a swept override -> the same with its first value
+    for override in overrides:
+        if override.is_sweep_override():
+            word = cast(str, override.input_line)
+            of_first_job[word] = f"{word.partition('=')[0]}={_first_value(override)}"
+    if of_first_job:
+        print(f"the first job of this sweep: {' '.join(of_first_job.values())}", file=sys.stderr)
+    return [of_first_job.get(word, word) for word in words]
+
+
+def _first_value(override: Override) -> str:
+    sweep = override.value()
+    if isinstance(sweep, IntervalSweep):
+        return str(sweep.start)
+    return next(iter(override.sweep_string_iterator()))

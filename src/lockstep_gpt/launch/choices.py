@@ -44,9 +44,14 @@ def settings_below(parent: str) -> dict[str, list[str]]:
     if group in OPEN_GROUPS:
         files = yaml_files(group).items()
         return {choice: [str(key) for key in OmegaConf.load(file)] for choice, file in files}
-    one: Any = {"": groups().get(parent) if parent else Config}
-    found = (data_choices() if group == "data" else one).items()
-    return {name: [item.name for item in fields(each)] for name, each in found if each}
+    classes: dict[str, Any] = {"": Config}
+    if group == "data":
+        classes = {**data_choices()}
+    elif parent in groups():
+        classes = {"": groups()[parent]}
+    elif parent:  # there is no such group
+        classes = {}
+    return {choice: [item.name for item in fields(kind)] for choice, kind in classes.items()}
 
 
 def suggestion(word: str, known: Iterable[str], prefix: str = "") -> str:
@@ -54,22 +59,27 @@ def suggestion(word: str, known: Iterable[str], prefix: str = "") -> str:
     name = (prefix + word).replace("-", "_")
     if name in group_names():  # a known group, so it was given as a flag
         return f"; write {name}=CHOICE"
-    for kind in data_choices().values():
-        if hint := kind.suggestion(name):
+    for settings in data_choices().values():
+        hint = settings.suggestion(name)
+        if hint:
             return f"; {hint}"
-    if ours := our_name(name):
+    ours = our_name(name)
+    if ours is not None:
         return f"; use {ours}"
     near = difflib.get_close_matches(word, known, n=1)
-    return f"; did you mean {prefix}{near[0]}?" if near else ""
+    if not near:
+        return ""
+    return f"; did you mean {prefix}{near[0]}?"
 
 
 def suggested_setting(path: str) -> str:
     """Suggest the setting nearest to `path`, or one with its name in a group."""
-    parent, _, name = path.rpartition(".")
-    known = [each for names in settings_below(parent).values() for each in names]
-    if near := suggestion(name, known, f"{parent}." if parent else ""):
+    parent, dot, name = path.rpartition(".")
+    known = [setting for settings in settings_below(parent).values() for setting in settings]
+    near = suggestion(name, known, parent + dot)
+    if near or parent:
         return near
-    for group in () if parent else known:
-        if any(name in names for names in settings_below(group).values()):
+    for group in known:
+        if any(name in settings for settings in settings_below(group).values()):
             return f"; did you mean {group}.{name}?"
     return ""

@@ -12,38 +12,42 @@ from lockstep_gpt import PROGRAM
 from lockstep_gpt.config import LEVELS
 from lockstep_gpt.errors import RunError, UserError
 from lockstep_gpt.launch import compose, launcher, resume, start, supervise
+from lockstep_gpt.launch.arguments import MULTIRUN
 
 
 @contextlib.contextmanager
-def _speaking() -> Iterator[None]:
+def _log_to_stdout() -> Iterator[None]:
     """Write log records to standard output while a command runs."""
-    root, handler = logging.getLogger(), logging.StreamHandler(sys.stdout)
-    before = root.handlers, root.level
-    root.handlers = [handler]
+    root = logging.getLogger()
+    handlers_before = root.handlers
+    level_before = root.level
+    root.handlers = [logging.StreamHandler(sys.stdout)]
     try:
         yield
     finally:
-        root.handlers = before[0]
-        root.setLevel(before[1])
+        root.handlers = handlers_before
+        root.setLevel(level_before)
 
 
-@_speaking()
+@_log_to_stdout()
 def train(arguments: list[str]) -> int:
     """Train once, or once for each job of a sweep; return the worst exit status."""
     launcher.end_with_launcher()
-    if run := resume.run_to_resume(arguments):
+    run = resume.run_to_resume(arguments)
+    if run is not None:
         return resume.resume(run, arguments)
-    if flags := [word for word in arguments if word in ("-m", "--multirun")]:
+    flags = [word for word in arguments if word in MULTIRUN]
+    if flags:
         # To the front: Hydra's parser needs all overrides in one sequence.
         arguments = [*flags, *(word for word in arguments if word not in flags)]
         if launcher.is_inside_launcher():
             raise UserError("--multirun would start a sweep on every rank; run it without torchrun")
         if not any(word.startswith("run_dir=") for word in arguments):
             arguments = [*arguments, f"run_dir={start.new_name('sweep')}"]
-    return _each_job("train", arguments, resume.train_or_resume)
+    return _run_jobs("train", arguments, resume.train_or_resume)
 
 
-@_speaking()
+@_log_to_stdout()
 def prepare(arguments: list[str]) -> int:
     """Create the token files of a data choice, and check them against the model's context."""
     if "--help" in arguments:
@@ -53,25 +57,34 @@ def prepare(arguments: list[str]) -> int:
         return 0
 
     def job(composed: DictConfig) -> tuple[int, float]:
-        _, config = compose.checked(composed)
+        _, config = compose.resolve_config(composed)
         logging.getLogger().setLevel(LEVELS[config.verbosity])
         start.prepare_data(config, "--verify" in arguments)
         return 0, math.nan
 
-    return _each_job("prepare", [word for word in arguments if word != "--verify"], job)
+    return _run_jobs("prepare", [word for word in arguments if word != "--verify"], job)
 
 
 class _SweepStopped(BaseException):
     """A signal ended a job and so the sweep; not an `Exception`, which Hydra would store."""
 
 
-def _each_job(
+def _run_jobs(
     command: str, arguments: list[str], job: Callable[[DictConfig], tuple[int, float]]
 ) -> int:
-    """Run `job` for each configuration; a failure doesn't stop the rest, a signal does."""
+    """Run `job` for each configuration; a failure doesn't stop the rest, a signal does.
+
+    Args:
+        command: its name, for errors.
+        arguments: the overrides, which may describe a sweep.
+        job: takes a composed configuration; returns its exit status and its validation loss.
+
+    Returns:
+        the worst exit status.
+    """
     results: list[tuple[str, int, float]] = []
 
-    def guarded(composed: DictConfig) -> float:
+    def run_job(composed: DictConfig) -> float:
         swept = " ".join(word for word in compose.overrides() if word not in arguments)
         if start.is_sweep():
             print(f"job {len(results)}: {swept}", flush=True)
@@ -79,14 +92,15 @@ def _each_job(
             status, metric = job(composed)
         except (UserError, RunError) as error:
             print(f"{PROGRAM} {command}: {error}", file=sys.stderr)
-            status, metric = error.status, math.nan
+            status = error.status
+            metric = math.nan
         results.append((swept, status, metric))
         if status > 128 and start.is_sweep():
             raise _SweepStopped
         return metric
 
     with supervise.sharing_servers(), contextlib.suppress(_SweepStopped):
-        compose.run(arguments, guarded)
+        compose.run(arguments, run_job)
     if len(results) > 1:
         print("\njob  exit  val_loss")
         for number, (swept, status, metric) in enumerate(results):

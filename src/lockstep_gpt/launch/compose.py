@@ -27,12 +27,17 @@ from lockstep_gpt.config_files import config_folder
 from lockstep_gpt.data.data_settings import data_choices
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.launch import checks, devices
-from lockstep_gpt.launch.arguments import quoted, understood
-from lockstep_gpt.launch.hydra_errors import one_line, told_in_one_line
+from lockstep_gpt.launch.arguments import quote_paths, translate_arguments
+from lockstep_gpt.launch.hydra_errors import as_user_error, one_line
 from lockstep_gpt.registry import ARGUMENTS, additions, config_folders_of_extras
 
-OLD = hydra.__version__.startswith("1.3.")  # later versions warn about its arguments
-register_resolver: Any = getattr(OmegaConf, "register_new_resolver" if OLD else "register_resolver")
+# Later versions warn about the arguments and names of 1.3.
+if hydra.__version__.startswith("1.3."):
+    HYDRA_ARGUMENTS = {"version_base": "1.3"}
+    register_resolver: Any = OmegaConf.register_new_resolver
+else:
+    HYDRA_ARGUMENTS = {}
+    register_resolver = OmegaConf.register_resolver
 
 
 class ExtrasOnSearchPath(SearchPathPlugin):
@@ -45,42 +50,53 @@ class ExtrasOnSearchPath(SearchPathPlugin):
 
 
 def run(arguments: list[str], job: Callable[[DictConfig], Any]) -> None:
-    """Call `job` with the composed config, for each job of a sweep, or raise a `UserError`."""
+    """Call `job` with the composed config, for each job of a sweep.
+
+    Args:
+        arguments: the words of the command line; shortcuts among them are replaced in place.
+        job: its result is the job's metric, which a sweeper may optimize.
+
+    Raises:
+        UserError: a word or a YAML file is wrong. Errors of the job are raised as they are.
+    """
     _register_schema(arguments)
     Plugins.instance().register(ExtrasOnSearchPath)
-    for rewrite in (understood, *additions(ARGUMENTS)):
+    for rewrite in (translate_arguments, *additions(ARGUMENTS)):
         arguments[:] = rewrite(arguments)  # in place: a sweep's jobs show only other words
-    started = []
+    has_started = False
 
-    @hydra.main(str(config_folder()), "train", **({"version_base": "1.3"} if OLD else {}))
+    @hydra.main(str(config_folder()), "train", **HYDRA_ARGUMENTS)
     def task(config: DictConfig) -> Any:
-        started.append(config)
+        nonlocal has_started
+        has_started = True
         return job(config)
 
     with _command_line(arguments):
         try:
             task()
         except (HydraException, OmegaConfBaseException, YAMLError, ValueError) as error:
-            if started:  # the job's own error, not the composition's
+            if has_started:  # the job's own error, not the composition's
                 raise
-            found = re.match(r"In '(.+?)': .+ raised while composing config", str(error))
-            where = f"{found[1]}.yaml: " if found else ""  # the file with the mistake
-            raise UserError(where + one_line(error, arguments)) from None
+            line = one_line(error, arguments)
+            mistake = re.match(r"In '(.+?)': .+ raised while composing config", str(error))
+            if mistake:
+                line = f"{mistake[1]}.yaml: {line}"
+            raise UserError(line) from None
 
 
 def overrides() -> list[str]:
     """Return the job's own overrides: in a sweep, with one value each."""
-    given = OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False)
-    return [str(word) for word in cast(list[Any], given)]
+    words = OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False)
+    return [str(word) for word in cast(list[Any], words)]
 
 
-def checked(config: DictConfig) -> tuple[dict[str, Any], Config]:
+def resolve_config(composed: DictConfig) -> tuple[dict[str, Any], Config]:
     """Return the values to freeze, and the same as a checked `Config`, or raise a `UserError`."""
-    with told_in_one_line(overrides()):
-        values = frozen(config)
-        checked_config = from_container(values)
-    checks.refuse_conflicts(checked_config)
-    return values, checked_config
+    with as_user_error(overrides()):
+        values = values_to_freeze(composed)
+        config = from_container(values)
+    checks.refuse_conflicts(config)
+    return values, config
 
 
 def _register_schema(arguments: list[str]) -> None:
@@ -109,18 +125,20 @@ def _config_dirs(arguments: list[str]) -> list[Path]:
 def _command_line(arguments: list[str]) -> Iterator[None]:
     """Pass Hydra the arguments, and make it raise its errors instead of printing them."""
     name = "HYDRA_FULL_ERROR"
-    words, told = sys.argv, os.environ.get(name)
-    sys.argv, os.environ[name] = [PROGRAM, *quoted(arguments)], "1"
+    words_before = sys.argv
+    value_before = os.environ.get(name)
+    sys.argv = [PROGRAM, *quote_paths(arguments)]
+    os.environ[name] = "1"
     try:
         yield
     finally:
-        sys.argv = words
+        sys.argv = words_before
         del os.environ[name]
-        if told is not None:
-            os.environ[name] = told
+        if value_before is not None:
+            os.environ[name] = value_before
 
 
-def frozen(config: DictConfig) -> dict[str, Any]:
+def values_to_freeze(config: DictConfig) -> dict[str, Any]:
     """Return plain values with every reference resolved, except those that read the environment.
 
     The environment may contain secrets, which don't belong in any file of a run.
@@ -149,5 +167,9 @@ def _plain(node: Any, reads: list[str]) -> Any:
 
 def _plain_child(parent: Any, key: Any, raw: Any, reads: list[str]) -> Any:
     reads.clear()
-    value = raw if OmegaConf.is_missing(parent, key) else parent[key]
-    return raw if reads else _plain(value, reads)
+    if OmegaConf.is_missing(parent, key):
+        return raw
+    value = parent[key]  # resolves its references; those to the environment are noted in `reads`
+    if reads:
+        return raw
+    return _plain(value, reads)

@@ -12,7 +12,8 @@ from lockstep_gpt.launch import apple, checks, launcher, slurm
 from lockstep_gpt.launch.placement import Placement
 from lockstep_gpt.settings import check
 
-DEVICE_FILES, CPU_FLAGS = Path("/dev"), Path("/proc/cpuinfo")
+DEVICE_FILES = Path("/dev")
+CPU_FLAGS = Path("/proc/cpuinfo")  # only on Linux
 
 
 def place(config: Config) -> Placement:
@@ -20,13 +21,15 @@ def place(config: Config) -> Placement:
     slurm.become_rank(config)
     accelerator = accelerator_of(config.trainer.get("accelerator", "auto"))
     gpus = gpu_count() if accelerator == "cuda" else None  # CPU ranks have no limit
-    devices, nodes = config.trainer.get("devices", "auto"), config.trainer.get("num_nodes", 1)
+    devices = config.trainer.get("devices", "auto")
+    nodes = config.trainer.get("num_nodes", 1)
     if launcher.is_inside_launcher():
         devices, nodes = launcher.launched_sizes(devices, nodes)
     elif devices == "auto":
         devices = gpus or 1
     if gpus is not None and devices > gpus:
-        raise UserError(f"trainer.devices={devices}, but {_found(gpus)}; set at most {gpus}")
+        present = _describe_gpus(gpus)
+        raise UserError(f"trainer.devices={devices}, but {present}; set at most {gpus}")
     placement = Placement(accelerator, devices, nodes)
     checks.refuse_impossible(config, placement)
     return placement
@@ -37,32 +40,47 @@ def accelerator_of(wanted: str) -> str:
     if apple.is_chosen(wanted):
         return "mps"
     has_gpus = wanted != "cpu" and gpu_count() > 0
-    rule = f"needs a GPU, but {_found(0)}; set trainer=cpu to run without one"
+    rule = f"needs a GPU, but {_describe_gpus(0)}; set trainer=cpu to run without one"
     check("trainer.accelerator", wanted, has_gpus or wanted in ("cpu", "auto"), rule)
     return "cuda" if has_gpus else "cpu"
 
 
 def gpu_count() -> int:
     """Count the NVIDIA GPUs that `CUDA_VISIBLE_DEVICES` leaves visible."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    mask = os.environ.get("CUDA_VISIBLE_DEVICES")
     present = len([path for path in DEVICE_FILES.glob("nvidia[0-9]*") if path.name[6:].isdigit()])
-    if not present and (command := shutil.which("nvidia-smi")):  # WSL has no device files
-        listing = subprocess.run([command, "-L"], capture_output=True, text=True, check=False)
-        present = sum(line.startswith("GPU ") for line in listing.stdout.splitlines())
-    if visible is None or not present:
+    if not present:  # WSL has no device files
+        present = _gpus_of_nvidia_smi()
+    if mask is None or not present:
         return present
-    names = [name.strip() for name in visible.split(",")]
-    return len(names[: names.index("-1")] if "-1" in names else list(filter(None, names)))
+    names = [name.strip() for name in mask.split(",")]
+    if "-1" in names:  # CUDA ignores what comes after it
+        return names.index("-1")
+    return len(list(filter(None, names)))
+
+
+def _gpus_of_nvidia_smi() -> int:
+    command = shutil.which("nvidia-smi")
+    if command is None:
+        return 0
+    listing = subprocess.run([command, "-L"], capture_output=True, text=True, check=False)
+    return sum(line.startswith("GPU ") for line in listing.stdout.splitlines())
 
 
 def precision_here(accelerator: str) -> str:
     """Return `bf16-mixed` on GPUs and on CPUs that multiply bfloat16 natively, else `32-true`."""
-    flags = CPU_FLAGS.read_text() if CPU_FLAGS.exists() else ""  # only on Linux
-    native = re.search(r"\b(avx512_bf16|amx_bf16|bf16)\b", flags) is not None
-    return "bf16-mixed" if native or (accelerator != "cpu" and gpu_count()) else "32-true"
+    flags = CPU_FLAGS.read_text() if CPU_FLAGS.exists() else ""
+    if re.search(r"\b(avx512_bf16|amx_bf16|bf16)\b", flags):
+        return "bf16-mixed"
+    if accelerator != "cpu" and gpu_count():
+        return "bf16-mixed"
+    return "32-true"
 
 
-def _found(count: int) -> str:
+def _describe_gpus(count: int) -> str:
+    """Return how many GPUs this process has found, and the mask that may hide others."""
+    line = "1 GPU was found" if count == 1 else f"{count or 'no'} GPUs were found"
     mask = os.environ.get("CUDA_VISIBLE_DEVICES")
-    note = "" if mask is None else f" with CUDA_VISIBLE_DEVICES={mask}"
-    return f"{count or 'no'} GPU{' was' if count == 1 else 's were'} found{note}"
+    if mask is not None:
+        line += f" with CUDA_VISIBLE_DEVICES={mask}"
+    return line

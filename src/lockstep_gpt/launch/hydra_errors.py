@@ -16,71 +16,119 @@ from lockstep_gpt.launch import choices
 from lockstep_gpt.training.trainer_settings import OWNED_TRAINER_KEYS, owned_key_line
 
 KINDS = {"Integer": "a whole number", "Float": "a number", "bool": "true or false"}
+UNKNOWN = "..."  # instead of a value that the error doesn't contain
+NOISE = r" (full_key|reference_type|object_type)[:=] ?\S*| (See https?://|Config search path).+"
 
 
 @contextlib.contextmanager
-def told_in_one_line(arguments: list[str], first: Callable[[], Any] = list) -> Iterator[None]:
-    """Raise a `UserError` for an error of Hydra or OmegaConf; `first` may raise a better one."""
+def as_user_error(
+    arguments: list[str], check_first: Callable[[], Any] | None = None
+) -> Iterator[None]:
+    """Raise a `UserError` for an error of Hydra or OmegaConf.
+
+    Args:
+        arguments: the overrides, of which one may be the cause.
+        check_first: is called after an error, and may raise a better one.
+    """
     try:
         yield
     except (HydraException, OmegaConfBaseException) as error:
-        first()
+        if check_first is not None:
+            check_first()
         raise UserError(one_line(error, arguments)) from None
 
 
 def one_line(error: Exception, arguments: list[str]) -> str:
     """Return value, rule, and remedy of an error of Hydra or OmegaConf."""
+    cause = error
     nested = error.__cause__ or error.__context__  # the latter if a YAML file is at fault
-    hidden = isinstance(error, HydraException) and isinstance(nested, OmegaConfBaseException)
-    cause = nested if hidden else error
-    found = re.search(r"Could not override '[+~]*([^']+)'", str(error))
-    path = getattr(cause, "full_key", None) or (found and found[1])
-    given = dict(word.lstrip("+~").split("=", 1) for word in arguments if "=" in word)
-    value = given.get(path, "...") if path else ""
+    if isinstance(error, HydraException) and isinstance(nested, OmegaConfBaseException):
+        cause = nested
+    path = _setting_at_fault(error, cause)
+    typed = dict(word.lstrip("+~").split("=", 1) for word in arguments if "=" in word)
+    value = typed.get(path, UNKNOWN) if path else ""
     text = re.sub(r"\s*\n\s*", " ", str(cause)).strip()
-    found = re.search(r"Could not (?:find|load) '(.+)/(.+?)'", text)
-    if found and found[1] in choices.group_names():
-        listed = re.search(r"Available options in .+?: (.+?)( Config s.+)?$", text)
-        names = listed[1].split() if listed else sorted(yaml_files(found[1]))
-        if extra := extra_of_choice(found[1], found[2]):
-            return f"{found[1]}={found[2]} needs {how_to_add(extra)}"
-        if instead := choices.GONE.get((found[1], found[2])):
-            return f"{found[1]}={found[2]} is gone; {instead}"
-        near = choices.suggestion(found[2], names)
-        return f"{found[1]}={found[2]} is not one of {', '.join(names)}{near}"
+
+    choice = re.search(r"Could not (?:find|load) '(.+)/(.+?)'", text)
+    if choice and choice[1] in choices.group_names():
+        return _unknown_choice(choice[1], choice[2], text)
+
     if path and re.search("not in|Could not override|Could not append", text):
-        # Of a group that doesn't exist, the error only names the group.
-        below = [word for word in given if word.startswith(f"{path}.") and "." not in path]
-        name = below[0] if below else path
-        return _unknown_setting(name, given.get(name, value))
-    if path and (found := re.search(r"Value '(.*?)' .*(converted to|not a valid) (\w+)", text)):
-        wrong = found[1] if value == "..." else value
-        return f"{path}={wrong} must be {KINDS.get(found[3], found[3])}"
-    if path and (found := re.match(r"(Value .+?)( full_key: .+)?$", text)):
-        return f"{path}={value}: {found[1].rstrip('.')}"
-    if found := re.search(r"Ambiguous value for argument '(.+?)' ", text):
-        return f"{found[1]} has several values: add --multirun to run each, or write [a,b]"
-    if found := re.search(r"Error parsing override '(.*?)' missing EQUAL", text):
-        return f"{found[1]} has no value; write NAME=VALUE, without spaces"
-    noise = r" (full_key|reference_type|object_type)[:=] ?\S*| (See https?://|Config search path).+"
-    text = re.sub(r"^Error when parsing index: .+?\]\. ", "", re.sub(noise, "", text))
-    return f"{path}={value}: {text}" if path else text
+        name = path
+        if "." not in path:  # of a group that doesn't exist, the error only names the group
+            name = next((setting for setting in typed if setting.startswith(f"{path}.")), path)
+        return _unknown_setting(name, typed.get(name, value))
+
+    mismatch = re.search(r"Value '(.*?)' .*(converted to|not a valid) (\w+)", text)
+    if path and mismatch:
+        wrong = mismatch[1] if value == UNKNOWN else value
+        return f"{path}={wrong} must be {KINDS.get(mismatch[3], mismatch[3])}"
+
+    rule = re.match(r"(Value .+?)( full_key: .+)?$", text)
+    if path and rule:
+        return f"{path}={value}: {rule[1].rstrip('.')}"
+
+    ambiguous = re.search(r"Ambiguous value for argument '(.+?)' ", text)
+    if ambiguous:
+        return f"{ambiguous[1]} has several values: add --multirun to run each, or write [a,b]"
+
+    unset = re.search(r"Error parsing override '(.*?)' missing EQUAL", text)
+    if unset:
+        return f"{unset[1]} has no value; write NAME=VALUE, without spaces"
+
+    text = re.sub(NOISE, "", text)
+    text = re.sub(r"^Error when parsing index: .+?\]\. ", "", text)
+    if not path:
+        return text
+    return f"{path}={value}: {text}"
+
+
+def _setting_at_fault(error: Exception, cause: Exception) -> str | None:
+    """Return the setting that an error is about; None or empty if it doesn't say."""
+    override = re.search(r"Could not override '[+~]*([^']+)'", str(error))
+    path: str | None = getattr(cause, "full_key", None)
+    if not path and override:
+        return override[1]
+    return path
+
+
+def _unknown_choice(group: str, choice: str, text: str) -> str:
+    """Return that a group has no such choice, and which it has, from the text of Hydra's error."""
+    extra = extra_of_choice(group, choice)
+    if extra is not None:
+        return f"{group}={choice} needs {how_to_add(extra)}"
+    instead = choices.GONE.get((group, choice))
+    if instead is not None:
+        return f"{group}={choice} is gone; {instead}"
+    available = re.search(r"Available options in .+?: (.+?)( Config s.+)?$", text)
+    names = available[1].split() if available else sorted(yaml_files(group))
+    near = choices.suggestion(choice, names)
+    return f"{group}={choice} is not one of {', '.join(names)}{near}"
 
 
 def _unknown_setting(path: str, value: str) -> str:
+    """Return that there is no such setting, and the remedy that fits best."""
     parent, _, name = path.rpartition(".")
-    if parent == "trainer" and (door := OWNED_TRAINER_KEYS.get(name)):
-        return owned_key_line(name, value, door)
-    if instead := choices.GONE_SETTINGS.get(path):
-        return f"{path} is gone; {instead}"
+    if parent == "trainer" and name in OWNED_TRAINER_KEYS:
+        return owned_key_line(name, value, OWNED_TRAINER_KEYS[name])
+
+    if path in choices.GONE_SETTINGS:
+        return f"{path} is gone; {choices.GONE_SETTINGS[path]}"
+
     settings = choices.settings_below(parent)
-    if owners := sorted(choice for choice, names in settings.items() if name in names):
+    owners = sorted(choice for choice, names in settings.items() if name in names)
+    if owners:
         return f"{path} is a setting of {parent}={' or '.join(owners)}, which is not chosen here"
-    if extra := extra_of_group(path.partition(".")[0]):
+
+    extra = extra_of_group(path.partition(".")[0])
+    if extra is not None:
         return f"{path}={value} needs {how_to_add(extra)}"
-    if near := choices.suggested_setting(path):
+
+    near = choices.suggested_setting(path)
+    if near:
         return f"unknown setting {path}{near}"
+
     if parent.split(".")[0] in OPEN_GROUPS:
         return f"unknown setting {path}; to add one that the YAML lacks, write +{path}={value}"
-    known = ", ".join(dict.fromkeys(each for names in settings.values() for each in names))
-    return f"unknown setting {path}; there are {known}"
+    known = dict.fromkeys(setting for names in settings.values() for setting in names)
+    return f"unknown setting {path}; there are {', '.join(known)}"

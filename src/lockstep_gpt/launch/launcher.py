@@ -38,9 +38,10 @@ def is_inside_launcher() -> bool:
         return False
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
+        verb = "is" if len(missing) == 1 else "are"
         raise UserError(
             f"RANK={os.environ['RANK']} and WORLD_SIZE={os.environ['WORLD_SIZE']} are set, but "
-            f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not; {UNSET}"
+            f"{' and '.join(missing)} {verb} not; {UNSET}"
         )
     return True
 
@@ -71,8 +72,10 @@ def launched_sizes(devices: int | str, nodes: int) -> tuple[int, int]:
     world_size = int(os.environ["WORLD_SIZE"])
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     launched = world_size // local_world_size
-    here = f"but the launcher started {counted(local_world_size, 'rank')} on this machine"
-    rule = f"{here}; remove the setting, or start {devices}; {UNSET}"
+    rule = (
+        f"but the launcher started {counted(local_world_size, 'rank')} on this machine; "
+        f"remove the setting, or start {devices}; {UNSET}"
+    )
     check("trainer.devices", devices, devices in ("auto", local_world_size), rule)
     rule = f"but the launcher started {launched}; remove the setting"
     check("trainer.num_nodes", nodes, nodes in (1, launched), rule)
@@ -85,7 +88,8 @@ def meet(config: Config) -> Store | None:
     Raises:
         RunError: the launcher or its other ranks are not there. Another try may succeed.
     """
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    rank = int(os.environ["RANK"])
+    world_size = int(os.environ["WORLD_SIZE"])
     if world_size == 1:
         return None
     from lockstep_gpt.distributed import store
@@ -93,9 +97,9 @@ def meet(config: Config) -> Store | None:
     try:
         return store.meet(rank, world_size, config.launch.join_seconds, UNSET)
     except MeetingError as error:
-        place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         raise RunError(
-            f"rank {rank} of {world_size} cannot meet the others at {place} ({error}); start all "
+            f"rank {rank} of {world_size} cannot meet the others at {address} ({error}); start all "
             "of them within launch.join_seconds, with a free MASTER_PORT on a machine that all "
             f"can reach; {UNSET}"
         ) from None
@@ -118,7 +122,8 @@ def agree(
     """
     if store is None:
         return freeze()
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    rank = int(os.environ["RANK"])
+    world_size = int(os.environ["WORLD_SIZE"])
     try:
         if rank == 0:
             return _agree_as_first(store, world_size, freeze)
@@ -138,7 +143,8 @@ def _agree_as_first(
         offer = {"status": Exit.DONE, "path": str(run.path), "values": run.values()}
         store.set("offer", json.dumps(offer))
         for rank in others:
-            if differing := store.get(f"differences of rank {rank}").decode():
+            differing = store.get(f"differences of rank {rank}").decode()
+            if differing:
                 raise UserError(
                     f"rank {rank} has a different configuration than rank 0: {differing}; use the "
                     "same command on all ranks"
@@ -155,7 +161,8 @@ def _agree_as_first(
 
 
 def _agree_with_first(store: Store, rank: int, values: dict[str, Any]) -> RunDirectory:
-    waiting, last_sign = Waiting(10 * ALIVE_SECONDS), 0
+    waiting = Waiting(10 * ALIVE_SECONDS)
+    last_sign = 0
     while not store.check(["offer"]):
         sign = store.add("signs of life", 0)
         if sign != last_sign:
@@ -177,17 +184,17 @@ def _agree_with_first(store: Store, rank: int, values: dict[str, Any]) -> RunDir
 @contextlib.contextmanager
 def _signs_of_life(store: Store) -> Iterator[None]:
     """Show the other ranks that this one is alive: it may tokenize a corpus for hours."""
-    over = threading.Event()
+    is_over = threading.Event()
 
-    def show() -> None:
+    def give_signs() -> None:
         with contextlib.suppress(RuntimeError):  # of a lost store, which `agree` reports
-            while not over.wait(ALIVE_SECONDS):
+            while not is_over.wait(ALIVE_SECONDS):
                 store.add("signs of life", 1)
 
-    thread = threading.Thread(target=show, daemon=True)
+    thread = threading.Thread(target=give_signs, daemon=True)
     thread.start()
     try:
         yield
     finally:
-        over.set()
+        is_over.set()
         thread.join()

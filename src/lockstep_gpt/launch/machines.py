@@ -29,11 +29,10 @@ def check_settings(config: Config, values: dict[str, Any]) -> None:
     Raises:
         UserError: a setting for several machines is missing, or fewer machines couldn't go on.
     """
-    launch, nodes = config.launch, config.trainer["num_nodes"]
-    for name, value in (
-        ("run_dir", config.run_dir),
-        ("launch.rdzv_endpoint", launch.rdzv_endpoint),
-    ):
+    launch = config.launch
+    nodes = config.trainer["num_nodes"]
+    required = {"run_dir": config.run_dir, "launch.rdzv_endpoint": launch.rdzv_endpoint}
+    for name, value in required.items():
         if value is None:
             raise UserError(
                 f"{name}=null with trainer.num_nodes={nodes}; set it to the same value on all"
@@ -60,21 +59,21 @@ def wait_for_first_machine(run: RunDirectory, values: dict[str, Any], seconds: f
         RunError: machine 0 did not come.
         UserError: its settings differ.
     """
-    end = time.monotonic() + seconds
+    deadline = time.monotonic() + seconds
     fault = "lacks config.yaml; check that all machines share it, and that machine 0 has started"
-    kind: type[Exception] = RunError  # it may still come
-    while time.monotonic() < end:
+    error_class: type[Exception] = RunError  # it may still come
+    while time.monotonic() < deadline:
         if run.config.is_file():
             differing = differences(run.values(), values)
             if not differing:
                 return
             fault = f"has a different configuration than this machine's: {', '.join(differing)}"
-            kind = UserError
+            error_class = UserError
         time.sleep(0.2)
-    raise kind(f"run_dir={run.path}: after {seconds:g} s it {fault}")
+    raise error_class(f"run_dir={run.path}: after {seconds:g} s it {fault}")
 
 
-def meeting(config: Config, node_rank: int) -> dict[str, Any]:
+def rendezvous_parameters(config: Config, node_rank: int) -> dict[str, Any]:
     """Return where and how the machines' agents meet, as torch's `RendezvousParameters` take it."""
     launch = config.launch
     assert launch.rdzv_endpoint is not None
@@ -91,14 +90,14 @@ def meeting(config: Config, node_rank: int) -> dict[str, Any]:
     }
 
 
-def missed(config: Config, cause: str) -> str:
+def explain_missed_rendezvous(config: Config, cause: str) -> str:
     """Return the message that not all machines came to the meeting."""
     launch = config.launch
-    why = f" ({cause})" if cause else ""
+    detail = f" ({cause})" if cause else ""
     return (
         f"not all of {config.trainer['num_nodes']} machines met at {launch.rdzv_endpoint} within "
-        f"launch.join_seconds={launch.join_seconds:g}{why}; start the same command on each, with "
-        "its own launch.node_rank"
+        f"launch.join_seconds={launch.join_seconds:g}{detail}; start the same command on each, "
+        "with its own launch.node_rank"
     )
 
 
@@ -111,7 +110,7 @@ def end_when_cut_off(agent: Any, config: Config) -> None:
     limit = launch.join_seconds + launch.grace_seconds + 2 * launch.lost_seconds
 
     def watch() -> None:
-        while time.monotonic() - agent.looked < limit:
+        while time.monotonic() - agent.last_check < limit:
             time.sleep(1)
         print(f"the other machines have been silent for {limit:g} s; ending", file=sys.stderr)
         os._exit(1)  # the ranks end with this process

@@ -21,6 +21,6 @@ def refuse_what_cannot_work(config: Config) -> None:
     """Raise a `UserError` for a Lightning callback that can't work here."""
     for name, node in config.callbacks.items():
         target = str(node.get("_target_", ""))
-        *_, kind = target.split(".")
-        if target.startswith(PACKAGE) and (rule := REFUSED.get(kind)):
-            raise UserError(f"callbacks.{name}: Lightning's {kind} {rule}")
+        class_name = target.rpartition(".")[2]
+        if target.startswith(PACKAGE) and class_name in REFUSED:
+            raise UserError(f"callbacks.{name}: Lightning's {class_name} {REFUSED[class_name]}")

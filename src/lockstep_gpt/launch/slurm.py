@@ -7,7 +7,9 @@ import socket
 from lockstep_gpt.config import Config
 from lockstep_gpt.errors import UserError
 
-FIRST_PORT, PORTS = 20_000, 20_000  # where rank 0 listens, by job and step
+# Rank 0 listens at one of these ports, by job and step.
+FIRST_PORT = 20_000
+PORTS = 20_000
 
 
 def become_rank(config: Config) -> None:
@@ -30,7 +32,8 @@ def rank_variables() -> dict[str, str]:
             f"srun started {', '.join(map(str, per_node))} tasks on its machines; start equally "
             "many on each with --ntasks-per-node"
         )
-    job, step = int(read("SLURM_JOB_ID")), int(read("SLURM_STEP_ID"))
+    job = int(read("SLURM_JOB_ID"))
+    step = int(read("SLURM_STEP_ID"))
     return {
         "RANK": read("SLURM_PROCID"),
         "LOCAL_RANK": read("SLURM_LOCALID"),

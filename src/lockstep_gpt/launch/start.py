@@ -93,16 +93,18 @@ def mode_of(config: Config) -> StartMode:
         return StartMode.LAUNCHER
     if config.trainer.get("num_nodes", 1) > 1:
         return StartMode.MACHINES
-    return StartMode.INLINE if config.launch.inline else StartMode.AGENT
+    if config.launch.inline:
+        return StartMode.INLINE
+    return StartMode.AGENT
 
 
-def start(this: RunStart) -> int:
+def start(run_start: RunStart) -> int:
     """Prepare the run, start its ranks, or run as one of a launcher's; return the exit status."""
-    mode = mode_of(this.config)
+    mode = mode_of(run_start.config)
     with contextlib.ExitStack() as lock:
-        freezing = Freezing(this, lock)
+        freezing = Freezing(run_start, lock)
         try:
-            status = _start_ranks(this, mode, freezing)
+            status = _start_ranks(run_start, mode, freezing)
         except UserError:  # the other ranks' configurations differ, for example
             freezing.undo()
             raise
@@ -113,23 +115,23 @@ def start(this: RunStart) -> int:
     return status
 
 
-def _start_ranks(this: RunStart, mode: StartMode, freezing: "Freezing") -> int:
+def _start_ranks(run_start: RunStart, mode: StartMode, freezing: "Freezing") -> int:
     match mode:
         case StartMode.INLINE:
             return _run_rank(freezing.freeze())
         case StartMode.AGENT:
             return supervise(freezing.freeze())
         case StartMode.MACHINES:
-            machines.check_settings(this.config, this.values)
-            node_rank = this.config.launch.node_rank
+            machines.check_settings(run_start.config, run_start.values)
+            node_rank = run_start.config.launch.node_rank
             if node_rank == 0:
                 freezing.freeze()
             else:
-                _follow_first_machine(this)
-            return supervise(this.run, node_rank)
+                _follow_first_machine(run_start)
+            return supervise(run_start.run, node_rank)
         case StartMode.LAUNCHER:
-            store = launcher.meet(this.config)
-            run = launcher.agree(store, this.values, freezing.freeze)
+            store = launcher.meet(run_start.config)
+            run = launcher.agree(store, run_start.values, freezing.freeze)
             prepare_data(run.load())  # on each machine
             status = _run_rank(run, store)
             if status in (Exit.FAILED, Exit.LOST_PEERS):
@@ -140,29 +142,31 @@ def _start_ranks(this: RunStart, mode: StartMode, freezing: "Freezing") -> int:
 class Freezing:
     """The step from settings to a run directory: data prepared, locked, and frozen."""
 
-    def __init__(self, this: RunStart, lock: contextlib.ExitStack) -> None:
-        self._this = this
+    def __init__(self, run_start: RunStart, lock: contextlib.ExitStack) -> None:
+        self._run_start = run_start
         self._lock = lock
         self._is_done = False
         self.run_existed = False  # before it was frozen here
 
     def freeze(self) -> RunDirectory:
         """Return the run directory, which stays locked until this command ends."""
-        this = self._this
-        this.check()
-        self.run_existed = this.run.config.exists()
+        run_start = self._run_start
+        run = run_start.run
+        run_start.check()
+        self.run_existed = run.config.exists()
         # Fixed before ranks start: all of them, and every restart, open these tokens.
-        fingerprint = prepare_data(this.config)
-        self._lock.enter_context(this.run.locked())
-        this.freeze({**this.values, "data": {**this.values["data"], "fingerprint": fingerprint}})
+        fingerprint = prepare_data(run_start.config)
+        data = {**run_start.values["data"], "fingerprint": fingerprint}
+        self._lock.enter_context(run.locked())
+        run_start.freeze({**run_start.values, "data": data})
         self._is_done = True
-        trust.permit(this.run, trusted=True)
-        return this.run
+        trust.permit(run, trusted=True)
+        return run
 
     def undo(self) -> None:
         """Restore the directory, if this process has frozen it."""
         if self._is_done:
-            self._this.undo()
+            self._run_start.undo()
 
 
 def _run_rank(run: RunDirectory, store: Any = None) -> int:
@@ -172,11 +176,13 @@ def _run_rank(run: RunDirectory, store: Any = None) -> int:
     return train.main(run, store)
 
 
-def _follow_first_machine(this: RunStart) -> None:
+def _follow_first_machine(run_start: RunStart) -> None:
     """Prepare the data as machine 0 does, and use the configuration that it has frozen."""
-    prepare_data(this.config)  # at the same time as machine 0, if they do not share a folder
-    machines.wait_for_first_machine(this.run, this.values, this.config.launch.join_seconds)
-    prepare_data(this.run.load())
+    run = run_start.run
+    config = run_start.config
+    prepare_data(config)  # at the same time as machine 0, if they do not share a folder
+    machines.wait_for_first_machine(run, run_start.values, config.launch.join_seconds)
+    prepare_data(run.load())
 
 
 def place_run(config: Config) -> tuple[Placement, int]:
@@ -210,7 +216,9 @@ def run_of(config: Config) -> RunDirectory:
     job = HydraConfig.get()
     choices = job.runtime.choices
     path = Path(config.run_dir or new_name(choices["model"], choices["data"]))
-    return RunDirectory(path / str(job.job.num) if is_sweep() else path)
+    if is_sweep():
+        path /= str(job.job.num)
+    return RunDirectory(path)
 
 
 def new_name(*parts: str) -> str:
@@ -235,7 +243,8 @@ def resolved_values(
     global_size = batch["global_size"] or batch["micro_size"] * world_size
     loggers = values["logger"]
     if is_sweep():
-        loggers = {name: grouped(node, run.path.parent.name) for name, node in loggers.items()}
+        sweep = run.path.parent.name
+        loggers = {name: with_sweep_as_group(node, sweep) for name, node in loggers.items()}
     return {
         **values,
         "run_dir": str(run.path),
@@ -246,7 +255,7 @@ def resolved_values(
     }
 
 
-def grouped(logger: Any, sweep: str) -> Any:
+def with_sweep_as_group(logger: Any, sweep: str) -> Any:
     """Return a logger's settings with the name of the sweep as its group, unless one is set."""
     if isinstance(logger, dict) and "group" in logger and logger["group"] is None:
         return {**logger, "group": sweep}

@@ -30,12 +30,15 @@ def supervise(run: RunDirectory, node_rank: int = 0) -> int:
     agent: Any = None  # like `subprocess.Popen`
 
     def pass_on(signum: int, _frame: FrameType | None) -> None:
-        impatient = signum == signal.SIGINT and signal.SIGINT in received
+        is_second_interrupt = signum == signal.SIGINT and signal.SIGINT in received
         received.append(signal.Signals(signum))
         if agent is None:  # there is no agent yet to pass it on to
             raise KeyboardInterrupt
-        agent.send_signal(signal.SIGKILL if impatient else signum)
-        if signum == signal.SIGINT and not impatient:
+        if is_second_interrupt:
+            agent.send_signal(signal.SIGKILL)
+            return
+        agent.send_signal(signum)
+        if signum == signal.SIGINT:
             print("\nsaving after this step; press Ctrl-C again to stop at once", flush=True)
 
     handlers = {signum: signal.signal(signum, pass_on) for signum in processes.STOP_SIGNALS}
@@ -48,9 +51,12 @@ def supervise(run: RunDirectory, node_rank: int = 0) -> int:
     finally:
         for signum, handler in handlers.items():
             signal.signal(signum, handler)
-    status = ending.code
-    if ending.killed_by:  # the agent itself, by us or by others
-        status = after_signal(received[0]) if received else Exit.FAILED
+    if not ending.killed_by:
+        status = ending.code
+    elif received:  # the agent itself was killed, after a signal to us
+        status = after_signal(received[0])
+    else:  # by others
+        status = Exit.FAILED
     if node_rank == 0:
         _report_unsaved(run, status, received, run.read_summary() == summary_before)
     return status
@@ -60,12 +66,16 @@ def _report_unsaved(
     run: RunDirectory, status: int, received: list[signal.Signals], summary_is_old: bool
 ) -> None:
     """Record a failure, or a stop before all ranks saved, also if no rank was left to do it."""
-    unsaved = bool(received) and Ending(status).stopped_by > 0 and summary_is_old
-    if status == Exit.FAILED or unsaved:
-        news = {"status": "stopped" if unsaved else "failed", "saved": False}
-        with contextlib.suppress(OSError):  # a full disk, already reported
-            run.write_summary({**run.read_summary(), **news})
-    if unsaved:
+    is_unsaved_stop = bool(received) and Ending(status).stopped_by > 0 and summary_is_old
+    if is_unsaved_stop:
+        outcome = "stopped"
+    elif status == Exit.FAILED:
+        outcome = "failed"
+    else:
+        return
+    with contextlib.suppress(OSError):  # a full disk, already reported
+        run.write_summary({**run.read_summary(), "status": outcome, "saved": False})
+    if is_unsaved_stop:
         hint = run.resume_hint()
         logging.warning("stopped by %s before all ranks saved; %s", received[0].name, hint)
 
@@ -75,8 +85,10 @@ def _start_agent(run: RunDirectory, node_rank: int) -> Any:
     config = run.load()
     environment = rank_environment(config)
     servers = forking_servers()
-    if servers and (agent := servers.start_agent(run, node_rank, config, environment)):
-        return agent
+    if servers is not None:
+        forked_agent = servers.start_agent(run, node_rank, config, environment)
+        if forked_agent is not None:
+            return forked_agent
     # In its own session: a Ctrl-C reaches the ranks once, through us.
     words = agent_program.command(run, node_rank)
     return subprocess.Popen(words, env=environment, start_new_session=True)
@@ -85,11 +97,14 @@ def _start_agent(run: RunDirectory, node_rank: int) -> Any:
 def sharing_servers() -> contextlib.AbstractContextManager[None]:
     """Let runs started meanwhile, the jobs of a sweep, be forks of the same process."""
     servers = forking_servers()
-    return servers.kept() if servers else contextlib.nullcontext()
+    if servers is None:
+        return contextlib.nullcontext()
+    sharing: contextlib.AbstractContextManager[None] = servers.kept()
+    return sharing
 
 
 def forking_servers() -> Any:
-    """Return what forks agents from a process that has imported everything, if it is here."""
+    """Return the module that forks agents from a process that has imported everything, or None."""
     return optional_part("warm", "server")
 
 

@@ -13,15 +13,18 @@ OURS = {"_target_", "accelerator", "devices", "num_nodes", "sync_batchnorm"}  # 
 
 def refuse_unknown(config: Config) -> None:
     """Raise a `UserError` for an argument that Lightning's Trainer lacks, without importing it."""
-    trainer, package = config.trainer, find_spec("lightning")
+    trainer = config.trainer
     added = sorted(trainer.keys() - OURS)
-    stock = trainer.get("_target_") == "lightning.pytorch.Trainer"
-    if not added or not stock or not package or not package.origin:
+    is_lightnings = trainer.get("_target_") == "lightning.pytorch.Trainer"
+    if not added or not is_lightnings:
+        return
+    package = find_spec("lightning")
+    if package is None or not package.origin:
         return
     code = ast.parse((Path(package.origin).parent / "pytorch/trainer/trainer.py").read_bytes())
-    functions = (each for each in ast.walk(code) if isinstance(each, ast.FunctionDef))
-    made = next(each for each in functions if each.name == "__init__")
-    known = [argument.arg for argument in made.args.kwonlyargs]
+    functions = [node for node in ast.walk(code) if isinstance(node, ast.FunctionDef)]
+    constructor = next(function for function in functions if function.name == "__init__")
+    known = [argument.arg for argument in constructor.args.kwonlyargs]
     for name in added:
         hint = suggestion(name, known, "trainer.") or "; remove it"
         rule = f"is not an argument of Lightning's Trainer{hint}"

@@ -16,28 +16,31 @@ from lockstep_gpt.run.directory import RunDirectory, flat, some_of
 PUBLIC = r"lightning\.pytorch\.(callbacks|loggers|plugins|profilers|strategies)\.[A-Z]\w*"
 
 
-def foreign(values: dict[str, Any]) -> list[str]:
+def foreign_settings(values: dict[str, Any]) -> list[str]:
     """Return settings of targets that neither configs/ nor Lightning has, and all references."""
-    files = (path for folder in config_folders() for path in folder.rglob("*.yaml"))
-    texts = [path.read_text(encoding="utf-8") for path in files]
-    ours, settings = re.findall(r"_target_: (\S+)", "".join(texts)), [*flat(values)]
-    nodes = tuple(
-        name.removesuffix("_target_")
-        for name, value in settings
-        if re.search(r"\$\{|_target_", str(value))
-        or (name.endswith("_target_") and not (value in ours or re.fullmatch(PUBLIC, str(value))))
-    )
-    return [f"{name}={value}" for name, value in settings if name.startswith(nodes)]
+    files = [path for folder in config_folders() for path in folder.rglob("*.yaml")]
+    text = "".join(path.read_text(encoding="utf-8") for path in files)
+    our_targets = re.findall(r"_target_: (\S+)", text)
+    settings = list(flat(values))
+    nodes = []  # prefixes of the settings to return
+    for name, value in settings:
+        is_reference = re.search(r"\$\{|_target_", str(value))
+        is_target = name.endswith("_target_")
+        is_known = value in our_targets or re.fullmatch(PUBLIC, str(value))
+        if is_reference or (is_target and not is_known):
+            nodes.append(name.removesuffix("_target_"))
+    return [f"{name}={value}" for name, value in settings if name.startswith(tuple(nodes))]
 
 
 def permit(run: RunDirectory, trusted: bool, composed: dict[str, Any] | None = None) -> None:
     """Record for this user that `run` may build what it names; if not, raise a `UserError`."""
-    settings = foreign(run.values())
+    settings = foreign_settings(run.values())
     # `Path.expanduser` would raise if there is no home.
     state = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")  # noqa: PTH111
     digest = hashlib.sha256(repr(settings).encode()).hexdigest()
     record = Path("/", state, PROGRAM, "built", digest)
-    if not (trusted or {*settings} <= {*foreign(composed or {})} or os.access(record, os.F_OK)):
+    is_composed_here = set(settings) <= set(foreign_settings(composed or {}))
+    if not (trusted or is_composed_here or os.access(record, os.F_OK)):
         raise UserError(
             f"run_dir={run.path}: its config.yaml has {some_of(settings)}, which no run that you "
             "started here has used; if you trust its author, set trust_run_dir=true"

@@ -24,7 +24,7 @@ COUNTS = [98_304, 185_856, 331_776, 602_112, 995_328]
 
 def config_of(*words):
     made = []
-    compose.run(list(words), lambda composed: made.append(compose.checked(composed)[1]))
+    compose.run(list(words), lambda composed: made.append(compose.resolve_config(composed)[1]))
     return made[0]
 
 

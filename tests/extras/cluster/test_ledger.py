@@ -42,7 +42,7 @@ SMALL = ModelConfig(block_size=64, n_layer=3, n_head=2, n_embd=32)
 
 
 def composed(*words: str) -> Config:
-    return flags.each_job([*words], lambda config: compose.checked(config)[1])[0]
+    return flags.each_job([*words], lambda config: compose.resolve_config(config)[1])[0]
 
 
 @pytest.fixture(scope="module")

@@ -38,7 +38,7 @@ def test_it_fits_predicts_and_prints_the_result(size_law, command):
     assert "40k, " in (command.folder / "size_law.svg").read_text()
     made = []
     words = ["model=auto", "size.weights=16k", f"size.law={command.folder}/size_law.json"]
-    compose.run(words, lambda composed: made.append(compose.checked(composed)[1]))
+    compose.run(words, lambda composed: made.append(compose.resolve_config(composed)[1]))
     assert (expected(made[0]) is None) == (not found["is_valid"])
 
 

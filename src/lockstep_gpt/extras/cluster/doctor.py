@@ -56,7 +56,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--json", action="store_true")
     given, overrides = parser.split(arguments)
     statuses = []
-    for values, config in flags.each_job(overrides, compose.checked):
+    for values, config in flags.each_job(overrides, compose.resolve_config):
         slurm.become_rank(config)
         if launcher.has_rank():
             statuses.append(_examine(values, config, given))

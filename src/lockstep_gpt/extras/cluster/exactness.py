@@ -83,7 +83,7 @@ def _trained(
         f"checkpoint.every={max(1, steps // 16)}",  # some steps before a kill are repeated
     ]
     runs = SmallRuns(folder, [*SETTINGS, *own], overrides)
-    config = flags.each_job(runs.words, compose.checked)[0][1]
+    config = flags.each_job(runs.words, compose.resolve_config)[0][1]
     leaves = _leaves(config.batch, ranks)
     size = counted(config.batch.micro_size or 1, "sample")
     threads = counted(config.batch.exact_threads, "thread")

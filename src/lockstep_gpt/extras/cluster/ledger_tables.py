@@ -20,7 +20,7 @@ from lockstep_gpt.training.schedule import BatchPlan, plan_batch
 
 def composed(words: DictConfig) -> tuple[Config, int]:
     """Return the configuration and its vocabulary size, which is GPT-2's if `plan` uses that."""
-    config = compose.checked(words)[1]
+    config = compose.resolve_config(words)[1]
     return config, Chosen.now().vocabulary() or vocabulary(config.data)
 
 

@@ -74,7 +74,7 @@ def main(arguments: list[str]) -> int:
     hardware = _hardware(given)
 
     def job(composed: DictConfig) -> tuple[Config, Chosen]:
-        return compose.checked(composed)[1], Chosen.now()
+        return compose.resolve_config(composed)[1], Chosen.now()
 
     gc.disable()  # else a third of the time goes into scanning what imports keep for good
     try:
