@@ -206,7 +206,7 @@ def _received(connection: socket.socket, size: int = 8) -> bytes:
     return content
 
 
-def serve(listener: socket.socket, program: str, modules: Sequence[str] = ()) -> NoReturn:
+def serve(listener: socket.socket, program: str, modules: Sequence[str] = ()) -> NoReturn:  # noqa: C901
     """Fork on request until the last client that keeps this server has gone.
 
     Args:
@@ -400,7 +400,7 @@ def _parent_of(job: Mapping[str, Any]) -> Callable[[], int]:
     return getppid
 
 
-def _settle_in(job: dict[str, Any], files: list[int], program: str) -> Callable[[], object]:
+def _settle_in(job: dict[str, Any], files: list[int], program: str) -> Callable[[], object]:  # noqa: C901
     """Set up the state of a separate program; return a function that runs it."""
     import atexit
     import ctypes

@@ -1,4 +1,8 @@
-"""What Lightning doesn't offer in public. A test fails once Lightning no longer needs the patch."""
+"""What Lightning doesn't offer in public.
+
+A test of changed behavior fails once Lightning no longer needs the change.
+A test of a private name fails once Lightning has something else under it.
+"""
 
 from types import SimpleNamespace
 

@@ -47,7 +47,7 @@ def empty_buckets(ddp: DistributedDataParallel) -> Sequence[Any]:
 
 
 def declared_arguments(operation: Any) -> Sequence[Any]:
-    """Return an operation's declared arguments, which say what it writes."""
+    """Return an operation's declared arguments, which say what it writes; no public name does."""
     return list(operation._schema.arguments)
 
 

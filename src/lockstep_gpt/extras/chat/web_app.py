@@ -54,7 +54,9 @@ class Events(StreamingResponse):
             self.left()
 
 
-def web_app(reader: Reader, thread: AnsweringThread, limits: Limits) -> ASGIApp:
+def web_app(  # noqa: C901 its handlers share its arguments
+    reader: Reader, thread: AnsweringThread, limits: Limits
+) -> ASGIApp:
     """Return the application that answers with `thread` what `reader` accepts."""
     page, policy = page_and_policy()
     model = {"id": reader.name, "object": "model", "created": 0, "owned_by": PROGRAM}
