@@ -85,7 +85,7 @@ def _start_agent(run: RunDirectory, node_rank: int) -> Any:
 def sharing_servers() -> contextlib.AbstractContextManager[None]:
     """Let runs started meanwhile, the jobs of a sweep, be forks of the same process."""
     servers = forking_servers()
-    return servers.kept() if servers else contextlib.nullcontext()
+    return servers.keep_servers() if servers else contextlib.nullcontext()
 
 
 def forking_servers() -> Any:

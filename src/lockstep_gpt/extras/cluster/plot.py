@@ -72,7 +72,7 @@ def _ticks(axes: _Axes) -> Iterator[str]:
     for count in TICKS:
         if axes.counts[0] <= count <= axes.counts[1]:
             x = axes.x(count)
-            length, unit = next(each for each in UNITS if count >= each[0])
+            length, unit = next((length, unit) for length, unit in UNITS if count >= length)
             yield f'<path d="M{x} {MARGIN / 2}V{bottom}" stroke="#ddd"/>'
             label = f"{count / length:g}{unit}"
             yield f'<text x="{x}" y="{bottom + 18}" text-anchor="middle">{label}</text>'
