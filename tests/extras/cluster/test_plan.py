@@ -221,8 +221,8 @@ def test_a_given_budget_is_planned(screen, small_experiments, words, tokens, sou
     plan = json.loads(screen(*words, "--json")[1])
     assert plan["tokens"] == (tokens or plan["chinchilla_tokens"])
     assert plan["budget"] == source
-    tokens = facts_of(out)["tokens"]
-    assert tokens.startswith(f"{amount(plan['tokens'])}, {source or 'the Chinchilla point'}")
+    line = facts_of(out)["tokens"]
+    assert line.startswith(f"{amount(plan['tokens'])}, {source or 'the Chinchilla point'}")
     row = plan["rows"][0]
     assert row["seconds"] == pytest.approx(plan["tokens"] / row["tokens_per_second"])
 

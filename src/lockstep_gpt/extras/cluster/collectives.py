@@ -125,7 +125,8 @@ def measure(link: str, group: Any, device: torch.device) -> Bandwidth:
 
 def links(ranks: Ranks) -> dict[str, Any]:
     """Return this rank's groups to measure: its own node, and its peers on other nodes."""
-    local, nodes = ranks.local_world_size, ranks.num_nodes
+    local = ranks.local_world_size
+    nodes = ranks.num_nodes
     if nodes == 1:
         return {"within a node": dist.group.WORLD}
     if local == 1:

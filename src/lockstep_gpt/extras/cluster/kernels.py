@@ -99,6 +99,21 @@ class _Operation:
     def fuses(self) -> bool:
         return self.compiled and self.kind == MEMORY and self.name not in MOVES
 
+    def count_products(self, args: Any) -> None:
+        """Set the FLOP of matrix products and attention, and their number format."""
+        if self.kind == PRODUCT:
+            left, right = args[:2] if self.name in ("mm", "bmm") else args[1:3]
+            self.flops = 2.0 * left.numel() * right.shape[-1]
+            self.form = FORMS.get(left.dtype, "bf16")
+        elif self.kind == ATTENTION:
+            backward = "backward" in self.name
+            query, key = args[1:3] if backward else args[:2]
+            # Two products; the causal mask halves the work.
+            self.flops = 2.0 * query.numel() * key.shape[-2]
+            if backward:
+                self.flops *= BACKWARD_OF_ATTENTION
+            self.form = FORMS.get(query.dtype, "bf16")
+
     def alone(self) -> Kernel:
         read = sum(self.read.values())
         written = sum(self.written.values())
@@ -205,18 +220,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         compiled = self._compiled and not (sums or self._part == UPDATE)
         part = SUMS if sums else self._part
         operation = _Operation(name, part, compiled, self._backward, read, written, {*change})
-        if operation.kind == PRODUCT:
-            left, right = args[:2] if name in ("mm", "bmm") else args[1:3]
-            operation.flops = 2.0 * left.numel() * right.shape[-1]
-            operation.form = FORMS.get(left.dtype, "bf16")
-        elif operation.kind == ATTENTION:
-            backward = "backward" in name
-            query, key = args[1:3] if backward else args[:2]
-            # Two products; the causal mask halves the work.
-            operation.flops = 2.0 * query.numel() * key.shape[-2]
-            if backward:
-                operation.flops *= BACKWARD_OF_ATTENTION
-            operation.form = FORMS.get(query.dtype, "bf16")
+        operation.count_products(args)
         self._operations.append(operation)
 
     def sizes(self, tensors: Iterable[Tensor | None]) -> dict[int, float]:
@@ -253,7 +257,8 @@ def _changed(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     for index, declared in enumerate(declared_arguments(func)):
         written = declared.alias_info is not None and declared.alias_info.is_write
         if written and declared.name != "grads":  # fused updates write these only to unscale them
-            tensors += _tensors(args[index] if index < len(args) else kwargs.get(declared.name))
+            value = args[index] if index < len(args) else kwargs.get(declared.name)
+            tensors += _tensors(value)
     return tensors
 
 

@@ -42,7 +42,8 @@ def fitted(counts: Sequence[float], losses: Sequence[float]) -> Law:
         power = x**-exponent
         floor, factor = np.linalg.lstsq(np.stack([1 / y, power / y], 1), np.ones_like(y))[0]
         if floor < 0:
-            floor, factor = 0.0, (power / y).sum() / (power**2 / y**2).sum()
+            floor = 0.0
+            factor = (power / y).sum() / (power**2 / y**2).sum()
         law = Law(float(floor), float(factor), float(exponent))
         return float((((floor + factor * power) / y - 1) ** 2).sum()), law
 

@@ -82,7 +82,7 @@ class Chunks:
     """Logits on a GPU: they are whole up to a certain micro-batch, and in chunks above it."""
 
     most_whole: int  # samples in the largest micro-batch with whole logits
-    whole: float  # bytes per sample, if they are whole
+    bytes_per_sample: float  # if they are whole
     chunk: float  # bytes, for any micro-batch
 
     @classmethod
@@ -104,7 +104,7 @@ class Chunks:
     def size(self, micro_size: int) -> float:
         """Return the bytes for a micro-batch."""
         if micro_size <= self.most_whole:
-            return micro_size * self.whole
+            return micro_size * self.bytes_per_sample
         return self.chunk
 
 
@@ -150,7 +150,8 @@ class Footprint:
         chunked = int((room - self.chunks.chunk) // per_sample)
         if chunked > self.chunks.most_whole:
             return chunked
-        return max(0, min(self.chunks.most_whole, int(room // (per_sample + self.chunks.whole))))
+        with_whole_logits = int(room // (per_sample + self.chunks.bytes_per_sample))
+        return max(0, min(self.chunks.most_whole, with_whole_logits))
 
 
 def whole_model(config: Config, vocab_size: int) -> GPT:

@@ -130,7 +130,9 @@ def vocabulary(data: DataConfig) -> int:
 
 
 def _work(room: Room) -> Work:
-    config, model, memory = room.config, room.model, room.hardware.memory
+    config = room.config
+    model = room.model
+    memory = room.hardware.memory
     trained = [weight for weight in model.parameters() if weight.requires_grad]
     return Work(
         flops_per_token=model.flops_per_token,

@@ -97,7 +97,8 @@ def gather_seconds(size: float, batch: BatchPlan, hardware: Hardware) -> float:
 
     Each is half of an all-reduce; NCCL does not have trees for them.
     """
-    steps, crossing = batch.world_size - 1, batch.nodes - 1
+    steps = batch.world_size - 1
+    crossing = batch.nodes - 1
     seconds = ring_seconds(size, batch.world_size, bandwidth_of_all(batch, hardware)) / 2
     return seconds + (steps - crossing) * hardware.intra.latency + crossing * hardware.inter.latency
 
@@ -114,12 +115,14 @@ def buckets(gradients: Sequence[int], cap_mb: float) -> list[int]:
         cap_mb: MiB of every bucket except the first.
     """
     sizes: list[int] = []
-    size, limit = 0, float(FIRST_BUCKET)
+    size = 0
+    limit = float(FIRST_BUCKET)
     for gradient in reversed(gradients):
         size += gradient
         if size >= limit:
             sizes.append(size)
-            size, limit = 0, cap_mb * MIB
+            size = 0
+            limit = cap_mb * MIB
     return [*sizes, size] if size else sizes
 
 
@@ -165,7 +168,9 @@ def step_time(work: Work, batch: BatchPlan, hardware: Hardware) -> StepTime:
     micro_step = compute / batch.accumulation
     update = ledger.of(UPDATE).seconds(hardware)
     if batch.world_size == 1:
-        exchange, algorithm, exposed = 0.0, "", 0.0
+        exchange = 0.0
+        algorithm = ""
+        exposed = 0.0
     elif work.sharing:
         exchange, exposed = _sharded(work.sharing, batch, hardware, micro_step)
         algorithm = RING
@@ -228,7 +233,8 @@ def _sharded(
         scatter=seconds(sharing.block, sharing.reduced_size),
         scattered_rest=seconds(sharing.rest, sharing.reduced_size),
     )
-    earlier_exchange, earlier_exposed = exchange, exposed
+    earlier_exchange = exchange
+    earlier_exposed = exposed
     if sharing.adds_whole:
         earlier_exchange, earlier_exposed = micro_step_seconds(scatter=0.0, scattered_rest=0.0)
     earlier = batch.accumulation - 1

@@ -65,7 +65,8 @@ def _facts(plan: Plan) -> Iterator[tuple[str, str]]:
     )
     yield "tokens", _tokens(plan)
     if plan.expected:
-        loss, basis = plan.expected["val_loss"], plan.expected["basis"]
+        loss = plan.expected["val_loss"]
+        basis = plan.expected["basis"]
         yield "loss", f"{loss:.4f} nats per token on held-out data, {basis}"
     yield from _exchange(plan)
     for note in plan.notes:
@@ -97,7 +98,8 @@ def _tokens(plan: Plan) -> str:
 
 
 def _exchange(plan: Plan) -> Iterator[tuple[str, str]]:
-    size, device = plan.gradient_bytes, plan.hardware
+    size = plan.gradient_bytes
+    device = plan.hardware
     narrowest = (
         f"the narrowest link limits all devices: a device's {device.intra.name}, or all "
         f"{device.adapters} x {device.inter.name} of a node"
