@@ -12,7 +12,12 @@ from pathlib import Path
 import pytest
 
 from lockstep_gpt.extras.warm import server as servers
-from lockstep_gpt.extras.warm.server import Server, ServerGoneError, import_variables, keep_servers
+from lockstep_gpt.extras.warm.server import (
+    Server,
+    ServerGoneError,
+    import_variables,
+    keep_servers,
+)
 
 SLEEP = ("time:sleep", [600])
 # A server without imports: tests of how it ends fork processes that don't need any.

@@ -26,7 +26,14 @@ from typing import Any
 from lockstep_gpt.config import Config
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.extras.warm import fork
-from lockstep_gpt.extras.warm.fork import GO, Job, libc, receive, serve, show_command_line
+from lockstep_gpt.extras.warm.fork import (
+    GO,
+    Job,
+    libc,
+    receive,
+    serve,
+    show_command_line,
+)
 from lockstep_gpt.extras.warm.warm_settings import WarmSettings
 from lockstep_gpt.launch import agent_program
 from lockstep_gpt.run.directory import RunDirectory
