@@ -93,7 +93,7 @@ QUESTIONS = (
     "git_init",
 )
 OPTIONAL = {"email", "wandb_entity"}
-# Marks that hooks/project.py reads in the files that it copies.
+# Marks that hooks/contents.py reads in the files that it copies.
 MARKS = re.compile(r"(template-only|extra \w+)(: (begin|end)\b| -->)|section of the living README:")
 ATOMS = r"[\w!#$%&'*+/=?^`{|}~-]+(\.[\w!#$%&'*+/=?^`{|}~-]+)*"  # RFC 5322, 3.2.3
 
@@ -131,17 +131,17 @@ class Answers:
     wandb_entity: str
     extras: tuple[str, ...]
     git_init: bool
-    asked: str  # extras as answered: `all` means more in a later state
+    extras_answer: str  # extras as answered: `all` means more in a later state
 
 
-def checked(given: Mapping[str, Any]) -> Answers:
+def checked(values: Mapping[str, Any]) -> Answers:
     """Check the answers and return them.
 
     Raises:
         Refused: one of them is invalid.
     """
-    taken = {name: check(name, given[name]) for name in QUESTIONS}
-    return Answers(**taken, asked=given["extras"])
+    taken = {name: check(name, values[name]) for name in QUESTIONS}
+    return Answers(**taken, extras_answer=values["extras"])
 
 
 def check(name: str, value: Any) -> Any:

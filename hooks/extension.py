@@ -55,11 +55,11 @@ def check_answer(answers: dict[str, Any], name: str) -> str:
             if _cookiecutter_s("prompt_for_config", "no_input") is not False:
                 raise SystemExit(f"Error: {refused}") from None
             print(f"  {refused}")
-        answers[name] = _asked_again(name)
+        answers[name] = _ask_again(name)
     return ""
 
 
-def _asked_again(name: str) -> str:
+def _ask_again(name: str) -> str:
     question = json.loads(QUESTIONS.read_text("utf-8"))["__prompts__"][name]
     try:
         return Prompt.ask(f"  {question.splitlines()[0]}", default="", show_default=False)

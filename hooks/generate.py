@@ -20,11 +20,11 @@ from hooks.project import make  # noqa: E402
 
 def main(record: str, target: str) -> None:
     """Make the project."""
-    told = json.loads(Path(record).read_text("utf-8"))
+    record_values = json.loads(Path(record).read_text("utf-8"))
     questions = json.loads((ROOT / "cookiecutter.json").read_text("utf-8"))
-    answers = {name: told["answers"].get(name, questions[name]) for name in QUESTIONS}
+    answers = {name: record_values["answers"].get(name, questions[name]) for name in QUESTIONS}
     Path(target).mkdir(parents=True, exist_ok=True)
-    origin = {name: told[name] for name in ("template", "commit", "directory")}
+    origin = {name: record_values[name] for name in ("template", "commit", "directory")}
     try:
         make(ROOT, Path(target).resolve(), checked({**answers, "git_init": False}), origin)
     except Refused as refused:

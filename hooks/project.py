@@ -1,4 +1,4 @@
-"""Makes a project: copies the living one, renames it, and leaves out what wasn't chosen."""
+"""Makes a project: copies the living one without what wasn't chosen, as contents.py renames it."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ import os
 import re
 import shutil
 import subprocess
-import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from hooks.answers import EXTRAS, QUESTIONS, Answers, Refused, places
+from hooks.contents import PACKAGE, SECTION, license_text, new_content, new_readme
 
-PACKAGE, SLUG = "lockstep_gpt", "lockstep-gpt"  # ours; they mean nothing else anywhere
 # What belongs only to the template; a name that ends with a slash is a folder.
 TEMPLATE_ONLY = (
     ".ci/",
@@ -71,15 +70,7 @@ OURS = {name.partition("/")[0] for name in TEMPLATE_ONLY} | {
     "pyproject.toml",
     "src",
 }
-# Files with lines for the template alone or for one extra; all other files are the same everywhere.
-MARKED = ("README.md", "docs/README.md", "pyproject.toml")
-MARKER = re.compile(r"(template-only|extra (\w+)): (begin|end)\b")
-ROW_MARKER = re.compile(r" <!-- (template-only|extra (\w+)) -->")  # a line of it would end a table
-OWNER = re.compile(r"\d{4} The Lockstep GPT authors|\[yyyy\] \[name of copyright owner\]")
-README = "{{cookiecutter.project_slug}}/README.md"
-FIELD = re.compile(r"\{\{ cookiecutter\.(\w+) \}\}")
 RECORD = ".template.json"  # in a project: its template, the commit, the answers
-SECTION = re.compile(r"^<!-- section of the living README: (.+) -->$", flags=re.MULTILINE)
 
 
 def make(
@@ -107,30 +98,33 @@ def make(
         Refused: a file would be written through a link.
     """
     contents = {
-        _placed(name, answers): _content(name, (root / name).read_bytes(), answers)
+        _placed(name, answers): new_content(name, (root / name).read_bytes(), answers)
         for name in refuse_links(root, target, answers)
     }
-    contents["README.md"] = _readme(root, answers).encode()
-    if text := _license(root, answers):
-        contents["LICENSE"] = text.encode()
+    contents["README.md"] = new_readme(root, answers).encode()
+    license_of_owner = license_text(root, answers)
+    if license_of_owner:
+        contents["LICENSE"] = license_of_owner.encode()
     contents[RECORD] = _record(answers, origin or origin_of(root)).encode()
     for name, content in contents.items():
         if not (keep and _is_of_the_user(target / name)):
             _write(target / name, content)
-    history = _first_commit(target, answers) if answers.git_init and not under_cruft else ""
+    history = ""
+    if answers.git_init and not under_cruft:
+        history = _first_commit(target, answers)
     return _screen(target, answers, len(contents), history)
 
 
 def _names(root: Path, target: Path, answers: Answers) -> list[str]:
-    found = committed_files(root)
+    names = committed_files(root)
     if target.is_relative_to(root):
-        found = [name for name in found if not (root / name).is_relative_to(target)]
+        names = [name for name in names if not (root / name).is_relative_to(target)]
     patterns = [f"{name}*" if name.endswith("/") else name for name in TEMPLATE_ONLY]
     for extra in EXTRAS:
         if extra not in answers.extras:
             patterns += places(extra)
     left_out = re.compile("|".join(map(fnmatch.translate, patterns)))
-    return [name for name in found if not left_out.match(name)]
+    return [name for name in names if not left_out.match(name)]
 
 
 def _placed(name: str, answers: Answers) -> str:
@@ -166,14 +160,26 @@ def origin_of(root: Path, fetched: str = "") -> dict[str, Any]:
         root: the local folder of the template.
         fetched: where cookiecutter cloned or unzipped it from; empty if it did neither.
     """
-    git = _git(root, "rev-parse", "--show-prefix", "HEAD") if shutil.which("git") else None
-    if git is None or git.returncode or not _listed(root):
-        place, folder, commit = fetched or str(root.resolve()), "", None
-    else:
-        folder, commit = git.stdout.split("\n")[:2]
-        top = root.resolve().parents[folder.count("/") - 1] if folder else root.resolve()
-        place = (fetched and _git(root, "config", "remote.origin.url").stdout.strip()) or str(top)
+    place = fetched or str(root.resolve())
+    commit = None
+    folder = ""
+    if shutil.which("git"):
+        git = _git(root, "rev-parse", "--show-prefix", "HEAD")
+        if git.returncode == 0 and _listed(root):
+            folder, commit = git.stdout.split("\n")[:2]
+            place = _repository_of(root, folder, fetched)
     return {"template": _without_secrets(place), "commit": commit, "directory": folder.strip("/")}
+
+
+def _repository_of(root: Path, folder: str, fetched: str) -> str:
+    """Return the URL that the template was cloned from, or the path of its local repository."""
+    if fetched:
+        url = _git(root, "config", "remote.origin.url").stdout.strip()
+        if url:
+            return url
+    if not folder:
+        return str(root.resolve())
+    return str(root.resolve().parents[folder.count("/") - 1])
 
 
 def _without_secrets(url: str) -> str:
@@ -183,8 +189,9 @@ def _without_secrets(url: str) -> str:
 
 def _record(answers: Answers, origin: Mapping[str, Any]) -> str:
     """Return the record that `scripts/dev.py update` reads, as JSON."""
-    given = {name: getattr(answers, name) for name in QUESTIONS} | {"extras": answers.asked}
-    record = {**origin, "answers": given}
+    values = {name: getattr(answers, name) for name in QUESTIONS}
+    values["extras"] = answers.extras_answer
+    record = {**origin, "answers": values}
     return json.dumps(record, indent=2, ensure_ascii=False) + "\n"
 
 
@@ -193,18 +200,19 @@ def committed_files(root: Path) -> list[str]:
 
     Without a repository, as in a zip, return the files of `OURS` that aren't junk.
     """
-    if shutil.which("git") and (listed := _listed(root)):
+    listed = _listed(root) if shutil.which("git") else []
+    if listed:
         return sorted(name for name in listed if (root / name).is_file())
     ignored = _ignored(root)
-    found = []
+    names = []
     for folder, folders, files in os.walk(root):
         place = PurePosixPath(Path(folder).relative_to(root).as_posix())
         if place == PurePosixPath():
             folders[:] = [name for name in folders if name in OURS]
             files = [name for name in files if name in OURS]
         folders[:] = [name for name in folders if not _is_junk(place / name, ignored)]
-        found += [str(place / name) for name in files if not _is_junk(place / name, ignored)]
-    return sorted(found)
+        names += [str(place / name) for name in files if not _is_junk(place / name, ignored)]
+    return sorted(names)
 
 
 def _listed(root: Path) -> list[str]:
@@ -222,122 +230,10 @@ def _is_junk(path: PurePosixPath, ignored: Iterable[str]) -> bool:
     if path.name.startswith(".") and str(path) not in OURS:
         return True
     for pattern in ignored:
-        tested = str(path) if pattern.startswith("/") else path.name
-        if fnmatch.fnmatchcase(tested, pattern.strip("/")):
+        candidate = str(path) if pattern.startswith("/") else path.name
+        if fnmatch.fnmatchcase(candidate, pattern.strip("/")):
             return True
     return False
-
-
-def _content(name: str, content: bytes, answers: Answers) -> bytes:
-    """Return the new project's version of a file of ours; a binary file doesn't change."""
-    try:
-        text = content.decode("utf-8")
-    except UnicodeDecodeError:
-        return content
-    if name in MARKED:
-        text = _kept(text, answers)
-    text = _renamed(text, answers)
-    for pattern, line in EDITS.get(name, {}).items():
-        text = _replaced_once(name, text, pattern, line(answers))
-    return text.encode()
-
-
-def _kept(text: str, answers: Answers) -> str:
-    """Drop the template's own lines, those of extras that weren't chosen, and all markers."""
-    lines, dropping = [], False
-    for line in text.splitlines(keepends=True):
-        if marker := MARKER.search(line):
-            dropping = marker[3] == "begin" and marker[2] not in answers.extras
-        elif not dropping:
-            row = ROW_MARKER.search(line)
-            if row is None or row[2] in answers.extras:
-                lines.append(ROW_MARKER.sub("", line))
-    return "".join(lines)
-
-
-def _renamed(text: str, answers: Answers) -> str:
-    return text.replace(PACKAGE, answers.package_name).replace(SLUG, answers.project_slug)
-
-
-def _replaced_once(name: str, text: str, pattern: str, line: str) -> str:
-    """Replace the one line that `pattern` matches from its start; an empty `line` removes it."""
-    found = re.findall(rf"^{pattern}.*\n", text, flags=re.MULTILINE)
-    assert len(found) == 1, f"{name}: {pattern} matches {len(found)} lines"
-    return text.replace(found[0], f"{line}\n" if line else "")
-
-
-def _quoted(value: str) -> str:
-    """Quote a line so that it is a string in JSON, TOML, and YAML."""
-    return json.dumps(value, ensure_ascii=False)
-
-
-def _authors(answers: Answers) -> str:
-    email = f", email = {_quoted(answers.email)}" if answers.email else ""
-    return f"authors = [{{ name = {_quoted(answers.author)}{email} }}]"
-
-
-def _unless_unlicensed(line: str, answers: Answers) -> str:
-    return line if answers.license != "none" else ""
-
-
-# file -> start of a line -> the line in the new project
-EDITS: dict[str, dict[str, Callable[[Answers], str]]] = {
-    "pyproject.toml": {
-        "description = ": lambda answers: f"description = {_quoted(answers.description)}",
-        "authors = ": _authors,
-        "license = ": lambda answers: _unless_unlicensed(
-            f"license = {_quoted(answers.license)}", answers
-        ),
-        "license-files = ": lambda answers: _unless_unlicensed(
-            'license-files = ["LICENSE"]', answers
-        ),
-    },
-    "configs/logger/wandb.yaml": {
-        "  project: ": lambda answers: f"  project: {_quoted(answers.wandb_project)}",
-        "  entity: ": lambda answers: (
-            f"  entity: {_quoted(answers.wandb_entity) if answers.wandb_entity else 'null'}"
-            " # null: the account's default"
-        ),
-    },
-    "docs/settings.md": {
-        r"\| `logger.wandb.project` ": lambda answers: (
-            f"| `logger.wandb.project` | `{answers.wandb_project}` |  |"
-        ),
-        r"\| `logger.wandb.entity` ": lambda answers: (
-            f"| `logger.wandb.entity` | `{answers.wandb_entity or 'null'}` "
-            "| null: the account's default |"
-        ),
-    },
-    "configs/sweep.yaml": {
-        "project: ": lambda answers: f"project: {_quoted(answers.wandb_project)}",
-    },
-}
-
-
-def _readme(root: Path, answers: Answers) -> str:
-    """Return the new README: its own text, and sections of the living one with their headings."""
-    living = (root / "README.md").read_text("utf-8")
-    sections = dict(re.findall(r"^## (.+)\n((?:(?!## ).*\n)*)", living, flags=re.MULTILINE))
-
-    def section(match: re.Match[str]) -> str:
-        text = f"## {match[1]}\n{sections[match[1]]}".rstrip("\n")
-        return _renamed(_kept(text, answers), answers)
-
-    own = SECTION.sub(section, (root / README).read_text("utf-8"))
-    filled = FIELD.sub(lambda field: getattr(answers, field[1]), own)
-    if answers.license != "none":
-        filled += f"\n## License\n\n{answers.license}, see [LICENSE](LICENSE).\n"
-    return re.sub(r"\n{3,}", "\n\n", filled).strip("\n") + "\n"
-
-
-def _license(root: Path, answers: Answers) -> str:
-    """Return the text of the chosen license with its year and owner; empty for `none`."""
-    if answers.license == "none":
-        return ""
-    own = answers.license == "MIT"
-    path = root / "LICENSE" if own else root / "hooks" / "licenses" / f"{answers.license}.txt"
-    owner = f"{time.strftime('%Y')} {answers.author}"
-    return OWNER.sub(lambda _: owner, path.read_text("utf-8"), count=1)
 
 
 def _write(path: Path, content: bytes) -> None:

@@ -29,10 +29,10 @@ from typing import Any
 
 import torch
 
-HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE))
+FOLDER = Path(__file__).parent
+sys.path.insert(0, str(FOLDER))
 
-from benchmarks.loops import MODELS, Task  # noqa: E402
+from benchmarks.benchmark_task import MODELS, Task  # noqa: E402
 
 LOOPS = ("plain", "ours", "stock", "accelerate", "pair")
 REFERENCES = ("plain", "nanogpt")  # ratios are relative to these, if they run
@@ -72,7 +72,9 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--chart", type=Path)
     options = parser.parse_args()
-    options.loops = [*options.loops, *(["nanogpt"] if options.nanogpt else [])]
+    options.loops = [*options.loops]
+    if options.nanogpt:
+        options.loops.append("nanogpt")
     return options
 
 
@@ -101,11 +103,12 @@ def measured(task: Task, options: argparse.Namespace) -> dict[str, list[dict[str
     rows: dict[str, list[dict[str, Any]]] = {loop: [] for loop in options.loops}
     for turn in range(options.rounds):
         for loop in options.loops:
-            if (result := run(loop, task, options.nanogpt)) is None:
+            result = run(loop, task, options.nanogpt)
+            if result is None:
                 continue
             rows[loop].append(result)
-            said = f"{result['step_seconds'] * 1e3:.2f} ms per step"
-            print(f"round {turn + 1} {task.model} {task.precision} {loop}: {said}", flush=True)
+            figure = f"{result['step_seconds'] * 1e3:.2f} ms per step"
+            print(f"round {turn + 1} {task.model} {task.precision} {loop}: {figure}", flush=True)
     return {loop: results for loop, results in rows.items() if results}
 
 
@@ -119,11 +122,12 @@ def run(loop: str, task: Task, nanogpt: Path | None) -> dict[str, Any] | None:
         if loop in ("ours", "pair"):
             words = ["-m", "lockstep_gpt", "train", *task.overrides(Path(folder), loop == "pair")]
         else:
-            launch = ["-m", "torch.distributed.run", f"--nproc-per-node={task.ranks}"]
-            words = [*launch[: 3 * (task.ranks > 1)], str(HERE / "benchmarks" / "loops.py"), loop]
+            words = [str(FOLDER / "benchmarks" / "loops.py"), loop]
+            if task.ranks > 1:
+                words = ["-m", "torch.distributed.run", f"--nproc-per-node={task.ranks}", *words]
         environment = {
             **os.environ,
-            "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parent / "src")]),
+            "PYTHONPATH": os.pathsep.join([str(FOLDER), str(FOLDER.parent / "src")]),
             "BENCHMARK_TASK": json.dumps({**task.__dict__, "out": str(out)}),
             "NANOGPT": str(nanogpt or ""),
         }
@@ -152,15 +156,16 @@ def table(task: Task, rows: dict[str, list[dict[str, Any]]]) -> str:
     lines = [f"\n{title}{', compiled' if task.compile else ''}"]
     lines.append(f"{'':12} {'ms/step':>9} {'tokens/s':>11} {'peak MB':>8} {'start s':>8}{head}")
     for loop, results in rows.items():
-        step = statistics.median(each["step_seconds"] for each in results)
-        memory = statistics.median(each["peak_mb"] for each in results)
-        start = statistics.median(each["start_seconds"] for each in results)
+        step = statistics.median(result["step_seconds"] for result in results)
+        memory = statistics.median(result["peak_mb"] for result in results)
+        start = statistics.median(result["start_seconds"] for result in results)
         speed = task.tokens_per_step / step
         ratios = "".join(f"  {spread(results, rows[name]):>20}" for name in references)
         figures = f"{step * 1e3:9.2f} {speed:11,.0f} {memory:8,.0f} {start:8.1f}"
         lines.append(f"{loop:12} {figures}{ratios}")
-    for each in rows.get("pair", []):
-        best, more = each["ratio_to_best"], (each["step_seconds"] - each["best_seconds"]) * 1e3
+    for result in rows.get("pair", []):
+        best = result["ratio_to_best"]
+        more = (result["step_seconds"] - result["best_seconds"]) * 1e3
         lines.append(f"  in one process: ours / best raw loop {best:.3f}, {more:+.3f} ms per step")
     return "\n".join(lines)
 
@@ -187,7 +192,7 @@ def draw(results: Sequence[dict[str, Any]], path: Path) -> None:
         loops = [loop for loop in result["loops"] if loop != "pair"]
         speeds = [
             task.tokens_per_step
-            / statistics.median(each["step_seconds"] for each in result["loops"][loop])
+            / statistics.median(row["step_seconds"] for row in result["loops"][loop])
             for loop in loops
         ]
         colours = ["#1b6ca8" if loop == "ours" else "#b0b7bd" for loop in loops]

@@ -30,7 +30,7 @@ sys.path.append(str(ROOT))
 from hooks.answers import EXTRAS, NEEDS, places  # noqa: E402
 
 PACKAGE = "my_gpt"  # the package of a project with the default answers
-SHOWN = 3000  # characters of a failure's output
+SHOWN_CHARACTERS = 3000  # characters of a failure's output
 
 
 def delete(project: Path, extras: Iterable[str]) -> None:
@@ -50,8 +50,9 @@ def set_up(project: Path) -> str:
     """Create a `.venv` in a project with this environment's libraries; return its Python."""
     venv = project / ".venv"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(venv)], check=True)
-    ours, its = (Path(sysconfig.get_path("purelib", vars=at)) for at in ({}, {"base": str(venv)}))
-    (its / "borrowed.pth").write_text(f"import site; site.addsitedir({str(ours)!r})\n")
+    ours = sysconfig.get_path("purelib")
+    theirs = Path(sysconfig.get_path("purelib", vars={"base": str(venv)}))
+    (theirs / "borrowed.pth").write_text(f"import site; site.addsitedir({ours!r})\n")
     for tool in Path(sysconfig.get_path("scripts")).iterdir():
         if not (venv / "bin" / tool.name).exists():
             (venv / "bin" / tool.name).symlink_to(tool)
@@ -63,7 +64,8 @@ def set_up(project: Path) -> str:
 
 def examine(project: Path, suites: bool, extras: tuple[str, ...]) -> tuple[str, int, float, str]:
     """Test a copy without `extras`; return their names, exit status, seconds, and output."""
-    started, copy = time.monotonic(), project.with_name("+".join(extras))
+    started = time.monotonic()
+    copy = project.with_name("+".join(extras))
     shutil.copytree(project, copy)
     delete(copy, extras)
     log = copy.with_suffix(".log")
@@ -77,7 +79,7 @@ def examine(project: Path, suites: bool, extras: tuple[str, ...]) -> tuple[str, 
             os.dup2(file.fileno(), 2)
         try:
             status = _collect(copy)
-        except Exception:
+        except Exception:  # whatever an import raises is the result, and other copies go on
             status = 1
             traceback.print_exc()
         sys.stdout.flush()
@@ -126,12 +128,12 @@ def main() -> int:
         chosen = list(itertools.combinations(names, 2 if options.pairs else 1))
         print(f"{'without':<24}{'exit':>4}{'seconds':>9}  said", flush=True)
         with multiprocessing.get_context("fork").Pool(options.jobs, maxtasksperchild=1) as pool:
-            for without, status, seconds, said in pool.imap(work, chosen, chunksize=1):
+            for without, status, seconds, output in pool.imap(work, chosen, chunksize=1):
                 failed += status != 0
-                last = next(iter(said.splitlines()[-1:]), "")
+                last = next(iter(output.splitlines()[-1:]), "")
                 print(f"{without:<24}{status:>4}{seconds:>9.0f}  {last}", flush=True)
                 if status:
-                    print(said[-SHOWN:], flush=True)
+                    print(output[-SHOWN_CHARACTERS:], flush=True)
     print(f"{len(chosen) - failed} of {len(chosen)} passed")
     return 1 if failed else 0
 

@@ -57,8 +57,11 @@ OTHERS = {"configs": "tests/launch/test_compose.py"}
 def main(arguments: "list[str]") -> int:
     """Run the command in `arguments`."""
     if not arguments or arguments[0] in ("-h", "--help"):
-        (sys.stdout if arguments else sys.stderr).write(str(__doc__))
-        return 0 if arguments else 2
+        if arguments:
+            sys.stdout.write(str(__doc__))
+            return 0
+        sys.stderr.write(str(__doc__))
+        return 2
     if not (3, 11) <= sys.version_info[:2] < (3, 15):
         refuse(f"needs Python 3.11 to 3.14, not {sys.version[:6]}; try python3.12 scripts/dev.py")
     if arguments[0] == "update" and (ROOT / "scripts/update.py").is_file():
@@ -85,7 +88,9 @@ def main(arguments: "list[str]") -> int:
     environment = Environment()
     environment.set_up()
     command = [environment.python, "-m", "lockstep_gpt", *arguments]
-    return os.execv(command[0], command) if POSIX else subprocess.call(command)
+    if POSIX:
+        os.execv(command[0], command)
+    return subprocess.call(command)
 
 
 def install(names: "list[str]") -> int:
@@ -105,26 +110,30 @@ def _with_versions(options: "list[str]") -> "tuple[Environment, list[str]]":
     """Return the environment that `--versions` asks for, and the other options."""
     parser = argparse.ArgumentParser("dev.py test", add_help=False, allow_abbrev=False)
     parser.add_argument("--versions", default="pinned")
-    given, others = parser.parse_known_args(options)
-    if given.versions not in SETS:
-        refuse(f"--versions={given.versions} is not one of {', '.join(SETS)}")
-    return Environment(given.versions), others
+    known, others = parser.parse_known_args(options)
+    if known.versions not in SETS:
+        refuse(f"--versions={known.versions} is not one of {', '.join(SETS)}")
+    return Environment(known.versions), others
 
 
 def check(environment: Environment, options: "list[str]") -> int:
     """Run lint, types (both with the pins only), and tests; stop at the first failure."""
-    whole = not options
+    is_whole = not options
     if "--changed" in options:
-        options = changed_tests() + [each for each in options if each != "--changed"]
+        options = changed_tests() + [option for option in options if option != "--changed"]
         say(f"of what has changed: {' '.join(options) or 'no tests, only lint and types'}")
-    spread = [] if any(each.startswith(OWN_PROCESSES) for each in options) else ["-n", "auto"]
+    spread = ["-n", "auto"]
+    if any(option.startswith(OWN_PROCESSES) for option in options):
+        spread = []
     pinned = environment.versions == "pinned"
-    steps = [["ruff", "check"], ["ruff", "format", "--check"], ["mypy"]] if pinned else []
-    if whole or options:
+    steps = []
+    if pinned:
+        steps = [["ruff", "check"], ["ruff", "format", "--check"], ["mypy"]]
+    if is_whole or options:
         steps.append(["pytest", *spread, "--durations=10", *options])
-    say(f"{environment.versions} versions: {environment.told()}")
+    say(f"{environment.versions} versions: {environment.describe()}")
     seconds = environment.folder / SECONDS
-    if whole:
+    if is_whole:
         before = "lint, types and " if pinned else ""
         say(f"{before}all tests: about {_estimate(seconds) / 60:.0f} minutes")
     for step in steps:
@@ -133,7 +142,7 @@ def check(environment: Environment, options: "list[str]") -> int:
         status = _to_the_end([environment.python, "-m", *step])
         if status:
             return status
-    if whole:
+    if is_whole:
         seconds.write_text(str(time.monotonic() - started))
     return 0
 
@@ -141,8 +150,9 @@ def check(environment: Environment, options: "list[str]") -> int:
 def _to_the_end(words: "list[str]") -> int:
     """Run a step. Signals to this process reach all of its processes, and none outlives it."""
     step = subprocess.Popen(words, cwd=ROOT, start_new_session=POSIX)
-    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if POSIX else ():
-        signal.signal(signum, lambda number, _: os.killpg(step.pid, number))
+    if POSIX:
+        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(signum, lambda number, _: os.killpg(step.pid, number))
     status = step.wait()
     with contextlib.suppress(AttributeError, ProcessLookupError):  # no groups; none is left
         os.killpg(step.pid, signal.SIGKILL)
@@ -166,39 +176,49 @@ def changed_tests() -> "list[str]":
     README, belong to `tests/docs`. `OTHERS` adds more. Of the tests with `of_a_page` in their
     names, those of unchanged pages are left out.
     """
-    found, pages = set(), []
+    tests = set()
+    pages = []
     for listing in (["diff", "--name-only", "HEAD"], ["ls-files", "-o", "--exclude-standard"]):
         done = subprocess.run(["git", *listing], cwd=ROOT, stdout=subprocess.PIPE)
         if done.returncode:
             refuse("--changed asks git what differs from the last commit; see above")
         for name in done.stdout.decode().splitlines():
-            found |= _tests_of(Path(name))
-            pages += [name] if re.fullmatch(r"(docs/)?\w+\.md", name) else []
-    only = ["-k", " or ".join(["not of_a_page", *sorted(pages)])] if pages else []
-    return sorted(found) + only
+            tests |= _tests_of(Path(name))
+            if re.fullmatch(r"(docs/)?\w+\.md", name):
+                pages.append(name)
+    if not pages:
+        return sorted(tests)
+    return [*sorted(tests), "-k", " or ".join(["not of_a_page", *sorted(pages)])]
 
 
 def _tests_of(path: Path) -> "set[str]":
-    if path.parts[0] == "tests":
-        tested = path if path.name.startswith("test_") else path.parent
-        return {tested.as_posix()} if (ROOT / tested).exists() and path.suffix == ".py" else set()
     top = path.parts[0]
+    if top == "tests":
+        tested_path = path if path.name.startswith("test_") else path.parent
+        if path.suffix != ".py" or not (ROOT / tested_path).exists():
+            return set()
+        return {tested_path.as_posix()}
     inner = path.parts[{"src": 2, "configs": 1}.get(top, 0) :]
     mirror = Path("tests", *inner[:-1], "test_" + inner[-1])
     if (ROOT / mirror).is_file():
         return {mirror.as_posix()}
     imports = re.compile(rf"(import|from) .*\b{re.escape(path.stem)}\b")
-    tests = [each for each in ROOT.glob("tests/**/test_*.py") if path.suffix == ".py"]
-    importers = {each for each in tests if imports.search(each.read_text("utf-8"))}
-    found, folder = importers, ROOT / "tests" / ("docs" if path.suffix == ".md" else inner[0])
-    if not importers and folder.is_dir():
-        asked = rf"\b{re.escape(path.name)}" + rf"|\*{re.escape(path.suffix)}\b" * bool(path.suffix)
-        texts = {each: each.read_text("utf-8") for each in folder.glob("**/test_*.py")}
-        readers = {each for each, text in texts.items() if re.search(asked, text)}
-        found = readers or {folder}
+    tests = set()
+    if path.suffix == ".py":
+        everything = ROOT.glob("tests/**/test_*.py")
+        tests = {test for test in everything if imports.search(test.read_text("utf-8"))}
+    folder = ROOT / "tests" / ("docs" if path.suffix == ".md" else inner[0])
+    if not tests and folder.is_dir():
+        pattern = rf"\b{re.escape(path.name)}"
+        if path.suffix:
+            pattern += rf"|\*{re.escape(path.suffix)}\b"
+        texts = {test: test.read_text("utf-8") for test in folder.glob("**/test_*.py")}
+        readers = {test for test, text in texts.items() if re.search(pattern, text)}
+        tests = readers or {folder}
     others = ROOT / OTHERS.get(top, "tests")
-    found |= {others} if others.is_file() else set()
-    return {each.relative_to(ROOT).as_posix() for each in found}
+    if others.is_file():
+        tests.add(others)
+    return {test.relative_to(ROOT).as_posix() for test in tests}
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ newest  the highest that pyproject.toml allows, prereleases included where it na
 # Python 3.6 must still be able to start this, because dev.py imports it.
 
 import hashlib
+import itertools
 import os
 import re
 import shutil
@@ -29,7 +30,7 @@ UV_NAMES = {
 }
 DEV = "+dev"  # in the stamp, next to optional dependencies: the dependency group is installed
 REQUIREMENT = re.compile(r"([\w.-]+)>=([\w.]+)[^;]*(;.*)?")
-TELL = """\
+VERSIONS_PROGRAM = """\
 import importlib.metadata as installed, platform, sys
 found = ["Python " + platform.python_version()]
 print(*found, *(name + " " + installed.version(name) for name in sys.argv[1:]), sep=", ")
@@ -74,10 +75,10 @@ class Environment:
     def _wanted(self, everything: bool, names: "tuple[str, ...]") -> "list[str]":
         """Return the content of the stamp of an environment that has what is needed."""
         declared = optional_dependencies()
-        kept = [name for name in self._stamped()[2:] if name in declared]
+        installed = [name for name in self._stamped()[2:] if name in declared]
         of_extras = [name for name in chosen_extras() if name in declared]
         group = [DEV] if everything else []
-        return [*self.fingerprints(), *sorted({*kept, *of_extras, *names}), *group]
+        return [*self.fingerprints(), *sorted({*installed, *of_extras, *names}), *group]
 
     def fingerprints(self) -> "list[str]":
         """Return hashes of what it depends on: this folder and Python; the requirements."""
@@ -87,25 +88,28 @@ class Environment:
             needs += time.strftime("%Y-%m-%d").encode()
         return [hashlib.sha256(part).hexdigest() for part in (place, needs)]
 
-    def told(self) -> str:
+    def describe(self) -> str:
         """Return the versions of Python and of what the project itself needs, in one line."""
         needs = map(REQUIREMENT.fullmatch, _about()["project"].get("dependencies", ()))
-        names = dict.fromkeys(found[1] for found in needs if found)
-        return subprocess.check_output([self.python, "-c", TELL, *names]).decode().strip()
+        names = dict.fromkeys(requirement[1] for requirement in needs if requirement)
+        program = [self.python, "-c", VERSIONS_PROGRAM, *names]
+        return subprocess.check_output(program).decode().strip()
 
     def _stamped(self) -> "list[str]":
-        made = self.stamp.is_file() and Path(self.python).exists()
-        return self.stamp.read_text().split() if made else []
+        if not self.stamp.is_file() or not Path(self.python).exists():
+            return []
+        return self.stamp.read_text().split()
 
     def _holds(self, wanted: "list[str]") -> bool:
         stamped = self._stamped()
         return stamped[:2] == wanted[:2] and set(wanted) <= set(stamped)
 
     def _install(self, wanted: "list[str]") -> None:
-        found, folder = self._stamped(), str(self.folder)
-        rebuild = found[:1] != wanted[:1]  # another folder or Python, or incomplete
+        stamped = self._stamped()
+        folder = str(self.folder)
+        rebuild = stamped[:1] != wanted[:1]  # another folder or Python, or incomplete
         if self.versions != "pinned":  # remove what an earlier resolution left
-            rebuild = rebuild or found[:2] != wanted[:2]
+            rebuild = rebuild or stamped[:2] != wanted[:2]
         self.stamp.unlink(missing_ok=True)
         if rebuild and subprocess.call([sys.executable, "-m", "venv", "--clear", folder], cwd=ROOT):
             refuse("cannot make .venv, see above; on Debian and Ubuntu: apt install python3-venv")
@@ -126,7 +130,7 @@ class Environment:
             else:
                 sys.stderr.write(done.stdout + done.stderr)
                 if not rebuild:
-                    self.stamp.write_text(" ".join(found))  # the previous content is still valid
+                    self.stamp.write_text(" ".join(stamped))  # the previous content is still valid
                 refuse("pip failed, see above; it needs the network, or PIP_FIND_LINKS=FOLDER")
         self.stamp.write_text(" ".join(wanted))
 
@@ -136,16 +140,27 @@ class Environment:
         Args:
             names: optional dependencies, and `DEV` if the dependency group is needed.
         """
-        pins, place = PINS, "."
-        if self.versions != "pinned":
-            pins, place = self.folder / "constraints.txt", str(ROOT)
-            pins.write_text("".join(f"{line}\n" for line in limits(self.versions, _about())))
-        asked = requirements("dev", _about()) if DEV in names else []
-        extras = [name for each in asked if each[0] == "." for name in each[2:-1].split(",")]
+        if self.versions == "pinned":
+            pins = PINS.name
+            project = "."
+        else:
+            lines = "".join(f"{line}\n" for line in limits(self.versions, _about()))
+            path = self.folder / "constraints.txt"
+            path.write_text(lines)
+            pins = str(path)
+            project = str(ROOT)
+        extras = []
+        others = []
+        needed = requirements("dev", _about()) if DEV in names else []
+        for requirement in needed:
+            if requirement[0] == ".":  # such as .[chat,hub]
+                extras += requirement[2:-1].split(",")
+            else:
+                others.append(requirement)
         extras += [name for name in names if name != DEV and name not in extras]
-        own = f"{place}[{','.join(extras)}]" if extras else place
-        others = [each for each in asked if each[0] != "."]
-        return ["-c", str(pins if place != "." else pins.name), "-e", own, *others]
+        if extras:
+            project += f"[{','.join(extras)}]"
+        return ["-c", pins, "-e", project, *others]
 
     def _installers(self) -> "list[tuple[list[str], dict[str, str]]]":
         """Return the installers and their environment variables: uv if there is one, then pip.
@@ -156,8 +171,8 @@ class Environment:
         uv = shutil.which("uv")
         if not uv:
             return [(pip, {})]
-        told = {UV_NAMES[name]: os.environ[name] for name in UV_NAMES if os.environ.get(name)}
-        return [([uv, "pip", "install", "-q", "--python", self.python], told), (pip, {})]
+        settings = {UV_NAMES[name]: os.environ[name] for name in UV_NAMES if os.environ.get(name)}
+        return [([uv, "pip", "install", "-q", "--python", self.python], settings), (pip, {})]
 
 
 def _about() -> dict:
@@ -185,15 +200,14 @@ def requirements(group: str, about: dict) -> "list[str]":
         group: its name.
         about: the content of pyproject.toml.
     """
-    groups, own = about["dependency-groups"], re.escape(about["project"]["name"])
-
-    def asked(name: str) -> "list[str]":
-        found = []
-        for each in groups[name]:
-            found += asked(each["include-group"]) if isinstance(each, dict) else [each]
-        return found
-
-    return [re.sub(rf"^{own}(?=\[)", ".", each) for each in asked(group)]
+    project = re.escape(about["project"]["name"])
+    listed = []
+    for entry in about["dependency-groups"][group]:
+        if isinstance(entry, dict):
+            listed += requirements(entry["include-group"], about)
+        else:
+            listed.append(re.sub(rf"^{project}(?=\[)", ".", entry))
+    return listed
 
 
 def limits(versions: str, about: dict) -> "list[str]":
@@ -205,12 +219,16 @@ def limits(versions: str, about: dict) -> "list[str]":
     """
     project = about["project"]
     extras = project.get("optional-dependencies", {}).values()
-    asked = [*project.get("dependencies", ()), *(each for extra in extras for each in extra)]
-    found = [each for each in map(REQUIREMENT.fullmatch, asked) if each]
-    if versions == "oldest":
-        lines = [f"{each[1]}=={each[2]}{each[3] or ''}" for each in found]
-    else:  # prereleases only of a package whose requirement names one
-        lines = [f"{each[1]}>={each[2]}" for each in found if re.search("(a|b|rc)[0-9]", each[2])]
+    listed = [*project.get("dependencies", ()), *itertools.chain.from_iterable(extras)]
+    lines = []
+    for match in map(REQUIREMENT.fullmatch, listed):
+        if match is None:
+            continue
+        name, lowest, marker = match.groups()
+        if versions == "oldest":
+            lines.append(f"{name}=={lowest}{marker or ''}")
+        elif re.search("(a|b|rc)[0-9]", lowest):  # else prereleases are not allowed
+            lines.append(f"{name}>={lowest}")
     return list(dict.fromkeys(lines))
 
 

@@ -16,8 +16,8 @@ def agreeing(project: str, pins: str) -> str:
     """Return the text of pyproject.toml with the pins of constraints.txt."""
     listed = [f'    "{line}",' for line in pins.splitlines() if "==" in line]
     section = "\n".join(["constraint-dependencies = [", *listed, "]\n"])
-    text, found = SECTION.subn(lambda _: section, project)
-    assert found == 1, "pyproject.toml has no constraint-dependencies of [tool.uv]"
+    text, count = SECTION.subn(lambda _: section, project)
+    assert count == 1, "pyproject.toml has no constraint-dependencies of [tool.uv]"
     return text
 
 

@@ -83,11 +83,12 @@ def measured(kind: str, options: argparse.Namespace, overrides: list[str]) -> li
             seconds, tokens = step(number, options.steps, words)
             speeds[number].append(tokens / seconds)
             print(f"round {turn + 1}, {kind}, {number} devices: {seconds * 1e3:.0f} ms per step")
-    base, rows = options.devices[0], []
-    for number, own in speeds.items():
-        ratios = [one / other for one, other in zip(own, speeds[base], strict=True)]
+    base = options.devices[0]
+    rows = []
+    for number, rates in speeds.items():
+        ratios = [one / other for one, other in zip(rates, speeds[base], strict=True)]
         cuts = statistics.quantiles(ratios, n=4, method="inclusive") if ratios[1:] else ratios * 3
-        row = {"devices": number, "tokens_per_second": statistics.median(own), "speed": cuts[1]}
+        row = {"devices": number, "tokens_per_second": statistics.median(rates), "speed": cuts[1]}
         rows.append({**row, "quartiles": [cuts[0], cuts[2]]})
     return rows
 

@@ -99,12 +99,12 @@ def pages() -> dict[Path, str]:
     core = [part.text for part in parts if part.extra is None]
     written = {DOCS / "settings.md": "\n".join(core)}
     for name in installed():
-        own = [part.text.rstrip() + "\n" for part in parts if part.extra == name]
-        presets = "".join(text for text in own if text.startswith("- "))
-        sections = [text for text in own if not text.startswith("- ")]
+        page_parts = [part.text.rstrip() + "\n" for part in parts if part.extra == name]
+        presets = "".join(text for text in page_parts if text.startswith("- "))
+        sections = [text for text in page_parts if not text.startswith("- ")]
         if presets:
             sections.append(f"## Presets\n\n{presets}")
-        if own:
+        if page_parts:
             page = [EXTRA.format(name=name), *sections]
             written[DOCS / f"{name}_settings.md"] = "\n".join(page)
     return written
@@ -129,8 +129,8 @@ def all_parts() -> Iterator[Part]:
 
 def section(heading: str, schema: type[Checked], bases: str = "") -> Part:
     """Return a heading, what a class is for, and the settings that it adds to its bases."""
-    own = "" if about(schema) in heading else f"{about(schema)}."
-    text = "".join(f"\n{line}\n" for line in [f"{own} {bases}".strip()] if line)
+    introduction = "" if about(schema) in heading else f"{about(schema)}."
+    text = "".join(f"\n{line}\n" for line in [f"{introduction} {bases}".strip()] if line)
     rows = [setting_row(schema, item) for item in own_fields(schema)]
     table = table_of(("setting", "type", "default", "meaning"), rows) if rows else ""
     file = ROOT / "src" / Path(*schema.__module__.split(".")).with_suffix(".py")
@@ -154,10 +154,10 @@ def meaning_of(item: dataclasses.Field[Any]) -> tuple[str, str]:
 def setting_row(schema: type[Any], item: dataclasses.Field[Any]) -> tuple[str, ...]:
     """Return the cells of a setting's row."""
     name = f"{schema.node}.{item.name}" if schema.node else item.name
-    given = item.default
+    default_value = item.default
     if item.default_factory is not dataclasses.MISSING:
-        given = item.default_factory()
-    default = "" if given is MISSING else f"`{as_typed(given)}`"
+        default_value = item.default_factory()
+    default = "" if default_value is MISSING else f"`{as_typed(default_value)}`"
     means = item.metadata["meaning"]
     means += "; kept on resume" * ((item.metadata["on_resume"] or schema.on_resume) == "kept")
     return f"`{name}`", values_of(schema, item), default.replace("``", ""), means
@@ -185,12 +185,12 @@ def table_of(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
 def data_sections() -> Iterator[Part]:
     """Yield a section for each data source, after those for what several have in common."""
     names = {schema: f"### `data={name}`" for name, schema in data_choices().items()}
-    shown: set[type[Any]] = set()
+    written: set[type[Any]] = set()
     for source in names:
         for schema in reversed(source.__mro__):
-            is_new = issubclass(schema, DataConfig) and schema not in shown
+            is_new = issubclass(schema, DataConfig) and schema not in written
             if is_new and (schema in names or any(own_fields(schema))):
-                shown.add(schema)
+                written.add(schema)
                 heading = names.get(schema) or f"### {SHARED[schema.__name__]}"
                 yield section(heading, schema, also(schema))
 
@@ -255,14 +255,14 @@ def listed(file: Path, group: str) -> Iterator[tuple[str, ...]]:
     """Yield name, default, and meaning of each setting in a YAML file."""
     parents: list[str] = [group]
     for line in file.read_text("utf-8").splitlines():
-        found = LINE.fullmatch(line)
-        if not found or found[2] in ("_target_", "defaults"):
+        match = LINE.fullmatch(line)
+        if not match or match[2] in ("_target_", "defaults"):
             continue
-        depth = len(found[1]) // 2
-        parents[depth + 1 :] = [found[2]]
-        if found[3]:
-            value = yaml.safe_load(found[3])
-            meaning = (found[4] or "").replace(" | ", ", ")
+        depth = len(match[1]) // 2
+        parents[depth + 1 :] = [match[2]]
+        if match[3]:
+            value = yaml.safe_load(match[3])
+            meaning = (match[4] or "").replace(" | ", ", ")
             yield f"`{'.'.join(parents)}`", f"`{as_typed(value)}`", meaning
 
 

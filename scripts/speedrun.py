@@ -47,7 +47,7 @@ def main() -> None:
     if options.run:
         print(json.dumps(_run_file(options.run, options)))
         return
-    names = [_found(name) for name in options.recipes or ("nanogpt.py", "ngrams.yaml")]
+    names = [_recipe_file(name) for name in options.recipes or ("nanogpt.py", "ngrams.yaml")]
     runs: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         text = options.text or standard_text(Path(folder) / "text")
@@ -74,10 +74,10 @@ def _options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _found(name: str) -> Path:
+def _recipe_file(name: str) -> Path:
     path = Path(name) if Path(name).is_file() else RECIPES / name
     if not path.is_file():
-        known = ", ".join(sorted(each.name for each in RECIPES.iterdir() if each.is_file()))
+        known = ", ".join(sorted(recipe.name for recipe in RECIPES.iterdir() if recipe.is_file()))
         sys.exit(f"{name} is neither a file nor one of {known}; give one of them or a path")
     return path
 
@@ -92,11 +92,11 @@ def standard_text(path: Path) -> Path:
             content += file.read_bytes()
         if len(content) >= SIZE:
             break
-    found = hashlib.sha256(content[:SIZE]).hexdigest()
-    if found != SHA256:
+    digest = hashlib.sha256(content[:SIZE]).hexdigest()
+    if digest != SHA256:
         sys.exit(
-            f"the library of Python {sys.version.split()[0]} gives a text of SHA-256 {found[:12]}; "
-            f"records use {SHA256[:12]}, of CPython 3.11.7: use that, or set --text"
+            f"the library of Python {sys.version.split()[0]} gives a text of SHA-256 "
+            f"{digest[:12]}; records use {SHA256[:12]}, of CPython 3.11.7: use that, or set --text"
         )
     path.write_bytes(content[:SIZE])
     return path
@@ -107,10 +107,10 @@ def _measured(
 ) -> dict[str, Any]:
     if path.suffix != ".py":
         return _run_settings(path, seed, text, options.target, folder)
-    own = [f"--run={path}", f"--seeds={seed}", f"--text={text}", f"--target={options.target}"]
+    settings = [f"--run={path}", f"--seeds={seed}", f"--text={text}", f"--target={options.target}"]
     peer = [f"--nanogpt={options.nanogpt}"] if options.nanogpt else []
     started = time.perf_counter()
-    command = [sys.executable, __file__, *own, *peer]
+    command = [sys.executable, __file__, *settings, *peer]
     done = subprocess.run(command, stdout=subprocess.PIPE, check=False)
     if done.returncode:
         sys.exit(f"{path.name} failed; its own message is above")
@@ -128,9 +128,11 @@ def _run_file(path: Path, options: argparse.Namespace) -> dict[str, Any]:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     stretches = module.prepare(training, options.seeds[0], options.nanogpt)
-    begun, seconds, losses = time.perf_counter(), 0.0, []
-    found: dict[str, Any] = {}
-    while not found:
+    begun = time.perf_counter()
+    seconds = 0.0
+    losses = []
+    reached: dict[str, Any] = {}
+    while not reached:
         started = time.perf_counter()
         step, predict = next(stretches, (None, None))
         seconds += time.perf_counter() - started
@@ -138,9 +140,9 @@ def _run_file(path: Path, options: argparse.Namespace) -> dict[str, Any]:
             break
         losses.append(held_out_loss(predict, held_out))
         if losses[-1] <= options.target:
-            found = {"steps": step, "seconds": seconds}
+            reached = {"steps": step, "seconds": seconds}
     since = time.perf_counter() - begun
-    return {**found, "all_seconds": seconds, "loss": losses[-1], "since_start": since}
+    return {**reached, "all_seconds": seconds, "loss": losses[-1], "since_start": since}
 
 
 @torch.no_grad()
@@ -165,7 +167,7 @@ def _run_settings(path: Path, seed: int, text: Path, target: float, folder: Path
     run = Path(tempfile.mkdtemp(dir=folder)) / "run"
     words = [f"{name}={value}" for name, value in recipe["settings"].items()]
     held_out = (text.stat().st_size - int(0.9 * text.stat().st_size)) // CONTEXT * CONTEXT
-    own = [
+    settings = [
         *("data=text", f"data.path={text}", f"data.root={folder}", f"data.val_tokens={held_out}"),
         *(f"val_every={EVERY}", f"log_every={EVERY}", "checkpoint.every=null", "logger=none"),
         *("verbosity=quiet", f"seed={seed}", f"run_dir={run}"),
@@ -173,21 +175,23 @@ def _run_settings(path: Path, seed: int, text: Path, target: float, folder: Path
     tree = _tree(recipe.get("commit"), folder)
     environment = {**os.environ, "PYTHONPATH": str(tree / "src")}
     started = time.perf_counter()
-    command = [sys.executable, "-m", "lockstep_gpt", "train", *words, *own]
+    command = [sys.executable, "-m", "lockstep_gpt", "train", *words, *settings]
     if subprocess.run(command, env=environment, check=False).returncode:
         sys.exit(f"{path.name} failed; its own message is above")
-    whole = time.perf_counter() - started
+    total_seconds = time.perf_counter() - started
     with (run / "metrics.csv").open(encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
-    seconds, found, losses = 0.0, {}, []
+    seconds = 0.0
+    reached = {}
+    losses = []
     for row in rows:
         seconds += float(row["throughput/step_seconds"] or 0) * EVERY
         if row["val/loss"]:
             losses.append(float(row["val/loss"]))
-            if losses[-1] <= target and not found:
-                found = {"steps": int(row["trainer/step"]), "seconds": seconds}
-    rest = whole - seconds  # start, validation and end
-    return {**found, "all_seconds": seconds, "loss": losses[-1], "startup": rest}
+            if losses[-1] <= target and not reached:
+                reached = {"steps": int(row["trainer/step"]), "seconds": seconds}
+    rest = total_seconds - seconds  # start, validation and end
+    return {**reached, "all_seconds": seconds, "loss": losses[-1], "startup": rest}
 
 
 def _tree(commit: str | None, folder: Path) -> Path:
@@ -220,13 +224,13 @@ def table(runs: list[dict[str, Any]], target: float) -> str:
     lines = [f"\nto {target} nats per byte", f"{'recipe':14}{'seeds':>6}{'steps':>8}{'seconds':>9}"]
     lines[1] += f"{'ratio':>8}{'last loss, standard error':>28}{'rest':>7}"
     for name in dict.fromkeys(run["recipe"] for run in runs):
-        own = [run for run in runs if run["recipe"] == name]
-        there = [run for run in own if "seconds" in run]
-        losses = [run["loss"] for run in own]
+        runs_of_recipe = [run for run in runs if run["recipe"] == name]
+        there = [run for run in runs_of_recipe if "seconds" in run]
+        losses = [run["loss"] for run in runs_of_recipe]
         error = statistics.stdev(losses) / math.sqrt(len(losses)) if losses[1:] else math.nan
         pairs = [
             ours["seconds"] / base["all_seconds"]  # to the target, or the whole run if not reached
-            for ours, base in zip(own, first, strict=True)
+            for ours, base in zip(runs_of_recipe, first, strict=True)
             if "seconds" in ours
         ]
         figures = f"{'-':>8}{'-':>9}"
@@ -236,9 +240,11 @@ def table(runs: list[dict[str, Any]], target: float) -> str:
             )
             figures = f"{steps:8.0f}{seconds:9.2f}"
         ratio = f"{statistics.median(pairs):8.3f}" if pairs else f"{'-':>8}"
-        rest = statistics.mean(run["startup"] for run in own)
+        rest = statistics.mean(run["startup"] for run in runs_of_recipe)
         last = f"{statistics.mean(losses):.4f} +- {error:.4f}"
-        lines.append(f"{name:14}{len(there)}/{len(own):<4}{figures}{ratio}{last:>28}{rest:7.1f}")
+        lines.append(
+            f"{name:14}{len(there)}/{len(runs_of_recipe):<4}{figures}{ratio}{last:>28}{rest:7.1f}"
+        )
     return "\n".join(lines)
 
 

@@ -81,24 +81,32 @@ def reach(
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder) / "run"
         pace = [f"val_every={options.every}", f"log_every={options.every}", f"max_steps={steps}"]
-        own = [*SHARED, *words, *pace, f"seed={seed}", "checkpoint.every=null", f"run_dir={run}"]
+        settings = [
+            *SHARED,
+            *words,
+            *pace,
+            f"seed={seed}",
+            "checkpoint.every=null",
+            f"run_dir={run}",
+        ]
         subprocess.run(
-            [sys.executable, "-m", "lockstep_gpt", "train", *own, *overrides], check=True
+            [sys.executable, "-m", "lockstep_gpt", "train", *settings, *overrides], check=True
         )
         with (run / "metrics.csv").open(encoding="utf-8") as file:
             rows = list(csv.DictReader(file))
-    found: dict[str, Any] = {"recipe": name, "seed": seed, "steps": steps}
-    seconds, losses = 0.0, []
+    result: dict[str, Any] = {"recipe": name, "seed": seed, "steps": steps}
+    seconds = 0.0
+    losses = []
     for row in rows:
         seconds += float(row["throughput/step_seconds"] or 0) * options.every
         if not row["val/loss"]:
             continue
         losses.append(float(row["val/loss"]))
-        if losses[-1] <= options.target and "reached_step" not in found:
+        if losses[-1] <= options.target and "reached_step" not in result:
             place = {"step": int(row["trainer/step"]), "tokens": int(row["trainer/tokens"])}
-            found.update({f"reached_{key}": value for key, value in place.items()})
-            found["reached_seconds"] = seconds
-    return {**found, "seconds": seconds, "best_loss": min(losses), "last_loss": losses[-1]}
+            result.update({f"reached_{key}": value for key, value in place.items()})
+            result["reached_seconds"] = seconds
+    return {**result, "seconds": seconds, "best_loss": min(losses), "last_loss": losses[-1]}
 
 
 def line(result: dict[str, Any]) -> str:

@@ -97,14 +97,7 @@ def update(project: Path, folder: Path, options: argparse.Namespace) -> int:
     ):
         print(f"up to date with {source} at {new[:12]}")
         return 0
-    done = subprocess.run(
-        ["git", *WHO, *PLAIN, "cherry-pick", "--no-commit", change],
-        cwd=project,
-        capture_output=True,
-        text=True,
-    )
-    if done.returncode and not _conflicts(project):  # say, an ignored file in the way
-        raise Refused(f"git could not apply the changes: {' '.join(done.stderr.split())}")
+    _apply(project, change)
     reminder = _settle_written_pages(project, folder / "new")
     conflicts = _conflicts(project)
     print(_git(project, "diff", "--cached", "--stat=100", "HEAD"), end="")
@@ -117,6 +110,18 @@ def update(project: Path, folder: Path, options: argparse.Namespace) -> int:
         return 1
     print("all applied and staged; next: python3 scripts/dev.py test, then git commit")
     return 0
+
+
+def _apply(project: Path, change: str) -> None:
+    """Apply a commit to the project, as far as there are no conflicts; stage it."""
+    done = subprocess.run(
+        ["git", *WHO, *PLAIN, "cherry-pick", "--no-commit", change],
+        cwd=project,
+        capture_output=True,
+        text=True,
+    )
+    if done.returncode and not _conflicts(project):  # say, an ignored file in the way
+        raise Refused(f"git could not apply the changes: {' '.join(done.stderr.split())}")
 
 
 def _chosen_extras(template: Path, project: Path, options: argparse.Namespace) -> dict:
@@ -177,8 +182,8 @@ def _write_pages(project: Path) -> bool:
 
 def _written_pages(project: Path) -> "set[Path]":
     """Return the paths of the pages in a project that scripts write."""
-    found = (project / "docs").glob("*")
-    return {page for page in found if WRITTEN.fullmatch(f"docs/{page.name}")}
+    pages = (project / "docs").glob("*")
+    return {page for page in pages if WRITTEN.fullmatch(f"docs/{page.name}")}
 
 
 def _settle(project: Path, new: Path, name: str) -> None:
@@ -209,9 +214,9 @@ def _recorded(project: Path) -> dict:
 
 def _commit(clone: Path, name: str, source: str) -> str:
     """Return the id of a template's commit from its name, or from the name of a remote branch."""
-    for each in (name, f"origin/{name}"):
-        if not _status(clone, "rev-parse", "-q", "--verify", f"{each}^{{commit}}"):
-            return _git(clone, "rev-parse", f"{each}^{{commit}}").strip()
+    for revision in (name, f"origin/{name}"):
+        if not _status(clone, "rev-parse", "-q", "--verify", f"{revision}^{{commit}}"):
+            return _git(clone, "rev-parse", f"{revision}^{{commit}}").strip()
     raise Refused(f"{source} has no commit {name}; name a template that has it, or another commit")
 
 
@@ -226,10 +231,10 @@ def _checked_out(clone: Path, folder: Path, commit: str, record: dict) -> Path:
 
 def _make(template: Path, record: dict, target: Path) -> None:
     """Generate the project from a state of the template, in `target`."""
-    told = target.with_suffix(".json")
-    told.write_text(json.dumps(record), "utf-8")
+    record_file = target.with_suffix(".json")
+    record_file.write_text(json.dumps(record), "utf-8")
     script = str(template / "hooks" / "generate.py")
-    _run(target.parent, [sys.executable, script, str(told), str(target)], "makes no project")
+    _run(target.parent, [sys.executable, script, str(record_file), str(target)], "makes no project")
 
 
 def _state(project: Path, folder: Path, name: str, place: str, *parent: str) -> str:
@@ -271,5 +276,5 @@ def _status(folder: Path, *words: str) -> int:
 def _run(folder: Path, words: "list[str]", failure: str) -> None:
     done = subprocess.run(words, cwd=folder, capture_output=True, text=True)
     if done.returncode:
-        said = " ".join((done.stderr or done.stdout).split())
-        raise Refused(f"the template {failure}: {said}")
+        errors = " ".join((done.stderr or done.stdout).split())
+        raise Refused(f"the template {failure}: {errors}")

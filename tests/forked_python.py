@@ -288,7 +288,8 @@ def _load(modules: Sequence[str]) -> None:
 
     if not modules:
         with contextlib.suppress(ImportError):
-            importlib.import_module(f"{WARM}.fork").show()  # before any change to the environment
+            fork = importlib.import_module(f"{WARM}.fork")
+            fork.show_command_line()  # before any change to the environment
     # Make torch count GPUs through NVML: an initialized driver does not survive a fork.
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     gc.disable()
@@ -342,12 +343,12 @@ def _keep_server(before: dict[str, str], files: Sequence[int]) -> None:
             os.close(number)
         servers.fork.forget_exit_handlers()  # those of our server would delete what all forks share
         servers.fork.before_imports = before
-        servers.show([servers.PROGRAM, *OF_COMMANDS])
+        servers.show_command_line([servers.PROGRAM, *OF_COMMANDS])
         servers.serve(theirs)
     theirs.close()
     ours.settimeout(servers.ANSWER_SECONDS)
-    key = json.dumps([*OF_COMMANDS, servers.mattering_of(before)], sort_keys=True)
-    servers._kept[key] = servers.Server(ours, servers.Child(pid))
+    key = json.dumps([*OF_COMMANDS, servers.import_variables(before)], sort_keys=True)
+    servers._servers[key] = servers.Server(ours, servers.Child(pid))
 
 
 def _be(job: dict[str, Any], files: list[int], program: str, before: dict[str, str]) -> NoReturn:

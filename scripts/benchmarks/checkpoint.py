@@ -55,7 +55,8 @@ def _weights(megabytes: int) -> dict[str, torch.Tensor]:
 
 
 def _measured(state: dict[str, Any], folder: Path, rounds: int) -> dict[str, list[float]]:
-    blocking, background = AtomicCheckpointIO(), CopyingCheckpointIO(background=True)
+    blocking = AtomicCheckpointIO()
+    background = CopyingCheckpointIO(background=True)
     background.save_checkpoint(state, folder / "background.ckpt")  # allocates its buffers
     background.wait()
     (folder / "background.ckpt").unlink()

@@ -50,10 +50,11 @@ def seconds(run: Callable[[], Any]) -> float:
 
 def compare(name: str, masked: Callable[[], Any], plain: Callable[[], Any], pairs: int) -> None:
     """Print the medians of both, and of their ratio."""
-    masked(), plain()
-    found = [(seconds(masked), seconds(plain)) for _ in range(pairs)]
-    ours, others = (1e3 * statistics.median(each) for each in zip(*found, strict=True))
-    ratio = statistics.median(one / other for one, other in found)
+    masked()
+    plain()
+    times = [(seconds(masked), seconds(plain)) for _ in range(pairs)]
+    ours, others = (1e3 * statistics.median(column) for column in zip(*times, strict=True))
+    ratio = statistics.median(one / other for one, other in times)
     print(f"{name:<28} {ours:8.1f} ms  unmasked {others:8.1f} ms  ratio {ratio:.2f}", flush=True)
 
 
@@ -102,8 +103,8 @@ def main() -> int:
             compare("attention", ours, partial(attended, causal_attention, qkv, 0.2), options.pairs)
         several = partial(step, masked, batch), partial(step, plain, batch)
         compare(f"step of {architecture}", *several, options.pairs)
-        whole = batch[0].masked_fill(batch[0] == 0, 1), batch[1]
-        one = partial(step, masked, whole), partial(step, plain, whole)
+        one_document = batch[0].masked_fill(batch[0] == 0, 1), batch[1]
+        one = partial(step, masked, one_document), partial(step, plain, one_document)
         compare(f"step of {architecture}, one document", *one, options.pairs)
     return 0
 

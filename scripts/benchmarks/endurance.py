@@ -64,16 +64,16 @@ def main() -> int:
         Path("corpus").mkdir()
         for module in Path(asyncio.__file__).parent.glob("*.py"):
             shutil.copy(module, "corpus")
-        whole = Endured("whole", options.ranks)
-        whole.train([], random.Random(0))
+        undisturbed = Endured("whole", options.ranks)
+        undisturbed.train([], random.Random(0))
         wrong = 0
         for seed in range(options.seeds):
             for change in (False, True):
                 run = Endured(f"{seed}-{'change' if change else 'same'}", options.ranks)
                 run.train([*range(options.kills)], random.Random(seed), change=change)
-                good, said = run.compared(whole, change=change)
+                good, line = run.compared(undisturbed, change=change)
                 wrong += not good
-                print(f"{'ok   ' if good else 'WRONG'} seed {seed}: {said}", flush=True)
+                print(f"{'ok   ' if good else 'WRONG'} seed {seed}: {line}", flush=True)
     return 1 if wrong else 0
 
 
@@ -81,16 +81,19 @@ class Endured:
     """A run of the small experiment, with records of its kills and its checkpoints."""
 
     def __init__(self, name: str, ranks: int) -> None:
-        self.run, self.ranks = RunDirectory(Path(name)), ranks
+        self.run = RunDirectory(Path(name))
+        self.ranks = ranks
         self.hurt: list[str] = []
         self.newest = 0  # step of the newest valid checkpoint that was seen
         self.lost = 0  # how often it was missing later
 
     def train(self, kills: list[int], chance: random.Random, change: bool = False) -> None:
         """Train to the end, and kill a process for each of `kills`."""
-        half, process = len(kills) // 2, self._start()
+        half = len(kills) // 2
+        process = self._start()
         for number in kills:
-            name, moment = chance.choice([*VICTIMS]), chance.choice(MOMENTS)
+            name = chance.choice([*VICTIMS])
+            moment = chance.choice(MOMENTS)
             if not self._await(process, moment, chance.uniform(0.2, 2.5)):
                 break  # the run is done
             victims = [pid for pid in tree(process.pid) if VICTIMS[name] in words_of(pid)]
@@ -103,13 +106,15 @@ class Endured:
             turns = change and number >= half
             if turns:  # continue on other devices
                 process.terminate()
-                self.ranks, change = (1 if self.ranks == 2 else 2), False
+                self.ranks = 1 if self.ranks == 2 else 2
+                change = False
             if name != "rank" or turns:
                 process.wait(LIMIT)
                 wait_for(lambda: not self._left())
                 self._look()
                 process = self._start()
-        if status := process.wait(LIMIT):
+        status = process.wait(LIMIT)
+        if status:
             log = Path(f"{self.run.path}.log").read_text()
             raise SystemExit(f"{self.run.path}: exit {status}\n{log[-3000:]}")
         self._look()
@@ -130,7 +135,8 @@ class Endured:
         while process.poll() is None and time.monotonic() < end:
             time.sleep(0.05)
             self._look()
-        folder, end = self.run.checkpoints, time.monotonic() + 20
+        folder = self.run.checkpoints
+        end = time.monotonic() + 20
         while process.poll() is None and time.monotonic() < end:
             saving = any(folder.glob(".step=*.tmp"))
             deleting = len(checkpoints_in(folder)) > KEEP + 1  # plus the best one
@@ -141,34 +147,37 @@ class Endured:
     def _look(self) -> None:
         """Record the newest valid checkpoint, and whether the one recorded before is gone."""
         present = checkpoints_in(self.run.checkpoints)
-        sound = next((step_of(each) for each in reversed(present) if not fault_of(each)), 0)
+        sound = next((step_of(path) for path in reversed(present) if not fault_of(path)), 0)
         self.lost += sound < self.newest
         self.newest = max(self.newest, sound)
 
     def _left(self) -> list[int]:
         """Return the processes that still work in this folder."""
-        here, found = Path.cwd(), []
-        for pid in map(int, (each.name for each in Path("/proc").glob("[0-9]*"))):
+        folder = Path.cwd()
+        pids = []
+        for entry in Path("/proc").glob("[0-9]*"):
+            pid = int(entry.name)
             with contextlib.suppress(OSError):
-                if Path(f"/proc/{pid}/cwd").readlink() == here and pid != os.getpid():
-                    found.append(pid)
-        return found
+                if Path(f"/proc/{pid}/cwd").readlink() == folder and pid != os.getpid():
+                    pids.append(pid)
+        return pids
 
     def state(self) -> dict[str, Any]:
         """Return the last checkpoint."""
         return dict(torch.load(self.run.checkpoints / f"step={STEPS:06d}.ckpt", weights_only=True))
 
-    def compared(self, whole: Endured, change: bool) -> tuple[bool, str]:
+    def compared(self, undisturbed: Endured, change: bool) -> tuple[bool, str]:
         """Compare the end with that of the undisturbed run."""
-        ours, theirs = self.state()["state_dict"], whole.state()["state_dict"]
+        ours = self.state()["state_dict"]
+        theirs = undisturbed.state()["state_dict"]
         differing = sum(int((ours[name] != theirs[name]).sum()) for name in theirs)
-        losses = [each.run.read_summary()["val_loss"] for each in (self, whole)]
+        losses = [run.run.read_summary()["val_loss"] for run in (self, undisturbed)]
         off = abs(losses[0] - losses[1])
-        said = f"{len(self.hurt)} kills, {differing} differing weights, loss off by {off:.1e}"
+        line = f"{len(self.hurt)} kills, {differing} differing weights, loss off by {off:.1e}"
         devices = f", {self.ranks} ranks at the end" if change else ""
         lost = f", LOST {self.lost} checkpoints" if self.lost else ""
         good = not self.lost and (off <= 1e-5 if change else differing == 0)
-        return good, f"{said}{devices}{lost} ({' '.join(self.hurt)})"
+        return good, f"{line}{devices}{lost} ({' '.join(self.hurt)})"
 
 
 if __name__ == "__main__":

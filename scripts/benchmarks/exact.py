@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from loops import MODELS
+from benchmark_task import MODELS
 from torch.nn.parallel import DistributedDataParallel
 
 from lockstep_gpt.distributed.exact_sums import GradientSums
@@ -39,8 +39,9 @@ class Loop:
         torch.manual_seed(0)
         names = {name: shape[name] for name in ("n_layer", "n_head", "n_embd")}
         gpt = build_gpt(ModelConfig(block_size=shape["T"], **names), shape["vocab"])
-        wrapped = DistributedDataParallel(gpt, gradient_as_bucket_view=True) if ranks > 1 else gpt
-        self.model: Any = wrapped
+        self.model: Any = gpt
+        if ranks > 1:
+            self.model = DistributedDataParallel(gpt, gradient_as_bucket_view=True)
         self.optimizer = torch.optim.AdamW(gpt.parameters(), lr=1e-4, fused=True)
         self.accumulation = leaves // ranks
         self.batch = torch.randint(shape["vocab"], (shape["B"] // leaves, shape["T"] + 1))
@@ -94,7 +95,7 @@ def rank_main(rank: int, ranks: int, model: str, leaves: int, steps: int) -> Non
     ])  # fmt: skip
     if ranks == 1:
         name = f"{model}, split in {leaves}"
-        compare(name, rank, steps, [Loop(model, 1, each, False) for each in (leaves, 1)])
+        compare(name, rank, steps, [Loop(model, 1, count, False) for count in (leaves, 1)])
     dist.destroy_process_group()
 
 
@@ -105,12 +106,14 @@ def compare(name: str, rank: int, steps: int, loops: list[Loop]) -> None:
     pairs = []
     for number in range(steps):
         order = (0, 1) if number % 2 else (1, 0)
-        found = {index: loops[index].step() for index in order}
-        pairs.append((found[0], found[1]))
+        seconds = {index: loops[index].step() for index in order}
+        pairs.append((seconds[0], seconds[1]))
     if rank == 0:
-        here, there = (1e3 * statistics.median(column) for column in zip(*pairs, strict=True))
+        in_order, in_torch = (
+            1e3 * statistics.median(column) for column in zip(*pairs, strict=True)
+        )
         ratio = statistics.median(first / second for first, second in pairs)
-        print(f"{name:26}{here:9.2f}{there:9.2f}{ratio:8.3f}", flush=True)
+        print(f"{name:26}{in_order:9.2f}{in_torch:9.2f}{ratio:8.3f}", flush=True)
 
 
 if __name__ == "__main__":

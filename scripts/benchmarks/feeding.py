@@ -115,24 +115,26 @@ def _first_batch(folder: Path) -> float:
 
 
 def _measured(windows: StreamWindows, rounds: int, batches: int) -> dict[str, list[float]]:
-    ways: dict[str, Iterator[Any]] = {
+    sources: dict[str, Iterator[Any]] = {
         "ours": map(windows.widen, Feed(_stream(windows))),
         "inline": map(windows.widen, _stream(windows, first=10_000)),
         "stock": _stock(windows),
     }
-    for way in ways.values():
-        _timed(way, 20)
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    for source in sources.values():
+        _timed(source, 20)
+    seconds: dict[str, list[float]] = {name: [] for name in sources}
     for turn in range(rounds):
-        names = [*ways][turn % 3 :] + [*ways][: turn % 3]  # each is first in one of three rounds
+        names = [*sources][turn % 3 :] + [*sources][
+            : turn % 3
+        ]  # each is first in one of three rounds
         for name in names:
-            seconds[name].append(_timed(ways[name], batches) / batches)
+            seconds[name].append(_timed(sources[name], batches) / batches)
     return seconds
 
 
-def _timed(way: Iterable[Any], batches: int) -> float:
+def _timed(source: Iterable[Any], batches: int) -> float:
     started = time.perf_counter()
-    for _ in islice(way, batches):
+    for _ in islice(source, batches):
         pass
     return time.perf_counter() - started
 

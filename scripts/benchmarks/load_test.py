@@ -74,7 +74,7 @@ async def measured(
         "median_latency": round(statistics.median(latencies), 2) if latencies else None,
         "longest_latency": round(max(latencies, default=0), 2),
         "left": after["answering"] + after["waiting"],
-        "memory": [round(each) for each in series],
+        "memory": [round(size) for size in series],
     }
 
 
@@ -92,8 +92,8 @@ async def memory(pid: int) -> list[float]:
     series: list[float] = []
     try:
         while True:
-            asked = ["ps", "-o", "rss=", "-p", str(pid)]
-            series.append(int(subprocess.check_output(asked)) / 1024)
+            command = ["ps", "-o", "rss=", "-p", str(pid)]
+            series.append(int(subprocess.check_output(command)) / 1024)
             await asyncio.sleep(1)
     except asyncio.CancelledError:
         return series
@@ -110,7 +110,8 @@ async def client(
     """Send one request after another; check that each answer is complete."""
     source = random.Random(number)
     while time.monotonic() < end:
-        stream, started = source.random() < 0.5, time.monotonic()
+        stream = source.random() < 0.5
+        started = time.monotonic()
         wanted = {
             "prompt": (source.choice(PROMPTS) * source.randrange(1, 5))[:longest],
             "max_tokens": source.randrange(1, 65),
@@ -161,11 +162,14 @@ async def exchange(port: int, line: bytes, body: bytes) -> tuple[int, dict[str, 
         head = b"Host: localhost\r\nConnection: close\r\nContent-Length: " + size + b"\r\n\r\n"
         writer.write(line + head + body)
         first, *rest = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").splitlines()
-        pairs = (each.partition(": ") for each in rest if each)
+        pairs = (field.partition(": ") for field in rest if field)
         headers = {name.lower(): value for name, _, value in pairs}
         content = b""
         if headers.get("transfer-encoding") == "chunked":
-            while size_of_part := int(await reader.readline(), 16):
+            while True:
+                size_of_part = int(await reader.readline(), 16)
+                if size_of_part == 0:
+                    break
                 content += (await reader.readexactly(size_of_part + 2))[:-2]
         else:
             content = await reader.readexactly(int(headers["content-length"]))

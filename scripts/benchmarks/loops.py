@@ -1,191 +1,28 @@
-"""The loops that `benchmark.py` compares; each runs in its own process.
-
-All use random tokens, optimizer steps of `Task.shape["steps"]` micro-batches, AdamW with
-clipping, and a time for each step that ends when the device has finished it.
-"""
+"""The loops that `benchmark.py` compares; each runs in its own process, on the same task."""
 
 from __future__ import annotations
 
 import contextlib
-import json
-import math
+import itertools
 import os
-import resource
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from benchmarks.benchmark_task import (
+    WARMUP,
+    Task,
+    load_task,
+    step_seconds,
+    synchronize,
+    write_result,
+)
 from lightning import Callback
 from torch import Tensor, nn
-
-WARMUP = 4  # steps that do not count; compilation happens in them
-BURST = 4  # steps that alternate if two loops share a process
-TOY_BURST = 50
-
-# Shape, micro-batch, and accumulation. S is nanoGPT's documented recipe for a CPU; in M, the
-# vocabulary matters; gpt2 is what one GPU trains, with 524,288 tokens a step. All are GPT-2 with
-# AdamW except quickstart, our own recipe: only `ours` and `pair` know its model and optimizer.
-MODELS = {
-    "toy": {"n_layer": 1, "n_head": 1, "n_embd": 16, "T": 8, "B": 4, "vocab": 256, "steps": 1},
-    "S": {"n_layer": 4, "n_head": 4, "n_embd": 128, "T": 64, "B": 12, "vocab": 256, "steps": 1},
-    "quickstart": {
-        "n_layer": 4,
-        "n_head": 4,
-        "n_embd": 128,
-        "T": 64,
-        "B": 12,
-        "vocab": 256,
-        "steps": 1,
-    },
-    "M": {"n_layer": 6, "n_head": 8, "n_embd": 512, "T": 127, "B": 8, "vocab": 50257, "steps": 1},
-    "gpt2": {
-        "n_layer": 12,
-        "n_head": 12,
-        "n_embd": 768,
-        "T": 1024,
-        "B": 64,
-        "vocab": 50257,
-        "steps": 8,
-    },
-    "gpt2_xl": {
-        "n_layer": 48,
-        "n_head": 25,
-        "n_embd": 1600,
-        "T": 1024,
-        "B": 16,
-        "vocab": 50257,
-        "steps": 8,
-    },
-}
-
-
-@dataclass
-class Task:
-    """The work of every loop, and where it runs."""
-
-    model: str
-    precision: str
-    device: str
-    ranks: int
-    steps: int
-    compile: bool
-
-    @property
-    def shape(self) -> dict[str, int]:
-        """Layers, heads, width, T tokens, B samples over all ranks, vocabulary, micro-steps."""
-        return MODELS[self.model]
-
-    @property
-    def tokens_per_step(self) -> int:
-        """Tokens per optimizer step over all ranks."""
-        return self.shape["B"] * self.shape["T"] * self.shape["steps"]
-
-    @property
-    def micro_size(self) -> int:
-        """Samples per micro-batch on one rank."""
-        return self.shape["B"] // self.ranks
-
-    @property
-    def burst(self) -> int:
-        """Consecutive steps of each loop if two loops share a process."""
-        return TOY_BURST if self.model == "toy" else BURST
-
-    def autocast(self) -> Any:
-        """Return the context of the forward pass."""
-        if self.precision == "bf16-mixed":
-            return torch.autocast(self.device, torch.bfloat16)
-        return contextlib.nullcontext()
-
-    def overrides(self, folder: Path, paired: bool) -> list[str]:
-        """Return the arguments after `lockstep-gpt train`."""
-        shape = self.shape
-        turns = math.ceil(self.steps / self.burst)
-        steps = WARMUP + (turns * self.burst if paired else self.steps) + 1
-        own = self.model == "quickstart"
-        return [
-            *(("model=modern_nano", "optim=muon") if own else ("model=gpt2", "optim=adamw")),
-            f"model.block_size={shape['T']}",
-            *(f"model.{name}={shape[name]}" for name in ("n_layer", "n_head", "n_embd")),
-            "data=synthetic",
-            f"data.vocab_size={shape['vocab']}",
-            f"data.root={folder}/data",
-            "data.val_tokens=1",
-            f"batch.micro_size={self.micro_size}",
-            f"batch.global_size={shape['B'] * shape['steps']}",
-            f"trainer={'gpu' if self.device == 'cuda' else 'cpu'}",
-            f"trainer.devices={self.ranks}",
-            f"precision={self.precision}",
-            f"compile={str(self.compile).lower()}",
-            f"max_steps={steps}",
-            f"val_every={steps}",
-            "log_every=50",
-            "optim.warmup_steps=1",
-            "optim.warmup_tokens=null",
-            f"run_dir={folder}/run",
-            "logger=none",
-            f"+callbacks.clock._target_=benchmarks.loops.{'Pair' if paired else 'Clock'}",
-        ]
-
-
-def main() -> None:
-    """Run the named loop, and write its result."""
-    task, out = load()
-    if sys.argv[1] == "stock":
-        return stock(task)
-    started = time.perf_counter()
-    rank = int(os.environ.get("RANK", "0"))
-    step = LOOPS[sys.argv[1]](task)
-    seconds = [one(step, task.device) for _ in range(WARMUP + task.steps)]
-    if rank == 0:
-        write(out, seconds, started)
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
-    return None
-
-
-def load() -> tuple[Task, Path]:
-    """Return the task, and the path for its result."""
-    content = json.loads(os.environ["BENCHMARK_TASK"])
-    return Task(**{name: content[name] for name in Task.__dataclass_fields__}), Path(content["out"])
-
-
-def one(step: Callable[[], Any], device: str) -> float:
-    """Return the seconds of one step."""
-    begun = time.perf_counter()
-    step()
-    synchronize(device)
-    return time.perf_counter() - begun
-
-
-def synchronize(device: str) -> None:
-    """Wait for the device."""
-    if device == "cuda":
-        torch.cuda.synchronize()
-
-
-def write(out: Path, seconds: list[float], started: float, **more: Any) -> None:
-    """Write the median step after the warmup, the time before it, and the peak memory."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    if torch.cuda.is_available():
-        peak = torch.cuda.max_memory_allocated() / 2**20
-    counted = seconds[WARMUP:]
-    result = {
-        "step_seconds": statistics.median(counted),
-        "step_seconds_all": counted,
-        "start_seconds": time.perf_counter() - started - sum(counted),
-        "peak_mb": peak,
-        **more,
-    }
-    out.write_text(json.dumps(result))
-
-
-# --- what you would write -------------------------------------------------------------------------
 
 
 class PlainBlock(nn.Module):
@@ -195,8 +32,10 @@ class PlainBlock(nn.Module):
         super().__init__()
         self.heads = heads
         self.norms = nn.ModuleList([nn.LayerNorm(width), nn.LayerNorm(width)])
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
         """Refine (B, T, C)."""
@@ -241,13 +80,14 @@ def tokens_of(task: Task) -> Tensor:
 
 def batches(task: Task) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield random windows in the usual way: read one by one, stacked, sent to the device."""
-    data, T = tokens_of(task), task.shape["T"]
+    data = tokens_of(task)
+    T = task.shape["T"]
     while True:
         starts = torch.randint(len(data) - T - 1, (task.micro_size,)).tolist()
         x = torch.stack([data[i : i + T] for i in starts])
         y = torch.stack([data[i + 1 : i + 1 + T] for i in starts])
         if task.device == "cuda":
-            x, y = (each.pin_memory().to("cuda", non_blocking=True) for each in (x, y))
+            x, y = (window.pin_memory().to("cuda", non_blocking=True) for window in (x, y))
         yield x, y
 
 
@@ -259,7 +99,7 @@ def raw(
     clip_norm: float | None = 1.0,
 ) -> Callable[[], Any]:
     """Return a function for one optimizer step of a hand-written loop."""
-    trained, wrapped = model, model
+    wrapped = model
     if task.ranks > 1:
         wrapped = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
 
@@ -272,7 +112,7 @@ def raw(
                     loss = wrapped(x, y)
                 (loss / task.shape["steps"]).backward()
         if clip_norm is not None:
-            torch.nn.utils.clip_grad_norm_(trained.parameters(), clip_norm)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
@@ -319,10 +159,9 @@ def best(task: Task, config: Any) -> Callable[[], Any]:
     if task.compile:
         model.compile(dynamic=False)
     windows = tokens_of(task).unfold(0, T + 1, T)[: 64 * task.micro_size].to(task.device)
-    ready = [(each[:, :-1], each[:, 1:]) for each in windows.split(task.micro_size)]
+    ready = [(window[:, :-1], window[:, 1:]) for window in windows.split(task.micro_size)]
     optimizer = build_optimizer(model, config.optim, lr=1e-4)
-    source = (each for _ in iter(int, 1) for each in ready)
-    return raw(task, model, optimizer, source, config.optim.clip_norm)
+    return raw(task, model, optimizer, itertools.cycle(ready), config.optim.clip_norm)
 
 
 def accelerate(task: Task) -> Callable[[], Any]:
@@ -356,7 +195,8 @@ def accelerate(task: Task) -> Callable[[], Any]:
 
 def stock_loader(task: Task) -> torch.utils.data.DataLoader[Any]:
     """Return a DataLoader over windows that are read one by one."""
-    data, T = tokens_of(task), task.shape["T"]
+    data = tokens_of(task)
+    T = task.shape["T"]
     count = task.micro_size * task.ranks * task.shape["steps"] * (WARMUP + task.steps + 2)
     starts = torch.randint(len(data) - T - 1, (count,)).tolist()
     windows = [(data[i : i + T], data[i + 1 : i + 1 + T]) for i in starts]
@@ -452,7 +292,7 @@ class Clock(Callback):
     """Times every optimizer step of a Trainer, and writes the result at the end."""
 
     def __init__(self) -> None:
-        self.task, self.out = load()
+        self.task, self.out = load_task()
         self.started = time.perf_counter()
         self.seconds: list[float] = []
         self.last: float | None = None
@@ -474,7 +314,7 @@ class Clock(Callback):
     def on_train_end(self, trainer: Any, *_: Any) -> None:
         """Write the result."""
         if trainer.is_global_zero:
-            write(self.out, self.seconds, self.started, **self.more())
+            write_result(self.out, self.seconds, self.started, **self.more())
 
     def more(self) -> dict[str, Any]:
         """Return additional results."""
@@ -498,11 +338,14 @@ class Pair(Clock):
         done = len(self.seconds) - WARMUP
         if done > 0 and done % self.task.burst == 0:
             self.step()  # not timed: the caches still contain the Trainer's data
-            self.theirs += [one(self.step, self.task.device) for _ in range(self.task.burst)]
+            self.theirs += [
+                step_seconds(self.step, self.task.device) for _ in range(self.task.burst)
+            ]
 
     def more(self) -> dict[str, Any]:
         """Return the raw loop's median step, and the ratio within each pair of bursts."""
-        size, ours = self.task.burst, self.seconds[WARMUP:]
+        size = self.task.burst
+        ours = self.seconds[WARMUP:]
         ratios = [
             # Skip the Trainer's first step after a pause: the caches contain the raw loop's data.
             statistics.median(ours[at + 1 : at + size])
@@ -522,6 +365,23 @@ LOOPS: dict[str, Callable[[Task], Callable[[], Any]]] = {
     "nanogpt": nanogpt,
     "litgpt": litgpt,
 }
+
+
+def main() -> None:
+    """Run the named loop, and write its result."""
+    task, out = load_task()
+    if sys.argv[1] == "stock":
+        stock(task)
+        return
+    started = time.perf_counter()
+    rank = int(os.environ.get("RANK", "0"))
+    step = LOOPS[sys.argv[1]](task)
+    seconds = [step_seconds(step, task.device) for _ in range(WARMUP + task.steps)]
+    if rank == 0:
+        write_result(out, seconds, started)
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
 
 if __name__ == "__main__":
     main()

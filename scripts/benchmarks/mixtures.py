@@ -45,13 +45,15 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=options.folder) as root:
         _make(Path(root), options.sources, options.tokens)
         for weights in ("round", "odd"):
-            found = {kind: [] for kind in ("single", "mixture")}
+            rows_of_kind = {kind: [] for kind in ("single", "mixture")}
             for _ in range(options.rounds):
-                for kind, rows in found.items():
+                for kind, rows in rows_of_kind.items():
                     rows.append(_measured(root, kind, weights))
             print(f"{options.sources} sources of {options.tokens:,} tokens, {weights} weights")
-            for name in found["single"][0]:
-                one, other = (statistics.median(row[name] for row in found[k]) for k in found)
+            for name in rows_of_kind["single"][0]:
+                one, other = (
+                    statistics.median(row[name] for row in rows_of_kind[k]) for k in rows_of_kind
+                )
                 print(f"  {name:<28}{one:12.4f} single{other:12.4f} mixture {other / one:8.3f} x")
 
 
@@ -67,23 +69,25 @@ def _options() -> argparse.Namespace:
 
 
 def _data(root: Path, sources: int, tokens: int, weights: str) -> Mixture:
-    each = {
+    settings = {
         f"s{number}": {"_target_": RANDOM, "tokens": tokens + number} for number in range(sources)
     }
     shares = [number + 1 for number in range(sources)]
     if weights == "odd":
         shares = [1.2345678 ** (number + 1) for number in range(sources)]
-    return Mixture(root=str(root), sources=each, weights=dict(zip(each, shares, strict=True)))
+    return Mixture(
+        root=str(root), sources=settings, weights=dict(zip(settings, shares, strict=True))
+    )
 
 
 def _make(root: Path, sources: int, tokens: int) -> None:
     """Write sparse prepared folders of each source, of the mixture, and of one large corpus."""
     data = _data(root, sources, tokens, "round")
-    for own in [
+    for part in [
         *data.make_sources().values(),
         RandomTokens(root=str(root), tokens=sources * tokens),
     ]:
-        _make_sparse(own)
+        _make_sparse(part)
     folder = preparing.prepare(data)
     fingerprint = preparing.shards.load_index(folder).fingerprint
     (root / "measured.json").write_text(json.dumps([sources, tokens, fingerprint]))
@@ -92,15 +96,16 @@ def _make(root: Path, sources: int, tokens: int) -> None:
 def _make_sparse(data: Any) -> None:
     recipe = recipe_of(data)
     data.fingerprint = recipe.fingerprint
-    folder, splits = folder_of(data), {}
+    splits = {}
+    folder = folder_of(data)
     folder.mkdir(parents=True)
     for name, tokens in (("train", data.tokens - 100_000), ("val", 100_000)):
         with (folder / f"{name}-00000.bin").open("wb") as file:
             file.truncate(2 * tokens)
         splits[name] = Split(tokens, shards=[Shard(f"{name}-00000.bin", tokens, "")])
     tokenizer = recipe.tokenizer.to_dict()
-    own = {**recipe.settings, "held_out": None}
-    of = (recipe.fingerprint, recipe.fingerprints, own, splits)
+    settings = {**recipe.settings, "held_out": None}
+    of = (recipe.fingerprint, recipe.fingerprints, settings, splits)
     write_index(folder, Index(FORMAT, "<u2", tokenizer, *of))
 
 
@@ -116,7 +121,8 @@ def _one(root: Path, kind: str, weights: str) -> dict[str, float]:
     mixture.fingerprint = fingerprint
     single = RandomTokens(root=str(root), tokens=sources * tokens)
     single.fingerprint = recipe_of(single).fingerprint
-    before, memory = time.perf_counter(), _memory()
+    before = time.perf_counter()
+    memory = _memory()
     begun = time.process_time()
     shape = {"block_size": T, "micro_size": B, "accumulation": 1, "seed": 1}
     if kind == "single":
@@ -128,7 +134,8 @@ def _one(root: Path, kind: str, weights: str) -> dict[str, float]:
     module.trainer = SimpleNamespace(strategy=device, **places)
     stream = module.train_dataloader().batches
     rows = next(iter(stream.rows))
-    startup, cpu = time.perf_counter() - before, time.process_time() - begun
+    startup = time.perf_counter() - before
+    cpu = time.process_time() - begun
     assert len(rows) == B
     passes = []
     for _ in range(6):  # the first maps the pages of these batches
@@ -136,7 +143,7 @@ def _one(root: Path, kind: str, weights: str) -> dict[str, float]:
         for _ in islice(map(stream.windows.widen, stream), BATCHES):
             pass
         passes.append((time.process_time() - started) / BATCHES)
-    each = statistics.median(passes[1:])
+    batch_seconds = statistics.median(passes[1:])
     again = time.process_time()
     for _ in islice(stream.rows, 10 * BATCHES):
         pass
@@ -144,7 +151,7 @@ def _one(root: Path, kind: str, weights: str) -> dict[str, float]:
     return {
         "startup, seconds": startup,
         "startup, CPU seconds": cpu,
-        "batch, CPU ms": each * 1e3,
+        "batch, CPU ms": batch_seconds * 1e3,
         "of which choosing, CPU ms": chosen * 1e3,
         "own memory, MiB": (_memory() - memory) / 2**20,
         "peak of the process, MiB": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,

@@ -62,14 +62,17 @@ def _options() -> argparse.Namespace:
 
 
 def _measured(folder: Path, options: argparse.Namespace) -> dict[str, float]:
-    small, large = _corpus(folder / "small", 50), _corpus(folder / "large", options.large)
+    small = _corpus(folder / "small", 50)
+    large = _corpus(folder / "large", options.large)
     texts = _corpus(folder / "texts", 16)
-    plain, ours, theirs = [], [], []
+    plain = []
+    ours = []
+    theirs = []
     for _ in range(options.rounds):
         plain.append(_megabytes(large) / _build(folder, large)[0])
         ours.append(_megabytes(texts) / _build(folder, texts, "data.tokenizer=tokenizer.json")[0])
         theirs.append(_megabytes(texts) / _encode_batch(folder, texts))
-    peaks = [_build(folder, each)[1] / 2**20 for each in (small, large)]
+    peaks = [_build(folder, corpus)[1] / 2**20 for corpus in (small, large)]
     ratio = statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
     return {
         "bytes, MB/s": statistics.median(plain),
@@ -111,7 +114,8 @@ def _build(folder: Path, corpus: Path, *overrides: str) -> tuple[float, int]:
         encoding="utf-8",
         check=True,
     )
-    seconds, peak = re.search(r" in ([\d.]+) s", done.stdout), re.search(PEAK, done.stdout)
+    seconds = re.search(r" in ([\d.]+) s", done.stdout)
+    peak = re.search(PEAK, done.stdout)
     if seconds is None or peak is None:
         raise SystemExit(f"the build said nothing of its time and memory: {done.stdout}")
     return float(seconds[1]), int(peak[1]) << 10
@@ -122,8 +126,8 @@ def _learn(folder: Path, corpus: Path) -> None:
     shutil.rmtree(folder / "data", ignore_errors=True)
     words = ["prepare", "data=text", f"data.path={corpus}", "data.root=data", "data.tokenizer=bpe"]
     subprocess.run([sys.executable, "-m", "lockstep_gpt", *words], cwd=folder, check=True)
-    (made,) = (folder / "data").glob("text-*")
-    values = load_index(made).tokenizer
+    (prepared,) = (folder / "data").glob("text-*")
+    values = load_index(prepared).tokenizer
     (folder / "tokenizer.json").write_text(values["json"])
 
 

@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-HERE = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[2]
 SMOKE = ["train", "experiment=smoke", "logger=none", "trainer=cpu", "callbacks=[]"]
 RANKS = ["strategy=ddp", "batch.global_size=8", "batch.micro_size=1"]
 LIMIT = 300.0  # seconds that anything may take
@@ -52,7 +52,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="warm-") as folder:
         if options.kills:
             return kills(Path(folder), options.kills, options.seed)
-        return compare(Path(folder), options.against or HERE, options.repeats)
+        return compare(Path(folder), options.against or ROOT, options.repeats)
 
 
 def compare(folder: Path, other: Path, repeats: int) -> int:
@@ -61,11 +61,13 @@ def compare(folder: Path, other: Path, repeats: int) -> int:
     for name, figure, count in figures():
         pairs: list[tuple[float, float]] = []
         for number in range(count or repeats):
-            places = (HERE, other) if number % 2 else (other, HERE)
-            found = {place: figure(place, Path(tempfile.mkdtemp(dir=folder))) for place in places}
-            pairs.append((found[HERE], found[other]))
-        here, there = (statistics.median(column) for column in zip(*pairs, strict=True))
-        print(f"{name:44}{here:9.2f}{there:9.2f}{here / there:8.3f}", flush=True)
+            places = (ROOT, other) if number % 2 else (other, ROOT)
+            figure_of = {
+                place: figure(place, Path(tempfile.mkdtemp(dir=folder))) for place in places
+            }
+            pairs.append((figure_of[ROOT], figure_of[other]))
+        ours, theirs = (statistics.median(column) for column in zip(*pairs, strict=True))
+        print(f"{name:44}{ours:9.2f}{theirs:9.2f}{ours / theirs:8.3f}", flush=True)
     return 0
 
 
@@ -84,8 +86,10 @@ def start(place: Path, folder: Path, *words: str) -> subprocess.Popen[bytes]:
     command = [str(place / ".venv/bin/python"), "-m", "lockstep_gpt", *SMOKE, *words]
     run = [f"run_dir={folder / 'run'}", f"data.root={folder.parent / 'data'}"]
     quiet = subprocess.DEVNULL
-    own = {**os.environ, "PYTHONPATH": str(folder)}
-    return subprocess.Popen([*command, *run], cwd=place, env=own, stdout=quiet, stderr=quiet)
+    environment = {**os.environ, "PYTHONPATH": str(folder)}
+    return subprocess.Popen(
+        [*command, *run], cwd=place, env=environment, stdout=quiet, stderr=quiet
+    )
 
 
 def cpu_seconds(words: list[str]) -> Callable[[Path, Path], float]:
@@ -139,12 +143,12 @@ def shared_memory(pid: int) -> float:
 
 def tree(pid: int) -> list[int]:
     """Return a process and all its descendants."""
-    found = [pid]
-    for each in found:
-        for task in Path(f"/proc/{each}/task").glob("*/children"):
+    pids = [pid]
+    for parent in pids:
+        for task in Path(f"/proc/{parent}/task").glob("*/children"):
             with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
-                found += map(int, task.read_text().split())
-    return found
+                pids += map(int, task.read_text().split())
+    return pids
 
 
 def words_of(pid: int) -> str:
@@ -174,14 +178,17 @@ VICTIMS = {
 
 def kills(folder: Path, number: int, seed: int) -> int:
     """Kill one process of each run at a random moment; print how the runs ended."""
-    chance, wrong = random.Random(seed), 0
+    chance = random.Random(seed)
+    wrong = 0
     for attempt in range(number):
         place = folder / str(attempt)
         place.mkdir()
-        name, moment = chance.choice([*VICTIMS]), chance.uniform(0, 6)
+        name = chance.choice([*VICTIMS])
+        moment = chance.uniform(0, 6)
         words = ["strategy=ddp", "trainer.devices=2", "max_steps=600", "checkpoint.every=10"]
-        process = start(HERE, place, *words)
-        running, victims = [process.pid], []
+        process = start(ROOT, place, *words)
+        running = [process.pid]
+        victims = []
         while not victims and process.poll() is None:  # the victim may not be there yet
             time.sleep(moment)
             moment = 0.05
@@ -196,13 +203,14 @@ def kills(folder: Path, number: int, seed: int) -> int:
             process.kill()
         time.sleep(1)
         left = [pid for pid in running if str(place) in words_of(pid)]
-        expected = {"the agent": 1, "the command": -9}.get(name, 0) if victims else 0
+        expected = 0
+        if victims:
+            expected = {"the agent": 1, "the command": -9}.get(name, 0)
         good = status in (expected, 0) and not left
         wrong += not good
         hurt = name if victims else "nobody"
-        print(
-            f"{'ok   ' if good else 'WRONG'} {hurt:12} exit {status:4} {len(left)} left", flush=True
-        )
+        verdict = "ok   " if good else "WRONG"
+        print(f"{verdict} {hurt:12} exit {status:4} {len(left)} left", flush=True)
     print(f"{number - wrong} of {number} ended as they should")
     return 1 if wrong else 0
 

@@ -81,13 +81,13 @@ def be_rank(rank: int, ranks: int, backend: str, folder: Path) -> None:
     dist.init_process_group(
         backend, init_method=f"file://{folder}/meeting", rank=rank, world_size=ranks
     )
-    found = []
+    tensors = []
     for collective in COLLECTIVES:
         count = 1 if collective in ONE_EACH else ranks
         held = 10.0 * rank + torch.arange(count, device=device)
         before = held.tolist()
-        found.append((before, collective(held).tolist()))
-    torch.save(found, folder / f"{rank}.pt")
+        tensors.append((before, collective(held).tolist()))
+    torch.save(tensors, folder / f"{rank}.pt")
     dist.destroy_process_group()
 
 
@@ -104,11 +104,11 @@ def run(ranks: int, backend: str) -> list[tuple[Table, Table]]:
 
 def as_text(collective: Collective, before: Table, after: Table) -> str:
     """Format one table."""
-    held = [_numbers(each) for each in before]
+    held = [_numbers(numbers) for numbers in before]
     width = max(map(len, held))
     rows = [
-        f"  rank {rank}  {own:{width}}  ->  {_numbers(got)}".rstrip()
-        for rank, (own, got) in enumerate(zip(held, after, strict=True))
+        f"  rank {rank}  {start:{width}}  ->  {_numbers(got)}".rstrip()
+        for rank, (start, got) in enumerate(zip(held, after, strict=True))
     ]
     return "\n".join([f"{collective.__name__}: {collective.__doc__}", *rows])
 

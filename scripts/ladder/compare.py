@@ -32,7 +32,7 @@ from matplotlib.figure import Figure
 from lockstep_gpt import PROGRAM
 from lockstep_gpt.errors import UserError
 
-HERE = Path(__file__).parent
+FOLDER = Path(__file__).parent
 BARS = {"64-true": 1e-10, "32-true": 1e-5}  # largest difference of a loss that rounding explains
 RUNNING: set[subprocess.Popen[str]] = set()  # these are ended together with this process
 WARMUP = 5  # steps whose time does not count
@@ -72,8 +72,8 @@ class Run:
 
 def rungs(ranks: int) -> Iterator[tuple[str, list[str]]]:
     """Yield each rung that runs on this number of ranks, and the beginning of its command."""
-    script = {name: str(HERE / f"{name}.py") for name in ("single_device", "ddp_by_hand")}
-    own = str(HERE / "ddp_accelerate.py")
+    script = {name: str(FOLDER / f"{name}.py") for name in ("single_device", "ddp_by_hand")}
+    accelerate = str(FOLDER / "ddp_accelerate.py")
     if ranks == 1:
         yield "single_device", [script["single_device"]]
     launcher = ["-m", "torch.distributed.run", f"--nproc_per_node={ranks}"]
@@ -81,9 +81,12 @@ def rungs(ranks: int) -> Iterator[tuple[str, list[str]]]:
     if ranks > 1:
         plain = ["--num_machines=1", "--mixed_precision=no", "--dynamo_backend=no"]
         place = [f"--num_processes={ranks}", f"--main_process_port={free_port()}", *plain]
-        yield "ddp_accelerate", ["-m", "accelerate.commands.launch", "--multi_gpu", *place, own]
+        yield (
+            "ddp_accelerate",
+            ["-m", "accelerate.commands.launch", "--multi_gpu", *place, accelerate],
+        )
     else:
-        yield "ddp_accelerate", [own]
+        yield "ddp_accelerate", [accelerate]
     command = ["-m", "lockstep_gpt", "train", *SETTINGS]
     yield PROGRAM, [*command, f"trainer.devices={ranks}"]
 
@@ -130,7 +133,7 @@ def code_lines(path: Path) -> int:
         for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)
     }
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
-    spans = [(each.start[0], each.end[0]) for each in tokens if each.type not in LAYOUT]
+    spans = [(token.start[0], token.end[0]) for token in tokens if token.type not in LAYOUT]
     return len({line for a, b in spans[:-1] for line in range(a, b + 1)} - strings)
 
 
@@ -160,20 +163,20 @@ def pool_of(size: int) -> Iterator[ThreadPoolExecutor]:
         pool.shutdown()
 
 
-def _row(each: Run, reference: Run) -> str:
-    script = HERE / f"{each.rung}.py"
+def _row(run: Run, reference: Run) -> str:
+    script = FOLDER / f"{run.rung}.py"
     lines = code_lines(script) if script.exists() else 0
-    largest = f"{max(each.differences(reference)):.1e}" if each is not reference else "reference"
-    cost = f"{lines:5}  {each.milliseconds:7.1f} {each.megabytes:5.0f}"
-    losses = f"{each.losses[-1]:9.6f}  {float(each.rows[-1]['val/loss']):8.6f}"
-    return f"{each.rung:20} {each.ranks:5}  {cost}  {losses}  {largest:>18}"
+    largest = f"{max(run.differences(reference)):.1e}" if run is not reference else "reference"
+    cost = f"{lines:5}  {run.milliseconds:7.1f} {run.megabytes:5.0f}"
+    losses = f"{run.losses[-1]:9.6f}  {float(run.rows[-1]['val/loss']):8.6f}"
+    return f"{run.rung:20} {run.ranks:5}  {cost}  {losses}  {largest:>18}"
 
 
 def remarks(runs: list[Run]) -> str:
     """Explain which differences are real, and which are not."""
-    by_hand = [each for each in runs if each.rung == "ddp_by_hand"]
-    means = [f"{float(each.rows[-1]['val/mean_of_means']):.6f}" for each in by_hand]
-    numbers = " and ".join(str(each.ranks) for each in by_hand)
+    by_hand = [run for run in runs if run.rung == "ddp_by_hand"]
+    means = [f"{float(run.rows[-1]['val/mean_of_means']):.6f}" for run in by_hand]
+    numbers = " and ".join(str(run.ranks) for run in by_hand)
     return (
         f"lines: of the rung's own script; {PROGRAM} is a command. MB: the largest process.\n"
         "Losses differ only by rounding: other batch shapes are added in another order.\n"
@@ -192,13 +195,14 @@ def draw(results: dict[str, list[Run]], path: Path) -> None:
     figure = Figure(figsize=(12, 4.5), layout="constrained")
     left, right = figure.subplots(1, 2)
     for precision, runs in results.items():
-        for number, each in enumerate(runs):
-            thickness, color = 1 + 1.3 * (len(runs) - number), f"C{number}"
-            steps = range(1, len(each.losses) + 1)
+        for number, run in enumerate(runs):
+            thickness = 1 + 1.3 * (len(runs) - number)
+            color = f"C{number}"
+            steps = range(1, len(run.losses) + 1)
             if runs is results[next(iter(results))]:
-                label = f"{each.rung}, {each.ranks} rank{'s' if each.ranks > 1 else ''}"
-                left.plot(steps, each.losses, lw=thickness, color=color, label=label)
-            gaps = [gap or float("nan") for gap in each.differences(runs[0])]
+                label = f"{run.rung}, {run.ranks} rank{'s' if run.ranks > 1 else ''}"
+                left.plot(steps, run.losses, lw=thickness, color=color, label=label)
+            gaps = [gap or float("nan") for gap in run.differences(runs[0])]
             right.semilogy(steps, gaps, "o", ms=thickness, mfc="none", color=color)
         right.axhline(BARS[precision], color="grey", ls="--", lw=1)
         right.text(1, BARS[precision] * 1.3, f"bar for {precision}", fontsize=8, color="grey")
@@ -222,7 +226,8 @@ def compare() -> None:
     )
     flags.add_argument("--chart", type=Path, default=Path("runs/ladder.png"))
     options, words = flags.parse_known_args()
-    precisions, worlds = _precisions(options.precisions), _worlds(options.ranks)
+    precisions = _precisions(options.precisions)
+    worlds = _worlds(options.ranks)
     load(words, 1)  # prepares the data before any run is timed, and rejects wrong settings
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -246,7 +251,8 @@ def compare() -> None:
 
 def _precisions(text: str) -> list[str]:
     names = text.split(",")
-    if unknown := sorted(set(names) - set(BARS)):
+    unknown = sorted(set(names) - set(BARS))
+    if unknown:
         raise UserError(f"--precisions {unknown[0]} is not one of {', '.join(BARS)}")
     return names
 
@@ -261,10 +267,10 @@ def _worlds(text: str) -> list[int]:
 def judge(results: dict[str, list[Run]]) -> int:
     """Return 1 if a loss differs from the first rung's by more than the limit, and print which."""
     far = [
-        f"{each.rung} on {each.ranks} ranks, {precision}: {largest:.1e} is above {BARS[precision]}"
+        f"{run.rung} on {run.ranks} ranks, {precision}: {largest:.1e} is above {BARS[precision]}"
         for precision, runs in results.items()
-        for each in runs
-        if (largest := max(each.differences(runs[0]))) > BARS[precision]
+        for run in runs
+        if (largest := max(run.differences(runs[0]))) > BARS[precision]
     ]
     print("\n".join(far) or "equal: " + ", ".join(f"{name} to {BARS[name]}" for name in results))
     return 1 if far else 0

@@ -89,15 +89,15 @@ def train(experiment: Experiment, options: argparse.Namespace, accelerator: Acce
     if options.checkpoint:
         accelerator.save_state(str(options.checkpoint))  # a folder; rank 0 writes the weights
     model.eval()
-    found = []
+    gathered = []
     with torch.no_grad():
         for tokens, targets in val_loader:
             losses = F.cross_entropy(model(tokens).transpose(1, 2), targets, reduction="none")
             # One loss per sample: the last batches are filled up with samples used before,
             # and only `gather_for_metrics` knows which.
-            found.append(accelerator.gather_for_metrics(losses.mean(dim=1)))
+            gathered.append(accelerator.gather_for_metrics(losses.mean(dim=1)))
     if record:
-        record.close(float(torch.cat(found).double().mean()))
+        record.close(float(torch.cat(gathered).double().mean()))
 
 
 if __name__ == "__main__":

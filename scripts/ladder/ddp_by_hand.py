@@ -129,11 +129,11 @@ def train(experiment: Experiment, options: argparse.Namespace, device: torch.dev
         torch.save({name: part.state_dict() for name, part in parts.items()}, options.checkpoint)
     model.eval()
     with torch.no_grad(), autocast:
-        found = [
+        losses = [
             (model(tokens.to(device), targets.to(device)), len(tokens))
             for tokens, targets in experiment.validation_set().batches(size, rank, world_size)
         ]
-    sums = totals(found).to(device)
+    sums = totals(losses).to(device)
     dist.all_reduce(sums)  # sums and counts, not means: ranks have different numbers of samples
     loss_sum, samples, means, count = sums.tolist()
     if record:

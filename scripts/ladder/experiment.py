@@ -105,7 +105,8 @@ class Experiment:
 
     def validation_set(self) -> Windows:
         """Return the windows that the command validates on, spread evenly over the split."""
-        T, limit = self.config.model.block_size, self.config.data.val_tokens
+        T = self.config.model.block_size
+        limit = self.config.data.val_tokens
         size = self.index.windows("val", T)
         count = size if limit is None else min(size, max(1, limit // T))
         return Windows(self, "val", validation_rows(size, count, 1, 0, 1).flatten())
@@ -127,9 +128,9 @@ class Windows(Dataset[Batch]):
 
     def batches(self, size: int, rank: int = 0, world_size: int = 1) -> Iterator[Batch]:
         """Yield batches of every `world_size`-th window from `rank`; the last may be smaller."""
-        own = list(range(len(self)))[rank::world_size]
-        for first in range(0, len(own), size):
-            yield self.__getitems__(own[first : first + size])
+        rows = list(range(len(self)))[rank::world_size]
+        for first in range(0, len(rows), size):
+            yield self.__getitems__(rows[first : first + size])
 
 
 def as_it_is(batch: Batch) -> Batch:
@@ -145,14 +146,16 @@ def micro_batches(loader: DataLoader[Batch], sampler: EpochSampler, done: int) -
         for number, batch in enumerate(loader):
             if number >= skip:
                 yield batch
-        epoch, skip = epoch + 1, 0
+        epoch = epoch + 1
+        skip = 0
 
 
 class Record:
     """Losses and seconds of each step: printed every 10 steps, and all written to a CSV file."""
 
     def __init__(self, experiment: Experiment, path: Path | None) -> None:
-        self.total, self.path = experiment.schedule.total_steps, path
+        self.total = experiment.schedule.total_steps
+        self.path = path
         self.rows: list[dict[str, float]] = []
         self.clock = time.perf_counter()
 
@@ -185,9 +188,9 @@ def load(words: Sequence[str], world_size: int) -> Experiment:
     config = _composed([*SETTINGS, *words])
     if config.precision not in DTYPES:
         raise UserError(f"precision={config.precision} is not one of {', '.join(DTYPES)}")
-    asked = config.trainer["accelerator"]
-    device_type = "cuda" if asked != "cpu" and torch.cuda.is_available() else "cpu"
-    if device_type == "cpu" and asked in ("gpu", "cuda"):
+    accelerator = config.trainer["accelerator"]
+    device_type = "cuda" if accelerator != "cpu" and torch.cuda.is_available() else "cpu"
+    if device_type == "cpu" and accelerator in ("gpu", "cuda"):
         raise UserError("trainer=gpu but torch finds no CUDA device; set trainer=cpu")
     choose_matrix_products(device_type)
     batch = plan_batch(config.batch, config.model.block_size, world_size, 1)
@@ -197,18 +200,18 @@ def load(words: Sequence[str], world_size: int) -> Experiment:
 
 
 def _composed(words: list[str]) -> Config:
-    found: list[Config | UserError] = []
+    results: list[Config | UserError] = []
 
     def job(composed: DictConfig) -> None:
         try:
-            found.append(compose.resolve_config(composed)[1])
+            results.append(compose.resolve_config(composed)[1])
         except UserError as error:  # Hydra would print its own line
-            found.append(error)
+            results.append(error)
 
     compose.run(words, job)
-    if isinstance(found[0], UserError):
-        raise found[0]
-    return found[0]
+    if isinstance(results[0], UserError):
+        raise results[0]
+    return results[0]
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:

@@ -37,7 +37,9 @@ class Link:
     """A connection to one peer that counts the bytes it carries."""
 
     def __init__(self, connection: socket.socket, peer: int) -> None:
-        self.connection, self.peer, self.carried = connection, peer, 0
+        self.connection = connection
+        self.peer = peer
+        self.carried = 0
         # A small packet must not wait for the acknowledgment of the previous one.
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
@@ -81,18 +83,19 @@ def meet(
         Links of the star by peer (all of them on rank 0, only that to rank 0 elsewhere); links of
         the ring, to the rank after this one and from the rank before it.
     """
-    with socket.create_server((LOOPBACK, 0)) as own:
-        own.settimeout(timeout)
-        own_port = own.getsockname()[1]
+    with socket.create_server((LOOPBACK, 0)) as listener:
+        listener.settimeout(timeout)
+        own_port = listener.getsockname()[1]
         if rank == 0:
             star, ports = _gather_ports(own_port, world_size, port, timeout)
         else:
             star = {0: Link(_connect(port, 0, timeout), peer=0)}
             star[0].send(HELLO.pack(rank, own_port))
             ports = list(struct.unpack(f"<{world_size}I", star[0].receive(4 * world_size)))
-        after, before = (rank + 1) % world_size, (rank - 1) % world_size
+        after = (rank + 1) % world_size
+        before = (rank - 1) % world_size
         forward = _connect(ports[after], after, timeout)
-        backward, _ = own.accept()
+        backward, _ = listener.accept()
     backward.settimeout(timeout)
     return star, [Link(forward, after), Link(backward, before)]
 
@@ -107,7 +110,8 @@ def _gather_ports(
         while len(star) < world_size - 1:
             missing = set(range(1, world_size)) - set(star)
             link, peer_port = _accept(server, missing, timeout)
-            star[link.peer], ports[link.peer] = link, peer_port
+            star[link.peer] = link
+            ports[link.peer] = peer_port
     for link in star.values():
         link.send(struct.pack(f"<{world_size}I", *ports))
     return star, ports
@@ -163,7 +167,8 @@ def around_ring(vector: Vector, rank: int, world_size: int, ring: list[Link]) ->
     forward, backward = ring
     with ThreadPoolExecutor(1) as sender:  # if all ranks sent first, full buffers would block them
         for step in range(2 * (world_size - 1)):
-            out, into = (rank - step) % world_size, (rank - step - 1) % world_size
+            out = (rank - step) % world_size
+            into = (rank - step - 1) % world_size
             sent = sender.submit(forward.send_vector, chunks[out])
             received = backward.receive_vector(len(chunks[into]))
             chunks[into] = received + chunks[into] if step < world_size - 1 else received
@@ -196,7 +201,8 @@ def through_gloo(vectors: list[Vector], options: argparse.Namespace) -> list[Vec
 
 def be_rank(options: argparse.Namespace) -> dict[str, Any]:
     """Run as one rank: compute the sum in three ways, and return the results."""
-    rank, world_size = options.rank, options.ranks
+    rank = options.rank
+    world_size = options.ranks
     star, ring = meet(rank, world_size, options.port, options.timeout)
     small = np.array([1.0, 2.0, 3.0]) * (rank + 1)
     long = np.arange(options.size, dtype=np.float64) * (rank + 1)
@@ -205,12 +211,16 @@ def be_rank(options: argparse.Namespace) -> dict[str, Any]:
     links = {"server": list(star.values()), "ring": ring[:1]}
     for link in (*star.values(), *ring):
         link.carried = 0
-    by_server, by_ring = through_server(long, star), around_ring(long, rank, world_size, ring)
-    carried = {name: {link.peer: link.carried for link in own} for name, own in links.items()}
+    by_server = through_server(long, star)
+    by_ring = around_ring(long, rank, world_size, ring)
+    carried = {
+        name: {link.peer: link.carried for link in links_of_rank}
+        for name, links_of_rank in links.items()
+    }
     sums["gloo"], by_gloo = through_gloo([small, long], options)
     equal = bool((by_server == by_gloo).all() and (by_ring == by_gloo).all())
-    found = {name: total.tolist() for name, total in sums.items()}
-    return {"held": small.tolist(), "sums": found, "long_equal": equal, "carried": carried}
+    sum_of_name = {name: total.tolist() for name, total in sums.items()}
+    return {"held": small.tolist(), "sums": sum_of_name, "long_equal": equal, "carried": carried}
 
 
 def start_ranks(options: argparse.Namespace, folder: str) -> list[dict[str, Any]]:
@@ -232,20 +242,21 @@ def start_ranks(options: argparse.Namespace, folder: str) -> list[dict[str, Any]
 
 def report(ranks: list[dict[str, Any]], size: int) -> str:
     """Format each rank's values and results, and the long vector's bytes next to the formula."""
-    N, S = len(ranks), size * NUMBER
+    N = len(ranks)
+    S = size * NUMBER
     lines = [f"{'rank':4}  {'has':15}  {'by server':15}  {'by ring':15}  by gloo"]
-    for rank, found in enumerate(ranks):
-        cells = [found["held"], *(found["sums"][name] for name in ("server", "ring", "gloo"))]
+    for rank, result in enumerate(ranks):
+        cells = [result["held"], *(result["sums"][name] for name in ("server", "ring", "gloo"))]
         lines.append(f"{rank:4}  " + "  ".join(f"{_numbers(cell):15}" for cell in cells).rstrip())
-    same = all(found["long_equal"] for found in ranks)
+    same = all(result["long_equal"] for result in ranks)
     lines += ["", f"{size:,} numbers, S = {S:,} bytes, N = {N}; equal to gloo's: {same}"]
     lines.append(f"{'':7} {'link':7} {'carried':>12}   formula")
     star = {int(peer): count for peer, count in ranks[0]["carried"]["server"].items()}
     lines += [_line("server", f"0 - {peer}", star[peer], "2 S", 2 * S) for peer in sorted(star)]
     busiest = sum(star.values())
     lines.append(_line("server", "rank 0", busiest, "2 (N - 1) S", 2 * (N - 1) * S))
-    for rank, found in enumerate(ranks):
-        for peer, count in found["carried"]["ring"].items():
+    for rank, result in enumerate(ranks):
+        for peer, count in result["carried"]["ring"].items():
             formula = 2 * (N - 1) * S // N
             lines.append(_line("ring", f"{rank} -> {peer}", count, "2 (N - 1) / N S", formula))
     return "\n".join(lines)
@@ -255,8 +266,8 @@ def _numbers(values: list[float]) -> str:
     return f"[{', '.join(f'{value:g}' for value in values)}]"
 
 
-def _line(way: str, link: str, carried: int, formula: str, expected: int) -> str:
-    return f"{way:7} {link:7} {carried:12,}   {formula} = {expected:,}"
+def _line(algorithm: str, link: str, carried: int, formula: str, expected: int) -> str:
+    return f"{algorithm:7} {link:7} {carried:12,}   {formula} = {expected:,}"
 
 
 def main() -> None:

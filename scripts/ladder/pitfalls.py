@@ -97,7 +97,8 @@ def _validation_loss(words: list[str]) -> float:
 def module_prefixes(_words: list[str], folder: Path) -> Finding:
     """The state of the DDP wrapper is saved instead of the model's."""
     model = nn.Linear(4, 4)
-    wrapped, fresh = DistributedDataParallel(model), nn.Linear(4, 4)
+    wrapped = DistributedDataParallel(model)
+    fresh = nn.Linear(4, 4)
     torch.save(wrapped.state_dict(), folder / f"{dist.get_rank()}.pt")
     state = torch.load(folder / f"{dist.get_rank()}.pt", weights_only=True)
     loaded = len(state) - len(fresh.load_state_dict(state, strict=False).unexpected_keys)
@@ -111,7 +112,8 @@ def module_prefixes(_words: list[str], folder: Path) -> Finding:
 
 def saving_from_all_ranks(_words: list[str], folder: Path) -> Finding:
     """Every rank writes the same file."""
-    path, rank = folder / "model.pt", dist.get_rank()
+    path = folder / "model.pt"
+    rank = dist.get_rank()
     content = io.BytesIO()
     torch.save(nn.Linear(64, 64).state_dict(), content)
     data = content.getvalue()
@@ -149,7 +151,8 @@ def collective_on_rank_zero_only(_words: list[str], folder: Path) -> Finding:
     rank = dist.get_rank()
     group = dist.new_group(timeout=timedelta(seconds=HANG_SECONDS))
     over = folder / "over"
-    started, ended = time.perf_counter(), "nothing"
+    started = time.perf_counter()
+    ended = "nothing"
     if rank == 0:
         try:
             dist.all_reduce(torch.ones(1), group=group)
@@ -171,13 +174,14 @@ def collective_on_rank_zero_only(_words: list[str], folder: Path) -> Finding:
 def average_over_padding(_words: list[str], _folder: Path) -> Finding:
     """The sampler pads a validation set that does not divide evenly; batch means are averaged."""
     values = torch.arange(5, dtype=torch.float64)  # the "losses" of five samples
-    rank, ranks = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    ranks = dist.get_world_size()
     sampler = DistributedSampler(range(5), ranks, rank, shuffle=False)  # type: ignore[arg-type]
     mean = values[list(sampler)].mean()
     dist.all_reduce(mean)
     rows = validation_rows(5, 5, 1, rank, ranks).flatten()
-    own = values[rows[rows >= 0]]
-    sums = torch.stack([own.sum(), own.new_tensor(len(own))])
+    local_values = values[rows[rows >= 0]]
+    sums = torch.stack([local_values.sum(), local_values.new_tensor(len(local_values))])
     dist.all_reduce(sums)
     return (
         f"the mean of 0, 1, 2, 3, 4 on two ranks is {mean / ranks:.3f}: sample 0 counts twice",
@@ -189,15 +193,16 @@ def batchnorm_of_tiny_batches(_words: list[str], _folder: Path) -> Finding:
     """BatchNorm sees only the samples of its own rank."""
     torch.manual_seed(0)
     batch = torch.randn(4, 8, dtype=torch.float64)  # over all ranks: two samples each
-    own = batch.chunk(2)[dist.get_rank()]
+    local_batch = batch.chunk(2)[dist.get_rank()]
 
     def gap(norm: nn.Module) -> float:
-        whole = norm(batch).chunk(2)[dist.get_rank()]
-        largest = (norm(own) - whole).abs().max().detach()
+        joined = norm(batch).chunk(2)[dist.get_rank()]
+        largest = (norm(local_batch) - joined).abs().max().detach()
         dist.all_reduce(largest, dist.ReduceOp.MAX)
         return float(largest)
 
-    tiny, layer = gap(nn.BatchNorm1d(8).double()), gap(nn.LayerNorm(8).double())
+    tiny = gap(nn.BatchNorm1d(8).double())
+    layer = gap(nn.LayerNorm(8).double())
     return (
         f"outputs of two samples per rank are up to {tiny:.2f} from those of one batch of four",
         f"SyncBatchNorm (GPUs; trainer.sync_batchnorm=true), or LayerNorm as in GPT: {layer:.2f}",
@@ -209,7 +214,8 @@ class _TwoHeads(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.used, self.unused = nn.Linear(4, 1), nn.Linear(4, 1)
+        self.used = nn.Linear(4, 1)
+        self.unused = nn.Linear(4, 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         result: torch.Tensor = self.used(x)
@@ -230,7 +236,7 @@ def sums_in_another_order(_words: list[str], _folder: Path) -> Finding:
 
 def _one_by_one(leaves: list[Tensors]) -> Tensors:
     """Add in the order in which gradients are accumulated."""
-    return [sum(each[1:], start=each[0]) for each in zip(*leaves, strict=True)]
+    return [sum(gradients[1:], start=gradients[0]) for gradients in zip(*leaves, strict=True)]
 
 
 def _in_the_tree(leaves: list[Tensors]) -> Tensors:
@@ -239,7 +245,8 @@ def _in_the_tree(leaves: list[Tensors]) -> Tensors:
 
 def _differing(add: Callable[[list[Tensors]], Tensors]) -> tuple[int, float, int]:
     """Return how many weights of one rank and two differ, the largest difference, and the total."""
-    alone, shared = _weights(add, 1), _weights(add, 2)
+    alone = _weights(add, 1)
+    shared = _weights(add, 2)
     gaps = (alone - shared).abs()
     return int(gaps.count_nonzero()), float(gaps.max()), len(gaps)
 
@@ -248,7 +255,8 @@ def _weights(add: Callable[[list[Tensors]], Tensors], ranks: int) -> torch.Tenso
     """Train on `ranks` ranks; each uses `add` for the gradients of its part of 8 micro-batches."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 1))
-    parameters, share = [*model.parameters()], 8 // ranks
+    parameters = [*model.parameters()]
+    share = 8 // ranks
     optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
     for _ in range(FEW_STEPS):
         batch = torch.randn(8, 4, 16)  # the same random numbers on all ranks
@@ -262,7 +270,7 @@ def _weights(add: Callable[[list[Tensors]], Tensors], ranks: int) -> torch.Tenso
                 dist.all_reduce(total)
             parameter.grad = total
         optimizer.step()
-    return torch.cat([each.detach().flatten() for each in parameters])
+    return torch.cat([parameter.detach().flatten() for parameter in parameters])
 
 
 def unused_parameters(_words: list[str], _folder: Path) -> Finding:
@@ -320,7 +328,8 @@ def address_under_a_launcher(_words: list[str], _folder: Path) -> Finding:
     with socket.create_server(("127.0.0.1", 0)) as free:
         address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
     limit = timedelta(seconds=HANG_SECONDS)
-    started, ended = time.perf_counter(), "nothing"
+    started = time.perf_counter()
+    ended = "nothing"
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # as set by torchrun
     try:
         with _without_stacks():
@@ -329,7 +338,8 @@ def address_under_a_launcher(_words: list[str], _folder: Path) -> Finding:
         ended = type(error).__name__
     seconds = time.perf_counter() - started
     del os.environ["TORCHELASTIC_USE_AGENT_STORE"]
-    if mended := dist.is_initialized():
+    mended = dist.is_initialized()
+    if mended:
         dist.destroy_process_group()
     dist.init_process_group("gloo", address, limit, world_size=1, rank=0)
     met = dist.get_world_size()

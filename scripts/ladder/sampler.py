@@ -34,8 +34,10 @@ class EpochSampler:
         self.epoch = epoch
 
     def __len__(self) -> int:
-        whole, rest = divmod(self.size, self.micro_size * self.world_size)
-        return (whole + bool(rest and not self.drop_last)) * self.micro_size
+        steps, rest = divmod(self.size, self.micro_size * self.world_size)
+        if rest and not self.drop_last:
+            steps += 1
+        return steps * self.micro_size
 
     def __iter__(self) -> Iterator[int]:
         for first in range(0, len(self), CHUNK):

@@ -73,11 +73,11 @@ def train(experiment: Experiment, options: argparse.Namespace) -> None:
         torch.save(state, options.checkpoint)
     model.eval()
     with torch.no_grad(), autocast:
-        found = [
+        losses = [
             (model(tokens.to(device), targets.to(device)), len(tokens))
             for tokens, targets in experiment.validation_set().batches(size)
         ]
-    loss_sum, samples, means, count = totals(found).tolist()
+    loss_sum, samples, means, count = totals(losses).tolist()
     record.close(loss_sum / samples, means / count)
 
 

@@ -95,12 +95,14 @@ def draw(path: Path) -> None:
 def _draw_row(figure: SubFigure, title: str, add: Sum, height: float) -> None:
     figure.suptitle(title, fontsize=12, color=WORDS, x=0.012, ha="left", weight="bold")
     for axes, ranks in zip(figure.subplots(1, len(RANKS)), RANKS, strict=True):
-        share, slant = LEAVES // ranks, add is one_by_one
+        share = LEAVES // ranks
+        slant = add is one_by_one
         leaves = [Node((leaf // share,), ranks, leaf, slant=slant) for leaf in range(LEAVES)]
         top = by_ranks(add, leaves, ranks)
         _draw_node(axes, top, height / top.height)
         for rank in range(ranks):
-            first, color = share * rank - 0.38, COLORS[rank]
+            first = share * rank - 0.38
+            color = COLORS[rank]
             axes.plot([first, first + share - 0.24], [-0.66] * 2, color=color, lw=3)
             middle = first + share / 2 - 0.12
             label = {"ha": "center", "va": "top", "fontsize": 9.5}
@@ -112,9 +114,9 @@ def _draw_row(figure: SubFigure, title: str, add: Sum, height: float) -> None:
 def _draw_node(axes: Axes, node: Node, step: float) -> None:
     """Draw a sum above its parts, with a wedge for each rank that adds a slice of it."""
     y = step * node.height
-    for each in node.below:
-        axes.plot([node.x, each.x], [y, step * each.height], color=LINE, lw=1.4, zorder=1)
-        _draw_node(axes, each, step)
+    for part in node.below:
+        axes.plot([node.x, part.x], [y, step * part.height], color=LINE, lw=1.4, zorder=1)
+        _draw_node(axes, part, step)
     turn = 360 / len(node.ranks)
     for number, rank in enumerate(node.ranks):
         start = 90 + turn * number

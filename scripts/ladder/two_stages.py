@@ -130,11 +130,11 @@ def be_stage(rank: int, options: argparse.Namespace, words: list[str], folder: P
     """Train as one stage, in both ways; rank 1 saves the losses in `folder`."""
     experiment = load(words, 1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
-    found = {}
-    for way in ("send and receive", "pipelining"):
+    losses = {}
+    for method in ("send and receive", "pipelining"):
         stage = [First, Second][rank](whole_model(experiment))
         step = functools.partial(by_hand, stage, experiment=experiment)
-        if way == "pipelining":
+        if method == "pipelining":
             part = PipelineStage(stage, rank, 2, torch.device("cpu"))
             # Only rank 1 calls it. A schedule without one does not expect a backward, and the other
             # rank would wait forever.
@@ -142,14 +142,14 @@ def be_stage(rank: int, options: argparse.Namespace, words: list[str], folder: P
             schedule = ScheduleGPipe(part, options.micro_batches, loss_fn=loss)
             step = functools.partial(pipelined, stage, schedule=schedule)
         optimizer = build_optimizer(stage, experiment.config.optim, experiment.schedule.peak_lr)
-        found[way] = []
+        losses[method] = []
         for batch in batches(experiment, options.steps):
-            found[way].append(float(step(batch)))
+            losses[method].append(float(step(batch)))
             share_tied_gradient(stage)
             optimizer.step()
             optimizer.zero_grad()
     if rank == 1:
-        torch.save(found, folder / "losses")
+        torch.save(losses, folder / "losses")
     dist.destroy_process_group()
 
 
@@ -178,13 +178,15 @@ def two_stages() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         torch.multiprocessing.spawn(be_stage, (options, words, folder), 2)
-        found = torch.load(folder / "losses", weights_only=True)
-    ways = {"one process": one_process(experiment, options.steps), **found}
-    print(f"{'step':4}" + "".join(f"{way:>20}" for way in ways))
-    for step, losses in enumerate(zip(*ways.values(), strict=True), 1):
+        losses_by_method = torch.load(folder / "losses", weights_only=True)
+    runs = {"one process": one_process(experiment, options.steps), **losses_by_method}
+    print(f"{'step':4}" + "".join(f"{name:>20}" for name in runs))
+    for step, losses in enumerate(zip(*runs.values(), strict=True), 1):
         print(f"{step:4}" + "".join(f"{loss:20.12f}" for loss in losses))
     gaps = [
-        abs(a - b) for way in found.values() for a, b in zip(way, ways["one process"], strict=True)
+        abs(a - b)
+        for run in losses_by_method.values()
+        for a, b in zip(run, runs["one process"], strict=True)
     ]
     print(f"largest difference {max(gaps):.1e}")
 

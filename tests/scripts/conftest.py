@@ -10,7 +10,7 @@ import pytest
 # Creates an environment with this one's pip: installing a separate pip takes four seconds.
 QUICK_VENV = """\
 import pathlib, pip, sys, sysconfig
-sys.path = [each for each in sys.path if each != str(pathlib.Path(__file__).parent)]
+sys.path = [path for path in sys.path if path != str(pathlib.Path(__file__).parent)]
 from venv import EnvBuilder
 clear, folder = sys.argv[1:]
 assert clear == "--clear"

@@ -204,8 +204,8 @@ def test_an_unknown_optional_dependency_is_rejected_in_one_line(project):
     before = installations(project)
     optional(project, "more", "types")
     status, _, err = dev(project, "install", "mroe")
-    told = "dev.py: install: mroe is not an optional dependency; there are more, types\n"
-    assert (status, err) == (2, told)
+    message = "dev.py: install: mroe is not an optional dependency; there are more, types\n"
+    assert (status, err) == (2, message)
     assert installations(project) == before
 
 
@@ -273,8 +273,10 @@ def test_other_versions_have_a_separate_environment_for_tests(project, words, qu
 
 
 def test_the_pinned_versions_are_printed_before_the_tests(project):
-    told = [dev(project, "test", "-k", "a", *words)[2] for words in ([], ["--versions", "pinned"])]
-    assert all(f"pinned versions: Python {platform.python_version()}\n" in err for err in told)
+    errors = [
+        dev(project, "test", "-k", "a", *words)[2] for words in ([], ["--versions", "pinned"])
+    ]
+    assert all(f"pinned versions: Python {platform.python_version()}\n" in err for err in errors)
 
 
 def test_an_unknown_set_of_versions_is_rejected_in_one_line(project):
@@ -349,12 +351,12 @@ def test_test_stops_at_the_first_failure(project):
 )
 def test_a_signal_to_the_parent_ends_all_tests(project, wait_for, signum, status):
     process = start(project, "test", LASTING="pytest")
-    told = iter(process.stdout.readline, "")
-    ids = next(line for line in told if line[0].isdigit()).split()
+    lines = iter(process.stdout.readline, "")
+    ids = next(line for line in lines if line[0].isdigit()).split()
     os.kill(process.pid, signum)
     process.communicate(timeout=240)
     assert process.returncode == status
-    wait_for(lambda: not any(Path("/proc", each).exists() for each in ids), 60)
+    wait_for(lambda: not any(Path("/proc", pid).exists() for pid in ids), 60)
 
 
 def test_without_a_command_it_shows_its_usage(tmp_path):
@@ -393,8 +395,8 @@ def old_python() -> str | None:
     """An interpreter older than the supported versions, on PATH or in pyenv's folder."""
     names = [f"python3.{minor}" for minor in range(6, 11)]
     versions = (Path.home() / ".pyenv" / "versions").glob("3.*/bin/python3.*")
-    found = [shutil.which(name) for name in names] + [str(p) for p in versions if p.name in names]
-    for path in filter(None, found):  # a pyenv shim may exist there but not run
+    paths = [shutil.which(name) for name in names] + [str(p) for p in versions if p.name in names]
+    for path in filter(None, paths):  # a pyenv shim may exist there but not run
         if subprocess.run([path, "-c", ""], capture_output=True).returncode == 0:
             return path
     return None

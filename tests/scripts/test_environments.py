@@ -110,24 +110,28 @@ def test_the_newest_versions_are_unpinned_with_named_candidates():
 
 def test_all_that_the_project_needs_has_a_lower_bound():
     project = ABOUT["project"]
-    asked = [*project["dependencies"]]
-    asked += [each for extra in project.get("optional-dependencies", {}).values() for each in extra]
-    names = {re.match(r"[\w.-]+", each)[0] for each in asked}
-    bound = {re.match(r"[\w.-]+", each)[0] for each in load().limits("oldest", ABOUT)}
+    requirements = [*project["dependencies"]]
+    requirements += [
+        requirement
+        for extra in project.get("optional-dependencies", {}).values()
+        for requirement in extra
+    ]
+    names = {re.match(r"[\w.-]+", requirement)[0] for requirement in requirements}
+    bound = {re.match(r"[\w.-]+", limit)[0] for limit in load().limits("oldest", ABOUT)}
     assert bound == names
 
 
 def test_each_python_that_is_supported_has_one_requirement_of_each_name():
     low, high = re.match(r">=3\.(\d+),<3\.(\d+)", ABOUT["project"]["requires-python"]).groups()
     for minor in range(int(low), int(high)):
-        found = []
-        for each in ABOUT["project"]["dependencies"]:
-            name, _, marker = each.partition(";")
+        names = []
+        for requirement in ABOUT["project"]["dependencies"]:
+            name, _, marker = requirement.partition(";")
             sign = re.fullmatch(r" python_version (<|>=) '3\.(\d+)'", marker)
             below = sign and minor < int(sign[2])
             if not sign or below == (sign[1] == "<"):
-                found.append(re.match(r"[\w.-]+", name)[0])
-        assert len(found) == len(set(found)), minor
+                names.append(re.match(r"[\w.-]+", name)[0])
+        assert len(names) == len(set(names)), minor
 
 
 def test_the_newest_versions_have_an_environment_per_day(root, monkeypatch):
@@ -203,11 +207,11 @@ def test_real_installers_take_the_versions_of_each_set(root, installer, quick_ve
     (root / "pyproject.toml").write_text(text + pins)
     (root / "constraints.txt").write_text("needed==2.0\n")
     path = os.pathsep.join([str(root / "scripts"), *quick_venv.values()])
-    found = {}
+    version_of_set = {}
     for versions in ("oldest", "pinned", "newest"):
         program = (
-            f"import environments; each = environments.Environment({versions!r}); "
-            "each.set_up(everything=True); print(each.told())"
+            f"import environments; environment = environments.Environment({versions!r}); "
+            "environment.set_up(everything=True); print(environment.describe())"
         )
         done = subprocess.run(
             [sys.executable, "-c", program],
@@ -217,5 +221,9 @@ def test_real_installers_take_the_versions_of_each_set(root, installer, quick_ve
             encoding="utf-8",
         )
         assert done.returncode == 0, done.stderr
-        found[versions] = done.stdout.split(", ")[1].strip()
-    assert found == {"oldest": "needed 1.0", "pinned": "needed 2.0", "newest": "needed 3.0rc1"}
+        version_of_set[versions] = done.stdout.split(", ")[1].strip()
+    assert version_of_set == {
+        "oldest": "needed 1.0",
+        "pinned": "needed 2.0",
+        "newest": "needed 3.0rc1",
+    }

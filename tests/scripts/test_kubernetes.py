@@ -50,7 +50,7 @@ def test_only_the_run_s_own_pods_reach_its_ports(name, label):
     spec = typed(policy, "V1NetworkPolicy").spec
     assert spec.pod_selector.match_labels == {label: run["metadata"]["name"]}
     (rule,) = spec.ingress
-    assert [each.pod_selector for each in rule._from] == [spec.pod_selector]
+    assert [peer.pod_selector for peer in rule._from] == [spec.pod_selector]
     assert spec.policy_types == ["Ingress"]
 
 
@@ -99,7 +99,7 @@ def test_a_replaced_pod_resumes_the_first_one_s_run(command, wait_for, python_of
     for step in (20, 40):
         process = command.start_words([*pod, *words], TRAIN_COMMAND=program)
         folder = command.folder / "run/checkpoints"
-        wait_for(lambda: any(each.stem >= f"step={step:06d}" for each in folder.glob("*.ckpt")))  # noqa: B023
+        wait_for(lambda: any(path.stem >= f"step={step:06d}" for path in folder.glob("*.ckpt")))  # noqa: B023
         process.terminate()
         out, err = process.communicate(timeout=240)
         assert process.returncode == 128 + signal.SIGTERM, err

@@ -19,7 +19,7 @@ PATH = f"{os.environ['PATH']}:/usr/sbin:/sbin"
 pytestmark = [
     pytest.mark.long,
     pytest.mark.skipif(
-        os.geteuid() != 0 or not all(shutil.which(each, path=PATH) for each in PROGRAMS),
+        os.geteuid() != 0 or not all(shutil.which(program, path=PATH) for program in PROGRAMS),
         reason="needs root, iproute2, and Debian's slurm-wlm and munge",
     ),
 ]
@@ -29,6 +29,7 @@ ClusterName=test
 SlurmctldHost={host}({address})
 SlurmctldPort={ports[0]}
 SlurmUser=root
+FirstJobId={first_job}
 AuthInfo=socket={folder}/munge.socket
 StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/%n.spool
@@ -51,13 +52,27 @@ PartitionName=all Nodes=n[0-1] Default=YES
 
 
 def free_ports(count):
-    """Return ports below the range that outgoing connections use."""
-    found = []
-    for port in range(20000 + os.getpid() % 5000, 32000):
+    """Return ports below the range that outgoing connections use.
+
+    Each process looks in a range of its own, so that test sessions side by side do not pick a port
+    twice before a daemon listens on it.
+    """
+    first = 20000 + 20 * os.getpid() % 6000
+    ports = []
+    for port in range(first, first + 20):
         with socket.socket() as probe:
-            if len(found) < count and probe.connect_ex(("127.0.0.1", port)):
-                found.append(port)
-    return found
+            if len(ports) < count and probe.connect_ex(("127.0.0.1", port)):
+                ports.append(port)
+    return ports
+
+
+def first_job():
+    """Return the number of the first job: a job's ranks meet at port 20000 + 100 * job.
+
+    Each session has numbers of its own. Their ports are above those of `free_ports`, and below
+    those of outgoing connections.
+    """
+    return 60 + 5 * (os.getpid() % 13)
 
 
 class Slurm:
@@ -71,13 +86,13 @@ class Slurm:
         self.daemons = []
 
     def start(self):
-        peer = f"{self.link[:-1]}x"
+        peer = f"{self.link}x"
         self.run("ip", "link", "add", self.link, "type", "veth", "peer", "name", peer)
         self.run("ip", "addr", "add", f"{self.address}/24", "dev", self.link)
         self.run("ip", "link", "set", self.link, "up")
         host = socket.gethostname().split(".")[0]
         values = {"host": host, "address": self.address, "folder": self.folder}
-        conf = CONF.format(**values, ports=free_ports(3))
+        conf = CONF.format(**values, ports=free_ports(3), first_job=first_job())
         (self.folder / "slurm.conf").write_text(conf)
         (self.folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
         (self.folder / "key").write_bytes(os.urandom(1024))
@@ -135,24 +150,26 @@ class Slurm:
         Not at once: a node rejects credentials from the second in which it revoked the last ones,
         and SLURM then holds the job until someone releases it.
         """
-        shown = self.run("scontrol", "show", "job", job)
-        state = re.search(r"JobState=(\w+)", shown)[1]
-        assert state not in ("FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL"), shown
+        details = self.run("scontrol", "show", "job", job)
+        state = re.search(r"JobState=(\w+)", details)[1]
+        assert state not in ("FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL"), details
         if state == "PENDING":
             soon = (datetime.now() + timedelta(seconds=4)).isoformat()
-            if re.search(r"EligibleTime=(\S+)", shown)[1] > soon:
+            if re.search(r"EligibleTime=(\S+)", details)[1] > soon:
                 when = "starttime=now+3seconds"
                 self.run("scontrol", "update", f"jobid={job}", when, check=False)
-            if "Priority=0 " in shown:
+            if "Priority=0 " in details:
                 self.run("scontrol", "release", job, check=False)
         return state in ("RUNNING", "COMPLETED")  # not still being cleaned up
 
     def state(self, job):
         """Return the state and the number of restarts of a job."""
-        shown = self.run("scontrol", "show", "job", job)
-        return re.search(r"JobState=(\w+)", shown)[1], int(re.search(r"Restarts=(\d+)", shown)[1])
+        details = self.run("scontrol", "show", "job", job)
+        return re.search(r"JobState=(\w+)", details)[1], int(
+            re.search(r"Restarts=(\d+)", details)[1]
+        )
 
-    def said(self, job):
+    def report(self, job):
         """Return SLURM's information on a job, and the last log lines of its daemons."""
         logs = [path.read_text()[-2000:] for path in self.folder.glob("*.log")]
         return "\n".join([self.run("scontrol", "show", "job", job), *logs])
@@ -161,17 +178,17 @@ class Slurm:
 @pytest.fixture(scope="module")
 def slurm():
     with tempfile.TemporaryDirectory(prefix="slurm-") as folder:  # paths of sockets must be short
-        made = Slurm(Path(folder))
+        slurm = Slurm(Path(folder))
         try:
-            made.start()
+            slurm.start()
             end = time.monotonic() + 40
-            while made.run("sinfo", "-h", "-t", "idle", "-o", "%D", check=False) != "2":
-                said = "\n".join(each.read_text() for each in Path(folder).glob("*.out"))
-                assert time.monotonic() < end, f"no idle nodes\n{said}"
+            while slurm.run("sinfo", "-h", "-t", "idle", "-o", "%D", check=False) != "2":
+                output = "\n".join(path.read_text() for path in Path(folder).glob("*.out"))
+                assert time.monotonic() < end, f"no idle nodes\n{output}"
                 time.sleep(0.3)
-            yield made
+            yield slurm
         finally:
-            made.stop()
+            slurm.stop()
 
 
 # Slow enough to be hit in the middle on any machine; it doesn't change any weight.
@@ -185,7 +202,7 @@ LONG = ("max_steps=150", "val_every=150", "log_every=1", "checkpoint.every=20", 
 LONG += ("model.dropout=0.1",)  # random numbers must also continue
 
 
-def steps(run):
+def step_count(run):
     try:
         return len((run / "metrics.csv").read_text().splitlines()) - 1
     except FileNotFoundError:
@@ -197,15 +214,15 @@ def weights(run):
 
 
 def ranks_of(run):
-    found = []
+    pids = []
     for entry in Path("/proc").glob("[0-9]*"):
         try:
             words = (entry / "cmdline").read_text().replace("\0", " ").split()
         except (FileNotFoundError, ProcessLookupError):
             continue
         if "lockstep_gpt.launch.rank_program" in words and str(run) in words:
-            found.append(int(entry.name))
-    return found
+            pids.append(int(entry.name))
+    return pids
 
 
 def test_job_that_was_hit_and_requeued_ends_with_the_same_bits(
@@ -220,17 +237,17 @@ def test_job_that_was_hit_and_requeued_ends_with_the_same_bits(
     job = slurm.submit(command.folder, *words, PYTHONPATH=str(command.folder), **program)
     log = command.folder / f"slurm-{job}.log"
 
-    wait_for(lambda: steps(run) > 30)
+    wait_for(lambda: step_count(run) > 30)
     kill(max(ranks_of(run)))
     wait_for(lambda: "was killed by SIGKILL; restarting all ranks (1 of 3)" in log.read_text())
-    wait_for(lambda: steps(run) > 60)
+    wait_for(lambda: step_count(run) > 60)
     slurm.run("scancel", "--signal=USR1", job)
     wait_for(lambda: slurm.state(job)[1] == 1)
     assert command.summary("run")["status"] == "stopped"
     wait_for(lambda: not ranks_of(run))
 
-    wait_for(lambda: slurm.is_started(job), describe=lambda: slurm.said(job))
-    wait_for(lambda: slurm.state(job)[0] == "COMPLETED", describe=lambda: slurm.said(job))
+    wait_for(lambda: slurm.is_started(job), describe=lambda: slurm.report(job))
+    wait_for(lambda: slurm.state(job)[0] == "COMPLETED", describe=lambda: slurm.report(job))
     command.train(*LONG, "trainer=cpu", "trainer.devices=2", "run_dir=whole", "verbosity=quiet")
     assert f"resuming {run}" in log.read_text()
     assert command.summary("run")["world_size"] == 2
@@ -246,9 +263,9 @@ def test_array_runs_a_line_of_the_sweep_in_each_task(slurm, command, wait_for):
     wait_for(lambda: not slurm.run("squeue", "--noheader"))
     assert command.summary(f"runs/slurm-{job}/1")["lr"] == pytest.approx(1e-3)
     assert slurm.state(f"{job}_2")[0] == "FAILED"
-    said = "".join(path.read_text() for path in command.folder.glob("slurm-*.log"))
-    assert "optim.lr=-1.0 must be above 0" in said
-    assert "start 1 of 3" not in said
+    output = "".join(path.read_text() for path in command.folder.glob("slurm-*.log"))
+    assert "optim.lr=-1.0 must be above 0" in output
+    assert "start 1 of 3" not in output
 
 
 def test_tasks_of_plain_srun_are_ranks_of_one_run(slurm, command):

@@ -78,7 +78,7 @@ def test_a_missing_recipe_is_reported_with_the_existing_ones(python_of_forks):
     assert done.stderr.startswith("none.py is neither a file nor one of classic.yaml, modern.yaml")
 
 
-@pytest.mark.parametrize("path", [each for each in RECIPES if each.suffix == ".yaml"], ids=str)
+@pytest.mark.parametrize("path", [path for path in RECIPES if path.suffix == ".yaml"], ids=str)
 def test_settings_of_this_version_compose(command, path):
     recipe = yaml.safe_load(path.read_text())
     if "commit" in recipe:  # another version's settings

@@ -103,8 +103,8 @@ class Generator:
 
 def environment(**extra: str) -> dict[str, str]:
     """Return the environment without the variables of git, a launcher, or a test run."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(FOREIGN)}
-    return {**kept, "WANDB_MODE": "offline", **extra}
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(FOREIGN)}
+    return {**inherited, "WANDB_MODE": "offline", **extra}
 
 
 def git(folder: Path, *words: str) -> str:
@@ -212,8 +212,8 @@ def tree() -> Callable[[Path], dict[str, tuple[bool, bytes]]]:
     """Return the files below a folder: name -> whether executable, content. Without .git."""
 
     def files(folder: Path) -> dict[str, tuple[bool, bytes]]:
-        found = (path for path in folder.rglob("*") if path.is_file())
-        names = {path.relative_to(folder).as_posix(): path for path in found}
+        paths = (path for path in folder.rglob("*") if path.is_file())
+        names = {path.relative_to(folder).as_posix(): path for path in paths}
         return {
             name: (os.access(path, os.X_OK), path.read_bytes())
             for name, path in sorted(names.items())
@@ -252,10 +252,10 @@ def types(shared: Path) -> Callable[[str], Path]:
     later sessions: mypy compares a file's content if its folder or its time differs.
     """
 
-    def kept(environment: str) -> Path:
+    def cache_folder(environment: str) -> Path:
         folder = ROOT / ".mypy_cache" / f"of_projects_{environment}"
 
-        def begin(_: Path) -> None:
+        def copy_ours(_: Path) -> None:
             if folder.is_dir() or not (ROOT / ".mypy_cache").is_dir():
                 return
             new = folder.with_name(f"{folder.name}_{os.getpid()}")
@@ -266,10 +266,10 @@ def types(shared: Path) -> Callable[[str], Path]:
             except OSError:  # another session was first
                 shutil.rmtree(new)
 
-        once(shared / f"types_{environment}", begin)
+        once(shared / f"types_{environment}", copy_ours)
         return folder
 
-    return kept
+    return cache_folder
 
 
 @pytest.fixture

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from hooks.answers import EXTRAS, NEEDS, places
-from hooks.project import MARKED, TEMPLATE_ONLY
+from hooks.contents import MARKED
+from hooks.project import TEMPLATE_ONLY
 
 ROOT = Path(__file__).parents[2]
 MARKER = re.compile(r"(template-only|extra \w+)(: (begin|end)| -->)")
@@ -94,7 +95,7 @@ def test_code_outside_an_extra_names_it_in_two_files_at_most(extra):
     """Its modules, or itself in prose; the errors that say how to add it come from the catalog."""
     forms = ("extras[./]NAME\\b", "extras import NAME\\b", "\\bextra `NAME`", '_part\\("NAME"')
     named = re.compile("|".join(forms).replace("NAME", extra))
-    found = {
+    naming = {
         name
         for name in FILES
         if not name.endswith(".md")
@@ -102,8 +103,8 @@ def test_code_outside_an_extra_names_it_in_two_files_at_most(extra):
         and extra not in available(name)
         and named.search(text_of(name))
     }
-    assert found == {*NAMED_IN[extra]}
-    assert len(found) <= 2
+    assert naming == {*NAMED_IN[extra]}
+    assert len(naming) <= 2
 
 
 PAGES = [name for name in FILES if name.startswith("docs/") and name.endswith(".md")]

@@ -139,9 +139,11 @@ def test_rejected_in_one_line_before_files_are_written(name, value, rule, genera
             output_dir=str(tmp_path / "out"),
             config_file=str(generate.config),
         )
-    said = refusal.value.code
-    assert re.fullmatch(rf"Error: {name}=.* .*{re.escape(rule)}.*", said)  # a dot isn't a line end
-    assert said.isprintable()
+    message = refusal.value.code
+    assert re.fullmatch(
+        rf"Error: {name}=.* .*{re.escape(rule)}.*", message
+    )  # a dot isn't a line end
+    assert message.isprintable()
     assert list(tmp_path.iterdir()) == []
 
 
@@ -236,8 +238,8 @@ def test_a_rejected_answer_is_asked_again(generate, tmp_path):
     lines = "".join(f"{line}\n" for line in typed)
     options = [generate.template, "-o", tmp_path]
     done = generate.run("cookiecutter", *options, cwd=tmp_path, typed=lines)
-    said = re.findall(r"(\w+)='.*' ", done.stdout)
-    assert said == list(MISTAKES)
+    names = re.findall(r"(\w+)='.*' ", done.stdout)
+    assert names == list(MISTAKES)
     record = json.loads((tmp_path / "its-slug/.template.json").read_text("utf-8"))
     assert record["answers"] == {
         "project_name": "3D GPT",

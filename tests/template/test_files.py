@@ -16,7 +16,7 @@ import yaml
 from markdown_it import MarkdownIt
 
 from hooks.answers import EXTRAS, LICENSES, NEEDS, places
-from hooks.project import MARKED
+from hooks.contents import MARKED
 
 CHOICES = ["none", *EXTRAS, "all"]
 # Parts of the living root that projects don't get; a name that ends with a slash is a folder.
@@ -119,7 +119,7 @@ def text_of(content: bytes) -> str:
 def in_places(name: str, extras: Iterable[str]) -> bool:
     """Return whether a project's file belongs to one of these extras."""
     patterns = [pattern for extra in extras for pattern in places(extra)]
-    return any(fnmatchcase(name.replace("my_gpt", "lockstep_gpt"), each) for each in patterns)
+    return any(fnmatchcase(name.replace("my_gpt", "lockstep_gpt"), pattern) for pattern in patterns)
 
 
 @pytest.mark.parametrize("chosen", CHOICES)
@@ -151,8 +151,8 @@ def test_an_extra_adds_its_own_files_and_no_other(extra, baked, tree):
     added = set(tree(baked(extras=extra))) - set(tree(baked(extras="none")))
     wanted = [extra, *NEEDS.get(extra, ())]
     assert all(in_places(name, wanted) for name in added)
-    for each in wanted:
-        assert f"src/my_gpt/extras/{each}/__init__.py" in added
+    for needed in wanted:
+        assert f"src/my_gpt/extras/{needed}/__init__.py" in added
 
 
 @pytest.mark.parametrize("chosen", CHOICES)
@@ -170,10 +170,10 @@ def test_markers_in_the_sources_are_pairs_with_existing_names(template):
     for name in MARKED:
         text = (template / name).read_text("utf-8")
         lines = (line.strip("#<!-> ") for line in text.splitlines())
-        found = [match for line in lines if (match := marker.fullmatch(line))]
-        assert [match[3] for match in found] == ["begin", "end"] * (len(found) // 2), name
-        assert [match[1] for match in found[::2]] == [match[1] for match in found[1::2]], name
-        assert {match[2] for match in found} <= {None, *EXTRAS}, name
+        markers = [match for line in lines if (match := marker.fullmatch(line))]
+        assert [match[3] for match in markers] == ["begin", "end"] * (len(markers) // 2), name
+        assert [match[1] for match in markers[::2]] == [match[1] for match in markers[1::2]], name
+        assert {match[2] for match in markers} <= {None, *EXTRAS}, name
         for line in text.splitlines():
             if row := re.search(r"<!-- (template-only|extra (\w+)) -->", line):
                 assert row[2] in {None, *EXTRAS}, f"{name}: {line}"
@@ -184,9 +184,9 @@ def test_every_table_is_shown_whole(template, tree):
     rows = re.compile(r"\|.*\|")
     for name, (_, content) in tree(template).items():
         if name.endswith(".md"):
-            shown = MarkdownIt("gfm-like", {"linkify": False}).render(text_of(content))
-            paragraphs = re.findall(r"<p>(.*?)</p>", shown, flags=re.DOTALL)
-            assert not [each for each in paragraphs if rows.match(each)], name
+            html = MarkdownIt("gfm-like", {"linkify": False}).render(text_of(content))
+            paragraphs = re.findall(r"<p>(.*?)</p>", html, flags=re.DOTALL)
+            assert not [paragraph for paragraph in paragraphs if rows.match(paragraph)], name
 
 
 def test_pyproject_has_the_answers(baked):
@@ -206,7 +206,7 @@ def test_pyproject_has_the_answers(baked):
     assert about["scripts"] == {"its-slug": "its_package.cli:run"}
 
 
-@pytest.mark.parametrize("name", [each for each in LICENSES if each != "none"])
+@pytest.mark.parametrize("name", [name for name in LICENSES if name != "none"])
 def test_license_has_year_and_author_and_no_gap_to_fill(name, baked):
     project = baked(license=name, author="Ada Lovelace")
     text = (project / "LICENSE").read_text("utf-8")

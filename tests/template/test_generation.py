@@ -63,7 +63,7 @@ def littered(template, tmp_path, git):
 
 def as_zip(template: Path, path: Path) -> Path:
     """Zip the template as forges do, in one folder; writing by name drops executable bits."""
-    files = [each for each in sorted(template.rglob("*")) if each.is_file()]
+    files = [file for file in sorted(template.rglob("*")) if file.is_file()]
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("lockstep-gpt-main/", "")
         for file in files:
@@ -154,11 +154,11 @@ def test_every_file_at_the_root_is_known(template, git):
     assert {name.split("/")[0] for name in git(template, "ls-files").splitlines()} == OURS
 
 
-@pytest.mark.parametrize("kept", [True, False], ids=["repository", "plain folder"])
+@pytest.mark.parametrize("is_repository", [True, False], ids=["repository", "plain folder"])
 def test_untracked_files_are_left_out_and_added_ones_copied(
-    kept, generate, littered, tmp_path, tree
+    is_repository, generate, littered, tmp_path, tree
 ):
-    if not kept:
+    if not is_repository:
         shutil.rmtree(littered / ".git")
     before = {name for name in tree(littered) if "hooks/__pycache__" not in name}
     generate.of(littered)(tmp_path, "git_init=no")
@@ -178,9 +178,11 @@ def test_a_deleted_file_is_not_taken_though_git_still_has_it(generate, littered,
     assert not (tmp_path / "my-gpt/configs/model/gpt2.yaml").exists()
 
 
-@pytest.mark.parametrize("kept", [True, False], ids=["repository", "plain folder"])
-def test_a_project_can_be_made_in_the_template_s_own_folder(kept, generate, littered, baked, tree):
-    if not kept:
+@pytest.mark.parametrize("is_repository", [True, False], ids=["repository", "plain folder"])
+def test_a_project_can_be_made_in_the_template_s_own_folder(
+    is_repository, generate, littered, baked, tree
+):
+    if not is_repository:
         shutil.rmtree(littered / ".git")
     (littered / NEW).unlink()
     (littered / "configs/ends.bin").unlink()
@@ -196,12 +198,12 @@ def test_a_second_call_fails_and_a_forced_one_keeps_user_files(generate, tmp_pat
     project = tmp_path / "my-gpt"
     before = tree(project)
     write(project, "README.md", b"broken\n")
-    own = {name: write(project, name) for name in ("notes.md", "src/my_gpt/own.py", ".env")}
+    files = {name: write(project, name) for name in ("notes.md", "src/my_gpt/own.py", ".env")}
     done = generate(tmp_path, status=1)
     assert done.stdout.splitlines() == [f'Error: "{project}" directory already exists']
     assert tree(project)["README.md"] == (False, b"broken\n")
     generate(tmp_path, "-f", "git_init=no")
-    assert tree(project) == {**before, **dict.fromkeys(own, (False, b"x\n"))}
+    assert tree(project) == {**before, **dict.fromkeys(files, (False, b"x\n"))}
 
 
 def test_existing_files_are_kept_on_request(generate, tmp_path, tree):
@@ -327,5 +329,5 @@ def test_without_git_a_project_is_generated_with_a_message(generate, tmp_path, t
 
 def test_answers_are_stored_for_a_replay_unchanged(generate, tmp_path):
     generate(tmp_path, "git_init=no", 'author=O\'Reilly "net"')
-    kept = json.loads((generate.home / "replay/template.json").read_text("utf-8"))
-    assert kept["cookiecutter"]["author"] == 'O\'Reilly "net"'
+    replay = json.loads((generate.home / "replay/template.json").read_text("utf-8"))
+    assert replay["cookiecutter"]["author"] == 'O\'Reilly "net"'

@@ -50,8 +50,12 @@ def test_module_names_of_dependencies_are_rejected_as_package(defaults, pinned):
 
 
 def test_command_names_of_dependencies_are_rejected_as_slug(defaults, pinned):
-    found = (each for each in importlib.metadata.distributions() if normal(each.name) in pinned)
-    files = [Path(file) for each in found for file in each.files or []]
+    distributions = (
+        distribution
+        for distribution in importlib.metadata.distributions()
+        if normal(distribution.name) in pinned
+    )
+    files = [Path(file) for distribution in distributions for file in distribution.files or []]
     names = {file.name for file in files if file.parts[0] == ".."}  # next to the packages
     assert {"torchrun", "wandb", "pytest", "ruff"} <= names
     assert [name for name in names if is_taken(defaults, project_slug=name.lower())] == []

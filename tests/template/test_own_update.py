@@ -66,8 +66,8 @@ CHANGED = [
 
 def test_an_update_brings_changes_and_keeps_user_edits(project, upstream, update, committed, git):
     change(upstream, committed)
-    said = update(project)
-    assert "all applied and staged" in said
+    output = update(project)
+    assert "all applied and staged" in output
     assert changes(project, git) == CHANGED
     model = (project / "src/my_gpt/model/gpt.py").read_text("utf-8")
     assert model.startswith(FIRST)
@@ -106,9 +106,9 @@ def test_conflicting_changes_get_conflict_markers(project, upstream, update, com
     edit(project / "src/my_gpt/inference/generate.py", after=LAST)
     committed(project)
     change(upstream, committed)
-    said = update(project, status=1)
+    output = update(project, status=1)
     names = ["src/my_gpt/inference/generate.py", "src/my_gpt/model/gpt.py"]
-    assert said.endswith("".join(f"  {name}\n" for name in names))
+    assert output.endswith("".join(f"  {name}\n" for name in names))
     model = (project / "src/my_gpt/model/gpt.py").read_text("utf-8")
     assert {"<<<<<<<", "=======", ">>>>>>>"} <= {line[:7] for line in model.splitlines()}
     assert (project / "src/my_gpt/model/new.py").is_file()
@@ -163,8 +163,8 @@ def test_former_names_in_a_record_and_on_the_command_line_are_understood(
     generate.of(upstream)(tmp_path, "extras=fsdp2 documents")
     project = tmp_path / "my-gpt"
     assert extras_of(project) == "fsdp2 documents"
-    said = update(project, "--add", "trackers mixtures export warm")
-    assert said.startswith("adds hub warm, removes nothing\n")
+    output = update(project, "--add", "trackers mixtures export warm")
+    assert output.startswith("adds hub warm, removes nothing\n")
     assert set(extras_of(project).split()) == {"datasets", "hub", "warm"}
 
 
@@ -177,7 +177,7 @@ def test_all_stays_all_until_one_is_removed(project, update, committed):
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["--add", "wram"], "--add=wram is not one of .*; did you mean warm[?]"),
         (["--remove", "wram"], "--remove=wram is not one of .*; did you mean warm[?]"),
@@ -187,13 +187,13 @@ def test_all_stays_all_until_one_is_removed(project, update, committed):
     ],
 )
 def test_extras_that_cannot_be_added_or_removed_are_rejected_in_one_line(
-    words, said, project, update, committed, tree
+    words, message, project, update, committed, tree
 ):
     update(project, "--add", "tasks")
     committed(project)
     before = tree(project)
     refused = update(project, *words, status=2)
-    assert re.fullmatch(f"dev.py: update: {said}\n", refused)
+    assert re.fullmatch(f"dev.py: update: {message}\n", refused)
     assert tree(project) == before
 
 
@@ -262,9 +262,9 @@ def write_with(project: Path, script: str) -> None:
 def test_a_written_page_in_conflict_is_written_again(conflicting, update, committed, git):
     write_with(conflicting, f"import pathlib\npathlib.Path('{PAGE}').write_text('written')\n")
     committed(conflicting)
-    said = update(conflicting)
-    assert "all applied and staged" in said
-    assert "dev.py docs" not in said
+    output = update(conflicting)
+    assert "all applied and staged" in output
+    assert "dev.py docs" not in output
     assert git(conflicting, "show", f":{PAGE}") == (conflicting / PAGE).read_text() == "written"
 
 
@@ -287,8 +287,8 @@ def test_a_page_that_cannot_be_written_gets_the_template_s_text(
     if has_environment:
         write_with(conflicting, "import no_such_module\n")
         committed(conflicting)
-    said = update(conflicting)
-    assert f"write {PAGE} again with: python3 scripts/dev.py docs\n" in said
+    output = update(conflicting)
+    assert f"write {PAGE} again with: python3 scripts/dev.py docs\n" in output
     assert git(conflicting, "show", f":{PAGE}").startswith("theirs\n# Every setting\n")
 
 
@@ -329,7 +329,7 @@ def test_another_template_and_commit_can_be_given(project, upstream, update, com
 
 
 @pytest.mark.parametrize(
-    ("spoil", "said"),
+    ("spoil", "message"),
     [
         (lambda project: (project / "new").touch(), "the working tree is not clean"),
         (lambda project: (project / ".template.json").unlink(), ".template.json is missing"),
@@ -337,11 +337,11 @@ def test_another_template_and_commit_can_be_given(project, upstream, update, com
     ],
     ids=["dirty", "no record", "no repository"],
 )
-def test_projects_that_cannot_be_updated_stay_unchanged(spoil, said, project, update, tree):
+def test_projects_that_cannot_be_updated_stay_unchanged(spoil, message, project, update, tree):
     spoil(project)
     before = tree(project)
     refused = update(project, status=2)
-    assert said in refused
+    assert message in refused
     assert refused.count("\n") == 1
     assert tree(project) == before
 

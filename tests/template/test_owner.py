@@ -149,7 +149,7 @@ def follow(project):
     changes = re.findall(r"^In `(\S+)`.+?```diff\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
     for name, difference in changes:
         lines = difference.splitlines(keepends=True)
-        old, new = ("".join(each[1:] for each in lines if each[0] != sign) for sign in "+-")
+        old, new = ("".join(line[1:] for line in lines if line[0] != sign) for sign in "+-")
         change(project / name, old, new)
     assert (len(files), len(changes)) == (12, 2)
 
@@ -162,34 +162,34 @@ def test_additions_of_every_kind_break_no_test(project, python, tests):
         change(project / name, old, new)
     for name, (old, new) in SETTINGS.items():
         change(project / "src/my_gpt" / name, old, new)
-    status, said = tests("tests/docs/test_settings.py")
-    assert (status, "1 failed" in said) == (1, True), said
-    assert "AssertionError: python scripts/settings.py writes them" in said
+    status, output = tests("tests/docs/test_settings.py")
+    assert (status, "1 failed" in output) == (1, True), output
+    assert "AssertionError: python scripts/settings.py writes them" in output
     assert python("scripts/settings.py") == (0, "docs/settings.md\n")
     assert python("scripts/architecture.py") == (0, "docs/architecture.svg\n")
     inherited = sorted((project / "tests").rglob("test_*.py"))
-    concerned = [str(each) for each in inherited if READS.search(each.read_text("utf-8"))]
+    concerned = [str(test) for test in inherited if READS.search(test.read_text("utf-8"))]
     assert len(concerned) > 8
     left_out = " and ".join(f"not {name}" for name in (*SLOW, *NO_FORKS))
-    status, said = tests(*concerned, *OTHERS, "-k", left_out)
-    assert status == 0, said
-    status, said = tests("--collect-only")
-    assert status == 0, said
+    status, output = tests(*concerned, *OTHERS, "-k", left_out)
+    assert status == 0, output
+    status, output = tests("--collect-only")
+    assert status == 0, output
 
 
 def test_without_docs_all_tests_are_collected_and_those_of_pages_are_skipped(project, tests):
     shutil.rmtree(project / "docs")
-    status, said = tests("--collect-only")
-    assert status == 0, said
-    status, said = tests("tests/docs", "tests/test_packaging.py")
-    assert status == 0, said
-    reasons = re.findall(r"^SKIPPED \[\d+\] \S+: (.+)$", said, re.MULTILINE)
+    status, output = tests("--collect-only")
+    assert status == 0, output
+    status, output = tests("tests/docs", "tests/test_packaging.py")
+    assert status == 0, output
+    reasons = re.findall(r"^SKIPPED \[\d+\] \S+: (.+)$", output, re.MULTILINE)
     for page in ("extend", "own_model", "settings", "troubleshooting"):
-        assert f"no docs/{page}.md here" in reasons, said
+        assert f"no docs/{page}.md here" in reasons, output
 
 
 @pytest.mark.parametrize("page", ["extend", "tutorial"])
 def test_any_page_can_be_deleted(page, project, tests):
     (project / f"docs/{page}.md").unlink()
-    status, said = tests("tests/docs", "--collect-only")
-    assert status == 0, said
+    status, output = tests("tests/docs", "--collect-only")
+    assert status == 0, output

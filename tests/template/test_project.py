@@ -63,41 +63,44 @@ def run(environment):
 
 
 def required(
-    own: str, needs: Callable[[str], list[str]], extra: str
+    project: str, needs: Callable[[str], list[str]], extra: str
 ) -> list[metadata.Distribution]:
     """Return the distributions that an extra of a project installs, as far as they are here.
 
     Args:
-        own: the project's name.
+        project: the project's name.
         needs: returns the requirements of an extra.
         extra: "" for none.
     """
-    waiting = [(own, extra)]
-    seen, found = set(waiting), {}
+    waiting = [(project, extra)]
+    seen, installed = set(waiting), {}
     while waiting:
         name, extra = waiting.pop()
-        if name == own:
+        if name == project:
             needed = needs(extra)
         else:
             with contextlib.suppress(metadata.PackageNotFoundError):  # it is for other machines
-                found[name] = metadata.distribution(name)
-            needed = (found[name].requires or []) if name in found else []
-        for each in map(Requirement, needed):
-            if each.marker is None or each.marker.evaluate({"extra": extra}):
-                new = {(canonicalize_name(each.name), asked) for asked in ("", *each.extras)}
+                installed[name] = metadata.distribution(name)
+            needed = (installed[name].requires or []) if name in installed else []
+        for requirement in map(Requirement, needed):
+            if requirement.marker is None or requirement.marker.evaluate({"extra": extra}):
+                new = {
+                    (canonicalize_name(requirement.name), wanted)
+                    for wanted in ("", *requirement.extras)
+                }
                 waiting += new - seen
                 seen |= new
-    return [*found.values()]
+    return [*installed.values()]
 
 
 def link(distributions: list[metadata.Distribution], folder: Path) -> None:
     """Give the virtual environment in `folder` exactly the packages of `distributions`."""
     tops = Path(sysconfig.get_path("purelib", vars={"base": str(folder)}))
-    for each in distributions:
-        names = {path.parts[0] for path in each.files or []}
+    for distribution in distributions:
+        names = {path.parts[0] for path in distribution.files or []}
         for name in names - {"..", "__pycache__"}:
             if not (tops / name).exists():
-                (tops / name).symlink_to(each.locate_file(name))
+                (tops / name).symlink_to(distribution.locate_file(name))
 
 
 PIP = [sys.executable, "-m", "pip", "--python"]
@@ -213,7 +216,7 @@ def test_from_the_wheel_alone_it_trains_in_an_empty_folder(packed, run, tmp_path
     # these: it would write to this environment.
     linked = required("my-gpt", lambda _: about.requires or [], "")
     link(linked, tmp_path / "fresh")
-    versions = (f"{each.name}=={each.version}\n" for each in linked)
+    versions = (f"{distribution.name}=={distribution.version}\n" for distribution in linked)
     (tmp_path / "versions.txt").write_text("".join(versions))
     pip = [*PIP, "fresh/bin/python", "install", "-q", "--no-compile"]  # the imported ones are
     run(tmp_path, *pip, "-c", "versions.txt", wheel)

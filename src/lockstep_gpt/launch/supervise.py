@@ -99,7 +99,7 @@ def sharing_servers() -> contextlib.AbstractContextManager[None]:
     servers = forking_servers()
     if servers is None:
         return contextlib.nullcontext()
-    sharing: contextlib.AbstractContextManager[None] = servers.kept()
+    sharing: contextlib.AbstractContextManager[None] = servers.keep_servers()
     return sharing
 
 

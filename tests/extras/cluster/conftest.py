@@ -23,12 +23,14 @@ def traced_once(known: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, name, partial(_once, known, getattr(module, name)))
 
 
-def _once(known: dict[str, Any], trace: Callable[..., Any], *given: Any) -> Any:
+def _once(known: dict[str, Any], trace: Callable[..., Any], *arguments: Any) -> Any:
     words = [
-        (each.precision, each.compile, each.optim) if isinstance(each, Config) else each
-        for each in given
+        (argument.precision, argument.compile, argument.optim)
+        if isinstance(argument, Config)
+        else argument
+        for argument in arguments
     ]
     key = f"{trace.__name__} {words}"
     if key not in known:
-        known[key] = trace(*given)
+        known[key] = trace(*arguments)
     return known[key]

@@ -22,11 +22,11 @@ def composed(capsys):
 
 
 def values_of(config, names):
-    found = {}
+    settings = {}
     for name in names:
-        group, _, own = name.rpartition(".")
-        found[name] = (config[group] if group else config)[own]
-    return found
+        group, _, key = name.rpartition(".")
+        settings[name] = (config[group] if group else config)[key]
+    return settings
 
 
 @pytest.mark.parametrize("words", [[], ["experiment=smoke"], ["experiment=gpt2_124m"]])
@@ -88,7 +88,7 @@ def test_impossible_settings_fail_in_one_line(words, line, capsys):
 
 
 def test_each_job_of_a_sweep_over_sizes_has_its_own_rules(command):
-    told = command.train(
+    done = command.train(
         "model=auto",
         "--multirun",
         "size.weights=10k,20k",
@@ -99,7 +99,7 @@ def test_each_job_of_a_sweep_over_sizes_has_its_own_rules(command):
     )
     for job, size in enumerate(("10k", "20k")):
         assert re.search(
-            rf"^job {job}: (launch\.inline=True )?size\.weights={size}$", told.stdout, re.MULTILINE
+            rf"^job {job}: (launch\.inline=True )?size\.weights={size}$", done.stdout, re.MULTILINE
         )
         frozen = yaml.safe_load((command.folder / f"runs/sizes/{job}/config.yaml").read_text())
         wanted = {**rules(size, 64), "max_tokens": None, "max_steps": 1}

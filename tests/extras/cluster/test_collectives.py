@@ -24,8 +24,8 @@ def test_a_link_is_as_fast_as_its_slowest_rank_saw_it():
 
 @pytest.mark.parametrize(("share", "status"), [(0.9, "ok"), (0.3, "warning")])
 def test_a_link_is_compared_with_its_expected_bandwidth(share, status):
-    (found,) = examine_bandwidth([LINK], {"within a node": LINK.best / share})
-    assert (found.check, found.status) == ("bandwidth", status)
+    (finding,) = examine_bandwidth([LINK], {"within a node": LINK.best / share})
+    assert (finding.check, finding.status) == ("bandwidth", status)
 
 
 def test_without_an_expected_value_no_link_is_wrong():

@@ -39,7 +39,9 @@ def read(process, status):
 
 
 def wrong(report):
-    return {found["check"]: found for found in report["findings"] if found["status"] != "ok"}
+    return {
+        finding["check"]: finding for finding in report["findings"] if finding["status"] != "ok"
+    }
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +64,7 @@ def sound(tmp_path_factory, python_of_forks):
 def test_a_healthy_machine_passes_all_checks(sound):
     report = sound[0]
     assert report["status"] in ("ok", "warning")  # the machine may be busy
-    assert {found["check"] for found in report["findings"]} > {
+    assert {finding["check"] for finding in report["findings"]} > {
         "rendezvous",
         "launcher",
         "device",
@@ -81,7 +83,7 @@ def test_a_healthy_machine_passes_all_checks(sound):
 
 
 def test_averaged_gradients_are_those_of_the_joined_batch(sound):
-    (step,) = [found for found in sound[0]["findings"] if found["check"] == "ddp step"]
+    (step,) = [finding for finding in sound[0]["findings"] if finding["check"] == "ddp step"]
     assert step["status"] == "ok"
     assert float(step["line"].split()[-1]) < 1e-12
 
@@ -120,11 +122,11 @@ def test_unequal_versions_world_sizes_and_one_device_for_two_are_named(command):
     odd = {"LOCAL_RANK": "0", "WORLD_SIZE": "4", "PYTHONPATH": f"{other}:{path}"}
     first = command.start(*words, **rank(0), **port)
     second = command.start(*words, **(rank(1) | odd), **port)
-    found = wrong(read(first, 1))
+    findings = wrong(read(first, 1))
     assert read(second, 1) == {}
-    assert found["versions"]["line"].endswith("on rank 0, 9.9.9 on rank 1")
-    assert found["launcher"]["line"] == "WORLD_SIZE is 2 on rank 0, 4 on rank 1"
-    assert found["devices"]["line"].startswith("ranks 0-1 of ")
+    assert findings["versions"]["line"].endswith("on rank 0, 9.9.9 on rank 1")
+    assert findings["launcher"]["line"] == "WORLD_SIZE is 2 on rank 0, 4 on rank 1"
+    assert findings["devices"]["line"].startswith("ranks 0-1 of ")
 
 
 OTHERWISE = """
@@ -163,10 +165,10 @@ def test_under_torchrun_a_slow_rank_and_a_folder_that_is_not_shared_are_named(
     launch = [python_of_forks, "-m", "torch.distributed.run", "--nproc_per_node=2", str(script)]
     words = ["elsewhere", "doctor", "trainer=cpu", "--json"]
     out, _ = command.start_words([*launch, *words]).communicate(timeout=TIMEOUT)
-    found = wrong(json.loads(out))
-    assert found["run directory"]["status"] == "failure"
-    assert found["run directory"]["line"].startswith("rank 1 does not see what rank 0 writes")
-    assert found["compute speed"]["line"].startswith("rank 1 too slow")
+    findings = wrong(json.loads(out))
+    assert findings["run directory"]["status"] == "failure"
+    assert findings["run directory"]["line"].startswith("rank 1 does not see what rank 0 writes")
+    assert findings["compute speed"]["line"].startswith("rank 1 too slow")
 
 
 def test_a_loopback_name_a_full_shared_memory_and_a_missing_rank_are_named(command, apart):
@@ -176,10 +178,10 @@ def test_a_loopback_name_a_full_shared_memory_and_a_missing_rank_are_named(comma
     doctor = ("doctor", "trainer=cpu", "--wait", "2", "--json")
     alone = rank(0, LOCAL_WORLD_SIZE=1, MASTER_PORT=free_port())
     report = read(apart(mounts, *doctor, **alone), 1)
-    found = wrong(report)
-    assert "resolves to 127.0.1.1" in found["names"]["line"]
-    assert found["shared memory"]["line"].startswith("1 MiB free in /dev/shm")
-    assert found["rendezvous"]["line"] == "rank 1 did not arrive within 2 s"
+    findings = wrong(report)
+    assert "resolves to 127.0.1.1" in findings["names"]["line"]
+    assert findings["shared memory"]["line"].startswith("1 MiB free in /dev/shm")
+    assert findings["rendezvous"]["line"] == "rank 1 did not arrive within 2 s"
     assert report["seconds"] < 60
 
 
@@ -216,8 +218,8 @@ def test_machines_without_an_endpoint_get_an_error(capsys):
 def test_missing_devices_are_a_finding(capsys, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert cli.main(["doctor", "trainer=gpu", "--json"]) == 1
-    (found,) = json.loads(capsys.readouterr().out)["findings"]
-    assert found["line"].startswith("trainer.accelerator=gpu needs a GPU, but no GPUs were found")
+    (finding,) = json.loads(capsys.readouterr().out)["findings"]
+    assert finding["line"].startswith("trainer.accelerator=gpu needs a GPU, but no GPUs were found")
 
 
 @pytest.mark.gpu
@@ -229,6 +231,6 @@ def test_one_gpu_is_examined_and_two_ranks_on_it_are_rejected(command):
         command.start("doctor", "trainer=gpu", gloo, "--json", **place, **port)
         for place in (rank(0, LOCAL_WORLD_SIZE=1), rank(1, LOCAL_RANK=0, LOCAL_WORLD_SIZE=1))
     ]
-    found = wrong(read(ranks[0], 1))
-    assert "share one device, GPU-" in found["devices"]["line"]
+    findings = wrong(read(ranks[0], 1))
+    assert "share one device, GPU-" in findings["devices"]["line"]
     read(ranks[1], 1)

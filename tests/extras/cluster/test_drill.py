@@ -43,8 +43,8 @@ def drill(python_of_forks):
 def test_every_fault_is_survived_or_ends_the_run_as_specified(drill):
     done = drill("--steps", "60", "--faults", "2", *SHORT)
     assert (done.returncode, re.findall("FAILED", done.stdout)) == (0, []), done.stdout
-    told = [line for line in done.stdout.splitlines() if line.startswith(("  begins", "  ok"))]
-    for name, begins, ends in zip(DRILLS, told[::2], told[1::2], strict=True):
+    lines = [line for line in done.stdout.splitlines() if line.startswith(("  begins", "  ok"))]
+    for name, begins, ends in zip(DRILLS, lines[::2], lines[1::2], strict=True):
         assert begins == f"  begins  {name}"
         assert ends.startswith(f"  ok      {name} ")
     assert re.search(r"^  about \d+ min to go$", done.stdout, re.MULTILINE)

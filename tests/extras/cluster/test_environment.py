@@ -26,7 +26,7 @@ GOOD = {
 
 
 def statuses(findings):
-    return [found.status for found in findings]
+    return [finding.status for finding in findings]
 
 
 def test_variables_from_torchrun_pass():
@@ -45,13 +45,13 @@ def test_variables_from_torchrun_pass():
     ],
 )
 def test_a_wrong_number_of_the_launcher_is_named(change, words):
-    (found,) = examine_launcher(GOOD | change)
-    assert (found.status, words in found.line) == ("failure", True)
+    (finding,) = examine_launcher(GOOD | change)
+    assert (finding.status, words in finding.line) == ("failure", True)
 
 
 def test_a_missing_variable_is_named():
-    (found,) = examine_launcher({"RANK": "0", "WORLD_SIZE": "1"})
-    assert found.line.endswith("are set, but not LOCAL_RANK, MASTER_ADDR, MASTER_PORT")
+    (finding,) = examine_launcher({"RANK": "0", "WORLD_SIZE": "1"})
+    assert finding.line.endswith("are set, but not LOCAL_RANK, MASTER_ADDR, MASTER_PORT")
 
 
 def test_ranks_must_spread_evenly_over_nodes():
@@ -65,9 +65,9 @@ def test_a_task_without_a_rank_is_reported(name):
 
 
 def test_variables_that_slow_training_down_are_named():
-    found = examine_variables({"NCCL_P2P_DISABLE": "1", "TORCH_DISTRIBUTED_DEBUG": "detail"})
-    assert statuses(found) == ["warning", "warning"]
-    assert [each.fix for each in found] == [
+    findings = examine_variables({"NCCL_P2P_DISABLE": "1", "TORCH_DISTRIBUTED_DEBUG": "detail"})
+    assert statuses(findings) == ["warning", "warning"]
+    assert [finding.fix for finding in findings] == [
         "unset NCCL_P2P_DISABLE",
         "unset TORCH_DISTRIBUTED_DEBUG",
     ]
@@ -77,13 +77,13 @@ def test_an_interface_must_exist_by_name_prefix_or_exclusion():
     first = socket.if_nameindex()[0][1]
     for good in (first, first[:1], f"={first}", "^nothing"):
         assert statuses(examine_variables({"NCCL_SOCKET_IFNAME": good})) == ["ok"]
-    (found,) = examine_variables({"GLOO_SOCKET_IFNAME": "nothing0"})
-    assert (found.status, first in found.fix) == ("failure", True)
+    (finding,) = examine_variables({"GLOO_SOCKET_IFNAME": "nothing0"})
+    assert (finding.status, first in finding.fix) == ("failure", True)
 
 
 def test_an_unresolvable_master_is_reported():
-    (found,) = examine_names({"MASTER_ADDR": "no-such-host.invalid"}, nodes=1)
-    assert found.line == "MASTER_ADDR=no-such-host.invalid cannot be resolved"
+    (finding,) = examine_names({"MASTER_ADDR": "no-such-host.invalid"}, nodes=1)
+    assert finding.line == "MASTER_ADDR=no-such-host.invalid cannot be resolved"
 
 
 def test_a_loopback_name_is_fine_on_one_node(monkeypatch):
@@ -100,13 +100,13 @@ def test_an_interface_makes_the_host_s_name_unimportant(monkeypatch):
 
 def test_a_full_disk_is_worse_than_a_filling_one(composed, monkeypatch):
     config = composed()
-    found = {}
+    statuses_of_limits = {}
     for room, status in ((0, "failure"), (10**9, "warning"), (10**12, "ok")):
         monkeypatch.setattr(
             environment.shutil, "disk_usage", lambda _, room=room: type("", (), {"free": room})
         )
-        found[status] = {*statuses(examine_disks(config))}
-    assert found == {status: {status} for status in found}
+        statuses_of_limits[status] = {*statuses(examine_disks(config))}
+    assert statuses_of_limits == {status: {status} for status in statuses_of_limits}
 
 
 @pytest.mark.skipif(not environment.SHARED_MEMORY.is_dir(), reason="no /dev/shm on this system")

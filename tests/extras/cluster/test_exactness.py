@@ -16,14 +16,16 @@ def test_two_ranks_one_and_both_in_turn_give_one_hash(capsys, cold):
     status = cli.main(
         ["drill", "exact", "--ranks", "1,2", "--steps", "40", *short, "model.n_layer=1", *cold]
     )
-    told = capsys.readouterr()
-    assert status == 0, told
-    title, one, two, both, equal, conditions = told.out.splitlines()
+    printed = capsys.readouterr()
+    assert status == 0, printed
+    title, one, two, both, equal, conditions = printed.out.splitlines()
     assert title == "40 steps of 8 micro-batches of 2 samples, 1 thread per rank"
-    found = [re.fullmatch(r"  (.+?) +([0-9a-f]{12}) +\d+ s(.*)", line) for line in (one, two, both)]
-    assert [match[1] for match in found] == ["1 rank", "2 ranks", "2 -> 1 ranks"]
-    assert len({match[2] for match in found}) == 1
-    assert re.fullmatch(r"  killed at step [23]\d", found[2][3])
+    matches = [
+        re.fullmatch(r"  (.+?) +([0-9a-f]{12}) +\d+ s(.*)", line) for line in (one, two, both)
+    ]
+    assert [match[1] for match in matches] == ["1 rank", "2 ranks", "2 -> 1 ranks"]
+    assert len({match[2] for match in matches}) == 1
+    assert re.fullmatch(r"  killed at step [23]\d", matches[2][3])
     assert equal.startswith("equal bit for bit: weights, optimizer state, 40 rows of metrics.csv")
     assert conditions.startswith("with torch ")
 
@@ -77,7 +79,7 @@ def test_differences_end_with_status_one(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (
             ["--ranks", "1,3,8,16"],
@@ -93,8 +95,8 @@ def test_differences_end_with_status_one(monkeypatch, capsys):
         (["optim.lr=-1"], "optim.lr=-1.0 must be above 0"),
     ],
 )
-def test_settings_that_cannot_give_equal_bits_are_rejected_first(words, told, capsys):
+def test_settings_that_cannot_give_equal_bits_are_rejected_first(words, message, capsys):
     assert cli.main(["drill", "exact", *words]) == 2
     out, err = capsys.readouterr()
     assert (out, len(err.splitlines())) == ("", 1)
-    assert err.startswith(f"lockstep-gpt drill: {told}")
+    assert err.startswith(f"lockstep-gpt drill: {message}")

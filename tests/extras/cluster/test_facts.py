@@ -26,7 +26,7 @@ def gpu(local_rank, **changes):
 
 
 def worst(ranks):
-    return {(found.check, found.status) for found in compare(ranks) if found.status != "ok"}
+    return {(finding.check, finding.status) for finding in compare(ranks) if finding.status != "ok"}
 
 
 def test_equal_ranks_on_separate_devices_pass():
@@ -48,8 +48,8 @@ def test_equal_ranks_on_separate_devices_pass():
 def test_a_rank_that_differs_is_found(change, check, status):
     ranks = [gpu(0), gpu(1, **change)]
     assert worst(ranks) == {(check, status)}
-    (found,) = [each for each in compare(ranks) if each.status != "ok"]
-    assert "rank 1" in found.line or "ranks 0-1" in found.line
+    (finding,) = [finding for finding in compare(ranks) if finding.status != "ok"]
+    assert "rank 1" in finding.line or "ranks 0-1" in finding.line
 
 
 def test_gpus_of_one_number_on_two_machines_are_two():

@@ -65,15 +65,15 @@ def test_cores_that_are_too_few_for_all_threads_are_noticed():
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        found = [gpus.examine_device(0, ranks, "cpu")[0] for ranks in (cores, cores + 1)]
+        findings = [gpus.examine_device(0, ranks, "cpu")[0] for ranks in (cores, cores + 1)]
     finally:
         torch.set_num_threads(before)
-    assert [each.status for each in found] == ["ok", "warning"]
-    assert found[1].fix == "export OMP_NUM_THREADS=1"
+    assert [finding.status for finding in findings] == ["ok", "warning"]
+    assert findings[1].fix == "export OMP_NUM_THREADS=1"
 
 
 @pytest.mark.gpu
 def test_a_rank_without_its_own_gpu_is_reported():
-    (found,) = gpus.examine_device(torch.cuda.device_count(), 1, "cuda")
-    assert (found.status, "sees" in found.line) == ("failure", True)
+    (finding,) = gpus.examine_device(torch.cuda.device_count(), 1, "cuda")
+    assert (finding.status, "sees" in finding.line) == ("failure", True)
     assert gpus.identity(0)[0].startswith(("GPU-", "MIG-"))

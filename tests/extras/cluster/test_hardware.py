@@ -25,7 +25,7 @@ def test_peaks_are_dense(hardware):
 
 def test_every_figure_has_its_source():
     known = [*HARDWARE.values(), *LINKS.values()]
-    assert all(len(each.source) > 10 for each in known)
+    assert all(len(item.source) > 10 for item in known)
     assert {"a100-40", "a100-80", "h100", "h200", "b200", "l40s", "l4", "t4"} < set(HARDWARE)
     assert {"rtx4090", "rtx5090"} < set(HARDWARE)
 
@@ -49,8 +49,8 @@ def test_a_device_without_a_number_format_names_those_it_has():
 def test_a_link_is_a_name_or_a_number_of_gigabytes():
     like = LINKS["pcie4"]
     assert find_link("ndr", like) is LINKS["ndr"]
-    given = find_link("12.5", like)
-    assert (given.bandwidth, given.latency) == (12.5e9, like.latency)
+    link = find_link("12.5", like)
+    assert (link.bandwidth, link.latency) == (12.5e9, like.latency)
     for wrong in ("nvlink9", "-1", "nan", "inf"):
         with pytest.raises(UserError, match=wrong):
             find_link(wrong, like)
@@ -76,7 +76,7 @@ def test_unknown_hardware_is_rejected_with_the_known():
 
 @pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
 def test_the_utilisation_of_a_run_counts_with_the_same_peaks(precision):
-    known = {name.removeprefix("rtx").upper(): each for name, each in HARDWARE.items()}
+    known = {name.removeprefix("rtx").upper(): hardware for name, hardware in HARDWARE.items()}
     for name, hardware in known.items():
         device = f"RTX {name}" if name.isdigit() else name.split("-")[0]
         assert peak_of(device, precision) * 1e12 == hardware.flops(precision), name

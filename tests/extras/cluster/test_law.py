@@ -23,9 +23,9 @@ COUNTS = [98_304, 185_856, 331_776, 602_112, 995_328]
 
 
 def config_of(*words):
-    made = []
-    compose.run(list(words), lambda composed: made.append(compose.resolve_config(composed)[1]))
-    return made[0]
+    configs = []
+    compose.run(list(words), lambda composed: configs.append(compose.resolve_config(composed)[1]))
+    return configs[0]
 
 
 def lines_of(config):
@@ -41,9 +41,9 @@ def lines_of(config):
 @pytest.mark.parametrize("known", [Law(0.7, 8.0, 0.22), Law(0.0, 5.0, 0.1), Law(1.0, 90.0, 0.5)])
 def test_the_fit_finds_the_law_that_losses_follow(known):
     losses = [*map(known.loss, COUNTS)]
-    found = fitted(COUNTS, losses)
-    assert found.exponent == pytest.approx(known.exponent, abs=1e-9)
-    assert found.floor == pytest.approx(known.floor, abs=1e-6)
+    fit = fitted(COUNTS, losses)
+    assert fit.exponent == pytest.approx(known.exponent, abs=1e-9)
+    assert fit.floor == pytest.approx(known.floor, abs=1e-6)
     assert left_out(COUNTS, losses) == pytest.approx(losses[-1], rel=1e-6)
 
 
@@ -63,19 +63,19 @@ def test_no_floor_is_below_zero():
     ("size", "outside"), [("300k", False), ("1M", False), ("50k", True), ("2M", True), ("1B", True)]
 )
 def test_a_size_beyond_those_that_were_run_is_extrapolated(size, outside):
-    found = expected(config_of("model=auto", f"size.weights={size}"))
-    assert found["basis"].startswith("extrapolated") == outside
-    assert found["basis"].endswith("from 5 runs of 98,304 to 995,328 weights")
+    loss = expected(config_of("model=auto", f"size.weights={size}"))
+    assert loss["basis"].startswith("extrapolated") == outside
+    assert loss["basis"].endswith("from 5 runs of 98,304 to 995,328 weights")
 
 
 def test_the_built_in_law_is_the_fit_of_its_runs():
     content = json.loads(law.OURS.read_text("utf-8"))
     counts, losses = ([run[name] for run in content["runs"]] for name in ("weights", "val_loss"))
-    found = fitted(counts, losses)
+    fit = fitted(counts, losses)
     assert content["is_valid"]
     for count, loss in zip(counts, losses, strict=True):
         stored = Law(content["floor"], content["factor"], content["exponent"])
-        assert stored.loss(count) == pytest.approx(found.loss(count), rel=1e-6)
+        assert stored.loss(count) == pytest.approx(fit.loss(count), rel=1e-6)
         assert stored.loss(count) == pytest.approx(loss, rel=0.02)
 
 
@@ -123,8 +123,8 @@ def test_a_law_of_one_s_own_is_read(tmp_path):
     file.write_text(json.dumps({**values, "runs": runs}))
     words = ["model=auto", "data=text", "data.path=there", f"size.law={file}"]
     basis = "interpolated from 2 runs of 100 to 1,000,000,000 weights"
-    found = {"val_loss": 1.0, "basis": basis}
-    assert expected(config_of(*words)) == found
+    loss = {"val_loss": 1.0, "basis": basis}
+    assert expected(config_of(*words)) == loss
     file.write_text(json.dumps({**values, "is_valid": False, "runs": runs}))
     assert expected(config_of(*words)) is None
 

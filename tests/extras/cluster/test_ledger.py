@@ -15,18 +15,10 @@ from lockstep_gpt.config import Config
 from lockstep_gpt.data.tokenizer import ByteTokenizer
 from lockstep_gpt.extras.cluster import flags
 from lockstep_gpt.extras.cluster.hardware import GB, HARDWARE
-from lockstep_gpt.extras.cluster.ledger import (
-    LOSS,
-    MODEL,
-    SUMS,
-    UPDATE,
-    Ledger,
-    Recorder,
-    ledger,
-    trace,
-)
-from lockstep_gpt.extras.cluster.memory import shaped
+from lockstep_gpt.extras.cluster.kernels import LOSS, MODEL, SUMS, UPDATE, Recorder
+from lockstep_gpt.extras.cluster.ledger import Ledger, ledger, trace
 from lockstep_gpt.extras.cluster.prediction import predict
+from lockstep_gpt.extras.cluster.tracing import shaped
 from lockstep_gpt.launch import compose
 from lockstep_gpt.model import functional
 from lockstep_gpt.model.model_settings import ModelConfig
@@ -58,10 +50,10 @@ def speed(book: Ledger, samples: int, accumulation: int, hardware) -> float:
 def recorded(work, compiled=False) -> list:
     recorder = Recorder(compiled)
     with FakeTensorMode(), torch.no_grad():
-        given = torch.empty(100, 50)
+        inputs = torch.empty(100, 50)
         with recorder:
-            kept = work(given)
-    return [*recorder.kernels([kept])]
+            result = work(inputs)
+    return [*recorder.kernels([result])]
 
 
 def test_a_product_reads_both_matrices_with_two_operations_per_pair():
@@ -73,7 +65,7 @@ def test_a_product_reads_both_matrices_with_two_operations_per_pair():
 @pytest.mark.parametrize(("compiled", "moved"), [(False, [2, 2, 2]), (True, [2])])
 def test_consecutive_operations_are_one_compiled_kernel(compiled, moved):
     kernels = recorded(lambda x: (x * 2 + 1).relu(), compiled)
-    assert [(each.read + each.written) / (100 * 50 * 4) for each in kernels] == moved
+    assert [(kernel.read + kernel.written) / (100 * 50 * 4) for kernel in kernels] == moved
 
 
 def test_inputs_of_fused_kernels_are_recomputed_not_kept():
@@ -89,8 +81,8 @@ def test_inputs_of_fused_kernels_are_recomputed_not_kept():
 def test_synchronizations_of_the_host_are_counted():
     recorder = Recorder()
     with recorder:
-        given = torch.ones(3, device="meta")
-        for ask in (given.sum().item, given.cpu, lambda: bool(given[0] > 0), given.relu):
+        tensor = torch.ones(3, device="meta")
+        for ask in (tensor.sum().item, tensor.cpu, lambda: bool(tensor[0] > 0), tensor.relu):
             ask()
     assert recorder.waits == 3
 
@@ -133,7 +125,8 @@ def test_the_loss_moves_little_more_than_its_logits(recipe, samples):
 def test_logits_that_need_too_much_memory_are_chunked(recipe):
     """4,096 rows and more at a time, compiled: less than half of what eager chunks move."""
     chunked, eager = (
-        ledger(each, VOCAB, 32, 24e9).of(LOSS) for each in (recipe, replace(recipe, compile=False))
+        ledger(variant, VOCAB, 32, 24e9).of(LOSS)
+        for variant in (recipe, replace(recipe, compile=False))
     )
     assert 1.5 * ideal(32) < chunked.moved < min(2.5 * ideal(32), eager.moved / 2)
     assert functional.GPU_CHUNK_LOGITS // PADDED >= 4096
@@ -182,7 +175,7 @@ def test_an_update_moves_weights_gradients_and_moments_through_memory(recipe, cl
     optim = replace(recipe.optim, clip_norm=clip)
     book = ledger(replace(recipe, model=SMALL, optim=optim), 300, 2)
     with torch.device("meta"):
-        weights = sum(each.numel() for each in shaped(SMALL, 300, "32-true").parameters())
+        weights = sum(weight.numel() for weight in shaped(SMALL, 300, "32-true").parameters())
     assert book.of(UPDATE).moved == pytest.approx(per_weight * weights, rel=0.02)
 
 

@@ -18,5 +18,5 @@ def test_links_have_the_bandwidths_that_plan_counts_with():
     expected = [LINKS[name].bandwidth / 1e9 for name in names]
     assert [float(bandwidth) for bandwidth, _ in rows] == expected
     ring = 2 * 7 / 8 * 4 * 124.4e6 / 1e6  # MB for 8 ranks and float32 gradients of GPT-2
-    for (_, shown), bandwidth in zip(rows, expected, strict=True):
-        assert float(shown) == pytest.approx(ring / bandwidth, rel=0.03)
+    for (_, milliseconds), bandwidth in zip(rows, expected, strict=True):
+        assert float(milliseconds) == pytest.approx(ring / bandwidth, rel=0.03)

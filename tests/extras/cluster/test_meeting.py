@@ -80,6 +80,6 @@ def test_the_clocks_of_one_machine_agree(both):
 
 
 def test_a_wrong_clock_is_reported():
-    found = examine_clocks([(0.0, 0.0), (0.01, 0.02), (-90.0, 0.02)])
-    assert (found.status, found.line) == ("warning", "rank 2 up to 90.0 s off")
+    finding = examine_clocks([(0.0, 0.0), (0.01, 0.02), (-90.0, 0.02)])
+    assert (finding.status, finding.line) == ("warning", "rank 2 up to 90.0 s off")
     assert examine_clocks([(0.0, 0.0), (0.01, 0.02)]).status == "ok"

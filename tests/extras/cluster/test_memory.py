@@ -14,12 +14,10 @@ from lockstep_gpt.extras.cluster.memory import (
     Chunks,
     Footprint,
     States,
-    built,
     footprint,
-    step,
-    trace_peak,
 )
 from lockstep_gpt.extras.cluster.sharing import Sharing
+from lockstep_gpt.extras.cluster.tracing import built, step, trace_peak
 from lockstep_gpt.model import functional
 from lockstep_gpt.model.model_settings import ModelConfig
 from lockstep_gpt.settings import is_module
@@ -74,8 +72,8 @@ def test_seven_billion_parameters_with_adam_take_28_28_and_56_gigabytes():
 @pytest.mark.parametrize(("shape", "vocab_size"), [(WIDE, 1000), (LONG, 256)])
 def test_peak_memory_is_within_a_tenth_of_the_allocator_s(composed, shape, vocab_size, precision):
     line = predicted(composed, shape, vocab_size, precision)
-    whole = line.memory(6, context=0, bucket_copies=False)
-    beside_states = whole.copies + whole.activations + whole.logits
+    peak = line.memory(6, context=0, bucket_copies=False)
+    beside_states = peak.copies + peak.activations + peak.logits
     assert beside_states == pytest.approx(measured(shape, vocab_size, 6, precision), rel=0.1)
 
 
@@ -83,9 +81,9 @@ def test_peak_memory_is_within_a_tenth_of_the_allocator_s(composed, shape, vocab
 def test_small_shapes_give_the_line_of_deep_ones(composed, precision):
     shape = replace(WIDE, n_layer=9)
     line = predicted(composed, shape, 1000, precision)
-    whole = line.memory(11, context=0, bucket_copies=False)
+    peak = line.memory(11, context=0, bucket_copies=False)
     traced = trace_peak(shape, 1000, 11, precision, "cpu")
-    assert whole.copies + whole.activations + whole.logits == pytest.approx(traced, rel=0.01)
+    assert peak.copies + peak.activations + peak.logits == pytest.approx(traced, rel=0.01)
 
 
 def test_only_logits_grow_with_the_vocabulary(composed):
@@ -125,10 +123,10 @@ def test_buckets_without_views_are_a_second_copy_of_the_gradients(composed):
 @pytest.mark.parametrize("compiled", [True, False])
 def test_logits_of_a_gpu_are_chunked_only_if_they_do_not_fit(composed, compiled):
     config = composed("model=gpt2", "precision=bf16-mixed", f"compile={compiled}")
-    each, chunks = 1024 * 50_304, Chunks.of(config, 50_304, 80e9)
+    logits, chunks = 1024 * 50_304, Chunks.of(config, 50_304, 80e9)
     limit = 0.15 * 80e9 / 4 if compiled else functional.GPU_CHUNK_LOGITS
-    assert chunks.most_whole == limit // each
-    assert chunks.size(2) == 2 * each * (2 + 2 if compiled else 2 + 4 + 2)
+    assert chunks.most_whole == limit // logits
+    assert chunks.size(2) == 2 * logits * (2 + 2 if compiled else 2 + 4 + 2)
     assert chunks.size(chunks.most_whole + 1) == functional.GPU_CHUNK_LOGITS * 8
     for activations in (2e8, 1e9, 3e9):
         line = Footprint(States(0, 0, 0), 0, activations, 0, chunks=chunks)
@@ -145,8 +143,8 @@ def test_recomputed_blocks_keep_only_their_inputs(accelerator):
         trace_peak(replace(shape, n_layer=layers), 256, 2, "32-true", accelerator)
         for layers in (3, 13)
     )
-    kept = 2 * LONG.block_size * LONG.n_embd * 4  # bytes of a block's input
-    assert deep - shallow == 10 * kept
+    input_bytes = 2 * LONG.block_size * LONG.n_embd * 4  # bytes of a block's input
+    assert deep - shallow == 10 * input_bytes
 
 
 def test_dropout_in_attention_costs_a_gpu_no_mask():
@@ -171,8 +169,8 @@ def test_peak_is_within_a_tenth_of_the_gpu_allocator_s(composed, precision):
     for _ in range(2):  # the second has the moments, and the gradients of the first
         step(model, 8, config.model.block_size, precision)
         optimizer.step()
-    whole = line.memory(8, context=0, bucket_copies=False).total
-    assert whole == pytest.approx(torch.cuda.max_memory_allocated(), rel=0.1)
+    peak = line.memory(8, context=0, bucket_copies=False).total
+    assert peak == pytest.approx(torch.cuda.max_memory_allocated(), rel=0.1)
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
@@ -181,9 +179,9 @@ def test_a_large_vocabulary_does_not_bend_the_line(composed, precision, n_layer)
     shape = ModelConfig(block_size=256, n_layer=n_layer, n_head=4, n_embd=512)
     line = predicted(composed, shape, 50257, precision)
     for micro_size in (8, 13):
-        whole = line.memory(micro_size, context=0, bucket_copies=False)
+        peak = line.memory(micro_size, context=0, bucket_copies=False)
         traced = trace_peak(shape, 50257, micro_size, precision, "cpu")
-        assert whole.copies + whole.activations + whole.logits == pytest.approx(traced, rel=0.05)
+        assert peak.copies + peak.activations + peak.logits == pytest.approx(traced, rel=0.05)
 
 
 @pytest.mark.parametrize("reshards", [True, False])
@@ -199,10 +197,10 @@ def test_predicted_gathers_of_fsdp2_are_at_least_those_measured(
     policy = MixedPrecisionPolicy(param_dtype=types[gathered], reduce_dtype=torch.float32)
     block = sum(weight.numel() for weight in model.blocks[0].parameters())
     rest = model.num_parameters - 8 * block + 24 * 128  # with the padding of the vocabulary
-    for each in model.blocks:
-        fully_shard(each, mesh=eight_ranks, mp_policy=policy, reshard_after_forward=reshards)
-    whole = MixedPrecisionPolicy(reduce_dtype=torch.float32)
-    fully_shard(model, mesh=eight_ranks, mp_policy=whole, reshard_after_forward=True)
+    for part in model.blocks:
+        fully_shard(part, mesh=eight_ranks, mp_policy=policy, reshard_after_forward=reshards)
+    float32_policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
+    fully_shard(model, mesh=eight_ranks, mp_policy=float32_policy, reshard_after_forward=True)
     step(model, 2, shape.block_size, precision)  # from now on, gradients exist
     peak = measured_peak(lambda: step(model, 2, shape.block_size, precision))
     sharing = Sharing(8, block, rest, reshards, gathered, reduced_size=4)

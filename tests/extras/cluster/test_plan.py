@@ -221,8 +221,8 @@ def test_a_given_budget_is_planned(screen, small_experiments, words, tokens, sou
     plan = json.loads(screen(*words, "--json")[1])
     assert plan["tokens"] == (tokens or plan["chinchilla_tokens"])
     assert plan["budget"] == source
-    told = facts_of(out)["tokens"]
-    assert told.startswith(f"{amount(plan['tokens'])}, {source or 'the Chinchilla point'}")
+    line = facts_of(out)["tokens"]
+    assert line.startswith(f"{amount(plan['tokens'])}, {source or 'the Chinchilla point'}")
     row = plan["rows"][0]
     assert row["seconds"] == pytest.approx(plan["tokens"] / row["tokens_per_second"])
 
@@ -234,7 +234,7 @@ def test_a_recipe_is_planned_with_its_own_tokens(screen):
 
 
 @pytest.mark.parametrize(
-    ("seconds", "told"),
+    ("seconds", "text"),
     [
         (0.0051, "5.1 ms"),
         (0.51, "510 ms"),
@@ -248,8 +248,8 @@ def test_a_recipe_is_planned_with_its_own_tokens(screen):
         (400 * 86_400, "400 days"),
     ],
 )
-def test_durations_have_readable_units(seconds, told):
-    assert span(seconds) == told
+def test_durations_have_readable_units(seconds, text):
+    assert span(seconds) == text
 
 
 def test_numbers_have_readable_units():

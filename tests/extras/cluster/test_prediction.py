@@ -101,7 +101,7 @@ def test_a_misfit_is_printed_with_settings_that_fit(composed):
     ],
 )
 def test_omissions_are_noted(composed, words, note):
-    assert any(note in each for each in predict(composed(*words), H100, (1,)).notes)
+    assert any(note in line for line in predict(composed(*words), H100, (1,)).notes)
 
 
 def test_linear_scaling_beyond_its_tested_range_is_noted(composed):
@@ -139,12 +139,12 @@ def test_fsdp2_divides_the_states_by_the_ranks(composed):
 
 def test_gathered_weights_of_fsdp2_count_as_memory(composed):
     settings = ([], ["strategy.reshard_after_forward=false"], ["strategy.param_dtype=bfloat16"])
-    again, kept, half = (
+    again, gathered_once, half = (
         predict(composed(*LARGE, "strategy=fsdp2", *words), H100, (8,)).rows[0]
         for words in settings
     )
-    assert kept.memory.gathered > 10 * again.memory.gathered  # of 36 blocks 36, not 2
-    assert kept.time.all_reduce < again.time.all_reduce
+    assert gathered_once.memory.gathered > 10 * again.memory.gathered  # of 36 blocks 36, not 2
+    assert gathered_once.time.all_reduce < again.time.all_reduce
     assert half.memory.gathered < again.memory.gathered
     assert half.memory.total < again.memory.total  # also no copies for autocast
     assert half.time.all_reduce < again.time.all_reduce
@@ -164,8 +164,8 @@ def test_a_misfit_has_remedies(composed):
             assert fits.fits, remedy
             assert fits.memory.total == pytest.approx(remedy.memory, rel=1e-3)
     words = [remedy.words for remedy in (*one.remedies, *four.remedies)]
-    assert any("batch.micro_size=" in each for each in words)
-    assert any("model.activation_checkpointing=true" in each for each in words)
+    assert any("batch.micro_size=" in setting for setting in words)
+    assert any("model.activation_checkpointing=true" in setting for setting in words)
 
 
 def test_a_model_larger_than_a_device_is_advised_to_shard(composed):
@@ -185,6 +185,6 @@ def test_sums_in_one_order_take_room_and_only_some_numbers_of_devices(composed):
     plain = predict(composed(*words, "batch.micro_size=2"), H100, (1, 3, 24, 48))
     assert [row.batch.world_size for row in exact.rows] == [1, 3, 24, 48]
     assert "gives equal bits on 1, 3, 6, 12, 24, or 48 devices" in exact.refused[2]
-    for ours, row, kept in zip(exact.rows, plain.rows, (5, 4, 1, 0), strict=True):
+    for ours, row, sums in zip(exact.rows, plain.rows, (5, 4, 1, 0), strict=True):
         more = ours.memory.copies - row.memory.copies
-        assert more == kept * plain.gradient_bytes  # log2 of the number of a rank's micro-batches
+        assert more == sums * plain.gradient_bytes  # log2 of the number of a rank's micro-batches

@@ -17,8 +17,8 @@ def test_findings_that_are_ok_on_all_ranks_are_merged():
 
 def test_a_failure_names_its_ranks():
     bad = failure("disk", "full", "free room")
-    (found,) = merged([[ok("disk", "5 GiB")], [bad], [bad]])
-    assert found.as_text(4) == "failure  disk  ranks 1-2: full; fix: free room"
+    (finding,) = merged([[ok("disk", "5 GiB")], [bad], [bad]])
+    assert finding.as_text(4) == "failure  disk  ranks 1-2: full; fix: free room"
 
 
 def test_a_failure_on_all_ranks_names_none():
@@ -34,12 +34,12 @@ def test_the_worst_finding_decides_the_exit_status():
 
 
 def test_a_finding_is_one_line_and_survives_json():
-    found = Finding("disk", "failure", "full", "free room", (1, 3))
-    report = Report(4, [found], {"speed": [{"rank": 0, "GFLOP/s": 1.5}]})
+    finding = Finding("disk", "failure", "full", "free room", (1, 3))
+    report = Report(4, [finding], {"speed": [{"rank": 0, "GFLOP/s": 1.5}]})
     lines = report.as_text().splitlines()
     assert lines[-2] == "failure  disk  ranks 1, 3: full; fix: free room"
     (values,) = json.loads(report.as_json())["findings"]
-    assert Finding.from_json(values) == found
+    assert Finding.from_json(values) == finding
 
 
 def test_ranks_are_written_as_spans():

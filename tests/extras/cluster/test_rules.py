@@ -36,8 +36,8 @@ def test_other_sizes_are_rejected_in_one_line(text):
 
 @pytest.mark.parametrize("size", SIZES)
 def test_shapes_are_near_their_size_and_about_as_deep_as_wide_in_heads(size):
-    found = shape(size)
-    layers, heads, width = (found[name] for name in ("n_layer", "n_head", "n_embd"))
+    dimensions = shape(size)
+    layers, heads, width = (dimensions[name] for name in ("n_layer", "n_head", "n_embd"))
     assert layers == heads
     assert width % (2 * heads) == 0
     if size > 5e4:
@@ -46,21 +46,21 @@ def test_shapes_are_near_their_size_and_about_as_deep_as_wide_in_heads(size):
 
 
 def test_the_size_counts_the_matrices_of_the_blocks():
-    found = shape(1e5)
-    config = ModelConfig(block_size=8, bias=False, architecture="modern", **found)
+    dimensions = shape(1e5)
+    config = ModelConfig(block_size=8, bias=False, architecture="modern", **dimensions)
     blocks = build_gpt(config, 256).blocks
     counted = sum(weight.numel() for weight in blocks.parameters())
-    assert counted == weights(found["n_layer"], found["n_embd"])
+    assert counted == weights(dimensions["n_layer"], dimensions["n_embd"])
 
 
 def test_larger_sizes_take_more_tokens_in_larger_steps():
-    found = [rules(str(int(size)), 64) for size in SIZES]
-    for smaller, larger in zip(found, found[8:], strict=False):  # four times as large
+    values = [rules(str(int(size)), 64) for size in SIZES]
+    for smaller, larger in zip(values, values[8:], strict=False):  # four times as large
         assert larger["max_tokens"] > smaller["max_tokens"]
         assert larger["batch.global_size"] >= smaller["batch.global_size"]
         assert larger["optim.head_lr_fraction"] < smaller["optim.head_lr_fraction"]
         assert larger["optim.lr"] == smaller["optim.lr"]
-    assert all(each["batch.global_size"] % 8 == 0 for each in found)
+    assert all(settings["batch.global_size"] % 8 == 0 for settings in values)
 
 
 def test_longer_windows_keep_the_tokens_per_step():

@@ -13,8 +13,8 @@ def size_law(command, python_of_forks, cold):
     """Run the command in the test's folder; return its exit status and output."""
 
     def run(*words):
-        own = [f"data.root={command.data_root}", "data.val_tokens=1024", *cold]
-        line = ["-m", "lockstep_gpt", "size_law", *words, *own]
+        settings = [f"data.root={command.data_root}", "data.val_tokens=1024", *cold]
+        line = ["-m", "lockstep_gpt", "size_law", *words, *settings]
         return command.run_words([python_of_forks, *line])
 
     return run
@@ -23,12 +23,12 @@ def size_law(command, python_of_forks, cold):
 def test_it_fits_predicts_and_prints_the_result(size_law, command):
     status, out, err = size_law("--sizes", "10k,16k,28k")
     assert status in (0, 1), err
-    found = json.loads((command.folder / "size_law.json").read_text())
-    assert [run["size"] for run in found["runs"]] == ["10k", "16k", "28k"]
-    assert all(run["tokens"] >= 2 * run["weights"] for run in found["runs"])
-    assert (status == 0) == found["is_valid"] == ("no valid fit" not in err)
-    law = Law(found["floor"], found["factor"], found["exponent"])
-    for run in found["runs"]:
+    fit = json.loads((command.folder / "size_law.json").read_text())
+    assert [run["size"] for run in fit["runs"]] == ["10k", "16k", "28k"]
+    assert all(run["tokens"] >= 2 * run["weights"] for run in fit["runs"])
+    assert (status == 0) == fit["is_valid"] == ("no valid fit" not in err)
+    law = Law(fit["floor"], fit["factor"], fit["exponent"])
+    for run in fit["runs"]:
         assert f"{run['val_loss']:7.4f} {law.loss(run['weights']):7.4f}" in out
     status, out, err = size_law("--check", "40k")
     assert f"40k is expected to end at {law.loss(12 * 56**2):.4f}\n" in out
@@ -36,10 +36,10 @@ def test_it_fits_predicts_and_prints_the_result(size_law, command):
     (checked,) = json.loads((command.folder / "size_law.json").read_text())["checked"]
     assert checked["expected"] == law.loss(checked["weights"])
     assert "40k, " in (command.folder / "size_law.svg").read_text()
-    made = []
+    configs = []
     words = ["model=auto", "size.weights=16k", f"size.law={command.folder}/size_law.json"]
-    compose.run(words, lambda composed: made.append(compose.resolve_config(composed)[1]))
-    assert (expected(made[0]) is None) == (not found["is_valid"])
+    compose.run(words, lambda composed: configs.append(compose.resolve_config(composed)[1]))
+    assert (expected(configs[0]) is None) == (not fit["is_valid"])
 
 
 def test_a_run_that_fails_ends_it(size_law, command):

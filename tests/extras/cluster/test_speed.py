@@ -13,7 +13,7 @@ def rank(compute, memory=10e9):
     [([100, 98, 99], "ok"), ([100, 70, 99], "warning"), ([100, 20], "failure")],
 )
 def test_the_slow_rank_is_named(computes, status):
-    compute, memory = stragglers([rank(each) for each in computes])
+    compute, memory = stragglers([rank(speed) for speed in computes])
     assert (compute.status, memory.status) == (status, "ok")
     assert status == "ok" or "rank 1" in compute.line
 

@@ -6,15 +6,9 @@ import torch
 import torch.distributed as dist
 
 from lockstep_gpt.extras.cluster.hardware import GB, HARDWARE, LINKS
-from lockstep_gpt.extras.cluster.ledger import (
-    BLOCKS,
-    MEMORY,
-    SUMS,
-    UPDATE,
-    Kernel,
-    Ledger,
-)
-from lockstep_gpt.extras.cluster.memory import States, shaped
+from lockstep_gpt.extras.cluster.kernels import BLOCKS, MEMORY, SUMS, UPDATE, Kernel
+from lockstep_gpt.extras.cluster.ledger import Ledger
+from lockstep_gpt.extras.cluster.memory import States
 from lockstep_gpt.extras.cluster.sharing import Sharing
 from lockstep_gpt.extras.cluster.step_time import (
     MIB,
@@ -26,6 +20,7 @@ from lockstep_gpt.extras.cluster.step_time import (
     simple_seconds,
     step_time,
 )
+from lockstep_gpt.extras.cluster.tracing import shaped
 from lockstep_gpt.model.model_settings import ModelConfig
 from lockstep_gpt.training.schedule import BatchPlan
 
@@ -116,8 +111,8 @@ def test_times_of_all_reduces_match_calculations_by_hand(name):
     ways = [(8, 360e9, HOPS_8), (32, 320e9, HOPS_32), (64, 320e9, HOPS_64), (512, 320e9, HOPS_512)]
     for devices, bandwidth, hops in ways:
         by_hand = 2 * (devices - 1) / devices * 4 * parameters / bandwidth + count * hops
-        found, seconds = exchange_of(shape, devices, HARDWARE["h100"])
-        assert found == pytest.approx(count, abs=1)
+        bucket_count, seconds = exchange_of(shape, devices, HARDWARE["h100"])
+        assert bucket_count == pytest.approx(count, abs=1)
         assert seconds == pytest.approx(by_hand, rel=0.15), devices
 
 
@@ -139,8 +134,8 @@ def test_shared_states_are_gathered_twice_and_scattered_once():
     time = step_time(replace(WORK, sharing=SHARING), spread(8), STILL)
     assert time.algorithm == "ring"
     assert time.all_reduce == pytest.approx(3 * 7 / 8 * 4 * (10**8 + 10**6) / (300 * GB))
-    kept = replace(SHARING, reshards=False)
-    less = step_time(replace(WORK, sharing=kept), spread(8), STILL)
+    gathered_once = replace(SHARING, reshards=False)
+    less = step_time(replace(WORK, sharing=gathered_once), spread(8), STILL)
     assert time.all_reduce - less.all_reduce == pytest.approx(7 / 8 * 4 * 10**8 / (300 * GB))
     half = replace(SHARING, gathered_size=2, reduced_size=2)
     few = step_time(replace(WORK, sharing=half), spread(8), STILL)
@@ -158,14 +153,14 @@ def test_gathers_hide_behind_the_block_that_computes():
 
 
 def test_shared_states_are_exchanged_in_every_micro_step_and_updated_in_parts():
-    each = replace(SHARING, adds_whole=False)
+    sharing = replace(SHARING, adds_whole=False)
     one, four = (
-        step_time(replace(WORK, sharing=each), spread(8, accumulation=count), STILL)
+        step_time(replace(WORK, sharing=sharing), spread(8, accumulation=count), STILL)
         for count in (1, 4)
     )
     assert four.all_reduce == pytest.approx(4 * one.all_reduce)
-    whole = step_time(WORK, spread(8), STILL)
-    assert one.optimizer == pytest.approx(whole.optimizer / 8)
+    unsharded = step_time(WORK, spread(8), STILL)
+    assert one.optimizer == pytest.approx(unsharded.optimizer / 8)
 
 
 def test_gradients_that_add_up_whole_are_scattered_once_a_step():
@@ -213,11 +208,11 @@ def test_compute_is_flops_over_the_share_of_the_peak_that_is_reached():
 
 def test_half_precision_on_the_way_halves_the_exchange():
     link = replace(IDEAL.intra, latency=0.0)
-    whole, half = (
+    full, half = (
         step_time(replace(WORK, compression=share), spread(8), replace(IDEAL, intra=link))
         for share in (1.0, 0.5)
     )
-    assert half.all_reduce == pytest.approx(whole.all_reduce / 2)
+    assert half.all_reduce == pytest.approx(full.all_reduce / 2)
 
 
 def test_unmeasured_compute_is_estimated_from_the_kernels():

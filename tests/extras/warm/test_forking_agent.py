@@ -59,13 +59,13 @@ def test_forks_that_must_be_but_cannot_are_rejected(monkeypatch):
 
 def test_jobs_of_a_sweep_are_forks_of_one_process(command):
     command.train(*TWO, "run_dir=first", "max_steps=6")
-    before = {key: each.process.pid for key, each in server._kept.items()}
+    before = {key: running.process.pid for key, running in server._servers.items()}
     command.train("--multirun", "seed=1,2", *TWO, "run_dir=sweep", "max_steps=6")
-    assert {key: each.process.pid for key, each in server._kept.items()} == before
+    assert {key: running.process.pid for key, running in server._servers.items()} == before
     command.train(*TWO, "run_dir=more", "max_steps=6", OMP_NUM_THREADS="2")
-    assert len(server._kept) == len(before) + 1  # other thread settings: a separate server
-    for key in {*server._kept} - {*before}:
-        server._kept.pop(key).close()
+    assert len(server._servers) == len(before) + 1  # other thread settings: a separate server
+    for key in {*server._servers} - {*before}:
+        server._servers.pop(key).close()
 
 
 def started(command, processes_of, wait_for, *words):
@@ -95,9 +95,9 @@ def test_ranks_restart_cold_after_the_server_was_killed(command, processes_of, w
     kill(max(before))
     wait_for(lambda: len(set(find("rank_program")) - before) == 2)
     assert all("python" in words_of(pid).split()[0] for pid in find("rank_program"))
-    _, said = process.communicate(timeout=240)
-    assert process.returncode == 0, said
-    assert "was killed by SIGKILL; restarting all ranks (1 of 3)" in said
+    _, errors = process.communicate(timeout=240)
+    assert process.returncode == 0, errors
+    assert "was killed by SIGKILL; restarting all ranks (1 of 3)" in errors
 
 
 @pytest.mark.parametrize(("victim", "status"), [("parent", -signal.SIGKILL), ("agent", 1)])

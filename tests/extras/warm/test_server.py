@@ -12,7 +12,12 @@ from pathlib import Path
 import pytest
 
 from lockstep_gpt.extras.warm import server as servers
-from lockstep_gpt.extras.warm.server import Server, ServerGoneError, kept, mattering_of
+from lockstep_gpt.extras.warm.server import (
+    Server,
+    ServerGoneError,
+    import_variables,
+    keep_servers,
+)
 
 SLEEP = ("time:sleep", [600])
 # A server without imports: tests of how it ends fork processes that don't need any.
@@ -39,14 +44,14 @@ STOPPED = """
 import os, signal
 from lockstep_gpt.extras.warm import server
 server.ANSWER_SECONDS = 1
-own = server.Server.forked("own")
-os.kill(own.process.pid, signal.SIGSTOP)
+hanging = server.Server.forked("own")
+os.kill(hanging.process.pid, signal.SIGSTOP)
 try:
-    own.fork("builtins:len", [""], ["words"], [os.environ])
+    hanging.fork("builtins:len", [""], ["words"], [os.environ])
 except server.ServerGoneError as error:
-    print(own.process.returncode, error)
+    print(hanging.process.returncode, error)
 """
-MAKES = """
+MADE_FILES = """
 import atexit, shutil, tempfile
 folder = tempfile.TemporaryDirectory(suffix="-made")
 other = tempfile.mkdtemp(suffix="-kept")
@@ -56,9 +61,9 @@ atexit.register(shutil.rmtree, other)
 
 @pytest.fixture(scope="module")
 def server():
-    made = Server.started(os.environ)
-    yield made
-    made.close()
+    server = Server.started(os.environ)
+    yield server
+    server.close()
 
 
 @pytest.fixture
@@ -191,19 +196,19 @@ def test_a_closed_standard_input_does_not_matter(server):
 
 def test_resources_of_a_server_s_modules_end_with_the_server_only(light, tmp_path):
     environment = {**light, "TMPDIR": str(tmp_path)}
-    (tmp_path / "makes.py").write_text(MAKES)
+    (tmp_path / "makes.py").write_text(MADE_FILES)
     server = Server.started(environment, ["makes"])
     (child,) = server.fork("builtins:len", [""], ["words"], [environment])
     assert child.wait(30) == 0
-    made = {path.name.partition("-")[2] for path in tmp_path.glob("*-*")}
-    assert made == {"made", "kept"}
+    leftovers = {path.name.partition("-")[2] for path in tmp_path.glob("*-*")}
+    assert leftovers == {"made", "kept"}
     server.close()
     assert not [*tmp_path.glob("*-made"), *tmp_path.glob("*-kept")]
 
 
 def test_servers_differ_only_in_variables_that_imports_read():
     same = {"OMP_NUM_THREADS": "2", "CUDA_VISIBLE_DEVICES": "0"}
-    assert mattering_of({**same, "HOME": "/", "RANK": "3"}) == same
+    assert import_variables({**same, "HOME": "/", "RANK": "3"}) == same
 
 
 def test_server_is_kept_until_the_outermost_block_ends():
@@ -213,18 +218,18 @@ def test_server_is_kept_until_the_outermost_block_ends():
         def close(self):
             self.closed += 1
 
-    fake, before = Fake(), (servers._keepers, dict(servers._kept))
+    fake, before = Fake(), (servers._keepers, dict(servers._servers))
     servers._keepers = 0
-    servers._kept.clear()
+    servers._servers.clear()
     try:
-        with kept():
-            with kept():
-                servers._kept["key"] = fake
+        with keep_servers():
+            with keep_servers():
+                servers._servers["key"] = fake
             assert not fake.closed
-        assert (fake.closed, servers._kept) == (1, {})
+        assert (fake.closed, servers._servers) == (1, {})
     finally:
         servers._keepers = before[0]
-        servers._kept.update(before[1])
+        servers._servers.update(before[1])
 
 
 def test_server_has_one_thread_once_it_has_forked(server):

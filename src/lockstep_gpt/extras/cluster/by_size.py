@@ -23,36 +23,43 @@ def with_rules(words: list[str]) -> list[str]:
     register_resolver(RESOLVER, _by_size, replace=True)
     names = [word.lstrip("+").partition("=")[0] for word in words]
     values = [word.partition("=")[2].strip("'\"") for word in words]
-    given = dict(zip(names, values, strict=True))
-    is_auto, size = given.get("model") == "auto", given.get("size.weights", SIZE)
-    check(
-        "size.weights", size, is_auto or "size.weights" not in given, "needs model=auto; add that"
-    )
+    settings = dict(zip(names, values, strict=True))
+    is_auto = settings.get("model") == "auto"
+    size = settings.get("size.weights", SIZE)
+    is_allowed = is_auto or "size.weights" not in settings
+    check("size.weights", size, is_allowed, "needs model=auto; add that")
     if not is_auto:
         return words
-    ruled = {"optim": "muon", "model.block_size": LENGTH, **_values(given)}
-    left = OF_MUON if given.get("optim", "muon") != "muon" else ()
-    ours = [name for name in ruled if name not in given and not name.startswith(left)]
-    added = [f"{name}={ruled[name]}" for name in ours]
+    ruled = {"optim": "muon", "model.block_size": LENGTH, **_values(settings)}
+    left_out: tuple[str, ...] = ()
+    if settings.get("optim", "muon") != "muon":
+        left_out = OF_MUON
+    added = [
+        f"{name}={value}"
+        for name, value in ruled.items()
+        if name not in settings and not name.startswith(left_out)
+    ]
     place = names.index("model") + 1  # Hydra needs all overrides in sequence
     return [*words[:place], *added, *words[place:]]
 
 
-def _values(given: dict[str, str]) -> dict[str, str]:
+def _values(settings: dict[str, str]) -> dict[str, str]:
     """Return setting -> value as typed; in a sweep over sizes, each job resolves its own."""
-    size, length = given.get("size.weights", SIZE), given.get("model.block_size", LENGTH)
+    size = settings.get("size.weights", SIZE)
+    length = settings.get("model.block_size", LENGTH)
     swept = re.search(r"[,(]", size + length) is not None
-    if swept and given.get("resume") == "auto":
+    if swept and settings.get("resume") == "auto":
         raise UserError(
             f"size.weights={size} is a sweep, which resume=auto cannot continue; continue each run "
             "in its own folder: run_dir=SWEEP/0 resume=auto"
         )
-    found = rules(SIZE, int(LENGTH)) if swept else _by_words(size, length)
+    values = rules(SIZE, int(LENGTH)) if swept else _by_words(size, length)
     for name, other in EITHER.items():
-        if name in given:
-            del found[other]
-    asked = {name: f"'${{{RESOLVER}:{name}}}'" for name in found}
-    return asked if swept else {name: as_typed(value) for name, value in found.items()}
+        if name in settings:
+            del values[other]
+    if swept:
+        return {name: f"'${{{RESOLVER}:{name}}}'" for name in values}
+    return {name: as_typed(value) for name, value in values.items()}
 
 
 def _by_words(size: str, length: str) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -34,8 +35,9 @@ def examine_results(ranks: Ranks, device: torch.device) -> list[Finding]:
     """Check that the collectives that training uses return exactly the right values."""
     world = ranks.world_size
     mine = torch.arange(ELEMENTS, dtype=torch.float64, device=device) * (ranks.rank + 1)
-    added, sent = mine.clone(), mine.clone()
+    added = mine.clone()
     dist.all_reduce(added)
+    sent = mine.clone()
     dist.broadcast(sent, src=0)
     gathered = [torch.empty_like(mine) for _ in range(world)]
     dist.all_gather(gathered, mine)
@@ -67,7 +69,7 @@ def examine_step(ranks: Ranks, device: torch.device) -> list[Finding]:
     averaging = DistributedDataParallel(model, device_ids=ids)
     averaging(share, share.flip(1)).backward()
     pairs = zip(joined, model.parameters(), strict=True)
-    error = max(float((_gradient(weight) - whole).abs().max()) for whole, weight in pairs)
+    error = max(float((_gradient(weight) - expected).abs().max()) for expected, weight in pairs)
     line = f"averaged gradients differ from the whole batch's by at most {error:.1e}"
     if error <= TOLERANCE:
         return [ok("ddp step", line)]
@@ -123,9 +125,12 @@ def measure(link: str, group: Any, device: torch.device) -> Bandwidth:
 
 def links(ranks: Ranks) -> dict[str, Any]:
     """Return this rank's groups to measure: its own node, and its peers on other nodes."""
-    local, nodes = ranks.local_world_size, ranks.num_nodes
-    if nodes == 1 or local == 1:
-        return {"within a node" if nodes == 1 else "between nodes": dist.group.WORLD}
+    local = ranks.local_world_size
+    nodes = ranks.num_nodes
+    if nodes == 1:
+        return {"within a node": dist.group.WORLD}
+    if local == 1:
+        return {"between nodes": dist.group.WORLD}
     groups = {}
     for node in range(nodes):
         members = list(range(node * local, (node + 1) * local))
@@ -142,12 +147,12 @@ def links(ranks: Ranks) -> dict[str, Any]:
 
 def slowest(measured: Sequence[Sequence[Bandwidth]]) -> list[Bandwidth]:
     """Return the slowest measurement of each link over all ranks."""
-    found: dict[str, Bandwidth] = {}
-    for link in (link for each in measured for link in each):
-        other = found.setdefault(link.link, link)
-        seconds = tuple(map(max, link.seconds, other.seconds))
-        found[link.link] = replace(other, seconds=seconds)
-    return list(found.values())
+    slowest_links: dict[str, Bandwidth] = {}
+    for link in itertools.chain.from_iterable(measured):
+        previous = slowest_links.setdefault(link.link, link)
+        seconds = tuple(map(max, link.seconds, previous.seconds))
+        slowest_links[link.link] = replace(previous, seconds=seconds)
+    return list(slowest_links.values())
 
 
 def table(measured: Sequence[Bandwidth]) -> list[dict[str, Any]]:
@@ -169,15 +174,15 @@ def examine_bandwidth(
     measured: Sequence[Bandwidth], expected: Mapping[str, float | None]
 ) -> list[Finding]:
     """Compare each link's bandwidth with the expected one (bytes per second), if it is known."""
-    found = []
+    findings = []
     for link in measured:
         line = f"{link.link} {link.best / GB:.3g} GB/s, {link.latency * 1e6:.3g} us a step"
         should = expected.get(link.link)
         if should is None:
-            found.append(ok("bandwidth", f"{line} (no expected value is known)"))
+            findings.append(ok("bandwidth", f"{line} (no expected value is known)"))
         elif link.best < POOR * should:
             fix = "check topology, the path (see NCCL_DEBUG=INFO), and the link's errors"
-            found.append(warning("bandwidth", f"{line}, expected {should / GB:.3g} GB/s", fix))
+            findings.append(warning("bandwidth", f"{line}, expected {should / GB:.3g} GB/s", fix))
         else:
-            found.append(ok("bandwidth", f"{line}, expected {should / GB:.3g} GB/s"))
-    return found
+            findings.append(ok("bandwidth", f"{line}, expected {should / GB:.3g} GB/s"))
+    return findings

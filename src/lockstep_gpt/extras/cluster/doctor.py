@@ -54,24 +54,24 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--wait", type=flags.above_zero, default=WAIT)
     parser.add_argument("--save-profile", type=Path)
     parser.add_argument("--json", action="store_true")
-    given, overrides = parser.split(arguments)
+    options, overrides = parser.split(arguments)
     statuses = []
     for values, config in flags.each_job(overrides, compose.resolve_config):
         slurm.become_rank(config)
         if launcher.has_rank():
-            statuses.append(_examine(values, config, given))
+            statuses.append(_examine(values, config, options))
         else:
-            statuses.append(_start(config, given, arguments))
+            statuses.append(_start(config, options, arguments))
     return max(statuses)
 
 
-def _examine(values: dict[str, Any], config: Config, given: Any) -> int:
+def _examine(values: dict[str, Any], config: Config, options: Any) -> int:
     """Run as one rank. Rank 0 reports for all; other ranks print only if they cannot reach it."""
     wrong = environment.examine_launcher(os.environ)
-    if any(found.status == FAILURE for found in wrong):
-        return _show(Report(1, wrong), given)
+    if any(finding.status == FAILURE for finding in wrong):
+        return _show(Report(1, wrong), options)
     processes.end_with_parent(os.getppid())
-    faulthandler.dump_traceback_later(_longest(given), exit=True)
+    faulthandler.dump_traceback_later(_longest(options), exit=True)
     # Set before torch is imported: no messages about retries, and NCCL raises instead of aborting.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")
@@ -84,21 +84,21 @@ def _examine(values: dict[str, Any], config: Config, given: Any) -> int:
     gc.freeze()
     gc.enable()
     ranks = Ranks.from_environment()
-    examination = Examination(config, values, ranks, given.wait, took, given.save_profile)
+    examination = Examination(config, values, ranks, options.wait, took, options.save_profile)
     report = examination.run()
     if ranks.rank == 0:
-        return _show(report, given)
+        return _show(report, options)
     if report.findings:
         print(f"rank {ranks.rank} says:\n{report.as_text()}", file=sys.stderr)
     return int(examination.status == FAILURE)
 
 
-def _show(report: Report, given: Any) -> int:
-    print(report.as_json() if given.json else report.as_text(), flush=True)
+def _show(report: Report, options: Any) -> int:
+    print(report.as_json() if options.json else report.as_text(), flush=True)
     return report.exit_status
 
 
-def _start(config: Config, given: Any, arguments: list[str]) -> int:
+def _start(config: Config, options: Any, arguments: list[str]) -> int:
     """Start this machine's ranks, wait for them, and return the first rank's exit status."""
     wrong = environment.examine_tasks(os.environ)
     try:
@@ -107,7 +107,7 @@ def _start(config: Config, given: Any, arguments: list[str]) -> int:
     except UserError as error:
         wrong.append(failure("launcher", str(error), "change that setting"))
     if wrong:
-        return _show(Report(1, wrong), given)
+        return _show(Report(1, wrong), options)
     first = config.launch.node_rank * placement.devices
     ranks = [
         subprocess.Popen(
@@ -116,7 +116,7 @@ def _start(config: Config, given: Any, arguments: list[str]) -> int:
         )
         for local in range(placement.devices)
     ]
-    return _wait(ranks, first, given)
+    return _wait(ranks, first, options)
 
 
 def _environment(config: Config, placement: Placement) -> dict[str, str]:
@@ -126,8 +126,10 @@ def _environment(config: Config, placement: Placement) -> dict[str, str]:
         UserError: there are several machines, but no endpoint where they meet.
     """
     nodes = placement.nodes
-    endpoint, interface = f"127.0.0.1:{_free_port()}", "lo"
-    if nodes > 1:
+    if nodes == 1:
+        endpoint = f"127.0.0.1:{_free_port()}"
+        interface = "lo"
+    else:
         endpoint = config.launch.rdzv_endpoint or ""
         if not endpoint:
             raise UserError(
@@ -156,21 +158,21 @@ def _free_port() -> int:
         return int(free.getsockname()[1])
 
 
-def _longest(given: Any) -> float:
+def _longest(options: Any) -> float:
     """Return the number of seconds after which an examination must have ended."""
-    return float(WAITS * given.wait + WORK)
+    return float(WAITS * options.wait + WORK)
 
 
-def _wait(ranks: list[subprocess.Popen[bytes]], number: int, given: Any) -> int:
+def _wait(ranks: list[subprocess.Popen[bytes]], number: int, options: Any) -> int:
     """Return the exit status of the first of `ranks`, which has the global rank `number`.
 
     No rank runs longer than all waits together can take.
     """
     try:
-        status = ranks[0].wait(timeout=_longest(given) + MARGIN)
+        status = ranks[0].wait(timeout=_longest(options) + MARGIN)
     except subprocess.TimeoutExpired:
-        line = f"rank {number} did not end within {_longest(given) + MARGIN:.0f} s"
-        status = _show(Report(len(ranks), [failure("doctor", line, "see its stack")]), given)
+        line = f"rank {number} did not end within {_longest(options) + MARGIN:.0f} s"
+        status = _show(Report(len(ranks), [failure("doctor", line, "see its stack")]), options)
     finally:
         end = time.monotonic() + MARGIN
         while any(rank.poll() is None for rank in ranks) and time.monotonic() < end:
@@ -180,5 +182,5 @@ def _wait(ranks: list[subprocess.Popen[bytes]], number: int, given: Any) -> int:
     if status < 0:
         line = f"rank {number} was killed by {signal.Signals(-status).name}"
         fix = "see the system's log; SIGKILL often means that memory ran out"
-        return _show(Report(len(ranks), [failure("doctor", line, fix)]), given)
+        return _show(Report(len(ranks), [failure("doctor", line, fix)]), options)
     return status

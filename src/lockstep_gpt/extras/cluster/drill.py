@@ -85,12 +85,12 @@ class Drill(SmallRuns):
         self.steps: int = options.steps
         self.faults: int = options.faults
         self.random = random.Random(options.seed)
-        own = [f"trainer.devices={options.ranks}", f"max_steps={options.steps}"]
-        super().__init__(folder, [*SETTINGS, *own], overrides)
+        size = [f"trainer.devices={options.ranks}", f"max_steps={options.steps}"]
+        super().__init__(folder, [*SETTINGS, *size], overrides)
 
     def run(self) -> bool:
         """Run the drills in order; report when each begins and ends. Return False if one failed."""
-        passed = self._told("a run without faults", self.undisturbed)
+        passed = self._run_and_report("a run without faults", self.undisturbed)
         if not passed:  # there is nothing to compare with
             return False
         left = SHARES_LEFT * self.seconds + RESTART_SECONDS * self.faults
@@ -104,22 +104,24 @@ class Drill(SmallRuns):
             "a NaN on one rank": self.broken_gradient,
             "a rank that hangs": self.hanging_rank,
         }
-        outcomes = [self._told(name, drill) for name, drill in drills.items()]
+        outcomes = [self._run_and_report(name, drill) for name, drill in drills.items()]
         return all(outcomes)
 
-    def _told(self, name: str, drill: Callable[[], Outcome]) -> bool:
+    def _run_and_report(self, name: str, drill: Callable[[], Outcome]) -> bool:
         print(f"  begins  {name}", flush=True)
         passed, detail = drill()
-        print(f"  {'ok    ' if passed else 'FAILED'}  {name:<34}{detail}", flush=True)
+        verdict = "ok    " if passed else "FAILED"
+        print(f"  {verdict}  {name:<34}{detail}", flush=True)
         return passed
 
     def undisturbed(self) -> Outcome:
         """Train once without a fault, as the reference for the other runs."""
         started = time.monotonic()
-        status, said = self.train("whole")
+        status, errors = self.train("whole")
         self.seconds = time.monotonic() - started
-        detail = f"{self.seconds:.0f} s" if status == 0 else f"exit {status}: {said.strip()}"
-        return Outcome(status == 0, detail)
+        if status:
+            return Outcome(False, f"exit {status}: {errors.strip()}")
+        return Outcome(True, f"{self.seconds:.0f} s")
 
     def random_kills(self) -> Outcome:
         """Send SIGKILL or SIGTERM to a random rank at random steps."""
@@ -128,10 +130,10 @@ class Drill(SmallRuns):
             f"{step}:{self.random.randrange(self.ranks)}:{self.random.choice(KILLS)}"
             for step in steps
         ]
-        status, said = self.train("hit", *self._faults("hit", plan))
+        status, errors = self.train("hit", *self._faults("hit", plan))
         recovered = self._recoveries("hit", plan)
         slowest = f"{max(recovered):.1f} s at most to the next step" if recovered else ""
-        restarts = counted(said.count("restarting"), "restart")
+        restarts = counted(errors.count("restarting"), "restart")
         detail = f"{restarts}, {slowest}, {self._bits('hit')}"
         return Outcome(self._equal("hit", status), detail)
 
@@ -139,16 +141,16 @@ class Drill(SmallRuns):
         """Start a run again: rejected while it is running, without changes once it is done."""
         before = self._content("whole")
         again, _ = self.train("whole", resume=True)
-        kept = again == 0 and self._content("whole") == before
+        unchanged = again == 0 and self._content("whole") == before
         process = self.start("orphan")
         self.wait_for_step("orphan", 1, process)
-        status, said = self.train("orphan", resume=True)
+        status, errors = self.train("orphan", resume=True)
         process.kill()
         process.communicate()
         self.gone("orphan")
         shutil.rmtree(self.folder / "orphan")
         detail = f"exit {status} while it runs, {again} when it is done"
-        return Outcome(kept and status == 2 and "is in use by process" in said, detail)
+        return Outcome(unchanged and status == 2 and "is in use by process" in errors, detail)
 
     def killed_parent(self) -> Outcome:
         """Send SIGKILL to the command: no process outlives it, and the run resumes on its data."""
@@ -182,7 +184,8 @@ class Drill(SmallRuns):
         """Damage the newest checkpoint: the run must resume from the one before it."""
         from lockstep_gpt.run.checkpoint import checkpoints_in
 
-        process, folder = self.start("flipped"), self.directory("flipped").checkpoints
+        process = self.start("flipped")
+        folder = self.directory("flipped").checkpoints
         self.wait_until(lambda: len(checkpoints_in(folder)) > 1, process)
         process.kill()
         process.communicate()
@@ -193,24 +196,25 @@ class Drill(SmallRuns):
         newest.write_bytes(content)
         status, _ = self.train("flipped", resume=True)
         log = self.directory("flipped").log.read_text(encoding="utf-8")
-        aside = f"skipped {newest}" in log and (newest.parent / "damaged" / newest.name).is_file()
-        detail = f"{'set aside' if aside else 'NOT SET ASIDE'}, {self._bits('flipped')}"
-        passed = self._equal("flipped", status) and aside
-        return Outcome(passed, detail)
+        set_aside = f"skipped {newest}" in log
+        set_aside = set_aside and (newest.parent / "damaged" / newest.name).is_file()
+        outcome = "set aside" if set_aside else "NOT SET ASIDE"
+        detail = f"{outcome}, {self._bits('flipped')}"
+        return Outcome(self._equal("flipped", status) and set_aside, detail)
 
     def broken_gradient(self) -> Outcome:
         """NaN on one rank: all ranks stop, the weights unchanged, the checkpoints intact."""
         at = self.steps // 2
-        status, said = self.train("nan", *self._faults("nan", [f"{at}:{self.ranks - 1}:nan"]))
-        passed = status == 1 and f"step {at + 1}: the gradient is not finite" in said
+        status, errors = self.train("nan", *self._faults("nan", [f"{at}:{self.ranks - 1}:nan"]))
+        passed = status == 1 and f"step {at + 1}: the gradient is not finite" in errors
         return Outcome(passed and self._sound("nan"), f"exit {status}")
 
     def hanging_rank(self) -> Outcome:
         """One rank hangs: the run prints its stack and ends."""
         plan = self._faults("hang", [f"{self.steps // 2}:{self.ranks - 1}:hang"])
         started = time.monotonic()
-        status, said = self.train("hang", *plan, "guard.stall_after=5")
-        passed = status == 1 and "no step for 5 s" in said and self._sound("hang")
+        status, errors = self.train("hang", *plan, "guard.stall_after=5")
+        passed = status == 1 and "no step for 5 s" in errors and self._sound("hang")
         detail = f"exit {status} after {time.monotonic() - started:.0f} s, a limit of 5 s"
         return Outcome(passed, detail)
 
@@ -230,7 +234,7 @@ class Drill(SmallRuns):
         from lockstep_gpt.extras.cluster.faults import STARTS
 
         folder = self.folder / f"{name}.faults"
-        struck = [(folder / each).stat().st_mtime for each in plan if (folder / each).exists()]
+        struck = [(folder / fault).stat().st_mtime for fault in plan if (folder / fault).exists()]
         starts = [float(line) for line in (folder / STARTS).read_text(encoding="ascii").split()]
         return [min(start for start in [*starts, time.time()] if start > at) - at for at in struck]
 
@@ -242,7 +246,7 @@ class Drill(SmallRuns):
 
     def _differing(self, name: str) -> int:
         """Count the weights whose bits differ from those of the undisturbed run."""
-        ours, theirs = (self._weights(each) for each in (name, "whole"))
+        ours, theirs = (self._weights(run) for run in (name, "whole"))
         if ours.keys() != theirs.keys():
             return sum(weight.numel() for weight in theirs.values())
         return sum(int((ours[key] != theirs[key]).sum()) for key in theirs)
@@ -259,8 +263,8 @@ class Drill(SmallRuns):
     def _sound(self, name: str) -> bool:
         from lockstep_gpt.run.checkpoint import checkpoints_in, fault_of
 
-        found = checkpoints_in(self.directory(name).checkpoints)
-        return bool(found) and all(fault_of(path) is None for path in found)
+        checkpoints = checkpoints_in(self.directory(name).checkpoints)
+        return bool(checkpoints) and all(fault_of(path) is None for path in checkpoints)
 
 
 KILLS = ["SIGKILL", "SIGTERM"]

@@ -52,23 +52,23 @@ def examine_launcher(variables: Mapping[str, str]) -> list[Finding]:
         ]
     wrong = [name for name in WHOLE_NUMBERS if not variables.get(name, "0").isdigit()]
     if wrong:
-        given = ", ".join(f"{name}={variables[name]}" for name in wrong)
+        values = ", ".join(f"{name}={variables[name]}" for name in wrong)
         return [
-            failure("launcher", f"{given} must be a whole number", f"set {' and '.join(wrong)}")
+            failure("launcher", f"{values} must be a whole number", f"set {' and '.join(wrong)}")
         ]
     return _numbers({name: int(variables[name]) for name in WHOLE_NUMBERS if name in variables})
 
 
-def _numbers(given: dict[str, int]) -> list[Finding]:
-    given.setdefault("LOCAL_WORLD_SIZE", given["WORLD_SIZE"])
+def _numbers(numbers: dict[str, int]) -> list[Finding]:
+    numbers.setdefault("LOCAL_WORLD_SIZE", numbers["WORLD_SIZE"])
     for rank, size in (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE")):
-        if given[rank] >= given[size]:
-            line = f"{rank}={given[rank]} is not below {size}={given[size]}"
+        if numbers[rank] >= numbers[size]:
+            line = f"{rank}={numbers[rank]} is not below {size}={numbers[size]}"
             return [failure("launcher", line, f"set {size} to the number of ranks, or start fewer")]
-    if not 0 < given["MASTER_PORT"] < 65536:
-        line = f"MASTER_PORT={given['MASTER_PORT']} is not a port"
+    if not 0 < numbers["MASTER_PORT"] < 65536:
+        line = f"MASTER_PORT={numbers['MASTER_PORT']} is not a port"
         return [failure("launcher", line, "choose one from 1024 to 65535")]
-    return [ok("launcher", " ".join(f"{name}={value}" for name, value in given.items()))]
+    return [ok("launcher", " ".join(f"{name}={value}" for name, value in numbers.items()))]
 
 
 def examine_nodes(world_size: int, local_world_size: int) -> list[Finding]:
@@ -96,7 +96,7 @@ def examine_tasks(variables: Mapping[str, str]) -> list[Finding]:
 
 def examine_variables(variables: Mapping[str, str]) -> list[Finding]:
     """Check the variables that tune NCCL and gloo; return one finding for each bad one."""
-    found = [
+    findings = [
         warning("variables", f"{name}={value}: {effect}", f"unset {name}")
         for name, (value, effect) in SLOW.items()
         if variables.get(name, "").upper() == value
@@ -106,25 +106,25 @@ def examine_variables(variables: Mapping[str, str]) -> list[Finding]:
         wanted = variables.get(name, "")
         if wanted and not _interfaces(wanted, present):
             fix = f"set one of {', '.join(sorted(present))}"
-            found.append(failure("variables", f"{name}={wanted} matches no interface", fix))
+            findings.append(failure("variables", f"{name}={wanted} matches no interface", fix))
     tuned = sorted(name for name in variables if re.match("NCCL_|GLOO_", name))
-    return found or [
-        ok(
-            "variables",
-            " ".join(f"{name}={variables[name]}" for name in tuned)
-            or "no NCCL or GLOO variable is set",
-        )
-    ]
+    if findings:
+        return findings
+    listing = " ".join(f"{name}={variables[name]}" for name in tuned)
+    return [ok("variables", listing or "no NCCL or GLOO variable is set")]
 
 
 def _interfaces(wanted: str, present: set[str]) -> set[str]:
     """Return the interfaces that match NCCL's notation: prefixes, `=` exact, `^` all others."""
     names = wanted.lstrip("^=").split(",")
     exact = "=" in wanted[:2]
-    chosen = {
-        one for one in present for name in names if (one == name if exact else one.startswith(name))
-    }
-    return present - chosen if wanted.startswith("^") else chosen
+    if exact:
+        chosen = present.intersection(names)
+    else:
+        chosen = {interface for interface in present if interface.startswith(tuple(names))}
+    if wanted.startswith("^"):
+        return present - chosen
+    return chosen
 
 
 def examine_names(variables: Mapping[str, str], nodes: int) -> list[Finding]:
@@ -132,8 +132,10 @@ def examine_names(variables: Mapping[str, str], nodes: int) -> list[Finding]:
 
     gloo listens at the address of the host's own name; on Debian, that is often 127.0.1.1.
     """
-    host, master = socket.gethostname(), variables.get("MASTER_ADDR", "localhost")
-    if (address := _resolve(master)) is None:
+    host = socket.gethostname()
+    master = variables.get("MASTER_ADDR", "localhost")
+    address = _resolve(master)
+    if address is None:
         return [
             failure(
                 "names",
@@ -141,7 +143,7 @@ def examine_names(variables: Mapping[str, str], nodes: int) -> list[Finding]:
                 "give the address of the node of rank 0, or add it to /etc/hosts",
             )
         ]
-    own = _resolve(host)
+    host_address = _resolve(host)
     interface = variables.get("GLOO_SOCKET_IFNAME")
     if nodes > 1 and address.startswith("127.") and not _is_alone(master):
         return [
@@ -151,8 +153,8 @@ def examine_names(variables: Mapping[str, str], nodes: int) -> list[Finding]:
                 "give the address by which the other nodes reach it",
             )
         ]
-    if nodes > 1 and not interface and (own is None or own.startswith("127.")):
-        where = f"resolves to {own}" if own else "does not resolve"
+    if nodes > 1 and not interface and (host_address is None or host_address.startswith("127.")):
+        where = f"resolves to {host_address}" if host_address else "does not resolve"
         return [
             failure(
                 "names",
@@ -160,7 +162,9 @@ def examine_names(variables: Mapping[str, str], nodes: int) -> list[Finding]:
                 f"set GLOO_SOCKET_IFNAME={default_interface() or '...'}, or fix /etc/hosts",
             )
         ]
-    return [ok("names", f"{host} is {own or 'unknown'}, MASTER_ADDR={master} is {address}")]
+    return [
+        ok("names", f"{host} is {host_address or 'unknown'}, MASTER_ADDR={master} is {address}")
+    ]
 
 
 def _is_alone(master: str) -> bool:
@@ -199,17 +203,21 @@ def examine_shared_memory() -> list[Finding]:
 def examine_disks(config: Config) -> list[Finding]:
     """Check free space and write access where runs and data go."""
     places = {"run_dir": config.run_dir or "runs", "data.root": config.data.root}
-    free, found = [], []
+    free: list[str] = []
+    findings: list[Finding] = []
     for name, place in places.items():
         folder = nearest_folder(Path(place))
         room = shutil.disk_usage(folder).free
-        line, fix = f"{_size(room)} free for {name} in {folder}", f"free space, or set {name}"
+        line = f"{_size(room)} free for {name} in {folder}"
+        fix = f"free space, or set {name}"
         if not os.access(folder, os.W_OK):
-            found.append(failure("disk", f"{name}: {folder} cannot be written", f"set {name}"))
+            findings.append(failure("disk", f"{name}: {folder} cannot be written", f"set {name}"))
+        elif room < LEAST_DISK:
+            findings.append(failure("disk", line, fix))
         elif room < GOOD_DISK:
-            found.append((failure if room < LEAST_DISK else warning)("disk", line, fix))
+            findings.append(warning("disk", line, fix))
         free.append(line)
-    return found or [ok("disk", ", ".join(free))]
+    return findings or [ok("disk", ", ".join(free))]
 
 
 def nearest_folder(path: Path) -> Path:
@@ -233,9 +241,11 @@ def left_in(folder: Path) -> Iterator[str]:
 def appears(path: Path) -> bool:
     """Wait for `path` up to FOLDER_PATIENCE seconds; return whether it exists."""
     end = time.monotonic() + FOLDER_PATIENCE
-    while not (there := path.exists()) and time.monotonic() < end:
+    while time.monotonic() < end:
+        if path.exists():
+            return True
         time.sleep(0.1)
-    return there
+    return path.exists()
 
 
 def examine_imports(seconds: float) -> Finding:

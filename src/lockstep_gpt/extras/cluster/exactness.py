@@ -40,7 +40,7 @@ SETTINGS = [
     "batch.micro_size=null",
     "batch.exact_micro_size=2",
 ]
-OWN = {"trainer.devices": "--ranks", "max_steps": "--steps"}
+FLAG_OF_SETTING = {"trainer.devices": "--ranks", "max_steps": "--steps"}
 TIMED = ("throughput/", "system/", "data/wait_share")  # columns of metrics.csv that may differ
 
 
@@ -57,14 +57,15 @@ def main(arguments: list[str]) -> int:
     parser = flags.Parser("drill exact", HELP)
     parser.add_argument("--ranks", type=flags.counts, default=(1, 2, 4))
     parser.add_argument("--steps", type=flags.count, default=150)
-    given, overrides = parser.split(arguments)
-    if len(given.ranks) == 1:
-        raise UserError(f"--ranks {given.ranks[0]} compares nothing; give several, as in 1,2")
+    options, overrides = parser.split(arguments)
+    if len(options.ranks) == 1:
+        raise UserError(f"--ranks {options.ranks[0]} compares nothing; give several, as in 1,2")
     for word in overrides:
-        if flag := OWN.get(word.partition("=")[0]):
+        flag = FLAG_OF_SETTING.get(word.partition("=")[0])
+        if flag:
             raise UserError(f"{word} is set by the drill; use {flag}")
     with tempfile.TemporaryDirectory(prefix="drill-") as folder:
-        left = dict(_trained(Path(folder), given.ranks, given.steps, overrides))
+        left = dict(_trained(Path(folder), options.ranks, options.steps, overrides))
     differing = differences(left)
     rows = counted(len(next(iter(left.values())).rows), "row")
     equal = f"equal bit for bit: weights, optimizer state, {rows} of metrics.csv (all but times)"
@@ -77,12 +78,12 @@ def _trained(
     folder: Path, ranks: tuple[int, ...], steps: int, overrides: list[str]
 ) -> Iterator[tuple[str, Remains]]:
     """Yield each run's name and results. Raise a `RunError` if a run fails."""
-    own = [
+    size_settings = [
         f"max_steps={steps}",
         f"val_every={max(1, steps // 5)}",
         f"checkpoint.every={max(1, steps // 16)}",  # some steps before a kill are repeated
     ]
-    runs = SmallRuns(folder, [*SETTINGS, *own], overrides)
+    runs = SmallRuns(folder, [*SETTINGS, *size_settings], overrides)
     config = flags.each_job(runs.words, compose.resolve_config)[0][1]
     leaves = _leaves(config.batch, ranks)
     size = counted(config.batch.micro_size or 1, "sample")
@@ -100,20 +101,22 @@ def _trained(
             raise
         seconds = time.monotonic() - started
         left = left_by(runs.directory(run))
-        after = f"  killed at {' and '.join(f'step {step}' for step in killed)}" if killed else ""
+        after = ""
+        if killed:
+            after = f"  killed at {' and '.join(f'step {step}' for step in killed)}"
         print(f"{left.weights[:12]}{seconds:6.0f} s{after}", flush=True)
         yield name, left
 
 
 def _leaves(batch: BatchConfig, ranks: tuple[int, ...]) -> int:
     """Count the micro-batches; raise a `UserError` if a rank count would change the sum's order."""
-    whole = batch.global_size
+    global_size = batch.global_size
     size = batch.exact_micro_size
-    if not size or not whole:
+    if not size or not global_size:
         raise UserError("batch.exact_micro_size=null is equal only up to rounding; set a size")
     for count in ranks:
         schedule.plan_batch(batch, 1, count, 1)
-    return whole // size
+    return global_size // size
 
 
 def _train(runs: SmallRuns, name: str, legs: tuple[int, ...], steps: int) -> list[int]:
@@ -123,22 +126,23 @@ def _train(runs: SmallRuns, name: str, legs: tuple[int, ...], steps: int) -> lis
         process = runs.start(name, f"trainer.devices={ranks}", resume=part > 1)
         runs.wait_for_step(name, steps * part // len(legs), process)
         process.kill()  # does nothing if it has already ended
-        _, said = process.communicate()
+        _, errors = process.communicate()
         if process.returncode >= 0:
-            raise RunError(_failure(ranks, process.returncode, said))
-        if left := runs.gone(name):
+            raise RunError(_failure(ranks, process.returncode, errors))
+        left = runs.gone(name)
+        if left:
             raise RunError(f"{counted(left, 'process')} outlived the command that was killed")
         killed.append(runs.steps_of(name))
-    status, said = runs.train(name, f"trainer.devices={legs[-1]}", resume=bool(killed))
+    status, errors = runs.train(name, f"trainer.devices={legs[-1]}", resume=bool(killed))
     if status:
-        raise RunError(_failure(legs[-1], status, said))
+        raise RunError(_failure(legs[-1], status, errors))
     return killed
 
 
-def _failure(ranks: int, status: int, said: str) -> str:
+def _failure(ranks: int, status: int, errors: str) -> str:
     if status == 0:
         return f"{counted(ranks, 'rank')}: done before it could be killed; raise --steps"
-    return f"{counted(ranks, 'rank')}: exit {status}: {said.strip()}"
+    return f"{counted(ranks, 'rank')}: exit {status}: {errors.strip()}"
 
 
 def left_by(run: RunDirectory) -> Remains:
@@ -166,10 +170,12 @@ def differences(left: dict[str, Remains]) -> list[str]:
             lines.append(f"DIFFERENT  optimizer state: {name}, {whose}")
         nothing: dict[str, str] = {}
         pairs = itertools.zip_longest(other.rows, first.rows, fillvalue=nothing)
-        if wrong := [pair for pair in pairs if pair[0] != pair[1]]:
+        wrong = [pair for pair in pairs if pair[0] != pair[1]]
+        if wrong:
             ours, theirs = wrong[0]
             step = {**theirs, **ours}["trainer/step"]
-            column = next(each for each in theirs or ours if ours.get(each) != theirs.get(each))
+            columns = theirs or ours
+            column = next(key for key in columns if ours.get(key) != theirs.get(key))
             values = [row.get(column, "nothing") for row in wrong[0]]
             where = f"{counted(len(wrong), 'row')}, the first at step {step} with {column}"
             lines.append(

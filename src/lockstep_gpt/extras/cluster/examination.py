@@ -87,16 +87,16 @@ class Examination:
             On rank 0, the report of all ranks; elsewhere, why this rank could not take part, if so.
         """
         started = time.monotonic()
-        own = self._alone()
+        findings = self._alone()
         try:
             meeting = open_meeting(self.ranks, self.limit)
-            if self._introduce(meeting, own):
+            if self._introduce(meeting, findings):
                 self._share_folder(meeting)
                 self._compare_clocks(meeting)
                 self._work(meeting)
             self.status = meeting.close(self.report.status)
         except Absent as absent:
-            self._add(*merged([own]), absent.finding)
+            self._add(*merged([findings]), absent.finding)
         except dist.DistError:
             self._add(failure("rendezvous", "rank 0, which hosts the store, has ended", SEE))
         self.report.seconds = time.monotonic() - started
@@ -107,42 +107,46 @@ class Examination:
 
     def _alone(self) -> list[Finding]:
         """Run the checks that need no other rank."""
-        variables, found = os.environ, []
+        variables = os.environ
+        findings: list[Finding] = []
         try:
             self.accelerator = devices.place(self.config).accelerator
-            found += gpus.examine_device(
+            findings += gpus.examine_device(
                 self.ranks.local_rank, self.ranks.local_world_size, self.accelerator
             )
         except UserError as error:
-            found.append(failure("device", str(error), "change that setting"))
+            findings.append(failure("device", str(error), "change that setting"))
         if self.accelerator == "cuda" and self.ranks.local_rank == 0:
-            here = gpus.topology(range(self.ranks.local_world_size))
-            found += topology.examine(here) if here else []
+            paths = gpus.topology(range(self.ranks.local_world_size))
+            if paths:
+                findings += topology.examine(paths)
         return [
             environment.examine_imports(self.import_seconds),
             *environment.examine_launcher(variables),
             *environment.examine_nodes(self.ranks.world_size, self.ranks.local_world_size),
-            *found,
+            *findings,
             *environment.examine_variables(variables),
             *environment.examine_names(variables, self.ranks.num_nodes),
             *environment.examine_shared_memory(),
             *environment.examine_disks(self.config),
         ]
 
-    def _introduce(self, meeting: Meeting, own: list[Finding]) -> bool:
+    def _introduce(self, meeting: Meeting, findings: list[Finding]) -> bool:
         """Meet and compare the ranks' facts; return whether the ranks can work together."""
         facts = collect(self.ranks, self.accelerator, self.values)
-        words = {"facts": asdict(facts), "findings": [asdict(found) for found in own]}
-        said = meeting.gather("facts", words)
+        words = {"facts": asdict(facts), "findings": [asdict(finding) for finding in findings]}
+        messages = meeting.gather("facts", words)
         if self.ranks.rank:
             return bool(meeting.hear("go"))
-        everyone = [Facts(**each["facts"]) for each in said]
-        alone = [[Finding.from_json(found) for found in each["findings"]] for each in said]
-        self._add(ok("rendezvous", f"{counted(len(said), 'rank')} met at {_address()}"))
+        everyone = [Facts(**message["facts"]) for message in messages]
+        alone = [
+            [Finding.from_json(finding) for finding in message["findings"]] for message in messages
+        ]
+        self._add(ok("rendezvous", f"{counted(len(messages), 'rank')} met at {_address()}"))
         self._add(*merged(alone), *compare(everyone))
         self.hosts = [facts.host for facts in everyone]
         self.device_name = facts.device_name
-        wrong = {found.check for found in self.report.findings if found.status == FAILURE}
+        wrong = {finding.check for finding in self.report.findings if finding.status == FAILURE}
         meeting.tell("go", not wrong & NEEDED)
         return not wrong & NEEDED
 
@@ -155,14 +159,14 @@ class Examination:
             return
         with environment.left_in(folder) as name:
             meeting.tell("folder", name)
-            said = meeting.gather("folder", [str(folder), True])
-        blind = [rank for rank, (_, seen) in enumerate(said) if not seen]
+            replies = meeting.gather("folder", [str(folder), True])
+        blind = [rank for rank, (_, seen) in enumerate(replies) if not seen]
         if not blind:
             self._add(ok("run directory", f"all ranks see {folder}"))
             return
         line = f"{named(blind)} does not see what rank 0 writes in {folder}"
-        if said[blind[0]][0] != str(folder):
-            line += f", but looks in {said[blind[0]][0]}"
+        if replies[blind[0]][0] != str(folder):
+            line += f", but looks in {replies[blind[0]][0]}"
         fix = "set run_dir to the full path of a folder that all nodes share"
         self._add(failure("run directory", line, fix))
 
@@ -173,22 +177,22 @@ class Examination:
 
     def _work(self, meeting: Meeting) -> None:
         """Run the collectives and speed tests, and send the results to rank 0."""
-        found: list[Finding] = []
+        findings: list[Finding] = []
         measured: list[Bandwidth] = []
         device = torch.device("cpu")
         try:
             device = self._device()
             with self._group(meeting):
-                found, measured = self._exchange(device)
-                own = self._speed(device)
-            words = {"findings": found, "links": measured, "speed": own}
+                findings, measured = self._exchange(device)
+                measured_speed = self._speed(device)
+            words = {"findings": findings, "links": measured, "speed": measured_speed}
         except (RuntimeError, ValueError) as error:
             line = " ".join(f"{type(error).__name__}: {error}".split())[:300]
             fix = "NCCL_DEBUG=INFO or TORCH_CPP_LOG_LEVEL=INFO shows more"
             words = {"findings": [failure("collectives", line, fix)], "links": [], "speed": None}
-        said = meeting.gather("work", _plain(words))
+        results = meeting.gather("work", _plain(words))
         if self.ranks.rank == 0:
-            self._conclude(said, device)
+            self._conclude(results, device)
 
     def _device(self) -> torch.device:
         if self.accelerator == "cpu":
@@ -216,10 +220,10 @@ class Examination:
     def _exchange(self, device: torch.device) -> tuple[list[Finding], list[Bandwidth]]:
         if self.ranks.world_size == 1:
             return [ok("collectives", "one rank has no peer to exchange data with")], []
-        found = collectives.examine_results(self.ranks, device)
-        found += collectives.examine_step(self.ranks, device)
+        findings = collectives.examine_results(self.ranks, device)
+        findings += collectives.examine_step(self.ranks, device)
         groups = collectives.links(self.ranks)
-        return found, [collectives.measure(link, groups[link], device) for link in groups]
+        return findings, [collectives.measure(link, groups[link], device) for link in groups]
 
     def _speed(self, device: torch.device) -> Speed:
         """Measure while all others do: shared resources slow them down as they will in training."""
@@ -230,18 +234,23 @@ class Examination:
 
         return speed.measure(self.config, device, vocabulary(self.config.data), together)
 
-    def _conclude(self, said: list[dict[str, Any]], device: torch.device) -> None:
+    def _conclude(self, results: list[dict[str, Any]], device: torch.device) -> None:
         """Combine the measurements of all ranks."""
         self._add(
-            *merged([[Finding.from_json(found) for found in each["findings"]] for each in said])
+            *merged(
+                [
+                    [Finding.from_json(finding) for finding in result["findings"]]
+                    for result in results
+                ]
+            )
         )
         links = collectives.slowest(
-            [[Bandwidth(**link) for link in each["links"]] for each in said]
+            [[Bandwidth(**link) for link in result["links"]] for result in results]
         )
         if links:
             self.report.tables["all-reduce, slowest rank"] = collectives.table(links)
             self._add(*collectives.examine_bandwidth(links, self._expected()))
-        speeds = [Speed(**each["speed"]) for each in said if each["speed"]]
+        speeds = [Speed(**result["speed"]) for result in results if result["speed"]]
         if len(speeds) < self.ranks.world_size:
             return
         self.report.tables["speed of each rank"] = speed.table(speeds, self.hosts)
@@ -260,11 +269,11 @@ class Examination:
 
 
 def _plain(words: dict[str, Any]) -> dict[str, Any]:
-    own = words["speed"]
+    measured_speed = words["speed"]
     return {
-        "findings": [asdict(found) for found in words["findings"]],
+        "findings": [asdict(finding) for finding in words["findings"]],
         "links": [asdict(link) for link in words["links"]],
-        "speed": asdict(own) if own else None,
+        "speed": asdict(measured_speed) if measured_speed else None,
     }
 
 

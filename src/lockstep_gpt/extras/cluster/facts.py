@@ -119,29 +119,29 @@ def _grouped(values: Iterable[Any]) -> dict[Any, list[int]]:
     return groups
 
 
-def _said(groups: dict[Any, list[int]]) -> str:
+def _values_by_ranks(groups: dict[Any, list[int]]) -> str:
     return ", ".join(f"{value or 'nothing'} on {named(who)}" for value, who in groups.items())
 
 
 def _launcher(ranks: Sequence[Facts]) -> list[Finding]:
-    found = []
+    findings = []
     for name in ("world_size", "local_world_size"):
         groups = _grouped(getattr(facts, name) for facts in ranks)
         if len(groups) > 1:
-            line = f"{name.upper()} is {_said(groups)}"
-            found.append(failure("launcher", line, f"give all ranks the same {name.upper()}"))
-    return found
+            line = f"{name.upper()} is {_values_by_ranks(groups)}"
+            findings.append(failure("launcher", line, f"give all ranks the same {name.upper()}"))
+    return findings
 
 
 def _versions(ranks: Sequence[Facts]) -> list[Finding]:
-    found = []
+    findings = []
     for package in ranks[0].versions:
         groups = _grouped(facts.versions[package] for facts in ranks)
         if len(groups) > 1:
             fix = "install the same on all nodes, from one constraints.txt"
-            found.append(failure("versions", f"{package} is {_said(groups)}", fix))
+            findings.append(failure("versions", f"{package} is {_values_by_ranks(groups)}", fix))
     everything = ", ".join(f"{name} {number}" for name, number in ranks[0].versions.items())
-    return found or [ok("versions", everything)]
+    return findings or [ok("versions", everything)]
 
 
 def _configurations(ranks: Sequence[Facts]) -> list[Finding]:
@@ -154,19 +154,19 @@ def _configurations(ranks: Sequence[Facts]) -> list[Finding]:
 
 
 def _devices(ranks: Sequence[Facts]) -> list[Finding]:
-    found = []
+    findings = []
     groups = _grouped((facts.machine, facts.device) for facts in ranks)
     for (_, device), who in groups.items():
         if len(who) > 1:
-            found.append(_shared(ranks[who[0]], device, who))
+            findings.append(_shared(ranks[who[0]], device, who))
     for name in ("device_name", "driver"):
         groups = _grouped(getattr(facts, name) for facts in ranks)
         if len(groups) > 1:
             fix = "the slowest sets the pace: leave it out, or fix it"
-            found.append(warning("devices", f"{name} is {_said(groups)}", fix))
+            findings.append(warning("devices", f"{name} is {_values_by_ranks(groups)}", fix))
     hosts = len({facts.machine for facts in ranks})
     line = f"{len(ranks)} x {ranks[0].device_name} on {counted(hosts, 'machine')}"
-    return found or [ok("devices", line)]
+    return findings or [ok("devices", line)]
 
 
 def _shared(facts: Facts, device: str, who: list[int]) -> Finding:
@@ -180,10 +180,10 @@ def _shared(facts: Facts, device: str, who: list[int]) -> Finding:
 
 def _variables(ranks: Sequence[Facts]) -> list[Finding]:
     names = sorted({name for facts in ranks for name in facts.variables})
-    found = []
+    findings = []
     for variable in names:
         groups = _grouped(facts.variables.get(variable, "") for facts in ranks)
         if len(groups) > 1:
-            line = f"{variable} is {_said(groups)}"
-            found.append(warning("variables", line, "export the same value everywhere"))
-    return found
+            line = f"{variable} is {_values_by_ranks(groups)}"
+            findings.append(warning("variables", line, "export the same value everywhere"))
+    return findings

@@ -50,9 +50,9 @@ class Faults(Callback):
         due = []
         for entry in self.plan:
             step, rank, fault = entry.split(":")
-            here = (int(step), int(rank)) == (trainer.global_step, trainer.global_rank)
+            is_due = (int(step), int(rank)) == (trainer.global_step, trainer.global_rank)
             note = self.folder / entry
-            if here and fault in kinds and not note.exists():
+            if is_due and fault in kinds and not note.exists():
                 note.touch()
                 due.append(fault)
         return due

@@ -74,11 +74,16 @@ class Room:
         """
         others = [(words, other) for words, other in self._others if self._serves(other, batch)]
         single = [*_smaller("", self, batch, config)]
-        single += [remedy for each in others[:2] for remedy in _as_is(*each, batch)]
-        return single or [
-            *(remedy for each in others[2:] for remedy in _as_is(*each, batch)),
-            *(remedy for each in others for remedy in _smaller(*each, batch, config)),
-        ]
+        for words, room in others[:2]:
+            single += _as_is(words, room, batch)
+        if single:
+            return single
+        pairs: list[Remedy] = []
+        for words, room in others[2:]:
+            pairs += _as_is(words, room, batch)
+        for words, room in others:
+            pairs += _smaller(words, room, batch, config)
+        return pairs
 
     def _serves(self, other: Room, batch: BatchPlan) -> bool:
         return batch.world_size > 1 or not other.sharing or bool(self.sharing)
@@ -86,7 +91,7 @@ class Room:
     @cached_property
     def _others(self) -> list[tuple[str, Room]]:
         """The same run with activation checkpointing, with sharding, and with both."""
-        found = []
+        rooms = []
         recomputed = {"model": replace(self.config.model, activation_checkpointing=True)}
         changes: list[tuple[str, dict[str, Any]]] = []
         if not self.config.model.activation_checkpointing:
@@ -103,8 +108,8 @@ class Room:
                 config = replace(self.config, **change)
             except UserError:  # excluded by another setting
                 continue
-            found.append((words, Room.of(config, self.hardware, self.model.vocab_size)))
-        return found
+            rooms.append((words, Room.of(config, self.hardware, self.model.vocab_size)))
+        return rooms
 
     def _footprint(self, world_size: int) -> Footprint:
         if self.sharing and world_size > 1:

@@ -46,19 +46,19 @@ def each_job(overrides: list[str], job: Callable[[DictConfig], T]) -> list[T]:
     Raises:
         UserError: from the first job that raises one, after Hydra, which would print a line.
     """
-    made: list[T] = []
+    results: list[T] = []
     mistakes: list[UserError] = []
 
-    def told(config: DictConfig) -> None:
+    def run_job(config: DictConfig) -> None:
         try:
-            made.append(job(config))
+            results.append(job(config))
         except UserError as error:
             mistakes.append(error)
 
-    compose.run(overrides, told)
+    compose.run(overrides, run_job)
     if mistakes:
         raise mistakes[0]
-    return made
+    return results
 
 
 def above_zero(text: str) -> float:

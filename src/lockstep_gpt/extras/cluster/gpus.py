@@ -51,7 +51,9 @@ def examine_device(local_rank: int, local_world_size: int, accelerator: str) -> 
     if accelerator == "cpu":
         return [_cores(local_world_size)]
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    mask = "" if visible is None else f" with CUDA_VISIBLE_DEVICES={visible}"
+    mask = ""
+    if visible is not None:
+        mask = f" with CUDA_VISIBLE_DEVICES={visible}"
     count = torch.cuda.device_count()
     if count <= local_rank:
         return [
@@ -67,14 +69,17 @@ def examine_device(local_rank: int, local_world_size: int, accelerator: str) -> 
 
 
 def _cores(local_world_size: int) -> Finding:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    if hasattr(os, "sched_getaffinity"):
+        cores = len(os.sched_getaffinity(0))
+    else:
+        cores = os.cpu_count() or 1
     threads = torch.get_num_threads()
     line = (
         f"cpu, {counted(local_world_size, 'rank')} of {counted(threads, 'thread')} on "
-        f"{counted(cores or 1, 'core')}"
+        f"{counted(cores, 'core')}"
     )
-    if threads * local_world_size > (cores or 1):
-        fix = f"export OMP_NUM_THREADS={max(1, (cores or 1) // local_world_size)}"
+    if threads * local_world_size > cores:
+        fix = f"export OMP_NUM_THREADS={max(1, cores // local_world_size)}"
         return warning("device", line, fix)
     return ok("device", line)
 
@@ -88,7 +93,8 @@ def _occupied(index: int) -> list[Finding]:
     """Check for other processes' memory; call it before this process has a context there."""
     row = table("memory.used", "memory.total").get(uuid(index))
     try:
-        used, total = float(row["memory.used"]), float(row["memory.total"])  # type: ignore[index]
+        used = float(row["memory.used"])  # type: ignore[index]
+        total = float(row["memory.total"])  # type: ignore[index]
     except (TypeError, ValueError):
         return []
     if used <= BUSY * total:
@@ -109,9 +115,11 @@ def identity(index: int) -> tuple[str, str, str] | None:
 def topology(devices: Sequence[int]) -> Topology | None:
     """Return the paths between torch's `devices`; None if they are unknown."""
     try:
-        whole = parse(ask("topo", "-m"))
+        machine = parse(ask("topo", "-m"))
     except ValueError:
         return None
     numbers = {name: int(row["index"]) for name, row in table("index").items()}
     chosen = {numbers.get(uuid(device), -1) for device in devices}
-    return whole.among([*chosen]) if chosen <= set(whole.gpus) else None
+    if not chosen <= set(machine.gpus):
+        return None
+    return machine.among([*chosen])

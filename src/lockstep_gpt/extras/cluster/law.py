@@ -35,17 +35,20 @@ class Law:
 
 def fitted(counts: Sequence[float], losses: Sequence[float]) -> Law:
     """Return the least-squares law, in relative errors, with a floor of at least 0."""
-    x, y = np.asarray(counts, float), np.asarray(losses, float)
+    x = np.asarray(counts, float)
+    y = np.asarray(losses, float)
 
-    def at(exponent: float) -> tuple[float, Law]:
+    def fit_with(exponent: float) -> tuple[float, Law]:
         power = x**-exponent
         floor, factor = np.linalg.lstsq(np.stack([1 / y, power / y], 1), np.ones_like(y))[0]
         if floor < 0:
-            floor, factor = 0.0, (power / y).sum() / (power**2 / y**2).sum()
+            floor = 0.0
+            factor = (power / y).sum() / (power**2 / y**2).sum()
         law = Law(float(floor), float(factor), float(exponent))
         return float((((floor + factor * power) / y - 1) ** 2).sum()), law
 
-    return min(map(at, EXPONENTS), key=lambda found: found[0])[1]
+    _, best = min(map(fit_with, EXPONENTS), key=lambda fit: fit[0])
+    return best
 
 
 def left_out(counts: Sequence[float], losses: Sequence[float]) -> float:
@@ -65,7 +68,8 @@ def expected(config: Config) -> dict[str, Any] | None:
     if not content["is_valid"] or content["source"] != config.data.kind:
         return None
     law = Law(content["floor"], content["factor"], content["exponent"])
-    seen, count = [run["weights"] for run in content["runs"]], block_weights(config)
+    seen = [run["weights"] for run in content["runs"]]
+    count = block_weights(config)
     verb = "interpolated" if min(seen) <= count <= max(seen) else "extrapolated"
     runs = f"{counted(len(seen), 'run')} of {min(seen):,} to {max(seen):,} weights"
     return {"val_loss": law.loss(count), "basis": f"{verb} from {runs}"}
@@ -73,14 +77,15 @@ def expected(config: Config) -> dict[str, Any] | None:
 
 def departures(config: Config) -> list[str]:
     """Name the settings that differ from those that follow from the size."""
-    found = []
+    departing = []
     size = SizeSettings.of(config).weights
     for name, value in rules(str(size), config.model.block_size).items():
-        group, _, own = name.rpartition(".")
-        given = getattr(getattr(config, group) if group else config, own)
-        if given != value:
-            found.append(f"{name}={as_typed(given)}")
-    return found
+        group, _, key = name.rpartition(".")
+        settings = getattr(config, group) if group else config
+        setting = getattr(settings, key)
+        if setting != value:
+            departing.append(f"{name}={as_typed(setting)}")
+    return departing
 
 
 def block_weights(config: Config) -> int:

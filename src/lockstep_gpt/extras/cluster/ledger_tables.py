@@ -10,7 +10,8 @@ from omegaconf import DictConfig
 from lockstep_gpt.config import Config
 from lockstep_gpt.extras.cluster.chosen import Chosen
 from lockstep_gpt.extras.cluster.hardware import GB, TERA, Hardware
-from lockstep_gpt.extras.cluster.ledger import PARTS, UPDATE, Ledger, ledger
+from lockstep_gpt.extras.cluster.kernels import PARTS, UPDATE
+from lockstep_gpt.extras.cluster.ledger import Ledger, ledger
 from lockstep_gpt.extras.cluster.prediction import vocabulary
 from lockstep_gpt.extras.cluster.table import shares
 from lockstep_gpt.launch import compose
@@ -32,7 +33,7 @@ def report(config: Config, vocab_size: int, devices: Sequence[Hardware]) -> Iter
         f"{micro_batches} of {batch.micro_size} x {batch.block_size} tokens, "
         f"{config.precision}, compile={str(config.compile).lower()}, {vocab_size:,} ids\n"
     )
-    books = [ledger(config, vocab_size, batch.micro_size, each.memory) for each in devices]
+    books = [ledger(config, vocab_size, batch.micro_size, device.memory) for device in devices]
     pairs = sorted(zip(books, devices, strict=True), key=lambda pair: pair[0].moved)
     for _, same in groupby(pairs, key=lambda pair: pair[0].kernels):
         group = [*same]
@@ -47,12 +48,12 @@ def table(book: Ledger, batch: BatchPlan, devices: Sequence[Hardware]) -> Iterat
     names = "".join(f"{device.name + ' ms':>12}" for device in devices)
     yield f"{'part':<14}{'kernels':>8}{'GB read':>10}{'GB written':>12}{'TFLOP':>8}{names}"
     for part in PARTS:
-        own = book.of(part)
-        times = "".join(f"{own.seconds(device) * 1e3:12.2f}" for device in devices)
-        read, written = own.total("read") / GB, own.total("written") / GB
+        part_ledger = book.of(part)
+        times = "".join(f"{part_ledger.seconds(device) * 1e3:12.2f}" for device in devices)
+        read, written = part_ledger.total("read") / GB, part_ledger.total("written") / GB
         yield (
-            f"{part:<14}{own.kernels.total():8}{read:10.2f}{written:12.2f}"
-            f"{own.total('flops') / TERA:8.2f}{times}"
+            f"{part:<14}{part_ledger.kernels.total():8}{read:10.2f}{written:12.2f}"
+            f"{part_ledger.total('flops') / TERA:8.2f}{times}"
         )
     steps = [
         book.compute(batch.accumulation, device) + book.of(UPDATE).seconds(device)

@@ -85,12 +85,13 @@ class Meeting:
 
     def _missing(self, keys: Iterable[str], limit: float) -> set[str]:
         """Wait until all `keys` exist; return those that are missing at the end."""
-        missing, end = set(keys), time.monotonic() + limit
-        while missing := {key for key in missing if not self.store.check([key])}:
-            if time.monotonic() > end or self.store.check([STOP]):
-                break
+        end = time.monotonic() + limit
+        missing = set(keys)
+        while True:
+            missing = {key for key in missing if not self.store.check([key])}
+            if not missing or time.monotonic() > end or self.store.check([STOP]):
+                return missing
             time.sleep(0.02)
-        return missing
 
     def clock_offsets(self) -> list[tuple[float, float]]:
         """Return how many seconds each clock is ahead of rank 0's, and the possible error of that.
@@ -105,14 +106,15 @@ class Meeting:
             return []
         offsets = [(0.0, 0.0)]
         for other in range(1, self.ranks.world_size):
-            asked = time.time()
+            sent_at = time.time()
             self.tell(f"clock/{other}", None)
             if self._missing([f"clock/{other}/answer"], self.limit):
                 self.store.set(STOP, "")
                 raise Absent(_absent([other], "clock", self.limit))
-            answered = time.time()
+            answered_at = time.time()
             theirs = json.loads(self.store.get(f"clock/{other}/answer"))
-            offsets.append((theirs - (asked + answered) / 2, (answered - asked) / 2))
+            halfway = (sent_at + answered_at) / 2
+            offsets.append((theirs - halfway, (answered_at - sent_at) / 2))
         return offsets
 
     def close(self, status: str) -> str:
@@ -132,7 +134,7 @@ class Meeting:
 def examine_clocks(offsets: list[tuple[float, float]]) -> Finding:
     """Check the clock offsets in seconds; the second number of each pair is its uncertainty."""
     late = [rank for rank, (offset, _) in enumerate(offsets) if abs(offset) > CLOCK_LIMIT]
-    worst, doubt = max(offsets, key=lambda each: abs(each[0]))
+    worst, doubt = max(offsets, key=lambda pair: abs(pair[0]))
     line = f"{abs(worst) * 1e3:.1f} ms apart at most, measured to {doubt * 1e3:.1f} ms"
     if late:
         return warning("clocks", f"{named(late)} up to {abs(worst):.1f} s off", "run NTP there")
@@ -155,15 +157,18 @@ def open_meeting(ranks: Ranks, limit: float) -> Meeting:
     Raises:
         Absent: the port is in use, nothing answers at it, or what answers is not a store.
     """
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    host = os.environ["MASTER_ADDR"]
+    port = int(os.environ["MASTER_PORT"])
     end = time.monotonic() + limit
     hosts = ranks.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     if hosts:
         _refuse_taken(port)
-    elif error := _unanswered(host, port, end):
-        line = f"nothing answered at {host}:{port} within {limit:.0f} s ({error})"
-        fix = "start rank 0, and check address, port and firewall"
-        raise Absent(failure("rendezvous", line, fix))
+    else:
+        error = _unanswered(host, port, end)
+        if error:
+            line = f"nothing answered at {host}:{port} within {limit:.0f} s ({error})"
+            fix = "start rank 0, and check address, port and firewall"
+            raise Absent(failure("rendezvous", line, fix))
     store = _store(host, port, hosts, end)
     if store is None:
         line = f"{host}:{port} answers, but is not a torch store"
@@ -202,14 +207,14 @@ def _store(host: str, port: int, hosts: bool, end: float) -> Store | None:
 
     It connects in a thread because torch waits without limit for another program's greeting.
     """
-    found: list[Store] = []
+    stores: list[Store] = []
 
     def connect() -> None:
         left = timedelta(seconds=max(1.0, end - time.monotonic()))
         with contextlib.suppress(RuntimeError):  # DistError is one
-            found.append(TCPStore(host, port, None, hosts, left, wait_for_workers=False))
+            stores.append(TCPStore(host, port, None, hosts, left, wait_for_workers=False))
 
     thread = threading.Thread(target=connect, daemon=True)
     thread.start()
     thread.join(max(1.0, end - time.monotonic()))
-    return found[0] if found else None
+    return stores[0] if stores else None

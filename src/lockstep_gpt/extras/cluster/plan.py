@@ -68,10 +68,10 @@ def main(arguments: list[str]) -> int:
     for name in ("per-node", "adapters"):
         parser.add_argument(f"--{name}", type=flags.count)
     parser.add_argument("--json", action="store_true")
-    given, overrides = parser.split(arguments)
-    if given.scaling not in (None, "strong", "weak"):
-        raise UserError(f"--scaling {given.scaling} is not one of strong, weak")
-    hardware = _hardware(given)
+    options, overrides = parser.split(arguments)
+    if options.scaling not in (None, "strong", "weak"):
+        raise UserError(f"--scaling {options.scaling} is not one of strong, weak")
+    hardware = _hardware(options)
 
     def job(composed: DictConfig) -> tuple[Config, Chosen]:
         return compose.resolve_config(composed)[1], Chosen.now()
@@ -79,53 +79,64 @@ def main(arguments: list[str]) -> int:
     gc.disable()  # else a third of the time goes into scanning what imports keep for good
     try:
         for config, chosen in flags.each_job(overrides, job):
-            _show(_plan(config, chosen, hardware, given), given)
+            _show(_plan(config, chosen, hardware, options), options)
     finally:
         gc.freeze()
         gc.enable()
     return 0
 
 
-def _plan(config: Config, chosen: Chosen, hardware: Hardware, given: Any) -> Plan:
+def _plan(config: Config, chosen: Chosen, hardware: Hardware, options: Any) -> Plan:
     from lockstep_gpt.extras.cluster.prediction import predict, vocabulary
 
-    size, whose = chosen.vocabulary(), f"that of data={config.data.kind}"
+    size = chosen.vocabulary()
+    whose = f"that of data={config.data.kind}"
     if size:
         whose = (
             f"GPT-2's, because model={chosen.model} is, and no data is chosen; data=... plans "
             f"for yours ({vocabulary(config.data)} with data={config.data.kind})"
         )
-    tokens, source = None, ""
-    if given.tokens:
-        tokens, source = given.tokens, "by --tokens"
+    tokens: float | None = options.tokens
+    source = ""
+    if tokens:
+        source = "by --tokens"
     elif chosen.budget and (config.max_steps or config.max_tokens):
         tokens, source = budget(config)
-    devices, price = given.devices, given.price
-    plan = predict(config, hardware, devices, given.scaling, tokens, price, vocab_size=size)
-    loss = None if given.tokens else expected(config)
-    return replace(plan, vocabulary=whose, budget=source, expected=loss)
+    plan = predict(
+        config,
+        hardware,
+        options.devices,
+        scaling=options.scaling,
+        tokens=tokens,
+        price=options.price,
+        vocab_size=size,
+    )
+    plan = replace(plan, vocabulary=whose, budget=source)
+    if options.tokens:
+        return plan
+    return replace(plan, expected=expected(config))
 
 
-def _hardware(given: Any) -> Hardware:
-    hardware = find_hardware(given.hardware or "h100")
+def _hardware(options: Any) -> Hardware:
+    hardware = find_hardware(options.hardware or "h100")
     changes: dict[str, Any] = {
-        "utilisation": given.utilisation,
-        "devices_per_node": given.per_node,
-        "adapters": given.adapters,
-        "intra": given.intra and find_link(given.intra, hardware.intra),
-        "inter": given.inter and find_link(given.inter, hardware.inter),
+        "utilisation": options.utilisation,
+        "devices_per_node": options.per_node,
+        "adapters": options.adapters,
+        "intra": options.intra and find_link(options.intra, hardware.intra),
+        "inter": options.inter and find_link(options.inter, hardware.inter),
     }
-    if (given.utilisation or 0) > 1:
-        raise UserError(f"--utilisation {given.utilisation:g} must be at most 1, all of the peak")
+    if (options.utilisation or 0) > 1:
+        raise UserError(f"--utilisation {options.utilisation:g} must be at most 1, all of the peak")
     return replace(hardware, **{name: value for name, value in changes.items() if value})
 
 
-def _show(plan: Plan, given: Any) -> None:
+def _show(plan: Plan, options: Any) -> None:
     from lockstep_gpt.extras.cluster import chart, table
 
-    if given.json:
+    if options.json:
         print(json.dumps(asdict(plan), indent=2))
     else:
         print(table.as_text(plan))
-    if given.chart:
-        chart.draw(plan, given.chart)
+    if options.chart:
+        chart.draw(plan, options.chart)

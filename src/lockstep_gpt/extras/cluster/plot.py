@@ -57,14 +57,16 @@ def _line(axes: _Axes, law: Law, ends: tuple[float, float], dashes: str) -> str:
 
 
 def _point(axes: _Axes, run: dict[str, Any], fill: str) -> str:
-    x, y = axes.x(run["weights"]), axes.y(run["val_loss"])
+    x = axes.x(run["weights"])
+    y = axes.y(run["val_loss"])
     label = f'<text x="{x + 8:.1f}" y="{y - 8:.1f}">{run["size"]}, {run["val_loss"]:.3f}</text>'
     return f'<circle cx="{x}" cy="{y}" r="5" fill="{fill}" stroke="#c30"/>{label}'
 
 
 def _ticks(axes: _Axes) -> Iterator[str]:
     """Yield a grid with numbers, and the axes' names."""
-    bottom, right = HIGH - MARGIN, WIDE - MARGIN / 2
+    bottom = HIGH - MARGIN
+    right = WIDE - MARGIN / 2
     for step in range(math.ceil(axes.losses[0] * 10), math.floor(axes.losses[1] * 10) + 1):
         y = axes.y(step / 10)
         yield f'<path d="M{MARGIN} {y}H{right}" stroke="#ddd"/>'
@@ -72,7 +74,7 @@ def _ticks(axes: _Axes) -> Iterator[str]:
     for count in TICKS:
         if axes.counts[0] <= count <= axes.counts[1]:
             x = axes.x(count)
-            length, unit = next(each for each in UNITS if count >= each[0])
+            length, unit = next((length, unit) for length, unit in UNITS if count >= length)
             yield f'<path d="M{x} {MARGIN / 2}V{bottom}" stroke="#ddd"/>'
             label = f"{count / length:g}{unit}"
             yield f'<text x="{x}" y="{bottom + 18}" text-anchor="middle">{label}</text>'

@@ -93,7 +93,8 @@ def predict(
     hardware.flops(config.precision)  # fails early
     vocab_size = vocab_size or vocabulary(config.data)
     room = Room.of(config, hardware, vocab_size)
-    model, work = room.model, _work(room)
+    model = room.model
+    work = _work(room)
     planner = _Planner(room, work)
     chinchilla = TOKENS_PER_PARAMETER * model.num_parameters
     kind, batch, notes = planner.scaled(world_sizes, scaling)
@@ -129,7 +130,9 @@ def vocabulary(data: DataConfig) -> int:
 
 
 def _work(room: Room) -> Work:
-    config, model, memory = room.config, room.model, room.hardware.memory
+    config = room.config
+    model = room.model
+    memory = room.hardware.memory
     trained = [weight for weight in model.parameters() if weight.requires_grad]
     return Work(
         flops_per_token=model.flops_per_token,
@@ -145,7 +148,9 @@ def _work(room: Room) -> Work:
 
 def _notes(room: Room) -> list[str]:
     """Return notes on what the prediction leaves out, and on a faster precision."""
-    config, hardware, notes = room.config, room.hardware, []
+    config = room.config
+    hardware = room.hardware
+    notes = []
     if not room.sharing and config.strategy.get("_target_") not in (AUTO, DDP):
         notes.append("this strategy is planned as ddp: every rank has the whole model")
     if config.strategy.get("comm_hook") == "powersgd":
@@ -191,7 +196,8 @@ class _Planner:
             f"batch.global_size={batch.global_size} does not divide among all of these: planned "
             f"with batch.global_size=null batch.micro_size={size}"
         )
-        return "weak", replace(batch, micro_size=size, global_size=None), [note][: not scaling]
+        notes = [] if scaling else [note]
+        return "weak", replace(batch, micro_size=size, global_size=None), notes
 
     def _all_divide(self, world_sizes: Sequence[int]) -> bool:
         try:
@@ -216,7 +222,8 @@ class _Planner:
         """Predict each number of devices that a run can use; return the errors of all others."""
         one = plan_batch(batch, self.room.config.model.block_size, 1, 1)
         base = one.tokens_per_step / step_time(self.work, one, self.room.hardware).total
-        rows, refused = [], {}
+        rows: list[Row] = []
+        refused: dict[int, str] = {}
         for world_size in world_sizes:
             try:
                 spread = self._spread(world_size, batch)
@@ -226,23 +233,31 @@ class _Planner:
         return rows, refused
 
     def _row(
-        self, batch: BatchPlan, given: BatchConfig, base: float, tokens: float, price: float | None
+        self,
+        batch: BatchPlan,
+        configured: BatchConfig,
+        base: float,
+        tokens: float,
+        price: float | None,
     ) -> Row:
         memory = self.room.memory(batch.micro_size, batch.world_size)
         fits = memory.total <= self.room.hardware.memory
         time = step_time(self.work, batch, self.room.hardware)
         speed = batch.tokens_per_step / time.total
-        hours = tokens / speed / 3600 * batch.world_size
+        seconds = tokens / speed
+        cost = None
+        if price is not None:
+            cost = tokens / speed / 3600 * batch.world_size * price
         return Row(
             batch=batch,
             lr=plan_schedule(self.room.config, batch).peak_lr,
             memory=memory,
             fits=fits,
             largest_micro_size=self.room.largest_micro_size(batch.world_size),
-            remedies=[] if fits else self.room.remedies(batch, given),
+            remedies=[] if fits else self.room.remedies(batch, configured),
             time=time,
             tokens_per_second=speed,
             efficiency=speed / (batch.world_size * base),
-            seconds=tokens / speed,
-            cost=None if price is None else hours * price,
+            seconds=seconds,
+            cost=cost,
         )

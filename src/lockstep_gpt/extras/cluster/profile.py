@@ -40,9 +40,10 @@ def profile(
     memory = min(speed.memory for speed in speeds)
     form = FORMS[config.precision] if device.type == "cuda" else "fp32"
     shares = [speed.utilisation for speed in speeds if speed.utilisation]
-    found = {link.link: link for link in links}
-    within = _link(found.get("within a node"), "pcie4")
-    between = _link(found.get("between nodes"), "10gbe", times=ranks.local_world_size)
+    utilisation = min(1.0, *shares) if shares else None
+    link_by_name = {link.link: link for link in links}
+    within = _link(link_by_name.get("within a node"), "pcie4")
+    between = _link(link_by_name.get("between nodes"), "10gbe", times=ranks.local_world_size)
     return Hardware(
         name=f"{name}, measured",
         accelerator=device.type,
@@ -56,7 +57,7 @@ def profile(
         devices_per_node=ranks.local_world_size,
         source=f"doctor on {counted(ranks.world_size, 'rank')}",
         memory_share=1.0,
-        utilisation=min(1.0, *shares) if shares else None,
+        utilisation=utilisation,
         link_efficiency=1.0,
         context=_context(device),
         measured=True,

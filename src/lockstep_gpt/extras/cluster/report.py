@@ -62,7 +62,7 @@ class Report:
     @property
     def status(self) -> str:
         """The worst status of all findings."""
-        return max((found.status for found in self.findings), key=SEVERITY.index, default=OK)
+        return max((finding.status for finding in self.findings), key=SEVERITY.index, default=OK)
 
     @property
     def exit_status(self) -> int:
@@ -74,23 +74,21 @@ class Report:
         return json.dumps({"status": self.status, **asdict(self)}, indent=2)
 
     def as_text(self) -> str:
-        """Return the tables, one line for each finding, and a summary."""
-        width = max(len(found.check) for found in self.findings)
+        """Format the tables, one line for each finding, and a summary."""
+        width = max(len(finding.check) for finding in self.findings)
         tables = ["\n".join([name, *_aligned(rows), ""]) for name, rows in self.tables.items()]
-        lines = [found.as_text(width) for found in self.findings]
+        lines = [finding.as_text(width) for finding in self.findings]
         return "\n".join([*tables, *lines, f"{self._sum()}, {self.seconds:.1f} s"])
 
     def _sum(self) -> str:
-        counts = [
-            (sum(found.status == status for found in self.findings), status) for status in SEVERITY
-        ]
-        ranks = counted(self.world_size, "rank")
-        told = [
-            f"{count} {status}" if status == OK else counted(count, status)
-            for count, status in counts
-            if count
-        ]
-        return ", ".join([ranks, *told])
+        parts = [counted(self.world_size, "rank")]
+        for status in SEVERITY:
+            count = sum(finding.status == status for finding in self.findings)
+            if count and status == OK:
+                parts.append(f"{count} ok")
+            elif count:
+                parts.append(counted(count, status))
+        return ", ".join(parts)
 
 
 def merged(findings: Sequence[Sequence[Finding]]) -> list[Finding]:
@@ -100,32 +98,35 @@ def merged(findings: Sequence[Sequence[Finding]]) -> list[Finding]:
     it applies to. A check that is not ok on some rank is not listed as ok.
     """
     ranks: dict[Finding, list[int]] = {}
-    for rank, own in enumerate(findings):
-        for found in own:
-            ranks.setdefault(found, []).append(rank)
-    wrong = {found.check for found in ranks if found.status != OK}
-    said: set[str] = set()
+    for rank, rank_findings in enumerate(findings):
+        for finding in rank_findings:
+            ranks.setdefault(finding, []).append(rank)
+    wrong = {finding.check for finding in ranks if finding.status != OK}
+    listed: set[str] = set()
     result = []
-    for found, who in ranks.items():
-        if found.status != OK:
-            everyone = len(who) == len(findings)
-            result.append(found if everyone else replace(found, ranks=tuple(who)))
-        elif found.check not in wrong | said:
-            said.add(found.check)
-            result.append(found)
+    for finding, who in ranks.items():
+        if finding.status != OK:
+            if len(who) < len(findings):
+                finding = replace(finding, ranks=tuple(who))
+            result.append(finding)
+        elif finding.check not in wrong | listed:
+            listed.add(finding.check)
+            result.append(finding)
     return result
 
 
 def named(ranks: Iterable[int]) -> str:
     """Format ranks as `rank 2` or `ranks 0-3, 7`."""
-    runs: list[list[int]] = []
-    for rank in (every := sorted(ranks)):
+    ordered = sorted(ranks)
+    runs: list[list[int]] = []  # the first and the last of successive ranks
+    for rank in ordered:
         if runs and rank == runs[-1][1] + 1:
             runs[-1][1] = rank
         else:
             runs.append([rank, rank])
     spans = (str(low) if low == high else f"{low}-{high}" for low, high in runs)
-    return f"rank{'s' * (len(every) > 1)} {', '.join(spans)}"
+    noun = "ranks" if len(ordered) > 1 else "rank"
+    return f"{noun} {', '.join(spans)}"
 
 
 def _aligned(rows: list[dict[str, Any]]) -> list[str]:

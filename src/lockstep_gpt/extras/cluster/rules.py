@@ -25,8 +25,10 @@ LR, WARMUP, DECAY = 0.03, 0.02, 0.0
 
 def parsed(text: str) -> float:
     """Return the number of weights in a text such as 1.5M, or raise a `UserError`."""
-    found = re.fullmatch(r"(\d+(?:\.\d*)?(?:e\d+)?)([kmb]?)", text.replace("_", "").lower())
-    size = float(found[1]) * UNITS[found[2]] if found else 0.0
+    match = re.fullmatch(r"(\d+(?:\.\d*)?(?:e\d+)?)([kmb]?)", text.replace("_", "").lower())
+    size = 0.0
+    if match:
+        size = float(match[1]) * UNITS[match[2]]
     rule = "is not a number of weights from 10k to 1000B; write, for example, 300k or 1.5B"
     check("size.weights", text, SMALLEST <= size <= LARGEST, rule)
     return size
@@ -52,13 +54,13 @@ def rules(size: str, block_size: int) -> dict[str, Any]:
     so its rate falls with the width (Yang & Hu 2021; Yang et al. 2022, table 3).
     """
     wanted = parsed(size)
-    found = shape(wanted)
-    count = weights(found["n_layer"], found["n_embd"])
+    dimensions = shape(wanted)
+    count = weights(dimensions["n_layer"], dimensions["n_embd"])
     windows = BATCH * (count / AT_SIZE) ** BATCH_POWER / block_size
     batch = DEVICES * max(1, round(windows / DEVICES))
     tokens = TOKENS_PER_WEIGHT * count
     return {
-        **{f"model.{name}": value for name, value in found.items()},
+        **{f"model.{name}": value for name, value in dimensions.items()},
         "batch.global_size": batch,
         "batch.reference_size": batch,
         "max_tokens": tokens,
@@ -66,7 +68,7 @@ def rules(size: str, block_size: int) -> dict[str, Any]:
         "optim.algorithm": "muon",
         "optim.lr": LR,
         "optim.lr_scaling": "sqrt",
-        "optim.head_lr_fraction": round(HEAD_SHARE * WIDTH / found["n_embd"], 4),
+        "optim.head_lr_fraction": round(HEAD_SHARE * WIDTH / dimensions["n_embd"], 4),
         "optim.warmup_tokens": round(WARMUP * tokens),
         "optim.warmup_steps": None,
         "optim.weight_decay": DECAY,

@@ -48,8 +48,8 @@ class Sharing:
         torch gathers the next block while one computes, and scatters the gradients of one. The rest
         of the model, whose tied embedding is both first and last, stays gathered throughout.
         """
-        there = min(2, self.blocks) if self.reshards else self.blocks
-        blocks = there * self.gathered_size + min(1, self.blocks) * self.reduced_size
+        gathered_blocks = min(2, self.blocks) if self.reshards else self.blocks
+        blocks = gathered_blocks * self.gathered_size + min(1, self.blocks) * self.reduced_size
         return blocks * self.block + 4 * self.rest
 
 

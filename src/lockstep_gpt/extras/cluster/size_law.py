@@ -72,8 +72,10 @@ def _options(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
 def fit(options: argparse.Namespace, overrides: list[str]) -> None:
     """Train all sizes; print and write their law, which is valid if it could be tested."""
     runs = trained([f"size.weights={options.sizes}", *overrides])
-    counts, losses = ([run[name] for run in runs] for name in ("weights", "val_loss"))
-    law, tested = fitted(counts, losses), left_out(counts, losses)
+    counts = [run["weights"] for run in runs]
+    losses = [run["val_loss"] for run in runs]
+    law = fitted(counts, losses)
+    tested = left_out(counts, losses)
     faults = []
     if abs(tested - losses[-1]) > CLOSE * losses[-1]:
         faults.append(f"the law of the smaller sizes misses the largest by more than {CLOSE:.0%}")
@@ -95,8 +97,8 @@ def check(options: argparse.Namespace, overrides: list[str]) -> None:
             f"{options.json} does not exist; write it by this command without --check"
         ) from None
     law = law_of(content)
-    found = shape(parsed(options.check))
-    expected = law.loss(weights(found["n_layer"], found["n_embd"]))
+    dimensions = shape(parsed(options.check))
+    expected = law.loss(weights(dimensions["n_layer"], dimensions["n_embd"]))
     print(f"{options.check} is expected to end at {expected:.4f}", flush=True)
     (run,) = trained([f"size.weights={options.check}", *overrides])
     content["checked"].append({**run, "expected": expected})
@@ -127,7 +129,8 @@ def trained(words: list[str]) -> list[dict[str, Any]]:
 
 
 def _read(run: RunDirectory) -> dict[str, Any]:
-    config, summary = run.load(), run.read_summary()
+    config = run.load()
+    summary = run.read_summary()
     model = config.model
     text = load_index(opened(config.data)).splits["train"].tokens
     return {
@@ -150,11 +153,11 @@ def table(runs: list[dict[str, Any]], law: Law, tested: float) -> str:
     head = f"{'size':>6} {'weights':>9} {'width':>5} {'steps':>6} {'tokens':>9} {'passes':>6}"
     lines = [f"{head} {'seconds':>7} {'loss':>7} {'law':>7} {'off':>6}"]
     for run in runs:
-        found = law.loss(run["weights"])
+        predicted = law.loss(run["weights"])
         lines.append(
             f"{run['size']:>6} {run['weights']:9,} {run['width']:5} {run['steps']:6,} "
             f"{run['tokens']:9,} {run['passes']:6.2f} {run['seconds']:7.0f} "
-            f"{run['val_loss']:7.4f} {found:7.4f} {found / run['val_loss'] - 1:+6.1%}"
+            f"{run['val_loss']:7.4f} {predicted:7.4f} {predicted / run['val_loss'] - 1:+6.1%}"
         )
     off = tested / runs[-1]["val_loss"] - 1
     return "\n".join(

@@ -28,8 +28,8 @@ class SmallRuns:
         for module in modules:
             shutil.copy(module, self.corpus)
         choices = ["trainer=cpu", "data=text", f"data.path={self.corpus}"]
-        given = {word.partition("=")[0].partition(".")[0] for word in overrides}
-        place = [word for word in choices if word.partition("=")[0].partition(".")[0] not in given]
+        chosen = {word.partition("=")[0].partition(".")[0] for word in overrides}
+        place = [word for word in choices if word.partition("=")[0].partition(".")[0] not in chosen]
         data = f"data.root={folder / 'data'}"
         self.words = [*EXPERIMENT, *place, *settings, data, *overrides]
 
@@ -42,26 +42,30 @@ class SmallRuns:
         run = f"run_dir={self.folder / name}"
         words = ["resume=auto", "trust_run_dir=true"] if resume else self.words
         command = [sys.executable, "-m", "lockstep_gpt", "train"]
-        quiet, kept = subprocess.DEVNULL, subprocess.PIPE
         return subprocess.Popen(
-            [*command, *words, run, *overrides], stdout=quiet, stderr=kept, text=True
+            [*command, *words, run, *overrides],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
         )
 
     def train(self, name: str, *overrides: str, resume: bool = False) -> tuple[int, str]:
         """Train to the end; return the exit status and the error output."""
         process = self.start(name, *overrides, resume=resume)
         try:
-            _, said = process.communicate(timeout=LIMIT)
+            _, errors = process.communicate(timeout=LIMIT)
         except subprocess.TimeoutExpired:
             process.kill()
-            _, said = process.communicate()
-        return process.returncode, said
+            _, errors = process.communicate()
+        return process.returncode, errors
 
     def steps_of(self, name: str) -> int:
         """Count the steps that a run has logged."""
         metrics = self.directory(name).metrics
-        lines = metrics.read_text(encoding="utf-8").splitlines() if metrics.is_file() else []
-        return max(0, len(lines) - 1)
+        if not metrics.is_file():
+            return 0
+        lines = metrics.read_text(encoding="utf-8").splitlines()
+        return max(0, len(lines) - 1)  # without the header
 
     def wait_for_step(self, name: str, step: int, process: subprocess.Popen[str]) -> None:
         """Wait until a run has logged a step, its process has ended, or LIMIT is over."""
@@ -76,8 +80,10 @@ class SmallRuns:
     def gone(self, name: str) -> int:
         """Wait up to ten seconds for the run's processes to end; return how many are left."""
         end = time.monotonic() + 10
-        while (left := _processes_of(self.folder / name)) and time.monotonic() < end:
+        left = _processes_of(self.folder / name)
+        while left and time.monotonic() < end:
             time.sleep(POLL)
+            left = _processes_of(self.folder / name)
         return left
 
 

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from lockstep_gpt.config import Config
-from lockstep_gpt.extras.cluster.memory import AUTOCAST, built, shaped, step
 from lockstep_gpt.extras.cluster.report import Finding, failure, named, ok, warning
+from lockstep_gpt.extras.cluster.tracing import AUTOCAST, built, shaped, step
 from lockstep_gpt.model.functional import choose_matrix_products
 
 GB = 1e9
@@ -160,4 +160,6 @@ def _straggler(what: str, shares: Sequence[float], ill: float) -> Finding:
     which = f", rank {worst}" if len(slow) > 1 else ""
     line = f"{named(slow)} too slow{which} at {shares[worst]:.0%} of the median"
     fix = "check it for other programs, heat, a power limit, or another build; or remove it"
-    return (failure if shares[worst] < ill else warning)(f"{what} speed", line, fix)
+    if shares[worst] < ill:
+        return failure(f"{what} speed", line, fix)
+    return warning(f"{what} speed", line, fix)

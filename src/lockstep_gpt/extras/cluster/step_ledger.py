@@ -24,8 +24,8 @@ def main(arguments: Sequence[str]) -> int:
     """Print the tables for each configuration in `arguments`."""
     parser = flags.Parser("ledger", str(__doc__))
     parser.add_argument("--hardware", default=DEVICES)
-    given, overrides = parser.split(arguments)
-    devices = [find_hardware(name) for name in given.hardware.split(",")]
+    options, overrides = parser.split(arguments)
+    devices = [find_hardware(name) for name in options.hardware.split(",")]
     # These import torch.
     from lockstep_gpt.extras.cluster.ledger_tables import composed, report
 

@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from lockstep_gpt.extras.cluster.hardware import Hardware, Link
-from lockstep_gpt.extras.cluster.ledger import UPDATE, Ledger
+from lockstep_gpt.extras.cluster.kernels import UPDATE
+from lockstep_gpt.extras.cluster.ledger import Ledger
 from lockstep_gpt.extras.cluster.memory import States
 from lockstep_gpt.extras.cluster.sharing import Sharing
 from lockstep_gpt.training.schedule import BatchPlan
@@ -75,7 +76,8 @@ def all_reduce_seconds(size: float, batch: BatchPlan, hardware: Hardware) -> tup
     the nodes. NCCL chooses in the same way, with the same step counts (its src/graph/tuning.cc).
     """
     bandwidth = bandwidth_of_all(batch, hardware)
-    within, between = hardware.intra, hardware.inter
+    within = hardware.intra
+    between = hardware.inter
     steps = 2 * (batch.world_size - 1)
     crossing = min(steps, 2 * batch.nodes) if batch.nodes > 1 else 0
     ring = ring_seconds(size, batch.world_size, bandwidth)
@@ -95,7 +97,8 @@ def gather_seconds(size: float, batch: BatchPlan, hardware: Hardware) -> float:
 
     Each is half of an all-reduce; NCCL does not have trees for them.
     """
-    steps, crossing = batch.world_size - 1, batch.nodes - 1
+    steps = batch.world_size - 1
+    crossing = batch.nodes - 1
     seconds = ring_seconds(size, batch.world_size, bandwidth_of_all(batch, hardware)) / 2
     return seconds + (steps - crossing) * hardware.intra.latency + crossing * hardware.inter.latency
 
@@ -112,12 +115,14 @@ def buckets(gradients: Sequence[int], cap_mb: float) -> list[int]:
         cap_mb: MiB of every bucket except the first.
     """
     sizes: list[int] = []
-    size, limit = 0, float(FIRST_BUCKET)
+    size = 0
+    limit = float(FIRST_BUCKET)
     for gradient in reversed(gradients):
         size += gradient
         if size >= limit:
             sizes.append(size)
-            size, limit = 0, cap_mb * MIB
+            size = 0
+            limit = cap_mb * MIB
     return [*sizes, size] if size else sizes
 
 
@@ -127,11 +132,14 @@ def exposed_seconds(sizes: Sequence[int], seconds: Sequence[float], backward: fl
     Buckets are reduced one after another, each as soon as it is full (Li et al. 2020). Backward's
     time is assumed to be spread over the buckets in proportion to their sizes.
     """
-    filled, end = 0, 0.0
+    if not any(seconds):
+        return 0.0
+    filled = 0  # bytes of the buckets so far
+    end = 0.0
     for size, duration in zip(sizes, seconds, strict=True):
         filled += size
         end = max(end, backward * filled / sum(sizes)) + duration
-    return max(0.0, end - backward) if any(seconds) else 0.0
+    return max(0.0, end - backward)
 
 
 @dataclass(frozen=True)
@@ -160,7 +168,9 @@ def step_time(work: Work, batch: BatchPlan, hardware: Hardware) -> StepTime:
     micro_step = compute / batch.accumulation
     update = ledger.of(UPDATE).seconds(hardware)
     if batch.world_size == 1:
-        exchange, algorithm, exposed = 0.0, "", 0.0
+        exchange = 0.0
+        algorithm = ""
+        exposed = 0.0
     elif work.sharing:
         exchange, exposed = _sharded(work.sharing, batch, hardware, micro_step)
         algorithm = RING
@@ -186,9 +196,10 @@ def _reduced(
     """
     sizes = buckets(work.gradients, work.bucket_cap_mb)
     reduced = [all_reduce_seconds(size * work.compression, batch, hardware) for size in sizes]
-    seconds = [each for each, _ in reduced]
+    seconds = [duration for duration, _ in reduced]
     _, algorithm = max(reduced)
-    return sum(seconds), algorithm, exposed_seconds(sizes, seconds, BACKWARD_SHARE * micro_step)
+    exposed = exposed_seconds(sizes, seconds, BACKWARD_SHARE * micro_step)
+    return sum(seconds), algorithm, exposed
 
 
 def _sharded(
@@ -212,16 +223,19 @@ def _sharded(
     backward = BACKWARD_SHARE * micro_step / count
     forward = micro_step / count - backward
 
-    def micro(scatter: float, scattered_rest: float) -> tuple[float, float]:
+    def micro_step_seconds(scatter: float, scattered_rest: float) -> tuple[float, float]:
         ends = 2 * rest + gather + again + scatter + scattered_rest
         not_hidden = max(0.0, gather - forward) + max(0.0, again + scatter - backward)
-        exchange = 2 * rest + scattered_rest + count * (gather + again + scatter)
-        return exchange, ends + (count - 1) * not_hidden
+        total = 2 * rest + scattered_rest + count * (gather + again + scatter)
+        return total, ends + (count - 1) * not_hidden
 
-    scatters = (seconds(size, sharing.reduced_size) for size in (sharing.block, sharing.rest))
-    last = micro(*scatters)
-    before = micro(0.0, 0.0) if sharing.adds_whole else last
-    exchange, exposed = (
-        (batch.accumulation - 1) * each + end for each, end in zip(before, last, strict=True)
+    exchange, exposed = micro_step_seconds(
+        scatter=seconds(sharing.block, sharing.reduced_size),
+        scattered_rest=seconds(sharing.rest, sharing.reduced_size),
     )
-    return exchange, exposed
+    earlier_exchange = exchange
+    earlier_exposed = exposed
+    if sharing.adds_whole:
+        earlier_exchange, earlier_exposed = micro_step_seconds(scatter=0.0, scattered_rest=0.0)
+    earlier = batch.accumulation - 1
+    return earlier * earlier_exchange + exchange, earlier * earlier_exposed + exposed

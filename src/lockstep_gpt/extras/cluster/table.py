@@ -65,7 +65,8 @@ def _facts(plan: Plan) -> Iterator[tuple[str, str]]:
     )
     yield "tokens", _tokens(plan)
     if plan.expected:
-        loss, basis = plan.expected["val_loss"], plan.expected["basis"]
+        loss = plan.expected["val_loss"]
+        basis = plan.expected["basis"]
         yield "loss", f"{loss:.4f} nats per token on held-out data, {basis}"
     yield from _exchange(plan)
     for note in plan.notes:
@@ -97,7 +98,8 @@ def _tokens(plan: Plan) -> str:
 
 
 def _exchange(plan: Plan) -> Iterator[tuple[str, str]]:
-    size, device = plan.gradient_bytes, plan.hardware
+    size = plan.gradient_bytes
+    device = plan.hardware
     narrowest = (
         f"the narrowest link limits all devices: a device's {device.intra.name}, or all "
         f"{device.adapters} x {device.inter.name} of a node"
@@ -138,8 +140,8 @@ _NOT_MODELLED = [
 def _parts(plan: Plan) -> list[str]:
     """Return the parts of memory; rare ones only if this plan has them."""
     rare = ("buckets", "gathered")
-    there = {part for part in rare for row in plan.rows if getattr(row.memory, part)}
-    return [part for part in PARTS if part not in rare or part in there]
+    present = {part for part in rare for row in plan.rows if getattr(row.memory, part)}
+    return [part for part in PARTS if part not in rare or part in present]
 
 
 def _memory_head(plan: Plan) -> list[str]:
@@ -162,7 +164,9 @@ def _memory_rows(plan: Plan, unit: float) -> Iterator[list[str]]:
 
 
 def _range(numbers: Sequence[int]) -> str:
-    return str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]}-{numbers[-1]}"
+    if len(numbers) == 1:
+        return str(numbers[0])
+    return f"{numbers[0]}-{numbers[-1]}"
 
 
 def _remedies(plan: Plan, unit: float, name: str) -> Iterator[str]:
@@ -173,9 +177,9 @@ def _remedies(plan: Plan, unit: float, name: str) -> Iterator[str]:
     for _, group in groupby(misfits, key=lambda row: row.remedies):
         rows = list(group)
         devices = _range([row.batch.world_size for row in rows])
-        found = [f"{each.words} {each.memory / unit:.2f}" for each in rows[0].remedies]
+        fitting = [f"{remedy.words} {remedy.memory / unit:.2f}" for remedy in rows[0].remedies]
         none = "nothing that plan knows: use more devices, larger ones, or a smaller model"
-        yield f"{devices:>7}  {'; or '.join(found) or none}"
+        yield f"{devices:>7}  {'; or '.join(fitting) or none}"
 
 
 def _time_head(plan: Plan) -> list[str]:
@@ -188,7 +192,9 @@ def _time_head(plan: Plan) -> list[str]:
 
 def _time_rows(plan: Plan) -> Iterator[list[str]]:
     for row in plan.rows:
-        time, batch = row.time, row.batch
+        time = row.time
+        batch = row.batch
+        cost = [] if row.cost is None else [_cost(row.cost)]
         yield [
             str(batch.world_size),
             f"{batch.micro_size} x {batch.accumulation} = {batch.global_size}",
@@ -199,7 +205,7 @@ def _time_rows(plan: Plan) -> Iterator[list[str]]:
             f"{row.tokens_per_second:,.0f}",
             f"{row.efficiency:.1%}",
             span(row.seconds),
-            *([] if row.cost is None else [_cost(row.cost)]),
+            *cost,
         ]
 
 
@@ -216,21 +222,25 @@ def span(seconds: float) -> str:
     for most, length, unit in SPANS:
         if seconds < most:
             number = max(0.01, seconds / length)
-            return f"{number:.0f} {unit}" if number >= 10 else f"{number:.2g} {unit}"
+            digits = ".0f" if number >= 10 else ".2g"
+            return f"{number:{digits}} {unit}"
     days = seconds / DAY
-    return f"{days:,.0f} days" if days >= 10 else f"{days:.1f} days"
+    digits = ",.0f" if days >= 10 else ".1f"
+    return f"{days:{digits}} days"
 
 
 def _milliseconds(seconds: float) -> str:
     if 0 < seconds < 1e-6:
         return "<0.001"
-    return f"{seconds * 1e3:,.0f}" if seconds >= 0.1 else f"{seconds * 1e3:.3g}"
+    digits = ",.0f" if seconds >= 0.1 else ".3g"
+    return f"{seconds * 1e3:{digits}}"
 
 
 def _cost(cost: float) -> str:
     if 0 < cost < 0.01:
         return "<0.01"
-    return f"{cost:,.0f}" if cost >= 100 else f"{cost:.2f}"
+    digits = ",.0f" if cost >= 100 else ".2f"
+    return f"{cost:{digits}}"
 
 
 def _aligned(rows: list[list[str]]) -> Iterator[str]:

@@ -42,18 +42,21 @@ class Topology:
 
     def islands(self) -> list[tuple[int, ...]]:
         """Return the groups of GPUs that are connected through NVLink alone."""
-        left, found = set(self.gpus), []
+        left = set(self.gpus)
+        islands = []
         while left:
             island = {min(left)}
-            while grown := {
-                gpu
-                for gpu in left - island
-                if any(kind(self.path(gpu, member)) == "NV" for member in island)
-            }:
-                island |= grown
-            found.append(tuple(sorted(island)))
+            reached = set(island)  # GPUs whose neighbors are still to be found
+            while reached:
+                reached = {
+                    gpu
+                    for gpu in left - island
+                    if any(kind(self.path(gpu, member)) == "NV" for member in reached)
+                }
+                island |= reached
+            islands.append(tuple(sorted(island)))
             left -= island
-        return found
+        return islands
 
     def farthest(self) -> str:
         """Return the slowest path that a ring over all GPUs has to use."""
@@ -87,7 +90,9 @@ def parse(text: str) -> Topology:
     lines = re.sub(r"\x1b\[[0-9;]*m", "", text).splitlines()
     header = next((line for line in lines if re.match(r"\s+GPU0\b", line)), "")
     columns = re.findall(r"(\S+)(?=\s|$)", header.split("CPU Affinity")[0])
-    gpus, paths, affinity = [], {}, {}
+    gpus: list[int] = []
+    paths: dict[Pair, str] = {}
+    affinity: dict[int, str] = {}
     for line in lines:
         words = line.split()
         if not words or not re.fullmatch(r"GPU\d+", words[0]) or line == header:
@@ -101,7 +106,8 @@ def parse(text: str) -> Topology:
                 paths[gpu, other] = path
     if not gpus or set(paths) != set(combinations(sorted(gpus), 2)):
         raise ValueError("no matrix of GPUs in the output of nvidia-smi topo -m")
-    if unknown := {path for path in paths.values() if kind(path) not in PATHS}:
+    unknown = {path for path in paths.values() if kind(path) not in PATHS}
+    if unknown:
         raise ValueError(f"paths {', '.join(sorted(unknown))} are not among {', '.join(PATHS)}")
     return Topology(tuple(sorted(gpus)), paths, affinity)
 
@@ -123,14 +129,16 @@ def _closeness(topology: Topology) -> Finding:
         pairs.setdefault(path, []).append(pair)
     closest = sorted(pairs, key=lambda path: (CLOSENESS.index(kind(path)), -nvlinks(path)))
     parts = [f"{path} ({PATHS[kind(path)]}): {_listed(pairs[path])}" for path in closest]
-    every = len(closest) == 1
-    line = f"all pairs {closest[0]} ({PATHS[kind(closest[0])]})" if every else "; ".join(parts)
-    return ok("topology", line)
+    if len(closest) == 1:
+        return ok("topology", f"all pairs {closest[0]} ({PATHS[kind(closest[0])]})")
+    return ok("topology", "; ".join(parts))
 
 
 def _listed(pairs: list[Pair]) -> str:
-    shown = " ".join(f"{one}-{other}" for one, other in pairs[:8])
-    return shown if len(pairs) <= 8 else f"{shown} and {len(pairs) - 8} more"
+    listing = " ".join(f"{one}-{other}" for one, other in pairs[:8])
+    if len(pairs) > 8:
+        listing += f" and {len(pairs) - 8} more"
+    return listing
 
 
 def _advice(topology: Topology) -> Finding:

@@ -61,7 +61,7 @@ def libc() -> ctypes.CDLL:
     return ctypes.CDLL(None, use_errno=True)
 
 
-def received(connection: socket.socket, size: int) -> bytes:
+def receive(connection: socket.socket, size: int) -> bytes:
     """Return the next `size` bytes.
 
     Raises:
@@ -69,7 +69,8 @@ def received(connection: socket.socket, size: int) -> bytes:
     """
     content = bytearray()
     while len(content) < size:
-        if not (part := connection.recv(size - len(content))):
+        part = connection.recv(size - len(content))
+        if not part:
             raise ConnectionResetError("the other end has closed")
         content += part
     return bytes(content)
@@ -84,8 +85,8 @@ def serve(connection: socket.socket) -> NoReturn:
             header, descriptors, _, _ = socket.recv_fds(connection, 8, 4)
             if not header:
                 processes.end_process(0)
-            size = int.from_bytes(header + received(connection, 8 - len(header)))
-            job = Job(**json.loads(received(connection, size)))
+            size = int.from_bytes(header + receive(connection, 8 - len(header)))
+            job = Job(**json.loads(receive(connection, size)))
             pids = json.dumps(_fork(job, descriptors, connection)).encode()
             connection.sendall(len(pids).to_bytes(8) + pids)
         except OSError:  # the requester has ended
@@ -97,32 +98,35 @@ def serve(connection: socket.socket) -> NoReturn:
 def _fork(job: Job, descriptors: list[int], connection: socket.socket) -> list[int]:
     """Fork a process that forks the processes of `job` and ends; return their ids."""
     read, write = os.pipe()
-    if not (between := os.fork()):
+    between = os.fork()
+    if between == 0:
         try:
             for number, environment in enumerate(job.environments):
-                if not os.fork():
+                if os.fork() == 0:
                     os.setsid()  # before its requester can send a signal to its group
                     os.write(write, f"{number}:{os.getpid()} ".encode())
                     os.close(read)
                     os.close(write)
                     connection.close()
-                    _be(job, environment, descriptors)
+                    _run_process(job, environment, descriptors)
         finally:  # only new processes may continue from here
             os._exit(0)
     os.close(write)
     with os.fdopen(read, "rb") as file:
-        told = [word.split(b":") for word in file.read().split()]
-    pids = {int(number): int(pid) for number, pid in told}
+        numbered_pids = [word.split(b":") for word in file.read().split()]
+    pids = {int(number): int(pid) for number, pid in numbered_pids}
     os.waitpid(between, 0)  # from here on they are the requester's children
     return [pids[number] for number in sorted(pids)]
 
 
-def _be(job: Job, environment: Mapping[str, str], descriptors: list[int]) -> NoReturn:
+def _run_process(job: Job, environment: Mapping[str, str], descriptors: list[int]) -> NoReturn:
     """Run one process of `job` to its end: first set it up as a program's start would."""
     status = 1
     try:
-        for signum in processes.STOP_SIGNALS:
-            signal.signal(signum, signal.default_int_handler if signum == signal.SIGINT else 0)
+        handlers: dict[int, Any] = dict.fromkeys(processes.STOP_SIGNALS, signal.SIG_DFL)
+        handlers[signal.SIGINT] = signal.default_int_handler  # as when Python starts
+        for signum, handler in handlers.items():
+            signal.signal(signum, handler)
         *streams, wait = descriptors
         for number, stream in enumerate(streams):
             os.dup2(stream, number)
@@ -134,7 +138,7 @@ def _be(job: Job, environment: Mapping[str, str], descriptors: list[int]) -> NoR
         )  # a thread would hinder forks
         if go != GO or os.getppid() != job.requester:
             os._exit(1)
-        _settle_in(job, environment)
+        _set_up_process(job, environment)
         module, _, name = job.target.partition(":")
         status = getattr(importlib.import_module(module), name)(*job.arguments)
     except SystemExit as error:
@@ -144,7 +148,7 @@ def _be(job: Job, environment: Mapping[str, str], descriptors: list[int]) -> NoR
     processes.end_process(status)
 
 
-def _settle_in(job: Job, environment: Mapping[str, str]) -> None:
+def _set_up_process(job: Job, environment: Mapping[str, str]) -> None:
     """Set up what a separate program would have: folder, environment, arguments, random seed."""
     before = str(Path("/proc/self/cwd").readlink()).removesuffix(" (deleted)")
     os.chdir(job.folder)
@@ -158,12 +162,13 @@ def _settle_in(job: Job, environment: Mapping[str, str]) -> None:
     importlib.invalidate_caches()
     sys.argv = [*job.words]
     forget_exit_handlers()
-    if numpy := sys.modules.get("numpy"):
+    numpy = sys.modules.get("numpy")
+    if numpy:
         numpy.random.seed()  # else ranks draw the same numbers; `random` reseeds itself
-    show(job.words)
+    show_command_line(job.words)
 
 
-def show(words: Sequence[str] = ()) -> None:
+def show_command_line(words: Sequence[str] = ()) -> None:
     """Make `ps` show another command line after a short name, such as `rank 3`.
 
     Without setproctitle, only the name changes. The first call finds the command line in memory

@@ -58,7 +58,8 @@ class WarmAgent(RankAgent):
 
     def _environments(self, group: WorkerGroup) -> dict[int, dict[str, str]]:
         """Return local rank -> the environment variables that torch's agent sets for a rank."""
-        spec, same = group.spec, dict(os.environ)
+        spec = group.spec
+        same = dict(os.environ)  # for all ranks
         same |= {
             "GROUP_RANK": str(group.group_rank),
             "GROUP_WORLD_SIZE": str(group.group_world_size),

@@ -22,7 +22,7 @@ def main(descriptor: str, *modules: str) -> NoReturn:
     """Run as a server that was started as a program."""
     connection = socket.socket(fileno=int(descriptor))
     connection.set_inheritable(False)
-    fork.show()
+    fork.show_command_line()
     fork.before_imports = dict(os.environ)
     # Make torch count GPUs through NVML: an initialized driver does not survive a fork.
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"

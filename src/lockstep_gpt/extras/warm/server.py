@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import json
+import math
 import os
 import signal
 import socket
@@ -25,7 +26,14 @@ from typing import Any
 from lockstep_gpt.config import Config
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.extras.warm import fork
-from lockstep_gpt.extras.warm.fork import GO, Job, libc, received, serve, show
+from lockstep_gpt.extras.warm.fork import (
+    GO,
+    Job,
+    libc,
+    receive,
+    serve,
+    show_command_line,
+)
 from lockstep_gpt.extras.warm.warm_settings import WarmSettings
 from lockstep_gpt.launch import agent_program
 from lockstep_gpt.run.directory import RunDirectory
@@ -35,7 +43,9 @@ PROGRAM = "lockstep_gpt.extras.warm.program"  # a server, as the argument of `py
 # Prefixes of variables that libraries read on import: a server and its forks must share them.
 READ_ON_IMPORT = ("CUDA_", "KMP_", "LD_", "MALLOC_", "MKL_", "OMP_", "OPENBLAS_", "TORCH")
 ANSWER_SECONDS = 60.0  # a fork takes milliseconds; if there is no answer by then, it failed
-PR_SET_CHILD_SUBREAPER, PR_GET_CHILD_SUBREAPER = 36, 37  # of prctl(2)
+# Of prctl(2).
+PR_SET_CHILD_SUBREAPER = 36
+PR_GET_CHILD_SUBREAPER = 37
 
 
 class ServerGoneError(Exception):
@@ -62,7 +72,8 @@ class Child:
             if self.returncode is None:  # else a signal handler has reaped it meanwhile
                 raise
         else:
-            self.returncode = os.waitstatus_to_exitcode(status) if pid else None
+            if pid:
+                self.returncode = os.waitstatus_to_exitcode(status)
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
@@ -71,12 +82,18 @@ class Child:
         Raises:
             TimeoutExpired: it has not ended after `timeout` seconds.
         """
-        end = None if timeout is None else time.monotonic() + timeout
-        while (status := self._reap(0 if end is None else os.WNOHANG)) is None:
-            if end is not None and time.monotonic() > end:
+        options = 0
+        end = math.inf
+        if timeout is not None:
+            options = os.WNOHANG
+            end = time.monotonic() + timeout
+        while True:
+            status = self._reap(options)
+            if status is not None:
+                return status
+            if time.monotonic() > end:
                 raise subprocess.TimeoutExpired([f"process {self.pid}"], timeout or 0)
             time.sleep(0.01)
-        return status
 
     def send_signal(self, signum: int) -> None:
         """Send a signal, unless the process has ended."""
@@ -115,9 +132,9 @@ class Server:
         """
         ours, theirs = socket.socketpair()
         pid = os.fork()
-        if not pid:
+        if pid == 0:
             ours.close()
-            show([PROGRAM, name])
+            show_command_line([PROGRAM, name])
             serve(theirs)
         theirs.close()
         ours.settimeout(ANSWER_SECONDS)
@@ -152,7 +169,7 @@ class Server:
         wait, go = os.pipe()
         try:
             with _adopting():
-                pids = self._ask(job, [*streams, wait])
+                pids = self._request(job, [*streams, wait])
             os.write(go, GO * len(pids))
         except OSError as error:
             self.close()
@@ -162,13 +179,13 @@ class Server:
             os.close(go)
         return [Child(pid) for pid in pids]
 
-    def _ask(self, job: Job, descriptors: list[int]) -> list[int]:
+    def _request(self, job: Job, descriptors: list[int]) -> list[int]:
         text = json.dumps(asdict(job)).encode()
-        with _opened(descriptors) as those:
-            socket.send_fds(self._connection, [len(text).to_bytes(8)], those)
+        with _opened(descriptors) as open_descriptors:
+            socket.send_fds(self._connection, [len(text).to_bytes(8)], open_descriptors)
         self._connection.sendall(text)
-        size = int.from_bytes(received(self._connection, 8))
-        pids = json.loads(received(self._connection, size))
+        size = int.from_bytes(receive(self._connection, 8))
+        pids = json.loads(receive(self._connection, size))
         if len(pids) != len(job.environments):
             raise OSError(f"{len(pids)} of {len(job.environments)} processes were forked")
         return [int(pid) for pid in pids]
@@ -201,7 +218,9 @@ def _adopting() -> Iterator[None]:
 def _opened(descriptors: list[int]) -> Iterator[list[int]]:
     """Replace closed descriptors, such as a daemon's standard input, with /dev/null."""
     with open(os.devnull, "r+b") as nothing:  # noqa: PTH123 (a device, no file)
-        yield [each if _is_open(each) else nothing.fileno() for each in descriptors]
+        yield [
+            descriptor if _is_open(descriptor) else nothing.fileno() for descriptor in descriptors
+        ]
 
 
 def _is_open(descriptor: int) -> bool:
@@ -213,12 +232,12 @@ def _is_open(descriptor: int) -> bool:
 
 
 # Servers that a command keeps for the jobs of a sweep, one for each relevant environment.
-_kept: dict[str, Server] = {}
+_servers: dict[str, Server] = {}
 _keepers = 0
 
 
 @contextlib.contextmanager
-def kept() -> Iterator[None]:
+def keep_servers() -> Iterator[None]:
     """Keep the servers of all runs that start inside this; the jobs of a sweep share them."""
     global _keepers
     _keepers += 1
@@ -226,8 +245,8 @@ def kept() -> Iterator[None]:
         yield
     finally:
         _keepers -= 1
-        while not _keepers and _kept:
-            _kept.popitem()[1].close()
+        while not _keepers and _servers:
+            _servers.popitem()[1].close()
 
 
 def _wanted(config: Config) -> bool | None:
@@ -248,13 +267,15 @@ def refuse_impossible(config: Config) -> None:
 def start_agent(
     run: RunDirectory, node_rank: int, config: Config, environment: dict[str, str]
 ) -> Child | None:
-    """Fork the agent of `run` on this machine, inside `kept`; None if that is impossible."""
+    """Fork the agent of `run` on this machine; None if that is impossible.
+
+    Call it inside `keep_servers`.
+    """
     if not is_possible(config):
         return None
     words = agent_program.command(run, node_rank)[2:]
-    target, arguments = AGENT, [str(run.path), node_rank]
     modules = ["wandb"] if "wandb" in config.logger else []
-    return start(target, arguments, words, environment, modules)
+    return start(AGENT, [str(run.path), node_rank], words, environment, modules)
 
 
 def start(
@@ -265,30 +286,31 @@ def start(
     modules: Sequence[str] = (),
     streams: Sequence[int] = (0, 1, 2),
 ) -> Child | None:
-    """Fork a process, inside `kept`, from the server of its environment; None if that has ended.
+    """Fork a process from the server of its environment; None if that server has ended.
 
-    `Server.fork` explains the arguments; `modules` are imported beforehand.
+    Call it inside `keep_servers`. `Server.fork` explains the arguments; `modules` are imported
+    beforehand.
     """
-    mattering = mattering_of(environment)
-    key = json.dumps([*modules, mattering], sort_keys=True)
-    if key not in _kept:
-        _kept[key] = _server(environment, modules, mattering, words[-1])
+    variables = import_variables(environment)
+    key = json.dumps([*modules, variables], sort_keys=True)
+    if key not in _servers:
+        _servers[key] = _server(environment, modules, variables, words[-1])
     try:
-        return _kept[key].fork(target, arguments, words, [environment], streams)[0]
+        return _servers[key].fork(target, arguments, words, [environment], streams)[0]
     except ServerGoneError:
-        del _kept[key]
+        del _servers[key]
         return None
 
 
-def mattering_of(environment: Mapping[str, str]) -> dict[str, str]:
+def import_variables(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the variables of `environment` that libraries read on import."""
     return {name: value for name, value in environment.items() if name.startswith(READ_ON_IMPORT)}
 
 
 def _server(
-    environment: dict[str, str], modules: Sequence[str], mattering: dict[str, str], name: str
+    environment: dict[str, str], modules: Sequence[str], variables: dict[str, str], name: str
 ) -> Server:
-    imported_with = mattering_of(fork.before_imports or {})
-    if fork.before_imports and mattering == imported_with and threading.active_count() == 1:
+    imported_with = import_variables(fork.before_imports or {})
+    if fork.before_imports and variables == imported_with and threading.active_count() == 1:
         return Server.forked(name)  # a command that was itself forked
     return Server.started(environment, modules)
