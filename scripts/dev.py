@@ -56,12 +56,12 @@ OTHERS = {"configs": "tests/launch/test_compose.py"}
 
 def main(arguments: "list[str]") -> int:
     """Run the command in `arguments`."""
-    if not arguments or arguments[0] in ("-h", "--help"):
-        if arguments:
-            sys.stdout.write(str(__doc__))
-            return 0
+    if not arguments:
         sys.stderr.write(str(__doc__))
         return 2
+    if arguments[0] in ("-h", "--help"):
+        sys.stdout.write(str(__doc__))
+        return 0
     if not (3, 11) <= sys.version_info[:2] < (3, 15):
         refuse(f"needs Python 3.11 to 3.14, not {sys.version[:6]}; try python3.12 scripts/dev.py")
     if arguments[0] == "update" and (ROOT / "scripts/update.py").is_file():
@@ -71,26 +71,36 @@ def main(arguments: "list[str]") -> int:
     if arguments[0] == "install":
         return install(arguments[1:])
     if arguments[0] == "docs":
-        environment = Environment()
-        environment.set_up()
-        for script in WRITERS:
-            status = subprocess.call([environment.python, script], cwd=ROOT)
-            if status:
-                return status
-        return 0
+        return write_docs()
     if arguments[0] == "test":
-        if "-h" in arguments or "--help" in arguments:
-            sys.stdout.write(TEST_HELP)
-            return 0
-        environment, options = _with_versions(arguments[1:])
-        environment.set_up(everything=True)
-        return check(environment, options)
+        return test(arguments[1:])
     environment = Environment()
     environment.set_up()
     command = [environment.python, "-m", "lockstep_gpt", *arguments]
     if POSIX:
         os.execv(command[0], command)
     return subprocess.call(command)
+
+
+def write_docs() -> int:
+    """Write what is generated in docs/ again."""
+    environment = Environment()
+    environment.set_up()
+    for script in WRITERS:
+        status = subprocess.call([environment.python, script], cwd=ROOT)
+        if status:
+            return status
+    return 0
+
+
+def test(options: "list[str]") -> int:
+    """Run all checks, or those that the options choose, with the versions that they name."""
+    if "-h" in options or "--help" in options:
+        sys.stdout.write(TEST_HELP)
+        return 0
+    environment, options = _with_versions(options)
+    environment.set_up(everything=True)
+    return check(environment, options)
 
 
 def install(names: "list[str]") -> int:

@@ -83,10 +83,8 @@ def _data(root: Path, sources: int, tokens: int, weights: str) -> Mixture:
 def _make(root: Path, sources: int, tokens: int) -> None:
     """Write sparse prepared folders of each source, of the mixture, and of one large corpus."""
     data = _data(root, sources, tokens, "round")
-    for part in [
-        *data.make_sources().values(),
-        RandomTokens(root=str(root), tokens=sources * tokens),
-    ]:
+    large = RandomTokens(root=str(root), tokens=sources * tokens)
+    for part in [*data.make_sources().values(), large]:
         _make_sparse(part)
     folder = preparing.prepare(data)
     fingerprint = preparing.shards.load_index(folder).fingerprint
