@@ -105,6 +105,9 @@ def refuse_other_weights(saved: dict[str, Any], places: dict[str, Any]) -> None:
 def rescale_batch_progress(checkpoint: dict[str, Any], accumulation: int) -> None:
     """Set Lightning's count of micro-batches to this run's, which depends on its devices.
 
+    Lightning restores the count after the module's `on_load_checkpoint`, and decides by it where
+    a step ends and when to validate. A run is one epoch, so its total is its current count, too.
+
     Args:
         checkpoint: of any number of devices; changed in place.
         accumulation: micro-batches of a rank per optimizer step in this run.
