@@ -80,6 +80,19 @@ def test_changed_settings_of_a_resume_are_shown_and_kept(resumed):
     assert not (command.folder / "run/failed.json").exists()
 
 
+def test_a_resume_with_accumulation_validates_at_the_steps_of_an_undisturbed_run(command):
+    keep = ("checkpoint.every=6", "checkpoint.keep_last=9", "val_every=4", "batch.micro_size=2")
+    command.train("run_dir=run", *keep, "log_every=1", "launch.inline=true")
+    undisturbed = rows(command.folder / "run")
+    for path in (command.folder / "run/checkpoints").iterdir():
+        if "step=000006" not in path.name:  # after 24 micro-batches of 2 samples
+            path.unlink()
+    command("train", "run_dir=run", "resume=auto", "launch.inline=true")
+    assert rows(command.folder / "run") == undisturbed
+    validated = [row["trainer/step"] for row in undisturbed if row["val/loss"]]
+    assert validated == ["4", "8", "12", "16", "20"]
+
+
 @pytest.mark.parametrize("batch", [(), ("batch.global_size=null",)])
 @pytest.mark.usefixtures("quick_ranks")
 def test_resume_at_another_world_size_gives_the_same_losses(finished, command, batch):
