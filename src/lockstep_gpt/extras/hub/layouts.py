@@ -17,7 +17,12 @@ from lockstep_gpt.data.tokenizer import Tokenizer
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.model.gpt import GPT
 from lockstep_gpt.model.model_settings import ModelConfig
-from lockstep_gpt.training.initial_weights import PADDED, POSITIONS, is_vocabulary_of, with_rows
+from lockstep_gpt.training.initial_weights import (
+    PADDED,
+    POSITIONS,
+    is_vocabulary_of,
+    with_rows,
+)
 
 Weights = dict[str, Tensor]
 
