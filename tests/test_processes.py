@@ -32,6 +32,21 @@ def test_the_next_command_shown_reaches_this_installation(tmp_path, monkeypatch)
     assert processes.invocation() == PROGRAM
 
 
+def test_a_tool_of_this_environment_is_named_so_that_typing_it_here_works(tmp_path, monkeypatch):
+    folder = tmp_path / ".venv/bin"
+    folder.mkdir(parents=True)
+    for name in ("python", "wandb"):
+        (folder / name).touch(mode=0o755)
+    monkeypatch.setattr(sys, "executable", str(folder / "python"))
+    monkeypatch.setenv("PATH", "")
+    assert processes.tool("wandb") == str(folder / "wandb")
+    monkeypatch.chdir(tmp_path)
+    assert processes.tool("wandb") == ".venv/bin/wandb"
+    assert processes.tool("trackio") == "trackio", "it isn't installed there"
+    monkeypatch.setenv("PATH", str(folder))
+    assert processes.tool("wandb") == "wandb"
+
+
 def test_a_process_ends_soon_after_its_parent_was_killed():
     parent = subprocess.Popen(
         [sys.executable, "-c", PARENT, CHILD], stdout=subprocess.PIPE, text=True

@@ -31,6 +31,16 @@ def invocation() -> str:
     return f"{sys.executable} -m lockstep_gpt"
 
 
+def tool(name: str) -> str:
+    """Return what to type in this folder to run a program of this environment, such as wandb."""
+    path = Path(sys.executable).with_name(name)
+    if shutil.which(name) is not None or not path.is_file():
+        return name
+    if path.is_relative_to(Path.cwd()):
+        path = path.relative_to(Path.cwd())
+    return str(path)
+
+
 def import_all(modules: list[str]) -> None:
     """Import `modules` with the garbage collector off, and exclude their objects from it for good.
 

@@ -12,6 +12,7 @@ from lightning.pytorch.loggers import Logger
 
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.optional import import_optional
+from lockstep_gpt.processes import tool
 from lockstep_gpt.run.directory import RunDirectory
 from lockstep_gpt.run.loggers.tracking import ENDED_WELL, TrackedRun
 
@@ -107,7 +108,7 @@ class TrackioRun(Logger, TrackedRun):
 
     def next_commands(self) -> list[str]:
         """Return the command that shows the project in a browser."""
-        return [f'trackio show --project "{self.project}"']
+        return [f'{tool("trackio")} show --project "{self.project}"']
 
     def _unused_name(self, project: str, name: str) -> str:
         """Return `name`, with an ending if the project has such a run: trackio resumes by name."""

@@ -13,6 +13,7 @@ from lightning.pytorch.loggers import WandbLogger
 
 import lockstep_gpt
 from lockstep_gpt.errors import UserError
+from lockstep_gpt.processes import tool
 from lockstep_gpt.run.checkpoint import files_of
 from lockstep_gpt.run.directory import RunDirectory
 from lockstep_gpt.run.loggers.tracking import ENDED_WELL, TrackedRun
@@ -136,7 +137,7 @@ class WandbRun(WandbLogger, TrackedRun):
         if not folders:
             return []
         paths = " ".join(str(folder) for folder in folders)
-        return [f"wandb sync {paths}", f"wandb leet {folders[-1]}"]
+        return [f"{tool('wandb')} sync {paths}", f"{tool('wandb')} leet {folders[-1]}"]
 
 
 def decide_mode(mode: str) -> Any:
