@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from warm import tree, wait_for, words_of
+from process_tree import tree, wait_for, words_of
 
 from lockstep_gpt.run.checkpoint import checkpoints_in, fault_of, step_of
 from lockstep_gpt.run.directory import RunDirectory

@@ -1,18 +1,14 @@
 """The cost of starting ranks, here and in another checkout: CPU seconds, memory, recovery.
 
 usage: python scripts/benchmarks/warm.py --against CHECKOUT [--repeats 7]
-       python scripts/benchmarks/warm.py --kills 50
 
 Each checkout runs with its own .venv. The two alternate; ratios are those of the medians.
---kills ends processes of small runs at random moments, and reports how each run ended.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
-import random
 import signal
 import statistics
 import subprocess
@@ -21,10 +17,11 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from process_tree import tree, wait_for, words_of
+
 ROOT = Path(__file__).parents[2]
 SMOKE = ["train", "experiment=smoke", "logger=none", "trainer=cpu", "callbacks=[]"]
 RANKS = ["strategy=ddp", "batch.global_size=8", "batch.micro_size=1"]
-LIMIT = 300.0  # seconds that anything may take
 # A callback that records when the first step after each start ended; any checkout can load it.
 STEPS = """\
 import time
@@ -42,16 +39,12 @@ class FirstStep(lightning.Callback):
 
 
 def main() -> int:
-    """Print one of the two tables."""
+    """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--against", type=Path, help="another checkout, with its .venv")
     parser.add_argument("--repeats", type=int, default=7, help="of each figure (default: 7)")
-    parser.add_argument("--kills", type=int, default=0, help="so many runs are hurt instead")
-    parser.add_argument("--seed", type=int, default=1, help="of the random kills")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="warm-") as folder:
-        if options.kills:
-            return kills(Path(folder), options.kills, options.seed)
         return compare(Path(folder), options.against or ROOT, options.repeats)
 
 
@@ -139,80 +132,6 @@ def shared_memory(pid: int) -> float:
     """Return a process's proportional set size in MB."""
     lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("Pss:")) / 1e3
-
-
-def tree(pid: int) -> list[int]:
-    """Return a process and all its descendants."""
-    pids = [pid]
-    for parent in pids:
-        for task in Path(f"/proc/{parent}/task").glob("*/children"):
-            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
-                pids += map(int, task.read_text().split())
-    return pids
-
-
-def words_of(pid: int) -> str:
-    """Return a process's command line."""
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
-    except (FileNotFoundError, ProcessLookupError):
-        return ""
-
-
-def wait_for(condition: Callable[[], object], seconds: float = LIMIT) -> None:
-    """Wait until a condition is true; raise a `TimeoutError` after `seconds`."""
-    end = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > end:
-            raise TimeoutError(f"not so after {seconds:g} s")
-        time.sleep(0.02)
-
-
-VICTIMS = {
-    "the server": "lockstep_gpt.extras.warm",
-    "the agent": "agent_program",
-    "the command": "lockstep_gpt train",
-    "a rank": "rank_program",
-}
-
-
-def kills(folder: Path, number: int, seed: int) -> int:
-    """Kill one process of each run at a random moment; print how the runs ended."""
-    chance = random.Random(seed)
-    wrong = 0
-    for attempt in range(number):
-        place = folder / str(attempt)
-        place.mkdir()
-        name = chance.choice([*VICTIMS])
-        moment = chance.uniform(0, 6)
-        words = ["strategy=ddp", "trainer.devices=2", "max_steps=600", "checkpoint.every=10"]
-        process = start(ROOT, place, *words)
-        running = [process.pid]
-        victims = []
-        while not victims and process.poll() is None:  # the victim may not be there yet
-            time.sleep(moment)
-            moment = 0.05
-            running = tree(process.pid)
-            victims = [pid for pid in running if VICTIMS[name] in words_of(pid)]
-        if victims:
-            os.kill(chance.choice(victims), signal.SIGKILL)
-        try:
-            status = process.wait(LIMIT)
-        except subprocess.TimeoutExpired:
-            status = 999
-            process.kill()
-        time.sleep(1)
-        left = [pid for pid in running if str(place) in words_of(pid)]
-        expected = 0
-        if victims:
-            expected = {"the agent": 1, "the command": -9}.get(name, 0)
-        good = status in (expected, 0) and not left
-        wrong += not good
-        hurt = name if victims else "nobody"
-        verdict = "ok   " if good else "WRONG"
-        print(f"{verdict} {hurt:12} exit {status:4} {len(left)} left", flush=True)
-    print(f"{number - wrong} of {number} ended as they should")
-    return 1 if wrong else 0
 
 
 if __name__ == "__main__":

@@ -111,8 +111,7 @@ def test_nothing_outlives_a_killed_parent_or_agent(
     wait_for(lambda: not processes_of(command.folder / "run"), 60)
 
 
-def test_kills_at_random_moments_of_the_start_end_in_good_order(command, processes_of, wait_for):
-    """A short version of `scripts/benchmarks/warm.py --kills 50`."""
+def test_a_sigterm_at_any_moment_of_the_start_leaves_no_process(command, processes_of, wait_for):
     chance = random.Random(3)
     for attempt in range(3):
         run = command.folder / f"run{attempt}"
