@@ -11,6 +11,8 @@ import torch
 import yaml
 
 from lockstep_gpt.data.sources.text import Text
+from lockstep_gpt.errors import UserError
+from lockstep_gpt.extras.datasets.past import keep_past
 
 RANKS = ("trainer=cpu", "strategy=ddp", "strategy.process_group_backend=gloo")
 ROW = (
@@ -131,15 +133,28 @@ def test_a_resume_may_not_change_the_past(change, line, mixed, command):
     assert line in result.stderr
 
 
-def test_a_source_that_is_repeated_often_is_warned_of(command):
-    (command.folder / "tiny.txt").write_text("abc " * 60)
-    tiny = ["data.sources.tiny=text", f"data.sources.tiny.path={command.folder}/tiny.txt"]
-    tiny += ["data.weights.tiny=1", "data.sources.tiny.val_fraction=0.2"]
-    output = command.train(*words(command), *tiny, "run_dir=run").stdout
+def test_sources_that_are_repeated_often_or_hardly_used_are_warned_of(command):
+    for name in ("tiny", "rare", "late"):
+        (command.folder / f"{name}.txt").write_text("abc " * 60)
+    extra_sources = [
+        f"data.sources.{name}{setting}"
+        for name in ("tiny", "rare", "late")
+        for setting in ("=text", f".path={command.folder}/{name}.txt", ".val_fraction=0.2")
+    ]
+    shares = ["data.weights.tiny=1", "data.weights.rare=0.0001"]
+    shares += ["data.epochs.late=1", "data.planned_tokens=10_000"]
+    output = command.train(*words(command), *extra_sources, *shares, "run_dir=run").stdout
     assert (
         "the run takes data.sources.tiny 12 times; beyond 4 epochs the same tokens teach" in output
     )
+    assert "the run takes nothing from data.sources.rare: its share of 120 windows" in output
+    assert "the run takes 2 of 5 windows of data.sources.late, less than once" in output
     assert "the run takes data.sources.code" not in output
+
+
+def test_a_run_whose_sources_took_turns_by_another_rule_is_refused(tmp_path):
+    with pytest.raises(UserError, match="took turns by the rule of an earlier version"):
+        keep_past({"samples": 6}, config=None, folder=tmp_path)
 
 
 def test_a_mixture_is_tested_as_the_command_evaluate_measures_it(command):

@@ -18,7 +18,7 @@ from lockstep_gpt.data.datamodule import TokenDataModule
 from lockstep_gpt.data.recipe import folder_of
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.extras.datasets.mixture import Mixture
-from lockstep_gpt.extras.datasets.past import keep_past, order_of, samples_of
+from lockstep_gpt.extras.datasets.past import RULE, TURNS, keep_past, order_of, samples_of
 from lockstep_gpt.run.callbacks.step import StepCallback
 from lockstep_gpt.run.directory import RunDirectory
 from lockstep_gpt.training.receipt import times
@@ -110,11 +110,13 @@ class Sources(StepCallback):
         return lines
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
-        """Warn of sources that are repeated often."""
+        """Warn of sources that are repeated often, and of those that are hardly used."""
         if not trainer.is_global_zero:
             return
         order = order_of(self.config, folder_of(self.config.data))
-        for name, epochs in order.epochs(samples_of(self.config)).items():
+        samples = samples_of(self.config)
+        counts = order.counts(samples)
+        for name, epochs in order.epochs(samples).items():
             if epochs > EPOCHS:
                 logger.warning(
                     "the run takes data.sources.%s %s times; beyond %d epochs the same tokens "
@@ -124,6 +126,32 @@ class Sources(StepCallback):
                     times(epochs),
                     EPOCHS,
                 )
+            elif counts[name] == 0:
+                logger.warning(
+                    "the run takes nothing from data.sources.%s: its share of %s windows is less "
+                    "than one; raise its weight or its epochs, or train longer",
+                    name,
+                    f"{samples:,}",
+                )
+            elif self._is_cut(name, epochs):
+                logger.warning(
+                    "the run takes %s of %s windows of data.sources.%s, less than once; "
+                    "data.epochs.%s counts over data.planned_tokens or, without weights, relative "
+                    "to the other epochs",
+                    f"{counts[name]:,}",
+                    f"{order.sizes[name]:,}",
+                    name,
+                    name,
+                )
+
+    def _is_cut(self, name: str, epochs: float) -> bool:
+        """Return whether the settings ask for a whole epoch of a source, and the run has less."""
+        wanted: float = self.config.data.epochs.get(name, 0)
+        return wanted >= 1 and epochs < 1
+
+    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:  # noqa: ARG002
+        """Record the rule by which the sources take turns."""
+        checkpoint[TURNS] = RULE
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Raise a `UserError` if a run in its own directory has settings with another past."""

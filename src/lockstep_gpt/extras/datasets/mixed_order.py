@@ -70,7 +70,7 @@ class MixedOrder:
 
     def counts(self, position: int) -> dict[str, int]:
         """Return how many windows of each source come before `position`."""
-        return dict(zip(self.sizes, self.turns.counts(position).tolist(), strict=True))
+        return dict(zip(self.sizes, self.turns.counts(position), strict=True))
 
     def epochs(self, position: int) -> dict[str, float]:
         """Return how often each source was taken before `position`."""

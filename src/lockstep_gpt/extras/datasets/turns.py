@@ -1,26 +1,28 @@
 """Whose turn it is: from shares of the sources to the source of each position of a run.
 
-The chairman assignment (Tijdeman 1980, "The chairman assignment problem") keeps the number of
-windows from each source within 1 - 1 / (2n - 2) of its share of the positions so far, for n
-sources and shares that may change with time.
+A tree of the sources divides the positions: of the first m windows of a node, the left side has
+floor(r m + offset), where r is its part of the node's share, and the offset is one half. So the
+source is a function of the position alone, in exact integer arithmetic, for runs of any length.
 """
 
 from __future__ import annotations
 
-import heapq
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
 from fractions import Fraction
-from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from lockstep_gpt.extras.datasets.share_tree import Leaf, Node, share_tree
+
 Positions = npt.NDArray[np.int64]
-PERIOD = 1 << 14  # positions that are assigned one by one; then they repeat
-FINEST = 1 << 36  # largest denominator of shares; times `PERIOD` and 510, it fits into 63 bits
+Counts = list[int]  # windows of each source
+Amounts = list[Fraction]  # windows due to each source
+LARGEST = 1 << 31  # denominator of a side's part: its square fits into 63 bits
+HALF = Fraction(1, 2)
 
 
 class Phase(NamedTuple):
@@ -30,126 +32,154 @@ class Phase(NamedTuple):
     shares: tuple[Fraction, ...]  # sum to 1
 
 
-@dataclass(frozen=True)
-class Stretch:
-    """Positions from `start` on, which repeat the turns of a period."""
-
-    start: int
-    before: Positions  # windows of each source before `start`, (sources,)
-    turns: npt.NDArray[np.uint8]  # the source of each position, (period,)
-    numbers: npt.NDArray[np.int32]  # how many of its windows the period has before, (period,)
-    per_period: Positions  # windows of each source in a period, (sources,)
-
-    @classmethod
-    def of(cls, start: int, before: Positions, turns: npt.NDArray[np.uint8]) -> Stretch:
-        """Return a stretch that repeats `turns`."""
-        per_period = np.bincount(turns, minlength=len(before)).astype(np.int64)
-        order = np.argsort(turns, kind="stable")
-        numbers = np.empty(len(turns), np.int32)
-        first = np.cumsum(per_period) - per_period
-        numbers[order] = np.arange(len(turns)) - first[turns[order]]
-        return cls(start, before, turns, numbers, per_period)
-
-    def counts(self, position: int) -> Positions:
-        """Return how many windows of each source come before `position`, (sources,)."""
-        periods, rest = divmod(position - self.start, len(self.turns))
-        partial = np.bincount(self.turns[:rest], minlength=len(self.before))
-        return self.before + periods * self.per_period + partial
-
-
 class Turns:
     """The source of each position, and which of its windows it is; constant memory."""
 
     def __init__(self, phases: Sequence[Phase]) -> None:
-        """Assign the turns of `phases`, in order, the first from position 0."""
-        self.sources = len(phases[0].shares)
+        """Divide the positions of `phases`, in order, the first from position 0."""
         self.stretches: list[Stretch] = []
-        starts = [phase.start for phase in phases]
-        if any(0 < start < PERIOD for start in starts):  # lookahead keeps the bound across changes
-            self._add(0, _assigned(phases, PERIOD))
-        for phase, end in zip(phases, [*starts[1:], None], strict=True):
-            start = max(phase.start, PERIOD) if self.stretches else phase.start
-            if end is None or end > start:
-                common = math.lcm(*(share.denominator for share in phase.shares))
-                steady = [Phase(0, phase.shares)]
-                self._add(start, _assigned(steady, min(common, PERIOD)))
-        self.starts = np.array([stretch.start for stretch in self.stretches])
+        counts = [0] * len(phases[0].shares)
+        due = [Fraction(0)] * len(counts)
+        for phase in _changes(phases):
+            if self.stretches:
+                last = self.stretches[-1]
+                counts = last.counts(phase.start)
+                due = last.due(phase.start)
+            self.stretches.append(Stretch(phase, counts, due))
+        self._starts = np.array([stretch.phase.start for stretch in self.stretches])
 
-    def _add(self, start: int, turns: npt.NDArray[np.uint8]) -> None:
-        self.stretches.append(Stretch.of(start, self.counts(start), turns))
-
-    def counts(self, position: int) -> Positions:
-        """Return how many windows of each source come before `position`, (sources,)."""
-        begun = [stretch for stretch in self.stretches if stretch.start <= position]
-        if not begun:
-            return np.zeros(self.sources, np.int64)
+    def counts(self, position: int) -> Counts:
+        """Return how many windows of each source come before `position`."""
+        begun = [stretch for stretch in self.stretches if stretch.phase.start <= position]
         return begun[-1].counts(position)
 
     def at(self, positions: Positions) -> tuple[npt.NDArray[np.uint8], Positions]:
         """Return each position's source, and how many of its windows come before, both (N,)."""
         sources = np.empty(len(positions), np.uint8)
         numbers = np.empty_like(positions)
-        places = np.searchsorted(self.starts, positions, "right") - 1
+        places = np.searchsorted(self._starts, positions, "right") - 1
         for place in np.unique(places):
-            stretch = self.stretches[place]
             inside = places == place
-            periods, index = np.divmod(positions[inside] - stretch.start, len(stretch.turns))
-            turns = stretch.turns[index]
-            sources[inside] = turns
-            numbers[inside] = stretch.before[turns] + periods * stretch.per_period[turns]
-            numbers[inside] += stretch.numbers[index]
+            sources[inside], numbers[inside] = self.stretches[place].at(positions[inside])
         return sources, numbers
 
-
-def _assigned(phases: Sequence[Phase], count: int) -> npt.NDArray[np.uint8]:
-    """Return the sources of the first `count` positions, by the earliest deadline.
-
-    Source i may take its window j once it is due more than j + 1 / (2n - 2), and must before it is
-    due more than j + 1 - 1 / (2n - 2).
-    """
-    sources = len(phases[0].shares)
-    if sources == 1:
-        return np.zeros(count, np.uint8)
-    due, unit = _due(phases, count)
-    least = unit
-    due = due * (2 * sources - 2)
-    unit = unit * (2 * sources - 2)
-    jobs = []
-    for source, mine in enumerate(due):
-        numbers = np.arange(int(mine[-1]) // unit + 1)
-        first = np.searchsorted(mine, numbers * unit + least, "left")
-        last = np.searchsorted(mine, (numbers + 1) * unit - least, "right")
-        times = zip(first.tolist(), last.tolist(), strict=True)
-        jobs += [(earliest, latest, source) for earliest, latest in times if earliest <= count]
-    jobs.sort(reverse=True)  # the next one is last
-    turns = bytearray()
-    waiting: list[tuple[int, int]] = []
-    for position in range(1, count + 1):
-        while jobs and jobs[-1][0] <= position:
-            heapq.heappush(waiting, jobs.pop()[1:])
-        turns.append(heapq.heappop(waiting)[1])
-    return np.frombuffer(turns, np.uint8)
+    def phases_before(self, position: int) -> list[Phase]:
+        """Return the phases that decide the turns before `position`."""
+        phases = [stretch.phase for stretch in self.stretches]
+        return [phase for phase in phases if phase.start < position]
 
 
-def _due(phases: Sequence[Phase], count: int) -> tuple[Positions, int]:
-    """Return what is due to each source after 0 to `count` positions, (sources, count + 1).
-
-    The second result is the number of units in a window; amounts are counted in these units.
-    """
-    unit = math.lcm(*(share.denominator for phase in phases for share in phase.shares))
-    unit = min(unit, FINEST)
-    steps = np.zeros((len(phases[0].shares), count + 1), np.int64)
-    ends = [min(phase.start, count) for phase in phases[1:]]
-    for phase, (start, end) in zip(phases, pairwise([0, *ends, count]), strict=True):
-        steps[:, start + 1 : end + 1] = np.array(rounded(phase.shares, unit))[:, None]
-    return steps.cumsum(axis=1), unit
+def _changes(phases: Sequence[Phase]) -> list[Phase]:
+    """Leave out phases that end where they start, and those that change no share."""
+    changes: list[Phase] = []
+    for phase in phases:
+        if changes and changes[-1].start == phase.start:
+            changes.pop()
+        if not changes or changes[-1].shares != phase.shares:
+            changes.append(phase)
+    return changes
 
 
-def rounded(shares: Sequence[Fraction], unit: int) -> list[int]:
-    """Return `shares` as whole parts of `unit`, which they sum to: the largest rests round up."""
-    parts = [share * unit for share in shares]
-    integers = [math.floor(part) for part in parts]
-    rests = sorted(range(len(parts)), key=lambda place: integers[place] - parts[place])
-    for place in rests[: unit - sum(integers)]:
-        integers[place] += 1
-    return integers
+@dataclass
+class Sides:
+    """How each node divides its windows; a leaf gives all of them to itself, (nodes,) each."""
+
+    part: list[int] = field(default_factory=list)  # of `whole`: the left side's part of the windows
+    whole: list[int] = field(default_factory=list)
+    offset: list[int] = field(default_factory=list)  # in units of 1 / whole
+    left: list[int] = field(default_factory=list)  # the nodes of both sides
+    right: list[int] = field(default_factory=list)
+    source: list[int] = field(default_factory=list)  # of a leaf
+
+    def add(self, part: int, whole: int, offset: int, source: int) -> int:
+        """Add a node whose sides are itself; return its number."""
+        number = len(self.part)
+        self.part.append(part)
+        self.whole.append(whole)
+        self.offset.append(offset)
+        self.left.append(number)
+        self.right.append(number)
+        self.source.append(source)
+        return number
+
+
+class Stretch:
+    """Positions from the start of one phase on."""
+
+    def __init__(self, phase: Phase, counts: Counts, due: Amounts) -> None:
+        """Continue after `counts` windows of each source, where `due` would be exact."""
+        self.phase = phase
+        self._counts = counts
+        self._due = due
+        self._depth = 0
+        self._sides = Sides()
+        self._add(share_tree(phase.shares), depth=0)
+        sides = self._sides
+        self._part = np.array(sides.part)
+        self._whole = np.array(sides.whole)
+        self._offset = np.array(sides.offset)
+        self._left = np.array(sides.left)
+        self._right = np.array(sides.right)
+        self._source = np.array(sides.source)
+        self._before = np.array(counts, np.int64)
+
+    def _add(self, node: Node | Leaf, depth: int) -> int:
+        self._depth = max(self._depth, depth)
+        if isinstance(node, Leaf):
+            return self._sides.add(1, 1, 0, node.source)
+        ratio = self._share(node.left_sources) / self._share(node.sources)
+        ratio = ratio.limit_denominator(LARGEST)
+        # What the left side is ahead of its part of the node's windows, from earlier phases.
+        ahead = self._ahead(node.left_sources) - ratio * self._ahead(node.sources)
+        offset = math.floor((HALF - ahead) * ratio.denominator)
+        offset = min(max(offset, 0), ratio.denominator - 1)
+        number = self._sides.add(ratio.numerator, ratio.denominator, offset, -1)
+        self._sides.left[number] = self._add(node.left, depth + 1)
+        self._sides.right[number] = self._add(node.right, depth + 1)
+        return number
+
+    def _share(self, sources: Collection[int]) -> Fraction:
+        return sum((self.phase.shares[source] for source in sources), Fraction(0))
+
+    def _ahead(self, sources: Collection[int]) -> Fraction:
+        differences = (self._counts[source] - self._due[source] for source in sources)
+        return sum(differences, Fraction(0))
+
+    def due(self, position: int) -> Amounts:
+        """Return how many windows of each source are due before `position`, exactly."""
+        length = position - self.phase.start
+        pairs = zip(self._due, self.phase.shares, strict=True)
+        return [amount + share * length for amount, share in pairs]
+
+    def counts(self, position: int) -> Counts:
+        """Return how many windows of each source come before `position`."""
+        counts = [*self._counts]
+        sides = self._sides
+        waiting = [(0, position - self.phase.start)]
+        while waiting:
+            number, windows = waiting.pop()
+            if sides.source[number] >= 0:
+                counts[sides.source[number]] += windows
+                continue
+            of_left = sides.part[number] * windows + sides.offset[number]
+            of_left //= sides.whole[number]
+            waiting.append((sides.left[number], of_left))
+            waiting.append((sides.right[number], windows - of_left))
+        return counts
+
+    def at(self, positions: Positions) -> tuple[Positions, Positions]:
+        """Return each position's source, and how many of its windows come before, both (N,)."""
+        windows = positions - self.phase.start
+        numbers = np.zeros_like(windows)
+        for _ in range(self._depth):
+            part = self._part[numbers]
+            whole = self._whole[numbers]
+            # floor((part * windows + offset) / whole), in two parts: the product may overflow
+            rounds, rest = np.divmod(windows, whole)
+            more, fraction = np.divmod(part * rest + self._offset[numbers], whole)
+            of_left = part * rounds + more
+            is_left = fraction + part >= whole
+            windows = np.where(is_left, of_left, windows - of_left)
+            numbers = np.where(is_left, self._left[numbers], self._right[numbers])
+        sources = self._source[numbers]
+        return sources, self._before[sources] + windows
