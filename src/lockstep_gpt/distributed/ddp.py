@@ -6,7 +6,7 @@ from typing import Any
 from lightning.pytorch import strategies
 from torch import Tensor, nn
 
-from lockstep_gpt.lightning_patches import register_communication_hook
+from lockstep_gpt.lightning_patches import register_communication_hook, skip_teardown
 
 
 class DDPStrategy(strategies.DDPStrategy):
@@ -20,8 +20,8 @@ class DDPStrategy(strategies.DDPStrategy):
         return wrapped
 
     def on_exception(self, exception: BaseException) -> None:  # noqa: ARG002
-        """Skip teardown: its copy to the host waits for a kernel that waits for a peer."""
-        self.teardown = lambda: None  # type: ignore[method-assign]
+        """Wait for nothing that may need a lost peer."""
+        skip_teardown(self.lightning_module.trainer)
 
 
 class CompressedDDP(DDPStrategy):

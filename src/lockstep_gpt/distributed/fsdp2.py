@@ -29,6 +29,7 @@ from lockstep_gpt.distributed.sharded_states import (
     shares_in,
     without_shares,
 )
+from lockstep_gpt.lightning_patches import skip_teardown
 from lockstep_gpt.model.gpt import GPT, build_gpt
 
 
@@ -127,6 +128,11 @@ class ShardedStrategy(ModelParallelStrategy):
         shared.set_requires_gradient_sync(self._reduce_each)
         yield
         shared.set_requires_gradient_sync(True)
+
+    def on_exception(self, exception: BaseException) -> None:  # noqa: ARG002
+        """Wait for nothing that may need a lost peer."""
+        assert self.lightning_module is not None
+        skip_teardown(self.lightning_module.trainer)
 
     def whole_model(self, model: Any) -> GPT | None:
         """Return a whole copy of `model` in host memory on rank 0; every rank must call this."""
