@@ -21,6 +21,7 @@ class DDPStrategy(strategies.DDPStrategy):
 
     def on_exception(self, exception: BaseException) -> None:  # noqa: ARG002
         """Wait for nothing that may need a lost peer."""
+        assert self.lightning_module is not None
         skip_teardown(self.lightning_module.trainer)
 
 
