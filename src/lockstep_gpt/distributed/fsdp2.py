@@ -107,9 +107,12 @@ class ShardedStrategy(ModelParallelStrategy):
     def place_model(self, model: nn.Module, compiled: bool) -> None:
         """Shard each of `model.blocks`, then the rest; a model without blocks is a single unit.
 
-        If `compiled`, each block is compiled by itself, so weights are gathered between graphs.
+        If `compiled`, each block is compiled by itself, so weights are gathered between graphs,
+        and so is the loss, if the model has a method for it.
         """
         mesh = self.device_mesh["data_parallel"]
+        if compiled and hasattr(model, "loss"):
+            model.loss = torch.compile(model.loss, dynamic=False)
         for block in getattr(model, "blocks", ()):
             if compiled:  # only its forward: hooks gather its weights before and after
                 block.forward = torch.compile(block.forward, dynamic=False)
