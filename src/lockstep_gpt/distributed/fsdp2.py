@@ -111,8 +111,9 @@ class ShardedStrategy(ModelParallelStrategy):
         and so is the loss, if the model has a method for it.
         """
         mesh = self.device_mesh["data_parallel"]
-        if compiled and hasattr(model, "loss"):
-            model.loss = torch.compile(model.loss, dynamic=False)
+        loss: Any = getattr(model, "loss", None)
+        if compiled and loss is not None:
+            model.loss = torch.compile(loss, dynamic=False)
         for block in getattr(model, "blocks", ()):
             if compiled:  # only its forward: hooks gather its weights before and after
                 block.forward = torch.compile(block.forward, dynamic=False)
