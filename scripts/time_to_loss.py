@@ -87,6 +87,7 @@ def reach(
             *pace,
             f"seed={seed}",
             "checkpoint.every=null",
+            "checkpoint.keep_best=0",
             f"run_dir={run}",
         ]
         subprocess.run(

@@ -107,3 +107,16 @@ def test_lightning_registers_no_communication_hook_on_cpus():
     assert registered == []
     lightning_patches.register_communication_hook(strategy)
     assert registered == [("state", print)]
+
+
+def test_a_skipped_teardown_copies_nothing_and_gives_signals_their_handlers_again():
+    trainer = lightning.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+    steps = []
+    trainer.strategy.teardown = lambda: steps.append("strategy")
+    trainer._signal_connector.teardown = lambda: steps.append("signals")
+    trainer._teardown()
+    assert steps == ["strategy", "signals"]
+    steps.clear()
+    lightning_patches.skip_teardown(trainer)
+    trainer._teardown()
+    assert steps == ["signals"]

@@ -46,3 +46,12 @@ def register_communication_hook(strategy: DDPStrategy) -> None:
     """Register a strategy's communication hook; Lightning does so only for GPUs."""
     wrapped: Any = strategy.model
     wrapped.register_comm_hook(strategy._ddp_comm_state, strategy._ddp_comm_hook)
+
+
+def skip_teardown(trainer: Trainer) -> None:
+    """Let a Trainer that handles an exception leave its metrics and its module on the device.
+
+    It would copy them to the host: a copy that waits for a kernel, which waits for a lost peer.
+    """
+    patched: Any = trainer
+    patched._teardown = trainer._signal_connector.teardown  # gives signals their handlers again

@@ -59,14 +59,38 @@ class Blocked(Callback):
     """Like a copy from GPU to host that waits behind a kernel that waits for a lost rank."""
 
     def setup(self, trainer, pl_module, stage):  # noqa: ARG002
-        pl_module.cpu = lambda: time.sleep(600)
+        def block():
+            time.sleep(600)
+
+        pl_module.cpu = block
+        epoch_loop = trainer.fit_loop.epoch_loop
+        epoch_loop._results.cpu = block
+        epoch_loop.val_loop._results.cpu = block
 
 
-def test_nothing_is_copied_from_the_device_after_a_lost_rank(on_ranks, new_run, rank_environment):
+FSDP2 = {
+    "process_group_backend": None,
+    "timeout_seconds": 60,
+    "param_dtype": "float32",
+    "reduce_dtype": "float32",
+    "reshard_after_forward": True,
+    "save_parts": False,
+    "reduce_each": False,
+}
+STRATEGIES = {
+    "ddp": lambda: strategies.ddp(**DDP),
+    "fsdp2": lambda: strategies.fsdp2(accelerator="cpu", world_size=2, **FSDP2),
+}
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_nothing_is_copied_from_the_device_after_a_lost_rank(
+    name, on_ranks, new_run, rank_environment
+):
     def rank(number):
         os.environ.update(rank_environment(number, 2))
         try:
-            new_run().fit(Vanish(), Blocked(), strategy=strategies.ddp(**DDP), devices=2)
+            new_run().fit(Vanish(), Blocked(), strategy=STRATEGIES[name](), devices=2)
         except (RuntimeError, KeyError) as error:
             return type(error).__name__
         return "done"

@@ -93,14 +93,14 @@ def test_only_rank_zero_builds_the_whole_model(rank, monkeypatch):
 
 @pytest.mark.usefixtures("eight")
 @pytest.mark.parametrize("recomputed", [False, True])
-def test_blocks_share_one_graph_and_nothing_is_compiled_again(
+def test_blocks_share_one_graph_the_loss_has_another_and_nothing_is_compiled_again(
     new_run, graphs, tmp_path, recomputed
 ):
     shape = {**SHAPE, "activation_checkpointing": recomputed}
     strategy = {"strategy": strategies.fsdp2(**SETTINGS), "devices": WORLD}
     run = new_run(max_steps=6, model=shape, compile=True, guard=ANY_GRADIENT)
     run.fit(graphs, run.checkpoints(tmp_path), **strategy)
-    once = [("train", 0), ("validate", 0)]
+    once = [("train", 0)] * 2 + [("validate", 0)] * 2
     assert graphs.made == once
     counters.clear()
     strategy = {"strategy": strategies.fsdp2(**SETTINGS), "devices": WORLD}

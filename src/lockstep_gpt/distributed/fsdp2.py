@@ -29,6 +29,7 @@ from lockstep_gpt.distributed.sharded_states import (
     shares_in,
     without_shares,
 )
+from lockstep_gpt.lightning_patches import skip_teardown
 from lockstep_gpt.model.gpt import GPT, build_gpt
 
 
@@ -106,9 +107,13 @@ class ShardedStrategy(ModelParallelStrategy):
     def place_model(self, model: nn.Module, compiled: bool) -> None:
         """Shard each of `model.blocks`, then the rest; a model without blocks is a single unit.
 
-        If `compiled`, each block is compiled by itself, so weights are gathered between graphs.
+        If `compiled`, each block is compiled by itself, so weights are gathered between graphs,
+        and so is the loss, if the model has a method for it.
         """
         mesh = self.device_mesh["data_parallel"]
+        loss: Any = getattr(model, "loss", None)
+        if compiled and loss is not None:
+            model.loss = torch.compile(loss, dynamic=False)
         for block in getattr(model, "blocks", ()):
             if compiled:  # only its forward: hooks gather its weights before and after
                 block.forward = torch.compile(block.forward, dynamic=False)
@@ -127,6 +132,11 @@ class ShardedStrategy(ModelParallelStrategy):
         shared.set_requires_gradient_sync(self._reduce_each)
         yield
         shared.set_requires_gradient_sync(True)
+
+    def on_exception(self, exception: BaseException) -> None:  # noqa: ARG002
+        """Wait for nothing that may need a lost peer."""
+        assert self.lightning_module is not None
+        skip_teardown(self.lightning_module.trainer)
 
     def whole_model(self, model: Any) -> GPT | None:
         """Return a whole copy of `model` in host memory on rank 0; every rank must call this."""

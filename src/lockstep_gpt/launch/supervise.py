@@ -21,6 +21,9 @@ KEEP_MEMORY = {
     "MALLOC_TRIM_THRESHOLD_": str(1 << 34),
     "MALLOC_TOP_PAD_": str(1 << 28),
 }
+# For CUDA: segments grow, so blocks of other sizes, as in a validation, don't fragment memory.
+GROWING_SEGMENTS = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+OLD_ALLOCATOR_SETTINGS = "PYTORCH_CUDA_ALLOC_CONF"  # still read, if the new name is not set
 
 
 def supervise(run: RunDirectory, node_rank: int = 0) -> int:
@@ -111,8 +114,13 @@ def forking_servers() -> Any:
 def rank_environment(config: Config) -> dict[str, str]:
     """Return variables that libraries of agent and ranks read at load; the user's values stay."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    threads = max(1, (cores or 1) // config.trainer["devices"])
-    environment = {"OMP_NUM_THREADS": str(threads)}
-    if config.launch.keep_memory and config.trainer["accelerator"] == "cpu":
+    threads = str(max(1, (cores or 1) // config.trainer["devices"]))
+    environment = {"OMP_NUM_THREADS": threads}
+    if config.compile:  # each rank would start as many compilers as there are cores
+        environment["TORCHINDUCTOR_COMPILE_THREADS"] = threads
+    accelerator = config.trainer["accelerator"]
+    if config.launch.keep_memory and accelerator == "cpu":
         environment |= KEEP_MEMORY
+    if accelerator == "cuda" and OLD_ALLOCATOR_SETTINGS not in os.environ:
+        environment |= GROWING_SEGMENTS
     return {**environment, **os.environ}

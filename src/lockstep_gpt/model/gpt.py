@@ -76,8 +76,12 @@ class GPT(nn.Module):
         features = self.features(tokens)
         if targets is None:
             return self.logits(features)
-        loss = functional.linear_cross_entropy(features, self.head, self.vocab_size, targets)
+        loss = self.loss(features, targets)
         return (loss, features) if with_features else loss
+
+    def loss(self, features: Tensor, targets: Tensor) -> Tensor:
+        """Return the mean cross-entropy of `features`, (B, T, C), at `targets`, (B, T), in nats."""
+        return functional.linear_cross_entropy(features, self.head, self.vocab_size, targets)
 
     def logits(self, features: Tensor) -> Tensor:
         """Turn features, (..., C), into logits, (..., V)."""

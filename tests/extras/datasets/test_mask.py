@@ -11,7 +11,12 @@ from lockstep_gpt.config import Config
 from lockstep_gpt.data.tokenizer import ByteTokenizer
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.extras.datasets import attention
-from lockstep_gpt.extras.datasets.attention import DocumentBounds, block_mask, joined
+from lockstep_gpt.extras.datasets.attention import (
+    DocumentBounds,
+    block_mask,
+    joined,
+    token_mask,
+)
 from lockstep_gpt.extras.datasets.mask import mask, mask_documents, masks_documents
 from lockstep_gpt.extras.datasets.mask_settings import DocumentSettings
 from lockstep_gpt.model.functional import IGNORE, causal_attention
@@ -200,16 +205,19 @@ def test_flex_attention_with_these_blocks_is_attention_within_documents():
     bounds = bounds_of(LONG_ROWS[0], LONG_ROWS[2], LONG_ROWS[3])
     torch.manual_seed(0)
     q, k, v = (torch.randn(3, 2, 640, 16, dtype=torch.float64) for _ in range(3))
-    masked = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=bounds.mask())
-    flexed = flex_attention(q, k, v, block_mask=bounds.blocks())
+    mask_of_tokens = token_mask(bounds.starts)
+    blocks = block_mask(bounds.starts)
+    masked = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask_of_tokens)
+    flexed = flex_attention(q, k, v, block_mask=blocks)
     torch.testing.assert_close(flexed, masked)
-    torch.testing.assert_close(attention.flexible(bounds, q, k, v, None), masked)
+    torch.testing.assert_close(attention.flexible(blocks, q, k, v, None), masked)
     on_cpu = attention.attention_within(bounds, q, k, v, 0.0, None)
     torch.testing.assert_close(on_cpu, masked)
 
 
-def test_other_devices_and_dropout_use_a_mask_of_all_tokens(monkeypatch):
+def test_with_dropout_a_mask_of_all_tokens_replaces_blocks(monkeypatch):
     bounds = bounds_of(*SHORT_ROWS)
+    bounds.blocks = "of FlexAttention"
     q, k, v = (torch.empty(3, 2, 40, 8, device="meta") for _ in range(3))
     used = []
     monkeypatch.setattr(
@@ -220,6 +228,23 @@ def test_other_devices_and_dropout_use_a_mask_of_all_tokens(monkeypatch):
     attention.attention_within(bounds, q, k, v, 0.1, 0.25)
     assert used[0]["attn_mask"].shape == (3, 1, 40, 40)
     assert (used[0]["dropout_p"], used[0]["scale"]) == (0.1, 0.25)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_a_compiled_model_is_one_graph_with_the_losses_of_eager(name, checkpointing):
+    torch.compiler.reset()
+    tokens, targets = batch_of(*LONG_ROWS)
+    changes = {"activation_checkpointing": checkpointing}
+    eager = model_of(name, **changes)
+    expected = gradients(eager, eager(tokens, targets))
+    model = model_of(name, masked=False, **changes)
+    mask(model, ByteTokenizer(), compiled=True)
+    whole = {"backend": "aot_eager", "fullgraph": True, "dynamic": False}
+    features = torch.compile(model.features, **whole)
+    torch.testing.assert_close(features(tokens), eager.features(tokens))
+    model.compile(**whole)
+    torch.testing.assert_close(gradients(model, model(tokens, targets)), expected)
 
 
 def test_without_documents_attention_is_the_models_own():

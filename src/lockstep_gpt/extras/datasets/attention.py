@@ -20,24 +20,22 @@ BLOCK = 128  # tokens of a block of FlexAttention, its default
 
 @dataclass
 class DocumentBounds:
-    """Where the documents of a batch begin; what attention needs of it is computed once."""
+    """Where the documents of a batch begin, and what attention needs of it in every layer.
+
+    Compiled models and GPUs get `blocks` or `mask` before the first layer: a layer that runs again
+    in the backward pass may not change what is outside of it. Other CPU models fill the cache.
+    """
 
     begins: Tensor  # (B, T): the first token of a document, except the first of a row
     starts: Tensor  # (B, T): the place in its row where a token's document begins
-    cache: dict[Any, Any] = field(default_factory=dict)  # masks, which all layers use
-
-    def mask(self) -> Tensor:
-        """Return whether a query sees a key, (B, 1, T, T)."""
-        if "mask" not in self.cache:
-            places = torch.arange(self.starts.shape[1], device=self.starts.device)
-            later = places > places[:, None]  # (queries, keys)
-            self.cache["mask"] = ((places >= self.starts[:, :, None]) & ~later)[:, None]
-        return cast(Tensor, self.cache["mask"])
+    blocks: Any = None  # the `BlockMask` of FlexAttention
+    mask: Tensor | None = None  # whether a query sees a key, (B, 1, T, T)
+    cache: dict[Any, Any] = field(default_factory=dict)  # of the CPU
 
     def added(self, heads: int, dtype: torch.dtype) -> Tensor:
         """Return what to add to the scores of `heads`, (B heads, T, T): 0, or -inf if unseen."""
         if (heads, dtype) not in self.cache:
-            unseen = _unseen(self.mask(), dtype).expand(-1, heads, -1, -1)
+            unseen = _unseen(token_mask(self.starts), dtype).expand(-1, heads, -1, -1)
             self.cache[heads, dtype] = unseen.flatten(0, 1)
         return cast(Tensor, self.cache[heads, dtype])
 
@@ -69,12 +67,6 @@ class DocumentBounds:
             self.cache[dtype] = sizes, added
         return cast(tuple[list[int], list[Tensor | None]], self.cache[dtype])
 
-    def blocks(self) -> Any:
-        """Return the `BlockMask` of FlexAttention; T must be a multiple of `BLOCK`."""
-        if "blocks" not in self.cache:
-            self.cache["blocks"] = block_mask(self.starts)
-        return self.cache["blocks"]
-
 
 def joined(edges: list[int], row: int) -> list[int]:
     """Return the lengths of spans between `edges` of documents; no span crosses a row of tokens."""
@@ -87,11 +79,18 @@ def joined(edges: list[int], row: int) -> list[int]:
     return sizes
 
 
+def token_mask(starts: Tensor) -> Tensor:
+    """Return whether a query sees a key, (B, 1, T, T), for documents at `starts`, (B, T)."""
+    places = torch.arange(starts.shape[1], device=starts.device)
+    later = places > places[:, None]  # (queries, keys)
+    return ((places >= starts[:, :, None]) & ~later)[:, None]
+
+
 def block_mask(starts: Tensor) -> Any:
     """Return the `BlockMask` for documents at `starts`, (B, T), without comparing all tokens.
 
-    A query block sees the blocks from its first token's document on. Those that begin at or after
-    its last token's document, and before itself, it sees whole.
+    T must be a multiple of `BLOCK`. A query block sees the blocks from its first token's document
+    on. Those that begin at or after its last token's document, and before itself, it sees whole.
     """
     from torch.nn.attention.flex_attention import BlockMask
 
@@ -124,20 +123,20 @@ def attention_within(
     scale: float | None,
 ) -> Tensor:
     """Attend to earlier tokens of the same document; shapes as in `functional.causal_attention`."""
-    if q.is_cpu:
+    if bounds is None or (bounds.blocks is None and bounds.mask is None):
         return cast(Tensor, _on_cpu(bounds, q, k, v, dropout, scale))
-    assert bounds is not None, "only a CPU looks whether there are several documents"
-    if q.is_cuda and not dropout and q.shape[-2] % BLOCK == 0:
-        return flexible(bounds, q, k, v, scale)
-    settings: Any = {"attn_mask": bounds.mask(), "dropout_p": dropout, "scale": scale}
+    if bounds.blocks is not None and not dropout:
+        return flexible(bounds.blocks, q, k, v, scale)
+    mask = bounds.mask
+    if mask is None:  # this layer has dropout, which FlexAttention has not
+        mask = token_mask(bounds.starts)
+    settings: Any = {"attn_mask": mask, "dropout_p": dropout, "scale": scale}
     return F.scaled_dot_product_attention(q, k, v, **settings)
 
 
-def flexible(
-    bounds: DocumentBounds, q: Tensor, k: Tensor, v: Tensor, scale: float | None
-) -> Tensor:
+def flexible(blocks: Any, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
     """Attend with FlexAttention, which skips blocks of tokens that don't see each other."""
-    return cast(Tensor, _flex(q.is_cuda)(q, k, v, block_mask=bounds.blocks(), scale=scale))
+    return cast(Tensor, _flex(q.is_cuda)(q, k, v, block_mask=blocks, scale=scale))
 
 
 def _flex(compiled: bool) -> Any:

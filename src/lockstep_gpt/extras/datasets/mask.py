@@ -13,15 +13,23 @@ from torch.utils.checkpoint import checkpoint
 from lockstep_gpt.config import Config
 from lockstep_gpt.data.tokenizer import Tokenizer
 from lockstep_gpt.errors import UserError
-from lockstep_gpt.extras.datasets.attention import DocumentBounds, attention_within
+from lockstep_gpt.extras.datasets.attention import (
+    BLOCK,
+    DocumentBounds,
+    attention_within,
+    block_mask,
+    token_mask,
+)
 from lockstep_gpt.extras.datasets.mask_settings import DocumentSettings
 
 
 class Documents:
     """Replaces what a model's tokens see; `bounds` are of the forward pass that runs now."""
 
-    def __init__(self, model: Any, end: int) -> None:
+    def __init__(self, model: Any, end: int, compiled: bool) -> None:
+        self.model = model
         self.end = end
+        self.compiled = compiled
         self.bounds: DocumentBounds | None = None  # None: each row is one document
         self.model_positions = model.positions
         self.model_shifted: Any = getattr(model, "shifted", None)
@@ -31,26 +39,26 @@ class Documents:
 
         Called first in each forward pass of `tokens`, (B, T). Raises what the model's own raises.
         """
-        if tokens.is_cpu:
-            return self._positions_on_cpu(tokens)
-        return self._positions(tokens)
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _positions_on_cpu(self, tokens: Tensor) -> Any:
-        """Return a slice if there is nothing to mask; a GPU would have to wait for the answer."""
-        self.bounds = None
-        if (tokens[:, :-1] == self.end).any():
-            return self._positions(tokens)
-        return self.model_positions(tokens)
-
-    def _positions(self, tokens: Tensor) -> Tensor:
-        self.model_positions(tokens)  # raises if there are too many
+        positions = self.model_positions(tokens)  # raises if there are too many
+        looks_first = tokens.is_cpu and not self.compiled  # a GPU would have to wait, a graph ends
+        if looks_first and not (tokens[:, :-1] == self.end).any():
+            self.bounds = None
+            return positions
         begins = torch.zeros_like(tokens, dtype=torch.bool)
         begins[:, 1:] = tokens[:, :-1] == self.end
         places = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
         starts = places.where(begins, 0).cummax(dim=1).values
         self.bounds = DocumentBounds(begins, starts)
+        if self._uses_blocks(tokens):
+            self.bounds.blocks = block_mask(starts)
+        elif not looks_first:
+            self.bounds.mask = token_mask(starts)
         return places - starts
+
+    def _uses_blocks(self, tokens: Tensor) -> bool:
+        """Return whether FlexAttention runs: on GPUs, without dropout, for whole blocks."""
+        has_dropout = self.model.training and self.model.config.dropout > 0
+        return tokens.is_cuda and not has_dropout and tokens.shape[1] % BLOCK == 0
 
     def shifted(self, x: Tensor) -> Tensor:
         """Return the model's own `shifted`, with zeros for the first token of each document."""
@@ -67,11 +75,12 @@ class Documents:
 
     def block_forward(self, inner: Any, *arguments: Any) -> Any:
         """Run a checkpointed block; its second forward pass sees the documents of its first."""
+        if torch.compiler.is_compiling():  # the graph itself has the right tensors
+            return checkpoint(*inner.args, *arguments, **inner.keywords)
         return checkpoint(self._again, *inner.args, self.bounds, *arguments, **inner.keywords)
 
     def _again(self, forward: Any, bounds: DocumentBounds | None, *arguments: Any) -> Any:
-        if not torch.compiler.is_compiling():  # then the graph itself has the right tensors
-            self.bounds = bounds
+        self.bounds = bounds
         return forward(*arguments)
 
 
@@ -83,11 +92,13 @@ def masks_documents(model: Any) -> bool:
 def mask_documents(model: Any, config: Config, tokenizer: Tokenizer) -> None:
     """Change a model so that documents don't see each other, if `documents.mask=true`."""
     if DocumentSettings.of(config).mask:
-        mask(model, tokenizer)
+        mask(model, tokenizer, config.compile)
 
 
-def mask(model: Any, tokenizer: Tokenizer) -> None:
+def mask(model: Any, tokenizer: Tokenizer, compiled: bool = False) -> None:
     """Change a model so that documents don't see each other.
+
+    A model that will be `compiled` masks with operations that all fit into one graph.
 
     Raises a `UserError` if the tokenizer has no end of text, or the model not the places for this.
     """
@@ -99,7 +110,7 @@ def mask(model: Any, tokenizer: Tokenizer) -> None:
             f" model.architecture={model.config.architecture} lacks them, so set it to false"
         )
     assert tokenizer.end_of_text is not None
-    documents = Documents(model, tokenizer.end_of_text)
+    documents = Documents(model, tokenizer.end_of_text, compiled)
     model.positions = documents.positions
     if documents.model_shifted is not None:
         model.shifted = documents.shifted

@@ -41,7 +41,17 @@ from lockstep_gpt.run.directory import RunDirectory
 AGENT = "lockstep_gpt.extras.warm.forking_agent:main"
 PROGRAM = "lockstep_gpt.extras.warm.program"  # a server, as the argument of `python -m`
 # Prefixes of variables that libraries read on import: a server and its forks must share them.
-READ_ON_IMPORT = ("CUDA_", "KMP_", "LD_", "MALLOC_", "MKL_", "OMP_", "OPENBLAS_", "TORCH")
+READ_ON_IMPORT = (
+    "CUDA_",
+    "KMP_",
+    "LD_",
+    "MALLOC_",
+    "MKL_",
+    "OMP_",
+    "OPENBLAS_",
+    "PYTORCH_",
+    "TORCH",
+)
 ANSWER_SECONDS = 60.0  # a fork takes milliseconds; if there is no answer by then, it failed
 # Of prctl(2).
 PR_SET_CHILD_SUBREAPER = 36

@@ -1,0 +1,58 @@
+"""What libraries of agent and ranks read at load: our values, unless the user has set others."""
+
+import os
+
+import pytest
+
+from lockstep_gpt.config import Config
+from lockstep_gpt.launch.supervise import rank_environment
+from lockstep_gpt.model.model_settings import ModelConfig
+from lockstep_gpt.training.batch_settings import BatchConfig
+
+NAMES = (
+    "OMP_NUM_THREADS",
+    "TORCHINDUCTOR_COMPILE_THREADS",
+    "PYTORCH_ALLOC_CONF",
+    "PYTORCH_CUDA_ALLOC_CONF",
+)
+
+
+@pytest.fixture(autouse=True)
+def _eight_cores(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
+    for name in NAMES:
+        monkeypatch.delenv(name, raising=False)
+
+
+def ours(accelerator="cuda", **settings):
+    config = Config(
+        max_steps=1,
+        batch=BatchConfig(global_size=1),
+        model=ModelConfig(n_layer=1, n_head=1, n_embd=8, block_size=8),
+        trainer={"accelerator": accelerator, "devices": 4},
+        **settings,
+    )
+    environment = rank_environment(config)
+    return {name: environment[name] for name in NAMES if name in environment}
+
+
+def test_ranks_share_the_cores_also_to_compile():
+    threads = {"OMP_NUM_THREADS": "2"}
+    assert ours("cpu") == threads
+    assert ours("cpu", compile=True) == {**threads, "TORCHINDUCTOR_COMPILE_THREADS": "2"}
+
+
+def test_segments_grow_on_gpus_alone():
+    assert ours()["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+    assert "PYTORCH_ALLOC_CONF" not in ours("cpu")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_user_s_value_stays(name, monkeypatch):
+    monkeypatch.setenv(name, "mine")
+    assert ours(compile=True)[name] == "mine"
+
+
+def test_the_old_name_of_the_allocator_s_settings_is_the_user_s_too(monkeypatch):
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:128")
+    assert "PYTORCH_ALLOC_CONF" not in ours()
