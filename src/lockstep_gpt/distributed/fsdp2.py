@@ -111,9 +111,9 @@ class ShardedStrategy(ModelParallelStrategy):
         and so is the loss, if the model has a method for it.
         """
         mesh = self.device_mesh["data_parallel"]
-        loss: Any = getattr(model, "loss", None)
-        if compiled and loss is not None:
-            model.loss = torch.compile(loss, dynamic=False)
+        if compiled and hasattr(model, "loss"):
+            user_model: Any = model
+            user_model.loss = torch.compile(user_model.loss, dynamic=False)
         for block in getattr(model, "blocks", ()):
             if compiled:  # only its forward: hooks gather its weights before and after
                 block.forward = torch.compile(block.forward, dynamic=False)
