@@ -31,19 +31,22 @@ def replace_text(path: Path, text: str) -> None:
         file.write(text.encode())
 
 
-def write_output(path: Path, text: str) -> None:
+def write_output(path: Path, content: str | bytes) -> None:
     """Write a file that a command's user has named: replaced whole, or left as it was.
 
-    A link stays one, and a pipe or device is written as it is.
+    A link stays one, and a pipe or a device is written as it is.
 
     Raises:
         UserError: it can't be written.
     """
+    if isinstance(content, str):
+        content = content.encode()
     try:
         if path.exists() and not path.is_file():
-            path.write_text(text, encoding="utf-8")
-        else:
-            replace_text(path.resolve(), text)
+            path.write_bytes(content)
+            return
+        with replacing(path.resolve()) as file:
+            file.write(content)
     except OSError as error:
         raise UserError(f"{path} cannot be written ({error.strerror}); name another file") from None
 

@@ -15,6 +15,7 @@ from lockstep_gpt.run.directory import (
     differences,
     refuse_another_identity,
 )
+from lockstep_gpt.run.frozen_file import frozen_text
 
 VALUES = {
     "max_steps": 10,
@@ -73,13 +74,13 @@ def test_settings_that_were_null_may_be_set_later():
 
 
 def test_another_machine_never_reads_half_of_it(run, monkeypatch):
-    def written(_values):
+    def written(values):
         assert not run.config.exists()
-        return "max_steps: 10\n"
+        return frozen_text(values)
 
-    monkeypatch.setattr("lockstep_gpt.run.directory._as_yaml", written)
+    monkeypatch.setattr("lockstep_gpt.run.directory.frozen_text", written)
     run.create(VALUES)
-    assert run.values() == {"max_steps": 10}
+    assert run.values() == VALUES
     assert [path.name for path in run.path.iterdir()] == ["config.yaml"]
 
 

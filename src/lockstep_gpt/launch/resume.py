@@ -55,9 +55,9 @@ def run_to_resume(arguments: list[str]) -> RunDirectory | None:
     if any(_names_group(name) for name in typed):
         return None
     run = RunDirectory(Path(typed["run_dir"]))
-    if not run.config.is_file():
-        return None
-    return run
+    with readable(run.path):
+        is_run = run.config.is_file()
+    return run if is_run else None
 
 
 def train_or_resume(composed: DictConfig) -> tuple[int, float]:
@@ -179,7 +179,14 @@ def _refuse_unusable_files(run: RunDirectory) -> None:
             path.open("rb").close()
     if run.log.exists():
         with run.writing(UserError):
-            run.log.open("ab").close()
+            _refuse_unwritable(run.log)
+
+
+def _refuse_unwritable(path: Path) -> None:
+    try:
+        path.open("ab").close()
+    except PermissionError as error:
+        raise UserError(f"{path} cannot be written: {error.strerror}; make it writable") from None
 
 
 def _is_done(run: RunDirectory, steps: int) -> bool:

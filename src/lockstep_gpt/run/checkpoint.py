@@ -23,6 +23,7 @@ from lockstep_gpt.damaged_files import readable
 from lockstep_gpt.errors import RunError, UserError
 from lockstep_gpt.run.checkpoint_content import (
     NEEDED,
+    NEEDED_TO_RESUME,
     CheckpointError,
     join_parts,
     load_content,
@@ -81,9 +82,9 @@ def _sums(path: Path) -> dict[str, str]:
 
 def checkpoints_in(folder: Path) -> list[Path]:
     """Return the checkpoints in `folder`, by step, oldest first, or raise a `UserError`."""
-    if not folder.is_dir():
-        return []
     with readable(folder):  # an unreadable folder isn't an empty one
+        if not folder.is_dir():
+            return []
         named = [path for path in folder.iterdir() if NAME.fullmatch(path.name)]
     return sorted(named, key=step_of)
 
@@ -92,6 +93,8 @@ def absence_of(folder: Path) -> str:
     """Return why `folder` has no checkpoints, as the end of a sentence about it."""
     if folder.is_dir():
         return "has no checkpoint"
+    if folder.exists():
+        return "is not a folder"
     if folder.is_symlink():
         return f"is a link to {folder.readlink()}, which is missing"
     return "is missing"
@@ -164,7 +167,7 @@ def remove_checkpoint(path: Path) -> None:
 
 def set_aside(path: Path) -> None:
     """Move the files of a checkpoint to `damaged/`, or to `replaced/` if it is intact."""
-    folder = path.with_name("damaged" if _any_fault_of(path, NEEDED) else "replaced")
+    folder = path.with_name("damaged" if _any_fault_of(path, NEEDED_TO_RESUME) else "replaced")
     folder.mkdir(exist_ok=True)
     for file in filter(Path.exists, files_of(path)):
         file.replace(folder / file.name)
@@ -224,7 +227,7 @@ def _any_fault_of(path: Path, needed: Collection[str]) -> str | None:
     fault = fault_of(path)
     if fault is None:
         try:
-            load_content(path, needed, mmap=True)  # without the numbers
+            load_content(path, needed, with_numbers=False)
         except CheckpointError as error:
             return str(error)
     return fault
@@ -255,7 +258,7 @@ def read_checkpoint(
     try:
         if fault is not None:
             raise CheckpointError(fault)
-        content = load_content(path, NEEDED, map_location=map_location)
+        content = load_content(path, NEEDED, map_location)
     except CheckpointError as error:
         raise UserError(
             f"checkpoint {path} {error}; use another one from the same folder"
@@ -268,7 +271,9 @@ def read_checkpoint(
 def find_checkpoint(path: Path, folder: Path | None = None) -> Path:
     """Return the checkpoint at `path`, a run's newest, or one downloaded to `folder`."""
     path = download(path, folder) or path
-    if not path.exists():
+    with readable(path):
+        is_there = path.exists()
+    if not is_there:
         raise UserError(
             f"{path} does not exist; give a run directory, a checkpoint in one, or "
             "wandb://ENTITY/PROJECT/NAME:ALIAS"
@@ -279,7 +284,7 @@ def find_checkpoint(path: Path, folder: Path | None = None) -> Path:
     if newest is None:
         folder = path / "checkpoints"
         if checkpoints_in(folder):
-            fault = "has no valid checkpoint"
+            fault = "has only damaged ones"
         else:
             fault = absence_of(folder)
         raise UserError(

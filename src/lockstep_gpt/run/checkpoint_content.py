@@ -2,6 +2,7 @@
 
 import pickle
 import struct
+import zipfile
 from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
@@ -20,12 +21,24 @@ class CheckpointError(Exception):
     """What is wrong with a checkpoint, as the end of a sentence about it."""
 
 
-def load_content(path: Path, needed: Collection[str], **how: Any) -> dict[str, Any]:
-    """Return the content of a file that matches its SHA-256, or raise `CheckpointError`."""
+def load_content(
+    path: Path, needed: Collection[str], map_location: Any = "cpu", with_numbers: bool = True
+) -> dict[str, Any]:
+    """Return the content of a file that matches its SHA-256, or raise a `CheckpointError`.
+
+    Args:
+        path: the file.
+        needed: the keys that it must have.
+        map_location: where its tensors go.
+        with_numbers: False: don't read the numbers of tensors before they are used.
+    """
     import torch
 
+    if path.stat().st_size == 0:
+        raise CheckpointError("is empty")
+    mmap = not with_numbers and zipfile.is_zipfile(path)  # torch maps no other files
     try:
-        content = torch.load(path, weights_only=True, **how)
+        content = torch.load(path, map_location=map_location, weights_only=True, mmap=mmap)
     except pickle.UnpicklingError as error:
         raise CheckpointError(f"has more than tensors and values: {_first_line(error)}") from None
     except UNREADABLE as error:
@@ -41,13 +54,13 @@ def load_content(path: Path, needed: Collection[str], **how: Any) -> dict[str, A
     return content
 
 
-def refuse_broken_weights(weights: Iterable[tuple[str, Any]], where: str) -> None:
+def refuse_broken_weights(
+    weights: Iterable[tuple[str, Any]], where: str, remedy: str = "use another checkpoint"
+) -> None:
     """Raise a `UserError` if a weight of the checkpoint `where` is infinite or not a number."""
     for name, weight in weights:
         if not weight.isfinite().all():
-            raise UserError(
-                f"{where} has weights that are not finite, such as {name}; use another checkpoint"
-            )
+            raise UserError(f"{where} has weights that are not finite, such as {name}; {remedy}")
 
 
 def _first_line(error: Exception) -> str:

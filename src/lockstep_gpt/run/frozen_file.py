@@ -48,6 +48,6 @@ def _whole_values(text: str) -> dict[str, Any]:
         is_whole = END in text
     else:
         is_whole = all(name in values for name in GROUPS)
-    if not is_whole or not all(isinstance(values.get(name), dict) for name in GROUPS[:3]):
+    if not is_whole or not all(isinstance(values.get(name, {}), dict) for name in GROUPS):
         raise ValueError("some values are missing")
     return values

@@ -51,7 +51,7 @@ class MetricsFile(Logger):
             if table.damaged:
                 damaged = self.path.with_name(f"{self.path.name}.damaged")
                 self.path.replace(damaged)
-                table.warn_if_damaged(self.path, f"are left out; {damaged} has the file as it was")
+                table.warn_if_damaged(self.path, f"; {damaged} is the file as it was")
             self._rewrite(rows)
         return {name: value for row in rows for name, value in row.items() if value}
 

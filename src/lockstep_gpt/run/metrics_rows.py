@@ -50,10 +50,11 @@ class MetricsRows:
         """Return each row as a dictionary, by column."""
         return [dict(zip(self.columns, row, strict=True)) for row in self.rows]
 
-    def warn_if_damaged(self, path: Path, outcome: str = "are left out") -> None:
+    def warn_if_damaged(self, path: Path, remark: str = "") -> None:
         """Log how many lines of the file at `path` are damaged."""
         if self.damaged:
-            logger.warning("%s: %s %s", path, counted(self.damaged, "damaged line"), outcome)
+            lines = counted(self.damaged, "damaged line")
+            logger.warning("%s: left out %s%s", path, lines, remark)
 
 
 def read_metrics(path: Path, end: int | None = None) -> MetricsRows:

@@ -17,6 +17,8 @@ from lockstep_gpt.settings import counted
 
 logger = logging.getLogger(__name__)
 
+TAKE_ANOTHER = "move it to another folder, and resume=auto takes the one before it"
+
 
 def state_to_resume(directory: RunDirectory, config: Config, module: torch.nn.Module) -> str | None:
     """Return the checkpoint to resume from: the run's own newest, else the one `resume` names.
@@ -45,8 +47,7 @@ def state_to_resume(directory: RunDirectory, config: Config, module: torch.nn.Mo
     same_algorithm = content["config"]["optim"]["algorithm"] == config.optim.algorithm
     if same_algorithm and len(fitting) == len(saved) == len(current):
         return str(path)
-    weights = [(name, fitting[name]) for name, _ in module.named_parameters() if name in fitting]
-    refuse_broken_weights(weights, f"checkpoint {path}")
+    refuse_lost_numbers(f"checkpoint {path}", fitting, module)
     module.load_state_dict(fitting, strict=False)
     logger.warning("resume_force: loaded %d weights of %s; the others are new", len(fitting), path)
     return None
@@ -65,8 +66,8 @@ def refuse_other_directory(directory: RunDirectory) -> None:
 def _newest_of_run(directory: RunDirectory, config: Config, module: torch.nn.Module) -> Path | None:
     """Return the newest intact checkpoint; set newer ones aside, clean up after a kill."""
     folder = directory.checkpoints
-    if folder.is_symlink() and not folder.exists():
-        raise UserError(f"{folder} {files.absence_of(folder)}; mount or restore it")
+    if not folder.is_dir() and (folder.is_symlink() or folder.exists()):
+        raise UserError(f"{folder} {files.absence_of(folder)}; mount or restore the folder")
     files.remove_leftovers(folder)
     weights = files.size_of(module.state_dict())
     files.refuse_full_disk(directory.path, 3 * weights)  # AdamW: two moments each
@@ -103,6 +104,22 @@ def fitting_of(saved: dict[str, Any], current: dict[str, Any]) -> dict[str, Any]
     """Return the weights of `saved` that have the name and shape of one in `current`."""
     shapes = {name: weight.shape for name, weight in current.items()}
     return {name: weight for name, weight in saved.items() if shapes.get(name) == weight.shape}
+
+
+def refuse_lost_parts(where: str, checkpoint: dict[str, Any], counts_samples: bool) -> None:
+    """Raise a `UserError` if the checkpoint `where` lacks what a run resumes from."""
+    needed = [*NEEDED_TO_RESUME]
+    if counts_samples:
+        needed.append("samples")
+    missing = [name for name in needed if name not in checkpoint]
+    if missing:
+        raise UserError(f"{where} lacks {', '.join(missing)}; {TAKE_ANOTHER}")
+
+
+def refuse_lost_numbers(where: str, saved: dict[str, Any], module: torch.nn.Module) -> None:
+    """Raise a `UserError` if weights of the checkpoint `where` are not finite; buffers may be."""
+    names = [name for name, _ in module.named_parameters() if name in saved]
+    refuse_broken_weights(((name, saved[name]) for name in names), where, TAKE_ANOTHER)
 
 
 def refuse_other_weights(where: str, saved: dict[str, Any], places: dict[str, Any]) -> None:

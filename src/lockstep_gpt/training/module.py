@@ -24,11 +24,12 @@ from lockstep_gpt.model.functional import perplexity
 from lockstep_gpt.model.gpt import build_gpt
 from lockstep_gpt.registry import MODEL, additions
 from lockstep_gpt.run.checkpoint import find_checkpoint, read_checkpoint
-from lockstep_gpt.run.checkpoint_content import refuse_broken_weights
 from lockstep_gpt.run.directory import literal, refuse_another_identity
 from lockstep_gpt.run.migrations import migrate
 from lockstep_gpt.run.resuming import (
     apply_settings,
+    refuse_lost_numbers,
+    refuse_lost_parts,
     refuse_other_weights,
     rescale_batch_progress,
 )
@@ -213,13 +214,12 @@ class GPTModule(lightning.LightningModule):
         Raise a `UserError` if the checkpoint is from a run with other settings or code.
         """
         where = f"checkpoint {self.trainer.ckpt_path}"
+        data = getattr(self.trainer, "datamodule", None)
+        refuse_lost_parts(where, checkpoint, isinstance(data, TokenDataModule))
         if not self.config.resume_force:
             refuse_another_identity(where, checkpoint["config"], as_values(self.config))
-        saved = checkpoint["state_dict"]
-        refuse_other_weights(where, saved, self.state_dict())
-        weights = [(name, saved[name]) for name, _ in self.named_parameters() if name in saved]
-        refuse_broken_weights(weights, where)
-        data = getattr(self.trainer, "datamodule", None)
+        refuse_other_weights(where, checkpoint["state_dict"], self.state_dict())
+        refuse_lost_numbers(where, checkpoint["state_dict"], self)
         if isinstance(data, TokenDataModule):
             data.resume_at(checkpoint["global_step"], checkpoint["samples"])
         self.skipped.count.fill_(checkpoint.get("skipped", 0))
