@@ -10,7 +10,7 @@ from typing import Any
 from lockstep_gpt.errors import UserError
 
 # The errors that torch raises for a file it cannot read.
-UNREADABLE = (RuntimeError, EOFError, LookupError, ValueError, struct.error)
+UNREADABLE = (RuntimeError, EOFError, OSError, LookupError, ValueError, struct.error)
 # The keys that every reader needs, and those that a run resumes from.
 NEEDED = ("config", "tokenizer", "state_dict")
 NEEDED_TO_RESUME = (*NEEDED, "optimizer_states", "lr_schedulers", "loops", "global_step")
@@ -36,12 +36,15 @@ def load_content(
 
     if path.stat().st_size == 0:
         raise CheckpointError("is empty")
-    mmap = not with_numbers and zipfile.is_zipfile(path)  # torch maps no other files
+    is_archive = zipfile.is_zipfile(path)  # cut off, it isn't
+    mmap = is_archive and not with_numbers
     try:
         content = torch.load(path, map_location=map_location, weights_only=True, mmap=mmap)
     except pickle.UnpicklingError as error:
         raise CheckpointError(f"has more than tensors and values: {_first_line(error)}") from None
     except UNREADABLE as error:
+        if not is_archive:
+            raise CheckpointError("is damaged: it is not a whole zip archive") from None
         raise CheckpointError(f"is damaged: {_first_line(error)}") from None
     if not isinstance(content, dict):
         raise CheckpointError(ORIGIN)

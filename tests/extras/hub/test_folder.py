@@ -104,6 +104,9 @@ def test_the_card_names_the_run_s_revision_if_it_is_known(shaped, saved, tmp_pat
     export(source, tmp_path / "new")
     card = (tmp_path / "new/README.md").read_text(encoding="utf-8")
     assert "| code | revision `abc123` when trained, with changes that are not in it |" in card
+    (source.parents[1] / "environment.json").write_text('{"git_revi')
+    export(source, tmp_path / "torn")
+    assert "when trained" not in (tmp_path / "torn/README.md").read_text(encoding="utf-8")
 
 
 def test_the_command_exports_a_run_into_its_folder(gpt, capsys):

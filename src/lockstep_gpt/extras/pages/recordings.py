@@ -38,7 +38,7 @@ def read_recordings(run: Path) -> list[dict[str, Any]]:
     if not run.is_dir():
         raise UserError(f"{run} is not a run directory; name one that a training run wrote")
     contents = map(read_informative_object, (run / FOLDER).glob("step=*.json"))
-    recordings = [content for content in contents if "step" in content]
+    recordings = [content for content in contents if isinstance(content.get("step"), int)]
     if not recordings:
         raise UserError(
             f"{run} contains no recorded steps; record some with callbacks=[default,sync_panel]"
