@@ -77,9 +77,8 @@ def data_class(target: Any) -> type[DataConfig]:
     Only classes of this package are imported: the name may be from a file of someone else.
     """
     if not isinstance(target, str):
-        raise UserError(
-            f"data._target_={target} must be a class, as {lockstep_gpt.__name__}.module.Class"
-        )
+        example = f"{lockstep_gpt.__name__}.module.Class"
+        raise UserError(f"data._target_={target} must be a class, as {example}")
     if not target.startswith(f"{lockstep_gpt.__name__}."):
         return DataModuleConfig
     extra = extra_of_target(target)

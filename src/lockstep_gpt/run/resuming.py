@@ -11,7 +11,10 @@ from lockstep_gpt.distributed.ranks import Ranks, from_rank_zero, ranks_unlike_r
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.run import checkpoint as files
 from lockstep_gpt.run import checkpoint_copies
-from lockstep_gpt.run.checkpoint_content import NEEDED_TO_RESUME, refuse_broken_weights
+from lockstep_gpt.run.checkpoint_content import (
+    NEEDED_TO_RESUME,
+    refuse_broken_weights,
+)
 from lockstep_gpt.run.directory import RunDirectory, refuse_another_identity
 from lockstep_gpt.settings import counted
 

@@ -13,7 +13,10 @@ import numpy as np
 import numpy.typing as npt
 
 from lockstep_gpt import PROGRAM
-from lockstep_gpt.damaged_files import read_informative_object, read_informative_text
+from lockstep_gpt.damaged_files import (
+    read_informative_object,
+    read_informative_text,
+)
 from lockstep_gpt.run.directory import RunDirectory
 from lockstep_gpt.run.metrics_rows import STEP, read_metrics
 
