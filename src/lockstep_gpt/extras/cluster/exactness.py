@@ -5,6 +5,7 @@ The last run goes from the most ranks to the fewest and is killed in between; it
 
 from __future__ import annotations
 
+import csv
 import hashlib
 import itertools
 import tempfile
@@ -19,7 +20,6 @@ from lockstep_gpt.extras.cluster import flags
 from lockstep_gpt.extras.cluster.small_runs import SmallRuns
 from lockstep_gpt.launch import compose
 from lockstep_gpt.run.directory import RunDirectory
-from lockstep_gpt.run.metrics_rows import read_metrics
 from lockstep_gpt.settings import counted
 from lockstep_gpt.training import schedule
 from lockstep_gpt.training.batch_settings import BatchConfig
@@ -150,10 +150,11 @@ def left_by(run: RunDirectory) -> Remains:
     from lockstep_gpt.run.checkpoint import checkpoints_in, read_checkpoint
 
     content = read_checkpoint(checkpoints_in(run.checkpoints)[-1])
-    rows = [
-        {name: value for name, value in row.items() if not name.startswith(TIMED)}
-        for row in read_metrics(run.metrics).as_dicts()
-    ]
+    with run.metrics.open(encoding="utf-8", newline="") as file:
+        rows = [
+            {name: value for name, value in row.items() if not name.startswith(TIMED)}
+            for row in csv.DictReader(file)
+        ]
     weights = content["weights"][content["global_step"]]  # the same hash as in the report
     return Remains(weights, _digest(content["optimizer_states"]), rows)
 
