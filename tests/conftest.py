@@ -10,6 +10,7 @@ import itertools
 import json
 import math
 import os
+import resource
 import shlex
 import signal
 import socket
@@ -541,6 +542,15 @@ def _once(command: Command, words: list[str], name: str) -> tuple[Command, str]:
         if not screen.exists():
             screen.write_text(command(*words, f"data.root={command.data_root}").stdout)
     return command, screen.read_text()
+
+
+@pytest.fixture
+def full_disk() -> Iterator[None]:
+    """Refuse, as a full disk does, to write more than the first 4,000 bytes of a file."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4000, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 @pytest.fixture

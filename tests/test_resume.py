@@ -359,7 +359,7 @@ def test_resume_after_a_killed_start_starts_the_run(command):
     (command.folder / "run/.config.yaml.tmp").write_text("max_st")
     command.train("run_dir=run", "resume=auto", "max_steps=6")
     assert command.summary("run")["status"] == "done"
-    assert not list((command.folder / "run").glob(".*"))
+    assert not list((command.folder / "run").glob(".*.tmp"))
 
 
 def test_resume_in_a_folder_of_other_files_is_rejected(command):

@@ -1,6 +1,10 @@
+import os
+import stat
+
 import pytest
 
-from lockstep_gpt.whole_files import replace_text, replacing
+from lockstep_gpt.errors import UserError
+from lockstep_gpt.whole_files import replace_text, replacing, write_output
 
 
 def test_a_file_is_replaced_atomically_without_leftovers(tmp_path):
@@ -25,3 +29,33 @@ def test_after_an_error_everything_is_as_before(tmp_path):
 def test_a_missing_folder_gives_the_system_s_error(tmp_path):
     with pytest.raises(FileNotFoundError), replacing(tmp_path / "nowhere/a"):
         pass
+
+
+@pytest.mark.usefixtures("full_disk")
+def test_an_output_on_a_full_disk_keeps_the_old_one(tmp_path):
+    path = tmp_path / "report.html"
+    write_output(path, "old")
+    with pytest.raises(UserError, match=r"report\.html cannot be written \(.+\); name another"):
+        write_output(path, "new" * 9999)
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_an_output_follows_a_link(tmp_path):
+    (tmp_path / "link").symlink_to("folder/target")
+    (tmp_path / "folder").mkdir()
+    for content in ("new", b"newer"):
+        write_output(tmp_path / "link", content)
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "folder/target").read_text() == "newer"
+    assert len(list((tmp_path / "folder").iterdir())) == 1
+
+
+def test_an_output_may_be_a_pipe_which_stays_one(tmp_path):
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    reader = os.open(path, os.O_RDWR)
+    write_output(path, "text")
+    assert os.read(reader, 99) == b"text"
+    os.close(reader)
+    assert stat.S_ISFIFO(path.stat().st_mode)

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
+from lockstep_gpt.errors import UserError
+
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
@@ -27,6 +29,26 @@ def replace_text(path: Path, text: str) -> None:
     """Replace the content of `path` with `text`, in UTF-8."""
     with replacing(path) as file:
         file.write(text.encode())
+
+
+def write_output(path: Path, content: str | bytes) -> None:
+    """Write a file that a command's user has named: replaced whole, or left as it was.
+
+    A link stays one, and a pipe or a device is written as it is.
+
+    Raises:
+        UserError: it can't be written.
+    """
+    if isinstance(content, str):
+        content = content.encode()
+    try:
+        if path.exists() and not path.is_file():
+            path.write_bytes(content)
+            return
+        with replacing(path.resolve()) as file:
+            file.write(content)
+    except OSError as error:
+        raise UserError(f"{path} cannot be written ({error.strerror}); name another file") from None
 
 
 def sync_folder(folder: Path) -> None:

@@ -25,6 +25,7 @@ from lockstep_gpt.run.checkpoint import (
     step_of,
     sum_path,
 )
+from lockstep_gpt.run.checkpoint_content import NEEDED_TO_RESUME
 from lockstep_gpt.run.trained_model import load_model
 
 CONFIG = {"max_steps": 10}
@@ -189,6 +190,36 @@ def test_a_checkpoint_of_another_program_is_rejected(tmp_path, foreign):
     AtomicCheckpointIO().save_checkpoint(foreign, path)
     with pytest.raises(UserError, match="was not written by"):
         read_checkpoint(path)
+
+
+def test_a_checkpoint_that_was_damaged_with_its_sum_is_skipped_by_what_is_wrong(tmp_path, caplog):
+    whole = content(**{name: {} for name in NEEDED_TO_RESUME[3:]})
+    AtomicCheckpointIO().save_checkpoint(whole, checkpoint_path(tmp_path, 1))
+    torn = save(checkpoint_path(tmp_path, 2), state_dict={"w": torch.zeros(9999)})
+    put(torn, torn.read_bytes()[:20_000])
+    put(checkpoint_path(tmp_path, 3), b"")
+    put(checkpoint_path(tmp_path, 4), b"just text\n")
+    save(checkpoint_path(tmp_path, 5))
+    AtomicCheckpointIO().save_checkpoint([], checkpoint_path(tmp_path, 6))
+    save(checkpoint_path(tmp_path, 7), config=5)
+    checkpoint_path(tmp_path, 8).mkdir()
+    with caplog.at_level(logging.WARNING):
+        assert newest_valid(tmp_path, NEEDED_TO_RESUME) == checkpoint_path(tmp_path, 1)
+    faults = [
+        "is a folder",
+        "lacks optimizer_states, lr_schedulers, loops, global_step",
+        "was not written by lockstep-gpt train",
+        "lacks optimizer_states, lr_schedulers, loops, global_step",
+        "is damaged: it is not a whole zip archive",
+        "is empty",
+        "is damaged: it is not a whole zip archive",
+    ]
+    assert len(caplog.messages) == len(faults)
+    for step, fault, line in zip(range(8, 1, -1), faults, caplog.messages, strict=True):
+        assert f"skipped {checkpoint_path(tmp_path, step)}: it " in line
+        assert fault in line
+    assert newest_valid(tmp_path) == checkpoint_path(tmp_path, 5)  # for a reader of weights
+    assert caplog.messages[-2].endswith("config is of another type")
 
 
 def test_a_missing_checkpoint_is_rejected(tmp_path):

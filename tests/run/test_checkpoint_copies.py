@@ -3,7 +3,6 @@ from pathlib import Path
 
 import fsspec
 import pytest
-import yaml
 
 from lockstep_gpt.config import Config
 from lockstep_gpt.data.tokenizer import ByteTokenizer
@@ -14,6 +13,7 @@ from lockstep_gpt.run.checkpoint import checkpoint_path, read_checkpoint
 from lockstep_gpt.run.checkpoint_copies import copies_of, fetch, fetch_newest
 from lockstep_gpt.run.checkpoint_writing import CopyingCheckpointIO, checkpoint_io
 from lockstep_gpt.run.directory import RunDirectory
+from lockstep_gpt.run.frozen_file import frozen_text
 from lockstep_gpt.run.run_settings import CheckpointConfig
 
 TOKENIZER = ByteTokenizer().to_dict()
@@ -61,7 +61,7 @@ def run_in(place, run_dir, far, **settings):
     )
     directory = RunDirectory(place / run_dir)
     directory.path.mkdir(parents=True)
-    directory.config.write_text(yaml.safe_dump(identity(run_dir)))
+    directory.config.write_text(frozen_text(identity(run_dir)))
     return directory, config
 
 

@@ -1,5 +1,6 @@
 import errno
 import json
+import logging
 import multiprocessing
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from lockstep_gpt.run.directory import (
     differences,
     refuse_another_identity,
 )
+from lockstep_gpt.run.frozen_file import frozen_text
 
 VALUES = {
     "max_steps": 10,
@@ -73,13 +75,13 @@ def test_settings_that_were_null_may_be_set_later():
 
 
 def test_another_machine_never_reads_half_of_it(run, monkeypatch):
-    def written(_values):
+    def written(values):
         assert not run.config.exists()
-        return "max_steps: 10\n"
+        return frozen_text(values)
 
-    monkeypatch.setattr("lockstep_gpt.run.directory._as_yaml", written)
+    monkeypatch.setattr("lockstep_gpt.run.directory.frozen_text", written)
     run.create(VALUES)
-    assert run.values() == {"max_steps": 10}
+    assert run.values() == VALUES
     assert [path.name for path in run.path.iterdir()] == ["config.yaml"]
 
 
@@ -188,6 +190,80 @@ def test_a_damaged_frozen_file_fails_in_one_line(run, text):
         run.values()
 
 
+def test_a_frozen_file_that_was_cut_off_anywhere_is_refused(run):
+    run.create(VALUES)
+    text = run.config.read_text()
+    for end in [place + 1 for place, sign in enumerate(text[:-1]) if sign == "\n"]:
+        run.config.write_text(text[:end])
+        with pytest.raises(UserError, match=r"config\.yaml is damaged; restore the original$"):
+            run.values()
+
+
+@pytest.mark.parametrize("gone", ["logger", "trainer", "data", "batch"])
+def test_a_frozen_file_of_an_earlier_version_that_lacks_a_group_is_refused(run, gone):
+    groups = {name: {} for name in ("trainer", "strategy", "callbacks", "logger")}
+    values = {**VALUES, **groups}
+    run.create(values)
+    run.config.write_text(yaml.safe_dump(values))
+    assert run.values() == values
+    del values[gone]
+    run.config.write_text(yaml.safe_dump(values))
+    with pytest.raises(UserError, match=r"config\.yaml is damaged; restore the original$"):
+        run.values()
+
+
+WRONG = [
+    {"data": [1]},
+    {"data": None},
+    {"data": {"_target_": 5}},
+    {"batch": 5},
+    {"trainer": "none"},
+    {"callbacks": [1]},
+    {"max_steps": "twenty"},
+    {"seed": "${nowhere}"},
+    {"run_dir": [1]},
+    {"sead": 5},
+    {5: 5},
+]
+
+
+@pytest.mark.parametrize("wrong", WRONG, ids=str)
+def test_a_wrong_value_in_a_frozen_file_is_refused_in_one_line(run, wrong):
+    run.create({**VALUES, **wrong})
+    with pytest.raises(UserError) as refused:
+        run.load()
+    assert "\n" not in str(refused.value)
+
+
+def test_values_that_contain_themselves_are_refused(run):
+    run.create(VALUES)
+    run.config.write_text(run.config.read_text().replace("größer", "&name [*name]"))
+    with pytest.raises(UserError, match="is damaged; restore the original"):
+        run.values()
+
+
+DAMAGED = {
+    b"": "is damaged (not JSON)",
+    b'{"status": "do': "is damaged (not JSON)",
+    b"[" * 100_000: "is damaged (not JSON)",
+    '{"status": "schön"}'.encode("latin-1"): "is damaged (not JSON)",
+    b"[1, 2]": "is damaged (not an object)",
+    b'{"step": "x"}': "has step=x",
+    b'{"last_checkpoint": 5}': "has last_checkpoint=5",
+}
+
+
+@pytest.mark.parametrize("content", DAMAGED, ids=lambda content: repr(content[:20]))
+def test_a_damaged_summary_is_ignored_with_one_warning(run, content, caplog):
+    run.create(VALUES)
+    run.summary.write_bytes(content)
+    with caplog.at_level(logging.WARNING):
+        assert (run.read_summary(), run.read_summary()) == ({}, {})
+    assert caplog.messages == [f"{run.summary} {DAMAGED[content]}; ignored"]
+    run.write_summary({"status": "done"})
+    assert run.read_summary() == {"status": "done"}
+
+
 def test_a_summary_is_replaced_as_a_whole(run):
     run.create(VALUES)
     assert run.read_summary() == {}
@@ -212,6 +288,13 @@ def test_only_the_first_failure_is_recorded(run):
     assert not run.record_failure({"rank": 0, "error": "second"})
     assert run.read_failure() == {"rank": 1, "error": "first"}
     assert json.loads(run.failed.read_text())["rank"] == 1
+
+
+@pytest.mark.usefixtures("full_disk")
+def test_a_failure_that_cannot_be_written_leaves_no_half_of_it(run):
+    run.path.mkdir(parents=True)
+    assert run.record_failure({"error": "x" * 9999})
+    assert not list(run.path.iterdir())
 
 
 def test_a_run_that_never_began_is_discarded_but_never_one_that_saved(run):

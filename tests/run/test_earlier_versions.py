@@ -199,7 +199,7 @@ def test_weights_of_other_code_fail_in_one_line_and_leave_the_run_unchanged(earl
     frozen = yaml.safe_load((command.folder / "run/config.yaml").read_text())
     errors = command(*RESUME, "launch.inline=true", status=2).stderr
     assert errors.count("\n") == 1
-    assert "only 27 of the checkpoint's 28 weights fit this model's 28; use the" in errors
+    assert "only 27 of its 28 weights fit this model's 28; use the" in errors
     assert yaml.safe_load((command.folder / "run/config.yaml").read_text()) == migrate(frozen)
     for words in READERS:
         errors = command(*words, status=2).stderr

@@ -40,6 +40,17 @@ def test_a_model_read_back_gives_the_same_logits_without_dropout(tmp_path):
     assert isinstance(tokenizer, ByteTokenizer)
 
 
+def test_a_model_with_weights_that_are_not_finite_is_refused(tmp_path):
+    path = tmp_path / "step=000001.ckpt"
+    model = saved_model(path)
+    weights = {f"model.{name}": weight for name, weight in model.state_dict().items()}
+    weights["model.final_norm.weight"].fill_(torch.nan)
+    tokenizer = ByteTokenizer().to_dict()
+    write_checkpoint({"config": CONFIG, "tokenizer": tokenizer, "state_dict": weights}, path)
+    with pytest.raises(UserError, match=r"such as final_norm\.weight; use another checkpoint$"):
+        load_model(path)
+
+
 def test_a_model_is_readable_without_the_run_s_environment(tmp_path):
     logger = {"wandb": {"entity": "${oc.env:GONE_WITH_THE_RUN}"}}
     saved_model(tmp_path / "step=000001.ckpt", logger=logger)

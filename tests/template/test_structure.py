@@ -25,9 +25,10 @@ PACKAGE = "lockstep_gpt"
 LAYERS = [
     "registry",
     "catalog",
-    "whole_files",
     "exits",
     "errors",
+    "damaged_files",
+    "whole_files",
     "config_files",
     "settings",
     "config",

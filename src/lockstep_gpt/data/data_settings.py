@@ -71,11 +71,14 @@ class DataModuleConfig(DataConfig):
         return {**ours, "arguments": {**ours.get("arguments", {}), **others}}
 
 
-def data_class(target: str) -> type[DataConfig]:
+def data_class(target: Any) -> type[DataConfig]:
     """Return the settings class of `data._target_`, or raise a `UserError` if there is no such.
 
     Only classes of this package are imported: the name may be from a file of someone else.
     """
+    if not isinstance(target, str):
+        example = f"{lockstep_gpt.__name__}.module.Class"
+        raise UserError(f"data._target_={target} must be a class, as {example}")
     if not target.startswith(f"{lockstep_gpt.__name__}."):
         return DataModuleConfig
     extra = extra_of_target(target)

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from lockstep_gpt.config import (
     settings_on_resume,
     with_defaults,
 )
+from lockstep_gpt.damaged_files import read_informative_text, readable
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.launch import (
     checks,
@@ -35,7 +37,10 @@ from lockstep_gpt.run import directory as runs
 from lockstep_gpt.run.checkpoint import fault_of
 from lockstep_gpt.run.directory import RunDirectory
 from lockstep_gpt.settings import as_typed
+from lockstep_gpt.whole_files import replacing
 
+# A line of overrides.log names a setting after the date and the time.
+CHANGE = re.compile(r"^\S+ \S+  (\S+): ", re.MULTILINE)
 # Overrides that select the run, and don't change it.
 ADDRESS = ("run_dir", "resume", "trust_run_dir")
 OF_MACHINE = ("trainer.devices", "trainer.accelerator")  # and those marked on_resume="machine"
@@ -50,9 +55,9 @@ def run_to_resume(arguments: list[str]) -> RunDirectory | None:
     if any(_names_group(name) for name in typed):
         return None
     run = RunDirectory(Path(typed["run_dir"]))
-    if not run.config.is_file():
-        return None
-    return run
+    with readable(run.path):
+        is_run = run.config.is_file()
+    return run if is_run else None
 
 
 def train_or_resume(composed: DictConfig) -> tuple[int, float]:
@@ -85,8 +90,8 @@ def _refuse_other_choices(
         *settings_on_resume("machine", resolved["data"].get("_target_")),
         *(_setting_of(override) for override in _parse(overrides)),
     }
-    if run.overrides.is_file():  # changes of earlier resumes stay
-        free |= {line.split()[2].rstrip(":") for line in run.overrides.read_text().splitlines()}
+    changes = read_informative_text(run.overrides)  # of earlier resumes, which stay
+    free |= set(CHANGE.findall(changes))
     # A setting that an earlier version lacked is not a difference.
     frozen = cast(dict[str, Any], OmegaConf.to_container(OmegaConf.merge(resolved, run.values())))
     lines = runs.differences(frozen, resolved)
@@ -121,6 +126,7 @@ def resume(run: RunDirectory, arguments: list[str], composed: dict[str, Any] | N
         if os.environ.get("RANK", "0") == "0":  # only one of a launcher's ranks prints
             print(f"{run.path} is done; raise max_steps to train it longer")
         return 0
+    _refuse_unusable_files(run)
     resolved = {**values, "trainer": start.resolved_trainer(values, placement)}
     permit = partial(trust.permit, run, _sets_switch(arguments, "trust_run_dir"), composed)
     if not launcher.is_inside_launcher():  # of a launcher's ranks, only rank 0 needs permission
@@ -141,31 +147,53 @@ class ResumedRun:
 
     def check(self) -> None:
         """Raise a `UserError` if the directory is somebody else's and not trusted."""
-        self._logged = 0
-        if self.run.overrides.exists():
-            self._logged = self.run.overrides.stat().st_size
         self.permit()
 
     def freeze(self, values: dict[str, Any]) -> None:
         """Freeze the changed values, and add the changes to the log of overrides."""
         now = time.strftime("%Y-%m-%d %H:%M:%S")
+        self._logged = b""
+        if self.run.overrides.exists():
+            self._logged = self.run.overrides.read_bytes()
         with self.run.writing(UserError):
-            with self.run.overrides.open("a", encoding="utf-8") as file:
-                file.writelines(f"{now}  {change}\n" for change in self.changes)
+            with replacing(self.run.overrides) as file:
+                file.write(self._logged)
+                file.writelines(f"{now}  {change}\n".encode() for change in self.changes)
             self.run.refreeze(values)
         print(f"resuming {self.run.path}", *self.changes, sep="\n  ")
 
     def undo(self) -> None:
         """Freeze the earlier values again, and remove the changes from the log."""
         self.run.refreeze(self.before)
-        os.truncate(self.run.overrides, self._logged)
+        with replacing(self.run.overrides) as file:
+            file.write(self._logged)
+
+
+def _refuse_unusable_files(run: RunDirectory) -> None:
+    """Raise a `UserError` if a file that a resume reads or goes on writing can't be used."""
+    for path in (run.metrics, run.overrides, run.log, run.summary, run.failed):
+        if path.is_dir():
+            raise UserError(f"{path} is a folder; move it away")
+    for path in filter(Path.exists, (run.metrics, run.overrides)):
+        with readable(path):
+            path.open("rb").close()
+    if run.log.exists():
+        with run.writing(UserError):
+            _refuse_unwritable(run.log)
+
+
+def _refuse_unwritable(path: Path) -> None:
+    try:
+        path.open("ab").close()
+    except PermissionError as error:
+        raise UserError(f"{path} cannot be written: {error.strerror}; make it writable") from None
 
 
 def _is_done(run: RunDirectory, steps: int) -> bool:
     """Return whether the run is done, with an intact last checkpoint and at least `steps` steps."""
     summary = run.read_summary()
     checkpoint = run.checkpoints / Path(summary.get("last_checkpoint") or "none").name
-    ended = summary.get("status") == "done" and summary["step"] >= steps
+    ended = summary.get("status") == "done" and summary.get("step", 0) >= steps
     return ended and fault_of(checkpoint) is None
 
 

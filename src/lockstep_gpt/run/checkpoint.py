@@ -14,21 +14,26 @@ A checkpoint is `step=000500.ckpt` and its SHA-256, `step=000500.ckpt.sha256`. W
 
 import hashlib
 import logging
-import pickle
 import re
 import shutil
-import struct
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
+from lockstep_gpt.damaged_files import readable
 from lockstep_gpt.errors import RunError, UserError
+from lockstep_gpt.run.checkpoint_content import (
+    NEEDED,
+    NEEDED_TO_RESUME,
+    CheckpointError,
+    join_parts,
+    load_content,
+)
 from lockstep_gpt.run.checkpoint_downloads import download
 from lockstep_gpt.whole_files import replace_text, replacing
 
 logger = logging.getLogger(__name__)
 
-# The errors that torch raises for a file it cannot read.
-UNREADABLE = (pickle.UnpicklingError, RuntimeError, EOFError, LookupError, ValueError, struct.error)
 REMEDY = "then continue with resume=auto; the newest checkpoint is intact"
 NAME = re.compile(r"step=(\d{6,})\.ckpt")
 
@@ -57,10 +62,16 @@ def files_of(path: Path) -> list[Path]:
 
 
 def _sums(path: Path) -> dict[str, str]:
-    """Return the SHA-256 of each of a checkpoint's files; empty without a valid checksum file."""
+    """Return the SHA-256 of each of a checkpoint's files; empty without a valid checksum file.
+
+    Raises:
+        PermissionError: there is one, which can't be read.
+    """
     try:
         lines = sum_path(path).read_text(encoding="ascii").splitlines()
         sums = {name: digest for digest, name in map(str.split, lines)}
+    except PermissionError:
+        raise
     except (OSError, ValueError):
         return {}
     # A checksum file can't cause files of other names to be read or deleted.
@@ -71,9 +82,23 @@ def _sums(path: Path) -> dict[str, str]:
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
-    """Return the checkpoints in `folder`, by step, oldest first."""
-    named = (path for path in folder.glob("*.ckpt") if NAME.fullmatch(path.name))
+    """Return the checkpoints in `folder`, by step, oldest first, or raise a `UserError`."""
+    with readable(folder):  # an unreadable folder isn't an empty one
+        if not folder.is_dir():
+            return []
+        named = [path for path in folder.iterdir() if NAME.fullmatch(path.name)]
     return sorted(named, key=step_of)
+
+
+def absence_of(folder: Path) -> str:
+    """Return why `folder` has no checkpoints, as the end of a sentence about it."""
+    if folder.is_dir():
+        return "has no checkpoint"
+    if folder.exists():
+        return "is not a folder"
+    if folder.is_symlink():
+        return f"is a link to {folder.readlink()}, which is missing"
+    return "is missing"
 
 
 def write_checkpoint(
@@ -143,7 +168,7 @@ def remove_checkpoint(path: Path) -> None:
 
 def set_aside(path: Path) -> None:
     """Move the files of a checkpoint to `damaged/`, or to `replaced/` if it is intact."""
-    folder = path.with_name("damaged" if fault_of(path) else "replaced")
+    folder = path.with_name("damaged" if _any_fault_of(path, NEEDED_TO_RESUME) else "replaced")
     folder.mkdir(exist_ok=True)
     for file in filter(Path.exists, files_of(path)):
         file.replace(folder / file.name)
@@ -165,7 +190,24 @@ def _sha256(path: Path) -> str:
 
 
 def fault_of(path: Path) -> str | None:
-    """Return what is wrong with a checkpoint; None if it matches its SHA-256."""
+    """Return what is wrong with a checkpoint; None if it matches its SHA-256.
+
+    Raises:
+        UserError: it can't be read, but may be intact.
+    """
+    try:
+        return _fault_of_files(path)
+    except PermissionError as error:
+        raise UserError(
+            f"{error.filename} cannot be read: {error.strerror}; make it readable"
+        ) from None
+    except OSError as error:  # a failing disk
+        return f"cannot be read: {error.strerror}"
+
+
+def _fault_of_files(path: Path) -> str | None:
+    if path.is_dir():
+        return "is a folder"
     if not path.is_file():
         return "is missing"
     sums = _sums(path)
@@ -181,10 +223,26 @@ def fault_of(path: Path) -> str | None:
     return None
 
 
-def newest_valid(folder: Path) -> Path | None:
-    """Return the newest intact checkpoint in `folder`; log each one that it skips."""
+def _any_fault_of(path: Path, needed: Collection[str]) -> str | None:
+    """Return what is wrong with a checkpoint's files, or else with its content; None: nothing."""
+    fault = fault_of(path)
+    if fault is None:
+        try:
+            load_content(path, needed, with_numbers=False)
+        except CheckpointError as error:
+            return str(error)
+    return fault
+
+
+def newest_valid(folder: Path, needed: Collection[str] = NEEDED) -> Path | None:
+    """Return the newest intact checkpoint in `folder`; log each one that it skips.
+
+    Args:
+        folder: of a run's checkpoints.
+        needed: the keys that the checkpoint must have.
+    """
     for path in reversed(checkpoints_in(folder)):
-        fault = fault_of(path)
+        fault = _any_fault_of(path, needed)
         if fault is None:
             return path
         logger.warning("skipped %s: it %s", path, fault)
@@ -195,28 +253,28 @@ def read_checkpoint(
     path: Path, map_location: Any = "cpu", needs_sum: bool = True
 ) -> dict[str, Any]:
     """Load plain containers and tensors, never code, or raise a `UserError`."""
-    import torch
-
+    fault = None
     if needs_sum or sum_path(path).exists() or not path.is_file():
         fault = fault_of(path)
-        if fault is not None:
-            raise UserError(f"checkpoint {path} {fault}; use another one from the same folder")
     try:
-        content = torch.load(path, map_location=map_location, weights_only=True)
-    except UNREADABLE as error:
-        reason = (str(error) or type(error).__name__).splitlines()[0]
-        raise UserError(f"checkpoint {path} has more than tensors and values: {reason}") from None
-    if not isinstance(content, dict) or not {"config", "tokenizer", "state_dict"} <= set(content):
-        raise UserError(f"checkpoint {path} was not written by lockstep-gpt train")
+        if fault is not None:
+            raise CheckpointError(fault)
+        content = load_content(path, NEEDED, map_location)
+    except CheckpointError as error:
+        raise UserError(
+            f"checkpoint {path} {error}; use another one from the same folder"
+        ) from None
     if "parts" in content:
-        _join_parts(content, path)
+        join_parts(content, path)
     return content
 
 
 def find_checkpoint(path: Path, folder: Path | None = None) -> Path:
     """Return the checkpoint at `path`, a run's newest, or one downloaded to `folder`."""
     path = download(path, folder) or path
-    if not path.exists():
+    with readable(path):
+        is_there = path.exists()
+    if not is_there:
         raise UserError(
             f"{path} does not exist; give a run directory, a checkpoint in one, or "
             "wandb://ENTITY/PROJECT/NAME:ALIAS"
@@ -225,29 +283,12 @@ def find_checkpoint(path: Path, folder: Path | None = None) -> Path:
         return path
     newest = newest_valid(path / "checkpoints")
     if newest is None:
-        raise UserError(f"{path} contains no valid checkpoint; give a run that has saved one")
-    return newest
-
-
-def _join_parts(content: dict[str, Any], path: Path) -> None:
-    """Join the ranks' parts, which are next to the checkpoint `path`, and put them in `content`."""
-    import torch
-
-    names = content.pop("parts")
-    parts = [torch.load(path.with_name(name), weights_only=True, mmap=True) for name in names]
-    _join_shards(content, parts)
-
-
-def _join_shards(content: Any, parts: list[dict[Any, Any]]) -> None:
-    """Put into nested containers the tensors whose shards are at the same place in `parts`.
-
-    Shards are slices along the first dimension, in the order of the ranks.
-    """
-    import torch
-
-    for key, first_shard in parts[0].items():
-        shards = [part[key] for part in parts]
-        if isinstance(first_shard, torch.Tensor):
-            content[key] = torch.cat(shards)
+        folder = path / "checkpoints"
+        if checkpoints_in(folder):
+            fault = "has only damaged ones"
         else:
-            _join_shards(content[key], shards)
+            fault = absence_of(folder)
+        raise UserError(
+            f"{path} contains no valid checkpoint: {folder} {fault}; give a run that has one"
+        )
+    return newest

@@ -31,8 +31,9 @@ def checkpoint_io(directory: RunDirectory, config: Config) -> AtomicCheckpointIO
     background = config.checkpoint.background
     url = checkpoint_copies.copies_of(directory, config)
     if not background and not url:
-        return AtomicCheckpointIO()
-    io = CopyingCheckpointIO(background, url, partial(checkpoint_copies.claim, directory, config))
+        return AtomicCheckpointIO(directory)
+    claim = partial(checkpoint_copies.claim, directory, config)
+    io = CopyingCheckpointIO(background, url, claim, directory)
     if url and Ranks.from_environment().rank == 0:
         try:
             io.claim()
@@ -52,6 +53,7 @@ class CopyingCheckpointIO(AtomicCheckpointIO):
         background: copy the state to host memory and let a thread write it.
         copy_to: folder or fsspec URL that gets a copy of each checkpoint.
         claim: is called before the first copy to mark `copy_to` as this run's, or raises.
+        directory: the run, which remembers that it has saved checkpoints; None: there is none.
     """
 
     def __init__(
@@ -59,7 +61,9 @@ class CopyingCheckpointIO(AtomicCheckpointIO):
         background: bool = False,
         copy_to: str | None = None,
         claim: Callable[[], None] | None = None,
+        directory: RunDirectory | None = None,
     ) -> None:
+        super().__init__(directory)
         self.copy_to = copy_to
         self._claim = claim  # None once `copy_to` is this run's
         self._writer = ThreadPoolExecutor(1) if background else None  # one: in the order of calls

@@ -5,6 +5,7 @@ import errno
 import fcntl
 import hashlib
 import json
+import logging
 import os
 import re
 import shutil
@@ -14,19 +15,27 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import yaml
-
 from lockstep_gpt.config import (
     Config,
     from_container,
     settings_on_resume,
     with_defaults,
-    without_defaults,
 )
+from lockstep_gpt.damaged_files import read_object, readable
 from lockstep_gpt.errors import RunError, UserError
+from lockstep_gpt.run.frozen_file import frozen_text, read_frozen
 from lockstep_gpt.run.migrations import migrate
 from lockstep_gpt.whole_files import replace_text
 
+logger = logging.getLogger(__name__)
+
+# Of the entries that this program reads again.
+SUMMARY_TYPES: dict[str, Any] = {
+    "status": str,
+    "step": int,
+    "last_checkpoint": str | None,
+    "val_loss": int | float | None,
+}
 # Bytes of the lock's file.
 COMMAND_BYTE = 0
 WRITER_BYTE = 1
@@ -49,7 +58,9 @@ class RunDirectory:
         self.wandb_id = path / "wandb/run_id"  # so that a resumed run continues the same W&B run
         self.overrides = path / "overrides.log"  # what each resume changed
         self.checkpoints = path / "checkpoints"  # files such as `step=000500.ckpt`
+        self.saved = path / ".saved"  # exists once there has been a checkpoint
         self.rank_logs = path / "ranks"  # what ranks other than 0 printed, if they failed
+        self._reported: set[Path] = set()  # damaged files that only inform
 
     def rank_log(self, rank: int) -> Path:
         """What a rank other than 0 printed; kept if the rank failed."""
@@ -73,23 +84,16 @@ class RunDirectory:
         with self.writing(UserError):
             self.path.mkdir(parents=True, exist_ok=True)
             # Atomically: other machines wait for it.
-            replace_text(self.config, _as_yaml(without_defaults(values)))
+            replace_text(self.config, frozen_text(values))
 
     def refreeze(self, values: dict[str, Any]) -> None:
         """Replace the frozen configuration for the next part of a resumed run."""
-        replace_text(self.config, _as_yaml(without_defaults(values)))
+        replace_text(self.config, frozen_text(values))
         self.failed.unlink(missing_ok=True)  # an earlier part's; train.log still reports it
 
     def values(self) -> dict[str, Any]:
         """Return the frozen configuration as plain values, or raise a `UserError`."""
-        try:
-            text = self.config.read_text(encoding="utf-8")
-            frozen = dict(yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader)))
-            return migrate(frozen)
-        except FileNotFoundError:
-            raise UserError(f"{self.path} is not a run directory: it has no config.yaml") from None
-        except (yaml.YAMLError, AttributeError, TypeError, ValueError):
-            raise UserError(f"{self.config} is damaged; restore the original") from None
+        return read_frozen(self.config)
 
     def load(self) -> Config:
         """Return the frozen configuration, checked and resolved, or raise a `UserError`."""
@@ -97,15 +101,43 @@ class RunDirectory:
 
     def hash(self) -> str:
         """Return the SHA-256 of the frozen file, which ranks compare to see that they share it."""
-        return hashlib.sha256(self.config.read_bytes()).hexdigest()
+        with readable(self.config):
+            return hashlib.sha256(self.config.read_bytes()).hexdigest()
 
     def write_summary(self, summary: dict[str, Any]) -> None:
         """Replace `summary.json` atomically, so a reader never sees half of it."""
         replace_text(self.summary, json.dumps(summary, indent=2) + "\n")
 
     def read_summary(self) -> dict[str, Any]:
-        """Return `summary.json`; empty if the run didn't get that far."""
-        return _read_json(self.summary)
+        """Return `summary.json`; empty if the run didn't get that far, or the file is damaged."""
+        summary = self._read_informative(self.summary)
+        for name, kind in SUMMARY_TYPES.items():
+            if name in summary and not isinstance(summary[name], kind):
+                self._ignore(self.summary, f"has {name}={summary[name]}")
+                return {}
+        return summary
+
+    def _read_informative(self, path: Path) -> dict[str, Any]:
+        content, fault = read_object(path)
+        if fault:
+            self._ignore(path, fault)
+        return content
+
+    def _ignore(self, path: Path, fault: str) -> None:
+        """Log, once, that a file is damaged which only informs."""
+        if path not in self._reported:
+            logger.warning("%s %s; ignored", path, fault)
+            self._reported.add(path)
+
+    def note_save(self) -> None:
+        """Remember that there has been a checkpoint: `resume=auto` then never starts over."""
+        if not self.saved.exists():
+            with contextlib.suppress(OSError):  # only a safeguard
+                replace_text(self.saved, "this run has saved checkpoints\n")
+
+    def has_saved(self) -> bool:
+        """Return whether the run has ever saved a checkpoint, wherever it is now."""
+        return self.saved.exists() or bool(self.read_summary().get("last_checkpoint"))
 
     def resume_hint(self) -> str:
         """Say what `resume=auto` continues from."""
@@ -128,19 +160,27 @@ class RunDirectory:
             raise kind(f"{error.strerror}: {self.path} cannot be written; {remedy}") from error
 
     def record_failure(self, failure: dict[str, Any]) -> bool:
-        """Write `failed.json` if this failure is the run's first; return whether it was."""
+        """Write `failed.json` if this failure is the run's first; return whether it was.
+
+        The file is whole or absent, and of several ranks that fail at once, one writes it.
+        """
+        own = self.path / f".{self.failed.name}.{socket.gethostname()}.{os.getpid()}.tmp"
         try:
-            with self.failed.open("x", encoding="utf-8") as file:
+            with own.open("w", encoding="utf-8") as file:
                 json.dump(failure, file, indent=2)
+            os.link(own, self.failed)
         except FileExistsError:
             return False
-        except OSError:  # half a file isn't JSON; the terminal reports the failure
-            self.failed.unlink(missing_ok=True)
+        except OSError:  # a full disk, or one without links; the terminal reports the failure
+            return not self.failed.exists()
+        finally:
+            with contextlib.suppress(OSError):
+                own.unlink()
         return True
 
     def read_failure(self) -> dict[str, Any]:
         """Return `failed.json`; empty if nothing failed."""
-        return _read_json(self.failed)
+        return self._read_informative(self.failed)
 
     def discard(self) -> None:
         """Remove the directory of a run that never started training; keep one with checkpoints."""
@@ -205,16 +245,6 @@ def literal(node: Any) -> Any:
     return node
 
 
-def _as_yaml(values: dict[str, Any]) -> str:
-    return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    if not path.exists():
-        return {}
-    return dict(json.loads(path.read_text(encoding="utf-8")))
-
-
 def differences(
     theirs: dict[str, Any], ours: dict[str, Any], free: tuple[str, ...] = MAY_DIFFER
 ) -> list[str]:
@@ -260,4 +290,4 @@ def flat(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
         if isinstance(value, dict):
             yield from flat(value, f"{prefix}{name}.")
         else:
-            yield prefix + name, value
+            yield f"{prefix}{name}", value

@@ -10,9 +10,8 @@ from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.utilities import rank_zero_only
 
 from lockstep_gpt.run.directory import RunDirectory
+from lockstep_gpt.run.metrics_rows import STEP, read_metrics
 from lockstep_gpt.whole_files import replace_text
-
-STEP = "trainer/step"
 
 
 class MetricsFile(Logger):
@@ -45,9 +44,14 @@ class MetricsFile(Logger):
 
         It must be called before the first row is logged: it also creates the file.
         """
-        rows = [row for row in _read(self.path) if int(row[STEP]) <= step]
+        table = read_metrics(self.path)
+        rows = [row for row in table.as_dicts() if int(row[STEP]) <= step]
         self.columns = list(dict.fromkeys([*self.columns, *(name for row in rows for name in row)]))
         with RunDirectory(self.path.parent).writing():
+            if table.damaged:
+                damaged = self.path.with_name(f"{self.path.name}.damaged")
+                self.path.replace(damaged)
+                table.warn_if_damaged(self.path, f"; {damaged} is the file as it was")
             self._rewrite(rows)
         return {name: value for row in rows for name, value in row.items() if value}
 
@@ -55,7 +59,8 @@ class MetricsFile(Logger):
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
         """Write the row of `step`, or add to it if it is last, or raise a `RunError`."""
         assert step is not None, "every row belongs to a step"
-        row = {STEP: str(step), **{name: str(value) for name, value in metrics.items()}}
+        texts = {name: " ".join(str(value).split("\n")) for name, value in metrics.items()}
+        row = {STEP: str(step), **texts}
         if self.last.get(STEP) == row[STEP]:
             row = {**self.last, **row}
         else:
@@ -65,7 +70,7 @@ class MetricsFile(Logger):
             new_columns = [name for name in row if name not in self.columns]
             if new_columns:
                 self.columns += new_columns
-                self._rewrite([*_read(self.path, self._end), row])
+                self._rewrite([*read_metrics(self.path, self._end).as_dicts(), row])
             else:
                 with self.path.open("r+", encoding="utf-8", newline="") as file:
                     file.seek(self._end)
@@ -89,12 +94,3 @@ class MetricsFile(Logger):
         line = io.StringIO()
         csv.DictWriter(line, self.columns, restval="", lineterminator="\n").writerow(row)
         return line.getvalue()
-
-
-def _read(path: Path, end: int | None = None) -> list[dict[str, str]]:
-    """Return the rows that begin before byte `end`; a last line cut off by a crash is dropped."""
-    if not path.exists():
-        return []
-    text = path.read_bytes()[:end].decode("utf-8")
-    complete_lines = text[: text.rfind("\n") + 1]
-    return list(csv.DictReader(io.StringIO(complete_lines)))

@@ -11,10 +11,16 @@ from lockstep_gpt.distributed.ranks import Ranks, from_rank_zero, ranks_unlike_r
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.run import checkpoint as files
 from lockstep_gpt.run import checkpoint_copies
+from lockstep_gpt.run.checkpoint_content import (
+    NEEDED_TO_RESUME,
+    refuse_broken_weights,
+)
 from lockstep_gpt.run.directory import RunDirectory, refuse_another_identity
 from lockstep_gpt.settings import counted
 
 logger = logging.getLogger(__name__)
+
+TAKE_ANOTHER = "move it to another folder, and resume=auto takes the one before it"
 
 
 def state_to_resume(directory: RunDirectory, config: Config, module: torch.nn.Module) -> str | None:
@@ -44,6 +50,7 @@ def state_to_resume(directory: RunDirectory, config: Config, module: torch.nn.Mo
     same_algorithm = content["config"]["optim"]["algorithm"] == config.optim.algorithm
     if same_algorithm and len(fitting) == len(saved) == len(current):
         return str(path)
+    refuse_lost_numbers(f"checkpoint {path}", fitting, module)
     module.load_state_dict(fitting, strict=False)
     logger.warning("resume_force: loaded %d weights of %s; the others are new", len(fitting), path)
     return None
@@ -62,10 +69,12 @@ def refuse_other_directory(directory: RunDirectory) -> None:
 def _newest_of_run(directory: RunDirectory, config: Config, module: torch.nn.Module) -> Path | None:
     """Return the newest intact checkpoint; set newer ones aside, clean up after a kill."""
     folder = directory.checkpoints
+    if not folder.is_dir() and (folder.is_symlink() or folder.exists()):
+        raise UserError(f"{folder} {files.absence_of(folder)}; mount or restore the folder")
     files.remove_leftovers(folder)
     weights = files.size_of(module.state_dict())
     files.refuse_full_disk(directory.path, 3 * weights)  # AdamW: two moments each
-    newest = files.newest_valid(folder)
+    newest = files.newest_valid(folder, NEEDED_TO_RESUME)
     present = files.checkpoints_in(folder)
     if newest is None and (config.resume == "auto" or directory.metrics.exists()):
         newest = checkpoint_copies.fetch(directory, config)
@@ -74,6 +83,14 @@ def _newest_of_run(directory: RunDirectory, config: Config, module: torch.nn.Mod
             f"{folder} has {counted(len(present), 'checkpoint')}, but none is valid; "
             "put a valid copy of one there, or start a new run"
         )
+    if newest is None and directory.has_saved():
+        raise UserError(
+            f"run_dir={directory.path} has saved checkpoints, but {folder} "
+            f"{files.absence_of(folder)}; mount or restore it, or start over in another run_dir, "
+            "with resume=CHECKPOINT from a copy of one"
+        )
+    if newest is not None:
+        directory.note_save()  # an earlier version didn't
     for path in present:
         if newest and files.step_of(path) > files.step_of(newest):
             files.set_aside(path)
@@ -92,12 +109,28 @@ def fitting_of(saved: dict[str, Any], current: dict[str, Any]) -> dict[str, Any]
     return {name: weight for name, weight in saved.items() if shapes.get(name) == weight.shape}
 
 
-def refuse_other_weights(saved: dict[str, Any], places: dict[str, Any]) -> None:
-    """Raise a `UserError` unless all saved weights fit all `places`."""
+def refuse_lost_parts(where: str, checkpoint: dict[str, Any], counts_samples: bool) -> None:
+    """Raise a `UserError` if the checkpoint `where` lacks what a run resumes from."""
+    needed = [*NEEDED_TO_RESUME]
+    if counts_samples:
+        needed.append("samples")
+    missing = [name for name in needed if name not in checkpoint]
+    if missing:
+        raise UserError(f"{where} lacks {', '.join(missing)}; {TAKE_ANOTHER}")
+
+
+def refuse_lost_numbers(where: str, saved: dict[str, Any], module: torch.nn.Module) -> None:
+    """Raise a `UserError` if weights of the checkpoint `where` are not finite; buffers may be."""
+    names = [name for name, _ in module.named_parameters() if name in saved]
+    refuse_broken_weights(((name, saved[name]) for name in names), where, TAKE_ANOTHER)
+
+
+def refuse_other_weights(where: str, saved: dict[str, Any], places: dict[str, Any]) -> None:
+    """Raise a `UserError` unless all saved weights of the checkpoint `where` fit all `places`."""
     fitting = fitting_of(saved, places)
     if len(fitting) < len(saved) or len(fitting) < len(places):
         raise UserError(
-            f"only {len(fitting)} of the checkpoint's {len(saved)} weights fit this model's "
+            f"{where}: only {len(fitting)} of its {len(saved)} weights fit this model's "
             f"{len(places)}; use the code that wrote it, or set resume_force=true"
         )
 

@@ -13,6 +13,7 @@ from lockstep_gpt.data.tokenizer_choice import from_dict
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.registry import MODEL, additions
 from lockstep_gpt.run.checkpoint import read_checkpoint
+from lockstep_gpt.run.checkpoint_content import refuse_broken_weights
 from lockstep_gpt.run.directory import literal
 from lockstep_gpt.run.migrations import migrate
 
@@ -61,6 +62,7 @@ def load_model(path: Path, is_plain: bool = False) -> tuple[GPT, Config, Tokeniz
     except RuntimeError as error:
         reason = " ".join(str(error).split())
         raise UserError(f"{path}: {reason}; use the code that wrote it") from None
+    refuse_broken_weights(model.named_parameters(), f"checkpoint {path}")
     if is_plain:
         for merge in merges:
             if merge is not None:

@@ -28,6 +28,8 @@ from lockstep_gpt.run.directory import literal, refuse_another_identity
 from lockstep_gpt.run.migrations import migrate
 from lockstep_gpt.run.resuming import (
     apply_settings,
+    refuse_lost_numbers,
+    refuse_lost_parts,
     refuse_other_weights,
     rescale_batch_progress,
 )
@@ -224,10 +226,13 @@ class GPTModule(lightning.LightningModule):
 
         Raise a `UserError` if the checkpoint is from a run with other settings or code.
         """
-        if not self.config.resume_force:
-            refuse_another_identity("the checkpoint", checkpoint["config"], as_values(self.config))
-        refuse_other_weights(checkpoint["state_dict"], self.state_dict())
+        where = f"checkpoint {self.trainer.ckpt_path}"
         data = getattr(self.trainer, "datamodule", None)
+        refuse_lost_parts(where, checkpoint, isinstance(data, TokenDataModule))
+        if not self.config.resume_force:
+            refuse_another_identity(where, checkpoint["config"], as_values(self.config))
+        refuse_other_weights(where, checkpoint["state_dict"], self.state_dict())
+        refuse_lost_numbers(where, checkpoint["state_dict"], self)
         if isinstance(data, TokenDataModule):
             data.resume_at(checkpoint["global_step"], checkpoint["samples"])
         self.skipped.count.fill_(checkpoint.get("skipped", 0))

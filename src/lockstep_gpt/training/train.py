@@ -19,7 +19,7 @@ from lockstep_gpt.distributed.ranks import Ranks, backend_of, join, leave
 from lockstep_gpt.exits import Exit, after_signal
 from lockstep_gpt.model.functional import choose_matrix_products
 from lockstep_gpt.processes import invocation
-from lockstep_gpt.run.callbacks.metrics import COLUMNS, Metrics, peak_tflops
+from lockstep_gpt.run.callbacks.metrics import Metrics, peak_tflops
 from lockstep_gpt.run.callbacks.stopping import GracefulStop, Stopped
 from lockstep_gpt.run.checkpoint import step_of
 from lockstep_gpt.run.checkpoint_writing import checkpoint_io
@@ -27,6 +27,7 @@ from lockstep_gpt.run.directory import RunDirectory
 from lockstep_gpt.run.failures import report_failure
 from lockstep_gpt.run.loggers.tracking import tracked_runs
 from lockstep_gpt.run.metrics_file import MetricsFile
+from lockstep_gpt.run.metrics_rows import COLUMNS
 from lockstep_gpt.run.resuming import refuse_other_directory, state_to_resume
 from lockstep_gpt.training import ending, receipt
 from lockstep_gpt.training.advice import advise, attention, warn_of_sudden_rate

@@ -13,6 +13,7 @@ from lockstep_gpt import cli
 from lockstep_gpt.data.tokenizer import ByteTokenizer
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.extras.hub import folder as module
+from lockstep_gpt.extras.hub.card import MARK
 from lockstep_gpt.extras.hub.folder import export, main
 from lockstep_gpt.optional import install_command
 
@@ -104,6 +105,9 @@ def test_the_card_names_the_run_s_revision_if_it_is_known(shaped, saved, tmp_pat
     export(source, tmp_path / "new")
     card = (tmp_path / "new/README.md").read_text(encoding="utf-8")
     assert "| code | revision `abc123` when trained, with changes that are not in it |" in card
+    (source.parents[1] / "environment.json").write_text('{"git_revi')
+    export(source, tmp_path / "torn")
+    assert "when trained" not in (tmp_path / "torn/README.md").read_text(encoding="utf-8")
 
 
 def test_the_command_exports_a_run_into_its_folder(gpt, capsys):
@@ -207,6 +211,16 @@ def test_a_failed_write_changes_nothing(gpt, tmp_path, monkeypatch, force):
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+@pytest.mark.usefixtures("full_disk")
+def test_a_full_disk_is_one_line_and_keeps_the_earlier_export(gpt, tmp_path):
+    target = tmp_path / "new"
+    target.mkdir()
+    (target / "README.md").write_text(MARK)
+    with pytest.raises(UserError, match=r"new cannot be written \(.*File too large.*\); name an"):
+        export(gpt, target, force=True)
+    assert [path.name for path in tmp_path.rglob("*")] == ["new", "README.md"]
+
+
 def test_a_folder_that_cannot_be_created_is_reported(gpt, tmp_path):
     tmp_path.chmod(0o500)
     with pytest.raises(UserError, match="cannot be written"):

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from lockstep_gpt.extras.pages.page import write_page
 from lockstep_gpt.extras.pages.panel import panel_page
 from lockstep_gpt.extras.pages.sync_panel import SyncPanel
+from lockstep_gpt.whole_files import write_output
 
 ROOT = Path(__file__).parents[3]
 NAMES = ("pages_report", "pages_panel")
@@ -49,7 +49,7 @@ def test_settings_and_defaults_are_those_of_the_callback():
 
 
 def test_keys_are_those_of_the_page(show, recorded, tmp_path):
-    write_page(tmp_path / "panel.html", panel_page(recorded[0]))
+    write_output(tmp_path / "panel.html", panel_page(recorded[0]))
     footer = show(tmp_path / "panel.html").locator("footer kbd").all_inner_texts()
     keys = re.findall(
         r"^\| ([^|]+) \| [^|]+ \|$", PAGE.split("| key |")[1].split("##")[0], re.MULTILINE

@@ -69,8 +69,11 @@ def test_unusable_runs_fail_in_one_line(words, message, recorded, monkeypatch, c
     assert error.count("\n") == 1
 
 
-def test_an_incomplete_recording_is_not_read(recorded, recordings, tmp_path):
+def test_an_incomplete_recording_is_not_read(recorded, recordings, tmp_path, caplog):
     shutil.copytree(recorded[0], tmp_path / "run")
     (tmp_path / "run/sync/step=000021.json.tmp").write_text('{"step":')
+    torn = tmp_path / "run/sync/step=000022.json"
+    torn.write_text('{"step":')
     data = json.loads(DATA.findall(panel_page(tmp_path / "run"))[0])
     assert data["recordings"] == recordings
+    assert caplog.messages == [f"{torn} is damaged (not JSON); ignored"]

@@ -101,6 +101,16 @@ def test_a_report_is_in_its_run_or_in_the_folder_of_several(two, capsys):
     assert capsys.readouterr().out.count("open it in any browser") == 2
 
 
+@pytest.mark.usefixtures("full_disk")
+def test_a_report_on_a_full_disk_keeps_the_old_one(finished, tmp_path, capsys):
+    path = tmp_path / "report.html"
+    path.write_text("old")
+    words = ["report", str(finished[0].folder / "runs/first"), "--output", str(path)]
+    assert cli.main(words) == 2
+    assert f"{path} cannot be written (File too large); name" in capsys.readouterr().err
+    assert path.read_text() == "old"
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -3,14 +3,15 @@ import re
 
 import pytest
 
-from lockstep_gpt.extras.pages.page import render_page, write_page
+from lockstep_gpt.extras.pages.page import render_page
 from lockstep_gpt.extras.pages.run_report import report_page
 from lockstep_gpt.extras.pages.runs import read_run
+from lockstep_gpt.whole_files import write_output
 
 
 @pytest.fixture
 def path(recorded, tmp_path):
-    write_page(tmp_path / "report.html", report_page([recorded[0]]))
+    write_output(tmp_path / "report.html", report_page([recorded[0]]))
     return tmp_path / "report.html"
 
 
@@ -23,7 +24,7 @@ def view(path, show):
 def both(recorded, two, tmp_path, show):
     """The report of two runs that differ only in callbacks."""
     runs = [two[0].folder / "runs/two", recorded[0]]
-    write_page(tmp_path / "both.html", report_page(runs))
+    write_output(tmp_path / "both.html", report_page(runs))
     return show(tmp_path / "both.html")
 
 
@@ -104,7 +105,7 @@ def test_a_run_without_steps_still_has_a_page(recorded, tmp_path, show):
     new = tmp_path / "new"
     new.mkdir()
     (new / "config.yaml").write_bytes((recorded[0] / "config.yaml").read_bytes())
-    write_page(tmp_path / "new.html", report_page([new]))
+    write_output(tmp_path / "new.html", report_page([new]))
     view = show(tmp_path / "new.html")
     assert outcome(view)["status"].startswith("still running")
     assert view.locator("#samples-section").is_hidden()
@@ -113,7 +114,7 @@ def test_a_run_without_steps_still_has_a_page(recorded, tmp_path, show):
 def test_values_that_are_not_finite_leave_a_gap(recorded, tmp_path, show):
     run = json.loads(json.dumps(read_run(recorded[0])))
     run["curves"]["train/loss"][1][2] = None
-    write_page(tmp_path / "gap.html", render_page("report", {"runs": [run]}))
+    write_output(tmp_path / "gap.html", render_page("report", {"runs": [run]}))
     line = show(tmp_path / "gap.html").locator("#curves path.series").first.get_attribute("d")
     assert line.count("M") == 2
 
@@ -121,7 +122,7 @@ def test_values_that_are_not_finite_leave_a_gap(recorded, tmp_path, show):
 def test_markup_in_samples_and_names_is_text(recorded, tmp_path, show):
     nasty = "</script><img src=x onerror=alert(1)>"
     run = {**read_run(recorded[0]), "name": nasty, "samples": [{"step": 1, "text": nasty}]}
-    write_page(tmp_path / "page.html", render_page("report", {"runs": [run]}))
+    write_output(tmp_path / "page.html", render_page("report", {"runs": [run]}))
     view = show(tmp_path / "page.html")
     assert view.locator("h1").inner_text() == nasty
     assert view.locator("img").count() == 0

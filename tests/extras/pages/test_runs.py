@@ -1,4 +1,5 @@
 import json
+import logging
 import shutil
 
 import numpy as np
@@ -50,6 +51,29 @@ def test_a_summary_of_an_earlier_part_is_not_the_status(run):
 def test_a_failed_run_shows_rank_and_error(run):
     (run / "failed.json").write_text('{"rank": 1, "status": 1, "error": "RunError: too hot"}')
     assert read_run(run)["status"] == "failed on rank 1: RunError: too hot"
+
+
+def test_damaged_files_are_left_out_of_the_report_by_name(run, caplog):
+    whole = read_run(run)
+    with (run / "metrics.csv").open("a") as file:
+        file.write("\0\0\nabc\n")
+    for name in ("summary.json", "failed.json", "environment.json"):
+        (run / name).write_text('{"git_revi')
+    for name in ("train.log", "overrides.log"):
+        (run / name).unlink(missing_ok=True)
+        (run / name).mkdir()
+    with caplog.at_level(logging.WARNING):
+        content = read_run(run)
+    assert content["curves"] == whole["curves"]
+    assert [content[name] for name in ("summary", "environment", "changes")] == [{}, {}, []]
+    assert sorted(caplog.messages) == [
+        f"{run}/environment.json is damaged (not JSON); ignored",
+        f"{run}/failed.json is damaged (not JSON); ignored",
+        f"{run}/metrics.csv: left out 2 damaged lines",
+        f"{run}/overrides.log cannot be read (Is a directory); ignored",
+        f"{run}/summary.json is damaged (not JSON); ignored",
+        f"{run}/train.log cannot be read (Is a directory); ignored",
+    ]
 
 
 def test_a_run_without_steps_shows_no_curves(run, tmp_path):

@@ -12,13 +12,9 @@ from lightning.pytorch.trainer.connectors.logger_connector.logger_connector impo
 
 from lockstep_gpt.config import Config
 from lockstep_gpt.run.callbacks import metrics as metrics_module
-from lockstep_gpt.run.callbacks.metrics import (
-    COLUMNS,
-    Metrics,
-    peak_memory,
-    peak_tflops,
-)
+from lockstep_gpt.run.callbacks.metrics import Metrics, peak_memory, peak_tflops
 from lockstep_gpt.run.metrics_file import MetricsFile
+from lockstep_gpt.run.metrics_rows import COLUMNS
 
 FEW = ["trainer/step", "train/loss", "val/loss"]
 

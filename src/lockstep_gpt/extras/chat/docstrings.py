@@ -17,6 +17,7 @@ from pathlib import Path
 
 from lockstep_gpt.data.sources.stdlib import LEFT_OUT, files_below
 from lockstep_gpt.errors import UserError
+from lockstep_gpt.whole_files import write_output
 
 SENTENCE = re.compile(r".+?[.!?](?=\s|$)", re.DOTALL)
 SIGNATURE = 100  # characters of a question at most
@@ -73,7 +74,7 @@ def main(arguments: list[str]) -> int:
         raise UserError("give one file to write the questions to, such as questions.jsonl")
     pairs = [{"prompt": question, "completion": answer} for question, answer in questions()]
     lines = "".join(f"{json.dumps(pair, ensure_ascii=False)}\n" for pair in pairs)
-    Path(arguments[0]).write_text(lines, encoding="utf-8")
+    write_output(Path(arguments[0]), lines)
     print(f"{arguments[0]}: {len(pairs):,} questions about the standard library")
     return 0
 

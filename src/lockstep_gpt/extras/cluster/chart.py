@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 from typing import Any
 
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.extras.cluster.prediction import Plan
 from lockstep_gpt.optional import import_optional
+from lockstep_gpt.whole_files import write_output
 
 
 def draw(plan: Plan, path: Path) -> None:
@@ -27,10 +29,9 @@ def draw(plan: Plan, path: Path) -> None:
         f"{plan.parameters / 1e9:.3g} B parameters on {plan.hardware.name}, {plan.precision}, "
         f"{plan.scaling} scaling: predicted"
     )
-    try:
-        figure.savefig(path, format="png", dpi=150)
-    except OSError as error:
-        raise UserError(f"--chart {path} cannot be written ({error.strerror})") from None
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png", dpi=150)
+    write_output(path, picture.getvalue())
 
 
 def _speed(axes: Any, plan: Plan) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 from lockstep_gpt.distributed.peaks import FORMS, PEAKS, in_form
 from lockstep_gpt.errors import UserError
+from lockstep_gpt.whole_files import write_output
 
 GB = 1e9
 TERA = 1e12
@@ -114,7 +115,7 @@ class Hardware:
 
     def save(self, path: Path) -> None:
         """Write a profile that `load` can read."""
-        path.write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
+        write_output(path, json.dumps(asdict(self), indent=2) + "\n")
 
     @classmethod
     def load(cls, path: Path) -> Hardware:

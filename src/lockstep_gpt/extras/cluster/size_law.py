@@ -30,6 +30,7 @@ from lockstep_gpt.extras.cluster.plot import as_svg
 from lockstep_gpt.extras.cluster.rules import parsed, shape, weights
 from lockstep_gpt.extras.cluster.size_settings import SizeSettings
 from lockstep_gpt.run.directory import RunDirectory
+from lockstep_gpt.whole_files import write_output
 
 SIZES = "0.1M,0.18M,0.32M,0.56M,1M"
 CLOSE = 0.03  # acceptable error of a prediction, as a fraction of the loss
@@ -112,9 +113,9 @@ def law_of(content: dict[str, Any]) -> Law:
 
 
 def _write(options: argparse.Namespace, content: dict[str, Any]) -> None:
-    options.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    write_output(options.json, json.dumps(content, indent=1) + "\n")
     picture = as_svg(law_of(content), content["runs"], content["checked"])
-    options.plot.write_text(picture, encoding="utf-8")
+    write_output(options.plot, picture)
 
 
 def trained(words: list[str]) -> list[dict[str, Any]]:

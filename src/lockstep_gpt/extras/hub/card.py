@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from lockstep_gpt import PROGRAM
+from lockstep_gpt.damaged_files import read_informative_object
 from lockstep_gpt.data.data_settings import data_class
 from lockstep_gpt.model.gpt import GPT
 from lockstep_gpt.run.loggers.tracking import git_state
@@ -106,8 +106,8 @@ def _revision(source: Path) -> str:
     """Return the revision that the run recorded, or else that of the exporting code."""
     path = source.resolve().parent.parent / "environment.json"
     when = "trained"
-    state = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    if "git_revision" not in state:
+    state = read_informative_object(path)
+    if not {"git_revision", "git_dirty"} <= state.keys():
         when = "exported"
         state = git_state(Path(__file__).parent)
     if not state:

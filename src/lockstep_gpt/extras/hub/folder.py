@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import secrets
@@ -96,7 +97,11 @@ def _write(path: Path, text: str) -> None:
 def _save_weights(weights: dict[str, Any], path: Path) -> None:
     # Some versions of transformers reject a file without this format.
     safetensors = import_optional("export", "safetensors.torch", "hub")
-    safetensors.save_file(weights, path, {"format": "pt"})
+    library_error = import_optional("export", "safetensors", "hub").SafetensorError
+    try:
+        safetensors.save_file(weights, path, {"format": "pt"})
+    except library_error as error:  # on a full disk, for example
+        raise OSError(errno.EIO, str(error)) from error
     path.chmod(path.with_name("config.json").stat().st_mode)  # the library denies others access
     with path.open("rb") as file:
         os.fsync(file.fileno())

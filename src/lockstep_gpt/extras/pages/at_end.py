@@ -14,7 +14,6 @@ import torch
 from lightning import Callback, Trainer
 
 from lockstep_gpt.config import Config
-from lockstep_gpt.extras.pages.page import write_page
 from lockstep_gpt.extras.pages.page_settings import PageSettings
 from lockstep_gpt.extras.pages.recordings import as_json
 from lockstep_gpt.extras.pages.run_report import report_page
@@ -23,6 +22,7 @@ from lockstep_gpt.run.directory import RunDirectory
 from lockstep_gpt.run.loggers.tracking import git_state
 from lockstep_gpt.run.metrics_file import MetricsFile
 from lockstep_gpt.training.ending import status_of, summary_of_callbacks
+from lockstep_gpt.whole_files import replace_text, write_output
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ class ReportAtEnd(Callback):
         self._run = metrics.path.parent
         if trainer.is_global_zero:
             content = as_json(environment(pl_module.device))
-            (self._run / "environment.json").write_text(content, encoding="utf-8")
+            replace_text(self._run / "environment.json", content)
 
     def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:  # noqa: ARG002
         """Write the report when training ends."""
@@ -55,7 +55,7 @@ class ReportAtEnd(Callback):
             try:
                 # summary.json, which later reports read, isn't written yet.
                 summary = summary_of_callbacks(trainer)
-                write_page(path, report_page([self._run], status=status, summary=summary))
+                write_output(path, report_page([self._run], status=status, summary=summary))
             except Exception as error:  # a report must never change how a run ends
                 logger.warning("no report: %s: %s", type(error).__name__, error)
             else:

@@ -8,7 +8,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-from lockstep_gpt.errors import UserError
 from lockstep_gpt.extras.pages.recordings import as_json
 
 PAGES = Path(__file__).with_name("html")
@@ -32,20 +31,6 @@ def render_page(name: str, data: Any) -> str:
         "data": f'<script type="application/json" id="data">{_as_text(data)}</script>',
     }
     return PLACE.sub(lambda place: parts[place[1]], template)
-
-
-def write_page(path: Path, text: str) -> None:
-    """Write a page.
-
-    Raises:
-        UserError: the file can't be written.
-    """
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UserError(
-            f"{path} cannot be written ({error.strerror}); name another file with --output"
-        ) from None
 
 
 def _joined(names: list[str]) -> str:

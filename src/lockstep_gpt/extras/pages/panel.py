@@ -6,15 +6,16 @@ import argparse
 from pathlib import Path
 
 from lockstep_gpt import PROGRAM
-from lockstep_gpt.extras.pages.page import render_page, write_page
+from lockstep_gpt.extras.pages.page import render_page
 from lockstep_gpt.extras.pages.recordings import read_recordings
+from lockstep_gpt.whole_files import write_output
 
 
 def main(arguments: list[str]) -> int:
     """Write the page and print its path."""
     options = _parser().parse_args(arguments)
     output = options.output or options.run / "panel.html"
-    write_page(output, panel_page(options.run))
+    write_output(output, panel_page(options.run))
     print(f"{output}: open it in any browser; it needs no network")
     return 0
 

@@ -7,6 +7,7 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lockstep_gpt.damaged_files import read_informative_object
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.whole_files import replace_text
 
@@ -36,8 +37,8 @@ def read_recordings(run: Path) -> list[dict[str, Any]]:
     """
     if not run.is_dir():
         raise UserError(f"{run} is not a run directory; name one that a training run wrote")
-    paths = (run / FOLDER).glob("step=*.json")
-    recordings = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
+    contents = map(read_informative_object, (run / FOLDER).glob("step=*.json"))
+    recordings = [content for content in contents if isinstance(content.get("step"), int)]
     if not recordings:
         raise UserError(
             f"{run} contains no recorded steps; record some with callbacks=[default,sync_panel]"

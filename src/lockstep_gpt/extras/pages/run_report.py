@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from lockstep_gpt import PROGRAM
-from lockstep_gpt.extras.pages.page import render_page, write_page
+from lockstep_gpt.extras.pages.page import render_page
 from lockstep_gpt.extras.pages.runs import read_run
+from lockstep_gpt.whole_files import write_output
 
 
 def main(arguments: list[str]) -> int:
@@ -17,7 +18,7 @@ def main(arguments: list[str]) -> int:
     first: Path = options.run[0]
     folder = first if len(options.run) == 1 else first.parent
     output = options.output or folder / "report.html"
-    write_page(output, report_page(options.run))
+    write_output(output, report_page(options.run))
     print(f"{output}: open it in any browser; it needs no network")
     return 0
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import json
 import re
 import shlex
 from collections.abc import Iterable, Iterator
@@ -15,10 +13,14 @@ import numpy as np
 import numpy.typing as npt
 
 from lockstep_gpt import PROGRAM
+from lockstep_gpt.damaged_files import (
+    read_informative_object,
+    read_informative_text,
+)
 from lockstep_gpt.run.directory import RunDirectory
+from lockstep_gpt.run.metrics_rows import STEP, read_metrics
 
 POINTS = 600  # per curve; few screens have more columns
-STEP = "trainer/step"
 TOKENS = "trainer/tokens"
 RECEIPT_LINE = re.compile(r"  (\w+) +(\S.*)")
 AT_STEP = re.compile(r"step +(\d+)/")
@@ -34,7 +36,7 @@ def read_run(path: Path) -> dict[str, Any]:
     """
     run = RunDirectory(path)
     values = run.values()
-    log = run.log.read_text(encoding="utf-8", errors="replace") if run.log.exists() else ""
+    log = read_informative_text(run.log)
     receipts = list(_receipts(log.splitlines()))
     curves = read_curves(run.metrics)
     return {
@@ -43,11 +45,11 @@ def read_run(path: Path) -> dict[str, Any]:
         "summary": run.read_summary(),
         "starts": len(receipts),
         "receipt": receipts[-1] if receipts else {},
-        "changes": _lines(run.overrides),
+        "changes": read_informative_text(run.overrides).splitlines(),
         "curves": curves,
         "advice": _last(r"^gradient noise scale: .*$", log),
         "samples": list(_samples(log.splitlines())),
-        "environment": _json(path / "environment.json"),
+        "environment": read_informative_object(path / "environment.json"),
         "commands": _commands(path, values),
     }
 
@@ -81,13 +83,9 @@ def _commands(path: Path, values: dict[str, Any]) -> dict[str, str]:
 
 def read_curves(path: Path) -> dict[str, list[Row]]:
     """Return numeric column -> at most `POINTS` rows of (step, tokens, value)."""
-    if not path.exists():
-        return {}
-    with path.open(encoding="utf-8", newline="") as file:
-        reader = csv.reader(file)
-        header = next(reader, [])
-        rows = [row for row in reader if len(row) == len(header)]  # the last may be incomplete
-    columns = dict(zip(header, zip(*rows, strict=True), strict=False))
+    table = read_metrics(path)
+    table.warn_if_damaged(path)
+    columns = dict(zip(table.columns, zip(*table.rows, strict=True), strict=False))
     steps = columns.pop(STEP, ())
     tokens = columns.pop(TOKENS, steps)
     curves = {}
@@ -156,11 +154,3 @@ def _samples(lines: list[str]) -> Iterator[dict[str, Any]]:
 def _last(pattern: str, log: str) -> str:
     matches = re.findall(pattern, log, flags=re.MULTILINE)
     return str(matches[-1]) if matches else ""
-
-
-def _lines(path: Path) -> list[str]:
-    return path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-
-
-def _json(path: Path) -> dict[str, Any]:
-    return dict(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else {}

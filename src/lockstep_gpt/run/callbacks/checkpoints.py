@@ -13,6 +13,7 @@ from lockstep_gpt.data.datamodule import TokenDataModule
 from lockstep_gpt.distributed.ranks import from_rank_zero
 from lockstep_gpt.run import checkpoint as files
 from lockstep_gpt.run.callbacks.step import StepCallback
+from lockstep_gpt.run.directory import RunDirectory
 
 
 @dataclass(eq=False, repr=False)
@@ -109,13 +110,23 @@ class Checkpoints(StepCallback, Checkpoint):
 
 
 class AtomicCheckpointIO(CheckpointIO):
-    """Writes complete checkpoints or none, on rank 0; Lightning's own can be cut off."""
+    """Writes complete checkpoints or none, on rank 0; Lightning's own can be cut off.
+
+    Args:
+        directory: the run, which remembers that it has saved checkpoints; None: there is none.
+    """
+
+    def __init__(self, directory: RunDirectory | None = None) -> None:
+        self.directory = directory
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None
     ) -> None:
         """Write a checkpoint and its SHA-256; `storage_options` has those of its other files."""
-        files.write_checkpoint(checkpoint, Path(path), storage_options)
+        path = Path(path)
+        files.write_checkpoint(checkpoint, path, storage_options)
+        if self.directory is not None and path.parent == self.directory.checkpoints:
+            self.directory.note_save()
 
     def save_part(self, part: dict[str, Any], path: Path) -> str:
         """Write one rank's part of a checkpoint; return its SHA-256, for the checksum file."""

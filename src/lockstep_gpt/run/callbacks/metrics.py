@@ -19,27 +19,9 @@ from lockstep_gpt.lightning_patches import count_logged_steps_from_one, restore_
 from lockstep_gpt.model.functional import perplexity
 from lockstep_gpt.run.callbacks.step import StepCallback
 from lockstep_gpt.run.metrics_file import MetricsFile
+from lockstep_gpt.run.metrics_rows import COLUMNS
 
 logger = logging.getLogger(__name__)
-
-# Columns of metrics.csv -> the last value's name in summary.json; None: not in the summary.
-COLUMNS = {
-    "trainer/step": None,
-    "trainer/tokens": None,
-    "train/loss": "train_loss",
-    "val/loss": "val_loss",
-    "val/perplexity": "val_perplexity",
-    "optim/lr": None,
-    "optim/grad_norm": None,
-    "optim/skipped": None,
-    "throughput/tokens_per_second": None,
-    "throughput/step_seconds": None,
-    "throughput/step_seconds_p50": "step_seconds_p50",
-    "throughput/step_seconds_p95": "step_seconds_p95",
-    "throughput/mfu": "mfu",
-    "data/wait_share": "data_wait_share",
-    "system/peak_memory_gb": "peak_memory_gb",
-}
 
 
 def peak_tflops(config: Config, world_size: int) -> float | None:

@@ -17,7 +17,7 @@ from lockstep_gpt.processes import tool
 from lockstep_gpt.run.checkpoint import files_of
 from lockstep_gpt.run.directory import RunDirectory
 from lockstep_gpt.run.loggers.tracking import ENDED_WELL, TrackedRun
-from lockstep_gpt.run.metrics_file import STEP
+from lockstep_gpt.run.metrics_rows import STEP
 from lockstep_gpt.settings import check_choice
 
 if TYPE_CHECKING:

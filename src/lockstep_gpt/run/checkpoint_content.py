@@ -1,0 +1,95 @@
+"""What is in a checkpoint's files: plain containers and tensors; torch is imported lazily."""
+
+import pickle
+import struct
+import zipfile
+from collections.abc import Collection, Iterable
+from pathlib import Path
+from typing import Any
+
+from lockstep_gpt.errors import UserError
+
+# The errors that torch raises for a file it cannot read.
+UNREADABLE = (RuntimeError, EOFError, OSError, LookupError, ValueError, struct.error)
+# The keys that every reader needs, and those that a run resumes from.
+NEEDED = ("config", "tokenizer", "state_dict")
+NEEDED_TO_RESUME = (*NEEDED, "optimizer_states", "lr_schedulers", "loops", "global_step")
+ORIGIN = "was not written by lockstep-gpt train"
+
+
+class CheckpointError(Exception):
+    """What is wrong with a checkpoint, as the end of a sentence about it."""
+
+
+def load_content(
+    path: Path, needed: Collection[str], map_location: Any = "cpu", with_numbers: bool = True
+) -> dict[str, Any]:
+    """Return the content of a file that matches its SHA-256, or raise a `CheckpointError`.
+
+    Args:
+        path: the file.
+        needed: the keys that it must have.
+        map_location: where its tensors go.
+        with_numbers: False: don't read the numbers of tensors before they are used.
+    """
+    import torch
+
+    if path.stat().st_size == 0:
+        raise CheckpointError("is empty")
+    is_archive = zipfile.is_zipfile(path)  # cut off, it isn't
+    mmap = is_archive and not with_numbers
+    try:
+        content = torch.load(path, map_location=map_location, weights_only=True, mmap=mmap)
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(f"has more than tensors and values: {_first_line(error)}") from None
+    except UNREADABLE as error:
+        if not is_archive:
+            raise CheckpointError("is damaged: it is not a whole zip archive") from None
+        raise CheckpointError(f"is damaged: {_first_line(error)}") from None
+    if not isinstance(content, dict):
+        raise CheckpointError(ORIGIN)
+    missing = [name for name in needed if name not in content]
+    if missing:
+        raise CheckpointError(f"{ORIGIN}: it lacks {', '.join(missing)}")
+    wrong = [name for name in NEEDED if not isinstance(content[name], dict)]
+    if wrong:
+        raise CheckpointError(f"{ORIGIN}: {wrong[0]} is of another type")
+    return content
+
+
+def refuse_broken_weights(
+    weights: Iterable[tuple[str, Any]], where: str, remedy: str = "use another checkpoint"
+) -> None:
+    """Raise a `UserError` if a weight of the checkpoint `where` is infinite or not a number."""
+    for name, weight in weights:
+        if not weight.isfinite().all():
+            raise UserError(f"{where} has weights that are not finite, such as {name}; {remedy}")
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error) or type(error).__name__
+    return text.splitlines()[0].partition(". ")[0]
+
+
+def join_parts(content: dict[str, Any], path: Path) -> None:
+    """Join the ranks' parts, which are next to the checkpoint `path`, and put them in `content`."""
+    import torch
+
+    names = content.pop("parts")
+    parts = [torch.load(path.with_name(name), weights_only=True, mmap=True) for name in names]
+    _join_shards(content, parts)
+
+
+def _join_shards(content: Any, parts: list[dict[Any, Any]]) -> None:
+    """Put into nested containers the tensors whose shards are at the same place in `parts`.
+
+    Shards are slices along the first dimension, in the order of the ranks.
+    """
+    import torch
+
+    for key, first_shard in parts[0].items():
+        shards = [part[key] for part in parts]
+        if isinstance(first_shard, torch.Tensor):
+            content[key] = torch.cat(shards)
+        else:
+            _join_shards(content[key], shards)

@@ -1,0 +1,53 @@
+"""A run's frozen configuration as text: it shows whether it is whole."""
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from lockstep_gpt.config import without_defaults
+from lockstep_gpt.damaged_files import readable
+from lockstep_gpt.errors import UserError
+from lockstep_gpt.run.migrations import migrate
+
+# Its first and last line; a copy that was cut off has only the first.
+BEGIN = "# The run's frozen configuration\n"
+END = "# The end of the frozen configuration\n"
+# Groups that every frozen file has, also one of an earlier version, which has no such lines.
+GROUPS = ("batch", "model", "data", "optim", "trainer", "strategy", "callbacks", "logger")
+
+
+def frozen_text(values: dict[str, Any]) -> str:
+    """Return the text of a frozen file with these values."""
+    text = yaml.safe_dump(without_defaults(values), sort_keys=False, allow_unicode=True)
+    return f"{BEGIN}{text}{END}"
+
+
+def read_frozen(path: Path) -> dict[str, Any]:
+    """Return the values in a run's `config.yaml`, as this version would have frozen them.
+
+    Raises:
+        UserError: the file is missing, unreadable, or damaged, or it needs an absent extra.
+    """
+    with readable(path):
+        if not path.exists():
+            raise UserError(f"{path.parent} is not a run directory: it has no {path.name}")
+        content = path.read_bytes()
+    try:
+        return migrate(_whole_values(content.decode()))
+    except UserError:
+        raise
+    except (yaml.YAMLError, AttributeError, TypeError, ValueError, RecursionError):
+        raise UserError(f"{path} is damaged; restore the original") from None
+
+
+def _whole_values(text: str) -> dict[str, Any]:
+    """Return the values in the text of a frozen file, or raise a `ValueError` if some are cut."""
+    values = dict(yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader)))
+    if text.startswith(BEGIN):
+        is_whole = END in text
+    else:
+        is_whole = all(name in values for name in GROUPS)
+    if not is_whole or not all(isinstance(values.get(name, {}), dict) for name in GROUPS):
+        raise ValueError("some values are missing")
+    return values
