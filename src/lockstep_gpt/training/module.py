@@ -101,13 +101,14 @@ class GPTModule(lightning.LightningModule):
         """Find where the strategy has put the model, and prepare it for the first step."""
         self.layout = layout_of(self.trainer.strategy)
         self.skipped.count = self.skipped.count.to(self.device)
+        self.losses.move_to(self.device)
         self.trained = [weight for weight in self.model.parameters() if weight.requires_grad]
         data: Any = getattr(self.trainer, "datamodule", None)  # a user may pass loaders instead
         if self.trainer.world_size > 2 and data:
             shape = (getattr(data, "micro_size", 1), self.config.model.block_size)
             tokens = torch.zeros(shape, dtype=torch.int64, device=self.device)
             arrange_buckets(self.trainer.strategy, self.model, (tokens, tokens))
-            self.losses.clear()
+            self.losses.forget_step()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:  # noqa: ARG002
         """Make dropout depend only on seed, step, and micro-batch, not on the rank."""
@@ -191,18 +192,23 @@ class GPTModule(lightning.LightningModule):
         optimizer: Any,
         optimizer_closure: Callable[[], Any] | None = None,
     ) -> None:
-        """Free the gradients after the update; Lightning would do so before the next backward.
+        """Update the weights, then free the gradients; Lightning would do so before backward.
 
         So no forward pass needs memory for them. If a parameter has no gradient, all of them stay:
         DDP fails in the next forward, and the names of such parameters explain its error.
         """
         super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
+        self.losses.complete_step()
         if all(parameter.grad is not None for parameter in self.trained):
             optimizer.zero_grad()
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Save the number of skipped updates, and config and tokenizer unless already there."""
+        """Save what the next row of the log needs, and config and tokenizer unless already there.
+
+        Every rank must call this.
+        """
         checkpoint["skipped"] = int(self.skipped.count)
+        checkpoint["step_losses"] = self.losses.state()
         checkpoint.setdefault("config", as_values(self.config))
         checkpoint.setdefault("tokenizer", self.tokenizer.to_dict())
 
@@ -218,7 +224,11 @@ class GPTModule(lightning.LightningModule):
         if isinstance(data, TokenDataModule):
             data.resume_at(checkpoint["global_step"], checkpoint["samples"])
         self.skipped.count.fill_(checkpoint.get("skipped", 0))
-        rescale_batch_progress(checkpoint, self.trainer.accumulate_grad_batches)
+        accumulation = self.trainer.accumulate_grad_batches
+        if "step_losses" in checkpoint:  # not in those of earlier versions
+            ranks = (self.trainer.global_rank, self.trainer.world_size)
+            self.losses.load(checkpoint["step_losses"], *ranks, accumulation)
+        rescale_batch_progress(checkpoint, accumulation)
         optimizer = cast(dict[str, Any], self.configure_optimizers())["optimizer"]
         apply_settings(checkpoint, optimizer, self.schedule.factor(checkpoint["global_step"]))
 
