@@ -62,6 +62,8 @@ class GPTModule(lightning.LightningModule):
         self.model = build_gpt(config.model, tokenizer.vocab_size)
         for transform in additions(MODEL):
             transform(self.model, config, tokenizer)  # the module keeps what it adds
+        if config.precision == "64-true":
+            self.model.double()  # the Trainer would only do so after loading a checkpoint's weights
         self.losses = StepLosses()
         self.token_loss = TokenLoss()
         self.test_loss = TokenLoss()
