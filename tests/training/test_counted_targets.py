@@ -131,6 +131,18 @@ def test_half_precision_normalizes_too(new_run, expected):
     assert_same_direction(found, expected)
 
 
+@pytest.mark.parametrize("micro_size", [12, 4, 1])
+def test_counts_round_nothing_in_float64(new_run, micro_size):
+    whole = Expected()
+    double = {"precision": "64-true"}
+    fitted(run_of(new_run, 12, **double), whole, **double)
+    found = fitted(run_of(new_run, micro_size, **double), **double)
+    for step, wanted in zip(found.steps, whole.steps, strict=True):
+        for each, gradient in zip(step, wanted, strict=True):
+            torch.testing.assert_close(each, gradient, rtol=1e-11, atol=1e-14)
+    assert found.losses == pytest.approx(whole.losses, rel=1e-14)
+
+
 def assert_same_direction(found, expected):
     for step, wanted in zip(found.steps, expected.steps, strict=True):
         one, other = (torch.cat([each.flatten() for each in all_]) for all_ in (step, wanted))
