@@ -48,9 +48,7 @@ def rows(folder):
 
 def summary(command, run):
     left_out = TIMES_OF_SUMMARY | PLACES
-    return {
-        name: value for name, value in command.summary(run).items() if name not in left_out
-    }
+    return {name: value for name, value in command.summary(run).items() if name not in left_out}
 
 
 def rows_of_wandb(folder, records, wait_for):
