@@ -1,5 +1,6 @@
 import copy
 import csv
+import itertools
 import json
 import re
 import shutil
@@ -327,7 +328,7 @@ def test_gradients_of_unequal_ranks_are_those_of_the_optimizer(new_run, tmp_path
             weight.copy_(torch.tensor(results[0][1][step][name]))
         of_ranks = [
             [
-                torch.tensor(sum(each, []))
+                torch.tensor([*itertools.chain.from_iterable(each)])
                 for each in zip(*result[0][step], strict=True)  # its micro-batches together
             ]
             for result in results
