@@ -62,9 +62,7 @@ def test_the_panel_of_a_packed_run_records_the_norms_of_the_log(command, lines):
     words = [*words_for(lines), *panel, "batch.micro_size=2", "max_steps=6", "log_every=3"]
     command.train(*words, "run_dir=run")
     with (command.folder / "run/metrics.csv").open() as file:
-        logged = {
-            row["trainer/step"]: float(row["optim/grad_norm"]) for row in csv.DictReader(file)
-        }
+        logged = {row["trainer/step"]: row["optim/grad_norm"] for row in csv.DictReader(file)}
     for step in ("3", "6"):
         path = command.folder / f"run/sync/step={step:0>6}.json"
         parameters = json.loads(path.read_text())["parameters"]
