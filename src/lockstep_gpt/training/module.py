@@ -227,9 +227,10 @@ class GPTModule(lightning.LightningModule):
             data.resume_at(checkpoint["global_step"], checkpoint["samples"])
         self.skipped.count.fill_(checkpoint.get("skipped", 0))
         accumulation = self.trainer.accumulate_grad_batches
-        if "step_losses" in checkpoint:  # not in those of earlier versions
-            ranks = (self.trainer.global_rank, self.trainer.world_size)
-            self.losses.load(checkpoint["step_losses"], *ranks, accumulation)
+        losses = checkpoint.get("step_losses")  # None: of an earlier version
+        if losses is not None:
+            rank = self.trainer.global_rank
+            self.losses.load(losses, rank, self.trainer.world_size, accumulation)
         rescale_batch_progress(checkpoint, accumulation)
         optimizer = cast(dict[str, Any], self.configure_optimizers())["optimizer"]
         apply_settings(checkpoint, optimizer, self.schedule.factor(checkpoint["global_step"]))
