@@ -9,6 +9,7 @@ import torch
 from lockstep_gpt.data.datamodule import TokenDataModule
 from lockstep_gpt.distributed.exact_sums import gradient_sums
 from lockstep_gpt.model.functional import IGNORE
+from lockstep_gpt.run.checkpoint import write_checkpoint
 from lockstep_gpt.training.counted_targets import CountedTargets
 
 STEPS = 3
@@ -62,7 +63,7 @@ def run_of(new_run, micro_size, world_size=1, **settings):
     """Return one rank's run of a few steps; those of all ranks have 12 samples."""
     batch = {"micro_size": micro_size, "global_size": 12 // world_size}
     batch = {**batch, "reference_size": 12 // world_size, **settings.pop("batch", {})}
-    run = new_run(batch=batch, max_steps=STEPS, val_every=100, **settings)
+    run = new_run(**{"batch": batch, "max_steps": STEPS, "val_every": 100, **settings})
     run.data.__class__ = SomeTargets
     return run
 
@@ -130,6 +131,18 @@ def test_half_precision_normalizes_too(new_run, expected):
     assert_same_direction(found, expected)
 
 
+@pytest.mark.parametrize("micro_size", [12, 4, 1])
+def test_counts_round_nothing_in_float64(new_run, micro_size):
+    whole = Expected()
+    double = {"precision": "64-true"}
+    fitted(run_of(new_run, 12, **double), whole, **double)
+    found = fitted(run_of(new_run, micro_size, **double), **double)
+    for step, wanted in zip(found.steps, whole.steps, strict=True):
+        for each, gradient in zip(step, wanted, strict=True):
+            torch.testing.assert_close(each, gradient, rtol=1e-11, atol=1e-14)
+    assert found.losses == pytest.approx(whole.losses, rel=1e-14)
+
+
 def assert_same_direction(found, expected):
     for step, wanted in zip(found.steps, expected.steps, strict=True):
         one, other = (torch.cat([each.flatten() for each in all_]) for all_ in (step, wanted))
@@ -181,3 +194,48 @@ def test_sums_in_one_order_have_equal_bits_however_micro_batches_are_spread(new_
 
     results = on_ranks(3, on_rank)
     assert all(each == alone for each in results), results
+
+
+class Rows(lightning.Callback):
+    """Keeps the loss of each row, the mean over `every` steps."""
+
+    def __init__(self, every):
+        self.every, self.rows = every, {}
+
+    def on_train_batch_end(self, trainer, pl_module, *_):
+        is_last = pl_module.leaf == trainer.accumulate_grad_batches - 1
+        if is_last and trainer.global_step % self.every == 0:
+            self.rows[trainer.global_step] = float(pl_module.losses.take().mean())
+
+
+def resumed_rows(new_run, tmp_path, micro_size, change=None):
+    """Train 8 steps, from step 5 on again; return the rows of the first time and of the second."""
+    every = {"max_steps": 8, "checkpoint": {"every": 5, "keep_last": 9}}
+    whole, again = Rows(3), Rows(3)
+    run = run_of(new_run, 3, **every)
+    run.fit(CountedTargets(run.config), whole, run.checkpoints(tmp_path))
+    path = tmp_path / "step=000005.ckpt"
+    if change:
+        content = torch.load(path, weights_only=True)
+        change(content)
+        write_checkpoint(content, path)
+    run = run_of(new_run, micro_size, **every)
+    saves = run.checkpoints(tmp_path / "again")
+    run.fit(CountedTargets(run.config), again, saves, ckpt_path=path)
+    return whole.rows[6], again.rows[6]
+
+
+def test_a_resumed_run_logs_the_same_loss(new_run, tmp_path):
+    whole, again = resumed_rows(new_run, tmp_path, 3)
+    assert again == whole
+
+
+def test_other_micro_batches_log_the_same_loss_after_a_resume(new_run, tmp_path):
+    whole, again = resumed_rows(new_run, tmp_path, 4)
+    assert again == pytest.approx(whole, rel=1e-5)
+
+
+def test_a_checkpoint_of_an_earlier_version_has_no_losses_and_resumes(new_run, tmp_path):
+    whole, again = resumed_rows(new_run, tmp_path, 3, lambda saved: saved.pop("step_losses"))
+    assert again != whole  # a mean of the last step only
+    assert again == pytest.approx(whole, rel=0.2)

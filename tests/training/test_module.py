@@ -82,10 +82,14 @@ def test_an_update_is_the_optimizer_s_on_the_mean_gradient_clipped(new_run):
 def test_the_loss_read_is_the_mean_since_the_last_reading(new_run):
     module = new_run().module
     module.logs_losses = False  # because there is no Trainer
-    losses = [module.training_step(batch(seed), 0) for seed in range(3)]
+    losses = []
+    for seed in range(3):
+        losses.append(module.training_step(batch(seed), 0))
+        module.losses.complete_step()
     mean = sum(loss.item() for loss in losses) / 3
     assert module.losses.take().item() == pytest.approx(mean, rel=1e-6)
     last = module.training_step(batch(7), 0)
+    module.losses.complete_step()
     assert module.losses.take().item() == last.item()
 
 

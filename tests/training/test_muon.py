@@ -105,6 +105,18 @@ def test_an_update_that_is_not_finite_changes_nothing():
             assert torch.equal(state[name], states[number][name])
 
 
+def test_the_switch_of_an_update_rounds_nothing_in_float64():
+    plain = model().double()
+    switched = copy.deepcopy(plain)
+    optimizers = [optimizer_of(each, weight_decay=0.1) for each in (plain, switched)]
+    optimizers[1].found_inf = torch.zeros(())  # float32, as a run has it in each step
+    for seed in range(5):
+        for each, optimizer in zip((plain, switched), optimizers, strict=True):
+            step(each, optimizer, seed)
+    for ours, expected in zip(switched.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours, expected, rtol=1e-14, atol=1e-15)
+
+
 def test_a_saved_state_resumes_bit_for_bit():
     gpt = model()
     optimizer = optimizer_of(gpt)

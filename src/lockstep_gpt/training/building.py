@@ -27,7 +27,6 @@ from lockstep_gpt.run.callbacks.weight_hashes import WeightHashes
 from lockstep_gpt.run.directory import RunDirectory
 from lockstep_gpt.run.loggers.tracking import TrackedRun, git_state, tracked_runs
 from lockstep_gpt.training.apple_gpu import AppleGPU
-from lockstep_gpt.training.counted_targets import CountedTargets
 from lockstep_gpt.training.module import GPTModule
 from lockstep_gpt.training.schedule import BatchPlan
 
@@ -69,7 +68,6 @@ def build_guards(
     if has_time_limit(config):
         guards.append(TimeLimitReport())
     guards += gradient_sums(config)
-    guards.append(CountedTargets(config))
     guards.append(WeightHashes())
     guards.append(Guards(config, directory, rank, terminal))
     if config.trainer["accelerator"] == "mps":

@@ -30,6 +30,9 @@ class CountedTargets(Callback):
         self.counts: list[Tensor] = []  # of each micro-batch of the step on this rank
         self.total = torch.zeros(())  # of the step, over all ranks after `pending`
         self.pending: Any = None
+        # Of what it multiplies with: at least that of the gradients, not to round them.
+        self.dtype = torch.float64 if config.precision == "64-true" else torch.float32
+        self.factor = torch.ones(())  # by which gradients were multiplied at the end of the step
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:  # noqa: ARG002
         """Leave a run in which each target counts: it must not wait for the ranks' counts."""
@@ -57,7 +60,7 @@ class CountedTargets(Callback):
 
     def on_before_backward(self, trainer: Trainer, pl_module: Any, loss: Tensor) -> None:  # noqa: ARG002
         """Multiply the gradient of the mean by the count: an integer, which rounds nothing."""
-        weight = self.counts[-1] / self.unit
+        weight = self.counts[-1].to(self.dtype) / self.unit
         loss.register_hook(lambda gradient: gradient * weight)  # type: ignore[no-untyped-call]
 
     def on_before_optimizer_step(
@@ -71,9 +74,10 @@ class CountedTargets(Callback):
             self.pending.wait()
             self.pending = None
         batches = trainer.world_size * trainer.accumulate_grad_batches  # whose mean is taken
-        share = batches / self.total.clamp(min=1)
+        share = batches / self.total.clamp(min=1).to(self.dtype)
+        self.factor = share * self.unit
         gradients = [weight.grad for weight in pl_module.trained if weight.grad is not None]
-        torch._foreach_mul_([_local(gradient) for gradient in gradients], share * self.unit)
+        torch._foreach_mul_([_local(gradient) for gradient in gradients], self.factor)
         pl_module.losses.weigh([count * share for count in self.counts])
 
 

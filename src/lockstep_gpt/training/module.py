@@ -64,6 +64,8 @@ class GPTModule(lightning.LightningModule):
         self.model = build_gpt(config.model, tokenizer.vocab_size)
         for transform in additions(MODEL):
             transform(self.model, config, tokenizer)  # the module keeps what it adds
+        if config.precision == "64-true":
+            self.model.double()  # the Trainer would only do so after loading a checkpoint's weights
         self.losses = StepLosses()
         self.token_loss = TokenLoss()
         self.test_loss = TokenLoss()
@@ -104,6 +106,7 @@ class GPTModule(lightning.LightningModule):
         """Find where the strategy has put the model, and prepare it for the first step."""
         self.layout = layout_of(self.trainer.strategy)
         self.skipped.count = self.skipped.count.to(self.device)
+        self.losses.move_to(self.device)
         self.trained = [weight for weight in self.model.parameters() if weight.requires_grad]
         data: Any = getattr(self.trainer, "datamodule", None)  # a user may pass loaders instead
         # Without it, the gradients of a step's earlier micro-batches would be beside the buckets.
@@ -116,7 +119,7 @@ class GPTModule(lightning.LightningModule):
             shape = (getattr(data, "micro_size", 1), self.config.model.block_size)
             tokens = torch.zeros(shape, dtype=torch.int64, device=self.device)
             arrange_buckets(self.trainer.strategy, self.model, (tokens, tokens))
-            self.losses.clear()
+            self.losses.forget_step()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:  # noqa: ARG002
         """Make dropout depend only on seed, step, and micro-batch, not on the rank."""
@@ -200,12 +203,13 @@ class GPTModule(lightning.LightningModule):
         optimizer: Any,
         optimizer_closure: Callable[[], Any] | None = None,
     ) -> None:
-        """Free the gradients after the update; Lightning would do so before the next backward.
+        """Update the weights, then free the gradients; Lightning would do so before backward.
 
         So no forward pass needs memory for them. If a parameter has no gradient, all of them stay:
         DDP fails in the next forward, and the names of such parameters explain its error.
         """
         super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
+        self.losses.complete_step()
         if self._zeroes_in_place:
             return
         if all(parameter.grad is not None for parameter in self.trained):
@@ -216,8 +220,12 @@ class GPTModule(lightning.LightningModule):
         optimizer.zero_grad(set_to_none=not self._zeroes_in_place)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Save the number of skipped updates, and config and tokenizer unless already there."""
+        """Save what the next row of the log needs, and config and tokenizer unless already there.
+
+        Every rank must call this.
+        """
         checkpoint["skipped"] = int(self.skipped.count)
+        checkpoint["step_losses"] = self.losses.state()
         checkpoint.setdefault("config", as_values(self.config))
         checkpoint.setdefault("tokenizer", self.tokenizer.to_dict())
 
@@ -236,7 +244,12 @@ class GPTModule(lightning.LightningModule):
         if isinstance(data, TokenDataModule):
             data.resume_at(checkpoint["global_step"], checkpoint["samples"])
         self.skipped.count.fill_(checkpoint.get("skipped", 0))
-        rescale_batch_progress(checkpoint, self.trainer.accumulate_grad_batches)
+        accumulation = self.trainer.accumulate_grad_batches
+        losses = checkpoint.get("step_losses")  # None: of an earlier version
+        if losses is not None:
+            rank = self.trainer.global_rank
+            self.losses.load(losses, rank, self.trainer.world_size, accumulation)
+        rescale_batch_progress(checkpoint, accumulation)
         optimizer = cast(dict[str, Any], self.configure_optimizers())["optimizer"]
         apply_settings(checkpoint, optimizer, self.schedule.factor(checkpoint["global_step"]))
 

@@ -60,7 +60,8 @@ class Muon(torch.optim.Optimizer):
         gradients = torch.stack(_gradients(parameters))
         keep: Any = 1.0
         if self.found_inf is not None:
-            keep = 1 - self.found_inf  # 0: this step changes nothing
+            # 0: this step changes nothing. Its type also rounds what it is multiplied with.
+            keep = 1 - self.found_inf.to(torch.promote_types(gradients.dtype, torch.float32))
             gradients = gradients.where(keep > 0, 0.0)
 
         # The moving average of gradients, and the step count.

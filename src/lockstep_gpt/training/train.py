@@ -38,6 +38,7 @@ from lockstep_gpt.training.building import (
     build_loggers,
     build_trainer,
 )
+from lockstep_gpt.training.counted_targets import CountedTargets
 from lockstep_gpt.training.initial_weights import load_initial_weights
 from lockstep_gpt.training.module import GPTModule
 from lockstep_gpt.training.rank_output import drop_rank_log, routed_output
@@ -126,7 +127,7 @@ def assemble(
         config,
         ranks,
         batch,
-        first=[metrics],
+        first=[metrics, CountedTargets(config)],  # whose gradients all others see
         last=[*guards, GracefulStop(checkpoints), checkpoints],
         loggers=[metrics_file, *loggers],
         plugins=[disk],

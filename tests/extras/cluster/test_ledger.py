@@ -198,6 +198,7 @@ def test_no_step_between_logged_ones_waits_for_the_device(algorithm):
             module.training_step((tokens, tokens), 0).backward()
         module.configure_gradient_clipping(optimizer)
         optimizer.step()
+        module.losses.complete_step()
         optimizer.zero_grad()
         metrics.on_step_end(trainer, module, number)
 

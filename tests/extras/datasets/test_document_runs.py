@@ -2,6 +2,8 @@
 
 import csv
 import json
+import math
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -51,6 +53,21 @@ def test_ranks_accumulation_and_resume_train_the_same_run(command, lines):
         assert values == pytest.approx(other[name], rel=1e-3)
     command("train", "run_dir=two", "resume=auto", "max_steps=14", "optim.decay=constant")
     assert command.summary("two")["step"] == 14
+
+
+def test_the_panel_of_a_packed_run_records_the_norms_of_the_log(command, lines):
+    if find_spec("lockstep_gpt.extras.pages") is None:
+        pytest.skip("the panel is an extra of its own, pages")
+    panel = ["callbacks=[default,sync_panel]", "callbacks.sync_panel.every=3"]
+    words = [*words_for(lines), *panel, "batch.micro_size=2", "max_steps=6", "log_every=3"]
+    command.train(*words, "run_dir=run")
+    with (command.folder / "run/metrics.csv").open() as file:
+        logged = {row["trainer/step"]: row["optim/grad_norm"] for row in csv.DictReader(file)}
+    for step in ("3", "6"):
+        path = command.folder / f"run/sync/step={step:0>6}.json"
+        parameters = json.loads(path.read_text())["parameters"]
+        norm = math.hypot(*(parameter["mean_norm"] for parameter in parameters))
+        assert norm == pytest.approx(float(logged[step]), rel=1e-5)
 
 
 def test_a_masked_run_that_0_1_0_froze_resumes_and_generates_the_same_bits(

@@ -1,4 +1,6 @@
+import copy
 import csv
+import itertools
 import json
 import re
 import shutil
@@ -10,9 +12,14 @@ import pytest
 import torch
 from lightning.pytorch.strategies import ModelParallelStrategy
 
+from lockstep_gpt.data.datamodule import TokenDataModule
+from lockstep_gpt.distributed.ddp import DDPStrategy
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.extras.pages.recordings import read_recordings
 from lockstep_gpt.extras.pages.sync_panel import SyncPanel
+from lockstep_gpt.model.functional import IGNORE
+from lockstep_gpt.run.metrics_file import MetricsFile
+from lockstep_gpt.training.counted_targets import CountedTargets
 
 ON_TWO = [
     "trainer=cpu",
@@ -204,3 +211,136 @@ def test_unrecorded_steps_do_no_extra_work_on_any_rank(command):
     assert counts == operations(command, "callbacks=default")
     assert counts[0]["aten::empty"] > 0
     assert any("allreduce" in name for name in counts[0])
+
+
+class SomeTargets(TokenDataModule):
+    """Batches of which some targets are `IGNORE`, and in some micro-batches all of them."""
+
+    may_ignore = True
+
+    def on_after_batch_transfer(self, batch, *arguments):
+        tokens, targets = super().on_after_batch_transfer(batch, *arguments)
+        place = torch.arange(targets.shape[1])
+        targets = targets.masked_fill(place < tokens[:, :1] % targets.shape[1], IGNORE)
+        targets[tokens[:, 0] % 3 == 0] = IGNORE
+        return tokens, targets
+
+
+class Batches(lightning.Callback):
+    """Keeps the batches and the weights of each step."""
+
+    def __init__(self):
+        self.steps = {}
+
+    def on_train_batch_start(self, trainer, pl_module, batch, _batch_idx):
+        weights = copy.deepcopy(pl_module.model)
+        _, batches = self.steps.setdefault(trainer.global_step + 1, (weights, []))
+        batches.append(batch)
+
+
+def gradients_of(model, tokens, targets):
+    """Return the gradient of the mean over all targets that count; zeros if there is none."""
+    return torch.autograd.grad(model(tokens, targets), [*model.parameters()])
+
+
+def expected_noise(model, parts):
+    """Return signal and noise by their definition, from parts of unequal numbers of targets."""
+    counts = [int((targets != IGNORE).sum()) for _, targets in parts]
+    samples = sum(len(tokens) for tokens, _ in parts)
+    squares = [
+        sum(float(each.double().square().sum()) for each in gradients_of(model, *part))
+        for part in parts
+    ]
+    whole = [torch.cat(each) for each in zip(*parts, strict=True)]
+    big = sum(float(each.double().square().sum()) for each in gradients_of(model, *whole))
+    # E|g_i|^2 = |G|^2 + trace / b_i, where b_i is the part's share of the samples; weighed by b_i.
+    small = sum(count * each for count, each in zip(counts, squares, strict=True)) / sum(counts)
+    used = sum(count > 0 for count in counts)
+    trace = (small - big) / (used / samples - 1 / samples)
+    return big - trace / samples, trace
+
+
+def record_some_targets(new_run, folder, world_size=1, **place):
+    """Record each step of a run whose micro-batches have unequal numbers of targets."""
+    size = {"micro_size": 3, "global_size": 12 // world_size, "reference_size": 12 // world_size}
+    run = new_run(batch=size, max_steps=4, val_every=100, optim={"clip_norm": 0.05})
+    run.data.__class__ = SomeTargets
+    batches, panel = Batches(), SyncPanel(every=1, smoothing=0.0, files=9, values=7)
+    file = MetricsFile(folder / "metrics.csv", [])
+    if torch.distributed.is_initialized() and torch.distributed.get_rank():
+        file.log_metrics = lambda *_: None
+    else:
+        file.truncate_after(0)
+    logged = {}
+
+    class Norms(lightning.Callback):
+        def on_train_batch_end(self, trainer, pl_module, *_):
+            if pl_module.grad_norm is not None:  # after the first step
+                logged[trainer.global_step] = float(pl_module.grad_norm)
+
+    run.fit(CountedTargets(run.config), panel, batches, Norms(), logger=file, **place)
+    return batches.steps, panel.noise, logged
+
+
+def assert_true(recording, model, parts):
+    """Compare a recording with the gradients of all parts together and of each one."""
+    whole = [torch.cat(each) for each in zip(*parts, strict=True)]
+    gradients = gradients_of(model, *whole)
+    for parameter, gradient in zip(recording["parameters"], gradients, strict=True):
+        picked = gradient.flatten()[parameter["positions"]]
+        torch.testing.assert_close(torch.tensor(parameter["after"]), picked, rtol=1e-4, atol=1e-7)
+        mean = torch.tensor(parameter["before"]).mean(0)
+        torch.testing.assert_close(mean, picked, rtol=1e-4, atol=1e-7)
+        assert parameter["mean_norm"] == pytest.approx(float(gradient.norm()), rel=1e-4)
+
+
+def test_gradients_of_unequal_micro_batches_are_those_of_the_optimizer(new_run, tmp_path):
+    steps, noise, norms = record_some_targets(new_run, tmp_path)
+    recordings = read_recordings(tmp_path)
+    assert [recording["step"] for recording in recordings] == [1, 2, 3, 4]
+    for recording in recordings:
+        model, parts = steps[recording["step"]]
+        assert_true(recording, model, parts)
+        whole = [torch.cat(each) for each in zip(*parts, strict=True)]
+        assert recording["losses"] == pytest.approx([model(*whole).item()], rel=1e-5)
+        total = np.linalg.norm([each["mean_norm"] for each in recording["parameters"]])
+        assert total == pytest.approx(norms[recording["step"]], rel=1e-5)
+    assert (noise.signal, noise.noise) == pytest.approx(expected_noise(*steps[4]), rel=1e-3)
+
+
+def test_gradients_of_unequal_ranks_are_those_of_the_optimizer(new_run, tmp_path, on_ranks):
+    def train(_rank):
+        place = {"strategy": DDPStrategy(), "devices": 2, "num_nodes": 1}
+        steps, noise, norms = record_some_targets(new_run, tmp_path, 2, **place)
+        batches = {
+            step: [(tokens.tolist(), targets.tolist()) for tokens, targets in parts]
+            for step, (_, parts) in steps.items()
+        }
+        weights = {step: _as_lists(model) for step, (model, _) in steps.items()}
+        return batches, weights, (noise.signal, noise.noise), norms
+
+    results = on_ranks(2, train)
+    assert not any(isinstance(result, str) for result in results), results
+    model = new_run().module.model
+    for recording in read_recordings(tmp_path):
+        step = recording["step"]
+        for name, weight in model.state_dict().items():
+            weight.copy_(torch.tensor(results[0][1][step][name]))
+        of_ranks = [
+            [
+                torch.tensor([*itertools.chain.from_iterable(each)])
+                for each in zip(*result[0][step], strict=True)  # its micro-batches together
+            ]
+            for result in results
+        ]
+        assert_true(recording, model, of_ranks)
+        losses = [model(*part).item() for part in of_ranks]
+        assert recording["losses"] == pytest.approx(losses, rel=1e-5)
+        total = np.linalg.norm([each["mean_norm"] for each in recording["parameters"]])
+        assert total == pytest.approx(results[0][3][step], rel=1e-5)
+    assert results[0][2] == results[1][2]
+    assert results[0][2] == pytest.approx(expected_noise(model, of_ranks), rel=1e-3)
+
+
+def _as_lists(model):
+    return {name: weight.tolist() for name, weight in model.state_dict().items()}

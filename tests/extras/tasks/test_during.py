@@ -128,6 +128,16 @@ def test_a_run_that_ends_early_at_a_measured_step_is_measured_as_at_the_end(
     assert used[0] == used[1] < used[2]
 
 
+def test_the_summary_of_a_resumed_run_has_the_values_from_before_it_stopped(fit, short):
+    tasks = Tasks(every=2, share=None, files=short)
+    fit(tasks)
+    resumed = Tasks(every=2, share=None, files=short)
+    resumed.load_state_dict(tasks.state_dict())
+    values = tasks.in_summary(6)
+    assert resumed.in_summary(6) == {**values, "tasks_seconds": 0.0}
+    assert "tasks/fill" in values
+
+
 def test_other_callbacks_can_monitor_a_task(fit, short):
     seen = {}
 

@@ -7,6 +7,7 @@ recover must end at once, report the cause, and leave every finished checkpoint 
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 import random
 import shutil
@@ -239,10 +240,18 @@ class Drill(SmallRuns):
         return [min(start for start in [*starts, time.time()] if start > at) - at for at in struck]
 
     def _equal(self, name: str, status: int) -> bool:
-        return status == 0 and self._differing(name) == 0 and self._sound(name)
+        is_same = self._differing(name) == 0 and self._differing_rows(name) == 0
+        return status == 0 and is_same and self._sound(name)
 
     def _bits(self, name: str) -> str:
-        return f"{self._differing(name)} differing weights"
+        rows = counted(self._differing_rows(name), "row")
+        return f"{self._differing(name)} differing weights, {rows}"
+
+    def _differing_rows(self, name: str) -> int:
+        """Count the rows of metrics.csv that differ from the undisturbed run's, except times."""
+        ours, theirs = (exactness.rows_of(self.directory(run)) for run in (name, "whole"))
+        pairs = itertools.zip_longest(ours, theirs)
+        return sum(our_row != their_row for our_row, their_row in pairs)
 
     def _differing(self, name: str) -> int:
         """Count the weights whose bits differ from those of the undisturbed run."""

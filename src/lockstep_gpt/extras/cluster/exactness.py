@@ -8,6 +8,8 @@ from __future__ import annotations
 import csv
 import hashlib
 import itertools
+import math
+import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
@@ -15,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lockstep_gpt import PROGRAM
+from lockstep_gpt.config import Config
 from lockstep_gpt.errors import RunError, UserError
 from lockstep_gpt.extras.cluster import flags
 from lockstep_gpt.extras.cluster.small_runs import SmallRuns
@@ -27,8 +30,9 @@ from lockstep_gpt.training.batch_settings import BatchConfig
 HELP = f"""usage: {PROGRAM} drill exact [flags] [GROUP=CHOICE ...] [SETTING=VALUE ...]
 
 Train a small experiment with batch.exact_micro_size on several numbers of ranks. Then train it
-once more: start on the most ranks, and after each SIGKILL, resume on fewer. Each run prints a
-hash of its final weights. Exit status 1 if weights, optimizer state, or metrics.csv differ.
+once more: start on the most ranks, and after each SIGKILL, resume on fewer, from a save between
+two rows of metrics.csv if log_every (default: 3) leaves one. Each run prints a hash of its final
+weights. Exit status 1 if weights, optimizer state, or metrics.csv differ.
 
   --ranks LIST   numbers of ranks (default: 1,2,4)
   --steps N      steps of each run (default: 150)
@@ -81,7 +85,7 @@ def _trained(
     size_settings = [
         f"max_steps={steps}",
         f"val_every={max(1, steps // 5)}",
-        f"checkpoint.every={max(1, steps // 16)}",  # some steps before a kill are repeated
+        f"checkpoint.every={_prime(steps // 16)}",  # some steps before a kill are repeated
     ]
     runs = SmallRuns(folder, [*SETTINGS, *size_settings], overrides)
     config = flags.each_job(runs.words, compose.resolve_config)[0][1]
@@ -95,15 +99,15 @@ def _trained(
         print(f"  {name:<24}", end="", flush=True)
         started = time.monotonic()
         try:
-            killed = _train(runs, run, legs, steps)
+            resumed = _train(runs, run, legs, config)
         except RunError:
             print("failed", flush=True)
             raise
         seconds = time.monotonic() - started
         left = left_by(runs.directory(run))
         after = ""
-        if killed:
-            after = f"  killed at {' and '.join(f'step {step}' for step in killed)}"
+        if resumed:
+            after = f"  resumed after {' and '.join(f'step {step}' for step in resumed)}"
         print(f"{left.weights[:12]}{seconds:6.0f} s{after}", flush=True)
         yield name, left
 
@@ -119,12 +123,22 @@ def _leaves(batch: BatchConfig, ranks: tuple[int, ...]) -> int:
     return global_size // size
 
 
-def _train(runs: SmallRuns, name: str, legs: tuple[int, ...], steps: int) -> list[int]:
-    """Train on each rank count in `legs`; return the steps at which the run was killed."""
-    killed: list[int] = []
+def _prime(at_least: int) -> int:
+    """Return a prime: few values of log_every have a row at each multiple."""
+    numbers = itertools.count(max(5, at_least))
+    return next(
+        number
+        for number in numbers
+        if all(number % divisor for divisor in range(2, math.isqrt(number) + 1))
+    )
+
+
+def _train(runs: SmallRuns, name: str, legs: tuple[int, ...], config: Config) -> list[int]:
+    """Train on each rank count in `legs`; return the steps from which the run was resumed."""
+    resumed: list[int] = []
     for part, ranks in enumerate(legs[:-1], 1):
         process = runs.start(name, f"trainer.devices={ranks}", resume=part > 1)
-        runs.wait_for_step(name, steps * part // len(legs), process)
+        _await_save(runs, name, config, part / len(legs), process)
         process.kill()  # does nothing if it has already ended
         _, errors = process.communicate()
         if process.returncode >= 0:
@@ -132,11 +146,30 @@ def _train(runs: SmallRuns, name: str, legs: tuple[int, ...], steps: int) -> lis
         left = runs.gone(name)
         if left:
             raise RunError(f"{counted(left, 'process')} outlived the command that was killed")
-        killed.append(runs.steps_of(name))
-    status, errors = runs.train(name, f"trainer.devices={legs[-1]}", resume=bool(killed))
+        resumed.append(_saved_step(runs, name))
+    status, errors = runs.train(name, f"trainer.devices={legs[-1]}", resume=bool(resumed))
     if status:
         raise RunError(_failure(legs[-1], status, errors))
-    return killed
+    return resumed
+
+
+def _await_save(
+    runs: SmallRuns, name: str, config: Config, share: float, process: subprocess.Popen[str]
+) -> None:
+    """Wait for a save after a share of the steps, between two rows of the log if there is one."""
+    steps = config.max_steps or 0
+    every = config.checkpoint.every or steps
+    saves = [step for step in range(every, steps, every) if step >= share * steps]
+    between_rows = [step for step in saves if step % config.log_every]
+    step = [*between_rows, *saves, steps][0]
+    runs.wait_until(lambda: _saved_step(runs, name) >= step, process)
+
+
+def _saved_step(runs: SmallRuns, name: str) -> int:
+    from lockstep_gpt.run.checkpoint import checkpoints_in, step_of
+
+    present = checkpoints_in(runs.directory(name).checkpoints)
+    return step_of(present[-1]) if present else 0
 
 
 def _failure(ranks: int, status: int, errors: str) -> str:
@@ -150,13 +183,19 @@ def left_by(run: RunDirectory) -> Remains:
     from lockstep_gpt.run.checkpoint import checkpoints_in, read_checkpoint
 
     content = read_checkpoint(checkpoints_in(run.checkpoints)[-1])
+    weights = content["weights"][content["global_step"]]  # the same hash as in the report
+    return Remains(weights, _digest(content["optimizer_states"]), rows_of(run))
+
+
+def rows_of(run: RunDirectory) -> list[dict[str, str]]:
+    """Return the rows of a run's metrics.csv without times; none if there is no such file."""
+    if not run.metrics.is_file():
+        return []
     with run.metrics.open(encoding="utf-8", newline="") as file:
-        rows = [
+        return [
             {name: value for name, value in row.items() if not name.startswith(TIMED)}
             for row in csv.DictReader(file)
         ]
-    weights = content["weights"][content["global_step"]]  # the same hash as in the report
-    return Remains(weights, _digest(content["optimizer_states"]), rows)
 
 
 def differences(left: dict[str, Remains]) -> list[str]:

@@ -17,13 +17,13 @@ class Measurement:
     """The measurement of one step: squared gradient norms at two batch sizes.
 
     Attributes:
-        small_batch: samples in each part's gradient.
+        small_batch: samples in each part's gradient, on average.
         big_batch: samples in the average over all parts.
-        small: squared norm of a part's gradient, averaged over the parts.
+        small: squared norm of a part's gradient, averaged over the parts by their targets.
         big: squared norm of the average gradient.
     """
 
-    small_batch: int
+    small_batch: float
     big_batch: int
     small: float
     big: float

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -141,25 +141,38 @@ class MicroBatchNorms:
 
 @dataclass
 class LocalStep:
-    """This rank's values of one step; the vectors are as `Probe` reads them."""
+    """This rank's values of one step; the vectors are as `Probe` reads them.
+
+    A micro-batch counts as often as it has targets, if they differ (`CountedTargets`).
+    """
 
     step: int
-    scale: float  # loss scale, also in the gradients: 1 unless precision=16-mixed
+    scale: float  # loss scale, also in gradients up to the average: 1 unless precision=16-mixed
     samples: Tensor  # (S, T), the first of this rank's samples
-    loss: Tensor  # mean over this rank's micro-batches
-    before: Tensor | None = None  # (values + P), this rank's own
-    after: Tensor | None = None  # (values + P), the average
+    losses: list[Tensor] = field(default_factory=list)  # of each micro-batch, with `scale`
+    targets: list[Tensor] = field(default_factory=list)  # of each micro-batch; 1 if all are equal
+    before: Tensor | None = None  # (values + P), this rank's own, with `scale`
+    after: Tensor | None = None  # (values + P), the average, as the optimizer gets it
     weights: Tensor | None = None  # (values), before the update
 
-    def as_vector(self, weights: Tensor, parts: list[Tensor]) -> Tensor:
-        """Return all numbers as one float64 vector, gradients without the loss scale."""
+    def as_vector(self, weights: Tensor, parts: list[Tensor], factor: Tensor | float) -> Tensor:
+        """Return all numbers as one float64 vector, gradients without the loss scale.
+
+        Args:
+            weights: after the update.
+            parts: squared norm of each micro-batch's gradient, if they were measured.
+            factor: by which gradients were multiplied after the average.
+        """
         assert self.before is not None
         assert self.after is not None
         assert self.weights is not None
-        vectors = [self.before / self.scale, self.after / self.scale, self.weights, weights]
-        vectors.append(self.loss.double().reshape(1))
+        targets = torch.stack(self.targets).double()
+        losses = torch.stack(self.losses).double() / self.scale
+        loss = (losses * targets).sum() / targets.sum().clamp(min=1)
+        before = self.before * factor / self.scale
+        vectors = [before, self.after, self.weights, weights, loss.reshape(1), targets]
         if parts:
-            vectors.append(torch.stack(parts) / self.scale**2)
+            vectors.append(torch.stack(parts) * factor**2 / self.scale**2)
         return torch.cat(vectors)
 
 
@@ -184,13 +197,14 @@ class Step:
     def __init__(self, probe: Probe, table: Numbers, micro_batches: tuple[int, int]) -> None:
         count = probe.count
         size = len(probe.names)
-        lengths = [count, size, count, size, count, count, 1]
+        self.micro_size, self.accumulation = micro_batches
+        lengths = [count, size, count, size, count, count, 1, self.accumulation]
         pieces = np.split(table, np.cumsum(lengths), axis=1)
         self.before, self.norms, self.after, self.mean_norms = pieces[:4]  # (R, values), (R, P)
         self.weights, self.updated = pieces[4:6]  # (R, values)
         self.losses = pieces[6][:, 0]  # (R,)
-        self.part_squares = pieces[7]  # (R, micro-batches)
-        self.micro_size, self.accumulation = micro_batches
+        self.targets = pieces[7]  # (R, micro-batches)
+        self.part_squares = pieces[8]  # (R, micro-batches)
         self.ranks = len(table)
 
     @property
@@ -201,13 +215,26 @@ class Step:
 
     @property
     def measurement(self) -> Measurement | None:
-        """The step's noise measurement, or None if there is nothing to compare."""
-        rank_batch = self.micro_size * self.accumulation
+        """The step's noise measurement, or None if there is nothing to compare.
+
+        The step is a mean over its targets, so a part with n of N targets adds n / N of its own
+        gradient. In the mean of the parts' squared norms, it counts as much: then the mean is that
+        of equal parts, and their sizes need not be.
+        """
         big = float(np.square(self.mean_norms[0]).sum())
-        if self.ranks > 1:
-            small = float(np.square(self.norms).sum(axis=1).mean())
-            return Measurement(rank_batch, rank_batch * self.ranks, small, big)
-        if self.accumulation > 1:  # each part of the step is 1 / accumulation of a gradient
-            small = float(self.part_squares.mean()) * self.accumulation**2
-            return Measurement(self.micro_size, rank_batch, small, big)
-        return None
+        if self.ranks > 1:  # the average divides each rank's gradient by their number
+            targets = self.targets.sum(axis=1)
+            squares = np.square(self.norms).sum(axis=1) / self.ranks**2
+        elif self.accumulation > 1:
+            targets = self.targets[0]
+            squares = self.part_squares[0]
+        else:
+            return None
+        used = targets > 0
+        parts = int(used.sum())
+        if parts < 2:
+            return None
+        shares = targets[used] / targets.sum()
+        small = float((squares[used] / shares).sum())
+        samples = self.micro_size * self.accumulation * self.ranks
+        return Measurement(samples / parts, samples, small, big)

@@ -29,6 +29,7 @@ from lockstep_gpt.processes import invocation
 from lockstep_gpt.run.callbacks.step import StepCallback
 from lockstep_gpt.run.loggers.tracking import tracked_runs
 from lockstep_gpt.run.metrics_file import MetricsFile
+from lockstep_gpt.training.counted_targets import CountedTargets
 
 logger = logging.getLogger(__name__)
 
@@ -83,6 +84,7 @@ class SyncPanel(StepCallback):
         self._advice = UNMEASURED
         self._local_step: LocalStep | None = None  # while a step is being recorded
         self._parts: MicroBatchNorms | None = None
+        self._counts: CountedTargets | None = None  # if the counts of targets differ
 
     def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:  # noqa: ARG002
         """Reject settings under which the panel can't show or repeat the average.
@@ -113,6 +115,9 @@ class SyncPanel(StepCallback):
         self._ddp: Any = trainer.strategy.model
         if not isinstance(self._ddp, DistributedDataParallel):
             self._ddp = None
+        callbacks: Any = trainer.callbacks  # type: ignore[attr-defined]
+        counting = [callback for callback in callbacks if isinstance(callback, CountedTargets)]
+        self._counts = counting[0] if counting else None
 
     def is_recorded(self, step: int) -> bool:
         """Return whether optimizer step `step` is recorded; the first one is 1."""
@@ -137,8 +142,7 @@ class SyncPanel(StepCallback):
         accumulation = trainer.accumulate_grad_batches
         samples = batch[0][: self.samples, : self.sample_tokens]
         if batch_idx % accumulation == 0:
-            zero = torch.zeros((), device=samples.device)
-            self._local_step = LocalStep(step, _loss_scale(trainer), samples, zero)
+            self._local_step = LocalStep(step, _loss_scale(trainer), samples)
             self._parts = None
             if self._ddp is None and accumulation > 1:
                 self._parts = MicroBatchNorms(self._probe.parameters)
@@ -149,15 +153,20 @@ class SyncPanel(StepCallback):
             self._ddp.require_backward_grad_sync = False
 
     def on_before_backward(self, trainer: Trainer, pl_module: Any, loss: Tensor) -> None:  # noqa: ARG002
-        """Add the loss; separate the micro-batches' gradients if they take the place of ranks."""
+        """Keep the loss; separate the micro-batches' gradients if they take the place of ranks."""
         if self._local_step is None:
             return
-        self._local_step.loss = self._local_step.loss + loss.detach() / self._local_step.scale
+        # Lightning has divided it.
+        self._local_step.losses.append(loss.detach() * trainer.accumulate_grad_batches)
+        targets = torch.ones_like(loss)
+        if self._counts is not None:
+            targets = self._counts.counts[-1]
+        self._local_step.targets.append(targets)
         if self._parts is not None:
             self._parts.before_backward()
 
     def on_after_backward(self, trainer: Trainer, pl_module: Any) -> None:  # noqa: ARG002
-        """After the last micro-batch, read this rank's gradients, average, and read the average."""
+        """After the last micro-batch, read this rank's gradients, and average."""
         local_step = self._local_step
         if local_step is None:
             return
@@ -165,13 +174,17 @@ class SyncPanel(StepCallback):
             self._parts.after_backward()
         if is_accumulating(trainer):
             return
-        local_step.before = local_step.after = self._probe.gradients()
+        local_step.before = self._probe.gradients()
         if self._ddp is not None:
             average_like_ddp(self._ddp)
-            local_step.after = self._probe.gradients()
             self._ddp.require_backward_grad_sync = True
             self._ddp.require_forward_param_sync = True  # as after a backward that averages
         local_step.weights = self._probe.weights()
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: Any, optimizer: Any) -> None:  # noqa: ARG002
+        """Read the average as the optimizer gets it, before clipping."""
+        if self._local_step is not None:
+            self._local_step.after = self._probe.gradients()
 
     def on_step_end(self, trainer: Trainer, pl_module: Any, step: int) -> None:
         """After the update, gather all ranks' values, measure, log, and write."""
@@ -180,7 +193,8 @@ class SyncPanel(StepCallback):
         if local_step is None:
             return
         squares = self._parts.squares if self._parts else []
-        table = from_all_ranks(local_step.as_vector(self._probe.weights(), squares))
+        factor = self._counts.factor if self._counts is not None else 1.0
+        table = from_all_ranks(local_step.as_vector(self._probe.weights(), squares, factor))
         samples = from_all_ranks(local_step.samples)
         micro_size = trainer.datamodule.micro_size  # type: ignore[attr-defined]
         recorded = Step(self._probe, table, (micro_size, trainer.accumulate_grad_batches))

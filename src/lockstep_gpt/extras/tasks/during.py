@@ -112,6 +112,14 @@ class Tasks(StepCallback):
         """Return `summary.json`'s entries: the newest values, and what they cost."""
         return {**self.row, "tasks_seconds": self.seconds}
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return the newest values: after a resume, a last measurement may afford fewer tasks."""
+        return {"row": dict(self.row)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore the newest values, for the summary."""
+        self.row = dict(state_dict["row"])
+
     def _counts(self, step: int, is_end: bool) -> list[int]:
         """Return how many examples of each task to use after `step`."""
         costs = [[sum(row.cost for row in rows) for rows in task.rows] for task in self._tasks]
