@@ -1,13 +1,10 @@
 """Ranks under the real torchrun: restarts after a kill, and the end of torchrun itself."""
 
-import os
 import signal
 import sys
 import time
 
 import pytest
-
-from lockstep_gpt.launch import launcher
 
 TORCHRUN = ["-m", "torch.distributed.run"]
 LONG = ("trainer=cpu", "max_steps=60", "checkpoint.every=4", "log_every=5", "model.dropout=0.1")
@@ -82,17 +79,6 @@ def test_no_rank_outlives_a_killed_torchrun(
     kill(process.pid)
     wait_for(lambda: not any(map(is_alive, ranks)), seconds=5 if not early else 60)
     process.communicate(timeout=240)
-
-
-def test_a_rank_that_torchrun_left_before_it_could_know_ends_at_once(monkeypatch):
-    ended = []
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
-    monkeypatch.setattr(os, "getppid", lambda: 1)
-    monkeypatch.setattr(launcher, "_program_of", lambda _: "init")
-    monkeypatch.setattr(launcher, "end_with_parent", lambda _: None)
-    monkeypatch.setattr(launcher, "end_process", ended.append)
-    launcher.end_with_launcher()
-    assert ended == [1]
 
 
 def test_a_signal_to_torchrun_saves_and_the_run_continues(command, torchrun, wait_for_checkpoint):
