@@ -117,7 +117,9 @@ def _holder(file: BinaryIO, part: Part) -> int:
     if sys.platform == "linux":
         layout = "hhqqi4x"  # of `struct flock`: type, whence, start, length, process
         request = struct.pack(layout, fcntl.F_WRLCK, os.SEEK_SET, part, 1, 0)
-        return int(struct.unpack(layout, fcntl.fcntl(file, fcntl.F_GETLK, request))[4])
-    layout = "qqihh"  # start, length, process, type, whence: macOS and BSD
-    request = struct.pack(layout, part, 1, 0, fcntl.F_WRLCK, os.SEEK_SET)
-    return int(struct.unpack(layout, fcntl.fcntl(file, fcntl.F_GETLK, request))[2])
+        _, _, _, _, pid = struct.unpack(layout, fcntl.fcntl(file, fcntl.F_GETLK, request))
+    else:  # macOS and BSD
+        layout = "qqihh"  # start, length, process, type, whence
+        request = struct.pack(layout, part, 1, 0, fcntl.F_WRLCK, os.SEEK_SET)
+        _, _, pid, _, _ = struct.unpack(layout, fcntl.fcntl(file, fcntl.F_GETLK, request))
+    return int(pid)
