@@ -108,6 +108,23 @@ def test_a_rank_keeps_others_out_also_after_its_command_has_ended(run, start_ran
         pass
 
 
+def test_a_command_leaves_no_file_and_never_trusts_one_that_another_has_removed(run, monkeypatch):
+    acquire = lock.RunLock._acquire
+    removed = []
+
+    def remove_once(self, file, part, *arguments, **names):
+        if not removed:
+            removed.append(file)
+            self.path.unlink()  # as another command does at its end
+        acquire(self, file, part, *arguments, **names)
+
+    monkeypatch.setattr(lock.RunLock, "_acquire", remove_once)
+    with run.locked():
+        assert run.lock.path.is_file()
+        assert removed[0].closed
+    assert not run.lock.path.exists()
+
+
 def test_a_file_system_without_locks_is_reported_once(run, monkeypatch, capsys):
     def refuse(*_):
         raise OSError(errno.ENOLCK, "No locks available")

@@ -3,9 +3,6 @@
 Each process that may write holds a part of the lock until it ends: the command, rank 0, and the
 other ranks. So a rank that outlives its command, on a disk that hangs or on another machine, keeps
 other commands out. The system releases what a process holds when it ends, however it ends.
-
-The file stays in the directory. If it were removed, the next command would lock a new file while a
-rank still holds the old one.
 """
 
 from __future__ import annotations
@@ -35,6 +32,9 @@ class Part(IntEnum):
     OTHER_RANKS = 2  # shared: one on a machine that was lost must not hinder those that go on
 
 
+RANKS = (Part.RANK_ZERO, Part.OTHER_RANKS)
+
+
 class RunLock:
     """The lock of one run; forks of a process don't inherit what it holds.
 
@@ -55,15 +55,39 @@ class RunLock:
             UserError: another command, or a rank of an earlier one, is still there.
             OSError: the file cannot be written.
         """
-        with self.path.open("ab+", buffering=0) as file:
-            self._acquire(file, Part.COMMAND)
-            for part in (Part.RANK_ZERO, Part.OTHER_RANKS):
+        with contextlib.ExitStack() as cleanup:
+            file = cleanup.enter_context(self._locked_file())
+            for part in RANKS:
                 self._acquire(file, part, seconds=RANK_SECONDS)
                 with contextlib.suppress(OSError):  # a file system without locks
                     fcntl.lockf(file, fcntl.LOCK_UN, 1, part)  # for this command's own ranks
             file.truncate(0)
             file.write(f"process {os.getpid()} on {socket.gethostname()}".encode())
+            cleanup.callback(self._remove, file)
             yield
+
+    def _locked_file(self) -> BinaryIO:
+        """Open the file and lock the command's part."""
+        while True:
+            with contextlib.ExitStack() as cleanup:
+                file = cleanup.enter_context(self.path.open("ab+", buffering=0))
+                self._acquire(file, Part.COMMAND)
+                with contextlib.suppress(FileNotFoundError):
+                    if os.path.samestat(os.fstat(file.fileno()), self.path.stat()):
+                        cleanup.pop_all()
+                        return file
+            # Another command has just removed it: a lock of that file keeps nobody out.
+
+    def _remove(self, file: BinaryIO) -> None:
+        """Remove the file, unless a rank still has a part of it: another file would be free."""
+        try:
+            for part in RANKS:
+                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, part)
+        except (BlockingIOError, PermissionError):
+            return
+        except OSError:  # a file system without locks
+            pass
+        self.path.unlink(missing_ok=True)  # it may have been removed with the run's directory
 
     @contextlib.contextmanager
     def of_rank(self, rank: int) -> Iterator[None]:
