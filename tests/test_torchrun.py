@@ -1,13 +1,8 @@
-"""Ranks under the real torchrun: restarts after a kill, and the end of torchrun itself."""
+"""Ranks under the real torchrun: restarts after a kill, and a stop by a signal."""
 
-import os
 import signal
-import sys
-import time
 
 import pytest
-
-from lockstep_gpt.launch import launcher
 
 TORCHRUN = ["-m", "torch.distributed.run"]
 LONG = ("trainer=cpu", "max_steps=60", "checkpoint.every=4", "log_every=5", "model.dropout=0.1")
@@ -15,14 +10,12 @@ LONG = ("trainer=cpu", "max_steps=60", "checkpoint.every=4", "log_every=5", "mod
 
 @pytest.fixture
 def torchrun(command):
-    """Start the smoke experiment on two ranks of torchrun; all processes are forks, or none is."""
+    """Start the smoke experiment on two ranks of torchrun; all processes are forks."""
 
-    def start(*overrides, options=(), forks=True):
+    def start(*overrides, options=()):
         words = [*TORCHRUN, "--nproc_per_node=2", *options, "-m", "lockstep_gpt"]
         words += command.smoke(*LONG, *overrides)
-        if forks:
-            return command.start_python(*words)
-        return command.start_words([sys.executable, *words])
+        return command.start_python(*words)
 
     return start
 
@@ -68,31 +61,6 @@ def test_a_killed_rank_restarts_and_ends_with_the_bits_of_an_undisturbed_run(
     ended = command.summary("hurt")
     assert ended["status"] == "done"
     assert ended["weights"]["60"] == undisturbed["weights"]["60"]
-
-
-@pytest.mark.parametrize("early", [False, True], ids=["in training", "while ranks import"])
-def test_no_rank_outlives_a_killed_torchrun(
-    command, torchrun, ranks_of, wait_for_checkpoint, kill, is_alive, wait_for, early
-):
-    process = torchrun("max_steps=99999", "run_dir=run", forks=not early)
-    if not early:
-        wait_for_checkpoint(command.folder / "run")
-    ranks = ranks_of(process.pid)
-    time.sleep(0.5 * early)
-    kill(process.pid)
-    wait_for(lambda: not any(map(is_alive, ranks)), seconds=5 if not early else 60)
-    process.communicate(timeout=240)
-
-
-def test_a_rank_that_torchrun_left_before_it_could_know_ends_at_once(monkeypatch):
-    ended = []
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
-    monkeypatch.setattr(os, "getppid", lambda: 1)
-    monkeypatch.setattr(launcher, "_program_of", lambda _: "init")
-    monkeypatch.setattr(launcher, "end_with_parent", lambda _: None)
-    monkeypatch.setattr(launcher, "end_process", ended.append)
-    launcher.end_with_launcher()
-    assert ended == [1]
 
 
 def test_a_signal_to_torchrun_saves_and_the_run_continues(command, torchrun, wait_for_checkpoint):

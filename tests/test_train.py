@@ -195,18 +195,6 @@ def test_invalid_sampling_settings_are_rejected_before_training(command, setting
     assert not (command.folder / "run").exists()
 
 
-def test_killed_parent_leaves_no_process(
-    command, wait_for, wait_for_checkpoint, processes_of, kill
-):
-    run = command.folder / "long"
-    process = command.start(*command.smoke("max_steps=100000", f"run_dir={run}"))
-    wait_for_checkpoint(run)
-    assert len({process.pid, *processes_of(run)}) >= 3  # parent, agent, rank
-    kill(process.pid)
-    wait_for(lambda: not processes_of(run), 60)
-    process.communicate()
-
-
 BAD_SETTINGS = {
     "model.n_layers=3": "unknown setting model.n_layers; did you mean model.n_layer?",
     "model.n_layer=many": "model.n_layer=many must be a whole number",

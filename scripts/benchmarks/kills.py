@@ -24,12 +24,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from process_tree import LIMIT, tree, words_of
+from process_tree import LIMIT, processes_in, tree, words_of
 
 from lockstep_gpt.exits import Exit
 from lockstep_gpt.run.directory import RunDirectory
 
-MARK = "KILLED_RUN"  # an environment variable that all processes of a run inherit
 SECONDS_LEFT = 10.0  # how long a process may outlive its command
 RANKS = 2
 STEPS = 60
@@ -72,7 +71,7 @@ class KilledRun:
         """Type the command in the run's folder."""
         self.folder.mkdir(exist_ok=True)
         command = [sys.executable, *LAUNCHES[self.launch], "run_dir=run", "data.root=../data"]
-        environment = {**os.environ, MARK: self.folder.name, "OMP_NUM_THREADS": "1"}
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         with (self.folder / "output").open("ab") as output:
             return subprocess.Popen(
                 command, cwd=self.folder, env=environment, stdout=output, stderr=output
@@ -87,9 +86,9 @@ class KilledRun:
             process.kill()
             process.wait()
         end = time.monotonic() + SECONDS_LEFT
-        while self._present() and time.monotonic() < end:
+        while processes_in(self.folder) and time.monotonic() < end:
             time.sleep(0.05)
-        for pid in self._present():
+        for pid in processes_in(self.folder):
             self.left.append(words_of(pid)[:60])
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -111,16 +110,6 @@ class KilledRun:
         state = torch.load(path, weights_only=True)["state_dict"]
         return dict(state)
 
-    def _present(self) -> list[int]:
-        """Return the processes that carry this run's mark."""
-        mark = f"{MARK}={self.folder.name}".encode()
-        pids = []
-        for entry in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError):
-                if mark in (entry / "environ").read_bytes().split(b"\0"):
-                    pids.append(int(entry.name))
-        return pids
-
     def _kind(self, pid: int, command: int) -> str:
         words = words_of(pid)
         if pid == command and self.launch != "torchrun":
@@ -138,7 +127,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1, help="of the random kills")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="kills-") as folder:
-        return hurt_runs(Path(folder), options.kills, random.Random(options.seed))
+        return hurt_runs(Path(folder).resolve(), options.kills, random.Random(options.seed))
 
 
 def hurt_runs(folder: Path, kills: int, chance: random.Random) -> int:

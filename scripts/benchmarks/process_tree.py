@@ -20,6 +20,19 @@ def tree(pid: int) -> list[int]:
     return pids
 
 
+def processes_in(folder: Path) -> list[int]:
+    """Return the processes that work in a folder, also those whose parents have ended.
+
+    Forks of a server can't be found by their environment: it is in the server's memory.
+    """
+    pids = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended
+            if (entry / "cwd").readlink() == folder:
+                pids.append(int(entry.name))
+    return pids
+
+
 def words_of(pid: int) -> str:
     """Return a process's command line."""
     try:

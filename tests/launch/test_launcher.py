@@ -1,7 +1,10 @@
 """Ranks that a launcher starts: one run that all agree on, and what can prevent it."""
 
+import os
 import shutil
 import socket
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -204,21 +207,45 @@ def test_a_rank_that_failed_leaves_without_waiting_for_the_others(monkeypatch, s
     assert ended == [status] * (status in (1, 75))  # a mistake, status 2, leaves the run unchanged
 
 
-@pytest.mark.parametrize(
-    ("parent", "program", "ends"), [(1, "systemd", True), (1, "python3.12", False), (7, "", False)]
-)
-def test_a_rank_of_torchrun_ends_with_it(monkeypatch, parent, program, ends):
-    watched, ended = [], []
-    monkeypatch.setattr(launcher.os, "getppid", lambda: parent)
-    monkeypatch.setattr(launcher, "_program_of", lambda _: program)
-    monkeypatch.setattr(launcher, "end_with_parent", watched.append)
-    monkeypatch.setattr(launcher, "end_process", ended.append)
-    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
-    launcher.end_with_launcher()
-    assert watched == ended == []  # srun ends its own processes
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
-    launcher.end_with_launcher()
-    assert (watched, ended) == ([parent], [1] * ends)
+# Adopts orphans, as systemd does.
+ADOPTER = """
+import ctypes, os, subprocess, sys
+ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
+subprocess.Popen([sys.executable, "-c", *sys.argv[1:], str(os.getpid())])
+os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+os.execvpe("sleep", ["sleep", "600"], {"PATH": os.environ["PATH"]})
+"""
+# Starts a rank, and ends before the rank knows whose it is.
+LAUNCHER = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', *sys.argv[1:]])"
+RANK = """
+import os, sys, time
+from lockstep_gpt.launch.launcher import end_with_launcher
+while len(sys.argv) > 1 and os.getppid() != int(sys.argv[1]):
+    time.sleep(0.01)
+end_with_launcher()
+print("goes on")
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere, only process 1 adopts")
+@pytest.mark.parametrize(("variable", "printed"), [("TORCHELASTIC_RUN_ID", ""), ("X", "goes on\n")])
+def test_a_rank_of_torchrun_ends_if_torchrun_has_ended_before(variable, printed):
+    words = [sys.executable, "-c", ADOPTER, LAUNCHER, RANK]
+    environment = {**os.environ, variable: "1"}
+    adopter = subprocess.Popen(words, env=environment, stdout=subprocess.PIPE, text=True)
+    try:
+        assert adopter.stdout.read() == printed  # until all others have ended
+    finally:
+        adopter.kill()
+        adopter.communicate()
+
+
+@pytest.mark.parametrize("script", [[], ["sh", "-c", '"$@"; true', "sh"]], ids=["direct", "script"])
+def test_a_rank_whose_launcher_is_there_goes_on(script):
+    environment = {**os.environ, "TORCHELASTIC_RUN_ID": "1"}
+    words = [*script, sys.executable, "-c", RANK]
+    rank = subprocess.run(words, env=environment, stdout=subprocess.PIPE, text=True, timeout=240)
+    assert (rank.returncode, rank.stdout) == (0, "goes on\n")
 
 
 def test_the_limit_of_the_meeting_is_the_run_s_setting(monkeypatch):

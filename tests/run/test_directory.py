@@ -1,10 +1,6 @@
-import errno
 import json
 import logging
 import multiprocessing
-import subprocess
-import sys
-import time
 
 import pytest
 import yaml
@@ -321,62 +317,3 @@ def test_of_how_ranks_start_only_the_machine_s_own_number_may_differ(name, value
     lines = differences({"launch": launch}, {"launch": {**launch, name: value}})
     line = f"launch.{name}={value} instead of {launch[name]}"
     assert lines == ([line] if differs else [])
-
-
-WRITER = """
-import sys, time
-from pathlib import Path
-from lockstep_gpt.run.directory import RunDirectory
-with RunDirectory(Path(sys.argv[1])).writer_locked():
-    print("locked", flush=True)
-    time.sleep(float(sys.argv[2]))
-"""
-
-
-@pytest.fixture
-def writing(run):
-    """Let a rank 0 that lost its command keep writing for some seconds."""
-    run.path.mkdir(parents=True, exist_ok=True)
-    run.lock.write_text("process 77 on another")
-    started = []
-
-    def write(seconds):
-        words = [sys.executable, "-c", WRITER, str(run.path), str(seconds)]
-        started.append(subprocess.Popen(words, stdout=subprocess.PIPE, text=True))
-        assert started[-1].stdout.readline() == "locked\n"
-
-    yield write
-    for process in started:
-        process.kill()
-        process.communicate()
-
-
-def test_a_command_waits_until_the_last_rank_zero_has_ended(run, writing):
-    writing(0.5)
-    before = time.monotonic()
-    with run.locked():
-        assert time.monotonic() - before > 0.3
-
-
-def test_a_run_whose_rank_zero_still_writes_has_no_second_writer(run, writing, monkeypatch):
-    monkeypatch.setattr(run_directory, "WRITER_SECONDS", 0.1)
-    writing(600)
-    for lock in (run.locked(), run.writer_locked()):
-        with pytest.raises(UserError, match="is in use by process 77 on another; wait for it"):
-            lock.__enter__()
-
-
-def test_rank_zero_can_write_while_its_command_has_the_lock(run, writing):
-    with run.locked():
-        writing(0)
-
-
-def test_a_file_system_without_locks_is_reported_once(run, monkeypatch, capsys):
-    def refuse(*_):
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr(run_directory.fcntl, "lockf", refuse)
-    with run.locked(), run.writer_locked():
-        pass
-    line = f"run_dir={run.path} cannot be locked (No locks available): run it once\n"
-    assert capsys.readouterr().out == line

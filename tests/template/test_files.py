@@ -87,6 +87,7 @@ AT_THE_ROOT = {
     "docs/own_data.md",
     "docs/own_model.md",
     "docs/parallelism.md",
+    "docs/processes.md",
     "docs/ranks.md",
     "docs/resume.md",
     "docs/scaling.md",

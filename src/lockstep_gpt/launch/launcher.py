@@ -26,6 +26,7 @@ if TYPE_CHECKING:  # the parent of an agent never imports torch
     from torch.distributed import Store  # type: ignore[attr-defined]
 
 ALIVE_SECONDS = 5.0  # between signs of life of rank 0 while it prepares the data
+RUN_ID = "TORCHELASTIC_RUN_ID"  # torchrun gives this variable to its ranks
 UNSET = "if no launcher started this process, run: unset RANK WORLD_SIZE LOCAL_WORLD_SIZE"
 
 
@@ -53,18 +54,32 @@ def has_rank() -> bool:
 
 def end_with_launcher() -> None:
     """Let this process, if torchrun has started it, end with torchrun."""
-    if "TORCHELASTIC_RUN_ID" not in os.environ:
+    if RUN_ID not in os.environ:
         return  # srun ends its processes; others may be started from a shell that ends early
     parent = os.getppid()
-    if parent == 1 and "python" not in _program_of(1):  # adopted: torchrun has already ended
+    if _has_adopted_us(parent):  # torchrun has already ended
         end_process(Exit.FAILED)
     end_with_parent(parent)
 
 
-def _program_of(pid: int) -> str:
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/exe").readlink().name
-    return "python"  # not known
+def _has_adopted_us(parent: int) -> bool:
+    """Return whether `parent` did not start this process but is, for example, systemd.
+
+    What starts a rank is torchrun, a Python of our user, or a shell script in between, which has
+    torchrun's variables as we have.
+    """
+    process = Path(f"/proc/{parent}")
+    try:
+        status = (process / "status").read_text()
+        owner = int(status.partition("\nUid:")[2].split()[0])
+        if owner != os.getuid():
+            return True
+        program = (process / "exe").readlink().name
+        variables = (process / "environ").read_bytes().split(b"\0")
+    except (OSError, IndexError, ValueError):  # another system, or not allowed
+        return parent == 1
+    names = [variable.partition(b"=")[0] for variable in variables]
+    return "python" not in program and RUN_ID.encode() not in names
 
 
 def launched_sizes(devices: int | str, nodes: int) -> tuple[int, int]:

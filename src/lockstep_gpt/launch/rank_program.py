@@ -5,7 +5,8 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
-from lockstep_gpt import processes
+from lockstep_gpt import PROGRAM, processes
+from lockstep_gpt.errors import UserError
 from lockstep_gpt.run.directory import RunDirectory
 
 
@@ -22,13 +23,15 @@ def main(path: str, parent: str) -> NoReturn:
 
 
 def run_rank(run: RunDirectory) -> int:
-    """Run as a rank of `run`, whose lock the command holds; return the exit status."""
+    """Run as a rank of `run`, whose command is another process; return the exit status."""
     from lockstep_gpt.training import train
 
-    if os.environ["RANK"] != "0":
-        return train.main(run)
-    with run.writer_locked():
-        return train.main(run)
+    try:
+        with run.lock.of_rank(int(os.environ["RANK"])):
+            return train.main(run)
+    except UserError as error:  # an earlier rank 0 is still there
+        print(f"{PROGRAM} train: {error}", file=sys.stderr)
+        return error.status
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ the ranks need before torch starts (threads, allocator). Exceptions: launch.inli
 
 import contextlib
 import logging
+import os
 import secrets
 import time
 from enum import Enum, auto
@@ -173,7 +174,11 @@ def _run_rank(run: RunDirectory, store: Any = None) -> int:
     """Run as a rank in this process, which has no agent; return the exit status."""
     from lockstep_gpt.training import train
 
-    return train.main(run, store)
+    rank = int(os.environ.get("RANK", "0"))
+    if rank == 0:  # this process has the command's lock
+        return train.main(run, store)
+    with run.lock.of_rank(rank):
+        return train.main(run, store)
 
 
 def _follow_first_machine(run_start: RunStart) -> None:

@@ -2,18 +2,15 @@
 
 import contextlib
 import errno
-import fcntl
 import hashlib
 import json
 import logging
 import os
 import re
 import shutil
-import socket
-import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from lockstep_gpt.config import (
     Config,
@@ -24,6 +21,7 @@ from lockstep_gpt.config import (
 from lockstep_gpt.damaged_files import read_object, readable
 from lockstep_gpt.errors import RunError, UserError
 from lockstep_gpt.run.frozen_file import frozen_text, read_frozen
+from lockstep_gpt.run.lock import RunLock
 from lockstep_gpt.run.migrations import migrate
 from lockstep_gpt.whole_files import replace_text
 
@@ -36,10 +34,6 @@ SUMMARY_TYPES: dict[str, Any] = {
     "last_checkpoint": str | None,
     "val_loss": int | float | None,
 }
-# Bytes of the lock's file.
-COMMAND_BYTE = 0
-WRITER_BYTE = 1
-WRITER_SECONDS = 5.0  # how long rank 0 may outlive its command
 # What rank 0 decides for all ranks, and what may differ between machines.
 MAY_DIFFER = ("run_dir", "run_name", "launch.node_rank", "data.fingerprint")
 
@@ -49,7 +43,7 @@ class RunDirectory:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.lock = path / ".lock"  # locked by the writer; forks don't inherit the lock
+        self.lock = RunLock(path / ".lock", f"run_dir={path}")
         self.config = path / "config.yaml"  # frozen; references to the environment stay references
         self.log = path / "train.log"  # what rank 0 reported
         self.metrics = path / "metrics.csv"  # one row for each logged step
@@ -68,7 +62,7 @@ class RunDirectory:
 
     def refuse_if_used(self) -> None:
         """Raise a `UserError` if it contains more than a process that was killed early leaves."""
-        leftovers = {self.lock.name, f".{self.config.name}.tmp"}
+        leftovers = {self.lock.path.name, f".{self.config.name}.tmp"}
         if not self.path.exists():
             return
         if self.path.is_dir() and {path.name for path in self.path.iterdir()} <= leftovers:
@@ -191,47 +185,13 @@ class RunDirectory:
     def locked(self) -> Iterator[None]:
         """Be the only command of this run, at most until this process ends, or raise a `UserError`.
 
-        The lock has two bytes: one for the command, and one for rank 0, which writes to the
-        directory and may outlive a killed command by a moment.
+        Ranks of an earlier command that have not ended keep the run locked, too.
         """
-        with contextlib.ExitStack() as cleanup:
+        with contextlib.ExitStack() as lock:
             with self.writing(UserError):
                 self.path.mkdir(parents=True, exist_ok=True)
-                file = cleanup.enter_context(self.lock.open("ab+", buffering=0))
-                self._lock_byte(file, COMMAND_BYTE)
-                self._lock_byte(file, WRITER_BYTE, WRITER_SECONDS)
-                with contextlib.suppress(OSError):  # a file system without locks
-                    fcntl.lockf(file, fcntl.LOCK_UN, 1, WRITER_BYTE)  # for rank 0
-                file.truncate(0)
-                file.write(f"process {os.getpid()} on {socket.gethostname()}".encode())
-            cleanup.callback(self.lock.unlink, missing_ok=True)  # `discard` may have removed it
+                lock.enter_context(self.lock.of_command())
             yield
-
-    @contextlib.contextmanager
-    def writer_locked(self) -> Iterator[None]:
-        """Be the only process that writes to the run, as rank 0, or raise a `UserError`."""
-        with self.lock.open("ab", buffering=0) as file:
-            self._lock_byte(file, WRITER_BYTE, WRITER_SECONDS)
-            yield
-
-    def _lock_byte(self, file: BinaryIO, byte: int, seconds: float = 0.0) -> None:
-        """Lock one byte of the lock's file; wait for `seconds` while another process has it."""
-        end = time.monotonic() + seconds
-        while True:
-            try:
-                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, byte)
-            except (BlockingIOError, PermissionError):
-                if time.monotonic() < end:
-                    time.sleep(0.05)
-                    continue
-                user = self.lock.read_text() or "another process"
-                raise UserError(
-                    f"run_dir={self.path} is in use by {user}; wait for it to end, or stop it"
-                ) from None
-            except OSError as error:  # a file system without locks
-                if byte == COMMAND_BYTE:
-                    print(f"run_dir={self.path} cannot be locked ({error.strerror}): run it once")
-            return
 
 
 def literal(node: Any) -> Any:

@@ -100,17 +100,6 @@ def test_ranks_restart_cold_after_the_server_was_killed(command, processes_of, w
     assert "was killed by SIGKILL; restarting all ranks (1 of 3)" in errors
 
 
-@pytest.mark.parametrize(("victim", "status"), [("parent", -signal.SIGKILL), ("agent", 1)])
-def test_nothing_outlives_a_killed_parent_or_agent(
-    command, processes_of, wait_for, kill, victim, status
-):
-    process, find = started(command, processes_of, wait_for, "max_steps=100000")
-    kill(process.pid if victim == "parent" else find("agent_program")[0])
-    process.communicate(timeout=240)
-    assert process.returncode == status
-    wait_for(lambda: not processes_of(command.folder / "run"), 60)
-
-
 def test_a_sigterm_at_any_moment_of_the_start_leaves_no_process(command, processes_of, wait_for):
     chance = random.Random(3)
     for attempt in range(3):

@@ -38,6 +38,21 @@ print(server.process.pid, child.pid, flush=True)
 time.sleep(600)
 """
 
+# Programs that have a server, print its id, and wait to be killed: it still imports, or is stopped.
+WITH_A_SERVER = """
+import os, signal, sys, time
+from lockstep_gpt.extras.warm import server as servers
+servers.PROGRAM = "light"
+if sys.argv[1] == "importing":
+    server = servers.Server.started(os.environ, ["endless"])
+else:
+    server = servers.Server.forked("own")
+    server.fork("builtins:len", [""], ["words"], [os.environ])  # it serves
+    os.kill(server.process.pid, signal.SIGSTOP)
+print(server.process.pid, flush=True)
+time.sleep(600)
+"""
+
 # A process with one thread that has imported everything, like an agent; its server is stopped to
 # simulate one that hangs.
 STOPPED = """
@@ -170,6 +185,29 @@ def test_server_that_answers_no_more_is_ended_within_its_limit():
     done = subprocess.run([sys.executable, "-c", STOPPED], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == [str(-signal.SIGKILL), "timed", "out"]
+
+
+@pytest.mark.parametrize("state", ["importing", "stopped"])
+def test_no_busy_server_outlives_its_requester(light, tmp_path, wait_for, is_alive, kill, state):
+    words = "import pathlib, time\npathlib.Path('imports').touch()\ntime.sleep(600)\n"
+    (tmp_path / "endless.py").write_text(words)
+    requester = subprocess.Popen(
+        [sys.executable, "-c", WITH_A_SERVER, state],
+        cwd=tmp_path,
+        env=light,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    pid = int(requester.stdout.readline())
+    wait_for((tmp_path / "imports").exists if state == "importing" else lambda: True)
+    assert is_alive(pid)
+    requester.kill()
+    try:
+        wait_for(lambda: not is_alive(pid), 30)
+    finally:
+        if is_alive(pid):
+            kill(pid)
+        requester.communicate()
 
 
 def test_nothing_outlives_a_killed_requester(light, wait_for, is_alive):

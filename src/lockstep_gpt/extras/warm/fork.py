@@ -95,6 +95,13 @@ def serve(connection: socket.socket) -> NoReturn:
             os.close(descriptor)
 
 
+def end_with(parent: int) -> None:
+    """Let the kernel kill this process when its parent ends; a thread would hinder forks."""
+    libc().prctl(processes.PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
 def _fork(job: Job, descriptors: list[int], connection: socket.socket) -> list[int]:
     """Fork a process that forks the processes of `job` and ends; return their ids."""
     read, write = os.pipe()
@@ -133,11 +140,9 @@ def _run_process(job: Job, environment: Mapping[str, str], descriptors: list[int
         go = os.read(wait, 1)
         for descriptor in {*descriptors} - {0, 1, 2}:
             os.close(descriptor)
-        libc().prctl(
-            processes.PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0
-        )  # a thread would hinder forks
-        if go != GO or os.getppid() != job.requester:
+        if go != GO:
             os._exit(1)
+        end_with(job.requester)
         _set_up_process(job, environment)
         module, _, name = job.target.partition(":")
         status = getattr(importlib.import_module(module), name)(*job.arguments)

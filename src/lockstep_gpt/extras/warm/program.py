@@ -18,8 +18,9 @@ PROCESSES = [
 ]
 
 
-def main(descriptor: str, *modules: str) -> NoReturn:
+def main(descriptor: str, parent: str, *modules: str) -> NoReturn:
     """Run as a server that was started as a program."""
+    fork.end_with(int(parent))  # before the imports, which take seconds
     connection = socket.socket(fileno=int(descriptor))
     connection.set_inheritable(False)
     fork.show_command_line()

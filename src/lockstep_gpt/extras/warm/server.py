@@ -127,7 +127,8 @@ class Server:
         """Start a server as a program; it first imports everything that we fork, and `modules`."""
         ours, theirs = socket.socketpair()
         with theirs:
-            words = [sys.executable, "-m", PROGRAM, str(theirs.fileno()), *modules]
+            numbers = [str(theirs.fileno()), str(os.getpid())]
+            words = [sys.executable, "-m", PROGRAM, *numbers, *modules]
             process = subprocess.Popen(
                 words, env=environment, pass_fds=[theirs.fileno()], start_new_session=True
             )
@@ -141,8 +142,10 @@ class Server:
             name: the name that `ps` shows for it.
         """
         ours, theirs = socket.socketpair()
+        parent = os.getpid()
         pid = os.fork()
         if pid == 0:
+            fork.end_with(parent)
             ours.close()
             show_command_line([PROGRAM, name])
             serve(theirs)
