@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -187,12 +188,17 @@ def test_an_inline_run_saves_once_and_ends_with_the_first_signal(
 
 def state_of(pid):
     """Return the state of a process, such as T: it is stopped."""
-    with open(f"/proc/{pid}/stat") as file:
-        return file.read().rpartition(")")[2].split()[0]
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+def is_rank(pid):
+    """Return whether the command line of a process is that of a rank."""
+    return b"rank_program" in Path(f"/proc/{pid}/cmdline").read_bytes()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_a_paused_run_continues_to_the_same_bits(command, start, let_wait, go_on, wait_for):
+@pytest.mark.usefixtures("start")  # for its callback
+def test_a_paused_run_continues_to_the_same_bits(command, let_wait, go_on, wait_for, processes_of):
     run = command.folder / "run"
     words = ("max_steps=6", CALLBACK, "launch.max_restarts=0", "guard.stall_after=3")
     wait_until_a_step_waits = let_wait("step")
@@ -210,7 +216,7 @@ def test_a_paused_run_continues_to_the_same_bits(command, start, let_wait, go_on
         wait_until_a_step_waits()
         process.send_signal(signal.SIGTSTP)
         wait_for(lambda: state_of(process.pid) == "T")
-        ranks = [pid for pid in live_ranks(run) if pid != process.pid]
+        ranks = [pid for pid in processes_of(run) if is_rank(pid)]
         assert len(ranks) == 2
         wait_for(lambda: [state_of(pid) for pid in ranks] == ["T", "T"])
         go_on("step")
@@ -224,20 +230,6 @@ def test_a_paused_run_continues_to_the_same_bits(command, start, let_wait, go_on
     command.train(*words, *TWO_RANKS, "run_dir=undisturbed", PYTHONPATH=str(command.folder))
     ours, theirs = (weights_of(command.folder / name) for name in ("run", "undisturbed"))
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
-
-
-def live_ranks(run):
-    """Return the ids of the processes that have the environment of a rank of `run`."""
-    pids = []
-    for name in os.listdir("/proc"):
-        try:
-            with open(f"/proc/{name}/cmdline", "rb") as file:
-                line = file.read()
-        except OSError:
-            continue
-        if b"rank_program" in line and str(run).encode() in line:
-            pids.append(int(name))
-    return pids
 
 
 def weights_of(run):
