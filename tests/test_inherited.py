@@ -57,14 +57,12 @@ class Endless(lightning.Callback):
 """
 
 
-def test_an_interrupt_that_also_ends_the_reader_of_the_output_saves(
-    command, wait_for, python_of_forks
-):
+def test_an_interrupt_that_also_ends_the_reader_of_the_output_saves(command, wait_for):
     (command.folder / "endless.py").write_text(ENDLESS)
     callback = "+callbacks.endless._target_=endless.Endless"
     words = command.smoke("max_steps=100000", callback, "run_dir=run")
     path = {"PYTHONPATH": str(command.folder)}
-    process = command.start_words([python_of_forks, *RUN, *words], **path)
+    process = command.start_words([sys.executable, *RUN, *words], **path)
     wait_for((command.folder / "saves").exists)
     process.stdout.close()  # as `tee` does when it gets the same Ctrl-C
     process.stderr.close()
