@@ -23,7 +23,8 @@ def show_every_character() -> None:
     """Replace characters that the terminal can't show, such as those of a sample, by codes."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")
+            with contextlib.suppress(OSError):  # of a fork, whose file became a pipe
+                stream.reconfigure(errors="backslashreplace")
 
 
 class Lossy(io.FileIO):
