@@ -162,8 +162,12 @@ class Freezing:
         fingerprint = prepare_data(run_start.config)
         data = {**run_start.values["data"], "fingerprint": fingerprint}
         self._lock.enter_context(run.locked())
-        self._is_done = True  # before it is: a signal may come in between
-        run_start.freeze({**run_start.values, "data": data})
+        try:
+            run_start.freeze({**run_start.values, "data": data})
+        except Interrupted:
+            self._is_done = True  # perhaps, so it must be undone
+            raise
+        self._is_done = True
         trust.permit(run, trusted=True)
         return run
 

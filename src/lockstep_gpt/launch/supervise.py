@@ -54,10 +54,8 @@ def report_unsaved(run: RunDirectory, status: int, summary_before: dict[str, Any
     summary = run.read_summary()
     stopped_by = Ending(status).stopped_by
     if stopped_by and not run.has_begun():
-        logging.warning(
-            "stopped by %s before the first step; the same command starts again",
-            SIGNALS[stopped_by],
-        )
+        hint = run.resume_hint()
+        logging.warning("stopped by %s before the first step; %s", SIGNALS[stopped_by], hint)
         return
     is_unsaved_stop = stopped_by > 0 and (summary == summary_before or not summary.get("saved"))
     if is_unsaved_stop:
