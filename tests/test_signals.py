@@ -200,7 +200,7 @@ def is_rank(pid):
 @pytest.mark.usefixtures("start")  # for its callback
 def test_a_paused_run_continues_to_the_same_bits(command, let_wait, go_on, wait_for, processes_of):
     run = command.folder / "run"
-    words = ("max_steps=6", CALLBACK, "launch.max_restarts=0", "guard.stall_after=3")
+    words = ("max_steps=6", CALLBACK, "launch.max_restarts=0")
     wait_until_a_step_waits = let_wait("step")
     process = subprocess.Popen(
         # In a group of its own, as a shell starts it.
@@ -220,7 +220,6 @@ def test_a_paused_run_continues_to_the_same_bits(command, let_wait, go_on, wait_
         assert len(ranks) == 2
         wait_for(lambda: [state_of(pid) for pid in ranks] == ["T", "T"])
         go_on("step")
-        time.sleep(4)  # longer than a step may take
         process.send_signal(signal.SIGCONT)
         out, _ = process.communicate(timeout=240)
     finally:
@@ -236,3 +235,31 @@ def weights_of(run):
     """Return the weights of a run's newest checkpoint."""
     path = max(run.glob("checkpoints/*.ckpt"))
     return torch.load(path, weights_only=True)["state_dict"]
+
+
+GUARDED = """
+import os, sys, time
+from types import SimpleNamespace
+from lockstep_gpt.run.callbacks.guards import Guards
+guard = SimpleNamespace(stall_after=6, replicas_every=None)
+config = SimpleNamespace(guard=guard, strategy={}, trainer={"accelerator": "cpu"})
+directory = SimpleNamespace(record_failure=print, rank_logs=None)
+guards = Guards(config, directory, 0, sys.stderr)
+guards.on_train_start(SimpleNamespace(global_step=0), None)
+open("ready", "w").close()
+while not os.path.exists("end"):
+    time.sleep(0.02)
+guards.on_train_end()
+"""
+
+
+def test_a_limit_on_stalls_does_not_count_a_pause(command, wait_for):
+    process = command.start_python("-c", GUARDED)
+    wait_for((command.folder / "ready").exists)
+    for signum in (signal.SIGTSTP, signal.SIGSTOP):  # as an agent sends them
+        process.send_signal(signum)
+    time.sleep(7)  # of 6 allowed
+    process.send_signal(signal.SIGCONT)
+    time.sleep(1.5)  # more than twice the time between its looks
+    (command.folder / "end").touch()
+    assert ended(process)[0] == 0
