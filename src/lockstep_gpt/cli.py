@@ -6,13 +6,14 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from lockstep_gpt import PROGRAM, VERSION
+from lockstep_gpt import PROGRAM, VERSION, standard_streams, stop_signals
 from lockstep_gpt.catalog import extra_of_command, how_to_add
 from lockstep_gpt.errors import ReportedError, RunError, UserError
 from lockstep_gpt.exits import after_signal
 from lockstep_gpt.processes import end_process
 from lockstep_gpt.registry import COMMANDS as KIND
 from lockstep_gpt.registry import Command, additions, resolved
+from lockstep_gpt.stop_signals import Interrupted
 
 COMMANDS = {
     "train": Command(".launch.commands:train", "train a GPT; by default the quickstart", True),
@@ -26,13 +27,25 @@ COMMANDS = {
 
 
 def run() -> NoReturn:
-    """Run `main`, then end the process with its exit status."""
-    end_process(main())
+    """Run one command, then end the process with its exit status.
+
+    The command's handlers of signals stay until the end: a late signal changes nothing.
+    """
+    standard_streams.open_missing()
+    standard_streams.show_every_character()
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if ignored, every child seems to succeed
+    end_process(_run_command(sys.argv[1:]))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit status: 2 for an invalid setting or command line."""
+    """Run one command in this process, which goes on, and return the command's exit status."""
     words = list(sys.argv[1:] if arguments is None else arguments)
+    with stop_signals.restored():
+        return _run_command(words)
+
+
+def _run_command(words: list[str]) -> int:
+    """Return the exit status of one command: 2 for an invalid setting or command line."""
     name = words[0] if words else ""
     try:
         if name in COMMANDS:
@@ -53,6 +66,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return error.status
     except ReportedError as error:
         return error.status
+    except Interrupted as stop:
+        print(f"{PROGRAM} {name}: {stop} before training began", file=sys.stderr)
+        return after_signal(stop.signum)
     except KeyboardInterrupt:
         return after_signal(signal.SIGINT)
     except BrokenPipeError:  # the reader, such as `head`, has closed the pipe

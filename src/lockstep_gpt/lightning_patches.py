@@ -37,6 +37,14 @@ def restore_axis(trainer: Trainer, original: _LoggerConnector) -> None:
     trainer._logger_connector = original
 
 
+def without_signal_handlers(trainer: Trainer) -> None:
+    """Keep a Trainer from installing its handler of SIGTERM; there is no public way.
+
+    It broadcasts to other ranks inside the handler, and so waits for them in the middle of a step.
+    """
+    trainer._signal_connector.register_signal_handlers = lambda: None  # type: ignore[method-assign]
+
+
 def is_accumulating(trainer: Trainer) -> bool:
     """Return whether more micro-batches come before the update; Lightning has no public answer."""
     return bool(trainer.fit_loop._should_accumulate())

@@ -56,6 +56,16 @@ def logs_specs_of(agent: Any) -> Any:
     return agent._logs_specs
 
 
+def handle_signals_with(handler: Any) -> None:
+    """Let torch's agents install `handler` for signals when they start ranks.
+
+    Theirs raises an exception at each signal, also while ranks save after the first one.
+    """
+    import torch.distributed.elastic.multiprocessing.api as multiprocessing
+
+    multiprocessing._terminate_process_handler = handler
+
+
 def name_callers_without_source() -> None:
     """Let torch's rendezvous find the names of its callers without reading their source files.
 

@@ -6,7 +6,7 @@ from torch.distributed.elastic.metrics import api
 from torch.distributed.elastic.multiprocessing import SignalException
 
 from lockstep_gpt.exits import Ending
-from lockstep_gpt.launch.agent import RankAgent, describe_endings
+from lockstep_gpt.launch.agent import FirstSignal, RankAgent, describe_endings
 
 
 def test_of_ranks_that_ended_those_that_were_killed_are_named_first():
@@ -22,6 +22,7 @@ def test_a_signal_during_torch_s_timing_is_kept(monkeypatch):
 
     agent = RankAgent.__new__(RankAgent)
     agent._failed_ranks = lambda _: {}
+    agent._first_signal = FirstSignal()
     monkeypatch.setattr(api, "time", SimpleNamespace(time=stop))
     with pytest.raises(SignalException) as caught:
         agent._monitor_workers(None)

@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from types import FrameType
 from typing import Any, cast
 
 import torch
@@ -22,7 +23,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
-from lockstep_gpt import PROGRAM, processes
+from lockstep_gpt import PROGRAM, pausing, standard_streams, stop_signals
 from lockstep_gpt.config import Config
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.exits import Ending, Exit, after_signal
@@ -30,16 +31,39 @@ from lockstep_gpt.launch import machines, rank_program
 from lockstep_gpt.run import remedies
 from lockstep_gpt.run.directory import RunDirectory
 from lockstep_gpt.settings import check
-from lockstep_gpt.torch_patches import name_callers_without_source
+from lockstep_gpt.torch_patches import handle_signals_with, name_callers_without_source
 
 FAILURE_GRACE = 5  # seconds that the other ranks have after one raises an error
 
 
+class FirstSignal:
+    """The handler of an agent's stop signals: it raises the first; repeats change nothing."""
+
+    def __init__(self) -> None:
+        self.received: signal.Signals | None = None
+
+    def __call__(self, signum: int, _frame: FrameType | None) -> None:
+        """Handle a signal; Python calls it."""
+        if self.received is None:
+            self.received = signal.Signals(signum)
+            self.raise_received()
+
+    def raise_received(self) -> None:
+        """Raise torch's exception for the signal, if one came."""
+        if self.received is not None:
+            raise SignalException(f"stopped by {self.received.name}", self.received)
+
+
+@standard_streams.never_failing()
 def main(
     run: RunDirectory, node_rank: int = 0, agent_class: Callable[..., RankAgent] | None = None
 ) -> int:
     """Run the ranks of `run` on this node with an agent; return the exit status."""
     name_callers_without_source()
+    first_signal = FirstSignal()
+    handle_signals_with(first_signal)
+    for signum in stop_signals.handled_signals():
+        signal.signal(signum, first_signal)
     config = run.load()
     has_peers = config.trainer["num_nodes"] > 1
     with tempfile.TemporaryDirectory(prefix=f"{PROGRAM}-", ignore_cleanup_errors=True) as folder:
@@ -50,10 +74,11 @@ def main(
             else:
                 rendezvous = _rendezvous_of_one_node(folder)
             _set_environment(config)
-            agent = (agent_class or RankAgent)(run, config, rendezvous, folder)
+            agent = (agent_class or RankAgent)(run, config, rendezvous, folder, first_signal)
             if has_peers:
                 machines.end_when_cut_off(agent, config)
-            return agent.status(agent.run())
+            pausing.pause_ranks(agent.live_ranks)
+            return agent.run_to_end()
         except UserError as error:
             print(f"{PROGRAM} train: {error}", file=sys.stderr)
             return Exit.MISTAKE
@@ -98,7 +123,7 @@ def _set_environment(config: Config) -> None:
     """Set variables that only agent and ranks need."""
     # Rank 0 serves the ranks' store, at an address that only this machine reaches if it is alone.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    names = [signum.name for signum in processes.STOP_SIGNALS]
+    names = [signum.name for signum in stop_signals.handled_signals()]
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(names)
     if config.verbosity != "debug":
         for name in logging.root.manager.loggerDict:  # each has its own level
@@ -110,7 +135,12 @@ class RankAgent(LocalElasticAgent):
     """The elastic agent that restarts ranks only after a signal killed one."""
 
     def __init__(
-        self, run: RunDirectory, config: Config, rendezvous: dict[str, Any], folder: str
+        self,
+        run: RunDirectory,
+        config: Config,
+        rendezvous: dict[str, Any],
+        folder: str,
+        first_signal: FirstSignal,
     ) -> None:
         parameters = RendezvousParameters(
             backend="c10d",
@@ -133,12 +163,41 @@ class RankAgent(LocalElasticAgent):
         barrier = rendezvous.get("last_call_timeout", 30)  # as at the start; torch's own: 300
         super().__init__(spec, DefaultLogsSpecs(log_dir=folder), exit_barrier_timeout=barrier)
         self._run = run
+        self._first_signal = first_signal
         self._shutdown_timeout = math.ceil(config.launch.grace_seconds)  # torch's own: 30
         self._ended: dict[int, Ending] = {}  # global rank -> how it ended the attempt
         self._aborted = False  # the previous attempt ended by SIGABRT alone
         self.last_check = time.monotonic()  # of its ranks
 
+    def run_to_end(self) -> int:
+        """Run the ranks to their end, or to a stop signal; return the exit status."""
+        try:
+            return self.status(self.run())
+        except SignalException as stop:
+            return self._status_after(stop.sigval)
+
+    def _status_after(self, signum: signal.Signals) -> int:
+        """Return the exit status after a signal: 0 if the ranks were about to end anyway."""
+        failure = self._run.read_failure()
+        if failure:  # of the save, for example
+            return int(failure["status"])
+        endings = [Ending(process.poll() or 0) for process in self._processes().values()]
+        if endings and all(ending.code == Exit.DONE for ending in endings):
+            return Exit.DONE
+        stops = [ending.code for ending in endings if ending.stopped_by]
+        return (stops or [after_signal(signum)])[0]
+
+    def _processes(self) -> dict[int, Any]:
+        """Return local rank -> its process, which is like a `Popen`."""
+        handlers = getattr(self._pcontext, "subprocess_handlers", {})
+        return {rank: handler.proc for rank, handler in handlers.items()}
+
+    def live_ranks(self) -> list[int]:
+        """Return the process ids of ranks that have not ended."""
+        return [process.pid for process in self._processes().values() if process.poll() is None]
+
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        self._first_signal.raise_received()  # if a library has swallowed the exception
         self.last_check = time.monotonic()
         self._ended = self._failed_ranks(worker_group)
         if self._ended:
@@ -157,11 +216,11 @@ class RankAgent(LocalElasticAgent):
             raise (error.__context__ or error) from None
 
     def _failed_ranks(self, worker_group: WorkerGroup) -> dict[int, Ending]:
-        handlers = getattr(self._pcontext, "subprocess_handlers", {})
+        processes = self._processes()
         codes = {
-            worker.global_rank: handlers[worker.local_rank].proc.poll()
+            worker.global_rank: processes[worker.local_rank].poll()
             for worker in worker_group.workers
-            if worker.local_rank in handlers
+            if worker.local_rank in processes
         }
         return {rank: Ending(code) for rank, code in codes.items() if code}
 

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
-from lockstep_gpt import processes
+from lockstep_gpt import processes, stop_signals
 from lockstep_gpt.run.directory import RunDirectory
 
 
@@ -17,6 +17,7 @@ def command(run: RunDirectory, node_rank: int) -> list[str]:
 def main(path: str, parent: str, node_rank: str) -> NoReturn:
     """Run the agent of the run in the directory `path`, then end the process."""
     processes.end_with_parent(int(parent))  # before the imports, which take seconds
+    stop_signals.end_at_once()
     processes.import_all(["lockstep_gpt.launch.agent"])
     from lockstep_gpt.launch import agent
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 from omegaconf import DictConfig
 
-from lockstep_gpt import PROGRAM
+from lockstep_gpt import PROGRAM, standard_streams, stop_signals
 from lockstep_gpt.config import LEVELS
 from lockstep_gpt.errors import RunError, UserError
 from lockstep_gpt.launch import compose, launcher, resume, start, supervise
@@ -29,10 +29,15 @@ def _log_to_stdout() -> Iterator[None]:
         root.setLevel(level_before)
 
 
+@standard_streams.never_failing()
 @_log_to_stdout()
 def train(arguments: list[str]) -> int:
     """Train once, or once for each job of a sweep; return the worst exit status."""
     launcher.end_with_launcher()
+    if launcher.is_inside_launcher():
+        stop_signals.end_at_once()  # until there is something to save
+    else:
+        stop_signals.install(has_keyboard=True).interrupt()
     run = resume.run_to_resume(arguments)
     if run is not None:
         return resume.resume(run, arguments)
@@ -55,6 +60,8 @@ def prepare(arguments: list[str]) -> int:
         print(f"Tokenize a dataset, as {PROGRAM} train does if needed, with the same settings.")
         print("--verify compares existing token files with their SHA-256.")
         return 0
+
+    stop_signals.install(has_keyboard=True).interrupt()
 
     def job(composed: DictConfig) -> tuple[int, float]:
         _, config = compose.resolve_config(composed)
@@ -85,6 +92,8 @@ def _run_jobs(
     results: list[tuple[str, int, float]] = []
 
     def run_job(composed: DictConfig) -> float:
+        if start.is_sweep():
+            stop_signals.received.interrupt()
         swept = " ".join(word for word in compose.overrides() if word not in arguments)
         if start.is_sweep():
             print(f"job {len(results)}: {swept}", flush=True)

@@ -27,6 +27,7 @@ if TYPE_CHECKING:  # the parent of an agent never imports torch
 
 ALIVE_SECONDS = 5.0  # between signs of life of rank 0 while it prepares the data
 RUN_ID = "TORCHELASTIC_RUN_ID"  # torchrun gives this variable to its ranks
+NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
 UNSET = "if no launcher started this process, run: unset RANK WORLD_SIZE LOCAL_WORLD_SIZE"
 
 
@@ -35,6 +36,7 @@ def is_inside_launcher() -> bool:
 
     A shell in a container or a notebook can have variables of a launcher that isn't there.
     """
+    _refuse_words_for_numbers()
     if not has_rank():
         return False
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
@@ -45,6 +47,12 @@ def is_inside_launcher() -> bool:
             f"{' and '.join(missing)} {verb} not; {UNSET}"
         )
     return True
+
+
+def _refuse_words_for_numbers() -> None:
+    for name in NUMBERS:
+        text = os.environ.get(name, "0")
+        check(name, text, text.isdecimal(), f"must be a whole number; {UNSET}")
 
 
 def has_rank() -> bool:

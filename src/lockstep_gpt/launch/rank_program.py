@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
-from lockstep_gpt import PROGRAM, processes
+from lockstep_gpt import PROGRAM, processes, standard_streams, stop_signals
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.run.directory import RunDirectory
 
@@ -18,10 +18,12 @@ def command(run: RunDirectory) -> list[str]:
 def main(path: str, parent: str) -> NoReturn:
     """Run as a rank of the run in the directory `path`, then end the process."""
     processes.end_with_parent(int(parent))  # before the imports, which take seconds
+    stop_signals.end_at_once()  # until there is something to save
     processes.import_all(["lockstep_gpt.training.train"])
     processes.end_process(run_rank(RunDirectory(Path(path))))
 
 
+@standard_streams.never_failing()
 def run_rank(run: RunDirectory) -> int:
     """Run as a rank of `run`, whose command is another process; return the exit status."""
     from lockstep_gpt.training import train

@@ -18,18 +18,19 @@ from typing import Any, Protocol
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 
+from lockstep_gpt import stop_signals
 from lockstep_gpt.config import LEVELS, Config
 from lockstep_gpt.data import prepare as data_prepare
 from lockstep_gpt.data import shards
 from lockstep_gpt.data.data_settings import DataModuleConfig
 from lockstep_gpt.data.packing import packing_of
 from lockstep_gpt.errors import UserError
-from lockstep_gpt.exits import Exit
-from lockstep_gpt.launch import devices, launcher, machines, trust
+from lockstep_gpt.exits import Ending, Exit
+from lockstep_gpt.launch import devices, launcher, machines, supervise, trust
 from lockstep_gpt.launch.placement import Placement
-from lockstep_gpt.launch.supervise import supervise
 from lockstep_gpt.processes import end_process
 from lockstep_gpt.run.directory import RunDirectory
+from lockstep_gpt.stop_signals import Interrupted
 from lockstep_gpt.training import schedule
 
 
@@ -106,12 +107,14 @@ def start(run_start: RunStart) -> int:
         freezing = Freezing(run_start, lock)
         try:
             status = _start_ranks(run_start, mode, freezing)
-        except UserError:  # the other ranks' configurations differ, for example
+        except (UserError, Interrupted):  # the other ranks' configurations differ, for example
             freezing.undo()
             raise
         is_alone = mode in (StartMode.INLINE, StartMode.AGENT)
         # In a new directory, others may still write.
         if status == Exit.MISTAKE and (is_alone or freezing.run_existed):
+            freezing.undo()
+        if Ending(status).stopped_by and is_alone and not run_start.run.has_begun():
             freezing.undo()
     return status
 
@@ -121,7 +124,7 @@ def _start_ranks(run_start: RunStart, mode: StartMode, freezing: "Freezing") -> 
         case StartMode.INLINE:
             return _run_rank(freezing.freeze())
         case StartMode.AGENT:
-            return supervise(freezing.freeze())
+            return supervise.supervise(freezing.freeze())
         case StartMode.MACHINES:
             machines.check_settings(run_start.config, run_start.values)
             node_rank = run_start.config.launch.node_rank
@@ -129,7 +132,7 @@ def _start_ranks(run_start: RunStart, mode: StartMode, freezing: "Freezing") -> 
                 freezing.freeze()
             else:
                 _follow_first_machine(run_start)
-            return supervise(run_start.run, node_rank)
+            return supervise.supervise(run_start.run, node_rank)
         case StartMode.LAUNCHER:
             store = launcher.meet(run_start.config)
             run = launcher.agree(store, run_start.values, freezing.freeze)
@@ -159,7 +162,11 @@ class Freezing:
         fingerprint = prepare_data(run_start.config)
         data = {**run_start.values["data"], "fingerprint": fingerprint}
         self._lock.enter_context(run.locked())
-        run_start.freeze({**run_start.values, "data": data})
+        try:
+            run_start.freeze({**run_start.values, "data": data})
+        except Interrupted:
+            self._is_done = True  # perhaps, so it must be undone
+            raise
         self._is_done = True
         trust.permit(run, trusted=True)
         return run
@@ -174,11 +181,17 @@ def _run_rank(run: RunDirectory, store: Any = None) -> int:
     """Run as a rank in this process, which has no agent; return the exit status."""
     from lockstep_gpt.training import train
 
+    summary_before = run.read_summary()
     rank = int(os.environ.get("RANK", "0"))
     if rank == 0:  # this process has the command's lock
-        return train.main(run, store)
+        status = train.main(run, store)
+        stop_signals.received.finish()
+        supervise.report_unsaved(run, status, summary_before)
+        return status
     with run.lock.of_rank(rank):
-        return train.main(run, store)
+        status = train.main(run, store)
+        stop_signals.received.finish()
+        return status
 
 
 def _follow_first_machine(run_start: RunStart) -> None:

@@ -5,12 +5,11 @@ import logging
 import os
 import signal
 import subprocess
-from types import FrameType
 from typing import Any
 
-from lockstep_gpt import processes
+from lockstep_gpt import pausing, stop_signals
 from lockstep_gpt.config import Config
-from lockstep_gpt.exits import Ending, Exit, after_signal
+from lockstep_gpt.exits import SIGNALS, Ending, Exit, after_signal
 from lockstep_gpt.launch import agent_program
 from lockstep_gpt.registry import optional_part
 from lockstep_gpt.run.directory import RunDirectory
@@ -29,47 +28,39 @@ OLD_ALLOCATOR_SETTINGS = "PYTORCH_CUDA_ALLOC_CONF"  # still read, if the new nam
 def supervise(run: RunDirectory, node_rank: int = 0) -> int:
     """Start the agent of this machine's ranks, and return the run's exit status."""
     summary_before = run.read_summary()
-    received: list[signal.Signals] = []
-    agent: Any = None  # like `subprocess.Popen`
+    received = stop_signals.received
+    with sharing_servers():  # kept alive: it created what its forks share
+        agent = _start_agent(run, node_rank)
 
-    def pass_on(signum: int, _frame: FrameType | None) -> None:
-        is_second_interrupt = signum == signal.SIGINT and signal.SIGINT in received
-        received.append(signal.Signals(signum))
-        if agent is None:  # there is no agent yet to pass it on to
-            raise KeyboardInterrupt
-        if is_second_interrupt:
+        def stop_at_once() -> None:
+            if run.read_summary() == summary_before:
+                stop_signals.say(stop_signals.AT_ONCE)
             agent.send_signal(signal.SIGKILL)
-            return
-        agent.send_signal(signum)
-        if signum == signal.SIGINT:
-            print("\nsaving after this step; press Ctrl-C again to stop at once", flush=True)
 
-    handlers = {signum: signal.signal(signum, pass_on) for signum in processes.STOP_SIGNALS}
-    try:
-        with sharing_servers():  # kept alive: it created what its forks share
-            agent = _start_agent(run, node_rank)
+        received.pass_on(agent.send_signal, stop_at_once)
+        with pausing.with_agent(agent):
             ending = Ending(agent.wait())
-    except KeyboardInterrupt:
-        ending = Ending(-received[0])
-    finally:
-        for signum, handler in handlers.items():
-            signal.signal(signum, handler)
+        received.finish()
     if not ending.killed_by:
         status = ending.code
-    elif received:  # the agent itself was killed, after a signal to us
-        status = after_signal(received[0])
+    elif received.first is not None:  # the agent itself was killed, after a signal to us
+        status = after_signal(received.first)
     else:  # by others
         status = Exit.FAILED
     if node_rank == 0:
-        _report_unsaved(run, status, received, run.read_summary() == summary_before)
+        report_unsaved(run, status, summary_before)
     return status
 
 
-def _report_unsaved(
-    run: RunDirectory, status: int, received: list[signal.Signals], summary_is_old: bool
-) -> None:
+def report_unsaved(run: RunDirectory, status: int, summary_before: dict[str, Any]) -> None:
     """Record a failure, or a stop before all ranks saved, also if no rank was left to do it."""
-    is_unsaved_stop = bool(received) and Ending(status).stopped_by > 0 and summary_is_old
+    summary = run.read_summary()
+    stopped_by = Ending(status).stopped_by
+    if stopped_by and not run.has_begun():
+        hint = run.resume_hint()
+        logging.warning("stopped by %s before the first step; %s", SIGNALS[stopped_by], hint)
+        return
+    is_unsaved_stop = stopped_by > 0 and (summary == summary_before or not summary.get("saved"))
     if is_unsaved_stop:
         outcome = "stopped"
     elif status == Exit.FAILED:
@@ -77,10 +68,10 @@ def _report_unsaved(
     else:
         return
     with contextlib.suppress(OSError):  # a full disk, already reported
-        run.write_summary({**run.read_summary(), "status": outcome, "saved": False})
+        run.write_summary({**summary, "status": outcome, "saved": False})
     if is_unsaved_stop:
         hint = run.resume_hint()
-        logging.warning("stopped by %s before all ranks saved; %s", received[0].name, hint)
+        logging.warning("stopped by %s before all ranks saved; %s", SIGNALS[stopped_by], hint)
 
 
 def _start_agent(run: RunDirectory, node_rank: int) -> Any:

@@ -8,6 +8,7 @@ import logging
 import os
 import re
 import shutil
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -97,6 +98,10 @@ class RunDirectory:
         """Return the SHA-256 of the frozen file, which ranks compare to see that they share it."""
         with readable(self.config):
             return hashlib.sha256(self.config.read_bytes()).hexdigest()
+
+    def has_begun(self) -> bool:
+        """Return whether rank 0 has come to the first step of its first start."""
+        return self.metrics.exists()
 
     def write_summary(self, summary: dict[str, Any]) -> None:
         """Replace `summary.json` atomically, so a reader never sees half of it."""

@@ -34,7 +34,6 @@ def write_summary(
     wandb_id = directory.wandb_id.read_text() if directory.wandb_id.exists() else None
     summary = {
         "status": status,
-        "saved": status != "failed",
         "step": trainer.global_step,
         "wandb_run_id": wandb_id,
     }

@@ -12,15 +12,16 @@ import torch
 from lightning import LightningDataModule, Trainer
 from torch.distributed import Store  # type: ignore[attr-defined]
 
+from lockstep_gpt import stop_signals
 from lockstep_gpt.config import Config
 from lockstep_gpt.data.datamodule import TokenDataModule
 from lockstep_gpt.distributed.flight_recorder import record_collectives
-from lockstep_gpt.distributed.ranks import Ranks, backend_of, join, leave
+from lockstep_gpt.distributed.ranks import Ranks, backend_of, join, leave, lost_peers
 from lockstep_gpt.exits import Exit, after_signal
 from lockstep_gpt.model.functional import choose_matrix_products
 from lockstep_gpt.processes import invocation
 from lockstep_gpt.run.callbacks.metrics import Metrics, peak_tflops
-from lockstep_gpt.run.callbacks.stopping import GracefulStop, Stopped
+from lockstep_gpt.run.callbacks.stopping import GracefulStop, Stopped, stop_before_first_step
 from lockstep_gpt.run.checkpoint import step_of
 from lockstep_gpt.run.checkpoint_writing import checkpoint_io
 from lockstep_gpt.run.directory import RunDirectory
@@ -81,10 +82,14 @@ def main(directory: RunDirectory, store: Store | None = None) -> int:
                 announce(training)
             fit(training, started)
         except Stopped as stopped:
-            command = f"{invocation()} train run_dir={directory.path} resume=auto"
-            logger.info("%s after saving; to continue it:\n  %s", stopped, command)
+            if stopped.saved:
+                command = f"{invocation()} train run_dir={directory.path} resume=auto"
+                logger.info("%s after saving; to continue it:\n  %s", stopped, command)
             return after_signal(stopped.signum)
         except Exception as error:
+            signum = stop_signals.received.first
+            if signum is not None and lost_peers(error):  # which got the signal, too
+                return after_signal(signum)
             model = training.module.model if training else None
             return report_failure(directory, config, ranks, error, terminal, model)
     drop_rank_log(directory, ranks)
@@ -166,37 +171,43 @@ def fit(training: Training, started: float) -> None:
         started: the clock when this rank began.
     """
     trainer = training.trainer
-    if training.rank == 0:
-        step = step_of(Path(training.resume)) if training.resume else 0
-        training.metrics.continue_from(training.metrics_file.truncate_after(step))
     status = "failed"
+    saved = False
+    stop_signals.note()  # from here on, all ranks stop after the same step
     try:
+        stop_before_first_step()
+        if training.rank == 0:
+            step = step_of(Path(training.resume)) if training.resume else 0
+            training.metrics.continue_from(training.metrics_file.truncate_after(step))
         disk: Any = trainer.strategy.checkpoint_io
         try:
             trainer.fit(training.module, training.data, ckpt_path=training.resume)
         finally:
             disk.wait()  # for all writes
         status = ending.status_of(trainer)
+        saved = True
         if training.module.config.test and status == "done":
             trainer.test(training.module, training.data, verbose=False)
-    except Stopped:
+    except Stopped as stopped:
         status = "stopped"
+        saved = stopped.saved
         raise
     finally:
         if training.rank == 0:
-            conclude(training, status, time.perf_counter() - started)
+            facts = {"saved": saved, "wall_seconds": time.perf_counter() - started}
+            conclude(training, status, facts)
     leave()
     if training.rank == 0:
         row = training.metrics.row
         logger.info("%s", ending.last_lines(training.directory, trainer, row, started))
 
 
-def conclude(training: Training, status: str, seconds: float) -> None:
-    """Write `summary.json`, and end the runs of trackers."""
+def conclude(training: Training, status: str, facts: dict[str, Any]) -> None:
+    """Write `summary.json`, which gets `facts`, and end the runs of trackers."""
     directory = training.directory
     facts = {
+        **facts,
         "lr": training.module.schedule.peak_lr,
-        "wall_seconds": seconds,
         "world_size": training.batch.world_size,
         "global_batch_size": training.batch.global_size,
     }

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from lightning import Callback, Trainer
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lockstep_gpt import stop_signals
 from lockstep_gpt.errors import RunError
 from lockstep_gpt.processes import STOP_SIGNALS
 from lockstep_gpt.run.callbacks.metrics import Metrics
@@ -49,6 +50,7 @@ class Validations(Callback):
 
 
 def fit(run, folder, *callbacks, ckpt_path=None):
+    stop_signals.install()  # as in a new process
     checkpoints = run.checkpoints(folder)
     run.fit(*callbacks, GracefulStop(checkpoints), checkpoints, ckpt_path=ckpt_path)
 

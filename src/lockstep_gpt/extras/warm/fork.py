@@ -31,6 +31,7 @@ PR_SET_NAME = 15  # of prctl(2)
 LONGEST_NAME = 15  # bytes that the kernel keeps
 GO = b"!"  # tells a new process that its requester knows of it
 
+ignores_hangup = False  # as under `nohup`
 # Environment before the imports, of this process or of the one that it was forked from.
 before_imports: dict[str, str] | None = None
 
@@ -78,6 +79,8 @@ def receive(connection: socket.socket, size: int) -> bytes:
 
 def serve(connection: socket.socket) -> NoReturn:
     """Fork on request until the other end closes; new processes never return from here either."""
+    global ignores_hangup
+    ignores_hangup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     for signum in processes.STOP_SIGNALS:
         signal.signal(signum, signal.SIG_IGN)
     while True:
@@ -132,6 +135,8 @@ def _run_process(job: Job, environment: Mapping[str, str], descriptors: list[int
     try:
         handlers: dict[int, Any] = dict.fromkeys(processes.STOP_SIGNALS, signal.SIG_DFL)
         handlers[signal.SIGINT] = signal.default_int_handler  # as when Python starts
+        if ignores_hangup:
+            handlers[signal.SIGHUP] = signal.SIG_IGN
         for signum, handler in handlers.items():
             signal.signal(signum, handler)
         *streams, wait = descriptors

@@ -11,6 +11,7 @@ from typing import Any, cast
 from torch.distributed.elastic.agent.server.api import WorkerGroup
 from torch.distributed.elastic.multiprocessing import SubprocessContext
 
+from lockstep_gpt import stop_signals
 from lockstep_gpt.extras.warm.server import Child, Server, ServerGoneError
 from lockstep_gpt.launch import agent, rank_program
 from lockstep_gpt.launch.agent import RankAgent
@@ -119,4 +120,5 @@ class Handler:
 
 def rank(path: str) -> int:
     """Run as a rank of the run at `path`, in a fork of a server; return its exit status."""
+    stop_signals.end_at_once()  # until there is something to save
     return rank_program.run_rank(RunDirectory(Path(path)))

@@ -20,10 +20,12 @@ from lockstep_gpt.distributed.flight_recorder import TRACE, write_trace
 from lockstep_gpt.distributed.ranks import backend_of
 from lockstep_gpt.distributed.strategies import layout_of
 from lockstep_gpt.errors import RunError
+from lockstep_gpt.pausing import PauseNotice
 from lockstep_gpt.run.callbacks.step import StepCallback
 from lockstep_gpt.run.directory import RunDirectory
 
 STALL_GRACE = 2  # seconds for the other ranks to show their stacks too
+PAUSE_SECONDS = 5  # from the notice of a pause until this process has surely paused
 WATCHDOG_MARGIN = 120  # seconds by which we end a stalled run before NCCL's watchdog does
 
 
@@ -37,6 +39,7 @@ class Guards(StepCallback):
     terminal: TextIO  # where the stack of a stalled rank is shown
     _last_progress: float = field(default=0.0, init=False)  # clock
     _ended: threading.Event = field(default_factory=threading.Event, init=False)
+    _pauses: PauseNotice | None = field(default=None, init=False)
     _watcher: threading.Thread | None = field(default=None, init=False)
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
@@ -45,7 +48,9 @@ class Guards(StepCallback):
         self._last_progress = time.monotonic()
         if self.config.guard.stall_after is not None:
             limit = stall_limit(self.config, self.config.guard.stall_after)
-            self._watcher = threading.Thread(target=self._watch, args=[limit], daemon=True)
+            self._pauses = PauseNotice()
+            words = [limit, self._pauses]
+            self._watcher = threading.Thread(target=self._watch, args=words, daemon=True)
             self._watcher.start()
 
     def on_train_batch_end(self, *arguments: Any) -> None:
@@ -73,16 +78,30 @@ class Guards(StepCallback):
     def on_train_end(self, *_arguments: Any) -> None:
         """Stop watching."""
         self._ended.set()
-        if self._watcher:
+        if self._pauses and self._watcher:
+            self._pauses.stop()
             self._watcher.join()  # it may need to cancel faulthandler
+            self._pauses.close()
+            self._pauses = None
 
     on_exception = on_train_end  # type: ignore[assignment]
 
-    def _watch(self, stall_after: float) -> None:
-        """End the process after a stall; if this thread hangs too, faulthandler's thread does."""
-        while not self._ended.wait(min(1.0, stall_after / 10)):
+    def _watch(self, stall_after: float, pauses: PauseNotice) -> None:
+        """End the process after a stall; if this thread hangs too, faulthandler's thread does.
+
+        Its clock, unlike that of faulthandler, stands still while the process is paused.
+        """
+        interval = min(1.0, stall_after / 10)
+        last_look = time.monotonic()
+        while not self._ended.is_set():
             faulthandler.dump_traceback_later(stall_after + 10, exit=True, file=self.terminal)
-            if time.monotonic() - self._last_progress > stall_after:
+            if pauses.comes_within(interval):
+                faulthandler.cancel_dump_traceback_later()
+                self._ended.wait(PAUSE_SECONDS)
+            now = time.monotonic()
+            self._last_progress += max(0.0, now - last_look - interval)
+            last_look = now
+            if now - self._last_progress > stall_after:
                 self._end_process(stall_after)
         faulthandler.cancel_dump_traceback_later()
 

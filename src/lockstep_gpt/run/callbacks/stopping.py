@@ -2,24 +2,38 @@
 
 import signal
 from dataclasses import dataclass, field
-from types import FrameType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from lightning import Trainer
 
-from lockstep_gpt.processes import STOP_SIGNALS
+from lockstep_gpt import stop_signals
+from lockstep_gpt.distributed.ranks import from_each_rank
+from lockstep_gpt.lightning_patches import without_signal_handlers
 from lockstep_gpt.run.callbacks.checkpoints import Checkpoints
 from lockstep_gpt.run.callbacks.step import StepCallback
 
 
 class Stopped(BaseException):
-    """Training ended early, after saving. Not an `Exception`, so it isn't taken for a failure."""
+    """Training ended early. Not an `Exception`, so it isn't taken for a failure.
 
-    def __init__(self, signum: int) -> None:
+    Args:
+        signum: the signal that stopped it.
+        saved: whether all ranks have saved.
+    """
+
+    def __init__(self, signum: int, *, saved: bool = True) -> None:
         super().__init__(f"stopped by {signal.Signals(signum).name}")
         self.signum = signum
+        self.saved = saved
+
+
+def stop_before_first_step() -> None:
+    """Raise `Stopped` on all ranks if one of them got a signal before training."""
+    signals = from_each_rank(int(stop_signals.received.first or 0))
+    if any(signals):
+        raise Stopped(max(signals), saved=False)
 
 
 class StopVote:
@@ -56,32 +70,31 @@ class GracefulStop(StepCallback):
     """Notes a signal; ranks agree on it after a step. Lightning's handler can deadlock them."""
 
     checkpoints: Checkpoints
-    received: int = field(default=0, init=False)  # signal; 0: none
     decided: int = field(default=0, init=False)  # signal on which all ranks stop; 0: none
     loop: Any = field(default_factory=dict, init=False)  # the attributes of Lightning's loop
 
+    def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:  # noqa: ARG002
+        """Keep Lightning from installing handlers: they wait for other ranks in a signal."""
+        without_signal_handlers(trainer)
+
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
-        """Replace Lightning's handlers, which it installs earlier, and turn off its broadcast.
+        """Turn off the broadcast of Lightning's loop.
 
         With several ranks, Lightning broadcasts in each micro-batch whether rank 0 got a SIGTERM,
         which waits for the device (Lightning#21487).
         """
         super().on_train_start(trainer, pl_module)
+        stop_signals.note()
         self.loop = vars(trainer.fit_loop.epoch_loop)
         self.loop["_broadcast_sigterm_tensor"] = lambda: None
         self.vote = StopVote()
-        for signum in STOP_SIGNALS:
-            signal.signal(signum, self._note)
-
-    def _note(self, signum: int, _frame: FrameType | None) -> None:
-        self.received = signum
 
     def on_step_end(self, trainer: Trainer, pl_module: Any, step: int) -> None:  # noqa: ARG002
         """Save and stop once all ranks know of a signal.
 
         If a validation follows, wait for it: else the saved state would mark it as done.
         """
-        self.decided = self.vote.cast(self.received)
+        self.decided = self.vote.cast(int(stop_signals.received.first or 0))
         if step >= self.checkpoints.total_steps:
             self.decided = 0  # the run ends anyway
         if not self.decided:
@@ -98,11 +111,13 @@ class GracefulStop(StepCallback):
             self._stop()
 
     def _stop(self) -> None:
+        stop_signals.received.has_saved = True
         self.vote.close()
         raise Stopped(self.decided)
 
     def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:  # noqa: ARG002
         """Finish the last vote: a rank that leaves early would fail the others' vote."""
+        stop_signals.received.has_saved = True
         self.vote.close()
         self.on_exception()
 
