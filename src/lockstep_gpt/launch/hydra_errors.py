@@ -5,14 +5,14 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from hydra.errors import HydraException
+from hydra.errors import HydraException, OverrideParseException
 from omegaconf.errors import OmegaConfBaseException
 
 from lockstep_gpt.catalog import extra_of_choice, extra_of_group, how_to_add
 from lockstep_gpt.config import OPEN_GROUPS
 from lockstep_gpt.config_files import yaml_files
 from lockstep_gpt.errors import UserError
-from lockstep_gpt.launch import choices
+from lockstep_gpt.launch import choices, quoting
 from lockstep_gpt.training.trainer_settings import OWNED_TRAINER_KEYS, owned_key_line
 
 KINDS = {"Integer": "a whole number", "Float": "a number", "bool": "true or false"}
@@ -75,6 +75,9 @@ def one_line(error: Exception, arguments: list[str]) -> str:
     unset = re.search(r"Error parsing override '(.*?)' missing EQUAL", text)
     if unset:
         return f"{unset[1]} has no value; write NAME=VALUE, without spaces"
+
+    if isinstance(error, OverrideParseException) and "=" in error.override:
+        return quoting.unparsed_line(error.override)
 
     text = re.sub(NOISE, "", text)
     text = re.sub(r"^Error when parsing index: .+?\]\. ", "", text)
