@@ -72,7 +72,7 @@ class NewRun:
 
 def train_once(values: dict[str, Any], config: Config) -> tuple[int, float]:
     """Run one training to its end; return its exit status and its validation loss."""
-    run = run_of(config)
+    run = run_of(config.run_dir)
     placement, _ = place_run(config)
     status = start(NewRun(run, config, resolved_values(values, placement, run)))
     return status, float(run.read_summary().get("val_loss") or "nan")
@@ -211,11 +211,11 @@ def prepare_data(config: Config, verify: bool = False) -> str | None:
     return index.fingerprint
 
 
-def run_of(config: Config) -> RunDirectory:
+def run_of(run_dir: str | None) -> RunDirectory:
     """Return the run directory; each job of a sweep gets a numbered one below it."""
     job = HydraConfig.get()
     choices = job.runtime.choices
-    path = Path(config.run_dir or new_name(choices["model"], choices["data"]))
+    path = Path(run_dir or new_name(choices["model"], choices["data"]))
     if is_sweep():
         path /= str(job.job.num)
     return RunDirectory(path)
@@ -241,18 +241,22 @@ def resolved_values(
     name = f"{choices['model']}-{choices['data']}-{world_size}-{time.strftime('%Y%m%d-%H%M%S')}"
     batch = values["batch"]
     global_size = batch["global_size"] or batch["micro_size"] * world_size
-    loggers = values["logger"]
-    if is_sweep():
-        sweep = run.path.parent.name
-        loggers = {name: with_sweep_as_group(node, sweep) for name, node in loggers.items()}
     return {
         **values,
         "run_dir": str(run.path),
         "run_name": values["run_name"] or name.replace("/", "-"),
         "batch": {**batch, "global_size": global_size},
         "trainer": resolved_trainer(values, placement),
-        "logger": loggers,
+        "logger": loggers_of_job(values["logger"], run),
     }
+
+
+def loggers_of_job(loggers: dict[str, Any], run: RunDirectory) -> dict[str, Any]:
+    """Return the loggers' settings; in a sweep, a run's group is the sweep."""
+    if not is_sweep():
+        return loggers
+    sweep = run.path.parent.name
+    return {name: with_sweep_as_group(node, sweep) for name, node in loggers.items()}
 
 
 def with_sweep_as_group(logger: Any, sweep: str) -> Any:
