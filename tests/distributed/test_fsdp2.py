@@ -131,11 +131,6 @@ def assert_same_losses(ours, theirs):
         assert ours[name] == pytest.approx(theirs[name], abs=2e-5)
 
 
-def assert_same_losses(ours, theirs):
-    for name in ("train_loss", "val_loss"):
-        assert ours[name] == pytest.approx(theirs[name], abs=2e-5)
-
-
 def test_what_the_strategy_lacks_is_refused_by_the_run_s_settings(finished, command):
     shutil.copytree(finished[0].folder / "runs/first", command.folder / "run")
     words = ("train", "run_dir=run", "resume=auto", "strategy=fsdp2", "precision=64-true")

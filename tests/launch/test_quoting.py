@@ -42,7 +42,7 @@ def test_a_name_that_cannot_be_parsed_is_not_helped_by_quotes():
     )
 
 
-@pytest.mark.parametrize("name", ["größe", "a#b", "a[1]", "a{1}", "it's", 'a"b', "step=000500.ckpt"])
+@pytest.mark.parametrize("name", ["größe", "a#b", "a[1]", "a{1}", "it's", 'a"b', "step=5.ckpt"])
 @pytest.mark.parametrize("setting", ["run_dir", "resume"])
 def test_a_path_needs_no_quotes_for_hydra(name, setting):
     (word,) = quote_paths([f"{setting}={name}"])
@@ -50,7 +50,7 @@ def test_a_path_needs_no_quotes_for_hydra(name, setting):
 
 
 @pytest.mark.parametrize(
-    "word", ["run_dir=runs/first", "run_dir=a,b", "run_dir='a=b'", "run_dir=${run_name}/1", "seed=1"]
+    "word", ["run_dir=runs/1", "run_dir=a,b", "run_dir='a=b'", "run_dir=${run_name}/1", "seed=1"]
 )
 def test_other_words_stay_as_typed(word):
     assert quote_paths([word]) == [word]

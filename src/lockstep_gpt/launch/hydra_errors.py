@@ -40,6 +40,9 @@ def as_user_error(
 
 def one_line(error: Exception, arguments: list[str]) -> str:
     """Return value, rule, and remedy of an error of Hydra or OmegaConf."""
+    if isinstance(error, OverrideParseException):
+        return quoting.unparsed_line(error.override)
+
     cause = error
     nested = error.__cause__ or error.__context__  # the latter if a YAML file is at fault
     if isinstance(error, HydraException) and isinstance(nested, OmegaConfBaseException):
@@ -71,13 +74,6 @@ def one_line(error: Exception, arguments: list[str]) -> str:
     ambiguous = re.search(r"Ambiguous value for argument '(.+?)' ", text)
     if ambiguous:
         return f"{ambiguous[1]} has several values: add --multirun to run each, or write [a,b]"
-
-    unset = re.search(r"Error parsing override '(.*?)' missing EQUAL", text)
-    if unset:
-        return f"{unset[1]} has no value; write NAME=VALUE, without spaces"
-
-    if isinstance(error, OverrideParseException) and "=" in error.override:
-        return quoting.unparsed_line(error.override)
 
     text = re.sub(NOISE, "", text)
     text = re.sub(r"^Error when parsing index: .+?\]\. ", "", text)

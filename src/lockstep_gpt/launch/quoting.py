@@ -35,6 +35,8 @@ def quote_value(word: str) -> str:
 
 def unparsed_line(word: str) -> str:
     """Return that Hydra can't parse NAME=VALUE, and how to quote the value as text."""
+    if "=" not in word:
+        return f"{_on_one_line(word)} has no value; write NAME=VALUE, without spaces"
     quoted = quote_value(word)
     try:
         OverridesParser.create().parse_override(quoted)

@@ -36,9 +36,9 @@ from lockstep_gpt.launch.resumed_choices import (
     typed_choices,
 )
 from lockstep_gpt.run import directory as runs
-from lockstep_gpt.run.checkpoint import fault_of
+from lockstep_gpt.run.checkpoint import checkpoints_in, fault_of, step_of
 from lockstep_gpt.run.directory import RunDirectory
-from lockstep_gpt.settings import as_typed
+from lockstep_gpt.settings import as_typed, check, counted
 
 # Overrides that select the run, and don't change it.
 ADDRESS = ("run_dir", "resume", "trust_run_dir")
@@ -155,6 +155,8 @@ def resume(
         if os.environ.get("RANK", "0") == "0":  # only one of a launcher's ranks prints
             print(f"{run.path} is done; raise max_steps to train it longer")
         return 0
+    if not config.resume_force:
+        _refuse_fewer_steps(run, config, steps)
     resolved = {**values, "trainer": start.resolved_trainer(values, placement)}
     permit = partial(trust.permit, run, _sets_switch(arguments, "trust_run_dir"), composed)
     if not launcher.is_inside_launcher():  # of a launcher's ranks, only rank 0 needs permission
@@ -201,6 +203,18 @@ def _is_done(run: RunDirectory, steps: int) -> bool:
     checkpoint = run.checkpoints / Path(summary.get("last_checkpoint") or "none").name
     ended = summary.get("status") == "done" and summary["step"] >= steps
     return ended and fault_of(checkpoint) is None
+
+
+def _refuse_fewer_steps(run: RunDirectory, config: Config, steps: int) -> None:
+    """Raise a `UserError` for a run of fewer steps than one of its intact checkpoints has."""
+    later = (path for path in checkpoints_in(run.checkpoints) if step_of(path) > steps)
+    reached = max((step_of(path) for path in later if fault_of(path) is None), default=steps)
+    budget = "max_steps" if config.max_steps is not None else "max_tokens"
+    rule = (
+        f"ends the run after {counted(steps, 'step')}, but run_dir={run.path} has already reached "
+        f"step {reached}; raise {budget}, or train less in a new run"
+    )
+    check(budget, getattr(config, budget), reached <= steps, rule)
 
 
 def _updated_values(
