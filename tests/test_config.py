@@ -202,6 +202,10 @@ def test_the_frozen_values_of_a_config_give_the_same_config():
         ("optim.decay=no_such", f"is not one of {', '.join(DECAYS)}"),
         ("model.n_embd=9", "is not divisible by model.n_head=4; nearest: model.n_embd=8"),
         ("model.n_embd=3", "is not divisible by model.n_head=4; nearest: model.n_embd=4"),
+        (
+            "resume=true",
+            "is not none, auto, or a path; to continue a run, set run_dir=RUN resume=auto",
+        ),
         ("max_steps=null", "and max_tokens=null: give one and set the other to null"),
         ("trainer.devices=0", "must be auto or a whole number of at least 1"),
         ("trainer.devices=abc", "must be auto or a whole number of at least 1"),

@@ -24,6 +24,7 @@ from lockstep_gpt.launch import (
     checks,
     compose,
     launcher,
+    short_runs,
     start,
     trust,
 )
@@ -39,6 +40,7 @@ from lockstep_gpt.run import directory as runs
 from lockstep_gpt.run.checkpoint import checkpoints_in, fault_of, step_of
 from lockstep_gpt.run.directory import RunDirectory
 from lockstep_gpt.settings import as_typed, check, counted
+from lockstep_gpt.training import schedule
 
 # Overrides that select the run, and don't change it.
 ADDRESS = ("run_dir", "resume", "trust_run_dir")
@@ -108,13 +110,16 @@ def _refuse_other_choices(
         free |= {line.split()[2].rstrip(":") for line in run.overrides.read_text().splitlines()}
     # A setting that an earlier version lacked is not a difference.
     frozen = cast(dict[str, Any], OmegaConf.to_container(OmegaConf.merge(composed, run.values())))
+    theirs = dict(runs.flat(frozen))
+    ours = dict(runs.flat(composed))
     is_decided = decided_by(typed)
     differing = {}  # setting -> line
     for line in runs.differences(frozen, composed):
         name = line.partition("=")[0]
         group = name.partition(".")[0]
         may_change = name in free or (group == "strategy" and group in typed)
-        if is_decided(name) and not may_change:
+        shortened = short_runs.is_shortened(name, theirs.get(name), ours.get(name))
+        if is_decided(name) and not may_change and not shortened:
             differing[name] = line
     if differing:
         run.load()  # raises if this version can't read it
@@ -149,7 +154,8 @@ def resume(
     with as_user_error(arguments, run.load):  # the frozen file may be wrong
         config = from_container(values)
     checks.refuse_conflicts(config)
-    placement, steps = start.place_run(config)
+    placement, batch = start.place_run(config)
+    steps = schedule.plan_schedule(config, batch).total_steps
     is_forced = _sets_switch(arguments, "resume_force") and bool(changes)
     if not is_forced and _is_done(run, steps):
         if os.environ.get("RANK", "0") == "0":  # only one of a launcher's ranks prints

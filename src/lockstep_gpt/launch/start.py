@@ -24,12 +24,13 @@ from lockstep_gpt.data.data_settings import DataModuleConfig
 from lockstep_gpt.data.packing import packing_of
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.exits import Exit
-from lockstep_gpt.launch import devices, launcher, machines, trust
+from lockstep_gpt.launch import devices, launcher, machines, short_runs, trust
 from lockstep_gpt.launch.placement import Placement
 from lockstep_gpt.launch.supervise import supervise
 from lockstep_gpt.processes import end_process
 from lockstep_gpt.run.directory import RunDirectory
 from lockstep_gpt.training import schedule
+from lockstep_gpt.training.schedule import BatchPlan
 
 
 class RunStart(Protocol):
@@ -73,7 +74,10 @@ class NewRun:
 def train_once(values: dict[str, Any], config: Config) -> tuple[int, float]:
     """Run one training to its end; return its exit status and its validation loss."""
     run = run_of(config.run_dir)
-    placement, _ = place_run(config)
+    placement, batch = place_run(config)
+    words = HydraConfig.get().overrides.task
+    values, config = short_runs.fit_warmup(values, config, batch, words)
+    schedule.plan_schedule(config, batch)  # may refuse it
     status = start(NewRun(run, config, resolved_values(values, placement, run)))
     return status, float(run.read_summary().get("val_loss") or "nan")
 
@@ -185,14 +189,14 @@ def _follow_first_machine(run_start: RunStart) -> None:
     prepare_data(run.load())
 
 
-def place_run(config: Config) -> tuple[Placement, int]:
-    """Find the devices, reject what their number makes impossible; return them and the steps."""
+def place_run(config: Config) -> tuple[Placement, BatchPlan]:
+    """Find the devices, and spread the batch over them; reject what their number rules out."""
     logging.getLogger().setLevel(LEVELS[config.verbosity])
     placement = devices.place(config)
     batch = schedule.plan_batch(
         config.batch, config.model.block_size, placement.devices, placement.nodes
     )
-    return placement, schedule.plan_schedule(config, batch).total_steps
+    return placement, batch
 
 
 def prepare_data(config: Config, verify: bool = False) -> str | None:
