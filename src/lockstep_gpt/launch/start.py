@@ -24,7 +24,7 @@ from lockstep_gpt.data.data_settings import DataModuleConfig
 from lockstep_gpt.data.packing import packing_of
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.exits import Exit
-from lockstep_gpt.launch import devices, launcher, machines, short_runs, trust
+from lockstep_gpt.launch import devices, host_memory, launcher, machines, short_runs, trust
 from lockstep_gpt.launch.placement import Placement
 from lockstep_gpt.launch.supervise import supervise
 from lockstep_gpt.processes import end_process
@@ -196,6 +196,7 @@ def place_run(config: Config) -> tuple[Placement, BatchPlan]:
     batch = schedule.plan_batch(
         config.batch, config.model.block_size, placement.devices, placement.nodes
     )
+    host_memory.refuse_too_large(config, placement, batch)
     return placement, batch
 
 
