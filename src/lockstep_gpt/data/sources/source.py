@@ -137,15 +137,13 @@ class Documents(Source):
         "bytes",
     )
     vocab_size: int | None = setting(
-        "size to learn; null: 8192 for bpe", None, at_least=2, at_most=10**7
+        "to learn; null: 8192 for bpe", None, at_least=2, at_most=10**7
     )
     tokenizer_mb: int = setting("MiB of training text that bpe learns from", 32, at_least=1)
     invalid_utf8: str = setting(
         "what to do with text that is not UTF-8", "replace", choices=("replace", "skip", "fail")
     )
-    num_proc: int = setting(
-        "processes that tokenize", 1, on_resume="free", at_least=1, at_most=1024
-    )
+    num_proc: int = setting("tokenizing processes", 1, on_resume="free", at_least=1, at_most=1024)
 
     def __post_init__(self) -> None:
         """Also check that `vocab_size` fits the tokenizer, and set its default for `bpe`."""
