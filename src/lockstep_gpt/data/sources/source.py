@@ -136,9 +136,7 @@ class Documents(Source):
         "BPE; or a class of this package",
         "bytes",
     )
-    vocab_size: int | None = setting(
-        "to learn; null: 8192 for bpe", None, at_least=2, at_most=10**7
-    )
+    vocab_size: int | None = setting("size to learn; null: 8192 for bpe", None, at_least=2)
     tokenizer_mb: int = setting("MiB of training text that bpe learns from", 32, at_least=1)
     invalid_utf8: str = setting(
         "what to do with text that is not UTF-8", "replace", choices=("replace", "skip", "fail")
