@@ -43,7 +43,7 @@ def test_a_name_that_cannot_be_parsed_is_not_helped_by_quotes():
 
 
 @pytest.mark.parametrize("name", ["größe", "a#b", "a[1]", "a{1}", "it's", 'a"b', "step=5.ckpt"])
-@pytest.mark.parametrize("setting", ["run_dir", "resume"])
+@pytest.mark.parametrize("setting", ["run_dir", "resume", "data.path"])
 def test_a_path_needs_no_quotes_for_hydra(name, setting):
     (word,) = quote_paths([f"{setting}={name}"])
     assert parsed(word) == name

@@ -6,7 +6,10 @@ import shlex
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
-PATHS = ("resume", "run_dir")
+PATHS = {
+    *("resume", "run_dir", "model.init_from", "checkpoint.copy_to"),
+    *("data.root", "data.path", "data.val_path", "data.test_path"),
+}
 # What a path may contain, but has no meaning in Hydra's grammar, or another one.
 ODD = re.compile(r"[^\x00-\x7f]|[=#;&!^<>`'\"\[\]]|(?<!\$)\{")
 LINE_BREAKS = {"\n": r"\n", "\r": r"\r", "\t": r"\t"}

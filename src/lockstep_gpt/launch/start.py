@@ -24,7 +24,14 @@ from lockstep_gpt.data.data_settings import DataModuleConfig
 from lockstep_gpt.data.packing import packing_of
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.exits import Exit
-from lockstep_gpt.launch import devices, host_memory, launcher, machines, short_runs, trust
+from lockstep_gpt.launch import (
+    devices,
+    host_memory,
+    launcher,
+    machines,
+    short_runs,
+    trust,
+)
 from lockstep_gpt.launch.placement import Placement
 from lockstep_gpt.launch.supervise import supervise
 from lockstep_gpt.processes import end_process
