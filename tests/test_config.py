@@ -128,6 +128,21 @@ def test_every_setting_has_a_description(section):
         assert group or item.metadata["meaning"], item.name
 
 
+@pytest.mark.parametrize("section", SECTIONS, ids=lambda section: section.__name__)
+def test_every_whole_number_has_limits(section):
+    hints = get_type_hints(section)
+    empty = section.__new__(section)
+    for item in dataclasses.fields(section):
+        if hints[item.name] not in (int, int | None):
+            continue
+        for value in (-1, 99_999_999_999_999_999_999):
+            setattr(empty, item.name, value)
+            with pytest.raises(
+                UserError, match=rf"{item.name}={value} must be at (least|most) \d+$"
+            ):
+                empty._check(item, value)
+
+
 def test_each_setting_declares_its_treatment_on_resume():
     kept, machine = settings_on_resume("kept"), settings_on_resume("machine")
     assert {"seed", "batch.global_size", "optim.algorithm", "data.fingerprint"} < kept
@@ -202,12 +217,20 @@ def test_the_frozen_values_of_a_config_give_the_same_config():
         ("optim.decay=no_such", f"is not one of {', '.join(DECAYS)}"),
         ("model.n_embd=9", "is not divisible by model.n_head=4; nearest: model.n_embd=8"),
         ("model.n_embd=3", "is not divisible by model.n_head=4; nearest: model.n_embd=4"),
+        (
+            "resume=true",
+            "is not none, auto, or a path; to continue a run, set run_dir=RUN resume=auto",
+        ),
         ("max_steps=null", "and max_tokens=null: give one and set the other to null"),
         ("trainer.devices=0", "must be auto or a whole number of at least 1"),
         ("trainer.devices=abc", "must be auto or a whole number of at least 1"),
         ("trainer.devices=true", "must be auto or a whole number of at least 1"),
         ("trainer.devices=1.5", "must be auto or a whole number of at least 1"),
         ("trainer.num_nodes=0", "must be a whole number of at least 1"),
+        ("trainer.devices=99999", "must be at most 1024 on one machine"),
+        ("trainer.num_nodes=100001", "must be at most 100000"),
+        ("max_steps=99999999999999999999", "must be at most 1000000000000000"),
+        ("model.n_layer=99999999", "must be at most 10000"),
         ("trainer.num_nodes=auto", "must be a whole number of at least 1"),
         ("trainer.accelerator=no_such", f"is not one of {', '.join(ACCELERATORS)}"),
         ("trainer.sync_batchnorm=1", "must be true or false"),

@@ -150,7 +150,10 @@ def test_statistics_of_batchnorm_count_only_training_batches(command, ranks):
     words = ("trainer=cpu", f"trainer.devices={ranks}", "+callbacks.normed._target_=normed.Normed")
     size = ("batch.global_size=6", "batch.micro_size=2", "val_every=100", "max_steps=6")
     environment = {"PYTHONPATH": str(command.folder)}
-    command.train(*words, *size, f"launch.inline={ranks == 1}", "run_dir=run", **environment)
+    ranks_start = f"launch.inline={ranks == 1}"
+    out = command.train(*words, *size, ranks_start, "run_dir=run", **environment).stdout
+    warned = out.count("the model has 1 BatchNorm layer, with the statistics of each rank's own")
+    assert warned == (1 if ranks > 1 else 0)
     go_on = ("run_dir=run", "resume=auto", "max_steps=8")
     command(*["train", *go_on], **environment)
     first, then = map(json.loads, (command.folder / "seen.jsonl").read_text().splitlines())

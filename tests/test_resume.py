@@ -145,7 +145,9 @@ def test_run_of_another_model_is_rejected_unless_forced(finished, command):
         ),
         ("batch.global_size=16", "but got batch.global_size=16 instead of 8"),
         ("optim.algorithm=muon", "but got optim.algorithm=muon instead of adamw"),
-        ("model=gpt2", "run_dir=run keeps its choices, but got batch.global_size=12"),
+        ("model=gpt2", "keeps its choices, but got model.block_size=1024 instead of 32, model.n_"),
+        ("optim=muon", "keeps its choices, but got optim.algorithm=muon instead of adamw, optim."),
+        ("experiment=smoke optim=muon", "but got optim.algorithm=muon instead of adamw, optim."),
         ("logger=none max_steps=30", "run_dir=run keeps its choices, but got"),
         ("max_stepz=3", "unknown setting max_stepz; did you mean max_steps?"),
         ("max_steps=-3", "max_steps=-3 must be at least 1"),
@@ -300,6 +302,29 @@ def checkpoints(command):
     command.train(*words)
     assert sorted(path.stem for path in folder.glob("*.ckpt")) == ["step=000010", "step=000020"]
     return folder
+
+
+@pytest.mark.parametrize(
+    ("budget", "named"),
+    [
+        (["max_steps=10"], "max_steps=10"),
+        (["max_steps=null", "max_tokens=2560"], "max_tokens=2560"),
+    ],
+)
+def test_an_unfinished_run_cannot_end_before_the_step_it_has_reached(
+    finished, command, budget, named
+):
+    run = command.folder / "run"
+    shutil.copytree(finished[0].folder / "runs/first", run)
+    (run / "summary.json").unlink()
+    before = content(run)
+    err = command("train", "run_dir=run", "resume=auto", *budget, status=2).stderr
+    name = named.partition("=")[0]
+    assert err.endswith(
+        f": {named} ends the run after 10 steps, but run_dir=run has already reached step 20; "
+        f"raise {name}, or train less in a new run\n"
+    )
+    assert content(run) == before
 
 
 def test_a_damaged_checkpoint_is_set_aside_and_later_saves_stay(command, checkpoints):

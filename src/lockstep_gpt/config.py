@@ -28,7 +28,7 @@ from lockstep_gpt.launch.launch_settings import LaunchConfig
 from lockstep_gpt.model.model_settings import ModelConfig
 from lockstep_gpt.registry import settings_classes
 from lockstep_gpt.run.run_settings import CheckpointConfig, GuardConfig
-from lockstep_gpt.settings import Checked, as_typed, setting
+from lockstep_gpt.settings import Checked, as_typed, check, setting
 from lockstep_gpt.training.batch_settings import BatchConfig
 from lockstep_gpt.training.optim_settings import OptimConfig
 from lockstep_gpt.training.trainer_settings import check_strategy, check_trainer
@@ -90,6 +90,9 @@ class Config(Checked):
         if (self.max_steps is None) == (self.max_tokens is None):
             tokens = as_typed(self.max_tokens)
             self.refuse("max_steps", f"and max_tokens={tokens}: give one and set the other to null")
+        is_switch = self.resume in ("True", "False")  # what becomes of true and false
+        rule = "is not none, auto, or a path; to continue a run, set run_dir=RUN resume=auto"
+        check("resume", self.resume.lower(), not is_switch, rule)
         check_trainer(self.trainer)
         check_strategy(self.strategy)
 

@@ -32,6 +32,7 @@ def setting(
     return field(default=default, metadata=metadata)
 
 
+LARGEST = 10**15  # of whole numbers without a limit of their own; no run has as many tokens
 _HOLDS = {"at least": ge, "above": gt, "at most": le, "below": lt}
 
 
@@ -61,7 +62,10 @@ class Checked:
             self.refuse(item.name, f"is not one of {', '.join(choices)}")
         if isinstance(value, float) and not math.isfinite(value):
             self.refuse(item.name, "must be a finite number")
-        for rule, limit in item.metadata.get("limits", {}).items():
+        limits = item.metadata.get("limits", {})
+        if isinstance(value, int):
+            limits = {"at most": LARGEST, **limits}
+        for rule, limit in limits.items():
             if isinstance(value, int | float) and not _HOLDS[rule](value, limit):
                 self.refuse(item.name, f"must be {rule} {limit}")
 

@@ -10,6 +10,9 @@ from torch.nn.attention import SDPBackend
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+# The base class of all BatchNorm layers, also of SyncBatchNorm: torch has no public one.
+BatchNorm = torch.nn.modules.batchnorm._BatchNorm
+
 
 def causal_attention_kernel(q: Tensor) -> SDPBackend:
     """Return the kernel that scaled dot-product attention would take for queries like `q`.

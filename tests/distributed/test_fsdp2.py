@@ -97,20 +97,45 @@ def continued(finished, tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("sharded_source", "place"),
+    "place",
     [
-        (False, SHARDED),
-        (True, ("trainer=cpu", "trainer.devices=2", "strategy=ddp")),
-        (True, ("trainer=cpu", "trainer.devices=1", "strategy=fsdp2")),
+        ("trainer=cpu", "trainer.devices=2", "strategy=ddp"),
+        ("trainer=cpu", "trainer.devices=1", "strategy=fsdp2"),
     ],
-    ids=["one to fsdp2", "fsdp2 to ddp", "fsdp2 to one"],
+    ids=["ddp", "one"],
 )
-def test_a_run_resumes_under_another_strategy(command, sharded, continued, sharded_source, place):
-    one, expected = continued
-    source = sharded[0].folder / "run" if sharded_source else one
+def test_a_run_of_shards_resumes_under_another_strategy(command, sharded, continued, place):
+    source = sharded[0].folder / "run"
     command.train(f"resume={source}", "max_steps=30", *place, "run_dir=run")
+    assert_same_losses(command.summary("run"), continued[1])
+
+
+def test_a_run_continues_in_its_folder_under_one_strategy_after_the_other(command, continued):
+    source, expected = continued
+    shutil.copytree(source, command.folder / "run")
+    words = ("train", "run_dir=run", "resume=auto", "trainer=cpu", "trainer.devices=2")
+    out = command(*words, "strategy=fsdp2", "max_steps=30").stdout
+    assert ".strategies.auto -> " in out
+    assert "ShardedStrategy over gloo" in out
+    assert_same_losses(command.summary("run"), expected)
+    # From now on, it is the run's, also for a command that repeats the run's first choices.
+    assert "is done" in command(*words, "experiment=smoke").stdout
+    out = command(*words, "strategy=ddp", "max_steps=40").stdout
+    assert "DDPStrategy over gloo" in out
+    assert command.summary("run")["step"] == 40
+    assert command.summary("run")["val_loss"] < expected["val_loss"]
+
+
+def assert_same_losses(ours, theirs):
     for name in ("train_loss", "val_loss"):
-        assert command.summary("run")[name] == pytest.approx(expected[name], abs=2e-5)
+        assert ours[name] == pytest.approx(theirs[name], abs=2e-5)
+
+
+def test_what_the_strategy_lacks_is_refused_by_the_run_s_settings(finished, command):
+    shutil.copytree(finished[0].folder / "runs/first", command.folder / "run")
+    words = ("train", "run_dir=run", "resume=auto", "strategy=fsdp2", "precision=64-true")
+    line = command(*words, status=2).stderr
+    assert "precision=64-true does not work with strategy=fsdp2" in line
 
 
 @pytest.fixture(scope="module")

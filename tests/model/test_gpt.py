@@ -57,6 +57,16 @@ def test_flops_per_token_of_gpt2_are_the_known_798_million() -> None:
     assert preset("gpt2.yaml").flops_per_token == pytest.approx(798e6, rel=1e-3)
 
 
+def test_palms_formula_counts_all_of_attention_and_so_7_percent_more() -> None:
+    gpt2 = preset("gpt2.yaml")
+    shape = gpt2.config
+    C, T = shape.n_embd, shape.block_size
+    palm = 6 * (gpt2.num_parameters - T * C) + 12 * shape.n_layer * C * T  # nanoGPT's estimate_mfu
+    assert palm == pytest.approx(855.2e6, rel=1e-4)
+    assert gpt2.flops_per_token == pytest.approx(797.8e6, rel=1e-4)
+    assert 1 - gpt2.flops_per_token / palm == pytest.approx(0.067, abs=5e-4)
+
+
 def test_logits_cover_the_vocabulary_without_its_padding(model: GPT, tokens: torch.Tensor) -> None:
     assert model.token_embedding.weight.shape == (model.padded_vocab_size, 32) == (128, 32)
     assert model(tokens).shape == (3, 16, VOCAB)

@@ -116,9 +116,12 @@ def test_another_run_or_a_file_is_rejected_and_unchanged(run, tmp_path):
     file = tmp_path / "file"
     file.write_text("mine")
     run.create({**VALUES, "seed": 7})
-    for used in (run, RunDirectory(file)):
-        with pytest.raises(UserError, match="already exists and is not empty"):
-            used.create(VALUES)
+    with pytest.raises(UserError, match="already exists and is not empty"):
+        run.create(VALUES)
+    with pytest.raises(
+        UserError, match=r"^run_dir=\S+file is a file; name a folder, or a new path$"
+    ):
+        RunDirectory(file).create(VALUES)
     assert (run.load().seed, file.read_text()) == (7, "mine")
 
 

@@ -41,6 +41,19 @@ def test_singular_values_end_near_1():
     assert values.max() < 1.25
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_all_but_tiny_singular_values_end_between_0_6_and_1_25(monkeypatch, dtype):
+    monkeypatch.setattr(muon, "_product_type", lambda _: dtype)
+    u, _ = torch.linalg.qr(torch.randn(64, 64, generator=torch.Generator().manual_seed(0)))
+    v, _ = torch.linalg.qr(torch.randn(64, 64, generator=torch.Generator().manual_seed(1)))
+    values = torch.logspace(-4, 0, 64)
+    values = values / values.norm()
+    after = (u.mT @ orthogonalized((u @ values.diag() @ v)[None])[0] @ v.mT).diag()
+    assert after[values > 0.005].min() > 0.6
+    assert after[values > 0.005].max() < 1.25
+    assert after[values < 0.0005].max() < 0.6
+
+
 def test_the_directions_are_those_of_the_nearest_orthogonal_matrix():
     matrix = torch.randn(1, 12, 12)
     u, _, v = torch.linalg.svd(matrix)

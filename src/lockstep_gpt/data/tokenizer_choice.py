@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Iterable
 from typing import Any
 
@@ -17,6 +18,8 @@ from lockstep_gpt.data.tokenizer import (
 )
 from lockstep_gpt.data.tokenizer_files import RANKS, hub_files, tokenizer_files
 from lockstep_gpt.errors import UserError
+
+logger = logging.getLogger(__name__)
 
 ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>")  # names of the end of text
 PROBE = f"\n\t a  é漢😀\0 {END_OF_TEXT}"  # a tokenizer that restores this restores any text
@@ -35,6 +38,14 @@ def make_tokenizer(name: str, vocab_size: int | None, texts: Iterable[str]) -> T
     if name == BytePairTokenizer.kind:
         assert vocab_size is not None, "the settings have a default"
         tokenizer = learn(texts, vocab_size)
+        learned = tokenizer.get_vocab_size()
+        if learned < vocab_size:
+            logger.warning(
+                "data.vocab_size=%d is more than this corpus gives: no pair of tokens is left to "
+                "join after %d, which is the vocabulary; add text, or raise data.tokenizer_mb",
+                vocab_size,
+                learned,
+            )
     else:
         tokenizer = _loaded(name)
     vocabulary = tokenizer.get_vocab()

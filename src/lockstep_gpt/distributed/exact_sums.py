@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lockstep_gpt.config import Config
 from lockstep_gpt.errors import UserError
+from lockstep_gpt.torch_patches import BatchNorm
 
 # Newer versions of torch use the first name, and warn about the second.
 ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -73,8 +74,7 @@ class GradientSums(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         """Take over the sum from DDP, or raise a `UserError` if the model has a BatchNorm."""
-        batchnorm = torch.nn.modules.batchnorm._BatchNorm
-        if any(isinstance(layer, batchnorm) for layer in pl_module.modules()):
+        if any(isinstance(layer, BatchNorm) for layer in pl_module.modules()):
             raise UserError(
                 "batch.exact_micro_size is set, and the model has a BatchNorm, whose statistics "
                 "differ by rank; use a norm over channels, or set batch.exact_micro_size=null"

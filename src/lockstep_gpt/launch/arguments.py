@@ -1,6 +1,5 @@
 """Command-line arguments as users of other projects write them."""
 
-import re
 import sys
 from typing import cast
 
@@ -12,6 +11,7 @@ from lockstep_gpt import PROGRAM
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.launch import choices
 from lockstep_gpt.launch.hydra_errors import as_user_error
+from lockstep_gpt.launch.quoting import quote_paths
 
 MULTIRUN = ("-m", "--multirun")
 FLAGS = {  # of Hydra
@@ -65,11 +65,6 @@ def _check_override(word: str, words: list[str]) -> None:
         raise UserError(f"{word} {LAUNCHER}{slurm}")
     if is_group and equals and not _is_choice(value):
         raise UserError(f"{word} is not a choice; {PROGRAM} train --help lists them")
-
-
-def quote_paths(arguments: list[str]) -> list[str]:
-    """Quote paths with an `=`, which Hydra could not parse, such as `step=000500.ckpt`."""
-    return [re.sub(r"^(resume|run_dir)=([^'\"].*=.*)$", r"\1='\2'", word) for word in arguments]
 
 
 def _settings_first(words: list[str]) -> list[str]:

@@ -27,8 +27,9 @@ from lockstep_gpt.config_files import config_folder
 from lockstep_gpt.data.data_settings import data_choices
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.launch import checks, devices
-from lockstep_gpt.launch.arguments import quote_paths, translate_arguments
+from lockstep_gpt.launch.arguments import translate_arguments
 from lockstep_gpt.launch.hydra_errors import as_user_error, one_line
+from lockstep_gpt.launch.quoting import quote_paths
 from lockstep_gpt.registry import ARGUMENTS, additions, config_folders_of_extras
 
 # Later versions warn about the arguments and names of 1.3.

@@ -5,14 +5,14 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from hydra.errors import HydraException
+from hydra.errors import HydraException, OverrideParseException
 from omegaconf.errors import OmegaConfBaseException
 
 from lockstep_gpt.catalog import extra_of_choice, extra_of_group, how_to_add
 from lockstep_gpt.config import OPEN_GROUPS
 from lockstep_gpt.config_files import yaml_files
 from lockstep_gpt.errors import UserError
-from lockstep_gpt.launch import choices
+from lockstep_gpt.launch import choices, quoting
 from lockstep_gpt.training.trainer_settings import OWNED_TRAINER_KEYS, owned_key_line
 
 KINDS = {"Integer": "a whole number", "Float": "a number", "bool": "true or false"}
@@ -40,6 +40,9 @@ def as_user_error(
 
 def one_line(error: Exception, arguments: list[str]) -> str:
     """Return value, rule, and remedy of an error of Hydra or OmegaConf."""
+    if isinstance(error, OverrideParseException):
+        return quoting.unparsed_line(error.override)
+
     cause = error
     nested = error.__cause__ or error.__context__  # the latter if a YAML file is at fault
     if isinstance(error, HydraException) and isinstance(nested, OmegaConfBaseException):
@@ -71,10 +74,6 @@ def one_line(error: Exception, arguments: list[str]) -> str:
     ambiguous = re.search(r"Ambiguous value for argument '(.+?)' ", text)
     if ambiguous:
         return f"{ambiguous[1]} has several values: add --multirun to run each, or write [a,b]"
-
-    unset = re.search(r"Error parsing override '(.*?)' missing EQUAL", text)
-    if unset:
-        return f"{unset[1]} has no value; write NAME=VALUE, without spaces"
 
     text = re.sub(NOISE, "", text)
     text = re.sub(r"^Error when parsing index: .+?\]\. ", "", text)

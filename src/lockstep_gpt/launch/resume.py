@@ -24,19 +24,25 @@ from lockstep_gpt.damaged_files import read_informative_text, readable
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.launch import (
     checks,
-    choices,
     compose,
-    devices,
     launcher,
+    short_runs,
     start,
     trust,
 )
-from lockstep_gpt.launch.arguments import quote_paths
 from lockstep_gpt.launch.hydra_errors import as_user_error
+from lockstep_gpt.launch.quoting import quote_paths
+from lockstep_gpt.launch.resumed_choices import (
+    changes_of_group,
+    decided_by,
+    names_group,
+    typed_choices,
+)
 from lockstep_gpt.run import directory as runs
-from lockstep_gpt.run.checkpoint import fault_of
+from lockstep_gpt.run.checkpoint import checkpoints_in, fault_of, step_of
 from lockstep_gpt.run.directory import RunDirectory
-from lockstep_gpt.settings import as_typed
+from lockstep_gpt.settings import as_typed, check, counted
+from lockstep_gpt.training import schedule
 from lockstep_gpt.whole_files import replacing
 
 # A line of overrides.log names a setting after the date and the time.
@@ -52,7 +58,7 @@ def run_to_resume(arguments: list[str]) -> RunDirectory | None:
     typed = dict(word.split("=", 1) for word in arguments if "=" in word)
     if typed.get("resume") != "auto" or "run_dir" not in typed:
         return None
-    if any(_names_group(name) for name in typed):
+    if any(names_group(name) for name in typed):
         return None
     run = RunDirectory(Path(typed["run_dir"]))
     with readable(run.path):
@@ -61,72 +67,108 @@ def run_to_resume(arguments: list[str]) -> RunDirectory | None:
 
 
 def train_or_resume(composed: DictConfig) -> tuple[int, float]:
-    """Resume the run that this same command, including group choices, started; or start it."""
+    """Resume the run that `run_dir` names, or start it."""
+    with as_user_error(compose.overrides()):
+        run = start.run_of(composed.run_dir)
+        continues = composed.resume == "auto"
+    if continues and run.config.is_file():
+        status = _resume_with_choices(run, composed)
+        return status, float(run.read_summary().get("val_loss") or "nan")
     values, config = compose.resolve_config(composed)
-    run = start.run_of(config)
-    if config.resume != "auto" or not run.config.is_file():
-        if config.resume == "auto":
-            logging.info("run_dir=%s does not exist yet: starting a new run", run.path)
-        return start.train_once(values, config)
-    overrides = [word for word in compose.overrides() if not _names_group(word)]
-    resolved = start.resolved_values(values, devices.place(config), run)
-    if config.batch.global_size is None:
-        resolved["batch"] = {**resolved["batch"], "global_size": run.load().batch.global_size}
-    _refuse_other_choices(run, resolved, overrides)
-    status = resume(run, overrides, resolved)
-    return status, float(run.read_summary().get("val_loss") or "nan")
+    if continues:
+        logging.info("run_dir=%s does not exist yet: starting a new run", run.path)
+    return start.train_once(values, config)
+
+
+def _resume_with_choices(run: RunDirectory, composed: DictConfig) -> int:
+    """Resume a run with a command that also makes choices of groups; return its exit status.
+
+    What is composed is a mixture of these choices and of defaults, so only the choices count.
+    """
+    words = compose.overrides()
+    with as_user_error(words):
+        values = compose.values_to_freeze(composed)
+    values["logger"] = start.loggers_of_job(values["logger"], run)
+    if values["batch"]["global_size"] is None:
+        values["batch"]["global_size"] = run.load().batch.global_size
+    typed = typed_choices(words)
+    overrides = [word for word in words if not names_group(word)]
+    _refuse_other_choices(run, values, typed, overrides)
+    strategy = values["strategy"] if "strategy" in typed else None
+    return resume(run, overrides, values, strategy)
 
 
 def _refuse_other_choices(
-    run: RunDirectory, resolved: dict[str, Any], overrides: list[str]
+    run: RunDirectory, composed: dict[str, Any], typed: dict[str, str], overrides: list[str]
 ) -> None:
-    """Reject composed settings that differ from the frozen ones.
+    """Reject settings of `typed` choices that differ from the frozen ones.
 
     The settings of `overrides` may differ: `resume` checks them next.
     """
     free = {
         *ADDRESS,
         *OF_MACHINE,
-        *settings_on_resume("machine", resolved["data"].get("_target_")),
+        *settings_on_resume("machine", composed["data"].get("_target_")),
         *(_setting_of(override) for override in _parse(overrides)),
     }
     changes = read_informative_text(run.overrides)  # of earlier resumes, which stay
     free |= set(CHANGE.findall(changes))
     # A setting that an earlier version lacked is not a difference.
-    frozen = cast(dict[str, Any], OmegaConf.to_container(OmegaConf.merge(resolved, run.values())))
-    lines = runs.differences(frozen, resolved)
-    differing = sorted(line for line in lines if line.partition("=")[0] not in free)
+    frozen = cast(dict[str, Any], OmegaConf.to_container(OmegaConf.merge(composed, run.values())))
+    theirs = dict(runs.flat(frozen))
+    ours = dict(runs.flat(composed))
+    is_decided = decided_by(typed)
+    differing = {}  # setting -> line
+    for line in runs.differences(frozen, composed):
+        name = line.partition("=")[0]
+        group = name.partition(".")[0]
+        may_change = name in free or (group == "strategy" and group in typed)
+        shortened = short_runs.is_shortened(name, theirs.get(name), ours.get(name))
+        if is_decided(name) and not may_change and not shortened:
+            differing[name] = line
     if differing:
         run.load()  # raises if this version can't read it
+        # Those of a typed choice first: an experiment sets many others.
+        names = sorted(differing, key=lambda name: (name.partition(".")[0] not in typed, name))
         raise UserError(
-            f"run_dir={run.path} keeps its choices, but got {runs.some_of(differing)}; use the "
+            f"run_dir={run.path} keeps its choices, but got "
+            f"{runs.some_of([differing[name] for name in names])}; use the "
             f"same, or start a new run with resume={run.path}"
         )
 
 
-def resume(run: RunDirectory, arguments: list[str], composed: dict[str, Any] | None = None) -> int:
+def resume(
+    run: RunDirectory,
+    arguments: list[str],
+    composed: dict[str, Any] | None = None,
+    strategy: dict[str, Any] | None = None,
+) -> int:
     """Resume a run in its own directory, and return its exit status.
 
     Args:
         run: it has a frozen configuration.
         arguments: overrides of single settings, and those in `ADDRESS`.
         composed: what this command would freeze in a new run; it needs no permission.
+        strategy: settings of the strategy that this command has chosen; None: the run's.
 
     Raises:
         UserError: a setting can't change, or the directory may not be used.
     """
     before = run.values()
-    values, changes = _updated_values(run, arguments)
+    values, changes = _updated_values(run, arguments, strategy)
     with as_user_error(arguments, run.load):  # the frozen file may be wrong
         config = from_container(values)
     checks.refuse_conflicts(config)
-    placement, steps = start.place_run(config)
+    placement, batch = start.place_run(config)
+    steps = schedule.plan_schedule(config, batch).total_steps
     is_forced = _sets_switch(arguments, "resume_force") and bool(changes)
     if not is_forced and _is_done(run, steps):
         if os.environ.get("RANK", "0") == "0":  # only one of a launcher's ranks prints
             print(f"{run.path} is done; raise max_steps to train it longer")
         return 0
     _refuse_unusable_files(run)
+    if not config.resume_force:
+        _refuse_fewer_steps(run, config, steps)
     resolved = {**values, "trainer": start.resolved_trainer(values, placement)}
     permit = partial(trust.permit, run, _sets_switch(arguments, "trust_run_dir"), composed)
     if not launcher.is_inside_launcher():  # of a launcher's ranks, only rank 0 needs permission
@@ -197,15 +239,33 @@ def _is_done(run: RunDirectory, steps: int) -> bool:
     return ended and fault_of(checkpoint) is None
 
 
-def _updated_values(run: RunDirectory, arguments: list[str]) -> tuple[dict[str, Any], list[str]]:
+def _refuse_fewer_steps(run: RunDirectory, config: Config, steps: int) -> None:
+    """Raise a `UserError` for a run of fewer steps than one of its intact checkpoints has."""
+    later = (path for path in checkpoints_in(run.checkpoints) if step_of(path) > steps)
+    reached = max((step_of(path) for path in later if fault_of(path) is None), default=steps)
+    budget = "max_steps" if config.max_steps is not None else "max_tokens"
+    rule = (
+        f"ends the run after {counted(steps, 'step')}, but run_dir={run.path} has already reached "
+        f"step {reached}; raise {budget}, or train less in a new run"
+    )
+    check(budget, getattr(config, budget), reached <= steps, rule)
+
+
+def _updated_values(
+    run: RunDirectory, arguments: list[str], strategy: dict[str, Any] | None
+) -> tuple[dict[str, Any], list[str]]:
     """Return the frozen values updated by the command, and the changes; or raise `UserError`."""
-    base = OmegaConf.create(with_defaults(run.values()))
+    frozen = with_defaults(run.values())
     changes = []
+    if strategy is not None:
+        changes += changes_of_group("strategy", frozen["strategy"], strategy)
+        frozen["strategy"] = strategy
+    base = OmegaConf.create(frozen)
     for override in _parse(arguments):
         name = _setting_of(override)
         if name in ADDRESS:
             continue
-        if _names_group(name) or override.is_sweep_override() or override.is_delete():
+        if names_group(name) or override.is_sweep_override() or override.is_delete():
             raise UserError(
                 f"{override.input_line} cannot change in a resumed run; give single settings, or "
                 f"start a new run from it with resume={run.path}"
@@ -238,8 +298,3 @@ def _parse(arguments: list[str]) -> list[Override]:
 
 def _setting_of(override: Override) -> str:
     return str(override.get_key_element()).lstrip("+~")
-
-
-def _names_group(word: str) -> bool:
-    """Return whether an override, or its name, is a group's choice."""
-    return word.partition("=")[0].partition("@")[0].lstrip("+~") in choices.group_names()

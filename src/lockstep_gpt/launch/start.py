@@ -26,12 +26,21 @@ from lockstep_gpt.data.data_settings import DataModuleConfig
 from lockstep_gpt.data.packing import packing_of
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.exits import Ending, Exit
-from lockstep_gpt.launch import devices, launcher, machines, supervise, trust
+from lockstep_gpt.launch import (
+    devices,
+    host_memory,
+    launcher,
+    machines,
+    short_runs,
+    supervise,
+    trust,
+)
 from lockstep_gpt.launch.placement import Placement
 from lockstep_gpt.processes import end_process
 from lockstep_gpt.run.directory import RunDirectory
 from lockstep_gpt.stop_signals import Interrupted
 from lockstep_gpt.training import schedule
+from lockstep_gpt.training.schedule import BatchPlan
 
 
 class RunStart(Protocol):
@@ -74,8 +83,11 @@ class NewRun:
 
 def train_once(values: dict[str, Any], config: Config) -> tuple[int, float]:
     """Run one training to its end; return its exit status and its validation loss."""
-    run = run_of(config)
-    placement, _ = place_run(config)
+    run = run_of(config.run_dir)
+    placement, batch = place_run(config)
+    words = HydraConfig.get().overrides.task
+    values, config = short_runs.fit_warmup(values, config, batch, words)
+    schedule.plan_schedule(config, batch)  # may refuse it
     status = start(NewRun(run, config, resolved_values(values, placement, run)))
     return status, float(run.read_summary().get("val_loss") or "nan")
 
@@ -183,15 +195,14 @@ def _run_rank(run: RunDirectory, store: Any = None) -> int:
 
     summary_before = run.read_summary()
     rank = int(os.environ.get("RANK", "0"))
-    if rank == 0:  # this process has the command's lock
+    with contextlib.ExitStack() as lock:
+        if rank > 0:  # rank 0's process has the command's lock
+            lock.enter_context(run.lock.of_rank(rank))
         status = train.main(run, store)
         stop_signals.received.finish()
+    if rank == 0:
         supervise.report_unsaved(run, status, summary_before)
-        return status
-    with run.lock.of_rank(rank):
-        status = train.main(run, store)
-        stop_signals.received.finish()
-        return status
+    return status
 
 
 def _follow_first_machine(run_start: RunStart) -> None:
@@ -203,14 +214,15 @@ def _follow_first_machine(run_start: RunStart) -> None:
     prepare_data(run.load())
 
 
-def place_run(config: Config) -> tuple[Placement, int]:
-    """Find the devices, reject what their number makes impossible; return them and the steps."""
+def place_run(config: Config) -> tuple[Placement, BatchPlan]:
+    """Find the devices, and spread the batch over them; reject what their number rules out."""
     logging.getLogger().setLevel(LEVELS[config.verbosity])
     placement = devices.place(config)
     batch = schedule.plan_batch(
         config.batch, config.model.block_size, placement.devices, placement.nodes
     )
-    return placement, schedule.plan_schedule(config, batch).total_steps
+    host_memory.refuse_too_large(config, placement, batch)
+    return placement, batch
 
 
 def prepare_data(config: Config, verify: bool = False) -> str | None:
@@ -229,11 +241,11 @@ def prepare_data(config: Config, verify: bool = False) -> str | None:
     return index.fingerprint
 
 
-def run_of(config: Config) -> RunDirectory:
+def run_of(run_dir: str | None) -> RunDirectory:
     """Return the run directory; each job of a sweep gets a numbered one below it."""
     job = HydraConfig.get()
     choices = job.runtime.choices
-    path = Path(config.run_dir or new_name(choices["model"], choices["data"]))
+    path = Path(run_dir or new_name(choices["model"], choices["data"]))
     if is_sweep():
         path /= str(job.job.num)
     return RunDirectory(path)
@@ -259,18 +271,22 @@ def resolved_values(
     name = f"{choices['model']}-{choices['data']}-{world_size}-{time.strftime('%Y%m%d-%H%M%S')}"
     batch = values["batch"]
     global_size = batch["global_size"] or batch["micro_size"] * world_size
-    loggers = values["logger"]
-    if is_sweep():
-        sweep = run.path.parent.name
-        loggers = {name: with_sweep_as_group(node, sweep) for name, node in loggers.items()}
     return {
         **values,
         "run_dir": str(run.path),
         "run_name": values["run_name"] or name.replace("/", "-"),
         "batch": {**batch, "global_size": global_size},
         "trainer": resolved_trainer(values, placement),
-        "logger": loggers,
+        "logger": loggers_of_job(values["logger"], run),
     }
+
+
+def loggers_of_job(loggers: dict[str, Any], run: RunDirectory) -> dict[str, Any]:
+    """Return the loggers' settings; in a sweep, a run's group is the sweep."""
+    if not is_sweep():
+        return loggers
+    sweep = run.path.parent.name
+    return {name: with_sweep_as_group(node, sweep) for name, node in loggers.items()}
 
 
 def with_sweep_as_group(logger: Any, sweep: str) -> Any:

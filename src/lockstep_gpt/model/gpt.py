@@ -154,7 +154,8 @@ class GPT(nn.Module):
         """Floating-point operations per token in forward and backward at T = `block_size`.
 
         6 per matrix weight, including the head (Kaplan et al. 2020, section 2.1), and 6 C T per
-        layer for attention: half of 12 C T, because of the causal mask.
+        layer for attention: half of 12 C T, because of the causal mask. PaLM's appendix B
+        (Chowdhery et al. 2022) and nanoGPT count all of it, so their MFU is higher.
         """
         shape = self.config
         matrices = sum(weight.numel() for weight in self.blocks.parameters() if weight.ndim == 2)

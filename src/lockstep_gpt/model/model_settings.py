@@ -13,7 +13,7 @@ class ModelConfig(Checked):
     node: ClassVar[str] = "model"
     on_resume: ClassVar[str] = "kept"
     block_size: int = setting("tokens of context, T", at_least=1)
-    n_layer: int = setting("transformer blocks", at_least=1)
+    n_layer: int = setting("transformer blocks", at_least=1, at_most=10_000)
     n_head: int = setting("attention heads per block", at_least=1)
     n_embd: int = setting("width of the residual stream, C", at_least=1)
     dropout: float = setting("dropout probability", 0.0, on_resume="free", at_least=0, below=1)
@@ -25,8 +25,12 @@ class ModelConfig(Checked):
     n_kv_head: int | None = setting(
         "heads of keys and values, if the architecture shares them; null: n_head", None, at_least=1
     )
-    ngram_rows: int = setting("modern: rows per n-gram embedding table; 0: none", 0, at_least=0)
-    longest_ngram: int = setting("largest n of the n-grams; the smallest is 2", 2, at_least=2)
+    ngram_rows: int = setting(
+        "modern: rows per n-gram embedding table; 0: none", 0, at_least=0, at_most=10**8
+    )
+    longest_ngram: int = setting(
+        "largest n of the n-grams; the smallest is 2", 2, at_least=2, at_most=32
+    )
     init_from: str | None = setting(
         "run, checkpoint, or transformers folder with initial weights; null: random",
         None,

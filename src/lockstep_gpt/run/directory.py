@@ -66,7 +66,9 @@ class RunDirectory:
         leftovers = {self.lock.path.name, f".{self.config.name}.tmp"}
         if not self.path.exists():
             return
-        if self.path.is_dir() and {path.name for path in self.path.iterdir()} <= leftovers:
+        if not self.path.is_dir():
+            raise UserError(f"run_dir={self.path} is a file; name a folder, or a new path")
+        if {path.name for path in self.path.iterdir()} <= leftovers:
             return
         remedy = "name another one"
         if self.config.is_file():

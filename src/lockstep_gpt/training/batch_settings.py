@@ -33,6 +33,7 @@ class BatchConfig(Checked):
         1,
         on_resume="kept",
         at_least=1,
+        at_most=4096,
     )
 
     def __post_init__(self) -> None:

@@ -118,7 +118,8 @@ def _gradients(parameters: list[Tensor]) -> list[Tensor]:
 def orthogonalized(matrices: Tensor) -> Tensor:
     """Return roughly the nearest orthogonal matrices of (N, rows, columns), by Newton-Schulz.
 
-    Low precision is enough: the singular values end up between 0.7 and 1.2 anyway.
+    Low precision is enough: singular values above 0.5 % of the matrix's norm end up between 0.6 and
+    1.25 anyway. Smaller ones remain smaller.
     """
     a, b, c = COEFFICIENTS
     x = matrices.to(_product_type(matrices.device))

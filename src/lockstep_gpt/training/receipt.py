@@ -14,10 +14,8 @@ from lockstep_gpt.distributed.ranks import backend_here
 from lockstep_gpt.model.gpt import GPT
 from lockstep_gpt.run.callbacks.step import InReceipt
 from lockstep_gpt.settings import counted
+from lockstep_gpt.torch_patches import BatchNorm
 from lockstep_gpt.training.schedule import BatchPlan, Schedule
-
-# The base class of all BatchNorm layers: torch has no public one.
-BatchNorm = torch.nn.modules.batchnorm._BatchNorm
 
 RULES = {"linear": "linear in the batch", "sqrt": "square root of the batch", "none": "not scaled"}
 

@@ -110,27 +110,55 @@ class Schedule:
         return self.final_lr_fraction + (1 - self.final_lr_fraction) * ahead
 
 
+def plan_steps(config: Config, batch: BatchPlan) -> int:
+    """Return the optimizer steps of a run, whose budget may be in tokens."""
+    return _steps(config.max_steps, config.max_tokens, batch)
+
+
 def plan_schedule(config: Config, batch: BatchPlan) -> Schedule:
     """Turn budgets in steps or tokens into a run's schedule; reject a warmup as long as the run.
 
     Sources: linear scaling and warmup, Goyal et al. 2017; cosine, Loshchilov & Hutter 2017; wsd
     (warmup, stable, decay), Zhai et al. 2022 and Hu et al. 2024.
     """
-    total_steps = _steps(config.max_steps, config.max_tokens, batch)
+    total_steps = plan_steps(config, batch)
     warmup_steps = _steps(config.optim.warmup_steps, config.optim.warmup_tokens, batch)
     if warmup_steps >= total_steps:
         raise UserError(_warmup_line(config, warmup_steps, total_steps))
-    ratio = batch.global_size / config.batch.reference_size
-    scales = {"linear": ratio, "sqrt": math.sqrt(ratio), "none": 1.0}
     return Schedule(
         total_steps=total_steps,
         warmup_steps=warmup_steps,
         decay=config.optim.decay,
         decay_steps=_decay_steps(config, total_steps, warmup_steps),
         base_lr=config.optim.lr,
-        scale=scales[config.optim.lr_scaling],
+        scale=scale_of_rate(config, batch),
         final_lr_fraction=config.optim.final_lr_fraction,
     )
+
+
+def scale_of_rate(config: Config, batch: BatchPlan) -> float:
+    """Return the factor of the learning rate for this batch; 1 at `batch.reference_size`."""
+    ratio = batch.global_size / config.batch.reference_size
+    scales = {"linear": ratio, "sqrt": math.sqrt(ratio), "none": 1.0}
+    return scales[config.optim.lr_scaling]
+
+
+def shorten_warmup(config: Config, batch: BatchPlan) -> dict[str, int]:
+    """Return the warmup for a quick try: a tenth of a run that is no longer than its own warmup.
+
+    A run of fewer than 10 steps then has none. Empty if the warmup fits.
+
+    Returns:
+        `warmup_steps` or `warmup_tokens`, whichever is set, and its new value.
+    """
+    total_steps = plan_steps(config, batch)
+    warmup_steps = _steps(config.optim.warmup_steps, config.optim.warmup_tokens, batch)
+    if warmup_steps < total_steps:
+        return {}
+    shorter = total_steps // 10
+    if config.optim.warmup_steps is not None:
+        return {"warmup_steps": shorter}
+    return {"warmup_tokens": shorter * batch.tokens_per_step}
 
 
 def _steps(steps: int | None, tokens: int | None, batch: BatchPlan) -> int:

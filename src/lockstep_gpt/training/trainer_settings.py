@@ -28,6 +28,8 @@ _OWNED = {
 OWNED_TRAINER_KEYS = {key: door for door, keys in _OWNED.items() for key in keys.split()}
 
 
+MOST_RANKS = 1024
+MOST_NODES = 100_000
 ACCELERATORS = ("auto", "cpu", "gpu", "cuda", "mps")
 
 
@@ -51,6 +53,9 @@ def check_trainer(trainer: dict[str, Any]) -> None:
     fits = devices == "auto" or _is_count(devices)
     check("trainer.devices", devices, fits, f"must be auto or {count}")
     check("trainer.num_nodes", nodes, _is_count(nodes), f"must be {count}")
+    too_many = isinstance(devices, int) and devices > MOST_RANKS
+    check("trainer.devices", devices, not too_many, f"must be at most {MOST_RANKS} on one machine")
+    check("trainer.num_nodes", nodes, nodes <= MOST_NODES, f"must be at most {MOST_NODES}")
     check_choice("trainer.accelerator", trainer.get("accelerator", "auto"), ACCELERATORS)
     check_switch("trainer.sync_batchnorm", trainer.get("sync_batchnorm", False))
 

@@ -141,7 +141,7 @@ class Documents(Source):
     invalid_utf8: str = setting(
         "what to do with text that is not UTF-8", "replace", choices=("replace", "skip", "fail")
     )
-    num_proc: int = setting("processes that tokenize", 1, on_resume="free", at_least=1)
+    num_proc: int = setting("tokenizing processes", 1, on_resume="free", at_least=1, at_most=1024)
 
     def __post_init__(self) -> None:
         """Also check that `vocab_size` fits the tokenizer, and set its default for `bpe`."""

@@ -40,7 +40,7 @@ class TokenFiles(Source):
     dtype: str = setting(
         "token type of files without a header, little-endian", "uint16", choices=tuple(DTYPES)
     )
-    vocab_size: int = setting("size of the vocabulary", 50257, at_least=2)
+    vocab_size: int = setting("size of the vocabulary", 50257, at_least=2, at_most=10**7)
     tokenizer: str = setting(
         "the tokens' byte-level BPE: gpt2, file, folder, or hub name; numbers: no tokenizer",
         "numbers",

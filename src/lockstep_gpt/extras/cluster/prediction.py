@@ -20,7 +20,7 @@ from lockstep_gpt.extras.cluster.memory import Memory
 from lockstep_gpt.extras.cluster.step_time import StepTime, Work, buckets, step_time
 from lockstep_gpt.launch.checks import AUTO, DDP
 from lockstep_gpt.training.batch_settings import BatchConfig
-from lockstep_gpt.training.schedule import BatchPlan, plan_batch, plan_schedule
+from lockstep_gpt.training.schedule import BatchPlan, plan_batch, scale_of_rate
 
 TOKENS_PER_PARAMETER = 20  # compute-optimal (Hoffmann et al. 2022, table 3)
 LINEAR_RANGE = 32  # from a batch of 256 to 8,192 images (Goyal et al. 2017, figure 1)
@@ -250,7 +250,7 @@ class _Planner:
             cost = tokens / speed / 3600 * batch.world_size * price
         return Row(
             batch=batch,
-            lr=plan_schedule(self.room.config, batch).peak_lr,
+            lr=self.room.config.optim.lr * scale_of_rate(self.room.config, batch),
             memory=memory,
             fits=fits,
             largest_micro_size=self.room.largest_micro_size(batch.world_size),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import logging
 import os
 import tempfile
 import threading
@@ -23,6 +24,10 @@ from lockstep_gpt.errors import RunError
 from lockstep_gpt.pausing import PauseNotice
 from lockstep_gpt.run.callbacks.step import StepCallback
 from lockstep_gpt.run.directory import RunDirectory
+from lockstep_gpt.settings import counted
+from lockstep_gpt.torch_patches import BatchNorm
+
+logger = logging.getLogger(__name__)
 
 STALL_GRACE = 2  # seconds for the other ranks to show their stacks too
 PAUSE_SECONDS = 5  # from the notice of a pause until this process has surely paused
@@ -45,6 +50,8 @@ class Guards(StepCallback):
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         """Start a thread that only watches the clock."""
         super().on_train_start(trainer, pl_module)
+        if self.rank == 0 and trainer.world_size > 1:
+            warn_of_own_statistics(pl_module)
         self._last_progress = time.monotonic()
         if self.config.guard.stall_after is not None:
             limit = stall_limit(self.config, self.config.guard.stall_after)
@@ -119,6 +126,18 @@ class Guards(StepCallback):
                 print(f"rank {self.rank}: {text}", file=self.terminal, flush=True)
         time.sleep(STALL_GRACE)
         os._exit(1)
+
+
+def warn_of_own_statistics(model: torch.nn.Module) -> None:
+    """Warn if layers normalize with the statistics of one rank's samples."""
+    layers = [layer for layer in model.modules() if isinstance(layer, BatchNorm)]
+    count = sum(not isinstance(layer, torch.nn.SyncBatchNorm) for layer in layers)
+    if count:
+        logger.warning(
+            "the model has %s, with the statistics of each rank's own samples: results depend on "
+            "the number of ranks; use a norm over channels, or trainer.sync_batchnorm=true on GPUs",
+            counted(count, "BatchNorm layer"),
+        )
 
 
 def stacks() -> str:

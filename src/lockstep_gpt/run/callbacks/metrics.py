@@ -44,7 +44,8 @@ class Metrics(StepCallback):
 
     every: int  # steps between rows
     tokens_per_step: int  # over all ranks
-    flops_per_token: float = 0.0  # forward and backward; MFU: Chowdhery et al. 2022, appendix B
+    # Forward and backward. MFU is as in Chowdhery et al. 2022, appendix B, with causal attention.
+    flops_per_token: float = 0.0
     peak_tflops: float | None = None  # of all devices together; None omits the utilization
     # The newest value of each metric, for display.
     row: dict[str, float] = field(default_factory=dict, init=False)

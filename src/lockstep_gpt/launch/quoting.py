@@ -1,0 +1,61 @@
+"""Values on the command line that Hydra's grammar can read only with quotes around them."""
+
+import re
+import shlex
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+
+PATHS = {
+    *("resume", "run_dir", "model.init_from", "checkpoint.copy_to"),
+    *("data.root", "data.path", "data.val_path", "data.test_path"),
+}
+# What a path may contain, but has no meaning in Hydra's grammar, or another one.
+ODD = re.compile(r"[^\x00-\x7f]|[=#;&!^<>`'\"\[\]]|(?<!\$)\{")
+LINE_BREAKS = {"\n": r"\n", "\r": r"\r", "\t": r"\t"}
+
+
+def quote_paths(arguments: list[str]) -> list[str]:
+    """Quote paths that Hydra could not parse, such as `step=000500.ckpt` or `größe`."""
+    return [_with_quoted_path(word) for word in arguments]
+
+
+def _with_quoted_path(word: str) -> str:
+    name, _, value = word.partition("=")
+    is_odd_path = name in PATHS and ODD.search(value)
+    if not is_odd_path or value.startswith(("'", '"')):
+        return word
+    return quote_value(word)
+
+
+def quote_value(word: str) -> str:
+    """Return NAME=VALUE with Hydra's quotes around the value, which is then any text."""
+    name, _, value = word.partition("=")
+    escaped = re.sub(r'(\\*)"', r'\1\1\\"', value)
+    escaped = re.sub(r"(\\+)$", r"\1\1", escaped)  # backslashes before the last quote
+    return f'{name}="{escaped}"'
+
+
+def unparsed_line(word: str) -> str:
+    """Return that Hydra can't parse NAME=VALUE, and how to quote the value as text."""
+    if "=" not in word:
+        return f"{_on_one_line(word)} has no value; write NAME=VALUE, without spaces"
+    quoted = quote_value(word)
+    try:
+        OverridesParser.create().parse_override(quoted)
+    except HydraException:  # the name is at fault
+        return f"{_on_one_line(word)} is not NAME=VALUE; names have letters, digits, and dots"
+    in_shell = shlex.quote(quoted)
+    if quoted != _on_one_line(quoted):
+        escaped = quoted.replace("\\", r"\\").replace("'", r"\'")
+        in_shell = f"$'{_on_one_line(escaped)}'"
+    return (
+        f"{_on_one_line(word)} cannot be parsed; to set it to this text, quote it for the shell "
+        f"and for Hydra: {in_shell}"
+    )
+
+
+def _on_one_line(text: str) -> str:
+    for character, escaped in LINE_BREAKS.items():
+        text = text.replace(character, escaped)
+    return text

@@ -1,0 +1,65 @@
+"""Values that Hydra's grammar can't read without quotes."""
+
+import subprocess
+
+import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lockstep_gpt import PROGRAM, cli
+from lockstep_gpt.launch.quoting import quote_paths, quote_value, unparsed_line
+
+ODD_VALUES = ["größe", "a#b", "a[1]", "{a}", "it's", 'a"b', "two\nlines\tof 'text'", "a(b", "~/x"]
+
+
+def parsed(word):
+    return OverridesParser.create().parse_override(word).value()
+
+
+@given(st.text(st.characters(exclude_categories=("Cs",), exclude_characters="$")))
+def test_a_quoted_value_is_the_text_itself(value):
+    assert parsed(quote_value(f"run_name={value}")) == value
+
+
+@pytest.mark.parametrize("value", ODD_VALUES)
+def test_a_value_that_cannot_be_parsed_gets_one_line_with_words_for_the_shell(value, capsys):
+    word = f"run_name={value}"
+    assert cli.main(["train", word]) == 2
+    err = capsys.readouterr().err
+    assert err == f"{PROGRAM} train: {unparsed_line(word)}\n"
+    assert "cannot be parsed; to set it to this text, quote it for the shell and for Hydra" in err
+    typed = err.partition("for Hydra: ")[2].strip()
+    result = subprocess.run(
+        ["bash", "-c", f"printf %s {typed}"], capture_output=True, text=True, check=True
+    )
+    assert parsed(result.stdout) == value
+
+
+def test_a_name_that_cannot_be_parsed_is_not_helped_by_quotes():
+    assert unparsed_line("größe=1") == (
+        "größe=1 is not NAME=VALUE; names have letters, digits, and dots"
+    )
+
+
+@pytest.mark.parametrize("name", ["größe", "a#b", "a[1]", "a{1}", "it's", 'a"b', "step=5.ckpt"])
+@pytest.mark.parametrize("setting", ["run_dir", "resume", "data.path"])
+def test_a_path_needs_no_quotes_for_hydra(name, setting):
+    (word,) = quote_paths([f"{setting}={name}"])
+    assert parsed(word) == name
+
+
+@pytest.mark.parametrize(
+    "word", ["run_dir=runs/1", "run_dir=a,b", "run_dir='a=b'", "run_dir=${run_name}/1", "seed=1"]
+)
+def test_other_words_stay_as_typed(word):
+    assert quote_paths([word]) == [word]
+
+
+def test_a_run_can_have_any_name_of_a_folder(command):
+    name = "größe [1] #{it's}"
+    command.train(f"run_dir={name}", "max_steps=2", "optim.warmup_steps=0")
+    assert command.summary(name)["status"] == "done"
+    again = ["train", f"run_dir={name}", "resume=auto"]
+    assert "is done" in command(*again).stdout
+    assert "is done" in command("train", quote_value(again[1]), "resume=auto").stdout
