@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from lockstep_gpt import processes
+from lockstep_gpt.run import last_line
 from lockstep_gpt.run.directory import RunDirectory
 
 
@@ -17,18 +18,23 @@ def command(run: RunDirectory) -> list[str]:
 def main(path: str, parent: str) -> NoReturn:
     """Run as a rank of the run in the directory `path`, then end the process."""
     processes.end_with_parent(int(parent))  # before the imports, which take seconds
-    processes.import_all(["lockstep_gpt.training.train"])
     processes.end_process(run_rank(RunDirectory(Path(path))))
 
 
 def run_rank(run: RunDirectory) -> int:
     """Run as a rank of `run`, whose lock the command holds; return the exit status."""
-    from lockstep_gpt.training import train
+    last_line.leave_to_agent()
+    rank = int(os.environ["RANK"])
+    try:
+        processes.import_all(["lockstep_gpt.training.train"])
+        from lockstep_gpt.training import train
 
-    if os.environ["RANK"] != "0":
-        return train.main(run)
-    with run.writer_locked():
-        return train.main(run)
+        if rank != 0:
+            return train.main(run)
+        with run.writer_locked():
+            return train.main(run)
+    except Exception as error:
+        return last_line.fail_early(run, rank, error)
 
 
 if __name__ == "__main__":

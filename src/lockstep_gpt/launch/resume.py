@@ -1,7 +1,9 @@
 """`resume=auto`: continue a run in its own directory, with the few settings that may change."""
 
+import errno
 import logging
 import os
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -145,6 +147,7 @@ class ResumedRun:
         if self.run.overrides.exists():
             self._logged = self.run.overrides.stat().st_size
         self.permit()
+        refuse_unwritable(self.run)
 
     def freeze(self, values: dict[str, Any]) -> None:
         """Freeze the changed values, and add the changes to the log of overrides."""
@@ -159,6 +162,22 @@ class ResumedRun:
         """Freeze the earlier values again, and remove the changes from the log."""
         self.run.refreeze(self.before)
         os.truncate(self.run.overrides, self._logged)
+
+
+def refuse_unwritable(run: RunDirectory) -> None:
+    """Raise a `UserError` if checkpoints could not be saved, before training for hours."""
+    folder = run.checkpoints
+    if not folder.exists():
+        return
+    try:
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=".try-"):
+            pass
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return  # each save checks the space that it needs
+        raise UserError(
+            f"{folder} cannot be written ({error.strerror}); make it a folder that you may write"
+        ) from None
 
 
 def _is_done(run: RunDirectory, steps: int) -> bool:

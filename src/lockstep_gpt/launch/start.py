@@ -8,6 +8,7 @@ the ranks need before torch starts (threads, allocator). Exceptions: launch.inli
 
 import contextlib
 import logging
+import os
 import secrets
 import time
 from enum import Enum, auto
@@ -22,12 +23,13 @@ from lockstep_gpt.data import prepare as data_prepare
 from lockstep_gpt.data import shards
 from lockstep_gpt.data.data_settings import DataModuleConfig
 from lockstep_gpt.data.packing import packing_of
-from lockstep_gpt.errors import UserError
+from lockstep_gpt.errors import ReportedError, UserError
 from lockstep_gpt.exits import Exit
 from lockstep_gpt.launch import devices, launcher, machines, trust
 from lockstep_gpt.launch.placement import Placement
 from lockstep_gpt.launch.supervise import supervise
 from lockstep_gpt.processes import end_process
+from lockstep_gpt.run import last_line
 from lockstep_gpt.run.directory import RunDirectory
 from lockstep_gpt.training import schedule
 
@@ -108,6 +110,12 @@ def start(run_start: RunStart) -> int:
         except UserError:  # the other ranks' configurations differ, for example
             freezing.undo()
             raise
+        except (ReportedError, SystemExit):
+            raise
+        except Exception as error:
+            if not freezing.is_done:
+                raise
+            raise last_line.reported(run_start.run, error) from error
         is_alone = mode in (StartMode.INLINE, StartMode.AGENT)
         # In a new directory, others may still write.
         if status == Exit.MISTAKE and (is_alone or freezing.run_existed):
@@ -145,7 +153,7 @@ class Freezing:
     def __init__(self, run_start: RunStart, lock: contextlib.ExitStack) -> None:
         self._run_start = run_start
         self._lock = lock
-        self._is_done = False
+        self.is_done = False
         self.run_existed = False  # before it was frozen here
 
     def freeze(self) -> RunDirectory:
@@ -159,13 +167,13 @@ class Freezing:
         data = {**run_start.values["data"], "fingerprint": fingerprint}
         self._lock.enter_context(run.locked())
         run_start.freeze({**run_start.values, "data": data})
-        self._is_done = True
+        self.is_done = True
         trust.permit(run, trusted=True)
         return run
 
     def undo(self) -> None:
         """Restore the directory, if this process has frozen it."""
-        if self._is_done:
+        if self.is_done:
             self._run_start.undo()
 
 
@@ -173,7 +181,9 @@ def _run_rank(run: RunDirectory, store: Any = None) -> int:
     """Run as a rank in this process, which has no agent; return the exit status."""
     from lockstep_gpt.training import train
 
-    return train.main(run, store)
+    status = train.main(run, store)
+    last_line.show_end_of_rank(run, int(os.environ.get("RANK", "0")), status)
+    return status
 
 
 def _follow_first_machine(run_start: RunStart) -> None:

@@ -28,7 +28,6 @@ logger = logging.getLogger(__name__)
 
 # The errors that torch raises for a file it cannot read.
 UNREADABLE = (pickle.UnpicklingError, RuntimeError, EOFError, LookupError, ValueError, struct.error)
-REMEDY = "then continue with resume=auto; the newest checkpoint is intact"
 NAME = re.compile(r"step=(\d{6,})\.ckpt")
 
 
@@ -110,8 +109,7 @@ def write_checkpoint(
     except (OSError, RuntimeError) as error:  # torch's own writer raises the latter
         reason = getattr(error, "strerror", None) or error
         raise RunError(
-            f"checkpoint {path} cannot be written: {reason}; "
-            f"free space there or make it writable, {REMEDY}"
+            f"checkpoint {path} cannot be written: {reason}; free space there, or make it writable"
         ) from error
 
 
@@ -121,7 +119,7 @@ def refuse_full_disk(folder: Path, needed: int) -> None:
     if free < needed:
         raise RunError(
             f"{folder} has {free:,} bytes left, but a checkpoint needs {needed:,}; "
-            f"free some space there, {REMEDY}"
+            "free some space there"
         )
 
 

@@ -18,13 +18,13 @@ from lockstep_gpt.distributed.flight_recorder import record_collectives
 from lockstep_gpt.distributed.ranks import Ranks, backend_of, join, leave
 from lockstep_gpt.exits import Exit, after_signal
 from lockstep_gpt.model.functional import choose_matrix_products
-from lockstep_gpt.processes import invocation
 from lockstep_gpt.run.callbacks.metrics import COLUMNS, Metrics, peak_tflops
 from lockstep_gpt.run.callbacks.stopping import GracefulStop, Stopped
 from lockstep_gpt.run.checkpoint import step_of
 from lockstep_gpt.run.checkpoint_writing import checkpoint_io
 from lockstep_gpt.run.directory import RunDirectory
 from lockstep_gpt.run.failures import report_failure
+from lockstep_gpt.run.last_line import way_on
 from lockstep_gpt.run.loggers.tracking import tracked_runs
 from lockstep_gpt.run.metrics_file import MetricsFile
 from lockstep_gpt.run.resuming import refuse_other_directory, state_to_resume
@@ -79,10 +79,12 @@ def main(directory: RunDirectory, store: Store | None = None) -> int:
                 announce(training)
             fit(training, started)
         except Stopped as stopped:
-            command = f"{invocation()} train run_dir={directory.path} resume=auto"
-            logger.info("%s after saving; to continue it:\n  %s", stopped, command)
+            if ranks.rank == 0:
+                logger.info("%s; %s", stopped, way_on(directory))
             return after_signal(stopped.signum)
-        except Exception as error:
+        except KeyboardInterrupt:  # a Ctrl-C before training
+            raise
+        except BaseException as error:
             model = training.module.model if training else None
             return report_failure(directory, config, ranks, error, terminal, model)
     drop_rank_log(directory, ranks)
