@@ -50,11 +50,11 @@ def describe_error(error: BaseException) -> str:
     lines = str(error).strip().splitlines()
     name = type(error).__name__
     text = f"{name}: {lines[0]}" if lines else name
-    remedy = _remedy_of_limit(error)
+    remedy = remedy_of_limit(error)
     return f"{text}; {remedy}" if remedy else text
 
 
-def _remedy_of_limit(error: BaseException) -> str:
+def remedy_of_limit(error: BaseException) -> str:
     """Return how to raise the limit of the system that caused `error`, or an empty string."""
     if isinstance(error, MemoryError):
         return MORE_MEMORY

@@ -27,6 +27,7 @@ from lockstep_gpt.config import Config
 from lockstep_gpt.errors import UserError
 from lockstep_gpt.exits import Ending, Exit, after_signal
 from lockstep_gpt.launch import machines, rank_program
+from lockstep_gpt.python_patches import run_exit_handlers
 from lockstep_gpt.run import last_line, remedies
 from lockstep_gpt.run.directory import RunDirectory
 from lockstep_gpt.settings import check
@@ -52,7 +53,7 @@ def main(
             _set_environment(config)
             agent = (agent_class or RankAgent)(run, config, rendezvous, folder)
             if has_peers:
-                machines.end_when_cut_off(agent, config)
+                machines.end_when_cut_off(agent, config, run, node_rank)
             return agent.status(agent.run(), node_rank)
         except UserError as error:
             print(f"{PROGRAM} train: {error}", file=sys.stderr)
@@ -70,6 +71,7 @@ def main(
             last_line.show(run, f"{PROGRAM} train: {line}", node_rank)
             return Exit.REPORTED
         except Exception as error:  # the system's limits, for example
+            run_exit_handlers()  # those of libraries may print
             last_line.show_error(run, error, node_rank)
             return Exit.REPORTED
 

@@ -8,7 +8,7 @@ from torch import nn
 from lockstep_gpt import PROGRAM
 from lockstep_gpt.config import Config
 from lockstep_gpt.distributed.ranks import Ranks, lost_peers
-from lockstep_gpt.errors import RunError, UserError, describe_error
+from lockstep_gpt.errors import RunError, UserError, describe_error, remedy_of_limit
 from lockstep_gpt.exits import Exit
 from lockstep_gpt.run import last_line, remedies
 from lockstep_gpt.run.directory import RunDirectory
@@ -37,7 +37,7 @@ def report_failure(
     cause = remedies.explain_error(stack, config, ranks.world_size, model)
     text = f"{cause}\n\n{stack}" if cause else stack
     last_line.append(directory.log_of(ranks.rank), text)
-    if lost_peers(error):
+    if lost_peers(error) and not remedy_of_limit(error):
         return Exit.LOST_PEERS
     line = f"rank {ranks.rank} failed: {describe_error(error)}"
     if isinstance(error, RunError):
