@@ -215,7 +215,9 @@ class RankAgent(LocalElasticAgent):
         """Print the last line of a failed run; return the exit status of this agent."""
         if not result.is_failed():
             return 0
-        status = last_line.show_recorded(self._run, node_rank)
+        files = [failure.error_file_data for failure in result.failures.values()]
+        handed_over = [data for data in files if "line" in data]
+        status = last_line.show_recorded(self._run, node_rank, handed_over)
         if status is not None:
             return Exit.REPORTED if status == Exit.FAILED else status
         deliberate = [ending.code for ending in self._ended.values() if ending.is_deliberate]

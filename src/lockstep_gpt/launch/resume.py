@@ -173,8 +173,8 @@ def refuse_unwritable(run: RunDirectory) -> None:
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".try-"):
             pass
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            return  # each save checks the space that it needs
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+            return  # it is the whole disk, which freezing the configuration reports
         raise UserError(
             f"{folder} cannot be written ({error.strerror}); make it a folder that you may write"
         ) from None

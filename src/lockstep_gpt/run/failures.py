@@ -58,6 +58,4 @@ def _record(
     is_first = last_line.record(directory, ranks.rank, status, error, line)
     if is_first and stack:
         print(stack, file=terminal, flush=True)
-    if is_first and not last_line.recorded(directory):  # on a full disk
-        print(line, file=terminal, flush=True)
     return status

@@ -8,10 +8,13 @@ itself dies, the command prints it.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shlex
 import sys
+import time
 import traceback
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +24,14 @@ from lockstep_gpt.exits import Exit
 from lockstep_gpt.processes import invocation
 from lockstep_gpt.run.checkpoint import checkpoints_in, files_of, newest_valid, step_of
 from lockstep_gpt.run.directory import RunDirectory
+from lockstep_gpt.whole_files import replace_text
 
 # Above this size, a checkpoint counts as intact because it is complete: verifying it would delay
 # the line by more than some seconds, and a resume verifies it anyway.
 VERIFIED_BYTES = 1 << 33
 
 _is_left_to_agent = False  # whether an agent prints the last line of this process
+_unrecorded: dict[str, Any] = {}  # this rank's failure, if the run's disk is full
 
 
 def leave_to_agent() -> None:
@@ -116,7 +121,22 @@ def record(
     if isinstance(error, BaseException):
         summary = f"{type(error).__name__}: {error}"
     failure = {"rank": rank, "status": status, "error": summary, "line": line}
-    return run.record_failure(failure)
+    is_first = run.record_failure(failure)
+    if is_first and not recorded(run):
+        _hand_over(failure)
+    return is_first
+
+
+def _hand_over(failure: dict[str, Any]) -> None:
+    """Keep a failure that the run's full disk did not take, also for torch's agent."""
+    global _unrecorded
+    _unrecorded = failure
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")  # in the folder for temporary files
+    if not path:
+        return
+    text = json.dumps({**failure, "message": failure["line"], "timestamp": int(time.time())})
+    with contextlib.suppress(OSError):
+        replace_text(Path(path), text)  # torch takes no half a file
 
 
 def recorded(run: RunDirectory) -> dict[str, Any]:
@@ -127,10 +147,18 @@ def recorded(run: RunDirectory) -> dict[str, Any]:
         return {}
 
 
-def show_recorded(run: RunDirectory, node_rank: int = 0) -> int | None:
-    """Print the last line of the failure in `failed.json`; return its status, None without one."""
-    failure = recorded(run)
-    if not failure:
+def show_recorded(
+    run: RunDirectory, node_rank: int = 0, handed_over: Iterable[dict[str, Any]] = ()
+) -> int | None:
+    """Print the last line of the run's failure; return its status, None without one.
+
+    Args:
+        run: may have a `failed.json`.
+        node_rank: the number of this machine.
+        handed_over: failures that did not fit on its disk.
+    """
+    failure = next(filter(None, [recorded(run), *handed_over]), None)
+    if failure is None:
         return None
     line = str(failure.get("line", failure["error"]))
     status = int(failure["status"])
@@ -143,15 +171,17 @@ def show_recorded(run: RunDirectory, node_rank: int = 0) -> int | None:
 
 def show_end_of_rank(run: RunDirectory, rank: int, status: int) -> None:
     """Print the last line of a failed rank without an agent, unless another rank's tells more."""
+    global _unrecorded
     if _is_left_to_agent or status not in (Exit.FAILED, Exit.MISTAKE, Exit.LOST_PEERS):
         return
-    failure = recorded(run)
+    failure = recorded(run) or _unrecorded
+    _unrecorded = {}  # this process may go on to another run
     if not failure and status == Exit.LOST_PEERS:
         show(run, f"rank {rank} lost other ranks; their output says why")
     elif not failure:
         show(run, f"rank {rank} ended with status {status}, for the reason above")
     elif failure["rank"] == rank:
-        show_recorded(run)
+        show_recorded(run, handed_over=[failure])
 
 
 def fail_early(run: RunDirectory, rank: int, error: BaseException) -> int:
