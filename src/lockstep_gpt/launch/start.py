@@ -8,7 +8,6 @@ the ranks need before torch starts (threads, allocator). Exceptions: launch.inli
 
 import contextlib
 import logging
-import os
 import secrets
 import time
 from enum import Enum, auto
@@ -181,9 +180,7 @@ def _run_rank(run: RunDirectory, store: Any = None) -> int:
     """Run as a rank in this process, which has no agent; return the exit status."""
     from lockstep_gpt.training import train
 
-    status = train.main(run, store)
-    last_line.show_end_of_rank(run, int(os.environ.get("RANK", "0")), status)
-    return status
+    return train.main(run, store)
 
 
 def _follow_first_machine(run_start: RunStart) -> None:

@@ -16,7 +16,7 @@ import time
 import traceback
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from lockstep_gpt import PROGRAM
 from lockstep_gpt.errors import ReportedError, RunError, UserError, describe_error
@@ -88,15 +88,15 @@ def _newest_saved(folder: Path) -> Path | None:
     return newest_valid(folder)
 
 
-def show(run: RunDirectory, cause: str, node_rank: int = 0) -> None:
+def show(run: RunDirectory, cause: str, node_rank: int = 0, terminal: TextIO | None = None) -> None:
     """Print the last line, and write it to the run's log."""
-    write(run, f"{cause}; {way_on(run, node_rank)}")
+    write(run, f"{cause}; {way_on(run, node_rank)}", terminal)
 
 
-def write(run: RunDirectory, text: str) -> None:
+def write(run: RunDirectory, text: str, terminal: TextIO | None = None) -> None:
     """Print `text`, and append it to the run's log; a full disk or a closed terminal is ignored."""
     with contextlib.suppress(OSError, ValueError):
-        print(text, file=sys.stderr, flush=True)
+        print(text, file=terminal or sys.stderr, flush=True)
     append(run.log, text)
 
 
@@ -148,7 +148,10 @@ def recorded(run: RunDirectory) -> dict[str, Any]:
 
 
 def show_recorded(
-    run: RunDirectory, node_rank: int = 0, handed_over: Iterable[dict[str, Any]] = ()
+    run: RunDirectory,
+    node_rank: int = 0,
+    handed_over: Iterable[dict[str, Any]] = (),
+    terminal: TextIO | None = None,
 ) -> int | None:
     """Print the last line of the run's failure; return its status, None without one.
 
@@ -156,6 +159,7 @@ def show_recorded(
         run: may have a `failed.json`.
         node_rank: the number of this machine.
         handed_over: failures that did not fit on its disk.
+        terminal: where to print; None: the standard error output.
     """
     failure = next(filter(None, [recorded(run), *handed_over]), None)
     if failure is None:
@@ -163,13 +167,13 @@ def show_recorded(
     line = str(failure.get("line", failure["error"]))
     status = int(failure["status"])
     if status == Exit.MISTAKE:  # its line says what to do
-        write(run, line)
+        write(run, line, terminal)
     else:
-        show(run, line, node_rank)
+        show(run, line, node_rank, terminal)
     return status
 
 
-def show_end_of_rank(run: RunDirectory, rank: int, status: int) -> None:
+def show_end_of_rank(run: RunDirectory, rank: int, status: int, terminal: TextIO) -> None:
     """Print the last line of a failed rank without an agent, unless another rank's tells more."""
     global _unrecorded
     if _is_left_to_agent or status not in (Exit.FAILED, Exit.MISTAKE, Exit.LOST_PEERS):
@@ -177,11 +181,13 @@ def show_end_of_rank(run: RunDirectory, rank: int, status: int) -> None:
     failure = recorded(run) or _unrecorded
     _unrecorded = {}  # this process may go on to another run
     if not failure and status == Exit.LOST_PEERS:
-        show(run, f"rank {rank} lost other ranks; their output says why")
+        cause = f"rank {rank} lost other ranks; their output says why"
+        show(run, cause, terminal=terminal)
     elif not failure:
-        show(run, f"rank {rank} ended with status {status}, for the reason above")
+        cause = f"rank {rank} ended with status {status}, for the reason above"
+        show(run, cause, terminal=terminal)
     elif failure["rank"] == rank:
-        show_recorded(run, handed_over=[failure])
+        show_recorded(run, handed_over=[failure], terminal=terminal)
 
 
 def fail_early(run: RunDirectory, rank: int, error: BaseException) -> int:

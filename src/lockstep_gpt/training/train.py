@@ -18,13 +18,13 @@ from lockstep_gpt.distributed.flight_recorder import record_collectives
 from lockstep_gpt.distributed.ranks import Ranks, backend_of, join, leave
 from lockstep_gpt.exits import Exit, after_signal
 from lockstep_gpt.model.functional import choose_matrix_products
+from lockstep_gpt.run import last_line
 from lockstep_gpt.run.callbacks.metrics import COLUMNS, Metrics, peak_tflops
 from lockstep_gpt.run.callbacks.stopping import GracefulStop, Stopped
 from lockstep_gpt.run.checkpoint import step_of
 from lockstep_gpt.run.checkpoint_writing import checkpoint_io
 from lockstep_gpt.run.directory import RunDirectory
 from lockstep_gpt.run.failures import report_failure
-from lockstep_gpt.run.last_line import way_on
 from lockstep_gpt.run.loggers.tracking import tracked_runs
 from lockstep_gpt.run.metrics_file import MetricsFile
 from lockstep_gpt.run.resuming import refuse_other_directory, state_to_resume
@@ -80,13 +80,15 @@ def main(directory: RunDirectory, store: Store | None = None) -> int:
             fit(training, started)
         except Stopped as stopped:
             if ranks.rank == 0:
-                logger.info("%s; %s", stopped, way_on(directory))
+                logger.info("%s; %s", stopped, last_line.way_on(directory))
             return after_signal(stopped.signum)
         except KeyboardInterrupt:  # a Ctrl-C before training
             raise
         except BaseException as error:
             model = training.module.model if training else None
-            return report_failure(directory, config, ranks, error, terminal, model)
+            status = report_failure(directory, config, ranks, error, terminal, model)
+            last_line.show_end_of_rank(directory, ranks.rank, status, terminal)
+            return status
     drop_rank_log(directory, ranks)
     return Exit.DONE
 

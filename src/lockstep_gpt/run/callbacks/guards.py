@@ -104,7 +104,7 @@ class Guards(StepCallback):
                 text = f"its last collectives: {path} (torchfrtrace --prefix {TRACE} {folder})"
                 print(f"rank {self.rank}: {text}", file=self.terminal, flush=True)
         time.sleep(STALL_GRACE)
-        last_line.show_end_of_rank(self.directory, self.rank, Exit.FAILED)
+        last_line.show_end_of_rank(self.directory, self.rank, Exit.FAILED, self.terminal)
         os._exit(Exit.FAILED)
 
 
