@@ -55,7 +55,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ReportedError as error:
         return error.status
     except KeyboardInterrupt:
-        print(f"{PROGRAM} {name}: stopped by SIGINT", file=sys.stderr)
+        if COMMANDS[name].overrides:  # not a conversation, for example
+            print(f"{PROGRAM} {name}: stopped by SIGINT; start it again", file=sys.stderr)
         return after_signal(signal.SIGINT)
     except BrokenPipeError:  # the reader, such as `head`, has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -286,7 +286,7 @@ def test_a_build_resumes_after_a_full_disk(tiny_disk, tmp_path, caplog):
     disk, resize = tiny_disk
     resize("6m")
     settings = {"vocab_size": 50_257, "tokens": 4_000_000, "shard_mb": 1}
-    with pytest.raises(UserError, match="finished work is kept"):
+    with pytest.raises(RunError, match="finished work is kept"):
         prepare(small(disk, **settings))
     resize("20m")
     with caplog.at_level(logging.INFO):
