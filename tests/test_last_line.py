@@ -15,7 +15,6 @@ from lockstep_gpt.run.last_line import resume_command, way_on
 ENDS = """
 import os, resource, signal, sys
 import lightning
-from lockstep_gpt import cli
 
 class Bare(BaseException):
     pass
@@ -33,6 +32,10 @@ def lose_config():
     os.unlink("run/config.yaml")
     os.kill(os.getpid(), signal.SIGKILL)
 
+def open_no_more_files():
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, most))
+
 def raise_error(kind, *arguments):
     raise kind(*arguments)
 
@@ -44,6 +47,7 @@ ACTIONS = {
     "exit_quietly": exit_quietly,
     "kill_agent": kill_agent,
     "lose_config": lose_config,
+    "open_no_more_files": open_no_more_files,
 }
 
 class Ends(lightning.Callback):
@@ -55,12 +59,9 @@ class Ends(lightning.Callback):
         if (trainer.global_step, trainer.global_rank) == (3, self.rank):
             ACTIONS[self.how]()
 
-def with_few_files(words):
-    resource.setrlimit(resource.RLIMIT_NOFILE, (24, 24))
-    return cli.main(words)
 """
 TWO = ("trainer=cpu", "trainer.devices=2", "strategy=ddp")
-SMALL = ("checkpoint.every=2", "val_every=100", "callbacks=none")
+SMALL = ("checkpoint.every=2", "val_every=100")
 
 
 @pytest.fixture
@@ -114,13 +115,13 @@ def test_a_run_whose_ranks_all_leave_early_is_not_done(ending):
 
 @pytest.mark.usefixtures("quick_ranks")
 def test_after_the_agent_was_killed_the_printed_command_goes_on(ending, command):
-    reason, words = ending("kill_agent", "launch.max_restarts=0", "max_steps=4", run="my run")
+    reason, words = ending("kill_agent", "launch.max_restarts=0", "max_steps=6", run="my run")
     assert reason.startswith("the agent, which starts the ranks, was killed by SIGKILL; if nobody")
     assert reason.endswith("; step 2 is saved; to continue")
     arguments = words[words.index("train") :]
     assert arguments == ["train", "run_dir=my run", "resume=auto"]
     command(*arguments, "launch.inline=true", PYTHONPATH=str(command.folder))
-    assert command.summary("my run")["step"] == 4
+    assert command.summary("my run")["step"] == 6
 
 
 @pytest.mark.usefixtures("quick_ranks")
@@ -130,15 +131,17 @@ def test_a_lost_configuration_is_named_when_ranks_restart(ending):
     assert reason == f"{cause}; restore run/config.yaml, then continue"
 
 
-def test_a_limit_of_the_system_is_named(command, cold):
+def test_a_limit_of_the_system_is_named_even_if_nothing_can_be_recorded(command):
     (command.folder / "ends.py").write_text(ENDS)
-    words = command.smoke(*SMALL, *TWO, *cold, "run_dir=run")
-    start = {"target": "ends:with_few_files", "PYTHONPATH": str(command.folder)}
-    process = command.start(*words, **start)
+    callback = "+callbacks.ends={_target_:ends.Ends,how:open_no_more_files}"
+    words = command.smoke(*SMALL, callback, "run_dir=run", "launch.inline=true")
+    process = command.start(*words, PYTHONPATH=str(command.folder))
     _, err = process.communicate(timeout=240)
     assert process.returncode == 1
+    assert not (command.folder / "run/failed.json").exists()
     line = err.splitlines()[-1]
-    assert "; raise the limit of open files (ulimit -n)" in line
+    assert line.startswith("rank 0 failed: checkpoint run/checkpoints/step=000004.ckpt cannot be")
+    assert "; raise the limit of open files (ulimit -n); run/checkpoints cannot be read" in line
     assert line.endswith(" train run_dir=run resume=auto")
 
 

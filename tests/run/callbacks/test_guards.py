@@ -1,6 +1,7 @@
 """Replicas that differ and steps that don't end: both end the run."""
 
 import json
+import re
 
 import pytest
 import torch
