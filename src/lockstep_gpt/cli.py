@@ -55,9 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ReportedError as error:
         return error.status
     except KeyboardInterrupt:
-        if COMMANDS[name].overrides:  # not a conversation, for example
-            print(f"{PROGRAM} {name}: stopped by SIGINT; start it again", file=sys.stderr)
-        return after_signal(signal.SIGINT)
+        return _report_interrupt(name)
     except BrokenPipeError:  # the reader, such as `head`, has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return after_signal(signal.SIGPIPE)  # which ends other programs
@@ -65,6 +63,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         traceback.print_exc()
         print(f"{PROGRAM} {name}: {describe_error(error)}", file=sys.stderr)
         return 1
+
+
+def _report_interrupt(name: str) -> int:
+    """Print that a Ctrl-C ended a command; return its exit status."""
+    if COMMANDS[name].overrides:  # not a conversation, for example
+        print(f"{PROGRAM} {name}: stopped by SIGINT; start it again", file=sys.stderr)
+    return after_signal(signal.SIGINT)
 
 
 def _public_commands() -> list[str]:

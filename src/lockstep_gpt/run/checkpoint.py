@@ -20,7 +20,7 @@ import struct
 from pathlib import Path
 from typing import Any
 
-from lockstep_gpt.errors import RunError, UserError
+from lockstep_gpt.errors import RunError, UserError, remedy_of_limit
 from lockstep_gpt.run.checkpoint_downloads import download
 from lockstep_gpt.whole_files import replace_text, replacing
 
@@ -108,9 +108,8 @@ def write_checkpoint(
         return digest
     except (OSError, RuntimeError) as error:  # torch's own writer raises the latter
         reason = getattr(error, "strerror", None) or error
-        raise RunError(
-            f"checkpoint {path} cannot be written: {reason}; free space there, or make it writable"
-        ) from error
+        remedy = remedy_of_limit(error) or "free space there, or make it writable"
+        raise RunError(f"checkpoint {path} cannot be written: {reason}; {remedy}") from error
 
 
 def refuse_full_disk(folder: Path, needed: int) -> None:
